@@ -1,0 +1,54 @@
+"""The mesh of six named axes, and the start-up of several processes."""
+
+import math
+import os
+from collections.abc import Mapping, Sequence
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh
+
+from megajax.errors import ConfigError
+
+# Slowest links first: neighbours on the last axis are neighbours in a host.
+AXES = ("pipeline", "data", "fsdp", "expert", "context", "tensor")
+BATCH_AXES = ("data", "fsdp", "expert")
+
+
+def build_mesh(sizes: Mapping[str, int], devices: Sequence[jax.Device] | None = None) -> Mesh:
+    """The mesh with all six axes, `tensor` innermost in device order.
+
+    `sizes` are resolved (`config.checks.check_mesh`); `devices` default to all of every process.
+    """
+    devices = jax.devices() if devices is None else devices
+    shape = tuple(sizes[axis] for axis in AXES)
+    assert math.prod(shape) == len(devices), (sizes, len(devices))
+    return Mesh(np.array(devices).reshape(shape), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def mesh_sizes(mesh: Mesh) -> dict[str, int]:
+    """Axis sizes by name, in axis order."""
+    return dict(zip(mesh.axis_names, mesh.devices.shape, strict=True))
+
+
+def start_processes(environment: Mapping[str, str] = os.environ) -> None:
+    """Join the other processes of this run, if there are any (`jax.distributed`).
+
+    Explicit variables come first (JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES, JAX_PROCESS_ID), then Slurm's
+    (SLURM_NTASKS > 1) and Open MPI's (OMPI_COMM_WORLD_SIZE > 1), which jax reads itself. With one process: nothing.
+    """
+    explicit = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
+    given = [name for name in explicit if name in environment]
+    if given and len(given) < len(explicit):
+        missing = ", ".join(name for name in explicit if name not in environment)
+        raise ConfigError(f"{', '.join(given)} set, but not {missing}: set all three, or none for a single process.")
+    if given:
+        address, count, index = (environment[name] for name in explicit)
+        if not (count.isdigit() and index.isdigit() and int(index) < int(count)):
+            raise ConfigError(
+                f"JAX_NUM_PROCESSES={count} and JAX_PROCESS_ID={index} do not fit: "
+                "the id counts from 0 up to the number of processes less one."
+            )
+        jax.distributed.initialize(address, int(count), int(index))
+    elif int(environment.get("SLURM_NTASKS", "1")) > 1 or int(environment.get("OMPI_COMM_WORLD_SIZE", "1")) > 1:
+        jax.distributed.initialize()

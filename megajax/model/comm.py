@@ -1,0 +1,53 @@
+"""The communication points of the model, on one device: all of them identities.
+
+parallel/comm.py has the same points on a mesh; the model calls these and knows of no mesh.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from megajax import ops
+
+
+class SingleDevice:
+    """Communication points where nothing communicates.
+
+    The residual stream is flat, `[T / tensor, D]`: between `enter` and `leave` a device holds all T tokens and its
+    share of heads or MLP width; outside it holds its share of the tokens (sequence parallelism).
+    """
+
+    def __init__(self, attention: str = "reference"):
+        self.attention = attention
+        self.tensor_size = 1
+
+    def enter(self, x: jax.Array) -> jax.Array:
+        """`[T / tensor, D]` → `[T, D]`: all tokens of this device's sequences."""
+        return x
+
+    def leave(self, y: jax.Array) -> jax.Array:
+        """`[T, D]` partial sums → `[T / tensor, D]`: summed over `tensor`, own tokens kept."""
+        return y
+
+    def own_tokens(self, x: jax.Array) -> jax.Array:
+        """`[T, ...]` → `[T / tensor, ...]`: the tokens whose residual stream this device holds."""
+        return x
+
+    def attend(self, q, k, v, *, window, segment_ids, softcap) -> jax.Array:
+        """Causal attention of `[B, S, N, H]` queries over the whole sequence."""
+        return ops.attention(
+            q, k, v, window=window, segment_ids=segment_ids, softcap=softcap, implementation=self.attention
+        )
+
+    def vocabulary_start(self, local_size: int) -> jax.Array | int:
+        """The first vocabulary row that this device holds, of `local_size` rows a device."""
+        return 0
+
+    def max_over_tensor(self, x: jax.Array) -> jax.Array:
+        return x
+
+    def sum_over_tensor(self, x: jax.Array) -> jax.Array:
+        return x
+
+    def sequence_ids(self, num_sequences: int) -> jax.Array:
+        """The index of each of this device's sequences in the microbatch over all devices, `[B]`."""
+        return jnp.arange(num_sequences)

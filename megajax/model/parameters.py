@@ -1,0 +1,63 @@
+"""Parameters are declared with their shape, logical axes and role; arrays come later, by name.
+
+A module is abstract when it is built: its parameters hold `jax.ShapeDtypeStruct`s, so a 405B model costs nothing to
+describe. State travels as flat dictionaries keyed by the canonical dotted names of the checkpoint format.
+"""
+
+import zlib
+from collections.abc import Mapping
+from typing import TypeVar
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+ROLES = ("matrix", "embedding", "norm", "bias")
+Module = TypeVar("Module", bound=nnx.Module)
+
+
+def declare(shape: tuple[int, ...], axes: tuple[str, ...], role: str = "matrix", scale: float = 1.0) -> nnx.Param:
+    """A parameter without an array.
+
+    `axes` names each dimension for sharding.py's table. `role` says how it starts (matrix and embedding: normal with
+    std `model.init_std * scale`; norm: ones; bias: zeros) and whether weight decay applies.
+    """
+    assert len(shape) == len(axes) and role in ROLES
+    return nnx.Param(jax.ShapeDtypeStruct(shape, jnp.float32), axes=axes, role=role, scale=scale)
+
+
+def stack(block: Module, num_layers: int) -> Module:
+    """The same block with every parameter stacked to `[L, ...]`, in place."""
+    for parameter in parameters(block).values():
+        parameter.set_value(jax.ShapeDtypeStruct((num_layers, *parameter.shape), parameter.dtype))
+        parameter.set_metadata(axes=("layers", *parameter.axes))
+    return block
+
+
+def parameters(module: nnx.Module) -> dict[str, nnx.Param]:
+    """The module's parameters by canonical dotted name, in the order of its pytree leaves."""
+    leaves = jax.tree_util.tree_leaves_with_path(module, is_leaf=lambda node: isinstance(node, nnx.Param))
+    return {".".join(str(getattr(key, "name", getattr(key, "key", key))) for key in path): leaf for path, leaf in leaves}
+
+
+def bind(module: Module, arrays: Mapping[str, jax.Array]) -> Module:
+    """The module with `arrays` (by name, whatever their shapes) in place of its parameters."""
+    return jax.tree.unflatten(jax.tree.structure(module), [arrays[name] for name in parameters(module)])
+
+
+def init_parameters(module: nnx.Module, seed: int, init_std: float) -> dict[str, jax.Array]:
+    """Initial FP32 weights; each number depends on the seed, its parameter's name and its layer alone."""
+    return {name: _initial(parameter, name, seed, init_std) for name, parameter in parameters(module).items()}
+
+
+def _initial(parameter: nnx.Param, name: str, seed: int, init_std: float) -> jax.Array:
+    if parameter.role == "norm":
+        return jnp.ones(parameter.shape, jnp.float32)
+    if parameter.role == "bias":
+        return jnp.zeros(parameter.shape, jnp.float32)
+    key = jax.random.fold_in(jax.random.key(seed), zlib.crc32(name.encode()))
+    std = init_std * parameter.scale
+    if parameter.axes[0] != "layers":
+        return std * jax.random.normal(key, parameter.shape, jnp.float32)
+    keys = jax.vmap(lambda layer: jax.random.fold_in(key, layer))(jnp.arange(parameter.shape[0]))
+    return std * jax.vmap(lambda k: jax.random.normal(k, parameter.shape[1:], jnp.float32))(keys)

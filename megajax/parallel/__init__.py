@@ -1,0 +1,1 @@
+"""How the model runs on the mesh: every collective stands here."""

@@ -1,0 +1,43 @@
+"""The model's communication points on a mesh; they run inside the step's shard_map, manual over all axes."""
+
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from megajax.mesh import BATCH_AXES
+from megajax.model.comm import SingleDevice
+
+
+class MeshComm(SingleDevice):
+    """The communication points as collectives; where an axis has size 1, the identity."""
+
+    def __init__(self, sizes: Mapping[str, int], attention: str):
+        super().__init__(attention)
+        self.sizes = sizes
+        self.tensor_size = sizes["tensor"]
+
+    def enter(self, x: jax.Array) -> jax.Array:
+        return lax.all_gather(x, "tensor", axis=0, tiled=True) if self.tensor_size > 1 else x
+
+    def leave(self, y: jax.Array) -> jax.Array:
+        return lax.psum_scatter(y, "tensor", scatter_dimension=0, tiled=True) if self.tensor_size > 1 else y
+
+    def own_tokens(self, x: jax.Array) -> jax.Array:
+        if self.tensor_size == 1:
+            return x
+        own = x.shape[0] // self.tensor_size
+        return lax.dynamic_slice_in_dim(x, lax.axis_index("tensor") * own, own, 0)
+
+    def vocabulary_start(self, local_size: int) -> jax.Array | int:
+        return lax.axis_index("tensor") * local_size if self.tensor_size > 1 else 0
+
+    def max_over_tensor(self, x: jax.Array) -> jax.Array:
+        return lax.pmax(x, "tensor") if self.tensor_size > 1 else x
+
+    def sum_over_tensor(self, x: jax.Array) -> jax.Array:
+        return lax.psum(x, "tensor") if self.tensor_size > 1 else x
+
+    def sequence_ids(self, num_sequences: int) -> jax.Array:
+        return lax.axis_index(BATCH_AXES) * num_sequences + jnp.arange(num_sequences)

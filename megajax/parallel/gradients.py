@@ -1,0 +1,187 @@
+"""Loss and gradients of one global batch: the part of the step that is local to a device.
+
+One shard_map, manual over all six axes, holds forward, backward and gradient reduction: weights are gathered, the
+microbatches run one after the other, gradients accumulate in FP32 and are reduced once.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from megajax import ops
+from megajax.config import Config
+from megajax.mesh import BATCH_AXES, mesh_sizes
+from megajax.model.transformer import BlockInputs, Transformer
+from megajax.parallel.comm import MeshComm
+from megajax.parallel.head import LossHead
+from megajax.parallel.layers import PREFIX, LayerStack
+from megajax.parallel.weights import WeightExchange, sum_over_all
+from megajax.sharding import BATCH_SPEC, Placement
+
+Params = Mapping[str, jax.Array]
+Batch = Mapping[str, jax.Array]
+
+
+@dataclass(frozen=True)
+class LocalModel:
+    """The model as one device sees it inside the step's shard_map."""
+
+    config: Config
+    sizes: Mapping[str, int]
+    comm: MeshComm
+    exchange: WeightExchange
+    layers: LayerStack
+    head: LossHead
+
+    @classmethod
+    def build(cls, config: Config, model: Transformer, placements: Mapping[str, Placement], mesh: Mesh, attention: str):
+        sizes, platform = mesh_sizes(mesh), mesh.devices.flat[0].platform
+        comm = MeshComm(sizes, attention)
+        compute, gradients = jnp.dtype(config.precision.compute), jnp.dtype(config.precision.gradients)
+        exchange = WeightExchange(placements, sizes, compute, gradients)
+        layers = LayerStack(config, model, comm, exchange, platform)
+        return cls(config, sizes, comm, exchange, layers, LossHead(config, comm))
+
+    def gather_ends(self, params: Params) -> dict[str, jax.Array]:
+        """The weights outside the blocks, ready to compute with; they are gathered over `fsdp` once a step too."""
+        ends = {name: w for name, w in params.items() if not name.startswith(PREFIX)}
+        gathered = {name: self.exchange.gather_once(name, w) for name, w in ends.items()}
+        return {name: self.exchange.gather_layer(name, w) for name, w in gathered.items()}
+
+    def inputs(self, batch: Batch, microbatch: jax.Array | int, dropout_key: jax.Array | None) -> BlockInputs:
+        """What the blocks read of one microbatch, `[B, S]` each."""
+        B, S = batch["tokens"].shape
+        shards = 1
+        for axis in BATCH_AXES:
+            shards *= self.sizes[axis]
+        sequences = (microbatch * B * shards + self.comm.sequence_ids(B)).astype(jnp.uint32)
+        token_ids = (sequences[:, None] * S + jnp.arange(S, dtype=jnp.uint32)).reshape(-1)
+        # The loader packs no documents: every sequence is one segment, and cuDNN needs no mask for that.
+        return BlockInputs(batch["positions"], None, self.comm.own_tokens(token_ids), dropout_key)
+
+    def embed(self, ends: Params, batch: Batch, inputs: BlockInputs) -> jax.Array:
+        """Tokens and positions `[B, S]` → residual stream `[T / tensor, D]`."""
+        rows, ours = self._vocabulary_rows(ends, batch["tokens"])
+        x = self.comm.leave(jnp.where(ours, ends["embedding.tokens"][rows], 0))
+        if "embedding.positions" in ends:
+            x = x + ends["embedding.positions"][self.comm.own_tokens(batch["positions"].reshape(-1))]
+        return self._embedding_dropout(x, inputs)
+
+    def embed_backward(self, gradients: Params, ends: Params, batch: Batch, inputs: BlockInputs, dx) -> dict:
+        """`gradients` with the embedding's added: a scatter-add into the accumulator, in place."""
+        out = dict(gradients)
+        (dx,) = jax.vjp(partial(self._embedding_dropout, inputs=inputs), dx)[1](dx)
+        rows, ours = self._vocabulary_rows(ends, batch["tokens"])
+        updates = jnp.where(ours, self.comm.enter(dx), 0).astype(jnp.float32)
+        out["embedding.tokens"] = out["embedding.tokens"].at[rows].add(updates)
+        if "embedding.positions" in ends:
+            own = self.comm.own_tokens(batch["positions"].reshape(-1))
+            out["embedding.positions"] = out["embedding.positions"].at[own].add(dx.astype(jnp.float32))
+        return out
+
+    def valid_tokens(self, batch: Batch) -> jax.Array:
+        """The number of tokens that count in the loss, over all devices and microbatches; at least 1."""
+        count = batch["loss_mask"].astype(jnp.float32).sum() / self.comm.tensor_size
+        return jnp.maximum(sum_over_all(count, self.sizes), 1)
+
+    def _vocabulary_rows(self, ends: Params, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Each token's row in this device's part of the vocabulary `[T]`, and whether it is there `[T, 1]`."""
+        size = ends["embedding.tokens"].shape[0]
+        rows = tokens.reshape(-1) - self.comm.vocabulary_start(size)
+        ours = (rows >= 0) & (rows < size)
+        return jnp.where(ours, rows, 0), ours[:, None]
+
+    def _embedding_dropout(self, x: jax.Array, inputs: BlockInputs) -> jax.Array:
+        if inputs.dropout_key is None:
+            return x
+        key = jax.random.fold_in(inputs.dropout_key, 0)
+        return ops.dropout(x, self.config.model.dropout, key, inputs.token_ids)
+
+
+def gradient_function(local: LocalModel, mesh: Mesh) -> Callable:
+    """(stored parameters, batch, step, loss scale) → (sums, gradients of the stored parameters, their global norm).
+
+    Batch fields are `[M, B, S]`. `sums` holds `loss` (the language-model loss per valid token), `z_loss` and `tokens`.
+    The gradients are those of `loss + z_loss`, whatever the loss scale.
+    """
+    specs = {name: placement.spec for name, placement in local.exchange.placements.items()}
+    config = local.config
+
+    def compute(params: Params, batch: Batch, step: jax.Array, loss_scale: jax.Array):
+        ends, layers = local.gather_ends(params), local.layers.gather_once(params)
+        tokens = local.valid_tokens(batch)
+        scale = loss_scale / tokens
+        key = None
+        if config.model.dropout > 0:
+            key = jax.random.fold_in(jax.random.key(config.run.seed + 1), step)
+
+        def microbatch(end_gradients, index, fields: Batch):
+            inputs = local.inputs(fields, index, key)
+            x = local.embed(ends, fields, inputs)
+            x, residuals = local.layers.forward(layers, x, inputs)
+            loss, z_loss, dx, end_gradients = local.head.losses_and_gradients(
+                ends, x, fields["targets"].reshape(-1), fields["loss_mask"].reshape(-1), scale, end_gradients
+            )
+            dx, layer_gradients = local.layers.backward(layers, residuals, dx, inputs)
+            end_gradients = local.embed_backward(end_gradients, ends, fields, inputs, dx)
+            return end_gradients, layer_gradients, {"loss": loss / tokens, "z_loss": z_loss / tokens}
+
+        zeros = jax.tree.map(lambda w: jnp.zeros(w.shape, jnp.float32), (ends, layers))
+        end_gradients, layer_gradients, sums = _accumulate(microbatch, *zeros, batch, config.batch.num_microbatches)
+
+        end_gradients = {n: local.exchange.reduce_layer(n, g) for n, g in end_gradients.items()}
+        gradients = {n: local.exchange.reduce_once(n, g) for n, g in end_gradients.items()}
+        gradients |= local.layers.reduce_once(layer_gradients)
+        gradients = {name: gradients[name] / loss_scale for name in params}
+        sums = sum_over_all(sums, local.sizes) | {"tokens": tokens}
+        return sums, gradients, local.exchange.global_norm(gradients)
+
+    return jax.shard_map(
+        compute,
+        mesh=mesh,
+        in_specs=(specs, BATCH_SPEC, P(), P()),
+        out_specs=(P(), specs, P()),
+        check_vma=False,
+    )
+
+
+def loss_function(local: LocalModel, mesh: Mesh) -> Callable:
+    """(stored parameters, batch) → (summed loss, valid tokens), forward pass only, without dropout."""
+    specs = {name: placement.spec for name, placement in local.exchange.placements.items()}
+
+    def compute(params: Params, batch: Batch):
+        ends, layers = local.gather_ends(params), local.layers.gather_once(params)
+
+        def microbatch(loss, fields: Batch):
+            inputs = local.inputs(fields, 0, None)
+            x = local.embed(ends, fields, inputs)
+            x, _ = local.layers.forward(layers, x, inputs, save=False)
+            targets, mask = fields["targets"].reshape(-1), fields["loss_mask"].reshape(-1)
+            return loss + local.head.losses(ends, x, targets, mask), None
+
+        loss, _ = lax.scan(microbatch, jnp.zeros((), jnp.float32), dict(batch))
+        return sum_over_all(loss, local.sizes), local.valid_tokens(batch)
+
+    return jax.shard_map(compute, mesh=mesh, in_specs=(specs, BATCH_SPEC), out_specs=(P(), P()), check_vma=False)
+
+
+def _accumulate(microbatch: Callable, end_zeros, layer_zeros, batch: Batch, count: int):
+    """Run the microbatches; a single one is no loop and adds to nothing, so its gradients stay values."""
+    if count == 1:
+        return microbatch(end_zeros, 0, {name: field[0] for name, field in batch.items()})
+
+    def body(carry, loop):
+        end_gradients, layer_gradients, sums = carry
+        end_gradients, new, new_sums = microbatch(end_gradients, *loop)
+        layer_gradients = jax.tree.map(lambda total, g: total + g.astype(jnp.float32), layer_gradients, new)
+        return (end_gradients, layer_gradients, jax.tree.map(jnp.add, sums, new_sums)), None
+
+    zero_sums = {"loss": jnp.zeros((), jnp.float32), "z_loss": jnp.zeros((), jnp.float32)}
+    carry, _ = lax.scan(body, (end_zeros, layer_zeros, zero_sums), (jnp.arange(count), dict(batch)))
+    return carry

@@ -1,0 +1,101 @@
+"""Head and loss over chunks of tokens: forward and backward in one pass, `[T, V]` logits never exist."""
+
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from megajax import ops
+from megajax.config import Config, ModelConfig
+from megajax.model.transformer import normalise
+from megajax.parallel.comm import MeshComm
+
+NORMS = ("final_norm", "final_norm_bias")
+
+
+def chunk_count(config: Config, tokens: int, tensor: int) -> int:
+    """How many chunks a device's T `tokens` are cut into: each `kernels.loss_chunk_tokens` long or a little shorter.
+
+    By default at most 4096 tokens, and never fewer than four chunks where the tokens allow it.
+    """
+    limit = config.kernels.loss_chunk_tokens or min(4096, max(tokens // 4, 1))
+    own = tokens // tensor
+    return next(n for n in range(1, own + 1) if own % n == 0 and (tokens // n <= limit or n == own))
+
+
+class LossHead:
+    """Final norm, head and cross-entropy of a device's tokens; the vocabulary is sharded over `tensor`."""
+
+    def __init__(self, config: Config, comm: MeshComm):
+        self.model: ModelConfig = config.model
+        self.config, self.comm = config, comm
+        self.weight_name = "embedding.tokens" if config.model.tie_embeddings else "head"
+        self.names = (self.weight_name, *NORMS[: 1 if config.model.norm == "rmsnorm" else 2])
+
+    def losses(self, weights: Mapping[str, jax.Array], x: jax.Array, targets: jax.Array, mask: jax.Array) -> jax.Array:
+        """Summed loss of `x [T / tensor, D]` against targets and mask `[T]`: this device's share."""
+
+        def body(loss, chunk):
+            chunk_loss, _, _, _ = self._chunk(weights, *chunk)
+            return loss + chunk_loss, None
+
+        loss, _ = lax.scan(body, jnp.zeros((), jnp.float32), self._chunks(x, targets, mask))
+        return loss / self.comm.tensor_size
+
+    def losses_and_gradients(self, weights, x, targets, mask, scale, accumulated: Mapping[str, jax.Array]):
+        """(share of the summed loss, share of the summed z-loss, dx, `accumulated` plus the weights' gradients).
+
+        The gradients are those of `scale · (loss + z-loss)`, z-loss being `model.z_loss · Σ lse²`.
+        """
+        chunks = self._chunks(x, targets, mask)
+
+        def body(carry, chunk):
+            gradients, loss, z_loss = carry
+            chunk_loss, chunk_z, dlogits, (h, pull) = self._chunk(weights, *chunk)
+            w = weights[self.weight_name]
+            dlogits = (dlogits * scale).astype(h.dtype)
+            tied = self.model.tie_embeddings
+            dw = jnp.einsum("cv,cd->vd" if tied else "cv,cd->dv", dlogits, h, preferred_element_type=jnp.float32)
+            dh = jnp.einsum("cv,vd->cd" if tied else "cv,dv->cd", dlogits, w)
+            dnorms, dx = pull(self.comm.leave(dh))
+            gradients = {name: gradients[name] + {**dnorms, self.weight_name: dw}[name] for name in self.names}
+            return (gradients, loss + chunk_loss, z_loss + chunk_z), dx
+
+        zero = jnp.zeros((), jnp.float32)
+        (gradients, loss, z_loss), dx = lax.scan(body, ({n: accumulated[n] for n in self.names}, zero, zero), chunks)
+        shares = self.comm.tensor_size
+        return loss / shares, z_loss / shares, dx.reshape(x.shape), {**accumulated, **gradients}
+
+    def _chunk(self, weights, x_cd: jax.Array, targets_c: jax.Array, mask_c: jax.Array):
+        norms = {name: weights[name] for name in self.names[1:]}
+        normed, pull = jax.vjp(self._norm, norms, x_cd)
+        h = self.comm.enter(normed)
+        equation = "cd,vd->cv" if self.model.tie_embeddings else "cd,dv->cv"
+        w = weights[self.weight_name]
+        logits = jnp.einsum(equation, h, w, preferred_element_type=jnp.float32)
+        loss, z_loss, dlogits = ops.chunk_loss_and_grad(
+            logits,
+            targets_c,
+            mask_c,
+            vocab_start=self.comm.vocabulary_start(logits.shape[1]),
+            vocab_size=self.model.vocab_size,
+            softcap=self.model.logit_softcap,
+            z_loss=self.model.z_loss,
+            reduce_max=self.comm.max_over_tensor,
+            reduce_sum=self.comm.sum_over_tensor,
+        )
+        return loss, z_loss, dlogits, (h, pull)
+
+    def _norm(self, norms: Mapping[str, jax.Array], x: jax.Array) -> jax.Array:
+        return normalise(self.model, x, norms["final_norm"], norms.get("final_norm_bias"))
+
+    def _chunks(self, x: jax.Array, targets: jax.Array, mask: jax.Array):
+        """Chunk j holds the j-th part of every tensor rank's own tokens, in rank order, as `enter` gathers them."""
+        tensor = self.comm.tensor_size
+        n = chunk_count(self.config, targets.size, tensor)
+
+        def arrange(a: jax.Array) -> jax.Array:
+            return a.reshape(tensor, n, -1).swapaxes(0, 1).reshape(n, -1)
+
+        return x.reshape(n, -1, x.shape[-1]), arrange(targets), arrange(mask)

@@ -1,0 +1,251 @@
+"""The stack of blocks, forward and backward, with what is saved between the two chosen by the remat policy.
+
+The backward pass is written by hand: the forward pass of a unit (one layer, or `remat.group` of them) keeps the
+residuals of its `jax.vjp` less the weights, which the backward pass gathers again. So gathered weights never live
+longer than a unit, and the pipeline's schedules can run the two passes at different ticks.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from megajax.config import Config
+from megajax.model.parameters import bind
+from megajax.model.transformer import SAVED_NAMES, BlockInputs, Transformer, layer_windows
+from megajax.parallel.comm import MeshComm
+from megajax.parallel.weights import WeightExchange
+
+PREFIX = "blocks.dense."
+Unit = tuple[dict[str, jax.Array], ...]  # the weights of a unit's layers, by name within the block
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Consecutive layers under one remat policy, run as `loops` rounds of a body of `unroll` layers."""
+
+    start: int
+    loops: int
+    unroll: int
+    group: int
+    policy: str
+
+    @property
+    def count(self) -> int:
+        return self.loops * self.unroll
+
+
+def plan_segments(config: Config, platform: str) -> tuple[Segment, ...]:
+    """The layer loops that `remat` and `kernels.scan_unroll` ask for.
+
+    A body holds whole periods of `model.layer_pattern` and whole remat groups. Unrolled layers keep their residuals as
+    values instead of slices of stacked arrays: faster and smaller on GPUs, but slower to compile; so by default up to 16
+    layers on GPUs, and as few as possible elsewhere.
+    """
+    L, remat = config.model.num_layers, config.remat
+    period = len(layer_windows(config.model))
+    covered = L if remat.layers is None else remat.layers
+    if remat.policy == "none":
+        covered = 0
+    parts = [(0, covered, remat.policy, remat.group), (covered, L - covered, "none", 1)]
+    segments = []
+    for start, count, policy, group in parts:
+        if count == 0:
+            continue
+        step = math.lcm(period, group)
+        step = step if count % step == 0 else count  # a part that is no whole number of periods is one body
+        target = config.kernels.scan_unroll or (16 if platform != "cpu" else 1)
+        fits = [u for u in range(step, count + 1, step) if count % u == 0]
+        unroll = max([u for u in fits if u <= target], default=step)
+        segments.append(Segment(start, count // unroll, unroll, group, policy))
+    return tuple(segments)
+
+
+@jax.tree_util.register_pytree_node_class
+class Residuals:
+    """What a unit's backward pass needs: the leaves of a `jax.vjp` function, less those that are the weights."""
+
+    def __init__(self, saved: list[jax.Array], treedef: Any, sources: tuple[int, ...]):
+        # sources: for each leaf its index in [*saved, *weights]
+        self.saved, self.treedef, self.sources = saved, treedef, sources
+
+    @classmethod
+    def of(cls, pull: Callable, weights: Any) -> "Residuals":
+        """Split the leaves by identity: the weights themselves, and everything else once."""
+        leaves, treedef = jax.tree.flatten(pull)
+        weight_ids = {id(w) for w in jax.tree.leaves(weights)}
+        saved = {id(leaf): leaf for leaf in leaves if id(leaf) not in weight_ids}
+        index = {key: i for i, key in enumerate([*saved, *map(id, jax.tree.leaves(weights))])}
+        return cls(list(saved.values()), treedef, tuple(index[id(leaf)] for leaf in leaves))
+
+    def pull(self, weights: Any) -> Callable:
+        """The vjp function again, with `weights` in their places."""
+        arrays = [*self.saved, *jax.tree.leaves(weights)]
+        return jax.tree.unflatten(self.treedef, [arrays[i] for i in self.sources])
+
+    def tree_flatten(self):
+        return self.saved, (self.treedef, self.sources)
+
+    @classmethod
+    def tree_unflatten(cls, static, saved):
+        return cls(list(saved), *static)
+
+
+class LayerStack:
+    """All layers of one device's pipeline stage."""
+
+    def __init__(self, config: Config, model: Transformer, comm: MeshComm, exchange: WeightExchange, platform: str):
+        self.block = model.blocks["dense"]
+        self.comm, self.exchange = comm, exchange
+        self.windows = layer_windows(config.model)
+        self.segments = plan_segments(config, platform)
+
+    def gather_once(self, params: Mapping[str, jax.Array]) -> list[tuple[Unit, ...]]:
+        """Stored `[L, ...]` shards → for each segment its units' `fsdp` shards, `[loops, ...]` (no loop: `[...]`)."""
+        blocks = {name: w for name, w in params.items() if name.startswith(PREFIX)}
+
+        def layer(segment: Segment, j: int) -> dict[str, jax.Array]:
+            out = {}
+            for name, stacked in blocks.items():
+                w = lax.slice_in_dim(stacked, segment.start, segment.start + segment.count)
+                w = w.reshape(segment.loops, segment.unroll, *w.shape[1:])[:, j]
+                w = w[0] if segment.loops == 1 else w
+                out[name.removeprefix(PREFIX)] = self.exchange.gather_once(name, w)
+            return out
+
+        def units(s: Segment):
+            return tuple(tuple(layer(s, u + i) for i in range(s.group)) for u in range(0, s.unroll, s.group))
+
+        return [units(segment) for segment in self.segments]
+
+    def reduce_once(self, gradients: Sequence[tuple[Unit, ...]]) -> dict[str, jax.Array]:
+        """Gradients in the shape of `gather_once`'s result → complete FP32 gradients of the stored shards."""
+        parts: dict[str, list[jax.Array]] = {}
+        for segment, units in zip(self.segments, gradients, strict=True):
+            layers = [layer for unit in units for layer in unit]
+            for short in layers[0]:
+                name = PREFIX + short
+                reduced = [self.exchange.reduce_once(name, layer[short]) for layer in layers]
+                if segment.loops == 1:
+                    part = jnp.stack(reduced)
+                else:
+                    part = jnp.stack(reduced, axis=1)
+                    part = part.reshape(segment.count, *part.shape[2:])
+                parts.setdefault(name, []).append(part)
+        return {name: part[0] if len(part) == 1 else jnp.concatenate(part) for name, part in parts.items()}
+
+    def forward(self, weights: Sequence[tuple[Unit, ...]], x: jax.Array, inputs: BlockInputs, save: bool = True):
+        """The residual stream through all layers → (x, residuals for `backward`; None for each unit if not `save`)."""
+        residuals = []
+        for segment, units in zip(self.segments, weights, strict=True):
+
+            def body(x, loop, segment=segment):
+                units, first = loop
+                saved = []
+                for u, unit in enumerate(units):
+                    x, kept = self._unit_forward(unit, x, inputs, segment, first, u, save)
+                    saved.append(kept)
+                return x, tuple(saved)
+
+            x, saved = _loop(body, x, (units, _first_layers(segment)), segment)
+            residuals.append(saved)
+        return x, residuals
+
+    def backward(self, weights: Sequence[tuple[Unit, ...]], residuals, dx: jax.Array, inputs: BlockInputs):
+        """Gradient of the stack's output → (gradient of its input, gradients of the `fsdp` shards)."""
+        gradients = []
+        for segment, units, saved in zip(self.segments[::-1], weights[::-1], residuals[::-1], strict=True):
+
+            def body(dx, loop, segment=segment):
+                units, saved, first = loop
+                out, earlier = [], dx
+                for u in reversed(range(len(units))):
+                    # Tied to the gradient that entered the layer above: the gather may run beside that layer's
+                    # backward pass, but is not merged with the forward pass's gather, which would keep the weights.
+                    unit, earlier = lax.optimization_barrier((units[u], earlier))
+                    entering = dx
+                    dx, dw = self._unit_backward(unit, saved[u], dx, inputs, segment, first, u)
+                    earlier = entering
+                    out.append(dw)
+                return dx, tuple(out[::-1])
+
+            dx, dw = _loop(body, dx, (units, saved, _first_layers(segment)), segment, reverse=True)
+            gradients.append(dw)
+        return dx, gradients[::-1]
+
+    def _unit_forward(self, unit: Unit, x, inputs, segment: Segment, first, u: int, save: bool):
+        weights = self._gather(unit)
+        run = self._runner(inputs, segment, first, u)
+        if not save or segment.policy == "full":
+            return run(weights, x), (x if save else None)
+        y, pull = jax.vjp(_with_policy(run, segment.policy), weights, x)
+        return y, Residuals.of(pull, weights)
+
+    def _unit_backward(self, unit: Unit, saved, dy, inputs, segment: Segment, first, u: int):
+        weights = self._gather(unit)
+        if segment.policy == "full":
+            x, dy = lax.optimization_barrier((saved, dy))  # or the recomputation would be merged with the forward pass
+            _, pull = jax.vjp(self._runner(inputs, segment, first, u), weights, x)
+        else:
+            pull = saved.pull(weights)
+        dweights, dx = pull(dy)
+        reduced = ({n: self.exchange.reduce_layer(PREFIX + n, g) for n, g in layer.items()} for layer in dweights)
+        return dx, tuple(reduced)
+
+    def _runner(self, inputs: BlockInputs, segment: Segment, first, u: int) -> Callable:
+        """(weights of unit `u` of a body whose first layer is `first`, x) → y."""
+
+        def run(weights: Unit, x: jax.Array) -> jax.Array:
+            for i, layer_weights in enumerate(weights):
+                offset = u * segment.group + i
+                x, _, _ = bind(self.block, layer_weights)(
+                    x,
+                    inputs,
+                    first + offset,
+                    {},
+                    comm=self.comm,
+                    window=self.windows[(segment.start + offset) % len(self.windows)],
+                    recompute_attention=segment.policy == "selective",
+                )
+            return x
+
+        return run
+
+    def _gather(self, unit: Unit) -> Unit:
+        return tuple({n: self.exchange.gather_layer(PREFIX + n, w) for n, w in layer.items()} for layer in unit)
+
+
+def _loop(body: Callable, carry, xs, segment: Segment, reverse: bool = False):
+    """`body` over a segment's loops; a single one is no loop, and its values are not stacked."""
+    return body(carry, xs) if segment.loops == 1 else lax.scan(body, carry, xs, reverse=reverse)
+
+
+def _first_layers(segment: Segment):
+    first = segment.start + segment.unroll * jnp.arange(segment.loops)
+    return segment.start if segment.loops == 1 else first
+
+
+def _with_policy(run: Callable, policy: str) -> Callable:
+    if policy in ("none", "selective"):
+        return run
+    policies = jax.checkpoint_policies
+    if policy == "save_matmuls":
+        named = policies.save_only_these_names(*SAVED_NAMES)
+    else:
+        assert policy == "offload"
+        named = policies.save_and_offload_only_these_names(
+            names_which_can_be_saved=[],
+            names_which_can_be_offloaded=list(SAVED_NAMES),
+            offload_src="device",
+            offload_dst="pinned_host",
+        )
+
+    def keep(prim, *args, **params):
+        # cuDNN's residuals are inside its custom_vjp, out of reach of names: without this its forward runs twice.
+        return True if "dot_product_attention_fwd" in str(prim) else named(prim, *args, **params)
+
+    return jax.checkpoint(run, policy=keep)

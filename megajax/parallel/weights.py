@@ -1,0 +1,104 @@
+"""Weights between storage and compute: gathered before they are used, their gradients reduced after.
+
+The axes of ONCE_AXES are gathered and reduced once a step, `fsdp` once a layer and pass. The share-of-the-loss rule
+stands here: every device differentiates its own share of the loss, so a gradient is complete after a reduce-scatter
+over the axes that its weight is stored over and a sum over the axes that it is not.
+"""
+
+import math
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from megajax.mesh import AXES
+from megajax.sharding import ONCE_AXES, Placement
+
+
+class WeightExchange:
+    """Gathers and reductions of weights by name, inside the step's shard_map.
+
+    Arrays may lack the leading `layers` dimension of their placement: dimensions are counted from the last.
+    """
+
+    def __init__(self, placements: Mapping[str, Placement], sizes: Mapping[str, int], compute, gradients):
+        self.placements, self.sizes = placements, sizes
+        self.compute, self.gradients = compute, gradients
+        self.once = tuple(axis for axis in ONCE_AXES if sizes[axis] > 1)
+
+    def gather_once(self, name: str, stored: jax.Array) -> jax.Array:
+        """Stored FP32 shard → `fsdp` shard in the compute dtype; vectors of norms stay FP32."""
+        placement = self.placements[name]
+        w = stored if placement.axes[-1] == "norm" else stored.astype(self.compute)
+        if placement.storage_dim is None or not self.once:
+            return w
+        return lax.all_gather(w, self.once, axis=_dim(placement.storage_dim, w, placement), tiled=True)
+
+    def gather_layer(self, name: str, w: jax.Array) -> jax.Array:
+        """`fsdp` shard → the weight that this device computes with."""
+        placement = self.placements[name]
+        if placement.storage_dim is not None:
+            dim = _dim(placement.storage_dim, w, placement)
+            if self.sizes["fsdp"] > 1:
+                w = lax.all_gather(w, "fsdp", axis=dim, tiled=True)
+            w = lax.slice_in_dim(w, 0, placement.shape[placement.storage_dim], axis=dim)
+        if placement.kv_groups > 1:
+            w = lax.dynamic_slice_in_dim(w, self._kv_head(placement), 1, _kv_dim(w, placement))
+        return w
+
+    def reduce_layer(self, name: str, gradient: jax.Array) -> jax.Array:
+        """Gradient of what `gather_layer` gave → gradient of its `fsdp` shard, summed over `fsdp` if sharded over it."""
+        placement = self.placements[name]
+        if placement.kv_groups > 1:
+            dim = _kv_dim(gradient, placement)
+            shape = list(gradient.shape)
+            shape[dim] = placement.shape[placement.axes.index("kv_heads")]
+            zeros = jnp.zeros(shape, gradient.dtype)
+            gradient = lax.dynamic_update_slice_in_dim(zeros, gradient, self._kv_head(placement), dim)
+        if placement.storage_dim is None:
+            return gradient
+        dim = _dim(placement.storage_dim, gradient, placement)
+        padding = placement.stored_shape[placement.storage_dim] - placement.shape[placement.storage_dim]
+        if padding:
+            gradient = jnp.pad(gradient, [(0, padding if d == dim else 0) for d in range(gradient.ndim)])
+        if self.sizes["fsdp"] > 1:
+            gradient = gradient.astype(self.gradients)
+            gradient = lax.psum_scatter(gradient, "fsdp", scatter_dimension=dim, tiled=True)
+        return gradient
+
+    def reduce_once(self, name: str, gradient: jax.Array) -> jax.Array:
+        """Accumulated gradient → FP32 gradient of the stored shard, complete over all devices."""
+        placement = self.placements[name]
+        if placement.storage_dim is not None and self.once:
+            gradient = gradient.astype(self.gradients)
+            dim = _dim(placement.storage_dim, gradient, placement)
+            gradient = lax.psum_scatter(gradient, self.once, scatter_dimension=dim, tiled=True)
+        rest = tuple(axis for axis in placement.replicated_axes if self.sizes[axis] > 1)
+        gradient = lax.psum(gradient.astype(self.gradients), rest) if rest else gradient
+        return gradient.astype(jnp.float32)
+
+    def global_norm(self, gradients: Mapping[str, jax.Array]) -> jax.Array:
+        """Euclidean norm of all stored gradients over all devices; one collective."""
+        total = jnp.zeros((), jnp.float32)
+        for name, gradient in gradients.items():
+            copies = math.prod(self.sizes[axis] for axis in self.placements[name].replicated_axes)
+            total += jnp.sum(jnp.square(gradient)) / copies
+        return jnp.sqrt(sum_over_all(total, self.sizes))
+
+    def _kv_head(self, placement: Placement) -> jax.Array:
+        return lax.axis_index("tensor") // placement.kv_groups
+
+
+def sum_over_all(x, sizes: Mapping[str, int]):
+    """Sum of a pytree over every device of the mesh."""
+    axes = tuple(axis for axis in AXES if sizes[axis] > 1)
+    return lax.psum(x, axes) if axes else x
+
+
+def _dim(dim: int, x: jax.Array, placement: Placement) -> int:
+    return dim - (len(placement.shape) - x.ndim)
+
+
+def _kv_dim(x: jax.Array, placement: Placement) -> int:
+    return _dim(placement.axes.index("kv_heads"), x, placement)
