@@ -1,0 +1,49 @@
+"""megajax: pre-training of large language models in JAX on any mesh of GPUs.
+
+    import megajax
+
+    config = megajax.load_config("configs/quickstart.yaml", ["run.steps=50"])
+    trainer = megajax.Trainer(config)     # or the parts: build_mesh, TrainProgram
+    trainer.run()
+
+Names that need jax are imported when they are first used, so that the XLA flags a config wants can be set before.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from megajax.config import Config, load_config
+from megajax.errors import ConfigError, InputError, UserError
+
+if TYPE_CHECKING:
+    from megajax.mesh import build_mesh
+    from megajax.model import Transformer
+    from megajax.training.loop import Trainer
+    from megajax.training.step import TrainProgram, TrainState
+
+_LAZY = {
+    "Trainer": "megajax.training.loop",
+    "TrainProgram": "megajax.training.step",
+    "TrainState": "megajax.training.step",
+    "Transformer": "megajax.model",
+    "build_mesh": "megajax.mesh",
+}
+
+__all__ = [
+    "Config",
+    "ConfigError",
+    "InputError",
+    "TrainProgram",
+    "TrainState",
+    "Trainer",
+    "Transformer",
+    "UserError",
+    "build_mesh",
+    "load_config",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module 'megajax' has no attribute {name!r}")
+    return getattr(import_module(_LAZY[name]), name)

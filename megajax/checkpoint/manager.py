@@ -1,0 +1,90 @@
+"""One small adapter around orbax's CheckpointManager.
+
+A checkpoint holds plain trees of canonical arrays and a JSON description; nothing about the mesh enters it. The
+description is compared before any array is read, so that a checkpoint of another model is one sentence, not orbax's
+thousand lines.
+"""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import jax
+import orbax.checkpoint as ocp
+
+from megajax.errors import InputError
+
+SUBDIRECTORY = "checkpoints"
+
+
+class Checkpoints:
+    """The checkpoints of one run directory."""
+
+    def __init__(self, run_dir: str | Path, keep: int, keep_every: int | None):
+        logging.getLogger("absl").setLevel(logging.ERROR)  # orbax reports every file that it writes
+        self.directory = (Path(run_dir) / SUBDIRECTORY).resolve()
+        options = ocp.CheckpointManagerOptions(max_to_keep=keep, keep_period=keep_every, enable_async_checkpointing=True)
+        self._manager = ocp.CheckpointManager(self.directory, options=options)
+
+    @property
+    def latest_step(self) -> int | None:
+        """The newest complete checkpoint's step; None if there is none."""
+        return self._manager.latest_step()
+
+    def save(self, step: int, tree: Any, description: dict[str, Any]) -> None:
+        """Write a tree of arrays and its description; returns as soon as the arrays are copied to the host."""
+        args = ocp.args.Composite(
+            state=ocp.args.StandardSave(tree),  # type: ignore[call-arg]
+            description=ocp.args.JsonSave(description),  # type: ignore[call-arg]
+        )
+        self._manager.save(step, args=args)
+
+    def describe(self, step: int) -> dict[str, Any]:
+        """The description of a checkpoint."""
+        args = ocp.args.Composite(description=ocp.args.JsonRestore())  # type: ignore[call-arg]
+        return self._manager.restore(step, args=args)["description"]
+
+    def restore(self, step: int, abstract: Any) -> Any:
+        """The tree of a checkpoint, in the shapes, dtypes and shardings of `abstract`."""
+        args = ocp.args.Composite(state=ocp.args.StandardRestore(abstract))  # type: ignore[call-arg]
+        return self._manager.restore(step, args=args)["state"]
+
+    def wait(self) -> None:
+        """Until the last save is on disk."""
+        self._manager.wait_until_finished()
+
+    def close(self) -> None:
+        """Finish and release."""
+        self._manager.close()
+
+
+def compare_descriptions(saved: dict[str, Any], mine: dict[str, Any], place: str, keys: tuple[str, ...]) -> None:
+    """Raise InputError where a checkpoint's description differs from this run's under one of `keys`."""
+    for key in keys:
+        for name in {**saved[key], **mine[key]}:
+            theirs, ours = saved[key].get(name), mine[key].get(name)
+            if theirs != ours:
+                raise InputError(
+                    f"{place} was saved with {key}.{name}={theirs}, and this run has {ours}: "
+                    f"set {key}.{name}={theirs}, or choose another run.dir."
+                )
+
+
+def restore_parameters(path: str, abstract: dict[str, jax.ShapeDtypeStruct], description: dict[str, Any]) -> Any:
+    """Only the parameters of the newest checkpoint of a run directory, or of one checkpoint `RUN/checkpoints/STEP`."""
+    given = Path(path)
+    run_dir, step = (given.parent.parent, int(given.name)) if given.name.isdigit() else (given, None)
+    if not (run_dir / SUBDIRECTORY).is_dir():
+        raise InputError(f"checkpoint.init_from={path} holds no {SUBDIRECTORY} directory: name a megajax run directory.")
+    checkpoints = Checkpoints(run_dir, keep=2**31, keep_every=None)
+    step = checkpoints.latest_step if step is None else step
+    if step is None or not (checkpoints.directory / str(step)).is_dir():
+        raise InputError(f"checkpoint.init_from={path} holds no complete checkpoint: name another run directory.")
+    compare_descriptions(checkpoints.describe(step), description, f"checkpoint.init_from={path}", ("model",))
+    item = checkpoints.directory / str(step) / "state"
+    with ocp.PyTreeCheckpointer() as reader:
+        restore_args = ocp.checkpoint_utils.construct_restore_args({"params": abstract})
+        args = ocp.args.PyTreeRestore({"params": abstract}, restore_args=restore_args, partial_restore=True)  # type: ignore[call-arg]
+        restored = reader.restore(item, args=args)
+    checkpoints.close()
+    return restored["params"]

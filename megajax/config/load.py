@@ -1,0 +1,169 @@
+"""Reads a config: YAML with includes, overrides on top, every mistake as one sentence."""
+
+import difflib
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin
+
+from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
+
+from megajax.config.checks import check
+from megajax.config.schema import Config
+from megajax.config.tree import Tree, read_file, read_override, show
+from megajax.errors import ConfigError
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+    """The config in file `path` with `overrides` ("section.key=value") on top, resolved and checked.
+
+    Raises `ConfigError`; warns about settings without effect.
+    """
+    tree = read_file(Path(path))
+    for override in overrides:
+        tree.merge(read_override(override))
+    for section in Config.model_fields:
+        if tree.values.get(section) is None:
+            tree.values[section] = {}
+    try:
+        config = Config.model_validate(tree.values)
+    except ValidationError as error:
+        raise ConfigError(_sentence(error, tree, str(path))) from None
+    config._places.update(tree.places)
+    check(config)
+    return config
+
+
+def help_text() -> str:
+    """Every section and key with its documentation, type and default."""
+    lines = ["Keys of the config, written section.key=value here and nested in YAML:"]
+    for section, info in Config.model_fields.items():
+        lines += ["", f"{section}: {info.annotation.__doc__}"]
+        for key, field in keys():
+            if key.startswith(f"{section}."):
+                lines.append(
+                    f"  {key}  {field.description} [{_type_name(field.annotation)}, {_default(field)}]"
+                )
+    return "\n".join(lines) + "\n"
+
+
+def keys(model: type[BaseModel] = Config, prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
+    """Every dotted key of the schema with its field, in order; N stands for an index into a list."""
+    for name, field in model.model_fields.items():
+        if prefix:
+            yield f"{prefix}{name}", field
+        inner, index = _class_in(field.annotation)
+        if inner is not None:
+            yield from keys(inner, f"{prefix}{name}.{index}")
+
+
+def _class_in(annotation: Any, index: str = "") -> tuple[type[BaseModel] | None, str]:
+    """The section class somewhere in a field's type, and "N." if it is a list's items."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation, index
+    if get_origin(annotation) is tuple:
+        index = "N."
+    found = (_class_in(item, index) for item in get_args(annotation))
+    return next((pair for pair in found if pair[0] is not None), (None, ""))
+
+
+def _type_name(annotation: Any) -> str:
+    if get_origin(annotation) is Literal:
+        return " | ".join(get_args(annotation))
+    if get_origin(annotation) is tuple:
+        return f"list of ({_type_name(get_args(annotation)[0])})"
+    if isinstance(annotation, type):
+        return {str: "text"}.get(
+            annotation, "mapping" if issubclass(annotation, BaseModel) else annotation.__name__
+        )
+    if hasattr(annotation, "__metadata__"):
+        return _type_name(annotation.__origin__)
+    names = ["null" if item is type(None) else _type_name(item) for item in get_args(annotation)]
+    return " or ".join(names)
+
+
+def _default(field: FieldInfo) -> str:
+    if isinstance(field.json_schema_extra, dict):
+        return f"default: {field.json_schema_extra['derived']}"
+    return "required" if field.is_required() else f"default: {show(field.default)}"
+
+
+def _sentence(error: ValidationError, tree: Tree, path: str) -> str:
+    """The first mistake; unknown keys first, since a misspelt key is then missing elsewhere."""
+    mistakes = [
+        item for item in error.errors(include_url=False) if item["type"] != "default_factory_not_called"
+    ]
+    mistakes.sort(key=lambda item: item["type"] != "extra_forbidden")
+    mistake = mistakes[0]
+    key = ".".join(str(part) for part in mistake["loc"] if not str(part).startswith("~"))
+    place = _place(key, tree, path)
+    if mistake["type"] == "extra_forbidden":
+        return _unknown(key, place)
+    if mistake["type"] == "missing":
+        return f"{key} is not set ({place}): add it{_meaning(key)}."
+    problem, cure = _problem(mistake)
+    return f"{key}={show(mistake['input'])} {problem} ({place}): {cure}."
+
+
+def _place(key: str, tree: Tree, path: str) -> str:
+    """Where `key`, or a part of it, or else the nearest thing around it stands."""
+    below = (place for name, place in tree.places.items() if name == key or name.startswith(f"{key}."))
+    parent = key.rpartition(".")[0]
+    return next(below, None) or (_place(parent, tree, path) if parent else path)
+
+
+def _meaning(key: str) -> str:
+    text = next((field.description or "" for name, field in keys() if name == key), "")
+    return f" ({text[:1].lower()}{text[1:].removesuffix('.')})" if text else ""
+
+
+def _unknown(key: str, place: str) -> str:
+    """Names the nearest key: of the same section, else of that name anywhere, else of the whole config."""
+    section, _, leaf = re.sub(r"\.\d+\.", ".N.", key).rpartition(".")
+    known = [name for name, _ in keys()]
+    siblings = [name for name in known if name.rpartition(".")[0] == section]
+    near = difflib.get_close_matches(f"{section}.{leaf}", siblings, 1, 0.8)
+    near = near or [name for name in known if name.rpartition(".")[2] == leaf]
+    near = near or difflib.get_close_matches(key, known + list(Config.model_fields), 1, 0.7)
+    if near:
+        cure = f"did you mean {near[0]}?"
+    elif siblings:
+        cure = f"{section} has {_listed([name.rpartition('.')[2] for name in siblings], 'and')}."
+    else:
+        cure = f"the sections are {_listed(list(Config.model_fields), 'and')}."
+    return f"{key} is not a config key ({place}): {cure}"
+
+
+def _listed(items: Sequence[str], word: str) -> str:
+    return items[0] if len(items) == 1 else f"{', '.join(items[:-1])} {word} {items[-1]}"
+
+
+_PROBLEMS = {
+    "int_type": ("is not a whole number", "write one such as 4, without quotes"),
+    "float_type": ("is not a number", "write one such as 0.1, without quotes"),
+    "finite_number": ("is not a finite number", "write one such as 0.1"),
+    "bool_type": ("is not true or false", "write true or false"),
+    "string_type": ("is not text", "put it in quotes"),
+    "string_too_short": ("is empty", "write a name"),
+    "tuple_type": ("is not a list", "write it in brackets, with commas"),
+    "too_short": ("is empty", "give at least one entry"),
+    "union_tag_not_found": ("names no data", "write a path prefix, or a list of prefix and weight"),
+    "greater_than": ("is too small", "use more than {gt}"),
+    "greater_than_equal": ("is too small", "use {ge} or more"),
+    "less_than": ("is too large", "use less than {lt}"),
+    "less_than_equal": ("is too large", "use {le} or less"),
+    "model_type": ("is not a mapping", "write its keys indented below it"),
+}
+
+
+def _problem(mistake: Any) -> tuple[str, str]:
+    """What is wrong with a value, and the way out."""
+    kind, context = mistake["type"], mistake.get("ctx", {})
+    if kind == "value_error":
+        problem, _, cure = str(context["error"]).partition(": ")
+        return problem, cure
+    if kind == "literal_error":
+        return "is not a choice", f"use {context['expected'].replace(chr(39), '')}"
+    problem, cure = _PROBLEMS.get(kind, ("is not valid", mistake["msg"]))
+    return problem, cure.format(**context)

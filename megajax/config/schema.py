@@ -1,0 +1,400 @@
+"""Every key of the config: one class per section, one line of documentation per key.
+
+A `Config` is frozen, hashable and complete: what is left out is filled in when it is made.
+"""
+
+from collections.abc import Callable
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Discriminator,
+    Field,
+    PrivateAttr,
+    Tag,
+    model_validator,
+)
+
+from megajax.config.tree import Dumper
+
+AXES = ("pipeline", "data", "fsdp", "expert", "context", "tensor")
+
+Count = Annotated[int, Field(ge=1)]
+CountOrZero = Annotated[int, Field(ge=0)]
+Positive = Annotated[float, Field(gt=0)]
+PositiveOrZero = Annotated[float, Field(ge=0)]
+BelowOne = Annotated[float, Field(ge=0, lt=1)]
+Text = Annotated[str, Field(min_length=1)]
+
+
+def derived(rule: Callable[[dict[str, Any]], Any], shown: str, description: str) -> Any:
+    """A key whose default follows from keys above it, as `shown` says in words; null means the default."""
+    return Field(default_factory=rule, description=description, json_schema_extra={"derived": shown})
+
+
+def _axis_size(value: int) -> int:
+    if value < 1 and value != -1:
+        raise ValueError("is not a mesh size: use 1 or more, or -1 on one axis to take all remaining devices")
+    return value
+
+
+def _split_weights(value: str) -> str:
+    try:
+        weights = [float(part) for part in value.split(",")]
+    except ValueError:
+        weights = []
+    if len(weights) != 3 or weights[0] <= 0 or not all(0 <= weight < float("inf") for weight in weights):
+        raise ValueError("is not a split: write the weights of train, valid and test, such as '969,30,1'")
+    return value
+
+
+AxisSize = Annotated[int, AfterValidator(_axis_size)]
+Split = Annotated[str, AfterValidator(_split_weights)]
+
+
+class Section(BaseModel):
+    """What all sections share: nothing unknown, nothing converted, nothing changed later."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _null_means_derived(cls, values: Any) -> Any:
+        if not isinstance(values, dict):
+            return values
+        extras = {name: field.json_schema_extra for name, field in cls.model_fields.items()}
+        return {key: value for key, value in values.items() if value is not None or not extras.get(key)}
+
+
+class RunConfig(Section):
+    """The run as a whole: its name, place, length and rhythm."""
+
+    name: Text = Field(default="run", description="Name of the run.")
+    dir: Text = derived(
+        lambda run: f"runs/{run['name']}",
+        "runs/<name>",
+        "Directory of logs and checkpoints; a rerun resumes there.",
+    )
+    seed: CountOrZero = Field(default=1234, description="Seed of weights, data order and dropout.")
+    steps: Count = Field(default=1000, description="Number of optimizer steps.")
+    log_interval: Count = Field(default=10, description="Steps between two logged lines.")
+    eval_interval: CountOrZero = Field(
+        default=0, description="Steps between two evaluations; 0: only at the end."
+    )
+    eval_steps: CountOrZero = Field(default=10, description="Batches of an evaluation; 0: never evaluate.")
+    checkpoint_interval: CountOrZero = Field(
+        default=0, description="Steps between two checkpoints; 0: only at the end."
+    )
+    deterministic: bool = Field(
+        default=False, description="Same numbers bit for bit when run again on the same mesh."
+    )
+    max_nonfinite_steps: Count = Field(
+        default=20,
+        description="Skipped steps in a row (loss or gradient not finite) after which the run stops.",
+    )
+
+
+class RopeScaling(Section):
+    """Stretching of the rotary frequencies for sequences longer than those trained on first."""
+
+    kind: Literal["llama3"] = Field(default="llama3", description="How the frequencies are stretched.")
+    factor: Annotated[float, Field(ge=1)] = Field(description="By how much low frequencies are divided.")
+    low_freq_factor: Positive = Field(
+        default=1.0, description="Wavelengths above original/this are divided by factor."
+    )
+    high_freq_factor: Positive = Field(
+        default=4.0, description="Wavelengths below original/this are left as they are."
+    )
+    original_max_positions: Count = Field(default=8192, description="Sequence length of the unscaled model.")
+
+
+class ModelConfig(Section):
+    """The network: shapes and choices, nothing about where or how fast it runs."""
+
+    num_layers: Count = Field(description="Number of blocks (attention and MLP).")
+    hidden_size: Count = Field(description="Width of the residual stream.")
+    num_heads: Count = Field(description="Number of query heads.")
+    num_kv_heads: Count = derived(
+        lambda model: model["num_heads"],
+        "num_heads",
+        "Number of key/value heads; fewer than num_heads is GQA.",
+    )
+    head_dim: Count = derived(
+        lambda model: model["hidden_size"] // model["num_heads"],
+        "hidden_size / num_heads",
+        "Width of a head.",
+    )
+    ffn_hidden_size: Count = derived(
+        lambda model: 4 * model["hidden_size"], "4 * hidden_size", "Width of the MLP."
+    )
+    vocab_size: Count = Field(description="Number of tokens in the vocabulary.")
+    vocab_multiple: Count = Field(default=128, description="The vocabulary is padded to a multiple of this.")
+    max_positions: Count | None = Field(
+        default=None,
+        description="Length of the table of learned positions.",
+        json_schema_extra={"derived": "batch.sequence_length if position is learned"},
+    )
+    norm: Literal["rmsnorm", "layernorm"] = Field(default="rmsnorm", description="Kind of normalisation.")
+    norm_epsilon: Positive = Field(default=1e-5, description="Added to the variance in normalisations.")
+    activation: Literal["swiglu", "geglu", "gelu", "relu2"] = Field(
+        default="swiglu", description="MLP: gated by SiLU or GELU, or plain with GELU or squared ReLU."
+    )
+    position: Literal["rope", "learned", "none"] = Field(default="rope", description="How positions enter.")
+    rope_theta: Positive = Field(default=10000.0, description="Base of the rotary wavelengths.")
+    rope_scaling: RopeScaling | None = Field(
+        default=None, description="Stretching of the rotary frequencies."
+    )
+    rope_fraction: Annotated[float, Field(gt=0, le=1)] = Field(
+        default=1.0, description="Part of each head that is rotated."
+    )
+    qk_norm: bool = Field(default=False, description="Normalise queries and keys of each head.")
+    attention_bias: bool = Field(default=False, description="Biases in the four attention projections.")
+    mlp_bias: bool = Field(default=False, description="Biases in the MLP projections.")
+    logit_softcap: Positive | None = Field(
+        default=None, description="Bound the head's logits to +-this by tanh."
+    )
+    attention_softcap: Positive | None = Field(
+        default=None, description="Bound attention scores to +-this by tanh."
+    )
+    sliding_window: Count | None = Field(
+        default=None, description="Tokens that a local layer attends to, the query's own included."
+    )
+    layer_pattern: (
+        Annotated[tuple[Literal["global", "local"], ...], Field(strict=False, min_length=1)] | None
+    ) = Field(default=None, description="Kinds of layers, repeated; null with a sliding_window: all local.")
+    tie_embeddings: bool = Field(default=False, description="The head is the embedding table, transposed.")
+    dropout: BelowOne = Field(
+        default=0.0, description="Rate after the embedding and in both residual branches."
+    )
+    init_std: Positive = Field(default=0.02, description="Standard deviation of initial weights.")
+    depth_scaled_init: bool = Field(
+        default=True,
+        description="Divide init_std by sqrt(2 * num_layers) for projections into the residual stream.",
+    )
+    z_loss: PositiveOrZero = Field(
+        default=0.0, description="Weight of the squared log-normaliser added to the loss."
+    )
+
+    @property
+    def padded_vocab_size(self) -> int:
+        """Rows of the embedding table: `vocab_size` rounded up to a multiple of `vocab_multiple`."""
+        return -(-self.vocab_size // self.vocab_multiple) * self.vocab_multiple
+
+
+class MeshConfig(Section):
+    """Devices along each axis; the product is the number of devices; one size may be -1 (the rest)."""
+
+    pipeline: AxisSize = Field(default=1, description="Stages of layers.")
+    data: AxisSize = Field(
+        default=1, description="Batch; weights are gathered and gradients reduced once a step."
+    )
+    fsdp: AxisSize = Field(default=1, description="Batch; weights are gathered layer by layer.")
+    expert: AxisSize = Field(default=1, description="Experts; elsewhere one more batch axis.")
+    context: AxisSize = Field(default=1, description="Sequence.")
+    tensor: AxisSize = Field(default=1, description="Heads, MLP width, vocabulary.")
+
+
+class PrecisionConfig(Section):
+    """Number formats."""
+
+    compute: Literal["bfloat16", "float16", "float32"] = Field(
+        default="bfloat16", description="Activations and matrix products."
+    )
+    params: Literal["float32"] = Field(default="float32", description="Master weights and optimizer state.")
+    gradients: Literal["float32", "bfloat16"] = Field(
+        default="float32", description="Format in which gradients are reduced across devices."
+    )
+
+
+class BatchConfig(Section):
+    """How much one step reads."""
+
+    global_size: Count = Field(description="Sequences a step, over all devices and microbatches.")
+    num_microbatches: Count = Field(
+        default=1, description="Slices of the global batch, computed one after the other."
+    )
+    sequence_length: Count = Field(description="Tokens a sequence.")
+
+
+class OptimizerConfig(Section):
+    """The update."""
+
+    kind: Literal["adamw", "sgd", "lion"] = Field(default="adamw", description="Which optimizer.")
+    weight_decay: PositiveOrZero = Field(
+        default=0.1, description="Decoupled weight decay, times the learning rate."
+    )
+    beta1: BelowOne = Field(default=0.9, description="Decay of the first moment; sgd: momentum.")
+    beta2: BelowOne = Field(
+        default=0.95, description="Decay of the second moment; lion: of the stored momentum."
+    )
+    epsilon: Positive = Field(default=1e-8, description="Added to the root of the second moment.")
+    clip_norm: PositiveOrZero = Field(
+        default=1.0, description="Largest global norm of the gradient; 0: do not clip."
+    )
+    decay_norms: bool = Field(default=False, description="Weight decay on normalisation scales too.")
+    decay_biases: bool = Field(default=False, description="Weight decay on biases too.")
+    decay_embeddings: bool = Field(default=True, description="Weight decay on embedding tables too.")
+
+
+class ScheduleConfig(Section):
+    """The learning rate over the steps."""
+
+    kind: Literal["constant", "linear", "cosine", "wsd", "inverse_sqrt"] = Field(
+        default="cosine", description="Shape after the warm-up; wsd: stable, then a final decay."
+    )
+    learning_rate: Positive = Field(default=3e-4, description="Highest learning rate.")
+    min_learning_rate: PositiveOrZero = Field(
+        default=0.0, description="Learning rate at the end of the decay."
+    )
+    warmup_steps: CountOrZero = Field(default=0, description="Steps of linear rise from 0.")
+    decay_steps: Count = derived(  # filled in by Config, which sees the run
+        lambda schedule: None, "run.steps", "Step at which min_learning_rate is reached."
+    )
+    wsd_decay_steps: Count | None = Field(
+        default=None,
+        description="Length of wsd's final decay.",
+        json_schema_extra={"derived": "a tenth of decay_steps if kind is wsd"},
+    )
+
+
+class DataSource(Section):
+    """One data set of a blend."""
+
+    prefix: Text = Field(description="Path of the .bin/.idx pair without its ending.")
+    weight: Positive = Field(default=1.0, description="Share of the samples, relative to the other sources.")
+
+
+def _source_form(value: Any) -> str | None:
+    return {str: "~text", list: "~list", tuple: "~list"}.get(type(value))
+
+
+# The tags start with ~ so that an error's location can leave them out.
+Sources = Annotated[
+    Annotated[Text, Tag("~text")]
+    | Annotated[tuple[DataSource, ...], Field(strict=False, min_length=1), Tag("~list")],
+    Discriminator(_source_form),
+]
+
+
+class DataConfig(Section):
+    """Where tokens come from."""
+
+    kind: Literal["indexed", "synthetic"] = Field(
+        default="indexed", description="Read .bin/.idx files, or make tokens up (then every path is ignored)."
+    )
+    train: Sources | None = Field(
+        default=None, description="Training data: a prefix, or a list of {prefix, weight}."
+    )
+    valid: Sources | None = Field(default=None, description="Evaluation data, written like train.")
+    test: Sources | None = Field(default=None, description="Held-out data, written like train.")
+    split: Split | None = Field(
+        default=None,
+        description="Weights that divide train's documents into train, valid and test: '969,30,1'.",
+    )
+    tokenizer: Text | None = Field(
+        default=None, description="byte, a tokenizer.json, or a SentencePiece .model; null: token ids only."
+    )
+    order: Literal["shuffled", "sequential"] = Field(
+        default="shuffled", description="Order of documents and samples."
+    )
+    workers: CountOrZero = Field(default=0, description="Loader processes; 0: a thread of the trainer.")
+    prefetch: CountOrZero = Field(default=2, description="Batches prepared ahead.")
+
+
+class CheckpointConfig(Section):
+    """What is kept, and where the first weights come from."""
+
+    keep: Count = Field(default=2, description="Newest checkpoints that are kept.")
+    keep_every: Count | None = Field(
+        default=None, description="Checkpoints at multiples of this step stay for good."
+    )
+    init_from: Text | None = Field(
+        default=None, description="Run directory or checkpoint to take first weights from."
+    )
+
+
+class RematConfig(Section):
+    """What is computed again in the backward pass instead of being kept."""
+
+    policy: Literal["none", "full", "selective", "save_matmuls", "offload"] = Field(
+        default="none",
+        description="Recompute nothing, whole blocks, attention, all but matmuls; or offload to the host.",
+    )
+    layers: Count | None = Field(default=None, description="Only the first layers, this many; null: all.")
+    group: Count = Field(default=1, description="With full: keep the input of every n-th block only.")
+
+
+class KernelsConfig(Section):
+    """How it is computed."""
+
+    attention: Literal["auto", "cudnn", "reference"] = Field(default="auto", description="Attention kernel.")
+    scan_unroll: Count | None = Field(
+        default=None,
+        description="Layers in a body of the loop over layers.",
+        json_schema_extra={"derived": "by depth"},
+    )
+    loss_chunk_tokens: Count | None = Field(
+        default=None,
+        description="Tokens in a chunk of head and loss.",
+        json_schema_extra={"derived": "by vocabulary"},
+    )
+
+
+class LoggingConfig(Section):
+    """Logs beside metrics.jsonl and the console."""
+
+    tensorboard: bool = Field(default=True, description="Write TensorBoard files.")
+    wandb: bool = Field(default=False, description="Log to Weights & Biases.")
+    wandb_project: Text | None = Field(default=None, description="Weights & Biases project.")
+    profile_start: CountOrZero | None = Field(
+        default=None, description="First step of a jax.profiler trace; null: none."
+    )
+    profile_steps: Count = Field(default=3, description="Steps in the trace.")
+
+
+class Config(Section):
+    """A whole run."""
+
+    run: RunConfig = Field(default_factory=RunConfig)
+    model: ModelConfig
+    mesh: MeshConfig = Field(default_factory=MeshConfig)
+    precision: PrecisionConfig = Field(default_factory=PrecisionConfig)
+    batch: BatchConfig
+    optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
+    schedule: ScheduleConfig = Field(default_factory=ScheduleConfig)
+    data: DataConfig = Field(default_factory=DataConfig)
+    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
+    remat: RematConfig = Field(default_factory=RematConfig)
+    kernels: KernelsConfig = Field(default_factory=KernelsConfig)
+    logging: LoggingConfig = Field(default_factory=LoggingConfig)
+
+    _places: dict[str, str] = PrivateAttr(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _fill_across_sections(self) -> "Config":
+        model, schedule = self.model, self.schedule
+        if model.position == "learned" and model.max_positions is None:
+            model = model.model_copy(update={"max_positions": self.batch.sequence_length})
+        if schedule.decay_steps is None:
+            schedule = schedule.model_copy(update={"decay_steps": self.run.steps})
+        if schedule.kind == "wsd" and schedule.wsd_decay_steps is None:
+            schedule = schedule.model_copy(update={"wsd_decay_steps": max(1, schedule.decay_steps // 10)})
+        # Past the freeze: the object is still being made.
+        object.__setattr__(self, "model", model)
+        object.__setattr__(self, "schedule", schedule)
+        return self
+
+    def where(self, key: str) -> str:
+        """Where `key` ("section.name") was set: a file and line, an override, or "default"."""
+        return self._places.get(key, "default")
+
+    def to_yaml(self) -> str:
+        """The whole config as YAML, sections in order; loading it gives an equal config."""
+        return yaml.dump(self.model_dump(mode="json"), Dumper=Dumper, sort_keys=False, width=10**6)
+
+    def __eq__(self, other: object) -> bool:
+        """Equal values, wherever they were set."""
+        return isinstance(other, Config) and self.model_dump() == other.model_dump()

@@ -1,0 +1,194 @@
+"""YAML files and overrides as one tree of values that remembers where each came from."""
+
+import difflib
+import os
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from megajax.errors import ConfigError
+
+
+class Loader(yaml.SafeLoader):
+    """Reads plain scalars as YAML 1.2 does: 3e-4 is a number, yes and 010 are text."""
+
+    yaml_implicit_resolvers = {}
+
+
+class Dumper(yaml.SafeDumper):
+    """Quotes exactly what `Loader` would not read back as text; short lists stay on one line."""
+
+    yaml_implicit_resolvers = {}
+
+
+_SCALARS = {
+    "bool": (r"true|false", "tf"),
+    "int": (r"[-+]?(?:0|[1-9][0-9_]*)", "-+0123456789"),
+    "float": (
+        r"[-+]?(?:[0-9][0-9_]*(?:\.[0-9_]*)?[eE][-+]?[0-9]+|[0-9][0-9_]*\.[0-9_]*"
+        r"|\.[0-9]+(?:[eE][-+]?[0-9]+)?|\.inf)|\.nan",
+        "-+.0123456789",
+    ),
+    "null": (r"null|~|", ["n", "~", ""]),
+}
+for _name, (_pattern, _first) in _SCALARS.items():
+    for _class in (Loader, Dumper):
+        _class.add_implicit_resolver(
+            f"tag:yaml.org,2002:{_name}", re.compile(f"^(?:{_pattern})$"), list(_first)
+        )
+
+
+def _represent_list(dumper: yaml.SafeDumper, value: list[Any]) -> yaml.Node:
+    flat = not any(isinstance(item, (list, dict)) for item in value)
+    return dumper.represent_sequence("tag:yaml.org,2002:seq", value, flow_style=flat or None)
+
+
+Dumper.add_representer(list, _represent_list)
+
+
+@dataclass
+class Tree:
+    """Nested values, and the place ("file, line n" or the override) of every dotted key in them."""
+
+    values: dict[str, Any] = field(default_factory=dict)
+    places: dict[str, str] = field(default_factory=dict)
+
+    def merge(self, later: "Tree") -> None:
+        """Put `later` on top: mappings are merged key by key, all else is replaced."""
+        self._merge(self.values, later.values, "")
+        self.places.update(later.places)
+
+    def _merge(self, below: dict[str, Any], above: dict[str, Any], prefix: str) -> None:
+        for key, value in above.items():
+            if isinstance(value, dict) and isinstance(below.get(key), dict):
+                self._merge(below[key], value, f"{prefix}{key}.")
+            else:
+                gone = f"{prefix}{key}."
+                self.places = {
+                    name: place for name, place in self.places.items() if not name.startswith(gone)
+                }
+                below[key] = value
+
+
+def show(value: Any) -> str:
+    """A value as one would write it in an override, cut to 60 characters."""
+    dumped = yaml.dump(value, Dumper=Dumper, default_flow_style=True, width=10**6, sort_keys=False)
+    text = dumped.removesuffix("\n").removesuffix("\n...")
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def read_file(path: Path, parents: tuple[Path, ...] = (), included_at: str = "") -> Tree:
+    """A config file on top of what it includes. `parents` and `included_at` say who includes it."""
+    place = f" ({included_at})" if included_at else ""
+    if path.resolve() in [parent.resolve() for parent in parents]:
+        chain = " -> ".join(str(file) for file in (*parents, path))
+        raise ConfigError(f"include goes in a circle, {chain}{place}: remove one of these includes.")
+    values, places = _parse(_read_text(path, place), str(path))
+    if not isinstance(values, dict | None):
+        raise ConfigError(f"{path} holds {show(values)}, not sections: write a section such as model: first.")
+    own = Tree(values or {}, places)
+    line = own.places.get("include", str(path))
+    includes = own.values.pop("include", None)
+    if isinstance(includes, str):
+        includes = [includes]
+    if not isinstance(includes, list | None) or not all(isinstance(item, str) for item in includes or []):
+        raise ConfigError(
+            f"include={show(includes)} is not a file ({line}): write a path or a list of paths."
+        )
+    tree = Tree()
+    for item in includes or []:
+        tree.merge(read_file(_beside(path, item), (*parents, path), line))
+    own.places = {key: at for key, at in own.places.items() if key.split(".")[0] != "include"}
+    tree.merge(own)
+    return tree
+
+
+def read_override(text: str) -> Tree:
+    """`section.key=value` with a YAML value."""
+    key, equals, value = text.partition("=")
+    if not equals or not re.fullmatch(r"\w+(\.\w+)*", key):
+        raise ConfigError(f"{text} is not an override (the command line): write section.key=value.")
+    place = f"the command line: {text}"
+    parsed, places = _parse(value, place, key)
+    for name in reversed(key.split(".")):
+        parsed = {name: parsed}
+    return Tree(parsed, {key: place} | places)
+
+
+def _beside(path: Path, item: str) -> Path:
+    return Path(os.path.normpath(path.parent / item))
+
+
+def _read_text(path: Path, place: str) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        siblings = [item.name for item in path.parent.glob("*.yaml")] if path.parent.is_dir() else []
+        near = difflib.get_close_matches(path.name, siblings, 1)
+        cure = f"did you mean {path.parent / near[0]}?" if near else "give the path of a YAML file."
+        raise ConfigError(f"config file {path} does not exist{place}: {cure}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise ConfigError(f"config file {path} cannot be read{place}, {reason}: give a YAML file.") from None
+
+
+def _parse(text: str, source: str, key: str = "") -> tuple[Any, dict[str, str]]:
+    """Value and places of YAML `text`; with `key`, that key's value as the override `source` gives it."""
+    try:
+        loader = Loader(text)
+        node = loader.get_single_node()
+        reader = _Reader(loader, source, bool(key))
+        return (None if node is None else reader.read(node, key, ())), reader.places
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        line = f", line {mark.line + 1}" if mark is not None and not key else ""
+        problem = getattr(error, "problem", None) or getattr(error, "reason", None) or "it cannot be read"
+        raise ConfigError(f"not valid YAML ({source}{line}): {problem}.") from None
+
+
+class _Reader:
+    """Turns YAML nodes into values and notes each key's place."""
+
+    def __init__(self, loader: Loader, source: str, one_place: bool):
+        self.loader, self.source, self.one_place = loader, source, one_place
+        self.places: dict[str, str] = {}
+
+    def read(self, node: yaml.Node, key: str, parents: tuple[yaml.Node, ...]) -> Any:
+        if node in parents:
+            raise ConfigError(f"{key} contains itself ({self.place(node)}): write it without the alias.")
+        if isinstance(node, yaml.MappingNode):
+            return self.mapping(node, key, (*parents, node))
+        if isinstance(node, yaml.SequenceNode):
+            return [self.item(child, f"{key}.{i}", (*parents, node)) for i, child in enumerate(node.value)]
+        try:
+            return self.loader.construct_object(node)
+        except (ValueError, KeyError):  # an explicit tag such as !!int
+            raise ConfigError(
+                f"{key}={node.value} does not fit its tag ({self.place(node)}): drop it."
+            ) from None
+
+    def mapping(self, node: yaml.MappingNode, key: str, parents: tuple[yaml.Node, ...]) -> dict[str, Any]:
+        values: dict[str, Any] = {}
+        for name_node, child in node.value:
+            name = name_node.value
+            if not isinstance(name, str):
+                raise ConfigError(f"a key is not text ({self.place(name_node)}): write keys as plain words.")
+            full = f"{key}.{name}" if key else name
+            if name in values:
+                first = self.places[full].rpartition(", ")[2]
+                raise ConfigError(
+                    f"{full} is set twice ({self.place(name_node)}; first on {first}): keep one."
+                )
+            self.places[full] = self.place(name_node)
+            values[name] = self.read(child, full, parents)
+        return values
+
+    def item(self, node: yaml.Node, key: str, parents: tuple[yaml.Node, ...]) -> Any:
+        self.places[key] = self.place(node)
+        return self.read(node, key, parents)
+
+    def place(self, node: yaml.Node) -> str:
+        return self.source if self.one_place else f"{self.source}, line {node.start_mark.line + 1}"

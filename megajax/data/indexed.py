@@ -1,0 +1,279 @@
+"""Megatron's `.bin/.idx` token files: a memory-mapped reader and a streaming writer, bit for bit.
+
+`.idx`, little-endian and packed: magic, u64 version, u8 dtype code, u64 N sequences, u64 boundaries
+(documents + 1), i32[N] lengths in tokens, i64[N] byte offsets, i64[documents+1] boundaries as sequence
+indices, optional i8[N] modes. `.bin`: the tokens of all sequences, one after the other.
+"""
+
+import mmap
+import os
+import struct
+from array import array
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+
+from megajax.errors import InputError
+
+MAGIC = b"MMIDIDX\x00\x00"
+VERSION = 1
+DTYPES = {code: np.dtype(name) for code, name in enumerate("u1 i1 <i2 <i4 <i8 <f8 <f4 <u2".split(), start=1)}
+CODES = {dtype: code for code, dtype in DTYPES.items()}
+HEADER = struct.Struct("<9sQBQQ")
+CHECK_BLOCK = 1 << 20  # table entries looked at together when a file is opened
+
+
+def token_dtype(vocab_size: int) -> np.dtype:
+    """The dtype of `.bin` for a vocabulary: u16 below 65500, else i32."""
+    return np.dtype("<u2") if vocab_size < 65500 else np.dtype("<i4")
+
+
+class IndexedDataset:
+    """The tokens under `PREFIX.bin` and `PREFIX.idx`, mapped into memory; threads may share it.
+
+    `tokens` [all tokens] in file dtype; `lengths` i32[N], `offsets` i64[N] (bytes) and `modes` i8[N] or None
+    by sequence; `boundaries` i64[documents+1] as sequence indices. Raises InputError when the files do not
+    fit together.
+    """
+
+    def __init__(self, prefix: str | Path, *, check: bool = True):
+        self.prefix = str(prefix)
+        self._idx, self._bin = f"{prefix}.idx", f"{prefix}.bin"
+        index = _map(self._idx)
+        if index.size < HEADER.size:
+            raise InputError(
+                f"{self._idx} is truncated: it has {index.size} bytes, its header alone takes {HEADER.size}; "
+                "write it again."
+            )
+        magic, version, code, count, num_boundaries = HEADER.unpack(index[: HEADER.size].tobytes())
+        if magic != MAGIC:
+            raise InputError(
+                f"{self._idx} is not an index: it starts with {magic!r} instead of {MAGIC!r}; give the "
+                "prefix of a .bin/.idx pair."
+            )
+        if version != VERSION:
+            raise InputError(
+                f"{self._idx} has version {version}, only version {VERSION} can be read; write it again."
+            )
+        if code not in DTYPES:
+            raise InputError(
+                f"{self._idx} has unknown dtype code {code}, known are 1 to {len(DTYPES)}; write it again."
+            )
+        self.dtype = DTYPES[code]
+        self._read_tables(index, count, num_boundaries)
+        data = _map(self._bin)
+        if data.size % self.dtype.itemsize:
+            raise InputError(
+                f"{self._bin} has {data.size} bytes, which is not a multiple of {self._idx}'s token size "
+                f"{self.dtype.itemsize}; write both again."
+            )
+        self.tokens = data.view(self.dtype)
+        if check:
+            self._check_boundaries()
+            self._check_offsets(data.size)
+
+    def _read_tables(self, index: np.ndarray, count: int, num_boundaries: int) -> None:
+        expected = HEADER.size + 12 * count + 8 * num_boundaries
+        if index.size < expected:
+            raise InputError(
+                f"{self._idx} is truncated: it has {index.size} bytes, its header promises {expected}; write "
+                "it again."
+            )
+        extra = index.size - expected
+        if extra not in (0, count):
+            raise InputError(
+                f"{self._idx} has {extra} bytes after its tables, only {count} (a mode for each sequence) or "
+                "none fit; write it again."
+            )
+
+        def table(dtype: str, start: int, length: int) -> np.ndarray:
+            return np.frombuffer(index, np.dtype(dtype), count=length, offset=start)
+
+        lengths_end = HEADER.size + 4 * count
+        self.lengths = table("<i4", HEADER.size, count)
+        self.offsets = table("<i8", lengths_end, count)
+        self.boundaries = table("<i8", lengths_end + 8 * count, num_boundaries)
+        self.modes = table("i1", expected, count) if extra else None
+
+    def _check_boundaries(self) -> None:
+        ends = self.boundaries[[0, -1]].tolist() if self.boundaries.size else []
+        if ends != [0, self.lengths.size]:
+            raise InputError(
+                f"{self._idx} has inconsistent document boundaries: first and last are {ends}, not "
+                f"{[0, self.lengths.size]}; write it again."
+            )
+        for start in range(0, self.boundaries.size, CHECK_BLOCK):
+            falls = np.flatnonzero(np.diff(self.boundaries[start : start + CHECK_BLOCK + 1]) < 0)
+            if falls.size:
+                raise InputError(
+                    f"{self._idx} has inconsistent document boundaries: document {start + falls[0]} ends "
+                    "before it starts; write it again."
+                )
+
+    def _check_offsets(self, bin_size: int) -> None:
+        """Sequences must follow each other without gaps, so that a document is one slice of `tokens`."""
+        position = 0
+        for start in range(0, self.lengths.size, CHECK_BLOCK):
+            sizes = self.lengths[start : start + CHECK_BLOCK].astype(np.int64) * self.dtype.itemsize
+            ends = position + np.cumsum(sizes)
+            wrong = np.flatnonzero((self.offsets[start : start + CHECK_BLOCK] != ends - sizes) | (sizes < 0))
+            if wrong.size:
+                sequence = start + int(wrong[0])
+                raise InputError(
+                    f"{self._idx} has inconsistent sequences: sequence {sequence} of length "
+                    f"{self.lengths[sequence]} starts at byte {self.offsets[sequence]} instead of "
+                    f"{ends[wrong[0]] - sizes[wrong[0]]}; write it again."
+                )
+            position = int(ends[-1])
+        if position != bin_size:
+            raise InputError(
+                f"{self._bin} has {bin_size} bytes, {self._idx} promises {position}: the two do not belong "
+                "together or one is damaged; write both again."
+            )
+
+    def __reduce__(self) -> Any:
+        return _reopen, (self.prefix,)  # other processes map the file themselves
+
+    def __len__(self) -> int:
+        return self.lengths.size
+
+    def __getitem__(self, sequence: int) -> np.ndarray:
+        """The tokens of one sequence [length], a view of the file."""
+        if not 0 <= sequence < len(self):
+            raise IndexError(f"sequence {sequence} of {len(self)}")
+        start = int(self.offsets[sequence]) // self.dtype.itemsize
+        return self.tokens[start : start + int(self.lengths[sequence])]
+
+    @property
+    def num_documents(self) -> int:
+        return self.boundaries.size - 1
+
+    def document_starts(self, first: int = 0, last: int | None = None) -> np.ndarray:
+        """Where documents first..last-1 start in `tokens`, and where the last ends: i64[last-first+1]."""
+        last = self.num_documents if last is None else last
+        bounds = self.boundaries[first : last + 1]
+        if not len(self):
+            return np.zeros(bounds.size, np.int64)
+        starts = self.offsets[np.minimum(bounds, len(self) - 1)] // self.dtype.itemsize
+        starts[bounds == len(self)] = self.tokens.size
+        return starts
+
+    def document(self, document: int) -> np.ndarray:
+        """The tokens of one document [length], a view of the file."""
+        start, stop = self.document_starts(document, document + 1)
+        return self.tokens[start:stop]
+
+
+def _reopen(prefix: str) -> IndexedDataset:
+    return IndexedDataset(prefix, check=False)
+
+
+def _map(path: str) -> np.ndarray:
+    """The bytes of a file, mapped read-only."""
+    try:
+        with open(path, "rb") as file:
+            if not os.fstat(file.fileno()).st_size:
+                return np.empty(0, np.uint8)  # an empty file cannot be mapped
+            return np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), np.uint8)
+    except FileNotFoundError:
+        raise InputError(
+            f"{path} does not exist: correct the prefix, or write it with "
+            "`python -m megajax.data.preprocess`."
+        ) from None
+    except OSError as error:
+        raise InputError(
+            f"{path} cannot be read ({error.strerror}): correct the prefix or its permissions."
+        ) from None
+
+
+class IndexedWriter:
+    """Writes `PREFIX.bin` as documents come and `PREFIX.idx` at the end, both first under temporary names.
+
+    A context manager: leaving it normally renames both files into place, leaving it by an exception removes
+    them; what stood there before is untouched until then. Raises InputError when the place cannot be written
+    or a token does not fit `dtype`.
+    """
+
+    def __init__(self, prefix: str | Path, dtype: np.dtype | type | str, *, multimodal: bool = False):
+        self.prefix = str(prefix)
+        self.dtype: np.dtype = np.dtype(dtype).newbyteorder("<")
+        self._code = CODES[self.dtype]
+        self._lengths, self._boundaries = array("i"), array("q", [0])
+        self._modes = array("b") if multimodal else None
+        self.num_tokens = 0
+        try:
+            Path(self.prefix).parent.mkdir(parents=True, exist_ok=True)
+            self._file = open(self._partial("bin"), "wb")
+        except OSError as error:
+            raise InputError(
+                f"{self.prefix}.bin cannot be written ({error.strerror}): choose another output prefix."
+            ) from None
+
+    def _partial(self, kind: str) -> str:
+        return f"{self.prefix}.{kind}.partial"
+
+    @property
+    def num_documents(self) -> int:
+        return len(self._boundaries) - 1
+
+    def add_document(self, tokens: Any, lengths: Any = None, modes: Any = None) -> None:
+        """Appends a document: tokens [T] in sequences of `lengths` (default: one), `modes` if multimodal."""
+        tokens = np.asarray(tokens)
+        lengths = np.asarray([tokens.size] if lengths is None else lengths, np.int32)
+        assert lengths.sum() == tokens.size, "the sequences' lengths must add up to the document"
+        self._write(tokens)
+        self._lengths.frombytes(lengths.tobytes())
+        self._boundaries.append(len(self._lengths))
+        if self._modes is not None:
+            self._modes.frombytes(np.broadcast_to(np.asarray(modes, np.int8), lengths.shape).tobytes())
+
+    def add_documents(self, tokens: np.ndarray, lengths: np.ndarray) -> None:
+        """Appends many documents of one sequence each (none if its length is 0): tokens [sum(lengths)]."""
+        assert self._modes is None and lengths.sum() == tokens.size
+        self._write(tokens)
+        self._boundaries.frombytes((len(self._lengths) + np.cumsum(lengths > 0, dtype=np.int64)).tobytes())
+        self._lengths.frombytes(lengths[lengths > 0].astype(np.int32).tobytes())
+
+    def _write(self, tokens: np.ndarray) -> None:
+        if tokens.size and self.dtype.kind in "iu":
+            limits = np.iinfo(self.dtype.type)
+            worst = int(tokens.max()) if tokens.max() > limits.max else int(tokens.min())
+            if not limits.min <= worst <= limits.max:
+                raise InputError(
+                    f"{self.prefix}.bin: token {worst} does not fit {self.dtype.name}; use a wider dtype or "
+                    "the tokenizer that the dtype was chosen for."
+                )
+        self._file.write(tokens.astype(self.dtype).tobytes())
+        self.num_tokens += tokens.size
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ):
+        try:
+            if kind is None:
+                self._finish()
+        finally:
+            self._file.close()
+            for suffix in ("bin", "idx"):
+                Path(self._partial(suffix)).unlink(missing_ok=True)
+
+    def _finish(self) -> None:
+        lengths = np.frombuffer(self._lengths, np.int32) if self._lengths else np.empty(0, np.int32)
+        sizes = lengths.astype(np.int64) * self.dtype.itemsize
+        with open(self._partial("idx"), "wb") as index:
+            index.write(HEADER.pack(MAGIC, VERSION, self._code, lengths.size, len(self._boundaries)))
+            index.write(lengths.astype("<i4").tobytes())
+            index.write((np.cumsum(sizes) - sizes).astype("<i8").tobytes())
+            index.write(np.frombuffer(self._boundaries, np.int64).astype("<i8").tobytes())
+            if self._modes is not None:
+                index.write(self._modes.tobytes())
+            for file in (self._file, index):
+                file.flush()
+                os.fsync(file.fileno())
+        os.replace(self._partial("bin"), f"{self.prefix}.bin")
+        os.replace(self._partial("idx"), f"{self.prefix}.idx")

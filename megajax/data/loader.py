@@ -1,0 +1,159 @@
+"""From the config to batches: opens and checks the data, and reads ahead through grain."""
+
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+
+from megajax.data.indexed import IndexedDataset
+from megajax.data.samples import BlendedSamples, DocumentSamples, Samples, make_batch, split_documents
+from megajax.data.synthetic import SyntheticSamples
+from megajax.data.tokenizers import load_tokenizer
+from megajax.errors import InputError
+
+if TYPE_CHECKING:
+    import grain
+
+    from megajax.config import Config
+
+Split = Literal["train", "valid", "test"]
+SPLITS: tuple[Split, ...] = ("train", "valid", "test")
+CHECKED_TOKENS = 1_000_000  # of each file
+ENDLESS = 1 << 40  # steps
+
+
+def datasets(config: "Config") -> dict[Split, Samples]:
+    """Opens every split that the config has and checks all that can be checked before the start.
+
+    Synthetic data has all three splits. Raises InputError for a missing or damaged file, a split
+    without documents, a tokenizer larger than the model's vocabulary, or a token id outside it; ids are
+    looked at in the first million tokens of each file only.
+    """
+    present: list[Split] = [split for split in SPLITS if _is_given(config, split)]
+    opened: dict[Split, Samples] = {split: open_split(config, split) for split in present}
+    if config.data.kind == "indexed":
+        _check_tokenizer(config)
+        for samples in opened.values():
+            for source in samples.sources if isinstance(samples, BlendedSamples) else [samples]:
+                assert isinstance(source, DocumentSamples)
+                _check_token_ids(config, source.dataset)
+    return opened
+
+
+def open_split(config: "Config", split: Split) -> Samples:
+    """The samples of a split that the config has; checks the files' structure, not the token ids."""
+    data = config.data
+    length, seed = config.batch.sequence_length, config.run.seed
+    if data.kind == "synthetic":
+        return SyntheticSamples(config.model.vocab_size, length, seed, SPLITS.index(split))
+    key: Split = "train" if data.split is not None else split
+    blend = getattr(data, key)
+    parts = [(blend, 1.0)] if isinstance(blend, str) else [(part.prefix, part.weight) for part in blend]
+    sources = []
+    for prefix, _ in parts:
+        try:
+            dataset = IndexedDataset(prefix)
+            documents = _documents(config, split, dataset)
+            sources.append(DocumentSamples(dataset, documents, length, seed, data.order))
+        except InputError as error:
+            raise InputError(f"data.{key} ({config.where(f'data.{key}')}): {error}") from None
+    return sources[0] if len(sources) == 1 else BlendedSamples(sources, [weight for _, weight in parts])
+
+
+def make_loader(
+    config: "Config",
+    *,
+    split: Split,
+    rows: np.ndarray,
+    start_step: int = 0,
+    samples_offset: int = 0,
+    samples: Samples | None = None,
+) -> "grain.DatasetIterator[dict[str, np.ndarray]]":
+    """Endless batches from `start_step` on: `rows` of the fields of `make_batch`, each [len(rows), S].
+
+    Row r of step t is sample samples_offset + t·global_size + r, whatever the processes, threads and workers.
+    `samples`: the split as `datasets` opened it, so that it need not be opened again. Evaluation starts at
+    sample 0 and reads in threads: starting `data.workers` for a few batches costs more than they save.
+    """
+    assert split == "train" or start_step == samples_offset == 0, "evaluation always reads from sample 0"
+    import grain
+
+    samples = open_split(config, split) if samples is None else samples
+    size, prefetch = config.batch.global_size, config.data.prefetch
+    indices = np.asarray(rows, np.int64) + samples_offset + start_step * size
+    reading = grain.ReadOptions(num_threads=prefetch, prefetch_buffer_size=prefetch)
+    batches = grain.MapDataset.source(BatchSource(samples, indices, size)).to_iter_dataset(reading)
+    if split == "train" and config.data.workers:
+        from absl import flags
+
+        if not flags.FLAGS.is_parsed():
+            flags.FLAGS.mark_as_parsed()  # grain hands its own flags to the workers and insists on it
+        ahead = -(-max(prefetch, 1) // config.data.workers)
+        batches = batches.mp_prefetch(
+            grain.MultiprocessingOptions(config.data.workers, per_worker_buffer_size=ahead)
+        )
+    return iter(batches)
+
+
+class BatchSource:
+    """What grain reads: batch i holds the samples indices + i·stride; `indices` i64[rows]."""
+
+    def __init__(self, samples: Samples, indices: np.ndarray, stride: int):
+        self.samples, self.indices, self.stride = samples, indices, stride
+
+    def __len__(self) -> int:
+        return ENDLESS
+
+    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+        return make_batch(self.samples, self.indices + index * self.stride)
+
+
+def _is_given(config: "Config", split: Split) -> bool:
+    if config.data.kind == "synthetic":
+        return True
+    if config.data.split is not None:
+        return _shares(config)[SPLITS.index(split)] > 0
+    return getattr(config.data, split) is not None
+
+
+def _shares(config: "Config") -> list[float]:
+    """`data.split` as numbers, one for each of SPLITS."""
+    assert config.data.split is not None
+    return [float(share) for share in config.data.split.split(",")]
+
+
+def _documents(config: "Config", split: Split, dataset: IndexedDataset) -> tuple[int, int]:
+    if config.data.split is None:
+        return 0, dataset.num_documents
+    first, last = split_documents(dataset.num_documents, _shares(config))[SPLITS.index(split)]
+    if first == last:
+        raise InputError(
+            f"{dataset.prefix}.idx has {dataset.num_documents} documents, of which "
+            f'data.split="{config.data.split}" leaves none for {split}: give {split} a larger share, or none.'
+        )
+    return first, last
+
+
+def _check_tokenizer(config: "Config") -> None:
+    if config.data.tokenizer is None:
+        return
+    try:
+        size = load_tokenizer(config.data.tokenizer).vocab_size
+    except InputError as error:
+        raise InputError(f"data.tokenizer ({config.where('data.tokenizer')}): {error}") from None
+    if size > config.model.vocab_size:
+        raise InputError(
+            f"data.tokenizer={config.data.tokenizer} has {size} tokens, more than model.vocab_size="
+            f"{config.model.vocab_size} ({config.where('model.vocab_size')}): set model.vocab_size={size} or "
+            "larger."
+        )
+
+
+def _check_token_ids(config: "Config", dataset: IndexedDataset) -> None:
+    tokens = dataset.tokens[:CHECKED_TOKENS]
+    for worst in (int(tokens.max()), int(tokens.min())):
+        if not 0 <= worst < config.model.vocab_size:
+            raise InputError(
+                f"{dataset.prefix}.bin holds token id {worst}, outside "
+                f"model.vocab_size={config.model.vocab_size} ({config.where('model.vocab_size')}): set the "
+                "vocabulary size of the tokenizer that wrote the file."
+            )

@@ -1,0 +1,181 @@
+"""GPT samples: S+1 tokens cut from an endless stream of documents, and weighted blends of several data sets.
+
+A sample is found from its index and the seed alone. What lies where is decided by a `SampleOrder`, which
+knows token positions only; `DocumentSamples` reads what it names. Another order is another entry of `ORDERS`.
+"""
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Protocol
+
+import numpy as np
+
+from megajax.data.indexed import IndexedDataset
+from megajax.errors import InputError
+
+CACHED_EPOCHS = 3  # a sample may reach into the next epoch while another thread is one ahead
+
+
+class Samples(Protocol):
+    """An endless sequence of samples, int32[S+1] each: S inputs, and the same moved on by one as targets."""
+
+    def __getitem__(self, index: int) -> np.ndarray: ...
+
+
+class SampleOrder(Protocol):
+    """Which tokens make a sample."""
+
+    def pieces(self, index: int) -> Iterator[tuple[int, int]]:
+        """The ranges (start, stop) of token positions that joined make sample `index`, S+1 tokens in all."""
+        ...
+
+
+def make_batch(samples: Samples, indices: Sequence[int] | np.ndarray) -> dict[str, np.ndarray]:
+    """The fields of a batch, each [len(indices), S]: `loss_mask` float32, the others int32."""
+    block = np.stack([samples[int(index)] for index in indices])
+    shape = (block.shape[0], block.shape[1] - 1)
+    return {
+        "tokens": np.ascontiguousarray(block[:, :-1]),
+        "targets": np.ascontiguousarray(block[:, 1:]),
+        "loss_mask": np.ones(shape, np.float32),
+        "positions": np.ascontiguousarray(np.broadcast_to(np.arange(shape[1], dtype=np.int32), shape)),
+        "segment_ids": np.zeros(shape, np.int32),
+    }
+
+
+@dataclass(frozen=True)
+class Epoch:
+    """A pass over the documents: their order and ends in the stream, and the order of the samples."""
+
+    documents: np.ndarray | None
+    ends: np.ndarray
+    first_sample: int
+    samples: np.ndarray | None
+
+
+class StreamOrder:
+    """Documents joined to an endless stream, epoch after epoch, and cut every S tokens.
+
+    A sample overlaps the next by one token and may span two epochs. `shuffled` permutes the documents of an
+    epoch, and the samples that start in it. `starts` i64[documents+1]: positions of adjoining documents in
+    the file, and the end of the last.
+    """
+
+    def __init__(self, starts: np.ndarray, sequence_length: int, seed: int, *, shuffled: bool):
+        self.starts, self.sequence_length, self.seed, self.shuffled = starts, sequence_length, seed, shuffled
+        self.num_tokens = int(starts[-1] - starts[0])
+        self._lock = threading.Lock()
+        self._cached_epoch = lru_cache(CACHED_EPOCHS)(self._make_epoch)
+
+    def pieces(self, index: int) -> Iterator[tuple[int, int]]:
+        group = self._epoch(index * self.sequence_length // self.num_tokens)
+        if group.samples is not None:
+            index = group.first_sample + int(group.samples[index - group.first_sample])
+        position, needed = index * self.sequence_length, self.sequence_length + 1
+        while needed:
+            epoch_index, offset = divmod(position, self.num_tokens)
+            epoch = self._epoch(epoch_index)
+            rank = int(np.searchsorted(epoch.ends, offset, side="right"))
+            while needed and offset < self.num_tokens:
+                document = rank if epoch.documents is None else int(epoch.documents[rank])
+                end = int(epoch.ends[rank])
+                taken = min(needed, end - offset)
+                stop = int(self.starts[document + 1]) - (end - offset) + taken
+                if taken:
+                    yield stop - taken, stop
+                offset, position, needed, rank = offset + taken, position + taken, needed - taken, rank + 1
+
+    def _epoch(self, epoch: int) -> Epoch:
+        with self._lock:  # one thread builds, the others wait for it
+            return self._cached_epoch(epoch)
+
+    def _make_epoch(self, epoch: int) -> Epoch:
+        first, last = (-(-e * self.num_tokens // self.sequence_length) for e in (epoch, epoch + 1))
+        if not self.shuffled:
+            return Epoch(None, self.starts[1:] - self.starts[0], first, None)
+        generator = np.random.Generator(np.random.PCG64((self.seed, epoch)))
+        documents = generator.permutation(_arange(self.starts.size - 1))
+        ends = np.cumsum(np.diff(self.starts)[documents])
+        return Epoch(documents, ends, first, generator.permutation(_arange(last - first)))
+
+
+def _arange(length: int) -> np.ndarray:
+    return np.arange(length, dtype=np.int32 if length < 2**31 else np.int64)
+
+
+ORDERS: dict[str, Callable[[np.ndarray, int, int], SampleOrder]] = {
+    "shuffled": lambda starts, length, seed: StreamOrder(starts, length, seed, shuffled=True),
+    "sequential": lambda starts, length, seed: StreamOrder(starts, length, seed, shuffled=False),
+}
+
+
+class DocumentSamples:
+    """Samples of the documents first..last-1 of an indexed data set, in the named order.
+
+    Raises InputError when there are no tokens or they are not integers.
+    """
+
+    def __init__(
+        self, dataset: IndexedDataset, documents: tuple[int, int], sequence_length: int, seed: int, order: str
+    ):
+        self._arguments = (dataset, documents, sequence_length, seed, order)
+        self.dataset, self.sequence_length = dataset, sequence_length
+        if dataset.dtype.kind not in "iu":
+            raise InputError(f"{dataset.prefix}.idx holds {dataset.dtype.name}: token ids must be integers.")
+        starts = dataset.document_starts(*documents)
+        if starts[-1] == starts[0]:
+            raise InputError(
+                f"{dataset.prefix}.bin has no tokens in documents {documents[0]} to {documents[1]}: write it "
+                "again from text that is not empty."
+            )
+        self._order = ORDERS[order](starts, sequence_length, seed)
+
+    def __reduce__(self) -> Any:
+        return DocumentSamples, self._arguments  # a reader process builds its own order instead of copying it
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        sample = np.empty(self.sequence_length + 1, np.int32)
+        filled = 0
+        for start, stop in self._order.pieces(index):
+            sample[filled : filled + stop - start] = self.dataset.tokens[start:stop]
+            filled += stop - start
+        return sample
+
+
+class BlendedSamples:
+    """Each sample comes from the source furthest behind its weight.
+
+    That is the smallest (samples taken + 1/2) / weight, the earlier source on a tie. So sample n is the n-th
+    of the merged sequences (k + 1/2) / weight, k = 0, 1, ..., and is found without its predecessors.
+    """
+
+    def __init__(self, sources: Sequence[Samples], weights: Sequence[float]):
+        assert len(sources) == len(weights) and min(weights) > 0
+        self.sources = sources
+        self.weights = np.asarray(weights, np.float64) / np.sum(weights)
+
+    def locate(self, index: int) -> tuple[int, int]:
+        """The source of sample `index`, and its index there."""
+        # Before time t, source d has taken t·weight ± 1/2 samples, all D together t ± D/2: so the time of
+        # sample n lies in n+1-D/2 .. n+D/2. Candidates reach a sample further on both sides, so that rounding
+        # cannot matter.
+        half = len(self.sources) / 2
+        first = np.maximum(np.floor((index - half) * self.weights - 1.5), 0).astype(np.int64)
+        last = np.ceil((index + half + 1) * self.weights + 1.5).astype(np.int64)
+        source = np.repeat(np.arange(len(self.sources)), last - first)
+        rank = np.arange(source.size) - np.repeat(np.cumsum(last - first) - last, last - first)
+        times = (rank + 0.5) / self.weights[source]
+        found = np.lexsort((source, times))[index - first.sum()]
+        return int(source[found]), int(rank[found])
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        source, rank = self.locate(index)
+        return self.sources[source][rank]
+
+
+def split_documents(num_documents: int, fractions: Sequence[float]) -> list[tuple[int, int]]:
+    """Contiguous ranges (first, last) that cover all documents, in proportion to `fractions`."""
+    ends = np.rint(np.cumsum([0.0, *fractions]) / np.sum(fractions) * num_documents).astype(int).tolist()
+    return list(zip(ends, ends[1:], strict=False))

@@ -1,0 +1,162 @@
+"""Attention: a plain reference and cuDNN's fused kernel behind one signature."""
+
+import math
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+
+from megajax.errors import ConfigError
+from megajax.ops.numerics import wide
+
+Implementation = Literal["reference", "cudnn"]
+
+# jax refuses cuDNN attention on heads wider than 128 before Hopper, and wider than 256 on any GPU: auto takes
+# what every GPU runs, an explicit choice may ask for more.
+_CUDNN_WIDEST_ANYWHERE = 128
+_CUDNN_WIDEST = 256
+
+
+def attention(
+    q_bsnh: jax.Array,
+    k_bskh: jax.Array,
+    v_bskh: jax.Array,
+    *,
+    causal: bool = True,
+    window: int | None = None,
+    segment_ids: jax.Array | None = None,
+    softcap: float | None = None,
+    scale: float | None = None,
+    implementation: Implementation,
+) -> jax.Array:
+    """softmax(scale · q·k) v over the visible keys: q [B,S,N,H], k and v [B,S,K,H] -> [B,S,N,H] in q's dtype.
+
+    K divides N; query head n reads key/value head n // (N/K). With `window`, position i sees i-window+1 … i
+    (causal only); with segment_ids [B,S] only positions of its own segment. `softcap` squashes scores to
+    ±softcap by tanh, before the mask. `scale` is 1/sqrt(H) unless given.
+    Raises ValueError for what the implementation cannot do.
+    """
+    if window is not None and not (causal and window >= 1):
+        raise ValueError(
+            f"window={window}, causal={causal}: a window is a positive number of tokens, causal."
+        )
+    if window is not None and window >= q_bsnh.shape[1]:
+        window = None  # every earlier position is inside
+    scale = 1.0 / math.sqrt(q_bsnh.shape[-1]) if scale is None else scale
+    if implementation == "cudnn":
+        if segment_ids is not None:
+            raise ValueError(
+                'implementation="cudnn" takes no segment_ids: use "reference" for packed documents.'
+            )
+        if softcap is not None:
+            raise ValueError(f'implementation="cudnn" has no soft-cap, softcap={softcap}: use "reference".')
+        return jax.nn.dot_product_attention(
+            q_bsnh,
+            k_bskh,
+            v_bskh,
+            scale=scale,
+            is_causal=causal,
+            local_window_size=None if window is None else (window - 1, 0),
+            implementation="cudnn",
+        )
+    return _reference(q_bsnh, k_bskh, v_bskh, causal, window, segment_ids, softcap, scale)
+
+
+def _reference(
+    q_bsnh: jax.Array,
+    k_bskh: jax.Array,
+    v_bskh: jax.Array,
+    causal: bool,
+    window: int | None,
+    segment_ids: jax.Array | None,
+    softcap: float | None,
+    scale: float,
+) -> jax.Array:
+    """Attention by materialised scores, in float32 (float64 for float64 inputs)."""
+    dtype = wide(q_bsnh.dtype)
+    B, S, N, H = q_bsnh.shape
+    K = k_bskh.shape[2]
+    q = q_bsnh.astype(dtype).reshape(B, S, K, N // K, H)
+    scores = jnp.einsum("bqkgh,bskh->bkgqs", q, k_bskh.astype(dtype)) * scale
+    if softcap is not None:
+        scores = softcap * jnp.tanh(scores / softcap)
+    visible = _visible(S, causal, window, segment_ids)
+    if visible is not None:
+        scores = jnp.where(visible, scores, -jnp.inf)
+    out = jnp.einsum("bkgqs,bskh->bqkgh", jax.nn.softmax(scores, axis=-1), v_bskh.astype(dtype))
+    return out.reshape(B, S, N, H).astype(q_bsnh.dtype)
+
+
+def _visible(S: int, causal: bool, window: int | None, segment_ids: jax.Array | None) -> jax.Array | None:
+    """Which key each query sees, broadcastable to [B, K, N/K, S, S]; None if all. Each sees itself."""
+    visible = None
+    if causal:
+        behind = jnp.arange(S)[:, None] - jnp.arange(S)[None, :]
+        visible = behind >= 0
+        if window is not None:
+            visible &= behind < window
+    if segment_ids is not None:
+        same = (segment_ids[:, :, None] == segment_ids[:, None, :])[:, None, None]
+        visible = same if visible is None else visible & same
+    return visible
+
+
+def choose_attention(
+    requested: str,
+    *,
+    platform: str,
+    dtype: Any,
+    head_dim: int,
+    softcap: float | None,
+    segment_ids: bool,
+    sequence_length: int | None = None,
+) -> tuple[Implementation, str]:
+    """The implementation for `kernels.attention` (auto, cudnn, reference), and why, for the log.
+
+    `sequence_length` is the one trained on, None where nothing is trained.
+    Raises ConfigError if cudnn is asked for by name and cannot run.
+    """
+    if requested == "reference":
+        return "reference", "kernels.attention=reference"
+    widest = _CUDNN_WIDEST_ANYWHERE if requested == "auto" else _CUDNN_WIDEST
+    obstacle = _cudnn_obstacle(
+        platform, jnp.dtype(dtype), head_dim, softcap, segment_ids, sequence_length, widest
+    )
+    if requested == "auto":
+        return ("reference", obstacle[0]) if obstacle else ("cudnn", "the fused kernel fits this model")
+    if obstacle:
+        raise ConfigError(f"kernels.attention=cudnn cannot run, {obstacle[0]}: {obstacle[1]}.")
+    return "cudnn", "kernels.attention=cudnn"
+
+
+def _cudnn_obstacle(
+    platform: str,
+    dtype: Any,
+    head_dim: int,
+    softcap: float | None,
+    segment_ids: bool,
+    sequence_length: int | None,
+    widest: int,
+) -> tuple[str, str] | None:
+    """Why cuDNN attention cannot run and what to do about it; None if it can."""
+    instead = "or use auto or reference"
+    if platform not in ("gpu", "cuda"):
+        return f"cuDNN needs a GPU and this is {platform}", "use auto or reference"
+    if dtype not in (jnp.bfloat16, jnp.float16):
+        return f"cuDNN has no {dtype} kernel", f"set precision.compute to bfloat16 or float16, {instead}"
+    if head_dim % 8 or head_dim > widest:
+        return (
+            f"cuDNN takes head widths that are multiples of 8 up to {widest} and model.head_dim={head_dim}",
+            f"change it, {instead}",
+        )
+    # jax 0.11 takes its own empty placeholder for a bias, whose gradient needs even lengths.
+    if sequence_length is not None and sequence_length % 2:
+        return (
+            f"jax trains cuDNN attention on even lengths alone and batch.sequence_length={sequence_length}",
+            f"make it even, {instead}",
+        )
+    if softcap is not None:
+        return f"cuDNN has no soft-cap and model.attention_softcap={softcap}", f"remove it, {instead}"
+    if segment_ids:
+        return "cuDNN takes no segment ids here and the batch has packed documents", "use auto or reference"
+    return None

@@ -1,0 +1,76 @@
+"""Cross-entropy of one chunk of tokens over one shard of the vocabulary: loss and gradient in one pass."""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from megajax.ops.numerics import wide
+
+Reduce = Callable[[jax.Array], jax.Array]
+
+
+def chunk_loss_and_grad(
+    logits_cv: jax.Array,
+    targets_c: jax.Array,
+    mask_c: jax.Array,
+    *,
+    vocab_start: int | jax.Array = 0,
+    vocab_size: int,
+    softcap: float | None = None,
+    z_loss: float = 0.0,
+    reduce_max: Reduce = lambda x: x,
+    reduce_sum: Reduce = lambda x: x,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Loss, z-loss and gradient of C tokens: this shard's logits [C, V] -> (scalar, scalar, [C, V]).
+
+    targets [C] are ids in the whole vocabulary, mask [C] weights; the shard holds columns vocab_start on,
+    those from vocab_size on are padding. reduce_max and reduce_sum combine over the shards, called once each
+    with [C] and [2, C]. Returned are Σ mask · loss (the language model's alone) and Σ mask · z_loss · lse²,
+    both the same on every shard, and the gradient of their sum with respect to the raw logits; all in
+    float32 (float64 for float64 logits).
+    """
+    dtype = wide(logits_cv.dtype)
+    logits = logits_cv.astype(dtype)
+    if softcap is not None:
+        logits = softcap * jnp.tanh(logits / softcap)
+    columns = vocab_start + jnp.arange(logits.shape[1])[None, :]
+    capped, logits = logits, jnp.where(columns < vocab_size, logits, -jnp.inf)
+    is_target = columns == targets_c[:, None]
+
+    # A shard may be all padding: then its maximum is -inf, but the maximum over all shards is finite.
+    maximum = reduce_max(jnp.max(logits, axis=1))
+    shifted = logits - maximum[:, None]
+    exponentials = jnp.exp(shifted)
+    own = jnp.stack([exponentials.sum(axis=1), jnp.where(is_target, shifted, 0).sum(axis=1)])
+    total, target = reduce_sum(own)
+
+    weight = mask_c.astype(dtype)
+    log_total = jnp.log(total)
+    lse = log_total + maximum
+    loss = jnp.sum(weight * (log_total - target))
+    z_term = jnp.sum(weight * z_loss * jnp.square(lse))
+
+    share = (1 + 2 * z_loss * lse) / total
+    gradient = weight[:, None] * (exponentials * share[:, None] - is_target)
+    if softcap is not None:
+        gradient = gradient * (1 - jnp.square(capped / softcap))
+    return loss, z_term, gradient
+
+
+def cross_entropy_reference(
+    logits: jax.Array,
+    targets: jax.Array,
+    mask: jax.Array,
+    vocab_size: int,
+    softcap: float | None = None,
+    z_loss: float = 0.0,
+) -> tuple[jax.Array, jax.Array]:
+    """The same two sums, plainly, for jax.grad: logits [T, V], targets [T], mask [T] -> two scalars."""
+    logits = logits[:, :vocab_size].astype(wide(logits.dtype))
+    if softcap is not None:
+        logits = softcap * jnp.tanh(logits / softcap)
+    lse = jax.nn.logsumexp(logits, axis=1)
+    # A masked token's target may lie outside the vocabulary: its row is then all zero.
+    chosen = jnp.sum(jax.nn.one_hot(targets, vocab_size, dtype=logits.dtype) * logits, axis=1)
+    return jnp.sum(mask * (lse - chosen)), jnp.sum(mask * z_loss * jnp.square(lse))

@@ -1,0 +1,92 @@
+"""Parameters, FLOPs and memory of a config."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from megajax.config import Config
+from megajax.model import Transformer, parameters
+from megajax.model.transformer import layer_windows
+from megajax.sharding import ONCE_AXES, Placement
+
+PEAK_BF16_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "B200": 2250e12}  # dense, by the vendor
+
+
+def parameter_count(model: Transformer) -> int:
+    """Number of parameters, rows of the padded vocabulary included."""
+    return sum(math.prod(p.shape) for p in parameters(model).values())
+
+
+def flops_per_token(config: Config) -> float:
+    """Floating-point operations of forward and backward a token, by Megatron's count (design.md section 9).
+
+    6 for each matmul parameter that a token meets (head included, embedding look-up not) and 6·S·N·H a layer for
+    causal attention; local windows at their real length; recomputation is not counted.
+    """
+    model = config.model
+    D, N, K, H, F = model.hidden_size, model.num_heads, model.num_kv_heads, model.head_dim, model.ffn_hidden_size
+    gated = model.activation in ("swiglu", "geglu")
+    layer = D * H * (2 * N + 2 * K) + (3 if gated else 2) * D * F
+    matmuls = model.num_layers * layer + D * model.padded_vocab_size
+    windows = layer_windows(model)
+    attention = sum(_attended(config.batch.sequence_length, windows[i % len(windows)]) for i in range(model.num_layers))
+    return 6 * matmuls + 12 * attention * N * H
+
+
+def _attended(S: int, window: int | None) -> float:
+    """Mean number of keys that a query attends to; S/2 for plain causal attention, as the field counts it."""
+    if window is None or window >= S:
+        return S / 2
+    return window - window * window / (2 * S)
+
+
+@dataclass(frozen=True)
+class MemoryEstimate:
+    """Bytes on one device."""
+
+    parameters: int  # FP32 master weights, as stored
+    optimizer: int
+    gradients: int  # FP32, as stored
+    weights: int  # gathered once a step, in the compute dtype
+    activations: int  # saved for the backward pass of a microbatch
+
+    @property
+    def total(self) -> int:
+        return self.parameters + self.optimizer + self.gradients + self.weights + self.activations
+
+
+def estimate_memory(config: Config, placements: Mapping[str, Placement], sizes: Mapping[str, int]) -> MemoryEstimate:
+    """Bytes a device; activations by what the remat policy saves of a block, transients left out."""
+    stored = gathered = 0
+    compute = 4 if config.precision.compute == "float32" else 2
+    for placement in placements.values():
+        size = math.prod(placement.stored_shape)
+        shards = math.prod(n for axis, n in sizes.items() if axis not in placement.replicated_axes)
+        once = math.prod(sizes[a] for a in ONCE_AXES) if placement.storage_dim is not None else 1
+        stored += 4 * size // shards
+        gathered += compute * size * once // shards
+    moments = {"adamw": 2, "lion": 1, "sgd": 1 if config.optimizer.beta1 > 0 else 0}[config.optimizer.kind]
+    activations = _saved_activations(config, sizes, compute)
+    return MemoryEstimate(stored, moments * stored, stored, gathered, activations)
+
+
+def _saved_activations(config: Config, sizes: Mapping[str, int], compute: int) -> int:
+    model, batch, remat = config.model, config.batch, config.remat
+    shards = math.prod(sizes[a] for a in ("data", "fsdp", "expert", "context"))
+    tokens = batch.global_size * batch.sequence_length / batch.num_microbatches / shards
+    tensor = sizes["tensor"]
+    D = model.hidden_size
+    heads = model.head_dim * (2 * model.num_heads + 2 * max(model.num_kv_heads, tensor)) / tensor  # q, k, v, output
+    mlp = model.ffn_hidden_size * (2 if model.activation in ("swiglu", "geglu") else 1) / tensor
+    matmuls = heads + mlp + 2 * D / tensor  # and the two projections into the residual stream
+    everything = matmuls + 2 * D + 2 * D / tensor + model.ffn_hidden_size / tensor  # norms' results, inputs, activation
+    per_layer = {
+        "none": everything,
+        "selective": everything,
+        "full": D / tensor / remat.group,
+        "save_matmuls": matmuls + D / tensor,
+        "offload": D / tensor,
+    }
+    covered = model.num_layers if remat.layers is None else remat.layers
+    values = covered * per_layer[remat.policy] + (model.num_layers - covered) * per_layer["none"]
+    return int(tokens * compute * values)

@@ -1,0 +1,78 @@
+"""What must be in the environment before jax starts: XLA's flags and the share of GPU memory.
+
+Flags that the user has set win. Nothing here imports jax.
+"""
+
+import os
+import sys
+import warnings
+from pathlib import Path
+
+from megajax.config import Config
+
+LAYER_BYTES = 512 * 2**20  # combine collectives up to about a layer's weights
+MEMORY_FRACTION = "0.92"  # jax's own 0.75 gives false out-of-memory
+
+
+def xla_flags(config: Config) -> dict[str, str]:
+    """The XLA flags that this config wants, by name; all parse without a GPU too."""
+    flags = {
+        "xla_gpu_enable_latency_hiding_scheduler": "true",
+        "xla_gpu_enable_triton_gemm": "false",  # cuBLAS is faster for training's shapes
+    }
+    mesh = config.mesh
+    if any(size != 1 for size in (mesh.data, mesh.fsdp, mesh.expert, mesh.context, mesh.tensor)):
+        for collective in ("all_gather", "reduce_scatter", "all_reduce"):
+            flags[f"xla_gpu_{collective}_combine_threshold_bytes"] = str(LAYER_BYTES)
+    if mesh.fsdp != 1:
+        for collective in ("all_gather", "reduce_scatter"):
+            flags[f"xla_gpu_enable_pipelined_{collective}"] = "true"
+        flags["xla_gpu_enable_while_loop_double_buffering"] = "true"
+    if config.run.deterministic:
+        flags["xla_gpu_exclude_nondeterministic_ops"] = "true"
+        # Another autotuning result is another kernel and another rounding: the first run's choice is kept.
+        flags["xla_gpu_per_fusion_autotune_cache_dir"] = str(autotune_directory(config).resolve())
+    return flags
+
+
+def autotune_directory(config: Config) -> Path:
+    """Where a deterministic run keeps XLA's autotuning results."""
+    return Path(config.run.dir) / "autotune"
+
+
+def prepare_environment(config: Config) -> list[str]:
+    """Set the flags that the user has not set, and return them as `--name=value`.
+
+    If jax has started already, they can't be set any more: a warning names them.
+    """
+    given = os.environ.get("XLA_FLAGS", "")
+    names = {flag.removeprefix("--").split("=")[0] for flag in given.split()}
+    flags = [f"--{name}={value}" for name, value in xla_flags(config).items() if name not in names]
+    if _jax_has_started():
+        missing = [flag for flag in flags if flag not in given]
+        if missing and _on_gpu():
+            warnings.warn(
+                f"jax started before megajax could set these XLA flags: {' '.join(missing)}; put them into XLA_FLAGS, "
+                "or call megajax.runtime.prepare_environment(config) before anything uses jax.",
+                stacklevel=2,
+            )
+        return []
+    if config.run.deterministic:
+        autotune_directory(config).mkdir(parents=True, exist_ok=True)
+    os.environ["XLA_FLAGS"] = " ".join([given, *flags]).strip()
+    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", MEMORY_FRACTION)
+    return flags
+
+
+def _jax_has_started() -> bool:
+    if "jax" not in sys.modules:
+        return False
+    from jax._src import xla_bridge
+
+    return xla_bridge.backends_are_initialized()
+
+
+def _on_gpu() -> bool:
+    import jax
+
+    return jax.default_backend() == "gpu"

@@ -1,0 +1,1 @@
+"""State, step, loop, evaluation and metrics."""

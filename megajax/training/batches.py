@@ -1,0 +1,46 @@
+"""Rows that a process reads, and how they become global arrays."""
+
+from collections.abc import Iterator, Mapping
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+
+from megajax.data import loader
+from megajax.data.samples import Samples
+from megajax.training.step import BATCH_DTYPES, TrainProgram
+
+
+def rows_of_process(sharding: NamedSharding, shape: tuple[int, int, int]) -> np.ndarray:
+    """The rows of the global batch that this process's devices hold: row `m·B + b` is `[m, b]` of `[M, B, S]`."""
+    M, B, _ = shape
+    held = np.zeros(B, bool)
+    for _, rows, _ in sharding.addressable_devices_indices_map(shape).values():  # type: ignore[misc]
+        held[rows] = True
+    return (np.arange(M)[:, None] * B + np.flatnonzero(held)[None]).reshape(-1)
+
+
+def to_global(fields: Mapping[str, np.ndarray], sharding: NamedSharding, shape: tuple[int, int, int]):
+    """Fields `[rows, S]` of this process's rows → global arrays `[M, B, S]` by name."""
+    M, B, S = shape
+    held = rows_of_process(sharding, shape)
+    held = held[: len(held) // M]  # the first microbatch's: the same of each
+    place = np.zeros(B, int)
+    place[held] = np.arange(len(held))
+
+    def field(name: str) -> jax.Array:
+        local = fields[name].reshape(M, len(held), S).astype(BATCH_DTYPES[name])
+        return jax.make_array_from_callback(shape, sharding, lambda index: local[:, place[index[1]], index[2]])
+
+    return {name: field(name) for name in BATCH_DTYPES}
+
+
+def batches(
+    program: TrainProgram, split: loader.Split, samples: Samples, start_step: int = 0
+) -> Iterator[dict[str, jax.Array]]:
+    """Endless global batches of a split from `start_step` on, on the devices."""
+    shape, sharding = program.batch_shape, program.batch_sharding
+    rows = rows_of_process(sharding, shape)
+    fields = loader.make_loader(program.config, split=split, rows=rows, start_step=start_step, samples=samples)
+    for local in fields:
+        yield to_global(local, sharding, shape)

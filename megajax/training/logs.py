@@ -1,0 +1,161 @@
+"""Where numbers go: metrics.jsonl, TensorBoard, Weights & Biases and the console."""
+
+import json
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from megajax.config import Config
+from megajax.errors import ConfigError, InputError
+
+
+class MetricsLog:
+    """Writes one object a logged step to every sink; only process 0 writes."""
+
+    def __init__(self, config: Config, start_step: int, writer: bool):
+        self.writer = writer
+        self._tensorboard = self._wandb = None
+        if not writer:
+            return
+        run_dir = Path(config.run.dir)
+        path = run_dir / "metrics.jsonl"
+        drop_lines_after(path, start_step)
+        self._file = path.open("a")
+        if config.logging.tensorboard:
+            from tensorboardX import SummaryWriter
+
+            self._tensorboard = SummaryWriter(str(run_dir / "tensorboard"), purge_step=start_step + 1)
+        if config.logging.wandb:
+            self._wandb = _start_wandb(config)
+
+    def write(self, step: int, values: Mapping[str, Any]) -> None:
+        """One line for `step`; the values are Python numbers."""
+        if not self.writer:
+            return
+        self._file.write(json.dumps({"step": step, **values}) + "\n")
+        self._file.flush()
+        numbers = {name: value for name, value in values.items() if isinstance(value, int | float)}
+        if self._tensorboard:
+            for name, value in numbers.items():
+                self._tensorboard.add_scalar(name, value, step)
+        if self._wandb:
+            self._wandb.log(numbers, step=step)
+
+    def close(self) -> None:
+        if not self.writer:
+            return
+        self._file.close()
+        if self._tensorboard:
+            self._tensorboard.close()
+        if self._wandb:
+            self._wandb.finish()
+
+
+def drop_lines_after(path: Path, step: int) -> None:
+    """Remove what an interrupted run logged after its last checkpoint, so that each step stands once."""
+    if not path.exists():
+        return
+    kept = []
+    for line in path.read_text().splitlines():
+        try:
+            entry = json.loads(line)
+        except json.JSONDecodeError:
+            continue  # cut off when the process was killed
+        if entry["step"] <= step:
+            kept.append(line + "\n")
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text("".join(kept))
+    temporary.replace(path)
+
+
+def make_run_dir(config: Config) -> Path:
+    """The run directory, made if need be. Raises InputError if it can't be written."""
+    run_dir = Path(config.run.dir)
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        probe = run_dir / f".write-test-{os.getpid()}"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        place = config.where("run.dir")
+        raise InputError(
+            f"run.dir={config.run.dir} ({place}) cannot be written ({error.strerror}): "
+            "choose a directory that you may write to."
+        ) from None
+    return run_dir
+
+
+def console_line(step: int, steps: int, values: Mapping[str, Any], seconds_left: float) -> str:
+    """One line a log step, for people."""
+    parts = [f"step {step:>{len(str(steps))}}/{steps}", f"loss {values['loss']:.4f}", f"norm {values['grad_norm']:.3f}"]
+    parts.append(f"lr {values['learning_rate']:.2e}")
+    parts.append(f"{values['tokens_per_second_per_device']:,.0f} tok/s/dev")
+    parts.append(f"{values['tflops_per_second_per_device']:.4g} TFLOP/s/dev")
+    if values["mfu"] is not None:
+        parts.append(f"MFU {values['mfu']:.1%}")
+    parts.append(f"{values['peak_memory_gib']:.1f} GiB")
+    if values.get("skipped"):
+        parts.append(f"{values['skipped']} skipped")
+    parts.append(f"{_duration(seconds_left)} left")
+    return "  ".join(parts)
+
+
+def say(text: str) -> None:
+    """A line on the console, from process 0 only."""
+    import jax
+
+    if jax.process_index() == 0:
+        print(text, flush=True)
+
+
+class Progress:
+    """A progress bar on terminals; elsewhere plain lines alone."""
+
+    def __init__(self, start: int, steps: int, writer: bool):
+        self._bar = None
+        if writer and sys.stdout.isatty():
+            from rich.progress import Progress as Bar
+
+            self._bar = Bar(transient=True)
+            self._task = self._bar.add_task("training", total=steps, completed=start)
+            self._bar.start()
+
+    def advance(self) -> None:
+        if self._bar:
+            self._bar.advance(self._task)
+
+    def print(self, text: str) -> None:
+        """A line above the bar."""
+        if self._bar:
+            self._bar.console.print(text, highlight=False)
+        else:
+            say(text)
+
+    def close(self) -> None:
+        if self._bar:
+            self._bar.stop()
+
+
+def _start_wandb(config: Config):
+    try:
+        import wandb  # type: ignore[import-not-found]
+    except ImportError:
+        raise ConfigError(
+            f"logging.wandb=true ({config.where('logging.wandb')}), but wandb is not installed: "
+            "pip install 'megajax[wandb]', or set logging.wandb=false."
+        ) from None
+    return wandb.init(
+        project=config.logging.wandb_project,
+        name=config.run.name,
+        dir=config.run.dir,
+        config=config.model_dump(mode="json"),
+        resume="allow",
+    )
+
+
+def _duration(seconds: float) -> str:
+    minutes, seconds = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"

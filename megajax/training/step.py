@@ -1,0 +1,193 @@
+"""The train step: gradients from the mesh, then clip, update and bookkeeping on the stored shards."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from megajax import ops
+from megajax.config import Config
+from megajax.mesh import mesh_sizes
+from megajax.model import Transformer, init_parameters, parameters
+from megajax.optim import make_optimizer, make_schedule
+from megajax.parallel.gradients import LocalModel, gradient_function, loss_function
+from megajax.sharding import BATCH_SPEC, Placement, pad_to_storage, place_all, shardings
+
+BATCH_DTYPES = {
+    "tokens": jnp.int32,
+    "targets": jnp.int32,
+    "loss_mask": jnp.float32,
+    "positions": jnp.int32,
+    "segment_ids": jnp.int32,
+}
+INITIAL_LOSS_SCALE = 2.0**16
+LOSS_SCALE_GROWTH_STEPS = 2000  # as NVIDIA's and Megatron's dynamic loss scaling
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class TrainState:
+    """Everything a step reads and writes, donated to it; parameters as stored, by name."""
+
+    params: dict[str, jax.Array]
+    optimizer: Any
+    step: jax.Array  # int32, optimizer steps taken or skipped
+    loss_scale: jax.Array  # FP32; 1 unless the compute dtype is float16
+    scale_age: jax.Array  # int32, steps since the loss scale changed
+    skipped: jax.Array  # int32, updates skipped because of a non-finite loss or gradient
+    skipped_in_row: jax.Array  # int32, the same since the last good step
+
+
+@dataclass(frozen=True)
+class TrainProgram:
+    """The model, how it lies on the mesh, and the functions that train it. Nothing is compiled until it is called."""
+
+    config: Config
+    mesh: Mesh
+    model: Transformer
+    placements: dict[str, Placement]
+    optimizer: optax.GradientTransformation
+    attention: str  # the kernel chosen, and why
+    attention_reason: str
+
+    @classmethod
+    def build(cls, config: Config, mesh: Mesh) -> "TrainProgram":
+        """The program of a checked config on a mesh. Raises ConfigError for a kernel that cannot run."""
+        model = Transformer(config.model)
+        declared = parameters(model)
+        attention, reason = ops.choose_attention(
+            config.kernels.attention,
+            platform=mesh.devices.flat[0].platform,
+            dtype=config.precision.compute,
+            head_dim=config.model.head_dim,
+            softcap=config.model.attention_softcap,
+            segment_ids=False,
+            sequence_length=config.batch.sequence_length,
+        )
+        optimizer = make_optimizer(config.optimizer, {name: p.role for name, p in declared.items()})
+        placements = place_all(declared, mesh_sizes(mesh))
+        return cls(config, mesh, model, placements, optimizer, attention, reason)
+
+    @cached_property
+    def local(self) -> LocalModel:
+        return LocalModel.build(self.config, self.model, self.placements, self.mesh, self.attention)
+
+    @cached_property
+    def state_shardings(self) -> TrainState:
+        """A TrainState of shardings: moments lie as their parameters do, scalars everywhere."""
+        return self.per_parameter(shardings(self.placements, self.mesh), NamedSharding(self.mesh, P()))
+
+    @cached_property
+    def abstract_state(self) -> TrainState:
+        """The state as `ShapeDtypeStruct`s with shardings."""
+        shapes = jax.eval_shape(self._init)
+        return jax.tree.map(
+            lambda s, sharding: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=sharding), shapes, self.state_shardings
+        )
+
+    @property
+    def batch_sharding(self) -> NamedSharding:
+        return NamedSharding(self.mesh, BATCH_SPEC)
+
+    @property
+    def batch_shape(self) -> tuple[int, int, int]:
+        """`[M, B, S]` of a global batch."""
+        batch = self.config.batch
+        return batch.num_microbatches, batch.global_size // batch.num_microbatches, batch.sequence_length
+
+    @property
+    def abstract_batch(self) -> dict[str, jax.ShapeDtypeStruct]:
+        shape, sharding = self.batch_shape, self.batch_sharding
+        return {n: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding) for n, dtype in BATCH_DTYPES.items()}
+
+    def init_state(self) -> TrainState:
+        """The first state, made on the devices in its shards: no device and no host ever holds it whole."""
+        return jax.jit(self._init, out_shardings=self.state_shardings)()
+
+    @cached_property
+    def train_step(self) -> Callable:
+        """Jitted (state, batch) → (new state, metrics); the state is donated."""
+        return jax.jit(
+            partial(_train_step, self, gradient_function(self.local, self.mesh)),
+            donate_argnums=0,
+            out_shardings=(self.state_shardings, NamedSharding(self.mesh, P())),
+        )
+
+    @cached_property
+    def eval_step(self) -> Callable:
+        """Jitted (parameters, batch) → (summed loss, valid tokens)."""
+        return jax.jit(loss_function(self.local, self.mesh))
+
+    def _init(self) -> TrainState:
+        weights = init_parameters(self.model, self.config.run.seed, self.config.model.init_std)
+        params = {name: pad_to_storage(w, self.placements[name]) for name, w in weights.items()}
+        fp16 = self.config.precision.compute == "float16"
+        zero = jnp.zeros((), jnp.int32)
+        scale = jnp.float32(INITIAL_LOSS_SCALE if fp16 else 1.0)
+        return TrainState(params, self.optimizer.init(params), zero, scale, zero, zero, zero)
+
+    def per_parameter(self, values: dict[str, Any], scalar: Any) -> TrainState:
+        """A state-shaped tree with each parameter's value at the parameter and its moments, `scalar` elsewhere."""
+        optimizer = optax.tree_map_params(
+            self.optimizer,
+            lambda _, value: value,
+            jax.eval_shape(self._init).optimizer,
+            values,
+            transform_non_params=lambda _: scalar,
+        )
+        return TrainState(values, optimizer, scalar, scalar, scalar, scalar, scalar)
+
+
+def _train_step(program: TrainProgram, gradients_of: Callable, state: TrainState, batch):
+    config = program.config
+    sums, gradients, norm = gradients_of(state.params, batch, state.step, state.loss_scale)
+    finite = jnp.isfinite(sums["loss"]) & jnp.isfinite(norm)
+    if config.optimizer.clip_norm > 0:
+        clip = jnp.minimum(1.0, config.optimizer.clip_norm / (norm + 1e-6))
+        gradients = jax.tree.map(lambda g: g * clip, gradients)
+    learning_rate = make_schedule(config.schedule)(state.step + 1)
+    directions, optimizer = program.optimizer.update(gradients, state.optimizer, state.params)
+    params = jax.tree.map(lambda p, d: p - learning_rate * d, state.params, directions)
+
+    # A step that went bad changes no weight and no moment.
+    params, optimizer = jax.tree.map(
+        lambda new, old: jnp.where(finite, new, old), (params, optimizer), (state.params, state.optimizer)
+    )
+    skipped = (~finite).astype(jnp.int32)
+    state = replace(
+        state,
+        params=params,
+        optimizer=optimizer,
+        step=state.step + 1,
+        skipped=state.skipped + skipped,
+        skipped_in_row=(state.skipped_in_row + 1) * skipped,
+    )
+    metrics = {
+        "loss": sums["loss"],
+        "grad_norm": norm,
+        "learning_rate": jnp.asarray(learning_rate, jnp.float32),
+        "skipped": state.skipped,
+        "skipped_in_row": state.skipped_in_row,
+    }
+    if config.model.z_loss > 0:
+        metrics["z_loss"] = sums["z_loss"]
+    if config.precision.compute == "float16":
+        metrics["loss_scale"] = state.loss_scale
+        state = _update_loss_scale(state, finite)
+    return state, metrics
+
+
+def _update_loss_scale(state: TrainState, finite: jax.Array) -> TrainState:
+    """Halve on overflow, double after a long run of good steps (Micikevicius et al. 2018)."""
+    age = jnp.where(finite, state.scale_age + 1, 0)
+    grow = age >= LOSS_SCALE_GROWTH_STEPS
+    factor = jnp.where(finite, jnp.where(grow, 2.0, 1.0), 0.5)
+    return replace(
+        state, loss_scale=jnp.maximum(state.loss_scale * factor, 1.0), scale_age=jnp.where(grow, 0, age)
+    )

@@ -1,0 +1,54 @@
+"""What was decided, printed once before training starts."""
+
+import jax
+
+from megajax.mesh import mesh_sizes
+from megajax.parallel.head import chunk_count
+from megajax.plan import estimate_memory, flops_per_token, parameter_count
+from megajax.training.step import TrainProgram
+
+GIB = 2**30
+
+
+def summary(program: TrainProgram, flags: list[str]) -> str:
+    """Mesh, parameters, memory a device, kernels, precision, data and where the run is written."""
+    config, sizes = program.config, mesh_sizes(program.mesh)
+    memory = estimate_memory(config, program.placements, sizes)
+    device = program.mesh.devices.flat[0]
+    batch, local = config.batch, program.local
+    sequences = batch.global_size // batch.num_microbatches // (sizes["data"] * sizes["fsdp"] * sizes["expert"])
+    tokens = sequences * batch.sequence_length // sizes["context"]
+    loops = ", ".join(f"{s.loops} × {s.unroll} layers ({s.policy})" for s in local.layers.segments)
+    replicated = [n for n, p in program.placements.items() if p.kv_groups > 1]
+    padded = [n for n, p in program.placements.items() if p.shape != p.stored_shape]
+    lines = [
+        f"run        {config.run.name} → {config.run.dir}, seed {config.run.seed}, {config.run.steps} steps",
+        f"devices    {program.mesh.size} × {device.device_kind}, {jax.process_count()} process(es)",
+        f"mesh       {' × '.join(f'{axis} {size}' for axis, size in sizes.items() if size > 1) or 'one device'}",
+        f"model      {parameter_count(program.model):,} parameters, {flops_per_token(config) / 1e9:.4g} GFLOP a token",
+        f"memory     estimated a device: parameters {memory.parameters / GIB:.3g} GiB, "
+        f"optimizer {memory.optimizer / GIB:.3g}, gradients {memory.gradients / GIB:.3g}, "
+        f"gathered weights {memory.weights / GIB:.3g}, activations {memory.activations / GIB:.3g}, "
+        f"together {memory.total / GIB:.3g} GiB",
+        f"batch      {batch.global_size} sequences of {batch.sequence_length} tokens, {batch.num_microbatches} "
+        f"microbatch(es) of {sequences} sequences a device",
+        f"precision  {config.precision.compute}, gradients reduced in {config.precision.gradients}",
+        f"kernels    attention: {program.attention} ({program.attention_reason}); layers: {loops}; "
+        f"loss in {chunk_count(config, tokens, sizes['tensor'])} chunks",
+        f"data       {_data(program)}",
+    ]
+    if replicated:
+        lines.append(f"replicated over tensor (fewer KV heads than devices): {', '.join(replicated)}")
+    if padded:
+        lines.append(f"stored with padding (the mesh does not divide them): {', '.join(padded)}")
+    if flags:
+        lines.append(f"XLA flags  {' '.join(flags)}")
+    return "\n".join(lines)
+
+
+def _data(program: TrainProgram) -> str:
+    data = program.config.data
+    if data.kind == "synthetic":
+        return "synthetic tokens"
+    train = data.train if isinstance(data.train, str) else ", ".join(s.prefix for s in data.train or ())
+    return f"{train}, {data.order}, tokenizer {data.tokenizer or 'not given'}"

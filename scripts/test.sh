@@ -1,0 +1,12 @@
+#!/usr/bin/env bash
+# Lint, types, floors and tests; with arguments only pytest with these arguments (./scripts/test.sh -m smoke).
+set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
+
+if [ $# -eq 0 ]; then
+    ruff check
+    ruff format --check
+    pyright --pythonpath "$python"
+    lint-imports --no-logo
+fi
+exec "$python" -m pytest "$@"

@@ -1,0 +1,182 @@
+"""Combinations that cannot run are refused, settings without effect are warned about."""
+
+import warnings
+from pathlib import Path
+
+import pytest
+
+from megajax.config import load_config
+from megajax.errors import ConfigError
+
+BASE = """\
+model:
+  num_layers: 12
+  hidden_size: 64
+  num_heads: 8
+  vocab_size: 1000
+batch: {global_size: 8, sequence_length: 32}
+data: {kind: synthetic}
+schedule: {decay_steps: 100}
+"""
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("x.yaml").write_text(BASE)
+
+
+REFUSED = {
+    "mesh.data=-1 mesh.fsdp=-1": (
+        "mesh.data=-1 and mesh.fsdp=-1 cannot both fill up the mesh (@): leave -1 on one axis."
+    ),
+    "mesh.context=2": "mesh.context=2 is not available yet (@): set it to 1.",
+    "mesh.tensor=3": "mesh.tensor=3 does not divide model.num_heads=8 (@): use 1, 2, 4 or 8.",
+    "model.hidden_size=65": (
+        "model.num_heads=8 does not divide model.hidden_size=65 (x.yaml, line 4):"
+        " change one of them, or set model.head_dim."
+    ),
+    "model.num_kv_heads=3": ("model.num_kv_heads=3 does not divide model.num_heads=8 (@): use 1, 2, 4 or 8."),
+    "model.rope_fraction=0.3": (
+        "model.rope_fraction=0.3 and model.head_dim=8 rotate 2.4 numbers a head (@): make it an even number."
+    ),
+    "model.head_dim=7": (
+        "model.rope_fraction=1.0 and model.head_dim=7 rotate 7 numbers a head (@): make it an even number."
+    ),
+    "model.rope_scaling={factor: 8, low_freq_factor: 4}": (
+        "model.rope_scaling.low_freq_factor=4.0 is not below model.rope_scaling.high_freq_factor=4.0 (@):"
+        " use 1.0 and 4.0 as Llama 3.1 does."
+    ),
+    "model.layer_pattern=[global,local]": (
+        "model.layer_pattern=[global, local] has local layers without a window (@): set model.sliding_window."
+    ),
+    "model.layer_pattern=[local,local,local,local,global] model.sliding_window=8": (
+        "the 5 entries of model.layer_pattern=[local, local, local, local, global] do not divide"
+        " model.num_layers=12 (@): repeat or shorten the pattern."
+    ),
+    "kernels.scan_unroll=5": (
+        "kernels.scan_unroll=5 does not divide model.num_layers=12 (@): use 1, 2, 3, 4, 6 or 12."
+    ),
+    "batch.num_microbatches=3": (
+        "batch.num_microbatches=3 does not divide batch.global_size=8 (@): use 1, 2, 4 or 8."
+    ),
+    "model.max_positions=16 model.position=learned": (
+        "batch.sequence_length=32 is longer than model.max_positions=16 (x.yaml, line 6):"
+        " use 16 or less, or a longer table."
+    ),
+    "remat.layers=13 remat.policy=full": (
+        "remat.layers=13 is more than model.num_layers=12 (@): use 12 or less, or null for all."
+    ),
+    "remat.group=2": (
+        "remat.group=2 needs remat.policy=full, not none (@): set remat.group to 1 or the policy to full."
+    ),
+    "remat.group=5 remat.policy=full": (
+        "remat.group=5 does not divide the 12 layers that are recomputed (@): use 1, 2, 3, 4, 6 or 12."
+    ),
+    "remat.group=3 remat.policy=full remat.layers=4": (
+        "remat.group=3 does not divide the 4 layers that are recomputed (@): use 1, 2 or 4."
+    ),
+    "kernels.attention=cudnn model.attention_softcap=50": (
+        "kernels.attention=cudnn cannot run with model.attention_softcap=50.0 (@): use"
+        " kernels.attention=auto."
+    ),
+    "kernels.attention=cudnn precision.compute=float32": (
+        "kernels.attention=cudnn cannot run with precision.compute=float32 (@): use kernels.attention=auto."
+    ),
+    "schedule.min_learning_rate=1": (
+        "schedule.min_learning_rate=1.0 is above schedule.learning_rate=0.0003 (@): lower it."
+    ),
+    "schedule.warmup_steps=101": (
+        "schedule.warmup_steps=101 is more than schedule.decay_steps=100 (@): use 100 or less."
+    ),
+    "schedule.wsd_decay_steps=60 schedule.kind=wsd schedule.warmup_steps=41": (
+        "schedule.wsd_decay_steps=60 and schedule.warmup_steps=41 do not fit into"
+        " schedule.decay_steps=100 (@):"
+        " shorten one of them."
+    ),
+    "data.kind=indexed": (
+        "data.kind=indexed needs data.train (@): set data.train to the prefix of a .bin/.idx pair,"
+        " or data.kind=synthetic to try without data."
+    ),
+    "data.split=9,1,0 data.kind=indexed data.train=a data.valid=b": (
+        "data.split=9,1,0 does not go together with data.valid=b (@): unset one of them."
+    ),
+}
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("overrides", REFUSED)
+def test_an_impossible_combination_is_refused(overrides: str):
+    first, *rest = overrides.split(" ") if "{" not in overrides else [overrides]
+    with pytest.raises(ConfigError) as caught:
+        load_config("x.yaml", [first, *rest])
+    assert str(caught.value) == REFUSED[overrides].replace("@", f"the command line: {first}")
+
+
+ALLOWED = [
+    "model.head_dim=16",
+    "model.layer_pattern=[local,local,global] model.sliding_window=8",
+    "model.sliding_window=8",
+    "model.rope_fraction=0.25",
+    "model.position=none",
+    "remat.policy=full remat.layers=9 remat.group=3",
+    "schedule.kind=wsd schedule.warmup_steps=40 schedule.wsd_decay_steps=60",
+    "schedule.kind=constant schedule.decay_steps=1000 schedule.warmup_steps=200",
+    "kernels.attention=cudnn precision.compute=float16",
+    "data.kind=indexed data.train=a data.split=9,1,0 run.eval_interval=5",
+    "data.kind=indexed data.train=b data.valid=b data.test=c run.eval_interval=5",
+    "data.split=9,1,0 data.train=ignored data.valid=ignored",
+    "optimizer.kind=sgd optimizer.beta1=0",
+]
+
+
+@pytest.mark.parametrize("overrides", ALLOWED)
+def test_a_sound_combination_passes_without_a_warning(overrides: str):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        load_config("x.yaml", overrides.split())
+
+
+WARNED = {
+    "model.rope_theta=500000.0": ("model.position=learned", "model.position=learned"),
+    "model.rope_fraction=0.5": ("model.position=none", "model.position=none"),
+    "model.max_positions=64": ("", "model.position=rope"),
+    "model.sliding_window=8": ("model.layer_pattern=[global]", "model.layer_pattern=[global]"),
+    "schedule.wsd_decay_steps=10": ("", "schedule.kind=cosine"),
+    "schedule.min_learning_rate=1.0e-05": ("schedule.kind=constant", "schedule.kind=constant"),
+    "optimizer.beta2=0.99": ("optimizer.kind=sgd", "optimizer.kind=sgd"),
+    "optimizer.epsilon=1.0e-06": ("optimizer.kind=lion", "optimizer.kind=lion"),
+    "remat.layers=3": ("", "remat.policy=none"),
+    "run.eval_interval=5": ("run.eval_steps=0", "run.eval_steps=0"),
+    "logging.wandb_project=p": ("", "logging.wandb=false"),
+    "logging.profile_steps=5": ("", "logging.profile_start=null"),
+}
+
+
+@pytest.mark.parametrize("override", WARNED)
+def test_a_setting_without_effect_is_warned_about(override: str):
+    other, reason = WARNED[override]
+    expected = f"{override} has no effect with {reason} (the command line: {override}): remove it."
+    quiet = ["schedule.decay_steps=1000"]
+    with pytest.warns(UserWarning) as caught:
+        load_config("x.yaml", [*quiet, *([other] if other else []), override])
+    assert [str(item.message) for item in caught] == [expected]
+
+
+def test_evaluation_without_data_to_evaluate_is_warned_about():
+    with pytest.warns(UserWarning) as caught:
+        load_config("x.yaml", ["data.kind=indexed", "data.train=a", "run.eval_interval=5"])
+    assert [str(item.message) for item in caught] == [
+        "run.eval_interval=5 has no effect with data.valid=null (the command line:"
+        " run.eval_interval=5): remove it."
+    ]
+
+
+def test_a_printed_config_warns_no_more_than_the_original():
+    config = load_config(
+        "x.yaml", ["schedule.decay_steps=1000", "model.position=learned", "optimizer.kind=sgd"]
+    )
+    Path("printed.yaml").write_text(config.to_yaml())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        load_config("printed.yaml")

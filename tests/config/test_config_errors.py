@@ -1,0 +1,198 @@
+"""Every mistake in a config is one sentence with the key, the value, the place and the way out."""
+
+from pathlib import Path
+
+import pytest
+
+from megajax.config import load_config
+from megajax.errors import ConfigError
+
+MODEL = """\
+model:
+  num_layers: 4
+  hidden_size: 64
+  num_heads: 8
+  vocab_size: 1000
+"""
+BATCH = "batch: {global_size: 8, sequence_length: 32}\n"
+DATA = "data: {kind: synthetic}\n"
+LINE = "the command line: "
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    Path("good.yaml").write_text(MODEL + BATCH + DATA)
+    return tmp_path
+
+
+def message(path: str, *overrides: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, overrides)
+    return str(caught.value)
+
+
+OVERRIDES = {
+    "model.num_head=4": "model.num_head is not a config key (@): did you mean model.num_heads?",
+    "steps=3": "steps is not a config key (@): did you mean run.steps?",
+    "model.learning_rate=1": (
+        "model.learning_rate is not a config key (@): did you mean schedule.learning_rate?"
+    ),
+    "modle.num_layers=3": "modle is not a config key (@): did you mean model?",
+    "mesh.warp=3": (
+        "mesh.warp is not a config key (@): mesh has pipeline, data, fsdp, expert, context and tensor."
+    ),
+    "zzz=3": (
+        "zzz is not a config key (@): the sections are run, model, mesh, precision, batch,"
+        " optimizer, schedule,"
+        " data, checkpoint, remat, kernels and logging."
+    ),
+    "model.rope_scaling={factr: 8}": (
+        "model.rope_scaling.factr is not a config key (@): did you mean model.rope_scaling.factor?"
+    ),
+    "data.train=[{prefx: a}]": (
+        "data.train.0.prefx is not a config key (@): did you mean data.train.N.prefix?"
+    ),
+    "model.num_layers='3'": (
+        "model.num_layers='3' is not a whole number (@): write one such as 4, without quotes."
+    ),
+    "run.steps=1e6": "run.steps=1000000.0 is not a whole number (@): write one such as 4, without quotes.",
+    "run.steps=true": "run.steps=true is not a whole number (@): write one such as 4, without quotes.",
+    "model.num_layers=null": (
+        "model.num_layers=null is not a whole number (@): write one such as 4, without quotes."
+    ),
+    "model.init_std='0.1'": (
+        "model.init_std='0.1' is not a number (@): write one such as 0.1, without quotes."
+    ),
+    "optimizer.epsilon=.inf": "optimizer.epsilon=.inf is not a finite number (@): write one such as 0.1.",
+    "logging.wandb=yes": "logging.wandb=yes is not true or false (@): write true or false.",
+    "run.name=3": "run.name=3 is not text (@): put it in quotes.",
+    "run.name=''": "run.name='' is empty (@): write a name.",
+    "model.layer_pattern=local": (
+        "model.layer_pattern=local is not a list (@): write it in brackets, with commas."
+    ),
+    "model.layer_pattern=[]": "model.layer_pattern=[] is empty (@): give at least one entry.",
+    "model.layer_pattern=[all]": "model.layer_pattern.0=all is not a choice (@): use global or local.",
+    "model.norm=batch": "model.norm=batch is not a choice (@): use rmsnorm or layernorm.",
+    "run.steps=0": "run.steps=0 is too small (@): use 1 or more.",
+    "schedule.learning_rate=0": "schedule.learning_rate=0 is too small (@): use more than 0.0.",
+    "model.dropout=1": "model.dropout=1 is too large (@): use less than 1.0.",
+    "model.rope_fraction=1.5": "model.rope_fraction=1.5 is too large (@): use 1.0 or less.",
+    "mesh.data=0": (
+        "mesh.data=0 is not a mesh size (@): use 1 or more, or -1 on one axis to take all remaining devices."
+    ),
+    "data.split=969,30": (
+        "data.split=969,30 is not a split (@): write the weights of train, valid and test,"
+        " such as '969,30,1'."
+    ),
+    "data.train=3": "data.train=3 names no data (@): write a path prefix, or a list of prefix and weight.",
+    "model=3": "model=3 is not a mapping (@): write its keys indented below it.",
+    "model.rope_scaling={}": (
+        "model.rope_scaling.factor is not set (@): add it (by how much low frequencies are divided)."
+    ),
+}
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("override", OVERRIDES)
+def test_a_bad_override_is_one_sentence(override: str):
+    assert message("good.yaml", override) == OVERRIDES[override].replace("@", LINE + override)
+
+
+@pytest.mark.parametrize("override", ["run.steps", "=3", "run..steps=3", "--steps=3", ".=1"])
+def test_a_malformed_override_says_what_one_looks_like(override: str):
+    expected = f"{override} is not an override (the command line): write section.key=value."
+    assert message("good.yaml", override) == expected
+
+
+def test_an_override_that_is_not_yaml_says_so():
+    expected = (
+        "not valid YAML (the command line: model.layer_pattern=[a): expected ',' or ']', but"
+        " got '<stream end>'."
+    )
+    assert message("good.yaml", "model.layer_pattern=[a") == expected
+
+
+FILES = {
+    "model:\n  num_layers: 4\n  num_head: 8\n": (
+        "model.num_head is not a config key (bad.yaml, line 3): did you mean model.num_heads?"
+    ),
+    "# nothing\n": "model.num_layers is not set (bad.yaml): add it (number of blocks (attention and MLP)).",
+    MODEL: (
+        "batch.global_size is not set (bad.yaml): add it (sequences a step, over all devices"
+        " and microbatches)."
+    ),
+    MODEL + BATCH + "run:\n  steps: 1\n  seed: 2\n  steps: 3\n": (
+        "run.steps is set twice (bad.yaml, line 10; first on line 8): keep one."
+    ),
+    MODEL + "run: {steps: 1}\nrun: {seed: 1}\n": (
+        "run is set twice (bad.yaml, line 7; first on line 6): keep one."
+    ),
+    "data:\n  train:\n  - {prefix: a, weight: 1, weight: 2}\n": (
+        "data.train.0.weight is set twice (bad.yaml, line 3; first on line 3): keep one."
+    ),
+    "model:\n  num_layers: 4: 5\n": (
+        "not valid YAML (bad.yaml, line 2): mapping values are not allowed here."
+    ),
+    "run:\n  seed: !!python/name:os.system x\n": (
+        "not valid YAML (bad.yaml, line 2): could not determine a constructor for the tag"
+        " 'tag:yaml.org,2002:python/name:os.system'."
+    ),
+    "a: 1\n---\nb: 2\n": "not valid YAML (bad.yaml, line 2): but found another document.",
+    "run:\n  seed: !!int x\n": "run.seed=x does not fit its tag (bad.yaml, line 2): drop it.",
+    "run:\0\n": "not valid YAML (bad.yaml): special characters are not allowed.",
+    "[1, 2]\n": "bad.yaml holds [1, 2], not sections: write a section such as model: first.",
+    "? [a]\n: 1\n": "a key is not text (bad.yaml, line 1): write keys as plain words.",
+    "model: &m\n  rope_scaling: *m\n": (
+        "model.rope_scaling contains itself (bad.yaml, line 1): write it without the alias."
+    ),
+    "include: 3\n": "include=3 is not a file (bad.yaml, line 1): write a path or a list of paths.",
+    "include: [good.yaml, 3]\n": (
+        "include=[good.yaml, 3] is not a file (bad.yaml, line 1): write a path or a list of paths."
+    ),
+    "run: {}\ninclude: godo.yaml\n": (
+        "config file godo.yaml does not exist (bad.yaml, line 2): did you mean good.yaml?"
+    ),
+    "include: bad.yaml\n": (
+        "include goes in a circle, bad.yaml -> bad.yaml (bad.yaml, line 1): remove one of these includes."
+    ),
+}
+
+
+@pytest.mark.parametrize("text", FILES)
+def test_a_bad_file_is_one_sentence_with_its_line(text: str):
+    Path("bad.yaml").write_text(text)
+    assert message("bad.yaml") == FILES[text]
+
+
+def test_an_include_circle_through_other_directories_is_found():
+    Path("models").mkdir()
+    Path("a.yaml").write_text("include: models/b.yaml\n")
+    Path("models/b.yaml").write_text("run: {}\ninclude:\n- ../a.yaml\n")
+    expected = (
+        "include goes in a circle, a.yaml -> models/b.yaml -> a.yaml (models/b.yaml, line 2):"
+        " remove one of these includes."
+    )
+    assert message("a.yaml") == expected
+
+
+def test_a_mistake_in_an_included_file_names_that_file():
+    Path("models").mkdir()
+    Path("models/m.yaml").write_text(MODEL + "  norm: batch\n")
+    Path("main.yaml").write_text("include: models/m.yaml\n" + BATCH + DATA)
+    expected = "model.norm=batch is not a choice (models/m.yaml, line 6): use rmsnorm or layernorm."
+    assert message("main.yaml") == expected
+
+
+def test_a_missing_or_unreadable_file_is_named():
+    assert message("god.yaml") == "config file god.yaml does not exist: did you mean good.yaml?"
+    assert message("no/x.yaml") == "config file no/x.yaml does not exist: give the path of a YAML file."
+    assert message(".") == "config file . cannot be read, Is a directory: give a YAML file."
+    Path("binary.yaml").write_bytes(b"\xff\xfe\x00")
+    expected = "config file binary.yaml cannot be read, it is not UTF-8 text: give a YAML file."
+    assert message("binary.yaml") == expected
+
+
+def test_a_long_value_is_cut():
+    text = message("good.yaml", "run.steps=" + "x" * 100)
+    assert text.startswith("run.steps=" + "x" * 57 + "... is not a whole number (")

@@ -1,0 +1,195 @@
+"""Loading: includes, overrides, YAML values, derived defaults, where a key was set, printing."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pydantic
+import pytest
+import yaml
+
+from megajax.config import Config, help_text, load_config
+from megajax.config.load import keys
+
+MODEL = """\
+model:
+  num_layers: 4
+  hidden_size: 64
+  num_heads: 8
+  vocab_size: 1000
+"""
+BATCH = "batch: {global_size: 8, sequence_length: 32}\n"
+DATA = "data: {kind: synthetic}\n"
+MINIMAL = MODEL + BATCH + DATA
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("x.yaml").write_text(MINIMAL)
+
+
+def write(name: str, text: str) -> None:
+    Path(name).parent.mkdir(parents=True, exist_ok=True)
+    Path(name).write_text(text)
+
+
+@pytest.mark.smoke
+def test_later_includes_win_over_earlier_the_file_over_both_and_overrides_over_all():
+    write("parts/one.yaml", "run: {name: one, seed: 1, steps: 1, log_interval: 1}\n" + MODEL)
+    write("parts/two.yaml", "run: {name: two, seed: 2, steps: 2}\n" + DATA)
+    write("main.yaml", "include: [parts/one.yaml, parts/two.yaml]\nrun: {name: main, seed: 3}\n" + BATCH)
+    config = load_config("main.yaml", ["run.name=first", "run.name=last"])
+    run = config.run
+    assert (run.name, run.seed, run.steps, run.log_interval) == ("last", 3, 2, 1)
+
+
+def test_an_include_is_relative_to_the_file_that_names_it():
+    write("a/b/main.yaml", "include: ../c/part.yaml\n" + BATCH)
+    write("a/c/part.yaml", "include: model.yaml\n" + DATA)
+    write("a/c/model.yaml", MODEL)
+    config = load_config("a/b/main.yaml")
+    assert config.where("model.num_heads") == "a/c/model.yaml, line 4"
+
+
+def test_one_file_may_be_included_twice_by_different_files():
+    write("model.yaml", MODEL)
+    write("left.yaml", "include: model.yaml\n" + BATCH)
+    write("right.yaml", "include: model.yaml\n" + DATA)
+    write("main.yaml", "include: [left.yaml, right.yaml]\n")
+    assert load_config("main.yaml").model.num_layers == 4
+
+
+def test_mappings_merge_key_by_key_and_all_else_is_replaced():
+    write("scaled.yaml", "include: x.yaml\nmodel: {rope_scaling: {factor: 8, high_freq_factor: 6}}\n")
+    scaling = load_config("scaled.yaml", ["model.rope_scaling.factor=4"]).model.rope_scaling
+    assert scaling is not None and (scaling.factor, scaling.high_freq_factor) == (4.0, 6.0)
+    assert load_config("scaled.yaml", ["model.rope_scaling=null"]).model.rope_scaling is None
+    fresh = load_config("x.yaml", ["model.rope_scaling.factor=8"]).model.rope_scaling
+    assert fresh is not None and fresh.original_max_positions == 8192
+    whole_section = load_config("x.yaml", ["mesh={data: 2, tensor: 4}", "mesh.data=3"]).mesh
+    assert (whole_section.data, whole_section.tensor) == (3, 4)
+
+
+def test_where_names_file_and_line_the_override_or_default():
+    write("model.yaml", MODEL + "  rope_scaling:\n    factor: 8\n")
+    write("dir/main.yaml", f"include: ../model.yaml\n{BATCH}{DATA}run:\n\n  # the name\n  name: main\n")
+    config = load_config(Path("dir/main.yaml"), ["mesh.tensor=4", "model.rope_scaling.low_freq_factor=2"])
+    assert config.where("run.name") == "dir/main.yaml, line 7"
+    assert config.where("batch.sequence_length") == "dir/main.yaml, line 2"
+    assert config.where("model.num_layers") == "model.yaml, line 2"
+    assert config.where("model.rope_scaling.factor") == "model.yaml, line 7"
+    assert config.where("mesh.tensor") == "the command line: mesh.tensor=4"
+    assert config.where("model.rope_scaling.low_freq_factor").startswith("the command line: ")
+    assert config.where("run.seed") == config.where("model.head_dim") == "default"
+    gone = load_config("dir/main.yaml", ["model.rope_scaling=null"])
+    assert gone.where("model.rope_scaling.factor") == "default"
+
+
+VALUES = {
+    "schedule.learning_rate=3e-4": 3e-4,
+    "schedule.learning_rate=1E-3": 1e-3,
+    "schedule.learning_rate=.5": 0.5,
+    "schedule.learning_rate=1": 1.0,
+    "run.steps=1_000": 1000,
+    "run.name=yes": "yes",
+    "run.name='3e-4'": "3e-4",
+    "run.name=0x10": "0x10",
+    "run.name=010": "010",
+    "run.name=2024-01-01": "2024-01-01",
+    "run.name=a=b": "a=b",
+    "run.name=12:30": "12:30",
+    "run.deterministic=true": True,
+    "data.split=969,30,1": "969,30,1",
+    "data.train=a/b": "a/b",
+    "model.sliding_window=null": None,
+    "model.sliding_window=": None,
+    "model.num_kv_heads=~": 8,
+}
+
+
+@pytest.mark.parametrize("override", VALUES)
+def test_values_are_read_as_yaml_1_2_and_printed_so_that_they_read_back(override: str):
+    section, name = override.partition("=")[0].split(".")
+    config = load_config("x.yaml", [override])
+    value = getattr(getattr(config, section), name)
+    assert value == VALUES[override] and type(value) is type(VALUES[override])
+    write("printed.yaml", config.to_yaml())
+    assert load_config("printed.yaml") == config
+
+
+def test_lists_from_the_command_line():
+    data = load_config("x.yaml", ["data.train=[{prefix: a}, {prefix: b, weight: 2}]"]).data
+    assert [(source.prefix, source.weight) for source in data.train] == [("a", 1.0), ("b", 2.0)]  # type: ignore
+    pattern = ["model.layer_pattern=[local, global]", "model.sliding_window=8"]
+    assert load_config("x.yaml", pattern).model.layer_pattern == ("local", "global")
+
+
+def test_derived_defaults_are_filled_in():
+    config = load_config("x.yaml", ["run.steps=70", "run.name=me", "schedule.kind=wsd"])
+    model, schedule = config.model, config.schedule
+    assert (model.num_kv_heads, model.head_dim, model.ffn_hidden_size) == (8, 8, 256)
+    assert model.max_positions is None and model.padded_vocab_size == 1024
+    assert config.run.dir == "runs/me"
+    assert (schedule.decay_steps, schedule.wsd_decay_steps) == (70, 7)
+    learned = load_config("x.yaml", ["model.position=learned"])
+    assert learned.model.max_positions == 32 and learned.schedule.wsd_decay_steps is None
+
+
+def test_null_restores_a_derived_default_that_an_include_set():
+    write("part.yaml", MINIMAL + "run: {dir: elsewhere}\nschedule: {decay_steps: 5}\n")
+    config = load_config(
+        "part.yaml", ["run.dir=null", "schedule.decay_steps=null", "model.ffn_hidden_size=null"]
+    )
+    assert (config.run.dir, config.schedule.decay_steps) == ("runs/run", 1000)
+
+
+def test_an_empty_section_is_all_defaults():
+    write("main.yaml", MINIMAL + "run:\nmesh: null\n")
+    assert load_config("main.yaml").run == load_config("x.yaml").run
+
+
+def test_configs_are_equal_by_value_hashable_and_frozen():
+    write("y.yaml", "# moved down\n" + MINIMAL)
+    one, other = load_config("x.yaml"), load_config("y.yaml")
+    assert one == other and hash(one) == hash(other)
+    assert one != load_config("x.yaml", ["run.seed=2"])
+    with pytest.raises(pydantic.ValidationError):
+        one.run.seed = 3  # type: ignore[misc]
+
+
+def test_a_config_made_in_python_is_complete_too():
+    config = Config.model_validate(yaml.safe_load(MINIMAL))
+    assert config == load_config("x.yaml")
+    assert config.schedule.decay_steps == 1000 and config.where("model.num_layers") == "default"
+
+
+def test_the_printed_config_has_every_section_in_order():
+    printed = yaml.safe_load(load_config("x.yaml").to_yaml())
+    assert list(printed) == list(Config.model_fields)
+    assert list(printed["run"])[:3] == ["name", "dir", "seed"]
+
+
+@pytest.mark.smoke
+def test_help_lists_every_key_with_a_one_line_doc_type_and_default():
+    text = help_text()
+    for key, field in keys():
+        assert field.description and field.description.endswith("."), key
+        assert f"  {key}  {field.description} [" in text
+    assert "  run.steps  Number of optimizer steps. [int, default: 1000]\n" in text
+    assert "  model.num_layers  Number of blocks (attention and MLP). [int, required]\n" in text
+    assert (
+        "  model.head_dim  Width of a head. [int, default: hidden_size / num_heads]\n"
+        "  model.ffn_hidden_size  Width of the MLP. [int, default: 4 * hidden_size]\n"
+    ) in text
+    assert "[rmsnorm | layernorm, default: rmsnorm]" in text
+    assert "[list of (global | local) or null, default: null]" in text
+    assert "[mapping or null, default: null]" in text
+    assert "  data.train.N.prefix  " in text
+    assert "[text or list of (mapping) or null, default: null]" in text
+
+
+def test_importing_the_config_does_not_import_jax():
+    code = "import megajax.config.cli, megajax.config.checks, sys; sys.exit('jax' in sys.modules)"
+    root = Path(__file__).parents[2]
+    assert subprocess.run([sys.executable, "-c", code], cwd=root, timeout=60).returncode == 0

@@ -1,0 +1,143 @@
+"""`check_mesh`: sizes filled in, and everything that the mesh must divide; all numbers worked out by hand."""
+
+from pathlib import Path
+
+import pytest
+
+from megajax.config import Config, load_config
+from megajax.config.checks import check_mesh
+from megajax.errors import ConfigError
+
+BASE = """\
+model:
+  num_layers: 2
+  hidden_size: 64
+  num_heads: 8
+  num_kv_heads: 4
+  ffn_hidden_size: 96
+  vocab_size: 1000
+batch: {global_size: 24, num_microbatches: 2, sequence_length: 30}
+data: {kind: synthetic}
+"""
+
+
+def config(tmp_path: Path, overrides: str) -> Config:
+    path = tmp_path / "x.yaml"
+    path.write_text(BASE)
+    return load_config(path, overrides.split())
+
+
+SIZES = [
+    # overrides, devices, (pipeline, data, fsdp, expert, context, tensor)
+    ("", 1, (1, 1, 1, 1, 1, 1)),
+    ("mesh.data=-1", 1, (1, 1, 1, 1, 1, 1)),
+    ("mesh.data=-1", 4, (1, 4, 1, 1, 1, 1)),
+    ("mesh.fsdp=-1 mesh.tensor=2", 8, (1, 1, 4, 1, 1, 2)),
+    ("mesh.data=3 mesh.fsdp=2 mesh.tensor=-1", 12, (1, 3, 2, 1, 1, 2)),
+    ("mesh.data=2 mesh.fsdp=3 mesh.tensor=2", 12, (1, 2, 3, 1, 1, 2)),
+    ("mesh.pipeline=-1", 1, (1, 1, 1, 1, 1, 1)),
+    # 12 sequences of a microbatch over 12 devices: 1 each, of 30 tokens
+    ("mesh.data=12", 12, (1, 12, 1, 1, 1, 1)),
+    # 4 key/value heads on 8 tensor devices: each head on two; 12 * 32 tokens / 8
+    ("mesh.tensor=8 batch.sequence_length=32", 8, (1, 1, 1, 1, 1, 8)),
+    # 1 key/value head on 2 devices
+    ("mesh.tensor=2 model.num_kv_heads=1", 2, (1, 1, 1, 1, 1, 2)),
+    # 30 tokens a sequence do not divide by 4, but the 360 of the microbatch do
+    ("mesh.tensor=4", 4, (1, 1, 1, 1, 1, 4)),
+]
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize(("overrides", "devices", "sizes"), SIZES)
+def test_sizes_multiply_to_the_devices_in_axis_order(tmp_path, overrides, devices, sizes):
+    filled = check_mesh(config(tmp_path, overrides), devices)
+    assert tuple(filled.values()) == sizes
+    assert list(filled) == ["pipeline", "data", "fsdp", "expert", "context", "tensor"]
+
+
+REFUSED = [
+    (
+        "",
+        8,
+        "a mesh of one device takes 1 of 8 devices (default):"
+        " make the product 8, or set one axis to -1, such as mesh.data=-1.",
+    ),
+    (
+        "mesh.data=2 mesh.tensor=2",
+        8,
+        "mesh.data=2 x mesh.tensor=2 takes 4 of 8 devices (the command line: mesh.data=2):"
+        " make the product 8, or set one axis to -1, such as mesh.data=-1.",
+    ),
+    (
+        "mesh.data=-1 mesh.tensor=4",
+        6,
+        "mesh.tensor=4 does not divide 6 devices (the command line: mesh.tensor=4):"
+        " use sizes whose product is 1, 2, 3 or 6.",
+    ),
+    (
+        "mesh.pipeline=-1",
+        2,
+        "mesh.pipeline=2 (filled up) is not available yet (the command line: mesh.pipeline=-1): set it to 1.",
+    ),
+    (
+        "mesh.tensor=-1",
+        3,
+        "mesh.tensor=3 (filled up) does not divide model.num_heads=8 (the command line: mesh.tensor=-1):"
+        " use 1, 2, 4 or 8.",
+    ),
+    (
+        # 12 sequences a microbatch over 8
+        "mesh.data=4 mesh.fsdp=2",
+        8,
+        "mesh.data=4 x mesh.fsdp=2 does not divide batch.global_size=24 / batch.num_microbatches=2 = 12"
+        " (@, line 8): make batch.global_size a multiple of 16, or batch.num_microbatches one of 1 or 3.",
+    ),
+    (
+        # 24 over 5 never
+        "mesh.data=-1",
+        5,
+        "mesh.data=5 (filled up) does not divide batch.global_size=24 / batch.num_microbatches=2 = 12"
+        " (@, line 8): make batch.global_size a multiple of 10.",
+    ),
+    (
+        # one sequence of 30 tokens over 4
+        "mesh.data=12 mesh.tensor=4",
+        48,
+        "mesh.tensor=4 does not divide the tokens of a microbatch, 1 x batch.sequence_length=30 = 30"
+        " (the command line: mesh.tensor=4): make batch.sequence_length a multiple of 4.",
+    ),
+]
+
+
+@pytest.mark.parametrize(("overrides", "devices", "sentence"), REFUSED)
+def test_a_mesh_that_does_not_fit_is_refused(tmp_path, overrides, devices, sentence):
+    loaded = config(tmp_path, overrides)
+    with pytest.raises(ConfigError) as caught:
+        check_mesh(loaded, devices)
+    assert str(caught.value) == sentence.replace("@", str(tmp_path / "x.yaml"))
+
+
+REFUSED_BEFORE_DEVICES_ARE_KNOWN = {
+    "mesh.tensor=8 model.ffn_hidden_size=100": (
+        "mesh.tensor=8 does not divide model.ffn_hidden_size=100 (@): use 1, 2 or 4."
+    ),
+    "mesh.tensor=4 model.num_heads=12 model.num_kv_heads=6 model.head_dim=8": (
+        "mesh.tensor=4 neither divides model.num_kv_heads=6 nor is a multiple of it (@): use"
+        " 1, 2, 3, 6 or 12."
+    ),
+    # 1000 padded to a multiple of 9 is 1008 = 16 * 63, to one of 1 stays 1000 = 8 * 125
+    "mesh.tensor=32 model.num_heads=32 model.vocab_multiple=9": (
+        "mesh.tensor=32 does not divide the padded vocabulary of 1008 (model.vocab_size=1000 and"
+        " model.vocab_multiple=9) (@): make model.vocab_multiple a multiple of 32."
+    ),
+    "mesh.pipeline=2": "mesh.pipeline=2 is not available yet (@): set it to 1.",
+    "mesh.expert=4": "mesh.expert=4 is not available yet (@): set it to 1.",
+}
+
+
+@pytest.mark.parametrize("overrides", REFUSED_BEFORE_DEVICES_ARE_KNOWN)
+def test_what_the_given_sizes_cannot_divide_is_refused_on_loading(tmp_path, overrides):
+    with pytest.raises(ConfigError) as caught:
+        config(tmp_path, overrides)
+    expected = REFUSED_BEFORE_DEVICES_ARE_KNOWN[overrides]
+    assert str(caught.value) == expected.replace("@", f"the command line: {overrides.split()[0]}")

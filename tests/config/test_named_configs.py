@@ -1,0 +1,154 @@
+"""The configs that come with megajax: they resolve, read back, are short, and have the published sizes.
+
+`named_configs.txt` lists what each sets apart from the defaults; run this file to write it anew.
+"""
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megajax.config import Config, ModelConfig, load_config
+from megajax.config.checks import check_mesh
+
+ROOT = Path(__file__).parents[2]
+GOLDEN = Path(__file__).with_name("named_configs.txt")
+RECIPES = {
+    # name, device counts that its comment promises
+    "gpt3_125m": (1, 2, 4, 8),
+    "gpt3_175b": (128,),
+    "llama3_1b": (1, 2, 4, 8),
+    "llama3_405b": (512,),
+    "llama3_70b": (64,),
+    "llama3_8b": (8,),
+    "llama3_8b_l8": (1, 2, 4),
+    "quickstart": (1, 2, 4, 8),
+}
+# Parameters as published; GPT-3's only as rounded in the paper, hence the tolerance.
+PARAMETERS = {
+    "llama2_7b": 6_738_415_616,
+    "llama2_13b": 13_015_864_320,
+    "llama2_70b": 68_976_648_192,
+    "llama3_8b": 8_030_261_248,
+    "llama3_70b": 70_553_706_496,
+    "llama3_405b": 405_853_388_800,
+    # Llama 3.2 1B has 1,235,814,400 with a tied head; ours adds an untied one of 128256 x 2048.
+    "llama3_1b": 1_235_814_400 + 128_256 * 2048,
+    # Llama 3 8B less 24 blocks of 218,112,000.
+    "llama3_8b_l8": 8_030_261_248 - 24 * 218_112_000,
+}
+ROUNDED_PARAMETERS = {"gpt3_125m": 125e6, "gpt3_1b3": 1.3e9, "gpt3_6b7": 6.7e9, "gpt3_175b": 175e9}
+
+
+def load_model(name: str) -> ModelConfig:
+    run = ["batch.global_size=1", "batch.sequence_length=128", "data.kind=synthetic"]
+    return load_config(ROOT / f"configs/models/{name}.yaml", run).model
+
+
+def parameters(m: ModelConfig, positions: int = 0) -> int:
+    """Parameters of a dense decoder, without padding of the vocabulary."""
+    width, bias = m.hidden_size, int(m.attention_bias)
+    norm = width * (2 if m.norm == "layernorm" else 1)
+    q, kv = m.num_heads * m.head_dim, m.num_kv_heads * m.head_dim
+    attention = 2 * width * q + 2 * width * kv + bias * (q + 2 * kv + width)
+    gated = m.activation in ("swiglu", "geglu")
+    mlp = (3 if gated else 2) * width * m.ffn_hidden_size
+    mlp += int(m.mlp_bias) * ((2 if gated else 1) * m.ffn_hidden_size + width)
+    tables = m.vocab_size * width * (1 if m.tie_embeddings else 2)
+    if m.position == "learned":
+        tables += (positions or m.max_positions or 0) * width
+    return m.num_layers * (attention + mlp + 2 * norm) + norm + tables
+
+
+def flat(values: Any, prefix: str = "") -> dict[str, Any]:
+    if not isinstance(values, dict):
+        return {prefix[:-1]: values}
+    return {key: value for name in values for key, value in flat(values[name], f"{prefix}{name}.").items()}
+
+
+def differences(name: str) -> str:
+    """The recipe's resolved keys that differ from a config with only the required ones, as text."""
+    sizes = {"num_layers": 1, "hidden_size": 1, "num_heads": 1, "vocab_size": 1}
+    base = Config.model_validate({"model": sizes, "batch": {"global_size": 1, "sequence_length": 1}})
+    plain = flat(base.model_dump(mode="json"))
+    values = flat(load_config(ROOT / f"configs/{name}.yaml").model_dump(mode="json"))
+    changed = [f"  {key} = {value}" for key, value in values.items() if plain.get(key, plain) != value]
+    return "\n".join([f"{name}:", *changed])
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_llama_shapes_have_the_published_parameter_counts(name: str):
+    assert parameters(load_model(name)) == PARAMETERS[name]
+
+
+@pytest.mark.parametrize("name", ROUNDED_PARAMETERS)
+def test_gpt3_shapes_have_the_published_rounded_parameter_counts(name: str):
+    assert parameters(load_model(name)) == pytest.approx(ROUNDED_PARAMETERS[name], rel=0.015)
+
+
+def test_gpt3_small_with_1024_positions_is_gpt2_small():
+    assert parameters(load_model("gpt3_125m"), positions=1024) == 124_439_808
+
+
+def test_rotary_positions_are_as_published():
+    assert load_model("llama2_70b").rope_theta == 10000
+    assert load_model("llama3_8b").rope_theta == load_model("llama3_70b").rope_theta == 500000
+    assert load_model("llama3_8b").rope_scaling is load_model("llama3_70b").rope_scaling is None
+    scaling = load_model("llama3_405b").rope_scaling
+    assert scaling is not None
+    assert scaling.model_dump() == {
+        "kind": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_positions": 8192,
+    }
+
+
+def test_every_file_in_configs_is_tested_here():
+    assert {path.stem for path in (ROOT / "configs").glob("*.yaml")} == set(RECIPES)
+    models = {path.stem for path in (ROOT / "configs/models").glob("*.yaml")}
+    assert models == set(PARAMETERS) | set(ROUNDED_PARAMETERS)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_resolves_without_warnings_fits_its_devices_and_reads_back(name: str, tmp_path: Path):
+    path = ROOT / f"configs/{name}.yaml"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        config = load_config(path)
+        (tmp_path / "printed.yaml").write_text(config.to_yaml())
+        assert load_config(tmp_path / "printed.yaml") == config
+    for devices in RECIPES[name]:
+        check_mesh(config, devices)
+    assert len(path.read_text().splitlines()) < 40
+    assert config.run.name == name
+
+
+@pytest.mark.parametrize("name", [*PARAMETERS, *ROUNDED_PARAMETERS])
+def test_a_model_file_has_only_a_model_section_and_few_lines(name: str):
+    text = (ROOT / f"configs/models/{name}.yaml").read_text()
+    sections = [line for line in text.splitlines() if line[0] not in " #"]
+    assert [line.partition(":")[0] for line in sections if not line.startswith("include")] == ["model"]
+    assert len(text.splitlines()) <= 15
+
+
+def test_quickstart_runs_on_every_mesh_of_up_to_8_devices_and_4_microbatches():
+    path = ROOT / "configs/quickstart.yaml"
+    sizes = (1, 2, 4, 8)
+    meshes = [(d, f, t) for d in sizes for f in sizes for t in sizes if d * f * t <= 8]
+    for data, fsdp, tensor in meshes:
+        for microbatches in (1, 2, 4):
+            mesh = f"mesh={{data: {data}, fsdp: {fsdp}, tensor: {tensor}}}"
+            config = load_config(path, [mesh, f"batch.num_microbatches={microbatches}"])
+            check_mesh(config, data * fsdp * tensor)
+
+
+def test_the_resolved_recipes_are_the_recorded_ones():
+    assert "\n\n".join(differences(name) for name in RECIPES) + "\n" == GOLDEN.read_text()
+
+
+if __name__ == "__main__":
+    GOLDEN.write_text("\n\n".join(differences(name) for name in RECIPES) + "\n")

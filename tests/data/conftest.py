@@ -1,0 +1,38 @@
+"""A config stand-in with the fields that megajax.data reads, and small token files."""
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from megajax.data.indexed import IndexedWriter
+
+
+@pytest.fixture
+def make_config():
+    def make(*, global_size=4, sequence_length=8, seed=7, vocab_size=1000, **data):
+        defaults = dict(kind="indexed", train=None, valid=None, test=None, split=None, tokenizer=None)
+        return SimpleNamespace(
+            run=SimpleNamespace(seed=seed, steps=10, eval_steps=2),
+            model=SimpleNamespace(vocab_size=vocab_size),
+            batch=SimpleNamespace(global_size=global_size, sequence_length=sequence_length),
+            data=SimpleNamespace(**(defaults | dict(order="shuffled", workers=0, prefetch=2) | data)),
+            where=lambda key: f"run.yaml, line {len(key)}",
+        )
+
+    return make
+
+
+@pytest.fixture
+def write_documents(tmp_path):
+    """Writes documents (lists of tokens) under a name, returns the prefix."""
+
+    def write(documents, name="tokens", dtype=np.uint16) -> str:
+        prefix = str(Path(tmp_path, name))
+        with IndexedWriter(prefix, dtype) as writer:
+            for document in documents:
+                writer.add_document(document)
+        return prefix
+
+    return write

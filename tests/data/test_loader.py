@@ -1,0 +1,173 @@
+"""Batches depend on step and row alone; what cannot be read is refused with one sentence before the start."""
+
+import subprocess
+import sys
+from itertools import islice
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from megajax.data.loader import datasets, make_loader, open_split
+from megajax.data.samples import BlendedSamples
+from megajax.errors import InputError
+
+DOCUMENTS = [list(range(start, start + 7)) for start in range(0, 700, 7)]
+
+
+def take(loader, count):
+    batches = list(islice(loader, count))
+    loader.close()
+    return batches
+
+
+def assert_equal(left, right):
+    assert len(left) == len(right)
+    for one, other in zip(left, right, strict=True):
+        assert one.keys() == other.keys()
+        for name in one:
+            np.testing.assert_array_equal(one[name], other[name])
+
+
+@pytest.mark.smoke
+def test_row_r_of_step_t_is_one_sample(make_config, write_documents):
+    config = make_config(train=write_documents(DOCUMENTS))
+    samples = datasets(config)["train"]
+    batches = take(make_loader(config, split="train", rows=np.arange(4), start_step=0), 3)
+    for step, batch in enumerate(batches):
+        for row in range(4):
+            sample = samples[step * 4 + row]
+            assert batch["tokens"][row].tolist() == sample[:-1].tolist()
+            assert batch["targets"][row].tolist() == sample[1:].tolist()
+    assert set(batches[0]) == {"tokens", "targets", "loss_mask", "positions", "segment_ids"}
+    assert all(field.shape == (4, 8) for field in batches[0].values())
+
+
+def test_resuming_equals_reading_on(make_config, write_documents):
+    config = make_config(train=write_documents(DOCUMENTS))
+    whole = take(make_loader(config, split="train", rows=np.arange(4)), 60)  # several epochs
+    assert_equal(take(make_loader(config, split="train", rows=np.arange(4), start_step=37), 23), whole[37:])
+    moved = make_loader(config, split="train", rows=np.arange(4), start_step=30, samples_offset=28)
+    assert_equal(take(moved, 23), whole[37:])
+
+
+def test_rows_of_all_processes_make_the_whole_batch(make_config, write_documents):
+    config = make_config(train=write_documents(DOCUMENTS), global_size=6)
+    whole = take(make_loader(config, split="train", rows=np.arange(6)), 5)
+    parts = [np.array(rows, np.int32) for rows in ([4, 1], [0], [5, 2, 3])]
+    read = [take(make_loader(config, split="train", rows=rows), 5) for rows in parts]
+    for rows, batches in zip(parts, read, strict=True):
+        assert_equal(batches, [{name: field[rows] for name, field in batch.items()} for batch in whole])
+
+
+def test_worker_processes_and_prefetch_change_nothing(make_config, write_documents):
+    blend = [
+        SimpleNamespace(prefix=write_documents(DOCUMENTS, "a"), weight=2.0),
+        SimpleNamespace(prefix=write_documents(DOCUMENTS[:9], "b"), weight=1.0),
+    ]
+    plain = take(make_loader(make_config(train=blend), split="train", rows=np.arange(4), start_step=3), 7)
+    for workers, prefetch in ((2, 2), (0, 0), (0, 5)):
+        config = make_config(train=blend, workers=workers, prefetch=prefetch)
+        assert_equal(take(make_loader(config, split="train", rows=np.arange(4), start_step=3), 7), plain)
+
+
+def test_evaluation_reads_from_sample_0_whatever_the_workers(make_config, write_documents):
+    prefix = write_documents(DOCUMENTS)
+    config = make_config(train=prefix, valid=prefix, workers=2)
+    samples = datasets(config)["valid"]
+    batch = take(make_loader(config, split="valid", rows=np.arange(4), samples=samples), 1)[0]
+    assert batch["tokens"].tolist() == [samples[i][:-1].tolist() for i in range(4)]
+
+
+def test_splits_are_the_documents_in_their_shares(make_config, write_documents):
+    config = make_config(train=write_documents(DOCUMENTS), split="90,10,0", sequence_length=7)
+    opened = datasets(config)
+    assert set(opened) == {"train", "valid"}
+    for samples, tokens in ((opened["train"], range(630)), (opened["valid"], range(630, 700))):
+        seen = {token for i in range(len(tokens) // 7) for token in samples[i][:-1].tolist()}
+        assert seen == set(tokens)
+
+
+def test_separate_files_and_blends_are_opened(make_config, write_documents):
+    train = [SimpleNamespace(prefix=write_documents(DOCUMENTS, "a"), weight=1.0)]
+    train.append(SimpleNamespace(prefix=write_documents([[999] * 50], "b"), weight=3.0))
+    opened = datasets(make_config(train=train, test=write_documents([[5] * 9], "t")))
+    assert set(opened) == {"train", "test"} and isinstance(opened["train"], BlendedSamples)
+    assert sum(opened["train"][i][0] == 999 for i in range(40)) == 30
+    assert set(opened["test"][3].tolist()) == {5}
+
+
+def test_synthetic_data_ignores_paths_and_stays_in_the_vocabulary(make_config):
+    config = make_config(kind="synthetic", train="nowhere", vocab_size=50)
+    opened = datasets(config)
+    assert set(opened) == {"train", "valid", "test"}
+    assert opened["train"][0].tolist() != opened["valid"][0].tolist()
+    batch = take(make_loader(config, split="train", rows=np.arange(4)), 1)[0]
+    assert 0 <= batch["tokens"].min() and batch["tokens"].max() < 50
+    assert batch["tokens"][3].tolist() == opened["train"][3][:-1].tolist()
+
+
+def test_data_can_be_imported_without_starting_jax():
+    modules = "indexed, loader, preprocess, samples, synthetic, tokenizers"
+    code = f"import sys; from megajax.data import {modules}; sys.exit('jax' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def sentence_of(config):
+    with pytest.raises(InputError) as caught:
+        datasets(config)
+    return str(caught.value)
+
+
+def test_missing_and_damaged_files_are_named_with_their_key(make_config, write_documents):
+    prefix = write_documents(DOCUMENTS)
+    assert sentence_of(make_config(train=prefix, valid="no/where")) == (
+        "data.valid (run.yaml, line 10): no/where.idx does not exist: correct the prefix, or write it with "
+        "`python -m megajax.data.preprocess`."
+    )
+    with open(f"{prefix}.bin", "ab") as file:
+        file.write(b"\0\0")
+    assert sentence_of(make_config(train=prefix)) == (
+        f"data.train (run.yaml, line 10): {prefix}.bin has 1402 bytes, {prefix}.idx promises 1400: the two "
+        "do not belong together or one is damaged; write both again."
+    )
+
+
+def test_a_vocabulary_larger_than_the_models_is_refused(make_config, write_documents):
+    prefix = write_documents(DOCUMENTS)
+    assert sentence_of(make_config(train=prefix, tokenizer="byte", vocab_size=256)) == (
+        "data.tokenizer=byte has 257 tokens, more than model.vocab_size=256 (run.yaml, line 16): set "
+        "model.vocab_size=257 or larger."
+    )
+    assert sentence_of(make_config(train=prefix, vocab_size=699)) == (
+        f"{prefix}.bin holds token id 699, outside model.vocab_size=699 (run.yaml, line 16): set the "
+        "vocabulary size of the tokenizer that wrote the file."
+    )
+    assert "train" in datasets(make_config(train=prefix, vocab_size=700, tokenizer="byte"))
+    negative = write_documents([[1, -1, 2]], "negative", np.int32)
+    assert sentence_of(make_config(train=negative)) == (
+        f"{negative}.bin holds token id -1, outside model.vocab_size=1000 (run.yaml, line 16): set the "
+        "vocabulary size of the tokenizer that wrote the file."
+    )
+
+
+def test_a_missing_tokenizer_is_named_with_its_key(make_config, write_documents):
+    assert sentence_of(make_config(train=write_documents(DOCUMENTS), tokenizer="no.json")) == (
+        "data.tokenizer (run.yaml, line 14): no.json does not exist: correct the path of the tokenizer, or "
+        "use "
+        '"byte".'
+    )
+
+
+def test_a_share_without_documents_is_refused(make_config, write_documents):
+    prefix = write_documents(DOCUMENTS[:10])
+    assert sentence_of(make_config(train=prefix, split="969,30,1")) == (
+        f'data.train (run.yaml, line 10): {prefix}.idx has 10 documents, of which data.split="969,30,1" '
+        "leaves none for "
+        "valid: give valid a larger share, or none."
+    )
+
+
+def test_open_split_does_not_look_at_token_ids(make_config, write_documents):
+    config = make_config(train=write_documents(DOCUMENTS), vocab_size=5, order="sequential")
+    assert open_split(config, "train")[1].tolist() == list(range(8, 17))

@@ -1,0 +1,71 @@
+"""Tokenizers: text survives the way there and back, and the ids mean what the files say."""
+
+import io
+
+import pytest
+import sentencepiece
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+from megajax.data.tokenizers import load_tokenizer
+from megajax.errors import InputError
+
+
+@pytest.mark.smoke
+def test_bytes_are_utf8_and_256_ends_a_document():
+    tokenizer = load_tokenizer("byte")
+    assert tokenizer.encode("aé") == [97, 0xC3, 0xA9]
+    assert tokenizer.decode([97, 0xC3, 0xA9, 256, 98]) == "aéb"
+    assert (tokenizer.vocab_size, tokenizer.end_of_document) == (257, 256)
+
+
+def word_level(path, vocabulary, special=()):
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="?"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.add_special_tokens(list(special))
+    tokenizer.save(str(path))
+    return load_tokenizer(str(path))
+
+
+def test_hugging_face_ids_come_from_the_vocabulary(tmp_path):
+    tokenizer = word_level(tmp_path / "t.json", {"?": 0, "hello": 1, "world": 7}, ["<|endoftext|>"])
+    assert tokenizer.encode("hello world what") == [1, 7, 0]
+    assert tokenizer.decode([1, 7]) == "hello world"
+    assert tokenizer.vocab_size == 8  # one more than the largest id, not the number of entries
+    assert tokenizer.end_of_document == 3
+
+
+def test_without_a_known_name_there_is_no_end_of_document(tmp_path):
+    assert word_level(tmp_path / "t.json", {"?": 0, "a": 1}).end_of_document is None
+
+
+def test_sentencepiece_model_is_read(tmp_path):
+    lines = [f"the quick brown fox {i} jumps over the lazy dog" for i in range(50)]
+    trained = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.Train(
+        sentence_iterator=iter(lines), model_writer=trained, vocab_size=40, minloglevel=2
+    )
+    (tmp_path / "s.model").write_bytes(trained.getvalue())
+    tokenizer = load_tokenizer(str(tmp_path / "s.model"))
+    text = "the lazy brown dog jumps"
+    ids = tokenizer.encode(text)
+    assert tokenizer.decode(ids) == text and 0 < max(ids) < tokenizer.vocab_size == 40
+    reference = sentencepiece.SentencePieceProcessor(model_proto=trained.getvalue())
+    assert tokenizer.end_of_document == reference.piece_to_id("</s>") == 2
+
+
+def test_bad_tokenizers_are_refused_with_one_sentence(tmp_path):
+    (tmp_path / "bad.json").write_text("{")
+    (tmp_path / "bad.model").write_text("x")
+    sentences = {
+        "gpt2": 'gpt2 is no tokenizer: use "byte", a tokenizer.json or a SentencePiece .model file.',
+        f"{tmp_path}/no.json": f"{tmp_path}/no.json does not exist: correct the path of the tokenizer, or "
+        'use "byte".',
+        f"{tmp_path}/bad.model": f"{tmp_path}/bad.model is not a SentencePiece model: give the .model file "
+        "of its trainer.",
+        f"{tmp_path}/bad.json": f"{tmp_path}/bad.json is not a Hugging Face tokenizer "
+        "(EOF while parsing an object at line 1 column 1): give a tokenizer.json.",
+    }
+    for spec, sentence in sentences.items():
+        with pytest.raises(InputError) as caught:
+            load_tokenizer(spec)
+        assert str(caught.value) == sentence

@@ -1,0 +1,202 @@
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax._src.cudnn import fused_attention_stablehlo
+
+from megajax.errors import ConfigError
+from megajax.ops import attention, choose_attention
+
+S = 37
+# Three documents in the first row, borders aligned with nothing; two in the second, ids not ascending.
+SEGMENTS = np.stack([np.repeat([1, 2, 3], [11, 19, 7]), np.repeat([5, 0], [30, 7])])
+
+
+def numpy_attention(q, k, v, *, causal=True, window=None, segment_ids=None, softcap=None, scale=None):
+    """One query at a time, over the keys that it may see."""
+    out = np.zeros_like(q)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    for b, i, n in np.ndindex(q.shape[:3]):
+        kv = n * k.shape[2] // q.shape[2]
+        seen = [
+            j
+            for j in range(q.shape[1])
+            if (not causal or j <= i)
+            and (window is None or i - window + 1 <= j)
+            and (segment_ids is None or segment_ids[b, i] == segment_ids[b, j])
+        ]
+        scores = scale * k[b, seen, kv] @ q[b, i, n]
+        if softcap is not None:
+            scores = softcap * np.tanh(scores / softcap)
+        weights = np.exp(scores - scores.max())
+        out[b, i, n] = weights / weights.sum() @ v[b, seen, kv]
+    return out
+
+
+@pytest.fixture
+def qkv(rng):
+    def make(N, K, H, batch=2):
+        return [rng.normal(size=(batch, S, heads, H)) for heads in (N, K, K)]
+
+    return make
+
+
+CASES = {
+    "causal": {},
+    "every position": {"causal": False},
+    "window": {"window": 5},
+    "window longer than the sequence": {"window": 100},
+    "segments": {"segment_ids": SEGMENTS},
+    "segments, every position": {"segment_ids": SEGMENTS, "causal": False},
+    "window across segments": {"segment_ids": SEGMENTS, "window": 9},
+    "soft-cap": {"softcap": 1.5},
+    "scale": {"scale": 0.7},
+    "all at once": {"segment_ids": SEGMENTS, "window": 9, "softcap": 2.0, "scale": 0.5},
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_value_and_gradients_with_grouped_heads(check_op, qkv, case):
+    options: dict[str, Any] = CASES[case]
+    check_op(
+        lambda q, k, v: attention(q, k, v, implementation="reference", **options),
+        lambda q, k, v: numpy_attention(q, k, v, **options),
+        qkv(N=6, K=2, H=8),
+        thorough=case == "all at once",
+    )
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize(("N", "K", "H"), [(3, 3, 40), (3, 1, 8)])
+def test_value_and_gradients_for_other_head_counts_and_widths(check_op, qkv, N, K, H):
+    check_op(
+        lambda q, k, v: attention(q, k, v, implementation="reference"), numpy_attention, qkv(N, K, H, batch=1)
+    )
+
+
+def test_scores_and_softmax_are_float32_for_bfloat16_inputs(error, qkv):
+    q, k, v = (jnp.asarray(a, jnp.bfloat16) for a in qkv(2, 2, 40))
+    wide_q, wide_k, wide_v = (np.asarray(a, np.float64) for a in (8 * q, k, v))
+    exact = numpy_attention(wide_q, wide_k, wide_v)
+    # One rounding of the result (relative 2^-9 at worst); bfloat16 scores of this size would be off by 2^-4.
+    assert error(attention(8 * q, k, v, implementation="reference"), exact) < 2.0**-9
+
+
+def test_a_window_of_one_token_sees_the_query_alone(qkv):
+    q, k, v = (jnp.asarray(a, jnp.float32) for a in qkv(6, 2, 8))
+    out = attention(q, k, v, window=1, implementation="reference")
+    np.testing.assert_array_equal(out, jnp.repeat(v, 3, axis=2))
+
+
+def test_a_window_without_causal_or_without_tokens_is_refused(qkv):
+    q, k, v = (jnp.asarray(a) for a in qkv(2, 2, 8))
+    for window, causal in ((4, False), (0, True)):
+        with pytest.raises(ValueError, match=f"window={window}, causal={causal}"):
+            attention(q, k, v, window=window, causal=causal, implementation="reference")
+
+
+@pytest.fixture
+def lowered_for_cuda(monkeypatch):
+    """The StableHLO of loss and gradients through cuDNN attention, made without a GPU."""
+    # jax asks the installed cuDNN for its version while tracing; nothing else needs the library.
+    monkeypatch.setattr(fused_attention_stablehlo, "check_cudnn_version", lambda: 91900)
+
+    def lower(dtype="bfloat16", S=64, H=64, **options) -> str:
+        def loss(q, k, v):
+            return attention(q, k, v, implementation="cudnn", **options).astype(jnp.float32).sum()
+
+        q, k = (jax.ShapeDtypeStruct((2, S, heads, H), dtype) for heads in (6, 2))
+        traced = jax.jit(jax.value_and_grad(loss, (0, 1, 2))).trace(q, k, k)
+        return traced.lower(lowering_platforms=("cuda",)).as_text()
+
+    return lower
+
+
+def cudnn_calls(text: str) -> tuple[int, int]:
+    return text.count("@__cudnn$fmhaSoftmax("), text.count("@__cudnn$fmhaSoftmaxBackward(")
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_cudnn_is_one_forward_and_one_backward_call_and_no_scores(lowered_for_cuda, dtype):
+    text = lowered_for_cuda(dtype)
+    assert cudnn_calls(text) == (1, 1)
+    assert text.count("stablehlo.custom_call") == 2
+    assert "64x64x64" not in text and "dot_general" not in text
+    assert text.count("CAUSAL") == 2 and text.count("\\22sliding_window_length\\22: 0") == 2
+
+
+def test_cudnn_counts_the_query_itself_in_the_window(lowered_for_cuda):
+    # cuDNN's length L means positions (i-L, i].
+    text = lowered_for_cuda(window=16)
+    assert cudnn_calls(text) == (1, 1)
+    assert text.count("\\22sliding_window_length\\22: 16") == 2
+
+
+def test_cudnn_gets_no_window_that_holds_the_whole_sequence(lowered_for_cuda):
+    assert lowered_for_cuda(window=64) == lowered_for_cuda()
+
+
+def test_cudnn_takes_the_scale_and_any_multiple_of_8(lowered_for_cuda):
+    text = lowered_for_cuda(S=38, H=40, scale=0.25)
+    assert cudnn_calls(text) == (1, 1) and text.count("fmha_scale\\22: 0.25") == 2
+
+
+def test_jax_still_refuses_to_train_on_odd_lengths(lowered_for_cuda):
+    """If this fails, the even-length rule of choose_attention can go."""
+    with pytest.raises(NotImplementedError, match="Unsupported sequence length"):
+        lowered_for_cuda(S=37)
+
+
+def test_cudnn_refuses_what_it_cannot_do(lowered_for_cuda):
+    with pytest.raises(ValueError, match="segment_ids"):
+        lowered_for_cuda(segment_ids=jnp.zeros((2, 64), int))
+    with pytest.raises(ValueError, match="softcap=30"):
+        lowered_for_cuda(softcap=30.0)
+
+
+FITS: dict[str, Any] = {
+    "platform": "gpu",
+    "dtype": "bfloat16",
+    "head_dim": 128,
+    "softcap": None,
+    "segment_ids": False,
+}
+OBSTACLES = [
+    ({"platform": "cpu"}, "needs a GPU"),
+    ({"dtype": jnp.float32}, "float32"),
+    ({"head_dim": 100}, "model.head_dim=100"),
+    ({"head_dim": 264}, "model.head_dim=264"),
+    ({"sequence_length": 37}, "batch.sequence_length=37"),
+    ({"softcap": 50.0}, "model.attention_softcap=50.0"),
+    ({"segment_ids": True}, "packed documents"),
+]
+
+
+@pytest.mark.parametrize("change", [{}, {"platform": "cuda"}, {"dtype": jnp.float16}, {"head_dim": 40}])
+def test_auto_takes_cudnn_where_it_fits(change: dict[str, Any]):
+    assert choose_attention("auto", **FITS | change)[0] == "cudnn"
+    assert choose_attention("cudnn", **FITS | change)[0] == "cudnn"
+
+
+@pytest.mark.parametrize(("change", "reason"), OBSTACLES)
+def test_auto_falls_back_with_the_reason_and_cudnn_by_name_is_refused(change, reason):
+    name, why = choose_attention("auto", **FITS | change)
+    assert name == "reference" and reason in why
+    with pytest.raises(ConfigError, match=reason) as refused:
+        choose_attention("cudnn", **FITS | change)
+    assert str(refused.value).startswith("kernels.attention=cudnn cannot run") and "\n" not in str(
+        refused.value
+    )
+
+
+def test_heads_up_to_256_need_cudnn_by_name():
+    wide: dict[str, Any] = FITS | {"head_dim": 256}
+    assert choose_attention("auto", **wide)[0] == "reference"
+    assert choose_attention("cudnn", **wide)[0] == "cudnn"
+
+
+def test_reference_by_name_runs_anywhere():
+    assert choose_attention("reference", **FITS) == ("reference", "kernels.attention=reference")

@@ -1,0 +1,166 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from megajax.ops import chunk_loss_and_grad, cross_entropy_reference
+
+TOKENS, PADDED, TRUE = 13, 48, 41
+OPTIONS: list[dict[str, float]] = [
+    {},
+    {"z_loss": 1e-2},
+    {"softcap": 3.0},
+    {"softcap": 3.0, "z_loss": 1e-2},
+]
+
+
+def numpy_per_token(logits, targets, mask, softcap=None, z_loss=0.0):
+    """The two terms of every token, weighted, before they are summed."""
+    true = logits[:, :TRUE] if softcap is None else softcap * np.tanh(logits[:, :TRUE] / softcap)
+    top = true.max(axis=1)
+    lse = np.log(np.exp(true - top[:, None]).sum(axis=1)) + top
+    return np.stack([mask * (lse - true[np.arange(len(targets)), targets]), mask * z_loss * lse**2])
+
+
+def numpy_cross_entropy(*batch, **options):
+    return tuple(numpy_per_token(*batch, **options).sum(axis=1))
+
+
+def numpy_gradient(logits, *rest, step=1e-5, **options):
+    """Central differences column by column: a token's loss depends on its own row alone."""
+    gradient = np.zeros_like(logits)
+    for column in range(logits.shape[1]):
+        moved = np.zeros_like(logits)
+        moved[:, column] = step
+        up, down = (numpy_per_token(logits + by * moved, *rest, **options).sum(axis=0) for by in (1, -1))
+        gradient[:, column] = (up - down) / (2 * step)
+    return gradient
+
+
+@pytest.fixture
+def batch(rng):
+    """Logits whose padding is larger than any true logit, targets at both ends, a mask with holes."""
+    logits = 3.0 * rng.normal(size=(TOKENS, PADDED))
+    logits[:, TRUE:] = 50.0
+    targets = rng.integers(0, TRUE, TOKENS)
+    targets[:2] = 0, TRUE - 1
+    mask = np.ones(TOKENS)
+    mask[[3, 7]] = 0.0
+    return logits, targets, mask
+
+
+def sharded(shards, logits, targets, mask, **options):
+    """The op on every shard of the vocabulary at once, with real reductions over a named axis."""
+    width = logits.shape[1] // shards
+    pieces = jnp.stack(jnp.split(jnp.asarray(logits), shards, axis=1))
+
+    def one(piece, index):
+        return chunk_loss_and_grad(
+            piece,
+            jnp.asarray(targets),
+            jnp.asarray(mask),
+            vocab_start=index * width,
+            vocab_size=TRUE,
+            reduce_max=lambda x: jax.lax.pmax(x, "vocab"),
+            reduce_sum=lambda x: jax.lax.psum(x, "vocab"),
+            **options,
+        )
+
+    loss, z_term, gradients = jax.jit(jax.vmap(one, axis_name="vocab"))(pieces, jnp.arange(shards))
+    return loss, z_term, jnp.concatenate(list(gradients), axis=1)
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("options", OPTIONS)
+def test_losses_and_gradient_on_one_device(x64, error, batch, options):
+    loss, z_term, gradient = jax.jit(lambda *a: chunk_loss_and_grad(*a, vocab_size=TRUE, **options))(*batch)
+    assert (loss, z_term) == pytest.approx(numpy_cross_entropy(*batch, **options), rel=1e-12)
+    assert error(gradient, numpy_gradient(*batch, **options)) < 1e-8
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("shards", [2, 4, 8])
+def test_any_sharding_of_the_vocabulary_gives_the_same(x64, error, batch, shards, options):
+    """With 8 shards of 6 the last holds padding alone."""
+    losses, z_terms, gradient = sharded(shards, *batch, **options)
+    loss, z_term = numpy_cross_entropy(*batch, **options)
+    np.testing.assert_allclose(losses, np.full(shards, loss), rtol=1e-12)
+    np.testing.assert_allclose(z_terms, np.full(shards, z_term), rtol=1e-12)
+    assert error(gradient, numpy_gradient(*batch, **options)) < 1e-8
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_the_plain_reference_and_its_derivative(x64, error, batch, options):
+    logits, targets, mask = (jnp.asarray(a) for a in batch)
+
+    def sums(logits):
+        loss, z_term = cross_entropy_reference(logits, targets, mask, TRUE, **options)
+        return loss + z_term, (loss, z_term)
+
+    gradient, found = jax.jit(jax.grad(sums, has_aux=True))(logits)
+    assert found == pytest.approx(numpy_cross_entropy(*batch, **options), rel=1e-12)
+    assert error(gradient, numpy_gradient(*batch, **options)) < 1e-8
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_sums_and_gradient_are_float32(error, batch, dtype):
+    logits = jnp.asarray(batch[0], dtype)
+    arguments = (np.asarray(logits, np.float64), *batch[1:])
+    loss, z_term, gradient = sharded(2, logits, *batch[1:], z_loss=1e-2, softcap=5.0)
+    assert loss.dtype == z_term.dtype == gradient.dtype == jnp.float32
+    expected = numpy_cross_entropy(*arguments, z_loss=1e-2, softcap=5.0)
+    assert (loss[0], z_term[0]) == pytest.approx(expected, rel=1e-6)
+    assert error(gradient, numpy_gradient(*arguments, z_loss=1e-2, softcap=5.0)) < 1e-5
+
+
+def test_padding_and_masked_tokens_get_no_gradient(batch):
+    logits, targets, mask = batch
+    targets[3] = -1
+    targets[7] = PADDED + 100
+    loss, _, gradient = chunk_loss_and_grad(
+        jnp.asarray(logits, jnp.float32),
+        jnp.asarray(targets),
+        jnp.asarray(mask),
+        vocab_size=TRUE,
+        softcap=4.0,
+    )
+    assert np.isfinite(loss)
+    assert not np.any(gradient[:, TRUE:]) and not np.any(gradient[mask == 0])
+    assert np.all(np.any(gradient[mask == 1], axis=1))
+
+
+def test_the_mask_weighs_tokens(error, batch, rng):
+    logits, targets, _ = batch
+    logits, weights = jnp.asarray(logits, jnp.float32), rng.uniform(0, 2, TOKENS)
+    loss, _, gradient = chunk_loss_and_grad(logits, targets, jnp.asarray(weights), vocab_size=TRUE)
+    _, _, unweighted = chunk_loss_and_grad(logits, targets, jnp.ones(TOKENS, bool), vocab_size=TRUE)
+    assert loss == pytest.approx(
+        numpy_cross_entropy(np.asarray(logits, np.float64), targets, weights)[0], rel=1e-6
+    )
+    assert error(gradient, np.asarray(unweighted) * weights[:, None]) < 1e-6
+
+
+@pytest.mark.parametrize("shift", [-1e4, 1e4])
+def test_large_logits_neither_overflow_nor_vanish(batch, shift):
+    logits, targets, mask = batch
+    moved = jnp.asarray(np.round(logits) + shift, jnp.float32)
+    loss, _, gradient = sharded(4, moved, targets, mask)
+    still, _, gradient_still = sharded(4, jnp.asarray(np.round(logits), jnp.float32), targets, mask)
+    np.testing.assert_allclose(loss, still, rtol=1e-6)
+    np.testing.assert_allclose(gradient, gradient_still, rtol=1e-5, atol=1e-7)
+
+
+def test_each_reduction_is_called_once(batch):
+    calls = []
+
+    def record(name):
+        def reduce(x):
+            calls.append((name, x.shape))
+            return x
+
+        return reduce
+
+    chunk_loss_and_grad(
+        *batch, vocab_size=TRUE, z_loss=0.1, reduce_max=record("max"), reduce_sum=record("sum")
+    )
+    assert calls == [("max", (TOKENS,)), ("sum", (2, TOKENS))]

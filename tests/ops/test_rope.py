@@ -1,0 +1,88 @@
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from megajax.errors import ConfigError
+from megajax.ops import apply_rope, rope_frequencies
+
+LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_positions": 8192}
+
+
+def numpy_rope(x, positions, frequencies):
+    """Pairs (i, i + R/2) as complex numbers, turned by exp(i · position · frequency)."""
+    half = len(frequencies)
+    angles = positions[:, :, None, None] * np.asarray(frequencies, np.float64)
+    turned = (x[..., :half] + 1j * x[..., half : 2 * half]) * np.exp(1j * angles)
+    return np.concatenate([turned.real, turned.imag, x[..., 2 * half :]], axis=-1)
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize(("head_dim", "fraction"), [(8, 1.0), (40, 1.0), (40, 0.4), (8, 0.25)])
+def test_rotation_value_and_gradient(check_op, rng, head_dim, fraction):
+    frequencies = rope_frequencies(head_dim, 10000.0, fraction, None)
+    assert frequencies.shape == (head_dim * fraction / 2,)
+    # Packed documents: positions start anew within the sequence.
+    positions = np.stack([np.arange(37), np.concatenate([np.arange(20), np.arange(17)])])
+    check_op(
+        lambda x: apply_rope(x, jnp.asarray(positions), frequencies),
+        lambda x: numpy_rope(x, positions, frequencies),
+        [rng.normal(size=(2, 37, 3, head_dim))],
+    )
+
+
+def test_the_rest_of_a_partly_rotated_head_passes_unchanged(rng):
+    x = jnp.asarray(rng.normal(size=(1, 9, 2, 40)), jnp.bfloat16)
+    out = apply_rope(x, jnp.arange(9)[None], rope_frequencies(40, 1e4, 0.4, None))
+    np.testing.assert_array_equal(out[..., 16:], x[..., 16:])
+    assert not np.array_equal(out[:, 1:, :, :16], x[:, 1:, :, :16])
+
+
+def test_scores_depend_on_the_distance_alone(x64, rng):
+    frequencies = rope_frequencies(16, 1e4, 1.0, None)
+    q, k = rng.normal(size=(2, 1, 1, 1, 16))
+
+    def score(i, j):
+        turned = [apply_rope(jnp.asarray(x), jnp.array([[p]]), frequencies) for x, p in ((q, i), (k, j))]
+        return float(jnp.vdot(*turned))
+
+    assert score(7, 3) == pytest.approx(score(1007, 1003), rel=1e-9)
+    assert score(7, 3) != pytest.approx(score(7, 4), rel=1e-3)
+
+
+def test_plain_frequencies_worked_by_hand():
+    found = rope_frequencies(8, 10000.0, 1.0, None)
+    assert found.dtype == np.float32
+    np.testing.assert_allclose(found, [1.0, 0.1, 0.01, 0.001], rtol=1e-7)
+    np.testing.assert_allclose(rope_frequencies(16, 10000.0, 0.25, None), [1.0, 0.01], rtol=1e-7)
+
+
+def test_llama3_scaling_worked_by_hand():
+    """Within 64 positions the three frequencies turn 10.2, 2.5 and 0.61 times: kept, blended, divided."""
+    middle = 2.5 * 2 * np.pi / 64
+    scaling = {"factor": 8, "low_freq_factor": 1, "high_freq_factor": 4, "original_max_positions": 64}
+    found = rope_frequencies(6, middle**-3, 1.0, scaling)
+    np.testing.assert_allclose(found, [1.0, middle * (1 + 1 / 8) / 2, middle**2 / 8], rtol=1e-6)
+
+
+def test_llama3_scaling_by_wavelengths_as_published():
+    found = rope_frequencies(128, 500000.0, 1.0, LLAMA3)
+    kinds = set()
+    for i, frequency in enumerate(found):
+        plain = 500000.0 ** (-2 * i / 128)
+        wavelength = 2 * np.pi / plain
+        if wavelength < 8192 / 4:
+            expected, kind = plain, "kept"
+        elif wavelength > 8192 / 1:
+            expected, kind = plain / 8, "divided"
+        else:
+            smooth = (8192 / wavelength - 1) / (4 - 1)
+            expected, kind = (1 - smooth) * plain / 8 + smooth * plain, "blended"
+        kinds.add(kind)
+        assert frequency == pytest.approx(expected, rel=1e-6)
+    assert kinds == {"kept", "divided", "blended"}
+
+
+@pytest.mark.parametrize(("head_dim", "fraction"), [(10, 0.5), (8, 0.1), (8, 1.5)])
+def test_a_fraction_that_rotates_no_even_part_of_the_head_is_refused(head_dim, fraction):
+    with pytest.raises(ConfigError, match=f"model.rope_fraction={fraction} .*even"):
+        rope_frequencies(head_dim, 1e4, fraction, None)
