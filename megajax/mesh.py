@@ -41,7 +41,9 @@ def start_processes(environment: Mapping[str, str] = os.environ) -> None:
     given = [name for name in explicit if name in environment]
     if given and len(given) < len(explicit):
         missing = ", ".join(name for name in explicit if name not in environment)
-        raise ConfigError(f"{', '.join(given)} set, but not {missing}: set all three, or none for a single process.")
+        raise ConfigError(
+            f"{', '.join(given)} set, but not {missing}: set all three, or none for a single process."
+        )
     if given:
         address, count, index = (environment[name] for name in explicit)
         if not (count.isdigit() and index.isdigit() and int(index) < int(count)):
@@ -50,5 +52,7 @@ def start_processes(environment: Mapping[str, str] = os.environ) -> None:
                 "the id counts from 0 up to the number of processes less one."
             )
         jax.distributed.initialize(address, int(count), int(index))
-    elif int(environment.get("SLURM_NTASKS", "1")) > 1 or int(environment.get("OMPI_COMM_WORLD_SIZE", "1")) > 1:
+    elif (
+        int(environment.get("SLURM_NTASKS", "1")) > 1 or int(environment.get("OMPI_COMM_WORLD_SIZE", "1")) > 1
+    ):
         jax.distributed.initialize()

@@ -15,7 +15,16 @@ from megajax.config.cli import user_errors
 from megajax.runtime import prepare_environment
 
 WARMUP_STEPS, TIMED_STEPS = 5, 15
-COLUMNS = ("config", "mesh", "tokens/s/device", "TFLOP/s/device", "MFU", "step ms (spread)", "peak GiB", "compile s")
+COLUMNS = (
+    "config",
+    "mesh",
+    "tokens/s/device",
+    "TFLOP/s/device",
+    "MFU",
+    "step ms (spread)",
+    "peak GiB",
+    "compile s",
+)
 
 
 def split_runs(arguments: list[str]) -> list[list[str]]:
@@ -33,7 +42,12 @@ def bench(path: str, overrides: list[str]) -> dict:
     """Measure one config in this process."""
     with user_errors(), tempfile.TemporaryDirectory() as directory:
         steps = WARMUP_STEPS + TIMED_STEPS
-        fixed = ["data.kind=synthetic", f"run.dir={directory}", "logging.tensorboard=false", "schedule.decay_steps=1000"]
+        fixed = [
+            "data.kind=synthetic",
+            f"run.dir={directory}",
+            "logging.tensorboard=false",
+            "schedule.decay_steps=1000",
+        ]
         config = load_config(path, [*fixed, *overrides])
         flags = prepare_environment(config)
 
@@ -55,7 +69,9 @@ def bench(path: str, overrides: list[str]) -> dict:
             previous = metrics
         losses.append(float(previous["loss"]))
         finished.append(time.perf_counter())
-        times = sorted(b - a for a, b in zip(finished[WARMUP_STEPS - 1 :], finished[WARMUP_STEPS:], strict=False))
+        times = sorted(
+            b - a for a, b in zip(finished[WARMUP_STEPS - 1 :], finished[WARMUP_STEPS:], strict=False)
+        )
         trainer.checkpoints.close()
 
         device, count = jax.devices()[0], trainer.program.mesh.size

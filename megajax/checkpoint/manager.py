@@ -23,7 +23,9 @@ class Checkpoints:
     def __init__(self, run_dir: str | Path, keep: int, keep_every: int | None):
         logging.getLogger("absl").setLevel(logging.ERROR)  # orbax reports every file that it writes
         self.directory = (Path(run_dir) / SUBDIRECTORY).resolve()
-        options = ocp.CheckpointManagerOptions(max_to_keep=keep, keep_period=keep_every, enable_async_checkpointing=True)
+        options = ocp.CheckpointManagerOptions(
+            max_to_keep=keep, keep_period=keep_every, enable_async_checkpointing=True
+        )
         self._manager = ocp.CheckpointManager(self.directory, options=options)
 
     @property
@@ -58,7 +60,9 @@ class Checkpoints:
         self._manager.close()
 
 
-def compare_descriptions(saved: dict[str, Any], mine: dict[str, Any], place: str, keys: tuple[str, ...]) -> None:
+def compare_descriptions(
+    saved: dict[str, Any], mine: dict[str, Any], place: str, keys: tuple[str, ...]
+) -> None:
     """Raise InputError where a checkpoint's description differs from this run's under one of `keys`."""
     for key in keys:
         for name in {**saved[key], **mine[key]}:
@@ -70,16 +74,22 @@ def compare_descriptions(saved: dict[str, Any], mine: dict[str, Any], place: str
                 )
 
 
-def restore_parameters(path: str, abstract: dict[str, jax.ShapeDtypeStruct], description: dict[str, Any]) -> Any:
+def restore_parameters(
+    path: str, abstract: dict[str, jax.ShapeDtypeStruct], description: dict[str, Any]
+) -> Any:
     """Only the parameters of the newest checkpoint of a run directory, or of one checkpoint `RUN/checkpoints/STEP`."""
     given = Path(path)
     run_dir, step = (given.parent.parent, int(given.name)) if given.name.isdigit() else (given, None)
     if not (run_dir / SUBDIRECTORY).is_dir():
-        raise InputError(f"checkpoint.init_from={path} holds no {SUBDIRECTORY} directory: name a megajax run directory.")
+        raise InputError(
+            f"checkpoint.init_from={path} holds no {SUBDIRECTORY} directory: name a megajax run directory."
+        )
     checkpoints = Checkpoints(run_dir, keep=2**31, keep_every=None)
     step = checkpoints.latest_step if step is None else step
     if step is None or not (checkpoints.directory / str(step)).is_dir():
-        raise InputError(f"checkpoint.init_from={path} holds no complete checkpoint: name another run directory.")
+        raise InputError(
+            f"checkpoint.init_from={path} holds no complete checkpoint: name another run directory."
+        )
     compare_descriptions(checkpoints.describe(step), description, f"checkpoint.init_from={path}", ("model",))
     item = checkpoints.directory / str(step) / "state"
     with ocp.PyTreeCheckpointer() as reader:

@@ -16,7 +16,9 @@ ROLES = ("matrix", "embedding", "norm", "bias")
 Module = TypeVar("Module", bound=nnx.Module)
 
 
-def declare(shape: tuple[int, ...], axes: tuple[str, ...], role: str = "matrix", scale: float = 1.0) -> nnx.Param:
+def declare(
+    shape: tuple[int, ...], axes: tuple[str, ...], role: str = "matrix", scale: float = 1.0
+) -> nnx.Param:
     """A parameter without an array.
 
     `axes` names each dimension for sharding.py's table. `role` says how it starts (matrix and embedding: normal with
@@ -37,7 +39,10 @@ def stack(block: Module, num_layers: int) -> Module:
 def parameters(module: nnx.Module) -> dict[str, nnx.Param]:
     """The module's parameters by canonical dotted name, in the order of its pytree leaves."""
     leaves = jax.tree_util.tree_leaves_with_path(module, is_leaf=lambda node: isinstance(node, nnx.Param))
-    return {".".join(str(getattr(key, "name", getattr(key, "key", key))) for key in path): leaf for path, leaf in leaves}
+    return {
+        ".".join(str(getattr(key, "name", getattr(key, "key", key))) for key in path): leaf
+        for path, leaf in leaves
+    }
 
 
 def bind(module: Module, arrays: Mapping[str, jax.Array]) -> Module:

@@ -40,7 +40,14 @@ class LocalModel:
     head: LossHead
 
     @classmethod
-    def build(cls, config: Config, model: Transformer, placements: Mapping[str, Placement], mesh: Mesh, attention: str):
+    def build(
+        cls,
+        config: Config,
+        model: Transformer,
+        placements: Mapping[str, Placement],
+        mesh: Mesh,
+        attention: str,
+    ):
         sizes, platform = mesh_sizes(mesh), mesh.devices.flat[0].platform
         comm = MeshComm(sizes, attention)
         compute, gradients = jnp.dtype(config.precision.compute), jnp.dtype(config.precision.gradients)
@@ -133,7 +140,9 @@ def gradient_function(local: LocalModel, mesh: Mesh) -> Callable:
             return end_gradients, layer_gradients, {"loss": loss / tokens, "z_loss": z_loss / tokens}
 
         zeros = jax.tree.map(lambda w: jnp.zeros(w.shape, jnp.float32), (ends, layers))
-        end_gradients, layer_gradients, sums = _accumulate(microbatch, *zeros, batch, config.batch.num_microbatches)
+        end_gradients, layer_gradients, sums = _accumulate(
+            microbatch, *zeros, batch, config.batch.num_microbatches
+        )
 
         end_gradients = {n: local.exchange.reduce_layer(n, g) for n, g in end_gradients.items()}
         gradients = {n: local.exchange.reduce_once(n, g) for n, g in end_gradients.items()}
@@ -168,7 +177,9 @@ def loss_function(local: LocalModel, mesh: Mesh) -> Callable:
         loss, _ = lax.scan(microbatch, jnp.zeros((), jnp.float32), dict(batch))
         return sum_over_all(loss, local.sizes), local.valid_tokens(batch)
 
-    return jax.shard_map(compute, mesh=mesh, in_specs=(specs, BATCH_SPEC), out_specs=(P(), P()), check_vma=False)
+    return jax.shard_map(
+        compute, mesh=mesh, in_specs=(specs, BATCH_SPEC), out_specs=(P(), P()), check_vma=False
+    )
 
 
 def _accumulate(microbatch: Callable, end_zeros, layer_zeros, batch: Batch, count: int):

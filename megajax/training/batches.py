@@ -30,7 +30,9 @@ def to_global(fields: Mapping[str, np.ndarray], sharding: NamedSharding, shape: 
 
     def field(name: str) -> jax.Array:
         local = fields[name].reshape(M, len(held), S).astype(BATCH_DTYPES[name])
-        return jax.make_array_from_callback(shape, sharding, lambda index: local[:, place[index[1]], index[2]])
+        return jax.make_array_from_callback(
+            shape, sharding, lambda index: local[:, place[index[1]], index[2]]
+        )
 
     return {name: field(name) for name in BATCH_DTYPES}
 
@@ -41,6 +43,8 @@ def batches(
     """Endless global batches of a split from `start_step` on, on the devices."""
     shape, sharding = program.batch_shape, program.batch_sharding
     rows = rows_of_process(sharding, shape)
-    fields = loader.make_loader(program.config, split=split, rows=rows, start_step=start_step, samples=samples)
+    fields = loader.make_loader(
+        program.config, split=split, rows=rows, start_step=start_step, samples=samples
+    )
     for local in fields:
         yield to_global(local, sharding, shape)

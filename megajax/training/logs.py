@@ -89,7 +89,11 @@ def make_run_dir(config: Config) -> Path:
 
 def console_line(step: int, steps: int, values: Mapping[str, Any], seconds_left: float) -> str:
     """One line a log step, for people."""
-    parts = [f"step {step:>{len(str(steps))}}/{steps}", f"loss {values['loss']:.4f}", f"norm {values['grad_norm']:.3f}"]
+    parts = [
+        f"step {step:>{len(str(steps))}}/{steps}",
+        f"loss {values['loss']:.4f}",
+        f"norm {values['grad_norm']:.3f}",
+    ]
     parts.append(f"lr {values['learning_rate']:.2e}")
     parts.append(f"{values['tokens_per_second_per_device']:,.0f} tok/s/dev")
     parts.append(f"{values['tflops_per_second_per_device']:.4g} TFLOP/s/dev")

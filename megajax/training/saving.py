@@ -32,9 +32,16 @@ class StateSaver:
             "samples_consumed": step * config.batch.global_size,
             "run": {"seed": config.run.seed},  # another seed is another data order
             # Rates of training, not properties of the weights, may change from run to run.
-            "model": {k: v for k, v in shape.items() if k not in ("dropout", "init_std", "depth_scaled_init", "z_loss")},
+            "model": {
+                k: v
+                for k, v in shape.items()
+                if k not in ("dropout", "init_std", "depth_scaled_init", "z_loss")
+            },
             "optimizer": {"kind": config.optimizer.kind},
-            "batch": {"global_size": config.batch.global_size, "sequence_length": config.batch.sequence_length},
+            "batch": {
+                "global_size": config.batch.global_size,
+                "sequence_length": config.batch.sequence_length,
+            },
         }
 
     def save(self, checkpoints: Checkpoints, step: int, state: TrainState) -> None:
@@ -67,7 +74,9 @@ class StateSaver:
         mesh = self.program.mesh
         return self._each(
             self.program.abstract_state,
-            lambda s, p: jax.ShapeDtypeStruct(p.shape, s.dtype, sharding=NamedSharding(mesh, _unpadded_spec(p, mesh))),
+            lambda s, p: jax.ShapeDtypeStruct(
+                p.shape, s.dtype, sharding=NamedSharding(mesh, _unpadded_spec(p, mesh))
+            ),
         )
 
     def _to_canonical(self, state: TrainState) -> TrainState:
@@ -79,7 +88,9 @@ class StateSaver:
     def _to_stored(self, state: TrainState) -> TrainState:
         if not self.padded:
             return state
-        return jax.jit(lambda s: self._each(s, pad_to_storage), out_shardings=self.program.state_shardings)(state)
+        return jax.jit(lambda s: self._each(s, pad_to_storage), out_shardings=self.program.state_shardings)(
+            state
+        )
 
     def _each(self, state: TrainState, change: Callable) -> TrainState:
         """`change(leaf, placement)` for each parameter and moment; other leaves as they are."""

@@ -88,7 +88,9 @@ class TrainProgram:
         """The state as `ShapeDtypeStruct`s with shardings."""
         shapes = jax.eval_shape(self._init)
         return jax.tree.map(
-            lambda s, sharding: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=sharding), shapes, self.state_shardings
+            lambda s, sharding: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=sharding),
+            shapes,
+            self.state_shardings,
         )
 
     @property
