@@ -3,6 +3,7 @@
 import math
 import os
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -15,7 +16,7 @@ AXES = ("pipeline", "data", "fsdp", "expert", "context", "tensor")
 BATCH_AXES = ("data", "fsdp", "expert")
 
 
-def build_mesh(sizes: Mapping[str, int], devices: Sequence[jax.Device] | None = None) -> Mesh:
+def build_mesh(sizes: Mapping[str, int], devices: Sequence[Any] | None = None) -> Mesh:
     """The mesh with all six axes, `tensor` innermost in device order.
 
     `sizes` are resolved (`config.checks.check_mesh`); `devices` default to all of every process.
@@ -41,9 +42,7 @@ def start_processes(environment: Mapping[str, str] = os.environ) -> None:
     given = [name for name in explicit if name in environment]
     if given and len(given) < len(explicit):
         missing = ", ".join(name for name in explicit if name not in environment)
-        raise ConfigError(
-            f"{', '.join(given)} set, but not {missing}: set all three, or none for a single process."
-        )
+        raise ConfigError(f"{', '.join(given)} set, but not {missing}: set all three, or none for a single process.")
     if given:
         address, count, index = (environment[name] for name in explicit)
         if not (count.isdigit() and index.isdigit() and int(index) < int(count)):
@@ -52,7 +51,5 @@ def start_processes(environment: Mapping[str, str] = os.environ) -> None:
                 "the id counts from 0 up to the number of processes less one."
             )
         jax.distributed.initialize(address, int(count), int(index))
-    elif (
-        int(environment.get("SLURM_NTASKS", "1")) > 1 or int(environment.get("OMPI_COMM_WORLD_SIZE", "1")) > 1
-    ):
+    elif int(environment.get("SLURM_NTASKS", "1")) > 1 or int(environment.get("OMPI_COMM_WORLD_SIZE", "1")) > 1:
         jax.distributed.initialize()

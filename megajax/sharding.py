@@ -82,17 +82,13 @@ def shardings(placements: Mapping[str, Placement], mesh: Mesh) -> dict[str, Name
 
 def pad_to_storage(x: jax.Array, placement: Placement) -> jax.Array:
     """Canonical shape → stored shape, zeros appended."""
-    widths = [
-        (0, stored - size) for size, stored in zip(placement.shape, placement.stored_shape, strict=True)
-    ]
+    widths = [(0, stored - size) for size, stored in zip(placement.shape, placement.stored_shape, strict=True)]
     return jax.numpy.pad(x, widths) if placement.shape != placement.stored_shape else x
 
 
 def strip_padding(x: jax.Array, placement: Placement) -> jax.Array:
     """Stored shape → canonical shape."""
-    return (
-        x[tuple(slice(size) for size in placement.shape)] if placement.shape != placement.stored_shape else x
-    )
+    return x[tuple(slice(size) for size in placement.shape)] if placement.shape != placement.stored_shape else x
 
 
 def _storage_shards(sizes: Mapping[str, int]) -> int:

@@ -124,20 +124,14 @@ def prepare(out: Path, options: dict, workers: int) -> dict:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path, metavar="OUT", help="directory to write to")
     parser.add_argument("--vocab-size", type=int, default=2048, help="of the tokenizer (default: 2048)")
     parser.add_argument("--site-packages", action="store_true", help="add the installed packages' sources")
-    parser.add_argument(
-        "--workers", type=int, default=len(os.sched_getaffinity(0)), help="default: all cores"
-    )
+    parser.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)), help="default: all cores")
     arguments = parser.parse_args()
     if arguments.vocab_size < 257:
-        parser.error(
-            f"--vocab-size {arguments.vocab_size}: give at least 257, the bytes and the end of document"
-        )
+        parser.error(f"--vocab-size {arguments.vocab_size}: give at least 257, the bytes and the end of document")
     options = {
         "python": sys.version,
         "vocab_size": arguments.vocab_size,

@@ -6,12 +6,14 @@ thousand lines.
 """
 
 import logging
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
 
+from megajax.config import ModelConfig
 from megajax.errors import InputError
 
 SUBDIRECTORY = "checkpoints"
@@ -60,9 +62,13 @@ class Checkpoints:
         self._manager.close()
 
 
-def compare_descriptions(
-    saved: dict[str, Any], mine: dict[str, Any], place: str, keys: tuple[str, ...]
-) -> None:
+def describe_model(model: ModelConfig) -> dict[str, Any]:
+    """What makes two models the same network; rates of training may change from run to run."""
+    training_only = {"dropout", "init_std", "depth_scaled_init", "z_loss"}
+    return model.model_dump(mode="json", exclude=training_only)
+
+
+def compare_descriptions(saved: dict[str, Any], mine: dict[str, Any], place: str, keys: tuple[str, ...]) -> None:
     """Raise InputError where a checkpoint's description differs from this run's under one of `keys`."""
     for key in keys:
         for name in {**saved[key], **mine[key]}:
@@ -74,23 +80,21 @@ def compare_descriptions(
                 )
 
 
-def restore_parameters(
-    path: str, abstract: dict[str, jax.ShapeDtypeStruct], description: dict[str, Any]
-) -> Any:
-    """Only the parameters of the newest checkpoint of a run directory, or of one checkpoint `RUN/checkpoints/STEP`."""
+def restore_parameters(path: str, abstract: Mapping[str, jax.ShapeDtypeStruct], model: ModelConfig, asker: str) -> Any:
+    """Only the parameters of the newest checkpoint of a run directory, or of one checkpoint `RUN/checkpoints/STEP`.
+
+    `asker` names the setting that `path` comes from. Raises InputError if there is none, or of another model.
+    """
     given = Path(path)
     run_dir, step = (given.parent.parent, int(given.name)) if given.name.isdigit() else (given, None)
     if not (run_dir / SUBDIRECTORY).is_dir():
-        raise InputError(
-            f"checkpoint.init_from={path} holds no {SUBDIRECTORY} directory: name a megajax run directory."
-        )
+        raise InputError(f"{asker}={path} holds no {SUBDIRECTORY} directory: name a megajax run directory.")
     checkpoints = Checkpoints(run_dir, keep=2**31, keep_every=None)
     step = checkpoints.latest_step if step is None else step
     if step is None or not (checkpoints.directory / str(step)).is_dir():
-        raise InputError(
-            f"checkpoint.init_from={path} holds no complete checkpoint: name another run directory."
-        )
-    compare_descriptions(checkpoints.describe(step), description, f"checkpoint.init_from={path}", ("model",))
+        raise InputError(f"{asker}={path} holds no complete checkpoint: name another run directory.")
+    mine = {"model": describe_model(model)}
+    compare_descriptions(checkpoints.describe(step), mine, f"{asker}={path}", ("model",))
     item = checkpoints.directory / str(step) / "state"
     with ocp.PyTreeCheckpointer() as reader:
         restore_args = ocp.checkpoint_utils.construct_restore_args({"params": abstract})

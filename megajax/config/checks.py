@@ -137,9 +137,7 @@ def _check_local_batch(config: Config, sizes: dict[str, int]) -> None:
         cure = f"make batch.global_size a multiple of {multiple}"
         if batch.global_size % shards == 0:
             cure += f", or batch.num_microbatches one of {_listed(_divisors(batch.global_size // shards))}"
-        _refuse(
-            config, problem, cure, "batch.global_size", "batch.num_microbatches", *(f"mesh.{a}" for a in axes)
-        )
+        _refuse(config, problem, cure, "batch.global_size", "batch.num_microbatches", *(f"mesh.{a}" for a in axes))
     tokens = microbatch // shards * batch.sequence_length
     if tokens % tensor:
         had = f"{microbatch // shards} x {_said(config, 'batch.sequence_length')} = {tokens}"
@@ -183,16 +181,12 @@ def _check_layers(config: Config) -> None:
         problem = f"{_said(config, keys[0])} has local layers without a window"
         _refuse(config, problem, "set model.sliding_window", keys[0])
     if pattern is not None and model.num_layers % len(pattern):
-        problem = (
-            f"the {len(pattern)} entries of {_said(config, keys[0])} do not divide {_said(config, keys[1])}"
-        )
+        problem = f"the {len(pattern)} entries of {_said(config, keys[0])} do not divide {_said(config, keys[1])}"
         _refuse(config, problem, "repeat or shorten the pattern", *keys)
     unroll = config.kernels.scan_unroll
     if unroll is not None and model.num_layers % unroll:
         problem = f"{_said(config, 'kernels.scan_unroll')} does not divide {_said(config, keys[1])}"
-        _refuse(
-            config, problem, f"use {_listed(_divisors(model.num_layers))}", "kernels.scan_unroll", keys[1]
-        )
+        _refuse(config, problem, f"use {_listed(_divisors(model.num_layers))}", "kernels.scan_unroll", keys[1])
 
 
 def _check_batch(config: Config) -> None:
@@ -297,9 +291,7 @@ def _warn_without_effect(config: Config) -> None:
         for key in keys if applies else ():
             if _value(config, key) != _default(config, key):
                 place = config.where(key)
-                message = (
-                    f"{_said(config, key)} has no effect with {_said(config, reason)} ({place}): remove it."
-                )
+                message = f"{_said(config, key)} has no effect with {_said(config, reason)} ({place}): remove it."
                 warnings.warn(message, stacklevel=4)
 
 

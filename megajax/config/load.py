@@ -42,9 +42,7 @@ def help_text() -> str:
         lines += ["", f"{section}: {info.annotation.__doc__}"]
         for key, field in keys():
             if key.startswith(f"{section}."):
-                lines.append(
-                    f"  {key}  {field.description} [{_type_name(field.annotation)}, {_default(field)}]"
-                )
+                lines.append(f"  {key}  {field.description} [{_type_name(field.annotation)}, {_default(field)}]")
     return "\n".join(lines) + "\n"
 
 
@@ -74,9 +72,7 @@ def _type_name(annotation: Any) -> str:
     if get_origin(annotation) is tuple:
         return f"list of ({_type_name(get_args(annotation)[0])})"
     if isinstance(annotation, type):
-        return {str: "text"}.get(
-            annotation, "mapping" if issubclass(annotation, BaseModel) else annotation.__name__
-        )
+        return {str: "text"}.get(annotation, "mapping" if issubclass(annotation, BaseModel) else annotation.__name__)
     if hasattr(annotation, "__metadata__"):
         return _type_name(annotation.__origin__)
     names = ["null" if item is type(None) else _type_name(item) for item in get_args(annotation)]
@@ -91,9 +87,7 @@ def _default(field: FieldInfo) -> str:
 
 def _sentence(error: ValidationError, tree: Tree, path: str) -> str:
     """The first mistake; unknown keys first, since a misspelt key is then missing elsewhere."""
-    mistakes = [
-        item for item in error.errors(include_url=False) if item["type"] != "default_factory_not_called"
-    ]
+    mistakes = [item for item in error.errors(include_url=False) if item["type"] != "default_factory_not_called"]
     mistakes.sort(key=lambda item: item["type"] != "extra_forbidden")
     mistake = mistakes[0]
     key = ".".join(str(part) for part in mistake["loc"] if not str(part).startswith("~"))

@@ -81,16 +81,12 @@ class RunConfig(Section):
     seed: CountOrZero = Field(default=1234, description="Seed of weights, data order and dropout.")
     steps: Count = Field(default=1000, description="Number of optimizer steps.")
     log_interval: Count = Field(default=10, description="Steps between two logged lines.")
-    eval_interval: CountOrZero = Field(
-        default=0, description="Steps between two evaluations; 0: only at the end."
-    )
+    eval_interval: CountOrZero = Field(default=0, description="Steps between two evaluations; 0: only at the end.")
     eval_steps: CountOrZero = Field(default=10, description="Batches of an evaluation; 0: never evaluate.")
     checkpoint_interval: CountOrZero = Field(
         default=0, description="Steps between two checkpoints; 0: only at the end."
     )
-    deterministic: bool = Field(
-        default=False, description="Same numbers bit for bit when run again on the same mesh."
-    )
+    deterministic: bool = Field(default=False, description="Same numbers bit for bit when run again on the same mesh.")
     max_nonfinite_steps: Count = Field(
         default=20,
         description="Skipped steps in a row (loss or gradient not finite) after which the run stops.",
@@ -102,12 +98,8 @@ class RopeScaling(Section):
 
     kind: Literal["llama3"] = Field(default="llama3", description="How the frequencies are stretched.")
     factor: Annotated[float, Field(ge=1)] = Field(description="By how much low frequencies are divided.")
-    low_freq_factor: Positive = Field(
-        default=1.0, description="Wavelengths above original/this are divided by factor."
-    )
-    high_freq_factor: Positive = Field(
-        default=4.0, description="Wavelengths below original/this are left as they are."
-    )
+    low_freq_factor: Positive = Field(default=1.0, description="Wavelengths above original/this are divided by factor.")
+    high_freq_factor: Positive = Field(default=4.0, description="Wavelengths below original/this are left as they are.")
     original_max_positions: Count = Field(default=8192, description="Sequence length of the unscaled model.")
 
 
@@ -127,9 +119,7 @@ class ModelConfig(Section):
         "hidden_size / num_heads",
         "Width of a head.",
     )
-    ffn_hidden_size: Count = derived(
-        lambda model: 4 * model["hidden_size"], "4 * hidden_size", "Width of the MLP."
-    )
+    ffn_hidden_size: Count = derived(lambda model: 4 * model["hidden_size"], "4 * hidden_size", "Width of the MLP.")
     vocab_size: Count = Field(description="Number of tokens in the vocabulary.")
     vocab_multiple: Count = Field(default=128, description="The vocabulary is padded to a multiple of this.")
     max_positions: Count | None = Field(
@@ -144,39 +134,29 @@ class ModelConfig(Section):
     )
     position: Literal["rope", "learned", "none"] = Field(default="rope", description="How positions enter.")
     rope_theta: Positive = Field(default=10000.0, description="Base of the rotary wavelengths.")
-    rope_scaling: RopeScaling | None = Field(
-        default=None, description="Stretching of the rotary frequencies."
-    )
+    rope_scaling: RopeScaling | None = Field(default=None, description="Stretching of the rotary frequencies.")
     rope_fraction: Annotated[float, Field(gt=0, le=1)] = Field(
         default=1.0, description="Part of each head that is rotated."
     )
     qk_norm: bool = Field(default=False, description="Normalise queries and keys of each head.")
     attention_bias: bool = Field(default=False, description="Biases in the four attention projections.")
     mlp_bias: bool = Field(default=False, description="Biases in the MLP projections.")
-    logit_softcap: Positive | None = Field(
-        default=None, description="Bound the head's logits to +-this by tanh."
-    )
-    attention_softcap: Positive | None = Field(
-        default=None, description="Bound attention scores to +-this by tanh."
-    )
+    logit_softcap: Positive | None = Field(default=None, description="Bound the head's logits to +-this by tanh.")
+    attention_softcap: Positive | None = Field(default=None, description="Bound attention scores to +-this by tanh.")
     sliding_window: Count | None = Field(
         default=None, description="Tokens that a local layer attends to, the query's own included."
     )
-    layer_pattern: (
-        Annotated[tuple[Literal["global", "local"], ...], Field(strict=False, min_length=1)] | None
-    ) = Field(default=None, description="Kinds of layers, repeated; null with a sliding_window: all local.")
-    tie_embeddings: bool = Field(default=False, description="The head is the embedding table, transposed.")
-    dropout: BelowOne = Field(
-        default=0.0, description="Rate after the embedding and in both residual branches."
+    layer_pattern: Annotated[tuple[Literal["global", "local"], ...], Field(strict=False, min_length=1)] | None = Field(
+        default=None, description="Kinds of layers, repeated; null with a sliding_window: all local."
     )
+    tie_embeddings: bool = Field(default=False, description="The head is the embedding table, transposed.")
+    dropout: BelowOne = Field(default=0.0, description="Rate after the embedding and in both residual branches.")
     init_std: Positive = Field(default=0.02, description="Standard deviation of initial weights.")
     depth_scaled_init: bool = Field(
         default=True,
         description="Divide init_std by sqrt(2 * num_layers) for projections into the residual stream.",
     )
-    z_loss: PositiveOrZero = Field(
-        default=0.0, description="Weight of the squared log-normaliser added to the loss."
-    )
+    z_loss: PositiveOrZero = Field(default=0.0, description="Weight of the squared log-normaliser added to the loss.")
 
     @property
     def padded_vocab_size(self) -> int:
@@ -188,9 +168,7 @@ class MeshConfig(Section):
     """Devices along each axis; the product is the number of devices; one size may be -1 (the rest)."""
 
     pipeline: AxisSize = Field(default=1, description="Stages of layers.")
-    data: AxisSize = Field(
-        default=1, description="Batch; weights are gathered and gradients reduced once a step."
-    )
+    data: AxisSize = Field(default=1, description="Batch; weights are gathered and gradients reduced once a step.")
     fsdp: AxisSize = Field(default=1, description="Batch; weights are gathered layer by layer.")
     expert: AxisSize = Field(default=1, description="Experts; elsewhere one more batch axis.")
     context: AxisSize = Field(default=1, description="Sequence.")
@@ -213,9 +191,7 @@ class BatchConfig(Section):
     """How much one step reads."""
 
     global_size: Count = Field(description="Sequences a step, over all devices and microbatches.")
-    num_microbatches: Count = Field(
-        default=1, description="Slices of the global batch, computed one after the other."
-    )
+    num_microbatches: Count = Field(default=1, description="Slices of the global batch, computed one after the other.")
     sequence_length: Count = Field(description="Tokens a sequence.")
 
 
@@ -223,17 +199,11 @@ class OptimizerConfig(Section):
     """The update."""
 
     kind: Literal["adamw", "sgd", "lion"] = Field(default="adamw", description="Which optimizer.")
-    weight_decay: PositiveOrZero = Field(
-        default=0.1, description="Decoupled weight decay, times the learning rate."
-    )
+    weight_decay: PositiveOrZero = Field(default=0.1, description="Decoupled weight decay, times the learning rate.")
     beta1: BelowOne = Field(default=0.9, description="Decay of the first moment; sgd: momentum.")
-    beta2: BelowOne = Field(
-        default=0.95, description="Decay of the second moment; lion: of the stored momentum."
-    )
+    beta2: BelowOne = Field(default=0.95, description="Decay of the second moment; lion: of the stored momentum.")
     epsilon: Positive = Field(default=1e-8, description="Added to the root of the second moment.")
-    clip_norm: PositiveOrZero = Field(
-        default=1.0, description="Largest global norm of the gradient; 0: do not clip."
-    )
+    clip_norm: PositiveOrZero = Field(default=1.0, description="Largest global norm of the gradient; 0: do not clip.")
     decay_norms: bool = Field(default=False, description="Weight decay on normalisation scales too.")
     decay_biases: bool = Field(default=False, description="Weight decay on biases too.")
     decay_embeddings: bool = Field(default=True, description="Weight decay on embedding tables too.")
@@ -246,9 +216,7 @@ class ScheduleConfig(Section):
         default="cosine", description="Shape after the warm-up; wsd: stable, then a final decay."
     )
     learning_rate: Positive = Field(default=3e-4, description="Highest learning rate.")
-    min_learning_rate: PositiveOrZero = Field(
-        default=0.0, description="Learning rate at the end of the decay."
-    )
+    min_learning_rate: PositiveOrZero = Field(default=0.0, description="Learning rate at the end of the decay.")
     warmup_steps: CountOrZero = Field(default=0, description="Steps of linear rise from 0.")
     decay_steps: Count = derived(  # filled in by Config, which sees the run
         lambda schedule: None, "run.steps", "Step at which min_learning_rate is reached."
@@ -273,8 +241,7 @@ def _source_form(value: Any) -> str | None:
 
 # The tags start with ~ so that an error's location can leave them out.
 Sources = Annotated[
-    Annotated[Text, Tag("~text")]
-    | Annotated[tuple[DataSource, ...], Field(strict=False, min_length=1), Tag("~list")],
+    Annotated[Text, Tag("~text")] | Annotated[tuple[DataSource, ...], Field(strict=False, min_length=1), Tag("~list")],
     Discriminator(_source_form),
 ]
 
@@ -285,9 +252,7 @@ class DataConfig(Section):
     kind: Literal["indexed", "synthetic"] = Field(
         default="indexed", description="Read .bin/.idx files, or make tokens up (then every path is ignored)."
     )
-    train: Sources | None = Field(
-        default=None, description="Training data: a prefix, or a list of {prefix, weight}."
-    )
+    train: Sources | None = Field(default=None, description="Training data: a prefix, or a list of {prefix, weight}.")
     valid: Sources | None = Field(default=None, description="Evaluation data, written like train.")
     test: Sources | None = Field(default=None, description="Held-out data, written like train.")
     split: Split | None = Field(
@@ -297,9 +262,7 @@ class DataConfig(Section):
     tokenizer: Text | None = Field(
         default=None, description="byte, a tokenizer.json, or a SentencePiece .model; null: token ids only."
     )
-    order: Literal["shuffled", "sequential"] = Field(
-        default="shuffled", description="Order of documents and samples."
-    )
+    order: Literal["shuffled", "sequential"] = Field(default="shuffled", description="Order of documents and samples.")
     workers: CountOrZero = Field(default=0, description="Loader processes; 0: a thread of the trainer.")
     prefetch: CountOrZero = Field(default=2, description="Batches prepared ahead.")
 
@@ -308,12 +271,8 @@ class CheckpointConfig(Section):
     """What is kept, and where the first weights come from."""
 
     keep: Count = Field(default=2, description="Newest checkpoints that are kept.")
-    keep_every: Count | None = Field(
-        default=None, description="Checkpoints at multiples of this step stay for good."
-    )
-    init_from: Text | None = Field(
-        default=None, description="Run directory or checkpoint to take first weights from."
-    )
+    keep_every: Count | None = Field(default=None, description="Checkpoints at multiples of this step stay for good.")
+    init_from: Text | None = Field(default=None, description="Run directory or checkpoint to take first weights from.")
 
 
 class RematConfig(Section):

@@ -36,9 +36,7 @@ _SCALARS = {
 }
 for _name, (_pattern, _first) in _SCALARS.items():
     for _class in (Loader, Dumper):
-        _class.add_implicit_resolver(
-            f"tag:yaml.org,2002:{_name}", re.compile(f"^(?:{_pattern})$"), list(_first)
-        )
+        _class.add_implicit_resolver(f"tag:yaml.org,2002:{_name}", re.compile(f"^(?:{_pattern})$"), list(_first))
 
 
 def _represent_list(dumper: yaml.SafeDumper, value: list[Any]) -> yaml.Node:
@@ -67,9 +65,7 @@ class Tree:
                 self._merge(below[key], value, f"{prefix}{key}.")
             else:
                 gone = f"{prefix}{key}."
-                self.places = {
-                    name: place for name, place in self.places.items() if not name.startswith(gone)
-                }
+                self.places = {name: place for name, place in self.places.items() if not name.startswith(gone)}
                 below[key] = value
 
 
@@ -95,9 +91,7 @@ def read_file(path: Path, parents: tuple[Path, ...] = (), included_at: str = "")
     if isinstance(includes, str):
         includes = [includes]
     if not isinstance(includes, list | None) or not all(isinstance(item, str) for item in includes or []):
-        raise ConfigError(
-            f"include={show(includes)} is not a file ({line}): write a path or a list of paths."
-        )
+        raise ConfigError(f"include={show(includes)} is not a file ({line}): write a path or a list of paths.")
     tree = Tree()
     for item in includes or []:
         tree.merge(read_file(_beside(path, item), (*parents, path), line))
@@ -166,9 +160,7 @@ class _Reader:
         try:
             return self.loader.construct_object(node)
         except (ValueError, KeyError):  # an explicit tag such as !!int
-            raise ConfigError(
-                f"{key}={node.value} does not fit its tag ({self.place(node)}): drop it."
-            ) from None
+            raise ConfigError(f"{key}={node.value} does not fit its tag ({self.place(node)}): drop it.") from None
 
     def mapping(self, node: yaml.MappingNode, key: str, parents: tuple[yaml.Node, ...]) -> dict[str, Any]:
         values: dict[str, Any] = {}
@@ -179,9 +171,7 @@ class _Reader:
             full = f"{key}.{name}" if key else name
             if name in values:
                 first = self.places[full].rpartition(", ")[2]
-                raise ConfigError(
-                    f"{full} is set twice ({self.place(name_node)}; first on {first}): keep one."
-                )
+                raise ConfigError(f"{full} is set twice ({self.place(name_node)}; first on {first}): keep one.")
             self.places[full] = self.place(name_node)
             values[name] = self.read(child, full, parents)
         return values

@@ -54,9 +54,7 @@ class IndexedDataset:
                 "prefix of a .bin/.idx pair."
             )
         if version != VERSION:
-            raise InputError(
-                f"{self._idx} has version {version}, only version {VERSION} can be read; write it again."
-            )
+            raise InputError(f"{self._idx} has version {version}, only version {VERSION} can be read; write it again.")
         if code not in DTYPES:
             raise InputError(
                 f"{self._idx} has unknown dtype code {code}, known are 1 to {len(DTYPES)}; write it again."
@@ -78,8 +76,7 @@ class IndexedDataset:
         expected = HEADER.size + 12 * count + 8 * num_boundaries
         if index.size < expected:
             raise InputError(
-                f"{self._idx} is truncated: it has {index.size} bytes, its header promises {expected}; write "
-                "it again."
+                f"{self._idx} is truncated: it has {index.size} bytes, its header promises {expected}; write it again."
             )
         extra = index.size - expected
         if extra not in (0, count):
@@ -179,13 +176,10 @@ def _map(path: str) -> np.ndarray:
             return np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), np.uint8)
     except FileNotFoundError:
         raise InputError(
-            f"{path} does not exist: correct the prefix, or write it with "
-            "`python -m megajax.data.preprocess`."
+            f"{path} does not exist: correct the prefix, or write it with `python -m megajax.data.preprocess`."
         ) from None
     except OSError as error:
-        raise InputError(
-            f"{path} cannot be read ({error.strerror}): correct the prefix or its permissions."
-        ) from None
+        raise InputError(f"{path} cannot be read ({error.strerror}): correct the prefix or its permissions.") from None
 
 
 class IndexedWriter:
@@ -251,9 +245,7 @@ class IndexedWriter:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ):
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None):
         try:
             if kind is None:
                 self._finish()

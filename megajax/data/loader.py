@@ -88,9 +88,7 @@ def make_loader(
         if not flags.FLAGS.is_parsed():
             flags.FLAGS.mark_as_parsed()  # grain hands its own flags to the workers and insists on it
         ahead = -(-max(prefetch, 1) // config.data.workers)
-        batches = batches.mp_prefetch(
-            grain.MultiprocessingOptions(config.data.workers, per_worker_buffer_size=ahead)
-        )
+        batches = batches.mp_prefetch(grain.MultiprocessingOptions(config.data.workers, per_worker_buffer_size=ahead))
     return iter(batches)
 
 

@@ -118,9 +118,7 @@ def preprocess(
         for lines, encoded in zip(ranges, _map_in_order(encode, ranges, workers), strict=True):
             if encoded.error:
                 position, problem = encoded.error
-                raise InputError(
-                    f"{lines.path}, line {_line_number(lines.path, position)} {problem}: mend the line."
-                )
+                raise InputError(f"{lines.path}, line {_line_number(lines.path, position)} {problem}: mend the line.")
             writer.add_documents(encoded.tokens, encoded.lengths)
             advance(lines.stop - lines.start)
     return prefix, writer.num_documents, writer.num_tokens
@@ -134,9 +132,7 @@ def _ranges(inputs: Sequence[str]) -> Iterator[Range]:
             with open(path, "rb") as file:
                 size = os.fstat(file.fileno()).st_size
         except OSError as error:
-            raise InputError(
-                f"--input: {path} cannot be read ({error.strerror}); mend its permissions."
-            ) from None
+            raise InputError(f"--input: {path} cannot be read ({error.strerror}); mend its permissions.") from None
         for start in range(0, size, RANGE_BYTES):
             yield Range(path, start, min(start + RANGE_BYTES, size))
 
@@ -214,19 +210,11 @@ def _progress(ranges: Sequence[Range]) -> Iterator[Callable[[int], None]]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line; returns the exit status: 0 done, 2 bad input."""
     parser = argparse.ArgumentParser(prog="python -m megajax.data.preprocess", description=__doc__)
-    parser.add_argument(
-        "--input", nargs="+", required=True, metavar="FILE", help="JSON lines, a document each"
-    )
-    parser.add_argument(
-        "--output-prefix", required=True, metavar="P", help="writes P_text_document.bin and .idx"
-    )
-    parser.add_argument(
-        "--tokenizer", required=True, help="byte, a tokenizer.json, or a SentencePiece .model"
-    )
+    parser.add_argument("--input", nargs="+", required=True, metavar="FILE", help="JSON lines, a document each")
+    parser.add_argument("--output-prefix", required=True, metavar="P", help="writes P_text_document.bin and .idx")
+    parser.add_argument("--tokenizer", required=True, help="byte, a tokenizer.json, or a SentencePiece .model")
     parser.add_argument("--workers", type=int, default=1, metavar="N", help="processes (default: 1)")
-    parser.add_argument(
-        "--append-eod", action="store_true", help="end each document with the end-of-document token"
-    )
+    parser.add_argument("--append-eod", action="store_true", help="end each document with the end-of-document token")
     parser.add_argument("--json-key", default="text", help="the key that holds the text (default: text)")
     options = parser.parse_args(arguments)
     try:

@@ -35,9 +35,7 @@ def load_tokenizer(spec: str) -> Tokenizer:
     kinds = {".json": HuggingFaceTokenizer, ".model": SentencePieceTokenizer}
     path = Path(spec)
     if path.suffix not in kinds:
-        raise InputError(
-            f'{spec} is no tokenizer: use "byte", a tokenizer.json or a SentencePiece .model file.'
-        )
+        raise InputError(f'{spec} is no tokenizer: use "byte", a tokenizer.json or a SentencePiece .model file.')
     if not path.is_file():
         raise InputError(f'{spec} does not exist: correct the path of the tokenizer, or use "byte".')
     return kinds[path.suffix](spec)
@@ -65,14 +63,10 @@ class HuggingFaceTokenizer:
         try:
             self._tokenizer = tokenizers.Tokenizer.from_file(path)
         except Exception as error:  # the library raises plain Exception
-            raise InputError(
-                f"{path} is not a Hugging Face tokenizer ({error}): give a tokenizer.json."
-            ) from None
+            raise InputError(f"{path} is not a Hugging Face tokenizer ({error}): give a tokenizer.json.") from None
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocabulary.values()) + 1
-        self.end_of_document = next(
-            (vocabulary[name] for name in END_OF_DOCUMENT_NAMES if name in vocabulary), None
-        )
+        self.end_of_document = next((vocabulary[name] for name in END_OF_DOCUMENT_NAMES if name in vocabulary), None)
 
     def encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=False).ids
@@ -91,9 +85,7 @@ class SentencePieceTokenizer:
         try:
             self._model.LoadFromFile(path)
         except (OSError, RuntimeError):
-            raise InputError(
-                f"{path} is not a SentencePiece model: give the .model file of its trainer."
-            ) from None
+            raise InputError(f"{path} is not a SentencePiece model: give the .model file of its trainer.") from None
         self.vocab_size = self._model.vocab_size()
         self.end_of_document = self._model.eos_id() if self._model.eos_id() >= 0 else None
 

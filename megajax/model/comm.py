@@ -16,8 +16,8 @@ class SingleDevice:
     share of heads or MLP width; outside it holds its share of the tokens (sequence parallelism).
     """
 
-    def __init__(self, attention: str = "reference"):
-        self.attention = attention
+    def __init__(self, attention: ops.Implementation = "reference"):
+        self.attention: ops.Implementation = attention
         self.tensor_size = 1
 
     def enter(self, x: jax.Array) -> jax.Array:

@@ -6,19 +6,15 @@ describe. State travels as flat dictionaries keyed by the canonical dotted names
 
 import zlib
 from collections.abc import Mapping
-from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 ROLES = ("matrix", "embedding", "norm", "bias")
-Module = TypeVar("Module", bound=nnx.Module)
 
 
-def declare(
-    shape: tuple[int, ...], axes: tuple[str, ...], role: str = "matrix", scale: float = 1.0
-) -> nnx.Param:
+def declare(shape: tuple[int, ...], axes: tuple[str, ...], role: str = "matrix", scale: float = 1.0) -> nnx.Param:
     """A parameter without an array.
 
     `axes` names each dimension for sharding.py's table. `role` says how it starts (matrix and embedding: normal with
@@ -28,7 +24,7 @@ def declare(
     return nnx.Param(jax.ShapeDtypeStruct(shape, jnp.float32), axes=axes, role=role, scale=scale)
 
 
-def stack(block: Module, num_layers: int) -> Module:
+def stack[Module: nnx.Module](block: Module, num_layers: int) -> Module:
     """The same block with every parameter stacked to `[L, ...]`, in place."""
     for parameter in parameters(block).values():
         parameter.set_value(jax.ShapeDtypeStruct((num_layers, *parameter.shape), parameter.dtype))
@@ -40,12 +36,11 @@ def parameters(module: nnx.Module) -> dict[str, nnx.Param]:
     """The module's parameters by canonical dotted name, in the order of its pytree leaves."""
     leaves = jax.tree_util.tree_leaves_with_path(module, is_leaf=lambda node: isinstance(node, nnx.Param))
     return {
-        ".".join(str(getattr(key, "name", getattr(key, "key", key))) for key in path): leaf
-        for path, leaf in leaves
+        ".".join(str(getattr(key, "name", getattr(key, "key", key))) for key in path): leaf for path, leaf in leaves
     }
 
 
-def bind(module: Module, arrays: Mapping[str, jax.Array]) -> Module:
+def bind[Module: nnx.Module](module: Module, arrays: Mapping[str, jax.Array]) -> Module:
     """The module with `arrays` (by name, whatever their shapes) in place of its parameters."""
     return jax.tree.unflatten(jax.tree.structure(module), [arrays[name] for name in parameters(module)])
 

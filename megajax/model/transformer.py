@@ -67,9 +67,7 @@ class Attention(nnx.Module):
         self.value_bias = declare((K, H), ("kv_heads", "head"), "bias") if bias else None
         self.output_bias = declare((D,), ("norm",), "bias") if bias else None
 
-    def __call__(
-        self, x: jax.Array, inputs: BlockInputs, *, comm: SingleDevice, window: int | None, recompute: bool
-    ):
+    def __call__(self, x: jax.Array, inputs: BlockInputs, *, comm: SingleDevice, window: int | None, recompute: bool):
         c, (B, S) = self.config, inputs.positions.shape
         h = comm.enter(normalise(c, x, self.norm[...], _array(self.norm_bias)))
         q = checkpoint_name(_project(h, self.query, self.query_bias), "query")
@@ -85,9 +83,7 @@ class Attention(nnx.Module):
                 scaling = c.rope_scaling.model_dump() if c.rope_scaling else None
                 frequencies = ops.rope_frequencies(c.head_dim, c.rope_theta, c.rope_fraction, scaling)
                 q, k = (ops.apply_rope(a, inputs.positions, frequencies) for a in (q, k))
-            return comm.attend(
-                q, k, v, window=window, segment_ids=inputs.segment_ids, softcap=c.attention_softcap
-            )
+            return comm.attend(q, k, v, window=window, segment_ids=inputs.segment_ids, softcap=c.attention_softcap)
 
         out = checkpoint_name((jax.checkpoint(core) if recompute else core)(q, k, v), "attention")
         y = jnp.einsum("tnh,nhd->td", out.reshape(B * S, *out.shape[2:]), self.output[...])
@@ -128,9 +124,7 @@ class Block(nnx.Module):
         self.attention = Attention(config)
         self.mlp = MLP(config)
 
-    def __call__(
-        self, x, inputs: BlockInputs, layer, state, *, comm, window: int | None, recompute_attention=False
-    ):
+    def __call__(self, x, inputs: BlockInputs, layer, state, *, comm, window: int | None, recompute_attention=False):
         """`x [T / tensor, D]` → (x, new state, metrics).
 
         `layer` is the layer's index (may be traced), `state` what a layer keeps that is not a parameter, `metrics`
@@ -158,10 +152,9 @@ class Embedding(nnx.Module):
     def __init__(self, config: ModelConfig):
         V, D = config.padded_vocab_size, config.hidden_size
         self.tokens = declare((V, D), ("vocab", "embed"), "embedding")
+        length = config.max_positions or 0  # the config fills it in for learned positions
         learned = config.position == "learned"
-        self.positions = (
-            declare((config.max_positions, D), ("positions", "embed"), "embedding") if learned else None
-        )
+        self.positions = declare((length, D), ("positions", "embed"), "embedding") if learned else None
 
 
 class Transformer(nnx.Module):

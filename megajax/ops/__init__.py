@@ -1,6 +1,6 @@
 """Functions on arrays with plain arguments: no config, no collectives, no modules."""
 
-from megajax.ops.attention import attention, choose_attention
+from megajax.ops.attention import Implementation, attention, choose_attention
 from megajax.ops.cross_entropy import chunk_loss_and_grad, cross_entropy_reference
 from megajax.ops.dropout import dropout
 from megajax.ops.mlp import activate, gated
@@ -8,6 +8,7 @@ from megajax.ops.norms import layer_norm, rms_norm
 from megajax.ops.rope import apply_rope, rope_frequencies
 
 __all__ = [
+    "Implementation",
     "activate",
     "apply_rope",
     "attention",

@@ -37,17 +37,13 @@ def attention(
     Raises ValueError for what the implementation cannot do.
     """
     if window is not None and not (causal and window >= 1):
-        raise ValueError(
-            f"window={window}, causal={causal}: a window is a positive number of tokens, causal."
-        )
+        raise ValueError(f"window={window}, causal={causal}: a window is a positive number of tokens, causal.")
     if window is not None and window >= q_bsnh.shape[1]:
         window = None  # every earlier position is inside
     scale = 1.0 / math.sqrt(q_bsnh.shape[-1]) if scale is None else scale
     if implementation == "cudnn":
         if segment_ids is not None:
-            raise ValueError(
-                'implementation="cudnn" takes no segment_ids: use "reference" for packed documents.'
-            )
+            raise ValueError('implementation="cudnn" takes no segment_ids: use "reference" for packed documents.')
         if softcap is not None:
             raise ValueError(f'implementation="cudnn" has no soft-cap, softcap={softcap}: use "reference".')
         return jax.nn.dot_product_attention(
@@ -119,9 +115,7 @@ def choose_attention(
     if requested == "reference":
         return "reference", "kernels.attention=reference"
     widest = _CUDNN_WIDEST_ANYWHERE if requested == "auto" else _CUDNN_WIDEST
-    obstacle = _cudnn_obstacle(
-        platform, jnp.dtype(dtype), head_dim, softcap, segment_ids, sequence_length, widest
-    )
+    obstacle = _cudnn_obstacle(platform, jnp.dtype(dtype), head_dim, softcap, segment_ids, sequence_length, widest)
     if requested == "auto":
         return ("reference", obstacle[0]) if obstacle else ("cudnn", "the fused kernel fits this model")
     if obstacle:

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from megajax import ops
 from megajax.mesh import BATCH_AXES
 from megajax.model.comm import SingleDevice
 
@@ -13,7 +14,7 @@ from megajax.model.comm import SingleDevice
 class MeshComm(SingleDevice):
     """The communication points as collectives; where an axis has size 1, the identity."""
 
-    def __init__(self, sizes: Mapping[str, int], attention: str):
+    def __init__(self, sizes: Mapping[str, int], attention: ops.Implementation):
         super().__init__(attention)
         self.sizes = sizes
         self.tensor_size = sizes["tensor"]

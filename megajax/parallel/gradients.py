@@ -7,6 +7,7 @@ microbatches run one after the other, gradients accumulate in FP32 and are reduc
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -46,7 +47,7 @@ class LocalModel:
         model: Transformer,
         placements: Mapping[str, Placement],
         mesh: Mesh,
-        attention: str,
+        attention: ops.Implementation,
     ):
         sizes, platform = mesh_sizes(mesh), mesh.devices.flat[0].platform
         comm = MeshComm(sizes, attention)
@@ -140,9 +141,7 @@ def gradient_function(local: LocalModel, mesh: Mesh) -> Callable:
             return end_gradients, layer_gradients, {"loss": loss / tokens, "z_loss": z_loss / tokens}
 
         zeros = jax.tree.map(lambda w: jnp.zeros(w.shape, jnp.float32), (ends, layers))
-        end_gradients, layer_gradients, sums = _accumulate(
-            microbatch, *zeros, batch, config.batch.num_microbatches
-        )
+        end_gradients, layer_gradients, sums = _accumulate(microbatch, zeros, batch, config.batch.num_microbatches)
 
         end_gradients = {n: local.exchange.reduce_layer(n, g) for n, g in end_gradients.items()}
         gradients = {n: local.exchange.reduce_once(n, g) for n, g in end_gradients.items()}
@@ -177,15 +176,13 @@ def loss_function(local: LocalModel, mesh: Mesh) -> Callable:
         loss, _ = lax.scan(microbatch, jnp.zeros((), jnp.float32), dict(batch))
         return sum_over_all(loss, local.sizes), local.valid_tokens(batch)
 
-    return jax.shard_map(
-        compute, mesh=mesh, in_specs=(specs, BATCH_SPEC), out_specs=(P(), P()), check_vma=False
-    )
+    return jax.shard_map(compute, mesh=mesh, in_specs=(specs, BATCH_SPEC), out_specs=(P(), P()), check_vma=False)
 
 
-def _accumulate(microbatch: Callable, end_zeros, layer_zeros, batch: Batch, count: int):
+def _accumulate(microbatch: Callable, zeros: tuple[Any, Any], batch: Batch, count: int):
     """Run the microbatches; a single one is no loop and adds to nothing, so its gradients stay values."""
     if count == 1:
-        return microbatch(end_zeros, 0, {name: field[0] for name, field in batch.items()})
+        return microbatch(zeros[0], 0, {name: field[0] for name, field in batch.items()})
 
     def body(carry, loop):
         end_gradients, layer_gradients, sums = carry
@@ -194,5 +191,5 @@ def _accumulate(microbatch: Callable, end_zeros, layer_zeros, batch: Batch, coun
         return (end_gradients, layer_gradients, jax.tree.map(jnp.add, sums, new_sums)), None
 
     zero_sums = {"loss": jnp.zeros((), jnp.float32), "z_loss": jnp.zeros((), jnp.float32)}
-    carry, _ = lax.scan(body, (end_zeros, layer_zeros, zero_sums), (jnp.arange(count), dict(batch)))
+    carry, _ = lax.scan(body, (*zeros, zero_sums), (jnp.arange(count), dict(batch)))
     return carry

@@ -33,9 +33,7 @@ class LossHead:
         self.weight_name = "embedding.tokens" if config.model.tie_embeddings else "head"
         self.names = (self.weight_name, *NORMS[: 1 if config.model.norm == "rmsnorm" else 2])
 
-    def losses(
-        self, weights: Mapping[str, jax.Array], x: jax.Array, targets: jax.Array, mask: jax.Array
-    ) -> jax.Array:
+    def losses(self, weights: Mapping[str, jax.Array], x: jax.Array, targets: jax.Array, mask: jax.Array) -> jax.Array:
         """Summed loss of `x [T / tensor, D]` against targets and mask `[T]`: this device's share."""
 
         def body(loss, chunk):
@@ -58,20 +56,14 @@ class LossHead:
             w = weights[self.weight_name]
             dlogits = (dlogits * scale).astype(h.dtype)
             tied = self.model.tie_embeddings
-            dw = jnp.einsum(
-                "cv,cd->vd" if tied else "cv,cd->dv", dlogits, h, preferred_element_type=jnp.float32
-            )
+            dw = jnp.einsum("cv,cd->vd" if tied else "cv,cd->dv", dlogits, h, preferred_element_type=jnp.float32)
             dh = jnp.einsum("cv,vd->cd" if tied else "cv,dv->cd", dlogits, w)
             dnorms, dx = pull(self.comm.leave(dh))
-            gradients = {
-                name: gradients[name] + {**dnorms, self.weight_name: dw}[name] for name in self.names
-            }
+            gradients = {name: gradients[name] + {**dnorms, self.weight_name: dw}[name] for name in self.names}
             return (gradients, loss + chunk_loss, z_loss + chunk_z), dx
 
         zero = jnp.zeros((), jnp.float32)
-        (gradients, loss, z_loss), dx = lax.scan(
-            body, ({n: accumulated[n] for n in self.names}, zero, zero), chunks
-        )
+        (gradients, loss, z_loss), dx = lax.scan(body, ({n: accumulated[n] for n in self.names}, zero, zero), chunks)
         shares = self.comm.tensor_size
         return loss / shares, z_loss / shares, dx.reshape(x.shape), {**accumulated, **gradients}
 

@@ -43,8 +43,8 @@ def plan_segments(config: Config, platform: str) -> tuple[Segment, ...]:
     """The layer loops that `remat` and `kernels.scan_unroll` ask for.
 
     A body holds whole periods of `model.layer_pattern` and whole remat groups. Unrolled layers keep their residuals as
-    values instead of slices of stacked arrays: faster and smaller on GPUs, but slower to compile; so by default up to 16
-    layers on GPUs, and as few as possible elsewhere.
+    values instead of slices of stacked arrays: faster and smaller on GPUs, but slower to compile; so by default up to
+    16 layers on GPUs, and as few as possible elsewhere.
     """
     L, remat = config.model.num_layers, config.remat
     period = len(layer_windows(config.model))
@@ -98,9 +98,7 @@ class Residuals:
 class LayerStack:
     """All layers of one device's pipeline stage."""
 
-    def __init__(
-        self, config: Config, model: Transformer, comm: MeshComm, exchange: WeightExchange, platform: str
-    ):
+    def __init__(self, config: Config, model: Transformer, comm: MeshComm, exchange: WeightExchange, platform: str):
         self.block = model.blocks["dense"]
         self.comm, self.exchange = comm, exchange
         self.windows = layer_windows(config.model)
@@ -140,9 +138,7 @@ class LayerStack:
                 parts.setdefault(name, []).append(part)
         return {name: part[0] if len(part) == 1 else jnp.concatenate(part) for name, part in parts.items()}
 
-    def forward(
-        self, weights: Sequence[tuple[Unit, ...]], x: jax.Array, inputs: BlockInputs, save: bool = True
-    ):
+    def forward(self, weights: Sequence[tuple[Unit, ...]], x: jax.Array, inputs: BlockInputs, save: bool = True):
         """The residual stream through all layers → (x, residuals for `backward`; None for each unit if not `save`)."""
         residuals = []
         for segment, units in zip(self.segments, weights, strict=True):
@@ -192,16 +188,12 @@ class LayerStack:
     def _unit_backward(self, unit: Unit, saved, dy, inputs, segment: Segment, first, u: int):
         weights = self._gather(unit)
         if segment.policy == "full":
-            x, dy = lax.optimization_barrier(
-                (saved, dy)
-            )  # or the recomputation would be merged with the forward pass
+            x, dy = lax.optimization_barrier((saved, dy))  # or the recomputation would be merged with the forward pass
             _, pull = jax.vjp(self._runner(inputs, segment, first, u), weights, x)
         else:
             pull = saved.pull(weights)
         dweights, dx = pull(dy)
-        reduced = (
-            {n: self.exchange.reduce_layer(PREFIX + n, g) for n, g in layer.items()} for layer in dweights
-        )
+        reduced = ({n: self.exchange.reduce_layer(PREFIX + n, g) for n, g in layer.items()} for layer in dweights)
         return dx, tuple(reduced)
 
     def _runner(self, inputs: BlockInputs, segment: Segment, first, u: int) -> Callable:
@@ -224,9 +216,7 @@ class LayerStack:
         return run
 
     def _gather(self, unit: Unit) -> Unit:
-        return tuple(
-            {n: self.exchange.gather_layer(PREFIX + n, w) for n, w in layer.items()} for layer in unit
-        )
+        return tuple({n: self.exchange.gather_layer(PREFIX + n, w) for n, w in layer.items()} for layer in unit)
 
 
 def _loop(body: Callable, carry, xs, segment: Segment, reverse: bool = False):

@@ -48,7 +48,7 @@ class WeightExchange:
         return w
 
     def reduce_layer(self, name: str, gradient: jax.Array) -> jax.Array:
-        """Gradient of what `gather_layer` gave → gradient of its `fsdp` shard, summed over `fsdp` if sharded over it."""
+        """Gradient of what `gather_layer` gave → gradient of its `fsdp` shard, summed over `fsdp`."""
         placement = self.placements[name]
         if placement.kv_groups > 1:
             dim = _kv_dim(gradient, placement)

@@ -35,9 +35,7 @@ def flops_per_token(config: Config) -> float:
     layer = D * H * (2 * N + 2 * K) + (3 if gated else 2) * D * F
     matmuls = model.num_layers * layer + D * model.padded_vocab_size
     windows = layer_windows(model)
-    attention = sum(
-        _attended(config.batch.sequence_length, windows[i % len(windows)]) for i in range(model.num_layers)
-    )
+    attention = sum(_attended(config.batch.sequence_length, windows[i % len(windows)]) for i in range(model.num_layers))
     return 6 * matmuls + 12 * attention * N * H
 
 
@@ -63,9 +61,7 @@ class MemoryEstimate:
         return self.parameters + self.optimizer + self.gradients + self.weights + self.activations
 
 
-def estimate_memory(
-    config: Config, placements: Mapping[str, Placement], sizes: Mapping[str, int]
-) -> MemoryEstimate:
+def estimate_memory(config: Config, placements: Mapping[str, Placement], sizes: Mapping[str, int]) -> MemoryEstimate:
     """Bytes a device; activations by what the remat policy saves of a block, transients left out."""
     stored = gathered = 0
     compute = 4 if config.precision.compute == "float32" else 2
@@ -86,14 +82,10 @@ def _saved_activations(config: Config, sizes: Mapping[str, int], compute: int) -
     tokens = batch.global_size * batch.sequence_length / batch.num_microbatches / shards
     tensor = sizes["tensor"]
     D = model.hidden_size
-    heads = (
-        model.head_dim * (2 * model.num_heads + 2 * max(model.num_kv_heads, tensor)) / tensor
-    )  # q, k, v, output
+    heads = model.head_dim * (2 * model.num_heads + 2 * max(model.num_kv_heads, tensor)) / tensor  # q, k, v, output
     mlp = model.ffn_hidden_size * (2 if model.activation in ("swiglu", "geglu") else 1) / tensor
     matmuls = heads + mlp + 2 * D / tensor  # and the two projections into the residual stream
-    everything = (
-        matmuls + 2 * D + 2 * D / tensor + model.ffn_hidden_size / tensor
-    )  # norms' results, inputs, activation
+    everything = matmuls + 2 * D + 2 * D / tensor + model.ffn_hidden_size / tensor  # norms' results, inputs, activation
     per_layer = {
         "none": everything,
         "selective": everything,

@@ -1,6 +1,7 @@
 """Rows that a process reads, and how they become global arrays."""
 
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import jax
 import numpy as np
@@ -30,11 +31,14 @@ def to_global(fields: Mapping[str, np.ndarray], sharding: NamedSharding, shape: 
 
     def field(name: str) -> jax.Array:
         local = fields[name].reshape(M, len(held), S).astype(BATCH_DTYPES[name])
-        return jax.make_array_from_callback(
-            shape, sharding, lambda index: local[:, place[index[1]], index[2]]
-        )
+        return jax.make_array_from_callback(shape, sharding, lambda index: _part(local, place, index))
 
     return {name: field(name) for name in BATCH_DTYPES}
+
+
+def _part(local: np.ndarray, place: np.ndarray, index: Any) -> np.ndarray:
+    """One device's part of a field, `[M, B, S]` by slices of the global shape."""
+    return local[:, place[index[1]], index[2]]
 
 
 def batches(
@@ -43,8 +47,6 @@ def batches(
     """Endless global batches of a split from `start_step` on, on the devices."""
     shape, sharding = program.batch_shape, program.batch_sharding
     rows = rows_of_process(sharding, shape)
-    fields = loader.make_loader(
-        program.config, split=split, rows=rows, start_step=start_step, samples=samples
-    )
+    fields = loader.make_loader(program.config, split=split, rows=rows, start_step=start_step, samples=samples)
     for local in fields:
         yield to_global(local, sharding, shape)

@@ -33,9 +33,7 @@ class Trainer:
     Resumes from the newest checkpoint of `run.dir` if there is one.
     """
 
-    def __init__(
-        self, config: Config, devices: list[jax.Device] | None = None, flags: list[str] | None = None
-    ):
+    def __init__(self, config: Config, devices: list[Any] | None = None, flags: list[str] | None = None):
         sizes = check_mesh(config, len(jax.devices() if devices is None else devices))
         self.config, self.flags = config, flags or []
         self.data = datasets(config)
@@ -136,9 +134,7 @@ class Trainer:
                 meter.restart()
             if stopping and not last:
                 self.checkpoints.wait()
-                self.progress.print(
-                    f"stopped on request at step {self.step}, saved; start the same command to go on"
-                )
+                self.progress.print(f"stopped on request at step {self.step}, saved; start the same command to go on")
                 return STOPPED
         return DONE
 
@@ -185,9 +181,7 @@ class Meter:
         self.trainer = trainer
         self.step_tokens = config.batch.global_size * config.batch.sequence_length
         self.flops_per_token = flops_per_token(config)
-        self.peak = next(
-            (f for kind, f in PEAK_BF16_FLOPS.items() if kind in self.devices.flat[0].device_kind), None
-        )
+        self.peak = next((f for kind, f in PEAK_BF16_FLOPS.items() if kind in self.devices.flat[0].device_kind), None)
         self.restart()
 
     def restart(self) -> None:
@@ -221,9 +215,7 @@ class StopSignals:
 
     def __enter__(self) -> "StopSignals":
         self._before = {}
-        with contextlib.suppress(
-            ValueError
-        ):  # signals belong to the main thread; a notebook may run in another
+        with contextlib.suppress(ValueError):  # signals belong to the main thread; a notebook may run in another
             self._before = {s: signal.signal(s, self._ask) for s in self.SIGNALS}
         return self
 

@@ -9,7 +9,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from megajax.checkpoint import Checkpoints, restore_parameters
-from megajax.checkpoint.manager import compare_descriptions
+from megajax.checkpoint.manager import compare_descriptions, describe_model
 from megajax.mesh import mesh_sizes
 from megajax.sharding import STORAGE_AXES, Placement, pad_to_storage, strip_padding
 from megajax.training.step import TrainProgram, TrainState
@@ -25,23 +25,14 @@ class StateSaver:
     def description(self, step: int) -> dict[str, Any]:
         """What a checkpoint says of itself; `model` and `optimizer` must fit the run that restores it."""
         config = self.program.config
-        shape = config.model.model_dump(mode="json")
         return {
             "format": 1,
             "step": step,
             "samples_consumed": step * config.batch.global_size,
             "run": {"seed": config.run.seed},  # another seed is another data order
-            # Rates of training, not properties of the weights, may change from run to run.
-            "model": {
-                k: v
-                for k, v in shape.items()
-                if k not in ("dropout", "init_std", "depth_scaled_init", "z_loss")
-            },
+            "model": describe_model(config.model),
             "optimizer": {"kind": config.optimizer.kind},
-            "batch": {
-                "global_size": config.batch.global_size,
-                "sequence_length": config.batch.sequence_length,
-            },
+            "batch": {"global_size": config.batch.global_size, "sequence_length": config.batch.sequence_length},
         }
 
     def save(self, checkpoints: Checkpoints, step: int, state: TrainState) -> None:
@@ -58,8 +49,8 @@ class StateSaver:
 
     def restore_weights(self, path: str, state: TrainState) -> TrainState:
         """`state` with the parameters of another run's checkpoint."""
-        abstract = self._canonical_abstract().params
-        weights = restore_parameters(path, abstract, self.description(0))
+        abstract: Any = self._canonical_abstract().params
+        weights = restore_parameters(path, abstract, self.program.config.model, "checkpoint.init_from")
         placements = self.program.placements
         pad = jax.jit(
             lambda params: {name: pad_to_storage(w, placements[name]) for name, w in params.items()},
@@ -74,9 +65,7 @@ class StateSaver:
         mesh = self.program.mesh
         return self._each(
             self.program.abstract_state,
-            lambda s, p: jax.ShapeDtypeStruct(
-                p.shape, s.dtype, sharding=NamedSharding(mesh, _unpadded_spec(p, mesh))
-            ),
+            lambda s, p: jax.ShapeDtypeStruct(p.shape, s.dtype, sharding=NamedSharding(mesh, _unpadded_spec(p, mesh))),
         )
 
     def _to_canonical(self, state: TrainState) -> TrainState:
@@ -88,9 +77,7 @@ class StateSaver:
     def _to_stored(self, state: TrainState) -> TrainState:
         if not self.padded:
             return state
-        return jax.jit(lambda s: self._each(s, pad_to_storage), out_shardings=self.program.state_shardings)(
-            state
-        )
+        return jax.jit(lambda s: self._each(s, pad_to_storage), out_shardings=self.program.state_shardings)(state)
 
     def _each(self, state: TrainState, change: Callable) -> TrainState:
         """`change(leaf, placement)` for each parameter and moment; other leaves as they are."""

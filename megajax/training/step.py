@@ -53,7 +53,7 @@ class TrainProgram:
     model: Transformer
     placements: dict[str, Placement]
     optimizer: optax.GradientTransformation
-    attention: str  # the kernel chosen, and why
+    attention: ops.Implementation  # the kernel chosen, and why
     attention_reason: str
 
     @classmethod
@@ -190,6 +190,4 @@ def _update_loss_scale(state: TrainState, finite: jax.Array) -> TrainState:
     age = jnp.where(finite, state.scale_age + 1, 0)
     grow = age >= LOSS_SCALE_GROWTH_STEPS
     factor = jnp.where(finite, jnp.where(grow, 2.0, 1.0), 0.5)
-    return replace(
-        state, loss_scale=jnp.maximum(state.loss_scale * factor, 1.0), scale_age=jnp.where(grow, 0, age)
-    )
+    return replace(state, loss_scale=jnp.maximum(state.loss_scale * factor, 1.0), scale_age=jnp.where(grow, 0, age))

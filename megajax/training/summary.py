@@ -16,9 +16,7 @@ def summary(program: TrainProgram, flags: list[str]) -> str:
     memory = estimate_memory(config, program.placements, sizes)
     device = program.mesh.devices.flat[0]
     batch, local = config.batch, program.local
-    sequences = (
-        batch.global_size // batch.num_microbatches // (sizes["data"] * sizes["fsdp"] * sizes["expert"])
-    )
+    sequences = batch.global_size // batch.num_microbatches // (sizes["data"] * sizes["fsdp"] * sizes["expert"])
     tokens = sequences * batch.sequence_length // sizes["context"]
     loops = ", ".join(f"{s.loops} × {s.unroll} layers ({s.policy})" for s in local.layers.segments)
     replicated = [n for n, p in program.placements.items() if p.kv_groups > 1]
