@@ -1,0 +1,89 @@
+"""The model against transformers: logits, loss and gradients of tiny random models, stored with the script that made
+them (tests/data_files/make_transformers_references.py)."""
+
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from megajax.config import Config
+from megajax.mesh import AXES, build_mesh
+from megajax.model import Transformer, bind, parameters
+from megajax.sharding import pad_to_storage, strip_padding
+from megajax.training.batches import to_global
+from megajax.training.step import TrainProgram
+
+FILES = sorted((Path(__file__).parents[1] / "data_files").glob("tiny_*.npz"))
+TOLERANCE = 1e-5
+
+
+def load(path):
+    stored = np.load(path)
+    tokens = stored["tokens"]
+    config = Config.model_validate(
+        {
+            "model": json.loads(str(stored["model"])) | {"vocab_multiple": 128},
+            "batch": {"global_size": len(tokens), "sequence_length": tokens.shape[1] - 1},
+            "precision": {"compute": "float32"},
+            "data": {"kind": "synthetic"},
+        }
+    )
+    weights = {}
+    for name, parameter in parameters(Transformer(config.model)).items():
+        # The stored vocabulary is not padded; the padding is filled with what must never be seen.
+        widths = [(0, ours - theirs) for ours, theirs in zip(parameter.shape, stored[name].shape, strict=True)]
+        weights[name] = np.pad(stored[name], widths, constant_values=3.0)
+    return stored, config, weights
+
+
+def relative(ours, theirs):
+    return np.linalg.norm(np.asarray(ours, np.float64) - theirs) / np.linalg.norm(theirs)
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_logits_are_those_of_transformers(path):
+    stored, config, weights = load(path)
+    model = bind(Transformer(config.model), {name: jnp.asarray(w) for name, w in weights.items()})
+    assert relative(jax.jit(lambda m, t: m(t))(model, stored["tokens"]), stored["logits"]) < TOLERANCE
+
+
+@pytest.mark.parametrize("on_mesh", [False, True], ids=["one_device", "mesh"])
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_the_step_has_the_loss_and_gradients_of_transformers(path, on_mesh):
+    from megajax.parallel.gradients import gradient_function
+
+    stored, config, weights = load(path)
+    sizes = dict.fromkeys(AXES, 1)
+    if on_mesh:  # two rows; three heads are not divided
+        sizes |= {"fsdp": 2, "tensor": 2 if config.model.num_kv_heads % 2 == 0 else 1}
+    mesh = build_mesh(sizes, jax.devices()[: np.prod(list(sizes.values()))])
+    program = TrainProgram.build(config, mesh)
+    params = {
+        name: jax.device_put(
+            pad_to_storage(jnp.asarray(w), program.placements[name]), program.state_shardings.params[name]
+        )
+        for name, w in weights.items()
+    }
+    tokens = stored["tokens"]
+    rows, length = len(tokens), tokens.shape[1] - 1
+    fields = {
+        "tokens": tokens[:, :-1],
+        "targets": tokens[:, 1:],
+        "loss_mask": np.ones((rows, length)),
+        "positions": np.broadcast_to(np.arange(length), (rows, length)),
+        "segment_ids": np.zeros((rows, length)),
+    }
+    batch = to_global(fields, program.batch_sharding, program.batch_shape)
+    sums, gradients, _ = jax.jit(gradient_function(program.local, mesh))(params, batch, jnp.int32(0), jnp.float32(1))
+    assert abs(float(sums["loss"]) - stored["loss"]) / stored["loss"] < TOLERANCE
+    checked = [key.removeprefix("gradient:") for key in stored.files if key.startswith("gradient:")]
+    assert checked
+    for name in checked:
+        ours = np.asarray(strip_padding(gradients[name], program.placements[name]))
+        theirs = stored[f"gradient:{name}"]
+        ours = ours[tuple(slice(size) for size in theirs.shape)]  # without the padded vocabulary
+        assert relative(ours, theirs) < 10 * TOLERANCE, name
