@@ -57,8 +57,6 @@ def prepare_environment(config: Config) -> list[str]:
                 stacklevel=2,
             )
         return []
-    if config.run.deterministic:
-        autotune_directory(config).mkdir(parents=True, exist_ok=True)
     os.environ["XLA_FLAGS"] = " ".join([given, *flags]).strip()
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", MEMORY_FRACTION)
     return flags

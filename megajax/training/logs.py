@@ -4,11 +4,13 @@ import json
 import os
 import sys
 from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from megajax.config import Config
 from megajax.errors import ConfigError, InputError
+from megajax.runtime import autotune_directory
 
 
 class MetricsLog:
@@ -70,11 +72,22 @@ def drop_lines_after(path: Path, step: int) -> None:
     temporary.replace(path)
 
 
+def check_sinks(config: Config) -> None:
+    """Raise ConfigError if a sink is asked for whose package is not installed."""
+    if config.logging.wandb and find_spec("wandb") is None:
+        raise ConfigError(
+            f"logging.wandb=true ({config.where('logging.wandb')}), but wandb is not installed: "
+            "pip install 'megajax[wandb]', or set logging.wandb=false."
+        )
+
+
 def make_run_dir(config: Config) -> Path:
     """The run directory, made if need be. Raises InputError if it can't be written."""
     run_dir = Path(config.run.dir)
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
+        if config.run.deterministic:
+            autotune_directory(config).mkdir(exist_ok=True)  # XLA makes no directories
         probe = run_dir / f".write-test-{os.getpid()}"
         probe.touch()
         probe.unlink()
@@ -133,7 +146,7 @@ class Progress:
     def print(self, text: str) -> None:
         """A line above the bar."""
         if self._bar:
-            self._bar.console.print(text, highlight=False)
+            self._bar.console.print(text, highlight=False, markup=False)
         else:
             say(text)
 
@@ -143,13 +156,8 @@ class Progress:
 
 
 def _start_wandb(config: Config):
-    try:
-        import wandb  # type: ignore[import-not-found]
-    except ImportError:
-        raise ConfigError(
-            f"logging.wandb=true ({config.where('logging.wandb')}), but wandb is not installed: "
-            "pip install 'megajax[wandb]', or set logging.wandb=false."
-        ) from None
+    import wandb  # type: ignore[import-not-found]
+
     return wandb.init(
         project=config.logging.wandb_project,
         name=config.run.name,

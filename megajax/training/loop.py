@@ -5,6 +5,7 @@ import resource
 import signal
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -36,9 +37,10 @@ class Trainer:
     def __init__(self, config: Config, devices: list[Any] | None = None, flags: list[str] | None = None):
         sizes = check_mesh(config, len(jax.devices() if devices is None else devices))
         self.config, self.flags = config, flags or []
+        logs.check_sinks(config)
         self.data = datasets(config)
-        self.run_dir = logs.make_run_dir(config)
         self.program = TrainProgram.build(config, build_mesh(sizes, devices))
+        self.run_dir = logs.make_run_dir(config)
         self.checkpoints = Checkpoints(self.run_dir, config.checkpoint.keep, config.checkpoint.keep_every)
         self.saver = StateSaver(self.program)
         self.step, self.state = self._first_state()
@@ -54,10 +56,10 @@ class Trainer:
         latest = self.checkpoints.latest_step
         if latest is not None:
             return latest, self.saver.restore(self.checkpoints, latest)
+        path = self.config.checkpoint.init_from
+        weights = None if path is None else self.saver.restore_weights(path)
         state = self.program.init_state()
-        if self.config.checkpoint.init_from is not None:
-            state = self.saver.restore_weights(self.config.checkpoint.init_from, state)
-        return 0, state
+        return 0, state if weights is None else replace(state, params=weights)
 
     def next_batch(self) -> dict[str, jax.Array]:
         """The batch of the next step; the position in the data follows from the step alone."""

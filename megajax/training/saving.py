@@ -1,7 +1,6 @@
 """The train state's canonical form, and its way into and out of checkpoints."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import jax
@@ -47,8 +46,8 @@ class StateSaver:
         tree = checkpoints.restore(step, _as_tree(self._canonical_abstract()))
         return self._to_stored(TrainState(**tree))
 
-    def restore_weights(self, path: str, state: TrainState) -> TrainState:
-        """`state` with the parameters of another run's checkpoint."""
+    def restore_weights(self, path: str) -> dict[str, jax.Array]:
+        """The stored parameters of another run's checkpoint."""
         abstract: Any = self._canonical_abstract().params
         weights = restore_parameters(path, abstract, self.program.config.model, "checkpoint.init_from")
         placements = self.program.placements
@@ -56,7 +55,7 @@ class StateSaver:
             lambda params: {name: pad_to_storage(w, placements[name]) for name, w in params.items()},
             out_shardings=self.program.state_shardings.params,
         )
-        return replace(state, params=pad(weights))
+        return pad(weights)
 
     def _canonical_abstract(self) -> TrainState:
         """Shapes of the canonical state; what the mesh does not divide lies unsharded."""

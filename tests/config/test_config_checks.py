@@ -57,9 +57,7 @@ REFUSED = {
     "kernels.scan_unroll=5": (
         "kernels.scan_unroll=5 does not divide model.num_layers=12 (@): use 1, 2, 3, 4, 6 or 12."
     ),
-    "batch.num_microbatches=3": (
-        "batch.num_microbatches=3 does not divide batch.global_size=8 (@): use 1, 2, 4 or 8."
-    ),
+    "batch.num_microbatches=3": ("batch.num_microbatches=3 does not divide batch.global_size=8 (@): use 1, 2, 4 or 8."),
     "model.max_positions=16 model.position=learned": (
         "batch.sequence_length=32 is longer than model.max_positions=16 (x.yaml, line 6):"
         " use 16 or less, or a longer table."
@@ -77,8 +75,7 @@ REFUSED = {
         "remat.group=3 does not divide the 4 layers that are recomputed (@): use 1, 2 or 4."
     ),
     "kernels.attention=cudnn model.attention_softcap=50": (
-        "kernels.attention=cudnn cannot run with model.attention_softcap=50.0 (@): use"
-        " kernels.attention=auto."
+        "kernels.attention=cudnn cannot run with model.attention_softcap=50.0 (@): use kernels.attention=auto."
     ),
     "kernels.attention=cudnn precision.compute=float32": (
         "kernels.attention=cudnn cannot run with precision.compute=float32 (@): use kernels.attention=auto."
@@ -167,15 +164,12 @@ def test_evaluation_without_data_to_evaluate_is_warned_about():
     with pytest.warns(UserWarning) as caught:
         load_config("x.yaml", ["data.kind=indexed", "data.train=a", "run.eval_interval=5"])
     assert [str(item.message) for item in caught] == [
-        "run.eval_interval=5 has no effect with data.valid=null (the command line:"
-        " run.eval_interval=5): remove it."
+        "run.eval_interval=5 has no effect with data.valid=null (the command line: run.eval_interval=5): remove it."
     ]
 
 
 def test_a_printed_config_warns_no_more_than_the_original():
-    config = load_config(
-        "x.yaml", ["schedule.decay_steps=1000", "model.position=learned", "optimizer.kind=sgd"]
-    )
+    config = load_config("x.yaml", ["schedule.decay_steps=1000", "model.position=learned", "optimizer.kind=sgd"])
     Path("printed.yaml").write_text(config.to_yaml())
     with warnings.catch_warnings():
         warnings.simplefilter("error")

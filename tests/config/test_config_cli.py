@@ -30,9 +30,7 @@ def parse(*argv: str) -> Config:
 
 
 def test_config_and_overrides_give_a_config():
-    assert parse("x.yaml", "run.steps=5", "mesh.fsdp=-1") == load_config(
-        "x.yaml", ["run.steps=5", "mesh.fsdp=-1"]
-    )
+    assert parse("x.yaml", "run.steps=5", "mesh.fsdp=-1") == load_config("x.yaml", ["run.steps=5", "mesh.fsdp=-1"])
 
 
 @pytest.mark.smoke
@@ -60,9 +58,7 @@ ERRORS = {
     "": f"no config is given (the command line): write {USAGE}.",
     "x.yaml --steps": f"unrecognized arguments: --steps (the command line): write {USAGE}.",
     "x.yaml run.steps": "run.steps is not an override (the command line): write section.key=value.",
-    "x.yaml run.step=5": (
-        "run.step is not a config key (the command line: run.step=5): did you mean run.steps?"
-    ),
+    "x.yaml run.step=5": ("run.step is not a config key (the command line: run.step=5): did you mean run.steps?"),
     "run.steps=5 x.yaml": "config file run.steps=5 does not exist: give the path of a YAML file.",
 }
 

@@ -35,13 +35,9 @@ def message(path: str, *overrides: str) -> str:
 OVERRIDES = {
     "model.num_head=4": "model.num_head is not a config key (@): did you mean model.num_heads?",
     "steps=3": "steps is not a config key (@): did you mean run.steps?",
-    "model.learning_rate=1": (
-        "model.learning_rate is not a config key (@): did you mean schedule.learning_rate?"
-    ),
+    "model.learning_rate=1": ("model.learning_rate is not a config key (@): did you mean schedule.learning_rate?"),
     "modle.num_layers=3": "modle is not a config key (@): did you mean model?",
-    "mesh.warp=3": (
-        "mesh.warp is not a config key (@): mesh has pipeline, data, fsdp, expert, context and tensor."
-    ),
+    "mesh.warp=3": ("mesh.warp is not a config key (@): mesh has pipeline, data, fsdp, expert, context and tensor."),
     "zzz=3": (
         "zzz is not a config key (@): the sections are run, model, mesh, precision, batch,"
         " optimizer, schedule,"
@@ -50,27 +46,17 @@ OVERRIDES = {
     "model.rope_scaling={factr: 8}": (
         "model.rope_scaling.factr is not a config key (@): did you mean model.rope_scaling.factor?"
     ),
-    "data.train=[{prefx: a}]": (
-        "data.train.0.prefx is not a config key (@): did you mean data.train.N.prefix?"
-    ),
-    "model.num_layers='3'": (
-        "model.num_layers='3' is not a whole number (@): write one such as 4, without quotes."
-    ),
+    "data.train=[{prefx: a}]": ("data.train.0.prefx is not a config key (@): did you mean data.train.N.prefix?"),
+    "model.num_layers='3'": ("model.num_layers='3' is not a whole number (@): write one such as 4, without quotes."),
     "run.steps=1e6": "run.steps=1000000.0 is not a whole number (@): write one such as 4, without quotes.",
     "run.steps=true": "run.steps=true is not a whole number (@): write one such as 4, without quotes.",
-    "model.num_layers=null": (
-        "model.num_layers=null is not a whole number (@): write one such as 4, without quotes."
-    ),
-    "model.init_std='0.1'": (
-        "model.init_std='0.1' is not a number (@): write one such as 0.1, without quotes."
-    ),
+    "model.num_layers=null": ("model.num_layers=null is not a whole number (@): write one such as 4, without quotes."),
+    "model.init_std='0.1'": ("model.init_std='0.1' is not a number (@): write one such as 0.1, without quotes."),
     "optimizer.epsilon=.inf": "optimizer.epsilon=.inf is not a finite number (@): write one such as 0.1.",
     "logging.wandb=yes": "logging.wandb=yes is not true or false (@): write true or false.",
     "run.name=3": "run.name=3 is not text (@): put it in quotes.",
     "run.name=''": "run.name='' is empty (@): write a name.",
-    "model.layer_pattern=local": (
-        "model.layer_pattern=local is not a list (@): write it in brackets, with commas."
-    ),
+    "model.layer_pattern=local": ("model.layer_pattern=local is not a list (@): write it in brackets, with commas."),
     "model.layer_pattern=[]": "model.layer_pattern=[] is empty (@): give at least one entry.",
     "model.layer_pattern=[all]": "model.layer_pattern.0=all is not a choice (@): use global or local.",
     "model.norm=batch": "model.norm=batch is not a choice (@): use rmsnorm or layernorm.",
@@ -82,8 +68,7 @@ OVERRIDES = {
         "mesh.data=0 is not a mesh size (@): use 1 or more, or -1 on one axis to take all remaining devices."
     ),
     "data.split=969,30": (
-        "data.split=969,30 is not a split (@): write the weights of train, valid and test,"
-        " such as '969,30,1'."
+        "data.split=969,30 is not a split (@): write the weights of train, valid and test, such as '969,30,1'."
     ),
     "data.train=3": "data.train=3 names no data (@): write a path prefix, or a list of prefix and weight.",
     "model=3": "model=3 is not a mapping (@): write its keys indented below it.",
@@ -106,10 +91,7 @@ def test_a_malformed_override_says_what_one_looks_like(override: str):
 
 
 def test_an_override_that_is_not_yaml_says_so():
-    expected = (
-        "not valid YAML (the command line: model.layer_pattern=[a): expected ',' or ']', but"
-        " got '<stream end>'."
-    )
+    expected = "not valid YAML (the command line: model.layer_pattern=[a): expected ',' or ']', but got '<stream end>'."
     assert message("good.yaml", "model.layer_pattern=[a") == expected
 
 
@@ -118,22 +100,15 @@ FILES = {
         "model.num_head is not a config key (bad.yaml, line 3): did you mean model.num_heads?"
     ),
     "# nothing\n": "model.num_layers is not set (bad.yaml): add it (number of blocks (attention and MLP)).",
-    MODEL: (
-        "batch.global_size is not set (bad.yaml): add it (sequences a step, over all devices"
-        " and microbatches)."
-    ),
+    MODEL: ("batch.global_size is not set (bad.yaml): add it (sequences a step, over all devices and microbatches)."),
     MODEL + BATCH + "run:\n  steps: 1\n  seed: 2\n  steps: 3\n": (
         "run.steps is set twice (bad.yaml, line 10; first on line 8): keep one."
     ),
-    MODEL + "run: {steps: 1}\nrun: {seed: 1}\n": (
-        "run is set twice (bad.yaml, line 7; first on line 6): keep one."
-    ),
+    MODEL + "run: {steps: 1}\nrun: {seed: 1}\n": ("run is set twice (bad.yaml, line 7; first on line 6): keep one."),
     "data:\n  train:\n  - {prefix: a, weight: 1, weight: 2}\n": (
         "data.train.0.weight is set twice (bad.yaml, line 3; first on line 3): keep one."
     ),
-    "model:\n  num_layers: 4: 5\n": (
-        "not valid YAML (bad.yaml, line 2): mapping values are not allowed here."
-    ),
+    "model:\n  num_layers: 4: 5\n": ("not valid YAML (bad.yaml, line 2): mapping values are not allowed here."),
     "run:\n  seed: !!python/name:os.system x\n": (
         "not valid YAML (bad.yaml, line 2): could not determine a constructor for the tag"
         " 'tag:yaml.org,2002:python/name:os.system'."

@@ -138,9 +138,7 @@ def test_derived_defaults_are_filled_in():
 
 def test_null_restores_a_derived_default_that_an_include_set():
     write("part.yaml", MINIMAL + "run: {dir: elsewhere}\nschedule: {decay_steps: 5}\n")
-    config = load_config(
-        "part.yaml", ["run.dir=null", "schedule.decay_steps=null", "model.ffn_hidden_size=null"]
-    )
+    config = load_config("part.yaml", ["run.dir=null", "schedule.decay_steps=null", "model.ffn_hidden_size=null"])
     assert (config.run.dir, config.schedule.decay_steps) == ("runs/run", 1000)
 
 

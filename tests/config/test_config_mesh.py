@@ -122,8 +122,7 @@ REFUSED_BEFORE_DEVICES_ARE_KNOWN = {
         "mesh.tensor=8 does not divide model.ffn_hidden_size=100 (@): use 1, 2 or 4."
     ),
     "mesh.tensor=4 model.num_heads=12 model.num_kv_heads=6 model.head_dim=8": (
-        "mesh.tensor=4 neither divides model.num_kv_heads=6 nor is a multiple of it (@): use"
-        " 1, 2, 3, 6 or 12."
+        "mesh.tensor=4 neither divides model.num_kv_heads=6 nor is a multiple of it (@): use 1, 2, 3, 6 or 12."
     ),
     # 1000 padded to a multiple of 9 is 1008 = 16 * 63, to one of 1 stays 1000 = 8 * 125
     "mesh.tensor=32 model.num_heads=32 model.vocab_multiple=9": (

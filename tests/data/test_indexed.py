@@ -126,9 +126,7 @@ def test_threads_and_unpickled_copies_read_the_same(put):
     dataset = IndexedDataset(put(hand_made_index()))
     copy = pickle.loads(pickle.dumps(dataset))
     with ThreadPoolExecutor(8) as pool:
-        read = list(
-            pool.map(lambda d: (dataset.document(d % 4).tolist(), copy.document(d % 4).tolist()), range(400))
-        )
+        read = list(pool.map(lambda d: (dataset.document(d % 4).tolist(), copy.document(d % 4).tolist()), range(400)))
     assert read == [(DOCUMENTS[d % 4],) * 2 for d in range(400)]
 
 
@@ -170,8 +168,7 @@ FAULTS = {
     "too long": (
         hand_made_index() + b"\0",
         HAND_MADE_BIN,
-        "{p}.idx has 1 bytes after its tables, only 3 (a mode for each sequence) or none fit; write it "
-        "again.",
+        "{p}.idx has 1 bytes after its tables, only 3 (a mode for each sequence) or none fit; write it again.",
     ),
     "magic": (
         hand_made_index(magic=b"TNTIDX\0\0\0"),
@@ -209,20 +206,17 @@ FAULTS = {
     "offsets": (
         hand_made_index(offsets=(0, 4, 8)),
         HAND_MADE_BIN,
-        "{p}.idx has inconsistent sequences: sequence 1 of length 1 starts at byte 4 instead of 6; write it "
-        "again.",
+        "{p}.idx has inconsistent sequences: sequence 1 of length 1 starts at byte 4 instead of 6; write it again.",
     ),
     "negative length": (
         hand_made_index(lengths=(9, -1), boundaries=(0, 2), offsets=(0, 18)),
         HAND_MADE_BIN,
-        "{p}.idx has inconsistent sequences: sequence 1 of length -1 starts at byte 18 instead of 18; write "
-        "it again.",
+        "{p}.idx has inconsistent sequences: sequence 1 of length -1 starts at byte 18 instead of 18; write it again.",
     ),
     "last boundary": (
         hand_made_index(boundaries=(0, 1, 2)),
         HAND_MADE_BIN,
-        "{p}.idx has inconsistent document boundaries: first and last are [0, 2], not [0, 3]; write it "
-        "again.",
+        "{p}.idx has inconsistent document boundaries: first and last are [0, 2], not [0, 3]; write it again.",
     ),
     "no boundary": (
         hand_made_index(boundaries=()),
@@ -269,7 +263,4 @@ def test_an_unwritable_place_is_refused(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(InputError) as caught:
         IndexedWriter(tmp_path / "file" / "w", np.uint16)
-    assert (
-        str(caught.value)
-        == f"{tmp_path}/file/w.bin cannot be written (File exists): choose another output prefix."
-    )
+    assert str(caught.value) == f"{tmp_path}/file/w.bin cannot be written (File exists): choose another output prefix."

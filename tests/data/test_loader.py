@@ -153,9 +153,7 @@ def test_a_vocabulary_larger_than_the_models_is_refused(make_config, write_docum
 
 def test_a_missing_tokenizer_is_named_with_its_key(make_config, write_documents):
     assert sentence_of(make_config(train=write_documents(DOCUMENTS), tokenizer="no.json")) == (
-        "data.tokenizer (run.yaml, line 14): no.json does not exist: correct the path of the tokenizer, or "
-        "use "
-        '"byte".'
+        'data.tokenizer (run.yaml, line 14): no.json does not exist: correct the path of the tokenizer, or use "byte".'
     )
 
 

@@ -40,9 +40,7 @@ def test_documents_are_the_encoded_lines_in_order(tmp_path, capsys):
 
 def test_append_eod_ends_every_document_with_text(tmp_path):
     source = write_lines(tmp_path / "a.jsonl", TEXTS, key="content")
-    prefix, documents, tokens = preprocess(
-        [source], str(tmp_path / "p"), "byte", append_eod=True, json_key="content"
-    )
+    prefix, documents, tokens = preprocess([source], str(tmp_path / "p"), "byte", append_eod=True, json_key="content")
     assert prefix == f"{tmp_path}/p_content_document"
     assert read(prefix) == [[*text.encode(), 256] if text else [] for text in TEXTS]
     assert (documents, tokens) == (6, sum(len(text.encode()) + 1 for text in TEXTS if text))
@@ -60,9 +58,7 @@ def test_documents_do_not_depend_on_where_the_input_is_cut(tmp_path, monkeypatch
 
 def test_one_and_two_workers_write_identical_bytes(tmp_path):
     generator = np.random.default_rng(0)
-    texts = [
-        "".join(map(chr, generator.integers(32, 1000, size))) for size in generator.integers(0, 4000, 600)
-    ]
+    texts = ["".join(map(chr, generator.integers(32, 1000, size))) for size in generator.integers(0, 4000, 600)]
     source = write_lines(tmp_path / "a.jsonl", texts)
     assert Path(source).stat().st_size > 3 * preprocess_module.RANGE_BYTES
     for workers in ("1", "2"):

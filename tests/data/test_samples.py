@@ -30,18 +30,12 @@ def naive_samples(documents, length, seed, epochs, shuffled):
     stream, orders = [], []
     for epoch in range(epochs + 1 + length // num_tokens + 1):
         generator = np.random.Generator(np.random.PCG64((seed, epoch)))
-        order = (
-            generator.permutation(np.arange(len(documents), dtype=np.int32))
-            if shuffled
-            else range(len(documents))
-        )
+        order = generator.permutation(np.arange(len(documents), dtype=np.int32)) if shuffled else range(len(documents))
         stream += [token for document in order for token in documents[document]]
         orders.append(generator)
     result = []
     for epoch in range(epochs):
-        starts = [
-            s for s in range(0, len(stream), length) if epoch * num_tokens <= s < (epoch + 1) * num_tokens
-        ]
+        starts = [s for s in range(0, len(stream), length) if epoch * num_tokens <= s < (epoch + 1) * num_tokens]
         if shuffled:
             starts = orders[epoch].permutation(np.array(starts)).tolist()
         result += [stream[start : start + length + 1] for start in starts]
@@ -69,14 +63,9 @@ def test_every_token_is_an_input_exactly_once_an_epoch(write_documents):
     samples = DocumentSamples(dataset, (0, 200), length, 3, "shuffled")
     epochs = 3
     inputs = Counter(token for i in range(-(-epochs * total // length)) for token in samples[i][:-1].tolist())
-    surplus = (
-        -(-epochs * total // length) * length - epochs * total
-    )  # the last sample reaches into a further epoch
+    surplus = -(-epochs * total // length) * length - epochs * total  # the last sample reaches into a further epoch
     assert set(inputs) == set(range(total))
-    assert (
-        sum(inputs.values()) == epochs * total + surplus
-        and sum(c - epochs for c in inputs.values()) == surplus
-    )
+    assert sum(inputs.values()) == epochs * total + surplus and sum(c - epochs for c in inputs.values()) == surplus
     assert min(inputs.values()) == epochs
 
 

@@ -58,8 +58,7 @@ def test_bad_tokenizers_are_refused_with_one_sentence(tmp_path):
     (tmp_path / "bad.model").write_text("x")
     sentences = {
         "gpt2": 'gpt2 is no tokenizer: use "byte", a tokenizer.json or a SentencePiece .model file.',
-        f"{tmp_path}/no.json": f"{tmp_path}/no.json does not exist: correct the path of the tokenizer, or "
-        'use "byte".',
+        f"{tmp_path}/no.json": f'{tmp_path}/no.json does not exist: correct the path of the tokenizer, or use "byte".',
         f"{tmp_path}/bad.model": f"{tmp_path}/bad.model is not a SentencePiece model: give the .model file "
         "of its trainer.",
         f"{tmp_path}/bad.json": f"{tmp_path}/bad.json is not a Hugging Face tokenizer "

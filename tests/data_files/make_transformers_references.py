@@ -111,9 +111,7 @@ def convert_gpt_neox(tensors: Tensors, model: dict) -> Tensors:
 
     fused = get("attention.query_key_value.weight").transpose(1, 2).unflatten(2, (heads, 3, -1))
     query, key, value = fused.unbind(3)
-    query_bias, key_bias, value_bias = (
-        get("attention.query_key_value.bias").unflatten(1, (heads, 3, -1)).unbind(2)
-    )
+    query_bias, key_bias, value_bias = get("attention.query_key_value.bias").unflatten(1, (heads, 3, -1)).unbind(2)
     block = {
         "attention.norm": get("input_layernorm.weight"),
         "attention.norm_bias": get("input_layernorm.bias"),
@@ -305,9 +303,7 @@ def tiny_llama() -> Reference:
 
 
 def tiny_llama_tied() -> Reference:
-    model = llama_section(
-        num_layers=2, norm_epsilon=1e-3, attention_bias=True, mlp_bias=True, tie_embeddings=True
-    )
+    model = llama_section(num_layers=2, norm_epsilon=1e-3, attention_bias=True, mlp_bias=True, tie_embeddings=True)
     config = LlamaConfig(attention_bias=True, mlp_bias=True, **llama_options(model))
     return LlamaForCausalLM(config), model, convert_llama
 

@@ -86,9 +86,7 @@ def check_float64(run, reference, args, cotangent, rng):
         assert np.all(np.isfinite(gradient))
         directions = rng.normal(size=(3, *args[index].shape))
         found = np.array([np.vdot(gradient, d) for d in directions])
-        wanted = directional_derivatives(
-            lambda *a: float(np.vdot(reference(*a), cotangent)), args, index, directions
-        )
+        wanted = directional_derivatives(lambda *a: float(np.vdot(reference(*a), cotangent)), args, index, directions)
         assert relative_error(found, wanted) < GRADIENT_TOLERANCE["float64"], f"argument {index}"
 
 

@@ -71,9 +71,7 @@ def test_value_and_gradients_with_grouped_heads(check_op, qkv, case):
 @pytest.mark.smoke
 @pytest.mark.parametrize(("N", "K", "H"), [(3, 3, 40), (3, 1, 8)])
 def test_value_and_gradients_for_other_head_counts_and_widths(check_op, qkv, N, K, H):
-    check_op(
-        lambda q, k, v: attention(q, k, v, implementation="reference"), numpy_attention, qkv(N, K, H, batch=1)
-    )
+    check_op(lambda q, k, v: attention(q, k, v, implementation="reference"), numpy_attention, qkv(N, K, H, batch=1))
 
 
 def test_scores_and_softmax_are_float32_for_bfloat16_inputs(error, qkv):
@@ -187,9 +185,7 @@ def test_auto_falls_back_with_the_reason_and_cudnn_by_name_is_refused(change, re
     assert name == "reference" and reason in why
     with pytest.raises(ConfigError, match=reason) as refused:
         choose_attention("cudnn", **FITS | change)
-    assert str(refused.value).startswith("kernels.attention=cudnn cannot run") and "\n" not in str(
-        refused.value
-    )
+    assert str(refused.value).startswith("kernels.attention=cudnn cannot run") and "\n" not in str(refused.value)
 
 
 def test_heads_up_to_256_need_cudnn_by_name():

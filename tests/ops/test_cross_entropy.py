@@ -134,9 +134,7 @@ def test_the_mask_weighs_tokens(error, batch, rng):
     logits, weights = jnp.asarray(logits, jnp.float32), rng.uniform(0, 2, TOKENS)
     loss, _, gradient = chunk_loss_and_grad(logits, targets, jnp.asarray(weights), vocab_size=TRUE)
     _, _, unweighted = chunk_loss_and_grad(logits, targets, jnp.ones(TOKENS, bool), vocab_size=TRUE)
-    assert loss == pytest.approx(
-        numpy_cross_entropy(np.asarray(logits, np.float64), targets, weights)[0], rel=1e-6
-    )
+    assert loss == pytest.approx(numpy_cross_entropy(np.asarray(logits, np.float64), targets, weights)[0], rel=1e-6)
     assert error(gradient, np.asarray(unweighted) * weights[:, None]) < 1e-6
 
 
@@ -160,7 +158,5 @@ def test_each_reduction_is_called_once(batch):
 
         return reduce
 
-    chunk_loss_and_grad(
-        *batch, vocab_size=TRUE, z_loss=0.1, reduce_max=record("max"), reduce_sum=record("sum")
-    )
+    chunk_loss_and_grad(*batch, vocab_size=TRUE, z_loss=0.1, reduce_max=record("max"), reduce_sum=record("sum"))
     assert calls == [("max", (TOKENS,)), ("sum", (2, TOKENS))]
