@@ -180,9 +180,9 @@ def _check_layers(config: Config) -> None:
     if pattern is not None and "local" in pattern and model.sliding_window is None:
         problem = f"{_said(config, keys[0])} has local layers without a window"
         _refuse(config, problem, "set model.sliding_window", keys[0])
-    if pattern is not None and model.num_layers % len(pattern):
-        problem = f"the {len(pattern)} entries of {_said(config, keys[0])} do not divide {_said(config, keys[1])}"
-        _refuse(config, problem, "repeat or shorten the pattern", *keys)
+    if pattern is not None and len(pattern) > model.num_layers:
+        problem = f"{_said(config, keys[0])} has {len(pattern)} entries, more than {_said(config, keys[1])}"
+        _refuse(config, problem, "shorten the pattern", *keys)
     unroll = config.kernels.scan_unroll
     if unroll is not None and model.num_layers % unroll:
         problem = f"{_said(config, 'kernels.scan_unroll')} does not divide {_said(config, keys[1])}"

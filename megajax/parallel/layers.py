@@ -51,17 +51,17 @@ def plan_segments(config: Config, platform: str) -> tuple[Segment, ...]:
     covered = L if remat.layers is None else remat.layers
     if remat.policy == "none":
         covered = 0
-    parts = [(0, covered, remat.policy, remat.group), (covered, L - covered, "none", 1)]
     segments = []
-    for start, count, policy, group in parts:
-        if count == 0:
-            continue
+    for start, count, policy, group in ((0, covered, remat.policy, remat.group), (covered, L - covered, "none", 1)):
         step = math.lcm(period, group)
-        step = step if count % step == 0 else count  # a part that is no whole number of periods is one body
+        whole = count // step * step
         target = config.kernels.scan_unroll or (16 if platform != "cpu" else 1)
-        fits = [u for u in range(step, count + 1, step) if count % u == 0]
-        unroll = max([u for u in fits if u <= target], default=step)
-        segments.append(Segment(start, count // unroll, unroll, group, policy))
+        fits = [u for u in range(step, whole + 1, step) if whole % u == 0]
+        unroll = max((u for u in fits if u <= target), default=step)
+        if whole:
+            segments.append(Segment(start, whole // unroll, unroll, group, policy))
+        if count > whole:  # the rest of a pattern that is no whole number of periods
+            segments.append(Segment(start + whole, 1, count - whole, group, policy))
     return tuple(segments)
 
 

@@ -1,0 +1,40 @@
+"""How the layer loops are cut, against hand-worked cases."""
+
+import pytest
+
+from megajax.config import Config
+from megajax.parallel.layers import plan_segments
+
+
+def plan(num_layers, platform="gpu", pattern=None, **sections):
+    model = {"num_layers": num_layers, "hidden_size": 8, "num_heads": 1, "vocab_size": 8, "sliding_window": 4}
+    model |= {"layer_pattern": pattern} if pattern else {}
+    batch = {"global_size": 1, "sequence_length": 8}
+    config = Config.model_validate({"model": model, "batch": batch, **sections})
+    return [(s.start, s.loops, s.unroll, s.group, s.policy) for s in plan_segments(config, platform)]
+
+
+@pytest.mark.smoke
+def test_gpus_unroll_up_to_sixteen_layers_and_cpus_one():
+    assert plan(8) == [(0, 1, 8, 1, "none")]
+    assert plan(80) == [(0, 5, 16, 1, "none")]
+    assert plan(126) == [(0, 9, 14, 1, "none")]
+    assert plan(8, platform="cpu") == [(0, 8, 1, 1, "none")]
+    assert plan(8, kernels={"scan_unroll": 2}) == [(0, 4, 2, 1, "none")]
+
+
+@pytest.mark.smoke
+def test_bodies_hold_whole_periods_and_remat_groups():
+    local = ("local",) * 5 + ("global",)
+    # Gemma 3's 26 layers: four periods of six, and two layers that begin a fifth.
+    assert plan(26, "cpu", local) == [(0, 4, 6, 1, "none"), (24, 1, 2, 1, "none")]
+    assert plan(12, "cpu", remat={"policy": "full", "group": 3}) == [(0, 4, 3, 3, "full")]
+    pair = ("local", "global")
+    assert plan(12, "cpu", pair, remat={"policy": "full", "group": 3}) == [(0, 2, 6, 3, "full")]
+
+
+@pytest.mark.smoke
+def test_the_first_layers_can_have_a_policy_of_their_own():
+    remat = {"policy": "full", "layers": 3}
+    assert plan(8, remat=remat) == [(0, 1, 3, 1, "full"), (3, 1, 5, 1, "none")]
+    assert plan(8, "cpu", remat=remat) == [(0, 3, 1, 1, "full"), (3, 5, 1, 1, "none")]
