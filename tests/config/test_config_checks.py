@@ -51,8 +51,8 @@ REFUSED = {
         "model.layer_pattern=[global, local] has local layers without a window (@): set model.sliding_window."
     ),
     "model.layer_pattern=[global,global,global,global,global,global,global,global,global,global,global,global,global]": (
-        "model.layer_pattern=[global, global, global, global, global, global, global, global, global, global, global,"
-        " global, global] has 13 entries, more than model.num_layers=12 (@): shorten the pattern."
+        "model.layer_pattern=[global, global, global, global, global, global, ... has 13 entries,"
+        " more than model.num_layers=12 (@): shorten the pattern."
     ),
     "kernels.scan_unroll=5": (
         "kernels.scan_unroll=5 does not divide model.num_layers=12 (@): use 1, 2, 3, 4, 6 or 12."
