@@ -51,7 +51,7 @@ REFUSED = {
         "model.layer_pattern=[global, local] has local layers without a window (@): set model.sliding_window."
     ),
     "model.layer_pattern=[global,global,global,global,global,global,global,global,global,global,global,global,global]": (
-        "model.layer_pattern=[global, global, global, global, global, global, ... has 13 entries,"
+        "model.layer_pattern=[global, global, global, global, global, global, global, ... has 13 entries,"
         " more than model.num_layers=12 (@): shorten the pattern."
     ),
     "kernels.scan_unroll=5": (
