@@ -120,6 +120,7 @@ def gradient_function(local: LocalModel, mesh: Mesh) -> Callable:
     """
     specs = {name: placement.spec for name, placement in local.exchange.placements.items()}
     config = local.config
+    only_microbatch = config.batch.num_microbatches == 1
 
     def compute(params: Params, batch: Batch, step: jax.Array, loss_scale: jax.Array):
         ends, layers = local.gather_ends(params), local.layers.gather_once(params)
@@ -136,7 +137,7 @@ def gradient_function(local: LocalModel, mesh: Mesh) -> Callable:
             loss, z_loss, dx, end_gradients = local.head.losses_and_gradients(
                 ends, x, fields["targets"].reshape(-1), fields["loss_mask"].reshape(-1), scale, end_gradients
             )
-            dx, layer_gradients = local.layers.backward(layers, residuals, dx, inputs)
+            dx, layer_gradients = local.layers.backward(layers, residuals, dx, inputs, only_microbatch)
             end_gradients = local.embed_backward(end_gradients, ends, fields, inputs, dx)
             return end_gradients, layer_gradients, {"loss": loss / tokens, "z_loss": z_loss / tokens}
 
@@ -145,7 +146,7 @@ def gradient_function(local: LocalModel, mesh: Mesh) -> Callable:
 
         end_gradients = {n: local.exchange.reduce_layer(n, g) for n, g in end_gradients.items()}
         gradients = {n: local.exchange.reduce_once(n, g) for n, g in end_gradients.items()}
-        gradients |= local.layers.reduce_once(layer_gradients)
+        gradients |= local.layers.collect(layer_gradients, only_microbatch)
         gradients = {name: gradients[name] / loss_scale for name in params}
         sums = sum_over_all(sums, local.sizes) | {"tokens": tokens}
         return sums, gradients, local.exchange.global_norm(gradients)

@@ -122,20 +122,17 @@ class LayerStack:
 
         return [units(segment) for segment in self.segments]
 
-    def reduce_once(self, gradients: Sequence[tuple[Unit, ...]]) -> dict[str, jax.Array]:
-        """Gradients in the shape of `gather_once`'s result → complete FP32 gradients of the stored shards."""
+    def collect(self, gradients: Sequence[tuple[Unit, ...]], only_microbatch: bool) -> dict[str, jax.Array]:
+        """Gradients from `backward`, summed over the microbatches → complete FP32 gradients of the stored shards."""
         parts: dict[str, list[jax.Array]] = {}
         for segment, units in zip(self.segments, gradients, strict=True):
+            if not _reduced_on_the_way(segment, only_microbatch):
+                units = [self._reduce_once(unit) for unit in units]
             layers = [layer for unit in units for layer in unit]
             for short in layers[0]:
-                name = PREFIX + short
-                reduced = [self.exchange.reduce_once(name, layer[short]) for layer in layers]
-                if segment.loops == 1:
-                    part = jnp.stack(reduced)
-                else:
-                    part = jnp.stack(reduced, axis=1)
-                    part = part.reshape(segment.count, *part.shape[2:])
-                parts.setdefault(name, []).append(part)
+                part = jnp.stack([layer[short] for layer in layers], axis=0 if segment.loops == 1 else 1)
+                part = part if segment.loops == 1 else part.reshape(segment.count, *part.shape[2:])
+                parts.setdefault(PREFIX + short, []).append(part)
         return {name: part[0] if len(part) == 1 else jnp.concatenate(part) for name, part in parts.items()}
 
     def forward(self, weights: Sequence[tuple[Unit, ...]], x: jax.Array, inputs: BlockInputs, save: bool = True):
@@ -155,26 +152,33 @@ class LayerStack:
             residuals.append(saved)
         return x, residuals
 
-    def backward(self, weights: Sequence[tuple[Unit, ...]], residuals, dx: jax.Array, inputs: BlockInputs):
-        """Gradient of the stack's output → (gradient of its input, gradients of the `fsdp` shards)."""
+    def backward(self, weights, residuals, dx: jax.Array, inputs: BlockInputs, only_microbatch: bool):
+        """Gradient of the stack's output → (gradient of its input, gradients for `collect`).
+
+        Collectives are tied to the layer that they run beside. A unit's weights are gathered while the unit above goes
+        backward (untied, the gather would be merged with the forward pass's, and the weights kept); its gradients are
+        reduced while the unit below does (untied, XLA merges the reductions of distant layers and runs them last).
+        """
         gradients = []
         for segment, units, saved in zip(self.segments[::-1], weights[::-1], residuals[::-1], strict=True):
+            on_the_way = _reduced_on_the_way(segment, only_microbatch)
 
-            def body(dx, loop, segment=segment):
+            def body(dx, loop, segment=segment, on_the_way=on_the_way):
                 units, saved, first = loop
-                out, earlier = [], dx
+                above, entered, reduced = None, dx, []
                 for u in reversed(range(len(units))):
-                    # Tied to the gradient that entered the layer above: the gather may run beside that layer's
-                    # backward pass, but is not merged with the forward pass's gather, which would keep the weights.
-                    unit, earlier = lax.optimization_barrier((units[u], earlier))
-                    entering = dx
-                    dx, dw = self._unit_backward(unit, saved[u], dx, inputs, segment, first, u)
-                    earlier = entering
-                    out.append(dw)
-                return dx, tuple(out[::-1])
+                    unit, _ = self.exchange.tie_gather((units[u], entered))
+                    entered = dx
+                    dx, gradient = self._unit_backward(unit, saved[u], dx, inputs, segment, first, u)
+                    if above is not None:
+                        above = self._reduce(above, on_the_way)
+                        dx, gradient, above = self.exchange.tie_reduction((dx, gradient, above), on_the_way)
+                        reduced.append(above)
+                    above = gradient
+                return dx, (self._reduce(above, on_the_way), *reduced[::-1])
 
-            dx, dw = _loop(body, dx, (units, saved, _first_layers(segment)), segment, reverse=True)
-            gradients.append(dw)
+            dx, gradient = _loop(body, dx, (units, saved, _first_layers(segment)), segment, reverse=True)
+            gradients.append(gradient)
         return dx, gradients[::-1]
 
     def _unit_forward(self, unit: Unit, x, inputs, segment: Segment, first, u: int, save: bool):
@@ -192,9 +196,15 @@ class LayerStack:
             _, pull = jax.vjp(self._runner(inputs, segment, first, u), weights, x)
         else:
             pull = saved.pull(weights)
-        dweights, dx = pull(dy)
-        reduced = ({n: self.exchange.reduce_layer(PREFIX + n, g) for n, g in layer.items()} for layer in dweights)
-        return dx, tuple(reduced)
+        gradient, dx = pull(dy)
+        return dx, gradient
+
+    def _reduce(self, gradient: Unit, on_the_way: bool) -> Unit:
+        reduced = tuple({n: self.exchange.reduce_layer(PREFIX + n, g) for n, g in layer.items()} for layer in gradient)
+        return self._reduce_once(reduced) if on_the_way else reduced
+
+    def _reduce_once(self, gradient: Unit) -> Unit:
+        return tuple({n: self.exchange.reduce_once(PREFIX + n, g) for n, g in layer.items()} for layer in gradient)
 
     def _runner(self, inputs: BlockInputs, segment: Segment, first, u: int) -> Callable:
         """(weights of unit `u` of a body whose first layer is `first`, x) → y."""
@@ -222,6 +232,11 @@ class LayerStack:
 def _loop(body: Callable, carry, xs, segment: Segment, reverse: bool = False):
     """`body` over a segment's loops; a single one is no loop, and its values are not stacked."""
     return body(carry, xs) if segment.loops == 1 else lax.scan(body, carry, xs, reverse=reverse)
+
+
+def _reduced_on_the_way(segment: Segment, only_microbatch: bool) -> bool:
+    """Whether each unit's gradients are complete when its backward pass is; not inside loops over layers."""
+    return only_microbatch and segment.loops == 1
 
 
 def _first_layers(segment: Segment):

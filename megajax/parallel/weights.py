@@ -7,6 +7,7 @@ over the axes that its weight is stored over and a sum over the axes that it is 
 
 import math
 from collections.abc import Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -77,6 +78,15 @@ class WeightExchange:
         rest = tuple(axis for axis in placement.replicated_axes if self.sizes[axis] > 1)
         gradient = lax.psum(gradient.astype(self.gradients), rest) if rest else gradient
         return gradient.astype(jnp.float32)
+
+    def tie_gather(self, values: Any) -> Any:
+        """`values`, none of them available before all are: a gather of one waits for the others."""
+        return lax.optimization_barrier(values) if self.sizes["fsdp"] > 1 else values
+
+    def tie_reduction(self, values: Any, complete: bool) -> Any:
+        """The same for reductions: over `fsdp`, and over the axes of ONCE_AXES too if they are `complete`."""
+        communicates = self.sizes["fsdp"] > 1 or (complete and self.once)
+        return lax.optimization_barrier(values) if communicates else values
 
     def global_norm(self, gradients: Mapping[str, jax.Array]) -> jax.Array:
         """Euclidean norm of all stored gradients over all devices; one collective."""
