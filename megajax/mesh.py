@@ -52,4 +52,10 @@ def start_processes(environment: Mapping[str, str] = os.environ) -> None:
             )
         jax.distributed.initialize(address, int(count), int(index))
     elif int(environment.get("SLURM_NTASKS", "1")) > 1 or int(environment.get("OMPI_COMM_WORLD_SIZE", "1")) > 1:
-        jax.distributed.initialize()
+        try:
+            jax.distributed.initialize()
+        except (ValueError, RuntimeError) as error:
+            raise ConfigError(
+                f"the environment names several processes, but jax could not join them ({str(error).splitlines()[0]}): "
+                f"start the processes with srun or mpirun, or set {', '.join(explicit)}."
+            ) from None

@@ -14,10 +14,10 @@ def main(argv: list[str]) -> int:
 
         # jax reads its environment when it starts: everything that imports it comes after.
         from megajax.mesh import start_processes
-        from megajax.training.loop import train
+        from megajax.training.loop import Trainer
 
         start_processes()
-        return train(config, flags)
+        return Trainer(config, flags=flags).run()
 
 
 if __name__ == "__main__":

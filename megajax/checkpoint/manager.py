@@ -86,7 +86,8 @@ def restore_parameters(path: str, abstract: Mapping[str, jax.ShapeDtypeStruct], 
     `asker` names the setting that `path` comes from. Raises InputError if there is none, or of another model.
     """
     given = Path(path)
-    run_dir, step = (given.parent.parent, int(given.name)) if given.name.isdigit() else (given, None)
+    is_step = given.parent.name == SUBDIRECTORY and given.name.isdigit()
+    run_dir, step = (given.parent.parent, int(given.name)) if is_step else (given, None)
     if not (run_dir / SUBDIRECTORY).is_dir():
         raise InputError(f"{asker}={path} holds no {SUBDIRECTORY} directory: name a megajax run directory.")
     checkpoints = Checkpoints(run_dir, keep=2**31, keep_every=None)

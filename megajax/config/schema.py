@@ -219,7 +219,7 @@ class ScheduleConfig(Section):
     min_learning_rate: PositiveOrZero = Field(default=0.0, description="Learning rate at the end of the decay.")
     warmup_steps: CountOrZero = Field(default=0, description="Steps of linear rise from 0.")
     decay_steps: Count = derived(  # filled in by Config, which sees the run
-        lambda schedule: None, "run.steps", "Step at which min_learning_rate is reached."
+        lambda schedule: None, "run.steps, past the warm-up", "Step at which min_learning_rate is reached."
     )
     wsd_decay_steps: Count | None = Field(
         default=None,
@@ -338,7 +338,9 @@ class Config(Section):
         if model.position == "learned" and model.max_positions is None:
             model = model.model_copy(update={"max_positions": self.batch.sequence_length})
         if schedule.decay_steps is None:
-            schedule = schedule.model_copy(update={"decay_steps": self.run.steps})
+            # A run cut short within its warm-up, to try it, is no mistake.
+            steps = max(self.run.steps, schedule.warmup_steps + 1)
+            schedule = schedule.model_copy(update={"decay_steps": steps})
         if schedule.kind == "wsd" and schedule.wsd_decay_steps is None:
             schedule = schedule.model_copy(update={"wsd_decay_steps": max(1, schedule.decay_steps // 10)})
         # Past the freeze: the object is still being made.

@@ -165,7 +165,8 @@ class LayerStack:
 
             def body(dx, loop, segment=segment, on_the_way=on_the_way):
                 units, saved, first = loop
-                above, entered, reduced = None, dx, []
+                above: Unit | None = None
+                entered, reduced = dx, []
                 for u in reversed(range(len(units))):
                     unit, _ = self.exchange.tie_gather((units[u], entered))
                     entered = dx
@@ -175,6 +176,7 @@ class LayerStack:
                         dx, gradient, above = self.exchange.tie_reduction((dx, gradient, above), on_the_way)
                         reduced.append(above)
                     above = gradient
+                assert above is not None
                 return dx, (self._reduce(above, on_the_way), *reduced[::-1])
 
             dx, gradient = _loop(body, dx, (units, saved, _first_layers(segment)), segment, reverse=True)

@@ -52,7 +52,7 @@ class MemoryEstimate:
 
     parameters: int  # FP32 master weights, as stored
     optimizer: int
-    gradients: int  # FP32, as stored
+    gradients: int  # before and after their reduction
     weights: int  # gathered once a step, in the compute dtype
     activations: int  # saved for the backward pass of a microbatch
 
@@ -63,17 +63,19 @@ class MemoryEstimate:
 
 def estimate_memory(config: Config, placements: Mapping[str, Placement], sizes: Mapping[str, int]) -> MemoryEstimate:
     """Bytes a device; activations by what the remat policy saves of a block, transients left out."""
-    stored = gathered = 0
+    stored = gathered = unreduced = 0
     compute = 4 if config.precision.compute == "float32" else 2
+    accumulated = compute if config.batch.num_microbatches == 1 else 4
     for placement in placements.values():
         size = math.prod(placement.stored_shape)
         shards = math.prod(n for axis, n in sizes.items() if axis not in placement.replicated_axes)
         once = math.prod(sizes[a] for a in ONCE_AXES) if placement.storage_dim is not None else 1
         stored += 4 * size // shards
         gathered += compute * size * once // shards
+        unreduced += accumulated * size * once // shards if once > 1 else 0
     moments = {"adamw": 2, "lion": 1, "sgd": 1 if config.optimizer.beta1 > 0 else 0}[config.optimizer.kind]
     activations = _saved_activations(config, sizes, compute)
-    return MemoryEstimate(stored, moments * stored, stored, gathered, activations)
+    return MemoryEstimate(stored, moments * stored, stored + unreduced, gathered, activations)
 
 
 def _saved_activations(config: Config, sizes: Mapping[str, int], compute: int) -> int:

@@ -1,6 +1,7 @@
 """Where numbers go: metrics.jsonl, TensorBoard, Weights & Biases and the console."""
 
 import json
+import math
 import os
 import sys
 from collections.abc import Mapping
@@ -36,7 +37,9 @@ class MetricsLog:
         """One line for `step`; the values are Python numbers."""
         if not self.writer:
             return
-        self._file.write(json.dumps({"step": step, **values}) + "\n")
+        # JSON has no NaN: what is not finite is null.
+        entry = {n: None if isinstance(v, float) and not math.isfinite(v) else v for n, v in values.items()}
+        self._file.write(json.dumps({"step": step, **entry}) + "\n")
         self._file.flush()
         numbers = {name: value for name, value in values.items() if isinstance(value, int | float)}
         if self._tensorboard:

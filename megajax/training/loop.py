@@ -18,6 +18,7 @@ from megajax.data.loader import datasets
 from megajax.mesh import build_mesh
 from megajax.plan import flops_per_token
 from megajax.plan.costs import PEAK_BF16_FLOPS
+from megajax.runtime import prepare_environment
 from megajax.training import logs
 from megajax.training.batches import batches
 from megajax.training.saving import StateSaver
@@ -35,8 +36,8 @@ class Trainer:
     """
 
     def __init__(self, config: Config, devices: list[Any] | None = None, flags: list[str] | None = None):
+        self.config, self.flags = config, prepare_environment(config) if flags is None else flags
         sizes = check_mesh(config, len(jax.devices() if devices is None else devices))
-        self.config, self.flags = config, flags or []
         logs.check_sinks(config)
         self.data = datasets(config)
         self.program = TrainProgram.build(config, build_mesh(sizes, devices))
@@ -244,8 +245,3 @@ def peak_memory_gib() -> float:
     peaks = [(device.memory_stats() or {}).get("peak_bytes_in_use", 0) for device in jax.local_devices()]
     host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return (max(peaks) or host) / 2**30
-
-
-def train(config: Config, flags: list[str] | None = None) -> int:
-    """Train as `config` says; the exit status."""
-    return Trainer(config, flags=flags).run()

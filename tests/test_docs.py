@@ -1,0 +1,130 @@
+"""What README and docs say holds: links lead somewhere, commands run, YAML loads, the key reference is up to date."""
+
+import importlib.util
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megajax.config import load_config
+from megajax.config.load import keys
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))]
+MINIMAL = """
+model: {num_layers: 4, hidden_size: 64, num_heads: 4, vocab_size: 257}
+batch: {global_size: 8, sequence_length: 64}
+data: {train: data/my_text_document}
+"""
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), re.M | re.S)
+
+
+def commands(page: Path) -> list[str]:
+    """Command lines of the page's bash blocks, comments cut off, continued lines joined."""
+    lines = "".join(blocks(page, "bash")).replace("\\\n", " ").splitlines()
+    return [line.partition(" #")[0].strip() for line in lines if line.strip() and not line.startswith("#")]
+
+
+def anchors(page: Path) -> set[str]:
+    headings = re.findall(r"^#+ (.*)$", page.read_text(), re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.fixture
+def workplace(tmp_path, monkeypatch) -> Path:
+    """A directory with what the README's reader has: configs/, data/my.jsonl and the README's my.yaml."""
+    (tmp_path / "configs").symlink_to(ROOT / "configs")
+    (tmp_path / "data").mkdir()
+    text = "".join(json.dumps({"text": f"Document {i} has a few words. " * 20}) + "\n" for i in range(100))
+    (tmp_path / "data/my.jsonl").write_text(text)
+    (tmp_path / "my.yaml").write_text(
+        next(block for block in blocks(ROOT / "README.md", "yaml") if "name: my" in block)
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]))
+    return tmp_path
+
+
+def run_python(*arguments: str) -> str:
+    done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, f"{shlex.join(arguments)}: {done.stderr}"
+    return done.stdout
+
+
+def preprocess() -> None:
+    (command,) = [line for line in commands(ROOT / "README.md") if "megajax.data.preprocess" in line]
+    assert "100 documents" in run_python(*shlex.split(command)[1:])
+
+
+@pytest.mark.smoke
+def test_key_reference_is_up_to_date():
+    spec = importlib.util.spec_from_file_location("config_reference", ROOT / "scripts/config_reference.py")
+    reference = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(reference)
+    page = reference.PAGE.read_text()
+    assert reference.updated(page) == page, "run python scripts/config_reference.py"
+    assert re.findall(r"^\| `([\w.]+)`", page, re.M) == [key for key, _ in keys()]
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_relative_links_lead_somewhere(page):
+    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+        if target.startswith(("http:", "https:")):
+            continue
+        path, _, anchor = target.partition("#")
+        linked = page.parent / path if path else page
+        assert linked.exists(), f"{page.name} links to {target}"
+        assert not anchor or anchor in anchors(linked), f"{page.name} links to {target}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_yaml_in_the_docs_loads(page, workplace):
+    (workplace / "minimal.yaml").write_text(MINIMAL)
+    for number, block in enumerate(blocks(page, "yaml")):
+        include = "" if block.startswith("include:") else "include: ../minimal.yaml\n"
+        path = workplace / "examples" / f"{number}.yaml"
+        path.parent.mkdir(exist_ok=True)
+        (path.parent / "models").exists() or (path.parent / "models").symlink_to(ROOT / "configs/models")
+        path.write_text(include + block)
+        load_config(path)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_configs_and_overrides_of_quoted_commands_load(page, workplace):
+    for command in commands(page):
+        words = [word for word in shlex.split(command) if not word.startswith("--")]
+        if "megajax.train" not in words:
+            continue
+        arguments = words[words.index("megajax.train") + 1 :]
+        if arguments:
+            load_config(arguments[0], arguments[1:])
+
+
+@pytest.mark.smoke
+def test_help_and_preprocess_and_print_config_run_as_quoted(workplace):
+    preprocess()
+    assert "mesh.tensor" in run_python("-m", "megajax.train", "--help")
+    (printing,) = [line for line in commands(ROOT / "README.md") if "--print-config" in line]
+    printed = run_python(*shlex.split(printing)[1:])
+    (workplace / "printed.yaml").write_text(printed)
+    assert load_config("printed.yaml") == load_config("my.yaml")
+
+
+def test_readme_library_example_trains(workplace):
+    preprocess()
+    config = (workplace / "my.yaml").read_text()
+    small = config.replace("global_size: 32", "global_size: 8").replace("sequence_length: 256", "sequence_length: 32")
+    (workplace / "my.yaml").write_text(small)  # the README's, as short as a test should be
+    (example,) = blocks(ROOT / "README.md", "python")
+    (workplace / "example.py").write_text(example)
+    assert "step 20/20" in run_python("example.py")
+    assert (workplace / "runs/library/metrics.jsonl").exists()
