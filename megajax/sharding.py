@@ -28,7 +28,8 @@ LOGICAL_TO_MESH: dict[str, str | tuple[str, ...] | None] = {
     "embed": STORAGE_AXES,  # the D dimension of matrices: only how they are stored
     "head": None,
     "positions": None,
-    "norm": None,  # vectors of width D or H: too small to shard
+    "norm": None,  # vectors of width D or H are too small to shard; those of norms compute in FP32
+    "residual": None,  # biases of width D, added to the residual stream in its dtype
 }
 
 

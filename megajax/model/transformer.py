@@ -65,7 +65,7 @@ class Attention(nnx.Module):
         self.query_bias = declare((N, H), ("heads", "head"), "bias") if bias else None
         self.key_bias = declare((K, H), ("kv_heads", "head"), "bias") if bias else None
         self.value_bias = declare((K, H), ("kv_heads", "head"), "bias") if bias else None
-        self.output_bias = declare((D,), ("norm",), "bias") if bias else None
+        self.output_bias = declare((D,), ("residual",), "bias") if bias else None
 
     def __call__(self, x: jax.Array, inputs: BlockInputs, *, comm: SingleDevice, window: int | None, recompute: bool):
         c, (B, S) = self.config, inputs.positions.shape
@@ -105,7 +105,7 @@ class MLP(nnx.Module):
         self.down = declare((F, D), ("mlp", "embed"), scale=_residual_scale(config))
         self.gate_bias = declare((F,), ("mlp",), "bias") if gated and config.mlp_bias else None
         self.up_bias = declare((F,), ("mlp",), "bias") if config.mlp_bias else None
-        self.down_bias = declare((D,), ("norm",), "bias") if config.mlp_bias else None
+        self.down_bias = declare((D,), ("residual",), "bias") if config.mlp_bias else None
 
     def __call__(self, x: jax.Array, *, comm: SingleDevice):
         h = comm.enter(normalise(self.config, x, self.norm[...], _array(self.norm_bias)))

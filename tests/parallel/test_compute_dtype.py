@@ -1,0 +1,61 @@
+"""With BF16 compute, everything of the residual stream's size stays BF16; weights of norms alone stay FP32."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from megajax.config import Config
+from megajax.mesh import AXES, build_mesh
+from megajax.training.step import TrainProgram
+
+GPT = {
+    "norm": "layernorm",
+    "position": "learned",
+    "activation": "gelu",
+    "attention_bias": True,
+    "mlp_bias": True,
+    "qk_norm": True,
+    "dropout": 0.1,
+}
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("options", [{}, GPT], ids=["llama", "gpt"])
+@pytest.mark.parametrize("compute", ["bfloat16", "float16"])
+def test_the_residual_stream_keeps_the_compute_dtype(options, compute):
+    model = {"num_layers": 2, "hidden_size": 16, "num_heads": 2, "vocab_size": 40} | options
+    config = Config.model_validate(
+        {
+            "model": model,
+            "batch": {"global_size": 2, "sequence_length": 8},
+            "precision": {"compute": compute},
+            "kernels": {"scan_unroll": 2},
+        }
+    )
+    program = TrainProgram.build(config, build_mesh(dict.fromkeys(AXES, 1), jax.devices()[:1]))
+    local = program.local
+
+    def forward(params, batch):
+        ends, layers = local.gather_ends(params), local.layers.gather_once(params)
+        fields = {name: field[0] for name, field in batch.items()}
+        inputs = local.inputs(fields, 0, jax.random.key(0) if options else None)
+        x = local.embed(ends, fields, inputs)
+        y, _ = local.layers.forward(layers, x, inputs)
+        return x, y, {name: w.dtype for name, w in (ends | layers[0][0][0]).items()}
+
+    dtypes = {}
+
+    def traced(params, batch):
+        x, y, dtypes["weights"] = forward(params, batch)
+        return x, y
+
+    # On the mesh, because the model asks which of its sequences a device holds.
+    everywhere = jax.shard_map(traced, mesh=program.mesh, in_specs=P(), out_specs=P(), check_vma=False)
+    x, y = jax.eval_shape(everywhere, program.abstract_state.params, program.abstract_batch)
+    assert x.dtype == y.dtype == jnp.dtype(compute)
+    in_fp32 = {name for name, dtype in dtypes["weights"].items() if dtype == jnp.float32}
+    expected = {"attention.norm", "mlp.norm", "final_norm"}
+    if options:
+        expected |= {f"{name}_bias" for name in expected} | {"attention.query_norm", "attention.key_norm"}
+    assert in_fp32 == expected
