@@ -1,0 +1,336 @@
+"""The mesh table: `python scripts/mesh_table.py [--model llama] [--meshes "data=2,tensor=4;fsdp=8"] [--output FILE]`.
+
+Trains a 4-layer Llama-style and a 4-layer GPT-2-style model in FP32 on 8 virtual CPU devices, on every mesh of `data`,
+`fsdp` and `tensor` with 1, 2, 4 or 8 devices and with 1, 2 and 4 microbatches, and holds each run to the same config on
+one device with one microbatch. Prints a markdown table; exit status 1 if a row disagrees.
+"""
+
+import argparse
+import itertools
+import math
+import os
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+
+import jax
+import numpy as np
+import optax
+
+from megajax.config import Config
+from megajax.config.checks import check, check_mesh
+from megajax.mesh import AXES, build_mesh
+from megajax.sharding import pad_to_storage, strip_padding
+from megajax.training.batches import to_global
+from megajax.training.step import INITIAL_LOSS_SCALE, TrainProgram, TrainState
+
+SCALAR_TOLERANCE = 1e-5  # loss and gradient norm of every step, relative
+GRADIENT_TOLERANCE = 1e-4  # each first-step gradient, ‖Δ‖ / ‖g‖, layer by layer
+ZERO_TOLERANCE = 1e-6  # gradients whose true value is zero, over the norm of the whole gradient
+
+COMMON = {"num_layers": 4, "hidden_size": 64, "num_heads": 8, "ffn_hidden_size": 128, "vocab_size": 250}
+COMMON |= {"init_std": 0.1}  # at 0.02 so small a model's attention is almost uniform
+MODELS: dict[str, dict[str, Any]] = {
+    # Four KV heads: replicated where tensor is 8.
+    "llama": {**COMMON, "num_kv_heads": 4},
+    "gpt2": {
+        **COMMON,
+        "norm": "layernorm",
+        "activation": "gelu",
+        "position": "learned",
+        "attention_bias": True,
+        "mlp_bias": True,
+        "tie_embeddings": True,
+    },
+}
+OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "adamw": {"optimizer": {"kind": "adamw"}, "schedule": {"kind": "constant", "learning_rate": 1e-3}},
+    "sgd": {"optimizer": {"kind": "sgd", "clip_norm": 0.0}, "schedule": {"kind": "constant", "learning_rate": 2e-2}},
+}
+HEADER = ("model", "optimizer", "mesh", "M", "loss", "gradient norm", "worst gradient", "initial weights")
+
+
+@dataclass(frozen=True)
+class Trace:
+    """What a run did; weights and gradients by name in their canonical shapes."""
+
+    config: Config
+    losses: np.ndarray  # [steps]
+    norms: np.ndarray  # [steps]
+    initial: dict[str, np.ndarray]
+    gradients: dict[str, np.ndarray]  # of the first step, before clipping
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How far a run is from its reference."""
+
+    loss: float  # worst relative difference over the steps
+    norm: float  # the same of the gradient norm
+    gradients: dict[str, float]  # ‖Δ‖ / ‖g‖ by name, of the worst layer
+    zeros: dict[str, float]  # gradients whose true value is zero: the larger norm, over the whole gradient's
+    changed: tuple[str, ...]  # weights whose first value is not the same bit for bit
+
+    @property
+    def worst(self) -> tuple[str, float]:
+        return max(self.gradients.items(), key=lambda item: item[1])
+
+    def problems(self, scalar: float = SCALAR_TOLERANCE, gradient: float = GRADIENT_TOLERANCE) -> list[str]:
+        """What is outside the tolerances, in words; a NaN is."""
+        out = [f"initial {name} differs" for name in self.changed]
+        out += [f"loss {self.loss:.1e}"] if not self.loss <= scalar else []
+        out += [f"gradient norm {self.norm:.1e}"] if not self.norm <= scalar else []
+        out += [f"gradient of {n} {d:.1e}" for n, d in self.gradients.items() if not d <= gradient]
+        limit = ZERO_TOLERANCE * gradient / GRADIENT_TOLERANCE
+        out += [f"gradient of {n} is not zero: {d:.1e}" for n, d in self.zeros.items() if not d <= limit]
+        return out
+
+
+def make_config(
+    model: str | Mapping[str, Any],
+    mesh: Mapping[str, int] | None = None,
+    *,
+    microbatches: int = 1,
+    steps: int = 20,
+    optimizer: str = "adamw",
+    **sections: Mapping[str, Any],
+) -> Config:
+    """A checked config of one of MODELS, or of other `model` settings; `sections` add to or replace single keys."""
+    settings: dict[str, dict[str, Any]] = {
+        "run": {"steps": steps},
+        "model": dict(MODELS[model] if isinstance(model, str) else model),
+        "mesh": dict(mesh or {}),
+        "precision": {"compute": "float32"},
+        "batch": {"global_size": 32, "sequence_length": 16, "num_microbatches": microbatches},
+        "data": {"kind": "synthetic"},
+        **{name: dict(section) for name, section in OPTIMIZERS[optimizer].items()},
+    }
+    for name, section in sections.items():
+        settings[name] = {**settings.get(name, {}), **section}
+    config = Config.model_validate(settings)
+    check(config)
+    return config
+
+
+def reference_config(config: Config) -> Config:
+    """The same mathematics on one device: one microbatch, nothing recomputed, the plain layer loop."""
+    settings = config.model_dump(exclude={"mesh", "remat", "kernels"})
+    settings["batch"]["num_microbatches"] = 1
+    return Config.model_validate(settings)
+
+
+def make_batches(config: Config) -> Iterator[dict[str, np.ndarray]]:
+    """Fields `[global_size, S]` of each step.
+
+    Every sequence masks another part of its tokens, the first all of them: a mean over devices or microbatches instead
+    of over tokens would show.
+    """
+    rows, S = config.batch.global_size, config.batch.sequence_length
+    rng = np.random.default_rng(7)
+    for _ in range(config.run.steps):
+        tokens = rng.integers(0, config.model.vocab_size, (rows, S + 1))
+        yield {
+            "tokens": tokens[:, :-1],
+            "targets": tokens[:, 1:],
+            "loss_mask": rng.random((rows, S)) < np.linspace(0, 1, rows)[:, None],
+            "positions": np.broadcast_to(np.arange(S), (rows, S)),
+            "segment_ids": np.zeros((rows, S), int),
+        }
+
+
+def train(config: Config, weights: Mapping[str, np.ndarray] | None = None) -> Trace:
+    """Run a config on the first virtual devices, from its seed or from `weights`."""
+    count = math.prod(getattr(config.mesh, axis) for axis in AXES)
+    sizes = check_mesh(config, count)
+    program = TrainProgram.build(config, build_mesh(sizes, jax.devices()[:count]))
+    state = program.init_state() if weights is None else first_state(program, weights)
+    initial, gradients = canonical(program, state.params), {}
+    losses, norms = [], []
+    for fields in make_batches(config):
+        batch = to_global(fields, program.batch_sharding, program.batch_shape)
+        state, metrics = program.train_step(state, batch)
+        losses.append(float(metrics["loss"]))
+        norms.append(float(metrics["grad_norm"]))
+        if not gradients:
+            gradients = first_gradients(program, state, norms[0])
+    return Trace(config, np.array(losses), np.array(norms), initial, gradients)
+
+
+def first_state(program: TrainProgram, weights: Mapping[str, np.ndarray]) -> TrainState:
+    """The state of step 0 with given weights; quick, for no random numbers are compiled."""
+
+    def zeros(leaf: jax.ShapeDtypeStruct) -> jax.Array:
+        return jax.device_put(np.zeros(leaf.shape, leaf.dtype), leaf.sharding)
+
+    state = jax.tree.map(zeros, program.abstract_state)
+    stored = {name: pad_to_storage(jax.numpy.asarray(w), program.placements[name]) for name, w in weights.items()}
+    params = {name: jax.device_put(stored[name], old.sharding) for name, old in state.params.items()}
+    scale = INITIAL_LOSS_SCALE if program.config.precision.compute == "float16" else 1.0
+    return replace(state, params=params, loss_scale=jax.device_put(np.float32(scale), state.loss_scale.sharding))
+
+
+def canonical(program: TrainProgram, arrays: Mapping[str, jax.Array]) -> dict[str, np.ndarray]:
+    """Stored arrays by name → whole arrays on the host, without padding."""
+    placements = program.placements
+    return {name: np.asarray(strip_padding(x, placements[name])) for name, x in arrays.items()}
+
+
+def first_gradients(program: TrainProgram, state: TrainState, norm: float) -> dict[str, np.ndarray]:
+    """The gradients of the first step, from the moments that it left: so no second function is compiled for them."""
+    optimizer = program.config.optimizer
+    field, share = {
+        "adamw": ("mu", 1 - optimizer.beta1),
+        "lion": ("mu", 1 - optimizer.beta2),
+        "sgd": ("trace", 1.0),
+    }[optimizer.kind]
+    clip = min(1.0, optimizer.clip_norm / (norm + 1e-6)) if optimizer.clip_norm else 1.0
+    moments = canonical(program, optax.tree_utils.tree_get(state.optimizer, field))
+    return {name: moment.astype(np.float64) / (share * clip) for name, moment in moments.items()}
+
+
+def zero_gradients(config: Config) -> set[str]:
+    """Weights whose gradient is zero in exact arithmetic.
+
+    A key bias adds the same to all scores of a query, which the softmax cancels, unless the keys are turned, normalised
+    or their scores squashed.
+    """
+    model = config.model
+    turned = model.position == "rope" or model.qk_norm or model.attention_softcap is not None
+    return set() if turned else {"blocks.dense.attention.key_bias"}
+
+
+def compare(trace: Trace, reference: Trace) -> Difference:
+    """A run against its reference."""
+    zeros = zero_gradients(reference.config) & reference.gradients.keys()
+    worst, zero = {}, {}
+    for name, expected in reference.gradients.items():
+        found = trace.gradients[name]
+        assert found.shape == expected.shape, name
+        if name in zeros:
+            larger = max(np.linalg.norm(found), np.linalg.norm(expected))
+            zero[name] = float(larger / reference.norms[0])
+            continue
+        layers = len(expected) if name.startswith("blocks.") else 1
+        found, expected = found.reshape(layers, -1), expected.reshape(layers, -1)
+        norms = np.linalg.norm(expected, axis=1)
+        assert norms.all(), f"the reference's gradient of {name} is zero: it tests nothing"
+        worst[name] = float(np.max(np.linalg.norm(found - expected, axis=1) / norms))
+    changed = [n for n, w in reference.initial.items() if w.tobytes() != trace.initial[n].tobytes()]
+    return Difference(
+        loss=float(np.max(np.abs(trace.losses / reference.losses - 1))),
+        norm=float(np.max(np.abs(trace.norms / reference.norms - 1))),
+        gradients=worst,
+        zeros=zero,
+        changed=tuple(changed),
+    )
+
+
+def all_meshes() -> list[dict[str, int]]:
+    """Every mesh of data, fsdp and tensor with 1, 2, 4 or 8 devices."""
+    sizes = (1, 2, 4, 8)
+    shapes = sorted((s for s in itertools.product(sizes, repeat=3) if math.prod(s) in sizes), key=math.prod)
+    return [{"data": data, "fsdp": fsdp, "tensor": tensor} for data, fsdp, tensor in shapes]
+
+
+def mesh_name(mesh: Mapping[str, int]) -> str:
+    return " × ".join(f"{axis} {size}" for axis, size in mesh.items() if size > 1) or "one device"
+
+
+def parse_meshes(text: str) -> list[dict[str, int]]:
+    """`data=2,tensor=4;fsdp=8` → sizes, one mesh between semicolons."""
+    meshes = []
+    for part in text.split(";"):
+        pairs = (pair.split("=") for pair in part.split(",") if pair.strip())
+        meshes.append({axis.strip(): int(size) for axis, size in pairs})
+    return meshes
+
+
+def table_row(config: Config, optimizer: str, model: str, difference: Difference) -> str:
+    name, worst = difference.worst
+    mesh = {axis: getattr(config.mesh, axis) for axis in AXES}
+    cells = (
+        model,
+        optimizer,
+        mesh_name(mesh),
+        config.batch.num_microbatches,
+        f"{difference.loss:.1e}",
+        f"{difference.norm:.1e}",
+        f"{worst:.1e} {name.removeprefix('blocks.dense.')}",
+        "differ" if difference.changed else "identical",
+    )
+    return markdown(cells)
+
+
+def markdown(cells: Sequence[Any]) -> str:
+    return f"| {' | '.join(map(str, cells))} |"
+
+
+def introduction(steps: int) -> str:
+    return f"""# Mesh table
+
+`python scripts/mesh_table.py` with jax {jax.__version__} on 8 virtual CPU devices: {steps} steps in FP32, each row
+against the same config on one device with one microbatch (M: microbatches).
+
+- *loss*, *gradient norm*: worst relative difference over the steps, at most {SCALAR_TOLERANCE:g}.
+- *worst gradient*: largest ‖Δ‖/‖g‖ of the first step over all weights, layer by layer, at most {GRADIENT_TOLERANCE:g}.
+  GPT-2's key biases stand apart, because their true gradient is zero: at most {ZERO_TOLERANCE:g} of the whole
+  gradient's norm.
+- *initial weights*: compared bit for bit.
+
+SGD runs with momentum and without clipping: AdamW and clipping both hide a wrong scale of the gradients.
+
+{markdown(HEADER)}
+{markdown(["---"] * len(HEADER))}"""
+
+
+def rows(args: argparse.Namespace) -> Iterator[tuple[str, list[str]]]:
+    """Each row of the table and what is wrong with it, as it is done."""
+    meshes = parse_meshes(args.meshes) if args.meshes else all_meshes()
+    models: list[str] = args.model or list(MODELS)
+    for model, optimizer in itertools.product(models, OPTIMIZERS):
+        reference = train(make_config(model, steps=args.steps, optimizer=optimizer))
+        # SGD repeats the meshes with microbatches of one number only.
+        counts = args.microbatches if optimizer == "adamw" else args.microbatches[:2][-1:]
+        for mesh, count in ((mesh, count) for mesh in meshes for count in counts):
+            config = make_config(model, mesh, microbatches=count, steps=args.steps, optimizer=optimizer)
+            difference = compare(train(config), reference)
+            yield table_row(config, optimizer, model, difference), difference.problems()
+            jax.clear_caches()  # hundreds of programs, each used once
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Every mesh against the single device, as a markdown table.")
+    parser.add_argument("--model", choices=MODELS, action="append", help="only this model (may be repeated)")
+    parser.add_argument("--meshes", help='only these meshes: "data=2,tensor=4;fsdp=8"')
+    parser.add_argument("--microbatches", type=int, nargs="+", default=[1, 2, 4], help="default: 1 2 4")
+    parser.add_argument("--steps", type=int, default=20, help="default: 20")
+    parser.add_argument("--output", type=Path, help="write the table to this file too")
+    return parser.parse_args()
+
+
+def main() -> int:
+    args, start = arguments(), time.perf_counter()
+    lines, wrong = [introduction(args.steps)], []
+    print(lines[0], flush=True)
+    for line, problems in rows(args):
+        lines.append(line)
+        wrong += [f"- {line}: {'; '.join(problems)}"] if problems else []
+        print(line, flush=True)
+    count = len(lines) - 1
+    verdict = f"All {count} rows agree." if not wrong else f"{len(wrong)} of {count} rows disagree:"
+    lines += ["", f"**{verdict}**", *wrong]
+    print("\n".join(lines[count + 1 :]))
+    print(f"{time.perf_counter() - start:.0f} seconds", file=sys.stderr)
+    if args.output:
+        args.output.write_text("\n".join(lines) + "\n")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,317 @@
+"""Communication points and weight exchange against NumPy, with values that tell which device and place they come from.
+
+The meshes use `expert` and `context` too, which training refuses as yet: the order of the axes in storage is fixed.
+"""
+
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from megajax.mesh import AXES, build_mesh
+from megajax.parallel.comm import MeshComm
+from megajax.parallel.weights import WeightExchange, sum_over_all
+from megajax.sharding import pad_to_storage, place, strip_padding
+
+MESHES = [
+    {"data": 2, "fsdp": 2, "tensor": 2},
+    {"fsdp": 2, "expert": 2, "context": 2},
+    {"data": 2, "expert": 2, "context": 2},
+    {"data": 4, "context": 2},
+    {"data": 2, "expert": 2, "tensor": 2},
+    {"fsdp": 8},
+    {},
+]
+PARAMETERS = {
+    "query": ((3, 16, 8, 2), ("layers", "embed", "heads", "head")),
+    "output": ((8, 2, 16), ("heads", "head", "embed")),
+    "padded": ((13, 8), ("embed", "mlp")),
+    "tokens": ((8, 16), ("vocab", "embed")),
+    "positions": ((5, 16), ("positions", "embed")),
+    "bias": ((3, 8, 2), ("layers", "heads", "head")),
+    "norm": ((16,), ("norm",)),
+    "key": ((3, 16, 2, 2), ("layers", "embed", "kv_heads", "head")),
+}
+KV_MESHES = [{"tensor": 8}, {"tensor": 4, "fsdp": 2}, {"tensor": 2, "data": 2, "fsdp": 2}]
+
+
+def mesh_id(sizes) -> str:
+    return "-".join(f"{axis}{size}" for axis, size in sizes.items()) or "one"
+
+
+over_meshes = pytest.mark.parametrize("sizes", MESHES, ids=mesh_id)
+
+
+def make_mesh(sizes):
+    sizes = {axis: sizes.get(axis, 1) for axis in AXES}
+    return sizes, build_mesh(sizes, jax.devices()[: math.prod(sizes.values())])
+
+
+def on_devices(sizes, function, *values):
+    """`function` on every device of a mesh, of its entries of `values` `[*mesh, ...]` → its results, `[*mesh, ...]`."""
+    _, mesh = make_mesh(sizes)
+
+    def local(*blocks):
+        out = function(*(block.reshape(block.shape[len(AXES) :]) for block in blocks))
+        return out[(None,) * len(AXES)]
+
+    run = jax.shard_map(local, mesh=mesh, in_specs=P(*AXES), out_specs=P(*AXES), check_vma=False)
+    return np.asarray(jax.jit(run)(*values))
+
+
+def coded(sizes, *shape):
+    """Values `[*mesh, *shape]` that tell their place and device, in sums too: bit r stands for device r."""
+    mesh_shape = tuple(sizes.get(axis, 1) for axis in AXES)
+    count = math.prod(mesh_shape)
+    places = np.arange(math.prod(shape), dtype=np.float32).reshape(shape)
+    devices = 2.0 ** np.arange(count).reshape(mesh_shape + (1,) * len(shape))
+    return (256 * places + devices).astype(np.float32)
+
+
+def devices_of(values):
+    return list(np.ndindex(values.shape[: len(AXES)]))
+
+
+def over(index, values, *axes):
+    """The entries of `values` on the devices that differ from `index` along `axes`, the last axis fastest."""
+    sizes = dict(zip(AXES, values.shape, strict=False))
+    for moved in np.ndindex(*(sizes[axis] for axis in axes)):
+        device = dict(zip(AXES, index, strict=True)) | dict(zip(axes, moved, strict=True))
+        yield values[tuple(device[axis] for axis in AXES)]
+
+
+def position(index, sizes, *axes):
+    """The place of a device along several axes taken as one, the last axis fastest."""
+    out = 0
+    for axis in axes:
+        out = out * sizes.get(axis, 1) + index[AXES.index(axis)]
+    return out
+
+
+def exchange(sizes, parameters=PARAMETERS, gradients=jnp.float32):
+    sizes, mesh = make_mesh(sizes)
+    placements = {name: place(shape, axes, sizes) for name, (shape, axes) in parameters.items()}
+    return WeightExchange(placements, sizes, jnp.dtype(jnp.float32), jnp.dtype(gradients)), placements, mesh
+
+
+# The residual stream
+
+
+@over_meshes
+def test_enter_gathers_the_tokens_in_the_order_of_tensor(sizes):
+    values = coded(sizes, 3, 2)
+    found = on_devices(sizes, MeshComm(make_mesh(sizes)[0], "reference").enter, values)
+    for index in devices_of(values):
+        assert np.array_equal(found[index], np.concatenate(list(over(index, values, "tensor"))))
+
+
+@over_meshes
+def test_leave_sums_over_tensor_and_keeps_the_own_tokens(sizes):
+    values, tensor = coded(sizes, 4, 2), sizes.get("tensor", 1)
+    found = on_devices(sizes, MeshComm(make_mesh(sizes)[0], "reference").leave, values)
+    for index in devices_of(values):
+        own = np.split(sum(over(index, values, "tensor")), tensor)[position(index, sizes, "tensor")]
+        assert np.array_equal(found[index], own)
+
+
+@over_meshes
+def test_own_tokens_are_those_that_leave_keeps(sizes):
+    values, tensor = coded(sizes, 4, 2), sizes.get("tensor", 1)
+    found = on_devices(sizes, MeshComm(make_mesh(sizes)[0], "reference").own_tokens, values)
+    for index in devices_of(values):
+        assert np.array_equal(found[index], np.split(values[index], tensor)[position(index, sizes, "tensor")])
+
+
+@over_meshes
+def test_sequences_are_numbered_through_the_batch_axes(sizes):
+    found = on_devices(sizes, lambda _: MeshComm(make_mesh(sizes)[0], "reference").sequence_ids(3), coded(sizes))
+    for index in devices_of(found):
+        first = 3 * position(index, sizes, "data", "fsdp", "expert")
+        assert found[index].tolist() == [first, first + 1, first + 2]
+
+
+@over_meshes
+def test_vocabulary_maxima_and_sums_run_over_tensor_alone(sizes):
+    comm, values = MeshComm(make_mesh(sizes)[0], "reference"), coded(sizes, 2)
+
+    def reductions(x):
+        start = jnp.full(2, comm.vocabulary_start(10), jnp.float32)
+        return jnp.stack([comm.max_over_tensor(x), comm.sum_over_tensor(x), start])
+
+    found = on_devices(sizes, reductions, values)
+    for index in devices_of(values):
+        group = list(over(index, values, "tensor"))
+        start = [10 * position(index, sizes, "tensor")] * 2
+        assert np.array_equal(found[index], [np.max(group, axis=0), sum(group), start])
+
+
+@over_meshes
+def test_a_sum_over_all_counts_every_device_once(sizes):
+    values = coded(sizes, 2)
+    found = on_devices(sizes, lambda x: sum_over_all(x, make_mesh(sizes)[0]), values)
+    assert (found == values.reshape(-1, 2).sum(axis=0)).all()
+
+
+# Weights: each point by itself
+
+
+@pytest.mark.smoke
+@over_meshes
+@pytest.mark.parametrize(("name", "dim"), [("query", 0), ("output", 2), ("tokens", 1)])
+def test_gather_once_joins_expert_context_data_in_this_order(sizes, name, dim):
+    weights, _, _ = exchange(sizes)
+    values = coded(sizes, *(2 for _ in range(3 if name != "tokens" else 2)))  # without the layers' dimension
+    found = on_devices(sizes, lambda w: weights.gather_once(name, w), values)
+    for index in devices_of(values):
+        joined = np.concatenate(list(over(index, values, "expert", "context", "data")), axis=dim)
+        assert np.array_equal(found[index], joined)
+
+
+@over_meshes
+def test_gather_layer_joins_fsdp_and_cuts_the_padding(sizes):
+    weights, placements, _ = exchange(sizes)
+    fsdp = sizes.get("fsdp", 1)
+    values = coded(sizes, placements["padded"].stored_shape[0] // fsdp, 2)
+    found = on_devices(sizes, lambda w: weights.gather_layer("padded", w), values)
+    for index in devices_of(values):
+        assert np.array_equal(found[index], np.concatenate(list(over(index, values, "fsdp")))[:13])
+
+
+@over_meshes
+def test_reduce_layer_sums_over_fsdp_and_keeps_the_own_shard(sizes):
+    weights, placements, _ = exchange(sizes)
+    padded, fsdp = placements["padded"].stored_shape[0], sizes.get("fsdp", 1)
+    values = coded(sizes, 13, 2)
+    found = on_devices(sizes, lambda g: weights.reduce_layer("padded", g), values)
+    for index in devices_of(values):
+        total = np.pad(sum(over(index, values, "fsdp")), [(0, padded - 13), (0, 0)])
+        assert np.array_equal(found[index], np.split(total, fsdp)[position(index, sizes, "fsdp")])
+
+
+@over_meshes
+def test_reduce_once_sums_over_the_axes_gathered_once(sizes):
+    weights, _, _ = exchange(sizes)
+    once = ("expert", "context", "data")
+    shards = math.prod(sizes.get(axis, 1) for axis in once)
+    values = coded(sizes, 8, 2, 2)
+    found = on_devices(sizes, lambda g: weights.reduce_once("query", g), values)
+    for index in devices_of(values):
+        total = sum(over(index, values, *once))
+        assert np.array_equal(found[index], np.split(total, shards)[position(index, sizes, *once)])
+
+
+@over_meshes
+def test_reduce_once_sums_what_is_not_sharded_over_every_axis(sizes):
+    weights, _, _ = exchange(sizes)
+    values = coded(sizes, 16)
+    found = on_devices(sizes, lambda g: weights.reduce_once("norm", g), values)
+    assert (found == values.reshape(-1, 16).sum(axis=0)).all()
+
+
+@pytest.mark.parametrize("sizes", KV_MESHES, ids=mesh_id)
+def test_neighbours_on_tensor_share_a_key_value_head(sizes):
+    weights, _, _ = exchange(sizes)
+    tensor, fsdp = sizes["tensor"], sizes.get("fsdp", 1)
+    heads = 1 if tensor == 2 else 2  # as stored: sharded where the heads suffice
+    values = coded(sizes, 16 // fsdp, heads, 2)
+    found = on_devices(sizes, lambda w: weights.gather_layer("key", w), values)
+    back = on_devices(sizes, lambda g: weights.reduce_layer("key", g), coded(sizes, 16, 1, 2))
+    for index in devices_of(values):
+        head = 0 if tensor == 2 else position(index, sizes, "tensor") // (tensor // 2)
+        whole = np.concatenate(list(over(index, values, "fsdp")))
+        assert np.array_equal(found[index], whole[:, head : head + 1])
+        total = np.zeros((16, heads, 2))
+        total[:, head : head + 1] = sum(over(index, coded(sizes, 16, 1, 2), "fsdp"))
+        assert np.array_equal(back[index], np.split(total, fsdp)[position(index, sizes, "fsdp")])
+
+
+# Weights: from storage to compute and back
+
+
+def own_share(placement, whole, index, sizes):
+    """The part of a whole weight that a device computes with, by its place on `tensor` alone."""
+    for dim, (size, axis) in enumerate(zip(placement.shape, placement.axes, strict=True)):
+        if axis in ("heads", "kv_heads", "mlp", "vocab"):
+            tensor = sizes.get("tensor", 1)
+            rank = position(index, sizes, "tensor")
+            width = max(size // tensor, 1)
+            whole = np.take(whole, range(rank * size // tensor, rank * size // tensor + width), dim)
+    return whole
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+@pytest.mark.parametrize("sizes", [*MESHES, *KV_MESHES[:2]], ids=mesh_id)
+def test_a_stored_weight_is_whole_when_it_is_computed_with(sizes, name):
+    weights, placements, mesh = exchange({"fsdp": 1, **sizes}, {name: PARAMETERS[name]})
+    placement = placements[name]
+    whole = np.arange(math.prod(placement.shape), dtype=np.float32).reshape(placement.shape)
+    stored = jax.device_put(pad_to_storage(jnp.asarray(whole), placement), NamedSharding(mesh, placement.spec))
+
+    def local(shard):
+        return weights.gather_layer(name, weights.gather_once(name, shard))[(None,) * len(AXES)]
+
+    run = jax.shard_map(local, mesh=mesh, in_specs=placement.spec, out_specs=P(*AXES), check_vma=False)
+    found = np.asarray(jax.jit(run)(stored))
+    for index in devices_of(found):
+        assert np.array_equal(found[index], own_share(placement, whole, index, sizes)), index
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+@pytest.mark.parametrize("sizes", [*MESHES, *KV_MESHES[:2]], ids=mesh_id)
+def test_a_gradient_is_the_sum_of_all_devices_shares_where_its_weight_lies(sizes, name):
+    weights, placements, mesh = exchange({"fsdp": 1, **sizes}, {name: PARAMETERS[name]})
+    placement = placements[name]
+    whole = np.zeros(placement.shape, np.float32)
+    index_of = np.arange(whole.size).reshape(whole.shape)  # where each number of a share belongs
+    first = (0,) * len(AXES)
+    shares = coded(sizes, *own_share(placement, index_of, first, sizes).shape)
+    for index in devices_of(shares):
+        np.add.at(whole.reshape(-1), own_share(placement, index_of, index, sizes), shares[index])
+
+    def local(share):
+        share = share.reshape(share.shape[len(AXES) :])
+        return weights.reduce_once(name, weights.reduce_layer(name, share))
+
+    run = jax.shard_map(local, mesh=mesh, in_specs=P(*AXES), out_specs=placement.spec, check_vma=False)
+    found = jax.jit(run)(shares)
+    assert found.shape == placement.stored_shape
+    assert np.array_equal(strip_padding(found, placement), whole)
+
+
+@pytest.mark.parametrize("sizes", [*MESHES, *KV_MESHES], ids=mesh_id)
+def test_the_global_norm_counts_every_number_once(sizes):
+    weights, placements, mesh = exchange(sizes)
+    rng = np.random.default_rng(3)
+    whole = {name: rng.normal(size=p.shape).astype(np.float32) for name, p in placements.items()}
+    specs = {name: p.spec for name, p in placements.items()}
+    stored = {
+        name: jax.device_put(pad_to_storage(jnp.asarray(g), placements[name]), NamedSharding(mesh, specs[name]))
+        for name, g in whole.items()
+    }
+    run = jax.shard_map(weights.global_norm, mesh=mesh, in_specs=(specs,), out_specs=P(), check_vma=False)
+    expected = math.sqrt(sum(np.sum(np.square(g, dtype=np.float64)) for g in whole.values()))
+    assert float(jax.jit(run)(stored)) == pytest.approx(expected, rel=1e-6)
+
+
+def test_weights_are_gathered_in_the_compute_dtype_and_reduced_in_the_gradients():
+    sizes, mesh = make_mesh({"data": 2, "fsdp": 2})
+    placements = {name: place(*PARAMETERS[name], sizes) for name in ("output", "norm")}
+    weights = WeightExchange(placements, sizes, jnp.dtype("bfloat16"), jnp.dtype("bfloat16"))
+
+    def local(shard, norm):
+        w = weights.gather_layer("output", weights.gather_once("output", shard))
+        assert w.dtype == jnp.bfloat16
+        assert weights.gather_once("norm", norm).dtype == jnp.float32, "norms stay exact"
+        gradient = weights.reduce_layer("output", w.astype(jnp.float32))
+        return weights.reduce_once("output", gradient)
+
+    spec = placements["output"].spec
+    run = jax.shard_map(local, mesh=mesh, in_specs=(spec, P()), out_specs=spec, check_vma=False)
+    arguments = [jax.ShapeDtypeStruct(PARAMETERS[name][0], jnp.float32) for name in placements]
+    assert jax.eval_shape(run, *arguments).dtype == jnp.float32
+    assert re.findall(r":(\w+)\[[\d,]*\] = reduce_scatter", str(jax.make_jaxpr(run)(*arguments))) == ["bf16"] * 2

@@ -1,0 +1,57 @@
+"""How every parameter of some named configs lies on some meshes, as text: a diff tells what a change does.
+
+`golden_specs.txt` holds it; run this file to write it anew.
+"""
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+from megajax.config import load_config
+from megajax.config.checks import check_mesh
+from megajax.model import Transformer, parameters
+from megajax.sharding import place_all
+
+ROOT = Path(__file__).parents[2]
+GOLDEN = Path(__file__).with_name("golden_specs.txt")
+CASES = [
+    # Eight KV heads on 16 devices: replicated in pairs.
+    ("llama3_8b", {"data": 2, "fsdp": 4, "tensor": 16}),
+    # 4096 is no multiple of 96: stored with padding.
+    ("llama3_8b", {"data": 96}),
+    ("gpt3_125m", {"data": 2, "fsdp": 2, "tensor": 4}),
+]
+
+
+def describe(name: str, mesh: dict[str, int]) -> Iterator[str]:
+    """One line a parameter: name, shape, where each dimension lies (axes of size 1 left out), and what is special."""
+    overrides = [f"mesh.{axis}={size}" for axis, size in mesh.items()]
+    batch = ["batch.global_size=192", "batch.sequence_length=2048", "data.kind=synthetic"]
+    config = load_config(ROOT / f"configs/models/{name}.yaml", [*batch, *overrides])
+    sizes = check_mesh(config, math.prod(mesh.values()))
+    yield f"{name} on {', '.join(f'{axis} {size}' for axis, size in mesh.items())}"
+    for parameter, placement in place_all(parameters(Transformer(config.model)), sizes).items():
+        entries = [(entry,) if isinstance(entry, str) else entry or () for entry in placement.spec]
+        used = ["+".join(axis for axis in entry if sizes[axis] > 1) or "-" for entry in entries]
+        notes = []
+        if placement.stored_shape != placement.shape:
+            notes.append(f"stored as {list(placement.stored_shape)}")
+        if placement.kv_groups > 1:
+            notes.append(f"a KV head for {placement.kv_groups} devices each")
+        line = f"  {parameter:<36} {str(list(placement.shape)):<24} {' '.join(used):<24} {', '.join(notes)}"
+        yield line.rstrip()
+    yield ""
+
+
+def golden() -> str:
+    return "\n".join(line for name, mesh in CASES for line in describe(name, mesh))
+
+
+def test_named_configs_lie_on_the_mesh_as_written_down():
+    assert golden() == GOLDEN.read_text(), (
+        f"run {Path(__file__).name} to write {GOLDEN.name} anew, and look at its diff"
+    )
+
+
+if __name__ == "__main__":
+    GOLDEN.write_text(golden())

@@ -1,0 +1,286 @@
+"""What the compiled step communicates and holds, read from its HLO."""
+
+import ast
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import megajax
+from megajax.config.checks import check_mesh
+from megajax.mesh import build_mesh
+from megajax.parallel.layers import PREFIX
+from megajax.training.step import TrainProgram
+
+COLLECTIVES = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute", "collective-broadcast")
+REDUCTIONS = ("reduce-scatter", "all-reduce")
+COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.-]+) \(.*\{$")
+COLLECTIVE = re.compile(rf" ({'|'.join(COLLECTIVES)})(?:-start)?\((.*?)\), .*replica_groups=mesh\[.*?\] \{{(.*?)\}}")
+CALLED = re.compile(r"(\w+)=(?:%([\w.-]+)|\{(%[\w., %-]+)\})")
+SHAPE = re.compile(r"\b[a-z]+\d+\w*\[([\d,]+)\]")
+LAYERS = 4
+LAYER_MATRICES = 7  # query, key, value, output, gate, up, down
+
+
+@dataclass(frozen=True)
+class Collective:
+    kind: str
+    axes: frozenset[str]
+    arrays: int  # XLA may combine several into one operation
+    loops: int  # while loops around it
+
+
+def collectives(text: str) -> list[Collective]:
+    """Every collective of a compiled module, with the mesh axes that it runs over."""
+    bodies: dict[str, list[str]] = {}
+    name = entry = ""
+    for line in text.splitlines():
+        if start := COMPUTATION.match(line):
+            name = start[1]
+            entry = name if line.startswith("ENTRY") else entry
+            bodies[name] = []
+        elif name:
+            bodies[name].append(line)
+    found = []
+
+    def visit(name: str, loops: int) -> None:
+        for line in bodies[name]:
+            if match := COLLECTIVE.search(line):
+                axes = frozenset(re.findall(r"\w+", match[3]))
+                found.append(Collective(match[1], axes, match[2].count("%"), loops))
+            else:
+                assert not re.search(rf" (?:{'|'.join(COLLECTIVES)})(?:-start)?\(", line), f"not understood: {line}"
+            for attribute, single, several in CALLED.findall(line):
+                for called in [single] if single else re.findall(r"%([\w.-]+)", several):
+                    if called in bodies and attribute != "to_apply":
+                        visit(called, loops + (attribute == "body"))
+
+    visit(entry, 0)
+    return found
+
+
+def count(found: list[Collective], axis: str, *kinds: str, loops: int | None = None) -> int:
+    """Arrays that collectives of these kinds move over an axis, alone or with others."""
+    return sum(c.arrays for c in found if c.kind in kinds and axis in c.axes and loops in (None, c.loops))
+
+
+def largest_array(text: str) -> int:
+    """Elements of the largest array of a compiled module."""
+    return max(int(np.prod([int(d) for d in dims.split(",")])) for dims in SHAPE.findall(text))
+
+
+@pytest.fixture(scope="module")
+def build(table):
+    def build(mesh, model="llama", **settings):
+        config = table.make_config(model, mesh, steps=1, **settings)
+        count = int(np.prod([*mesh.values(), 1]))
+        return TrainProgram.build(config, build_mesh(check_mesh(config, count), jax.devices()[:count]))
+
+    return build
+
+
+@pytest.fixture(scope="module")
+def compiled(build):
+    """The compiled step of a mesh and settings, made once."""
+    known = {}
+
+    def compiled(mesh, **settings):
+        key = repr((mesh, settings))
+        if key not in known:
+            program = build(mesh, **settings)
+            known[key] = program.train_step.lower(program.abstract_state, program.abstract_batch).compile()
+        return known[key]
+
+    return compiled
+
+
+# Once a step
+
+
+@pytest.mark.parametrize(
+    ("model", "mesh", "numbers"),
+    [("llama", {"data": 2, "fsdp": 2, "tensor": 2}, (1, 2, 4)), ("gpt2", {"data": 4}, (1, 4))],
+    ids=["llama", "gpt2"],
+)
+def test_gradients_are_reduced_over_data_once_a_step_whatever_the_microbatches(compiled, model, mesh, numbers):
+    counts = []
+    for microbatches in numbers:
+        found = collectives(compiled(mesh, model=model, microbatches=microbatches).as_text())
+        over_data = [c for c in found if "data" in c.axes]
+        assert {c.loops for c in over_data} == {0}, "a collective over data stands inside a loop"
+        counts.append([count(found, "data", kind) for kind in ("reduce-scatter", "all-reduce", "all-gather")])
+    assert all(each == counts[0] for each in counts)
+    scattered, summed, gathered = counts[0]
+    assert gathered == scattered > 0, "each gathered weight's gradient is scattered, and nothing else"
+    assert summed > 0
+
+
+def test_embedding_and_head_are_gathered_over_fsdp_once_a_step(compiled):
+    for microbatches in (1, 4):
+        found = collectives(compiled({"fsdp": 2}, microbatches=microbatches).as_text())
+        assert count(found, "fsdp", "all-gather", loops=0) == 2
+        assert count(found, "fsdp", "reduce-scatter", loops=0) == 2
+
+
+# Once a layer and pass
+
+
+@pytest.mark.parametrize("mesh", [{"fsdp": 2}, {"data": 2, "fsdp": 2, "tensor": 2}], ids=str)
+@pytest.mark.parametrize("remat", [{}, {"policy": "full"}, {"policy": "full", "group": 2}], ids=str)
+def test_weights_are_gathered_over_fsdp_once_a_layer_and_pass(compiled, mesh, remat):
+    """The stack is a loop over the layers, forward, and another one, backward."""
+    unroll = remat.get("group", 1)
+    found = collectives(compiled(mesh, remat=remat).as_text())
+    assert count(found, "fsdp", "all-gather", loops=1) == 2 * LAYER_MATRICES * unroll
+    assert count(found, "fsdp", "reduce-scatter", loops=1) == LAYER_MATRICES * unroll
+    assert count(found, "fsdp", "all-gather", loops=0) == 2
+
+
+@pytest.mark.parametrize("remat", ["none", "full", "selective", "save_matmuls"])
+def test_an_unrolled_stack_gathers_over_fsdp_once_a_layer_and_pass_too(compiled, remat):
+    """The two passes' gathers are not merged, which would keep every layer's whole weights in between."""
+    settings = {"remat": {"policy": remat}, "kernels": {"scan_unroll": LAYERS}}
+    found = collectives(compiled({"fsdp": 2}, **settings).as_text())
+    assert count(found, "fsdp", "all-gather") == 2 * LAYER_MATRICES * LAYERS + 2
+    assert count(found, "fsdp", "reduce-scatter") == LAYER_MATRICES * LAYERS + 2
+
+
+@pytest.mark.parametrize("remat", ["none", "full", "save_matmuls"])
+def test_the_residual_stream_crosses_tensor_at_the_edges_alone(compiled, remat):
+    """Enter and leave of attention and MLP, and their transposes, which gather once more for the weights' gradients."""
+    found = collectives(compiled({"tensor": 2}, remat={"policy": remat}).as_text())
+    in_layers = [c for c in found if c.loops == 1 and c.kind in ("all-gather", "reduce-scatter")]
+    assert {c.axes for c in in_layers} == {frozenset({"tensor"})}
+    assert not [c for c in found if c.kind in ("all-to-all", "collective-permute")]
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("model", ["llama", "gpt2"])
+def test_one_device_communicates_nothing(compiled, model):
+    text = compiled({}, model=model, microbatches=2).as_text()
+    assert not [line for line in text.splitlines() if re.search("|".join(COLLECTIVES), line)]
+
+
+# Memory
+
+# T = 512 tokens on every mesh below, one microbatch, and V = 2048: the largest array but the logits has T · 128.
+WIDE = {"batch": {"global_size": 32, "sequence_length": 16}}
+
+
+@pytest.mark.parametrize("model", ["llama", "gpt2"])
+@pytest.mark.parametrize("mesh", [{}, {"tensor": 2}, {"data": 2, "fsdp": 2}], ids=str)
+def test_no_array_is_as_large_as_the_logits(build, table, model, mesh):
+    def largest(**kernels):
+        settings = {**table.MODELS[model], "vocab_size": 2000}
+        program = build(mesh, settings, kernels=kernels, **WIDE)
+        compiled = program.train_step.lower(program.abstract_state, program.abstract_batch).compile()
+        return largest_array(compiled.as_text())
+
+    tokens = 32 * 16 // (mesh.get("data", 1) * mesh.get("fsdp", 1))
+    logits = tokens * 2048 // mesh.get("tensor", 1)
+    assert largest() < logits
+    assert largest(loss_chunk_tokens=tokens) >= logits, "one chunk holds all logits: the test would see them"
+
+
+def temporary_bytes(build, **settings) -> int:
+    program = build({}, {"num_layers": 8, "hidden_size": 64, "num_heads": 8, "vocab_size": 250}, **settings)
+    step = program.train_step.lower(program.abstract_state, program.abstract_batch).compile()
+    return step.memory_analysis().temp_size_in_bytes
+
+
+def test_full_recomputation_needs_less_memory_than_none(build, record_property):
+    deep = {"batch": {"global_size": 8, "sequence_length": 64}}
+    peak = {
+        "none": temporary_bytes(build, **deep),
+        "selective": temporary_bytes(build, remat={"policy": "selective"}, **deep),
+        "full": temporary_bytes(build, remat={"policy": "full"}, **deep),
+        "full, group 2": temporary_bytes(build, remat={"policy": "full", "group": 2}, **deep),
+    }
+    for policy, size in peak.items():
+        record_property(f"temporary bytes with remat {policy}", size)
+    assert peak["full"] < 0.5 * peak["none"], peak
+    assert peak["full"] < peak["selective"] < peak["none"], peak
+    assert peak["full, group 2"] < peak["none"], peak
+
+
+def test_full_recomputation_is_not_merged_with_the_forward_pass_of_an_unrolled_stack(build):
+    deep = {"batch": {"global_size": 8, "sequence_length": 64}, "kernels": {"scan_unroll": 8}}
+    full = temporary_bytes(build, remat={"policy": "full"}, **deep)
+    assert full < 0.5 * temporary_bytes(build, **deep)
+
+
+def residual_shapes(program) -> list[tuple[int, ...]]:
+    """Shapes of what the forward pass keeps for the backward pass, on one device of a mesh."""
+    local = program.local
+    specs = {name: placement.spec for name, placement in program.placements.items()}
+
+    def forward(params, batch):
+        fields = {name: field[0] for name, field in batch.items()}
+        inputs = local.inputs(fields, 0, None)
+        layers = local.layers.gather_once(params)
+        x = local.embed(local.gather_ends(params), fields, inputs)
+        return local.layers.forward(layers, x, inputs)[1]
+
+    run = jax.shard_map(
+        forward, mesh=program.mesh, in_specs=(specs, program.batch_sharding.spec), out_specs=P(), check_vma=False
+    )
+    kept = jax.eval_shape(run, program.abstract_state.params, program.abstract_batch)
+    return [leaf.shape for leaf in jax.tree.leaves(kept)]
+
+
+def layer_shapes(placement, mesh) -> set[tuple[int, ...]]:
+    """What a layer's weight may look like on a device: gathered, and as `fsdp` shard."""
+    divided = list(zip(placement.shape, placement.spec, strict=True))[1:]
+    gathered = tuple(size // mesh.get("tensor", 1) if entry == "tensor" else size for size, entry in divided)
+    shard = tuple(
+        size // mesh.get("fsdp", 1) if isinstance(entry, tuple) else size
+        for size, (_, entry) in zip(gathered, divided, strict=True)
+    )
+    return {gathered, shard}
+
+
+@pytest.mark.parametrize("unroll", [1, LAYERS])
+@pytest.mark.parametrize("policy", ["none", "selective", "save_matmuls", "full"])
+@pytest.mark.parametrize("mesh", [{}, {"fsdp": 2}, {"tensor": 2}], ids=str)
+def test_weights_are_not_kept_for_the_backward_pass(build, mesh, policy, unroll):
+    program = build(mesh, remat={"policy": policy}, kernels={"scan_unroll": unroll})
+    kept = residual_shapes(program)
+    weights = set().union(*(layer_shapes(p, mesh) for n, p in program.placements.items() if n.startswith(PREFIX)))
+    assert kept and not weights & {shape if unroll == LAYERS else shape[1:] for shape in kept}
+
+
+def test_full_recomputation_keeps_the_inputs_of_the_blocks_alone(build):
+    def kept(**remat):
+        return sorted(residual_shapes(build({}, remat={"policy": "full", **remat})))
+
+    tokens, width = 32 * 16, 64
+    assert kept() == [(LAYERS, tokens, width)]
+    assert kept(group=2) == [(LAYERS // 2, tokens, width)]
+
+
+# In the sources
+
+CALLS = {"psum", "pmean", "pmax", "pmin", "all_gather", "psum_scatter", "ppermute", "pshuffle", "pswapaxes"}
+CALLS |= {"all_to_all", "ragged_all_to_all", "axis_index"}
+
+
+def called_names(path: Path) -> set[str]:
+    """Names that a source file calls, imports or passes on, in code and not in comments."""
+    nodes = list(ast.walk(ast.parse(path.read_text())))
+    names = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
+    names |= {node.id for node in nodes if isinstance(node, ast.Name)}
+    return names | {alias.name for node in nodes if isinstance(node, ast.ImportFrom) for alias in node.names}
+
+
+@pytest.mark.smoke
+def test_collectives_are_called_in_parallel_alone():
+    package = Path(megajax.__file__).parent
+    found = {path.relative_to(package).parts[0]: set() for path in package.rglob("*.py")}
+    for path in package.rglob("*.py"):
+        found[path.relative_to(package).parts[0]] |= called_names(path) & CALLS
+    assert {"psum", "all_gather", "psum_scatter", "pmax", "axis_index"} <= found.pop("parallel"), "the test sees none"
+    assert not {folder: names for folder, names in found.items() if names}

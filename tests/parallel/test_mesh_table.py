@@ -1,0 +1,254 @@
+"""Any mesh, any number of microbatches and any remat policy train as one device does.
+
+A covering sample of scripts/mesh_table.py with the model's options added: losses and gradient norms within 1e-5, the
+first step's gradients within 1e-4, relative to the single device with one microbatch and nothing recomputed.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from megajax.config.checks import check_mesh
+from megajax.mesh import build_mesh
+from megajax.model import Transformer, bind
+from megajax.parallel.comm import MeshComm
+from megajax.parallel.weights import WeightExchange
+from megajax.training.batches import to_global
+from megajax.training.step import TrainProgram
+
+STEPS = 4
+
+TRIPLE = {"data": 2, "fsdp": 2, "tensor": 2}
+# model, optimizer, mesh, microbatches
+MESHES = [
+    ("llama", "adamw", {}, 4),
+    ("llama", "adamw", {"data": 2}, 2),
+    ("llama", "adamw", {"fsdp": 2}, 4),
+    ("llama", "adamw", {"tensor": 8}, 2),  # twice as many devices as KV heads
+    ("llama", "adamw", {"data": 4, "fsdp": 2}, 1),
+    ("llama", "adamw", {"fsdp": 2, "tensor": 4}, 2),
+    ("llama", "sgd", {"data": 8}, 1),
+    pytest.param("llama", "sgd", TRIPLE, 2, marks=pytest.mark.smoke),
+    ("gpt2", "adamw", {"data": 8}, 4),
+    ("gpt2", "adamw", {"fsdp": 4, "tensor": 2}, 1),
+    ("gpt2", "adamw", TRIPLE, 4),
+    ("gpt2", "sgd", {"fsdp": 8}, 1),
+    ("gpt2", "sgd", {"tensor": 2}, 4),
+    ("gpt2", "sgd", {"tensor": 8}, 1),
+    ("gpt2", "sgd", {"data": 2, "tensor": 4}, 2),
+    ("gpt2", "sgd", {"data": 2, "fsdp": 4}, 2),
+]
+
+# mesh, microbatches, remat, kernels
+RECOMPUTED = [
+    ({"fsdp": 2, "tensor": 2}, 2, {"policy": "full"}, {}),
+    ({"data": 2, "fsdp": 2}, 1, {"policy": "full", "group": 2}, {}),
+    ({"fsdp": 2}, 2, {"policy": "full", "group": 2}, {"scan_unroll": 4}),
+    ({"data": 2, "tensor": 2}, 1, {"policy": "full", "layers": 1}, {}),
+    ({"tensor": 2}, 2, {"policy": "selective"}, {"scan_unroll": 2}),
+    ({"fsdp": 2, "tensor": 2}, 1, {"policy": "save_matmuls"}, {"scan_unroll": 4}),
+    ({"data": 2, "fsdp": 2}, 2, {"policy": "offload"}, {}),
+    (TRIPLE, 2, {}, {"scan_unroll": 2, "loss_chunk_tokens": 7}),
+    ({"fsdp": 4, "tensor": 2}, 1, {}, {"scan_unroll": 4, "loss_chunk_tokens": 4096}),
+]
+
+OPTIONS = {
+    # Two KV heads; windows that alternate; everything that may stand between the products.
+    "gemma": {
+        "num_kv_heads": 2,
+        "activation": "geglu",
+        "qk_norm": True,
+        "rope_fraction": 0.5,
+        "logit_softcap": 3.0,
+        "attention_softcap": 2.0,
+        "sliding_window": 5,
+        "layer_pattern": ["local", "global"],
+        "tie_embeddings": True,
+        "z_loss": 1e-2,
+    },
+    "dropout": {"num_kv_heads": 4, "dropout": 0.2, "sliding_window": 3, "attention_bias": True},
+    # 36 = 4.5 · 8: what is stored is padded.
+    "padded": {"hidden_size": 36, "num_heads": 4, "head_dim": 8, "ffn_hidden_size": 72, "activation": "relu2"},
+    "padded_gpt2": {"hidden_size": 36, "num_heads": 4, "dropout": 0.1, "z_loss": 1e-2},
+}
+
+# options, mesh, microbatches, remat
+OPTION_CASES = [
+    ("gemma", {"tensor": 8}, 2, {}),
+    ("gemma", {"fsdp": 2, "tensor": 4}, 1, {"policy": "full", "layers": 1}),
+    ("gemma", TRIPLE, 4, {"policy": "save_matmuls"}),
+    ("dropout", {}, 2, {"policy": "full"}),
+    ("dropout", TRIPLE, 2, {"policy": "selective", "layers": 2}),
+    ("dropout", {"fsdp": 8}, 1, {"policy": "full", "group": 4}),
+    ("padded", {"fsdp": 8}, 1, {}),
+    ("padded", {"data": 2, "fsdp": 4}, 4, {"policy": "full"}),
+    ("padded_gpt2", {"data": 8}, 2, {}),
+    ("padded_gpt2", {"data": 4, "tensor": 2}, 1, {"policy": "save_matmuls"}),
+]
+
+
+def case_name(value) -> str | None:
+    if isinstance(value, dict):
+        return "-".join(f"{key}{size}" for key, size in value.items()) or "plain"
+    return None
+
+
+def options_config(table, options, mesh, microbatches, **sections):
+    base = table.MODELS["gpt2" if options.endswith("gpt2") else "llama"]
+    if "gpt2" not in options:
+        base = {key: value for key, value in base.items() if key != "num_kv_heads"}
+    return table.make_config(
+        {**base, **OPTIONS[options]}, mesh, microbatches=microbatches, steps=STEPS, optimizer="sgd", **sections
+    )
+
+
+def assert_agrees(difference, **tolerances):
+    assert not difference.problems(**tolerances), difference
+
+
+@pytest.mark.parametrize(("model", "optimizer", "mesh", "microbatches"), MESHES, ids=case_name)
+def test_a_mesh_trains_as_one_device_does(table, difference, model, optimizer, mesh, microbatches):
+    config = table.make_config(model, mesh, microbatches=microbatches, steps=STEPS, optimizer=optimizer)
+    assert_agrees(difference(config))
+
+
+@pytest.mark.parametrize(("mesh", "microbatches", "remat", "kernels"), RECOMPUTED, ids=case_name)
+def test_recomputation_and_unrolling_change_no_number(table, difference, mesh, microbatches, remat, kernels):
+    config = table.make_config(
+        "llama", mesh, microbatches=microbatches, steps=STEPS, optimizer="sgd", remat=remat, kernels=kernels
+    )
+    assert_agrees(difference(config))
+
+
+@pytest.mark.parametrize(("options", "mesh", "microbatches", "remat"), OPTION_CASES, ids=case_name)
+def test_every_option_of_the_model_is_the_same_on_a_mesh(table, difference, options, mesh, microbatches, remat):
+    assert_agrees(difference(options_config(table, options, mesh, microbatches, remat=remat)))
+
+
+@pytest.mark.parametrize(
+    ("compute", "mesh"), [("bfloat16", {"fsdp": 2, "tensor": 4}), ("float16", TRIPLE)], ids=case_name
+)
+def test_low_precision_trains_alike_within_its_rounding(table, difference, compute, mesh):
+    config = table.make_config(
+        "llama", mesh, microbatches=2, steps=STEPS, optimizer="sgd", precision={"compute": compute}
+    )
+    coarse = {"bfloat16": 8, "float16": 1}[compute]  # 8 against 11 bits
+    assert_agrees(difference(config), scalar=5e-4 * coarse, gradient=1e-2 * coarse)
+
+
+def test_gradients_reduced_in_bfloat16_are_close(table, reference):
+    mesh = TRIPLE
+    config = table.make_config("llama", mesh, steps=STEPS, optimizer="sgd", precision={"gradients": "bfloat16"})
+    expected = reference(table.make_config("llama", steps=STEPS, optimizer="sgd"))
+    found = table.compare(table.train(config, expected.initial), expected)
+    assert_agrees(found, gradient=1e-2, scalar=1e-2)
+    assert found.worst[1] > table.GRADIENT_TOLERANCE, "they were not reduced in bfloat16"
+
+
+@pytest.mark.parametrize(
+    ("model", "mesh"),
+    [
+        ("llama", TRIPLE),
+        ("llama", {"tensor": 8}),
+        ("gpt2", {"fsdp": 8}),
+        ("padded", {"data": 2, "fsdp": 4}),
+    ],
+    ids=case_name,
+)
+def test_initial_weights_are_the_same_bit_for_bit_on_every_mesh(table, reference, model, mesh):
+    if model in OPTIONS:
+        config = options_config(table, model, mesh, 1)
+    else:
+        config = table.make_config(model, mesh, steps=STEPS)
+    count = int(np.prod(list(mesh.values())))
+    program = TrainProgram.build(config, build_mesh(check_mesh(config, count), jax.devices()[:count]))
+    found = table.canonical(program, program.init_state().params)
+    for name, expected in reference(config).initial.items():
+        assert np.array_equal(found[name].view(np.uint32), expected.view(np.uint32)), name
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("model", ["llama", "gpt2"])
+def test_the_single_device_step_has_the_gradients_of_the_plain_model(table, reference, model):
+    config = table.make_config(model, steps=STEPS)
+    trace = reference(config)
+    batch = {name: jnp.asarray(field) for name, field in next(table.make_batches(config)).items()}
+    transformer = Transformer(config.model)
+
+    def loss(weights):
+        log_probabilities = jax.nn.log_softmax(bind(transformer, weights)(batch["tokens"]))
+        chosen = jnp.take_along_axis(log_probabilities, batch["targets"][..., None], axis=-1)[..., 0]
+        return -jnp.sum(chosen * batch["loss_mask"]) / jnp.sum(batch["loss_mask"])
+
+    value, gradients = jax.jit(jax.value_and_grad(loss))({n: jnp.asarray(w) for n, w in trace.initial.items()})
+    norm = np.sqrt(sum(np.sum(np.square(g)) for g in gradients.values()))
+    plain = table.Trace(
+        config,
+        np.array([value] * STEPS),
+        np.array([norm] * STEPS),
+        trace.initial,
+        {name: np.asarray(g) for name, g in gradients.items()},
+    )
+    first = table.Trace(config, trace.losses[[0] * STEPS], trace.norms[[0] * STEPS], trace.initial, trace.gradients)
+    assert_agrees(table.compare(first, plain))
+
+
+def test_the_evaluation_loss_does_not_depend_on_the_mesh(table, reference):
+    def evaluation_loss(config, count):
+        program = TrainProgram.build(config, build_mesh(check_mesh(config, count), jax.devices()[:count]))
+        state = table.first_state(program, weights)
+        fields = next(table.make_batches(config))
+        loss, tokens = program.eval_step(state.params, to_global(fields, program.batch_sharding, program.batch_shape))
+        return float(loss / tokens)
+
+    config = options_config(table, "dropout", TRIPLE, 2)
+    weights = reference(config).initial
+    expected = evaluation_loss(table.reference_config(config), 1)
+    assert evaluation_loss(config, 8) == pytest.approx(expected, rel=table.SCALAR_TOLERANCE)
+
+
+def reduce_without_replicated(self, name, gradient):
+    """A WeightExchange.reduce_once that forgets the weights which every device holds."""
+    if self.placements[name].storage_dim is None:
+        return gradient
+    return correct_reduce_once(self, name, gradient)
+
+
+correct_reduce_once = WeightExchange.reduce_once
+ON_TENSOR = {"tensor": 8}
+# what goes wrong: the mesh where it shows, and what is replaced
+FAULTS = {
+    "gradients of replicated weights are not summed": (
+        TRIPLE,
+        WeightExchange,
+        "reduce_once",
+        reduce_without_replicated,
+    ),
+    "a gradient counts twice": (
+        ON_TENSOR,
+        WeightExchange,
+        "reduce_once",
+        lambda self, name, g: correct_reduce_once(self, name, g) * (2.0 if "mlp.up" in name else 1.0),
+    ),
+    "the wrong KV head is used": (
+        ON_TENSOR,
+        WeightExchange,
+        "_kv_head",
+        lambda self, placement: jax.lax.axis_index("tensor") % placement.shape[placement.axes.index("kv_heads")],
+    ),
+    "the dropout of another device's sequences": (TRIPLE, MeshComm, "sequence_ids", lambda self, n: jnp.arange(n)),
+    "the dropout of another device's tokens": (
+        ON_TENSOR,
+        MeshComm,
+        "own_tokens",
+        lambda self, x: x[: x.shape[0] // self.tensor_size],
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_the_table_sees_a_fault(table, difference, monkeypatch, fault):
+    mesh, *replaced = FAULTS[fault]
+    monkeypatch.setattr(*replaced)
+    assert difference(options_config(table, "dropout", mesh, 2)).problems()

@@ -1,0 +1,99 @@
+"""The mesh: axes, device order, and joining the other processes of a run."""
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+
+from megajax.errors import ConfigError
+from megajax.mesh import AXES, BATCH_AXES, build_mesh, mesh_sizes, start_processes
+
+ONE = dict.fromkeys(AXES, 1)
+
+
+def test_axes_go_from_the_slowest_links_to_the_fastest():
+    assert AXES == ("pipeline", "data", "fsdp", "expert", "context", "tensor")
+    assert BATCH_AXES == ("data", "fsdp", "expert")
+
+
+@pytest.mark.smoke
+def test_neighbouring_devices_are_neighbours_on_tensor_first():
+    mesh = build_mesh({**ONE, "data": 2, "fsdp": 2, "tensor": 2})
+    ids = np.vectorize(lambda device: device.id)(mesh.devices)
+    expected = np.array([device.id for device in jax.devices()]).reshape(1, 2, 2, 1, 1, 2)
+    assert np.array_equal(ids, expected)
+    assert ids[0, 1, 0, 0, 0].tolist() == [jax.devices()[4].id, jax.devices()[5].id]
+
+
+def test_a_mesh_has_all_six_axes_whatever_their_sizes():
+    mesh = build_mesh(ONE, jax.devices()[3:4])
+    assert mesh.axis_names == AXES
+    assert mesh_sizes(mesh) == ONE
+    assert mesh.devices.flat[0] == jax.devices()[3]
+
+
+def test_sizes_read_back_in_the_order_of_the_axes_however_they_were_given():
+    sizes = {**ONE, "expert": 2, "context": 4}
+    mesh = build_mesh(dict(reversed(sizes.items())))
+    assert list(mesh_sizes(mesh).items()) == list(sizes.items())
+
+
+def test_axes_are_automatic_outside_the_step():
+    assert set(build_mesh({**ONE, "data": 8}).axis_types) == {AxisType.Auto}
+
+
+def test_a_mesh_of_another_number_of_devices_is_our_own_mistake():
+    with pytest.raises(AssertionError):
+        build_mesh({**ONE, "data": 4})
+
+
+# Start-up of several processes
+
+
+@pytest.fixture
+def initialized(monkeypatch):
+    """The calls of jax.distributed.initialize, none of which is carried out."""
+    calls = []
+    monkeypatch.setattr(jax.distributed, "initialize", lambda *args, **kwargs: calls.append((args, kwargs)))
+    return calls
+
+
+EXPLICIT = {"JAX_COORDINATOR_ADDRESS": "host:1234", "JAX_NUM_PROCESSES": "4", "JAX_PROCESS_ID": "3"}
+
+
+@pytest.mark.parametrize("extra", [{}, {"SLURM_NTASKS": "9"}, {"OMPI_COMM_WORLD_SIZE": "9"}], ids=str)
+def test_explicit_variables_name_the_coordinator_and_win(initialized, extra):
+    start_processes({**extra, **EXPLICIT})
+    assert initialized == [(("host:1234", 4, 3), {})]
+
+
+@pytest.mark.parametrize("environment", [{"SLURM_NTASKS": "2"}, {"OMPI_COMM_WORLD_SIZE": "2"}], ids=str)
+def test_slurm_and_open_mpi_are_left_to_jax(initialized, environment):
+    start_processes(environment)
+    assert initialized == [((), {})]
+
+
+@pytest.mark.parametrize(
+    "environment", [{}, {"SLURM_NTASKS": "1"}, {"OMPI_COMM_WORLD_SIZE": "1"}, {"SLURM_JOB_ID": "7"}], ids=str
+)
+def test_a_single_process_starts_nothing(initialized, environment):
+    start_processes(environment)
+    assert not initialized
+
+
+@pytest.mark.parametrize("missing", EXPLICIT)
+def test_explicit_variables_come_together(initialized, missing):
+    with pytest.raises(ConfigError, match=f"not {missing}: set all three") as error:
+        start_processes({name: value for name, value in EXPLICIT.items() if name != missing})
+    assert all(name in str(error.value) for name in EXPLICIT)
+    assert not initialized
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"JAX_PROCESS_ID": "4"}, {"JAX_PROCESS_ID": "-1"}, {"JAX_NUM_PROCESSES": "four"}], ids=str
+)
+def test_a_process_number_counts_up_to_their_number(initialized, wrong):
+    ((name, value),) = wrong.items()
+    with pytest.raises(ConfigError, match=f"{name}={value}"):
+        start_processes(EXPLICIT | wrong)
+    assert not initialized
