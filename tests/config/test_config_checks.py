@@ -50,7 +50,7 @@ REFUSED = {
     "model.layer_pattern=[global,local]": (
         "model.layer_pattern=[global, local] has local layers without a window (@): set model.sliding_window."
     ),
-    "model.layer_pattern=[global,global,global,global,global,global,global,global,global,global,global,global,global]": (
+    f"model.layer_pattern=[{','.join(['global'] * 13)}]": (
         "model.layer_pattern=[global, global, global, global, global, global, global, ... has 13 entries,"
         " more than model.num_layers=12 (@): shorten the pattern."
     ),
