@@ -30,14 +30,17 @@ def xla_flags(config: Config) -> dict[str, str]:
         flags["xla_gpu_enable_while_loop_double_buffering"] = "true"
     if config.run.deterministic:
         flags["xla_gpu_exclude_nondeterministic_ops"] = "true"
-        # Another autotuning result is another kernel and another rounding: the first run's choice is kept.
-        flags["xla_gpu_per_fusion_autotune_cache_dir"] = str(autotune_directory(config).resolve())
+        # Another autotuning result is another kernel and another rounding: the first start's choices are kept.
+        results = autotune_file(config).resolve()
+        flags["xla_gpu_dump_autotune_results_to"] = str(results)
+        if results.exists():
+            flags["xla_gpu_load_autotune_results_from"] = str(results)
     return flags
 
 
-def autotune_directory(config: Config) -> Path:
+def autotune_file(config: Config) -> Path:
     """Where a deterministic run keeps XLA's autotuning results."""
-    return Path(config.run.dir) / "autotune"
+    return Path(config.run.dir) / "autotune.txt"
 
 
 def prepare_environment(config: Config) -> list[str]:

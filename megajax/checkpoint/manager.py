@@ -14,6 +14,7 @@ import jax
 import orbax.checkpoint as ocp
 
 from megajax.config import ModelConfig
+from megajax.config.tree import show
 from megajax.errors import InputError
 
 SUBDIRECTORY = "checkpoints"
@@ -68,34 +69,47 @@ def describe_model(model: ModelConfig) -> dict[str, Any]:
     return model.model_dump(mode="json", exclude=training_only)
 
 
-def compare_descriptions(saved: dict[str, Any], mine: dict[str, Any], place: str, keys: tuple[str, ...]) -> None:
-    """Raise InputError where a checkpoint's description differs from this run's under one of `keys`."""
+def has_checkpoint(run_dir: str | Path) -> bool:
+    """Whether a run directory holds a complete checkpoint; nothing is created."""
+    return any(path.name.isdigit() for path in (Path(run_dir) / SUBDIRECTORY).glob("*"))
+
+
+def compare_descriptions(
+    saved: dict[str, Any], mine: dict[str, Any], place: str, keys: tuple[str, ...], other: str
+) -> None:
+    """Raise InputError where a checkpoint's description differs from this run's under one of `keys`.
+
+    `place` says which checkpoint, `other` what else than changing the key would help.
+    """
     for key in keys:
         for name in {**saved[key], **mine[key]}:
             theirs, ours = saved[key].get(name), mine[key].get(name)
             if theirs != ours:
                 raise InputError(
-                    f"{place} was saved with {key}.{name}={theirs}, and this run has {ours}: "
-                    f"set {key}.{name}={theirs}, or choose another run.dir."
+                    f"{place} was saved with {key}.{name}={show(theirs)}, and this run has {show(ours)}: "
+                    f"set {key}.{name}={show(theirs)}, or {other}."
                 )
 
 
-def restore_parameters(path: str, abstract: Mapping[str, jax.ShapeDtypeStruct], model: ModelConfig, asker: str) -> Any:
+def restore_parameters(
+    path: str, abstract: Mapping[str, jax.ShapeDtypeStruct], model: ModelConfig, asker: str, place: str = ""
+) -> Any:
     """Only the parameters of the newest checkpoint of a run directory, or of one checkpoint `RUN/checkpoints/STEP`.
 
-    `asker` names the setting that `path` comes from. Raises InputError if there is none, or of another model.
+    `asker` names the setting that `path` comes from, `place` where it was set. Raises InputError if there is none, or
+    of another model.
     """
     given = Path(path)
     is_step = given.parent.name == SUBDIRECTORY and given.name.isdigit()
     run_dir, step = (given.parent.parent, int(given.name)) if is_step else (given, None)
     if not (run_dir / SUBDIRECTORY).is_dir():
-        raise InputError(f"{asker}={path} holds no {SUBDIRECTORY} directory: name a megajax run directory.")
+        raise InputError(f"{asker}={path}{place} holds no {SUBDIRECTORY} directory: name a megajax run directory.")
     checkpoints = Checkpoints(run_dir, keep=2**31, keep_every=None)
     step = checkpoints.latest_step if step is None else step
     if step is None or not (checkpoints.directory / str(step)).is_dir():
-        raise InputError(f"{asker}={path} holds no complete checkpoint: name another run directory.")
+        raise InputError(f"{asker}={path}{place} holds no complete checkpoint: name another run directory.")
     mine = {"model": describe_model(model)}
-    compare_descriptions(checkpoints.describe(step), mine, f"{asker}={path}", ("model",))
+    compare_descriptions(checkpoints.describe(step), mine, f"{asker}={path}{place}", ("model",), "name another run")
     item = checkpoints.directory / str(step) / "state"
     with ocp.PyTreeCheckpointer() as reader:
         restore_args = ocp.checkpoint_utils.construct_restore_args({"params": abstract})

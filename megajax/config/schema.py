@@ -308,9 +308,7 @@ class LoggingConfig(Section):
     tensorboard: bool = Field(default=True, description="Write TensorBoard files.")
     wandb: bool = Field(default=False, description="Log to Weights & Biases.")
     wandb_project: Text | None = Field(default=None, description="Weights & Biases project.")
-    profile_start: CountOrZero | None = Field(
-        default=None, description="First step of a jax.profiler trace; null: none."
-    )
+    profile_start: Count | None = Field(default=None, description="First step of a jax.profiler trace; null: none.")
     profile_steps: Count = Field(default=3, description="Steps in the trace.")
 
 

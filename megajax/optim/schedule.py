@@ -9,8 +9,9 @@ from megajax.config import ScheduleConfig
 def make_schedule(config: ScheduleConfig) -> optax.Schedule:
     """The learning rate of a step, counted from 1.
 
-    Warm-up ends at `warmup_steps`; the minimum is reached at `decay_steps` and kept. inverse_sqrt is Vaswani et al.
-    2017, cosine Loshchilov and Hutter 2017, wsd (warm-up, stable, linear decay) Hu et al. 2024.
+    Warm-up ends at `warmup_steps`; the minimum is reached at `decay_steps` and kept. inverse_sqrt alone falls with the
+    root of the step until it meets the minimum, whatever `decay_steps`. cosine is Loshchilov and Hutter 2017, wsd
+    (warm-up, stable, linear decay) Hu et al. 2024, inverse_sqrt Vaswani et al. 2017.
     """
     peak, warmup = config.learning_rate, config.warmup_steps
     after = _after_warmup(config)
@@ -34,5 +35,4 @@ def _after_warmup(config: ScheduleConfig) -> optax.Schedule:
         final = min(config.wsd_decay_steps, decay)
         return optax.linear_schedule(peak, low, final, transition_begin=decay - final)
     assert config.kind == "inverse_sqrt"
-    start = max(warmup, 1)
-    return lambda count: jnp.maximum(peak * jnp.sqrt(start / (start + count)), low)
+    return lambda count: jnp.maximum(peak * jnp.sqrt(max(warmup, 1) / jnp.maximum(warmup + count, 1)), low)

@@ -14,8 +14,9 @@ from megajax.model.comm import SingleDevice
 class MeshComm(SingleDevice):
     """The communication points as collectives; where an axis has size 1, the identity."""
 
-    def __init__(self, sizes: Mapping[str, int], attention: ops.Implementation):
+    def __init__(self, sizes: Mapping[str, int], attention: ops.Implementation, deterministic: bool = False):
         super().__init__(attention)
+        self.deterministic, self.attend_calls = deterministic, 0
         self.sizes = sizes
         self.tensor_size = sizes["tensor"]
 
@@ -24,6 +25,24 @@ class MeshComm(SingleDevice):
 
     def leave(self, y: jax.Array) -> jax.Array:
         return lax.psum_scatter(y, "tensor", scatter_dimension=0, tiled=True) if self.tensor_size > 1 else y
+
+    def attend(self, q, k, v, *, window, segment_ids, softcap) -> jax.Array:
+        scale = q.shape[-1] ** -0.5
+        if self.deterministic and self.attention == "cudnn":
+            # XLA (jaxlib 0.11.2) fails at run time on two equal cuDNN calls of the deterministic backward pass. The
+            # kernel takes the scale in FP32, which does not see this difference.
+            self.attend_calls += 1
+            scale *= 1 + self.attend_calls * 2**-40
+        return ops.attention(
+            q,
+            k,
+            v,
+            window=window,
+            segment_ids=segment_ids,
+            softcap=softcap,
+            scale=scale,
+            implementation=self.attention,
+        )
 
     def own_tokens(self, x: jax.Array) -> jax.Array:
         if self.tensor_size == 1:

@@ -50,7 +50,7 @@ class LocalModel:
         attention: ops.Implementation,
     ):
         sizes, platform = mesh_sizes(mesh), mesh.devices.flat[0].platform
-        comm = MeshComm(sizes, attention)
+        comm = MeshComm(sizes, attention, config.run.deterministic)
         compute, gradients = jnp.dtype(config.precision.compute), jnp.dtype(config.precision.gradients)
         exchange = WeightExchange(placements, sizes, compute, gradients)
         layers = LayerStack(config, model, comm, exchange, platform)

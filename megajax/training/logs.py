@@ -11,7 +11,6 @@ from typing import Any
 
 from megajax.config import Config
 from megajax.errors import ConfigError, InputError
-from megajax.runtime import autotune_directory
 
 
 class MetricsLog:
@@ -89,8 +88,6 @@ def make_run_dir(config: Config) -> Path:
     run_dir = Path(config.run.dir)
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
-        if config.run.deterministic:
-            autotune_directory(config).mkdir(exist_ok=True)  # XLA makes no directories
         probe = run_dir / f".write-test-{os.getpid()}"
         probe.touch()
         probe.unlink()

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from megajax.checkpoint import Checkpoints
+from megajax.checkpoint import Checkpoints, has_checkpoint
 from megajax.config import Config
 from megajax.config.checks import check_mesh
 from megajax.data.loader import datasets
@@ -41,26 +41,32 @@ class Trainer:
         logs.check_sinks(config)
         self.data = datasets(config)
         self.program = TrainProgram.build(config, build_mesh(sizes, devices))
+        self.saver = StateSaver(self.program)
+        first_weights = self._first_weights()
         self.run_dir = logs.make_run_dir(config)
         self.checkpoints = Checkpoints(self.run_dir, config.checkpoint.keep, config.checkpoint.keep_every)
-        self.saver = StateSaver(self.program)
-        self.step, self.state = self._first_state()
+        self.step, self.state = self._first_state(first_weights)
         self.writer = jax.process_index() == 0
         if self.writer:
             (self.run_dir / "config.yaml").write_text(config.to_yaml())
         self.compile_seconds = 0.0
         self._train_batches: Iterator | None = None
         self._compiled_step = None
+        self._tracing = False
         self._stop = StopSignals()
 
-    def _first_state(self) -> tuple[int, TrainState]:
+    def _first_weights(self) -> dict[str, jax.Array] | None:
+        """Another run's weights, read before anything of this run is written; not if there is a run to resume."""
+        if self.config.checkpoint.init_from is None or has_checkpoint(self.config.run.dir):
+            return None
+        return self.saver.restore_weights(self.config.checkpoint.init_from)
+
+    def _first_state(self, first_weights: dict[str, jax.Array] | None) -> tuple[int, TrainState]:
         latest = self.checkpoints.latest_step
         if latest is not None:
             return latest, self.saver.restore(self.checkpoints, latest)
-        path = self.config.checkpoint.init_from
-        weights = None if path is None else self.saver.restore_weights(path)
         state = self.program.init_state()
-        return 0, state if weights is None else replace(state, params=weights)
+        return 0, state if first_weights is None else replace(state, params=first_weights)
 
     def next_batch(self) -> dict[str, jax.Array]:
         """The batch of the next step; the position in the data follows from the step alone."""
@@ -103,6 +109,7 @@ class Trainer:
             with self._stop:
                 return self._run(log)
         finally:
+            self._stop_profile()
             self.progress.close()
             log.close()
             self.checkpoints.close()
@@ -167,13 +174,20 @@ class Trainer:
 
     @contextlib.contextmanager
     def _profile(self):
+        """Around each step: traces the steps that `logging.profile_start` and `profile_steps` name."""
         start, count = self.config.logging.profile_start, self.config.logging.profile_steps
-        if start is not None and self.step + 1 == start:
+        if start is not None and not self._tracing and start <= self.step + 1 < start + count:
             jax.profiler.start_trace(str(self.run_dir / "profile"))
+            self._tracing = True
         yield
-        if start is not None and self.step == start + count - 1:
+        if start is not None and self.step + 1 >= start + count:
+            self._stop_profile()
+
+    def _stop_profile(self) -> None:
+        if self._tracing:
             jax.block_until_ready(self.state.step)
             jax.profiler.stop_trace()
+            self._tracing = False
 
 
 class Meter:

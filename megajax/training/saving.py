@@ -42,14 +42,17 @@ class StateSaver:
         """The state of a checkpoint, whatever mesh wrote it. Raises InputError if it is of another model or run."""
         place = f"The checkpoint of step {step} in {checkpoints.directory}"
         mine = self.description(step)
-        compare_descriptions(checkpoints.describe(step), mine, place, ("model", "optimizer", "run", "batch"))
+        compare_descriptions(
+            checkpoints.describe(step), mine, place, ("model", "optimizer", "run", "batch"), "choose another run.dir"
+        )
         tree = checkpoints.restore(step, _as_tree(self._canonical_abstract()))
         return self._to_stored(TrainState(**tree))
 
     def restore_weights(self, path: str) -> dict[str, jax.Array]:
         """The stored parameters of another run's checkpoint."""
         abstract: Any = self._canonical_abstract().params
-        weights = restore_parameters(path, abstract, self.program.config.model, "checkpoint.init_from")
+        config, key = self.program.config, "checkpoint.init_from"
+        weights = restore_parameters(path, abstract, config.model, key, f" ({config.where(key)})")
         placements = self.program.placements
         pad = jax.jit(
             lambda params: {name: pad_to_storage(w, placements[name]) for name, w in params.items()},

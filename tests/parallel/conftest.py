@@ -5,19 +5,9 @@ from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
-import jax
 import pytest
 
 SCRIPT = Path(__file__).parents[2] / "scripts/mesh_table.py"
-
-
-@pytest.fixture(autouse=True)
-def quick_compilation():
-    """LLVM's optimisations off: half the compile time, and the same HLO."""
-    before = jax.config.values["jax_disable_most_optimizations"]
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
 
 
 @pytest.fixture(scope="session")

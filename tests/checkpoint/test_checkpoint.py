@@ -1,0 +1,237 @@
+"""Checkpoints: canonical on disk whatever the mesh, usable by any mesh, safe from interrupted saves."""
+
+import json
+import shutil
+from pathlib import Path
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+
+from megajax.config import load_config
+from megajax.errors import InputError
+from megajax.training.loop import Trainer
+
+# A width of 36 is padded on 8 storage shards; the vocabulary of 70 is padded to 128 on every mesh.
+TINY = """
+run: {log_interval: 1, steps: 2}
+model: {num_layers: 2, hidden_size: 36, num_heads: 4, num_kv_heads: 2, head_dim: 8, ffn_hidden_size: 48,
+        vocab_size: 70, vocab_multiple: 128}
+batch: {global_size: 8, sequence_length: 16}
+precision: {compute: float32}
+data: {kind: synthetic}
+logging: {tensorboard: false}
+"""
+MESHES = [{}, {"data": 2, "tensor": 2}, {"fsdp": 8}, {"tensor": 4}]
+
+# Design, section 11; L=2, D=36, N=4, K=2, H=8, F=48, V=128.
+BLOCK = {
+    "attention.norm": (2, 36),
+    "attention.query": (2, 36, 4, 8),
+    "attention.key": (2, 36, 2, 8),
+    "attention.value": (2, 36, 2, 8),
+    "attention.output": (2, 4, 8, 36),
+    "mlp.norm": (2, 36),
+    "mlp.gate": (2, 36, 48),
+    "mlp.up": (2, 36, 48),
+    "mlp.down": (2, 48, 36),
+}
+ENDS = {"embedding.tokens": (128, 36), "final_norm": (36,), "head": (36, 128)}
+CANONICAL = ENDS | {f"blocks.dense.{name}": shape for name, shape in BLOCK.items()}
+
+
+@pytest.fixture
+def make_trainer(tmp_path):
+    """(run directory, overrides..., axis=size...) → a Trainer on a mesh of the first devices."""
+    path = tmp_path / "tiny.yaml"
+    path.write_text(TINY)
+
+    def make(run_dir, *overrides, **sizes):
+        mesh = [f"mesh.{axis}={size}" for axis, size in sizes.items()]
+        config = load_config(path, [f"run.dir={tmp_path / run_dir}", *mesh, *overrides])
+        return Trainer(config, jax.devices()[: int(np.prod(list(sizes.values()) or [1]))])
+
+    return make
+
+
+def save(trainer, step=0):
+    """The state as it is, as the checkpoint of `step`; the checkpoint's directory."""
+    trainer.step = step
+    trainer.save()
+    trainer.checkpoints.close()
+    return trainer.checkpoints.directory / str(step)
+
+
+def read(checkpoint: Path) -> dict[str, np.ndarray]:
+    """Every array of a checkpoint by its path, read by orbax alone."""
+    with ocp.PyTreeCheckpointer() as reader:
+        metadata = reader.metadata(checkpoint / "state").item_metadata.tree
+        arguments = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), metadata)
+        tree = reader.restore(checkpoint / "state", args=ocp.args.PyTreeRestore(restore_args=arguments))
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {"/".join(str(getattr(k, "key", k)) for k in path): np.asarray(leaf) for path, leaf in leaves}
+
+
+def canonical(trainer) -> list[np.ndarray]:
+    """Parameters and moments in their canonical shapes."""
+    state, placements = trainer.state, trainer.program.placements
+    trees = [state.params, state.optimizer[0].mu, state.optimizer[0].nu]
+    return [
+        np.asarray(tree[name])[tuple(slice(size) for size in placements[name].shape)]
+        for tree in trees
+        for name in CANONICAL
+    ]
+
+
+def test_names_and_shapes_on_disk_are_canonical_on_every_mesh(make_trainer):
+    first = None
+    for index, sizes in enumerate(MESHES):
+        found = read(save(make_trainer(f"run{index}", **sizes)))
+        params = {path.removeprefix("params/"): a for path, a in found.items() if path.startswith("params/")}
+        assert {name: a.shape for name, a in params.items()} == CANONICAL
+        for moment in ("mu", "nu"):
+            moments = {p.split(f"{moment}/")[1]: a.shape for p, a in found.items() if f"/{moment}/" in p}
+            assert moments == CANONICAL
+        assert all(a.dtype == np.float32 for a in params.values())
+        first = first or found
+        assert found.keys() == first.keys()
+        assert all(np.array_equal(found[name], first[name]) for name in found), sizes
+
+
+def test_layer_norms_biases_positions_and_ties_have_their_names(make_trainer):
+    options = "norm=layernorm position=learned activation=gelu attention_bias=true mlp_bias=true qk_norm=true"
+    overrides = [f"model.{option}" for option in (*options.split(), "tie_embeddings=true")]
+    found = read(save(make_trainer("run", *overrides)))
+    names = {path.removeprefix("params/"): a.shape for path, a in found.items() if path.startswith("params/")}
+    biases = {"norm": 36, "query": (4, 8), "key": (2, 8), "value": (2, 8), "output": 36}
+    added = {f"attention.{name}_bias": (2, *np.atleast_1d(shape)) for name, shape in biases.items()}
+    added |= {"mlp.norm_bias": (2, 36), "mlp.up_bias": (2, 48), "mlp.down_bias": (2, 36)}
+    added |= {"attention.query_norm": (2, 8), "attention.key_norm": (2, 8)}
+    expected = {n: s for n, s in CANONICAL.items() if n != "head" and not n.endswith("mlp.gate")}
+    expected |= {f"blocks.dense.{name}": shape for name, shape in added.items()}
+    assert names == expected | {"embedding.positions": (16, 36), "final_norm_bias": (36,)}
+
+
+def test_step_samples_and_seed_are_in_the_checkpoint(make_trainer):
+    trainer = make_trainer("run", "run.seed=77")
+    assert trainer.run() == 0
+    text = (trainer.checkpoints.directory / "2" / "description" / "metadata").read_text()
+    description = json.loads(text)
+    assert (description["step"], description["samples_consumed"]) == (2, 16)
+    assert description["run"]["seed"] == 77
+    assert "mesh" not in text and "process" not in text
+    assert read(trainer.checkpoints.directory / "2")["step"] == 2
+
+
+@pytest.mark.parametrize("source", [{"data": 2, "tensor": 2}, {"fsdp": 8}], ids=["plain", "padded"])
+def test_every_mesh_restores_every_mesh_bit_for_bit(make_trainer, source):
+    trainer = make_trainer("run", **source)
+    assert trainer.run() == 0
+    saved = canonical(trainer)
+    assert any(a.any() for a in saved[len(CANONICAL) :])  # the moments have moved
+    for sizes in MESHES:
+        restored = make_trainer("run", **sizes)
+        assert restored.step == 2 and int(restored.state.step) == 2
+        for a, b in zip(canonical(restored), saved, strict=True):
+            np.testing.assert_array_equal(a, b)
+        for name, placement in restored.program.placements.items():
+            array = np.asarray(restored.state.params[name])
+            assert array.shape == placement.stored_shape
+            assert np.count_nonzero(array) == np.count_nonzero(
+                restored.state.params[name][tuple(slice(size) for size in placement.shape)]
+            )  # what was padded is zero
+
+
+def test_weights_come_from_a_run_or_from_one_checkpoint(make_trainer, tmp_path):
+    source = make_trainer("source", "run.steps=3", "run.checkpoint_interval=1", "checkpoint.keep=3", fsdp=8)
+    assert source.run() == 0
+    for given, step in ((tmp_path / "source", 3), (tmp_path / "source" / "checkpoints" / "1", 1)):
+        trainer = make_trainer(f"from{step}", f"checkpoint.init_from={given}", tensor=2)
+        weights = read(source.checkpoints.directory / str(step))
+        found = canonical(trainer)
+        for name, array in zip(CANONICAL, found, strict=False):
+            np.testing.assert_array_equal(array, weights[f"params/{name}"])
+        assert not any(a.any() for a in found[len(CANONICAL) :])  # weights only: the moments start anew
+        assert trainer.step == int(trainer.state.step) == 0
+
+
+def test_weights_come_from_a_run_whose_name_is_a_number(make_trainer, tmp_path):
+    save(make_trainer("2024", "run.seed=3"))
+    trainer = make_trainer("run", f"checkpoint.init_from={tmp_path / '2024'}")
+    weights = read(tmp_path / "2024" / "checkpoints" / "0")
+    np.testing.assert_array_equal(trainer.state.params["head"], weights["params/head"])
+
+
+def test_a_run_goes_on_from_its_own_checkpoint_rather_than_from_init_from(make_trainer, tmp_path):
+    save(make_trainer("source", "run.seed=3"))
+    own = make_trainer("run", f"checkpoint.init_from={tmp_path / 'source'}")
+    assert own.run() == 0
+    again = make_trainer("run", f"checkpoint.init_from={tmp_path / 'source'}")
+    assert again.step == 2
+    for a, b in zip(canonical(again), canonical(own), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def files(directory: Path) -> dict[str, bytes]:
+    return {str(p): p.read_bytes() for p in directory.rglob("*") if p.is_file()}
+
+
+def test_reading_weights_leaves_the_other_run_as_it_is(make_trainer, tmp_path):
+    """It may be training and saving right now."""
+    save(make_trainer("source"))
+    unfinished = tmp_path / "source" / "checkpoints" / "5.orbax-checkpoint-tmp"
+    shutil.copytree(tmp_path / "source" / "checkpoints" / "0", unfinished)
+    before = files(tmp_path / "source")
+    make_trainer("run", f"checkpoint.init_from={tmp_path / 'source'}")
+    assert files(tmp_path / "source") == before
+
+
+@pytest.mark.parametrize(
+    "change",
+    ["model.num_layers=3", "model.hidden_size=40", "model.tie_embeddings=true", "model.vocab_size=60"],
+)
+def test_a_checkpoint_of_another_model_is_refused_in_one_sentence(make_trainer, tmp_path, change):
+    save(make_trainer("run"))
+    before = files(tmp_path / "run")
+    key, value = change.split("=")
+    for overrides in ((), (f"checkpoint.init_from={tmp_path / 'run'}",)):
+        with pytest.raises(InputError) as caught:
+            make_trainer("other" if overrides else "run", change, *overrides)
+        sentence = str(caught.value)
+        assert key in sentence and value in sentence and "\n" not in sentence
+        assert str(tmp_path / "run") in sentence
+    assert files(tmp_path / "run") == before
+
+
+def test_init_from_what_is_no_run_is_refused_in_one_sentence(make_trainer, tmp_path):
+    (tmp_path / "empty" / "checkpoints").mkdir(parents=True)
+    save(make_trainer("run"))
+    for given in ("nowhere", "empty", "run/checkpoints/9"):
+        with pytest.raises(InputError, match=f"checkpoint.init_from={tmp_path / given}"):
+            make_trainer("other", f"checkpoint.init_from={tmp_path / given}")
+
+
+def tear(checkpoint: Path) -> None:
+    """Leave of a checkpoint what a process that was killed had written: no array data, no mark of completion."""
+    for path in [*checkpoint.rglob("d"), *checkpoint.rglob("ocdbt.process_0")]:
+        shutil.rmtree(path, ignore_errors=True)
+    for path in [*checkpoint.rglob("commit_success.txt"), *checkpoint.glob("_CHECKPOINT_METADATA")]:
+        path.unlink()
+
+
+def test_an_interrupted_save_leaves_the_last_good_checkpoint_usable(make_trainer):
+    whole = make_trainer("whole", "run.steps=4", "schedule.decay_steps=4")
+    assert whole.run() == 0
+    trainer = make_trainer("run", "run.steps=3", "run.checkpoint_interval=2", "schedule.decay_steps=4")
+    assert trainer.run() == 0
+    directory = trainer.checkpoints.directory
+    (directory / "3").rename(directory / "3.orbax-checkpoint-tmp")
+    tear(directory / "3.orbax-checkpoint-tmp")
+
+    again = make_trainer("run", "run.steps=4", "run.checkpoint_interval=1", "schedule.decay_steps=4")
+    assert again.step == 2
+    assert again.run() == 0
+    assert sorted(entry.name for entry in directory.iterdir()) == ["3", "4"]
+    for a, b in zip(canonical(again), canonical(whole), strict=True):
+        np.testing.assert_array_equal(a, b)

@@ -1,0 +1,70 @@
+"""Learning rates against values worked out by hand; steps count from 1."""
+
+import math
+
+import pytest
+
+from megajax.config import ScheduleConfig
+from megajax.optim import make_schedule
+
+PEAK, LOW = 1e-3, 1e-4
+
+
+def rates(steps, **settings):
+    settings = {"learning_rate": PEAK, "min_learning_rate": LOW, "warmup_steps": 4, "decay_steps": 24} | settings
+    schedule = make_schedule(ScheduleConfig.model_validate(settings))
+    return [float(schedule(step)) for step in steps]
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("kind", ["constant", "linear", "cosine", "wsd", "inverse_sqrt"])
+def test_warm_up_rises_in_equal_parts_to_the_peak(kind):
+    found = rates([1, 2, 3, 4], kind=kind, wsd_decay_steps=2)
+    assert found == pytest.approx([0.25e-3, 0.5e-3, 0.75e-3, 1e-3], rel=1e-6)
+
+
+def test_constant_stays_at_the_peak():
+    assert rates([1, 10, 100, 10000], kind="constant", warmup_steps=0) == pytest.approx([PEAK] * 4)
+    assert rates([5, 24, 25, 1000], kind="constant") == pytest.approx([PEAK] * 4)
+
+
+def test_linear_falls_in_equal_parts_to_the_minimum_and_stays():
+    # 20 steps from 1e-3 down to 1e-4: 4.5e-5 a step.
+    expected = [1e-3 - 4.5e-5, 5.5e-4, 1e-4 + 4.5e-5, 1e-4, 1e-4, 1e-4]
+    assert rates([5, 14, 23, 24, 25, 1000], kind="linear") == pytest.approx(expected, rel=1e-5)
+
+
+def test_cosine_is_half_way_in_the_middle_and_ends_at_the_minimum():
+    quarter = LOW + (PEAK - LOW) * (1 + math.sqrt(0.5)) / 2
+    expected = [quarter, 5.5e-4, LOW + PEAK - quarter, 1e-4, 1e-4, 1e-4]
+    assert rates([9, 14, 19, 24, 25, 1000], kind="cosine") == pytest.approx(expected, rel=1e-5)
+
+
+def test_wsd_stays_at_the_peak_and_falls_in_its_last_steps():
+    # From the peak at step 14 to the minimum at step 24.
+    found = rates([5, 14, 15, 19, 24, 25, 1000], kind="wsd", wsd_decay_steps=10)
+    assert found == pytest.approx([1e-3, 1e-3, 9.1e-4, 5.5e-4, 1e-4, 1e-4, 1e-4], rel=1e-5)
+
+
+def test_inverse_sqrt_falls_with_the_root_of_the_step_but_not_below_the_minimum():
+    # peak * sqrt(warm-up / step); a hundredth of the peak would be below the minimum.
+    found = rates([4, 9, 16, 100], kind="inverse_sqrt", decay_steps=1000)
+    assert found == pytest.approx([1e-3, 1e-3 * 2 / 3, 5e-4, 2e-4], rel=1e-5)
+    assert rates([40000], kind="inverse_sqrt", decay_steps=10**6) == pytest.approx([LOW])
+
+
+def test_without_warm_up_the_decay_starts_at_once():
+    assert rates([1, 6, 12, 13], kind="linear", warmup_steps=0, decay_steps=12) == pytest.approx(
+        [9.25e-4, 5.5e-4, 1e-4, 1e-4], rel=1e-5
+    )
+    assert rates([1, 4, 16], kind="inverse_sqrt", warmup_steps=0) == pytest.approx([1e-3, 5e-4, 2.5e-4], rel=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["linear", "cosine", "wsd"])
+def test_the_minimum_is_reached_at_decay_steps_and_kept(kind):
+    assert rates([24, 25, 10**5], kind=kind, wsd_decay_steps=5) == pytest.approx([LOW] * 3, rel=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["linear", "cosine", "wsd"])
+def test_without_a_minimum_the_rate_ends_at_zero(kind):
+    assert rates([24, 30], kind=kind, min_learning_rate=0.0, wsd_decay_steps=5) == pytest.approx([0, 0], abs=1e-12)

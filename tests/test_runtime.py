@@ -1,0 +1,103 @@
+"""What is set before jax starts."""
+
+import os
+import subprocess
+import sys
+import warnings
+
+import jax
+import pytest
+
+from megajax.config import load_config
+from megajax.runtime import prepare_environment
+
+
+@pytest.fixture
+def config(tmp_path):
+    """(overrides...) → a config with its run directory in tmp_path/run."""
+    path = tmp_path / "run.yaml"
+    path.write_text(
+        "model: {num_layers: 1, hidden_size: 16, num_heads: 2, vocab_size: 10}\n"
+        "batch: {global_size: 8, sequence_length: 8}\n"
+        "data: {kind: synthetic}\n"
+    )
+    return lambda *overrides: load_config(path, [f"run.dir={tmp_path / 'run'}", *overrides])
+
+
+@pytest.fixture
+def fresh(monkeypatch):
+    """A process in which nobody has imported jax or set anything."""
+    monkeypatch.setenv("XLA_FLAGS", "")
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "")
+    monkeypatch.delenv("XLA_PYTHON_CLIENT_MEM_FRACTION")
+    monkeypatch.delitem(sys.modules, "jax")
+
+
+def environment_flags() -> dict[str, str]:
+    return dict(flag.removeprefix("--").split("=", 1) for flag in os.environ["XLA_FLAGS"].split())
+
+
+@pytest.mark.smoke
+def test_flags_are_set_and_returned(config, fresh):
+    flags = prepare_environment(config())
+    assert os.environ["XLA_FLAGS"].split() == flags
+    assert environment_flags()["xla_gpu_enable_latency_hiding_scheduler"] == "true"
+    assert float(os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"]) > 0.9
+
+
+def test_flags_of_the_user_win(config, fresh, monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_enable_latency_hiding_scheduler=false --xla_dump_to=here")
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.5")
+    returned = prepare_environment(config())
+    assert os.environ["XLA_FLAGS"].count("latency_hiding") == 1
+    assert environment_flags()["xla_gpu_enable_latency_hiding_scheduler"] == "false"
+    assert environment_flags()["xla_dump_to"] == "here"
+    assert "latency_hiding" not in " ".join(returned)
+    assert os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] == "0.5"
+
+
+def test_flags_for_collectives_come_with_the_mesh(config, fresh):
+    one = " ".join(prepare_environment(config()))
+    assert "combine_threshold" not in one and "pipelined" not in one
+    os.environ["XLA_FLAGS"] = ""
+    data = " ".join(prepare_environment(config("mesh.data=2")))
+    assert "combine_threshold" in data and "pipelined" not in data
+    os.environ["XLA_FLAGS"] = ""
+    fsdp = " ".join(prepare_environment(config("mesh.fsdp=-1")))
+    assert "combine_threshold" in fsdp and "pipelined_all_gather=true" in fsdp
+
+
+def test_a_deterministic_run_keeps_its_autotuning_in_the_run_directory(config, fresh, tmp_path):
+    assert "deterministic" not in " ".join(prepare_environment(config()))
+    os.environ["XLA_FLAGS"] = ""
+    prepare_environment(config("run.deterministic=true"))
+    flags = environment_flags()
+    assert flags["xla_gpu_exclude_nondeterministic_ops"] == "true"
+    assert flags["xla_gpu_dump_autotune_results_to"].startswith(str(tmp_path / "run"))
+
+
+def test_every_flag_is_one_that_xla_knows(config, fresh):
+    flags = prepare_environment(config("mesh.fsdp=-1", "run.deterministic=true"))
+    # XLA ends the process at an unknown flag.
+    code = "import jax; jax.devices()"
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": " ".join(flags)}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.smoke
+def test_when_jax_has_started_on_a_gpu_a_warning_names_the_flags(config, monkeypatch):
+    jax.devices()
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_enable_triton_gemm=false")
+    with pytest.warns(UserWarning, match="xla_gpu_enable_latency_hiding_scheduler=true") as caught:
+        assert prepare_environment(config()) == []
+    assert len(caught) == 1 and "triton" not in str(caught[0].message)
+    assert os.environ["XLA_FLAGS"] == "--xla_gpu_enable_triton_gemm=false"
+
+
+def test_when_jax_has_started_on_a_cpu_nothing_is_said(config):
+    jax.devices()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert prepare_environment(config()) == []

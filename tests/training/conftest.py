@@ -1,0 +1,158 @@
+"""A tiny model, a learnable text and its runs: in this process, or as `python -m megajax.train` in another."""
+
+import fcntl
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from megajax.config import load_config
+from megajax.data.indexed import IndexedWriter
+
+TINY = """
+run: {log_interval: 1, steps: 8}
+model: {num_layers: 2, hidden_size: 32, num_heads: 4, num_kv_heads: 2, ffn_hidden_size: 64, vocab_size: 125,
+        vocab_multiple: 64, init_std: 0.1}
+batch: {global_size: 8, sequence_length: 16}
+precision: {compute: float32}
+schedule: {kind: constant, learning_rate: 3.0e-3}
+logging: {tensorboard: false}
+"""
+
+
+@pytest.fixture(scope="session", autouse=True)
+def compilation_cache(tmp_path_factory):
+    """One directory of compiled programs for all runs of these tests; the directory."""
+    directory = tmp_path_factory.mktemp("compiled")
+    settings = {
+        "jax_compilation_cache_dir": str(directory),
+        "jax_persistent_cache_min_compile_time_secs": 0.0,
+        "jax_persistent_cache_min_entry_size_bytes": -1,
+    }
+    before = {name: getattr(jax.config, name) for name in settings}
+    for name, value in settings.items():
+        jax.config.update(name, value)
+    yield directory
+    for name, value in before.items():
+        jax.config.update(name, value)
+    from jax.experimental.compilation_cache import compilation_cache as cache
+
+    cache.reset_cache()
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory) -> Path:
+    """The config file of the tiny model; its data come as an override."""
+    path = tmp_path_factory.mktemp("configs") / "tiny.yaml"
+    path.write_text(TINY)
+    return path
+
+
+@pytest.fixture(scope="session")
+def text(tmp_path_factory) -> str:
+    """The prefix of a text that repeats itself: 60 documents of counting words, one byte a token."""
+    prefix = str(tmp_path_factory.mktemp("data") / "toy")
+    random = np.random.default_rng(5)
+    words = b"one two three four five six seven eight nine ten "
+    with IndexedWriter(prefix, np.uint16) as writer:
+        for _ in range(60):
+            start = random.integers(len(words))
+            writer.add_document(np.frombuffer((words * 3)[start : start + random.integers(30, 90)], np.uint8))
+    return prefix
+
+
+@pytest.fixture
+def make_config(tiny, text):
+    """(overrides...) → the resolved config of the tiny model on the toy text."""
+    return lambda *overrides: load_config(tiny, [f"data.train={text}", *overrides])
+
+
+class Run:
+    """`python -m megajax.train` in a process of its own; its output is read line by line.
+
+    The pipe holds one page: a process that is not read from stands still a few steps later, so a signal sent after
+    the line of step n arrives soon after step n, however fast or slow the machine is.
+    """
+
+    def __init__(self, arguments: list[str], environment: dict[str, str]):
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "megajax.train", *arguments],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=environment,
+        )
+        assert self.process.stdout is not None
+        fcntl.fcntl(self.process.stdout, fcntl.F_SETPIPE_SZ, 4096)
+        self.output = ""
+
+    def read_to_step(self, step: int) -> None:
+        """Read until the console line of `step`."""
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.output += line
+            if line.split()[:1] == ["step"] and line.split()[1].split("/")[0] == str(step):
+                return
+        raise AssertionError(f"ended before step {step}:\n{self.output}")
+
+    def finish(self) -> int:
+        """Read to the end; the exit status."""
+        assert self.process.stdout is not None
+        self.output += self.process.stdout.read()
+        return self.process.wait()
+
+
+@pytest.fixture
+def start(tiny, text, compilation_cache):
+    """(overrides..., devices=1, **environment) → a `Run`, ended with the test if it is still there."""
+    runs = []
+
+    def start(*overrides: str, devices: int = 1, **environment: str) -> Run:
+        variables = {
+            **os.environ,
+            "JAX_PLATFORMS": "cpu",
+            "JAX_COMPILATION_CACHE_DIR": str(compilation_cache),
+            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+            "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+            # Unoptimised code compiles three times faster, and is as deterministic.
+            "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices} --xla_backend_optimization_level=0",
+            **environment,
+        }
+        runs.append(Run([str(tiny), f"data.train={text}", *overrides], variables))
+        return runs[-1]
+
+    yield start
+    for run in runs:
+        run.process.kill()
+        run.process.wait()
+        run.process.stdout.close()
+
+
+@pytest.fixture
+def read_metrics():
+    """(run directory, names) → the logged values by step, after a check that no step stands twice.
+
+    Evaluation lines are read by the name "eval_loss".
+    """
+
+    def read(run_dir, *names: str) -> dict[int, tuple]:
+        lines = [json.loads(line) for line in Path(run_dir, "metrics.jsonl").read_text().splitlines()]
+        lines = [line for line in lines if names[0] in line]
+        steps = [line["step"] for line in lines]
+        assert steps == sorted(set(steps)), steps
+        return {line["step"]: tuple(line[name] for name in names) for line in lines}
+
+    return read
+
+
+@pytest.fixture
+def checkpoint_steps():
+    """(run directory) → the steps whose checkpoints are complete."""
+    return lambda run_dir: sorted(
+        int(entry.name) for entry in Path(run_dir, "checkpoints").iterdir() if entry.name.isdigit()
+    )

@@ -1,0 +1,205 @@
+"""What a run leaves behind: metrics, evaluations, TensorBoard files, traces, its config; and that it learns."""
+
+import json
+import struct
+import threading
+from collections import Counter
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from megajax.config import load_config
+from megajax.data.indexed import IndexedDataset
+from megajax.plan import flops_per_token
+from megajax.training.loop import Trainer
+
+KEYS = {  # design.md section 9
+    "step",
+    "loss",
+    "grad_norm",
+    "learning_rate",
+    "tokens",
+    "step_seconds",
+    "tokens_per_second_per_device",
+    "tflops_per_second_per_device",
+    "mfu",
+    "peak_memory_gib",
+}
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def run(tmp_path, make_config):
+    """(overrides..., devices) → the Trainer of a run that ended well in tmp_path/run."""
+
+    def run(*overrides, devices=1) -> Trainer:
+        trainer = Trainer(make_config(f"run.dir={tmp_path / 'run'}", *overrides), jax.devices()[:devices])
+        assert trainer.run() == 0
+        return trainer
+
+    return run
+
+
+def lines(trainer) -> list[dict]:
+    return [json.loads(line) for line in (trainer.run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_metrics_have_the_fixed_keys_and_fit_together(run):
+    trainer = run("run.steps=5", "mesh.data=2", "run.log_interval=2", devices=2)
+    logged = lines(trainer)
+    assert [line["step"] for line in logged] == [2, 4, 5]
+    for line in logged:
+        assert set(line) == KEYS
+        assert line["tokens"] == line["step"] * 8 * 16
+        speed = 8 * 16 / line["step_seconds"] / 2
+        assert line["tokens_per_second_per_device"] == pytest.approx(speed)
+        teraflops = speed * flops_per_token(trainer.config) / 1e12
+        assert line["tflops_per_second_per_device"] == pytest.approx(teraflops)
+        assert line["mfu"] is None  # nobody knows this CPU's peak
+        assert 0 < line["peak_memory_gib"] < 64
+
+
+@pytest.mark.smoke
+def test_flops_per_token_of_llama3_8b_l8_are_worked_out_by_hand():
+    # A layer: query and output 2·4096·32·128, key and value 2·4096·8·128, MLP 3·4096·14336.
+    layer = 33_554_432 + 8_388_608 + 176_160_768
+    head = 4096 * 128256
+    attention = 8 * 8192 * 32 * 128  # L·S·N·H
+    expected = 6 * (8 * layer + head) + 6 * attention
+    assert expected == 15_231_614_976
+    assert flops_per_token(load_config(ROOT / "configs" / "llama3_8b_l8.yaml")) == expected
+
+
+@pytest.mark.smoke
+def test_flops_of_a_window_count_the_keys_that_queries_see(make_config):
+    S, W = 4096, 256
+    settings = ("batch.sequence_length=4096", "model.num_layers=6")
+    window = ("model.sliding_window=256", "model.layer_pattern=[local, local, global]")
+    # Pairs of a query and a key that it sees; the diagonal counts half, as in S/2 for a whole triangle.
+    seen = sum(min(query + 0.5, W - 0.5 * (query >= W)) for query in range(S)) / S
+    saved = flops_per_token(make_config(*settings)) - flops_per_token(make_config(*settings, *window))
+    assert saved == pytest.approx(4 * 12 * 4 * 8 * (S / 2 - seen), rel=1e-2)  # 4 local layers, N=4, H=8
+    wider = flops_per_token(make_config(*settings, "model.sliding_window=5000"))
+    assert wider == flops_per_token(make_config(*settings))
+
+
+def test_flops_of_a_plain_tied_model_are_worked_out_by_hand(make_config):
+    # D=32, N=4, K=2, H=8, F=64, V=128, L=2, S=16; two MLP matrices, the tied head still multiplies.
+    config = make_config("model.activation=gelu", "model.tie_embeddings=true")
+    layer = 2 * 32 * 32 + 2 * 32 * 16 + 2 * 32 * 64
+    assert flops_per_token(config) == 6 * (2 * layer + 32 * 128) + 6 * 2 * 16 * 4 * 8
+
+
+def test_evaluations_stand_at_their_interval_and_at_the_end(run):
+    trainer = run("data.split='8,2,0'", "run.steps=5", "run.eval_interval=2", "run.eval_steps=1")
+    evaluations = [line for line in lines(trainer) if "eval_loss" in line]
+    assert [line["step"] for line in evaluations] == [2, 4, 5]
+    assert all(set(line) == {"step", "eval_loss"} for line in evaluations)
+    assert trainer.evaluate() == evaluations[-1]["eval_loss"]  # always the same batches
+
+
+def test_nothing_is_evaluated_without_validation_data(run):
+    assert not any("eval_loss" in line for line in lines(run("run.steps=2")))
+
+
+def test_the_loss_falls_below_the_unigram_entropy_of_the_text(run, text):
+    counts = np.array(list(Counter(IndexedDataset(text).tokens.tolist()).values()))
+    shares = counts / counts.sum()
+    entropy = -(shares * np.log(shares)).sum()
+    trainer = run("data.split='8,2,0'", "run.steps=60", "run.log_interval=5", "schedule.learning_rate=1e-2")
+    losses = [line["loss"] for line in lines(trainer) if "loss" in line]
+    assert losses[0] > entropy > 2 * losses[-1]
+    assert lines(trainer)[-1]["eval_loss"] < entropy / 2
+
+
+def test_the_run_directory_holds_the_config_that_ran(run):
+    trainer = run("run.steps=1", "model.rope_theta=5e5")
+    assert load_config(trainer.run_dir / "config.yaml") == trainer.config
+
+
+def scalars(directory: Path) -> set[tuple[str, int]]:
+    """(tag, step) of every scalar in the event files: records of length, checksum, event, checksum."""
+    from tensorboardX.proto.event_pb2 import Event
+
+    found = set()
+    for path in directory.glob("events.*"):
+        data, start = path.read_bytes(), 0
+        while start < len(data):
+            (length,) = struct.unpack_from("<Q", data, start)
+            event = Event.FromString(data[start + 12 : start + 12 + length])
+            found |= {(value.tag, event.step) for value in event.summary.value}
+            start += 16 + length
+    return found
+
+
+def test_tensorboard_holds_the_numbers_of_metrics(run):
+    trainer = run(
+        "logging.tensorboard=true",
+        "data.split='8,2,0'",
+        "run.steps=4",
+        "run.log_interval=2",
+        "run.eval_interval=4",
+        "run.eval_steps=1",
+    )
+    found = scalars(trainer.run_dir / "tensorboard")
+    assert {("loss", 2), ("loss", 4), ("learning_rate", 4), ("eval_loss", 4)} <= found
+    assert ("loss", 3) not in found
+
+
+def test_lines_after_the_checkpoint_are_dropped_when_a_run_goes_on(run):
+    trainer = run("run.steps=3")
+    path = trainer.run_dir / "metrics.jsonl"
+    before = lines(trainer)
+    torn = '{"step": 4, "loss": 9.0}\n{"step": 4, "eval_loss": 9.0}\n{"step": 5, "lo'
+    path.write_text(path.read_text() + torn)
+    after = lines(run("run.steps=6"))
+    assert after[:3] == before
+    assert [line["step"] for line in after] == [1, 2, 3, 4, 5, 6]
+    assert all(line["loss"] < 9 for line in after)
+
+
+def traces(trainer) -> list[Path]:
+    return list((trainer.run_dir / "profile").rglob("*.xplane.pb"))
+
+
+def test_a_trace_of_the_chosen_steps_is_written(run, monkeypatch):
+    traced = []
+    start, stop = jax.profiler.start_trace, jax.profiler.stop_trace
+    monkeypatch.setattr(jax.profiler, "start_trace", lambda *a, **k: (traced.append("start"), start(*a, **k)))
+    monkeypatch.setattr(jax.profiler, "stop_trace", lambda: (traced.append("stop"), stop()))
+    train_step = Trainer.train_step
+
+    def noted(trainer, batch):
+        traced.append(trainer.step + 1)
+        return train_step(trainer, batch)
+
+    monkeypatch.setattr(Trainer, "train_step", noted)
+    trainer = run("run.steps=5", "logging.profile_start=3", "logging.profile_steps=2")
+    assert traced == [1, 2, "start", 3, 4, "stop", 5]
+    assert len(traces(trainer)) == 1
+
+
+def test_a_trace_that_the_end_of_the_run_cuts_short_is_written(run):
+    try:
+        assert len(traces(run("run.steps=3", "logging.profile_start=3"))) == 1
+    finally:
+        try:
+            jax.profiler.stop_trace()  # not left running for other tests
+        except RuntimeError:
+            pass
+
+
+def test_a_run_that_goes_on_amid_the_traced_steps_goes_on(run):
+    run("run.steps=3")
+    assert run("run.steps=6", "logging.profile_start=2", "logging.profile_steps=4").step == 6
+
+
+def test_a_run_in_a_thread_ends_well(run):
+    """As in a notebook's background thread, where no signal handler can be set."""
+    trainers = []
+    thread = threading.Thread(target=lambda: trainers.append(run("run.steps=2")))
+    thread.start()
+    thread.join()
+    assert [trainer.step for trainer in trainers] == [2]

@@ -1,0 +1,198 @@
+"""Numbers that go bad: the update is skipped and counted, a long row of them ends the run; the FP16 loss scale."""
+
+import hashlib
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from megajax import train
+from megajax.config.checks import check_mesh
+from megajax.mesh import build_mesh
+from megajax.parallel.gradients import gradient_function
+from megajax.training import step as step_module
+from megajax.training.batches import batches
+from megajax.training.loop import Trainer
+from megajax.training.step import TrainProgram
+
+
+def build(config, devices=1):
+    return TrainProgram.build(config, build_mesh(check_mesh(config, devices), jax.devices()[:devices]))
+
+
+def good_batch(program):
+    from megajax.data.loader import datasets
+
+    return next(batches(program, "train", datasets(program.config)["train"]))
+
+
+def poisoned(batch, value=np.nan):
+    """The batch with one sequence, of one device, whose loss is not finite."""
+    mask = np.array(batch["loss_mask"])
+    mask[-1, -1, 0] = value
+    return batch | {"loss_mask": jax.device_put(mask, batch["loss_mask"].sharding)}
+
+
+def numbers(tree):
+    return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(tree)]
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("sizes", [{}, {"data": 2, "fsdp": 2}], ids=["one device", "four devices"])
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_a_bad_step_is_counted_and_changes_no_weight_and_no_moment(make_config, sizes, value):
+    config = make_config(*(f"mesh.{axis}={size}" for axis, size in sizes.items()))
+    program = build(config, 4 if sizes else 1)
+    batch = good_batch(program)
+    bad = poisoned(batch, value)
+    state, _ = program.train_step(program.init_state(), batch)
+    before = numbers((state.params, state.optimizer))
+    for count in (1, 2):
+        state, metrics = program.train_step(state, bad)
+        assert not np.isfinite(metrics["loss"]) or not np.isfinite(metrics["grad_norm"])
+        assert numbers((state.params, state.optimizer)) == before
+        assert (int(metrics["skipped"]), int(metrics["skipped_in_row"])) == (count, count)
+    state, metrics = program.train_step(state, batch)
+    assert np.isfinite(metrics["loss"]) and numbers((state.params, state.optimizer)) != before
+    assert (int(metrics["skipped"]), int(metrics["skipped_in_row"]), int(state.step)) == (2, 0, 4)
+
+
+def poison_from(monkeypatch, first, last=10**9):
+    """Make the batches of the steps `first` to `last` of every Trainer bad."""
+    next_batch = Trainer.next_batch
+
+    def maybe(trainer):
+        batch = next_batch(trainer)
+        return poisoned(batch) if first <= trainer.step + 1 <= last else batch
+
+    monkeypatch.setattr(Trainer, "next_batch", maybe)
+
+
+def digest(directory: Path) -> dict[str, str]:
+    files = sorted(path for path in directory.rglob("*") if path.is_file())
+    return {str(path): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+@pytest.mark.parametrize("log_interval", [1, 5])
+def test_too_many_bad_steps_in_a_row_stop_the_run_with_status_3_and_leave_the_checkpoint(
+    tmp_path, make_config, monkeypatch, capsys, log_interval
+):
+    def trainer(steps):
+        return Trainer(
+            make_config(
+                f"run.dir={tmp_path}",
+                f"run.steps={steps}",
+                f"run.log_interval={log_interval}",
+                "run.max_nonfinite_steps=3",
+            ),
+            jax.devices()[:1],
+        )
+
+    assert trainer(4).run() == 0
+    saved = digest(tmp_path / "checkpoints")
+    poison_from(monkeypatch, first=6)
+    capsys.readouterr()
+    run = trainer(30)
+    assert run.run() == 3
+    assert run.step < 20
+    assert digest(tmp_path / "checkpoints") == saved
+    printed = "".join(capsys.readouterr()).splitlines()
+    (sentence,) = [line for line in printed if "error" in line]
+    assert sentence.startswith("megajax: error: ") and "run.max_nonfinite_steps=3" in sentence
+
+
+def test_a_row_of_bad_steps_that_is_not_too_long_is_survived_and_logged(
+    tmp_path, make_config, monkeypatch, read_metrics
+):
+    poison_from(monkeypatch, first=3, last=5)
+    config = make_config(f"run.dir={tmp_path}", "run.steps=8", "run.max_nonfinite_steps=3")
+    assert Trainer(config, jax.devices()[:1]).run() == 0
+    assert read_metrics(tmp_path, "skipped") == {step: (min(step - 2, 3),) for step in range(3, 9)}
+
+
+def test_bad_steps_in_two_rows_are_not_added(tmp_path, make_config, monkeypatch):
+    config = make_config(f"run.dir={tmp_path}", "run.steps=9", "run.max_nonfinite_steps=3")
+    next_batch = Trainer.next_batch
+    monkeypatch.setattr(
+        Trainer,
+        "next_batch",
+        lambda trainer: next_batch(trainer) if trainer.step % 4 == 0 else poisoned(next_batch(trainer)),
+    )
+    assert Trainer(config, jax.devices()[:1]).run() == 0
+
+
+def test_a_learning_rate_that_blows_up_ends_the_command_with_status_3(tmp_path, tiny, text, monkeypatch, capsys):
+    monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
+    arguments = (
+        f"data.train={text} run.dir={tmp_path / 'run'} mesh.data=8 optimizer.kind=sgd optimizer.clip_norm=0 "
+        "schedule.learning_rate=1e30 run.steps=50 run.max_nonfinite_steps=2"
+    )
+    assert train.main([str(tiny), *arguments.split()]) == 3
+    assert "Traceback" not in "".join(capsys.readouterr())
+
+
+# FP16
+
+
+@pytest.fixture
+def fp16(make_config):
+    return build(make_config("precision.compute=float16"))
+
+
+def test_the_loss_scale_halves_at_an_overflow_until_steps_are_good_again(fp16, monkeypatch):
+    monkeypatch.setattr(step_module, "INITIAL_LOSS_SCALE", 2.0**28)
+    batch, state = good_batch(fp16), fp16.init_state()
+    before, scales = numbers(state.params), []
+    for step in range(1, 20):
+        state, metrics = fp16.train_step(state, batch)
+        scales.append(float(metrics["loss_scale"]))
+        if not int(metrics["skipped_in_row"]):
+            break
+        assert numbers(state.params) == before and int(metrics["skipped"]) == step
+    assert 2 < len(scales) < 19
+    assert scales == [2.0 ** (28 - i) for i in range(len(scales))]
+    assert numbers(state.params) != before
+    assert float(state.loss_scale) == scales[-1]
+
+
+def test_the_loss_scale_doubles_after_the_run_of_good_steps(fp16, monkeypatch):
+    monkeypatch.setattr(step_module, "LOSS_SCALE_GROWTH_STEPS", 3)
+    monkeypatch.setattr(step_module, "INITIAL_LOSS_SCALE", 16.0)
+    batch, state, scales = good_batch(fp16), fp16.init_state(), []
+    for step in range(1, 10):
+        # A bad fifth step: the run of good steps starts anew.
+        state, metrics = fp16.train_step(state, poisoned(batch) if step == 5 else batch)
+        scales.append(float(metrics["loss_scale"]))
+    assert scales == [16, 16, 16, 32, 32, 16, 16, 16, 32]
+
+
+def test_fp16_gradients_do_not_depend_on_the_loss_scale(fp16, make_config):
+    batch, state = good_batch(fp16), fp16.init_state()
+    gradients_of = jax.jit(gradient_function(fp16.local, fp16.mesh))
+    norms, found = [], []
+    for scale in (2.0**8, 2.0**12):
+        _, gradients, norm = gradients_of(state.params, batch, state.step, jnp.float32(scale))
+        norms.append(float(norm))
+        found.append({name: np.asarray(g, np.float64) for name, g in gradients.items()})
+    assert norms[0] == pytest.approx(norms[1], rel=1e-3)
+    single = build(make_config())
+    _, exact, _ = jax.jit(gradient_function(single.local, single.mesh))(state.params, batch, state.step, jnp.float32(1))
+    for name, g in exact.items():
+        size = np.linalg.norm(g)
+        assert np.linalg.norm(found[0][name] - found[1][name]) < 5e-3 * size, name
+        assert np.linalg.norm(found[0][name] - np.asarray(g)) < 2e-2 * size, name
+
+
+def test_the_other_formats_have_no_loss_scale(make_config):
+    program = build(make_config("precision.compute=bfloat16"))
+    state, metrics = program.train_step(program.init_state(), good_batch(program))
+    assert "loss_scale" not in metrics and float(state.loss_scale) == 1
+
+
+def test_an_overflow_keeps_the_scale_at_one_or_more(fp16):
+    state = replace(fp16.init_state(), loss_scale=jnp.float32(1))
+    state, _ = fp16.train_step(state, poisoned(good_batch(fp16)))
+    assert float(state.loss_scale) == 1

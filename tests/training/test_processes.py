@@ -1,0 +1,109 @@
+"""Two processes with four virtual devices each, joined by the explicit JAX_* variables."""
+
+import os
+import signal
+import socket
+from pathlib import Path
+
+import pytest
+
+OPTIONS = ("run.steps=6", "run.checkpoint_interval=3", "run.eval_steps=1", "data.split='8,2,0'")
+MESH = ("mesh.data=2", "mesh.fsdp=2", "mesh.tensor=2")
+
+
+# Notes every file that a process opens for writing.
+SPY = """
+import sys
+def note(event, arguments):
+    if event == "open" and isinstance(arguments[0], str) and set(arguments[1] or "") & set("wax+"):
+        if arguments[0] != {notes!r}:
+            with open({notes!r}, "a") as notes:
+                notes.write(arguments[0] + chr(10))
+sys.addaudithook(note)
+"""
+
+
+@pytest.fixture
+def start_two(tmp_path, start):
+    """(overrides...) → two `Run`s of one mesh of eight devices.
+
+    `tmp_path/written{0,1}` gets the names of the files that each of them opens for writing.
+    """
+    for index in range(2):
+        (tmp_path / f"spy{index}").mkdir()
+        spy = SPY.format(notes=str(tmp_path / f"written{index}"))
+        (tmp_path / f"spy{index}" / "sitecustomize.py").write_text(spy)
+
+    def start_two(*overrides):
+        with socket.socket() as free:
+            free.bind(("localhost", 0))
+            address = f"localhost:{free.getsockname()[1]}"
+        return [
+            start(
+                *OPTIONS,
+                *MESH,
+                *overrides,
+                devices=4,
+                JAX_COORDINATOR_ADDRESS=address,
+                JAX_NUM_PROCESSES="2",
+                JAX_PROCESS_ID=str(index),
+                PYTHONPATH=os.pathsep.join([str(tmp_path / f"spy{index}"), os.environ.get("PYTHONPATH", "")]),
+            )
+            for index in range(2)
+        ]
+
+    return start_two
+
+
+@pytest.fixture
+def expected(tmp_path, start, read_metrics):
+    """Losses and gradient norms, and evaluations, of one process with one device."""
+    run = start(*OPTIONS, f"run.dir={tmp_path / 'one'}")
+    assert run.finish() == 0, run.output
+    return read_metrics(tmp_path / "one", "loss", "grad_norm"), read_metrics(tmp_path / "one", "eval_loss")
+
+
+def agree(ours: dict, theirs: dict) -> bool:
+    return list(ours) == list(theirs) and all(ours[s] == pytest.approx(theirs[s], rel=1e-5) for s in ours)
+
+
+def logs_written(tmp_path: Path, index: int) -> set[str]:
+    """What a process wrote directly into the run directory or its TensorBoard files."""
+    paths = [Path(line) for line in (tmp_path / f"written{index}").read_text().splitlines()]
+    names = {path.name if path.parent.name == "two" else path.parent.name for path in paths}
+    return names & {"metrics.jsonl", "config.yaml", "tensorboard"}
+
+
+def test_two_processes_give_the_losses_of_one_only_the_first_logs_and_one_goes_on_from_them(
+    tmp_path, start, start_two, expected, read_metrics, checkpoint_steps
+):
+    first, second = start_two(f"run.dir={tmp_path / 'two'}", "logging.tensorboard=true")
+    # Steps 1 to 6 in two processes, but asked to stop on the way: only the second one is told.
+    first.read_to_step(1)
+    second.process.send_signal(signal.SIGTERM)
+    assert (first.finish(), second.finish()) == (75, 75), first.output + second.output
+    assert logs_written(tmp_path, 0) == {"metrics.jsonl", "config.yaml", "tensorboard"}
+    assert not logs_written(tmp_path, 1) and "loss" not in second.output
+    numbers = read_metrics(tmp_path / "two", "loss", "grad_norm")
+    stopped_at = list(numbers)[-1]
+    assert stopped_at < 6 and checkpoint_steps(tmp_path / "two")[-1] == stopped_at
+    assert agree(numbers, {step: values for step, values in expected[0].items() if step <= stopped_at})
+
+    one = start(*OPTIONS, f"run.dir={tmp_path / 'two'}")
+    assert one.finish() == 0, one.output
+    assert f"resuming from the checkpoint of step {stopped_at}" in one.output
+    assert agree(read_metrics(tmp_path / "two", "loss", "grad_norm"), expected[0])
+
+
+def test_two_processes_go_on_from_the_checkpoint_of_one(
+    tmp_path, start, start_two, expected, read_metrics, checkpoint_steps
+):
+    one = start(*OPTIONS, "run.steps=3", f"run.dir={tmp_path / 'two'}")
+    assert one.finish() == 0, one.output
+    first, second = start_two(f"run.dir={tmp_path / 'two'}")
+    assert (first.finish(), second.finish()) == (0, 0), first.output + second.output
+    assert "resuming from the checkpoint of step 3" in first.output
+    assert checkpoint_steps(tmp_path / "two") == [3, 6]
+    assert agree(read_metrics(tmp_path / "two", "loss", "grad_norm"), expected[0])
+    evaluations = read_metrics(tmp_path / "two", "eval_loss")
+    assert evaluations[6] == pytest.approx(expected[1][6], rel=1e-5)

@@ -1,0 +1,163 @@
+"""Runs that were killed, stopped or moved to another mesh go on as if nothing had happened."""
+
+import random
+import shutil
+import signal
+import time
+
+import jax
+import pytest
+
+from megajax.errors import InputError
+from megajax.training.loop import Trainer
+
+# Dropout and microbatches, so that a wrong random key or position in the data would show.
+MESH = ("mesh.data=2", "mesh.tensor=2")
+LONG = (
+    *MESH,
+    "run.steps=120",
+    "run.checkpoint_interval=7",
+    "run.eval_interval=40",
+    "run.eval_steps=1",
+    "model.dropout=0.1",
+    "batch.num_microbatches=2",
+    "data.split='8,2,0'",
+)
+NUMBERS = ("loss", "grad_norm", "learning_rate", "tokens")
+
+
+@pytest.fixture
+def start_long(start):
+    """(run directory) → the long run, in a process of its own with four devices."""
+    return lambda run_dir: start(*LONG, f"run.dir={run_dir}", devices=4)
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory):
+    """Where the run that nobody disturbs is written; made by the first test that needs it."""
+    return tmp_path_factory.mktemp("uninterrupted") / "run"
+
+
+@pytest.fixture
+def expected(uninterrupted, start_long, read_metrics):
+    """The numbers of each step, and the evaluations, of the undisturbed run."""
+    if not uninterrupted.exists():
+        run = start_long(uninterrupted)
+        assert run.finish() == 0, run.output
+    numbers = read_metrics(uninterrupted, *NUMBERS)
+    assert list(numbers) == list(range(1, 121))
+    return numbers, read_metrics(uninterrupted, "eval_loss")
+
+
+def test_a_run_killed_at_a_random_step_goes_on_bit_for_bit(
+    tmp_path, expected, start_long, read_metrics, checkpoint_steps
+):
+    step, pause = random.SystemRandom().randint(15, 80), random.SystemRandom().uniform(0, 0.05)
+    print(f"SIGKILL {pause:.3f} s after step {step}")
+    run = start_long(tmp_path / "run")
+    run.read_to_step(step)
+    time.sleep(pause)
+    run.process.send_signal(signal.SIGKILL)
+    assert run.finish() == -signal.SIGKILL
+    saved = checkpoint_steps(tmp_path / "run")[-1]
+    assert 0 < saved < 120
+
+    again = start_long(tmp_path / "run")
+    assert again.finish() == 0, again.output
+    assert f"resuming from the checkpoint of step {saved}" in again.output
+    assert f"step {saved + 1:>3}/120" in again.output and f"step {saved:>3}/120" not in again.output
+    assert read_metrics(tmp_path / "run", *NUMBERS) == expected[0]
+    assert read_metrics(tmp_path / "run", "eval_loss") == expected[1]
+
+
+def test_sigterm_and_sigusr1_save_exit_75_and_the_next_start_goes_on(
+    tmp_path, expected, start_long, read_metrics, checkpoint_steps
+):
+    stopped_at = 0
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        run = start_long(tmp_path / "run")
+        run.read_to_step(stopped_at + 10)
+        run.process.send_signal(number)
+        assert run.finish() == 75, run.output
+        logged = list(read_metrics(tmp_path / "run", "loss"))
+        assert logged == list(range(1, logged[-1] + 1))
+        assert checkpoint_steps(tmp_path / "run")[-1] == logged[-1]
+        assert stopped_at + 10 <= logged[-1] < 120
+        stopped_at = logged[-1]
+
+    last = start_long(tmp_path / "run")
+    assert last.finish() == 0, last.output
+    assert read_metrics(tmp_path / "run", *NUMBERS) == expected[0]
+    assert read_metrics(tmp_path / "run", "eval_loss") == expected[1]
+
+
+def run_on(config, sizes: dict[str, int]) -> None:
+    """Train to the end on a mesh of the first devices."""
+    devices = 1
+    for size in sizes.values():
+        devices *= size
+    config = config.model_copy(update={"mesh": config.mesh.model_copy(update=sizes)})
+    assert Trainer(config, jax.devices()[:devices]).run() == 0
+
+
+# A width of 36 lies on 8 storage shards only with padding.
+WIDTH = ("model.hidden_size=36", "model.head_dim=8")
+
+
+@pytest.mark.parametrize(
+    "first, others",
+    [
+        ({"data": 2, "tensor": 2}, [{}, {"fsdp": 8}, {"data": 2, "fsdp": 2, "tensor": 2}]),
+        ({"data": 8}, [{}, {"fsdp": 2, "tensor": 2}, {"data": 2, "fsdp": 4}]),
+    ],
+    ids=["from data x tensor", "from padded storage"],
+)
+def test_a_run_saved_on_one_mesh_goes_on_on_three_others(tmp_path, make_config, read_metrics, first, others):
+    def config(run_dir, steps):
+        return make_config(*WIDTH, f"run.dir={tmp_path / str(run_dir)}", f"run.steps={steps}")
+
+    run_on(config("whole", 8), first)
+    expected = read_metrics(tmp_path / "whole", "loss", "grad_norm")
+    run_on(config("half", 4), first)
+    for index, sizes in enumerate(others):
+        shutil.copytree(tmp_path / "half", tmp_path / str(index))
+        run_on(config(index, 8), sizes)
+        numbers = read_metrics(tmp_path / str(index), "loss", "grad_norm")
+        assert list(numbers) == list(range(1, 9))
+        for step, values in numbers.items():
+            assert values == pytest.approx(expected[step], rel=1e-5), (sizes, step)
+
+
+def test_the_newest_checkpoints_and_each_kth_are_kept(tmp_path, make_config, checkpoint_steps):
+    run_on(
+        make_config(
+            f"run.dir={tmp_path}",
+            "run.steps=11",
+            "run.checkpoint_interval=1",
+            "checkpoint.keep=3",
+            "checkpoint.keep_every=4",
+        ),
+        {},
+    )
+    assert checkpoint_steps(tmp_path) == [4, 8, 9, 10, 11]
+
+
+def test_a_run_that_is_done_stays_done_and_more_steps_go_on(tmp_path, make_config, read_metrics, checkpoint_steps):
+    def config(steps):
+        return make_config(f"run.dir={tmp_path}", f"run.steps={steps}")
+
+    run_on(config(4), {})
+    lines = (tmp_path / "metrics.jsonl").read_text()
+    run_on(config(4), {})
+    assert (tmp_path / "metrics.jsonl").read_text() == lines
+    run_on(config(6), {})
+    assert list(read_metrics(tmp_path, "loss")) == [1, 2, 3, 4, 5, 6]
+    assert checkpoint_steps(tmp_path) == [4, 6]
+
+
+@pytest.mark.parametrize("change", ["run.seed=5", "optimizer.kind=lion", "batch.global_size=16"])
+def test_a_run_does_not_go_on_as_another_one(tmp_path, make_config, change):
+    run_on(make_config(f"run.dir={tmp_path}", "run.steps=1"), {})
+    key, value = change.split("=")
+    with pytest.raises(InputError, match=f"{key}=.* {value}"):
+        Trainer(make_config(f"run.dir={tmp_path}", "run.steps=2", change), jax.devices()[:1])

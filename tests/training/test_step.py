@@ -1,0 +1,218 @@
+"""One step: the optimizers against plain NumPy, master weights, donation, and what the metrics say."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from megajax.config.checks import check_mesh
+from megajax.mesh import build_mesh
+from megajax.parallel.gradients import gradient_function
+from megajax.training.batches import to_global
+from megajax.training.step import TrainProgram
+
+GPT = (
+    "model.norm=layernorm",
+    "model.position=learned",
+    "model.activation=gelu",
+    "model.attention_bias=true",
+    "model.mlp_bias=true",
+    "model.qk_norm=true",
+    "model.num_kv_heads=4",
+)
+SCHEDULE = ("schedule.kind=linear", "schedule.learning_rate=1e-2", "schedule.warmup_steps=2", "schedule.decay_steps=4")
+RATES = [5e-3, 1e-2, 5e-3]  # of steps 1 to 3 of this schedule
+
+
+@pytest.fixture
+def make_program(make_config):
+    def make(*overrides, devices=1, **sizes):
+        config = make_config(*overrides, *(f"mesh.{axis}={size}" for axis, size in sizes.items()))
+        return TrainProgram.build(config, build_mesh(check_mesh(config, devices), jax.devices()[:devices]))
+
+    return make
+
+
+def random_batch(program, seed):
+    """A global batch of random tokens, a tenth of them left out of the loss."""
+    M, B, S = program.batch_shape
+    random = np.random.default_rng(seed)
+    tokens = random.integers(0, program.config.model.vocab_size, (M * B, S + 1), dtype=np.int32)
+    fields = {
+        "tokens": tokens[:, :-1],
+        "targets": tokens[:, 1:],
+        "loss_mask": (random.random((M * B, S)) > 0.1).astype(np.float32),
+        "positions": np.broadcast_to(np.arange(S, dtype=np.int32), (M * B, S)),
+        "segment_ids": np.zeros((M * B, S), np.int32),
+    }
+    return to_global(fields, program.batch_sharding, program.batch_shape)
+
+
+def to_numpy(arrays):
+    return {name: np.asarray(array, np.float64) for name, array in arrays.items()}
+
+
+def decays(name: str, norms: bool, biases: bool, embeddings: bool) -> bool:
+    """Whether weight decay applies, told by the name alone."""
+    last = name.split(".")[-1]
+    if last.endswith("_bias"):
+        return biases
+    if last.endswith("norm"):
+        return norms
+    return embeddings if name.startswith("embedding.") else True
+
+
+class AdamW:
+    """Loshchilov and Hutter 2019, algorithm 2, with the decay times the learning rate."""
+
+    def __init__(self, beta1=0.8, beta2=0.9, epsilon=1e-6):
+        self.beta1, self.beta2, self.epsilon, self.m, self.v = beta1, beta2, epsilon, 0.0, 0.0
+
+    def __call__(self, g, t):
+        self.m = self.beta1 * self.m + (1 - self.beta1) * g
+        self.v = self.beta2 * self.v + (1 - self.beta2) * g * g
+        m, v = self.m / (1 - self.beta1**t), self.v / (1 - self.beta2**t)
+        return m / (np.sqrt(v) + self.epsilon)
+
+
+class Lion:
+    """Chen et al. 2023, algorithm 2."""
+
+    def __init__(self, beta1=0.8, beta2=0.9):
+        self.beta1, self.beta2, self.m = beta1, beta2, 0.0
+
+    def __call__(self, g, t):
+        direction = np.sign(self.beta1 * self.m + (1 - self.beta1) * g)
+        self.m = self.beta2 * self.m + (1 - self.beta2) * g
+        return direction
+
+
+class Momentum:
+    """Heavy ball: the momentum is a sum, not a mean."""
+
+    def __init__(self, beta1=0.8):
+        self.beta1, self.m = beta1, 0.0
+
+    def __call__(self, g, t):
+        self.m = self.beta1 * self.m + g
+        return self.m
+
+
+BETAS = ("optimizer.beta1=0.8", "optimizer.beta2=0.9", "optimizer.epsilon=1e-6")
+OPTIMIZERS = {
+    "adamw": (AdamW, BETAS),
+    "lion": (Lion, BETAS[:2]),
+    "sgd": (Momentum, BETAS[:1]),
+    "sgd without momentum": (lambda: Momentum(0.0), ("optimizer.beta1=0.0",)),
+}
+
+
+@pytest.mark.parametrize(
+    "kind, clip", [("adamw", 0.5), ("adamw", 0.0), ("lion", 0.5), ("sgd", 0.0), ("sgd without momentum", 0.5)]
+)
+def test_three_steps_equal_plain_numpy(make_program, kind, clip):
+    reference, settings = OPTIMIZERS[kind]
+    flags = {"norms": clip > 0, "biases": clip == 0, "embeddings": clip == 0}
+    program = make_program(
+        *GPT,
+        *SCHEDULE,
+        *settings,
+        f"optimizer.kind={kind.split()[0]}",
+        f"optimizer.clip_norm={clip}",
+        "optimizer.weight_decay=0.3",
+        *(f"optimizer.decay_{name}={str(value).lower()}" for name, value in flags.items()),
+    )
+    gradients_of = jax.jit(gradient_function(program.local, program.mesh))
+    state = program.init_state()
+    # Norms and biases start at one and zero: moved, so that decay shows on them.
+    params = {n: w + 0.05 * jax.random.normal(jax.random.key(7), w.shape) for n, w in state.params.items()}
+    state = replace(state, params=params)
+    weights = to_numpy(state.params)
+    directions = {name: reference() for name in weights}
+    for t, rate in enumerate(RATES, start=1):
+        batch = random_batch(program, t)
+        _, gradients, _ = gradients_of(state.params, batch, state.step, state.loss_scale)
+        gradients = to_numpy(gradients)
+        norm = np.sqrt(sum(np.sum(g * g) for g in gradients.values()))
+        assert norm > 1  # or else nothing is clipped
+        factor = min(1.0, clip / norm) if clip else 1.0
+        for name, g in gradients.items():
+            decay = 0.3 * decays(name, **flags) * weights[name]
+            weights[name] = weights[name] - rate * (directions[name](factor * g, t) + decay)
+        state, metrics = program.train_step(state, batch)
+        assert float(metrics["grad_norm"]) == pytest.approx(norm, rel=1e-5)
+        assert float(metrics["learning_rate"]) == pytest.approx(rate, rel=1e-6)
+        assert int(state.step) == t
+        for name, found in to_numpy(state.params).items():
+            np.testing.assert_allclose(found, weights[name], rtol=1e-4, atol=1e-6, err_msg=f"{name}, step {t}")
+            weights[name] = found  # each step on its own: small differences do not add up
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("compute", ["bfloat16", "float16"])
+def test_half_precision_keeps_fp32_masters_that_move_by_less_than_half_precision_sees(make_program, compute):
+    program = make_program(f"precision.compute={compute}", "schedule.learning_rate=1e-6", "optimizer.weight_decay=0.0")
+    state = program.init_state()
+    before = {name: np.asarray(w) for name, w in state.params.items()}
+    state, metrics = program.train_step(state, random_batch(program, 0))
+    assert np.isfinite(metrics["loss"]) and not metrics["skipped"]
+    floats = [leaf for leaf in jax.tree.leaves(state) if jnp.issubdtype(leaf.dtype, jnp.floating)]
+    assert {str(leaf.dtype) for leaf in floats} == {"float32"}
+    name = "blocks.dense.mlp.up"
+    moved = np.asarray(state.params[name]) - before[name]
+    assert np.mean(np.abs(moved) > 0.5e-6) > 0.9
+    half = [np.asarray(jnp.asarray(w, compute)) for w in (state.params[name], before[name])]
+    assert np.mean(half[0] == half[1]) > 0.9
+
+
+def test_half_precision_computes_in_it_and_stays_near_single(make_program):
+    losses = {}
+    for compute in ("float32", "bfloat16", "float16"):
+        program = make_program(f"precision.compute={compute}")
+        state = program.init_state()
+        losses[compute] = float(program.train_step(state, random_batch(program, 0))[1]["loss"])
+    assert losses["bfloat16"] != losses["float32"] != losses["float16"]
+    assert losses["bfloat16"] == pytest.approx(losses["float32"], rel=1e-2)
+    assert losses["float16"] == pytest.approx(losses["float32"], rel=1e-3)
+
+
+@pytest.mark.smoke
+def test_the_state_is_donated_and_keeps_its_place(make_program):
+    program = make_program(devices=4, data=2, tensor=2)
+    state = program.init_state()
+    leaves = jax.tree.leaves(state)
+    places = [leaf.sharding for leaf in leaves]
+    batch = random_batch(program, 0)
+    state, _ = program.train_step(state, batch)
+    assert all(leaf.is_deleted() for leaf in leaves)
+    assert not any(field.is_deleted() for field in batch.values())
+    assert [leaf.sharding for leaf in jax.tree.leaves(state)] == places
+    memory = program.train_step.lower(state, batch).compile().memory_analysis()
+    stored = sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(state))
+    assert memory.alias_size_in_bytes >= stored  # every array is written where it was read
+
+
+def test_the_logged_loss_is_the_language_model_loss_alone(make_program):
+    plain, weighted = (make_program(f"model.z_loss={z}") for z in (0.0, 0.1))
+    losses = []
+    for program in (plain, weighted):
+        state, batch = program.init_state(), random_batch(program, 0)
+        total, tokens = program.eval_step(state.params, batch)
+        assert float(tokens) == float(batch["loss_mask"].sum())
+        metrics = program.train_step(state, batch)[1]
+        assert float(metrics["loss"]) == pytest.approx(float(total / tokens), rel=1e-5)
+        losses.append(float(metrics["loss"]))
+        assert ("z_loss" in metrics) == (program is weighted)
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+
+
+def test_dropout_differs_from_step_to_step_and_repeats_for_a_step(make_program):
+    program = make_program("model.dropout=0.3")
+    batch = random_batch(program, 0)
+    first, again, later = (
+        float(program.train_step(replace(program.init_state(), step=jnp.int32(step)), batch)[1]["loss"])
+        for step in (0, 0, 1)
+    )
+    assert first == again != later
