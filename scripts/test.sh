@@ -9,4 +9,6 @@ if [ $# -eq 0 ]; then
     pyright --pythonpath "$python"
     lint-imports --no-logo
 fi
-exec "$python" -m pytest "$@"
+# A file's tests share what they compiled, so they stay in one process.
+workers=$(nproc)
+exec "$python" -m pytest -n "$((workers < 4 ? workers : 4))" --dist loadfile "$@"
