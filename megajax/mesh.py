@@ -9,15 +9,14 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
+from megajax.config import AXES
 from megajax.errors import ConfigError
 
-# Slowest links first: neighbours on the last axis are neighbours in a host.
-AXES = ("pipeline", "data", "fsdp", "expert", "context", "tensor")
 BATCH_AXES = ("data", "fsdp", "expert")
 
 
 def build_mesh(sizes: Mapping[str, int], devices: Sequence[Any] | None = None) -> Mesh:
-    """The mesh with all six axes, `tensor` innermost in device order.
+    """The mesh with all six axes, slowest links first: `tensor` is innermost in device order.
 
     `sizes` are resolved (`config.checks.check_mesh`); `devices` default to all of every process.
     """

@@ -4,6 +4,7 @@ Flags that the user has set win. Nothing here imports jax.
 """
 
 import os
+import shutil
 import sys
 import warnings
 from pathlib import Path
@@ -31,16 +32,27 @@ def xla_flags(config: Config) -> dict[str, str]:
     if config.run.deterministic:
         flags["xla_gpu_exclude_nondeterministic_ops"] = "true"
         # Another autotuning result is another kernel and another rounding: the first start's choices are kept.
-        results = autotune_file(config).resolve()
-        flags["xla_gpu_dump_autotune_results_to"] = str(results)
-        if results.exists():
-            flags["xla_gpu_load_autotune_results_from"] = str(results)
+        kept, new = autotune_files(config)
+        flags["xla_gpu_dump_autotune_results_to"] = str(new)
+        if kept.exists():
+            flags["xla_gpu_load_autotune_results_from"] = str(kept)
     return flags
 
 
-def autotune_file(config: Config) -> Path:
-    """Where a deterministic run keeps XLA's autotuning results."""
-    return Path(config.run.dir) / "autotune.txt"
+def autotune_files(config: Config) -> tuple[Path, Path]:
+    """Where this process of a deterministic run keeps XLA's autotuning results, and where XLA writes them."""
+    ranks = (os.environ.get(name) for name in ("JAX_PROCESS_ID", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK"))
+    rank = next((rank for rank in ranks if rank), "0")
+    directory = Path(config.run.dir).resolve()
+    return directory / f"autotune-{rank}.txt", directory / f"autotune-{rank}.new"
+
+
+def keep_autotuning(config: Config) -> None:
+    """Keep what XLA has written so far; XLA itself writes in place, and might be killed on the way."""
+    kept, new = autotune_files(config)
+    if config.run.deterministic and new.exists():
+        shutil.copyfile(new, kept.with_suffix(".tmp"))
+        kept.with_suffix(".tmp").replace(kept)
 
 
 def prepare_environment(config: Config) -> list[str]:
@@ -52,10 +64,9 @@ def prepare_environment(config: Config) -> list[str]:
     names = {flag.removeprefix("--").split("=")[0] for flag in given.split()}
     flags = [f"--{name}={value}" for name, value in xla_flags(config).items() if name not in names]
     if _jax_has_started():
-        missing = [flag for flag in flags if flag not in given]
-        if missing and _on_gpu():
+        if flags and _on_gpu():
             warnings.warn(
-                f"jax started before megajax could set these XLA flags: {' '.join(missing)}; put them into XLA_FLAGS, "
+                f"jax started before megajax could set these XLA flags: {' '.join(flags)}; put them into XLA_FLAGS, "
                 "or call megajax.runtime.prepare_environment(config) before anything uses jax.",
                 stacklevel=2,
             )

@@ -47,7 +47,7 @@ class Placement:
     @property
     def replicated_axes(self) -> tuple[str, ...]:
         """Mesh axes that the stored weight is not sharded over."""
-        used = {axis for entry in self.spec for axis in ((entry,) if isinstance(entry, str) else entry or ())}
+        used = {axis for entry in self.spec for axis in _axes(entry or ())}
         return tuple(axis for axis in AXES if axis not in used)
 
 
@@ -90,6 +90,28 @@ def pad_to_storage(x: jax.Array, placement: Placement) -> jax.Array:
 def strip_padding(x: jax.Array, placement: Placement) -> jax.Array:
     """Stored shape → canonical shape."""
     return x[tuple(slice(size) for size in placement.shape)] if placement.shape != placement.stored_shape else x
+
+
+def unpadded_spec(placement: Placement, sizes: Mapping[str, int]) -> P:
+    """Where the canonical shape lies while it is saved or restored.
+
+    As the stored one where the mesh divides it; a storage axis that does not divide D goes to the first dimension that
+    it divides, and only where there is none does every device hold a copy.
+    """
+    entries = [_axes(entry or ()) for entry in placement.spec]
+    if placement.storage_dim is not None:
+        entries[placement.storage_dim] = ()
+        dims = sorted(range(len(entries)), key=lambda dim: dim != placement.storage_dim)
+        for axis in STORAGE_AXES:
+            for dim in dims:
+                if placement.shape[dim] % math.prod(sizes[a] for a in (*entries[dim], axis)) == 0:
+                    entries[dim] = (*entries[dim], axis)
+                    break
+    return P(*(entry or None for entry in entries))
+
+
+def _axes(entry: str | tuple[str, ...]) -> tuple[str, ...]:
+    return (entry,) if isinstance(entry, str) else entry
 
 
 def _storage_shards(sizes: Mapping[str, int]) -> int:

@@ -48,8 +48,7 @@ def bench(path: str, overrides: list[str]) -> dict:
 
         import jax
 
-        from megajax.plan import flops_per_token, parameter_count
-        from megajax.plan.costs import PEAK_BF16_FLOPS
+        from megajax.plan import flops_per_token, parameter_count, peak_flops
         from megajax.training.loop import Trainer, peak_memory_gib
         from megajax.training.summary import summary
 
@@ -70,7 +69,7 @@ def bench(path: str, overrides: list[str]) -> dict:
         median = times[len(times) // 2]
         speed = config.batch.global_size * config.batch.sequence_length / median / count
         tflops = speed * flops_per_token(config) / 1e12
-        peak = next((f for kind, f in PEAK_BF16_FLOPS.items() if kind in device.device_kind), None)
+        peak = peak_flops(device.device_kind)
         mesh = {axis: size for axis, size in trainer.program.mesh.shape.items() if size > 1}
         return {
             "config": config.run.name,

@@ -16,7 +16,7 @@ Curve = list[tuple[int, float]]
 
 
 def read_curve(run_dir: Path, key: str) -> Curve:
-    """(step, value) of every line of the run's metrics.jsonl that has `key`, in order."""
+    """(step, value) of every line of the run's metrics.jsonl that has `key`, in order; null is left out."""
     path = run_dir / "metrics.jsonl"
     try:
         lines = path.read_text().splitlines()
@@ -26,9 +26,9 @@ def read_curve(run_dir: Path, key: str) -> Curve:
     for number, line in enumerate(lines, start=1):
         try:
             record = json.loads(line)
-            if key in record:
+            if record.get(key) is not None:
                 curve.append((record["step"], record[key]))
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, AttributeError) as error:
             raise InputError(f"{path}, line {number} is no metrics record: {line[:60]!r}.") from error
     return curve
 

@@ -2,6 +2,7 @@
 
 import math
 import warnings
+from pathlib import Path
 from typing import Any
 
 from megajax.config.schema import AXES, Config
@@ -21,7 +22,9 @@ def check(config: Config) -> None:
     _check_attention_kernel(config)
     _check_schedule(config)
     _check_data(config)
+    _check_run_dir(config)
     _warn_without_effect(config)
+    _warn_about_kept_checkpoints(config)
 
 
 def check_mesh(config: Config, num_devices: int) -> dict[str, int]:
@@ -46,9 +49,17 @@ def _said(config: Config, *keys: str) -> str:
 
 def _refuse(config: Config, problem: str, cure: str, *keys: str) -> None:
     """Raise `problem (place): cure.` with the place of the first of `keys` that someone set."""
+    raise ConfigError(f"{problem} ({_place(config, *keys)}): {cure}.")
+
+
+def _warn(config: Config, problem: str, cure: str, *keys: str) -> None:
+    """Warn with a sentence like `_refuse`'s; for a `_warn_...` function that `check` calls for `load_config`."""
+    warnings.warn(f"{problem} ({_place(config, *keys)}): {cure}.", stacklevel=5)
+
+
+def _place(config: Config, *keys: str) -> str:
     places = [config.where(key) for key in keys]
-    place = next((place for place in places if place != "default"), "default")
-    raise ConfigError(f"{problem} ({place}): {cure}.")
+    return next((place for place in places if place != "default"), "default")
 
 
 def _listed(numbers: list[int]) -> str:
@@ -159,12 +170,13 @@ def _check_heads(config: Config) -> None:
         cure = f"use {_listed(_divisors(model.num_heads))}"
         _refuse(config, problem, cure, "model.num_kv_heads", "model.num_heads")
     rotated = model.rope_fraction * model.head_dim
-    if model.position == "rope" and (abs(rotated - round(rotated)) > 1e-6 or round(rotated) % 2):
+    whole = round(rotated)
+    if model.position == "rope" and (abs(rotated - whole) > 1e-6 or whole % 2 or whole < 2):
         keys = ("model.rope_fraction", "model.head_dim")
         _refuse(
             config,
             f"{_said(config, *keys)} rotate {rotated:g} numbers a head",
-            "make it an even number",
+            "make it an even number, 2 or more",
             *keys,
         )
     scaling = model.rope_scaling
@@ -234,7 +246,7 @@ def _check_schedule(config: Config) -> None:
         keys = ("schedule.min_learning_rate", "schedule.learning_rate")
         problem = f"{_said(config, keys[0])} is above {_said(config, keys[1])}"
         _refuse(config, problem, "lower it", *keys)
-    if schedule.kind != "constant" and schedule.warmup_steps > schedule.decay_steps:
+    if not _ignores_decay_steps(config) and schedule.warmup_steps > schedule.decay_steps:
         keys = ("schedule.warmup_steps", decay, "run.steps")
         problem = f"{_said(config, keys[0])} is more than {_said(config, decay)}"
         _refuse(config, problem, f"use {schedule.decay_steps} or less", *keys)
@@ -243,6 +255,11 @@ def _check_schedule(config: Config) -> None:
         keys = ("schedule.wsd_decay_steps", "schedule.warmup_steps", decay)
         problem = f"{_said(config, *keys[:2])} do not fit into {_said(config, decay)}"
         _refuse(config, problem, "shorten one of them", *keys)
+
+
+def _ignores_decay_steps(config: Config) -> bool:
+    """Whether the learning rate after the warm-up takes no notice of `schedule.decay_steps`."""
+    return config.schedule.kind in ("constant", "inverse_sqrt")
 
 
 def _check_data(config: Config) -> None:
@@ -258,13 +275,23 @@ def _check_data(config: Config) -> None:
             _refuse(config, problem, "unset one of them", "data.split", key)
 
 
+def _check_run_dir(config: Config) -> None:
+    """XLA gets the absolute path in a flag."""
+    path = str(Path(config.run.dir).resolve())
+    if config.run.deterministic and any(character.isspace() for character in path):
+        problem = f"{_said(config, 'run.deterministic')} hands a file in {_said(config, 'run.dir')} to XLA"
+        problem += f", whose flags are separated by blanks, and there is one in {path}"
+        _refuse(config, problem, "choose a run.dir without blanks", "run.dir", "run.deterministic")
+
+
 # Settings without effect
 
 
 def _warn_without_effect(config: Config) -> None:
-    """One warning for each setting that differs from its default although nothing reads it."""
-    model, schedule, data = config.model, config.schedule, config.data
-    never_evaluated = data.kind == "indexed" and data.valid is None and data.split is None
+    """One warning for each key that someone set to another value than its default although nothing reads it."""
+    model, schedule, data, logging = config.model, config.schedule, config.data, config.logging
+    indexed = data.kind == "indexed"
+    no_valid_share = data.split is not None and float(data.split.split(",")[1]) == 0
     rules = [
         (
             model.position != "rope",
@@ -274,29 +301,35 @@ def _warn_without_effect(config: Config) -> None:
         (model.position != "learned", "model.position", ("model.max_positions",)),
         ("local" not in (model.layer_pattern or ["local"]), "model.layer_pattern", ("model.sliding_window",)),
         (schedule.kind != "wsd", "schedule.kind", ("schedule.wsd_decay_steps",)),
-        (
-            schedule.kind == "constant",
-            "schedule.kind",
-            ("schedule.min_learning_rate", "schedule.decay_steps"),
-        ),
+        (schedule.kind == "constant", "schedule.kind", ("schedule.min_learning_rate",)),
+        (_ignores_decay_steps(config), "schedule.kind", ("schedule.decay_steps",)),
         (config.optimizer.kind == "sgd", "optimizer.kind", ("optimizer.beta2", "optimizer.epsilon")),
         (config.optimizer.kind == "lion", "optimizer.kind", ("optimizer.epsilon",)),
         (config.remat.policy == "none", "remat.policy", ("remat.layers",)),
-        (never_evaluated, "data.valid", ("run.eval_interval",)),
+        (indexed and data.valid is None and data.split is None, "data.valid", ("run.eval_interval",)),
+        (indexed and no_valid_share, "data.split", ("run.eval_interval",)),
         (config.run.eval_steps == 0, "run.eval_steps", ("run.eval_interval",)),
-        (not config.logging.wandb, "logging.wandb", ("logging.wandb_project",)),
-        (config.logging.profile_start is None, "logging.profile_start", ("logging.profile_steps",)),
+        (not logging.wandb, "logging.wandb", ("logging.wandb_project",)),
+        (logging.profile_start is None, "logging.profile_start", ("logging.profile_steps",)),
+        ((logging.profile_start or 0) > config.run.steps, "run.steps", ("logging.profile_start",)),
     ]
     for applies, reason, keys in rules:
         for key in keys if applies else ():
-            if _value(config, key) != _default(config, key):
-                place = config.where(key)
-                message = f"{_said(config, key)} has no effect with {_said(config, reason)} ({place}): remove it."
-                warnings.warn(message, stacklevel=4)
+            if config.where(key) != "default" and _value(config, key) != _default(config, key):
+                _warn(config, f"{_said(config, key)} has no effect with {_said(config, reason)}", "remove it", key)
+
+
+def _warn_about_kept_checkpoints(config: Config) -> None:
+    interval, kept = config.run.checkpoint_interval, config.checkpoint.keep_every
+    if interval and kept and kept % interval:
+        keys = ("checkpoint.keep_every", "run.checkpoint_interval")
+        problem = f"{_said(config, keys[0])} is no multiple of {_said(config, keys[1])}"
+        problem += f", so only steps that are a multiple of {math.lcm(interval, kept)} are both saved and kept"
+        _warn(config, problem, f"use a multiple of {interval}", *keys)
 
 
 def _default(config: Config, key: str) -> Any:
     if key == "schedule.decay_steps":
-        return config.run.steps
+        return max(config.run.steps, config.schedule.warmup_steps + 1)
     section, name = key.split(".")
     return type(getattr(config, section)).model_fields[name].default

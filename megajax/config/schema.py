@@ -179,7 +179,7 @@ class PrecisionConfig(Section):
     """Number formats."""
 
     compute: Literal["bfloat16", "float16", "float32"] = Field(
-        default="bfloat16", description="Activations and matrix products."
+        default="bfloat16", description="Activations and matrix products; float32 is FP32 on GPUs too, not TF32."
     )
     params: Literal["float32"] = Field(default="float32", description="Master weights and optimizer state.")
     gradients: Literal["float32", "bfloat16"] = Field(
@@ -264,7 +264,7 @@ class DataConfig(Section):
     )
     order: Literal["shuffled", "sequential"] = Field(default="shuffled", description="Order of documents and samples.")
     workers: CountOrZero = Field(default=0, description="Loader processes; 0: a thread of the trainer.")
-    prefetch: CountOrZero = Field(default=2, description="Batches prepared ahead.")
+    prefetch: CountOrZero = Field(default=2, description="Batches prepared ahead, and threads that read them.")
 
 
 class CheckpointConfig(Section):
@@ -293,12 +293,12 @@ class KernelsConfig(Section):
     scan_unroll: Count | None = Field(
         default=None,
         description="Layers in a body of the loop over layers.",
-        json_schema_extra={"derived": "by depth"},
+        json_schema_extra={"derived": "by depth and device"},
     )
     loss_chunk_tokens: Count | None = Field(
         default=None,
         description="Tokens in a chunk of head and loss.",
-        json_schema_extra={"derived": "by vocabulary"},
+        json_schema_extra={"derived": "by tokens and vocabulary"},
     )
 
 

@@ -1,5 +1,6 @@
 """From the config to batches: opens and checks the data, and reads ahead through grain."""
 
+import signal
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
@@ -65,21 +66,20 @@ def make_loader(
     split: Split,
     rows: np.ndarray,
     start_step: int = 0,
-    samples_offset: int = 0,
     samples: Samples | None = None,
 ) -> "grain.DatasetIterator[dict[str, np.ndarray]]":
     """Endless batches from `start_step` on: `rows` of the fields of `make_batch`, each [len(rows), S].
 
-    Row r of step t is sample samples_offset + t·global_size + r, whatever the processes, threads and workers.
+    Row r of step t is sample t·global_size + r, whatever the processes, threads and workers.
     `samples`: the split as `datasets` opened it, so that it need not be opened again. Evaluation starts at
     sample 0 and reads in threads: starting `data.workers` for a few batches costs more than they save.
     """
-    assert split == "train" or start_step == samples_offset == 0, "evaluation always reads from sample 0"
+    assert split == "train" or start_step == 0, "evaluation always reads from sample 0"
     import grain
 
     samples = open_split(config, split) if samples is None else samples
     size, prefetch = config.batch.global_size, config.data.prefetch
-    indices = np.asarray(rows, np.int64) + samples_offset + start_step * size
+    indices = np.asarray(rows, np.int64) + start_step * size
     reading = grain.ReadOptions(num_threads=prefetch, prefetch_buffer_size=prefetch)
     batches = grain.MapDataset.source(BatchSource(samples, indices, size)).to_iter_dataset(reading)
     if split == "train" and config.data.workers:
@@ -88,8 +88,16 @@ def make_loader(
         if not flags.FLAGS.is_parsed():
             flags.FLAGS.mark_as_parsed()  # grain hands its own flags to the workers and insists on it
         ahead = -(-max(prefetch, 1) // config.data.workers)
-        batches = batches.mp_prefetch(grain.MultiprocessingOptions(config.data.workers, per_worker_buffer_size=ahead))
+        options = grain.MultiprocessingOptions(config.data.workers, per_worker_buffer_size=ahead)
+        batches = batches.mp_prefetch(options, worker_init_fn=_ignore_requests_to_stop)
     return iter(batches)
+
+
+def _ignore_requests_to_stop(worker: int, num_workers: int) -> None:
+    """Runs in a worker. Slurm signals every process of a step, and the trainer needs data until it has saved."""
+    del worker, num_workers
+    for request in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(request, signal.SIG_IGN)
 
 
 class BatchSource:

@@ -18,7 +18,7 @@ def rope_frequencies(
 
     `scaling` is Llama 3's: a mapping with factor, low_freq_factor, high_freq_factor, original_max_positions.
     """
-    rotary_dim = int(head_dim * fraction)
+    rotary_dim = round(head_dim * fraction)
     if rotary_dim < 2 or rotary_dim % 2 or rotary_dim > head_dim:
         raise ConfigError(
             f"model.rope_fraction={fraction} of model.head_dim={head_dim} rotates {rotary_dim} elements: "

@@ -4,6 +4,7 @@ One shard_map, manual over all six axes, holds forward, backward and gradient re
 microbatches run one after the other, gradients accumulate in FP32 and are reduced once.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -65,12 +66,11 @@ class LocalModel:
     def inputs(self, batch: Batch, microbatch: jax.Array | int, dropout_key: jax.Array | None) -> BlockInputs:
         """What the blocks read of one microbatch, `[B, S]` each."""
         B, S = batch["tokens"].shape
-        shards = 1
-        for axis in BATCH_AXES:
-            shards *= self.sizes[axis]
+        shards = math.prod(self.sizes[axis] for axis in BATCH_AXES)
         sequences = (microbatch * B * shards + self.comm.sequence_ids(B)).astype(jnp.uint32)
         token_ids = (sequences[:, None] * S + jnp.arange(S, dtype=jnp.uint32)).reshape(-1)
-        # The loader packs no documents: every sequence is one segment, and cuDNN needs no mask for that.
+        if "segment_ids" in batch:
+            raise ValueError("packed documents are not available yet: leave segment_ids out of the batch.")
         return BlockInputs(batch["positions"], None, self.comm.own_tokens(token_ids), dropout_key)
 
     def embed(self, ends: Params, batch: Batch, inputs: BlockInputs) -> jax.Array:
@@ -152,7 +152,7 @@ def gradient_function(local: LocalModel, mesh: Mesh) -> Callable:
         return sums, gradients, local.exchange.global_norm(gradients)
 
     return jax.shard_map(
-        compute,
+        _at_full_precision(compute, config),
         mesh=mesh,
         in_specs=(specs, BATCH_SPEC, P(), P()),
         out_specs=(P(), specs, P()),
@@ -177,7 +177,25 @@ def loss_function(local: LocalModel, mesh: Mesh) -> Callable:
         loss, _ = lax.scan(microbatch, jnp.zeros((), jnp.float32), dict(batch))
         return sum_over_all(loss, local.sizes), local.valid_tokens(batch)
 
-    return jax.shard_map(compute, mesh=mesh, in_specs=(specs, BATCH_SPEC), out_specs=(P(), P()), check_vma=False)
+    return jax.shard_map(
+        _at_full_precision(compute, local.config),
+        mesh=mesh,
+        in_specs=(specs, BATCH_SPEC),
+        out_specs=(P(), P()),
+        check_vma=False,
+    )
+
+
+def _at_full_precision(compute: Callable, config: Config) -> Callable:
+    """`compute`, with FP32 matmuls in FP32: GPUs would round their inputs to TF32."""
+    if config.precision.compute != "float32":
+        return compute
+
+    def full(*args):
+        with jax.default_matmul_precision("highest"):
+            return compute(*args)
+
+    return full
 
 
 def _accumulate(microbatch: Callable, zeros: tuple[Any, Any], batch: Batch, count: int):

@@ -14,14 +14,17 @@ from megajax.parallel.comm import MeshComm
 NORMS = ("final_norm", "final_norm_bias")
 
 
-def chunk_count(config: Config, tokens: int, tensor: int) -> int:
-    """How many chunks a device's T `tokens` are cut into: each `kernels.loss_chunk_tokens` long or a little shorter.
+CHUNK_BYTES = 2**31  # of a chunk's FP32 logits
 
-    By default at most 4096 tokens, and never fewer than four chunks where the tokens allow it.
+
+def chunk_count(config: Config, tokens: int, tensor: int) -> int:
+    """How many chunks a device's T `tokens` are cut into, each `kernels.loss_chunk_tokens` long or a little shorter.
+
+    By default at most 4096 tokens and 2 GiB of logits, and never fewer than four chunks where the tokens allow it.
     """
-    limit = config.kernels.loss_chunk_tokens or min(4096, max(tokens // 4, 1))
-    own = tokens // tensor
-    return next(n for n in range(1, own + 1) if own % n == 0 and (tokens // n <= limit or n == own))
+    fits = CHUNK_BYTES * tensor // (4 * config.model.padded_vocab_size)
+    limit = config.kernels.loss_chunk_tokens or max(min(4096, fits, tokens // 4), 1)
+    return -(-tokens // limit)
 
 
 class LossHead:
@@ -65,7 +68,7 @@ class LossHead:
         zero = jnp.zeros((), jnp.float32)
         (gradients, loss, z_loss), dx = lax.scan(body, ({n: accumulated[n] for n in self.names}, zero, zero), chunks)
         shares = self.comm.tensor_size
-        return loss / shares, z_loss / shares, dx.reshape(x.shape), {**accumulated, **gradients}
+        return loss / shares, z_loss / shares, dx.reshape(-1, dx.shape[-1])[: x.shape[0]], {**accumulated, **gradients}
 
     def _chunk(self, weights, x_cd: jax.Array, targets_c: jax.Array, mask_c: jax.Array):
         norms = {name: weights[name] for name in self.names[1:]}
@@ -91,11 +94,17 @@ class LossHead:
         return normalise(self.model, x, norms["final_norm"], norms.get("final_norm_bias"))
 
     def _chunks(self, x: jax.Array, targets: jax.Array, mask: jax.Array):
-        """Chunk j holds the j-th part of every tensor rank's own tokens, in rank order, as `enter` gathers them."""
-        tensor = self.comm.tensor_size
+        """Chunk j holds the j-th part of every tensor rank's own tokens, in rank order, as `enter` gathers them.
+
+        Tokens that fill up the last chunk are masked.
+        """
+        tensor, own = self.comm.tensor_size, x.shape[0]
         n = chunk_count(self.config, targets.size, tensor)
+        padding = -own % n
 
         def arrange(a: jax.Array) -> jax.Array:
+            a = jnp.pad(a.reshape(tensor, own), ((0, 0), (0, padding)))
             return a.reshape(tensor, n, -1).swapaxes(0, 1).reshape(n, -1)
 
+        x = jnp.pad(x, ((0, padding), (0, 0)))
         return x.reshape(n, -1, x.shape[-1]), arrange(targets), arrange(mask)

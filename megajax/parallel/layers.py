@@ -188,7 +188,7 @@ class LayerStack:
         run = self._runner(inputs, segment, first, u)
         if not save or segment.policy == "full":
             return run(weights, x), (x if save else None)
-        y, pull = jax.vjp(_with_policy(run, segment.policy), weights, x)
+        y, pull = jax.vjp(_with_policy(run, segment.policy, self.comm.attention), weights, x)
         return y, Residuals.of(pull, weights)
 
     def _unit_backward(self, unit: Unit, saved, dy, inputs, segment: Segment, first, u: int):
@@ -246,17 +246,19 @@ def _first_layers(segment: Segment):
     return segment.start if segment.loops == 1 else first
 
 
-def _with_policy(run: Callable, policy: str) -> Callable:
+def _with_policy(run: Callable, policy: str, attention: str) -> Callable:
     if policy in ("none", "selective"):
         return run
     policies = jax.checkpoint_policies
+    # cuDNN's output is among its residuals, which are kept below.
+    names = [name for name in SAVED_NAMES if not (name == "attention" and attention == "cudnn")]
     if policy == "save_matmuls":
-        named = policies.save_only_these_names(*SAVED_NAMES)
+        named = policies.save_only_these_names(*names)
     else:
         assert policy == "offload"
         named = policies.save_and_offload_only_these_names(
             names_which_can_be_saved=[],
-            names_which_can_be_offloaded=list(SAVED_NAMES),
+            names_which_can_be_offloaded=names,
             offload_src="device",
             offload_dst="pinned_host",
         )

@@ -12,6 +12,11 @@ from megajax.sharding import ONCE_AXES, Placement
 PEAK_BF16_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "B200": 2250e12}  # dense, by the vendor
 
 
+def peak_flops(device_kind: str) -> float | None:
+    """Dense BF16 operations a second of a device, by its name; None if it is not known."""
+    return next((flops for kind, flops in PEAK_BF16_FLOPS.items() if kind in device_kind), None)
+
+
 def parameter_count(model: Transformer) -> int:
     """Number of parameters, rows of the padded vocabulary included."""
     return sum(math.prod(p.shape) for p in parameters(model).values())
@@ -69,10 +74,13 @@ def estimate_memory(config: Config, placements: Mapping[str, Placement], sizes: 
     for placement in placements.values():
         size = math.prod(placement.stored_shape)
         shards = math.prod(n for axis, n in sizes.items() if axis not in placement.replicated_axes)
-        once = math.prod(sizes[a] for a in ONCE_AXES) if placement.storage_dim is not None else 1
+        # Embedding and head are gathered over fsdp too for the whole step, and their gradients accumulate in FP32.
+        end = placement.axes[0] != "layers"
+        gathered_axes = (*ONCE_AXES, "fsdp") if end else ONCE_AXES
+        once = math.prod(sizes[a] for a in gathered_axes) if placement.storage_dim is not None else 1
         stored += 4 * size // shards
         gathered += compute * size * once // shards
-        unreduced += accumulated * size * once // shards if once > 1 else 0
+        unreduced += (4 if end else accumulated) * size * once // shards if once > 1 else 0
     moments = {"adamw": 2, "lion": 1, "sgd": 1 if config.optimizer.beta1 > 0 else 0}[config.optimizer.kind]
     activations = _saved_activations(config, sizes, compute)
     return MemoryEstimate(stored, moments * stored, stored + unreduced, gathered, activations)

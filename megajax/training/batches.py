@@ -1,6 +1,6 @@
 """Rows that a process reads, and how they become global arrays."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from typing import Any
 
 import jax
@@ -9,6 +9,7 @@ from jax.sharding import NamedSharding
 
 from megajax.data import loader
 from megajax.data.samples import Samples
+from megajax.errors import InputError
 from megajax.training.step import BATCH_DTYPES, TrainProgram
 
 
@@ -43,10 +44,20 @@ def _part(local: np.ndarray, place: np.ndarray, index: Any) -> np.ndarray:
 
 def batches(
     program: TrainProgram, split: loader.Split, samples: Samples, start_step: int = 0
-) -> Iterator[dict[str, jax.Array]]:
-    """Endless global batches of a split from `start_step` on, on the devices."""
+) -> Generator[dict[str, jax.Array]]:
+    """Endless global batches of a split from `start_step` on, on the devices.
+
+    Raises InputError at a token outside the vocabulary.
+    """
     shape, sharding = program.batch_shape, program.batch_sharding
     rows = rows_of_process(sharding, shape)
     fields = loader.make_loader(program.config, split=split, rows=rows, start_step=start_step, samples=samples)
-    for local in fields:
-        yield to_global(local, sharding, shape)
+    size = program.config.model.vocab_size
+    try:
+        for local in fields:
+            worst = max(int(local["tokens"].max()), int(local["targets"].max()))
+            if worst >= size:
+                raise InputError(f"data.{split} holds token id {worst}, and model.vocab_size={size}: make it larger.")
+            yield to_global(local, sharding, shape)
+    finally:
+        fields.close()  # type: ignore[attr-defined]

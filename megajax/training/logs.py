@@ -158,7 +158,12 @@ class Progress:
 def _start_wandb(config: Config):
     import wandb  # type: ignore[import-not-found]
 
+    # The same id after a restart, or W&B would begin another run.
+    id_file = Path(config.run.dir) / "wandb_id"
+    if not id_file.exists():
+        id_file.write_text(wandb.util.generate_id())
     return wandb.init(
+        id=id_file.read_text(),
         project=config.logging.wandb_project,
         name=config.run.name,
         dir=config.run.dir,

@@ -1,11 +1,11 @@
 """The training loop: steps, logs, evaluations, checkpoints and orderly stops."""
 
 import contextlib
+import itertools
 import resource
 import signal
 import time
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Generator
 from typing import Any
 
 import jax
@@ -14,11 +14,11 @@ import numpy as np
 from megajax.checkpoint import Checkpoints, has_checkpoint
 from megajax.config import Config
 from megajax.config.checks import check_mesh
-from megajax.data.loader import datasets
+from megajax.data.loader import Split, datasets
+from megajax.errors import ConfigError
 from megajax.mesh import build_mesh
-from megajax.plan import flops_per_token
-from megajax.plan.costs import PEAK_BF16_FLOPS
-from megajax.runtime import prepare_environment
+from megajax.plan import flops_per_token, peak_flops
+from megajax.runtime import keep_autotuning, prepare_environment
 from megajax.training import logs
 from megajax.training.batches import batches
 from megajax.training.saving import StateSaver
@@ -50,7 +50,7 @@ class Trainer:
         if self.writer:
             (self.run_dir / "config.yaml").write_text(config.to_yaml())
         self.compile_seconds = 0.0
-        self._train_batches: Iterator | None = None
+        self._train_batches: Generator | None = None
         self._compiled_step = None
         self._tracing = False
         self._stop = StopSignals()
@@ -63,10 +63,11 @@ class Trainer:
 
     def _first_state(self, first_weights: dict[str, jax.Array] | None) -> tuple[int, TrainState]:
         latest = self.checkpoints.latest_step
+        self.resumed = latest is not None
         if latest is not None:
             return latest, self.saver.restore(self.checkpoints, latest)
         state = self.program.init_state()
-        return 0, state if first_weights is None else replace(state, params=first_weights)
+        return 0, state if first_weights is None else self.saver.with_weights(state, first_weights)
 
     def next_batch(self) -> dict[str, jax.Array]:
         """The batch of the next step; the position in the data follows from the step alone."""
@@ -80,17 +81,21 @@ class Trainer:
             start = time.perf_counter()
             self._compiled_step = self.program.train_step.lower(self.state, batch).compile()
             self.compile_seconds = time.perf_counter() - start
+            keep_autotuning(self.config)
         self.state, metrics = self._compiled_step(self.state, batch)
         self.step += 1
         return metrics
 
-    def evaluate(self, split: str = "valid") -> float:
+    def evaluate(self, split: Split = "valid") -> float:
         """Mean loss per token over `run.eval_steps` batches of a split, always the same ones."""
+        if split not in self.data or not self.config.run.eval_steps:
+            raise ConfigError(f"there is nothing to evaluate: set data.{split} and run.eval_steps above 0.")
         loss = tokens = 0.0
-        source = batches(self.program, split, self.data[split])  # type: ignore[arg-type, index]
-        for _ in range(self.config.run.eval_steps):
-            batch_loss, batch_tokens = self.program.eval_step(self.state.params, next(source))
+        source = batches(self.program, split, self.data[split])
+        for batch in itertools.islice(source, self.config.run.eval_steps):
+            batch_loss, batch_tokens = self.program.eval_step(self.state.params, batch)
             loss, tokens = loss + batch_loss, tokens + batch_tokens
+        source.close()  # and the loader's threads with it
         return float(loss / tokens)
 
     def save(self) -> None:
@@ -101,7 +106,7 @@ class Trainer:
     def run(self) -> int:
         """Train to `run.steps`; the exit status."""
         logs.say(summary(self.program, self.flags))
-        if self.step:
+        if self.resumed:
             logs.say(f"resuming from the checkpoint of step {self.step} in {self.checkpoints.directory}")
         log = logs.MetricsLog(self.config, self.step, self.writer)
         self.progress = logs.Progress(self.step, self.config.run.steps, self.writer)
@@ -110,6 +115,9 @@ class Trainer:
                 return self._run(log)
         finally:
             self._stop_profile()
+            if self._train_batches is not None:
+                self._train_batches.close()  # and the loader's workers with it
+                self._train_batches = None
             self.progress.close()
             log.close()
             self.checkpoints.close()
@@ -198,7 +206,7 @@ class Meter:
         self.trainer = trainer
         self.step_tokens = config.batch.global_size * config.batch.sequence_length
         self.flops_per_token = flops_per_token(config)
-        self.peak = next((f for kind, f in PEAK_BF16_FLOPS.items() if kind in self.devices.flat[0].device_kind), None)
+        self.peak = peak_flops(self.devices.flat[0].device_kind)
         self.restart()
 
     def restart(self) -> None:

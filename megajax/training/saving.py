@@ -1,17 +1,21 @@
 """The train state's canonical form, and its way into and out of checkpoints."""
 
+import warnings
 from collections.abc import Callable
+from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 import jax
 from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 
 from megajax.checkpoint import Checkpoints, restore_parameters
 from megajax.checkpoint.manager import compare_descriptions, describe_model
 from megajax.mesh import mesh_sizes
-from megajax.sharding import STORAGE_AXES, Placement, pad_to_storage, strip_padding
+from megajax.sharding import Placement, pad_to_storage, strip_padding, unpadded_spec
 from megajax.training.step import TrainProgram, TrainState
+
+MUST_AGREE = ("model", "optimizer", "run", "batch")
 
 
 class StateSaver:
@@ -22,16 +26,19 @@ class StateSaver:
         self.padded = any(p.shape != p.stored_shape for p in program.placements.values())
 
     def description(self, step: int) -> dict[str, Any]:
-        """What a checkpoint says of itself; `model` and `optimizer` must fit the run that restores it."""
+        """What a checkpoint says of itself; MUST_AGREE with the run that restores it."""
         config = self.program.config
+        optimizer, data = config.optimizer, config.data
         return {
             "format": 1,
             "step": step,
             "samples_consumed": step * config.batch.global_size,
             "run": {"seed": config.run.seed},  # another seed is another data order
             "model": describe_model(config.model),
-            "optimizer": {"kind": config.optimizer.kind},
+            "optimizer": {"kind": optimizer.kind, "beta1": "0" if optimizer.beta1 == 0 else "more"},  # SGD's momentum
             "batch": {"global_size": config.batch.global_size, "sequence_length": config.batch.sequence_length},
+            "precision": {"compute": config.precision.compute},
+            "data": data.model_dump(mode="json", include={"kind", "train", "split", "order"}),
         }
 
     def save(self, checkpoints: Checkpoints, step: int, state: TrainState) -> None:
@@ -39,47 +46,62 @@ class StateSaver:
         checkpoints.save(step, _as_tree(self._to_canonical(state)), self.description(step))
 
     def restore(self, checkpoints: Checkpoints, step: int) -> TrainState:
-        """The state of a checkpoint, whatever mesh wrote it. Raises InputError if it is of another model or run."""
+        """The state of a checkpoint, whatever mesh wrote it.
+
+        Raises InputError if it is of another model or run; warns if this run reads other data from here on.
+        """
         place = f"The checkpoint of step {step} in {checkpoints.directory}"
-        mine = self.description(step)
-        compare_descriptions(
-            checkpoints.describe(step), mine, place, ("model", "optimizer", "run", "batch"), "choose another run.dir"
-        )
-        tree = checkpoints.restore(step, _as_tree(self._canonical_abstract()))
-        return self._to_stored(TrainState(**tree))
+        saved, mine = checkpoints.describe(step), self.description(step)
+        compare_descriptions(saved, mine, place, MUST_AGREE, "choose another run.dir")
+        if saved["data"] != mine["data"]:
+            warnings.warn(f"{place} was saved by a run that read other data or in another order.", stacklevel=2)
+        tree = checkpoints.restore(step, _as_tree(self._canonical_abstract))
+        state = TrainState(**tree)
+        if saved["precision"] != mine["precision"]:  # a loss scale is of its compute dtype
+            fresh = self.program.first_loss_scale
+            state = replace(state, loss_scale=jax.device_put(fresh, state.loss_scale.sharding))
+        return self._to_stored(state)
 
     def restore_weights(self, path: str) -> dict[str, jax.Array]:
-        """The stored parameters of another run's checkpoint."""
-        abstract: Any = self._canonical_abstract().params
+        """The parameters of another run's checkpoint, in canonical shapes."""
         config, key = self.program.config, "checkpoint.init_from"
-        weights = restore_parameters(path, abstract, config.model, key, f" ({config.where(key)})")
+        abstract: Any = self._canonical_abstract.params
+        return restore_parameters(path, abstract, config.model, key, f" ({config.where(key)})")
+
+    def with_weights(self, state: TrainState, weights: dict[str, jax.Array]) -> TrainState:
+        """`state` with parameters in canonical shapes in place of its own."""
         placements = self.program.placements
         pad = jax.jit(
             lambda params: {name: pad_to_storage(w, placements[name]) for name, w in params.items()},
             out_shardings=self.program.state_shardings.params,
         )
-        return pad(weights)
+        return replace(state, params=pad(weights))
 
+    @cached_property
     def _canonical_abstract(self) -> TrainState:
-        """Shapes of the canonical state; what the mesh does not divide lies unsharded."""
         if not self.padded:
             return self.program.abstract_state
         mesh = self.program.mesh
-        return self._each(
-            self.program.abstract_state,
-            lambda s, p: jax.ShapeDtypeStruct(p.shape, s.dtype, sharding=NamedSharding(mesh, _unpadded_spec(p, mesh))),
-        )
 
-    def _to_canonical(self, state: TrainState) -> TrainState:
-        if not self.padded:
-            return state
-        target = jax.tree.map(lambda s: s.sharding, self._canonical_abstract())
-        return jax.jit(lambda s: self._each(s, strip_padding), out_shardings=target)(state)
+        def canonical(leaf: jax.Array, placement: Placement) -> jax.ShapeDtypeStruct:
+            sharding = NamedSharding(mesh, unpadded_spec(placement, mesh_sizes(mesh)))
+            return jax.ShapeDtypeStruct(placement.shape, leaf.dtype, sharding=sharding)
 
-    def _to_stored(self, state: TrainState) -> TrainState:
+        return self._each(self.program.abstract_state, canonical)
+
+    @cached_property
+    def _to_canonical(self) -> Callable[[TrainState], TrainState]:
         if not self.padded:
-            return state
-        return jax.jit(lambda s: self._each(s, pad_to_storage), out_shardings=self.program.state_shardings)(state)
+            return lambda state: state
+        target = jax.tree.map(lambda s: s.sharding, self._canonical_abstract)
+        return jax.jit(lambda state: self._each(state, strip_padding), out_shardings=target)
+
+    @cached_property
+    def _to_stored(self) -> Callable[[TrainState], TrainState]:
+        if not self.padded:
+            return lambda state: state
+        target = self.program.state_shardings
+        return jax.jit(lambda state: self._each(state, pad_to_storage), out_shardings=target)
 
     def _each(self, state: TrainState, change: Callable) -> TrainState:
         """`change(leaf, placement)` for each parameter and moment; other leaves as they are."""
@@ -92,15 +114,3 @@ class StateSaver:
 
 def _as_tree(state: TrainState) -> dict[str, Any]:
     return {name: getattr(state, name) for name in TrainState.__dataclass_fields__}
-
-
-def _unpadded_spec(placement: Placement, mesh) -> P:
-    sizes = mesh_sizes(mesh)
-    shards = 1
-    for axis in STORAGE_AXES:
-        shards *= sizes[axis]
-    entries = list(placement.spec)
-    dim = placement.storage_dim
-    if dim is not None and placement.shape[dim] % shards:
-        entries[dim] = None
-    return P(*entries)

@@ -24,7 +24,6 @@ BATCH_DTYPES = {
     "targets": jnp.int32,
     "loss_mask": jnp.float32,
     "positions": jnp.int32,
-    "segment_ids": jnp.int32,
 }
 INITIAL_LOSS_SCALE = 2.0**16
 LOSS_SCALE_GROWTH_STEPS = 2000  # as NVIDIA's and Megatron's dynamic loss scaling
@@ -53,8 +52,8 @@ class TrainProgram:
     model: Transformer
     placements: dict[str, Placement]
     optimizer: optax.GradientTransformation
-    attention: ops.Implementation  # the kernel chosen, and why
-    attention_reason: str
+    attention: ops.Implementation  # the kernel chosen
+    attention_reason: str  # and why
 
     @classmethod
     def build(cls, config: Config, mesh: Mesh) -> "TrainProgram":
@@ -108,6 +107,10 @@ class TrainProgram:
         shape, sharding = self.batch_shape, self.batch_sharding
         return {n: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding) for n, dtype in BATCH_DTYPES.items()}
 
+    @property
+    def first_loss_scale(self) -> jax.Array:
+        return jnp.float32(INITIAL_LOSS_SCALE if self.config.precision.compute == "float16" else 1.0)
+
     def init_state(self) -> TrainState:
         """The first state, made on the devices in its shards: no device and no host ever holds it whole."""
         return jax.jit(self._init, out_shardings=self.state_shardings)()
@@ -129,10 +132,8 @@ class TrainProgram:
     def _init(self) -> TrainState:
         weights = init_parameters(self.model, self.config.run.seed, self.config.model.init_std)
         params = {name: pad_to_storage(w, self.placements[name]) for name, w in weights.items()}
-        fp16 = self.config.precision.compute == "float16"
         zero = jnp.zeros((), jnp.int32)
-        scale = jnp.float32(INITIAL_LOSS_SCALE if fp16 else 1.0)
-        return TrainState(params, self.optimizer.init(params), zero, scale, zero, zero, zero)
+        return TrainState(params, self.optimizer.init(params), zero, self.first_loss_scale, zero, zero, zero)
 
     def per_parameter(self, values: dict[str, Any], scalar: Any) -> TrainState:
         """A state-shaped tree with each parameter's value at the parameter and its moments, `scalar` elsewhere."""

@@ -37,6 +37,8 @@ def summary(program: TrainProgram, flags: list[str]) -> str:
         f"loss in {chunk_count(config, tokens, sizes['tensor'])} chunks",
         f"data       {_data(program)}",
     ]
+    if device.platform == "gpu" and program.attention == "reference":
+        lines.append("warning    the reference attention keeps [S, S] scores in memory: slow and large on a GPU")
     if replicated:
         lines.append(f"replicated over tensor (fewer KV heads than devices): {', '.join(replicated)}")
     if padded:

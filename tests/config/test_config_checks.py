@@ -1,5 +1,6 @@
 """Combinations that cannot run are refused, settings without effect are warned about."""
 
+import re
 import warnings
 from pathlib import Path
 
@@ -38,10 +39,14 @@ REFUSED = {
     ),
     "model.num_kv_heads=3": ("model.num_kv_heads=3 does not divide model.num_heads=8 (@): use 1, 2, 4 or 8."),
     "model.rope_fraction=0.3": (
-        "model.rope_fraction=0.3 and model.head_dim=8 rotate 2.4 numbers a head (@): make it an even number."
+        "model.rope_fraction=0.3 and model.head_dim=8 rotate 2.4 numbers a head (@): make it an even number, 2 or more."
     ),
     "model.head_dim=7": (
-        "model.rope_fraction=1.0 and model.head_dim=7 rotate 7 numbers a head (@): make it an even number."
+        "model.rope_fraction=1.0 and model.head_dim=7 rotate 7 numbers a head (@): make it an even number, 2 or more."
+    ),
+    "model.rope_fraction=1.0e-09": (
+        "model.rope_fraction=1.0e-09 and model.head_dim=8 rotate 8e-09 numbers a head (@):"
+        " make it an even number, 2 or more."
     ),
     "model.rope_scaling={factor: 8, low_freq_factor: 4}": (
         "model.rope_scaling.low_freq_factor=4.0 is not below model.rope_scaling.high_freq_factor=4.0 (@):"
@@ -95,6 +100,10 @@ REFUSED = {
         "data.kind=indexed needs data.train (@): set data.train to the prefix of a .bin/.idx pair,"
         " or data.kind=synthetic to try without data."
     ),
+    "run.deterministic=true run.dir=/my runs/x": (
+        "run.deterministic=true hands a file in run.dir=/my runs/x to XLA, whose flags are separated by blanks,"
+        " and there is one in /my runs/x (the command line: run.dir=/my runs/x): choose a run.dir without blanks."
+    ),
     "data.split=9,1,0 data.kind=indexed data.train=a data.valid=b": (
         "data.split=9,1,0 does not go together with data.valid=b (@): unset one of them."
     ),
@@ -104,7 +113,7 @@ REFUSED = {
 @pytest.mark.smoke
 @pytest.mark.parametrize("overrides", REFUSED)
 def test_an_impossible_combination_is_refused(overrides: str):
-    first, *rest = overrides.split(" ") if "{" not in overrides else [overrides]
+    first, *rest = re.split(r" (?=\w+\.\w+=)", overrides)
     with pytest.raises(ConfigError) as caught:
         load_config("x.yaml", [first, *rest])
     assert str(caught.value) == REFUSED[overrides].replace("@", f"the command line: {first}")
@@ -115,10 +124,16 @@ ALLOWED = [
     "model.layer_pattern=[local,local,global] model.sliding_window=8",
     "model.sliding_window=8",
     "model.rope_fraction=0.25",
+    "model.rope_fraction=0.58 model.head_dim=100",
     "model.position=none",
     "remat.policy=full remat.layers=9 remat.group=3",
     "schedule.kind=wsd schedule.warmup_steps=40 schedule.wsd_decay_steps=60",
     "schedule.kind=constant schedule.decay_steps=1000 schedule.warmup_steps=200",
+    "schedule.kind=inverse_sqrt schedule.decay_steps=null schedule.warmup_steps=2000",
+    "schedule.kind=constant schedule.decay_steps=null schedule.warmup_steps=10 run.steps=3",
+    "run.checkpoint_interval=50 checkpoint.keep_every=200",
+    "checkpoint.keep_every=200",
+    "logging.profile_start=1000",
     "kernels.attention=cudnn precision.compute=float16",
     "data.kind=indexed data.train=a data.split=9,1,0 run.eval_interval=5",
     "data.kind=indexed data.train=b data.valid=b data.test=c run.eval_interval=5",
@@ -140,6 +155,8 @@ WARNED = {
     "model.max_positions=64": ("", "model.position=rope"),
     "model.sliding_window=8": ("model.layer_pattern=[global]", "model.layer_pattern=[global]"),
     "schedule.wsd_decay_steps=10": ("", "schedule.kind=cosine"),
+    "schedule.decay_steps=900": ("schedule.kind=inverse_sqrt", "schedule.kind=inverse_sqrt"),
+    "schedule.decay_steps=901": ("schedule.kind=constant", "schedule.kind=constant"),
     "schedule.min_learning_rate=1.0e-05": ("schedule.kind=constant", "schedule.kind=constant"),
     "optimizer.beta2=0.99": ("optimizer.kind=sgd", "optimizer.kind=sgd"),
     "optimizer.epsilon=1.0e-06": ("optimizer.kind=lion", "optimizer.kind=lion"),
@@ -147,6 +164,7 @@ WARNED = {
     "run.eval_interval=5": ("run.eval_steps=0", "run.eval_steps=0"),
     "logging.wandb_project=p": ("", "logging.wandb=false"),
     "logging.profile_steps=5": ("", "logging.profile_start=null"),
+    "logging.profile_start=1001": ("", "run.steps=1000"),
 }
 
 
@@ -160,12 +178,41 @@ def test_a_setting_without_effect_is_warned_about(override: str):
     assert [str(item.message) for item in caught] == [expected]
 
 
-def test_evaluation_without_data_to_evaluate_is_warned_about():
+@pytest.mark.parametrize(("split", "reason"), [("null", "data.valid=null"), ("95,0,5", "data.split=95,0,5")])
+def test_evaluation_without_data_to_evaluate_is_warned_about(split: str, reason: str):
     with pytest.warns(UserWarning) as caught:
-        load_config("x.yaml", ["data.kind=indexed", "data.train=a", "run.eval_interval=5"])
+        load_config("x.yaml", ["data.kind=indexed", "data.train=a", f"data.split={split}", "run.eval_interval=5"])
     assert [str(item.message) for item in caught] == [
-        "run.eval_interval=5 has no effect with data.valid=null (the command line: run.eval_interval=5): remove it."
+        f"run.eval_interval=5 has no effect with {reason} (the command line: run.eval_interval=5): remove it."
     ]
+
+
+def test_keep_every_that_misses_the_checkpoints_is_warned_about():
+    with pytest.warns(UserWarning) as caught:
+        load_config("x.yaml", ["run.checkpoint_interval=200", "checkpoint.keep_every=300"])
+    assert [str(item.message) for item in caught] == [
+        "checkpoint.keep_every=300 is no multiple of run.checkpoint_interval=200, so only steps that are a multiple"
+        " of 600 are both saved and kept (the command line: checkpoint.keep_every=300): use a multiple of 200."
+    ]
+    assert caught[0].filename == __file__
+
+
+@pytest.mark.parametrize("kind", ["constant", "inverse_sqrt"])
+def test_a_key_that_nobody_set_is_never_warned_about(kind: str):
+    Path("x.yaml").write_text(BASE.replace("schedule: {decay_steps: 100}", ""))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        config = load_config("x.yaml", [f"schedule.kind={kind}", "run.steps=3", "schedule.warmup_steps=10"])
+        Path("printed.yaml").write_text(config.to_yaml())
+        assert load_config("printed.yaml") == config
+
+
+def test_blanks_in_the_path_of_a_deterministic_run_are_found_where_they_are(monkeypatch: pytest.MonkeyPatch):
+    Path("my work").mkdir()
+    monkeypatch.chdir("my work")
+    load_config("../x.yaml", ["schedule.decay_steps=1000"])
+    with pytest.raises(ConfigError, match="there is one in .*/my work/runs/run .*choose a run.dir without blanks"):
+        load_config("../x.yaml", ["run.deterministic=true"])
 
 
 def test_a_printed_config_warns_no_more_than_the_original():

@@ -1,5 +1,8 @@
 """Batches depend on step and row alone; what cannot be read is refused with one sentence before the start."""
 
+import multiprocessing
+import os
+import signal
 import subprocess
 import sys
 from itertools import islice
@@ -47,8 +50,6 @@ def test_resuming_equals_reading_on(make_config, write_documents):
     config = make_config(train=write_documents(DOCUMENTS))
     whole = take(make_loader(config, split="train", rows=np.arange(4)), 60)  # several epochs
     assert_equal(take(make_loader(config, split="train", rows=np.arange(4), start_step=37), 23), whole[37:])
-    moved = make_loader(config, split="train", rows=np.arange(4), start_step=30, samples_offset=28)
-    assert_equal(take(moved, 23), whole[37:])
 
 
 def test_rows_of_all_processes_make_the_whole_batch(make_config, write_documents):
@@ -69,6 +70,21 @@ def test_worker_processes_and_prefetch_change_nothing(make_config, write_documen
     for workers, prefetch in ((2, 2), (0, 0), (0, 5)):
         config = make_config(train=blend, workers=workers, prefetch=prefetch)
         assert_equal(take(make_loader(config, split="train", rows=np.arange(4), start_step=3), 7), plain)
+
+
+@pytest.mark.parametrize("request_to_stop", [signal.SIGTERM, signal.SIGUSR1])
+def test_reading_goes_on_when_worker_processes_are_asked_to_stop(make_config, write_documents, request_to_stop):
+    prefix = write_documents(DOCUMENTS)
+    plain = take(make_loader(make_config(train=prefix), split="train", rows=np.arange(4)), 20)
+    earlier = multiprocessing.active_children()
+    loader = make_loader(make_config(train=prefix, workers=1, prefetch=1), split="train", rows=np.arange(4))
+    read = [next(loader)]
+    workers = [process for process in multiprocessing.active_children() if process not in earlier]
+    assert len(workers) == 1
+    assert workers[0].pid is not None
+    os.kill(workers[0].pid, request_to_stop)
+    read += take(loader, 19)
+    assert_equal(read, plain)
 
 
 def test_evaluation_reads_from_sample_0_whatever_the_workers(make_config, write_documents):
