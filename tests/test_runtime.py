@@ -4,12 +4,13 @@ import os
 import subprocess
 import sys
 import warnings
+from pathlib import Path
 
 import jax
 import pytest
 
 from megajax.config import load_config
-from megajax.runtime import prepare_environment
+from megajax.runtime import keep_autotuning, prepare_environment
 
 
 @pytest.fixture
@@ -101,3 +102,17 @@ def test_when_jax_has_started_on_a_cpu_nothing_is_said(config):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert prepare_environment(config()) == []
+
+
+def test_autotuning_results_are_kept_whole_and_loaded_at_the_next_start(config, fresh, tmp_path):
+    deterministic = config("run.deterministic=true")
+    prepare_environment(deterministic)
+    assert "xla_gpu_load_autotune_results_from" not in environment_flags()
+    written = Path(environment_flags()["xla_gpu_dump_autotune_results_to"])
+    written.parent.mkdir(parents=True)
+    written.write_text("results")  # as XLA does
+    keep_autotuning(deterministic)
+    os.environ["XLA_FLAGS"] = ""
+    prepare_environment(deterministic)
+    loaded = Path(environment_flags()["xla_gpu_load_autotune_results_from"])
+    assert loaded != written and loaded.read_text() == "results"

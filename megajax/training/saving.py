@@ -35,7 +35,7 @@ class StateSaver:
             "samples_consumed": step * config.batch.global_size,
             "run": {"seed": config.run.seed},  # another seed is another data order
             "model": describe_model(config.model),
-            "optimizer": {"kind": optimizer.kind, "beta1": "0" if optimizer.beta1 == 0 else "more"},  # SGD's momentum
+            "optimizer": {"kind": optimizer.kind, "momentum": optimizer.beta1 > 0 or optimizer.kind != "sgd"},
             "batch": {"global_size": config.batch.global_size, "sequence_length": config.batch.sequence_length},
             "precision": {"compute": config.precision.compute},
             "data": data.model_dump(mode="json", include={"kind", "train", "split", "order"}),

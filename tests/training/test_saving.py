@@ -1,0 +1,86 @@
+"""What may change between a checkpoint and the run that goes on from it, and what is said of it."""
+
+import warnings
+
+import jax
+import numpy as np
+import pytest
+
+from megajax.errors import InputError
+from megajax.training.batches import batches, to_global
+from megajax.training.loop import Trainer
+from megajax.training.step import INITIAL_LOSS_SCALE
+
+SHORT = ("run.steps=2", "run.eval_steps=0")
+
+
+def trainer_of(config, devices=1):
+    return Trainer(config, devices=jax.devices()[:devices])
+
+
+@pytest.fixture
+def trained(make_config, tmp_path):
+    """The overrides of a run whose checkpoint of step 2 is on disk."""
+    overrides = [f"run.dir={tmp_path / 'run'}", *SHORT]
+    assert trainer_of(make_config(*overrides)).run() == 0
+    return overrides
+
+
+def test_a_run_that_goes_on_in_float16_starts_with_a_fresh_loss_scale(make_config, trained):
+    trainer = trainer_of(make_config(*trained, "precision.compute=float16"))
+    assert trainer.step == 2
+    assert float(trainer.state.loss_scale) == INITIAL_LOSS_SCALE
+    trainer.checkpoints.close()
+
+
+def test_other_data_on_resume_is_said_and_the_same_is_not(make_config, trained):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        trainer_of(make_config(*trained)).checkpoints.close()
+    with pytest.warns(UserWarning, match="other data or in another order"):
+        trainer_of(make_config(*trained, "data.order=sequential")).checkpoints.close()
+
+
+def test_momentum_that_is_not_in_the_checkpoint_is_refused_in_a_sentence(make_config, tmp_path):
+    overrides = [f"run.dir={tmp_path / 'run'}", *SHORT, "optimizer.kind=sgd"]
+    assert trainer_of(make_config(*overrides, "optimizer.beta1=0.0")).run() == 0
+    with pytest.raises(InputError, match="optimizer.momentum=false, and this run has true"):
+        trainer_of(make_config(*overrides, "optimizer.beta1=0.9"))
+
+
+def test_a_token_outside_the_vocabulary_far_into_the_data_is_refused(make_config, tmp_path):
+    trainer = trainer_of(make_config(f"run.dir={tmp_path / 'run'}", *SHORT))
+
+    class Samples:
+        """Sample 40 on holds an id that the model does not have."""
+
+        def __getitem__(self, index):
+            return np.full(17, 125 if index >= 40 else 3, np.int32)
+
+    source = batches(trainer.program, "train", Samples())  # type: ignore[arg-type]
+    for _ in range(5):
+        next(source)
+    with pytest.raises(InputError, match="data.train holds token id 125, and model.vocab_size=125"):
+        next(source)
+    trainer.checkpoints.close()
+
+
+def test_segment_ids_of_a_batch_are_refused_instead_of_ignored(make_config, tmp_path):
+    trainer = trainer_of(make_config(f"run.dir={tmp_path / 'run'}", *SHORT))
+    batch = trainer.next_batch()
+    packed = batch | {"segment_ids": batch["positions"]}
+    with pytest.raises(ValueError, match="segment_ids"):
+        trainer.train_step(packed)
+    trainer.checkpoints.close()
+
+
+def test_rows_become_the_global_batch_in_their_order(make_config, tmp_path):
+    config = make_config(f"run.dir={tmp_path / 'run'}", *SHORT, "batch.num_microbatches=2", "mesh.data=4")
+    trainer = trainer_of(config, devices=4)
+    program = trainer.program
+    rows = np.arange(8)[:, None] * 100 + np.arange(16)
+    made = to_global(
+        dict.fromkeys(("tokens", "targets", "loss_mask", "positions"), rows), program.batch_sharding, (2, 4, 16)
+    )
+    assert np.array_equal(made["tokens"], rows.reshape(2, 4, 16))
+    trainer.checkpoints.close()
