@@ -72,15 +72,19 @@ def _reference(
     dtype = wide(q_bsnh.dtype)
     B, S, N, H = q_bsnh.shape
     K = k_bskh.shape[2]
-    q = q_bsnh.astype(dtype).reshape(B, S, K, N // K, H)
-    scores = jnp.einsum("bqkgh,bskh->bkgqs", q, k_bskh.astype(dtype)) * scale
+    G = N // K
+    # One plain batched matmul for each KV head, its G query heads in the rows: the fastest form on CPUs.
+    q = q_bsnh.astype(dtype).reshape(B, S, K, G, H).transpose(0, 2, 3, 1, 4).reshape(B, K, G * S, H)
+    k, v = (a.astype(dtype).transpose(0, 2, 1, 3) for a in (k_bskh, v_bskh))
+    scores = jnp.einsum("bkrh,bksh->bkrs", q, k).reshape(B, K, G, S, S) * scale
     if softcap is not None:
         scores = softcap * jnp.tanh(scores / softcap)
     visible = _visible(S, causal, window, segment_ids)
     if visible is not None:
         scores = jnp.where(visible, scores, -jnp.inf)
-    out = jnp.einsum("bkgqs,bskh->bqkgh", jax.nn.softmax(scores, axis=-1), v_bskh.astype(dtype))
-    return out.reshape(B, S, N, H).astype(q_bsnh.dtype)
+    weights = jax.nn.softmax(scores, axis=-1).reshape(B, K, G * S, S)
+    out = jnp.einsum("bkrs,bksh->bkrh", weights, v).reshape(B, K, G, S, H)
+    return out.transpose(0, 3, 1, 2, 4).reshape(B, S, N, H).astype(q_bsnh.dtype)
 
 
 def _visible(S: int, causal: bool, window: int | None, segment_ids: jax.Array | None) -> jax.Array | None:
