@@ -81,9 +81,11 @@ def compare_descriptions(
 
     `place` says which checkpoint, `other` what else than changing the key would help.
     """
+    # A checkpoint from before a model key existed had what is its default today.
+    defaults = {"model": {name: field.default for name, field in ModelConfig.model_fields.items()}}
     for key in keys:
         for name in {**saved[key], **mine[key]}:
-            theirs, ours = saved[key].get(name), mine[key].get(name)
+            theirs, ours = saved[key].get(name, defaults.get(key, {}).get(name)), mine[key].get(name)
             if theirs != ours:
                 raise InputError(
                     f"{place} was saved with {key}.{name}={show(theirs)}, and this run has {show(ours)}: "

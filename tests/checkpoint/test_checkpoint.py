@@ -9,7 +9,8 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 
-from megajax.config import load_config
+from megajax.checkpoint.manager import compare_descriptions, describe_model
+from megajax.config import ModelConfig, load_config
 from megajax.errors import InputError
 from megajax.training.loop import Trainer
 
@@ -235,3 +236,15 @@ def test_an_interrupted_save_leaves_the_last_good_checkpoint_usable(make_trainer
     assert sorted(entry.name for entry in directory.iterdir()) == ["3", "4"]
     for a, b in zip(canonical(again), canonical(whole), strict=True):
         np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.smoke
+def test_a_checkpoint_from_before_a_model_key_existed_has_its_default():
+    def describe(**keys):
+        return {"model": describe_model(ModelConfig(num_layers=1, hidden_size=8, num_heads=1, vocab_size=8, **keys))}
+
+    old = describe()
+    del old["model"]["qk_norm"]
+    compare_descriptions(old, describe(), "It", ("model",), "name another")
+    with pytest.raises(InputError, match="It was saved with model.qk_norm=false, and this run has true"):
+        compare_descriptions(old, describe(qk_norm=True), "It", ("model",), "name another")
