@@ -29,13 +29,15 @@ class StateSaver:
         """What a checkpoint says of itself; MUST_AGREE with the run that restores it."""
         config = self.program.config
         optimizer, data = config.optimizer, config.data
+        # SGD without momentum has no moments to restore; any other change of beta1 is free.
+        beta1 = "zero" if optimizer.kind == "sgd" and optimizer.beta1 == 0 else "above zero"
         return {
             "format": 1,
             "step": step,
             "samples_consumed": step * config.batch.global_size,
             "run": {"seed": config.run.seed},  # another seed is another data order
             "model": describe_model(config.model),
-            "optimizer": {"kind": optimizer.kind, "momentum": optimizer.beta1 > 0 or optimizer.kind != "sgd"},
+            "optimizer": {"kind": optimizer.kind, "beta1": beta1},
             "batch": {"global_size": config.batch.global_size, "sequence_length": config.batch.sequence_length},
             "precision": {"compute": config.precision.compute},
             "data": data.model_dump(mode="json", include={"kind", "train", "split", "order"}),
@@ -70,6 +72,8 @@ class StateSaver:
 
     def with_weights(self, state: TrainState, weights: dict[str, jax.Array]) -> TrainState:
         """`state` with parameters in canonical shapes in place of its own."""
+        if not self.padded:
+            return replace(state, params=weights)
         placements = self.program.placements
         pad = jax.jit(
             lambda params: {name: pad_to_storage(w, placements[name]) for name, w in params.items()},

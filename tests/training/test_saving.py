@@ -44,7 +44,7 @@ def test_other_data_on_resume_is_said_and_the_same_is_not(make_config, trained):
 def test_momentum_that_is_not_in_the_checkpoint_is_refused_in_a_sentence(make_config, tmp_path):
     overrides = [f"run.dir={tmp_path / 'run'}", *SHORT, "optimizer.kind=sgd"]
     assert trainer_of(make_config(*overrides, "optimizer.beta1=0.0")).run() == 0
-    with pytest.raises(InputError, match="optimizer.momentum=false, and this run has true"):
+    with pytest.raises(InputError, match="optimizer.beta1=zero, and this run has above zero: set optimizer.beta1=zero"):
         trainer_of(make_config(*overrides, "optimizer.beta1=0.9"))
 
 
