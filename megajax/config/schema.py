@@ -175,6 +175,26 @@ class MeshConfig(Section):
     tensor: AxisSize = Field(default=1, description="Heads, MLP width, vocabulary.")
 
 
+class Fp8Config(Section):
+    """FP8 matmuls of the linear layers; embedding, head and attention stay in precision.compute."""
+
+    recipe: Literal["none", "current", "delayed"] = Field(
+        default="none",
+        description="Scale tensors by their own largest magnitude, or by that of earlier steps; none: no FP8.",
+    )
+    backend: Literal["xla", "transformer_engine"] = Field(default="xla", description="Whose kernels.")
+    format: Literal["hybrid", "e4m3"] = Field(
+        default="hybrid", description="hybrid: E4M3 forward and E5M2 for gradients; e4m3: E4M3 for both."
+    )
+    amax_history_length: Count = Field(default=1024, description="delayed: steps whose largest magnitudes are kept.")
+    amax_algorithm: Literal["max", "most_recent"] = Field(
+        default="max", description="delayed: the largest of the history, or the last step's."
+    )
+    margin: CountOrZero = Field(default=0, description="delayed: powers of two of room above the largest magnitude.")
+    first_bf16_layers: CountOrZero = Field(default=0, description="Layers at the start that stay out of FP8.")
+    last_bf16_layers: CountOrZero = Field(default=0, description="Layers at the end that stay out of FP8.")
+
+
 class PrecisionConfig(Section):
     """Number formats."""
 
@@ -185,6 +205,7 @@ class PrecisionConfig(Section):
     gradients: Literal["float32", "bfloat16"] = Field(
         default="float32", description="Format in which gradients are reduced across devices."
     )
+    fp8: Fp8Config = Field(default_factory=Fp8Config, description="FP8 matmuls.")
 
 
 class BatchConfig(Section):

@@ -28,6 +28,18 @@ class SingleDevice:
         """`[T, D]` partial sums → `[T / tensor, D]`: summed over `tensor`, own tokens kept."""
         return y
 
+    def column_linear(self, x: jax.Array, w: jax.Array) -> jax.Array:
+        """`enter(x) @ w`: `[T / tensor, D]` → `[T, F]`, F this device's share of heads or MLP width."""
+        return x @ w
+
+    def row_linear(self, x: jax.Array, w: jax.Array) -> jax.Array:
+        """`leave(x @ w)`: `[T, F]` → `[T / tensor, D]`."""
+        return x @ w
+
+    def local_kv_heads(self, num_kv_heads: int) -> int:
+        """How many of the model's KV heads this device works on."""
+        return num_kv_heads
+
     def own_tokens(self, x: jax.Array) -> jax.Array:
         """`[T, ...]` → `[T / tensor, ...]`: the tokens whose residual stream this device holds."""
         return x

@@ -6,7 +6,9 @@ finds in its weights, so the same code runs on a whole model and on one device's
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,10 +18,22 @@ from jax.ad_checkpoint import checkpoint_name
 from megajax import ops
 from megajax.config import ModelConfig
 from megajax.model.comm import SingleDevice
-from megajax.model.parameters import declare, stack
+from megajax.model.parameters import declare, parameters, stack
+
+Weights = Mapping[str, Any]  # by name within the block: arrays, or what a communication point's linear layers take
 
 # What the remat policies `save_matmuls` and `offload` keep of a block.
-SAVED_NAMES = ("query", "key", "value", "attention", "gate", "up", "leave")
+SAVED_NAMES = ("qkv", "attention", "gate_up", "leave")
+
+# Parameters of a block that lie side by side in one matmul: the weight computed with → the parameters stored.
+FUSED = {
+    "attention.qkv": ("attention.query", "attention.key", "attention.value"),
+    "attention.qkv_bias": ("attention.query_bias", "attention.key_bias", "attention.value_bias"),
+    "mlp.gate_up": ("mlp.gate", "mlp.up"),
+    "mlp.gate_up_bias": ("mlp.gate_bias", "mlp.up_bias"),
+}
+# The linear layers of a block, by the name of their weight.
+LINEAR = ("attention.qkv", "attention.output", "mlp.gate_up", "mlp.down")
 
 
 @jax.tree_util.register_dataclass
@@ -67,28 +81,27 @@ class Attention(nnx.Module):
         self.value_bias = declare((K, H), ("kv_heads", "head"), "bias") if bias else None
         self.output_bias = declare((D,), ("residual",), "bias") if bias else None
 
-    def __call__(self, x: jax.Array, inputs: BlockInputs, *, comm: SingleDevice, window: int | None, recompute: bool):
+    def __call__(self, w: Weights, x: jax.Array, inputs: BlockInputs, *, comm: SingleDevice, window, recompute: bool):
         c, (B, S) = self.config, inputs.positions.shape
-        h = comm.enter(normalise(c, x, self.norm[...], _array(self.norm_bias)))
-        q = checkpoint_name(_project(h, self.query, self.query_bias), "query")
-        k = checkpoint_name(_project(h, self.key, self.key_bias), "key")
-        v = checkpoint_name(_project(h, self.value, self.value_bias), "value")
-        q, k, v = (a.reshape(B, S, *a.shape[1:]) for a in (q, k, v))
+        h = normalise(c, x, w["attention.norm"], w.get("attention.norm_bias"))
+        qkv = _add_bias(comm.column_linear(h, w["attention.qkv"]), w.get("attention.qkv_bias"))
+        qkv = checkpoint_name(qkv, "qkv").reshape(B, S, -1, c.head_dim)
+        N = qkv.shape[2] - 2 * comm.local_kv_heads(c.num_kv_heads)
 
-        def core(q, k, v):
-            if self.query_norm is not None and self.key_norm is not None:
-                q = ops.rms_norm(q, self.query_norm[...], c.norm_epsilon)
-                k = ops.rms_norm(k, self.key_norm[...], c.norm_epsilon)
+        def core(qkv):
+            q, k, v = jnp.split(qkv, (N, (N + qkv.shape[2]) // 2), axis=2)
+            if c.qk_norm:
+                q = ops.rms_norm(q, w["attention.query_norm"], c.norm_epsilon)
+                k = ops.rms_norm(k, w["attention.key_norm"], c.norm_epsilon)
             if c.position == "rope":
                 scaling = c.rope_scaling.model_dump() if c.rope_scaling else None
                 frequencies = ops.rope_frequencies(c.head_dim, c.rope_theta, c.rope_fraction, scaling)
                 q, k = (ops.apply_rope(a, inputs.positions, frequencies) for a in (q, k))
             return comm.attend(q, k, v, window=window, segment_ids=inputs.segment_ids, softcap=c.attention_softcap)
 
-        out = checkpoint_name((jax.checkpoint(core) if recompute else core)(q, k, v), "attention")
-        y = jnp.einsum("tnh,nhd->td", out.reshape(B * S, *out.shape[2:]), self.output[...])
-        y = checkpoint_name(comm.leave(y), "leave")
-        return y if self.output_bias is None else y + self.output_bias[...]
+        out = checkpoint_name((jax.checkpoint(core) if recompute else core)(qkv), "attention")
+        y = checkpoint_name(comm.row_linear(out.reshape(B * S, -1), w["attention.output"]), "leave")
+        return _add_bias(y, w.get("attention.output_bias"))
 
 
 class MLP(nnx.Module):
@@ -107,13 +120,12 @@ class MLP(nnx.Module):
         self.up_bias = declare((F,), ("mlp",), "bias") if config.mlp_bias else None
         self.down_bias = declare((D,), ("residual",), "bias") if config.mlp_bias else None
 
-    def __call__(self, x: jax.Array, *, comm: SingleDevice):
-        h = comm.enter(normalise(self.config, x, self.norm[...], _array(self.norm_bias)))
-        up = checkpoint_name(_project(h, self.up, self.up_bias), "up")
-        gate = None if self.gate is None else checkpoint_name(_project(h, self.gate, self.gate_bias), "gate")
-        y = ops.activate(self.config.activation, up, gate) @ self.down[...]
-        y = checkpoint_name(comm.leave(y), "leave")
-        return y if self.down_bias is None else y + self.down_bias[...]
+    def __call__(self, w: Weights, x: jax.Array, *, comm: SingleDevice):
+        h = normalise(self.config, x, w["mlp.norm"], w.get("mlp.norm_bias"))
+        gate_up = _add_bias(comm.column_linear(h, w["mlp.gate_up"]), w.get("mlp.gate_up_bias"))
+        act = ops.activate(self.config.activation, checkpoint_name(gate_up, "gate_up"))
+        y = checkpoint_name(comm.row_linear(act, w["mlp.down"]), "leave")
+        return _add_bias(y, w.get("mlp.down_bias"))
 
 
 class Block(nnx.Module):
@@ -124,15 +136,17 @@ class Block(nnx.Module):
         self.attention = Attention(config)
         self.mlp = MLP(config)
 
-    def __call__(self, x, inputs: BlockInputs, layer, state, *, comm, window: int | None, recompute_attention=False):
+    def __call__(
+        self, weights: Weights, x, inputs: BlockInputs, layer, state, *, comm, window, recompute_attention=False
+    ):
         """`x [T / tensor, D]` → (x, new state, metrics).
 
-        `layer` is the layer's index (may be traced), `state` what a layer keeps that is not a parameter, `metrics`
-        small sums; a dense block has neither.
+        `weights` are as `fuse` makes them. `layer` is the layer's index (may be traced), `state` what a layer keeps
+        that is not a parameter, `metrics` small sums; a dense block has neither.
         """
-        y = self.attention(x, inputs, comm=comm, window=window, recompute=recompute_attention)
+        y = self.attention(weights, x, inputs, comm=comm, window=window, recompute=recompute_attention)
         x = x + self._dropout(y, inputs, layer, 0)
-        y = self.mlp(x, comm=comm)
+        y = self.mlp(weights, x, comm=comm)
         return x + self._dropout(y, inputs, layer, 1), state, {}
 
     def _dropout(self, y, inputs: BlockInputs, layer, branch: int):
@@ -178,10 +192,11 @@ class Transformer(nnx.Module):
         x = self.embedding.tokens[...][tokens_bs.reshape(-1)]
         if self.embedding.positions is not None:
             x = x + self.embedding.positions[...][positions.reshape(-1)]
-        windows = layer_windows(c)
+        windows, block = layer_windows(c), self.blocks["dense"]
+        stacked = {name: parameter[...] for name, parameter in parameters(block).items()}
         for layer in range(c.num_layers):
-            block = jax.tree.map(lambda w, layer=layer: w[layer], self.blocks["dense"])
-            x, _, _ = block(x, inputs, layer, {}, comm=comm, window=windows[layer % len(windows)])
+            weights = fuse({name: w[layer] for name, w in stacked.items()})
+            x, _, _ = block(weights, x, inputs, layer, {}, comm=comm, window=windows[layer % len(windows)])
         x = normalise(c, x, self.final_norm[...], _array(self.final_norm_bias))
         head = self.embedding.tokens[...].T if self.head is None else self.head[...]
         logits = jnp.dot(x, head, preferred_element_type=jnp.float32)[:, : c.vocab_size]
@@ -190,10 +205,26 @@ class Transformer(nnx.Module):
         return logits.reshape(B, S, c.vocab_size)
 
 
-def _project(h_td: jax.Array, weight: nnx.Param, bias: nnx.Param | None) -> jax.Array:
-    """`[T, D]` times `[D, ...]` → `[T, ...]`; the weight enters undisturbed, so that it is not saved a second time."""
-    y = jnp.tensordot(h_td, weight[...], axes=1)
-    return y if bias is None else y + bias[...]
+def fuse(stored: Weights) -> dict[str, jax.Array]:
+    """A block's parameters, or shards of them, by name → the weights that `Block` computes with.
+
+    Heads are flattened and what shares its input lies side by side: `attention.qkv [D, (N + 2K)·H]`, `mlp.gate_up
+    [D, 2F]` (`[D, F]` without a gate), `attention.output [N·H, D]`; biases likewise. Leading dimensions are kept.
+    """
+    weights = dict(stored)
+    for name in {*FUSED["attention.qkv"], *FUSED["attention.qkv_bias"]} & set(weights):
+        weights[name] = weights[name].reshape(*weights[name].shape[:-2], -1)
+    output = weights["attention.output"]
+    weights["attention.output"] = output.reshape(*output.shape[:-3], -1, output.shape[-1])
+    for name, parts in FUSED.items():
+        present = [weights.pop(part) for part in parts if part in weights]
+        if present:
+            weights[name] = jnp.concatenate(present, axis=-1)
+    return weights
+
+
+def _add_bias(y: jax.Array, bias: jax.Array | None) -> jax.Array:
+    return y if bias is None else y + bias
 
 
 def _array(parameter: nnx.Param | None) -> jax.Array | None:

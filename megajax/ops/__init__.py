@@ -3,7 +3,7 @@
 from megajax.ops.attention import Implementation, attention, choose_attention
 from megajax.ops.cross_entropy import chunk_loss_and_grad, cross_entropy_reference
 from megajax.ops.dropout import dropout
-from megajax.ops.mlp import activate, gated
+from megajax.ops.mlp import activate
 from megajax.ops.norms import layer_norm, rms_norm
 from megajax.ops.rope import apply_rope, rope_frequencies
 
@@ -16,7 +16,6 @@ __all__ = [
     "chunk_loss_and_grad",
     "cross_entropy_reference",
     "dropout",
-    "gated",
     "layer_norm",
     "rms_norm",
     "rope_frequencies",

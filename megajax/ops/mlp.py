@@ -5,6 +5,7 @@ were trained with it, and it is one fused kernel on GPU. The exact erf form diff
 """
 
 from collections.abc import Callable
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -21,28 +22,34 @@ _PLAIN: dict[str, Callable[[jax.Array], jax.Array]] = {
 }
 
 
-def gated(kind: str) -> Callable[[jax.Array, jax.Array], jax.Array]:
-    """The function (gate [..., F], up [..., F]) -> activation(gate) · up, for "swiglu" or "geglu"."""
+def activate(kind: str, x: jax.Array) -> jax.Array:
+    """The activation `kind` of x: plain ones [..., F] -> [..., F]; gated ones [..., 2F] -> [..., F].
+
+    For "swiglu" and "geglu" the gate is the first half of the last axis: activation(x[..., :F]) · x[..., F:].
+    """
+    if kind in _PLAIN:
+        return keep_inputs_only(lambda x: _PLAIN[kind](x.astype(wide(x.dtype))).astype(x.dtype))(x)
     if kind not in _GATES:
-        raise ValueError(f'"{kind}" is no gated activation: use one of {", ".join(_GATES)}.')
-    activation = _GATES[kind]
-
-    def compute(gate: jax.Array, up: jax.Array) -> jax.Array:
-        dtype = wide(up.dtype)
-        return (activation(gate.astype(dtype)) * up.astype(dtype)).astype(up.dtype)
-
-    return keep_inputs_only(compute)
+        raise ValueError(f'"{kind}" is no activation: use one of {", ".join([*_GATES, *_PLAIN])}.')
+    return _gated(kind, x)
 
 
-def activate(kind: str, up: jax.Array, gate: jax.Array | None = None) -> jax.Array:
-    """The activation `kind` of up [..., F], with a gate [..., F] for swiglu and geglu -> as up."""
-    if gate is not None:
-        return gated(kind)(gate, up)
-    if kind not in _PLAIN:
-        raise ValueError(f'"{kind}" is no activation without a gate: use one of {", ".join(_PLAIN)}.')
-    activation = _PLAIN[kind]
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _gated(kind: str, x: jax.Array) -> jax.Array:
+    gate, up = jnp.split(x.astype(wide(x.dtype)), 2, axis=-1)
+    return (_GATES[kind](gate) * up).astype(x.dtype)
 
-    def compute(up: jax.Array) -> jax.Array:
-        return activation(up.astype(wide(up.dtype))).astype(up.dtype)
 
-    return keep_inputs_only(compute)(up)
+def _gated_forward(kind: str, x: jax.Array):
+    return _gated(kind, x), x
+
+
+def _gated_backward(kind: str, x: jax.Array, dy: jax.Array):
+    """Both halves side by side in one pass, where differentiating the split would pad and add."""
+    gate, up = jnp.split(x.astype(wide(x.dtype)), 2, axis=-1)
+    activated, pull = jax.vjp(_GATES[kind], gate)
+    dy = dy.astype(gate.dtype)
+    return (jnp.concatenate([pull(dy * up)[0], dy * activated], axis=-1).astype(x.dtype),)
+
+
+_gated.defvjp(_gated_forward, _gated_backward)

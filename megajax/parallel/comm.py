@@ -9,6 +9,9 @@ from jax import lax
 from megajax import ops
 from megajax.mesh import BATCH_AXES
 from megajax.model.comm import SingleDevice
+from megajax.ops.fp8 import Fp8Weight
+from megajax.parallel.linear import linear
+from megajax.parallel.weights import gather_tiles
 
 
 class MeshComm(SingleDevice):
@@ -21,10 +24,19 @@ class MeshComm(SingleDevice):
         self.tensor_size = sizes["tensor"]
 
     def enter(self, x: jax.Array) -> jax.Array:
-        return lax.all_gather(x, "tensor", axis=0, tiled=True) if self.tensor_size > 1 else x
+        return gather_tiles(x, ("tensor",), 0) if self.tensor_size > 1 else x
 
     def leave(self, y: jax.Array) -> jax.Array:
         return lax.psum_scatter(y, "tensor", scatter_dimension=0, tiled=True) if self.tensor_size > 1 else y
+
+    def column_linear(self, x: jax.Array, w: jax.Array | Fp8Weight) -> jax.Array:
+        return linear(self, False, x, w)
+
+    def row_linear(self, x: jax.Array, w: jax.Array | Fp8Weight) -> jax.Array:
+        return linear(self, True, x, w)
+
+    def local_kv_heads(self, num_kv_heads: int) -> int:
+        return max(1, num_kv_heads // self.tensor_size)
 
     def attend(self, q, k, v, *, window, segment_ids, softcap) -> jax.Array:
         scale = q.shape[-1] ** -0.5
@@ -58,6 +70,11 @@ class MeshComm(SingleDevice):
 
     def sum_over_tensor(self, x: jax.Array) -> jax.Array:
         return lax.psum(x, "tensor") if self.tensor_size > 1 else x
+
+    def max_over_devices(self, x: jax.Array) -> jax.Array:
+        """The largest over all devices that share the model's tensors; one small collective."""
+        axes = tuple(axis for axis, size in self.sizes.items() if size > 1 and axis != "pipeline")
+        return lax.pmax(x, axes) if axes else x
 
     def sequence_ids(self, num_sequences: int) -> jax.Array:
         return lax.axis_index(BATCH_AXES) * num_sequences + jnp.arange(num_sequences)

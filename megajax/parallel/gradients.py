@@ -8,7 +8,6 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,9 +20,11 @@ from megajax.config import Config
 from megajax.mesh import BATCH_AXES, mesh_sizes
 from megajax.model.transformer import BlockInputs, Transformer
 from megajax.parallel.comm import MeshComm
+from megajax.parallel.fused import FusedWeights
 from megajax.parallel.head import LossHead
 from megajax.parallel.layers import PREFIX, LayerStack
-from megajax.parallel.weights import WeightExchange, sum_over_all
+from megajax.parallel.scaling import History
+from megajax.parallel.weights import WeightExchange, global_norm, sum_over_all
 from megajax.sharding import BATCH_SPEC, Placement
 
 Params = Mapping[str, jax.Array]
@@ -36,6 +37,7 @@ class LocalModel:
 
     config: Config
     sizes: Mapping[str, int]
+    placements: Mapping[str, Placement]  # of the stored parameters
     comm: MeshComm
     exchange: WeightExchange
     layers: LayerStack
@@ -53,9 +55,13 @@ class LocalModel:
         sizes, platform = mesh_sizes(mesh), mesh.devices.flat[0].platform
         comm = MeshComm(sizes, attention, config.run.deterministic)
         compute, gradients = jnp.dtype(config.precision.compute), jnp.dtype(config.precision.gradients)
-        exchange = WeightExchange(placements, sizes, compute, gradients)
-        layers = LayerStack(config, model, comm, exchange, platform)
-        return cls(config, sizes, comm, exchange, layers, LossHead(config, comm))
+        blocks = {n.removeprefix(PREFIX): p for n, p in placements.items() if n.startswith(PREFIX)}
+        fused = FusedWeights(blocks, sizes)
+        computed = {n: p for n, p in placements.items() if not n.startswith(PREFIX)}
+        computed |= {PREFIX + n: p for n, p in fused.placements.items()}
+        exchange = WeightExchange(computed, sizes, compute, gradients)
+        layers = LayerStack(config, model, comm, exchange, fused, platform)
+        return cls(config, sizes, placements, comm, exchange, layers, LossHead(config, comm))
 
     def gather_ends(self, params: Params) -> dict[str, jax.Array]:
         """The weights outside the blocks, ready to compute with; they are gathered over `fsdp` once a step too."""
@@ -113,17 +119,20 @@ class LocalModel:
 
 
 def gradient_function(local: LocalModel, mesh: Mesh) -> Callable:
-    """(stored parameters, batch, step, loss scale) → (sums, gradients of the stored parameters, their global norm).
+    """(stored parameters, FP8 history, batch, step, loss scale) → (sums, gradients of the parameters, norm, history).
 
-    Batch fields are `[M, B, S]`. `sums` holds `loss` (the language-model loss per valid token), `z_loss` and `tokens`.
+    Batch fields are `[M, B, S]`, the norm is the gradients' over all devices. `sums` holds `loss` (the language-model
+    loss per valid token), `z_loss` and `tokens`.
     The gradients are those of `loss + z_loss`, whatever the loss scale.
     """
-    specs = {name: placement.spec for name, placement in local.exchange.placements.items()}
+    specs = {name: placement.spec for name, placement in local.placements.items()}
     config = local.config
     only_microbatch = config.batch.num_microbatches == 1
 
-    def compute(params: Params, batch: Batch, step: jax.Array, loss_scale: jax.Array):
-        ends, layers = local.gather_ends(params), local.layers.gather_once(params)
+    def compute(params: Params, history: History, batch: Batch, step: jax.Array, loss_scale: jax.Array):
+        ends, weight_amax = local.gather_ends(params), local.layers.weight_amax(params)
+        scaling = local.layers.scaling
+        layers = local.layers.gather_once(params, scaling.scales(history, weight_amax))
         tokens = local.valid_tokens(batch)
         scale = loss_scale / tokens
         key = None
@@ -137,35 +146,38 @@ def gradient_function(local: LocalModel, mesh: Mesh) -> Callable:
             loss, z_loss, dx, end_gradients = local.head.losses_and_gradients(
                 ends, x, fields["targets"].reshape(-1), fields["loss_mask"].reshape(-1), scale, end_gradients
             )
-            dx, layer_gradients = local.layers.backward(layers, residuals, dx, inputs, only_microbatch)
+            dx, layer_gradients, amax = local.layers.backward(layers, residuals, dx, inputs, only_microbatch)
             end_gradients = local.embed_backward(end_gradients, ends, fields, inputs, dx)
-            return end_gradients, layer_gradients, {"loss": loss / tokens, "z_loss": z_loss / tokens}
+            return end_gradients, layer_gradients, {"loss": loss / tokens, "z_loss": z_loss / tokens}, amax
 
-        zeros = jax.tree.map(lambda w: jnp.zeros(w.shape, jnp.float32), (ends, layers))
-        end_gradients, layer_gradients, sums = _accumulate(microbatch, zeros, batch, config.batch.num_microbatches)
+        zeros = jax.tree.map(lambda w: jnp.zeros(w.shape, jnp.float32), ends)
+        end_gradients, layer_gradients, sums, amax = _accumulate(microbatch, zeros, batch)
 
         end_gradients = {n: local.exchange.reduce_layer(n, g) for n, g in end_gradients.items()}
         gradients = {n: local.exchange.reduce_once(n, g) for n, g in end_gradients.items()}
         gradients |= local.layers.collect(layer_gradients, only_microbatch)
         gradients = {name: gradients[name] / loss_scale for name in params}
         sums = sum_over_all(sums, local.sizes) | {"tokens": tokens}
-        return sums, gradients, local.exchange.global_norm(gradients)
+        if history:
+            history = scaling.record(history, weight_amax, local.layers.collect_amax(amax))
+        return sums, gradients, global_norm(gradients, local.placements, local.sizes), history
 
     return jax.shard_map(
         _at_full_precision(compute, config),
         mesh=mesh,
-        in_specs=(specs, BATCH_SPEC, P(), P()),
-        out_specs=(P(), specs, P()),
+        in_specs=(specs, P(), BATCH_SPEC, P(), P()),
+        out_specs=(P(), specs, P(), P()),
         check_vma=False,
     )
 
 
 def loss_function(local: LocalModel, mesh: Mesh) -> Callable:
-    """(stored parameters, batch) → (summed loss, valid tokens), forward pass only, without dropout."""
-    specs = {name: placement.spec for name, placement in local.exchange.placements.items()}
+    """(stored parameters, FP8 history, batch) → (summed loss, valid tokens), forward pass only, without dropout."""
+    specs = {name: placement.spec for name, placement in local.placements.items()}
 
-    def compute(params: Params, batch: Batch):
-        ends, layers = local.gather_ends(params), local.layers.gather_once(params)
+    def compute(params: Params, history: History, batch: Batch):
+        scales = local.layers.scaling.scales(history, local.layers.weight_amax(params))
+        ends, layers = local.gather_ends(params), local.layers.gather_once(params, scales)
 
         def microbatch(loss, fields: Batch):
             inputs = local.inputs(fields, 0, None)
@@ -180,7 +192,7 @@ def loss_function(local: LocalModel, mesh: Mesh) -> Callable:
     return jax.shard_map(
         _at_full_precision(compute, local.config),
         mesh=mesh,
-        in_specs=(specs, BATCH_SPEC),
+        in_specs=(specs, P(), BATCH_SPEC),
         out_specs=(P(), P()),
         check_vma=False,
     )
@@ -198,17 +210,25 @@ def _at_full_precision(compute: Callable, config: Config) -> Callable:
     return full
 
 
-def _accumulate(microbatch: Callable, zeros: tuple[Any, Any], batch: Batch, count: int):
-    """Run the microbatches; a single one is no loop and adds to nothing, so its gradients stay values."""
+def _accumulate(microbatch: Callable, zeros: dict[str, jax.Array], batch: Batch):
+    """Run the microbatches; a single one is no loop and adds to nothing, so its gradients stay values.
+
+    Gradients of the ends accumulate in place from `zeros`, those of the layers and the sums are added up in FP32, and
+    of the amaxes the largest is kept.
+    """
+    count = batch["tokens"].shape[0]
     if count == 1:
-        return microbatch(zeros[0], 0, {name: field[0] for name, field in batch.items()})
+        return microbatch(zeros, 0, {name: field[0] for name, field in batch.items()})
 
     def body(carry, loop):
-        end_gradients, layer_gradients, sums = carry
-        end_gradients, new, new_sums = microbatch(end_gradients, *loop)
+        end_gradients, layer_gradients, sums, amax = carry
+        end_gradients, new, new_sums, new_amax = microbatch(end_gradients, *loop)
         layer_gradients = jax.tree.map(lambda total, g: total + g.astype(jnp.float32), layer_gradients, new)
-        return (end_gradients, layer_gradients, jax.tree.map(jnp.add, sums, new_sums)), None
+        sums, amax = jax.tree.map(jnp.add, sums, new_sums), jax.tree.map(jnp.maximum, amax, new_amax)
+        return (end_gradients, layer_gradients, sums, amax), None
 
-    zero_sums = {"loss": jnp.zeros((), jnp.float32), "z_loss": jnp.zeros((), jnp.float32)}
-    carry, _ = lax.scan(body, (*zeros, zero_sums), (jnp.arange(count), dict(batch)))
+    loops = (jnp.arange(count), dict(batch))
+    _, *shapes = jax.eval_shape(microbatch, zeros, *jax.tree.map(lambda a: a[0], loops))
+    carry = (zeros, *jax.tree.map(lambda s: jnp.zeros(s.shape, jnp.float32), shapes))
+    carry, _ = lax.scan(body, carry, loops)
     return carry

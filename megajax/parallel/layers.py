@@ -5,9 +5,10 @@ residuals of its `jax.vjp` less the weights, which the backward pass gathers aga
 longer than a unit, and the pipeline's schedules can run the two passes at different ticks.
 """
 
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -15,24 +16,29 @@ import jax.numpy as jnp
 from jax import lax
 
 from megajax.config import Config
-from megajax.model.parameters import bind
-from megajax.model.transformer import SAVED_NAMES, BlockInputs, Transformer, layer_windows
+from megajax.model.transformer import LINEAR, SAVED_NAMES, BlockInputs, Transformer, layer_windows
+from megajax.ops import fp8
+from megajax.ops.fp8 import Fp8Weight
 from megajax.parallel.comm import MeshComm
+from megajax.parallel.fused import FusedWeights
+from megajax.parallel.scaling import Scales, Scaling
 from megajax.parallel.weights import WeightExchange
 
 PREFIX = "blocks.dense."
-Unit = tuple[dict[str, jax.Array], ...]  # the weights of a unit's layers, by name within the block
+Unit = tuple[dict[str, Any], ...]  # the fused weights of a unit's layers, by name: arrays or Fp8Weights
+Amax = dict[str, jax.Array]  # by linear layer: the largest magnitudes of its input and its output gradient
 
 
 @dataclass(frozen=True)
 class Segment:
-    """Consecutive layers under one remat policy, run as `loops` rounds of a body of `unroll` layers."""
+    """Consecutive layers of one remat policy and precision, run as `loops` rounds of a body of `unroll` layers."""
 
     start: int
     loops: int
     unroll: int
     group: int
     policy: str
+    fp8: bool = False
 
     @property
     def count(self) -> int:
@@ -51,18 +57,30 @@ def plan_segments(config: Config, platform: str) -> tuple[Segment, ...]:
     covered = L if remat.layers is None else remat.layers
     if remat.policy == "none":
         covered = 0
+    fp8_layers = fp8_range(config)
+    edges = sorted({0, covered, L, fp8_layers.start, fp8_layers.stop})
     segments = []
-    for start, count, policy, group in ((0, covered, remat.policy, remat.group), (covered, L - covered, "none", 1)):
+    for start, end in itertools.pairwise(edges):
+        policy, group = (remat.policy, remat.group) if start < covered else ("none", 1)
+        count, in_fp8 = end - start, start in fp8_layers
         step = math.lcm(period, group)
         whole = count // step * step
         target = config.kernels.scan_unroll or (16 if platform != "cpu" else 1)
         fits = [u for u in range(step, whole + 1, step) if whole % u == 0]
         unroll = max((u for u in fits if u <= target), default=step)
         if whole:
-            segments.append(Segment(start, whole // unroll, unroll, group, policy))
+            segments.append(Segment(start, whole // unroll, unroll, group, policy, in_fp8))
         if count > whole:  # the rest of a pattern that is no whole number of periods
-            segments.append(Segment(start + whole, 1, count - whole, group, policy))
+            segments.append(Segment(start + whole, 1, count - whole, group, policy, in_fp8))
     return tuple(segments)
+
+
+def fp8_range(config: Config) -> range:
+    """The layers whose matmuls run in FP8."""
+    L, settings = config.model.num_layers, config.precision.fp8
+    if settings.recipe == "none":
+        return range(0)
+    return range(settings.first_bf16_layers, L - settings.last_bf16_layers)
 
 
 @jax.tree_util.register_pytree_node_class
@@ -98,23 +116,37 @@ class Residuals:
 class LayerStack:
     """All layers of one device's pipeline stage."""
 
-    def __init__(self, config: Config, model: Transformer, comm: MeshComm, exchange: WeightExchange, platform: str):
+    def __init__(
+        self,
+        config: Config,
+        model: Transformer,
+        comm: MeshComm,
+        exchange: WeightExchange,
+        fused: FusedWeights,
+        platform: str,
+    ):
         self.block = model.blocks["dense"]
-        self.comm, self.exchange = comm, exchange
+        self.comm, self.exchange, self.fused = comm, exchange, fused
+        self.scaling = Scaling(config)
         self.windows = layer_windows(config.model)
         self.segments = plan_segments(config, platform)
 
-    def gather_once(self, params: Mapping[str, jax.Array]) -> list[tuple[Unit, ...]]:
-        """Stored `[L, ...]` shards → for each segment its units' `fsdp` shards, `[loops, ...]` (no loop: `[...]`)."""
-        blocks = {name: w for name, w in params.items() if name.startswith(PREFIX)}
+    def gather_once(self, params: Mapping[str, jax.Array], scales: Scales) -> list[tuple[Unit, ...]]:
+        """Stored `[L, ...]` shards → for each segment its units' `fsdp` shards, `[loops, ...]` (no loop: `[...]`).
 
-        def layer(segment: Segment, j: int) -> dict[str, jax.Array]:
+        `scales` are the linear layers' FP8 scales, `[L]` each.
+        """
+        blocks = {n.removeprefix(PREFIX): w for n, w in params.items() if n.startswith(PREFIX)}
+
+        def layer(segment: Segment, j: int) -> dict[str, Any]:
+            stored = {name: _layer_of(w, segment, j) for name, w in blocks.items()}
             out = {}
-            for name, stacked in blocks.items():
-                w = lax.slice_in_dim(stacked, segment.start, segment.start + segment.count)
-                w = w.reshape(segment.loops, segment.unroll, *w.shape[1:])[:, j]
-                w = w[0] if segment.loops == 1 else w
-                out[name.removeprefix(PREFIX)] = self.exchange.gather_once(name, w)
+            for name, w in self.fused.fuse(stored).items():
+                if segment.fp8 and name in LINEAR:
+                    own = {which: _layer_of(scale, segment, j) for which, scale in scales[name].items()}
+                    out[name] = self._quantized(name, w, own)
+                else:
+                    out[name] = self.exchange.gather_once(PREFIX + name, w)
             return out
 
         def units(s: Segment):
@@ -122,18 +154,37 @@ class LayerStack:
 
         return [units(segment) for segment in self.segments]
 
+    def weight_amax(self, params: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+        """The largest magnitude of each linear layer's weight, `[L]`, over all devices; none without FP8."""
+        if not any(segment.fp8 for segment in self.segments):
+            return {}
+        local = {}
+        for name in LINEAR:
+            parts = [params[PREFIX + part] for part in self.fused.parts[name]]
+            local[name] = jnp.stack([jnp.abs(w).max(axis=range(1, w.ndim)) for w in parts]).max(axis=0)
+        return self.comm.max_over_devices(local)
+
     def collect(self, gradients: Sequence[tuple[Unit, ...]], only_microbatch: bool) -> dict[str, jax.Array]:
         """Gradients from `backward`, summed over the microbatches → complete FP32 gradients of the stored shards."""
         parts: dict[str, list[jax.Array]] = {}
         for segment, units in zip(self.segments, gradients, strict=True):
             if not _reduced_on_the_way(segment, only_microbatch):
                 units = [self._reduce_once(unit) for unit in units]
-            layers = [layer for unit in units for layer in unit]
+            layers = [self.fused.split(layer) for unit in units for layer in unit]
             for short in layers[0]:
-                part = jnp.stack([layer[short] for layer in layers], axis=0 if segment.loops == 1 else 1)
-                part = part if segment.loops == 1 else part.reshape(segment.count, *part.shape[2:])
+                part = _stack_layers([layer[short] for layer in layers], segment)
                 parts.setdefault(PREFIX + short, []).append(part)
         return {name: part[0] if len(part) == 1 else jnp.concatenate(part) for name, part in parts.items()}
+
+    def collect_amax(self, amaxes: Sequence[tuple[tuple[Amax, ...], ...]]) -> dict[str, jax.Array]:
+        """Amaxes from `backward`, largest over the microbatches → by linear layer `[L, 2]`, over all devices."""
+        out: dict[str, list[jax.Array]] = {}
+        for segment, units in zip(self.segments, amaxes, strict=True):
+            layers = [layer for unit in units for layer in unit]
+            zeros = jnp.zeros((segment.loops, 2) if segment.loops > 1 else 2, jnp.float32)
+            for name in LINEAR:
+                out.setdefault(name, []).append(_stack_layers([a.get(name, zeros) for a in layers], segment))
+        return self.comm.max_over_devices({name: jnp.concatenate(parts) for name, parts in out.items()})
 
     def forward(self, weights: Sequence[tuple[Unit, ...]], x: jax.Array, inputs: BlockInputs, save: bool = True):
         """The residual stream through all layers → (x, residuals for `backward`; None for each unit if not `save`)."""
@@ -153,35 +204,37 @@ class LayerStack:
         return x, residuals
 
     def backward(self, weights, residuals, dx: jax.Array, inputs: BlockInputs, only_microbatch: bool):
-        """Gradient of the stack's output → (gradient of its input, gradients for `collect`).
+        """Gradient of the stack's output → (gradient of its input, gradients for `collect`, for `collect_amax`).
 
         Collectives are tied to the layer that they run beside. A unit's weights are gathered while the unit above goes
         backward (untied, the gather would be merged with the forward pass's, and the weights kept); its gradients are
         reduced while the unit below does (untied, XLA merges the reductions of distant layers and runs them last).
         """
-        gradients = []
+        gradients, amaxes = [], []
         for segment, units, saved in zip(self.segments[::-1], weights[::-1], residuals[::-1], strict=True):
             on_the_way = _reduced_on_the_way(segment, only_microbatch)
 
             def body(dx, loop, segment=segment, on_the_way=on_the_way):
                 units, saved, first = loop
                 above: Unit | None = None
-                entered, reduced = dx, []
+                entered, reduced, amax = dx, [], []
                 for u in reversed(range(len(units))):
                     unit, _ = self.exchange.tie_gather((units[u], entered))
                     entered = dx
-                    dx, gradient = self._unit_backward(unit, saved[u], dx, inputs, segment, first, u)
+                    dx, gradient, largest = self._unit_backward(unit, saved[u], dx, inputs, segment, first, u)
+                    amax.append(largest)
                     if above is not None:
                         above = self._reduce(above, on_the_way)
                         dx, gradient, above = self.exchange.tie_reduction((dx, gradient, above), on_the_way)
                         reduced.append(above)
                     above = gradient
                 assert above is not None
-                return dx, (self._reduce(above, on_the_way), *reduced[::-1])
+                return dx, ((self._reduce(above, on_the_way), *reduced[::-1]), tuple(amax[::-1]))
 
-            dx, gradient = _loop(body, dx, (units, saved, _first_layers(segment)), segment, reverse=True)
-            gradients.append(gradient)
-        return dx, gradients[::-1]
+            dx, out = _loop(body, dx, (units, saved, _first_layers(segment)), segment, reverse=True)
+            gradients.append(out[0])
+            amaxes.append(out[1])
+        return dx, gradients[::-1], amaxes[::-1]
 
     def _unit_forward(self, unit: Unit, x, inputs, segment: Segment, first, u: int, save: bool):
         weights = self._gather(unit)
@@ -199,7 +252,11 @@ class LayerStack:
         else:
             pull = saved.pull(weights)
         gradient, dx = pull(dy)
-        return dx, gradient
+        amax = tuple({n: g.amax for n, g in layer.items() if isinstance(g, Fp8Weight)} for layer in gradient)
+        gradient = tuple(
+            {n: g.gradient if isinstance(g, Fp8Weight) else g for n, g in layer.items()} for layer in gradient
+        )
+        return dx, gradient, amax
 
     def _reduce(self, gradient: Unit, on_the_way: bool) -> Unit:
         reduced = tuple({n: self.exchange.reduce_layer(PREFIX + n, g) for n, g in layer.items()} for layer in gradient)
@@ -214,7 +271,8 @@ class LayerStack:
         def run(weights: Unit, x: jax.Array) -> jax.Array:
             for i, layer_weights in enumerate(weights):
                 offset = u * segment.group + i
-                x, _, _ = bind(self.block, layer_weights)(
+                x, _, _ = self.block(
+                    layer_weights,
                     x,
                     inputs,
                     first + offset,
@@ -228,7 +286,48 @@ class LayerStack:
         return run
 
     def _gather(self, unit: Unit) -> Unit:
-        return tuple({n: self.exchange.gather_layer(PREFIX + n, w) for n, w in layer.items()} for layer in unit)
+        return tuple({n: self._gather_layer(PREFIX + n, w) for n, w in layer.items()} for layer in unit)
+
+    def _gather_layer(self, name: str, w: jax.Array | Fp8Weight):
+        if not isinstance(w, Fp8Weight):
+            return self.exchange.gather_layer(name, w)
+        values = self.exchange.gather_layer(name, w.values)
+        return replace(
+            w,
+            values=values,
+            transposed=values.T if w.transposed is None else w.transposed,
+            gradient=jnp.zeros(values.shape, self.exchange.compute),
+            amax=jnp.zeros(2, jnp.float32),
+        )
+
+    def _quantized(self, name: str, w: jax.Array, scales: Mapping[str, jax.Array]) -> Fp8Weight:
+        """Shards of one layer `[in, out]`, or of several `[loops, in, out]`, quantised and gathered once."""
+        scale = scales["weight"]
+        values = self.exchange.gather_once(PREFIX + name, fp8.quantize(w, scale[..., None, None], fp8.E4M3))
+        whole = self.exchange.is_whole(PREFIX + name)  # if not, each layer's pass gathers and transposes it
+        return Fp8Weight(
+            values,
+            values.swapaxes(-1, -2) if whole else None,
+            1 / scale,
+            scales.get("input"),
+            scales.get("gradient"),
+            None,
+            None,
+            self.scaling.gradient_dtype,
+        )
+
+
+def _layer_of(stacked: jax.Array, segment: Segment, j: int) -> jax.Array:
+    """Of `[L, ...]` the j-th layers of a segment's loops, `[loops, ...]`; where there is no loop, `[...]`."""
+    w = lax.slice_in_dim(stacked, segment.start, segment.start + segment.count)
+    w = w.reshape(segment.loops, segment.unroll, *w.shape[1:])[:, j]
+    return w[0] if segment.loops == 1 else w
+
+
+def _stack_layers(layers: list[jax.Array], segment: Segment) -> jax.Array:
+    """A segment's layers in order, `[count, ...]`."""
+    stacked = jnp.stack(layers, axis=0 if segment.loops == 1 else 1)
+    return stacked if segment.loops == 1 else stacked.reshape(segment.count, *stacked.shape[2:])
 
 
 def _loop(body: Callable, carry, xs, segment: Segment, reverse: bool = False):

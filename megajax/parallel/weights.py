@@ -29,12 +29,13 @@ class WeightExchange:
         self.once = tuple(axis for axis in ONCE_AXES if sizes[axis] > 1)
 
     def gather_once(self, name: str, stored: jax.Array) -> jax.Array:
-        """Stored FP32 shard → `fsdp` shard in the compute dtype; vectors of norms stay FP32."""
+        """Stored FP32 shard → `fsdp` shard in the compute dtype; vectors of norms stay FP32, FP8 as it is."""
         placement = self.placements[name]
-        w = stored if placement.axes[-1] == "norm" else stored.astype(self.compute)
+        keep = placement.axes[-1] == "norm" or stored.dtype.itemsize == 1
+        w = stored if keep else stored.astype(self.compute)
         if placement.storage_dim is None or not self.once:
             return w
-        return lax.all_gather(w, self.once, axis=_dim(placement.storage_dim, w, placement), tiled=True)
+        return gather_tiles(w, self.once, _dim(placement.storage_dim, w, placement))
 
     def gather_layer(self, name: str, w: jax.Array) -> jax.Array:
         """`fsdp` shard → the weight that this device computes with."""
@@ -42,21 +43,13 @@ class WeightExchange:
         if placement.storage_dim is not None:
             dim = _dim(placement.storage_dim, w, placement)
             if self.sizes["fsdp"] > 1:
-                w = lax.all_gather(w, "fsdp", axis=dim, tiled=True)
+                w = gather_tiles(w, ("fsdp",), dim)
             w = lax.slice_in_dim(w, 0, placement.shape[placement.storage_dim], axis=dim)
-        if placement.kv_groups > 1:
-            w = lax.dynamic_slice_in_dim(w, self._kv_head(placement), 1, _kv_dim(w, placement))
         return w
 
     def reduce_layer(self, name: str, gradient: jax.Array) -> jax.Array:
         """Gradient of what `gather_layer` gave → gradient of its `fsdp` shard, summed over `fsdp`."""
         placement = self.placements[name]
-        if placement.kv_groups > 1:
-            dim = _kv_dim(gradient, placement)
-            shape = list(gradient.shape)
-            shape[dim] = placement.shape[placement.axes.index("kv_heads")]
-            zeros = jnp.zeros(shape, gradient.dtype)
-            gradient = lax.dynamic_update_slice_in_dim(zeros, gradient, self._kv_head(placement), dim)
         if placement.storage_dim is None:
             return gradient
         dim = _dim(placement.storage_dim, gradient, placement)
@@ -79,6 +72,11 @@ class WeightExchange:
         gradient = lax.psum(gradient.astype(self.gradients), rest) if rest else gradient
         return gradient.astype(jnp.float32)
 
+    def is_whole(self, name: str) -> bool:
+        """Whether `gather_layer` has nothing to do: what `gather_once` gave is the weight to compute with."""
+        placement = self.placements[name]
+        return self.sizes["fsdp"] == 1 and placement.shape == placement.stored_shape
+
     def tie_gather(self, values: Any) -> Any:
         """`values`, none of them available before all are: a gather of one waits for the others."""
         return lax.optimization_barrier(values) if self.sizes["fsdp"] > 1 else values
@@ -88,16 +86,22 @@ class WeightExchange:
         communicates = self.sizes["fsdp"] > 1 or (complete and self.once)
         return lax.optimization_barrier(values) if communicates else values
 
-    def global_norm(self, gradients: Mapping[str, jax.Array]) -> jax.Array:
-        """Euclidean norm of all stored gradients over all devices; one collective."""
-        total = jnp.zeros((), jnp.float32)
-        for name, gradient in gradients.items():
-            copies = math.prod(self.sizes[axis] for axis in self.placements[name].replicated_axes)
-            total += jnp.sum(jnp.square(gradient)) / copies
-        return jnp.sqrt(sum_over_all(total, self.sizes))
 
-    def _kv_head(self, placement: Placement) -> jax.Array:
-        return lax.axis_index("tensor") // placement.kv_groups
+def global_norm(gradients: Mapping[str, jax.Array], placements: Mapping[str, Placement], sizes: Mapping[str, int]):
+    """Euclidean norm of all stored gradients over all devices; one collective."""
+    total = jnp.zeros((), jnp.float32)
+    for name, gradient in gradients.items():
+        copies = math.prod(sizes[axis] for axis in placements[name].replicated_axes)
+        total += jnp.sum(jnp.square(gradient)) / copies
+    return jnp.sqrt(sum_over_all(total, sizes))
+
+
+def gather_tiles(x: jax.Array, axes: tuple[str, ...], dim: int) -> jax.Array:
+    """The shards of `x` on all devices of `axes`, side by side along `dim`; FP8 travels as bytes."""
+    if x.dtype.itemsize > 1:
+        return lax.all_gather(x, axes, axis=dim, tiled=True)
+    gathered = lax.all_gather(lax.bitcast_convert_type(x, jnp.uint8), axes, axis=dim, tiled=True)
+    return lax.bitcast_convert_type(gathered, x.dtype)
 
 
 def sum_over_all(x, sizes: Mapping[str, int]):
@@ -108,7 +112,3 @@ def sum_over_all(x, sizes: Mapping[str, int]):
 
 def _dim(dim: int, x: jax.Array, placement: Placement) -> int:
     return dim - (len(placement.shape) - x.ndim)
-
-
-def _kv_dim(x: jax.Array, placement: Placement) -> int:
-    return _dim(placement.axes.index("kv_heads"), x, placement)

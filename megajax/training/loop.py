@@ -93,7 +93,7 @@ class Trainer:
         loss = tokens = 0.0
         source = batches(self.program, split, self.data[split])
         for batch in itertools.islice(source, self.config.run.eval_steps):
-            batch_loss, batch_tokens = self.program.eval_step(self.state.params, batch)
+            batch_loss, batch_tokens = self.program.eval_step(self.state.params, self.state.fp8, batch)
             loss, tokens = loss + batch_loss, tokens + batch_tokens
         source.close()  # and the loader's threads with it
         return float(loss / tokens)

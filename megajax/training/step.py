@@ -17,6 +17,7 @@ from megajax.mesh import mesh_sizes
 from megajax.model import Transformer, init_parameters, parameters
 from megajax.optim import make_optimizer, make_schedule
 from megajax.parallel.gradients import LocalModel, gradient_function, loss_function
+from megajax.parallel.scaling import Scaling
 from megajax.sharding import BATCH_SPEC, Placement, pad_to_storage, place_all, shardings
 
 BATCH_DTYPES = {
@@ -36,6 +37,7 @@ class TrainState:
 
     params: dict[str, jax.Array]
     optimizer: Any
+    fp8: dict[str, jax.Array]  # amax histories of delayed scaling, [L, length] FP32; else empty
     step: jax.Array  # int32, optimizer steps taken or skipped
     loss_scale: jax.Array  # FP32; 1 unless the compute dtype is float16
     scale_age: jax.Array  # int32, steps since the loss scale changed
@@ -126,30 +128,33 @@ class TrainProgram:
 
     @cached_property
     def eval_step(self) -> Callable:
-        """Jitted (parameters, batch) → (summed loss, valid tokens)."""
+        """Jitted (parameters, FP8 history, batch) → (summed loss, valid tokens)."""
         return jax.jit(loss_function(self.local, self.mesh))
 
     def _init(self) -> TrainState:
         weights = init_parameters(self.model, self.config.run.seed, self.config.model.init_std)
         params = {name: pad_to_storage(w, self.placements[name]) for name, w in weights.items()}
         zero = jnp.zeros((), jnp.int32)
-        return TrainState(params, self.optimizer.init(params), zero, self.first_loss_scale, zero, zero, zero)
+        history = Scaling(self.config).first_history()
+        return TrainState(params, self.optimizer.init(params), history, zero, self.first_loss_scale, zero, zero, zero)
 
     def per_parameter(self, values: dict[str, Any], scalar: Any) -> TrainState:
         """A state-shaped tree with each parameter's value at the parameter and its moments, `scalar` elsewhere."""
+        shapes = jax.eval_shape(self._init)
         optimizer = optax.tree_map_params(
             self.optimizer,
             lambda _, value: value,
-            jax.eval_shape(self._init).optimizer,
+            shapes.optimizer,
             values,
             transform_non_params=lambda _: scalar,
         )
-        return TrainState(values, optimizer, scalar, scalar, scalar, scalar, scalar)
+        history = {name: scalar for name in shapes.fp8}
+        return TrainState(values, optimizer, history, scalar, scalar, scalar, scalar, scalar)
 
 
 def _train_step(program: TrainProgram, gradients_of: Callable, state: TrainState, batch):
     config = program.config
-    sums, gradients, norm = gradients_of(state.params, batch, state.step, state.loss_scale)
+    sums, gradients, norm, history = gradients_of(state.params, state.fp8, batch, state.step, state.loss_scale)
     finite = jnp.isfinite(sums["loss"]) & jnp.isfinite(norm)
     if config.optimizer.clip_norm > 0:
         clip = jnp.minimum(1.0, config.optimizer.clip_norm / (norm + 1e-6))
@@ -158,15 +163,17 @@ def _train_step(program: TrainProgram, gradients_of: Callable, state: TrainState
     directions, optimizer = program.optimizer.update(gradients, state.optimizer, state.params)
     params = jax.tree.map(lambda p, d: p - learning_rate * d, state.params, directions)
 
-    # A step that went bad changes no weight and no moment.
-    params, optimizer = jax.tree.map(
-        lambda new, old: jnp.where(finite, new, old), (params, optimizer), (state.params, state.optimizer)
+    # A step that went bad changes no weight, no moment and no scale.
+    before = state.params, state.optimizer, state.fp8
+    params, optimizer, history = jax.tree.map(
+        lambda new, old: jnp.where(finite, new, old), (params, optimizer, history), before
     )
     skipped = (~finite).astype(jnp.int32)
     state = replace(
         state,
         params=params,
         optimizer=optimizer,
+        fp8=history,
         step=state.step + 1,
         skipped=state.skipped + skipped,
         skipped_in_row=(state.skipped_in_row + 1) * skipped,

@@ -133,7 +133,7 @@ def test_three_steps_equal_plain_numpy(make_program, kind, clip):
     directions = {name: reference() for name in weights}
     for t, rate in enumerate(RATES, start=1):
         batch = random_batch(program, t)
-        _, gradients, _ = gradients_of(state.params, batch, state.step, state.loss_scale)
+        _, gradients, *_ = gradients_of(state.params, {}, batch, state.step, state.loss_scale)
         gradients = to_numpy(gradients)
         norm = np.sqrt(sum(np.sum(g * g) for g in gradients.values()))
         assert norm > 1  # or else nothing is clipped
@@ -199,7 +199,7 @@ def test_the_logged_loss_is_the_language_model_loss_alone(make_program):
     losses = []
     for program in (plain, weighted):
         state, batch = program.init_state(), random_batch(program, 0)
-        total, tokens = program.eval_step(state.params, batch)
+        total, tokens = program.eval_step(state.params, {}, batch)
         assert float(tokens) == float(batch["loss_mask"].sum())
         metrics = program.train_step(state, batch)[1]
         assert float(metrics["loss"]) == pytest.approx(float(total / tokens), rel=1e-5)
