@@ -5,6 +5,7 @@ parallel/comm.py has the same points on a mesh; the model calls these and knows 
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from megajax import ops
 
@@ -35,6 +36,14 @@ class SingleDevice:
     def row_linear(self, x: jax.Array, w: jax.Array) -> jax.Array:
         """`leave(x @ w)`: `[T, F]` → `[T / tensor, D]`."""
         return x @ w
+
+    def mlp(
+        self, activation: str, x: jax.Array, w_up: jax.Array, bias: jax.Array | None, w_down: jax.Array
+    ) -> jax.Array:
+        """A column layer with a bias or none, the activation and a row layer: `[T / tensor, D]` → `[T / tensor, D]`."""
+        up = self.column_linear(x, w_up)
+        up = checkpoint_name(up if bias is None else up + bias, "gate_up")
+        return self.row_linear(ops.activate(activation, up), w_down)
 
     def local_kv_heads(self, num_kv_heads: int) -> int:
         """How many of the model's KV heads this device works on."""

@@ -122,10 +122,8 @@ class MLP(nnx.Module):
 
     def __call__(self, w: Weights, x: jax.Array, *, comm: SingleDevice):
         h = normalise(self.config, x, w["mlp.norm"], w.get("mlp.norm_bias"))
-        gate_up = _add_bias(comm.column_linear(h, w["mlp.gate_up"]), w.get("mlp.gate_up_bias"))
-        act = ops.activate(self.config.activation, checkpoint_name(gate_up, "gate_up"))
-        y = checkpoint_name(comm.row_linear(act, w["mlp.down"]), "leave")
-        return _add_bias(y, w.get("mlp.down_bias"))
+        y = comm.mlp(self.config.activation, h, w["mlp.gate_up"], w.get("mlp.gate_up_bias"), w["mlp.down"])
+        return _add_bias(checkpoint_name(y, "leave"), w.get("mlp.down_bias"))
 
 
 class Block(nnx.Module):

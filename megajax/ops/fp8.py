@@ -7,14 +7,18 @@ weight gradient.
 """
 
 from dataclasses import dataclass, field
-from typing import Any
+from types import ModuleType
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from megajax.ops.numerics import wide
+from megajax.ops.fp8_reference import amax, saturate
 
+__all__ = ["E4M3", "E5M2", "Fp8Weight", "Implementation", "amax", "kernels", "matmul", "quantize", "scale_for"]
+
+Implementation = Literal["reference", "pallas", "transformer_engine"]
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
 
 
@@ -43,21 +47,20 @@ def scale_for(amax: jax.Array, dtype: Any, margin: float = 0) -> jax.Array:
     return jnp.where((amax > 0) & jnp.isfinite(scale), scale, 1.0).astype(jnp.float32)
 
 
-def largest(x: jax.Array) -> jax.Array:
-    """amax: the largest magnitude of a tensor, FP32."""
-    return jnp.max(jnp.abs(x)).astype(jnp.float32)
-
-
 def quantize(x: jax.Array, scale: jax.Array, dtype: Any) -> jax.Array:
     """`x · scale` rounded to an FP8 `dtype`; what is too large becomes the largest number, NaN stays NaN."""
-    limit = float(jnp.finfo(dtype).max)
-    return jnp.clip(x.astype(wide(x.dtype)) * scale, -limit, limit).astype(dtype)
+    return saturate(x.astype(jnp.float32) * scale, dtype).astype(dtype)
 
 
-def cast_transpose(x_tf: jax.Array, scale: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """`[T, F]` → (quantised `[T, F]`, its transpose `[F, T]`, amax of x)."""
-    q = quantize(x_tf, scale, dtype)
-    return q, q.T, largest(x_tf)
+def kernels(implementation: Implementation) -> ModuleType:
+    """The module whose functions quantise: `fp8_reference` has the list of them."""
+    if implementation == "pallas":
+        from megajax.ops import fp8_kernels as module
+    elif implementation == "transformer_engine":
+        from megajax.ops import transformer_engine as module
+    else:
+        from megajax.ops import fp8_reference as module
+    return module
 
 
 def matmul(a_mk: jax.Array, b_nk: jax.Array, inverse_scale: jax.Array, out_dtype: Any) -> jax.Array:

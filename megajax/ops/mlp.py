@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from megajax.ops.numerics import keep_inputs_only, wide
 
-_GATES: dict[str, Callable[[jax.Array], jax.Array]] = {
+GATED: dict[str, Callable[[jax.Array], jax.Array]] = {
     "swiglu": jax.nn.silu,
     "geglu": lambda gate: jax.nn.gelu(gate, approximate=True),
 }
@@ -29,15 +29,15 @@ def activate(kind: str, x: jax.Array) -> jax.Array:
     """
     if kind in _PLAIN:
         return keep_inputs_only(lambda x: _PLAIN[kind](x.astype(wide(x.dtype))).astype(x.dtype))(x)
-    if kind not in _GATES:
-        raise ValueError(f'"{kind}" is no activation: use one of {", ".join([*_GATES, *_PLAIN])}.')
+    if kind not in GATED:
+        raise ValueError(f'"{kind}" is no activation: use one of {", ".join([*GATED, *_PLAIN])}.')
     return _gated(kind, x)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _gated(kind: str, x: jax.Array) -> jax.Array:
     gate, up = jnp.split(x.astype(wide(x.dtype)), 2, axis=-1)
-    return (_GATES[kind](gate) * up).astype(x.dtype)
+    return (GATED[kind](gate) * up).astype(x.dtype)
 
 
 def _gated_forward(kind: str, x: jax.Array):
@@ -47,7 +47,7 @@ def _gated_forward(kind: str, x: jax.Array):
 def _gated_backward(kind: str, x: jax.Array, dy: jax.Array):
     """Both halves side by side in one pass, where differentiating the split would pad and add."""
     gate, up = jnp.split(x.astype(wide(x.dtype)), 2, axis=-1)
-    activated, pull = jax.vjp(_GATES[kind], gate)
+    activated, pull = jax.vjp(GATED[kind], gate)
     dy = dy.astype(gate.dtype)
     return (jnp.concatenate([pull(dy * up)[0], dy * activated], axis=-1).astype(x.dtype),)
 

@@ -9,16 +9,25 @@ from jax import lax
 from megajax import ops
 from megajax.mesh import BATCH_AXES
 from megajax.model.comm import SingleDevice
+from megajax.ops import fp8
 from megajax.ops.fp8 import Fp8Weight
-from megajax.parallel.linear import linear
+from megajax.ops.mlp import GATED
+from megajax.parallel.linear import gated_mlp, linear
 from megajax.parallel.weights import gather_tiles
 
 
 class MeshComm(SingleDevice):
     """The communication points as collectives; where an axis has size 1, the identity."""
 
-    def __init__(self, sizes: Mapping[str, int], attention: ops.Implementation, deterministic: bool = False):
+    def __init__(
+        self,
+        sizes: Mapping[str, int],
+        attention: ops.Implementation,
+        deterministic: bool = False,
+        implementation: fp8.Implementation = "reference",
+    ):
         super().__init__(attention)
+        self.fp8 = fp8.kernels(implementation)
         self.deterministic, self.attend_calls = deterministic, 0
         self.sizes = sizes
         self.tensor_size = sizes["tensor"]
@@ -34,6 +43,11 @@ class MeshComm(SingleDevice):
 
     def row_linear(self, x: jax.Array, w: jax.Array | Fp8Weight) -> jax.Array:
         return linear(self, True, x, w)
+
+    def mlp(self, activation, x, w_up, bias, w_down) -> jax.Array:
+        if isinstance(w_up, Fp8Weight) and bias is None and activation in GATED:
+            return gated_mlp(self, activation, x, w_up, w_down)
+        return super().mlp(activation, x, w_up, bias, w_down)
 
     def local_kv_heads(self, num_kv_heads: int) -> int:
         return max(1, num_kv_heads // self.tensor_size)

@@ -1,0 +1,92 @@
+"""Quantisation to FP8, plain: the tensor, its transpose and its largest magnitude, for scaled matmuls.
+
+A quantised tensor is q = round(saturate(value · scale)): the value in float32 whatever the inputs' dtype, never
+rounded to bfloat16 on the way; the scale a float32 scalar array, () or (1,); rounding to nearest even. What is beyond
+the largest finite number of the FP8 dtype becomes that number, infinities too; NaN stays NaN. Hopper's FP8 tensor
+cores want the contracted dimension minor on both sides, hence the transpose: q serves the forward matmul and the
+gradient of its input, the transpose serves the gradient of the weight.
+
+`amax` is max |value| in float32, before the scale, NaN if any value is: what the next step's scale is made of.
+`fp8_kernels` has the same functions in one pass over memory each, for the GPU.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from megajax.ops.mlp import activate
+from megajax.ops.norms import rms_norm
+
+Quantised = tuple[jax.Array, jax.Array, jax.Array]
+"""q [T, F], its transpose [F, T] and amax, a float32 scalar."""
+
+
+def saturate(values: jax.Array, dtype: Any) -> jax.Array:
+    """`values`, within the finite numbers of `dtype`; NaN stays NaN."""
+    largest = float(jnp.finfo(dtype).max)
+    return jnp.clip(values, -largest, largest)
+
+
+def cast_transpose(x_tf: jax.Array, scale: jax.Array, dtype: Any) -> Quantised:
+    """x [T, F] quantised: q [T, F] and q_t [F, T] in `dtype`, amax."""
+    return _quantise(x_tf.astype(jnp.float32), scale, dtype)
+
+
+def gated_cast_transpose(kind: str, gate_up_tf: jax.Array, scale: jax.Array, dtype: Any) -> Quantised:
+    """activation(gate) · up quantised: gate_up [T, 2F], the gate first -> q [T, F], q_t [F, T], amax."""
+    return _quantise(_gated(kind, gate_up_tf), scale, dtype)
+
+
+def gated_backward_cast_transpose(
+    kind: str, gate_up_tf: jax.Array, dact_tf: jax.Array, scale: jax.Array, dtype: Any
+) -> Quantised:
+    """The gradient of gate_up [T, 2F] for dact [T, F], quantised -> q [T, 2F], q_t [2F, T], amax."""
+    return _quantise(_gated_backward(kind, gate_up_tf, dact_tf), scale, dtype)
+
+
+def rms_norm_cast_transpose(
+    x_td: jax.Array, weight_d: jax.Array, epsilon: float, scale: jax.Array, dtype: Any
+) -> Quantised:
+    """RMSNorm of x [T, D] with weight [D], quantised -> q [T, D], q_t [D, T], amax."""
+    return _quantise(_rms_norm(x_td, weight_d, epsilon), scale, dtype)
+
+
+def amax(x_tf: jax.Array) -> jax.Array:
+    """max |x|: a float32 scalar."""
+    return jnp.max(jnp.abs(x_tf.astype(jnp.float32)))
+
+
+def gated_amax(kind: str, gate_up_tf: jax.Array) -> jax.Array:
+    """The amax of `gated_cast_transpose` alone."""
+    return amax(_gated(kind, gate_up_tf))
+
+
+def gated_backward_amax(kind: str, gate_up_tf: jax.Array, dact_tf: jax.Array) -> jax.Array:
+    """The amax of `gated_backward_cast_transpose` alone."""
+    return amax(_gated_backward(kind, gate_up_tf, dact_tf))
+
+
+def rms_norm_amax(x_td: jax.Array, weight_d: jax.Array, epsilon: float) -> jax.Array:
+    """The amax of `rms_norm_cast_transpose` alone."""
+    return amax(_rms_norm(x_td, weight_d, epsilon))
+
+
+def _rms_norm(x_td: jax.Array, weight_d: jax.Array, epsilon: float) -> jax.Array:
+    return rms_norm(x_td.astype(jnp.float32), weight_d, epsilon)
+
+
+def _gated(kind: str, gate_up_tf: jax.Array) -> jax.Array:
+    return activate(kind, gate_up_tf.astype(jnp.float32))
+
+
+def _gated_backward(kind: str, gate_up_tf: jax.Array, dact_tf: jax.Array) -> jax.Array:
+    [gradient] = jax.vjp(lambda gate_up: _gated(kind, gate_up), gate_up_tf.astype(jnp.float32))[1](
+        dact_tf.astype(jnp.float32)
+    )
+    return gradient
+
+
+def _quantise(values_tf: jax.Array, scale: jax.Array, dtype: Any) -> Quantised:
+    q_tf = saturate(values_tf * scale, dtype).astype(dtype)
+    return q_tf, q_tf.T, amax(values_tf)
