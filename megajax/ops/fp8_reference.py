@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from megajax.ops.mlp import activate
+from megajax.ops.mlp import GATED, activate
 from megajax.ops.norms import rms_norm
 
 Quantised = tuple[jax.Array, jax.Array, jax.Array]
@@ -26,6 +26,11 @@ def saturate(values: jax.Array, dtype: Any) -> jax.Array:
     """`values`, within the finite numbers of `dtype`; NaN stays NaN."""
     largest = float(jnp.finfo(dtype).max)
     return jnp.clip(values, -largest, largest)
+
+
+def is_gated(kind: str) -> bool:
+    """Whether an activation is one of those that the gated functions take."""
+    return kind in GATED
 
 
 def cast_transpose(x_tf: jax.Array, scale: jax.Array, dtype: Any) -> Quantised:

@@ -11,8 +11,7 @@ from megajax.mesh import BATCH_AXES
 from megajax.model.comm import SingleDevice
 from megajax.ops import fp8
 from megajax.ops.fp8 import Fp8Weight
-from megajax.ops.mlp import GATED
-from megajax.parallel.linear import gated_mlp, linear
+from megajax.parallel import linear
 from megajax.parallel.weights import gather_tiles
 
 
@@ -39,15 +38,45 @@ class MeshComm(SingleDevice):
         return lax.psum_scatter(y, "tensor", scatter_dimension=0, tiled=True) if self.tensor_size > 1 else y
 
     def column_linear(self, x: jax.Array, w: jax.Array | Fp8Weight) -> jax.Array:
-        return linear(self, False, x, w)
+        return linear.column_linear(self, x, w)
 
     def row_linear(self, x: jax.Array, w: jax.Array | Fp8Weight) -> jax.Array:
-        return linear(self, True, x, w)
+        return linear.row_linear(self, x, w)
 
     def mlp(self, activation, x, w_up, bias, w_down) -> jax.Array:
-        if isinstance(w_up, Fp8Weight) and bias is None and activation in GATED:
-            return gated_mlp(self, activation, x, w_up, w_down)
-        return super().mlp(activation, x, w_up, bias, w_down)
+        if bias is not None:
+            return super().mlp(activation, x, w_up, bias, w_down)
+        return linear.mlp(self, activation, x, w_up, w_down)
+
+    def gather_pieces(self, x: jax.Array) -> list[jax.Array]:
+        """`[T / tensor, F]` → those of all devices of `tensor`: the own one, that of the device before, and so on."""
+        if x.dtype.itemsize > 1:
+            return linear.gather_pieces(x, "tensor", self.tensor_size)
+        pieces = linear.gather_pieces(lax.bitcast_convert_type(x, jnp.uint8), "tensor", self.tensor_size)
+        return [lax.bitcast_convert_type(piece, x.dtype) for piece in pieces]
+
+    def scatter_pieces(self, pieces: list[jax.Array]) -> jax.Array:
+        """Partial sums in the pieces' order → `[T / tensor, F]`, summed over `tensor`."""
+        return linear.scatter_pieces(pieces, "tensor")
+
+    def join(self, pieces: list[jax.Array]) -> jax.Array:
+        """Pieces → `[T, F]` in the order of the tokens."""
+        if len(pieces) == 1:
+            return pieces[0]
+        own, rank = pieces[0].shape[0], lax.axis_index("tensor")
+        joined = jnp.zeros((own * len(pieces), *pieces[0].shape[1:]), pieces[0].dtype)
+        for step, piece in enumerate(pieces):
+            start = (rank - step) % self.tensor_size * own
+            joined = lax.dynamic_update_slice_in_dim(joined, piece, start, 0)
+        return joined
+
+    def split(self, x: jax.Array) -> list[jax.Array]:
+        """`[T, F]` in the order of the tokens → pieces."""
+        if self.tensor_size == 1:
+            return [x]
+        own, rank = x.shape[0] // self.tensor_size, lax.axis_index("tensor")
+        starts = [(rank - step) % self.tensor_size * own for step in range(self.tensor_size)]
+        return [lax.dynamic_slice_in_dim(x, start, own, 0) for start in starts]
 
     def local_kv_heads(self, num_kv_heads: int) -> int:
         return max(1, num_kv_heads // self.tensor_size)

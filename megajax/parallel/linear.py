@@ -1,127 +1,215 @@
-"""Linear layers on the mesh: the matmul, its communication over `tensor`, and both gradients, in BF16 or FP8.
+"""Linear layers on the mesh: the matmuls, their communication over `tensor`, and both gradients, in BF16 or FP8.
 
 A column layer gathers its input's tokens and keeps its own columns of the output; a row layer sums its output over
-`tensor` and keeps its own tokens (Shoeybi et al. 2019; sequence parallelism of Korthikanti et al. 2022). In FP8 what is
-gathered is the quantised tensor, and what is saved for the backward pass is its transpose.
+`tensor` and keeps its own tokens (Shoeybi et al. 2019; sequence parallelism of Korthikanti et al. 2022). Gather and sum
+are cut into one piece for each device of `tensor` and run beside the matmuls that they feed (Wang et al. 2023,
+"Overlap Communication with Dependent Computation via Decomposition"): the product of one device's tokens is computed
+while those of the next arrive, and sent away while the next is computed.
+
+In FP8 what travels is the quantised tensor, and what is saved for the backward pass is its transpose.
 """
 
-from functools import partial
+from collections.abc import Sequence
+from functools import partial, reduce
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from megajax.ops import fp8
 from megajax.ops.fp8 import Fp8Weight
+from megajax.ops.mlp import activate
+
+Weight = jax.Array | Fp8Weight
 
 
 class Quantized(NamedTuple):
-    """A tensor of all tokens in FP8, as the matmuls take it."""
+    """A tensor in FP8, as the matmuls take it."""
 
-    values: jax.Array  # [T, F]
+    values: jax.Array | None  # [T, F]; None: only the transpose is kept, for the backward pass
     transposed: jax.Array  # [F, T]
     inverse_scale: jax.Array
     amax: jax.Array  # on this device
 
 
+# Tensors of all tokens are held in pieces, one for each device of `tensor`: the device's own tokens first, then those
+# of the device before it, and so on. Between a column and a row layer nothing puts them in order.
+Pieces = Sequence[Any]  # arrays [T / tensor, F], or Quantized ones
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def column_linear(comm: Any, x: jax.Array, w: Weight) -> jax.Array:
+    """`[T / tensor, in]` → `[T, out]`, out this device's share."""
+    return _column_forward(comm, x, w)[0]
+
+
+def _column_forward(comm: Any, x: jax.Array, w: Weight):
+    xs = _gathered(comm, x, w, "input")
+    return comm.join(_products(xs, w, x.dtype)), (_kept(xs), w)
+
+
+def _column_backward(comm: Any, residuals, dy: jax.Array):
+    xs, w = residuals
+    dys = _operands(comm, comm.split(dy), w, "gradient")
+    return _sum_over_tensor(comm, _input_gradients(dys, w, dy.dtype)), _weight_gradient(xs, dys, w, dy.dtype)
+
+
+column_linear.defvjp(_column_forward, _column_backward)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def row_linear(comm: Any, x: jax.Array, w: Weight) -> jax.Array:
+    """`[T, in]` → `[T / tensor, out]`, in this device's share."""
+    return _row_forward(comm, x, w)[0]
+
+
+def _row_forward(comm: Any, x: jax.Array, w: Weight):
+    xs = _operands(comm, comm.split(x), w, "input")
+    return _sum_over_tensor(comm, _products(xs, w, x.dtype)), (_kept(xs), w)
+
+
+def _row_backward(comm: Any, residuals, dy: jax.Array):
+    xs, w = residuals
+    dys = _gathered(comm, dy, w, "gradient")
+    return comm.join(_input_gradients(dys, w, dy.dtype)), _weight_gradient(xs, dys, w, dy.dtype)
+
+
+row_linear.defvjp(_row_forward, _row_backward)
+
+
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def linear(comm: Any, row: bool, x: jax.Array, w: jax.Array | Fp8Weight) -> jax.Array:
-    """Column layer: `[T / tensor, in]` → `[T, out]`; row layer: `[T, in]` → `[T / tensor, out]`."""
-    return _linear_forward(comm, row, x, w)[0]
+def mlp(comm: Any, activation: str, x: jax.Array, w_up: Weight, w_down: Weight) -> jax.Array:
+    """Column layer, activation and row layer: `[T / tensor, D]` → `[T / tensor, D]`.
 
-
-def _linear_forward(comm: Any, row: bool, x: jax.Array, w: jax.Array | Fp8Weight):
-    if isinstance(w, Fp8Weight):
-        q = _quantize(comm, x, w.input_scale, fp8.E4M3, gather=not row)
-        y, kept = _output(q, w, x.dtype), q._replace(values=None)
-    else:
-        kept = x if row else comm.enter(x)
-        y = kept @ w
-    return (comm.leave(y) if row else y), (kept, w)
-
-
-def _linear_backward(comm: Any, row: bool, residuals, dy: jax.Array):
-    kept, w = residuals
-    if isinstance(w, Fp8Weight):
-        dq = _quantize(comm, dy, w.gradient_scale, w.gradient_dtype, gather=row)
-        dx, dw = _input_gradient(dq, w, dy.dtype), _weight_gradient(kept, dq, w, dy.dtype)
-    else:
-        dy = comm.enter(dy) if row else dy
-        dx = jnp.einsum("tf,df->td", dy, w)
-        dw = jnp.einsum("td,tf->df", kept, dy)
-    return (dx if row else comm.leave(dx)), dw
-
-
-linear.defvjp(_linear_forward, _linear_backward)
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def gated_mlp(comm: Any, kind: str, x: jax.Array, w_up: Fp8Weight, w_down: Fp8Weight) -> jax.Array:
-    """Column layer, gated activation and row layer in FP8: `[T / tensor, D]` → `[T / tensor, D]`.
-
-    One function, so that the activation and its gradient are quantised where they are computed: in BF16 they would
-    cross the memory twice more.
+    One function, so that tokens pass from layer to layer in pieces, and so that in FP8 a gated activation and its
+    gradient are quantised where they are computed: as BF16 they would cross the memory twice more.
     """
-    return _mlp_forward(comm, kind, x, w_up, w_down)[0]
+    return _mlp_forward(comm, activation, x, w_up, w_down)[0]
 
 
-def _mlp_forward(comm: Any, kind: str, x: jax.Array, w_up: Fp8Weight, w_down: Fp8Weight):
-    q = _quantize(comm, x, w_up.input_scale, fp8.E4M3, gather=True)
-    gate_up = checkpoint_name(_output(q, w_up, x.dtype), "gate_up")
-    scale = w_down.input_scale
-    if scale is None:
-        scale = _current_scale(comm, comm.fp8.gated_amax(kind, gate_up), fp8.E4M3)
-    values, transposed, amax = comm.fp8.gated_cast_transpose(kind, gate_up, scale, fp8.E4M3)
-    act = Quantized(values, transposed, 1 / scale, amax)
-    y = comm.leave(_output(act, w_down, x.dtype))
-    return y, (q._replace(values=None), gate_up, act._replace(values=None), w_up, w_down)
+def _mlp_forward(comm: Any, activation: str, x: jax.Array, w_up: Weight, w_down: Weight):
+    xs = _gathered(comm, x, w_up, "input")
+    ups = [checkpoint_name(up, "gate_up") for up in _products(xs, w_up, x.dtype)]
+    acts = _activated(comm, activation, ups, w_down)
+    return _sum_over_tensor(comm, _products(acts, w_down, x.dtype)), (_kept(xs), ups, _kept(acts), w_up, w_down)
 
 
-def _mlp_backward(comm: Any, kind: str, residuals, dy: jax.Array):
-    x, gate_up, act, w_up, w_down = residuals
-    dq = _quantize(comm, dy, w_down.gradient_scale, w_down.gradient_dtype, gather=True)
-    dact = _input_gradient(dq, w_down, dy.dtype)
-    dtype, scale = w_up.gradient_dtype, w_up.gradient_scale
-    if scale is None:
-        scale = _current_scale(comm, comm.fp8.gated_backward_amax(kind, gate_up, dact), dtype)
-    values, transposed, amax = comm.fp8.gated_backward_cast_transpose(kind, gate_up, dact, scale, dtype)
-    dup = Quantized(values, transposed, 1 / scale, amax)
-    dx = comm.leave(_input_gradient(dup, w_up, dy.dtype))
-    return dx, _weight_gradient(x, dup, w_up, dy.dtype), _weight_gradient(act, dq, w_down, dy.dtype)
+def _mlp_backward(comm: Any, activation: str, residuals, dy: jax.Array):
+    xs, ups, acts, w_up, w_down = residuals
+    dys = _gathered(comm, dy, w_down, "gradient")
+    dups = _activation_gradients(comm, activation, ups, _input_gradients(dys, w_down, dy.dtype), w_up)
+    dx = _sum_over_tensor(comm, _input_gradients(dups, w_up, dy.dtype))
+    return dx, _weight_gradient(xs, dups, w_up, dy.dtype), _weight_gradient(acts, dys, w_down, dy.dtype)
 
 
-gated_mlp.defvjp(_mlp_forward, _mlp_backward)
+mlp.defvjp(_mlp_forward, _mlp_backward)
 
 
-def _output(x: Quantized, w: Fp8Weight, dtype) -> jax.Array:
-    return fp8.matmul(x.values, w.transposed, x.inverse_scale * w.inverse_scale, dtype)
+# Operands: pieces as the matmuls take them
 
 
-def _input_gradient(dy: Quantized, w: Fp8Weight, dtype) -> jax.Array:
-    return fp8.matmul(dy.values, w.values, dy.inverse_scale * w.inverse_scale, dtype)
+def _operands(comm: Any, pieces: Sequence[jax.Array], w: Weight, which: str) -> Pieces:
+    """Pieces of a layer's "input" or output "gradient", quantised if its weight is."""
+    if not isinstance(w, Fp8Weight):
+        return pieces
+    scale, dtype = _scale(comm, w, which, lambda: [fp8.amax(piece) for piece in pieces])
+    return [Quantized(q, t, 1 / scale, a) for q, t, a in (comm.fp8.cast_transpose(p, scale, dtype) for p in pieces)]
 
 
-def _weight_gradient(x: Quantized, dy: Quantized, w: Fp8Weight, dtype) -> Fp8Weight:
-    """What `jax.vjp` returns for the weight."""
+def _gathered(comm: Any, x: jax.Array, w: Weight, which: str) -> Pieces:
+    """`[T / tensor, F]` on each device → the pieces of all tokens."""
+    if comm.tensor_size == 1:
+        return _operands(comm, [x], w, which)
+    if not isinstance(w, Fp8Weight):
+        return comm.gather_pieces(x)
+    scale, dtype = _scale(comm, w, which, lambda: [fp8.amax(x)])
+    pieces = comm.gather_pieces(fp8.quantize(x, scale, dtype))
+    return [Quantized(piece, piece.T, 1 / scale, fp8.amax(x)) for piece in pieces]
+
+
+def _activated(comm: Any, kind: str, ups: Sequence[jax.Array], w: Weight) -> Pieces:
+    """The activation of each piece, as the input of the layer with weight `w`."""
+    if not isinstance(w, Fp8Weight) or not comm.fp8.is_gated(kind):
+        return _operands(comm, [activate(kind, up) for up in ups], w, "input")
+    scale, dtype = _scale(comm, w, "input", lambda: [comm.fp8.gated_amax(kind, up) for up in ups])
+    quantized = (comm.fp8.gated_cast_transpose(kind, up, scale, dtype) for up in ups)
+    return [Quantized(q, t, 1 / scale, amax) for q, t, amax in quantized]
+
+
+def _activation_gradients(comm: Any, kind: str, ups, dacts: Sequence[jax.Array], w: Weight) -> Pieces:
+    """The gradient of each piece before the activation, as the output gradient of the layer with weight `w`."""
+    pairs = list(zip(ups, dacts, strict=True))
+    if not isinstance(w, Fp8Weight) or not comm.fp8.is_gated(kind):
+        return _operands(comm, [jax.vjp(partial(activate, kind), up)[1](dact)[0] for up, dact in pairs], w, "gradient")
+    scale, dtype = _scale(comm, w, "gradient", lambda: [comm.fp8.gated_backward_amax(kind, *pair) for pair in pairs])
+    quantized = (comm.fp8.gated_backward_cast_transpose(kind, *pair, scale, dtype) for pair in pairs)
+    return [Quantized(q, t, 1 / scale, amax) for q, t, amax in quantized]
+
+
+def _scale(comm: Any, w: Fp8Weight, which: str, amaxes) -> tuple[jax.Array, Any]:
+    """(scale, FP8 dtype) of a layer's input or output gradient; `amaxes()` are asked for with current scaling only."""
+    given, dtype = (w.input_scale, fp8.E4M3) if which == "input" else (w.gradient_scale, w.gradient_dtype)
+    if given is not None:
+        return given, dtype
+    return fp8.scale_for(comm.max_over_devices(reduce(jnp.maximum, amaxes())), dtype), dtype
+
+
+def _kept(pieces: Pieces) -> Pieces:
+    """What the backward pass needs of a layer's input."""
+    return [piece._replace(values=None) if isinstance(piece, Quantized) else piece for piece in pieces]
+
+
+# Matmuls
+
+
+def _products(xs: Pieces, w: Weight, dtype) -> list[jax.Array]:
+    """`x @ w` of each piece."""
+    if not isinstance(w, Fp8Weight):
+        return [x @ w for x in xs]
+    return [fp8.matmul(x.values, w.transposed, x.inverse_scale * w.inverse_scale, dtype) for x in xs]
+
+
+def _input_gradients(dys: Pieces, w: Weight, dtype) -> list[jax.Array]:
+    """`dy @ w.T` of each piece."""
+    if not isinstance(w, Fp8Weight):
+        return [jnp.einsum("tf,df->td", dy, w) for dy in dys]
+    return [fp8.matmul(dy.values, w.values, dy.inverse_scale * w.inverse_scale, dtype) for dy in dys]
+
+
+def _weight_gradient(xs: Pieces, dys: Pieces, w: Weight, dtype) -> Weight:
+    """`x.T @ dy`, summed over the pieces; for FP8 in the place that `Fp8Weight` has for it."""
+    pairs = list(zip(xs, dys, strict=True))
+    if not isinstance(w, Fp8Weight):
+        return reduce(jnp.add, [jnp.einsum("td,tf->df", x, dy) for x, dy in pairs])
+    inverse = xs[0].inverse_scale * dys[0].inverse_scale
+    amax = [reduce(jnp.maximum, [piece.amax for piece in pieces]) for pieces in (xs, dys)]
     return Fp8Weight(
         *(None,) * 5,  # type: ignore[arg-type]
-        gradient=fp8.matmul(x.transposed, dy.transposed, x.inverse_scale * dy.inverse_scale, dtype),
-        amax=jnp.stack([x.amax, dy.amax]),
+        gradient=reduce(jnp.add, [fp8.matmul(x.transposed, dy.transposed, inverse, dtype) for x, dy in pairs]),
+        amax=jnp.stack(amax),
         gradient_dtype=w.gradient_dtype,
     )
 
 
-def _current_scale(comm: Any, amax: jax.Array, dtype) -> jax.Array:
-    return fp8.scale_for(comm.max_over_devices(amax), dtype)
+def _sum_over_tensor(comm: Any, pieces: list[jax.Array]) -> jax.Array:
+    """Partial sums of all tokens, in pieces → the sums of the own tokens."""
+    return pieces[0] if len(pieces) == 1 else comm.scatter_pieces(pieces)
 
 
-def _quantize(comm: Any, x: jax.Array, scale: jax.Array | None, dtype, gather: bool) -> Quantized:
-    """`x` in FP8, of all tokens if `gather`: then it travels in FP8."""
-    if scale is None:
-        scale = _current_scale(comm, fp8.amax(x), dtype)
-    if gather and comm.tensor_size > 1:
-        values = comm.enter(fp8.quantize(x, scale, dtype))
-        return Quantized(values, values.T, 1 / scale, fp8.amax(x))
-    values, transposed, amax = comm.fp8.cast_transpose(x, scale, dtype)
-    return Quantized(values, transposed, 1 / scale, amax)
+def gather_pieces(x: jax.Array, axis: str, size: int) -> list[jax.Array]:
+    """The own array and those of the devices before, one transfer each: they run beside what uses the first ones."""
+    return [x, *(lax.ppermute(x, axis, _to_rank_after(step, size)) for step in range(1, size))]
+
+
+def scatter_pieces(pieces: list[jax.Array], axis: str) -> jax.Array:
+    """Each piece back to the device that it belongs to, summed there in FP32 in an order that is the same everywhere."""
+    size = len(pieces)
+    received = [lax.ppermute(pieces[step], axis, _to_rank_after(size - step, size)) for step in range(1, size)]
+    total = reduce(jnp.add, [piece.astype(jnp.float32) for piece in (pieces[0], *received)])
+    return total.astype(pieces[0].dtype)
+
+
+def _to_rank_after(step: int, size: int) -> list[tuple[int, int]]:
+    return [(rank, (rank + step) % size) for rank in range(size)]
