@@ -12,11 +12,10 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from megajax.ops.fp8_reference import amax, saturate
 
-__all__ = ["E4M3", "E5M2", "Fp8Weight", "Implementation", "amax", "kernels", "matmul", "quantize", "scale_for"]
+__all__ = ["E4M3", "E5M2", "Fp8Weight", "Implementation", "amax", "choose", "kernels", "quantize", "scale_for"]
 
 Implementation = Literal["reference", "pallas", "transformer_engine"]
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
@@ -52,8 +51,15 @@ def quantize(x: jax.Array, scale: jax.Array, dtype: Any) -> jax.Array:
     return saturate(x.astype(jnp.float32) * scale, dtype).astype(dtype)
 
 
+def choose(backend: str, platform: str) -> Implementation:
+    """Whose kernels quantise and multiply for `precision.fp8.backend` (xla, transformer_engine) on a platform."""
+    if backend == "transformer_engine":
+        return "transformer_engine"
+    return "pallas" if platform in ("gpu", "cuda") else "reference"
+
+
 def kernels(implementation: Implementation) -> ModuleType:
-    """The module whose functions quantise: `fp8_reference` has the list of them."""
+    """The module that has them; `fp8_reference` has the same functions plainly."""
     if implementation == "pallas":
         from megajax.ops import fp8_kernels as module
     elif implementation == "transformer_engine":
@@ -61,12 +67,3 @@ def kernels(implementation: Implementation) -> ModuleType:
     else:
         from megajax.ops import fp8_reference as module
     return module
-
-
-def matmul(a_mk: jax.Array, b_nk: jax.Array, inverse_scale: jax.Array, out_dtype: Any) -> jax.Array:
-    """`a @ b.T · inverse_scale` of FP8 operands, both with the summed dimension last: `[M, K]`, `[N, K]` → `[M, N]`.
-
-    Written so that XLA hands it to cuBLASLt's FP8 matmul on GPUs, the scale included.
-    """
-    product = lax.dot_general(a_mk, b_nk, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
-    return (product * inverse_scale).astype(out_dtype)

@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from megajax.ops.mlp import GATED, activate
 from megajax.ops.norms import rms_norm
@@ -55,6 +56,15 @@ def rms_norm_cast_transpose(
 ) -> Quantised:
     """RMSNorm of x [T, D] with weight [D], quantised -> q [T, D], q_t [D, T], amax."""
     return _quantise(_rms_norm(x_td, weight_d, epsilon), scale, dtype)
+
+
+def matmul(a_mk: jax.Array, b_nk: jax.Array, inverse_scale: jax.Array, dtype: Any) -> jax.Array:
+    """`a @ b.T · inverse_scale` of FP8 operands, both with the summed dimension last: `[M, K]`, `[N, K]` → `[M, N]`.
+
+    Written so that XLA hands it to cuBLASLt's FP8 matmul on GPUs, the scale included.
+    """
+    product = lax.dot_general(a_mk, b_nk, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+    return (product * inverse_scale).astype(dtype)
 
 
 def amax(x_tf: jax.Array) -> jax.Array:

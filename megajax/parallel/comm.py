@@ -48,12 +48,12 @@ class MeshComm(SingleDevice):
             return super().mlp(activation, x, w_up, bias, w_down)
         return linear.mlp(self, activation, x, w_up, w_down)
 
-    def gather_pieces(self, x: jax.Array) -> list[jax.Array]:
-        """`[T / tensor, F]` → those of all devices of `tensor`: the own one, that of the device before, and so on."""
+    def hand_on(self, x: jax.Array) -> jax.Array:
+        """The array of the device before on `tensor`; FP8 travels as bytes."""
         if x.dtype.itemsize > 1:
-            return linear.gather_pieces(x, "tensor", self.tensor_size)
-        pieces = linear.gather_pieces(lax.bitcast_convert_type(x, jnp.uint8), "tensor", self.tensor_size)
-        return [lax.bitcast_convert_type(piece, x.dtype) for piece in pieces]
+            return linear.hand_on(x, "tensor", self.tensor_size)
+        received = linear.hand_on(lax.bitcast_convert_type(x, jnp.uint8), "tensor", self.tensor_size)
+        return lax.bitcast_convert_type(received, x.dtype)
 
     def scatter_pieces(self, pieces: list[jax.Array]) -> jax.Array:
         """Partial sums in the pieces' order → `[T / tensor, F]`, summed over `tensor`."""

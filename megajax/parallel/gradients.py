@@ -19,6 +19,7 @@ from megajax import ops
 from megajax.config import Config
 from megajax.mesh import BATCH_AXES, mesh_sizes
 from megajax.model.transformer import BlockInputs, Transformer
+from megajax.ops import fp8
 from megajax.parallel.comm import MeshComm
 from megajax.parallel.fused import FusedWeights
 from megajax.parallel.head import LossHead
@@ -51,9 +52,10 @@ class LocalModel:
         placements: Mapping[str, Placement],
         mesh: Mesh,
         attention: ops.Implementation,
+        kernels: fp8.Implementation,
     ):
         sizes, platform = mesh_sizes(mesh), mesh.devices.flat[0].platform
-        comm = MeshComm(sizes, attention, config.run.deterministic)
+        comm = MeshComm(sizes, attention, config.run.deterministic, kernels)
         compute, gradients = jnp.dtype(config.precision.compute), jnp.dtype(config.precision.gradients)
         blocks = {n.removeprefix(PREFIX): p for n, p in placements.items() if n.startswith(PREFIX)}
         fused = FusedWeights(blocks, sizes)

@@ -46,14 +46,15 @@ def column_linear(comm: Any, x: jax.Array, w: Weight) -> jax.Array:
 
 
 def _column_forward(comm: Any, x: jax.Array, w: Weight):
-    xs = _gathered(comm, x, w, "input")
-    return comm.join(_products(xs, w, x.dtype)), (_kept(xs), w)
+    xs, ys = _gathered_products(comm, x, w, "input")
+    return comm.join(ys), (_kept(xs), w)
 
 
 def _column_backward(comm: Any, residuals, dy: jax.Array):
     xs, w = residuals
     dys = _operands(comm, comm.split(dy), w, "gradient")
-    return _sum_over_tensor(comm, _input_gradients(dys, w, dy.dtype)), _weight_gradient(xs, dys, w, dy.dtype)
+    dx = _sum_over_tensor(comm, _products(comm, dys, w, "gradient", dy.dtype))
+    return dx, _weight_gradient(comm, xs, dys, w, dy.dtype)
 
 
 column_linear.defvjp(_column_forward, _column_backward)
@@ -67,13 +68,13 @@ def row_linear(comm: Any, x: jax.Array, w: Weight) -> jax.Array:
 
 def _row_forward(comm: Any, x: jax.Array, w: Weight):
     xs = _operands(comm, comm.split(x), w, "input")
-    return _sum_over_tensor(comm, _products(xs, w, x.dtype)), (_kept(xs), w)
+    return _sum_over_tensor(comm, _products(comm, xs, w, "input", x.dtype)), (_kept(xs), w)
 
 
 def _row_backward(comm: Any, residuals, dy: jax.Array):
     xs, w = residuals
-    dys = _gathered(comm, dy, w, "gradient")
-    return comm.join(_input_gradients(dys, w, dy.dtype)), _weight_gradient(xs, dys, w, dy.dtype)
+    dys, dxs = _gathered_products(comm, dy, w, "gradient")
+    return comm.join(dxs), _weight_gradient(comm, xs, dys, w, dy.dtype)
 
 
 row_linear.defvjp(_row_forward, _row_backward)
@@ -90,18 +91,19 @@ def mlp(comm: Any, activation: str, x: jax.Array, w_up: Weight, w_down: Weight) 
 
 
 def _mlp_forward(comm: Any, activation: str, x: jax.Array, w_up: Weight, w_down: Weight):
-    xs = _gathered(comm, x, w_up, "input")
-    ups = [checkpoint_name(up, "gate_up") for up in _products(xs, w_up, x.dtype)]
+    xs, ups = _gathered_products(comm, x, w_up, "input")
+    ups = [checkpoint_name(up, "gate_up") for up in ups]
     acts = _activated(comm, activation, ups, w_down)
-    return _sum_over_tensor(comm, _products(acts, w_down, x.dtype)), (_kept(xs), ups, _kept(acts), w_up, w_down)
+    y = _sum_over_tensor(comm, _products(comm, acts, w_down, "input", x.dtype))
+    return y, (_kept(xs), ups, _kept(acts), w_up, w_down)
 
 
 def _mlp_backward(comm: Any, activation: str, residuals, dy: jax.Array):
     xs, ups, acts, w_up, w_down = residuals
-    dys = _gathered(comm, dy, w_down, "gradient")
-    dups = _activation_gradients(comm, activation, ups, _input_gradients(dys, w_down, dy.dtype), w_up)
-    dx = _sum_over_tensor(comm, _input_gradients(dups, w_up, dy.dtype))
-    return dx, _weight_gradient(xs, dups, w_up, dy.dtype), _weight_gradient(acts, dys, w_down, dy.dtype)
+    dys, dacts = _gathered_products(comm, dy, w_down, "gradient")
+    dups = _activation_gradients(comm, activation, ups, dacts, w_up)
+    dx = _sum_over_tensor(comm, _products(comm, dups, w_up, "gradient", dy.dtype))
+    return dx, _weight_gradient(comm, xs, dups, w_up, dy.dtype), _weight_gradient(comm, acts, dys, w_down, dy.dtype)
 
 
 mlp.defvjp(_mlp_forward, _mlp_backward)
@@ -118,15 +120,25 @@ def _operands(comm: Any, pieces: Sequence[jax.Array], w: Weight, which: str) -> 
     return [Quantized(q, t, 1 / scale, a) for q, t, a in (comm.fp8.cast_transpose(p, scale, dtype) for p in pieces)]
 
 
-def _gathered(comm: Any, x: jax.Array, w: Weight, which: str) -> Pieces:
-    """`[T / tensor, F]` on each device → the pieces of all tokens."""
+def _gathered_products(comm: Any, x: jax.Array, w: Weight, which: str) -> tuple[Pieces, list[jax.Array]]:
+    """`[T / tensor, F]` on each device → (the operands of all tokens, their products).
+
+    A ring hands the pieces on. Each product is tied to the arrival of the next piece: that is how XLA's scheduler
+    comes to run the two side by side.
+    """
     if comm.tensor_size == 1:
-        return _operands(comm, [x], w, which)
-    if not isinstance(w, Fp8Weight):
-        return comm.gather_pieces(x)
-    scale, dtype = _scale(comm, w, which, lambda: [fp8.amax(x)])
-    pieces = comm.gather_pieces(fp8.quantize(x, scale, dtype))
-    return [Quantized(piece, piece.T, 1 / scale, fp8.amax(x)) for piece in pieces]
+        xs = _operands(comm, [x], w, which)
+        return xs, _products(comm, xs, w, which, x.dtype)
+    scale, dtype = _scale(comm, w, which, lambda: [fp8.amax(x)]) if isinstance(w, Fp8Weight) else (None, None)
+    piece = x if scale is None else fp8.quantize(x, scale, dtype)
+    xs, ys = [], []
+    for step in range(comm.tensor_size):
+        xs.append(piece if scale is None else Quantized(piece, piece.T, 1 / scale, fp8.amax(x)))
+        [y] = _products(comm, xs[-1:], w, which, x.dtype)
+        if step < comm.tensor_size - 1:
+            piece, y = lax.optimization_barrier((comm.hand_on(piece), y))
+        ys.append(y)
+    return xs, ys
 
 
 def _activated(comm: Any, kind: str, ups: Sequence[jax.Array], w: Weight) -> Pieces:
@@ -164,21 +176,15 @@ def _kept(pieces: Pieces) -> Pieces:
 # Matmuls
 
 
-def _products(xs: Pieces, w: Weight, dtype) -> list[jax.Array]:
-    """`x @ w` of each piece."""
+def _products(comm: Any, xs: Pieces, w: Weight, which: str, dtype) -> list[jax.Array]:
+    """Of each piece `x @ w` for a layer's "input", `dy @ w.T` for its output "gradient"."""
     if not isinstance(w, Fp8Weight):
-        return [x @ w for x in xs]
-    return [fp8.matmul(x.values, w.transposed, x.inverse_scale * w.inverse_scale, dtype) for x in xs]
+        return [jnp.einsum("ti,io->to" if which == "input" else "to,io->ti", x, w) for x in xs]
+    other = w.transposed if which == "input" else w.values
+    return [comm.fp8.matmul(x.values, other, x.inverse_scale * w.inverse_scale, dtype) for x in xs]
 
 
-def _input_gradients(dys: Pieces, w: Weight, dtype) -> list[jax.Array]:
-    """`dy @ w.T` of each piece."""
-    if not isinstance(w, Fp8Weight):
-        return [jnp.einsum("tf,df->td", dy, w) for dy in dys]
-    return [fp8.matmul(dy.values, w.values, dy.inverse_scale * w.inverse_scale, dtype) for dy in dys]
-
-
-def _weight_gradient(xs: Pieces, dys: Pieces, w: Weight, dtype) -> Weight:
+def _weight_gradient(comm: Any, xs: Pieces, dys: Pieces, w: Weight, dtype) -> Weight:
     """`x.T @ dy`, summed over the pieces; for FP8 in the place that `Fp8Weight` has for it."""
     pairs = list(zip(xs, dys, strict=True))
     if not isinstance(w, Fp8Weight):
@@ -187,7 +193,7 @@ def _weight_gradient(xs: Pieces, dys: Pieces, w: Weight, dtype) -> Weight:
     amax = [reduce(jnp.maximum, [piece.amax for piece in pieces]) for pieces in (xs, dys)]
     return Fp8Weight(
         *(None,) * 5,  # type: ignore[arg-type]
-        gradient=reduce(jnp.add, [fp8.matmul(x.transposed, dy.transposed, inverse, dtype) for x, dy in pairs]),
+        gradient=reduce(jnp.add, [comm.fp8.matmul(x.transposed, dy.transposed, inverse, dtype) for x, dy in pairs]),
         amax=jnp.stack(amax),
         gradient_dtype=w.gradient_dtype,
     )
@@ -198,13 +204,13 @@ def _sum_over_tensor(comm: Any, pieces: list[jax.Array]) -> jax.Array:
     return pieces[0] if len(pieces) == 1 else comm.scatter_pieces(pieces)
 
 
-def gather_pieces(x: jax.Array, axis: str, size: int) -> list[jax.Array]:
-    """The own array and those of the devices before, one transfer each: they run beside what uses the first ones."""
-    return [x, *(lax.ppermute(x, axis, _to_rank_after(step, size)) for step in range(1, size))]
+def hand_on(x: jax.Array, axis: str, size: int) -> jax.Array:
+    """The array of the device before, on a ring."""
+    return lax.ppermute(x, axis, _to_rank_after(1, size))
 
 
 def scatter_pieces(pieces: list[jax.Array], axis: str) -> jax.Array:
-    """Each piece back to the device that it belongs to, summed there in FP32 in an order that is the same everywhere."""
+    """Each piece back to the device that it belongs to, summed there in FP32."""
     size = len(pieces)
     received = [lax.ppermute(pieces[step], axis, _to_rank_after(size - step, size)) for step in range(1, size)]
     total = reduce(jnp.add, [piece.astype(jnp.float32) for piece in (pieces[0], *received)])

@@ -82,8 +82,11 @@ class WeightExchange:
         return lax.optimization_barrier(values) if self.sizes["fsdp"] > 1 else values
 
     def tie_reduction(self, values: Any, complete: bool) -> Any:
-        """The same for reductions: over `fsdp`, and over the axes of ONCE_AXES too if they are `complete`."""
-        communicates = self.sizes["fsdp"] > 1 or (complete and self.once)
+        """The same for reductions: over `fsdp`, and over the axes of ONCE_AXES too if they are `complete`.
+
+        With `tensor` it keeps the weights' gradients in their layers: untied, XLA saves all of them for the end.
+        """
+        communicates = self.sizes["fsdp"] > 1 or self.sizes["tensor"] > 1 or (complete and self.once)
         return lax.optimization_barrier(values) if communicates else values
 
 

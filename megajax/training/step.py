@@ -15,6 +15,7 @@ from megajax import ops
 from megajax.config import Config
 from megajax.mesh import mesh_sizes
 from megajax.model import Transformer, init_parameters, parameters
+from megajax.ops import fp8
 from megajax.optim import make_optimizer, make_schedule
 from megajax.parallel.gradients import LocalModel, gradient_function, loss_function
 from megajax.parallel.scaling import Scaling
@@ -56,6 +57,7 @@ class TrainProgram:
     optimizer: optax.GradientTransformation
     attention: ops.Implementation  # the kernel chosen
     attention_reason: str  # and why
+    fp8: fp8.Implementation  # whose FP8 kernels; unused without FP8
 
     @classmethod
     def build(cls, config: Config, mesh: Mesh) -> "TrainProgram":
@@ -73,11 +75,12 @@ class TrainProgram:
         )
         optimizer = make_optimizer(config.optimizer, {name: p.role for name, p in declared.items()})
         placements = place_all(declared, mesh_sizes(mesh))
-        return cls(config, mesh, model, placements, optimizer, attention, reason)
+        kernels = fp8.choose(config.precision.fp8.backend, mesh.devices.flat[0].platform)
+        return cls(config, mesh, model, placements, optimizer, attention, reason, kernels)
 
     @cached_property
     def local(self) -> LocalModel:
-        return LocalModel.build(self.config, self.model, self.placements, self.mesh, self.attention)
+        return LocalModel.build(self.config, self.model, self.placements, self.mesh, self.attention, self.fp8)
 
     @cached_property
     def state_shardings(self) -> TrainState:

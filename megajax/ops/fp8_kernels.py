@@ -1,0 +1,309 @@
+"""Quantisation to FP8, its transpose and its largest magnitude, in one pass over memory, for Hopper GPUs.
+
+The functions of `fp8_reference`, with its contract, as Pallas kernels on Triton. A block reads one tile, computes in
+float32, writes the quantised tile twice, the second time transposed, and writes the largest magnitude of the tile;
+a small reduction over the tiles follows. XLA, left to itself, writes the transpose by a second and slower kernel.
+
+T and F of any size are right, multiples of 16 are fast: the rows of both results are then aligned for 16-byte
+accesses. Tiles that reach over an edge are masked. The kernels have no derivatives.
+
+The GPU is H100, H200 or newer: there the conversion to FP8 is an instruction, cvt.rn.satfinite, which saturates and
+keeps NaN. jax 0.11 calls the Triton backend deprecated; Pallas's other one, Mosaic GPU, would need its own kernels.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+from megajax.ops.fp8_reference import Quantised, is_gated, matmul, saturate
+
+__all__ = [
+    "cast_transpose",
+    "gated_amax",
+    "gated_backward_amax",
+    "gated_backward_cast_transpose",
+    "gated_cast_transpose",
+    "is_gated",
+    "matmul",
+]
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """How a kernel divides the tensor; powers of two.
+
+    A tile's rows in memory are 2 · `features` bytes read, `features` written, and `tokens` in the transpose: 64 and
+    more keep the memory busy with whole lines. A thread has tokens · features / (32 · num_warps) elements, and with
+    more than 32 the gradients of the gates leave few blocks room on a multiprocessor.
+    """
+
+    tokens: int = 128
+    features: int = 64
+    num_warps: int = 8
+    tokens_first: bool = False
+    """Blocks that run side by side follow each other along the tokens, not along the features."""
+
+
+def cast_transpose(
+    x_tf: jax.Array, scale: jax.Array, dtype: Any, *, tiling: Tiling = Tiling(), interpret: bool = False
+) -> Quantised:
+    """x [T, F] quantised: q [T, F] and q_t [F, T] in `dtype`, amax."""
+    return _over_tiles(_as_is, [x_tf[:, None]], tiling, interpret, scale, dtype)
+
+
+def gated_cast_transpose(
+    kind: str,
+    gate_up_tf: jax.Array,
+    scale: jax.Array,
+    dtype: Any,
+    *,
+    tiling: Tiling = Tiling(),
+    interpret: bool = False,
+) -> Quantised:
+    """activation(gate) · up quantised: gate_up [T, 2F], the gate first -> q [T, F], q_t [F, T], amax."""
+    return _over_tiles(_gated(kind, interpret), [_halves(gate_up_tf)], tiling, interpret, scale, dtype)
+
+
+def gated_backward_cast_transpose(
+    kind: str,
+    gate_up_tf: jax.Array,
+    dact_tf: jax.Array,
+    scale: jax.Array,
+    dtype: Any,
+    *,
+    tiling: Tiling = Tiling(),
+    interpret: bool = False,
+) -> Quantised:
+    """The gradient of gate_up [T, 2F] for dact [T, F], quantised -> q [T, 2F], q_t [2F, T], amax."""
+    operands = [_halves(gate_up_tf), dact_tf[:, None]]
+    return _over_tiles(_gated_backward(kind, interpret), operands, tiling, interpret, scale, dtype, parts=2)
+
+
+def rms_norm_cast_transpose(
+    x_td: jax.Array,
+    weight_d: jax.Array,
+    epsilon: float,
+    scale: jax.Array,
+    dtype: Any,
+    *,
+    tiling: Tiling = Tiling(),
+    interpret: bool = False,
+) -> Quantised:
+    """RMSNorm of x [T, D] with weight [D], quantised -> q [T, D], q_t [D, T], amax.
+
+    The mean squares of the rows are a reduction of XLA's own, which may join the kernel that makes x.
+    """
+    return _over_tiles(_rms_norm, _rms_norm_operands(x_td, weight_d, epsilon), tiling, interpret, scale, dtype)
+
+
+def amax(x_tf: jax.Array, *, tiling: Tiling = Tiling(), interpret: bool = False) -> jax.Array:
+    """max |x|: a float32 scalar."""
+    return _over_tiles(_as_is, [x_tf[:, None]], tiling, interpret)[-1]
+
+
+def gated_amax(kind: str, gate_up_tf: jax.Array, *, tiling: Tiling = Tiling(), interpret: bool = False) -> jax.Array:
+    """The amax of `gated_cast_transpose` alone."""
+    return _over_tiles(_gated(kind, interpret), [_halves(gate_up_tf)], tiling, interpret)[-1]
+
+
+def gated_backward_amax(
+    kind: str, gate_up_tf: jax.Array, dact_tf: jax.Array, *, tiling: Tiling = Tiling(), interpret: bool = False
+) -> jax.Array:
+    """The amax of `gated_backward_cast_transpose` alone."""
+    return _over_tiles(_gated_backward(kind, interpret), [_halves(gate_up_tf), dact_tf[:, None]], tiling, interpret)[-1]
+
+
+def rms_norm_amax(
+    x_td: jax.Array, weight_d: jax.Array, epsilon: float, *, tiling: Tiling = Tiling(), interpret: bool = False
+) -> jax.Array:
+    """The amax of `rms_norm_cast_transpose` alone."""
+    return _over_tiles(_rms_norm, _rms_norm_operands(x_td, weight_d, epsilon), tiling, interpret)[-1]
+
+
+# Operands are [T, parts, F], a vector over the tokens [T, 1], or one over the features [F]. A computation takes the
+# tiles of every part of every operand, [tokens, features] or vectors that broadcast to it, and returns a float32 tile
+# for each part of the result.
+Computation = Callable[..., Sequence[jax.Array]]
+
+
+def _as_is(x: jax.Array) -> Sequence[jax.Array]:
+    return (x.astype(jnp.float32),)
+
+
+def _gated(kind: str, interpret: bool) -> Computation:
+    def compute(gate: jax.Array, up: jax.Array) -> Sequence[jax.Array]:
+        gate, up = gate.astype(jnp.float32), up.astype(jnp.float32)
+        argument, _ = _sigmoid_argument(kind, gate)
+        return (gate * _sigmoid(argument, interpret) * up,)
+
+    return compute
+
+
+def _gated_backward(kind: str, interpret: bool) -> Computation:
+    def compute(gate: jax.Array, up: jax.Array, dact: jax.Array) -> Sequence[jax.Array]:
+        gate, up, dact = (a.astype(jnp.float32) for a in (gate, up, dact))
+        argument, slope = _sigmoid_argument(kind, gate)
+        opening = _sigmoid(argument, interpret)
+        activated = gate * opening
+        return dact * up * (opening + activated * (1.0 - opening) * slope), dact * activated
+
+    return compute
+
+
+def _sigmoid_argument(kind: str, gate: jax.Array) -> tuple[jax.Array, jax.Array | float]:
+    """The u of activation(gate) = gate · sigmoid(u), and its derivative: that is what both gates are."""
+    if kind == "swiglu":
+        return gate, 1.0
+    if kind == "geglu":
+        c = 2.0 * math.sqrt(2.0 / math.pi)
+        square = gate * gate
+        return gate * (c + 0.044715 * c * square), c + 3.0 * 0.044715 * c * square
+    raise ValueError(f'"{kind}" is no gated activation: use one of swiglu, geglu.')
+
+
+def _sigmoid(x: jax.Array, interpret: bool) -> jax.Array:
+    """1 / (1 + exp(-x)) to a few units in the last place, on the GPU by its own exp2 and reciprocal.
+
+    The library's exp and division treat ranges that do not matter here, at three times the instructions.
+    """
+    if interpret:
+        return jax.nn.sigmoid(x)
+    [result] = plgpu.elementwise_inline_asm(
+        "ex2.approx.ftz.f32 $0, $1; add.ftz.f32 $0, $0, 0f3F800000; rcp.approx.ftz.f32 $0, $0;",
+        args=[x * -math.log2(math.e)],
+        constraints="=f,f",
+        pack=1,
+        result_shape_dtypes=[jax.ShapeDtypeStruct(x.shape, x.dtype)],
+    )
+    return result
+
+
+def _rms_norm(x: jax.Array, inverse_rms: jax.Array, weight: jax.Array) -> Sequence[jax.Array]:
+    return (x.astype(jnp.float32) * inverse_rms * weight.astype(jnp.float32),)
+
+
+def _rms_norm_operands(x_td: jax.Array, weight_d: jax.Array, epsilon: float) -> list[jax.Array]:
+    mean_square = jnp.mean(jnp.square(x_td.astype(jnp.float32)), axis=-1, keepdims=True)
+    return [x_td[:, None], lax.rsqrt(mean_square + epsilon), weight_d]
+
+
+def _halves(gate_up_tf: jax.Array) -> jax.Array:
+    """gate_up [T, 2F] -> [T, 2, F]."""
+    return gate_up_tf.reshape(gate_up_tf.shape[0], 2, -1)
+
+
+def _over_tiles(
+    compute: Computation,
+    operands: list[jax.Array],
+    tiling: Tiling,
+    interpret: bool,
+    scale: jax.Array | None = None,
+    dtype: Any = None,
+    parts: int = 1,
+) -> Any:
+    """What `compute` returns, its `parts` side by side: (q [T, parts · F], q_t [parts · F, T], amax).
+
+    Without a scale (amax,) alone.
+    """
+    T, _, F = operands[0].shape
+    if parts * T * F >= 2**31:
+        raise ValueError(
+            f"{parts * T * F:,} elements: the kernels count them in 32 bits, quantise fewer tokens at once."
+        )
+    block_t, block_f = tiling.tokens, tiling.features
+    blocks_t, blocks_f = pl.cdiv(T, block_t), pl.cdiv(F, block_f)
+    # Blocks that run side by side differ in the first axis of the grid.
+    t_axis, f_axis = (0, 1) if tiling.tokens_first else (1, 0)
+
+    def kernel(*refs: Any) -> None:
+        inputs, quantised, amax_ref = refs[: len(operands)], refs[len(operands) : -1], refs[-1]
+        # Which rows and columns of the tile the tensor has; None if every tile lies within it.
+        rows = pl.program_id(t_axis) * block_t + lax.iota(jnp.int32, block_t) < T if T % block_t else None
+        columns = pl.program_id(f_axis) * block_f + lax.iota(jnp.int32, block_f) < F if F % block_f else None
+        mask = _outer(rows, columns)
+        tiles = []
+        for operand, ref in zip(operands, inputs, strict=True):
+            if operand.ndim == 3:
+                tiles += [_load(ref.at[:, np.int32(part)], mask) for part in range(operand.shape[1])]
+            else:
+                tiles.append(_load(ref, rows)[:, None] if operand.ndim == 2 else _load(ref, columns)[None])
+        values = compute(*tiles)
+        amax_ref[0, 0] = _largest_magnitude(values)
+        if quantised:
+            scale_ref, q_ref, q_t_ref = quantised
+            for part, value in enumerate(values):
+                scaled = value * scale_ref[0]
+                # On the GPU the conversion itself saturates, and keeps NaN.
+                q = (saturate(scaled, dtype) if interpret else scaled).astype(dtype)
+                plgpu.store(q_ref.at[:, np.int32(part)], q, mask=mask)
+                plgpu.store(q_t_ref.at[np.int32(part)], q.T, mask=None if mask is None else mask.T)
+
+    def spec(block: tuple[int | None, ...], index: Callable[[Any, Any], tuple[Any, ...]]) -> pl.BlockSpec:
+        return pl.BlockSpec(block, lambda *ids: index(ids[t_axis], ids[f_axis]))
+
+    def operand_spec(operand: jax.Array) -> pl.BlockSpec:
+        if operand.ndim == 3:
+            return spec((block_t, operand.shape[1], block_f), lambda t, f: (t, 0, f))
+        if operand.ndim == 2:
+            return spec((block_t, None), lambda t, f: (t, 0))
+        return spec((block_f,), lambda t, f: (f,))
+
+    inputs, in_specs = list(operands), [operand_spec(operand) for operand in operands]
+    out_shape = [jax.ShapeDtypeStruct((blocks_t, blocks_f), jnp.int32)]
+    out_specs = [spec((1, 1), lambda t, f: (t, f))]
+    if scale is not None:
+        inputs.append(scale.astype(jnp.float32).reshape(1))
+        in_specs.append(spec((1,), lambda t, f: (0,)))
+        q, q_t = jax.ShapeDtypeStruct((T, parts, F), dtype), jax.ShapeDtypeStruct((parts, F, T), dtype)
+        out_shape = [q, q_t, *out_shape]
+        out_specs = [
+            spec((block_t, parts, block_f), lambda t, f: (t, 0, f)),
+            spec((parts, block_f, block_t), lambda t, f: (0, f, t)),
+            *out_specs,
+        ]
+    *quantised, magnitudes = pl.pallas_call(
+        kernel,
+        grid=(blocks_t, blocks_f) if tiling.tokens_first else (blocks_f, blocks_t),
+        in_specs=in_specs,
+        out_specs=out_specs,
+        out_shape=out_shape,
+        compiler_params=plgpu.CompilerParams(num_warps=tiling.num_warps),
+        interpret=interpret,
+    )(*inputs)
+    largest = lax.bitcast_convert_type(jnp.max(magnitudes), jnp.float32)
+    if scale is None:
+        return (largest,)
+    q, q_t = quantised
+    return q.reshape(T, parts * F), q_t.reshape(parts * F, T), largest
+
+
+def _outer(rows: jax.Array | None, columns: jax.Array | None) -> jax.Array | None:
+    """The mask of a tile from those of its rows and columns, broadcastable to it; None for no mask."""
+    if rows is None or columns is None:
+        return rows[:, None] if rows is not None else columns[None] if columns is not None else None
+    return rows[:, None] & columns[None]
+
+
+def _load(ref: Any, mask: jax.Array | None) -> jax.Array:
+    """The tile of `ref`, zero where `mask` is False."""
+    if mask is None:
+        return plgpu.load(ref)
+    return plgpu.load(ref, mask=jnp.broadcast_to(mask, ref.shape), other=0.0)
+
+
+def _largest_magnitude(values: Sequence[jax.Array]) -> jax.Array:
+    """The bits of max |value|: as integers, magnitudes keep their order, infinity is above them and NaN on top.
+
+    The maximum of floats drops NaN on the GPU.
+    """
+    magnitudes = [lax.bitcast_convert_type(value, jnp.int32) & jnp.int32(0x7FFFFFFF) for value in values]
+    return jnp.max(functools.reduce(jnp.maximum, magnitudes).reshape(-1))

@@ -1,0 +1,174 @@
+"""The FP8 kernels, interpreted, against the plain reference; the reference against NumPy in float64."""
+
+import functools
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from jax.sharding import Mesh, PartitionSpec
+
+from megajax.ops import fp8_kernels, fp8_reference
+from megajax.ops.fp8_kernels import Tiling
+
+E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
+LARGEST = {E4M3: 448.0, E5M2: 57344.0}
+TILING = Tiling(tokens=32, features=32)
+SCALE = 40.0
+EPSILON = 1e-5
+OPERATIONS = ["cast", "swiglu", "geglu", "swiglu backward", "geglu backward", "rms_norm"]
+
+
+def calls(operation: str, tensors, dtype, **options):
+    """The functions (module) -> (q, q_t, amax) and (module) -> amax of an operation."""
+    x, gate_up, weight = tensors
+    kind = operation.split()[0]
+    name, arguments = {
+        "cast": ("", (x,)),
+        "rms_norm": ("rms_norm_", (x, weight, EPSILON)),
+        "swiglu backward": ("gated_backward_", (kind, gate_up, x)),
+        "geglu backward": ("gated_backward_", (kind, gate_up, x)),
+    }.get(operation, ("gated_", (kind, gate_up)))
+
+    def quantise(module):
+        return getattr(module, f"{name}cast_transpose")(*arguments, jnp.float32(SCALE), dtype, **options)
+
+    def amax(module):
+        return getattr(module, f"{name}amax")(*arguments, **options)
+
+    return jax.jit(quantise, static_argnums=0), jax.jit(amax, static_argnums=0)
+
+
+def random_tensors(rng, T, F):
+    # A gate beyond 4 would test the reference's tanh-GELU instead, which loses its digits where tanh is almost -1.
+    shapes = (T, F), (T, 2 * F), (F,)
+    return [jnp.asarray(rng.normal(size=shape), jnp.bfloat16) for shape in shapes]
+
+
+def in_float64(operation: str, x, gate_up, weight):
+    """The values before quantisation."""
+    x, gate_up, weight = (np.asarray(a, np.float64) for a in (x, gate_up, weight))
+    if operation == "cast":
+        return x
+    if operation == "rms_norm":
+        return x / np.sqrt(np.mean(x**2, axis=-1, keepdims=True) + EPSILON) * weight
+    gate, up = np.split(gate_up, 2, axis=-1)
+    # Either activation is gate · sigmoid(u): tanh-GELU with u = 2 sqrt(2/π) (gate + 0.044715 gate³).
+    c = 2.0 * np.sqrt(2.0 / np.pi)
+    is_swiglu = operation.startswith("swiglu")
+    u = gate if is_swiglu else c * (gate + 0.044715 * gate**3)
+    slope = 1.0 if is_swiglu else c * (1.0 + 3.0 * 0.044715 * gate**2)
+    sigmoid = 1.0 / (1.0 + np.exp(-u))
+    if operation.endswith("backward"):
+        derivative = sigmoid + gate * sigmoid * (1.0 - sigmoid) * slope
+        return np.concatenate([x * up * derivative, x * gate * sigmoid], axis=-1)
+    return gate * sigmoid * up
+
+
+def bits(q):
+    return np.asarray(q).view(np.uint8)
+
+
+def steps_between(a, b):
+    """How many FP8 numbers lie between, elementwise: the bits are a sign and a magnitude that keeps the order."""
+
+    def ordered(q):
+        code = bits(q).astype(int)
+        return np.where(code < 128, code, 128 - code)
+
+    return np.abs(ordered(a) - ordered(b))
+
+
+def assert_almost_all_equal(q, expected):
+    """Equal but for another side of a rounding boundary, where float32 was rounded otherwise."""
+    assert q.dtype == expected.dtype and q.shape == expected.shape
+    steps = steps_between(q, expected)
+    assert steps.max() <= 1
+    assert np.mean(steps > 0) < 2e-3
+
+
+@pytest.mark.parametrize("dtype", [E4M3, E5M2])
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_the_reference_quantises_the_float32_value(rng, operation, dtype):
+    tensors = random_tensors(rng, 64, 96)
+    quantise, only_amax = calls(operation, tensors, dtype)
+    q, q_t, amax = quantise(fp8_reference)
+    value = in_float64(operation, *tensors)
+    expected = np.clip(value * SCALE, -LARGEST[dtype], LARGEST[dtype]).astype(np.float32).astype(dtype)
+    assert_almost_all_equal(q, expected)
+    np.testing.assert_array_equal(bits(q_t), bits(q).T)
+    np.testing.assert_allclose(amax, np.abs(value).max(), rtol=1e-5)
+    np.testing.assert_array_equal(amax, only_amax(fp8_reference))
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize(("shape", "dtype"), [((64, 96), E4M3), ((48, 80), E5M2)], ids=["whole tiles", "edges"])
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_kernels_agree_with_the_reference(rng, operation, shape, dtype):
+    tensors = random_tensors(rng, *shape)
+    quantise, only_amax = calls(operation, tensors, dtype, tiling=TILING, interpret=True)
+    q, q_t, amax = quantise(fp8_kernels)
+    expected = calls(operation, tensors, dtype)[0](fp8_reference)
+    assert_almost_all_equal(q, expected[0])
+    np.testing.assert_array_equal(bits(q_t), bits(q).T)
+    assert amax.dtype == jnp.float32 and amax.shape == ()
+    np.testing.assert_allclose(amax, expected[2], rtol=1e-6)
+    np.testing.assert_array_equal(amax, only_amax(fp8_kernels))
+
+
+KERNELS = functools.partial(fp8_kernels.cast_transpose, tiling=TILING, interpret=True)
+
+
+@pytest.mark.parametrize("dtype", [E4M3, E5M2])
+@pytest.mark.parametrize("cast_transpose", [fp8_reference.cast_transpose, KERNELS], ids=["reference", "kernels"])
+def test_what_is_too_large_saturates_and_nan_stays(cast_transpose, dtype):
+    largest = LARGEST[dtype]
+    row = jnp.asarray([2 * largest, -2 * largest, jnp.inf, -jnp.inf, 1.0, 0.0, -2.0, 0.5], jnp.bfloat16)
+    x = jnp.tile(row, (16, 2))
+    q, q_t, amax = cast_transpose(x, jnp.float32(1.0), dtype)
+    expected = np.tile([largest, -largest, largest, -largest, 1.0, 0.0, -2.0, 0.5], (16, 2))
+    np.testing.assert_array_equal(q.astype(jnp.float32), expected)
+    assert amax == jnp.inf
+
+    q, q_t, amax = cast_transpose(x.at[3, 5].set(jnp.nan), jnp.float32(1.0), dtype)
+    expected[3, 5] = np.nan
+    np.testing.assert_array_equal(q.astype(jnp.float32), expected)
+    np.testing.assert_array_equal(q_t.astype(jnp.float32), expected.T)
+    assert jnp.isnan(amax)
+
+
+def test_rounds_to_nearest_even():
+    midway = jnp.asarray(np.tile([17.0, 19.0, -17.0, -19.0], (16, 4)), jnp.bfloat16)  # E4M3 counts 16, 18, 20
+    q, _, _ = KERNELS(midway, jnp.ones(1), E4M3)
+    np.testing.assert_array_equal(q.astype(jnp.float32), np.tile([16.0, 20.0, -16.0, -20.0], (16, 4)))
+    np.testing.assert_array_equal(bits(q), bits(np.asarray(midway, np.float32).astype(ml_dtypes.float8_e4m3fn)))
+
+
+def test_the_order_of_the_blocks_changes_nothing(rng):
+    x, _, _ = random_tensors(rng, 80, 48)
+    other = replace(TILING, tokens=64, tokens_first=True)
+    results = KERNELS(x, jnp.float32(SCALE), E4M3), KERNELS(x, jnp.float32(SCALE), E4M3, tiling=other)
+    jax.tree.map(np.testing.assert_array_equal, *jax.tree.map(lambda a: a.astype(jnp.float32), results))
+
+
+def test_kernels_run_inside_shard_map(rng):
+    x, _, _ = random_tensors(rng, 64, 48)
+    mesh = Mesh(np.array(jax.devices()[:2]), ("data",))
+    rows, columns = PartitionSpec("data", None), PartitionSpec(None, "data")
+
+    def local(x):
+        q, q_t, amax = KERNELS(x, jnp.float32(SCALE), E4M3)
+        return q, q_t, jax.lax.pmax(amax, "data")
+
+    mapped = jax.shard_map(local, mesh=mesh, in_specs=rows, out_specs=(rows, columns, PartitionSpec()), check_vma=False)
+    results = jax.jit(mapped)(x), fp8_reference.cast_transpose(x, jnp.float32(SCALE), E4M3)
+    jax.tree.map(np.testing.assert_array_equal, *jax.tree.map(lambda a: a.astype(jnp.float32), results))
+
+
+def test_what_the_kernels_cannot_do_is_refused():
+    with pytest.raises(ValueError, match="use one of swiglu, geglu"):
+        fp8_kernels.gated_amax("gelu", jnp.ones((16, 32)), tiling=TILING, interpret=True)
+    with pytest.raises(ValueError, match="fewer tokens"):
+        jax.eval_shape(lambda x: fp8_kernels.amax(x), jax.ShapeDtypeStruct((2**17, 2**14), jnp.bfloat16))

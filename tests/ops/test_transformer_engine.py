@@ -1,0 +1,65 @@
+import sys
+
+import jax.numpy as jnp
+import pytest
+
+from megajax.errors import ConfigError
+from megajax.ops import transformer_engine
+
+X = jnp.ones((32, 16), jnp.bfloat16)
+Q = X.astype(jnp.float8_e4m3fn)
+SCALE = jnp.float32(1)
+CALLS = {
+    "cast_transpose": (X, SCALE, jnp.float8_e4m3fn),
+    "gated_cast_transpose": ("swiglu", X, SCALE, jnp.float8_e4m3fn),
+    "gated_backward_cast_transpose": ("swiglu", X, X[:, :8], SCALE, jnp.float8_e5m2),
+    "matmul": (Q, Q, SCALE),
+}
+
+
+@pytest.fixture
+def forget(monkeypatch):
+    """Transformer Engine as if it had not been imported, before the test and after it."""
+    for name in [name for name in sys.modules if name.split(".")[0] == "transformer_engine"]:
+        monkeypatch.delitem(sys.modules, name)
+    transformer_engine._te.cache_clear()
+    yield
+    transformer_engine._te.cache_clear()
+
+
+def call(name):
+    return getattr(transformer_engine, name)(*CALLS[name], **({"precise": True} if name == "matmul" else {}))
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("name", CALLS)
+def test_a_missing_transformer_engine_is_a_sentence_that_names_the_key_and_both_ways_out(forget, monkeypatch, name):
+    monkeypatch.setitem(sys.modules, "transformer_engine", None)  # import raises ModuleNotFoundError
+    with pytest.raises(ConfigError) as raised:
+        call(name)
+    assert str(raised.value) == (
+        "precision.fp8.backend=transformer_engine needs NVIDIA Transformer Engine, which is not installed: "
+        'install it (pip install "megajax[te]") or use precision.fp8.backend=xla.'
+    )
+
+
+@pytest.mark.parametrize(
+    "line, reason",
+    [
+        (
+            'raise OSError("libcuda.so.1: cannot open shared object file.")',
+            "libcuda.so.1: cannot open shared object file",
+        ),
+        ("import no_such_module_of_its_own", "No module named 'no_such_module_of_its_own'"),
+    ],
+)
+def test_one_that_does_not_load_is_a_sentence_with_the_reason(forget, monkeypatch, tmp_path, line, reason):
+    (tmp_path / "transformer_engine").mkdir()
+    (tmp_path / "transformer_engine" / "__init__.py").write_text(line)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ConfigError) as raised:
+        call("cast_transpose")
+    assert str(raised.value) == (
+        f"precision.fp8.backend=transformer_engine cannot load NVIDIA Transformer Engine ({reason}): mend its "
+        "installation or use precision.fp8.backend=xla."
+    )
