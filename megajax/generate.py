@@ -8,6 +8,7 @@ from megajax.config import Config, load_config
 from megajax.config.cli import user_errors
 from megajax.data.tokenizers import load_tokenizer
 from megajax.errors import InputError
+from megajax.runtime import accept_missing_cuda
 
 
 def generate(config: Config, prompt: str, num_tokens: int, temperature: float, seed: int) -> str:
@@ -64,6 +65,7 @@ def main(argv: list[str]) -> int:
         if not path.exists():
             raise InputError(f"RUN_DIR={options.run_dir} holds no config.yaml: name the directory of a megajax run.")
         config = load_config(path, [f"run.dir={options.run_dir}"])
+        accept_missing_cuda()
         print(generate(config, options.prompt, options.tokens, options.temperature, options.seed))
     return 0
 

@@ -73,7 +73,17 @@ def prepare_environment(config: Config) -> list[str]:
         return []
     os.environ["XLA_FLAGS"] = " ".join([given, *flags]).strip()
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", MEMORY_FRACTION)
+    accept_missing_cuda()
     return flags
+
+
+def accept_missing_cuda() -> None:
+    """Without an NVIDIA driver, keep jax's CUDA plugin from printing a traceback because it finds no CUDA libraries.
+
+    The plugin is installed on such machines too, where it compiles for GPUs and runs nothing.
+    """
+    if not Path("/proc/driver/nvidia").exists():
+        os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
 
 
 def _jax_has_started() -> bool:

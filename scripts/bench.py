@@ -1,19 +1,24 @@
-"""Benchmark named configs: `python scripts/bench.py configs/llama3_8b_l8.yaml [section.key=value ...]`.
+"""Benchmark named configs: `python scripts/bench.py llama3_8b_l8 [section.key=value ...] [--breakdown]`.
 
 Synthetic tokens, 5 warm-up and 15 timed steps; prints a table row (median, spread) and a JSON line. Several configs
-can be given, each followed by its own overrides; each runs in a process of its own.
+can be given, by path or by their name in configs/, each followed by its own overrides; each runs in a process of its
+own. With --breakdown each runs a second time, traced: where the time of a step goes (breakdown.py).
 """
 
 import json
+import os
 import subprocess
 import sys
 import tempfile
 import time
+from importlib import metadata
+from pathlib import Path
 
-from megajax.config import load_config
+from megajax.config import Config, load_config
 from megajax.config.cli import user_errors
 from megajax.runtime import prepare_environment
 
+ROOT = Path(__file__).parents[1]
 WARMUP_STEPS, TIMED_STEPS = 5, 15
 COLUMNS = (
     "config",
@@ -38,12 +43,41 @@ def split_runs(arguments: list[str]) -> list[list[str]]:
     return runs
 
 
-def bench(path: str, overrides: list[str]) -> dict:
+def synthetic_config(name: str, overrides: list[str], directory: str) -> Config:
+    """A config, by path or by its name in configs/, on synthetic tokens and with nothing logged."""
+    path = ROOT / f"configs/{name}.yaml" if "/" not in name and not name.endswith(".yaml") else Path(name)
+    fixed = ["data.kind=synthetic", f"run.dir={directory}", "logging.tensorboard=false"]
+    return load_config(path, [*fixed, *overrides])
+
+
+def versions() -> dict[str, str | None]:
+    """Of jax and, on GPUs, of CUDA, cuDNN and the driver; None for what does not tell."""
+    import jax
+    from jax._src.lib import cuda_versions
+
+    found: dict[str, str | None] = {name: metadata.version(name) for name in ("jax", "jaxlib")}
+    if jax.default_backend() == "gpu":
+        cuda = cuda_versions.cuda_runtime_get_version() if cuda_versions else 0
+        cudnn = cuda_versions.cudnn_get_version() if cuda_versions else 0
+        found["cuda"] = f"{cuda // 1000}.{cuda % 1000 // 10}" if cuda else None
+        found["cudnn"] = f"{cudnn // 10000}.{cudnn % 10000 // 100}.{cudnn % 100}" if cudnn else None
+        found["driver"] = driver_version()
+    return found
+
+
+def driver_version() -> str | None:
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()[0]
+    except (OSError, subprocess.CalledProcessError, IndexError):
+        return None
+
+
+def bench(name: str, overrides: list[str]) -> dict:
     """Measure one config in this process."""
     with user_errors(), tempfile.TemporaryDirectory() as directory:
         steps = WARMUP_STEPS + TIMED_STEPS
-        fixed = ["data.kind=synthetic", f"run.dir={directory}", "logging.tensorboard=false"]
-        config = load_config(path, [*fixed, *overrides])
+        config = synthetic_config(name, overrides, directory)
         flags = prepare_environment(config)
 
         import jax
@@ -76,6 +110,7 @@ def bench(path: str, overrides: list[str]) -> dict:
             "overrides": overrides,
             "devices": f"{count} × {device.device_kind}",
             "mesh": " ".join(f"{axis} {size}" for axis, size in mesh.items()) or "one device",
+            "precision": config.precision.model_dump(mode="json"),
             "parameters": parameter_count(trainer.program.model),
             "tokens_per_second_per_device": speed,
             "tflops_per_second_per_device": tflops,
@@ -84,8 +119,8 @@ def bench(path: str, overrides: list[str]) -> dict:
             "peak_memory_gib": peak_memory_gib(),
             "compile_seconds": trainer.compile_seconds,
             "loss": [losses[0], losses[-1]],
-            "jax": jax.__version__,
-            "flags": flags,
+            "versions": versions(),
+            "flags": os.environ["XLA_FLAGS"].split(),  # the user's too
             "date": time.strftime("%Y-%m-%d"),
         }
 
@@ -111,7 +146,7 @@ def main(arguments: list[str]) -> int:
     if arguments[:1] == ["--one"]:
         print(json.dumps(bench(arguments[1], arguments[2:])))
         return 0
-    runs = split_runs(arguments)
+    runs = split_runs([argument for argument in arguments if argument != "--breakdown"])
     if not runs:
         print(__doc__)
         return 2
@@ -125,6 +160,9 @@ def main(arguments: list[str]) -> int:
         print(done.stdout.strip(), flush=True)
         table.append(row(json.loads(done.stdout.splitlines()[-1])))
     print("\n".join(table))
+    for run in runs if "--breakdown" in arguments else []:
+        print(f"\n{' '.join(run)}\n", flush=True)
+        failed |= subprocess.run([sys.executable, ROOT / "scripts/breakdown.py", *run]).returncode != 0
     return failed
 
 

@@ -30,13 +30,14 @@ find_python() {
     fail "No Python >= 3.12 with venv and pip on the PATH or under pyenv: install one, or set PYTHON to it."
 }
 
-# Prints the extras that this machine needs: CUDA 13 wants driver 580, CUDA 12 runs with older ones.
+# Prints the extras that this machine needs: CUDA 13 wants driver 580, CUDA 12 runs with older ones. The extra dev has
+# jax's plugin for CUDA 13, which cannot stand beside the one for CUDA 12.
 find_extras() {
     local driver
     driver=$(nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>/dev/null | head -n 1) || driver=""
     case "${driver%%.*}" in
         "" | *[!0-9]*) echo "dev" ;;
-        *) if [ "${driver%%.*}" -ge 580 ]; then echo "dev,cuda13"; else echo "dev,cuda12"; fi ;;
+        *) if [ "${driver%%.*}" -ge 580 ]; then echo "dev,cuda13"; else echo "tools,cuda12"; fi ;;
     esac
 }
 

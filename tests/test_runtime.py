@@ -31,6 +31,8 @@ def fresh(monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", "")
     monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "")
     monkeypatch.delenv("XLA_PYTHON_CLIENT_MEM_FRACTION")
+    monkeypatch.setenv("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "")
+    monkeypatch.delenv("JAX_SKIP_CUDA_CONSTRAINTS_CHECK")
     monkeypatch.delitem(sys.modules, "jax")
 
 
@@ -84,6 +86,15 @@ def test_every_flag_is_one_that_xla_knows(config, fresh):
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": " ".join(flags)}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
+
+
+def test_a_machine_without_gpus_is_not_told_that_cuda_is_missing():
+    """Also where jax's CUDA plugin is installed to compile for GPUs: nothing on stderr."""
+    code = "from megajax.runtime import accept_missing_cuda; accept_missing_cuda(); import jax; jax.devices()"
+    unset = ("JAX_PLATFORMS", "JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "XLA_FLAGS")
+    environment = {name: value for name, value in os.environ.items() if name not in unset}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 @pytest.mark.smoke

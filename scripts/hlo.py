@@ -1,0 +1,220 @@
+"""What a compiled module launches, read from its text (`compiled.as_text()`): one Op for each kernel or library call.
+
+Fused computations count as their fusion; bodies of loops are entered, so an operation in a loop is one Op, whatever
+the number of rounds.
+"""
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+COLLECTIVES = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute", "collective-broadcast")
+# These launch nothing by themselves.
+SILENT = ("parameter", "constant", "get-tuple-element", "tuple", "bitcast", "after-all", "partition-id", "replica-id")
+# These change where data lies and compute nothing.
+MOVES = {"copy", "transpose", "reshape", "slice", "dynamic-slice", "concatenate", "pad", "reverse"}
+
+COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.-]+) \(.*\{$")
+INSTRUCTION = re.compile(r"^  (?:ROOT )?%([\w.-]+) = (.*)$")
+ARRAY = re.compile(r"\b([a-z]\w*)\[([\d,]*)\]")
+CALLERS = ("while", "call", "conditional")
+CALLED = re.compile(r"\b(body|condition|to_apply|\w+_computations?)=\{?(%[\w.-]+(?:, %[\w.-]+)*)")
+
+
+@dataclass(frozen=True)
+class Array:
+    """An array's dtype, in XLA's spelling, and its dimensions."""
+
+    dtype: str
+    dims: tuple[int, ...]
+
+    @property
+    def bytes(self) -> int:
+        bits = 8 if self.dtype == "pred" else int((re.search(r"\d+", self.dtype) or ["0"])[0])
+        return math.prod(self.dims) * bits // 8
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """A line of the text."""
+
+    name: str
+    kind: str  # the opcode
+    result: str  # its type
+    operands: tuple[str, ...]  # by name
+    attributes: str
+
+
+@dataclass(frozen=True)
+class Op:
+    """An operation that the device is given. An asynchronous one is known by its start."""
+
+    name: str  # as traces name it in `hlo_op`
+    kind: str  # the opcode, without -start
+    results: tuple[Array, ...]
+    operands: tuple[Array, ...]
+    attributes: str  # the rest of the line
+    loops: int  # while loops around it
+    fused: frozenset[str]  # opcodes inside a fusion that do something
+    traffic: int  # bytes read and written; of an operand that is sliced, or updated in place, the part concerned
+
+    @property
+    def target(self) -> str:
+        """What a custom call calls."""
+        return found[1] if (found := re.search(r'custom_call_target="([^"]*)"', self.attributes)) else ""
+
+    @property
+    def scopes(self) -> tuple[str, ...]:
+        """jax's name stack, outermost first, without the transformations: `jvp(mlp)` is `mlp`."""
+        found = re.search(r'op_name="(jit\([^"]*)"', self.attributes)
+        return tuple(re.sub(r".*\(|\)", "", part) for part in found[1].split("/")) if found else ()
+
+    @property
+    def only_moves(self) -> bool:
+        """Whether it copies or transposes and computes nothing."""
+        return self.kind in MOVES or (self.kind == "fusion" and bool(self.fused) and self.fused <= MOVES)
+
+    @property
+    def only_converts(self) -> bool:
+        """Whether it changes the dtype, and computes nothing else."""
+        kinds = self.fused if self.kind == "fusion" else {self.kind}
+        return "convert" in kinds and kinds <= MOVES | {"convert"}
+
+    @property
+    def result_bytes(self) -> int:
+        return sum(array.bytes for array in self.results)
+
+    @property
+    def operand_bytes(self) -> int:
+        return sum(array.bytes for array in self.operands)
+
+    @property
+    def group_size(self) -> int:
+        """How many devices a collective runs over."""
+        if mesh := re.search(r"replica_groups=mesh\[(.*?)\] \{(.*?)\}", self.attributes):
+            sizes = dict(re.findall(r"'(\w+)'=(\d+)", mesh[1]))
+            return math.prod(int(sizes[axis]) for axis in re.findall(r"\w+", mesh[2]))
+        if iota := re.search(r"replica_groups=\[\d+,(\d+)\]<=", self.attributes):
+            return int(iota[1])
+        listed = re.search(r"replica_groups=\{\{([\d,]*)\}", self.attributes)
+        return len(listed[1].split(",")) if listed else 1
+
+
+def parse(text: str) -> list[Op]:
+    """Everything that a module launches, in the order of its text."""
+    computations, entry = _computations(text)
+    ops: list[Op] = []
+
+    def visit(name: str, loops: int) -> None:
+        table = computations[name]
+        for line in table.values():
+            for role, called in CALLED.findall(line.attributes) if line.kind in CALLERS else ():
+                for name in re.findall(r"%([\w.-]+)", called):
+                    visit(name, loops + (role == "body"))
+            if line.kind not in SILENT and not line.kind.endswith(("-done", "-update")):
+                ops.append(_op(line, table, computations, loops))
+
+    visit(entry, 0)
+    return ops
+
+
+def _computations(text: str) -> tuple[dict[str, dict[str, Instruction]], str]:
+    """Instructions by name, by computation; and the name of the entry."""
+    computations: dict[str, dict[str, Instruction]] = {}
+    entry = current = ""
+    for line in text.splitlines():
+        if start := COMPUTATION.match(line):
+            current = start[2]
+            entry = current if start[1] else entry
+            computations[current] = {}
+        elif current and (match := INSTRUCTION.match(line)):
+            result, _, rest = _split_type(match[2])
+            kind, _, rest = rest.partition("(")
+            operands, _, attributes = rest.partition(")")
+            names = tuple(re.findall(r"%([\w.-]+)", operands))
+            computations[current][match[1]] = Instruction(match[1], kind, result, names, attributes)
+    return computations, entry
+
+
+def _split_type(text: str) -> tuple[str, str, str]:
+    """`(f32[2], s32[]) tuple(...)` → the type, a space, the rest."""
+    if not text.startswith("("):
+        return text.partition(" ")
+    depth = 0
+    for i, character in enumerate(text):
+        depth += (character == "(") - (character == ")")
+        if not depth:
+            return text[: i + 1], " ", text[i + 2 :]
+    raise AssertionError(f"a type without an end: {text}")
+
+
+def _arrays(type_text: str) -> tuple[Array, ...]:
+    return tuple(Array(dtype, tuple(int(d) for d in dims.split(",") if d)) for dtype, dims in ARRAY.findall(type_text))
+
+
+def _results(line: Instruction) -> tuple[Array, ...]:
+    """Of a start, whose type is `(operands, results, ...)`, the results alone."""
+    if not (line.kind.endswith("-start") and line.result.startswith("(")):
+        return _arrays(line.result)
+    parts, depth = [""], 0
+    for character in line.result[1:-1]:
+        depth += (character in "([{") - (character in ")]}")
+        if character == "," and not depth:
+            parts.append("")
+        else:
+            parts[-1] += character
+    return _arrays(parts[0 if line.kind == "copy-start" else 1])
+
+
+def _op(line: Instruction, table: dict, computations: dict, loops: int) -> Op:
+    """The operation of an instruction; `table` holds its computation's."""
+    kind = line.kind.removesuffix("-start")
+    fusion = re.search(r"\bcalls=%([\w.-]+)", line.attributes) if kind == "fusion" else None
+    if not fusion:
+        # As if it were fused alone, with its operands as parameters.
+        inside = {name: replace(table[name], kind="parameter", operands=()) for name in line.operands}
+        inside[line.name] = line
+    else:
+        inside = computations[fusion[1]]
+        for inner in inside.values():
+            if inner.kind.removesuffix("-start") in ("custom-call", *COLLECTIVES):  # on a slice, without a copy of it
+                return replace(_op(inner, inside, computations, loops), name=line.name)
+    results = _results(line)
+    operands = tuple(array for name in line.operands for array in _arrays(table[name].result))
+    fused = frozenset(i.kind for i in inside.values() if i.kind not in SILENT) if fusion else frozenset()
+    read = sum(_read(source, inside) for source in inside.values() if source.kind == "parameter")
+    return Op(line.name, kind, results, operands, line.attributes, loops, fused, read + _written(results, inside))
+
+
+# Kinds that change part of their first operand in place, and the operand that is as large as the part.
+UPDATES = {"dynamic-update-slice": 1, "scatter": 2}
+READS_OF_A_PART = ("dynamic-slice", "slice", "gather")
+
+
+def _read(source: Instruction, inside: dict[str, Instruction]) -> int:
+    """Bytes of an operand that are read: all, unless it is only sliced or updated."""
+    total = 0
+    for user in inside.values():
+        if source.name not in user.operands:
+            continue
+        if user.kind == "bitcast":
+            total += _read(user, inside)
+        elif user.kind in READS_OF_A_PART and user.operands[0] == source.name:
+            total += _bytes(user)
+        elif not (user.kind in UPDATES and user.operands[0] == source.name):
+            return _bytes(source)
+    return min(total, _bytes(source))
+
+
+def _written(results: Sequence[Array], inside: dict[str, Instruction]) -> int:
+    """Bytes of the results that are written: of one that is updated in place the part."""
+    sizes = [array.bytes for array in results]
+    for line in inside.values():
+        if line.kind in UPDATES and _bytes(line) in sizes:
+            sizes[sizes.index(_bytes(line))] = _bytes(inside[line.operands[UPDATES[line.kind]]])
+    return sum(sizes)
+
+
+def _bytes(line: Instruction) -> int:
+    return sum(array.bytes for array in _arrays(line.result))

@@ -1,0 +1,163 @@
+"""What the train step launches on H200s, compiled without a GPU.
+
+    python scripts/hlo_counts.py CONFIG [section.key=value ...] [--gpus N] [--text FILE]
+    python scripts/hlo_counts.py --write
+
+The first counts library calls, collectives, loops, copies and temporary memory of a config's compiled step on N GPUs
+(default 1), and can save the compiled text. The second writes the counts of CASES to tests/data/h200_hlo_counts.txt,
+which a test compares with; without arguments they are printed. Needs jax's CUDA plugin (the extra `dev` has it).
+"""
+
+import argparse
+import os
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
+from pathlib import Path
+from unittest import mock
+
+import hlo
+
+from megajax.config import load_config
+from megajax.config.checks import check_mesh
+from megajax.config.cli import user_errors
+from megajax.errors import InputError
+from megajax.runtime import prepare_environment
+
+ROOT = Path(__file__).parents[1]
+GOLDEN = ROOT / "tests/data/h200_hlo_counts.txt"
+TARGET = ROOT / "tests/data/h200_target_config.pbtxt"  # what XLA wants to know of the GPU, dumped from an H200
+# The benchmark shapes at their full widths; two layers show what every layer does.
+CASES = (
+    "configs/llama3_8b_l8.yaml mesh.fsdp=1 model.num_layers=2",
+    "configs/llama3_8b_l8.yaml batch.global_size=16 model.num_layers=2 --gpus 4",
+    "configs/llama3_8b_l8.yaml mesh.fsdp=1 mesh.data=4 batch.global_size=16 model.num_layers=2 --gpus 4",
+    "configs/llama3_8b_l8.yaml mesh.fsdp=1 mesh.tensor=4 model.num_layers=2 --gpus 4",
+    "configs/llama3_1b.yaml mesh.fsdp=1 model.num_layers=2",
+)
+LARGE = 2**20  # bytes; smaller copies are not counted
+LIBRARY_CALLS = {
+    "__cublas$lt$matmul": "cuBLASLt matmul",
+    "__cublas$lt$matmul$f8": "cuBLASLt FP8 matmul",
+    "__cublas$gemm": "cuBLAS matmul",
+    "__cudnn$fmhaSoftmax": "cuDNN attention, forward",
+    "__cudnn$fmhaSoftmaxBackward": "cuDNN attention, backward",
+}
+NO_PLUGIN = (
+    "compiling for H200 needs jax's CUDA plugin, which is not installed: "
+    "pip install --editable '.[dev]' --constraint constraints.txt"
+)
+
+
+def compile_for_h200(path: str, overrides: list[str], gpus: int):
+    """A config's compiled train step for so many H200s of one host. Once a process: XLA reads its flags once."""
+    require_plugin()
+    os.environ["JAX_PLATFORMS"] = "cpu"  # what runs here; the compiler is the GPU's
+    config = load_config(path, overrides)
+    prepare_environment(config)
+
+    from jax._src import xla_bridge
+    from jax._src.cudnn import fused_attention_stablehlo
+    from jax.experimental import topologies
+
+    from megajax.mesh import build_mesh
+    from megajax.training.step import TrainProgram
+
+    # jax asks for a running GPU in two places where none is needed (its issue 23971).
+    with (
+        mock.patch.object(xla_bridge, "canonicalize_platform", lambda platform: platform),
+        mock.patch.object(fused_attention_stablehlo, "check_cudnn_version", lambda: 91900),
+    ):
+        topology = topologies.get_topology_desc(
+            platform="cuda",
+            target_config=TARGET.read_text(),
+            topology=f"1x1x{gpus}",  # slices, hosts, GPUs
+        )
+        program = TrainProgram.build(config, build_mesh(check_mesh(config, gpus), topology.devices))
+        return program.train_step.lower(program.abstract_state, program.abstract_batch).compile()
+
+
+def require_plugin() -> None:
+    """Raises InputError if jax's CUDA plugin, of CUDA 12 or 13, is not installed."""
+    if not any(find_spec("jax_plugins") and find_spec(f"jax_plugins.xla_cuda{version}") for version in (12, 13)):
+        raise InputError(NO_PLUGIN)
+
+
+def describe(ops: Iterable[hlo.Op], temporary_bytes: int) -> list[str]:
+    """One line for each kind of operation: how many there are, their bytes, and how many stand in loops.
+
+    A loop's body counts once, twice where XLA has unrolled it. The bytes of a collective are those of the whole array.
+    """
+    counts, sizes, looped = Counter(), Counter(), Counter()
+    for op in ops:
+        for kind, size in _kinds(op):
+            counts[kind] += 1
+            sizes[kind] += size
+            looped[kind] += op.loops > 0
+    lines = []
+    for kind in sorted(counts):
+        size = f"{sizes[kind] / 2**20:,.1f} MiB" if sizes[kind] else ""
+        loops = f"{looped[kind]} in loops" if looped[kind] else ""
+        lines.append(f"  {kind:<28}{counts[kind]:>5}{size:>14}{loops:>14}".rstrip())
+    return [*lines, f"  {'temporary memory':<28}{temporary_bytes / 2**30:>15.1f} GiB"]
+
+
+def _kinds(op: hlo.Op) -> Iterable[tuple[str, int]]:
+    """What an operation counts as, and its bytes where these matter."""
+    if op.kind == "custom-call":
+        yield LIBRARY_CALLS.get(op.target, " ".join([op.target, *op.scopes[-1:]])), 0
+    elif op.kind in hlo.COLLECTIVES:
+        yield op.kind, max(op.operand_bytes, op.result_bytes)
+    elif op.kind == "while":
+        yield "while loop", 0
+    elif op.result_bytes > LARGE and op.only_moves:
+        yield "copy above 1 MiB", op.result_bytes
+    elif op.result_bytes > LARGE and op.only_converts:
+        yield "conversion above 1 MiB", op.result_bytes
+
+
+def golden() -> str:
+    """The text of every case, each compiled in a process of its own, two at a time."""
+    require_plugin()
+
+    def block(case: str) -> str:
+        done = subprocess.run([sys.executable, __file__, *case.split()], capture_output=True, text=True, cwd=ROOT)
+        if done.returncode:
+            raise InputError(f"python scripts/hlo_counts.py {case} failed: {done.stderr.strip()}")
+        return done.stdout
+
+    with ThreadPoolExecutor(max_workers=2) as pool:
+        return "\n".join(pool.map(block, CASES))
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("config", nargs="?", help="path of a config")
+    parser.add_argument("overrides", nargs="*", help="section.key=value")
+    parser.add_argument("--gpus", type=int, default=1)
+    parser.add_argument("--text", type=Path, help="save the compiled text here")
+    parser.add_argument("--write", action="store_true", help=f"write {GOLDEN.relative_to(ROOT)}")
+    args = parser.parse_intermixed_args(arguments)
+    with user_errors():
+        if args.config is None:
+            text = golden()
+            if args.write:
+                GOLDEN.write_text(text)
+                print(f"wrote {GOLDEN.relative_to(ROOT)}: look at its diff")
+            else:
+                print(text, end="")
+            return 0
+        compiled = compile_for_h200(args.config, args.overrides, args.gpus)
+        text = compiled.as_text()
+        if args.text:
+            args.text.write_text(text)
+        print(" ".join([Path(args.config).stem, *args.overrides, f"on {args.gpus} GPU{'s' * (args.gpus > 1)}"]))
+        print("\n".join(describe(hlo.parse(text), compiled.memory_analysis().temp_size_in_bytes)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

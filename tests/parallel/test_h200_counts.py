@@ -1,0 +1,21 @@
+"""What the benchmark shapes launch on H200s, compiled without a GPU: a diff of the counts tells what a change does."""
+
+import difflib
+import os
+import subprocess
+import sys
+
+import hlo_counts
+
+ADVICE = "the counts have changed; if that is as it should be, run python scripts/hlo_counts.py --write"
+
+
+def test_the_compiled_steps_launch_what_is_written_down():
+    flags = ("XLA_FLAGS", "JAX_DISABLE_MOST_OPTIMIZATIONS")  # those of the tests' virtual CPU devices
+    environment = {name: value for name, value in os.environ.items() if name not in flags}
+    command = [sys.executable, hlo_counts.__file__]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=600)
+    assert done.returncode == 0, done.stderr
+    written, now = hlo_counts.GOLDEN.read_text(), done.stdout
+    difference = difflib.unified_diff(written.splitlines(), now.splitlines(), "written", "now", n=12, lineterm="")
+    assert now == written, "\n".join([ADVICE, *difference])
