@@ -37,19 +37,16 @@ class FusedWeights:
         """Stored shards by name → shards of the fused weights."""
         return fuse({name: self._own_kv_head(w, self.stored[name]) for name, w in stored.items()})
 
-    def split(self, gradients: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-        """Gradients of the fused shards → gradients of the stored shards."""
-        out = {}
-        for name, gradient in gradients.items():
-            start = 0
-            for part in self.parts[name]:
-                placement = self.stored[part]
-                own = gradient
-                if len(self.parts[name]) > 1:
-                    width = _merge_heads(placement, self.sizes).shape[-1] // self.sizes["tensor"]
-                    own = gradient[..., start : start + width]
-                    start += width
-                out[part] = self._all_kv_heads(_unmerge_heads(own, placement), placement)
+    def split(self, name: str, gradient: jax.Array) -> dict[str, jax.Array]:
+        """The gradient of a fused shard → gradients of the stored shards by name."""
+        out, start = {}, 0
+        for part in self.parts[name]:
+            placement, own = self.stored[part], gradient
+            if len(self.parts[name]) > 1:
+                width = _merge_heads(placement, self.sizes).shape[-1] // self.sizes["tensor"]
+                own = gradient[..., start : start + width]
+                start += width
+            out[part] = self._all_kv_heads(_unmerge_heads(own, placement), placement)
         return out
 
     def _own_kv_head(self, w: jax.Array, placement: Placement) -> jax.Array:

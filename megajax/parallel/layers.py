@@ -169,11 +169,12 @@ class LayerStack:
         parts: dict[str, list[jax.Array]] = {}
         for segment, units in zip(self.segments, gradients, strict=True):
             if not _reduced_on_the_way(segment, only_microbatch):
-                units = [self._reduce_once(unit) for unit in units]
-            layers = [self.fused.split(layer) for unit in units for layer in unit]
-            for short in layers[0]:
-                part = _stack_layers([layer[short] for layer in layers], segment)
-                parts.setdefault(PREFIX + short, []).append(part)
+                units = [self._scatter_once(unit) for unit in units]
+            layers = [layer for unit in units for layer in unit]
+            for name in layers[0]:
+                stacked = _stack_layers([layer[name] for layer in layers], segment)
+                for part, gradient in self.fused.split(name, self.exchange.complete(PREFIX + name, stacked)).items():
+                    parts.setdefault(PREFIX + part, []).append(gradient)
         return {name: part[0] if len(part) == 1 else jnp.concatenate(part) for name, part in parts.items()}
 
     def collect_amax(self, amaxes: Sequence[tuple[tuple[Amax, ...], ...]]) -> dict[str, jax.Array]:
@@ -260,10 +261,10 @@ class LayerStack:
 
     def _reduce(self, gradient: Unit, on_the_way: bool) -> Unit:
         reduced = tuple({n: self.exchange.reduce_layer(PREFIX + n, g) for n, g in layer.items()} for layer in gradient)
-        return self._reduce_once(reduced) if on_the_way else reduced
+        return self._scatter_once(reduced) if on_the_way else reduced
 
-    def _reduce_once(self, gradient: Unit) -> Unit:
-        return tuple({n: self.exchange.reduce_once(PREFIX + n, g) for n, g in layer.items()} for layer in gradient)
+    def _scatter_once(self, gradient: Unit) -> Unit:
+        return tuple({n: self.exchange.scatter_once(PREFIX + n, g) for n, g in layer.items()} for layer in gradient)
 
     def _runner(self, inputs: BlockInputs, segment: Segment, first, u: int) -> Callable:
         """(weights of unit `u` of a body whose first layer is `first`, x) → y."""

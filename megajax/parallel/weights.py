@@ -63,12 +63,19 @@ class WeightExchange:
 
     def reduce_once(self, name: str, gradient: jax.Array) -> jax.Array:
         """Accumulated gradient → FP32 gradient of the stored shard, complete over all devices."""
+        return self.complete(name, self.scatter_once(name, gradient))
+
+    def scatter_once(self, name: str, gradient: jax.Array) -> jax.Array:
+        """Accumulated gradient → that of the stored shard, summed over the axes that it is stored over."""
         placement = self.placements[name]
-        if placement.storage_dim is not None and self.once:
-            gradient = gradient.astype(self.gradients)
-            dim = _dim(placement.storage_dim, gradient, placement)
-            gradient = lax.psum_scatter(gradient, self.once, scatter_dimension=dim, tiled=True)
-        rest = tuple(axis for axis in placement.replicated_axes if self.sizes[axis] > 1)
+        if placement.storage_dim is None or not self.once:
+            return gradient
+        dim = _dim(placement.storage_dim, gradient, placement)
+        return lax.psum_scatter(gradient.astype(self.gradients), self.once, scatter_dimension=dim, tiled=True)
+
+    def complete(self, name: str, gradient: jax.Array) -> jax.Array:
+        """What `scatter_once` gave, of one layer or of many → FP32, summed over the other axes too."""
+        rest = tuple(axis for axis in self.placements[name].replicated_axes if self.sizes[axis] > 1)
         gradient = lax.psum(gradient.astype(self.gradients), rest) if rest else gradient
         return gradient.astype(jnp.float32)
 
