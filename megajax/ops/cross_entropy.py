@@ -1,14 +1,16 @@
 """Cross-entropy of one chunk of tokens over one shard of the vocabulary: loss and gradient in one pass."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 
+from megajax.ops import cross_entropy_kernel
 from megajax.ops.numerics import wide
 
 Reduce = Callable[[jax.Array], jax.Array]
+LossImplementation = Literal["reference", "pallas"]
 
 
 def chunk_loss_and_grad(
@@ -24,6 +26,7 @@ def chunk_loss_and_grad(
     z_loss: float = 0.0,
     reduce_max: Reduce | None = None,
     reduce_sum: Reduce | None = None,
+    implementation: LossImplementation = "reference",
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Loss, z-loss and gradient of C tokens: this shard's logits [C, V] -> (scalar, scalar, [C, V]).
 
@@ -32,7 +35,39 @@ def chunk_loss_and_grad(
     with [C] and [2, C]; None if the vocabulary is whole. Returned are Σ mask · loss (the language model's alone)
     and Σ mask · z_loss · lse², both the same on every shard and in float32 (float64 for float64 logits), and the
     gradient of `scale` times their sum with respect to the raw logits, in `dtype`.
+
+    "pallas" is the GPU kernel, for logits of at most 32 bits.
     """
+    function = _reference if implementation == "reference" else cross_entropy_kernel.chunk_loss_and_grad
+    return function(
+        logits_cv,
+        targets_c,
+        mask_c,
+        scale,
+        dtype,
+        vocab_start=vocab_start,
+        vocab_size=vocab_size,
+        softcap=softcap,
+        z_loss=z_loss,
+        reduce_max=reduce_max,
+        reduce_sum=reduce_sum,
+    )
+
+
+def _reference(
+    logits_cv: jax.Array,
+    targets_c: jax.Array,
+    mask_c: jax.Array,
+    scale: jax.Array | float,
+    dtype: Any,
+    *,
+    vocab_start: int | jax.Array,
+    vocab_size: int,
+    softcap: float | None,
+    z_loss: float,
+    reduce_max: Reduce | None,
+    reduce_sum: Reduce | None,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     compute_dtype = wide(logits_cv.dtype)
     logits = logits_cv.astype(compute_dtype)
     if softcap is not None:
