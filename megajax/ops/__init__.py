@@ -1,7 +1,7 @@
 """Functions on arrays with plain arguments: no config, no collectives, no modules."""
 
 from megajax.ops.attention import Implementation, attention, choose_attention
-from megajax.ops.cross_entropy import chunk_loss_and_grad, cross_entropy_reference
+from megajax.ops.cross_entropy import LossImplementation, chunk_loss_and_grad, cross_entropy_reference
 from megajax.ops.dropout import dropout
 from megajax.ops.mlp import activate
 from megajax.ops.norms import layer_norm, rms_norm
@@ -9,6 +9,7 @@ from megajax.ops.rope import apply_rope, rope_frequencies
 
 __all__ = [
     "Implementation",
+    "LossImplementation",
     "activate",
     "apply_rope",
     "attention",

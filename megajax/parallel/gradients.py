@@ -63,7 +63,7 @@ class LocalModel:
         computed |= {PREFIX + n: p for n, p in fused.placements.items()}
         exchange = WeightExchange(computed, sizes, compute, gradients)
         layers = LayerStack(config, model, comm, exchange, fused, platform)
-        return cls(config, sizes, placements, comm, exchange, layers, LossHead(config, comm))
+        return cls(config, sizes, placements, comm, exchange, layers, LossHead(config, comm, platform))
 
     def gather_ends(self, params: Params) -> dict[str, jax.Array]:
         """The weights outside the blocks, ready to compute with; they are gathered over `fsdp` once a step too."""

@@ -30,9 +30,10 @@ def chunk_count(config: Config, tokens: int, tensor: int) -> int:
 class LossHead:
     """Final norm, head and cross-entropy of a device's tokens; the vocabulary is sharded over `tensor`."""
 
-    def __init__(self, config: Config, comm: MeshComm):
+    def __init__(self, config: Config, comm: MeshComm, platform: str):
         self.model: ModelConfig = config.model
         self.config, self.comm = config, comm
+        self.implementation: ops.LossImplementation = "pallas" if platform in ("gpu", "cuda") else "reference"
         self.weight_name = "embedding.tokens" if config.model.tie_embeddings else "head"
         self.names = (self.weight_name, *NORMS[: 1 if config.model.norm == "rmsnorm" else 2])
 
@@ -40,7 +41,8 @@ class LossHead:
         """Summed loss of `x [T / tensor, D]` against targets and mask `[T]`: this device's share."""
 
         def body(loss, chunk):
-            chunk_loss, _, _, _ = self._chunk(weights, *chunk)
+            # XLA computes no unused gradient; a kernel would write it.
+            chunk_loss, _, _, _ = self._chunk(weights, chunk, 1.0, "reference")
             return loss + chunk_loss, None
 
         loss, _ = lax.scan(body, jnp.zeros((), jnp.float32), self._chunks(x, targets, mask))
@@ -55,9 +57,8 @@ class LossHead:
 
         def body(carry, chunk):
             gradients, loss, z_loss = carry
-            chunk_loss, chunk_z, dlogits, (h, pull) = self._chunk(weights, *chunk)
+            chunk_loss, chunk_z, dlogits, (h, pull) = self._chunk(weights, chunk, scale, self.implementation)
             w = weights[self.weight_name]
-            dlogits = (dlogits * scale).astype(h.dtype)
             tied = self.model.tie_embeddings
             dw = jnp.einsum("cv,cd->vd" if tied else "cv,cd->dv", dlogits, h, preferred_element_type=jnp.float32)
             dh = jnp.einsum("cv,vd->cd" if tied else "cv,dv->cd", dlogits, w)
@@ -70,23 +71,28 @@ class LossHead:
         shares = self.comm.tensor_size
         return loss / shares, z_loss / shares, dx.reshape(-1, dx.shape[-1])[: x.shape[0]], {**accumulated, **gradients}
 
-    def _chunk(self, weights, x_cd: jax.Array, targets_c: jax.Array, mask_c: jax.Array):
+    def _chunk(self, weights, chunk, scale: jax.Array | float, implementation: ops.LossImplementation):
+        x_cd, targets_c, mask_c = chunk
         norms = {name: weights[name] for name in self.names[1:]}
         normed, pull = jax.vjp(self._norm, norms, x_cd)
         h = self.comm.enter(normed)
         equation = "cd,vd->cv" if self.model.tie_embeddings else "cd,dv->cv"
         w = weights[self.weight_name]
         logits = jnp.einsum(equation, h, w, preferred_element_type=jnp.float32)
+        sharded = self.comm.tensor_size > 1
         loss, z_loss, dlogits = ops.chunk_loss_and_grad(
             logits,
             targets_c,
             mask_c,
+            scale,
+            h.dtype,
             vocab_start=self.comm.vocabulary_start(logits.shape[1]),
             vocab_size=self.model.vocab_size,
             softcap=self.model.logit_softcap,
             z_loss=self.model.z_loss,
-            reduce_max=self.comm.max_over_tensor,
-            reduce_sum=self.comm.sum_over_tensor,
+            reduce_max=self.comm.max_over_tensor if sharded else None,
+            reduce_sum=self.comm.sum_over_tensor if sharded else None,
+            implementation=implementation,
         )
         return loss, z_loss, dlogits, (h, pull)
 

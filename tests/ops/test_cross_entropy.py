@@ -49,7 +49,7 @@ def batch(rng):
     return logits, targets, mask
 
 
-def sharded(shards, logits, targets, mask, **options):
+def sharded(shards, logits, targets, mask, dtype="float32", **options):
     """The op on every shard of the vocabulary at once, with real reductions over a named axis."""
     width = logits.shape[1] // shards
     pieces = jnp.stack(jnp.split(jnp.asarray(logits), shards, axis=1))
@@ -59,6 +59,8 @@ def sharded(shards, logits, targets, mask, **options):
             piece,
             jnp.asarray(targets),
             jnp.asarray(mask),
+            1.0,
+            dtype,
             vocab_start=index * width,
             vocab_size=TRUE,
             reduce_max=lambda x: jax.lax.pmax(x, "vocab"),
@@ -73,7 +75,8 @@ def sharded(shards, logits, targets, mask, **options):
 @pytest.mark.smoke
 @pytest.mark.parametrize("options", OPTIONS)
 def test_losses_and_gradient_on_one_device(x64, error, batch, options):
-    loss, z_term, gradient = jax.jit(lambda *a: chunk_loss_and_grad(*a, vocab_size=TRUE, **options))(*batch)
+    run = jax.jit(lambda *a: chunk_loss_and_grad(*a, 1.0, "float64", vocab_size=TRUE, **options))
+    loss, z_term, gradient = run(*batch)
     assert (loss, z_term) == pytest.approx(numpy_cross_entropy(*batch, **options), rel=1e-12)
     assert error(gradient, numpy_gradient(*batch, **options)) < 1e-8
 
@@ -82,7 +85,7 @@ def test_losses_and_gradient_on_one_device(x64, error, batch, options):
 @pytest.mark.parametrize("shards", [2, 4, 8])
 def test_any_sharding_of_the_vocabulary_gives_the_same(x64, error, batch, shards, options):
     """With 8 shards of 6 the last holds padding alone."""
-    losses, z_terms, gradient = sharded(shards, *batch, **options)
+    losses, z_terms, gradient = sharded(shards, *batch, dtype="float64", **options)
     loss, z_term = numpy_cross_entropy(*batch, **options)
     np.testing.assert_allclose(losses, np.full(shards, loss), rtol=1e-12)
     np.testing.assert_allclose(z_terms, np.full(shards, z_term), rtol=1e-12)
@@ -103,11 +106,11 @@ def test_the_plain_reference_and_its_derivative(x64, error, batch, options):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_sums_and_gradient_are_float32(error, batch, dtype):
+def test_sums_are_float32(error, batch, dtype):
     logits = jnp.asarray(batch[0], dtype)
     arguments = (np.asarray(logits, np.float64), *batch[1:])
     loss, z_term, gradient = sharded(2, logits, *batch[1:], z_loss=1e-2, softcap=5.0)
-    assert loss.dtype == z_term.dtype == gradient.dtype == jnp.float32
+    assert loss.dtype == z_term.dtype == jnp.float32
     expected = numpy_cross_entropy(*arguments, z_loss=1e-2, softcap=5.0)
     assert (loss[0], z_term[0]) == pytest.approx(expected, rel=1e-6)
     assert error(gradient, numpy_gradient(*arguments, z_loss=1e-2, softcap=5.0)) < 1e-5
@@ -121,6 +124,8 @@ def test_padding_and_masked_tokens_get_no_gradient(batch):
         jnp.asarray(logits, jnp.float32),
         jnp.asarray(targets),
         jnp.asarray(mask),
+        1.0,
+        "float32",
         vocab_size=TRUE,
         softcap=4.0,
     )
@@ -132,10 +137,20 @@ def test_padding_and_masked_tokens_get_no_gradient(batch):
 def test_the_mask_weighs_tokens(error, batch, rng):
     logits, targets, _ = batch
     logits, weights = jnp.asarray(logits, jnp.float32), rng.uniform(0, 2, TOKENS)
-    loss, _, gradient = chunk_loss_and_grad(logits, targets, jnp.asarray(weights), vocab_size=TRUE)
-    _, _, unweighted = chunk_loss_and_grad(logits, targets, jnp.ones(TOKENS, bool), vocab_size=TRUE)
+    rest = {"scale": 1.0, "dtype": "float32", "vocab_size": TRUE}
+    loss, _, gradient = chunk_loss_and_grad(logits, targets, jnp.asarray(weights), **rest)
+    _, _, unweighted = chunk_loss_and_grad(logits, targets, jnp.ones(TOKENS, bool), **rest)
     assert loss == pytest.approx(numpy_cross_entropy(np.asarray(logits, np.float64), targets, weights)[0], rel=1e-6)
     assert error(gradient, np.asarray(unweighted) * weights[:, None]) < 1e-6
+
+
+def test_scale_and_dtype_are_those_of_the_gradient(error, batch):
+    logits = jnp.asarray(batch[0], jnp.float32)
+    loss, z_term, gradient = chunk_loss_and_grad(logits, *batch[1:], 8.0, "bfloat16", vocab_size=TRUE, z_loss=1e-2)
+    plain = chunk_loss_and_grad(logits, *batch[1:], 1.0, "float32", vocab_size=TRUE, z_loss=1e-2)
+    assert (loss, z_term) == plain[:2]
+    assert gradient.dtype == jnp.bfloat16
+    assert error(gradient, 8.0 * plain[2]) < 4e-3
 
 
 @pytest.mark.parametrize("shift", [-1e4, 1e4])
@@ -158,5 +173,6 @@ def test_each_reduction_is_called_once(batch):
 
         return reduce
 
-    chunk_loss_and_grad(*batch, vocab_size=TRUE, z_loss=0.1, reduce_max=record("max"), reduce_sum=record("sum"))
+    reductions = {"reduce_max": record("max"), "reduce_sum": record("sum")}
+    chunk_loss_and_grad(*batch, 1.0, "float32", vocab_size=TRUE, z_loss=0.1, **reductions)
     assert calls == [("max", (TOKENS,)), ("sum", (2, TOKENS))]

@@ -1,0 +1,236 @@
+"""Cross-entropy of one chunk of tokens, loss and gradient, in one kernel that walks twice along a row of logits.
+
+The contract of `cross_entropy.chunk_loss_and_grad`, as Pallas kernels on Triton, one program for each row. The first
+walk keeps the row's maximum and the sum of exponentials relative to it (Milakov & Gimelshein, "Online normalizer
+calculation for softmax", 2018, https://arxiv.org/abs/1805.02867); the second writes the gradient. It goes backwards,
+so that it begins with what the first has just left in the L2 cache. Where the vocabulary is sharded, the walks are
+two kernels, with the reductions over the shards between them.
+
+Any number of rows and columns is right; columns in multiples of 16 are fast, as rows are then aligned for 16-byte
+accesses. jax 0.11 calls the Triton backend deprecated; Pallas's other one, Mosaic GPU, would need its own kernels.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+LOG2_E = math.log2(math.e)
+LOWEST = float(jnp.finfo(jnp.float32).min)  # finite: the difference of two infinities is none
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """How a program walks along its row.
+
+    Each of `lanes` columns side by side, a power of two, has its own maximum and sum up to the end of the row, so
+    that warps do not wait for each other. One step takes `unroll` such vectors, whose loads are under way together.
+    Four lanes a thread make one load of 16 bytes. With 1024 threads a multiprocessor has one row at a time: the fewer
+    rows are under way, the more of each stays in the L2 cache between the walks.
+    """
+
+    lanes: int = 4096
+    unroll: int = 4
+    num_warps: int = 32
+
+
+def chunk_loss_and_grad(
+    logits_cv: jax.Array,
+    targets_c: jax.Array,
+    mask_c: jax.Array,
+    scale: jax.Array | float,
+    dtype: Any,
+    *,
+    vocab_start: int | jax.Array = 0,
+    vocab_size: int,
+    softcap: float | None = None,
+    z_loss: float = 0.0,
+    reduce_max: Callable[[jax.Array], jax.Array] | None = None,
+    reduce_sum: Callable[[jax.Array], jax.Array] | None = None,
+    tiling: Tiling = Tiling(),
+    interpret: bool = False,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """As `cross_entropy.chunk_loss_and_grad`, in float32 whatever the logits; `interpret` runs it on any device."""
+    C, V = logits_cv.shape
+    mask = mask_c.astype(jnp.float32)
+    true_columns = jnp.clip(vocab_size - vocab_start, 0, V)
+    target_columns = targets_c - vocab_start
+    ours = (target_columns >= 0) & (target_columns < true_columns)
+    target_columns = jnp.where(ours, target_columns, -1)  # -1 is nobody's column
+    targets = jnp.take_along_axis(logits_cv, jnp.maximum(target_columns, 0)[:, None], axis=1)[:, 0]
+    targets, _ = _softcapped(targets.astype(jnp.float32), softcap)
+
+    may_be_padded = not isinstance(vocab_start, int) or vocab_start + V > vocab_size
+    walk = _Walk(V, may_be_padded, softcap, z_loss, tiling, interpret)
+    inputs = [logits_cv, true_columns.astype(jnp.int32).reshape(1)]
+    to_gradient = [target_columns.astype(jnp.int32), (mask * scale).astype(jnp.float32)]
+    row, statistic = jax.ShapeDtypeStruct((C, V), dtype), jax.ShapeDtypeStruct((C,), jnp.float32)
+    if reduce_max is None or reduce_sum is None:
+        outputs = [row, statistic, statistic]
+        gradient, maximum, total = _over_rows(walk.cross_entropy, inputs + to_gradient, outputs, tiling, interpret)
+        shifted = jnp.where(ours, targets - maximum, 0)
+    else:
+        own_maximum, own_total = _over_rows(
+            walk.cross_entropy_statistics, inputs, [statistic, statistic], tiling, interpret
+        )
+        maximum = reduce_max(own_maximum)
+        own_total *= jnp.exp(own_maximum - maximum)
+        total, shifted = reduce_sum(jnp.stack([own_total, jnp.where(ours, targets - maximum, 0)]))
+        to_gradient += [maximum, total]
+        [gradient] = _over_rows(walk.cross_entropy_gradient, inputs + to_gradient, [row], tiling, interpret)
+
+    log_total = jnp.log(total)
+    loss = jnp.sum(mask * (log_total - shifted))
+    return loss, jnp.sum(mask * z_loss * jnp.square(log_total + maximum)), gradient
+
+
+@dataclass(frozen=True)
+class _Walk:
+    """The kernels, by the names that profiles show. Refs are of one row: logits and gradient [V], all else [1]."""
+
+    columns: int
+    may_be_padded: bool
+    softcap: float | None
+    z_loss: float
+    tiling: Tiling
+    interpret: bool
+
+    def cross_entropy_statistics(self, logits, true_columns, maximum, total) -> None:
+        maximum[0], total[0] = self._maximum_and_total(logits, true_columns[0])
+
+    def cross_entropy_gradient(self, logits, true_columns, target_column, weight, maximum, total, gradient) -> None:
+        row = logits, true_columns[0], target_column[0], weight[0]
+        self._write_gradient(*row, maximum[0], total[0], gradient)
+
+    def cross_entropy(self, logits, true_columns, target_column, weight, gradient, maximum, total) -> None:
+        row_maximum, row_total = self._maximum_and_total(logits, true_columns[0])
+        row = logits, true_columns[0], target_column[0], weight[0]
+        self._write_gradient(*row, row_maximum, row_total, gradient)
+        maximum[0], total[0] = row_maximum, row_total
+
+    def _maximum_and_total(self, logits, true_columns) -> tuple[jax.Array, jax.Array]:
+        """max x and Σ exp(x - max x) over the true columns; the lowest number and 0 if there are none."""
+
+        def step(starts, masked, carry):
+            maximum, total = carry
+            vectors = [self._load(logits, start, masked, "evict_last") for start in starts]
+            true = functools.partial(self._true_logits, masked=masked, true_columns=true_columns)
+            vectors = [true(x, start)[0] for x, start in zip(vectors, starts, strict=True)]
+            new = functools.reduce(jnp.maximum, vectors, maximum)
+            return new, sum((self._exp(x - new) for x in vectors), total * self._exp(maximum - new))
+
+        lanes = (self.tiling.lanes,)
+        maximum, total = self._steps(step, (jnp.full(lanes, LOWEST, jnp.float32), jnp.zeros(lanes, jnp.float32)))
+        row_maximum = jnp.max(maximum)
+        return row_maximum, jnp.sum(total * self._exp(maximum - row_maximum))
+
+    def _write_gradient(self, logits, true_columns, target_column, weight, maximum, total, gradient) -> None:
+        """weight · (softmax · (1 + 2 · z_loss · lse) - one-hot target), through the soft-cap."""
+        share = weight * (1 + 2 * self.z_loss * (jnp.log(total) + maximum)) / total
+
+        def step(starts, masked, carry):
+            vectors = [self._load(logits, start, masked, "evict_first") for start in starts]
+            for x, start in zip(vectors, starts, strict=True):
+                x, slope = self._true_logits(x, start, masked, true_columns)
+                is_target = lax.iota(jnp.int32, self.tiling.lanes) == target_column - start
+                dx = self._exp(x - maximum) * share - jnp.where(is_target, weight, 0.0)
+                dx = dx if slope is None else dx * slope
+                self._store(gradient, start, masked, dx.astype(gradient.dtype))
+            return carry
+
+        self._steps(step, (), backwards=True)
+
+    def _steps(self, step: Callable, carry: Any, backwards: bool = False) -> Any:
+        """The carry after step(starts of vectors, whether they may reach over the end of the row, carry) for all."""
+        lanes, width = self.tiling.lanes, self.tiling.lanes * self.tiling.unroll
+        whole = self.columns // width
+        rest = range(whole * width, self.columns, lanes)
+
+        def whole_step(index, carry):
+            start = width * (whole - 1 - index if backwards else index)
+            return step([start + offset for offset in range(0, width, lanes)], False, carry)
+
+        if rest and backwards:
+            carry = step(rest, True, carry)
+        carry = lax.fori_loop(0, whole, whole_step, carry)
+        if rest and not backwards:
+            carry = step(rest, True, carry)
+        return carry
+
+    def _load(self, logits, start, masked: bool, eviction_policy: str) -> jax.Array:
+        mask = self._before(self.columns, start) if masked else None
+        other = 0.0 if masked else None
+        return plgpu.load(self._at(logits, start), mask=mask, other=other, eviction_policy=eviction_policy)
+
+    def _store(self, gradient, start, masked: bool, values: jax.Array) -> None:
+        mask = self._before(self.columns, start) if masked else None
+        plgpu.store(self._at(gradient, start), values, mask=mask, eviction_policy="evict_first")
+
+    def _true_logits(self, x, start, masked: bool, true_columns) -> tuple[jax.Array, jax.Array | None]:
+        """The logits as the softmax takes them, -inf in padding, and their derivative in x (None: 1)."""
+        x, slope = _softcapped(x.astype(jnp.float32), self.softcap)
+        if self.may_be_padded or masked:
+            x = jnp.where(self._before(true_columns if self.may_be_padded else self.columns, start), x, -jnp.inf)
+        return x, slope
+
+    def _before(self, end, start) -> jax.Array:
+        return start + lax.iota(jnp.int32, self.tiling.lanes) < end
+
+    def _at(self, ref, start):
+        # As an array the start is not checked against the end of the row: masks see to that.
+        return ref.at[pl.ds(jnp.asarray(start, jnp.int32), self.tiling.lanes)]
+
+    def _exp(self, x) -> jax.Array:
+        """exp(x) by the GPU's own instruction for 2^x; the library spends three more on results below 1e-38."""
+        x = x * LOG2_E
+        if self.interpret:
+            return jnp.exp2(x)
+        [result] = plgpu.elementwise_inline_asm(
+            "ex2.approx.ftz.f32 $0, $1;",
+            args=[x],
+            constraints="=f,f",
+            pack=1,
+            result_shape_dtypes=[jax.ShapeDtypeStruct(x.shape, x.dtype)],
+        )
+        return result
+
+
+def _softcapped(x: jax.Array, softcap: float | None) -> tuple[jax.Array, jax.Array | None]:
+    """softcap · tanh(x / softcap) and its derivative in x, None for 1."""
+    if softcap is None:
+        return x, None
+    tanh = jnp.tanh(x / softcap)
+    return softcap * tanh, 1 - tanh * tanh
+
+
+def _over_rows(
+    kernel: Callable[..., None],
+    inputs: Sequence[jax.Array],
+    outputs: Sequence[jax.ShapeDtypeStruct],
+    tiling: Tiling,
+    interpret: bool,
+) -> list[jax.Array]:
+    """The outputs of one program for each row; arrays are [C, V], [C], or [1] for all rows."""
+    rows, columns = inputs[0].shape
+
+    def spec(array: Any) -> pl.BlockSpec:
+        if len(array.shape) == 2:
+            return pl.BlockSpec((None, columns), lambda row: (row, 0))
+        return pl.BlockSpec((1,), (lambda row: (row,)) if array.shape[0] == rows else (lambda row: (0,)))
+
+    return pl.pallas_call(
+        kernel,
+        grid=(rows,),
+        in_specs=[spec(array) for array in inputs],
+        out_specs=[spec(array) for array in outputs],
+        out_shape=list(outputs),
+        compiler_params=plgpu.CompilerParams(num_warps=tiling.num_warps),
+        interpret=interpret,
+    )(*inputs)
