@@ -61,10 +61,12 @@ def rms_norm_cast_transpose(
 def matmul(a_mk: jax.Array, b_nk: jax.Array, inverse_scale: jax.Array, dtype: Any) -> jax.Array:
     """`a @ b.T · inverse_scale` of FP8 operands, both with the summed dimension last: `[M, K]`, `[N, K]` → `[M, N]`.
 
-    Written so that XLA hands it to cuBLASLt's FP8 matmul on GPUs, the scale included.
+    Written so that XLA makes it one FP8 matmul of cuBLASLt on GPUs, with the FP32 scale inside and the result in
+    `dtype`: from a product in FP32 it would convert in a pass of its own.
     """
-    product = lax.dot_general(a_mk, b_nk, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
-    return (product * inverse_scale).astype(dtype)
+    wide = jnp.float32 if dtype == jnp.float16 else dtype  # unscaled sums overflow FP16
+    product = lax.dot_general(a_mk, b_nk, (((1,), (1,)), ((), ())), preferred_element_type=wide)
+    return (product * inverse_scale.astype(wide)).astype(dtype)
 
 
 def amax(x_tf: jax.Array) -> jax.Array:

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from megajax.errors import ConfigError
 from megajax.ops.numerics import wide
@@ -44,10 +45,15 @@ def apply_rope(x_bsnh: jax.Array, positions_bs: jax.Array, frequencies: np.ndarr
     positions [B, S] (integers), frequencies [R/2]; angles and rotation in float32 (float64 for float64 x).
     """
     dtype = wide(x_bsnh.dtype)
-    half = frequencies.shape[0]
+    rotary = 2 * frequencies.shape[0]
     angles = positions_bs.astype(dtype)[:, :, None, None] * jnp.asarray(frequencies, dtype)
     cos, sin = jnp.cos(angles), jnp.sin(angles)
-    first, second = (x_bsnh[..., i * half : (i + 1) * half].astype(dtype) for i in (0, 1))
-    rotated = [first * cos - second * sin, second * cos + first * sin]
-    passed = x_bsnh[..., 2 * half :]
-    return jnp.concatenate([*(part.astype(x_bsnh.dtype) for part in rotated), passed], axis=-1)
+    cos, sin = jnp.concatenate([cos, cos], axis=-1), jnp.concatenate([-sin, sin], axis=-1)
+    x = x_bsnh[..., :rotary].astype(dtype)
+    # The other half of each pair by reversing the two halves: for XLA a matter of indices, where slices joined again
+    # are a slow kernel in the backward pass.
+    swapped = lax.rev(x.reshape(*x.shape[:-1], 2, -1), (x.ndim - 1,)).reshape(x.shape)
+    rotated = (x * cos + swapped * sin).astype(x_bsnh.dtype)
+    if rotary == x_bsnh.shape[-1]:
+        return rotated
+    return jnp.concatenate([rotated, x_bsnh[..., rotary:]], axis=-1)
