@@ -39,6 +39,15 @@ def xla_flags(config: Config) -> dict[str, str]:
     return flags
 
 
+def variables(config: Config) -> dict[str, str]:
+    """Environment variables that this config wants besides XLA's flags."""
+    if config.mesh.tensor == 1:
+        return {}
+    # Kernels start in the order of their launch: a transfer gets its multiprocessors before the matmul that hides it
+    # takes all of them, where it would otherwise wait for the matmul's end (as Megatron sets it, for the same reason).
+    return {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+
+
 def autotune_files(config: Config) -> tuple[Path, Path]:
     """Where this process of a deterministic run keeps XLA's autotuning results, and where XLA writes them."""
     ranks = (os.environ.get(name) for name in ("JAX_PROCESS_ID", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK"))
@@ -56,7 +65,7 @@ def keep_autotuning(config: Config) -> None:
 
 
 def prepare_environment(config: Config) -> list[str]:
-    """Set the flags that the user has not set, and return them as `--name=value`.
+    """Set the flags and variables that the user has not set, and return them as `--flag=value` and `NAME=value`.
 
     If jax has started already, they can't be set any more: a warning names them.
     """
@@ -73,6 +82,10 @@ def prepare_environment(config: Config) -> list[str]:
         return []
     os.environ["XLA_FLAGS"] = " ".join([given, *flags]).strip()
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", MEMORY_FRACTION)
+    for name, value in variables(config).items():
+        if name not in os.environ:
+            os.environ[name] = value
+            flags.append(f"{name}={value}")
     accept_missing_cuda()
     return flags
 

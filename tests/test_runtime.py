@@ -33,6 +33,8 @@ def fresh(monkeypatch):
     monkeypatch.delenv("XLA_PYTHON_CLIENT_MEM_FRACTION")
     monkeypatch.setenv("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "")
     monkeypatch.delenv("JAX_SKIP_CUDA_CONSTRAINTS_CHECK")
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "")
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS")
     monkeypatch.delitem(sys.modules, "jax")
 
 
@@ -68,6 +70,18 @@ def test_flags_for_collectives_come_with_the_mesh(config, fresh):
     os.environ["XLA_FLAGS"] = ""
     fsdp = " ".join(prepare_environment(config("mesh.fsdp=-1")))
     assert "combine_threshold" in fsdp and "pipelined_all_gather=true" in fsdp
+
+
+def test_transfers_over_tensor_start_in_the_order_of_their_launch(config, fresh):
+    assert not any("CONNECTIONS" in flag for flag in prepare_environment(config("mesh.data=2")))
+    assert "CUDA_DEVICE_MAX_CONNECTIONS=1" in prepare_environment(config("mesh.tensor=2"))
+    assert os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
+
+
+def test_a_variable_of_the_user_wins(config, fresh, monkeypatch):
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "8")
+    assert not any("CONNECTIONS" in flag for flag in prepare_environment(config("mesh.tensor=2")))
+    assert os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "8"
 
 
 def test_a_deterministic_run_keeps_its_autotuning_in_the_run_directory(config, fresh, tmp_path):

@@ -3,11 +3,12 @@
 from megajax.ops.attention import Implementation, attention, choose_attention
 from megajax.ops.cross_entropy import LossImplementation, chunk_loss_and_grad, cross_entropy_reference
 from megajax.ops.dropout import dropout
-from megajax.ops.mlp import activate
+from megajax.ops.mlp import ElementwiseImplementation, activate
 from megajax.ops.norms import layer_norm, rms_norm
 from megajax.ops.rope import apply_rope, rope_frequencies
 
 __all__ = [
+    "ElementwiseImplementation",
     "Implementation",
     "LossImplementation",
     "activate",

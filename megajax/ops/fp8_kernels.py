@@ -12,7 +12,6 @@ keeps NaN. jax 0.11 calls the Triton backend deprecated; Pallas's other one, Mos
 """
 
 import functools
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +23,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from megajax.ops import mlp_kernel
 from megajax.ops.fp8_reference import Quantised, is_gated, matmul, saturate
 
 __all__ = [
@@ -86,28 +86,6 @@ def gated_backward_cast_transpose(
     return _over_tiles(_gated_backward(kind, interpret), operands, tiling, interpret, scale, dtype, parts=2)
 
 
-def rms_norm_cast_transpose(
-    x_td: jax.Array,
-    weight_d: jax.Array,
-    epsilon: float,
-    scale: jax.Array,
-    dtype: Any,
-    *,
-    tiling: Tiling = Tiling(),
-    interpret: bool = False,
-) -> Quantised:
-    """RMSNorm of x [T, D] with weight [D], quantised -> q [T, D], q_t [D, T], amax.
-
-    The mean squares of the rows are a reduction of XLA's own, which may join the kernel that makes x.
-    """
-    return _over_tiles(_rms_norm, _rms_norm_operands(x_td, weight_d, epsilon), tiling, interpret, scale, dtype)
-
-
-def amax(x_tf: jax.Array, *, tiling: Tiling = Tiling(), interpret: bool = False) -> jax.Array:
-    """max |x|: a float32 scalar."""
-    return _over_tiles(_as_is, [x_tf[:, None]], tiling, interpret)[-1]
-
-
 def gated_amax(kind: str, gate_up_tf: jax.Array, *, tiling: Tiling = Tiling(), interpret: bool = False) -> jax.Array:
     """The amax of `gated_cast_transpose` alone."""
     return _over_tiles(_gated(kind, interpret), [_halves(gate_up_tf)], tiling, interpret)[-1]
@@ -120,16 +98,8 @@ def gated_backward_amax(
     return _over_tiles(_gated_backward(kind, interpret), [_halves(gate_up_tf), dact_tf[:, None]], tiling, interpret)[-1]
 
 
-def rms_norm_amax(
-    x_td: jax.Array, weight_d: jax.Array, epsilon: float, *, tiling: Tiling = Tiling(), interpret: bool = False
-) -> jax.Array:
-    """The amax of `rms_norm_cast_transpose` alone."""
-    return _over_tiles(_rms_norm, _rms_norm_operands(x_td, weight_d, epsilon), tiling, interpret)[-1]
-
-
-# Operands are [T, parts, F], a vector over the tokens [T, 1], or one over the features [F]. A computation takes the
-# tiles of every part of every operand, [tokens, features] or vectors that broadcast to it, and returns a float32 tile
-# for each part of the result.
+# A computation takes the tiles [tokens, features] of every part of every operand [T, parts, F], and returns a float32
+# tile for each part of the result.
 Computation = Callable[..., Sequence[jax.Array]]
 
 
@@ -139,59 +109,17 @@ def _as_is(x: jax.Array) -> Sequence[jax.Array]:
 
 def _gated(kind: str, interpret: bool) -> Computation:
     def compute(gate: jax.Array, up: jax.Array) -> Sequence[jax.Array]:
-        gate, up = gate.astype(jnp.float32), up.astype(jnp.float32)
-        argument, _ = _sigmoid_argument(kind, gate)
-        return (gate * _sigmoid(argument, interpret) * up,)
+        return (mlp_kernel.gated(kind, gate.astype(jnp.float32), up.astype(jnp.float32), interpret),)
 
     return compute
 
 
 def _gated_backward(kind: str, interpret: bool) -> Computation:
     def compute(gate: jax.Array, up: jax.Array, dact: jax.Array) -> Sequence[jax.Array]:
-        gate, up, dact = (a.astype(jnp.float32) for a in (gate, up, dact))
-        argument, slope = _sigmoid_argument(kind, gate)
-        opening = _sigmoid(argument, interpret)
-        activated = gate * opening
-        return dact * up * (opening + activated * (1.0 - opening) * slope), dact * activated
+        tiles = (a.astype(jnp.float32) for a in (gate, up, dact))
+        return mlp_kernel.gated_gradients(kind, *tiles, interpret)[1]
 
     return compute
-
-
-def _sigmoid_argument(kind: str, gate: jax.Array) -> tuple[jax.Array, jax.Array | float]:
-    """The u of activation(gate) = gate · sigmoid(u), and its derivative: that is what both gates are."""
-    if kind == "swiglu":
-        return gate, 1.0
-    if kind == "geglu":
-        c = 2.0 * math.sqrt(2.0 / math.pi)
-        square = gate * gate
-        return gate * (c + 0.044715 * c * square), c + 3.0 * 0.044715 * c * square
-    raise ValueError(f'"{kind}" is no gated activation: use one of swiglu, geglu.')
-
-
-def _sigmoid(x: jax.Array, interpret: bool) -> jax.Array:
-    """1 / (1 + exp(-x)) to a few units in the last place, on the GPU by its own exp2 and reciprocal.
-
-    The library's exp and division treat ranges that do not matter here, at three times the instructions.
-    """
-    if interpret:
-        return jax.nn.sigmoid(x)
-    [result] = plgpu.elementwise_inline_asm(
-        "ex2.approx.ftz.f32 $0, $1; add.ftz.f32 $0, $0, 0f3F800000; rcp.approx.ftz.f32 $0, $0;",
-        args=[x * -math.log2(math.e)],
-        constraints="=f,f",
-        pack=1,
-        result_shape_dtypes=[jax.ShapeDtypeStruct(x.shape, x.dtype)],
-    )
-    return result
-
-
-def _rms_norm(x: jax.Array, inverse_rms: jax.Array, weight: jax.Array) -> Sequence[jax.Array]:
-    return (x.astype(jnp.float32) * inverse_rms * weight.astype(jnp.float32),)
-
-
-def _rms_norm_operands(x_td: jax.Array, weight_d: jax.Array, epsilon: float) -> list[jax.Array]:
-    mean_square = jnp.mean(jnp.square(x_td.astype(jnp.float32)), axis=-1, keepdims=True)
-    return [x_td[:, None], lax.rsqrt(mean_square + epsilon), weight_d]
 
 
 def _halves(gate_up_tf: jax.Array) -> jax.Array:
@@ -229,10 +157,7 @@ def _over_tiles(
         mask = _outer(rows, columns)
         tiles = []
         for operand, ref in zip(operands, inputs, strict=True):
-            if operand.ndim == 3:
-                tiles += [_load(ref.at[:, np.int32(part)], mask) for part in range(operand.shape[1])]
-            else:
-                tiles.append(_load(ref, rows)[:, None] if operand.ndim == 2 else _load(ref, columns)[None])
+            tiles += [_load(ref.at[:, np.int32(part)], mask) for part in range(operand.shape[1])]
         values = compute(*tiles)
         amax_ref[0, 0] = _largest_magnitude(values)
         if quantised:
@@ -247,14 +172,8 @@ def _over_tiles(
     def spec(block: tuple[int | None, ...], index: Callable[[Any, Any], tuple[Any, ...]]) -> pl.BlockSpec:
         return pl.BlockSpec(block, lambda *ids: index(ids[t_axis], ids[f_axis]))
 
-    def operand_spec(operand: jax.Array) -> pl.BlockSpec:
-        if operand.ndim == 3:
-            return spec((block_t, operand.shape[1], block_f), lambda t, f: (t, 0, f))
-        if operand.ndim == 2:
-            return spec((block_t, None), lambda t, f: (t, 0))
-        return spec((block_f,), lambda t, f: (f,))
-
-    inputs, in_specs = list(operands), [operand_spec(operand) for operand in operands]
+    inputs = list(operands)
+    in_specs = [spec((block_t, operand.shape[1], block_f), lambda t, f: (t, 0, f)) for operand in operands]
     out_shape = [jax.ShapeDtypeStruct((blocks_t, blocks_f), jnp.int32)]
     out_specs = [spec((1, 1), lambda t, f: (t, f))]
     if scale is not None:

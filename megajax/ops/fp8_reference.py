@@ -17,7 +17,6 @@ import jax.numpy as jnp
 from jax import lax
 
 from megajax.ops.mlp import GATED, activate
-from megajax.ops.norms import rms_norm
 
 Quantised = tuple[jax.Array, jax.Array, jax.Array]
 """q [T, F], its transpose [F, T] and amax, a float32 scalar."""
@@ -51,13 +50,6 @@ def gated_backward_cast_transpose(
     return _quantise(_gated_backward(kind, gate_up_tf, dact_tf), scale, dtype)
 
 
-def rms_norm_cast_transpose(
-    x_td: jax.Array, weight_d: jax.Array, epsilon: float, scale: jax.Array, dtype: Any
-) -> Quantised:
-    """RMSNorm of x [T, D] with weight [D], quantised -> q [T, D], q_t [D, T], amax."""
-    return _quantise(_rms_norm(x_td, weight_d, epsilon), scale, dtype)
-
-
 def matmul(a_mk: jax.Array, b_nk: jax.Array, inverse_scale: jax.Array, dtype: Any) -> jax.Array:
     """`a @ b.T · inverse_scale` of FP8 operands, both with the summed dimension last: `[M, K]`, `[N, K]` → `[M, N]`.
 
@@ -82,15 +74,6 @@ def gated_amax(kind: str, gate_up_tf: jax.Array) -> jax.Array:
 def gated_backward_amax(kind: str, gate_up_tf: jax.Array, dact_tf: jax.Array) -> jax.Array:
     """The amax of `gated_backward_cast_transpose` alone."""
     return amax(_gated_backward(kind, gate_up_tf, dact_tf))
-
-
-def rms_norm_amax(x_td: jax.Array, weight_d: jax.Array, epsilon: float) -> jax.Array:
-    """The amax of `rms_norm_cast_transpose` alone."""
-    return amax(_rms_norm(x_td, weight_d, epsilon))
-
-
-def _rms_norm(x_td: jax.Array, weight_d: jax.Array, epsilon: float) -> jax.Array:
-    return rms_norm(x_td.astype(jnp.float32), weight_d, epsilon)
 
 
 def _gated(kind: str, gate_up_tf: jax.Array) -> jax.Array:

@@ -6,12 +6,16 @@ were trained with it, and it is one fused kernel on GPU. The exact erf form diff
 
 from collections.abc import Callable
 from functools import partial
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
+from megajax.ops import mlp_kernel
 from megajax.ops.numerics import keep_inputs_only, wide
 
+ElementwiseImplementation = Literal["reference", "pallas"]
 GATED: dict[str, Callable[[jax.Array], jax.Array]] = {
     "swiglu": jax.nn.silu,
     "geglu": lambda gate: jax.nn.gelu(gate, approximate=True),
@@ -53,3 +57,15 @@ def _gated_backward(kind: str, x: jax.Array, dy: jax.Array):
 
 
 _gated.defvjp(_gated_forward, _gated_backward)
+
+
+def activate_and_gradient(
+    kind: str, x: jax.Array, dy: jax.Array, implementation: ElementwiseImplementation
+) -> tuple[jax.Array, jax.Array]:
+    """(activate(kind, x), the gradient of x for that of the activation), computed from x again."""
+    if implementation == "pallas" and kind in GATED:
+        gradient, act = mlp_kernel.activate_and_gradient(kind, x, dy)
+        return act, gradient
+    x, dy = lax.optimization_barrier((x, dy))  # or XLA would keep the forward pass's activation
+    act, pull = jax.vjp(partial(activate, kind), x)
+    return act, pull(dy)[0]

@@ -45,15 +45,34 @@ def apply_rope(x_bsnh: jax.Array, positions_bs: jax.Array, frequencies: np.ndarr
     positions [B, S] (integers), frequencies [R/2]; angles and rotation in float32 (float64 for float64 x).
     """
     dtype = wide(x_bsnh.dtype)
-    rotary = 2 * frequencies.shape[0]
     angles = positions_bs.astype(dtype)[:, :, None, None] * jnp.asarray(frequencies, dtype)
-    cos, sin = jnp.cos(angles), jnp.sin(angles)
-    cos, sin = jnp.concatenate([cos, cos], axis=-1), jnp.concatenate([-sin, sin], axis=-1)
-    x = x_bsnh[..., :rotary].astype(dtype)
-    # The other half of each pair by reversing the two halves: for XLA a matter of indices, where slices joined again
-    # are a slow kernel in the backward pass.
-    swapped = lax.rev(x.reshape(*x.shape[:-1], 2, -1), (x.ndim - 1,)).reshape(x.shape)
-    rotated = (x * cos + swapped * sin).astype(x_bsnh.dtype)
-    if rotary == x_bsnh.shape[-1]:
-        return rotated
-    return jnp.concatenate([rotated, x_bsnh[..., rotary:]], axis=-1)
+    return _rotate(x_bsnh, jnp.cos(angles), jnp.sin(angles))
+
+
+@jax.custom_vjp
+def _rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+    half = cos.shape[-1]
+    first, second = (x[..., i * half : (i + 1) * half].astype(cos.dtype) for i in (0, 1))
+    rotated = [first * cos - second * sin, second * cos + first * sin]
+    return jnp.concatenate([*(part.astype(x.dtype) for part in rotated), x[..., 2 * half :]], axis=-1)
+
+
+def _rotate_forward(x: jax.Array, cos: jax.Array, sin: jax.Array):
+    return _rotate(x, cos, sin), (cos, sin)
+
+
+def _rotate_backward(residuals, dy: jax.Array):
+    """The rotation back. The halves change places by a reversal, which is a matter of indices.
+
+    The gradients of queries, keys and values are joined next, and XLA's kernel is slow for a join within a join.
+    """
+    cos, sin = residuals
+    rotary = 2 * cos.shape[-1]
+    cos, sin = jnp.concatenate([cos, cos], axis=-1), jnp.concatenate([sin, -sin], axis=-1)
+    turned = dy[..., :rotary].astype(cos.dtype)
+    swapped = lax.rev(turned.reshape(*turned.shape[:-1], 2, -1), (turned.ndim - 1,)).reshape(turned.shape)
+    dx = (turned * cos + swapped * sin).astype(dy.dtype)
+    return (dx if rotary == dy.shape[-1] else jnp.concatenate([dx, dy[..., rotary:]], axis=-1)), None, None
+
+
+_rotate.defvjp(_rotate_forward, _rotate_backward)

@@ -23,10 +23,12 @@ class MeshComm(SingleDevice):
         sizes: Mapping[str, int],
         attention: ops.Implementation,
         deterministic: bool = False,
-        implementation: fp8.Implementation = "reference",
+        fp8_implementation: fp8.Implementation = "reference",
+        elementwise: ops.ElementwiseImplementation = "reference",
     ):
         super().__init__(attention)
-        self.fp8 = fp8.kernels(implementation)
+        self.fp8 = fp8.kernels(fp8_implementation)
+        self.elementwise: ops.ElementwiseImplementation = elementwise
         self.deterministic, self.attend_calls = deterministic, 0
         self.sizes = sizes
         self.tensor_size = sizes["tensor"]

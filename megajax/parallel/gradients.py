@@ -55,7 +55,9 @@ class LocalModel:
         kernels: fp8.Implementation,
     ):
         sizes, platform = mesh_sizes(mesh), mesh.devices.flat[0].platform
-        comm = MeshComm(sizes, attention, config.run.deterministic, kernels)
+        comm = MeshComm(
+            sizes, attention, config.run.deterministic, kernels, "pallas" if platform == "gpu" else "reference"
+        )
         compute, gradients = jnp.dtype(config.precision.compute), jnp.dtype(config.precision.gradients)
         blocks = {n.removeprefix(PREFIX): p for n, p in placements.items() if n.startswith(PREFIX)}
         fused = FusedWeights(blocks, sizes)

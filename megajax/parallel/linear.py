@@ -20,7 +20,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from megajax.ops import fp8
 from megajax.ops.fp8 import Fp8Weight
-from megajax.ops.mlp import activate
+from megajax.ops.mlp import activate, activate_and_gradient
 
 Weight = jax.Array | Fp8Weight
 
@@ -102,11 +102,13 @@ def _mlp_forward(comm: Any, activation: str, x: jax.Array, w_up: Weight, w_down:
 
 def _mlp_backward(comm: Any, activation: str, residuals, dy: jax.Array):
     xs, ups, acts, w_up, w_down = residuals
-    if acts is None:
-        ups, dy = lax.optimization_barrier((ups, dy))  # or XLA would keep the first one
-        acts = [activate(activation, up) for up in ups]
     dys, dacts = _gathered_products(comm, dy, w_down, "gradient")
-    dups = _activation_gradients(comm, activation, ups, dacts, w_up)
+    if acts is None:
+        pairs = zip(ups, dacts, strict=True)
+        both = [activate_and_gradient(activation, up, dact, comm.elementwise) for up, dact in pairs]
+        acts, dups = [act for act, _ in both], [dup for _, dup in both]
+    else:
+        dups = _activation_gradients(comm, activation, ups, dacts, w_up)
     dx = _sum_over_tensor(comm, _products(comm, dups, w_up, "gradient", dy.dtype))
     return dx, _weight_gradient(comm, xs, dups, w_up, dy.dtype), _weight_gradient(comm, acts, dys, w_down, dy.dtype)
 
@@ -155,10 +157,10 @@ def _activated(comm: Any, kind: str, ups: Sequence[jax.Array], w: Weight) -> Pie
     return [Quantized(q, t, 1 / scale, amax) for q, t, amax in quantized]
 
 
-def _activation_gradients(comm: Any, kind: str, ups, dacts: Sequence[jax.Array], w: Weight) -> Pieces:
+def _activation_gradients(comm: Any, kind: str, ups, dacts: Sequence[jax.Array], w: Fp8Weight) -> Pieces:
     """The gradient of each piece before the activation, as the output gradient of the layer with weight `w`."""
     pairs = list(zip(ups, dacts, strict=True))
-    if not isinstance(w, Fp8Weight) or not comm.fp8.is_gated(kind):
+    if not comm.fp8.is_gated(kind):
         return _operands(comm, [jax.vjp(partial(activate, kind), up)[1](dact)[0] for up, dact in pairs], w, "gradient")
     scale, dtype = _scale(comm, w, "gradient", lambda: [comm.fp8.gated_backward_amax(kind, *pair) for pair in pairs])
     quantized = (comm.fp8.gated_backward_cast_transpose(kind, *pair, scale, dtype) for pair in pairs)

@@ -17,17 +17,15 @@ E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
 LARGEST = {E4M3: 448.0, E5M2: 57344.0}
 TILING = Tiling(tokens=32, features=32)
 SCALE = 40.0
-EPSILON = 1e-5
-OPERATIONS = ["cast", "swiglu", "geglu", "swiglu backward", "geglu backward", "rms_norm"]
+OPERATIONS = ["cast", "swiglu", "geglu", "swiglu backward", "geglu backward"]
 
 
 def calls(operation: str, tensors, dtype, **options):
     """The functions (module) -> (q, q_t, amax) and (module) -> amax of an operation."""
-    x, gate_up, weight = tensors
+    x, gate_up = tensors
     kind = operation.split()[0]
     name, arguments = {
         "cast": ("", (x,)),
-        "rms_norm": ("rms_norm_", (x, weight, EPSILON)),
         "swiglu backward": ("gated_backward_", (kind, gate_up, x)),
         "geglu backward": ("gated_backward_", (kind, gate_up, x)),
     }.get(operation, ("gated_", (kind, gate_up)))
@@ -36,6 +34,8 @@ def calls(operation: str, tensors, dtype, **options):
         return getattr(module, f"{name}cast_transpose")(*arguments, jnp.float32(SCALE), dtype, **options)
 
     def amax(module):
+        if operation == "cast":  # XLA's own reduction is as fast
+            return fp8_reference.amax(x)
         return getattr(module, f"{name}amax")(*arguments, **options)
 
     return jax.jit(quantise, static_argnums=0), jax.jit(amax, static_argnums=0)
@@ -43,17 +43,15 @@ def calls(operation: str, tensors, dtype, **options):
 
 def random_tensors(rng, T, F):
     # A gate beyond 4 would test the reference's tanh-GELU instead, which loses its digits where tanh is almost -1.
-    shapes = (T, F), (T, 2 * F), (F,)
+    shapes = (T, F), (T, 2 * F)
     return [jnp.asarray(rng.normal(size=shape), jnp.bfloat16) for shape in shapes]
 
 
-def in_float64(operation: str, x, gate_up, weight):
+def in_float64(operation: str, x, gate_up):
     """The values before quantisation."""
-    x, gate_up, weight = (np.asarray(a, np.float64) for a in (x, gate_up, weight))
+    x, gate_up = (np.asarray(a, np.float64) for a in (x, gate_up))
     if operation == "cast":
         return x
-    if operation == "rms_norm":
-        return x / np.sqrt(np.mean(x**2, axis=-1, keepdims=True) + EPSILON) * weight
     gate, up = np.split(gate_up, 2, axis=-1)
     # Either activation is gate · sigmoid(u): tanh-GELU with u = 2 sqrt(2/π) (gate + 0.044715 gate³).
     c = 2.0 * np.sqrt(2.0 / np.pi)
@@ -147,14 +145,14 @@ def test_rounds_to_nearest_even():
 
 
 def test_the_shape_of_the_blocks_changes_nothing(rng):
-    x, _, _ = random_tensors(rng, 80, 48)
+    x, _ = random_tensors(rng, 80, 48)
     other = replace(TILING, tokens=64)
     results = KERNELS(x, jnp.float32(SCALE), E4M3), KERNELS(x, jnp.float32(SCALE), E4M3, tiling=other)
     jax.tree.map(np.testing.assert_array_equal, *jax.tree.map(lambda a: a.astype(jnp.float32), results))
 
 
 def test_kernels_run_inside_shard_map(rng):
-    x, _, _ = random_tensors(rng, 64, 48)
+    x, _ = random_tensors(rng, 64, 48)
     mesh = Mesh(np.array(jax.devices()[:2]), ("data",))
     rows, columns = PartitionSpec("data", None), PartitionSpec(None, "data")
 
@@ -171,4 +169,7 @@ def test_what_the_kernels_cannot_do_is_refused():
     with pytest.raises(ValueError, match="use one of swiglu, geglu"):
         fp8_kernels.gated_amax("gelu", jnp.ones((16, 32)), tiling=TILING, interpret=True)
     with pytest.raises(ValueError, match="fewer tokens"):
-        jax.eval_shape(lambda x: fp8_kernels.amax(x), jax.ShapeDtypeStruct((2**17, 2**14), jnp.bfloat16))
+        jax.eval_shape(
+            lambda x: fp8_kernels.cast_transpose(x, jnp.float32(1), E4M3),
+            jax.ShapeDtypeStruct((2**17, 2**14), jnp.bfloat16),
+        )

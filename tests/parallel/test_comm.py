@@ -295,7 +295,13 @@ def test_the_global_norm_counts_every_number_once(sizes):
         name: jax.device_put(pad_to_storage(jnp.asarray(g), placements[name]), NamedSharding(mesh, specs[name]))
         for name, g in whole.items()
     }
-    run = jax.shard_map(partial(global_norm, placements=placements, sizes=sizes), mesh=mesh, in_specs=(specs,), out_specs=P(), check_vma=False)
+    run = jax.shard_map(
+        partial(global_norm, placements=placements, sizes=sizes),
+        mesh=mesh,
+        in_specs=(specs,),
+        out_specs=P(),
+        check_vma=False,
+    )
     expected = math.sqrt(sum(np.sum(np.square(g, dtype=np.float64)) for g in whole.values()))
     assert float(jax.jit(run)(stored)) == pytest.approx(expected, rel=1e-6)
 

@@ -1,0 +1,99 @@
+"""Gated activations on the GPU: their formulas for Pallas kernels, and the backward pass of the BF16 MLP.
+
+Both gates are gate · sigmoid(u): SwiGLU with u = gate, GeGLU (tanh GELU) with a cubic u. jax 0.11 calls Pallas's Triton
+backend deprecated; its other one, Mosaic GPU, would need kernels of its own.
+"""
+
+import math
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+TOKENS, FEATURES, NUM_WARPS = 4, 1024, 4  # of a block; the features are the largest power of two that divides F
+
+
+def activate_and_gradient(
+    kind: str, gate_up_tf: jax.Array, dact_tf: jax.Array, *, interpret: bool = False
+) -> tuple[jax.Array, jax.Array]:
+    """gate_up [T, 2F] (the gate first) and dact [T, F] → (the gradient of gate_up, the activation [T, F]) in one pass.
+
+    The activation is needed again for the gradient of the weight after it: here it costs a write, elsewhere a kernel.
+    """
+    (T, F), dtype = dact_tf.shape, gate_up_tf.dtype
+    block_f = math.gcd(F, FEATURES)
+
+    def kernel(gate_up_ref, dact_ref, gradient_ref, act_ref) -> None:
+        rows = pl.program_id(1) * TOKENS + jax.lax.iota(jnp.int32, TOKENS) < T
+        mask = None if T % TOKENS == 0 else jnp.broadcast_to(rows[:, None], (TOKENS, block_f))
+        other = None if mask is None else 0.0
+
+        def load(ref) -> jax.Array:
+            return plgpu.load(ref, mask=mask, other=other).astype(jnp.float32)
+
+        gate, up = (load(gate_up_ref.at[:, np.int32(part)]) for part in (0, 1))
+        act, gradients = gated_gradients(kind, gate, up, load(dact_ref), interpret)
+        plgpu.store(act_ref, act.astype(dtype), mask=mask)
+        for part, gradient in enumerate(gradients):
+            plgpu.store(gradient_ref.at[:, np.int32(part)], gradient.astype(dtype), mask=mask)
+
+    pairs = pl.BlockSpec((TOKENS, 2, block_f), lambda f, t: (t, 0, f))
+    single = pl.BlockSpec((TOKENS, block_f), lambda f, t: (t, f))
+    gradient, act = pl.pallas_call(
+        kernel,
+        grid=(F // block_f, pl.cdiv(T, TOKENS)),
+        in_specs=[pairs, single],
+        out_specs=[pairs, single],
+        out_shape=[jax.ShapeDtypeStruct((T, 2, F), dtype), jax.ShapeDtypeStruct((T, F), dtype)],
+        compiler_params=plgpu.CompilerParams(num_warps=NUM_WARPS),
+        interpret=interpret,
+        name="gated_backward",
+    )(gate_up_tf.reshape(T, 2, F), dact_tf)
+    return gradient.reshape(T, 2 * F), act
+
+
+def gated(kind: str, gate: jax.Array, up: jax.Array, interpret: bool) -> jax.Array:
+    """activation(gate) · up of FP32 tiles."""
+    argument, _ = _sigmoid_argument(kind, gate)
+    return gate * _sigmoid(argument, interpret) * up
+
+
+def gated_gradients(
+    kind: str, gate: jax.Array, up: jax.Array, dact: jax.Array, interpret: bool
+) -> tuple[jax.Array, Sequence[jax.Array]]:
+    """(activation(gate) · up, its gradients of gate and up) of FP32 tiles."""
+    argument, slope = _sigmoid_argument(kind, gate)
+    opening = _sigmoid(argument, interpret)
+    activated = gate * opening
+    return activated * up, (dact * up * (opening + activated * (1.0 - opening) * slope), dact * activated)
+
+
+def _sigmoid_argument(kind: str, gate: jax.Array) -> tuple[jax.Array, jax.Array | float]:
+    """The u of activation(gate) = gate · sigmoid(u), and its derivative."""
+    if kind == "swiglu":
+        return gate, 1.0
+    if kind == "geglu":
+        c = 2.0 * math.sqrt(2.0 / math.pi)
+        square = gate * gate
+        return gate * (c + 0.044715 * c * square), c + 3.0 * 0.044715 * c * square
+    raise ValueError(f'"{kind}" is no gated activation: use one of swiglu, geglu.')
+
+
+def _sigmoid(x: jax.Array, interpret: bool) -> jax.Array:
+    """1 / (1 + exp(-x)) to a few units in the last place, on the GPU by its own exp2 and reciprocal.
+
+    The library's exp and division treat ranges that do not matter here, at three times the instructions.
+    """
+    if interpret:
+        return jax.nn.sigmoid(x)
+    [result] = plgpu.elementwise_inline_asm(
+        "ex2.approx.ftz.f32 $0, $1; add.ftz.f32 $0, $0, 0f3F800000; rcp.approx.ftz.f32 $0, $0;",
+        args=[x * -math.log2(math.e)],
+        constraints="=f,f",
+        pack=1,
+        result_shape_dtypes=[jax.ShapeDtypeStruct(x.shape, x.dtype)],
+    )
+    return result
