@@ -1,8 +1,8 @@
 """Linear layers on the mesh: the matmuls, their communication over `tensor`, and both gradients, in BF16 or FP8.
 
 A column layer gathers its input's tokens and keeps its own columns of the output; a row layer sums its output over
-`tensor` and keeps its own tokens (Shoeybi et al. 2019; sequence parallelism of Korthikanti et al. 2022). Gather and sum
-are cut into one piece for each device of `tensor` and run beside the matmuls that they feed (Wang et al. 2023,
+`tensor` and keeps its own tokens (Shoeybi et al. 2019; sequence parallelism of Korthikanti et al. 2022). Where the
+matmul is wide enough to hide them, gather and sum are cut into one piece for each device of `tensor` (Wang et al. 2023,
 "Overlap Communication with Dependent Computation via Decomposition"): the product of one device's tokens is computed
 while those of the next arrive, and sent away while the next is computed.
 
@@ -34,8 +34,9 @@ class Quantized(NamedTuple):
     amax: jax.Array  # on this device
 
 
-# Tensors of all tokens are held in pieces, one for each device of `tensor`: the device's own tokens first, then those
-# of the device before it, and so on. Between a column and a row layer nothing puts them in order.
+# Tensors of all tokens are held in pieces. Without overlap there is one, in the order of the tokens. With overlap there
+# is one for each device of `tensor`: the device's own tokens first, then those of the device before it, and so on;
+# between a column and a row layer nothing puts them in order.
 Pieces = Sequence[Any]  # arrays [T / tensor, F], or Quantized ones
 
 
@@ -46,13 +47,13 @@ def column_linear(comm: Any, x: jax.Array, w: Weight) -> jax.Array:
 
 
 def _column_forward(comm: Any, x: jax.Array, w: Weight):
-    xs, ys = _gathered_products(comm, x, w, "input")
+    xs, ys = _gathered_products(comm, x, w, "input", comm.overlaps(_shape(w)[1]))
     return comm.join(ys), (_kept(xs), w)
 
 
 def _column_backward(comm: Any, residuals, dy: jax.Array):
     xs, w = residuals
-    dys = _operands(comm, comm.split(dy), w, "gradient")
+    dys = _operands(comm, comm.split(dy, len(xs)), w, "gradient")
     dx = _sum_over_tensor(comm, _products(comm, dys, w, "gradient", dy.dtype))
     return dx, _weight_gradient(comm, xs, dys, w, dy.dtype)
 
@@ -67,13 +68,14 @@ def row_linear(comm: Any, x: jax.Array, w: Weight) -> jax.Array:
 
 
 def _row_forward(comm: Any, x: jax.Array, w: Weight):
-    xs = _operands(comm, comm.split(x), w, "input")
+    pieces = comm.tensor_size if comm.overlaps(_shape(w)[0]) else 1
+    xs = _operands(comm, comm.split(x, pieces), w, "input")
     return _sum_over_tensor(comm, _products(comm, xs, w, "input", x.dtype)), (_kept(xs), w)
 
 
 def _row_backward(comm: Any, residuals, dy: jax.Array):
     xs, w = residuals
-    dys, dxs = _gathered_products(comm, dy, w, "gradient")
+    dys, dxs = _gathered_products(comm, dy, w, "gradient", len(xs) > 1)
     return comm.join(dxs), _weight_gradient(comm, xs, dys, w, dy.dtype)
 
 
@@ -91,7 +93,7 @@ def mlp(comm: Any, activation: str, x: jax.Array, w_up: Weight, w_down: Weight) 
 
 
 def _mlp_forward(comm: Any, activation: str, x: jax.Array, w_up: Weight, w_down: Weight):
-    xs, ups = _gathered_products(comm, x, w_up, "input")
+    xs, ups = _gathered_products(comm, x, w_up, "input", comm.overlaps(_shape(w_down)[0]))
     ups = [checkpoint_name(up, "gate_up") for up in ups]
     acts = _activated(comm, activation, ups, w_down)
     y = _sum_over_tensor(comm, _products(comm, acts, w_down, "input", x.dtype))
@@ -102,7 +104,7 @@ def _mlp_forward(comm: Any, activation: str, x: jax.Array, w_up: Weight, w_down:
 
 def _mlp_backward(comm: Any, activation: str, residuals, dy: jax.Array):
     xs, ups, acts, w_up, w_down = residuals
-    dys, dacts = _gathered_products(comm, dy, w_down, "gradient")
+    dys, dacts = _gathered_products(comm, dy, w_down, "gradient", len(xs) > 1)
     if acts is None:
         pairs = zip(ups, dacts, strict=True)
         both = [activate_and_gradient(activation, up, dact, comm.elementwise) for up, dact in pairs]
@@ -127,20 +129,27 @@ def _operands(comm: Any, pieces: Sequence[jax.Array], w: Weight, which: str) -> 
     return [Quantized(q, t, 1 / scale, a) for q, t, a in (comm.fp8.cast_transpose(p, scale, dtype) for p in pieces)]
 
 
-def _gathered_products(comm: Any, x: jax.Array, w: Weight, which: str) -> tuple[Pieces, list[jax.Array]]:
+def _gathered_products(comm: Any, x: jax.Array, w: Weight, which: str, overlap: bool) -> tuple[Pieces, list[jax.Array]]:
     """`[T / tensor, F]` on each device → (the operands of all tokens, their products).
 
-    A ring hands the pieces on. Each product is tied to the arrival of the next piece: that is how XLA's scheduler
-    comes to run the two side by side.
+    With overlap a ring hands the pieces on. Each product is tied to the arrival of the next piece: that is how XLA's
+    scheduler comes to run the two side by side.
     """
     if comm.tensor_size == 1:
         xs = _operands(comm, [x], w, which)
         return xs, _products(comm, xs, w, which, x.dtype)
     scale, dtype = _scale(comm, w, which, lambda: [fp8.amax(x)]) if isinstance(w, Fp8Weight) else (None, None)
+
+    def operand(piece: jax.Array) -> Any:
+        return piece if scale is None else Quantized(piece, piece.T, 1 / scale, fp8.amax(x))
+
     piece = x if scale is None else fp8.quantize(x, scale, dtype)
+    if not overlap:
+        xs = [operand(comm.enter(piece))]
+        return xs, _products(comm, xs, w, which, x.dtype)
     xs, ys = [], []
     for step in range(comm.tensor_size):
-        xs.append(piece if scale is None else Quantized(piece, piece.T, 1 / scale, fp8.amax(x)))
+        xs.append(operand(piece))
         [y] = _products(comm, xs[-1:], w, which, x.dtype)
         if step < comm.tensor_size - 1:
             piece, y = lax.optimization_barrier((comm.hand_on(piece), y))
@@ -208,7 +217,12 @@ def _weight_gradient(comm: Any, xs: Pieces, dys: Pieces, w: Weight, dtype) -> We
 
 def _sum_over_tensor(comm: Any, pieces: list[jax.Array]) -> jax.Array:
     """Partial sums of all tokens, in pieces → the sums of the own tokens."""
-    return pieces[0] if len(pieces) == 1 else comm.scatter_pieces(pieces)
+    return comm.leave(pieces[0]) if len(pieces) == 1 else comm.scatter_pieces(pieces)
+
+
+def _shape(w: Weight) -> tuple[int, ...]:
+    """`[in, out]`."""
+    return w.values.shape if isinstance(w, Fp8Weight) else w.shape
 
 
 def hand_on(x: jax.Array, axis: str, size: int) -> jax.Array:
