@@ -1,5 +1,6 @@
 """What goes together: combinations of settings, and what a mesh must divide."""
 
+import functools
 import math
 import warnings
 from pathlib import Path
@@ -20,6 +21,7 @@ def check(config: Config) -> None:
     _check_batch(config)
     _check_remat(config)
     _check_attention_kernel(config)
+    _check_fp8_layers(config)
     _check_schedule(config)
     _check_data(config)
     _check_run_dir(config)
@@ -34,12 +36,12 @@ def check_mesh(config: Config, num_devices: int) -> dict[str, int]:
     sizes = _fill(config, num_devices)
     _check_axes(config, sizes)
     _check_local_batch(config, sizes)
+    _check_fp8_shapes(config, sizes)
     return sizes
 
 
 def _value(config: Config, key: str) -> Any:
-    section, name = key.split(".")
-    return getattr(getattr(config, section), name)
+    return functools.reduce(getattr, key.split("."), config)
 
 
 def _said(config: Config, *keys: str) -> str:
@@ -157,6 +159,31 @@ def _check_local_batch(config: Config, sizes: dict[str, int]) -> None:
         _refuse(config, problem, cure, "mesh.tensor", "batch.sequence_length")
 
 
+def _check_fp8_shapes(config: Config, sizes: dict[str, int]) -> None:
+    """cuBLAS multiplies in FP8 what is a multiple of 16 in every dimension."""
+    if config.precision.fp8.recipe == "none":
+        return
+    model, batch, tensor = config.model, config.batch, sizes["tensor"]
+    shards = math.prod(sizes[axis] for axis in ("data", "fsdp", "expert"))
+    tokens = batch.global_size // batch.num_microbatches // shards * batch.sequence_length // sizes["context"]
+    recipe, mesh = "precision.fp8.recipe", _axis(config, sizes, "tensor")
+    widths = {
+        _said(config, "model.hidden_size"): model.hidden_size,
+        f"{_said(config, 'model.num_heads')} x {_said(config, 'model.head_dim')} / {mesh}": (
+            model.num_heads * model.head_dim // tensor
+        ),
+        f"{_said(config, 'model.num_kv_heads')} x {_said(config, 'model.head_dim')} / {mesh}": (
+            max(model.num_kv_heads // tensor, 1) * model.head_dim
+        ),
+        f"{_said(config, 'model.ffn_hidden_size')} / {mesh}": model.ffn_hidden_size // tensor,
+        f"the tokens of a microbatch on a device / {mesh}": tokens // tensor,
+    }
+    for said, width in widths.items():
+        if width % 16:
+            problem = f"{_said(config, recipe)} needs multiples of 16, and {said} is {width}"
+            _refuse(config, problem, f"change it, or set {recipe}=none", recipe)
+
+
 # What no mesh can run
 
 
@@ -239,6 +266,20 @@ def _check_attention_kernel(config: Config) -> None:
         _refuse(config, problem, "use kernels.attention=auto", "kernels.attention", key)
 
 
+def _check_fp8_layers(config: Config) -> None:
+    fp8, depth = config.precision.fp8, config.model.num_layers
+    keys = ("precision.fp8.first_bf16_layers", "precision.fp8.last_bf16_layers")
+    if fp8.recipe == "none":
+        return
+    if fp8.first_bf16_layers + fp8.last_bf16_layers >= depth:
+        problem = f"{_said(config, *keys)} leave none of {_said(config, 'model.num_layers')} in FP8"
+        _refuse(config, problem, "lower them, or set precision.fp8.recipe=none", *keys)
+    for key in keys:
+        if _value(config, key) % config.remat.group:
+            problem = f"{_said(config, key)} is no multiple of {_said(config, 'remat.group')}"
+            _refuse(config, problem, "make it one, or set remat.group=1", key, "remat.group")
+
+
 def _check_schedule(config: Config) -> None:
     schedule = config.schedule
     decay = "schedule.decay_steps"
@@ -290,6 +331,7 @@ def _check_run_dir(config: Config) -> None:
 def _warn_without_effect(config: Config) -> None:
     """One warning for each key that someone set to another value than its default although nothing reads it."""
     model, schedule, data, logging = config.model, config.schedule, config.data, config.logging
+    fp8 = config.precision.fp8
     indexed = data.kind == "indexed"
     no_valid_share = data.split is not None and float(data.split.split(",")[1]) == 0
     rules = [
@@ -311,6 +353,16 @@ def _warn_without_effect(config: Config) -> None:
         (config.run.eval_steps == 0, "run.eval_steps", ("run.eval_interval",)),
         (not logging.wandb, "logging.wandb", ("logging.wandb_project",)),
         (logging.profile_start is None, "logging.profile_start", ("logging.profile_steps",)),
+        (
+            fp8.recipe == "none",
+            "precision.fp8.recipe",
+            tuple(f"precision.fp8.{name}" for name in type(fp8).model_fields if name != "recipe"),
+        ),
+        (
+            fp8.recipe == "current",
+            "precision.fp8.recipe",
+            tuple(f"precision.fp8.{name}" for name in ("amax_history_length", "amax_algorithm", "margin")),
+        ),
         ((logging.profile_start or 0) > config.run.steps, "run.steps", ("logging.profile_start",)),
     ]
     for applies, reason, keys in rules:
@@ -331,5 +383,5 @@ def _warn_about_kept_checkpoints(config: Config) -> None:
 def _default(config: Config, key: str) -> Any:
     if key == "schedule.decay_steps":
         return max(config.run.steps, config.schedule.warmup_steps + 1)
-    section, name = key.split(".")
-    return type(getattr(config, section)).model_fields[name].default
+    section, name = key.rsplit(".", 1)
+    return type(_value(config, section)).model_fields[name].default

@@ -367,6 +367,16 @@ class Config(Section):
         object.__setattr__(self, "schedule", schedule)
         return self
 
+    @property
+    def fp8_layers(self) -> range:
+        """The layers whose matmuls run in FP8."""
+        fp8 = self.precision.fp8
+        return (
+            range(0)
+            if fp8.recipe == "none"
+            else range(fp8.first_bf16_layers, self.model.num_layers - fp8.last_bf16_layers)
+        )
+
     def where(self, key: str) -> str:
         """Where `key` ("section.name") was set: a file and line, an override, or "default"."""
         return self._places.get(key, "default")

@@ -13,6 +13,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
+from megajax.ops import fp8_kernels, fp8_reference, transformer_engine
 from megajax.ops.fp8_reference import amax, saturate
 
 __all__ = ["E4M3", "E5M2", "Fp8Weight", "Implementation", "amax", "choose", "kernels", "quantize", "scale_for"]
@@ -52,18 +53,16 @@ def quantize(x: jax.Array, scale: jax.Array, dtype: Any) -> jax.Array:
 
 
 def choose(backend: str, platform: str) -> Implementation:
-    """Whose kernels quantise and multiply for `precision.fp8.backend` (xla, transformer_engine) on a platform."""
+    """Whose kernels quantise and multiply for `precision.fp8.backend` (xla, transformer_engine) on a platform.
+
+    Raises ConfigError where Transformer Engine cannot be imported.
+    """
     if backend == "transformer_engine":
+        transformer_engine.check_installed()
         return "transformer_engine"
     return "pallas" if platform in ("gpu", "cuda") else "reference"
 
 
 def kernels(implementation: Implementation) -> ModuleType:
     """The module that has them; `fp8_reference` has the same functions plainly."""
-    if implementation == "pallas":
-        from megajax.ops import fp8_kernels as module
-    elif implementation == "transformer_engine":
-        from megajax.ops import transformer_engine as module
-    else:
-        from megajax.ops import fp8_reference as module
-    return module
+    return {"pallas": fp8_kernels, "transformer_engine": transformer_engine, "reference": fp8_reference}[implementation]

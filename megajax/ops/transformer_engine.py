@@ -67,6 +67,11 @@ def _te() -> SimpleNamespace:
     )
 
 
+def check_installed() -> None:
+    """Raises ConfigError if Transformer Engine cannot be imported."""
+    _te()
+
+
 def _scalar_type(dtype: Any) -> Any:
     """jnp.float8_e4m3fn and its like: what Transformer Engine takes for an FP8 dtype, where a NumPy dtype fails."""
     return getattr(jnp, jnp.dtype(dtype).name)

@@ -57,7 +57,7 @@ def plan_segments(config: Config, platform: str) -> tuple[Segment, ...]:
     covered = L if remat.layers is None else remat.layers
     if remat.policy == "none":
         covered = 0
-    fp8_layers = fp8_range(config)
+    fp8_layers = config.fp8_layers
     edges = sorted({0, covered, L, fp8_layers.start, fp8_layers.stop})
     segments = []
     for start, end in itertools.pairwise(edges):
@@ -73,14 +73,6 @@ def plan_segments(config: Config, platform: str) -> tuple[Segment, ...]:
         if count > whole:  # the rest of a pattern that is no whole number of periods
             segments.append(Segment(start + whole, 1, count - whole, group, policy, in_fp8))
     return tuple(segments)
-
-
-def fp8_range(config: Config) -> range:
-    """The layers whose matmuls run in FP8."""
-    L, settings = config.model.num_layers, config.precision.fp8
-    if settings.recipe == "none":
-        return range(0)
-    return range(settings.first_bf16_layers, L - settings.last_bf16_layers)
 
 
 @jax.tree_util.register_pytree_node_class

@@ -29,12 +29,17 @@ class Scaling:
         tokens = config.batch.global_size * config.batch.sequence_length
         self.first_amax = {"input": 8.0, "weight": 8 * config.model.init_std, "gradient": 1 / tokens}
 
+    @property
+    def names(self) -> list[str]:
+        """The names of the histories."""
+        return [f"{layer}.{tensor}" for layer in LINEAR for tensor in TENSORS]
+
     def first_history(self) -> History:
         """Empty histories, for delayed scaling; for other recipes there are none."""
         if self.settings.recipe != "delayed":
             return {}
         shape = (self.num_layers, self.settings.amax_history_length)
-        return {f"{layer}.{tensor}": jnp.zeros(shape, jnp.float32) for layer in LINEAR for tensor in TENSORS}
+        return {name: jnp.zeros(shape, jnp.float32) for name in self.names}
 
     def scales(self, history: Mapping[str, jax.Array], weight_amax: Mapping[str, jax.Array]) -> Scales:
         """Scales by linear layer; what is scaled by its own amax in the layer has none here."""

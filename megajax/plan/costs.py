@@ -95,7 +95,11 @@ def _saved_activations(config: Config, sizes: Mapping[str, int], compute: int) -
     heads = model.head_dim * (2 * model.num_heads + 2 * max(model.num_kv_heads, tensor)) / tensor  # q, k, v, output
     mlp = model.ffn_hidden_size * (2 if model.activation in ("swiglu", "geglu") else 1) / tensor
     matmuls = heads + mlp + 2 * D / tensor  # and the two projections into the residual stream
-    everything = matmuls + 2 * D + 2 * D / tensor + model.ffn_hidden_size / tensor  # norms' results, inputs, activation
+    everything = heads + mlp + 2 * D + 2 * D / tensor  # and the norms' results and inputs
+    in_fp8 = len(config.fp8_layers) / model.num_layers
+    if in_fp8:  # the four layers' inputs are kept in FP8 alone
+        inputs = 2 * D + (model.num_heads * model.head_dim + model.ffn_hidden_size) / tensor
+        everything += in_fp8 * (inputs / compute - 2 * D)
     per_layer = {
         "none": everything,
         "selective": everything,

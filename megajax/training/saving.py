@@ -7,11 +7,15 @@ from functools import cached_property
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from megajax.checkpoint import Checkpoints, restore_parameters
 from megajax.checkpoint.manager import compare_descriptions, describe_model
 from megajax.mesh import mesh_sizes
+from megajax.parallel.scaling import Scaling
 from megajax.sharding import Placement, pad_to_storage, strip_padding, unpadded_spec
 from megajax.training.step import TrainProgram, TrainState
 
@@ -40,6 +44,7 @@ class StateSaver:
             "optimizer": {"kind": optimizer.kind, "beta1": beta1},
             "batch": {"global_size": config.batch.global_size, "sequence_length": config.batch.sequence_length},
             "precision": {"compute": config.precision.compute},
+            "fp8_history": _history_length(self._canonical_abstract.fp8),
             "data": data.model_dump(mode="json", include={"kind", "train", "split", "order"}),
         }
 
@@ -57,12 +62,39 @@ class StateSaver:
         compare_descriptions(saved, mine, place, MUST_AGREE, "choose another run.dir")
         if saved["data"] != mine["data"]:
             warnings.warn(f"{place} was saved by a run that read other data or in another order.", stacklevel=2)
-        tree = checkpoints.restore(step, _as_tree(self._canonical_abstract))
-        state = TrainState(**tree)
+        length = saved.get("fp8_history", 0)
+        abstract = replace(self._canonical_abstract, fp8=self._abstract_history(length))
+        state = TrainState(**{"fp8": {}} | checkpoints.restore(step, _as_tree(abstract)))
+        state = replace(state, fp8=self._continued_history(state.fp8))
         if saved["precision"] != mine["precision"]:  # a loss scale is of its compute dtype
             fresh = self.program.first_loss_scale
             state = replace(state, loss_scale=jax.device_put(fresh, state.loss_scale.sharding))
         return self._to_stored(state)
+
+    def _abstract_history(self, length: int) -> dict[str, jax.ShapeDtypeStruct]:
+        """The amax histories of a checkpoint that keeps so many steps."""
+        if not length:
+            return {}
+        names = Scaling(self.program.config).names
+        shape = (self.program.config.model.num_layers, length)
+        everywhere = NamedSharding(self.program.mesh, P())
+        return {name: jax.ShapeDtypeStruct(shape, jnp.float32, sharding=everywhere) for name in names}
+
+    def _continued_history(self, saved: dict[str, jax.Array]) -> dict[str, jax.Array]:
+        """A checkpoint's amax histories as this run keeps them: its newest steps, none, or empty ones at first.
+
+        So a run may change its FP8 recipe at a checkpoint: from BF16 to FP8 and back.
+        """
+        mine = self.program.abstract_state.fp8
+        length = _history_length(mine)
+        if _history_length(saved) == length:
+            return saved
+        everywhere = NamedSharding(self.program.mesh, P())
+        filled = jax.tree.map(lambda a: np.zeros(a.shape, a.dtype), mine)
+        for name, history in saved.items() if mine else ():
+            newest = np.asarray(history)[:, :length]
+            filled[name][:, : newest.shape[1]] = newest
+        return jax.device_put(filled, everywhere)
 
     def restore_weights(self, path: str) -> dict[str, jax.Array]:
         """The parameters of another run's checkpoint, in canonical shapes."""
@@ -117,4 +149,10 @@ class StateSaver:
 
 
 def _as_tree(state: TrainState) -> dict[str, Any]:
-    return {name: getattr(state, name) for name in TrainState.__dataclass_fields__}
+    tree = {name: getattr(state, name) for name in TrainState.__dataclass_fields__}
+    return tree if state.fp8 else {name: leaf for name, leaf in tree.items() if name != "fp8"}
+
+
+def _history_length(history: Any) -> int:
+    """Steps that amax histories keep; 0 if there are none."""
+    return next((leaf.shape[1] for leaf in history.values()), 0)

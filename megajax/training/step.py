@@ -75,7 +75,8 @@ class TrainProgram:
         )
         optimizer = make_optimizer(config.optimizer, {name: p.role for name, p in declared.items()})
         placements = place_all(declared, mesh_sizes(mesh))
-        kernels = fp8.choose(config.precision.fp8.backend, mesh.devices.flat[0].platform)
+        settings, platform = config.precision.fp8, mesh.devices.flat[0].platform
+        kernels = fp8.choose(settings.backend if settings.recipe != "none" else "xla", platform)
         return cls(config, mesh, model, placements, optimizer, attention, reason, kernels)
 
     @cached_property

@@ -32,7 +32,7 @@ def summary(program: TrainProgram, flags: list[str]) -> str:
         f"together {memory.total / GIB:.3g} GiB",
         f"batch      {batch.global_size} sequences of {batch.sequence_length} tokens, {batch.num_microbatches} "
         f"microbatch(es) of {sequences} sequences a device",
-        f"precision  {config.precision.compute}, gradients reduced in {config.precision.gradients}",
+        f"precision  {config.precision.compute}, gradients reduced in {config.precision.gradients}, {_fp8(program)}",
         f"kernels    attention: {program.attention} ({program.attention_reason}); layers: {loops}; "
         f"loss in {chunk_count(config, tokens, sizes['tensor'])} chunks",
         f"data       {_data(program)}",
@@ -44,8 +44,16 @@ def summary(program: TrainProgram, flags: list[str]) -> str:
     if padded:
         lines.append(f"stored with padding (the mesh does not divide them): {', '.join(padded)}")
     if flags:
-        lines.append(f"XLA flags  {' '.join(flags)}")
+        lines.append(f"set        {' '.join(flags)}")
     return "\n".join(lines)
+
+
+def _fp8(program: TrainProgram) -> str:
+    config, layers = program.config, program.config.fp8_layers
+    if not layers:
+        return "no FP8"
+    which = "all layers" if len(layers) == config.model.num_layers else f"layers {layers.start} to {layers.stop - 1}"
+    return f"FP8 matmuls in {which}: {config.precision.fp8.recipe} scaling, kernels of {program.fp8}"
 
 
 def _data(program: TrainProgram) -> str:
