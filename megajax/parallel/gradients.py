@@ -25,7 +25,7 @@ from megajax.parallel.fused import FusedWeights
 from megajax.parallel.head import LossHead
 from megajax.parallel.layers import PREFIX, LayerStack
 from megajax.parallel.scaling import History
-from megajax.parallel.weights import WeightExchange, global_norm, sum_over_all
+from megajax.parallel.weights import WeightExchange, global_norm, row_major, sum_over_all
 from megajax.sharding import BATCH_SPEC, Placement
 
 Params = Mapping[str, jax.Array]
@@ -71,7 +71,7 @@ class LocalModel:
         """The weights outside the blocks, ready to compute with; they are gathered over `fsdp` once a step too."""
         ends = {name: w for name, w in params.items() if not name.startswith(PREFIX)}
         gathered = {name: self.exchange.gather_once(name, w) for name, w in ends.items()}
-        return {name: self.exchange.gather_layer(name, w) for name, w in gathered.items()}
+        return {name: row_major(self.exchange.gather_layer(name, w)) for name, w in gathered.items()}
 
     def inputs(self, batch: Batch, microbatch: jax.Array | int, dropout_key: jax.Array | None) -> BlockInputs:
         """What the blocks read of one microbatch, `[B, S]` each."""
@@ -97,7 +97,7 @@ class LocalModel:
         (dx,) = jax.vjp(partial(self._embedding_dropout, inputs=inputs), dx)[1](dx)
         rows, ours = self._vocabulary_rows(ends, batch["tokens"])
         updates = jnp.where(ours, self.comm.enter(dx), 0).astype(jnp.float32)
-        out["embedding.tokens"] = out["embedding.tokens"].at[rows].add(updates)
+        out["embedding.tokens"] = row_major(out["embedding.tokens"].at[rows].add(updates))
         if "embedding.positions" in ends:
             own = self.comm.own_tokens(batch["positions"].reshape(-1))
             out["embedding.positions"] = out["embedding.positions"].at[own].add(dx.astype(jnp.float32))
