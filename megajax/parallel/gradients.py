@@ -97,7 +97,9 @@ class LocalModel:
         (dx,) = jax.vjp(partial(self._embedding_dropout, inputs=inputs), dx)[1](dx)
         rows, ours = self._vocabulary_rows(ends, batch["tokens"])
         updates = jnp.where(ours, self.comm.enter(dx), 0).astype(jnp.float32)
-        out["embedding.tokens"] = row_major(out["embedding.tokens"].at[rows].add(updates))
+        # Behind a barrier, or XLA would scatter into the layout of the reduction after all.
+        table = row_major(out["embedding.tokens"].at[rows].add(updates))
+        out["embedding.tokens"] = lax.optimization_barrier(table)
         if "embedding.positions" in ends:
             own = self.comm.own_tokens(batch["positions"].reshape(-1))
             out["embedding.positions"] = out["embedding.positions"].at[own].add(dx.astype(jnp.float32))
