@@ -54,6 +54,7 @@ def layer_windows(config: ModelConfig) -> tuple[int | None, ...]:
     return tuple(config.sliding_window if kind == "local" else None for kind in config.layer_pattern)
 
 
+@jax.named_scope("norm")
 def normalise(config: ModelConfig, x: jax.Array, weight: jax.Array, bias: jax.Array | None) -> jax.Array:
     """RMSNorm or LayerNorm, whichever the model has, over the last axis."""
     if config.norm == "rmsnorm":
@@ -81,6 +82,7 @@ class Attention(nnx.Module):
         self.value_bias = declare((K, H), ("kv_heads", "head"), "bias") if bias else None
         self.output_bias = declare((D,), ("residual",), "bias") if bias else None
 
+    @jax.named_scope("attention")
     def __call__(self, w: Weights, x: jax.Array, inputs: BlockInputs, *, comm: SingleDevice, window, recompute: bool):
         c, (B, S) = self.config, inputs.positions.shape
         h = normalise(c, x, w["attention.norm"], w.get("attention.norm_bias"))
@@ -120,6 +122,7 @@ class MLP(nnx.Module):
         self.up_bias = declare((F,), ("mlp",), "bias") if config.mlp_bias else None
         self.down_bias = declare((D,), ("residual",), "bias") if config.mlp_bias else None
 
+    @jax.named_scope("mlp")
     def __call__(self, w: Weights, x: jax.Array, *, comm: SingleDevice):
         h = normalise(self.config, x, w["mlp.norm"], w.get("mlp.norm_bias"))
         y = comm.mlp(self.config.activation, h, w["mlp.gate_up"], w.get("mlp.gate_up_bias"), w["mlp.down"])

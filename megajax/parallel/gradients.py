@@ -67,6 +67,7 @@ class LocalModel:
         layers = LayerStack(config, model, comm, exchange, fused, platform)
         return cls(config, sizes, placements, comm, exchange, layers, LossHead(config, comm, platform))
 
+    @jax.named_scope("weights")
     def gather_ends(self, params: Params) -> dict[str, jax.Array]:
         """The weights outside the blocks, ready to compute with; they are gathered over `fsdp` once a step too."""
         ends = {name: w for name, w in params.items() if not name.startswith(PREFIX)}
@@ -83,6 +84,7 @@ class LocalModel:
             raise ValueError("packed documents are not available yet: leave segment_ids out of the batch.")
         return BlockInputs(batch["positions"], None, self.comm.own_tokens(token_ids), dropout_key)
 
+    @jax.named_scope("embedding")
     def embed(self, ends: Params, batch: Batch, inputs: BlockInputs) -> jax.Array:
         """Tokens and positions `[B, S]` → residual stream `[T / tensor, D]`."""
         rows, ours = self._vocabulary_rows(ends, batch["tokens"])
@@ -91,6 +93,7 @@ class LocalModel:
             x = x + ends["embedding.positions"][self.comm.own_tokens(batch["positions"].reshape(-1))]
         return self._embedding_dropout(x, inputs)
 
+    @jax.named_scope("embedding")
     def embed_backward(self, gradients: Params, ends: Params, batch: Batch, inputs: BlockInputs, dx) -> dict:
         """`gradients` with the embedding's added: a scatter-add into the accumulator, in place."""
         out = dict(gradients)

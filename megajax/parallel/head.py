@@ -39,6 +39,7 @@ class LossHead:
         self.weight_name = "embedding.tokens" if config.model.tie_embeddings else "head"
         self.names = (self.weight_name, *NORMS[: 1 if config.model.norm == "rmsnorm" else 2])
 
+    @jax.named_scope("head")
     def losses(self, weights: Mapping[str, jax.Array], x: jax.Array, targets: jax.Array, mask: jax.Array) -> jax.Array:
         """Summed loss of `x [T / tensor, D]` against targets and mask `[T]`: this device's share."""
 
@@ -50,6 +51,7 @@ class LossHead:
         loss, _ = lax.scan(body, jnp.zeros((), jnp.float32), self._chunks(x, targets, mask))
         return loss / self.comm.tensor_size
 
+    @jax.named_scope("head")
     def losses_and_gradients(self, weights, x, targets, mask, scale, accumulated: Mapping[str, jax.Array]):
         """(share of the summed loss, share of the summed z-loss, dx, `accumulated` plus the weights' gradients).
 

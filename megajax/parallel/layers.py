@@ -123,6 +123,7 @@ class LayerStack:
         self.windows = layer_windows(config.model)
         self.segments = plan_segments(config, platform)
 
+    @jax.named_scope("weights")
     def gather_once(self, params: Mapping[str, jax.Array], scales: Scales) -> list[tuple[Unit, ...]]:
         """Stored `[L, ...]` shards → for each segment its units' `fsdp` shards, `[loops, ...]` (no loop: `[...]`).
 
@@ -146,6 +147,7 @@ class LayerStack:
 
         return [units(segment) for segment in self.segments]
 
+    @jax.named_scope("weights")
     def weight_amax(self, params: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
         """The largest magnitude of each linear layer's weight, `[L]`, over all devices; none without FP8."""
         if not any(segment.fp8 for segment in self.segments):
@@ -156,6 +158,7 @@ class LayerStack:
             local[name] = jnp.stack([jnp.abs(w).max(axis=range(1, w.ndim)) for w in parts]).max(axis=0)
         return self.comm.max_over_devices(local)
 
+    @jax.named_scope("gradients")
     def collect(self, gradients: Sequence[tuple[Unit, ...]], only_microbatch: bool) -> dict[str, jax.Array]:
         """Gradients from `backward`, summed over the microbatches → complete FP32 gradients of the stored shards."""
         parts: dict[str, list[jax.Array]] = {}
@@ -251,6 +254,7 @@ class LayerStack:
         )
         return dx, gradient, amax
 
+    @jax.named_scope("gradients")
     def _reduce(self, gradient: Unit, on_the_way: bool) -> Unit:
         reduced = tuple({n: self.exchange.reduce_layer(PREFIX + n, g) for n, g in layer.items()} for layer in gradient)
         return self._scatter_once(reduced) if on_the_way else reduced
@@ -278,6 +282,7 @@ class LayerStack:
 
         return run
 
+    @jax.named_scope("weights")
     def _gather(self, unit: Unit) -> Unit:
         return tuple({n: self._gather_layer(PREFIX + n, w) for n, w in layer.items()} for layer in unit)
 

@@ -163,15 +163,16 @@ def _train_step(program: TrainProgram, gradients_of: Callable, state: TrainState
     if config.optimizer.clip_norm > 0:
         clip = jnp.minimum(1.0, config.optimizer.clip_norm / (norm + 1e-6))
         gradients = jax.tree.map(lambda g: g * clip, gradients)
-    learning_rate = make_schedule(config.schedule)(state.step + 1)
-    directions, optimizer = program.optimizer.update(gradients, state.optimizer, state.params)
-    params = jax.tree.map(lambda p, d: p - learning_rate * d, state.params, directions)
+    with jax.named_scope("optimizer"):
+        learning_rate = make_schedule(config.schedule)(state.step + 1)
+        directions, optimizer = program.optimizer.update(gradients, state.optimizer, state.params)
+        params = jax.tree.map(lambda p, d: p - learning_rate * d, state.params, directions)
 
-    # A step that went bad changes no weight, no moment and no scale.
-    before = state.params, state.optimizer, state.fp8
-    params, optimizer, history = jax.tree.map(
-        lambda new, old: jnp.where(finite, new, old), (params, optimizer, history), before
-    )
+        # A step that went bad changes no weight, no moment and no scale.
+        before = state.params, state.optimizer, state.fp8
+        params, optimizer, history = jax.tree.map(
+            lambda new, old: jnp.where(finite, new, old), (params, optimizer, history), before
+        )
     skipped = (~finite).astype(jnp.int32)
     state = replace(
         state,
