@@ -181,7 +181,7 @@ def report(kernels: Sequence[Kernel], ops: Iterable[hlo.Op], steps: int) -> str:
     """The table of parts, and a line for each GPU."""
     if not kernels:
         return "There is no breakdown: the trace has no GPU streams. Run it on a machine with NVIDIA GPUs."
-    table = {op.name: op for op in ops}
+    table = {name: op for op in ops for name in (op.name, op.inner) if name}
     gpus = sorted({kernel.gpu for kernel in kernels})
     own = {gpu: [kernel for kernel in kernels if kernel.gpu == gpu] for gpu in gpus}
     times = {gpu: timeline(own[gpu], table, steps) for gpu in gpus}

@@ -58,6 +58,7 @@ class Op:
     loops: int  # while loops around it
     fused: frozenset[str]  # opcodes inside a fusion that do something
     traffic: int  # bytes read and written; of an operand that is sliced, or updated in place, the part concerned
+    inner: str = ""  # the name of a library call inside a fusion: traces may have either
 
     @property
     def target(self) -> str:
@@ -179,7 +180,7 @@ def _op(line: Instruction, table: dict, computations: dict, loops: int) -> Op:
         inside = computations[fusion[1]]
         for inner in inside.values():
             if inner.kind.removesuffix("-start") in ("custom-call", *COLLECTIVES):  # on a slice, without a copy of it
-                return replace(_op(inner, inside, computations, loops), name=line.name)
+                return replace(_op(inner, inside, computations, loops), name=line.name, inner=inner.name)
     results = _results(line)
     operands = tuple(array for name in line.operands for array in _arrays(table[name].result))
     fused = frozenset(i.kind for i in inside.values() if i.kind not in SILENT) if fusion else frozenset()

@@ -57,14 +57,19 @@ class Scaling:
         newest = {"weight": dict(weight_amax)}
         for i, tensor in enumerate(("input", "gradient")):
             newest[tensor] = {layer: values[:, i] for layer, values in amax.items()}
-        return {
-            f"{layer}.{tensor}": jnp.roll(history[f"{layer}.{tensor}"], 1, axis=1).at[:, 0].set(newest[tensor][layer])
-            for layer in LINEAR
-            for tensor in TENSORS
-        }
+
+        def pushed(old: jax.Array, amax: jax.Array) -> jax.Array:
+            # An infinity saturates when it is quantised, and the step may be good: its amax would spoil later scales.
+            amax = jnp.where(jnp.isfinite(amax), amax, old[:, 0])
+            return jnp.roll(old, 1, axis=1).at[:, 0].set(amax)
+
+        names = [(layer, tensor, f"{layer}.{tensor}") for layer in LINEAR for tensor in TENSORS]
+        return {name: pushed(history[name], newest[tensor][layer]) for layer, tensor, name in names}
 
     def _scale(self, history: jax.Array, tensor: str) -> jax.Array:
-        amax = history.max(axis=1) if self.settings.amax_algorithm == "max" else history[:, 0]
-        amax = jnp.where(history.max(axis=1) > 0, amax, self.first_amax[tensor])
+        largest, newest = history.max(axis=1), history[:, 0]
+        amax = newest if self.settings.amax_algorithm == "most_recent" else largest
+        amax = jnp.where(amax > 0, amax, largest)  # a step of zeros, all of whose tokens were masked, says nothing
+        amax = jnp.where(amax > 0, amax, self.first_amax[tensor])
         dtype = self.gradient_dtype if tensor == "gradient" else fp8.E4M3
         return fp8.scale_for(amax, dtype, self.settings.margin)

@@ -18,6 +18,7 @@ RECIPES = {
     # name, device counts that its comment promises
     "gpt3_125m": (1, 2, 4, 8),
     "gpt3_175b": (128,),
+    "llama_100m": (1,),
     "llama3_1b": (1, 2, 4, 8),
     "llama3_405b": (512,),
     "llama3_70b": (64,),

@@ -36,8 +36,9 @@ PARAMETERS = {
     "positions": ((5, 16), ("positions", "embed")),
     "bias": ((3, 8, 2), ("layers", "heads", "head")),
     "norm": ((16,), ("norm",)),
-    "key": ((3, 16, 2, 2), ("layers", "embed", "kv_heads", "head")),
 }
+KEY = ((3, 16, 2, 2), ("layers", "embed", "kv_heads", "head"))
+# Fewer KV heads than devices on `tensor`, twice; test_fused.py has the weights that they share.
 KV_MESHES = [{"tensor": 8}, {"tensor": 4, "fsdp": 2}, {"tensor": 2, "data": 2, "fsdp": 2}]
 
 
@@ -214,34 +215,16 @@ def test_reduce_once_sums_what_is_not_sharded_over_every_axis(sizes):
     assert (found == values.reshape(-1, 16).sum(axis=0)).all()
 
 
-@pytest.mark.parametrize("sizes", KV_MESHES, ids=mesh_id)
-def test_neighbours_on_tensor_share_a_key_value_head(sizes):
-    weights, _, _ = exchange(sizes)
-    tensor, fsdp = sizes["tensor"], sizes.get("fsdp", 1)
-    heads = 1 if tensor == 2 else 2  # as stored: sharded where the heads suffice
-    values = coded(sizes, 16 // fsdp, heads, 2)
-    found = on_devices(sizes, lambda w: weights.gather_layer("key", w), values)
-    back = on_devices(sizes, lambda g: weights.reduce_layer("key", g), coded(sizes, 16, 1, 2))
-    for index in devices_of(values):
-        head = 0 if tensor == 2 else position(index, sizes, "tensor") // (tensor // 2)
-        whole = np.concatenate(list(over(index, values, "fsdp")))
-        assert np.array_equal(found[index], whole[:, head : head + 1])
-        total = np.zeros((16, heads, 2))
-        total[:, head : head + 1] = sum(over(index, coded(sizes, 16, 1, 2), "fsdp"))
-        assert np.array_equal(back[index], np.split(total, fsdp)[position(index, sizes, "fsdp")])
-
-
 # Weights: from storage to compute and back
 
 
 def own_share(placement, whole, index, sizes):
     """The part of a whole weight that a device computes with, by its place on `tensor` alone."""
     for dim, (size, axis) in enumerate(zip(placement.shape, placement.axes, strict=True)):
-        if axis in ("heads", "kv_heads", "mlp", "vocab"):
+        if axis in ("heads", "mlp", "vocab"):
             tensor = sizes.get("tensor", 1)
             rank = position(index, sizes, "tensor")
-            width = max(size // tensor, 1)
-            whole = np.take(whole, range(rank * size // tensor, rank * size // tensor + width), dim)
+            whole = np.take(whole, range(rank * size // tensor, (rank + 1) * size // tensor), dim)
     return whole
 
 
@@ -286,7 +269,7 @@ def test_a_gradient_is_the_sum_of_all_devices_shares_where_its_weight_lies(sizes
 
 @pytest.mark.parametrize("sizes", [*MESHES, *KV_MESHES], ids=mesh_id)
 def test_the_global_norm_counts_every_number_once(sizes):
-    _, placements, mesh = exchange(sizes)
+    _, placements, mesh = exchange(sizes, {**PARAMETERS, "key": KEY})
     sizes = mesh_sizes(mesh)
     rng = np.random.default_rng(3)
     whole = {name: rng.normal(size=p.shape).astype(np.float32) for name, p in placements.items()}

@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 import megajax
 from megajax.config.checks import check_mesh
 from megajax.mesh import build_mesh
+from megajax.parallel.comm import MeshComm
 from megajax.parallel.layers import PREFIX
 from megajax.training.step import TrainProgram
 
@@ -20,16 +21,17 @@ COLLECTIVES = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "coll
 REDUCTIONS = ("reduce-scatter", "all-reduce")
 COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.-]+) \(.*\{$")
 COLLECTIVE = re.compile(rf" ({'|'.join(COLLECTIVES)})(?:-start)?\((.*?)\), .*replica_groups=mesh\[.*?\] \{{(.*?)\}}")
+PERMUTE = re.compile(r" (collective-permute)(?:-start)?\((.*?)\), .*source_target_pairs=()")
 CALLED = re.compile(r"(\w+)=(?:%([\w.-]+)|\{(%[\w., %-]+)\})")
 SHAPE = re.compile(r"\b[a-z]+\d+\w*\[([\d,]+)\]")
 LAYERS = 4
-LAYER_MATRICES = 7  # query, key, value, output, gate, up, down
+LAYER_MATRICES = 4  # query, key and value in one; output; gate and up in one; down
 
 
 @dataclass(frozen=True)
 class Collective:
     kind: str
-    axes: frozenset[str]
+    axes: frozenset[str]  # none of a permutation, which names its devices
     arrays: int  # XLA may combine several into one operation
     loops: int  # while loops around it
 
@@ -49,7 +51,7 @@ def collectives(text: str) -> list[Collective]:
 
     def visit(name: str, loops: int) -> None:
         for line in bodies[name]:
-            if match := COLLECTIVE.search(line):
+            if match := COLLECTIVE.search(line) or PERMUTE.search(line):
                 axes = frozenset(re.findall(r"\w+", match[3]))
                 found.append(Collective(match[1], axes, match[2].count("%"), loops))
             else:
@@ -149,13 +151,33 @@ def test_an_unrolled_stack_gathers_over_fsdp_once_a_layer_and_pass_too(compiled,
     assert count(found, "fsdp", "reduce-scatter") == LAYER_MATRICES * LAYERS + 2
 
 
-@pytest.mark.parametrize("remat", ["none", "full", "save_matmuls"])
+# Forward, an input of attention and of the MLP is gathered and an output scattered; backward, their gradients the other
+# way. What recomputation repeats: all but the last scatter, or only what names do not keep, the gathered inputs.
+CROSSINGS = {"none": (4, 4), "selective": (4, 4), "save_matmuls": (6, 4), "full": (6, 5)}  # gathers, scatters
+
+
+@pytest.mark.parametrize("remat", CROSSINGS)
 def test_the_residual_stream_crosses_tensor_at_the_edges_alone(compiled, remat):
-    """Enter and leave of attention and MLP, and their transposes, which gather once more for the weights' gradients."""
+    """Enter and leave of attention and MLP, and their transposes; the loop over chunks of the loss has one of each."""
+    gathers, scatters = CROSSINGS[remat]
     found = collectives(compiled({"tensor": 2}, remat={"policy": remat}).as_text())
     in_layers = [c for c in found if c.loops == 1 and c.kind in ("all-gather", "reduce-scatter")]
     assert {c.axes for c in in_layers} == {frozenset({"tensor"})}
+    assert count(found, "tensor", "all-gather", loops=1) == gathers + 1
+    assert count(found, "tensor", "reduce-scatter", loops=1) == scatters + 1
     assert not [c for c in found if c.kind in ("all-to-all", "collective-permute")]
+
+
+@pytest.mark.parametrize("tensor", [2, 4])
+@pytest.mark.parametrize("remat", CROSSINGS)
+def test_wide_layers_hand_on_a_piece_for_each_other_device_instead(build, monkeypatch, remat, tensor):
+    monkeypatch.setattr(MeshComm, "overlap_width", 1)
+    program = build({"tensor": tensor}, remat={"policy": remat})
+    step = program.train_step.lower(program.abstract_state, program.abstract_batch).compile()
+    found = [c for c in collectives(step.as_text()) if c.loops == 1]
+    pieces = [c for c in found if c.kind == "collective-permute"]
+    assert sum(c.arrays for c in pieces) == sum(CROSSINGS[remat]) * (tensor - 1)
+    assert [count(found, "tensor", kind) for kind in ("all-gather", "reduce-scatter")] == [1, 1], "the loss's alone"
 
 
 @pytest.mark.smoke
@@ -221,7 +243,7 @@ def residual_shapes(program) -> list[tuple[int, ...]]:
     def forward(params, batch):
         fields = {name: field[0] for name, field in batch.items()}
         inputs = local.inputs(fields, 0, None)
-        layers = local.layers.gather_once(params)
+        layers = local.layers.gather_once(params, {})
         x = local.embed(local.gather_ends(params), fields, inputs)
         return local.layers.forward(layers, x, inputs)[1]
 
@@ -249,7 +271,8 @@ def layer_shapes(placement, mesh) -> set[tuple[int, ...]]:
 def test_weights_are_not_kept_for_the_backward_pass(build, mesh, policy, unroll):
     program = build(mesh, remat={"policy": policy}, kernels={"scan_unroll": unroll})
     kept = residual_shapes(program)
-    weights = set().union(*(layer_shapes(p, mesh) for n, p in program.placements.items() if n.startswith(PREFIX)))
+    placements = [*program.placements.items(), *program.local.exchange.placements.items()]  # stored, and fused
+    weights = set().union(*(layer_shapes(p, mesh) for n, p in placements if n.startswith(PREFIX)))
     assert kept and not weights & {shape if unroll == LAYERS else shape[1:] for shape in kept}
 
 

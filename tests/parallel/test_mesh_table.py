@@ -13,6 +13,7 @@ from megajax.config.checks import check_mesh
 from megajax.mesh import build_mesh
 from megajax.model import Transformer, bind
 from megajax.parallel.comm import MeshComm
+from megajax.parallel.fused import FusedWeights
 from megajax.parallel.weights import WeightExchange
 from megajax.training.batches import to_global
 from megajax.training.step import TrainProgram
@@ -121,6 +122,22 @@ def test_recomputation_and_unrolling_change_no_number(table, difference, mesh, m
     assert_agrees(difference(config))
 
 
+# options, mesh, microbatches, remat
+OVERLAPPED = [
+    ("gemma", {"tensor": 8}, 2, {}),
+    ("dropout", {"data": 2, "tensor": 4}, 1, {"policy": "selective"}),
+    ("padded", {"fsdp": 2, "tensor": 4}, 1, {"policy": "full"}),
+    ("padded_gpt2", {"tensor": 2}, 2, {"policy": "save_matmuls"}),
+]
+
+
+@pytest.mark.parametrize(("options", "mesh", "microbatches", "remat"), OVERLAPPED, ids=case_name)
+def test_transfers_cut_into_pieces_change_no_number(table, difference, monkeypatch, options, mesh, microbatches, remat):
+    """As where the layers are wide: gated and plain MLPs, with biases and without, up to eight pieces."""
+    monkeypatch.setattr(MeshComm, "overlap_width", 1)
+    assert_agrees(difference(options_config(table, options, mesh, microbatches, remat=remat)))
+
+
 @pytest.mark.parametrize(("options", "mesh", "microbatches", "remat"), OPTION_CASES, ids=case_name)
 def test_every_option_of_the_model_is_the_same_on_a_mesh(table, difference, options, mesh, microbatches, remat):
     assert_agrees(difference(options_config(table, options, mesh, microbatches, remat=remat)))
@@ -210,32 +227,34 @@ def test_the_evaluation_loss_does_not_depend_on_the_mesh(table, reference):
     assert evaluation_loss(config, 8) == pytest.approx(expected, rel=table.SCALAR_TOLERANCE)
 
 
-def reduce_without_replicated(self, name, gradient):
-    """A WeightExchange.reduce_once that forgets the weights which every device holds."""
-    if self.placements[name].storage_dim is None:
-        return gradient
-    return correct_reduce_once(self, name, gradient)
-
-
-correct_reduce_once = WeightExchange.reduce_once
+correct_complete = WeightExchange.complete
 ON_TENSOR = {"tensor": 8}
+
+
+def complete_without_replicated(self, name, gradient):
+    """A WeightExchange.complete that forgets the weights which every device holds."""
+    if self.placements[name].storage_dim is None:
+        return gradient.astype(jnp.float32)
+    return correct_complete(self, name, gradient)
+
+
 # what goes wrong: the mesh where it shows, and what is replaced
 FAULTS = {
     "gradients of replicated weights are not summed": (
         TRIPLE,
         WeightExchange,
-        "reduce_once",
-        reduce_without_replicated,
+        "complete",
+        complete_without_replicated,
     ),
     "a gradient counts twice": (
         ON_TENSOR,
         WeightExchange,
-        "reduce_once",
-        lambda self, name, g: correct_reduce_once(self, name, g) * (2.0 if "mlp.up" in name else 1.0),
+        "complete",
+        lambda self, name, g: correct_complete(self, name, g) * (2.0 if "mlp.gate_up" in name else 1.0),
     ),
     "the wrong KV head is used": (
         ON_TENSOR,
-        WeightExchange,
+        FusedWeights,
         "_kv_head",
         lambda self, placement: jax.lax.axis_index("tensor") % placement.shape[placement.axes.index("kv_heads")],
     ),

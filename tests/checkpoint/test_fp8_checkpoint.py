@@ -1,0 +1,90 @@
+"""A run may change its FP8 recipe at a checkpoint: weights and moments stay, histories are kept as far as they go."""
+
+import jax
+import numpy as np
+import pytest
+
+from megajax.config import load_config
+from megajax.training.loop import Trainer
+
+TINY = """
+run: {log_interval: 1}
+model: {num_layers: 2, hidden_size: 32, num_heads: 2, head_dim: 16, ffn_hidden_size: 64, vocab_size: 70,
+        vocab_multiple: 128, init_std: 0.1}
+batch: {global_size: 8, sequence_length: 16}
+schedule: {kind: constant, learning_rate: 1.0e-3}
+data: {kind: synthetic}
+logging: {tensorboard: false}
+"""
+BF16, CURRENT = ["precision.fp8.recipe=none"], ["precision.fp8.recipe=current"]
+
+
+def delayed(length: int) -> list[str]:
+    return ["precision.fp8.recipe=delayed", f"precision.fp8.amax_history_length={length}"]
+
+
+@pytest.fixture
+def make_trainer(tmp_path):
+    """(steps, overrides, axis=size...) → a Trainer of the one run directory on a mesh of the first devices."""
+    path = tmp_path / "tiny.yaml"
+    path.write_text(TINY)
+
+    def make(steps, overrides, **sizes):
+        mesh = [f"mesh.{axis}={size}" for axis, size in sizes.items()]
+        config = load_config(path, [f"run.dir={tmp_path / 'run'}", f"run.steps={steps}", *overrides, *mesh])
+        return Trainer(config, jax.devices()[: int(np.prod(list(sizes.values()) or [1]))])
+
+    return make
+
+
+def weights_and_moments(trainer) -> list[np.ndarray]:
+    return [np.asarray(leaf) for leaf in jax.tree.leaves((trainer.state.params, trainer.state.optimizer))]
+
+
+def histories(trainer) -> dict[str, np.ndarray]:
+    return {name: np.asarray(history) for name, history in trainer.state.fp8.items()}
+
+
+def assert_goes_on_from(trainer, previous) -> None:
+    assert trainer.step == previous.step == int(trainer.state.step)
+    for found, expected in zip(weights_and_moments(trainer), weights_and_moments(previous), strict=True):
+        assert found.dtype == expected.dtype
+        np.testing.assert_array_equal(found, expected)
+
+
+def run_to_the_end(trainer):
+    before = weights_and_moments(trainer)
+    assert trainer.run() == 0
+    assert not any(np.array_equal(a, b) for a, b in zip(before, weights_and_moments(trainer), strict=True))
+    return trainer
+
+
+def test_a_bf16_run_goes_on_in_fp8_and_back(make_trainer):
+    plain = run_to_the_end(make_trainer(2, BF16))
+    assert histories(plain) == {}
+
+    first = make_trainer(4, delayed(4))
+    assert_goes_on_from(first, plain)
+    assert len(first.state.fp8) == 12
+    assert all(h.shape == (2, 4) and not h.any() for h in histories(first).values())
+    run_to_the_end(first)
+    assert all(h[:, :2].all() and not h[:, 2:].any() for h in histories(first).values())
+
+    # On a mesh that stores the weights otherwise.
+    shorter, longer = make_trainer(4, delayed(1), fsdp=2), make_trainer(5, delayed(6))
+    assert_goes_on_from(shorter, first)
+    assert_goes_on_from(longer, first)
+    for name, history in histories(first).items():
+        np.testing.assert_array_equal(histories(shorter)[name], history[:, :1])
+        np.testing.assert_array_equal(histories(longer)[name], np.pad(history, ((0, 0), (0, 2))))
+    for overrides in (CURRENT, BF16):
+        trainer = make_trainer(6, overrides)
+        assert_goes_on_from(trainer, first)
+        assert histories(trainer) == {}
+    # Histories do not come back: the run without FP8 kept none.
+    trainer.step = 5
+    trainer.save()
+    trainer.checkpoints.close()
+    again = make_trainer(6, delayed(4))
+    assert again.step == 5
+    assert not any(h.any() for h in histories(again).values())

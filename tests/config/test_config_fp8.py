@@ -1,0 +1,164 @@
+"""FP8 settings that cannot run are refused, those without effect are warned about."""
+
+import re
+import warnings
+from pathlib import Path
+
+import pytest
+
+from megajax.config import load_config
+from megajax.config.checks import check_mesh
+from megajax.errors import ConfigError
+
+BASE = """\
+model:
+  num_layers: 12
+  hidden_size: 64
+  num_heads: 8
+  num_kv_heads: 4
+  head_dim: 16
+  ffn_hidden_size: 128
+  vocab_size: 1000
+batch: {global_size: 8, sequence_length: 32}
+data: {kind: synthetic}
+"""
+FP8 = "precision.fp8."
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("x.yaml").write_text(BASE)
+
+
+def test_the_fp8_layers_are_those_between_the_first_and_the_last():
+    def layers(*overrides: str) -> range:
+        return load_config("x.yaml", [FP8 + override for override in overrides]).fp8_layers
+
+    assert layers() == range(0)
+    assert layers("recipe=current") == range(12)
+    assert layers("recipe=delayed", "first_bf16_layers=2", "last_bf16_layers=3") == range(2, 9)
+    assert layers("recipe=delayed", "first_bf16_layers=11") == range(11, 12)
+
+
+# Layers; the place is that of the first override.
+REFUSED = {
+    f"{FP8}first_bf16_layers=12": (
+        "precision.fp8.first_bf16_layers=12 and precision.fp8.last_bf16_layers=0 leave none of model.num_layers=12"
+        " in FP8 (@): lower them, or set precision.fp8.recipe=none."
+    ),
+    f"{FP8}last_bf16_layers=7 {FP8}first_bf16_layers=5": (
+        "precision.fp8.first_bf16_layers=5 and precision.fp8.last_bf16_layers=7 leave none of model.num_layers=12"
+        " in FP8 (the command line: precision.fp8.first_bf16_layers=5): lower them, or set precision.fp8.recipe=none."
+    ),
+    f"{FP8}first_bf16_layers=3 remat.policy=full remat.group=2": (
+        "precision.fp8.first_bf16_layers=3 is no multiple of remat.group=2 (@): make it one, or set remat.group=1."
+    ),
+    f"{FP8}last_bf16_layers=2 {FP8}first_bf16_layers=3 remat.policy=full remat.group=3": (
+        "precision.fp8.last_bf16_layers=2 is no multiple of remat.group=3 (@): make it one, or set remat.group=1."
+    ),
+}
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("overrides", REFUSED)
+def test_an_impossible_choice_of_layers_is_refused(overrides: str):
+    settings = overrides.split()
+    with pytest.raises(ConfigError) as caught:
+        load_config("x.yaml", [*settings, f"{FP8}recipe=current"])
+    assert str(caught.value) == REFUSED[overrides].replace("@", f"the command line: {settings[0]}")
+
+
+# overrides, devices, what is no multiple of 16
+SHAPES = [
+    ("model.hidden_size=72", 1, "model.hidden_size=72 is 72"),
+    ("model.ffn_hidden_size=136", 1, "model.ffn_hidden_size=136 / mesh.tensor=1 is 136"),
+    ("mesh.tensor=2 model.ffn_hidden_size=112", 2, "model.ffn_hidden_size=112 / mesh.tensor=2 is 56"),
+    ("mesh.tensor=-1 model.head_dim=8", 8, "model.num_heads=8 x model.head_dim=8 / mesh.tensor=8 (filled up) is 8"),
+    # Four KV heads on eight devices: each has one of them whole.
+    (
+        "mesh.tensor=8 model.head_dim=24 model.num_heads=16",
+        8,
+        "model.num_kv_heads=4 x model.head_dim=24 / mesh.tensor=8 is 24",
+    ),
+    # 8 sequences of 34 tokens in 2 microbatches, on 2 x 2 devices: 1 x 34.
+    (
+        "mesh.data=2 mesh.fsdp=2 batch.num_microbatches=2 batch.sequence_length=34",
+        4,
+        "the tokens of a microbatch on a device / mesh.tensor=1 is 34",
+    ),
+    ("mesh.data=8 batch.sequence_length=24", 8, "the tokens of a microbatch on a device / mesh.tensor=1 is 24"),
+    (
+        "mesh.data=2 mesh.tensor=4 batch.sequence_length=40",
+        8,
+        "the tokens of a microbatch on a device / mesh.tensor=4 is 40",
+    ),
+]
+
+
+@pytest.mark.parametrize("recipe", ["current", "delayed"])
+@pytest.mark.parametrize(("overrides", "devices", "problem"), SHAPES)
+def test_shapes_that_are_no_multiple_of_sixteen_are_refused(overrides, devices, problem, recipe):
+    config = load_config("x.yaml", [*overrides.split(), f"{FP8}recipe={recipe}"])
+    with pytest.raises(ConfigError) as caught:
+        check_mesh(config, devices)
+    assert str(caught.value) == (
+        f"precision.fp8.recipe={recipe} needs multiples of 16, and {problem}"
+        f" (the command line: precision.fp8.recipe={recipe}): change it, or set precision.fp8.recipe=none."
+    )
+
+
+@pytest.mark.parametrize(("overrides", "devices"), [case[:2] for case in SHAPES])
+def test_without_fp8_the_same_shapes_are_allowed(overrides, devices):
+    check_mesh(load_config("x.yaml", overrides.split()), devices)
+
+
+ALLOWED = [
+    # Whole groups of two: 2, 6 and 4 layers.
+    ("recipe=current first_bf16_layers=2 last_bf16_layers=4", "remat.policy=full remat.group=2", 1),
+    ("recipe=current first_bf16_layers=6 last_bf16_layers=5", "", 1),
+    ("recipe=delayed amax_history_length=4 amax_algorithm=most_recent margin=1 format=e4m3", "mesh.tensor=8", 8),
+    ("recipe=current backend=transformer_engine", "mesh.data=2 mesh.fsdp=2 mesh.tensor=2", 8),
+    ("recipe=delayed", "mesh.fsdp=8 batch.sequence_length=16", 8),
+]
+
+
+@pytest.mark.parametrize(("fp8", "others", "devices"), ALLOWED)
+def test_a_sound_choice_passes_without_a_warning(fp8, others, devices):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        config = load_config("x.yaml", [*(FP8 + setting for setting in fp8.split()), *others.split()])
+        check_mesh(config, devices)
+
+
+# For each setting another value than its default; delayed scaling reads them all.
+OTHER_VALUES = {
+    "backend": "transformer_engine",
+    "format": "e4m3",
+    "amax_history_length": "16",
+    "amax_algorithm": "most_recent",
+    "margin": "1",
+    "first_bf16_layers": "2",
+    "last_bf16_layers": "2",
+}
+ONLY_DELAYED = {"amax_history_length", "amax_algorithm", "margin"}
+
+
+@pytest.mark.parametrize("recipe", ["none", "current", "delayed"])
+@pytest.mark.parametrize("name", OTHER_VALUES)
+def test_a_setting_that_the_recipe_does_not_read_is_warned_about(name: str, recipe: str):
+    override = f"{FP8}{name}={OTHER_VALUES[name]}"
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        load_config("x.yaml", [f"{FP8}recipe={recipe}", override])
+    expected = f"{override} has no effect with precision.fp8.recipe={recipe} (the command line: {override}): remove it."
+    read = recipe == "delayed" or (recipe == "current" and name not in ONLY_DELAYED)
+    assert [str(item.message) for item in caught] == ([] if read else [expected])
+
+
+@pytest.mark.parametrize(
+    "setting", ["recipe=always", "format=e5m2", "backend=cublas", "amax_history_length=0", "margin=-1"]
+)
+def test_a_value_that_is_none_of_the_choices_is_refused(setting: str):
+    with pytest.raises(ConfigError, match=re.escape(f"{FP8}{setting.split('=')[0]}")):
+        load_config("x.yaml", [f"{FP8}{setting}"])

@@ -1,0 +1,219 @@
+"""Amax histories of delayed scaling: by hand, and as train steps keep them."""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from megajax.config import Config
+from megajax.config.checks import check_mesh
+from megajax.mesh import build_mesh
+from megajax.model.transformer import LINEAR
+from megajax.parallel.scaling import Scaling
+from megajax.training.batches import to_global
+from megajax.training.step import TrainProgram, TrainState
+
+L, LENGTH = 2, 3
+MODEL = {"num_layers": L, "hidden_size": 32, "num_heads": 2, "head_dim": 16, "ffn_hidden_size": 48, "vocab_size": 60}
+E4M3_MAX, E5M2_MAX = 448.0, 57344.0
+
+
+def make_config(recipe="delayed", **fp8) -> Config:
+    fp8 = {"recipe": recipe, "amax_history_length": LENGTH, **fp8}
+    return Config.model_validate(
+        {
+            "model": {**MODEL, "init_std": 0.25},
+            "batch": {"global_size": 4, "sequence_length": 16},
+            "precision": {"compute": "float32", "fp8": fp8},
+            "schedule": {"kind": "constant", "learning_rate": 1e-2},
+            "data": {"kind": "synthetic"},
+        }
+    )
+
+
+# By hand
+
+# The amaxes of layer 0's inputs in five steps; layer 1's are ten times as large, gradients a hundredth.
+AMAX = [4.0, 7.0, 1.0, 2.0, 0.5]
+# The history after each step, newest first; three steps are kept.
+HISTORIES = [[4.0, 0.0, 0.0], [7.0, 4.0, 0.0], [1.0, 7.0, 4.0], [2.0, 1.0, 7.0], [0.5, 2.0, 1.0]]
+# What the next step's scale follows from.
+CHOSEN = {"max": [4.0, 7.0, 7.0, 7.0, 2.0], "most_recent": AMAX}
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize(("gradient_format", "gradient_max"), [("hybrid", E5M2_MAX), ("e4m3", E4M3_MAX)])
+@pytest.mark.parametrize("margin", [0, 2])
+@pytest.mark.parametrize("algorithm", CHOSEN)
+def test_five_steps_of_a_history_by_hand(algorithm, margin, gradient_format, gradient_max):
+    config = make_config(amax_algorithm=algorithm, margin=margin, format=gradient_format)
+    scaling = Scaling(config)
+    history = scaling.first_history()
+    by_layer = np.float32([1.0, 10.0])
+    for amax, after, chosen in zip(AMAX, HISTORIES, CHOSEN[algorithm], strict=True):
+        inputs = amax * by_layer
+        pairs = {name: jnp.stack([inputs, inputs / 100], axis=1) for name in LINEAR}
+        history = scaling.record(history, {name: jnp.asarray(3 * inputs) for name in LINEAR}, pairs)
+        scales = scaling.scales(history, {})
+        for name in LINEAR:
+            for tensor, factor, most in (
+                ("input", 1.0, E4M3_MAX),
+                ("weight", 3.0, E4M3_MAX),
+                ("gradient", 0.01, gradient_max),
+            ):
+                expected = factor * by_layer[:, None] * np.array(after)
+                np.testing.assert_allclose(history[f"{name}.{tensor}"], expected, rtol=1e-6)
+                expected = most / 2**margin / (factor * by_layer * chosen)
+                np.testing.assert_allclose(scales[name][tensor], expected, rtol=1e-6)
+
+
+def test_each_linear_layer_has_a_history_of_its_own():
+    scaling = Scaling(make_config())
+    weights = {name: jnp.full(L, 100.0 + i) for i, name in enumerate(LINEAR)}
+    pairs = {name: jnp.full((L, 2), jnp.float32([10.0 + i, 20.0 + i])) for i, name in enumerate(LINEAR)}
+    history = scaling.record(scaling.first_history(), weights, pairs)
+    newest = {name: float(values[0, 0]) for name, values in history.items()}
+    first = {"input": 10, "gradient": 20, "weight": 100}
+    assert newest == {f"{name}.{t}": first[t] + i for i, name in enumerate(LINEAR) for t in first}
+
+
+def test_an_empty_history_gives_a_first_guess_for_each_tensor():
+    scaling = Scaling(make_config(margin=1))
+    history = scaling.first_history()
+    assert all(values.shape == (L, LENGTH) and not values.any() for values in history.values())
+    # init_std is 0.25, and a batch has 64 tokens.
+    guesses = {"input": 8.0, "weight": 2.0, "gradient": 1 / 64}
+    largest = {"input": E4M3_MAX, "weight": E4M3_MAX, "gradient": E5M2_MAX}
+    for scales in scaling.scales(history, {}).values():
+        for tensor, guess in guesses.items():
+            np.testing.assert_allclose(scales[tensor], [largest[tensor] / 2 / guess] * L, rtol=1e-6)
+
+
+def test_with_most_recent_a_step_of_zeros_leaves_the_scale_of_the_steps_before():
+    scaling = Scaling(make_config(amax_algorithm="most_recent"))
+    history = {name: jnp.tile(jnp.float32([0.0, 5.0, 0.0]), (L, 1)) for name in scaling.names}
+    before = {name: jnp.tile(jnp.float32([5.0, 0.0, 0.0]), (L, 1)) for name in scaling.names}
+    jax.tree.map(np.testing.assert_array_equal, scaling.scales(history, {}), scaling.scales(before, {}))
+
+
+def test_an_infinite_amax_does_not_enter_the_history():
+    scaling = Scaling(make_config())
+    old = {name: jnp.full((L, 3), 2.0) for name in scaling.names}
+    weights = {name: jnp.float32([3.0, jnp.inf]) for name in LINEAR}
+    others = {name: jnp.float32([[4.0, jnp.nan], [5.0, 6.0]]) for name in LINEAR}
+    new = scaling.record(old, weights, others)
+    for layer in LINEAR:
+        assert new[f"{layer}.weight"][:, 0].tolist() == [3.0, 2.0]
+        assert new[f"{layer}.input"][:, 0].tolist() == [4.0, 5.0]
+        assert new[f"{layer}.gradient"][:, 0].tolist() == [2.0, 6.0]
+
+
+def test_current_scaling_keeps_no_history_and_scales_weights_by_themselves():
+    scaling = Scaling(make_config("current"))
+    assert scaling.first_history() == {}
+    amax = {name: jnp.float32([7.0, 14.0]) for name in LINEAR}
+    assert scaling.record({}, amax, {}) == {}
+    for scales in scaling.scales({}, amax).values():
+        assert list(scales) == ["weight"]
+        np.testing.assert_allclose(scales["weight"], [64.0, 32.0], rtol=1e-6)
+    assert Scaling(make_config("none")).first_history() == {}
+
+
+# Train steps
+
+
+@dataclass(frozen=True)
+class Steps:
+    """A program, and its state and batch before each of some steps."""
+
+    program: TrainProgram
+    states: list[TrainState]  # on the host
+    batches: list[dict[str, jax.Array]]
+
+
+BAD = 3  # the step whose loss is not finite
+
+
+@pytest.fixture(scope="module")
+def steps() -> Steps:
+    """Six steps; the fourth is skipped."""
+    program = build(make_config(first_bf16_layers=1))
+    rng = np.random.default_rng(11)
+    state, states, batches = program.init_state(), [], []
+    for step in range(6):
+        tokens = rng.integers(0, 60, (4, 17))
+        mask = np.ones((4, 16), np.float32)
+        mask[-1, -1] = np.nan if step == BAD else 1.0
+        positions = np.broadcast_to(np.arange(16), (4, 16))
+        fields = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], "loss_mask": mask, "positions": positions}
+        batches.append(to_global(fields, program.batch_sharding, program.batch_shape))
+        states.append(jax.tree.map(np.array, state))
+        state, _ = program.train_step(state, batches[-1])
+    return Steps(program, [*states, jax.tree.map(np.array, state)], batches)
+
+
+def build(config: Config) -> TrainProgram:
+    return TrainProgram.build(config, build_mesh(check_mesh(config, 1), jax.devices()[:1]))
+
+
+def largest_weights(params, *parts: str) -> np.ndarray:
+    """The largest magnitude of a linear layer's parameters in each layer."""
+    stacked = [params[f"blocks.dense.{part}"].reshape(L, -1) for part in parts]
+    return np.abs(np.concatenate(stacked, axis=1)).max(axis=1)
+
+
+def test_each_step_records_the_largest_weights_that_it_began_with(steps):
+    parts = {
+        "attention.qkv": ("attention.query", "attention.key", "attention.value"),
+        "attention.output": ("attention.output",),
+        "mlp.gate_up": ("mlp.gate", "mlp.up"),
+        "mlp.down": ("mlp.down",),
+    }
+    for name in LINEAR:
+        seen = [largest_weights(state.params, *parts[name]) for state in steps.states]
+        assert len(np.unique(seen)) > 2 * L, "the weights hardly change: it tests little"
+        for step, after in enumerate(steps.states[1:]):
+            if step != BAD:
+                np.testing.assert_array_equal(after.fp8[f"{name}.weight"][:, 0], seen[step])
+
+
+def test_a_history_shifts_by_one_with_each_step_but_a_skipped_one(steps):
+    assert [int(state.skipped) for state in steps.states] == [0, 0, 0, 0, 1, 1, 1]
+    for step, (before, after) in enumerate(zip(steps.states[:-1], steps.states[1:], strict=True)):
+        assert list(before.fp8) == list(after.fp8) and len(after.fp8) == 12
+        for name, history in after.fp8.items():
+            if step == BAD:
+                np.testing.assert_array_equal(history, before.fp8[name])
+            else:
+                np.testing.assert_array_equal(history[:, 1:], before.fp8[name][:, :-1])
+                assert np.all(history[1, 0] > 0)
+
+
+def test_only_layers_in_fp8_record_inputs_and_gradients(steps):
+    last = steps.states[-1].fp8
+    for name, history in last.items():
+        assert history[1].all()
+        assert history[0].any() == name.endswith(".weight")
+
+
+@pytest.mark.parametrize("algorithm", CHOSEN)
+def test_a_step_is_scaled_by_what_its_algorithm_reads_of_the_history(steps, algorithm):
+    program = build(make_config(first_bf16_layers=1, amax_algorithm=algorithm))
+    state, batch = steps.states[3], steps.batches[2]
+
+    def loss(change):
+        history = {name: jnp.asarray(change(values)) for name, values in state.fp8.items()}
+        return float(program.eval_step(state.params, history, batch)[0])
+
+    def with_columns(*factors):
+        return loss(lambda values: values.max(axis=1, keepdims=True) * np.float32(factors))
+
+    plain = with_columns(1.0, 0.1, 0.1)
+    assert np.isfinite(plain)
+    swapped, grown = with_columns(0.1, 1.0, 0.1), with_columns(1.0, 3.0, 0.1)
+    if algorithm == "max":
+        assert swapped == plain != grown
+    else:
+        assert swapped != plain == grown

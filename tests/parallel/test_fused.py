@@ -1,0 +1,260 @@
+"""A block's stored parameters and the fused weights computed with, against NumPy, from storage to compute and back."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from megajax.mesh import AXES, build_mesh
+from megajax.model import transformer
+from megajax.parallel.fused import FusedWeights
+from megajax.parallel.weights import WeightExchange
+from megajax.sharding import pad_to_storage, place, strip_padding
+
+MESHES = [
+    {},
+    {"tensor": 2},
+    {"data": 2, "fsdp": 2, "tensor": 2},
+    {"fsdp": 2, "expert": 2, "context": 2},
+    {"data": 2, "expert": 2, "tensor": 2},
+    # Two KV heads for four and for eight devices.
+    {"tensor": 4},
+    {"tensor": 4, "fsdp": 2},
+    {"data": 2, "tensor": 4},
+    {"tensor": 8},
+]
+EVERY = ("fsdp", "expert", "context", "data")
+
+
+def block(width=16):
+    """A block's parameters: 3 layers of 8 heads and 2 KV heads of width 2, and an MLP of width 24."""
+    heads, kv_heads = ("heads", "head"), ("kv_heads", "head")
+    one_layer = {
+        "attention.norm": ((width,), ("norm",)),
+        "attention.query": ((width, 8, 2), ("embed", *heads)),
+        "attention.key": ((width, 2, 2), ("embed", *kv_heads)),
+        "attention.value": ((width, 2, 2), ("embed", *kv_heads)),
+        "attention.output": ((8, 2, width), (*heads, "embed")),
+        "attention.query_norm": ((2,), ("norm",)),
+        "attention.query_bias": ((8, 2), heads),
+        "attention.key_bias": ((2, 2), kv_heads),
+        "attention.value_bias": ((2, 2), kv_heads),
+        "attention.output_bias": ((width,), ("residual",)),
+        "mlp.gate": ((width, 24), ("embed", "mlp")),
+        "mlp.up": ((width, 24), ("embed", "mlp")),
+        "mlp.down": ((24, width), ("mlp", "embed")),
+        "mlp.gate_bias": ((24,), ("mlp",)),
+        "mlp.up_bias": ((24,), ("mlp",)),
+    }
+    return {name: ((3, *shape), ("layers", *axes)) for name, (shape, axes) in one_layer.items()}
+
+
+# Written out by hand, apart from the code: what lies side by side in each weight of more than one parameter.
+PARTS = {
+    "attention.qkv": ["attention.query", "attention.key", "attention.value"],
+    "attention.qkv_bias": ["attention.query_bias", "attention.key_bias", "attention.value_bias"],
+    "mlp.gate_up": ["mlp.gate", "mlp.up"],
+    "mlp.gate_up_bias": ["mlp.gate_bias", "mlp.up_bias"],
+}
+WHOLE = ["attention.norm", "attention.output", "attention.query_norm", "attention.output_bias", "mlp.down"]
+FUSED = {**PARTS, **{name: [name] for name in WHOLE}}
+
+
+def mesh_id(sizes) -> str:
+    return "-".join(f"{axis}{size}" for axis, size in sizes.items()) or "one"
+
+
+over_meshes = pytest.mark.parametrize("sizes", MESHES, ids=mesh_id)
+over_widths = pytest.mark.parametrize("width", [16, 13], ids=["even", "padded"])
+
+
+def build(sizes, parameters):
+    """(FusedWeights, the exchange of what it fuses, mesh)."""
+    sizes = {axis: sizes.get(axis, 1) for axis in AXES}
+    mesh = build_mesh(sizes, jax.devices()[: math.prod(sizes.values())])
+    fused = FusedWeights({name: place(shape, axes, sizes) for name, (shape, axes) in parameters.items()}, sizes)
+    return fused, WeightExchange(fused.placements, sizes, jnp.dtype("float32"), jnp.dtype("float32")), mesh
+
+
+def whole_numbers(parameters):
+    """Canonical parameters by name; no number occurs twice."""
+    ends = np.cumsum([math.prod(shape) for shape, _ in parameters.values()]).tolist()
+    return {
+        name: np.arange(end - math.prod(shape), end, dtype=np.float32).reshape(shape)
+        for end, (name, (shape, _)) in zip(ends, parameters.items(), strict=True)
+    }
+
+
+def tensor_share(name, whole, axes, rank, tensor):
+    """What rank `rank` of `tensor` computes with of a parameter: its heads, or the KV head of its query heads."""
+    for dim, axis in enumerate(axes):
+        if axis in ("heads", "kv_heads", "mlp"):
+            size = whole.shape[dim]
+            first = rank * size // tensor
+            whole = np.take(whole, range(first, first + max(size // tensor, 1)), dim)
+    if "head" in axes:
+        at = axes.index("head")
+        whole = whole.reshape(*whole.shape[: at - 1], -1, *whole.shape[at + 1 :])
+    return whole
+
+
+def fused_share(name, values, parameters, rank, tensor):
+    """A rank's share of a fused weight, of `values` by parameter."""
+    shares = [tensor_share(part, values[part], parameters[part][1], rank, tensor) for part in FUSED[name]]
+    return np.concatenate(shares, axis=-1)
+
+
+def devices(mesh):
+    return list(np.ndindex(mesh.devices.shape))
+
+
+def stored_arrays(fused, mesh, values):
+    placed = fused.stored
+    return {
+        name: jax.device_put(pad_to_storage(jnp.asarray(w), placed[name]), NamedSharding(mesh, placed[name].spec))
+        for name, w in values.items()
+    }
+
+
+@over_meshes
+@over_widths
+def test_a_device_computes_with_its_share_of_each_parameter_side_by_side(sizes, width):
+    parameters, tensor = block(width), sizes.get("tensor", 1)
+    fused, exchange, mesh = build(sizes, parameters)
+    values = whole_numbers(parameters)
+
+    def local(stored):
+        weights = {name: exchange.gather_once(name, w) for name, w in fused.fuse(stored).items()}
+        return {n: exchange.gather_layer(n, w)[(None,) * len(AXES)] for n, w in weights.items()}
+
+    specs = {name: placement.spec for name, placement in fused.stored.items()}
+    run = jax.shard_map(local, mesh=mesh, in_specs=(specs,), out_specs=P(*AXES), check_vma=False)
+    found = {name: np.asarray(w) for name, w in jax.jit(run)(stored_arrays(fused, mesh, values)).items()}
+    assert set(found) == set(FUSED)
+    for name, weights in found.items():
+        for index in devices(mesh):
+            expected = fused_share(name, values, parameters, index[AXES.index("tensor")], tensor)
+            assert np.array_equal(weights[index], expected), (name, index)
+
+
+@over_meshes
+@over_widths
+def test_a_gradient_comes_back_where_its_parameter_lies_summed_over_all_that_used_it(sizes, width):
+    """Each device's gradient tells its place and, in bits that sums keep apart, the device."""
+    parameters, tensor = block(width), sizes.get("tensor", 1)
+    fused, exchange, mesh = build(sizes, parameters)
+    expected = {name: np.zeros(shape, np.float32) for name, (shape, _) in parameters.items()}
+    places = {name: np.arange(math.prod(shape)).reshape(shape) for name, (shape, _) in parameters.items()}
+    gradients = {}
+    for name, parts in FUSED.items():
+        shape = fused_share(name, places, parameters, 0, tensor).shape
+        gradients[name] = np.zeros((*mesh.devices.shape, *shape), np.float32)
+        for number, index in enumerate(devices(mesh)):
+            coded = 256 * np.arange(math.prod(shape)).reshape(shape) + 2**number
+            gradients[name][index] = coded
+            rank, start = index[AXES.index("tensor")], 0
+            for part in parts:
+                where = tensor_share(part, places[part], parameters[part][1], rank, tensor)
+                share = coded[..., start : start + where.shape[-1]]
+                start += where.shape[-1]
+                np.add.at(expected[part].reshape(-1), where, share)
+
+    def local(gradients):
+        out = {}
+        for name, gradient in gradients.items():
+            gradient = exchange.reduce_layer(name, gradient.reshape(gradient.shape[len(AXES) :]))
+            out |= fused.split(name, exchange.complete(name, exchange.scatter_once(name, gradient)))
+        return out
+
+    specs = {name: placement.spec for name, placement in fused.stored.items()}
+    run = jax.shard_map(local, mesh=mesh, in_specs=P(*AXES), out_specs=specs, check_vma=False)
+    found = jax.jit(run)(gradients)
+    assert set(found) == set(parameters)
+    for name, placement in fused.stored.items():
+        assert found[name].shape == placement.stored_shape, name
+        assert np.array_equal(strip_padding(found[name], placement), expected[name]), name
+
+
+@pytest.mark.parametrize("layers", [1, slice(0, 2)], ids=["one", "two"])
+def test_layers_are_fused_and_split_alike_whether_all_of_them_or_some(layers):
+    fused, _, mesh = build({"tensor": 4, "fsdp": 2}, block())
+
+    def split(weights):
+        return {part: g for name, w in weights.items() for part, g in fused.split(name, w).items()}
+
+    def local(stored):
+        some, every = fused.fuse({name: w[layers] for name, w in stored.items()}), fused.fuse(stored)
+        cut_after = jax.tree.map(lambda w: w[layers], (every, split(every)))
+        return (some, split(some)), cut_after
+
+    specs = {name: placement.spec for name, placement in fused.stored.items()}
+    run = jax.shard_map(local, mesh=mesh, in_specs=(specs,), out_specs=P(AXES), check_vma=False)
+    found, expected = jax.jit(run)(stored_arrays(fused, mesh, whole_numbers(block())))
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
+@pytest.mark.smoke
+def test_devices_that_share_a_kv_head_take_it_and_sum_its_gradient():
+    """Hand-worked: two KV heads, four devices; rank r's gradient of its head is 1, 10, 100, 1000."""
+    fused, _, mesh = build({"tensor": 4}, {name: block()[name] for name in ("attention.key", "attention.output")})
+    key = jnp.stack([jnp.full((3, 16, 2), 5.0), jnp.full((3, 16, 2), 7.0)], axis=2)
+    output = jnp.zeros((3, 8, 2, 16))
+
+    def local(key, output):
+        own = fused.fuse({"attention.key": key, "attention.output": output})["attention.qkv"]
+        gradient = 10.0 ** jax.lax.axis_index("tensor") * jnp.ones_like(own)
+        return own, fused.split("attention.qkv", gradient)["attention.key"]
+
+    specs = tuple(fused.stored[name].spec for name in ("attention.key", "attention.output"))
+    run = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=(P(None, None, "tensor"), P()), check_vma=False)
+    own, gradient = jax.jit(run)(key, output)
+    assert own[0, 0].tolist() == [5, 5, 5, 5, 7, 7, 7, 7], "two numbers of a head on each device"
+    assert gradient.shape == (3, 16, 2, 2)
+    np.testing.assert_allclose(gradient, np.broadcast_to([[11.0, 11.0], [1100.0, 1100.0]], gradient.shape), rtol=1e-6)
+
+
+@pytest.mark.smoke
+def test_fused_weights_lie_on_the_mesh_as_written_down():
+    def placements(width, **sizes):
+        fused, _, _ = build(sizes, block(width))
+        return {n: (p.shape, p.stored_shape, p.spec, p.storage_dim) for n, p in fused.placements.items()}
+
+    even = placements(16, tensor=2)
+    qkv = (3, 16, (8 + 2 + 2) * 2)
+    assert even["attention.qkv"] == (qkv, qkv, P("pipeline", EVERY, "tensor"), 1)
+    assert even["attention.qkv_bias"] == ((3, 24), (3, 24), P("pipeline", "tensor"), None)
+    assert even["attention.output"] == ((3, 16, 16), (3, 16, 16), P("pipeline", "tensor", EVERY), 2)
+    assert even["mlp.gate_up"] == ((3, 16, 48), (3, 16, 48), P("pipeline", EVERY, "tensor"), 1)
+    assert even["mlp.down"] == ((3, 24, 16), (3, 24, 16), P("pipeline", "tensor", EVERY), 2)
+    assert even["attention.norm"] == ((3, 16), (3, 16), P("pipeline", None), None)
+    # Each of four devices has a KV head of its own: it counts as often as it is computed with. 13 is stored as 14.
+    shared = placements(13, tensor=4, fsdp=2)
+    qkv = (3, 13, (8 + 4 + 4) * 2)
+    assert shared["attention.qkv"] == (qkv, (3, 14, 32), P("pipeline", EVERY, "tensor"), 1)
+    assert shared["attention.qkv_bias"] == ((3, 32), (3, 32), P("pipeline", "tensor"), None)
+    assert shared["attention.output"] == ((3, 16, 13), (3, 16, 14), P("pipeline", "tensor", EVERY), 2)
+
+
+@pytest.mark.smoke
+def test_a_block_has_only_the_fused_weights_that_it_has_parameters_for():
+    plain = {n: p for n, p in block().items() if not n.endswith("_bias") and n != "mlp.gate"}
+    fused, _, _ = build({}, plain)
+    assert fused.parts["mlp.gate_up"] == ["mlp.up"], "without a gate it is `up` alone"
+    assert fused.placements["mlp.gate_up"].shape == (3, 16, 24)
+    biases = {"attention.qkv_bias", "mlp.gate_up_bias", "attention.output_bias"}
+    assert set(fused.parts) == set(fused.placements) == set(FUSED) - biases
+    assert set(fused.fuse(whole_numbers(plain))) == set(fused.parts)
+
+
+@pytest.mark.smoke
+def test_on_one_device_it_is_what_the_plain_model_computes_with():
+    fused, _, _ = build({}, block())
+    values = whole_numbers(block())
+    found, expected = fused.fuse(values), transformer.fuse(values)
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+    again = {part: g for name, w in found.items() for part, g in fused.split(name, w).items()}
+    jax.tree.map(np.testing.assert_array_equal, again, values)

@@ -1,0 +1,75 @@
+"""A killed run with delayed scaling goes on as if nothing had happened: its histories are in the checkpoint."""
+
+import shutil
+
+import jax
+import numpy as np
+import pytest
+
+from megajax.training.loop import Trainer
+
+STEPS, SAVED, KILLED = 8, 4, 7
+FP8 = ("precision.fp8.recipe=delayed", "precision.fp8.amax_history_length=3", "model.head_dim=16")
+
+
+class Kill(Exception):
+    """Ends a run between two steps."""
+
+
+@pytest.fixture
+def make_trainer(make_config):
+    """(run directory, overrides..., axis=size...) → a Trainer on a mesh of the first devices."""
+
+    def make(run_dir, *overrides, **sizes):
+        mesh = [f"mesh.{axis}={size}" for axis, size in sizes.items()]
+        run = f"run.dir={run_dir}", f"run.steps={STEPS}", f"run.checkpoint_interval={SAVED}"
+        config = make_config(*run, *FP8, *mesh, *overrides)
+        return Trainer(config, jax.devices()[: int(np.prod(list(sizes.values()) or [1]))])
+
+    return make
+
+
+def kill_at(monkeypatch, step):
+    next_batch = Trainer.next_batch
+
+    def maybe(trainer):
+        if trainer.step == step:
+            raise Kill
+        return next_batch(trainer)
+
+    monkeypatch.setattr(Trainer, "next_batch", maybe)
+
+
+def losses(read_metrics, run_dir) -> list[float]:
+    found = read_metrics(run_dir, "loss")
+    assert list(found) == list(range(1, STEPS + 1))
+    return [loss for (loss,) in found.values()]
+
+
+def test_a_killed_run_goes_on_bit_for_bit_and_alike_on_another_mesh(tmp_path, make_trainer, read_metrics, monkeypatch):
+    whole = make_trainer(tmp_path / "whole")
+    assert whole.run() == 0
+    expected = losses(read_metrics, tmp_path / "whole")
+
+    with monkeypatch.context() as patch, pytest.raises(Kill):
+        kill_at(patch, KILLED)
+        make_trainer(tmp_path / "killed").run()
+    for name in ("moved", "emptied"):
+        shutil.copytree(tmp_path / "killed", tmp_path / name)
+
+    again = make_trainer(tmp_path / "killed")
+    assert again.step == SAVED
+    assert again.run() == 0
+    assert losses(read_metrics, tmp_path / "killed") == expected
+    jax.tree.map(np.testing.assert_array_equal, again.state, whole.state)
+
+    moved = make_trainer(tmp_path / "moved", data=2, tensor=2)
+    assert moved.step == SAVED
+    assert moved.run() == 0
+    np.testing.assert_allclose(losses(read_metrics, tmp_path / "moved"), expected, rtol=1e-2)
+
+    # The numbers do hang on the histories.
+    emptied = make_trainer(tmp_path / "emptied")
+    emptied.state.fp8.update({name: 0 * history for name, history in emptied.state.fp8.items()})
+    assert emptied.run() == 0
+    assert losses(read_metrics, tmp_path / "emptied") != expected
