@@ -182,6 +182,11 @@ def _check_fp8_shapes(config: Config, sizes: dict[str, int]) -> None:
         if width % 16:
             problem = f"{_said(config, recipe)} needs multiples of 16, and {said} is {width}"
             _refuse(config, problem, f"change it, or set {recipe}=none", recipe)
+    widest = max(2 * model.ffn_hidden_size, (model.num_heads + 2 * model.num_kv_heads) * model.head_dim) // tensor
+    if tokens * widest >= 2**31:
+        problem = f"{_said(config, recipe)} quantises fewer than 2^31 numbers at once, and {tokens} tokens of {widest}"
+        problem += f" numbers ({_said(config, 'model.ffn_hidden_size')}) are more"
+        _refuse(config, problem, "raise batch.num_microbatches", recipe)
 
 
 # What no mesh can run

@@ -13,6 +13,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
+from megajax.errors import ConfigError
 from megajax.ops import fp8_kernels, fp8_reference, transformer_engine
 from megajax.ops.fp8_reference import amax, saturate
 
@@ -32,12 +33,12 @@ class Fp8Weight:
     """
 
     values: jax.Array  # [in, out] E4M3
-    transposed: jax.Array  # [out, in] E4M3
+    transposed: jax.Array | None  # [out, in] E4M3; None as long as it lies in shards
     inverse_scale: jax.Array  # FP32
     input_scale: jax.Array | None  # FP32; None: from the input itself (current scaling)
     gradient_scale: jax.Array | None
-    gradient: jax.Array  # [in, out] in the compute dtype
-    amax: jax.Array  # [2] FP32
+    gradient: jax.Array | None  # [in, out] in the compute dtype; None as long as the weight is not in use
+    amax: jax.Array | None  # [2] FP32
     gradient_dtype: Any = field(metadata={"static": True})
 
 
@@ -52,15 +53,23 @@ def quantize(x: jax.Array, scale: jax.Array, dtype: Any) -> jax.Array:
     return saturate(x.astype(jnp.float32) * scale, dtype).astype(dtype)
 
 
-def choose(backend: str, platform: str) -> Implementation:
-    """Whose kernels quantise and multiply for `precision.fp8.backend` (xla, transformer_engine) on a platform.
+def choose(backend: str, platform: str, compute_capability: str | None) -> Implementation:
+    """Whose kernels quantise and multiply for `precision.fp8.backend` (xla, transformer_engine) on a device.
 
-    Raises ConfigError where Transformer Engine cannot be imported.
+    Raises ConfigError where they cannot run: before Hopper, or where Transformer Engine cannot be imported.
     """
-    if backend == "transformer_engine":
-        transformer_engine.check_installed()
-        return "transformer_engine"
-    return "pallas" if platform in ("gpu", "cuda") else "reference"
+    on_gpu = platform in ("gpu", "cuda")
+    if on_gpu and compute_capability is not None and float(compute_capability) < 9.0:
+        raise ConfigError(
+            f"precision.fp8.recipe needs Hopper GPUs or newer, and this one has compute capability "
+            f"{compute_capability}: set it to none."
+        )
+    if backend == "xla":
+        return "pallas" if on_gpu else "reference"
+    if not on_gpu:
+        raise ConfigError(f"precision.fp8.backend={backend} needs a GPU and this is {platform}: use xla.")
+    transformer_engine.check_installed()
+    return "transformer_engine"
 
 
 def kernels(implementation: Implementation) -> ModuleType:

@@ -116,8 +116,8 @@ def _gated(kind: str, interpret: bool) -> Computation:
 
 def _gated_backward(kind: str, interpret: bool) -> Computation:
     def compute(gate: jax.Array, up: jax.Array, dact: jax.Array) -> Sequence[jax.Array]:
-        tiles = (a.astype(jnp.float32) for a in (gate, up, dact))
-        return mlp_kernel.gated_gradients(kind, *tiles, interpret)[1]
+        gate, up, dact = (a.astype(jnp.float32) for a in (gate, up, dact))
+        return mlp_kernel.gated_gradients(kind, gate, up, dact, interpret)[1]
 
     return compute
 

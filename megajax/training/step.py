@@ -75,8 +75,10 @@ class TrainProgram:
         )
         optimizer = make_optimizer(config.optimizer, {name: p.role for name, p in declared.items()})
         placements = place_all(declared, mesh_sizes(mesh))
-        settings, platform = config.precision.fp8, mesh.devices.flat[0].platform
-        kernels = fp8.choose(settings.backend if settings.recipe != "none" else "xla", platform)
+        device, settings, kernels = mesh.devices.flat[0], config.precision.fp8, "reference"
+        if settings.recipe != "none":
+            capability = getattr(device, "compute_capability", None)
+            kernels = fp8.choose(settings.backend, device.platform, capability)
         return cls(config, mesh, model, placements, optimizer, attention, reason, kernels)
 
     @cached_property

@@ -34,7 +34,7 @@ def summary(program: TrainProgram, flags: list[str]) -> str:
         f"microbatch(es) of {sequences} sequences a device",
         f"precision  {config.precision.compute}, gradients reduced in {config.precision.gradients}, {_fp8(program)}",
         f"kernels    attention: {program.attention} ({program.attention_reason}); layers: {loops}; "
-        f"loss in {chunk_count(config, tokens, sizes['tensor'])} chunks",
+        f"loss: {local.head.implementation} in {chunk_count(config, tokens, sizes['tensor'])} chunks",
         f"data       {_data(program)}",
     ]
     if device.platform == "gpu" and program.attention == "reference":
