@@ -82,6 +82,8 @@ def _type_name(annotation: Any) -> str:
 def _default(field: FieldInfo) -> str:
     if isinstance(field.json_schema_extra, dict):
         return f"default: {field.json_schema_extra['derived']}"
+    if field.default_factory is not None:  # a section within a section: its keys have the defaults
+        return "default: {}"
     return "required" if field.is_required() else f"default: {show(field.default)}"
 
 

@@ -96,6 +96,7 @@ def _saved_activations(config: Config, sizes: Mapping[str, int], compute: int) -
     mlp = model.ffn_hidden_size * (2 if model.activation in ("swiglu", "geglu") else 1) / tensor
     matmuls = heads + mlp + 2 * D / tensor  # and the two projections into the residual stream
     everything = heads + mlp + 2 * D + 2 * D / tensor  # and the norms' results and inputs
+    everything += model.ffn_hidden_size / tensor if model.mlp_bias else 0  # without biases computed again
     in_fp8 = len(config.fp8_layers) / model.num_layers
     if in_fp8:  # the four layers' inputs are kept in FP8 alone
         inputs = 2 * D + (model.num_heads * model.head_dim + model.ffn_hidden_size) / tensor
