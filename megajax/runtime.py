@@ -72,22 +72,22 @@ def prepare_environment(config: Config) -> list[str]:
     given = os.environ.get("XLA_FLAGS", "")
     names = {flag.removeprefix("--").split("=")[0] for flag in given.split()}
     flags = [f"--{name}={value}" for name, value in xla_flags(config).items() if name not in names]
+    missing = {name: value for name, value in variables(config).items() if name not in os.environ}
+    said = [*flags, *(f"{name}={value}" for name, value in missing.items())]
     if _jax_has_started():
-        if flags and _on_gpu():
+        if said and _on_gpu():
             warnings.warn(
-                f"jax started before megajax could set these XLA flags: {' '.join(flags)}; put them into XLA_FLAGS, "
-                "or call megajax.runtime.prepare_environment(config) before anything uses jax.",
+                f"jax started before megajax could set these XLA flags and variables: {' '.join(said)}; put them into "
+                "XLA_FLAGS and the environment, or call megajax.runtime.prepare_environment(config) before anything "
+                "uses jax.",
                 stacklevel=2,
             )
         return []
     os.environ["XLA_FLAGS"] = " ".join([given, *flags]).strip()
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", MEMORY_FRACTION)
-    for name, value in variables(config).items():
-        if name not in os.environ:
-            os.environ[name] = value
-            flags.append(f"{name}={value}")
+    os.environ |= missing
     accept_missing_cuda()
-    return flags
+    return said
 
 
 def accept_missing_cuda() -> None:

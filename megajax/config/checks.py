@@ -182,10 +182,12 @@ def _check_fp8_shapes(config: Config, sizes: dict[str, int]) -> None:
         if width % 16:
             problem = f"{_said(config, recipe)} needs multiples of 16, and {said} is {width}"
             _refuse(config, problem, f"change it, or set {recipe}=none", recipe)
-    widest = max(2 * model.ffn_hidden_size, (model.num_heads + 2 * model.num_kv_heads) * model.head_dim) // tensor
+    gated = 2 if model.activation in ("swiglu", "geglu") else 1
+    attention = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
+    widest = max(gated * model.ffn_hidden_size, attention) // tensor
     if tokens * widest >= 2**31:
-        problem = f"{_said(config, recipe)} quantises fewer than 2^31 numbers at once, and {tokens} tokens of {widest}"
-        problem += f" numbers ({_said(config, 'model.ffn_hidden_size')}) are more"
+        problem = f"{_said(config, recipe)} quantises fewer than 2^31 numbers at once, and a microbatch on a device has"
+        problem += f" {tokens} tokens of {widest} numbers"
         _refuse(config, problem, "raise batch.num_microbatches", recipe)
 
 
@@ -279,10 +281,12 @@ def _check_fp8_layers(config: Config) -> None:
     if fp8.first_bf16_layers + fp8.last_bf16_layers >= depth:
         problem = f"{_said(config, *keys)} leave none of {_said(config, 'model.num_layers')} in FP8"
         _refuse(config, problem, "lower them, or set precision.fp8.recipe=none", *keys)
-    for key in keys:
-        if _value(config, key) % config.remat.group:
-            problem = f"{_said(config, key)} is no multiple of {_said(config, 'remat.group')}"
-            _refuse(config, problem, "make it one, or set remat.group=1", key, "remat.group")
+    covered = 0 if config.remat.policy == "none" else config.remat.layers or depth
+    for key, edge in zip(keys, (config.fp8_layers.start, config.fp8_layers.stop), strict=True):
+        if edge < covered and edge % config.remat.group:
+            problem = f"{_said(config, key)} begins or ends FP8 at layer {edge}, inside a group of"
+            problem += f" {_said(config, 'remat.group')}"
+            _refuse(config, problem, "make that layer a multiple of remat.group, or set remat.group=1", key)
 
 
 def _check_schedule(config: Config) -> None:

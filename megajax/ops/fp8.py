@@ -43,9 +43,13 @@ class Fp8Weight:
 
 
 def scale_for(amax: jax.Array, dtype: Any, margin: float = 0) -> jax.Array:
-    """The factor that takes `amax` to the largest FP8 number / 2^margin; 1 where amax is 0 or not finite."""
+    """The factor that takes `amax` to the largest FP8 number / 2^margin; 1 where that is too large or amax is 0.
+
+    NaN where amax is not finite: quantised with it a tensor is NaN, and the step is seen to have gone bad.
+    """
     scale = float(jnp.finfo(dtype).max) / 2.0**margin / amax
-    return jnp.where((amax > 0) & jnp.isfinite(amax) & jnp.isfinite(scale), scale, 1.0).astype(jnp.float32)
+    usable = jnp.where((amax > 0) & jnp.isfinite(scale), scale, 1.0)
+    return jnp.where(jnp.isfinite(amax), usable, jnp.nan).astype(jnp.float32)
 
 
 def quantize(x: jax.Array, scale: jax.Array, dtype: Any) -> jax.Array:

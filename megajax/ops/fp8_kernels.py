@@ -24,7 +24,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from megajax.ops import mlp_kernel
-from megajax.ops.fp8_reference import Quantised, is_gated, matmul, saturate
+from megajax.ops.fp8_reference import Quantised, matmul, saturate
 
 __all__ = [
     "cast_transpose",
@@ -32,7 +32,6 @@ __all__ = [
     "gated_backward_amax",
     "gated_backward_cast_transpose",
     "gated_cast_transpose",
-    "is_gated",
     "matmul",
 ]
 

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from megajax.ops.mlp import GATED, activate
+from megajax.ops.mlp import activate
 
 Quantised = tuple[jax.Array, jax.Array, jax.Array]
 """q [T, F], its transpose [F, T] and amax, a float32 scalar."""
@@ -26,11 +26,6 @@ def saturate(values: jax.Array, dtype: Any) -> jax.Array:
     """`values`, within the finite numbers of `dtype`; NaN stays NaN."""
     largest = float(jnp.finfo(dtype).max)
     return jnp.clip(values, -largest, largest)
-
-
-def is_gated(kind: str) -> bool:
-    """Whether an activation is one of those that the gated functions take."""
-    return kind in GATED
 
 
 def cast_transpose(x_tf: jax.Array, scale: jax.Array, dtype: Any) -> Quantised:

@@ -63,7 +63,7 @@ def activate_and_gradient(
     kind: str, x: jax.Array, dy: jax.Array, implementation: ElementwiseImplementation
 ) -> tuple[jax.Array, jax.Array]:
     """(activate(kind, x), the gradient of x for that of the activation), computed from x again."""
-    if implementation == "pallas" and kind in GATED:
+    if implementation == "pallas" and kind in GATED and mlp_kernel.fits(dy.shape[-1]):
         gradient, act = mlp_kernel.activate_and_gradient(kind, x, dy)
         return act, gradient
     x, dy = lax.optimization_barrier((x, dy))  # or XLA would keep the forward pass's activation

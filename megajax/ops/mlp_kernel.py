@@ -16,6 +16,11 @@ from jax.experimental.pallas import triton as plgpu
 TOKENS, FEATURES, NUM_WARPS = 4, 1024, 4  # of a block; the features are the largest power of two that divides F
 
 
+def fits(width: int) -> bool:
+    """Whether a block can be wide enough to be faster than XLA's own kernels."""
+    return math.gcd(width, FEATURES) >= 128
+
+
 def activate_and_gradient(
     kind: str, gate_up_tf: jax.Array, dact_tf: jax.Array, *, interpret: bool = False
 ) -> tuple[jax.Array, jax.Array]:

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from megajax.errors import ConfigError
-from megajax.ops.fp8_reference import gated_amax, gated_backward_amax, is_gated
+from megajax.ops.fp8_reference import gated_amax, gated_backward_amax
 
 __all__ = [
     "cast_transpose",
@@ -26,7 +26,6 @@ __all__ = [
     "gated_backward_amax",
     "gated_backward_cast_transpose",
     "gated_cast_transpose",
-    "is_gated",
     "matmul",
 ]
 

@@ -141,7 +141,7 @@ def gradient_function(local: LocalModel, mesh: Mesh) -> Callable:
     def compute(params: Params, history: History, batch: Batch, step: jax.Array, loss_scale: jax.Array):
         ends, weight_amax = local.gather_ends(params), local.layers.weight_amax(params)
         scaling = local.layers.scaling
-        layers = local.layers.gather_once(params, scaling.scales(history, weight_amax))
+        layers = local.layers.gather_once(params, scaling.scales(history, weight_amax, loss_scale))
         tokens = local.valid_tokens(batch)
         scale = loss_scale / tokens
         key = None
@@ -167,9 +167,12 @@ def gradient_function(local: LocalModel, mesh: Mesh) -> Callable:
         gradients |= local.layers.collect(layer_gradients, only_microbatch)
         gradients = {name: gradients[name] / loss_scale for name in params}
         sums = sum_over_all(sums, local.sizes) | {"tokens": tokens}
+        norm = global_norm(gradients, local.placements, local.sizes)
         if history:
-            history = scaling.record(history, weight_amax, local.layers.collect_amax(amax))
-        return sums, gradients, global_norm(gradients, local.placements, local.sizes), history
+            history = scaling.record(history, weight_amax, local.layers.collect_amax(amax), loss_scale)
+            # An infinity saturates when it is quantised: only the amax tells that the step went bad.
+            norm = jnp.where(all_finite(history), norm, jnp.nan)
+        return sums, gradients, norm, history
 
     return jax.shard_map(
         _at_full_precision(compute, config),
@@ -205,6 +208,11 @@ def loss_function(local: LocalModel, mesh: Mesh) -> Callable:
         out_specs=(P(), P()),
         check_vma=False,
     )
+
+
+def all_finite(arrays: Mapping[str, jax.Array]) -> jax.Array:
+    """Whether every number of some arrays is finite."""
+    return jnp.stack([jnp.isfinite(array).all() for array in arrays.values()]).all()
 
 
 def _at_full_precision(compute: Callable, config: Config) -> Callable:

@@ -64,14 +64,16 @@ def plan_segments(config: Config, platform: str) -> tuple[Segment, ...]:
         policy, group = (remat.policy, remat.group) if start < covered else ("none", 1)
         count, in_fp8 = end - start, start in fp8_layers
         step = math.lcm(period, group)
-        whole = count // step * step
-        target = config.kernels.scan_unroll or (16 if platform != "cpu" else 1)
-        fits = [u for u in range(step, whole + 1, step) if whole % u == 0]
-        unroll = max((u for u in fits if u <= target), default=step)
-        if whole:
-            segments.append(Segment(start, whole // unroll, unroll, group, policy, in_fp8))
-        if count > whole:  # the rest of a pattern that is no whole number of periods
-            segments.append(Segment(start + whole, 1, count - whole, group, policy, in_fp8))
+        # The largest body that divides the layers, if it is near the target; else even ones, and a rest.
+        periods = count // step
+        target = max((config.kernels.scan_unroll or (16 if platform != "cpu" else 1)) // step, 1)
+        loops = next((periods // n for n in range(target, target // 2, -1) if periods % n == 0), -(-periods // target))
+        unroll = periods // loops * step if loops else 0
+        if loops:
+            segments.append(Segment(start, loops, unroll, group, policy, in_fp8))
+        rest = count - loops * unroll  # of a count that does not divide, or of a pattern that is no whole period
+        if rest:
+            segments.append(Segment(end - rest, 1, rest, group, policy, in_fp8))
     return tuple(segments)
 
 

@@ -20,12 +20,12 @@ from jax.ad_checkpoint import checkpoint_name
 
 from megajax.ops import fp8
 from megajax.ops.fp8 import Fp8Weight
-from megajax.ops.mlp import activate, activate_and_gradient
+from megajax.ops.mlp import GATED, activate, activate_and_gradient
 
 Weight = jax.Array | Fp8Weight
 
 
-class Quantized(NamedTuple):
+class Operand(NamedTuple):
     """A tensor in FP8, as the matmuls take it."""
 
     values: jax.Array | None  # [T, F]; None: only the transpose is kept, for the backward pass
@@ -37,7 +37,7 @@ class Quantized(NamedTuple):
 # Tensors of all tokens are held in pieces. Without overlap there is one, in the order of the tokens. With overlap there
 # is one for each device of `tensor`: the device's own tokens first, then those of the device before it, and so on;
 # between a column and a row layer nothing puts them in order.
-Pieces = Sequence[Any]  # arrays [T / tensor, F], or Quantized ones
+Pieces = Sequence[Any]  # arrays [T / tensor, F], or Operand ones
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -126,7 +126,7 @@ def _operands(comm: Any, pieces: Sequence[jax.Array], w: Weight, which: str) -> 
     if not isinstance(w, Fp8Weight):
         return pieces
     scale, dtype = _scale(comm, w, which, lambda: [fp8.amax(piece) for piece in pieces])
-    return [Quantized(q, t, 1 / scale, a) for q, t, a in (comm.fp8.cast_transpose(p, scale, dtype) for p in pieces)]
+    return [Operand(q, t, 1 / scale, a) for q, t, a in (comm.fp8.cast_transpose(p, scale, dtype) for p in pieces)]
 
 
 def _gathered_products(comm: Any, x: jax.Array, w: Weight, which: str, overlap: bool) -> tuple[Pieces, list[jax.Array]]:
@@ -141,7 +141,7 @@ def _gathered_products(comm: Any, x: jax.Array, w: Weight, which: str, overlap: 
     scale, dtype = _scale(comm, w, which, lambda: [fp8.amax(x)]) if isinstance(w, Fp8Weight) else (None, None)
 
     def operand(piece: jax.Array) -> Any:
-        return piece if scale is None else Quantized(piece, piece.T, 1 / scale, fp8.amax(x))
+        return piece if scale is None else Operand(piece, piece.T, 1 / scale, fp8.amax(x))
 
     piece = x if scale is None else fp8.quantize(x, scale, dtype)
     if not overlap:
@@ -159,21 +159,21 @@ def _gathered_products(comm: Any, x: jax.Array, w: Weight, which: str, overlap: 
 
 def _activated(comm: Any, kind: str, ups: Sequence[jax.Array], w: Weight) -> Pieces:
     """The activation of each piece, as the input of the layer with weight `w`."""
-    if not isinstance(w, Fp8Weight) or not comm.fp8.is_gated(kind):
+    if not isinstance(w, Fp8Weight) or kind not in GATED:
         return _operands(comm, [activate(kind, up) for up in ups], w, "input")
     scale, dtype = _scale(comm, w, "input", lambda: [comm.fp8.gated_amax(kind, up) for up in ups])
     quantized = (comm.fp8.gated_cast_transpose(kind, up, scale, dtype) for up in ups)
-    return [Quantized(q, t, 1 / scale, amax) for q, t, amax in quantized]
+    return [Operand(q, t, 1 / scale, amax) for q, t, amax in quantized]
 
 
 def _activation_gradients(comm: Any, kind: str, ups, dacts: Sequence[jax.Array], w: Fp8Weight) -> Pieces:
     """The gradient of each piece before the activation, as the output gradient of the layer with weight `w`."""
     pairs = list(zip(ups, dacts, strict=True))
-    if not comm.fp8.is_gated(kind):
+    if kind not in GATED:
         return _operands(comm, [jax.vjp(partial(activate, kind), up)[1](dact)[0] for up, dact in pairs], w, "gradient")
     scale, dtype = _scale(comm, w, "gradient", lambda: [comm.fp8.gated_backward_amax(kind, *pair) for pair in pairs])
     quantized = (comm.fp8.gated_backward_cast_transpose(kind, *pair, scale, dtype) for pair in pairs)
-    return [Quantized(q, t, 1 / scale, amax) for q, t, amax in quantized]
+    return [Operand(q, t, 1 / scale, amax) for q, t, amax in quantized]
 
 
 def _scale(comm: Any, w: Fp8Weight, which: str, amaxes) -> tuple[jax.Array, Any]:
@@ -186,7 +186,7 @@ def _scale(comm: Any, w: Fp8Weight, which: str, amaxes) -> tuple[jax.Array, Any]
 
 def _kept(pieces: Pieces) -> Pieces:
     """What the backward pass needs of a layer's input."""
-    return [piece._replace(values=None) if isinstance(piece, Quantized) else piece for piece in pieces]
+    return [piece._replace(values=None) if isinstance(piece, Operand) else piece for piece in pieces]
 
 
 # Matmuls

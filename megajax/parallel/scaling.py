@@ -2,7 +2,8 @@
 
 With current scaling every tensor is scaled by its own amax. With delayed scaling the scale follows from the amaxes of
 earlier steps, as in NVIDIA's Transformer Engine: no pass over the tensor before it is quantised. Amaxes are over all
-devices and microbatches of a step, so they do not depend on the mesh.
+devices and microbatches of a step, so they do not depend on the mesh. (With fewer KV heads than devices on `tensor`
+they do a little: the devices that share a head quantise their parts of its gradient, which are summed afterwards.)
 """
 
 from collections.abc import Mapping
@@ -41,35 +42,45 @@ class Scaling:
         shape = (self.num_layers, self.settings.amax_history_length)
         return {name: jnp.zeros(shape, jnp.float32) for name in self.names}
 
-    def scales(self, history: Mapping[str, jax.Array], weight_amax: Mapping[str, jax.Array]) -> Scales:
+    def scales(
+        self,
+        history: Mapping[str, jax.Array],
+        weight_amax: Mapping[str, jax.Array],
+        loss_scale: jax.Array | float = 1.0,
+    ) -> Scales:
         """Scales by linear layer; what is scaled by its own amax in the layer has none here."""
         if not history:
             return {layer: {"weight": fp8.scale_for(amax, fp8.E4M3)} for layer, amax in weight_amax.items()}
-        return {layer: {t: self._scale(history[f"{layer}.{t}"], t) for t in TENSORS} for layer in LINEAR}
+        return {layer: {t: self._scale(history[f"{layer}.{t}"], t, loss_scale) for t in TENSORS} for layer in LINEAR}
 
-    def record(self, history: History, weight_amax: Mapping[str, jax.Array], amax: Mapping[str, jax.Array]) -> History:
+    def record(
+        self,
+        history: History,
+        weight_amax: Mapping[str, jax.Array],
+        amax: Mapping[str, jax.Array],
+        loss_scale: jax.Array | float = 1.0,
+    ) -> History:
         """The histories after a step: its amaxes in front, the oldest ones dropped.
 
-        `weight_amax` is `[L]` by linear layer, `amax` `[L, 2]`: of inputs and of output gradients.
+        `weight_amax` is `[L]` by linear layer, `amax` `[L, 2]`: of inputs and of output gradients, which `loss_scale`
+        has multiplied; the histories hold those without it.
         """
         if not history:
             return {}
         newest = {"weight": dict(weight_amax)}
-        for i, tensor in enumerate(("input", "gradient")):
-            newest[tensor] = {layer: values[:, i] for layer, values in amax.items()}
-
-        def pushed(old: jax.Array, amax: jax.Array) -> jax.Array:
-            # An infinity saturates when it is quantised, and the step may be good: its amax would spoil later scales.
-            amax = jnp.where(jnp.isfinite(amax), amax, old[:, 0])
-            return jnp.roll(old, 1, axis=1).at[:, 0].set(amax)
-
+        for i, (tensor, factor) in enumerate((("input", 1.0), ("gradient", loss_scale))):
+            newest[tensor] = {layer: values[:, i] / factor for layer, values in amax.items()}
         names = [(layer, tensor, f"{layer}.{tensor}") for layer in LINEAR for tensor in TENSORS]
-        return {name: pushed(history[name], newest[tensor][layer]) for layer, tensor, name in names}
+        return {
+            name: jnp.roll(history[name], 1, axis=1).at[:, 0].set(newest[tensor][layer])
+            for layer, tensor, name in names
+        }
 
-    def _scale(self, history: jax.Array, tensor: str) -> jax.Array:
+    def _scale(self, history: jax.Array, tensor: str, loss_scale: jax.Array | float) -> jax.Array:
         largest, newest = history.max(axis=1), history[:, 0]
         amax = newest if self.settings.amax_algorithm == "most_recent" else largest
         amax = jnp.where(amax > 0, amax, largest)  # a step of zeros, all of whose tokens were masked, says nothing
         amax = jnp.where(amax > 0, amax, self.first_amax[tensor])
-        dtype = self.gradient_dtype if tensor == "gradient" else fp8.E4M3
-        return fp8.scale_for(amax, dtype, self.settings.margin)
+        if tensor == "gradient":
+            return fp8.scale_for(amax * loss_scale, self.gradient_dtype, self.settings.margin)
+        return fp8.scale_for(amax, fp8.E4M3, self.settings.margin)

@@ -96,8 +96,9 @@ def _saved_activations(config: Config, sizes: Mapping[str, int], compute: int) -
     mlp = model.ffn_hidden_size * (2 if model.activation in ("swiglu", "geglu") else 1) / tensor
     matmuls = heads + mlp + 2 * D / tensor  # and the two projections into the residual stream
     everything = heads + mlp + 2 * D + 2 * D / tensor  # and the norms' results and inputs
-    everything += model.ffn_hidden_size / tensor if model.mlp_bias else 0  # without biases computed again
     in_fp8 = len(config.fp8_layers) / model.num_layers
+    if model.mlp_bias:  # without biases the activation is computed again
+        everything += (1 - in_fp8) * model.ffn_hidden_size / tensor
     if in_fp8:  # the four layers' inputs are kept in FP8 alone
         inputs = 2 * D + (model.num_heads * model.head_dim + model.ffn_hidden_size) / tensor
         everything += in_fp8 * (inputs / compute - 2 * D)

@@ -52,10 +52,16 @@ REFUSED = {
         " in FP8 (the command line: precision.fp8.first_bf16_layers=5): lower them, or set precision.fp8.recipe=none."
     ),
     f"{FP8}first_bf16_layers=3 remat.policy=full remat.group=2": (
-        "precision.fp8.first_bf16_layers=3 is no multiple of remat.group=2 (@): make it one, or set remat.group=1."
+        "precision.fp8.first_bf16_layers=3 begins or ends FP8 at layer 3, inside a group of remat.group=2 (@):"
+        " make that layer a multiple of remat.group, or set remat.group=1."
     ),
     f"{FP8}last_bf16_layers=2 {FP8}first_bf16_layers=3 remat.policy=full remat.group=3": (
-        "precision.fp8.last_bf16_layers=2 is no multiple of remat.group=3 (@): make it one, or set remat.group=1."
+        "precision.fp8.last_bf16_layers=2 begins or ends FP8 at layer 10, inside a group of remat.group=3 (@):"
+        " make that layer a multiple of remat.group, or set remat.group=1."
+    ),
+    f"{FP8}last_bf16_layers=6 remat.policy=full remat.group=4 remat.layers=8": (
+        "precision.fp8.last_bf16_layers=6 begins or ends FP8 at layer 6, inside a group of remat.group=4 (@):"
+        " make that layer a multiple of remat.group, or set remat.group=1."
     ),
 }
 

@@ -98,16 +98,19 @@ def test_with_most_recent_a_step_of_zeros_leaves_the_scale_of_the_steps_before()
     jax.tree.map(np.testing.assert_array_equal, scaling.scales(history, {}), scaling.scales(before, {}))
 
 
-def test_an_infinite_amax_does_not_enter_the_history():
+@pytest.mark.parametrize("loss_scale", [1.0, 2.0**16])
+def test_the_histories_know_nothing_of_the_loss_scale(loss_scale):
     scaling = Scaling(make_config())
-    old = {name: jnp.full((L, 3), 2.0) for name in scaling.names}
-    weights = {name: jnp.float32([3.0, jnp.inf]) for name in LINEAR}
-    others = {name: jnp.float32([[4.0, jnp.nan], [5.0, 6.0]]) for name in LINEAR}
-    new = scaling.record(old, weights, others)
-    for layer in LINEAR:
-        assert new[f"{layer}.weight"][:, 0].tolist() == [3.0, 2.0]
-        assert new[f"{layer}.input"][:, 0].tolist() == [4.0, 5.0]
-        assert new[f"{layer}.gradient"][:, 0].tolist() == [2.0, 6.0]
+    empty = {name: jnp.zeros((L, 3)) for name in scaling.names}
+    weights = {name: jnp.float32([3.0, 3.0]) for name in LINEAR}
+    others = {name: jnp.float32([[4.0, 2.0 * loss_scale], [4.0, 2.0 * loss_scale]]) for name in LINEAR}
+    new = scaling.record(empty, weights, others, loss_scale)
+    assert new["mlp.down.gradient"][:, 0].tolist() == [2.0, 2.0]
+    assert new["mlp.down.input"][:, 0].tolist() == [4.0, 4.0]
+    for history in (empty, new):  # the guess is scaled as well
+        scaled, plain = scaling.scales(history, {}, loss_scale), scaling.scales(history, {})
+        np.testing.assert_allclose(scaled["mlp.down"]["gradient"] * loss_scale, plain["mlp.down"]["gradient"])
+        np.testing.assert_array_equal(scaled["mlp.down"]["input"], plain["mlp.down"]["input"])
 
 
 def test_current_scaling_keeps_no_history_and_scales_weights_by_themselves():

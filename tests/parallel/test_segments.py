@@ -19,6 +19,7 @@ def test_gpus_unroll_up_to_sixteen_layers_and_cpus_one():
     assert plan(8) == [(0, 1, 8, 1, "none")]
     assert plan(80) == [(0, 5, 16, 1, "none")]
     assert plan(126) == [(0, 9, 14, 1, "none")]
+    assert plan(31) == [(0, 2, 15, 1, "none"), (30, 1, 1, 1, "none")]  # 32 layers but one of another precision
     assert plan(8, platform="cpu") == [(0, 8, 1, 1, "none")]
     assert plan(8, kernels={"scan_unroll": 2}) == [(0, 4, 2, 1, "none")]
 
