@@ -26,9 +26,9 @@ class Scaling:
     def __init__(self, config: Config):
         self.settings, self.num_layers = config.precision.fp8, config.model.num_layers
         self.gradient_dtype = fp8.E5M2 if self.settings.format == "hybrid" else fp8.E4M3
-        # Where a history is still empty: a guess, within some powers of two of what comes.
+        # Where a history is still empty: a guess, rather too large, for values that saturate are worse than small ones.
         tokens = config.batch.global_size * config.batch.sequence_length
-        self.first_amax = {"input": 8.0, "weight": 8 * config.model.init_std, "gradient": 1 / tokens}
+        self.first_amax = {"input": 16.0, "weight": 8 * config.model.init_std, "gradient": 64 / tokens}
 
     @property
     def names(self) -> list[str]:

@@ -84,7 +84,7 @@ def test_an_empty_history_gives_a_first_guess_for_each_tensor():
     history = scaling.first_history()
     assert all(values.shape == (L, LENGTH) and not values.any() for values in history.values())
     # init_std is 0.25, and a batch has 64 tokens.
-    guesses = {"input": 8.0, "weight": 2.0, "gradient": 1 / 64}
+    guesses = {"input": 16.0, "weight": 2.0, "gradient": 64 / 64}
     largest = {"input": E4M3_MAX, "weight": E4M3_MAX, "gradient": E5M2_MAX}
     for scales in scaling.scales(history, {}).values():
         for tensor, guess in guesses.items():
