@@ -37,7 +37,7 @@ class Operand(NamedTuple):
 # Tensors of all tokens are held in pieces. Without overlap there is one, in the order of the tokens. With overlap there
 # is one for each device of `tensor`: the device's own tokens first, then those of the device before it, and so on;
 # between a column and a row layer nothing puts them in order.
-Pieces = Sequence[Any]  # arrays [T / tensor, F], or Operand ones
+Pieces = Sequence[Any]  # arrays [T / tensor, F], in FP8 Operands
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
