@@ -36,7 +36,6 @@ CASES = (
     "configs/llama3_8b_l8.yaml mesh.fsdp=1 model.num_layers=2 precision.fp8.recipe=current",
     "configs/llama3_8b_l8.yaml batch.global_size=16 model.num_layers=2 --gpus 4",
     "configs/llama3_8b_l8.yaml batch.global_size=16 model.num_layers=2 precision.fp8.recipe=delayed --gpus 4",
-    "configs/llama3_8b_l8.yaml mesh.fsdp=1 mesh.data=4 batch.global_size=16 model.num_layers=2 --gpus 4",
     "configs/llama3_8b_l8.yaml mesh.fsdp=1 mesh.tensor=4 model.num_layers=2 --gpus 4",
     "configs/llama3_1b.yaml mesh.fsdp=1 model.num_layers=2",
 )

@@ -129,11 +129,9 @@ def single_device(make_config, train) -> Callable:
 # recipe, mesh, microbatches, whether transfers over `tensor` are cut into pieces, layers of a loop
 CASES = [
     ("current", {"data": 2, "fsdp": 2, "tensor": 2}, 1, True, 1),
-    ("current", {"data": 8}, 1, False, 1),
     ("current", {"fsdp": 2, "tensor": 2}, 2, False, 1),
     ("delayed", {"data": 2, "fsdp": 2, "tensor": 2}, 2, False, 1),
     ("delayed", {"tensor": 4}, 1, True, 2),
-    ("delayed", {"fsdp": 8}, 1, False, 1),
 ]
 
 

@@ -76,7 +76,6 @@ OPTIONS = {
 
 # options, mesh, microbatches, remat
 OPTION_CASES = [
-    ("gemma", {"tensor": 8}, 2, {}),
     ("gemma", {"fsdp": 2, "tensor": 4}, 1, {"policy": "full", "layers": 1}),
     ("gemma", TRIPLE, 4, {"policy": "save_matmuls"}),
     ("dropout", {}, 2, {"policy": "full"}),
@@ -126,7 +125,6 @@ def test_recomputation_and_unrolling_change_no_number(table, difference, mesh, m
 OVERLAPPED = [
     ("gemma", {"tensor": 8}, 2, {}),
     ("dropout", {"data": 2, "tensor": 4}, 1, {"policy": "selective"}),
-    ("padded", {"fsdp": 2, "tensor": 4}, 1, {"policy": "full"}),
     ("padded_gpt2", {"tensor": 2}, 2, {"policy": "save_matmuls"}),
 ]
 
