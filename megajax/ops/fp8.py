@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from megajax.errors import ConfigError
 from megajax.ops import fp8_kernels, fp8_reference, transformer_engine
-from megajax.ops.fp8_reference import amax, saturate
+from megajax.ops.fp8_reference import amax, quantize
 
 __all__ = ["E4M3", "E5M2", "Fp8Weight", "Implementation", "amax", "choose", "kernels", "quantize", "scale_for"]
 
@@ -50,11 +50,6 @@ def scale_for(amax: jax.Array, dtype: Any, margin: float = 0) -> jax.Array:
     scale = float(jnp.finfo(dtype).max) / 2.0**margin / amax
     usable = jnp.where((amax > 0) & jnp.isfinite(scale), scale, 1.0)
     return jnp.where(jnp.isfinite(amax), usable, jnp.nan).astype(jnp.float32)
-
-
-def quantize(x: jax.Array, scale: jax.Array, dtype: Any) -> jax.Array:
-    """`x · scale` rounded to an FP8 `dtype`; what is too large becomes the largest number, NaN stays NaN."""
-    return saturate(x.astype(jnp.float32) * scale, dtype).astype(dtype)
 
 
 def choose(backend: str, platform: str, compute_capability: str | None) -> Implementation:

@@ -28,6 +28,11 @@ def saturate(values: jax.Array, dtype: Any) -> jax.Array:
     return jnp.clip(values, -largest, largest)
 
 
+def quantize(x: jax.Array, scale: jax.Array, dtype: Any) -> jax.Array:
+    """`x · scale` rounded to an FP8 `dtype`; what is too large becomes the largest number, NaN stays NaN."""
+    return saturate(x.astype(jnp.float32) * scale, dtype).astype(dtype)
+
+
 def cast_transpose(x_tf: jax.Array, scale: jax.Array, dtype: Any) -> Quantised:
     """x [T, F] quantised: q [T, F] and q_t [F, T] in `dtype`, amax."""
     return _quantise(x_tf.astype(jnp.float32), scale, dtype)
@@ -83,5 +88,5 @@ def _gated_backward(kind: str, gate_up_tf: jax.Array, dact_tf: jax.Array) -> jax
 
 
 def _quantise(values_tf: jax.Array, scale: jax.Array, dtype: Any) -> Quantised:
-    q_tf = saturate(values_tf * scale, dtype).astype(dtype)
+    q_tf = quantize(values_tf, scale, dtype)
     return q_tf, q_tf.T, amax(values_tf)

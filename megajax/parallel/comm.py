@@ -1,6 +1,7 @@
 """The model's communication points on a mesh; they run inside the step's shard_map, manual over all axes."""
 
 from collections.abc import Mapping
+from functools import reduce
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +13,7 @@ from megajax.model.comm import SingleDevice
 from megajax.ops import fp8
 from megajax.ops.fp8 import Fp8Weight
 from megajax.parallel import linear
-from megajax.parallel.weights import gather_tiles
+from megajax.parallel.weights import as_bytes, gather_tiles
 
 
 class MeshComm(SingleDevice):
@@ -55,15 +56,18 @@ class MeshComm(SingleDevice):
         return linear.mlp(self, activation, x, w_up, w_down)
 
     def hand_on(self, x: jax.Array) -> jax.Array:
-        """The array of the device before on `tensor`; FP8 travels as bytes."""
-        if x.dtype.itemsize > 1:
-            return linear.hand_on(x, "tensor", self.tensor_size)
-        received = linear.hand_on(lax.bitcast_convert_type(x, jnp.uint8), "tensor", self.tensor_size)
-        return lax.bitcast_convert_type(received, x.dtype)
+        """The array of the device before, on a ring over `tensor`."""
+        return as_bytes(lambda x: lax.ppermute(x, "tensor", self._to_rank_after(1)), x)
 
     def scatter_pieces(self, pieces: list[jax.Array]) -> jax.Array:
-        """Partial sums in the pieces' order → `[T / tensor, F]`, summed over `tensor`."""
-        return linear.scatter_pieces(pieces, "tensor")
+        """Each piece of partial sums back to the device that it belongs to → `[T / tensor, F]`, summed in FP32."""
+        sent = [(pieces[step], self._to_rank_after(self.tensor_size - step)) for step in range(1, self.tensor_size)]
+        received = [lax.ppermute(piece, "tensor", where) for piece, where in sent]
+        total = reduce(jnp.add, [piece.astype(jnp.float32) for piece in (pieces[0], *received)])
+        return total.astype(pieces[0].dtype)
+
+    def _to_rank_after(self, step: int) -> list[tuple[int, int]]:
+        return [(rank, (rank + step) % self.tensor_size) for rank in range(self.tensor_size)]
 
     def join(self, pieces: list[jax.Array]) -> jax.Array:
         """Pieces → `[T, F]` in the order of the tokens."""

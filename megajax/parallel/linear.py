@@ -223,20 +223,3 @@ def _sum_over_tensor(comm: Any, pieces: list[jax.Array]) -> jax.Array:
 def _shape(w: Weight) -> tuple[int, ...]:
     """`[in, out]`."""
     return w.values.shape if isinstance(w, Fp8Weight) else w.shape
-
-
-def hand_on(x: jax.Array, axis: str, size: int) -> jax.Array:
-    """The array of the device before, on a ring."""
-    return lax.ppermute(x, axis, _to_rank_after(1, size))
-
-
-def scatter_pieces(pieces: list[jax.Array], axis: str) -> jax.Array:
-    """Each piece back to the device that it belongs to, summed there in FP32."""
-    size = len(pieces)
-    received = [lax.ppermute(pieces[step], axis, _to_rank_after(size - step, size)) for step in range(1, size)]
-    total = reduce(jnp.add, [piece.astype(jnp.float32) for piece in (pieces[0], *received)])
-    return total.astype(pieces[0].dtype)
-
-
-def _to_rank_after(step: int, size: int) -> list[tuple[int, int]]:
-    return [(rank, (rank + step) % size) for rank in range(size)]

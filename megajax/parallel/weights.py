@@ -6,7 +6,7 @@ over the axes that its weight is stored over and a sum over the axes that it is 
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -116,12 +116,16 @@ def row_major(x: jax.Array) -> jax.Array:
     return with_layout_constraint(x, Layout(tuple(range(x.ndim))))
 
 
-def gather_tiles(x: jax.Array, axes: tuple[str, ...], dim: int) -> jax.Array:
-    """The shards of `x` on all devices of `axes`, side by side along `dim`; FP8 travels as bytes."""
+def as_bytes(move: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
+    """`move(x)`, a collective that only moves numbers; FP8 travels as bytes."""
     if x.dtype.itemsize > 1:
-        return lax.all_gather(x, axes, axis=dim, tiled=True)
-    gathered = lax.all_gather(lax.bitcast_convert_type(x, jnp.uint8), axes, axis=dim, tiled=True)
-    return lax.bitcast_convert_type(gathered, x.dtype)
+        return move(x)
+    return lax.bitcast_convert_type(move(lax.bitcast_convert_type(x, jnp.uint8)), x.dtype)
+
+
+def gather_tiles(x: jax.Array, axes: tuple[str, ...], dim: int) -> jax.Array:
+    """The shards of `x` on all devices of `axes`, side by side along `dim`."""
+    return as_bytes(lambda x: lax.all_gather(x, axes, axis=dim, tiled=True), x)
 
 
 def sum_over_all(x, sizes: Mapping[str, int]):
