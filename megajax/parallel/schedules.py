@@ -1,0 +1,304 @@
+"""Pipeline schedules as tables: which microbatch each stage works on at each tick.
+
+Stages run in lockstep: at each tick every stage may do one forward, one backward and one weight-gradient operation, and
+then hands its results to its neighbours, who use them at the next tick. A stage holds R virtual stages, one a round;
+virtual stage r·P + s is round r of stage s (Narayanan et al. 2021, "Efficient Large-Scale Language Model Training").
+`python -m megajax.parallel.schedules --help` draws them.
+"""
+
+import itertools
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+Kind = Literal["gpipe", "1f1b", "zero_bubble"]
+KINDS: tuple[Kind, ...] = ("gpipe", "1f1b", "zero_bubble")
+IDLE = -1
+
+
+class Table(NamedTuple):
+    """One kind of operation: what each stage does at each tick, `[ticks, P]` int32."""
+
+    microbatch: np.ndarray  # IDLE where the stage does nothing
+    round: np.ndarray  # 0 where the stage does nothing
+
+    @property
+    def active(self) -> np.ndarray:
+        """Where there is work, `[ticks, P]` bool."""
+        return self.microbatch != IDLE
+
+
+class Flags(NamedTuple):
+    """What happens at a tick on any stage."""
+
+    forward: bool
+    head: bool  # the last virtual stage goes forward: the head and the loss of its microbatch are due
+    backward: bool
+    weight: bool
+
+
+@dataclass(frozen=True)
+class Phase:
+    """Ticks from `start` on: `repeats` times the same sequence of runs, each so many ticks with the same flags."""
+
+    start: int
+    repeats: int
+    runs: tuple[tuple[Flags, int], ...]
+
+    @property
+    def period(self) -> int:
+        return sum(length for _, length in self.runs)
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """A pipeline schedule; build it with `make_schedule`, or check it before it is used."""
+
+    kind: str
+    stages: int
+    microbatches: int
+    rounds: int
+    forward: Table
+    backward: Table  # with `weight`, the gradients of inputs alone
+    weight: Table | None  # gradients of weights, put off; None: the backward operation computes them too
+
+    @property
+    def ticks(self) -> int:
+        return len(self.forward.microbatch)
+
+    @property
+    def tables(self) -> dict[str, Table]:
+        """The tables by the name of their operation."""
+        named = {"forward": self.forward, "backward": self.backward, "weight": self.weight}
+        return {name: table for name, table in named.items() if table is not None}
+
+    @cached_property
+    def ticks_of(self) -> dict[str, np.ndarray]:
+        """By operation: the tick of each microbatch on each virtual stage, `[M, R·P]`; IDLE where it is missing."""
+        out = {}
+        for name, table in self.tables.items():
+            ticks = np.full((self.microbatches, self.rounds * self.stages), IDLE)
+            for tick, stage in np.argwhere(table.active):
+                ticks[table.microbatch[tick, stage], table.round[tick, stage] * self.stages + stage] = tick
+            out[name] = ticks
+        return out
+
+    @cached_property
+    def flags(self) -> list[Flags]:
+        """Of each tick."""
+        head = (self.forward.active & (self.forward.round == self.rounds - 1))[:, -1]
+        weight = np.zeros(self.ticks, bool) if self.weight is None else self.weight.active.any(axis=1)
+        rows = zip(self.forward.active.any(axis=1), head, self.backward.active.any(axis=1), weight, strict=True)
+        return [Flags(*map(bool, row)) for row in rows]
+
+    @cached_property
+    def phases(self) -> tuple[Phase, ...]:
+        """The ticks in as few loops as there are patterns, so that a program's size does not grow with microbatches."""
+        runs = [(flags, len(list(group))) for flags, group in itertools.groupby(self.flags)]
+        phases, start, i = [], 0, 0
+        while i < len(runs):
+            pair, repeats = runs[i : i + 2], 1
+            while len(pair) == 2 and runs[i + 2 * repeats : i + 2 * repeats + 2] == pair:
+                repeats += 1
+            phases.append(Phase(start, repeats, tuple(pair if repeats > 1 else pair[:1])))
+            start += repeats * phases[-1].period
+            i += repeats * len(phases[-1].runs)
+        return tuple(phases)
+
+
+def make_schedule(kind: Kind, stages: int, microbatches: int, rounds: int = 1) -> Schedule:
+    """The table of a schedule.
+
+    - `gpipe` (Huang et al. 2019): all forward operations, then all backward.
+    - `1f1b` (Narayanan et al. 2019; interleaved, 2021): a microbatch goes backward as soon as it can, so what is saved
+      does not grow with the number of microbatches. In lockstep a tick holds one forward *and* one backward operation.
+    - `zero_bubble` (Qi et al. 2024): the same with the gradients of weights put off, by P - 1 ticks, so that no tick is
+      spent on them while the pipeline fills.
+
+    Raises ValueError for sizes below 1, and where rounds > 1 and the stages do not divide the microbatches: microbatches
+    go round in groups of P.
+    """
+    P, M, R = stages, microbatches, rounds
+    if kind not in KINDS:
+        raise ValueError(f"schedule={kind} is not known: use {', '.join(KINDS[:-1])} or {KINDS[-1]}.")
+    for name, size in (("stages", P), ("microbatches", M), ("rounds", R)):
+        if size < 1:
+            raise ValueError(f"{name}={size} is below 1.")
+    if R > 1 and M % P:
+        raise ValueError(f"rounds={R} needs microbatches in groups of stages={P}, and microbatches={M} are not.")
+    fill = P - 1  # ticks from the first stage to the last
+    first_backward = M * R + fill if kind == "gpipe" else R * P - 1
+    ticks = first_backward + M * R + fill
+    # (group, round, member of the group): the order in which the first stage starts its M·R operations
+    order = np.array(list(_in_groups(M, P, R)))
+    position = np.arange(len(order))[:, None]
+    stage = np.arange(P)[None, :]
+    forward = _table(ticks, order, position + stage)
+    reversed_rounds = np.stack([order[:, 0], R - 1 - order[:, 1]], axis=1)
+    backward = _table(ticks, reversed_rounds, first_backward + position + fill - stage)
+    weight = _table(ticks, reversed_rounds, first_backward + position + fill + 0 * stage)
+    return Schedule(kind, P, M, R, forward, backward, weight if kind == "zero_bubble" else None)
+
+
+def _in_groups(M: int, P: int, R: int) -> Iterator[tuple[int, int]]:
+    """(microbatch, round): groups of P microbatches go round R times, one group after the other."""
+    for first in range(0, M, P):
+        for r in range(R):
+            yield from ((m, r) for m in range(first, min(first + P, M)))
+
+
+def _table(ticks: int, operations: np.ndarray, at: np.ndarray) -> Table:
+    """A table with `operations [n, 2]`, each on every stage at its tick `at [n, P]`."""
+    table = Table(np.full((ticks, at.shape[1]), IDLE, np.int32), np.zeros((ticks, at.shape[1]), np.int32))
+    for stage in range(at.shape[1]):
+        table.microbatch[at[:, stage], stage] = operations[:, 0]
+        table.round[at[:, stage], stage] = operations[:, 1]
+    return table
+
+
+def check(schedule: Schedule) -> None:
+    """Refuse a table that cannot run: every operation once, and each input there when it is used.
+
+    Nothing waits between stages: what a stage gets from its neighbour it uses at the tick after. Within a tick the order
+    is forward, head, backward, weight. Raises ValueError naming the first operation that breaks this.
+    """
+    S = schedule.stages * schedule.rounds
+    for name, table in schedule.tables.items():
+        wrong = table.active & (
+            (table.microbatch >= schedule.microbatches) | (table.round < 0) | (table.round >= schedule.rounds)
+        )
+        if wrong.any():
+            tick, stage = np.argwhere(wrong)[0]
+            raise ValueError(
+                f"tick {tick}, stage {stage}: the {name} table has a microbatch or round that is not there."
+            )
+        if table.active.sum() != schedule.microbatches * S or (schedule.ticks_of[name] == IDLE).any():
+            missing = np.argwhere(schedule.ticks_of[name] == IDLE)
+            which = (
+                "one stands twice" if not len(missing) else "microbatch {} misses virtual stage {}".format(*missing[0])
+            )
+            raise ValueError(f"the {name} table does not hold every operation once: {which}.")
+    forward, backward = schedule.ticks_of["forward"], schedule.ticks_of["backward"]
+    _refuse_where(forward[:, 1:] != forward[:, :-1] + 1, "forward", "does not follow the stage before it by one tick")
+    _refuse_where(backward[:, :-1] != backward[:, 1:] + 1, "backward", "does not follow the stage after it by one tick")
+    _refuse_where(backward[:, -1:] < forward[:, -1:], "backward", "comes before the loss of its microbatch")
+    if schedule.weight is not None:
+        _refuse_where(schedule.ticks_of["weight"] < backward, "weight", "comes before its gradient is there")
+
+
+def _refuse_where(wrong: np.ndarray, name: str, problem: str) -> None:
+    if wrong.any():
+        microbatch, stage = np.argwhere(wrong)[0]
+        raise ValueError(f"the {name} operation of microbatch {microbatch} on virtual stage {stage} {problem}.")
+
+
+@dataclass(frozen=True)
+class Slots:
+    """Where each operation keeps what a later one needs: indices into buffers of a few slots, `[ticks, P]` int32.
+
+    An idle operation inside a phase runs all the same, on numbers that nobody uses: it writes where nothing alive lies,
+    and reads what some forward operation has left, so that it makes no NaN.
+    """
+
+    activations: int  # how many slots a stage needs for what the forward operation saves
+    gradients: int  # and for what the weight operation needs of the backward operation; 0 if it is not put off
+    heads: int  # and for gradients of the head that wait for their backward operation
+    forward: np.ndarray  # the forward operation writes here
+    backward: np.ndarray  # the backward operation reads here
+    backward_gradients: np.ndarray  # the backward operation writes here
+    weight: np.ndarray  # the weight operation reads activations here
+    weight_gradients: np.ndarray  # and gradients here
+    head: np.ndarray  # [ticks]: the head writes here
+    backward_head: np.ndarray  # [ticks]: the last virtual stage's backward operation reads here
+
+
+def assign_slots(schedule: Schedule) -> Slots:
+    """Small buffers for a checked schedule: a slot is free again after its last use."""
+    stages, final = range(schedule.stages), schedule.rounds - 1
+    flagged = {name: np.array([getattr(flags, name) for flags in schedule.flags]) for name in Flags._fields}
+    dead_after = schedule.ticks_of["backward" if schedule.weight is None else "weight"]
+
+    def kept(writer: str) -> list["_Kept"]:
+        table = schedule.tables[writer]
+        return [_keep(flagged[writer], _lives(schedule, table, s, dead_after)) for s in stages]
+
+    def written(kept: list["_Kept"]) -> np.ndarray:
+        return np.stack([k.written for k in kept], axis=1)
+
+    def read(kept: list["_Kept"], reader: Table | None) -> np.ndarray:
+        if reader is None:
+            return np.zeros((schedule.ticks, schedule.stages), np.int32)
+        return np.stack([_read(k, reader, s) for s, k in zip(stages, kept, strict=True)], axis=1)
+
+    activations = kept("forward")
+    gradients = kept("backward") if schedule.weight is not None else []
+    starts, ends = schedule.ticks_of["forward"][:, -1], schedule.ticks_of["backward"][:, -1]
+    lives = {(m, final): (int(starts[m]), int(ends[m])) for m in range(schedule.microbatches)}
+    heads = _keep(flagged["head"], lives)
+    nothing = read(activations, None)
+    return Slots(
+        activations=max(k.count for k in activations),
+        gradients=max((k.count for k in gradients), default=0),
+        heads=heads.count,
+        forward=written(activations),
+        backward=read(activations, schedule.backward),
+        backward_gradients=written(gradients) if gradients else nothing,
+        weight=read(activations, schedule.weight),
+        weight_gradients=read(gradients, schedule.weight) if gradients else nothing,
+        head=heads.written,
+        backward_head=_read(heads, schedule.backward, schedule.stages - 1),
+    )
+
+
+Work = tuple[int, int]  # microbatch, round
+
+
+class _Kept(NamedTuple):
+    count: int  # slots
+    written: np.ndarray  # [ticks]
+    of_work: dict[Work, int]
+
+
+def _lives(schedule: Schedule, writer: Table, stage: int, dead_after: np.ndarray) -> dict[Work, tuple[int, int]]:
+    """From when to when what a stage's operations of one table write is needed."""
+    out = {}
+    for tick in np.flatnonzero(writer.active[:, stage]):
+        m, r = int(writer.microbatch[tick, stage]), int(writer.round[tick, stage])
+        out[m, r] = (int(tick), int(dead_after[m, r * schedule.stages + stage]))
+    return out
+
+
+def _keep(writes: np.ndarray, lives: dict[Work, tuple[int, int]]) -> _Kept:
+    """Slots for lives, the lowest free one each; within a tick writing comes before reading.
+
+    At a tick that `writes` without beginning a life a dead slot is written.
+    """
+    begins = {first: work for work, (first, _) in lives.items()}
+    written, of_work = np.zeros(len(writes), np.int32), {}
+    dead_after: list[int] = []  # of each slot
+    for tick in np.flatnonzero(writes):
+        slot = next((i for i, last in enumerate(dead_after) if last < tick), len(dead_after))
+        dead_after[slot:] = dead_after[slot:] or [IDLE]
+        written[tick] = slot
+        if int(tick) in begins:
+            work = begins[int(tick)]
+            of_work[work], dead_after[slot] = slot, lives[work][1]
+    return _Kept(len(dead_after), written, of_work)
+
+
+def _read(kept: _Kept, reader: Table, stage: int) -> np.ndarray:
+    """The slot that a stage's operation reads at each tick; an idle one reads the first."""
+    slots = np.zeros(len(reader.microbatch), np.int32)
+    for tick in np.flatnonzero(reader.active[:, stage]):
+        slots[tick] = kept.of_work.get((int(reader.microbatch[tick, stage]), int(reader.round[tick, stage])), 0)
+    return slots
+
+
+if __name__ == "__main__":
+    from megajax.parallel.schedule_drawing import main
+
+    sys.exit(main(sys.argv[1:]))
