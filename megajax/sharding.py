@@ -8,24 +8,31 @@ weight is one contiguous `fsdp` shard.
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from megajax.config import Config
+from megajax.config.stages import first_slots, slots, virtual_stages
 from megajax.mesh import AXES, BATCH_AXES
 
 ONCE_AXES = ("expert", "context", "data")  # gathered and reduced once a step
 STORAGE_AXES = ("fsdp", *ONCE_AXES)
+END_AXES = (*STORAGE_AXES, "pipeline")  # what lies outside the blocks, which every stage needs
 BATCH_SPEC = P(None, BATCH_AXES, "context")  # [M, B, S]
+EMPTY = -1  # in place of a layer
 
 LOGICAL_TO_MESH: dict[str, str | tuple[str, ...] | None] = {
-    "layers": "pipeline",
+    "layers": "pipeline",  # stage by stage: `stored_layers`
     "vocab": "tensor",
     "heads": "tensor",
     "kv_heads": "tensor",  # replicated where there are fewer KV heads than devices on `tensor`
     "mlp": "tensor",
-    "embed": STORAGE_AXES,  # the D dimension of matrices: only how they are stored
+    "embed": STORAGE_AXES,  # the D dimension of matrices: only how they are stored (END_AXES outside the blocks)
     "head": None,
     "positions": None,
     "norm": None,  # vectors of width D or H are too small to shard; those of norms compute in FP32
@@ -40,9 +47,26 @@ class Placement:
     shape: tuple[int, ...]  # canonical global shape
     axes: tuple[str, ...]
     spec: P
-    stored_shape: tuple[int, ...]  # `shape`, the storage dimension padded to a multiple of its shards
-    storage_dim: int | None  # the dimension sharded over STORAGE_AXES
+    stored_shape: tuple[int, ...]  # `shape`, the storage dimension padded, the layers as they are stored
+    storage_dim: int | None  # the dimension sharded over STORAGE_AXES or END_AXES
     kv_groups: int  # devices on `tensor` that share a KV head whose dimension is replicated; 1: none do
+    layers: tuple[int, ...] | None = None  # of a block's parameter: the layer in each stored row, or EMPTY
+
+    @property
+    def is_padded(self) -> bool:
+        """Whether its storage dimension is longer than the weight's."""
+        dim = self.storage_dim
+        return dim is not None and self.shape[dim] != self.stored_shape[dim]
+
+    @property
+    def is_canonical(self) -> bool:
+        """Whether it is stored as checkpoints hold it."""
+        return not self.is_padded and not self.reordered
+
+    @property
+    def reordered(self) -> bool:
+        """Whether the stored rows are other ones than the layers in their order."""
+        return self.layers is not None and self.layers != tuple(range(self.shape[0]))
 
     @property
     def replicated_axes(self) -> tuple[str, ...]:
@@ -51,29 +75,51 @@ class Placement:
         return tuple(axis for axis in AXES if axis not in used)
 
 
-def place(shape: tuple[int, ...], axes: tuple[str, ...], sizes: Mapping[str, int]) -> Placement:
+def stored_layers(config: Config, stages: int) -> np.ndarray:
+    """Which layer lies where, `[P, R, slots]`: on each stage its rounds' slots, EMPTY where stages are uneven."""
+    rounds = config.pipeline.rounds if stages > 1 else 1
+    layers = np.full((stages, rounds, slots(config, stages)), EMPTY)
+    places = zip(virtual_stages(config, stages), first_slots(config, stages), strict=True)
+    for v, (held, first) in enumerate(places):
+        layers[v % stages, v // stages, first : first + len(held)] = held
+    return layers
+
+
+def place(
+    shape: tuple[int, ...], axes: tuple[str, ...], sizes: Mapping[str, int], layers: tuple[int, ...] | None = None
+) -> Placement:
     """The placement of a weight whose dimensions carry the logical names `axes`, on a mesh of `sizes`.
 
-    A stored dimension that does not divide is padded: storage alone never refuses a mesh.
+    `layers` are those of the stored rows, by default in their order. A stored dimension that does not divide is padded:
+    storage alone never refuses a mesh.
     """
     spec, stored, kv_groups = [], list(shape), 1
+    in_block = axes[0] == "layers"
+    storage = STORAGE_AXES if in_block else END_AXES
+    layers = (layers or tuple(range(shape[0]))) if in_block else None
     for dim, (size, axis) in enumerate(zip(shape, axes, strict=True)):
-        entry = LOGICAL_TO_MESH[axis]
+        entry = storage if axis == "embed" else LOGICAL_TO_MESH[axis]
         if axis == "kv_heads" and sizes["tensor"] > size:
             assert sizes["tensor"] % size == 0
             entry, kv_groups = None, sizes["tensor"] // size
         if axis == "embed":
-            stored[dim] = -(-size // _storage_shards(sizes)) * _storage_shards(sizes)
+            shards = math.prod(sizes[name] for name in storage)
+            stored[dim] = -(-size // shards) * shards
+        elif axis == "layers":
+            assert layers is not None and len(layers) % sizes["pipeline"] == 0, (layers, sizes)
+            stored[dim] = len(layers)
         elif isinstance(entry, str):
             assert size % sizes[entry] == 0, (axis, size, entry, sizes[entry])
         spec.append(entry)
     storage_dim = axes.index("embed") if "embed" in axes else None
-    return Placement(shape, axes, P(*spec), tuple(stored), storage_dim, kv_groups)
+    return Placement(shape, axes, P(*spec), tuple(stored), storage_dim, kv_groups, layers)
 
 
-def place_all(parameters: Mapping[str, object], sizes: Mapping[str, int]) -> dict[str, Placement]:
+def place_all(
+    parameters: Mapping[str, Any], sizes: Mapping[str, int], layers: tuple[int, ...] | None = None
+) -> dict[str, Placement]:
     """Placements by name of declared parameters (`model.parameters`)."""
-    return {name: place(tuple(p.shape), p.axes, sizes) for name, p in parameters.items()}  # type: ignore[attr-defined]
+    return {name: place(tuple(p.shape), p.axes, sizes, layers) for name, p in parameters.items()}
 
 
 def shardings(placements: Mapping[str, Placement], mesh: Mesh) -> dict[str, NamedSharding]:
@@ -81,38 +127,51 @@ def shardings(placements: Mapping[str, Placement], mesh: Mesh) -> dict[str, Name
     return {name: NamedSharding(mesh, p.spec) for name, p in placements.items()}
 
 
-def pad_to_storage(x: jax.Array, placement: Placement) -> jax.Array:
-    """Canonical shape → stored shape, zeros appended."""
-    widths = [(0, stored - size) for size, stored in zip(placement.shape, placement.stored_shape, strict=True)]
-    return jax.numpy.pad(x, widths) if placement.shape != placement.stored_shape else x
+def to_stored(x: jax.Array, placement: Placement) -> jax.Array:
+    """Canonical → as stored: layers in the order of their stages, zeros for empty slots and padding."""
+    if placement.reordered:
+        rows = np.array(placement.layers)
+        empty = (rows == EMPTY).reshape(-1, *(1,) * (x.ndim - 1))
+        x = jnp.where(empty, 0, x[np.maximum(rows, 0)])
+    return pad_storage(x, placement)
 
 
-def strip_padding(x: jax.Array, placement: Placement) -> jax.Array:
-    """Stored shape → canonical shape."""
-    return x[tuple(slice(size) for size in placement.shape)] if placement.shape != placement.stored_shape else x
+def pad_storage(x: jax.Array, placement: Placement) -> jax.Array:
+    """The stored rows of a weight with its storage dimension padded."""
+    widths = [(0, stored - size) for size, stored in zip(x.shape, placement.stored_shape, strict=True)]
+    return jnp.pad(x, widths) if x.shape != placement.stored_shape else x
+
+
+def to_canonical(x: jax.Array, placement: Placement) -> jax.Array:
+    """As stored → canonical: layers in the model's order, no padding."""
+    if placement.reordered:
+        assert placement.layers is not None
+        x = x[np.array([placement.layers.index(layer) for layer in range(placement.shape[0])])]
+    return x[tuple(slice(size) for size in placement.shape)]
 
 
 def unpadded_spec(placement: Placement, sizes: Mapping[str, int]) -> P:
     """Where the canonical shape lies while it is saved or restored.
 
     As the stored one where the mesh divides it; a storage axis that does not divide D goes to the first dimension that
-    it divides, and only where there is none does every device hold a copy.
+    it divides, and only where there is none does every device hold a copy. Where stages hold other layers than the
+    canonical order gives them, `pipeline` moves like a storage axis: each device then has all layers of its part, and
+    orders them alone.
     """
     entries = [_axes(entry or ()) for entry in placement.spec]
-    if placement.storage_dim is not None:
-        entries[placement.storage_dim] = ()
-        dims = sorted(range(len(entries)), key=lambda dim: dim != placement.storage_dim)
-        for axis in STORAGE_AXES:
-            for dim in dims:
-                if placement.shape[dim] % math.prod(sizes[a] for a in (*entries[dim], axis)) == 0:
-                    entries[dim] = (*entries[dim], axis)
-                    break
+    storage, moving = placement.storage_dim, ()
+    if storage is not None:
+        moving, entries[storage] = entries[storage], ()
+    if placement.reordered:
+        moving, entries[0] = (*moving, *entries[0]), ()
+    dims = sorted(range(int(placement.reordered), len(entries)), key=lambda dim: dim != storage)
+    for axis in moving:
+        for dim in dims:
+            if placement.shape[dim] % math.prod(sizes[a] for a in (*entries[dim], axis)) == 0:
+                entries[dim] = (*entries[dim], axis)
+                break
     return P(*(entry or None for entry in entries))
 
 
 def _axes(entry: str | tuple[str, ...]) -> tuple[str, ...]:
     return (entry,) if isinstance(entry, str) else entry
-
-
-def _storage_shards(sizes: Mapping[str, int]) -> int:
-    return math.prod(sizes[axis] for axis in STORAGE_AXES)

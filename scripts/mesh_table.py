@@ -26,7 +26,7 @@ import optax
 from megajax.config import Config
 from megajax.config.checks import check, check_mesh
 from megajax.mesh import AXES, build_mesh
-from megajax.sharding import pad_to_storage, strip_padding
+from megajax.sharding import to_stored, to_canonical
 from megajax.training.batches import to_global
 from megajax.training.step import INITIAL_LOSS_SCALE, TrainProgram, TrainState
 
@@ -120,7 +120,7 @@ def make_config(
 
 def reference_config(config: Config) -> Config:
     """The same mathematics on one device: one microbatch, nothing recomputed, the plain layer loop."""
-    settings = config.model_dump(exclude={"mesh", "remat", "kernels"})
+    settings = config.model_dump(exclude={"mesh", "pipeline", "remat", "kernels"})
     settings["batch"]["num_microbatches"] = 1
     return Config.model_validate(settings)
 
@@ -169,7 +169,7 @@ def first_state(program: TrainProgram, weights: Mapping[str, np.ndarray]) -> Tra
         return jax.device_put(np.zeros(leaf.shape, leaf.dtype), leaf.sharding)
 
     state = jax.tree.map(zeros, program.abstract_state)
-    stored = {name: pad_to_storage(jax.numpy.asarray(w), program.placements[name]) for name, w in weights.items()}
+    stored = {name: to_stored(jax.numpy.asarray(w), program.placements[name]) for name, w in weights.items()}
     params = {name: jax.device_put(stored[name], old.sharding) for name, old in state.params.items()}
     scale = INITIAL_LOSS_SCALE if program.config.precision.compute == "float16" else 1.0
     return replace(state, params=params, loss_scale=jax.device_put(np.float32(scale), state.loss_scale.sharding))
@@ -178,7 +178,7 @@ def first_state(program: TrainProgram, weights: Mapping[str, np.ndarray]) -> Tra
 def canonical(program: TrainProgram, arrays: Mapping[str, jax.Array]) -> dict[str, np.ndarray]:
     """Stored arrays by name → whole arrays on the host, without padding."""
     placements = program.placements
-    return {name: np.asarray(strip_padding(x, placements[name])) for name, x in arrays.items()}
+    return {name: np.asarray(to_canonical(x, placements[name])) for name, x in arrays.items()}
 
 
 def first_gradients(program: TrainProgram, state: TrainState, norm: float) -> dict[str, np.ndarray]:

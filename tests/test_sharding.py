@@ -13,11 +13,11 @@ from megajax.sharding import (
     BATCH_SPEC,
     LOGICAL_TO_MESH,
     STORAGE_AXES,
-    pad_to_storage,
+    to_stored,
     place,
     place_all,
     shardings,
-    strip_padding,
+    to_canonical,
 )
 
 STORAGE = ("fsdp", "expert", "context", "data")
@@ -80,11 +80,11 @@ def test_a_stored_dimension_is_padded_to_a_multiple_of_its_shards(mesh, stored):
 def test_padding_is_zeros_at_the_end_and_comes_off_again():
     placement = place((5, 3, 2), ("heads", "embed", "head"), sizes(data=4))
     x = jnp.arange(1.0, 31).reshape(5, 3, 2)
-    stored = pad_to_storage(x, placement)
+    stored = to_stored(x, placement)
     assert stored.shape == (5, 4, 2)
     assert not stored[:, 3].any()
     assert np.array_equal(stored[:, :3], x)
-    assert np.array_equal(strip_padding(stored, placement), x)
+    assert np.array_equal(to_canonical(stored, placement), x)
 
 
 @pytest.mark.parametrize(

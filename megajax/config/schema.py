@@ -167,12 +167,30 @@ class ModelConfig(Section):
 class MeshConfig(Section):
     """Devices along each axis; the product is the number of devices; one size may be -1 (the rest)."""
 
-    pipeline: AxisSize = Field(default=1, description="Stages of layers.")
+    pipeline: AxisSize = Field(default=1, description="Stages of layers; the section pipeline says how they run.")
     data: AxisSize = Field(default=1, description="Batch; weights are gathered and gradients reduced once a step.")
     fsdp: AxisSize = Field(default=1, description="Batch; weights are gathered layer by layer.")
     expert: AxisSize = Field(default=1, description="Experts; elsewhere one more batch axis.")
     context: AxisSize = Field(default=1, description="Sequence.")
     tensor: AxisSize = Field(default=1, description="Heads, MLP width, vocabulary.")
+
+
+class PipelineConfig(Section):
+    """How the stages of `mesh.pipeline` take turns, and which layers each has."""
+
+    schedule: Literal["gpipe", "1f1b", "zero_bubble"] = Field(
+        default="1f1b",
+        description="gpipe: all forward passes, then all backward; 1f1b: one of each in turn; zero_bubble: so too, but"
+        " weight gradients later, when stages would wait.",
+    )
+    rounds: Count = Field(
+        default=1, description="Virtual stages per stage; more than 1: Megatron's interleaved schedule."
+    )
+    layout: Annotated[tuple[Count, ...], Field(strict=False, min_length=1)] | None = Field(
+        default=None,
+        description="Layers of each virtual stage, in the model's order: all stages of round 0, then of round 1, ...;"
+        " null: even, the first and the last fewer where layers are missing.",
+    )
 
 
 class Fp8Config(Section):
@@ -303,7 +321,10 @@ class RematConfig(Section):
         default="none",
         description="Recompute nothing, whole blocks, attention, all but matmuls; or offload to the host.",
     )
-    layers: Count | None = Field(default=None, description="Only the first layers, this many; null: all.")
+    layers: Count | None = Field(
+        default=None,
+        description="Only the first layers, this many; with mesh.pipeline, this many of each virtual stage; null: all.",
+    )
     group: Count = Field(default=1, description="With full: keep the input of every n-th block only.")
 
 
@@ -339,6 +360,7 @@ class Config(Section):
     run: RunConfig = Field(default_factory=RunConfig)
     model: ModelConfig
     mesh: MeshConfig = Field(default_factory=MeshConfig)
+    pipeline: PipelineConfig = Field(default_factory=PipelineConfig)
     precision: PrecisionConfig = Field(default_factory=PrecisionConfig)
     batch: BatchConfig
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)

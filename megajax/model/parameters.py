@@ -5,7 +5,7 @@ describe. State travels as flat dictionaries keyed by the canonical dotted names
 """
 
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -45,19 +45,30 @@ def bind[Module: nnx.Module](module: Module, arrays: Mapping[str, jax.Array]) ->
     return jax.tree.unflatten(jax.tree.structure(module), [arrays[name] for name in parameters(module)])
 
 
-def init_parameters(module: nnx.Module, seed: int, init_std: float) -> dict[str, jax.Array]:
-    """Initial FP32 weights; each number depends on the seed, its parameter's name and its layer alone."""
-    return {name: _initial(parameter, name, seed, init_std) for name, parameter in parameters(module).items()}
+def init_parameters(
+    module: nnx.Module, seed: int, init_std: float, layers: Sequence[int] | None = None
+) -> dict[str, jax.Array]:
+    """Initial FP32 weights; each number depends on the seed, its parameter's name and its layer alone.
+
+    `layers` are those that the blocks' weights hold, one a row, by default all in their order; rows of negative ones
+    are zeros.
+    """
+    return {n: _initial(parameter, n, seed, init_std, layers) for n, parameter in parameters(module).items()}
 
 
-def _initial(parameter: nnx.Param, name: str, seed: int, init_std: float) -> jax.Array:
-    if parameter.role == "norm":
-        return jnp.ones(parameter.shape, jnp.float32)
-    if parameter.role == "bias":
-        return jnp.zeros(parameter.shape, jnp.float32)
+def _initial(parameter: nnx.Param, name: str, seed: int, init_std: float, layers: Sequence[int] | None) -> jax.Array:
     key = jax.random.fold_in(jax.random.key(seed), zlib.crc32(name.encode()))
-    std = init_std * parameter.scale
+    std, shape = init_std * parameter.scale, parameter.shape
+
+    def values(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+        if parameter.role == "norm":
+            return jnp.ones(shape, jnp.float32)
+        if parameter.role == "bias":
+            return jnp.zeros(shape, jnp.float32)
+        return std * jax.random.normal(key, shape, jnp.float32)
+
     if parameter.axes[0] != "layers":
-        return std * jax.random.normal(key, parameter.shape, jnp.float32)
-    keys = jax.vmap(lambda layer: jax.random.fold_in(key, layer))(jnp.arange(parameter.shape[0]))
-    return std * jax.vmap(lambda k: jax.random.normal(k, parameter.shape[1:], jnp.float32))(keys)
+        return values(key, shape)
+    rows = jnp.arange(shape[0]) if layers is None else jnp.array(layers)
+    weights = jax.vmap(lambda layer: values(jax.random.fold_in(key, layer), shape[1:]))(rows)
+    return jnp.where((rows >= 0).reshape(-1, *(1,) * (len(shape) - 1)), weights, 0)

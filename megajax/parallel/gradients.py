@@ -4,10 +4,7 @@ One shard_map, manual over all six axes, holds forward, backward and gradient re
 microbatches run one after the other, gradients accumulate in FP32 and are reduced once.
 """
 
-import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -15,116 +12,12 @@ from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from megajax import ops
 from megajax.config import Config
-from megajax.mesh import BATCH_AXES, mesh_sizes
-from megajax.model.transformer import BlockInputs, Transformer
-from megajax.ops import fp8
-from megajax.parallel.comm import MeshComm
-from megajax.parallel.fused import FusedWeights
-from megajax.parallel.head import LossHead
-from megajax.parallel.layers import PREFIX, LayerStack
+from megajax.parallel.local import Batch, LocalModel, Params
+from megajax.parallel.pipeline import Pipeline
 from megajax.parallel.scaling import History
-from megajax.parallel.weights import WeightExchange, global_norm, row_major, sum_over_all
-from megajax.sharding import BATCH_SPEC, Placement
-
-Params = Mapping[str, jax.Array]
-Batch = Mapping[str, jax.Array]
-
-
-@dataclass(frozen=True)
-class LocalModel:
-    """The model as one device sees it inside the step's shard_map."""
-
-    config: Config
-    sizes: Mapping[str, int]
-    placements: Mapping[str, Placement]  # of the stored parameters
-    comm: MeshComm
-    exchange: WeightExchange
-    layers: LayerStack
-    head: LossHead
-
-    @classmethod
-    def build(
-        cls,
-        config: Config,
-        model: Transformer,
-        placements: Mapping[str, Placement],
-        mesh: Mesh,
-        attention: ops.Implementation,
-        kernels: fp8.Implementation,
-    ):
-        sizes, platform = mesh_sizes(mesh), mesh.devices.flat[0].platform
-        comm = MeshComm(
-            sizes, attention, config.run.deterministic, kernels, "pallas" if platform == "gpu" else "reference"
-        )
-        compute, gradients = jnp.dtype(config.precision.compute), jnp.dtype(config.precision.gradients)
-        blocks = {n.removeprefix(PREFIX): p for n, p in placements.items() if n.startswith(PREFIX)}
-        fused = FusedWeights(blocks, sizes)
-        computed = {n: p for n, p in placements.items() if not n.startswith(PREFIX)}
-        computed |= {PREFIX + n: p for n, p in fused.placements.items()}
-        exchange = WeightExchange(computed, sizes, compute, gradients)
-        layers = LayerStack(config, model, comm, exchange, fused, platform)
-        return cls(config, sizes, placements, comm, exchange, layers, LossHead(config, comm, platform))
-
-    @jax.named_scope("weights")
-    def gather_ends(self, params: Params) -> dict[str, jax.Array]:
-        """The weights outside the blocks, ready to compute with; they are gathered over `fsdp` once a step too."""
-        ends = {name: w for name, w in params.items() if not name.startswith(PREFIX)}
-        gathered = {name: self.exchange.gather_once(name, w) for name, w in ends.items()}
-        return {name: row_major(self.exchange.gather_layer(name, w)) for name, w in gathered.items()}
-
-    def inputs(self, batch: Batch, microbatch: jax.Array | int, dropout_key: jax.Array | None) -> BlockInputs:
-        """What the blocks read of one microbatch, `[B, S]` each."""
-        B, S = batch["tokens"].shape
-        shards = math.prod(self.sizes[axis] for axis in BATCH_AXES)
-        sequences = (microbatch * B * shards + self.comm.sequence_ids(B)).astype(jnp.uint32)
-        token_ids = (sequences[:, None] * S + jnp.arange(S, dtype=jnp.uint32)).reshape(-1)
-        if "segment_ids" in batch:
-            raise ValueError("packed documents are not available yet: leave segment_ids out of the batch.")
-        return BlockInputs(batch["positions"], None, self.comm.own_tokens(token_ids), dropout_key)
-
-    @jax.named_scope("embedding")
-    def embed(self, ends: Params, batch: Batch, inputs: BlockInputs) -> jax.Array:
-        """Tokens and positions `[B, S]` → residual stream `[T / tensor, D]`."""
-        rows, ours = self._vocabulary_rows(ends, batch["tokens"])
-        x = self.comm.leave(jnp.where(ours, ends["embedding.tokens"][rows], 0))
-        if "embedding.positions" in ends:
-            x = x + ends["embedding.positions"][self.comm.own_tokens(batch["positions"].reshape(-1))]
-        return self._embedding_dropout(x, inputs)
-
-    @jax.named_scope("embedding")
-    def embed_backward(self, gradients: Params, ends: Params, batch: Batch, inputs: BlockInputs, dx) -> dict:
-        """`gradients` with the embedding's added: a scatter-add into the accumulator, in place."""
-        out = dict(gradients)
-        (dx,) = jax.vjp(partial(self._embedding_dropout, inputs=inputs), dx)[1](dx)
-        rows, ours = self._vocabulary_rows(ends, batch["tokens"])
-        updates = jnp.where(ours, self.comm.enter(dx), 0).astype(jnp.float32)
-        # Behind a barrier, or XLA would scatter into the layout of the reduction after all.
-        table = row_major(out["embedding.tokens"].at[rows].add(updates))
-        out["embedding.tokens"] = lax.optimization_barrier(table)
-        if "embedding.positions" in ends:
-            own = self.comm.own_tokens(batch["positions"].reshape(-1))
-            out["embedding.positions"] = out["embedding.positions"].at[own].add(dx.astype(jnp.float32))
-        return out
-
-    def valid_tokens(self, batch: Batch) -> jax.Array:
-        """The number of tokens that count in the loss, over all devices and microbatches; at least 1."""
-        count = batch["loss_mask"].astype(jnp.float32).sum() / self.comm.tensor_size
-        return jnp.maximum(sum_over_all(count, self.sizes), 1)
-
-    def _vocabulary_rows(self, ends: Params, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Each token's row in this device's part of the vocabulary `[T]`, and whether it is there `[T, 1]`."""
-        size = ends["embedding.tokens"].shape[0]
-        rows = tokens.reshape(-1) - self.comm.vocabulary_start(size)
-        ours = (rows >= 0) & (rows < size)
-        return jnp.where(ours, rows, 0), ours[:, None]
-
-    def _embedding_dropout(self, x: jax.Array, inputs: BlockInputs) -> jax.Array:
-        if inputs.dropout_key is None:
-            return x
-        key = jax.random.fold_in(inputs.dropout_key, 0)
-        return ops.dropout(x, self.config.model.dropout, key, inputs.token_ids)
+from megajax.parallel.weights import global_norm, sum_over_all
+from megajax.sharding import BATCH_SPEC
 
 
 def gradient_function(local: LocalModel, mesh: Mesh) -> Callable:
@@ -136,12 +29,14 @@ def gradient_function(local: LocalModel, mesh: Mesh) -> Callable:
     """
     specs = {name: placement.spec for name, placement in local.placements.items()}
     config = local.config
+    pipeline = Pipeline(local) if local.sizes["pipeline"] > 1 else None
     only_microbatch = config.batch.num_microbatches == 1
 
     def compute(params: Params, history: History, batch: Batch, step: jax.Array, loss_scale: jax.Array):
         ends, weight_amax = local.gather_ends(params), local.layers.weight_amax(params)
         scaling = local.layers.scaling
-        layers = local.layers.gather_once(params, scaling.scales(history, weight_amax, loss_scale))
+        scales = scaling.scales(local.layers.of_stage(history), weight_amax, loss_scale)
+        layers = local.layers.gather_once(params, scales)
         tokens = local.valid_tokens(batch)
         scale = loss_scale / tokens
         key = None
@@ -157,19 +52,23 @@ def gradient_function(local: LocalModel, mesh: Mesh) -> Callable:
             )
             dx, layer_gradients, amax = local.layers.backward(layers, residuals, dx, inputs, only_microbatch)
             end_gradients = local.embed_backward(end_gradients, ends, fields, inputs, dx)
-            return end_gradients, layer_gradients, {"loss": loss / tokens, "z_loss": z_loss / tokens}, amax
+            return end_gradients, layer_gradients, {"loss": loss, "z_loss": z_loss}, amax
 
-        zeros = jax.tree.map(lambda w: jnp.zeros(w.shape, jnp.float32), ends)
-        end_gradients, layer_gradients, sums, amax = _accumulate(microbatch, zeros, batch)
+        if pipeline is None:
+            zeros = jax.tree.map(lambda w: jnp.zeros(w.shape, jnp.float32), ends)
+            end_gradients, layer_gradients, sums, amax = _accumulate(microbatch, zeros, batch)
+        else:
+            end_gradients, layer_gradients, sums, amax = pipeline.gradients(ends, layers, batch, key, scale)
 
         end_gradients = {n: local.exchange.reduce_layer(n, g) for n, g in end_gradients.items()}
         gradients = {n: local.exchange.reduce_once(n, g) for n, g in end_gradients.items()}
         gradients |= local.layers.collect(layer_gradients, only_microbatch)
         gradients = {name: gradients[name] / loss_scale for name in params}
-        sums = sum_over_all(sums, local.sizes) | {"tokens": tokens}
+        sums = {name: total / tokens for name, total in sum_over_all(sums, local.sizes).items()} | {"tokens": tokens}
         norm = global_norm(gradients, local.placements, local.sizes)
         if history:
-            history = scaling.record(history, weight_amax, local.layers.collect_amax(amax), loss_scale)
+            newest = local.layers.of_all_layers((weight_amax, local.layers.collect_amax(amax)))
+            history = scaling.record(history, *newest, loss_scale)
             # An infinity saturates when it is quantised: only the amax tells that the step went bad.
             norm = jnp.where(all_finite(history), norm, jnp.nan)
         return sums, gradients, norm, history
@@ -186,10 +85,14 @@ def gradient_function(local: LocalModel, mesh: Mesh) -> Callable:
 def loss_function(local: LocalModel, mesh: Mesh) -> Callable:
     """(stored parameters, FP8 history, batch) → (summed loss, valid tokens), forward pass only, without dropout."""
     specs = {name: placement.spec for name, placement in local.placements.items()}
+    pipeline = Pipeline(local) if local.sizes["pipeline"] > 1 else None
 
     def compute(params: Params, history: History, batch: Batch):
-        scales = local.layers.scaling.scales(history, local.layers.weight_amax(params))
+        scales = local.layers.scaling.scales(local.layers.of_stage(history), local.layers.weight_amax(params))
         ends, layers = local.gather_ends(params), local.layers.gather_once(params, scales)
+        tokens = local.valid_tokens(batch)
+        if pipeline is not None:
+            return sum_over_all(pipeline.loss(ends, layers, batch), local.sizes), tokens
 
         def microbatch(loss, fields: Batch):
             inputs = local.inputs(fields, 0, None)
@@ -199,7 +102,7 @@ def loss_function(local: LocalModel, mesh: Mesh) -> Callable:
             return loss + local.head.losses(ends, x, targets, mask), None
 
         loss, _ = lax.scan(microbatch, jnp.zeros((), jnp.float32), dict(batch))
-        return sum_over_all(loss, local.sizes), local.valid_tokens(batch)
+        return sum_over_all(loss, local.sizes), tokens
 
     return jax.shard_map(
         _at_full_precision(compute, local.config),

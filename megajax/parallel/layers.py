@@ -1,8 +1,8 @@
-"""The stack of blocks, forward and backward, with what is saved between the two chosen by the remat policy.
+"""A stage's blocks, forward and backward, with what is saved between the two chosen by the remat policy.
 
 The backward pass is written by hand: the forward pass of a unit (one layer, or `remat.group` of them) keeps the
 residuals of its `jax.vjp` less the weights, which the backward pass gathers again. So gathered weights never live
-longer than a unit, and the pipeline's schedules can run the two passes at different ticks.
+longer than a unit, and the pipeline's schedules run the two passes at different ticks (pipeline.py).
 """
 
 import itertools
@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from megajax.config import Config
@@ -23,6 +24,7 @@ from megajax.parallel.comm import MeshComm
 from megajax.parallel.fused import FusedWeights
 from megajax.parallel.scaling import Scales, Scaling
 from megajax.parallel.weights import WeightExchange
+from megajax.sharding import EMPTY
 
 PREFIX = "blocks.dense."
 Unit = tuple[dict[str, Any], ...]  # the fused weights of a unit's layers, by name: arrays or Fp8Weights
@@ -31,7 +33,7 @@ Amax = dict[str, jax.Array]  # by linear layer: the largest magnitudes of its in
 
 @dataclass(frozen=True)
 class Segment:
-    """Consecutive layers of one remat policy and precision, run as `loops` rounds of a body of `unroll` layers."""
+    """Consecutive layers of one remat policy and precision, run as `loops` times a body of `unroll` layers."""
 
     start: int
     loops: int
@@ -45,19 +47,21 @@ class Segment:
         return self.loops * self.unroll
 
 
-def plan_segments(config: Config, platform: str) -> tuple[Segment, ...]:
-    """The layer loops that `remat` and `kernels.scan_unroll` ask for.
+def plan_segments(config: Config, platform: str, depth: int | None = None) -> tuple[Segment, ...]:
+    """The loops over `depth` layers, by default all, that `remat` and `kernels.scan_unroll` ask for.
 
     A body holds whole periods of `model.layer_pattern` and whole remat groups. Unrolled layers keep their residuals as
     values instead of slices of stacked arrays: faster and smaller on GPUs, but slower to compile; so by default up to
     16 layers on GPUs, and as few as possible elsewhere.
     """
-    L, remat = config.model.num_layers, config.remat
+    L, remat = depth or config.model.num_layers, config.remat
     period = len(layer_windows(config.model))
     covered = L if remat.layers is None else remat.layers
     if remat.policy == "none":
         covered = 0
     fp8_layers = config.fp8_layers
+    if len(fp8_layers) == config.model.num_layers:
+        fp8_layers = range(L)
     edges = sorted({0, covered, L, fp8_layers.start, fp8_layers.stop})
     segments = []
     for start, end in itertools.pairwise(edges):
@@ -108,37 +112,46 @@ class Residuals:
 
 
 class LayerStack:
-    """All layers of one device's pipeline stage."""
+    """All layers of one device's pipeline stage: R rounds of the same segments.
+
+    `table [P, R, slots]` says which layer lies where (`sharding.stored_layers`). A stage stores R·slots rows of every
+    weight; where a segment has one loop and the stage one round, its weights have no leading dimension, else `[R·loops,
+    ...]`. An empty slot holds zeros, and a block of zeros adds nothing to the residual stream.
+    """
 
     def __init__(
         self,
         config: Config,
-        model: Transformer,
         comm: MeshComm,
+        model: Transformer,
         exchange: WeightExchange,
         fused: FusedWeights,
+        table: np.ndarray,
         platform: str,
     ):
         self.block = model.blocks["dense"]
         self.comm, self.exchange, self.fused = comm, exchange, fused
         self.scaling = Scaling(config)
         self.windows = layer_windows(config.model)
-        self.segments = plan_segments(config, platform)
+        self.table, self.rounds = table, table.shape[1]
+        self.segments = plan_segments(config, platform, table.shape[2])
+        # The layer that lies in each virtual stage's first slot, or would if it were not empty; [P, R]
+        self.first_layers = (table - np.arange(table.shape[2])).max(axis=2, where=table != EMPTY, initial=-table.size)
 
     @jax.named_scope("weights")
     def gather_once(self, params: Mapping[str, jax.Array], scales: Scales) -> list[tuple[Unit, ...]]:
-        """Stored `[L, ...]` shards → for each segment its units' `fsdp` shards, `[loops, ...]` (no loop: `[...]`).
+        """Stored `[R·slots, ...]` shards → for each segment its units' `fsdp` shards, `[R·loops, ...]` or `[...]`.
 
-        `scales` are the linear layers' FP8 scales, `[L]` each.
+        `scales` are the linear layers' FP8 scales, `[R·slots]` each.
         """
         blocks = {n.removeprefix(PREFIX): w for n, w in params.items() if n.startswith(PREFIX)}
 
         def layer(segment: Segment, j: int) -> dict[str, Any]:
-            stored = {name: _layer_of(w, segment, j) for name, w in blocks.items()}
+            stored = {name: self._layer_of(w, segment, j) for name, w in blocks.items()}
             out = {}
             for name, w in self.fused.fuse(stored).items():
                 if segment.fp8 and name in LINEAR:
-                    own = {which: _layer_of(scale, segment, j) for which, scale in scales[name].items()}
+                    own = {which: self._layer_of(scale, segment, j) for which, scale in scales[name].items()}
                     out[name] = self._quantized(name, w, own)
                 else:
                     out[name] = self.exchange.gather_once(PREFIX + name, w)
@@ -151,7 +164,7 @@ class LayerStack:
 
     @jax.named_scope("weights")
     def weight_amax(self, params: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-        """The largest magnitude of each linear layer's weight, `[L]`, over all devices; none without FP8."""
+        """The largest magnitude of each linear layer's weight, `[R·slots]`, over all devices; none without FP8."""
         if not any(segment.fp8 for segment in self.segments):
             return {}
         local = {}
@@ -169,20 +182,41 @@ class LayerStack:
                 units = [self._scatter_once(unit) for unit in units]
             layers = [layer for unit in units for layer in unit]
             for name in layers[0]:
-                stacked = _stack_layers([layer[name] for layer in layers], segment)
+                stacked = self._stack_layers([layer[name] for layer in layers], segment)
                 for part, gradient in self.fused.split(name, self.exchange.complete(PREFIX + name, stacked)).items():
                     parts.setdefault(PREFIX + part, []).append(gradient)
-        return {name: part[0] if len(part) == 1 else jnp.concatenate(part) for name, part in parts.items()}
+        return {name: self._without_empty_slots(self._join_segments(part)) for name, part in parts.items()}
 
     def collect_amax(self, amaxes: Sequence[tuple[tuple[Amax, ...], ...]]) -> dict[str, jax.Array]:
-        """Amaxes from `backward`, largest over the microbatches → by linear layer `[L, 2]`, over all devices."""
+        """Amaxes from `backward`, largest over the microbatches → by linear layer `[R·slots, 2]`, over all devices."""
         out: dict[str, list[jax.Array]] = {}
         for segment, units in zip(self.segments, amaxes, strict=True):
             layers = [layer for unit in units for layer in unit]
-            zeros = jnp.zeros((segment.loops, 2) if segment.loops > 1 else 2, jnp.float32)
+            zeros = jnp.zeros((self.copies(segment), 2) if self.copies(segment) > 1 else 2, jnp.float32)
             for name in LINEAR:
-                out.setdefault(name, []).append(_stack_layers([a.get(name, zeros) for a in layers], segment))
-        return self.comm.max_over_devices({name: jnp.concatenate(parts) for name, parts in out.items()})
+                out.setdefault(name, []).append(self._stack_layers([a.get(name, zeros) for a in layers], segment))
+        return self.comm.max_over_devices({name: self._join_segments(parts) for name, parts in out.items()})
+
+    def of_stage[Arrays](self, arrays: Arrays) -> Arrays:
+        """Arrays `[L, ...]` of all layers → `[R·slots, ...]` of this stage's rows."""
+        if len(self.table) == 1:
+            return arrays
+        rows = jnp.asarray(np.maximum(self.table, 0).reshape(len(self.table), -1))[lax.axis_index("pipeline")]
+        return jax.tree.map(lambda a: a[rows], arrays)
+
+    def of_all_layers[Arrays](self, arrays: Arrays) -> Arrays:
+        """Arrays `[R·slots, ...]` of this stage's rows, none negative → `[L, ...]` of all layers."""
+        if len(self.table) == 1:
+            return arrays
+        rows = jnp.asarray(self.table.reshape(len(self.table), -1))[lax.axis_index("pipeline")]
+        L = int(self.table.max()) + 1
+        rows = jnp.where(rows == EMPTY, L, rows)  # out of bounds: dropped
+        placed = jax.tree.map(lambda a: jnp.zeros((L, *a.shape[1:]), a.dtype).at[rows].set(a, mode="drop"), arrays)
+        return lax.pmax(placed, "pipeline")
+
+    def copies(self, segment: Segment) -> int:
+        """How many layers share one place in a segment's body: the length of its weights' leading dimension."""
+        return self.rounds * segment.loops
 
     def forward(self, weights: Sequence[tuple[Unit, ...]], x: jax.Array, inputs: BlockInputs, save: bool = True):
         """The residual stream through all layers → (x, residuals for `backward`; None for each unit if not `save`)."""
@@ -193,7 +227,7 @@ class LayerStack:
                 units, first = loop
                 saved = []
                 for u, unit in enumerate(units):
-                    x, kept = self._unit_forward(unit, x, inputs, segment, first, u, save)
+                    x, kept = self.unit_forward(unit, x, inputs, segment, first, u, save)
                     saved.append(kept)
                 return x, tuple(saved)
 
@@ -219,22 +253,23 @@ class LayerStack:
                 for u in reversed(range(len(units))):
                     unit, _ = self.exchange.tie_gather((units[u], entered))
                     entered = dx
-                    dx, gradient, largest = self._unit_backward(unit, saved[u], dx, inputs, segment, first, u)
+                    dx, gradient, largest = self.unit_backward(unit, saved[u], dx, inputs, segment, first, u)
                     amax.append(largest)
                     if above is not None:
-                        above = self._reduce(above, on_the_way)
+                        above = self.reduce(above, on_the_way)
                         dx, gradient, above = self.exchange.tie_reduction((dx, gradient, above), on_the_way)
                         reduced.append(above)
                     above = gradient
                 assert above is not None
-                return dx, ((self._reduce(above, on_the_way), *reduced[::-1]), tuple(amax[::-1]))
+                return dx, ((self.reduce(above, on_the_way), *reduced[::-1]), tuple(amax[::-1]))
 
             dx, out = _loop(body, dx, (units, saved, _first_layers(segment)), segment, reverse=True)
             gradients.append(out[0])
             amaxes.append(out[1])
         return dx, gradients[::-1], amaxes[::-1]
 
-    def _unit_forward(self, unit: Unit, x, inputs, segment: Segment, first, u: int, save: bool):
+    def unit_forward(self, unit: Unit, x, inputs, segment: Segment, first, u: int, save: bool):
+        """Unit `u` of a body whose first layer is `first` → (y, residuals; None if not `save`)."""
         weights = self._gather(unit)
         run = self._runner(inputs, segment, first, u)
         if not save or segment.policy == "full":
@@ -242,7 +277,8 @@ class LayerStack:
         y, pull = jax.vjp(_with_policy(run, segment.policy, self.comm.attention), weights, x)
         return y, Residuals.of(pull, weights)
 
-    def _unit_backward(self, unit: Unit, saved, dy, inputs, segment: Segment, first, u: int):
+    def unit_backward(self, unit: Unit, saved, dy, inputs, segment: Segment, first, u: int):
+        """The unit's output gradient → (that of its input, its weights' gradients, FP8 amaxes of its layers)."""
         weights = self._gather(unit)
         if segment.policy == "full":
             x, dy = lax.optimization_barrier((saved, dy))  # or the recomputation would be merged with the forward pass
@@ -257,7 +293,8 @@ class LayerStack:
         return dx, gradient, amax
 
     @jax.named_scope("gradients")
-    def _reduce(self, gradient: Unit, on_the_way: bool) -> Unit:
+    def reduce(self, gradient: Unit, on_the_way: bool) -> Unit:
+        """A unit's gradients, summed over `fsdp`, and over the once-a-step axes too if `on_the_way`."""
         reduced = tuple({n: self.exchange.reduce_layer(PREFIX + n, g) for n, g in layer.items()} for layer in gradient)
         return self._scatter_once(reduced) if on_the_way else reduced
 
@@ -277,7 +314,7 @@ class LayerStack:
                     first + offset,
                     {},
                     comm=self.comm,
-                    window=self.windows[(segment.start + offset) % len(self.windows)],
+                    window=self.windows[(int(self.first_layers[0, 0]) + segment.start + offset) % len(self.windows)],
                     recompute_attention=segment.policy == "selective",
                 )
             return x
@@ -300,6 +337,33 @@ class LayerStack:
             amax=jnp.zeros(2, jnp.float32),
         )
 
+    def _layer_of(self, stacked: jax.Array, segment: Segment, j: int) -> jax.Array:
+        """Of `[R·slots, ...]` the j-th layers of a segment's loops, `[R·loops, ...]` or `[...]`."""
+        w = stacked.reshape(self.rounds, -1, *stacked.shape[1:])
+        w = lax.slice_in_dim(w, segment.start, segment.start + segment.count, axis=1)
+        w = w.reshape(self.copies(segment), segment.unroll, *stacked.shape[1:])[:, j]
+        return w[0] if len(w) == 1 else w
+
+    def _stack_layers(self, layers: list[jax.Array], segment: Segment) -> jax.Array:
+        """A segment's layers in order, `[R · count, ...]`."""
+        copies = self.copies(segment)
+        stacked = jnp.stack(layers, axis=0 if copies == 1 else 1)
+        return stacked if copies == 1 else stacked.reshape(-1, *stacked.shape[2:])
+
+    def _join_segments(self, parts: list[jax.Array]) -> jax.Array:
+        """`[R · count, ...]` of each segment → `[R·slots, ...]`."""
+        if len(parts) == 1:
+            return parts[0]
+        rounds = [part.reshape(self.rounds, -1, *part.shape[1:]) for part in parts]
+        return jnp.concatenate(rounds, axis=1).reshape(-1, *parts[0].shape[1:])
+
+    def _without_empty_slots(self, gradient: jax.Array) -> jax.Array:
+        """`[R·slots, ...]`, zeros in empty slots: a bias there, added to the residual stream, has a gradient."""
+        filled = (self.table != EMPTY).reshape(len(self.table), -1, *(1,) * (gradient.ndim - 1))
+        if filled.all():
+            return gradient
+        return jnp.where(jnp.asarray(filled)[lax.axis_index("pipeline")], gradient, 0)
+
     def _quantized(self, name: str, w: jax.Array, scales: Mapping[str, jax.Array]) -> Fp8Weight:
         """Shards of one layer `[in, out]`, or of several `[loops, in, out]`, quantised and gathered once."""
         scale = scales["weight"]
@@ -315,19 +379,6 @@ class LayerStack:
             None,
             self.scaling.gradient_dtype,
         )
-
-
-def _layer_of(stacked: jax.Array, segment: Segment, j: int) -> jax.Array:
-    """Of `[L, ...]` the j-th layers of a segment's loops, `[loops, ...]`; where there is no loop, `[...]`."""
-    w = lax.slice_in_dim(stacked, segment.start, segment.start + segment.count)
-    w = w.reshape(segment.loops, segment.unroll, *w.shape[1:])[:, j]
-    return w[0] if segment.loops == 1 else w
-
-
-def _stack_layers(layers: list[jax.Array], segment: Segment) -> jax.Array:
-    """A segment's layers in order, `[count, ...]`."""
-    stacked = jnp.stack(layers, axis=0 if segment.loops == 1 else 1)
-    return stacked if segment.loops == 1 else stacked.reshape(segment.count, *stacked.shape[2:])
 
 
 def _loop(body: Callable, carry, xs, segment: Segment, reverse: bool = False):

@@ -116,11 +116,11 @@ def make_schedule(kind: Kind, stages: int, microbatches: int, rounds: int = 1) -
     - `gpipe` (Huang et al. 2019): all forward operations, then all backward.
     - `1f1b` (Narayanan et al. 2019; interleaved, 2021): a microbatch goes backward as soon as it can, so what is saved
       does not grow with the number of microbatches. In lockstep a tick holds one forward *and* one backward operation.
-    - `zero_bubble` (Qi et al. 2024): the same with the gradients of weights put off, by P - 1 ticks, so that no tick is
-      spent on them while the pipeline fills.
+    - `zero_bubble` (Qi et al. 2024): the same with the gradients of weights put off, by up to P - 1 ticks, so that no
+      tick is spent on them while the pipeline fills.
 
-    Raises ValueError for sizes below 1, and where rounds > 1 and the stages do not divide the microbatches: microbatches
-    go round in groups of P.
+    Raises ValueError for sizes below 1, and where rounds > 1 and the stages do not divide the microbatches, which go
+    round in groups of P.
     """
     P, M, R = stages, microbatches, rounds
     if kind not in KINDS:
@@ -163,19 +163,21 @@ def _table(ticks: int, operations: np.ndarray, at: np.ndarray) -> Table:
 def check(schedule: Schedule) -> None:
     """Refuse a table that cannot run: every operation once, and each input there when it is used.
 
-    Nothing waits between stages: what a stage gets from its neighbour it uses at the tick after. Within a tick the order
-    is forward, head, backward, weight. Raises ValueError naming the first operation that breaks this.
+    Nothing waits between stages: what a stage gets from its neighbour it uses at the tick after. Within a tick the
+    order is forward, head, backward, weight. Raises ValueError naming the first operation that breaks this.
     """
     S = schedule.stages * schedule.rounds
     for name, table in schedule.tables.items():
-        wrong = table.active & (
-            (table.microbatch >= schedule.microbatches) | (table.round < 0) | (table.round >= schedule.rounds)
-        )
+        if not table.microbatch.shape == table.round.shape == (schedule.ticks, schedule.stages):
+            raise ValueError(f"the {name} table is not of {schedule.ticks} ticks and {schedule.stages} stages.")
+        there = (table.microbatch >= 0) & (table.microbatch < schedule.microbatches)
+        wrong = table.active & ~(there & (table.round >= 0) & (table.round < schedule.rounds))
         if wrong.any():
             tick, stage = np.argwhere(wrong)[0]
             raise ValueError(
                 f"tick {tick}, stage {stage}: the {name} table has a microbatch or round that is not there."
             )
+    for name, table in schedule.tables.items():
         if table.active.sum() != schedule.microbatches * S or (schedule.ticks_of[name] == IDLE).any():
             missing = np.argwhere(schedule.ticks_of[name] == IDLE)
             which = (
@@ -183,16 +185,19 @@ def check(schedule: Schedule) -> None:
             )
             raise ValueError(f"the {name} table does not hold every operation once: {which}.")
     forward, backward = schedule.ticks_of["forward"], schedule.ticks_of["backward"]
-    _refuse_where(forward[:, 1:] != forward[:, :-1] + 1, "forward", "does not follow the stage before it by one tick")
+    _refuse_where(
+        forward[:, 1:] != forward[:, :-1] + 1, "forward", "does not follow the stage before it by one tick", 1
+    )
     _refuse_where(backward[:, :-1] != backward[:, 1:] + 1, "backward", "does not follow the stage after it by one tick")
-    _refuse_where(backward[:, -1:] < forward[:, -1:], "backward", "comes before the loss of its microbatch")
+    _refuse_where(backward[:, -1:] < forward[:, -1:], "backward", "comes before the loss of its microbatch", S - 1)
     if schedule.weight is not None:
         _refuse_where(schedule.ticks_of["weight"] < backward, "weight", "comes before its gradient is there")
 
 
-def _refuse_where(wrong: np.ndarray, name: str, problem: str) -> None:
+def _refuse_where(wrong: np.ndarray, name: str, problem: str, first_stage: int = 0) -> None:
+    """`wrong[m, i]` is of microbatch m on virtual stage first_stage + i."""
     if wrong.any():
-        microbatch, stage = np.argwhere(wrong)[0]
+        microbatch, stage = np.argwhere(wrong)[0] + [0, first_stage]
         raise ValueError(f"the {name} operation of microbatch {microbatch} on virtual stage {stage} {problem}.")
 
 

@@ -1,6 +1,7 @@
 """Weights between storage and compute: gathered before they are used, their gradients reduced after.
 
-The axes of ONCE_AXES are gathered and reduced once a step, `fsdp` once a layer and pass. The share-of-the-loss rule
+The axes of ONCE_AXES (and `pipeline`, outside the blocks) are gathered and reduced once a step, `fsdp` once a layer and
+pass. The share-of-the-loss rule
 stands here: every device differentiates its own share of the loss, so a gradient is complete after a reduce-scatter
 over the axes that its weight is stored over and a sum over the axes that it is not.
 """
@@ -27,16 +28,17 @@ class WeightExchange:
     def __init__(self, placements: Mapping[str, Placement], sizes: Mapping[str, int], compute, gradients):
         self.placements, self.sizes = placements, sizes
         self.compute, self.gradients = compute, gradients
-        self.once = tuple(axis for axis in ONCE_AXES if sizes[axis] > 1)
 
     def gather_once(self, name: str, stored: jax.Array) -> jax.Array:
         """Stored FP32 shard → `fsdp` shard in the compute dtype; vectors of norms stay FP32, FP8 as it is."""
         placement = self.placements[name]
         keep = placement.axes[-1] == "norm" or stored.dtype.itemsize == 1
         w = stored if keep else stored.astype(self.compute)
-        if placement.storage_dim is None or not self.once:
+        once = self._once(placement)
+        if not once:
             return w
-        return gather_tiles(w, self.once, _dim(placement.storage_dim, w, placement))
+        assert placement.storage_dim is not None
+        return gather_tiles(w, once, _dim(placement.storage_dim, w, placement))
 
     def gather_layer(self, name: str, w: jax.Array) -> jax.Array:
         """`fsdp` shard → the weight that this device computes with."""
@@ -69,10 +71,12 @@ class WeightExchange:
     def scatter_once(self, name: str, gradient: jax.Array) -> jax.Array:
         """Accumulated gradient → that of the stored shard, summed over the axes that it is stored over."""
         placement = self.placements[name]
-        if placement.storage_dim is None or not self.once:
+        once = self._once(placement)
+        if not once:
             return gradient
+        assert placement.storage_dim is not None
         dim = _dim(placement.storage_dim, gradient, placement)
-        return lax.psum_scatter(gradient.astype(self.gradients), self.once, scatter_dimension=dim, tiled=True)
+        return lax.psum_scatter(gradient.astype(self.gradients), once, scatter_dimension=dim, tiled=True)
 
     def complete(self, name: str, gradient: jax.Array) -> jax.Array:
         """What `scatter_once` gave, of one layer or of many → FP32, summed over the other axes too."""
@@ -82,8 +86,7 @@ class WeightExchange:
 
     def is_whole(self, name: str) -> bool:
         """Whether `gather_layer` has nothing to do: what `gather_once` gave is the weight to compute with."""
-        placement = self.placements[name]
-        return self.sizes["fsdp"] == 1 and placement.shape == placement.stored_shape
+        return self.sizes["fsdp"] == 1 and not self.placements[name].is_padded
 
     def tie_gather(self, values: Any) -> Any:
         """`values`, none of them available before all are: a gather of one waits for the others."""
@@ -94,8 +97,16 @@ class WeightExchange:
 
         With `tensor` it keeps the weights' gradients in their layers: untied, XLA saves all of them for the end.
         """
-        communicates = self.sizes["fsdp"] > 1 or self.sizes["tensor"] > 1 or (complete and self.once)
+        once = any(self.sizes[axis] > 1 for axis in ONCE_AXES)
+        communicates = self.sizes["fsdp"] > 1 or self.sizes["tensor"] > 1 or (complete and once)
         return lax.optimization_barrier(values) if communicates else values
+
+    def _once(self, placement: Placement) -> tuple[str, ...]:
+        """The axes that a weight is gathered over once a step, in the order of its shards."""
+        if placement.storage_dim is None:
+            return ()
+        stored = placement.spec[placement.storage_dim]
+        return tuple(axis for axis in stored if axis != "fsdp" and self.sizes[axis] > 1)
 
 
 def global_norm(gradients: Mapping[str, jax.Array], placements: Mapping[str, Placement], sizes: Mapping[str, int]):

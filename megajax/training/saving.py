@@ -16,7 +16,7 @@ from megajax.checkpoint import Checkpoints, restore_parameters
 from megajax.checkpoint.manager import compare_descriptions, describe_model
 from megajax.mesh import mesh_sizes
 from megajax.parallel.scaling import Scaling
-from megajax.sharding import Placement, pad_to_storage, strip_padding, unpadded_spec
+from megajax.sharding import Placement, to_canonical, to_stored, unpadded_spec
 from megajax.training.step import TrainProgram, TrainState
 
 MUST_AGREE = ("model", "optimizer", "run", "batch")
@@ -27,7 +27,7 @@ class StateSaver:
 
     def __init__(self, program: TrainProgram):
         self.program = program
-        self.padded = any(p.shape != p.stored_shape for p in program.placements.values())
+        self.converts = not all(p.is_canonical for p in program.placements.values())
 
     def description(self, step: int) -> dict[str, Any]:
         """What a checkpoint says of itself; MUST_AGREE with the run that restores it."""
@@ -104,18 +104,18 @@ class StateSaver:
 
     def with_weights(self, state: TrainState, weights: dict[str, jax.Array]) -> TrainState:
         """`state` with parameters in canonical shapes in place of its own."""
-        if not self.padded:
+        if not self.converts:
             return replace(state, params=weights)
         placements = self.program.placements
         pad = jax.jit(
-            lambda params: {name: pad_to_storage(w, placements[name]) for name, w in params.items()},
+            lambda params: {name: self._stored(w, placements[name]) for name, w in params.items()},
             out_shardings=self.program.state_shardings.params,
         )
         return replace(state, params=pad(weights))
 
     @cached_property
     def _canonical_abstract(self) -> TrainState:
-        if not self.padded:
+        if not self.converts:
             return self.program.abstract_state
         mesh = self.program.mesh
 
@@ -127,17 +127,30 @@ class StateSaver:
 
     @cached_property
     def _to_canonical(self) -> Callable[[TrainState], TrainState]:
-        if not self.padded:
+        if not self.converts:
             return lambda state: state
         target = jax.tree.map(lambda s: s.sharding, self._canonical_abstract)
-        return jax.jit(lambda state: self._each(state, strip_padding), out_shardings=target)
+        return jax.jit(lambda state: self._each(state, self._canonical), out_shardings=target)
 
     @cached_property
     def _to_stored(self) -> Callable[[TrainState], TrainState]:
-        if not self.padded:
+        if not self.converts:
             return lambda state: state
         target = self.program.state_shardings
-        return jax.jit(lambda state: self._each(state, pad_to_storage), out_shardings=target)
+        return jax.jit(lambda state: self._each(state, self._stored), out_shardings=target)
+
+    def _canonical(self, x: jax.Array, placement: Placement) -> jax.Array:
+        return to_canonical(self._with_whole_rows(x, placement), placement)
+
+    def _stored(self, x: jax.Array, placement: Placement) -> jax.Array:
+        return self._with_whole_rows(to_stored(x, placement), placement)
+
+    def _with_whole_rows(self, x: jax.Array, placement: Placement) -> jax.Array:
+        """Layers change their order where they all lie: between stages they would be gathered, all on every device."""
+        if not placement.reordered:
+            return x
+        spec = unpadded_spec(placement, mesh_sizes(self.program.mesh))
+        return jax.lax.with_sharding_constraint(x, NamedSharding(self.program.mesh, spec))
 
     def _each(self, state: TrainState, change: Callable) -> TrainState:
         """`change(leaf, placement)` for each parameter and moment; other leaves as they are."""

@@ -19,7 +19,7 @@ from megajax.ops import fp8
 from megajax.optim import make_optimizer, make_schedule
 from megajax.parallel.gradients import LocalModel, gradient_function, loss_function
 from megajax.parallel.scaling import Scaling
-from megajax.sharding import BATCH_SPEC, Placement, pad_to_storage, place_all, shardings
+from megajax.sharding import BATCH_SPEC, Placement, pad_storage, place_all, shardings, stored_layers
 
 BATCH_DTYPES = {
     "tokens": jnp.int32,
@@ -74,7 +74,7 @@ class TrainProgram:
             sequence_length=config.batch.sequence_length,
         )
         optimizer = make_optimizer(config.optimizer, {name: p.role for name, p in declared.items()})
-        placements = place_all(declared, mesh_sizes(mesh))
+        placements = place_all(declared, mesh_sizes(mesh), _stored_rows(config, mesh))
         device, settings, kernels = mesh.devices.flat[0], config.precision.fp8, "reference"
         if settings.recipe != "none":
             capability = getattr(device, "compute_capability", None)
@@ -138,8 +138,9 @@ class TrainProgram:
         return jax.jit(loss_function(self.local, self.mesh))
 
     def _init(self) -> TrainState:
-        weights = init_parameters(self.model, self.config.run.seed, self.config.model.init_std)
-        params = {name: pad_to_storage(w, self.placements[name]) for name, w in weights.items()}
+        seed, std = self.config.run.seed, self.config.model.init_std
+        weights = init_parameters(self.model, seed, std, _stored_rows(self.config, self.mesh))
+        params = {name: pad_storage(w, self.placements[name]) for name, w in weights.items()}
         zero = jnp.zeros((), jnp.int32)
         history = Scaling(self.config).first_history()
         return TrainState(params, self.optimizer.init(params), history, zero, self.first_loss_scale, zero, zero, zero)
@@ -156,6 +157,11 @@ class TrainProgram:
         )
         history = {name: scalar for name in shapes.fp8}
         return TrainState(values, optimizer, history, scalar, scalar, scalar, scalar, scalar)
+
+
+def _stored_rows(config: Config, mesh: Mesh) -> tuple[int, ...]:
+    """The layer of each row of a block's stored weights."""
+    return tuple(int(layer) for layer in stored_layers(config, mesh_sizes(mesh)["pipeline"]).flat)
 
 
 def _train_step(program: TrainProgram, gradients_of: Callable, state: TrainState, batch):

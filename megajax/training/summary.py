@@ -20,7 +20,7 @@ def summary(program: TrainProgram, flags: list[str]) -> str:
     tokens = sequences * batch.sequence_length // sizes["context"]
     loops = ", ".join(f"{s.loops} × {s.unroll} layers ({s.policy})" for s in local.layers.segments)
     replicated = [n for n, p in program.placements.items() if p.kv_groups > 1]
-    padded = [n for n, p in program.placements.items() if p.shape != p.stored_shape]
+    padded = [n for n, p in program.placements.items() if p.is_padded]
     lines = [
         f"run        {config.run.name} → {config.run.dir}, seed {config.run.seed}, {config.run.steps} steps",
         f"devices    {program.mesh.size} × {device.device_kind}, {jax.process_count()} process(es)",

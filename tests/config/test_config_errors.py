@@ -39,9 +39,8 @@ OVERRIDES = {
     "modle.num_layers=3": "modle is not a config key (@): did you mean model?",
     "mesh.warp=3": ("mesh.warp is not a config key (@): mesh has pipeline, data, fsdp, expert, context and tensor."),
     "zzz=3": (
-        "zzz is not a config key (@): the sections are run, model, mesh, precision, batch,"
-        " optimizer, schedule,"
-        " data, checkpoint, remat, kernels and logging."
+        "zzz is not a config key (@): the sections are run, model, mesh, pipeline, precision,"
+        " batch, optimizer, schedule, data, checkpoint, remat, kernels and logging."
     ),
     "model.rope_scaling={factr: 8}": (
         "model.rope_scaling.factr is not a config key (@): did you mean model.rope_scaling.factor?"
@@ -57,6 +56,14 @@ OVERRIDES = {
     "run.name=3": "run.name=3 is not text (@): put it in quotes.",
     "run.name=''": "run.name='' is empty (@): write a name.",
     "model.layer_pattern=local": ("model.layer_pattern=local is not a list (@): write it in brackets, with commas."),
+    "pipeline.layout=4": "pipeline.layout=4 is not a list (@): write it in brackets, with commas.",
+    "pipeline.layout=[]": "pipeline.layout=[] is empty (@): give at least one entry.",
+    "pipeline.layout=[2, 0]": "pipeline.layout.1=0 is too small (@): use 1 or more.",
+    "pipeline.layout=['2']": ("pipeline.layout.0='2' is not a whole number (@): write one such as 4, without quotes."),
+    "pipeline.schedule=interleaved": (
+        "pipeline.schedule=interleaved is not a choice (@): use gpipe, 1f1b or zero_bubble."
+    ),
+    "pipeline.rounds=0": "pipeline.rounds=0 is too small (@): use 1 or more.",
     "model.layer_pattern=[]": "model.layer_pattern=[] is empty (@): give at least one entry.",
     "model.layer_pattern=[all]": "model.layer_pattern.0=all is not a choice (@): use global or local.",
     "model.norm=batch": "model.norm=batch is not a choice (@): use rmsnorm or layernorm.",

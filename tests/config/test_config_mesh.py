@@ -36,6 +36,10 @@ SIZES = [
     ("mesh.data=3 mesh.fsdp=2 mesh.tensor=-1", 12, (1, 3, 2, 1, 1, 2)),
     ("mesh.data=2 mesh.fsdp=3 mesh.tensor=2", 12, (1, 2, 3, 1, 1, 2)),
     ("mesh.pipeline=-1", 1, (1, 1, 1, 1, 1, 1)),
+    # 2 layers on 2 stages, and 2 microbatches
+    ("mesh.pipeline=2", 2, (2, 1, 1, 1, 1, 1)),
+    ("mesh.pipeline=-1 mesh.data=3", 6, (2, 3, 1, 1, 1, 1)),
+    ("mesh.pipeline=2 mesh.fsdp=-1 mesh.tensor=2", 12, (2, 1, 3, 1, 1, 2)),
     # 12 sequences of a microbatch over 12 devices: 1 each, of 30 tokens
     ("mesh.data=12", 12, (1, 12, 1, 1, 1, 1)),
     # 4 key/value heads on 8 tensor devices: each head on two; 12 * 32 tokens / 8
@@ -75,9 +79,9 @@ REFUSED = [
         " use sizes whose product is 1, 2, 3 or 6.",
     ),
     (
-        "mesh.pipeline=-1",
+        "mesh.expert=-1",
         2,
-        "mesh.pipeline=2 (filled up) is not available yet (the command line: mesh.pipeline=-1): set it to 1.",
+        "mesh.expert=2 (filled up) is not available yet (the command line: mesh.expert=-1): set it to 1.",
     ),
     (
         "mesh.tensor=-1",
@@ -129,7 +133,7 @@ REFUSED_BEFORE_DEVICES_ARE_KNOWN = {
         "mesh.tensor=32 does not divide the padded vocabulary of 1008 (model.vocab_size=1000 and"
         " model.vocab_multiple=9) (@): make model.vocab_multiple a multiple of 32."
     ),
-    "mesh.pipeline=2": "mesh.pipeline=2 is not available yet (@): set it to 1.",
+    "mesh.context=2": "mesh.context=2 is not available yet (@): set it to 1.",
     "mesh.expert=4": "mesh.expert=4 is not available yet (@): set it to 1.",
 }
 

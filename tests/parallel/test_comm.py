@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 from megajax.mesh import AXES, build_mesh, mesh_sizes
 from megajax.parallel.comm import MeshComm
 from megajax.parallel.weights import WeightExchange, global_norm, sum_over_all
-from megajax.sharding import pad_to_storage, place, strip_padding
+from megajax.sharding import to_stored, place, to_canonical
 
 MESHES = [
     {"data": 2, "fsdp": 2, "tensor": 2},
@@ -234,7 +234,7 @@ def test_a_stored_weight_is_whole_when_it_is_computed_with(sizes, name):
     weights, placements, mesh = exchange({"fsdp": 1, **sizes}, {name: PARAMETERS[name]})
     placement = placements[name]
     whole = np.arange(math.prod(placement.shape), dtype=np.float32).reshape(placement.shape)
-    stored = jax.device_put(pad_to_storage(jnp.asarray(whole), placement), NamedSharding(mesh, placement.spec))
+    stored = jax.device_put(to_stored(jnp.asarray(whole), placement), NamedSharding(mesh, placement.spec))
 
     def local(shard):
         return weights.gather_layer(name, weights.gather_once(name, shard))[(None,) * len(AXES)]
@@ -264,7 +264,7 @@ def test_a_gradient_is_the_sum_of_all_devices_shares_where_its_weight_lies(sizes
     run = jax.shard_map(local, mesh=mesh, in_specs=P(*AXES), out_specs=placement.spec, check_vma=False)
     found = jax.jit(run)(shares)
     assert found.shape == placement.stored_shape
-    assert np.array_equal(strip_padding(found, placement), whole)
+    assert np.array_equal(to_canonical(found, placement), whole)
 
 
 @pytest.mark.parametrize("sizes", [*MESHES, *KV_MESHES], ids=mesh_id)
@@ -275,7 +275,7 @@ def test_the_global_norm_counts_every_number_once(sizes):
     whole = {name: rng.normal(size=p.shape).astype(np.float32) for name, p in placements.items()}
     specs = {name: p.spec for name, p in placements.items()}
     stored = {
-        name: jax.device_put(pad_to_storage(jnp.asarray(g), placements[name]), NamedSharding(mesh, specs[name]))
+        name: jax.device_put(to_stored(jnp.asarray(g), placements[name]), NamedSharding(mesh, specs[name]))
         for name, g in whole.items()
     }
     run = jax.shard_map(

@@ -13,7 +13,7 @@ from megajax.mesh import AXES, build_mesh
 from megajax.model import transformer
 from megajax.parallel.fused import FusedWeights
 from megajax.parallel.weights import WeightExchange
-from megajax.sharding import pad_to_storage, place, strip_padding
+from megajax.sharding import to_stored, place, to_canonical
 
 MESHES = [
     {},
@@ -115,7 +115,7 @@ def devices(mesh):
 def stored_arrays(fused, mesh, values):
     placed = fused.stored
     return {
-        name: jax.device_put(pad_to_storage(jnp.asarray(w), placed[name]), NamedSharding(mesh, placed[name].spec))
+        name: jax.device_put(to_stored(jnp.asarray(w), placed[name]), NamedSharding(mesh, placed[name].spec))
         for name, w in values.items()
     }
 
@@ -176,7 +176,7 @@ def test_a_gradient_comes_back_where_its_parameter_lies_summed_over_all_that_use
     assert set(found) == set(parameters)
     for name, placement in fused.stored.items():
         assert found[name].shape == placement.stored_shape, name
-        assert np.array_equal(strip_padding(found[name], placement), expected[name]), name
+        assert np.array_equal(to_canonical(found[name], placement), expected[name]), name
 
 
 @pytest.mark.parametrize("layers", [1, slice(0, 2)], ids=["one", "two"])

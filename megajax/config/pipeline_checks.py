@@ -1,0 +1,150 @@
+"""What the pipeline's stages must fit: layers, microbatches, and whatever counts the layers of a stage."""
+
+import math
+
+from megajax.config.schema import Config
+from megajax.config.sentences import divisors, listed, refuse, said, said_axis
+from megajax.config.stages import even_layout, in_step, layout_in_step, slots, virtual_stages
+
+
+def check_stages(config: Config, sizes: dict[str, int]) -> None:
+    """Refuse what cannot run on the `pipeline` stages of `sizes` (`ConfigError`)."""
+    stages = sizes["pipeline"]
+    if stages > 1:
+        _check_count(config, sizes)
+        _check_layout(config, sizes)
+        _check_microbatches(config, sizes)
+        _check_pattern(config, sizes)
+        _check_precision(config, sizes)
+    _check_unroll(config, sizes)
+    _check_remat(config, sizes)
+
+
+def _split(config: Config, sizes: dict[str, int]) -> str:
+    """`mesh.pipeline=P`, with the rounds if there are several."""
+    rounds = f" x {said(config, 'pipeline.rounds')}" if config.pipeline.rounds > 1 else ""
+    return said_axis(config, sizes, "pipeline") + rounds
+
+
+def _check_count(config: Config, sizes: dict[str, int]) -> None:
+    layers, rounds = config.model.num_layers, config.pipeline.rounds
+    count = sizes["pipeline"] * rounds
+    if count <= layers:
+        return
+    depth = said(config, "model.num_layers")
+    if rounds == 1:
+        problem = f"{_split(config, sizes)} is more than {depth}"
+        refuse(config, problem, f"use {layers} or less", "mesh.pipeline", "model.num_layers")
+    problem = f"{_split(config, sizes)} makes {count} virtual stages, more than {depth}"
+    most = layers // sizes["pipeline"]
+    cure = f"use pipeline.rounds={most}{' or less' if most > 1 else ''}" if most else f"use {layers} stages or less"
+    refuse(config, problem, cure, "mesh.pipeline", "pipeline.rounds", "model.num_layers")
+
+
+def _check_layout(config: Config, sizes: dict[str, int]) -> None:
+    layout, layers = config.pipeline.layout, config.model.num_layers
+    if layout is None:
+        return
+    count = sizes["pipeline"] * config.pipeline.rounds
+    even = f"such as {list(even_layout(layers, count))}, or null for that"
+    if len(layout) != count:
+        problem = f"{said(config, 'pipeline.layout')} has {len(layout)} of the {count} numbers that"
+        problem += f" {_split(config, sizes)} needs"
+        cure = f"write {count} numbers that add up to {said(config, 'model.num_layers')}, {even}"
+        refuse(config, problem, cure, "pipeline.layout", "mesh.pipeline", "pipeline.rounds")
+    if sum(layout) != layers:
+        problem = (
+            f"{said(config, 'pipeline.layout')} adds up to {sum(layout)}, not to {said(config, 'model.num_layers')}"
+        )
+        refuse(config, problem, f"make it {layers}, {even}", "pipeline.layout", "model.num_layers")
+
+
+def _check_microbatches(config: Config, sizes: dict[str, int]) -> None:
+    stages, rounds, microbatches = sizes["pipeline"], config.pipeline.rounds, config.batch.num_microbatches
+    key, name = "batch.num_microbatches", said_axis(config, sizes, "pipeline")
+    shards = math.prod(sizes[axis] for axis in ("data", "fsdp", "expert"))
+    usable = [
+        n
+        for n in divisors(config.batch.global_size)
+        if n >= stages and (rounds == 1 or n % stages == 0) and config.batch.global_size // n % shards == 0
+    ]
+    cure = f"use {listed(usable)}" if usable else f"use {stages}, and make batch.global_size a multiple of"
+    cure += "" if usable else f" {stages * shards}"
+    if microbatches < stages:
+        idle = (stages - 1) / (microbatches * rounds + stages - 1)
+        problem = f"{said(config, key)} is less than {name}, so that stages would be idle for {idle:.0%} of a step"
+        refuse(config, problem, cure, key, "mesh.pipeline")
+    if rounds > 1 and microbatches % stages:
+        problem = f"{said(config, key)} is not a multiple of {name}, and with {said(config, 'pipeline.rounds')}"
+        problem += " microbatches go round in groups of as many as there are stages"
+        refuse(config, problem, cure, key, "mesh.pipeline", "pipeline.rounds")
+
+
+def _check_pattern(config: Config, sizes: dict[str, int]) -> None:
+    """A slot holds the same kind of layer on all virtual stages, since they run one program."""
+    period, stages = len(config.model.layer_pattern or ("global",)), sizes["pipeline"]
+    layout = tuple(len(layers) for layers in virtual_stages(config, stages))
+    if in_step(layout, period):
+        return
+    pattern = said(config, "model.layer_pattern")
+    if config.pipeline.layout is None:
+        problem = f"{_split(config, sizes)} makes virtual stages of {list(layout)} layers, which do not keep"
+        problem += f" {pattern} in step"
+    else:
+        problem = f"{said(config, 'pipeline.layout')} does not keep {pattern} in step over the virtual stages"
+    keys = ("pipeline.layout", "mesh.pipeline", "pipeline.rounds", "model.layer_pattern")
+    refuse(config, problem, _cure_of_pattern(config, stages, period), *keys)
+
+
+def _cure_of_pattern(config: Config, stages: int, period: int) -> str:
+    """A layout that keeps the pattern in step, with as many rounds as possible up to those of the config."""
+    rounds = config.pipeline.rounds
+    for fewer in range(rounds, 0, -1):
+        layout = layout_in_step(config.model.num_layers, stages * fewer, period)
+        if layout is not None:
+            changed = f"pipeline.rounds={fewer} and " if fewer < rounds else ""
+            return f"set {changed}pipeline.layout={list(layout)}"
+    return f"use fewer stages, so that each has {period} layers or a multiple"
+
+
+def _check_precision(config: Config, sizes: dict[str, int]) -> None:
+    fp8 = config.precision.fp8
+    names = [name for name in ("first_bf16_layers", "last_bf16_layers") if getattr(fp8, name)]
+    if fp8.recipe != "none" and names:
+        keys = [f"precision.fp8.{name}" for name in names]
+        problem = f"{said(config, *keys)} cannot go together with {said_axis(config, sizes, 'pipeline')},"
+        problem += " whose stages run one program"
+        cure = f"set {' and '.join(f'{key}=0' for key in keys)}, or mesh.pipeline=1"
+        refuse(config, problem, cure, *keys, "mesh.pipeline")
+
+
+# What a loop over the slots of a virtual stage must fit; over all layers if there is one stage
+
+
+def _check_unroll(config: Config, sizes: dict[str, int]) -> None:
+    unroll, size = config.kernels.scan_unroll, slots(config, sizes["pipeline"])
+    if unroll is not None and size % unroll:
+        problem = f"{said(config, 'kernels.scan_unroll')} does not divide {_slots_said(config, sizes)}"
+        keys = ("kernels.scan_unroll", "mesh.pipeline", "model.num_layers")
+        refuse(config, problem, f"use {listed(divisors(size))}", *keys)
+
+
+def _check_remat(config: Config, sizes: dict[str, int]) -> None:
+    remat, size = config.remat, slots(config, sizes["pipeline"])
+    if remat.layers is not None and remat.layers > size:
+        problem = f"{said(config, 'remat.layers')} is more than {_slots_said(config, sizes)}"
+        keys = ("remat.layers", "mesh.pipeline", "model.num_layers")
+        refuse(config, problem, f"use {size} or less, or null for all", *keys)
+    covered = remat.layers or size
+    if covered % remat.group:
+        problem = f"{said(config, 'remat.group')} does not divide the {covered} layers that are recomputed"
+        if sizes["pipeline"] > 1:
+            problem += f" in the largest virtual stage of {_split(config, sizes)}"
+        refuse(config, problem, f"use {listed(divisors(covered))}", "remat.group", "remat.layers", "mesh.pipeline")
+
+
+def _slots_said(config: Config, sizes: dict[str, int]) -> str:
+    if sizes["pipeline"] == 1:
+        return said(config, "model.num_layers")
+    size = slots(config, sizes["pipeline"])
+    return f"the {size} layers of the largest virtual stage of {_split(config, sizes)}"

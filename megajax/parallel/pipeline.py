@@ -1,0 +1,403 @@
+"""The pipeline: a schedule's ticks, run by all stages in one program inside the step's shard_map.
+
+At a tick every stage does the operations of its row of the schedule (schedules.py): forward of one microbatch, backward
+of another, perhaps the weights' gradients of a third. Stages that idle compute all the same, on numbers that nobody
+uses. What a forward operation saves lies in buffers of a few slots until the backward operation reads it, written and
+read in place, so memory does not grow with the number of microbatches. The head and the loss of the microbatch that
+leaves the last stage are computed by all stages together, each on its share of the tokens.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from megajax.model.transformer import BlockInputs
+from megajax.parallel.layers import Segment, Unit
+from megajax.parallel.local import Batch, LocalModel, Params
+from megajax.parallel.schedules import Flags, Schedule, Table, assign_slots, check, make_schedule
+from megajax.parallel.split import SplitBackward
+
+Buffers = Any  # nested as the layers: by segment, by unit, a list of arrays [slots·loops, ...] or [slots, ...]
+
+
+class Carry(NamedTuple):
+    """What a tick hands to the next."""
+
+    x: jax.Array  # [T / tensor, D]: from the stage before, for the next forward operation
+    dx: jax.Array  # the same: the last backward operation's gradient, not handed over yet
+    heads: jax.Array  # [slots, T / tensor, D]: gradients of the head that wait; no slots if none waits
+    activations: Buffers  # what forward operations saved
+    put_off: Buffers  # what weight operations need of backward operations
+    end_gradients: dict[str, jax.Array]  # of the weights outside the blocks, FP32
+    layer_gradients: Any  # by segment, by unit: FP32, [R·loops, ...] or [...]
+    amax: Any  # by segment, by unit: FP8's largest magnitudes
+    sums: dict[str, jax.Array]  # this device's shares of the losses, not divided by the tokens
+
+
+class Pipeline:
+    """Runs the microbatches of a batch through the stages."""
+
+    def __init__(self, local: LocalModel):
+        self.local, self.layers = local, local.layers
+        self.stages = local.sizes["pipeline"]
+        settings, microbatches = local.config.pipeline, local.config.batch.num_microbatches
+        self.schedule = make_schedule(settings.schedule, self.stages, microbatches, settings.rounds)
+        check(self.schedule)
+        self.slots = assign_slots(self.schedule)
+        ticks = self.schedule.ticks_of
+        # Otherwise the last virtual stage goes backward in the tick in which the head gave it its gradient.
+        self.heads_wait = bool((ticks["backward"][:, -1] > ticks["forward"][:, -1]).any())
+        self.structures: dict[tuple[int, int], Any] = {}  # by segment and unit: how residuals are put together
+
+    def gradients(self, ends: Params, layers: Any, batch: Batch, key: jax.Array | None, scale: jax.Array):
+        """(gradients of the ends, of the layers as `LayerStack.backward` has them, sums, amaxes) of all microbatches.
+
+        `batch` is `[M, B, S]`, `scale` the factor of the loss that is differentiated.
+        """
+        run = _Run(self, self.schedule, ends, layers, batch, key, scale)
+        carry = run.loop(run.first_carry(), lambda flags: True)
+        return carry.end_gradients, carry.layer_gradients, carry.sums, carry.amax
+
+    def loss(self, ends: Params, layers: Any, batch: Batch) -> jax.Array:
+        """This device's share of the summed loss, forward operations only, without dropout."""
+        P, M, R = self.stages, batch["tokens"].shape[0], self.schedule.rounds
+        run = _Run(self, make_schedule("gpipe", P, M, R), ends, layers, batch, None, None)
+        x = run.empty_stream()
+        loss = jnp.zeros((), jnp.float32)
+        carry = Carry(x, x, x[None][:0], None, None, {}, None, None, {"loss": loss})
+        return run.loop(carry, lambda flags: flags.forward).sums["loss"]
+
+
+class _Run:
+    """One pass of a batch through a schedule, while it is traced."""
+
+    def __init__(self, pipeline: Pipeline, schedule: Schedule, ends, layers, batch, key, scale):
+        self.pipeline, self.local, self.schedule = pipeline, pipeline.local, schedule
+        self.ends, self.weights, self.batch, self.key, self.scale = ends, layers, batch, key, scale
+        self.stack, self.slots = pipeline.layers, pipeline.slots
+        self.training = scale is not None
+        self.stage = lax.axis_index("pipeline")
+        self.last_stage = self.stage == schedule.stages - 1
+        self.first_layers = jnp.asarray(self.stack.first_layers)[self.stage]  # [R]
+        self.splits: dict[tuple[int, int], SplitBackward] = {}
+
+    # The loop over ticks
+
+    def loop(self, carry: Carry, wanted: Callable[[Flags], bool]) -> Carry:
+        """Every tick of the phases whose flags are `wanted`."""
+        for phase in self.schedule.phases:
+            if not wanted(phase.runs[0][0]):
+                continue
+
+            def repeat(index, carry, phase=phase):
+                tick = phase.start + index * phase.period
+                for flags, length in phase.runs:
+                    carry = lax.fori_loop(tick, tick + length, partial(self.tick, flags), carry)
+                    tick += length
+                return carry
+
+            carry = lax.fori_loop(0, phase.repeats, repeat, carry) if phase.repeats > 1 else repeat(0, carry)
+        return carry
+
+    def tick(self, flags: Flags, tick: jax.Array, carry: Carry) -> Carry:
+        """All operations of one tick; only what is received at its start and sent at its end crosses stages."""
+        received = None
+        if flags.backward:
+            # Sent at the start of the tick after, it travels beside the forward operation.
+            received = self.hand_over(carry.dx, -1)
+        dhead = None
+        if flags.forward:
+            carry, y = self.forward(tick, carry)
+            if flags.head:
+                carry, dhead = self.head(tick, carry, y)
+        if flags.backward:
+            carry = self.backward(tick, carry, received, dhead)
+        if flags.weight:
+            carry = self.weight(tick, carry)
+        return carry
+
+    def own(self, table: np.ndarray, tick: jax.Array) -> jax.Array:
+        """This stage's entry of a table `[ticks, P]`."""
+        return jnp.asarray(table)[tick, self.stage]
+
+    def work(self, table: Table, tick: jax.Array):
+        """(whether this stage has work, the fields and inputs of its microbatch, its round)."""
+        microbatch = self.own(table.microbatch, tick)
+        fields, inputs = self.microbatch(jnp.maximum(microbatch, 0))
+        return microbatch >= 0, fields, inputs, self.own(table.round, tick)
+
+    def microbatch(self, index: jax.Array) -> tuple[dict[str, jax.Array], BlockInputs]:
+        fields = {n: lax.dynamic_index_in_dim(f, index, keepdims=False) for n, f in self.batch.items()}
+        return fields, self.local.inputs(fields, index, self.key)
+
+    def hand_over(self, x: jax.Array, step: int) -> jax.Array:
+        """`x` of the stage before (`step` 1) or after (-1); between last and first stage only if there are rounds."""
+        P = self.schedule.stages
+        pairs = [(s, (s + step) % P) for s in range(P)]
+        if self.schedule.rounds == 1:
+            pairs = [(a, b) for a, b in pairs if b == a + step]
+        return lax.ppermute(x, "pipeline", pairs)
+
+    # Operations
+
+    def forward(self, tick: jax.Array, carry: Carry) -> tuple[Carry, jax.Array]:
+        """The blocks of this stage's round, on what the stage before sent; the first virtual stage embeds tokens."""
+        _, fields, inputs, r = self.work(self.schedule.forward, tick)
+        first = (self.stage == 0) & (r == 0)
+        x = jnp.where(first, self.local.embed(self.ends, fields, inputs), carry.x)
+        slot = self.own(self.slots.forward, tick) if self.training else None
+        activations = []
+        for i, (segment, units) in enumerate(zip(self.stack.segments, self.weights, strict=True)):
+
+            def body(loop, state, i=i, segment=segment, units=units):
+                x, buffers = state
+                kept = []
+                first, at = self.first_layer(segment, r, loop), self.position(segment, r, loop)
+                for u, unit in enumerate(units):
+                    x, saved = self.stack.unit_forward(_pick(unit, at), x, inputs, segment, first, u, self.training)
+                    if self.training:
+                        leaves, self.pipeline.structures[i, u] = jax.tree.flatten(saved)
+                        kept.append(_write(buffers[u], leaves, _position(segment, slot, loop)))
+                return x, kept
+
+            x, buffers = _loop(segment, body, (x, carry.activations[i] if self.training else []))
+            activations.append(buffers)
+        return carry._replace(x=self.hand_over(x, 1), activations=activations if self.training else None), x
+
+    def head(self, tick: jax.Array, carry: Carry, y: jax.Array) -> tuple[Carry, jax.Array | None]:
+        """Head and loss of the microbatch that leaves the last virtual stage: each stage has 1/P of its tokens.
+
+        Returns the gradient of `y` on every stage.
+        """
+        index = jnp.asarray(self.schedule.forward.microbatch)[tick, self.schedule.stages - 1]
+        fields, _ = self.microbatch(index)
+        own, P, tensor = y.shape[0], self.schedule.stages, self.local.sizes["tensor"]
+        padding = -own % P
+        y = jnp.pad(jnp.where(self.last_stage, y, 0), ((0, padding), (0, 0)))
+        y = lax.psum_scatter(y, "pipeline", scatter_dimension=0, tiled=True)
+
+        def share(field: jax.Array) -> jax.Array:
+            field = jnp.pad(field.reshape(tensor, own), ((0, 0), (0, padding)))
+            return lax.dynamic_slice_in_dim(field, self.stage * len(y), len(y), 1).reshape(-1)
+
+        targets, mask = share(fields["targets"]), share(fields["loss_mask"])
+        if not self.training:
+            loss = self.local.head.losses(self.ends, y, targets, mask)
+            return carry._replace(sums={"loss": carry.sums["loss"] + loss}), None
+        loss, z_loss, dy, end_gradients = self.local.head.losses_and_gradients(
+            self.ends, y, targets, mask, self.scale, carry.end_gradients
+        )
+        sums = {"loss": carry.sums["loss"] + loss, "z_loss": carry.sums["z_loss"] + z_loss}
+        dy = lax.all_gather(dy, "pipeline", axis=0, tiled=True)[:own]
+        carry = carry._replace(end_gradients=end_gradients, sums=sums)
+        if self.pipeline.heads_wait:
+            slot = jnp.asarray(self.slots.head)[tick]
+            carry = carry._replace(heads=lax.dynamic_update_index_in_dim(carry.heads, dy, slot, 0))
+        return carry, dy
+
+    def backward(self, tick: jax.Array, carry: Carry, received, dhead: jax.Array | None) -> Carry:
+        """The gradient of this stage's round, from what the stage after sent or the head gave."""
+        active, fields, inputs, r = self.work(self.schedule.backward, tick)
+        last = self.last_stage & (r == self.schedule.rounds - 1)
+        if self.pipeline.heads_wait:
+            slot = jnp.asarray(self.slots.backward_head)[tick]
+            dhead = lax.dynamic_index_in_dim(carry.heads, slot, keepdims=False)
+        dx = received if dhead is None else jnp.where(last, dhead, received)
+        # A stage that idles reads what an earlier operation has saved: with this zero all its gradients are zero.
+        dx = jnp.where(active, dx, 0)
+        results = []
+        for i in reversed(range(len(self.stack.segments))):
+            state = (dx, carry.layer_gradients[i], carry.put_off[i], carry.amax[i])
+            dx, *result = self.segment_backward(i, state, carry.activations[i], tick, inputs, r, active)
+            results.insert(0, result)
+        layer_gradients, put_off, amax = (list(part) for part in zip(*results, strict=True))
+        first = active & (self.stage == 0) & (r == 0)
+        end_gradients = self.local.embed_backward(
+            carry.end_gradients, self.ends, fields, inputs, jnp.where(first, dx, 0)
+        )
+        return carry._replace(
+            dx=dx, end_gradients=end_gradients, layer_gradients=layer_gradients, put_off=put_off, amax=amax
+        )
+
+    def segment_backward(self, i: int, state, activations, tick, inputs, r, active):
+        """Of segment `i`: (dx, gradients, what is put off, amaxes) with this microbatch's in them."""
+        segment, exchange = self.stack.segments[i], self.stack.exchange
+        slot, keep = self.own(self.slots.backward, tick), self.own(self.slots.backward_gradients, tick)
+
+        def body(loop, state):
+            dx, totals, put_off, amax = state[0], *map(list, state[1:])
+            loop = segment.loops - 1 - loop
+            first, at = self.first_layer(segment, r, loop), self.position(segment, r, loop)
+            entered, above = dx, {}
+            for u in reversed(range(len(totals))):
+                unit, _ = exchange.tie_gather((_pick(self.weights[i][u], at), entered))
+                entered = dx
+                saved = _read(activations[u], _position(segment, slot, loop))
+                if self.schedule.weight is None:
+                    residuals = jax.tree.unflatten(self.pipeline.structures[i, u], saved)
+                    dx, gradient, largest = self.stack.unit_backward(unit, residuals, dx, inputs, segment, first, u)
+                else:
+                    split = self.split(i, u, unit, saved, dx, inputs, first)
+                    dx, gradient, largest, later = split.inputs(unit, saved, dx, inputs, first)
+                    put_off[u] = _write(put_off[u], later, _position(segment, keep, loop))
+                largest = jax.tree.map(lambda a: jnp.where(active, a, 0), largest)
+                amax[u] = _combine(jnp.maximum, amax[u], largest, at)
+                # A unit's gradients are reduced while the unit below goes backward, and then added in place.
+                for v, pending in above.items():
+                    dx, totals[v] = lax.optimization_barrier((dx, self.add(totals[v], pending, at)))
+                above = {u: gradient}
+            for v, pending in above.items():
+                totals[v] = self.add(totals[v], pending, at)
+            return dx, totals, put_off, amax
+
+        return _loop(segment, body, state)
+
+    def weight(self, tick: jax.Array, carry: Carry) -> Carry:
+        """Gradients of weights that a backward operation has put off."""
+        r = self.own(self.schedule.weight.round, tick)  # type: ignore[union-attr]
+        slot, kept = self.own(self.slots.weight, tick), self.own(self.slots.weight_gradients, tick)
+        gradients = []
+        for i, segment in enumerate(self.stack.segments):
+
+            def body(loop, totals, i=i, segment=segment):
+                totals, at = list(totals), self.position(segment, r, loop)
+                for u in reversed(range(len(totals))):
+                    saved = _read(carry.activations[i][u], _position(segment, slot, loop))
+                    later = _read(carry.put_off[i][u], _position(segment, kept, loop))
+                    gradient = self.splits[i, u].weights(_pick(self.weights[i][u], at), saved, later)
+                    totals[u] = self.add(totals[u], gradient, at)
+                return totals
+
+            gradients.append(_loop(segment, body, carry.layer_gradients[i]))
+        return carry._replace(layer_gradients=gradients)
+
+    # Parts of operations
+
+    def first_layer(self, segment: Segment, r: jax.Array, loop: jax.Array | int) -> jax.Array:
+        """The first layer of a loop's body in round `r`."""
+        return self.first_layers[r] + segment.start + loop * segment.unroll
+
+    def position(self, segment: Segment, r: jax.Array, loop: jax.Array | int) -> jax.Array | None:
+        """Where a loop's layers of round `r` lie in their arrays' leading dimension; None if there is none."""
+        return r * segment.loops + loop if self.stack.copies(segment) > 1 else None
+
+    def add(self, totals: Unit, gradient: Unit, at: jax.Array | None) -> Unit:
+        """A unit's summed gradients and one more microbatch's, reduced over `fsdp`."""
+        gradient = jax.tree.map(lambda g: g.astype(jnp.float32), self.stack.reduce(gradient, False))
+        return _combine(jnp.add, totals, gradient, at)
+
+    def split(
+        self, i: int, u: int, unit: Unit, saved: list[jax.Array], dx, inputs: BlockInputs, first
+    ) -> SplitBackward:
+        """The backward pass of a unit in two parts; traced anew at each use, for it may hold values of the trace."""
+
+        def backward(unit, saved, dx, inputs, first):
+            residuals = jax.tree.unflatten(self.pipeline.structures[i, u], saved)
+            return self.stack.unit_backward(unit, residuals, dx, inputs, self.stack.segments[i], first, u)
+
+        self.splits[i, u] = SplitBackward(backward, unit, saved, dx, inputs, first)
+        return self.splits[i, u]
+
+    # The first tick's carry
+
+    def empty_stream(self) -> jax.Array:
+        """Zeros in the place of a microbatch's residual stream."""
+        fields, inputs = self.microbatch(jnp.int32(0))
+        x = jax.eval_shape(self.local.embed, self.ends, fields, inputs)
+        return jnp.zeros(x.shape, x.dtype)
+
+    def first_carry(self) -> Carry:
+        """Empty buffers and zero gradients."""
+        x, (_, inputs) = self.empty_stream(), self.microbatch(jnp.int32(0))
+        zero = jnp.zeros((), jnp.float32)
+        units = [
+            [self.empty_unit(i, u, x, inputs) for u in range(len(self.weights[i]))]
+            for i in range(len(self.stack.segments))
+        ]
+        activations, put_off, layer_gradients, amax = (
+            [[unit[part] for unit in segment] for segment in units] for part in range(4)
+        )
+        return Carry(
+            x=x,
+            dx=x,
+            heads=jnp.zeros((self.slots.heads if self.pipeline.heads_wait else 0, *x.shape), x.dtype),
+            activations=activations,
+            put_off=put_off,
+            end_gradients=jax.tree.map(lambda w: jnp.zeros(w.shape, jnp.float32), dict(self.ends)),
+            layer_gradients=layer_gradients,
+            amax=amax,
+            sums={"loss": zero, "z_loss": zero},
+        )
+
+    def empty_unit(self, i: int, u: int, x: jax.Array, inputs: BlockInputs):
+        """(activations, what is put off, gradients, amaxes) of a unit, zeros of the shapes that an operation gives."""
+        segment = self.stack.segments[i]
+        first, at = self.first_layer(segment, jnp.int32(0), 0), self.position(segment, jnp.int32(0), 0)
+
+        def operations(unit, x):
+            _, saved = self.stack.unit_forward(unit, x, inputs, segment, first, u, True)
+            leaves, self.pipeline.structures[i, u] = jax.tree.flatten(saved)
+            later = []
+            if self.schedule.weight is not None:
+                later = self.split(i, u, unit, leaves, x, inputs, first).inputs(unit, leaves, x, inputs, first)[3]
+            _, gradient, amax = self.stack.unit_backward(unit, saved, x, inputs, segment, first, u)
+            return leaves, later, self.stack.reduce(gradient, False), amax
+
+        def zeros(shapes: Any, lead: int, dtype: Any = None) -> Any:
+            leading = () if lead == 1 else (lead,)
+            return jax.tree.map(lambda a: jnp.zeros((*leading, *a.shape), dtype or a.dtype), shapes)
+
+        saved, later, gradient, amax = jax.eval_shape(operations, _pick(self.weights[i][u], at), x)
+        copies = self.stack.copies(segment)
+        return (
+            [jnp.zeros((self.slots.activations * segment.loops, *a.shape), a.dtype) for a in saved],
+            [jnp.zeros((self.slots.gradients * segment.loops, *a.shape), a.dtype) for a in later],
+            zeros(gradient, copies, jnp.float32),
+            zeros(amax, copies),
+        )
+
+
+def _loop(segment: Segment, body: Callable, state: Any) -> Any:
+    """`body` over a segment's loops; a single one is no loop."""
+    return body(0, state) if segment.loops == 1 else lax.fori_loop(0, segment.loops, body, state)
+
+
+def _position(segment: Segment, slot: jax.Array, loop: jax.Array | int) -> jax.Array:
+    """Where a loop's layers lie in a buffer of slots."""
+    return slot * segment.loops + loop
+
+
+def _pick(weights: Any, at: jax.Array | None) -> Any:
+    """Of arrays `[R·loops, ...]` those at one place; those without a leading dimension as they are."""
+    if at is None:
+        return weights
+    return jax.tree.map(lambda w: lax.dynamic_index_in_dim(w, at, keepdims=False), weights)
+
+
+def _read(buffers: list[jax.Array], at: jax.Array) -> list[jax.Array]:
+    return [lax.dynamic_index_in_dim(buffer, at, keepdims=False) for buffer in buffers]
+
+
+def _write(buffers: list[jax.Array], values: list[jax.Array], at: jax.Array) -> list[jax.Array]:
+    pairs = zip(buffers, values, strict=True)
+    return [lax.dynamic_update_index_in_dim(buffer, value, at, 0) for buffer, value in pairs]
+
+
+def _combine(operation: Callable, totals: Unit, values: Unit, at: jax.Array | None) -> Unit:
+    """`operation` of totals, at their place if they have a leading dimension, and values; of some there may be none."""
+
+    def one(total: jax.Array, value: jax.Array) -> jax.Array:
+        if at is None:
+            return operation(total, value)
+        here = operation(lax.dynamic_index_in_dim(total, at, keepdims=False), value)
+        return lax.dynamic_update_index_in_dim(total, here, at, 0)
+
+    return tuple(
+        {name: one(total, value[name]) if name in value else total for name, total in layer.items()}
+        for layer, value in zip(totals, values, strict=True)
+    )

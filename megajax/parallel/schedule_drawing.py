@@ -1,0 +1,318 @@
+"""Pipeline schedules as pictures, in a terminal and as SVG: `python -m megajax.parallel.schedules --help`."""
+
+import argparse
+import shutil
+import string
+import sys
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple, NoReturn
+
+import numpy as np
+
+from megajax.config.cli import user_errors
+from megajax.errors import ConfigError, InputError
+from megajax.parallel.schedule_simulator import Costs, Report, sends, simulate, tick_starts
+from megajax.parallel.schedules import IDLE, KINDS, Schedule, Table, make_schedule
+
+# In a terminal
+
+
+def draw(schedule: Schedule, width: int | None = None) -> str:
+    """A line for each stage and operation, a column for each tick, a legend below.
+
+    Lines longer than `width` characters are broken into blocks of ticks, one below the other.
+    """
+    widest = max(len(str(schedule.ticks - 1)), len(_label(schedule, schedule.microbatches - 1, schedule.rounds - 1)))
+    left = len(f"stage {schedule.stages - 1} F")
+    columns = schedule.ticks if width is None else max(1, (width - left) // (1 + widest))
+
+    def line(name: str, cells: list[str]) -> str:
+        return name.ljust(left) + "".join(f" {cell:>{widest}}" for cell in cells)
+
+    blocks = []
+    for first in range(0, schedule.ticks, columns):
+        ticks = range(first, min(first + columns, schedule.ticks))
+        lines = [line("tick", [str(tick) for tick in ticks])]
+        for stage in range(schedule.stages):
+            title = f"stage {stage}"
+            for operation, table in schedule.tables.items():
+                name = f"{title:{left - 2}} {operation[0].upper()}"
+                lines.append(line(name, [_cell(schedule, table, tick, stage) for tick in ticks]))
+                title = ""
+        blocks.append("\n".join(lines))
+    return "\n\n".join([*blocks, _legend(schedule)])
+
+
+def _cell(schedule: Schedule, table: Table, tick: int, stage: int) -> str:
+    microbatch = int(table.microbatch[tick, stage])
+    return "." if microbatch == IDLE else _label(schedule, microbatch, int(table.round[tick, stage]))
+
+
+def _label(schedule: Schedule, microbatch: int, r: int) -> str:
+    """3, or with several rounds 3a, 3b and so on."""
+    if schedule.rounds == 1:
+        return str(microbatch)
+    return f"{microbatch}{string.ascii_lowercase[r]}" if schedule.rounds <= 26 else f"{microbatch}.{r}"
+
+
+def _legend(schedule: Schedule) -> str:
+    lines = [f"{name[0].upper()}: {_meaning(schedule, name)}" for name in schedule.tables]
+    numbers = "number: microbatch"
+    if schedule.rounds > 1:
+        first, last = (_label(schedule, 0, r)[1:] for r in (0, schedule.rounds - 1))
+        numbers += f"; {first} to {last}: round 0 to {schedule.rounds - 1}"
+    return "\n".join([", ".join(lines), f"{numbers}; dot: no such operation"])
+
+
+def _meaning(schedule: Schedule, operation: str) -> str:
+    """What an operation is, for legends."""
+    if schedule.weight is None:
+        return operation
+    return {"backward": "gradients of inputs", "weight": "gradients of weights"}.get(operation, operation)
+
+
+# As SVG
+
+ROW, GAP, LEFT, TOP, BELOW, RIGHT = 30, 8, 72, 92, 32, 24  # pixels
+NARROWEST_BOX, WIDEST_PLOT, NARROWEST_PICTURE = 26, 8000, 640
+COLORS = {"forward": (0, 95, 158), "backward": (201, 84, 0), "weight": (0, 122, 90)}
+LIGHTEST = 0.62  # how far the last round's shade is on the way to white
+INK, FAINT, SENDING = "#222222", "#d0d0d0", "#e8e8e8"
+
+
+class _Box(NamedTuple):
+    """One operation of one stage."""
+
+    operation: str
+    microbatch: int
+    round: int
+    stage: int
+    tick: int
+    start: float  # time
+    cost: float
+
+
+def _boxes(schedule: Schedule, costs: Costs) -> Iterator[_Box]:
+    """All operations; a stage does those of a tick one after the other."""
+    cost = costs.of_operations(schedule)
+    for tick, starts in enumerate(tick_starts(schedule, costs)[:-1]):
+        for stage in range(schedule.stages):
+            start = float(starts)
+            for operation, table in schedule.tables.items():
+                if (microbatch := int(table.microbatch[tick, stage])) != IDLE:
+                    r = int(table.round[tick, stage])
+                    yield _Box(operation, microbatch, r, stage, tick, start, cost[operation])
+                    start += cost[operation]
+
+
+def svg(schedule: Schedule, costs: Costs) -> str:
+    """A picture of a schedule: time from left to right, one row a stage, one box an operation.
+
+    The colour is the operation, its shade the round, the number the microbatch; white is idle, grey is sending. Marks
+    stand where ticks begin.
+    """
+    report, starts = simulate(schedule, costs), tick_starts(schedule, costs)
+    narrowest = min(cost for cost in costs.of_operations(schedule).values() if cost > 0)
+    scale = min(NARROWEST_BOX / narrowest, WIDEST_PLOT / report.time)
+    width = max(LEFT + report.time * scale + RIGHT, NARROWEST_PICTURE)
+    height = TOP + schedule.stages * (ROW + GAP) + BELOW
+    picture = ElementTree.Element(
+        "svg",
+        {
+            "xmlns": "http://www.w3.org/2000/svg",
+            "viewBox": f"0 0 {_pixels(width)} {height}",
+            "width": _pixels(width),
+            "height": str(height),
+            "font-family": "system-ui, Helvetica, Arial, sans-serif",
+            "font-size": "12",
+            "fill": INK,
+        },
+    )
+    _rectangle(picture, 0, 0, width, height, fill="white")
+    _draw_heading(picture, schedule, costs, report)
+    _draw_ticks(picture, schedule, costs, LEFT + scale * starts)
+    for box in _boxes(schedule, costs):
+        _draw_box(picture, schedule, box, scale)
+    ElementTree.indent(picture)
+    return ElementTree.tostring(picture, encoding="unicode") + "\n"
+
+
+def _draw_heading(picture: ElementTree.Element, schedule: Schedule, costs: Costs, report: Report) -> None:
+    """Title, figures and legend."""
+    _text(picture, LEFT, 24, _title(schedule), font_size="16", font_weight="600")
+    prices = {"forward": costs.forward, "backward": costs.backward + costs.weight}
+    if schedule.weight is not None:
+        prices |= {"backward": costs.backward, "weight": costs.weight}
+    if costs.send:
+        prices["send"] = costs.send
+    named = ", ".join(f"{name} {price:g}" for name, price in prices.items())
+    _text(picture, LEFT, 44, f"{report.ticks} ticks, idle {report.bubble:.1%} of the time; costs: {named}")
+    x, y = LEFT, 58
+    for operation in schedule.tables:
+        for r in range(schedule.rounds):
+            _rectangle(picture, x, y, 14, 14, fill=_hexadecimal(_shade(schedule, operation, r)))
+            x += 15
+        x += 5 + _text(picture, x + 5, y + 11, _meaning(schedule, operation)) + 18
+    if costs.send:
+        _rectangle(picture, x, y, 14, 14, fill=SENDING)
+        x += 20 + _text(picture, x + 20, y + 11, "send") + 18
+    if schedule.rounds > 1:
+        _text(picture, x, y + 11, f"dark to light: round 0 to {schedule.rounds - 1}")
+
+
+def _draw_ticks(picture: ElementTree.Element, schedule: Schedule, costs: Costs, edges: np.ndarray) -> None:
+    """What lies behind the boxes: rows with their names, sending, and marks where ticks begin."""
+    bottom = TOP + schedule.stages * (ROW + GAP) - GAP
+    left, right = float(edges[0]), float(edges[-1])
+    if costs.send:
+        scale = (right - left) / tick_starts(schedule, costs)[-1]
+        for tick in np.flatnonzero(sends(schedule)):
+            end = float(edges[tick + 1])
+            _rectangle(picture, end - costs.send * scale, TOP, costs.send * scale, bottom - TOP, fill=SENDING)
+    for stage in range(schedule.stages):
+        y = TOP + stage * (ROW + GAP)
+        _rectangle(picture, left, y, right - left, ROW, fill="none", stroke=FAINT)
+        _text(picture, LEFT - 10, y + ROW / 2 + 4, f"stage {stage}", text_anchor="end")
+    for edge in map(float, edges):
+        line = {"x1": edge, "x2": edge, "y1": TOP - 4, "y2": bottom + 6}
+        attributes = {name: _pixels(value) for name, value in line.items()}
+        ElementTree.SubElement(picture, "line", attributes | {"stroke": FAINT, "stroke-dasharray": "2 2"})
+    _text(picture, LEFT - 10, bottom + 20, "tick", text_anchor="end", fill="#666666")
+    free = 0.0  # from here on there is room for a number
+    for tick, middle in enumerate(map(float, (edges[1:] + edges[:-1]) / 2)):
+        half = 0.5 * _text_width(str(tick))
+        if middle - half >= free:
+            _text(picture, middle, bottom + 20, str(tick), text_anchor="middle", fill="#666666")
+            free = middle + half + 6
+
+
+def _draw_box(picture: ElementTree.Element, schedule: Schedule, box: _Box, scale: float) -> None:
+    x, y, width = LEFT + box.start * scale, TOP + box.stage * (ROW + GAP), box.cost * scale
+    color = _shade(schedule, box.operation, box.round)
+    attributes = {"class_": box.operation, "stroke": "white", "stroke_width": "0.75"}
+    rectangle = _rectangle(picture, x, y, width, ROW, fill=_hexadecimal(color), **attributes)
+    hint = f"{box.operation}, microbatch {box.microbatch}, round {box.round}, stage {box.stage}, tick {box.tick}"
+    ElementTree.SubElement(rectangle, "title").text = hint
+    size = min(12.0, 12 * (width - 3) / _text_width(str(box.microbatch)))
+    if size >= 5:
+        light = np.dot(color, (0.299, 0.587, 0.114)) > 150
+        attributes = {"text_anchor": "middle", "font_size": _pixels(size), "fill": INK if light else "white"}
+        _text(
+            picture, x + width / 2, y + ROW / 2 + 0.36 * size, str(box.microbatch), pointer_events="none", **attributes
+        )
+
+
+def _shade(schedule: Schedule, operation: str, r: int) -> tuple[int, ...]:
+    """Red, green and blue of an operation: full in the first round, lightest in the last."""
+    share = LIGHTEST * r / max(1, schedule.rounds - 1)
+    return tuple(round(part + share * (255 - part)) for part in COLORS[operation])
+
+
+def _hexadecimal(color: tuple[int, ...]) -> str:
+    return "#" + "".join(f"{part:02x}" for part in color)
+
+
+def _rectangle(
+    picture: ElementTree.Element, x: float, y: float, width: float, height: float, **attributes: str
+) -> ElementTree.Element:
+    sizes = {"x": x, "y": y, "width": width, "height": height}
+    named = {name: _pixels(size) for name, size in sizes.items()} | _attributes(attributes)
+    return ElementTree.SubElement(picture, "rect", named)
+
+
+def _text(picture: ElementTree.Element, x: float, y: float, text: str, **attributes: str) -> float:
+    """Writes `text`; about how wide it is in the usual size."""
+    named = {"x": _pixels(x), "y": _pixels(y)} | _attributes(attributes)
+    ElementTree.SubElement(picture, "text", named).text = text
+    return _text_width(text)
+
+
+def _attributes(named: dict[str, str]) -> dict[str, str]:
+    """Python names as SVG's: `stroke_width` is stroke-width, `class_` is class."""
+    return {name.rstrip("_").replace("_", "-"): value for name, value in named.items()}
+
+
+def _text_width(text: str) -> float:
+    """About how wide a text of font size 12 is."""
+    return 6.7 * len(text)
+
+
+def _pixels(size: float) -> str:
+    return f"{round(size, 2):.10g}"
+
+
+# The command line
+
+
+def main(arguments: list[str]) -> int:
+    """Print a drawing and what the schedule costs, and write the SVG; the exit status."""
+    with user_errors():
+        options = _parser().parse_args(arguments)
+        try:
+            schedule = make_schedule(options.schedule, options.stages, options.microbatches, options.rounds)
+            costs = Costs(options.forward, options.backward, options.weight, options.send)
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
+        width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+        print(f"{_title(schedule)}\n\n{draw(schedule, width)}\n\n{_described(simulate(schedule, costs))}")
+        default = f"{schedule.kind}_p{schedule.stages}_m{schedule.microbatches}_r{schedule.rounds}.svg"
+        path = getattr(options, "svg", Path(default))
+        try:
+            path.write_text(svg(schedule, costs))
+        except OSError as error:
+            raise InputError(f"--svg={path}: {error.strerror}; name a file that can be written.") from error
+        print(f"Picture: {path}")
+    return 0
+
+
+def _title(schedule: Schedule) -> str:
+    sizes = {"stage": schedule.stages, "microbatch": schedule.microbatches, "round": schedule.rounds}
+    plurals = {"microbatch": "microbatches"}
+    named = [f"{size} {name if size == 1 else plurals.get(name, name + 's')}" for name, size in sizes.items()]
+    return f"{schedule.kind}: {', '.join(named)}"
+
+
+def _described(report: Report) -> str:
+    """The report for a person, one line each."""
+    slots = report.slots
+    lines = [
+        f"ticks      {report.ticks}",
+        f"time       {report.time:g}; {report.ideal:g} if no stage stood idle",
+        f"bubble     {report.bubble:.1%} of the time",
+        f"in flight  {' '.join(f'{most:g}' for most in report.in_flight)} (most microbatches kept, by stage)",
+        f"slots      {slots.activations} for activations, {slots.gradients} for gradients, {slots.heads} for the head",
+    ]
+    return "\n".join(lines)
+
+
+class _Parser(argparse.ArgumentParser):
+    """An `ArgumentParser` whose errors are sentences like all others."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message}: --help says what can be given.")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="python -m megajax.parallel.schedules",
+        description="Draw a pipeline schedule, and say what it costs. Costs are of one microbatch on a whole stage.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument("--schedule", default="1f1b", help=f"{', '.join(KINDS[:-1])} or {KINDS[-1]}")
+    parser.add_argument("--stages", type=int, default=4, help="devices in a row")
+    parser.add_argument("--microbatches", type=int, default=8, help="in a step")
+    parser.add_argument("--rounds", type=int, default=1, help="virtual stages on each stage")
+    parser.add_argument("--forward", type=float, default=1.0, help="cost of going forward")
+    parser.add_argument("--backward", type=float, default=1.0, help="cost of the gradients of inputs")
+    parser.add_argument("--weight", type=float, default=1.0, help="cost of the gradients of weights")
+    parser.add_argument("--send", type=float, default=0.0, help="cost of handing results to neighbours, once a tick")
+    parser.add_argument(
+        "--svg",
+        type=Path,
+        metavar="FILE",
+        default=argparse.SUPPRESS,
+        help="the picture (default: named after the schedule, such as 1f1b_p4_m8_r1.svg)",
+    )
+    return parser

@@ -1,0 +1,184 @@
+"""What a pipeline schedule costs, by walking through its ticks: time, idle share, and what is kept in memory."""
+
+import math
+from dataclasses import dataclass, fields
+from typing import NamedTuple
+
+import numpy as np
+
+from megajax.parallel.schedules import IDLE, Schedule, Slots, Table, assign_slots, check
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What one microbatch takes on a whole stage, all R rounds together, in any unit of time.
+
+    Raises ValueError for a cost that is negative or not finite, and if all work is free.
+    """
+
+    forward: float = 1.0
+    backward: float = 1.0  # gradients of inputs
+    weight: float = 1.0  # gradients of weights
+    send: float = 0.0  # handing results to a neighbour: once at each tick at which any stage has to
+
+    def __post_init__(self) -> None:
+        for name, cost in ((field.name, getattr(self, field.name)) for field in fields(self)):
+            if not (math.isfinite(cost) and cost >= 0):
+                raise ValueError(f"{name}={cost:g} is not a cost: give a number from 0 up.")
+        if not self.work:
+            raise ValueError("forward, backward and weight cost nothing: give one of them a cost above 0.")
+
+    @property
+    def work(self) -> float:
+        """Of one microbatch on one stage."""
+        return self.forward + self.backward + self.weight
+
+    def of_operations(self, schedule: Schedule) -> dict[str, float]:
+        """By table of the schedule: the cost of one of its operations, which is one round."""
+        backward = self.backward + (self.weight if schedule.weight is None else 0.0)
+        whole = {"forward": self.forward, "backward": backward, "weight": self.weight}
+        return {name: whole[name] / schedule.rounds for name in schedule.tables}
+
+
+class SlotCounts(NamedTuple):
+    """How many slots a stage's buffers have, as in `Slots`."""
+
+    activations: int
+    gradients: int
+    heads: int
+
+
+@dataclass(frozen=True)
+class Report:
+    """What `simulate` has found."""
+
+    ticks: int
+    time: float
+    ideal: float  # the time if no stage ever stood idle
+    in_flight: list[float]  # on each stage: most microbatches whose activations are kept at once, in whole stages
+    slots: SlotCounts
+
+    @property
+    def bubble(self) -> float:
+        """The part of the time that a stage stands idle, 0 to 1."""
+        return max(0.0, 1 - self.ideal / self.time)
+
+
+def simulate(schedule: Schedule, costs: Costs) -> Report:
+    """Run a schedule without a model.
+
+    Stages are in lockstep: a tick takes as long as its slowest stage. Raises ValueError for a table that cannot run
+    (`check`) and for slots that lose what is still needed (`replay`).
+    """
+    check(schedule)
+    slots = assign_slots(schedule)
+    replay(schedule, slots)
+    return Report(
+        ticks=schedule.ticks,
+        time=float(tick_starts(schedule, costs)[-1]),
+        ideal=schedule.microbatches * costs.work,
+        in_flight=_in_flight(schedule),
+        slots=SlotCounts(slots.activations, slots.gradients, slots.heads),
+    )
+
+
+def tick_starts(schedule: Schedule, costs: Costs) -> np.ndarray:
+    """When each tick starts, and after them when the last one ends, `[ticks + 1]`."""
+    cost = costs.of_operations(schedule)
+    of_stages = sum(cost[name] * table.active for name, table in schedule.tables.items())
+    of_ticks = np.max(of_stages, axis=1) + costs.send * sends(schedule)
+    return np.concatenate([[0.0], np.cumsum(of_ticks)])
+
+
+def sends(schedule: Schedule) -> np.ndarray:
+    """At which ticks a stage has something to hand to another one, `[ticks]` bool."""
+    if schedule.stages == 1:
+        return np.zeros(schedule.ticks, bool)
+    forward, backward = schedule.forward.active.copy(), schedule.backward.active.copy()
+    forward[:, -1] &= schedule.forward.round[:, -1] != schedule.rounds - 1  # the last virtual stage
+    backward[:, 0] &= schedule.backward.round[:, 0] != 0  # the first
+    return (forward | backward).any(axis=1)
+
+
+def _in_flight(schedule: Schedule) -> list[float]:
+    """On each stage: most activations kept at once, in whole stages."""
+    first = schedule.ticks_of["forward"]
+    last = schedule.ticks_of["backward" if schedule.weight is None else "weight"]
+    most = []
+    for stage in range(schedule.stages):
+        change = np.zeros(schedule.ticks + 1, int)
+        np.add.at(change, first[:, stage :: schedule.stages], 1)
+        np.add.at(change, last[:, stage :: schedule.stages] + 1, -1)
+        most.append(float(np.cumsum(change).max()) / schedule.rounds)
+    return most
+
+
+Work = tuple[int, int]  # microbatch, round
+
+
+class _Access(NamedTuple):
+    """Writing or reading one buffer; columns are the last stages, as many as there are."""
+
+    operation: str  # which does it, also when it is idle, at the ticks that have its flag
+    writes: bool
+    buffer: str
+    count: int  # slots of the buffer
+    table: Table  # for which work
+    slot: np.ndarray  # [ticks, columns]
+
+
+def replay(schedule: Schedule, slots: Slots) -> None:
+    """Refuse slots that lose what is still needed, by writing and reading them tick by tick.
+
+    Each operation must read what was written for its own microbatch and round; an idle operation overwrites its slot
+    with nothing of use, and must read a slot that has been written. Raises ValueError naming tick, stage and operation.
+    """
+    memory: dict[tuple[str, int, int], Work | None] = {}  # by buffer, stage and slot; None: nothing of use
+    accesses = _accesses(schedule, slots)
+    for tick, flags in enumerate(schedule.flags):
+        for access in (access for access in accesses if getattr(flags, access.operation)):
+            width = access.slot.shape[1]
+            for column in range(width):
+                stage, slot = schedule.stages - width + column, int(access.slot[tick, column])
+                microbatch, r = int(access.table.microbatch[tick, column]), int(access.table.round[tick, column])
+                work = None if microbatch == IDLE else (microbatch, r)
+                where = f"tick {tick}, stage {stage}: the {access.operation} operation of {_named(work)}"
+                place = f"slot {slot} of the {access.buffer}"
+                if not 0 <= slot < access.count:
+                    raise ValueError(f"{where} uses {place}, which has {access.count}.")
+                if access.writes:
+                    memory[access.buffer, stage, slot] = work
+                    continue
+                if (access.buffer, stage, slot) not in memory:
+                    raise ValueError(f"{where} reads {place}, where nothing has been written.")
+                if work is not None and (found := memory[access.buffer, stage, slot]) != work:
+                    raise ValueError(f"{where} reads {place}, which holds {_named(found)}.")
+
+
+def _named(work: Work | None) -> str:
+    return "no microbatch" if work is None else f"microbatch {work[0]}, round {work[1]}"
+
+
+def _accesses(schedule: Schedule, slots: Slots) -> list[_Access]:
+    """All there are, in their order within a tick."""
+    forward, backward, weight = schedule.forward, schedule.backward, schedule.weight
+    loss, loss_backward = (_of_last_virtual_stage(schedule, table) for table in (forward, backward))
+    out = [
+        _Access("forward", True, "activations", slots.activations, forward, slots.forward),
+        _Access("head", True, "heads", slots.heads, loss, slots.head[:, None]),
+        _Access("backward", False, "activations", slots.activations, backward, slots.backward),
+        _Access("backward", False, "heads", slots.heads, loss_backward, slots.backward_head[:, None]),
+    ]
+    if weight is not None:
+        out += [
+            _Access("backward", True, "gradients", slots.gradients, backward, slots.backward_gradients),
+            _Access("weight", False, "activations", slots.activations, weight, slots.weight),
+            _Access("weight", False, "gradients", slots.gradients, weight, slots.weight_gradients),
+        ]
+    return out
+
+
+def _of_last_virtual_stage(schedule: Schedule, table: Table) -> Table:
+    """What it does, `[ticks, 1]`."""
+    last = np.where(table.round == schedule.rounds - 1, table.microbatch, IDLE)
+    return Table(last[:, -1:], table.round[:, -1:])

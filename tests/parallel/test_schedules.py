@@ -1,0 +1,499 @@
+"""Pipeline schedules: tables written out by hand, times by formula, and what `check` and `replay` must refuse."""
+
+import itertools
+import subprocess
+import sys
+import xml.etree.ElementTree as ElementTree
+from collections import Counter
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from megajax.parallel.schedule_drawing import draw, main, svg
+from megajax.parallel.schedule_simulator import Costs, replay, sends, simulate
+from megajax.parallel.schedules import IDLE, KINDS, Schedule, Table, assign_slots, check, make_schedule
+
+COSTS = (Costs(), Costs(1.0, 1.3, 0.7), Costs(2.0, 0.5, 3.0))
+# (stages, microbatches, rounds): fewer and more microbatches than stages, whole groups of stages in rounds
+SIZES = [
+    (P, M, R)
+    for P, M, R in itertools.product((1, 2, 3, 4, 8), (1, 2, 3, 4, 7, 8, 12, 16, 24), (1, 2, 3))
+    if R == 1 or M % P == 0
+]
+CASES = list(itertools.product(KINDS, SIZES))
+
+
+def rows(schedule: Schedule, operation: str) -> list[str]:
+    """A line for each stage: microbatch and round (a, b, ...) at each tick, a dot where it is idle."""
+    table = schedule.tables[operation]
+    letters = "abc" if schedule.rounds > 1 else [""]
+    return [
+        " ".join("." if m == IDLE else f"{m}{letters[r]}" for m, r in zip(*column, strict=True))
+        for column in zip(table.microbatch.T, table.round.T, strict=True)
+    ]
+
+
+# Tables by hand
+
+
+@pytest.mark.smoke
+def test_1f1b_of_four_stages_and_eight_microbatches_by_hand():
+    schedule = make_schedule("1f1b", stages=4, microbatches=8)
+    assert rows(schedule, "forward") == [
+        "0 1 2 3 4 5 6 7 . . . . . .",
+        ". 0 1 2 3 4 5 6 7 . . . . .",
+        ". . 0 1 2 3 4 5 6 7 . . . .",
+        ". . . 0 1 2 3 4 5 6 7 . . .",
+    ]
+    assert rows(schedule, "backward") == [
+        ". . . . . . 0 1 2 3 4 5 6 7",
+        ". . . . . 0 1 2 3 4 5 6 7 .",
+        ". . . . 0 1 2 3 4 5 6 7 . .",
+        ". . . 0 1 2 3 4 5 6 7 . . .",
+    ]
+    assert schedule.weight is None
+
+
+def test_gpipe_by_hand():
+    schedule = make_schedule("gpipe", stages=2, microbatches=3)
+    assert rows(schedule, "forward") == ["0 1 2 . . . . .", ". 0 1 2 . . . ."]
+    assert rows(schedule, "backward") == [". . . . . 0 1 2", ". . . . 0 1 2 ."]
+
+
+def test_two_rounds_with_weights_put_off_by_hand():
+    schedule = make_schedule("zero_bubble", stages=2, microbatches=4, rounds=2)
+    assert rows(schedule, "forward") == [
+        "0a 1a 0b 1b 2a 3a 2b 3b . . . .",
+        ". 0a 1a 0b 1b 2a 3a 2b 3b . . .",
+    ]
+    assert rows(schedule, "backward") == [
+        ". . . . 0b 1b 0a 1a 2b 3b 2a 3a",
+        ". . . 0b 1b 0a 1a 2b 3b 2a 3a .",
+    ]
+    assert rows(schedule, "weight") == 2 * [". . . . 0b 1b 0a 1a 2b 3b 2a 3a"]
+
+
+# For every kind and many sizes
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_schedule_runs_in_the_time_of_its_formula(kind):
+    for P, M, R in SIZES:
+        schedule = make_schedule(kind, P, M, R)
+        for costs in COSTS:
+            report = simulate(schedule, costs)
+            F, I, W = costs.forward, costs.backward, costs.weight  # noqa: E741
+            idle = (P - 1) / R * (F + I + (0 if kind == "zero_bubble" else W))
+            ideal = M * (F + I + W)
+            assert report.ideal == pytest.approx(ideal), (P, M, R, costs)
+            assert report.time == pytest.approx(ideal + idle), (P, M, R, costs)
+            assert report.bubble == pytest.approx(idle / (ideal + idle), abs=1e-12), (P, M, R, costs)
+        ticks = 2 * (M * R + P - 1) if kind == "gpipe" else M * R + R * P + P - 2
+        assert report.ticks == schedule.ticks == ticks
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_operation_follows_the_one_it_needs(kind):
+    """Read off the cells one by one, without `check` and `ticks_of`."""
+    for P, M, R in SIZES:
+        schedule = make_schedule(kind, P, M, R)
+        at = {}
+        for name, table in schedule.tables.items():
+            for (tick, stage), m in np.ndenumerate(table.microbatch):
+                if m != IDLE:
+                    key = (name, int(m), int(table.round[tick, stage]) * P + stage)
+                    assert key not in at
+                    at[key] = tick
+        assert len(at) == len(schedule.tables) * M * P * R
+        last = P * R - 1
+        for (name, m, virtual), tick in at.items():
+            if name == "forward" and virtual > 0:
+                assert tick == at["forward", m, virtual - 1] + 1
+            if name == "backward":
+                needed = at["backward", m, virtual + 1] + 1 if virtual < last else at["forward", m, last]
+                assert tick == needed if virtual < last else tick >= needed
+            if name == "weight":
+                assert 0 <= tick - at["backward", m, virtual] <= P - 1
+
+
+def test_weight_operations_put_off_never_stand_idle_once_begun():
+    for P, M, R in SIZES:
+        weight = make_schedule("zero_bubble", P, M, R).weight
+        assert weight is not None
+        ticks = np.flatnonzero(weight.active.any(axis=1))
+        assert len(ticks) == M * R and ticks[-1] == ticks[0] + M * R - 1
+        assert weight.active[ticks].all()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_phases_hold_every_tick_once_with_its_flags(kind):
+    for P, M, R in SIZES:
+        schedule = make_schedule(kind, P, M, R)
+        flags, start = [], 0
+        for phase in schedule.phases:
+            assert phase.start == start and phase.repeats >= 1
+            for _ in range(phase.repeats):
+                for run_flags, length in phase.runs:
+                    flags += length * [run_flags]
+            start += phase.repeats * phase.period
+        assert flags == schedule.flags and len(flags) == schedule.ticks
+
+
+def test_flags_say_what_happens_on_any_stage():
+    for kind, (P, M, R) in CASES:
+        schedule = make_schedule(kind, P, M, R)
+        for tick, flags in enumerate(schedule.flags):
+            for name, table in schedule.tables.items():
+                assert getattr(flags, name) == any(m != IDLE for m in table.microbatch[tick])
+            work = (schedule.forward.microbatch[tick, P - 1], schedule.forward.round[tick, P - 1])
+            assert flags.head == (work[0] != IDLE and work[1] == R - 1)
+
+
+@pytest.mark.parametrize("rounds", [1, 2])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_number_of_phases_does_not_grow_with_microbatches(kind, rounds):
+    numbers = [len(make_schedule(kind, 4, M, rounds).phases) for M in (8, 32, 128)]
+    assert numbers[1] == numbers[2] and numbers[0] <= numbers[1] + 1
+    assert max(numbers) <= 6
+
+
+# Memory
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("P", [1, 2, 4, 8])
+def test_microbatches_in_flight_of_one_round(P):
+    for M in (2 * P - 1, 2 * P, 64):
+        in_flight = {kind: simulate(make_schedule(kind, P, M), Costs()).in_flight for kind in KINDS}
+        assert in_flight["1f1b"] == [2 * (P - s) - 1 for s in range(P)]
+        assert in_flight["zero_bubble"] == [2 * P - 1 - s for s in range(P)]
+        assert in_flight["gpipe"] == P * [M]
+
+
+@pytest.mark.parametrize("R", [2, 3])
+def test_microbatches_in_flight_of_rounds_do_not_grow_with_microbatches(R):
+    P = 4
+    for kind in ("1f1b", "zero_bubble"):
+        few, many = (simulate(make_schedule(kind, P, M, R), Costs()) for M in (4 * P, 16 * P))
+        assert few.in_flight == many.in_flight and few.slots == many.slots
+        # The first stage keeps what it starts until its first microbatch is back, R·P + P - 2 ticks later.
+        assert few.in_flight[0] == (R * P + P - 2 + 1) / R <= 2 * P - 1
+
+
+def test_slots_are_as_few_as_what_is_alive_and_one_for_idle_operations():
+    for kind, (P, M, R) in CASES:
+        schedule = make_schedule(kind, P, M, R)
+        report = simulate(schedule, Costs())  # replays the slots
+        alive = round(max(report.in_flight) * R)
+        assert alive <= report.slots.activations <= alive + 1
+        assert report.slots.heads == (M if kind == "gpipe" else 1)
+        assert report.slots.gradients <= (P + 1 if kind == "zero_bubble" else 0)
+
+
+SLOT_FIELDS = {
+    "forward": "activations",
+    "backward": "activations",
+    "weight": "activations",
+    "backward_gradients": "gradients",
+    "weight_gradients": "gradients",
+    "head": "heads",
+    "backward_head": "heads",
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "field"),
+    [
+        *itertools.product(["gpipe", "1f1b"], ["forward", "backward", "head", "backward_head"]),
+        *itertools.product(["zero_bubble"], SLOT_FIELDS),
+    ],
+)
+def test_replay_catches_every_slot_that_is_off_by_one(kind, field):
+    schedule = make_schedule(kind, 3, 6, 2)
+    slots = assign_slots(schedule)
+    replay(schedule, slots)
+    table = schedule.tables.get(field.split("_")[0], schedule.forward)
+    used = table.active
+    if "head" in field:
+        used = (used & (table.round == schedule.rounds - 1))[:, -1]
+    count = getattr(slots, SLOT_FIELDS[field])
+    for cell in np.argwhere(used):
+        wrong = getattr(slots, field).copy()
+        wrong[tuple(cell)] = (wrong[tuple(cell)] + 1) % max(count, 2)
+        with pytest.raises(ValueError, match=r"^tick \d+, stage \d: the \w+ operation of .* slot \d+ of the \w+.*\.$"):
+            replay(schedule, replace(slots, **{field: wrong}))
+
+
+@pytest.mark.smoke
+def test_replay_catches_an_idle_operation_that_overwrites_what_is_needed():
+    schedule = make_schedule("gpipe", 2, 3)
+    slots = assign_slots(schedule)
+    assert schedule.forward.microbatch[3, 0] == IDLE and schedule.flags[3].forward
+    wrong = slots.forward.copy()
+    wrong[3, 0] = slots.forward[1, 0]
+    sentence = "tick 6, stage 0: the backward operation of microbatch 1, round 0 reads slot 1 of the activations, "
+    with pytest.raises(ValueError, match=f"^{sentence}which holds no microbatch.$"):
+        replay(schedule, replace(slots, forward=wrong))
+
+
+# Broken tables
+
+
+def edited(schedule: Schedule, operation: str, edit) -> Schedule:
+    """A copy whose table `edit(microbatch, round)` has changed."""
+    table = Table(*(array.copy() for array in schedule.tables[operation]))
+    edit(table.microbatch, table.round)
+    return replace(schedule, **{operation: table})
+
+
+def move(one, other):
+    def edit(*arrays):
+        for array in arrays:
+            array[one], array[other] = array[other].copy(), array[one].copy()
+
+    return edit
+
+
+def drop(cell):
+    return lambda microbatch, r: microbatch.__setitem__(cell, IDLE)
+
+
+def put(cell, m, in_round=0):
+    def edit(microbatch, r):
+        microbatch[cell], r[cell] = m, in_round
+
+    return edit
+
+
+NOT_ONCE = "the {} table does not hold every operation once"
+# In "zero_bubble", P=4, M=8: (operation, edit, the sentence)
+BROKEN = {
+    "forward swapped": (
+        "forward",
+        move((2, 0), (3, 0)),
+        "forward operation of microbatch 2 .* stage 1 does not follow",
+    ),
+    "backward swapped": ("backward", move((6, 1), (7, 1)), "backward operation of .* does not follow the stage after"),
+    "forward early": ("forward", move((0, 1), (1, 1)), "forward operation of microbatch 0 on virtual stage 1 does not"),
+    "backward early": ("backward", move((4, 1), (5, 1)), "backward operation of microbatch 0 .* stage 0 does not"),
+    "before the loss": ("backward", move((2, 3), (3, 3)), "backward operation of microbatch 0 .* does not follow"),
+    "weight too early": (
+        "weight",
+        move((5, 0), (6, 0)),
+        "weight operation of microbatch 0 .* stage 0 comes before its",
+    ),
+    "weight swapped": ("weight", move((6, 0), (9, 0)), "weight operation of microbatch 3 .* stage 0 comes before its"),
+    "forward dropped": ("forward", drop((4, 1)), NOT_ONCE.format("forward") + ": microbatch 3 misses virtual stage 1"),
+    "backward dropped": ("backward", drop((6, 0)), NOT_ONCE.format("backward") + ": microbatch 0 misses"),
+    "weight dropped": ("weight", drop((13, 3)), NOT_ONCE.format("weight") + ": microbatch 7 misses virtual stage 3"),
+    "forward twice": ("forward", put((8, 0), 0), NOT_ONCE.format("forward") + ": one stands twice"),
+    "in another's place": ("forward", put((1, 0), 0), NOT_ONCE.format("forward") + ": microbatch 1 misses"),
+    "weight twice": ("weight", put((5, 2), 3), NOT_ONCE.format("weight") + ": one stands twice"),
+    "microbatch too high": ("forward", put((7, 0), 8), "tick 7, stage 0: the forward table has a microbatch or round"),
+    "microbatch below 0": ("forward", put((6, 0), -2), "tick 6, stage 0: the forward table has a microbatch or round"),
+    "round too high": ("weight", put((6, 1), 0, 1), "tick 6, stage 1: the weight table has a microbatch or round"),
+    "round below 0": ("backward", put((6, 0), 0, -1), "tick 6, stage 0: the backward table has a microbatch or round"),
+}
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("name", BROKEN)
+def test_check_refuses_a_broken_table(name):
+    operation, edit, sentence = BROKEN[name]
+    with pytest.raises(ValueError, match=rf"{sentence}.*\.$"):
+        simulate(edited(make_schedule("zero_bubble", 4, 8), operation, edit), Costs())  # checks first
+
+
+def test_check_refuses_a_backward_operation_before_its_loss():
+    """All stages one tick early, so that they fit each other."""
+    schedule = make_schedule("1f1b", 4, 8)
+    early = Table(*(np.roll(array, -1, axis=0) for array in schedule.backward))
+    with pytest.raises(ValueError, match="backward operation of microbatch 0 on virtual stage 3 comes before the loss"):
+        check(replace(schedule, backward=early))
+
+
+def test_check_refuses_a_table_of_another_size():
+    schedule = make_schedule("zero_bubble", 4, 8)
+    short = Table(*(array[:-1] for array in schedule.weight or ()))
+    with pytest.raises(ValueError, match="the weight table is not of 14 ticks and 4 stages"):
+        check(replace(schedule, weight=short))
+    with pytest.raises(ValueError, match="the forward table is not of 14 ticks and 3 stages"):
+        check(replace(schedule, stages=3))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_check_refuses_any_two_entries_that_have_changed_places(kind):
+    generator = np.random.default_rng(0)
+    for P, M, R in [size for size in SIZES if size[0] > 1 and size[1] > 1]:
+        schedule = make_schedule(kind, P, M, R)
+        for operation in ("forward", "backward"):
+            stage = int(generator.integers(P))
+            ticks = np.flatnonzero(schedule.tables[operation].active[:, stage])
+            one, other = (int(tick) for tick in generator.choice(ticks, 2, replace=False))
+            with pytest.raises(ValueError, match=f"the {operation} operation of"):
+                check(edited(schedule, operation, move((one, stage), (other, stage))))
+
+
+REFUSED = {
+    ("2f2b", 4, 8, 1): "schedule=2f2b is not known: use gpipe, 1f1b or zero_bubble.",
+    ("1f1b", 0, 8, 1): "stages=0 is below 1.",
+    ("1f1b", 4, -1, 1): "microbatches=-1 is below 1.",
+    ("1f1b", 4, 8, 0): "rounds=0 is below 1.",
+    ("1f1b", 4, 6, 2): "rounds=2 needs microbatches in groups of stages=4, and microbatches=6 are not.",
+}
+
+
+@pytest.mark.parametrize("sizes", REFUSED)
+def test_sizes_that_make_no_schedule(sizes):
+    with pytest.raises(ValueError) as raised:
+        make_schedule(*sizes)
+    assert str(raised.value) == REFUSED[sizes]
+
+
+# Costs
+
+
+@pytest.mark.smoke
+def test_sending_is_paid_once_at_each_tick_that_sends():
+    # Two stages: F0 | F1 F0B0 | B0 F1B1 | B1; the last tick has nobody to send to.
+    report = simulate(make_schedule("1f1b", 2, 2), Costs(1.0, 1.0, 1.0, send=0.5))
+    assert report.time == pytest.approx((1 + 0.5) + (3 + 0.5) + (3 + 0.5) + 2)
+    assert report.ideal == 6
+    # In two rounds the last stage sends on to the first, and the first back to the last.
+    schedule = make_schedule("1f1b", 2, 2, 2)
+    assert sends(schedule).tolist() == 7 * [True] + [False]
+    assert simulate(schedule, Costs(send=0.5)).time == pytest.approx((2 + 1 / 2) * 3 + 7 * 0.5)
+    # At the tick after its last forward operation gpipe's last virtual stage has nothing to hand on.
+    assert sends(make_schedule("gpipe", 2, 1)).tolist() == [True, False, True, False]
+    assert not sends(make_schedule("1f1b", 1, 4, 3)).any()
+
+
+@pytest.mark.parametrize(
+    ("bad", "sentence"),
+    [
+        ({"forward": -1.0}, "forward=-1 is not a cost: give a number from 0 up."),
+        ({"send": float("nan")}, "send=nan is not a cost: give a number from 0 up."),
+        ({"weight": float("inf")}, "weight=inf is not a cost: give a number from 0 up."),
+        ({"forward": 0.0, "backward": 0.0, "weight": 0.0, "send": 1.0}, "forward, backward and weight cost nothing: "),
+    ],
+)
+def test_costs_are_finite_and_not_negative(bad, sentence):
+    with pytest.raises(ValueError, match=f"^{sentence}"):
+        Costs(**bad)
+
+
+# Pictures
+
+
+@pytest.mark.smoke
+def test_the_drawing_of_a_small_schedule():
+    assert draw(make_schedule("zero_bubble", 2, 2, 2)).splitlines() == [
+        "tick       0  1  2  3  4  5  6  7",
+        "stage 0 F 0a 1a 0b 1b  .  .  .  .",
+        "        B  .  .  .  . 0b 1b 0a 1a",
+        "        W  .  .  .  . 0b 1b 0a 1a",
+        "stage 1 F  . 0a 1a 0b 1b  .  .  .",
+        "        B  .  .  . 0b 1b 0a 1a  .",
+        "        W  .  .  .  . 0b 1b 0a 1a",
+        "",
+        "F: forward, B: gradients of inputs, W: gradients of weights",
+        "number: microbatch; a to b: round 0 to 1; dot: no such operation",
+    ]
+
+
+def test_a_drawing_wider_than_the_terminal_is_broken_into_blocks():
+    schedule = make_schedule("1f1b", 4, 32)
+    whole, broken = draw(schedule).split("\n\n"), draw(schedule, width=80).split("\n\n")
+    assert len(whole) == 2 and whole[-1] == broken[-1]
+    assert all(len(line) <= 80 for block in broken for line in block.splitlines())
+    left = len("stage 0 F")
+    by_row = zip(*(block.splitlines() for block in broken[:-1]), strict=True)
+    joined = [lines[0][:left] + "".join(line[left:] for line in lines) for lines in by_row]
+    assert joined == whole[0].splitlines()
+
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+@pytest.mark.parametrize("costs", [Costs(), Costs(1.0, 1.5, 0.0), Costs(1.0, 2.0, 0.5, send=0.25)])
+@pytest.mark.parametrize(("kind", "size"), [("gpipe", (2, 3, 1)), ("1f1b", (4, 8, 2)), ("zero_bubble", (3, 6, 2))])
+def test_the_svg_has_each_operation_once_and_no_two_boxes_overlap(kind, size, costs):
+    P, M, R = size
+    schedule = make_schedule(kind, P, M, R)
+    picture = ElementTree.fromstring(svg(schedule, costs))
+    boxes = [box for box in picture.iter(f"{SVG}rect") if box.get("class")]
+    named = Counter(box.findtext(f"{SVG}title", "").rpartition(", tick")[0] for box in boxes)
+    operations = ("forward", "backward", "weight") if kind == "zero_bubble" else ("forward", "backward")
+    assert named == Counter(
+        f"{operation}, microbatch {m}, round {r}, stage {s}"
+        for operation, m, r, s in itertools.product(operations, range(M), range(R), range(P))
+    )
+    by_row: dict[str, list[tuple[float, float]]] = {}
+    for box in boxes:
+        x, width = float(box.get("x", "")), float(box.get("width", ""))
+        by_row.setdefault(box.get("y", ""), []).append((x, x + width))
+    assert len(by_row) == P
+    for spans in by_row.values():
+        spans.sort()
+        assert all(end <= start + 0.03 for (_, end), (start, _) in itertools.pairwise(spans))
+        assert spans[-1][1] <= float(picture.get("width", ""))
+    backward = costs.backward + (0 if kind == "zero_bubble" else costs.weight)
+    whole = {"forward": costs.forward, "backward": backward, "weight": costs.weight}
+    widths = {name: {float(box.get("width", "")) for box in boxes if box.get("class") == name} for name in operations}
+    (unit,) = widths["forward"]
+    for name in operations:
+        assert list(widths[name]) == [pytest.approx(unit * whole[name] / whole["forward"], abs=0.05)]
+
+
+# The command line
+
+
+def test_the_command_prints_a_drawing_and_writes_the_picture(tmp_path):
+    command = [sys.executable, "-m", "megajax.parallel.schedules"]
+    arguments = "--stages 4 --microbatches 8 --schedule 1f1b --rounds 2".split()
+    done = subprocess.run([*command, *arguments], capture_output=True, text=True, cwd=tmp_path, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert draw(make_schedule("1f1b", 4, 8, 2)) in done.stdout
+    assert "ticks      26\n" in done.stdout
+    assert "bubble     15.8% of the time\n" in done.stdout  # 3/2 of 9 and a half
+    assert "in flight  5.5 4.5 3.5 2.5 " in done.stdout
+    assert "slots      11 for activations, 0 for gradients, 1 for the head\n" in done.stdout
+    assert done.stdout.endswith("Picture: 1f1b_p4_m8_r2.svg\n")
+    ElementTree.parse(tmp_path / "1f1b_p4_m8_r2.svg")
+
+
+def test_drawing_needs_no_jax():
+    code = "import sys, megajax.parallel.schedule_drawing; sys.exit('jax' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+
+
+def test_the_command_takes_costs_and_a_file(tmp_path, capsys):
+    path = tmp_path / "picture.svg"
+    costs = "--forward 1 --backward 2 --weight 0.5 --send 0.1".split()
+    assert main(["--stages", "2", "--microbatches", "2", "--schedule", "zero_bubble", *costs, "--svg", str(path)]) == 0
+    assert f"Picture: {path}\n" in capsys.readouterr().out
+    assert path.read_text() == svg(make_schedule("zero_bubble", 2, 2), Costs(1.0, 2.0, 0.5, 0.1))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ("--stages 0", "stages=0 is below 1."),
+        ("--schedule dualpipe", "schedule=dualpipe is not known"),
+        ("--stages 4 --microbatches 6 --rounds 2", "rounds=2 needs microbatches in groups of stages=4"),
+        ("--stages four", "argument --stages: invalid int value: 'four'"),
+        ("--send -1", "send=-1 is not a cost"),
+        ("--forward nan", "forward=nan is not a cost"),
+        ("--colour red", "unrecognized arguments: --colour red"),
+        ("--svg nowhere/a.svg", "--svg=nowhere/a.svg: No such file or directory"),
+    ],
+)
+def test_bad_input_is_one_sentence_and_status_2(arguments, sentence, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as raised:
+        main(arguments.split())
+    assert raised.value.code == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"megajax: error: {sentence}") and error.endswith(".\n") and error.count("\n") == 1
+    assert not list(tmp_path.iterdir())
