@@ -249,7 +249,7 @@ class _Run:
                 amax[u] = _combine(jnp.maximum, amax[u], largest, at)
                 # A unit's gradients are reduced while the unit below goes backward, and then added in place.
                 for v, pending in above.items():
-                    dx, totals[v] = lax.optimization_barrier((dx, self.add(totals[v], pending, at)))
+                    dx, totals[v] = exchange.tie_reduction((dx, self.add(totals[v], pending, at)), False)
                 above = {u: gradient}
             for v, pending in above.items():
                 totals[v] = self.add(totals[v], pending, at)
