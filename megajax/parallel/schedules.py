@@ -38,7 +38,8 @@ class Flags(NamedTuple):
     forward: bool
     head: bool  # the last virtual stage goes forward: the head and the loss of its microbatch are due
     backward: bool
-    weight: bool
+    split: bool  # the backward operation leaves the weights' gradients to weight operations
+    weight: bool  # of such a backward operation; where none is put off at a tick, the backward operation does both
 
 
 @dataclass(frozen=True)
@@ -63,8 +64,8 @@ class Schedule:
     microbatches: int
     rounds: int
     forward: Table
-    backward: Table  # with `weight`, the gradients of inputs alone
-    weight: Table | None  # gradients of weights, put off; None: the backward operation computes them too
+    backward: Table  # gradients of inputs
+    weight: Table | None  # gradients of weights; None: at the same ticks as those of inputs
 
     @property
     def ticks(self) -> int:
@@ -91,8 +92,13 @@ class Schedule:
     def flags(self) -> list[Flags]:
         """Of each tick."""
         head = (self.forward.active & (self.forward.round == self.rounds - 1))[:, -1]
-        weight = np.zeros(self.ticks, bool) if self.weight is None else self.weight.active.any(axis=1)
-        rows = zip(self.forward.active.any(axis=1), head, self.backward.active.any(axis=1), weight, strict=True)
+        split = weight = np.zeros(self.ticks, bool)
+        if self.weight is not None:
+            pairs = zip(self.backward, self.weight, strict=True)
+            split = np.any([(ours != theirs).any(axis=1) for ours, theirs in pairs], axis=0)
+            weight = split & self.weight.active.any(axis=1)
+        backward = self.backward.active.any(axis=1)
+        rows = zip(self.forward.active.any(axis=1), head, backward, split & backward, weight, strict=True)
         return [Flags(*map(bool, row)) for row in rows]
 
     @cached_property
@@ -116,8 +122,8 @@ def make_schedule(kind: Kind, stages: int, microbatches: int, rounds: int = 1) -
     - `gpipe` (Huang et al. 2019): all forward operations, then all backward.
     - `1f1b` (Narayanan et al. 2019; interleaved, 2021): a microbatch goes backward as soon as it can, so what is saved
       does not grow with the number of microbatches. In lockstep a tick holds one forward *and* one backward operation.
-    - `zero_bubble` (Qi et al. 2024): the same with the gradients of weights put off, by up to P - 1 ticks, so that no
-      tick is spent on them while the pipeline fills.
+    - `zero_bubble` (Qi et al. 2024): the same, but while the pipeline fills, gradients of weights are put off: stage s
+      keeps those of its first s backward operations for the ticks at the end in which it has no other work.
 
     Raises ValueError for sizes below 1, and where rounds > 1 and the stages do not divide the microbatches, which go
     round in groups of P.
@@ -140,7 +146,9 @@ def make_schedule(kind: Kind, stages: int, microbatches: int, rounds: int = 1) -
     forward = _table(ticks, order, position + stage)
     reversed_rounds = np.stack([order[:, 0], R - 1 - order[:, 1]], axis=1)
     backward = _table(ticks, reversed_rounds, first_backward + position + fill - stage)
-    weight = _table(ticks, reversed_rounds, first_backward + position + fill + 0 * stage)
+    at_once = first_backward + position + fill - stage
+    put_off = np.minimum(stage, M * R)
+    weight = _table(ticks, reversed_rounds, np.where(position < put_off, ticks - put_off + position, at_once))
     return Schedule(kind, P, M, R, forward, backward, weight if kind == "zero_bubble" else None)
 
 
@@ -192,6 +200,11 @@ def check(schedule: Schedule) -> None:
     _refuse_where(backward[:, -1:] < forward[:, -1:], "backward", "comes before the loss of its microbatch", S - 1)
     if schedule.weight is not None:
         _refuse_where(schedule.ticks_of["weight"] < backward, "weight", "comes before its gradient is there")
+        idle = np.array([flags.weight for flags in schedule.flags])[:, None] & ~schedule.weight.active
+        if idle.any():
+            raise ValueError(
+                "tick {}, stage {} has no weight operation, and other stages do.".format(*np.argwhere(idle)[0])
+            )
 
 
 def _refuse_where(wrong: np.ndarray, name: str, problem: str, first_stage: int = 0) -> None:
@@ -227,9 +240,8 @@ def assign_slots(schedule: Schedule) -> Slots:
     flagged = {name: np.array([getattr(flags, name) for flags in schedule.flags]) for name in Flags._fields}
     dead_after = schedule.ticks_of["backward" if schedule.weight is None else "weight"]
 
-    def kept(writer: str) -> list["_Kept"]:
-        table = schedule.tables[writer]
-        return [_keep(flagged[writer], _lives(schedule, table, s, dead_after)) for s in stages]
+    def kept(writer: Table, writes: np.ndarray) -> list["_Kept"]:
+        return [_keep(writes, _lives(schedule, writer, s, dead_after)) for s in stages]
 
     def written(kept: list["_Kept"]) -> np.ndarray:
         return np.stack([k.written for k in kept], axis=1)
@@ -239,8 +251,8 @@ def assign_slots(schedule: Schedule) -> Slots:
             return np.zeros((schedule.ticks, schedule.stages), np.int32)
         return np.stack([_read(k, reader, s) for s, k in zip(stages, kept, strict=True)], axis=1)
 
-    activations = kept("forward")
-    gradients = kept("backward") if schedule.weight is not None else []
+    activations = kept(schedule.forward, flagged["forward"])
+    gradients = kept(schedule.backward, flagged["split"]) if schedule.weight is not None else []
     starts, ends = schedule.ticks_of["forward"][:, -1], schedule.ticks_of["backward"][:, -1]
     lives = {(m, final): (int(starts[m]), int(ends[m])) for m in range(schedule.microbatches)}
     heads = _keep(flagged["head"], lives)
