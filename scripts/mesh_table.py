@@ -185,7 +185,8 @@ def first_state(program: TrainProgram, weights: Mapping[str, np.ndarray]) -> Tra
         return jax.device_put(np.zeros(leaf.shape, leaf.dtype), leaf.sharding)
 
     state = jax.tree.map(zeros, program.abstract_state)
-    stored = {name: to_stored(jax.numpy.asarray(w), program.placements[name]) for name, w in weights.items()}
+    placements = program.placements
+    stored = jax.jit(lambda: {name: to_stored(jax.numpy.asarray(w), placements[name]) for name, w in weights.items()})()
     params = {name: jax.device_put(stored[name], old.sharding) for name, old in state.params.items()}
     scale = INITIAL_LOSS_SCALE if program.config.precision.compute == "float16" else 1.0
     return replace(state, params=params, loss_scale=jax.device_put(np.float32(scale), state.loss_scale.sharding))
@@ -194,7 +195,7 @@ def first_state(program: TrainProgram, weights: Mapping[str, np.ndarray]) -> Tra
 def canonical(program: TrainProgram, arrays: Mapping[str, jax.Array]) -> dict[str, np.ndarray]:
     """Stored arrays by name → whole arrays on the host, without padding."""
     placements = program.placements
-    return {name: np.asarray(to_canonical(x, placements[name])) for name, x in arrays.items()}
+    return {name: to_canonical(np.asarray(x), placements[name]) for name, x in arrays.items()}
 
 
 def first_gradients(program: TrainProgram, state: TrainState, norm: float) -> dict[str, np.ndarray]:
