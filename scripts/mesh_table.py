@@ -1,8 +1,11 @@
-"""The mesh table: `python scripts/mesh_table.py [--model llama] [--meshes "data=2,tensor=4;fsdp=8"] [--output FILE]`.
+"""The mesh tables: `python scripts/mesh_table.py [--table pipeline] [--model llama] [--output FILE]`.
 
-Trains a 4-layer Llama-style and a 4-layer GPT-2-style model in FP32 on 8 virtual CPU devices, on every mesh of `data`,
-`fsdp` and `tensor` with 1, 2, 4 or 8 devices and with 1, 2 and 4 microbatches, and holds each run to the same config on
+Trains a Llama-style and a GPT-2-style model in FP32 on 8 virtual CPU devices and holds each run to the same config on
 one device with one microbatch. Prints a markdown table; exit status 1 if a row disagrees.
+
+- `mesh`: 4 layers, every mesh of `data`, `fsdp` and `tensor` with 1, 2, 4 or 8 devices, 1, 2 and 4 microbatches.
+- `pipeline`: 16 layers on P = 2, 4 and 8 stages, the other devices on `data`, `fsdp` or `tensor`, every schedule, one
+  and two rounds, P, 2P and 4P microbatches.
 """
 
 import argparse
@@ -26,7 +29,8 @@ import optax
 from megajax.config import Config
 from megajax.config.checks import check, check_mesh
 from megajax.mesh import AXES, build_mesh
-from megajax.sharding import to_stored, to_canonical
+from megajax.parallel.schedules import KINDS
+from megajax.sharding import to_canonical, to_stored
 from megajax.training.batches import to_global
 from megajax.training.step import INITIAL_LOSS_SCALE, TrainProgram, TrainState
 
@@ -53,7 +57,19 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
     "adamw": {"optimizer": {"kind": "adamw"}, "schedule": {"kind": "constant", "learning_rate": 1e-3}},
     "sgd": {"optimizer": {"kind": "sgd", "clip_norm": 0.0}, "schedule": {"kind": "constant", "learning_rate": 2e-2}},
 }
-HEADER = ("model", "optimizer", "mesh", "M", "loss", "gradient norm", "worst gradient", "initial weights")
+SETTINGS = {
+    "mesh": ("model", "optimizer", "mesh", "M"),
+    "pipeline": ("model", "optimizer", "mesh", "schedule", "R", "M"),
+}
+RESULTS = ("loss", "gradient norm", "worst gradient", "initial weights")
+STEPS = {"mesh": 20, "pipeline": 10}
+
+# Deep and narrow, since compiling takes most of the time. At an init_std of 0.1, 16 layers are so steep that the plain
+# model's gradient norms differ by 1e-4 after ten steps if it only sums eight microbatches instead of one.
+DEEP = {"num_layers": 16, "hidden_size": 32, "ffn_hidden_size": 64, "init_std": 0.05}
+DEEP_MODELS = {"llama": {**MODELS["llama"], **DEEP, "num_kv_heads": 2}, "gpt2": {**MODELS["gpt2"], **DEEP}}
+# The optimizers take turns, or the table would be twice as long.
+DEEP_OPTIMIZERS = {"llama": "adamw", "gpt2": "sgd"}
 
 
 @dataclass(frozen=True)
@@ -169,7 +185,8 @@ def first_state(program: TrainProgram, weights: Mapping[str, np.ndarray]) -> Tra
         return jax.device_put(np.zeros(leaf.shape, leaf.dtype), leaf.sharding)
 
     state = jax.tree.map(zeros, program.abstract_state)
-    stored = {name: to_stored(jax.numpy.asarray(w), program.placements[name]) for name, w in weights.items()}
+    placements = program.placements
+    stored = jax.jit(lambda: {name: to_stored(jax.numpy.asarray(w), placements[name]) for name, w in weights.items()})()
     params = {name: jax.device_put(stored[name], old.sharding) for name, old in state.params.items()}
     scale = INITIAL_LOSS_SCALE if program.config.precision.compute == "float16" else 1.0
     return replace(state, params=params, loss_scale=jax.device_put(np.float32(scale), state.loss_scale.sharding))
@@ -178,7 +195,7 @@ def first_state(program: TrainProgram, weights: Mapping[str, np.ndarray]) -> Tra
 def canonical(program: TrainProgram, arrays: Mapping[str, jax.Array]) -> dict[str, np.ndarray]:
     """Stored arrays by name → whole arrays on the host, without padding."""
     placements = program.placements
-    return {name: np.asarray(to_canonical(x, placements[name])) for name, x in arrays.items()}
+    return {name: to_canonical(np.asarray(x), placements[name]) for name, x in arrays.items()}
 
 
 def first_gradients(program: TrainProgram, state: TrainState, norm: float) -> dict[str, np.ndarray]:
@@ -251,31 +268,50 @@ def parse_meshes(text: str) -> list[dict[str, int]]:
     return meshes
 
 
-def table_row(config: Config, optimizer: str, model: str, difference: Difference) -> str:
+def pipeline_meshes() -> list[dict[str, int]]:
+    """Eight devices: 2, 4 or 8 stages, and the rest on one other axis."""
+    meshes = [{"pipeline": stages, axis: 8 // stages} for stages in (2, 4) for axis in ("data", "fsdp", "tensor")]
+    return [*meshes, {"pipeline": 8}]
+
+
+def table_row(table: str, config: Config, optimizer: str, model: str, difference: Difference) -> str:
     name, worst = difference.worst
-    mesh = {axis: getattr(config.mesh, axis) for axis in AXES}
-    cells = (
-        model,
-        optimizer,
-        mesh_name(mesh),
-        config.batch.num_microbatches,
+    settings = {
+        "model": model,
+        "optimizer": optimizer,
+        "mesh": mesh_name({axis: getattr(config.mesh, axis) for axis in AXES}),
+        "schedule": config.pipeline.schedule,
+        "R": config.pipeline.rounds,
+        "M": config.batch.num_microbatches,
+    }
+    results = (
         f"{difference.loss:.1e}",
         f"{difference.norm:.1e}",
         f"{worst:.1e} {name.removeprefix('blocks.dense.')}",
         "differ" if difference.changed else "identical",
     )
-    return markdown(cells)
+    return markdown([*(settings[column] for column in SETTINGS[table]), *results])
 
 
 def markdown(cells: Sequence[Any]) -> str:
     return f"| {' | '.join(map(str, cells))} |"
 
 
-def introduction(steps: int) -> str:
-    return f"""# Mesh table
+def introduction(table: str, steps: int) -> str:
+    header = (*SETTINGS[table], *RESULTS)
+    title, option, runs, letters = {
+        "mesh": ("Mesh table", "", f"{steps} steps in FP32", "(M: microbatches)"),
+        "pipeline": (
+            "Pipeline mesh table",
+            " --table pipeline",
+            f"16 layers, {steps} steps in FP32",
+            "(R: rounds, M: microbatches)",
+        ),
+    }[table]
+    return f"""# {title}
 
-`python scripts/mesh_table.py` with jax {jax.__version__} on 8 virtual CPU devices: {steps} steps in FP32, each row
-against the same config on one device with one microbatch (M: microbatches).
+`python scripts/mesh_table.py{option}` with jax {jax.__version__} on 8 virtual CPU devices: {runs}, each row
+against the same config on one device with one microbatch {letters}.
 
 - *loss*, *gradient norm*: worst relative difference over the steps, at most {SCALAR_TOLERANCE:g}.
 - *worst gradient*: largest ‖Δ‖/‖g‖ of the first step over all weights, layer by layer, at most {GRADIENT_TOLERANCE:g}.
@@ -285,38 +321,69 @@ against the same config on one device with one microbatch (M: microbatches).
 
 SGD runs with momentum and without clipping: AdamW and clipping both hide a wrong scale of the gradients.
 
-{markdown(HEADER)}
-{markdown(["---"] * len(HEADER))}"""
+{markdown(header)}
+{markdown(["---"] * len(header))}"""
+
+
+def mesh_configs(args: argparse.Namespace) -> Iterator[tuple[str, str, Config]]:
+    """(model, optimizer, config) of each row, those of one reference together."""
+    meshes = parse_meshes(args.meshes) if args.meshes else all_meshes()
+    counts = args.microbatches or [1, 2, 4]
+    for model, optimizer in itertools.product(args.model or MODELS, OPTIMIZERS):
+        # SGD repeats the meshes with microbatches of one number only.
+        for mesh, count in itertools.product(meshes, counts if optimizer == "adamw" else counts[:2][-1:]):
+            yield model, optimizer, make_config(model, mesh, microbatches=count, steps=args.steps, optimizer=optimizer)
+
+
+def pipeline_configs(args: argparse.Namespace) -> Iterator[tuple[str, str, Config]]:
+    """The same for the table of schedules."""
+    meshes = parse_meshes(args.meshes) if args.meshes else pipeline_meshes()
+    for model in args.model or DEEP_MODELS:
+        for mesh, schedule, rounds in itertools.product(meshes, KINDS, (1, 2)):
+            for count in args.microbatches or [mesh["pipeline"] * n for n in (1, 2, 4)]:
+                optimizer, pipeline = DEEP_OPTIMIZERS[model], {"schedule": schedule, "rounds": rounds}
+                yield (
+                    model,
+                    optimizer,
+                    make_config(
+                        DEEP_MODELS[model],
+                        mesh,
+                        microbatches=count,
+                        steps=args.steps,
+                        optimizer=optimizer,
+                        pipeline=pipeline,
+                    ),
+                )
 
 
 def rows(args: argparse.Namespace) -> Iterator[tuple[str, list[str]]]:
     """Each row of the table and what is wrong with it, as it is done."""
-    meshes = parse_meshes(args.meshes) if args.meshes else all_meshes()
-    models: list[str] = args.model or list(MODELS)
-    for model, optimizer in itertools.product(models, OPTIMIZERS):
-        reference = train(make_config(model, steps=args.steps, optimizer=optimizer))
-        # SGD repeats the meshes with microbatches of one number only.
-        counts = args.microbatches if optimizer == "adamw" else args.microbatches[:2][-1:]
-        for mesh, count in ((mesh, count) for mesh in meshes for count in counts):
-            config = make_config(model, mesh, microbatches=count, steps=args.steps, optimizer=optimizer)
+    configs = {"mesh": mesh_configs, "pipeline": pipeline_configs}[args.table](args)
+    for (model, optimizer), group in itertools.groupby(configs, key=lambda row: row[:2]):
+        reference = None
+        for _, _, config in group:
+            reference = reference or train(reference_config(config))
             difference = compare(train(config), reference)
-            yield table_row(config, optimizer, model, difference), difference.problems()
+            yield table_row(args.table, config, optimizer, model, difference), difference.problems()
             jax.clear_caches()  # hundreds of programs, each used once
 
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Every mesh against the single device, as a markdown table.")
+    parser.add_argument("--table", choices=SETTINGS, default="mesh", help="default: mesh")
     parser.add_argument("--model", choices=MODELS, action="append", help="only this model (may be repeated)")
     parser.add_argument("--meshes", help='only these meshes: "data=2,tensor=4;fsdp=8"')
-    parser.add_argument("--microbatches", type=int, nargs="+", default=[1, 2, 4], help="default: 1 2 4")
-    parser.add_argument("--steps", type=int, default=20, help="default: 20")
+    parser.add_argument("--microbatches", type=int, nargs="+", help="default: 1 2 4, or P 2P 4P")
+    parser.add_argument("--steps", type=int, help="default: 20, or 10 of the pipeline table")
     parser.add_argument("--output", type=Path, help="write the table to this file too")
-    return parser.parse_args()
+    args = parser.parse_args()
+    args.steps = args.steps or STEPS[args.table]
+    return args
 
 
 def main() -> int:
     args, start = arguments(), time.perf_counter()
-    lines, wrong = [introduction(args.steps)], []
+    lines, wrong = [introduction(args.table, args.steps)], []
     print(lines[0], flush=True)
     for line, problems in rows(args):
         lines.append(line)

@@ -11,16 +11,18 @@ from megajax.mesh import AXES, build_mesh
 from megajax.model import Transformer, parameters
 from megajax.sharding import (
     BATCH_SPEC,
+    END_AXES,
     LOGICAL_TO_MESH,
     STORAGE_AXES,
-    to_stored,
     place,
     place_all,
     shardings,
     to_canonical,
+    to_stored,
 )
 
 STORAGE = ("fsdp", "expert", "context", "data")
+ENDS = (*STORAGE, "pipeline")
 
 
 def sizes(**given):
@@ -29,6 +31,7 @@ def sizes(**given):
 
 def test_storage_puts_the_axis_gathered_layer_by_layer_first_and_data_last():
     assert STORAGE_AXES == STORAGE
+    assert END_AXES == ENDS, "what lies outside the blocks is stored on every stage"
 
 
 def test_a_batch_lies_over_the_batch_axes_and_its_sequence_over_context():
@@ -43,8 +46,8 @@ def test_a_batch_lies_over_the_batch_axes_and_its_sequence_over_context():
         ((2, 64, 4, 4), ("layers", "embed", "kv_heads", "head"), P("pipeline", STORAGE, "tensor", None)),
         ((2, 8, 4, 64), ("layers", "heads", "head", "embed"), P("pipeline", "tensor", None, STORAGE)),
         ((2, 64, 96), ("layers", "embed", "mlp"), P("pipeline", STORAGE, "tensor")),
-        ((128, 64), ("vocab", "embed"), P("tensor", STORAGE)),
-        ((16, 64), ("positions", "embed"), P(None, STORAGE)),
+        ((128, 64), ("vocab", "embed"), P("tensor", ENDS)),
+        ((16, 64), ("positions", "embed"), P(None, ENDS)),
         ((2, 64), ("layers", "norm"), P("pipeline", None)),
         ((2, 96), ("layers", "mlp"), P("pipeline", "tensor")),
     ],

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 from megajax.mesh import AXES, build_mesh, mesh_sizes
 from megajax.parallel.comm import MeshComm
 from megajax.parallel.weights import WeightExchange, global_norm, sum_over_all
-from megajax.sharding import to_stored, place, to_canonical
+from megajax.sharding import place, to_canonical, to_stored
 
 MESHES = [
     {"data": 2, "fsdp": 2, "tensor": 2},

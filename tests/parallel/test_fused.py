@@ -13,7 +13,7 @@ from megajax.mesh import AXES, build_mesh
 from megajax.model import transformer
 from megajax.parallel.fused import FusedWeights
 from megajax.parallel.weights import WeightExchange
-from megajax.sharding import to_stored, place, to_canonical
+from megajax.sharding import place, to_canonical, to_stored
 
 MESHES = [
     {},

@@ -10,7 +10,7 @@ from pathlib import Path
 from megajax.config import load_config
 from megajax.config.checks import check_mesh
 from megajax.model import Transformer, parameters
-from megajax.sharding import place_all
+from megajax.sharding import place_all, stored_layers
 
 ROOT = Path(__file__).parents[2]
 GOLDEN = Path(__file__).with_name("golden_specs.txt")
@@ -20,17 +20,21 @@ CASES = [
     # 4096 is no multiple of 96: stored with padding.
     ("llama3_8b", {"data": 96}),
     ("gpt3_125m", {"data": 2, "fsdp": 2, "tensor": 4}),
+    # 12 layers on 8 stages: two slots each, four of them empty.
+    ("gpt3_125m", {"pipeline": 8, "data": 2, "fsdp": 2, "tensor": 2}),
 ]
 
 
 def describe(name: str, mesh: dict[str, int]) -> Iterator[str]:
     """One line a parameter: name, shape, where each dimension lies (axes of size 1 left out), and what is special."""
     overrides = [f"mesh.{axis}={size}" for axis, size in mesh.items()]
-    batch = ["batch.global_size=192", "batch.sequence_length=2048", "data.kind=synthetic"]
+    batch = ["batch.global_size=192", "batch.num_microbatches=8"] if "pipeline" in mesh else ["batch.global_size=192"]
+    batch += ["batch.sequence_length=2048", "data.kind=synthetic"]
     config = load_config(ROOT / f"configs/models/{name}.yaml", [*batch, *overrides])
     sizes = check_mesh(config, math.prod(mesh.values()))
     yield f"{name} on {', '.join(f'{axis} {size}' for axis, size in mesh.items())}"
-    for parameter, placement in place_all(parameters(Transformer(config.model)), sizes).items():
+    layers = tuple(stored_layers(config, sizes["pipeline"]).flatten().tolist())
+    for parameter, placement in place_all(parameters(Transformer(config.model)), sizes, layers).items():
         entries = [(entry,) if isinstance(entry, str) else entry or () for entry in placement.spec]
         used = ["+".join(axis for axis in entry if sizes[axis] > 1) or "-" for entry in entries]
         notes = []

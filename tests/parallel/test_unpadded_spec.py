@@ -21,6 +21,6 @@ def test_axes_that_do_not_divide_the_stored_dimension_go_to_another_one():
     assert spec((4, 36, 64), up, fsdp=4, data=2) == P(("pipeline", "data"), ("fsdp", "expert", "context"), "tensor")
     # Nothing but the vocabulary divides by 96.
     embedding = spec((960, 4096), ("vocab", "embed"), data=96)
-    assert embedding == P(("tensor", "data"), ("fsdp", "expert", "context"))
+    assert embedding == P(("tensor", "data"), ("fsdp", "expert", "context", "pipeline"))
     # Nothing divides: a copy everywhere.
     assert spec((5, 7, 11), up, data=96) == P("pipeline", ("fsdp", "expert", "context"), "tensor")

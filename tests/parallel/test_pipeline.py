@@ -1,0 +1,285 @@
+"""Any number of stages, any schedule and any mesh around them trains as one device does.
+
+A covering sample of `scripts/mesh_table.py --table pipeline` with uneven stages and the model's options added: losses
+and gradient norms within 1e-5, the first step's gradients within 1e-4, relative to the single device with one
+microbatch and nothing recomputed.
+"""
+
+import math
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from megajax.config.checks import check_mesh
+from megajax.mesh import AXES, build_mesh
+from megajax.model import Transformer, parameters
+from megajax.parallel import pipeline
+from megajax.parallel.head import LossHead
+from megajax.parallel.layers import LayerStack
+from megajax.parallel.pipeline import _Run
+from megajax.parallel.schedules import assign_slots
+from megajax.sharding import EMPTY, stored_layers
+from megajax.training.batches import to_global
+from megajax.training.step import TrainProgram
+
+STEPS = 3
+SMALL = {"num_heads": 8, "hidden_size": 32, "ffn_hidden_size": 64, "vocab_size": 250, "init_std": 0.05}
+GPT2 = {
+    "norm": "layernorm",
+    "activation": "gelu",
+    "position": "learned",
+    "attention_bias": True,
+    "mlp_bias": True,
+    "tie_embeddings": True,
+}
+# Where layers do not fill the stages, some slots are empty: gpt2's biases would show it if they did anything.
+MODELS = {
+    "llama": {**SMALL, "num_layers": 16, "num_kv_heads": 2},
+    "gpt2": {**SMALL, **GPT2, "num_layers": 13, "dropout": 0.2},
+    "gpt2 of 7": {**SMALL, **GPT2, "num_layers": 7},
+    "gemma": {
+        **SMALL,
+        "num_layers": 8,
+        "num_kv_heads": 2,
+        "activation": "geglu",
+        "qk_norm": True,
+        "rope_fraction": 0.5,
+        "logit_softcap": 3.0,
+        "attention_softcap": 2.0,
+        "sliding_window": 5,
+        "layer_pattern": ["local", "global"],
+        "tie_embeddings": True,
+        "z_loss": 1e-2,
+    },
+    "gemma of 7": {},  # below
+    "tiny": {**SMALL, **GPT2, "num_layers": 4, "dropout": 0.2},
+    "tiny of 5": {**SMALL, **GPT2, "num_layers": 5},
+}
+MODELS["gemma of 7"] = {**MODELS["gemma"], "num_layers": 7}
+
+# model, mesh, schedule, rounds, microbatches, sections. The first of 32 microbatches has no token that counts.
+CASES = [
+    ("llama", {"pipeline": 8}, "1f1b", 2, 32, {}),
+    pytest.param("llama", {"pipeline": 4, "fsdp": 2}, "zero_bubble", 2, 16, {}, marks=pytest.mark.smoke),
+    # Four times as many devices as KV heads.
+    ("llama", {"pipeline": 2, "tensor": 4}, "1f1b", 1, 2, {"remat": {"policy": "full"}}),
+    ("llama", {"pipeline": 2, "fsdp": 2, "tensor": 2}, "zero_bubble", 1, 4, {"remat": {"policy": "full", "group": 2}}),
+    ("llama", {"pipeline": 2, "data": 2, "tensor": 2}, "gpipe", 2, 8, {"remat": {"policy": "selective"}}),
+    ("llama", {"pipeline": 2, "data": 2, "fsdp": 2}, "1f1b", 2, 4, {"kernels": {"scan_unroll": 2}}),
+    ("llama", {"pipeline": 8}, "zero_bubble", 1, 8, {"kernels": {"loss_chunk_tokens": 7}}),
+    ("gpt2", {"pipeline": 4, "tensor": 2}, "zero_bubble", 1, 4, {"remat": {"policy": "save_matmuls"}}),
+    ("gpt2", {"pipeline": 4, "data": 2}, "gpipe", 1, 16, {"pipeline": {"layout": (5, 3, 1, 4)}}),
+    ("gpt2", {"pipeline": 4, "fsdp": 2}, "1f1b", 2, 8, {"remat": {"policy": "selective"}}),
+    ("gpt2", {"pipeline": 8}, "gpipe", 1, 32, {}),
+    ("gpt2 of 7", {"pipeline": 2, "data": 4}, "1f1b", 2, 8, {"remat": {"policy": "full", "layers": 1}}),
+    ("gpt2 of 7", {"pipeline": 2, "tensor": 4}, "zero_bubble", 2, 2, {"kernels": {"scan_unroll": 2}}),
+    ("gemma", {"pipeline": 2, "fsdp": 4}, "zero_bubble", 2, 2, {"remat": {"policy": "full", "layers": 1}}),
+    ("gemma", {"pipeline": 4, "tensor": 2}, "1f1b", 1, 4, {"remat": {"policy": "save_matmuls"}}),
+    ("gemma of 7", {"pipeline": 2, "data": 4}, "gpipe", 1, 4, {"pipeline": {"layout": (4, 3)}}),
+]
+
+
+def case_name(value) -> str | None:
+    if isinstance(value, dict):
+        return "-".join(f"{key}{size}" for key, size in value.items()) or "plain"
+    return None
+
+
+@pytest.fixture(scope="module")
+def make_config(table):
+    """(model, mesh, schedule, rounds, microbatches, sections) → a checked config."""
+
+    def make(model, mesh, schedule="1f1b", rounds=1, microbatches=1, sections=None, steps=STEPS):
+        sections = dict(sections or {})
+        sections["pipeline"] = {"schedule": schedule, "rounds": rounds, **sections.get("pipeline", {})}
+        return table.make_config(
+            MODELS[model], mesh, microbatches=microbatches, steps=steps, optimizer="sgd", **sections
+        )
+
+    return make
+
+
+def weights_of(config) -> dict[str, np.ndarray]:
+    """Numbers for every weight, biases and norms included, in the canonical shapes."""
+    rng, out = np.random.default_rng(3), {}
+    for name, declared in parameters(Transformer(config.model)).items():
+        around = 1.0 if name.endswith("norm") else 0.0
+        out[name] = (around + 0.05 * rng.standard_normal(tuple(declared.shape))).astype(np.float32)
+    return out
+
+
+@pytest.fixture(scope="module")
+def expected(table):
+    """The single-device trace that a config is held to, made once."""
+    traces = {}
+
+    def of(config):
+        config = table.reference_config(config)
+        key = config.to_yaml()
+        if key not in traces:
+            traces[key] = table.train(config, weights_of(config))
+        return traces[key]
+
+    return of
+
+
+@pytest.fixture(scope="module")
+def differences(table, expected):
+    """How far a config's run is from its single-device reference, from the same weights."""
+    return lambda config: table.compare(table.train(config, weights_of(config)), expected(config))
+
+
+def assert_agrees(difference, **tolerances):
+    assert not difference.problems(**tolerances), difference
+
+
+@pytest.mark.parametrize(("model", "mesh", "schedule", "rounds", "microbatches", "sections"), CASES, ids=case_name)
+def test_stages_train_as_one_device_does(
+    make_config, differences, model, mesh, schedule, rounds, microbatches, sections
+):
+    assert_agrees(differences(make_config(model, mesh, schedule, rounds, microbatches, sections)))
+
+
+# mesh, rounds, microbatches, sequence length: so many tokens of a microbatch does each device of `tensor` have
+SHARES = [
+    ({"pipeline": 4, "tensor": 2}, 1, 16, 10, 10),
+    ({"pipeline": 2, "data": 2, "fsdp": 2}, 2, 8, 7, 7),
+]
+
+
+@pytest.mark.parametrize(("mesh", "rounds", "microbatches", "length", "tokens"), SHARES, ids=case_name)
+def test_stages_need_not_divide_the_tokens_of_a_microbatch(
+    make_config, differences, mesh, rounds, microbatches, length, tokens
+):
+    assert tokens % mesh["pipeline"], "they divide them"
+    batch = {"sequence_length": length}
+    assert_agrees(differences(make_config("tiny", mesh, "1f1b", rounds, microbatches, {"batch": batch})))
+
+
+LOW_PRECISION = [
+    ("bfloat16", {"pipeline": 4, "tensor": 2}, "1f1b", 1, 4),
+    ("float16", {"pipeline": 2, "data": 2, "fsdp": 2}, "zero_bubble", 2, 2),
+]
+
+
+@pytest.mark.parametrize(("compute", "mesh", "schedule", "rounds", "microbatches"), LOW_PRECISION, ids=case_name)
+def test_low_precision_trains_alike_within_its_rounding(
+    make_config, differences, compute, mesh, schedule, rounds, microbatches
+):
+    config = make_config("tiny", mesh, schedule, rounds, microbatches, {"precision": {"compute": compute}})
+    coarse = {"bfloat16": 8, "float16": 1}[compute]  # 8 against 11 bits
+    assert_agrees(differences(config), scalar=5e-4 * coarse, gradient=1e-2 * coarse)
+
+
+def test_gradients_reduced_in_bfloat16_are_close(table, make_config, expected):
+    settings = {"pipeline": 2, "data": 2, "fsdp": 2}, "1f1b", 1, 2
+    reference = expected(make_config("tiny", *settings))
+    config = make_config("tiny", *settings, {"precision": {"gradients": "bfloat16"}})
+    found = table.compare(table.train(config, weights_of(config)), reference)
+    assert_agrees(found, gradient=1e-2, scalar=1e-2)
+    assert found.worst[1] > table.GRADIENT_TOLERANCE, "they were not reduced in bfloat16"
+
+
+def build(config) -> TrainProgram:
+    count = math.prod(getattr(config.mesh, axis) for axis in AXES)
+    return TrainProgram.build(config, build_mesh(check_mesh(config, count), jax.devices()[:count]))
+
+
+def test_initial_weights_are_the_same_bit_for_bit_and_empty_slots_are_zero(table, make_config):
+    config = make_config("gpt2 of 7", {"pipeline": 2, "tensor": 2}, rounds=2, microbatches=2)
+    single, staged = build(table.reference_config(config)), build(config)
+    params = staged.init_state().params
+    found, expected = table.canonical(staged, params), table.canonical(single, single.init_state().params)
+    assert found.keys() == expected.keys()
+    for name in expected:
+        assert np.array_equal(found[name].view(np.uint32), expected[name].view(np.uint32)), name
+    empty = stored_layers(config, 2).flatten() == EMPTY
+    assert empty.sum() == 1
+    assert not any(np.asarray(w)[empty].any() for name, w in params.items() if name.startswith("blocks."))
+
+
+@pytest.mark.parametrize(
+    ("mesh", "rounds", "microbatches"),
+    [({"pipeline": 4, "fsdp": 2}, 1, 4), ({"pipeline": 2, "data": 2, "tensor": 2}, 2, 4)],
+    ids=case_name,
+)
+def test_the_evaluation_loss_does_not_depend_on_the_stages(table, make_config, mesh, rounds, microbatches):
+    def evaluation_loss(config):
+        program = build(config)
+        state = table.first_state(program, weights_of(config))
+        fields = next(table.make_batches(config))
+        batch = to_global(fields, program.batch_sharding, program.batch_shape)
+        loss, tokens = program.eval_step(state.params, {}, batch)
+        return float(loss), float(tokens)
+
+    config = make_config("tiny", mesh, "zero_bubble", rounds, microbatches)
+    loss, tokens = evaluation_loss(config)
+    expected, count = evaluation_loss(table.reference_config(config))
+    assert tokens == count
+    assert loss == pytest.approx(expected, rel=table.SCALAR_TOLERANCE)
+
+
+# Faults
+
+correct = {name: getattr(_Run, name) for name in ("hand_over", "work", "position", "first_layer")}
+correct_loss, correct_slots = LossHead.losses_and_gradients, assign_slots
+ROUNDS, NO_ROUNDS = ({"pipeline": 2, "tensor": 2}, 2), ({"pipeline": 4, "tensor": 2}, 1)
+
+
+def loss_of_the_last_stage_alone(self, ends, x, targets, mask, scale, gradients):
+    last = lax.axis_index("pipeline") == lax.axis_size("pipeline") - 1
+    return correct_loss(self, ends, x, targets, mask * last, scale * last, gradients)
+
+
+def always_active(self, table, tick):
+    return jnp.bool_(True), *correct["work"](self, table, tick)[1:]
+
+
+def first_slot_read(schedule):
+    slots = correct_slots(schedule)
+    return replace(slots, backward=np.zeros_like(slots.backward))
+
+
+# what goes wrong: mesh and rounds where it shows, and what is replaced
+FAULTS = {
+    "stages hand over the wrong way": (
+        *NO_ROUNDS,
+        _Run,
+        "hand_over",
+        lambda self, x, step: correct["hand_over"](self, x, -step),
+    ),
+    "the last stage's share of the loss counts alone": (
+        *NO_ROUNDS,
+        LossHead,
+        "losses_and_gradients",
+        loss_of_the_last_stage_alone,
+    ),
+    "an idle stage's gradients count": (*NO_ROUNDS, _Run, "work", always_active),
+    "another microbatch's activations are read": (*NO_ROUNDS, pipeline, "assign_slots", first_slot_read),
+    "empty slots train": (*NO_ROUNDS, LayerStack, "_without_empty_slots", lambda self, gradient: gradient),
+    "a round has another's weights": (
+        *ROUNDS,
+        _Run,
+        "position",
+        lambda self, segment, r, loop: correct["position"](self, segment, 0 * r, loop),
+    ),
+    "a round has another's dropout": (
+        *ROUNDS,
+        _Run,
+        "first_layer",
+        lambda self, segment, r, loop: correct["first_layer"](self, segment, 0 * r, loop),
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_the_table_sees_a_fault(make_config, differences, monkeypatch, fault):
+    mesh, rounds, *replaced = FAULTS[fault]
+    model = "tiny of 5" if fault == "empty slots train" else "tiny"
+    config = make_config(model, mesh, "gpipe", rounds, 4, steps=2)
+    monkeypatch.setattr(*replaced)
+    assert differences(config).problems()

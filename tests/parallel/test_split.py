@@ -1,0 +1,217 @@
+"""A backward pass in two parts computes what it computes in one, each matmul once, and the matrices' in the second."""
+
+from collections import Counter
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.interpreters import partial_eval
+from jax.sharding import PartitionSpec as P
+
+from megajax.config.checks import check_mesh
+from megajax.mesh import build_mesh
+from megajax.parallel.split import SplitBackward
+from megajax.training.step import TrainProgram
+
+COLLECTIVES = {
+    "psum",
+    "psum_invariant",
+    "all_gather",
+    "reduce_scatter",
+    "psum_scatter",
+    "ppermute",
+    "all_to_all",
+    "pmax",
+}
+
+
+def primitives(closed) -> Counter:
+    """How often each operation is needed, calls within counted too."""
+    jaxpr, _ = partial_eval.dce_jaxpr(closed.jaxpr, [True] * len(closed.jaxpr.outvars))
+
+    def within(jaxpr) -> Counter:
+        found = Counter()
+        for equation in jaxpr.eqns:
+            inner = [sub for value in equation.params.values() for sub in _jaxprs(value)]
+            found += sum(map(within, inner), Counter()) if inner else Counter([equation.primitive.name])
+        return found
+
+    return within(jaxpr)
+
+
+def _jaxprs(value):
+    """Jaxprs among an operation's parameters."""
+    for item in value if isinstance(value, (tuple, list)) else [value]:
+        inner = getattr(item, "jaxpr", item)
+        if hasattr(inner, "eqns"):
+            yield inner
+
+
+# A small block: two matrices and a vector for one layer, two matrices for another.
+
+
+def layer(weights, x):
+    h = jax.nn.gelu(x @ weights["up"] + weights["bias"])
+    return x + h @ weights["down"]
+
+
+RUNS = {
+    "plain": lambda run: run,
+    "in a jit": jax.jit,
+    "recomputed": jax.checkpoint,
+    "recomputed in a jit": lambda run: jax.jit(jax.checkpoint(run)),
+    "jits in a recomputed one": lambda run: jax.checkpoint(jax.jit(jax.jit(run))),
+}
+
+
+@pytest.fixture
+def block():
+    rng = np.random.default_rng(0)
+
+    def array(*shape):
+        return jnp.asarray(0.3 * rng.standard_normal(shape), jnp.float32)
+
+    weights = tuple({"up": array(8, 12), "bias": array(12), "down": array(12, 8)} for _ in range(2))
+    return SimpleNamespace(weights=weights, x=array(5, 8), dy=array(5, 8))
+
+
+def backward_of(run):
+    """The backward pass of two layers, recomputed from their input."""
+
+    def backward(weights, saved, dy):
+        def both(weights, x):
+            return run(weights[1], run(weights[0], x))
+
+        gradient, dx = jax.vjp(both, weights, saved[0])[1](dy)
+        return dx, gradient, {"largest": jnp.abs(dy).max()}
+
+    return backward
+
+
+def assert_close(found, expected):
+    assert np.linalg.norm(found - expected) < 1e-5 * np.linalg.norm(expected)
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("run", RUNS)
+def test_both_parts_together_are_the_whole(block, run):
+    backward = backward_of(RUNS[run](layer))
+    dx, gradients, extra = backward(block.weights, [block.x], block.dy)
+    split = SplitBackward(backward, block.weights, [block.x], block.dy)
+    found_dx, vectors, found_extra, later = split.inputs(block.weights, [block.x], block.dy)
+    matrices = split.weights(block.weights, [block.x], later)
+    assert [set(v) for v in vectors] == [{"bias"}] * 2
+    assert [set(m) for m in matrices] == [{"up", "down"}] * 2
+    assert_close(found_dx, dx)
+    assert found_extra == extra
+    for expected, *parts in zip(gradients, vectors, matrices, strict=True):
+        for name, gradient in (parts[0] | parts[1]).items():
+            assert_close(gradient, expected[name])
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_the_matrices_products_are_in_the_second_part_and_no_product_is_in_both(block, run):
+    backward = backward_of(RUNS[run](layer))
+    split = SplitBackward(backward, block.weights, [block.x], block.dy)
+    arguments = (block.weights, [block.x], block.dy)
+    later = split.inputs(*arguments)[3]
+    first = primitives(jax.make_jaxpr(split.inputs)(*arguments))["dot_general"]
+    second = primitives(jax.make_jaxpr(split.weights)(block.weights, [block.x], later))["dot_general"]
+    assert first + second == primitives(jax.make_jaxpr(backward)(*arguments))["dot_general"]
+    assert second == 4, "one for each matrix"
+
+
+@pytest.mark.smoke
+def test_later_arguments_count_not_those_that_it_was_made_with(block):
+    backward = backward_of(layer)
+    split = SplitBackward(backward, block.weights, [block.x], block.dy)
+    weights, x, dy = jax.tree.map(lambda a: 2 * a - 1, (block.weights, block.x, block.dy))
+    later = split.inputs(weights, [x], dy)[3]
+    expected = backward(weights, [x], dy)[1]
+    for found, layer_gradients in zip(split.weights(weights, [x], later), expected, strict=True):
+        for name, gradient in found.items():
+            assert_close(gradient, layer_gradients[name])
+
+
+@pytest.mark.smoke
+def test_a_gradient_that_is_an_input_or_the_same_as_another_one_is_handed_on():
+    def backward(weights, saved, dy):
+        both = dy.T @ saved[0]
+        return 2 * dy, ({"same": dy, "twin": both, "other": both, "constant": jnp.ones((2, 2))},), {}
+
+    dy, x = jnp.arange(6.0).reshape(2, 3), jnp.arange(4.0).reshape(2, 2)
+    split = SplitBackward(backward, (), [x], dy)
+    dx, vectors, _, later = split.inputs((), [x], dy)
+    (found,) = split.weights((), [x], later)
+    (expected,) = backward((), [x], dy)[1]
+    np.testing.assert_array_equal(dx, 2 * dy)
+    assert vectors == ({},) and found.keys() == expected.keys()
+    for name, gradient in expected.items():
+        np.testing.assert_array_equal(found[name], gradient)
+
+
+# The model's blocks, on a mesh
+
+MATRICES = 4  # query, key and value in one; output; gate and up in one, or up; down
+# What the matrices' gradients alone need is recomputed with them: the gathered inputs of attention and of the MLP.
+IN_THE_SECOND = {"save_matmuls": {"all_gather": 2}}
+
+
+@pytest.mark.parametrize(
+    ("model", "policy"),
+    [("llama", "none"), ("llama", "full"), ("llama", "save_matmuls"), ("gpt2", "selective"), ("gpt2", "full")],
+)
+def test_a_block_of_the_model_is_split_in_two(table, model, policy):
+    """Of the products the matrices' alone are left for the second part, of the communication only what they need."""
+    config = table.make_config(model, {"fsdp": 2, "tensor": 2}, remat={"policy": policy})
+    program = TrainProgram.build(config, build_mesh(check_mesh(config, 4), jax.devices()[:4]))
+    local, counts = program.local, {}
+    stack, segment = local.layers, local.layers.segments[0]
+
+    def compare(params, batch):
+        fields = {name: field[0] for name, field in batch.items()}
+        inputs = local.inputs(fields, 0, None)
+        x = local.embed(local.gather_ends(params), fields, inputs)
+        unit = jax.tree.map(lambda w: w[0], stack.gather_once(params, {})[0][0])
+        y, saved = stack.unit_forward(unit, x, inputs, segment, 0, 0, True)
+        leaves, structure = jax.tree.flatten(saved)
+
+        def backward(unit, leaves, dy, inputs):
+            return stack.unit_backward(unit, jax.tree.unflatten(structure, leaves), dy, inputs, segment, 0, 0)
+
+        split = SplitBackward(backward, unit, leaves, y, inputs)
+        dx, vectors, _, later = split.inputs(unit, leaves, y, inputs)
+        matrices = split.weights(unit, leaves, later)
+        counts["whole"] = primitives(jax.make_jaxpr(backward)(unit, leaves, y, inputs))
+        counts["first"] = primitives(jax.make_jaxpr(split.inputs)(unit, leaves, y, inputs))
+        counts["second"] = primitives(jax.make_jaxpr(split.weights)(unit, leaves, later))
+        expected_dx, gradients, _ = backward(unit, leaves, y, inputs)
+        pairs = [(dx, expected_dx)]
+        for expected, *parts in zip(gradients, vectors, matrices, strict=True):
+            together = parts[0] | parts[1]
+            assert together.keys() == expected.keys()
+            assert len(parts[1]) == MATRICES and not parts[0].keys() & parts[1].keys()
+            pairs += [(together[name], expected[name]) for name in expected]
+        worst = jnp.stack([jnp.linalg.norm(a - b) / jnp.linalg.norm(b) for a, b in pairs])
+        return jax.lax.pmax(worst.max(), tuple(program.mesh.axis_names))
+
+    specs = {name: placement.spec for name, placement in program.placements.items()}
+    run = jax.shard_map(
+        compare, mesh=program.mesh, in_specs=(specs, program.batch_sharding.spec), out_specs=P(), check_vma=False
+    )
+    rng = np.random.default_rng(0)
+    abstract = program.abstract_state.params
+    params = {n: jnp.asarray(0.1 * rng.standard_normal(w.shape), jnp.float32) for n, w in abstract.items()}
+    tokens = jnp.asarray(rng.integers(0, 250, program.batch_shape), jnp.int32)
+    batch = {name: tokens for name in program.abstract_batch}
+    assert jax.jit(run)(params, {**batch, "positions": tokens % 16}) < 1e-5
+
+    assert counts["first"]["dot_general"] + counts["second"]["dot_general"] == counts["whole"]["dot_general"]
+    assert counts["second"]["dot_general"] == MATRICES
+    communication = {
+        part: {name: number for name, number in counts[part].items() if name in COLLECTIVES} for part in counts
+    }
+    assert communication["second"] == IN_THE_SECOND.get(policy, {})
+    assert Counter(communication["first"]) + Counter(communication["second"]) == communication["whole"] != {}
