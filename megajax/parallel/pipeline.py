@@ -20,7 +20,7 @@ from jax.extend.core import Literal
 from megajax.model.transformer import BlockInputs
 from megajax.parallel.layers import Segment, Unit
 from megajax.parallel.local import Batch, LocalModel, Params
-from megajax.parallel.schedules import Flags, Schedule, Table, assign_slots, check, make_schedule
+from megajax.parallel.schedules import Flags, Phase, Run, Schedule, Table, assign_slots, check, make_schedule
 from megajax.parallel.split import SplitBackward
 
 Buffers = Any  # by segment, by unit: a list of arrays [slots·loops, ...]
@@ -51,7 +51,6 @@ class Pipeline:
         settings, microbatches = local.config.pipeline, local.config.batch.num_microbatches
         self.schedule = make_schedule(settings.schedule, self.stages, microbatches, settings.rounds)
         check(self.schedule)
-        self.slots = assign_slots(self.schedule)
         ticks = self.schedule.ticks_of
         # Otherwise the last virtual stage goes backward in the tick in which the head gave it its gradient.
         self.heads_wait = bool((ticks["backward"][:, -1] > ticks["forward"][:, -1]).any())
@@ -81,7 +80,7 @@ class _Run:
 
     def __init__(self, pipeline: Pipeline, schedule: Schedule, ends, layers, batch, key, scale):
         self.pipeline, self.local, self.schedule = pipeline, pipeline.local, schedule
-        self.stack, self.slots = pipeline.layers, pipeline.slots
+        self.stack, self.slots = pipeline.layers, assign_slots(schedule)
         self.ends, self.weights, self.batch, self.key, self.scale = ends, self.by_round(layers), batch, key, scale
         self.training = scale is not None
         self.stage = lax.axis_index("pipeline")
@@ -94,28 +93,30 @@ class _Run:
     def loop(self, carry: Carry, wanted: Callable[[Flags], bool]) -> Carry:
         """Every tick of the phases whose flags are `wanted`."""
         for phase in self.schedule.phases:
-            if not wanted(phase.runs[0][0]):
+            if not wanted(phase.runs[0].flags):
                 continue
 
             def repeat(index, carry, phase=phase):
-                tick = phase.start + index * phase.period
-                for flags, length in phase.runs:
-                    carry = lax.fori_loop(tick, tick + length, partial(self.tick, flags), carry)
-                    tick += length
+                for run in phase.runs:
+                    start = phase.start + index * phase.period + run.start
+                    body = partial(self.tick, phase, run, start)
+                    carry = lax.fori_loop(0, run.length, body, carry)
                 return carry
 
             carry = lax.fori_loop(0, phase.repeats, repeat, carry) if phase.repeats > 1 else repeat(0, carry)
         return carry
 
-    def tick(self, flags: Flags, tick: jax.Array, carry: Carry) -> Carry:
-        """All operations of one tick; only what is received at its start and sent at its end crosses stages."""
+    def tick(self, phase: Phase, run: Run, start: jax.Array | int, index: jax.Array, carry: Carry) -> Carry:
+        """All operations of a run's tick; only what is received at its start and sent at its end crosses stages."""
+        flags, tick = run.flags, start + index
         received = None
         if flags.backward:
             # Sent at the start of the tick after, it travels beside the forward operation.
             received = self.hand_over(carry.dx, -1)
         dhead = None
         if flags.forward:
-            carry, y = self.forward(tick, carry)
+            slot = self.forward_slot(phase, run, tick, index)
+            carry, y = self.forward(tick, slot, carry)
             if flags.head:
                 carry, dhead = self.head(tick, carry, y)
         if flags.backward:
@@ -127,6 +128,18 @@ class _Run:
     def own(self, table: np.ndarray, tick: jax.Array) -> jax.Array:
         """This stage's entry of a table `[ticks, P]`."""
         return jnp.asarray(table)[tick, self.stage]
+
+    def forward_slot(self, phase: Phase, run: Run, tick: jax.Array, index: jax.Array) -> jax.Array:
+        """The slot that a forward operation writes.
+
+        Where it is the same on all stages and grows with the tick, it is computed from the index of the loop: XLA then
+        knows where a matmul's result belongs and lets it be written there, instead of copying it.
+        """
+        slots = self.slots.forward[phase.ticks(run)]  # [repeats, length, P]
+        first = int(slots[0, 0, 0])
+        if (slots == first + np.arange(run.length)[None, :, None]).all():
+            return first + index
+        return self.own(self.slots.forward, tick)
 
     def work(self, table: Table, tick: jax.Array):
         """(whether this stage has work, the fields and inputs of its microbatch, its round)."""
@@ -148,12 +161,11 @@ class _Run:
 
     # Operations
 
-    def forward(self, tick: jax.Array, carry: Carry) -> tuple[Carry, jax.Array]:
+    def forward(self, tick: jax.Array, slot: jax.Array, carry: Carry) -> tuple[Carry, jax.Array]:
         """The blocks of this stage's round, on what the stage before sent; the first virtual stage embeds tokens."""
         _, fields, inputs, r = self.work(self.schedule.forward, tick)
         first = (self.stage == 0) & (r == 0)
         x = jnp.where(first, self.local.embed(self.ends, fields, inputs), carry.x)
-        slot = self.own(self.slots.forward, tick) if self.training else jnp.int32(0)
         x, activations = self.in_round(r, self.stage_forward, x, carry.activations, inputs, slot)
         return carry._replace(x=self.hand_over(x, 1), activations=activations), x
 
@@ -222,7 +234,7 @@ class _Run:
         # A stage that idles reads what an earlier operation has saved: with this zero all its gradients are zero.
         dx = jnp.where(active, dx, 0)
         buffers = (carry.layer_gradients, carry.put_off, carry.amax, carry.activations)
-        slots = (self.own(self.slots.backward, tick), self.own(self.slots.backward_gradients, tick))
+        slots = (self.own(self.slots.backward, tick), self.own(self.slots.put_off, tick))
         operation = partial(self.stage_backward, split=split)
         dx, layer_gradients, put_off, amax = self.in_round(r, operation, dx, buffers, inputs, slots, active)
         first = jnp.where(active & (self.stage == 0) & (r == 0), dx, 0)
@@ -278,23 +290,20 @@ class _Run:
     def weight(self, tick: jax.Array, carry: Carry) -> Carry:
         """Gradients of weights that a backward operation has put off."""
         r = self.own(self.schedule.weight.round, tick)  # type: ignore[union-attr]
-        slots = (self.own(self.slots.weight, tick), self.own(self.slots.weight_gradients, tick))
-        buffers = (carry.layer_gradients, carry.put_off, carry.activations)
-        return carry._replace(layer_gradients=self.in_round(r, self.stage_weight, buffers, slots))
+        slot = self.own(self.slots.weight, tick)
+        operation = self.in_round(r, self.stage_weight, carry.layer_gradients, carry.put_off, slot)
+        return carry._replace(layer_gradients=operation)
 
-    def stage_weight(self, r: int, buffers, slots) -> Weights:
+    def stage_weight(self, r: int, layer_gradients: Weights, put_off: Buffers, slot: jax.Array) -> Weights:
         """The gradients with those that one backward operation of round `r` has put off."""
-        (layer_gradients, put_off, activations), (slot, kept) = buffers, slots
         gradients = []
         for i, segment in enumerate(self.stack.segments):
 
             def body(loop, totals, i=i, segment=segment):
                 totals = list(totals)
                 for u in reversed(range(len(totals))):
-                    saved = _read(activations[i][u], _position(segment, slot, loop))
-                    later = _read(put_off[i][u], _position(segment, kept, loop))
-                    unit = _pick(self.weights[r][i][u], segment, loop)
-                    gradient = self.splits[i, u].weights(unit, saved, later)
+                    later = _read(put_off[i][u], _position(segment, slot, loop))
+                    gradient = self.splits[i, u].weights(_pick(self.weights[r][i][u], segment, loop), later)
                     totals[u] = self.add(totals[u], gradient, segment, loop)
                 return totals
 
@@ -393,7 +402,7 @@ class _Run:
         def backward(unit, x):
             values = kept.values(forward(unit, x))
             later = []
-            if self.slots.gradients:
+            if self.slots.put_offs:
                 later = self.split(i, u, unit, values, x, inputs, first).inputs(unit, values, x, inputs, first)[3]
             _, gradient, amax = self.stack.unit_backward(unit, kept.residuals(values), x, inputs, segment, first, u)
             return values, later, self.stack.reduce(gradient, False), amax
@@ -406,7 +415,7 @@ class _Run:
         loops = segment.loops if segment.loops > 1 else None
         return (
             zeros(saved, self.slots.activations * segment.loops),
-            zeros(later, self.slots.gradients * segment.loops),
+            zeros(later, self.slots.put_offs * segment.loops),
             zeros(gradient, loops, jnp.float32),
             zeros(amax, loops),
         )

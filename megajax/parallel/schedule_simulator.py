@@ -44,7 +44,7 @@ class SlotCounts(NamedTuple):
     """How many slots a stage's buffers have, as in `Slots`."""
 
     activations: int
-    gradients: int
+    put_offs: int
     heads: int
 
 
@@ -78,7 +78,7 @@ def simulate(schedule: Schedule, costs: Costs) -> Report:
         time=float(tick_starts(schedule, costs)[-1]),
         ideal=schedule.microbatches * costs.work,
         in_flight=_in_flight(schedule),
-        slots=SlotCounts(slots.activations, slots.gradients, slots.heads),
+        slots=SlotCounts(slots.activations, slots.put_offs, slots.heads),
     )
 
 
@@ -103,7 +103,7 @@ def sends(schedule: Schedule) -> np.ndarray:
 def _in_flight(schedule: Schedule) -> list[float]:
     """On each stage: most activations kept at once, in whole stages."""
     first = schedule.ticks_of["forward"]
-    last = schedule.ticks_of["backward" if schedule.weight is None else "weight"]
+    last = schedule.ticks_of["backward"]
     most = []
     for stage in range(schedule.stages):
         change = np.zeros(schedule.ticks + 1, int)
@@ -174,9 +174,8 @@ def _accesses(schedule: Schedule, slots: Slots) -> list[_Access]:
     ]
     if weight is not None:
         out += [
-            _Access("split", "backward", True, "gradients", slots.gradients, backward, slots.backward_gradients),
-            _Access("weight", "weight", False, "activations", slots.activations, weight, slots.weight),
-            _Access("weight", "weight", False, "gradients", slots.gradients, weight, slots.weight_gradients),
+            _Access("split", "backward", True, "put-offs", slots.put_offs, backward, slots.put_off),
+            _Access("weight", "weight", False, "put-offs", slots.put_offs, weight, slots.weight),
         ]
     return out
 
