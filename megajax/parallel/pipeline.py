@@ -133,7 +133,7 @@ class _Run:
         """The slot that a forward operation writes.
 
         Where it is the same on all stages and grows with the tick, it is computed from the index of the loop: XLA then
-        knows where a matmul's result belongs and lets it be written there, instead of copying it.
+        knows the place before the loop runs and copies with the GPU's copy engines.
         """
         slots = self.slots.forward[phase.ticks(run)]  # [repeats, length, P]
         first = int(slots[0, 0, 0])
