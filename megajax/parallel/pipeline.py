@@ -279,7 +279,8 @@ class _Run:
                 amax[u] = _combine(jnp.maximum, amax[u], largest, segment, loop)
                 # A unit's gradients are reduced while the unit below goes backward, and then added in place.
                 for v, pending in above.items():
-                    dx, totals[v] = exchange.tie_reduction((dx, self.add(totals[v], pending, segment, loop)), False)
+                    added = self.add(totals[v], pending, segment, loop)
+                    dx, gradient, totals[v] = exchange.tie_reduction((dx, gradient, added), False)
                 above = {u: gradient}
             for v, pending in above.items():
                 totals[v] = self.add(totals[v], pending, segment, loop)
