@@ -3,15 +3,17 @@
     python scripts/hlo_counts.py CONFIG [section.key=value ...] [--gpus N] [--text FILE]
     python scripts/hlo_counts.py --write
 
-The first counts library calls, collectives, loops, copies and temporary memory of a config's compiled step on N GPUs
-(default 1), and can save the compiled text. The second writes the counts of CASES to tests/data/h200_hlo_counts.txt,
-which a test compares with; without arguments they are printed. Needs jax's CUDA plugin (the extra `dev` has it).
+The first counts library calls, collectives, loops and copies of a config's compiled step on N GPUs (default 1; more
+than 8 are hosts of 8) and the memory that it plans for a device; it says on stderr how long the compiler took, and can
+save the compiled text. The second writes the counts of CASES to tests/data/h200_hlo_counts.txt, which a test compares
+with; without arguments they are printed. Needs jax's CUDA plugin (the extra `dev` has it).
 """
 
 import argparse
 import os
 import subprocess
 import sys
+import time
 from collections import Counter
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -38,7 +40,11 @@ CASES = (
     "configs/llama3_8b_l8.yaml batch.global_size=16 model.num_layers=2 precision.fp8.recipe=delayed --gpus 4",
     "configs/llama3_8b_l8.yaml mesh.fsdp=1 mesh.tensor=4 model.num_layers=2 --gpus 4",
     "configs/llama3_1b.yaml mesh.fsdp=1 model.num_layers=2",
+    "configs/llama3_8b_l16_pipeline.yaml model.num_layers=8 --gpus 4",
+    "configs/llama3_8b_l16_pipeline.yaml model.num_layers=8 pipeline.schedule=zero_bubble pipeline.rounds=2 --gpus 4",
 )
+HOST = 8  # GPUs
+FAST = "--xla_gpu_autotune_level=0"  # compiles in half the time to the same operations
 LARGE = 2**20  # bytes; smaller copies are not counted
 LIBRARY_CALLS = {
     "__cublas$lt$matmul": "cuBLASLt matmul",
@@ -54,8 +60,12 @@ NO_PLUGIN = (
 
 
 def compile_for_h200(path: str, overrides: list[str], gpus: int):
-    """A config's compiled train step for so many H200s of one host. Once a process: XLA reads its flags once."""
+    """A config's compiled train step for so many H200s. XLA reads its flags once a process: those of the first config.
+
+    Raises InputError for a number of GPUs that is no whole number of hosts.
+    """
     require_plugin()
+    hosts, gpus_of_host = hosts_of(gpus)
     os.environ["JAX_PLATFORMS"] = "cpu"  # what runs here; the compiler is the GPU's
     config = load_config(path, overrides)
     prepare_environment(config)
@@ -75,10 +85,22 @@ def compile_for_h200(path: str, overrides: list[str], gpus: int):
         topology = topologies.get_topology_desc(
             platform="cuda",
             target_config=TARGET.read_text(),
-            topology=f"1x1x{gpus}",  # slices, hosts, GPUs
+            topology=f"1x{hosts}x{gpus_of_host}",  # slices, hosts, GPUs
         )
         program = TrainProgram.build(config, build_mesh(check_mesh(config, gpus), topology.devices))
         return program.train_step.lower(program.abstract_state, program.abstract_batch).compile()
+
+
+def hosts_of(gpus: int) -> tuple[int, int]:
+    """(hosts, GPUs of each). Raises InputError if these are no whole hosts."""
+    if gpus <= HOST:
+        if gpus < 1:
+            raise InputError(f"--gpus={gpus} is below 1.")
+        return 1, gpus
+    if gpus % HOST:
+        near = gpus // HOST * HOST
+        raise InputError(f"--gpus={gpus} is not a whole number of hosts of {HOST}: use {near} or {near + HOST}.")
+    return gpus // HOST, HOST
 
 
 def require_plugin() -> None:
@@ -87,8 +109,8 @@ def require_plugin() -> None:
         raise InputError(NO_PLUGIN)
 
 
-def describe(ops: Iterable[hlo.Op], temporary_bytes: int) -> list[str]:
-    """One line for each kind of operation: how many there are, their bytes, and how many stand in loops.
+def describe(ops: Iterable[hlo.Op], memory: dict[str, int]) -> list[str]:
+    """One line for each kind of operation: how many there are, their bytes, and how many stand in loops; then memory.
 
     A loop's body counts once, twice where XLA has unrolled it. The bytes of a collective are those of the whole array.
     """
@@ -103,7 +125,18 @@ def describe(ops: Iterable[hlo.Op], temporary_bytes: int) -> list[str]:
         size = f"{sizes[kind] / 2**20:,.1f} MiB" if sizes[kind] else ""
         loops = f"{looped[kind]} in loops" if looped[kind] else ""
         lines.append(f"  {kind:<28}{counts[kind]:>5}{size:>14}{loops:>14}".rstrip())
-    return [*lines, f"  {'temporary memory':<28}{temporary_bytes / 2**30:>15.1f} GiB"]
+    return lines + [f"  {part + ' memory':<28}{size / 2**30:>15.1f} GiB" for part, size in memory.items()]
+
+
+def memory_of(compiled) -> dict[str, int]:
+    """Bytes of a device that the compiled step needs, by part. A donated argument's place holds an output too."""
+    plan = compiled.memory_analysis()
+    parts = {
+        "argument": plan.argument_size_in_bytes,
+        "other output": plan.output_size_in_bytes - plan.alias_size_in_bytes,
+        "temporary": plan.temp_size_in_bytes,
+    }
+    return {**parts, "whole": sum(parts.values())}
 
 
 def _kinds(op: hlo.Op) -> Iterable[tuple[str, int]]:
@@ -123,9 +156,11 @@ def _kinds(op: hlo.Op) -> Iterable[tuple[str, int]]:
 def golden() -> str:
     """The text of every case, each compiled in a process of its own, two at a time."""
     require_plugin()
+    environment = {"XLA_FLAGS": FAST, **os.environ}
 
     def block(case: str) -> str:
-        done = subprocess.run([sys.executable, __file__, *case.split()], capture_output=True, text=True, cwd=ROOT)
+        command = [sys.executable, __file__, *case.split()]
+        done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT)
         if done.returncode:
             raise InputError(f"python scripts/hlo_counts.py {case} failed: {done.stderr.strip()}")
         return done.stdout
@@ -151,12 +186,14 @@ def main(arguments: list[str]) -> int:
             else:
                 print(text, end="")
             return 0
+        start = time.perf_counter()
         compiled = compile_for_h200(args.config, args.overrides, args.gpus)
+        print(f"compiled in {time.perf_counter() - start:.0f} s", file=sys.stderr)
         text = compiled.as_text()
         if args.text:
             args.text.write_text(text)
         print(" ".join([Path(args.config).stem, *args.overrides, f"on {args.gpus} GPU{'s' * (args.gpus > 1)}"]))
-        print("\n".join(describe(hlo.parse(text), compiled.memory_analysis().temp_size_in_bytes)))
+        print("\n".join(describe(hlo.parse(text), memory_of(compiled))))
     return 0
 
 

@@ -8,7 +8,7 @@ import hlo_counts
 import pytest
 from bench import split_runs, synthetic_config
 
-from megajax.errors import ConfigError
+from megajax.errors import ConfigError, InputError
 
 # Made up too. Its sizes make rooflines round numbers of ms: a matmul's 2·M·N·K is 2 ms · 989 TFLOP/s, and so on.
 MODULE = (Path(__file__).parent / "data/small_step.hlo").read_text()
@@ -123,7 +123,7 @@ def test_without_gpus_a_sentence_says_that_there_is_no_breakdown(ops):
 
 
 def test_counts_of_a_module_are_one_line_a_kind(ops):
-    lines = [" ".join(line.split()) for line in hlo_counts.describe(ops.values(), 3 * 2**29)]
+    lines = [" ".join(line.split()) for line in hlo_counts.describe(ops.values(), {"temporary": 3 * 2**29})]
     assert lines == [
         "all-gather 1 572.2 MiB",
         "copy above 1 MiB 1 1.9 MiB 1 in loops",
@@ -133,6 +133,14 @@ def test_counts_of_a_module_are_one_line_a_kind(ops):
         "while loop 1",
         "temporary memory 1.5 GiB",
     ]
+
+
+def test_gpus_to_compile_for_are_whole_hosts():
+    assert [hlo_counts.hosts_of(n) for n in (1, 4, 8, 16, 512)] == [(1, 1), (1, 4), (1, 8), (2, 8), (64, 8)]
+    with pytest.raises(InputError, match="--gpus=12 is not a whole number of hosts of 8: use 8 or 16."):
+        hlo_counts.hosts_of(12)
+    with pytest.raises(InputError, match="--gpus=0 is below 1."):
+        hlo_counts.hosts_of(0)
 
 
 def test_configs_are_found_by_path_and_by_name(tmp_path):

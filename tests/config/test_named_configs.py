@@ -23,6 +23,7 @@ RECIPES = {
     "llama3_405b": (512,),
     "llama3_70b": (64,),
     "llama3_8b": (8,),
+    "llama3_8b_l16_pipeline": (4,),
     "llama3_8b_l8": (1, 2, 4),
     "quickstart": (1, 2, 4, 8),
 }
@@ -38,6 +39,8 @@ PARAMETERS = {
     "llama3_1b": 1_235_814_400 + 128_256 * 2048,
     # Llama 3 8B less 24 blocks of 218,112,000.
     "llama3_8b_l8": 8_030_261_248 - 24 * 218_112_000,
+    # Less 16 of them, and with a vocabulary of 32768.
+    "llama3_8b_l16": 8_030_261_248 - 16 * 218_112_000 - 2 * (128_256 - 32_768) * 4096,
 }
 ROUNDED_PARAMETERS = {"gpt3_125m": 125e6, "gpt3_1b3": 1.3e9, "gpt3_6b7": 6.7e9, "gpt3_175b": 175e9}
 
