@@ -28,6 +28,9 @@ def xla_flags(config: Config) -> dict[str, str]:
     if mesh.pipeline != 1:
         # XLA would have matmuls write into the buffers of activations, and choose slower ones for it.
         flags["xla_gpu_enable_dynamic_slice_fusion"] = "false"
+    if mesh.pipeline != 1 and mesh.tensor != 1:
+        # A permutation over `tensor` is the matter of one stage; XLA would wait for the others, which may be elsewhere.
+        flags["xla_gpu_collective_permute_connected_components"] = "true"
     if mesh.fsdp != 1 and mesh.pipeline == 1:  # in a pipeline the loop is over ticks, not over layers
         for collective in ("all_gather", "reduce_scatter"):
             flags[f"xla_gpu_enable_pipelined_{collective}"] = "true"

@@ -71,7 +71,8 @@ class Pipeline:
         run = _Run(self, make_schedule("gpipe", P, M, R), ends, layers, batch, None, None)
         x = run.empty_stream()
         loss = jnp.zeros((), jnp.float32)
-        carry = Carry(x, x, x[None][:0], None, None, {}, None, None, {"loss": loss})
+        nothing = [[] for _ in self.layers.segments]
+        carry = Carry(x, x, x[None][:0], nothing, None, {}, None, None, {"loss": loss})
         return run.loop(carry, lambda flags: flags.forward).sums["loss"]
 
 
@@ -185,7 +186,7 @@ class _Run:
                         buffers[u] = _write(buffers[u], values, _position(segment, slot, loop))
                 return x, buffers
 
-            x, buffers = _loop(segment, body, (x, activations[i] if self.training else []))
+            x, buffers = _loop(segment, body, (x, activations[i]))
             new.append(buffers)
         return x, new
 

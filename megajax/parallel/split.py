@@ -33,9 +33,9 @@ class SplitBackward:
         jaxpr = jax.make_jaxpr(lambda *leaves: _run(once, leaves))(*leaves)
         self.constants = dict(zip(jaxpr.jaxpr.constvars, jaxpr.consts, strict=True))
         self.invars, self.outvars = jaxpr.jaxpr.invars, jaxpr.jaxpr.outvars
-        out = jax.tree.unflatten(self.out_structure, self.outvars)
-        late = {id(var) for layer in out[1] for var in layer.values() if len(var.aval.shape) >= 2}
-        self.late = [i for i, var in enumerate(self.outvars) if id(var) in late]
+        _, gradients, _ = jax.tree.unflatten(self.out_structure, range(len(self.outvars)))
+        positions = jax.tree.leaves(gradients)
+        self.late = [i for i in positions if len(self.outvars[i].aval.shape) >= 2]
         early = [var for i, var in enumerate(self.outvars) if i not in self.late]
         self.early_equations = _needed(jaxpr.jaxpr.eqns, early)
         first = {id(equation) for equation in self.early_equations}
