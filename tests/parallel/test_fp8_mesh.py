@@ -154,8 +154,7 @@ def test_a_mesh_trains_as_one_device_does(
 # recipe, mesh, schedule, rounds, microbatches; five layers, so that one slot is empty
 STAGES = [
     ("current", {"pipeline": 2, "data": 2}, "1f1b", 2, 2),
-    ("delayed", {"pipeline": 2, "fsdp": 2, "tensor": 2}, "1f1b", 1, 4),
-    ("delayed", {"pipeline": 2, "fsdp": 2}, "zero_bubble", 2, 4),
+    ("delayed", {"pipeline": 2, "fsdp": 2, "tensor": 2}, "zero_bubble", 2, 4),
     ("delayed", {"pipeline": 4, "data": 2}, "gpipe", 1, 4),
 ]
 
