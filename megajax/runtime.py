@@ -25,7 +25,7 @@ def xla_flags(config: Config) -> dict[str, str]:
     if any(size != 1 for size in (mesh.data, mesh.fsdp, mesh.expert, mesh.context, mesh.tensor)):
         for collective in ("all_gather", "reduce_scatter", "all_reduce"):
             flags[f"xla_gpu_{collective}_combine_threshold_bytes"] = str(LAYER_BYTES)
-    if mesh.fsdp != 1:
+    if mesh.fsdp != 1 and mesh.pipeline == 1:  # in a pipeline the loop is over ticks, not over layers
         for collective in ("all_gather", "reduce_scatter"):
             flags[f"xla_gpu_enable_pipelined_{collective}"] = "true"
         flags["xla_gpu_enable_while_loop_double_buffering"] = "true"

@@ -6,7 +6,7 @@ finds in its weights, so the same code runs on a whole model and on one device's
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -83,10 +83,17 @@ class Attention(nnx.Module):
         self.output_bias = declare((D,), ("residual",), "bias") if bias else None
 
     @jax.named_scope("attention")
-    def __call__(self, w: Weights, x: jax.Array, inputs: BlockInputs, *, comm: SingleDevice, window, recompute: bool):
+    def __call__(
+        self, w: Weights, x: jax.Array, inputs: BlockInputs, *, comm: SingleDevice, window, recompute: Collection[str]
+    ):
         c, (B, S) = self.config, inputs.positions.shape
-        h = normalise(c, x, w["attention.norm"], w.get("attention.norm_bias"))
-        qkv = _add_bias(comm.column_linear(h, w["attention.qkv"]), w.get("attention.qkv_bias"))
+
+        def project(x, norm, norm_bias, weight):
+            return comm.column_linear(normalise(c, x, norm, norm_bias), weight)
+
+        project = jax.checkpoint(project, prevent_cse=False) if "norms" in recompute else project
+        qkv = project(x, w["attention.norm"], w.get("attention.norm_bias"), w["attention.qkv"])
+        qkv = _add_bias(qkv, w.get("attention.qkv_bias"))
         qkv = checkpoint_name(qkv, "qkv").reshape(B, S, -1, c.head_dim)
         N = qkv.shape[2] - 2 * comm.local_kv_heads(c.num_kv_heads)
 
@@ -101,7 +108,7 @@ class Attention(nnx.Module):
                 q, k = (ops.apply_rope(a, inputs.positions, frequencies) for a in (q, k))
             return comm.attend(q, k, v, window=window, segment_ids=inputs.segment_ids, softcap=c.attention_softcap)
 
-        out = checkpoint_name((jax.checkpoint(core) if recompute else core)(qkv), "attention")
+        out = checkpoint_name((jax.checkpoint(core) if "attention" in recompute else core)(qkv), "attention")
         y = checkpoint_name(comm.row_linear(out.reshape(B * S, -1), w["attention.output"]), "leave")
         return _add_bias(y, w.get("attention.output_bias"))
 
@@ -123,9 +130,15 @@ class MLP(nnx.Module):
         self.down_bias = declare((D,), ("residual",), "bias") if config.mlp_bias else None
 
     @jax.named_scope("mlp")
-    def __call__(self, w: Weights, x: jax.Array, *, comm: SingleDevice):
-        h = normalise(self.config, x, w["mlp.norm"], w.get("mlp.norm_bias"))
-        y = comm.mlp(self.config.activation, h, w["mlp.gate_up"], w.get("mlp.gate_up_bias"), w["mlp.down"])
+    def __call__(self, w: Weights, x: jax.Array, *, comm: SingleDevice, recompute: Collection[str]):
+        def compute(x, norm, norm_bias, gate_up, bias, down):
+            return comm.mlp(self.config.activation, normalise(self.config, x, norm, norm_bias), gate_up, bias, down)
+
+        if "norms" in recompute:
+            kept = jax.checkpoint_policies.save_only_these_names("gate_up")
+            compute = jax.checkpoint(compute, prevent_cse=False, policy=kept)
+        norms, weights = ("mlp.norm", "mlp.norm_bias"), ("mlp.gate_up", "mlp.gate_up_bias", "mlp.down")
+        y = compute(x, *(w.get(name) for name in (*norms, *weights)))
         return _add_bias(checkpoint_name(y, "leave"), w.get("mlp.down_bias"))
 
 
@@ -138,16 +151,17 @@ class Block(nnx.Module):
         self.mlp = MLP(config)
 
     def __call__(
-        self, weights: Weights, x, inputs: BlockInputs, layer, state, *, comm, window, recompute_attention=False
+        self, weights: Weights, x, inputs: BlockInputs, layer, state, *, comm, window, recompute: Collection[str] = ()
     ):
         """`x [T / tensor, D]` → (x, new state, metrics).
 
         `weights` are as `fuse` makes them. `layer` is the layer's index (may be traced), `state` what a layer keeps
-        that is not a parameter, `metrics` small sums; a dense block has neither.
+        that is not a parameter, `metrics` small sums; a dense block has neither. The backward pass computes again what
+        `recompute` names: "attention", from queries, keys and values; "norms".
         """
-        y = self.attention(weights, x, inputs, comm=comm, window=window, recompute=recompute_attention)
+        y = self.attention(weights, x, inputs, comm=comm, window=window, recompute=recompute)
         x = x + self._dropout(y, inputs, layer, 0)
-        y = self.mlp(weights, x, comm=comm)
+        y = self.mlp(weights, x, comm=comm, recompute=recompute)
         return x + self._dropout(y, inputs, layer, 1), state, {}
 
     def _dropout(self, y, inputs: BlockInputs, layer, branch: int):

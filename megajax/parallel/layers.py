@@ -315,11 +315,22 @@ class LayerStack:
                     {},
                     comm=self.comm,
                     window=self.windows[(int(self.first_layers[0, 0]) + segment.start + offset) % len(self.windows)],
-                    recompute_attention=segment.policy == "selective",
+                    recompute=self._recomputed(segment),
                 )
             return x
 
         return run
+
+    def _recomputed(self, segment: Segment) -> tuple[str, ...]:
+        """What blocks compute again without being asked to by a policy of `jax.checkpoint`.
+
+        Results of norms are dear to keep in a pipeline's buffers: written twice and read twice, they take longer than
+        to compute again. Not so over `tensor`, where their tokens would be gathered again, and in FP8.
+        """
+        parts = ("attention",) if segment.policy == "selective" else ()
+        if len(self.table) > 1 and self.comm.tensor_size == 1 and not segment.fp8:
+            parts = (*parts, "norms")
+        return parts if segment.policy in ("none", "selective") else ()
 
     @jax.named_scope("weights")
     def _gather(self, unit: Unit) -> Unit:

@@ -15,14 +15,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.extend.core import Literal
 
 from megajax.model.transformer import BlockInputs
 from megajax.parallel.layers import Segment, Unit
 from megajax.parallel.local import Batch, LocalModel, Params
-from megajax.parallel.schedules import Flags, Schedule, Table, assign_slots, check, make_schedule
+from megajax.parallel.schedules import Flags, Phase, Run, Schedule, Table, assign_slots, check, make_schedule
 from megajax.parallel.split import SplitBackward
 
-Buffers = Any  # nested as the layers: by segment, by unit, a list of arrays [slots·loops, ...] or [slots, ...]
+Buffers = Any  # by segment, by unit: a list of arrays [slots·loops, ...]
+Weights = Any  # by round, by segment, by unit: arrays [loops, ...], without a loop [...]
+VIEWS = ("name", "reshape", "squeeze")  # primitives whose result holds the numbers of their operand
 
 
 class Carry(NamedTuple):
@@ -34,8 +37,8 @@ class Carry(NamedTuple):
     activations: Buffers  # what forward operations saved
     put_off: Buffers  # what weight operations need of backward operations
     end_gradients: dict[str, jax.Array]  # of the weights outside the blocks, FP32
-    layer_gradients: Any  # by segment, by unit: FP32, [R·loops, ...] or [...]
-    amax: Any  # by segment, by unit: FP8's largest magnitudes
+    layer_gradients: Weights  # FP32
+    amax: Weights  # FP8's largest magnitudes
     sums: dict[str, jax.Array]  # this device's shares of the losses, not divided by the tokens
 
 
@@ -48,11 +51,10 @@ class Pipeline:
         settings, microbatches = local.config.pipeline, local.config.batch.num_microbatches
         self.schedule = make_schedule(settings.schedule, self.stages, microbatches, settings.rounds)
         check(self.schedule)
-        self.slots = assign_slots(self.schedule)
         ticks = self.schedule.ticks_of
         # Otherwise the last virtual stage goes backward in the tick in which the head gave it its gradient.
         self.heads_wait = bool((ticks["backward"][:, -1] > ticks["forward"][:, -1]).any())
-        self.structures: dict[tuple[int, int], Any] = {}  # by segment and unit: how residuals are put together
+        self.saved: dict[tuple[int, int], Saved] = {}  # by segment and unit
 
     def gradients(self, ends: Params, layers: Any, batch: Batch, key: jax.Array | None, scale: jax.Array):
         """(gradients of the ends, of the layers as `LayerStack.backward` has them, sums, amaxes) of all microbatches.
@@ -61,7 +63,7 @@ class Pipeline:
         """
         run = _Run(self, self.schedule, ends, layers, batch, key, scale)
         carry = run.loop(run.first_carry(), lambda flags: True)
-        return carry.end_gradients, carry.layer_gradients, carry.sums, carry.amax
+        return carry.end_gradients, run.join_rounds(carry.layer_gradients), carry.sums, run.join_rounds(carry.amax)
 
     def loss(self, ends: Params, layers: Any, batch: Batch) -> jax.Array:
         """This device's share of the summed loss, forward operations only, without dropout."""
@@ -78,8 +80,8 @@ class _Run:
 
     def __init__(self, pipeline: Pipeline, schedule: Schedule, ends, layers, batch, key, scale):
         self.pipeline, self.local, self.schedule = pipeline, pipeline.local, schedule
-        self.ends, self.weights, self.batch, self.key, self.scale = ends, layers, batch, key, scale
-        self.stack, self.slots = pipeline.layers, pipeline.slots
+        self.stack, self.slots = pipeline.layers, assign_slots(schedule)
+        self.ends, self.weights, self.batch, self.key, self.scale = ends, self.by_round(layers), batch, key, scale
         self.training = scale is not None
         self.stage = lax.axis_index("pipeline")
         self.last_stage = self.stage == schedule.stages - 1
@@ -91,32 +93,34 @@ class _Run:
     def loop(self, carry: Carry, wanted: Callable[[Flags], bool]) -> Carry:
         """Every tick of the phases whose flags are `wanted`."""
         for phase in self.schedule.phases:
-            if not wanted(phase.runs[0][0]):
+            if not wanted(phase.runs[0].flags):
                 continue
 
             def repeat(index, carry, phase=phase):
-                tick = phase.start + index * phase.period
-                for flags, length in phase.runs:
-                    carry = lax.fori_loop(tick, tick + length, partial(self.tick, flags), carry)
-                    tick += length
+                for run in phase.runs:
+                    start = phase.start + index * phase.period + run.start
+                    body = partial(self.tick, phase, run, start)
+                    carry = lax.fori_loop(0, run.length, body, carry)
                 return carry
 
             carry = lax.fori_loop(0, phase.repeats, repeat, carry) if phase.repeats > 1 else repeat(0, carry)
         return carry
 
-    def tick(self, flags: Flags, tick: jax.Array, carry: Carry) -> Carry:
-        """All operations of one tick; only what is received at its start and sent at its end crosses stages."""
+    def tick(self, phase: Phase, run: Run, start: jax.Array | int, index: jax.Array, carry: Carry) -> Carry:
+        """All operations of a run's tick; only what is received at its start and sent at its end crosses stages."""
+        flags, tick = run.flags, start + index
         received = None
         if flags.backward:
             # Sent at the start of the tick after, it travels beside the forward operation.
             received = self.hand_over(carry.dx, -1)
         dhead = None
         if flags.forward:
-            carry, y = self.forward(tick, carry)
+            slot = self.forward_slot(phase, run, tick, index)
+            carry, y = self.forward(tick, slot, carry)
             if flags.head:
                 carry, dhead = self.head(tick, carry, y)
         if flags.backward:
-            carry = self.backward(tick, carry, received, dhead)
+            carry = self.backward(tick, carry, received, dhead, flags.split)
         if flags.weight:
             carry = self.weight(tick, carry)
         return carry
@@ -124,6 +128,18 @@ class _Run:
     def own(self, table: np.ndarray, tick: jax.Array) -> jax.Array:
         """This stage's entry of a table `[ticks, P]`."""
         return jnp.asarray(table)[tick, self.stage]
+
+    def forward_slot(self, phase: Phase, run: Run, tick: jax.Array, index: jax.Array) -> jax.Array:
+        """The slot that a forward operation writes.
+
+        Where it is the same on all stages and grows with the tick, it is computed from the index of the loop: XLA then
+        knows the place before the loop runs and copies with the GPU's copy engines.
+        """
+        slots = self.slots.forward[phase.ticks(run)]  # [repeats, length, P]
+        first = int(slots[0, 0, 0])
+        if (slots == first + np.arange(run.length)[None, :, None]).all():
+            return first + index
+        return self.own(self.slots.forward, tick)
 
     def work(self, table: Table, tick: jax.Array):
         """(whether this stage has work, the fields and inputs of its microbatch, its round)."""
@@ -145,29 +161,33 @@ class _Run:
 
     # Operations
 
-    def forward(self, tick: jax.Array, carry: Carry) -> tuple[Carry, jax.Array]:
+    def forward(self, tick: jax.Array, slot: jax.Array, carry: Carry) -> tuple[Carry, jax.Array]:
         """The blocks of this stage's round, on what the stage before sent; the first virtual stage embeds tokens."""
         _, fields, inputs, r = self.work(self.schedule.forward, tick)
         first = (self.stage == 0) & (r == 0)
         x = jnp.where(first, self.local.embed(self.ends, fields, inputs), carry.x)
-        slot = self.own(self.slots.forward, tick) if self.training else None
-        activations = []
-        for i, (segment, units) in enumerate(zip(self.stack.segments, self.weights, strict=True)):
+        x, activations = self.in_round(r, self.stage_forward, x, carry.activations, inputs, slot)
+        return carry._replace(x=self.hand_over(x, 1), activations=activations), x
 
-            def body(loop, state, i=i, segment=segment, units=units):
-                x, buffers = state
-                kept = []
-                first, at = self.first_layer(segment, r, loop), self.position(segment, r, loop)
-                for u, unit in enumerate(units):
-                    x, saved = self.stack.unit_forward(_pick(unit, at), x, inputs, segment, first, u, self.training)
+    def stage_forward(self, r: int, x: jax.Array, activations: Buffers, inputs: BlockInputs, slot: jax.Array):
+        """(y, activations with this microbatch's in their slot) of round `r`."""
+        new = []
+        for i, segment in enumerate(self.stack.segments):
+
+            def body(loop, state, i=i, segment=segment):
+                x, buffers = state[0], list(state[1])
+                first = self.first_layer(segment, r, loop)
+                for u, unit in enumerate(self.weights[r][i]):
+                    unit = _pick(unit, segment, loop)
+                    x, saved = self.stack.unit_forward(unit, x, inputs, segment, first, u, self.training)
                     if self.training:
-                        leaves, self.pipeline.structures[i, u] = jax.tree.flatten(saved)
-                        kept.append(_write(buffers[u], leaves, _position(segment, slot, loop)))
-                return x, kept
+                        values = self.pipeline.saved[i, u].values(saved)
+                        buffers[u] = _write(buffers[u], values, _position(segment, slot, loop))
+                return x, buffers
 
-            x, buffers = _loop(segment, body, (x, carry.activations[i] if self.training else []))
-            activations.append(buffers)
-        return carry._replace(x=self.hand_over(x, 1), activations=activations if self.training else None), x
+            x, buffers = _loop(segment, body, (x, activations[i] if self.training else []))
+            new.append(buffers)
+        return x, new
 
     def head(self, tick: jax.Array, carry: Carry, y: jax.Array) -> tuple[Carry, jax.Array | None]:
         """Head and loss of the microbatch that leaves the last virtual stage: each stage has 1/P of its tokens.
@@ -200,8 +220,11 @@ class _Run:
             carry = carry._replace(heads=lax.dynamic_update_index_in_dim(carry.heads, dy, slot, 0))
         return carry, dy
 
-    def backward(self, tick: jax.Array, carry: Carry, received, dhead: jax.Array | None) -> Carry:
-        """The gradient of this stage's round, from what the stage after sent or the head gave."""
+    def backward(self, tick: jax.Array, carry: Carry, received, dhead: jax.Array | None, split: bool) -> Carry:
+        """The gradients of this stage's round, from what the stage after sent or the head gave.
+
+        Those of weight matrices only if not `split`; then what they need is put off.
+        """
         active, fields, inputs, r = self.work(self.schedule.backward, tick)
         last = self.last_stage & (r == self.schedule.rounds - 1)
         if self.pipeline.heads_wait:
@@ -210,49 +233,56 @@ class _Run:
         dx = received if dhead is None else jnp.where(last, dhead, received)
         # A stage that idles reads what an earlier operation has saved: with this zero all its gradients are zero.
         dx = jnp.where(active, dx, 0)
-        results = []
-        for i in reversed(range(len(self.stack.segments))):
-            state = (dx, carry.layer_gradients[i], carry.put_off[i], carry.amax[i])
-            dx, *result = self.segment_backward(i, state, carry.activations[i], tick, inputs, r, active)
-            results.insert(0, result)
-        layer_gradients, put_off, amax = (list(part) for part in zip(*results, strict=True))
-        first = active & (self.stage == 0) & (r == 0)
-        end_gradients = self.local.embed_backward(
-            carry.end_gradients, self.ends, fields, inputs, jnp.where(first, dx, 0)
-        )
+        buffers = (carry.layer_gradients, carry.put_off, carry.amax, carry.activations)
+        slots = (self.own(self.slots.backward, tick), self.own(self.slots.put_off, tick))
+        operation = partial(self.stage_backward, split=split)
+        dx, layer_gradients, put_off, amax = self.in_round(r, operation, dx, buffers, inputs, slots, active)
+        first = jnp.where(active & (self.stage == 0) & (r == 0), dx, 0)
+        end_gradients = self.local.embed_backward(carry.end_gradients, self.ends, fields, inputs, first)
         return carry._replace(
             dx=dx, end_gradients=end_gradients, layer_gradients=layer_gradients, put_off=put_off, amax=amax
         )
 
-    def segment_backward(self, i: int, state, activations, tick, inputs, r, active):
-        """Of segment `i`: (dx, gradients, what is put off, amaxes) with this microbatch's in them."""
+    def stage_backward(self, r: int, dx: jax.Array, buffers, inputs: BlockInputs, slots, active, *, split: bool):
+        """(dx, gradients, what is put off, amaxes) of round `r`, this microbatch's included."""
+        layer_gradients, put_off, amax, activations = buffers
+        results = []
+        for i in reversed(range(len(self.stack.segments))):
+            state = (dx, layer_gradients[r][i], put_off[i], amax[r][i])
+            dx, *result = self.segment_backward(r, i, state, activations[i], inputs, slots, active, split)
+            results.insert(0, result)
+        gradients, put_off, largest = ([result[part] for result in results] for part in range(3))
+        return dx, _replaced(layer_gradients, r, gradients), put_off, _replaced(amax, r, largest)
+
+    def segment_backward(self, r: int, i: int, state, activations, inputs, slots, active, split: bool):
+        """The same of segment `i`, whose parts of the state these are."""
         segment, exchange = self.stack.segments[i], self.stack.exchange
-        slot, keep = self.own(self.slots.backward, tick), self.own(self.slots.backward_gradients, tick)
+        slot, keep = slots
 
         def body(loop, state):
             dx, totals, put_off, amax = state[0], *map(list, state[1:])
             loop = segment.loops - 1 - loop
-            first, at = self.first_layer(segment, r, loop), self.position(segment, r, loop)
+            first = self.first_layer(segment, r, loop)
             entered, above = dx, {}
             for u in reversed(range(len(totals))):
-                unit, _ = exchange.tie_gather((_pick(self.weights[i][u], at), entered))
+                unit, _ = exchange.tie_gather((_pick(self.weights[r][i][u], segment, loop), entered))
                 entered = dx
                 saved = _read(activations[u], _position(segment, slot, loop))
-                if self.schedule.weight is None:
-                    residuals = jax.tree.unflatten(self.pipeline.structures[i, u], saved)
-                    dx, gradient, largest = self.stack.unit_backward(unit, residuals, dx, inputs, segment, first, u)
-                else:
-                    split = self.split(i, u, unit, saved, dx, inputs, first)
-                    dx, gradient, largest, later = split.inputs(unit, saved, dx, inputs, first)
+                if split:
+                    parts = self.split(i, u, unit, saved, dx, inputs, first)
+                    dx, gradient, largest, later = parts.inputs(unit, saved, dx, inputs, first)
                     put_off[u] = _write(put_off[u], later, _position(segment, keep, loop))
+                else:
+                    residuals = self.pipeline.saved[i, u].residuals(saved)
+                    dx, gradient, largest = self.stack.unit_backward(unit, residuals, dx, inputs, segment, first, u)
                 largest = jax.tree.map(lambda a: jnp.where(active, a, 0), largest)
-                amax[u] = _combine(jnp.maximum, amax[u], largest, at)
+                amax[u] = _combine(jnp.maximum, amax[u], largest, segment, loop)
                 # A unit's gradients are reduced while the unit below goes backward, and then added in place.
                 for v, pending in above.items():
-                    dx, totals[v] = lax.optimization_barrier((dx, self.add(totals[v], pending, at)))
+                    dx, totals[v] = exchange.tie_reduction((dx, self.add(totals[v], pending, segment, loop)), False)
                 above = {u: gradient}
             for v, pending in above.items():
-                totals[v] = self.add(totals[v], pending, at)
+                totals[v] = self.add(totals[v], pending, segment, loop)
             return dx, totals, put_off, amax
 
         return _loop(segment, body, state)
@@ -260,44 +290,70 @@ class _Run:
     def weight(self, tick: jax.Array, carry: Carry) -> Carry:
         """Gradients of weights that a backward operation has put off."""
         r = self.own(self.schedule.weight.round, tick)  # type: ignore[union-attr]
-        slot, kept = self.own(self.slots.weight, tick), self.own(self.slots.weight_gradients, tick)
+        slot = self.own(self.slots.weight, tick)
+        operation = self.in_round(r, self.stage_weight, carry.layer_gradients, carry.put_off, slot)
+        return carry._replace(layer_gradients=operation)
+
+    def stage_weight(self, r: int, layer_gradients: Weights, put_off: Buffers, slot: jax.Array) -> Weights:
+        """The gradients with those that one backward operation of round `r` has put off."""
         gradients = []
         for i, segment in enumerate(self.stack.segments):
 
             def body(loop, totals, i=i, segment=segment):
-                totals, at = list(totals), self.position(segment, r, loop)
+                totals = list(totals)
                 for u in reversed(range(len(totals))):
-                    saved = _read(carry.activations[i][u], _position(segment, slot, loop))
-                    later = _read(carry.put_off[i][u], _position(segment, kept, loop))
-                    gradient = self.splits[i, u].weights(_pick(self.weights[i][u], at), saved, later)
-                    totals[u] = self.add(totals[u], gradient, at)
+                    later = _read(put_off[i][u], _position(segment, slot, loop))
+                    gradient = self.splits[i, u].weights(_pick(self.weights[r][i][u], segment, loop), later)
+                    totals[u] = self.add(totals[u], gradient, segment, loop)
                 return totals
 
-            gradients.append(_loop(segment, body, carry.layer_gradients[i]))
-        return carry._replace(layer_gradients=gradients)
+            gradients.append(_loop(segment, body, layer_gradients[r][i]))
+        return _replaced(layer_gradients, r, gradients)
 
     # Parts of operations
 
-    def first_layer(self, segment: Segment, r: jax.Array, loop: jax.Array | int) -> jax.Array:
+    def in_round(self, r: jax.Array, operation: Callable, *arguments: Any) -> Any:
+        """`operation(round, ...)` in this stage's round; each round is a program of its own, with its own weights."""
+        if self.schedule.rounds == 1:
+            return operation(0, *arguments)
+        return lax.switch(r, [partial(operation, k) for k in range(self.schedule.rounds)], *arguments)
+
+    def by_round(self, layers: Any) -> Weights:
+        """Weights as the layer stack has them, by round."""
+        rounds = range(self.schedule.rounds)
+        if len(rounds) == 1:
+            return [layers]
+
+        def of_round(r: int, n: int, units: Any) -> Any:
+            return jax.tree.map(lambda w: w[r] if n == 1 else w[r * n : (r + 1) * n], units)
+
+        loops = [segment.loops for segment in self.stack.segments]
+        return [[of_round(r, *pair) for pair in zip(loops, layers, strict=True)] for r in rounds]
+
+    def join_rounds(self, weights: Weights) -> Any:
+        """The way back."""
+        if len(weights) == 1:
+            return weights[0]
+
+        def join(segment: Segment, *rounds: Any) -> Any:
+            return jax.tree.map(lambda *w: jnp.stack(w) if segment.loops == 1 else jnp.concatenate(w), *rounds)
+
+        return [join(segment, *units) for segment, *units in zip(self.stack.segments, *weights, strict=True)]
+
+    def first_layer(self, segment: Segment, r: int, loop: jax.Array | int) -> jax.Array:
         """The first layer of a loop's body in round `r`."""
         return self.first_layers[r] + segment.start + loop * segment.unroll
 
-    def position(self, segment: Segment, r: jax.Array, loop: jax.Array | int) -> jax.Array | None:
-        """Where a loop's layers of round `r` lie in their arrays' leading dimension; None if there is none."""
-        return r * segment.loops + loop if self.stack.copies(segment) > 1 else None
-
-    def add(self, totals: Unit, gradient: Unit, at: jax.Array | None) -> Unit:
+    def add(self, totals: Unit, gradient: Unit, segment: Segment, loop: jax.Array | int) -> Unit:
         """A unit's summed gradients and one more microbatch's, reduced over `fsdp`."""
         gradient = jax.tree.map(lambda g: g.astype(jnp.float32), self.stack.reduce(gradient, False))
-        return _combine(jnp.add, totals, gradient, at)
+        return _combine(jnp.add, totals, gradient, segment, loop)
 
-    def split(
-        self, i: int, u: int, unit: Unit, saved: list[jax.Array], dx, inputs: BlockInputs, first
-    ) -> SplitBackward:
+    def split(self, i: int, u: int, unit: Unit, saved, dx, inputs: BlockInputs, first) -> SplitBackward:
         """The backward pass of a unit in two parts; traced anew at each use, for it may hold values of the trace."""
 
         def backward(unit, saved, dx, inputs, first):
-            residuals = jax.tree.unflatten(self.pipeline.structures[i, u], saved)
+            residuals = self.pipeline.saved[i, u].residuals(saved)
             return self.stack.unit_backward(unit, residuals, dx, inputs, self.stack.segments[i], first, u)
 
         self.splits[i, u] = SplitBackward(backward, unit, saved, dx, inputs, first)
@@ -316,10 +372,9 @@ class _Run:
         x, (_, inputs) = self.empty_stream(), self.microbatch(jnp.int32(0))
         zero = jnp.zeros((), jnp.float32)
         units = [
-            [self.empty_unit(i, u, x, inputs) for u in range(len(self.weights[i]))]
-            for i in range(len(self.stack.segments))
+            [self.empty_unit(i, u, x, inputs) for u in range(len(segment))] for i, segment in enumerate(self.weights[0])
         ]
-        activations, put_off, layer_gradients, amax = (
+        activations, put_off, gradients, amax = (
             [[unit[part] for unit in segment] for segment in units] for part in range(4)
         )
         return Carry(
@@ -329,37 +384,74 @@ class _Run:
             activations=activations,
             put_off=put_off,
             end_gradients=jax.tree.map(lambda w: jnp.zeros(w.shape, jnp.float32), dict(self.ends)),
-            layer_gradients=layer_gradients,
-            amax=amax,
+            layer_gradients=[gradients] * self.schedule.rounds,
+            amax=[amax] * self.schedule.rounds,
             sums={"loss": zero, "z_loss": zero},
         )
 
     def empty_unit(self, i: int, u: int, x: jax.Array, inputs: BlockInputs):
         """(activations, what is put off, gradients, amaxes) of a unit, zeros of the shapes that an operation gives."""
         segment = self.stack.segments[i]
-        first, at = self.first_layer(segment, jnp.int32(0), 0), self.position(segment, jnp.int32(0), 0)
+        first, unit = self.first_layer(segment, 0, 0), _pick(self.weights[0][i][u], segment, 0)
 
-        def operations(unit, x):
-            _, saved = self.stack.unit_forward(unit, x, inputs, segment, first, u, True)
-            leaves, self.pipeline.structures[i, u] = jax.tree.flatten(saved)
+        def forward(unit, x):
+            return self.stack.unit_forward(unit, x, inputs, segment, first, u, True)[1]
+
+        kept = self.pipeline.saved[i, u] = Saved(forward, unit, x)
+
+        def backward(unit, x):
+            values = kept.values(forward(unit, x))
             later = []
-            if self.schedule.weight is not None:
-                later = self.split(i, u, unit, leaves, x, inputs, first).inputs(unit, leaves, x, inputs, first)[3]
-            _, gradient, amax = self.stack.unit_backward(unit, saved, x, inputs, segment, first, u)
-            return leaves, later, self.stack.reduce(gradient, False), amax
+            if self.slots.put_offs:
+                later = self.split(i, u, unit, values, x, inputs, first).inputs(unit, values, x, inputs, first)[3]
+            _, gradient, amax = self.stack.unit_backward(unit, kept.residuals(values), x, inputs, segment, first, u)
+            return values, later, self.stack.reduce(gradient, False), amax
 
-        def zeros(shapes: Any, lead: int, dtype: Any = None) -> Any:
-            leading = () if lead == 1 else (lead,)
+        def zeros(shapes: Any, lead: int | None, dtype: Any = None) -> Any:
+            leading = () if lead is None else (lead,)
             return jax.tree.map(lambda a: jnp.zeros((*leading, *a.shape), dtype or a.dtype), shapes)
 
-        saved, later, gradient, amax = jax.eval_shape(operations, _pick(self.weights[i][u], at), x)
-        copies = self.stack.copies(segment)
+        saved, later, gradient, amax = jax.eval_shape(backward, unit, x)
+        loops = segment.loops if segment.loops > 1 else None
         return (
-            [jnp.zeros((self.slots.activations * segment.loops, *a.shape), a.dtype) for a in saved],
-            [jnp.zeros((self.slots.gradients * segment.loops, *a.shape), a.dtype) for a in later],
-            zeros(gradient, copies, jnp.float32),
-            zeros(amax, copies),
+            zeros(saved, self.slots.activations * segment.loops),
+            zeros(later, self.slots.put_offs * segment.loops),
+            zeros(gradient, loops, jnp.float32),
+            zeros(amax, loops),
         )
+
+
+class Saved:
+    """What of a unit's residuals is kept between two ticks: each array once, in however many shapes it occurs."""
+
+    def __init__(self, forward: Callable, *arguments: Any):
+        def flat(*arguments):
+            leaves, self.structure = jax.tree.flatten(forward(*arguments))
+            return leaves
+
+        jaxpr = jax.make_jaxpr(flat)(*arguments).jaxpr
+        made_by = {var: equation for equation in jaxpr.eqns for var in equation.outvars}
+
+        def source(var: Any) -> Any:
+            while not isinstance(var, Literal) and var in made_by and made_by[var].primitive.name in VIEWS:
+                var = made_by[var].invars[0]
+            return id(var)
+
+        sources = [source(var) for var in jaxpr.outvars]
+        self.first = [sources.index(key) for key in sources]  # of each leaf: the first one that holds the same numbers
+        self.kept = sorted(set(self.first))
+        self.shapes = [var.aval.shape for var in jaxpr.outvars]
+
+    def values(self, residuals: Any) -> list[jax.Array]:
+        """Residuals → the arrays to keep."""
+        leaves = jax.tree.leaves(residuals)
+        return [leaves[i] for i in self.kept]
+
+    def residuals(self, values: list[jax.Array]) -> Any:
+        """The way back."""
+        kept = dict(zip(self.kept, values, strict=True))
+        leaves = [kept[i].reshape(shape) for i, shape in zip(self.first, self.shapes, strict=True)]
+        return jax.tree.unflatten(self.structure, leaves)
 
 
 def _loop(segment: Segment, body: Callable, state: Any) -> Any:
@@ -372,11 +464,16 @@ def _position(segment: Segment, slot: jax.Array, loop: jax.Array | int) -> jax.A
     return slot * segment.loops + loop
 
 
-def _pick(weights: Any, at: jax.Array | None) -> Any:
-    """Of arrays `[R·loops, ...]` those at one place; those without a leading dimension as they are."""
-    if at is None:
+def _pick(weights: Any, segment: Segment, loop: jax.Array | int) -> Any:
+    """The weights of one loop; where there is a single one they have no leading dimension."""
+    if segment.loops == 1:
         return weights
-    return jax.tree.map(lambda w: lax.dynamic_index_in_dim(w, at, keepdims=False), weights)
+    return jax.tree.map(lambda w: lax.dynamic_index_in_dim(w, loop, keepdims=False), weights)
+
+
+def _replaced(rounds: Weights, r: int, new: Any) -> Weights:
+    """`rounds` with one replaced."""
+    return [new if k == r else old for k, old in enumerate(rounds)]
 
 
 def _read(buffers: list[jax.Array], at: jax.Array) -> list[jax.Array]:
@@ -388,14 +485,14 @@ def _write(buffers: list[jax.Array], values: list[jax.Array], at: jax.Array) -> 
     return [lax.dynamic_update_index_in_dim(buffer, value, at, 0) for buffer, value in pairs]
 
 
-def _combine(operation: Callable, totals: Unit, values: Unit, at: jax.Array | None) -> Unit:
-    """`operation` of totals, at their place if they have a leading dimension, and values; of some there may be none."""
+def _combine(operation: Callable, totals: Unit, values: Unit, segment: Segment, loop: jax.Array | int) -> Unit:
+    """`operation` of totals, in the place of their loop, and values; of some there may be none."""
 
     def one(total: jax.Array, value: jax.Array) -> jax.Array:
-        if at is None:
+        if segment.loops == 1:
             return operation(total, value)
-        here = operation(lax.dynamic_index_in_dim(total, at, keepdims=False), value)
-        return lax.dynamic_update_index_in_dim(total, here, at, 0)
+        here = operation(lax.dynamic_index_in_dim(total, loop, keepdims=False), value)
+        return lax.dynamic_update_index_in_dim(total, here, loop, 0)
 
     return tuple(
         {name: one(total, value[name]) if name in value else total for name, total in layer.items()}

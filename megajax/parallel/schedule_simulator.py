@@ -44,7 +44,7 @@ class SlotCounts(NamedTuple):
     """How many slots a stage's buffers have, as in `Slots`."""
 
     activations: int
-    gradients: int
+    put_offs: int
     heads: int
 
 
@@ -78,7 +78,7 @@ def simulate(schedule: Schedule, costs: Costs) -> Report:
         time=float(tick_starts(schedule, costs)[-1]),
         ideal=schedule.microbatches * costs.work,
         in_flight=_in_flight(schedule),
-        slots=SlotCounts(slots.activations, slots.gradients, slots.heads),
+        slots=SlotCounts(slots.activations, slots.put_offs, slots.heads),
     )
 
 
@@ -103,7 +103,7 @@ def sends(schedule: Schedule) -> np.ndarray:
 def _in_flight(schedule: Schedule) -> list[float]:
     """On each stage: most activations kept at once, in whole stages."""
     first = schedule.ticks_of["forward"]
-    last = schedule.ticks_of["backward" if schedule.weight is None else "weight"]
+    last = schedule.ticks_of["backward"]
     most = []
     for stage in range(schedule.stages):
         change = np.zeros(schedule.ticks + 1, int)
@@ -119,7 +119,8 @@ Work = tuple[int, int]  # microbatch, round
 class _Access(NamedTuple):
     """Writing or reading one buffer; columns are the last stages, as many as there are."""
 
-    operation: str  # which does it, also when it is idle, at the ticks that have its flag
+    flag: str  # at which ticks
+    operation: str  # which does it, also when it is idle
     writes: bool
     buffer: str
     count: int  # slots of the buffer
@@ -131,12 +132,14 @@ def replay(schedule: Schedule, slots: Slots) -> None:
     """Refuse slots that lose what is still needed, by writing and reading them tick by tick.
 
     Each operation must read what was written for its own microbatch and round; an idle operation overwrites its slot
-    with nothing of use, and must read a slot that has been written. Raises ValueError naming tick, stage and operation.
+    with nothing of use, and must read a slot that has been written. Gradients are written only where `Flags.split`, and
+    weight operations read only where `Flags.weight`: elsewhere the backward operation does both and puts nothing off.
+    Raises ValueError naming tick, stage and operation.
     """
     memory: dict[tuple[str, int, int], Work | None] = {}  # by buffer, stage and slot; None: nothing of use
     accesses = _accesses(schedule, slots)
     for tick, flags in enumerate(schedule.flags):
-        for access in (access for access in accesses if getattr(flags, access.operation)):
+        for access in (access for access in accesses if getattr(flags, access.flag)):
             width = access.slot.shape[1]
             for column in range(width):
                 stage, slot = schedule.stages - width + column, int(access.slot[tick, column])
@@ -164,16 +167,15 @@ def _accesses(schedule: Schedule, slots: Slots) -> list[_Access]:
     forward, backward, weight = schedule.forward, schedule.backward, schedule.weight
     loss, loss_backward = (_of_last_virtual_stage(schedule, table) for table in (forward, backward))
     out = [
-        _Access("forward", True, "activations", slots.activations, forward, slots.forward),
-        _Access("head", True, "heads", slots.heads, loss, slots.head[:, None]),
-        _Access("backward", False, "activations", slots.activations, backward, slots.backward),
-        _Access("backward", False, "heads", slots.heads, loss_backward, slots.backward_head[:, None]),
+        _Access("forward", "forward", True, "activations", slots.activations, forward, slots.forward),
+        _Access("head", "head", True, "heads", slots.heads, loss, slots.head[:, None]),
+        _Access("backward", "backward", False, "activations", slots.activations, backward, slots.backward),
+        _Access("backward", "backward", False, "heads", slots.heads, loss_backward, slots.backward_head[:, None]),
     ]
     if weight is not None:
         out += [
-            _Access("backward", True, "gradients", slots.gradients, backward, slots.backward_gradients),
-            _Access("weight", False, "activations", slots.activations, weight, slots.weight),
-            _Access("weight", False, "gradients", slots.gradients, weight, slots.weight_gradients),
+            _Access("split", "backward", True, "put-offs", slots.put_offs, backward, slots.put_off),
+            _Access("weight", "weight", False, "put-offs", slots.put_offs, weight, slots.weight),
         ]
     return out
 

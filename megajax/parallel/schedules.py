@@ -38,20 +38,34 @@ class Flags(NamedTuple):
     forward: bool
     head: bool  # the last virtual stage goes forward: the head and the loss of its microbatch are due
     backward: bool
-    weight: bool
+    split: bool  # the backward operation leaves the weights' gradients to weight operations
+    weight: bool  # of such a backward operation; where none is put off at a tick, the backward operation does both
+
+
+class Run(NamedTuple):
+    """Consecutive ticks with the same flags."""
+
+    flags: Flags
+    start: int  # counted from the start of its phase's repetition
+    length: int
 
 
 @dataclass(frozen=True)
 class Phase:
-    """Ticks from `start` on: `repeats` times the same sequence of runs, each so many ticks with the same flags."""
+    """Ticks from `start` on: `repeats` times the same sequence of runs."""
 
     start: int
     repeats: int
-    runs: tuple[tuple[Flags, int], ...]
+    runs: tuple[Run, ...]
 
     @property
     def period(self) -> int:
-        return sum(length for _, length in self.runs)
+        return sum(run.length for run in self.runs)
+
+    def ticks(self, run: Run) -> np.ndarray:
+        """Of one of its runs: `[repeats, length]`."""
+        first = self.start + run.start + self.period * np.arange(self.repeats)
+        return first[:, None] + np.arange(run.length)
 
 
 @dataclass(frozen=True)
@@ -63,8 +77,8 @@ class Schedule:
     microbatches: int
     rounds: int
     forward: Table
-    backward: Table  # with `weight`, the gradients of inputs alone
-    weight: Table | None  # gradients of weights, put off; None: the backward operation computes them too
+    backward: Table  # gradients of inputs
+    weight: Table | None  # gradients of weights; None: at the same ticks as those of inputs
 
     @property
     def ticks(self) -> int:
@@ -91,23 +105,66 @@ class Schedule:
     def flags(self) -> list[Flags]:
         """Of each tick."""
         head = (self.forward.active & (self.forward.round == self.rounds - 1))[:, -1]
-        weight = np.zeros(self.ticks, bool) if self.weight is None else self.weight.active.any(axis=1)
-        rows = zip(self.forward.active.any(axis=1), head, self.backward.active.any(axis=1), weight, strict=True)
+        split = weight = np.zeros(self.ticks, bool)
+        if self.weight is not None:
+            pairs = zip(self.backward, self.weight, strict=True)
+            split = np.any([(ours != theirs).any(axis=1) for ours, theirs in pairs], axis=0)
+            weight = split & self.weight.active.any(axis=1)
+        backward = self.backward.active.any(axis=1)
+        rows = zip(self.forward.active.any(axis=1), head, backward, split & backward, weight, strict=True)
         return [Flags(*map(bool, row)) for row in rows]
 
     @cached_property
     def phases(self) -> tuple[Phase, ...]:
-        """The ticks in as few loops as there are patterns, so that a program's size does not grow with microbatches."""
-        runs = [(flags, len(list(group))) for flags, group in itertools.groupby(self.flags)]
-        phases, start, i = [], 0, 0
+        """The ticks in as few loops as there are patterns, so that a program's size does not grow with microbatches.
+
+        A run longer than the `ring` goes round it in a loop.
+        """
+        phases, start, i, runs = [], 0, 0, self._runs
         while i < len(runs):
             pair, repeats = runs[i : i + 2], 1
             while len(pair) == 2 and runs[i + 2 * repeats : i + 2 * repeats + 2] == pair:
                 repeats += 1
-            phases.append(Phase(start, repeats, tuple(pair if repeats > 1 else pair[:1])))
-            start += repeats * phases[-1].period
-            i += repeats * len(phases[-1].runs)
+            (flags, length), after = pair[0], pair[-1]
+            if repeats > 1:
+                phases.append(Phase(start, repeats, (Run(flags, 0, length), Run(after[0], length, after[1]))))
+            elif self.ring and start == self.ring.start and length > self.ring.slots:
+                rounds, rest = divmod(length, self.ring.slots)
+                phases.append(Phase(start, rounds, (Run(flags, 0, self.ring.slots),)))
+                if rest:
+                    phases.append(Phase(start + length - rest, 1, (Run(flags, 0, rest),)))
+            else:
+                phases.append(Phase(start, 1, (Run(flags, 0, length),)))
+            covered = 2 * repeats if repeats > 1 else 1
+            start += sum(length for _, length in runs[i : i + covered])
+            i += covered
         return tuple(phases)
+
+    @cached_property
+    def ring(self) -> "Ring | None":
+        """Slots of saved activations, by tick the same on all stages; None with rounds, where too many would be needed.
+
+        It begins anew with the longest run of forward operations, and is so long that a backward operation comes before
+        its slot is written again; one slot longer if the run then ends with the ring.
+        """
+        if self.rounds > 1:
+            return None
+        starts = itertools.accumulate((length for _, length in self._runs), initial=0)
+        length, start = max((n, -at) for (flags, n), at in zip(self._runs, starts, strict=False) if flags.forward)
+        forward, backward = self.ticks_of["forward"], self.ticks_of["backward"]
+        slots = min(int((backward - forward).max()) + 1, sum(flags.forward for flags in self.flags))
+        return Ring(-start, slots + (length % slots > 0 and length % (slots + 1) == 0))
+
+    @property
+    def _runs(self) -> list[tuple[Flags, int]]:
+        return [(flags, len(list(group))) for flags, group in itertools.groupby(self.flags)]
+
+
+class Ring(NamedTuple):
+    """Slots that are written in turn, tick by tick."""
+
+    start: int  # the tick that writes the first
+    slots: int
 
 
 def make_schedule(kind: Kind, stages: int, microbatches: int, rounds: int = 1) -> Schedule:
@@ -116,8 +173,8 @@ def make_schedule(kind: Kind, stages: int, microbatches: int, rounds: int = 1) -
     - `gpipe` (Huang et al. 2019): all forward operations, then all backward.
     - `1f1b` (Narayanan et al. 2019; interleaved, 2021): a microbatch goes backward as soon as it can, so what is saved
       does not grow with the number of microbatches. In lockstep a tick holds one forward *and* one backward operation.
-    - `zero_bubble` (Qi et al. 2024): the same with the gradients of weights put off, by up to P - 1 ticks, so that no
-      tick is spent on them while the pipeline fills.
+    - `zero_bubble` (Qi et al. 2024): the same, but while the pipeline fills, gradients of weights are put off: stage s
+      keeps those of its first s backward operations for the ticks at the end in which it has no other work.
 
     Raises ValueError for sizes below 1, and where rounds > 1 and the stages do not divide the microbatches, which go
     round in groups of P.
@@ -140,7 +197,9 @@ def make_schedule(kind: Kind, stages: int, microbatches: int, rounds: int = 1) -
     forward = _table(ticks, order, position + stage)
     reversed_rounds = np.stack([order[:, 0], R - 1 - order[:, 1]], axis=1)
     backward = _table(ticks, reversed_rounds, first_backward + position + fill - stage)
-    weight = _table(ticks, reversed_rounds, first_backward + position + fill + 0 * stage)
+    at_once = first_backward + position + fill - stage
+    put_off = np.minimum(stage, M * R)
+    weight = _table(ticks, reversed_rounds, np.where(position < put_off, ticks - put_off + position, at_once))
     return Schedule(kind, P, M, R, forward, backward, weight if kind == "zero_bubble" else None)
 
 
@@ -192,6 +251,11 @@ def check(schedule: Schedule) -> None:
     _refuse_where(backward[:, -1:] < forward[:, -1:], "backward", "comes before the loss of its microbatch", S - 1)
     if schedule.weight is not None:
         _refuse_where(schedule.ticks_of["weight"] < backward, "weight", "comes before its gradient is there")
+        idle = np.array([flags.weight for flags in schedule.flags])[:, None] & ~schedule.weight.active
+        if idle.any():
+            raise ValueError(
+                "tick {}, stage {} has no weight operation, and other stages do.".format(*np.argwhere(idle)[0])
+            )
 
 
 def _refuse_where(wrong: np.ndarray, name: str, problem: str, first_stage: int = 0) -> None:
@@ -210,13 +274,12 @@ class Slots:
     """
 
     activations: int  # how many slots a stage needs for what the forward operation saves
-    gradients: int  # and for what the weight operation needs of the backward operation; 0 if it is not put off
+    put_offs: int  # and for what weight operations need; 0 if none is put off
     heads: int  # and for gradients of the head that wait for their backward operation
     forward: np.ndarray  # the forward operation writes here
     backward: np.ndarray  # the backward operation reads here
-    backward_gradients: np.ndarray  # the backward operation writes here
-    weight: np.ndarray  # the weight operation reads activations here
-    weight_gradients: np.ndarray  # and gradients here
+    put_off: np.ndarray  # and writes here what a weight operation needs
+    weight: np.ndarray  # which reads it here
     head: np.ndarray  # [ticks]: the head writes here
     backward_head: np.ndarray  # [ticks]: the last virtual stage's backward operation reads here
 
@@ -225,35 +288,32 @@ def assign_slots(schedule: Schedule) -> Slots:
     """Small buffers for a checked schedule: a slot is free again after its last use."""
     stages, final = range(schedule.stages), schedule.rounds - 1
     flagged = {name: np.array([getattr(flags, name) for flags in schedule.flags]) for name in Flags._fields}
-    dead_after = schedule.ticks_of["backward" if schedule.weight is None else "weight"]
 
-    def kept(writer: str) -> list["_Kept"]:
-        table = schedule.tables[writer]
-        return [_keep(flagged[writer], _lives(schedule, table, s, dead_after)) for s in stages]
+    def kept(writer: Table, writes: np.ndarray, reader: str) -> list["_Kept"]:
+        return [_keep(writes, _lives(schedule, writer, s, schedule.ticks_of[reader])) for s in stages]
 
     def written(kept: list["_Kept"]) -> np.ndarray:
         return np.stack([k.written for k in kept], axis=1)
 
-    def read(kept: list["_Kept"], reader: Table | None) -> np.ndarray:
-        if reader is None:
-            return np.zeros((schedule.ticks, schedule.stages), np.int32)
+    def read(kept: list["_Kept"], reader: Table) -> np.ndarray:
         return np.stack([_read(k, reader, s) for s, k in zip(stages, kept, strict=True)], axis=1)
 
-    activations = kept("forward")
-    gradients = kept("backward") if schedule.weight is not None else []
+    if schedule.ring is None:
+        activations = kept(schedule.forward, flagged["forward"], "backward")
+    else:
+        activations = [_in_ring(schedule, s) for s in stages]
+    nothing = np.zeros((schedule.ticks, schedule.stages), np.int32)
+    put_offs = kept(schedule.backward, flagged["split"], "weight") if schedule.weight is not None else []
     starts, ends = schedule.ticks_of["forward"][:, -1], schedule.ticks_of["backward"][:, -1]
-    lives = {(m, final): (int(starts[m]), int(ends[m])) for m in range(schedule.microbatches)}
-    heads = _keep(flagged["head"], lives)
-    nothing = read(activations, None)
+    heads = _keep(flagged["head"], {(m, final): (int(starts[m]), int(ends[m])) for m in range(schedule.microbatches)})
     return Slots(
         activations=max(k.count for k in activations),
-        gradients=max((k.count for k in gradients), default=0),
+        put_offs=max((k.count for k in put_offs), default=0),
         heads=heads.count,
         forward=written(activations),
         backward=read(activations, schedule.backward),
-        backward_gradients=written(gradients) if gradients else nothing,
-        weight=read(activations, schedule.weight),
-        weight_gradients=read(gradients, schedule.weight) if gradients else nothing,
+        put_off=written(put_offs) if put_offs else nothing,
+        weight=read(put_offs, schedule.weight) if schedule.weight is not None else nothing,
         head=heads.written,
         backward_head=_read(heads, schedule.backward, schedule.stages - 1),
     )
@@ -266,6 +326,7 @@ class _Kept(NamedTuple):
     count: int  # slots
     written: np.ndarray  # [ticks]
     of_work: dict[Work, int]
+    first: int = 0  # the slot that is written first
 
 
 def _lives(schedule: Schedule, writer: Table, stage: int, dead_after: np.ndarray) -> dict[Work, tuple[int, int]]:
@@ -295,9 +356,18 @@ def _keep(writes: np.ndarray, lives: dict[Work, tuple[int, int]]) -> _Kept:
     return _Kept(len(dead_after), written, of_work)
 
 
+def _in_ring(schedule: Schedule, stage: int) -> _Kept:
+    """Slots in turn, one a tick."""
+    assert schedule.ring is not None
+    written = ((np.arange(schedule.ticks) - schedule.ring.start) % schedule.ring.slots).astype(np.int32)
+    ticks = schedule.ticks_of["forward"][:, stage]
+    of_work = {(m, 0): int(written[tick]) for m, tick in enumerate(ticks)}
+    return _Kept(schedule.ring.slots, written, of_work, int(written[0]))
+
+
 def _read(kept: _Kept, reader: Table, stage: int) -> np.ndarray:
-    """The slot that a stage's operation reads at each tick; an idle one reads the first."""
-    slots = np.zeros(len(reader.microbatch), np.int32)
+    """The slot that a stage's operation reads at each tick; an idle one reads what was written first."""
+    slots = np.full(len(reader.microbatch), kept.first, np.int32)
     for tick in np.flatnonzero(reader.active[:, stage]):
         slots[tick] = kept.of_work.get((int(reader.microbatch[tick, stage]), int(reader.round[tick, stage])), 0)
     return slots

@@ -42,9 +42,7 @@ class SplitBackward:
         others = [equation for equation in jaxpr.jaxpr.eqns if id(equation) not in first]
         self.late_equations = _needed(others, [self.outvars[i] for i in self.late])
 
-        # What the second part has at hand anyway: the weights and what was saved.
-        kept = len(jax.tree.leaves((weights, list(saved))))
-        self.at_hand = self.invars[:kept]
+        self.at_hand = self.invars[: len(jax.tree.leaves(weights))]  # the second part has the weights anyway
         made = {var for equation in self.late_equations for var in equation.outvars}
         read = [var for equation in self.late_equations for var in equation.invars]
         read += [self.outvars[i] for i in self.late]
@@ -60,9 +58,9 @@ class SplitBackward:
         dx, gradients, extra = jax.tree.unflatten(self.out_structure, out)
         return dx, _present(gradients), extra, [values[var] for var in self.handed_on]
 
-    def weights(self, weights: Any, saved: Sequence[jax.Array], handed_on: Sequence[jax.Array]):
+    def weights(self, weights: Any, handed_on: Sequence[jax.Array]):
         """Gradients of matrices."""
-        values = {**self.constants, **dict(zip(self.at_hand, jax.tree.leaves((weights, list(saved))), strict=True))}
+        values = {**self.constants, **dict(zip(self.at_hand, jax.tree.leaves(weights), strict=True))}
         values |= dict(zip(self.handed_on, handed_on, strict=True))
         _evaluate(self.late_equations, values)
         out = [_value(var, values) if i in self.late else None for i, var in enumerate(self.outvars)]

@@ -34,6 +34,18 @@ def rows(schedule: Schedule, operation: str) -> list[str]:
     ]
 
 
+def happens(schedule: Schedule, flag: str) -> str:
+    """An x for each tick that has the flag, a dot for one that has not."""
+    return "".join("x" if getattr(flags, flag) else "." for flags in schedule.flags)
+
+
+def works(schedule: Schedule, operation: str, stage: int) -> list[tuple[int, tuple[int, int]]]:
+    """(tick, (microbatch, round)) of each operation of a stage."""
+    table = schedule.tables[operation]
+    cells = zip(table.microbatch[:, stage].tolist(), table.round[:, stage].tolist(), strict=True)
+    return [(tick, cell) for tick, cell in enumerate(cells) if cell[0] != IDLE]
+
+
 # Tables by hand
 
 
@@ -71,7 +83,48 @@ def test_two_rounds_with_weights_put_off_by_hand():
         ". . . . 0b 1b 0a 1a 2b 3b 2a 3a",
         ". . . 0b 1b 0a 1a 2b 3b 2a 3a .",
     ]
-    assert rows(schedule, "weight") == 2 * [". . . . 0b 1b 0a 1a 2b 3b 2a 3a"]
+    assert rows(schedule, "weight") == [
+        ". . . . 0b 1b 0a 1a 2b 3b 2a 3a",
+        ". . . . 1b 0a 1a 2b 3b 2a 3a 0b",
+    ]
+    assert happens(schedule, "split") == "...x.......x"
+    assert happens(schedule, "weight") == "...........x"
+    assert happens(schedule, "head") == "...xx..xx..."
+
+
+@pytest.mark.smoke
+def test_zero_bubble_of_four_stages_and_eight_microbatches_by_hand():
+    schedule = make_schedule("zero_bubble", stages=4, microbatches=8)
+    without = make_schedule("1f1b", stages=4, microbatches=8)
+    assert rows(schedule, "forward") == rows(without, "forward")
+    assert rows(schedule, "backward") == rows(without, "backward")
+    assert rows(schedule, "weight") == [
+        ". . . . . . 0 1 2 3 4 5 6 7",
+        ". . . . . . 1 2 3 4 5 6 7 0",
+        ". . . . . . 2 3 4 5 6 7 0 1",
+        ". . . . . . 3 4 5 6 7 0 1 2",
+    ]
+    assert happens(schedule, "split") == "...xxx.....xxx"
+    assert happens(schedule, "weight") == "...........xxx"
+
+
+def test_zero_bubble_of_fewer_microbatches_than_stages_by_hand():
+    """A stage that is done with its backward operations waits until all are, and then none is idle."""
+    schedule = make_schedule("zero_bubble", stages=4, microbatches=2)
+    assert rows(schedule, "backward") == [
+        ". . . . . . 0 1",
+        ". . . . . 0 1 .",
+        ". . . . 0 1 . .",
+        ". . . 0 1 . . .",
+    ]
+    assert rows(schedule, "weight") == [
+        ". . . . . . 0 1",
+        ". . . . . . 1 0",
+        ". . . . . . 0 1",
+        ". . . . . . 0 1",
+    ]
+    assert happens(schedule, "split") == "...xxxxx"
+    assert happens(schedule, "weight") == "......xx"
 
 
 # For every kind and many sizes
@@ -114,16 +167,53 @@ def test_each_operation_follows_the_one_it_needs(kind):
                 needed = at["backward", m, virtual + 1] + 1 if virtual < last else at["forward", m, last]
                 assert tick == needed if virtual < last else tick >= needed
             if name == "weight":
-                assert 0 <= tick - at["backward", m, virtual] <= P - 1
+                assert tick - at["backward", m, virtual] in (0, max(M * R, virtual % P))
 
 
-def test_weight_operations_put_off_never_stand_idle_once_begun():
+def test_only_what_fills_the_pipeline_is_put_off():
     for P, M, R in SIZES:
-        weight = make_schedule("zero_bubble", P, M, R).weight
-        assert weight is not None
-        ticks = np.flatnonzero(weight.active.any(axis=1))
-        assert len(ticks) == M * R and ticks[-1] == ticks[0] + M * R - 1
-        assert weight.active[ticks].all()
+        schedule = make_schedule("zero_bubble", P, M, R)
+        full = np.flatnonzero(schedule.backward.active[:, 0])[0]  # the first tick at which all stages go backward
+        total = 0
+        for s in range(P):
+            begun, done = ({work: tick for tick, work in works(schedule, name, s)} for name in ("backward", "weight"))
+            order = list(begun)
+            late = [work for work in order if done[work] != begun[work]]
+            # The first s in the order of their backward operations, which is all there are before the pipeline is full.
+            assert late == order[:s] == [work for work in order if begun[work] < full]
+            # They are done in that order in the stage's last ticks, at which it has no backward operation.
+            assert list(done) == order[s:] + order[:s]
+            assert [done[work] for work in late] == list(range(schedule.ticks - len(late), schedule.ticks))
+            assert not schedule.backward.active[schedule.ticks - len(late) :, s].any()
+            total += len(late)
+        assert total == sum(min(s, M * R) for s in range(P))
+        assert total == P * (P - 1) // 2 or M * R < P - 1
+
+
+def test_backward_operations_are_split_only_while_the_pipeline_fills_and_drains():
+    for P, M, R in SIZES:
+        schedule = make_schedule("zero_bubble", P, M, R)
+        backward = schedule.backward.active
+        (fills,) = np.nonzero(backward.any(axis=1) & ~backward[:, 0])
+        (drains,) = np.nonzero(backward.any(axis=1) & ~backward[:, -1])
+        assert len(fills) == P - 1 and len(drains) == P - 1
+        assert {tick for tick, flags in enumerate(schedule.flags) if flags.split} == {*fills, *drains}
+        weights = {*drains} - {*fills}
+        assert {tick for tick, flags in enumerate(schedule.flags) if flags.weight} == weights
+        assert len(weights) == min(P - 1, M * R)
+    for kind, (P, M, R) in CASES:
+        if kind != "zero_bubble" or P == 1:
+            assert not any(flags.split or flags.weight for flags in make_schedule(kind, P, M, R).flags)
+
+
+def test_gradients_of_weights_never_stand_idle_once_begun():
+    """A program does not mask weight operations: at their ticks all stages have one."""
+    for P, M, R in SIZES:
+        schedule = make_schedule("zero_bubble", P, M, R)
+        assert schedule.weight is not None
+        ticks = np.flatnonzero(schedule.weight.active.any(axis=1))
+        assert ticks.tolist() == list(range(schedule.ticks - M * R, schedule.ticks))
+        assert schedule.weight.active[ticks].all()
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -144,8 +234,17 @@ def test_flags_say_what_happens_on_any_stage():
     for kind, (P, M, R) in CASES:
         schedule = make_schedule(kind, P, M, R)
         for tick, flags in enumerate(schedule.flags):
-            for name, table in schedule.tables.items():
-                assert getattr(flags, name) == any(m != IDLE for m in table.microbatch[tick])
+            for name in ("forward", "backward"):
+                assert getattr(flags, name) == any(m != IDLE for m in schedule.tables[name].microbatch[tick])
+            apart = False  # on some stage one of both alone, or of another microbatch or round
+            if schedule.weight is not None:
+                tables = (schedule.backward, schedule.weight)
+                backward, weight = (list(zip(t.microbatch[tick], t.round[tick], strict=True)) for t in tables)
+                apart = backward != weight
+                assert flags.weight == (apart and any(m != IDLE for m, _ in weight))
+            else:
+                assert not flags.weight
+            assert flags.split == (apart and flags.backward)
             work = (schedule.forward.microbatch[tick, P - 1], schedule.forward.round[tick, P - 1])
             assert flags.head == (work[0] != IDLE and work[1] == R - 1)
 
@@ -154,8 +253,11 @@ def test_flags_say_what_happens_on_any_stage():
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_number_of_phases_does_not_grow_with_microbatches(kind, rounds):
     numbers = [len(make_schedule(kind, 4, M, rounds).phases) for M in (8, 32, 128)]
-    assert numbers[1] == numbers[2] and numbers[0] <= numbers[1] + 1
-    assert max(numbers) <= 6
+    splits = {"gpipe": 0, "1f1b": 0, "zero_bubble": 1 if rounds == 1 else 2}[kind]
+    assert numbers[1] == numbers[2]
+    # One round: fill, full, drain. Two: the head comes at every other P ticks, which of 8 microbatches is no loop yet.
+    assert numbers[1] == (3 if rounds == 1 else 4) + splits
+    assert numbers[0] == (3 if rounds == 1 else 5) + splits
 
 
 # Memory
@@ -188,7 +290,9 @@ def test_slots_are_as_few_as_what_is_alive_and_one_for_idle_operations():
         alive = round(max(report.in_flight) * R)
         assert alive <= report.slots.activations <= alive + 1
         assert report.slots.heads == (M if kind == "gpipe" else 1)
-        assert report.slots.gradients <= (P + 1 if kind == "zero_bubble" else 0)
+        # What the last stage puts off while the pipeline fills, and one for a backward operation while it drains.
+        put_off = kind == "zero_bubble" and P > 1
+        assert report.slots.gradients == (min(P - 1, M * R) + 1 if put_off else 0)
 
 
 SLOT_FIELDS = {
@@ -217,6 +321,10 @@ def test_replay_catches_every_slot_that_is_off_by_one(kind, field):
     used = table.active
     if "head" in field:
         used = (used & (table.round == schedule.rounds - 1))[:, -1]
+    flag = {"weight": "weight", "weight_gradients": "weight", "backward_gradients": "split"}.get(field)
+    if flag:
+        used = used & np.array([getattr(flags, flag) for flags in schedule.flags])[:, None]
+    assert used.any()
     count = getattr(slots, SLOT_FIELDS[field])
     for cell in np.argwhere(used):
         wrong = getattr(slots, field).copy()
@@ -284,9 +392,14 @@ BROKEN = {
         "weight operation of microbatch 0 .* stage 0 comes before its",
     ),
     "weight swapped": ("weight", move((6, 0), (9, 0)), "weight operation of microbatch 3 .* stage 0 comes before its"),
+    "put off to too early": (
+        "weight",
+        move((2, 3), (11, 3)),
+        "weight operation of microbatch 0 .* stage 3 comes before",
+    ),
     "forward dropped": ("forward", drop((4, 1)), NOT_ONCE.format("forward") + ": microbatch 3 misses virtual stage 1"),
     "backward dropped": ("backward", drop((6, 0)), NOT_ONCE.format("backward") + ": microbatch 0 misses"),
-    "weight dropped": ("weight", drop((13, 3)), NOT_ONCE.format("weight") + ": microbatch 7 misses virtual stage 3"),
+    "weight dropped": ("weight", drop((13, 3)), NOT_ONCE.format("weight") + ": microbatch 2 misses virtual stage 3"),
     "forward twice": ("forward", put((8, 0), 0), NOT_ONCE.format("forward") + ": one stands twice"),
     "in another's place": ("forward", put((1, 0), 0), NOT_ONCE.format("forward") + ": microbatch 1 misses"),
     "weight twice": ("weight", put((5, 2), 3), NOT_ONCE.format("weight") + ": one stands twice"),
@@ -395,7 +508,7 @@ def test_the_drawing_of_a_small_schedule():
         "        W  .  .  .  . 0b 1b 0a 1a",
         "stage 1 F  . 0a 1a 0b 1b  .  .  .",
         "        B  .  .  . 0b 1b 0a 1a  .",
-        "        W  .  .  .  . 0b 1b 0a 1a",
+        "        W  .  .  .  . 1b 0a 1a 0b",
         "",
         "F: forward, B: gradients of inputs, W: gradients of weights",
         "number: microbatch; a to b: round 0 to 1; dot: no such operation",
