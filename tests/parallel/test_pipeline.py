@@ -218,7 +218,7 @@ def test_the_evaluation_loss_does_not_depend_on_the_stages(table, make_config, m
 
 # Faults
 
-correct = {name: getattr(_Run, name) for name in ("hand_over", "work", "position")}
+correct = {name: getattr(_Run, name) for name in ("hand_over", "work", "in_round")}
 correct_loss = LossHead.losses_and_gradients
 ROUNDS, NO_ROUNDS = ({"pipeline": 2, "tensor": 2}, 2), ({"pipeline": 4, "tensor": 2}, 1)
 
@@ -248,11 +248,11 @@ FAULTS = {
     ),
     "an idle stage's gradients count": (*NO_ROUNDS, _Run, "work", always_active),
     "empty slots train": (*NO_ROUNDS, LayerStack, "_without_empty_slots", lambda self, gradient: gradient),
-    "a round has another's weights": (
+    "a round has another's layers": (
         *ROUNDS,
         _Run,
-        "position",
-        lambda self, segment, r, loop: correct["position"](self, segment, 0 * r, loop),
+        "in_round",
+        lambda self, r, *arguments: correct["in_round"](self, 0 * r, *arguments),
     ),
 }
 
