@@ -195,7 +195,8 @@ def first_state(program: TrainProgram, weights: Mapping[str, np.ndarray]) -> Tra
 def canonical(program: TrainProgram, arrays: Mapping[str, jax.Array]) -> dict[str, np.ndarray]:
     """Stored arrays by name → whole arrays on the host, without padding."""
     placements = program.placements
-    return {name: to_canonical(np.asarray(x), placements[name]) for name, x in arrays.items()}
+    whole: dict[str, Any] = {name: np.asarray(x) for name, x in arrays.items()}  # NumPy: nothing is compiled
+    return {name: np.asarray(to_canonical(x, placements[name])) for name, x in whole.items()}
 
 
 def first_gradients(program: TrainProgram, state: TrainState, norm: float) -> dict[str, np.ndarray]:

@@ -56,10 +56,10 @@ class Run:
 
 @pytest.fixture(scope="module")
 def make_config(table) -> Callable:
-    def make(recipe, mesh, microbatches, unroll=1):
+    def make(recipe, mesh, microbatches, unroll=1, layers=2, schedule="1f1b", rounds=1):
         fp8 = {"recipe": recipe} | ({"amax_history_length": LENGTH} if recipe == "delayed" else {})
         return table.make_config(
-            MODEL,
+            {**MODEL, "num_layers": layers},
             mesh,
             microbatches=microbatches,
             steps=STEPS,
@@ -67,6 +67,7 @@ def make_config(table) -> Callable:
             batch={"sequence_length": 32},
             schedule={"learning_rate": 3e-4},
             kernels={"scan_unroll": unroll},
+            pipeline={"schedule": schedule, "rounds": rounds},
         )
 
     return make
@@ -99,10 +100,10 @@ def train(table) -> Callable:
 
 
 def unlike_layers(name: str, weight: np.ndarray) -> np.ndarray:
-    """The second layer's matrices three times as large as the first one's: another layer's scale would not do."""
+    """Every second layer's matrices three times as large as the first one's: another layer's scale would not do."""
     if not name.startswith("blocks.") or "norm" in name:
         return weight
-    return weight * np.array([1, 3], weight.dtype).reshape(-1, *[1] * (weight.ndim - 1))
+    return weight * np.resize(np.array([1, 3], weight.dtype), len(weight)).reshape(-1, *[1] * (weight.ndim - 1))
 
 
 def largest_of(params, parts) -> np.ndarray:
@@ -113,14 +114,15 @@ def largest_of(params, parts) -> np.ndarray:
 
 @pytest.fixture(scope="module")
 def single_device(make_config, train) -> Callable:
-    """(recipe, microbatches) → the Run on one device, made once."""
+    """(recipe, microbatches, layers) → the Run on one device, made once."""
     runs = {}
 
-    def of(recipe, microbatches) -> Run:
-        key = recipe, microbatches
+    def of(recipe, microbatches, layers=2) -> Run:
+        # With current scaling the scale is a microbatch's; with delayed scaling the whole step's, so no number shows M.
+        key = layers, recipe, microbatches if recipe == "current" else 1
         if key not in runs:
-            first = next(iter(runs.values()), None)  # all begin with the same weights
-            runs[key] = train(make_config(recipe, {}, microbatches), first and first.trace.initial)
+            first = next((run for known, run in runs.items() if known[0] == layers), None)  # the same weights for all
+            runs[key] = train(make_config(recipe, {}, key[2], layers=layers), first and first.trace.initial)
         return runs[key]
 
     return of
@@ -143,17 +145,46 @@ def case_name(value) -> str | None:
 def test_a_mesh_trains_as_one_device_does(
     table, make_config, train, single_device, monkeypatch, recipe, mesh, microbatches, pieces, unroll
 ):
-    # With current scaling the scale is a microbatch's; with delayed scaling the whole step's, so no number shows M.
-    expected = single_device(recipe, microbatches if recipe == "current" else 1)
+    expected = single_device(recipe, microbatches)
     if pieces:
         monkeypatch.setattr(MeshComm, "overlap_width", 0)
-    run = train(make_config(recipe, mesh, microbatches, unroll), expected.trace.initial)
+    assert_agrees(table, train(make_config(recipe, mesh, microbatches, unroll), expected.trace.initial), expected)
+
+
+# recipe, mesh, schedule, rounds, microbatches; five layers, so that one slot is empty
+STAGES = [
+    ("current", {"pipeline": 2, "data": 2}, "1f1b", 2, 2),
+    ("delayed", {"pipeline": 2, "fsdp": 2, "tensor": 2}, "zero_bubble", 2, 4),
+    ("delayed", {"pipeline": 4, "data": 2}, "gpipe", 1, 4),
+]
+
+
+@pytest.mark.parametrize(("recipe", "mesh", "schedule", "rounds", "microbatches"), STAGES, ids=case_name)
+def test_stages_train_as_one_device_does(
+    table, make_config, train, single_device, recipe, mesh, schedule, rounds, microbatches
+):
+    expected = single_device(recipe, microbatches, layers=5)
+    config = make_config(recipe, mesh, microbatches, layers=5, schedule=schedule, rounds=rounds)
+    assert_agrees(table, train(config, expected.trace.initial), expected)
+
+
+def test_stages_add_no_rounding_to_those_of_the_mesh_around_them(table, make_config, train):
+    """Five layers on `tensor` and on one device are far apart after some roundings; with stages and without are not."""
+    plain = train(make_config("current", {"tensor": 2}, 2, layers=5))
+    config = make_config("current", {"pipeline": 2, "tensor": 2}, 2, layers=5, schedule="zero_bubble")
+    difference = table.compare(train(config, plain.trace.initial).trace, plain.trace)
+    assert difference.loss < FIRST_LOSS_TOLERANCE
+    assert difference.worst[1] < 1e-3, difference.worst
+
+
+def assert_agrees(table, run: Run, expected: Run) -> None:
     losses = np.abs(run.trace.losses / expected.trace.losses - 1)
     difference = table.compare(run.trace, expected.trace)
     assert losses[0] < FIRST_LOSS_TOLERANCE
     assert losses.max() < LOSS_TOLERANCE
     assert difference.worst[1] < FIRST_GRADIENT_TOLERANCE, difference.worst
-    assert run.history.keys() == expected.history.keys() and bool(run.history) == (recipe == "delayed")
+    fp8 = run.program.config.precision.fp8
+    assert run.history.keys() == expected.history.keys() and bool(run.history) == (fp8.recipe == "delayed")
     for name, history in run.history.items():
         assert_same_amaxes(history[:, :STEPS], expected.history[name][:, :STEPS])
         assert not history[:, STEPS:].any()

@@ -285,6 +285,32 @@ def test_full_recomputation_keeps_the_inputs_of_the_blocks_alone(build):
     assert kept(group=2) == [(LAYERS // 2, tokens, width)]
 
 
+# Stages
+
+
+def staged(compiled, mesh, schedule, microbatches, **settings) -> list[Collective]:
+    settings = {"model": "llama", "pipeline": {"schedule": schedule, **settings}}
+    return collectives(compiled(mesh, microbatches=microbatches, **settings).as_text())
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
+def test_over_data_stages_communicate_once_a_step(compiled, schedule):
+    """No tick, whatever it does, gathers weights or reduces gradients over `data`; the ends neither over `pipeline`."""
+    found = staged(compiled, {"pipeline": 4, "data": 2}, schedule, 8)
+    assert {c.loops for c in found if "data" in c.axes} == {0}
+    gathered, scattered = (count(found, "data", kind) for kind in ("all-gather", "reduce-scatter"))
+    assert gathered == scattered == LAYER_MATRICES + 2, "the ends' two and a layer's"
+    # A tick's head spreads its tokens over the stages and gathers their gradients.
+    in_ticks = [c for c in found if c.loops and c.kind != "collective-permute"]
+    assert {(c.kind, *c.axes) for c in in_ticks} == {("reduce-scatter", "pipeline"), ("all-gather", "pipeline")}
+
+
+def test_a_step_of_stages_is_as_large_with_many_microbatches_as_with_few(compiled):
+    few, many = (staged(compiled, {"pipeline": 2}, "1f1b", number, rounds=2) for number in (8, 32))
+    assert few == many
+    assert [c for c in few if c.kind == "collective-permute" and c.loops], "the test sees none"
+
+
 # In the sources
 
 CALLS = {"psum", "pmean", "pmax", "pmin", "all_gather", "psum_scatter", "ppermute", "pshuffle", "pswapaxes"}

@@ -101,7 +101,7 @@ def test_both_parts_together_are_the_whole(block, run):
     dx, gradients, extra = backward(block.weights, [block.x], block.dy)
     split = SplitBackward(backward, block.weights, [block.x], block.dy)
     found_dx, vectors, found_extra, later = split.inputs(block.weights, [block.x], block.dy)
-    matrices = split.weights(block.weights, [block.x], later)
+    matrices = split.weights(block.weights, later)
     assert [set(v) for v in vectors] == [{"bias"}] * 2
     assert [set(m) for m in matrices] == [{"up", "down"}] * 2
     assert_close(found_dx, dx)
@@ -118,7 +118,7 @@ def test_the_matrices_products_are_in_the_second_part_and_no_product_is_in_both(
     arguments = (block.weights, [block.x], block.dy)
     later = split.inputs(*arguments)[3]
     first = primitives(jax.make_jaxpr(split.inputs)(*arguments))["dot_general"]
-    second = primitives(jax.make_jaxpr(split.weights)(block.weights, [block.x], later))["dot_general"]
+    second = primitives(jax.make_jaxpr(split.weights)(block.weights, later))["dot_general"]
     assert first + second == primitives(jax.make_jaxpr(backward)(*arguments))["dot_general"]
     assert second == 4, "one for each matrix"
 
@@ -130,7 +130,7 @@ def test_later_arguments_count_not_those_that_it_was_made_with(block):
     weights, x, dy = jax.tree.map(lambda a: 2 * a - 1, (block.weights, block.x, block.dy))
     later = split.inputs(weights, [x], dy)[3]
     expected = backward(weights, [x], dy)[1]
-    for found, layer_gradients in zip(split.weights(weights, [x], later), expected, strict=True):
+    for found, layer_gradients in zip(split.weights(weights, later), expected, strict=True):
         for name, gradient in found.items():
             assert_close(gradient, layer_gradients[name])
 
@@ -144,7 +144,7 @@ def test_a_gradient_that_is_an_input_or_the_same_as_another_one_is_handed_on():
     dy, x = jnp.arange(6.0).reshape(2, 3), jnp.arange(4.0).reshape(2, 2)
     split = SplitBackward(backward, (), [x], dy)
     dx, vectors, _, later = split.inputs((), [x], dy)
-    (found,) = split.weights((), [x], later)
+    (found,) = split.weights((), later)
     (expected,) = backward((), [x], dy)[1]
     np.testing.assert_array_equal(dx, 2 * dy)
     assert vectors == ({},) and found.keys() == expected.keys()
@@ -183,10 +183,10 @@ def test_a_block_of_the_model_is_split_in_two(table, model, policy):
 
         split = SplitBackward(backward, unit, leaves, y, inputs)
         dx, vectors, _, later = split.inputs(unit, leaves, y, inputs)
-        matrices = split.weights(unit, leaves, later)
+        matrices = split.weights(unit, later)
         counts["whole"] = primitives(jax.make_jaxpr(backward)(unit, leaves, y, inputs))
         counts["first"] = primitives(jax.make_jaxpr(split.inputs)(unit, leaves, y, inputs))
-        counts["second"] = primitives(jax.make_jaxpr(split.weights)(unit, leaves, later))
+        counts["second"] = primitives(jax.make_jaxpr(split.weights)(unit, later))
         expected_dx, gradients, _ = backward(unit, leaves, y, inputs)
         pairs = [(dx, expected_dx)]
         for expected, *parts in zip(gradients, vectors, matrices, strict=True):

@@ -107,3 +107,12 @@ def test_two_processes_go_on_from_the_checkpoint_of_one(
     assert agree(read_metrics(tmp_path / "two", "loss", "grad_norm"), expected[0])
     evaluations = read_metrics(tmp_path / "two", "eval_loss")
     assert evaluations[6] == pytest.approx(expected[1][6], rel=1e-5)
+
+
+def test_stages_of_two_processes_give_the_losses_of_one_device(tmp_path, start_two, expected, read_metrics):
+    """The boundary between the processes is the one between the stages."""
+    stages = ("mesh.data=1", "mesh.pipeline=2", "batch.num_microbatches=2")
+    first, second = start_two(*stages, f"run.dir={tmp_path / 'two'}")
+    assert (first.finish(), second.finish()) == (0, 0), first.output + second.output
+    assert agree(read_metrics(tmp_path / "two", "loss", "grad_norm"), expected[0])
+    assert read_metrics(tmp_path / "two", "eval_loss")[6] == pytest.approx(expected[1][6], rel=1e-5)

@@ -1,0 +1,153 @@
+"""Checkpoints know nothing of stages: any number of stages and rounds loads any checkpoint, bit for bit."""
+
+import json
+import shutil
+from dataclasses import fields
+from pathlib import Path
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+
+from megajax.config import load_config
+from megajax.sharding import EMPTY, stored_layers, to_canonical
+from megajax.training.loop import Trainer
+
+# Biases and tied weights; 36 is no multiple of 8 storage shards.
+TINY = """
+run: {log_interval: 1, eval_steps: 0, checkpoint_interval: 2}
+model: {num_layers: 8, hidden_size: 36, num_heads: 4, num_kv_heads: 2, head_dim: 8, ffn_hidden_size: 48,
+        vocab_size: 70, vocab_multiple: 128, attention_bias: true, mlp_bias: true, dropout: 0.1, init_std: 0.1}
+batch: {global_size: 8, sequence_length: 16, num_microbatches: 4}
+precision: {compute: float32}
+schedule: {kind: constant, learning_rate: 1.0e-3}
+data: {kind: synthetic}
+logging: {tensorboard: false}
+"""
+HALF, WHOLE = 2, 4  # steps; both are saved
+INTERLEAVED = {"mesh.pipeline": 4, "pipeline.rounds": 2, "mesh.data": 2}
+
+# layers, the mesh that saves, those that restore (perhaps the same), and how many of these go on
+CASES = {
+    "8 layers": (
+        8,
+        INTERLEAVED,
+        [
+            INTERLEAVED,
+            {},
+            {"mesh.pipeline": 2, "mesh.fsdp": 2},
+            {"mesh.pipeline": 4, "mesh.tensor": 2, "pipeline.schedule": "zero_bubble"},
+        ],
+        2,
+    ),
+    "7 layers on 4 stages": (
+        7,
+        {"mesh.pipeline": 4, "mesh.fsdp": 2},
+        [{"mesh.data": 2}, {"mesh.pipeline": 2, "pipeline.rounds": 2, "pipeline.schedule": "gpipe"}],
+        0,
+    ),
+}
+
+
+@pytest.fixture
+def make_trainer(tmp_path):
+    """(run directory, steps, layers, settings) → a Trainer on a mesh of the first devices."""
+    path = tmp_path / "tiny.yaml"
+    path.write_text(TINY)
+
+    def make(run_dir, steps, layers, settings):
+        given = settings | {"run.dir": tmp_path / run_dir, "run.steps": steps, "model.num_layers": layers}
+        config = load_config(path, [f"{key}={value}" for key, value in given.items()])
+        count = int(np.prod([size for key, size in settings.items() if key.startswith("mesh.")], dtype=int))
+        return Trainer(config, jax.devices()[:count])
+
+    return make
+
+
+def state_of(trainer) -> dict[str, np.ndarray]:
+    """Every parameter and moment in its canonical shape, and the other leaves of the state as they are."""
+    placements = trainer.program.placements
+    found = named_leaves({field.name: getattr(trainer.state, field.name) for field in fields(trainer.state)})
+    return {
+        path: to_canonical(leaf, placements[path.split("/")[-1]]) if path.split("/")[-1] in placements else leaf
+        for path, leaf in found.items()
+    }
+
+
+def read(checkpoint: Path) -> dict[str, np.ndarray]:
+    """The same of a checkpoint, read by orbax alone."""
+    with ocp.PyTreeCheckpointer() as reader:
+        metadata = reader.metadata(checkpoint / "state").item_metadata.tree
+        arguments = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), metadata)
+        return named_leaves(reader.restore(checkpoint / "state", args=ocp.args.PyTreeRestore(restore_args=arguments)))
+
+
+def named_leaves(tree) -> dict[str, np.ndarray]:
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+
+    def part(key) -> str:
+        return str(getattr(key, "key", getattr(key, "name", getattr(key, "idx", key))))
+
+    return {"/".join(map(part, path)): np.asarray(leaf) for path, leaf in leaves}
+
+
+def metrics(trainer) -> dict[int, tuple[float, float]]:
+    lines = [json.loads(line) for line in (trainer.checkpoints.directory.parent / "metrics.jsonl").open()]
+    return {line["step"]: (line["loss"], line["grad_norm"]) for line in lines if "loss" in line}
+
+
+def assert_same(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> None:
+    assert found.keys() == expected.keys()
+    for name in expected:
+        np.testing.assert_array_equal(found[name], expected[name], err_msg=name)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_other_stages_go_on_from_a_checkpoint(make_trainer, tmp_path, case):
+    """Exactly the state that was saved, then the losses of the run that stopped nowhere; on the same mesh exactly."""
+    layers, source, others, going_on = CASES[case]
+    whole = make_trainer("whole", WHOLE, layers, source)
+    assert whole.run() == 0
+    expected, end = metrics(whole), read(whole.checkpoints.directory / str(WHOLE))
+    assert_same(end, state_of(whole))
+    saved = read(whole.checkpoints.directory / str(HALF))
+    assert any(leaf.any() for name, leaf in saved.items() if "/mu/" in name), "the moments have not moved"
+
+    for index, settings in enumerate(others):
+        shutil.copytree(tmp_path / "whole", tmp_path / str(index))
+        shutil.rmtree(tmp_path / str(index) / "checkpoints" / str(WHOLE))
+        trainer = make_trainer(str(index), WHOLE, layers, settings)
+        assert trainer.step == HALF
+        assert_same(state_of(trainer), saved)
+        assert_empty_slots_are_zero(trainer)
+        if index >= going_on:
+            trainer.checkpoints.close()
+            continue
+        assert trainer.run() == 0
+        if settings == source:
+            assert metrics(trainer) == expected
+            assert_same(state_of(trainer), end)
+        for step, values in metrics(trainer).items():
+            assert values == pytest.approx(expected[step], rel=1e-5), (settings, step)
+
+
+def assert_empty_slots_are_zero(trainer) -> None:
+    rows = stored_layers(trainer.program.config, trainer.program.mesh.shape["pipeline"]).flatten()
+    for name, weight in trainer.state.params.items():
+        if name.startswith("blocks."):
+            assert not np.asarray(weight)[rows == EMPTY].any(), name
+
+
+@pytest.mark.parametrize(("layers", "settings"), [(7, {"mesh.pipeline": 4, "mesh.data": 2})], ids=str)
+def test_on_disk_layers_stand_in_the_order_of_the_model(make_trainer, layers, settings):
+    """As in the checkpoint of one device; the first weights tell the layers apart."""
+    found = []
+    for run_dir, given in (("one", {}), ("staged", settings)):
+        trainer = make_trainer(run_dir, 1, layers, given)
+        trainer.save()
+        trainer.checkpoints.close()
+        found.append(read(trainer.checkpoints.directory / "0"))
+    assert_same(found[1], found[0])
+    query = next(leaf for path, leaf in found[1].items() if path.endswith("params/blocks.dense.attention.query"))
+    assert len(query) == layers and len(np.unique(query.reshape(layers, -1), axis=0)) == layers
