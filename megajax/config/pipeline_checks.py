@@ -16,6 +16,7 @@ def check_stages(config: Config, sizes: dict[str, int]) -> None:
         _check_microbatches(config, sizes)
         _check_pattern(config, sizes)
         _check_precision(config, sizes)
+        _check_offload(config, sizes)
     _check_unroll(config, sizes)
     _check_remat(config, sizes)
 
@@ -29,14 +30,14 @@ def _split(config: Config, sizes: dict[str, int]) -> str:
 def _check_count(config: Config, sizes: dict[str, int]) -> None:
     layers, rounds = config.model.num_layers, config.pipeline.rounds
     count = sizes["pipeline"] * rounds
-    if count <= layers:
+    if sizes["pipeline"] <= layers and count <= layers + (2 if rounds > 1 else 0):
         return
     depth = said(config, "model.num_layers")
     if rounds == 1:
         problem = f"{_split(config, sizes)} is more than {depth}"
         refuse(config, problem, f"use {layers} or less", "mesh.pipeline", "model.num_layers")
-    problem = f"{_split(config, sizes)} makes {count} virtual stages, more than {depth}"
-    most = layers // sizes["pipeline"]
+    problem = f"{_split(config, sizes)} makes {count} virtual stages, more than {depth} and two empty ones"
+    most = (layers + 2) // sizes["pipeline"] if sizes["pipeline"] <= layers else 0
     cure = f"use pipeline.rounds={most}{' or less' if most > 1 else ''}" if most else f"use {layers} stages or less"
     refuse(config, problem, cure, "mesh.pipeline", "pipeline.rounds", "model.num_layers")
 
@@ -116,6 +117,13 @@ def _check_precision(config: Config, sizes: dict[str, int]) -> None:
         problem += " whose stages run one program"
         cure = f"set {' and '.join(f'{key}=0' for key in keys)}, or mesh.pipeline=1"
         refuse(config, problem, cure, *keys, "mesh.pipeline")
+
+
+def _check_offload(config: Config, sizes: dict[str, int]) -> None:
+    if config.remat.policy == "offload":
+        problem = f"{said(config, 'remat.policy')} cannot go together with {said_axis(config, sizes, 'pipeline')},"
+        problem += " whose buffers of saved activations lie on the GPU"
+        refuse(config, problem, "use full, selective or save_matmuls", "remat.policy", "mesh.pipeline")
 
 
 # What a loop over the slots of a virtual stage must fit; over all layers if there is one stage

@@ -186,7 +186,7 @@ class PipelineConfig(Section):
     rounds: Count = Field(
         default=1, description="Virtual stages per stage; more than 1: Megatron's interleaved schedule."
     )
-    layout: Annotated[tuple[Count, ...], Field(strict=False, min_length=1)] | None = Field(
+    layout: Annotated[tuple[CountOrZero, ...], Field(strict=False, min_length=1)] | None = Field(
         default=None,
         description="Layers of each virtual stage, in the model's order: all stages of round 0, then of round 1, ...;"
         " null: even, the first and the last fewer where layers are missing.",

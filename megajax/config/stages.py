@@ -37,12 +37,15 @@ def first_slots(config: Config, stages: int) -> tuple[int, ...]:
 
 
 def even_layout(layers: int, count: int, unit: int = 1) -> tuple[int, ...]:
-    """Layers of each of `count` virtual stages, as even as whole slots allow; `layers` are at least `count`.
+    """Layers of each of `count` virtual stages, as even as whole slots allow.
 
     There are as few slots as possible, a multiple of `unit`. Empty slots go to the last and the first virtual stage in
     turn while these keep a layer, then to the pair next to them, inwards; inner ones keep a multiple of `unit`.
-    Where there are too few layers for that, the sum is not `layers`.
+    Of one or two virtual stages too many, the last and the first are left empty. Where there are too few layers for
+    any of this, the sum is not `layers`.
     """
+    if layers < count <= layers + 2:
+        return (1 if count == layers + 1 else 0, *[1] * (count - 2), 0)
     size = unit * -(-layers // (count * unit))
     counts = [size] * count
     empty = size * count - layers

@@ -136,7 +136,10 @@ class LayerStack:
         self.table, self.rounds = table, table.shape[1]
         self.segments = plan_segments(config, platform, table.shape[2])
         # The layer that lies in each virtual stage's first slot, or would if it were not empty; [P, R]
-        self.first_layers = (table - np.arange(table.shape[2])).max(axis=2, where=table != EMPTY, initial=-table.size)
+        first = np.where(table == EMPTY, EMPTY - table.size, table - np.arange(table.shape[2]))
+        self.first_layers = first.max(axis=2)
+        # Where in the pattern of windows every virtual stage begins.
+        self.window_offset = int(first.max()) % len(self.windows)
 
     @jax.named_scope("weights")
     def gather_once(self, params: Mapping[str, jax.Array], scales: Scales) -> list[tuple[Unit, ...]]:
@@ -314,7 +317,7 @@ class LayerStack:
                     first + offset,
                     {},
                     comm=self.comm,
-                    window=self.windows[(int(self.first_layers[0, 0]) + segment.start + offset) % len(self.windows)],
+                    window=self.windows[(self.window_offset + segment.start + offset) % len(self.windows)],
                     recompute=self._recomputed(segment),
                 )
             return x

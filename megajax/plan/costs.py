@@ -5,9 +5,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from megajax.config import Config
+from megajax.config.stages import slots
 from megajax.model import Transformer, parameters
 from megajax.model.transformer import layer_windows
-from megajax.sharding import ONCE_AXES, Placement
+from megajax.parallel.schedules import assign_slots, make_schedule
+from megajax.sharding import END_AXES, ONCE_AXES, Placement
 
 PEAK_BF16_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "B200": 2250e12}  # dense, by the vendor
 
@@ -59,7 +61,7 @@ class MemoryEstimate:
     optimizer: int
     gradients: int  # before and after their reduction
     weights: int  # gathered once a step, in the compute dtype
-    activations: int  # saved for the backward pass of a microbatch
+    activations: int  # saved for the backward pass: of a microbatch, or of those in the pipeline
 
     @property
     def total(self) -> int:
@@ -71,16 +73,17 @@ def estimate_memory(config: Config, placements: Mapping[str, Placement], sizes: 
     stored = gathered = unreduced = 0
     compute = 4 if config.precision.compute == "float32" else 2
     accumulated = compute if config.batch.num_microbatches == 1 else 4
+    staged = sizes["pipeline"] > 1
     for placement in placements.values():
         size = math.prod(placement.stored_shape)
         shards = math.prod(n for axis, n in sizes.items() if axis not in placement.replicated_axes)
-        # Embedding and head are gathered over fsdp too for the whole step, and their gradients accumulate in FP32.
+        # Embedding and head are gathered for the whole step over all axes, and their gradients accumulate in FP32.
         end = placement.axes[0] != "layers"
-        gathered_axes = (*ONCE_AXES, "fsdp") if end else ONCE_AXES
+        gathered_axes = END_AXES if end else ONCE_AXES
         once = math.prod(sizes[a] for a in gathered_axes) if placement.storage_dim is not None else 1
         stored += 4 * size // shards
         gathered += compute * size * once // shards
-        unreduced += (4 if end else accumulated) * size * once // shards if once > 1 else 0
+        unreduced += (4 if end else accumulated) * size * once // shards if once > 1 or staged else 0
     moments = {"adamw": 2, "lion": 1, "sgd": 1 if config.optimizer.beta1 > 0 else 0}[config.optimizer.kind]
     activations = _saved_activations(config, sizes, compute)
     return MemoryEstimate(stored, moments * stored, stored + unreduced, gathered, activations)
@@ -109,6 +112,16 @@ def _saved_activations(config: Config, sizes: Mapping[str, int], compute: int) -
         "save_matmuls": matmuls + D / tensor,
         "offload": D / tensor,
     }
-    covered = model.num_layers if remat.layers is None else remat.layers
-    values = covered * per_layer[remat.policy] + (model.num_layers - covered) * per_layer["none"]
-    return int(tokens * compute * values)
+    depth = slots(config, sizes["pipeline"])
+    covered = depth if remat.layers is None else remat.layers
+    values = covered * per_layer[remat.policy] + (depth - covered) * per_layer["none"]
+    return int(tokens * compute * values * _kept_at_once(config, sizes["pipeline"]))
+
+
+def _kept_at_once(config: Config, stages: int) -> int:
+    """Of how many microbatches a virtual stage keeps activations at the same time."""
+    if stages == 1:
+        return 1
+    settings = config.pipeline
+    schedule = make_schedule(settings.schedule, stages, config.batch.num_microbatches, settings.rounds)
+    return assign_slots(schedule).activations

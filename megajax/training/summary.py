@@ -2,8 +2,12 @@
 
 import jax
 
+from megajax.config import Config
+from megajax.config.stages import virtual_stages
 from megajax.mesh import mesh_sizes
 from megajax.parallel.head import chunk_count
+from megajax.parallel.schedule_simulator import Costs, simulate
+from megajax.parallel.schedules import make_schedule
 from megajax.plan import estimate_memory, flops_per_token, parameter_count
 from megajax.training.step import TrainProgram
 
@@ -18,6 +22,7 @@ def summary(program: TrainProgram, flags: list[str]) -> str:
     batch, local = config.batch, program.local
     sequences = batch.global_size // batch.num_microbatches // (sizes["data"] * sizes["fsdp"] * sizes["expert"])
     tokens = sequences * batch.sequence_length // sizes["context"]
+    head_tokens = -(-tokens // sizes["pipeline"])  # stages share the head of a microbatch
     loops = ", ".join(f"{s.loops} × {s.unroll} layers ({s.policy})" for s in local.layers.segments)
     replicated = [n for n, p in program.placements.items() if p.kv_groups > 1]
     padded = [n for n, p in program.placements.items() if p.is_padded]
@@ -34,9 +39,11 @@ def summary(program: TrainProgram, flags: list[str]) -> str:
         f"microbatch(es) of {sequences} sequences a device",
         f"precision  {config.precision.compute}, gradients reduced in {config.precision.gradients}, {_fp8(program)}",
         f"kernels    attention: {program.attention} ({program.attention_reason}); layers: {loops}; "
-        f"loss: {local.head.implementation} in {chunk_count(config, tokens, sizes['tensor'])} chunks",
+        f"loss: {local.head.implementation} in {chunk_count(config, head_tokens, sizes['tensor'])} chunks",
         f"data       {_data(program)}",
     ]
+    if sizes["pipeline"] > 1:
+        lines[3:3] = _pipeline(config, sizes)
     if device.platform == "gpu" and program.attention == "reference":
         lines.append("warning    the reference attention keeps [S, S] scores in memory: slow and large on a GPU")
     if replicated:
@@ -46,6 +53,24 @@ def summary(program: TrainProgram, flags: list[str]) -> str:
     if flags:
         lines.append(f"set        {' '.join(flags)}")
     return "\n".join(lines)
+
+
+def _pipeline(config: Config, sizes: dict[str, int]) -> list[str]:
+    stages, settings, microbatches = sizes["pipeline"], config.pipeline, config.batch.num_microbatches
+    report = simulate(make_schedule(settings.schedule, stages, microbatches, settings.rounds), Costs())
+    layout = [len(layers) for layers in virtual_stages(config, stages)]
+    each = f"{layout[0]} layers" if len(set(layout)) == 1 else f"{', '.join(map(str, layout))} layers"
+    rounds = f" in each of {settings.rounds} rounds" if settings.rounds > 1 else ""
+    lines = [
+        f"pipeline   {settings.schedule}: {stages} stages with {each}{rounds}, idle for {report.bubble:.1%} of the step, "
+        f"activations of up to {max(report.in_flight):g} of {microbatches} microbatches kept"
+    ]
+    if sizes["fsdp"] > 1:
+        lines.append(
+            f"note       mesh.fsdp gathers a stage's weights for each of {microbatches} microbatches, forward and backward: "
+            "mesh.data, once a step, is faster if memory allows"
+        )
+    return lines
 
 
 def _fp8(program: TrainProgram) -> str:

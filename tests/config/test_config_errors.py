@@ -58,7 +58,7 @@ OVERRIDES = {
     "model.layer_pattern=local": ("model.layer_pattern=local is not a list (@): write it in brackets, with commas."),
     "pipeline.layout=4": "pipeline.layout=4 is not a list (@): write it in brackets, with commas.",
     "pipeline.layout=[]": "pipeline.layout=[] is empty (@): give at least one entry.",
-    "pipeline.layout=[2, 0]": "pipeline.layout.1=0 is too small (@): use 1 or more.",
+    "pipeline.layout=[2, -1]": "pipeline.layout.1=-1 is too small (@): use 0 or more.",
     "pipeline.layout=['2']": ("pipeline.layout.0='2' is not a whole number (@): write one such as 4, without quotes."),
     "pipeline.schedule=interleaved": (
         "pipeline.schedule=interleaved is not a choice (@): use gpipe, 1f1b or zero_bubble."

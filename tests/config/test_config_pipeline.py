@@ -58,6 +58,9 @@ LAYOUTS = [
     # 2 of 128 slots empty
     (16, 1, 126, [7, *[8] * 14, 7], 1),
     (4, 4, 126, [7, *[8] * 14, 7], 1),
+    # one or two virtual stages too many: the last is empty, then the first, as in Llama 3 405B
+    (16, 8, 126, [0, *[1] * 126, 0], 1),
+    (2, 2, 3, [1, 1, 1, 0], 0),
     # 7 of 16 slots empty: last, first, 6, 1, 5, 2, 4
     (8, 1, 9, [1, 1, 1, 2, 1, 1, 1, 1], 1),
     (8, 1, 12, [1, 1, 2, 2, 2, 2, 1, 1], 1),
@@ -146,15 +149,18 @@ def test_a_layout_in_step_is_found(layers, count, period, layout):
 REFUSED = {
     # more stages than layers
     "mesh.pipeline=8 pipeline.rounds=2": (
-        "mesh.pipeline=8 x pipeline.rounds=2 makes 16 virtual stages, more than model.num_layers=12 (@):"
+        "mesh.pipeline=8 x pipeline.rounds=2 makes 16 virtual stages, more than model.num_layers=12 and two empty ones"
+        " (@):"
         " use pipeline.rounds=1."
     ),
     "mesh.pipeline=4 pipeline.rounds=4": (
-        "mesh.pipeline=4 x pipeline.rounds=4 makes 16 virtual stages, more than model.num_layers=12 (@):"
+        "mesh.pipeline=4 x pipeline.rounds=4 makes 16 virtual stages, more than model.num_layers=12 and two empty ones"
+        " (@):"
         " use pipeline.rounds=3 or less."
     ),
     "mesh.pipeline=16 pipeline.rounds=2": (
-        "mesh.pipeline=16 x pipeline.rounds=2 makes 32 virtual stages, more than model.num_layers=12 (@):"
+        "mesh.pipeline=16 x pipeline.rounds=2 makes 32 virtual stages, more than model.num_layers=12 and two empty ones"
+        " (@):"
         " use 12 stages or less."
     ),
     "mesh.pipeline=16": "mesh.pipeline=16 is more than model.num_layers=12 (@): use 12 or less.",
@@ -212,6 +218,10 @@ REFUSED = {
         " use fewer stages, so that each has 2 layers or a multiple."
     ),
     # precision
+    "remat.policy=offload mesh.pipeline=2": (
+        "remat.policy=offload cannot go together with mesh.pipeline=2, whose buffers of saved activations lie on the"
+        " GPU (@): use full, selective or save_matmuls."
+    ),
     "precision.fp8.first_bf16_layers=1 precision.fp8.recipe=current mesh.pipeline=2": (
         "precision.fp8.first_bf16_layers=1 cannot go together with mesh.pipeline=2, whose stages run one program (@):"
         " set precision.fp8.first_bf16_layers=0, or mesh.pipeline=1."

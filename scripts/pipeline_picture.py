@@ -1,0 +1,372 @@
+"""Draws a traced train step of a pipeline below the schedule that was meant, as SVG.
+
+    python scripts/pipeline_picture.py TRACE --schedule zero_bubble --stages 4 --microbatches 8 --output PICTURE
+
+TRACE is a directory that jax.profiler wrote, or a file of kernels that `--save-rows` made of one: a tenth of its size.
+Above is the schedule with the costs given, below what each GPU did. Both fill the width, each in its own time. Kernels
+tell by their names what they belong to; those that do not are counted to the nearest that do.
+"""
+
+import argparse
+import bisect
+import gzip
+import itertools
+import json
+import re
+import sys
+import xml.etree.ElementTree as ElementTree
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import megajax.parallel.schedule_drawing as drawing
+from megajax.config.cli import user_errors
+from megajax.errors import ConfigError, InputError
+from megajax.parallel.schedule_simulator import Costs, simulate, tick_starts
+from megajax.parallel.schedules import KINDS, Schedule, make_schedule
+
+
+class Kernel(NamedTuple):
+    """A kernel's run on a GPU; times in µs."""
+
+    start: float
+    duration: float
+    stream: str
+    name: str
+    op: str  # the HLO operation that launched it
+
+    @property
+    def end(self) -> float:
+        return self.start + self.duration
+
+
+class Box(NamedTuple):
+    """Kernels of one kind, one after the other; times in ms since the step's first kernel."""
+
+    kind: str
+    start: float
+    end: float
+
+
+Rows = dict[str, list[Kernel]]  # by GPU, such as /device:GPU:0
+
+
+# Reading
+
+
+def read(path: Path) -> Rows:
+    """The kernels of each GPU in order of time: of the last trace in a directory, or of a file of rows."""
+    file = path
+    if path.is_dir():
+        traces = sorted(path.rglob("*.trace.json.gz"))
+        if not traces:
+            raise InputError(f"{path} has no *.trace.json.gz: give a directory that jax.profiler wrote.")
+        file = traces[-1]
+    try:
+        content = json.loads(gzip.decompress(file.read_bytes()))
+        rows = read_events(content["traceEvents"]) if "traceEvents" in content else read_rows(content)
+    except OSError as error:
+        raise InputError(f"{file}: {error.strerror or error}; give a trace directory or a file of rows.") from error
+    except (EOFError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise InputError(f"{file} is neither a trace of jax.profiler nor a file of --save-rows.") from error
+    if not any(rows.values()):
+        raise InputError(f"{file} has no kernels of GPUs: trace a step on a machine with GPUs.")
+    return rows
+
+
+def read_events(events: Sequence[Mapping]) -> Rows:
+    """Of a trace's events: the other threads of a GPU repeat its streams by operation, module and step."""
+    gpus = {e["pid"]: e["args"]["name"] for e in events if e.get("name") == "process_name"}
+    gpus = {pid: name for pid, name in gpus.items() if "GPU" in name}
+    threads = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e.get("name") == "thread_name"}
+    rows: Rows = {name: [] for name in gpus.values()}
+    for e in events:
+        if e.get("ph") == "X" and e["pid"] in gpus:
+            stream = threads.get((e["pid"], e["tid"]), "")
+            if stream.startswith("Stream"):
+                op = e.get("args", {}).get("hlo_op", "")
+                rows[gpus[e["pid"]]].append(Kernel(e["ts"], e["dur"], stream, e["name"], op))
+    return _in_order(rows)
+
+
+def read_rows(content: Mapping[str, Iterable[Sequence]]) -> Rows:
+    """Of a file of rows: by GPU, each with start, duration, stream, name and operation."""
+    rows = {}
+    for gpu, own in content.items():
+        rows[gpu] = [Kernel(float(s), float(d), str(stream), str(name), str(op)) for s, d, stream, name, op in own]
+    return _in_order(rows)
+
+
+def _in_order(rows: Rows) -> Rows:
+    by_number = sorted(rows, key=lambda gpu: int(re.findall(r"\d+", gpu)[-1]))
+    return {gpu: sorted(rows[gpu]) for gpu in by_number}
+
+
+def save_rows(rows: Rows, path: Path) -> None:
+    path.write_bytes(gzip.compress(json.dumps(rows).encode(), mtime=0))
+
+
+# What kernels belong to
+
+FORWARD, BACKWARD, WEIGHT, HEAD, OTHER, NCCL = "forward", "backward", "weight", "head", "other", "nccl"
+NEAR = 500.0  # µs: kernels without a telling name belong to a neighbour as near as this
+GAP = 50.0  # µs: the longest between kernels of one box
+
+
+def kind_of(name: str) -> str:
+    """What a kernel belongs to, by its name alone; OTHER where this does not tell.
+
+    Gradients of weights are matmuls that add to their result, and cuBLAS calls their layout NTT.
+    """
+    if name.startswith("ncclDevKernel"):
+        return NCCL
+    if "fprop" in name:
+        return FORWARD
+    if "bprop" in name or name.startswith("gated_backward"):
+        return BACKWARD
+    if name.startswith("cross_entropy"):
+        return HEAD
+    return WEIGHT if _is_matmul(name) and ("badd" in name or name.endswith("_NTT")) else OTHER
+
+
+def _is_matmul(name: str) -> bool:
+    return name.startswith("nvjet")
+
+
+def kinds(kernels: Sequence[Kernel]) -> list[str]:
+    """What each of a GPU's kernels belongs to; they are in order of time.
+
+    A matmul without a telling name goes with the nearest kernel that has one, not with gradients of weights and not
+    beyond the start of an NCCL kernel, with which an operation ends. What is neither goes with the nearest matmul.
+    """
+    found = [kind_of(kernel.name) for kernel in kernels]
+    section = list(itertools.accumulate(kind == NCCL for kind in found))
+    for matmuls in (True, False):
+        sure = [i for i, kind in enumerate(found) if kind not in (OTHER, NCCL, *([WEIGHT] if matmuls else []))]
+        nearest = [
+            (i, _nearest(kernels, section, sure, i, matmuls))
+            for i, kind in enumerate(found)
+            if kind == OTHER and _is_matmul(kernels[i].name) == matmuls
+        ]
+        for i, j in nearest:
+            found[i] = OTHER if j is None else found[j]
+        if matmuls:
+            _give_head_its_weights(kernels, found)
+    return found
+
+
+def _nearest(kernels: Sequence[Kernel], section: list[int], sure: list[int], i: int, far: bool) -> int | None:
+    """The kernel of `sure` nearest to the i-th: from its own section if there is one, and near, or also `far`."""
+    at = bisect.bisect(sure, i)
+    neighbours = [j for j in sure[max(at - 1, 0) : at + 1]]
+    own = [j for j in neighbours if section[j] == section[i]]
+
+    def distance(j: int) -> float:
+        return max(kernels[i].start - kernels[j].end, kernels[j].start - kernels[i].end, 0.0)
+
+    best = min(own or neighbours, key=distance, default=None)
+    return best if best is not None and (distance(best) <= NEAR or (far and own)) else None
+
+
+def _give_head_its_weights(kernels: Sequence[Kernel], found: list[str]) -> None:
+    """Gradients of weights that come right after the head's other matmuls are the head's."""
+    before = OTHER
+    for i, kind in enumerate(found):
+        if kind == WEIGHT and before == HEAD:
+            found[i] = HEAD
+        if kind not in (OTHER, NCCL):
+            before = found[i]
+
+
+def boxes(kernels: Sequence[Kernel], zero: float) -> list[Box]:
+    """A GPU's kernels in few boxes: those of NCCL first, then those that compute."""
+    pairs = list(zip(kernels, kinds(kernels), strict=True))
+    communication = _grouped([(kernel, kind) for kernel, kind in pairs if kind == NCCL], zero)
+    return [*communication, *_grouped([(kernel, kind) for kernel, kind in pairs if kind != NCCL], zero)]
+
+
+def _grouped(pairs: Iterable[tuple[Kernel, str]], zero: float) -> Iterator[Box]:
+    box = None
+    for kernel, kind in pairs:
+        start, end = (kernel.start - zero) / 1e3, (kernel.end - zero) / 1e3
+        if box is not None and box.kind == kind and start - box.end < GAP / 1e3:
+            box = box._replace(end=max(box.end, end))
+            continue
+        if box is not None:
+            yield box
+        box = Box(kind, start, end)
+    if box is not None:
+        yield box
+
+
+def step_of(rows: Rows) -> tuple[dict[str, list[Box]], float]:
+    """The boxes of each GPU, and how long the step took in ms."""
+    zero = min(kernel.start for kernels in rows.values() for kernel in kernels)
+    end = max(kernel.end for kernels in rows.values() for kernel in kernels)
+    return {gpu: boxes(kernels, zero) for gpu, kernels in rows.items()}, (end - zero) / 1e3
+
+
+# The picture
+
+PLOT, HEADING, LINE, APART = 1480, 84, 5, 12  # pixels: width of the plots, above the trace, of NCCL, between GPUs
+SHADES = {kind: drawing._hexadecimal(color) for kind, color in drawing.COLORS.items()}
+SHADES |= {HEAD: "#7d3c98", OTHER: "#d8d8d8", NCCL: "#707070"}
+MEANINGS = {
+    FORWARD: "forward",
+    BACKWARD: "gradients of inputs",
+    WEIGHT: "gradients of weights",
+    HEAD: "head and loss",
+    OTHER: "other",
+    NCCL: "NCCL: sending, and waiting for others",
+}
+NOTE = "A stage that idles in the schedule computes all the same, on numbers that nobody uses."
+
+
+def picture(schedule: Schedule, costs: Costs, rows: Rows) -> str:
+    """The schedule above the trace."""
+    top = drawing.TOP + schedule.stages * (drawing.ROW + drawing.GAP) + drawing.BELOW
+    height = top + HEADING + len(rows) * (drawing.ROW + LINE + APART) + drawing.BELOW
+    width = drawing.LEFT + PLOT + drawing.RIGHT
+    root = ElementTree.Element(
+        "svg",
+        {
+            "xmlns": "http://www.w3.org/2000/svg",
+            "viewBox": f"0 0 {width} {height}",
+            "width": str(width),
+            "height": str(height),
+            "font-family": "system-ui, Helvetica, Arial, sans-serif",
+            "font-size": "12",
+            "fill": drawing.INK,
+        },
+    )
+    drawing._rectangle(root, 0, 0, width, height, fill="white")
+    _draw_schedule(root, schedule, costs)
+    _draw_trace(root, rows, top)
+    ElementTree.indent(root, "")
+    return ElementTree.tostring(root, encoding="unicode") + "\n"
+
+
+def _draw_schedule(root: ElementTree.Element, schedule: Schedule, costs: Costs) -> None:
+    report, starts = simulate(schedule, costs), tick_starts(schedule, costs)
+    scale = PLOT / report.time
+    drawing._draw_heading(root, schedule, costs, report)
+    drawing._draw_ticks(root, schedule, costs, drawing.LEFT + scale * starts)
+    for box in drawing._boxes(schedule, costs):
+        drawing._draw_box(root, schedule, box, scale)
+
+
+def _draw_trace(root: ElementTree.Element, rows: Rows, top: float) -> None:
+    found, length = step_of(rows)
+    scale, left = PLOT / length, drawing.LEFT
+    drawing._text(root, left, top + 16, f"traced: {length:.0f} ms", font_size="16", font_weight="600")
+    drawing._text(root, left, top + 36, NOTE)
+    x = float(left)
+    for kind, meaning in MEANINGS.items():
+        thick = LINE if kind == NCCL else 14
+        drawing._rectangle(root, x, top + 57 - thick / 2, 14, thick, fill=SHADES[kind])
+        x += 20 + drawing._text(root, x + 20, top + 61, meaning) + 12
+    first, each = top + HEADING, drawing.ROW + LINE + APART
+    bottom = first + len(rows) * each - APART
+    _draw_axis(root, length, scale, (first, bottom))
+    for number, (gpu, own) in enumerate(found.items()):
+        _draw_gpu(root, gpu, own, first + number * each, scale)
+
+
+def _draw_axis(root: ElementTree.Element, length: float, scale: float, rows: tuple[float, float]) -> None:
+    """Marks at round numbers of ms, ten to twenty-five of them."""
+    first, bottom = rows
+    step = next(
+        step
+        for power in range(-3, 9)
+        for step in (10.0**power, 2 * 10.0**power, 5 * 10.0**power)
+        if length / step <= 25
+    )
+    drawing._text(root, drawing.LEFT - 10, bottom + 20, "ms", text_anchor="end", fill="#666666")
+    for mark in range(int(length / step) + 1):
+        x = drawing.LEFT + mark * step * scale
+        line = {"x1": x, "x2": x, "y1": first - 4, "y2": bottom + 6}
+        attributes = {name: drawing._pixels(value) for name, value in line.items()}
+        ElementTree.SubElement(root, "line", attributes | {"stroke": drawing.FAINT, "stroke-dasharray": "2 2"})
+        drawing._text(root, x, bottom + 20, f"{mark * step:g}", text_anchor="middle", fill="#666666")
+
+
+def _draw_gpu(root: ElementTree.Element, gpu: str, own: Sequence[Box], y: float, scale: float) -> None:
+    drawing._text(root, drawing.LEFT - 10, y + drawing.ROW / 2 + 4, gpu.split("device:")[-1], text_anchor="end")
+    drawing._rectangle(root, drawing.LEFT, y, PLOT, drawing.ROW, fill="none", stroke=drawing.FAINT)
+    for kind, color in SHADES.items():
+        group = ElementTree.SubElement(root, "g", {"class": f"traced-{kind}", "fill": color})
+        for box in own:
+            if box.kind == kind:
+                at, height = (y + drawing.ROW + 2, LINE) if kind == NCCL else (y, drawing.ROW)
+                x, width = drawing.LEFT + box.start * scale, (box.end - box.start) * scale
+                ElementTree.SubElement(
+                    group,
+                    "rect",
+                    {
+                        "x": f"{x:.1f}",
+                        "y": drawing._pixels(at),
+                        "width": f"{max(width, 0.2):.2g}" if width < 10 else f"{width:.1f}",
+                        "height": str(height),
+                    },
+                )
+
+
+# The command line
+
+
+def described(rows: Rows) -> str:
+    """What each GPU did, in ms: a line each."""
+    found, length = step_of(rows)
+    lines = []
+    for gpu, own in found.items():
+        spent = Counter()
+        for box in own:
+            spent[box.kind] += box.end - box.start
+        named = ", ".join(f"{kind} {spent[kind]:.1f}" for kind in MEANINGS)
+        lines.append(f"{gpu}: {named} of {length:.1f} ms")
+    return "\n".join(lines)
+
+
+def main(arguments: list[str]) -> int:
+    """Write the picture and say what each GPU did; exit status 2 and one sentence when that can't be."""
+    with user_errors():
+        options = _parser().parse_args(arguments)
+        try:
+            schedule = make_schedule(options.schedule, options.stages, options.microbatches, options.rounds)
+            costs = Costs(options.forward, options.backward, options.weight, options.send)
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
+        rows = read(options.trace)
+        if len(rows) % schedule.stages:
+            raise InputError(f"{options.trace} has {len(rows)} GPUs, which --stages={schedule.stages} do not divide.")
+        try:
+            if options.save_rows:
+                save_rows(rows, options.save_rows)
+            options.output.write_text(picture(schedule, costs, rows))
+        except OSError as error:
+            raise InputError(f"{error.filename}: {error.strerror}; name a file that can be written.") from error
+    print(f"{described(rows)}\nPicture: {options.output}")
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = drawing._Parser(
+        prog="python scripts/pipeline_picture.py",
+        description="Draw a traced train step of a pipeline below the schedule that was meant. Costs are of one "
+        "microbatch on a whole stage.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument("trace", type=Path, metavar="TRACE", help="of jax.profiler, or a file of --save-rows")
+    parser.add_argument("--output", type=Path, required=True, metavar="SVG", help="the picture")
+    parser.add_argument("--save-rows", type=Path, metavar="FILE", help="keep the kernels, as .json.gz")
+    parser.add_argument("--schedule", default="1f1b", help=f"{', '.join(KINDS[:-1])} or {KINDS[-1]}")
+    for name, size in (("stages", 4), ("microbatches", 8), ("rounds", 1)):
+        parser.add_argument(f"--{name}", type=int, default=size, help="of the schedule")
+    for name, cost in (("forward", 1.0), ("backward", 1.0), ("weight", 1.0), ("send", 0.0)):
+        parser.add_argument(f"--{name}", type=float, default=cost, help="its cost")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
