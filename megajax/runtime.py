@@ -25,9 +25,6 @@ def xla_flags(config: Config) -> dict[str, str]:
     if any(size != 1 for size in (mesh.data, mesh.fsdp, mesh.expert, mesh.context, mesh.tensor)):
         for collective in ("all_gather", "reduce_scatter", "all_reduce"):
             flags[f"xla_gpu_{collective}_combine_threshold_bytes"] = str(LAYER_BYTES)
-    if mesh.pipeline != 1:
-        # XLA would have matmuls write into the buffers of activations, and choose slower ones for it.
-        flags["xla_gpu_enable_dynamic_slice_fusion"] = "false"
     if mesh.pipeline != 1 and mesh.tensor != 1:
         # A permutation over `tensor` is the matter of one stage; XLA would wait for the others, which may be elsewhere.
         flags["xla_gpu_collective_permute_connected_components"] = "true"

@@ -60,7 +60,7 @@ def measure(path: str, overrides: list[str], gpus: int, schedule: str, microbatc
     ops, memory = hlo.parse(compiled.as_text()), memory_of(compiled)
     slots = assign_slots(_schedule(config, gpus))
     saved = buffers(ops, slots.activations)
-    put_off = buffers(ops, slots.gradients) if slots.gradients else []
+    put_off = buffers(ops, slots.put_offs) if slots.put_offs else []
     return Row(
         schedule=schedule,
         microbatches=microbatches,

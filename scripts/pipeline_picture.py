@@ -2,7 +2,7 @@
 
     python scripts/pipeline_picture.py TRACE --schedule zero_bubble --stages 4 --microbatches 8 --output PICTURE
 
-TRACE is a directory that jax.profiler wrote, or a file of kernels that `--save-rows` made of one: a tenth of its size.
+TRACE is a directory that jax.profiler wrote, or a file of kernels that `--save-rows` made of one.
 Above is the schedule with the costs given, below what each GPU did. Both fill the width, each in its own time. Kernels
 tell by their names what they belong to; those that do not are counted to the nearest that do.
 """
@@ -15,7 +15,8 @@ import json
 import re
 import sys
 import xml.etree.ElementTree as ElementTree
-from collections import Counter
+import zlib
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -68,7 +69,7 @@ def read(path: Path) -> Rows:
         rows = read_events(content["traceEvents"]) if "traceEvents" in content else read_rows(content)
     except OSError as error:
         raise InputError(f"{file}: {error.strerror or error}; give a trace directory or a file of rows.") from error
-    except (EOFError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (EOFError, zlib.error, ValueError, LookupError, TypeError, AttributeError) as error:
         raise InputError(f"{file} is neither a trace of jax.profiler nor a file of --save-rows.") from error
     if not any(rows.values()):
         raise InputError(f"{file} has no kernels of GPUs: trace a step on a machine with GPUs.")
@@ -141,7 +142,7 @@ def kinds(kernels: Sequence[Kernel]) -> list[str]:
     beyond the start of an NCCL kernel, with which an operation ends. What is neither goes with the nearest matmul.
     """
     found = [kind_of(kernel.name) for kernel in kernels]
-    section = list(itertools.accumulate(kind == NCCL for kind in found))
+    section = list(itertools.accumulate(int(kind == NCCL) for kind in found))  # which one each is in
     for matmuls in (True, False):
         sure = [i for i, kind in enumerate(found) if kind not in (OTHER, NCCL, *([WEIGHT] if matmuls else []))]
         nearest = [
@@ -274,7 +275,7 @@ def _draw_trace(root: ElementTree.Element, rows: Rows, top: float) -> None:
 
 
 def _draw_axis(root: ElementTree.Element, length: float, scale: float, rows: tuple[float, float]) -> None:
-    """Marks at round numbers of ms, ten to twenty-five of them."""
+    """Marks at round numbers of ms, at most 26."""
     first, bottom = rows
     step = next(
         step
@@ -292,24 +293,17 @@ def _draw_axis(root: ElementTree.Element, length: float, scale: float, rows: tup
 
 
 def _draw_gpu(root: ElementTree.Element, gpu: str, own: Sequence[Box], y: float, scale: float) -> None:
-    drawing._text(root, drawing.LEFT - 10, y + drawing.ROW / 2 + 4, gpu.split("device:")[-1], text_anchor="end")
+    name = gpu.removeprefix("/device:").replace(":", " ")
+    drawing._text(root, drawing.LEFT - 10, y + drawing.ROW / 2 + 4, name, text_anchor="end")
     drawing._rectangle(root, drawing.LEFT, y, PLOT, drawing.ROW, fill="none", stroke=drawing.FAINT)
     for kind, color in SHADES.items():
         group = ElementTree.SubElement(root, "g", {"class": f"traced-{kind}", "fill": color})
         for box in own:
             if box.kind == kind:
                 at, height = (y + drawing.ROW + 2, LINE) if kind == NCCL else (y, drawing.ROW)
-                x, width = drawing.LEFT + box.start * scale, (box.end - box.start) * scale
-                ElementTree.SubElement(
-                    group,
-                    "rect",
-                    {
-                        "x": f"{x:.1f}",
-                        "y": drawing._pixels(at),
-                        "width": f"{max(width, 0.2):.2g}" if width < 10 else f"{width:.1f}",
-                        "height": str(height),
-                    },
-                )
+                x, width = drawing.LEFT + box.start * scale, max((box.end - box.start) * scale, 0.2)
+                sizes = {"x": round(x, 1), "y": at, "width": round(width, 1), "height": height}
+                ElementTree.SubElement(group, "rect", {name: f"{size:g}" for name, size in sizes.items()})
 
 
 # The command line
@@ -320,7 +314,7 @@ def described(rows: Rows) -> str:
     found, length = step_of(rows)
     lines = []
     for gpu, own in found.items():
-        spent = Counter()
+        spent: dict[str, float] = defaultdict(float)
         for box in own:
             spent[box.kind] += box.end - box.start
         named = ", ".join(f"{kind} {spent[kind]:.1f}" for kind in MEANINGS)
@@ -339,7 +333,7 @@ def main(arguments: list[str]) -> int:
             raise ConfigError(str(error)) from None
         rows = read(options.trace)
         if len(rows) % schedule.stages:
-            raise InputError(f"{options.trace} has {len(rows)} GPUs, which --stages={schedule.stages} do not divide.")
+            raise InputError(f"{options.trace} has {len(rows)} GPUs, which --stages={schedule.stages} does not divide.")
         try:
             if options.save_rows:
                 save_rows(rows, options.save_rows)

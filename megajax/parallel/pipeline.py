@@ -20,7 +20,7 @@ from jax.extend.core import Literal
 from megajax.model.transformer import BlockInputs
 from megajax.parallel.layers import Segment, Unit
 from megajax.parallel.local import Batch, LocalModel, Params
-from megajax.parallel.schedules import Flags, Phase, Run, Schedule, Table, assign_slots, check, make_schedule
+from megajax.parallel.schedules import Flags, Schedule, Table, assign_slots, check, make_schedule
 from megajax.parallel.split import SplitBackward
 
 Buffers = Any  # by segment, by unit: a list of arrays [slots·loops, ...]
@@ -98,26 +98,24 @@ class _Run:
                 continue
 
             def repeat(index, carry, phase=phase):
-                for run in phase.runs:
-                    start = phase.start + index * phase.period + run.start
-                    body = partial(self.tick, phase, run, start)
-                    carry = lax.fori_loop(0, run.length, body, carry)
+                tick = phase.start + index * phase.period
+                for flags, length in phase.runs:
+                    carry = lax.fori_loop(tick, tick + length, partial(self.tick, flags), carry)
+                    tick += length
                 return carry
 
             carry = lax.fori_loop(0, phase.repeats, repeat, carry) if phase.repeats > 1 else repeat(0, carry)
         return carry
 
-    def tick(self, phase: Phase, run: Run, start: jax.Array | int, index: jax.Array, carry: Carry) -> Carry:
-        """All operations of a run's tick; only what is received at its start and sent at its end crosses stages."""
-        flags, tick = run.flags, start + index
+    def tick(self, flags: Flags, tick: jax.Array, carry: Carry) -> Carry:
+        """All operations of one tick; only what is received at its start and sent at its end crosses stages."""
         received = None
         if flags.backward:
             # Sent at the start of the tick after, it travels beside the forward operation.
             received = self.hand_over(carry.dx, -1)
         dhead = None
         if flags.forward:
-            slot = self.forward_slot(phase, run, tick, index)
-            carry, y = self.forward(tick, slot, carry)
+            carry, y = self.forward(tick, carry)
             if flags.head:
                 carry, dhead = self.head(tick, carry, y)
         if flags.backward:
@@ -129,18 +127,6 @@ class _Run:
     def own(self, table: np.ndarray, tick: jax.Array) -> jax.Array:
         """This stage's entry of a table `[ticks, P]`."""
         return jnp.asarray(table)[tick, self.stage]
-
-    def forward_slot(self, phase: Phase, run: Run, tick: jax.Array, index: jax.Array) -> jax.Array:
-        """The slot that a forward operation writes.
-
-        Where it is the same on all stages and grows with the tick, it is computed from the index of the loop: XLA then
-        knows the place before the loop runs and copies with the GPU's copy engines.
-        """
-        slots = self.slots.forward[phase.ticks(run)]  # [repeats, length, P]
-        first = int(slots[0, 0, 0])
-        if (slots == first + np.arange(run.length)[None, :, None]).all():
-            return first + index
-        return self.own(self.slots.forward, tick)
 
     def work(self, table: Table, tick: jax.Array):
         """(whether this stage has work, the fields and inputs of its microbatch, its round)."""
@@ -162,11 +148,12 @@ class _Run:
 
     # Operations
 
-    def forward(self, tick: jax.Array, slot: jax.Array, carry: Carry) -> tuple[Carry, jax.Array]:
+    def forward(self, tick: jax.Array, carry: Carry) -> tuple[Carry, jax.Array]:
         """The blocks of this stage's round, on what the stage before sent; the first virtual stage embeds tokens."""
         _, fields, inputs, r = self.work(self.schedule.forward, tick)
         first = (self.stage == 0) & (r == 0)
         x = jnp.where(first, self.local.embed(self.ends, fields, inputs), carry.x)
+        slot = self.own(self.slots.forward, tick)
         x, activations = self.in_round(r, self.stage_forward, x, carry.activations, inputs, slot)
         return carry._replace(x=self.hand_over(x, 1), activations=activations), x
 

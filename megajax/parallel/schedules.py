@@ -46,7 +46,6 @@ class Run(NamedTuple):
     """Consecutive ticks with the same flags."""
 
     flags: Flags
-    start: int  # counted from the start of its phase's repetition
     length: int
 
 
@@ -61,11 +60,6 @@ class Phase:
     @property
     def period(self) -> int:
         return sum(run.length for run in self.runs)
-
-    def ticks(self, run: Run) -> np.ndarray:
-        """Of one of its runs: `[repeats, length]`."""
-        first = self.start + run.start + self.period * np.arange(self.repeats)
-        return first[:, None] + np.arange(run.length)
 
 
 @dataclass(frozen=True)
@@ -116,55 +110,17 @@ class Schedule:
 
     @cached_property
     def phases(self) -> tuple[Phase, ...]:
-        """The ticks in as few loops as there are patterns, so that a program's size does not grow with microbatches.
-
-        A run longer than the `ring` goes round it in a loop.
-        """
-        phases, start, i, runs = [], 0, 0, self._runs
+        """The ticks in as few loops as there are patterns, so that a program's size does not grow with microbatches."""
+        runs = [(flags, len(list(group))) for flags, group in itertools.groupby(self.flags)]
+        phases, start, i = [], 0, 0
         while i < len(runs):
             pair, repeats = runs[i : i + 2], 1
             while len(pair) == 2 and runs[i + 2 * repeats : i + 2 * repeats + 2] == pair:
                 repeats += 1
-            (flags, length), after = pair[0], pair[-1]
-            if repeats > 1:
-                phases.append(Phase(start, repeats, (Run(flags, 0, length), Run(after[0], length, after[1]))))
-            elif self.ring and start == self.ring.start and length > self.ring.slots:
-                rounds, rest = divmod(length, self.ring.slots)
-                phases.append(Phase(start, rounds, (Run(flags, 0, self.ring.slots),)))
-                if rest:
-                    phases.append(Phase(start + length - rest, 1, (Run(flags, 0, rest),)))
-            else:
-                phases.append(Phase(start, 1, (Run(flags, 0, length),)))
-            covered = 2 * repeats if repeats > 1 else 1
-            start += sum(length for _, length in runs[i : i + covered])
-            i += covered
+            phases.append(Phase(start, repeats, tuple(Run(*run) for run in (pair if repeats > 1 else pair[:1]))))
+            start += repeats * phases[-1].period
+            i += repeats * len(phases[-1].runs)
         return tuple(phases)
-
-    @cached_property
-    def ring(self) -> "Ring | None":
-        """Slots of saved activations, by tick the same on all stages; None with rounds, where too many would be needed.
-
-        It begins anew with the longest run of forward operations, and is so long that a backward operation comes before
-        its slot is written again; one slot longer if the run then ends with the ring.
-        """
-        if self.rounds > 1:
-            return None
-        starts = itertools.accumulate((length for _, length in self._runs), initial=0)
-        length, start = max((n, -at) for (flags, n), at in zip(self._runs, starts, strict=False) if flags.forward)
-        forward, backward = self.ticks_of["forward"], self.ticks_of["backward"]
-        slots = min(int((backward - forward).max()) + 1, sum(flags.forward for flags in self.flags))
-        return Ring(-start, slots + (length % slots > 0 and length % (slots + 1) == 0))
-
-    @property
-    def _runs(self) -> list[tuple[Flags, int]]:
-        return [(flags, len(list(group))) for flags, group in itertools.groupby(self.flags)]
-
-
-class Ring(NamedTuple):
-    """Slots that are written in turn, tick by tick."""
-
-    start: int  # the tick that writes the first
-    slots: int
 
 
 def make_schedule(kind: Kind, stages: int, microbatches: int, rounds: int = 1) -> Schedule:
@@ -298,10 +254,7 @@ def assign_slots(schedule: Schedule) -> Slots:
     def read(kept: list["_Kept"], reader: Table) -> np.ndarray:
         return np.stack([_read(k, reader, s) for s, k in zip(stages, kept, strict=True)], axis=1)
 
-    if schedule.ring is None:
-        activations = kept(schedule.forward, flagged["forward"], "backward")
-    else:
-        activations = [_in_ring(schedule, s) for s in stages]
+    activations = kept(schedule.forward, flagged["forward"], "backward")
     nothing = np.zeros((schedule.ticks, schedule.stages), np.int32)
     put_offs = kept(schedule.backward, flagged["split"], "weight") if schedule.weight is not None else []
     starts, ends = schedule.ticks_of["forward"][:, -1], schedule.ticks_of["backward"][:, -1]
@@ -326,7 +279,6 @@ class _Kept(NamedTuple):
     count: int  # slots
     written: np.ndarray  # [ticks]
     of_work: dict[Work, int]
-    first: int = 0  # the slot that is written first
 
 
 def _lives(schedule: Schedule, writer: Table, stage: int, dead_after: np.ndarray) -> dict[Work, tuple[int, int]]:
@@ -356,18 +308,9 @@ def _keep(writes: np.ndarray, lives: dict[Work, tuple[int, int]]) -> _Kept:
     return _Kept(len(dead_after), written, of_work)
 
 
-def _in_ring(schedule: Schedule, stage: int) -> _Kept:
-    """Slots in turn, one a tick."""
-    assert schedule.ring is not None
-    written = ((np.arange(schedule.ticks) - schedule.ring.start) % schedule.ring.slots).astype(np.int32)
-    ticks = schedule.ticks_of["forward"][:, stage]
-    of_work = {(m, 0): int(written[tick]) for m, tick in enumerate(ticks)}
-    return _Kept(schedule.ring.slots, written, of_work, int(written[0]))
-
-
 def _read(kept: _Kept, reader: Table, stage: int) -> np.ndarray:
-    """The slot that a stage's operation reads at each tick; an idle one reads what was written first."""
-    slots = np.full(len(reader.microbatch), kept.first, np.int32)
+    """The slot that a stage's operation reads at each tick; an idle one reads the first."""
+    slots = np.zeros(len(reader.microbatch), np.int32)
     for tick in np.flatnonzero(reader.active[:, stage]):
         slots[tick] = kept.of_work.get((int(reader.microbatch[tick, stage]), int(reader.round[tick, stage])), 0)
     return slots

@@ -62,13 +62,13 @@ def _pipeline(config: Config, sizes: dict[str, int]) -> list[str]:
     each = f"{layout[0]} layers" if len(set(layout)) == 1 else f"{', '.join(map(str, layout))} layers"
     rounds = f" in each of {settings.rounds} rounds" if settings.rounds > 1 else ""
     lines = [
-        f"pipeline   {settings.schedule}: {stages} stages with {each}{rounds}, idle for {report.bubble:.1%} of the step, "
+        f"pipeline   {settings.schedule}: {stages} stages with {each}{rounds}, idle for {report.bubble:.1%} of a step, "
         f"activations of up to {max(report.in_flight):g} of {microbatches} microbatches kept"
     ]
     if sizes["fsdp"] > 1:
         lines.append(
-            f"note       mesh.fsdp gathers a stage's weights for each of {microbatches} microbatches, forward and backward: "
-            "mesh.data, once a step, is faster if memory allows"
+            f"note       mesh.fsdp gathers a stage's weights for each of {microbatches} microbatches, forward and "
+            "backward: mesh.data, once a step, is faster if memory allows"
         )
     return lines
 
