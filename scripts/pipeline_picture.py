@@ -211,7 +211,7 @@ def step_of(rows: Rows) -> tuple[dict[str, list[Box]], float]:
 # The picture
 
 PLOT, HEADING, LINE, APART = 1480, 84, 5, 12  # pixels: width of the plots, above the trace, of NCCL, between GPUs
-SHADES = {kind: drawing._hexadecimal(color) for kind, color in drawing.COLORS.items()}
+SHADES = {kind: drawing.hexadecimal(color) for kind, color in drawing.COLORS.items()}
 SHADES |= {HEAD: "#7d3c98", OTHER: "#d8d8d8", NCCL: "#707070"}
 MEANINGS = {
     FORWARD: "forward",
@@ -241,7 +241,7 @@ def picture(schedule: Schedule, costs: Costs, rows: Rows) -> str:
             "fill": drawing.INK,
         },
     )
-    drawing._rectangle(root, 0, 0, width, height, fill="white")
+    drawing.rectangle(root, 0, 0, width, height, fill="white")
     _draw_schedule(root, schedule, costs)
     _draw_trace(root, rows, top)
     ElementTree.indent(root, "")
@@ -251,22 +251,22 @@ def picture(schedule: Schedule, costs: Costs, rows: Rows) -> str:
 def _draw_schedule(root: ElementTree.Element, schedule: Schedule, costs: Costs) -> None:
     report, starts = simulate(schedule, costs), tick_starts(schedule, costs)
     scale = PLOT / report.time
-    drawing._draw_heading(root, schedule, costs, report)
-    drawing._draw_ticks(root, schedule, costs, drawing.LEFT + scale * starts)
-    for box in drawing._boxes(schedule, costs):
-        drawing._draw_box(root, schedule, box, scale)
+    drawing.draw_heading(root, schedule, costs, report)
+    drawing.draw_ticks(root, schedule, costs, drawing.LEFT + scale * starts)
+    for box in drawing.boxes(schedule, costs):
+        drawing.draw_box(root, schedule, box, scale)
 
 
 def _draw_trace(root: ElementTree.Element, rows: Rows, top: float) -> None:
     found, length = step_of(rows)
     scale, left = PLOT / length, drawing.LEFT
-    drawing._text(root, left, top + 16, f"traced: {length:.0f} ms", font_size="16", font_weight="600")
-    drawing._text(root, left, top + 36, NOTE)
+    drawing.text(root, left, top + 16, f"traced: {length:.0f} ms", font_size="16", font_weight="600")
+    drawing.text(root, left, top + 36, NOTE)
     x = float(left)
     for kind, meaning in MEANINGS.items():
         thick = LINE if kind == NCCL else 14
-        drawing._rectangle(root, x, top + 57 - thick / 2, 14, thick, fill=SHADES[kind])
-        x += 20 + drawing._text(root, x + 20, top + 61, meaning) + 12
+        drawing.rectangle(root, x, top + 57 - thick / 2, 14, thick, fill=SHADES[kind])
+        x += 20 + drawing.text(root, x + 20, top + 61, meaning) + 12
     first, each = top + HEADING, drawing.ROW + LINE + APART
     bottom = first + len(rows) * each - APART
     _draw_axis(root, length, scale, (first, bottom))
@@ -283,19 +283,19 @@ def _draw_axis(root: ElementTree.Element, length: float, scale: float, rows: tup
         for step in (10.0**power, 2 * 10.0**power, 5 * 10.0**power)
         if length / step <= 25
     )
-    drawing._text(root, drawing.LEFT - 10, bottom + 20, "ms", text_anchor="end", fill="#666666")
+    drawing.text(root, drawing.LEFT - 10, bottom + 20, "ms", text_anchor="end", fill="#666666")
     for mark in range(int(length / step) + 1):
         x = drawing.LEFT + mark * step * scale
         line = {"x1": x, "x2": x, "y1": first - 4, "y2": bottom + 6}
-        attributes = {name: drawing._pixels(value) for name, value in line.items()}
+        attributes = {name: drawing.pixels(value) for name, value in line.items()}
         ElementTree.SubElement(root, "line", attributes | {"stroke": drawing.FAINT, "stroke-dasharray": "2 2"})
-        drawing._text(root, x, bottom + 20, f"{mark * step:g}", text_anchor="middle", fill="#666666")
+        drawing.text(root, x, bottom + 20, f"{mark * step:g}", text_anchor="middle", fill="#666666")
 
 
 def _draw_gpu(root: ElementTree.Element, gpu: str, own: Sequence[Box], y: float, scale: float) -> None:
     name = gpu.removeprefix("/device:").replace(":", " ")
-    drawing._text(root, drawing.LEFT - 10, y + drawing.ROW / 2 + 4, name, text_anchor="end")
-    drawing._rectangle(root, drawing.LEFT, y, PLOT, drawing.ROW, fill="none", stroke=drawing.FAINT)
+    drawing.text(root, drawing.LEFT - 10, y + drawing.ROW / 2 + 4, name, text_anchor="end")
+    drawing.rectangle(root, drawing.LEFT, y, PLOT, drawing.ROW, fill="none", stroke=drawing.FAINT)
     for kind, color in SHADES.items():
         group = ElementTree.SubElement(root, "g", {"class": f"traced-{kind}", "fill": color})
         for box in own:

@@ -414,6 +414,8 @@ class Saved:
     """What of a unit's residuals is kept between two ticks: each array once, in however many shapes it occurs."""
 
     def __init__(self, forward: Callable, *arguments: Any):
+        self.structure: Any = None  # known when `forward` has been traced
+
         def flat(*arguments):
             leaves, self.structure = jax.tree.flatten(forward(*arguments))
             return leaves
@@ -429,7 +431,7 @@ class Saved:
         sources = [source(var) for var in jaxpr.outvars]
         self.first = [sources.index(key) for key in sources]  # of each leaf: the first one that holds the same numbers
         self.kept = sorted(set(self.first))
-        self.shapes = [var.aval.shape for var in jaxpr.outvars]
+        self.shapes = [tuple(var.aval.shape) for var in jaxpr.outvars]  # type: ignore[attr-defined]
 
     def values(self, residuals: Any) -> list[jax.Array]:
         """Residuals → the arrays to keep."""

@@ -94,7 +94,7 @@ class _Box(NamedTuple):
     cost: float
 
 
-def _boxes(schedule: Schedule, costs: Costs) -> Iterator[_Box]:
+def boxes(schedule: Schedule, costs: Costs) -> Iterator[_Box]:
     """All operations; a stage does those of a tick one after the other."""
     cost = costs.of_operations(schedule)
     for tick, starts in enumerate(tick_starts(schedule, costs)[:-1]):
@@ -122,47 +122,47 @@ def svg(schedule: Schedule, costs: Costs) -> str:
         "svg",
         {
             "xmlns": "http://www.w3.org/2000/svg",
-            "viewBox": f"0 0 {_pixels(width)} {height}",
-            "width": _pixels(width),
+            "viewBox": f"0 0 {pixels(width)} {height}",
+            "width": pixels(width),
             "height": str(height),
             "font-family": "system-ui, Helvetica, Arial, sans-serif",
             "font-size": "12",
             "fill": INK,
         },
     )
-    _rectangle(picture, 0, 0, width, height, fill="white")
-    _draw_heading(picture, schedule, costs, report)
-    _draw_ticks(picture, schedule, costs, LEFT + scale * starts)
-    for box in _boxes(schedule, costs):
-        _draw_box(picture, schedule, box, scale)
+    rectangle(picture, 0, 0, width, height, fill="white")
+    draw_heading(picture, schedule, costs, report)
+    draw_ticks(picture, schedule, costs, LEFT + scale * starts)
+    for box in boxes(schedule, costs):
+        draw_box(picture, schedule, box, scale)
     ElementTree.indent(picture)
     return ElementTree.tostring(picture, encoding="unicode") + "\n"
 
 
-def _draw_heading(picture: ElementTree.Element, schedule: Schedule, costs: Costs, report: Report) -> None:
+def draw_heading(picture: ElementTree.Element, schedule: Schedule, costs: Costs, report: Report) -> None:
     """Title, figures and legend."""
-    _text(picture, LEFT, 24, _title(schedule), font_size="16", font_weight="600")
+    text(picture, LEFT, 24, _title(schedule), font_size="16", font_weight="600")
     prices = {"forward": costs.forward, "backward": costs.backward + costs.weight}
     if schedule.weight is not None:
         prices |= {"backward": costs.backward, "weight": costs.weight}
     if costs.send:
         prices["send"] = costs.send
     named = ", ".join(f"{name} {price:g}" for name, price in prices.items())
-    _text(picture, LEFT, 44, f"{report.ticks} ticks, idle {report.bubble:.1%} of the time; costs: {named}")
+    text(picture, LEFT, 44, f"{report.ticks} ticks, idle {report.bubble:.1%} of the time; costs: {named}")
     x, y = LEFT, 58
     for operation in schedule.tables:
         for r in range(schedule.rounds):
-            _rectangle(picture, x, y, 14, 14, fill=_hexadecimal(_shade(schedule, operation, r)))
+            rectangle(picture, x, y, 14, 14, fill=hexadecimal(_shade(schedule, operation, r)))
             x += 15
-        x += 5 + _text(picture, x + 5, y + 11, _meaning(schedule, operation)) + 18
+        x += 5 + text(picture, x + 5, y + 11, _meaning(schedule, operation)) + 18
     if costs.send:
-        _rectangle(picture, x, y, 14, 14, fill=SENDING)
-        x += 20 + _text(picture, x + 20, y + 11, "send") + 18
+        rectangle(picture, x, y, 14, 14, fill=SENDING)
+        x += 20 + text(picture, x + 20, y + 11, "send") + 18
     if schedule.rounds > 1:
-        _text(picture, x, y + 11, f"dark to light: round 0 to {schedule.rounds - 1}")
+        text(picture, x, y + 11, f"dark to light: round 0 to {schedule.rounds - 1}")
 
 
-def _draw_ticks(picture: ElementTree.Element, schedule: Schedule, costs: Costs, edges: np.ndarray) -> None:
+def draw_ticks(picture: ElementTree.Element, schedule: Schedule, costs: Costs, edges: np.ndarray) -> None:
     """What lies behind the boxes: rows with their names, sending, and marks where ticks begin."""
     bottom = TOP + schedule.stages * (ROW + GAP) - GAP
     left, right = float(edges[0]), float(edges[-1])
@@ -170,36 +170,36 @@ def _draw_ticks(picture: ElementTree.Element, schedule: Schedule, costs: Costs, 
         scale = (right - left) / tick_starts(schedule, costs)[-1]
         for tick in np.flatnonzero(sends(schedule)):
             end = float(edges[tick + 1])
-            _rectangle(picture, end - costs.send * scale, TOP, costs.send * scale, bottom - TOP, fill=SENDING)
+            rectangle(picture, end - costs.send * scale, TOP, costs.send * scale, bottom - TOP, fill=SENDING)
     for stage in range(schedule.stages):
         y = TOP + stage * (ROW + GAP)
-        _rectangle(picture, left, y, right - left, ROW, fill="none", stroke=FAINT)
-        _text(picture, LEFT - 10, y + ROW / 2 + 4, f"stage {stage}", text_anchor="end")
+        rectangle(picture, left, y, right - left, ROW, fill="none", stroke=FAINT)
+        text(picture, LEFT - 10, y + ROW / 2 + 4, f"stage {stage}", text_anchor="end")
     for edge in map(float, edges):
         line = {"x1": edge, "x2": edge, "y1": TOP - 4, "y2": bottom + 6}
-        attributes = {name: _pixels(value) for name, value in line.items()}
+        attributes = {name: pixels(value) for name, value in line.items()}
         ElementTree.SubElement(picture, "line", attributes | {"stroke": FAINT, "stroke-dasharray": "2 2"})
-    _text(picture, LEFT - 10, bottom + 20, "tick", text_anchor="end", fill="#666666")
+    text(picture, LEFT - 10, bottom + 20, "tick", text_anchor="end", fill="#666666")
     free = 0.0  # from here on there is room for a number
     for tick, middle in enumerate(map(float, (edges[1:] + edges[:-1]) / 2)):
         half = 0.5 * _text_width(str(tick))
         if middle - half >= free:
-            _text(picture, middle, bottom + 20, str(tick), text_anchor="middle", fill="#666666")
+            text(picture, middle, bottom + 20, str(tick), text_anchor="middle", fill="#666666")
             free = middle + half + 6
 
 
-def _draw_box(picture: ElementTree.Element, schedule: Schedule, box: _Box, scale: float) -> None:
+def draw_box(picture: ElementTree.Element, schedule: Schedule, box: _Box, scale: float) -> None:
     x, y, width = LEFT + box.start * scale, TOP + box.stage * (ROW + GAP), box.cost * scale
     color = _shade(schedule, box.operation, box.round)
     attributes = {"class_": box.operation, "stroke": "white", "stroke_width": "0.75"}
-    rectangle = _rectangle(picture, x, y, width, ROW, fill=_hexadecimal(color), **attributes)
+    drawn = rectangle(picture, x, y, width, ROW, fill=hexadecimal(color), **attributes)
     hint = f"{box.operation}, microbatch {box.microbatch}, round {box.round}, stage {box.stage}, tick {box.tick}"
-    ElementTree.SubElement(rectangle, "title").text = hint
+    ElementTree.SubElement(drawn, "title").text = hint
     size = min(12.0, 12 * (width - 3) / _text_width(str(box.microbatch)))
     if size >= 5:
         light = np.dot(color, (0.299, 0.587, 0.114)) > 150
-        attributes = {"text_anchor": "middle", "font_size": _pixels(size), "fill": INK if light else "white"}
-        _text(
+        attributes = {"text_anchor": "middle", "font_size": pixels(size), "fill": INK if light else "white"}
+        text(
             picture, x + width / 2, y + ROW / 2 + 0.36 * size, str(box.microbatch), pointer_events="none", **attributes
         )
 
@@ -210,21 +210,21 @@ def _shade(schedule: Schedule, operation: str, r: int) -> tuple[int, ...]:
     return tuple(round(part + share * (255 - part)) for part in COLORS[operation])
 
 
-def _hexadecimal(color: tuple[int, ...]) -> str:
+def hexadecimal(color: tuple[int, ...]) -> str:
     return "#" + "".join(f"{part:02x}" for part in color)
 
 
-def _rectangle(
+def rectangle(
     picture: ElementTree.Element, x: float, y: float, width: float, height: float, **attributes: str
 ) -> ElementTree.Element:
     sizes = {"x": x, "y": y, "width": width, "height": height}
-    named = {name: _pixels(size) for name, size in sizes.items()} | _attributes(attributes)
+    named = {name: pixels(size) for name, size in sizes.items()} | _attributes(attributes)
     return ElementTree.SubElement(picture, "rect", named)
 
 
-def _text(picture: ElementTree.Element, x: float, y: float, text: str, **attributes: str) -> float:
+def text(picture: ElementTree.Element, x: float, y: float, text: str, **attributes: str) -> float:
     """Writes `text`; about how wide it is in the usual size."""
-    named = {"x": _pixels(x), "y": _pixels(y)} | _attributes(attributes)
+    named = {"x": pixels(x), "y": pixels(y)} | _attributes(attributes)
     ElementTree.SubElement(picture, "text", named).text = text
     return _text_width(text)
 
@@ -239,7 +239,7 @@ def _text_width(text: str) -> float:
     return 6.7 * len(text)
 
 
-def _pixels(size: float) -> str:
+def pixels(size: float) -> str:
     return f"{round(size, 2):.10g}"
 
 

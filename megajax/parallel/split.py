@@ -24,6 +24,7 @@ class SplitBackward:
     def __init__(self, backward: Callable, weights: Any, saved: Sequence[jax.Array], *rest: Any):
         arguments = (weights, list(saved), *rest)
         leaves, self.structure = jax.tree.flatten(arguments)
+        self.out_structure: Any = None  # known when `backward` has been traced
 
         def flat(*leaves):
             out, self.out_structure = jax.tree.flatten(backward(*jax.tree.unflatten(self.structure, leaves)))

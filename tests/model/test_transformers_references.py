@@ -12,7 +12,7 @@ import pytest
 from megajax.config import Config
 from megajax.mesh import AXES, build_mesh
 from megajax.model import Transformer, bind, parameters
-from megajax.sharding import to_stored, to_canonical
+from megajax.sharding import to_canonical, to_stored
 from megajax.training.batches import to_global
 from megajax.training.step import TrainProgram
 

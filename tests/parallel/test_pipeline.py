@@ -52,11 +52,10 @@ MODELS = {
         "tie_embeddings": True,
         "z_loss": 1e-2,
     },
-    "gemma of 7": {},  # below
     "tiny": {**SMALL, **GPT2, "num_layers": 4, "dropout": 0.2},
+    "tiny of 3": {**SMALL, **GPT2, "num_layers": 3},
     "tiny of 5": {**SMALL, **GPT2, "num_layers": 5},
 }
-MODELS["gemma of 7"] = {**MODELS["gemma"], "num_layers": 7}
 
 # model, mesh, schedule, rounds, microbatches, sections. The first of 32 microbatches has no token that counts.
 CASES = [
@@ -66,14 +65,12 @@ CASES = [
     ("llama", {"pipeline": 2, "tensor": 4}, "1f1b", 1, 2, {"remat": {"policy": "full"}}),
     ("llama", {"pipeline": 2, "fsdp": 2, "tensor": 2}, "zero_bubble", 1, 4, {"remat": {"policy": "full", "group": 2}}),
     ("llama", {"pipeline": 2, "data": 2, "tensor": 2}, "gpipe", 2, 8, {"kernels": {"scan_unroll": 2}}),
-    ("llama", {"pipeline": 8}, "zero_bubble", 1, 8, {"kernels": {"loss_chunk_tokens": 7}}),
     ("gpt2", {"pipeline": 4, "tensor": 2}, "zero_bubble", 1, 4, {"remat": {"policy": "save_matmuls"}}),
     ("gpt2", {"pipeline": 4, "data": 2}, "gpipe", 1, 16, {"pipeline": {"layout": (5, 3, 1, 4)}}),
-    ("gpt2", {"pipeline": 4, "fsdp": 2}, "1f1b", 2, 8, {"remat": {"policy": "selective"}}),
+    # The last virtual stage is empty.
+    ("tiny of 3", {"pipeline": 2, "data": 2}, "1f1b", 2, 4, {"remat": {"policy": "selective"}}),
     ("gpt2 of 7", {"pipeline": 2, "data": 4}, "1f1b", 2, 8, {"remat": {"policy": "full", "layers": 1}}),
     ("gemma", {"pipeline": 2, "fsdp": 4}, "zero_bubble", 2, 2, {"remat": {"policy": "full", "layers": 1}}),
-    ("gemma", {"pipeline": 4, "tensor": 2}, "1f1b", 1, 4, {"remat": {"policy": "save_matmuls"}}),
-    ("gemma of 7", {"pipeline": 2, "data": 4}, "gpipe", 1, 4, {"pipeline": {"layout": (4, 3)}}),
 ]
 
 
@@ -197,7 +194,7 @@ def test_initial_weights_are_the_same_bit_for_bit_and_empty_slots_are_zero(table
 
 @pytest.mark.parametrize(
     ("mesh", "rounds", "microbatches"),
-    [({"pipeline": 4, "fsdp": 2}, 1, 4), ({"pipeline": 2, "data": 2, "tensor": 2}, 2, 4)],
+    [({"pipeline": 2, "data": 2, "tensor": 2}, 2, 4)],
     ids=case_name,
 )
 def test_the_evaluation_loss_does_not_depend_on_the_stages(table, make_config, mesh, rounds, microbatches):
@@ -218,7 +215,7 @@ def test_the_evaluation_loss_does_not_depend_on_the_stages(table, make_config, m
 
 # Faults
 
-correct = {name: getattr(_Run, name) for name in ("hand_over", "work", "in_round")}
+correct = {name: getattr(_Run, name) for name in ("work", "in_round")}
 correct_loss = LossHead.losses_and_gradients
 ROUNDS, NO_ROUNDS = ({"pipeline": 2, "tensor": 2}, 2), ({"pipeline": 4, "tensor": 2}, 1)
 
@@ -234,12 +231,6 @@ def always_active(self, table, tick):
 
 # what goes wrong: mesh and rounds where it shows, and what is replaced
 FAULTS = {
-    "stages hand over the wrong way": (
-        *NO_ROUNDS,
-        _Run,
-        "hand_over",
-        lambda self, x, step: correct["hand_over"](self, x, -step),
-    ),
     "the last stage's share of the loss counts alone": (
         *NO_ROUNDS,
         LossHead,
