@@ -73,11 +73,12 @@ def test_flags_for_collectives_come_with_the_mesh(config, fresh):
 
 
 def test_flags_of_a_pipeline(config, fresh):
-    fsdp = " ".join(prepare_environment(config("mesh.fsdp=2 mesh.pipeline=2 batch.num_microbatches=2")))
+    stages = ("mesh.pipeline=2", "batch.num_microbatches=2", "model.num_layers=4")
+    fsdp = " ".join(prepare_environment(config("mesh.fsdp=2", *stages)))
     assert "combine_threshold" in fsdp and "double_buffering" not in fsdp and "connected" not in fsdp
     os.environ["XLA_FLAGS"] = ""
-    rounds = "mesh.tensor=2 mesh.pipeline=2 pipeline.rounds=2 batch.num_microbatches=2 model.num_layers=4"
-    assert "permute_connected_components=true" in " ".join(prepare_environment(config(rounds)))
+    rounds = " ".join(prepare_environment(config("mesh.tensor=2", "pipeline.rounds=2", *stages)))
+    assert "permute_connected_components=true" in rounds
 
 
 def test_transfers_over_tensor_start_in_the_order_of_their_launch(config, fresh):
