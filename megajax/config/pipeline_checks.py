@@ -53,6 +53,11 @@ def _check_layout(config: Config, sizes: dict[str, int]) -> None:
         problem += f" {_split(config, sizes)} needs"
         cure = f"write {count} numbers that add up to {said(config, 'model.num_layers')}, {even}"
         refuse(config, problem, cure, "pipeline.layout", "mesh.pipeline", "pipeline.rounds")
+    if 0 in layout[1:-1]:
+        problem = (
+            f"{said(config, 'pipeline.layout')} leaves a virtual stage between the first and the last without layers"
+        )
+        refuse(config, problem, f"give it one or more, {even}", "pipeline.layout")
     if sum(layout) != layers:
         problem = (
             f"{said(config, 'pipeline.layout')} adds up to {sum(layout)}, not to {said(config, 'model.num_layers')}"
@@ -73,7 +78,7 @@ def _check_microbatches(config: Config, sizes: dict[str, int]) -> None:
     cure += "" if usable else f" {stages * shards}"
     if microbatches < stages:
         idle = (stages - 1) / (microbatches * rounds + stages - 1)
-        problem = f"{said(config, key)} is less than {name}, so that stages would be idle for {idle:.0%} of a step"
+        problem = f"{said(config, key)} is less than {name}, so that stages would idle for up to {idle:.0%} of a step"
         refuse(config, problem, cure, key, "mesh.pipeline")
     if rounds > 1 and microbatches % stages:
         problem = f"{said(config, key)} is not a multiple of {name}, and with {said(config, 'pipeline.rounds')}"

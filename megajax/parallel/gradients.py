@@ -1,7 +1,8 @@
 """Loss and gradients of one global batch: the part of the step that is local to a device.
 
 One shard_map, manual over all six axes, holds forward, backward and gradient reduction: weights are gathered, the
-microbatches run one after the other, gradients accumulate in FP32 and are reduced once.
+microbatches run one after the other or through the stages of a pipeline, gradients accumulate in FP32 and are reduced
+once.
 """
 
 from collections.abc import Callable, Mapping
@@ -30,7 +31,7 @@ def gradient_function(local: LocalModel, mesh: Mesh) -> Callable:
     specs = {name: placement.spec for name, placement in local.placements.items()}
     config = local.config
     pipeline = Pipeline(local) if local.sizes["pipeline"] > 1 else None
-    only_microbatch = config.batch.num_microbatches == 1
+    only_microbatch = config.batch.num_microbatches == 1 and pipeline is None
 
     def compute(params: Params, history: History, batch: Batch, step: jax.Array, loss_scale: jax.Array):
         ends, weight_amax = local.gather_ends(params), local.layers.weight_amax(params)

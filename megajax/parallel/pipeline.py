@@ -81,9 +81,10 @@ class _Run:
 
     def __init__(self, pipeline: Pipeline, schedule: Schedule, ends, layers, batch, key, scale):
         self.pipeline, self.local, self.schedule = pipeline, pipeline.local, schedule
-        self.stack, self.slots = pipeline.layers, assign_slots(schedule)
+        self.stack, self.training = pipeline.layers, scale is not None
         self.ends, self.weights, self.batch, self.key, self.scale = ends, self.by_round(layers), batch, key, scale
-        self.training = scale is not None
+        if self.training:
+            self.slots = assign_slots(schedule)
         self.stage = lax.axis_index("pipeline")
         self.last_stage = self.stage == schedule.stages - 1
         self.first_layers = jnp.asarray(self.stack.first_layers)[self.stage]  # [R]
@@ -153,7 +154,7 @@ class _Run:
         _, fields, inputs, r = self.work(self.schedule.forward, tick)
         first = (self.stage == 0) & (r == 0)
         x = jnp.where(first, self.local.embed(self.ends, fields, inputs), carry.x)
-        slot = self.own(self.slots.forward, tick)
+        slot = self.own(self.slots.forward, tick) if self.training else jnp.int32(0)
         x, activations = self.in_round(r, self.stage_forward, x, carry.activations, inputs, slot)
         return carry._replace(x=self.hand_over(x, 1), activations=activations), x
 
@@ -261,7 +262,7 @@ class _Run:
                     dx, gradient, largest, later = parts.inputs(unit, saved, dx, inputs, first)
                     put_off[u] = _write(put_off[u], later, _position(segment, keep, loop))
                 else:
-                    residuals = self.pipeline.saved[i, u].residuals(saved)
+                    residuals = self.saved(i, u, unit, dx, inputs, first).residuals(saved)
                     dx, gradient, largest = self.stack.unit_backward(unit, residuals, dx, inputs, segment, first, u)
                 largest = jax.tree.map(lambda a: jnp.where(active, a, 0), largest)
                 amax[u] = _combine(jnp.maximum, amax[u], largest, segment, loop)
@@ -338,11 +339,25 @@ class _Run:
         gradient = jax.tree.map(lambda g: g.astype(jnp.float32), self.stack.reduce(gradient, False))
         return _combine(jnp.add, totals, gradient, segment, loop)
 
+    def trace_saved(self, i: int, u: int, unit: Unit, x: jax.Array, inputs: BlockInputs, first) -> "Saved":
+        """What a unit's forward operation saves."""
+
+        def forward(unit, x):
+            return self.stack.unit_forward(unit, x, inputs, self.stack.segments[i], first, u, True)[1]
+
+        return Saved(forward, unit, x)
+
+    def saved(self, i: int, u: int, unit: Unit, dx: jax.Array, inputs: BlockInputs, first) -> "Saved":
+        """The same for a backward operation; anew where no two calls of attention may be equal (`MeshComm.attend`)."""
+        if self.local.comm.deterministic:
+            return self.trace_saved(i, u, unit, dx, inputs, first)
+        return self.pipeline.saved[i, u]
+
     def split(self, i: int, u: int, unit: Unit, saved, dx, inputs: BlockInputs, first) -> SplitBackward:
         """The backward pass of a unit in two parts; traced anew at each use, for it may hold values of the trace."""
 
         def backward(unit, saved, dx, inputs, first):
-            residuals = self.pipeline.saved[i, u].residuals(saved)
+            residuals = self.saved(i, u, unit, dx, inputs, first).residuals(saved)
             return self.stack.unit_backward(unit, residuals, dx, inputs, self.stack.segments[i], first, u)
 
         self.splits[i, u] = SplitBackward(backward, unit, saved, dx, inputs, first)
@@ -382,14 +397,10 @@ class _Run:
         """(activations, what is put off, gradients, amaxes) of a unit, zeros of the shapes that an operation gives."""
         segment = self.stack.segments[i]
         first, unit = self.first_layer(segment, 0, 0), _pick(self.weights[0][i][u], segment, 0)
-
-        def forward(unit, x):
-            return self.stack.unit_forward(unit, x, inputs, segment, first, u, True)[1]
-
-        kept = self.pipeline.saved[i, u] = Saved(forward, unit, x)
+        kept = self.pipeline.saved[i, u] = self.trace_saved(i, u, unit, x, inputs, first)
 
         def backward(unit, x):
-            values = kept.values(forward(unit, x))
+            values = kept.values(self.stack.unit_forward(unit, x, inputs, segment, first, u, True)[1])
             later = []
             if self.slots.put_offs:
                 later = self.split(i, u, unit, values, x, inputs, first).inputs(unit, values, x, inputs, first)[3]

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megajax.parallel.schedules import IDLE, Schedule, Slots, Table, assign_slots, check
+from megajax.parallel.schedules import IDLE, Schedule, Slots, Table, Work, assign_slots, check
 
 
 @dataclass(frozen=True)
@@ -111,9 +111,6 @@ def _in_flight(schedule: Schedule) -> list[float]:
         np.add.at(change, last[:, stage :: schedule.stages] + 1, -1)
         most.append(float(np.cumsum(change).max()) / schedule.rounds)
     return most
-
-
-Work = tuple[int, int]  # microbatch, round
 
 
 class _Access(NamedTuple):

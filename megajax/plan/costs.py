@@ -98,8 +98,10 @@ def _saved_activations(config: Config, sizes: Mapping[str, int], compute: int) -
     heads = model.head_dim * (2 * model.num_heads + 2 * max(model.num_kv_heads, tensor)) / tensor  # q, k, v, output
     mlp = model.ffn_hidden_size * (2 if model.activation in ("swiglu", "geglu") else 1) / tensor
     matmuls = heads + mlp + 2 * D / tensor  # and the two projections into the residual stream
-    everything = heads + mlp + 2 * D + 2 * D / tensor  # and the norms' results and inputs
     in_fp8 = len(config.fp8_layers) / model.num_layers
+    staged = sizes["pipeline"] > 1
+    norms = 0 if staged and tensor == 1 and not in_fp8 else 2 * D  # in a pipeline they are computed again
+    everything = heads + mlp + norms + 2 * D / tensor  # and the norms' results and inputs
     if model.mlp_bias:  # without biases the activation is computed again
         everything += (1 - in_fp8) * model.ffn_hidden_size / tensor
     if in_fp8:  # the four layers' inputs are kept in FP8 alone
@@ -115,13 +117,12 @@ def _saved_activations(config: Config, sizes: Mapping[str, int], compute: int) -
     depth = slots(config, sizes["pipeline"])
     covered = depth if remat.layers is None else remat.layers
     values = covered * per_layer[remat.policy] + (depth - covered) * per_layer["none"]
-    return int(tokens * compute * values * _kept_at_once(config, sizes["pipeline"]))
-
-
-def _kept_at_once(config: Config, stages: int) -> int:
-    """Of how many microbatches a virtual stage keeps activations at the same time."""
-    if stages == 1:
-        return 1
+    if not staged:
+        return int(tokens * compute * values)
     settings = config.pipeline
-    schedule = make_schedule(settings.schedule, stages, config.batch.num_microbatches, settings.rounds)
-    return assign_slots(schedule).activations
+    kept = assign_slots(make_schedule(settings.schedule, sizes["pipeline"], batch.num_microbatches, settings.rounds))
+    inputs = 2 * D + (model.num_heads * model.head_dim + model.ffn_hidden_size) / tensor  # of the four linear layers
+    outputs = heads - model.num_heads * model.head_dim / tensor + mlp + 2 * D
+    put_off = depth * (inputs + outputs)
+    waiting = kept.heads * D / tensor if kept.heads > 1 else 0
+    return int(tokens * compute * (values * kept.activations + put_off * kept.put_offs + waiting))

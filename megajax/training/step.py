@@ -17,7 +17,8 @@ from megajax.mesh import mesh_sizes
 from megajax.model import Transformer, init_parameters, parameters
 from megajax.ops import fp8
 from megajax.optim import make_optimizer, make_schedule
-from megajax.parallel.gradients import LocalModel, gradient_function, loss_function
+from megajax.parallel.gradients import gradient_function, loss_function
+from megajax.parallel.local import LocalModel
 from megajax.parallel.scaling import Scaling
 from megajax.sharding import BATCH_SPEC, Placement, pad_storage, place_all, shardings, stored_layers
 

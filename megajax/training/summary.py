@@ -58,11 +58,11 @@ def summary(program: TrainProgram, flags: list[str]) -> str:
 def _pipeline(config: Config, sizes: dict[str, int]) -> list[str]:
     stages, settings, microbatches = sizes["pipeline"], config.pipeline, config.batch.num_microbatches
     report = simulate(make_schedule(settings.schedule, stages, microbatches, settings.rounds), Costs())
-    layout = [len(layers) for layers in virtual_stages(config, stages)]
-    each = f"{layout[0]} layers" if len(set(layout)) == 1 else f"{', '.join(map(str, layout))} layers"
-    rounds = f" in each of {settings.rounds} rounds" if settings.rounds > 1 else ""
+    counts = [len(layers) for layers in virtual_stages(config, stages)]
+    each = f"{counts[0]}" if len(set(counts)) == 1 else f"{min(counts)} to {max(counts)}"
+    rounds = f" × {settings.rounds} rounds" if settings.rounds > 1 else ""
     lines = [
-        f"pipeline   {settings.schedule}: {stages} stages with {each}{rounds}, idle for {report.bubble:.1%} of a step, "
+        f"pipeline   {settings.schedule}, {stages} stages{rounds} of {each} layers: idle for {report.bubble:.1%} of a step, "
         f"activations of up to {max(report.in_flight):g} of {microbatches} microbatches kept"
     ]
     if sizes["fsdp"] > 1:

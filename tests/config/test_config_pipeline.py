@@ -179,19 +179,19 @@ REFUSED = {
     ),
     # microbatches: 3 of 2 + 3 ticks, 3 of 3 * 2 + 3
     "batch.num_microbatches=2 mesh.pipeline=4": (
-        "batch.num_microbatches=2 is less than mesh.pipeline=4, so that stages would be idle for 60% of a step (@):"
+        "batch.num_microbatches=2 is less than mesh.pipeline=4, so that stages would idle for up to 60% of a step (@):"
         " use 4, 6, 8, 12 or 24."
     ),
     "batch.num_microbatches=3 mesh.pipeline=4 pipeline.rounds=2": (
-        "batch.num_microbatches=3 is less than mesh.pipeline=4, so that stages would be idle for 33% of a step (@):"
+        "batch.num_microbatches=3 is less than mesh.pipeline=4, so that stages would idle for up to 33% of a step (@):"
         " use 4, 8, 12 or 24."
     ),
     "batch.num_microbatches=2 mesh.pipeline=4 mesh.data=2 mesh.fsdp=2": (
-        "batch.num_microbatches=2 is less than mesh.pipeline=4, so that stages would be idle for 60% of a step (@):"
+        "batch.num_microbatches=2 is less than mesh.pipeline=4, so that stages would idle for up to 60% of a step (@):"
         " use 6."
     ),
     "batch.num_microbatches=2 mesh.pipeline=4 mesh.data=12": (
-        "batch.num_microbatches=2 is less than mesh.pipeline=4, so that stages would be idle for 60% of a step (@):"
+        "batch.num_microbatches=2 is less than mesh.pipeline=4, so that stages would idle for up to 60% of a step (@):"
         " use 4, and make batch.global_size a multiple of 48."
     ),
     "batch.num_microbatches=6 mesh.pipeline=4 pipeline.rounds=2": (
@@ -270,7 +270,7 @@ REFUSED_WHEN_FILLED_UP = [
     (
         "batch.num_microbatches=4 mesh.pipeline=-1",
         8,
-        "batch.num_microbatches=4 is less than mesh.pipeline=8 (filled up), so that stages would be idle for 64%"
+        "batch.num_microbatches=4 is less than mesh.pipeline=8 (filled up), so that stages would idle for up to 64%"
         " of a step (@): use 8, 12 or 24.",
     ),
     (
@@ -301,7 +301,7 @@ REFUSED_WHEN_FILLED_UP = [
         # the microbatches that are usable depend on the batch shards, which are known only now
         "batch.num_microbatches=2 mesh.pipeline=-1 mesh.data=4",
         12,
-        "batch.num_microbatches=2 is less than mesh.pipeline=3 (filled up), so that stages would be idle for 50%"
+        "batch.num_microbatches=2 is less than mesh.pipeline=3 (filled up), so that stages would idle for up to 50%"
         " of a step (@): use 3 or 6.",
     ),
 ]
