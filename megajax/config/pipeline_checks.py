@@ -54,9 +54,7 @@ def _check_layout(config: Config, sizes: dict[str, int]) -> None:
         cure = f"write {count} numbers that add up to {said(config, 'model.num_layers')}, {even}"
         refuse(config, problem, cure, "pipeline.layout", "mesh.pipeline", "pipeline.rounds")
     if 0 in layout[1:-1]:
-        problem = (
-            f"{said(config, 'pipeline.layout')} leaves a virtual stage between the first and the last without layers"
-        )
+        problem = f"{said(config, 'pipeline.layout')} leaves an inner virtual stage without layers"
         refuse(config, problem, f"give it one or more, {even}", "pipeline.layout")
     if sum(layout) != layers:
         problem = (

@@ -173,6 +173,10 @@ REFUSED = {
         "pipeline.layout=[3, 3, 3, 3] has 4 of the 8 numbers that mesh.pipeline=2 x pipeline.rounds=4 needs (@):"
         " write 8 numbers that add up to model.num_layers=12, such as [1, 1, 2, 2, 2, 2, 1, 1], or null for that."
     ),
+    "pipeline.layout=[6,0,6] mesh.pipeline=3": (
+        "pipeline.layout=[6, 0, 6] leaves an inner virtual stage without layers (@):"
+        " give it one or more, such as [4, 4, 4], or null for that."
+    ),
     "pipeline.layout=[4,4,5] mesh.pipeline=3": (
         "pipeline.layout=[4, 4, 5] adds up to 13, not to model.num_layers=12 (@):"
         " make it 12, such as [4, 4, 4], or null for that."
