@@ -62,8 +62,9 @@ def _pipeline(config: Config, sizes: dict[str, int]) -> list[str]:
     each = f"{counts[0]}" if len(set(counts)) == 1 else f"{min(counts)} to {max(counts)}"
     rounds = f" × {settings.rounds} rounds" if settings.rounds > 1 else ""
     lines = [
-        f"pipeline   {settings.schedule}, {stages} stages{rounds} of {each} layers, "
-        f"idle for {report.bubble:.1%} of a step, activations of up to {max(report.in_flight):g} of {microbatches} microbatches kept"
+        f"pipeline   {settings.schedule}, {stages} stages{rounds} of {each} layers, idle for "
+        f"{report.bubble:.1%} of a step, "
+        f"activations of up to {max(report.in_flight):g} of {microbatches} microbatches kept"
     ]
     if sizes["fsdp"] > 1:
         lines.append(
