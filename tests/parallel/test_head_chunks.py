@@ -23,13 +23,14 @@ def test_chunks_have_at_most_4096_tokens_and_2_gib_of_logits():
     assert chunks(32768, vocab_size=128256) == 8  # 4096 · 128256 · 4 bytes is just below
     assert chunks(32768, vocab_size=256000) == 16  # 2097 tokens fit: 15.6 of them
     assert chunks(32768, tensor=4, vocab_size=256000) == 8
-    assert chunks(64) == 4
-    assert chunks(2) == 2
+    assert chunks(8192) == 4
+    assert chunks(4096) == 2  # not shorter than 2048
+    assert chunks(64) == 1
 
 
 @pytest.mark.smoke
 def test_an_odd_number_of_tokens_is_filled_up_instead_of_cut_small():
-    assert chunks(4099) == 5  # of 1024 and fewer
+    assert chunks(4099) == 3  # of 2048 and fewer
     assert chunks(8198, limit=4096) == 3
 
 

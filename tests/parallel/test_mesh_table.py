@@ -27,16 +27,12 @@ MESHES = [
     ("llama", "adamw", {"data": 2}, 2),
     ("llama", "adamw", {"fsdp": 2}, 4),
     ("llama", "adamw", {"tensor": 8}, 2),  # twice as many devices as KV heads
-    ("llama", "adamw", {"data": 4, "fsdp": 2}, 1),
     ("llama", "adamw", {"fsdp": 2, "tensor": 4}, 2),
     ("llama", "sgd", {"data": 8}, 1),
     pytest.param("llama", "sgd", TRIPLE, 2, marks=pytest.mark.smoke),
     ("gpt2", "adamw", {"data": 8}, 4),
-    ("gpt2", "adamw", {"fsdp": 4, "tensor": 2}, 1),
     ("gpt2", "adamw", TRIPLE, 4),
     ("gpt2", "sgd", {"fsdp": 8}, 1),
-    ("gpt2", "sgd", {"tensor": 2}, 4),
-    ("gpt2", "sgd", {"tensor": 8}, 1),
     ("gpt2", "sgd", {"data": 2, "tensor": 4}, 2),
     ("gpt2", "sgd", {"data": 2, "fsdp": 4}, 2),
 ]
@@ -46,7 +42,6 @@ RECOMPUTED = [
     ({"fsdp": 2, "tensor": 2}, 2, {"policy": "full"}, {}),
     ({"data": 2, "fsdp": 2}, 1, {"policy": "full", "group": 2}, {}),
     ({"fsdp": 2}, 2, {"policy": "full", "group": 2}, {"scan_unroll": 4}),
-    ({"data": 2, "tensor": 2}, 1, {"policy": "full", "layers": 1}, {}),
     ({"tensor": 2}, 2, {"policy": "selective"}, {"scan_unroll": 2}),
     ({"fsdp": 2, "tensor": 2}, 1, {"policy": "save_matmuls"}, {"scan_unroll": 4}),
     ({"data": 2, "fsdp": 2}, 2, {"policy": "offload"}, {}),
@@ -80,8 +75,6 @@ OPTION_CASES = [
     ("gemma", TRIPLE, 4, {"policy": "save_matmuls"}),
     ("dropout", {}, 2, {"policy": "full"}),
     ("dropout", TRIPLE, 2, {"policy": "selective", "layers": 2}),
-    ("dropout", {"fsdp": 8}, 1, {"policy": "full", "group": 4}),
-    ("padded", {"fsdp": 8}, 1, {}),
     ("padded", {"data": 2, "fsdp": 4}, 4, {"policy": "full"}),
     ("padded_gpt2", {"data": 8}, 2, {}),
     ("padded_gpt2", {"data": 4, "tensor": 2}, 1, {"policy": "save_matmuls"}),
@@ -125,7 +118,6 @@ def test_recomputation_and_unrolling_change_no_number(table, difference, mesh, m
 OVERLAPPED = [
     ("gemma", {"tensor": 8}, 2, {}),
     ("dropout", {"data": 2, "tensor": 4}, 1, {"policy": "selective"}),
-    ("padded_gpt2", {"tensor": 2}, 2, {"policy": "save_matmuls"}),
 ]
 
 

@@ -11,12 +11,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax import lax
 
 from megajax.config.checks import check_mesh
 from megajax.mesh import AXES, build_mesh
 from megajax.model import Transformer, parameters
-from megajax.parallel.head import LossHead
 from megajax.parallel.layers import LayerStack
 from megajax.parallel.pipeline import _Run
 from megajax.sharding import EMPTY, stored_layers
@@ -61,11 +59,7 @@ MODELS = {
 CASES = [
     ("llama", {"pipeline": 8}, "1f1b", 2, 32, {}),
     pytest.param("llama", {"pipeline": 4, "fsdp": 2}, "zero_bubble", 2, 16, {}, marks=pytest.mark.smoke),
-    # Four times as many devices as KV heads.
-    ("llama", {"pipeline": 2, "tensor": 4}, "1f1b", 1, 2, {"remat": {"policy": "full"}}),
     ("llama", {"pipeline": 2, "fsdp": 2, "tensor": 2}, "zero_bubble", 1, 4, {"remat": {"policy": "full", "group": 2}}),
-    ("llama", {"pipeline": 2, "data": 2, "tensor": 2}, "gpipe", 2, 8, {"kernels": {"scan_unroll": 2}}),
-    ("gpt2", {"pipeline": 4, "tensor": 2}, "zero_bubble", 1, 4, {"remat": {"policy": "save_matmuls"}}),
     ("gpt2", {"pipeline": 4, "data": 2}, "gpipe", 1, 16, {"pipeline": {"layout": (5, 3, 1, 4)}}),
     # The last virtual stage is empty.
     ("tiny of 3", {"pipeline": 2, "data": 2}, "1f1b", 2, 4, {"remat": {"policy": "selective"}}),
@@ -152,7 +146,6 @@ def test_stages_need_not_divide_the_tokens_of_a_microbatch(
 
 LOW_PRECISION = [
     ("bfloat16", {"pipeline": 4, "tensor": 2}, "1f1b", 1, 4),
-    ("float16", {"pipeline": 2, "data": 2, "fsdp": 2}, "gpipe", 2, 2),
 ]
 
 
@@ -163,15 +156,6 @@ def test_low_precision_trains_alike_within_its_rounding(
     config = make_config("tiny", mesh, schedule, rounds, microbatches, {"precision": {"compute": compute}})
     coarse = {"bfloat16": 8, "float16": 1}[compute]  # 8 against 11 bits
     assert_agrees(differences(config), scalar=5e-4 * coarse, gradient=1e-2 * coarse)
-
-
-def test_gradients_reduced_in_bfloat16_are_close(table, make_config, expected):
-    settings = {"pipeline": 2, "data": 2, "fsdp": 2}, "1f1b", 1, 2
-    reference = expected(make_config("tiny", *settings))
-    config = make_config("tiny", *settings, {"precision": {"gradients": "bfloat16"}})
-    found = table.compare(table.train(config, weights_of(config)), reference)
-    assert_agrees(found, gradient=1e-2, scalar=1e-2)
-    assert found.worst[1] > table.GRADIENT_TOLERANCE, "they were not reduced in bfloat16"
 
 
 def build(config) -> TrainProgram:
@@ -216,13 +200,7 @@ def test_the_evaluation_loss_does_not_depend_on_the_stages(table, make_config, m
 # Faults
 
 correct = {name: getattr(_Run, name) for name in ("work", "in_round")}
-correct_loss = LossHead.losses_and_gradients
 ROUNDS, NO_ROUNDS = ({"pipeline": 2, "tensor": 2}, 2), ({"pipeline": 4, "tensor": 2}, 1)
-
-
-def loss_of_the_last_stage_alone(self, ends, x, targets, mask, scale, gradients):
-    last = lax.axis_index("pipeline") == lax.axis_size("pipeline") - 1
-    return correct_loss(self, ends, x, targets, mask * last, scale * last, gradients)
 
 
 def always_active(self, table, tick):
@@ -231,12 +209,6 @@ def always_active(self, table, tick):
 
 # what goes wrong: mesh and rounds where it shows, and what is replaced
 FAULTS = {
-    "the last stage's share of the loss counts alone": (
-        *NO_ROUNDS,
-        LossHead,
-        "losses_and_gradients",
-        loss_of_the_last_stage_alone,
-    ),
     "an idle stage's gradients count": (*NO_ROUNDS, _Run, "work", always_active),
     "empty slots train": (*NO_ROUNDS, LayerStack, "_without_empty_slots", lambda self, gradient: gradient),
     "a round has another's layers": (
