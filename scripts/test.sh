@@ -11,4 +11,4 @@ if [ $# -eq 0 ]; then
 fi
 # A file's tests share what they compiled, so they stay in one process.
 workers=$(nproc)
-exec "$python" -m pytest -n "$((workers < 4 ? workers : 4))" --dist loadfile "$@"
+exec "$python" -m pytest -n "$((workers < 4 ? workers : 4))" --dist loadfile --no-loadscope-reorder "$@"

@@ -308,12 +308,6 @@ def test_over_data_stages_communicate_once_a_step(compiled, schedule):
     assert {(c.kind, *c.axes) for c in in_ticks} == {("reduce-scatter", "pipeline"), ("all-gather", "pipeline")}
 
 
-def test_a_step_of_stages_is_as_large_with_many_microbatches_as_with_few(compiled):
-    few, many = (staged(compiled, {"pipeline": 2}, "1f1b", number, rounds=2) for number in (8, 32))
-    assert few == many
-    assert [c for c in few if c.kind == "collective-permute" and c.loops], "the test sees none"
-
-
 # In the sources
 
 CALLS = {"psum", "pmean", "pmax", "pmin", "all_gather", "psum_scatter", "ppermute", "pshuffle", "pswapaxes"}
