@@ -23,9 +23,9 @@ from typing import NamedTuple
 
 import megajax.parallel.schedule_drawing as drawing
 from megajax.config.cli import user_errors
-from megajax.errors import ConfigError, InputError
+from megajax.errors import InputError
 from megajax.parallel.schedule_simulator import Costs, simulate, tick_starts
-from megajax.parallel.schedules import KINDS, Schedule, make_schedule
+from megajax.parallel.schedules import KINDS, Schedule
 
 
 class Kernel(NamedTuple):
@@ -326,11 +326,7 @@ def main(arguments: list[str]) -> int:
     """Write the picture and say what each GPU did; exit status 2 and one sentence when that can't be."""
     with user_errors():
         options = _parser().parse_args(arguments)
-        try:
-            schedule = make_schedule(options.schedule, options.stages, options.microbatches, options.rounds)
-            costs = Costs(options.forward, options.backward, options.weight, options.send)
-        except ValueError as error:
-            raise ConfigError(str(error)) from None
+        schedule, costs = drawing.chosen(options)
         rows = read(options.trace)
         if len(rows) % schedule.stages:
             raise InputError(f"{options.trace} has {len(rows)} GPUs, which --stages={schedule.stages} does not divide.")

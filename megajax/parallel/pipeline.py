@@ -15,17 +15,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import Literal
 
 from megajax.model.transformer import BlockInputs
 from megajax.parallel.layers import Segment, Unit
 from megajax.parallel.local import Batch, LocalModel, Params
+from megajax.parallel.saved import Saved
 from megajax.parallel.schedules import Flags, Schedule, Table, assign_slots, check, make_schedule
 from megajax.parallel.split import SplitBackward
 
 Buffers = Any  # by segment, by unit: a list of arrays [slots·loops, ...]
 Weights = Any  # by round, by segment, by unit: arrays [loops, ...], without a loop [...]
-VIEWS = ("name", "reshape", "squeeze")  # primitives whose result holds the numbers of their operand
 
 
 class Carry(NamedTuple):
@@ -281,8 +280,8 @@ class _Run:
         """Gradients of weights that a backward operation has put off."""
         r = self.own(self.schedule.weight.round, tick)  # type: ignore[union-attr]
         slot = self.own(self.slots.weight, tick)
-        operation = self.in_round(r, self.stage_weight, carry.layer_gradients, carry.put_off, slot)
-        return carry._replace(layer_gradients=operation)
+        gradients = self.in_round(r, self.stage_weight, carry.layer_gradients, carry.put_off, slot)
+        return carry._replace(layer_gradients=gradients)
 
     def stage_weight(self, r: int, layer_gradients: Weights, put_off: Buffers, slot: jax.Array) -> Weights:
         """The gradients with those that one backward operation of round `r` has put off."""
@@ -339,7 +338,7 @@ class _Run:
         gradient = jax.tree.map(lambda g: g.astype(jnp.float32), self.stack.reduce(gradient, False))
         return _combine(jnp.add, totals, gradient, segment, loop)
 
-    def trace_saved(self, i: int, u: int, unit: Unit, x: jax.Array, inputs: BlockInputs, first) -> "Saved":
+    def trace_saved(self, i: int, u: int, unit: Unit, x: jax.Array, inputs: BlockInputs, first) -> Saved:
         """What a unit's forward operation saves."""
 
         def forward(unit, x):
@@ -347,7 +346,7 @@ class _Run:
 
         return Saved(forward, unit, x)
 
-    def saved(self, i: int, u: int, unit: Unit, dx: jax.Array, inputs: BlockInputs, first) -> "Saved":
+    def saved(self, i: int, u: int, unit: Unit, dx: jax.Array, inputs: BlockInputs, first) -> Saved:
         """The same for a backward operation; anew where no two calls of attention may be equal (`MeshComm.attend`)."""
         if self.local.comm.deterministic:
             return self.trace_saved(i, u, unit, dx, inputs, first)
@@ -419,41 +418,6 @@ class _Run:
             zeros(gradient, loops, jnp.float32),
             zeros(amax, loops),
         )
-
-
-class Saved:
-    """What of a unit's residuals is kept between two ticks: each array once, in however many shapes it occurs."""
-
-    def __init__(self, forward: Callable, *arguments: Any):
-        self.structure: Any = None  # known when `forward` has been traced
-
-        def flat(*arguments):
-            leaves, self.structure = jax.tree.flatten(forward(*arguments))
-            return leaves
-
-        jaxpr = jax.make_jaxpr(flat)(*arguments).jaxpr
-        made_by = {var: equation for equation in jaxpr.eqns for var in equation.outvars}
-
-        def source(var: Any) -> Any:
-            while not isinstance(var, Literal) and var in made_by and made_by[var].primitive.name in VIEWS:
-                var = made_by[var].invars[0]
-            return id(var)
-
-        sources = [source(var) for var in jaxpr.outvars]
-        self.first = [sources.index(key) for key in sources]  # of each leaf: the first one that holds the same numbers
-        self.kept = sorted(set(self.first))
-        self.shapes = [tuple(var.aval.shape) for var in jaxpr.outvars]  # type: ignore[attr-defined]
-
-    def values(self, residuals: Any) -> list[jax.Array]:
-        """Residuals → the arrays to keep."""
-        leaves = jax.tree.leaves(residuals)
-        return [leaves[i] for i in self.kept]
-
-    def residuals(self, values: list[jax.Array]) -> Any:
-        """The way back."""
-        kept = dict(zip(self.kept, values, strict=True))
-        leaves = [kept[i].reshape(shape) for i, shape in zip(self.first, self.shapes, strict=True)]
-        return jax.tree.unflatten(self.structure, leaves)
 
 
 def _loop(segment: Segment, body: Callable, state: Any) -> Any:

@@ -246,15 +246,20 @@ def pixels(size: float) -> str:
 # The command line
 
 
+def chosen(options: argparse.Namespace) -> tuple[Schedule, Costs]:
+    """The schedule and the costs that a command line names; raises ConfigError for impossible ones."""
+    try:
+        schedule = make_schedule(options.schedule, options.stages, options.microbatches, options.rounds)
+        return schedule, Costs(options.forward, options.backward, options.weight, options.send)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+
+
 def main(arguments: list[str]) -> int:
     """Print a drawing and what the schedule costs, and write the SVG; the exit status."""
     with user_errors():
         options = _parser().parse_args(arguments)
-        try:
-            schedule = make_schedule(options.schedule, options.stages, options.microbatches, options.rounds)
-            costs = Costs(options.forward, options.backward, options.weight, options.send)
-        except ValueError as error:
-            raise ConfigError(str(error)) from None
+        schedule, costs = chosen(options)
         width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
         print(f"{_title(schedule)}\n\n{draw(schedule, width)}\n\n{_described(simulate(schedule, costs))}")
         default = f"{schedule.kind}_p{schedule.stages}_m{schedule.microbatches}_r{schedule.rounds}.svg"
