@@ -40,18 +40,18 @@ ZERO_TOLERANCE = 1e-6  # gradients whose true value is zero, over the norm of th
 
 COMMON = {"num_layers": 4, "hidden_size": 64, "num_heads": 8, "ffn_hidden_size": 128, "vocab_size": 250}
 COMMON |= {"init_std": 0.1}  # at 0.02 so small a model's attention is almost uniform
+GPT2 = {
+    "norm": "layernorm",
+    "activation": "gelu",
+    "position": "learned",
+    "attention_bias": True,
+    "mlp_bias": True,
+    "tie_embeddings": True,
+}
 MODELS: dict[str, dict[str, Any]] = {
     # Four KV heads: replicated where tensor is 8.
     "llama": {**COMMON, "num_kv_heads": 4},
-    "gpt2": {
-        **COMMON,
-        "norm": "layernorm",
-        "activation": "gelu",
-        "position": "learned",
-        "attention_bias": True,
-        "mlp_bias": True,
-        "tie_embeddings": True,
-    },
+    "gpt2": {**COMMON, **GPT2},
 }
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "adamw": {"optimizer": {"kind": "adamw"}, "schedule": {"kind": "constant", "learning_rate": 1e-3}},

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from model_options import GEMMA
 
 from megajax.config.checks import check_mesh
 from megajax.mesh import build_mesh
@@ -50,19 +51,7 @@ RECOMPUTED = [
 ]
 
 OPTIONS = {
-    # Two KV heads; windows that alternate; everything that may stand between the products.
-    "gemma": {
-        "num_kv_heads": 2,
-        "activation": "geglu",
-        "qk_norm": True,
-        "rope_fraction": 0.5,
-        "logit_softcap": 3.0,
-        "attention_softcap": 2.0,
-        "sliding_window": 5,
-        "layer_pattern": ["local", "global"],
-        "tie_embeddings": True,
-        "z_loss": 1e-2,
-    },
+    "gemma": GEMMA,
     "dropout": {"num_kv_heads": 4, "dropout": 0.2, "sliding_window": 3, "attention_bias": True},
     # 36 = 4.5 · 8: what is stored is padded.
     "padded": {"hidden_size": 36, "num_heads": 4, "head_dim": 8, "ffn_hidden_size": 72, "activation": "relu2"},

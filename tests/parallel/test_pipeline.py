@@ -11,6 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from mesh_table import GPT2
+from model_options import GEMMA
 
 from megajax.config.checks import check_mesh
 from megajax.mesh import AXES, build_mesh
@@ -23,33 +25,12 @@ from megajax.training.step import TrainProgram
 
 STEPS = 3
 SMALL = {"num_heads": 8, "hidden_size": 32, "ffn_hidden_size": 64, "vocab_size": 250, "init_std": 0.05}
-GPT2 = {
-    "norm": "layernorm",
-    "activation": "gelu",
-    "position": "learned",
-    "attention_bias": True,
-    "mlp_bias": True,
-    "tie_embeddings": True,
-}
 # Where layers do not fill the stages, some slots are empty: gpt2's biases would show it if they did anything.
 MODELS = {
     "llama": {**SMALL, "num_layers": 16, "num_kv_heads": 2},
     "gpt2": {**SMALL, **GPT2, "num_layers": 13, "dropout": 0.2},
     "gpt2 of 7": {**SMALL, **GPT2, "num_layers": 7},
-    "gemma": {
-        **SMALL,
-        "num_layers": 8,
-        "num_kv_heads": 2,
-        "activation": "geglu",
-        "qk_norm": True,
-        "rope_fraction": 0.5,
-        "logit_softcap": 3.0,
-        "attention_softcap": 2.0,
-        "sliding_window": 5,
-        "layer_pattern": ["local", "global"],
-        "tie_embeddings": True,
-        "z_loss": 1e-2,
-    },
+    "gemma": {**SMALL, **GEMMA, "num_layers": 8},
     "tiny": {**SMALL, **GPT2, "num_layers": 4, "dropout": 0.2},
     "tiny of 3": {**SMALL, **GPT2, "num_layers": 3},
     "tiny of 5": {**SMALL, **GPT2, "num_layers": 5},
