@@ -59,7 +59,7 @@ def measure(path: str, overrides: list[str], gpus: int, schedule: str, microbatc
     compiled = compile_for_h200(path, [*overrides, *own], gpus)
     ops, memory = hlo.parse(compiled.as_text()), memory_of(compiled)
     slots = assign_slots(_schedule(config, gpus))
-    saved = buffers(ops, slots.activations)
+    saved = [array for op in ops if op.target == "AllocateBuffer" for array in op.results]
     put_off = buffers(ops, slots.put_offs) if slots.put_offs else []
     return Row(
         schedule=schedule,
@@ -86,11 +86,15 @@ def buffers(ops: list[hlo.Op], slots: int) -> list[hlo.Array]:
 
 
 def whole_copies(ops: list[hlo.Op], buffers: set[hlo.Array]) -> Iterator[hlo.Op]:
-    """Operations in the loops whose result is a whole buffer, and that do not update a part of it in place."""
+    """Operations in the loops whose result is a whole buffer, and that do not update a part of it in place.
+
+    A buffer of one slot may be written as a whole, but not by a copy.
+    """
     for op in ops:
         updates = op.kind in (*hlo.CALLERS, *hlo.UPDATES) or op.fused & set(hlo.UPDATES)
-        if op.loops and buffers.intersection(op.results) and not updates:
-            yield op
+        for array in buffers.intersection(op.results) if op.loops else ():
+            if op.only_moves if array.dims[0] == 1 else not updates:
+                yield op
 
 
 def main(arguments: list[str]) -> int:

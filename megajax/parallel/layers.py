@@ -135,6 +135,8 @@ class LayerStack:
         self.windows = layer_windows(config.model)
         self.table, self.rounds = table, table.shape[1]
         self.segments = plan_segments(config, platform, table.shape[2])
+        apart = platform != "cpu" or config.kernels.scan_unroll is not None
+        self.unrolled = apart and all(segment.loops == 1 for segment in self.segments)
         # The layer that lies in each virtual stage's first slot, or would if it were not empty; [P, R]
         first = np.where(table == EMPTY, EMPTY - table.size, table - np.arange(table.shape[2]))
         self.first_layers = first.max(axis=2)

@@ -2,9 +2,11 @@
 
 At a tick every stage does the operations of its row of the schedule (schedules.py): forward of one microbatch, backward
 of another, perhaps the weights' gradients of a third. Stages that idle compute all the same, on numbers that nobody
-uses. What a forward operation saves lies in buffers of a few slots until the backward operation reads it, written and
-read in place, so memory does not grow with the number of microbatches. The head and the loss of the microbatch that
-leaves the last stage are computed by all stages together, each on its share of the tokens.
+uses. What a forward operation saves lies in buffers of a few slots until the backward operation reads it, so memory
+does not grow with the number of microbatches. While that does not make too large a program, each slot has operations of
+its own, whose matmuls write and read it in place; else the slots are one bank, and what is saved is copied into a slot
+and out of it. The head and the loss of the microbatch that leaves the last stage are computed by all stages together,
+each on its share of the tokens.
 """
 
 from collections.abc import Callable
@@ -23,6 +25,9 @@ from megajax.parallel.saved import Saved
 from megajax.parallel.schedules import Flags, Schedule, Table, assign_slots, check, make_schedule
 from megajax.parallel.split import SplitBackward
 
+# Each slot has operations of its own up to so many programs with so many layers in all: they are compiled one by one.
+MOST_PROGRAMS, MOST_LAYERS = 16, 64
+
 Buffers = Any  # by segment, by unit: a list of arrays [slots·loops, ...]
 Weights = Any  # by round, by segment, by unit: arrays [loops, ...], without a loop [...]
 
@@ -33,7 +38,7 @@ class Carry(NamedTuple):
     x: jax.Array  # [T / tensor, D]: from the stage before, for the next forward operation
     dx: jax.Array  # the same: the last backward operation's gradient, not handed over yet
     heads: jax.Array  # [slots, T / tensor, D]: gradients of the head that wait; no slots if none waits
-    activations: Buffers  # what forward operations saved
+    activations: list[Buffers]  # what forward operations saved, by bank
     put_off: Buffers  # what weight operations need of backward operations
     end_gradients: dict[str, jax.Array]  # of the weights outside the blocks, FP32
     layer_gradients: Weights  # FP32
@@ -70,8 +75,7 @@ class Pipeline:
         run = _Run(self, make_schedule("gpipe", P, M, R), ends, layers, batch, None, None)
         x = run.empty_stream()
         loss = jnp.zeros((), jnp.float32)
-        nothing = [[] for _ in self.layers.segments]
-        carry = Carry(x, x, x[None][:0], nothing, None, {}, None, None, {"loss": loss})
+        carry = Carry(x, x, x[None][:0], [], None, {}, None, None, {"loss": loss})
         return run.loop(carry, lambda flags: flags.forward).sums["loss"]
 
 
@@ -84,6 +88,7 @@ class _Run:
         self.ends, self.weights, self.batch, self.key, self.scale = ends, self.by_round(layers), batch, key, scale
         if self.training:
             self.slots = assign_slots(schedule)
+        self.banks = self.plan_banks()
         self.stage = lax.axis_index("pipeline")
         self.last_stage = self.stage == schedule.stages - 1
         self.first_layers = jnp.asarray(self.stack.first_layers)[self.stage]  # [R]
@@ -152,13 +157,17 @@ class _Run:
         """The blocks of this stage's round, on what the stage before sent; the first virtual stage embeds tokens."""
         _, fields, inputs, r = self.work(self.schedule.forward, tick)
         first = (self.stage == 0) & (r == 0)
-        x = jnp.where(first, self.local.embed(self.ends, fields, inputs), carry.x)
+        x = (first, self.local.embed(self.ends, fields, inputs), carry.x)
         slot = self.own(self.slots.forward, tick) if self.training else jnp.int32(0)
-        x, activations = self.in_round(r, self.stage_forward, x, carry.activations, inputs, slot)
+        x, activations = self.in_program(r, slot, self.stage_forward, x, carry.activations, inputs)
         return carry._replace(x=self.hand_over(x, 1), activations=activations), x
 
-    def stage_forward(self, r: int, x: jax.Array, activations: Buffers, inputs: BlockInputs, slot: jax.Array):
-        """(y, activations with this microbatch's in their slot) of round `r`."""
+    def stage_forward(self, r: int, bank: int, slot: jax.Array, x: Any, activations: list[Buffers], inputs):
+        """(y, activations with this microbatch's in their slot of a bank) of round `r`.
+
+        `x` is (whether this is the first virtual stage, its embedded tokens, what the stage before sent).
+        """
+        x = jnp.where(*x)
         new = []
         for i, segment in enumerate(self.stack.segments):
 
@@ -173,9 +182,9 @@ class _Run:
                         buffers[u] = _write(buffers[u], values, _position(segment, slot, loop))
                 return x, buffers
 
-            x, buffers = _loop(segment, body, (x, activations[i]))
+            x, buffers = _loop(segment, body, (x, activations[bank][i] if self.training else []))
             new.append(buffers)
-        return x, new
+        return x, _replaced(activations, bank, new)
 
     def head(self, tick: jax.Array, carry: Carry, y: jax.Array) -> tuple[Carry, jax.Array | None]:
         """Head and loss of the microbatch that leaves the last virtual stage: each stage has 1/P of its tokens.
@@ -222,22 +231,22 @@ class _Run:
         # A stage that idles reads what an earlier operation has saved: with this zero all its gradients are zero.
         dx = jnp.where(active, dx, 0)
         buffers = (carry.layer_gradients, carry.put_off, carry.amax, carry.activations)
-        slots = (self.own(self.slots.backward, tick), self.own(self.slots.put_off, tick))
+        slot, keep = self.own(self.slots.backward, tick), self.own(self.slots.put_off, tick)
         operation = partial(self.stage_backward, split=split)
-        dx, layer_gradients, put_off, amax = self.in_round(r, operation, dx, buffers, inputs, slots, active)
+        dx, layer_gradients, put_off, amax = self.in_program(r, slot, operation, dx, buffers, inputs, keep, active)
         first = jnp.where(active & (self.stage == 0) & (r == 0), dx, 0)
         end_gradients = self.local.embed_backward(carry.end_gradients, self.ends, fields, inputs, first)
         return carry._replace(
             dx=dx, end_gradients=end_gradients, layer_gradients=layer_gradients, put_off=put_off, amax=amax
         )
 
-    def stage_backward(self, r: int, dx: jax.Array, buffers, inputs: BlockInputs, slots, active, *, split: bool):
+    def stage_backward(self, r: int, bank: int, slot, dx: jax.Array, buffers, inputs, keep, active, *, split: bool):
         """(dx, gradients, what is put off, amaxes) of round `r`, this microbatch's included."""
         layer_gradients, put_off, amax, activations = buffers
         results = []
         for i in reversed(range(len(self.stack.segments))):
             state = (dx, layer_gradients[r][i], put_off[i], amax[r][i])
-            dx, *result = self.segment_backward(r, i, state, activations[i], inputs, slots, active, split)
+            dx, *result = self.segment_backward(r, i, state, activations[bank][i], inputs, (slot, keep), active, split)
             results.insert(0, result)
         gradients, put_off, largest = ([result[part] for result in results] for part in range(3))
         return dx, _replaced(layer_gradients, r, gradients), put_off, _replaced(amax, r, largest)
@@ -280,7 +289,8 @@ class _Run:
         """Gradients of weights that a backward operation has put off."""
         r = self.own(self.schedule.weight.round, tick)  # type: ignore[union-attr]
         slot = self.own(self.slots.weight, tick)
-        gradients = self.in_round(r, self.stage_weight, carry.layer_gradients, carry.put_off, slot)
+        programs = [partial(self.stage_weight, k) for k in range(self.schedule.rounds)]
+        gradients = _switch(r, programs, carry.layer_gradients, carry.put_off, slot)
         return carry._replace(layer_gradients=gradients)
 
     def stage_weight(self, r: int, layer_gradients: Weights, put_off: Buffers, slot: jax.Array) -> Weights:
@@ -301,11 +311,20 @@ class _Run:
 
     # Parts of operations
 
-    def in_round(self, r: jax.Array, operation: Callable, *arguments: Any) -> Any:
-        """`operation(round, ...)` in this stage's round; each round is a program of its own, with its own weights."""
-        if self.schedule.rounds == 1:
-            return operation(0, *arguments)
-        return lax.switch(r, [partial(operation, k) for k in range(self.schedule.rounds)], *arguments)
+    def plan_banks(self) -> int:
+        """How many banks the slots of activations are in: one each, or a single one where programs would be large."""
+        if not (self.training and self.stack.unrolled):
+            return 1
+        programs = self.schedule.rounds * self.slots.activations
+        layers = programs * sum(segment.count for segment in self.stack.segments)
+        return self.slots.activations if programs <= MOST_PROGRAMS and layers <= MOST_LAYERS else 1
+
+    def in_program(self, r: jax.Array, slot: jax.Array, operation: Callable, *arguments: Any) -> Any:
+        """`operation(round, bank, slot in the bank, ...)`: each round and bank is a program of its own."""
+        programs = [partial(operation, k, bank) for k in range(self.schedule.rounds) for bank in range(self.banks)]
+        if self.banks == 1:
+            return _switch(r, programs, slot, *arguments)
+        return _switch(r * self.banks + slot, programs, 0, *arguments)
 
     def by_round(self, layers: Any) -> Weights:
         """Weights as the layer stack has them, by round."""
@@ -377,14 +396,17 @@ class _Run:
         units = [
             [self.empty_unit(i, u, x, inputs) for u in range(len(segment))] for i, segment in enumerate(self.weights[0])
         ]
-        activations, put_off, gradients, amax = (
-            [[unit[part] for unit in segment] for segment in units] for part in range(4)
-        )
+        saved, put_off, gradients, amax = ([[unit[part] for unit in segment] for segment in units] for part in range(4))
+
+        def empty_bank() -> Buffers:
+            # Not even zeros: what is read has been written before, by an idle operation at least (`replay`).
+            return jax.tree.map(lambda a: lax.empty(a.shape, a.dtype), saved)
+
         return Carry(
             x=x,
             dx=x,
             heads=jnp.zeros((self.slots.heads if self.pipeline.heads_wait else 0, *x.shape), x.dtype),
-            activations=activations,
+            activations=[empty_bank() for _ in range(self.banks)],
             put_off=put_off,
             end_gradients=jax.tree.map(lambda w: jnp.zeros(w.shape, jnp.float32), dict(self.ends)),
             layer_gradients=[gradients] * self.schedule.rounds,
@@ -393,7 +415,7 @@ class _Run:
         )
 
     def empty_unit(self, i: int, u: int, x: jax.Array, inputs: BlockInputs):
-        """(activations, what is put off, gradients, amaxes) of a unit, zeros of the shapes that an operation gives."""
+        """(shapes of a bank's activations; zeros: what is put off, gradients, amaxes) of a unit."""
         segment = self.stack.segments[i]
         first, unit = self.first_layer(segment, 0, 0), _pick(self.weights[0][i][u], segment, 0)
         kept = self.pipeline.saved[i, u] = self.trace_saved(i, u, unit, x, inputs, first)
@@ -412,8 +434,9 @@ class _Run:
 
         saved, later, gradient, amax = jax.eval_shape(backward, unit, x)
         loops = segment.loops if segment.loops > 1 else None
+        rows = self.slots.activations // self.banks * segment.loops
         return (
-            zeros(saved, self.slots.activations * segment.loops),
+            [jax.ShapeDtypeStruct((rows, *a.shape), a.dtype) for a in saved],
             zeros(later, self.slots.put_offs * segment.loops),
             zeros(gradient, loops, jnp.float32),
             zeros(amax, loops),
@@ -423,6 +446,11 @@ class _Run:
 def _loop(segment: Segment, body: Callable, state: Any) -> Any:
     """`body` over a segment's loops; a single one is no loop."""
     return body(0, state) if segment.loops == 1 else lax.fori_loop(0, segment.loops, body, state)
+
+
+def _switch(index: jax.Array, programs: list[Callable], *arguments: Any) -> Any:
+    """`programs[index]`, which is known at run time only if there are several."""
+    return programs[0](*arguments) if len(programs) == 1 else lax.switch(index, programs, *arguments)
 
 
 def _position(segment: Segment, slot: jax.Array, loop: jax.Array | int) -> jax.Array:
