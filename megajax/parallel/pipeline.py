@@ -86,9 +86,13 @@ class _Run:
         self.pipeline, self.local, self.schedule = pipeline, pipeline.local, schedule
         self.stack, self.training = pipeline.layers, scale is not None
         self.ends, self.weights, self.batch, self.key, self.scale = ends, self.by_round(layers), batch, key, scale
+        self.banks = 1  # all slots are one, or each is
         if self.training:
-            self.slots = assign_slots(schedule)
-        self.banks = self.plan_banks()
+            self.slots = assign_slots(schedule, apart=True)
+            if self.may_have_programs(self.slots.activations):
+                self.banks = self.slots.activations
+            else:
+                self.slots = assign_slots(schedule)
         self.stage = lax.axis_index("pipeline")
         self.last_stage = self.stage == schedule.stages - 1
         self.first_layers = jnp.asarray(self.stack.first_layers)[self.stage]  # [R]
@@ -311,20 +315,17 @@ class _Run:
 
     # Parts of operations
 
-    def plan_banks(self) -> int:
-        """How many banks the slots of activations are in: one each, or a single one where programs would be large."""
-        if not (self.training and self.stack.unrolled):
-            return 1
-        programs = self.schedule.rounds * self.slots.activations
-        layers = programs * sum(segment.count for segment in self.stack.segments)
-        return self.slots.activations if programs <= MOST_PROGRAMS and layers <= MOST_LAYERS else 1
+    def may_have_programs(self, slots: int) -> bool:
+        """Whether so many slots may have operations of their own."""
+        layers = slots * sum(segment.count for segment in self.stack.segments)
+        return self.stack.unrolled and slots <= MOST_PROGRAMS and layers <= MOST_LAYERS
 
     def in_program(self, r: jax.Array, slot: jax.Array, operation: Callable, *arguments: Any) -> Any:
-        """`operation(round, bank, slot in the bank, ...)`: each round and bank is a program of its own."""
-        programs = [partial(operation, k, bank) for k in range(self.schedule.rounds) for bank in range(self.banks)]
-        if self.banks == 1:
-            return _switch(r, programs, slot, *arguments)
-        return _switch(r * self.banks + slot, programs, 0, *arguments)
+        """`operation(round, bank, slot in the bank, ...)`: each bank is a program of its own, or each round."""
+        if self.banks > 1:
+            programs = [partial(operation, k, bank) for bank, k in enumerate(self.slots.rounds)]
+            return _switch(slot, programs, 0, *arguments)
+        return _switch(r, [partial(operation, k, 0) for k in range(self.schedule.rounds)], slot, *arguments)
 
     def by_round(self, layers: Any) -> Weights:
         """Weights as the layer stack has them, by round."""

@@ -230,6 +230,7 @@ class Slots:
     """
 
     activations: int  # how many slots a stage needs for what the forward operation saves
+    rounds: tuple[int, ...]  # the round of each of these, on every stage; empty if rounds share them
     put_offs: int  # and for what weight operations need; 0 if none is put off
     heads: int  # and for gradients of the head that wait for their backward operation
     forward: np.ndarray  # the forward operation writes here
@@ -240,8 +241,11 @@ class Slots:
     backward_head: np.ndarray  # [ticks]: the last virtual stage's backward operation reads here
 
 
-def assign_slots(schedule: Schedule) -> Slots:
-    """Small buffers for a checked schedule: a slot is free again after its last use."""
+def assign_slots(schedule: Schedule, apart: bool = False) -> Slots:
+    """Small buffers for a checked schedule: a slot is free again after its last use.
+
+    Rounds share the slots of activations, or have their own (`apart`), which may be more.
+    """
     stages, final = range(schedule.stages), schedule.rounds - 1
     flagged = {name: np.array([getattr(flags, name) for flags in schedule.flags]) for name in Flags._fields}
 
@@ -254,13 +258,16 @@ def assign_slots(schedule: Schedule) -> Slots:
     def read(kept: list["_Kept"], reader: Table) -> np.ndarray:
         return np.stack([_read(k, reader, s) for s, k in zip(stages, kept, strict=True)], axis=1)
 
-    activations = kept(schedule.forward, flagged["forward"], "backward")
+    activations, rounds = kept(schedule.forward, flagged["forward"], "backward"), ()
+    if apart:
+        activations, rounds = _keep_apart(schedule, flagged["forward"])
     nothing = np.zeros((schedule.ticks, schedule.stages), np.int32)
     put_offs = kept(schedule.backward, flagged["split"], "weight") if schedule.weight is not None else []
     starts, ends = schedule.ticks_of["forward"][:, -1], schedule.ticks_of["backward"][:, -1]
     heads = _keep(flagged["head"], {(m, final): (int(starts[m]), int(ends[m])) for m in range(schedule.microbatches)})
     return Slots(
         activations=max(k.count for k in activations),
+        rounds=rounds,
         put_offs=max((k.count for k in put_offs), default=0),
         heads=heads.count,
         forward=written(activations),
@@ -306,6 +313,23 @@ def _keep(writes: np.ndarray, lives: dict[Work, tuple[int, int]]) -> _Kept:
             work = begins[int(tick)]
             of_work[work], dead_after[slot] = slot, lives[work][1]
     return _Kept(len(dead_after), written, of_work)
+
+
+def _keep_apart(schedule: Schedule, writes: np.ndarray) -> tuple[list[_Kept], tuple[int, ...]]:
+    """(each stage's slots of activations, the round of each slot): those of one round after those of another."""
+    kept = [_Kept(0, np.zeros(schedule.ticks, np.int32), {}) for _ in range(schedule.stages)]
+    rounds: tuple[int, ...] = ()
+    for r in range(schedule.rounds):
+        first = len(rounds)
+        for s, before in enumerate(kept):
+            lives = _lives(schedule, schedule.forward, s, schedule.ticks_of["backward"])
+            own = {work: life for work, life in lives.items() if work[1] == r}
+            here = _keep(writes & (schedule.forward.round[:, s] == r), own)
+            written = np.where(schedule.forward.round[:, s] == r, here.written + first, before.written)
+            of_work = before.of_work | {work: slot + first for work, slot in here.of_work.items()}
+            kept[s] = _Kept(first + here.count, written, of_work)
+        rounds += (r,) * (max(k.count for k in kept) - first)
+    return kept, rounds
 
 
 def _read(kept: _Kept, reader: Table, stage: int) -> np.ndarray:

@@ -305,6 +305,21 @@ SLOT_FIELDS = {
 }
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("P", "M", "R"), [(1, 3, 2), (2, 4, 1), (2, 8, 2), (4, 8, 2), (4, 16, 4)])
+def test_rounds_may_have_slots_of_their_own(kind, P, M, R):
+    schedule = make_schedule(kind, P, M, R)
+    slots = assign_slots(schedule, apart=True)
+    replay(schedule, slots)
+    assert len(slots.rounds) == slots.activations and set(slots.rounds) == set(range(R))
+    owner = np.array(slots.rounds)
+    for table, places in ((schedule.forward, slots.forward), (schedule.backward, slots.backward)):
+        used = table.active
+        assert (owner[places[used]] == table.round[used]).all()
+    if R == 1:
+        assert np.array_equal(slots.forward, assign_slots(schedule).forward)
+
+
 @pytest.mark.parametrize(
     ("kind", "field"),
     [
