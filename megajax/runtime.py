@@ -25,9 +25,9 @@ def xla_flags(config: Config) -> dict[str, str]:
     if any(size != 1 for size in (mesh.data, mesh.fsdp, mesh.expert, mesh.context, mesh.tensor)):
         for collective in ("all_gather", "reduce_scatter", "all_reduce"):
             flags[f"xla_gpu_{collective}_combine_threshold_bytes"] = str(LAYER_BYTES)
-    if mesh.pipeline != 1 and mesh.tensor != 1:
-        # Stages run different rounds and slots, so a permutation over `tensor` is the matter of one stage: XLA would
-        # have all devices of a host meet at its first call.
+    if mesh.pipeline != 1 and (mesh.tensor != 1 or mesh.context != 1):
+        # Stages run different rounds and slots, so a permutation over `tensor` or `context` is the matter of one stage:
+        # XLA would have all devices of a host meet at its first call.
         flags["xla_gpu_collective_permute_connected_components"] = "true"
     if mesh.fsdp != 1 and mesh.pipeline == 1:  # in a pipeline the loop is over ticks, not over layers
         for collective in ("all_gather", "reduce_scatter"):

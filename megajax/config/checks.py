@@ -8,7 +8,7 @@ from megajax.config.pipeline_checks import check_stages
 from megajax.config.schema import AXES, Config
 from megajax.config.sentences import divisors, listed, refuse, said, said_axis, value, warn
 
-UNAVAILABLE_AXES = ("expert", "context")
+UNAVAILABLE_AXES = ("expert",)
 
 
 def check(config: Config) -> None:
@@ -37,6 +37,7 @@ def check_mesh(config: Config, num_devices: int) -> dict[str, int]:
     sizes = _fill(config, num_devices)
     _check_axes(config, sizes)
     check_stages(config, sizes)
+    _check_context(config, sizes)
     _check_local_batch(config, sizes)
     _check_fp8_shapes(config, sizes)
     return sizes
@@ -114,12 +115,38 @@ def _check_local_batch(config: Config, sizes: dict[str, int]) -> None:
         if batch.global_size % shards == 0:
             cure += f", or batch.num_microbatches one of {listed(divisors(batch.global_size // shards))}"
         refuse(config, problem, cure, "batch.global_size", "batch.num_microbatches", *(f"mesh.{a}" for a in axes))
-    tokens = microbatch // shards * batch.sequence_length
+    context = sizes["context"]
+    tokens = microbatch // shards * batch.sequence_length // context
     if tokens % tensor:
-        had = f"{microbatch // shards} x {said(config, 'batch.sequence_length')} = {tokens}"
+        had = f"{microbatch // shards} x {said(config, 'batch.sequence_length')}"
+        had += f" / {said_axis(config, sizes, 'context')} = {tokens}" if context > 1 else f" = {tokens}"
         problem = f"{said_axis(config, sizes, 'tensor')} does not divide the tokens of a microbatch, {had}"
-        cure = f"make batch.sequence_length a multiple of {tensor}"
-        refuse(config, problem, cure, "mesh.tensor", "batch.sequence_length")
+        cure = f"make batch.sequence_length a multiple of {math.lcm(tensor * context, 2 * context)}"
+        refuse(
+            config,
+            problem,
+            cure if context > 1 else f"make batch.sequence_length a multiple of {tensor}",
+            "mesh.tensor",
+            "batch.sequence_length",
+        )
+
+
+def _check_context(config: Config, sizes: dict[str, int]) -> None:
+    """Each device has two chunks of every sequence, and for all-to-all a share of the heads."""
+    context, model = sizes["context"], config.model
+    if context == 1:
+        return
+    name, length = said_axis(config, sizes, "context"), "batch.sequence_length"
+    if config.batch.sequence_length % (2 * context):
+        problem = f"{name} cuts a sequence into {2 * context} chunks, which do not divide {said(config, length)}"
+        refuse(config, problem, f"make {length} a multiple of {2 * context}", "mesh.context", length)
+    heads = model.num_heads // sizes["tensor"]
+    if config.kernels.context == "all_to_all" and heads % context:
+        had = said(config, "model.num_heads")
+        if sizes["tensor"] > 1:
+            had += f" / {said_axis(config, sizes, 'tensor')} = {heads}"
+        problem = f"{said(config, 'kernels.context')} shares heads over {name}, which does not divide {had}"
+        refuse(config, problem, "use kernels.context=ring", "kernels.context", "mesh.context", "model.num_heads")
 
 
 def _check_fp8_shapes(config: Config, sizes: dict[str, int]) -> None:

@@ -332,6 +332,9 @@ class KernelsConfig(Section):
     """How it is computed."""
 
     attention: Literal["auto", "cudnn", "reference"] = Field(default="auto", description="Attention kernel.")
+    context: Literal["ring", "all_gather", "all_to_all"] = Field(
+        default="ring", description="How keys and queries meet over mesh.context."
+    )
     scan_unroll: Count | None = Field(
         default=None,
         description="Layers in a body of the loop over layers.",

@@ -12,7 +12,8 @@ from megajax.mesh import BATCH_AXES
 from megajax.model.comm import SingleDevice
 from megajax.ops import fp8
 from megajax.ops.fp8 import Fp8Weight
-from megajax.parallel import linear
+from megajax.ops.partial_attention import Scores
+from megajax.parallel import context, linear
 from megajax.parallel.weights import as_bytes, gather_tiles
 
 
@@ -28,6 +29,7 @@ class MeshComm(SingleDevice):
         sizes: Mapping[str, int],
         attention: ops.Implementation,
         deterministic: bool = False,
+        context_strategy: str = "ring",
         fp8_implementation: fp8.Implementation = "reference",
         elementwise: ops.ElementwiseImplementation = "reference",
     ):
@@ -35,7 +37,7 @@ class MeshComm(SingleDevice):
         self.fp8 = fp8.kernels(fp8_implementation)
         self.elementwise: ops.ElementwiseImplementation = elementwise
         self.deterministic, self.attend_calls = deterministic, 0
-        self.sizes = sizes
+        self.sizes, self.context_strategy = sizes, context_strategy
         self.tensor_size = sizes["tensor"]
 
     def enter(self, x: jax.Array) -> jax.Array:
@@ -101,6 +103,9 @@ class MeshComm(SingleDevice):
             # kernel takes the scale in FP32, which does not see this difference.
             self.attend_calls += 1
             scale *= 1 + self.attend_calls * 2**-40
+        if self.sizes["context"] > 1:
+            scores = Scores(scale, window, softcap, self.attention)
+            return context.attention(self.context_strategy, self.sizes["context"], scores, q, k, v, segment_ids)
         return ops.attention(
             q,
             k,
@@ -111,6 +116,16 @@ class MeshComm(SingleDevice):
             scale=scale,
             implementation=self.attention,
         )
+
+    @property
+    def attention_is_fused(self) -> bool:
+        """Whether a layer's attention is one call of cuDNN."""
+        whole = self.sizes["context"] == 1 or self.context_strategy == "all_to_all"
+        return self.attention == "cudnn" and whole
+
+    def own_index(self, length: int) -> jax.Array:
+        """The indices in its sequence of the `length` tokens that this device has of each, int32."""
+        return context.own_index(length, self.sizes["context"])
 
     def own_tokens(self, x: jax.Array) -> jax.Array:
         if self.tensor_size == 1:

@@ -279,7 +279,7 @@ class LayerStack:
         run = self._runner(inputs, segment, first, u)
         if not save or segment.policy == "full":
             return run(weights, x), (x if save else None)
-        y, pull = jax.vjp(_with_policy(run, segment.policy, self.comm.attention), weights, x)
+        y, pull = jax.vjp(_with_policy(run, segment.policy, self.comm.attention_is_fused), weights, x)
         return y, Residuals.of(pull, weights)
 
     def unit_backward(self, unit: Unit, saved, dy, inputs, segment: Segment, first, u: int):
@@ -412,12 +412,13 @@ def _first_layers(segment: Segment):
     return segment.start if segment.loops == 1 else first
 
 
-def _with_policy(run: Callable, policy: str, attention: str) -> Callable:
+def _with_policy(run: Callable, policy: str, fused: bool) -> Callable:
+    """`run` under a policy; `fused`: attention is one cuDNN call, not parts with a name for their sum."""
     if policy in ("none", "selective"):
         return run
     policies = jax.checkpoint_policies
     # cuDNN's output is among its residuals, which are kept below.
-    names = [name for name in SAVED_NAMES if not (name == "attention" and attention == "cudnn")]
+    names = [name for name in SAVED_NAMES if not (name == "attention" and fused)]
     if policy == "save_matmuls":
         named = policies.save_only_these_names(*names)
     else:
@@ -431,6 +432,6 @@ def _with_policy(run: Callable, policy: str, attention: str) -> Callable:
 
     def keep(prim, *args, **params):
         # cuDNN's residuals are inside its custom_vjp, out of reach of names: without this its forward runs twice.
-        return True if "dot_product_attention_fwd" in str(prim) else named(prim, *args, **params)
+        return True if fused and "dot_product_attention_fwd" in str(prim) else named(prim, *args, **params)
 
     return jax.checkpoint(run, policy=keep)

@@ -50,7 +50,12 @@ class LocalModel:
     ):
         sizes, platform = mesh_sizes(mesh), mesh.devices.flat[0].platform
         comm = MeshComm(
-            sizes, attention, config.run.deterministic, kernels, "pallas" if platform == "gpu" else "reference"
+            sizes,
+            attention,
+            config.run.deterministic,
+            config.kernels.context,
+            kernels,
+            "pallas" if platform == "gpu" else "reference",
         )
         compute, gradients = jnp.dtype(config.precision.compute), jnp.dtype(config.precision.gradients)
         blocks = {n.removeprefix(PREFIX): p for n, p in placements.items() if n.startswith(PREFIX)}
@@ -73,7 +78,8 @@ class LocalModel:
         B, S = batch["tokens"].shape
         shards = math.prod(self.sizes[axis] for axis in BATCH_AXES)
         sequences = (microbatch * B * shards + self.comm.sequence_ids(B)).astype(jnp.uint32)
-        token_ids = (sequences[:, None] * S + jnp.arange(S, dtype=jnp.uint32)).reshape(-1)
+        length, index = S * self.sizes["context"], self.comm.own_index(S).astype(jnp.uint32)
+        token_ids = (sequences[:, None] * length + index).reshape(-1)
         if "segment_ids" in batch:
             raise ValueError("packed documents are not available yet: leave segment_ids out of the batch.")
         return BlockInputs(batch["positions"], None, self.comm.own_tokens(token_ids), dropout_key)

@@ -10,6 +10,7 @@ from jax.sharding import NamedSharding
 from megajax.data import loader
 from megajax.data.samples import Samples
 from megajax.errors import InputError
+from megajax.parallel.context import stored_order
 from megajax.training.step import BATCH_DTYPES, TrainProgram
 
 
@@ -23,15 +24,19 @@ def rows_of_process(sharding: NamedSharding, shape: tuple[int, int, int]) -> np.
 
 
 def to_global(fields: Mapping[str, np.ndarray], sharding: NamedSharding, shape: tuple[int, int, int]):
-    """Fields `[rows, S]` of this process's rows → global arrays `[M, B, S]` by name."""
+    """Fields `[rows, S]` of this process's rows → global arrays `[M, B, S]` by name.
+
+    Over `context` each device gets two chunks of a sequence (`parallel/context.py`), so S is in another order there.
+    """
     M, B, S = shape
+    order = stored_order(S, sharding.mesh.shape["context"])
     held = rows_of_process(sharding, shape)
     held = held[: len(held) // M]  # the first microbatch's: the same of each
     place = np.zeros(B, int)
     place[held] = np.arange(len(held))
 
     def field(name: str) -> jax.Array:
-        local = fields[name].reshape(M, len(held), S).astype(BATCH_DTYPES[name])
+        local = fields[name].reshape(M, len(held), S)[:, :, order].astype(BATCH_DTYPES[name])
         return jax.make_array_from_callback(shape, sharding, lambda index: _part(local, place, index))
 
     return {name: field(name) for name in BATCH_DTYPES}

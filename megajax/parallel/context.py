@@ -1,0 +1,333 @@
+"""Attention over the `context` axis: a device has two chunks of each sequence and the keys of all are elsewhere.
+
+A sequence is cut into 2C chunks, and device r of the C on `context` holds chunks r and 2C - 1 - r ("zig-zag"), so that
+causal attention is the same work on all. Three strategies (`kernels.context`):
+
+- `ring` (Liu et al. 2023): keys and values go round, each device attends to those that it has while the next arrive.
+- `all_gather` (Llama 3): keys and values of the whole sequence on every device.
+- `all_to_all` (DeepSpeed Ulysses): for attention the devices share the heads instead of the sequence.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+
+from megajax import ops
+from megajax.ops.partial_attention import Part, Place, Scores, attend, attend_backward, merge
+
+UNROLLED_STEPS = 7  # more steps round the ring are a loop
+
+
+def chunk_order(context: int) -> np.ndarray:
+    """The chunks of a sequence in the order in which the devices of `context` hold them: 0, 2C-1, 1, 2C-2, …"""
+    if context == 1:
+        return np.arange(1)
+    return np.stack([np.arange(context), 2 * context - 1 - np.arange(context)], axis=1).reshape(-1)
+
+
+def stored_order(length: int, context: int) -> np.ndarray:
+    """Which token of a sequence lies at each place, `[S]`."""
+    chunks = chunk_order(context)
+    return np.arange(length).reshape(len(chunks), -1)[chunks].reshape(-1)
+
+
+def own_index(length: int, context: int) -> jax.Array:
+    """The indices in the sequence of the `length` tokens that this device holds of it, int32."""
+    if context == 1:
+        return jnp.arange(length, dtype=jnp.int32)
+    return _index(lax.axis_index("context"), length, context)
+
+
+def _index(rank: jax.Array, length: int, context: int) -> jax.Array:
+    chunk, within = length // 2, jnp.arange(length // 2, dtype=jnp.int32)
+    return jnp.concatenate([rank * chunk + within, (2 * context - 1 - rank) * chunk + within])
+
+
+def attention(
+    strategy: str, context: int, scores: Scores, q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None
+) -> jax.Array:
+    """Causal attention of this device's queries: `q [B, S / context, N, H]`, `k` and `v` `[B, S / context, K, H]`.
+
+    `segments [B, S / context]` are the tokens' documents, or None.
+    """
+    if strategy == "all_to_all":
+        return _all_to_all(context, scores, q, k, v, segments)
+    return _distributed(_Strategy(strategy, context, scores), q, k, v, segments)
+
+
+# Over the heads
+
+
+def _all_to_all(context: int, scores: Scores, q, k, v, segments) -> jax.Array:
+    fewer = context // np.gcd(context, k.shape[2])
+    if fewer > 1:  # fewer KV heads than devices: some have the same
+        k, v = (jnp.repeat(a, fewer, axis=2) for a in (k, v))
+
+    def to_heads(a: jax.Array) -> jax.Array:
+        return _to_sequence(lax.all_to_all(a, "context", split_axis=2, concat_axis=1, tiled=True), context)
+
+    if segments is not None:
+        segments = _to_sequence(lax.all_gather(segments, "context", axis=1, tiled=True), context)
+    out = ops.attention(
+        *map(to_heads, (q, k, v)),
+        window=scores.window,
+        segment_ids=segments,
+        softcap=scores.softcap,
+        scale=scores.scale,
+        implementation=scores.implementation,
+    )
+    return lax.all_to_all(_to_stored(out, context), "context", split_axis=1, concat_axis=2, tiled=True)
+
+
+def _to_sequence(a: jax.Array, context: int) -> jax.Array:
+    """`[B, S, ...]` as the devices hold it → in the order of the sequence."""
+    return _take_chunks(a, np.argsort(chunk_order(context)))
+
+
+def _to_stored(a: jax.Array, context: int) -> jax.Array:
+    return _take_chunks(a, chunk_order(context))
+
+
+def _take_chunks(a: jax.Array, chunks: np.ndarray) -> jax.Array:
+    pieces = jnp.split(a, len(chunks), axis=1)
+    return jnp.concatenate([pieces[chunk] for chunk in chunks], axis=1)
+
+
+# Over the sequence
+
+
+@dataclass(frozen=True)
+class _Strategy:
+    name: str
+    context: int
+    scores: Scores
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _distributed(strategy: _Strategy, q, k, v, segments) -> jax.Array:
+    return _distributed_forward(strategy, q, k, v, segments)[0]
+
+
+def _distributed_forward(strategy: _Strategy, q, k, v, segments):
+    forward = {"ring": _ring, "all_gather": _gathered}[strategy.name]
+    out, lse = forward(strategy, q, k, v, segments)
+    # By this name the remat policies that keep attention find what its backward pass needs.
+    out, lse = (checkpoint_name(a, "attention") for a in (out.astype(q.dtype), lse))
+    return out, (q, k, v, segments, out, lse)
+
+
+def _distributed_backward(strategy: _Strategy, saved, dout):
+    *inputs, out, lse = saved
+    backward = {"ring": _ring_backward, "all_gather": _gathered_backward}[strategy.name]
+    gradients = backward(strategy, *inputs, (out, lse), dout)
+    return *(g.astype(a.dtype) for g, a in zip(gradients, inputs, strict=False)), None
+
+
+_distributed.defvjp(_distributed_forward, _distributed_backward)
+
+
+def _place(rank: jax.Array, context: int, shape: tuple[int, int], segments: jax.Array | None) -> Place:
+    """Of the tokens `[B, S / context]` of a device."""
+    return Place(jnp.broadcast_to(_index(rank, shape[1], context), shape), segments)
+
+
+# The ring
+
+
+@dataclass(frozen=True)
+class _Block:
+    """Half of the queries and half of some device's keys, all of which they see but for windows and documents."""
+
+    q_half: jax.Array | int  # 0: the early chunk, 1: the late one
+    k_half: jax.Array | int
+
+    @staticmethod
+    def two(rank: jax.Array, other: jax.Array) -> "tuple[_Block, _Block]":
+        """What a device has to do with the keys of another: as much with each.
+
+        The late chunk sees every early one. Of an earlier device the early chunk sees the early one, of a later device
+        the late chunk sees the late one.
+        """
+        half = (other > rank).astype(jnp.int32)
+        return _Block(1, 0), _Block(half, half)
+
+
+def _half(tree: Any, half: jax.Array | int) -> Any:
+    """One of the two chunks of `[B, 2c, ...]`."""
+
+    def one(a: jax.Array) -> jax.Array:
+        early, late = jnp.split(a, 2, axis=1)
+        if isinstance(half, int):
+            return (early, late)[half]
+        return jnp.where(half == 0, early, late)
+
+    return jax.tree.map(one, tree)
+
+
+def _add_half(total: jax.Array, part: jax.Array, half: jax.Array | int) -> jax.Array:
+    """`total [B, 2c, ...]` with `part [B, c, ...]` added to one chunk."""
+    early, late = (jnp.where(half == h, part, 0) for h in (0, 1))
+    return total + jnp.concatenate([early, late], axis=1).astype(total.dtype)
+
+
+def _sweeps(strategy: _Strategy, length: int) -> list[tuple[int, int]]:
+    """(direction, steps) in which keys go round: once, or with a narrow window a few steps from either side."""
+    C, window = strategy.context, strategy.scores.window
+    if window is None:
+        return [(1, C - 1)]
+    near = -(-(window - 1) // (length // 2))  # so many chunks before a query's own may hold keys that it sees
+    return [(1, C - 1)] if 2 * near >= C - 1 else [(direction, near) for direction in (1, -1) if near]
+
+
+def _go_round(strategy: _Strategy, direction: int, steps: int, step: Callable, travelling: Any, carry: Any) -> Any:
+    """`carry` after `step(rank whose they are, travelling, carry) → (travelling, carry)` with each device's.
+
+    What travels is a pair: what only moves on, sent before the step so that it arrives meanwhile, and what each step
+    changes, which is returned home.
+    """
+    C, rank = strategy.context, lax.axis_index("context")
+
+    def send(tree: Any, by: int) -> Any:
+        pairs = [(r, (r + by) % C) for r in range(C)]
+        return jax.tree.map(lambda a: lax.ppermute(a, "context", pairs), tree)
+
+    def body(state, i):
+        here, changing, carry = state
+        ahead = send(here, direction)
+        changing, carry = step((rank - direction * i) % C, here, send(changing, direction), carry)
+        return (ahead, changing, carry), None
+
+    fixed, changing = travelling
+    state = (send(fixed, direction), changing, carry)
+    unroll = steps if steps <= UNROLLED_STEPS else 1
+    (_, changing, carry), _ = lax.scan(body, state, jnp.arange(1, steps + 1), unroll=unroll)
+    return send(changing, -direction * steps), carry
+
+
+def _ring(strategy: _Strategy, q, k, v, segments) -> Part:
+    C, scores, shape = strategy.context, strategy.scores, q.shape[:2]
+    rank = lax.axis_index("context")
+    here = _place(rank, C, shape, segments)
+    out, lse = attend(scores, "causal", q, k, v, here, here)
+
+    def step(other, kv, changing, whole):
+        k, v, their_segments = kv
+        there = _place(other, C, shape, their_segments)
+        for block in _Block.two(rank, other):
+            queries, where_q = _half((q, here), block.q_half)
+            keys, values, where_k = _half((k, v, there), block.k_half)
+            part = attend(scores, "full", queries, keys, values, where_q, where_k)
+            whole = _merge_half(whole, part, block.q_half)
+        return changing, whole
+
+    whole = (out.astype(lse.dtype), lse)
+    for direction, steps in _sweeps(strategy, q.shape[1]):
+        _, whole = _go_round(strategy, direction, steps, step, ((k, v, segments), None), whole)
+    return whole
+
+
+def _merge_half(whole: Part, part: Part, half: jax.Array | int) -> Part:
+    """`whole` of two chunks with a part of one of them."""
+    out, lse = part
+    outs, lses = zip(
+        *((jnp.where(half == h, out, 0), jnp.where(half == h, lse, -jnp.inf)) for h in (0, 1)), strict=True
+    )
+    return merge(whole, (jnp.concatenate(outs, axis=1), jnp.concatenate(lses, axis=2)))
+
+
+def _ring_backward(strategy: _Strategy, q, k, v, segments, whole: Part, dout):
+    C, scores, shape = strategy.context, strategy.scores, q.shape[:2]
+    rank = lax.axis_index("context")
+    here = _place(rank, C, shape, segments)
+    dq, dk, dv = attend_backward(scores, "causal", q, k, v, here, here, whole, dout)
+    dq, dk, dv = (a.astype(whole[1].dtype) for a in (dq, dk, dv))
+    lse = whole[1].swapaxes(1, 2)  # [B, 2c, N]
+
+    def step(other, kv, dkv, dq):
+        k, v, their_segments = kv
+        dk, dv = dkv
+        there = _place(other, C, shape, their_segments)
+        for block in _Block.two(rank, other):
+            queries, outs, lses, douts, where_q = _half((q, whole[0], lse, dout, here), block.q_half)
+            keys, values, where_k = _half((k, v, there), block.k_half)
+            seen = outs, lses.swapaxes(1, 2)
+            one = attend_backward(scores, "full", queries, keys, values, where_q, where_k, seen, douts)
+            dq = _add_half(dq, one[0], block.q_half)
+            dk, dv = (_add_half(total, g, block.k_half) for total, g in zip((dk, dv), one[1:], strict=True))
+        return (dk, dv), dq
+
+    for direction, steps in _sweeps(strategy, q.shape[1]):
+        (dk, dv), dq = _go_round(strategy, direction, steps, step, ((k, v, segments), (dk, dv)), dq)
+    return dq, dk, dv
+
+
+# All keys on every device
+
+
+def _gathered(strategy: _Strategy, q, k, v, segments) -> Part:
+    here, there, k_all, v_all = _gather(strategy, q, k, v, segments)
+    scores = strategy.scores
+    if scores.implementation == "reference":
+        return attend(scores, "prefix", q, k_all, v_all, here, there)
+    # Each chunk's own keys, and those before it.
+    (q, k, v, here), (k_all, v_all) = _by_chunk((q, k, v, here)), _for_both((k_all, v_all))
+    one = attend(scores, "causal", q, k, v, here, here)
+    out, lse = merge(one, attend(scores, "prefix", q, k_all, v_all, here, there))
+    B, c, N, H = q.shape
+    lse = lse.reshape(B // 2, 2, N, c).swapaxes(1, 2)
+    return out.reshape(B // 2, 2 * c, N, H), lse.reshape(B // 2, N, 2 * c)
+
+
+def _gathered_backward(strategy: _Strategy, q, k, v, segments, whole: Part, dout):
+    here, there, k_all, v_all = _gather(strategy, q, k, v, segments)
+    scores = strategy.scores
+
+    def to_owners(g: jax.Array) -> jax.Array:
+        g = _to_stored(g.astype(whole[1].dtype), strategy.context)
+        return lax.psum_scatter(g, "context", scatter_dimension=1, tiled=True)
+
+    if scores.implementation == "reference":
+        dq, dk, dv = attend_backward(scores, "prefix", q, k_all, v_all, here, there, whole, dout)
+        return dq, to_owners(dk), to_owners(dv)
+    (q, k, v, here, dout), (k_all, v_all) = _by_chunk((q, k, v, here, dout)), _for_both((k_all, v_all))
+    out, lse = whole
+    lse = lse.reshape(*lse.shape[:2], 2, -1).transpose(0, 2, 1, 3).reshape(len(q), -1, q.shape[1])
+    seen = _by_chunk(out), lse
+    own = attend_backward(scores, "causal", q, k, v, here, here, seen, dout)
+    before = attend_backward(scores, "prefix", q, k_all, v_all, here, there, seen, dout)
+    dq = (own[0].astype(lse.dtype) + before[0]).reshape(dout.shape[0] // 2, -1, *dout.shape[2:])
+    gradients = []
+    for ours, theirs in zip(own[1:], before[1:], strict=True):
+        both = theirs.reshape(len(theirs) // 2, 2, *theirs.shape[1:]).sum(1, dtype=lse.dtype)
+        gradients.append(to_owners(both) + ours.reshape(len(ours) // 2, -1, *ours.shape[2:]))
+    return dq, *gradients
+
+
+def _gather(strategy: _Strategy, q, k, v, segments):
+    """(the place of this device's tokens, that of all, all keys, all values), these in the order of the sequence."""
+    C, (B, length) = strategy.context, q.shape[:2]
+
+    def gather(a: jax.Array) -> jax.Array:
+        return _to_sequence(lax.all_gather(a, "context", axis=1, tiled=True), C)
+
+    here = _place(lax.axis_index("context"), C, (B, length), segments)
+    index = jnp.broadcast_to(jnp.arange(C * length, dtype=jnp.int32), (B, C * length))
+    there = Place(index, None if segments is None else gather(segments))
+    return here, there, gather(k), gather(v)
+
+
+def _by_chunk(tree: Any) -> Any:
+    """`[B, 2c, ...]` → `[2B, c, ...]`."""
+    return jax.tree.map(lambda a: a.reshape(2 * a.shape[0], a.shape[1] // 2, *a.shape[2:]), tree)
+
+
+def _for_both(tree: Any) -> Any:
+    """`[B, S, ...]` → `[2B, S, ...]`: each sequence for both chunks of its queries."""
+    return jax.tree.map(lambda a: jnp.repeat(a, 2, axis=0), tree)

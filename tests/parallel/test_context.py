@@ -1,0 +1,149 @@
+"""Attention over `context`: outputs and gradients against plain float64 attention, and training on such meshes."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from megajax.ops.partial_attention import Scores
+from megajax.parallel import context
+
+B, S, H = 2, 48, 8
+SPEC = P(None, "context")
+
+
+def plain_attention(q, k, v, *, window=None, segments=None, softcap=None):
+    """In NumPy and float64, all scores at once: q `[B, S, N, H]`, k and v `[B, S, K, H]`."""
+    k, v = (np.repeat(a, q.shape[2] // a.shape[2], axis=2) for a in (k, v))
+    scores = np.einsum("bqnh,bknh->bnqk", q, k) / np.sqrt(q.shape[-1])
+    scores = scores if softcap is None else softcap * np.tanh(scores / softcap)
+    behind = np.arange(q.shape[1])[:, None] - np.arange(q.shape[1])
+    visible = (behind >= 0) & (behind < (window or S))
+    visible = np.broadcast_to(visible, scores.shape).copy()
+    if segments is not None:
+        visible &= (segments[:, :, None] == segments[:, None, :])[:, None]
+    weights = np.where(visible, np.exp(scores - scores.max(-1, keepdims=True)), 0)
+    return np.einsum("bnqk,bknh->bqnh", weights / weights.sum(-1, keepdims=True), v)
+
+
+def numbers(heads: int, kv_heads: int) -> tuple[np.ndarray, ...]:
+    """q, k, v and the output's gradient."""
+    rng = np.random.default_rng(0)
+    return tuple(rng.standard_normal((B, S, n, H)) for n in (heads, kv_heads, kv_heads, heads))
+
+
+def gradients_of(function, arguments, dout, epsilon=1e-6):
+    """Directional derivatives of `sum(function · dout)` by central differences, one for each argument."""
+    rng = np.random.default_rng(1)
+    directions = [rng.standard_normal(a.shape) for a in arguments]
+    slopes = []
+    for i, direction in enumerate(directions):
+        ends = [
+            np.sum(dout * function(*(a + sign * epsilon * direction if j == i else a for j, a in enumerate(arguments))))
+            for sign in (1, -1)
+        ]
+        slopes.append((ends[0] - ends[1]) / (2 * epsilon))
+    return directions, slopes
+
+
+def on_devices(strategy: str, size: int, scores: Scores, q, k, v, dout, segments=None):
+    """(output, dq, dk, dv) of FP32 attention on `size` devices, in the order of the sequence."""
+    mesh = Mesh(np.array(jax.devices()[:size]), ("context",))
+    order = context.stored_order(S, size)
+    stored = [jnp.asarray(a[:, order], jnp.float32) for a in (q, k, v, dout)]
+    documents = None if segments is None else jnp.asarray(segments[:, order])
+
+    def local(q, k, v, dout, documents):
+        out, pull = jax.vjp(lambda *qkv: context.attention(strategy, size, scores, *qkv, documents), q, k, v)
+        return out, *pull(dout)
+
+    specs = (*[SPEC] * 4, None if documents is None else SPEC)
+    run = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=SPEC, check_vma=False))
+    with jax.default_matmul_precision("highest"):
+        return [np.asarray(a)[:, np.argsort(order)] for a in run(*stored, documents)]
+
+
+# Odd lengths, of one token too, ends inside chunks and at their borders; each sequence has its own.
+DOCUMENTS = np.stack([np.repeat(np.arange(6), (5, 1, 13, 17, 9, 3)), np.repeat(np.arange(3), (31, 5, 12))]).astype(
+    np.int32
+)
+OPTIONS = {
+    "plain": {},
+    "packed": {"segments": DOCUMENTS},
+    "narrow window": {"window": 3},
+    "window": {"window": 11},
+    "packed, window and soft-cap": {"segments": DOCUMENTS, "window": 17, "softcap": 2.0},
+}
+SIZES = [
+    ("ring", 2),
+    ("ring", 4),
+    ("ring", 8),
+    ("all_gather", 2),
+    ("all_gather", 8),
+    ("all_to_all", 2),
+    ("all_to_all", 8),
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize(("strategy", "size"), SIZES)
+def test_attention_and_its_gradients_are_those_of_plain_attention(strategy, size, options):
+    # Fewer KV heads than devices, also where the devices share the heads.
+    q, k, v, dout = numbers(8, 2)
+    segments, window, softcap = (options.get(name) for name in ("segments", "window", "softcap"))
+
+    def plain(q, k, v):
+        return plain_attention(q, k, v, window=window, segments=segments, softcap=softcap)
+
+    scores = Scores(H**-0.5, window, softcap, "reference")
+    out, *gradients = on_devices(strategy, size, scores, q, k, v, dout, segments)
+    np.testing.assert_allclose(out, plain(q, k, v), rtol=1e-5, atol=1e-5)
+    directions, slopes = gradients_of(plain, (q, k, v), dout)
+    for gradient, direction, slope in zip(gradients, directions, slopes, strict=True):
+        # A sum of thousands of terms of either sign: against their magnitude.
+        magnitude = np.sqrt(np.sum((gradient * direction) ** 2))
+        assert abs(np.sum(gradient * direction) - slope) < 1e-5 * magnitude
+
+
+def test_each_device_has_an_early_and_a_late_chunk():
+    assert context.chunk_order(4).tolist() == [0, 7, 1, 6, 2, 5, 3, 4]
+    assert context.stored_order(8, 2).tolist() == [0, 1, 6, 7, 2, 3, 4, 5]
+    assert context.stored_order(6, 1).tolist() == [0, 1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize("direction", [1, -1])
+@pytest.mark.parametrize("steps", [1, 3, 7])
+def test_what_goes_round_comes_to_everyone_and_home(direction, steps):
+    """Coded by rank: at step i a device sees what belongs to the one i before it, and adds its own code to it."""
+    size = 8
+    mesh = Mesh(np.array(jax.devices()[:size]), ("context",))
+
+    def local(codes):
+        def step(other, fixed, changing, seen):
+            return changing + codes, seen + fixed
+
+        strategy = context._Strategy("ring", size, Scores(1.0, None, None, "reference"))
+        return context._go_round(
+            strategy, direction, steps, step, (codes, jnp.zeros_like(codes)), jnp.zeros_like(codes)
+        )
+
+    codes = 2.0 ** np.arange(size)  # a sum tells whose they are
+    added, seen = jax.jit(
+        jax.shard_map(local, mesh=mesh, in_specs=P("context"), out_specs=P("context"), check_vma=False)
+    )(codes)
+    for rank in range(size):
+        assert seen[rank] == sum(codes[(rank - direction * i) % size] for i in range(1, steps + 1))
+        assert added[rank] == sum(codes[(rank + direction * i) % size] for i in range(1, steps + 1))
+
+
+def test_narrow_windows_skip_steps_of_the_ring():
+    def sweeps(window, size=8, length=12):
+        return context._sweeps(context._Strategy("ring", size, Scores(1.0, window, None, "reference")), length)
+
+    assert sweeps(None) == [(1, 7)]
+    assert sweeps(1) == []  # itself alone
+    assert sweeps(7) == [(1, 1), (-1, 1)]  # a chunk has 6 tokens
+    assert sweeps(8) == [(1, 2), (-1, 2)]
+    assert sweeps(24) == [(1, 7)]
