@@ -45,7 +45,7 @@ def xla_flags(config: Config) -> dict[str, str]:
 
 def variables(config: Config) -> dict[str, str]:
     """Environment variables that this config wants besides XLA's flags."""
-    if config.mesh.tensor == 1:
+    if config.mesh.tensor == 1 and config.mesh.context == 1:
         return {}
     # Kernels start in the order of their launch: a transfer gets its multiprocessors before the matmul that hides it
     # takes all of them, where it would otherwise wait for the matmul's end (as Megatron sets it, for the same reason).

@@ -145,19 +145,24 @@ def make_batches(config: Config) -> Iterator[dict[str, np.ndarray]]:
     """Fields `[global_size, S]` of each step.
 
     Every sequence masks another part of its tokens, the first all of them: a mean over devices or microbatches instead
-    of over tokens would show.
+    of over tokens would show. With `data.reset_attention`, sequences hold up to four documents with positions of their
+    own.
     """
     rows, S = config.batch.global_size, config.batch.sequence_length
     rng = np.random.default_rng(7)
     for _ in range(config.run.steps):
         tokens = rng.integers(0, config.model.vocab_size, (rows, S + 1))
-        yield {
+        fields = {
             "tokens": tokens[:, :-1],
             "targets": tokens[:, 1:],
             "loss_mask": rng.random((rows, S)) < np.linspace(0, 1, rows)[:, None],
             "positions": np.broadcast_to(np.arange(S), (rows, S)),
-            "segment_ids": np.zeros((rows, S), int),
         }
+        if config.data.reset_attention:
+            documents = np.sort(rng.integers(0, 4, (rows, S)), axis=1)
+            fields["segment_ids"] = documents
+            fields["positions"] = np.arange(S) - [np.searchsorted(row, row) for row in documents]
+        yield fields
 
 
 def train(config: Config, weights: Mapping[str, np.ndarray] | None = None) -> Trace:

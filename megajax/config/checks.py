@@ -292,9 +292,15 @@ def _ignores_decay_steps(config: Config) -> bool:
 
 
 def _check_data(config: Config) -> None:
-    data = config.data
+    data, documents, length = config.data, "data.synthetic_documents", "batch.sequence_length"
     if data.kind == "synthetic":
+        if (data.synthetic_documents or 1) > config.batch.sequence_length:
+            problem = f"{said(config, documents)} is more than {said(config, length)}"
+            refuse(config, problem, f"use {config.batch.sequence_length} or less", documents, length)
         return
+    if data.synthetic_documents is not None:
+        problem = f"{said(config, documents)} cuts made-up tokens, and data.kind=indexed has documents of its own"
+        refuse(config, problem, "unset it, or set data.kind=synthetic", documents, "data.kind")
     if data.train is None:
         cure = "set data.train to the prefix of a .bin/.idx pair, or data.kind=synthetic to try without data"
         refuse(config, "data.kind=indexed needs data.train", cure, "data.kind")
@@ -353,6 +359,12 @@ def _warn_without_effect(config: Config) -> None:
             tuple(f"precision.fp8.{name}" for name in ("amax_history_length", "amax_algorithm", "margin")),
         ),
         ((logging.profile_start or 0) > config.run.steps, "run.steps", ("logging.profile_start",)),
+        (model.position == "none", "model.position", ("data.reset_positions",)),
+        (
+            not indexed and data.synthetic_documents is None,
+            "data.synthetic_documents",
+            ("data.reset_attention", "data.reset_positions", "data.mask_end_of_document_loss"),
+        ),
     ]
     for applies, reason, keys in rules:
         for key in keys if applies else ():

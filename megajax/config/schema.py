@@ -302,6 +302,14 @@ class DataConfig(Section):
         default=None, description="byte, a tokenizer.json, or a SentencePiece .model; null: token ids only."
     )
     order: Literal["shuffled", "sequential"] = Field(default="shuffled", description="Order of documents and samples.")
+    reset_attention: bool = Field(default=False, description="Tokens attend within their document only.")
+    reset_positions: bool = Field(default=False, description="Positions start at 0 in each document.")
+    mask_end_of_document_loss: bool = Field(
+        default=False, description="Where the target is the next document's first token, the loss does not count."
+    )
+    synthetic_documents: Count | None = Field(
+        default=None, description="synthetic: documents that a sequence is cut into at random; null: one."
+    )
     workers: CountOrZero = Field(default=0, description="Loader processes; 0: a thread of the trainer.")
     prefetch: CountOrZero = Field(default=2, description="Batches prepared ahead, and threads that read them.")
 

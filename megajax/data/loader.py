@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 
 from megajax.data.indexed import IndexedDataset
-from megajax.data.samples import BlendedSamples, DocumentSamples, Samples, make_batch, split_documents
+from megajax.data.samples import BlendedSamples, DocumentSamples, Packing, Samples, make_batch, split_documents
 from megajax.data.synthetic import SyntheticSamples
 from megajax.data.tokenizers import load_tokenizer
 from megajax.errors import InputError
@@ -45,7 +45,8 @@ def open_split(config: "Config", split: Split) -> Samples:
     data = config.data
     length, seed = config.batch.sequence_length, config.run.seed
     if data.kind == "synthetic":
-        return SyntheticSamples(config.model.vocab_size, length, seed, SPLITS.index(split))
+        documents = data.synthetic_documents or 1
+        return SyntheticSamples(config.model.vocab_size, length, seed, SPLITS.index(split), documents)
     key: Split = "train" if data.split is not None else split
     blend = getattr(data, key)
     parts = [(blend, 1.0)] if isinstance(blend, str) else [(part.prefix, part.weight) for part in blend]
@@ -78,17 +79,18 @@ def make_loader(
     import grain
 
     samples = open_split(config, split) if samples is None else samples
-    size, prefetch = config.batch.global_size, config.data.prefetch
+    data, size, prefetch = config.data, config.batch.global_size, config.data.prefetch
+    packing = Packing(data.reset_attention, data.reset_positions, data.mask_end_of_document_loss)
     indices = np.asarray(rows, np.int64) + start_step * size
     reading = grain.ReadOptions(num_threads=prefetch, prefetch_buffer_size=prefetch)
-    batches = grain.MapDataset.source(BatchSource(samples, indices, size)).to_iter_dataset(reading)
-    if split == "train" and config.data.workers:
+    batches = grain.MapDataset.source(BatchSource(samples, indices, size, packing)).to_iter_dataset(reading)
+    if split == "train" and data.workers:
         from absl import flags
 
         if not flags.FLAGS.is_parsed():
             flags.FLAGS.mark_as_parsed()  # grain hands its own flags to the workers and insists on it
-        ahead = -(-max(prefetch, 1) // config.data.workers)
-        options = grain.MultiprocessingOptions(config.data.workers, per_worker_buffer_size=ahead)
+        ahead = -(-max(prefetch, 1) // data.workers)
+        options = grain.MultiprocessingOptions(data.workers, per_worker_buffer_size=ahead)
         batches = batches.mp_prefetch(options, worker_init_fn=_ignore_requests_to_stop)
     return iter(batches)
 
@@ -103,14 +105,14 @@ def _ignore_requests_to_stop(worker: int, num_workers: int) -> None:
 class BatchSource:
     """What grain reads: batch i holds the samples indices + i·stride; `indices` i64[rows]."""
 
-    def __init__(self, samples: Samples, indices: np.ndarray, stride: int):
-        self.samples, self.indices, self.stride = samples, indices, stride
+    def __init__(self, samples: Samples, indices: np.ndarray, stride: int, packing: Packing):
+        self.samples, self.indices, self.stride, self.packing = samples, indices, stride, packing
 
     def __len__(self) -> int:
         return ENDLESS
 
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
-        return make_batch(self.samples, self.indices + index * self.stride)
+        return make_batch(self.samples, self.indices + index * self.stride, self.packing)
 
 
 def _is_given(config: "Config", split: Split) -> bool:

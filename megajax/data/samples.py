@@ -23,26 +23,58 @@ class Samples(Protocol):
 
     def __getitem__(self, index: int) -> np.ndarray: ...
 
+    def document_lengths(self, index: int) -> np.ndarray:
+        """The tokens that a sample has of each of its documents, in their order: integers of sum S+1, none 0."""
+        ...
+
 
 class SampleOrder(Protocol):
     """Which tokens make a sample."""
 
     def pieces(self, index: int) -> Iterator[tuple[int, int]]:
-        """The ranges (start, stop) of token positions that joined make sample `index`, S+1 tokens in all."""
+        """The ranges (start, stop) of token positions that joined make sample `index`, S+1 tokens in all.
+
+        Each lies within a document, and the next begins another.
+        """
         ...
 
 
-def make_batch(samples: Samples, indices: Sequence[int] | np.ndarray) -> dict[str, np.ndarray]:
-    """The fields of a batch, each [len(indices), S]: `loss_mask` float32, the others int32."""
+@dataclass(frozen=True)
+class Packing:
+    """What the documents of a sequence do not share; the options of these names in the config's section `data`."""
+
+    reset_attention: bool = False
+    reset_positions: bool = False
+    mask_end_of_document_loss: bool = False
+
+
+def make_batch(
+    samples: Samples, indices: Sequence[int] | np.ndarray, packing: Packing = Packing()
+) -> dict[str, np.ndarray]:
+    """The fields of a batch, each [len(indices), S]: `loss_mask` float32, the others int32.
+
+    `segment_ids`, 0, 1, ... by document of the sequence, are there with `reset_attention` only.
+    """
     block = np.stack([samples[int(index)] for index in indices])
     shape = (block.shape[0], block.shape[1] - 1)
-    return {
+    fields = {
         "tokens": np.ascontiguousarray(block[:, :-1]),
         "targets": np.ascontiguousarray(block[:, 1:]),
         "loss_mask": np.ones(shape, np.float32),
         "positions": np.ascontiguousarray(np.broadcast_to(np.arange(shape[1], dtype=np.int32), shape)),
-        "segment_ids": np.zeros(shape, np.int32),
     }
+    if packing == Packing():
+        return fields
+    lengths = [samples.document_lengths(int(index)) for index in indices]
+    documents = np.stack([np.repeat(np.arange(each.size, dtype=np.int32), each) for each in lengths])  # [rows, S+1]
+    if packing.reset_attention:
+        fields["segment_ids"] = np.ascontiguousarray(documents[:, :-1])
+    if packing.reset_positions:
+        starts = np.stack([np.repeat(np.cumsum(each) - each, each) for each in lengths])
+        fields["positions"] -= starts[:, :-1].astype(np.int32)
+    if packing.mask_end_of_document_loss:
+        fields["loss_mask"] = (documents[:, :-1] == documents[:, 1:]).astype(np.float32)
+    return fields
 
 
 @dataclass(frozen=True)
@@ -143,6 +175,9 @@ class DocumentSamples:
             filled += stop - start
         return sample
 
+    def document_lengths(self, index: int) -> np.ndarray:
+        return np.array([stop - start for start, stop in self._order.pieces(index)])
+
 
 class BlendedSamples:
     """Each sample comes from the source furthest behind its weight.
@@ -173,6 +208,10 @@ class BlendedSamples:
     def __getitem__(self, index: int) -> np.ndarray:
         source, rank = self.locate(index)
         return self.sources[source][rank]
+
+    def document_lengths(self, index: int) -> np.ndarray:
+        source, rank = self.locate(index)
+        return self.sources[source].document_lengths(rank)
 
 
 def split_documents(num_documents: int, fractions: Sequence[float]) -> list[tuple[int, int]]:

@@ -4,11 +4,20 @@ import numpy as np
 
 
 class SyntheticSamples:
-    """Sample i: int32[S+1] uniform over the vocabulary, a function of (i, seed, stream) alone."""
+    """Sample i: int32[S+1] uniform over the vocabulary, a function of (i, seed, stream) alone.
 
-    def __init__(self, vocab_size: int, sequence_length: int, seed: int, stream: int = 0):
+    It is cut into `documents` of one token or more; where, is a function of the same numbers.
+    """
+
+    def __init__(self, vocab_size: int, sequence_length: int, seed: int, stream: int = 0, documents: int = 1):
         self.vocab_size, self.sequence_length, self.key = vocab_size, sequence_length, (seed, stream)
+        self.documents = documents
 
     def __getitem__(self, index: int) -> np.ndarray:
         generator = np.random.Generator(np.random.PCG64((*self.key, index)))
         return generator.integers(0, self.vocab_size, self.sequence_length + 1, dtype=np.int32)
+
+    def document_lengths(self, index: int) -> np.ndarray:
+        generator = np.random.Generator(np.random.PCG64((*self.key, index, 1)))  # not the tokens' own
+        borders = 1 + generator.choice(self.sequence_length, self.documents - 1, replace=False)
+        return np.diff(np.sort([0, *borders, self.sequence_length + 1]))

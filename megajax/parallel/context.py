@@ -186,51 +186,72 @@ def _sweeps(strategy: _Strategy, length: int) -> list[tuple[int, int]]:
     return [(1, C - 1)] if 2 * near >= C - 1 else [(direction, near) for direction in (1, -1) if near]
 
 
-def _go_round(strategy: _Strategy, direction: int, steps: int, step: Callable, travelling: Any, carry: Any) -> Any:
-    """`carry` after `step(rank whose they are, travelling, carry) → (travelling, carry)` with each device's.
+@dataclass(frozen=True)
+class _Work:
+    """What a device does on a walk round the ring, while keys and values travel on."""
 
-    What travels is a pair: what only moves on, sent before the step so that it arrives meanwhile, and what each step
-    changes, which is returned home.
+    own: Callable  # () → results, of the device's own keys
+    start: Callable  # results → (what travels with the keys and changes, what stays here)
+    compute: Callable  # (whose keys, keys) → results
+    combine: Callable  # (whose keys, results, changing, staying) → (changing, staying)
+
+
+def _go_round(strategy: _Strategy, length: int, fixed: Any, work: _Work) -> Any:
+    """`(changing, staying)` after a walk, `changing` home again; `fixed` are this device's keys and values.
+
+    At step i of a sweep a device has what belongs to the one i before it, or behind it. Without the barriers XLA starts
+    transfers too late for the attention that hides them.
     """
     C, rank = strategy.context, lax.axis_index("context")
+    sweeps = _sweeps(strategy, length)
 
     def send(tree: Any, by: int) -> Any:
         pairs = [(r, (r + by) % C) for r in range(C)]
         return jax.tree.map(lambda a: lax.ppermute(a, "context", pairs), tree)
 
-    def body(state, i):
-        here, changing, carry = state
-        ahead = send(here, direction)
-        changing, carry = step((rank - direction * i) % C, here, send(changing, direction), carry)
-        return (ahead, changing, carry), None
+    first, own = lax.optimization_barrier(([send(fixed, direction) for direction, _ in sweeps], work.own()))
+    changing, staying = work.start(own)
+    for here, (direction, steps) in zip(first, sweeps, strict=True):
 
-    fixed, changing = travelling
-    state = (send(fixed, direction), changing, carry)
-    unroll = steps if steps <= UNROLLED_STEPS else 1
-    (_, changing, carry), _ = lax.scan(body, state, jnp.arange(1, steps + 1), unroll=unroll)
-    return send(changing, -direction * steps), carry
+        def step(state, i, direction=direction, last=False):
+            here, changing, staying = state
+            sent = (None if last else send(here, direction), send(changing, direction))
+            other = (rank - direction * i) % C
+            (here, changing), results = lax.optimization_barrier((sent, work.compute(other, here)))
+            return (here, *work.combine(other, results, changing, staying)), None
+
+        unroll = max(steps - 1, 1) if steps <= UNROLLED_STEPS else 1
+        state, _ = lax.scan(step, (here, changing, staying), jnp.arange(1, steps), unroll=unroll)
+        (_, changing, staying), _ = step(state, steps, last=True)
+        changing = send(changing, -direction * steps)
+    return changing, staying
 
 
 def _ring(strategy: _Strategy, q, k, v, segments) -> Part:
     C, scores, shape = strategy.context, strategy.scores, q.shape[:2]
     rank = lax.axis_index("context")
     here = _place(rank, C, shape, segments)
-    out, lse = attend(scores, "causal", q, k, v, here, here)
 
-    def step(other, kv, changing, whole):
+    def start(part):
+        return None, (part[0].astype(part[1].dtype), part[1])
+
+    def compute(other, kv):
         k, v, their_segments = kv
         there = _place(other, C, shape, their_segments)
+        parts = []
         for block in _Block.two(rank, other):
             queries, where_q = _half((q, here), block.q_half)
             keys, values, where_k = _half((k, v, there), block.k_half)
-            part = attend(scores, "full", queries, keys, values, where_q, where_k)
+            parts.append(attend(scores, "full", queries, keys, values, where_q, where_k))
+        return parts
+
+    def combine(other, parts, changing, whole):
+        for block, part in zip(_Block.two(rank, other), parts, strict=True):
             whole = _merge_half(whole, part, block.q_half)
         return changing, whole
 
-    whole = (out.astype(lse.dtype), lse)
-    for direction, steps in _sweeps(strategy, q.shape[1]):
-        _, whole = _go_round(strategy, direction, steps, step, ((k, v, segments), None), whole)
-    return whole
+    own = partial(attend, scores, "causal", q, k, v, here, here)
+    return _go_round(strategy, shape[1], (k, v, segments), _Work(own, start, compute, combine))[1]
 
 
 def _merge_half(whole: Part, part: Part, half: jax.Array | int) -> Part:
@@ -246,25 +267,32 @@ def _ring_backward(strategy: _Strategy, q, k, v, segments, whole: Part, dout):
     C, scores, shape = strategy.context, strategy.scores, q.shape[:2]
     rank = lax.axis_index("context")
     here = _place(rank, C, shape, segments)
-    dq, dk, dv = attend_backward(scores, "causal", q, k, v, here, here, whole, dout)
-    dq, dk, dv = (a.astype(whole[1].dtype) for a in (dq, dk, dv))
     lse = whole[1].swapaxes(1, 2)  # [B, 2c, N]
 
-    def step(other, kv, dkv, dq):
+    def start(gradients):
+        dq, dk, dv = (g.astype(lse.dtype) for g in gradients)
+        return (dk, dv), dq
+
+    def compute(other, kv):
         k, v, their_segments = kv
-        dk, dv = dkv
         there = _place(other, C, shape, their_segments)
+        gradients = []
         for block in _Block.two(rank, other):
             queries, outs, lses, douts, where_q = _half((q, whole[0], lse, dout, here), block.q_half)
             keys, values, where_k = _half((k, v, there), block.k_half)
             seen = outs, lses.swapaxes(1, 2)
-            one = attend_backward(scores, "full", queries, keys, values, where_q, where_k, seen, douts)
+            gradients.append(attend_backward(scores, "full", queries, keys, values, where_q, where_k, seen, douts))
+        return gradients
+
+    def combine(other, gradients, dkv, dq):
+        dk, dv = dkv
+        for block, one in zip(_Block.two(rank, other), gradients, strict=True):
             dq = _add_half(dq, one[0], block.q_half)
             dk, dv = (_add_half(total, g, block.k_half) for total, g in zip((dk, dv), one[1:], strict=True))
         return (dk, dv), dq
 
-    for direction, steps in _sweeps(strategy, q.shape[1]):
-        (dk, dv), dq = _go_round(strategy, direction, steps, step, ((k, v, segments), (dk, dv)), dq)
+    own = partial(attend_backward, scores, "causal", q, k, v, here, here, whole, dout)
+    (dk, dv), dq = _go_round(strategy, shape[1], (k, v, segments), _Work(own, start, compute, combine))
     return dq, dk, dv
 
 

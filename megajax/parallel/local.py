@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 
 from megajax import ops
 from megajax.config import Config
+from megajax.config.sentences import said
 from megajax.mesh import BATCH_AXES, mesh_sizes
 from megajax.model.transformer import BlockInputs, Transformer
 from megajax.ops import fp8
@@ -80,9 +81,14 @@ class LocalModel:
         sequences = (microbatch * B * shards + self.comm.sequence_ids(B)).astype(jnp.uint32)
         length, index = S * self.sizes["context"], self.comm.own_index(S).astype(jnp.uint32)
         token_ids = (sequences[:, None] * length + index).reshape(-1)
-        if "segment_ids" in batch:
-            raise ValueError("packed documents are not available yet: leave segment_ids out of the batch.")
-        return BlockInputs(batch["positions"], None, self.comm.own_tokens(token_ids), dropout_key)
+        segment_ids = batch.get("segment_ids")
+        if (segment_ids is not None) != self.config.data.reset_attention:
+            problem = "has no" if segment_ids is None else "has"
+            raise ValueError(
+                f"the batch {problem} segment_ids and {said(self.config, 'data.reset_attention')}: "
+                "give them with data.reset_attention=true, and only then."
+            )
+        return BlockInputs(batch["positions"], segment_ids, self.comm.own_tokens(token_ids), dropout_key)
 
     @jax.named_scope("embedding")
     def embed(self, ends: Params, batch: Batch, inputs: BlockInputs) -> jax.Array:

@@ -39,7 +39,7 @@ def to_global(fields: Mapping[str, np.ndarray], sharding: NamedSharding, shape: 
         local = fields[name].reshape(M, len(held), S)[:, :, order].astype(BATCH_DTYPES[name])
         return jax.make_array_from_callback(shape, sharding, lambda index: _part(local, place, index))
 
-    return {name: field(name) for name in BATCH_DTYPES}
+    return {name: field(name) for name in fields}
 
 
 def _part(local: np.ndarray, place: np.ndarray, index: Any) -> np.ndarray:

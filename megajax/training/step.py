@@ -27,6 +27,7 @@ BATCH_DTYPES = {
     "targets": jnp.int32,
     "loss_mask": jnp.float32,
     "positions": jnp.int32,
+    "segment_ids": jnp.int32,  # with `data.reset_attention` only
 }
 INITIAL_LOSS_SCALE = 2.0**16
 LOSS_SCALE_GROWTH_STEPS = 2000  # as NVIDIA's and Megatron's dynamic loss scaling
@@ -71,7 +72,7 @@ class TrainProgram:
             dtype=config.precision.compute,
             head_dim=config.model.head_dim,
             softcap=config.model.attention_softcap,
-            segment_ids=False,
+            segment_ids=config.data.reset_attention,
             sequence_length=config.batch.sequence_length,
         )
         optimizer = make_optimizer(config.optimizer, {name: p.role for name, p in declared.items()})
@@ -114,7 +115,10 @@ class TrainProgram:
     @property
     def abstract_batch(self) -> dict[str, jax.ShapeDtypeStruct]:
         shape, sharding = self.batch_shape, self.batch_sharding
-        return {n: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding) for n, dtype in BATCH_DTYPES.items()}
+        fields = {n: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding) for n, dtype in BATCH_DTYPES.items()}
+        if not self.config.data.reset_attention:
+            del fields["segment_ids"]
+        return fields
 
     @property
     def first_loss_scale(self) -> jax.Array:

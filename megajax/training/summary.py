@@ -84,7 +84,14 @@ def _fp8(program: TrainProgram) -> str:
 
 def _data(program: TrainProgram) -> str:
     data = program.config.data
+    own = {
+        "attention": data.reset_attention,
+        "positions": data.reset_positions,
+        "loss": data.mask_end_of_document_loss,
+    }
+    apart = ", ".join(name for name, reset in own.items() if reset)
+    packed = f"; documents apart in {apart}" if apart else ""
     if data.kind == "synthetic":
-        return "synthetic tokens"
+        return f"synthetic tokens{packed}"
     train = data.train if isinstance(data.train, str) else ", ".join(s.prefix for s in data.train or ())
-    return f"{train}, {data.order}, tokenizer {data.tokenizer or 'not given'}"
+    return f"{train}, {data.order}, tokenizer {data.tokenizer or 'not given'}{packed}"

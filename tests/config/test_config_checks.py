@@ -107,6 +107,13 @@ REFUSED = {
     "data.split=9,1,0 data.kind=indexed data.train=a data.valid=b": (
         "data.split=9,1,0 does not go together with data.valid=b (@): unset one of them."
     ),
+    "data.synthetic_documents=2 data.kind=indexed data.train=a": (
+        "data.synthetic_documents=2 cuts made-up tokens, and data.kind=indexed has documents of its own (@):"
+        " unset it, or set data.kind=synthetic."
+    ),
+    "data.synthetic_documents=33": (
+        "data.synthetic_documents=33 is more than batch.sequence_length=32 (@): use 32 or less."
+    ),
 }
 
 
@@ -139,6 +146,8 @@ ALLOWED = [
     "data.kind=indexed data.train=b data.valid=b data.test=c run.eval_interval=5",
     "data.split=9,1,0 data.train=ignored data.valid=ignored",
     "optimizer.kind=sgd optimizer.beta1=0",
+    "data.synthetic_documents=32 data.reset_attention=true data.mask_end_of_document_loss=true",
+    "data.kind=indexed data.train=a data.reset_attention=true data.reset_positions=true",
 ]
 
 
@@ -165,6 +174,8 @@ WARNED = {
     "logging.wandb_project=p": ("", "logging.wandb=false"),
     "logging.profile_steps=5": ("", "logging.profile_start=null"),
     "logging.profile_start=1001": ("", "run.steps=1000"),
+    "data.reset_attention=true": ("", "data.synthetic_documents=null"),
+    "data.mask_end_of_document_loss=true": ("", "data.synthetic_documents=null"),
 }
 
 
@@ -176,6 +187,15 @@ def test_a_setting_without_effect_is_warned_about(override: str):
     with pytest.warns(UserWarning) as caught:
         load_config("x.yaml", [*quiet, *([other] if other else []), override])
     assert [str(item.message) for item in caught] == [expected]
+
+
+def test_positions_that_the_model_does_not_read_are_warned_about():
+    override = "data.reset_positions=true"
+    with pytest.warns(UserWarning) as caught:
+        load_config("x.yaml", ["model.position=none", "data.synthetic_documents=2", override])
+    assert [str(item.message) for item in caught] == [
+        f"{override} has no effect with model.position=none (the command line: {override}): remove it."
+    ]
 
 
 @pytest.mark.parametrize(("split", "reason"), [("null", "data.valid=null"), ("95,0,5", "data.split=95,0,5")])

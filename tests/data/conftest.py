@@ -12,12 +12,15 @@ from megajax.data.indexed import IndexedWriter
 @pytest.fixture
 def make_config():
     def make(*, global_size=4, sequence_length=8, seed=7, vocab_size=1000, **data):
-        defaults = dict(kind="indexed", train=None, valid=None, test=None, split=None, tokenizer=None)
+        defaults = dict(
+            kind="indexed", train=None, valid=None, test=None, split=None, tokenizer=None, synthetic_documents=None
+        )
+        unpacked = dict(reset_attention=False, reset_positions=False, mask_end_of_document_loss=False)
         return SimpleNamespace(
             run=SimpleNamespace(seed=seed, steps=10, eval_steps=2),
             model=SimpleNamespace(vocab_size=vocab_size),
             batch=SimpleNamespace(global_size=global_size, sequence_length=sequence_length),
-            data=SimpleNamespace(**(defaults | dict(order="shuffled", workers=0, prefetch=2) | data)),
+            data=SimpleNamespace(**(defaults | dict(order="shuffled", workers=0, prefetch=2) | unpacked | data)),
             where=lambda key: f"run.yaml, line {len(key)}",
         )
 

@@ -42,7 +42,7 @@ def test_row_r_of_step_t_is_one_sample(make_config, write_documents):
             sample = samples[step * 4 + row]
             assert batch["tokens"][row].tolist() == sample[:-1].tolist()
             assert batch["targets"][row].tolist() == sample[1:].tolist()
-    assert set(batches[0]) == {"tokens", "targets", "loss_mask", "positions", "segment_ids"}
+    assert set(batches[0]) == {"tokens", "targets", "loss_mask", "positions"}
     assert all(field.shape == (4, 8) for field in batches[0].values())
 
 

@@ -76,7 +76,7 @@ def test_targets_are_the_inputs_moved_on_by_one(write_documents):
     assert batch["tokens"].tolist() == [list(range(10)), list(range(20, 30))]
     assert batch["targets"].tolist() == [list(range(1, 11)), list(range(21, 31))]
     assert batch["positions"].tolist() == [list(range(10))] * 2
-    assert not batch["segment_ids"].any() and batch["loss_mask"].all()
+    assert batch.keys() == {"tokens", "targets", "loss_mask", "positions"} and batch["loss_mask"].all()
     assert {name: (field.shape, field.dtype.name) for name, field in batch.items()} == {
         name: ((2, 10), "float32" if name == "loss_mask" else "int32") for name in batch
     }

@@ -73,7 +73,6 @@ def test_the_step_has_the_loss_and_gradients_of_transformers(path, on_mesh):
         "targets": tokens[:, 1:],
         "loss_mask": np.ones((rows, length)),
         "positions": np.broadcast_to(np.arange(length), (rows, length)),
-        "segment_ids": np.zeros((rows, length)),
     }
     batch = to_global(fields, program.batch_sharding, program.batch_shape)
     sums, gradients, *_ = jax.jit(gradient_function(program.local, mesh))(

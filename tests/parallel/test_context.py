@@ -113,29 +113,31 @@ def test_each_device_has_an_early_and_a_late_chunk():
     assert context.stored_order(6, 1).tolist() == [0, 1, 2, 3, 4, 5]
 
 
-@pytest.mark.parametrize("direction", [1, -1])
-@pytest.mark.parametrize("steps", [1, 3, 7])
-def test_what_goes_round_comes_to_everyone_and_home(direction, steps):
-    """Coded by rank: at step i a device sees what belongs to the one i before it, and adds its own code to it."""
-    size = 8
+@pytest.mark.parametrize("window", [None, 2, 5])
+def test_what_goes_round_comes_to_everyone_and_home(window):
+    """Coded by rank: a device sees each other's code once, and adds its own code to what belongs to each."""
+    size, chunk = 8, 2
     mesh = Mesh(np.array(jax.devices()[:size]), ("context",))
+    strategy = context._Strategy("ring", size, Scores(1.0, window, None, "reference"))
 
     def local(codes):
-        def step(other, fixed, changing, seen):
-            return changing + codes, seen + fixed
-
-        strategy = context._Strategy("ring", size, Scores(1.0, None, None, "reference"))
-        return context._go_round(
-            strategy, direction, steps, step, (codes, jnp.zeros_like(codes)), jnp.zeros_like(codes)
+        work = context._Work(
+            own=lambda: codes,
+            start=lambda own: (own, own),
+            compute=lambda other, codes: (other, codes),
+            combine=lambda other, results, added, seen: (added + codes, seen + 100.0 * results[1]),
         )
+        return context._go_round(strategy, 2 * chunk, codes, work)
 
     codes = 2.0 ** np.arange(size)  # a sum tells whose they are
-    added, seen = jax.jit(
-        jax.shard_map(local, mesh=mesh, in_specs=P("context"), out_specs=P("context"), check_vma=False)
-    )(codes)
+    specs = {"in_specs": P("context"), "out_specs": P("context")}
+    added, seen = jax.jit(jax.shard_map(local, mesh=mesh, check_vma=False, **specs))(codes)
+    # Of a chunk's keys those up to `near` chunks away are seen.
+    near = {None: 7, 2: 1, 5: 2}[window]
     for rank in range(size):
-        assert seen[rank] == sum(codes[(rank - direction * i) % size] for i in range(1, steps + 1))
-        assert added[rank] == sum(codes[(rank + direction * i) % size] for i in range(1, steps + 1))
+        others = [other for other in range(size) if 0 < min((rank - other) % size, (other - rank) % size) <= near]
+        assert seen[rank] == codes[rank] + 100 * codes[others].sum()
+        assert added[rank] == codes[rank] + codes[others].sum()
 
 
 def test_narrow_windows_skip_steps_of_the_ring():

@@ -122,6 +122,11 @@ def test_every_option_of_the_model_is_the_same_on_a_mesh(table, difference, opti
     assert_agrees(difference(options_config(table, options, mesh, microbatches, remat=remat)))
 
 
+def test_packed_documents_train_on_a_mesh_as_on_one_device(table, difference):
+    packed = {"synthetic_documents": 4, "reset_attention": True, "reset_positions": True}
+    assert_agrees(difference(options_config(table, "gemma", TRIPLE, 2, remat={"policy": "selective"}, data=packed)))
+
+
 @pytest.mark.parametrize(
     ("compute", "mesh"), [("bfloat16", {"fsdp": 2, "tensor": 4}), ("float16", TRIPLE)], ids=case_name
 )

@@ -36,6 +36,8 @@ MODELS = {
     "tiny of 5": {**SMALL, **GPT2, "num_layers": 5},
 }
 
+PACKED = {"synthetic_documents": 4, "reset_attention": True, "reset_positions": True}
+
 # model, mesh, schedule, rounds, microbatches, sections. The first of 32 microbatches has no token that counts.
 CASES = [
     ("llama", {"pipeline": 8}, "1f1b", 2, 32, {}),
@@ -49,6 +51,7 @@ CASES = [
     ("tiny of 3", {"pipeline": 2, "data": 2}, "1f1b", 2, 4, {"remat": {"policy": "selective"}}),
     ("gpt2 of 7", {"pipeline": 2, "data": 4}, "1f1b", 2, 8, {"remat": {"policy": "full", "layers": 1}}),
     ("gemma", {"pipeline": 2, "fsdp": 4}, "zero_bubble", 2, 2, {"remat": {"policy": "full", "layers": 1}}),
+    ("tiny", {"pipeline": 2, "data": 2}, "zero_bubble", 1, 2, {"data": PACKED}),
 ]
 
 

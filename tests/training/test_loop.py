@@ -13,6 +13,7 @@ import pytest
 from megajax.config import load_config
 from megajax.data.indexed import IndexedDataset
 from megajax.plan import flops_per_token
+from megajax.training.batches import batches
 from megajax.training.loop import Trainer
 
 KEYS = {  # design.md section 9
@@ -98,6 +99,24 @@ def test_evaluations_stand_at_their_interval_and_at_the_end(run):
     assert [line["step"] for line in evaluations] == [2, 4, 5]
     assert all(set(line) == {"step", "eval_loss"} for line in evaluations)
     assert trainer.evaluate() == evaluations[-1]["eval_loss"]  # always the same batches
+
+
+def test_a_packed_run_trains_and_evaluates_on_packed_batches(run, capsys):
+    packed = ("data.reset_attention=true", "data.mask_end_of_document_loss=true")
+    trainer = run("data.split='8,2,0'", "run.steps=2", "run.eval_steps=2", "mesh.data=2", *packed, devices=2)
+    assert "; documents apart in attention, loss\n" in capsys.readouterr().out
+    logged, evaluation = lines(trainer)[-2:]
+    assert np.isfinite([logged["loss"], evaluation["eval_loss"]]).all()
+    for split in ("train", "valid"):
+        source = batches(trainer.program, split, trainer.data[split])
+        batch = next(source)
+        source.close()
+        assert {n: (f.shape, f.dtype, f.sharding) for n, f in batch.items()} == {
+            n: (f.shape, f.dtype, f.sharding) for n, f in trainer.program.abstract_batch.items()
+        }
+        segments, mask = np.asarray(batch["segment_ids"]), np.asarray(batch["loss_mask"])
+        assert segments.max() > 0  # the text's documents have 30 to 89 tokens, a sequence 16
+        np.testing.assert_array_equal(mask[..., :-1], np.diff(segments) == 0)
 
 
 def test_nothing_is_evaluated_without_validation_data(run):

@@ -65,12 +65,15 @@ def test_a_token_outside_the_vocabulary_far_into_the_data_is_refused(make_config
     trainer.checkpoints.close()
 
 
-def test_segment_ids_of_a_batch_are_refused_instead_of_ignored(make_config, tmp_path):
-    trainer = trainer_of(make_config(f"run.dir={tmp_path / 'run'}", *SHORT))
-    batch = trainer.next_batch()
-    packed = batch | {"segment_ids": batch["positions"]}
-    with pytest.raises(ValueError, match="segment_ids"):
-        trainer.train_step(packed)
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_batch_whose_segment_ids_do_not_fit_the_config_is_refused(make_config, tmp_path, packed):
+    config = make_config(f"run.dir={tmp_path / 'run'}", *SHORT, f"data.reset_attention={str(packed).lower()}")
+    trainer = trainer_of(config)
+    batch = trainer.next_batch() | {"segment_ids": trainer.next_batch()["positions"]}
+    if packed:
+        del batch["segment_ids"]
+    with pytest.raises(ValueError, match="segment_ids and data.reset_attention=" + str(packed).lower()):
+        trainer.train_step(batch)
     trainer.checkpoints.close()
 
 

@@ -45,7 +45,6 @@ def random_batch(program, seed):
         "targets": tokens[:, 1:],
         "loss_mask": (random.random((M * B, S)) > 0.1).astype(np.float32),
         "positions": np.broadcast_to(np.arange(S, dtype=np.int32), (M * B, S)),
-        "segment_ids": np.zeros((M * B, S), np.int32),
     }
     return to_global(fields, program.batch_sharding, program.batch_shape)
 

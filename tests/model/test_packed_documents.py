@@ -1,0 +1,90 @@
+"""Documents packed into sequences have the losses and gradients that each has when it runs alone."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from megajax.config import Config
+from megajax.data.samples import Packing, make_batch
+from megajax.mesh import AXES, build_mesh
+from megajax.model import Transformer, bind
+from megajax.parallel.gradients import gradient_function
+from megajax.training.batches import to_global
+from megajax.training.step import TrainProgram
+
+TOLERANCE = 1e-5
+SMALL = {"num_layers": 2, "hidden_size": 32, "num_heads": 4, "vocab_size": 60, "init_std": 0.2}
+MODELS = {
+    "llama": {**SMALL, "num_kv_heads": 2, "layer_pattern": ["local", "global"], "sliding_window": 3},
+    "gpt2": {**SMALL, "norm": "layernorm", "activation": "gelu", "position": "learned", "tie_embeddings": True},
+}
+LENGTHS = [[5, 1, 7], [1, 4, 8], [12, 1], [13]]  # of S + 1 = 13 tokens
+ROWS, S = 4, 12
+
+
+class Documents:
+    """Samples of random tokens with the documents of LENGTHS."""
+
+    def __init__(self):
+        self.tokens = np.random.default_rng(4).integers(0, 60, (ROWS, S + 1), dtype=np.int32)
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        return self.tokens[index]
+
+    def document_lengths(self, index: int) -> np.ndarray:
+        return np.array(LENGTHS[index])
+
+
+def losses_alone(transformer: Transformer, samples: Documents, weights) -> jax.Array:
+    """The loss of each token `[ROWS, S]`, every document in a sequence of its own; 0 where the next is another's."""
+    parts = [np.split(samples[row], np.cumsum(LENGTHS[row])[:-1]) for row in range(ROWS)]
+    documents = [(row, part) for row in range(ROWS) for part in parts[row]]
+    alone = np.array([[*part, *[0] * (S + 1 - part.size)] for _, part in documents])  # what follows is not looked at
+    log_probabilities = jax.nn.log_softmax(bind(transformer, weights)(jnp.asarray(alone[:, :-1])))
+    losses: list[list] = [[] for _ in range(ROWS)]
+    for document, (row, part) in enumerate(documents):
+        predicted = part.size - 1
+        losses[row] += [-log_probabilities[document, jnp.arange(predicted), part[1:]], jnp.zeros(1)]
+    return jnp.stack([jnp.concatenate(row)[:S] for row in losses])
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_packed_documents_have_the_losses_and_gradients_of_each_alone(model):
+    settings = {
+        "model": MODELS[model],
+        "batch": {"global_size": ROWS, "sequence_length": S},
+        "precision": {"compute": "float32"},
+        "kernels": {"attention": "reference"},
+        "data": {"kind": "synthetic", "synthetic_documents": 3, "reset_attention": True},
+    }
+    program = TrainProgram.build(Config.model_validate(settings), build_mesh(dict.fromkeys(AXES, 1), jax.devices()[:1]))
+    params, samples = program.init_state().params, Documents()
+    fields = make_batch(samples, range(ROWS), Packing(True, True, True))
+
+    def global_batch(**changed):
+        return to_global(fields | changed, program.batch_sharding, program.batch_shape)
+
+    @partial(jax.value_and_grad, has_aux=True)
+    def alone(weights):
+        losses = losses_alone(program.model, samples, weights)
+        return losses.sum() / (losses != 0).sum(), losses
+
+    (expected_loss, expected), expected_gradients = jax.jit(alone)(params)
+    counted = fields["loss_mask"] > 0
+    np.testing.assert_array_equal(counted, np.asarray(expected) != 0)
+    for row, token in np.argwhere(counted):  # the loss of one token: that of a batch in which nothing else counts
+        only = np.zeros((ROWS, S), np.float32)
+        only[row, token] = 1
+        loss, _ = program.eval_step(params, {}, global_batch(loss_mask=only))
+        assert float(loss) == pytest.approx(float(expected[row, token]), rel=TOLERANCE), (row, token)
+
+    sums, gradients, *_ = jax.jit(gradient_function(program.local, program.mesh))(
+        params, {}, global_batch(), jnp.int32(0), jnp.float32(1)
+    )
+    assert float(sums["loss"]) == pytest.approx(float(expected_loss), rel=TOLERANCE)
+    for name, gradient in gradients.items():
+        difference = np.linalg.norm(gradient - expected_gradients[name])
+        assert difference < 10 * TOLERANCE * np.linalg.norm(expected_gradients[name]), name
