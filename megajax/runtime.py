@@ -29,6 +29,9 @@ def xla_flags(config: Config) -> dict[str, str]:
         # Stages run different rounds and slots, so a permutation over `tensor` or `context` is the matter of one stage:
         # XLA would have all devices of a host meet at its first call.
         flags["xla_gpu_collective_permute_connected_components"] = "true"
+    if mesh.context != 1:
+        # Keys, values and their gradients travel at once beside one block of attention.
+        flags["xla_gpu_experimental_parallel_collective_overlap_limit"] = "4"
     if mesh.fsdp != 1 and mesh.pipeline == 1:  # in a pipeline the loop is over ticks, not over layers
         for collective in ("all_gather", "reduce_scatter"):
             flags[f"xla_gpu_enable_pipelined_{collective}"] = "true"
@@ -47,7 +50,7 @@ def variables(config: Config) -> dict[str, str]:
     """Environment variables that this config wants besides XLA's flags."""
     if config.mesh.tensor == 1 and config.mesh.context == 1:
         return {}
-    # Kernels start in the order of their launch: a transfer gets its multiprocessors before the matmul that hides it
+    # Kernels start in the order of their launch: a transfer gets its multiprocessors before the kernel that hides it
     # takes all of them, where it would otherwise wait for the matmul's end (as Megatron sets it, for the same reason).
     return {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
 
