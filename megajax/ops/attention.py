@@ -15,6 +15,8 @@ Implementation = Literal["reference", "cudnn"]
 # what every GPU runs, an explicit choice may ask for more.
 _CUDNN_WIDEST_ANYWHERE = 128
 _CUDNN_WIDEST = 256
+# The reference holds the scores of all pairs of tokens: longer than this on a GPU it is used only if asked for by name.
+_REFERENCE_LONGEST_ON_GPUS = 8192
 
 
 def attention(
@@ -110,17 +112,29 @@ def choose_attention(
     softcap: float | None,
     segment_ids: bool,
     sequence_length: int | None = None,
+    parts_with: tuple[str, ...] = (),
 ) -> tuple[Implementation, str]:
     """The implementation for `kernels.attention` (auto, cudnn, reference), and why, for the log.
 
-    `sequence_length` is the one trained on, None where nothing is trained.
-    Raises ConfigError if cudnn is asked for by name and cannot run.
+    `sequence_length` is the one trained on, None where nothing is trained. Where keys are attended to in parts
+    (`kernels.context` ring or all_gather), `parts_with` are the settings that a part would have to know of.
+    Raises ConfigError if cudnn is asked for by name and cannot run, and if auto would take the reference for sequences
+    whose scores do not fit a GPU.
     """
     if requested == "reference":
         return "reference", "kernels.attention=reference"
     widest = _CUDNN_WIDEST_ANYWHERE if requested == "auto" else _CUDNN_WIDEST
-    obstacle = _cudnn_obstacle(platform, jnp.dtype(dtype), head_dim, softcap, segment_ids, sequence_length, widest)
+    obstacle = _cudnn_obstacle(
+        platform, jnp.dtype(dtype), head_dim, softcap, segment_ids, sequence_length, widest, parts_with
+    )
     if requested == "auto":
+        on_gpu = platform in ("gpu", "cuda")
+        if obstacle and on_gpu and (sequence_length or 0) > _REFERENCE_LONGEST_ON_GPUS:
+            raise ConfigError(
+                f"kernels.attention=auto finds no fused kernel, {obstacle[0]}, and the reference would hold the scores "
+                f"of all pairs of batch.sequence_length={sequence_length} tokens: {obstacle[1]}, or set "
+                "kernels.attention=reference if they fit."
+            )
         return ("reference", obstacle[0]) if obstacle else ("cudnn", "the fused kernel fits this model")
     if obstacle:
         raise ConfigError(f"kernels.attention=cudnn cannot run, {obstacle[0]}: {obstacle[1]}.")
@@ -135,11 +149,12 @@ def _cudnn_obstacle(
     segment_ids: bool,
     sequence_length: int | None,
     widest: int,
+    parts_with: tuple[str, ...],
 ) -> tuple[str, str] | None:
     """Why cuDNN attention cannot run and what to do about it; None if it can."""
-    instead = "or use auto or reference"
+    instead = "or use kernels.attention=reference"
     if platform not in ("gpu", "cuda"):
-        return f"cuDNN needs a GPU and this is {platform}", "use auto or reference"
+        return f"cuDNN needs a GPU and this is {platform}", "use kernels.attention=auto or reference"
     if dtype not in (jnp.bfloat16, jnp.float16):
         return f"cuDNN has no {dtype} kernel", f"set precision.compute to bfloat16 or float16, {instead}"
     if head_dim % 8 or head_dim > widest:
@@ -156,5 +171,13 @@ def _cudnn_obstacle(
     if softcap is not None:
         return f"cuDNN has no soft-cap and model.attention_softcap={softcap}", f"remove it, {instead}"
     if segment_ids:
-        return "cuDNN takes no segment ids here and the batch has packed documents", "use auto or reference"
+        return (
+            "cuDNN takes no segment ids here and the batch has packed documents",
+            f"unset data.reset_attention, {instead}",
+        )
+    if parts_with:
+        return (
+            f"a part of the keys is attended to by a call that does not know {' and '.join(parts_with)}",
+            f"set kernels.context=all_to_all, {instead}",
+        )
     return None

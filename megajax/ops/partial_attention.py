@@ -5,8 +5,7 @@ the log-sum-exp of all parts, and gives the part's share of dq, and dk and dv of
 """
 
 from dataclasses import dataclass
-from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -105,6 +104,8 @@ def _scores(scores: Scores, q, k, where_q: Place, where_k: Place) -> tuple[jax.A
     return jnp.where(visible[:, None, None], s, -jnp.inf), slope
 
 
+MASKS = {"causal": "CAUSAL", "full": "NO_MASK", "prefix": "PADDING"}  # of cuDNN, by kind
+
 # cuDNN. jax.nn.dot_product_attention rounds the log-sum-exp to BF16 and has no backward pass of a part.
 
 
@@ -112,9 +113,9 @@ def _cudnn(scores: Scores, kind: Kind, q, k, v, where_q: Place) -> Part:
     from jax._src.cudnn import fused_attention_stablehlo as fused
 
     lengths = _lengths(kind, q, k, where_q)
-    mask = {"causal": fused.MaskType.CAUSAL, "full": fused.MaskType.NO_MASK, "prefix": fused.MaskType.PADDING}[kind]
-    call = partial(fused.dot_product_attention, scale=scores.scale, mask_type=mask, return_residual=True)
-    out, lse = call(q, k, v, **lengths)
+    call: Any = fused.dot_product_attention
+    mask = fused.MaskType[MASKS[kind]]
+    out, lse = call(q, k, v, **lengths, scale=scores.scale, mask_type=mask, return_residual=True)
     if kind == "prefix":
         some = (where_q.index[:, 0] > 0)[:, None, None]
         out, lse = jnp.where(some[..., None], out, 0), jnp.where(some, lse, -jnp.inf)
@@ -125,23 +126,26 @@ def _cudnn_backward(scores: Scores, kind: Kind, q, k, v, where_q: Place, whole: 
     from jax._src.cudnn import fused_attention_stablehlo as fused
 
     out, lse = whole[0].astype(q.dtype), whole[1]
-    mask = {"causal": fused.MaskType.CAUSAL, "full": fused.MaskType.NO_MASK, "prefix": fused.MaskType.PADDING}[kind]
     if kind == "prefix":  # the key that a sequence without any is given gets no gradient
         some = (where_q.index[:, 0] > 0)[:, None, None, None]
         out, dout = jnp.where(some, out, 0), jnp.where(some, dout, 0)
     lengths = _lengths(kind, q, k, where_q)
     unused = jnp.zeros(0, q.dtype)
-    return fused._dot_product_attention_bwd_p_wrapper.bind(
+    dq, dk, dv = fused._dot_product_attention_bwd_p_wrapper.bind(
         *(q, k, v, unused, lengths.get("q_seqlen", unused), lengths.get("kv_seqlen", unused)),
         *(unused, unused, unused, unused, lse, out, dout.astype(q.dtype)),
         scale=scores.scale,
         seed=42,
         dropout_rate=0.0,
         variadic_args=(False, False),
-        mask_type=mask,
+        mask_type=fused.MaskType[MASKS[kind]],
         layout=fused.AttentionLayout.BTNH.value,
         sliding_window_length=None,
     )
+    if kind == "prefix":  # nothing is promised of what lies behind
+        seen = jnp.arange(k.shape[1]) < lengths["kv_seqlen"][:, None]
+        dk, dv = (jnp.where(seen[..., None, None], g, 0) for g in (dk, dv))
+    return dq, dk, dv
 
 
 def _lengths(kind: Kind, q: jax.Array, k: jax.Array, where_q: Place) -> dict[str, jax.Array]:

@@ -75,8 +75,11 @@ def _all_to_all(context: int, scores: Scores, q, k, v, segments) -> jax.Array:
 
     if segments is not None:
         segments = _to_sequence(lax.all_gather(segments, "context", axis=1, tiled=True), context)
+    q, k, v = (to_heads(a) for a in (q, k, v))
     out = ops.attention(
-        *map(to_heads, (q, k, v)),
+        q,
+        k,
+        v,
         window=scores.window,
         segment_ids=segments,
         softcap=scores.softcap,
@@ -124,10 +127,10 @@ def _distributed_forward(strategy: _Strategy, q, k, v, segments):
 
 
 def _distributed_backward(strategy: _Strategy, saved, dout):
-    *inputs, out, lse = saved
+    q, k, v, segments, out, lse = saved
     backward = {"ring": _ring_backward, "all_gather": _gathered_backward}[strategy.name]
-    gradients = backward(strategy, *inputs, (out, lse), dout)
-    return *(g.astype(a.dtype) for g, a in zip(gradients, inputs, strict=False)), None
+    gradients = backward(strategy, q, k, v, segments, (out, lse), dout)
+    return *(g.astype(q.dtype) for g in gradients), None
 
 
 _distributed.defvjp(_distributed_forward, _distributed_backward)

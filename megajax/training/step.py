@@ -74,6 +74,7 @@ class TrainProgram:
             softcap=config.model.attention_softcap,
             segment_ids=config.data.reset_attention,
             sequence_length=config.batch.sequence_length,
+            parts_with=_unknown_to_parts(config, mesh),
         )
         optimizer = make_optimizer(config.optimizer, {name: p.role for name, p in declared.items()})
         placements = place_all(declared, mesh_sizes(mesh), _stored_rows(config, mesh))
@@ -162,6 +163,18 @@ class TrainProgram:
         )
         history = {name: scalar for name in shapes.fp8}
         return TrainState(values, optimizer, history, scalar, scalar, scalar, scalar, scalar)
+
+
+def _unknown_to_parts(config: Config, mesh: Mesh) -> tuple[str, ...]:
+    """Settings that attention to a part of the keys (`ops/partial_attention.py`) leaves to the reference."""
+    if mesh_sizes(mesh)["context"] == 1 or config.kernels.context == "all_to_all":
+        return ()
+    settings = {
+        f"model.sliding_window={config.model.sliding_window}": config.model.sliding_window is not None,
+        # Equal calls of its deterministic backward pass fail at run time, as `MeshComm.attend` says.
+        "run.deterministic": config.run.deterministic,
+    }
+    return tuple(name for name, present in settings.items() if present)
 
 
 def _stored_rows(config: Config, mesh: Mesh) -> tuple[int, ...]:
