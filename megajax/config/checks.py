@@ -119,16 +119,10 @@ def _check_local_batch(config: Config, sizes: dict[str, int]) -> None:
     tokens = microbatch // shards * batch.sequence_length // context
     if tokens % tensor:
         had = f"{microbatch // shards} x {said(config, 'batch.sequence_length')}"
-        had += f" / {said_axis(config, sizes, 'context')} = {tokens}" if context > 1 else f" = {tokens}"
-        problem = f"{said_axis(config, sizes, 'tensor')} does not divide the tokens of a microbatch, {had}"
-        cure = f"make batch.sequence_length a multiple of {math.lcm(tensor * context, 2 * context)}"
-        refuse(
-            config,
-            problem,
-            cure if context > 1 else f"make batch.sequence_length a multiple of {tensor}",
-            "mesh.tensor",
-            "batch.sequence_length",
-        )
+        had += f" / {said_axis(config, sizes, 'context')}" if context > 1 else ""
+        problem = f"{said_axis(config, sizes, 'tensor')} does not divide the tokens of a microbatch, {had} = {tokens}"
+        cure = f"make batch.sequence_length a multiple of {context * math.lcm(tensor, min(context, 2))}"
+        refuse(config, problem, cure, "mesh.tensor", "batch.sequence_length")
 
 
 def _check_context(config: Config, sizes: dict[str, int]) -> None:

@@ -31,7 +31,7 @@ REFUSED = {
     "mesh.data=-1 mesh.fsdp=-1": (
         "mesh.data=-1 and mesh.fsdp=-1 cannot both fill up the mesh (@): leave -1 on one axis."
     ),
-    "mesh.context=2": "mesh.context=2 is not available yet (@): set it to 1.",
+    "mesh.expert=2": "mesh.expert=2 is not available yet (@): set it to 1.",
     "mesh.tensor=3": "mesh.tensor=3 does not divide model.num_heads=8 (@): use 1, 2, 4 or 8.",
     "model.hidden_size=65": (
         "model.num_heads=8 does not divide model.hidden_size=65 (x.yaml, line 4):"

@@ -110,6 +110,26 @@ REFUSED = [
         "mesh.tensor=4 does not divide the tokens of a microbatch, 1 x batch.sequence_length=30 = 30"
         " (the command line: mesh.tensor=4): make batch.sequence_length a multiple of 4.",
     ),
+    (
+        # one sequence of 36 tokens, 6 on each device of context
+        "mesh.data=12 mesh.tensor=4 mesh.context=6 batch.sequence_length=36",
+        288,
+        "mesh.tensor=4 does not divide the tokens of a microbatch, 1 x batch.sequence_length=36 / mesh.context=6 = 6"
+        " (the command line: mesh.tensor=4): make batch.sequence_length a multiple of 24.",
+    ),
+    (
+        "mesh.context=4",
+        4,
+        "mesh.context=4 cuts a sequence into 8 chunks, which do not divide batch.sequence_length=30"
+        " (the command line: mesh.context=4): make batch.sequence_length a multiple of 8.",
+    ),
+    (
+        "mesh.context=-1 mesh.tensor=2 batch.sequence_length=36 kernels.context=all_to_all",
+        6,
+        "kernels.context=all_to_all shares heads over mesh.context=3 (filled up), which does not divide"
+        " model.num_heads=8 / mesh.tensor=2 = 4 (the command line: kernels.context=all_to_all): use"
+        " kernels.context=ring.",
+    ),
 ]
 
 
@@ -133,7 +153,6 @@ REFUSED_BEFORE_DEVICES_ARE_KNOWN = {
         "mesh.tensor=32 does not divide the padded vocabulary of 1008 (model.vocab_size=1000 and"
         " model.vocab_multiple=9) (@): make model.vocab_multiple a multiple of 32."
     ),
-    "mesh.context=2": "mesh.context=2 is not available yet (@): set it to 1.",
     "mesh.expert=4": "mesh.expert=4 is not available yet (@): set it to 1.",
 }
 

@@ -25,6 +25,7 @@ RECIPES = {
     "llama3_8b": (8,),
     "llama3_8b_l16_pipeline": (4,),
     "llama3_8b_l8": (1, 2, 4),
+    "llama3_8b_l8_context": (4,),
     "quickstart": (1, 2, 4, 8),
 }
 # Parameters as published; GPT-3's only as rounded in the paper, hence the tolerance.

@@ -170,6 +170,7 @@ OBSTACLES = [
     ({"sequence_length": 37}, "batch.sequence_length=37"),
     ({"softcap": 50.0}, "model.attention_softcap=50.0"),
     ({"segment_ids": True}, "packed documents"),
+    ({"parts_with": ("model.sliding_window=64",)}, "does not know model.sliding_window=64"),
 ]
 
 
@@ -186,6 +187,18 @@ def test_auto_falls_back_with_the_reason_and_cudnn_by_name_is_refused(change, re
     with pytest.raises(ConfigError, match=reason) as refused:
         choose_attention("cudnn", **FITS | change)
     assert str(refused.value).startswith("kernels.attention=cudnn cannot run") and "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("change", [{"softcap": 50.0}, {"segment_ids": True}, {"parts_with": ("run.deterministic",)}])
+def test_long_sequences_are_not_left_to_the_reference(change):
+    short: dict[str, Any] = FITS | change | {"sequence_length": 8192}
+    assert choose_attention("auto", **short)[0] == "reference"
+    long: dict[str, Any] = short | {"sequence_length": 16384}
+    with pytest.raises(ConfigError, match="scores of all pairs of batch.sequence_length=16384") as refused:
+        choose_attention("auto", **long)
+    assert str(refused.value).endswith("or set kernels.attention=reference if they fit.")
+    assert choose_attention("reference", **long)[0] == "reference"
+    assert choose_attention("auto", **long | {"platform": "cpu"})[0] == "reference"
 
 
 def test_heads_up_to_256_need_cudnn_by_name():

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
+from mesh_table import GPT2
 
 from megajax.ops.partial_attention import Scores
 from megajax.parallel import context
@@ -76,20 +77,21 @@ OPTIONS = {
     "window": {"window": 11},
     "packed, window and soft-cap": {"segments": DOCUMENTS, "window": 17, "softcap": 2.0},
 }
-SIZES = [
-    ("ring", 2),
-    ("ring", 4),
-    ("ring", 8),
-    ("all_gather", 2),
-    ("all_gather", 8),
-    ("all_to_all", 2),
-    ("all_to_all", 8),
+CASES = [
+    *(("ring", 8, name) for name in OPTIONS),
+    ("ring", 2, "packed"),
+    ("ring", 4, "window"),
+    *(("all_gather", 4, name) for name in ("plain", "packed, window and soft-cap")),
+    ("all_gather", 8, "packed"),
+    ("all_to_all", 2, "packed, window and soft-cap"),
+    ("all_to_all", 4, "packed"),
+    ("all_to_all", 8, "plain"),
 ]
 
 
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-@pytest.mark.parametrize(("strategy", "size"), SIZES)
-def test_attention_and_its_gradients_are_those_of_plain_attention(strategy, size, options):
+@pytest.mark.parametrize(("strategy", "size", "name"), CASES)
+def test_attention_and_its_gradients_are_those_of_plain_attention(strategy, size, name):
+    options = OPTIONS[name]
     # Fewer KV heads than devices, also where the devices share the heads.
     q, k, v, dout = numbers(8, 2)
     segments, window, softcap = (options.get(name) for name in ("segments", "window", "softcap"))
@@ -149,3 +151,42 @@ def test_narrow_windows_skip_steps_of_the_ring():
     assert sweeps(7) == [(1, 1), (-1, 1)]  # a chunk has 6 tokens
     assert sweeps(8) == [(1, 2), (-1, 2)]
     assert sweeps(24) == [(1, 7)]
+
+
+# Training
+
+SMALL = {"num_layers": 4, "hidden_size": 32, "ffn_hidden_size": 64, "vocab_size": 250, "init_std": 0.05}
+MODELS = {
+    "llama": {**SMALL, "num_heads": 8, "num_kv_heads": 2},
+    "gpt2": {**SMALL, **GPT2, "num_heads": 8, "dropout": 0.2},
+}
+PACKED = {"synthetic_documents": 4, "reset_attention": True, "reset_positions": True}
+MESHES = [
+    ("llama", {"context": 2, "tensor": 2, "fsdp": 2}, 1, "ring", {"data": PACKED}),
+    ("gpt2", {"context": 4, "data": 2}, 2, "all_gather", {"remat": {"policy": "save_matmuls"}}),
+    (
+        "llama",
+        {"context": 2, "pipeline": 2},
+        2,
+        "all_to_all",
+        {"pipeline": {"schedule": "zero_bubble"}, "data": PACKED},
+    ),
+    ("gpt2", {"context": 2, "pipeline": 2}, 2, "ring", {"pipeline": {"rounds": 2}}),
+]
+
+
+@pytest.mark.parametrize(("model", "mesh", "microbatches", "strategy", "sections"), MESHES)
+def test_a_mesh_with_context_trains_as_one_device_does(table, model, mesh, microbatches, strategy, sections):
+    config = table.make_config(
+        MODELS[model],
+        mesh,
+        microbatches=microbatches,
+        steps=3,
+        optimizer="sgd",
+        kernels={"context": strategy},
+        **sections,
+    )
+    reference = table.reference_config(config)
+    found, expected = table.train(config), table.train(reference)
+    difference = table.compare(found, expected)
+    assert not difference.problems(), difference

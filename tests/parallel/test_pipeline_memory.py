@@ -1,6 +1,6 @@
 """What a pipeline keeps in memory, compiled for H200s without a GPU: it does not grow with the microbatches.
 
-`python scripts/pipeline_memory.py` measures, here narrow models of one or two layers a stage. On P stages `1f1b` and
+`python scripts/pipeline_memory.py` measures, here narrow models of one layer a stage. On P stages `1f1b` and
 `zero_bubble` keep 2P - 1 microbatches at most, `gpipe` all of them and one more.
 """
 
@@ -20,11 +20,11 @@ CONFIG = (
 ).split()
 # schedule, stages, layers: numbers of microbatches
 RUNS = {
-    ("1f1b", 2, 2): (8, 32, 128),
-    ("zero_bubble", 3, 3): (8, 32, 128),
-    ("1f1b", 4, 8): (32,),
+    ("1f1b", 2, 2): (32, 128),
+    ("zero_bubble", 3, 3): (32, 128),
+    ("1f1b", 4, 4): (32,),
     # So many slots have no operations of their own: what is saved is copied into them.
-    ("gpipe", 4, 8): (32,),
+    ("gpipe", 4, 4): (32,),
 }
 GROWTH = pytest.mark.parametrize("run", [("1f1b", 2, 2), ("zero_bubble", 3, 3)], ids=lambda run: run[0])
 Rows = dict[tuple[str, int, int, int], pipeline_memory.Row]  # by run and microbatches
@@ -51,14 +51,13 @@ def rows() -> Rows:
 
 @GROWTH
 def test_memory_does_not_grow_with_the_microbatches(run, rows):
-    few, *more = [rows[*run, microbatches] for microbatches in (8, 32, 128)]
-    for row in more:
-        assert (row.slots, row.saved, row.put_off) == (few.slots, few.saved, few.put_off)
-        assert row.temporary == pytest.approx(few.temporary, rel=0.02)  # all but the state and the batch
+    few, more = (rows[*run, microbatches] for microbatches in (32, 128))
+    assert (more.slots, more.saved, more.put_off) == (few.slots, few.saved, few.put_off)
+    assert more.temporary == pytest.approx(few.temporary, rel=0.02)  # all but the state and the batch
 
 
 def test_1f1b_saves_less_than_half_of_what_gpipe_does(rows):
-    ours, gpipe = rows["1f1b", 4, 8, 32], rows["gpipe", 4, 8, 32]
+    ours, gpipe = rows["1f1b", 4, 4, 32], rows["gpipe", 4, 4, 32]
     assert (ours.slots, gpipe.slots) == (7, 33)
     assert ours.saved * 33 == gpipe.saved * 7  # of a microbatch the same
     assert ours.temporary < gpipe.temporary / 2
@@ -71,6 +70,5 @@ def test_buffers_are_updated_in_place(rows):
 
 @GROWTH
 def test_the_program_does_not_grow_with_the_microbatches(run, rows):
-    few, more, most = (rows[*run, microbatches].operations for microbatches in (8, 32, 128))
-    # XLA fuses the tokens' masks otherwise where there are 8.
-    assert more == most <= few + 5
+    few, more = (rows[*run, microbatches].operations for microbatches in (32, 128))
+    assert few == more
