@@ -6,6 +6,8 @@ one device with one microbatch. Prints a markdown table; exit status 1 if a row 
 - `mesh`: 4 layers, every mesh of `data`, `fsdp` and `tensor` with 1, 2, 4 or 8 devices, 1, 2 and 4 microbatches.
 - `pipeline`: 16 layers on P = 2, 4 and 8 stages, the other devices on `data`, `fsdp` or `tensor`, every schedule, one
   and two rounds, P, 2P and 4P microbatches.
+- `context`: 4 layers, sequences of 48 tokens over 2, 4 or 8 devices, the others on one other axis (or two), each
+  `kernels.context` (the GPT-2-style model: ring alone), whole sequences and packed documents.
 """
 
 import argparse
@@ -60,9 +62,10 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
 SETTINGS = {
     "mesh": ("model", "optimizer", "mesh", "M"),
     "pipeline": ("model", "optimizer", "mesh", "schedule", "R", "M"),
+    "context": ("model", "optimizer", "mesh", "context", "documents", "M"),
 }
 RESULTS = ("loss", "gradient norm", "worst gradient", "initial weights")
-STEPS = {"mesh": 20, "pipeline": 10}
+STEPS = {"mesh": 20, "pipeline": 10, "context": 10}
 
 # Deep and narrow, since compiling takes most of the time. At an init_std of 0.1, 16 layers are so steep that the plain
 # model's gradient norms differ by 1e-4 after ten steps if it only sums eight microbatches instead of one.
@@ -280,6 +283,13 @@ def pipeline_meshes() -> list[dict[str, int]]:
     return [*meshes, {"pipeline": 8}]
 
 
+def context_meshes() -> list[dict[str, int]]:
+    """Eight devices: 2, 4 or 8 on `context`, and the rest on other axes."""
+    others = ("data", "fsdp", "tensor", "pipeline")
+    meshes = [{"context": size, axis: 8 // size} for size in (2, 4) for axis in others]
+    return [*meshes, {"context": 2, "fsdp": 2, "tensor": 2}, {"context": 8}]
+
+
 def table_row(table: str, config: Config, optimizer: str, model: str, difference: Difference) -> str:
     name, worst = difference.worst
     settings = {
@@ -288,6 +298,8 @@ def table_row(table: str, config: Config, optimizer: str, model: str, difference
         "mesh": mesh_name({axis: getattr(config.mesh, axis) for axis in AXES}),
         "schedule": config.pipeline.schedule,
         "R": config.pipeline.rounds,
+        "context": config.kernels.context,
+        "documents": "packed" if config.data.reset_attention else "",
         "M": config.batch.num_microbatches,
     }
     results = (
@@ -312,6 +324,12 @@ def introduction(table: str, steps: int) -> str:
             " --table pipeline",
             f"16 layers, {steps} steps in FP32",
             "(R: rounds, M: microbatches)",
+        ),
+        "context": (
+            "Context mesh table",
+            " --table context",
+            f"{steps} steps in FP32",
+            "(context: `kernels.context`, M: microbatches)",
         ),
     }[table]
     return f"""# {title}
@@ -362,15 +380,36 @@ def pipeline_configs(args: argparse.Namespace) -> Iterator[tuple[str, str, Confi
                 )
 
 
+def context_configs(args: argparse.Namespace) -> Iterator[tuple[str, str, Config]]:
+    """The same for sequences over several devices."""
+    meshes = parse_meshes(args.meshes) if args.meshes else context_meshes()
+    for model, packed in itertools.product(args.model or MODELS, (False, True)):
+        documents = {"synthetic_documents": 5, "reset_attention": True, "reset_positions": True} if packed else {}
+        strategies = ("ring", "all_gather", "all_to_all") if model == "llama" else ("ring",)
+        for mesh, strategy in itertools.product(meshes, strategies):
+            config = make_config(
+                model,
+                mesh,
+                microbatches=mesh.get("pipeline", 1),
+                steps=args.steps,
+                optimizer=DEEP_OPTIMIZERS[model],
+                batch={"sequence_length": 48},
+                kernels={"context": strategy},
+                data=documents,
+            )
+            yield model + " packed" * packed, DEEP_OPTIMIZERS[model], config
+
+
 def rows(args: argparse.Namespace) -> Iterator[tuple[str, list[str]]]:
     """Each row of the table and what is wrong with it, as it is done."""
-    configs = {"mesh": mesh_configs, "pipeline": pipeline_configs}[args.table](args)
+    configs = {"mesh": mesh_configs, "pipeline": pipeline_configs, "context": context_configs}[args.table](args)
     for (model, optimizer), group in itertools.groupby(configs, key=lambda row: row[:2]):
         reference = None
         for _, _, config in group:
             reference = reference or train(reference_config(config))
             difference = compare(train(config), reference)
-            yield table_row(args.table, config, optimizer, model, difference), difference.problems()
+            name = model.removesuffix(" packed")
+            yield table_row(args.table, config, optimizer, name, difference), difference.problems()
             jax.clear_caches()  # hundreds of programs, each used once
 
 
@@ -379,8 +418,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--table", choices=SETTINGS, default="mesh", help="default: mesh")
     parser.add_argument("--model", choices=MODELS, action="append", help="only this model (may be repeated)")
     parser.add_argument("--meshes", help='only these meshes: "data=2,tensor=4;fsdp=8"')
-    parser.add_argument("--microbatches", type=int, nargs="+", help="default: 1 2 4, or P 2P 4P")
-    parser.add_argument("--steps", type=int, help="default: 20, or 10 of the pipeline table")
+    parser.add_argument("--microbatches", type=int, nargs="+", help="default: 1 2 4, P 2P 4P, or with context P")
+    parser.add_argument("--steps", type=int, help="default: 20 of the mesh table, else 10")
     parser.add_argument("--output", type=Path, help="write the table to this file too")
     args = parser.parse_args()
     args.steps = args.steps or STEPS[args.table]

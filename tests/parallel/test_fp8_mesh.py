@@ -132,7 +132,7 @@ def single_device(make_config, train) -> Callable:
 CASES = [
     ("current", {"data": 2, "fsdp": 2, "tensor": 2}, 1, True, 1),
     ("current", {"fsdp": 2, "tensor": 2}, 2, False, 1),
-    ("delayed", {"data": 2, "fsdp": 2, "tensor": 2}, 2, False, 1),
+    ("delayed", {"context": 2, "fsdp": 2, "tensor": 2}, 2, False, 1),
     ("delayed", {"tensor": 4}, 1, True, 2),
 ]
 
