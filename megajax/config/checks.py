@@ -337,6 +337,7 @@ def _warn_without_effect(config: Config) -> None:
         (config.optimizer.kind == "lion", "optimizer.kind", ("optimizer.epsilon",)),
         (config.remat.policy == "none", "remat.policy", ("remat.layers",)),
         (config.mesh.pipeline == 1, "mesh.pipeline", tuple(f"pipeline.{name}" for name in type(pipeline).model_fields)),
+        (config.mesh.context == 1, "mesh.context", ("kernels.context",)),
         (indexed and data.valid is None and data.split is None, "data.valid", ("run.eval_interval",)),
         (indexed and no_valid_share, "data.split", ("run.eval_interval",)),
         (config.run.eval_steps == 0, "run.eval_steps", ("run.eval_interval",)),

@@ -44,6 +44,9 @@ def summary(program: TrainProgram, flags: list[str]) -> str:
     ]
     if sizes["pipeline"] > 1:
         lines[3:3] = _pipeline(config, sizes)
+    if sizes["context"] > 1:
+        chunk = batch.sequence_length // (2 * sizes["context"])
+        lines.append(f"context    {config.kernels.context}; of each sequence a device has two chunks of {chunk} tokens")
     if device.platform == "gpu" and program.attention == "reference":
         lines.append("warning    the reference attention keeps [S, S] scores in memory: slow and large on a GPU")
     if replicated:
