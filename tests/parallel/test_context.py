@@ -1,5 +1,7 @@
 """Attention over `context`: outputs and gradients against plain float64 attention, and training on such meshes."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,8 +10,11 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from mesh_table import GPT2
 
+from megajax.config.checks import check_mesh
+from megajax.mesh import build_mesh
 from megajax.ops.partial_attention import Scores
 from megajax.parallel import context
+from megajax.training.step import TrainProgram
 
 B, S, H = 2, 48, 8
 SPEC = P(None, "context")
@@ -190,3 +195,17 @@ def test_a_mesh_with_context_trains_as_one_device_does(table, model, mesh, micro
     found, expected = table.train(config), table.train(reference)
     difference = table.compare(found, expected)
     assert not difference.problems(), difference
+
+
+@pytest.mark.parametrize("strategy", ["ring", "all_gather"])
+def test_keeping_attention_is_enough_for_its_backward_pass(table, strategy):
+    """What the policy keeps has the parts' sum in it: keys travel again for the backward pass alone."""
+
+    def transfers(policy: str) -> int:
+        sections = {"kernels": {"context": strategy}, "remat": {"policy": policy}}
+        config = table.make_config(MODELS["llama"], {"context": 2}, steps=1, **sections)
+        program = TrainProgram.build(config, build_mesh(check_mesh(config, 2), jax.devices()[:2]))
+        text = program.train_step.lower(program.abstract_state, program.abstract_batch).as_text()
+        return len(re.findall(r"stablehlo\.(?:collective_permute|all_gather)\b", text))
+
+    assert transfers("none") == transfers("save_matmuls") < transfers("selective")
