@@ -49,7 +49,7 @@ CASES = [
     ("tiny", {"pipeline": 2, "tensor": 2}, "1f1b", 2, 2, {"kernels": {"scan_unroll": 1}}),
     # The last virtual stage is empty.
     ("tiny of 3", {"pipeline": 2, "data": 2}, "1f1b", 2, 4, {"remat": {"policy": "selective"}}),
-    ("gemma", {"pipeline": 2, "fsdp": 4}, "zero_bubble", 2, 2, {"remat": {"policy": "full", "layers": 1}}),
+    ("gemma", {"pipeline": 2, "fsdp": 4}, "1f1b", 2, 2, {"remat": {"policy": "full", "layers": 1}}),
     ("tiny", {"pipeline": 2, "data": 2}, "zero_bubble", 1, 2, {"data": PACKED}),
 ]
 
