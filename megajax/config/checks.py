@@ -140,7 +140,8 @@ def _check_context(config: Config, sizes: dict[str, int]) -> None:
         if sizes["tensor"] > 1:
             had += f" / {said_axis(config, sizes, 'tensor')} = {heads}"
         problem = f"{said(config, 'kernels.context')} shares heads over {name}, which does not divide {had}"
-        refuse(config, problem, "use kernels.context=ring", "kernels.context", "mesh.context", "model.num_heads")
+        cure = f"use kernels.context=ring, or mesh.context={listed(divisors(heads))}"
+        refuse(config, problem, cure, "kernels.context", "mesh.context", "model.num_heads")
 
 
 def _check_fp8_shapes(config: Config, sizes: dict[str, int]) -> None:
@@ -321,6 +322,7 @@ def _warn_without_effect(config: Config) -> None:
     model, schedule, data, logging = config.model, config.schedule, config.data, config.logging
     fp8, pipeline = config.precision.fp8, config.pipeline
     indexed = data.kind == "indexed"
+    apart = ("data.reset_attention", "data.reset_positions", "data.mask_end_of_document_loss")
     no_valid_share = data.split is not None and float(data.split.split(",")[1]) == 0
     rules = [
         (
@@ -358,8 +360,9 @@ def _warn_without_effect(config: Config) -> None:
         (
             not indexed and data.synthetic_documents is None,
             "data.synthetic_documents",
-            ("data.reset_attention", "data.reset_positions", "data.mask_end_of_document_loss"),
+            apart,
         ),
+        (not any(value(config, key) for key in apart), "data.reset_attention", ("data.synthetic_documents",)),
     ]
     for applies, reason, keys in rules:
         for key in keys if applies else ():

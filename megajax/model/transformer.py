@@ -23,7 +23,7 @@ from megajax.model.parameters import declare, parameters, stack
 Weights = Mapping[str, Any]  # by name within the block: arrays, or what a communication point's linear layers take
 
 # What the remat policies `save_matmuls` and `offload` keep of a block.
-SAVED_NAMES = ("qkv", "attention", "gate_up", "leave")
+SAVED_NAMES = ("qkv", "attention", "exchanged", "gate_up", "leave")
 
 # Parameters of a block that lie side by side in one matmul: the weight computed with → the parameters stored.
 FUSED = {
@@ -41,7 +41,7 @@ LINEAR = ("attention.qkv", "attention.output", "mlp.gate_up", "mlp.down")
 class BlockInputs:
     """What every block reads besides the residual stream."""
 
-    positions: jax.Array  # [B, S] int32, position of each token in its document
+    positions: jax.Array  # [B, S] int32, position of each token in its sequence, or in its document
     segment_ids: jax.Array | None  # [B, S] int32; tokens attend within their segment; None: one segment
     token_ids: jax.Array  # [T / tensor] uint32, index of each token in the global batch (dropout)
     dropout_key: jax.Array | None  # None: no dropout

@@ -104,6 +104,8 @@ class MeshComm(SingleDevice):
             self.attend_calls += 1
             scale *= 1 + self.attend_calls * 2**-40
         if self.sizes["context"] > 1:
+            if window is not None and window >= q.shape[1] * self.sizes["context"]:
+                window = None  # every earlier token is inside
             scores = Scores(scale, window, softcap, self.attention)
             return context.attention(self.context_strategy, self.sizes["context"], scores, q, k, v, segment_ids)
         return ops.attention(

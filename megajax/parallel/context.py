@@ -70,8 +70,10 @@ def _all_to_all(context: int, scores: Scores, q, k, v, segments) -> jax.Array:
     if fewer > 1:  # fewer KV heads than devices: some have the same
         k, v = (jnp.repeat(a, fewer, axis=2) for a in (k, v))
 
+    # By their name the remat policies that keep matmuls keep what has been exchanged.
     def to_heads(a: jax.Array) -> jax.Array:
-        return _to_sequence(lax.all_to_all(a, "context", split_axis=2, concat_axis=1, tiled=True), context)
+        a = lax.all_to_all(a, "context", split_axis=2, concat_axis=1, tiled=True)
+        return checkpoint_name(_to_sequence(a, context), "exchanged")
 
     if segments is not None:
         segments = _to_sequence(lax.all_gather(segments, "context", axis=1, tiled=True), context)
@@ -86,7 +88,8 @@ def _all_to_all(context: int, scores: Scores, q, k, v, segments) -> jax.Array:
         scale=scores.scale,
         implementation=scores.implementation,
     )
-    return lax.all_to_all(_to_stored(out, context), "context", split_axis=1, concat_axis=2, tiled=True)
+    out = lax.all_to_all(_to_stored(out, context), "context", split_axis=1, concat_axis=2, tiled=True)
+    return checkpoint_name(out, "exchanged")
 
 
 def _to_sequence(a: jax.Array, context: int) -> jax.Array:

@@ -1,5 +1,6 @@
 """The train step: gradients from the mesh, then clip, update and bookkeeping on the stored shards."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -15,6 +16,7 @@ from megajax import ops
 from megajax.config import Config
 from megajax.mesh import mesh_sizes
 from megajax.model import Transformer, init_parameters, parameters
+from megajax.model.transformer import layer_windows
 from megajax.ops import fp8
 from megajax.optim import make_optimizer, make_schedule
 from megajax.parallel.gradients import gradient_function, loss_function
@@ -105,6 +107,7 @@ class TrainProgram:
 
     @property
     def batch_sharding(self) -> NamedSharding:
+        """Of fields `[M, B, S]`, whose S is in the order that `context` wants: `training.batches.to_global`."""
         return NamedSharding(self.mesh, BATCH_SPEC)
 
     @property
@@ -169,8 +172,10 @@ def _unknown_to_parts(config: Config, mesh: Mesh) -> tuple[str, ...]:
     """Settings that attention to a part of the keys (`ops/partial_attention.py`) leaves to the reference."""
     if mesh_sizes(mesh)["context"] == 1 or config.kernels.context == "all_to_all":
         return ()
+    windows = [window for window in layer_windows(config.model) if window is not None]
     settings = {
-        f"model.sliding_window={config.model.sliding_window}": config.model.sliding_window is not None,
+        f"model.sliding_window={config.model.sliding_window}": min(windows, default=math.inf)
+        < config.batch.sequence_length,
         # Equal calls of its deterministic backward pass fail at run time, as `MeshComm.attend` says.
         "run.deterministic": config.run.deterministic,
     }

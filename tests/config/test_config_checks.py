@@ -176,6 +176,7 @@ WARNED = {
     "logging.profile_start=1001": ("", "run.steps=1000"),
     "data.reset_attention=true": ("", "data.synthetic_documents=null"),
     "data.mask_end_of_document_loss=true": ("", "data.synthetic_documents=null"),
+    "data.synthetic_documents=4": ("", "data.reset_attention=false"),
     "kernels.context=all_gather": ("", "mesh.context=1"),
 }
 

@@ -128,7 +128,7 @@ REFUSED = [
         6,
         "kernels.context=all_to_all shares heads over mesh.context=3 (filled up), which does not divide"
         " model.num_heads=8 / mesh.tensor=2 = 4 (the command line: kernels.context=all_to_all): use"
-        " kernels.context=ring.",
+        " kernels.context=ring, or mesh.context=1, 2 or 4.",
     ),
 ]
 

@@ -1,6 +1,6 @@
 """Communication points and weight exchange against NumPy, with values that tell which device and place they come from.
 
-The meshes use `expert` and `context` too, which training refuses as yet: the order of the axes in storage is fixed.
+The meshes use `expert` too, which training refuses as yet: the order of the axes in storage is fixed.
 """
 
 import math

@@ -197,7 +197,7 @@ def test_a_mesh_with_context_trains_as_one_device_does(table, model, mesh, micro
     assert not difference.problems(), difference
 
 
-@pytest.mark.parametrize("strategy", ["ring", "all_gather"])
+@pytest.mark.parametrize("strategy", ["ring", "all_gather", "all_to_all"])
 def test_keeping_attention_is_enough_for_its_backward_pass(table, strategy):
     """What the policy keeps has the parts' sum in it: keys travel again for the backward pass alone."""
 
@@ -206,6 +206,6 @@ def test_keeping_attention_is_enough_for_its_backward_pass(table, strategy):
         config = table.make_config(MODELS["llama"], {"context": 2}, steps=1, **sections)
         program = TrainProgram.build(config, build_mesh(check_mesh(config, 2), jax.devices()[:2]))
         text = program.train_step.lower(program.abstract_state, program.abstract_batch).as_text()
-        return len(re.findall(r"stablehlo\.(?:collective_permute|all_gather)\b", text))
+        return len(re.findall(r"stablehlo\.(?:collective_permute|all_gather|all_to_all)\b", text))
 
     assert transfers("none") == transfers("save_matmuls") < transfers("selective")
