@@ -104,9 +104,9 @@ def _scores(scores: Scores, q, k, where_q: Place, where_k: Place) -> tuple[jax.A
     return jnp.where(visible[:, None, None], s, -jnp.inf), slope
 
 
-MASKS = {"causal": "CAUSAL", "full": "NO_MASK", "prefix": "PADDING"}  # of cuDNN, by kind
-
 # cuDNN. jax.nn.dot_product_attention rounds the log-sum-exp to BF16 and has no backward pass of a part.
+
+MASKS = {"causal": "CAUSAL", "full": "NO_MASK", "prefix": "PADDING"}  # its names, by kind
 
 
 def _cudnn(scores: Scores, kind: Kind, q, k, v, where_q: Place) -> Part:

@@ -177,10 +177,9 @@ def _half(tree: Any, half: jax.Array | int) -> Any:
     return jax.tree.map(one, tree)
 
 
-def _add_half(total: jax.Array, part: jax.Array, half: jax.Array | int) -> jax.Array:
-    """`total [B, 2c, ...]` with `part [B, c, ...]` added to one chunk."""
-    early, late = (jnp.where(half == h, part, 0) for h in (0, 1))
-    return total + jnp.concatenate([early, late], axis=1).astype(total.dtype)
+def _in_half(part: jax.Array, half: jax.Array | int, axis: int = 1, empty: float = 0) -> jax.Array:
+    """`part` of one chunk in its place among two, `empty` in that of the other."""
+    return jnp.concatenate([jnp.where(half == h, part, empty) for h in (0, 1)], axis)
 
 
 def _sweeps(strategy: _Strategy, length: int) -> list[tuple[int, int]]:
@@ -252,21 +251,12 @@ def _ring(strategy: _Strategy, q, k, v, segments) -> Part:
         return parts
 
     def combine(other, parts, changing, whole):
-        for block, part in zip(_Block.two(rank, other), parts, strict=True):
-            whole = _merge_half(whole, part, block.q_half)
+        for block, (out, lse) in zip(_Block.two(rank, other), parts, strict=True):
+            whole = merge(whole, (_in_half(out, block.q_half), _in_half(lse, block.q_half, 2, -jnp.inf)))
         return changing, whole
 
     own = partial(attend, scores, "causal", q, k, v, here, here)
     return _go_round(strategy, shape[1], (k, v, segments), _Work(own, start, compute, combine))[1]
-
-
-def _merge_half(whole: Part, part: Part, half: jax.Array | int) -> Part:
-    """`whole` of two chunks with a part of one of them."""
-    out, lse = part
-    outs, lses = zip(
-        *((jnp.where(half == h, out, 0), jnp.where(half == h, lse, -jnp.inf)) for h in (0, 1)), strict=True
-    )
-    return merge(whole, (jnp.concatenate(outs, axis=1), jnp.concatenate(lses, axis=2)))
 
 
 def _ring_backward(strategy: _Strategy, q, k, v, segments, whole: Part, dout):
@@ -293,8 +283,10 @@ def _ring_backward(strategy: _Strategy, q, k, v, segments, whole: Part, dout):
     def combine(other, gradients, dkv, dq):
         dk, dv = dkv
         for block, one in zip(_Block.two(rank, other), gradients, strict=True):
-            dq = _add_half(dq, one[0], block.q_half)
-            dk, dv = (_add_half(total, g, block.k_half) for total, g in zip((dk, dv), one[1:], strict=True))
+            dq, dk, dv = (
+                total + _in_half(g, half).astype(total.dtype)
+                for total, g, half in zip((dq, dk, dv), one, (block.q_half, block.k_half, block.k_half), strict=True)
+            )
         return (dk, dv), dq
 
     own = partial(attend_backward, scores, "causal", q, k, v, here, here, whole, dout)
