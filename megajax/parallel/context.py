@@ -211,8 +211,7 @@ def _go_round(strategy: _Strategy, length: int, fixed: Any, work: _Work) -> Any:
     sweeps = _sweeps(strategy, length)
 
     def send(tree: Any, by: int) -> Any:
-        pairs = [(r, (r + by) % C) for r in range(C)]
-        return jax.tree.map(lambda a: lax.ppermute(a, "context", pairs), tree)
+        return _permute_as_one(tree, [(r, (r + by) % C) for r in range(C)])
 
     first, own = lax.optimization_barrier(([send(fixed, direction) for direction, _ in sweeps], work.own()))
     changing, staying = work.start(own)
@@ -220,7 +219,7 @@ def _go_round(strategy: _Strategy, length: int, fixed: Any, work: _Work) -> Any:
 
         def step(state, i, direction=direction, last=False):
             here, changing, staying = state
-            sent = (None if last else send(here, direction), send(changing, direction))
+            sent = send((None if last else here, changing), direction)
             other = (rank - direction * i) % C
             (here, changing), results = lax.optimization_barrier((sent, work.compute(other, here)))
             return (here, *work.combine(other, results, changing, staying)), None
@@ -230,6 +229,27 @@ def _go_round(strategy: _Strategy, length: int, fixed: Any, work: _Work) -> Any:
         (_, changing, staying), _ = step(state, steps, last=True)
         changing = send(changing, -direction * steps)
     return changing, staying
+
+
+def _permute_as_one(tree: Any, pairs: list[tuple[int, int]]) -> Any:
+    """`lax.ppermute` of all arrays in one message.
+
+    GPUs start kernels in the order of their launch: attention after a second message would wait for the first one's
+    end.
+    """
+    leaves, treedef = jax.tree.flatten(tree)
+    if not leaves:
+        return tree
+    words = [lax.bitcast_convert_type(a, jnp.uint16) for a in leaves]
+    message = lax.ppermute(jnp.concatenate([w.reshape(-1) for w in words]), "context", pairs)
+    received = jnp.split(message, np.cumsum([w.size for w in words])[:-1])
+    return jax.tree.unflatten(
+        treedef,
+        [
+            lax.bitcast_convert_type(r.reshape(w.shape), a.dtype)
+            for r, w, a in zip(received, words, leaves, strict=True)
+        ],
+    )
 
 
 def _ring(strategy: _Strategy, q, k, v, segments) -> Part:
