@@ -177,7 +177,7 @@ def train(config: Config, weights: Mapping[str, np.ndarray] | None = None) -> Tr
     initial, gradients = canonical(program, state.params), {}
     losses, norms = [], []
     for fields in make_batches(config):
-        batch = to_global(fields, program.batch_sharding, program.batch_shape)
+        batch = to_global(program, fields)
         state, metrics = program.train_step(state, batch)
         losses.append(float(metrics["loss"]))
         norms.append(float(metrics["grad_norm"]))

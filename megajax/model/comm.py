@@ -3,11 +3,23 @@
 parallel/comm.py has the same points on a mesh; the model calls these and knows of no mesh.
 """
 
+from dataclasses import dataclass
+
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from megajax import ops
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Place:
+    """Where a device's tokens stand in their sequences."""
+
+    index: jax.Array  # [B, S] int32, of each token
+    document_starts: jax.Array | None = None  # [B, S] int32, the first index of its document; None: all are one
+    chunks: jax.Array | None = None  # the first indices of the chunks that each device of `context` has, if they vary
 
 
 class SingleDevice:
@@ -53,10 +65,16 @@ class SingleDevice:
         """`[T, ...]` → `[T / tensor, ...]`: the tokens whose residual stream this device holds."""
         return x
 
-    def attend(self, q, k, v, *, window, segment_ids, softcap) -> jax.Array:
+    def attend(self, q, k, v, place: Place, *, window: int | None, softcap: float | None) -> jax.Array:
         """Causal attention of `[B, S, N, H]` queries over the whole sequence."""
         return ops.attention(
-            q, k, v, window=window, segment_ids=segment_ids, softcap=softcap, implementation=self.attention
+            q,
+            k,
+            v,
+            window=window,
+            document_starts=place.document_starts,
+            softcap=softcap,
+            implementation=self.attention,
         )
 
     def vocabulary_start(self, local_size: int) -> jax.Array | int:

@@ -17,7 +17,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from megajax import ops
 from megajax.config import ModelConfig
-from megajax.model.comm import SingleDevice
+from megajax.model.comm import Place, SingleDevice
 from megajax.model.parameters import declare, parameters, stack
 
 Weights = Mapping[str, Any]  # by name within the block: arrays, or what a communication point's linear layers take
@@ -42,7 +42,7 @@ class BlockInputs:
     """What every block reads besides the residual stream."""
 
     positions: jax.Array  # [B, S] int32, position of each token in its sequence, or in its document
-    segment_ids: jax.Array | None  # [B, S] int32; tokens attend within their segment; None: one segment
+    place: Place  # where the tokens stand in their sequences, and where their documents begin
     token_ids: jax.Array  # [T / tensor] uint32, index of each token in the global batch (dropout)
     dropout_key: jax.Array | None  # None: no dropout
 
@@ -106,7 +106,7 @@ class Attention(nnx.Module):
                 scaling = c.rope_scaling.model_dump() if c.rope_scaling else None
                 frequencies = ops.rope_frequencies(c.head_dim, c.rope_theta, c.rope_fraction, scaling)
                 q, k = (ops.apply_rope(a, inputs.positions, frequencies) for a in (q, k))
-            return comm.attend(q, k, v, window=window, segment_ids=inputs.segment_ids, softcap=c.attention_softcap)
+            return comm.attend(q, k, v, inputs.place, window=window, softcap=c.attention_softcap)
 
         out = checkpoint_name((jax.checkpoint(core) if "attention" in recompute else core)(qkv), "attention")
         y = checkpoint_name(comm.row_linear(out.reshape(B * S, -1), w["attention.output"]), "leave")
@@ -203,7 +203,7 @@ class Transformer(nnx.Module):
         c, (B, S) = self.config, tokens_bs.shape
         comm = comm or SingleDevice()
         positions = jnp.broadcast_to(jnp.arange(S), (B, S))
-        inputs = BlockInputs(positions, None, jnp.arange(B * S, dtype=jnp.uint32), None)
+        inputs = BlockInputs(positions, Place(positions), jnp.arange(B * S, dtype=jnp.uint32), None)
         x = self.embedding.tokens[...][tokens_bs.reshape(-1)]
         if self.embedding.positions is not None:
             x = x + self.embedding.positions[...][positions.reshape(-1)]

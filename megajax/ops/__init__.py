@@ -1,6 +1,6 @@
 """Functions on arrays with plain arguments: no config, no collectives, no modules."""
 
-from megajax.ops.attention import Implementation, attention, choose_attention
+from megajax.ops.attention import Implementation, attention, choose_attention, document_starts
 from megajax.ops.cross_entropy import LossImplementation, chunk_loss_and_grad, cross_entropy_reference
 from megajax.ops.dropout import dropout
 from megajax.ops.mlp import ElementwiseImplementation, activate
@@ -17,6 +17,7 @@ __all__ = [
     "choose_attention",
     "chunk_loss_and_grad",
     "cross_entropy_reference",
+    "document_starts",
     "dropout",
     "layer_norm",
     "rms_norm",

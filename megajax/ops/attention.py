@@ -1,10 +1,11 @@
-"""Attention: a plain reference and cuDNN's fused kernel behind one signature."""
+"""Attention: a plain reference, cuDNN's fused kernel and our own behind one signature."""
 
 import math
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from megajax.errors import ConfigError
 from megajax.ops.numerics import wide
@@ -26,7 +27,7 @@ def attention(
     *,
     causal: bool = True,
     window: int | None = None,
-    segment_ids: jax.Array | None = None,
+    document_starts: jax.Array | None = None,
     softcap: float | None = None,
     scale: float | None = None,
     implementation: Implementation,
@@ -34,8 +35,8 @@ def attention(
     """softmax(scale · q·k) v over the visible keys: q [B,S,N,H], k and v [B,S,K,H] -> [B,S,N,H] in q's dtype.
 
     K divides N; query head n reads key/value head n // (N/K). With `window`, position i sees i-window+1 … i
-    (causal only); with segment_ids [B,S] only positions of its own segment. `softcap` squashes scores to
-    ±softcap by tanh, before the mask. `scale` is 1/sqrt(H) unless given.
+    (causal only); with document_starts [B,S] (of `document_starts`) only positions of its own document. `softcap`
+    squashes scores to ±softcap by tanh, before the mask. `scale` is 1/sqrt(H) unless given.
     Raises ValueError for what the implementation cannot do.
     """
     if window is not None and not (causal and window >= 1):
@@ -44,8 +45,8 @@ def attention(
         window = None  # every earlier position is inside
     scale = 1.0 / math.sqrt(q_bsnh.shape[-1]) if scale is None else scale
     if implementation == "cudnn":
-        if segment_ids is not None:
-            raise ValueError('implementation="cudnn" takes no segment_ids: use "reference" for packed documents.')
+        if document_starts is not None:
+            raise ValueError('implementation="cudnn" knows no documents: use "reference" for packed ones.')
         if softcap is not None:
             raise ValueError(f'implementation="cudnn" has no soft-cap, softcap={softcap}: use "reference".')
         return jax.nn.dot_product_attention(
@@ -57,7 +58,14 @@ def attention(
             local_window_size=None if window is None else (window - 1, 0),
             implementation="cudnn",
         )
-    return _reference(q_bsnh, k_bskh, v_bskh, causal, window, segment_ids, softcap, scale)
+    return _reference(q_bsnh, k_bskh, v_bskh, causal, window, document_starts, softcap, scale)
+
+
+def document_starts(segment_ids_bs: jax.Array) -> jax.Array:
+    """The index of the first token of each token's document, `[B, S]` int32; a document ends where the id changes."""
+    index = jnp.broadcast_to(jnp.arange(segment_ids_bs.shape[1], dtype=jnp.int32), segment_ids_bs.shape)
+    changed = segment_ids_bs != jnp.roll(segment_ids_bs, 1, axis=1)
+    return lax.cummax(jnp.where(changed, index, 0), axis=1)
 
 
 def _reference(
@@ -66,7 +74,7 @@ def _reference(
     v_bskh: jax.Array,
     causal: bool,
     window: int | None,
-    segment_ids: jax.Array | None,
+    document_starts: jax.Array | None,
     softcap: float | None,
     scale: float,
 ) -> jax.Array:
@@ -81,7 +89,7 @@ def _reference(
     scores = jnp.einsum("bkrh,bksh->bkrs", q, k).reshape(B, K, G, S, S) * scale
     if softcap is not None:
         scores = softcap * jnp.tanh(scores / softcap)
-    visible = _visible(S, causal, window, segment_ids)
+    visible = _visible(S, causal, window, document_starts)
     if visible is not None:
         scores = jnp.where(visible, scores, -jnp.inf)
     weights = jax.nn.softmax(scores, axis=-1).reshape(B, K, G * S, S)
@@ -89,7 +97,7 @@ def _reference(
     return out.transpose(0, 3, 1, 2, 4).reshape(B, S, N, H).astype(q_bsnh.dtype)
 
 
-def _visible(S: int, causal: bool, window: int | None, segment_ids: jax.Array | None) -> jax.Array | None:
+def _visible(S: int, causal: bool, window: int | None, document_starts: jax.Array | None) -> jax.Array | None:
     """Which key each query sees, broadcastable to [B, K, N/K, S, S]; None if all. Each sees itself."""
     visible = None
     if causal:
@@ -97,8 +105,8 @@ def _visible(S: int, causal: bool, window: int | None, segment_ids: jax.Array | 
         visible = behind >= 0
         if window is not None:
             visible &= behind < window
-    if segment_ids is not None:
-        same = (segment_ids[:, :, None] == segment_ids[:, None, :])[:, None, None]
+    if document_starts is not None:
+        same = (document_starts[:, :, None] == document_starts[:, None, :])[:, None, None]
         visible = same if visible is None else visible & same
     return visible
 

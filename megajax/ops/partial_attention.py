@@ -14,23 +14,14 @@ from megajax.ops.attention import Implementation
 from megajax.ops.numerics import wide
 
 Kind = Literal["causal", "full", "prefix"]
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class Place:
-    """Where tokens stand: their index in the sequence, and their document; `[B, S]` int32, documents may be None."""
-
-    index: jax.Array
-    segments: jax.Array | None
+Ranges = tuple[jax.Array, jax.Array]  # [B, Sq] int32 each: the first key that a query sees, and that behind its last
 
 
 @dataclass(frozen=True)
 class Scores:
-    """How scores are made: softcap(scale · q·k), seen if not later than the query, in its window and document."""
+    """How scores are made: softcap(scale · q·k)."""
 
     scale: float
-    window: int | None
     softcap: float | None
     implementation: Implementation
 
@@ -38,18 +29,17 @@ class Scores:
 Part = tuple[jax.Array, jax.Array]  # output [B, Sq, N, H], log-sum-exp [B, N, Sq] FP32
 
 
-def attend(
-    scores: Scores, kind: Kind, q: jax.Array, k: jax.Array, v: jax.Array, where_q: Place, where_k: Place
-) -> Part:
-    """Attention of `q [B, Sq, N, H]` to the keys `k`, `v [B, Sk, K, H]` that it sees.
+def attend(scores: Scores, kind: Kind, q: jax.Array, k: jax.Array, v: jax.Array, ranges: Ranges | None) -> Part:
+    """Attention of `q [B, Sq, N, H]` to the keys `k`, `v [B, Sk, K, H]` that it sees: those in its range.
 
-    The reference sees by `where_q` and `where_k`. cuDNN sees by `kind`: queries and keys are the same tokens
-    ("causal"), all are seen ("full"), or in each sequence those before its first query ("prefix": keys from index 0).
+    cuDNN knows three kinds of ranges alone: queries and keys are the same tokens ("causal"), all are seen ("full"), or
+    in each sequence those before an index that all of its queries have in `ranges` ("prefix").
     A query that sees nothing has an output of 0 and a log-sum-exp of -inf.
     """
     if scores.implementation == "cudnn":
-        return _cudnn(scores, kind, q, k, v, where_q)
-    s, _ = _scores(scores, q, k, where_q, where_k)
+        return _cudnn(scores, kind, q, k, v, ranges)
+    assert ranges is not None
+    s, _ = _scores(scores, q, k, ranges)
     largest = s.max(-1, keepdims=True)
     p = jnp.exp(s - jnp.where(jnp.isfinite(largest), largest, 0))
     total = p.sum(-1, keepdims=True)
@@ -60,13 +50,14 @@ def attend(
 
 
 def attend_backward(
-    scores: Scores, kind: Kind, q, k, v, where_q: Place, where_k: Place, whole: Part, dout: jax.Array
+    scores: Scores, kind: Kind, q, k, v, ranges: Ranges | None, whole: Part, dout: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """This part's (dq, dk, dv); `whole` is the output and log-sum-exp of all parts, `dout` the output's gradient."""
     if scores.implementation == "cudnn":
-        return _cudnn_backward(scores, kind, q, k, v, where_q, whole, dout)
+        return _cudnn_backward(scores, kind, q, k, v, ranges, whole, dout)
+    assert ranges is not None
     out, lse = whole
-    s, slope = _scores(scores, q, k, where_q, where_k)
+    s, slope = _scores(scores, q, k, ranges)
     p = jnp.exp(s - lse.reshape(*s.shape[:-1], 1))
     B, Sq, N, H = q.shape
     grouped = (B, Sq, *s.shape[1:3], H)
@@ -85,7 +76,7 @@ def merge(one: Part, other: Part) -> Part:
     return sum(outs), lse  # type: ignore[return-value]
 
 
-def _scores(scores: Scores, q, k, where_q: Place, where_k: Place) -> tuple[jax.Array, jax.Array | float]:
+def _scores(scores: Scores, q, k, ranges: Ranges) -> tuple[jax.Array, jax.Array | float]:
     """(`[B, K, N/K, Sq, Sk]`, -inf where nothing is seen; the soft-cap's derivative), in FP32 or FP64."""
     dtype = wide(q.dtype)
     B, Sq, N, H = q.shape
@@ -95,12 +86,9 @@ def _scores(scores: Scores, q, k, where_q: Place, where_k: Place) -> tuple[jax.A
     if scores.softcap is not None:
         squashed = jnp.tanh(s / scores.softcap)
         s, slope = scores.softcap * squashed, 1 - squashed**2
-    behind = where_q.index[:, :, None] - where_k.index[:, None, :]
-    visible = behind >= 0
-    if scores.window is not None:
-        visible &= behind < scores.window
-    if where_q.segments is not None and where_k.segments is not None:
-        visible &= where_q.segments[:, :, None] == where_k.segments[:, None, :]
+    first, end = (edge[:, :, None] for edge in ranges)
+    keys = jnp.arange(k.shape[1])
+    visible = (keys >= first) & (keys < end)
     return jnp.where(visible[:, None, None], s, -jnp.inf), slope
 
 
@@ -109,27 +97,28 @@ def _scores(scores: Scores, q, k, where_q: Place, where_k: Place) -> tuple[jax.A
 MASKS = {"causal": "CAUSAL", "full": "NO_MASK", "prefix": "PADDING"}  # its names, by kind
 
 
-def _cudnn(scores: Scores, kind: Kind, q, k, v, where_q: Place) -> Part:
+def _cudnn(scores: Scores, kind: Kind, q, k, v, ranges: Ranges | None) -> Part:
     from jax._src.cudnn import fused_attention_stablehlo as fused
 
-    lengths = _lengths(kind, q, k, where_q)
+    before = _before(kind, ranges)
     call: Any = fused.dot_product_attention
     mask = fused.MaskType[MASKS[kind]]
-    out, lse = call(q, k, v, **lengths, scale=scores.scale, mask_type=mask, return_residual=True)
-    if kind == "prefix":
-        some = (where_q.index[:, 0] > 0)[:, None, None]
+    out, lse = call(q, k, v, **_lengths(before, q, k), scale=scores.scale, mask_type=mask, return_residual=True)
+    if before is not None:
+        some = (before > 0)[:, None, None]
         out, lse = jnp.where(some[..., None], out, 0), jnp.where(some, lse, -jnp.inf)
     return out, lse
 
 
-def _cudnn_backward(scores: Scores, kind: Kind, q, k, v, where_q: Place, whole: Part, dout):
+def _cudnn_backward(scores: Scores, kind: Kind, q, k, v, ranges: Ranges | None, whole: Part, dout):
     from jax._src.cudnn import fused_attention_stablehlo as fused
 
+    before = _before(kind, ranges)
     out, lse = whole[0].astype(q.dtype), whole[1]
-    if kind == "prefix":  # the key that a sequence without any is given gets no gradient
-        some = (where_q.index[:, 0] > 0)[:, None, None, None]
+    if before is not None:  # the key that a sequence without any is given gets no gradient
+        some = (before > 0)[:, None, None, None]
         out, dout = jnp.where(some, out, 0), jnp.where(some, dout, 0)
-    lengths = _lengths(kind, q, k, where_q)
+    lengths = _lengths(before, q, k)
     unused = jnp.zeros(0, q.dtype)
     dq, dk, dv = fused._dot_product_attention_bwd_p_wrapper.bind(
         *(q, k, v, unused, lengths.get("q_seqlen", unused), lengths.get("kv_seqlen", unused)),
@@ -142,15 +131,23 @@ def _cudnn_backward(scores: Scores, kind: Kind, q, k, v, where_q: Place, whole: 
         layout=fused.AttentionLayout.BTNH.value,
         sliding_window_length=None,
     )
-    if kind == "prefix":  # nothing is promised of what lies behind
+    if before is not None:  # nothing is promised of what lies behind
         seen = jnp.arange(k.shape[1]) < lengths["kv_seqlen"][:, None]
         dk, dv = (jnp.where(seen[..., None, None], g, 0) for g in (dk, dv))
     return dq, dk, dv
 
 
-def _lengths(kind: Kind, q: jax.Array, k: jax.Array, where_q: Place) -> dict[str, jax.Array]:
-    """Each sequence's queries and keys, `[B]` int32, where they are not all; cuDNN wants one key at least."""
+def _before(kind: Kind, ranges: Ranges | None) -> jax.Array | None:
+    """Of a "prefix": the index up to which each sequence's keys are seen, `[B]`."""
     if kind != "prefix":
+        return None
+    assert ranges is not None
+    return ranges[1][:, 0]
+
+
+def _lengths(before: jax.Array | None, q: jax.Array, k: jax.Array) -> dict[str, jax.Array]:
+    """Each sequence's queries and keys, `[B]` int32, where they are not all; cuDNN wants one key at least."""
+    if before is None:
         return {}
-    before = jnp.clip(where_q.index[:, 0], 1, k.shape[1])
-    return {"q_seqlen": jnp.full(len(q), q.shape[1], jnp.int32), "kv_seqlen": before.astype(jnp.int32)}
+    keys = jnp.clip(before, 1, k.shape[1]).astype(jnp.int32)
+    return {"q_seqlen": jnp.full(len(q), q.shape[1], jnp.int32), "kv_seqlen": keys}

@@ -9,7 +9,7 @@ from jax import lax
 
 from megajax import ops
 from megajax.mesh import BATCH_AXES
-from megajax.model.comm import SingleDevice
+from megajax.model.comm import Place, SingleDevice
 from megajax.ops import fp8
 from megajax.ops.fp8 import Fp8Weight
 from megajax.ops.partial_attention import Scores
@@ -96,7 +96,7 @@ class MeshComm(SingleDevice):
     def local_kv_heads(self, num_kv_heads: int) -> int:
         return max(1, num_kv_heads // self.tensor_size)
 
-    def attend(self, q, k, v, *, window, segment_ids, softcap) -> jax.Array:
+    def attend(self, q, k, v, place: Place, *, window, softcap) -> jax.Array:
         scale = q.shape[-1] ** -0.5
         if self.deterministic and self.attention == "cudnn":
             # XLA (jaxlib 0.11.2) fails at run time on two equal cuDNN calls of the deterministic backward pass. The
@@ -106,14 +106,14 @@ class MeshComm(SingleDevice):
         if self.sizes["context"] > 1:
             if window is not None and window >= q.shape[1] * self.sizes["context"]:
                 window = None  # every earlier token is inside
-            scores = Scores(scale, window, softcap, self.attention)
-            return context.attention(self.context_strategy, self.sizes["context"], scores, q, k, v, segment_ids)
+            scores = Scores(scale, softcap, self.attention)
+            return context.attention(self.context_strategy, self.sizes["context"], scores, window, q, k, v, place)
         return ops.attention(
             q,
             k,
             v,
             window=window,
-            segment_ids=segment_ids,
+            document_starts=place.document_starts,
             softcap=softcap,
             scale=scale,
             implementation=self.attention,
@@ -124,10 +124,6 @@ class MeshComm(SingleDevice):
         """Whether a layer's attention is one call of cuDNN."""
         whole = self.sizes["context"] == 1 or self.context_strategy == "all_to_all"
         return self.attention == "cudnn" and whole
-
-    def own_index(self, length: int) -> jax.Array:
-        """The indices in its sequence of the `length` tokens that this device has of each, int32."""
-        return context.own_index(length, self.sizes["context"])
 
     def own_tokens(self, x: jax.Array) -> jax.Array:
         if self.tensor_size == 1:

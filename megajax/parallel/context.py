@@ -1,7 +1,5 @@
-"""Attention over the `context` axis: a device has two chunks of each sequence and the keys of all are elsewhere.
-
-A sequence is cut into 2C chunks, and device r of the C on `context` holds chunks r and 2C - 1 - r ("zig-zag"), so that
-causal attention is the same work on all. Three strategies (`kernels.context`):
+"""Attention over the `context` axis: a device has some chunks of each sequence (token_order.py), and queries on it see
+keys that others have. Three strategies (`kernels.context`):
 
 - `ring` (Liu et al. 2023): keys and values go round, each device attends to those that it has while the next arrive.
 - `all_gather` (Llama 3): keys and values of the whole sequence on every device.
@@ -20,52 +18,33 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from megajax import ops
-from megajax.ops.partial_attention import Part, Place, Scores, attend, attend_backward, merge
+from megajax.model.comm import Place
+from megajax.ops.partial_attention import Part, Ranges, Scores, attend, attend_backward, merge
+from megajax.parallel.token_order import chunk_order, key_ranges, sequence_ranges
 
 UNROLLED_STEPS = 7  # more steps round the ring are a loop
 
 
-def chunk_order(context: int) -> np.ndarray:
-    """The chunks of a sequence in the order in which the devices of `context` hold them: 0, 2C-1, 1, 2C-2, …"""
-    if context == 1:
-        return np.arange(1)
-    return np.stack([np.arange(context), 2 * context - 1 - np.arange(context)], axis=1).reshape(-1)
-
-
-def stored_order(length: int, context: int) -> np.ndarray:
-    """Which token of a sequence lies at each place, `[S]`."""
-    chunks = chunk_order(context)
-    return np.arange(length).reshape(len(chunks), -1)[chunks].reshape(-1)
-
-
-def own_index(length: int, context: int) -> jax.Array:
-    """The indices in the sequence of the `length` tokens that this device holds of it, int32."""
-    if context == 1:
-        return jnp.arange(length, dtype=jnp.int32)
-    return _index(lax.axis_index("context"), length, context)
-
-
-def _index(rank: jax.Array, length: int, context: int) -> jax.Array:
-    chunk, within = length // 2, jnp.arange(length // 2, dtype=jnp.int32)
-    return jnp.concatenate([rank * chunk + within, (2 * context - 1 - rank) * chunk + within])
-
-
 def attention(
-    strategy: str, context: int, scores: Scores, q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None
+    strategy: str,
+    context: int,
+    scores: Scores,
+    window: int | None,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    place: Place,
 ) -> jax.Array:
-    """Causal attention of this device's queries: `q [B, S / context, N, H]`, `k` and `v` `[B, S / context, K, H]`.
-
-    `segments [B, S / context]` are the tokens' documents, or None.
-    """
+    """Causal attention of this device's queries: `q [B, S / context, N, H]`, `k` and `v` `[B, S / context, K, H]`."""
     if strategy == "all_to_all":
-        return _all_to_all(context, scores, q, k, v, segments)
-    return _distributed(_Strategy(strategy, context, scores), q, k, v, segments)
+        return _all_to_all(context, scores, window, q, k, v, place)
+    return _distributed(_Strategy(strategy, context, scores, window, place.chunks is None), q, k, v, place)
 
 
 # Over the heads
 
 
-def _all_to_all(context: int, scores: Scores, q, k, v, segments) -> jax.Array:
+def _all_to_all(context: int, scores: Scores, window: int | None, q, k, v, place: Place) -> jax.Array:
     fewer = context // np.gcd(context, k.shape[2])
     if fewer > 1:  # fewer KV heads than devices: some have the same
         k, v = (jnp.repeat(a, fewer, axis=2) for a in (k, v))
@@ -75,15 +54,16 @@ def _all_to_all(context: int, scores: Scores, q, k, v, segments) -> jax.Array:
         a = lax.all_to_all(a, "context", split_axis=2, concat_axis=1, tiled=True)
         return checkpoint_name(_to_sequence(a, context), "exchanged")
 
-    if segments is not None:
-        segments = _to_sequence(lax.all_gather(segments, "context", axis=1, tiled=True), context)
+    starts = place.document_starts
+    if starts is not None:
+        starts = _to_sequence(lax.all_gather(starts, "context", axis=1, tiled=True), context)
     q, k, v = (to_heads(a) for a in (q, k, v))
     out = ops.attention(
         q,
         k,
         v,
-        window=scores.window,
-        segment_ids=segments,
+        window=window,
+        document_starts=starts,
         softcap=scores.softcap,
         scale=scores.scale,
         implementation=scores.implementation,
@@ -114,34 +94,31 @@ class _Strategy:
     name: str
     context: int
     scores: Scores
+    window: int | None
+    zigzag: bool  # whether each device has an early chunk and a late one
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _distributed(strategy: _Strategy, q, k, v, segments) -> jax.Array:
-    return _distributed_forward(strategy, q, k, v, segments)[0]
+def _distributed(strategy: _Strategy, q, k, v, place: Place) -> jax.Array:
+    return _distributed_forward(strategy, q, k, v, place)[0]
 
 
-def _distributed_forward(strategy: _Strategy, q, k, v, segments):
+def _distributed_forward(strategy: _Strategy, q, k, v, place: Place):
     forward = {"ring": _ring, "all_gather": _gathered}[strategy.name]
-    out, lse = forward(strategy, q, k, v, segments)
+    out, lse = forward(strategy, q, k, v, place)
     # By this name the remat policies that keep attention find what its backward pass needs.
     out, lse = (checkpoint_name(a, "attention") for a in (out.astype(q.dtype), lse))
-    return out, (q, k, v, segments, out, lse)
+    return out, (q, k, v, place, out, lse)
 
 
 def _distributed_backward(strategy: _Strategy, saved, dout):
-    q, k, v, segments, out, lse = saved
+    q, k, v, place, out, lse = saved
     backward = {"ring": _ring_backward, "all_gather": _gathered_backward}[strategy.name]
-    gradients = backward(strategy, q, k, v, segments, (out, lse), dout)
+    gradients = backward(strategy, q, k, v, place, (out, lse), dout)
     return *(g.astype(q.dtype) for g in gradients), None
 
 
 _distributed.defvjp(_distributed_forward, _distributed_backward)
-
-
-def _place(rank: jax.Array, context: int, shape: tuple[int, int], segments: jax.Array | None) -> Place:
-    """Of the tokens `[B, S / context]` of a device."""
-    return Place(jnp.broadcast_to(_index(rank, shape[1], context), shape), segments)
 
 
 # The ring
@@ -149,24 +126,28 @@ def _place(rank: jax.Array, context: int, shape: tuple[int, int], segments: jax.
 
 @dataclass(frozen=True)
 class _Block:
-    """Half of the queries and half of some device's keys, all of which they see but for windows and documents."""
+    """Queries and some device's keys: half of each, or all (None)."""
 
-    q_half: jax.Array | int  # 0: the early chunk, 1: the late one
-    k_half: jax.Array | int
+    q_half: jax.Array | int | None  # 0: the early chunk, 1: the late one
+    k_half: jax.Array | int | None
 
     @staticmethod
-    def two(rank: jax.Array, other: jax.Array) -> "tuple[_Block, _Block]":
-        """What a device has to do with the keys of another: as much with each.
+    def of(scores: Scores, rank: jax.Array, other: jax.Array) -> "tuple[_Block, ...]":
+        """What a device has to do with the keys of another.
 
-        The late chunk sees every early one. Of an earlier device the early chunk sees the early one, of a later device
-        the late chunk sees the late one.
+        cuDNN sees all keys of a block or none. In zig-zag the late chunk sees every early one; of an earlier device the
+        early chunk sees the early one, of a later device the late chunk sees the late one: as much with each device.
         """
+        if scores.implementation != "cudnn":
+            return (_Block(None, None),)
         half = (other > rank).astype(jnp.int32)
         return _Block(1, 0), _Block(half, half)
 
 
-def _half(tree: Any, half: jax.Array | int) -> Any:
-    """One of the two chunks of `[B, 2c, ...]`."""
+def _half(tree: Any, half: jax.Array | int | None) -> Any:
+    """One of the two chunks of `[B, 2c, ...]`, or both."""
+    if half is None:
+        return tree
 
     def one(a: jax.Array) -> jax.Array:
         early, late = jnp.split(a, 2, axis=1)
@@ -177,15 +158,17 @@ def _half(tree: Any, half: jax.Array | int) -> Any:
     return jax.tree.map(one, tree)
 
 
-def _in_half(part: jax.Array, half: jax.Array | int, axis: int = 1, empty: float = 0) -> jax.Array:
+def _in_half(part: jax.Array, half: jax.Array | int | None, axis: int = 1, empty: float = 0) -> jax.Array:
     """`part` of one chunk in its place among two, `empty` in that of the other."""
+    if half is None:
+        return part
     return jnp.concatenate([jnp.where(half == h, part, empty) for h in (0, 1)], axis)
 
 
 def _sweeps(strategy: _Strategy, length: int) -> list[tuple[int, int]]:
     """(direction, steps) in which keys go round: once, or with a narrow window a few steps from either side."""
-    C, window = strategy.context, strategy.scores.window
-    if window is None:
+    C, window = strategy.context, strategy.window
+    if window is None or not strategy.zigzag:
         return [(1, C - 1)]
     near = -(-(window - 1) // (length // 2))  # so many chunks before a query's own may hold keys that it sees
     return [(1, C - 1)] if 2 * near >= C - 1 else [(direction, near) for direction in (1, -1) if near]
@@ -252,37 +235,30 @@ def _permute_as_one(tree: Any, pairs: list[tuple[int, int]]) -> Any:
     )
 
 
-def _ring(strategy: _Strategy, q, k, v, segments) -> Part:
-    C, scores, shape = strategy.context, strategy.scores, q.shape[:2]
-    rank = lax.axis_index("context")
-    here = _place(rank, C, shape, segments)
+def _ring(strategy: _Strategy, q, k, v, place: Place) -> Part:
+    scores, rank, ranges = strategy.scores, lax.axis_index("context"), _ranges(strategy, place)
 
     def start(part):
         return None, (part[0].astype(part[1].dtype), part[1])
 
     def compute(other, kv):
-        k, v, their_segments = kv
-        there = _place(other, C, shape, their_segments)
-        parts = []
-        for block in _Block.two(rank, other):
-            queries, where_q = _half((q, here), block.q_half)
-            keys, values, where_k = _half((k, v, there), block.k_half)
-            parts.append(attend(scores, "full", queries, keys, values, where_q, where_k))
+        seen, parts = ranges(other), []
+        for block in _Block.of(scores, rank, other):
+            keys, values = _half(kv, block.k_half)
+            parts.append(attend(scores, "full", _half(q, block.q_half), keys, values, seen))
         return parts
 
     def combine(other, parts, changing, whole):
-        for block, (out, lse) in zip(_Block.two(rank, other), parts, strict=True):
+        for block, (out, lse) in zip(_Block.of(scores, rank, other), parts, strict=True):
             whole = merge(whole, (_in_half(out, block.q_half), _in_half(lse, block.q_half, 2, -jnp.inf)))
         return changing, whole
 
-    own = partial(attend, scores, "causal", q, k, v, here, here)
-    return _go_round(strategy, shape[1], (k, v, segments), _Work(own, start, compute, combine))[1]
+    own = partial(attend, scores, "causal", q, k, v, ranges(rank))
+    return _go_round(strategy, q.shape[1], (k, v), _Work(own, start, compute, combine))[1]
 
 
-def _ring_backward(strategy: _Strategy, q, k, v, segments, whole: Part, dout):
-    C, scores, shape = strategy.context, strategy.scores, q.shape[:2]
-    rank = lax.axis_index("context")
-    here = _place(rank, C, shape, segments)
+def _ring_backward(strategy: _Strategy, q, k, v, place: Place, whole: Part, dout):
+    scores, rank, ranges = strategy.scores, lax.axis_index("context"), _ranges(strategy, place)
     lse = whole[1].swapaxes(1, 2)  # [B, 2c, N]
 
     def start(gradients):
@@ -290,64 +266,68 @@ def _ring_backward(strategy: _Strategy, q, k, v, segments, whole: Part, dout):
         return (dk, dv), dq
 
     def compute(other, kv):
-        k, v, their_segments = kv
-        there = _place(other, C, shape, their_segments)
-        gradients = []
-        for block in _Block.two(rank, other):
-            queries, outs, lses, douts, where_q = _half((q, whole[0], lse, dout, here), block.q_half)
-            keys, values, where_k = _half((k, v, there), block.k_half)
-            seen = outs, lses.swapaxes(1, 2)
-            gradients.append(attend_backward(scores, "full", queries, keys, values, where_q, where_k, seen, douts))
+        seen, gradients = ranges(other), []
+        for block in _Block.of(scores, rank, other):
+            queries, outs, lses, douts = _half((q, whole[0], lse, dout), block.q_half)
+            keys, values = _half(kv, block.k_half)
+            part = outs, lses.swapaxes(1, 2)
+            gradients.append(attend_backward(scores, "full", queries, keys, values, seen, part, douts))
         return gradients
 
     def combine(other, gradients, dkv, dq):
         dk, dv = dkv
-        for block, one in zip(_Block.two(rank, other), gradients, strict=True):
+        for block, one in zip(_Block.of(scores, rank, other), gradients, strict=True):
             dq, dk, dv = (
                 total + _in_half(g, half).astype(total.dtype)
                 for total, g, half in zip((dq, dk, dv), one, (block.q_half, block.k_half, block.k_half), strict=True)
             )
         return (dk, dv), dq
 
-    own = partial(attend_backward, scores, "causal", q, k, v, here, here, whole, dout)
-    (dk, dv), dq = _go_round(strategy, shape[1], (k, v, segments), _Work(own, start, compute, combine))
+    own = partial(attend_backward, scores, "causal", q, k, v, ranges(rank), whole, dout)
+    (dk, dv), dq = _go_round(strategy, q.shape[1], (k, v), _Work(own, start, compute, combine))
     return dq, dk, dv
+
+
+def _ranges(strategy: _Strategy, place: Place) -> Callable[[jax.Array], Ranges | None]:
+    """Device of `context` → which of its keys this device's queries see; cuDNN's blocks tell it themselves."""
+    if strategy.scores.implementation == "cudnn":
+        return lambda rank: None
+    return lambda rank: key_ranges(place, strategy.window, rank, strategy.context)
 
 
 # All keys on every device
 
 
-def _gathered(strategy: _Strategy, q, k, v, segments) -> Part:
-    here, there, k_all, v_all = _gather(strategy, q, k, v, segments)
-    scores = strategy.scores
-    if scores.implementation == "reference":
-        return attend(scores, "prefix", q, k_all, v_all, here, there)
+def _gathered(strategy: _Strategy, q, k, v, place: Place) -> Part:
+    scores, (k_all, v_all) = strategy.scores, _gather(strategy, (k, v), place)
+    if scores.implementation != "cudnn":
+        return attend(scores, "prefix", q, k_all, v_all, sequence_ranges(place, strategy.window))
     # Each chunk's own keys, and those before it.
-    (q, k, v, here), (k_all, v_all) = _by_chunk((q, k, v, here)), _for_both((k_all, v_all))
-    one = attend(scores, "causal", q, k, v, here, here)
-    out, lse = merge(one, attend(scores, "prefix", q, k_all, v_all, here, there))
+    (q, k, v), (k_all, v_all) = _by_chunk((q, k, v)), _for_both((k_all, v_all))
+    one = attend(scores, "causal", q, k, v, None)
+    out, lse = merge(one, attend(scores, "prefix", q, k_all, v_all, _before_chunk(place)))
     B, c, N, H = q.shape
     lse = lse.reshape(B // 2, 2, N, c).swapaxes(1, 2)
     return out.reshape(B // 2, 2 * c, N, H), lse.reshape(B // 2, N, 2 * c)
 
 
-def _gathered_backward(strategy: _Strategy, q, k, v, segments, whole: Part, dout):
-    here, there, k_all, v_all = _gather(strategy, q, k, v, segments)
-    scores = strategy.scores
+def _gathered_backward(strategy: _Strategy, q, k, v, place: Place, whole: Part, dout):
+    scores, (k_all, v_all) = strategy.scores, _gather(strategy, (k, v), place)
 
     def to_owners(g: jax.Array) -> jax.Array:
-        g = _to_stored(g.astype(whole[1].dtype), strategy.context)
+        g = _as_stored(strategy, g.astype(whole[1].dtype), place)
         return lax.psum_scatter(g, "context", scatter_dimension=1, tiled=True)
 
-    if scores.implementation == "reference":
-        dq, dk, dv = attend_backward(scores, "prefix", q, k_all, v_all, here, there, whole, dout)
+    if scores.implementation != "cudnn":
+        ranges = sequence_ranges(place, strategy.window)
+        dq, dk, dv = attend_backward(scores, "prefix", q, k_all, v_all, ranges, whole, dout)
         return dq, to_owners(dk), to_owners(dv)
-    (q, k, v, here, dout), (k_all, v_all) = _by_chunk((q, k, v, here, dout)), _for_both((k_all, v_all))
+    (q, k, v, dout), (k_all, v_all) = _by_chunk((q, k, v, dout)), _for_both((k_all, v_all))
     out, lse = whole
     lse = lse.reshape(*lse.shape[:2], 2, -1).transpose(0, 2, 1, 3).reshape(len(q), -1, q.shape[1])
     seen = _by_chunk(out), lse
-    own = attend_backward(scores, "causal", q, k, v, here, here, seen, dout)
-    before = attend_backward(scores, "prefix", q, k_all, v_all, here, there, seen, dout)
+    own = attend_backward(scores, "causal", q, k, v, None, seen, dout)
+    before = attend_backward(scores, "prefix", q, k_all, v_all, _before_chunk(place), seen, dout)
     dq = (own[0].astype(lse.dtype) + before[0]).reshape(dout.shape[0] // 2, -1, *dout.shape[2:])
     gradients = []
     for ours, theirs in zip(own[1:], before[1:], strict=True):
@@ -356,17 +336,42 @@ def _gathered_backward(strategy: _Strategy, q, k, v, segments, whole: Part, dout
     return dq, *gradients
 
 
-def _gather(strategy: _Strategy, q, k, v, segments):
-    """(the place of this device's tokens, that of all, all keys, all values), these in the order of the sequence."""
-    C, (B, length) = strategy.context, q.shape[:2]
+def _gather(strategy: _Strategy, arrays: Any, place: Place) -> Any:
+    """This device's keys and values `[B, S / context, ...]` → those of whole sequences, in their order."""
+    C = strategy.context
 
-    def gather(a: jax.Array) -> jax.Array:
-        return _to_sequence(lax.all_gather(a, "context", axis=1, tiled=True), C)
+    def one(a: jax.Array) -> jax.Array:
+        a = lax.all_gather(a, "context", axis=1, tiled=True)
+        return _to_sequence(a, C) if strategy.zigzag else _take_dealt(a, jnp.argsort(_dealt(place), axis=1))
 
-    here = _place(lax.axis_index("context"), C, (B, length), segments)
-    index = jnp.broadcast_to(jnp.arange(C * length, dtype=jnp.int32), (B, C * length))
-    there = Place(index, None if segments is None else gather(segments))
-    return here, there, gather(k), gather(v)
+    return jax.tree.map(one, arrays)
+
+
+def _as_stored(strategy: _Strategy, a: jax.Array, place: Place) -> jax.Array:
+    """`[B, S, ...]` in the order of the sequence → as the devices hold it, one after the other."""
+    if strategy.zigzag:
+        return _to_stored(a, strategy.context)
+    order = jnp.argsort(jnp.argsort(_dealt(place), axis=1), axis=1)
+    return _take_dealt(a, order)
+
+
+def _dealt(place: Place) -> jax.Array:
+    """The first indices of all chunks of each sequence, as the devices hold them, `[B, chunks]`."""
+    assert place.chunks is not None
+    return place.chunks.swapaxes(0, 1).reshape(place.index.shape[0], -1)
+
+
+def _take_dealt(a: jax.Array, chunks: jax.Array) -> jax.Array:
+    """The chunks of `[B, S, ...]` in an order `[B, chunks]` that differs from sequence to sequence."""
+    pieces = a.reshape(*chunks.shape, -1)
+    return jnp.take_along_axis(pieces, chunks[..., None], axis=1).reshape(a.shape)
+
+
+def _before_chunk(place: Place) -> Ranges:
+    """All keys before a chunk, for each of its queries, `[2B, c]`."""
+    first = _by_chunk(place.index)[:, :1]
+    end = jnp.broadcast_to(first, _by_chunk(place.index).shape)
+    return jnp.zeros_like(end), end
 
 
 def _by_chunk(tree: Any) -> Any:

@@ -14,12 +14,14 @@ from megajax import ops
 from megajax.config import Config
 from megajax.config.sentences import said
 from megajax.mesh import BATCH_AXES, mesh_sizes
+from megajax.model.comm import Place
 from megajax.model.transformer import BlockInputs, Transformer
 from megajax.ops import fp8
 from megajax.parallel.comm import MeshComm
 from megajax.parallel.fused import FusedWeights
 from megajax.parallel.head import LossHead
 from megajax.parallel.layers import PREFIX, LayerStack
+from megajax.parallel.token_order import find_place, visible_keys
 from megajax.parallel.weights import WeightExchange, row_major, sum_over_all
 from megajax.sharding import Placement, stored_layers
 
@@ -79,8 +81,12 @@ class LocalModel:
         B, S = batch["tokens"].shape
         shards = math.prod(self.sizes[axis] for axis in BATCH_AXES)
         sequences = (microbatch * B * shards + self.comm.sequence_ids(B)).astype(jnp.uint32)
-        length, index = S * self.sizes["context"], self.comm.own_index(S).astype(jnp.uint32)
-        token_ids = (sequences[:, None] * length + index).reshape(-1)
+        place = self.place(batch)
+        token_ids = (sequences[:, None] * (S * self.sizes["context"]) + place.index.astype(jnp.uint32)).reshape(-1)
+        return BlockInputs(batch["positions"], place, self.comm.own_tokens(token_ids), dropout_key)
+
+    def place(self, batch: Batch) -> Place:
+        """Where the tokens of one microbatch stand."""
         segment_ids = batch.get("segment_ids")
         if (segment_ids is not None) != self.config.data.reset_attention:
             problem = "has no" if segment_ids is None else "has"
@@ -88,7 +94,15 @@ class LocalModel:
                 f"the batch {problem} segment_ids and {said(self.config, 'data.reset_attention')}: "
                 "give them with data.reset_attention=true, and only then."
             )
-        return BlockInputs(batch["positions"], segment_ids, self.comm.own_tokens(token_ids), dropout_key)
+        return find_place(batch.get("order"), segment_ids, batch["tokens"].shape, self.sizes["context"])
+
+    def attention_imbalance(self, batch: Batch) -> jax.Array:
+        """Keys seen by the queries of the device of `context` with most of them, of those of the mean, `[M, B, S]`.
+
+        1 if the work is divided evenly; of all microbatches, the mean over the devices that hold other sequences.
+        """
+        seen = lax.map(lambda fields: visible_keys(self.place(fields)), dict(batch))
+        return lax.pmean(lax.pmax(seen, "context").sum() / lax.pmean(seen, "context").sum(), BATCH_AXES)
 
     @jax.named_scope("embedding")
     def embed(self, ends: Params, batch: Batch, inputs: BlockInputs) -> jax.Array:

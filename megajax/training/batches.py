@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding
 from megajax.data import loader
 from megajax.data.samples import Samples
 from megajax.errors import InputError
-from megajax.parallel.context import stored_order
+from megajax.parallel.token_order import balanced_order, stored_order
 from megajax.training.step import BATCH_DTYPES, TrainProgram
 
 
@@ -23,20 +23,28 @@ def rows_of_process(sharding: NamedSharding, shape: tuple[int, int, int]) -> np.
     return (np.arange(M)[:, None] * B + np.flatnonzero(held)[None]).reshape(-1)
 
 
-def to_global(fields: Mapping[str, np.ndarray], sharding: NamedSharding, shape: tuple[int, int, int]):
-    """Fields `[rows, S]` of this process's rows → global arrays `[M, B, S]` by name.
+def to_global(program: TrainProgram, fields: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
+    """Fields `[rows, S]` of this process's rows → global arrays `[M, B, S]` by name, as the train step takes them.
 
-    Over `context` each device gets two chunks of a sequence (`parallel/context.py`), so S is in another order there.
+    Over `context` each device gets some chunks of a sequence (`parallel/token_order.py`), so S is in another order
+    there; where that depends on the documents, a field `order` tells it.
     """
+    sharding, shape = program.batch_sharding, program.batch_shape
     M, B, S = shape
-    order = stored_order(S, sharding.mesh.shape["context"])
+    size, rows = sharding.mesh.shape["context"], len(next(iter(fields.values())))
+    if program.deals_out_tokens:
+        order = balanced_order(fields["segment_ids"], size)
+        fields = {**fields, "order": np.broadcast_to(np.arange(S), (rows, S))}
+    else:
+        order = np.broadcast_to(stored_order(S, size), (rows, S))
     held = rows_of_process(sharding, shape)
     held = held[: len(held) // M]  # the first microbatch's: the same of each
     place = np.zeros(B, int)
     place[held] = np.arange(len(held))
 
     def field(name: str) -> jax.Array:
-        local = fields[name].reshape(M, len(held), S)[:, :, order].astype(BATCH_DTYPES[name])
+        stored = np.take_along_axis(fields[name], order, axis=1).astype(BATCH_DTYPES[name])
+        local = stored.reshape(M, len(held), S)
         return jax.make_array_from_callback(shape, sharding, lambda index: _part(local, place, index))
 
     return {name: field(name) for name in fields}
@@ -63,6 +71,6 @@ def batches(
             worst = max(int(local["tokens"].max()), int(local["targets"].max()))
             if worst >= size:
                 raise InputError(f"data.{split} holds token id {worst}, and model.vocab_size={size}: make it larger.")
-            yield to_global(local, sharding, shape)
+            yield to_global(program, local)
     finally:
         fields.close()  # type: ignore[attr-defined]

@@ -30,6 +30,7 @@ BATCH_DTYPES = {
     "loss_mask": jnp.float32,
     "positions": jnp.int32,
     "segment_ids": jnp.int32,  # with `data.reset_attention` only
+    "order": jnp.int32,  # the index of each token in its sequence, if `TrainProgram.deals_out_tokens`
 }
 INITIAL_LOSS_SCALE = 2.0**16
 LOSS_SCALE_GROWTH_STEPS = 2000  # as NVIDIA's and Megatron's dynamic loss scaling
@@ -122,7 +123,20 @@ class TrainProgram:
         fields = {n: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding) for n, dtype in BATCH_DTYPES.items()}
         if not self.config.data.reset_attention:
             del fields["segment_ids"]
+        if not self.deals_out_tokens:
+            del fields["order"]
         return fields
+
+    @property
+    def deals_out_tokens(self) -> bool:
+        """Whether the tokens of a sequence are dealt out over `context` by the work of its documents.
+
+        Not where the devices share the heads instead, nor where windows make the work of all tokens alike and the ring
+        skips devices.
+        """
+        whole = any(window is None for window in layer_windows(self.config.model))
+        shared = mesh_sizes(self.mesh)["context"] > 1 and self.config.kernels.context != "all_to_all"
+        return self.config.data.reset_attention and shared and whole
 
     @property
     def first_loss_scale(self) -> jax.Array:
@@ -223,6 +237,8 @@ def _train_step(program: TrainProgram, gradients_of: Callable, state: TrainState
     }
     if config.model.z_loss > 0:
         metrics["z_loss"] = sums["z_loss"]
+    if "attention_imbalance" in sums:
+        metrics["attention_imbalance"] = sums["attention_imbalance"]
     if config.precision.compute == "float16":
         metrics["loss_scale"] = state.loss_scale
         state = _update_loss_scale(state, finite)

@@ -65,7 +65,7 @@ def test_packed_documents_have_the_losses_and_gradients_of_each_alone(model):
     fields = make_batch(samples, range(ROWS), Packing(True, True, True))
 
     def global_batch(**changed):
-        return to_global(fields | changed, program.batch_sharding, program.batch_shape)
+        return to_global(program, fields | changed)
 
     @partial(jax.value_and_grad, has_aux=True)
     def alone(weights):

@@ -74,7 +74,7 @@ def test_the_step_has_the_loss_and_gradients_of_transformers(path, on_mesh):
         "loss_mask": np.ones((rows, length)),
         "positions": np.broadcast_to(np.arange(length), (rows, length)),
     }
-    batch = to_global(fields, program.batch_sharding, program.batch_shape)
+    batch = to_global(program, fields)
     sums, gradients, *_ = jax.jit(gradient_function(program.local, mesh))(
         params, {}, batch, jnp.int32(0), jnp.float32(1)
     )

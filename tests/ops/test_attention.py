@@ -7,7 +7,7 @@ import pytest
 from jax._src.cudnn import fused_attention_stablehlo
 
 from megajax.errors import ConfigError
-from megajax.ops import attention, choose_attention
+from megajax.ops import attention, choose_attention, document_starts
 
 S = 37
 # Three documents in the first row, borders aligned with nothing; two in the second, ids not ascending.
@@ -60,8 +60,11 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_value_and_gradients_with_grouped_heads(check_op, qkv, case):
     options: dict[str, Any] = CASES[case]
+    found = dict(options)
+    if "segment_ids" in found:
+        found["document_starts"] = document_starts(jnp.asarray(found.pop("segment_ids")))
     check_op(
-        lambda q, k, v: attention(q, k, v, implementation="reference", **options),
+        lambda q, k, v: attention(q, k, v, implementation="reference", **found),
         lambda q, k, v: numpy_attention(q, k, v, **options),
         qkv(N=6, K=2, H=8),
         thorough=case == "all at once",
@@ -137,6 +140,11 @@ def test_cudnn_gets_no_window_that_holds_the_whole_sequence(lowered_for_cuda):
     assert lowered_for_cuda(window=64) == lowered_for_cuda()
 
 
+def test_documents_start_where_the_id_changes():
+    ids = jnp.array([[3, 3, 1, 1, 1, 2], [0, 1, 1, 0, 0, 0]])
+    assert document_starts(ids).tolist() == [[0, 0, 2, 2, 2, 5], [0, 1, 1, 3, 3, 3]]
+
+
 def test_cudnn_takes_the_scale_and_any_multiple_of_8(lowered_for_cuda):
     text = lowered_for_cuda(S=38, H=40, scale=0.25)
     assert cudnn_calls(text) == (1, 1) and text.count("fmha_scale\\22: 0.25") == 2
@@ -149,8 +157,8 @@ def test_jax_still_refuses_to_train_on_odd_lengths(lowered_for_cuda):
 
 
 def test_cudnn_refuses_what_it_cannot_do(lowered_for_cuda):
-    with pytest.raises(ValueError, match="segment_ids"):
-        lowered_for_cuda(segment_ids=jnp.zeros((2, 64), int))
+    with pytest.raises(ValueError, match="documents"):
+        lowered_for_cuda(document_starts=jnp.zeros((2, 64), int))
     with pytest.raises(ValueError, match="softcap=30"):
         lowered_for_cuda(softcap=30.0)
 

@@ -13,7 +13,7 @@ from mesh_table import GPT2
 from megajax.config.checks import check_mesh
 from megajax.mesh import build_mesh
 from megajax.ops.partial_attention import Scores
-from megajax.parallel import context
+from megajax.parallel import context, token_order
 from megajax.training.step import TrainProgram
 
 B, S, H = 2, 48, 8
@@ -54,21 +54,32 @@ def gradients_of(function, arguments, dout, epsilon=1e-6):
     return directions, slopes
 
 
-def on_devices(strategy: str, size: int, scores: Scores, q, k, v, dout, segments=None):
-    """(output, dq, dk, dv) of FP32 attention on `size` devices, in the order of the sequence."""
-    mesh = Mesh(np.array(jax.devices()[:size]), ("context",))
-    order = context.stored_order(S, size)
-    stored = [jnp.asarray(a[:, order], jnp.float32) for a in (q, k, v, dout)]
-    documents = None if segments is None else jnp.asarray(segments[:, order])
+def on_devices(strategy: str, size: int, scores: Scores, window, q, k, v, dout, segments=None, dealt=True):
+    """(output, dq, dk, dv) of FP32 attention on `size` devices, in the order of the sequence.
 
-    def local(q, k, v, dout, documents):
-        out, pull = jax.vjp(lambda *qkv: context.attention(strategy, size, scores, *qkv, documents), q, k, v)
+    Tokens of packed documents are `dealt` out by their work, or in zig-zag as those of whole sequences.
+    """
+    mesh = Mesh(np.array(jax.devices()[:size]), ("context",))
+    index = None
+    order = np.broadcast_to(token_order.stored_order(S, size), (B, S))
+    if segments is not None and dealt and strategy != "all_to_all":
+        order = index = token_order.balanced_order(segments, size)
+
+    def reorder(a, order):
+        return np.take_along_axis(a, order.reshape(B, S, *(1,) * (a.ndim - 2)), axis=1)
+
+    stored = [jnp.asarray(reorder(a, order), jnp.float32) for a in (q, k, v, dout)]
+    documents = None if segments is None else jnp.asarray(reorder(segments, order))
+
+    def local(q, k, v, dout, documents, index):
+        place = token_order.find_place(index, documents, q.shape[:2], size)
+        out, pull = jax.vjp(lambda *qkv: context.attention(strategy, size, scores, window, *qkv, place), q, k, v)
         return out, *pull(dout)
 
-    specs = (*[SPEC] * 4, None if documents is None else SPEC)
+    specs = (*[SPEC] * 4, None if documents is None else SPEC, None if index is None else SPEC)
     run = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=SPEC, check_vma=False))
     with jax.default_matmul_precision("highest"):
-        return [np.asarray(a)[:, np.argsort(order)] for a in run(*stored, documents)]
+        return [reorder(np.asarray(a), np.argsort(order, axis=1)) for a in run(*stored, documents, index)]
 
 
 # Odd lengths, of one token too, ends inside chunks and at their borders; each sequence has its own.
@@ -78,6 +89,7 @@ DOCUMENTS = np.stack([np.repeat(np.arange(6), (5, 1, 13, 17, 9, 3)), np.repeat(n
 OPTIONS = {
     "plain": {},
     "packed": {"segments": DOCUMENTS},
+    "packed, in zig-zag": {"segments": DOCUMENTS},
     "narrow window": {"window": 3},
     "window": {"window": 11},
     "packed, window and soft-cap": {"segments": DOCUMENTS, "window": 17, "softcap": 2.0},
@@ -104,8 +116,9 @@ def test_attention_and_its_gradients_are_those_of_plain_attention(strategy, size
     def plain(q, k, v):
         return plain_attention(q, k, v, window=window, segments=segments, softcap=softcap)
 
-    scores = Scores(H**-0.5, window, softcap, "reference")
-    out, *gradients = on_devices(strategy, size, scores, q, k, v, dout, segments)
+    scores = Scores(H**-0.5, softcap, "reference")
+    dealt = "zig-zag" not in name
+    out, *gradients = on_devices(strategy, size, scores, window, q, k, v, dout, segments, dealt)
     np.testing.assert_allclose(out, plain(q, k, v), rtol=1e-5, atol=1e-5)
     directions, slopes = gradients_of(plain, (q, k, v), dout)
     for gradient, direction, slope in zip(gradients, directions, slopes, strict=True):
@@ -115,9 +128,34 @@ def test_attention_and_its_gradients_are_those_of_plain_attention(strategy, size
 
 
 def test_each_device_has_an_early_and_a_late_chunk():
-    assert context.chunk_order(4).tolist() == [0, 7, 1, 6, 2, 5, 3, 4]
-    assert context.stored_order(8, 2).tolist() == [0, 1, 6, 7, 2, 3, 4, 5]
-    assert context.stored_order(6, 1).tolist() == [0, 1, 2, 3, 4, 5]
+    assert token_order.chunk_order(4).tolist() == [0, 7, 1, 6, 2, 5, 3, 4]
+    assert token_order.stored_order(8, 2).tolist() == [0, 1, 6, 7, 2, 3, 4, 5]
+    assert token_order.stored_order(6, 1).tolist() == [0, 1, 2, 3, 4, 5]
+
+
+def test_documents_are_dealt_out_by_their_work():
+    # 16 tokens on 2 devices: chunks of one token, a long document and then one of a token each.
+    segments = np.array([[0] * 8 + list(range(1, 9))])
+    order = token_order.balanced_order(segments, 2)[0]
+    assert sorted(order) == list(range(16))
+    seen = np.array([*range(1, 9), *[1] * 8])
+    held = [order[:8], order[8:]]
+    assert all((np.diff(own) > 0).all() for own in held)
+    # The queries of the long document see 36 keys, the others one each.
+    assert sorted(int(seen[own].sum()) for own in held) == [22, 22]
+    zigzag = token_order.stored_order(16, 2)
+    assert [int(seen[own].sum()) for own in (zigzag[:8], zigzag[8:])] == [14, 30]
+
+
+@pytest.mark.parametrize("size", [2, 4, 8])
+def test_typical_packed_batches_are_balanced(size):
+    rng = np.random.default_rng(0)
+    ends = np.sort(rng.choice(np.arange(1, 4096), (8, 20)), axis=1)
+    segments = np.stack([np.searchsorted(row, np.arange(4096), side="right") for row in ends])
+    seen = np.arange(4096) + 1 - np.stack([np.searchsorted(row, row) for row in segments])
+    order = token_order.balanced_order(segments, size)
+    work = np.take_along_axis(seen, order, axis=1).reshape(8, size, -1).sum(axis=2)
+    assert (work.max(axis=1) / work.mean(axis=1)).max() < 1.03
 
 
 @pytest.mark.parametrize("window", [None, 2, 5])
@@ -125,7 +163,7 @@ def test_what_goes_round_comes_to_everyone_and_home(window):
     """Coded by rank: a device sees each other's code once, and adds its own code to what belongs to each."""
     size, chunk = 8, 2
     mesh = Mesh(np.array(jax.devices()[:size]), ("context",))
-    strategy = context._Strategy("ring", size, Scores(1.0, window, None, "reference"))
+    strategy = context._Strategy("ring", size, Scores(1.0, None, "reference"), window, zigzag=True)
 
     def local(codes):
         work = context._Work(
@@ -148,14 +186,15 @@ def test_what_goes_round_comes_to_everyone_and_home(window):
 
 
 def test_narrow_windows_skip_steps_of_the_ring():
-    def sweeps(window, size=8, length=12):
-        return context._sweeps(context._Strategy("ring", size, Scores(1.0, window, None, "reference")), length)
+    def sweeps(window, size=8, length=12, zigzag=True):
+        return context._sweeps(context._Strategy("ring", size, Scores(1.0, None, "reference"), window, zigzag), length)
 
     assert sweeps(None) == [(1, 7)]
     assert sweeps(1) == []  # itself alone
     assert sweeps(7) == [(1, 1), (-1, 1)]  # a chunk has 6 tokens
     assert sweeps(8) == [(1, 2), (-1, 2)]
     assert sweeps(24) == [(1, 7)]
+    assert sweeps(7, zigzag=False) == [(1, 7)]  # a device has chunks from anywhere
 
 
 # Training

@@ -88,7 +88,7 @@ def train(table) -> Callable:
         for fields in table.make_batches(config):
             params = table.canonical(program, state.params)
             weight_amax.append({name: largest_of(params, parts) for name, parts in WEIGHTS.items()})
-            batch = to_global(fields, program.batch_sharding, program.batch_shape)
+            batch = to_global(program, fields)
             state, metrics = program.train_step(state, batch)
             losses.append(float(metrics["loss"]))
             norms.append(float(metrics["grad_norm"]))
@@ -202,6 +202,6 @@ def test_the_evaluation_loss_of_a_batch_is_its_training_loss(table, single_devic
     run = single_device(recipe, 1)
     state = table.first_state(run.program, run.trace.initial)
     fields = next(table.make_batches(run.program.config))
-    batch = to_global(fields, run.program.batch_sharding, run.program.batch_shape)
+    batch = to_global(run.program, fields)
     loss, tokens = run.program.eval_step(state.params, state.fp8, batch)
     assert float(loss / tokens) == pytest.approx(run.trace.losses[0], rel=1e-6)

@@ -151,7 +151,7 @@ def steps() -> Steps:
         mask[-1, -1] = np.nan if step == BAD else 1.0
         positions = np.broadcast_to(np.arange(16), (4, 16))
         fields = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], "loss_mask": mask, "positions": positions}
-        batches.append(to_global(fields, program.batch_sharding, program.batch_shape))
+        batches.append(to_global(program, fields))
         states.append(jax.tree.map(np.array, state))
         state, _ = program.train_step(state, batches[-1])
     return Steps(program, [*states, jax.tree.map(np.array, state)], batches)

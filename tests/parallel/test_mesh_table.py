@@ -200,9 +200,7 @@ def test_the_evaluation_loss_does_not_depend_on_the_mesh(table, reference):
         program = TrainProgram.build(config, build_mesh(check_mesh(config, count), jax.devices()[:count]))
         state = table.first_state(program, weights)
         fields = next(table.make_batches(config))
-        loss, tokens = program.eval_step(
-            state.params, {}, to_global(fields, program.batch_sharding, program.batch_shape)
-        )
+        loss, tokens = program.eval_step(state.params, {}, to_global(program, fields))
         return float(loss / tokens)
 
     config = options_config(table, "dropout", TRIPLE, 2)

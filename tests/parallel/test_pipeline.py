@@ -172,7 +172,7 @@ def test_the_evaluation_loss_does_not_depend_on_the_stages(table, make_config, m
         program = build(config)
         state = table.first_state(program, weights_of(config))
         fields = next(table.make_batches(config))
-        batch = to_global(fields, program.batch_sharding, program.batch_shape)
+        batch = to_global(program, fields)
         loss, tokens = program.eval_step(state.params, {}, batch)
         return float(loss), float(tokens)
 

@@ -82,8 +82,6 @@ def test_rows_become_the_global_batch_in_their_order(make_config, tmp_path):
     trainer = trainer_of(config, devices=4)
     program = trainer.program
     rows = np.arange(8)[:, None] * 100 + np.arange(16)
-    made = to_global(
-        dict.fromkeys(("tokens", "targets", "loss_mask", "positions"), rows), program.batch_sharding, (2, 4, 16)
-    )
+    made = to_global(program, dict.fromkeys(("tokens", "targets", "loss_mask", "positions"), rows))
     assert np.array_equal(made["tokens"], rows.reshape(2, 4, 16))
     trainer.checkpoints.close()

@@ -46,7 +46,7 @@ def random_batch(program, seed):
         "loss_mask": (random.random((M * B, S)) > 0.1).astype(np.float32),
         "positions": np.broadcast_to(np.arange(S, dtype=np.int32), (M * B, S)),
     }
-    return to_global(fields, program.batch_sharding, program.batch_shape)
+    return to_global(program, fields)
 
 
 def to_numpy(arrays):

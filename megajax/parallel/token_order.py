@@ -1,0 +1,118 @@
+"""Which tokens of a sequence each device of `context` holds, and which keys its queries see.
+
+A sequence is cut into chunks, and every device has as many as the others, in the order of the sequence. Causal
+attention to whole sequences is the same work everywhere if device r of C has chunks r and 2C - 1 - r of 2C ("zig-zag").
+Packed documents are shorter, so that the work of a chunk depends on where they end: their sequences are dealt out in
+finer chunks, by their work.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from megajax import ops
+from megajax.model.comm import Place
+from megajax.ops.partial_attention import Ranges
+
+MOST_CHUNKS = 8  # of a device, where they are dealt out by their work
+
+
+def chunk_order(context: int) -> np.ndarray:
+    """The chunks of a sequence in the order in which the devices of `context` hold them: 0, 2C-1, 1, 2C-2, …"""
+    if context == 1:
+        return np.arange(1)
+    return np.stack([np.arange(context), 2 * context - 1 - np.arange(context)], axis=1).reshape(-1)
+
+
+def stored_order(length: int, context: int) -> np.ndarray:
+    """Which token of a sequence lies at each place, `[S]`."""
+    chunks = chunk_order(context)
+    return np.arange(length).reshape(len(chunks), -1)[chunks].reshape(-1)
+
+
+def balanced_order(segment_ids: np.ndarray, context: int) -> np.ndarray:
+    """Which token lies at each place, `[rows, S]`, where each device attends to about as many keys.
+
+    The chunks of a sequence are dealt out from the one with the most work to that with the least, each to the device
+    that has the least so far and is not full (Graham's longest processing time first).
+    """
+    rows, S = segment_ids.shape
+    each = next(n for n in range(MOST_CHUNKS, 0, -1) if S % (n * context) == 0)
+    index = np.arange(S)
+    changed = np.diff(segment_ids, axis=1, prepend=segment_ids[:, :1]) != 0
+    seen = index + 1 - np.maximum.accumulate(np.where(changed, index, 0), axis=1)
+    work = seen.reshape(rows, context * each, -1).sum(axis=2)
+    total, held, owner = np.zeros((rows, context)), np.zeros((rows, context), int), np.zeros_like(work)
+    every = np.arange(rows)
+    for chunk in np.argsort(-work, axis=1, kind="stable").T:
+        device = np.where(held < each, total, np.inf).argmin(axis=1)
+        total[every, device] += work[every, chunk]
+        held[every, device] += 1
+        owner[every, chunk] = device
+    chunks = np.argsort(owner, axis=1, kind="stable")  # by device, then in the order of the sequence
+    return index.reshape(context * each, -1)[chunks].reshape(rows, S)
+
+
+def own_index(length: int, context: int) -> jax.Array:
+    """The indices in the sequence of the `length` tokens that this device holds of it in zig-zag, int32."""
+    if context == 1:
+        return jnp.arange(length, dtype=jnp.int32)
+    rank, within = lax.axis_index("context"), jnp.arange(length // 2, dtype=jnp.int32)
+    first = _zigzag(rank, length // 2, context)
+    return (first[:, None] + within).reshape(-1)
+
+
+def find_place(index: jax.Array | None, segment_ids: jax.Array | None, shape: tuple[int, ...], context: int) -> Place:
+    """Where this device's tokens `[B, S / context]` stand; with an `index` they are dealt out, without in zig-zag."""
+    own = jnp.broadcast_to(own_index(shape[1], context), shape) if index is None else index
+    chunks = starts = None
+    if context == 1:
+        starts = None if segment_ids is None else ops.document_starts(segment_ids)
+    elif segment_ids is not None:
+        B, C = shape[0], context
+        indices, segments = (
+            lax.all_gather(a, "context", axis=1, tiled=True) for a in (own, segment_ids)
+        )  # [B, S] as stored
+        rows = jnp.arange(B)[:, None]
+        starts = ops.document_starts(jnp.zeros_like(segments).at[rows, indices].set(segments, unique_indices=True))
+        starts = starts[rows, own]
+        if index is not None:
+            each = next(n for n in range(MOST_CHUNKS, 0, -1) if shape[1] % n == 0)
+            chunks = indices.reshape(B, C, each, -1)[..., 0].swapaxes(0, 1)
+    return Place(own, starts, chunks)
+
+
+def sequence_ranges(place: Place, window: int | None) -> Ranges:
+    """The keys that this device's queries see, of those of the whole sequence in its order."""
+    first = jnp.zeros_like(place.index) if place.document_starts is None else place.document_starts
+    if window is not None:
+        first = jnp.maximum(first, place.index - window + 1)
+    return first, place.index + 1
+
+
+def key_ranges(place: Place, window: int | None, rank: jax.Array, context: int) -> Ranges:
+    """The keys that this device's queries see, of those that a device of `context` holds."""
+    B, length = place.index.shape
+    if place.chunks is None:
+        chunks = _zigzag(rank, length // 2, context)[None]
+    else:
+        chunks = lax.dynamic_index_in_dim(place.chunks, rank, keepdims=False)
+    size = length // chunks.shape[1]
+
+    def held_before(index: jax.Array) -> jax.Array:
+        return jnp.clip(index[:, :, None] - chunks[:, None, :], 0, size).sum(-1, dtype=jnp.int32)
+
+    first, end = sequence_ranges(place, window)
+    return held_before(first), held_before(end)
+
+
+def visible_keys(place: Place) -> jax.Array:
+    """How many keys this device's queries see in all, windows left aside; FP32."""
+    first, end = sequence_ranges(place, None)
+    return (end - first).astype(jnp.float32).sum()
+
+
+def _zigzag(rank: jax.Array | int, chunk: int, context: int) -> jax.Array:
+    """The first indices of a device's two chunks."""
+    return jnp.stack([jnp.int32(rank), jnp.int32(2 * context - 1 - rank)]) * chunk
