@@ -236,14 +236,15 @@ def _check_remat(config: Config) -> None:
 
 
 def _check_attention_kernel(config: Config) -> None:
-    if config.kernels.attention != "cudnn":
+    kernel = config.kernels.attention
+    if kernel not in ("cudnn", "pallas"):
         return
     obstacle = {
-        "model.attention_softcap": config.model.attention_softcap is not None,
+        "model.attention_softcap": kernel == "cudnn" and config.model.attention_softcap is not None,
         "precision.compute": config.precision.compute == "float32",
     }
     for key in (key for key, present in obstacle.items() if present):
-        problem = f"kernels.attention=cudnn cannot run with {said(config, key)}"
+        problem = f"kernels.attention={kernel} cannot run with {said(config, key)}"
         refuse(config, problem, "use kernels.attention=auto", "kernels.attention", key)
 
 

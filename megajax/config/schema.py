@@ -339,7 +339,7 @@ class RematConfig(Section):
 class KernelsConfig(Section):
     """How it is computed."""
 
-    attention: Literal["auto", "cudnn", "reference"] = Field(default="auto", description="Attention kernel.")
+    attention: Literal["auto", "cudnn", "pallas", "reference"] = Field(default="auto", description="Attention kernel.")
     context: Literal["ring", "all_gather", "all_to_all"] = Field(
         default="ring", description="How keys and queries meet over mesh.context."
     )

@@ -1,16 +1,19 @@
 """Attention: a plain reference, cuDNN's fused kernel and our own behind one signature."""
 
 import math
+from functools import partial
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
 from megajax.errors import ConfigError
+from megajax.ops import ranged_attention
 from megajax.ops.numerics import wide
 
-Implementation = Literal["reference", "cudnn"]
+Implementation = Literal["reference", "cudnn", "pallas"]
 
 # jax refuses cuDNN attention on heads wider than 128 before Hopper, and wider than 256 on any GPU: auto takes
 # what every GPU runs, an explicit choice may ask for more.
@@ -58,7 +61,39 @@ def attention(
             local_window_size=None if window is None else (window - 1, 0),
             implementation="cudnn",
         )
+    if implementation == "pallas":
+        if not causal:
+            raise ValueError('implementation="pallas" is causal: use "cudnn" or "reference".')
+        first, end = _causal_ranges(q_bsnh.shape[:2], window, document_starts)
+        return _pallas(scale, softcap, q_bsnh, k_bskh, v_bskh, first, end)
     return _reference(q_bsnh, k_bskh, v_bskh, causal, window, document_starts, softcap, scale)
+
+
+def _causal_ranges(shape: tuple[int, ...], window: int | None, document_starts: jax.Array | None):
+    """The first key that each query sees, and the one after its last, `[B, S]` each."""
+    index = jnp.broadcast_to(jnp.arange(shape[1], dtype=jnp.int32), shape)
+    first = jnp.zeros_like(index) if document_starts is None else document_starts
+    return (first if window is None else jnp.maximum(first, index - window + 1)), index + 1
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _pallas(scale: float, softcap: float | None, q, k, v, first, end) -> jax.Array:
+    return _pallas_forward(scale, softcap, q, k, v, first, end)[0]
+
+
+def _pallas_forward(scale: float, softcap: float | None, q, k, v, first, end):
+    out, lse = ranged_attention.attend(q, k, v, first, end, scale=scale, softcap=softcap)
+    # By this name the remat policies that keep attention find what its backward pass needs.
+    out, lse = (checkpoint_name(a, "attention") for a in (out, lse))
+    return out, (q, k, v, first, end, out, lse)
+
+
+def _pallas_backward(scale: float, softcap: float | None, saved, dout):
+    gradients = ranged_attention.attend_backward(*saved, dout, scale=scale, softcap=softcap)
+    return *gradients, None, None
+
+
+_pallas.defvjp(_pallas_forward, _pallas_backward)
 
 
 def document_starts(segment_ids_bs: jax.Array) -> jax.Array:
@@ -115,54 +150,85 @@ def choose_attention(
     requested: str,
     *,
     platform: str,
+    capability: str | None,
     dtype: Any,
     head_dim: int,
     softcap: float | None,
-    segment_ids: bool,
+    packed: bool,
     sequence_length: int | None = None,
     parts_with: tuple[str, ...] = (),
 ) -> tuple[Implementation, str]:
-    """The implementation for `kernels.attention` (auto, cudnn, reference), and why, for the log.
+    """The implementation for `kernels.attention` (auto, cudnn, pallas, reference), and why, for the log.
 
-    `sequence_length` is the one trained on, None where nothing is trained. Where keys are attended to in parts
-    (`kernels.context` ring or all_gather), `parts_with` are the settings that a part would have to know of.
-    Raises ConfigError if cudnn is asked for by name and cannot run, and if auto would take the reference for sequences
-    whose scores do not fit a GPU.
+    `packed`: several documents in a sequence. `sequence_length` is the one trained on, None where nothing is trained.
+    Where keys are attended to in parts (`kernels.context` ring or all_gather), `parts_with` are the settings that a
+    part in cuDNN does not know of.
+    Raises ConfigError if a kernel is asked for by name and cannot run, and if auto would take the reference for
+    sequences whose scores do not fit a GPU.
     """
     if requested == "reference":
         return "reference", "kernels.attention=reference"
-    widest = _CUDNN_WIDEST_ANYWHERE if requested == "auto" else _CUDNN_WIDEST
-    obstacle = _cudnn_obstacle(
-        platform, jnp.dtype(dtype), head_dim, softcap, segment_ids, sequence_length, widest, parts_with
-    )
-    if requested == "auto":
-        on_gpu = platform in ("gpu", "cuda")
-        if obstacle and on_gpu and (sequence_length or 0) > _REFERENCE_LONGEST_ON_GPUS:
-            raise ConfigError(
-                f"kernels.attention=auto finds no fused kernel, {obstacle[0]}, and the reference would hold the scores "
-                f"of all pairs of batch.sequence_length={sequence_length} tokens: {obstacle[1]}, or set "
-                "kernels.attention=reference if they fit."
-            )
-        return ("reference", obstacle[0]) if obstacle else ("cudnn", "the fused kernel fits this model")
-    if obstacle:
-        raise ConfigError(f"kernels.attention=cudnn cannot run, {obstacle[0]}: {obstacle[1]}.")
-    return "cudnn", "kernels.attention=cudnn"
+    dtype, on_gpu = jnp.dtype(dtype), platform in ("gpu", "cuda")
+    obstacles: dict[Implementation, tuple[str, str] | None] = {
+        "cudnn": _cudnn_obstacle(
+            dtype,
+            head_dim,
+            softcap,
+            packed,
+            sequence_length,
+            _CUDNN_WIDEST_ANYWHERE if requested == "auto" else _CUDNN_WIDEST,
+            parts_with,
+        ),
+        "pallas": _pallas_obstacle(capability, dtype, head_dim),
+    }
+    if not on_gpu:
+        name = requested if requested != "auto" else "a fused kernel"
+        no_gpu = f"{name} needs a GPU and this is {platform}", "use kernels.attention=auto or reference"
+        obstacles = {"cudnn": no_gpu, "pallas": no_gpu}
+    if requested != "auto":
+        chosen: Implementation = "cudnn" if requested == "cudnn" else "pallas"
+        obstacle = obstacles[chosen]
+        if obstacle:
+            raise ConfigError(f"kernels.attention={requested} cannot run, {obstacle[0]}: {obstacle[1]}.")
+        return chosen, f"kernels.attention={requested}"
+    cudnn, pallas = obstacles["cudnn"], obstacles["pallas"]
+    if cudnn is None:
+        return "cudnn", "the fused kernel fits this model"
+    if pallas is None:
+        return "pallas", cudnn[0]
+    if on_gpu and (sequence_length or 0) > _REFERENCE_LONGEST_ON_GPUS:
+        raise ConfigError(
+            f"kernels.attention=auto finds no fused kernel, {cudnn[0]}, and {pallas[0]}; the reference would hold the "
+            f"scores of all pairs of batch.sequence_length={sequence_length} tokens: {cudnn[1]}, or set "
+            "kernels.attention=reference if they fit."
+        )
+    return "reference", cudnn[0]
+
+
+def _pallas_obstacle(capability: str | None, dtype: Any, head_dim: int) -> tuple[str, str] | None:
+    """Why our own kernel cannot run and what to do about it; None if it can."""
+    instead = "or use kernels.attention=reference"
+    if capability != "9.0":
+        return f"megajax's own kernel is for GPUs of compute capability 9.0 and this is {capability}", instead[3:]
+    if dtype not in (jnp.bfloat16, jnp.float16):
+        return f"megajax's own kernel has no {dtype}", f"set precision.compute to bfloat16 or float16, {instead}"
+    if head_dim not in ranged_attention.HEAD_DIMS:
+        widths = " and ".join(map(str, ranged_attention.HEAD_DIMS))
+        return f"megajax's own kernel takes heads of {widths} and model.head_dim={head_dim}", f"change it, {instead}"
+    return None
 
 
 def _cudnn_obstacle(
-    platform: str,
     dtype: Any,
     head_dim: int,
     softcap: float | None,
-    segment_ids: bool,
+    packed: bool,
     sequence_length: int | None,
     widest: int,
     parts_with: tuple[str, ...],
 ) -> tuple[str, str] | None:
     """Why cuDNN attention cannot run and what to do about it; None if it can."""
     instead = "or use kernels.attention=reference"
-    if platform not in ("gpu", "cuda"):
-        return f"cuDNN needs a GPU and this is {platform}", "use kernels.attention=auto or reference"
     if dtype not in (jnp.bfloat16, jnp.float16):
         return f"cuDNN has no {dtype} kernel", f"set precision.compute to bfloat16 or float16, {instead}"
     if head_dim % 8 or head_dim > widest:
@@ -178,14 +244,14 @@ def _cudnn_obstacle(
         )
     if softcap is not None:
         return f"cuDNN has no soft-cap and model.attention_softcap={softcap}", f"remove it, {instead}"
-    if segment_ids:
+    if packed:
         return (
-            "cuDNN takes no segment ids here and the batch has packed documents",
+            "cuDNN takes no document borders here and the batch has packed documents",
             f"unset data.reset_attention, {instead}",
         )
     if parts_with:
         return (
-            f"a part of the keys is attended to by a call that does not know {' and '.join(parts_with)}",
+            f"cuDNN's attention to a part of the keys does not know {' and '.join(parts_with)}",
             f"set kernels.context=all_to_all, {instead}",
         )
     return None

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
+from megajax.ops import ranged_attention
 from megajax.ops.attention import Implementation
 from megajax.ops.numerics import wide
 
@@ -32,13 +33,15 @@ Part = tuple[jax.Array, jax.Array]  # output [B, Sq, N, H], log-sum-exp [B, N, S
 def attend(scores: Scores, kind: Kind, q: jax.Array, k: jax.Array, v: jax.Array, ranges: Ranges | None) -> Part:
     """Attention of `q [B, Sq, N, H]` to the keys `k`, `v [B, Sk, K, H]` that it sees: those in its range.
 
-    cuDNN knows three kinds of ranges alone: queries and keys are the same tokens ("causal"), all are seen ("full"), or
-    in each sequence those before an index that all of its queries have in `ranges` ("prefix").
+    Ranges never fall along the queries. cuDNN knows three kinds alone: queries and keys are the same tokens ("causal"),
+    all are seen ("full"), or in each sequence those before an index that all its queries have in `ranges` ("prefix").
     A query that sees nothing has an output of 0 and a log-sum-exp of -inf.
     """
     if scores.implementation == "cudnn":
         return _cudnn(scores, kind, q, k, v, ranges)
     assert ranges is not None
+    if scores.implementation == "pallas":
+        return ranged_attention.attend(q, k, v, *ranges, scale=scores.scale, softcap=scores.softcap)
     s, _ = _scores(scores, q, k, ranges)
     largest = s.max(-1, keepdims=True)
     p = jnp.exp(s - jnp.where(jnp.isfinite(largest), largest, 0))
@@ -56,6 +59,9 @@ def attend_backward(
     if scores.implementation == "cudnn":
         return _cudnn_backward(scores, kind, q, k, v, ranges, whole, dout)
     assert ranges is not None
+    if scores.implementation == "pallas":
+        arguments = (q, k, v, *ranges, whole[0].astype(q.dtype), whole[1], dout)
+        return ranged_attention.attend_backward(*arguments, scale=scores.scale, softcap=scores.softcap)
     out, lse = whole
     s, slope = _scores(scores, q, k, ranges)
     p = jnp.exp(s - lse.reshape(*s.shape[:-1], 1))

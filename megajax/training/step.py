@@ -68,20 +68,21 @@ class TrainProgram:
     def build(cls, config: Config, mesh: Mesh) -> "TrainProgram":
         """The program of a checked config on a mesh. Raises ConfigError for a kernel that cannot run."""
         model = Transformer(config.model)
-        declared = parameters(model)
+        declared, device = parameters(model), mesh.devices.flat[0]
         attention, reason = ops.choose_attention(
             config.kernels.attention,
-            platform=mesh.devices.flat[0].platform,
+            platform=device.platform,
+            capability=getattr(device, "compute_capability", None),
             dtype=config.precision.compute,
             head_dim=config.model.head_dim,
             softcap=config.model.attention_softcap,
-            segment_ids=config.data.reset_attention,
+            packed=config.data.reset_attention,
             sequence_length=config.batch.sequence_length,
             parts_with=_unknown_to_parts(config, mesh),
         )
         optimizer = make_optimizer(config.optimizer, {name: p.role for name, p in declared.items()})
         placements = place_all(declared, mesh_sizes(mesh), _stored_rows(config, mesh))
-        device, settings, kernels = mesh.devices.flat[0], config.precision.fp8, "reference"
+        settings, kernels = config.precision.fp8, "reference"
         if settings.recipe != "none":
             capability = getattr(device, "compute_capability", None)
             kernels = fp8.choose(settings.backend, device.platform, capability)
@@ -183,7 +184,7 @@ class TrainProgram:
 
 
 def _unknown_to_parts(config: Config, mesh: Mesh) -> tuple[str, ...]:
-    """Settings that attention to a part of the keys (`ops/partial_attention.py`) leaves to the reference."""
+    """Settings that cuDNN's attention to a part of the keys (`ops/partial_attention.py`) does not know."""
     if mesh_sizes(mesh)["context"] == 1 or config.kernels.context == "all_to_all":
         return ()
     windows = [window for window in layer_windows(config.model) if window is not None]

@@ -165,10 +165,11 @@ def test_cudnn_refuses_what_it_cannot_do(lowered_for_cuda):
 
 FITS: dict[str, Any] = {
     "platform": "gpu",
+    "capability": "8.0",
     "dtype": "bfloat16",
     "head_dim": 128,
     "softcap": None,
-    "segment_ids": False,
+    "packed": False,
 }
 OBSTACLES = [
     ({"platform": "cpu"}, "needs a GPU"),
@@ -177,7 +178,7 @@ OBSTACLES = [
     ({"head_dim": 264}, "model.head_dim=264"),
     ({"sequence_length": 37}, "batch.sequence_length=37"),
     ({"softcap": 50.0}, "model.attention_softcap=50.0"),
-    ({"segment_ids": True}, "packed documents"),
+    ({"packed": True}, "packed documents"),
     ({"parts_with": ("model.sliding_window=64",)}, "does not know model.sliding_window=64"),
 ]
 
@@ -197,7 +198,7 @@ def test_auto_falls_back_with_the_reason_and_cudnn_by_name_is_refused(change, re
     assert str(refused.value).startswith("kernels.attention=cudnn cannot run") and "\n" not in str(refused.value)
 
 
-@pytest.mark.parametrize("change", [{"softcap": 50.0}, {"segment_ids": True}, {"parts_with": ("run.deterministic",)}])
+@pytest.mark.parametrize("change", [{"softcap": 50.0}, {"packed": True}, {"parts_with": ("run.deterministic",)}])
 def test_long_sequences_are_not_left_to_the_reference(change):
     short: dict[str, Any] = FITS | change | {"sequence_length": 8192}
     assert choose_attention("auto", **short)[0] == "reference"
@@ -207,6 +208,32 @@ def test_long_sequences_are_not_left_to_the_reference(change):
     assert str(refused.value).endswith("or set kernels.attention=reference if they fit.")
     assert choose_attention("reference", **long)[0] == "reference"
     assert choose_attention("auto", **long | {"platform": "cpu"})[0] == "reference"
+
+
+@pytest.mark.parametrize("change", [{"softcap": 50.0}, {"packed": True}, {"parts_with": ("run.deterministic",)}])
+def test_what_cudnn_cannot_do_is_our_own_kernels_on_hopper(change):
+    hopper: dict[str, Any] = FITS | change | {"capability": "9.0", "sequence_length": 131072}
+    name, why = choose_attention("auto", **hopper)
+    assert name == "pallas" and "cuDNN" in why
+    assert choose_attention("auto", **FITS | {"capability": "9.0"})[0] == "cudnn"
+    assert choose_attention("pallas", **hopper)[0] == "pallas"
+    with pytest.raises(ConfigError, match="scores of all pairs"):
+        choose_attention("auto", **hopper | {"head_dim": 256})
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"capability": "10.0"}, "compute capability 9.0 and this is 10.0"),
+        ({"head_dim": 96}, "model.head_dim=96"),
+        ({"dtype": jnp.float32}, "float32"),
+        ({"platform": "cpu"}, "needs a GPU"),
+    ],
+)
+def test_our_own_kernel_by_name_is_refused_where_it_cannot_run(change, reason):
+    with pytest.raises(ConfigError, match=reason) as refused:
+        choose_attention("pallas", **FITS | {"capability": "9.0"} | change)
+    assert str(refused.value).startswith("kernels.attention=pallas cannot run") and "\n" not in str(refused.value)
 
 
 def test_heads_up_to_256_need_cudnn_by_name():

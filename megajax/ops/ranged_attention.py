@@ -1,0 +1,163 @@
+"""Attention in which every query sees a range of keys, forward and backward, in Pallas kernels for Hopper GPUs.
+
+A range is [first, end), and both bounds never fall along the queries: causal attention, packed documents, sliding
+windows and prefixes are such ranges, and so are their parts where the keys are spread over devices. Tiles of keys
+that no query of a tile sees are never loaded, and only tiles that a bound cuts are masked.
+
+The kernels are FlashAttention (Dao et al. 2022; Shah et al. 2024 for Hopper): one warpgroup loads tiles while the
+others compute. There are three, each deterministic: the output; dq; and dk with dv. Where Hopper multiplies 64 rows
+at a time, a warpgroup has 64 rows: of queries, and in the last kernel of keys.
+"""
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from megajax.ops import ranged_attention_kernels as kernels
+from megajax.ops.ranged_attention_kernels import Tiles
+
+HEAD_DIMS = (64, 128)
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """The tiles of the three kernels."""
+
+    forward: Tiles = field(default_factory=lambda: Tiles(columns=128, stages=2))
+    dq: Tiles = field(default_factory=lambda: Tiles(columns=64, stages=2))
+    dkv: Tiles = field(default_factory=lambda: Tiles(columns=64, stages=2))
+
+
+def attend(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    first: jax.Array,
+    end: jax.Array,
+    *,
+    scale: float,
+    softcap: float | None = None,
+    tiling: Tiling = Tiling(),
+    interpret: bool = False,
+) -> tuple[jax.Array, jax.Array]:
+    """softmax(softcap(scale · q·k)) v over the keys [first, end) → (out in q's dtype, log-sum-exp `[B, N, Sq]` FP32).
+
+    q is `[B, Sq, N, H]`, k and v `[B, Sk, K, H]` in BF16 or FP16, H is 64 or 128; query head n reads KV head
+    n // (N/K). `first` and `end` are `[B, Sq]` int32, neither falls along Sq, and what lies outside 0…Sk is cut off.
+    A query that sees nothing has an output of 0 and a log-sum-exp of -inf. `interpret` runs it on any device, slowly.
+    """
+    _check(q, k, v)
+    tiles, (B, Sq, N, _) = tiling.forward, q.shape
+    q, first, end = _pad_queries(tiles.rows_of_block, q, k, first, end)
+    k, v = (_pad(a, tiles.columns) for a in (k, v))
+    kernel = kernels.Forward(tiles, scale, softcap, N // k.shape[2], interpret)
+    out_shape = [q, jax.ShapeDtypeStruct((B, N, q.shape[1]), jnp.float32)]
+    out, lse = _launch(kernel, "ranged_attention", (q, k, v, first, end), out_shape, q.shape[1], N, interpret)
+    return out[:, :Sq], lse[:, :, :Sq]
+
+
+def attend_backward(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    first: jax.Array,
+    end: jax.Array,
+    out: jax.Array,
+    lse: jax.Array,
+    dout: jax.Array,
+    *,
+    scale: float,
+    softcap: float | None = None,
+    tiling: Tiling = Tiling(),
+    interpret: bool = False,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The gradients (dq, dk, dv), each in its input's dtype, of what `attend` computes.
+
+    `out` and `lse` may be those of all parts, where k and v are a part of the keys: then dq is this part's share.
+    """
+    _check(q, k, v)
+    (_, Sq, N, _), (_, Sk, K, _) = q.shape, k.shape
+    delta = jnp.einsum("bqnh,bqnh->bnq", out, dout, preferred_element_type=jnp.float32)
+    # In units of exp2. A query that sees nothing has p = exp2(s - inf) = 0 everywhere.
+    log2_sum = jnp.where(lse == -jnp.inf, jnp.inf, lse * math.log2(math.e))
+    dout = dout.astype(q.dtype)
+
+    tiles = tiling.dq
+    rows, of_q = _pad_queries(tiles.rows_of_block, q, k, first, end), tiles.rows_of_block
+    arrays = (rows[0], _pad(k, tiles.columns), _pad(v, tiles.columns), *rows[1:], _pad(dout, of_q))
+    arrays += (_pad(log2_sum, of_q, 2), _pad(delta, of_q, 2))
+    kernel = kernels.QueryGradient(tiles, scale, softcap, N // K, interpret)
+    [dq] = _launch(kernel, "ranged_attention_dq", arrays, [rows[0]], rows[0].shape[1], N, interpret)
+
+    tiles = tiling.dkv
+    rows, of_q = _pad_queries(tiles.columns, q, k, first, end), tiles.columns
+    keys = tuple(_pad(a, tiles.rows_of_block) for a in (k, v))
+    arrays = (rows[0], *keys, *rows[1:], _seen_by(*rows[1:], keys[0].shape[1], tiles.rows), _pad(dout, of_q))
+    arrays += (_pad(log2_sum, of_q, 2), _pad(delta, of_q, 2))
+    kernel = kernels.KeyValueGradient(tiles, scale, softcap, N // K, interpret)
+    dk, dv = _launch(kernel, "ranged_attention_dkv", arrays, keys, keys[0].shape[1], K, interpret)
+    return dq[:, :Sq], dk[:, :Sk], dv[:, :Sk]
+
+
+def _check(q: jax.Array, k: jax.Array, v: jax.Array) -> None:
+    if q.dtype not in (jnp.bfloat16, jnp.float16) or not q.dtype == k.dtype == v.dtype:
+        raise ValueError(f"q, k and v are {q.dtype}, {k.dtype} and {v.dtype}: make all bfloat16 or all float16.")
+    if q.shape[-1] not in HEAD_DIMS:
+        raise ValueError(f"A head is {q.shape[-1]} wide: this kernel takes {' and '.join(map(str, HEAD_DIMS))}.")
+    if q.shape[2] % k.shape[2]:
+        raise ValueError(f"{k.shape[2]} KV heads do not divide {q.shape[2]} query heads.")
+
+
+def _pad(a: jax.Array, multiple: int, axis: int = 1) -> jax.Array:
+    """Zeros at the end of an axis up to a multiple."""
+    missing = -a.shape[axis] % multiple
+    return jnp.pad(a, [(0, missing if i == axis else 0) for i in range(a.ndim)]) if missing else a
+
+
+def _pad_queries(multiple: int, q, k, first, end) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """(q, first, end) up to a multiple of queries, of which those added see nothing, with ranges inside the keys."""
+    B, Sq = q.shape[:2]
+    first, end = (jnp.broadcast_to(jnp.clip(a.astype(jnp.int32), 0, k.shape[1]), (B, Sq)) for a in (first, end))
+    if missing := -Sq % multiple:
+        last = jnp.maximum(first[:, -1:], end[:, -1:])
+        first, end = (jnp.concatenate([a, jnp.repeat(last, missing, axis=1)], axis=1) for a in (first, end))
+    return _pad(q, multiple), first, end
+
+
+def _seen_by(first: jax.Array, end: jax.Array, Sk: int, rows: int) -> jax.Array:
+    """For each `rows` keys which queries see them: `[B, Sk/rows, 4]` int32, (from, to, from, to) as `Bounds` has them.
+
+    Bounds never fall, so that those who see any of the keys are a range, and those who see all of them another.
+    """
+    start = jnp.arange(0, Sk, rows, dtype=jnp.int32)[:, None]
+    first, end = first[:, None, :], end[:, None, :]
+
+    def count(queries: jax.Array) -> jax.Array:
+        return jnp.sum(queries, axis=-1, dtype=jnp.int32)
+
+    any_from, any_to = count(end <= start), count(first < start + rows)
+    all_from, all_to = count(end < start + rows), count(first <= start)
+    return jnp.stack([any_from, any_to, all_from, all_to], axis=-1)
+
+
+def _launch(
+    kernel: Any, name: str, arrays: tuple, outputs: Any, length: int, heads: int, interpret: bool
+) -> list[jax.Array]:
+    """The kernel's outputs, with a block for each tile of `length`, sequence and head. Heads change fastest."""
+    tiles, q = kernel.tiles, arrays[0]
+    return plgpu.kernel(
+        kernel,
+        out_type=[jax.ShapeDtypeStruct(o.shape, o.dtype) for o in outputs],
+        scratch_types=kernel.scratch(q.shape[-1], q.dtype),
+        grid=(length // tiles.rows_of_block, q.shape[0], heads),
+        grid_names=("tile", "batch", "head"),
+        num_threads=tiles.warpgroups + 1,
+        thread_name="warpgroup",
+        kernel_name=name,
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+        interpret=plgpu.InterpretGPUParams() if interpret else None,
+    )(*arrays)

@@ -1,0 +1,128 @@
+"""The kernels of attention to ranges of keys, interpreted, against plain NumPy in float64; and compiled for H200."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from megajax.ops.ranged_attention import attend, attend_backward
+
+B, SQ, SK, H = 1, 150, 200, 64  # neither queries nor keys are whole tiles
+SCALE = 0.2
+
+
+def ranges(kind: str) -> tuple[np.ndarray, np.ndarray]:
+    """first and end, [SQ]."""
+    at = np.arange(SQ)
+    match kind:
+        case "causal":
+            return 0 * at, at + 1
+        case "documents":  # of 7, 61, 1 and 81 tokens
+            return np.repeat([0, 7, 68, 69], [7, 61, 1, 81]), at + 1
+        case "window":
+            return at - 20, at + 1
+        case "prefix":
+            return 0 * at, 0 * at + 130
+        case "nothing":
+            return 0 * at, 0 * at
+        case "later":  # causal for keys that stand 40 places further on: the first 40 queries see nothing
+            return 0 * at - 40, at - 39
+        case "gaps":  # queries between others that see nothing
+            return np.where(at < 70, 0, 90), np.where(at < 30, 25, np.where(at < 100, 64, 150))
+    raise AssertionError(kind)
+
+
+def expected(q, k, v, first, end, softcap, dout, whole_lse=None, whole_out=None):
+    """(out, lse, dq, dk, dv) in float64; with the whole's lse and out the gradients are those of a part."""
+    q, k, v, dout = (np.asarray(a, np.float64) for a in (q, k, v, dout))
+    K, G = k.shape[2], q.shape[2] // k.shape[2]
+    k, v = (np.repeat(a, G, axis=2) for a in (k, v))
+    s, slope = np.einsum("bqnh,bknh->bnqk", q, k) * SCALE, 1.0
+    if softcap is not None:
+        s, slope = softcap * np.tanh(s / softcap), 1 - np.tanh(s / softcap) ** 2
+    keys = np.arange(k.shape[1])
+    s = np.where((keys >= first[:, None]) & (keys < end[:, None]), s, -np.inf)
+    with np.errstate(divide="ignore"):
+        lse = np.log(np.exp(s).sum(-1))
+    p = np.exp(s - np.where(np.isneginf(lse), 0, lse)[..., None])
+    out = np.einsum("bnqk,bknh->bqnh", p, v)
+    if whole_lse is not None:
+        p, out_of_all = np.exp(s - whole_lse[..., None]), np.asarray(whole_out, np.float64)
+    else:
+        out_of_all = out
+    delta = np.einsum("bqnh,bqnh->bnq", out_of_all, dout)
+    ds = p * (np.einsum("bqnh,bknh->bnqk", dout, v) - delta[..., None]) * slope * SCALE
+    dk, dv = (np.einsum("bnqk,bqnh->bknh", a, b).reshape(B, -1, K, G, H).sum(3) for a, b in ((ds, q), (p, dout)))
+    return out, lse, np.einsum("bnqk,bknh->bqnh", ds, k), dk, dv
+
+
+def tensors(rng, N=2, K=1) -> list[jax.Array]:
+    """q, k, v and dout."""
+    shapes = (SQ, N), (SK, K), (SK, K), (SQ, N)
+    return [jnp.asarray(rng.normal(size=(B, length, heads, H)), jnp.bfloat16) for length, heads in shapes]
+
+
+@functools.cache
+def compiled(softcap) -> tuple:
+    """attend and attend_backward, interpreted; compiled once for all ranges."""
+    settings = {"scale": SCALE, "softcap": softcap, "interpret": True}
+    return tuple(jax.jit(functools.partial(f, **settings)) for f in (attend, attend_backward))
+
+
+def as_arrays(first, end) -> tuple[jax.Array, jax.Array]:
+    return jnp.asarray(first, jnp.int32)[None], jnp.asarray(end, jnp.int32)[None]
+
+
+@pytest.mark.parametrize("kind", ["causal", "documents", "window", "prefix", "later", "gaps", "nothing"])
+def test_queries_see_their_range_and_keys_get_its_gradients(rng, error, kind):
+    first, end = ranges(kind)
+    check(tensors(rng), error, first, end, softcap=None)
+
+
+def test_query_heads_share_kv_heads_and_scores_may_have_a_softcap(rng, error):
+    check(tensors(rng, N=4, K=2), error, *ranges("window"), softcap=1.5)
+
+
+def check(tensors, error, first, end, softcap) -> None:
+    q, k, v, dout = tensors
+    forward, backward = compiled(softcap)
+    out, lse = forward(q, k, v, *as_arrays(first, end))
+    gradients = backward(q, k, v, *as_arrays(first, end), out, lse, dout)
+    assert out.dtype == q.dtype and lse.dtype == jnp.float32 and lse.shape == (B, q.shape[2], SQ)
+    expected_out, expected_lse, *expected_gradients = expected(q, k, v, first, end, softcap, dout)
+    seen = np.isfinite(expected_lse)
+    np.testing.assert_array_equal(np.isneginf(lse), ~seen)
+    np.testing.assert_allclose(lse[seen], expected_lse[seen], atol=1e-4)
+    for found, right in zip((out, *gradients), (expected_out, *expected_gradients), strict=True):
+        if right.any():
+            assert error(found, right) < 1e-2
+        else:
+            assert not found.any()
+
+
+def test_parts_of_the_keys_add_up_to_all(rng, error):
+    q, k, v, dout = tensors(rng)
+    first, end = ranges("causal")
+    _, backward = compiled(None)
+    out, lse, *right = expected(q, k, v, first, end, None, dout)
+    whole = jnp.asarray(out, q.dtype), jnp.asarray(lse, jnp.float32)
+    dq, at = 0.0, SK // 2
+    for part, moved in ((slice(0, at), 0), (slice(at, SK), at)):
+        # A range may reach over the part's keys on both sides.
+        share = backward(q, k[:, part], v[:, part], *as_arrays(first - moved, end - moved), *whole, dout)
+        dq += np.asarray(share[0], np.float64)
+        assert error(share[1], right[1][:, part]) < 1e-2 and error(share[2], right[2][:, part]) < 1e-2
+    assert error(dq, right[0]) < 1e-2
+
+
+def test_what_the_kernels_do_not_take_is_refused(rng):
+    q, k, v, _ = tensors(rng, N=4, K=2)
+    bounds = as_arrays(*ranges("causal"))
+    with pytest.raises(ValueError, match="float32"):
+        attend(*(a.astype(jnp.float32) for a in (q, k, v)), *bounds, scale=SCALE)
+    with pytest.raises(ValueError, match="32 wide"):
+        attend(*(a[..., :32] for a in (q, k, v)), *bounds, scale=SCALE)
+    with pytest.raises(ValueError, match="3 query heads"):
+        attend(q[:, :, :3], k, v, *bounds, scale=SCALE)
