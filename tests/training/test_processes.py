@@ -100,7 +100,8 @@ def test_two_processes_go_on_from_the_checkpoint_of_one(
 ):
     one = start(*OPTIONS, "run.steps=3", f"run.dir={tmp_path / 'two'}")
     assert one.finish() == 0, one.output
-    first, second = start_two(f"run.dir={tmp_path / 'two'}")
+    sequences = ("mesh.data=1", "mesh.fsdp=1", "mesh.context=4")  # each is divided over both processes
+    first, second = start_two(*sequences, f"run.dir={tmp_path / 'two'}")
     assert (first.finish(), second.finish()) == (0, 0), first.output + second.output
     assert "resuming from the checkpoint of step 3" in first.output
     assert checkpoint_steps(tmp_path / "two") == [3, 6]
