@@ -1,17 +1,17 @@
-"""Matmuls of groups of rows, each group with its own weights, in BF16 or FP16 on Hopper (Pallas, Mosaic GPU).
+"""Matmuls of groups of rows, each group with its own weights, in BF16 or FP16 on Hopper GPUs (Pallas, Mosaic GPU).
 
 Two kernels of one shape. A persistent block has a warpgroup that loads tiles of both operands into a ring of shared
-memory, with TMA, and two that multiply them, keep the sums in registers and store the results with TMA, while the
-next tile's operands are being loaded. `matmul` walks over tiles of the result's rows, each with one group's rows
-alone; `weight_gradient` over tiles of each group's weights, along the group's rows.
+memory, and two that multiply them, keep the sums in registers and store the results, while the next tile's operands
+are being loaded; all copies are TMA's. `matmul` walks over tiles of the result's rows, each with rows of one group
+alone; `weight_gradient` over tiles of each group's weights, summing along the group's rows.
 
-TMA reads rows from a multiple of 8 on (the height of a swizzled tile): a tile may thus begin up to 7 rows before its
+TMA reads rows from a multiple of 8 on, the height of a swizzled tile: a tile may thus begin up to 7 rows before its
 group, and end after it. Rows of other groups are not stored by `matmul`, and are zeroed by `weight_gradient`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -26,17 +26,17 @@ COMPUTE = 2  # warpgroups that multiply; the one after them loads
 LOAD_REGISTERS, COMPUTE_REGISTERS = 40, 232
 SWIZZLE = 128  # bytes
 STORE_ROWS = 64  # rows of a part of the result on its way through shared memory, SWIZZLE bytes wide
-SLOTS = 2  # such parts that a warpgroup has under way
+SLOTS = 2  # such parts that a warpgroup has under way; code relies on 2
 
 
 @dataclass(frozen=True)
 class Tiling:
     """How a kernel divides its work.
 
-    A warpgroup has rows × cols of the result, a block twice as many rows (split="rows") or columns ("cols"), which the
-    two warpgroups divide; `depth` is one step of the sum, `stages` the steps that fit the ring. Tiles are walked in
-    panels of `panel` tiles of rows, down each panel first. With `pair`, two blocks side by side along the columns load
-    each half of the rows' operand for both. `in_flight` steps (0 or 1) are not waited for before the next is begun.
+    A warpgroup has rows × cols of the result; a block twice as many rows (split="rows") or columns ("cols"). `depth`
+    is one step of the sum, `stages` the steps that the ring holds. Tiles are walked in panels of `panel` tiles of rows,
+    down each panel first. With `pair`, two blocks side by side along the columns load half of the rows' operand each,
+    for both. So many steps `in_flight` (0 or 1) are not waited for before the next is begun.
     """
 
     rows: int = 128
@@ -56,12 +56,14 @@ class Tiling:
     def block_cols(self) -> int:
         return self.cols * (COMPUTE if self.split == "cols" else 1)
 
-    def own_rows(self, wg) -> Any:
-        """The rows of warpgroup `wg` in its block's tile."""
-        return pl.ds(wg * self.rows if self.split == "rows" else 0, self.rows)
+    def own_offsets(self, wg: jax.Array) -> tuple[jax.Array | int, jax.Array | int]:
+        """Where warpgroup `wg` begins in its block's tile."""
+        return (wg * self.rows, 0) if self.split == "rows" else (0, wg * self.cols)
 
-    def own_cols(self, wg) -> Any:
-        return pl.ds(wg * self.cols if self.split == "cols" else 0, self.cols)
+    def own(self, wg: jax.Array) -> tuple[Any, Any]:
+        """The rows and the columns of warpgroup `wg` in its block's tile."""
+        row, col = self.own_offsets(wg)
+        return pl.ds(row, self.rows), pl.ds(col, self.cols)
 
 
 def fits(*widths: int) -> bool:
@@ -83,64 +85,15 @@ def matmul(
 
     Rows after the last group are zeros. `blocks` is the number of multiprocessors to use.
     """
-    T, K = x_tk.shape
-    N = w.shape[1 if transpose_w else 2]
-    padding = -T % ALIGNMENT
-    if padding:
-        x_tk = jnp.pad(x_tk, ((0, padding), (0, 0)))
-    tiles, count = row_tiles(group_sizes_e, T, tiling.block_rows)
-    col_tiles = pl.cdiv(N, tiling.block_cols)
-    groups, rows, cols = w.shape[0], tiling.block_rows, tiling.block_cols
+    T, N = x_tk.shape[0], w.shape[1 if transpose_w else 2]
 
-    def kernel(tiles_ref, count_ref, x_ref, w_ref, out_ref, *scratch) -> None:
-        block = _Block(tiling, *scratch)
+    def kernel(tiles_ref, x_ref, w_ref, out_ref, *memory) -> None:
+        _Block(tiling, *memory).run(_Rows(tiling, transpose_w, tiles_ref, x_ref, w_ref, out_ref))
 
-        def tile_at(index) -> Callable:
-            row_tile, col_tile = plgpu.planar_snake(index, (count_ref[0], block.clusters_of(col_tiles)), 0, tiling.panel)
-            return lambda field: tiles_ref[row_tile, field], block.of_pair(col_tile)
-
-        def steps(tile):
-            field, _ = tile
-            return jnp.where(field(GROUP) < groups, K // tiling.depth, 0)
-
-        def load(tile, step, a, b, arrived) -> None:
-            field, col_tile = tile
-            depth, across = pl.ds(step * tiling.depth, tiling.depth), pl.ds(col_tile * cols, cols)
-            start = pl.multiple_of(field(START), ALIGNMENT)
-            plgpu.copy_gmem_to_smem(x_ref.at[pl.ds(start, rows), depth], a, arrived, collective_axes=block.shared)
-            weights = w_ref.at[field(GROUP)]
-            plgpu.copy_gmem_to_smem(weights.at[(across, depth) if transpose_w else (depth, across)], b, arrived)
-
-        def multiply(tile, step, a, b, acc, wg) -> None:
-            own = tiling.own_cols(wg)
-            b = b.at[own].transpose((1, 0)) if transpose_w else b.at[:, own]
-            plgpu.wgmma(acc, a.at[tiling.own_rows(wg)], b)
-
-        def store(tile, row, col, part, plain, values) -> None:
-            field, col_tile = tile
-            first, last = (jnp.clip(field(f) - row, 0, STORE_ROWS) for f in (FIRST, LAST))
-            start = pl.multiple_of(field(START) + row, ALIGNMENT)
-            across = pl.ds(col_tile * cols + col, part.shape[1])
-
-            @pl.when(last - first == STORE_ROWS)
-            def _whole():
-                part[...] = values
-                plgpu.commit_smem()
-                plgpu.copy_smem_to_gmem(part, out_ref.at[pl.ds(start, STORE_ROWS), across], commit_group=False)
-
-            @pl.when((first < last) & (last - first < STORE_ROWS))
-            def _partial():
-                plain[...] = values
-                plgpu.commit_smem()
-                _store_rows(plain, first, last, lambda begin, height: out_ref.at[pl.ds(start + begin, height), across])
-
-        block.run(count_ref[0] * block.clusters_of(col_tiles), tile_at, steps, load, multiply, store)
-
-    a_shape = (rows, tiling.depth)
-    b_shape = (cols, tiling.depth) if transpose_w else (tiling.depth, cols)
+    b_shape = (tiling.block_cols, tiling.depth) if transpose_w else (tiling.depth, tiling.block_cols)
     out = jax.ShapeDtypeStruct((T, N), x_tk.dtype)
-    call = _kernel(kernel, "grouped_matmul", tiling, a_shape, b_shape, x_tk.dtype, out, blocks, interpret)
-    return call(tiles, count, x_tk, w.astype(x_tk.dtype))
+    call = _kernel(kernel, "grouped_matmul", tiling, (tiling.block_rows, tiling.depth), b_shape, out, blocks, interpret)
+    return call(row_tiles(group_sizes_e, T, tiling.block_rows), _padded(x_tk), w.astype(x_tk.dtype))
 
 
 def weight_gradient(
@@ -153,219 +106,295 @@ def weight_gradient(
     blocks: int = MULTIPROCESSORS,
     interpret: Any = None,
 ) -> jax.Array:
-    """x_eᵀ dy_e of every group's rows of x [T, M] and dy [T, N] -> [E, M, N] in `dtype`; empty groups are zeros.
+    """x_eᵀ dy_e of every group's rows of x [T, M] and dy [T, N] -> [E, M, N] in `dtype`; empty groups have zeros.
 
-    Rows after the last group are not used, but must be finite.
+    Rows after the last group count for nothing, but must be finite.
     """
-    (T, M), N = x_tm.shape, dy_tn.shape[1]
-    E, rows, cols, depth = group_sizes_e.shape[0], tiling.block_rows, tiling.block_cols, tiling.depth
-    padding = -T % ALIGNMENT
-    if padding:
-        x_tm, dy_tn = (jnp.pad(a, ((0, padding), (0, 0))) for a in (x_tm, dy_tn))
-    ends = jnp.cumsum(group_sizes_e.astype(jnp.int32))
-    bounds = jnp.stack([ends - group_sizes_e, ends], axis=1)
-
-    def kernel(bounds_ref, x_ref, dy_ref, out_ref, *scratch) -> None:
-        block = _Block(tiling, *scratch)
-        tiles_of_group = pl.cdiv(M, rows), block.clusters_of(pl.cdiv(N, cols))
-
-        def tile_at(index):
-            size = jnp.int32(tiles_of_group[0] * tiles_of_group[1])
-            group = lax.div(index, size)
-            row_tile, col_tile = plgpu.planar_snake(lax.rem(index, size), tiles_of_group, 0, tiling.panel)
-            return group, row_tile, block.of_pair(col_tile)
-
-        def bounds_of(tile):
-            """The group's first row, the aligned one before it, and the end."""
-            start, end = bounds_ref[tile[0], 0], bounds_ref[tile[0], 1]
-            return start, lax.div(start, ALIGNMENT) * ALIGNMENT, end
-
-        def steps(tile):
-            start, first, end = bounds_of(tile)
-            return jnp.where(start < end, lax.div(end - first + (depth - 1), depth), 0)
-
-        def load(tile, step, a, b, arrived) -> None:
-            _, row_tile, col_tile = tile
-            down = pl.ds(pl.multiple_of(bounds_of(tile)[1] + step * depth, ALIGNMENT), depth)
-            across = pl.ds(row_tile * rows, rows)
-            plgpu.copy_gmem_to_smem(x_ref.at[down, across], a, arrived, collective_axes=block.shared)
-            plgpu.copy_gmem_to_smem(dy_ref.at[down, pl.ds(col_tile * cols, cols)], b, arrived)
-
-        def multiply(tile, step, a, b, acc, wg) -> None:
-            a, b = a.at[:, tiling.own_rows(wg)], b.at[:, tiling.own_cols(wg)]
-            start, first, end = bounds_of(tile)
-            first += step * depth
-
-            @pl.when((first < start) | (first + depth > end))
-            def _others_rows():
-                _keep_rows(a if tiling.split == "rows" else b, start - first, end - first)  # what this one alone reads
-
-            plgpu.wgmma(acc, a.transpose((1, 0)), b)
-
-        def store(tile, row, col, part, plain, values) -> None:
-            group, row_tile, col_tile = tile
-            part[...] = values
-            plgpu.commit_smem()
-            down, across = pl.ds(row_tile * rows + row, STORE_ROWS), pl.ds(col_tile * cols + col, part.shape[1])
-            plgpu.copy_smem_to_gmem(part, out_ref.at[group, down, across], commit_group=False)
-
-        block.run(E * tiles_of_group[0] * tiles_of_group[1], tile_at, steps, load, multiply, store)
-
-    out = jax.ShapeDtypeStruct((E, M, N), dtype)
-    shapes = (depth, rows), (depth, cols)
-    call = _kernel(kernel, "grouped_weight_gradient", tiling, *shapes, x_tm.dtype, out, blocks, interpret)
-    return call(bounds, x_tm, dy_tn)
-
-
-START, GROUP, FIRST, LAST = range(4)  # the columns of row_tiles
-
-
-def row_tiles(group_sizes_e: jax.Array, T: int, height: int) -> tuple[jax.Array, jax.Array]:
-    """The tiles of T rows, none with rows of two groups: ([tiles, 4], how many are in use [1]), int32.
-
-    Of each the row it begins at, a multiple of ALIGNMENT; the group; and where the group's rows begin and end in it.
-    The rows after the last group are group E.
-    """
+    E, M, N = group_sizes_e.shape[0], x_tm.shape[1], dy_tn.shape[1]
     sizes = group_sizes_e.astype(jnp.int32)
-    E = sizes.shape[0]
-    sizes = jnp.append(sizes, T - jnp.sum(sizes))
-    most = T // height + 2 * (E + 1)
-    ends = jnp.cumsum(sizes)
-    starts = ends - sizes
-    aligned = starts // ALIGNMENT * ALIGNMENT
-    last_tiles = jnp.cumsum(jnp.where(sizes > 0, pl.cdiv(ends - aligned, height), 0))
-    tile = jnp.arange(most)
-    group = jnp.minimum(jnp.sum(tile[:, None] >= last_tiles[None, :], axis=1), E)
-    tiles_before = jnp.where(group > 0, last_tiles[jnp.maximum(group - 1, 0)], 0)
-    start = aligned[group] + (tile - tiles_before) * height
+    ends = _running_sum(sizes)
+
+    def kernel(bounds_ref, x_ref, dy_ref, out_ref, *memory) -> None:
+        _Block(tiling, *memory).run(_Weights(tiling, bounds_ref, x_ref, dy_ref, out_ref))
+
+    shapes = (tiling.depth, tiling.block_rows), (tiling.depth, tiling.block_cols)
+    out = jax.ShapeDtypeStruct((E, M, N), dtype)
+    call = _kernel(kernel, "grouped_weight_gradient", tiling, *shapes, out, blocks, interpret, x_tm.dtype)
+    return call(jnp.stack([ends - sizes, ends], axis=1), _padded(x_tm), _padded(dy_tn))
+
+
+def row_tiles(group_sizes_e: jax.Array, T: int, height: int) -> jax.Array:
+    """The tiles of T rows, none with rows of two groups: int32 [tiles, 5].
+
+    Of each tile the row it begins at, a multiple of ALIGNMENT; the group; where the group's rows begin and end in it;
+    and how many tiles are in use. The rows after the last group are group E.
+    """
+    E, sizes = group_sizes_e.shape[0], group_sizes_e.astype(jnp.int32)
+    ends = _running_sum(sizes)
+    # So many tiles are enough wherever a group begins; the last may be without rows.
+    last_tiles = _running_sum(jnp.where(sizes > 0, pl.cdiv(sizes + (ALIGNMENT - 1), height), 0))
+    starts, ends = jnp.append(0, ends), jnp.append(ends, T)
+    first_tiles = jnp.append(0, last_tiles)
+    count = last_tiles[-1:] + pl.cdiv(T - starts[-1:] + (ALIGNMENT - 1), height)
+    tile = jnp.arange(T // height + 2 * (E + 1), dtype=jnp.int32)
+    group = jnp.sum(tile[:, None] >= last_tiles[None, :], axis=1, dtype=jnp.int32)
+    start = starts[group] // ALIGNMENT * ALIGNMENT + (tile - first_tiles[group]) * height
     first, last = (jnp.clip(bound[group] - start, 0, height) for bound in (starts, ends))
-    return jnp.stack([start, group, first, last], axis=1).astype(jnp.int32), last_tiles[-1:].astype(jnp.int32)
+    return jnp.stack([start, group, first, last, jnp.broadcast_to(count, tile.shape)], axis=1)
+
+
+def _running_sum(sizes: jax.Array) -> jax.Array:
+    """As a masked sum, which XLA fuses; a cumsum is kernels of its own."""
+    index = jnp.arange(sizes.shape[0])
+    return jnp.sum(jnp.where(index[:, None] >= index[None, :], sizes[None, :], 0), axis=1, dtype=jnp.int32)
+
+
+def _padded(x_tk: jax.Array) -> jax.Array:
+    padding = -x_tk.shape[0] % ALIGNMENT
+    return jnp.pad(x_tk, ((0, padding), (0, 0))) if padding else x_tk
+
+
+class _Work(Protocol):
+    """What a kernel computes, tile by tile; tiles are tuples of scalars."""
+
+    def count(self) -> tuple[Any, int]:
+        """The rows and columns of all tiles, as if they were one matrix."""
+        ...
+
+    def tile(self, index: jax.Array, col_tiles: int) -> tuple:
+        """A tile, but for its column, and its column."""
+        ...
+
+    def steps(self, tile: tuple) -> Any:
+        """The steps of its sum."""
+        ...
+
+    def load(self, tile: tuple, step: jax.Array, a: Any, b: Any, arrived: Any, shared: str | None) -> None:
+        """Begins the copies of one step's operands."""
+        ...
+
+    def multiply(self, tile: tuple, step: jax.Array, a: Any, b: Any, acc: Any, wg: jax.Array) -> None:
+        """Begins to add a step's product to what a warpgroup has summed."""
+        ...
+
+    def store(self, tile: tuple, row: Any, col: Any, part: Any) -> None:
+        """Begins the copy of a part of the result, which begins at (row, col) of the tile."""
+        ...
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """Rows of x times their group's w."""
+
+    tiling: Tiling
+    transpose_w: bool
+    tiles: Any
+    x: Any
+    w: Any
+    out: Any
+
+    def count(self):
+        return self.tiles[0, 4], pl.cdiv(self.out.shape[1], self.tiling.block_cols)
+
+    def tile(self, index, col_tiles):
+        row_tile, col_tile = plgpu.planar_snake(index, (self.tiles[0, 4], col_tiles), 0, self.tiling.panel)
+        return tuple(self.tiles[row_tile, field] for field in range(4)), col_tile
+
+    def steps(self, tile):
+        (_, group, first, last), _ = tile
+        return jnp.where((group < self.w.shape[0]) & (first < last), pl.cdiv(self.x.shape[1], self.tiling.depth), 0)
+
+    def load(self, tile, step, a, b, arrived, shared):
+        (start, group, _, _), col_tile = tile
+        down = pl.ds(pl.multiple_of(start, ALIGNMENT), self.tiling.block_rows)
+        depth = pl.ds(step * self.tiling.depth, self.tiling.depth)
+        across = pl.ds(col_tile * self.tiling.block_cols, self.tiling.block_cols)
+        plgpu.copy_gmem_to_smem(self.x.at[down, depth], a, arrived, collective_axes=shared)
+        w = self.w.at[group]
+        plgpu.copy_gmem_to_smem(w.at[across, depth] if self.transpose_w else w.at[depth, across], b, arrived)
+
+    def multiply(self, tile, step, a, b, acc, wg):
+        rows, cols = self.tiling.own(wg)
+        plgpu.wgmma(acc, a.at[rows], b.at[cols].transpose((1, 0)) if self.transpose_w else b.at[:, cols])
+
+    def store(self, tile, row, col, part):
+        (start, _, first, last), col_tile = tile
+        first, last = (jnp.clip(bound - row, 0, STORE_ROWS) for bound in (first, last))
+        across = pl.ds(col_tile * self.tiling.block_cols + col, part.shape[1])
+        # TMA's heights are constants: the rows are divided into heights that are powers of two.
+        height, begin = STORE_ROWS, first
+        while height:
+            chosen = jnp.bitwise_and(last - first, height)
+
+            @pl.when(chosen != 0)
+            def _copy(begin=begin, height=height):
+                destination = self.out.at[pl.ds(start + row + begin, height), across]
+                plgpu.copy_smem_to_gmem(part.at[pl.ds(begin, height)], destination, commit_group=False)
+
+            begin, height = begin + chosen, height // 2
+
+
+@dataclass(frozen=True)
+class _Weights:
+    """Transposed rows of x times rows of dy, of every group."""
+
+    tiling: Tiling
+    bounds: Any
+    x: Any
+    dy: Any
+    out: Any
+
+    def count(self):
+        E, M, N = self.out.shape
+        return E * pl.cdiv(M, self.tiling.block_rows), pl.cdiv(N, self.tiling.block_cols)
+
+    def tile(self, index, col_tiles):
+        row_tiles = pl.cdiv(self.out.shape[1], self.tiling.block_rows)
+        size = jnp.int32(row_tiles * col_tiles)
+        group, index = lax.div(index, size), lax.rem(index, size)
+        row_tile, col_tile = plgpu.planar_snake(index, (row_tiles, col_tiles), 0, self.tiling.panel)
+        start, end = self.bounds[group, 0], self.bounds[group, 1]
+        return (group, row_tile, lax.div(start, ALIGNMENT) * ALIGNMENT, start, end), col_tile
+
+    def steps(self, tile):
+        (_, _, aligned, start, end), _ = tile
+        return jnp.where(start < end, lax.div(end - aligned + (self.tiling.depth - 1), self.tiling.depth), 0)
+
+    def load(self, tile, step, a, b, arrived, shared):
+        (_, row_tile, aligned, _, _), col_tile = tile
+        down = pl.ds(pl.multiple_of(aligned + step * self.tiling.depth, ALIGNMENT), self.tiling.depth)
+        across_x = pl.ds(row_tile * self.tiling.block_rows, self.tiling.block_rows)
+        across_dy = pl.ds(col_tile * self.tiling.block_cols, self.tiling.block_cols)
+        plgpu.copy_gmem_to_smem(self.x.at[down, across_x], a, arrived, collective_axes=shared)
+        plgpu.copy_gmem_to_smem(self.dy.at[down, across_dy], b, arrived)
+
+    def multiply(self, tile, step, a, b, acc, wg):
+        (_, _, aligned, start, end), _ = tile
+        rows, cols = self.tiling.own(wg)
+        a, b = a.at[:, rows], b.at[:, cols]
+        begin = aligned + step * self.tiling.depth
+
+        @pl.when((begin < start) | (begin + self.tiling.depth > end))
+        def _others():
+            # In the operand of which this warpgroup alone reads this part.
+            _keep_rows(a if self.tiling.split == "rows" else b, start - begin, end - begin)
+
+        plgpu.wgmma(acc, a.transpose((1, 0)), b)
+
+    def store(self, tile, row, col, part):
+        (group, row_tile, _, _, _), col_tile = tile
+        down = pl.ds(row_tile * self.tiling.block_rows + row, part.shape[0])
+        across = pl.ds(col_tile * self.tiling.block_cols + col, part.shape[1])
+        plgpu.copy_smem_to_gmem(part, self.out.at[group, down, across], commit_group=False)
 
 
 @dataclass(frozen=True)
 class _Block:
-    """A block's place on the GPU, its shared memory, and the walk over tiles that its warpgroups share."""
+    """A block's shared memory, and the walk over tiles of its warpgroups."""
 
     tiling: Tiling
-    a_ring: Any
-    b_ring: Any
-    parts: Any  # [COMPUTE, SLOTS, STORE_ROWS, width], swizzled, and the same memory plain
-    arrived: Any
+    a: Any  # the rings of operands
+    b: Any
+    parts: Any  # [COMPUTE, SLOTS, STORE_ROWS, width] of the result
+    arrived: Any  # barriers, one for each stage
     consumed: Any
 
-    @property
-    def shared(self) -> str | None:
-        """The axis of blocks among which the rows' operand is loaded."""
-        return "pair" if self.tiling.pair else None
-
-    def clusters_of(self, col_tiles: int) -> int:
-        return pl.cdiv(col_tiles, 2) if self.tiling.pair else col_tiles
-
-    def of_pair(self, col_tile):
-        """This block's tile of columns; the last may lie outside of the result, where TMA neither loads nor stores."""
-        return 2 * col_tile + lax.axis_index("pair") if self.tiling.pair else col_tile
-
-    def run(self, tiles, tile_at, steps, load, multiply, store) -> None:
-        """All tiles of this block: tile_at(index) is what the functions are given as `tile`, steps(tile) its steps."""
+    def run(self, work: _Work) -> None:
         wg = lax.axis_index("wg")
 
         @pl.when(wg == COMPUTE)
-        def _loads():
+        def _load():
             plgpu.set_max_registers(LOAD_REGISTERS, action="decrease")
-            self._load_all(tiles, tile_at, steps, load)
+            self._load(work)
 
         @pl.when(wg < COMPUTE)
-        def _computes():
+        def _compute():
             plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
-            self._compute_all(wg, tiles, tile_at, steps, multiply, store)
+            self._compute(work, wg)
 
-    def _load_all(self, tiles, tile_at, steps, load) -> None:
+    def _over_tiles(self, work: _Work, body: Callable) -> jax.Array:
+        """The steps that were taken by body(tile, steps before it) -> steps after it, for this block's tiles."""
+        row_tiles, col_tiles = work.count()
+        side_by_side = 2 if self.tiling.pair else 1
+        col_tiles = pl.cdiv(col_tiles, side_by_side)
+
+        def at(loop, carry):
+            tile, col_tile = work.tile(loop.index[0], col_tiles)
+            if self.tiling.pair:  # the last tile may lie outside of the result, where TMA neither loads nor stores
+                col_tile = side_by_side * col_tile + lax.axis_index("pair")
+            return body((tile, col_tile), carry)
+
+        return plgpu.nd_loop((row_tiles * col_tiles,), collective_axes="block", init_carry=jnp.int32(0))(at)
+
+    def _load(self, work: _Work) -> None:
         stages = self.tiling.stages
 
-        def load_tile(loop, carry):
-            tile = tile_at(loop.index[0])
+        def load_tile(tile, done):
+            def load_step(step, done):
+                slot = lax.rem(done, stages)
+                pl.when(done >= stages)(lambda: plgpu.barrier_wait(self.consumed.at[slot]))
+                shared = "pair" if self.tiling.pair else None
+                work.load(tile, step, self.a.at[slot], self.b.at[slot], self.arrived.at[slot], shared)
+                return done + 1
 
-            def load_step(step, total):
-                slot = lax.rem(total, stages)
-                pl.when(total >= stages)(lambda: plgpu.barrier_wait(self.consumed.at[slot]))
-                load(tile, step, self.a_ring.at[slot], self.b_ring.at[slot], self.arrived.at[slot])
-                return total + 1
+            return lax.fori_loop(0, work.steps(tile), load_step, done)
 
-            return lax.fori_loop(0, steps(tile), load_step, carry)
+        done = self._over_tiles(work, load_tile)
 
-        total = plgpu.nd_loop((tiles,), collective_axes="block", init_carry=jnp.int32(0))(load_tile)
-
-        # A block must not end while its pair may still signal to it.
-        @pl.loop(jnp.maximum(total - stages, 0), total)
+        # A block must not end while the other of its pair may still signal to it.
+        @pl.loop(jnp.maximum(done - stages, 0), done)
         def _wait(step):
             plgpu.barrier_wait(self.consumed.at[lax.rem(step, stages)])
 
-    def _compute_all(self, wg, tiles, tile_at, steps, multiply, store) -> None:
+    def _compute(self, work: _Work, wg: jax.Array) -> None:
         tiling, stages = self.tiling, self.tiling.stages
 
-        def compute_tile(loop, carry):
-            tile = tile_at(loop.index[0])
-            count = steps(tile)
+        def release(step) -> None:
+            plgpu.barrier_arrive(self.consumed.at[lax.rem(step, stages)])
 
-            def release(total) -> None:
-                plgpu.barrier_arrive(self.consumed.at[lax.rem(total, stages)])
+        def compute_tile(tile, done):
+            steps = work.steps(tile)
 
-            def with_accumulator(acc):
-                def compute_step(step, total):
-                    slot = lax.rem(total, stages)
+            def in_registers(acc):
+                def compute_step(step, done):
+                    slot = lax.rem(done, stages)
                     plgpu.barrier_wait(self.arrived.at[slot])
-                    multiply(tile, step, self.a_ring.at[slot], self.b_ring.at[slot], acc, wg)
+                    work.multiply(tile, step, self.a.at[slot], self.b.at[slot], acc, wg)
                     plgpu.wgmma_wait(tiling.in_flight)
-                    if tiling.in_flight:
-                        pl.when(step > 0)(lambda: release(total - 1))
-                    else:
-                        release(total)
-                    return total + 1
+                    pl.when(step >= tiling.in_flight)(lambda: release(done - tiling.in_flight))
+                    return done + 1
 
-                total = lax.fori_loop(0, count, compute_step, carry)
+                after = lax.fori_loop(0, steps, compute_step, done)
                 values = acc[...]
                 if tiling.in_flight:
-                    pl.when(count > 0)(lambda: release(total - 1))
-                self._store_all(wg, tile, values, store)
-                return total
+                    pl.when(steps > 0)(lambda: release(after - 1))
+                self._store(work, tile, values, wg)
+                return after
 
-            return pl.run_scoped(with_accumulator, plgpu.ACC((tiling.rows, tiling.cols)))
+            return pl.run_scoped(in_registers, plgpu.WGMMAAccumulatorRef((tiling.rows, tiling.cols)))
 
-        plgpu.nd_loop((tiles,), collective_axes="block", init_carry=jnp.int32(0))(compute_tile)
+        self._over_tiles(work, compute_tile)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-    def _store_all(self, wg, tile, values, store) -> None:
+    def _store(self, work: _Work, tile: tuple, values: jax.Array, wg: jax.Array) -> None:
         """A warpgroup's results to memory, part by part."""
-        swizzled, plain = self.parts
-        width, tiling = swizzled.shape[-1], self.tiling
-        values = values.astype(swizzled.dtype)
-        rows, cols = (wg * size if tiling.split == name else 0 for name, size in
-                      (("rows", tiling.rows), ("cols", tiling.cols)))
-        index = 0
-        for row in range(0, tiling.rows, STORE_ROWS):
-            for col in range(0, tiling.cols, width):
-                plgpu.wait_smem_to_gmem(SLOTS - 1, wait_read_only=True)
-                at = wg, index % SLOTS
-                part = values[row : row + STORE_ROWS, col : col + width]
-                store(tile, rows + row, cols + col, swizzled.at[at], plain.at[at], part)
-                plgpu.commit_smem_to_gmem_group()  # empty where nothing is stored: the wait counts groups
-                index += 1
+        values = values.astype(self.parts.dtype)
+        width = self.parts.shape[-1]
+        row_offset, col_offset = self.tiling.own_offsets(wg)
+        corners = [
+            (row, col) for row in range(0, self.tiling.rows, STORE_ROWS) for col in range(0, self.tiling.cols, width)
+        ]
+        for index, (row, col) in enumerate(corners):
+            part = self.parts.at[wg, index % SLOTS]
+            pending = SLOTS - 1 if index else (len(corners) - 1) % SLOTS  # copies since the slot's last
+            plgpu.wait_smem_to_gmem(pending, wait_read_only=True)
+            part[...] = values[row : row + STORE_ROWS, col : col + width]
+            plgpu.commit_smem()
+            work.store(tile, row_offset + row, col_offset + col, part)
+            plgpu.commit_smem_to_gmem_group()  # also of no copies: the wait counts groups
 
 
-def _store_rows(part, first, last, destination) -> None:
-    """The rows first … last - 1 of a part, by copies whose heights are the powers of two in their number."""
-    height, begin = STORE_ROWS // 2, first
-    while height:
-        chosen = jnp.bitwise_and(last - first, height)
-
-        @pl.when(chosen != 0)
-        def _copy(begin=begin, height=height):
-            plgpu.copy_smem_to_gmem(part.at[pl.ds(begin, height)], destination(begin, height), commit_group=False)
-
-        begin, height = begin + chosen, height // 2
-
-
-def _keep_rows(tile, first, end) -> None:
+def _keep_rows(tile: Any, first: jax.Array, end: jax.Array) -> None:
     """Zeroes the rows of a tile in shared memory that are not first … end - 1."""
     row = plgpu.layout_cast(lax.broadcasted_iota(jnp.int32, tile.shape, 0), plgpu.Layout.WGMMA)
     values = tile[...]
@@ -373,27 +402,30 @@ def _keep_rows(tile, first, end) -> None:
     plgpu.commit_smem()
 
 
-def _kernel(body, name, tiling: Tiling, a_shape, b_shape, dtype, out, blocks: int, interpret) -> Callable:
-    """The kernel of `body(*inputs, out, rings and barriers of _Block)`, whose rings hold tiles of the two shapes."""
-    width = SWIZZLE // jnp.dtype(out.dtype).itemsize
-    part = (COMPUTE, SLOTS, STORE_ROWS, width)
-    if tiling.pair:
-        consumed = plgpu.ClusterBarrier(collective_axes=("pair",), num_arrivals=COMPUTE, num_barriers=tiling.stages)
-        cluster = {"cluster": (2,), "cluster_names": ("pair",)}
-    else:
-        consumed = plgpu.Barrier(num_arrivals=COMPUTE, num_barriers=tiling.stages)
-        cluster = {}
+def _kernel(
+    body: Callable,
+    name: str,
+    tiling: Tiling,
+    a_shape: Sequence[int],
+    b_shape: Sequence[int],
+    out: jax.ShapeDtypeStruct,
+    blocks: int,
+    interpret: Any,
+    dtype: Any = None,
+) -> Callable:
+    """The kernel of body(*inputs, out, *memory of _Block), for operands of `dtype` (None: that of the result)."""
+    dtype = jnp.dtype(out.dtype if dtype is None else dtype)
+    pair: dict[str, Any] = {"cluster": (2,), "cluster_names": ("pair",)} if tiling.pair else {}
+    barriers: dict[str, Any] = {"num_arrivals": COMPUTE, "num_barriers": tiling.stages}
     return plgpu.kernel(
         body,
         out_type=out,
         scratch_types=[
-            plgpu.SMEM((tiling.stages, *a_shape), dtype, transforms=_swizzled(dtype)),
-            plgpu.SMEM((tiling.stages, *b_shape), dtype, transforms=_swizzled(dtype)),
-            plgpu.RefUnion(
-                plgpu.SMEM(part, out.dtype, transforms=_swizzled(out.dtype)), plgpu.SMEM(part, out.dtype)
-            ),
+            plgpu.SMEM((tiling.stages, *a_shape), dtype),
+            plgpu.SMEM((tiling.stages, *b_shape), dtype),
+            plgpu.SMEM((COMPUTE, SLOTS, STORE_ROWS, SWIZZLE // out.dtype.itemsize), out.dtype),
             plgpu.Barrier(num_arrivals=2, num_barriers=tiling.stages),
-            consumed,
+            plgpu.ClusterBarrier(collective_axes=("pair",), **barriers) if tiling.pair else plgpu.Barrier(**barriers),
         ],
         grid=(blocks // (2 if tiling.pair else 1),),
         grid_names=("block",),
@@ -402,10 +434,5 @@ def _kernel(body, name, tiling: Tiling, a_shape, b_shape, dtype, out, blocks: in
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
         interpret=interpret,
         kernel_name=name,
-        **cluster,
+        **pair,
     )
-
-
-def _swizzled(dtype: Any) -> tuple:
-    elements = SWIZZLE // jnp.dtype(dtype).itemsize
-    return plgpu.TilingTransform((ALIGNMENT, elements)), plgpu.SwizzleTransform(SWIZZLE)
