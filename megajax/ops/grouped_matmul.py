@@ -1,0 +1,150 @@
+"""Matmuls of groups of rows, each group with its own weights: a plain reference and a Hopper kernel behind one name.
+
+This is what experts without capacity limits compute. The groups' sizes are known only at run time.
+"""
+
+from functools import partial
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from megajax.errors import ConfigError
+from megajax.ops import grouped_matmul_kernel as kernel
+from megajax.ops.numerics import wide
+
+GroupedImplementation = Literal["reference", "pallas"]
+
+
+def grouped_matmul(
+    x_td: jax.Array,
+    w_edf: jax.Array,
+    group_sizes_e: jax.Array,
+    *,
+    implementation: GroupedImplementation,
+    gradient_dtype: Any = None,
+) -> jax.Array:
+    """Each group's rows of x [T, D] times its weights in w [E, D, F] -> [T, F] in x's dtype.
+
+    The first group_sizes[0] rows are group 0, the next group_sizes[1] group 1, and so on; any may be 0. Rows after the
+    last group may be anything finite: their results and gradients are zeros. Weights are used in x's dtype, products
+    are summed in float32 (float64 for float64); w's gradient is in `gradient_dtype`, by default in w's own.
+    """
+    dtype = jnp.dtype(w_edf.dtype if gradient_dtype is None else gradient_dtype)
+    return _grouped_matmul(implementation, dtype, x_td, w_edf, group_sizes_e)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _grouped_matmul(implementation: GroupedImplementation, gradient_dtype: Any, x_td, w_edf, group_sizes_e):
+    del gradient_dtype
+    return rows_times_weights(x_td, w_edf, group_sizes_e, implementation=implementation)
+
+
+def _forward(implementation, gradient_dtype, x_td, w_edf, group_sizes_e):
+    out = rows_times_weights(x_td, w_edf, group_sizes_e, implementation=implementation)
+    return out, (x_td, w_edf, group_sizes_e)
+
+
+def _backward(implementation, gradient_dtype, saved, dy_tf):
+    x_td, w_edf, group_sizes_e = saved
+    dx = rows_times_weights(dy_tf, w_edf, group_sizes_e, transpose_w=True, implementation=implementation)
+    dw = weight_gradient(x_td, dy_tf, group_sizes_e, gradient_dtype, implementation=implementation)
+    return dx, dw, np.zeros(group_sizes_e.shape, jax.dtypes.float0)
+
+
+_grouped_matmul.defvjp(_forward, _backward)
+
+
+def rows_times_weights(
+    x_tk: jax.Array,
+    w: jax.Array,
+    group_sizes_e: jax.Array,
+    *,
+    transpose_w: bool = False,
+    implementation: GroupedImplementation,
+) -> jax.Array:
+    """`grouped_matmul` without a derivative: x [T, K] and w [E, K, N], or [E, N, K] with transpose_w, -> [T, N]."""
+    if implementation == "pallas":
+        tiling = matmul_tiling(x_tk.shape[0] // w.shape[0], transpose_w)
+        return kernel.matmul(x_tk, w, group_sizes_e, transpose_w=transpose_w, tiling=tiling, blocks=_multiprocessors())
+    dtype = wide(x_tk.dtype)
+    w = w.astype(x_tk.dtype)
+    parts = jnp.where(_members(group_sizes_e, x_tk.shape[0])[..., None], x_tk, 0)
+    out = jnp.einsum("etk,enk->tn" if transpose_w else "etk,ekn->tn", parts, w, preferred_element_type=dtype)
+    return out.astype(x_tk.dtype)
+
+
+def weight_gradient(
+    x_tm: jax.Array,
+    dy_tn: jax.Array,
+    group_sizes_e: jax.Array,
+    dtype: Any,
+    *,
+    implementation: GroupedImplementation,
+) -> jax.Array:
+    """x_eᵀ dy_e for the rows of every group: x [T, M] and dy [T, N] -> [E, M, N] in `dtype`; zeros for empty groups."""
+    if implementation == "pallas":
+        tiling = gradient_tiling(x_tm.shape[0] // group_sizes_e.shape[0])
+        return kernel.weight_gradient(x_tm, dy_tn, group_sizes_e, dtype, tiling=tiling, blocks=_multiprocessors())
+    parts = jnp.where(_members(group_sizes_e, x_tm.shape[0])[..., None], x_tm, 0)
+    return jnp.einsum("etm,tn->emn", parts, dy_tn, preferred_element_type=wide(x_tm.dtype)).astype(dtype)
+
+
+def _members(group_sizes_e: jax.Array, T: int) -> jax.Array:
+    """Whether a row is of a group, [E, T]."""
+    ends = jnp.cumsum(group_sizes_e)[:, None]
+    rows = jnp.arange(T)[None, :]
+    return (rows >= ends - group_sizes_e[:, None]) & (rows < ends)
+
+
+def matmul_tiling(rows_per_group: int, transpose_w: bool) -> kernel.Tiling:
+    """The fastest tiling of `kernel.matmul` on an H200, by the mean size of a group."""
+    del rows_per_group, transpose_w
+    return kernel.Tiling()
+
+
+def gradient_tiling(rows_per_group: int) -> kernel.Tiling:
+    """The fastest tiling of `kernel.weight_gradient` on an H200, by the mean size of a group."""
+    del rows_per_group
+    return kernel.Tiling()
+
+
+def _multiprocessors() -> int:
+    """Of the GPU; an H200's where none is running, as when compiling for one elsewhere."""
+    return getattr(jax.devices()[0], "core_count", kernel.MULTIPROCESSORS)
+
+
+def choose_grouped_matmul(
+    requested: str, *, platform: str, compute_capability: str | None, dtype: Any, widths: tuple[int, ...]
+) -> tuple[GroupedImplementation, str]:
+    """The implementation for `kernels.grouped_matmul` (auto, pallas, reference), and why, for the log.
+
+    `compute_capability` is the GPU's ("9.0"), `widths` are all widths of x and of results.
+    Raises ConfigError if pallas is asked for by name and cannot run.
+    """
+    if requested == "reference":
+        return "reference", "kernels.grouped_matmul=reference"
+    obstacle = _obstacle(platform, compute_capability, jnp.dtype(dtype), widths)
+    if requested == "auto":
+        return ("reference", obstacle[0]) if obstacle else ("pallas", "the Hopper kernel fits this model")
+    if obstacle:
+        raise ConfigError(f"kernels.grouped_matmul=pallas cannot run, {obstacle[0]}: {obstacle[1]}.")
+    return "pallas", "kernels.grouped_matmul=pallas"
+
+
+def _obstacle(
+    platform: str, compute_capability: str | None, dtype: Any, widths: tuple[int, ...]
+) -> tuple[str, str] | None:
+    """Why the kernel cannot run and what to do about it; None if it can."""
+    instead = "use kernels.grouped_matmul=reference"
+    if platform not in ("gpu", "cuda"):
+        return f"the kernel needs a Hopper GPU and this is {platform}", "use kernels.grouped_matmul=auto or reference"
+    if compute_capability != "9.0":
+        return f"the kernel is for Hopper GPUs and this one has compute capability {compute_capability}", instead
+    if dtype not in (jnp.bfloat16, jnp.float16):
+        return f"there is no {dtype} kernel", f"set precision.compute to bfloat16 or float16, or {instead}"
+    if not kernel.fits(*widths):
+        narrow = ", ".join(str(width) for width in widths)
+        return f"the kernel takes widths that are multiples of {kernel.COLUMNS} and these are {narrow}", instead
+    return None

@@ -1,0 +1,123 @@
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from megajax.errors import ConfigError
+from megajax.ops import grouped_matmul as op
+from megajax.ops import grouped_matmul_kernel as kernel
+
+T, D, F = 152, 64, 192
+SIZES = {
+    "uneven": (70, 0, 3, 79),
+    "rows left over": (3, 66, 0, 50),
+    "all in one": (0, 0, 152, 0),
+    "nothing": (0, 0, 0, 0),
+}
+# Tiles small enough for a short test; stages few enough for the ring to go round.
+SPLIT_ROWS = kernel.Tiling(rows=64, cols=64, stages=2, split="rows", in_flight=1)
+PAIR = kernel.Tiling(rows=64, cols=64, stages=2, split="cols", in_flight=0, pair=True)
+
+
+def tensors(rng, dtype, sizes, T=T):
+    x, w, dy = (rng.normal(size=s) for s in ((T, D), (len(sizes), D, F), (T, F)))
+    return [jnp.asarray(a, dtype) for a in (x, w, dy)]
+
+
+def in_float64(x, w, dy, sizes):
+    """The result and the gradients of x and w, group by group."""
+    x, w, dy = (np.asarray(a, np.float64) for a in (x, w, dy))
+    out, dx, dw = np.zeros(dy.shape), np.zeros(x.shape), np.zeros(w.shape)
+    start = 0
+    for e, size in enumerate(sizes):
+        rows = slice(start, start + size)
+        out[rows], dx[rows], dw[e] = x[rows] @ w[e], dy[rows] @ w[e].T, x[rows].T @ dy[rows]
+        start += size
+    return out, dx, dw
+
+
+def check(found, expected, tolerance):
+    for a, b in zip(found, expected, strict=True):
+        a = np.asarray(a, np.float64)
+        assert np.linalg.norm(a - b) <= tolerance * np.linalg.norm(b)
+        np.testing.assert_array_equal(a[b == 0], 0)  # unused rows and empty groups
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-6), ("bfloat16", 3e-3)])
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES.keys())
+def test_reference(rng, sizes, dtype, tolerance):
+    x, w, dy = tensors(rng, dtype, sizes)
+    group_sizes = jnp.asarray(sizes, jnp.int32)
+    out, pull = jax.vjp(lambda x, w: op.grouped_matmul(x, w, group_sizes, implementation="reference"), x, w)
+    dx, dw = pull(dy)
+    assert (out.dtype, dx.dtype, dw.dtype) == (x.dtype, x.dtype, w.dtype)
+    check((out, dx, dw), in_float64(x, w, dy, sizes), tolerance)
+
+
+def test_the_gradient_of_the_weights_may_be_wider(rng):
+    x, w, dy = tensors(rng, "bfloat16", SIZES["uneven"])
+    group_sizes = jnp.asarray(SIZES["uneven"], jnp.int32)
+    expected = in_float64(x, w, dy, SIZES["uneven"])[2]
+    for weights, dtype in ((w, jnp.float32), (w.astype(jnp.float32), None)):
+        function = functools.partial(op.grouped_matmul, implementation="reference", gradient_dtype=dtype)
+        out, pull = jax.vjp(lambda x, w, function=function: function(x, w, group_sizes), x, weights)
+        assert out.dtype == jnp.bfloat16
+        dw = pull(dy)[1]
+        assert dw.dtype == jnp.float32
+        check([dw], [expected], 1e-6)
+
+
+@pytest.mark.parametrize("height", [64, 128, 256])
+@pytest.mark.parametrize("seed", range(4))
+def test_tiles_hold_every_row_once(seed, height):
+    rng = np.random.default_rng(seed)
+    sizes = rng.integers(0, 200, size=11) * rng.integers(0, 2, size=11)
+    total = int(sizes.sum() + rng.integers(0, 300))
+    table = np.asarray(kernel.row_tiles(jnp.asarray(sizes, jnp.int32), total, height))
+    assert table[0, 4] <= len(table)
+    owners = np.full(total, -1)
+    for start, group, first, last, _ in table[: table[0, 4]]:
+        assert start % kernel.ALIGNMENT == 0 and 0 <= first <= last <= height
+        assert np.all(owners[start + first : start + last] == -1)
+        owners[start + first : start + last] = group
+    np.testing.assert_array_equal(owners, np.repeat(np.arange(12), [*sizes, total - sizes.sum()]))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "tiling", "rows"),
+    [(SIZES["uneven"], SPLIT_ROWS, T), (SIZES["rows left over"], PAIR, T - 3)],
+    ids=["two warpgroups' rows", "pairs of blocks, odd T"],
+)
+def test_kernels_agree_with_float64(rng, sizes, tiling, rows):
+    x, w, dy = tensors(rng, "bfloat16", sizes, rows)
+    group_sizes = jnp.asarray(sizes, jnp.int32)
+    how = {"tiling": tiling, "blocks": 2, "interpret": plgpu.InterpretGPUParams(detect_races=False)}
+    out = kernel.matmul(x, w, group_sizes, **how)
+    dx = kernel.matmul(dy, w, group_sizes, transpose_w=True, **how)
+    dw = kernel.weight_gradient(x, dy, group_sizes, jnp.float32, **how)
+    expected = in_float64(x, w, dy, sizes)
+    check((out, dx), expected[:2], 3e-3)
+    check([dw], expected[2:], 1e-6)
+
+
+def choose(requested, platform="gpu", compute_capability="9.0", dtype="bfloat16", widths=(2048, 768)):
+    return op.choose_grouped_matmul(
+        requested, platform=platform, compute_capability=compute_capability, dtype=dtype, widths=widths
+    )
+
+
+def test_the_kernel_is_chosen_on_hopper_alone():
+    assert choose("auto")[0] == choose("pallas")[0] == "pallas"
+    assert choose("reference")[0] == "reference"
+    for obstacle in (
+        {"platform": "cpu", "compute_capability": None},
+        {"compute_capability": "10.0"},
+        {"dtype": "float32"},
+        {"widths": (2048, 1000)},
+    ):
+        assert choose("auto", **obstacle)[0] == "reference"
+        with pytest.raises(ConfigError, match="kernels.grouped_matmul=pallas cannot run, "):
+            choose("pallas", **obstacle)
