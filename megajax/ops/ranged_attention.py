@@ -10,7 +10,9 @@ at a time, a warpgroup has 64 rows: of queries, and in the last kernel of keys.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import jax
@@ -21,6 +23,7 @@ from megajax.ops import ranged_attention_kernels as kernels
 from megajax.ops.ranged_attention_kernels import Tiles
 
 HEAD_DIMS = (64, 128)
+STATIC = ("scale", "softcap", "tiling", "interpret")  # jitted, so that equal layers' kernels are compiled once
 
 
 @dataclass(frozen=True)
@@ -28,10 +31,11 @@ class Tiling:
     """The tiles of the three kernels."""
 
     forward: Tiles = field(default_factory=lambda: Tiles(columns=128, stages=2))
-    dq: Tiles = field(default_factory=lambda: Tiles(columns=64, stages=2))
-    dkv: Tiles = field(default_factory=lambda: Tiles(columns=64, stages=2))
+    dq: Tiles = field(default_factory=lambda: Tiles(columns=128, stages=2))
+    dkv: Tiles = field(default_factory=lambda: Tiles(columns=64, stages=2, tiles_first=True))
 
 
+@partial(jax.jit, static_argnames=STATIC)
 def attend(
     q: jax.Array,
     k: jax.Array,
@@ -56,10 +60,11 @@ def attend(
     k, v = (_pad(a, tiles.columns) for a in (k, v))
     kernel = kernels.Forward(tiles, scale, softcap, N // k.shape[2], interpret)
     out_shape = [q, jax.ShapeDtypeStruct((B, N, q.shape[1]), jnp.float32)]
-    out, lse = _launch(kernel, "ranged_attention", (q, k, v, first, end), out_shape, q.shape[1], N, interpret)
+    out, lse = _launch(kernel, "ranged_attention", (q, k, v, first, end), out_shape, q.shape[1])
     return out[:, :Sq], lse[:, :, :Sq]
 
 
+@partial(jax.jit, static_argnames=STATIC)
 def attend_backward(
     q: jax.Array,
     k: jax.Array,
@@ -81,7 +86,7 @@ def attend_backward(
     """
     _check(q, k, v)
     (_, Sq, N, _), (_, Sk, K, _) = q.shape, k.shape
-    delta = jnp.einsum("bqnh,bqnh->bnq", out, dout, preferred_element_type=jnp.float32)
+    delta = jnp.sum(out.astype(jnp.float32) * dout.astype(jnp.float32), axis=-1).swapaxes(1, 2)
     # In units of exp2. A query that sees nothing has p = exp2(s - inf) = 0 everywhere.
     log2_sum = jnp.where(lse == -jnp.inf, jnp.inf, lse * math.log2(math.e))
     dout = dout.astype(q.dtype)
@@ -91,7 +96,7 @@ def attend_backward(
     arrays = (rows[0], _pad(k, tiles.columns), _pad(v, tiles.columns), *rows[1:], _pad(dout, of_q))
     arrays += (_pad(log2_sum, of_q, 2), _pad(delta, of_q, 2))
     kernel = kernels.QueryGradient(tiles, scale, softcap, N // K, interpret)
-    [dq] = _launch(kernel, "ranged_attention_dq", arrays, [rows[0]], rows[0].shape[1], N, interpret)
+    [dq] = _launch(kernel, "ranged_attention_dq", arrays, [rows[0]], rows[0].shape[1])
 
     tiles = tiling.dkv
     rows, of_q = _pad_queries(tiles.columns, q, k, first, end), tiles.columns
@@ -99,7 +104,7 @@ def attend_backward(
     arrays = (rows[0], *keys, *rows[1:], _seen_by(*rows[1:], keys[0].shape[1], tiles.rows), _pad(dout, of_q))
     arrays += (_pad(log2_sum, of_q, 2), _pad(delta, of_q, 2))
     kernel = kernels.KeyValueGradient(tiles, scale, softcap, N // K, interpret)
-    dk, dv = _launch(kernel, "ranged_attention_dkv", arrays, keys, keys[0].shape[1], K, interpret)
+    dk, dv = _launch(kernel, "ranged_attention_dkv", arrays, keys, keys[0].shape[1])
     return dq[:, :Sq], dk[:, :Sk], dv[:, :Sk]
 
 
@@ -144,20 +149,19 @@ def _seen_by(first: jax.Array, end: jax.Array, Sk: int, rows: int) -> jax.Array:
     return jnp.stack([any_from, any_to, all_from, all_to], axis=-1)
 
 
-def _launch(
-    kernel: Any, name: str, arrays: tuple, outputs: Any, length: int, heads: int, interpret: bool
-) -> list[jax.Array]:
-    """The kernel's outputs, with a block for each tile of `length`, sequence and head. Heads change fastest."""
-    tiles, q = kernel.tiles, arrays[0]
+def _launch(kernel: Any, name: str, arrays: tuple, outputs: Sequence[Any], length: int) -> list[jax.Array]:
+    """The kernel's outputs, with a block for each tile of `length`, sequence and head; arrays begin with q and k."""
+    q, k = arrays[:2]
+    grid = kernel.grid(length, q.shape[0], k.shape[2])
     return plgpu.kernel(
         kernel,
         out_type=[jax.ShapeDtypeStruct(o.shape, o.dtype) for o in outputs],
         scratch_types=kernel.scratch(q.shape[-1], q.dtype),
-        grid=(length // tiles.rows_of_block, q.shape[0], heads),
-        grid_names=("tile", "batch", "head"),
-        num_threads=tiles.warpgroups + 1,
+        grid=tuple(grid.values()),
+        grid_names=tuple(grid),
+        num_threads=kernel.tiles.warpgroups + 1,
         thread_name="warpgroup",
         kernel_name=name,
         compiler_params=plgpu.CompilerParams(approx_math=True),
-        interpret=plgpu.InterpretGPUParams() if interpret else None,
+        interpret=plgpu.InterpretGPUParams() if kernel.interpret else None,
     )(*arrays)

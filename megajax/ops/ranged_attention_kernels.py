@@ -23,15 +23,17 @@ LOWEST = -1e30  # a finite maximum of no scores: the difference of two infinitie
 
 MATRIX = plgpu.Layout.WGMMA
 PER_ROW, PER_COLUMN = MATRIX.reduce(1), MATRIX.reduce(0)
-# Of a thread, by compute warpgroups: while they compute, while it loads. Together 512 for 128 threads each.
-REGISTERS = {1: (240, 40), 2: (232, 40), 3: (160, 32)}
+# Registers of a thread that computes and of one that loads, by the number of warpgroups that compute: what fits.
+REGISTERS = {2: (240, 24), 3: (160, 32)}
 
 
 @dataclass(frozen=True)
 class Tiles:
     """`rows` of each of a block's compute `warpgroups` meet `columns` at a step; `stages` tiles of these are in memory.
 
-    With take_turns, two warpgroups alternate: one multiplies while the other has its softmax (forward only).
+    With take_turns, two warpgroups alternate: one multiplies while the other has its softmax (forward only). With
+    overlap, the last product of a step is awaited in the next one (backward only). Blocks start in the order of their
+    sequence and KV head, whose keys then stay in the L2 cache; with tiles_first in that of their tile.
     """
 
     columns: int
@@ -39,6 +41,8 @@ class Tiles:
     rows: int = 64
     warpgroups: int = 2
     take_turns: bool = True
+    overlap: bool = True
+    tiles_first: bool = False
 
     @property
     def rows_of_block(self) -> int:
@@ -47,7 +51,7 @@ class Tiles:
 
 @dataclass(frozen=True)
 class Bounds:
-    """Columns: a row of the block sees some of [any_from, any_to), its warpgroup's rows see all of [all_from, all_to)."""
+    """Columns: [any_from, any_to) are seen by some row of the block, [all_from, all_to) by all of the warpgroup."""
 
     any_from: jax.Array
     any_to: jax.Array
@@ -59,7 +63,7 @@ class Bounds:
         start = lax.div(self.any_from, jnp.int32(columns))
         return start, jnp.maximum(pl.cdiv(self.any_to, jnp.int32(columns)) - start, 0)
 
-    def whole(self, column: jax.Array, columns: int) -> jax.Array:
+    def whole(self, column: jax.Array | int, columns: int) -> jax.Array:
         """Whether all rows see all `columns` from this one."""
         return (column >= self.all_from) & (column + columns <= self.all_to)
 
@@ -74,6 +78,23 @@ class _Kernel:
     group: int
     interpret: bool
 
+    # Causal queries at the end see the most keys, and keys at the beginning are seen by the most queries: the longest
+    # tiles start first.
+    last_tile_first = True
+
+    def grid(self, length: int, batch: int, kv_heads: int) -> dict[str, int]:
+        """Blocks along each axis, of which the last changes fastest, for so many rows of as many sequences."""
+        tiles = {"tile": length // self.tiles.rows_of_block}
+        heads = {"batch": batch, "kv_head": kv_heads}
+        return ({**tiles, **heads} if self.tiles.tiles_first else {**heads, **tiles}) | {"member": self.group}
+
+    def place(self) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+        """(warpgroup, sequence, KV head, query head)."""
+        warpgroup, batch, kv_head, member = (
+            lax.axis_index(name) for name in ("warpgroup", "batch", "kv_head", "member")
+        )
+        return warpgroup, batch, kv_head, kv_head * self.group + member
+
     @property
     def factor(self) -> float:
         """Makes exponents of exp2 of what `squash` returns."""
@@ -85,7 +106,10 @@ class _Kernel:
 
     def of_block(self) -> tuple[jax.Array, jax.Array, pl.Slice]:
         """(the block's first row, this warpgroup's, its slice); the loading warpgroup gets those of the last one."""
-        start = lax.axis_index("tile") * self.tiles.rows_of_block
+        tile = lax.axis_index("tile")
+        if self.last_tile_first:
+            tile = lax.axis_size("tile") - 1 - tile
+        start = tile * self.tiles.rows_of_block
         row = start + jnp.minimum(lax.axis_index("warpgroup"), self.tiles.warpgroups - 1) * self.tiles.rows
         return start, row, pl.ds(row, self.tiles.rows)
 
@@ -148,7 +172,7 @@ class _Kernel:
 
 
 def accumulator(rows: int, columns: int) -> Any:
-    return plgpu.ACC((rows, columns), jnp.float32)
+    return plgpu.WGMMAAccumulatorRef((rows, columns), jnp.float32)
 
 
 def per_row(values: jax.Array, like: jax.Array) -> jax.Array:
@@ -186,9 +210,8 @@ class Forward(_Kernel):
         }
 
     def __call__(self, q, k, v, first, end, out, lse, *, q_out, lse_rows, q_ready, turn, **rings) -> None:
-        warpgroup, batch, head = (lax.axis_index(name) for name in ("warpgroup", "batch", "head"))
+        warpgroup, batch, kv_head, head = self.place()
         _, _, rows = self.of_block()
-        kv_head = lax.div(head, jnp.int32(self.group))
         bounds = self.query_bounds(first, end, batch)
         start, steps = bounds.tiles(self.tiles.columns)
         k_ring, v_ring = rings["k_ring"], rings["v_ring"]
@@ -221,7 +244,7 @@ class Forward(_Kernel):
 
     def _attend(self, q, bounds: Bounds, own_range, turn, rings) -> tuple[jax.Array, jax.Array]:
         """The output [rows, H] and log-sum-exp [rows] of a warpgroup's queries."""
-        t = self.tiles
+        t, (first, end) = self.tiles, own_range
         start, steps = bounds.tiles(t.columns)
         second = lax.axis_index("warpgroup") == 1
 
@@ -246,7 +269,7 @@ class Forward(_Kernel):
 
             x = self.squash(pl.run_scoped(scores, accumulator(t.rows, t.columns)))
             plgpu.barrier_arrive(rings["k_free"].at[slot])
-            x = lax.cond(bounds.whole(key, t.columns), lambda: x, lambda: keep_range(x, *own_range, key, axis=1))
+            x = lax.cond(bounds.whole(key, t.columns), lambda: x, lambda: keep_range(x, first, end, key, axis=1))
 
             new = jnp.maximum(maximum, x.max(axis=1) * self.factor)
             shrink = jnp.exp2(maximum - new)
@@ -280,7 +303,8 @@ class Forward(_Kernel):
                 return ref[...]
 
             return acc + pl.run_scoped(product, accumulator(*acc.shape))
-        return pl.run_state(lambda ref: plgpu.wgmma(ref, a, b))(plgpu.ACC.init(acc))
+        in_place: Any = pl.run_state(lambda ref: plgpu.wgmma(ref, a, b))
+        return in_place(plgpu.WGMMAAccumulatorRef.init(acc))
 
 
 class _Gradient(_Kernel):
@@ -297,6 +321,24 @@ class _Gradient(_Kernel):
         """By q·k, but for the scale."""
         ds = p * (dp - delta)
         return ds if slope is None else ds * slope
+
+    def each_step(self, steps: jax.Array, free: Any, body: Callable[[jax.Array, Callable[[], None]], None]) -> None:
+        """body(step, done) for all steps; it calls done() when all products that earlier steps began are there."""
+        overlap = self.tiles.overlap
+
+        def release(step: jax.Array, condition: jax.Array) -> None:
+            pl.when(condition)(lambda: plgpu.barrier_arrive(free.at[self.slot(step)]))
+
+        @pl.loop(0, steps)
+        def _step(step):
+            body(step, lambda: release(step - 1, step > 0) if overlap else None)
+            if not overlap:
+                plgpu.wgmma_wait(0)
+                plgpu.barrier_arrive(free.at[self.slot(step)])
+
+        if overlap:
+            plgpu.wgmma_wait(0)
+            release(steps - 1, steps > 0)
 
 
 class QueryGradient(_Gradient):
@@ -317,9 +359,8 @@ class QueryGradient(_Gradient):
     def __call__(
         self, q, k, v, first, end, dout, log2_sum, delta, dq, *, q_dq, dout_rows, rows_ready, ready, free, **rings
     ) -> None:
-        warpgroup, batch, head = (lax.axis_index(name) for name in ("warpgroup", "batch", "head"))
+        warpgroup, batch, kv_head, head = self.place()
         _, _, rows = self.of_block()
-        kv_head = lax.div(head, jnp.int32(self.group))
         bounds = self.query_bounds(first, end, batch)
         start, steps = bounds.tiles(self.tiles.columns)
 
@@ -332,15 +373,14 @@ class QueryGradient(_Gradient):
             plgpu.barrier_wait(rows_ready.at[warpgroup])
 
             def all_steps(dq_acc):
-                @pl.loop(0, steps)
-                def _step(index):
-                    slot, key = self.slot(index), (start + index) * self.tiles.columns
+                def body(step, done):
+                    slot, key = self.slot(step), (start + step) * self.tiles.columns
                     plgpu.barrier_wait(ready.at[slot])
                     tile = {name: ring.at[slot] for name, ring in rings.items()}
                     whole = bounds.whole(key, self.tiles.columns)
-                    self._step(q_mine, dout_mine, key, of_rows, whole, dq_acc, **tile)
-                    plgpu.barrier_arrive(free.at[slot])
+                    self._step(q_mine, dout_mine, key, of_rows, whole, dq_acc, done, **tile)
 
+                self.each_step(steps, free, body)
                 return dq_acc[...]
 
             gradient = pl.run_scoped(all_steps, accumulator(*q_mine.shape)) * self.scale
@@ -356,7 +396,7 @@ class QueryGradient(_Gradient):
 
         self.share_out(compute, lambda: self.feed(steps, [(free, load)]))
 
-    def _step(self, q, dout, key, of_rows, whole, dq_acc, *, k_ring, v_ring) -> None:
+    def _step(self, q, dout, key, of_rows, whole, dq_acc, done, *, k_ring, v_ring) -> None:
         """Adds a tile of keys to dq."""
         first, end, log2_sum, delta = of_rows
 
@@ -364,17 +404,22 @@ class QueryGradient(_Gradient):
             plgpu.wgmma(s_acc, q, k_ring.transpose((1, 0)))
             plgpu.wgmma(dp_acc, dout, v_ring.transpose((1, 0)))
             s = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)  # dp may still be under way
+            done()
             p, slope = self.weights(s, lambda x: keep_range(x, first, end, key, axis=1), whole, per_row(log2_sum, s))
             return p, slope, dp_acc[...]
 
         p, slope, dp = pl.run_scoped(products, *[accumulator(self.tiles.rows, self.tiles.columns)] * 2)
         ds = self.score_gradient(p, dp, per_row(delta, dp), slope)
         self.multiply_registers(dq_acc, ds.astype(q.dtype), k_ring)
-        plgpu.wgmma_wait(0)
 
 
 class KeyValueGradient(_Gradient):
     """dk and dv. Rows are keys, columns the queries of each query head in turn that reads the KV head."""
+
+    last_tile_first = False
+
+    def grid(self, length: int, batch: int, kv_heads: int) -> dict[str, int]:
+        return super().grid(length, batch, kv_heads) | {"member": 1}
 
     def scratch(self, H: int, dtype: Any) -> dict[str, Any]:
         t = self.tiles
@@ -394,7 +439,7 @@ class KeyValueGradient(_Gradient):
         self, q, k, v, first, end, seen_by, dout, log2_sum, delta, dk, dv, *, k_dk, v_dv, rows_ready, **rings
     ) -> None:
         t, ready, free = self.tiles, rings.pop("ready"), rings.pop("free")
-        warpgroup, batch, kv_head = (lax.axis_index(name) for name in ("warpgroup", "batch", "head"))
+        warpgroup, batch, kv_head, _ = self.place()
         row, rows = self.of_block()[1:]
         bounds = self._bounds(seen_by, batch)
         start, tiles = bounds.tiles(t.columns)
@@ -412,17 +457,16 @@ class KeyValueGradient(_Gradient):
             plgpu.barrier_wait(rows_ready.at[warpgroup])
 
             def all_steps(dk_acc, dv_acc):
-                @pl.loop(0, steps)
-                def _step(step):
+                def body(step, done):
                     queries, _ = query_tile(step)
                     slot = self.slot(step)
                     plgpu.barrier_wait(ready.at[slot])
                     ranges = first.at[batch, queries], end.at[batch, queries]
                     tile = {name: ring.at[slot] for name, ring in rings.items()}
                     whole = bounds.whole(queries.start, t.columns)
-                    self._step(k_mine, v_mine, row, ranges, whole, dk_acc, dv_acc, **tile)
-                    plgpu.barrier_arrive(free.at[slot])
+                    self._step(k_mine, v_mine, row, ranges, whole, dk_acc, dv_acc, done, **tile)
 
+                self.each_step(steps, free, body)
                 return dk_acc[...], dv_acc[...]
 
             dk_sum, dv_sum = pl.run_scoped(all_steps, *[accumulator(*k_mine.shape)] * 2)
@@ -451,7 +495,9 @@ class KeyValueGradient(_Gradient):
         any_from, any_to = seen_by[batch, of_block, 0], seen_by[batch, last, 1]
         return Bounds(any_from, any_to, seen_by[batch, mine, 2], seen_by[batch, mine, 3])
 
-    def _step(self, k, v, row, ranges, whole, dk_acc, dv_acc, *, q_ring, dout_ring, log2_sum_ring, delta_ring) -> None:
+    def _step(
+        self, k, v, row, ranges, whole, dk_acc, dv_acc, done, *, q_ring, dout_ring, log2_sum_ring, delta_ring
+    ) -> None:
         """Adds a tile of queries to dk and dv; scores have keys in their rows."""
 
         def scores(acc):
@@ -464,6 +510,7 @@ class KeyValueGradient(_Gradient):
 
         shape = accumulator(self.tiles.rows, self.tiles.columns)
         s = pl.run_scoped(scores, shape)
+        done()
         log2_sum = plgpu.load(log2_sum_ring, layout=PER_COLUMN)
         p, slope = self.weights(s, mask, whole, per_column(log2_sum, s))
 
@@ -476,4 +523,3 @@ class KeyValueGradient(_Gradient):
         delta = plgpu.load(delta_ring, layout=PER_COLUMN)
         ds = self.score_gradient(p, dp, per_column(delta, dp), slope)
         self.multiply_registers(dk_acc, ds.astype(k.dtype), q_ring)
-        plgpu.wgmma_wait(0)

@@ -119,10 +119,10 @@ def test_parts_of_the_keys_add_up_to_all(rng, error):
 
 def test_what_the_kernels_do_not_take_is_refused(rng):
     q, k, v, _ = tensors(rng, N=4, K=2)
-    bounds = as_arrays(*ranges("causal"))
+    first, end = as_arrays(*ranges("causal"))
     with pytest.raises(ValueError, match="float32"):
-        attend(*(a.astype(jnp.float32) for a in (q, k, v)), *bounds, scale=SCALE)
+        attend(q.astype(jnp.float32), k, v, first, end, scale=SCALE)
     with pytest.raises(ValueError, match="32 wide"):
-        attend(*(a[..., :32] for a in (q, k, v)), *bounds, scale=SCALE)
+        attend(q[..., :32], k[..., :32], v[..., :32], first, end, scale=SCALE)
     with pytest.raises(ValueError, match="3 query heads"):
-        attend(q[:, :, :3], k, v, *bounds, scale=SCALE)
+        attend(q[:, :, :3], k, v, first, end, scale=SCALE)
