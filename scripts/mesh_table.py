@@ -17,7 +17,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,7 @@ from megajax.training.step import INITIAL_LOSS_SCALE, TrainProgram, TrainState
 
 SCALAR_TOLERANCE = 1e-5  # loss and gradient norm of every step, relative
 GRADIENT_TOLERANCE = 1e-4  # each first-step gradient, ‖Δ‖ / ‖g‖, layer by layer
+ROUTER_METRICS = {"aux_loss", "router_z_loss", "router_entropy", "expert_counts"}
 ZERO_TOLERANCE = 1e-6  # gradients whose true value is zero, over the norm of the whole gradient
 
 COMMON = {"num_layers": 4, "hidden_size": 64, "num_heads": 8, "ffn_hidden_size": 128, "vocab_size": 250}
@@ -84,6 +85,7 @@ class Trace:
     norms: np.ndarray  # [steps]
     initial: dict[str, np.ndarray]
     gradients: dict[str, np.ndarray]  # of the first step, before clipping
+    router: dict[str, np.ndarray] = field(default_factory=dict)  # metrics of experts, [steps, ...]
 
 
 @dataclass(frozen=True)
@@ -95,6 +97,7 @@ class Difference:
     gradients: dict[str, float]  # ‖Δ‖ / ‖g‖ by name, of the worst layer
     zeros: dict[str, float]  # gradients whose true value is zero: the larger norm, over the whole gradient's
     changed: tuple[str, ...]  # weights whose first value is not the same bit for bit
+    router: float = 0.0  # worst relative difference of the routers' losses and entropy; infinite: other counts
 
     @property
     def worst(self) -> tuple[str, float]:
@@ -105,6 +108,7 @@ class Difference:
         out = [f"initial {name} differs" for name in self.changed]
         out += [f"loss {self.loss:.1e}"] if not self.loss <= scalar else []
         out += [f"gradient norm {self.norm:.1e}"] if not self.norm <= scalar else []
+        out += [f"router {self.router:.1e}"] if not self.router <= scalar else []
         out += [f"gradient of {n} {d:.1e}" for n, d in self.gradients.items() if not d <= gradient]
         limit = ZERO_TOLERANCE * gradient / GRADIENT_TOLERANCE
         out += [f"gradient of {n} is not zero: {d:.1e}" for n, d in self.zeros.items() if not d <= limit]
@@ -138,9 +142,13 @@ def make_config(
 
 
 def reference_config(config: Config) -> Config:
-    """The same mathematics on one device: one microbatch, nothing recomputed, the plain layer loop."""
+    """The same mathematics on one device: one microbatch, nothing recomputed, the plain layer loop.
+
+    With experts as many microbatches, since what balances them is nonlinear in a microbatch.
+    """
     settings = config.model_dump(exclude={"mesh", "pipeline", "remat", "kernels"})
-    settings["batch"]["num_microbatches"] = 1
+    if config.model.num_experts is None:
+        settings["batch"]["num_microbatches"] = 1
     return Config.model_validate(settings)
 
 
@@ -175,15 +183,18 @@ def train(config: Config, weights: Mapping[str, np.ndarray] | None = None) -> Tr
     program = TrainProgram.build(config, build_mesh(sizes, jax.devices()[:count]))
     state = program.init_state() if weights is None else first_state(program, weights)
     initial, gradients = canonical(program, state.params), {}
-    losses, norms = [], []
+    losses, norms, router = [], [], {}
     for fields in make_batches(config):
         batch = to_global(fields, program.batch_sharding, program.batch_shape)
         state, metrics = program.train_step(state, batch)
         losses.append(float(metrics["loss"]))
         norms.append(float(metrics["grad_norm"]))
+        for name in ROUTER_METRICS & metrics.keys():
+            router.setdefault(name, []).append(np.asarray(metrics[name]))
         if not gradients:
             gradients = first_gradients(program, state, norms[0])
-    return Trace(config, np.array(losses), np.array(norms), initial, gradients)
+    router = {name: np.array(values) for name, values in router.items()}
+    return Trace(config, np.array(losses), np.array(norms), initial, gradients, router)
 
 
 def first_state(program: TrainProgram, weights: Mapping[str, np.ndarray]) -> TrainState:
@@ -228,7 +239,7 @@ def zero_gradients(config: Config) -> set[str]:
     """
     model = config.model
     turned = model.position == "rope" or model.qk_norm or model.attention_softcap is not None
-    return set() if turned else {"blocks.dense.attention.key_bias"}
+    return set() if turned else {"blocks.dense.attention.key_bias", "blocks.moe.attention.key_bias"}
 
 
 def compare(trace: Trace, reference: Trace) -> Difference:
@@ -254,6 +265,16 @@ def compare(trace: Trace, reference: Trace) -> Difference:
         gradients=worst,
         zeros=zero,
         changed=tuple(changed),
+        router=_router_difference(trace.router, reference.router),
+    )
+
+
+def _router_difference(found: Mapping[str, np.ndarray], expected: Mapping[str, np.ndarray]) -> float:
+    assert found.keys() == expected.keys()
+    if any(not np.array_equal(found[name], values) for name, values in expected.items() if name == "expert_counts"):
+        return math.inf
+    return max(
+        (float(np.max(np.abs(found[n] / v - 1))) for n, v in expected.items() if n != "expert_counts"), default=0
     )
 
 
@@ -305,7 +326,7 @@ def table_row(table: str, config: Config, optimizer: str, model: str, difference
     results = (
         f"{difference.loss:.1e}",
         f"{difference.norm:.1e}",
-        f"{worst:.1e} {name.removeprefix('blocks.dense.')}",
+        f"{worst:.1e} {name.removeprefix('blocks.dense.').removeprefix('blocks.moe.')}",
         "differ" if difference.changed else "identical",
     )
     return markdown([*(settings[column] for column in SETTINGS[table]), *results])

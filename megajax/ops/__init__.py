@@ -1,17 +1,22 @@
 """Functions on arrays with plain arguments: no config, no collectives, no modules."""
 
+from megajax.ops import router
 from megajax.ops.attention import Implementation, attention, choose_attention
 from megajax.ops.cross_entropy import LossImplementation, chunk_loss_and_grad, cross_entropy_reference
 from megajax.ops.dropout import dropout
+from megajax.ops.experts import apply_experts
+from megajax.ops.grouped_matmul import GroupedImplementation
 from megajax.ops.mlp import ElementwiseImplementation, activate
 from megajax.ops.norms import layer_norm, rms_norm
 from megajax.ops.rope import apply_rope, rope_frequencies
 
 __all__ = [
     "ElementwiseImplementation",
+    "GroupedImplementation",
     "Implementation",
     "LossImplementation",
     "activate",
+    "apply_experts",
     "apply_rope",
     "attention",
     "choose_attention",
@@ -21,4 +26,5 @@ __all__ = [
     "layer_norm",
     "rms_norm",
     "rope_frequencies",
+    "router",
 ]

@@ -14,15 +14,16 @@ from megajax import ops
 from megajax.config import Config
 from megajax.config.sentences import said
 from megajax.mesh import BATCH_AXES, mesh_sizes
-from megajax.model.transformer import BlockInputs, Transformer
+from megajax.model.transformer import BlockInputs, Transformer, block_kind
 from megajax.ops import fp8
 from megajax.parallel.comm import MeshComm
 from megajax.parallel.fused import FusedWeights
 from megajax.parallel.head import LossHead
-from megajax.parallel.layers import PREFIX, LayerStack
+from megajax.parallel.layers import LayerStack
 from megajax.parallel.weights import WeightExchange, row_major, sum_over_all
 from megajax.sharding import Placement, stored_layers
 
+JITTER = 2**31  # folded into the step's key; below it: layers and branches of dropout
 Params = Mapping[str, jax.Array]
 Batch = Mapping[str, jax.Array]
 
@@ -59,10 +60,11 @@ class LocalModel:
             "pallas" if platform == "gpu" else "reference",
         )
         compute, gradients = jnp.dtype(config.precision.compute), jnp.dtype(config.precision.gradients)
-        blocks = {n.removeprefix(PREFIX): p for n, p in placements.items() if n.startswith(PREFIX)}
+        prefix = f"blocks.{block_kind(config.model)}."
+        blocks = {n.removeprefix(prefix): p for n, p in placements.items() if n.startswith(prefix)}
         fused = FusedWeights(blocks, sizes)
-        computed = {n: p for n, p in placements.items() if not n.startswith(PREFIX)}
-        computed |= {PREFIX + n: p for n, p in fused.placements.items()}
+        computed = {n: p for n, p in placements.items() if not n.startswith(prefix)}
+        computed |= {prefix + n: p for n, p in fused.placements.items()}
         exchange = WeightExchange(computed, sizes, compute, gradients)
         layers = LayerStack(config, comm, model, exchange, fused, stored_layers(config, sizes["pipeline"]), platform)
         return cls(config, sizes, placements, comm, exchange, layers, LossHead(config, comm, platform))
@@ -70,12 +72,14 @@ class LocalModel:
     @jax.named_scope("weights")
     def gather_ends(self, params: Params) -> dict[str, jax.Array]:
         """The weights outside the blocks, ready to compute with; they are gathered over `fsdp` once a step too."""
-        ends = {name: w for name, w in params.items() if not name.startswith(PREFIX)}
+        ends = {name: w for name, w in params.items() if not name.startswith(self.layers.prefix)}
         gathered = {name: self.exchange.gather_once(name, w) for name, w in ends.items()}
         return {name: row_major(self.exchange.gather_layer(name, w)) for name, w in gathered.items()}
 
-    def inputs(self, batch: Batch, microbatch: jax.Array | int, dropout_key: jax.Array | None) -> BlockInputs:
-        """What the blocks read of one microbatch, `[B, S]` each."""
+    def inputs(
+        self, batch: Batch, microbatch: jax.Array | int, key: jax.Array | None, balance_scale: jax.Array | None = None
+    ) -> BlockInputs:
+        """What the blocks read of one microbatch, `[B, S]` each; `key` and `balance_scale` in training only."""
         B, S = batch["tokens"].shape
         shards = math.prod(self.sizes[axis] for axis in BATCH_AXES)
         sequences = (microbatch * B * shards + self.comm.sequence_ids(B)).astype(jnp.uint32)
@@ -88,7 +92,27 @@ class LocalModel:
                 f"the batch {problem} segment_ids and {said(self.config, 'data.reset_attention')}: "
                 "give them with data.reset_attention=true, and only then."
             )
-        return BlockInputs(batch["positions"], segment_ids, self.comm.own_tokens(token_ids), dropout_key)
+        model = self.config.model
+        return BlockInputs(
+            batch["positions"],
+            segment_ids,
+            self.comm.own_tokens(token_ids),
+            dropout_key=key if model.dropout > 0 else None,
+            jitter_key=None if key is None or not model.router.jitter else jax.random.fold_in(key, JITTER),
+            balance_scale=balance_scale,
+        )
+
+    def balance_scale(self, loss_scale: jax.Array) -> jax.Array | None:
+        """The factor of the routers' losses of one microbatch in what is differentiated: their mean counts."""
+        config = self.config
+        return loss_scale / config.batch.num_microbatches if config.model.num_experts else None
+
+    def random_key(self, step: jax.Array) -> jax.Array | None:
+        """The key of a step's dropout and jitter, if there are any."""
+        config = self.config
+        if not config.model.dropout and not config.model.router.jitter:
+            return None
+        return jax.random.fold_in(jax.random.key(config.run.seed + 1), step)
 
     @jax.named_scope("embedding")
     def embed(self, ends: Params, batch: Batch, inputs: BlockInputs) -> jax.Array:
