@@ -9,8 +9,6 @@ from megajax.config.pipeline_checks import check_stages
 from megajax.config.schema import AXES, Config
 from megajax.config.sentences import divisors, listed, refuse, said, said_axis, value, warn
 
-UNAVAILABLE_AXES = ("expert",)
-
 
 def check(config: Config) -> None:
     """Refuse combinations that can run on no mesh (`ConfigError`); warn about settings without effect."""
@@ -79,10 +77,6 @@ def _fill(config: Config, num_devices: int) -> dict[str, int]:
 
 
 def _check_axes(config: Config, sizes: dict[str, int]) -> None:
-    for axis in UNAVAILABLE_AXES:
-        if sizes[axis] > 1:
-            problem = f"{said_axis(config, sizes, axis)} is not available yet"
-            refuse(config, problem, "set it to 1", f"mesh.{axis}")
     check_experts_on_mesh(config, sizes)
     model, tensor = config.model, sizes["tensor"]
     name = said_axis(config, sizes, "tensor")
@@ -343,6 +337,7 @@ def _warn_without_effect(config: Config) -> None:
         (config.optimizer.kind == "lion", "optimizer.kind", ("optimizer.epsilon",)),
         (config.remat.policy == "none", "remat.policy", ("remat.layers",)),
         (config.mesh.pipeline == 1, "mesh.pipeline", tuple(f"pipeline.{name}" for name in type(pipeline).model_fields)),
+        (config.mesh.expert == 1, "mesh.expert", ("kernels.dispatch",)),
         (config.mesh.context == 1, "mesh.context", ("kernels.context",)),
         (indexed and data.valid is None and data.split is None, "data.valid", ("run.eval_interval",)),
         (indexed and no_valid_share, "data.split", ("run.eval_interval",)),

@@ -30,9 +30,15 @@ def check_experts(config: Config) -> None:
 
 def check_experts_on_mesh(config: Config, sizes: dict[str, int]) -> None:
     """Refuse a mesh that the experts do not fit."""
-    model = config.model
+    model, name = config.model, said_axis(config, sizes, "expert")
     if model.num_experts is None:
+        if sizes["expert"] > 1:
+            cure = "set model.num_experts, or use mesh.data or mesh.fsdp for the batch"
+            refuse(config, f"{name} needs a model with experts", cure, "mesh.expert")
         return
+    if model.num_experts % sizes["expert"]:
+        problem = f"{name} does not divide {said(config, 'model.num_experts')}"
+        refuse(config, problem, f"use {listed(divisors(model.num_experts))}", "mesh.expert", "model.num_experts")
     for key, width in (
         ("model.expert_ffn_hidden_size", model.expert_ffn_hidden_size),
         ("model.shared_expert_ffn_hidden_size", model.shared_expert_ffn_hidden_size),

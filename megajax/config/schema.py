@@ -391,6 +391,11 @@ class KernelsConfig(Section):
     context: Literal["ring", "all_gather", "all_to_all"] = Field(
         default="ring", description="How keys and queries meet over mesh.context."
     )
+    dispatch: Literal["auto", "all_to_all", "all_gather"] = Field(
+        default="auto",
+        description="How tokens meet their experts over mesh.expert; auto: all_gather if a token has at least as many"
+        " experts as the axis has devices, since that then sends less.",
+    )
     scan_unroll: Count | None = Field(
         default=None,
         description="Layers in a body of the loop over layers.",
@@ -457,6 +462,12 @@ class Config(Section):
             if fp8.recipe == "none"
             else range(fp8.first_bf16_layers, self.model.num_layers - fp8.last_bf16_layers)
         )
+
+    def dispatch(self, expert: int) -> str:
+        """The strategy of `kernels.dispatch` over so many devices."""
+        if self.kernels.dispatch != "auto":
+            return self.kernels.dispatch
+        return "all_gather" if self.model.experts_per_token >= expert else "all_to_all"
 
     def where(self, key: str) -> str:
         """Where `key` ("section.name") was set: a file and line, an override, or "default"."""

@@ -19,13 +19,16 @@ from megajax.ops.numerics import wide
 class Permutation(NamedTuple):
     """Assignments `T·k`, those of a token side by side, and the same sorted by expert."""
 
-    order: jax.Array  # [T·k] int32: the assignment in each sorted row
-    inverse: jax.Array  # [T·k] int32: the sorted row of each assignment
+    order: jax.Array  # [R] int32: the assignment in each sorted row; R = T·k, or less if there are fewer experts
+    inverse: jax.Array  # [T·k] int32: the sorted row of each assignment; those to no expert may lie past R
     group_sizes: jax.Array  # [E] int32
 
 
 def sort_by_expert(experts: jax.Array, num_experts: int) -> Permutation:
-    """Assignments `experts [T, k]` sorted by expert, in the order of the tokens; those to no expert (E) come last."""
+    """Assignments `experts [T, k]` sorted by expert, in the order of the tokens; those to no expert (E) come last.
+
+    A token's experts differ, so that at most E of its k assignments are to one.
+    """
     flat = experts.reshape(-1)
     count = flat.shape[0]
     assert count * (num_experts + 1) < 2**32, "assignments are sorted by one 32-bit number each"
@@ -34,7 +37,7 @@ def sort_by_expert(experts: jax.Array, num_experts: int) -> Permutation:
     order = (jnp.sort(flat.astype(jnp.uint32) * count + numbers) % count).astype(jnp.int32)
     inverse = jnp.zeros(count, jnp.int32).at[order].set(numbers.astype(jnp.int32), unique_indices=True)
     group_sizes = (flat[:, None] == jnp.arange(num_experts)).sum(axis=0, dtype=jnp.int32)
-    return Permutation(order, inverse, group_sizes)
+    return Permutation(order[: experts.shape[0] * min(experts.shape[1], num_experts)], inverse, group_sizes)
 
 
 def apply_experts(
@@ -60,7 +63,7 @@ def apply_experts(
 
 @partial(jax.custom_vjp, nondiff_argnums=(2,))
 def dispatch(x: jax.Array, permutation: Permutation, k: int) -> jax.Array:
-    """`x [T, D]` → `[T·k, D]`: each sorted assignment's token."""
+    """`x [T, D]` → `[R, D]`: each sorted assignment's token."""
     return x[permutation.order // k]
 
 
@@ -77,7 +80,7 @@ dispatch.defvjp(_dispatch_forward, _dispatch_backward)
 
 @partial(jax.custom_vjp, nondiff_argnums=(2,))
 def combine(y: jax.Array, permutation: Permutation, k: int) -> jax.Array:
-    """Sorted rows `[T·k, D]` → `[T, D]`: the sum of each token's, in float32."""
+    """Sorted rows `[R, D]` → `[T, D]`: the sum of each token's, in float32."""
     return _sum_of_assignments(y, permutation, k)
 
 
@@ -93,8 +96,15 @@ combine.defvjp(_combine_forward, _combine_backward)
 
 
 def _sum_of_assignments(rows: jax.Array, permutation: Permutation, k: int) -> jax.Array:
-    by_token = rows[permutation.inverse].reshape(-1, k, rows.shape[-1])
+    by_token = _of_assignments(rows, permutation).reshape(-1, k, rows.shape[-1])
     return by_token.astype(wide(rows.dtype)).sum(axis=1).astype(rows.dtype)
+
+
+def _of_assignments(rows: jax.Array, permutation: Permutation) -> jax.Array:
+    """Sorted rows → those of the assignments, `[T·k, ...]`, zeros for any past the last row."""
+    if len(permutation.order) == len(permutation.inverse):
+        return rows[permutation.inverse]
+    return rows.at[permutation.inverse].get(mode="fill", fill_value=0)
 
 
 @jax.custom_vjp
@@ -105,7 +115,7 @@ def permute(values: jax.Array, permutation: Permutation) -> jax.Array:
 
 permute.defvjp(
     lambda values, permutation: (permute(values, permutation), permutation),
-    lambda permutation, dy: (dy[permutation.inverse], None),
+    lambda permutation, dy: (_of_assignments(dy, permutation), None),
 )
 
 

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from functools import reduce
+from functools import partial, reduce
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +15,7 @@ from megajax.ops import fp8
 from megajax.ops.fp8 import Fp8Weight
 from megajax.ops.partial_attention import Scores
 from megajax.parallel import context, linear
+from megajax.parallel import experts as over_experts
 from megajax.parallel.weights import as_bytes, gather_tiles
 
 TOKEN_AXES = (*BATCH_AXES, "context", "tensor")  # that the tokens of a microbatch lie over, between the blocks
@@ -35,9 +36,12 @@ class MeshComm(SingleDevice):
         context_strategy: str = "ring",
         fp8_implementation: fp8.Implementation = "reference",
         elementwise: ops.ElementwiseImplementation = "reference",
+        dispatch: str = "all_gather",
+        ragged: bool = False,
     ):
         super().__init__(attention)
         self.fp8 = fp8.kernels(fp8_implementation)
+        self.dispatch, self.ragged = dispatch, ragged  # how tokens meet experts, and whether by ragged all-to-all
         self.elementwise: ops.ElementwiseImplementation = elementwise
         self.deterministic, self.attend_calls = deterministic, 0
         self.sizes, self.context_strategy = sizes, context_strategy
@@ -63,7 +67,10 @@ class MeshComm(SingleDevice):
 
     def experts(self, activation, x, experts, weights, w_up, w_down) -> jax.Array:
         x, experts, weights = (self.enter(a) for a in (x, experts, weights))
-        return self.leave(super().experts(activation, x, experts, weights, w_up, w_down))
+        strategy = super().experts
+        if self.sizes["expert"] > 1:
+            strategy = partial(over_experts.gathered if self.dispatch == "all_gather" else over_experts.exchanged, self)
+        return self.leave(strategy(activation, x, experts, weights, w_up, w_down))
 
     def hand_on(self, x: jax.Array) -> jax.Array:
         """The array of the device before, on a ring over `tensor`."""

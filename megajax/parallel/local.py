@@ -58,6 +58,8 @@ class LocalModel:
             config.kernels.context,
             kernels,
             "pallas" if platform == "gpu" else "reference",
+            dispatch=config.dispatch(sizes["expert"]),
+            ragged=platform != "cpu",
         )
         compute, gradients = jnp.dtype(config.precision.compute), jnp.dtype(config.precision.gradients)
         prefix = f"blocks.{block_kind(config.model)}."

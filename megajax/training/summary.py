@@ -8,7 +8,7 @@ from megajax.mesh import mesh_sizes
 from megajax.parallel.head import chunk_count
 from megajax.parallel.schedule_simulator import Costs, simulate
 from megajax.parallel.schedules import make_schedule
-from megajax.plan import estimate_memory, flops_per_token, parameter_count
+from megajax.plan import active_parameter_count, estimate_memory, flops_per_token, parameter_count
 from megajax.training.step import TrainProgram
 
 GIB = 2**30
@@ -30,7 +30,8 @@ def summary(program: TrainProgram, flags: list[str]) -> str:
         f"run        {config.run.name} → {config.run.dir}, seed {config.run.seed}, {config.run.steps} steps",
         f"devices    {program.mesh.size} × {device.device_kind}, {jax.process_count()} process(es)",
         f"mesh       {' × '.join(f'{axis} {size}' for axis, size in sizes.items() if size > 1) or 'one device'}",
-        f"model      {parameter_count(program.model):,} parameters, {flops_per_token(config) / 1e9:.4g} GFLOP a token",
+        f"model      {parameter_count(program.model):,} parameters{_experts(program)}, "
+        f"{flops_per_token(config) / 1e9:.4g} GFLOP a token",
         f"memory     estimated a device: parameters {memory.parameters / GIB:.3g} GiB, "
         f"optimizer {memory.optimizer / GIB:.3g}, gradients {memory.gradients / GIB:.3g}, "
         f"gathered weights {memory.weights / GIB:.3g}, activations {memory.activations / GIB:.3g}, "
@@ -44,6 +45,9 @@ def summary(program: TrainProgram, flags: list[str]) -> str:
     ]
     if sizes["pipeline"] > 1:
         lines[3:3] = _pipeline(config, sizes)
+    if sizes["expert"] > 1:
+        experts = (config.model.num_experts or 0) // sizes["expert"]
+        lines.append(f"experts    {experts} on each device, tokens by {config.dispatch(sizes['expert'])}")
     if sizes["context"] > 1:
         chunk = batch.sequence_length // (2 * sizes["context"])
         lines.append(f"context    {config.kernels.context}; of each sequence a device has two chunks of {chunk} tokens")
@@ -75,6 +79,14 @@ def _pipeline(config: Config, sizes: dict[str, int]) -> list[str]:
             "backward: mesh.data, once a step, is faster if memory allows"
         )
     return lines
+
+
+def _experts(program: TrainProgram) -> str:
+    model = program.config.model
+    if model.num_experts is None:
+        return ""
+    active = active_parameter_count(program.model)
+    return f", {active:,} of them active ({model.experts_per_token} of {model.num_experts} experts a token)"
 
 
 def _fp8(program: TrainProgram) -> str:

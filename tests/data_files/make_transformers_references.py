@@ -356,7 +356,9 @@ def tiny_qwen3_local() -> Reference:
 
 def tiny_mixtral() -> Reference:
     model = llama_section(num_layers=2, ffn_hidden_size=32, num_experts=4, experts_per_token=2)
-    config = MixtralConfig(experts_implementation="eager", num_local_experts=4, num_experts_per_tok=2, **llama_options(model))
+    config = MixtralConfig(
+        experts_implementation="eager", num_local_experts=4, num_experts_per_tok=2, **llama_options(model)
+    )
     return MixtralForCausalLM(config), model, convert_llama
 
 
