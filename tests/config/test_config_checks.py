@@ -166,7 +166,7 @@ REFUSED = {
 @pytest.mark.smoke
 @pytest.mark.parametrize("overrides", REFUSED)
 def test_an_impossible_combination_is_refused(overrides: str):
-    first, *rest = re.split(r" (?=\w+\.\w+=)", overrides)
+    first, *rest = re.split(r" (?=\w+(?:\.\w+)+=)", overrides)
     with pytest.raises(ConfigError) as caught:
         load_config("x.yaml", [first, *rest])
     assert str(caught.value) == REFUSED[overrides].replace("@", f"the command line: {first}")
