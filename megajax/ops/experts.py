@@ -56,7 +56,7 @@ def apply_experts(
     k = experts.shape[1]
     permutation = jax.tree.map(lambda a: checkpoint_name(a, "routing"), sort_by_expert(experts, w_up.shape[0]))
     rows = checkpoint_name(dispatch(x, permutation, k), "dispatched")
-    row_weights = permute(weights.reshape(-1), permutation)
+    row_weights = checkpoint_name(permute(weights.reshape(-1), permutation), "routing")
     y = expert_mlp(activation, implementation, rows, row_weights, w_up, w_down, permutation.group_sizes)
     return combine(y, permutation, k)
 

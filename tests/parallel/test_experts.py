@@ -121,3 +121,15 @@ def reference_weights(program):
     """Small numbers, quickly made."""
     rng = np.random.default_rng(0)
     return {n: 0.1 * rng.standard_normal(p.shape).astype(np.float32) for n, p in program.placements.items()}
+
+
+@pytest.mark.parametrize("dispatch", ["all_gather", "all_to_all"])
+def test_what_is_kept_is_neither_routed_nor_exchanged_again(table, dispatch):
+    def operations(policy):
+        sections = {"kernels": {"dispatch": dispatch}, "remat": {"policy": policy}}
+        config = make(table, "mixtral", {"expert": 4}, 1, sections)
+        program = TrainProgram.build(config, build_mesh(check_mesh(config, 4), jax.devices()[:4]))
+        text = program.train_step.lower(program.abstract_state, program.abstract_batch).as_text()
+        return {name: text.count(name) for name in ("stablehlo.sort", "top_k", "stablehlo.all_gather")}
+
+    assert operations("save_matmuls") == operations("none") != operations("full")
