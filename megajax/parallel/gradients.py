@@ -86,7 +86,11 @@ def gradient_function(local: LocalModel, mesh: Mesh) -> Callable:
         out_specs=(P(), specs, P(), P(), P()),
         check_vma=False,
     )
-    return lambda *arguments, state=NO_STATE: mapped(*arguments, state)
+
+    def gradients(*arguments, state: Params = NO_STATE):
+        return mapped(*arguments, state)
+
+    return gradients
 
 
 def loss_function(local: LocalModel, mesh: Mesh) -> Callable:
@@ -118,7 +122,11 @@ def loss_function(local: LocalModel, mesh: Mesh) -> Callable:
         out_specs=(P(), P()),
         check_vma=False,
     )
-    return lambda *arguments, state=NO_STATE: mapped(*arguments, state)
+
+    def loss(*arguments, state: Params = NO_STATE):
+        return mapped(*arguments, state)
+
+    return loss
 
 
 def all_finite(arrays: Mapping[str, jax.Array]) -> jax.Array:
