@@ -354,7 +354,7 @@ def introduction(table: str, steps: int) -> str:
     return f"""# {title}
 
 `python scripts/mesh_table.py{option}` with jax {jax.__version__} on 8 virtual CPU devices: {runs}, each row
-against the same config on one device with one microbatch {letters}.
+against the same config on one device{"" if table == "experts" else " with one microbatch"} {letters}.
 
 - *loss*, *gradient norm*: worst relative difference over the steps, at most {SCALAR_TOLERANCE:g}.
 - *worst gradient*: largest ‖Δ‖/‖g‖ of the first step over all weights, layer by layer, at most {GRADIENT_TOLERANCE:g}.
