@@ -70,7 +70,9 @@ def test_the_gradients_are_those_of_the_loss_and_the_routers_losses(table, refer
     trace = reference(config)
     batch = {name: jnp.asarray(field) for name, field in next(table.make_batches(config)).items()}
     model, (B, S) = Transformer(config.model), batch["tokens"].shape
-    inputs = BlockInputs(batch["positions"], Place(batch["positions"]), jnp.arange(B * S), None, balance_scale=jnp.float32(1))
+    inputs = BlockInputs(
+        batch["positions"], Place(batch["positions"]), jnp.arange(B * S), None, balance_scale=jnp.float32(1)
+    )
 
     def total(weights):
         x = weights["embedding.tokens"][batch["tokens"].reshape(-1)]
@@ -100,7 +102,7 @@ def test_the_bias_follows_the_counts_and_survives_a_checkpoint(table, tmp_path):
     program = TrainProgram.build(config, build_mesh(check_mesh(config, 2), jax.devices()[:2]))
     state = table.first_state(program, reference_weights(program))
     fields = next(table.make_batches(config))
-    state, metrics = program.train_step(state, to_global(fields, program.batch_sharding, program.batch_shape))
+    state, metrics = program.train_step(state, to_global(program, fields))
     counts = np.asarray(metrics["expert_counts"])
     bias = 0.05 * np.sign(counts.mean(axis=1, keepdims=True) - counts)
     np.testing.assert_allclose(state.experts["expert_bias"], bias, rtol=1e-6)
