@@ -29,9 +29,9 @@ class SingleDevice:
     share of heads or MLP width; outside it holds its share of the tokens (sequence parallelism).
     """
 
-    def __init__(self, attention: ops.Implementation = "reference", grouped: ops.GroupedImplementation = "reference"):
+    def __init__(self, attention: ops.Implementation = "reference", experts: ops.ExpertKernels | None = None):
         self.attention: ops.Implementation = attention
-        self.grouped: ops.GroupedImplementation = grouped
+        self.expert_kernels = experts or ops.ExpertKernels()
         self.tensor_size = self.context_size = 1
         self.token_shards = 1  # devices that hold different tokens
 
@@ -65,7 +65,7 @@ class SingleDevice:
         `experts` and `weights` `[T / tensor, k]` are those of the own tokens, `w_up [E, D, 2F]` and `w_down [E, F, D]`
         the experts that this device holds, or its share of them.
         """
-        return ops.apply_experts(activation, x, experts, weights, w_up, w_down, self.grouped)
+        return ops.apply_experts(activation, x, experts, weights, w_up, w_down, self.expert_kernels)
 
     def local_kv_heads(self, num_kv_heads: int) -> int:
         """How many of the model's KV heads this device works on."""

@@ -8,11 +8,10 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from megajax.ops.grouped_matmul import GroupedImplementation, grouped_matmul
-from megajax.ops.mlp import activate_weighted, activate_weighted_backward
+from megajax.ops.grouped_matmul import GroupedImplementation, rows_times_weights, weight_gradient
+from megajax.ops.mlp import ElementwiseImplementation, activate_weighted, activate_weighted_and_gradient
 from megajax.ops.numerics import wide
 
 
@@ -47,7 +46,7 @@ def apply_experts(
     weights: jax.Array,
     w_up: jax.Array,
     w_down: jax.Array,
-    implementation: GroupedImplementation = "reference",
+    kernels: "ExpertKernels | None" = None,
 ) -> jax.Array:
     """`x [T, D]` → `[T, D]`: Σ over a token's assignments `[T, k]` of weight · MLP of the expert.
 
@@ -57,7 +56,7 @@ def apply_experts(
     permutation = jax.tree.map(lambda a: checkpoint_name(a, "routing"), sort_by_expert(experts, w_up.shape[0]))
     rows = checkpoint_name(dispatch(x, permutation, k), "dispatched")
     row_weights = checkpoint_name(permute(weights.reshape(-1), permutation), "routing")
-    y = expert_mlp(activation, implementation, rows, row_weights, w_up, w_down, permutation.group_sizes)
+    y = expert_mlp(activation, kernels or ExpertKernels(), rows, row_weights, w_up, w_down, permutation.group_sizes)
     return combine(y, permutation, k)
 
 
@@ -119,10 +118,17 @@ permute.defvjp(
 )
 
 
+class ExpertKernels(NamedTuple):
+    """Which implementations the experts' matmuls and activations have."""
+
+    grouped_matmul: GroupedImplementation = "reference"
+    elementwise: ElementwiseImplementation = "reference"
+
+
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def expert_mlp(
     activation: str,
-    implementation: GroupedImplementation,
+    kernels: ExpertKernels,
     rows: jax.Array,
     weights: jax.Array,
     w_up: jax.Array,
@@ -132,26 +138,28 @@ def expert_mlp(
     """Rows `[R, D]` sorted by expert → `[R, D]`: weight · MLP of the row's expert.
 
     The weight `[R]` multiplies the activation, so that the backward pass needs no output; the activation is computed
-    again there.
+    again there. Rows of no group are zeros, as are their gradients and those of their weights.
     """
-    return _expert_mlp_forward(activation, implementation, rows, weights, w_up, w_down, group_sizes)[0]
+    return _expert_mlp_forward(activation, kernels, rows, weights, w_up, w_down, group_sizes)[0]
 
 
-def _expert_mlp_forward(activation, implementation, rows, weights, w_up, w_down, group_sizes):
-    multiply = partial(grouped_matmul, group_sizes_e=group_sizes, implementation=implementation)
+def _expert_mlp_forward(activation, kernels, rows, weights, w_up, w_down, group_sizes):
+    multiply = partial(rows_times_weights, group_sizes_e=group_sizes, implementation=kernels.grouped_matmul)
     up = checkpoint_name(multiply(rows, w_up), "gate_up")
-    y = multiply(activate_weighted(activation, up, weights), w_down)
-    return y, (rows, weights, up, w_up, w_down, group_sizes)
+    act = activate_weighted(activation, up, weights, group_sizes.sum(), kernels.elementwise)
+    return multiply(act, w_down), (rows, weights, up, w_up, w_down, group_sizes)
 
 
-def _expert_mlp_backward(activation, implementation, residuals, dy):
+def _expert_mlp_backward(activation, kernels, residuals, dy):
     rows, weights, up, w_up, w_down, group_sizes = residuals
-    multiply = partial(grouped_matmul, group_sizes_e=group_sizes, implementation=implementation)
-    up, dy = lax.optimization_barrier((up, dy))  # or XLA would keep the forward pass's activation
-    dact, dw_down = jax.vjp(multiply, activate_weighted(activation, up, weights), w_down)[1](dy)
-    dup, dweights = activate_weighted_backward(activation, up, weights, dact)
-    drows, dw_up = jax.vjp(multiply, rows, w_up)[1](dup)
-    return drows, dweights, dw_up, dw_down, None
+    how = {"group_sizes_e": group_sizes, "implementation": kernels.grouped_matmul}
+    dact = rows_times_weights(dy, w_down, transpose_w=True, **how)
+    act, dup, dweights = activate_weighted_and_gradient(
+        activation, up, weights, dact, group_sizes.sum(), kernels.elementwise
+    )
+    dw_down = weight_gradient(act, dy, dtype=w_down.dtype, **how)
+    drows = rows_times_weights(dup, w_up, transpose_w=True, **how)
+    return drows, dweights, weight_gradient(rows, dup, dtype=w_up.dtype, **how), dw_down, None
 
 
 expert_mlp.defvjp(_expert_mlp_forward, _expert_mlp_backward)

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from megajax.ops import mlp_kernel
+from megajax.ops import expert_activation_kernel, mlp_kernel
 from megajax.ops.numerics import keep_inputs_only, wide
 
 ElementwiseImplementation = Literal["reference", "pallas"]
@@ -59,25 +59,47 @@ def _gated_backward(kind: str, x: jax.Array, dy: jax.Array):
 _gated.defvjp(_gated_forward, _gated_backward)
 
 
-def activate_weighted(kind: str, x: jax.Array, weights: jax.Array) -> jax.Array:
-    """The activation `kind` of x `[R, 2F]` or `[R, F]`, each row times its weight `[R]` before it is rounded."""
+def activate_weighted(
+    kind: str, x: jax.Array, weights: jax.Array, rows: jax.Array, implementation: ElementwiseImplementation
+) -> jax.Array:
+    """The activation `kind` of x `[R, 2F]` or `[R, F]`, each row times its weight `[R]` before it is rounded.
+
+    Only the first `rows` (at run time), and some zeros after them, are sure to be computed.
+    """
+    if _in_kernel(kind, implementation, x.shape[-1] // 2):
+        return expert_activation_kernel.activate(kind, x, weights, rows)
     values = activate(kind, x.astype(wide(x.dtype)))
     return (values * weights[:, None].astype(values.dtype)).astype(x.dtype)
 
 
-def activate_weighted_backward(kind: str, x: jax.Array, weights: jax.Array, dy: jax.Array):
-    """(the gradient of x, that of the weights) for that of `activate_weighted`."""
+def activate_weighted_and_gradient(
+    kind: str,
+    x: jax.Array,
+    weights: jax.Array,
+    dy: jax.Array,
+    rows: jax.Array,
+    implementation: ElementwiseImplementation,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """(`activate_weighted`, the gradient of x, that of the weights), computed from x again."""
+    if _in_kernel(kind, implementation, dy.shape[-1]):
+        return expert_activation_kernel.activate_and_gradient(kind, x, weights, dy, rows)
+    x, dy = lax.optimization_barrier((x, dy))  # or XLA would keep the forward pass's activation
     values, pull = jax.vjp(partial(activate, kind), x.astype(wide(x.dtype)))
-    dy = dy.astype(values.dtype)
-    (dx,) = pull(dy * weights[:, None].astype(values.dtype))
-    return dx.astype(x.dtype), jnp.sum(dy * values, axis=-1).astype(weights.dtype)
+    scale, dy = weights[:, None].astype(values.dtype), dy.astype(values.dtype)
+    (dx,) = pull(dy * scale)
+    dweights = jnp.sum(dy * values, axis=-1).astype(weights.dtype)
+    return (values * scale).astype(x.dtype), dx.astype(x.dtype), dweights
+
+
+def _in_kernel(kind: str, implementation: ElementwiseImplementation, width: int) -> bool:
+    return implementation == "pallas" and kind in GATED and mlp_kernel.fits(width)
 
 
 def activate_and_gradient(
     kind: str, x: jax.Array, dy: jax.Array, implementation: ElementwiseImplementation
 ) -> tuple[jax.Array, jax.Array]:
     """(activate(kind, x), the gradient of x for that of the activation), computed from x again."""
-    if implementation == "pallas" and kind in GATED and mlp_kernel.fits(dy.shape[-1]):
+    if _in_kernel(kind, implementation, dy.shape[-1]):
         gradient, act = mlp_kernel.activate_and_gradient(kind, x, dy)
         return act, gradient
     x, dy = lax.optimization_barrier((x, dy))  # or XLA would keep the forward pass's activation

@@ -40,7 +40,7 @@ class MeshComm(SingleDevice):
         ragged: bool = False,
         grouped: ops.GroupedImplementation = "reference",
     ):
-        super().__init__(attention, grouped)
+        super().__init__(attention, ops.ExpertKernels(grouped, elementwise))
         self.fp8 = fp8.kernels(fp8_implementation)
         self.dispatch, self.ragged = dispatch, ragged  # how tokens meet experts, and whether by ragged all-to-all
         self.elementwise: ops.ElementwiseImplementation = elementwise

@@ -28,7 +28,7 @@ def gathered(comm: Any, activation: str, x, experts, weights, w_up, w_down) -> j
     x, experts, weights = (gather_tiles(a, (AXIS,), 0) for a in (x, experts, weights))
     own = experts - lax.axis_index(AXIS) * local
     own = jnp.where((own >= 0) & (own < local), own, local)  # `local`: an expert of another device
-    y = ops.apply_experts(activation, x, own, weights, w_up, w_down, comm.grouped)
+    y = ops.apply_experts(activation, x, own, weights, w_up, w_down, comm.expert_kernels)
     return lax.psum_scatter(y, AXIS, scatter_dimension=0, tiled=True)
 
 
@@ -44,7 +44,9 @@ def exchanged(comm: Any, activation: str, x, experts, weights, w_up, w_down) -> 
     received = checkpoint_name(there(ops.dispatch(x, permutation, k)), "dispatched")
     own_weights: jax.Array = ops.permute(weights.reshape(-1), permutation)
     row_weights = checkpoint_name(there(own_weights[:, None]), "routing")[:, 0]
-    y: jax.Array = ops.expert_mlp(activation, comm.grouped, received, row_weights, w_up, w_down, routes.group_sizes)
+    y: jax.Array = ops.expert_mlp(
+        activation, comm.expert_kernels, received, row_weights, w_up, w_down, routes.group_sizes
+    )
     return ops.combine(back(y), permutation, k)
 
 

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from megajax.ops import activate
+from megajax.ops import expert_activation_kernel as expert_kernel
 from megajax.ops.mlp import activate_and_gradient
 from megajax.ops.mlp_kernel import activate_and_gradient as kernel
 
@@ -34,3 +35,25 @@ def test_the_plain_form_is_the_activation_and_its_vjp(rng, kind):
     dy = jnp.asarray(rng.normal(size=activate(kind, x).shape), jnp.float32)
     found = jax.jit(lambda x, dy: activate_and_gradient(kind, x, dy, "reference"))(x, dy)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), found, plain(kind, x, dy))
+
+
+@pytest.mark.parametrize("rows", [0, 5, 10])
+def test_the_kernels_of_experts_have_the_rows_that_hold_something(rng, error, rows):
+    x, dy = rng.normal(size=(10, 96)), rng.normal(size=(10, 48))
+    weights = rng.random(10)
+
+    def plain(x, weights):
+        return activate("swiglu", x) * weights[:, None]
+
+    with jax.enable_x64(True):
+        expected, pull = jax.vjp(plain, jnp.asarray(x), jnp.asarray(weights))
+        dx, dweights = pull(jnp.asarray(dy))
+    held = np.arange(10) < rows
+    x32, weights32, dy32 = (jnp.asarray(a, jnp.float32) for a in (x, weights, dy))
+    # What no row was written to is not a number, and must not matter.
+    garbage = jnp.where(held[:, None], x32, jnp.nan)
+    act = expert_kernel.activate("swiglu", garbage, weights32, jnp.int32(rows), interpret=True)
+    found = expert_kernel.activate_and_gradient("swiglu", garbage, weights32, dy32, jnp.int32(rows), interpret=True)
+    for one, other in zip((act, *found), (expected, expected, dx, dweights), strict=True):
+        other = np.where(held.reshape(-1, *(1,) * (other.ndim - 1)), other, 0)
+        assert error(one, other) < 1e-6 if rows else not np.any(one)
