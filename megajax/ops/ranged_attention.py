@@ -9,7 +9,6 @@ others compute. There are three, each deterministic: the output; dq; and dk with
 at a time, a warpgroup has 64 rows: of queries, and in the last kernel of keys.
 """
 
-import math
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -19,6 +18,7 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from megajax.ops import ranged_attention_kernels as kernels
+from megajax.ops.ranged_attention_gradients import KeyValueGradient, QueryGradient
 
 HEAD_DIMS = (64, 128)
 STATIC = ("scale", "softcap", "interpret")  # jitted, so that equal layers' kernels are compiled once
@@ -75,16 +75,16 @@ def attend_backward(
     (_, Sq, N, _), (_, Sk, K, _) = q.shape, k.shape
     delta = jnp.sum(out.astype(jnp.float32) * dout.astype(jnp.float32), axis=-1).swapaxes(1, 2)
     # In units of exp2. A query that sees nothing has p = exp2(s - inf) = 0 everywhere.
-    log2_sum = jnp.where(lse == -jnp.inf, jnp.inf, lse * math.log2(math.e))
+    log2_sum = jnp.where(lse == -jnp.inf, jnp.inf, lse * kernels.LOG2_E)
     dout = dout.astype(q.dtype)
 
-    kernel, of_q = kernels.QueryGradient(scale, softcap, N // K, interpret), kernels.BLOCK_ROWS
+    kernel, of_q = QueryGradient(scale, softcap, N // K, interpret), kernels.BLOCK_ROWS
     rows = _pad_queries(of_q, q, k, first, end)
     arrays = (rows[0], _pad(k, kernel.columns), _pad(v, kernel.columns), *rows[1:], _pad(dout, of_q))
     arrays += (_pad(log2_sum, of_q, 2), _pad(delta, of_q, 2))
     [dq] = _launch(kernel, "ranged_attention_dq", arrays, [rows[0]], rows[0].shape[1])
 
-    kernel = kernels.KeyValueGradient(scale, softcap, N // K, interpret)
+    kernel = KeyValueGradient(scale, softcap, N // K, interpret)
     of_q = kernel.columns
     rows = _pad_queries(of_q, q, k, first, end)
     keys = tuple(_pad(a, kernels.BLOCK_ROWS) for a in (k, v))
