@@ -32,6 +32,9 @@ LOGICAL_TO_MESH: dict[str, str | tuple[str, ...] | None] = {
     "heads": "tensor",
     "kv_heads": "tensor",  # replicated where there are fewer KV heads than devices on `tensor`
     "mlp": "tensor",
+    "experts": "expert",
+    "expert_mlp": "tensor",
+    "router": None,  # the router's E dimension: every device scores all experts, in FP32
     "embed": STORAGE_AXES,  # the D dimension of matrices: only how they are stored (END_AXES outside the blocks)
     "head": None,
     "positions": None,
@@ -96,6 +99,8 @@ def place(
     spec, stored, kv_groups = [], list(shape), 1
     in_block = axes[0] == "layers"
     storage = STORAGE_AXES if in_block else END_AXES
+    if "experts" in axes:  # each is whole where it lies
+        storage = tuple(axis for axis in storage if axis != "expert")
     layers = (layers or tuple(range(shape[0]))) if in_block else None
     for dim, (size, axis) in enumerate(zip(shape, axes, strict=True)):
         entry = storage if axis == "embed" else LOGICAL_TO_MESH[axis]

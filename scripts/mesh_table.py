@@ -8,6 +8,9 @@ one device with one microbatch. Prints a markdown table; exit status 1 if a row 
   and two rounds, P, 2P and 4P microbatches.
 - `context`: 4 layers, sequences of 48 tokens over 2, 4 or 8 devices, the others on one other axis (or two), each
   `kernels.context` (the GPT-2-style model: ring alone), whole sequences and packed documents.
+- `experts`: 2 layers of 8 experts over 1, 2, 4 or 8 devices, alone and with each other axis, each `kernels.dispatch`;
+  routers like Mixtral's and DeepSeek-V3's, and one that sends every token to the same expert. Held to as many
+  microbatches on one device; the routers' losses count as gradient norms do, assignments are the same exactly.
 """
 
 import argparse
@@ -17,7 +20,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +30,7 @@ os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_p
 import jax
 import numpy as np
 import optax
+from mesh_models import DEEP_MODELS, DEEP_OPTIMIZERS, EXPERT_MODELS, MODELS, uneven_weights
 
 from megajax.config import Config
 from megajax.config.checks import check, check_mesh
@@ -38,23 +42,9 @@ from megajax.training.step import INITIAL_LOSS_SCALE, TrainProgram, TrainState
 
 SCALAR_TOLERANCE = 1e-5  # loss and gradient norm of every step, relative
 GRADIENT_TOLERANCE = 1e-4  # each first-step gradient, ‖Δ‖ / ‖g‖, layer by layer
+ROUTER_METRICS = {"aux_loss", "router_z_loss", "router_entropy", "expert_counts"}
 ZERO_TOLERANCE = 1e-6  # gradients whose true value is zero, over the norm of the whole gradient
 
-COMMON = {"num_layers": 4, "hidden_size": 64, "num_heads": 8, "ffn_hidden_size": 128, "vocab_size": 250}
-COMMON |= {"init_std": 0.1}  # at 0.02 so small a model's attention is almost uniform
-GPT2 = {
-    "norm": "layernorm",
-    "activation": "gelu",
-    "position": "learned",
-    "attention_bias": True,
-    "mlp_bias": True,
-    "tie_embeddings": True,
-}
-MODELS: dict[str, dict[str, Any]] = {
-    # Four KV heads: replicated where tensor is 8.
-    "llama": {**COMMON, "num_kv_heads": 4},
-    "gpt2": {**COMMON, **GPT2},
-}
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "adamw": {"optimizer": {"kind": "adamw"}, "schedule": {"kind": "constant", "learning_rate": 1e-3}},
     "sgd": {"optimizer": {"kind": "sgd", "clip_norm": 0.0}, "schedule": {"kind": "constant", "learning_rate": 2e-2}},
@@ -63,16 +53,10 @@ SETTINGS = {
     "mesh": ("model", "optimizer", "mesh", "M"),
     "pipeline": ("model", "optimizer", "mesh", "schedule", "R", "M"),
     "context": ("model", "optimizer", "mesh", "context", "documents", "M"),
+    "experts": ("model", "optimizer", "mesh", "dispatch", "M"),
 }
 RESULTS = ("loss", "gradient norm", "worst gradient", "initial weights")
-STEPS = {"mesh": 20, "pipeline": 10, "context": 10}
-
-# Deep and narrow, since compiling takes most of the time. At an init_std of 0.1, 16 layers are so steep that the plain
-# model's gradient norms differ by 1e-4 after ten steps if it only sums eight microbatches instead of one.
-DEEP = {"num_layers": 16, "hidden_size": 32, "ffn_hidden_size": 64, "init_std": 0.05}
-DEEP_MODELS = {"llama": {**MODELS["llama"], **DEEP, "num_kv_heads": 2}, "gpt2": {**MODELS["gpt2"], **DEEP}}
-# The optimizers take turns, or the table would be twice as long.
-DEEP_OPTIMIZERS = {"llama": "adamw", "gpt2": "sgd"}
+STEPS = {"mesh": 20, "pipeline": 10, "context": 10, "experts": 10}
 
 
 @dataclass(frozen=True)
@@ -84,6 +68,7 @@ class Trace:
     norms: np.ndarray  # [steps]
     initial: dict[str, np.ndarray]
     gradients: dict[str, np.ndarray]  # of the first step, before clipping
+    router: dict[str, np.ndarray] = field(default_factory=dict)  # metrics of experts, [steps, ...]
 
 
 @dataclass(frozen=True)
@@ -95,6 +80,7 @@ class Difference:
     gradients: dict[str, float]  # ‖Δ‖ / ‖g‖ by name, of the worst layer
     zeros: dict[str, float]  # gradients whose true value is zero: the larger norm, over the whole gradient's
     changed: tuple[str, ...]  # weights whose first value is not the same bit for bit
+    router: float = 0.0  # worst relative difference of the routers' losses and entropy; infinite: other counts
 
     @property
     def worst(self) -> tuple[str, float]:
@@ -105,6 +91,7 @@ class Difference:
         out = [f"initial {name} differs" for name in self.changed]
         out += [f"loss {self.loss:.1e}"] if not self.loss <= scalar else []
         out += [f"gradient norm {self.norm:.1e}"] if not self.norm <= scalar else []
+        out += [f"router {self.router:.1e}"] if not self.router <= scalar else []
         out += [f"gradient of {n} {d:.1e}" for n, d in self.gradients.items() if not d <= gradient]
         limit = ZERO_TOLERANCE * gradient / GRADIENT_TOLERANCE
         out += [f"gradient of {n} is not zero: {d:.1e}" for n, d in self.zeros.items() if not d <= limit]
@@ -138,9 +125,13 @@ def make_config(
 
 
 def reference_config(config: Config) -> Config:
-    """The same mathematics on one device: one microbatch, nothing recomputed, the plain layer loop."""
+    """The same mathematics on one device: one microbatch, nothing recomputed, the plain layer loop.
+
+    With experts as many microbatches, since what balances them is nonlinear in a microbatch.
+    """
     settings = config.model_dump(exclude={"mesh", "pipeline", "remat", "kernels"})
-    settings["batch"]["num_microbatches"] = 1
+    if config.model.num_experts is None:
+        settings["batch"]["num_microbatches"] = 1
     return Config.model_validate(settings)
 
 
@@ -175,15 +166,18 @@ def train(config: Config, weights: Mapping[str, np.ndarray] | None = None) -> Tr
     program = TrainProgram.build(config, build_mesh(sizes, jax.devices()[:count]))
     state = program.init_state() if weights is None else first_state(program, weights)
     initial, gradients = canonical(program, state.params), {}
-    losses, norms = [], []
+    losses, norms, router = [], [], {}
     for fields in make_batches(config):
         batch = to_global(program, fields)
         state, metrics = program.train_step(state, batch)
         losses.append(float(metrics["loss"]))
         norms.append(float(metrics["grad_norm"]))
+        for name in ROUTER_METRICS & metrics.keys():
+            router.setdefault(name, []).append(np.asarray(metrics[name]))
         if not gradients:
             gradients = first_gradients(program, state, norms[0])
-    return Trace(config, np.array(losses), np.array(norms), initial, gradients)
+    router = {name: np.array(values) for name, values in router.items()}
+    return Trace(config, np.array(losses), np.array(norms), initial, gradients, router)
 
 
 def first_state(program: TrainProgram, weights: Mapping[str, np.ndarray]) -> TrainState:
@@ -228,7 +222,7 @@ def zero_gradients(config: Config) -> set[str]:
     """
     model = config.model
     turned = model.position == "rope" or model.qk_norm or model.attention_softcap is not None
-    return set() if turned else {"blocks.dense.attention.key_bias"}
+    return set() if turned else {"blocks.dense.attention.key_bias", "blocks.moe.attention.key_bias"}
 
 
 def compare(trace: Trace, reference: Trace) -> Difference:
@@ -254,6 +248,16 @@ def compare(trace: Trace, reference: Trace) -> Difference:
         gradients=worst,
         zeros=zero,
         changed=tuple(changed),
+        router=_router_difference(trace.router, reference.router),
+    )
+
+
+def _router_difference(found: Mapping[str, np.ndarray], expected: Mapping[str, np.ndarray]) -> float:
+    assert found.keys() == expected.keys()
+    if any(not np.array_equal(found[name], values) for name, values in expected.items() if name == "expert_counts"):
+        return math.inf
+    return max(
+        (float(np.max(np.abs(found[n] / v - 1))) for n, v in expected.items() if n != "expert_counts"), default=0
     )
 
 
@@ -290,6 +294,14 @@ def context_meshes() -> list[dict[str, int]]:
     return [*meshes, {"context": 2, "fsdp": 2, "tensor": 2}, {"context": 8}]
 
 
+def expert_meshes() -> list[dict[str, int]]:
+    """2, 4 or 8 devices on `expert` alone, 2 or 4 and the rest of eight on each other axis, and all others alone."""
+    others = ("data", "fsdp", "context", "tensor", "pipeline")
+    meshes = [{"expert": size} for size in (2, 4, 8)]
+    meshes += [{"expert": 2, axis: 4} for axis in others[:-1]] + [{"expert": 4, axis: 2} for axis in others]
+    return [*meshes, {"expert": 2, "pipeline": 2, "fsdp": 2}, *({axis: 2} for axis in others)]
+
+
 def table_row(table: str, config: Config, optimizer: str, model: str, difference: Difference) -> str:
     name, worst = difference.worst
     settings = {
@@ -299,13 +311,14 @@ def table_row(table: str, config: Config, optimizer: str, model: str, difference
         "schedule": config.pipeline.schedule,
         "R": config.pipeline.rounds,
         "context": config.kernels.context,
+        "dispatch": config.dispatch(config.mesh.expert) if config.mesh.expert > 1 else "",
         "documents": "packed" if config.data.reset_attention else "",
         "M": config.batch.num_microbatches,
     }
     results = (
         f"{difference.loss:.1e}",
         f"{difference.norm:.1e}",
-        f"{worst:.1e} {name.removeprefix('blocks.dense.')}",
+        f"{worst:.1e} {name.removeprefix('blocks.dense.').removeprefix('blocks.moe.')}",
         "differ" if difference.changed else "identical",
     )
     return markdown([*(settings[column] for column in SETTINGS[table]), *results])
@@ -331,11 +344,17 @@ def introduction(table: str, steps: int) -> str:
             f"{steps} steps in FP32",
             "(context: `kernels.context`, M: microbatches)",
         ),
+        "experts": (
+            "Expert mesh table",
+            " --table experts",
+            f"{steps} steps in FP32",
+            "(dispatch: `kernels.dispatch`, M: microbatches, the reference's too)",
+        ),
     }[table]
     return f"""# {title}
 
 `python scripts/mesh_table.py{option}` with jax {jax.__version__} on 8 virtual CPU devices: {runs}, each row
-against the same config on one device with one microbatch {letters}.
+against the same config on one device{"" if table == "experts" else " with one microbatch"} {letters}.
 
 - *loss*, *gradient norm*: worst relative difference over the steps, at most {SCALAR_TOLERANCE:g}.
 - *worst gradient*: largest ‖Δ‖/‖g‖ of the first step over all weights, layer by layer, at most {GRADIENT_TOLERANCE:g}.
@@ -400,14 +419,45 @@ def context_configs(args: argparse.Namespace) -> Iterator[tuple[str, str, Config
             yield model + " packed" * packed, DEEP_OPTIMIZERS[model], config
 
 
+def expert_configs(args: argparse.Namespace) -> Iterator[tuple[str, str, Config]]:
+    """The same for experts over several devices."""
+    meshes = parse_meshes(args.meshes) if args.meshes else expert_meshes()
+    for model in args.model or EXPERT_MODELS:
+        for i, mesh in enumerate(meshes):
+            strategies = ("all_gather", "all_to_all")
+            if mesh.get("expert", 1) == 1:
+                strategies = ("auto",)
+            elif model != "mixtral":  # they take turns, or the table would be twice as long
+                strategies = strategies[i % 2 :][:1]
+            for dispatch in strategies:
+                kernels = {"dispatch": dispatch}
+                settings = {"microbatches": 2, "steps": args.steps, "optimizer": "sgd", "kernels": kernels}
+                yield model, "sgd", make_config(EXPERT_MODELS[model], mesh, **settings)
+
+
+def first_weights(model: str, config: Config) -> dict[str, np.ndarray] | None:
+    """Weights to begin with, where those of the seed are not uneven enough."""
+    if model != "uneven":
+        return None
+    weights = train(reference_config(config).model_copy(update={"run": config.run.model_copy(update={"steps": 1})}))
+    return uneven_weights(weights.initial)
+
+
 def rows(args: argparse.Namespace) -> Iterator[tuple[str, list[str]]]:
     """Each row of the table and what is wrong with it, as it is done."""
-    configs = {"mesh": mesh_configs, "pipeline": pipeline_configs, "context": context_configs}[args.table](args)
+    configs = {
+        "mesh": mesh_configs,
+        "pipeline": pipeline_configs,
+        "context": context_configs,
+        "experts": expert_configs,
+    }[args.table](args)
     for (model, optimizer), group in itertools.groupby(configs, key=lambda row: row[:2]):
-        reference = None
+        reference = weights = None
         for _, _, config in group:
-            reference = reference or train(reference_config(config))
-            difference = compare(train(config), reference)
+            if reference is None:
+                weights = first_weights(model, config)
+                reference = train(reference_config(config), weights)
+            difference = compare(train(config, weights), reference)
             name = model.removesuffix(" packed")
             yield table_row(args.table, config, optimizer, name, difference), difference.problems()
             jax.clear_caches()  # hundreds of programs, each used once
@@ -416,9 +466,11 @@ def rows(args: argparse.Namespace) -> Iterator[tuple[str, list[str]]]:
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Every mesh against the single device, as a markdown table.")
     parser.add_argument("--table", choices=SETTINGS, default="mesh", help="default: mesh")
-    parser.add_argument("--model", choices=MODELS, action="append", help="only this model (may be repeated)")
+    parser.add_argument(
+        "--model", choices=[*MODELS, *EXPERT_MODELS], action="append", help="only this model (may be repeated)"
+    )
     parser.add_argument("--meshes", help='only these meshes: "data=2,tensor=4;fsdp=8"')
-    parser.add_argument("--microbatches", type=int, nargs="+", help="default: 1 2 4, P 2P 4P, or with context P")
+    parser.add_argument("--microbatches", type=int, nargs="+", help="default: 1 2 4, P 2P 4P, or P, or with experts 2")
     parser.add_argument("--steps", type=int, help="default: 20 of the mesh table, else 10")
     parser.add_argument("--output", type=Path, help="write the table to this file too")
     args = parser.parse_args()

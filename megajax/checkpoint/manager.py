@@ -18,6 +18,16 @@ from megajax.config.tree import show
 from megajax.errors import InputError
 
 SUBDIRECTORY = "checkpoints"
+# What of the router makes it another network; the rest balances it in training.
+ROUTER_OF_NETWORK = (
+    "score_function",
+    "pre_softmax",
+    "normalise",
+    "scaling_factor",
+    "num_groups",
+    "groups_per_token",
+    "expert_bias",
+)
 
 
 class Checkpoints:
@@ -66,7 +76,11 @@ class Checkpoints:
 def describe_model(model: ModelConfig) -> dict[str, Any]:
     """What makes two models the same network; rates of training may change from run to run."""
     training_only = {"dropout", "init_std", "depth_scaled_init", "z_loss"}
-    return model.model_dump(mode="json", exclude=training_only)
+    description = model.model_dump(mode="json", exclude=training_only)
+    router = description.pop("router")
+    if model.num_experts is None:  # as checkpoints described dense models before there were others
+        return {name: value for name, value in description.items() if "expert" not in name}
+    return description | {f"router.{name}": router[name] for name in ROUTER_OF_NETWORK}
 
 
 def has_checkpoint(run_dir: str | Path) -> bool:

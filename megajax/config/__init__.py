@@ -17,6 +17,7 @@ from megajax.config.schema import (
     PrecisionConfig,
     RematConfig,
     RopeScaling,
+    RouterConfig,
     RunConfig,
     ScheduleConfig,
 )
@@ -37,6 +38,7 @@ __all__ = [
     "PrecisionConfig",
     "RematConfig",
     "RopeScaling",
+    "RouterConfig",
     "RunConfig",
     "ScheduleConfig",
     "help_text",

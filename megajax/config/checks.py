@@ -4,17 +4,17 @@ import math
 from pathlib import Path
 from typing import Any
 
+from megajax.config.expert_checks import check_experts, check_experts_on_mesh
 from megajax.config.pipeline_checks import check_stages
 from megajax.config.schema import AXES, Config
 from megajax.config.sentences import divisors, listed, refuse, said, said_axis, value, warn
-
-UNAVAILABLE_AXES = ("expert",)
 
 
 def check(config: Config) -> None:
     """Refuse combinations that can run on no mesh (`ConfigError`); warn about settings without effect."""
     sizes = _sizes(config)
     _check_axes(config, sizes)
+    check_experts(config)
     _check_heads(config)
     _check_layers(config)
     _check_batch(config)
@@ -77,16 +77,14 @@ def _fill(config: Config, num_devices: int) -> dict[str, int]:
 
 
 def _check_axes(config: Config, sizes: dict[str, int]) -> None:
-    for axis in UNAVAILABLE_AXES:
-        if sizes[axis] > 1:
-            problem = f"{said_axis(config, sizes, axis)} is not available yet"
-            refuse(config, problem, "set it to 1", f"mesh.{axis}")
+    check_experts_on_mesh(config, sizes)
     model, tensor = config.model, sizes["tensor"]
     name = said_axis(config, sizes, "tensor")
     kv_heads, vocab = model.num_kv_heads, model.padded_vocab_size
-    for key in ("model.num_heads", "model.ffn_hidden_size"):
+    divided = ["model.num_heads"] if model.num_experts else ["model.num_heads", "model.ffn_hidden_size"]
+    for key in divided:
         if value(config, key) % tensor:
-            usable = divisors(math.gcd(model.num_heads, model.ffn_hidden_size))
+            usable = divisors(math.gcd(*(value(config, key) for key in divided)))
             problem = f"{name} does not divide {said(config, key)}"
             refuse(config, problem, f"use {listed(usable)}", "mesh.tensor", key)
     if kv_heads % tensor and tensor % kv_heads:
@@ -340,6 +338,7 @@ def _warn_without_effect(config: Config) -> None:
         (config.optimizer.kind == "lion", "optimizer.kind", ("optimizer.epsilon",)),
         (config.remat.policy == "none", "remat.policy", ("remat.layers",)),
         (config.mesh.pipeline == 1, "mesh.pipeline", tuple(f"pipeline.{name}" for name in type(pipeline).model_fields)),
+        (config.mesh.expert == 1, "mesh.expert", ("kernels.dispatch",)),
         (config.mesh.context == 1, "mesh.context", ("kernels.context",)),
         (indexed and data.valid is None and data.split is None, "data.valid", ("run.eval_interval",)),
         (indexed and no_valid_share, "data.split", ("run.eval_interval",)),
@@ -363,6 +362,8 @@ def _warn_without_effect(config: Config) -> None:
             "data.synthetic_documents",
             apart,
         ),
+        (not model.router.expert_bias, "model.router.expert_bias", ("model.router.bias_update_rate",)),
+        (model.router.num_groups == 1, "model.router.num_groups", ("model.router.groups_per_token",)),
         (not any(value(config, key) for key in apart), "data.reset_attention", ("data.synthetic_documents",)),
     ]
     for applies, reason, keys in rules:

@@ -103,6 +103,42 @@ class RopeScaling(Section):
     original_max_positions: Count = Field(default=8192, description="Sequence length of the unscaled model.")
 
 
+class RouterConfig(Section):
+    """How MoE layers choose experts, and what keeps these evenly loaded."""
+
+    score_function: Literal["softmax", "sigmoid"] = Field(default="softmax", description="Scores from logits.")
+    pre_softmax: bool = Field(
+        default=False, description="softmax over all experts, then the choice; false: over the chosen."
+    )
+    normalise: bool = Field(default=True, description="Divide the chosen scores by their sum.")
+    scaling_factor: Positive = Field(default=1.0, description="The chosen experts' weights are multiplied by this.")
+    num_groups: Count = Field(default=1, description="Groups of experts, of which a token chooses from a few.")
+    groups_per_token: Count = Field(default=1, description="Groups that a token chooses its experts from.")
+    jitter: BelowOne = Field(
+        default=0.0, description="The router's input is multiplied by random numbers from 1-this to 1+this."
+    )
+    sequence_loss: PositiveOrZero = Field(
+        default=0.0, description="Weight of the balancing loss of each sequence's assignments."
+    )
+    global_loss: PositiveOrZero = Field(
+        default=0.0, description="Weight of the balancing loss of a microbatch's assignments, over all devices."
+    )
+    z_loss: PositiveOrZero = Field(default=0.0, description="Weight of the squared log-normaliser of the logits.")
+    expert_bias: bool = Field(
+        default=False, description="Balance without a loss: a bias on the choice, updated from each step's counts."
+    )
+    bias_update_rate: PositiveOrZero = Field(default=1e-3, description="Step of the expert bias.")
+    sinkhorn: bool = Field(
+        default=False, description="Choose in training by scores that Sinkhorn's iteration balances."
+    )
+    force_balance: bool = Field(default=False, description="Experts in turn, whatever the scores; for benchmarks.")
+
+    @property
+    def has_losses(self) -> bool:
+        """Whether anything is added to the language model's loss."""
+        return self.sequence_loss > 0 or self.global_loss > 0 or self.z_loss > 0
+
+
 class ModelConfig(Section):
     """The network: shapes and choices, nothing about where or how fast it runs."""
 
@@ -157,6 +193,18 @@ class ModelConfig(Section):
         description="Divide init_std by sqrt(2 * num_layers) for projections into the residual stream.",
     )
     z_loss: PositiveOrZero = Field(default=0.0, description="Weight of the squared log-normaliser added to the loss.")
+    num_experts: Count | None = Field(default=None, description="Experts of every layer's MLP; null: a dense model.")
+    experts_per_token: Count = Field(default=2, description="Experts that compute each token (top-k).")
+    expert_ffn_hidden_size: Count | None = derived(
+        lambda model: model["ffn_hidden_size"] if model["num_experts"] else None,
+        "ffn_hidden_size if there are experts",
+        "Width of an expert.",
+    )
+    shared_expert_ffn_hidden_size: CountOrZero = Field(
+        default=0, description="Width of an expert that computes every token, or of several together; 0: none."
+    )
+    shared_expert_gate: bool = Field(default=False, description="Multiply the shared expert's output by a sigmoid.")
+    router: RouterConfig = Field(default_factory=RouterConfig, description="Routing of MoE layers.")
 
     @property
     def padded_vocab_size(self) -> int:
@@ -343,6 +391,14 @@ class KernelsConfig(Section):
     context: Literal["ring", "all_gather", "all_to_all"] = Field(
         default="ring", description="How keys and queries meet over mesh.context."
     )
+    dispatch: Literal["auto", "all_to_all", "all_gather"] = Field(
+        default="auto",
+        description="How tokens meet their experts over mesh.expert; auto: all_gather if a token has at least as many"
+        " experts as the axis has devices, since that then sends less.",
+    )
+    grouped_matmul: Literal["auto", "pallas", "reference"] = Field(
+        default="auto", description="Kernel of the experts' matmuls."
+    )
     scan_unroll: Count | None = Field(
         default=None,
         description="Layers in a body of the loop over layers.",
@@ -409,6 +465,12 @@ class Config(Section):
             if fp8.recipe == "none"
             else range(fp8.first_bf16_layers, self.model.num_layers - fp8.last_bf16_layers)
         )
+
+    def dispatch(self, expert: int) -> str:
+        """The strategy of `kernels.dispatch` over so many devices."""
+        if self.kernels.dispatch != "auto":
+            return self.kernels.dispatch
+        return "all_gather" if self.model.experts_per_token >= expert else "all_to_all"
 
     def where(self, key: str) -> str:
         """Where `key` ("section.name") was set: a file and line, an override, or "default"."""

@@ -29,9 +29,11 @@ class SingleDevice:
     share of heads or MLP width; outside it holds its share of the tokens (sequence parallelism).
     """
 
-    def __init__(self, attention: ops.Implementation = "reference"):
+    def __init__(self, attention: ops.Implementation = "reference", grouped: ops.GroupedImplementation = "reference"):
         self.attention: ops.Implementation = attention
-        self.tensor_size = 1
+        self.grouped: ops.GroupedImplementation = grouped
+        self.tensor_size = self.context_size = 1
+        self.token_shards = 1  # devices that hold different tokens
 
     def enter(self, x: jax.Array) -> jax.Array:
         """`[T / tensor, D]` → `[T, D]`: all tokens of this device's sequences."""
@@ -56,6 +58,14 @@ class SingleDevice:
         up = self.column_linear(x, w_up)
         up = checkpoint_name(up if bias is None else up + bias, "gate_up")
         return self.row_linear(ops.activate(activation, up), w_down)
+
+    def experts(self, activation: str, x: jax.Array, experts: jax.Array, weights: jax.Array, w_up, w_down) -> jax.Array:
+        """Tokens through their experts: `x [T / tensor, D]` → `[T / tensor, D]`.
+
+        `experts` and `weights` `[T / tensor, k]` are those of the own tokens, `w_up [E, D, 2F]` and `w_down [E, F, D]`
+        the experts that this device holds, or its share of them.
+        """
+        return ops.apply_experts(activation, x, experts, weights, w_up, w_down, self.grouped)
 
     def local_kv_heads(self, num_kv_heads: int) -> int:
         """How many of the model's KV heads this device works on."""
@@ -90,3 +100,11 @@ class SingleDevice:
     def sequence_ids(self, num_sequences: int) -> jax.Array:
         """The index of each of this device's sequences in the microbatch over all devices, `[B]`."""
         return jnp.arange(num_sequences)
+
+    def sum_over_tokens[Arrays](self, x: Arrays) -> Arrays:
+        """Sum over the devices that hold different tokens of a microbatch; no gradient goes through."""
+        return x
+
+    def sum_over_sequence(self, x: jax.Array) -> jax.Array:
+        """Sum over the devices that hold different tokens of the same sequences; no gradient goes through."""
+        return x

@@ -23,7 +23,9 @@ from megajax.model.parameters import declare, parameters, stack
 Weights = Mapping[str, Any]  # by name within the block: arrays, or what a communication point's linear layers take
 
 # What the remat policies `save_matmuls` and `offload` keep of a block.
-SAVED_NAMES = ("qkv", "attention", "exchanged", "gate_up", "leave")
+SAVED_NAMES = ("qkv", "attention", "exchanged", "gate_up", "leave", "routing", "dispatched")
+# Metrics of a block that are losses, added to the language model's.
+ROUTER_LOSSES = ("aux_loss", "router_z_loss")
 
 # Parameters of a block that lie side by side in one matmul: the weight computed with → the parameters stored.
 FUSED = {
@@ -31,6 +33,8 @@ FUSED = {
     "attention.qkv_bias": ("attention.query_bias", "attention.key_bias", "attention.value_bias"),
     "mlp.gate_up": ("mlp.gate", "mlp.up"),
     "mlp.gate_up_bias": ("mlp.gate_bias", "mlp.up_bias"),
+    "moe.gate_up": ("moe.gate", "moe.up"),
+    "moe.shared_gate_up": ("moe.shared_gate", "moe.shared_up"),
 }
 # The linear layers of a block, by the name of their weight.
 LINEAR = ("attention.qkv", "attention.output", "mlp.gate_up", "mlp.down")
@@ -45,6 +49,13 @@ class BlockInputs:
     place: Place  # where the tokens stand in their sequences, and where their documents begin
     token_ids: jax.Array  # [T / tensor] uint32, index of each token in the global batch (dropout)
     dropout_key: jax.Array | None  # None: no dropout
+    jitter_key: jax.Array | None = None  # None: no jitter of the routers' inputs
+    balance_scale: jax.Array | None = None  # factor of the routers' losses; None: no training of experts
+
+
+def block_kind(config: ModelConfig) -> str:
+    """What the model's blocks are called in the names of their parameters."""
+    return "moe" if config.num_experts else "dense"
 
 
 def layer_windows(config: ModelConfig) -> tuple[int | None, ...]:
@@ -142,13 +153,105 @@ class MLP(nnx.Module):
         return _add_bias(checkpoint_name(y, "leave"), w.get("mlp.down_bias"))
 
 
+class MoE(nnx.Module):
+    """Mixture of experts with the norm before it, beside a shared expert or none: `[T, D]` → `[T, D]`."""
+
+    def __init__(self, config: ModelConfig):
+        D, E, F = config.hidden_size, config.num_experts, config.expert_ffn_hidden_size
+        assert E is not None and F is not None
+        shared, scale = config.shared_expert_ffn_hidden_size, _residual_scale(config)
+        gated = config.activation in ("swiglu", "geglu")
+        self.config = config
+        self.norm = declare((D,), ("norm",), "norm")
+        self.norm_bias = declare((D,), ("norm",), "bias") if config.norm == "layernorm" else None
+        self.router = declare((D, E), ("embed", "router"))
+        self.gate = declare((E, D, F), ("experts", "embed", "expert_mlp")) if gated else None
+        self.up = declare((E, D, F), ("experts", "embed", "expert_mlp"))
+        self.down = declare((E, F, D), ("experts", "expert_mlp", "embed"), scale=scale)
+        self.shared_gate = declare((D, shared), ("embed", "mlp")) if gated and shared else None
+        self.shared_up = declare((D, shared), ("embed", "mlp")) if shared else None
+        self.shared_down = declare((shared, D), ("mlp", "embed"), scale=scale) if shared else None
+        self.shared_router = declare((D,), ("embed",)) if config.shared_expert_gate else None
+
+    @jax.named_scope("moe")
+    def __call__(
+        self, w: Weights, x: jax.Array, inputs: BlockInputs, layer, state, *, comm: SingleDevice, recompute
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        def compute(w: Weights, x: jax.Array):
+            h = normalise(self.config, x, w["moe.norm"], w.get("moe.norm_bias"))
+            experts, weights, metrics = self.route(w["moe.router"], h, inputs, layer, state, comm)
+            y = comm.experts(self.config.activation, h, experts, weights, w["moe.gate_up"], w["moe.down"])
+            return self.add_shared(w, h, y, comm), metrics
+
+        if "norms" in recompute:
+            kept = jax.checkpoint_policies.save_only_these_names("gate_up", "routing", "dispatched")
+            compute = jax.checkpoint(compute, prevent_cse=False, policy=kept)
+        y, metrics = compute({name: weight for name, weight in w.items() if name.startswith("moe.")}, x)
+        return checkpoint_name(y, "leave"), metrics
+
+    @jax.named_scope("router")
+    def route(self, weight, h: jax.Array, inputs: BlockInputs, layer, state, comm: SingleDevice):
+        """`h [T / tensor, D]` → (experts and their weights, `[T / tensor, k]` each; this device's metrics)."""
+        c, r, k = self.config, self.config.router, self.config.experts_per_token
+        assert c.num_experts is not None
+        training, tokens = inputs.balance_scale is not None, h.shape[0] * comm.token_shards
+        if inputs.jitter_key is not None:
+            h = ops.router.jitter(h, r.jitter, jax.random.fold_in(inputs.jitter_key, layer), inputs.token_ids)
+        logits = checkpoint_name(ops.router.router_logits(h, weight), "routing")
+        if r.force_balance:
+            experts = ops.router.balanced_choice(inputs.token_ids, k, c.num_experts)
+        elif r.sinkhorn and training:
+            experts = ops.router.choose(ops.router.sinkhorn(logits, tokens, comm.sum_over_tokens), k)
+        else:
+            bias = state.get("expert_bias")
+            values = ops.router.scores(logits, r.score_function)
+            values = values if bias is None else values + bias
+            experts = ops.router.choose(values, k, r.num_groups, r.groups_per_token)
+        experts = checkpoint_name(experts, "routing")
+        weights = ops.router.routing_weights(
+            logits, experts, r.score_function, r.pre_softmax, r.normalise, r.scaling_factor
+        )
+        return experts, weights, self.metrics(logits, experts, inputs, comm, tokens) if training else {}
+
+    def metrics(self, logits, experts, inputs: BlockInputs, comm: SingleDevice, tokens: int) -> dict[str, jax.Array]:
+        """Assignments `[E]` and this device's shares of the router's entropy and losses, means over all `tokens`."""
+        r, k, E = self.config.router, self.config.experts_per_token, logits.shape[1]
+        B, S = inputs.positions.shape
+        counts = ops.router.count(experts, E)
+        out = {"expert_counts": counts, "router_entropy": ops.router.entropy(logits, r.score_function) / tokens}
+        if r.global_loss > 0:
+            total = comm.sum_over_tokens(counts).astype(jnp.float32)
+            loss = ops.router.balance_loss(logits, total, r.score_function, k, tokens)
+            out["aux_loss"] = r.global_loss / tokens * loss
+        if r.sequence_loss > 0:
+            sequences = comm.own_tokens(jnp.repeat(jnp.arange(B), S))
+            totals = comm.sum_over_sequence(ops.router.count_by_sequence(experts, sequences, B, E))
+            length = S * comm.context_size
+            loss = ops.router.balance_loss(logits, totals[sequences], r.score_function, k, length)
+            out["aux_loss"] = out.get("aux_loss", 0) + r.sequence_loss / tokens * loss
+        if r.z_loss > 0:
+            out["router_z_loss"] = r.z_loss / tokens * ops.router.z_loss(logits)
+        return out
+
+    def add_shared(self, w: Weights, h: jax.Array, y: jax.Array, comm: SingleDevice) -> jax.Array:
+        """`y` and the output of the shared expert, which computes every token."""
+        if not self.config.shared_expert_ffn_hidden_size:
+            return y
+        shared = comm.mlp(self.config.activation, h, w["moe.shared_gate_up"], None, w["moe.shared_down"])
+        if self.config.shared_expert_gate:
+            gate = jax.nn.sigmoid((h @ w["moe.shared_router"]).astype(jnp.float32))
+            shared = (shared * gate[:, None]).astype(shared.dtype)
+        return y + shared
+
+
 class Block(nnx.Module):
-    """Attention and MLP, each added to the residual stream; the contract every block kind keeps."""
+    """Attention and MLP or experts, each added to the residual stream; the contract every block kind keeps."""
 
     def __init__(self, config: ModelConfig):
         self.config = config
         self.attention = Attention(config)
-        self.mlp = MLP(config)
+        self.mlp = None if config.num_experts else MLP(config)
+        self.moe = MoE(config) if config.num_experts else None
 
     def __call__(
         self, weights: Weights, x, inputs: BlockInputs, layer, state, *, comm, window, recompute: Collection[str] = ()
@@ -156,13 +259,19 @@ class Block(nnx.Module):
         """`x [T / tensor, D]` → (x, new state, metrics).
 
         `weights` are as `fuse` makes them. `layer` is the layer's index (may be traced), `state` what a layer keeps
-        that is not a parameter, `metrics` small sums; a dense block has neither. The backward pass computes again what
-        `recompute` names: "attention", from queries, keys and values; "norms".
+        that is not a parameter (`expert_bias [E]`), `metrics` this device's shares of small sums, with gradient those
+        of ROUTER_LOSSES; a dense block has neither. The backward pass computes again what `recompute` names:
+        "attention", from queries, keys and values; "norms".
         """
         y = self.attention(weights, x, inputs, comm=comm, window=window, recompute=recompute)
         x = x + self._dropout(y, inputs, layer, 0)
-        y = self.mlp(weights, x, comm=comm, recompute=recompute)
-        return x + self._dropout(y, inputs, layer, 1), state, {}
+        metrics = {}
+        if self.moe is not None:
+            y, metrics = self.moe(weights, x, inputs, layer, state, comm=comm, recompute=recompute)
+        else:
+            assert self.mlp is not None
+            y = self.mlp(weights, x, comm=comm, recompute=recompute)
+        return x + self._dropout(y, inputs, layer, 1), state, metrics
 
     def _dropout(self, y, inputs: BlockInputs, layer, branch: int):
         if inputs.dropout_key is None:
@@ -193,7 +302,7 @@ class Transformer(nnx.Module):
         V, D = config.padded_vocab_size, config.hidden_size
         self.config = config
         self.embedding = Embedding(config)
-        self.blocks = nnx.Dict(dense=stack(Block(config), config.num_layers))
+        self.blocks = nnx.Dict({block_kind(config): stack(Block(config), config.num_layers)})
         self.final_norm = declare((D,), ("norm",), "norm")
         self.final_norm_bias = declare((D,), ("norm",), "bias") if config.norm == "layernorm" else None
         self.head = None if config.tie_embeddings else declare((D, V), ("embed", "vocab"))
@@ -207,7 +316,7 @@ class Transformer(nnx.Module):
         x = self.embedding.tokens[...][tokens_bs.reshape(-1)]
         if self.embedding.positions is not None:
             x = x + self.embedding.positions[...][positions.reshape(-1)]
-        windows, block = layer_windows(c), self.blocks["dense"]
+        windows, block = layer_windows(c), self.blocks[block_kind(c)]
         stacked = {name: parameter[...] for name, parameter in parameters(block).items()}
         for layer in range(c.num_layers):
             weights = fuse({name: w[layer] for name, w in stacked.items()})
@@ -224,7 +333,8 @@ def fuse(stored: Weights) -> dict[str, jax.Array]:
     """A block's parameters, or shards of them, by name → the weights that `Block` computes with.
 
     Heads are flattened and what shares its input lies side by side: `attention.qkv [D, (N + 2K)·H]`, `mlp.gate_up
-    [D, 2F]` (`[D, F]` without a gate), `attention.output [N·H, D]`; biases likewise. Leading dimensions are kept.
+    [D, 2F]` (`[D, F]` without a gate), `moe.gate_up [E, D, 2F]`, `attention.output [N·H, D]`; biases likewise. Leading
+    dimensions are kept.
     """
     weights = dict(stored)
     for name in {*FUSED["attention.qkv"], *FUSED["attention.qkv_bias"]} & set(weights):

@@ -1,20 +1,26 @@
 """Functions on arrays with plain arguments: no config, no collectives, no modules."""
 
+from megajax.ops import router
 from megajax.ops.attention import Implementation, attention, choose_attention, document_starts
 from megajax.ops.cross_entropy import LossImplementation, chunk_loss_and_grad, cross_entropy_reference
 from megajax.ops.dropout import dropout
+from megajax.ops.experts import apply_experts
+from megajax.ops.grouped_matmul import GroupedImplementation, choose_grouped_matmul
 from megajax.ops.mlp import ElementwiseImplementation, activate
 from megajax.ops.norms import layer_norm, rms_norm
 from megajax.ops.rope import apply_rope, rope_frequencies
 
 __all__ = [
     "ElementwiseImplementation",
+    "GroupedImplementation",
     "Implementation",
     "LossImplementation",
     "activate",
+    "apply_experts",
     "apply_rope",
     "attention",
     "choose_attention",
+    "choose_grouped_matmul",
     "chunk_loss_and_grad",
     "cross_entropy_reference",
     "document_starts",
@@ -22,4 +28,5 @@ __all__ = [
     "layer_norm",
     "rms_norm",
     "rope_frequencies",
+    "router",
 ]

@@ -102,32 +102,34 @@ def _multiprocessors() -> int:
 
 
 def choose_grouped_matmul(
-    requested: str, *, platform: str, compute_capability: str | None, dtype: Any, widths: tuple[int, ...]
+    requested: str, *, platform: str, capability: str | None, dtype: Any, widths: tuple[int, ...]
 ) -> tuple[GroupedImplementation, str]:
     """The implementation for `kernels.grouped_matmul` (auto, pallas, reference), and why, for the log.
 
-    `compute_capability` is the GPU's ("9.0"), `widths` are all widths of x and of results.
-    Raises ConfigError if pallas is asked for by name and cannot run.
+    `capability` is the GPU's ("9.0"), `widths` are all widths of x and of results.
+    Raises ConfigError if pallas cannot run and is asked for by name, or by auto on a GPU: the reference multiplies
+    every row by every group's weights.
     """
     if requested == "reference":
         return "reference", "kernels.grouped_matmul=reference"
-    obstacle = _obstacle(platform, compute_capability, jnp.dtype(dtype), widths)
-    if requested == "auto":
-        return ("reference", obstacle[0]) if obstacle else ("pallas", "the Hopper kernel fits this model")
-    if obstacle:
-        raise ConfigError(f"kernels.grouped_matmul=pallas cannot run, {obstacle[0]}: {obstacle[1]}.")
-    return "pallas", "kernels.grouped_matmul=pallas"
+    obstacle = _obstacle(platform, capability, jnp.dtype(dtype), widths)
+    if obstacle is None:
+        return "pallas", "the Hopper kernel fits this model" if requested == "auto" else "kernels.grouped_matmul=pallas"
+    if requested == "auto" and platform not in ("gpu", "cuda"):
+        return "reference", obstacle[0]
+    raise ConfigError(
+        f"kernels.grouped_matmul={requested} cannot run, {obstacle[0]}: {obstacle[1]}, which multiplies all rows by "
+        "the weights of all experts."
+    )
 
 
-def _obstacle(
-    platform: str, compute_capability: str | None, dtype: Any, widths: tuple[int, ...]
-) -> tuple[str, str] | None:
+def _obstacle(platform: str, capability: str | None, dtype: Any, widths: tuple[int, ...]) -> tuple[str, str] | None:
     """Why the kernel cannot run and what to do about it; None if it can."""
     instead = "use kernels.grouped_matmul=reference"
     if platform not in ("gpu", "cuda"):
-        return f"the kernel needs a Hopper GPU and this is {platform}", "use kernels.grouped_matmul=auto or reference"
-    if compute_capability != "9.0":
-        return f"the kernel is for Hopper GPUs and this one has compute capability {compute_capability}", instead
+        return f"the kernel needs a Hopper GPU and this is {platform}", instead
+    if capability != "9.0":
+        return f"the kernel is for Hopper GPUs and this one has compute capability {capability}", instead
     if dtype not in (jnp.bfloat16, jnp.float16):
         return f"there is no {dtype} kernel", f"set precision.compute to bfloat16 or float16, or {instead}"
     if not kernel.fits(*widths):

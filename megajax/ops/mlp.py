@@ -59,6 +59,20 @@ def _gated_backward(kind: str, x: jax.Array, dy: jax.Array):
 _gated.defvjp(_gated_forward, _gated_backward)
 
 
+def activate_weighted(kind: str, x: jax.Array, weights: jax.Array) -> jax.Array:
+    """The activation `kind` of x `[R, 2F]` or `[R, F]`, each row times its weight `[R]` before it is rounded."""
+    values = activate(kind, x.astype(wide(x.dtype)))
+    return (values * weights[:, None].astype(values.dtype)).astype(x.dtype)
+
+
+def activate_weighted_backward(kind: str, x: jax.Array, weights: jax.Array, dy: jax.Array):
+    """(the gradient of x, that of the weights) for that of `activate_weighted`."""
+    values, pull = jax.vjp(partial(activate, kind), x.astype(wide(x.dtype)))
+    dy = dy.astype(values.dtype)
+    (dx,) = pull(dy * weights[:, None].astype(values.dtype))
+    return dx.astype(x.dtype), jnp.sum(dy * values, axis=-1).astype(weights.dtype)
+
+
 def activate_and_gradient(
     kind: str, x: jax.Array, dy: jax.Array, implementation: ElementwiseImplementation
 ) -> tuple[jax.Array, jax.Array]:

@@ -1,7 +1,8 @@
 """The model's communication points on a mesh; they run inside the step's shard_map, manual over all axes."""
 
+import math
 from collections.abc import Mapping
-from functools import reduce
+from functools import partial, reduce
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +15,10 @@ from megajax.ops import fp8
 from megajax.ops.fp8 import Fp8Weight
 from megajax.ops.partial_attention import Scores
 from megajax.parallel import context, linear
+from megajax.parallel import experts as over_experts
 from megajax.parallel.weights import as_bytes, gather_tiles
+
+TOKEN_AXES = (*BATCH_AXES, "context", "tensor")  # that the tokens of a microbatch lie over, between the blocks
 
 
 class MeshComm(SingleDevice):
@@ -32,13 +36,18 @@ class MeshComm(SingleDevice):
         context_strategy: str = "ring",
         fp8_implementation: fp8.Implementation = "reference",
         elementwise: ops.ElementwiseImplementation = "reference",
+        dispatch: str = "all_gather",
+        ragged: bool = False,
+        grouped: ops.GroupedImplementation = "reference",
     ):
-        super().__init__(attention)
+        super().__init__(attention, grouped)
         self.fp8 = fp8.kernels(fp8_implementation)
+        self.dispatch, self.ragged = dispatch, ragged  # how tokens meet experts, and whether by ragged all-to-all
         self.elementwise: ops.ElementwiseImplementation = elementwise
         self.deterministic, self.attend_calls = deterministic, 0
         self.sizes, self.context_strategy = sizes, context_strategy
-        self.tensor_size = sizes["tensor"]
+        self.tensor_size, self.context_size = sizes["tensor"], sizes["context"]
+        self.token_shards = math.prod(sizes[axis] for axis in TOKEN_AXES)
 
     def enter(self, x: jax.Array) -> jax.Array:
         return gather_tiles(x, ("tensor",), 0) if self.tensor_size > 1 else x
@@ -56,6 +65,13 @@ class MeshComm(SingleDevice):
         if bias is not None:
             return super().mlp(activation, x, w_up, bias, w_down)
         return linear.mlp(self, activation, x, w_up, w_down)
+
+    def experts(self, activation, x, experts, weights, w_up, w_down) -> jax.Array:
+        x, experts, weights = (self.enter(a) for a in (x, experts, weights))
+        strategy = super().experts
+        if self.sizes["expert"] > 1:
+            strategy = partial(over_experts.gathered if self.dispatch == "all_gather" else over_experts.exchanged, self)
+        return self.leave(strategy(activation, x, experts, weights, w_up, w_down))
 
     def hand_on(self, x: jax.Array) -> jax.Array:
         """The array of the device before, on a ring over `tensor`."""
@@ -144,6 +160,16 @@ class MeshComm(SingleDevice):
         """The largest over all devices that share the model's tensors, of each array; one small collective."""
         axes = tuple(axis for axis, size in self.sizes.items() if size > 1 and axis != "pipeline")
         return lax.pmax(x, axes) if axes else x
+
+    def sum_over_tokens[Arrays](self, x: Arrays) -> Arrays:
+        return self._sum(x, TOKEN_AXES)
+
+    def sum_over_sequence(self, x: jax.Array) -> jax.Array:
+        return self._sum(x, ("context", "tensor"))
+
+    def _sum[Arrays](self, x: Arrays, axes: tuple[str, ...]) -> Arrays:
+        axes = tuple(axis for axis in axes if self.sizes[axis] > 1)
+        return lax.psum(x, axes) if axes else x
 
     def sequence_ids(self, num_sequences: int) -> jax.Array:
         return lax.axis_index(BATCH_AXES) * num_sequences + jnp.arange(num_sequences)

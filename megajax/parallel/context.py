@@ -189,50 +189,54 @@ def _go_round(strategy: _Strategy, length: int, fixed: Any, work: _Work) -> Any:
 
     At step i of a sweep a device has what belongs to the one i before it, or behind it. Without the barriers XLA starts
     transfers too late for the attention that hides them.
+
+    What travels at a time is one message: GPUs start kernels in the order of their launch, so attention after a second
+    message would wait for the first one's end.
     """
     C, rank = strategy.context, lax.axis_index("context")
     sweeps = _sweeps(strategy, length)
 
-    def send(tree: Any, by: int) -> Any:
-        return _permute_as_one(tree, [(r, (r + by) % C) for r in range(C)])
+    def send(message: jax.Array, by: int) -> jax.Array:
+        return lax.ppermute(message, "context", [(r, (r + by) % C) for r in range(C)])
 
-    first, own = lax.optimization_barrier(([send(fixed, direction) for direction, _ in sweeps], work.own()))
+    own_message = _words(fixed)
+    first, own = lax.optimization_barrier(([send(own_message, direction) for direction, _ in sweeps], work.own()))
     changing, staying = work.start(own)
     for here, (direction, steps) in zip(first, sweeps, strict=True):
 
         def step(state, i, direction=direction, last=False):
             here, changing, staying = state
-            sent = send((None if last else here, changing), direction)
+            there = here[:0] if last else here
+            message = send(jnp.concatenate([there, _words(changing)]), direction)
             other = (rank - direction * i) % C
-            (here, changing), results = lax.optimization_barrier((sent, work.compute(other, here)))
-            return (here, *work.combine(other, results, changing, staying)), None
+            message, results = lax.optimization_barrier((message, work.compute(other, _arrays(here, fixed))))
+            there, arrived = jnp.split(message, [there.size])
+            return (there, *work.combine(other, results, _arrays(arrived, changing), staying)), None
 
         unroll = max(steps - 1, 1) if steps <= UNROLLED_STEPS else 1
         state, _ = lax.scan(step, (here, changing, staying), jnp.arange(1, steps), unroll=unroll)
         (_, changing, staying), _ = step(state, steps, last=True)
-        changing = send(changing, -direction * steps)
+        changing = _arrays(send(_words(changing), -direction * steps), changing)
     return changing, staying
 
 
-def _permute_as_one(tree: Any, pairs: list[tuple[int, int]]) -> Any:
-    """`lax.ppermute` of all arrays in one message.
+def _words(tree: Any) -> jax.Array:
+    """All numbers of some arrays as one array of 16-bit words."""
+    words = [lax.bitcast_convert_type(a, jnp.uint16).reshape(-1) for a in jax.tree.leaves(tree)]
+    return jnp.concatenate([*words, jnp.zeros(0, jnp.uint16)])
 
-    GPUs start kernels in the order of their launch: attention after a second message would wait for the first one's
-    end.
-    """
-    leaves, treedef = jax.tree.flatten(tree)
-    if not leaves:
-        return tree
-    words = [lax.bitcast_convert_type(a, jnp.uint16) for a in leaves]
-    message = lax.ppermute(jnp.concatenate([w.reshape(-1) for w in words]), "context", pairs)
-    received = jnp.split(message, np.cumsum([w.size for w in words])[:-1])
-    return jax.tree.unflatten(
-        treedef,
-        [
-            lax.bitcast_convert_type(r.reshape(w.shape), a.dtype)
-            for r, w, a in zip(received, words, leaves, strict=True)
-        ],
-    )
+
+def _arrays(words: jax.Array, like: Any) -> Any:
+    """The arrays again, of the shapes and dtypes of others."""
+    leaves, treedef = jax.tree.flatten(like)
+    ends = np.cumsum([a.size * a.dtype.itemsize // 2 for a in leaves]).tolist()
+    parts = [words[start:end] for start, end in zip([0, *ends], ends, strict=False)]
+
+    def one(part: jax.Array, a: jax.Array) -> jax.Array:
+        each = a.dtype.itemsize // 2
+        return lax.bitcast_convert_type(part.reshape(a.shape if each == 1 else (*a.shape, each)), a.dtype)
+
+    return jax.tree.unflatten(treedef, [one(part, a) for part, a in zip(parts, leaves, strict=True)])
 
 
 def _ring(strategy: _Strategy, q, k, v, place: Place) -> Part:

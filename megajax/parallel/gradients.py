@@ -14,52 +14,54 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from megajax.config import Config
+from megajax.parallel.layers import NO_STATE
 from megajax.parallel.local import Batch, LocalModel, Params
 from megajax.parallel.pipeline import Pipeline
 from megajax.parallel.scaling import History
-from megajax.parallel.weights import global_norm, sum_over_all
+from megajax.parallel.weights import global_norm, sum_over_all, summed_dtype
 from megajax.sharding import BATCH_SPEC
 
 
 def gradient_function(local: LocalModel, mesh: Mesh) -> Callable:
-    """(stored parameters, FP8 history, batch, step, loss scale) → (sums, gradients of the parameters, norm, history).
+    """(parameters, FP8 history, batch, step, loss scale, layer state) → (sums, gradients, norm, history, metrics).
 
-    Batch fields are `[M, B, S]`, the norm is the gradients' over all devices. `sums` holds `loss` (the language-model
-    loss per valid token), `z_loss` and `tokens`.
-    The gradients are those of `loss + z_loss`, whatever the loss scale.
+    Parameters and their gradients are as stored. Batch fields are `[M, B, S]`, the norm is the gradients' over all
+    devices. `sums` holds `loss` (the language-model loss per valid token), `z_loss` and `tokens`; `metrics` of the
+    layers, `[L, ...]`, are means over the microbatches, `expert_counts` the sum. The gradients are those of `loss +
+    z_loss` and of the routers' losses, whatever the loss scale. Without experts the layer state, `[L, ...]`, is empty.
     """
     specs = {name: placement.spec for name, placement in local.placements.items()}
     config = local.config
     pipeline = Pipeline(local) if local.sizes["pipeline"] > 1 else None
     only_microbatch = config.batch.num_microbatches == 1 and pipeline is None
 
-    def compute(params: Params, history: History, batch: Batch, step: jax.Array, loss_scale: jax.Array):
+    def compute(params: Params, history: History, batch: Batch, step, loss_scale: jax.Array, state: Params):
         ends, weight_amax = local.gather_ends(params), local.layers.weight_amax(params)
         scaling = local.layers.scaling
         scales = scaling.scales(local.layers.of_stage(history), weight_amax, loss_scale)
-        layers = local.layers.gather_once(params, scales)
+        layers = local.layers.gather_once(params, scales, state)
         tokens = local.valid_tokens(batch)
-        scale = loss_scale / tokens
-        key = None
-        if config.model.dropout > 0:
-            key = jax.random.fold_in(jax.random.key(config.run.seed + 1), step)
+        scale, balance_scale = loss_scale / tokens, local.balance_scale(loss_scale)
+        key = local.random_key(step)
 
         def microbatch(end_gradients, index, fields: Batch):
-            inputs = local.inputs(fields, index, key)
+            inputs = local.inputs(fields, index, key, balance_scale)
             x = local.embed(ends, fields, inputs)
-            x, residuals = local.layers.forward(layers, x, inputs)
+            x, residuals, metrics = local.layers.forward(layers, x, inputs)
             loss, z_loss, dx, end_gradients = local.head.losses_and_gradients(
                 ends, x, fields["targets"].reshape(-1), fields["loss_mask"].reshape(-1), scale, end_gradients
             )
             dx, layer_gradients, amax = local.layers.backward(layers, residuals, dx, inputs, only_microbatch)
             end_gradients = local.embed_backward(end_gradients, ends, fields, inputs, dx)
-            return end_gradients, layer_gradients, {"loss": loss, "z_loss": z_loss}, amax
+            return end_gradients, layer_gradients, ({"loss": loss, "z_loss": z_loss}, metrics), amax
 
         if pipeline is None:
             zeros = jax.tree.map(lambda w: jnp.zeros(w.shape, jnp.float32), ends)
-            end_gradients, layer_gradients, sums, amax = _accumulate(microbatch, zeros, batch)
+            end_gradients, layer_gradients, (sums, metrics), amax = _accumulate(microbatch, zeros, batch)
         else:
-            end_gradients, layer_gradients, sums, amax = pipeline.gradients(ends, layers, batch, key, scale)
+            end_gradients, layer_gradients, (sums, metrics), amax = pipeline.gradients(
+                ends, layers, batch, key, scale, balance_scale
+            )
 
         end_gradients = {n: local.exchange.reduce_layer(n, g) for n, g in end_gradients.items()}
         gradients = {n: local.exchange.reduce_once(n, g) for n, g in end_gradients.items()}
@@ -74,25 +76,33 @@ def gradient_function(local: LocalModel, mesh: Mesh) -> Callable:
             history = scaling.record(history, *newest, loss_scale)
             # An infinity saturates when it is quantised: only the amax tells that the step went bad.
             norm = jnp.where(all_finite(history), norm, jnp.nan)
-        return sums, gradients, norm, history
+        metrics = local.layers.collect_metrics(metrics)
+        for name in metrics.keys() - {"expert_counts"}:
+            metrics[name] /= config.batch.num_microbatches
+        return sums, gradients, norm, history, metrics
 
-    return jax.shard_map(
+    mapped = jax.shard_map(
         _at_full_precision(compute, config),
         mesh=mesh,
-        in_specs=(specs, P(), BATCH_SPEC, P(), P()),
-        out_specs=(P(), specs, P(), P()),
+        in_specs=(specs, P(), BATCH_SPEC, P(), P(), P()),
+        out_specs=(P(), specs, P(), P(), P()),
         check_vma=False,
     )
 
+    def gradients(*arguments, state: Params = NO_STATE):
+        return mapped(*arguments, state)
+
+    return gradients
+
 
 def loss_function(local: LocalModel, mesh: Mesh) -> Callable:
-    """(stored parameters, FP8 history, batch) → (summed loss, valid tokens), forward pass only, without dropout."""
+    """(parameters, FP8 history, batch, layer state) → (summed loss, valid tokens), forward pass only, not random."""
     specs = {name: placement.spec for name, placement in local.placements.items()}
     pipeline = Pipeline(local) if local.sizes["pipeline"] > 1 else None
 
-    def compute(params: Params, history: History, batch: Batch):
+    def compute(params: Params, history: History, batch: Batch, state: Params):
         scales = local.layers.scaling.scales(local.layers.of_stage(history), local.layers.weight_amax(params))
-        ends, layers = local.gather_ends(params), local.layers.gather_once(params, scales)
+        ends, layers = local.gather_ends(params), local.layers.gather_once(params, scales, state)
         tokens = local.valid_tokens(batch)
         if pipeline is not None:
             return sum_over_all(pipeline.loss(ends, layers, batch), local.sizes), tokens
@@ -100,20 +110,25 @@ def loss_function(local: LocalModel, mesh: Mesh) -> Callable:
         def microbatch(loss, fields: Batch):
             inputs = local.inputs(fields, 0, None)
             x = local.embed(ends, fields, inputs)
-            x, _ = local.layers.forward(layers, x, inputs, save=False)
+            x, _, _ = local.layers.forward(layers, x, inputs, save=False)
             targets, mask = fields["targets"].reshape(-1), fields["loss_mask"].reshape(-1)
             return loss + local.head.losses(ends, x, targets, mask), None
 
         loss, _ = lax.scan(microbatch, jnp.zeros((), jnp.float32), dict(batch))
         return sum_over_all(loss, local.sizes), tokens
 
-    return jax.shard_map(
+    mapped = jax.shard_map(
         _at_full_precision(compute, local.config),
         mesh=mesh,
-        in_specs=(specs, P(), BATCH_SPEC),
+        in_specs=(specs, P(), BATCH_SPEC, P()),
         out_specs=(P(), P()),
         check_vma=False,
     )
+
+    def loss(*arguments, state: Params = NO_STATE):
+        return mapped(*arguments, state)
+
+    return loss
 
 
 def all_finite(arrays: Mapping[str, jax.Array]) -> jax.Array:
@@ -136,8 +151,8 @@ def _at_full_precision(compute: Callable, config: Config) -> Callable:
 def _accumulate(microbatch: Callable, zeros: dict[str, jax.Array], batch: Batch):
     """Run the microbatches; a single one is no loop and adds to nothing, so its gradients stay values.
 
-    Gradients of the ends accumulate in place from `zeros`, those of the layers and the sums are added up in FP32, and
-    of the amaxes the largest is kept.
+    Gradients of the ends accumulate in place from `zeros`, those of the layers and the sums are added up (in FP32,
+    counts as they are), and of the amaxes the largest is kept.
     """
     count = batch["tokens"].shape[0]
     if count == 1:
@@ -152,6 +167,6 @@ def _accumulate(microbatch: Callable, zeros: dict[str, jax.Array], batch: Batch)
 
     loops = (jnp.arange(count), dict(batch))
     _, *shapes = jax.eval_shape(microbatch, zeros, *jax.tree.map(lambda a: a[0], loops))
-    carry = (zeros, *jax.tree.map(lambda s: jnp.zeros(s.shape, jnp.float32), shapes))
+    carry = (zeros, *jax.tree.map(lambda s: jnp.zeros(s.shape, summed_dtype(s.dtype)), shapes))
     carry, _ = lax.scan(body, carry, loops)
     return carry

@@ -17,7 +17,15 @@ import numpy as np
 from jax import lax
 
 from megajax.config import Config
-from megajax.model.transformer import LINEAR, SAVED_NAMES, BlockInputs, Transformer, layer_windows
+from megajax.model.transformer import (
+    LINEAR,
+    ROUTER_LOSSES,
+    SAVED_NAMES,
+    BlockInputs,
+    Transformer,
+    block_kind,
+    layer_windows,
+)
 from megajax.ops import fp8
 from megajax.ops.fp8 import Fp8Weight
 from megajax.parallel.comm import MeshComm
@@ -26,9 +34,11 @@ from megajax.parallel.scaling import Scales, Scaling
 from megajax.parallel.weights import WeightExchange
 from megajax.sharding import EMPTY
 
-PREFIX = "blocks.dense."
+STATE = ("expert_bias",)  # what a layer keeps that is no parameter; it travels among the unit's weights
+NO_STATE: Mapping[str, jax.Array] = {}
 Unit = tuple[dict[str, Any], ...]  # the fused weights of a unit's layers, by name: arrays or Fp8Weights
 Amax = dict[str, jax.Array]  # by linear layer: the largest magnitudes of its input and its output gradient
+Metrics = tuple[dict[str, jax.Array], ...]  # of a unit's layers, by name
 
 
 @dataclass(frozen=True)
@@ -129,7 +139,9 @@ class LayerStack:
         table: np.ndarray,
         platform: str,
     ):
-        self.block = model.blocks["dense"]
+        kind = block_kind(config.model)
+        self.block, self.prefix = model.blocks[kind], f"blocks.{kind}."
+        self.has_losses = config.model.num_experts is not None and config.model.router.has_losses
         self.comm, self.exchange, self.fused = comm, exchange, fused
         self.scaling = Scaling(config)
         self.windows = layer_windows(config.model)
@@ -144,12 +156,15 @@ class LayerStack:
         self.window_offset = int(first.max()) % len(self.windows)
 
     @jax.named_scope("weights")
-    def gather_once(self, params: Mapping[str, jax.Array], scales: Scales) -> list[tuple[Unit, ...]]:
+    def gather_once(
+        self, params: Mapping[str, jax.Array], scales: Scales, state: Mapping[str, jax.Array] = NO_STATE
+    ) -> list[tuple[Unit, ...]]:
         """Stored `[R·slots, ...]` shards → for each segment its units' `fsdp` shards, `[R·loops, ...]` or `[...]`.
 
-        `scales` are the linear layers' FP8 scales, `[R·slots]` each.
+        `scales` are the linear layers' FP8 scales, `[R·slots]` each, `state` what else the layers keep, `[L, ...]`.
         """
-        blocks = {n.removeprefix(PREFIX): w for n, w in params.items() if n.startswith(PREFIX)}
+        state = self.of_stage(dict(state))
+        blocks = {n.removeprefix(self.prefix): w for n, w in params.items() if n.startswith(self.prefix)}
 
         def layer(segment: Segment, j: int) -> dict[str, Any]:
             stored = {name: self._layer_of(w, segment, j) for name, w in blocks.items()}
@@ -159,8 +174,8 @@ class LayerStack:
                     own = {which: self._layer_of(scale, segment, j) for which, scale in scales[name].items()}
                     out[name] = self._quantized(name, w, own)
                 else:
-                    out[name] = self.exchange.gather_once(PREFIX + name, w)
-            return out
+                    out[name] = self.exchange.gather_once(self.prefix + name, w)
+            return out | {name: self._layer_of(a, segment, j) for name, a in state.items()}
 
         def units(s: Segment):
             return tuple(tuple(layer(s, u + i) for i in range(s.group)) for u in range(0, s.unroll, s.group))
@@ -174,7 +189,7 @@ class LayerStack:
             return {}
         local = {}
         for name in LINEAR:
-            parts = [params[PREFIX + part] for part in self.fused.parts[name]]
+            parts = [params[self.prefix + part] for part in self.fused.parts[name]]
             local[name] = jnp.stack([jnp.abs(w).max(axis=range(1, w.ndim)) for w in parts]).max(axis=0)
         return self.comm.max_over_devices(local)
 
@@ -188,8 +203,10 @@ class LayerStack:
             layers = [layer for unit in units for layer in unit]
             for name in layers[0]:
                 stacked = self._stack_layers([layer[name] for layer in layers], segment)
-                for part, gradient in self.fused.split(name, self.exchange.complete(PREFIX + name, stacked)).items():
-                    parts.setdefault(PREFIX + part, []).append(gradient)
+                for part, gradient in self.fused.split(
+                    name, self.exchange.complete(self.prefix + name, stacked)
+                ).items():
+                    parts.setdefault(self.prefix + part, []).append(gradient)
         return {name: self._without_empty_slots(self._join_segments(part)) for name, part in parts.items()}
 
     def collect_amax(self, amaxes: Sequence[tuple[tuple[Amax, ...], ...]]) -> dict[str, jax.Array]:
@@ -201,6 +218,19 @@ class LayerStack:
             for name in LINEAR:
                 out.setdefault(name, []).append(self._stack_layers([a.get(name, zeros) for a in layers], segment))
         return self.comm.max_over_devices({name: self._join_segments(parts) for name, parts in out.items()})
+
+    def collect_metrics(self, metrics: Sequence[tuple[Metrics, ...]]) -> dict[str, jax.Array]:
+        """Metrics from `forward`, summed over the microbatches → `[L, ...]` by name, summed over all devices."""
+        out: dict[str, list[jax.Array]] = {}
+        for segment, units in zip(self.segments, metrics, strict=True):
+            layers = [layer for unit in units for layer in unit]
+            for name in layers[0]:
+                out.setdefault(name, []).append(self._stack_layers([layer[name] for layer in layers], segment))
+        if not out:
+            return {}
+        return self.of_all_layers(
+            self.comm.sum_over_tokens({n: self._join_segments(parts) for n, parts in out.items()})
+        )
 
     def of_stage[Arrays](self, arrays: Arrays) -> Arrays:
         """Arrays `[L, ...]` of all layers → `[R·slots, ...]` of this stage's rows."""
@@ -224,21 +254,26 @@ class LayerStack:
         return self.rounds * segment.loops
 
     def forward(self, weights: Sequence[tuple[Unit, ...]], x: jax.Array, inputs: BlockInputs, save: bool = True):
-        """The residual stream through all layers → (x, residuals for `backward`; None for each unit if not `save`)."""
-        residuals = []
+        """The residual stream through all layers → (x, residuals for `backward`, metrics for `collect_metrics`).
+
+        If not `save`, the residuals of each unit are None.
+        """
+        residuals, metrics = [], []
         for segment, units in zip(self.segments, weights, strict=True):
 
             def body(x, loop, segment=segment):
                 units, first = loop
-                saved = []
+                saved, measured = [], []
                 for u, unit in enumerate(units):
-                    x, kept = self.unit_forward(unit, x, inputs, segment, first, u, save)
+                    x, kept, values = self.unit_forward(unit, x, inputs, segment, first, u, save)
                     saved.append(kept)
-                return x, tuple(saved)
+                    measured.append(values)
+                return x, (tuple(saved), tuple(measured))
 
-            x, saved = _loop(body, x, (units, _first_layers(segment)), segment)
+            x, (saved, measured) = _loop(body, x, (units, _first_layers(segment)), segment)
             residuals.append(saved)
-        return x, residuals
+            metrics.append(measured)
+        return x, residuals, metrics
 
     def backward(self, weights, residuals, dx: jax.Array, inputs: BlockInputs, only_microbatch: bool):
         """Gradient of the stack's output → (gradient of its input, gradients for `collect`, for `collect_amax`).
@@ -274,23 +309,26 @@ class LayerStack:
         return dx, gradients[::-1], amaxes[::-1]
 
     def unit_forward(self, unit: Unit, x, inputs, segment: Segment, first, u: int, save: bool):
-        """Unit `u` of a body whose first layer is `first` → (y, residuals; None if not `save`)."""
+        """Unit `u` of a body whose first layer is `first` → (y, residuals; None if not `save`, metrics)."""
         weights = self._gather(unit)
         run = self._runner(inputs, segment, first, u)
         if not save or segment.policy == "full":
-            return run(weights, x), (x if save else None)
-        y, pull = jax.vjp(_with_policy(run, segment.policy, self.comm.attention_is_fused), weights, x)
-        return y, Residuals.of(pull, weights)
+            (y, _), metrics = run(weights, x)
+            return y, (x if save else None), metrics
+        run = _with_policy(run, segment.policy, self.comm.attention_is_fused)
+        (y, _), pull, metrics = jax.vjp(run, weights, x, has_aux=True)
+        return y, Residuals.of(pull, weights), metrics
 
     def unit_backward(self, unit: Unit, saved, dy, inputs, segment: Segment, first, u: int):
         """The unit's output gradient → (that of its input, its weights' gradients, FP8 amaxes of its layers)."""
         weights = self._gather(unit)
         if segment.policy == "full":
             x, dy = lax.optimization_barrier((saved, dy))  # or the recomputation would be merged with the forward pass
-            _, pull = jax.vjp(self._runner(inputs, segment, first, u), weights, x)
+            _, pull, _ = jax.vjp(self._runner(inputs, segment, first, u), weights, x, has_aux=True)
         else:
             pull = saved.pull(weights)
-        gradient, dx = pull(dy)
+        gradient, dx = pull((dy, inputs.balance_scale if self.has_losses else None))
+        gradient = tuple({n: g for n, g in layer.items() if n not in STATE} for layer in gradient)
         amax = tuple({n: g.amax for n, g in layer.items() if isinstance(g, Fp8Weight)} for layer in gradient)
         gradient = tuple(
             {n: g.gradient if isinstance(g, Fp8Weight) else g for n, g in layer.items()} for layer in gradient
@@ -300,29 +338,40 @@ class LayerStack:
     @jax.named_scope("gradients")
     def reduce(self, gradient: Unit, on_the_way: bool) -> Unit:
         """A unit's gradients, summed over `fsdp`, and over the once-a-step axes too if `on_the_way`."""
-        reduced = tuple({n: self.exchange.reduce_layer(PREFIX + n, g) for n, g in layer.items()} for layer in gradient)
+        reduced = tuple(
+            {n: self.exchange.reduce_layer(self.prefix + n, g) for n, g in layer.items()} for layer in gradient
+        )
         return self._scatter_once(reduced) if on_the_way else reduced
 
     def _scatter_once(self, gradient: Unit) -> Unit:
-        return tuple({n: self.exchange.scatter_once(PREFIX + n, g) for n, g in layer.items()} for layer in gradient)
+        return tuple(
+            {n: self.exchange.scatter_once(self.prefix + n, g) for n, g in layer.items()} for layer in gradient
+        )
 
     def _runner(self, inputs: BlockInputs, segment: Segment, first, u: int) -> Callable:
-        """(weights of unit `u` of a body whose first layer is `first`, x) → y."""
+        """(weights of unit `u` of a body whose first layer is `first`, x) → ((y, routers' losses), metrics).
 
-        def run(weights: Unit, x: jax.Array) -> jax.Array:
+        The losses are this device's share, None where there are none. They are an output, because their gradient begins
+        here, whatever becomes of y.
+        """
+
+        def run(weights: Unit, x: jax.Array):
+            metrics = []
             for i, layer_weights in enumerate(weights):
                 offset = u * segment.group + i
-                x, _, _ = self.block(
+                x, _, measured = self.block(
                     layer_weights,
                     x,
                     inputs,
                     first + offset,
-                    {},
+                    {name: layer_weights[name] for name in STATE if name in layer_weights},
                     comm=self.comm,
                     window=self.windows[(self.window_offset + segment.start + offset) % len(self.windows)],
                     recompute=self._recomputed(segment),
                 )
-            return x
+                metrics.append(measured)
+            losses = [layer[name] for layer in metrics for name in ROUTER_LOSSES if name in layer]
+            return (x, sum(losses) if losses else None), tuple(metrics)
 
         return run
 
@@ -339,9 +388,13 @@ class LayerStack:
 
     @jax.named_scope("weights")
     def _gather(self, unit: Unit) -> Unit:
-        return tuple({n: self._gather_layer(PREFIX + n, w) for n, w in layer.items()} for layer in unit)
+        return tuple({n: self._gather_layer(n, w) for n, w in layer.items()} for layer in unit)
 
     def _gather_layer(self, name: str, w: jax.Array | Fp8Weight):
+        if name in STATE:
+            assert not isinstance(w, Fp8Weight)
+            return w
+        name = self.prefix + name
         if not isinstance(w, Fp8Weight):
             return self.exchange.gather_layer(name, w)
         values = self.exchange.gather_layer(name, w.values)
@@ -383,8 +436,8 @@ class LayerStack:
     def _quantized(self, name: str, w: jax.Array, scales: Mapping[str, jax.Array]) -> Fp8Weight:
         """Shards of one layer `[in, out]`, or of several `[loops, in, out]`, quantised and gathered once."""
         scale = scales["weight"]
-        values = self.exchange.gather_once(PREFIX + name, fp8.quantize(w, scale[..., None, None], fp8.E4M3))
-        whole = self.exchange.is_whole(PREFIX + name)  # if not, each layer's pass gathers and transposes it
+        values = self.exchange.gather_once(self.prefix + name, fp8.quantize(w, scale[..., None, None], fp8.E4M3))
+        whole = self.exchange.is_whole(self.prefix + name)  # if not, each layer's pass gathers and transposes it
         return Fp8Weight(
             values,
             values.swapaxes(-1, -2) if whole else None,

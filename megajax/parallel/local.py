@@ -15,18 +15,75 @@ from megajax.config import Config
 from megajax.config.sentences import said
 from megajax.mesh import BATCH_AXES, mesh_sizes
 from megajax.model.comm import Place
-from megajax.model.transformer import BlockInputs, Transformer
+from megajax.model.transformer import BlockInputs, Transformer, block_kind, layer_windows
 from megajax.ops import fp8
 from megajax.parallel.comm import MeshComm
 from megajax.parallel.fused import FusedWeights
 from megajax.parallel.head import LossHead
-from megajax.parallel.layers import PREFIX, LayerStack
+from megajax.parallel.layers import LayerStack
 from megajax.parallel.token_order import find_place, visible_keys
 from megajax.parallel.weights import WeightExchange, row_major, sum_over_all
 from megajax.sharding import Placement, stored_layers
 
+JITTER = 2**31  # folded into the step's key; below it: layers and branches of dropout
 Params = Mapping[str, jax.Array]
 Batch = Mapping[str, jax.Array]
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """Which implementation of an operation was chosen where there are several, and why."""
+
+    attention: ops.Implementation
+    attention_reason: str
+    grouped_matmul: ops.GroupedImplementation  # unused without experts
+    grouped_matmul_reason: str
+    fp8: fp8.Implementation  # unused without FP8
+
+    @classmethod
+    def choose(cls, config: Config, mesh: Mesh) -> "Kernels":
+        """Raises ConfigError for a kernel that cannot run."""
+        device, model, settings = mesh.devices.flat[0], config.model, config.precision.fp8
+        capability = getattr(device, "compute_capability", None)
+        attention = ops.choose_attention(
+            config.kernels.attention,
+            platform=device.platform,
+            capability=capability,
+            dtype=config.precision.compute,
+            head_dim=model.head_dim,
+            softcap=model.attention_softcap,
+            packed=config.data.reset_attention,
+            sequence_length=config.batch.sequence_length,
+            parts_with=_unknown_to_parts(config, mesh),
+        )
+        grouped: tuple[ops.GroupedImplementation, str] = "reference", "no experts"
+        if model.num_experts:
+            assert model.expert_ffn_hidden_size is not None
+            width = model.expert_ffn_hidden_size // mesh_sizes(mesh)["tensor"]
+            grouped = ops.choose_grouped_matmul(
+                config.kernels.grouped_matmul,
+                platform=device.platform,
+                capability=capability,
+                dtype=config.precision.compute,
+                widths=(model.hidden_size, width),
+            )
+        quantised = settings.recipe != "none"
+        kernels = fp8.choose(settings.backend, device.platform, capability) if quantised else "reference"
+        return cls(*attention, *grouped, kernels)
+
+
+def _unknown_to_parts(config: Config, mesh: Mesh) -> tuple[str, ...]:
+    """Settings that cuDNN's attention to a part of the keys (`ops/partial_attention.py`) does not know."""
+    if mesh_sizes(mesh)["context"] == 1 or config.kernels.context == "all_to_all":
+        return ()
+    windows = [window for window in layer_windows(config.model) if window is not None]
+    settings = {
+        f"model.sliding_window={config.model.sliding_window}": min(windows, default=math.inf)
+        < config.batch.sequence_length,
+        # Equal calls of its deterministic backward pass fail at run time, as `MeshComm.attend` says.
+        "run.deterministic": config.run.deterministic,
+    }
+    return tuple(name for name, present in settings.items() if present)
 
 
 @dataclass(frozen=True)
@@ -48,23 +105,26 @@ class LocalModel:
         model: Transformer,
         placements: Mapping[str, Placement],
         mesh: Mesh,
-        attention: ops.Implementation,
-        kernels: fp8.Implementation,
+        kernels: Kernels,
     ):
         sizes, platform = mesh_sizes(mesh), mesh.devices.flat[0].platform
         comm = MeshComm(
             sizes,
-            attention,
+            kernels.attention,
             config.run.deterministic,
             config.kernels.context,
-            kernels,
+            kernels.fp8,
             "pallas" if platform == "gpu" else "reference",
+            dispatch=config.dispatch(sizes["expert"]),
+            ragged=platform != "cpu",
+            grouped=kernels.grouped_matmul,
         )
         compute, gradients = jnp.dtype(config.precision.compute), jnp.dtype(config.precision.gradients)
-        blocks = {n.removeprefix(PREFIX): p for n, p in placements.items() if n.startswith(PREFIX)}
+        prefix = f"blocks.{block_kind(config.model)}."
+        blocks = {n.removeprefix(prefix): p for n, p in placements.items() if n.startswith(prefix)}
         fused = FusedWeights(blocks, sizes)
-        computed = {n: p for n, p in placements.items() if not n.startswith(PREFIX)}
-        computed |= {PREFIX + n: p for n, p in fused.placements.items()}
+        computed = {n: p for n, p in placements.items() if not n.startswith(prefix)}
+        computed |= {prefix + n: p for n, p in fused.placements.items()}
         exchange = WeightExchange(computed, sizes, compute, gradients)
         layers = LayerStack(config, comm, model, exchange, fused, stored_layers(config, sizes["pipeline"]), platform)
         return cls(config, sizes, placements, comm, exchange, layers, LossHead(config, comm, platform))
@@ -72,18 +132,28 @@ class LocalModel:
     @jax.named_scope("weights")
     def gather_ends(self, params: Params) -> dict[str, jax.Array]:
         """The weights outside the blocks, ready to compute with; they are gathered over `fsdp` once a step too."""
-        ends = {name: w for name, w in params.items() if not name.startswith(PREFIX)}
+        ends = {name: w for name, w in params.items() if not name.startswith(self.layers.prefix)}
         gathered = {name: self.exchange.gather_once(name, w) for name, w in ends.items()}
         return {name: row_major(self.exchange.gather_layer(name, w)) for name, w in gathered.items()}
 
-    def inputs(self, batch: Batch, microbatch: jax.Array | int, dropout_key: jax.Array | None) -> BlockInputs:
-        """What the blocks read of one microbatch, `[B, S]` each."""
+    def inputs(
+        self, batch: Batch, microbatch: jax.Array | int, key: jax.Array | None, balance_scale: jax.Array | None = None
+    ) -> BlockInputs:
+        """What the blocks read of one microbatch, `[B, S]` each; `key` and `balance_scale` in training only."""
         B, S = batch["tokens"].shape
         shards = math.prod(self.sizes[axis] for axis in BATCH_AXES)
         sequences = (microbatch * B * shards + self.comm.sequence_ids(B)).astype(jnp.uint32)
         place = self.place(batch)
         token_ids = (sequences[:, None] * (S * self.sizes["context"]) + place.index.astype(jnp.uint32)).reshape(-1)
-        return BlockInputs(batch["positions"], place, self.comm.own_tokens(token_ids), dropout_key)
+        model = self.config.model
+        return BlockInputs(
+            batch["positions"],
+            place,
+            self.comm.own_tokens(token_ids),
+            dropout_key=key if model.dropout > 0 else None,
+            jitter_key=None if key is None or not model.router.jitter else jax.random.fold_in(key, JITTER),
+            balance_scale=balance_scale,
+        )
 
     def place(self, batch: Batch) -> Place:
         """Where the tokens of one microbatch stand."""
@@ -103,6 +173,18 @@ class LocalModel:
         """
         seen = lax.map(lambda fields: visible_keys(self.place(fields)), dict(batch))
         return lax.pmean(lax.pmax(seen, "context").sum() / lax.pmean(seen, "context").sum(), BATCH_AXES)
+
+    def balance_scale(self, loss_scale: jax.Array) -> jax.Array | None:
+        """The factor of the routers' losses of one microbatch in what is differentiated: their mean counts."""
+        config = self.config
+        return loss_scale / config.batch.num_microbatches if config.model.num_experts else None
+
+    def random_key(self, step: jax.Array) -> jax.Array | None:
+        """The key of a step's dropout and jitter, if there are any."""
+        config = self.config
+        if not config.model.dropout and not config.model.router.jitter:
+            return None
+        return jax.random.fold_in(jax.random.key(config.run.seed + 1), step)
 
     @jax.named_scope("embedding")
     def embed(self, ends: Params, batch: Batch, inputs: BlockInputs) -> jax.Array:

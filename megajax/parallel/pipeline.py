@@ -10,6 +10,7 @@ each on its share of the tokens.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -19,6 +20,7 @@ import numpy as np
 from jax import lax
 
 from megajax.model.transformer import BlockInputs
+from megajax.parallel.buffers import Buffers, Weights, combine, loop_over, pick, position, read, replaced, switch, write
 from megajax.parallel.layers import Segment, Unit
 from megajax.parallel.local import Batch, LocalModel, Params
 from megajax.parallel.saved import Saved
@@ -27,9 +29,6 @@ from megajax.parallel.split import SplitBackward
 
 # Each slot has operations of its own up to so many programs with so many layers in all: they are compiled one by one.
 MOST_PROGRAMS, MOST_LAYERS = 16, 64
-
-Buffers = Any  # by segment, by unit: a list of arrays [slots·loops, ...]
-Weights = Any  # by round, by segment, by unit: arrays [loops, ...], without a loop [...]
 
 
 class Carry(NamedTuple):
@@ -44,6 +43,7 @@ class Carry(NamedTuple):
     layer_gradients: Weights  # FP32
     amax: Weights  # FP8's largest magnitudes
     sums: dict[str, jax.Array]  # this device's shares of the losses, not divided by the tokens
+    metrics: Weights  # the layers', summed over the microbatches
 
 
 class Pipeline:
@@ -60,32 +60,35 @@ class Pipeline:
         self.heads_wait = bool((ticks["backward"][:, -1] > ticks["forward"][:, -1]).any())
         self.saved: dict[tuple[int, int], Saved] = {}  # by segment and unit
 
-    def gradients(self, ends: Params, layers: Any, batch: Batch, key: jax.Array | None, scale: jax.Array):
-        """(gradients of the ends, of the layers as `LayerStack.backward` has them, sums, amaxes) of all microbatches.
+    def gradients(self, ends: Params, layers: Any, batch: Batch, key: jax.Array | None, scale, balance_scale):
+        """(gradients of the ends, of the layers, (sums, metrics), amaxes) of all microbatches.
 
-        `batch` is `[M, B, S]`, `scale` the factor of the loss that is differentiated.
+        Those of layers are as `LayerStack` has them. `batch` is `[M, B, S]`, `scale` the factor of the loss that is
+        differentiated, `balance_scale` that of the routers' losses.
         """
-        run = _Run(self, self.schedule, ends, layers, batch, key, scale)
+        run = _Run(self, self.schedule, ends, layers, batch, key, scale, balance_scale)
         carry = run.loop(run.first_carry(), lambda flags: True)
-        return carry.end_gradients, run.join_rounds(carry.layer_gradients), carry.sums, run.join_rounds(carry.amax)
+        layer_gradients, metrics, amax = map(run.join_rounds, (carry.layer_gradients, carry.metrics, carry.amax))
+        return carry.end_gradients, layer_gradients, (carry.sums, metrics), amax
 
     def loss(self, ends: Params, layers: Any, batch: Batch) -> jax.Array:
         """This device's share of the summed loss, forward operations only, without dropout."""
         P, M, R = self.stages, batch["tokens"].shape[0], self.schedule.rounds
-        run = _Run(self, make_schedule("gpipe", P, M, R), ends, layers, batch, None, None)
+        run = _Run(self, make_schedule("gpipe", P, M, R), ends, layers, batch, None, None, None)
         x = run.empty_stream()
         loss = jnp.zeros((), jnp.float32)
-        carry = Carry(x, x, x[None][:0], [], None, {}, None, None, {"loss": loss})
+        carry = Carry(x, x, x[None][:0], [], None, {}, None, None, {"loss": loss}, None)
         return run.loop(carry, lambda flags: flags.forward).sums["loss"]
 
 
 class _Run:
     """One pass of a batch through a schedule, while it is traced."""
 
-    def __init__(self, pipeline: Pipeline, schedule: Schedule, ends, layers, batch, key, scale):
+    def __init__(self, pipeline: Pipeline, schedule: Schedule, ends, layers, batch, key, scale, balance_scale):
         self.pipeline, self.local, self.schedule = pipeline, pipeline.local, schedule
         self.stack, self.training = pipeline.layers, scale is not None
         self.ends, self.weights, self.batch, self.key, self.scale = ends, self.by_round(layers), batch, key, scale
+        self.balance_scale = balance_scale
         self.banks = 1  # all slots are one, or each is
         if self.training:
             self.slots = assign_slots(schedule, apart=True)
@@ -145,7 +148,7 @@ class _Run:
 
     def microbatch(self, index: jax.Array) -> tuple[dict[str, jax.Array], BlockInputs]:
         fields = {n: lax.dynamic_index_in_dim(f, index, keepdims=False) for n, f in self.batch.items()}
-        return fields, self.local.inputs(fields, index, self.key)
+        return fields, self.local.inputs(fields, index, self.key, self.balance_scale)
 
     def hand_over(self, x: jax.Array, step: int) -> jax.Array:
         """`x` of the stage before (`step` 1) or after (-1); between last and first stage only if there are rounds."""
@@ -159,36 +162,42 @@ class _Run:
 
     def forward(self, tick: jax.Array, carry: Carry) -> tuple[Carry, jax.Array]:
         """The blocks of this stage's round, on what the stage before sent; the first virtual stage embeds tokens."""
-        _, fields, inputs, r = self.work(self.schedule.forward, tick)
+        active, fields, inputs, r = self.work(self.schedule.forward, tick)
         first = (self.stage == 0) & (r == 0)
         x = (first, self.local.embed(self.ends, fields, inputs), carry.x)
         slot = self.own(self.slots.forward, tick) if self.training else jnp.int32(0)
-        x, activations = self.in_program(r, slot, self.stage_forward, x, carry.activations, inputs)
-        return carry._replace(x=self.hand_over(x, 1), activations=activations), x
+        buffers = (carry.activations, carry.metrics)
+        active = active if self.balance_scale is not None else None  # no experts, no metrics
+        x, activations, metrics = self.in_program(r, slot, self.stage_forward, x, buffers, inputs, active)
+        return carry._replace(x=self.hand_over(x, 1), activations=activations, metrics=metrics), x
 
-    def stage_forward(self, r: int, bank: int, slot: jax.Array, x: Any, activations: list[Buffers], inputs):
-        """(y, activations with this microbatch's in their slot of a bank) of round `r`.
+    def stage_forward(self, r: int, bank: int, slot: jax.Array, x: Any, buffers: Any, inputs, active):
+        """(y, activations with this microbatch's in their slot of a bank, metrics with this one's) of round `r`.
 
         `x` is (whether this is the first virtual stage, its embedded tokens, what the stage before sent).
         """
-        x = jnp.where(*x)
-        new = []
+        x, (activations, metrics) = jnp.where(*x), buffers
+        new, measured = [], []
         for i, segment in enumerate(self.stack.segments):
 
             def body(loop, state, i=i, segment=segment):
-                x, buffers = state[0], list(state[1])
+                x, buffers, totals = state[0], *map(list, state[1:])
                 first = self.first_layer(segment, r, loop)
                 for u, unit in enumerate(self.weights[r][i]):
-                    unit = _pick(unit, segment, loop)
-                    x, saved = self.stack.unit_forward(unit, x, inputs, segment, first, u, self.training)
+                    unit = pick(unit, segment, loop)
+                    x, saved, values = self.stack.unit_forward(unit, x, inputs, segment, first, u, self.training)
                     if self.training:
-                        values = self.pipeline.saved[i, u].values(saved)
-                        buffers[u] = _write(buffers[u], values, _position(segment, slot, loop))
-                return x, buffers
+                        kept = self.pipeline.saved[i, u].values(saved)
+                        buffers[u] = write(buffers[u], kept, position(segment, slot, loop))
+                        values = jax.tree.map(lambda a: jnp.where(active, a, 0), values)
+                        totals[u] = combine(jnp.add, totals[u], values, segment, loop)
+                return x, buffers, totals
 
-            x, buffers = _loop(segment, body, (x, activations[bank][i] if self.training else []))
+            start = (activations[bank][i], metrics[r][i]) if self.training else ([], [])
+            x, buffers, totals = loop_over(segment, body, (x, *start))
             new.append(buffers)
-        return x, _replaced(activations, bank, new)
+            measured.append(totals)
+        return x, replaced(activations, bank, new), replaced(metrics, r, measured) if self.training else metrics
 
     def head(self, tick: jax.Array, carry: Carry, y: jax.Array) -> tuple[Carry, jax.Array | None]:
         """Head and loss of the microbatch that leaves the last virtual stage: each stage has 1/P of its tokens.
@@ -234,6 +243,8 @@ class _Run:
         dx = received if dhead is None else jnp.where(last, dhead, received)
         # A stage that idles reads what an earlier operation has saved: with this zero all its gradients are zero.
         dx = jnp.where(active, dx, 0)
+        if inputs.balance_scale is not None:
+            inputs = replace(inputs, balance_scale=jnp.where(active, inputs.balance_scale, 0))
         buffers = (carry.layer_gradients, carry.put_off, carry.amax, carry.activations)
         slot, keep = self.own(self.slots.backward, tick), self.own(self.slots.put_off, tick)
         operation = partial(self.stage_backward, split=split)
@@ -253,7 +264,7 @@ class _Run:
             dx, *result = self.segment_backward(r, i, state, activations[bank][i], inputs, (slot, keep), active, split)
             results.insert(0, result)
         gradients, put_off, largest = ([result[part] for result in results] for part in range(3))
-        return dx, _replaced(layer_gradients, r, gradients), put_off, _replaced(amax, r, largest)
+        return dx, replaced(layer_gradients, r, gradients), put_off, replaced(amax, r, largest)
 
     def segment_backward(self, r: int, i: int, state, activations, inputs, slots, active, split: bool):
         """The same of segment `i`, whose parts of the state these are."""
@@ -266,18 +277,18 @@ class _Run:
             first = self.first_layer(segment, r, loop)
             entered, above = dx, {}
             for u in reversed(range(len(totals))):
-                unit, _ = exchange.tie_gather((_pick(self.weights[r][i][u], segment, loop), entered))
+                unit, _ = exchange.tie_gather((pick(self.weights[r][i][u], segment, loop), entered))
                 entered = dx
-                saved = _read(activations[u], _position(segment, slot, loop))
+                saved = read(activations[u], position(segment, slot, loop))
                 if split:
                     parts = self.split(i, u, unit, saved, dx, inputs, first)
                     dx, gradient, largest, later = parts.inputs(unit, saved, dx, inputs, first)
-                    put_off[u] = _write(put_off[u], later, _position(segment, keep, loop))
+                    put_off[u] = write(put_off[u], later, position(segment, keep, loop))
                 else:
                     residuals = self.saved(i, u, unit, dx, inputs, first).residuals(saved)
                     dx, gradient, largest = self.stack.unit_backward(unit, residuals, dx, inputs, segment, first, u)
                 largest = jax.tree.map(lambda a: jnp.where(active, a, 0), largest)
-                amax[u] = _combine(jnp.maximum, amax[u], largest, segment, loop)
+                amax[u] = combine(jnp.maximum, amax[u], largest, segment, loop)
                 # A unit's gradients are reduced while the unit below goes backward, and then added in place.
                 for v, pending in above.items():
                     added = self.add(totals[v], pending, segment, loop)
@@ -287,14 +298,14 @@ class _Run:
                 totals[v] = self.add(totals[v], pending, segment, loop)
             return dx, totals, put_off, amax
 
-        return _loop(segment, body, state)
+        return loop_over(segment, body, state)
 
     def weight(self, tick: jax.Array, carry: Carry) -> Carry:
         """Gradients of weights that a backward operation has put off."""
         r = self.own(self.schedule.weight.round, tick)  # type: ignore[union-attr]
         slot = self.own(self.slots.weight, tick)
         programs = [partial(self.stage_weight, k) for k in range(self.schedule.rounds)]
-        gradients = _switch(r, programs, carry.layer_gradients, carry.put_off, slot)
+        gradients = switch(r, programs, carry.layer_gradients, carry.put_off, slot)
         return carry._replace(layer_gradients=gradients)
 
     def stage_weight(self, r: int, layer_gradients: Weights, put_off: Buffers, slot: jax.Array) -> Weights:
@@ -305,13 +316,13 @@ class _Run:
             def body(loop, totals, i=i, segment=segment):
                 totals = list(totals)
                 for u in reversed(range(len(totals))):
-                    later = _read(put_off[i][u], _position(segment, slot, loop))
-                    gradient = self.splits[i, u].weights(_pick(self.weights[r][i][u], segment, loop), later)
+                    later = read(put_off[i][u], position(segment, slot, loop))
+                    gradient = self.splits[i, u].weights(pick(self.weights[r][i][u], segment, loop), later)
                     totals[u] = self.add(totals[u], gradient, segment, loop)
                 return totals
 
-            gradients.append(_loop(segment, body, layer_gradients[r][i]))
-        return _replaced(layer_gradients, r, gradients)
+            gradients.append(loop_over(segment, body, layer_gradients[r][i]))
+        return replaced(layer_gradients, r, gradients)
 
     # Parts of operations
 
@@ -324,8 +335,8 @@ class _Run:
         """`operation(round, bank, slot in the bank, ...)`: each bank is a program of its own, or each round."""
         if self.banks > 1:
             programs = [partial(operation, k, bank) for bank, k in enumerate(self.slots.rounds)]
-            return _switch(slot, programs, 0, *arguments)
-        return _switch(r, [partial(operation, k, 0) for k in range(self.schedule.rounds)], slot, *arguments)
+            return switch(slot, programs, 0, *arguments)
+        return switch(r, [partial(operation, k, 0) for k in range(self.schedule.rounds)], slot, *arguments)
 
     def by_round(self, layers: Any) -> Weights:
         """Weights as the layer stack has them, by round."""
@@ -356,7 +367,7 @@ class _Run:
     def add(self, totals: Unit, gradient: Unit, segment: Segment, loop: jax.Array | int) -> Unit:
         """A unit's summed gradients and one more microbatch's, reduced over `fsdp`."""
         gradient = jax.tree.map(lambda g: g.astype(jnp.float32), self.stack.reduce(gradient, False))
-        return _combine(jnp.add, totals, gradient, segment, loop)
+        return combine(jnp.add, totals, gradient, segment, loop)
 
     def trace_saved(self, i: int, u: int, unit: Unit, x: jax.Array, inputs: BlockInputs, first) -> Saved:
         """What a unit's forward operation saves."""
@@ -397,7 +408,9 @@ class _Run:
         units = [
             [self.empty_unit(i, u, x, inputs) for u in range(len(segment))] for i, segment in enumerate(self.weights[0])
         ]
-        saved, put_off, gradients, amax = ([[unit[part] for unit in segment] for segment in units] for part in range(4))
+        saved, put_off, gradients, amax, metrics = (
+            [[unit[part] for unit in segment] for segment in units] for part in range(5)
+        )
 
         def empty_bank() -> Buffers:
             # Not even zeros: what is read has been written before, by an idle operation at least (`replay`).
@@ -413,27 +426,29 @@ class _Run:
             layer_gradients=[gradients] * self.schedule.rounds,
             amax=[amax] * self.schedule.rounds,
             sums={"loss": zero, "z_loss": zero},
+            metrics=[metrics] * self.schedule.rounds,
         )
 
     def empty_unit(self, i: int, u: int, x: jax.Array, inputs: BlockInputs):
-        """(shapes of a bank's activations; zeros: what is put off, gradients, amaxes) of a unit."""
+        """(shapes of a bank's activations; zeros: what is put off, gradients, amaxes, metrics) of a unit."""
         segment = self.stack.segments[i]
-        first, unit = self.first_layer(segment, 0, 0), _pick(self.weights[0][i][u], segment, 0)
+        first, unit = self.first_layer(segment, 0, 0), pick(self.weights[0][i][u], segment, 0)
         kept = self.pipeline.saved[i, u] = self.trace_saved(i, u, unit, x, inputs, first)
 
         def backward(unit, x):
-            values = kept.values(self.stack.unit_forward(unit, x, inputs, segment, first, u, True)[1])
+            _, saved, metrics = self.stack.unit_forward(unit, x, inputs, segment, first, u, True)
+            values = kept.values(saved)
             later = []
             if self.slots.put_offs:
                 later = self.split(i, u, unit, values, x, inputs, first).inputs(unit, values, x, inputs, first)[3]
             _, gradient, amax = self.stack.unit_backward(unit, kept.residuals(values), x, inputs, segment, first, u)
-            return values, later, self.stack.reduce(gradient, False), amax
+            return values, later, self.stack.reduce(gradient, False), amax, metrics
 
         def zeros(shapes: Any, lead: int | None, dtype: Any = None) -> Any:
             leading = () if lead is None else (lead,)
             return jax.tree.map(lambda a: jnp.zeros((*leading, *a.shape), dtype or a.dtype), shapes)
 
-        saved, later, gradient, amax = jax.eval_shape(backward, unit, x)
+        saved, later, gradient, amax, metrics = jax.eval_shape(backward, unit, x)
         loops = segment.loops if segment.loops > 1 else None
         rows = self.slots.activations // self.banks * segment.loops
         return (
@@ -441,55 +456,5 @@ class _Run:
             zeros(later, self.slots.put_offs * segment.loops),
             zeros(gradient, loops, jnp.float32),
             zeros(amax, loops),
+            zeros(metrics, loops),
         )
-
-
-def _loop(segment: Segment, body: Callable, state: Any) -> Any:
-    """`body` over a segment's loops; a single one is no loop."""
-    return body(0, state) if segment.loops == 1 else lax.fori_loop(0, segment.loops, body, state)
-
-
-def _switch(index: jax.Array, programs: list[Callable], *arguments: Any) -> Any:
-    """`programs[index]`, which is known at run time only if there are several."""
-    return programs[0](*arguments) if len(programs) == 1 else lax.switch(index, programs, *arguments)
-
-
-def _position(segment: Segment, slot: jax.Array, loop: jax.Array | int) -> jax.Array:
-    """Where a loop's layers lie in a buffer of slots."""
-    return slot * segment.loops + loop
-
-
-def _pick(weights: Any, segment: Segment, loop: jax.Array | int) -> Any:
-    """The weights of one loop; where there is a single one they have no leading dimension."""
-    if segment.loops == 1:
-        return weights
-    return jax.tree.map(lambda w: lax.dynamic_index_in_dim(w, loop, keepdims=False), weights)
-
-
-def _replaced(rounds: Weights, r: int, new: Any) -> Weights:
-    """`rounds` with one replaced."""
-    return [new if k == r else old for k, old in enumerate(rounds)]
-
-
-def _read(buffers: list[jax.Array], at: jax.Array) -> list[jax.Array]:
-    return [lax.dynamic_index_in_dim(buffer, at, keepdims=False) for buffer in buffers]
-
-
-def _write(buffers: list[jax.Array], values: list[jax.Array], at: jax.Array) -> list[jax.Array]:
-    pairs = zip(buffers, values, strict=True)
-    return [lax.dynamic_update_index_in_dim(buffer, value, at, 0) for buffer, value in pairs]
-
-
-def _combine(operation: Callable, totals: Unit, values: Unit, segment: Segment, loop: jax.Array | int) -> Unit:
-    """`operation` of totals, in the place of their loop, and values; of some there may be none."""
-
-    def one(total: jax.Array, value: jax.Array) -> jax.Array:
-        if segment.loops == 1:
-            return operation(total, value)
-        here = operation(lax.dynamic_index_in_dim(total, loop, keepdims=False), value)
-        return lax.dynamic_update_index_in_dim(total, here, loop, 0)
-
-    return tuple(
-        {name: one(total, value[name]) if name in value else total for name, total in layer.items()}
-        for layer, value in zip(totals, values, strict=True)
-    )

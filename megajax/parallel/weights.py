@@ -29,9 +29,9 @@ class WeightExchange:
         self.compute, self.gradients = compute, gradients
 
     def gather_once(self, name: str, stored: jax.Array) -> jax.Array:
-        """Stored FP32 shard → `fsdp` shard in the compute dtype; vectors of norms stay FP32, FP8 as it is."""
+        """Stored FP32 shard → `fsdp` shard in the compute dtype; norms and routers stay FP32, FP8 as it is."""
         placement = self.placements[name]
-        keep = placement.axes[-1] == "norm" or stored.dtype.itemsize == 1
+        keep = placement.axes[-1] in ("norm", "router") or stored.dtype.itemsize == 1
         w = stored if keep else stored.astype(self.compute)
         once = self._once(placement)
         if not once:
@@ -136,6 +136,11 @@ def as_bytes(move: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
 def gather_tiles(x: jax.Array, axes: tuple[str, ...], dim: int) -> jax.Array:
     """The shards of `x` on all devices of `axes`, side by side along `dim`."""
     return as_bytes(lambda x: lax.all_gather(x, axes, axis=dim, tiled=True), x)
+
+
+def summed_dtype(dtype: Any) -> Any:
+    """What microbatches are added up in: counts as they are, all else in FP32."""
+    return dtype if jnp.issubdtype(dtype, jnp.integer) else jnp.float32
 
 
 def sum_over_all(x, sizes: Mapping[str, int]):

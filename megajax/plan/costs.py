@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from megajax.config import Config
+from megajax.config import Config, ModelConfig
 from megajax.config.stages import slots
 from megajax.model import Transformer, parameters
 from megajax.model.transformer import layer_windows
@@ -31,19 +31,28 @@ def flops_per_token(config: Config) -> float:
     causal attention; local windows at their real length; recomputation is not counted.
     """
     model = config.model
-    D, N, K, H, F = (
-        model.hidden_size,
-        model.num_heads,
-        model.num_kv_heads,
-        model.head_dim,
-        model.ffn_hidden_size,
-    )
-    gated = model.activation in ("swiglu", "geglu")
-    layer = D * H * (2 * N + 2 * K) + (3 if gated else 2) * D * F
+    D, N, K, H = model.hidden_size, model.num_heads, model.num_kv_heads, model.head_dim
+    layer = D * H * (2 * N + 2 * K) + _active_mlp_parameters(model)
     matmuls = model.num_layers * layer + D * model.padded_vocab_size
     windows = layer_windows(model)
     attention = sum(_attended(config.batch.sequence_length, windows[i % len(windows)]) for i in range(model.num_layers))
     return 6 * matmuls + 12 * attention * N * H
+
+
+def active_parameter_count(model: Transformer) -> int:
+    """The same without the experts that a token is not sent to."""
+    config = model.config
+    experts = sum(math.prod(p.shape) for p in parameters(model).values() if "experts" in p.axes)
+    return parameter_count(model) - (experts - experts * config.experts_per_token // (config.num_experts or 1))
+
+
+def _active_mlp_parameters(model: ModelConfig) -> int:
+    """Matmul parameters of a layer's MLP that a token meets, the router's and the shared expert's included."""
+    D, matrices = model.hidden_size, 3 if model.activation in ("swiglu", "geglu") else 2
+    if model.num_experts is None:
+        return matrices * D * model.ffn_hidden_size
+    width = model.experts_per_token * (model.expert_ffn_hidden_size or 0) + model.shared_expert_ffn_hidden_size
+    return D * (matrices * width + model.num_experts + model.shared_expert_gate)
 
 
 def _attended(S: int, window: int | None) -> float:
@@ -80,6 +89,8 @@ def estimate_memory(config: Config, placements: Mapping[str, Placement], sizes: 
         # Embedding and head are gathered for the whole step over all axes, and their gradients accumulate in FP32.
         end = placement.axes[0] != "layers"
         gathered_axes = END_AXES if end else ONCE_AXES
+        if "experts" in placement.axes:
+            gathered_axes = tuple(axis for axis in ONCE_AXES if axis != "expert")
         once = math.prod(sizes[a] for a in gathered_axes) if placement.storage_dim is not None else 1
         stored += 4 * size // shards
         gathered += compute * size * once // shards
@@ -96,7 +107,13 @@ def _saved_activations(config: Config, sizes: Mapping[str, int], compute: int) -
     tensor = sizes["tensor"]
     D = model.hidden_size
     heads = model.head_dim * (2 * model.num_heads + 2 * max(model.num_kv_heads, tensor)) / tensor  # q, k, v, output
-    mlp = model.ffn_hidden_size * (2 if model.activation in ("swiglu", "geglu") else 1) / tensor
+    gated, k = 2 if model.activation in ("swiglu", "geglu") else 1, model.experts_per_token
+    width = model.ffn_hidden_size
+    if model.num_experts:
+        width = k * (model.expert_ffn_hidden_size or 0) + model.shared_expert_ffn_hidden_size
+    mlp = gated * width / tensor
+    if model.num_experts:  # each assignment's row, and the routing in FP32
+        mlp += k * D + 4 / compute * (model.num_experts + 4 * k) / tensor
     matmuls = heads + mlp + 2 * D / tensor  # and the two projections into the residual stream
     in_fp8 = len(config.fp8_layers) / model.num_layers
     staged = sizes["pipeline"] > 1

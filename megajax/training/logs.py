@@ -9,6 +9,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from megajax.config import Config
 from megajax.errors import ConfigError, InputError
 
@@ -55,6 +57,17 @@ class MetricsLog:
             self._tensorboard.close()
         if self._wandb:
             self._wandb.finish()
+
+
+def expert_load(counts: np.ndarray) -> dict[str, Any]:
+    """How evenly assignments `[L, E]` were spread: the worst layer's load, and lists of all layers'.
+
+    `expert_load` is the largest count over the mean, `idle_experts` the fraction of experts without a token.
+    """
+    load = counts.max(axis=1) / np.maximum(counts.mean(axis=1), 1e-9)
+    idle = (counts == 0).mean(axis=1)
+    worst = {"expert_load_max": float(load.max()), "idle_experts_max": float(idle.max())}
+    return worst | {"expert_load": load.round(4).tolist(), "idle_experts": idle.round(4).tolist()}
 
 
 def drop_lines_after(path: Path, step: int) -> None:

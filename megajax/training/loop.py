@@ -93,7 +93,9 @@ class Trainer:
         loss = tokens = 0.0
         source = batches(self.program, split, self.data[split])
         for batch in itertools.islice(source, self.config.run.eval_steps):
-            batch_loss, batch_tokens = self.program.eval_step(self.state.params, self.state.fp8, batch)
+            batch_loss, batch_tokens = self.program.eval_step(
+                self.state.params, self.state.fp8, batch, state=self.state.experts
+            )
             loss, tokens = loss + batch_loss, tokens + batch_tokens
         source.close()  # and the loader's threads with it
         return float(loss / tokens)
@@ -158,7 +160,9 @@ class Trainer:
 
     def _log(self, log: logs.MetricsLog, meter: "Meter", step: int, metrics: dict[str, jax.Array]) -> bool:
         """Write a logged step; True if the numbers have gone bad for good."""
-        values = {name: array.item() for name, array in jax.device_get(metrics).items()}
+        arrays = jax.device_get(metrics)
+        values = logs.expert_load(arrays.pop("expert_counts")) if "expert_counts" in arrays else {}
+        values = {name: array.item() for name, array in arrays.items()} | values
         in_row = values.pop("skipped_in_row")
         if not values["skipped"]:
             del values["skipped"]

@@ -19,6 +19,7 @@ from megajax.parallel.scaling import Scaling
 from megajax.sharding import Placement, to_canonical, to_stored, unpadded_spec
 from megajax.training.step import TrainProgram, TrainState
 
+LAYER_STATE = ("fp8", "experts")  # not in checkpoints where it is empty
 MUST_AGREE = ("model", "optimizer", "run", "batch")
 
 
@@ -64,7 +65,7 @@ class StateSaver:
             warnings.warn(f"{place} was saved by a run that read other data or in another order.", stacklevel=2)
         length = saved.get("fp8_history", 0)
         abstract = replace(self._canonical_abstract, fp8=self._abstract_history(length))
-        state = TrainState(**{"fp8": {}} | checkpoints.restore(step, _as_tree(abstract)))
+        state = TrainState(**{name: {} for name in LAYER_STATE} | checkpoints.restore(step, _as_tree(abstract)))
         state = replace(state, fp8=self._continued_history(state.fp8))
         if saved["precision"] != mine["precision"]:  # a loss scale is of its compute dtype
             fresh = self.program.first_loss_scale
@@ -163,7 +164,7 @@ class StateSaver:
 
 def _as_tree(state: TrainState) -> dict[str, Any]:
     tree = {name: getattr(state, name) for name in TrainState.__dataclass_fields__}
-    return tree if state.fp8 else {name: leaf for name, leaf in tree.items() if name != "fp8"}
+    return {name: leaf for name, leaf in tree.items() if name not in LAYER_STATE or leaf}
 
 
 def _history_length(history: Any) -> int:

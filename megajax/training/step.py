@@ -1,6 +1,5 @@
 """The train step: gradients from the mesh, then clip, update and bookkeeping on the stored shards."""
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -16,11 +15,10 @@ from megajax import ops
 from megajax.config import Config
 from megajax.mesh import mesh_sizes
 from megajax.model import Transformer, init_parameters, parameters
-from megajax.model.transformer import layer_windows
-from megajax.ops import fp8
+from megajax.model.transformer import ROUTER_LOSSES, layer_windows
 from megajax.optim import make_optimizer, make_schedule
 from megajax.parallel.gradients import gradient_function, loss_function
-from megajax.parallel.local import LocalModel
+from megajax.parallel.local import Kernels, LocalModel
 from megajax.parallel.scaling import Scaling
 from megajax.sharding import BATCH_SPEC, Placement, pad_storage, place_all, shardings, stored_layers
 
@@ -44,6 +42,7 @@ class TrainState:
     params: dict[str, jax.Array]
     optimizer: Any
     fp8: dict[str, jax.Array]  # amax histories of delayed scaling, [L, length] FP32; else empty
+    experts: dict[str, jax.Array]  # `expert_bias` [L, E] FP32 if the routers have one; else empty
     step: jax.Array  # int32, optimizer steps taken or skipped
     loss_scale: jax.Array  # FP32; 1 unless the compute dtype is float16
     scale_age: jax.Array  # int32, steps since the loss scale changed
@@ -60,37 +59,20 @@ class TrainProgram:
     model: Transformer
     placements: dict[str, Placement]
     optimizer: optax.GradientTransformation
-    attention: ops.Implementation  # the kernel chosen
-    attention_reason: str  # and why
-    fp8: fp8.Implementation  # whose FP8 kernels; unused without FP8
+    kernels: Kernels
 
     @classmethod
     def build(cls, config: Config, mesh: Mesh) -> "TrainProgram":
         """The program of a checked config on a mesh. Raises ConfigError for a kernel that cannot run."""
         model = Transformer(config.model)
-        declared, device = parameters(model), mesh.devices.flat[0]
-        attention, reason = ops.choose_attention(
-            config.kernels.attention,
-            platform=device.platform,
-            capability=getattr(device, "compute_capability", None),
-            dtype=config.precision.compute,
-            head_dim=config.model.head_dim,
-            softcap=config.model.attention_softcap,
-            packed=config.data.reset_attention,
-            sequence_length=config.batch.sequence_length,
-            parts_with=_unknown_to_parts(config, mesh),
-        )
+        declared = parameters(model)
         optimizer = make_optimizer(config.optimizer, {name: p.role for name, p in declared.items()})
         placements = place_all(declared, mesh_sizes(mesh), _stored_rows(config, mesh))
-        settings, kernels = config.precision.fp8, "reference"
-        if settings.recipe != "none":
-            capability = getattr(device, "compute_capability", None)
-            kernels = fp8.choose(settings.backend, device.platform, capability)
-        return cls(config, mesh, model, placements, optimizer, attention, reason, kernels)
+        return cls(config, mesh, model, placements, optimizer, Kernels.choose(config, mesh))
 
     @cached_property
     def local(self) -> LocalModel:
-        return LocalModel.build(self.config, self.model, self.placements, self.mesh, self.attention, self.fp8)
+        return LocalModel.build(self.config, self.model, self.placements, self.mesh, self.kernels)
 
     @cached_property
     def state_shardings(self) -> TrainState:
@@ -158,7 +140,7 @@ class TrainProgram:
 
     @cached_property
     def eval_step(self) -> Callable:
-        """Jitted (parameters, FP8 history, batch) → (summed loss, valid tokens)."""
+        """Jitted (parameters, FP8 history, batch, state=layer state) → (summed loss, valid tokens)."""
         return jax.jit(loss_function(self.local, self.mesh))
 
     def _init(self) -> TrainState:
@@ -166,8 +148,12 @@ class TrainProgram:
         weights = init_parameters(self.model, seed, std, _stored_rows(self.config, self.mesh))
         params = {name: pad_storage(w, self.placements[name]) for name, w in weights.items()}
         zero = jnp.zeros((), jnp.int32)
-        history = Scaling(self.config).first_history()
-        return TrainState(params, self.optimizer.init(params), history, zero, self.first_loss_scale, zero, zero, zero)
+        history, experts = Scaling(self.config).first_history(), {}
+        model = self.config.model
+        if model.num_experts and model.router.expert_bias:
+            experts["expert_bias"] = jnp.zeros((model.num_layers, model.num_experts), jnp.float32)
+        optimizer = self.optimizer.init(params)
+        return TrainState(params, optimizer, history, experts, zero, self.first_loss_scale, zero, zero, zero)
 
     def per_parameter(self, values: dict[str, Any], scalar: Any) -> TrainState:
         """A state-shaped tree with each parameter's value at the parameter and its moments, `scalar` elsewhere."""
@@ -179,22 +165,8 @@ class TrainProgram:
             values,
             transform_non_params=lambda _: scalar,
         )
-        history = {name: scalar for name in shapes.fp8}
-        return TrainState(values, optimizer, history, scalar, scalar, scalar, scalar, scalar)
-
-
-def _unknown_to_parts(config: Config, mesh: Mesh) -> tuple[str, ...]:
-    """Settings that cuDNN's attention to a part of the keys (`ops/partial_attention.py`) does not know."""
-    if mesh_sizes(mesh)["context"] == 1 or config.kernels.context == "all_to_all":
-        return ()
-    windows = [window for window in layer_windows(config.model) if window is not None]
-    settings = {
-        f"model.sliding_window={config.model.sliding_window}": min(windows, default=math.inf)
-        < config.batch.sequence_length,
-        # Equal calls of its deterministic backward pass fail at run time, as `MeshComm.attend` says.
-        "run.deterministic": config.run.deterministic,
-    }
-    return tuple(name for name, present in settings.items() if present)
+        history, experts = ({name: scalar for name in state} for state in (shapes.fp8, shapes.experts))
+        return TrainState(values, optimizer, history, experts, scalar, scalar, scalar, scalar, scalar)
 
 
 def _stored_rows(config: Config, mesh: Mesh) -> tuple[int, ...]:
@@ -204,7 +176,13 @@ def _stored_rows(config: Config, mesh: Mesh) -> tuple[int, ...]:
 
 def _train_step(program: TrainProgram, gradients_of: Callable, state: TrainState, batch):
     config = program.config
-    sums, gradients, norm, history = gradients_of(state.params, state.fp8, batch, state.step, state.loss_scale)
+    sums, gradients, norm, history, layers = gradients_of(
+        state.params, state.fp8, batch, state.step, state.loss_scale, state=state.experts
+    )
+    experts = {
+        name: ops.router.updated_bias(bias, layers["expert_counts"], config.model.router.bias_update_rate)
+        for name, bias in state.experts.items()
+    }
     finite = jnp.isfinite(sums["loss"]) & jnp.isfinite(norm)
     if config.optimizer.clip_norm > 0:
         clip = jnp.minimum(1.0, config.optimizer.clip_norm / (norm + 1e-6))
@@ -215,9 +193,9 @@ def _train_step(program: TrainProgram, gradients_of: Callable, state: TrainState
         params = jax.tree.map(lambda p, d: p - learning_rate * d, state.params, directions)
 
         # A step that went bad changes no weight, no moment and no scale.
-        before = state.params, state.optimizer, state.fp8
-        params, optimizer, history = jax.tree.map(
-            lambda new, old: jnp.where(finite, new, old), (params, optimizer, history), before
+        before = state.params, state.optimizer, state.fp8, state.experts
+        params, optimizer, history, experts = jax.tree.map(
+            lambda new, old: jnp.where(finite, new, old), (params, optimizer, history, experts), before
         )
     skipped = (~finite).astype(jnp.int32)
     state = replace(
@@ -225,6 +203,7 @@ def _train_step(program: TrainProgram, gradients_of: Callable, state: TrainState
         params=params,
         optimizer=optimizer,
         fp8=history,
+        experts=experts,
         step=state.step + 1,
         skipped=state.skipped + skipped,
         skipped_in_row=(state.skipped_in_row + 1) * skipped,
@@ -240,10 +219,19 @@ def _train_step(program: TrainProgram, gradients_of: Callable, state: TrainState
         metrics["z_loss"] = sums["z_loss"]
     if "attention_imbalance" in sums:
         metrics["attention_imbalance"] = sums["attention_imbalance"]
+    metrics |= _router_metrics(layers)
     if config.precision.compute == "float16":
         metrics["loss_scale"] = state.loss_scale
         state = _update_loss_scale(state, finite)
     return state, metrics
+
+
+def _router_metrics(layers: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    """What is logged of the layers' metrics `[L, ...]`: summed losses, mean entropy, `expert_counts [L, E]`."""
+    metrics = {name: layers[name].sum() for name in ROUTER_LOSSES if name in layers}
+    if layers:
+        metrics |= {"router_entropy": layers["router_entropy"].mean(), "expert_counts": layers["expert_counts"]}
+    return metrics
 
 
 def _update_loss_scale(state: TrainState, finite: jax.Array) -> TrainState:

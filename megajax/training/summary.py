@@ -8,7 +8,7 @@ from megajax.mesh import mesh_sizes
 from megajax.parallel.head import chunk_count
 from megajax.parallel.schedule_simulator import Costs, simulate
 from megajax.parallel.schedules import make_schedule
-from megajax.plan import estimate_memory, flops_per_token, parameter_count
+from megajax.plan import active_parameter_count, estimate_memory, flops_per_token, parameter_count
 from megajax.training.step import TrainProgram
 
 GIB = 2**30
@@ -18,7 +18,7 @@ def summary(program: TrainProgram, flags: list[str]) -> str:
     """Mesh, parameters, memory a device, kernels, precision, data and where the run is written."""
     config, sizes = program.config, mesh_sizes(program.mesh)
     memory = estimate_memory(config, program.placements, sizes)
-    device = program.mesh.devices.flat[0]
+    device, kernels = program.mesh.devices.flat[0], program.kernels
     batch, local = config.batch, program.local
     sequences = batch.global_size // batch.num_microbatches // (sizes["data"] * sizes["fsdp"] * sizes["expert"])
     tokens = sequences * batch.sequence_length // sizes["context"]
@@ -30,7 +30,8 @@ def summary(program: TrainProgram, flags: list[str]) -> str:
         f"run        {config.run.name} → {config.run.dir}, seed {config.run.seed}, {config.run.steps} steps",
         f"devices    {program.mesh.size} × {device.device_kind}, {jax.process_count()} process(es)",
         f"mesh       {' × '.join(f'{axis} {size}' for axis, size in sizes.items() if size > 1) or 'one device'}",
-        f"model      {parameter_count(program.model):,} parameters, {flops_per_token(config) / 1e9:.4g} GFLOP a token",
+        f"model      {parameter_count(program.model):,} parameters{_experts(program)}, "
+        f"{flops_per_token(config) / 1e9:.4g} GFLOP a token",
         f"memory     estimated a device: parameters {memory.parameters / GIB:.3g} GiB, "
         f"optimizer {memory.optimizer / GIB:.3g}, gradients {memory.gradients / GIB:.3g}, "
         f"gathered weights {memory.weights / GIB:.3g}, activations {memory.activations / GIB:.3g}, "
@@ -38,16 +39,22 @@ def summary(program: TrainProgram, flags: list[str]) -> str:
         f"batch      {batch.global_size} sequences of {batch.sequence_length} tokens, {batch.num_microbatches} "
         f"microbatch(es) of {sequences} sequences a device",
         f"precision  {config.precision.compute}, gradients reduced in {config.precision.gradients}, {_fp8(program)}",
-        f"kernels    attention: {program.attention} ({program.attention_reason}); layers: {loops}; "
+        f"kernels    attention: {kernels.attention} ({kernels.attention_reason}); layers: {loops}; "
         f"loss: {local.head.implementation} in {chunk_count(config, head_tokens, sizes['tensor'])} chunks",
         f"data       {_data(program)}",
     ]
     if sizes["pipeline"] > 1:
         lines[3:3] = _pipeline(config, sizes)
+    if sizes["expert"] > 1:
+        experts = (config.model.num_experts or 0) // sizes["expert"]
+        lines.append(f"experts    {experts} on each device, tokens by {config.dispatch(sizes['expert'])}")
+    if config.model.num_experts:
+        lines.append(f"kernels    experts: {kernels.grouped_matmul} ({kernels.grouped_matmul_reason})")
     if sizes["context"] > 1:
         chunk = batch.sequence_length // (2 * sizes["context"])
-        lines.append(f"context    {config.kernels.context}; of each sequence a device has two chunks of {chunk} tokens")
-    if device.platform == "gpu" and program.attention == "reference":
+        chunks = "chunks dealt out by their work" if program.deals_out_tokens else f"two chunks of {chunk} tokens"
+        lines.append(f"context    {config.kernels.context}; of each sequence a device has {chunks}")
+    if device.platform == "gpu" and kernels.attention == "reference":
         lines.append("warning    the reference attention keeps [S, S] scores in memory: slow and large on a GPU")
     if replicated:
         lines.append(f"replicated over tensor (fewer KV heads than devices): {', '.join(replicated)}")
@@ -77,12 +84,20 @@ def _pipeline(config: Config, sizes: dict[str, int]) -> list[str]:
     return lines
 
 
+def _experts(program: TrainProgram) -> str:
+    model = program.config.model
+    if model.num_experts is None:
+        return ""
+    active = active_parameter_count(program.model)
+    return f", {active:,} of them active ({model.experts_per_token} of {model.num_experts} experts a token)"
+
+
 def _fp8(program: TrainProgram) -> str:
     config, layers = program.config, program.config.fp8_layers
     if not layers:
         return "no FP8"
     which = "all layers" if len(layers) == config.model.num_layers else f"layers {layers.start} to {layers.stop - 1}"
-    return f"FP8 matmuls in {which}: {config.precision.fp8.recipe} scaling, kernels of {program.fp8}"
+    return f"FP8 matmuls in {which}: {config.precision.fp8.recipe} scaling, kernels of {program.kernels.fp8}"
 
 
 def _data(program: TrainProgram) -> str:

@@ -31,7 +31,53 @@ REFUSED = {
     "mesh.data=-1 mesh.fsdp=-1": (
         "mesh.data=-1 and mesh.fsdp=-1 cannot both fill up the mesh (@): leave -1 on one axis."
     ),
-    "mesh.expert=2": "mesh.expert=2 is not available yet (@): set it to 1.",
+    "mesh.expert=2": (
+        "mesh.expert=2 needs a model with experts (@):"
+        " set model.num_experts, or use mesh.data or mesh.fsdp for the batch."
+    ),
+    "model.experts_per_token=4": ("model.experts_per_token=4 needs experts (@): set model.num_experts, or remove it."),
+    "model.router.jitter=0.1": "model.router.jitter=0.1 needs experts (@): set model.num_experts, or remove it.",
+    "model.num_experts=4 model.experts_per_token=8": (
+        "model.experts_per_token=8 is more than model.num_experts=4 (the command line: model.experts_per_token=8):"
+        " use 4 or less."
+    ),
+    "model.num_experts=8 model.router.num_groups=3": (
+        "model.router.num_groups=3 does not divide model.num_experts=8 (the command line: model.router.num_groups=3):"
+        " use 1, 2, 4 or 8."
+    ),
+    "model.num_experts=8 model.router={num_groups: 2, groups_per_token: 3}": (
+        "model.router.groups_per_token=3 is more than model.router.num_groups=2"
+        " (the command line: model.router={num_groups: 2, groups_per_token: 3}): use 2 or less."
+    ),
+    "model.num_experts=8 model.experts_per_token=3 model.router.num_groups=4": (
+        "model.experts_per_token=3 is more than the 2 experts of model.router.groups_per_token=1 of"
+        " model.router.num_groups=4 (the command line: model.experts_per_token=3):"
+        " raise model.router.groups_per_token."
+    ),
+    "model.num_experts=8 mesh.expert=3": (
+        "mesh.expert=3 does not divide model.num_experts=8 (the command line: mesh.expert=3): use 1, 2, 4 or 8."
+    ),
+    "model.num_experts=8 mesh.tensor=2 model.expert_ffn_hidden_size=33": (
+        "mesh.tensor=2 does not divide model.expert_ffn_hidden_size=33 (the command line: mesh.tensor=2):"
+        " use 1, 3, 11 or 33."
+    ),
+    "model.num_experts=8 precision.fp8.recipe=current": (
+        "precision.fp8.recipe=current does not go together with model.num_experts=8"
+        " (the command line: precision.fp8.recipe=current): set precision.fp8.recipe=none."
+    ),
+    "model.num_experts=8 model.router={score_function: sigmoid, pre_softmax: true}": (
+        "model.router.pre_softmax=true does not go together with model.router.score_function=sigmoid"
+        " (the command line: model.router={score_function: sigmoid, pre_softmax: true}):"
+        " set model.router.pre_softmax=false."
+    ),
+    "model.num_experts=8 model.router={sinkhorn: true, expert_bias: true}": (
+        "model.router.sinkhorn=true does not go together with model.router.expert_bias=true"
+        " (the command line: model.router={sinkhorn: true, expert_bias: true}): unset one of them."
+    ),
+    "model.num_experts=8 model.shared_expert_gate=true": (
+        "model.shared_expert_gate=true needs a shared expert (the command line: model.shared_expert_gate=true):"
+        " set model.shared_expert_ffn_hidden_size."
+    ),
     "mesh.tensor=3": "mesh.tensor=3 does not divide model.num_heads=8 (@): use 1, 2, 4 or 8.",
     "model.hidden_size=65": (
         "model.num_heads=8 does not divide model.hidden_size=65 (x.yaml, line 4):"
@@ -120,7 +166,7 @@ REFUSED = {
 @pytest.mark.smoke
 @pytest.mark.parametrize("overrides", REFUSED)
 def test_an_impossible_combination_is_refused(overrides: str):
-    first, *rest = re.split(r" (?=\w+\.\w+=)", overrides)
+    first, *rest = re.split(r" (?=\w+(?:\.\w+)+=)", overrides)
     with pytest.raises(ConfigError) as caught:
         load_config("x.yaml", [first, *rest])
     assert str(caught.value) == REFUSED[overrides].replace("@", f"the command line: {first}")

@@ -81,7 +81,8 @@ REFUSED = [
     (
         "mesh.expert=-1",
         2,
-        "mesh.expert=2 (filled up) is not available yet (the command line: mesh.expert=-1): set it to 1.",
+        "mesh.expert=2 (filled up) needs a model with experts (the command line: mesh.expert=-1):"
+        " set model.num_experts, or use mesh.data or mesh.fsdp for the batch.",
     ),
     (
         "mesh.tensor=-1",
@@ -153,7 +154,10 @@ REFUSED_BEFORE_DEVICES_ARE_KNOWN = {
         "mesh.tensor=32 does not divide the padded vocabulary of 1008 (model.vocab_size=1000 and"
         " model.vocab_multiple=9) (@): make model.vocab_multiple a multiple of 32."
     ),
-    "mesh.expert=4": "mesh.expert=4 is not available yet (@): set it to 1.",
+    "mesh.expert=4": (
+        "mesh.expert=4 needs a model with experts (@):"
+        " set model.num_experts, or use mesh.data or mesh.fsdp for the batch."
+    ),
 }
 
 

@@ -26,7 +26,9 @@ RECIPES = {
     "llama3_8b_l16_pipeline": (4,),
     "llama3_8b_l8": (1, 2, 4),
     "llama3_8b_l8_context": (4,),
+    "mixtral_l2": (1, 2, 4),
     "quickstart": (1, 2, 4, 8),
+    "qwen3_30b_l6": (1, 2, 4),
 }
 # Parameters as published; GPT-3's only as rounded in the paper, hence the tolerance.
 PARAMETERS = {
@@ -41,6 +43,10 @@ PARAMETERS = {
     # Llama 3 8B less 24 blocks of 218,112,000.
     "llama3_8b_l8": 8_030_261_248 - 24 * 218_112_000,
     # Less 16 of them, and with a vocabulary of 32768.
+    "mixtral_8x7b": 46_702_792_704,
+    "mixtral_8x22b": 140_630_071_296,
+    "qwen3_30b_a3b": 30_532_122_624,
+    "qwen3_235b_a22b": 235_093_634_560,
     "llama3_8b_l16": 8_030_261_248 - 16 * 218_112_000 - 2 * (128_256 - 32_768) * 4096,
 }
 ROUNDED_PARAMETERS = {"gpt3_125m": 125e6, "gpt3_1b3": 1.3e9, "gpt3_6b7": 6.7e9, "gpt3_175b": 175e9}
@@ -52,7 +58,7 @@ def load_model(name: str) -> ModelConfig:
 
 
 def parameters(m: ModelConfig, positions: int = 0) -> int:
-    """Parameters of a dense decoder, without padding of the vocabulary."""
+    """Parameters of a decoder, without padding of the vocabulary."""
     width, bias = m.hidden_size, int(m.attention_bias)
     norm = width * (2 if m.norm == "layernorm" else 1)
     q, kv = m.num_heads * m.head_dim, m.num_kv_heads * m.head_dim
@@ -60,6 +66,9 @@ def parameters(m: ModelConfig, positions: int = 0) -> int:
     gated = m.activation in ("swiglu", "geglu")
     mlp = (3 if gated else 2) * width * m.ffn_hidden_size
     mlp += int(m.mlp_bias) * ((2 if gated else 1) * m.ffn_hidden_size + width)
+    if m.num_experts:
+        mlp = m.num_experts * (3 * width * (m.expert_ffn_hidden_size or 0) + width)
+    attention += 2 * m.head_dim * m.qk_norm
     tables = m.vocab_size * width * (1 if m.tie_embeddings else 2)
     if m.position == "learned":
         tables += (positions or m.max_positions or 0) * width

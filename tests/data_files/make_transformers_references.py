@@ -31,9 +31,13 @@ from transformers import (
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
     PreTrainedModel,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
 Tensors = dict[str, torch.Tensor]
@@ -45,6 +49,10 @@ TELLING = (
     "blocks.dense.attention.query",
     "blocks.dense.attention.key",
     "blocks.dense.mlp.norm",
+    "blocks.moe.attention.query",
+    "blocks.moe.moe.norm",
+    "blocks.moe.moe.router",
+    "blocks.moe.moe.gate",
     "final_norm",
 )
 NO_SPECIAL_TOKENS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
@@ -140,7 +148,7 @@ def convert_gpt_neox(tensors: Tensors, model: dict) -> Tensors:
 
 
 def convert_llama(tensors: Tensors, model: dict) -> Tensors:
-    """The tensors of Llama, Mistral or Qwen 3 (Linear: [out, in]) by canonical name."""
+    """The tensors of Llama, Mistral, Mixtral or Qwen 3 (Linear: [out, in]) by canonical name."""
     layers, heads, kv_heads = model["num_layers"], model["num_heads"], model["num_kv_heads"]
 
     def get(name: str) -> torch.Tensor:
@@ -152,11 +160,24 @@ def convert_llama(tensors: Tensors, model: dict) -> Tensors:
         "attention.key": heads_out(get("self_attn.k_proj.weight"), kv_heads),
         "attention.value": heads_out(get("self_attn.v_proj.weight"), kv_heads),
         "attention.output": heads_in(get("self_attn.o_proj.weight"), heads),
-        "mlp.norm": get("post_attention_layernorm.weight"),
-        "mlp.gate": get("mlp.gate_proj.weight").transpose(1, 2),
-        "mlp.up": get("mlp.up_proj.weight").transpose(1, 2),
-        "mlp.down": get("mlp.down_proj.weight").transpose(1, 2),
     }
+    kind = "moe" if "num_experts" in model else "dense"
+    if kind == "moe":
+        gate, up = get("mlp.experts.gate_up_proj").transpose(2, 3).chunk(2, dim=3)  # [L, E, D, 2F]
+        block |= {
+            "moe.norm": get("post_attention_layernorm.weight"),
+            "moe.router": get("mlp.gate.weight").transpose(1, 2),
+            "moe.gate": gate,
+            "moe.up": up,
+            "moe.down": get("mlp.experts.down_proj").transpose(2, 3),
+        }
+    else:
+        block |= {
+            "mlp.norm": get("post_attention_layernorm.weight"),
+            "mlp.gate": get("mlp.gate_proj.weight").transpose(1, 2),
+            "mlp.up": get("mlp.up_proj.weight").transpose(1, 2),
+            "mlp.down": get("mlp.down_proj.weight").transpose(1, 2),
+        }
     if model.get("attention_bias"):
         block["attention.query_bias"] = get("self_attn.q_proj.bias").unflatten(1, (heads, -1))
         block["attention.key_bias"] = get("self_attn.k_proj.bias").unflatten(1, (kv_heads, -1))
@@ -170,7 +191,7 @@ def convert_llama(tensors: Tensors, model: dict) -> Tensors:
             block[f"mlp.{name}_bias"] = get(f"mlp.{name}_proj.bias")
     converted = {
         "embedding.tokens": tensors["model.embed_tokens.weight"],
-        **{f"blocks.dense.{name}": tensor for name, tensor in block.items()},
+        **{f"blocks.{kind}.{name}": tensor for name, tensor in block.items()},
         "final_norm": tensors["model.norm.weight"],
     }
     if not model["tie_embeddings"]:
@@ -333,6 +354,33 @@ def tiny_qwen3_local() -> Reference:
     return Qwen3ForCausalLM(config), model, convert_llama
 
 
+def tiny_mixtral() -> Reference:
+    model = llama_section(num_layers=2, ffn_hidden_size=32, num_experts=4, experts_per_token=2)
+    config = MixtralConfig(
+        experts_implementation="eager", num_local_experts=4, num_experts_per_tok=2, **llama_options(model)
+    )
+    return MixtralForCausalLM(config), model, convert_llama
+
+
+def tiny_qwen3_moe() -> Reference:
+    """Scores of all experts, then the choice, not normalised; experts narrower than a dense MLP would be."""
+    router = {"pre_softmax": True, "normalise": False}
+    model = llama_section(
+        num_layers=2, qk_norm=True, num_experts=6, experts_per_token=3, expert_ffn_hidden_size=24, router=router
+    )
+    config = Qwen3MoeConfig(
+        experts_implementation="eager",
+        num_experts=6,
+        num_experts_per_tok=3,
+        moe_intermediate_size=24,
+        norm_topk_prob=False,
+        decoder_sparse_step=1,
+        mlp_only_layers=[],
+        **llama_options(model),
+    )
+    return Qwen3MoeForCausalLM(config), model, convert_llama
+
+
 def randomise(network: PreTrainedModel, generator: torch.Generator) -> None:
     """Every parameter normal with std 0.1 in multiples of 2^-12, norm weights around 1."""
     for name, parameter in network.named_parameters():
@@ -358,7 +406,7 @@ def make(build: Callable[[], Reference], seed: int) -> Arrays:
     assert sum(weight.numel() for weight in weights.values()) == sum(p.numel() for p in parameters.values())
     gradients = convert({name: parameter.grad for name, parameter in parameters.items()}, model)
     outputs = {"logits": logits.detach(), "loss": loss.detach()}
-    floats = weights | outputs | {f"gradient:{name}": gradients[name] for name in TELLING}
+    floats = weights | outputs | {f"gradient:{name}": gradients[name] for name in TELLING if name in gradients}
     return {
         "model": np.array(json.dumps(model)),
         "tokens": tokens.numpy().astype(np.int32),
@@ -375,6 +423,8 @@ def main() -> None:
         tiny_mistral,
         tiny_qwen3,
         tiny_qwen3_local,
+        tiny_mixtral,
+        tiny_qwen3_moe,
     )
     for seed, build in enumerate(builders):
         path = Path(__file__).parent / f"{build.__name__}.npz"

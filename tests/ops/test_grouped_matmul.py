@@ -108,21 +108,15 @@ def test_kernels_agree_with_float64(rng, sizes):
     check([dw], expected[2:], 1e-6)
 
 
-def choose(requested, platform="gpu", compute_capability="9.0", dtype="bfloat16", widths=(2048, 768)):
-    return op.choose_grouped_matmul(
-        requested, platform=platform, compute_capability=compute_capability, dtype=dtype, widths=widths
-    )
+def choose(requested, platform="gpu", capability="9.0", dtype="bfloat16", widths=(2048, 768)):
+    return op.choose_grouped_matmul(requested, platform=platform, capability=capability, dtype=dtype, widths=widths)
 
 
 def test_the_kernel_is_chosen_on_hopper_alone():
     assert choose("auto")[0] == choose("pallas")[0] == "pallas"
     assert choose("reference")[0] == "reference"
-    for obstacle in (
-        {"platform": "cpu", "compute_capability": None},
-        {"compute_capability": "10.0"},
-        {"dtype": "float32"},
-        {"widths": (2048, 1000)},
-    ):
-        assert choose("auto", **obstacle)[0] == "reference"
-        with pytest.raises(ConfigError, match="kernels.grouped_matmul=pallas cannot run, "):
-            choose("pallas", **obstacle)
+    assert choose("auto", platform="cpu", capability=None)[0] == "reference"
+    for requested in ("auto", "pallas"):
+        for obstacle in ({"capability": "10.0"}, {"dtype": "float32"}, {"widths": (2048, 1000)}):
+            with pytest.raises(ConfigError, match=f"kernels.grouped_matmul={requested} cannot run, "):
+                choose(requested, **obstacle)

@@ -1,0 +1,106 @@
+"""What mixtures of experts must fit: the router's settings, the mesh, and what does not go together with them."""
+
+from megajax.config.schema import Config, ModelConfig, RouterConfig
+from megajax.config.sentences import divisors, listed, refuse, said, said_axis, value
+
+# Keys that only models with experts read.
+EXPERT_KEYS = (
+    "model.experts_per_token",
+    "model.expert_ffn_hidden_size",
+    "model.shared_expert_ffn_hidden_size",
+    "model.shared_expert_gate",
+    *(f"model.router.{name}" for name in RouterConfig.model_fields),
+)
+
+
+def check_experts(config: Config) -> None:
+    """Refuse settings of experts that can run on no mesh (`ConfigError`)."""
+    model = config.model
+    if model.num_experts is None:
+        _check_dense(config)
+        return
+    if model.experts_per_token > model.num_experts:
+        keys = ("model.experts_per_token", "model.num_experts")
+        problem = f"{said(config, keys[0])} is more than {said(config, keys[1])}"
+        refuse(config, problem, f"use {model.num_experts} or less", *keys)
+    _check_groups(config, model)
+    _check_router(config, model.router)
+    _check_with_others(config)
+
+
+def check_experts_on_mesh(config: Config, sizes: dict[str, int]) -> None:
+    """Refuse a mesh that the experts do not fit."""
+    model, name = config.model, said_axis(config, sizes, "expert")
+    if model.num_experts is None:
+        if sizes["expert"] > 1:
+            cure = "set model.num_experts, or use mesh.data or mesh.fsdp for the batch"
+            refuse(config, f"{name} needs a model with experts", cure, "mesh.expert")
+        return
+    if model.num_experts % sizes["expert"]:
+        problem = f"{name} does not divide {said(config, 'model.num_experts')}"
+        refuse(config, problem, f"use {listed(divisors(model.num_experts))}", "mesh.expert", "model.num_experts")
+    for key, width in (
+        ("model.expert_ffn_hidden_size", model.expert_ffn_hidden_size),
+        ("model.shared_expert_ffn_hidden_size", model.shared_expert_ffn_hidden_size),
+    ):
+        if (width or 0) % sizes["tensor"]:
+            problem = f"{said_axis(config, sizes, 'tensor')} does not divide {said(config, key)}"
+            refuse(config, problem, f"use {listed(divisors(width or 1))}", "mesh.tensor", key)
+
+
+def _check_dense(config: Config) -> None:
+    for key in EXPERT_KEYS:
+        section, name = key.rsplit(".", 1)
+        if value(config, key) not in (None, type(value(config, section)).model_fields[name].default):
+            refuse(config, f"{said(config, key)} needs experts", "set model.num_experts, or remove it", key)
+
+
+def _check_groups(config: Config, model: ModelConfig) -> None:
+    groups, chosen, experts = "model.router.num_groups", "model.router.groups_per_token", model.num_experts or 0
+    router = model.router
+    if experts % router.num_groups:
+        problem = f"{said(config, groups)} does not divide {said(config, 'model.num_experts')}"
+        refuse(config, problem, f"use {listed(divisors(experts))}", groups, "model.num_experts")
+    if router.groups_per_token > router.num_groups:
+        problem = f"{said(config, chosen)} is more than {said(config, groups)}"
+        refuse(config, problem, f"use {router.num_groups} or less", chosen, groups)
+    reachable = experts // router.num_groups * router.groups_per_token
+    if model.experts_per_token > reachable:
+        keys = ("model.experts_per_token", chosen, groups)
+        problem = f"{said(config, keys[0])} is more than the {reachable} experts of {said(config, chosen)} of"
+        problem += f" {said(config, groups)}"
+        refuse(config, problem, "raise model.router.groups_per_token", *keys)
+
+
+def _check_router(config: Config, router: RouterConfig) -> None:
+    name = "model.router."
+    if router.score_function == "sigmoid" and router.pre_softmax:
+        keys = (f"{name}pre_softmax", f"{name}score_function")
+        problem = f"{said(config, keys[0])} does not go together with {said(config, keys[1])}"
+        refuse(config, problem, f"set {name}pre_softmax=false", *keys)
+    for first, second, both in (
+        ("sinkhorn", "expert_bias", router.sinkhorn and router.expert_bias),
+        ("sinkhorn", "num_groups", router.sinkhorn and router.num_groups > 1),
+        ("force_balance", "sinkhorn", router.force_balance and router.sinkhorn),
+        ("force_balance", "expert_bias", router.force_balance and router.expert_bias),
+    ):
+        if both:
+            keys = (f"{name}{first}", f"{name}{second}")
+            problem = f"{said(config, keys[0])} does not go together with {said(config, keys[1])}"
+            refuse(config, problem, "unset one of them", *keys)
+
+
+def _check_with_others(config: Config) -> None:
+    model = config.model
+    experts = said(config, "model.num_experts")
+    for key, present, cure in (
+        ("precision.fp8.recipe", config.precision.fp8.recipe != "none", "set precision.fp8.recipe=none"),
+        ("model.mlp_bias", model.mlp_bias, "set model.mlp_bias=false"),
+    ):
+        if present:
+            problem = f"{said(config, key)} does not go together with {experts}"
+            refuse(config, problem, cure, key, "model.num_experts")
+    if model.shared_expert_gate and not model.shared_expert_ffn_hidden_size:
+        key = "model.shared_expert_gate"
+        problem = f"{said(config, key)} needs a shared expert"
+        refuse(config, problem, "set model.shared_expert_ffn_hidden_size", key)

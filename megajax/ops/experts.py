@@ -1,0 +1,157 @@
+"""Tokens to their experts and back: rows sorted by expert, two grouped matmuls, rows summed by token.
+
+The permutation is gathers in both directions, forward and backward: no scatter adds where two rows might meet.
+"""
+
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+
+from megajax.ops.grouped_matmul import GroupedImplementation, grouped_matmul
+from megajax.ops.mlp import activate_weighted, activate_weighted_backward
+from megajax.ops.numerics import wide
+
+
+class Permutation(NamedTuple):
+    """Assignments `T·k`, those of a token side by side, and the same sorted by expert."""
+
+    order: jax.Array  # [R] int32: the assignment in each sorted row; R = T·k, or less if there are fewer experts
+    inverse: jax.Array  # [T·k] int32: the sorted row of each assignment; those to no expert may lie past R
+    group_sizes: jax.Array  # [E] int32
+
+
+def sort_by_expert(experts: jax.Array, num_experts: int) -> Permutation:
+    """Assignments `experts [T, k]` sorted by expert, in the order of the tokens; those to no expert (E) come last.
+
+    A token's experts differ, so that at most E of its k assignments are to one.
+    """
+    flat = experts.reshape(-1)
+    count = flat.shape[0]
+    assert count * (num_experts + 1) < 2**32, "assignments are sorted by one 32-bit number each"
+    numbers = jnp.arange(count, dtype=jnp.uint32)
+    # Expert and assignment in one number: a sort of single numbers is the one that is fast on GPUs.
+    order = (jnp.sort(flat.astype(jnp.uint32) * count + numbers) % count).astype(jnp.int32)
+    inverse = jnp.zeros(count, jnp.int32).at[order].set(numbers.astype(jnp.int32), unique_indices=True)
+    group_sizes = (flat[:, None] == jnp.arange(num_experts)).sum(axis=0, dtype=jnp.int32)
+    return Permutation(order[: experts.shape[0] * min(experts.shape[1], num_experts)], inverse, group_sizes)
+
+
+def apply_experts(
+    activation: str,
+    x: jax.Array,
+    experts: jax.Array,
+    weights: jax.Array,
+    w_up: jax.Array,
+    w_down: jax.Array,
+    implementation: GroupedImplementation = "reference",
+) -> jax.Array:
+    """`x [T, D]` → `[T, D]`: Σ over a token's assignments `[T, k]` of weight · MLP of the expert.
+
+    `w_up [E, D, 2F]` (`[E, D, F]` if the activation is plain), `w_down [E, F, D]`; an assignment to E adds nothing.
+    """
+    k = experts.shape[1]
+    permutation = jax.tree.map(lambda a: checkpoint_name(a, "routing"), sort_by_expert(experts, w_up.shape[0]))
+    rows = checkpoint_name(dispatch(x, permutation, k), "dispatched")
+    row_weights = checkpoint_name(permute(weights.reshape(-1), permutation), "routing")
+    y = expert_mlp(activation, implementation, rows, row_weights, w_up, w_down, permutation.group_sizes)
+    return combine(y, permutation, k)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(2,))
+def dispatch(x: jax.Array, permutation: Permutation, k: int) -> jax.Array:
+    """`x [T, D]` → `[R, D]`: each sorted assignment's token."""
+    return x[permutation.order // k]
+
+
+def _dispatch_forward(x, permutation, k):
+    return dispatch(x, permutation, k), permutation
+
+
+def _dispatch_backward(k, permutation, dy):
+    return _sum_of_assignments(dy, permutation, k), None
+
+
+dispatch.defvjp(_dispatch_forward, _dispatch_backward)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(2,))
+def combine(y: jax.Array, permutation: Permutation, k: int) -> jax.Array:
+    """Sorted rows `[R, D]` → `[T, D]`: the sum of each token's, in float32."""
+    return _sum_of_assignments(y, permutation, k)
+
+
+def _combine_forward(y, permutation, k):
+    return combine(y, permutation, k), permutation
+
+
+def _combine_backward(k, permutation, dx):
+    return dx[permutation.order // k], None
+
+
+combine.defvjp(_combine_forward, _combine_backward)
+
+
+def _sum_of_assignments(rows: jax.Array, permutation: Permutation, k: int) -> jax.Array:
+    by_token = _of_assignments(rows, permutation).reshape(-1, k, rows.shape[-1])
+    return by_token.astype(wide(rows.dtype)).sum(axis=1).astype(rows.dtype)
+
+
+def _of_assignments(rows: jax.Array, permutation: Permutation) -> jax.Array:
+    """Sorted rows → those of the assignments, `[T·k, ...]`, zeros for any past the last row."""
+    if len(permutation.order) == len(permutation.inverse):
+        return rows[permutation.inverse]
+    return rows.at[permutation.inverse].get(mode="fill", fill_value=0)
+
+
+@jax.custom_vjp
+def permute(values: jax.Array, permutation: Permutation) -> jax.Array:
+    """One number `[T·k]` of each assignment, sorted."""
+    return values[permutation.order]
+
+
+permute.defvjp(
+    lambda values, permutation: (permute(values, permutation), permutation),
+    lambda permutation, dy: (_of_assignments(dy, permutation), None),
+)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def expert_mlp(
+    activation: str,
+    implementation: GroupedImplementation,
+    rows: jax.Array,
+    weights: jax.Array,
+    w_up: jax.Array,
+    w_down: jax.Array,
+    group_sizes: jax.Array,
+) -> jax.Array:
+    """Rows `[R, D]` sorted by expert → `[R, D]`: weight · MLP of the row's expert.
+
+    The weight `[R]` multiplies the activation, so that the backward pass needs no output; the activation is computed
+    again there.
+    """
+    return _expert_mlp_forward(activation, implementation, rows, weights, w_up, w_down, group_sizes)[0]
+
+
+def _expert_mlp_forward(activation, implementation, rows, weights, w_up, w_down, group_sizes):
+    multiply = partial(grouped_matmul, group_sizes_e=group_sizes, implementation=implementation)
+    up = checkpoint_name(multiply(rows, w_up), "gate_up")
+    y = multiply(activate_weighted(activation, up, weights), w_down)
+    return y, (rows, weights, up, w_up, w_down, group_sizes)
+
+
+def _expert_mlp_backward(activation, implementation, residuals, dy):
+    rows, weights, up, w_up, w_down, group_sizes = residuals
+    multiply = partial(grouped_matmul, group_sizes_e=group_sizes, implementation=implementation)
+    up, dy = lax.optimization_barrier((up, dy))  # or XLA would keep the forward pass's activation
+    dact, dw_down = jax.vjp(multiply, activate_weighted(activation, up, weights), w_down)[1](dy)
+    dup, dweights = activate_weighted_backward(activation, up, weights, dact)
+    drows, dw_up = jax.vjp(multiply, rows, w_up)[1](dup)
+    return drows, dweights, dw_up, dw_down, None
+
+
+expert_mlp.defvjp(_expert_mlp_forward, _expert_mlp_backward)

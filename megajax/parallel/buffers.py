@@ -1,0 +1,63 @@
+"""A pipeline's weights, sums and buffers: by round, segment and unit, stacked over loops."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax import lax
+
+from megajax.parallel.layers import Segment, Unit
+
+Buffers = Any  # by segment, by unit: a list of arrays [slots·loops, ...]
+Weights = Any  # by round, by segment, by unit: arrays [loops, ...], without a loop [...]
+
+
+def loop_over(segment: Segment, body: Callable, state: Any) -> Any:
+    """`body` over a segment's loops; a single one is no loop."""
+    return body(0, state) if segment.loops == 1 else lax.fori_loop(0, segment.loops, body, state)
+
+
+def switch(index: jax.Array, programs: list[Callable], *arguments: Any) -> Any:
+    """`programs[index]`, which is known at run time only if there are several."""
+    return programs[0](*arguments) if len(programs) == 1 else lax.switch(index, programs, *arguments)
+
+
+def position(segment: Segment, slot: jax.Array, loop: jax.Array | int) -> jax.Array:
+    """Where a loop's layers lie in a buffer of slots."""
+    return slot * segment.loops + loop
+
+
+def pick(weights: Any, segment: Segment, loop: jax.Array | int) -> Any:
+    """The weights of one loop; where there is a single one they have no leading dimension."""
+    if segment.loops == 1:
+        return weights
+    return jax.tree.map(lambda w: lax.dynamic_index_in_dim(w, loop, keepdims=False), weights)
+
+
+def replaced(rounds: Weights, r: int, new: Any) -> Weights:
+    """`rounds` with one replaced."""
+    return [new if k == r else old for k, old in enumerate(rounds)]
+
+
+def read(buffers: list[jax.Array], at: jax.Array) -> list[jax.Array]:
+    return [lax.dynamic_index_in_dim(buffer, at, keepdims=False) for buffer in buffers]
+
+
+def write(buffers: list[jax.Array], values: list[jax.Array], at: jax.Array) -> list[jax.Array]:
+    pairs = zip(buffers, values, strict=True)
+    return [lax.dynamic_update_index_in_dim(buffer, value, at, 0) for buffer, value in pairs]
+
+
+def combine(operation: Callable, totals: Unit, values: Unit, segment: Segment, loop: jax.Array | int) -> Unit:
+    """`operation` of totals, in the place of their loop, and values; of some there may be none."""
+
+    def one(total: jax.Array, value: jax.Array) -> jax.Array:
+        if segment.loops == 1:
+            return operation(total, value)
+        here = operation(lax.dynamic_index_in_dim(total, loop, keepdims=False), value)
+        return lax.dynamic_update_index_in_dim(total, here, loop, 0)
+
+    return tuple(
+        {name: one(total, value[name]) if name in value else total for name, total in layer.items()}
+        for layer, value in zip(totals, values, strict=True)
+    )

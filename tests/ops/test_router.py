@@ -1,0 +1,140 @@
+"""The router against plain NumPy: choice, weights, balancing losses, Sinkhorn's iteration, the bias."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from megajax import ops
+from megajax.ops import router
+
+TOKENS, EXPERTS = 24, 8
+
+
+@pytest.fixture
+def logits() -> np.ndarray:
+    return 2 * np.random.default_rng(3).standard_normal((TOKENS, EXPERTS)).astype(np.float32)
+
+
+def softmax(x: np.ndarray) -> np.ndarray:
+    e = np.exp(x - x.max(-1, keepdims=True))
+    return e / e.sum(-1, keepdims=True)
+
+
+def sigmoid(x: np.ndarray) -> np.ndarray:
+    return 1 / (1 + np.exp(-x))
+
+
+@pytest.mark.parametrize("k", [1, 2, 8])
+def test_the_best_experts_are_chosen_in_their_order(logits, k):
+    assert np.array_equal(router.choose(logits, k), np.argsort(-logits, axis=-1, kind="stable")[:, :k])
+
+
+def test_equal_scores_choose_the_lower_index():
+    assert router.choose(jnp.zeros((1, 4)), 2).tolist() == [[0, 1]]
+
+
+@pytest.mark.parametrize(("k", "groups", "chosen"), [(2, 4, 1), (4, 4, 2), (3, 2, 1), (2, 2, 2)])
+def test_groups_limit_the_choice(logits, k, groups, chosen):
+    """DeepSeek-V3: the groups with the largest sum of their best k / chosen."""
+    values = sigmoid(logits)
+    size = EXPERTS // groups
+    for token, found in zip(values, np.asarray(router.choose(values, k, groups, chosen)), strict=True):
+        in_groups = token.reshape(groups, size)
+        best = np.sort(in_groups, axis=1)[:, -max(k // chosen, 1) :].sum(1)
+        allowed = np.argsort(-best)[:chosen]
+        candidates = [(-token[e], e) for g in allowed for e in range(g * size, (g + 1) * size)]
+        assert found.tolist() == [e for _, e in sorted(candidates)[:k]]
+
+
+@pytest.mark.parametrize("function", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("pre_softmax", [False, True])
+@pytest.mark.parametrize("normalise", [False, True])
+def test_weights_of_the_chosen(logits, function, pre_softmax, normalise):
+    experts = np.asarray(router.choose(logits, 3))
+    found = router.routing_weights(logits, experts, function, pre_softmax, normalise, 2.5)
+    chosen = np.take_along_axis(logits, experts, 1)
+    if function == "softmax" and not pre_softmax:
+        expected = softmax(chosen)
+    else:
+        expected = np.take_along_axis(softmax(logits) if function == "softmax" else sigmoid(logits), experts, 1)
+        if normalise:
+            expected = expected / expected.sum(-1, keepdims=True)
+    np.testing.assert_allclose(found, 2.5 * expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize("function", ["softmax", "sigmoid"])
+def test_losses_and_entropy(logits, function):
+    k, sequences = 2, np.repeat(np.arange(3), TOKENS // 3)
+    experts = np.asarray(router.choose(logits, k))
+    p = softmax(logits) if function == "softmax" else sigmoid(logits) / sigmoid(logits).sum(-1, keepdims=True)
+    chosen = (experts[..., None] == np.arange(EXPERTS)).sum(1)
+    counts = router.count(experts, EXPERTS)
+    assert np.array_equal(counts, chosen.sum(0)) and counts.dtype == jnp.int32
+    by_sequence = router.count_by_sequence(experts, sequences, 3, EXPERTS)
+    assert np.array_equal(by_sequence, [chosen[sequences == b].sum(0) for b in range(3)])
+
+    found = router.balance_loss(logits, counts.astype(jnp.float32), function, k, TOKENS) / TOKENS
+    expected = EXPERTS * np.sum(chosen.mean(0) / k * p.mean(0))  # Switch Transformers, equation 4
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+    length = TOKENS // 3
+    found = router.balance_loss(logits, by_sequence[sequences], function, k, length) / TOKENS
+    parts = [(chosen[sequences == b].mean(0) / k, p[sequences == b].mean(0)) for b in range(3)]
+    np.testing.assert_allclose(found, np.mean([EXPERTS * np.sum(f * q) for f, q in parts]), rtol=1e-5)
+
+    np.testing.assert_allclose(router.z_loss(logits), np.sum(np.log(np.exp(logits).sum(-1)) ** 2), rtol=1e-5)
+    np.testing.assert_allclose(router.entropy(logits, function), -np.sum(p * np.log(p)), rtol=1e-5)
+
+
+def test_sinkhorn_evens_out_experts(logits):
+    logits = logits + np.linspace(0, 6, EXPERTS, dtype=np.float32)  # the last expert's would be nearly every token's
+    plain = np.bincount(np.asarray(router.choose(logits, 1)).ravel(), minlength=EXPERTS)
+    balanced = router.sinkhorn(logits, TOKENS, lambda x: x)
+    even = np.bincount(np.asarray(router.choose(balanced, 1)).ravel(), minlength=EXPERTS)
+    assert plain.max() >= 7 and even.max() <= 4
+    cost, by_expert = softmax(logits), np.ones(EXPERTS)
+    for _ in range(20):
+        by_token = 1 / (TOKENS * (cost @ by_expert) + 1e-8)
+        by_expert = 1 / (EXPERTS * (by_token @ cost) + 1e-8)
+    np.testing.assert_allclose(balanced, cost * by_expert, rtol=1e-3)
+
+
+def test_the_bias_moves_towards_balance():
+    bias = router.updated_bias(jnp.zeros((1, 3)), jnp.array([[1, 4, 7]]), 0.5)
+    assert bias.tolist() == [[0.5, 0.0, -0.5]]
+
+
+def test_jitter_belongs_to_the_token_and_forced_balance_is_even():
+    x, ids = jnp.ones((6, 4)), jnp.arange(6, dtype=jnp.uint32)
+    noisy = router.jitter(x, 0.1, jax.random.key(0), ids)
+    assert np.array_equal(noisy[2:4], router.jitter(x[2:4], 0.1, jax.random.key(0), ids[2:4]))
+    assert 0 < jnp.abs(noisy - 1).max() <= 0.1 and len(np.unique(noisy)) > 20
+    experts = router.balanced_choice(jnp.arange(16, dtype=jnp.uint32), 2, EXPERTS)
+    assert np.array_equal(router.count(experts, EXPERTS), [4] * EXPERTS)
+
+
+@pytest.mark.usefixtures("x64")
+def test_experts_are_a_weighted_sum_of_mlps_with_its_gradients():
+    """Against every expert on every token in float64, some experts without a token, one assignment to no expert."""
+    T, D, F, E, k, activation = 10, 5, 6, 4, 2, "swiglu"
+    keys = jax.random.split(jax.random.key(1), 6)
+    x = jax.random.normal(keys[0], (T, D), jnp.float64)
+    w_up = jax.random.normal(keys[1], (E, D, 2 * F), jnp.float64)
+    w_down = jax.random.normal(keys[2], (E, F, D), jnp.float64)
+    weights = jax.random.uniform(keys[3], (T, k), jnp.float64)
+    experts = jnp.stack([jnp.full(T, 2), jax.random.randint(keys[4], (T,), 0, 2)], axis=1).at[3, 0].set(E)
+    dy = jax.random.normal(keys[5], (T, D), jnp.float64)
+
+    def plain(x, weights, w_up, w_down):
+        each = jnp.stack([ops.activate(activation, x @ up) @ down for up, down in zip(w_up, w_down, strict=True)])
+        factors = jnp.sum(jax.nn.one_hot(experts, E, dtype=x.dtype) * weights[..., None], axis=1)
+        return jnp.einsum("te,etd->td", factors, each)
+
+    def ours(x, weights, w_up, w_down):
+        return ops.apply_experts(activation, x, experts, weights, w_up, w_down)
+
+    expected, pull = jax.vjp(plain, x, weights, w_up, w_down)
+    found, our_pull = jax.vjp(ours, x, weights, w_up, w_down)
+    np.testing.assert_allclose(found, expected, rtol=1e-9, atol=1e-9)
+    for mine, theirs in zip(our_pull(dy), pull(dy), strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=1e-9, atol=1e-9)

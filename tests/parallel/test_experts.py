@@ -1,0 +1,137 @@
+"""Mixtures of experts train on any mesh as on one device: also their losses and, exactly, the counts of assignments."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from mesh_models import EXPERT_MODELS, MIXTRAL, uneven_weights
+
+from megajax import ops
+from megajax.checkpoint import Checkpoints
+from megajax.config.checks import check_mesh
+from megajax.mesh import build_mesh
+from megajax.model import Transformer
+from megajax.model.comm import Place, SingleDevice
+from megajax.model.transformer import BlockInputs, fuse
+from megajax.training.batches import to_global
+from megajax.training.saving import StateSaver
+from megajax.training.step import TrainProgram
+
+STEPS = 3
+SINKHORN = MIXTRAL | {"activation": "relu2", "router": {"sinkhorn": True, "pre_softmax": True, "normalise": False}}
+MODELS = EXPERT_MODELS | {"sinkhorn": SINKHORN}
+
+# model, mesh, microbatches, other sections
+CASES = [
+    pytest.param("mixtral", {"data": 2, "fsdp": 2, "tensor": 2}, 2, {}, marks=pytest.mark.smoke),
+    ("sinkhorn", {"context": 2, "tensor": 2}, 1, {"remat": {"policy": "selective"}}),
+    ("mixtral", {"pipeline": 2, "tensor": 2}, 2, {"pipeline": {"rounds": 2}}),  # two of four virtual stages are empty
+    ("mixtral", {"expert": 4, "fsdp": 2}, 2, {"kernels": {"dispatch": "all_gather", "scan_unroll": 2}}),
+    ("mixtral", {"expert": 2, "tensor": 2, "context": 2}, 2, {"remat": {"policy": "save_matmuls"}}),
+    ("mixtral", {"expert": 2, "pipeline": 2}, 2, {"pipeline": {"schedule": "zero_bubble"}}),
+    ("deepseek", {"expert": 4}, 2, {"remat": {"policy": "full", "group": 2}}),
+]
+
+
+def name_of(value) -> str | None:
+    if isinstance(value, dict):
+        return "-".join(f"{key}{size}" for key, size in value.items()) or "plain"
+    return None
+
+
+def make(table, model, mesh, microbatches, sections):
+    return table.make_config(MODELS[model], mesh, microbatches=microbatches, steps=STEPS, optimizer="sgd", **sections)
+
+
+@pytest.mark.parametrize(("model", "mesh", "microbatches", "sections"), CASES, ids=name_of)
+def test_experts_train_on_a_mesh_as_on_one_device(table, reference, model, mesh, microbatches, sections):
+    config = make(table, model, mesh, microbatches, sections)
+    expected = reference(config)
+    difference = table.compare(found := table.train(config, expected.initial), expected)
+    assert not difference.problems(), difference
+    tokens = config.batch.global_size * config.batch.sequence_length * config.model.experts_per_token
+    assert (found.router["expert_counts"].sum(axis=-1) == tokens).all()
+
+
+def test_one_expert_may_take_every_token_and_others_none(table, reference):
+    """A bias before the router that one column of it agrees with, and three do not."""
+    config = make(table, "uneven", {"expert": 4, "tensor": 2}, 2, {})
+    weights = uneven_weights(reference(config).initial)
+    expected = table.train(table.reference_config(config), weights)
+    counts = expected.router["expert_counts"][0]
+    assert (counts[:, 0] == 32 * 16).all() and not counts[:, 5:].any(), counts
+    difference = table.compare(table.train(config, weights), expected)
+    assert not difference.problems(), difference
+
+
+def test_the_gradients_are_those_of_the_loss_and_the_routers_losses(table, reference):
+    """The sum of the plain model's loss and of what its blocks report, differentiated as one function."""
+    config = make(table, "mixtral", {}, 1, {})
+    trace = reference(config)
+    batch = {name: jnp.asarray(field) for name, field in next(table.make_batches(config)).items()}
+    model, (B, S) = Transformer(config.model), batch["tokens"].shape
+    inputs = BlockInputs(
+        batch["positions"], Place(batch["positions"]), jnp.arange(B * S), None, balance_scale=jnp.float32(1)
+    )
+
+    def total(weights):
+        x = weights["embedding.tokens"][batch["tokens"].reshape(-1)]
+        balance = 0.0
+        stacked = {n.removeprefix("blocks.moe."): w for n, w in weights.items() if n.startswith("blocks.")}
+        for layer in range(config.model.num_layers):
+            own = fuse({name: w[layer] for name, w in stacked.items()})
+            block = model.blocks["moe"]
+            x, _, metrics = block(own, x, inputs, layer, {}, comm=SingleDevice(), window=None)
+            balance += metrics["aux_loss"] + metrics["router_z_loss"]
+        x = ops.rms_norm(x, weights["final_norm"], config.model.norm_epsilon)
+        logits = (x @ weights["head"])[:, : config.model.vocab_size]
+        chosen = jnp.take_along_axis(jax.nn.log_softmax(logits), batch["targets"].reshape(-1, 1), axis=-1)[:, 0]
+        mask = batch["loss_mask"].reshape(-1)
+        return -jnp.sum(chosen * mask) / mask.sum() + balance
+
+    weights = {name: jnp.asarray(w) for name, w in trace.initial.items()}
+    gradients = jax.jit(jax.grad(total))(weights)
+    for name, expected in gradients.items():
+        found = trace.gradients[name]
+        assert np.linalg.norm(found - expected) / np.linalg.norm(expected) < table.GRADIENT_TOLERANCE, name
+
+
+def test_the_bias_follows_the_counts_and_survives_a_checkpoint(table, tmp_path):
+    """What a run on one mesh saves, one on another loads."""
+    config = make(table, "deepseek", {"expert": 2}, 2, {"run": {"dir": str(tmp_path)}})
+    program = TrainProgram.build(config, build_mesh(check_mesh(config, 2), jax.devices()[:2]))
+    state = table.first_state(program, reference_weights(program))
+    fields = next(table.make_batches(config))
+    state, metrics = program.train_step(state, to_global(program, fields))
+    counts = np.asarray(metrics["expert_counts"])
+    bias = 0.05 * np.sign(counts.mean(axis=1, keepdims=True) - counts)
+    np.testing.assert_allclose(state.experts["expert_bias"], bias, rtol=1e-6)
+
+    checkpoints = Checkpoints(tmp_path, keep=1, keep_every=None)
+    StateSaver(program).save(checkpoints, 1, state)
+    checkpoints.wait()
+    other = make(table, "deepseek", {"pipeline": 2}, 2, {"run": {"dir": str(tmp_path)}})
+    elsewhere = TrainProgram.build(other, build_mesh(check_mesh(other, 2), jax.devices()[:2]))
+    restored = StateSaver(elsewhere).restore(checkpoints, 1)
+    checkpoints.close()
+    np.testing.assert_array_equal(restored.experts["expert_bias"], state.experts["expert_bias"])
+    for name, w in table.canonical(elsewhere, restored.params).items():
+        np.testing.assert_array_equal(w, table.canonical(program, state.params)[name])
+
+
+def reference_weights(program):
+    """Small numbers, quickly made."""
+    rng = np.random.default_rng(0)
+    return {n: 0.1 * rng.standard_normal(p.shape).astype(np.float32) for n, p in program.placements.items()}
+
+
+@pytest.mark.parametrize("dispatch", ["all_gather", "all_to_all"])
+def test_what_is_kept_is_neither_routed_nor_exchanged_again(table, dispatch):
+    def operations(policy):
+        sections = {"kernels": {"dispatch": dispatch}, "remat": {"policy": policy}}
+        config = make(table, "mixtral", {"expert": 4}, 1, sections)
+        program = TrainProgram.build(config, build_mesh(check_mesh(config, 4), jax.devices()[:4]))
+        text = program.train_step.lower(program.abstract_state, program.abstract_batch).as_text()
+        return {name: text.count(name) for name in ("stablehlo.sort", "top_k", "stablehlo.all_gather")}
+
+    assert operations("save_matmuls") == operations("none") != operations("full")
