@@ -1,22 +1,19 @@
-"""Speed and accuracy of the grouped matmul's kernels, for each of a set of tilings.
+"""Speed and accuracy of the grouped matmul's kernels.
 
     python scripts/grouped_matmul_bench.py            # on a Hopper GPU
     python scripts/grouped_matmul_bench.py --tiny     # that it runs, anywhere: small shapes, interpreted
 
-For every tiling and shape a line with TFLOP/s and ‖found - expected‖ / ‖expected‖ of the forward pass, the gradient of
-x and that of w, where expected is computed in float32 group by group. Only rows of groups count as work. Then, for
-every shape, the fastest tilings, and the public function with its own choice of them.
+For every shape TFLOP/s and ‖found - expected‖ / ‖expected‖ of the forward pass, the gradient of x and that of w, where
+expected is computed in float32 group by group; then TFLOP/s of all three in one program. Only rows of groups count as
+work.
 """
 
 import argparse
-import faulthandler
 import os
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
 
@@ -28,10 +25,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from megajax.ops import grouped_matmul_kernel as kernel
 from megajax.ops.grouped_matmul import grouped_matmul
-from megajax.ops.grouped_matmul_kernel import Tiling
-
-PATIENCE = 100  # seconds without a new line after which a kernel is taken to hang
-OPERATIONS = ("forward", "dx", "dw")
 
 
 @dataclass(frozen=True)
@@ -51,32 +44,7 @@ class Shape:
 
 
 SHAPES = (Shape(8, 16384, 4096, 14336), Shape(64, 32768, 2048, 1024, unused=333), Shape(128, 65536, 2048, 768))
-SQUARE = Tiling(128, 128, split="cols")  # a block has 128x256
-TALL = Tiling(128, 128, split="rows")  # 256x128
-WIDE = Tiling(64, 256, split="rows")  # 128x256
-TILINGS = (
-    SQUARE,
-    WIDE,
-    TALL,
-    replace(SQUARE, in_flight=0),
-    replace(WIDE, in_flight=0),
-    replace(SQUARE, panel=4),
-    replace(SQUARE, panel=16),
-    replace(WIDE, panel=16),
-    Tiling(64, 128, split="rows", stages=6),
-    Tiling(64, 128, split="cols", stages=4),
-    replace(SQUARE, pair=True),
-    replace(WIDE, pair=True),
-    replace(TALL, pair=True),
-    replace(WIDE, pair=True, panel=16),
-)
 TINY_SHAPES = (Shape(4, 152, 64, 192, unused=20),)
-TINY_TILINGS = (Tiling(64, 64, stages=2, split="rows"), Tiling(64, 64, stages=2, in_flight=0, pair=True))
-
-
-def label(t: Tiling) -> str:
-    flags = f"stages {t.stages}, panel {t.panel}, in flight {t.in_flight}{', pair' if t.pair else ''}"
-    return f"{t.block_rows}x{t.block_cols} ({t.rows}x{t.cols}), {flags}"
 
 
 def data(shape: Shape) -> tuple[dict[str, jax.Array], np.ndarray]:
@@ -122,14 +90,20 @@ def error(found: jax.Array, wanted: jax.Array) -> jax.Array:
     return jnp.linalg.norm((found.astype(jnp.float32) - wanted).ravel()) / jnp.linalg.norm(wanted.ravel())
 
 
-def operation(name: str, tiling: Tiling, how: dict[str, Any]) -> Callable[..., jax.Array]:
-    def run(x, w, dy, sizes):
-        if name == "dw":
-            return kernel.weight_gradient(x, dy, sizes, jnp.bfloat16, tiling=tiling, **how)
-        rows = dy if name == "dx" else x
-        return kernel.matmul(rows, w, sizes, transpose_w=name == "dx", tiling=tiling, **how)
+def operations(tiny: bool) -> dict[str, Callable[..., jax.Array]]:
+    blocks = 2 if tiny else getattr(jax.devices()[0], "core_count", kernel.MULTIPROCESSORS)
+    tiling = kernel.Tiling(64, 64, stages=2) if tiny else kernel.Tiling()
+    how = {"blocks": blocks, "tiling": tiling, "interpret": plgpu.InterpretGPUParams() if tiny else None}
+    return {
+        "forward": lambda x, w, dy, sizes: kernel.matmul(x, w, sizes, **how),
+        "dx": lambda x, w, dy, sizes: kernel.matmul(dy, w, sizes, transpose_w=True, **how),
+        "dw": lambda x, w, dy, sizes: kernel.weight_gradient(x, dy, sizes, jnp.bfloat16, **how),
+    }
 
-    return run
+
+def train(x: jax.Array, w: jax.Array, dy: jax.Array, sizes: jax.Array) -> tuple[jax.Array, ...]:
+    out, pull = jax.vjp(lambda x, w: grouped_matmul(x, w, sizes, implementation="pallas"), x, w)
+    return out, *pull(dy)
 
 
 def seconds(function: Callable, arguments: dict[str, jax.Array], calls: int) -> float:
@@ -143,88 +117,25 @@ def seconds(function: Callable, arguments: dict[str, jax.Array], calls: int) -> 
     return sorted(rounds)[1]
 
 
-def attempt(function: Callable) -> Any:
-    """Its result, or the exception as one line."""
-    try:
-        return function()
-    except Exception as e:
-        return f"{type(e).__name__}: {str(e).strip().splitlines()[0] if str(e).strip() else ''}"[:200]
-
-
-def measure(compiled: Any, shape: Shape, arrays: dict, wanted: jax.Array, calls: int) -> tuple[float, str]:
-    """TFLOP/s (0 for a failure), and what to print."""
-
-    def run() -> tuple[float, str]:
-        wrong = float(error(compiled(**arrays), wanted))
-        speed = shape.flops / seconds(compiled, arrays, calls) / 1e12
-        return (speed if wrong < 1e-2 else 0.0), f"{speed:6.1f} ({wrong:.1e})"
-
-    if isinstance(compiled, str):
-        return 0.0, compiled
-    result = attempt(run)
-    return (0.0, result) if isinstance(result, str) else result
-
-
-def summary(shape: Shape, arrays: dict, speeds: dict[tuple[str, Tiling], float], calls: int, tiny: bool) -> None:
-    print(f"\n{shape}: the fastest tilings")
-    slowness = 0.0
-    for name in OPERATIONS:
-        ranked = sorted(((s, label(t)) for (n, t), s in speeds.items() if n == name), reverse=True)[:3]
-        slowness += 1.0 / max(ranked[0][0], 1e-9)
-        print(f"  {name:8}" + "".join(f"{s:7.1f}  {text}\n" + 10 * " " for s, text in ranked).rstrip())
-    print(f"  forward + backward, each with its fastest: {3 / slowness:.1f}")
-    if tiny:
-        return
-
-    def train(x, w, dy, sizes):
-        out, pull = jax.vjp(lambda x, w: grouped_matmul(x, w, sizes, implementation="pallas"), x, w)
-        return out, *pull(dy)
-
-    speed = attempt(lambda: 3 * shape.flops / seconds(jax.jit(train), arrays, calls) / 1e12)
-    print(f"  grouped_matmul, forward + backward as one: {speed if isinstance(speed, str) else f'{speed:.1f}'}")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tiny", action="store_true")
     tiny = parser.parse_args().tiny
-    shapes, tilings, calls = (TINY_SHAPES, TINY_TILINGS, 1) if tiny else (SHAPES, TILINGS, 10)
-    device = jax.devices()[0]
-    blocks = 2 if tiny else getattr(device, "core_count", kernel.MULTIPROCESSORS)
-    how = {"blocks": blocks, "interpret": plgpu.InterpretGPUParams() if tiny else None}
-    print(f"{device.device_kind}, jax {jax.__version__}, BF16, {time.strftime('%Y-%m-%d')}; TFLOP/s (error)\n")
-
-    inputs = {}
-    for shape in shapes:
+    calls = 1 if tiny else 10
+    device = jax.devices()[0].device_kind
+    print(f"{device}, jax {jax.__version__}, BF16, {time.strftime('%Y-%m-%d')}; TFLOP/s (error)", flush=True)
+    for shape in TINY_SHAPES if tiny else SHAPES:
         arrays, sizes = data(shape)
-        inputs[shape] = arrays, expected(int(sizes.max()), **arrays)
-        print(f"{shape}: groups of {sizes.min()} to {sizes.max()} rows, {shape.unused} rows of none", flush=True)
-
-    def compile_one(name: str, tiling: Tiling, shape: Shape) -> Any:
-        return attempt(lambda: jax.jit(operation(name, tiling, how)).lower(**inputs[shape][0]).compile())
-
-    work = [(tiling, shape) for tiling in tilings for shape in shapes]
-    start = time.perf_counter()
-    with ThreadPoolExecutor(1 if tiny else os.cpu_count()) as pool:
-        futures = {(n, *item): pool.submit(compile_one, n, *item) for item in work for n in OPERATIONS}
-        compiled = {key: future.result() for key, future in futures.items()}
-    print(f"{len(compiled)} kernels compiled in {time.perf_counter() - start:.0f} s", flush=True)
-
-    speeds: dict[Shape, dict] = {shape: {} for shape in shapes}
-    for tiling, shape in work:
-        faulthandler.dump_traceback_later(PATIENCE, exit=True)
-        if shape == shapes[0]:
-            print(f"\n{label(tiling)}")
-        arrays, wanted = inputs[shape]
+        wanted = expected(int(sizes.max()), **arrays)
         line = []
-        for name in OPERATIONS:
-            speed, text = measure(compiled[name, tiling, shape], shape, arrays, wanted[name], calls)
-            speeds[shape][name, tiling] = speed
-            line.append(f"{name} {text}")
-        print(f"  {str(shape):<34}{'  '.join(line)}", flush=True)
-    faulthandler.cancel_dump_traceback_later()
-    for shape in shapes:
-        summary(shape, inputs[shape][0], speeds[shape], calls, tiny)
+        for name, operation in operations(tiny).items():
+            function = jax.jit(operation)
+            wrong = float(error(function(**arrays), wanted[name]))
+            line.append(f"{name} {shape.flops / seconds(function, arrays, calls) / 1e12:6.1f} ({wrong:.1e})")
+        if not tiny:
+            line.append(f"as one {3 * shape.flops / seconds(jax.jit(train), arrays, calls) / 1e12:6.1f}")
+        print(f"{str(shape):<34}{'  '.join(line)}", flush=True)
+        print(f"    groups of {sizes.min()} to {sizes.max()} rows, {shape.unused} rows of none", flush=True)
 
 
 if __name__ == "__main__":

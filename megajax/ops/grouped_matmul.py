@@ -66,8 +66,7 @@ def rows_times_weights(
 ) -> jax.Array:
     """`grouped_matmul` without a derivative: x [T, K] and w [E, K, N], or [E, N, K] with transpose_w, -> [T, N]."""
     if implementation == "pallas":
-        tiling = matmul_tiling(x_tk.shape[0] // w.shape[0], transpose_w)
-        return kernel.matmul(x_tk, w, group_sizes_e, transpose_w=transpose_w, tiling=tiling, blocks=_multiprocessors())
+        return kernel.matmul(x_tk, w, group_sizes_e, transpose_w=transpose_w, blocks=_multiprocessors())
     dtype = wide(x_tk.dtype)
     w = w.astype(x_tk.dtype)
     parts = jnp.where(_members(group_sizes_e, x_tk.shape[0])[..., None], x_tk, 0)
@@ -85,8 +84,7 @@ def weight_gradient(
 ) -> jax.Array:
     """x_eᵀ dy_e for the rows of every group: x [T, M] and dy [T, N] -> [E, M, N] in `dtype`; zeros for empty groups."""
     if implementation == "pallas":
-        tiling = gradient_tiling(x_tm.shape[0] // group_sizes_e.shape[0])
-        return kernel.weight_gradient(x_tm, dy_tn, group_sizes_e, dtype, tiling=tiling, blocks=_multiprocessors())
+        return kernel.weight_gradient(x_tm, dy_tn, group_sizes_e, dtype, blocks=_multiprocessors())
     parts = jnp.where(_members(group_sizes_e, x_tm.shape[0])[..., None], x_tm, 0)
     return jnp.einsum("etm,tn->emn", parts, dy_tn, preferred_element_type=wide(x_tm.dtype)).astype(dtype)
 
@@ -96,18 +94,6 @@ def _members(group_sizes_e: jax.Array, T: int) -> jax.Array:
     ends = jnp.cumsum(group_sizes_e)[:, None]
     rows = jnp.arange(T)[None, :]
     return (rows >= ends - group_sizes_e[:, None]) & (rows < ends)
-
-
-def matmul_tiling(rows_per_group: int, transpose_w: bool) -> kernel.Tiling:
-    """The fastest tiling of `kernel.matmul` on an H200, by the mean size of a group."""
-    del rows_per_group, transpose_w
-    return kernel.Tiling()
-
-
-def gradient_tiling(rows_per_group: int) -> kernel.Tiling:
-    """The fastest tiling of `kernel.weight_gradient` on an H200, by the mean size of a group."""
-    del rows_per_group
-    return kernel.Tiling()
 
 
 def _multiprocessors() -> int:

@@ -24,6 +24,8 @@ COLUMNS = 64  # what the width of operands and results is a multiple of
 MULTIPROCESSORS = 132  # of H100 SXM, H200 and GH200
 COMPUTE = 2  # warpgroups that multiply; the one after them loads
 LOAD_REGISTERS, COMPUTE_REGISTERS = 40, 232
+DEPTH = 64  # of a step of the sum, whose operands are one stage of the ring
+PANEL = 8  # tiles are walked in panels of so many tiles of rows, down each panel first
 SWIZZLE = 128  # bytes
 STORE_ROWS = 64  # rows of a part of the result on its way through shared memory, SWIZZLE bytes wide
 SLOTS = 2  # such parts that a warpgroup has under way; code relies on 2
@@ -31,39 +33,22 @@ SLOTS = 2  # such parts that a warpgroup has under way; code relies on 2
 
 @dataclass(frozen=True)
 class Tiling:
-    """How a kernel divides its work.
+    """How a kernel divides its work. The default was fastest on an H200, smaller ones are for tests.
 
-    A warpgroup has rows × cols of the result; a block twice as many rows (split="rows") or columns ("cols"). `depth`
-    is one step of the sum, `stages` the steps that the ring holds. Tiles are walked in panels of `panel` tiles of rows,
-    down each panel first. With `pair`, two blocks side by side along the columns load half of the rows' operand each,
-    for both. So many steps `in_flight` (0 or 1) are not waited for before the next is begun.
+    A warpgroup has rows × cols of the result, a block twice as many columns. The ring holds so many `stages`.
     """
 
     rows: int = 128
     cols: int = 128
-    depth: int = 64
     stages: int = 4
-    split: str = "cols"
-    panel: int = 8
-    pair: bool = False
-    in_flight: int = 1
-
-    @property
-    def block_rows(self) -> int:
-        return self.rows * (COMPUTE if self.split == "rows" else 1)
 
     @property
     def block_cols(self) -> int:
-        return self.cols * (COMPUTE if self.split == "cols" else 1)
+        return COMPUTE * self.cols
 
-    def own_offsets(self, wg: jax.Array) -> tuple[jax.Array | int, jax.Array | int]:
-        """Where warpgroup `wg` begins in its block's tile."""
-        return (wg * self.rows, 0) if self.split == "rows" else (0, wg * self.cols)
-
-    def own(self, wg: jax.Array) -> tuple[Any, Any]:
-        """The rows and the columns of warpgroup `wg` in its block's tile."""
-        row, col = self.own_offsets(wg)
-        return pl.ds(row, self.rows), pl.ds(col, self.cols)
+    def own(self, wg: jax.Array) -> pl.Slice:
+        """The columns of warpgroup `wg` in its block's tile."""
+        return pl.ds(wg * self.cols, self.cols)
 
 
 def fits(*widths: int) -> bool:
@@ -90,10 +75,10 @@ def matmul(
     def kernel(tiles_ref, x_ref, w_ref, out_ref, *memory) -> None:
         _Block(tiling, *memory).run(_Rows(tiling, transpose_w, tiles_ref, x_ref, w_ref, out_ref))
 
-    b_shape = (tiling.block_cols, tiling.depth) if transpose_w else (tiling.depth, tiling.block_cols)
+    b_shape = (tiling.block_cols, DEPTH) if transpose_w else (DEPTH, tiling.block_cols)
     out = jax.ShapeDtypeStruct((T, N), x_tk.dtype)
-    call = _kernel(kernel, "grouped_matmul", tiling, (tiling.block_rows, tiling.depth), b_shape, out, blocks, interpret)
-    return call(row_tiles(group_sizes_e, T, tiling.block_rows), _padded(x_tk), w.astype(x_tk.dtype))
+    call = _kernel(kernel, "grouped_matmul", tiling, (tiling.rows, DEPTH), b_shape, out, blocks, interpret)
+    return call(row_tiles(group_sizes_e, T, tiling.rows), _padded(x_tk), w.astype(x_tk.dtype))
 
 
 def weight_gradient(
@@ -117,7 +102,7 @@ def weight_gradient(
     def kernel(bounds_ref, x_ref, dy_ref, out_ref, *memory) -> None:
         _Block(tiling, *memory).run(_Weights(tiling, bounds_ref, x_ref, dy_ref, out_ref))
 
-    shapes = (tiling.depth, tiling.block_rows), (tiling.depth, tiling.block_cols)
+    shapes = (DEPTH, tiling.rows), (DEPTH, tiling.block_cols)
     out = jax.ShapeDtypeStruct((E, M, N), dtype)
     call = _kernel(kernel, "grouped_weight_gradient", tiling, *shapes, out, blocks, interpret, x_tm.dtype)
     return call(jnp.stack([ends - sizes, ends], axis=1), _padded(x_tm), _padded(dy_tn))
@@ -169,7 +154,7 @@ class _Work(Protocol):
         """The steps of its sum."""
         ...
 
-    def load(self, tile: tuple, step: jax.Array, a: Any, b: Any, arrived: Any, shared: str | None) -> None:
+    def load(self, tile: tuple, step: jax.Array, a: Any, b: Any, arrived: Any) -> None:
         """Begins the copies of one step's operands."""
         ...
 
@@ -197,25 +182,25 @@ class _Rows:
         return self.tiles[0, 4], pl.cdiv(self.out.shape[1], self.tiling.block_cols)
 
     def tile(self, index, col_tiles):
-        row_tile, col_tile = plgpu.planar_snake(index, (self.tiles[0, 4], col_tiles), 0, self.tiling.panel)
+        row_tile, col_tile = plgpu.planar_snake(index, (self.tiles[0, 4], col_tiles), 0, PANEL)
         return tuple(self.tiles[row_tile, field] for field in range(4)), col_tile
 
     def steps(self, tile):
         (_, group, first, last), _ = tile
-        return jnp.where((group < self.w.shape[0]) & (first < last), pl.cdiv(self.x.shape[1], self.tiling.depth), 0)
+        return jnp.where((group < self.w.shape[0]) & (first < last), pl.cdiv(self.x.shape[1], DEPTH), 0)
 
-    def load(self, tile, step, a, b, arrived, shared):
+    def load(self, tile, step, a, b, arrived):
         (start, group, _, _), col_tile = tile
-        down = pl.ds(pl.multiple_of(start, ALIGNMENT), self.tiling.block_rows)
-        depth = pl.ds(step * self.tiling.depth, self.tiling.depth)
+        down = pl.ds(pl.multiple_of(start, ALIGNMENT), self.tiling.rows)
+        depth = pl.ds(step * DEPTH, DEPTH)
         across = pl.ds(col_tile * self.tiling.block_cols, self.tiling.block_cols)
-        plgpu.copy_gmem_to_smem(self.x.at[down, depth], a, arrived, collective_axes=shared)
+        plgpu.copy_gmem_to_smem(self.x.at[down, depth], a, arrived)
         w = self.w.at[group]
         plgpu.copy_gmem_to_smem(w.at[across, depth] if self.transpose_w else w.at[depth, across], b, arrived)
 
     def multiply(self, tile, step, a, b, acc, wg):
-        rows, cols = self.tiling.own(wg)
-        plgpu.wgmma(acc, a.at[rows], b.at[cols].transpose((1, 0)) if self.transpose_w else b.at[:, cols])
+        own = self.tiling.own(wg)
+        plgpu.wgmma(acc, a, b.at[own].transpose((1, 0)) if self.transpose_w else b.at[:, own])
 
     def store(self, tile, row, col, part):
         (start, _, first, last), col_tile = tile
@@ -246,44 +231,43 @@ class _Weights:
 
     def count(self):
         E, M, N = self.out.shape
-        return E * pl.cdiv(M, self.tiling.block_rows), pl.cdiv(N, self.tiling.block_cols)
+        return E * pl.cdiv(M, self.tiling.rows), pl.cdiv(N, self.tiling.block_cols)
 
     def tile(self, index, col_tiles):
-        row_tiles = pl.cdiv(self.out.shape[1], self.tiling.block_rows)
+        row_tiles = pl.cdiv(self.out.shape[1], self.tiling.rows)
         size = jnp.int32(row_tiles * col_tiles)
         group, index = lax.div(index, size), lax.rem(index, size)
-        row_tile, col_tile = plgpu.planar_snake(index, (row_tiles, col_tiles), 0, self.tiling.panel)
+        row_tile, col_tile = plgpu.planar_snake(index, (row_tiles, col_tiles), 0, PANEL)
         start, end = self.bounds[group, 0], self.bounds[group, 1]
         return (group, row_tile, lax.div(start, ALIGNMENT) * ALIGNMENT, start, end), col_tile
 
     def steps(self, tile):
         (_, _, aligned, start, end), _ = tile
-        return jnp.where(start < end, lax.div(end - aligned + (self.tiling.depth - 1), self.tiling.depth), 0)
+        return jnp.where(start < end, lax.div(end - aligned + (DEPTH - 1), DEPTH), 0)
 
-    def load(self, tile, step, a, b, arrived, shared):
+    def load(self, tile, step, a, b, arrived):
         (_, row_tile, aligned, _, _), col_tile = tile
-        down = pl.ds(pl.multiple_of(aligned + step * self.tiling.depth, ALIGNMENT), self.tiling.depth)
-        across_x = pl.ds(row_tile * self.tiling.block_rows, self.tiling.block_rows)
+        down = pl.ds(pl.multiple_of(aligned + step * DEPTH, ALIGNMENT), DEPTH)
+        across_x = pl.ds(row_tile * self.tiling.rows, self.tiling.rows)
         across_dy = pl.ds(col_tile * self.tiling.block_cols, self.tiling.block_cols)
-        plgpu.copy_gmem_to_smem(self.x.at[down, across_x], a, arrived, collective_axes=shared)
+        plgpu.copy_gmem_to_smem(self.x.at[down, across_x], a, arrived)
         plgpu.copy_gmem_to_smem(self.dy.at[down, across_dy], b, arrived)
 
     def multiply(self, tile, step, a, b, acc, wg):
         (_, _, aligned, start, end), _ = tile
-        rows, cols = self.tiling.own(wg)
-        a, b = a.at[:, rows], b.at[:, cols]
-        begin = aligned + step * self.tiling.depth
+        b = b.at[:, self.tiling.own(wg)]
+        begin = aligned + step * DEPTH
 
-        @pl.when((begin < start) | (begin + self.tiling.depth > end))
+        @pl.when((begin < start) | (begin + DEPTH > end))
         def _others():
-            # In the operand of which this warpgroup alone reads this part.
-            _keep_rows(a if self.tiling.split == "rows" else b, start - begin, end - begin)
+            # Not in the operand that both warpgroups read.
+            _keep_rows(b, start - begin, end - begin)
 
         plgpu.wgmma(acc, a.transpose((1, 0)), b)
 
     def store(self, tile, row, col, part):
         (group, row_tile, _, _, _), col_tile = tile
-        down = pl.ds(row_tile * self.tiling.block_rows + row, part.shape[0])
+        down = pl.ds(row_tile * self.tiling.rows + row, part.shape[0])
         across = pl.ds(col_tile * self.tiling.block_cols + col, part.shape[1])
         plgpu.copy_smem_to_gmem(part, self.out.at[group, down, across], commit_group=False)
 
@@ -315,14 +299,9 @@ class _Block:
     def _over_tiles(self, work: _Work, body: Callable) -> jax.Array:
         """The steps that were taken by body(tile, steps before it) -> steps after it, for this block's tiles."""
         row_tiles, col_tiles = work.count()
-        side_by_side = 2 if self.tiling.pair else 1
-        col_tiles = pl.cdiv(col_tiles, side_by_side)
 
         def at(loop, carry):
-            tile, col_tile = work.tile(loop.index[0], col_tiles)
-            if self.tiling.pair:  # the last tile may lie outside of the result, where TMA neither loads nor stores
-                col_tile = side_by_side * col_tile + lax.axis_index("pair")
-            return body((tile, col_tile), carry)
+            return body(work.tile(loop.index[0], col_tiles), carry)
 
         return plgpu.nd_loop((row_tiles * col_tiles,), collective_axes="block", init_carry=jnp.int32(0))(at)
 
@@ -333,15 +312,14 @@ class _Block:
             def load_step(step, done):
                 slot = lax.rem(done, stages)
                 pl.when(done >= stages)(lambda: plgpu.barrier_wait(self.consumed.at[slot]))
-                shared = "pair" if self.tiling.pair else None
-                work.load(tile, step, self.a.at[slot], self.b.at[slot], self.arrived.at[slot], shared)
+                work.load(tile, step, self.a.at[slot], self.b.at[slot], self.arrived.at[slot])
                 return done + 1
 
             return lax.fori_loop(0, work.steps(tile), load_step, done)
 
         done = self._over_tiles(work, load_tile)
 
-        # A block must not end while the other of its pair may still signal to it.
+        # A block must not end while somebody may still arrive at its barriers.
         @pl.loop(jnp.maximum(done - stages, 0), done)
         def _wait(step):
             plgpu.barrier_wait(self.consumed.at[lax.rem(step, stages)])
@@ -360,14 +338,13 @@ class _Block:
                     slot = lax.rem(done, stages)
                     plgpu.barrier_wait(self.arrived.at[slot])
                     work.multiply(tile, step, self.a.at[slot], self.b.at[slot], acc, wg)
-                    plgpu.wgmma_wait(tiling.in_flight)
-                    pl.when(step >= tiling.in_flight)(lambda: release(done - tiling.in_flight))
+                    plgpu.wgmma_wait(1)  # the step before is done, this one under way
+                    pl.when(step >= 1)(lambda: release(done - 1))
                     return done + 1
 
                 after = lax.fori_loop(0, steps, compute_step, done)
                 values = acc[...]
-                if tiling.in_flight:
-                    pl.when(steps > 0)(lambda: release(after - 1))
+                pl.when(steps > 0)(lambda: release(after - 1))
                 self._store(work, tile, values, wg)
                 return after
 
@@ -379,8 +356,7 @@ class _Block:
     def _store(self, work: _Work, tile: tuple, values: jax.Array, wg: jax.Array) -> None:
         """A warpgroup's results to memory, part by part."""
         values = values.astype(self.parts.dtype)
-        width = self.parts.shape[-1]
-        row_offset, col_offset = self.tiling.own_offsets(wg)
+        width, own_col = self.parts.shape[-1], wg * self.tiling.cols
         corners = [
             (row, col) for row in range(0, self.tiling.rows, STORE_ROWS) for col in range(0, self.tiling.cols, width)
         ]
@@ -390,7 +366,7 @@ class _Block:
             plgpu.wait_smem_to_gmem(pending, wait_read_only=True)
             part[...] = values[row : row + STORE_ROWS, col : col + width]
             plgpu.commit_smem()
-            work.store(tile, row_offset + row, col_offset + col, part)
+            work.store(tile, row, own_col + col, part)
             plgpu.commit_smem_to_gmem_group()  # also of no copies: the wait counts groups
 
 
@@ -415,8 +391,6 @@ def _kernel(
 ) -> Callable:
     """The kernel of body(*inputs, out, *memory of _Block), for operands of `dtype` (None: that of the result)."""
     dtype = jnp.dtype(out.dtype if dtype is None else dtype)
-    pair: dict[str, Any] = {"cluster": (2,), "cluster_names": ("pair",)} if tiling.pair else {}
-    barriers: dict[str, Any] = {"num_arrivals": COMPUTE, "num_barriers": tiling.stages}
     return plgpu.kernel(
         body,
         out_type=out,
@@ -425,14 +399,13 @@ def _kernel(
             plgpu.SMEM((tiling.stages, *b_shape), dtype),
             plgpu.SMEM((COMPUTE, SLOTS, STORE_ROWS, SWIZZLE // out.dtype.itemsize), out.dtype),
             plgpu.Barrier(num_arrivals=2, num_barriers=tiling.stages),
-            plgpu.ClusterBarrier(collective_axes=("pair",), **barriers) if tiling.pair else plgpu.Barrier(**barriers),
+            plgpu.Barrier(num_arrivals=COMPUTE, num_barriers=tiling.stages),
         ],
-        grid=(blocks // (2 if tiling.pair else 1),),
+        grid=(blocks,),
         grid_names=("block",),
         num_threads=COMPUTE + 1,
         thread_name="wg",
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
         interpret=interpret,
         kernel_name=name,
-        **pair,
     )

@@ -9,9 +9,7 @@ others compute. There are three, each deterministic: the output; dq; and dk with
 at a time, a warpgroup has 64 rows: of queries, and in the last kernel of keys.
 """
 
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -20,19 +18,10 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from megajax.ops import ranged_attention_kernels as kernels
-from megajax.ops.ranged_attention_kernels import Tiles
+from megajax.ops.ranged_attention_gradients import KeyValueGradient, QueryGradient
 
 HEAD_DIMS = (64, 128)
-STATIC = ("scale", "softcap", "tiling", "interpret")  # jitted, so that equal layers' kernels are compiled once
-
-
-@dataclass(frozen=True)
-class Tiling:
-    """The tiles of the three kernels."""
-
-    forward: Tiles = field(default_factory=lambda: Tiles(columns=128, stages=2))
-    dq: Tiles = field(default_factory=lambda: Tiles(columns=128, stages=2))
-    dkv: Tiles = field(default_factory=lambda: Tiles(columns=64, stages=2, tiles_first=True))
+STATIC = ("scale", "softcap", "interpret")  # jitted, so that equal layers' kernels are compiled once
 
 
 @partial(jax.jit, static_argnames=STATIC)
@@ -45,7 +34,6 @@ def attend(
     *,
     scale: float,
     softcap: float | None = None,
-    tiling: Tiling = Tiling(),
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """softmax(softcap(scale · q·k)) v over the keys [first, end) → (out in q's dtype, log-sum-exp `[B, N, Sq]` FP32).
@@ -55,10 +43,10 @@ def attend(
     A query that sees nothing has an output of 0 and a log-sum-exp of -inf. `interpret` runs it on any device, slowly.
     """
     _check(q, k, v)
-    tiles, (B, Sq, N, _) = tiling.forward, q.shape
-    q, first, end = _pad_queries(tiles.rows_of_block, q, k, first, end)
-    k, v = (_pad(a, tiles.columns) for a in (k, v))
-    kernel = kernels.Forward(tiles, scale, softcap, N // k.shape[2], interpret)
+    B, Sq, N, _ = q.shape
+    kernel = kernels.Forward(scale, softcap, N // k.shape[2], interpret)
+    q, first, end = _pad_queries(kernels.BLOCK_ROWS, q, k, first, end)
+    k, v = (_pad(a, kernel.columns) for a in (k, v))
     out_shape = [q, jax.ShapeDtypeStruct((B, N, q.shape[1]), jnp.float32)]
     out, lse = _launch(kernel, "ranged_attention", (q, k, v, first, end), out_shape, q.shape[1])
     return out[:, :Sq], lse[:, :, :Sq]
@@ -77,7 +65,6 @@ def attend_backward(
     *,
     scale: float,
     softcap: float | None = None,
-    tiling: Tiling = Tiling(),
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The gradients (dq, dk, dv), each in its input's dtype, of what `attend` computes.
@@ -88,22 +75,21 @@ def attend_backward(
     (_, Sq, N, _), (_, Sk, K, _) = q.shape, k.shape
     delta = jnp.sum(out.astype(jnp.float32) * dout.astype(jnp.float32), axis=-1).swapaxes(1, 2)
     # In units of exp2. A query that sees nothing has p = exp2(s - inf) = 0 everywhere.
-    log2_sum = jnp.where(lse == -jnp.inf, jnp.inf, lse * math.log2(math.e))
+    log2_sum = jnp.where(lse == -jnp.inf, jnp.inf, lse * kernels.LOG2_E)
     dout = dout.astype(q.dtype)
 
-    tiles = tiling.dq
-    rows, of_q = _pad_queries(tiles.rows_of_block, q, k, first, end), tiles.rows_of_block
-    arrays = (rows[0], _pad(k, tiles.columns), _pad(v, tiles.columns), *rows[1:], _pad(dout, of_q))
+    kernel, of_q = QueryGradient(scale, softcap, N // K, interpret), kernels.BLOCK_ROWS
+    rows = _pad_queries(of_q, q, k, first, end)
+    arrays = (rows[0], _pad(k, kernel.columns), _pad(v, kernel.columns), *rows[1:], _pad(dout, of_q))
     arrays += (_pad(log2_sum, of_q, 2), _pad(delta, of_q, 2))
-    kernel = kernels.QueryGradient(tiles, scale, softcap, N // K, interpret)
     [dq] = _launch(kernel, "ranged_attention_dq", arrays, [rows[0]], rows[0].shape[1])
 
-    tiles = tiling.dkv
-    rows, of_q = _pad_queries(tiles.columns, q, k, first, end), tiles.columns
-    keys = tuple(_pad(a, tiles.rows_of_block) for a in (k, v))
-    arrays = (rows[0], *keys, *rows[1:], _seen_by(*rows[1:], keys[0].shape[1], tiles.rows), _pad(dout, of_q))
+    kernel = KeyValueGradient(scale, softcap, N // K, interpret)
+    of_q = kernel.columns
+    rows = _pad_queries(of_q, q, k, first, end)
+    keys = tuple(_pad(a, kernels.BLOCK_ROWS) for a in (k, v))
+    arrays = (rows[0], *keys, *rows[1:], _seen_by(*rows[1:], keys[0].shape[1]), _pad(dout, of_q))
     arrays += (_pad(log2_sum, of_q, 2), _pad(delta, of_q, 2))
-    kernel = kernels.KeyValueGradient(tiles, scale, softcap, N // K, interpret)
     dk, dv = _launch(kernel, "ranged_attention_dkv", arrays, keys, keys[0].shape[1])
     return dq[:, :Sq], dk[:, :Sk], dv[:, :Sk]
 
@@ -133,11 +119,12 @@ def _pad_queries(multiple: int, q, k, first, end) -> tuple[jax.Array, jax.Array,
     return _pad(q, multiple), first, end
 
 
-def _seen_by(first: jax.Array, end: jax.Array, Sk: int, rows: int) -> jax.Array:
-    """For each `rows` keys which queries see them: `[B, Sk/rows, 4]` int32, (from, to, from, to) as `Bounds` has them.
+def _seen_by(first: jax.Array, end: jax.Array, Sk: int) -> jax.Array:
+    """For each warpgroup's keys which queries see them: `[B, Sk/ROWS, 4]` int32, (from, to, from, to) as in `Bounds`.
 
     Bounds never fall, so that those who see any of the keys are a range, and those who see all of them another.
     """
+    rows = kernels.ROWS
     start = jnp.arange(0, Sk, rows, dtype=jnp.int32)[:, None]
     first, end = first[:, None, :], end[:, None, :]
 
@@ -159,7 +146,7 @@ def _launch(kernel: Any, name: str, arrays: tuple, outputs: Sequence[Any], lengt
         scratch_types=kernel.scratch(q.shape[-1], q.dtype),
         grid=tuple(grid.values()),
         grid_names=tuple(grid),
-        num_threads=kernel.tiles.warpgroups + 1,
+        num_threads=kernels.WARPGROUPS + 1,
         thread_name="warpgroup",
         kernel_name=name,
         compiler_params=plgpu.CompilerParams(approx_math=True),

@@ -9,7 +9,7 @@ import pytest
 
 from megajax.ops.ranged_attention import attend, attend_backward
 
-B, SQ, SK, H = 1, 150, 200, 64  # neither queries nor keys are whole tiles
+B, SQ, SK, H = 1, 150, 300, 64  # neither queries nor keys are whole tiles; these are more than a ring holds
 SCALE = 0.2
 
 
@@ -24,7 +24,7 @@ def ranges(kind: str) -> tuple[np.ndarray, np.ndarray]:
         case "window":
             return at - 20, at + 1
         case "prefix":
-            return 0 * at, 0 * at + 130
+            return 0 * at, 0 * at + 290
         case "nothing":
             return 0 * at, 0 * at
         case "later":  # causal for keys that stand 40 places further on: the first 40 queries see nothing
@@ -58,7 +58,7 @@ def expected(q, k, v, first, end, softcap, dout, whole_lse=None, whole_out=None)
     return out, lse, np.einsum("bnqk,bknh->bqnh", ds, k), dk, dv
 
 
-def tensors(rng, N=2, K=1) -> list[jax.Array]:
+def tensors(rng, N=1, K=1, SK=SK) -> list[jax.Array]:
     """q, k, v and dout."""
     shapes = (SQ, N), (SK, K), (SK, K), (SQ, N)
     return [jnp.asarray(rng.normal(size=(B, length, heads, H)), jnp.bfloat16) for length, heads in shapes]
@@ -82,7 +82,10 @@ def test_queries_see_their_range_and_keys_get_its_gradients(rng, error, kind):
 
 
 def test_query_heads_share_kv_heads_and_scores_may_have_a_softcap(rng, error):
-    check(tensors(rng, N=4, K=2), error, *ranges("window"), softcap=1.5)
+    q, k, v, dout = tensors(rng, N=4, K=2)
+    first, end = ranges("window")
+    short = q[:, :90], k[:, :100], v[:, :100], dout[:, :90]  # a block, for four heads
+    check(short, error, first[:90], end[:90], softcap=1.5)
 
 
 def check(tensors, error, first, end, softcap) -> None:
@@ -90,7 +93,7 @@ def check(tensors, error, first, end, softcap) -> None:
     forward, backward = compiled(softcap)
     out, lse = forward(q, k, v, *as_arrays(first, end))
     gradients = backward(q, k, v, *as_arrays(first, end), out, lse, dout)
-    assert out.dtype == q.dtype and lse.dtype == jnp.float32 and lse.shape == (B, q.shape[2], SQ)
+    assert out.dtype == q.dtype and lse.dtype == jnp.float32 and lse.shape == (B, q.shape[2], q.shape[1])
     expected_out, expected_lse, *expected_gradients = expected(q, k, v, first, end, softcap, dout)
     seen = np.isfinite(expected_lse)
     np.testing.assert_array_equal(np.isneginf(lse), ~seen)
@@ -103,15 +106,16 @@ def check(tensors, error, first, end, softcap) -> None:
 
 
 def test_parts_of_the_keys_add_up_to_all(rng, error):
-    q, k, v, dout = tensors(rng)
-    first, end = ranges("causal")
+    q, k, v, dout = tensors(rng, SK=2 * SK)
+    first, end = np.arange(SQ), np.arange(SQ) + 250  # over both parts for most queries
     _, backward = compiled(None)
     out, lse, *right = expected(q, k, v, first, end, None, dout)
     whole = jnp.asarray(out, q.dtype), jnp.asarray(lse, jnp.float32)
-    dq, at = 0.0, SK // 2
-    for part, moved in ((slice(0, at), 0), (slice(at, SK), at)):
+    dq = 0.0
+    for at in (0, SK):
+        part = slice(at, at + SK)
         # A range may reach over the part's keys on both sides.
-        share = backward(q, k[:, part], v[:, part], *as_arrays(first - moved, end - moved), *whole, dout)
+        share = backward(q, k[:, part], v[:, part], *as_arrays(first - at, end - at), *whole, dout)
         dq += np.asarray(share[0], np.float64)
         assert error(share[1], right[1][:, part]) < 1e-2 and error(share[2], right[2][:, part]) < 1e-2
     assert error(dq, right[0]) < 1e-2
