@@ -32,11 +32,6 @@ def xla_flags(config: Config) -> dict[str, str]:
     if mesh.context != 1:
         # Keys, values and their gradients travel at once beside one block of attention.
         flags["xla_gpu_experimental_parallel_collective_overlap_limit"] = "4"
-    if mesh.expert != 1:
-        # XLA's own kernel for a ragged all-to-all moved 18 GB/s between H200s; NCCL's sends and receives move many times
-        # that.
-        flags["xla_gpu_unsupported_use_ragged_all_to_all_one_shot_kernel"] = "false"
-        flags["xla_gpu_allow_ragged_all_to_all_nccl_send_recv_fallback"] = "true"
     if mesh.fsdp != 1 and mesh.pipeline == 1:  # in a pipeline the loop is over ticks, not over layers
         for collective in ("all_gather", "reduce_scatter"):
             flags[f"xla_gpu_enable_pipelined_{collective}"] = "true"

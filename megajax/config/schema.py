@@ -393,8 +393,8 @@ class KernelsConfig(Section):
     )
     dispatch: Literal["auto", "all_to_all", "all_gather"] = Field(
         default="auto",
-        description="How tokens meet their experts over mesh.expert; auto: all_gather if a token has at least as many"
-        " experts as the axis has devices, since that then sends less.",
+        description="How tokens meet their experts over mesh.expert; auto: all_gather up to 8 devices, or as many as a"
+        " token has experts.",
     )
     grouped_matmul: Literal["auto", "pallas", "reference"] = Field(
         default="auto", description="Kernel of the experts' matmuls."
@@ -467,10 +467,14 @@ class Config(Section):
         )
 
     def dispatch(self, expert: int) -> str:
-        """The strategy of `kernels.dispatch` over so many devices."""
+        """The strategy of `kernels.dispatch` over so many devices.
+
+        An all-gather sends no more than an all-to-all while a token has as many experts as there are devices. On one
+        host it was faster beyond that too: XLA's ragged all-to-all moves 18 GB/s between H200s.
+        """
         if self.kernels.dispatch != "auto":
             return self.kernels.dispatch
-        return "all_gather" if self.model.experts_per_token >= expert else "all_to_all"
+        return "all_gather" if expert <= max(8, self.model.experts_per_token) else "all_to_all"
 
     def where(self, key: str) -> str:
         """Where `key` ("section.name") was set: a file and line, an override, or "default"."""
