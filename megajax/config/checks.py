@@ -339,6 +339,7 @@ def _warn_without_effect(config: Config) -> None:
         (config.remat.policy == "none", "remat.policy", ("remat.layers",)),
         (config.mesh.pipeline == 1, "mesh.pipeline", tuple(f"pipeline.{name}" for name in type(pipeline).model_fields)),
         (config.mesh.expert == 1, "mesh.expert", ("kernels.dispatch",)),
+        (model.num_experts is None, "model.num_experts", ("kernels.grouped_matmul",)),
         (config.mesh.context == 1, "mesh.context", ("kernels.context",)),
         (indexed and data.valid is None and data.split is None, "data.valid", ("run.eval_interval",)),
         (indexed and no_valid_share, "data.split", ("run.eval_interval",)),

@@ -78,6 +78,18 @@ def _check_router(config: Config, router: RouterConfig) -> None:
         keys = (f"{name}pre_softmax", f"{name}score_function")
         problem = f"{said(config, keys[0])} does not go together with {said(config, keys[1])}"
         refuse(config, problem, f"set {name}pre_softmax=false", *keys)
+    over_chosen = router.score_function == "softmax" and not router.pre_softmax
+    for key, senseless, why in (
+        (
+            "model.experts_per_token",
+            config.model.experts_per_token == 1,
+            "the softmax of one score is 1 and has no slope",
+        ),
+        (f"{name}normalise", not router.normalise, "the softmax over the chosen is normalised already"),
+    ):
+        if over_chosen and senseless:
+            problem = f"{said(config, key)} does not go together with {said(config, name + 'pre_softmax')}, since {why}"
+            refuse(config, problem, f"set {name}pre_softmax=true", key, f"{name}pre_softmax")
     for first, second, both in (
         ("sinkhorn", "expert_bias", router.sinkhorn and router.expert_bias),
         ("sinkhorn", "num_groups", router.sinkhorn and router.num_groups > 1),

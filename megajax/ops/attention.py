@@ -49,9 +49,9 @@ def attention(
     scale = 1.0 / math.sqrt(q_bsnh.shape[-1]) if scale is None else scale
     if implementation == "cudnn":
         if document_starts is not None:
-            raise ValueError('implementation="cudnn" knows no documents: use "reference" for packed ones.')
+            raise ValueError('implementation="cudnn" knows no documents: use "pallas" or "reference" for packed ones.')
         if softcap is not None:
-            raise ValueError(f'implementation="cudnn" has no soft-cap, softcap={softcap}: use "reference".')
+            raise ValueError(f'implementation="cudnn" has no soft-cap, softcap={softcap}: use "pallas" or "reference".')
         return jax.nn.dot_product_attention(
             q_bsnh,
             k_bskh,
@@ -228,7 +228,7 @@ def _cudnn_obstacle(
     parts_with: tuple[str, ...],
 ) -> tuple[str, str] | None:
     """Why cuDNN attention cannot run and what to do about it; None if it can."""
-    instead = "or use kernels.attention=reference"
+    instead = "or use kernels.attention=auto"  # megajax's own kernel where it runs, else the reference
     if dtype not in (jnp.bfloat16, jnp.float16):
         return f"cuDNN has no {dtype} kernel", f"set precision.compute to bfloat16 or float16, {instead}"
     if head_dim % 8 or head_dim > widest:

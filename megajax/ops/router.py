@@ -1,10 +1,11 @@
 """The router of a mixture of experts, in float32 (float64 for float64 inputs): scores, choice, weights, balance.
 
 Top-k routing is Shazeer et al. 2017, the balancing loss Fedus et al. 2021 (Switch Transformers), the z-loss Zoph et al.
-2022 (ST-MoE), groups and loss-free balancing by a bias DeepSeek-V2 and V3 (2024). Whatever counts assignments takes
+2022 (ST-MoE), groups and loss-free balancing by a bias DeepSeek-V3 (2024). Whatever counts assignments takes
 counts that the caller has summed over all devices.
 """
 
+from functools import partial
 from typing import Literal
 
 import jax
@@ -128,11 +129,11 @@ def sinkhorn(logits: jax.Array, tokens: int, sum_over_tokens, iterations: int = 
     `sum_over_tokens` adds `[E]` over all devices, which together have `tokens` tokens. Without gradient.
     """
     cost = jax.nn.softmax(lax.stop_gradient(logits), axis=-1)
-    experts = logits.shape[-1]
+    experts, multiply = logits.shape[-1], partial(jnp.dot, precision=lax.Precision.HIGHEST)
 
     def scale(_, by_expert: jax.Array) -> jax.Array:
-        by_token = 1 / (tokens * (cost @ by_expert) + 1e-8)
-        return 1 / (experts * (sum_over_tokens(by_token @ cost)) + 1e-8)
+        by_token = 1 / (tokens * multiply(cost, by_expert) + 1e-8)
+        return 1 / (experts * (sum_over_tokens(multiply(by_token, cost))) + 1e-8)
 
     by_expert = lax.fori_loop(0, iterations, scale, jnp.ones(experts, cost.dtype))
     return cost * by_expert

@@ -40,7 +40,9 @@ class MeshComm(SingleDevice):
         ragged: bool = False,
         grouped: ops.GroupedImplementation = "reference",
     ):
-        super().__init__(attention, ops.ExpertKernels(grouped, elementwise))
+        # The reference of grouped matmuls reads rows that the kernel of the activation leaves unwritten.
+        of_experts: ops.ElementwiseImplementation = elementwise if grouped == "pallas" else "reference"
+        super().__init__(attention, ops.ExpertKernels(grouped, of_experts))
         self.fp8 = fp8.kernels(fp8_implementation)
         self.dispatch, self.ragged = dispatch, ragged  # how tokens meet experts, and whether by ragged all-to-all
         self.elementwise: ops.ElementwiseImplementation = elementwise

@@ -68,7 +68,7 @@ def gradient_function(local: LocalModel, mesh: Mesh) -> Callable:
         gradients |= local.layers.collect(layer_gradients, only_microbatch)
         gradients = {name: gradients[name] / loss_scale for name in params}
         sums = {name: total / tokens for name, total in sum_over_all(sums, local.sizes).items()} | {"tokens": tokens}
-        if config.data.reset_attention and local.sizes["context"] > 1 and config.kernels.context != "all_to_all":
+        if "order" in batch:
             sums["attention_imbalance"] = local.attention_imbalance(batch)
         norm = global_norm(gradients, local.placements, local.sizes)
         if history:

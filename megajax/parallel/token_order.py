@@ -38,7 +38,7 @@ def balanced_order(segment_ids: np.ndarray, context: int) -> np.ndarray:
     that has the least so far and is not full (Graham's longest processing time first).
     """
     rows, S = segment_ids.shape
-    each = next(n for n in range(MOST_CHUNKS, 0, -1) if S % (n * context) == 0)
+    each = _chunks_of_device(S // context)
     index = np.arange(S)
     changed = np.diff(segment_ids, axis=1, prepend=segment_ids[:, :1]) != 0
     seen = index + 1 - np.maximum.accumulate(np.where(changed, index, 0), axis=1)
@@ -78,8 +78,7 @@ def find_place(index: jax.Array | None, segment_ids: jax.Array | None, shape: tu
         starts = ops.document_starts(jnp.zeros_like(segments).at[rows, indices].set(segments, unique_indices=True))
         starts = starts[rows, own]
         if index is not None:
-            each = next(n for n in range(MOST_CHUNKS, 0, -1) if shape[1] % n == 0)
-            chunks = indices.reshape(B, C, each, -1)[..., 0].swapaxes(0, 1)
+            chunks = indices.reshape(B, C, _chunks_of_device(shape[1]), -1)[..., 0].swapaxes(0, 1)
     return Place(own, starts, chunks)
 
 
@@ -111,6 +110,11 @@ def visible_keys(place: Place) -> jax.Array:
     """How many keys this device's queries see in all, windows left aside; FP32."""
     first, end = sequence_ranges(place, None)
     return (end - first).astype(jnp.float32).sum()
+
+
+def _chunks_of_device(length: int) -> int:
+    """Into how many chunks the tokens that a device has of a sequence divide, where they are dealt out."""
+    return next(n for n in range(MOST_CHUNKS, 0, -1) if length % n == 0)
 
 
 def _zigzag(rank: jax.Array | int, chunk: int, context: int) -> jax.Array:

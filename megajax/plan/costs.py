@@ -109,11 +109,12 @@ def _saved_activations(config: Config, sizes: Mapping[str, int], compute: int) -
     heads = model.head_dim * (2 * model.num_heads + 2 * max(model.num_kv_heads, tensor)) / tensor  # q, k, v, output
     gated, k = 2 if model.activation in ("swiglu", "geglu") else 1, model.experts_per_token
     width = model.ffn_hidden_size
-    if model.num_experts:
-        width = k * (model.expert_ffn_hidden_size or 0) + model.shared_expert_ffn_hidden_size
+    if model.num_experts:  # over `expert` there is room for as many rows as could arrive
+        rows = sizes["expert"] * min(k, model.num_experts // sizes["expert"]) if sizes["expert"] > 1 else k
+        width = rows * (model.expert_ffn_hidden_size or 0) + model.shared_expert_ffn_hidden_size
     mlp = gated * width / tensor
     if model.num_experts:  # each assignment's row, and the routing in FP32
-        mlp += k * D + 4 / compute * (model.num_experts + 4 * k) / tensor
+        mlp += rows * D + 4 / compute * (model.num_experts + 4 * k) / tensor
     matmuls = heads + mlp + 2 * D / tensor  # and the two projections into the residual stream
     in_fp8 = len(config.fp8_layers) / model.num_layers
     staged = sizes["pipeline"] > 1
@@ -138,7 +139,7 @@ def _saved_activations(config: Config, sizes: Mapping[str, int], compute: int) -
         return int(tokens * compute * values)
     settings = config.pipeline
     kept = assign_slots(make_schedule(settings.schedule, sizes["pipeline"], batch.num_microbatches, settings.rounds))
-    inputs = 2 * D + (model.num_heads * model.head_dim + model.ffn_hidden_size) / tensor  # of the four linear layers
+    inputs = 2 * D + (model.num_heads * model.head_dim + width) / tensor  # of the four linear layers
     outputs = heads - model.num_heads * model.head_dim / tensor + mlp + 2 * D
     put_off = depth * (inputs + outputs)
     waiting = kept.heads * D / tensor if kept.heads > 1 else 0

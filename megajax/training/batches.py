@@ -32,6 +32,8 @@ def to_global(program: TrainProgram, fields: Mapping[str, np.ndarray]) -> dict[s
     sharding, shape = program.batch_sharding, program.batch_shape
     M, B, S = shape
     size, rows = sharding.mesh.shape["context"], len(next(iter(fields.values())))
+    if program.deals_out_tokens and "segment_ids" not in fields:
+        raise ValueError("the batch has no segment_ids and data.reset_attention=true: give them, or unset it.")
     if program.deals_out_tokens:
         order = balanced_order(fields["segment_ids"], size)
         fields = {**fields, "order": np.broadcast_to(np.arange(S), (rows, S))}

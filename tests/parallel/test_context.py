@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
-from mesh_table import GPT2
+from mesh_models import GPT2
 
 from megajax.config.checks import check_mesh
 from megajax.mesh import build_mesh

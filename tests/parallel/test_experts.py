@@ -25,11 +25,20 @@ MODELS = EXPERT_MODELS | {"sinkhorn": SINKHORN}
 CASES = [
     pytest.param("mixtral", {"data": 2, "fsdp": 2, "tensor": 2}, 2, {}, marks=pytest.mark.smoke),
     ("sinkhorn", {"context": 2, "tensor": 2}, 1, {"remat": {"policy": "selective"}}),
-    ("mixtral", {"pipeline": 2, "tensor": 2}, 2, {"pipeline": {"rounds": 2}}),  # two of four virtual stages are empty
     ("mixtral", {"expert": 4, "fsdp": 2}, 2, {"kernels": {"dispatch": "all_gather", "scan_unroll": 2}}),
-    ("mixtral", {"expert": 2, "tensor": 2, "context": 2}, 2, {"remat": {"policy": "save_matmuls"}}),
-    ("mixtral", {"expert": 2, "pipeline": 2}, 2, {"pipeline": {"schedule": "zero_bubble"}}),
-    ("deepseek", {"expert": 4}, 2, {"remat": {"policy": "full", "group": 2}}),
+    (
+        "mixtral",
+        {"expert": 2, "tensor": 2, "context": 2},
+        2,
+        {"remat": {"policy": "save_matmuls"}, "kernels": {"dispatch": "all_to_all"}},
+    ),
+    ("mixtral", {"expert": 2, "pipeline": 2}, 2, {"pipeline": {"schedule": "zero_bubble", "rounds": 2}}),
+    (
+        "deepseek",
+        {"expert": 4},
+        2,
+        {"remat": {"policy": "full", "group": 2}, "kernels": {"dispatch": "all_to_all"}},
+    ),
 ]
 
 

@@ -26,16 +26,12 @@ TRIPLE = {"data": 2, "fsdp": 2, "tensor": 2}
 MESHES = [
     ("llama", "adamw", {}, 4),
     ("llama", "adamw", {"data": 2}, 2),
-    ("llama", "adamw", {"fsdp": 2}, 4),
     ("llama", "adamw", {"tensor": 8}, 2),  # twice as many devices as KV heads
     ("llama", "adamw", {"fsdp": 2, "tensor": 4}, 2),
     ("llama", "sgd", {"data": 8}, 1),
     pytest.param("llama", "sgd", TRIPLE, 2, marks=pytest.mark.smoke),
-    ("gpt2", "adamw", {"data": 8}, 4),
     ("gpt2", "adamw", TRIPLE, 4),
-    ("gpt2", "sgd", {"fsdp": 8}, 1),
     ("gpt2", "sgd", {"data": 2, "tensor": 4}, 2),
-    ("gpt2", "sgd", {"data": 2, "fsdp": 4}, 2),
 ]
 
 # mesh, microbatches, remat, kernels

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from mesh_table import GPT2
+from mesh_models import GPT2
 from model_options import GEMMA
 
 from megajax.config.checks import check_mesh
