@@ -28,8 +28,8 @@ def generate(config: Config, prompt: str, num_tokens: int, temperature: float, s
         raise InputError(f"{config.run.dir}/config.yaml names no data.tokenizer: text cannot be made without one.")
     if config.model.num_experts and config.model.router.expert_bias:
         raise InputError(
-            f"{config.run.dir}/config.yaml has model.router.expert_bias=true, and text would be made without that bias: "
-            "it cannot be made from this run yet."
+            f"{config.run.dir}/config.yaml has model.router.expert_bias=true, and text would be made without "
+            "that bias: it cannot be made from this run yet."
         )
     tokenizer = load_tokenizer(config.data.tokenizer)
     model, device = Transformer(config.model), SingleDeviceSharding(jax.devices()[0])
