@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import megajax.parallel.schedule_drawing as drawing
+from megajax import svg
 from megajax.config.cli import user_errors
 from megajax.errors import InputError
 from megajax.parallel.schedule_simulator import Costs, simulate, tick_starts
@@ -211,7 +212,7 @@ def step_of(rows: Rows) -> tuple[dict[str, list[Box]], float]:
 # The picture
 
 PLOT, HEADING, LINE, APART = 1480, 84, 5, 12  # pixels: width of the plots, above the trace, of NCCL, between GPUs
-SHADES = {kind: drawing.hexadecimal(color) for kind, color in drawing.COLORS.items()}
+SHADES = {kind: svg.hexadecimal(color) for kind, color in drawing.COLORS.items()}
 SHADES |= {HEAD: "#7d3c98", OTHER: "#d8d8d8", NCCL: "#707070"}
 MEANINGS = {
     FORWARD: "forward",
@@ -229,19 +230,7 @@ def picture(schedule: Schedule, costs: Costs, rows: Rows) -> str:
     top = drawing.TOP + schedule.stages * (drawing.ROW + drawing.GAP) + drawing.BELOW
     height = top + HEADING + len(rows) * (drawing.ROW + LINE + APART) + drawing.BELOW
     width = drawing.LEFT + PLOT + drawing.RIGHT
-    root = ElementTree.Element(
-        "svg",
-        {
-            "xmlns": "http://www.w3.org/2000/svg",
-            "viewBox": f"0 0 {width} {height}",
-            "width": str(width),
-            "height": str(height),
-            "font-family": "system-ui, Helvetica, Arial, sans-serif",
-            "font-size": "12",
-            "fill": drawing.INK,
-        },
-    )
-    drawing.rectangle(root, 0, 0, width, height, fill="white")
+    root = svg.empty_picture(width, height)
     _draw_schedule(root, schedule, costs)
     _draw_trace(root, rows, top)
     ElementTree.indent(root, "")
@@ -260,13 +249,13 @@ def _draw_schedule(root: ElementTree.Element, schedule: Schedule, costs: Costs) 
 def _draw_trace(root: ElementTree.Element, rows: Rows, top: float) -> None:
     found, length = step_of(rows)
     scale, left = PLOT / length, drawing.LEFT
-    drawing.text(root, left, top + 16, f"traced: {length:.0f} ms", font_size="16", font_weight="600")
-    drawing.text(root, left, top + 36, NOTE)
+    svg.text(root, left, top + 16, f"traced: {length:.0f} ms", font_size="16", font_weight="600")
+    svg.text(root, left, top + 36, NOTE)
     x = float(left)
     for kind, meaning in MEANINGS.items():
         thick = LINE if kind == NCCL else 14
-        drawing.rectangle(root, x, top + 57 - thick / 2, 14, thick, fill=SHADES[kind])
-        x += 20 + drawing.text(root, x + 20, top + 61, meaning) + 12
+        svg.rectangle(root, x, top + 57 - thick / 2, 14, thick, fill=SHADES[kind])
+        x += 20 + svg.text(root, x + 20, top + 61, meaning) + 12
     first, each = top + HEADING, drawing.ROW + LINE + APART
     bottom = first + len(rows) * each - APART
     _draw_axis(root, length, scale, (first, bottom))
@@ -283,19 +272,19 @@ def _draw_axis(root: ElementTree.Element, length: float, scale: float, rows: tup
         for step in (10.0**power, 2 * 10.0**power, 5 * 10.0**power)
         if length / step <= 25
     )
-    drawing.text(root, drawing.LEFT - 10, bottom + 20, "ms", text_anchor="end", fill="#666666")
+    svg.text(root, drawing.LEFT - 10, bottom + 20, "ms", text_anchor="end", fill="#666666")
     for mark in range(int(length / step) + 1):
         x = drawing.LEFT + mark * step * scale
         line = {"x1": x, "x2": x, "y1": first - 4, "y2": bottom + 6}
-        attributes = {name: drawing.pixels(value) for name, value in line.items()}
-        ElementTree.SubElement(root, "line", attributes | {"stroke": drawing.FAINT, "stroke-dasharray": "2 2"})
-        drawing.text(root, x, bottom + 20, f"{mark * step:g}", text_anchor="middle", fill="#666666")
+        attributes = {name: svg.pixels(value) for name, value in line.items()}
+        ElementTree.SubElement(root, "line", attributes | {"stroke": svg.FAINT, "stroke-dasharray": "2 2"})
+        svg.text(root, x, bottom + 20, f"{mark * step:g}", text_anchor="middle", fill="#666666")
 
 
 def _draw_gpu(root: ElementTree.Element, gpu: str, own: Sequence[Box], y: float, scale: float) -> None:
     name = gpu.removeprefix("/device:").replace(":", " ")
-    drawing.text(root, drawing.LEFT - 10, y + drawing.ROW / 2 + 4, name, text_anchor="end")
-    drawing.rectangle(root, drawing.LEFT, y, PLOT, drawing.ROW, fill="none", stroke=drawing.FAINT)
+    svg.text(root, drawing.LEFT - 10, y + drawing.ROW / 2 + 4, name, text_anchor="end")
+    svg.rectangle(root, drawing.LEFT, y, PLOT, drawing.ROW, fill="none", stroke=svg.FAINT)
     for kind, color in SHADES.items():
         group = ElementTree.SubElement(root, "g", {"class": f"traced-{kind}", "fill": color})
         for box in own:

@@ -15,6 +15,7 @@ from megajax.config.cli import user_errors
 from megajax.errors import ConfigError, InputError
 from megajax.parallel.schedule_simulator import Costs, Report, sends, simulate, tick_starts
 from megajax.parallel.schedules import IDLE, KINDS, Schedule, Table, make_schedule
+from megajax.svg import FAINT, INK, empty_picture, hexadecimal, pixels, rectangle, text, text_width, written
 
 # In a terminal
 
@@ -79,7 +80,7 @@ ROW, GAP, LEFT, TOP, BELOW, RIGHT = 30, 8, 72, 92, 32, 24  # pixels
 NARROWEST_BOX, WIDEST_PLOT, NARROWEST_PICTURE = 26, 8000, 640
 COLORS = {"forward": (0, 95, 158), "backward": (201, 84, 0), "weight": (0, 122, 90)}
 LIGHTEST = 0.62  # how far the last round's shade is on the way to white
-INK, FAINT, SENDING = "#222222", "#d0d0d0", "#e8e8e8"
+SENDING = "#e8e8e8"
 
 
 class _Box(NamedTuple):
@@ -118,25 +119,12 @@ def svg(schedule: Schedule, costs: Costs) -> str:
     scale = min(NARROWEST_BOX / narrowest, WIDEST_PLOT / report.time)
     width = max(LEFT + report.time * scale + RIGHT, NARROWEST_PICTURE)
     height = TOP + schedule.stages * (ROW + GAP) + BELOW
-    picture = ElementTree.Element(
-        "svg",
-        {
-            "xmlns": "http://www.w3.org/2000/svg",
-            "viewBox": f"0 0 {pixels(width)} {height}",
-            "width": pixels(width),
-            "height": str(height),
-            "font-family": "system-ui, Helvetica, Arial, sans-serif",
-            "font-size": "12",
-            "fill": INK,
-        },
-    )
-    rectangle(picture, 0, 0, width, height, fill="white")
+    picture = empty_picture(width, height)
     draw_heading(picture, schedule, costs, report)
     draw_ticks(picture, schedule, costs, LEFT + scale * starts)
     for box in boxes(schedule, costs):
         draw_box(picture, schedule, box, scale)
-    ElementTree.indent(picture)
-    return ElementTree.tostring(picture, encoding="unicode") + "\n"
+    return written(picture)
 
 
 def draw_heading(picture: ElementTree.Element, schedule: Schedule, costs: Costs, report: Report) -> None:
@@ -182,7 +170,7 @@ def draw_ticks(picture: ElementTree.Element, schedule: Schedule, costs: Costs, e
     text(picture, LEFT - 10, bottom + 20, "tick", text_anchor="end", fill="#666666")
     free = 0.0  # from here on there is room for a number
     for tick, middle in enumerate(map(float, (edges[1:] + edges[:-1]) / 2)):
-        half = 0.5 * _text_width(str(tick))
+        half = 0.5 * text_width(str(tick))
         if middle - half >= free:
             text(picture, middle, bottom + 20, str(tick), text_anchor="middle", fill="#666666")
             free = middle + half + 6
@@ -195,7 +183,7 @@ def draw_box(picture: ElementTree.Element, schedule: Schedule, box: _Box, scale:
     drawn = rectangle(picture, x, y, width, ROW, fill=hexadecimal(color), **attributes)
     hint = f"{box.operation}, microbatch {box.microbatch}, round {box.round}, stage {box.stage}, tick {box.tick}"
     ElementTree.SubElement(drawn, "title").text = hint
-    size = min(12.0, 12 * (width - 3) / _text_width(str(box.microbatch)))
+    size = min(12.0, 12 * (width - 3) / text_width(str(box.microbatch)))
     if size >= 5:
         light = np.dot(color, (0.299, 0.587, 0.114)) > 150
         attributes = {"text_anchor": "middle", "font_size": pixels(size), "fill": INK if light else "white"}
@@ -208,39 +196,6 @@ def _shade(schedule: Schedule, operation: str, r: int) -> tuple[int, ...]:
     """Red, green and blue of an operation: full in the first round, lightest in the last."""
     share = LIGHTEST * r / max(1, schedule.rounds - 1)
     return tuple(round(part + share * (255 - part)) for part in COLORS[operation])
-
-
-def hexadecimal(color: tuple[int, ...]) -> str:
-    return "#" + "".join(f"{part:02x}" for part in color)
-
-
-def rectangle(
-    picture: ElementTree.Element, x: float, y: float, width: float, height: float, **attributes: str
-) -> ElementTree.Element:
-    sizes = {"x": x, "y": y, "width": width, "height": height}
-    named = {name: pixels(size) for name, size in sizes.items()} | _attributes(attributes)
-    return ElementTree.SubElement(picture, "rect", named)
-
-
-def text(picture: ElementTree.Element, x: float, y: float, text: str, **attributes: str) -> float:
-    """Writes `text`; about how wide it is in the usual size."""
-    named = {"x": pixels(x), "y": pixels(y)} | _attributes(attributes)
-    ElementTree.SubElement(picture, "text", named).text = text
-    return _text_width(text)
-
-
-def _attributes(named: dict[str, str]) -> dict[str, str]:
-    """Python names as SVG's: `stroke_width` is stroke-width, `class_` is class."""
-    return {name.rstrip("_").replace("_", "-"): value for name, value in named.items()}
-
-
-def _text_width(text: str) -> float:
-    """About how wide a text of font size 12 is."""
-    return 6.7 * len(text)
-
-
-def pixels(size: float) -> str:
-    return f"{round(size, 2):.10g}"
 
 
 # The command line

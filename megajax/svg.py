@@ -1,0 +1,62 @@
+"""Pictures as SVG: shapes and words in pixels, written as text."""
+
+import xml.etree.ElementTree as ElementTree
+
+INK, FAINT = "#222222", "#d0d0d0"
+
+
+def empty_picture(width: float, height: float) -> ElementTree.Element:
+    """A white picture, to draw on."""
+    picture = ElementTree.Element(
+        "svg",
+        {
+            "xmlns": "http://www.w3.org/2000/svg",
+            "viewBox": f"0 0 {pixels(width)} {pixels(height)}",
+            "width": pixels(width),
+            "height": pixels(height),
+            "font-family": "system-ui, Helvetica, Arial, sans-serif",
+            "font-size": "12",
+            "fill": INK,
+        },
+    )
+    rectangle(picture, 0, 0, width, height, fill="white")
+    return picture
+
+
+def written(picture: ElementTree.Element) -> str:
+    """The file's text."""
+    ElementTree.indent(picture)
+    return ElementTree.tostring(picture, encoding="unicode") + "\n"
+
+
+def hexadecimal(color: tuple[int, ...]) -> str:
+    return "#" + "".join(f"{part:02x}" for part in color)
+
+
+def rectangle(
+    picture: ElementTree.Element, x: float, y: float, width: float, height: float, **attributes: str
+) -> ElementTree.Element:
+    sizes = {"x": x, "y": y, "width": width, "height": height}
+    named = {name: pixels(size) for name, size in sizes.items()} | _attributes(attributes)
+    return ElementTree.SubElement(picture, "rect", named)
+
+
+def text(picture: ElementTree.Element, x: float, y: float, text: str, **attributes: str) -> float:
+    """Writes `text`; about how wide it is in the usual size."""
+    named = {"x": pixels(x), "y": pixels(y)} | _attributes(attributes)
+    ElementTree.SubElement(picture, "text", named).text = text
+    return text_width(text)
+
+
+def _attributes(named: dict[str, str]) -> dict[str, str]:
+    """Python names as SVG's: `stroke_width` is stroke-width, `class_` is class."""
+    return {name.rstrip("_").replace("_", "-"): value for name, value in named.items()}
+
+
+def text_width(text: str) -> float:
+    """About how wide a text of font size 12 is."""
+    return 6.7 * len(text)
+
+
+def pixels(size: float) -> str:
+    return f"{round(size, 2):.10g}"
