@@ -35,6 +35,7 @@ from mesh_models import DEEP_MODELS, DEEP_OPTIMIZERS, EXPERT_MODELS, MODELS, une
 from megajax.config import Config
 from megajax.config.checks import check, check_mesh
 from megajax.mesh import AXES, build_mesh
+from megajax.model.transformer import COUNTS, ROUTER_LOSSES
 from megajax.parallel.schedules import KINDS
 from megajax.sharding import to_canonical, to_stored
 from megajax.training.batches import to_global
@@ -42,7 +43,7 @@ from megajax.training.step import INITIAL_LOSS_SCALE, TrainProgram, TrainState
 
 SCALAR_TOLERANCE = 1e-5  # loss and gradient norm of every step, relative
 GRADIENT_TOLERANCE = 1e-4  # each first-step gradient, ‖Δ‖ / ‖g‖, layer by layer
-ROUTER_METRICS = {"aux_loss", "router_z_loss", "router_entropy", "expert_counts"}
+ROUTER_METRICS = {*ROUTER_LOSSES, "router_entropy", *COUNTS}
 ZERO_TOLERANCE = 1e-6  # gradients whose true value is zero, over the norm of the whole gradient
 
 OPTIMIZERS: dict[str, dict[str, Any]] = {
@@ -254,11 +255,9 @@ def compare(trace: Trace, reference: Trace) -> Difference:
 
 def _router_difference(found: Mapping[str, np.ndarray], expected: Mapping[str, np.ndarray]) -> float:
     assert found.keys() == expected.keys()
-    if any(not np.array_equal(found[name], values) for name, values in expected.items() if name == "expert_counts"):
+    if any(not np.array_equal(found[name], values) for name, values in expected.items() if name in COUNTS):
         return math.inf
-    return max(
-        (float(np.max(np.abs(found[n] / v - 1))) for n, v in expected.items() if n != "expert_counts"), default=0
-    )
+    return max((float(np.max(np.abs(found[n] / v - 1))) for n, v in expected.items() if n not in COUNTS), default=0)
 
 
 def all_meshes() -> list[dict[str, int]]:

@@ -100,6 +100,10 @@ def _check_router(config: Config, router: RouterConfig) -> None:
             keys = (f"{name}{first}", f"{name}{second}")
             problem = f"{said(config, keys[0])} does not go together with {said(config, keys[1])}"
             refuse(config, problem, "unset one of them", *keys)
+    if router.drop_policy != "probability" and router.capacity_factor is None:
+        key = f"{name}drop_policy"
+        problem = f"{said(config, key)} needs a limit from which on tokens are dropped"
+        refuse(config, problem, f"set {name}capacity_factor, or remove it", key)
 
 
 def _check_with_others(config: Config) -> None:

@@ -131,6 +131,12 @@ class RouterConfig(Section):
     sinkhorn: bool = Field(
         default=False, description="Choose in training by scores that Sinkhorn's iteration balances."
     )
+    capacity_factor: Positive | None = Field(
+        default=None, description="Of a microbatch an expert takes so many times its even share; null: all."
+    )
+    drop_policy: Literal["probability", "position"] = Field(
+        default="probability", description="What it drops: the lowest weights, or what is last in the batch."
+    )
     force_balance: bool = Field(default=False, description="Experts in turn, whatever the scores; for benchmarks.")
 
     @property

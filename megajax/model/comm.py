@@ -105,6 +105,10 @@ class SingleDevice:
         """Sum over the devices that hold different tokens of a microbatch; no gradient goes through."""
         return x
 
+    def of_all_tokens[Arrays](self, x: Arrays) -> Arrays:
+        """Arrays `[T / tensor, ...]` of own tokens → those of all tokens of a microbatch, in the devices' order."""
+        return x
+
     def sum_over_sequence(self, x: jax.Array) -> jax.Array:
         """Sum over the devices that hold different tokens of the same sequences; no gradient goes through."""
         return x

@@ -26,6 +26,8 @@ Weights = Mapping[str, Any]  # by name within the block: arrays, or what a commu
 SAVED_NAMES = ("qkv", "attention", "exchanged", "gate_up", "leave", "routing", "dispatched")
 # Metrics of a block that are losses, added to the language model's.
 ROUTER_LOSSES = ("aux_loss", "router_z_loss")
+# Metrics that count assignments: to each expert, and those dropped.
+COUNTS = ("expert_counts", "dropped_tokens")
 
 # Parameters of a block that lie side by side in one matmul: the weight computed with → the parameters stored.
 FUSED = {
@@ -211,7 +213,24 @@ class MoE(nnx.Module):
         weights = ops.router.routing_weights(
             logits, experts, r.score_function, r.pre_softmax, r.normalise, r.scaling_factor
         )
-        return experts, weights, self.metrics(logits, experts, inputs, comm, tokens) if training else {}
+        metrics = self.metrics(logits, experts, inputs, comm, tokens) if training else {}
+        if r.capacity_factor is not None:
+            kept = self.within_capacity(experts, weights, inputs, comm, tokens)
+            experts = checkpoint_name(jnp.where(kept, experts, c.num_experts), "routing")
+            metrics |= {"dropped_tokens": jnp.sum(~kept, dtype=jnp.int32)} if training else {}
+        return experts, weights, metrics
+
+    def within_capacity(self, experts, weights, inputs: BlockInputs, comm: SingleDevice, tokens: int) -> jax.Array:
+        """Which assignments `[T / tensor, k]` the experts have room for, among all of a microbatch's `tokens` tokens.
+
+        The others are no longer assigned to any expert, and the weights of what remains stay as they are. Losses and
+        counts are of the choice before this, as Megatron-LM's losses are.
+        """
+        r, E = self.config.router, self.config.num_experts
+        assert E is not None and r.capacity_factor is not None
+        capacity = ops.router.expert_capacity(r.capacity_factor, tokens, self.config.experts_per_token, E)
+        priorities = weights if r.drop_policy == "probability" else jnp.zeros_like(weights)
+        return ops.router.within_capacity(experts, priorities, inputs.token_ids, E, capacity, comm.of_all_tokens)
 
     def metrics(self, logits, experts, inputs: BlockInputs, comm: SingleDevice, tokens: int) -> dict[str, jax.Array]:
         """Assignments `[E]` and this device's shares of the router's entropy and losses, means over all `tokens`."""

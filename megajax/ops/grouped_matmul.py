@@ -1,6 +1,6 @@
 """Matmuls of groups of rows, each group with its own weights: a plain reference and a Hopper kernel behind one name.
 
-This is what experts without capacity limits compute. The groups' sizes are known only at run time.
+This is what experts compute, with or without a capacity. The groups' sizes are known only at run time.
 """
 
 from functools import partial

@@ -5,6 +5,7 @@ Top-k routing is Shazeer et al. 2017, the balancing loss Fedus et al. 2021 (Swit
 counts that the caller has summed over all devices.
 """
 
+import math
 from functools import partial
 from typing import Literal
 
@@ -85,6 +86,34 @@ def routing_weights(
         if normalise and experts.shape[-1] > 1:
             weights = weights / (weights.sum(axis=-1, keepdims=True) + 1e-20)
     return weights * scaling_factor
+
+
+def expert_capacity(factor: float, tokens: int, k: int, num_experts: int) -> int:
+    """How many of `tokens` tokens' assignments an expert takes: `factor` times its even share, rounded up."""
+    return math.ceil(factor * tokens * k / num_experts)
+
+
+def within_capacity(
+    experts: jax.Array, priorities: jax.Array, token_ids: jax.Array, num_experts: int, capacity: int, of_all_tokens
+) -> jax.Array:
+    """Which of these tokens' assignments `[T, k]` are among the first `capacity` of their experts; bool.
+
+    First come those of the largest `priorities [T, k]`, of equal ones those of the lowest `token_ids [T]`, among the
+    tokens of all devices: `of_all_tokens` puts arrays of these side by side. Routing weights as priorities drop as
+    Megatron-LM's policy `probs` does, equal ones as its `position` does; there it is among the tokens of one device.
+
+    Every device sorts all assignments: three numbers each, of all devices' T·k. A token's experts must differ.
+    """
+    # One value for the sort and for the comparison: XLA might compute it twice, and round it differently.
+    priorities = lax.optimization_barrier(lax.stop_gradient(priorities))
+    all_experts, all_priorities, all_ids = of_all_tokens((experts, priorities, token_ids))
+    ids = jnp.repeat(all_ids, experts.shape[1])
+    _, negated, ids = lax.sort((all_experts.reshape(-1), -all_priorities.reshape(-1), ids), num_keys=3)
+    counts = count(all_experts, num_experts)
+    # The last that each expert takes, `[E]`; nobody asks for that of an expert without assignments.
+    last = jnp.cumsum(counts) - counts + jnp.minimum(counts, capacity) - 1
+    least, last_id = -negated[last][experts], ids[last][experts]
+    return (priorities > least) | ((priorities == least) & (token_ids[:, None] <= last_id))
 
 
 def count(experts: jax.Array, num_experts: int) -> jax.Array:

@@ -166,6 +166,10 @@ class MeshComm(SingleDevice):
     def sum_over_tokens[Arrays](self, x: Arrays) -> Arrays:
         return self._sum(x, TOKEN_AXES)
 
+    def of_all_tokens[Arrays](self, x: Arrays) -> Arrays:
+        axes = tuple(axis for axis in TOKEN_AXES if self.sizes[axis] > 1)
+        return jax.tree.map(lambda a: lax.all_gather(a, axes, tiled=True), x) if axes else x
+
     def sum_over_sequence(self, x: jax.Array) -> jax.Array:
         return self._sum(x, ("context", "tensor"))
 

@@ -5,7 +5,8 @@
 - `all_to_all`: every assignment's row goes to its expert's device, where it arrives sorted by expert (Lepikhin et al.
   2020, with rows in place of capacity). A device sends k·T·(n - 1)/n rows.
 
-Nothing is dropped: what receives rows has room for the worst case, every token's assignments to one device.
+Nothing is dropped here: what receives rows has room for the worst case, every token's assignments to one device. What
+the router has dropped is assigned to no expert (E): such rows are not sent, and add nothing.
 """
 
 from functools import partial

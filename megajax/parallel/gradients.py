@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from megajax.config import Config
+from megajax.model.transformer import COUNTS
 from megajax.parallel.layers import NO_STATE
 from megajax.parallel.local import Batch, LocalModel, Params
 from megajax.parallel.pipeline import Pipeline
@@ -27,8 +28,8 @@ def gradient_function(local: LocalModel, mesh: Mesh) -> Callable:
 
     Parameters and their gradients are as stored. Batch fields are `[M, B, S]`, the norm is the gradients' over all
     devices. `sums` holds `loss` (the language-model loss per valid token), `z_loss` and `tokens`; `metrics` of the
-    layers, `[L, ...]`, are means over the microbatches, `expert_counts` the sum. The gradients are those of `loss +
-    z_loss` and of the routers' losses, whatever the loss scale. Without experts the layer state, `[L, ...]`, is empty.
+    layers, `[L, ...]`, are means over the microbatches, COUNTS sums. The gradients are those of `loss + z_loss`
+    and of the routers' losses, whatever the loss scale. Without experts the layer state, `[L, ...]`, is empty.
     """
     specs = {name: placement.spec for name, placement in local.placements.items()}
     config = local.config
@@ -77,7 +78,7 @@ def gradient_function(local: LocalModel, mesh: Mesh) -> Callable:
             # An infinity saturates when it is quantised: only the amax tells that the step went bad.
             norm = jnp.where(all_finite(history), norm, jnp.nan)
         metrics = local.layers.collect_metrics(metrics)
-        for name in metrics.keys() - {"expert_counts"}:
+        for name in metrics.keys() - set(COUNTS):
             metrics[name] /= config.batch.num_microbatches
         return sums, gradients, norm, history, metrics
 

@@ -59,15 +59,21 @@ class MetricsLog:
             self._wandb.finish()
 
 
-def expert_load(counts: np.ndarray) -> dict[str, Any]:
+def expert_load(counts: np.ndarray, dropped: np.ndarray | None = None) -> dict[str, Any]:
     """How evenly assignments `[L, E]` were spread: the worst layer's load, and lists of all layers'.
 
-    `expert_load` is the largest count over the mean, `idle_experts` the fraction of experts without a token.
+    `expert_load` is the largest count over the mean, `idle_experts` the fraction of experts without a token. With
+    `dropped [L]`, how many assignments found no place, `dropped_tokens` is the fraction of these.
     """
     load = counts.max(axis=1) / np.maximum(counts.mean(axis=1), 1e-9)
     idle = (counts == 0).mean(axis=1)
     worst = {"expert_load_max": float(load.max()), "idle_experts_max": float(idle.max())}
-    return worst | {"expert_load": load.round(4).tolist(), "idle_experts": idle.round(4).tolist()}
+    values = worst | {"expert_load": load.round(4).tolist(), "idle_experts": idle.round(4).tolist()}
+    if dropped is None:
+        return values
+    share = dropped / counts.sum(axis=1)
+    summed = {"dropped_tokens_max": float(share.max()), "dropped_tokens_mean": float(share.mean())}
+    return values | summed | {"dropped_tokens": share.round(4).tolist()}
 
 
 def drop_lines_after(path: Path, step: int) -> None:

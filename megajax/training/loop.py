@@ -17,6 +17,7 @@ from megajax.config.checks import check_mesh
 from megajax.data.loader import Split, datasets
 from megajax.errors import ConfigError
 from megajax.mesh import build_mesh
+from megajax.model.transformer import COUNTS
 from megajax.plan import flops_per_token, peak_flops
 from megajax.runtime import keep_autotuning, prepare_environment
 from megajax.training import logs
@@ -161,7 +162,8 @@ class Trainer:
     def _log(self, log: logs.MetricsLog, meter: "Meter", step: int, metrics: dict[str, jax.Array]) -> bool:
         """Write a logged step; True if the numbers have gone bad for good."""
         arrays = jax.device_get(metrics)
-        values = logs.expert_load(arrays.pop("expert_counts")) if "expert_counts" in arrays else {}
+        counts, dropped = (arrays.pop(name, None) for name in COUNTS)
+        values = {} if counts is None else logs.expert_load(counts, dropped)
         values = {name: array.item() for name, array in arrays.items()} | values
         in_row = values.pop("skipped_in_row")
         if not values["skipped"]:

@@ -15,7 +15,7 @@ from megajax import ops
 from megajax.config import Config
 from megajax.mesh import mesh_sizes
 from megajax.model import Transformer, init_parameters, parameters
-from megajax.model.transformer import ROUTER_LOSSES, layer_windows
+from megajax.model.transformer import COUNTS, ROUTER_LOSSES, layer_windows
 from megajax.optim import make_optimizer, make_schedule
 from megajax.parallel.gradients import gradient_function, loss_function
 from megajax.parallel.local import Kernels, LocalModel
@@ -227,11 +227,11 @@ def _train_step(program: TrainProgram, gradients_of: Callable, state: TrainState
 
 
 def _router_metrics(layers: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    """What is logged of the layers' metrics `[L, ...]`: summed losses, mean entropy, `expert_counts [L, E]`."""
+    """What is logged of the layers' metrics `[L, ...]`: summed losses, mean entropy, the COUNTS of each layer."""
     metrics = {name: layers[name].sum() for name in ROUTER_LOSSES if name in layers}
     if layers:
-        metrics |= {"router_entropy": layers["router_entropy"].mean(), "expert_counts": layers["expert_counts"]}
-    return metrics
+        metrics["router_entropy"] = layers["router_entropy"].mean()
+    return metrics | {name: layers[name] for name in COUNTS if name in layers}
 
 
 def _update_loss_scale(state: TrainState, finite: jax.Array) -> TrainState:

@@ -88,8 +88,9 @@ def _experts(program: TrainProgram) -> str:
     model = program.config.model
     if model.num_experts is None:
         return ""
-    active = active_parameter_count(program.model)
-    return f", {active:,} of them active ({model.experts_per_token} of {model.num_experts} experts a token)"
+    active, factor = active_parameter_count(program.model), model.router.capacity_factor
+    limit = "" if factor is None else f", none more than {factor:g} times its share"
+    return f", {active:,} of them active ({model.experts_per_token} of {model.num_experts} experts a token{limit})"
 
 
 def _fp8(program: TrainProgram) -> str:

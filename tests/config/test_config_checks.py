@@ -70,6 +70,10 @@ REFUSED = {
         " (the command line: model.router={score_function: sigmoid, pre_softmax: true}):"
         " set model.router.pre_softmax=false."
     ),
+    "model.num_experts=8 model.router.drop_policy=position": (
+        "model.router.drop_policy=position needs a limit from which on tokens are dropped"
+        " (the command line: model.router.drop_policy=position): set model.router.capacity_factor, or remove it."
+    ),
     "model.num_experts=8 model.router={sinkhorn: true, expert_bias: true}": (
         "model.router.sinkhorn=true does not go together with model.router.expert_bias=true"
         " (the command line: model.router={sinkhorn: true, expert_bias: true}): unset one of them."

@@ -86,6 +86,26 @@ def test_losses_and_entropy(logits, function):
     np.testing.assert_allclose(router.entropy(logits, function), -np.sum(p * np.log(p)), rtol=1e-5)
 
 
+@pytest.mark.parametrize("policy", ["probability", "position"])
+def test_an_expert_takes_its_capacity_of_all_devices_tokens(logits, policy):
+    """Two devices, whose tokens stand in no order; many weights are equal."""
+    k, capacity = 3, router.expert_capacity(0.5, TOKENS, 3, EXPERTS)
+    assert capacity == 5  # 4.5, rounded up
+    experts, ids = router.choose(logits, k), jnp.asarray(np.random.default_rng(5).permutation(TOKENS) + 7, jnp.uint32)
+    weights = jnp.round(jnp.abs(logits[:, :k])) if policy == "probability" else jnp.zeros((TOKENS, k))
+    tokens = (experts, weights, ids)
+    found = [
+        router.within_capacity(*(a[part] for a in tokens), EXPERTS, capacity, lambda _: tokens)
+        for part in (slice(0, 10), slice(10, TOKENS))
+    ]
+    expected = np.zeros((TOKENS, k), bool)
+    for expert in range(EXPERTS):
+        places = np.argwhere(np.asarray(experts) == expert)
+        for token, i in sorted(places.tolist(), key=lambda place: (-weights[*place], ids[place[0]]))[:capacity]:
+            expected[token, i] = True
+    assert np.array_equal(np.concatenate(found), expected) and not expected.all()
+
+
 def test_sinkhorn_evens_out_experts(logits):
     logits = logits + np.linspace(0, 6, EXPERTS, dtype=np.float32)  # the last expert's would be nearly every token's
     plain = np.bincount(np.asarray(router.choose(logits, 1)).ravel(), minlength=EXPERTS)

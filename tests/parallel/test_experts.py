@@ -19,7 +19,9 @@ from megajax.training.step import TrainProgram
 
 STEPS = 3
 SINKHORN = MIXTRAL | {"activation": "relu2", "router": {"sinkhorn": True, "pre_softmax": True, "normalise": False}}
-MODELS = EXPERT_MODELS | {"sinkhorn": SINKHORN}
+CAPACITY = MIXTRAL | {"router": MIXTRAL["router"] | {"capacity_factor": 0.75}}
+POSITION = MIXTRAL | {"router": CAPACITY["router"] | {"drop_policy": "position"}}
+MODELS = EXPERT_MODELS | {"sinkhorn": SINKHORN, "capacity": CAPACITY, "position": POSITION}
 
 # model, mesh, microbatches, other sections
 CASES = [
@@ -39,6 +41,8 @@ CASES = [
         2,
         {"remat": {"policy": "full", "group": 2}, "kernels": {"dispatch": "all_to_all"}},
     ),
+    ("capacity", {"expert": 2, "tensor": 2, "data": 2}, 2, {"kernels": {"dispatch": "all_to_all"}}),
+    ("position", {"expert": 2, "context": 2}, 1, {"kernels": {"dispatch": "all_gather"}}),
 ]
 
 
@@ -71,6 +75,13 @@ def test_one_expert_may_take_every_token_and_others_none(table, reference):
     assert (counts[:, 0] == 32 * 16).all() and not counts[:, 5:].any(), counts
     difference = table.compare(table.train(config, weights), expected)
     assert not difference.problems(), difference
+
+
+def test_what_is_above_an_experts_capacity_is_dropped(table, reference):
+    router = reference(make(table, "position", {}, 1, {})).router
+    capacity = 0.75 * 32 * 16 * 2 / 8
+    above = np.maximum(router["expert_counts"] - capacity, 0).sum(axis=-1)
+    assert (router["dropped_tokens"] == above).all() and above.all()
 
 
 def test_the_gradients_are_those_of_the_loss_and_the_routers_losses(table, reference):
@@ -134,11 +145,11 @@ def reference_weights(program):
     return {n: 0.1 * rng.standard_normal(p.shape).astype(np.float32) for n, p in program.placements.items()}
 
 
-@pytest.mark.parametrize("dispatch", ["all_gather", "all_to_all"])
-def test_what_is_kept_is_neither_routed_nor_exchanged_again(table, dispatch):
+@pytest.mark.parametrize(("model", "dispatch"), [("capacity", "all_gather"), ("mixtral", "all_to_all")])
+def test_what_is_kept_is_neither_routed_nor_exchanged_again(table, model, dispatch):
     def operations(policy):
         sections = {"kernels": {"dispatch": dispatch}, "remat": {"policy": policy}}
-        config = make(table, "mixtral", {"expert": 4}, 1, sections)
+        config = make(table, model, {"expert": 4}, 1, sections)
         program = TrainProgram.build(config, build_mesh(check_mesh(config, 4), jax.devices()[:4]))
         text = program.train_step.lower(program.abstract_state, program.abstract_batch).as_text()
         return {name: text.count(name) for name in ("stablehlo.sort", "top_k", "stablehlo.all_gather")}
