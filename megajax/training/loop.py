@@ -22,6 +22,7 @@ from megajax.plan import flops_per_token, peak_flops
 from megajax.runtime import keep_autotuning, prepare_environment
 from megajax.training import logs
 from megajax.training.batches import batches
+from megajax.training.load_map import draw_load_map
 from megajax.training.saving import StateSaver
 from megajax.training.step import TrainProgram, TrainState
 from megajax.training.summary import summary
@@ -124,6 +125,8 @@ class Trainer:
             self.progress.close()
             log.close()
             self.checkpoints.close()
+            if self.writer and self.config.model.num_experts:
+                draw_load_map(self.run_dir)
 
     def _run(self, log: logs.MetricsLog) -> int:
         run, meter = self.config.run, Meter(self)

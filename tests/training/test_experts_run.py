@@ -1,6 +1,7 @@
 """A run with experts: what it logs, and what it costs."""
 
 import json
+import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
 import jax
@@ -13,8 +14,9 @@ from megajax.config.checks import check_mesh
 from megajax.model import Transformer, parameters
 from megajax.plan import active_parameter_count, estimate_memory, flops_per_token, parameter_count
 from megajax.sharding import place_all
+from megajax.training.load_map import MOST_COLUMNS, NAME, draw_load_map, load_map
 from megajax.training.logs import expert_load
-from megajax.training.loop import Trainer
+from megajax.training.loop import STOPPED, Trainer
 
 ROOT = Path(__file__).parents[2]
 
@@ -23,6 +25,10 @@ def test_load_is_the_largest_count_over_the_mean_and_the_fraction_without_a_toke
     values = expert_load(np.array([[2, 2, 2, 2], [8, 0, 0, 0]]))
     assert values["expert_load"] == [1.0, 4.0] and values["idle_experts"] == [0.0, 0.75]
     assert values["expert_load_max"] == 4.0 and values["idle_experts_max"] == 0.75
+    assert not any(name.startswith("dropped") for name in values)
+    values = expert_load(np.array([[2, 2, 2, 2], [8, 0, 0, 0]]), np.array([0, 4]))
+    assert values["dropped_tokens"] == [0.0, 0.5]
+    assert values["dropped_tokens_max"] == 0.5 and values["dropped_tokens_mean"] == 0.25
 
 
 @pytest.mark.smoke
@@ -47,21 +53,31 @@ def test_experts_are_stored_over_their_axis_and_not_gathered_over_it():
     assert memory.weights == pytest.approx(2 * (experts / 4 + others), rel=1e-3)
 
 
-def test_a_run_logs_the_routers_losses_and_loads(tmp_path, capsys):
+def test_a_run_logs_and_draws_its_routers_losses_and_loads_also_after_a_stop(tmp_path, capsys):
     config = load_config(
         ROOT / "configs/quickstart.yaml",
         [
             f"run={{dir: {tmp_path}/run, steps: 2, log_interval: 1, eval_steps: 1, eval_interval: 0}}",
             "model={num_layers: 2, hidden_size: 16, num_heads: 2, num_kv_heads: 2, ffn_hidden_size: 16}",
             "model.num_experts=4",
-            "model.router={global_loss: 0.01, z_loss: 0.001, expert_bias: true}",
+            "model.router={global_loss: 0.01, z_loss: 0.001, expert_bias: true, capacity_factor: 0.75}",
             "data={kind: synthetic, train: null, valid: null, split: null, tokenizer: null}",
             "batch={global_size: 4, sequence_length: 16}",
             "mesh={expert: 2}",
         ],
     )
-    assert Trainer(config, jax.devices()[:2]).run() == 0
-    lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+
+    def run(stop: bool) -> tuple[int, list[dict]]:
+        trainer = Trainer(config, jax.devices()[:2])
+        if stop:
+            trainer._stop._ask()
+        status = trainer.run()
+        return status, [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+
+    status, lines = run(stop=True)
+    assert status == STOPPED and drawn(tmp_path / "run") == loads(lines) and len(lines) == 1
+    status, lines = run(stop=False)
+    assert status == 0 and drawn(tmp_path / "run") == loads(lines)
     logged = [line for line in lines if "loss" in line]
     assert len(logged) == 2 and any("eval_loss" in line for line in lines)
     for line in logged:
@@ -69,4 +85,37 @@ def test_a_run_logs_the_routers_losses_and_loads(tmp_path, capsys):
         assert 0 < line["router_entropy"] <= np.log(4) + 1e-6
         assert len(line["expert_load"]) == len(line["idle_experts"]) == 2
         assert 1 <= line["expert_load_max"] <= 2
-    assert "2 of 4 experts a token" in capsys.readouterr().out
+        assert 0.25 <= line["dropped_tokens_mean"] <= line["dropped_tokens_max"] < 1
+        assert len(line["dropped_tokens"]) == 2
+    assert "2 of 4 experts a token, none more than 0.75 times its share" in capsys.readouterr().out
+
+
+def drawn(run_dir: Path) -> list[str]:
+    """What the cells of the run's heat map say."""
+    picture = ElementTree.parse(run_dir / NAME)
+    return [cell[0].text or "" for cell in picture.iter("{http://www.w3.org/2000/svg}rect") if cell.get("class")]
+
+
+def loads(lines: list[dict]) -> list[str]:
+    """The same of what it logged."""
+    cells = [(line["step"], *cell) for line in lines for cell in enumerate(line.get("expert_load", ()))]
+    return [f"layer {layer}, step {step}: {load:.4g}" for step, layer, load in cells]
+
+
+def test_a_long_run_is_drawn_in_as_many_columns_as_fit():
+    steps, layers = np.arange(10, 10 * 3 * MOST_COLUMNS + 1, 10), 94
+    values = np.ones((len(steps), layers))
+    values[:, 3] = 2 + np.arange(len(steps)) % 3
+    picture = ElementTree.fromstring(load_map(steps.tolist(), values))
+    cells = [cell for cell in picture.iter("{http://www.w3.org/2000/svg}rect") if cell.get("class")]
+    assert len(cells) == MOST_COLUMNS * layers
+    assert [cell[0].text for cell in cells[2:4]] == ["layer 2, steps 10 to 30: 1", "layer 3, steps 10 to 30: 3"]
+    assert float(picture.get("height", 0)) > float(cells[93].get("y", 0)) > float(cells[92].get("y", 0))
+    assert cells[2].get("fill") == cells[4].get("fill") != cells[3].get("fill")
+
+
+def test_a_run_whose_picture_cannot_be_drawn_is_a_run_all_the_same(tmp_path, capsys):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "expert_load": [1.0]}\n{"step": 2, "exp')
+    draw_load_map(tmp_path)
+    assert "megajax: warning: the heat map of expert load was not drawn: " in capsys.readouterr().out
+    assert not list(tmp_path.glob("*svg*"))

@@ -1,0 +1,92 @@
+"""How evenly a run's experts were loaded, as a picture: a heat map over layers and logged steps."""
+
+import json
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+import numpy as np
+
+from megajax.svg import empty_picture, hexadecimal, rectangle, text, text_width, written
+from megajax.training.logs import say
+
+NAME = "expert_load.svg"
+MOST_COLUMNS = 120  # longer runs: several steps a column
+LEFT, TOP, BELOW, RIGHT, NARROWEST_PICTURE = 72, 92, 36, 24, 560  # pixels
+PLOT, CELL_WIDTHS, CELL_HEIGHTS = (960, 600), (8, 32), (8, 20)
+SHARES, SHADES = (0, 0.5, 1), ((237, 244, 250), (96, 162, 204), (8, 48, 107))  # from light to dark
+TITLE = "Expert load by layer and step"
+NOTE = "the largest count of an expert over the mean; 1: balanced"
+
+
+def draw_load_map(run_dir: Path) -> None:
+    """Write `expert_load.svg` from the loads in the run's metrics.jsonl, if there are any; only warns if that fails."""
+    temporary = run_dir / f"{NAME}.tmp"
+    try:
+        steps, loads = read_loads(run_dir / "metrics.jsonl")
+        if steps:
+            temporary.write_text(load_map(steps, loads))
+            temporary.replace(run_dir / NAME)
+    except Exception as error:  # whatever it is: a picture is no reason for a run to fail
+        say(f"megajax: warning: the heat map of expert load was not drawn: {error!r}")
+
+
+def read_loads(path: Path) -> tuple[list[int], np.ndarray]:
+    """(the steps with a logged `expert_load`, the loads `[steps, L]`)."""
+    entries = [entry for entry in map(json.loads, path.read_text().splitlines()) if "expert_load" in entry]
+    return [entry["step"] for entry in entries], np.array([entry["expert_load"] for entry in entries])
+
+
+def load_map(steps: list[int], loads: np.ndarray) -> str:
+    """`loads [steps, L]` → SVG: a row a layer, the first on top, a column a step, or the mean of several.
+
+    Light is 1, a balanced layer; dark the largest of all, or 2 if that is more: small differences stay pale.
+    """
+    layers, parts = loads.shape[1], np.array_split(np.arange(len(steps)), min(len(steps), MOST_COLUMNS))
+    cell_width, cell_height = (
+        float(np.clip(space / count, *limits))
+        for space, count, limits in zip(PLOT, (len(parts), layers), (CELL_WIDTHS, CELL_HEIGHTS), strict=True)
+    )
+    bottom, darkest = TOP + layers * cell_height, max(2.0, float(loads.max()))
+    picture = empty_picture(max(LEFT + len(parts) * cell_width + RIGHT, NARROWEST_PICTURE), bottom + BELOW)
+    _draw_heading(picture, darkest)
+    for column, part in enumerate(parts):
+        x, first, last = LEFT + column * cell_width, steps[part[0]], steps[part[-1]]
+        name = f"step {first}" if first == last else f"steps {first} to {last}"
+        for layer, load in enumerate(loads[part].mean(axis=0)):
+            color = hexadecimal(_shade((load - 1) / (darkest - 1)))
+            y = TOP + layer * cell_height
+            cell = rectangle(picture, x, y, cell_width, cell_height, fill=color, class_="load")
+            ElementTree.SubElement(cell, "title").text = f"layer {layer}, {name}: {load:.4g}"
+    _draw_names(picture, [steps[part[0]] for part in parts], layers, cell_width, cell_height, bottom)
+    return written(picture)
+
+
+def _draw_heading(picture: ElementTree.Element, darkest: float) -> None:
+    text(picture, LEFT, 24, TITLE, font_size="16", font_weight="600")
+    text(picture, LEFT, 44, NOTE)
+    x = LEFT + text(picture, LEFT, 70, "1") + 6
+    for share in np.linspace(0, 1, 9):
+        rectangle(picture, x, 59, 14, 14, fill=hexadecimal(_shade(share)))
+        x += 14
+    text(picture, x + 6, 70, f"{darkest:.3g}")
+
+
+def _draw_names(
+    picture: ElementTree.Element, steps: list[int], layers: int, width: float, height: float, bottom: float
+) -> None:
+    """Numbers of layers and steps, as many as there is room for."""
+    every = int(np.ceil(14 / height))
+    for layer in range(0, layers, every):
+        text(picture, LEFT - 8, TOP + (layer + 0.5) * height + 4, f"layer {layer}", text_anchor="end")
+    text(picture, LEFT - 8, bottom + 18, "step", text_anchor="end")
+    free = 0.0
+    for column, step in enumerate(steps):
+        x, half = LEFT + (column + 0.5) * width, text_width(str(step)) / 2
+        if x - half >= free:
+            text(picture, x, bottom + 18, str(step), text_anchor="middle")
+            free = x + half + 8
+
+
+def _shade(share: float) -> tuple[int, ...]:
+    """Red, green and blue, the darker the larger `share` of 1 is."""
+    return tuple(round(float(np.interp(share, SHARES, channel))) for channel in zip(*SHADES, strict=True))
