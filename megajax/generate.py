@@ -32,7 +32,10 @@ def generate(config: Config, prompt: str, num_tokens: int, temperature: float, s
             "that bias: it cannot be made from this run yet."
         )
     tokenizer = load_tokenizer(config.data.tokenizer)
-    model, device = Transformer(config.model), SingleDeviceSharding(jax.devices()[0])
+    # Without a capacity: what the text is padded with would take places.
+    router = config.model.router.model_copy(update={"capacity_factor": None})
+    model = Transformer(config.model.model_copy(update={"router": router}))
+    device = SingleDeviceSharding(jax.devices()[0])
     abstract = {n: jax.ShapeDtypeStruct(p.shape, p.dtype, sharding=device) for n, p in parameters(model).items()}
     params = restore_parameters(config.run.dir, abstract, config.model, "RUN_DIR")
     length = config.batch.sequence_length
