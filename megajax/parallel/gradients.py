@@ -41,7 +41,7 @@ def gradient_function(local: LocalModel, mesh: Mesh) -> Callable:
         scaling = local.layers.scaling
         scales = scaling.scales(local.layers.of_stage(history), weight_amax, loss_scale)
         layers = local.layers.gather_once(params, scales, state)
-        tokens = local.valid_tokens(batch)
+        tokens, (batch, imbalance) = local.valid_tokens(batch), local.add_places(batch)
         scale, balance_scale = loss_scale / tokens, local.balance_scale(loss_scale)
         key = local.random_key(step)
 
@@ -68,9 +68,9 @@ def gradient_function(local: LocalModel, mesh: Mesh) -> Callable:
         gradients = {n: local.exchange.reduce_once(n, g) for n, g in end_gradients.items()}
         gradients |= local.layers.collect(layer_gradients, only_microbatch)
         gradients = {name: gradients[name] / loss_scale for name in params}
+        if imbalance is not None:  # a mean over the devices, by the way of the sums
+            sums["attention_imbalance"] = imbalance * tokens / mesh.size
         sums = {name: total / tokens for name, total in sum_over_all(sums, local.sizes).items()} | {"tokens": tokens}
-        if "order" in batch:
-            sums["attention_imbalance"] = local.attention_imbalance(batch)
         norm = global_norm(gradients, local.placements, local.sizes)
         if history:
             newest = local.layers.of_all_layers((weight_amax, local.layers.collect_amax(amax)))
@@ -104,7 +104,7 @@ def loss_function(local: LocalModel, mesh: Mesh) -> Callable:
     def compute(params: Params, history: History, batch: Batch, state: Params):
         scales = local.layers.scaling.scales(local.layers.of_stage(history), local.layers.weight_amax(params))
         ends, layers = local.gather_ends(params), local.layers.gather_once(params, scales, state)
-        tokens = local.valid_tokens(batch)
+        tokens, (batch, _) = local.valid_tokens(batch), local.add_places(batch)
         if pipeline is not None:
             return sum_over_all(pipeline.loss(ends, layers, batch), local.sizes), tokens
 

@@ -14,14 +14,13 @@ from megajax import ops
 from megajax.config import Config
 from megajax.config.sentences import said
 from megajax.mesh import BATCH_AXES, mesh_sizes
-from megajax.model.comm import Place
 from megajax.model.transformer import BlockInputs, Transformer, block_kind, layer_windows
 from megajax.ops import fp8
 from megajax.parallel.comm import MeshComm
 from megajax.parallel.fused import FusedWeights
 from megajax.parallel.head import LossHead
 from megajax.parallel.layers import LayerStack
-from megajax.parallel.token_order import find_place, visible_keys
+from megajax.parallel.token_order import add_places, place_of
 from megajax.parallel.weights import WeightExchange, row_major, sum_over_all
 from megajax.sharding import Placement, stored_layers
 
@@ -139,11 +138,11 @@ class LocalModel:
     def inputs(
         self, batch: Batch, microbatch: jax.Array | int, key: jax.Array | None, balance_scale: jax.Array | None = None
     ) -> BlockInputs:
-        """What the blocks read of one microbatch, `[B, S]` each; `key` and `balance_scale` in training only."""
+        """What the blocks read of one microbatch of `add_places`; `key` and `balance_scale` in training only."""
         B, S = batch["tokens"].shape
         shards = math.prod(self.sizes[axis] for axis in BATCH_AXES)
         sequences = (microbatch * B * shards + self.comm.sequence_ids(B)).astype(jnp.uint32)
-        place = self.place(batch)
+        place = place_of(batch, self.sizes["context"])
         token_ids = (sequences[:, None] * (S * self.sizes["context"]) + place.index.astype(jnp.uint32)).reshape(-1)
         model = self.config.model
         return BlockInputs(
@@ -155,24 +154,15 @@ class LocalModel:
             balance_scale=balance_scale,
         )
 
-    def place(self, batch: Batch) -> Place:
-        """Where the tokens of one microbatch stand."""
-        segment_ids = batch.get("segment_ids")
-        if (segment_ids is not None) != self.config.data.reset_attention:
-            problem = "has no" if segment_ids is None else "has"
+    def add_places(self, batch: Batch) -> tuple[dict[str, jax.Array], jax.Array | None]:
+        """`token_order.add_places` of this device's fields `[M, B, S]`."""
+        if ("segment_ids" in batch) != self.config.data.reset_attention:
+            problem = "has" if "segment_ids" in batch else "has no"
             raise ValueError(
                 f"the batch {problem} segment_ids and {said(self.config, 'data.reset_attention')}: "
                 "give them with data.reset_attention=true, and only then."
             )
-        return find_place(batch.get("order"), segment_ids, batch["tokens"].shape, self.sizes["context"])
-
-    def attention_imbalance(self, batch: Batch) -> jax.Array:
-        """Keys seen by the queries of the device of `context` with most of them, of those of the mean, `[M, B, S]`.
-
-        1 if the work is divided evenly; of all microbatches, the mean over the devices that hold other sequences.
-        """
-        seen = lax.map(lambda fields: visible_keys(self.place(fields)), dict(batch))
-        return lax.pmean(lax.pmax(seen, "context").sum() / lax.pmean(seen, "context").sum(), BATCH_AXES)
+        return add_places(batch, self.sizes["context"])
 
     def balance_scale(self, loss_scale: jax.Array) -> jax.Array | None:
         """The factor of the routers' losses of one microbatch in what is differentiated: their mean counts."""

@@ -6,6 +6,8 @@ Packed documents are shorter, so that the work of a chunk depends on where they 
 finer chunks, by their work.
 """
 
+from collections.abc import Mapping
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -63,23 +65,44 @@ def own_index(length: int, context: int) -> jax.Array:
     return (first[:, None] + within).reshape(-1)
 
 
-def find_place(index: jax.Array | None, segment_ids: jax.Array | None, shape: tuple[int, ...], context: int) -> Place:
-    """Where this device's tokens `[B, S / context]` stand; with an `index` they are dealt out, without in zig-zag."""
-    own = jnp.broadcast_to(own_index(shape[1], context), shape) if index is None else index
-    chunks = starts = None
+def add_places(batch: Mapping[str, jax.Array], context: int) -> tuple[dict[str, jax.Array], jax.Array | None]:
+    """(the batch with what `place_of` reads, how unevenly the work is divided: see `imbalance`), fields `[M, B, S]`.
+
+    Once a step, before the layers: no collective that needs no other must run beside theirs, for CPUs start them in any
+    order. The second is None where tokens are not dealt out.
+    """
+    fields = dict(batch)
+    if "segment_ids" not in batch:
+        return fields, None
+    M, B, length = batch["segment_ids"].shape
+    segments = fields.pop("segment_ids").reshape(M * B, length)
     if context == 1:
-        starts = None if segment_ids is None else ops.document_starts(segment_ids)
-    elif segment_ids is not None:
-        B, C = shape[0], context
-        indices, segments = (
-            lax.all_gather(a, "context", axis=1, tiled=True) for a in (own, segment_ids)
-        )  # [B, S] as stored
-        rows = jnp.arange(B)[:, None]
-        starts = ops.document_starts(jnp.zeros_like(segments).at[rows, indices].set(segments, unique_indices=True))
-        starts = starts[rows, own]
-        if index is not None:
-            chunks = indices.reshape(B, C, _chunks_of_device(shape[1]), -1)[..., 0].swapaxes(0, 1)
-    return Place(own, starts, chunks)
+        return fields | {"document_starts": ops.document_starts(segments).reshape(M, B, length)}, None
+    order = batch.get("order")
+    own = jnp.broadcast_to(own_index(length, context), segments.shape) if order is None else order.reshape(M * B, -1)
+    both = lax.all_gather(jnp.stack([own, segments]), "context", axis=2, tiled=True)
+    indices, segments = both  # [M·B, S] as stored
+    rows = jnp.arange(M * B)[:, None]
+    starts = ops.document_starts(jnp.zeros_like(segments).at[rows, indices].set(segments, unique_indices=True))
+    fields["document_starts"] = starts[rows, own].reshape(M, B, length)
+    if order is None:
+        return fields, None
+    chunks = indices.reshape(M, B, context, _chunks_of_device(length), -1)[..., 0]
+    fields["chunks"] = chunks.swapaxes(1, 2)  # [M, context, B, chunks]
+    seen = (indices - starts[rows, indices] + 1).astype(jnp.float32)
+    return fields, imbalance(seen.reshape(M, B, context, length).sum(axis=(1, 3)))
+
+
+def imbalance(work: jax.Array) -> jax.Array:
+    """Of work `[M, devices]`: that of the device with the most in each microbatch, in units of the mean device's."""
+    return work.max(axis=1).sum() / work.mean(axis=1).sum()
+
+
+def place_of(fields: Mapping[str, jax.Array], context: int) -> Place:
+    """Where the tokens of one microbatch stand, from fields of `add_places`, `[B, S / context]`."""
+    shape, index = fields["tokens"].shape, fields.get("order")
+    own = jnp.broadcast_to(own_index(shape[1], context), shape) if index is None else index
+    return Place(own, fields.get("document_starts"), fields.get("chunks"))
 
 
 def sequence_ranges(place: Place, window: int | None) -> Ranges:
@@ -104,12 +127,6 @@ def key_ranges(place: Place, window: int | None, rank: jax.Array, context: int) 
 
     first, end = sequence_ranges(place, window)
     return held_before(first), held_before(end)
-
-
-def visible_keys(place: Place) -> jax.Array:
-    """How many keys this device's queries see in all, windows left aside; FP32."""
-    first, end = sequence_ranges(place, None)
-    return (end - first).astype(jnp.float32).sum()
 
 
 def _chunks_of_device(length: int) -> int:

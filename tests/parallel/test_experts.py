@@ -34,7 +34,7 @@ CASES = [
         2,
         {"remat": {"policy": "save_matmuls"}, "kernels": {"dispatch": "all_to_all"}},
     ),
-    ("mixtral", {"expert": 2, "pipeline": 2}, 2, {"pipeline": {"schedule": "zero_bubble", "rounds": 2}}),
+    ("mixtral", {"expert": 2, "pipeline": 2}, 2, {"pipeline": {"schedule": "zero_bubble"}}),
     (
         "deepseek",
         {"expert": 4},
