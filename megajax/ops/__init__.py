@@ -1,7 +1,7 @@
 """Functions on arrays with plain arguments: no config, no collectives, no modules."""
 
 from megajax.ops import router
-from megajax.ops.attention import Implementation, attention, choose_attention, document_starts
+from megajax.ops.attention import Implementation, attention, causal_ranges, choose_attention, document_starts
 from megajax.ops.cross_entropy import LossImplementation, chunk_loss_and_grad, cross_entropy_reference
 from megajax.ops.dropout import dropout
 from megajax.ops.experts import ExpertKernels, apply_experts
@@ -20,6 +20,7 @@ __all__ = [
     "apply_experts",
     "apply_rope",
     "attention",
+    "causal_ranges",
     "choose_attention",
     "choose_grouped_matmul",
     "chunk_loss_and_grad",

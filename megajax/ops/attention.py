@@ -64,16 +64,18 @@ def attention(
     if implementation == "pallas":
         if not causal:
             raise ValueError('implementation="pallas" is causal: use "cudnn" or "reference".')
-        first, end = _causal_ranges(q_bsnh.shape[:2], window, document_starts)
-        return _pallas(scale, softcap, q_bsnh, k_bskh, v_bskh, first, end)
+        index = jnp.broadcast_to(jnp.arange(q_bsnh.shape[1], dtype=jnp.int32), q_bsnh.shape[:2])
+        ranges = causal_ranges(index, document_starts, window)
+        return _pallas(scale, softcap, q_bsnh, k_bskh, v_bskh, *ranges)
     return _reference(q_bsnh, k_bskh, v_bskh, causal, window, document_starts, softcap, scale)
 
 
-def _causal_ranges(shape: tuple[int, ...], window: int | None, document_starts: jax.Array | None):
-    """The first key that each query sees, and the one after its last, `[B, S]` each."""
-    index = jnp.broadcast_to(jnp.arange(shape[1], dtype=jnp.int32), shape)
-    first = jnp.zeros_like(index) if document_starts is None else document_starts
-    return (first if window is None else jnp.maximum(first, index - window + 1)), index + 1
+def causal_ranges(
+    index_bs: jax.Array, document_starts: jax.Array | None, window: int | None
+) -> tuple[jax.Array, jax.Array]:
+    """Of the keys of a whole sequence the first that queries at `index` see, and the one after the last; `[B, S]`."""
+    first = jnp.zeros_like(index_bs) if document_starts is None else document_starts
+    return (first if window is None else jnp.maximum(first, index_bs - window + 1)), index_bs + 1
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))

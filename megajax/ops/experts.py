@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from megajax.ops import router
 from megajax.ops.grouped_matmul import GroupedImplementation, rows_times_weights, weight_gradient
 from megajax.ops.mlp import ElementwiseImplementation, activate_weighted, activate_weighted_and_gradient
 from megajax.ops.numerics import wide
@@ -35,8 +36,8 @@ def sort_by_expert(experts: jax.Array, num_experts: int) -> Permutation:
     # Expert and assignment in one number: a sort of single numbers is the one that is fast on GPUs.
     order = (jnp.sort(flat.astype(jnp.uint32) * count + numbers) % count).astype(jnp.int32)
     inverse = jnp.zeros(count, jnp.int32).at[order].set(numbers.astype(jnp.int32), unique_indices=True)
-    group_sizes = (flat[:, None] == jnp.arange(num_experts)).sum(axis=0, dtype=jnp.int32)
-    return Permutation(order[: experts.shape[0] * min(experts.shape[1], num_experts)], inverse, group_sizes)
+    held = order[: experts.shape[0] * min(experts.shape[1], num_experts)]
+    return Permutation(held, inverse, router.count(experts, num_experts))
 
 
 def apply_experts(

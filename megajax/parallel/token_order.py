@@ -107,10 +107,7 @@ def place_of(fields: Mapping[str, jax.Array], context: int) -> Place:
 
 def sequence_ranges(place: Place, window: int | None) -> Ranges:
     """The keys that this device's queries see, of those of the whole sequence in its order."""
-    first = jnp.zeros_like(place.index) if place.document_starts is None else place.document_starts
-    if window is not None:
-        first = jnp.maximum(first, place.index - window + 1)
-    return first, place.index + 1
+    return ops.causal_ranges(place.index, place.document_starts, window)
 
 
 def key_ranges(place: Place, window: int | None, rank: jax.Array, context: int) -> Ranges:
