@@ -32,8 +32,8 @@ LOGICAL_TO_MESH: dict[str, str | tuple[str, ...] | None] = {
     "heads": "tensor",
     "kv_heads": "tensor",  # replicated where there are fewer KV heads than devices on `tensor`
     "mlp": "tensor",
-    "experts": "expert",
-    "expert_mlp": "tensor",
+    "experts": "expert",  # by default: `mesh.experts_over`
+    "expert_mlp": "tensor",  # whole if the experts themselves lie over `tensor`
     "router": None,  # the router's E dimension: every device scores all experts, in FP32
     "embed": STORAGE_AXES,  # the D dimension of matrices: only how they are stored (END_AXES outside the blocks)
     "head": None,
@@ -89,21 +89,28 @@ def stored_layers(config: Config, stages: int) -> np.ndarray:
 
 
 def place(
-    shape: tuple[int, ...], axes: tuple[str, ...], sizes: Mapping[str, int], layers: tuple[int, ...] | None = None
+    shape: tuple[int, ...],
+    axes: tuple[str, ...],
+    sizes: Mapping[str, int],
+    layers: tuple[int, ...] | None = None,
+    experts_over: tuple[str, ...] = ("expert",),
 ) -> Placement:
     """The placement of a weight whose dimensions carry the logical names `axes`, on a mesh of `sizes`.
 
-    `layers` are those of the stored rows, by default in their order. A stored dimension that does not divide is padded:
-    storage alone never refuses a mesh.
+    `layers` are those of the stored rows, by default in their order; the mesh axes `experts_over` carry experts. A
+    stored dimension that does not divide is padded: storage alone never refuses a mesh.
     """
     spec, stored, kv_groups = [], list(shape), 1
     in_block = axes[0] == "layers"
     storage = STORAGE_AXES if in_block else END_AXES
-    if "experts" in axes:  # each is whole where it lies
-        storage = tuple(axis for axis in storage if axis != "expert")
+    table: dict[str, str | tuple[str, ...] | None] = LOGICAL_TO_MESH | {"embed": storage}
+    if "experts" in axes:  # what does not tell experts apart stores them
+        table["embed"] = storage = tuple(axis for axis in storage if axis not in experts_over)
+        table["experts"] = experts_over
+        table["expert_mlp"] = None if "tensor" in experts_over else "tensor"
     layers = (layers or tuple(range(shape[0]))) if in_block else None
     for dim, (size, axis) in enumerate(zip(shape, axes, strict=True)):
-        entry = storage if axis == "embed" else LOGICAL_TO_MESH[axis]
+        entry = table[axis]
         if axis == "kv_heads" and sizes["tensor"] > size:
             assert sizes["tensor"] % size == 0
             entry, kv_groups = None, sizes["tensor"] // size
@@ -113,18 +120,21 @@ def place(
         elif axis == "layers":
             assert layers is not None and len(layers) % sizes["pipeline"] == 0, (layers, sizes)
             stored[dim] = len(layers)
-        elif isinstance(entry, str):
-            assert size % sizes[entry] == 0, (axis, size, entry, sizes[entry])
+        else:
+            assert size % math.prod(sizes[name] for name in _axes(entry or ())) == 0, (axis, size, entry, sizes)
         spec.append(entry)
     storage_dim = axes.index("embed") if "embed" in axes else None
     return Placement(shape, axes, P(*spec), tuple(stored), storage_dim, kv_groups, layers)
 
 
 def place_all(
-    parameters: Mapping[str, Any], sizes: Mapping[str, int], layers: tuple[int, ...] | None = None
+    parameters: Mapping[str, Any],
+    sizes: Mapping[str, int],
+    layers: tuple[int, ...] | None = None,
+    experts_over: tuple[str, ...] = ("expert",),
 ) -> dict[str, Placement]:
     """Placements by name of declared parameters (`model.parameters`)."""
-    return {name: place(tuple(p.shape), p.axes, sizes, layers) for name, p in parameters.items()}
+    return {name: place(tuple(p.shape), p.axes, sizes, layers, experts_over) for name, p in parameters.items()}
 
 
 def shardings(placements: Mapping[str, Placement], mesh: Mesh) -> dict[str, NamedSharding]:

@@ -271,12 +271,12 @@ def mesh_name(mesh: Mapping[str, int]) -> str:
     return " × ".join(f"{axis} {size}" for axis, size in mesh.items() if size > 1) or "one device"
 
 
-def parse_meshes(text: str) -> list[dict[str, int]]:
-    """`data=2,tensor=4;fsdp=8` → sizes, one mesh between semicolons."""
+def parse_meshes(text: str) -> list[dict[str, Any]]:
+    """`data=2,tensor=4;expert=2,fsdp=4,experts_over=expert+fsdp` → settings, one mesh between semicolons."""
     meshes = []
     for part in text.split(";"):
         pairs = (pair.split("=") for pair in part.split(",") if pair.strip())
-        meshes.append({axis.strip(): int(size) for axis, size in pairs})
+        meshes.append({key.strip(): int(v) if v.isdigit() else v.split("+") for key, v in pairs})
     return meshes
 
 
@@ -293,24 +293,31 @@ def context_meshes() -> list[dict[str, int]]:
     return [*meshes, {"context": 2, "fsdp": 2, "tensor": 2}, {"context": 8}]
 
 
-def expert_meshes() -> list[dict[str, int]]:
-    """2, 4 or 8 devices on `expert` alone, 2 or 4 and the rest of eight on each other axis, and all others alone."""
+def expert_meshes() -> list[dict[str, Any]]:
+    """2, 4 or 8 devices on `expert` alone, 2 or 4 and the rest of eight on each other axis, and all others alone.
+
+    And experts over several axes, or over others.
+    """
     others = ("data", "fsdp", "context", "tensor", "pipeline")
     meshes = [{"expert": size} for size in (2, 4, 8)]
     meshes += [{"expert": 2, axis: 4} for axis in others[:-1]] + [{"expert": 4, axis: 2} for axis in others]
-    return [*meshes, {"expert": 2, "pipeline": 2, "fsdp": 2}, *({axis: 2} for axis in others)]
+    meshes += [{"expert": 2, "pipeline": 2, "fsdp": 2}, *({axis: 2} for axis in others)]
+    folded = [{"expert": 2, "context": 2, "tensor": 2}, {"context": 2, "tensor": 4}, {"fsdp": 4, "tensor": 2}]
+    folded += [{"pipeline": 2, "expert": 2, "tensor": 2}, {"data": 2, "fsdp": 2, "context": 2}]
+    return [*meshes, *({**mesh, "experts_over": [axis for axis in mesh if axis != "pipeline"]} for mesh in folded)]
 
 
 def table_row(table: str, config: Config, optimizer: str, model: str, difference: Difference) -> str:
     name, worst = difference.worst
+    sizes, folded = {axis: getattr(config.mesh, axis) for axis in AXES}, config.mesh.experts_over
     settings = {
         "model": model,
         "optimizer": optimizer,
-        "mesh": mesh_name({axis: getattr(config.mesh, axis) for axis in AXES}),
+        "mesh": mesh_name(sizes) + (f", experts over {', '.join(folded)}" if folded != ("expert",) else ""),
         "schedule": config.pipeline.schedule,
         "R": config.pipeline.rounds,
         "context": config.kernels.context,
-        "dispatch": config.dispatch(config.mesh.expert) if config.mesh.expert > 1 else "",
+        "dispatch": config.dispatch(sizes) if config.expert_shards(sizes) > 1 else "",
         "documents": "packed" if config.data.reset_attention else "",
         "M": config.batch.num_microbatches,
     }
@@ -424,7 +431,7 @@ def expert_configs(args: argparse.Namespace) -> Iterator[tuple[str, str, Config]
     for model in args.model or EXPERT_MODELS:
         for i, mesh in enumerate(meshes):
             strategies = ("all_gather", "all_to_all")
-            if mesh.get("expert", 1) == 1:
+            if mesh.get("expert", 1) == 1 and "experts_over" not in mesh:
                 strategies = ("auto",)
             elif model != "mixtral":  # they take turns, or the table would be twice as long
                 strategies = strategies[i % 2 :][:1]

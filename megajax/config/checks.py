@@ -338,7 +338,7 @@ def _warn_without_effect(config: Config) -> None:
         (config.optimizer.kind == "lion", "optimizer.kind", ("optimizer.epsilon",)),
         (config.remat.policy == "none", "remat.policy", ("remat.layers",)),
         (config.mesh.pipeline == 1, "mesh.pipeline", tuple(f"pipeline.{name}" for name in type(pipeline).model_fields)),
-        (config.mesh.expert == 1, "mesh.expert", ("kernels.dispatch",)),
+        (_experts_stay(config), "mesh.expert", ("kernels.dispatch",)),
         (model.num_experts is None, "model.num_experts", ("kernels.grouped_matmul",)),
         (config.mesh.context == 1, "mesh.context", ("kernels.context",)),
         (indexed and data.valid is None and data.split is None, "data.valid", ("run.eval_interval",)),
@@ -371,6 +371,11 @@ def _warn_without_effect(config: Config) -> None:
         for key in keys if applies else ():
             if config.where(key) != "default" and value(config, key) != _default(config, key):
                 warn(config, f"{said(config, key)} has no effect with {said(config, reason)}", "remove it", key)
+
+
+def _experts_stay(config: Config) -> bool:
+    """Whether every device has all experts."""
+    return all(getattr(config.mesh, axis) == 1 for axis in config.mesh.experts_over)
 
 
 def _warn_about_kept_checkpoints(config: Config) -> None:

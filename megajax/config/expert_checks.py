@@ -9,6 +9,7 @@ EXPERT_KEYS = (
     "model.expert_ffn_hidden_size",
     "model.shared_expert_ffn_hidden_size",
     "model.shared_expert_gate",
+    "mesh.experts_over",
     *(f"model.router.{name}" for name in RouterConfig.model_fields),
 )
 
@@ -30,17 +31,24 @@ def check_experts(config: Config) -> None:
 
 def check_experts_on_mesh(config: Config, sizes: dict[str, int]) -> None:
     """Refuse a mesh that the experts do not fit."""
-    model, name = config.model, said_axis(config, sizes, "expert")
+    model, name, axes = config.model, said_axis(config, sizes, "expert"), config.mesh.experts_over
     if model.num_experts is None:
         if sizes["expert"] > 1:
             cure = "set model.num_experts, or use mesh.data or mesh.fsdp for the batch"
             refuse(config, f"{name} needs a model with experts", cure, "mesh.expert")
         return
-    if model.num_experts % sizes["expert"]:
-        problem = f"{name} does not divide {said(config, 'model.num_experts')}"
-        refuse(config, problem, f"use {listed(divisors(model.num_experts))}", "mesh.expert", "model.num_experts")
+    if sizes["expert"] > 1 and "expert" not in axes:
+        key = "mesh.experts_over"
+        problem = f"{name} carries no experts with {said(config, key)}"
+        refuse(config, problem, f"add expert to {key}, or use mesh.data", "mesh.expert", key)
+    if model.num_experts % config.expert_shards(sizes):
+        larger = [axis for axis in axes if sizes[axis] > 1]
+        problem = " x ".join(said_axis(config, sizes, axis) for axis in larger)
+        problem += f" does not divide {said(config, 'model.num_experts')}"
+        keys = [f"mesh.{axis}" for axis in larger]
+        refuse(config, problem, f"use {listed(divisors(model.num_experts))}", *keys, "model.num_experts")
     for key, width in (
-        ("model.expert_ffn_hidden_size", model.expert_ffn_hidden_size),
+        ("model.expert_ffn_hidden_size", 0 if "tensor" in axes else model.expert_ffn_hidden_size),
         ("model.shared_expert_ffn_hidden_size", model.shared_expert_ffn_hidden_size),
     ):
         if (width or 0) % sizes["tensor"]:

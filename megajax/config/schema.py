@@ -3,7 +3,8 @@
 A `Config` is frozen, hashable and complete: what is left out is filled in when it is made.
 """
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal
 
 import yaml
@@ -41,6 +42,12 @@ def _axis_size(value: int) -> int:
     return value
 
 
+def _in_order(axes: tuple[str, ...]) -> tuple[str, ...]:
+    if len(set(axes)) < len(axes):
+        raise ValueError("names an axis twice: name each once")
+    return tuple(axis for axis in AXES if axis in axes)
+
+
 def _split_weights(value: str) -> str:
     try:
         weights = [float(part) for part in value.split(",")]
@@ -52,6 +59,8 @@ def _split_weights(value: str) -> str:
 
 
 AxisSize = Annotated[int, AfterValidator(_axis_size)]
+ExpertAxis = Literal["data", "fsdp", "expert", "context", "tensor"]
+ExpertAxes = Annotated[tuple[ExpertAxis, ...], Field(strict=False, min_length=1), AfterValidator(_in_order)]
 Split = Annotated[str, AfterValidator(_split_weights)]
 
 
@@ -227,6 +236,9 @@ class MeshConfig(Section):
     expert: AxisSize = Field(default=1, description="Experts; elsewhere one more batch axis.")
     context: AxisSize = Field(default=1, description="Sequence.")
     tensor: AxisSize = Field(default=1, description="Heads, MLP width, vocabulary.")
+    experts_over: ExpertAxes = Field(
+        default=("expert",), description="Axes that experts lie over; if not over tensor, their width does."
+    )
 
 
 class PipelineConfig(Section):
@@ -399,7 +411,7 @@ class KernelsConfig(Section):
     )
     dispatch: Literal["auto", "all_to_all", "all_gather"] = Field(
         default="auto",
-        description="How tokens meet their experts over mesh.expert; auto: all_gather up to 8 devices, or as many as a"
+        description="How tokens meet experts on other devices; auto: all_gather up to 8 devices, or as many as a"
         " token has experts.",
     )
     grouped_matmul: Literal["auto", "pallas", "reference"] = Field(
@@ -472,15 +484,20 @@ class Config(Section):
             else range(fp8.first_bf16_layers, self.model.num_layers - fp8.last_bf16_layers)
         )
 
-    def dispatch(self, expert: int) -> str:
-        """The strategy of `kernels.dispatch` over so many devices.
+    def expert_shards(self, sizes: Mapping[str, int]) -> int:
+        """The number of devices that the experts are divided among, on a mesh of `sizes`."""
+        return math.prod(sizes[axis] for axis in self.mesh.experts_over)
+
+    def dispatch(self, sizes: Mapping[str, int]) -> str:
+        """The strategy of `kernels.dispatch` on a mesh of `sizes`.
 
         An all-gather sends no more than an all-to-all while a token has as many experts as there are devices. On one
         host it was faster beyond that too: XLA's ragged all-to-all moves 18 GB/s between H200s.
         """
         if self.kernels.dispatch != "auto":
             return self.kernels.dispatch
-        return "all_gather" if expert <= max(8, self.model.experts_per_token) else "all_to_all"
+        shards = self.expert_shards(sizes)
+        return "all_gather" if shards <= max(8, self.model.experts_per_token) else "all_to_all"
 
     def where(self, key: str) -> str:
         """Where `key` ("section.name") was set: a file and line, an override, or "default"."""

@@ -38,6 +38,7 @@ class MeshComm(SingleDevice):
         elementwise: ops.ElementwiseImplementation = "reference",
         dispatch: str = "all_gather",
         ragged: bool = False,
+        experts_over: tuple[str, ...] = ("expert",),
         grouped: ops.GroupedImplementation = "reference",
     ):
         # The reference of grouped matmuls reads rows that the kernel of the activation leaves unwritten.
@@ -45,6 +46,8 @@ class MeshComm(SingleDevice):
         super().__init__(attention, ops.ExpertKernels(grouped, of_experts))
         self.fp8 = fp8.kernels(fp8_implementation)
         self.dispatch, self.ragged = dispatch, ragged  # how tokens meet experts, and whether by ragged all-to-all
+        self.experts_over = experts_over
+        self.expert_size = math.prod(sizes[axis] for axis in experts_over)
         self.elementwise: ops.ElementwiseImplementation = elementwise
         self.deterministic, self.attend_calls = deterministic, 0
         self.sizes, self.context_strategy = sizes, context_strategy
@@ -69,10 +72,12 @@ class MeshComm(SingleDevice):
         return linear.mlp(self, activation, x, w_up, w_down)
 
     def experts(self, activation, x, experts, weights, w_up, w_down) -> jax.Array:
-        x, experts, weights = (self.enter(a) for a in (x, experts, weights))
         strategy = super().experts
-        if self.sizes["expert"] > 1:
+        if self.expert_size > 1:
             strategy = partial(over_experts.gathered if self.dispatch == "all_gather" else over_experts.exchanged, self)
+        if "tensor" in self.experts_over:  # whole experts, so each device sends its own tokens
+            return strategy(activation, x, experts, weights, w_up, w_down)
+        x, experts, weights = (self.enter(a) for a in (x, experts, weights))
         return self.leave(strategy(activation, x, experts, weights, w_up, w_down))
 
     def hand_on(self, x: jax.Array) -> jax.Array:

@@ -1,4 +1,6 @@
-"""Experts over the `expert` axis: tokens travel to the devices that hold their experts, and back.
+"""Experts over several devices: tokens travel to the devices that hold their experts, and back.
+
+The devices are those of one or several mesh axes, `mesh.experts_over`; each group of them has all experts.
 
 - `all_gather`: every device gets all tokens of its group, computes the assignments to its own experts, and the sums are
   reduce-scattered. A device sends its T tokens to each of the n - 1 others.
@@ -20,27 +22,28 @@ from jax.ad_checkpoint import checkpoint_name
 from megajax.ops import experts as ops
 from megajax.parallel.weights import gather_tiles
 
-AXIS = "expert"
+Axes = tuple[str, ...]
 
 
 def gathered(comm: Any, activation: str, x, experts, weights, w_up, w_down) -> jax.Array:
     """`x [T, D]`, `experts` and `weights` `[T, k]` of the own tokens, the own experts' matrices → `[T, D]`."""
-    local = w_up.shape[0]
-    x, experts, weights = (gather_tiles(a, (AXIS,), 0) for a in (x, experts, weights))
-    own = experts - lax.axis_index(AXIS) * local
+    local, axes = w_up.shape[0], comm.experts_over
+    x, experts, weights = (gather_tiles(a, axes, 0) for a in (x, experts, weights))
+    own = experts - lax.axis_index(axes) * local
     own = jnp.where((own >= 0) & (own < local), own, local)  # `local`: an expert of another device
     y = ops.apply_experts(activation, x, own, weights, w_up, w_down, comm.expert_kernels)
-    return lax.psum_scatter(y, AXIS, scatter_dimension=0, tiled=True)
+    return lax.psum_scatter(y, axes, scatter_dimension=0, tiled=True)
 
 
 def exchanged(comm: Any, activation: str, x, experts, weights, w_up, w_down) -> jax.Array:
     """The same, by rows."""
-    (T, k), local, size = experts.shape, w_up.shape[0], comm.sizes[AXIS]
+    (T, k), local, axes, size = experts.shape, w_up.shape[0], comm.experts_over, comm.expert_size
     permutation = ops.sort_by_expert(experts, local * size)
-    routes = plan(permutation.group_sizes, size)
+    routes = plan(axes, permutation.group_sizes, size)
     permutation, routes = jax.tree.map(lambda a: checkpoint_name(a, "routing"), (permutation, routes))
-    there = partial(exchange, routes.there, routes.back, rows=size * T * min(k, local), ragged=comm.ragged)
-    back = partial(exchange, routes.back, routes.there, rows=T * k, ragged=comm.ragged)
+
+    def there(rows: jax.Array) -> jax.Array:
+        return exchange(axes, size * T * min(k, local), comm.ragged, routes.there, routes.back, rows)
 
     received = checkpoint_name(there(ops.dispatch(x, permutation, k)), "dispatched")
     own_weights: jax.Array = ops.permute(weights.reshape(-1), permutation)
@@ -48,7 +51,7 @@ def exchanged(comm: Any, activation: str, x, experts, weights, w_up, w_down) -> 
     y: jax.Array = ops.expert_mlp(
         activation, comm.expert_kernels, received, row_weights, w_up, w_down, routes.group_sizes
     )
-    return ops.combine(back(y), permutation, k)
+    return ops.combine(exchange(axes, T * k, comm.ragged, routes.back, routes.there, y), permutation, k)
 
 
 class Slices(NamedTuple):
@@ -68,10 +71,10 @@ class Routes(NamedTuple):
     group_sizes: jax.Array  # of the own experts: rows received
 
 
-def plan(counts: jax.Array, size: int) -> Routes:
+def plan(axes: Axes, counts: jax.Array, size: int) -> Routes:
     """The routes of `counts [E]` rows of this device for each expert, which lie evenly over `size` devices."""
-    counts = lax.all_gather(counts, AXIS)  # [senders, E]
-    rank, E = lax.axis_index(AXIS), counts.shape[1]
+    counts = lax.all_gather(counts, axes)  # [senders, E]
+    rank, E = lax.axis_index(axes), counts.shape[1]
     sent_from = jnp.cumsum(counts, axis=1) - counts
     by_receiver = counts.reshape(size, size, -1).transpose(1, 2, 0)  # [receivers, own experts, senders]
     flat = by_receiver.reshape(size, -1)
@@ -86,36 +89,32 @@ def plan(counts: jax.Array, size: int) -> Routes:
     return Routes(there, back, by_receiver[rank].sum(axis=1))
 
 
-def exchange(slices: Slices, reverse: Slices, x: jax.Array, rows: int, ragged: bool) -> jax.Array:
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def exchange(axes: Axes, rows: int, ragged: bool, slices: Slices, reverse: Slices, x: jax.Array) -> jax.Array:
     """Move slices of `x [R, D]` → `[rows, D]`, zeros where nothing arrives; `reverse` moves gradients back."""
-    return _exchange(rows, ragged, slices, reverse, x)
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _exchange(rows: int, ragged: bool, slices: Slices, reverse: Slices, x: jax.Array) -> jax.Array:
     if ragged:
-        return lax.ragged_all_to_all(x, jnp.zeros((rows, *x.shape[1:]), x.dtype), *slices, axis_name=AXIS)
-    return _picked(rows, slices, x)
+        return lax.ragged_all_to_all(x, jnp.zeros((rows, *x.shape[1:]), x.dtype), *slices, axis_name=axes)
+    return _picked(axes, rows, slices, x)
 
 
-def _exchange_forward(rows, ragged, slices, reverse, x):
-    return _exchange(rows, ragged, slices, reverse, x), (slices, reverse, x.shape[0])
+def _exchange_forward(axes, rows, ragged, slices, reverse, x):
+    return exchange(axes, rows, ragged, slices, reverse, x), (slices, reverse, x.shape[0])
 
 
-def _exchange_backward(rows, ragged, residuals, dy):
+def _exchange_backward(axes, rows, ragged, residuals, dy):
     slices, reverse, sent = residuals
-    return None, None, _exchange(sent, ragged, reverse, slices, dy)
+    return None, None, exchange(axes, sent, ragged, reverse, slices, dy)
 
 
-_exchange.defvjp(_exchange_forward, _exchange_backward)
+exchange.defvjp(_exchange_forward, _exchange_backward)
 
 
-def _picked(rows: int, slices: Slices, x: jax.Array) -> jax.Array:
+def _picked(axes: Axes, rows: int, slices: Slices, x: jax.Array) -> jax.Array:
     """The same where there is no ragged all-to-all, on CPUs: of all devices' rows each picks those sent to it."""
-    rank = lax.axis_index(AXIS)
+    rank = lax.axis_index(axes)
 
     def to_me(table: jax.Array) -> jax.Array:
-        tables = lax.all_gather(table, AXIS)  # [senders, receivers · slices]
+        tables = lax.all_gather(table, axes)  # [senders, receivers · slices]
         width = tables.shape[1] // tables.shape[0]
         return lax.dynamic_slice_in_dim(tables, rank * width, width, 1)
 
@@ -125,5 +124,5 @@ def _picked(rows: int, slices: Slices, x: jax.Array) -> jax.Array:
     first, end, source = arrivals.reshape(-1), (arrivals + sizes).reshape(-1), (starts + senders).reshape(-1)
     inside = (row >= first) & (row < end)
     index = jnp.sum(jnp.where(inside, source + row - first, 0), axis=1)
-    picked = gather_tiles(x, (AXIS,), 0)[index]
+    picked = gather_tiles(x, axes, 0)[index]
     return jnp.where(inside.any(axis=1)[:, None], picked, 0)

@@ -43,7 +43,8 @@ class FusedWeights:
         for part in self.parts[name]:
             placement, own = self.stored[part], gradient
             if len(self.parts[name]) > 1:
-                width = _merge_heads(placement, self.sizes).shape[-1] // self.sizes["tensor"]
+                merged = _merge_heads(placement, self.sizes)
+                width = merged.shape[-1] // (1 if merged.spec[-1] is None else self.sizes["tensor"])
                 own = gradient[..., start : start + width]
                 start += width
             out[part] = self._all_kv_heads(_unmerge_heads(own, placement), placement)

@@ -58,7 +58,8 @@ class Kernels:
         grouped: tuple[ops.GroupedImplementation, str] = "reference", "no experts"
         if model.num_experts:
             assert model.expert_ffn_hidden_size is not None
-            width = model.expert_ffn_hidden_size // mesh_sizes(mesh)["tensor"]
+            whole = "tensor" in config.mesh.experts_over
+            width = model.expert_ffn_hidden_size // (1 if whole else mesh_sizes(mesh)["tensor"])
             grouped = ops.choose_grouped_matmul(
                 config.kernels.grouped_matmul,
                 platform=device.platform,
@@ -114,8 +115,9 @@ class LocalModel:
             config.kernels.context,
             kernels.fp8,
             "pallas" if platform == "gpu" else "reference",
-            dispatch=config.dispatch(sizes["expert"]),
+            dispatch=config.dispatch(sizes),
             ragged=platform != "cpu",
+            experts_over=config.mesh.experts_over,
             grouped=kernels.grouped_matmul,
         )
         compute, gradients = jnp.dtype(config.precision.compute), jnp.dtype(config.precision.gradients)

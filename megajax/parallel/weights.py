@@ -44,7 +44,7 @@ class WeightExchange:
         placement = self.placements[name]
         if placement.storage_dim is not None:
             dim = _dim(placement.storage_dim, w, placement)
-            if self.sizes["fsdp"] > 1:
+            if self._layer_by_layer(placement):
                 w = gather_tiles(w, ("fsdp",), dim)
             w = lax.slice_in_dim(w, 0, placement.shape[placement.storage_dim], axis=dim)
         return w
@@ -58,7 +58,7 @@ class WeightExchange:
         padding = placement.stored_shape[placement.storage_dim] - placement.shape[placement.storage_dim]
         if padding:
             gradient = jnp.pad(gradient, [(0, padding if d == dim else 0) for d in range(gradient.ndim)])
-        if self.sizes["fsdp"] > 1:
+        if self._layer_by_layer(placement):
             gradient = gradient.astype(self.gradients)
             gradient = lax.psum_scatter(gradient, "fsdp", scatter_dimension=dim, tiled=True)
         return gradient
@@ -85,7 +85,7 @@ class WeightExchange:
 
     def is_whole(self, name: str) -> bool:
         """Whether `gather_layer` has nothing to do: what `gather_once` gave is the weight to compute with."""
-        return self.sizes["fsdp"] == 1 and not self.placements[name].is_padded
+        return not self._layer_by_layer(self.placements[name]) and not self.placements[name].is_padded
 
     def tie_gather(self, values: Any) -> Any:
         """`values`, none of them available before all are: a gather of one waits for the others."""
@@ -99,6 +99,11 @@ class WeightExchange:
         once = any(self.sizes[axis] > 1 for axis in ONCE_AXES)
         communicates = self.sizes["fsdp"] > 1 or self.sizes["tensor"] > 1 or (complete and once)
         return lax.optimization_barrier(values) if communicates else values
+
+    def _layer_by_layer(self, placement: Placement) -> bool:
+        """Whether a weight is gathered over `fsdp`: experts that lie over that axis are not."""
+        dim = placement.storage_dim
+        return self.sizes["fsdp"] > 1 and dim is not None and "fsdp" in (placement.spec[dim] or ())
 
     def _once(self, placement: Placement) -> tuple[str, ...]:
         """The axes that a weight is gathered over once a step, in the order of its shards."""

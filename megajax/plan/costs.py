@@ -90,7 +90,7 @@ def estimate_memory(config: Config, placements: Mapping[str, Placement], sizes: 
         end = placement.axes[0] != "layers"
         gathered_axes = END_AXES if end else ONCE_AXES
         if "experts" in placement.axes:
-            gathered_axes = tuple(axis for axis in ONCE_AXES if axis != "expert")
+            gathered_axes = tuple(axis for axis in ONCE_AXES if axis not in config.mesh.experts_over)
         once = math.prod(sizes[a] for a in gathered_axes) if placement.storage_dim is not None else 1
         stored += 4 * size // shards
         gathered += compute * size * once // shards
@@ -109,12 +109,14 @@ def _saved_activations(config: Config, sizes: Mapping[str, int], compute: int) -
     heads = model.head_dim * (2 * model.num_heads + 2 * max(model.num_kv_heads, tensor)) / tensor  # q, k, v, output
     gated, k = 2 if model.activation in ("swiglu", "geglu") else 1, model.experts_per_token
     width = model.ffn_hidden_size
-    if model.num_experts:  # over `expert` there is room for as many rows as could arrive
-        rows = sizes["expert"] * min(k, model.num_experts // sizes["expert"]) if sizes["expert"] > 1 else k
+    if model.num_experts:  # where experts lie over devices there is room for as many rows as could arrive
+        experts = config.expert_shards(sizes)
+        rows = experts * min(k, model.num_experts // experts) if experts > 1 else k
         width = rows * (model.expert_ffn_hidden_size or 0) + model.shared_expert_ffn_hidden_size
     mlp = gated * width / tensor
     if model.num_experts:  # each assignment's row, and the routing in FP32
-        mlp += rows * D + 4 / compute * (model.num_experts + 4 * k) / tensor
+        split = tensor if "tensor" in config.mesh.experts_over else 1  # by tokens, then, instead of by width
+        mlp += rows * D / split + 4 / compute * (model.num_experts + 4 * k) / tensor
     matmuls = heads + mlp + 2 * D / tensor  # and the two projections into the residual stream
     in_fp8 = len(config.fp8_layers) / model.num_layers
     staged = sizes["pipeline"] > 1

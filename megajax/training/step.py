@@ -67,7 +67,7 @@ class TrainProgram:
         model = Transformer(config.model)
         declared = parameters(model)
         optimizer = make_optimizer(config.optimizer, {name: p.role for name, p in declared.items()})
-        placements = place_all(declared, mesh_sizes(mesh), _stored_rows(config, mesh))
+        placements = place_all(declared, mesh_sizes(mesh), _stored_rows(config, mesh), config.mesh.experts_over)
         return cls(config, mesh, model, placements, optimizer, Kernels.choose(config, mesh))
 
     @cached_property

@@ -45,9 +45,10 @@ def summary(program: TrainProgram, flags: list[str]) -> str:
     ]
     if sizes["pipeline"] > 1:
         lines[3:3] = _pipeline(config, sizes)
-    if sizes["expert"] > 1:
-        experts = (config.model.num_experts or 0) // sizes["expert"]
-        lines.append(f"experts    {experts} on each device, tokens by {config.dispatch(sizes['expert'])}")
+    if config.model.num_experts and config.expert_shards(sizes) > 1:
+        experts = config.model.num_experts // config.expert_shards(sizes)
+        axes = " × ".join(axis for axis in config.mesh.experts_over if sizes[axis] > 1)
+        lines.append(f"experts    {experts} on each device, over {axes}; tokens by {config.dispatch(sizes)}")
     if config.model.num_experts:
         lines.append(f"kernels    experts: {kernels.grouped_matmul} ({kernels.grouped_matmul_reason})")
     if sizes["context"] > 1:

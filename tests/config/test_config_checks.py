@@ -57,6 +57,17 @@ REFUSED = {
     "model.num_experts=8 mesh.expert=3": (
         "mesh.expert=3 does not divide model.num_experts=8 (the command line: mesh.expert=3): use 1, 2, 4 or 8."
     ),
+    "model.num_experts=8 mesh.context=2 mesh.tensor=8 mesh.experts_over=[tensor,context]": (
+        "mesh.context=2 x mesh.tensor=8 does not divide model.num_experts=8"
+        " (the command line: mesh.context=2): use 1, 2, 4 or 8."
+    ),
+    "model.num_experts=8 mesh.expert=2 mesh.experts_over=[tensor]": (
+        "mesh.expert=2 carries no experts with mesh.experts_over=[tensor] (the command line: mesh.expert=2):"
+        " add expert to mesh.experts_over, or use mesh.data."
+    ),
+    "mesh.experts_over=[tensor]": (
+        "mesh.experts_over=[tensor] needs experts (@): set model.num_experts, or remove it."
+    ),
     "model.num_experts=8 mesh.tensor=2 model.expert_ffn_hidden_size=33": (
         "mesh.tensor=2 does not divide model.expert_ffn_hidden_size=33 (the command line: mesh.tensor=2):"
         " use 1, 3, 11 or 33."

@@ -41,6 +41,20 @@ CASES = [
         2,
         {"remat": {"policy": "full", "group": 2}, "kernels": {"dispatch": "all_to_all"}},
     ),
+    # Folded: experts over several axes, with their width whole or over `tensor`.
+    (
+        "mixtral",
+        {"expert": 2, "context": 2, "tensor": 2, "experts_over": ("expert", "context", "tensor")},
+        2,
+        {"kernels": {"dispatch": "all_to_all"}},
+    ),
+    (
+        "deepseek",
+        {"fsdp": 2, "tensor": 4, "experts_over": ("expert", "tensor")},
+        2,
+        {"kernels": {"dispatch": "all_gather"}},
+    ),
+    ("mixtral", {"data": 2, "fsdp": 2, "tensor": 2, "experts_over": ("fsdp", "data")}, 2, {}),
     ("capacity", {"expert": 2, "tensor": 2, "data": 2}, 2, {"kernels": {"dispatch": "all_to_all"}}),
     ("position", {"expert": 2, "context": 2}, 1, {"kernels": {"dispatch": "all_gather"}}),
 ]

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from megajax.config import load_config
+from megajax.config import AXES, load_config
 from megajax.config.checks import check_mesh
 from megajax.model import Transformer, parameters
 from megajax.plan import active_parameter_count, estimate_memory, flops_per_token, parameter_count
-from megajax.sharding import place_all
+from megajax.sharding import place, place_all
 from megajax.training.load_map import MOST_COLUMNS, NAME, draw_load_map, load_map
 from megajax.training.logs import expert_load
 from megajax.training.loop import STOPPED, Trainer
@@ -51,6 +51,22 @@ def test_experts_are_stored_over_their_axis_and_not_gathered_over_it():
     experts, others = 2 * 3 * 8 * 4096 * 14336, 2 * (2 * 4096 * 128 * 40) + 2 * 32000 * 4096
     memory = estimate_memory(config, placements, sizes)
     assert memory.weights == pytest.approx(2 * (experts / 4 + others), rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("over", "gate"),
+    [
+        (("expert", "context", "tensor"), (("expert", "context", "tensor"), ("fsdp", "data"), None)),
+        (("fsdp", "expert"), (("fsdp", "expert"), ("context", "data"), "tensor")),
+    ],
+    ids=lambda value: "-".join(map(str, value)),
+)
+def test_experts_may_lie_over_several_axes_and_are_stored_over_the_others(over, gate):
+    shape, axes = (2, 16, 64, 96), ("layers", "experts", "embed", "expert_mlp")
+    sizes = dict(zip(AXES, (1, 2, 2, 2, 2, 2), strict=True))
+    placement = place(shape, axes, sizes, experts_over=over)
+    assert placement.spec == P("pipeline", *gate)
+    assert set(placement.replicated_axes) == set()
 
 
 def test_a_run_logs_and_draws_its_routers_losses_and_loads_also_after_a_stop(tmp_path, capsys):
