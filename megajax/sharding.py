@@ -72,6 +72,11 @@ class Placement:
         return self.layers is not None and self.layers != tuple(range(self.shape[0]))
 
     @property
+    def storage_axes(self) -> tuple[str, ...]:
+        """Mesh axes that only say how the weight is stored, in the order of its shards."""
+        return () if self.storage_dim is None else _axes(self.spec[self.storage_dim] or ())
+
+    @property
     def replicated_axes(self) -> tuple[str, ...]:
         """Mesh axes that the stored weight is not sharded over."""
         used = {axis for entry in self.spec for axis in _axes(entry or ())}

@@ -1,4 +1,4 @@
-"""Draws the loss curves of one or more runs and prints where the picture is."""
+"""Draws the loss curves of one or more runs, with experts also how evenly these are loaded."""
 
 import argparse
 import json
@@ -34,8 +34,14 @@ def read_curve(run_dir: Path, key: str) -> Curve:
 
 
 def draw(run_dirs: list[Path], baseline: float | None, output: Path) -> None:
-    """One colour a run: train loss as a line, evaluation loss as dots; the baseline as a dashed line."""
-    figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
+    """One colour a run: train loss as a line, evaluation loss as dots; the baseline as a dashed line.
+
+    Runs with experts have a second picture beside it: their worst layer's largest load over the mean.
+    """
+    loads = [read_curve(run_dir, "expert_load_max") for run_dir in run_dirs]
+    columns = 2 if any(loads) else 1
+    figure, [panels] = plt.subplots(1, columns, figsize=(8 * columns, 4.5), layout="constrained", squeeze=False)
+    axes = panels[0]
     for index, run_dir in enumerate(run_dirs):
         train, evaluation = read_curve(run_dir, "loss"), read_curve(run_dir, "eval_loss")
         name = f"{run_dir.name}: " if len(run_dirs) > 1 else ""
@@ -48,6 +54,11 @@ def draw(run_dirs: list[Path], baseline: float | None, output: Path) -> None:
     axes.set(xlabel="step", ylabel="loss (nats per token)")
     axes.grid(alpha=0.3)
     axes.legend()
+    if any(loads):
+        for index, curve in enumerate(loads):
+            panels[1].plot(*(zip(*curve, strict=True) if curve else ((), ())), color=f"C{index}", linewidth=1)
+        panels[1].set(xlabel="step", ylabel="largest expert load over the mean, worst layer", yscale="log")
+        panels[1].grid(alpha=0.3, which="both")
     output.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(output, dpi=150)
 

@@ -102,15 +102,11 @@ class WeightExchange:
 
     def _layer_by_layer(self, placement: Placement) -> bool:
         """Whether a weight is gathered over `fsdp`: experts that lie over that axis are not."""
-        dim = placement.storage_dim
-        return self.sizes["fsdp"] > 1 and dim is not None and "fsdp" in (placement.spec[dim] or ())
+        return self.sizes["fsdp"] > 1 and "fsdp" in placement.storage_axes
 
     def _once(self, placement: Placement) -> tuple[str, ...]:
         """The axes that a weight is gathered over once a step, in the order of its shards."""
-        if placement.storage_dim is None:
-            return ()
-        stored = placement.spec[placement.storage_dim]
-        return tuple(axis for axis in stored if axis != "fsdp" and self.sizes[axis] > 1)
+        return tuple(axis for axis in placement.storage_axes if axis != "fsdp" and self.sizes[axis] > 1)
 
 
 def global_norm(gradients: Mapping[str, jax.Array], placements: Mapping[str, Placement], sizes: Mapping[str, int]):

@@ -1,0 +1,116 @@
+"""Attention over `context` alone, on all GPUs of a host: `PYTHONPATH=.:scripts python scripts/context_bench.py`.
+
+Forward and backward of one layer by each strategy, beside one device with whole sequences: every device has the same
+number of tokens and, of whole sequences, the same work. TFLOP/s count 4 · H · N for each visible pair of positions and
+2.5 times that backward. On CPUs the shapes are tiny and the figures mean nothing.
+"""
+
+import argparse
+from collections.abc import Callable, Mapping
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from attention_bench import milliseconds
+from jax.sharding import PartitionSpec as P
+
+from megajax.config import AXES
+from megajax.mesh import build_mesh, mesh_sizes
+from megajax.ops.attention import Implementation
+from megajax.parallel.comm import MeshComm
+from megajax.parallel.token_order import add_places, balanced_order, place_of, stored_order
+
+ON_CPU = jax.default_backend() == "cpu"
+N, K, H = (8, 4, 16) if ON_CPU else (32, 8, 128)
+STRATEGIES = ("ring", "all_gather", "all_to_all")
+
+
+def segments(rows: int, S: int, documents: int) -> np.ndarray:
+    """The document of each token, `[rows, S]`: as many in each sequence, of random lengths."""
+    rng = np.random.default_rng(0)
+    cuts = [np.sort(rng.choice(np.arange(1, S), documents - 1, replace=False)) for _ in range(rows)]
+    return np.stack([np.searchsorted(row, np.arange(S), side="right") for row in cuts])
+
+
+def seen_pairs(segment_ids: np.ndarray) -> int:
+    """Pairs of a query and a key that it sees."""
+    lengths = [np.bincount(row) for row in segment_ids]
+    return sum(int((n * (n + 1) // 2).sum()) for n in lengths)
+
+
+def batch_of(segment_ids: np.ndarray, context: int, strategy: str) -> dict[str, np.ndarray]:
+    """Fields `[1, B, S]` in the order in which the devices hold them."""
+    packed = segment_ids.max() > 0
+    B, S = segment_ids.shape
+    dealt = packed and context > 1 and strategy != "all_to_all"
+    order = balanced_order(segment_ids, context) if dealt else np.tile(stored_order(S, context), (B, 1))
+    fields = {"tokens": np.zeros((B, S), np.int32)}
+    if packed:
+        fields["segment_ids"] = np.take_along_axis(segment_ids, order, axis=1).astype(np.int32)
+    if dealt:
+        fields["order"] = order.astype(np.int32)
+    return {name: field[None] for name, field in fields.items()}
+
+
+def step(comm: MeshComm, context: int) -> Callable:
+    """(fields, q, k, v, gradient of the output) of this device → gradients of q, k and v."""
+
+    def run(fields: Mapping[str, jax.Array], q, k, v, dout):
+        fields, _ = add_places(fields, context)
+        place = place_of({name: field[0] for name, field in fields.items()}, context)
+        return jax.vjp(partial(comm.attend, place=place, window=None, softcap=None), q, k, v)[1](dout)
+
+    return run
+
+
+def measure(S: int, documents: int, strategy: str, context: int) -> tuple[float, float]:
+    """(ms of forward and backward, TFLOP/s a device)."""
+    mesh = build_mesh({axis: context if axis == "context" else 1 for axis in AXES}, jax.devices()[:context])
+    packed = documents > 1
+    implementation: Implementation = "reference" if ON_CPU else "pallas" if packed else "cudnn"
+    comm = MeshComm(mesh_sizes(mesh), implementation, context_strategy=strategy)
+    segment_ids = segments(context, S, documents)
+    fields = {name: jnp.asarray(a) for name, a in batch_of(segment_ids, context, strategy).items()}
+    shapes = [(context, S, heads, H) for heads in (N, K, K, N)]
+    sharding = jax.NamedSharding(mesh, P(None, "context"))
+    make = jax.jit(
+        lambda: [jax.random.normal(jax.random.key(i), s, jnp.bfloat16) for i, s in enumerate(shapes)],
+        out_shardings=sharding,
+    )
+    of_tokens = P(None, "context")
+    mapped = jax.shard_map(
+        step(comm, context),
+        mesh=mesh,
+        in_specs=(P(None, None, "context"), *[of_tokens] * 4),
+        out_specs=(of_tokens,) * 3,
+        check_vma=False,
+    )
+    fields = jax.device_put(fields, jax.NamedSharding(mesh, P(None, None, "context")))
+    ms = milliseconds(jax.jit(mapped), fields, *make())
+    return ms, 3.5 * 4 * H * N * seen_pairs(segment_ids) / context / ms / 1e9
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--lengths", type=int, nargs="+", default=[64] if ON_CPU else [32768, 131072])
+    parser.add_argument("--documents", type=int, nargs="+", default=[1, 4] if ON_CPU else [1, 64])
+    arguments = parser.parse_args()
+    devices = jax.devices()
+    print(f"{len(devices)} x {devices[0].device_kind}, jax {jax.__version__}, heads {N}/{K} of {H}, BF16")
+    print("| S | documents | context | strategy | forward + backward ms | TFLOP/s a device | of context 1 |")
+    print("|---|---|---|---|---|---|---|")
+    for S in arguments.lengths:
+        for documents in arguments.documents:
+            alone, rate = measure(S, documents, "ring", 1)
+            print(f"| {S} | {documents} | 1 | – | {alone:.2f} | {rate:.0f} | |", flush=True)
+            for strategy in STRATEGIES:
+                ms, rate = measure(S, documents, strategy, len(devices))
+                share = f"{100 * alone / ms:.0f} %" if documents == 1 else ""
+                print(
+                    f"| {S} | {documents} | {len(devices)} | {strategy} | {ms:.2f} | {rate:.0f} | {share} |", flush=True
+                )
+
+
+if __name__ == "__main__":
+    main()
