@@ -8,14 +8,20 @@ number of tokens and, of whole sequences, the same work. TFLOP/s count 4 · H ·
 import argparse
 from collections.abc import Callable, Mapping
 from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+from megajax.config import AXES, load_config
+from megajax.runtime import prepare_environment
+
+prepare_environment(load_config(Path(__file__).parents[1] / "configs/llama3_8b_l8_context.yaml"))
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from attention_bench import milliseconds
 from jax.sharding import PartitionSpec as P
 
-from megajax.config import AXES
 from megajax.mesh import build_mesh, mesh_sizes
 from megajax.ops.attention import Implementation
 from megajax.parallel.comm import MeshComm
