@@ -5,6 +5,7 @@ number of tokens and, of whole sequences, the same work. TFLOP/s count 4 · H ·
 2.5 times that backward. On CPUs the shapes are tiny and the figures mean nothing.
 """
 
+# ruff: noqa: E402 (XLA reads its flags when jax starts)
 import argparse
 from collections.abc import Callable, Mapping
 from functools import partial
