@@ -23,6 +23,9 @@ from megajax.ops import experts as ops
 from megajax.parallel.weights import gather_tiles
 
 Axes = tuple[str, ...]
+# XLA's kernel for GPUs of one host copies a slice with one block of threads: so many are under way at least, or few
+# blocks would leave most of the links' speed unused.
+SLICES = 512
 
 
 def gathered(comm: Any, activation: str, x, experts, weights, w_up, w_down) -> jax.Array:
@@ -39,7 +42,7 @@ def exchanged(comm: Any, activation: str, x, experts, weights, w_up, w_down) -> 
     """The same, by rows."""
     (T, k), local, axes, size = experts.shape, w_up.shape[0], comm.experts_over, comm.expert_size
     permutation = ops.sort_by_expert(experts, local * size)
-    routes = plan(axes, permutation.group_sizes, size)
+    routes = plan(axes, permutation.group_sizes, size, -(-SLICES // (local * size)) if comm.ragged else 1)
     permutation, routes = jax.tree.map(lambda a: checkpoint_name(a, "routing"), (permutation, routes))
 
     def there(rows: jax.Array) -> jax.Array:
@@ -55,7 +58,7 @@ def exchanged(comm: Any, activation: str, x, experts, weights, w_up, w_down) -> 
 
 
 class Slices(NamedTuple):
-    """What `lax.ragged_all_to_all` moves: for each device, and each expert between the two, one slice; `[E]` each."""
+    """What `lax.ragged_all_to_all` moves: for each device, and each expert between the two, some slices; `[n]` each."""
 
     input_offsets: jax.Array
     send_sizes: jax.Array
@@ -71,8 +74,11 @@ class Routes(NamedTuple):
     group_sizes: jax.Array  # of the own experts: rows received
 
 
-def plan(axes: Axes, counts: jax.Array, size: int) -> Routes:
-    """The routes of `counts [E]` rows of this device for each expert, which lie evenly over `size` devices."""
+def plan(axes: Axes, counts: jax.Array, size: int, pieces: int = 1) -> Routes:
+    """The routes of `counts [E]` rows of this device for each expert, which lie evenly over `size` devices.
+
+    Each expert's rows from one device to another are cut into so many `pieces`, as even as can be.
+    """
     counts = lax.all_gather(counts, axes)  # [senders, E]
     rank, E = lax.axis_index(axes), counts.shape[1]
     sent_from = jnp.cumsum(counts, axis=1) - counts
@@ -86,7 +92,20 @@ def plan(axes: Axes, counts: jax.Array, size: int) -> Routes:
 
     there = Slices(sent_from[rank], counts[rank], arrives_at[:, :, rank].reshape(-1), own(counts))
     back = Slices(arrives_at[rank].T.reshape(-1), own(counts), own(sent_from), counts[rank])
-    return Routes(there, back, by_receiver[rank].sum(axis=1))
+    return Routes(_cut(there, pieces), _cut(back, pieces), by_receiver[rank].sum(axis=1))
+
+
+def _cut(slices: Slices, pieces: int) -> Slices:
+    def parts(sizes: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Of slices `[n]` where each piece begins in its slice and how long it is, `[n, pieces]`."""
+        bounds = sizes[:, None] * jnp.arange(pieces + 1) // pieces
+        return bounds[:, :-1], jnp.diff(bounds)
+
+    begins, sent = parts(slices.send_sizes)
+    _, received = parts(slices.recv_sizes)
+    starts = (offsets[:, None] + begins for offsets in (slices.input_offsets, slices.output_offsets))
+    first, arrives = (a.reshape(-1) for a in starts)
+    return Slices(first, sent.reshape(-1), arrives, received.reshape(-1))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))

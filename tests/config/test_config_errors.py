@@ -37,7 +37,9 @@ OVERRIDES = {
     "steps=3": "steps is not a config key (@): did you mean run.steps?",
     "model.learning_rate=1": ("model.learning_rate is not a config key (@): did you mean schedule.learning_rate?"),
     "modle.num_layers=3": "modle is not a config key (@): did you mean model?",
-    "mesh.warp=3": ("mesh.warp is not a config key (@): mesh has pipeline, data, fsdp, expert, context, tensor and experts_over."),
+    "mesh.warp=3": (
+        "mesh.warp is not a config key (@): mesh has pipeline, data, fsdp, expert, context, tensor and experts_over."
+    ),
     "zzz=3": (
         "zzz is not a config key (@): the sections are run, model, mesh, pipeline, precision,"
         " batch, optimizer, schedule, data, checkpoint, remat, kernels and logging."

@@ -1,5 +1,7 @@
 """Mixtures of experts train on any mesh as on one device: also their losses and, exactly, the counts of assignments."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,6 +15,7 @@ from megajax.mesh import build_mesh
 from megajax.model import Transformer
 from megajax.model.comm import Place, SingleDevice
 from megajax.model.transformer import BlockInputs, fuse
+from megajax.parallel.experts import exchange, plan
 from megajax.training.batches import to_global
 from megajax.training.saving import StateSaver
 from megajax.training.step import TrainProgram
@@ -169,3 +172,27 @@ def test_what_is_kept_is_neither_routed_nor_exchanged_again(table, model, dispat
         return {name: text.count(name) for name in ("stablehlo.sort", "top_k", "stablehlo.all_gather")}
 
     assert operations("save_matmuls") == operations("none") != operations("full")
+
+
+def test_rows_arrive_in_the_order_of_their_experts_however_they_are_cut():
+    """Of 4 devices with 2 experts each: the rows of an expert by sender, and back to where they came from."""
+    counts = np.array([[3, 0, 1, 7, 0, 0, 2, 0], [0, 0, 0, 0, 0, 0, 0, 9], [1] * 8, [0, 5, 0, 0, 4, 0, 0, 1]])
+    rows = np.zeros((4, 13), np.float32)  # of each device, with numbers that rise with expert, sender and row
+    for sender, own in enumerate(counts):
+        rows[sender, : own.sum()] = 1 + 1000 * np.repeat(np.arange(8), own) + 100 * sender + np.arange(own.sum())
+
+    def run(pieces, counts, rows):
+        routes = plan(("expert",), counts[0], 4, pieces)
+        there = exchange(("expert",), 24, False, routes.there, routes.back, rows[0, :, None])
+        back = exchange(("expert",), 13, False, routes.back, routes.there, there)
+        return there[None, :, 0], back[None, :, 0], routes.group_sizes[None]
+
+    mesh, spec = jax.make_mesh((4,), ("expert",)), jax.P("expert")
+    for pieces in (1, 3):
+        mapped = jax.shard_map(partial(run, pieces), mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+        there, back, sizes = jax.jit(mapped)(counts, rows)
+        np.testing.assert_array_equal(back, rows)
+        np.testing.assert_array_equal(sizes, counts.sum(axis=0).reshape(4, 2))
+        for device, arrived in enumerate(np.asarray(there)):
+            own = np.sort(rows[(rows > 1000 * 2 * device) & (rows < 1000 * 2 * (device + 1))])
+            np.testing.assert_array_equal(arrived, np.pad(own, (0, 24 - len(own))))
