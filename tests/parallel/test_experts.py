@@ -10,6 +10,7 @@ from mesh_models import EXPERT_MODELS, MIXTRAL, uneven_weights
 
 from megajax import ops
 from megajax.checkpoint import Checkpoints
+from megajax.config import AXES
 from megajax.config.checks import check_mesh
 from megajax.mesh import build_mesh
 from megajax.model import Transformer
@@ -187,7 +188,7 @@ def test_rows_arrive_in_the_order_of_their_experts_however_they_are_cut():
         back = exchange(("expert",), 13, False, routes.back, routes.there, there)
         return there[None, :, 0], back[None, :, 0], routes.group_sizes[None]
 
-    mesh, spec = jax.make_mesh((4,), ("expert",)), jax.P("expert")
+    mesh, spec = build_mesh({axis: 4 if axis == "expert" else 1 for axis in AXES}, jax.devices()[:4]), jax.P("expert")
     for pieces in (1, 3):
         mapped = jax.shard_map(partial(run, pieces), mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
         there, back, sizes = jax.jit(mapped)(counts, rows)
