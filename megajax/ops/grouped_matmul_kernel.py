@@ -27,7 +27,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from megajax.ops.grouped_rows import ALIGNMENT, STEP, row_tiles, running_sum, step_bounds
 
-COLUMNS = 64  # what the width of operands and results is a multiple of
+COLUMNS = 64  # what the width of 16-bit operands and of results is a multiple of
 MULTIPROCESSORS = 132  # of H100 SXM, H200 and GH200
 COMPUTE = 2  # warpgroups that multiply; the one after them loads
 LOAD_REGISTERS, COMPUTE_REGISTERS = 40, 232
@@ -59,9 +59,9 @@ class Tiling:
         return pl.ds(wg * self.cols, self.cols)
 
 
-def fits(*widths: int) -> bool:
-    """Whether the kernels take operands so many columns wide."""
-    return all(width % COLUMNS == 0 for width in widths)
+def columns(fp8: bool) -> int:
+    """What the width of operands is a multiple of: in FP8, of a whole step of the sum."""
+    return STEP if fp8 else COLUMNS
 
 
 def matmul(

@@ -54,7 +54,7 @@ def steps(group_sizes_e: jax.Array, P: int) -> jax.Array:
     ends, last_steps = running_sum(sizes), running_sum(counts)
     step = jnp.arange(P // STEP, dtype=jnp.int32)
     group = jnp.sum(step[:, None] >= last_steps[None, :], axis=1, dtype=jnp.int32)
-    starts, first_steps, ends = (jnp.append(a, end) for a, end in ((ends - sizes, 0), (last_steps - counts, 0), (ends, 0)))
+    starts, first_steps, ends = (jnp.append(a, 0) for a in (ends - sizes, last_steps - counts, ends))
     start = starts[group] + (step - first_steps[group]) * STEP
     return jnp.stack([start, jnp.clip(ends[group] - start, 0, STEP)], axis=1)
 
