@@ -19,7 +19,7 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -293,10 +293,17 @@ def layer_arguments(shape: Shape, recipe: str) -> Arguments:
 
 
 def layer(tiny: bool, rows, weights, up, down, group_sizes, dy):
-    """The gradients of everything."""
+    """The result and the gradients of everything."""
     kernels = ExpertKernels("reference", "reference") if tiny else ExpertKernels("pallas", "pallas")
     mlp = partial(expert_mlp, "swiglu", kernels, group_sizes=group_sizes)
-    return jax.vjp(mlp, rows, weights, up, down)[1](dy)
+    if isinstance(up, Fp8Weight):
+        up, down = (
+            replace(w, gradient=jnp.zeros(w.values.shape, dy.dtype), amax=jnp.zeros(2, jnp.float32)) for w in (up, down)
+        )
+    y, pull = jax.vjp(mlp, rows, weights, up, down)
+    drows, dweights, *gradients = pull(dy)
+    gradients = [(w.gradient, w.amax) if isinstance(w, Fp8Weight) else w for w in gradients]
+    return y, drows, dweights, gradients
 
 
 def layer_sections(tiny: bool) -> Iterator[Section]:

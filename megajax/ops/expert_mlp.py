@@ -188,14 +188,20 @@ class _Fp8:
         """`x @ w` of each expert for an "input", `dy @ w.T` for a "gradient"."""
         other = w.transposed if which == "input" else w.values
         assert x.values is not None and other is not None
-        how = {"dtype": self.dtype, "implementation": self.kernels.grouped_matmul}
-        y = fp8_rows_times_weights(x.values, other, x.inverse_scale * w.inverse_scale, self.group_sizes, **how)
-        return y[: len(self.weights)]  # the kernels may have made q larger
+        return fp8_rows_times_weights(
+            x.values,
+            other,
+            x.inverse_scale * w.inverse_scale,
+            self.group_sizes,
+            self.dtype,
+            rows=len(self.weights),  # values may have more
+            implementation=self.kernels.grouped_matmul,
+        )
 
     def weight_gradient(self, x: Operand, dy: Operand, w: Fp8Weight) -> Fp8Weight:
         """`x.T @ dy` of each expert and the amaxes, in the places that `Fp8Weight` has for them."""
-        inverse = x.inverse_scale * dy.inverse_scale
-        how = {"dtype": self.dtype, "implementation": self.kernels.grouped_matmul}
-        gradient = fp8_weight_gradient(x.transposed, dy.transposed, inverse, self.group_sizes, **how)
+        inverse, implementation = x.inverse_scale * dy.inverse_scale, self.kernels.grouped_matmul
+        tensors = x.transposed, dy.transposed, inverse, self.group_sizes
+        gradient = fp8_weight_gradient(*tensors, self.dtype, implementation=implementation)
         amax = jnp.stack([x.amax, dy.amax])
         return Fp8Weight(*(None,) * 5, gradient=gradient, amax=amax, gradient_dtype=w.gradient_dtype)  # type: ignore[arg-type]

@@ -22,7 +22,7 @@ from megajax.ops import mlp_kernel
 from megajax.ops.fp8_kernels import Tiling, largest_magnitude
 from megajax.ops.fp8_reference import Quantised, saturate
 from megajax.ops.grouped_fp8_reference import amax
-from megajax.ops.grouped_rows import STEP, padded_rows, steps
+from megajax.ops.grouped_rows import ALIGNMENT, STEP, padded_rows, steps
 
 __all__ = [
     "amax",
@@ -176,7 +176,7 @@ def _over_steps(
     out_specs = [pl.BlockSpec((1, 1), lambda f, t: (t, f))]
     if scale is not None:
         width = how.parts * F
-        q = jax.ShapeDtypeStruct((_addressable(R, width, 1), how.parts, F), dtype)
+        q = jax.ShapeDtypeStruct((_addressable(R, width, ALIGNMENT), how.parts, F), dtype)
         q_t = jax.ShapeDtypeStruct((how.parts, F, _addressable(P, width, STEP)), dtype)
         sums = [jax.ShapeDtypeStruct((blocks_f, R), jnp.float32)] * how.sums
         out_shape = [q, q_t, *sums, *out_shape]

@@ -97,15 +97,18 @@ def fp8_rows_times_weights(
     group_sizes_e: jax.Array,
     dtype: Any,
     *,
+    rows: int | None = None,
     implementation: GroupedImplementation,
 ) -> jax.Array:
     """Each group's rows of x [T, K] times its w [E, N, K] times a scalar -> [T, N] in `dtype`; x and w E4M3 or E5M2.
 
-    Rows after the last group may be anything, also NaN: their results are zeros.
+    Rows after the last group may be anything, also NaN: their results are zeros. `rows`: the result has so many, if
+    fewer than T.
     """
     if implementation == "pallas":
-        return kernel.fp8_matmul(x_tk, w_enk, inverse_scale, group_sizes_e, dtype, blocks=_multiprocessors())
-    x, w = x_tk.astype(jnp.float32), w_enk.astype(jnp.float32)
+        how = {"rows": rows, "blocks": _multiprocessors()}
+        return kernel.fp8_matmul(x_tk, w_enk, inverse_scale, group_sizes_e, dtype, **how)
+    x, w = x_tk[:rows].astype(jnp.float32), w_enk.astype(jnp.float32)
     out = rows_times_weights(x, w, group_sizes_e, transpose_w=True, implementation="reference")
     return (out * inverse_scale).astype(dtype)
 

@@ -98,19 +98,20 @@ def fp8_matmul(
     group_sizes_e: jax.Array,
     dtype: Any,
     *,
+    rows: int | None = None,
     tiling: Tiling = Tiling(),
     blocks: int = MULTIPROCESSORS,
     interpret: Any = None,
 ) -> jax.Array:
     """Each group's rows of x [T, K] times its w [E, N, K], both in FP8, times a scalar -> [T, N] in `dtype`.
 
-    Rows after the last group are zeros, whatever x has there.
+    Rows after the last group are zeros, whatever x has there. `rows`: the result has so many, if fewer than T.
     """
 
     def kernel(tiles_ref, scale_ref, x_ref, w_ref, out_ref, *memory) -> None:
         _Block(tiling, *memory).run(_Rows(tiling, scale_ref[0], True, tiles_ref, x_ref, w_ref, out_ref))
 
-    T, depth = x_tk.shape[0], _depth(x_tk.dtype)
+    T, depth = x_tk.shape[0] if rows is None else rows, _depth(x_tk.dtype)
     a = jax.ShapeDtypeStruct((tiling.rows, depth), x_tk.dtype)
     b = jax.ShapeDtypeStruct((tiling.block_cols, depth), w_enk.dtype)
     out = jax.ShapeDtypeStruct((T, w_enk.shape[1]), dtype)

@@ -123,44 +123,52 @@ def check(found, alone, operation, arrays, sizes, dtype):
         np.testing.assert_array_equal(dweights[0][used:], 0)
 
 
-@pytest.mark.parametrize("operation", ["cast", "swiglu", "swiglu backward", "geglu backward"])
-@each_size
-def test_the_reference_quantises_the_rows_of_groups(rng, sizes, operation):
-    arrays, dtype = tensors(rng, 48, sizes), E5M2 if "backward" in operation else E4M3
-    check(*run(grouped_fp8_reference, operation, arrays, sizes, dtype), operation, arrays, sizes, dtype)
+each_module = pytest.mark.parametrize(
+    "module", [grouped_fp8_reference, grouped_fp8_kernels], ids=["reference", "kernels"]
+)
+OPERATIONS = {"cast": E4M3, "swiglu": E4M3, "swiglu backward": E5M2, "geglu backward": E5M2}
+
+
+def interpreted(module):
+    return {"tiling": Tiling(tokens=32, features=32), "interpret": True} if module is grouped_fp8_kernels else {}
 
 
 @functools.cache
-def compiled_quantisers():
-    """All kernels, interpreted; compiled once for all sizes."""
-    operations = {"cast": E4M3, "swiglu": E4M3, "swiglu backward": E5M2}
-    how = {"tiling": Tiling(tokens=32, features=32), "interpret": True}
+def compiled_quantisers(module):
+    """All of them, compiled once for all sizes."""
 
     @jax.jit
     def all_of_them(arrays, sizes):
-        return {o: run(grouped_fp8_kernels, o, arrays, sizes, d, **how) for o, d in operations.items()}
+        return {o: run(module, o, arrays, sizes, dtype, **interpreted(module)) for o, dtype in OPERATIONS.items()}
 
-    return operations, all_of_them
+    return all_of_them
 
 
+@each_module
 @each_size
-def test_the_kernels_quantise_the_rows_of_groups(rng, sizes):
+def test_rows_of_groups_are_quantised(rng, sizes, module):
     arrays = tensors(rng, 48, sizes)  # not whole tiles
-    operations, kernels = compiled_quantisers()
-    for operation, found in kernels(arrays, jnp.asarray(sizes, jnp.int32)).items():
-        check(*found, operation, arrays, sizes, operations[operation])
+    for operation, found in compiled_quantisers(module)(arrays, jnp.asarray(sizes, jnp.int32)).items():
+        check(*found, operation, arrays, sizes, OPERATIONS[operation])
 
 
-@pytest.mark.parametrize("module", [grouped_fp8_reference, grouped_fp8_kernels], ids=["reference", "kernels"])
+@each_module
 def test_what_is_too_large_saturates_and_nan_stays(module):
-    options = {} if module is grouped_fp8_reference else {"tiling": Tiling(32, 32), "interpret": True}
     x = jnp.ones((40, 32), jnp.bfloat16).at[2, :2].set(jnp.asarray([jnp.inf, jnp.nan], jnp.bfloat16)).at[3, 0].set(-1e6)
-    quantise = functools.partial(module.cast_transpose, scale=jnp.float32(1), dtype=E4M3, **options)
+    quantise = functools.partial(module.cast_transpose, scale=jnp.float32(1), dtype=E4M3, **interpreted(module))
+    quantise = jax.jit(quantise)
     q, q_t, amax = quantise(x, jnp.asarray([20, 20]))
     np.testing.assert_array_equal(q[2:4, :3].astype(jnp.float32), [[448, np.nan, 1], [-448, 1, 1]])
     np.testing.assert_array_equal(q_t[:3, 2:4].astype(jnp.float32), [[448, -448], [np.nan, 1], [1, 1]])
     assert jnp.isnan(amax)
     assert quantise(x, jnp.asarray([2, 0]))[2] == 1
+
+
+def test_arrays_that_triton_cannot_address_are_larger():
+    x = jax.ShapeDtypeStruct((2**17, 2**14 + 2**13), jnp.bfloat16)
+    quantise = functools.partial(grouped_fp8_kernels.cast_transpose, scale=jnp.float32(1), dtype=E4M3)
+    q, q_t, _ = jax.eval_shape(quantise, x, jax.ShapeDtypeStruct((8,), jnp.int32))
+    assert q.size > 2**32 < q_t.size and q.shape[0] % 8 == q_t.shape[1] % STEP == 0
 
 
 # Matmuls

@@ -109,8 +109,10 @@ def test_kernels_agree_with_float64(rng, sizes):
     check([dw], expected[2:], 1e-6)
 
 
-def choose(requested, platform="gpu", capability="9.0", dtype="bfloat16", widths=(2048, 768)):
-    return op.choose_grouped_matmul(requested, platform=platform, capability=capability, dtype=dtype, widths=widths)
+def choose(requested, platform="gpu", capability="9.0", dtype="bfloat16", widths=(2048, 768), **fp8):
+    return op.choose_grouped_matmul(
+        requested, platform=platform, capability=capability, dtype=dtype, widths=widths, **fp8
+    )
 
 
 def test_the_kernel_is_chosen_on_hopper_alone():
@@ -121,3 +123,11 @@ def test_the_kernel_is_chosen_on_hopper_alone():
         for obstacle in ({"capability": "10.0"}, {"dtype": "float32"}, {"widths": (2048, 1000)}):
             with pytest.raises(ConfigError, match=f"kernels.grouped_matmul={requested} cannot run, "):
                 choose(requested, **obstacle)
+
+
+def test_fp8_needs_whole_steps():
+    assert choose("auto", fp8=True)[0] == choose("auto", widths=(2048, 192))[0] == "pallas"
+    with pytest.raises(
+        ConfigError, match="multiples of 128 and these are 2048, 192: set precision.fp8.recipe=none or "
+    ):
+        choose("auto", widths=(2048, 192), fp8=True)
