@@ -1,4 +1,4 @@
-"""Tokens to their experts and back: rows sorted by expert, two grouped matmuls, rows summed by token.
+"""Tokens to their experts and back: rows sorted by expert, the experts' MLP, rows summed by token.
 
 The permutation is gathers in both directions, forward and backward: no scatter adds where two rows might meet.
 """
@@ -11,8 +11,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from megajax.ops import router
-from megajax.ops.grouped_matmul import GroupedImplementation, rows_times_weights, weight_gradient
-from megajax.ops.mlp import ElementwiseImplementation, activate_weighted, activate_weighted_and_gradient
+from megajax.ops.expert_mlp import ExpertKernels, MaxOverDevices, Weight, expert_mlp, itself, num_experts
 from megajax.ops.numerics import wide
 
 
@@ -45,19 +44,22 @@ def apply_experts(
     x: jax.Array,
     experts: jax.Array,
     weights: jax.Array,
-    w_up: jax.Array,
-    w_down: jax.Array,
-    kernels: "ExpertKernels | None" = None,
+    w_up: Weight,
+    w_down: Weight,
+    kernels: ExpertKernels | None = None,
+    max_over_devices: MaxOverDevices = itself,
 ) -> jax.Array:
     """`x [T, D]` → `[T, D]`: Σ over a token's assignments `[T, k]` of weight · MLP of the expert.
 
     `w_up [E, D, 2F]` (`[E, D, F]` if the activation is plain), `w_down [E, F, D]`; an assignment to E adds nothing.
+    `expert_mlp` says what the rest is.
     """
     k = experts.shape[1]
-    permutation = jax.tree.map(lambda a: checkpoint_name(a, "routing"), sort_by_expert(experts, w_up.shape[0]))
+    permutation = jax.tree.map(lambda a: checkpoint_name(a, "routing"), sort_by_expert(experts, num_experts(w_up)))
     rows = checkpoint_name(dispatch(x, permutation, k), "dispatched")
     row_weights = checkpoint_name(permute(weights.reshape(-1), permutation), "routing")
-    y = expert_mlp(activation, kernels or ExpertKernels(), rows, row_weights, w_up, w_down, permutation.group_sizes)
+    kernels, sizes = kernels or ExpertKernels(), permutation.group_sizes
+    y = expert_mlp(activation, kernels, rows, row_weights, w_up, w_down, sizes, max_over_devices)
     return combine(y, permutation, k)
 
 
@@ -117,50 +119,3 @@ permute.defvjp(
     lambda values, permutation: (permute(values, permutation), permutation),
     lambda permutation, dy: (_of_assignments(dy, permutation), None),
 )
-
-
-class ExpertKernels(NamedTuple):
-    """Which implementations the experts' matmuls and activations have."""
-
-    grouped_matmul: GroupedImplementation = "reference"
-    elementwise: ElementwiseImplementation = "reference"
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def expert_mlp(
-    activation: str,
-    kernels: ExpertKernels,
-    rows: jax.Array,
-    weights: jax.Array,
-    w_up: jax.Array,
-    w_down: jax.Array,
-    group_sizes: jax.Array,
-) -> jax.Array:
-    """Rows `[R, D]` sorted by expert → `[R, D]`: weight · MLP of the row's expert.
-
-    The weight `[R]` multiplies the activation, so that the backward pass needs no output; the activation is computed
-    again there. Rows of no group are zeros, as are their gradients and those of their weights.
-    """
-    return _expert_mlp_forward(activation, kernels, rows, weights, w_up, w_down, group_sizes)[0]
-
-
-def _expert_mlp_forward(activation, kernels, rows, weights, w_up, w_down, group_sizes):
-    multiply = partial(rows_times_weights, group_sizes_e=group_sizes, implementation=kernels.grouped_matmul)
-    up = checkpoint_name(multiply(rows, w_up), "gate_up")
-    act = activate_weighted(activation, up, weights, group_sizes.sum(), kernels.elementwise)
-    return multiply(act, w_down), (rows, weights, up, w_up, w_down, group_sizes)
-
-
-def _expert_mlp_backward(activation, kernels, residuals, dy):
-    rows, weights, up, w_up, w_down, group_sizes = residuals
-    how = {"group_sizes_e": group_sizes, "implementation": kernels.grouped_matmul}
-    dact = rows_times_weights(dy, w_down, transpose_w=True, **how)
-    act, dup, dweights = activate_weighted_and_gradient(
-        activation, up, weights, dact, group_sizes.sum(), kernels.elementwise
-    )
-    dw_down = weight_gradient(act, dy, dtype=w_down.dtype, **how)
-    drows = rows_times_weights(dup, w_up, transpose_w=True, **how)
-    return drows, dweights, weight_gradient(rows, dup, dtype=w_up.dtype, **how), dw_down, None
-
-
-expert_mlp.defvjp(_expert_mlp_forward, _expert_mlp_backward)

@@ -158,7 +158,7 @@ def _over_tiles(
         for operand, ref in zip(operands, inputs, strict=True):
             tiles += [_load(ref.at[:, np.int32(part)], mask) for part in range(operand.shape[1])]
         values = compute(*tiles)
-        amax_ref[0, 0] = _largest_magnitude(values)
+        amax_ref[0, 0] = largest_magnitude(values)
         if quantised:
             scale_ref, q_ref, q_t_ref = quantised
             for part, value in enumerate(values):
@@ -215,7 +215,7 @@ def _load(ref: Any, mask: jax.Array | None) -> jax.Array:
     return plgpu.load(ref, mask=jnp.broadcast_to(mask, ref.shape), other=0.0)
 
 
-def _largest_magnitude(values: Sequence[jax.Array]) -> jax.Array:
+def largest_magnitude(values: Sequence[jax.Array]) -> jax.Array:
     """The bits of max |value|: as integers, magnitudes keep their order, infinity is above them and NaN on top.
 
     The maximum of floats drops NaN on the GPU.

@@ -12,6 +12,7 @@ import numpy as np
 
 from megajax.errors import ConfigError
 from megajax.ops import grouped_matmul_kernel as kernel
+from megajax.ops.grouped_rows import step_bounds
 from megajax.ops.numerics import wide
 
 GroupedImplementation = Literal["reference", "pallas"]
@@ -89,11 +90,60 @@ def weight_gradient(
     return jnp.einsum("etm,tn->emn", parts, dy_tn, preferred_element_type=wide(x_tm.dtype)).astype(dtype)
 
 
+def fp8_rows_times_weights(
+    x_tk: jax.Array,
+    w_enk: jax.Array,
+    inverse_scale: jax.Array,
+    group_sizes_e: jax.Array,
+    dtype: Any,
+    *,
+    rows: int | None = None,
+    implementation: GroupedImplementation,
+) -> jax.Array:
+    """Each group's rows of x [T, K] times its w [E, N, K] times a scalar -> [T, N] in `dtype`; x and w E4M3 or E5M2.
+
+    Rows after the last group may be anything, also NaN: their results are zeros. `rows`: the result has so many, if
+    fewer than T.
+    """
+    if implementation == "pallas":
+        how = {"rows": rows, "blocks": _multiprocessors()}
+        return kernel.fp8_matmul(x_tk, w_enk, inverse_scale, group_sizes_e, dtype, **how)
+    x, w = x_tk[:rows].astype(jnp.float32), w_enk.astype(jnp.float32)
+    out = rows_times_weights(x, w, group_sizes_e, transpose_w=True, implementation="reference")
+    return (out * inverse_scale).astype(dtype)
+
+
+def fp8_weight_gradient(
+    x_mp: jax.Array,
+    dy_np: jax.Array,
+    inverse_scale: jax.Array,
+    group_sizes_e: jax.Array,
+    dtype: Any,
+    *,
+    implementation: GroupedImplementation,
+) -> jax.Array:
+    """x_e dy_eᵀ times a scalar for the columns of every group: x [M, P] and dy [N, P] -> [E, M, N] in `dtype`.
+
+    Groups lie in steps (`grouped_rows`), with zeros after each. Zeros for empty groups.
+    """
+    if implementation == "pallas":
+        return kernel.fp8_weight_gradient(x_mp, dy_np, inverse_scale, group_sizes_e, dtype, blocks=_multiprocessors())
+    P = min(x_mp.shape[1], dy_np.shape[1])
+    bounds = step_bounds(group_sizes_e)
+    members = _between(bounds[:, 0], bounds[:, 1], P)[:, None]
+    x, dy = (jnp.where(members, a[:, :P].astype(jnp.float32), 0) for a in (x_mp, dy_np))
+    return (jnp.einsum("emp,enp->emn", x, dy) * inverse_scale).astype(dtype)
+
+
 def _members(group_sizes_e: jax.Array, T: int) -> jax.Array:
     """Whether a row is of a group, [E, T]."""
-    ends = jnp.cumsum(group_sizes_e)[:, None]
+    ends = jnp.cumsum(group_sizes_e)
+    return _between(ends - group_sizes_e, ends, T)
+
+
+def _between(starts_e: jax.Array, ends_e: jax.Array, T: int) -> jax.Array:
     rows = jnp.arange(T)[None, :]
-    return (rows >= ends - group_sizes_e[:, None]) & (rows < ends)
+    return (rows >= starts_e[:, None]) & (rows < ends_e[:, None])
 
 
 def _multiprocessors() -> int:
@@ -102,17 +152,18 @@ def _multiprocessors() -> int:
 
 
 def choose_grouped_matmul(
-    requested: str, *, platform: str, capability: str | None, dtype: Any, widths: tuple[int, ...]
+    requested: str, *, platform: str, capability: str | None, dtype: Any, widths: tuple[int, ...], fp8: bool = False
 ) -> tuple[GroupedImplementation, str]:
     """The implementation for `kernels.grouped_matmul` (auto, pallas, reference), and why, for the log.
 
-    `capability` is the GPU's ("9.0"), `widths` are all widths of x and of results.
+    `capability` is the GPU's ("9.0"), `widths` are all widths of x and of results, `dtype` is that of results. With
+    `fp8` operands are in FP8.
     Raises ConfigError if pallas cannot run and is asked for by name, or by auto on a GPU: the reference multiplies
     every row by every group's weights.
     """
     if requested == "reference":
         return "reference", "kernels.grouped_matmul=reference"
-    obstacle = _obstacle(platform, capability, jnp.dtype(dtype), widths)
+    obstacle = _obstacle(platform, capability, jnp.dtype(dtype), widths, fp8)
     if obstacle is None:
         return "pallas", "the Hopper kernel fits this model" if requested == "auto" else "kernels.grouped_matmul=pallas"
     if requested == "auto" and platform not in ("gpu", "cuda"):
@@ -123,7 +174,9 @@ def choose_grouped_matmul(
     )
 
 
-def _obstacle(platform: str, capability: str | None, dtype: Any, widths: tuple[int, ...]) -> tuple[str, str] | None:
+def _obstacle(
+    platform: str, capability: str | None, dtype: Any, widths: tuple[int, ...], fp8: bool
+) -> tuple[str, str] | None:
     """Why the kernel cannot run and what to do about it; None if it can."""
     instead = "use kernels.grouped_matmul=reference"
     if platform not in ("gpu", "cuda"):
@@ -132,7 +185,9 @@ def _obstacle(platform: str, capability: str | None, dtype: Any, widths: tuple[i
         return f"the kernel is for Hopper GPUs and this one has compute capability {capability}", instead
     if dtype not in (jnp.bfloat16, jnp.float16):
         return f"there is no {dtype} kernel", f"set precision.compute to bfloat16 or float16, or {instead}"
-    if not kernel.fits(*widths):
-        narrow = ", ".join(str(width) for width in widths)
-        return f"the kernel takes widths that are multiples of {kernel.COLUMNS} and these are {narrow}", instead
+    multiple = kernel.columns(fp8)
+    if any(width % multiple for width in widths):
+        name, instead = ("FP8 kernel", f"set precision.fp8.recipe=none or {instead}") if fp8 else ("kernel", instead)
+        given = ", ".join(str(width) for width in widths)
+        return f"the {name} takes widths that are multiples of {multiple} and these are {given}", instead
     return None

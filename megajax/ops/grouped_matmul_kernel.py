@@ -1,15 +1,21 @@
-"""Matmuls of groups of rows, each group with its own weights, in BF16 or FP16 on Hopper GPUs (Pallas, Mosaic GPU).
+"""Matmuls of groups of rows, each group with its own weights, in BF16, FP16 or FP8 on Hopper GPUs (Pallas, Mosaic GPU).
 
-Two kernels of one shape. A persistent block has a warpgroup that loads tiles of both operands into a ring of shared
-memory, and two that multiply them, keep the sums in registers and store the results, while the next tile's operands
-are being loaded; all copies are TMA's. `matmul` walks over tiles of the result's rows, each with rows of one group
-alone; `weight_gradient` over tiles of each group's weights, summing along the group's rows.
+Kernels of one shape. A persistent block has a warpgroup that loads tiles of both operands into a ring of shared memory,
+and two that multiply them, keep the sums in registers and store the results, while the next tile's operands are being
+loaded; all copies are TMA's. `matmul` walks over tiles of the result's rows, each with rows of one group alone;
+`weight_gradient` over tiles of each group's weights, summing along the group's rows.
 
 TMA reads rows from a multiple of 8 on, the height of a swizzled tile: a tile may thus begin up to 7 rows before its
 group, and end after it. Rows of other groups are not stored by `matmul`, and are zeroed by `weight_gradient`.
+
+FP8 operands must have the dimension that is summed over last. So `matmul` takes weights [E, N, K] alone, and
+`fp8_weight_gradient` transposes in which groups begin where a step of the sum does (`grouped_rows`).
+E4M3 and E5M2 may meet. Sums stay in the tensor cores' accumulator, which keeps fewer bits than FP32 of FP8 products
+(cuBLASLt's "fast accumulation"); they are scaled in FP32 before they are rounded.
 """
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -19,28 +25,30 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-ALIGNMENT = 8  # of the first row of a tile
-COLUMNS = 64  # what the width of operands and results is a multiple of
+from megajax.ops.grouped_rows import ALIGNMENT, STEP, row_tiles, running_sum, step_bounds
+
+COLUMNS = 64  # what the width of 16-bit operands and of results is a multiple of
 MULTIPROCESSORS = 132  # of H100 SXM, H200 and GH200
 COMPUTE = 2  # warpgroups that multiply; the one after them loads
 LOAD_REGISTERS, COMPUTE_REGISTERS = 40, 232
-DEPTH = 64  # of a step of the sum, whose operands are one stage of the ring
-PANEL = 8  # tiles are walked in panels of so many tiles of rows, down each panel first
-SWIZZLE = 128  # bytes
+SWIZZLE = 128  # bytes: the depth of a step of the sum, whose operands are one stage of the ring
 STORE_ROWS = 64  # rows of a part of the result on its way through shared memory, SWIZZLE bytes wide
-SLOTS = 2  # such parts that a warpgroup has under way; code relies on 2
 
 
 @dataclass(frozen=True)
 class Tiling:
     """How a kernel divides its work. The default was fastest on an H200, smaller ones are for tests.
 
-    A warpgroup has rows × cols of the result, a block twice as many columns. The ring holds so many `stages`.
+    A warpgroup has rows × cols of the result, a block twice as many columns. The ring holds so many `stages`; so many
+    `slots` a warpgroup has for parts of the result on their way to memory. Tiles are walked in panels of `panel` tiles
+    of rows, down each panel first.
     """
 
     rows: int = 128
     cols: int = 128
     stages: int = 4
+    slots: int = 2
+    panel: int = 8
 
     @property
     def block_cols(self) -> int:
@@ -51,9 +59,9 @@ class Tiling:
         return pl.ds(wg * self.cols, self.cols)
 
 
-def fits(*widths: int) -> bool:
-    """Whether the kernels take operands so many columns wide."""
-    return all(width % COLUMNS == 0 for width in widths)
+def columns(fp8: bool) -> int:
+    """What the width of operands is a multiple of: in FP8, of a whole step of the sum."""
+    return STEP if fp8 else COLUMNS
 
 
 def matmul(
@@ -70,15 +78,45 @@ def matmul(
 
     Rows after the last group are zeros. `blocks` is the number of multiprocessors to use.
     """
-    T, N = x_tk.shape[0], w.shape[1 if transpose_w else 2]
 
     def kernel(tiles_ref, x_ref, w_ref, out_ref, *memory) -> None:
-        _Block(tiling, *memory).run(_Rows(tiling, transpose_w, tiles_ref, x_ref, w_ref, out_ref))
+        _Block(tiling, *memory).run(_Rows(tiling, None, transpose_w, tiles_ref, x_ref, w_ref, out_ref))
 
-    b_shape = (tiling.block_cols, DEPTH) if transpose_w else (DEPTH, tiling.block_cols)
+    T, N = x_tk.shape[0], w.shape[1 if transpose_w else 2]
+    depth, w = _depth(x_tk.dtype), w.astype(x_tk.dtype)
+    a = jax.ShapeDtypeStruct((tiling.rows, depth), x_tk.dtype)
+    b = jax.ShapeDtypeStruct((tiling.block_cols, depth) if transpose_w else (depth, tiling.block_cols), w.dtype)
     out = jax.ShapeDtypeStruct((T, N), x_tk.dtype)
-    call = _kernel(kernel, "grouped_matmul", tiling, (tiling.rows, DEPTH), b_shape, out, blocks, interpret)
-    return call(row_tiles(group_sizes_e, T, tiling.rows), _padded(x_tk), w.astype(x_tk.dtype))
+    call = _kernel(kernel, "grouped_matmul", tiling, a, b, out, blocks, interpret)
+    return call(row_tiles(group_sizes_e, T, tiling.rows), _padded(x_tk), w)
+
+
+def fp8_matmul(
+    x_tk: jax.Array,
+    w_enk: jax.Array,
+    inverse_scale: jax.Array,
+    group_sizes_e: jax.Array,
+    dtype: Any,
+    *,
+    rows: int | None = None,
+    tiling: Tiling = Tiling(),
+    blocks: int = MULTIPROCESSORS,
+    interpret: Any = None,
+) -> jax.Array:
+    """Each group's rows of x [T, K] times its w [E, N, K], both in FP8, times a scalar -> [T, N] in `dtype`.
+
+    Rows after the last group are zeros, whatever x has there. `rows`: the result has so many, if fewer than T.
+    """
+
+    def kernel(tiles_ref, scale_ref, x_ref, w_ref, out_ref, *memory) -> None:
+        _Block(tiling, *memory).run(_Rows(tiling, scale_ref[0], True, tiles_ref, x_ref, w_ref, out_ref))
+
+    T, depth = x_tk.shape[0] if rows is None else rows, _depth(x_tk.dtype)
+    a = jax.ShapeDtypeStruct((tiling.rows, depth), x_tk.dtype)
+    b = jax.ShapeDtypeStruct((tiling.block_cols, depth), w_enk.dtype)
+    out = jax.ShapeDtypeStruct((T, w_enk.shape[1]), dtype)
+    call = _kernel(kernel, "grouped_matmul_fp8", tiling, a, b, out, blocks, interpret)
+    return call(row_tiles(group_sizes_e, T, tiling.rows), _scalar(inverse_scale), _padded(x_tk), w_enk)
 
 
 def weight_gradient(
@@ -95,43 +133,45 @@ def weight_gradient(
 
     Rows after the last group count for nothing, but must be finite.
     """
-    E, M, N = group_sizes_e.shape[0], x_tm.shape[1], dy_tn.shape[1]
-    sizes = group_sizes_e.astype(jnp.int32)
-    ends = _running_sum(sizes)
 
     def kernel(bounds_ref, x_ref, dy_ref, out_ref, *memory) -> None:
-        _Block(tiling, *memory).run(_Weights(tiling, bounds_ref, x_ref, dy_ref, out_ref))
+        _Block(tiling, *memory).run(_Weights(tiling, None, bounds_ref, x_ref, dy_ref, out_ref))
 
-    shapes = (DEPTH, tiling.rows), (DEPTH, tiling.block_cols)
+    E, M, N = group_sizes_e.shape[0], x_tm.shape[1], dy_tn.shape[1]
+    sizes = group_sizes_e.astype(jnp.int32)
+    ends, depth = running_sum(sizes), _depth(x_tm.dtype)
+    a = jax.ShapeDtypeStruct((depth, tiling.rows), x_tm.dtype)
+    b = jax.ShapeDtypeStruct((depth, tiling.block_cols), dy_tn.dtype)
     out = jax.ShapeDtypeStruct((E, M, N), dtype)
-    call = _kernel(kernel, "grouped_weight_gradient", tiling, *shapes, out, blocks, interpret, x_tm.dtype)
+    call = _kernel(kernel, "grouped_weight_gradient", tiling, a, b, out, blocks, interpret)
     return call(jnp.stack([ends - sizes, ends], axis=1), _padded(x_tm), _padded(dy_tn))
 
 
-def row_tiles(group_sizes_e: jax.Array, T: int, height: int) -> jax.Array:
-    """The tiles of T rows, none with rows of two groups: int32 [tiles, 5].
+def fp8_weight_gradient(
+    x_mp: jax.Array,
+    dy_np: jax.Array,
+    inverse_scale: jax.Array,
+    group_sizes_e: jax.Array,
+    dtype: Any,
+    *,
+    tiling: Tiling = Tiling(),
+    blocks: int = MULTIPROCESSORS,
+    interpret: Any = None,
+) -> jax.Array:
+    """x_e dy_eᵀ of every group's columns of x [M, P] and dy [N, P] in FP8, times a scalar -> [E, M, N] in `dtype`.
 
-    Of each tile the row it begins at, a multiple of ALIGNMENT; the group; where the group's rows begin and end in it;
-    and how many tiles are in use. The rows after the last group are group E.
+    Groups lie in steps, as `grouped_rows` says, with zeros after each; empty ones have zeros.
     """
-    E, sizes = group_sizes_e.shape[0], group_sizes_e.astype(jnp.int32)
-    ends = _running_sum(sizes)
-    # So many tiles are enough wherever a group begins; the last may be without rows.
-    last_tiles = _running_sum(jnp.where(sizes > 0, pl.cdiv(sizes + (ALIGNMENT - 1), height), 0))
-    starts, ends = jnp.append(0, ends), jnp.append(ends, T)
-    first_tiles = jnp.append(0, last_tiles)
-    count = last_tiles[-1:] + pl.cdiv(T - starts[-1:] + (ALIGNMENT - 1), height)
-    tile = jnp.arange(T // height + 2 * (E + 1), dtype=jnp.int32)
-    group = jnp.sum(tile[:, None] >= last_tiles[None, :], axis=1, dtype=jnp.int32)
-    start = starts[group] // ALIGNMENT * ALIGNMENT + (tile - first_tiles[group]) * height
-    first, last = (jnp.clip(bound[group] - start, 0, height) for bound in (starts, ends))
-    return jnp.stack([start, group, first, last, jnp.broadcast_to(count, tile.shape)], axis=1)
 
+    def kernel(bounds_ref, scale_ref, x_ref, dy_ref, out_ref, *memory) -> None:
+        _Block(tiling, *memory).run(_TransposedWeights(tiling, scale_ref[0], bounds_ref, x_ref, dy_ref, out_ref))
 
-def _running_sum(sizes: jax.Array) -> jax.Array:
-    """As a masked sum, which XLA fuses; a cumsum is kernels of its own."""
-    index = jnp.arange(sizes.shape[0])
-    return jnp.sum(jnp.where(index[:, None] >= index[None, :], sizes[None, :], 0), axis=1, dtype=jnp.int32)
+    assert _depth(x_mp.dtype) == STEP
+    a = jax.ShapeDtypeStruct((tiling.rows, STEP), x_mp.dtype)
+    b = jax.ShapeDtypeStruct((tiling.block_cols, STEP), dy_np.dtype)
+    out = jax.ShapeDtypeStruct((group_sizes_e.shape[0], x_mp.shape[0], dy_np.shape[0]), dtype)
+    call = _kernel(kernel, "grouped_weight_gradient_fp8", tiling, a, b, out, blocks, interpret)
+    return call(step_bounds(group_sizes_e), _scalar(inverse_scale), x_mp, dy_np)
 
 
 def _padded(x_tk: jax.Array) -> jax.Array:
@@ -139,8 +179,22 @@ def _padded(x_tk: jax.Array) -> jax.Array:
     return jnp.pad(x_tk, ((0, padding), (0, 0))) if padding else x_tk
 
 
+def _scalar(scale: jax.Array) -> jax.Array:
+    return scale.astype(jnp.float32).reshape(1)
+
+
+def _depth(dtype: Any) -> int:
+    """Of a step of the sum."""
+    return SWIZZLE // jnp.dtype(dtype).itemsize
+
+
 class _Work(Protocol):
     """What a kernel computes, tile by tile; tiles are tuples of scalars."""
+
+    @property
+    def scale(self) -> Any:
+        """What sums are multiplied by, or None."""
+        ...
 
     def count(self) -> tuple[Any, int]:
         """The rows and columns of all tiles, as if they were one matrix."""
@@ -172,6 +226,7 @@ class _Rows:
     """Rows of x times their group's w."""
 
     tiling: Tiling
+    scale: Any
     transpose_w: bool
     tiles: Any
     x: Any
@@ -182,17 +237,19 @@ class _Rows:
         return self.tiles[0, 4], pl.cdiv(self.out.shape[1], self.tiling.block_cols)
 
     def tile(self, index, col_tiles):
-        row_tile, col_tile = plgpu.planar_snake(index, (self.tiles[0, 4], col_tiles), 0, PANEL)
+        row_tile, col_tile = plgpu.planar_snake(index, (self.tiles[0, 4], col_tiles), 0, self.tiling.panel)
         return tuple(self.tiles[row_tile, field] for field in range(4)), col_tile
 
     def steps(self, tile):
         (_, group, first, last), _ = tile
-        return jnp.where((group < self.w.shape[0]) & (first < last), pl.cdiv(self.x.shape[1], DEPTH), 0)
+        steps = pl.cdiv(self.x.shape[1], _depth(self.x.dtype))
+        return jnp.where((group < self.w.shape[0]) & (first < last), steps, 0)
 
     def load(self, tile, step, a, b, arrived):
         (start, group, _, _), col_tile = tile
         down = pl.ds(pl.multiple_of(start, ALIGNMENT), self.tiling.rows)
-        depth = pl.ds(step * DEPTH, DEPTH)
+        depth = _depth(self.x.dtype)
+        depth = pl.ds(step * depth, depth)
         across = pl.ds(col_tile * self.tiling.block_cols, self.tiling.block_cols)
         plgpu.copy_gmem_to_smem(self.x.at[down, depth], a, arrived)
         w = self.w.at[group]
@@ -224,6 +281,7 @@ class _Weights:
     """Transposed rows of x times rows of dy, of every group."""
 
     tiling: Tiling
+    scale: Any
     bounds: Any
     x: Any
     dy: Any
@@ -237,17 +295,19 @@ class _Weights:
         row_tiles = pl.cdiv(self.out.shape[1], self.tiling.rows)
         size = jnp.int32(row_tiles * col_tiles)
         group, index = lax.div(index, size), lax.rem(index, size)
-        row_tile, col_tile = plgpu.planar_snake(index, (row_tiles, col_tiles), 0, PANEL)
+        row_tile, col_tile = plgpu.planar_snake(index, (row_tiles, col_tiles), 0, self.tiling.panel)
         start, end = self.bounds[group, 0], self.bounds[group, 1]
         return (group, row_tile, lax.div(start, ALIGNMENT) * ALIGNMENT, start, end), col_tile
 
     def steps(self, tile):
         (_, _, aligned, start, end), _ = tile
-        return jnp.where(start < end, lax.div(end - aligned + (DEPTH - 1), DEPTH), 0)
+        depth = _depth(self.x.dtype)
+        return jnp.where(start < end, lax.div(end - aligned + (depth - 1), depth), 0)
 
     def load(self, tile, step, a, b, arrived):
         (_, row_tile, aligned, _, _), col_tile = tile
-        down = pl.ds(pl.multiple_of(aligned + step * DEPTH, ALIGNMENT), DEPTH)
+        depth = _depth(self.x.dtype)
+        down = pl.ds(pl.multiple_of(aligned + step * depth, ALIGNMENT), depth)
         across_x = pl.ds(row_tile * self.tiling.rows, self.tiling.rows)
         across_dy = pl.ds(col_tile * self.tiling.block_cols, self.tiling.block_cols)
         plgpu.copy_gmem_to_smem(self.x.at[down, across_x], a, arrived)
@@ -256,9 +316,10 @@ class _Weights:
     def multiply(self, tile, step, a, b, acc, wg):
         (_, _, aligned, start, end), _ = tile
         b = b.at[:, self.tiling.own(wg)]
-        begin = aligned + step * DEPTH
+        depth = _depth(self.x.dtype)
+        begin = aligned + step * depth
 
-        @pl.when((begin < start) | (begin + DEPTH > end))
+        @pl.when((begin < start) | (begin + depth > end))
         def _others():
             # Not in the operand that both warpgroups read.
             _keep_rows(b, start - begin, end - begin)
@@ -273,13 +334,29 @@ class _Weights:
 
 
 @dataclass(frozen=True)
+class _TransposedWeights(_Weights):
+    """The same of x and dy that lie transposed, their groups in steps."""
+
+    def load(self, tile, step, a, b, arrived):
+        (_, row_tile, start, _, _), col_tile = tile
+        depth = pl.ds(pl.multiple_of(start + step * STEP, STEP), STEP)
+        down_x = pl.ds(row_tile * self.tiling.rows, self.tiling.rows)
+        down_dy = pl.ds(col_tile * self.tiling.block_cols, self.tiling.block_cols)
+        plgpu.copy_gmem_to_smem(self.x.at[down_x, depth], a, arrived)
+        plgpu.copy_gmem_to_smem(self.dy.at[down_dy, depth], b, arrived)
+
+    def multiply(self, tile, step, a, b, acc, wg):
+        plgpu.wgmma(acc, a, b.at[self.tiling.own(wg)].transpose((1, 0)))
+
+
+@dataclass(frozen=True)
 class _Block:
     """A block's shared memory, and the walk over tiles of its warpgroups."""
 
     tiling: Tiling
     a: Any  # the rings of operands
     b: Any
-    parts: Any  # [COMPUTE, SLOTS, STORE_ROWS, width] of the result
+    parts: Any  # [COMPUTE, slots, STORE_ROWS, width] of the result
     arrived: Any  # barriers, one for each stage
     consumed: Any
 
@@ -355,15 +432,15 @@ class _Block:
 
     def _store(self, work: _Work, tile: tuple, values: jax.Array, wg: jax.Array) -> None:
         """A warpgroup's results to memory, part by part."""
-        values = values.astype(self.parts.dtype)
+        values = (values if work.scale is None else values * work.scale).astype(self.parts.dtype)
         width, own_col = self.parts.shape[-1], wg * self.tiling.cols
         corners = [
             (row, col) for row in range(0, self.tiling.rows, STORE_ROWS) for col in range(0, self.tiling.cols, width)
         ]
+        slots = math.gcd(self.tiling.slots, len(corners))  # so that tiles go round all slots
         for index, (row, col) in enumerate(corners):
-            part = self.parts.at[wg, index % SLOTS]
-            pending = SLOTS - 1 if index else (len(corners) - 1) % SLOTS  # copies since the slot's last
-            plgpu.wait_smem_to_gmem(pending, wait_read_only=True)
+            part = self.parts.at[wg, index % slots]
+            plgpu.wait_smem_to_gmem(slots - 1, wait_read_only=True)  # the slot's last copy
             part[...] = values[row : row + STORE_ROWS, col : col + width]
             plgpu.commit_smem()
             work.store(tile, row, own_col + col, part)
@@ -382,22 +459,20 @@ def _kernel(
     body: Callable,
     name: str,
     tiling: Tiling,
-    a_shape: Sequence[int],
-    b_shape: Sequence[int],
+    a: jax.ShapeDtypeStruct,
+    b: jax.ShapeDtypeStruct,
     out: jax.ShapeDtypeStruct,
     blocks: int,
     interpret: Any,
-    dtype: Any = None,
 ) -> Callable:
-    """The kernel of body(*inputs, out, *memory of _Block), for operands of `dtype` (None: that of the result)."""
-    dtype = jnp.dtype(out.dtype if dtype is None else dtype)
+    """The kernel of body(*inputs, out, *memory of _Block), for operands a and b of a step."""
     return plgpu.kernel(
         body,
         out_type=out,
         scratch_types=[
-            plgpu.SMEM((tiling.stages, *a_shape), dtype),
-            plgpu.SMEM((tiling.stages, *b_shape), dtype),
-            plgpu.SMEM((COMPUTE, SLOTS, STORE_ROWS, SWIZZLE // out.dtype.itemsize), out.dtype),
+            plgpu.SMEM((tiling.stages, *a.shape), a.dtype),
+            plgpu.SMEM((tiling.stages, *b.shape), b.dtype),
+            plgpu.SMEM((COMPUTE, tiling.slots, STORE_ROWS, SWIZZLE // out.dtype.itemsize), out.dtype),
             plgpu.Barrier(num_arrivals=2, num_barriers=tiling.stages),
             plgpu.Barrier(num_arrivals=COMPUTE, num_barriers=tiling.stages),
         ],

@@ -9,6 +9,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from megajax.errors import ConfigError
 from megajax.ops import grouped_matmul as op
 from megajax.ops import grouped_matmul_kernel as kernel
+from megajax.ops import grouped_rows
 
 T, D, F = 149, 64, 192
 SIZES = {
@@ -75,11 +76,11 @@ def test_tiles_hold_every_row_once(seed, height):
     rng = np.random.default_rng(seed)
     sizes = rng.integers(0, 200, size=11) * rng.integers(0, 2, size=11)
     total = int(sizes.sum() + rng.integers(0, 300))
-    table = np.asarray(kernel.row_tiles(jnp.asarray(sizes, jnp.int32), total, height))
+    table = np.asarray(grouped_rows.row_tiles(jnp.asarray(sizes, jnp.int32), total, height))
     assert table[0, 4] <= len(table)
     owners = np.full(total, -1)
     for start, group, first, last, _ in table[: table[0, 4]]:
-        assert start % kernel.ALIGNMENT == 0 and 0 <= first <= last <= height
+        assert start % grouped_rows.ALIGNMENT == 0 and 0 <= first <= last <= height
         assert np.all(owners[start + first : start + last] == -1)
         owners[start + first : start + last] = group
     np.testing.assert_array_equal(owners, np.repeat(np.arange(12), [*sizes, total - sizes.sum()]))
@@ -108,8 +109,10 @@ def test_kernels_agree_with_float64(rng, sizes):
     check([dw], expected[2:], 1e-6)
 
 
-def choose(requested, platform="gpu", capability="9.0", dtype="bfloat16", widths=(2048, 768)):
-    return op.choose_grouped_matmul(requested, platform=platform, capability=capability, dtype=dtype, widths=widths)
+def choose(requested, platform="gpu", capability="9.0", dtype="bfloat16", widths=(2048, 768), **fp8):
+    return op.choose_grouped_matmul(
+        requested, platform=platform, capability=capability, dtype=dtype, widths=widths, **fp8
+    )
 
 
 def test_the_kernel_is_chosen_on_hopper_alone():
@@ -120,3 +123,11 @@ def test_the_kernel_is_chosen_on_hopper_alone():
         for obstacle in ({"capability": "10.0"}, {"dtype": "float32"}, {"widths": (2048, 1000)}):
             with pytest.raises(ConfigError, match=f"kernels.grouped_matmul={requested} cannot run, "):
                 choose(requested, **obstacle)
+
+
+def test_fp8_needs_whole_steps():
+    assert choose("auto", fp8=True)[0] == choose("auto", widths=(2048, 192))[0] == "pallas"
+    with pytest.raises(
+        ConfigError, match="multiples of 128 and these are 2048, 192: set precision.fp8.recipe=none or "
+    ):
+        choose("auto", widths=(2048, 192), fp8=True)

@@ -1,0 +1,207 @@
+"""The MLP of experts: grouped matmuls, and between them the activation times each row's routing weight, in BF16 or FP8.
+
+In FP8 each tensor has one scale, whatever number of experts it belongs to, and is quantised together with its transpose
+where it is computed; for the backward pass transposes are kept, and the products that the activation takes, in BF16.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from megajax.ops import fp8, grouped_fp8_kernels, grouped_fp8_reference
+from megajax.ops.fp8 import Fp8Weight
+from megajax.ops.grouped_matmul import (
+    GroupedImplementation,
+    fp8_rows_times_weights,
+    fp8_weight_gradient,
+    rows_times_weights,
+    weight_gradient,
+)
+from megajax.ops.mlp import (
+    GATED,
+    ElementwiseImplementation,
+    activate_weighted,
+    activate_weighted_and_gradient,
+)
+
+Weight = jax.Array | Fp8Weight
+MaxOverDevices = Callable[[jax.Array], jax.Array]
+
+
+def itself(x: jax.Array) -> jax.Array:
+    """The largest over all devices where there is one."""
+    return x
+
+
+def num_experts(w: Weight) -> int:
+    """E of a matrix `[E, in, out]`."""
+    return (w.values if isinstance(w, Fp8Weight) else w).shape[0]
+
+
+class ExpertKernels(NamedTuple):
+    """Which implementations the experts' matmuls and activations have."""
+
+    grouped_matmul: GroupedImplementation = "reference"
+    elementwise: ElementwiseImplementation = "reference"
+
+
+def expert_mlp(
+    activation: str,
+    kernels: ExpertKernels,
+    rows: jax.Array,
+    weights: jax.Array,
+    w_up: Weight,
+    w_down: Weight,
+    group_sizes: jax.Array,
+    max_over_devices: MaxOverDevices = itself,
+) -> jax.Array:
+    """Rows `[R, D]` sorted by expert → `[R, D]`: weight · MLP of the row's expert.
+
+    The weight `[R]` multiplies the activation, so that the backward pass needs no output. Rows of no group are zeros,
+    as are their gradients and those of their weights. Either both matrices are in FP8 or none: `values [E, in, out]`,
+    `transposed [E, out, in]`. `max_over_devices` is for FP8 without given scales, which come from the amaxes over all
+    devices then; gradient and amaxes are in the place that `Fp8Weight` has for them.
+    """
+    if isinstance(w_up, Fp8Weight) and isinstance(w_down, Fp8Weight):
+        return _fp8_mlp(activation, kernels, max_over_devices, rows, weights, w_up, w_down, group_sizes)
+    return _mlp(activation, kernels, rows, weights, w_up, w_down, group_sizes)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _mlp(activation, kernels, rows, weights, w_up, w_down, group_sizes):
+    """The backward pass computes the activation again."""
+    return _mlp_forward(activation, kernels, rows, weights, w_up, w_down, group_sizes)[0]
+
+
+def _mlp_forward(activation, kernels, rows, weights, w_up, w_down, group_sizes):
+    multiply = partial(rows_times_weights, group_sizes_e=group_sizes, implementation=kernels.grouped_matmul)
+    up = checkpoint_name(multiply(rows, w_up), "gate_up")
+    act = activate_weighted(activation, up, weights, group_sizes.sum(), kernels.elementwise)
+    return multiply(act, w_down), (rows, weights, up, w_up, w_down, group_sizes)
+
+
+def _mlp_backward(activation, kernels, residuals, dy):
+    rows, weights, up, w_up, w_down, group_sizes = residuals
+    how = {"group_sizes_e": group_sizes, "implementation": kernels.grouped_matmul}
+    dact = rows_times_weights(dy, w_down, transpose_w=True, **how)
+    act, dup, dweights = activate_weighted_and_gradient(
+        activation, up, weights, dact, group_sizes.sum(), kernels.elementwise
+    )
+    dw_down = weight_gradient(act, dy, dtype=w_down.dtype, **how)
+    drows = rows_times_weights(dup, w_up, transpose_w=True, **how)
+    return drows, dweights, weight_gradient(rows, dup, dtype=w_up.dtype, **how), dw_down, None
+
+
+_mlp.defvjp(_mlp_forward, _mlp_backward)
+
+
+class Operand(NamedTuple):
+    """Rows in FP8, as the grouped matmuls take them."""
+
+    values: jax.Array | None  # [R, F]; None: only the transpose is kept, for the backward pass
+    transposed: jax.Array  # [F, P], groups in steps
+    inverse_scale: jax.Array
+    amax: jax.Array  # on this device
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _fp8_mlp(activation, kernels, max_over_devices, rows, weights, w_up, w_down, group_sizes):
+    return _fp8_mlp_forward(activation, kernels, max_over_devices, rows, weights, w_up, w_down, group_sizes)[0]
+
+
+def _fp8_mlp_forward(activation, kernels, max_over_devices, rows, weights, w_up, w_down, group_sizes):
+    run = _Fp8(activation, kernels, max_over_devices, group_sizes, weights, rows.dtype)
+    x = run.quantised(rows, w_up, "input")
+    up = checkpoint_name(run.product(x, w_up, "input"), "gate_up")
+    act = run.activated(up, w_down)
+    kept = (operand._replace(values=None) for operand in (x, act))
+    return run.product(act, w_down, "input"), (*kept, up, weights, w_up, w_down, group_sizes)
+
+
+def _fp8_mlp_backward(activation, kernels, max_over_devices, residuals, dy):
+    x, act, up, weights, w_up, w_down, group_sizes = residuals
+    run = _Fp8(activation, kernels, max_over_devices, group_sizes, weights, dy.dtype)
+    dys = run.quantised(dy, w_down, "gradient")
+    dup, dweights = run.activation_gradient(up, run.product(dys, w_down, "gradient"), w_up)
+    drows = run.product(dup, w_up, "gradient")
+    return drows, dweights, run.weight_gradient(x, dup, w_up), run.weight_gradient(act, dys, w_down), None
+
+
+_fp8_mlp.defvjp(_fp8_mlp_forward, _fp8_mlp_backward)
+
+
+@dataclass(frozen=True)
+class _Fp8:
+    """The steps of the MLP in FP8; `which` is a matrix's "input" or output "gradient"."""
+
+    activation: str
+    kernels: ExpertKernels
+    max_over_devices: MaxOverDevices
+    group_sizes: jax.Array
+    weights: jax.Array
+    dtype: Any  # of results
+
+    @property
+    def quantisers(self) -> Any:
+        return grouped_fp8_kernels if self.kernels.elementwise == "pallas" else grouped_fp8_reference
+
+    def scale(self, w: Fp8Weight, which: str, amax: Callable[[], jax.Array]) -> tuple[jax.Array, Any]:
+        """(scale, FP8 dtype); `amax()` is asked for with current scaling only."""
+        given, dtype = (w.input_scale, fp8.E4M3) if which == "input" else (w.gradient_scale, w.gradient_dtype)
+        return fp8.scale_for(self.max_over_devices(amax()), dtype) if given is None else given, dtype
+
+    def quantised(self, rows: jax.Array, w: Fp8Weight, which: str) -> Operand:
+        scale, dtype = self.scale(w, which, lambda: self.quantisers.amax(rows, self.group_sizes))
+        q, q_t, amax = self.quantisers.cast_transpose(rows, self.group_sizes, scale, dtype)
+        return Operand(q, q_t, 1 / scale, amax)
+
+    def activated(self, up: jax.Array, w: Fp8Weight) -> Operand:
+        """The weighted activation."""
+        if self.activation not in GATED:
+            count, implementation = self.group_sizes.sum(), self.kernels.elementwise
+            act = activate_weighted(self.activation, up, self.weights, count, implementation)
+            return self.quantised(act, w, "input")
+        tensors = self.activation, up, self.weights
+        scale, dtype = self.scale(w, "input", lambda: self.quantisers.gated_amax(*tensors, self.group_sizes))
+        q, q_t, amax = self.quantisers.gated_cast_transpose(*tensors, self.group_sizes, scale, dtype)
+        return Operand(q, q_t, 1 / scale, amax)
+
+    def activation_gradient(self, up: jax.Array, dact: jax.Array, w: Fp8Weight) -> tuple[Operand, jax.Array]:
+        """The gradients of `up` and of the weights."""
+        if self.activation not in GATED:
+            count, implementation = self.group_sizes.sum(), self.kernels.elementwise
+            _, dup, dweights = activate_weighted_and_gradient(
+                self.activation, up, self.weights, dact, count, implementation
+            )
+            return self.quantised(dup, w, "gradient"), dweights
+        tensors = self.activation, up, self.weights, dact, self.group_sizes
+        scale, dtype = self.scale(w, "gradient", lambda: self.quantisers.gated_backward_amax(*tensors))
+        q, q_t, amax, dweights = self.quantisers.gated_backward_cast_transpose(*tensors, scale, dtype)
+        return Operand(q, q_t, 1 / scale, amax), dweights
+
+    def product(self, x: Operand, w: Fp8Weight, which: str) -> jax.Array:
+        """`x @ w` of each expert for an "input", `dy @ w.T` for a "gradient"."""
+        other = w.transposed if which == "input" else w.values
+        assert x.values is not None and other is not None
+        return fp8_rows_times_weights(
+            x.values,
+            other,
+            x.inverse_scale * w.inverse_scale,
+            self.group_sizes,
+            self.dtype,
+            rows=len(self.weights),  # values may have more
+            implementation=self.kernels.grouped_matmul,
+        )
+
+    def weight_gradient(self, x: Operand, dy: Operand, w: Fp8Weight) -> Fp8Weight:
+        """`x.T @ dy` of each expert and the amaxes, in the places that `Fp8Weight` has for them."""
+        inverse, implementation = x.inverse_scale * dy.inverse_scale, self.kernels.grouped_matmul
+        tensors = x.transposed, dy.transposed, inverse, self.group_sizes
+        gradient = fp8_weight_gradient(*tensors, self.dtype, implementation=implementation)
+        amax = jnp.stack([x.amax, dy.amax])
+        return Fp8Weight(*(None,) * 5, gradient=gradient, amax=amax, gradient_dtype=w.gradient_dtype)  # type: ignore[arg-type]

@@ -1,0 +1,260 @@
+"""Quantisation to FP8 of rows that lie in groups, in one pass over memory, for Hopper GPUs (Pallas, Triton).
+
+The functions of `grouped_fp8_reference`, with its contract. As in `fp8_kernels` a block computes one tile in float32,
+and writes it twice, the second time transposed. Tiles are parts of steps (`grouped_rows`), so that none has rows of two
+groups and every tile of the transpose is aligned; blocks after the last step leave memory as it is.
+
+q may have more rows than were given, and q_t more columns than are needed: Triton addresses arrays of FP8 between 2 and
+4 GiB wrongly, and such are made larger.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+from megajax.ops import mlp_kernel
+from megajax.ops.fp8_kernels import Tiling, largest_magnitude
+from megajax.ops.fp8_reference import Quantised, saturate
+from megajax.ops.grouped_fp8_reference import amax
+from megajax.ops.grouped_rows import ALIGNMENT, STEP, padded_rows, steps
+
+__all__ = [
+    "amax",
+    "cast_transpose",
+    "gated_amax",
+    "gated_backward_amax",
+    "gated_backward_cast_transpose",
+    "gated_cast_transpose",
+]
+
+TILING = Tiling()
+
+
+class _Pass(NamedTuple):
+    """What a kernel computes of each tile of rows, and how."""
+
+    name: str
+    # The tiles [tokens, features] of every part of every operand, in float32, and of the weights -> a tile for each
+    # part of the result, and what is summed over features, if anything.
+    compute: Callable[..., tuple[Sequence[jax.Array], Sequence[jax.Array]]]
+    parts: int
+    sums: int
+    tiling: Tiling
+    interpret: bool
+
+
+def cast_transpose(
+    x_rf: jax.Array,
+    group_sizes_e: jax.Array,
+    scale: jax.Array,
+    dtype: Any,
+    *,
+    tiling: Tiling = TILING,
+    interpret: bool = False,
+) -> Quantised:
+    """x [R, F] quantised: q [R, F] and q_t [F, P] in `dtype`, amax."""
+
+    def compute(x):
+        return (x,), ()
+
+    how = _Pass("grouped_quantise", compute, 1, 0, tiling, interpret)
+    q, q_t, _, largest = _over_steps(how, [x_rf[:, None]], None, group_sizes_e, scale, dtype)
+    return q, q_t, largest
+
+
+def gated_cast_transpose(
+    kind: str,
+    gate_up_rf: jax.Array,
+    weights_r: jax.Array,
+    group_sizes_e: jax.Array,
+    scale: jax.Array,
+    dtype: Any,
+    *,
+    tiling: Tiling = TILING,
+    interpret: bool = False,
+) -> Quantised:
+    """activation(gate) · up · weight quantised: gate_up [R, 2F], the gate first -> q [R, F], q_t [F, P], amax."""
+    how = _gated(kind, tiling, interpret)
+    q, q_t, _, largest = _over_steps(how, [_halves(gate_up_rf)], weights_r, group_sizes_e, scale, dtype)
+    return q, q_t, largest
+
+
+def gated_backward_cast_transpose(
+    kind: str,
+    gate_up_rf: jax.Array,
+    weights_r: jax.Array,
+    dact_rf: jax.Array,
+    group_sizes_e: jax.Array,
+    scale: jax.Array,
+    dtype: Any,
+    *,
+    tiling: Tiling = TILING,
+    interpret: bool = False,
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """For dact [R, F] the gradient of gate_up, quantised -> q [R, 2F], q_t [2F, P], amax, and that of the weights [R].
+
+    The weights' is in their dtype, and 0 for rows of no group.
+    """
+    how, operands = _gated_backward(kind, tiling, interpret), [_halves(gate_up_rf), dact_rf[:, None]]
+    q, q_t, [sums], largest = _over_steps(how, operands, weights_r, group_sizes_e, scale, dtype)
+    dweights = jnp.where(jnp.arange(len(weights_r)) < group_sizes_e.sum(), sums.sum(axis=0), 0)
+    return q, q_t, largest, dweights.astype(weights_r.dtype)
+
+
+def gated_amax(
+    kind: str,
+    gate_up_rf: jax.Array,
+    weights_r: jax.Array,
+    group_sizes_e: jax.Array,
+    *,
+    tiling: Tiling = TILING,
+    interpret: bool = False,
+) -> jax.Array:
+    """The amax of `gated_cast_transpose` alone."""
+    return _over_steps(_gated(kind, tiling, interpret), [_halves(gate_up_rf)], weights_r, group_sizes_e)[-1]
+
+
+def gated_backward_amax(
+    kind: str,
+    gate_up_rf: jax.Array,
+    weights_r: jax.Array,
+    dact_rf: jax.Array,
+    group_sizes_e: jax.Array,
+    *,
+    tiling: Tiling = TILING,
+    interpret: bool = False,
+) -> jax.Array:
+    """The amax of `gated_backward_cast_transpose` alone."""
+    how, operands = _gated_backward(kind, tiling, interpret), [_halves(gate_up_rf), dact_rf[:, None]]
+    return _over_steps(how, operands, weights_r, group_sizes_e)[-1]
+
+
+def _gated(kind: str, tiling: Tiling, interpret: bool) -> _Pass:
+    def compute(gate, up, weight):
+        return (mlp_kernel.gated(kind, gate, up, interpret) * weight,), ()
+
+    return _Pass("grouped_activation", compute, 1, 0, tiling, interpret)
+
+
+def _gated_backward(kind: str, tiling: Tiling, interpret: bool) -> _Pass:
+    def compute(gate, up, dact, weight):
+        act, gradients = mlp_kernel.gated_gradients(kind, gate, up, dact, interpret)
+        return [gradient * weight for gradient in gradients], (jnp.sum(act * dact, axis=1),)
+
+    return _Pass("grouped_activation_gradient", compute, 2, 1, tiling, interpret)
+
+
+def _halves(gate_up_rf: jax.Array) -> jax.Array:
+    """gate_up [R, 2F] -> [R, 2, F]."""
+    return gate_up_rf.reshape(gate_up_rf.shape[0], 2, -1)
+
+
+def _over_steps(
+    how: _Pass,
+    operands: list[jax.Array],
+    weights: jax.Array | None,
+    group_sizes: jax.Array,
+    scale: jax.Array | None = None,
+    dtype: Any = None,
+) -> Any:
+    """Of operands [R, parts, F]: (q [R, parts · F], q_t [parts · F, P], sums over tiles' features [F / tile, R], amax).
+
+    Without a scale (amax,) alone.
+    """
+    R, _, F = operands[0].shape
+    block_t, block_f = how.tiling.tokens, how.tiling.features
+    P, blocks_f, tiles = padded_rows(R, len(group_sizes)), pl.cdiv(F, block_f), STEP // block_t
+    inputs = [steps(group_sizes, P), *operands, *(a.reshape(-1) for a in (weights, scale) if a is not None)]
+    whole = pl.BlockSpec()
+    out_shape = [jax.ShapeDtypeStruct((P // block_t, blocks_f), jnp.int32)]
+    out_specs = [pl.BlockSpec((1, 1), lambda f, t: (t, f))]
+    if scale is not None:
+        width = how.parts * F
+        q = jax.ShapeDtypeStruct((_addressable(R, width, ALIGNMENT), how.parts, F), dtype)
+        q_t = jax.ShapeDtypeStruct((how.parts, F, _addressable(P, width, STEP)), dtype)
+        sums = [jax.ShapeDtypeStruct((blocks_f, R), jnp.float32)] * how.sums
+        out_shape = [q, q_t, *sums, *out_shape]
+        transposed = pl.BlockSpec((how.parts, block_f, block_t), lambda f, t: (0, f, t))
+        out_specs = [whole, transposed, *[whole] * how.sums, *out_specs]
+    *quantised, magnitudes = pl.pallas_call(
+        _kernel(how, [operand.shape[1] for operand in operands], F, weights is not None, dtype),
+        grid=(blocks_f, P // block_t),  # blocks that run side by side follow each other along the features
+        in_specs=[pl.BlockSpec((1, 2), lambda f, t: (lax.div(t, np.int32(tiles)), 0)), *[whole] * (len(inputs) - 1)],
+        out_specs=out_specs,
+        out_shape=out_shape,
+        compiler_params=plgpu.CompilerParams(num_warps=how.tiling.num_warps),
+        interpret=how.interpret,
+        name=how.name if scale is not None else f"{how.name}_amax",
+    )(*inputs)
+    largest = lax.bitcast_convert_type(jnp.max(magnitudes), jnp.float32)
+    if scale is None:
+        return (largest,)
+    q, q_t, *sums = quantised
+    return q.reshape(q.shape[0], -1), q_t.reshape(-1, q_t.shape[-1]), sums, largest
+
+
+def _kernel(how: _Pass, parts: list[int], F: int, weighted: bool, dtype: Any) -> Callable:
+    """The kernel of operands with so many parts; dtype None: of the amax alone."""
+    block_t, block_f = tile = how.tiling.tokens, how.tiling.features
+
+    def kernel(step_ref, *refs: Any) -> None:
+        operands, amax_ref = refs[: len(parts)], refs[-1]
+        f, t = pl.program_id(0), pl.program_id(1)
+        first, count = step_ref[0, 0], step_ref[0, 1]
+        before = lax.rem(t, np.int32(STEP // block_t)) * block_t  # rows of the step in other tiles
+        rows, columns = pl.ds(first + before, block_t), pl.ds(f * block_f, block_f)
+        held = lax.iota(jnp.int32, block_t) < count - before
+        inside = f * block_f + lax.iota(jnp.int32, block_f) < F
+        mask = jnp.broadcast_to(held[:, None] & inside[None] if F % block_f else held[:, None], tile)
+
+        def load(ref, part: int) -> jax.Array:
+            return plgpu.load(ref.at[rows, np.int32(part), columns], mask=mask, other=0.0).astype(jnp.float32)
+
+        def compute():
+            tiles = [load(ref, part) for ref, n in zip(operands, parts, strict=True) for part in range(n)]
+            if weighted:
+                weight = plgpu.load(refs[len(parts)].at[rows], mask=held, other=0.0).astype(jnp.float32)
+                tiles.append(jnp.broadcast_to(weight[:, None], tile))
+            values, sums = how.compute(*tiles)
+            if dtype is None:
+                return largest_magnitude(values), (), ()
+            scaled = [value * refs[len(parts) + weighted][0] for value in values]
+            # On the GPU the conversion itself saturates, and keeps NaN.
+            qs = [(saturate(value, dtype) if how.interpret else value).astype(dtype) for value in scaled]
+            return largest_magnitude(values), tuple(qs), tuple(sums)
+
+        def nothing():
+            if dtype is None:
+                return count, (), ()  # which is 0
+            return count, how.parts * (jnp.zeros(tile, dtype),), how.sums * (jnp.zeros(block_t, jnp.float32),)
+
+        # Results of a branch, so that XLA does not move the transposition in front of the arithmetic: with weights in
+        # it, which would then be loaded in two layouts, all of it would be done twice.
+        amax_ref[0, 0], qs, sums = lax.cond(count > 0, compute, nothing)
+        if dtype is None:
+            return
+
+        @pl.when(count > 0)
+        def _some_rows():
+            q_ref, q_t_ref, *sums_refs = refs[len(parts) + weighted + 1 : -1]
+            within = inside[:, None] if F % block_f else None  # zeros after the last row are written too
+            for part, q in enumerate(qs):
+                plgpu.store(q_ref.at[rows, np.int32(part), columns], q, mask=mask)
+                plgpu.store(q_t_ref.at[np.int32(part)], q.T, mask=within)
+            for ref, total in zip(sums_refs, sums, strict=True):
+                plgpu.store(ref.at[f, rows], total, mask=held)
+
+    return kernel
+
+
+def _addressable(rows: int, width: int, multiple: int) -> int:
+    """So many rows or more of an FP8 array whose elements Triton can count: up to 2³¹, and in 64 bits from 2³² on."""
+    if 2**31 < rows * width <= 2**32:
+        return pl.cdiv(2**32 // width + 1, multiple) * multiple
+    return rows

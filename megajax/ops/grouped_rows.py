@@ -1,0 +1,65 @@
+"""Where groups of rows lie: tiles of rows for the grouped matmuls, and steps of the sum over rows.
+
+In steps lie the transposes [F, P] of FP8 rows [R, F]: each group from a multiple of STEP columns on, with zeros up to
+the next. Kernels then read whole steps, although groups begin at any row.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+ALIGNMENT = 8  # of the first row of a tile: the height of a swizzled tile in shared memory
+STEP = 128  # FP8 numbers, as many as a swizzled tile is wide
+
+
+def row_tiles(group_sizes_e: jax.Array, T: int, height: int) -> jax.Array:
+    """The tiles of T rows, none with rows of two groups: int32 [tiles, 5].
+
+    Of each tile the row it begins at, a multiple of ALIGNMENT; the group; where the group's rows begin and end in it;
+    and how many tiles are in use. The rows after the last group are group E.
+    """
+    E, sizes = group_sizes_e.shape[0], group_sizes_e.astype(jnp.int32)
+    ends = running_sum(sizes)
+    # So many tiles are enough wherever a group begins; the last may be without rows.
+    last_tiles = running_sum(jnp.where(sizes > 0, pl.cdiv(sizes + (ALIGNMENT - 1), height), 0))
+    starts, ends = jnp.append(0, ends), jnp.append(ends, T)
+    first_tiles = jnp.append(0, last_tiles)
+    count = last_tiles[-1:] + pl.cdiv(T - starts[-1:] + (ALIGNMENT - 1), height)
+    tile = jnp.arange(T // height + 2 * (E + 1), dtype=jnp.int32)
+    group = jnp.sum(tile[:, None] >= last_tiles[None, :], axis=1, dtype=jnp.int32)
+    start = starts[group] // ALIGNMENT * ALIGNMENT + (tile - first_tiles[group]) * height
+    first, last = (jnp.clip(bound[group] - start, 0, height) for bound in (starts, ends))
+    return jnp.stack([start, group, first, last, jnp.broadcast_to(count, tile.shape)], axis=1)
+
+
+def padded_rows(R: int, E: int) -> int:
+    """P: so many columns are enough for R rows in E groups that lie in steps, whatever their sizes."""
+    return (R // STEP + E) * STEP
+
+
+def step_bounds(group_sizes_e: jax.Array) -> jax.Array:
+    """The columns where every group begins and ends if groups lie in steps: int32 [E, 2]."""
+    sizes = group_sizes_e.astype(jnp.int32)
+    starts = (running_sum(pl.cdiv(sizes, STEP)) - pl.cdiv(sizes, STEP)) * STEP
+    return jnp.stack([starts, starts + sizes], axis=1)
+
+
+def steps(group_sizes_e: jax.Array, P: int) -> jax.Array:
+    """Of each step of P columns the row that its first column holds, and how many rows it has: int32 [P / STEP, 2].
+
+    Steps without rows come last.
+    """
+    sizes = group_sizes_e.astype(jnp.int32)
+    counts = pl.cdiv(sizes, STEP)
+    ends, last_steps = running_sum(sizes), running_sum(counts)
+    step = jnp.arange(P // STEP, dtype=jnp.int32)
+    group = jnp.sum(step[:, None] >= last_steps[None, :], axis=1, dtype=jnp.int32)
+    starts, first_steps, ends = (jnp.append(a, 0) for a in (ends - sizes, last_steps - counts, ends))
+    start = starts[group] + (step - first_steps[group]) * STEP
+    return jnp.stack([start, jnp.clip(ends[group] - start, 0, STEP)], axis=1)
+
+
+def running_sum(sizes: jax.Array) -> jax.Array:
+    """Of a few integers [E], in int32: as a masked sum, which XLA fuses; a cumsum is kernels of its own."""
+    index = jnp.arange(sizes.shape[0])
+    return jnp.sum(jnp.where(index[:, None] >= index[None, :], sizes[None, :], 0), axis=1, dtype=jnp.int32)

@@ -1,0 +1,162 @@
+"""The MLP of experts in FP8 against NumPy in float64 with the same roundings."""
+
+import os
+import subprocess
+import sys
+from functools import partial
+
+import grouped_matmul_bench
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from megajax.ops import ExpertKernels, apply_experts
+from megajax.ops.expert_mlp import expert_mlp
+from megajax.ops.fp8 import Fp8Weight
+
+E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
+LARGEST = {E4M3: 448.0, E5M2: 57344.0}
+R, D, F, SIZES = 180, 32, 48, (20, 0, 131, 5)
+USED = sum(SIZES)
+
+
+def rounded(x, dtype):
+    return np.asarray(x, np.float32).astype(dtype).astype(np.float64)
+
+
+bf16 = partial(rounded, dtype=jnp.bfloat16)
+
+
+class Quantised:
+    """A tensor, rounded to FP8 by a given scale, or by one that takes its amax times `room` to the largest number."""
+
+    def __init__(self, x, scale, dtype, room):
+        self.amax = np.abs(x).max()
+        scale = np.float32(LARGEST[dtype] / (self.amax * room)) if scale is None else scale
+        self.values = rounded(np.clip(x * scale, -LARGEST[dtype], LARGEST[dtype]), dtype) / scale
+
+
+def of_groups(function, *arrays):
+    """function(e, rows of group e...) of each group, in the order of rows."""
+    ends = np.cumsum(SIZES)
+    parts = [[a[end - size : end] for a in arrays] for end, size in zip(ends, SIZES, strict=True)]
+    return [function(e, *rows) for e, rows in enumerate(parts)]
+
+
+def multiplied(x, w):
+    return bf16(np.concatenate(of_groups(lambda e, rows: rows @ w[e], x)))
+
+
+def activation_and_slopes(kind, up):
+    if kind == "gelu":
+        u = 2.0 * np.sqrt(2.0 / np.pi) * (up + 0.044715 * up**3)
+        opening, slope = 1.0 / (1.0 + np.exp(-u)), 2.0 * np.sqrt(2.0 / np.pi) * (1.0 + 3.0 * 0.044715 * up**2)
+        return up * opening, opening + up * opening * (1.0 - opening) * slope
+    gate, up = np.split(up, 2, axis=-1)
+    opening = 1.0 / (1.0 + np.exp(-gate))
+    act, slope = gate * opening * up, opening + gate * opening * (1.0 - opening)
+    return act, np.stack([up * slope, gate * opening], axis=1)
+
+
+def in_float64(kind, scales, dtype, room, x, weights, w_up, w_down, dy):
+    """(y, dx, dweights, (dw_up, its amaxes), (dw_down, its amaxes)) with the roundings of the layer."""
+    quantised, between = partial(Quantised, room=room), (lambda a: a) if kind == "swiglu" else bf16
+    weights = weights[:, None]
+    q_x = quantised(x, scales["up input"], E4M3)
+    up = multiplied(q_x.values, w_up)
+    act, slopes = activation_and_slopes(kind, up)
+    q_act = quantised(between(act * weights), scales["down input"], E4M3)
+    q_dy = quantised(dy, scales["down gradient"], dtype)
+    dact = multiplied(q_dy.values, np.swapaxes(w_down, 1, 2))
+    dup = (dact[:, None] * slopes).reshape(USED, -1) if kind == "swiglu" else dact * slopes
+    q_dup = quantised(between(dup * weights), scales["up gradient"], dtype)
+
+    def gradient(a, b):
+        return np.stack(of_groups(lambda e, a, b: a.T @ b, a.values, b.values)), [a.amax, b.amax]
+
+    dx = multiplied(q_dup.values, np.swapaxes(w_up, 1, 2))
+    return multiplied(q_act.values, w_down), dx, (act * dact).sum(axis=1), gradient(q_x, q_dup), gradient(q_act, q_dy)
+
+
+def fp8_weight(w, scales, name, dtype):
+    """An Fp8Weight of w [E, in, out], and what its values stand for."""
+    scale = np.float32(448.0 / np.abs(w).max())
+    values = np.asarray(w * scale, np.float32).astype(E4M3)
+    given = [None if s is None else jnp.float32(s) for s in (scales[f"{name} input"], scales[f"{name} gradient"])]
+    weight = Fp8Weight(
+        values=jnp.asarray(values),
+        transposed=jnp.asarray(np.swapaxes(values, 1, 2)),
+        inverse_scale=jnp.float32(1 / scale),
+        input_scale=given[0],
+        gradient_scale=given[1],
+        gradient=jnp.zeros(w.shape, jnp.bfloat16),
+        amax=jnp.zeros(2, jnp.float32),
+        gradient_dtype=dtype,
+    )
+    return weight, values.astype(np.float64) / scale
+
+
+GIVEN = {"up input": 60.0, "up gradient": 900.0, "down input": 40.0, "down gradient": 3000.0}
+CURRENT = dict.fromkeys(GIVEN)
+
+
+@pytest.mark.parametrize(
+    ("kind", "scales", "dtype", "room"),
+    [("swiglu", GIVEN, E5M2, 1), ("swiglu", CURRENT, E4M3, 2), ("gelu", CURRENT, E5M2, 1)],
+    ids=["given scales", "current scaling", "plain activation"],
+)
+def test_value_and_gradients(rng, error, kind, scales, dtype, room):
+    x, dy, weights = rng.normal(size=(R, D)), rng.normal(size=(R, D)), rng.random(R)
+    w_up = rng.normal(size=(len(SIZES), D, 2 * F if kind == "swiglu" else F)) / 6
+    w_down = rng.normal(size=(len(SIZES), F, D)) / 6
+    up, w_up = fp8_weight(w_up, scales, "up", dtype)
+    down, w_down = fp8_weight(w_down, scales, "down", dtype)
+    used = [bf16(x[:USED]), rounded(weights[:USED], np.float32), w_up, w_down, bf16(dy[:USED])]
+    expected = in_float64(kind, scales, dtype, room, *used)
+    for a in (x, dy, weights):
+        a[USED:] = np.nan  # rows of no group, which nothing was written to
+
+    @jax.jit
+    def run(x, weights, up, down, sizes, dy):
+        how = partial(expert_mlp, group_sizes=sizes, max_over_devices=lambda amax: room * amax)
+        y, pull = jax.vjp(partial(how, kind, ExpertKernels()), x, weights, up, down)
+        return y, *pull(dy)
+
+    x, dy = (jnp.asarray(a, jnp.bfloat16) for a in (x, dy))
+    y, dx, dweights, dup, ddown = run(x, jnp.asarray(weights, jnp.float32), up, down, jnp.asarray(SIZES), dy)
+    assert y.dtype == dx.dtype == dup.gradient.dtype == jnp.bfloat16
+    for found, wanted in zip((y, dx, dweights), expected, strict=False):
+        # FP8's own error is ten times as large.
+        assert error(found[:USED], wanted) < 4e-3
+        np.testing.assert_array_equal(np.asarray(found[USED:], np.float32), 0)
+    for found, (gradient, amax) in zip((dup, ddown), expected[3:], strict=True):
+        assert error(found.gradient, gradient) < 4e-3
+        assert not np.any(found.gradient[1])  # of a group without rows
+        np.testing.assert_allclose(found.amax, amax, rtol=1e-2)
+
+
+def test_tokens_go_through_experts_in_fp8(rng, error):
+    x, weights = jnp.asarray(rng.normal(size=(40, D)), jnp.bfloat16), jnp.asarray(rng.random((40, 2)), jnp.float32)
+    experts = jnp.asarray(np.stack([rng.permutation(4)[:2] for _ in range(40)]))
+    w_up, w_down = rng.normal(size=(4, D, 2 * F)) / 6, rng.normal(size=(4, F, D)) / 6
+    (up, w_up), (down, w_down) = (fp8_weight(w, CURRENT, n, E5M2) for w, n in ((w_up, "up"), (w_down, "down")))
+    run = jax.jit(partial(apply_experts, "swiglu"))
+    found = run(x, experts, weights, up, down)
+    w_up, w_down = (jnp.asarray(w, jnp.float32) for w in (w_up, w_down))
+    expected = run(x.astype(jnp.float32), experts, weights, w_up, w_down)
+    assert 1e-3 < error(found, expected) < 0.06
+
+
+def test_it_compiles_for_hopper():
+    """By the GPU's compiler, without a GPU: the widths of Mixtral 8x7B and Qwen3 30B-A3B with all their experts."""
+    flags = ("XLA_FLAGS", "JAX_DISABLE_MOST_OPTIMIZATIONS")  # those of the tests' virtual CPU devices
+    environment = {n: v for n, v in os.environ.items() if n not in flags} | {"XLA_FLAGS": "--xla_gpu_autotune_level=0"}
+    command = [sys.executable, grouped_matmul_bench.__file__, "--compile", "--only", "FP8 current MLP"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=600)
+    assert done.returncode == 0, done.stderr
+    found = [line.split(" experts ") for line in done.stdout.splitlines() if line.endswith(" compiled")]
+    assert [(before.split()[-1], after.split()[0]) for before, after in found] == [
+        ("8", "32768x4096x14336"),
+        ("128", "131072x2048x768"),
+    ]
