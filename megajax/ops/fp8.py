@@ -29,7 +29,7 @@ class Fp8Weight:
     """A linear layer's weight, quantised, and what its two operands need: what `fp8` linear layers take for `w`.
 
     `jax.vjp` with respect to it returns the weight's gradient in `gradient` and the largest magnitudes of the layer's
-    input and output gradient in `amax`; both hold zeros on the way in.
+    input and output gradient in `amax`; both hold zeros on the way in. Experts' matrices are in one, [E, in, out].
     """
 
     values: jax.Array  # [in, out] E4M3

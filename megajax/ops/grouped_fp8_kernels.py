@@ -169,6 +169,7 @@ def _over_steps(
     """
     R, _, F = operands[0].shape
     block_t, block_f = how.tiling.tokens, how.tiling.features
+    assert STEP % block_t == 0, "tiles are parts of steps"
     P, blocks_f, tiles = padded_rows(R, len(group_sizes)), pl.cdiv(F, block_f), STEP // block_t
     inputs = [steps(group_sizes, P), *operands, *(a.reshape(-1) for a in (weights, scale) if a is not None)]
     whole = pl.BlockSpec()
