@@ -224,7 +224,7 @@ def _train_step(program: TrainProgram, gradients_of: Callable, state: TrainState
 
 
 def _router_metrics(layers: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    """What is logged of the layers' metrics `[L, ...]`: summed losses, mean entropy, the COUNTS of each layer."""
+    """What is logged of the MoE layers' metrics `[L, ...]`: summed losses, mean entropy, the COUNTS of each layer."""
     metrics = {name: layers[name].sum() for name in ROUTER_LOSSES if name in layers}
     if layers:
         metrics["router_entropy"] = layers["router_entropy"].mean()

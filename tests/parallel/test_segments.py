@@ -3,7 +3,7 @@
 import pytest
 
 from megajax.config import Config
-from megajax.parallel.layers import plan_segments
+from megajax.parallel.segments import plan_segments
 
 
 def plan(num_layers, platform="gpu", pattern=None, **sections):

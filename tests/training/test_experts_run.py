@@ -106,7 +106,7 @@ def test_a_long_run_is_drawn_in_as_many_columns_as_fit():
     steps, layers = np.arange(10, 10 * 3 * MOST_COLUMNS + 1, 10), 94
     values = np.ones((len(steps), layers))
     values[:, 3] = 2 + np.arange(len(steps)) % 3
-    picture = ElementTree.fromstring(load_map(steps.tolist(), values))
+    picture = ElementTree.fromstring(load_map(steps.tolist(), values, range(layers)))
     cells = [cell for cell in picture.iter("{http://www.w3.org/2000/svg}rect") if cell.get("class")]
     assert len(cells) == MOST_COLUMNS * layers
     assert [cell[0].text for cell in cells[2:4]] == ["layer 2, steps 10 to 30: 1", "layer 3, steps 10 to 30: 3"]
@@ -116,6 +116,6 @@ def test_a_long_run_is_drawn_in_as_many_columns_as_fit():
 
 def test_a_run_whose_picture_cannot_be_drawn_is_a_run_all_the_same(tmp_path, capsys):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "expert_load": [1.0]}\n{"step": 2, "exp')
-    draw_load_map(tmp_path)
+    draw_load_map(tmp_path, (0,))
     assert "megajax: warning: the heat map of expert load was not drawn: " in capsys.readouterr().out
     assert not list(tmp_path.glob("*svg*"))
