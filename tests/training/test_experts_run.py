@@ -58,8 +58,9 @@ def test_a_run_logs_and_draws_its_routers_losses_and_loads_also_after_a_stop(tmp
         ROOT / "configs/quickstart.yaml",
         [
             f"run={{dir: {tmp_path}/run, steps: 2, log_interval: 1, eval_steps: 1, eval_interval: 0}}",
-            "model={num_layers: 2, hidden_size: 16, num_heads: 2, num_kv_heads: 2, ffn_hidden_size: 16}",
+            "model={num_layers: 3, hidden_size: 16, num_heads: 2, num_kv_heads: 2, ffn_hidden_size: 16}",
             "model.num_experts=4",
+            "model.first_dense_layers=1",
             "model.router={global_loss: 0.01, z_loss: 0.001, expert_bias: true, capacity_factor: 0.75}",
             "data={kind: synthetic, train: null, valid: null, split: null, tokenizer: null}",
             "batch={global_size: 4, sequence_length: 16}",
@@ -87,7 +88,7 @@ def test_a_run_logs_and_draws_its_routers_losses_and_loads_also_after_a_stop(tmp
         assert 1 <= line["expert_load_max"] <= 2
         assert 0.25 <= line["dropped_tokens_mean"] <= line["dropped_tokens_max"] < 1
         assert len(line["dropped_tokens"]) == 2
-    assert "2 of 4 experts a token, none more than 0.75 times its share" in capsys.readouterr().out
+    assert "2 of 4 experts a token in 2 of 3 layers, none more than 0.75 times its share" in capsys.readouterr().out
 
 
 def drawn(run_dir: Path) -> list[str]:
@@ -97,8 +98,8 @@ def drawn(run_dir: Path) -> list[str]:
 
 
 def loads(lines: list[dict]) -> list[str]:
-    """The same of what it logged."""
-    cells = [(line["step"], *cell) for line in lines for cell in enumerate(line.get("expert_load", ()))]
+    """The same of what it logged of layers 1 and 2; layer 0 is dense."""
+    cells = [(line["step"], *cell) for line in lines for cell in enumerate(line.get("expert_load", ()), start=1)]
     return [f"layer {layer}, step {step}: {load:.4g}" for step, layer, load in cells]
 
 
