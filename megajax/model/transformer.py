@@ -348,7 +348,7 @@ def fuse(stored: Weights) -> dict[str, jax.Array]:
     dimensions are kept.
     """
     weights = dict(stored)
-    for name in {*FUSED["attention.qkv"], *FUSED["attention.qkv_bias"]} & set(weights):
+    for name in filter(weights.__contains__, (*FUSED["attention.qkv"], *FUSED["attention.qkv_bias"])):
         weights[name] = weights[name].reshape(*weights[name].shape[:-2], -1)
     output = weights["attention.output"]
     weights["attention.output"] = output.reshape(*output.shape[:-3], -1, output.shape[-1])

@@ -78,7 +78,7 @@ def gradient_function(local: LocalModel, mesh: Mesh) -> Callable:
             # An infinity saturates when it is quantised: only the amax tells that the step went bad.
             norm = jnp.where(all_finite(history), norm, jnp.nan)
         metrics = local.layers.collect_metrics(metrics)
-        for name in metrics.keys() - set(COUNTS):
+        for name in [name for name in metrics if name not in COUNTS]:
             metrics[name] /= config.batch.num_microbatches
         return sums, gradients, norm, history, metrics
 
