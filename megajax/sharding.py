@@ -17,7 +17,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from megajax.config import Config
-from megajax.config.stages import first_slots, slots, virtual_stages
+from megajax.config.stages import layer_slots, slot_kinds, virtual_stages
 from megajax.mesh import AXES, BATCH_AXES
 
 ONCE_AXES = ("expert", "context", "data")  # gathered and reduced once a step
@@ -25,6 +25,7 @@ STORAGE_AXES = ("fsdp", *ONCE_AXES)
 END_AXES = (*STORAGE_AXES, "pipeline")  # what lies outside the blocks, which every stage needs
 BATCH_SPEC = P(None, BATCH_AXES, "context")  # [M, B, S]
 EMPTY = -1  # in place of a layer
+BLOCKS = "blocks."  # what the names of parameters of blocks begin with; the kind of block comes next
 
 LOGICAL_TO_MESH: dict[str, str | tuple[str, ...] | None] = {
     "layers": "pipeline",  # stage by stage: `stored_layers`
@@ -53,7 +54,7 @@ class Placement:
     stored_shape: tuple[int, ...]  # `shape`, the storage dimension padded, the layers as they are stored
     storage_dim: int | None  # the dimension sharded over STORAGE_AXES or END_AXES
     kv_groups: int  # devices on `tensor` that share a KV head whose dimension is replicated; 1: none do
-    layers: tuple[int, ...] | None = None  # of a block's parameter: the layer in each stored row, or EMPTY
+    layers: tuple[int, ...] | None = None  # of a block's parameter: the model's layer in each stored row, or EMPTY
 
     @property
     def is_padded(self) -> bool:
@@ -69,7 +70,12 @@ class Placement:
     @property
     def reordered(self) -> bool:
         """Whether the stored rows are other ones than the layers in their order."""
-        return self.layers is not None and self.layers != tuple(range(self.shape[0]))
+        return self.layers is not None and list(self.layers) != self.canonical_layers
+
+    @property
+    def canonical_layers(self) -> list[int]:
+        """The model's layer in each row of the canonical shape."""
+        return sorted(set(self.layers or ()) - {EMPTY})
 
     @property
     def storage_axes(self) -> tuple[str, ...]:
@@ -86,11 +92,18 @@ class Placement:
 def stored_layers(config: Config, stages: int) -> np.ndarray:
     """Which layer lies where, `[P, R, slots]`: on each stage its rounds' slots, EMPTY where stages are uneven."""
     rounds = config.pipeline.rounds if stages > 1 else 1
-    layers = np.full((stages, rounds, slots(config, stages)), EMPTY)
-    places = zip(virtual_stages(config, stages), first_slots(config, stages), strict=True)
-    for v, (held, first) in enumerate(places):
-        layers[v % stages, v // stages, first : first + len(held)] = held
+    layers = np.full((stages, rounds, len(slot_kinds(config, stages))), EMPTY)
+    places = zip(virtual_stages(config, stages), layer_slots(config, stages), strict=True)
+    for v, (held, filled) in enumerate(places):
+        layers[v % stages, v // stages, list(filled)] = held
     return layers
+
+
+def stored_rows(config: Config, stages: int) -> dict[str, tuple[int, ...]]:
+    """For each kind of block the layer of each row of its stored parameters, EMPTY where a slot is."""
+    layers, kinds = stored_layers(config, stages), [kind.block for kind in slot_kinds(config, stages)]
+    slots_of = {block: [j for j, kind in enumerate(kinds) if kind == block] for block in sorted(set(kinds))}
+    return {block: tuple(layers[:, :, slots].ravel().tolist()) for block, slots in slots_of.items()}
 
 
 def place(
@@ -135,11 +148,20 @@ def place(
 def place_all(
     parameters: Mapping[str, Any],
     sizes: Mapping[str, int],
-    layers: tuple[int, ...] | None = None,
+    rows: Mapping[str, tuple[int, ...]] | None = None,
     experts_over: tuple[str, ...] = ("expert",),
 ) -> dict[str, Placement]:
-    """Placements by name of declared parameters (`model.parameters`)."""
-    return {name: place(tuple(p.shape), p.axes, sizes, layers, experts_over) for name, p in parameters.items()}
+    """Placements by name of declared parameters (`model.parameters`).
+
+    `rows` are `stored_rows`, by default the layers of each kind of block in their order.
+    """
+
+    def layers(name: str, parameter: Any) -> tuple[int, ...] | None:
+        if not name.startswith(BLOCKS):
+            return None
+        return rows[name.split(".")[1]] if rows else parameter.layers
+
+    return {name: place(tuple(p.shape), p.axes, sizes, layers(name, p), experts_over) for name, p in parameters.items()}
 
 
 def shardings(placements: Mapping[str, Placement], mesh: Mesh) -> dict[str, NamedSharding]:
@@ -150,9 +172,9 @@ def shardings(placements: Mapping[str, Placement], mesh: Mesh) -> dict[str, Name
 def to_stored(x: jax.Array, placement: Placement) -> jax.Array:
     """Canonical → as stored: layers in the order of their stages, zeros for empty slots and padding."""
     if placement.reordered:
-        rows = np.array(placement.layers)
-        empty = (rows == EMPTY).reshape(-1, *(1,) * (x.ndim - 1))
-        x = jnp.where(empty, 0, x[np.maximum(rows, 0)])
+        layers = np.array(placement.layers)
+        empty = (layers == EMPTY).reshape(-1, *(1,) * (x.ndim - 1))
+        x = jnp.where(empty, 0, x[np.searchsorted(placement.canonical_layers, layers)])
     return pad_storage(x, placement)
 
 
@@ -166,7 +188,7 @@ def to_canonical(x: jax.Array, placement: Placement) -> jax.Array:
     """As stored → canonical: layers in the model's order, no padding."""
     if placement.reordered:
         assert placement.layers is not None
-        x = x[np.array([placement.layers.index(layer) for layer in range(placement.shape[0])])]
+        x = x[np.array([placement.layers.index(layer) for layer in placement.canonical_layers])]
     return x[tuple(slice(size) for size in placement.shape)]
 
 

@@ -1,5 +1,7 @@
-"""The small models of the mesh tables and of the tests of parallelism."""
+"""The small models of the mesh tables and of the tests of parallelism, and the tables' meshes."""
 
+import itertools
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -60,6 +62,11 @@ DEEPSEEK = MIXTRAL | {
 # A bias before the router, for `uneven_weights`.
 UNEVEN = MIXTRAL | {"norm": "layernorm"}
 EXPERT_MODELS = {"mixtral": MIXTRAL, "deepseek": DEEPSEEK, "uneven": UNEVEN}
+# Dense layers among MoE layers: the first of six, with DeepSeek-V3's router, or every second of four. Stages of these
+# leave slots of both kinds empty.
+FIRST_DENSE = DEEPSEEK | {"num_layers": 6, "first_dense_layers": 1, "ffn_hidden_size": 64, "expert_ffn_hidden_size": 48}
+EVERY_SECOND = MIXTRAL | {"num_layers": 4, "moe_layer_interval": 2, "ffn_hidden_size": 64, "expert_ffn_hidden_size": 48}
+MIXED_MODELS = {"first dense": FIRST_DENSE, "every second": EVERY_SECOND}
 
 
 def uneven_weights(weights: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -67,3 +74,44 @@ def uneven_weights(weights: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     router, bias = "blocks.moe.moe.router", "blocks.moe.moe.norm_bias"
     slopes = np.array([0.3, 0, 0, 0, 0, -0.3, -0.3, -0.3], np.float32)
     return {**weights, router: weights[router] + slopes, bias: weights[bias] + 1}
+
+
+def all_meshes() -> list[dict[str, int]]:
+    """Every mesh of data, fsdp and tensor with 1, 2, 4 or 8 devices."""
+    sizes = (1, 2, 4, 8)
+    shapes = sorted((s for s in itertools.product(sizes, repeat=3) if math.prod(s) in sizes), key=math.prod)
+    return [{"data": data, "fsdp": fsdp, "tensor": tensor} for data, fsdp, tensor in shapes]
+
+
+def pipeline_meshes() -> list[dict[str, int]]:
+    """Eight devices: 2, 4 or 8 stages, and the rest on one other axis."""
+    meshes = [{"pipeline": stages, axis: 8 // stages} for stages in (2, 4) for axis in ("data", "fsdp", "tensor")]
+    return [*meshes, {"pipeline": 8}]
+
+
+def context_meshes() -> list[dict[str, int]]:
+    """Eight devices: 2, 4 or 8 on `context`, and the rest on other axes."""
+    others = ("data", "fsdp", "tensor", "pipeline")
+    meshes = [{"context": size, axis: 8 // size} for size in (2, 4) for axis in others]
+    return [*meshes, {"context": 2, "fsdp": 2, "tensor": 2}, {"context": 8}]
+
+
+def expert_meshes() -> list[dict[str, Any]]:
+    """2, 4 or 8 devices on `expert` alone, 2 or 4 and the rest of eight on each other axis, and all others alone.
+
+    And experts over several axes, or over others.
+    """
+    others = ("data", "fsdp", "context", "tensor", "pipeline")
+    meshes = [{"expert": size} for size in (2, 4, 8)]
+    meshes += [{"expert": 2, axis: 4} for axis in others[:-1]] + [{"expert": 4, axis: 2} for axis in others]
+    meshes += [{"expert": 2, "pipeline": 2, "fsdp": 2}, *({axis: 2} for axis in others)]
+    folded = [{"expert": 2, "context": 2, "tensor": 2}, {"context": 2, "tensor": 4}, {"fsdp": 4, "tensor": 2}]
+    folded += [{"pipeline": 2, "expert": 2, "tensor": 2}, {"data": 2, "fsdp": 2, "context": 2}]
+    return [*meshes, *({**mesh, "experts_over": [axis for axis in mesh if axis != "pipeline"]} for mesh in folded)]
+
+
+def mixed_meshes() -> list[tuple[dict[str, int], int]]:
+    """Meshes for dense and MoE layers, and the pipeline's rounds; those with four microbatches last."""
+    plain = [{"data": 2, "fsdp": 2, "tensor": 2}, {"expert": 2, "tensor": 4}, {"expert": 2, "context": 2, "tensor": 2}]
+    staged = [({"pipeline": 2, "expert": 2}, 1), ({"pipeline": 2, "fsdp": 2}, 2), ({"pipeline": 2, "tensor": 2}, 2)]
+    return [*((mesh, 1) for mesh in plain), *staged, ({"pipeline": 4}, 1), ({"pipeline": 4, "expert": 2}, 1)]

@@ -10,7 +10,8 @@ one device with one microbatch. Prints a markdown table; exit status 1 if a row 
   `kernels.context` (the GPT-2-style model: ring alone), whole sequences and packed documents.
 - `experts`: 2 layers of 8 experts over 1, 2, 4 or 8 devices, alone and with each other axis, each `kernels.dispatch`;
   routers like Mixtral's and DeepSeek-V3's, and one that sends every token to the same expert. Held to as many
-  microbatches on one device; the routers' losses count as gradient norms do, assignments are the same exactly.
+  microbatches on one device; the routers' losses count as gradient norms do, assignments are the same exactly. Models
+  of dense and MoE layers on some meshes, with up to four stages and two rounds.
 """
 
 import argparse
@@ -30,7 +31,19 @@ os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_p
 import jax
 import numpy as np
 import optax
-from mesh_models import DEEP_MODELS, DEEP_OPTIMIZERS, EXPERT_MODELS, MODELS, uneven_weights
+from mesh_models import (
+    DEEP_MODELS,
+    DEEP_OPTIMIZERS,
+    EXPERT_MODELS,
+    MIXED_MODELS,
+    MODELS,
+    all_meshes,
+    context_meshes,
+    expert_meshes,
+    mixed_meshes,
+    pipeline_meshes,
+    uneven_weights,
+)
 
 from megajax.config import Config
 from megajax.config.checks import check, check_mesh
@@ -260,13 +273,6 @@ def _router_difference(found: Mapping[str, np.ndarray], expected: Mapping[str, n
     return max((float(np.max(np.abs(found[n] / v - 1))) for n, v in expected.items() if n not in COUNTS), default=0)
 
 
-def all_meshes() -> list[dict[str, int]]:
-    """Every mesh of data, fsdp and tensor with 1, 2, 4 or 8 devices."""
-    sizes = (1, 2, 4, 8)
-    shapes = sorted((s for s in itertools.product(sizes, repeat=3) if math.prod(s) in sizes), key=math.prod)
-    return [{"data": data, "fsdp": fsdp, "tensor": tensor} for data, fsdp, tensor in shapes]
-
-
 def mesh_name(mesh: Mapping[str, int]) -> str:
     return " × ".join(f"{axis} {size}" for axis, size in mesh.items() if size > 1) or "one device"
 
@@ -280,40 +286,15 @@ def parse_meshes(text: str) -> list[dict[str, Any]]:
     return meshes
 
 
-def pipeline_meshes() -> list[dict[str, int]]:
-    """Eight devices: 2, 4 or 8 stages, and the rest on one other axis."""
-    meshes = [{"pipeline": stages, axis: 8 // stages} for stages in (2, 4) for axis in ("data", "fsdp", "tensor")]
-    return [*meshes, {"pipeline": 8}]
-
-
-def context_meshes() -> list[dict[str, int]]:
-    """Eight devices: 2, 4 or 8 on `context`, and the rest on other axes."""
-    others = ("data", "fsdp", "tensor", "pipeline")
-    meshes = [{"context": size, axis: 8 // size} for size in (2, 4) for axis in others]
-    return [*meshes, {"context": 2, "fsdp": 2, "tensor": 2}, {"context": 8}]
-
-
-def expert_meshes() -> list[dict[str, Any]]:
-    """2, 4 or 8 devices on `expert` alone, 2 or 4 and the rest of eight on each other axis, and all others alone.
-
-    And experts over several axes, or over others.
-    """
-    others = ("data", "fsdp", "context", "tensor", "pipeline")
-    meshes = [{"expert": size} for size in (2, 4, 8)]
-    meshes += [{"expert": 2, axis: 4} for axis in others[:-1]] + [{"expert": 4, axis: 2} for axis in others]
-    meshes += [{"expert": 2, "pipeline": 2, "fsdp": 2}, *({axis: 2} for axis in others)]
-    folded = [{"expert": 2, "context": 2, "tensor": 2}, {"context": 2, "tensor": 4}, {"fsdp": 4, "tensor": 2}]
-    folded += [{"pipeline": 2, "expert": 2, "tensor": 2}, {"data": 2, "fsdp": 2, "context": 2}]
-    return [*meshes, *({**mesh, "experts_over": [axis for axis in mesh if axis != "pipeline"]} for mesh in folded)]
-
-
 def table_row(table: str, config: Config, optimizer: str, model: str, difference: Difference) -> str:
     name, worst = difference.worst
     sizes, folded = {axis: getattr(config.mesh, axis) for axis in AXES}, config.mesh.experts_over
     settings = {
         "model": model,
         "optimizer": optimizer,
-        "mesh": mesh_name(sizes) + (f", experts over {', '.join(folded)}" if folded != ("expert",) else ""),
+        "mesh": mesh_name(sizes)
+        + (f", experts over {', '.join(folded)}" if folded != ("expert",) else "")
+        + (f", {config.pipeline.rounds} rounds" if table == "experts" and config.pipeline.rounds > 1 else ""),
         "schedule": config.pipeline.schedule,
         "R": config.pipeline.rounds,
         "context": config.kernels.context,
@@ -427,9 +408,15 @@ def context_configs(args: argparse.Namespace) -> Iterator[tuple[str, str, Config
 
 def expert_configs(args: argparse.Namespace) -> Iterator[tuple[str, str, Config]]:
     """The same for experts over several devices."""
-    meshes = parse_meshes(args.meshes) if args.meshes else expert_meshes()
-    for model in args.model or EXPERT_MODELS:
-        for i, mesh in enumerate(meshes):
+    given = parse_meshes(args.meshes) if args.meshes else None
+    for model in args.model or [*EXPERT_MODELS, *MIXED_MODELS]:
+        if model in MIXED_MODELS:
+            for mesh, rounds in [(mesh, 1) for mesh in given] if given else mixed_meshes():
+                pipeline = {"rounds": rounds} if rounds > 1 else {}
+                settings = {"microbatches": max(2, mesh.get("pipeline", 1)), "steps": args.steps, "pipeline": pipeline}
+                yield model, "sgd", make_config(MIXED_MODELS[model], mesh, optimizer="sgd", **settings)
+            continue
+        for i, mesh in enumerate(given or expert_meshes()):
             strategies = ("all_gather", "all_to_all")
             if mesh.get("expert", 1) == 1 and "experts_over" not in mesh:
                 strategies = ("auto",)
@@ -457,7 +444,11 @@ def rows(args: argparse.Namespace) -> Iterator[tuple[str, list[str]]]:
         "context": context_configs,
         "experts": expert_configs,
     }[args.table](args)
-    for (model, optimizer), group in itertools.groupby(configs, key=lambda row: row[:2]):
+
+    def held_to(row: tuple[str, str, Config]) -> tuple[str, str, int]:
+        return *row[:2], reference_config(row[2]).batch.num_microbatches
+
+    for (model, optimizer, _), group in itertools.groupby(configs, key=held_to):
         reference = weights = None
         for _, _, config in group:
             if reference is None:
@@ -473,7 +464,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Every mesh against the single device, as a markdown table.")
     parser.add_argument("--table", choices=SETTINGS, default="mesh", help="default: mesh")
     parser.add_argument(
-        "--model", choices=[*MODELS, *EXPERT_MODELS], action="append", help="only this model (may be repeated)"
+        "--model", choices=[*MODELS, *EXPERT_MODELS, *MIXED_MODELS], action="append", help="only this; may be repeated"
     )
     parser.add_argument("--meshes", help='only these meshes: "data=2,tensor=4;fsdp=8"')
     parser.add_argument("--microbatches", type=int, nargs="+", help="default: 1 2 4, P 2P 4P, or P, or with experts 2")

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from megajax.config.expert_checks import check_experts, check_experts_on_mesh
+from megajax.config.kinds import block_layers
 from megajax.config.pipeline_checks import check_stages
 from megajax.config.schema import AXES, Config
 from megajax.config.sentences import divisors, listed, refuse, said, said_axis, value, warn
@@ -81,7 +82,7 @@ def _check_axes(config: Config, sizes: dict[str, int]) -> None:
     model, tensor = config.model, sizes["tensor"]
     name = said_axis(config, sizes, "tensor")
     kv_heads, vocab = model.num_kv_heads, model.padded_vocab_size
-    divided = ["model.num_heads"] if model.num_experts else ["model.num_heads", "model.ffn_hidden_size"]
+    divided = ["model.num_heads", *["model.ffn_hidden_size"] * ("dense" in block_layers(model))]
     for key in divided:
         if value(config, key) % tensor:
             usable = divisors(math.gcd(*(value(config, key) for key in divided)))

@@ -1,10 +1,13 @@
 """What mixtures of experts must fit: the router's settings, the mesh, and what does not go together with them."""
 
+from megajax.config.kinds import block_layers
 from megajax.config.schema import Config, ModelConfig, RouterConfig
 from megajax.config.sentences import divisors, listed, refuse, said, said_axis, value
 
 # Keys that only models with experts read.
 EXPERT_KEYS = (
+    "model.first_dense_layers",
+    "model.moe_layer_interval",
     "model.experts_per_token",
     "model.expert_ffn_hidden_size",
     "model.shared_expert_ffn_hidden_size",
@@ -24,6 +27,10 @@ def check_experts(config: Config) -> None:
         keys = ("model.experts_per_token", "model.num_experts")
         problem = f"{said(config, keys[0])} is more than {said(config, keys[1])}"
         refuse(config, problem, f"use {model.num_experts} or less", *keys)
+    if "moe" not in block_layers(model):
+        keys = ("model.first_dense_layers", "model.moe_layer_interval")
+        problem = f"{said(config, *keys)} leave none of {said(config, 'model.num_layers')} with experts"
+        refuse(config, problem, "lower them, or unset model.num_experts", *keys, "model.num_experts")
     _check_groups(config, model)
     _check_router(config, model.router)
     _check_with_others(config)

@@ -2,9 +2,10 @@
 
 import math
 
+from megajax.config.kinds import is_mixed
 from megajax.config.schema import Config
 from megajax.config.sentences import divisors, listed, refuse, said, said_axis
-from megajax.config.stages import even_layout, in_step, layout_in_step, slots, virtual_stages
+from megajax.config.stages import default_layout, in_step, layout_in_step, slots, virtual_stages
 
 
 def check_stages(config: Config, sizes: dict[str, int]) -> None:
@@ -47,7 +48,7 @@ def _check_layout(config: Config, sizes: dict[str, int]) -> None:
     if layout is None:
         return
     count = sizes["pipeline"] * config.pipeline.rounds
-    even = f"such as {list(even_layout(layers, count))}, or null for that"
+    even = f"such as {list(default_layout(config.model, count))}, or null for that"
     if len(layout) != count:
         problem = f"{said(config, 'pipeline.layout')} has {len(layout)} of the {count} numbers that"
         problem += f" {_split(config, sizes)} needs"
@@ -85,7 +86,12 @@ def _check_microbatches(config: Config, sizes: dict[str, int]) -> None:
 
 
 def _check_pattern(config: Config, sizes: dict[str, int]) -> None:
-    """A slot holds the same kind of layer on all virtual stages, since they run one program."""
+    """A slot holds the same kind of layer on all virtual stages, since they run one program.
+
+    Where dense and MoE layers ask for slots of several kinds anyway, there is one for every kind of window too.
+    """
+    if is_mixed(config.model):
+        return
     period, stages = len(config.model.layer_pattern or ("global",)), sizes["pipeline"]
     layout = tuple(len(layers) for layers in virtual_stages(config, stages))
     if in_step(layout, period):
@@ -148,14 +154,21 @@ def _check_remat(config: Config, sizes: dict[str, int]) -> None:
         refuse(config, problem, f"use {size} or less, or null for all", *keys)
     covered = remat.layers or size
     if covered % remat.group:
-        problem = f"{said(config, 'remat.group')} does not divide the {covered} layers that are recomputed"
-        if sizes["pipeline"] > 1:
-            problem += f" in the largest virtual stage of {_split(config, sizes)}"
+        what, where = _run_over(config, sizes)
+        problem = f"{said(config, 'remat.group')} does not divide the {covered} {what} that are recomputed"
+        problem += f" in {where}" if sizes["pipeline"] > 1 else ""
         refuse(config, problem, f"use {listed(divisors(covered))}", "remat.group", "remat.layers", "mesh.pipeline")
 
 
 def _slots_said(config: Config, sizes: dict[str, int]) -> str:
     if sizes["pipeline"] == 1:
         return said(config, "model.num_layers")
-    size = slots(config, sizes["pipeline"])
-    return f"the {size} layers of the largest virtual stage of {_split(config, sizes)}"
+    what, where = _run_over(config, sizes)
+    return f"the {slots(config, sizes['pipeline'])} {what} of {where}"
+
+
+def _run_over(config: Config, sizes: dict[str, int]) -> tuple[str, str]:
+    """What a stage's program runs over, in words: (layers or slots, of which virtual stages)."""
+    mixed = is_mixed(config.model) and sizes["pipeline"] > 1
+    what, which = ("dense and MoE slots", "each") if mixed else ("layers", "the largest")
+    return what, f"{which} virtual stage of {_split(config, sizes)}"

@@ -208,7 +208,9 @@ class ModelConfig(Section):
         description="Divide init_std by sqrt(2 * num_layers) for projections into the residual stream.",
     )
     z_loss: PositiveOrZero = Field(default=0.0, description="Weight of the squared log-normaliser added to the loss.")
-    num_experts: Count | None = Field(default=None, description="Experts of every layer's MLP; null: a dense model.")
+    num_experts: Count | None = Field(default=None, description="Experts of each MoE layer's MLP; null: a dense model.")
+    first_dense_layers: CountOrZero = Field(default=0, description="So many layers at the start have a plain MLP.")
+    moe_layer_interval: Count = Field(default=1, description="Of the layers every n-th has experts, the others an MLP.")
     experts_per_token: Count = Field(default=2, description="Experts that compute each token (top-k).")
     expert_ffn_hidden_size: Count | None = derived(
         lambda model: model["ffn_hidden_size"] if model["num_experts"] else None,

@@ -1,13 +1,16 @@
 """Which layers lie on which virtual stage of the pipeline, and in which of its slots.
 
-All virtual stages run the same program over the same number of slots, a place for one layer each. One with fewer layers
-leaves slots empty. Virtual stages stand in the model's order: stage 0 .. P-1 of round 0, then of round 1, and so on.
+All virtual stages run the same program over the same slots, a place for one layer of one kind each. A virtual stage
+without a layer for a slot leaves it empty. Virtual stages stand in the model's order: stage 0 .. P-1 of round 0, then
+of round 1, and so on.
 """
 
+import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
-from megajax.config.schema import Config
+from megajax.config.kinds import LayerKind, is_mixed, layer_kinds
+from megajax.config.schema import Config, ModelConfig
 
 
 def virtual_stages(config: Config, stages: int) -> tuple[range, ...]:
@@ -17,23 +20,62 @@ def virtual_stages(config: Config, stages: int) -> tuple[range, ...]:
     """
     if stages == 1:
         return (range(config.model.num_layers),)
-    count = stages * config.pipeline.rounds
-    ends = itertools.accumulate(config.pipeline.layout or even_layout(config.model.num_layers, count), initial=0)
-    return tuple(range(start, end) for start, end in itertools.pairwise(ends))
+    return _ranges(config.pipeline.layout or default_layout(config.model, stages * config.pipeline.rounds))
+
+
+def slot_kinds(config: Config, stages: int) -> tuple[LayerKind, ...]:
+    """The kind of layer that each slot of every virtual stage has room for."""
+    return _slot_kinds(config.model, virtual_stages(config, stages))
 
 
 def slots(config: Config, stages: int) -> int:
-    """Slots of every virtual stage: the layers of the largest."""
-    return max(len(layers) for layers in virtual_stages(config, stages))
+    """Slots of every virtual stage: the layers of the largest, or more where stages need slots of different kinds."""
+    return len(slot_kinds(config, stages))
+
+
+def layer_slots(config: Config, stages: int) -> tuple[tuple[int, ...], ...]:
+    """The slot of each layer of each virtual stage."""
+    ranges, kinds = virtual_stages(config, stages), layer_kinds(config.model)
+    if is_mixed(config.model):
+        pattern = _slot_kinds(config.model, ranges)
+        return tuple(_first_places([kinds[layer] for layer in layers], pattern) for layers in ranges)
+    starts = first_slots(config, stages)
+    return tuple(tuple(range(start, start + len(layers))) for start, layers in zip(starts, ranges, strict=True))
 
 
 def first_slots(config: Config, stages: int) -> tuple[int, ...]:
-    """The slot of each virtual stage's first layer.
+    """The slot of each virtual stage's first layer, where all layers have the same parameters.
 
     The first virtual stage fills its last slots, so that a pattern of layers that begins in it goes on in step in the
     next; every other fills its first slots.
     """
     return _first_slots([len(layers) for layers in virtual_stages(config, stages)])
+
+
+def default_layout(model: ModelConfig, count: int) -> tuple[int, ...]:
+    """Layers of each of `count` virtual stages: even ones, or for layers of two kinds those that need fewest slots.
+
+    A slot for one of the dense layers at the start is a slot of all virtual stages. So the layouts tried are those
+    whose first virtual stages have a few of these layers and nothing else, the next one the rest of them; what comes
+    after is spread evenly from there on. Of as few slots those are taken of which fewer hold experts.
+    """
+    even, L, interval = even_layout(model.num_layers, count), model.num_layers, model.moe_layer_interval
+    if not is_mixed(model):
+        return even
+    layouts = [even, even_layout(L, count, interval)]
+    start = model.first_dense_layers // interval * interval  # from here on the kinds repeat
+    for dense in range(1, start + 1):
+        alone = -(-start // dense) - 1
+        if alone < count:
+            first, *others = even_layout(L - start, count - alone, interval)
+            layouts.append((*[dense] * alone, first + start - dense * alone, *others))
+    usable = [layout for layout in layouts if sum(layout) == L and 0 not in layout[1:-1]]
+
+    def cost(layout: Sequence[int]) -> tuple[int, int]:
+        pattern = _slot_kinds(model, _ranges(layout))
+        return len(pattern), sum(kind.block == "moe" for kind in pattern)
+
+    return min(usable, key=cost, default=even)
 
 
 def even_layout(layers: int, count: int, unit: int = 1) -> tuple[int, ...]:
@@ -74,6 +116,47 @@ def layout_in_step(layers: int, count: int, period: int) -> tuple[int, ...] | No
         if sum(layout) == layers and min(layout) > 0 and in_step(layout, period):
             return layout
     return None
+
+
+def _ranges(layout: Iterable[int]) -> tuple[range, ...]:
+    ends = itertools.accumulate(layout, initial=0)
+    return tuple(range(start, end) for start, end in itertools.pairwise(ends))
+
+
+def _slot_kinds(model: ModelConfig, ranges: Iterable[range]) -> tuple[LayerKind, ...]:
+    """Kinds in which the layers of every virtual stage are found in their order; few, if not always the fewest."""
+    kinds = layer_kinds(model)
+    sequences = dict.fromkeys(tuple(kinds[layer] for layer in layers) for layers in ranges)
+    return functools.reduce(_merged, sequences) if is_mixed(model) else max(sequences, key=len)
+
+
+def _merged[Kind](a: Sequence[Kind], b: Sequence[Kind]) -> tuple[Kind, ...]:
+    """A shortest sequence in which both `a` and `b` are found in their order; of `a` what can come first."""
+    lengths = {(i, len(b)): len(a) - i for i in range(len(a) + 1)} | {(len(a), j): len(b) - j for j in range(len(b))}
+    for i, j in itertools.product(reversed(range(len(a))), reversed(range(len(b)))):
+        both = lengths[i + 1, j + 1] if a[i] == b[j] else len(a) + len(b)
+        lengths[i, j] = 1 + min(both, lengths[i + 1, j], lengths[i, j + 1])
+    merged, i, j = [], 0, 0
+    while i < len(a) and j < len(b):
+        if a[i] == b[j]:
+            merged.append(a[i])
+            i, j = i + 1, j + 1
+        elif lengths[i + 1, j] <= lengths[i, j + 1]:
+            merged.append(a[i])
+            i += 1
+        else:
+            merged.append(b[j])
+            j += 1
+    return (*merged, *a[i:], *b[j:])
+
+
+def _first_places[Kind](sequence: Iterable[Kind], pattern: Sequence[Kind]) -> tuple[int, ...]:
+    """Where in `pattern` each of `sequence` is found, one after the other."""
+    places, start = [], 0
+    for kind in sequence:
+        places.append(pattern.index(kind, start))
+        start = places[-1] + 1
+    return tuple(places)
 
 
 def _first_slots(layout: Sequence[int]) -> tuple[int, ...]:

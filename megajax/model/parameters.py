@@ -24,11 +24,11 @@ def declare(shape: tuple[int, ...], axes: tuple[str, ...], role: str = "matrix",
     return nnx.Param(jax.ShapeDtypeStruct(shape, jnp.float32), axes=axes, role=role, scale=scale)
 
 
-def stack[Module: nnx.Module](block: Module, num_layers: int) -> Module:
-    """The same block with every parameter stacked to `[L, ...]`, in place."""
+def stack[Module: nnx.Module](block: Module, layers: tuple[int, ...]) -> Module:
+    """The same block with every parameter stacked to `[L, ...]`, a row for each of the model's `layers`, in place."""
     for parameter in parameters(block).values():
-        parameter.set_value(jax.ShapeDtypeStruct((num_layers, *parameter.shape), parameter.dtype))
-        parameter.set_metadata(axes=("layers", *parameter.axes))
+        parameter.set_value(jax.ShapeDtypeStruct((len(layers), *parameter.shape), parameter.dtype))
+        parameter.set_metadata(axes=("layers", *parameter.axes), layers=layers)
     return block
 
 
@@ -46,14 +46,15 @@ def bind[Module: nnx.Module](module: Module, arrays: Mapping[str, jax.Array]) ->
 
 
 def init_parameters(
-    module: nnx.Module, seed: int, init_std: float, layers: Sequence[int] | None = None
+    module: nnx.Module, seed: int, init_std: float, layers: Mapping[str, Sequence[int] | None] | None = None
 ) -> dict[str, jax.Array]:
-    """Initial FP32 weights; each number depends on the seed, its parameter's name and its layer alone.
+    """Initial FP32 weights; each number depends on the seed, its parameter's name and its layer in the model alone.
 
-    `layers` are those that the blocks' weights hold, one a row, by default all in their order; rows of negative ones
-    are zeros.
+    `layers` are for each of the blocks' parameters the layers that it holds, one a row, by default all in their order;
+    rows of negative ones are zeros.
     """
-    return {n: _initial(parameter, n, seed, init_std, layers) for n, parameter in parameters(module).items()}
+    layers = layers or {n: p.layers for n, p in parameters(module).items() if p.axes[0] == "layers"}
+    return {n: _initial(p, n, seed, init_std, layers.get(n)) for n, p in parameters(module).items()}
 
 
 def _initial(parameter: nnx.Param, name: str, seed: int, init_std: float, layers: Sequence[int] | None) -> jax.Array:
@@ -67,8 +68,8 @@ def _initial(parameter: nnx.Param, name: str, seed: int, init_std: float, layers
             return jnp.zeros(shape, jnp.float32)
         return std * jax.random.normal(key, shape, jnp.float32)
 
-    if parameter.axes[0] != "layers":
+    if layers is None:
         return values(key, shape)
-    rows = jnp.arange(shape[0]) if layers is None else jnp.array(layers)
+    rows = jnp.array(layers)
     weights = jax.vmap(lambda layer: values(jax.random.fold_in(key, layer), shape[1:]))(rows)
     return jnp.where((rows >= 0).reshape(-1, *(1,) * (len(shape) - 1)), weights, 0)

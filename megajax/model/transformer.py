@@ -17,6 +17,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from megajax import ops
 from megajax.config import ModelConfig
+from megajax.config.kinds import block_layers, layer_kinds
 from megajax.model.comm import Place, SingleDevice
 from megajax.model.parameters import declare, parameters, stack
 
@@ -53,18 +54,6 @@ class BlockInputs:
     dropout_key: jax.Array | None  # None: no dropout
     jitter_key: jax.Array | None = None  # None: no jitter of the routers' inputs
     balance_scale: jax.Array | None = None  # factor of the routers' losses; None: no training of experts
-
-
-def block_kind(config: ModelConfig) -> str:
-    """What the model's blocks are called in the names of their parameters."""
-    return "moe" if config.num_experts else "dense"
-
-
-def layer_windows(config: ModelConfig) -> tuple[int | None, ...]:
-    """The sliding window of each layer of one period of `model.layer_pattern`."""
-    if config.layer_pattern is None:
-        return (config.sliding_window,)
-    return tuple(config.sliding_window if kind == "local" else None for kind in config.layer_pattern)
 
 
 @jax.named_scope("norm")
@@ -218,6 +207,8 @@ class MoE(nnx.Module):
             kept = self.within_capacity(experts, weights, inputs, comm, tokens)
             experts = checkpoint_name(jnp.where(kept, experts, c.num_experts), "routing")
             metrics |= {"dropped_tokens": jnp.sum(~kept, dtype=jnp.int32)} if training else {}
+        if "filled" in state:
+            experts = checkpoint_name(jnp.where(state["filled"], experts, c.num_experts), "routing")
         return experts, weights, metrics
 
     def within_capacity(self, experts, weights, inputs: BlockInputs, comm: SingleDevice, tokens: int) -> jax.Array:
@@ -266,11 +257,11 @@ class MoE(nnx.Module):
 class Block(nnx.Module):
     """Attention and MLP or experts, each added to the residual stream; the contract every block kind keeps."""
 
-    def __init__(self, config: ModelConfig):
+    def __init__(self, config: ModelConfig, kind: str):
         self.config = config
         self.attention = Attention(config)
-        self.mlp = None if config.num_experts else MLP(config)
-        self.moe = MoE(config) if config.num_experts else None
+        self.mlp = MLP(config) if kind == "dense" else None
+        self.moe = MoE(config) if kind == "moe" else None
 
     def __call__(
         self, weights: Weights, x, inputs: BlockInputs, layer, state, *, comm, window, recompute: Collection[str] = ()
@@ -278,7 +269,8 @@ class Block(nnx.Module):
         """`x [T / tensor, D]` → (x, new state, metrics).
 
         `weights` are as `fuse` makes them. `layer` is the layer's index (may be traced), `state` what a layer keeps
-        that is not a parameter (`expert_bias [E]`), `metrics` this device's shares of small sums, with gradient those
+        that is not a parameter (`expert_bias [E]`; `filled`, whether it is a layer and not a pipeline's empty slot, of
+        which no token goes to an expert), `metrics` this device's shares of small sums, with gradient those
         of ROUTER_LOSSES; a dense block has neither. The backward pass computes again what `recompute` names:
         "attention", from queries, keys and values; "norms".
         """
@@ -321,7 +313,7 @@ class Transformer(nnx.Module):
         V, D = config.padded_vocab_size, config.hidden_size
         self.config = config
         self.embedding = Embedding(config)
-        self.blocks = nnx.Dict({block_kind(config): stack(Block(config), config.num_layers)})
+        self.blocks = nnx.Dict({kind: stack(Block(config, kind), held) for kind, held in block_layers(config).items()})
         self.final_norm = declare((D,), ("norm",), "norm")
         self.final_norm_bias = declare((D,), ("norm",), "bias") if config.norm == "layernorm" else None
         self.head = None if config.tie_embeddings else declare((D, V), ("embed", "vocab"))
@@ -335,11 +327,11 @@ class Transformer(nnx.Module):
         x = self.embedding.tokens[...][tokens_bs.reshape(-1)]
         if self.embedding.positions is not None:
             x = x + self.embedding.positions[...][positions.reshape(-1)]
-        windows, block = layer_windows(c), self.blocks[block_kind(c)]
-        stacked = {name: parameter[...] for name, parameter in parameters(block).items()}
-        for layer in range(c.num_layers):
-            weights = fuse({name: w[layer] for name, w in stacked.items()})
-            x, _, _ = block(weights, x, inputs, layer, {}, comm=comm, window=windows[layer % len(windows)])
+        stacked = {kind: {n: p[...] for n, p in parameters(block).items()} for kind, block in self.blocks.items()}
+        for layer, (kind, window) in enumerate(layer_kinds(c)):
+            row = block_layers(c)[kind].index(layer)
+            weights = fuse({name: w[row] for name, w in stacked[kind].items()})
+            x, _, _ = self.blocks[kind](weights, x, inputs, layer, {}, comm=comm, window=window)
         x = normalise(c, x, self.final_norm[...], _array(self.final_norm_bias))
         head = self.embedding.tokens[...].T if self.head is None else self.head[...]
         logits = jnp.dot(x, head, preferred_element_type=jnp.float32)[:, : c.vocab_size]
@@ -356,7 +348,7 @@ def fuse(stored: Weights) -> dict[str, jax.Array]:
     dimensions are kept.
     """
     weights = dict(stored)
-    for name in {*FUSED["attention.qkv"], *FUSED["attention.qkv_bias"]} & set(weights):
+    for name in filter(weights.__contains__, (*FUSED["attention.qkv"], *FUSED["attention.qkv_bias"])):
         weights[name] = weights[name].reshape(*weights[name].shape[:-2], -1)
     output = weights["attention.output"]
     weights["attention.output"] = output.reshape(*output.shape[:-3], -1, output.shape[-1])

@@ -27,9 +27,9 @@ def gradient_function(local: LocalModel, mesh: Mesh) -> Callable:
     """(parameters, FP8 history, batch, step, loss scale, layer state) → (sums, gradients, norm, history, metrics).
 
     Parameters and their gradients are as stored. Batch fields are `[M, B, S]`, the norm is the gradients' over all
-    devices. `sums` holds `loss` (the language-model loss per valid token), `z_loss` and `tokens`; `metrics` of the
+    devices. `sums` holds `loss` (the language-model loss per valid token), `z_loss` and `tokens`; `metrics` of the MoE
     layers, `[L, ...]`, are means over the microbatches, COUNTS sums. The gradients are those of `loss + z_loss`
-    and of the routers' losses, whatever the loss scale. Without experts the layer state, `[L, ...]`, is empty.
+    and of the routers' losses, whatever the loss scale. The layer state, `[L, ...]`, is theirs too.
     """
     specs = {name: placement.spec for name, placement in local.placements.items()}
     config = local.config
@@ -39,7 +39,7 @@ def gradient_function(local: LocalModel, mesh: Mesh) -> Callable:
     def compute(params: Params, history: History, batch: Batch, step, loss_scale: jax.Array, state: Params):
         ends, weight_amax = local.gather_ends(params), local.layers.weight_amax(params)
         scaling = local.layers.scaling
-        scales = scaling.scales(local.layers.of_stage(history), weight_amax, loss_scale)
+        scales = scaling.scales(local.layers.all.of_stage(history), weight_amax, loss_scale)
         layers = local.layers.gather_once(params, scales, state)
         tokens, (batch, imbalance) = local.valid_tokens(batch), local.add_places(batch)
         scale, balance_scale = loss_scale / tokens, local.balance_scale(loss_scale)
@@ -73,12 +73,12 @@ def gradient_function(local: LocalModel, mesh: Mesh) -> Callable:
         sums = {name: total / tokens for name, total in sum_over_all(sums, local.sizes).items()} | {"tokens": tokens}
         norm = global_norm(gradients, local.placements, local.sizes)
         if history:
-            newest = local.layers.of_all_layers((weight_amax, local.layers.collect_amax(amax)))
+            newest = local.layers.all.of_all_layers((weight_amax, local.layers.collect_amax(amax)))
             history = scaling.record(history, *newest, loss_scale)
             # An infinity saturates when it is quantised: only the amax tells that the step went bad.
             norm = jnp.where(all_finite(history), norm, jnp.nan)
         metrics = local.layers.collect_metrics(metrics)
-        for name in metrics.keys() - set(COUNTS):
+        for name in [name for name in metrics if name not in COUNTS]:
             metrics[name] /= config.batch.num_microbatches
         return sums, gradients, norm, history, metrics
 
@@ -102,7 +102,7 @@ def loss_function(local: LocalModel, mesh: Mesh) -> Callable:
     pipeline = Pipeline(local) if local.sizes["pipeline"] > 1 else None
 
     def compute(params: Params, history: History, batch: Batch, state: Params):
-        scales = local.layers.scaling.scales(local.layers.of_stage(history), local.layers.weight_amax(params))
+        scales = local.layers.scaling.scales(local.layers.all.of_stage(history), local.layers.weight_amax(params))
         ends, layers = local.gather_ends(params), local.layers.gather_once(params, scales, state)
         tokens, (batch, _) = local.valid_tokens(batch), local.add_places(batch)
         if pipeline is not None:

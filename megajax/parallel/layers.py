@@ -5,10 +5,8 @@ residuals of its `jax.vjp` less the weights, which the backward pass gathers aga
 longer than a unit, and the pipeline's schedules run the two passes at different ticks (pipeline.py).
 """
 
-import itertools
-import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -17,78 +15,24 @@ import numpy as np
 from jax import lax
 
 from megajax.config import Config
-from megajax.model.transformer import (
-    LINEAR,
-    ROUTER_LOSSES,
-    SAVED_NAMES,
-    BlockInputs,
-    Transformer,
-    block_kind,
-    layer_windows,
-)
+from megajax.config.stages import slot_kinds
+from megajax.model.transformer import LINEAR, ROUTER_LOSSES, SAVED_NAMES, BlockInputs, Transformer
 from megajax.ops import fp8
 from megajax.ops.fp8 import Fp8Weight
 from megajax.parallel.comm import MeshComm
 from megajax.parallel.fused import FusedWeights
+from megajax.parallel.rows import Rows
 from megajax.parallel.scaling import Scales, Scaling
+from megajax.parallel.segments import Segment, plan_segments
 from megajax.parallel.weights import WeightExchange
-from megajax.sharding import EMPTY
+from megajax.sharding import BLOCKS, EMPTY, stored_layers
 
-STATE = ("expert_bias",)  # what a layer keeps that is no parameter; it travels among the unit's weights
+# What a MoE layer has that is no parameter; it travels among the unit's weights.
+STATE = ("expert_bias", "filled")
 NO_STATE: Mapping[str, jax.Array] = {}
 Unit = tuple[dict[str, Any], ...]  # the fused weights of a unit's layers, by name: arrays or Fp8Weights
 Amax = dict[str, jax.Array]  # by linear layer: the largest magnitudes of its input and its output gradient
 Metrics = tuple[dict[str, jax.Array], ...]  # of a unit's layers, by name
-
-
-@dataclass(frozen=True)
-class Segment:
-    """Consecutive layers of one remat policy and precision, run as `loops` times a body of `unroll` layers."""
-
-    start: int
-    loops: int
-    unroll: int
-    group: int
-    policy: str
-    fp8: bool = False
-
-    @property
-    def count(self) -> int:
-        return self.loops * self.unroll
-
-
-def plan_segments(config: Config, platform: str, depth: int | None = None) -> tuple[Segment, ...]:
-    """The loops over `depth` layers, by default all, that `remat` and `kernels.scan_unroll` ask for.
-
-    A body holds whole periods of `model.layer_pattern` and whole remat groups. Unrolled layers keep their residuals as
-    values instead of slices of stacked arrays: faster and smaller on GPUs, but slower to compile; so by default up to
-    16 layers on GPUs, and as few as possible elsewhere.
-    """
-    L, remat = depth or config.model.num_layers, config.remat
-    period = len(layer_windows(config.model))
-    covered = L if remat.layers is None else remat.layers
-    if remat.policy == "none":
-        covered = 0
-    fp8_layers = config.fp8_layers
-    if len(fp8_layers) == config.model.num_layers:
-        fp8_layers = range(L)
-    edges = sorted({0, covered, L, fp8_layers.start, fp8_layers.stop})
-    segments = []
-    for start, end in itertools.pairwise(edges):
-        policy, group = (remat.policy, remat.group) if start < covered else ("none", 1)
-        count, in_fp8 = end - start, start in fp8_layers
-        step = math.lcm(period, group)
-        # The largest body that divides the layers, if it is near the target; else even ones, and a rest.
-        periods = count // step
-        target = max((config.kernels.scan_unroll or (16 if platform != "cpu" else 1)) // step, 1)
-        loops = next((periods // n for n in range(target, target // 2, -1) if periods % n == 0), -(-periods // target))
-        unroll = periods // loops * step if loops else 0
-        if loops:
-            segments.append(Segment(start, loops, unroll, group, policy, in_fp8))
-        rest = count - loops * unroll  # of a count that does not divide, or of a pattern that is no whole period
-        if rest:
-            segments.append(Segment(end - rest, 1, rest, group, policy, in_fp8))
-    return tuple(segments)
 
 
 @jax.tree_util.register_pytree_node_class
@@ -124,9 +68,8 @@ class Residuals:
 class LayerStack:
     """All layers of one device's pipeline stage: R rounds of the same segments.
 
-    `table [P, R, slots]` says which layer lies where (`sharding.stored_layers`). A stage stores R·slots rows of every
-    weight; where a segment has one loop and the stage one round, its weights have no leading dimension, else `[R·loops,
-    ...]`. An empty slot holds zeros, and a block of zeros adds nothing to the residual stream.
+    A slot has room for a layer of one kind. For every kind a stage stores R·n rows of every weight, n the slots of that
+    kind (`rows.Rows`). An empty slot holds zeros, and a block of zeros adds nothing to the residual stream.
     """
 
     def __init__(
@@ -136,24 +79,28 @@ class LayerStack:
         model: Transformer,
         exchange: WeightExchange,
         fused: FusedWeights,
-        table: np.ndarray,
         platform: str,
     ):
-        kind = block_kind(config.model)
-        self.block, self.prefix = model.blocks[kind], f"blocks.{kind}."
+        stages = comm.sizes["pipeline"]
+        self.blocks = dict(model.blocks)
         self.has_losses = config.model.num_experts is not None and config.model.router.has_losses
         self.comm, self.exchange, self.fused = comm, exchange, fused
         self.scaling = Scaling(config)
-        self.windows = layer_windows(config.model)
-        self.table, self.rounds = table, table.shape[1]
-        self.segments = plan_segments(config, platform, table.shape[2])
+        self.slots, self.table = slot_kinds(config, stages), stored_layers(config, stages)
+        self.rounds = self.table.shape[1]
+        self.all = Rows(self.table, range(len(self.slots)))
+        self.kinds = {
+            kind: Rows(self.table, [j for j, slot in enumerate(self.slots) if slot.block == kind])
+            for kind in self.blocks
+        }
+        self.segments = plan_segments(config, platform, self.slots)
         apart = platform != "cpu" or config.kernels.scan_unroll is not None
         self.unrolled = apart and all(segment.loops == 1 for segment in self.segments)
         # The layer that lies in each virtual stage's first slot, or would if it were not empty; [P, R]
-        first = np.where(table == EMPTY, EMPTY - table.size, table - np.arange(table.shape[2]))
+        first = np.where(self.table == EMPTY, EMPTY - self.table.size, self.table - np.arange(len(self.slots)))
         self.first_layers = first.max(axis=2)
-        # Where in the pattern of windows every virtual stage begins.
-        self.window_offset = int(first.max()) % len(self.windows)
+        # Whether all others follow from it: not where layers of two kinds leave slots empty between them.
+        self.in_order = bool(((first == self.first_layers[..., None]) | (self.table == EMPTY)).all())
 
     @jax.named_scope("weights")
     def gather_once(
@@ -161,21 +108,23 @@ class LayerStack:
     ) -> list[tuple[Unit, ...]]:
         """Stored `[R·slots, ...]` shards → for each segment its units' `fsdp` shards, `[R·loops, ...]` or `[...]`.
 
-        `scales` are the linear layers' FP8 scales, `[R·slots]` each, `state` what else the layers keep, `[L, ...]`.
+        `scales` are the linear layers' FP8 scales, `[R·slots]` each, `state` what else the MoE layers keep, `[L, ...]`.
         """
-        state = self.of_stage(dict(state))
-        blocks = {n.removeprefix(self.prefix): w for n, w in params.items() if n.startswith(self.prefix)}
+        state = self._state_of_stage(state)
+        blocks = {kind: _of_block(params, kind) for kind in self.kinds}
 
         def layer(segment: Segment, j: int) -> dict[str, Any]:
-            stored = {name: self._layer_of(w, segment, j) for name, w in blocks.items()}
+            kind = self.slots[segment.start + j].block
+            rows = self.kinds[kind]
+            stored = {name: rows.layer_of(w, segment, j) for name, w in blocks[kind].items()}
             out = {}
             for name, w in self.fused.fuse(stored).items():
                 if segment.fp8 and name in LINEAR:
-                    own = {which: self._layer_of(scale, segment, j) for which, scale in scales[name].items()}
+                    own = {which: self.all.layer_of(scale, segment, j) for which, scale in scales[name].items()}
                     out[name] = self._quantized(name, w, own)
                 else:
-                    out[name] = self.exchange.gather_once(self.prefix + name, w)
-            return out | {name: self._layer_of(a, segment, j) for name, a in state.items()}
+                    out[name] = self.exchange.gather_once(BLOCKS + name, w)
+            return out | {name: rows.layer_of(a, segment, j) for name, a in state.items() if kind == "moe"}
 
         def units(s: Segment):
             return tuple(tuple(layer(s, u + i) for i in range(s.group)) for u in range(0, s.unroll, s.group))
@@ -187,71 +136,55 @@ class LayerStack:
         """The largest magnitude of each linear layer's weight, `[R·slots]`, over all devices; none without FP8."""
         if not any(segment.fp8 for segment in self.segments):
             return {}
+        blocks = {kind: _of_block(params, kind) for kind in self.kinds}
         local = {}
         for name in LINEAR:
-            parts = [params[self.prefix + part] for part in self.fused.parts[name]]
-            local[name] = jnp.stack([jnp.abs(w).max(axis=range(1, w.ndim)) for w in parts]).max(axis=0)
+            found = {}
+            for kind, own in blocks.items():
+                parts = [own[part] for part in self.fused.parts.get(name, ()) if part in own]
+                if parts:
+                    found[kind] = jnp.stack([jnp.abs(w).max(axis=range(1, w.ndim)) for w in parts]).max(axis=0)
+            local[name] = self._over_slots(found)
         return self.comm.max_over_devices(local)
 
     @jax.named_scope("gradients")
     def collect(self, gradients: Sequence[tuple[Unit, ...]], only_microbatch: bool) -> dict[str, jax.Array]:
         """Gradients from `backward`, summed over the microbatches → complete FP32 gradients of the stored shards."""
-        parts: dict[str, list[jax.Array]] = {}
+        parts: dict[tuple[str, str], list[jax.Array]] = {}
         for segment, units in zip(self.segments, gradients, strict=True):
             if not _reduced_on_the_way(segment, only_microbatch):
                 units = [self._scatter_once(unit) for unit in units]
-            layers = [layer for unit in units for layer in unit]
-            for name in layers[0]:
-                stacked = self._stack_layers([layer[name] for layer in layers], segment)
-                for part, gradient in self.fused.split(
-                    name, self.exchange.complete(self.prefix + name, stacked)
-                ).items():
-                    parts.setdefault(self.prefix + part, []).append(gradient)
-        return {name: self._without_empty_slots(self._join_segments(part)) for name, part in parts.items()}
+            for kind, layers in self._by_kind(segment, units):
+                for name in layers[0]:
+                    stacked = self.kinds[kind].stack([layer[name] for layer in layers], segment)
+                    complete = self.exchange.complete(BLOCKS + name, stacked)
+                    for part, gradient in self.fused.split(name, complete).items():
+                        parts.setdefault((kind, part), []).append(gradient)
+        joined = {(kind, part): self.kinds[kind].join(gradients) for (kind, part), gradients in parts.items()}
+        return {f"{BLOCKS}{kind}.{part}": self.kinds[kind].without_empty(g) for (kind, part), g in joined.items()}
 
     def collect_amax(self, amaxes: Sequence[tuple[tuple[Amax, ...], ...]]) -> dict[str, jax.Array]:
         """Amaxes from `backward`, largest over the microbatches → by linear layer `[R·slots, 2]`, over all devices."""
         out: dict[str, list[jax.Array]] = {}
         for segment, units in zip(self.segments, amaxes, strict=True):
-            layers = [layer for unit in units for layer in unit]
-            zeros = jnp.zeros((self.copies(segment), 2) if self.copies(segment) > 1 else 2, jnp.float32)
+            layers, copies = [layer for unit in units for layer in unit], self.all.copies(segment)
+            zeros = jnp.zeros((copies, 2) if copies > 1 else 2, jnp.float32)
             for name in LINEAR:
-                out.setdefault(name, []).append(self._stack_layers([a.get(name, zeros) for a in layers], segment))
-        return self.comm.max_over_devices({name: self._join_segments(parts) for name, parts in out.items()})
+                out.setdefault(name, []).append(self.all.stack([a.get(name, zeros) for a in layers], segment))
+        return self.comm.max_over_devices({name: self.all.join(parts) for name, parts in out.items()})
 
     def collect_metrics(self, metrics: Sequence[tuple[Metrics, ...]]) -> dict[str, jax.Array]:
-        """Metrics from `forward`, summed over the microbatches → `[L, ...]` by name, summed over all devices."""
+        """Metrics from `forward`, summed over the microbatches → `[L, ...]` of MoE layers by name, over all devices."""
         out: dict[str, list[jax.Array]] = {}
         for segment, units in zip(self.segments, metrics, strict=True):
-            layers = [layer for unit in units for layer in unit]
-            for name in layers[0]:
-                out.setdefault(name, []).append(self._stack_layers([layer[name] for layer in layers], segment))
+            for kind, layers in self._by_kind(segment, units):
+                for name in layers[0]:  # of dense ones there are none
+                    stacked = self.kinds[kind].stack([layer[name] for layer in layers], segment)
+                    out.setdefault(name, []).append(stacked)
         if not out:
             return {}
-        return self.of_all_layers(
-            self.comm.sum_over_tokens({n: self._join_segments(parts) for n, parts in out.items()})
-        )
-
-    def of_stage[Arrays](self, arrays: Arrays) -> Arrays:
-        """Arrays `[L, ...]` of all layers → `[R·slots, ...]` of this stage's rows."""
-        if len(self.table) == 1:
-            return arrays
-        rows = jnp.asarray(np.maximum(self.table, 0).reshape(len(self.table), -1))[lax.axis_index("pipeline")]
-        return jax.tree.map(lambda a: a[rows], arrays)
-
-    def of_all_layers[Arrays](self, arrays: Arrays) -> Arrays:
-        """Arrays `[R·slots, ...]` of this stage's rows, none negative → `[L, ...]` of all layers."""
-        if len(self.table) == 1:
-            return arrays
-        rows = jnp.asarray(self.table.reshape(len(self.table), -1))[lax.axis_index("pipeline")]
-        L = int(self.table.max()) + 1
-        rows = jnp.where(rows == EMPTY, L, rows)  # out of bounds: dropped
-        placed = jax.tree.map(lambda a: jnp.zeros((L, *a.shape[1:]), a.dtype).at[rows].set(a, mode="drop"), arrays)
-        return lax.pmax(placed, "pipeline")
-
-    def copies(self, segment: Segment) -> int:
-        """How many layers share one place in a segment's body: the length of its weights' leading dimension."""
-        return self.rounds * segment.loops
+        rows = self.kinds["moe"]
+        return rows.of_all_layers(self.comm.sum_over_tokens({n: rows.join(parts) for n, parts in out.items()}))
 
     def forward(self, weights: Sequence[tuple[Unit, ...]], x: jax.Array, inputs: BlockInputs, save: bool = True):
         """The residual stream through all layers → (x, residuals for `backward`, metrics for `collect_metrics`).
@@ -327,7 +260,7 @@ class LayerStack:
             _, pull, _ = jax.vjp(self._runner(inputs, segment, first, u), weights, x, has_aux=True)
         else:
             pull = saved.pull(weights)
-        gradient, dx = pull((dy, inputs.balance_scale if self.has_losses else None))
+        gradient, dx = pull((dy, inputs.balance_scale if self._has_losses(segment, u) else None))
         gradient = tuple({n: g for n, g in layer.items() if n not in STATE} for layer in gradient)
         amax = tuple({n: g.amax for n, g in layer.items() if isinstance(g, Fp8Weight)} for layer in gradient)
         gradient = tuple(
@@ -338,18 +271,14 @@ class LayerStack:
     @jax.named_scope("gradients")
     def reduce(self, gradient: Unit, on_the_way: bool) -> Unit:
         """A unit's gradients, summed over `fsdp`, and over the once-a-step axes too if `on_the_way`."""
-        reduced = tuple(
-            {n: self.exchange.reduce_layer(self.prefix + n, g) for n, g in layer.items()} for layer in gradient
-        )
+        reduced = tuple({n: self.exchange.reduce_layer(BLOCKS + n, g) for n, g in layer.items()} for layer in gradient)
         return self._scatter_once(reduced) if on_the_way else reduced
 
     def _scatter_once(self, gradient: Unit) -> Unit:
-        return tuple(
-            {n: self.exchange.scatter_once(self.prefix + n, g) for n, g in layer.items()} for layer in gradient
-        )
+        return tuple({n: self.exchange.scatter_once(BLOCKS + n, g) for n, g in layer.items()} for layer in gradient)
 
     def _runner(self, inputs: BlockInputs, segment: Segment, first, u: int) -> Callable:
-        """(weights of unit `u` of a body whose first layer is `first`, x) → ((y, routers' losses), metrics).
+        """(weights of unit `u` of a body of these layers, x) → ((y, routers' losses), metrics).
 
         The losses are this device's share, None where there are none. They are an output, because their gradient begins
         here, whatever becomes of y.
@@ -359,14 +288,15 @@ class LayerStack:
             metrics = []
             for i, layer_weights in enumerate(weights):
                 offset = u * segment.group + i
-                x, _, measured = self.block(
+                kind, window = self.slots[segment.start + offset]
+                x, _, measured = self.blocks[kind](
                     layer_weights,
                     x,
                     inputs,
-                    first + offset,
+                    _layer_at(first, offset),
                     {name: layer_weights[name] for name in STATE if name in layer_weights},
                     comm=self.comm,
-                    window=self.windows[(self.window_offset + segment.start + offset) % len(self.windows)],
+                    window=window,
                     recompute=self._recomputed(segment),
                 )
                 metrics.append(measured)
@@ -394,7 +324,7 @@ class LayerStack:
         if name in STATE:
             assert not isinstance(w, Fp8Weight)
             return w
-        name = self.prefix + name
+        name = BLOCKS + name
         if not isinstance(w, Fp8Weight):
             return self.exchange.gather_layer(name, w)
         values = self.exchange.gather_layer(name, w.values)
@@ -406,38 +336,46 @@ class LayerStack:
             amax=jnp.zeros(2, jnp.float32),
         )
 
-    def _layer_of(self, stacked: jax.Array, segment: Segment, j: int) -> jax.Array:
-        """Of `[R·slots, ...]` the j-th layers of a segment's loops, `[R·loops, ...]` or `[...]`."""
-        w = stacked.reshape(self.rounds, -1, *stacked.shape[1:])
-        w = lax.slice_in_dim(w, segment.start, segment.start + segment.count, axis=1)
-        w = w.reshape(self.copies(segment), segment.unroll, *stacked.shape[1:])[:, j]
-        return w[0] if len(w) == 1 else w
+    def _state_of_stage(self, state: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+        """What the MoE layers keep, `[L, ...]` → `[R·n, ...]` of this stage; among layers of other kinds `filled` too.
 
-    def _stack_layers(self, layers: list[jax.Array], segment: Segment) -> jax.Array:
-        """A segment's layers in order, `[R · count, ...]`."""
-        copies = self.copies(segment)
-        stacked = jnp.stack(layers, axis=0 if copies == 1 else 1)
-        return stacked if copies == 1 else stacked.reshape(-1, *stacked.shape[2:])
+        A slot that is not filled would route all tokens alike, with a router of zeros, and so to the same experts.
+        """
+        if "moe" not in self.kinds:
+            return {}
+        rows = self.kinds["moe"]
+        own = rows.of_stage(dict(state))
+        if len(self.kinds) > 1 and not rows.filled.all():
+            own["filled"] = jnp.asarray(rows.filled)[lax.axis_index("pipeline")]
+        return own
 
-    def _join_segments(self, parts: list[jax.Array]) -> jax.Array:
-        """`[R · count, ...]` of each segment → `[R·slots, ...]`."""
-        if len(parts) == 1:
-            return parts[0]
-        rounds = [part.reshape(self.rounds, -1, *part.shape[1:]) for part in parts]
-        return jnp.concatenate(rounds, axis=1).reshape(-1, *parts[0].shape[1:])
+    def _has_losses(self, segment: Segment, u: int) -> bool:
+        """Whether unit `u` of a segment's body has a router whose losses are differentiated."""
+        start = segment.start + u * segment.group
+        return self.has_losses and any(slot.block == "moe" for slot in self.slots[start : start + segment.group])
 
-    def _without_empty_slots(self, gradient: jax.Array) -> jax.Array:
-        """`[R·slots, ...]`, zeros in empty slots: a bias there, added to the residual stream, has a gradient."""
-        filled = (self.table != EMPTY).reshape(len(self.table), -1, *(1,) * (gradient.ndim - 1))
-        if filled.all():
-            return gradient
-        return jnp.where(jnp.asarray(filled)[lax.axis_index("pipeline")], gradient, 0)
+    def _by_kind(self, segment: Segment, units: Sequence[tuple[dict, ...]]) -> Iterator[tuple[str, list[dict]]]:
+        """The layers of each kind in a segment's body, kind by kind."""
+        layers = [layer for unit in units for layer in unit]
+        for kind, rows in self.kinds.items():
+            if places := rows.places(segment):
+                yield kind, [layers[j] for j in places]
+
+    def _over_slots(self, found: Mapping[str, jax.Array]) -> jax.Array:
+        """By kind of block `[R·n]` → `[R·slots]`, zeros where a kind has nothing."""
+        if len(self.kinds) == 1:
+            (own,) = found.values()
+            return own
+        out = jnp.zeros((self.rounds, len(self.slots)), jnp.float32)
+        for kind, own in found.items():
+            out = out.at[:, np.array(self.kinds[kind].slots)].set(own.reshape(self.rounds, -1))
+        return out.reshape(-1)
 
     def _quantized(self, name: str, w: jax.Array, scales: Mapping[str, jax.Array]) -> Fp8Weight:
         """Shards of one layer `[in, out]`, or of several `[loops, in, out]`, quantised and gathered once."""
         scale = scales["weight"]
-        values = self.exchange.gather_once(self.prefix + name, fp8.quantize(w, scale[..., None, None], fp8.E4M3))
-        whole = self.exchange.is_whole(self.prefix + name)  # if not, each layer's pass gathers and transposes it
+        values = self.exchange.gather_once(BLOCKS + name, fp8.quantize(w, scale[..., None, None], fp8.E4M3))
+        whole = self.exchange.is_whole(BLOCKS + name)  # if not, each layer's pass gathers and transposes it
         return Fp8Weight(
             values,
             values.swapaxes(-1, -2) if whole else None,
@@ -458,6 +396,17 @@ def _loop(body: Callable, carry, xs, segment: Segment, reverse: bool = False):
 def _reduced_on_the_way(segment: Segment, only_microbatch: bool) -> bool:
     """Whether each unit's gradients are complete when its backward pass is; not inside loops over layers."""
     return only_microbatch and segment.loops == 1
+
+
+def _of_block(params: Mapping[str, jax.Array], kind: str) -> dict[str, jax.Array]:
+    """The parameters of a kind of block, by name within it."""
+    prefix = f"{BLOCKS}{kind}."
+    return {n.removeprefix(prefix): w for n, w in params.items() if n.startswith(prefix)}
+
+
+def _layer_at(layers, offset: int):
+    """A body's layer `offset`: `layers` is the first of consecutive ones, or all of them `[unroll]`."""
+    return layers[offset] if jnp.ndim(layers) else layers + offset
 
 
 def _first_layers(segment: Segment):

@@ -12,9 +12,10 @@ from jax.sharding import Mesh
 
 from megajax import ops
 from megajax.config import Config
+from megajax.config.kinds import layer_windows
 from megajax.config.sentences import said
 from megajax.mesh import BATCH_AXES, mesh_sizes
-from megajax.model.transformer import BlockInputs, Transformer, block_kind, layer_windows
+from megajax.model.transformer import BlockInputs, Transformer
 from megajax.ops import fp8
 from megajax.parallel.comm import MeshComm
 from megajax.parallel.fused import FusedWeights
@@ -22,7 +23,7 @@ from megajax.parallel.head import LossHead
 from megajax.parallel.layers import LayerStack
 from megajax.parallel.token_order import add_places, place_of
 from megajax.parallel.weights import WeightExchange, row_major, sum_over_all
-from megajax.sharding import Placement, stored_layers
+from megajax.sharding import BLOCKS, Placement
 
 JITTER = 2**31  # folded into the step's key; below it: layers and branches of dropout
 Params = Mapping[str, jax.Array]
@@ -121,19 +122,19 @@ class LocalModel:
             grouped=kernels.grouped_matmul,
         )
         compute, gradients = jnp.dtype(config.precision.compute), jnp.dtype(config.precision.gradients)
-        prefix = f"blocks.{block_kind(config.model)}."
-        blocks = {n.removeprefix(prefix): p for n, p in placements.items() if n.startswith(prefix)}
+        # Several kinds of blocks have parameters of the same name: but for their layers these lie alike.
+        blocks = {n.split(".", 2)[2]: p for n, p in placements.items() if n.startswith(BLOCKS)}
         fused = FusedWeights(blocks, sizes)
-        computed = {n: p for n, p in placements.items() if not n.startswith(prefix)}
-        computed |= {prefix + n: p for n, p in fused.placements.items()}
+        computed = {n: p for n, p in placements.items() if not n.startswith(BLOCKS)}
+        computed |= {BLOCKS + n: p for n, p in fused.placements.items()}
         exchange = WeightExchange(computed, sizes, compute, gradients)
-        layers = LayerStack(config, comm, model, exchange, fused, stored_layers(config, sizes["pipeline"]), platform)
+        layers = LayerStack(config, comm, model, exchange, fused, platform)
         return cls(config, sizes, placements, comm, exchange, layers, LossHead(config, comm, platform))
 
     @jax.named_scope("weights")
     def gather_ends(self, params: Params) -> dict[str, jax.Array]:
         """The weights outside the blocks, ready to compute with; they are gathered over `fsdp` once a step too."""
-        ends = {name: w for name, w in params.items() if not name.startswith(self.layers.prefix)}
+        ends = {name: w for name, w in params.items() if not name.startswith(BLOCKS)}
         gathered = {name: self.exchange.gather_once(name, w) for name, w in ends.items()}
         return {name: row_major(self.exchange.gather_layer(name, w)) for name, w in gathered.items()}
 

@@ -21,10 +21,11 @@ from jax import lax
 
 from megajax.model.transformer import BlockInputs
 from megajax.parallel.buffers import Buffers, Weights, combine, loop_over, pick, position, read, replaced, switch, write
-from megajax.parallel.layers import Segment, Unit
+from megajax.parallel.layers import Unit
 from megajax.parallel.local import Batch, LocalModel, Params
 from megajax.parallel.saved import Saved
 from megajax.parallel.schedules import Flags, Schedule, Table, assign_slots, check, make_schedule
+from megajax.parallel.segments import Segment
 from megajax.parallel.split import SplitBackward
 
 # Each slot has operations of its own up to so many programs with so many layers in all: they are compiled one by one.
@@ -98,7 +99,9 @@ class _Run:
                 self.slots = assign_slots(schedule)
         self.stage = lax.axis_index("pipeline")
         self.last_stage = self.stage == schedule.stages - 1
-        self.first_layers = jnp.asarray(self.stack.first_layers)[self.stage]  # [R]
+        # Of each round the first slot's layer, [R], or where others do not follow from it every slot's, [R, slots].
+        layers = self.stack.first_layers if self.stack.in_order else self.stack.table
+        self.layers_of_rounds = jnp.asarray(layers)[self.stage]
         self.splits: dict[tuple[int, int], SplitBackward] = {}
 
     # The loop over ticks
@@ -361,8 +364,11 @@ class _Run:
         return [join(segment, *units) for segment, *units in zip(self.stack.segments, *weights, strict=True)]
 
     def first_layer(self, segment: Segment, r: int, loop: jax.Array | int) -> jax.Array:
-        """The first layer of a loop's body in round `r`."""
-        return self.first_layers[r] + segment.start + loop * segment.unroll
+        """The first layer of a loop's body in round `r`; all of them, `[unroll]`, where they are not consecutive."""
+        layers = self.layers_of_rounds[r]
+        if self.stack.in_order:
+            return layers + segment.start + loop * segment.unroll
+        return lax.dynamic_slice_in_dim(layers, segment.start + loop * segment.unroll, segment.unroll)
 
     def add(self, totals: Unit, gradient: Unit, segment: Segment, loop: jax.Array | int) -> Unit:
         """A unit's summed gradients and one more microbatch's, reduced over `fsdp`."""

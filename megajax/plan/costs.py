@@ -5,9 +5,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from megajax.config import Config, ModelConfig
-from megajax.config.stages import slots
+from megajax.config.kinds import block_layers, layer_kinds
+from megajax.config.stages import slot_kinds
 from megajax.model import Transformer, parameters
-from megajax.model.transformer import layer_windows
 from megajax.parallel.schedules import assign_slots, make_schedule
 from megajax.sharding import END_AXES, ONCE_AXES, Placement
 
@@ -32,11 +32,10 @@ def flops_per_token(config: Config) -> float:
     """
     model = config.model
     D, N, K, H = model.hidden_size, model.num_heads, model.num_kv_heads, model.head_dim
-    layer = D * H * (2 * N + 2 * K) + _active_mlp_parameters(model)
-    matmuls = model.num_layers * layer + D * model.padded_vocab_size
-    windows = layer_windows(model)
-    attention = sum(_attended(config.batch.sequence_length, windows[i % len(windows)]) for i in range(model.num_layers))
-    return 6 * matmuls + 12 * attention * N * H
+    kinds, projections = layer_kinds(model), D * H * (2 * N + 2 * K)
+    matmuls = sum(projections + _active_mlp_parameters(model, kind.block) for kind in kinds)
+    attention = sum(_attended(config.batch.sequence_length, kind.window) for kind in kinds)
+    return 6 * (matmuls + D * model.padded_vocab_size) + 12 * attention * N * H
 
 
 def active_parameter_count(model: Transformer) -> int:
@@ -46,11 +45,12 @@ def active_parameter_count(model: Transformer) -> int:
     return parameter_count(model) - (experts - experts * config.experts_per_token // (config.num_experts or 1))
 
 
-def _active_mlp_parameters(model: ModelConfig) -> int:
-    """Matmul parameters of a layer's MLP that a token meets, the router's and the shared expert's included."""
+def _active_mlp_parameters(model: ModelConfig, block: str) -> int:
+    """Matmul parameters of a block's MLP that a token meets, the router's and the shared expert's included."""
     D, matrices = model.hidden_size, 3 if model.activation in ("swiglu", "geglu") else 2
-    if model.num_experts is None:
+    if block == "dense":
         return matrices * D * model.ffn_hidden_size
+    assert model.num_experts is not None
     width = model.experts_per_token * (model.expert_ffn_hidden_size or 0) + model.shared_expert_ffn_hidden_size
     return D * (matrices * width + model.num_experts + model.shared_expert_gate)
 
@@ -101,48 +101,53 @@ def estimate_memory(config: Config, placements: Mapping[str, Placement], sizes: 
 
 
 def _saved_activations(config: Config, sizes: Mapping[str, int], compute: int) -> int:
-    model, batch, remat = config.model, config.batch, config.remat
+    batch, remat, tensor = config.batch, config.remat, sizes["tensor"]
     shards = math.prod(sizes[a] for a in ("data", "fsdp", "expert", "context"))
     tokens = batch.global_size * batch.sequence_length / batch.num_microbatches / shards
-    tensor = sizes["tensor"]
+    slots = slot_kinds(config, sizes["pipeline"])
+    covered = len(slots) if remat.layers is None else remat.layers
+    blocks = {block: _values_of_block(config, sizes, compute, block) for block in block_layers(config.model)}
+    values = sum(blocks[slot.block][remat.policy if j < covered else "none"] for j, slot in enumerate(slots))
+    if sizes["pipeline"] == 1:
+        return int(tokens * compute * values)
+    settings = config.pipeline
+    kept = assign_slots(make_schedule(settings.schedule, sizes["pipeline"], batch.num_microbatches, settings.rounds))
+    put_off = sum(blocks[slot.block]["put off"] for slot in slots)
+    waiting = kept.heads * config.model.hidden_size / tensor if kept.heads > 1 else 0
+    return int(tokens * compute * (values * kept.activations + put_off * kept.put_offs + waiting))
+
+
+def _values_of_block(config: Config, sizes: Mapping[str, int], compute: int, block: str) -> dict[str, float]:
+    """Numbers of a token that are saved of a block, in the compute dtype's size: by policy, and those put off."""
+    model, tensor, experts = config.model, sizes["tensor"], config.model.num_experts if block == "moe" else None
     D = model.hidden_size
     heads = model.head_dim * (2 * model.num_heads + 2 * max(model.num_kv_heads, tensor)) / tensor  # q, k, v, output
     gated, k = 2 if model.activation in ("swiglu", "geglu") else 1, model.experts_per_token
-    width = model.ffn_hidden_size
-    if model.num_experts:  # where experts lie over devices there is room for as many rows as could arrive
-        experts = config.expert_shards(sizes)
-        rows = experts * min(k, model.num_experts // experts) if experts > 1 else k
+    width, routed = model.ffn_hidden_size, 0.0
+    if experts:  # where experts lie over devices there is room for as many rows as could arrive
+        shards = config.expert_shards(sizes)
+        rows = shards * min(k, experts // shards) if shards > 1 else k
         width = rows * (model.expert_ffn_hidden_size or 0) + model.shared_expert_ffn_hidden_size
-    mlp = gated * width / tensor
-    if model.num_experts:  # each assignment's row, and the routing in FP32
         split = tensor if "tensor" in config.mesh.experts_over else 1  # by tokens, then, instead of by width
-        mlp += rows * D / split + 4 / compute * (model.num_experts + 4 * k) / tensor
+        # Each assignment's row, and the routing in FP32.
+        routed = rows * D / split + 4 / compute * (experts + 4 * k) / tensor
+    mlp = gated * width / tensor + routed
     matmuls = heads + mlp + 2 * D / tensor  # and the two projections into the residual stream
     in_fp8 = len(config.fp8_layers) / model.num_layers
-    staged = sizes["pipeline"] > 1
-    norms = 0 if staged and tensor == 1 and not in_fp8 else 2 * D  # in a pipeline they are computed again
+    norms = 0 if sizes["pipeline"] > 1 and tensor == 1 and not in_fp8 else 2 * D  # in a pipeline computed again
     everything = heads + mlp + norms + 2 * D / tensor  # and the norms' results and inputs
     if model.mlp_bias:  # without biases the activation is computed again
         everything += (1 - in_fp8) * model.ffn_hidden_size / tensor
     if in_fp8:  # the four layers' inputs are kept in FP8 alone
         inputs = 2 * D + (model.num_heads * model.head_dim + model.ffn_hidden_size) / tensor
         everything += in_fp8 * (inputs / compute - 2 * D)
-    per_layer = {
-        "none": everything,
-        "selective": everything,
-        "full": D / tensor / remat.group,
-        "save_matmuls": matmuls + D / tensor,
-        "offload": D / tensor,
-    }
-    depth = slots(config, sizes["pipeline"])
-    covered = depth if remat.layers is None else remat.layers
-    values = covered * per_layer[remat.policy] + (depth - covered) * per_layer["none"]
-    if not staged:
-        return int(tokens * compute * values)
-    settings = config.pipeline
-    kept = assign_slots(make_schedule(settings.schedule, sizes["pipeline"], batch.num_microbatches, settings.rounds))
     inputs = 2 * D + (model.num_heads * model.head_dim + width) / tensor  # of the four linear layers
     outputs = heads - model.num_heads * model.head_dim / tensor + mlp + 2 * D
-    put_off = depth * (inputs + outputs)
-    waiting = kept.heads * D / tensor if kept.heads > 1 else 0
-    return int(tokens * compute * (values * kept.activations + put_off * kept.put_offs + waiting))
+    return {
+        "none": everything,
+        "selective": everything,
+        "full": D / tensor / config.remat.group,
+        "save_matmuls": matmuls + D / tensor,
+        "offload": D / tensor,
+        "put off": inputs + outputs,
+    }

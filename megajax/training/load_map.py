@@ -2,6 +2,7 @@
 
 import json
 import xml.etree.ElementTree as ElementTree
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -18,13 +19,16 @@ TITLE = "Expert load by layer and step"
 NOTE = "the largest count of an expert over the mean; 1: balanced"
 
 
-def draw_load_map(run_dir: Path) -> None:
-    """Write `expert_load.svg` from the loads in the run's metrics.jsonl, if there are any; only warns if that fails."""
+def draw_load_map(run_dir: Path, layers: Sequence[int]) -> None:
+    """Write `expert_load.svg` from the loads in the run's metrics.jsonl, if there are any; only warns if that fails.
+
+    `layers` are the model's layers with experts.
+    """
     temporary = run_dir / f"{NAME}.tmp"
     try:
         steps, loads = read_loads(run_dir / "metrics.jsonl")
         if steps:
-            temporary.write_text(load_map(steps, loads))
+            temporary.write_text(load_map(steps, loads, layers))
             temporary.replace(run_dir / NAME)
     except Exception as error:  # whatever it is: a picture is no reason for a run to fail
         say(f"megajax: warning: the heat map of expert load was not drawn: {error!r}")
@@ -36,25 +40,25 @@ def read_loads(path: Path) -> tuple[list[int], np.ndarray]:
     return [entry["step"] for entry in entries], np.array([entry["expert_load"] for entry in entries])
 
 
-def load_map(steps: list[int], loads: np.ndarray) -> str:
-    """`loads [steps, L]` → SVG: a row a layer, the first on top, a column a step, or the mean of several.
+def load_map(steps: list[int], loads: np.ndarray, layers: Sequence[int]) -> str:
+    """`loads [steps, L]` of `layers` → SVG: a row a layer, the first on top, a column a step, or the mean of several.
 
     Light is 1, a balanced layer; dark the largest of all, or 2 if that is more: small differences stay pale.
     """
-    layers, parts = loads.shape[1], np.array_split(np.arange(len(steps)), min(len(steps), MOST_COLUMNS))
+    parts = np.array_split(np.arange(len(steps)), min(len(steps), MOST_COLUMNS))
     cell_width, cell_height = (
         float(np.clip(space / count, *limits))
-        for space, count, limits in zip(PLOT, (len(parts), layers), (CELL_WIDTHS, CELL_HEIGHTS), strict=True)
+        for space, count, limits in zip(PLOT, (len(parts), len(layers)), (CELL_WIDTHS, CELL_HEIGHTS), strict=True)
     )
-    bottom, darkest = TOP + layers * cell_height, max(2.0, float(loads.max()))
+    bottom, darkest = TOP + len(layers) * cell_height, max(2.0, float(loads.max()))
     picture = empty_picture(max(LEFT + len(parts) * cell_width + RIGHT, NARROWEST_PICTURE), bottom + BELOW)
     _draw_heading(picture, darkest)
     for column, part in enumerate(parts):
         x, first, last = LEFT + column * cell_width, steps[part[0]], steps[part[-1]]
         name = f"step {first}" if first == last else f"steps {first} to {last}"
-        for layer, load in enumerate(loads[part].mean(axis=0)):
+        for row, (layer, load) in enumerate(zip(layers, loads[part].mean(axis=0), strict=True)):
             color = hexadecimal(_shade((load - 1) / (darkest - 1)))
-            y = TOP + layer * cell_height
+            y = TOP + row * cell_height
             cell = rectangle(picture, x, y, cell_width, cell_height, fill=color, class_="load")
             ElementTree.SubElement(cell, "title").text = f"layer {layer}, {name}: {load:.4g}"
     _draw_names(picture, [steps[part[0]] for part in parts], layers, cell_width, cell_height, bottom)
@@ -72,12 +76,12 @@ def _draw_heading(picture: ElementTree.Element, darkest: float) -> None:
 
 
 def _draw_names(
-    picture: ElementTree.Element, steps: list[int], layers: int, width: float, height: float, bottom: float
+    picture: ElementTree.Element, steps: list[int], layers: Sequence[int], width: float, height: float, bottom: float
 ) -> None:
     """Numbers of layers and steps, as many as there is room for."""
     every = int(np.ceil(14 / height))
-    for layer in range(0, layers, every):
-        text(picture, LEFT - 8, TOP + (layer + 0.5) * height + 4, f"layer {layer}", text_anchor="end")
+    for row in range(0, len(layers), every):
+        text(picture, LEFT - 8, TOP + (row + 0.5) * height + 4, f"layer {layers[row]}", text_anchor="end")
     text(picture, LEFT - 8, bottom + 18, "step", text_anchor="end")
     free = 0.0
     for column, step in enumerate(steps):

@@ -60,7 +60,7 @@ class MetricsLog:
 
 
 def expert_load(counts: np.ndarray, dropped: np.ndarray | None = None) -> dict[str, Any]:
-    """How evenly assignments `[L, E]` were spread: the worst layer's load, and lists of all layers'.
+    """How evenly assignments `[L, E]` of the MoE layers were spread: the worst layer's load, and lists of all.
 
     `expert_load` is the largest count over the mean, `idle_experts` the fraction of experts without a token. With
     `dropped [L]`, how many assignments found no place, `dropped_tokens` is the fraction of these.

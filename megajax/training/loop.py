@@ -14,6 +14,7 @@ import numpy as np
 from megajax.checkpoint import Checkpoints, has_checkpoint
 from megajax.config import Config
 from megajax.config.checks import check_mesh
+from megajax.config.kinds import block_layers
 from megajax.data.loader import Split, datasets
 from megajax.errors import ConfigError
 from megajax.mesh import build_mesh
@@ -126,7 +127,7 @@ class Trainer:
             log.close()
             self.checkpoints.close()
             if self.writer and self.config.model.num_experts:
-                draw_load_map(self.run_dir)
+                draw_load_map(self.run_dir, block_layers(self.config.model)["moe"])
 
     def _run(self, log: logs.MetricsLog) -> int:
         run, meter = self.config.run, Meter(self)

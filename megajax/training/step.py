@@ -13,14 +13,15 @@ from jax.sharding import PartitionSpec as P
 
 from megajax import ops
 from megajax.config import Config
+from megajax.config.kinds import block_layers, layer_windows
 from megajax.mesh import mesh_sizes
 from megajax.model import Transformer, init_parameters, parameters
-from megajax.model.transformer import COUNTS, ROUTER_LOSSES, layer_windows
+from megajax.model.transformer import COUNTS, ROUTER_LOSSES
 from megajax.optim import make_optimizer, make_schedule
 from megajax.parallel.gradients import gradient_function, loss_function
 from megajax.parallel.local import Kernels, LocalModel
 from megajax.parallel.scaling import Scaling
-from megajax.sharding import BATCH_SPEC, Placement, pad_storage, place_all, shardings, stored_layers
+from megajax.sharding import BATCH_SPEC, Placement, pad_storage, place_all, shardings, stored_rows
 
 BATCH_DTYPES = {
     "tokens": jnp.int32,
@@ -42,7 +43,7 @@ class TrainState:
     params: dict[str, jax.Array]
     optimizer: Any
     fp8: dict[str, jax.Array]  # amax histories of delayed scaling, [L, length] FP32; else empty
-    experts: dict[str, jax.Array]  # `expert_bias` [L, E] FP32 if the routers have one; else empty
+    experts: dict[str, jax.Array]  # `expert_bias` [L, E] FP32, L MoE layers, if the routers have one; else empty
     step: jax.Array  # int32, optimizer steps taken or skipped
     loss_scale: jax.Array  # FP32; 1 unless the compute dtype is float16
     scale_age: jax.Array  # int32, steps since the loss scale changed
@@ -67,7 +68,9 @@ class TrainProgram:
         model = Transformer(config.model)
         declared = parameters(model)
         optimizer = make_optimizer(config.optimizer, {name: p.role for name, p in declared.items()})
-        placements = place_all(declared, mesh_sizes(mesh), _stored_rows(config, mesh), config.mesh.experts_over)
+        sizes = mesh_sizes(mesh)
+        rows = stored_rows(config, sizes["pipeline"])
+        placements = place_all(declared, sizes, rows, config.mesh.experts_over)
         return cls(config, mesh, model, placements, optimizer, Kernels.choose(config, mesh))
 
     @cached_property
@@ -145,13 +148,13 @@ class TrainProgram:
 
     def _init(self) -> TrainState:
         seed, std = self.config.run.seed, self.config.model.init_std
-        weights = init_parameters(self.model, seed, std, _stored_rows(self.config, self.mesh))
+        weights = init_parameters(self.model, seed, std, {n: p.layers for n, p in self.placements.items()})
         params = {name: pad_storage(w, self.placements[name]) for name, w in weights.items()}
         zero = jnp.zeros((), jnp.int32)
         history, experts = Scaling(self.config).first_history(), {}
         model = self.config.model
         if model.num_experts and model.router.expert_bias:
-            experts["expert_bias"] = jnp.zeros((model.num_layers, model.num_experts), jnp.float32)
+            experts["expert_bias"] = jnp.zeros((len(block_layers(model)["moe"]), model.num_experts), jnp.float32)
         optimizer = self.optimizer.init(params)
         return TrainState(params, optimizer, history, experts, zero, self.first_loss_scale, zero, zero, zero)
 
@@ -167,11 +170,6 @@ class TrainProgram:
         )
         history, experts = ({name: scalar for name in state} for state in (shapes.fp8, shapes.experts))
         return TrainState(values, optimizer, history, experts, scalar, scalar, scalar, scalar, scalar)
-
-
-def _stored_rows(config: Config, mesh: Mesh) -> tuple[int, ...]:
-    """The layer of each row of a block's stored weights."""
-    return tuple(int(layer) for layer in stored_layers(config, mesh_sizes(mesh)["pipeline"]).flat)
 
 
 def _train_step(program: TrainProgram, gradients_of: Callable, state: TrainState, batch):
@@ -227,7 +225,7 @@ def _train_step(program: TrainProgram, gradients_of: Callable, state: TrainState
 
 
 def _router_metrics(layers: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    """What is logged of the layers' metrics `[L, ...]`: summed losses, mean entropy, the COUNTS of each layer."""
+    """What is logged of the MoE layers' metrics `[L, ...]`: summed losses, mean entropy, the COUNTS of each layer."""
     metrics = {name: layers[name].sum() for name in ROUTER_LOSSES if name in layers}
     if layers:
         metrics["router_entropy"] = layers["router_entropy"].mean()

@@ -3,7 +3,8 @@
 import jax
 
 from megajax.config import Config
-from megajax.config.stages import virtual_stages
+from megajax.config.kinds import block_layers
+from megajax.config.stages import slot_kinds, virtual_stages
 from megajax.mesh import mesh_sizes
 from megajax.parallel.head import chunk_count
 from megajax.parallel.schedule_simulator import Costs, simulate
@@ -77,6 +78,15 @@ def _pipeline(config: Config, sizes: dict[str, int]) -> list[str]:
         f"{report.bubble:.1%} of a step, "
         f"activations of up to {max(report.in_flight):g} of {microbatches} microbatches kept"
     ]
+    slots = slot_kinds(config, stages)
+    if min(counts) < len(slots):
+        moe = sum(slot.block == "moe" for slot in slots)
+        kinds = f" ({len(slots) - moe} dense, {moe} with experts)" if 0 < moe < len(slots) else ""
+        empty = sorted({len(slots) - count for count in counts})
+        lines.append(
+            f"slots      a virtual stage has {len(slots)}{kinds} and leaves {empty[0]}"
+            f"{f' to {empty[-1]}' if len(empty) > 1 else ''} empty, which take as long: see pipeline.layout"
+        )
     if sizes["fsdp"] > 1:
         lines.append(
             f"note       mesh.fsdp gathers a stage's weights for each of {microbatches} microbatches, forward and "
@@ -91,7 +101,9 @@ def _experts(program: TrainProgram) -> str:
         return ""
     active, factor = active_parameter_count(program.model), model.router.capacity_factor
     limit = "" if factor is None else f", none more than {factor:g} times its share"
-    return f", {active:,} of them active ({model.experts_per_token} of {model.num_experts} experts a token{limit})"
+    which, dense = f"{model.experts_per_token} of {model.num_experts} experts a token", block_layers(model).get("dense")
+    layers = f" in {model.num_layers - len(dense)} of {model.num_layers} layers" if dense else ""
+    return f", {active:,} of them active ({which}{layers}{limit})"
 
 
 def _fp8(program: TrainProgram) -> str:

@@ -30,6 +30,9 @@ RECIPES = {
     "quickstart": (1, 2, 4, 8),
     "qwen3_30b_l6": (1, 2, 4),
 }
+# Of a layer: queries; 512 latent numbers and 64 for positions; from the former keys and values; the output.
+LATENT_V2_LITE = 2048 * 16 * 192 + 2048 * (512 + 64) + 512 + 512 * 16 * 256 + 16 * 128 * 2048
+LATENT_V3 = 7168 * 1536 + 1536 + 1536 * 128 * 192 + 7168 * (512 + 64) + 512 + 512 * 128 * 256 + 128 * 128 * 7168
 # Parameters as published; GPT-3's only as rounded in the paper, hence the tolerance.
 PARAMETERS = {
     "llama2_7b": 6_738_415_616,
@@ -47,6 +50,9 @@ PARAMETERS = {
     "mixtral_8x22b": 140_630_071_296,
     "qwen3_30b_a3b": 30_532_122_624,
     "qwen3_235b_a22b": 235_093_634_560,
+    # Less their latent attention, and with four full projections in each layer.
+    "deepseek_v2_lite": 15_706_484_224 - 27 * LATENT_V2_LITE + 27 * 4 * 2048 * 2048,
+    "deepseek_v3": 671_026_404_352 - 61 * LATENT_V3 + 61 * 4 * 7168 * 16384,
     "llama3_8b_l16": 8_030_261_248 - 16 * 218_112_000 - 2 * (128_256 - 32_768) * 4096,
 }
 ROUNDED_PARAMETERS = {"gpt3_125m": 125e6, "gpt3_1b3": 1.3e9, "gpt3_6b7": 6.7e9, "gpt3_175b": 175e9}
@@ -66,13 +72,16 @@ def parameters(m: ModelConfig, positions: int = 0) -> int:
     gated = m.activation in ("swiglu", "geglu")
     mlp = (3 if gated else 2) * width * m.ffn_hidden_size
     mlp += int(m.mlp_bias) * ((2 if gated else 1) * m.ffn_hidden_size + width)
-    if m.num_experts:
-        mlp = m.num_experts * (3 * width * (m.expert_ffn_hidden_size or 0) + width)
+    mlps = m.num_layers * mlp
+    if m.num_experts:  # every layer after the first dense ones
+        moe = m.num_experts * (3 * width * (m.expert_ffn_hidden_size or 0) + width)
+        moe += 3 * width * m.shared_expert_ffn_hidden_size
+        mlps = m.first_dense_layers * mlp + (m.num_layers - m.first_dense_layers) * moe
     attention += 2 * m.head_dim * m.qk_norm
     tables = m.vocab_size * width * (1 if m.tie_embeddings else 2)
     if m.position == "learned":
         tables += (positions or m.max_positions or 0) * width
-    return m.num_layers * (attention + mlp + 2 * norm) + norm + tables
+    return m.num_layers * (attention + 2 * norm) + mlps + norm + tables
 
 
 def flat(values: Any, prefix: str = "") -> dict[str, Any]:
@@ -146,7 +155,7 @@ def test_a_model_file_has_only_a_model_section_and_few_lines(name: str):
     text = (ROOT / f"configs/models/{name}.yaml").read_text()
     sections = [line for line in text.splitlines() if line[0] not in " #"]
     assert [line.partition(":")[0] for line in sections if not line.startswith("include")] == ["model"]
-    assert len(text.splitlines()) <= 15
+    assert len(text.splitlines()) <= 16
 
 
 def test_quickstart_runs_on_every_mesh_of_up_to_8_devices_and_4_microbatches():

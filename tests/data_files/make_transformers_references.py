@@ -17,7 +17,7 @@ transformers itself goes to float32 (RMSNorm, softmax, RoPE's angles), then stor
 """
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import numpy as np
@@ -59,9 +59,9 @@ NO_SPECIAL_TOKENS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id":
 SEQUENCES, LENGTH = 2, 17
 
 
-def stack(tensors: Tensors, pattern: str, num_layers: int) -> torch.Tensor:
-    """The tensors named by `pattern` with each layer's number for {}, stacked on a first dimension."""
-    return torch.stack([tensors[pattern.format(layer)] for layer in range(num_layers)])
+def stack(tensors: Tensors, pattern: str, layers: Iterable[int]) -> torch.Tensor:
+    """The tensors named by `pattern` with the number of each of these layers for {}, stacked on a first dimension."""
+    return torch.stack([tensors[pattern.format(layer)] for layer in layers])
 
 
 def heads_out(weight: torch.Tensor, num_heads: int) -> torch.Tensor:
@@ -79,7 +79,7 @@ def convert_gpt2(tensors: Tensors, model: dict) -> Tensors:
     layers, heads = model["num_layers"], model["num_heads"]
 
     def get(name: str) -> torch.Tensor:
-        return stack(tensors, "transformer.h.{}." + name, layers)
+        return stack(tensors, "transformer.h.{}." + name, range(layers))
 
     query, key, value = get("attn.c_attn.weight").unflatten(2, (3, heads, -1)).unbind(2)
     query_bias, key_bias, value_bias = get("attn.c_attn.bias").unflatten(1, (3, heads, -1)).unbind(1)
@@ -115,7 +115,7 @@ def convert_gpt_neox(tensors: Tensors, model: dict) -> Tensors:
     layers, heads = model["num_layers"], model["num_heads"]
 
     def get(name: str) -> torch.Tensor:
-        return stack(tensors, "gpt_neox.layers.{}." + name, layers)
+        return stack(tensors, "gpt_neox.layers.{}." + name, range(layers))
 
     fused = get("attention.query_key_value.weight").transpose(1, 2).unflatten(2, (heads, 3, -1))
     query, key, value = fused.unbind(3)
@@ -149,7 +149,23 @@ def convert_gpt_neox(tensors: Tensors, model: dict) -> Tensors:
 
 def convert_llama(tensors: Tensors, model: dict) -> Tensors:
     """The tensors of Llama, Mistral, Mixtral or Qwen 3 (Linear: [out, in]) by canonical name."""
-    layers, heads, kv_heads = model["num_layers"], model["num_heads"], model["num_kv_heads"]
+    # Which layers have experts is told by the network's own tensors.
+    moe = [i for i in range(model["num_layers"]) if f"model.layers.{i}.mlp.gate.weight" in tensors]
+    dense = [i for i in range(model["num_layers"]) if i not in moe]
+    converted = {
+        "embedding.tokens": tensors["model.embed_tokens.weight"],
+        **(convert_llama_blocks(tensors, model, "dense", dense) if dense else {}),
+        **(convert_llama_blocks(tensors, model, "moe", moe) if moe else {}),
+        "final_norm": tensors["model.norm.weight"],
+    }
+    if not model["tie_embeddings"]:
+        converted["head"] = tensors["lm_head.weight"].T
+    return converted
+
+
+def convert_llama_blocks(tensors: Tensors, model: dict, kind: str, layers: list[int]) -> Tensors:
+    """Those of the layers of one kind."""
+    heads, kv_heads = model["num_heads"], model["num_kv_heads"]
 
     def get(name: str) -> torch.Tensor:
         return stack(tensors, "model.layers.{}." + name, layers)
@@ -161,7 +177,6 @@ def convert_llama(tensors: Tensors, model: dict) -> Tensors:
         "attention.value": heads_out(get("self_attn.v_proj.weight"), kv_heads),
         "attention.output": heads_in(get("self_attn.o_proj.weight"), heads),
     }
-    kind = "moe" if "num_experts" in model else "dense"
     if kind == "moe":
         gate, up = get("mlp.experts.gate_up_proj").transpose(2, 3).chunk(2, dim=3)  # [L, E, D, 2F]
         block |= {
@@ -189,14 +204,7 @@ def convert_llama(tensors: Tensors, model: dict) -> Tensors:
     if model.get("mlp_bias"):
         for name in ("gate", "up", "down"):
             block[f"mlp.{name}_bias"] = get(f"mlp.{name}_proj.bias")
-    converted = {
-        "embedding.tokens": tensors["model.embed_tokens.weight"],
-        **{f"blocks.{kind}.{name}": tensor for name, tensor in block.items()},
-        "final_norm": tensors["model.norm.weight"],
-    }
-    if not model["tie_embeddings"]:
-        converted["head"] = tensors["lm_head.weight"].T
-    return converted
+    return {f"blocks.{kind}.{name}": tensor for name, tensor in block.items()}
 
 
 def llama_options(model: dict) -> dict:
@@ -381,6 +389,33 @@ def tiny_qwen3_moe() -> Reference:
     return Qwen3MoeForCausalLM(config), model, convert_llama
 
 
+def tiny_qwen3_moe_mixed() -> Reference:
+    """Layers 3 and 5 have experts; 1 would but for the dense layers at the start, 2 and 4 but for the interval."""
+    model = llama_section(
+        num_layers=6,
+        hidden_size=32,
+        num_heads=4,
+        qk_norm=True,
+        ffn_hidden_size=40,
+        num_experts=4,
+        experts_per_token=2,
+        expert_ffn_hidden_size=16,
+        first_dense_layers=2,
+        moe_layer_interval=2,
+    )
+    config = Qwen3MoeConfig(
+        experts_implementation="eager",
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=16,
+        norm_topk_prob=True,
+        decoder_sparse_step=2,
+        mlp_only_layers=[0, 1],
+        **llama_options(model),
+    )
+    return Qwen3MoeForCausalLM(config), model, convert_llama
+
+
 def randomise(network: PreTrainedModel, generator: torch.Generator) -> None:
     """Every parameter normal with std 0.1 in multiples of 2^-12, norm weights around 1."""
     for name, parameter in network.named_parameters():
@@ -425,6 +460,7 @@ def main() -> None:
         tiny_qwen3_local,
         tiny_mixtral,
         tiny_qwen3_moe,
+        tiny_qwen3_moe_mixed,
     )
     for seed, build in enumerate(builders):
         path = Path(__file__).parent / f"{build.__name__}.npz"

@@ -10,7 +10,7 @@ from pathlib import Path
 from megajax.config import load_config
 from megajax.config.checks import check_mesh
 from megajax.model import Transformer, parameters
-from megajax.sharding import place_all, stored_layers
+from megajax.sharding import place_all, stored_rows
 
 ROOT = Path(__file__).parents[2]
 GOLDEN = Path(__file__).with_name("golden_specs.txt")
@@ -33,8 +33,8 @@ def describe(name: str, mesh: dict[str, int]) -> Iterator[str]:
     config = load_config(ROOT / f"configs/models/{name}.yaml", [*batch, *overrides])
     sizes = check_mesh(config, math.prod(mesh.values()))
     yield f"{name} on {', '.join(f'{axis} {size}' for axis, size in mesh.items())}"
-    layers = tuple(stored_layers(config, sizes["pipeline"]).flatten().tolist())
-    for parameter, placement in place_all(parameters(Transformer(config.model)), sizes, layers).items():
+    rows = stored_rows(config, sizes["pipeline"])
+    for parameter, placement in place_all(parameters(Transformer(config.model)), sizes, rows).items():
         entries = [(entry,) if isinstance(entry, str) else entry or () for entry in placement.spec]
         used = ["+".join(axis for axis in entry if sizes[axis] > 1) or "-" for entry in entries]
         notes = []

@@ -17,8 +17,8 @@ from model_options import GEMMA
 from megajax.config.checks import check_mesh
 from megajax.mesh import AXES, build_mesh
 from megajax.model import Transformer, parameters
-from megajax.parallel.layers import LayerStack
 from megajax.parallel.pipeline import _Run
+from megajax.parallel.rows import Rows
 from megajax.sharding import EMPTY, stored_layers
 from megajax.training.batches import to_global
 from megajax.training.step import TrainProgram
@@ -196,7 +196,7 @@ def always_active(self, table, tick):
 # what goes wrong: mesh and rounds where it shows, and what is replaced
 FAULTS = {
     "an idle stage's gradients count": (*NO_ROUNDS, _Run, "work", always_active),
-    "empty slots train": (*NO_ROUNDS, LayerStack, "_without_empty_slots", lambda self, gradient: gradient),
+    "empty slots train": (*NO_ROUNDS, Rows, "without_empty", lambda self, gradient: gradient),
 }
 
 

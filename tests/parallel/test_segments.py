@@ -3,12 +3,13 @@
 import pytest
 
 from megajax.config import Config
-from megajax.parallel.layers import plan_segments
+from megajax.parallel.segments import plan_segments, repeated
 
 
-def plan(num_layers, platform="gpu", pattern=None, **sections):
+def plan(num_layers, platform="gpu", pattern=None, experts=None, **sections):
     model = {"num_layers": num_layers, "hidden_size": 8, "num_heads": 1, "vocab_size": 8, "sliding_window": 4}
     model |= {"layer_pattern": pattern} if pattern else {}
+    model |= {"num_experts": 2, **experts} if experts else {}
     batch = {"global_size": 1, "sequence_length": 8}
     config = Config.model_validate({"model": model, "batch": batch, **sections})
     return [(s.start, s.loops, s.unroll, s.group, s.policy) for s in plan_segments(config, platform)]
@@ -39,3 +40,31 @@ def test_the_first_layers_can_have_a_policy_of_their_own():
     remat = {"policy": "full", "layers": 3}
     assert plan(8, remat=remat) == [(0, 1, 3, 1, "full"), (3, 1, 5, 1, "none")]
     assert plan(8, "cpu", remat=remat) == [(0, 3, 1, 1, "full"), (3, 5, 1, 1, "none")]
+
+
+@pytest.mark.smoke
+def test_layers_of_two_kinds_are_cut_where_their_pattern_changes():
+    first, second = {"first_dense_layers": 3}, {"moe_layer_interval": 2}
+    assert plan(61, "cpu", experts=first) == [(0, 3, 1, 1, "none"), (3, 58, 1, 1, "none")]
+    assert plan(61, experts=first) == [(0, 1, 3, 1, "none"), (3, 4, 14, 1, "none"), (59, 1, 2, 1, "none")]
+    assert plan(8, experts=first) == [(0, 1, 8, 1, "none")]  # one body of a GPU holds them all
+    assert plan(8, "cpu", experts=second) == [(0, 4, 2, 1, "none")]
+    assert plan(24, experts=second) == [(0, 2, 12, 1, "none")]
+    assert plan(9, "cpu", experts=second) == [(0, 1, 1, 1, "none"), (1, 4, 2, 1, "none")]
+    # A period of three with one of two: six.
+    pair = ("local", "global")
+    assert plan(12, "cpu", pair, experts={"moe_layer_interval": 3}) == [(0, 2, 6, 1, "none")]
+    # The first group of three has a dense layer among its own; the policy ends among the others.
+    remat = {"policy": "full", "group": 3, "layers": 9}
+    expected = [(0, 1, 3, 3, "full"), (3, 2, 3, 3, "full"), (9, 3, 1, 1, "none")]
+    assert plan(12, "cpu", experts={"first_dense_layers": 1}, remat=remat) == expected
+
+
+@pytest.mark.smoke
+def test_patterns_are_as_short_and_as_few_as_they_can_be():
+    assert repeated("aaaa") == ((4, 1),)
+    assert repeated("abab") == ((4, 2),)
+    assert repeated("aaabab") == ((2, 1), (4, 2))  # not three of a, and then the rest
+    assert repeated("abababa") == ((1, 1), (6, 2))
+    assert repeated("abcabc") == ((6, 3),)
+    assert repeated("") == ()

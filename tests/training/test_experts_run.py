@@ -74,8 +74,9 @@ def test_a_run_logs_and_draws_its_routers_losses_and_loads_also_after_a_stop(tmp
         ROOT / "configs/quickstart.yaml",
         [
             f"run={{dir: {tmp_path}/run, steps: 2, log_interval: 1, eval_steps: 1, eval_interval: 0}}",
-            "model={num_layers: 2, hidden_size: 16, num_heads: 2, num_kv_heads: 2, ffn_hidden_size: 16}",
+            "model={num_layers: 3, hidden_size: 16, num_heads: 2, num_kv_heads: 2, ffn_hidden_size: 16}",
             "model.num_experts=4",
+            "model.first_dense_layers=1",
             "model.router={global_loss: 0.01, z_loss: 0.001, expert_bias: true, capacity_factor: 0.75}",
             "data={kind: synthetic, train: null, valid: null, split: null, tokenizer: null}",
             "batch={global_size: 4, sequence_length: 16}",
@@ -103,7 +104,7 @@ def test_a_run_logs_and_draws_its_routers_losses_and_loads_also_after_a_stop(tmp
         assert 1 <= line["expert_load_max"] <= 2
         assert 0.25 <= line["dropped_tokens_mean"] <= line["dropped_tokens_max"] < 1
         assert len(line["dropped_tokens"]) == 2
-    assert "2 of 4 experts a token, none more than 0.75 times its share" in capsys.readouterr().out
+    assert "2 of 4 experts a token in 2 of 3 layers, none more than 0.75 times its share" in capsys.readouterr().out
 
 
 def drawn(run_dir: Path) -> list[str]:
@@ -113,8 +114,8 @@ def drawn(run_dir: Path) -> list[str]:
 
 
 def loads(lines: list[dict]) -> list[str]:
-    """The same of what it logged."""
-    cells = [(line["step"], *cell) for line in lines for cell in enumerate(line.get("expert_load", ()))]
+    """The same of what it logged of layers 1 and 2; layer 0 is dense."""
+    cells = [(line["step"], *cell) for line in lines for cell in enumerate(line.get("expert_load", ()), start=1)]
     return [f"layer {layer}, step {step}: {load:.4g}" for step, layer, load in cells]
 
 
@@ -122,7 +123,7 @@ def test_a_long_run_is_drawn_in_as_many_columns_as_fit():
     steps, layers = np.arange(10, 10 * 3 * MOST_COLUMNS + 1, 10), 94
     values = np.ones((len(steps), layers))
     values[:, 3] = 2 + np.arange(len(steps)) % 3
-    picture = ElementTree.fromstring(load_map(steps.tolist(), values))
+    picture = ElementTree.fromstring(load_map(steps.tolist(), values, range(layers)))
     cells = [cell for cell in picture.iter("{http://www.w3.org/2000/svg}rect") if cell.get("class")]
     assert len(cells) == MOST_COLUMNS * layers
     assert [cell[0].text for cell in cells[2:4]] == ["layer 2, steps 10 to 30: 1", "layer 3, steps 10 to 30: 3"]
@@ -132,6 +133,6 @@ def test_a_long_run_is_drawn_in_as_many_columns_as_fit():
 
 def test_a_run_whose_picture_cannot_be_drawn_is_a_run_all_the_same(tmp_path, capsys):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "expert_load": [1.0]}\n{"step": 2, "exp')
-    draw_load_map(tmp_path)
+    draw_load_map(tmp_path, (0,))
     assert "megajax: warning: the heat map of expert load was not drawn: " in capsys.readouterr().out
     assert not list(tmp_path.glob("*svg*"))
