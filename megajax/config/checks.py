@@ -159,16 +159,22 @@ def _check_fp8_shapes(config: Config, sizes: dict[str, int]) -> None:
         f"{said(config, 'model.num_kv_heads')} x {said(config, 'model.head_dim')} / {mesh}": (
             max(model.num_kv_heads // tensor, 1) * model.head_dim
         ),
-        f"{said(config, 'model.ffn_hidden_size')} / {mesh}": model.ffn_hidden_size // tensor,
         f"the tokens of a microbatch on a device / {mesh}": tokens // tensor,
     }
+    mlps = ["ffn_hidden_size"] if "dense" in block_layers(model) else []
+    mlps += ["shared_expert_ffn_hidden_size", "expert_ffn_hidden_size"] if model.num_experts else []
+    for key in mlps:
+        whole = key == "expert_ffn_hidden_size" and "tensor" in config.mesh.experts_over
+        widths[f"{said(config, f'model.{key}')} / {mesh}"] = getattr(model, key) // (1 if whole else tensor)
     for shape, width in widths.items():
         if width % 16:
             problem = f"{said(config, recipe)} needs multiples of 16, and {shape} is {width}"
             refuse(config, problem, f"change it, or set {recipe}=none", recipe)
     gated = 2 if model.activation in ("swiglu", "geglu") else 1
     attention = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
-    widest = max(gated * model.ffn_hidden_size, attention) // tensor
+    # The kernels of experts take larger ones.
+    mlp = max([0, *(getattr(model, key) for key in mlps if key != "expert_ffn_hidden_size")])
+    widest = max(gated * mlp, attention) // tensor
     if tokens * widest >= 2**31:
         problem = f"{said(config, recipe)} quantises fewer than 2^31 numbers at once, and a microbatch on a device has"
         problem += f" {tokens} tokens of {widest} numbers"

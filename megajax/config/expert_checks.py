@@ -125,7 +125,7 @@ def _check_with_others(config: Config) -> None:
     model = config.model
     experts = said(config, "model.num_experts")
     for key, present, cure in (
-        ("precision.fp8.recipe", config.precision.fp8.recipe != "none", "set precision.fp8.recipe=none"),
+        ("precision.fp8.backend", config.precision.fp8.backend != "xla", "set precision.fp8.backend=xla"),
         ("model.mlp_bias", model.mlp_bias, "set model.mlp_bias=false"),
     ):
         if present:

@@ -65,7 +65,8 @@ class SingleDevice:
         `experts` and `weights` `[T / tensor, k]` are those of the own tokens, `w_up [E, D, 2F]` and `w_down [E, F, D]`
         the experts that this device holds, or its share of them.
         """
-        return ops.apply_experts(activation, x, experts, weights, w_up, w_down, self.expert_kernels)
+        arguments = (activation, x, experts, weights, w_up, w_down, self.expert_kernels)
+        return ops.apply_experts(*arguments, max_over_devices=self.max_over_devices)
 
     def local_kv_heads(self, num_kv_heads: int) -> int:
         """How many of the model's KV heads this device works on."""
@@ -95,6 +96,10 @@ class SingleDevice:
         return x
 
     def sum_over_tensor(self, x: jax.Array) -> jax.Array:
+        return x
+
+    def max_over_devices[Arrays](self, x: Arrays) -> Arrays:
+        """The largest over all devices that share the model's tensors, of each array."""
         return x
 
     def sequence_ids(self, num_sequences: int) -> jax.Array:

@@ -39,8 +39,6 @@ FUSED = {
     "moe.gate_up": ("moe.gate", "moe.up"),
     "moe.shared_gate_up": ("moe.shared_gate", "moe.shared_up"),
 }
-# The linear layers of a block, by the name of their weight.
-LINEAR = ("attention.qkv", "attention.output", "mlp.gate_up", "mlp.down")
 
 
 @jax.tree_util.register_dataclass
@@ -54,6 +52,15 @@ class BlockInputs:
     dropout_key: jax.Array | None  # None: no dropout
     jitter_key: jax.Array | None = None  # None: no jitter of the routers' inputs
     balance_scale: jax.Array | None = None  # factor of the routers' losses; None: no training of experts
+
+
+def linear_layers(config: ModelConfig) -> tuple[str, ...]:
+    """The linear layers of all kinds of blocks that the model has, by the name of their weight; routers are none."""
+    kinds, layers = block_layers(config), ["attention.qkv", "attention.output"]
+    layers += ["mlp.gate_up", "mlp.down"] if "dense" in kinds else []
+    layers += ["moe.gate_up", "moe.down"] if "moe" in kinds else []
+    shared = "moe" in kinds and config.shared_expert_ffn_hidden_size
+    return (*layers, *(["moe.shared_gate_up", "moe.shared_down"] if shared else []))
 
 
 @jax.named_scope("norm")

@@ -164,7 +164,6 @@ class MeshComm(SingleDevice):
         return lax.psum(x, "tensor") if self.tensor_size > 1 else x
 
     def max_over_devices[Arrays](self, x: Arrays) -> Arrays:
-        """The largest over all devices that share the model's tensors, of each array; one small collective."""
         axes = tuple(axis for axis, size in self.sizes.items() if size > 1 and axis != "pipeline")
         return lax.pmax(x, axes) if axes else x
 

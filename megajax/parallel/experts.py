@@ -20,6 +20,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from megajax.ops import experts as ops
+from megajax.ops.expert_mlp import num_experts
 from megajax.parallel.weights import gather_tiles
 
 Axes = tuple[str, ...]
@@ -30,17 +31,17 @@ SLICES = 512
 
 def gathered(comm: Any, activation: str, x, experts, weights, w_up, w_down) -> jax.Array:
     """`x [T, D]`, `experts` and `weights` `[T, k]` of the own tokens, the own experts' matrices → `[T, D]`."""
-    local, axes = w_up.shape[0], comm.experts_over
+    local, axes = num_experts(w_up), comm.experts_over
     x, experts, weights = (gather_tiles(a, axes, 0) for a in (x, experts, weights))
     own = experts - lax.axis_index(axes) * local
     own = jnp.where((own >= 0) & (own < local), own, local)  # `local`: an expert of another device
-    y = ops.apply_experts(activation, x, own, weights, w_up, w_down, comm.expert_kernels)
+    y = ops.apply_experts(activation, x, own, weights, w_up, w_down, comm.expert_kernels, comm.max_over_devices)
     return lax.psum_scatter(y, axes, scatter_dimension=0, tiled=True)
 
 
 def exchanged(comm: Any, activation: str, x, experts, weights, w_up, w_down) -> jax.Array:
     """The same, by rows."""
-    (T, k), local, axes, size = experts.shape, w_up.shape[0], comm.experts_over, comm.expert_size
+    (T, k), local, axes, size = experts.shape, num_experts(w_up), comm.experts_over, comm.expert_size
     permutation = ops.sort_by_expert(experts, local * size)
     routes = plan(axes, permutation.group_sizes, size, -(-SLICES // (local * size)) if comm.ragged else 1)
     permutation, routes = jax.tree.map(lambda a: checkpoint_name(a, "routing"), (permutation, routes))
@@ -52,7 +53,8 @@ def exchanged(comm: Any, activation: str, x, experts, weights, w_up, w_down) -> 
     own_weights: jax.Array = ops.permute(weights.reshape(-1), permutation)
     row_weights = checkpoint_name(there(own_weights[:, None]), "routing")[:, 0]
     y: jax.Array = ops.expert_mlp(
-        activation, comm.expert_kernels, received, row_weights, w_up, w_down, routes.group_sizes
+        *(activation, comm.expert_kernels, received, row_weights, w_up, w_down, routes.group_sizes),
+        comm.max_over_devices,
     )
     return ops.combine(exchange(axes, T * k, comm.ragged, routes.back, routes.there, y), permutation, k)
 

@@ -16,7 +16,7 @@ from jax import lax
 
 from megajax.config import Config
 from megajax.config.stages import slot_kinds
-from megajax.model.transformer import LINEAR, ROUTER_LOSSES, SAVED_NAMES, BlockInputs, Transformer
+from megajax.model.transformer import ROUTER_LOSSES, SAVED_NAMES, BlockInputs, Transformer
 from megajax.ops import fp8
 from megajax.ops.fp8 import Fp8Weight
 from megajax.parallel.comm import MeshComm
@@ -119,7 +119,7 @@ class LayerStack:
             stored = {name: rows.layer_of(w, segment, j) for name, w in blocks[kind].items()}
             out = {}
             for name, w in self.fused.fuse(stored).items():
-                if segment.fp8 and name in LINEAR:
+                if segment.fp8 and name in self.scaling.layers:
                     own = {which: self.all.layer_of(scale, segment, j) for which, scale in scales[name].items()}
                     out[name] = self._quantized(name, w, own)
                 else:
@@ -138,7 +138,7 @@ class LayerStack:
             return {}
         blocks = {kind: _of_block(params, kind) for kind in self.kinds}
         local = {}
-        for name in LINEAR:
+        for name in self.scaling.layers:
             found = {}
             for kind, own in blocks.items():
                 parts = [own[part] for part in self.fused.parts.get(name, ()) if part in own]
@@ -169,7 +169,7 @@ class LayerStack:
         for segment, units in zip(self.segments, amaxes, strict=True):
             layers, copies = [layer for unit in units for layer in unit], self.all.copies(segment)
             zeros = jnp.zeros((copies, 2) if copies > 1 else 2, jnp.float32)
-            for name in LINEAR:
+            for name in self.scaling.layers:
                 out.setdefault(name, []).append(self.all.stack([a.get(name, zeros) for a in layers], segment))
         return self.comm.max_over_devices({name: self.all.join(parts) for name, parts in out.items()})
 
@@ -331,7 +331,7 @@ class LayerStack:
         return replace(
             w,
             values=values,
-            transposed=values.T if w.transposed is None else w.transposed,
+            transposed=values.swapaxes(-1, -2) if w.transposed is None else w.transposed,
             gradient=jnp.zeros(values.shape, self.exchange.compute),
             amax=jnp.zeros(2, jnp.float32),
         )
@@ -372,9 +372,10 @@ class LayerStack:
         return out.reshape(-1)
 
     def _quantized(self, name: str, w: jax.Array, scales: Mapping[str, jax.Array]) -> Fp8Weight:
-        """Shards of one layer `[in, out]`, or of several `[loops, in, out]`, quantised and gathered once."""
+        """Shards of one layer `[in, out]` (experts: `[E, in, out]`), or of several, quantised and gathered once."""
         scale = scales["weight"]
-        values = self.exchange.gather_once(BLOCKS + name, fp8.quantize(w, scale[..., None, None], fp8.E4M3))
+        of_each = scale.reshape(*scale.shape, *(1,) * (w.ndim - scale.ndim))
+        values = self.exchange.gather_once(BLOCKS + name, fp8.quantize(w, of_each, fp8.E4M3))
         whole = self.exchange.is_whole(BLOCKS + name)  # if not, each layer's pass gathers and transposes it
         return Fp8Weight(
             values,

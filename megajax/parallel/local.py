@@ -67,6 +67,7 @@ class Kernels:
                 capability=capability,
                 dtype=config.precision.compute,
                 widths=(model.hidden_size, width),
+                fp8=settings.recipe != "none",
             )
         quantised = settings.recipe != "none"
         kernels = fp8.choose(settings.backend, device.platform, capability) if quantised else "reference"

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from megajax.config import Config
-from megajax.model.transformer import LINEAR
+from megajax.model.transformer import linear_layers
 from megajax.ops import fp8
 
 TENSORS = ("input", "weight", "gradient")  # of a linear layer; the gradient is its output's
@@ -25,6 +25,7 @@ class Scaling:
 
     def __init__(self, config: Config):
         self.settings, self.num_layers = config.precision.fp8, config.model.num_layers
+        self.layers = linear_layers(config.model)
         self.gradient_dtype = fp8.E5M2 if self.settings.format == "hybrid" else fp8.E4M3
         # Where a history is still empty: a guess, rather too large, for values that saturate are worse than small ones.
         tokens = config.batch.global_size * config.batch.sequence_length
@@ -33,7 +34,7 @@ class Scaling:
     @property
     def names(self) -> list[str]:
         """The names of the histories."""
-        return [f"{layer}.{tensor}" for layer in LINEAR for tensor in TENSORS]
+        return [f"{layer}.{tensor}" for layer in self.layers for tensor in TENSORS]
 
     def first_history(self) -> History:
         """Empty histories, for delayed scaling; for other recipes there are none."""
@@ -51,7 +52,9 @@ class Scaling:
         """Scales by linear layer; what is scaled by its own amax in the layer has none here."""
         if not history:
             return {layer: {"weight": fp8.scale_for(amax, fp8.E4M3)} for layer, amax in weight_amax.items()}
-        return {layer: {t: self._scale(history[f"{layer}.{t}"], t, loss_scale) for t in TENSORS} for layer in LINEAR}
+        return {
+            layer: {t: self._scale(history[f"{layer}.{t}"], t, loss_scale) for t in TENSORS} for layer in self.layers
+        }
 
     def record(
         self,
@@ -70,7 +73,7 @@ class Scaling:
         newest = {"weight": dict(weight_amax)}
         for i, (tensor, factor) in enumerate((("input", 1.0), ("gradient", loss_scale))):
             newest[tensor] = {layer: values[:, i] / factor for layer, values in amax.items()}
-        names = [(layer, tensor, f"{layer}.{tensor}") for layer in LINEAR for tensor in TENSORS]
+        names = [(layer, tensor, f"{layer}.{tensor}") for layer in self.layers for tensor in TENSORS]
         return {
             name: jnp.roll(history[name], 1, axis=1).at[:, 0].set(newest[tensor][layer])
             for layer, tensor, name in names

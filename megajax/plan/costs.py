@@ -123,14 +123,14 @@ def _values_of_block(config: Config, sizes: Mapping[str, int], compute: int, blo
     D = model.hidden_size
     heads = model.head_dim * (2 * model.num_heads + 2 * max(model.num_kv_heads, tensor)) / tensor  # q, k, v, output
     gated, k = 2 if model.activation in ("swiglu", "geglu") else 1, model.experts_per_token
-    width, routed = model.ffn_hidden_size, 0.0
+    width, routed, arrived = model.ffn_hidden_size, 0.0, D
     if experts:  # where experts lie over devices there is room for as many rows as could arrive
         shards = config.expert_shards(sizes)
         rows = shards * min(k, experts // shards) if shards > 1 else k
         width = rows * (model.expert_ffn_hidden_size or 0) + model.shared_expert_ffn_hidden_size
         split = tensor if "tensor" in config.mesh.experts_over else 1  # by tokens, then, instead of by width
-        # Each assignment's row, and the routing in FP32.
-        routed = rows * D / split + 4 / compute * (experts + 4 * k) / tensor
+        arrived = rows * D / split  # each assignment's row
+        routed = arrived + 4 / compute * (experts + 4 * k) / tensor  # and the routing in FP32
     mlp = gated * width / tensor + routed
     matmuls = heads + mlp + 2 * D / tensor  # and the two projections into the residual stream
     in_fp8 = len(config.fp8_layers) / model.num_layers
@@ -139,8 +139,8 @@ def _values_of_block(config: Config, sizes: Mapping[str, int], compute: int, blo
     if model.mlp_bias:  # without biases the activation is computed again
         everything += (1 - in_fp8) * model.ffn_hidden_size / tensor
     if in_fp8:  # the four layers' inputs are kept in FP8 alone
-        inputs = 2 * D + (model.num_heads * model.head_dim + model.ffn_hidden_size) / tensor
-        everything += in_fp8 * (inputs / compute - 2 * D)
+        inputs = D + arrived + (model.num_heads * model.head_dim + width) / tensor
+        everything += in_fp8 * (inputs / compute - D - arrived)
     inputs = 2 * D + (model.num_heads * model.head_dim + width) / tensor  # of the four linear layers
     outputs = heads - model.num_heads * model.head_dim / tensor + mlp + 2 * D
     return {

@@ -72,9 +72,9 @@ REFUSED = {
         "mesh.tensor=2 does not divide model.expert_ffn_hidden_size=33 (the command line: mesh.tensor=2):"
         " use 1, 3, 11 or 33."
     ),
-    "model.num_experts=8 precision.fp8.recipe=current": (
-        "precision.fp8.recipe=current does not go together with model.num_experts=8"
-        " (the command line: precision.fp8.recipe=current): set precision.fp8.recipe=none."
+    "model.num_experts=8 precision.fp8.recipe=current precision.fp8.backend=transformer_engine": (
+        "precision.fp8.backend=transformer_engine does not go together with model.num_experts=8"
+        " (the command line: precision.fp8.backend=transformer_engine): set precision.fp8.backend=xla."
     ),
     "model.num_experts=8 model.router={score_function: sigmoid, pre_softmax: true}": (
         "model.router.pre_softmax=true does not go together with model.router.score_function=sigmoid"

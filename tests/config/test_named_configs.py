@@ -27,6 +27,7 @@ RECIPES = {
     "llama3_8b_l8": (1, 2, 4),
     "llama3_8b_l8_context": (4,),
     "mixtral_l2": (1, 2, 4),
+    "moe_1b": (1,),
     "quickstart": (1, 2, 4, 8),
     "qwen3_30b_l6": (1, 2, 4),
 }

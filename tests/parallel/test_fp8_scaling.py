@@ -10,7 +10,7 @@ import pytest
 from megajax.config import Config
 from megajax.config.checks import check_mesh
 from megajax.mesh import build_mesh
-from megajax.model.transformer import LINEAR
+from megajax.model.transformer import linear_layers
 from megajax.parallel.scaling import Scaling
 from megajax.training.batches import to_global
 from megajax.training.step import TrainProgram, TrainState
@@ -31,6 +31,9 @@ def make_config(recipe="delayed", **fp8) -> Config:
             "data": {"kind": "synthetic"},
         }
     )
+
+
+LINEAR = linear_layers(make_config().model)
 
 
 # By hand
