@@ -22,6 +22,8 @@ CASES = [
     ("gpt3_125m", {"data": 2, "fsdp": 2, "tensor": 4}),
     # 12 layers on 8 stages: two slots each, four of them empty.
     ("gpt3_125m", {"pipeline": 8, "data": 2, "fsdp": 2, "tensor": 2}),
+    # A dense layer and 26 with experts on four stages: a slot of the one kind each and seven of the other.
+    ("deepseek_v2_lite", {"pipeline": 4, "expert": 2, "tensor": 2}),
 ]
 
 

@@ -20,6 +20,7 @@ from megajax.sharding import EMPTY, stored_rows
 from megajax.training.batches import to_global
 from megajax.training.saving import StateSaver
 from megajax.training.step import TrainProgram
+from megajax.training.summary import summary
 
 STEPS = 3
 
@@ -70,7 +71,9 @@ def test_stages_with_empty_slots_train_as_one_device_does_and_leave_them_empty(t
     rows = stored_rows(config, 2)
     assert rows == {"dense": (0, 1, 2, EMPTY), "moe": (EMPTY, EMPTY, EMPTY, 3, 4, 5)}
 
-    trace, state = train(table, build(config))
+    program = build(config)
+    assert "has 5 (2 dense, 3 with experts) and leaves 1 to 3 empty, which take as long" in summary(program, [])
+    trace, state = train(table, program)
     difference = table.compare(trace, reference(table, config))
     assert not difference.problems(), difference
     assert trace.router["expert_counts"].shape == (STEPS, 3, 8)
