@@ -46,9 +46,10 @@ class Rows:
 
     def stack(self, layers: Sequence[jax.Array], segment: Segment) -> jax.Array:
         """These layers of a segment's body in order → `[R · count, ...]`."""
-        copies = self.copies(segment)
-        stacked = jnp.stack(layers, axis=0 if copies == 1 else 1)
-        return stacked if copies == 1 else stacked.reshape(-1, *stacked.shape[2:])
+        if self.copies(segment) == 1:
+            return _stacked(layers)
+        stacked = jnp.stack(layers, axis=1)
+        return stacked.reshape(-1, *stacked.shape[2:])
 
     def join(self, segments: Sequence[jax.Array]) -> jax.Array:
         """`[R · count, ...]` of each segment that has some of these layers → `[R·n, ...]`."""
@@ -80,3 +81,18 @@ class Rows:
             return gradient
         filled = self.filled.reshape(*self.filled.shape, *(1,) * (gradient.ndim - 1))
         return jnp.where(jnp.asarray(filled)[lax.axis_index("pipeline")], gradient, 0)
+
+
+def _stacked(layers: Sequence[jax.Array]) -> jax.Array:
+    """`jnp.stack`, of few layers as a selection.
+
+    Where XLA joins up to four arrays, it makes a kernel for each of the optimizer's three results, which reads all
+    inputs again, and copies one of these; from five on, and of a selection, it makes one kernel.
+    """
+    if not 1 < len(layers) <= 4:
+        return jnp.stack(layers)
+    index = jnp.arange(len(layers)).reshape(-1, *(1,) * layers[0].ndim)
+    stacked = layers[0][None]
+    for i, layer in enumerate(layers[1:], start=1):
+        stacked = jnp.where(index < i, stacked, layer[None])
+    return stacked
