@@ -57,8 +57,8 @@ def draw(run_dirs: list[Path], baseline: float | None, output: Path) -> None:
     if any(loads):
         for index, curve in enumerate(loads):
             panels[1].plot(*(zip(*curve, strict=True) if curve else ((), ())), color=f"C{index}", linewidth=1)
-        panels[1].set(xlabel="step", ylabel="largest expert load over the mean, worst layer", yscale="log")
-        panels[1].grid(alpha=0.3, which="both")
+        panels[1].set(xlabel="step", ylabel="largest expert load over the mean, worst layer")
+        panels[1].grid(alpha=0.3)
     output.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(output, dpi=150)
 

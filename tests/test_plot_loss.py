@@ -41,6 +41,15 @@ def test_null_is_left_out_of_curve_picture_and_sentence(plot_loss, run_dir: Path
     assert (run_dir / "loss.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_run_with_experts_has_their_loads_beside_its_loss(plot_loss, run_dir: Path, monkeypatch):
+    (run_dir / "metrics.jsonl").write_text(json.dumps({"step": 5, "loss": 3.0, "expert_load_max": 1.5}) + "\n")
+    drawn = {}
+    monkeypatch.setattr(plot_loss.plt.Figure, "savefig", lambda figure, *_, **__: drawn.setdefault("figure", figure))
+    plot_loss.draw([run_dir], None, run_dir / "loss.png")
+    _, loads = drawn["figure"].axes
+    assert loads.lines[0].get_xydata().tolist() == [[5, 1.5]]
+
+
 @pytest.mark.parametrize("line", ["no json", "[1]", '{"loss": 1.0}'])
 def test_a_line_that_is_no_record_is_named(plot_loss, run_dir: Path, line: str):
     with (run_dir / "metrics.jsonl").open("a") as file:
