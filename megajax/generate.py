@@ -21,28 +21,28 @@ def generate(config: Config, prompt: str, num_tokens: int, temperature: float, s
     import jax.numpy as jnp
     from jax.sharding import SingleDeviceSharding
 
-    from megajax.checkpoint import restore_parameters
+    from megajax.checkpoint import restore_model
     from megajax.model import Transformer, bind, parameters
+    from megajax.model.transformer import layer_state
 
     if config.data.tokenizer is None:
         raise InputError(f"{config.run.dir}/config.yaml names no data.tokenizer: text cannot be made without one.")
-    if config.model.num_experts and config.model.router.expert_bias:
-        raise InputError(
-            f"{config.run.dir}/config.yaml has model.router.expert_bias=true, and text would be made without "
-            "that bias: it cannot be made from this run yet."
-        )
     tokenizer = load_tokenizer(config.data.tokenizer)
     # Without a capacity: what the text is padded with would take places.
     router = config.model.router.model_copy(update={"capacity_factor": None})
     model = Transformer(config.model.model_copy(update={"router": router}))
     device = SingleDeviceSharding(jax.devices()[0])
-    abstract = {n: jax.ShapeDtypeStruct(p.shape, p.dtype, sharding=device) for n, p in parameters(model).items()}
-    params = restore_parameters(config.run.dir, abstract, config.model, "RUN_DIR")
+
+    def abstract(arrays):
+        return {n: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=device) for n, a in arrays.items()}
+
+    shapes = abstract(parameters(model)), abstract(layer_state(config.model))
+    params, state = restore_model(config.run.dir, *shapes, config.model, "RUN_DIR")
     length = config.batch.sequence_length
 
     @jax.jit
-    def next_token(params, tokens_s, count, key):
-        logits = bind(model, params)(tokens_s[None])[0, count - 1]
+    def next_token(params, state, tokens_s, count, key):
+        logits = bind(model, params)(tokens_s[None], state=state)[0, count - 1]
         sampled = jax.random.categorical(key, logits / max(temperature, 1e-6))
         return sampled if temperature > 0 else jnp.argmax(logits)
 
@@ -52,7 +52,7 @@ def generate(config: Config, prompt: str, num_tokens: int, temperature: float, s
     for i in range(num_tokens):
         window = tokens[-length:]
         padded = jnp.array(window + [0] * (length - len(window)), jnp.int32)
-        token = int(next_token(params, padded, len(window), jax.random.fold_in(jax.random.key(seed), i)))
+        token = int(next_token(params, state, padded, len(window), jax.random.fold_in(jax.random.key(seed), i)))
         if token == tokenizer.end_of_document:
             break
         tokens.append(token)

@@ -107,10 +107,15 @@ def compare_descriptions(
                 )
 
 
-def restore_parameters(
-    path: str, abstract: Mapping[str, jax.ShapeDtypeStruct], model: ModelConfig, asker: str, place: str = ""
-) -> Any:
-    """Only the parameters of the newest checkpoint of a run directory, or of one checkpoint `RUN/checkpoints/STEP`.
+def restore_model(
+    path: str,
+    params: Mapping[str, jax.ShapeDtypeStruct],
+    experts: Mapping[str, jax.ShapeDtypeStruct],
+    model: ModelConfig,
+    asker: str,
+    place: str = "",
+) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
+    """Parameters and what layers keep besides, of the newest checkpoint of a run, or of one `RUN/checkpoints/STEP`.
 
     `asker` names the setting that `path` comes from, `place` where it was set. Raises InputError if there is none, or
     of another model.
@@ -127,9 +132,10 @@ def restore_parameters(
     mine = {"model": describe_model(model)}
     compare_descriptions(checkpoints.describe(step), mine, f"{asker}={path}{place}", ("model",), "name another run")
     item = checkpoints.directory / str(step) / "state"
+    abstract = {"params": params} | ({"experts": experts} if experts else {})
     with ocp.PyTreeCheckpointer() as reader:
-        restore_args = ocp.checkpoint_utils.construct_restore_args({"params": abstract})
-        args = ocp.args.PyTreeRestore({"params": abstract}, restore_args=restore_args, partial_restore=True)  # type: ignore[call-arg]
+        restore_args = ocp.checkpoint_utils.construct_restore_args(abstract)
+        args = ocp.args.PyTreeRestore(abstract, restore_args=restore_args, partial_restore=True)  # type: ignore[call-arg]
         restored = reader.restore(item, args=args)
     checkpoints.close()
-    return restored["params"]
+    return restored["params"], restored.get("experts", {})

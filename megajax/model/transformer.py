@@ -63,6 +63,14 @@ def linear_layers(config: ModelConfig) -> tuple[str, ...]:
     return (*layers, *(["moe.shared_gate_up", "moe.shared_down"] if shared else []))
 
 
+def layer_state(config: ModelConfig) -> dict[str, jax.ShapeDtypeStruct]:
+    """What the model's layers keep that is no parameter, zeros at first; `expert_bias [L, E]` of the L MoE layers."""
+    if not config.num_experts or not config.router.expert_bias:
+        return {}
+    shape = (len(block_layers(config)["moe"]), config.num_experts)
+    return {"expert_bias": jax.ShapeDtypeStruct(shape, jnp.float32)}
+
+
 @jax.named_scope("norm")
 def normalise(config: ModelConfig, x: jax.Array, weight: jax.Array, bias: jax.Array | None) -> jax.Array:
     """RMSNorm or LayerNorm, whichever the model has, over the last axis."""
@@ -325,8 +333,10 @@ class Transformer(nnx.Module):
         self.final_norm_bias = declare((D,), ("norm",), "bias") if config.norm == "layernorm" else None
         self.head = None if config.tie_embeddings else declare((D, V), ("embed", "vocab"))
 
-    def __call__(self, tokens_bs: jax.Array, comm: SingleDevice | None = None) -> jax.Array:
-        """FP32 logits `[B, S, V]` (padded vocabulary cut off) of whole sequences, on one device."""
+    def __call__(
+        self, tokens_bs: jax.Array, comm: SingleDevice | None = None, state: Mapping[str, jax.Array] | None = None
+    ) -> jax.Array:
+        """FP32 logits `[B, S, V]` (padded vocabulary cut off) of whole sequences, on one device; `state` as trained."""
         c, (B, S) = self.config, tokens_bs.shape
         comm = comm or SingleDevice()
         positions = jnp.broadcast_to(jnp.arange(S), (B, S))
@@ -338,7 +348,8 @@ class Transformer(nnx.Module):
         for layer, (kind, window) in enumerate(layer_kinds(c)):
             row = block_layers(c)[kind].index(layer)
             weights = fuse({name: w[row] for name, w in stacked[kind].items()})
-            x, _, _ = self.blocks[kind](weights, x, inputs, layer, {}, comm=comm, window=window)
+            kept = {name: a[row] for name, a in (state or {}).items()} if kind == "moe" else {}
+            x, _, _ = self.blocks[kind](weights, x, inputs, layer, kept, comm=comm, window=window)
         x = normalise(c, x, self.final_norm[...], _array(self.final_norm_bias))
         head = self.embedding.tokens[...].T if self.head is None else self.head[...]
         logits = jnp.dot(x, head, preferred_element_type=jnp.float32)[:, : c.vocab_size]

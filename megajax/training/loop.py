@@ -24,7 +24,7 @@ from megajax.runtime import keep_autotuning, prepare_environment
 from megajax.training import logs
 from megajax.training.batches import batches
 from megajax.training.load_map import draw_load_map
-from megajax.training.saving import StateSaver
+from megajax.training.saving import StateSaver, Weights
 from megajax.training.step import TrainProgram, TrainState
 from megajax.training.summary import summary
 
@@ -58,13 +58,13 @@ class Trainer:
         self._tracing = False
         self._stop = StopSignals()
 
-    def _first_weights(self) -> dict[str, jax.Array] | None:
+    def _first_weights(self) -> Weights | None:
         """Another run's weights, read before anything of this run is written; not if there is a run to resume."""
         if self.config.checkpoint.init_from is None or has_checkpoint(self.config.run.dir):
             return None
         return self.saver.restore_weights(self.config.checkpoint.init_from)
 
-    def _first_state(self, first_weights: dict[str, jax.Array] | None) -> tuple[int, TrainState]:
+    def _first_state(self, first_weights: Weights | None) -> tuple[int, TrainState]:
         latest = self.checkpoints.latest_step
         self.resumed = latest is not None
         if latest is not None:

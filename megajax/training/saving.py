@@ -12,13 +12,14 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from megajax.checkpoint import Checkpoints, restore_parameters
+from megajax.checkpoint import Checkpoints, restore_model
 from megajax.checkpoint.manager import compare_descriptions, describe_model
 from megajax.mesh import mesh_sizes
 from megajax.parallel.scaling import Scaling
 from megajax.sharding import Placement, to_canonical, to_stored, unpadded_spec
 from megajax.training.step import TrainProgram, TrainState
 
+Weights = tuple[dict[str, jax.Array], dict[str, jax.Array]]  # parameters, and what layers keep besides
 LAYER_STATE = ("fp8", "experts")  # not in checkpoints where it is empty
 MUST_AGREE = ("model", "optimizer", "run", "batch")
 
@@ -97,22 +98,25 @@ class StateSaver:
             filled[name][:, : newest.shape[1]] = newest
         return jax.device_put(filled, everywhere)
 
-    def restore_weights(self, path: str) -> dict[str, jax.Array]:
-        """The parameters of another run's checkpoint, in canonical shapes."""
+    def restore_weights(self, path: str) -> Weights:
+        """The model of another run's checkpoint, in canonical shapes."""
         config, key = self.program.config, "checkpoint.init_from"
-        abstract: Any = self._canonical_abstract.params
-        return restore_parameters(path, abstract, config.model, key, f" ({config.where(key)})")
+        abstract: Any = self._canonical_abstract
+        place = f" ({config.where(key)})"
+        return restore_model(path, abstract.params, abstract.experts, config.model, key, place)
 
-    def with_weights(self, state: TrainState, weights: dict[str, jax.Array]) -> TrainState:
-        """`state` with parameters in canonical shapes in place of its own."""
+    def with_weights(self, state: TrainState, weights: Weights) -> TrainState:
+        """`state` with a model in canonical shapes in place of its own."""
+        params, experts = weights
+        state = replace(state, experts=experts)
         if not self.converts:
-            return replace(state, params=weights)
+            return replace(state, params=params)
         placements = self.program.placements
         pad = jax.jit(
             lambda params: {name: self._stored(w, placements[name]) for name, w in params.items()},
             out_shardings=self.program.state_shardings.params,
         )
-        return replace(state, params=pad(weights))
+        return replace(state, params=pad(params))
 
     @cached_property
     def _canonical_abstract(self) -> TrainState:

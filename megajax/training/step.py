@@ -13,10 +13,10 @@ from jax.sharding import PartitionSpec as P
 
 from megajax import ops
 from megajax.config import Config
-from megajax.config.kinds import block_layers, layer_windows
+from megajax.config.kinds import layer_windows
 from megajax.mesh import mesh_sizes
 from megajax.model import Transformer, init_parameters, parameters
-from megajax.model.transformer import COUNTS, ROUTER_LOSSES
+from megajax.model.transformer import COUNTS, ROUTER_LOSSES, layer_state
 from megajax.optim import make_optimizer, make_schedule
 from megajax.parallel.gradients import gradient_function, loss_function
 from megajax.parallel.local import Kernels, LocalModel
@@ -151,10 +151,8 @@ class TrainProgram:
         weights = init_parameters(self.model, seed, std, {n: p.layers for n, p in self.placements.items()})
         params = {name: pad_storage(w, self.placements[name]) for name, w in weights.items()}
         zero = jnp.zeros((), jnp.int32)
-        history, experts = Scaling(self.config).first_history(), {}
-        model = self.config.model
-        if model.num_experts and model.router.expert_bias:
-            experts["expert_bias"] = jnp.zeros((len(block_layers(model)["moe"]), model.num_experts), jnp.float32)
+        history = Scaling(self.config).first_history()
+        experts = {name: jnp.zeros(a.shape, a.dtype) for name, a in layer_state(self.config.model).items()}
         optimizer = self.optimizer.init(params)
         return TrainState(params, optimizer, history, experts, zero, self.first_loss_scale, zero, zero, zero)
 

@@ -13,7 +13,7 @@ from megajax.checkpoint import Checkpoints
 from megajax.config import AXES
 from megajax.config.checks import check_mesh
 from megajax.mesh import build_mesh
-from megajax.model import Transformer
+from megajax.model import Transformer, bind
 from megajax.model.comm import Place, SingleDevice
 from megajax.model.transformer import BlockInputs, fuse
 from megajax.parallel.experts import exchange, plan
@@ -150,11 +150,33 @@ def test_the_bias_follows_the_counts_and_survives_a_checkpoint(table, tmp_path):
     checkpoints.wait()
     other = make(table, "deepseek", {"pipeline": 2}, 2, {"run": {"dir": str(tmp_path)}})
     elsewhere = TrainProgram.build(other, build_mesh(check_mesh(other, 2), jax.devices()[:2]))
-    restored = StateSaver(elsewhere).restore(checkpoints, 1)
+    saver = StateSaver(elsewhere)
+    restored = saver.restore(checkpoints, 1)
     checkpoints.close()
+    begun = saver.with_weights(elsewhere.init_state(), saver.restore_weights(str(tmp_path)))  # by init_from
+    np.testing.assert_array_equal(begun.experts["expert_bias"], state.experts["expert_bias"])
     np.testing.assert_array_equal(restored.experts["expert_bias"], state.experts["expert_bias"])
     for name, w in table.canonical(elsewhere, restored.params).items():
         np.testing.assert_array_equal(w, table.canonical(program, state.params)[name])
+
+
+def test_logits_follow_the_experts_bias(table):
+    """As generated text does: those of the plain model have the loss of an evaluation, with a bias that decides."""
+    config = make(table, "deepseek", {}, 1, {})
+    program = TrainProgram.build(config, build_mesh(check_mesh(config, 1), jax.devices()[:1]))
+    state = table.first_state(program, reference_weights(program))
+    bias = {"expert_bias": jnp.asarray(np.random.default_rng(1).normal(size=(2, 8)), jnp.float32)}
+    fields = next(table.make_batches(config))
+    loss, _ = program.eval_step(state.params, state.fp8, to_global(program, fields), state=bias)
+
+    @jax.jit
+    def expected(bias):
+        logits = bind(program.model, state.params)(fields["tokens"], state=bias)
+        chosen = jnp.take_along_axis(jax.nn.log_softmax(logits), fields["targets"][..., None], axis=-1)[..., 0]
+        return -jnp.sum(chosen * fields["loss_mask"])
+
+    assert float(loss) == pytest.approx(float(expected(bias)), rel=1e-6)
+    assert float(loss) != pytest.approx(float(expected({"expert_bias": jnp.zeros((2, 8))})), rel=1e-4)
 
 
 def reference_weights(program):
