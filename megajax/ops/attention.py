@@ -15,12 +15,13 @@ from megajax.ops.numerics import wide
 from megajax.ops.partial_attention import (
     Implementation,
     Kind,
+    Part,
     Ranges,
     Scores,
     add_sinks,
     attend,
     attend_backward,
-    sinks_gradient,
+    backward_with_sinks,
 )
 
 # jax refuses cuDNN attention on heads wider than 128 before Hopper, and wider than 256 on any GPU: auto takes
@@ -109,8 +110,12 @@ def _whole_forward(scores: Scores, kind: Kind, window: int | None, q, k, v, rang
 
 def _whole_backward(scores: Scores, kind: Kind, window: int | None, saved, dout):
     q, k, v, ranges, sinks, *whole = saved
-    gradients = attend_backward(scores, kind, q, k, v, ranges, tuple(whole), dout, window)
-    return *gradients, None, None if sinks is None else sinks_gradient(sinks, tuple(whole), dout)
+
+    def backward(whole: Part, dout: jax.Array):
+        return attend_backward(scores, kind, q, k, v, ranges, whole, dout, window)
+
+    gradients, dsinks = backward_with_sinks(backward, sinks, tuple(whole), dout)
+    return *gradients, None, dsinks
 
 
 _whole.defvjp(_whole_forward, _whole_backward)

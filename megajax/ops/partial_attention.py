@@ -4,11 +4,13 @@
 the log-sum-exp of all parts, and gives the part's share of dq, and dk and dv of its keys.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from megajax.ops import ranged_attention
 from megajax.ops.numerics import wide
@@ -108,12 +110,23 @@ def add_sinks(whole: Part, sinks: jax.Array) -> Part:
     return out * jnp.exp(of_keys - lse).swapaxes(1, 2)[..., None], lse
 
 
-def sinks_gradient(sinks: jax.Array, whole: Part, dout: jax.Array) -> jax.Array:
-    """`[N]`, from what `add_sinks` gave and the output's gradient: the sink's key has P · (dP - D) with dP = 0."""
+def backward_with_sinks[Gradients](
+    backward: Callable[[Part, jax.Array], Gradients], sinks: jax.Array | None, whole: Part, dout: jax.Array
+) -> tuple[Gradients, jax.Array | None]:
+    """(`backward(whole, dout)`, the gradient of `sinks [N]`) of what `add_sinks` gave; None without sinks.
+
+    The sink's key has P · (dP - D) like every other, and dP = 0 since its value is zero.
+    """
+    if sinks is None:
+        return backward(whole, dout), None
+    # Without this barrier XLA corrects the output again where it is read, and keeps the one without sinks for that.
+    whole, dout = lax.optimization_barrier((whole, dout))
     out, lse = whole
     delta = jnp.sum(out.astype(lse.dtype) * dout.astype(lse.dtype), axis=-1).swapaxes(1, 2)
     p = jnp.exp(sinks.astype(lse.dtype)[:, None] - lse)
-    return -jnp.sum(p * delta, axis=(0, 2)).astype(sinks.dtype)
+    dsinks = -jnp.sum(p * delta, axis=(0, 2)).astype(sinks.dtype)
+    # Without this one it sums up over the tokens at the end of the step, and keeps every layer's `dout` until then.
+    return lax.optimization_barrier((backward(whole, dout), dsinks))
 
 
 def _scores(scores: Scores, q, k, ranges: Ranges) -> tuple[jax.Array, jax.Array | float]:

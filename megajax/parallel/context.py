@@ -26,8 +26,8 @@ from megajax.ops.partial_attention import (
     add_sinks,
     attend,
     attend_backward,
+    backward_with_sinks,
     merge,
-    sinks_gradient,
 )
 from megajax.parallel.token_order import chunk_order, key_ranges, sequence_ranges
 
@@ -133,8 +133,7 @@ def _distributed_forward(strategy: _Strategy, q, k, v, place: Place, sinks: jax.
 def _distributed_backward(strategy: _Strategy, saved, dout):
     q, k, v, place, sinks, out, lse = saved
     backward = {"ring": _ring_backward, "all_gather": _gathered_backward}[strategy.name]
-    gradients = backward(strategy, q, k, v, place, (out, lse), dout)
-    dsinks = None if sinks is None else sinks_gradient(sinks, (out, lse), dout)
+    gradients, dsinks = backward_with_sinks(partial(backward, strategy, q, k, v, place), sinks, (out, lse), dout)
     return *(g.astype(q.dtype) for g in gradients), None, dsinks
 
 
