@@ -32,6 +32,7 @@ LOGICAL_TO_MESH: dict[str, str | tuple[str, ...] | None] = {
     "vocab": "tensor",
     "heads": "tensor",
     "kv_heads": "tensor",  # replicated where there are fewer KV heads than devices on `tensor`
+    "sinks": "tensor",  # a logit for each query head, in FP32
     "mlp": "tensor",
     "experts": "expert",  # by default: `mesh.experts_over`
     "expert_mlp": "tensor",  # whole if the experts themselves lie over `tensor`

@@ -24,7 +24,7 @@ from attention_bench import milliseconds
 from jax.sharding import PartitionSpec as P
 
 from megajax.mesh import build_mesh, mesh_sizes
-from megajax.ops.attention import Implementation
+from megajax.ops import Implementation
 from megajax.parallel.comm import MeshComm
 from megajax.parallel.token_order import add_places, balanced_order, place_of, stored_order
 

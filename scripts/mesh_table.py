@@ -232,11 +232,15 @@ def zero_gradients(config: Config) -> set[str]:
     """Weights whose gradient is zero in exact arithmetic.
 
     A key bias adds the same to all scores of a query, which the softmax cancels, unless the keys are turned, normalised
-    or their scores squashed.
+    or their scores squashed, or a sink has a score too.
     """
     model = config.model
     turned = model.position == "rope" or model.qk_norm or model.attention_softcap is not None
-    return set() if turned else {"blocks.dense.attention.key_bias", "blocks.moe.attention.key_bias"}
+    return (
+        set()
+        if turned or model.attention_sinks
+        else {"blocks.dense.attention.key_bias", "blocks.moe.attention.key_bias"}
+    )
 
 
 def compare(trace: Trace, reference: Trace) -> Difference:

@@ -194,6 +194,9 @@ class ModelConfig(Section):
     mlp_bias: bool = Field(default=False, description="Biases in the MLP projections.")
     logit_softcap: Positive | None = Field(default=None, description="Bound the head's logits to +-this by tanh.")
     attention_softcap: Positive | None = Field(default=None, description="Bound attention scores to +-this by tanh.")
+    attention_sinks: bool = Field(
+        default=False, description="A learned logit a head in the softmax's sum, without a value; starts at 0."
+    )
     sliding_window: Count | None = Field(
         default=None, description="Tokens that a local layer attends to, the query's own included."
     )

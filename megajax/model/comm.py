@@ -76,8 +76,10 @@ class SingleDevice:
         """`[T, ...]` → `[T / tensor, ...]`: the tokens whose residual stream this device holds."""
         return x
 
-    def attend(self, q, k, v, place: Place, *, window: int | None, softcap: float | None) -> jax.Array:
-        """Causal attention of `[B, S, N, H]` queries over the whole sequence."""
+    def attend(
+        self, q, k, v, place: Place, *, window: int | None, softcap: float | None, sinks: jax.Array | None = None
+    ) -> jax.Array:
+        """Causal attention of `[B, S, N, H]` queries over the whole sequence; `sinks [N]` are of their heads."""
         return ops.attention(
             q,
             k,
@@ -85,6 +87,7 @@ class SingleDevice:
             window=window,
             document_starts=place.document_starts,
             softcap=softcap,
+            sinks=sinks,
             implementation=self.attention,
         )
 

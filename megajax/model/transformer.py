@@ -93,6 +93,7 @@ class Attention(nnx.Module):
         self.output = declare((N, H, D), ("heads", "head", "embed"), scale=_residual_scale(config))
         self.query_norm = declare((H,), ("norm",), "norm") if config.qk_norm else None
         self.key_norm = declare((H,), ("norm",), "norm") if config.qk_norm else None
+        self.sinks = declare((N,), ("sinks",), "bias") if config.attention_sinks else None
         bias = config.attention_bias
         self.query_bias = declare((N, H), ("heads", "head"), "bias") if bias else None
         self.key_bias = declare((K, H), ("kv_heads", "head"), "bias") if bias else None
@@ -123,7 +124,8 @@ class Attention(nnx.Module):
                 scaling = c.rope_scaling.model_dump() if c.rope_scaling else None
                 frequencies = ops.rope_frequencies(c.head_dim, c.rope_theta, c.rope_fraction, scaling)
                 q, k = (ops.apply_rope(a, inputs.positions, frequencies) for a in (q, k))
-            return comm.attend(q, k, v, inputs.place, window=window, softcap=c.attention_softcap)
+            sinks = w.get("attention.sinks")
+            return comm.attend(q, k, v, inputs.place, window=window, softcap=c.attention_softcap, sinks=sinks)
 
         out = checkpoint_name((jax.checkpoint(core) if "attention" in recompute else core)(qkv), "attention")
         y = checkpoint_name(comm.row_linear(out.reshape(B * S, -1), w["attention.output"]), "leave")

@@ -1,7 +1,7 @@
 """Functions on arrays with plain arguments: no config, no collectives, no modules."""
 
 from megajax.ops import router
-from megajax.ops.attention import Implementation, attention, causal_ranges, choose_attention, document_starts
+from megajax.ops.attention import attention, causal_ranges, choose_attention, document_starts
 from megajax.ops.cross_entropy import LossImplementation, chunk_loss_and_grad, cross_entropy_reference
 from megajax.ops.dropout import dropout
 from megajax.ops.expert_mlp import ExpertKernels
@@ -9,6 +9,7 @@ from megajax.ops.experts import apply_experts
 from megajax.ops.grouped_matmul import GroupedImplementation, choose_grouped_matmul
 from megajax.ops.mlp import ElementwiseImplementation, activate
 from megajax.ops.norms import layer_norm, rms_norm
+from megajax.ops.partial_attention import Implementation
 from megajax.ops.rope import apply_rope, rope_frequencies
 
 __all__ = [

@@ -2,7 +2,7 @@
 
 import math
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,8 +12,17 @@ from jax.ad_checkpoint import checkpoint_name
 from megajax.errors import ConfigError
 from megajax.ops import ranged_attention
 from megajax.ops.numerics import wide
-
-Implementation = Literal["reference", "cudnn", "pallas"]
+from megajax.ops.partial_attention import (
+    Implementation,
+    Kind,
+    Part,
+    Ranges,
+    Scores,
+    add_sinks,
+    attend,
+    attend_backward,
+    backward_with_sinks,
+)
 
 # jax refuses cuDNN attention on heads wider than 128 before Hopper, and wider than 256 on any GPU: auto takes
 # what every GPU runs, an explicit choice may ask for more.
@@ -33,13 +42,15 @@ def attention(
     document_starts: jax.Array | None = None,
     softcap: float | None = None,
     scale: float | None = None,
+    sinks: jax.Array | None = None,
     implementation: Implementation,
 ) -> jax.Array:
     """softmax(scale · q·k) v over the visible keys: q [B,S,N,H], k and v [B,S,K,H] -> [B,S,N,H] in q's dtype.
 
     K divides N; query head n reads key/value head n // (N/K). With `window`, position i sees i-window+1 … i
     (causal only); with document_starts [B,S] (of `document_starts`) only positions of its own document. `softcap`
-    squashes scores to ±softcap by tanh, before the mask. `scale` is 1/sqrt(H) unless given.
+    squashes scores to ±softcap by tanh, before the mask. `scale` is 1/sqrt(H) unless given. With `sinks [N]` each
+    query's softmax has one score more, its head's sink as it is, whose value is zero (GPT-OSS, OpenAI 2025).
     Raises ValueError for what the implementation cannot do.
     """
     if window is not None and not (causal and window >= 1):
@@ -47,11 +58,14 @@ def attention(
     if window is not None and window >= q_bsnh.shape[1]:
         window = None  # every earlier position is inside
     scale = 1.0 / math.sqrt(q_bsnh.shape[-1]) if scale is None else scale
+    scores = Scores(scale, softcap, implementation)
     if implementation == "cudnn":
         if document_starts is not None:
             raise ValueError('implementation="cudnn" knows no documents: use "pallas" or "reference" for packed ones.')
         if softcap is not None:
             raise ValueError(f'implementation="cudnn" has no soft-cap, softcap={softcap}: use "pallas" or "reference".')
+        if sinks is not None:
+            return _whole(scores, "causal" if causal else "full", window, q_bsnh, k_bskh, v_bskh, None, sinks)
         return jax.nn.dot_product_attention(
             q_bsnh,
             k_bskh,
@@ -66,8 +80,9 @@ def attention(
             raise ValueError('implementation="pallas" is causal: use "cudnn" or "reference".')
         index = jnp.broadcast_to(jnp.arange(q_bsnh.shape[1], dtype=jnp.int32), q_bsnh.shape[:2])
         ranges = causal_ranges(index, document_starts, window)
-        return _pallas(scale, softcap, q_bsnh, k_bskh, v_bskh, *ranges)
-    return _reference(q_bsnh, k_bskh, v_bskh, causal, window, document_starts, softcap, scale)
+        return _whole(scores, "causal", window, q_bsnh, k_bskh, v_bskh, ranges, sinks)
+    visible = _visible(q_bsnh.shape[1], causal, window, document_starts)
+    return _reference(scores, q_bsnh, k_bskh, v_bskh, visible, sinks)
 
 
 def causal_ranges(
@@ -78,24 +93,32 @@ def causal_ranges(
     return (first if window is None else jnp.maximum(first, index_bs - window + 1)), index_bs + 1
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _pallas(scale: float, softcap: float | None, q, k, v, first, end) -> jax.Array:
-    return _pallas_forward(scale, softcap, q, k, v, first, end)[0]
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _whole(scores: Scores, kind: Kind, window: int | None, q, k, v, ranges: Ranges | None, sinks) -> jax.Array:
+    """Attention to all keys as to a part of them, for what that gives besides: the log-sum-exp in FP32."""
+    return _whole_forward(scores, kind, window, q, k, v, ranges, sinks)[0]
 
 
-def _pallas_forward(scale: float, softcap: float | None, q, k, v, first, end):
-    out, lse = ranged_attention.attend(q, k, v, first, end, scale=scale, softcap=softcap)
+def _whole_forward(scores: Scores, kind: Kind, window: int | None, q, k, v, ranges: Ranges | None, sinks):
+    out, lse = attend(scores, kind, q, k, v, ranges, window)
+    if sinks is not None:
+        out, lse = add_sinks((out, lse), sinks)
     # By this name the remat policies that keep attention find what its backward pass needs.
-    out, lse = (checkpoint_name(a, "attention") for a in (out, lse))
-    return out, (q, k, v, first, end, out, lse)
+    out, lse = (checkpoint_name(a, "attention") for a in (out.astype(q.dtype), lse))
+    return out, (q, k, v, ranges, sinks, out, lse)
 
 
-def _pallas_backward(scale: float, softcap: float | None, saved, dout):
-    gradients = ranged_attention.attend_backward(*saved, dout, scale=scale, softcap=softcap)
-    return *gradients, None, None
+def _whole_backward(scores: Scores, kind: Kind, window: int | None, saved, dout):
+    q, k, v, ranges, sinks, *whole = saved
+
+    def backward(whole: Part, dout: jax.Array):
+        return attend_backward(scores, kind, q, k, v, ranges, whole, dout, window)
+
+    gradients, dsinks = backward_with_sinks(backward, sinks, tuple(whole), dout)
+    return *gradients, None, dsinks
 
 
-_pallas.defvjp(_pallas_forward, _pallas_backward)
+_whole.defvjp(_whole_forward, _whole_backward)
 
 
 def document_starts(segment_ids_bs: jax.Array) -> jax.Array:
@@ -105,16 +128,7 @@ def document_starts(segment_ids_bs: jax.Array) -> jax.Array:
     return lax.cummax(jnp.where(changed, index, 0), axis=1)
 
 
-def _reference(
-    q_bsnh: jax.Array,
-    k_bskh: jax.Array,
-    v_bskh: jax.Array,
-    causal: bool,
-    window: int | None,
-    document_starts: jax.Array | None,
-    softcap: float | None,
-    scale: float,
-) -> jax.Array:
+def _reference(scores: Scores, q_bsnh, k_bskh, v_bskh, visible: jax.Array | None, sinks: jax.Array | None) -> jax.Array:
     """Attention by materialised scores, in float32 (float64 for float64 inputs)."""
     dtype = wide(q_bsnh.dtype)
     B, S, N, H = q_bsnh.shape
@@ -123,13 +137,17 @@ def _reference(
     # One plain batched matmul for each KV head, its G query heads in the rows: the fastest form on CPUs.
     q = q_bsnh.astype(dtype).reshape(B, S, K, G, H).transpose(0, 2, 3, 1, 4).reshape(B, K, G * S, H)
     k, v = (a.astype(dtype).transpose(0, 2, 1, 3) for a in (k_bskh, v_bskh))
-    scores = jnp.einsum("bkrh,bksh->bkrs", q, k).reshape(B, K, G, S, S) * scale
-    if softcap is not None:
-        scores = softcap * jnp.tanh(scores / softcap)
-    visible = _visible(S, causal, window, document_starts)
+    s = jnp.einsum("bkrh,bksh->bkrs", q, k).reshape(B, K, G, S, S) * scores.scale
+    if scores.softcap is not None:
+        s = scores.softcap * jnp.tanh(s / scores.softcap)
     if visible is not None:
-        scores = jnp.where(visible, scores, -jnp.inf)
-    weights = jax.nn.softmax(scores, axis=-1).reshape(B, K, G * S, S)
+        s = jnp.where(visible, s, -jnp.inf)
+    if sinks is not None:
+        logits = jnp.broadcast_to(sinks.astype(dtype).reshape(K, G, 1, 1), (B, K, G, S, 1))
+        weights = jax.nn.softmax(jnp.concatenate([s, logits], axis=-1), axis=-1)[..., :S]
+    else:
+        weights = jax.nn.softmax(s, axis=-1)
+    weights = weights.reshape(B, K, G * S, S)
     out = jnp.einsum("bkrs,bksh->bkrh", weights, v).reshape(B, K, G, S, H)
     return out.transpose(0, 3, 1, 2, 4).reshape(B, S, N, H).astype(q_bsnh.dtype)
 

@@ -4,16 +4,18 @@
 the log-sum-exp of all parts, and gives the part's share of dq, and dk and dv of its keys.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from megajax.ops import ranged_attention
-from megajax.ops.attention import Implementation
 from megajax.ops.numerics import wide
 
+Implementation = Literal["reference", "cudnn", "pallas"]
 Kind = Literal["causal", "full", "prefix"]
 Ranges = tuple[jax.Array, jax.Array]  # [B, Sq] int32 each: the first key that a query sees, and that behind its last
 
@@ -30,15 +32,23 @@ class Scores:
 Part = tuple[jax.Array, jax.Array]  # output [B, Sq, N, H], log-sum-exp [B, N, Sq] FP32
 
 
-def attend(scores: Scores, kind: Kind, q: jax.Array, k: jax.Array, v: jax.Array, ranges: Ranges | None) -> Part:
+def attend(
+    scores: Scores,
+    kind: Kind,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    ranges: Ranges | None,
+    window: int | None = None,
+) -> Part:
     """Attention of `q [B, Sq, N, H]` to the keys `k`, `v [B, Sk, K, H]` that it sees: those in its range.
 
-    Ranges never fall along the queries. cuDNN knows three kinds alone: queries and keys are the same tokens ("causal"),
-    all are seen ("full"), or in each sequence those before an index that all its queries have in `ranges` ("prefix").
-    A query that sees nothing has an output of 0 and a log-sum-exp of -inf.
+    Ranges never fall along the queries. cuDNN knows three kinds alone: queries and keys are the same tokens ("causal",
+    with a `window` each query's last ones), all are seen ("full"), or in each sequence those before an index that all
+    its queries have in `ranges` ("prefix"). A query that sees nothing has an output of 0 and a log-sum-exp of -inf.
     """
     if scores.implementation == "cudnn":
-        return _cudnn(scores, kind, q, k, v, ranges)
+        return _cudnn(scores, kind, q, k, v, ranges, window)
     assert ranges is not None
     if scores.implementation == "pallas":
         return ranged_attention.attend(q, k, v, *ranges, scale=scores.scale, softcap=scores.softcap)
@@ -53,11 +63,19 @@ def attend(scores: Scores, kind: Kind, q: jax.Array, k: jax.Array, v: jax.Array,
 
 
 def attend_backward(
-    scores: Scores, kind: Kind, q, k, v, ranges: Ranges | None, whole: Part, dout: jax.Array
+    scores: Scores,
+    kind: Kind,
+    q,
+    k,
+    v,
+    ranges: Ranges | None,
+    whole: Part,
+    dout: jax.Array,
+    window: int | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """This part's (dq, dk, dv); `whole` is the output and log-sum-exp of all parts, `dout` the output's gradient."""
     if scores.implementation == "cudnn":
-        return _cudnn_backward(scores, kind, q, k, v, ranges, whole, dout)
+        return _cudnn_backward(scores, kind, q, k, v, ranges, whole, dout, window)
     assert ranges is not None
     if scores.implementation == "pallas":
         arguments = (q, k, v, *ranges, whole[0].astype(q.dtype), whole[1], dout)
@@ -82,6 +100,35 @@ def merge(one: Part, other: Part) -> Part:
     return sum(outs), lse  # type: ignore[return-value]
 
 
+def add_sinks(whole: Part, sinks: jax.Array) -> Part:
+    """Attention to all keys, and a key more for each head: its score is the sink's logit, `sinks [N]`, its value zero.
+
+    What this returns is what `attend_backward` wants, whose gradients are then those of attention with sinks.
+    """
+    out, of_keys = whole
+    lse = jnp.logaddexp(of_keys, sinks.astype(of_keys.dtype)[:, None])
+    return out * jnp.exp(of_keys - lse).swapaxes(1, 2)[..., None], lse
+
+
+def backward_with_sinks[Gradients](
+    backward: Callable[[Part, jax.Array], Gradients], sinks: jax.Array | None, whole: Part, dout: jax.Array
+) -> tuple[Gradients, jax.Array | None]:
+    """(`backward(whole, dout)`, the gradient of `sinks [N]`) of what `add_sinks` gave; None without sinks.
+
+    The sink's key has P · (dP - D) like every other, and dP = 0 since its value is zero.
+    """
+    if sinks is None:
+        return backward(whole, dout), None
+    # Without this barrier XLA corrects the output again where it is read, and keeps the one without sinks for that.
+    whole, dout = lax.optimization_barrier((whole, dout))
+    out, lse = whole
+    delta = jnp.sum(out.astype(lse.dtype) * dout.astype(lse.dtype), axis=-1).swapaxes(1, 2)
+    p = jnp.exp(sinks.astype(lse.dtype)[:, None] - lse)
+    dsinks = -jnp.sum(p * delta, axis=(0, 2)).astype(sinks.dtype)
+    # Without this one it sums up over the tokens at the end of the step, and keeps every layer's `dout` until then.
+    return lax.optimization_barrier((backward(whole, dout), dsinks))
+
+
 def _scores(scores: Scores, q, k, ranges: Ranges) -> tuple[jax.Array, jax.Array | float]:
     """(`[B, K, N/K, Sq, Sk]`, -inf where nothing is seen; the soft-cap's derivative), in FP32 or FP64."""
     dtype = wide(q.dtype)
@@ -103,20 +150,21 @@ def _scores(scores: Scores, q, k, ranges: Ranges) -> tuple[jax.Array, jax.Array 
 MASKS = {"causal": "CAUSAL", "full": "NO_MASK", "prefix": "PADDING"}  # its names, by kind
 
 
-def _cudnn(scores: Scores, kind: Kind, q, k, v, ranges: Ranges | None) -> Part:
+def _cudnn(scores: Scores, kind: Kind, q, k, v, ranges: Ranges | None, window: int | None) -> Part:
     from jax._src.cudnn import fused_attention_stablehlo as fused
 
     before = _before(kind, ranges)
     call: Any = fused.dot_product_attention
     mask = fused.MaskType[MASKS[kind]]
-    out, lse = call(q, k, v, **_lengths(before, q, k), scale=scores.scale, mask_type=mask, return_residual=True)
+    settings = {"scale": scores.scale, "mask_type": mask, "sliding_window_length": window}
+    out, lse = call(q, k, v, **_lengths(before, q, k), **settings, return_residual=True)
     if before is not None:
         some = (before > 0)[:, None, None]
         out, lse = jnp.where(some[..., None], out, 0), jnp.where(some, lse, -jnp.inf)
     return out, lse
 
 
-def _cudnn_backward(scores: Scores, kind: Kind, q, k, v, ranges: Ranges | None, whole: Part, dout):
+def _cudnn_backward(scores: Scores, kind: Kind, q, k, v, ranges: Ranges | None, whole: Part, dout, window: int | None):
     from jax._src.cudnn import fused_attention_stablehlo as fused
 
     before = _before(kind, ranges)
@@ -135,7 +183,7 @@ def _cudnn_backward(scores: Scores, kind: Kind, q, k, v, ranges: Ranges | None, 
         variadic_args=(False, False),
         mask_type=fused.MaskType[MASKS[kind]],
         layout=fused.AttentionLayout.BTNH.value,
-        sliding_window_length=None,
+        sliding_window_length=window,
     )
     if before is not None:  # nothing is promised of what lies behind
         seen = jnp.arange(k.shape[1]) < lengths["kv_seqlen"][:, None]

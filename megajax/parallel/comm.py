@@ -119,7 +119,7 @@ class MeshComm(SingleDevice):
     def local_kv_heads(self, num_kv_heads: int) -> int:
         return max(1, num_kv_heads // self.tensor_size)
 
-    def attend(self, q, k, v, place: Place, *, window, softcap) -> jax.Array:
+    def attend(self, q, k, v, place: Place, *, window, softcap, sinks=None) -> jax.Array:
         scale = q.shape[-1] ** -0.5
         if self.deterministic and self.attention == "cudnn":
             # XLA (jaxlib 0.11.2) fails at run time on two equal cuDNN calls of the deterministic backward pass. The
@@ -130,7 +130,8 @@ class MeshComm(SingleDevice):
             if window is not None and window >= q.shape[1] * self.sizes["context"]:
                 window = None  # every earlier token is inside
             scores = Scores(scale, softcap, self.attention)
-            return context.attention(self.context_strategy, self.sizes["context"], scores, window, q, k, v, place)
+            strategy, size = self.context_strategy, self.sizes["context"]
+            return context.attention(strategy, size, scores, window, q, k, v, place, sinks)
         return ops.attention(
             q,
             k,
@@ -139,6 +140,7 @@ class MeshComm(SingleDevice):
             document_starts=place.document_starts,
             softcap=softcap,
             scale=scale,
+            sinks=sinks,
             implementation=self.attention,
         )
 

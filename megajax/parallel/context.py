@@ -19,7 +19,16 @@ from jax.ad_checkpoint import checkpoint_name
 
 from megajax import ops
 from megajax.model.comm import Place
-from megajax.ops.partial_attention import Part, Ranges, Scores, attend, attend_backward, merge
+from megajax.ops.partial_attention import (
+    Part,
+    Ranges,
+    Scores,
+    add_sinks,
+    attend,
+    attend_backward,
+    backward_with_sinks,
+    merge,
+)
 from megajax.parallel.token_order import chunk_order, key_ranges, sequence_ranges
 
 UNROLLED_STEPS = 7  # more steps round the ring are a loop
@@ -34,17 +43,21 @@ def attention(
     k: jax.Array,
     v: jax.Array,
     place: Place,
+    sinks: jax.Array | None = None,
 ) -> jax.Array:
-    """Causal attention of this device's queries: `q [B, S / context, N, H]`, `k` and `v` `[B, S / context, K, H]`."""
+    """Causal attention of this device's queries: `q [B, S / context, N, H]`, `k` and `v` `[B, S / context, K, H]`.
+
+    `sinks [N]` are the same on all devices; the gradient of each device is its share.
+    """
     if strategy == "all_to_all":
-        return _all_to_all(context, scores, window, q, k, v, place)
-    return _distributed(_Strategy(strategy, context, scores, window, place.chunks is None), q, k, v, place)
+        return _all_to_all(context, scores, window, q, k, v, place, sinks)
+    return _distributed(_Strategy(strategy, context, scores, window, place.chunks is None), q, k, v, place, sinks)
 
 
 # Over the heads
 
 
-def _all_to_all(context: int, scores: Scores, window: int | None, q, k, v, place: Place) -> jax.Array:
+def _all_to_all(context: int, scores: Scores, window: int | None, q, k, v, place: Place, sinks) -> jax.Array:
     fewer = context // np.gcd(context, k.shape[2])
     if fewer > 1:  # fewer KV heads than devices: some have the same
         k, v = (jnp.repeat(a, fewer, axis=2) for a in (k, v))
@@ -58,6 +71,9 @@ def _all_to_all(context: int, scores: Scores, window: int | None, q, k, v, place
     if starts is not None:
         starts = _to_sequence(lax.all_gather(starts, "context", axis=1, tiled=True), context)
     q, k, v = (to_heads(a) for a in (q, k, v))
+    if sinks is not None:  # of this device's heads
+        own = q.shape[2]
+        sinks = lax.dynamic_slice_in_dim(sinks, lax.axis_index("context") * own, own)
     out = ops.attention(
         q,
         k,
@@ -66,6 +82,7 @@ def _all_to_all(context: int, scores: Scores, window: int | None, q, k, v, place
         document_starts=starts,
         softcap=scores.softcap,
         scale=scores.scale,
+        sinks=sinks,
         implementation=scores.implementation,
     )
     out = lax.all_to_all(_to_stored(out, context), "context", split_axis=1, concat_axis=2, tiled=True)
@@ -99,23 +116,25 @@ class _Strategy:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _distributed(strategy: _Strategy, q, k, v, place: Place) -> jax.Array:
-    return _distributed_forward(strategy, q, k, v, place)[0]
+def _distributed(strategy: _Strategy, q, k, v, place: Place, sinks: jax.Array | None) -> jax.Array:
+    return _distributed_forward(strategy, q, k, v, place, sinks)[0]
 
 
-def _distributed_forward(strategy: _Strategy, q, k, v, place: Place):
+def _distributed_forward(strategy: _Strategy, q, k, v, place: Place, sinks: jax.Array | None):
     forward = {"ring": _ring, "all_gather": _gathered}[strategy.name]
     out, lse = forward(strategy, q, k, v, place)
+    if sinks is not None:
+        out, lse = add_sinks((out, lse), sinks)
     # By this name the remat policies that keep attention find what its backward pass needs.
     out, lse = (checkpoint_name(a, "attention") for a in (out.astype(q.dtype), lse))
-    return out, (q, k, v, place, out, lse)
+    return out, (q, k, v, place, sinks, out, lse)
 
 
 def _distributed_backward(strategy: _Strategy, saved, dout):
-    q, k, v, place, out, lse = saved
+    q, k, v, place, sinks, out, lse = saved
     backward = {"ring": _ring_backward, "all_gather": _gathered_backward}[strategy.name]
-    gradients = backward(strategy, q, k, v, place, (out, lse), dout)
-    return *(g.astype(q.dtype) for g in gradients), None
+    gradients, dsinks = backward_with_sinks(partial(backward, strategy, q, k, v, place), sinks, (out, lse), dout)
+    return *(g.astype(q.dtype) for g in gradients), None, dsinks
 
 
 _distributed.defvjp(_distributed_forward, _distributed_backward)

@@ -85,6 +85,8 @@ class LayerStack:
         self.blocks = dict(model.blocks)
         self.has_losses = config.model.num_experts is not None and config.model.router.has_losses
         self.comm, self.exchange, self.fused = comm, exchange, fused
+        # With sinks, cuDNN's call is one step of an operation whose result has a name.
+        self.attention_is_fused = comm.attention_is_fused and not config.model.attention_sinks
         self.scaling = Scaling(config)
         self.slots, self.table = slot_kinds(config, stages), stored_layers(config, stages)
         self.rounds = self.table.shape[1]
@@ -248,7 +250,7 @@ class LayerStack:
         if not save or segment.policy == "full":
             (y, _), metrics = run(weights, x)
             return y, (x if save else None), metrics
-        run = _with_policy(run, segment.policy, self.comm.attention_is_fused)
+        run = _with_policy(run, segment.policy, self.attention_is_fused)
         (y, _), pull, metrics = jax.vjp(run, weights, x, has_aux=True)
         return y, Residuals.of(pull, weights), metrics
 

@@ -29,9 +29,9 @@ class WeightExchange:
         self.compute, self.gradients = compute, gradients
 
     def gather_once(self, name: str, stored: jax.Array) -> jax.Array:
-        """Stored FP32 shard → `fsdp` shard in the compute dtype; norms and routers stay FP32, FP8 as it is."""
+        """Stored FP32 shard → `fsdp` shard in the compute dtype; norms, routers and sinks stay FP32, FP8 as it is."""
         placement = self.placements[name]
-        keep = placement.axes[-1] in ("norm", "router") or stored.dtype.itemsize == 1
+        keep = placement.axes[-1] in ("norm", "router", "sinks") or stored.dtype.itemsize == 1
         w = stored if keep else stored.astype(self.compute)
         once = self._once(placement)
         if not once:

@@ -1,3 +1,4 @@
+import re
 from typing import Any
 
 import jax
@@ -7,15 +8,17 @@ import pytest
 from jax._src.cudnn import fused_attention_stablehlo
 
 from megajax.errors import ConfigError
-from megajax.ops import attention, choose_attention, document_starts
+from megajax.ops import attention, causal_ranges, choose_attention, document_starts
+from megajax.ops.attention import _whole
+from megajax.ops.partial_attention import Scores
 
 S = 37
 # Three documents in the first row, borders aligned with nothing; two in the second, ids not ascending.
 SEGMENTS = np.stack([np.repeat([1, 2, 3], [11, 19, 7]), np.repeat([5, 0], [30, 7])])
 
 
-def numpy_attention(q, k, v, *, causal=True, window=None, segment_ids=None, softcap=None, scale=None):
-    """One query at a time, over the keys that it may see."""
+def numpy_attention(q, k, v, sinks=None, *, causal=True, window=None, segment_ids=None, softcap=None, scale=None):
+    """One query at a time, over the keys that it may see, and its head's sink."""
     out = np.zeros_like(q)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     for b, i, n in np.ndindex(q.shape[:3]):
@@ -30,8 +33,9 @@ def numpy_attention(q, k, v, *, causal=True, window=None, segment_ids=None, soft
         scores = scale * k[b, seen, kv] @ q[b, i, n]
         if softcap is not None:
             scores = softcap * np.tanh(scores / softcap)
-        weights = np.exp(scores - scores.max())
-        out[b, i, n] = weights / weights.sum() @ v[b, seen, kv]
+        weights = np.exp(scores)
+        total = weights.sum() + (0 if sinks is None else np.exp(sinks[n]))
+        out[b, i, n] = weights / total @ v[b, seen, kv]
     return out
 
 
@@ -69,6 +73,34 @@ def test_value_and_gradients_with_grouped_heads(check_op, qkv, case):
         qkv(N=6, K=2, H=8),
         thorough=case == "all at once",
     )
+
+
+@pytest.mark.parametrize("case", ["every position", "all at once"])
+def test_value_and_gradients_with_sinks(check_op, qkv, rng, case):
+    options: dict[str, Any] = CASES[case]
+    found = dict(options)
+    if "segment_ids" in found:
+        found["document_starts"] = document_starts(jnp.asarray(found.pop("segment_ids")))
+    check_op(
+        lambda q, k, v, sinks: attention(q, k, v, sinks=sinks, implementation="reference", **found),
+        lambda *args: numpy_attention(*args, **options),
+        [*qkv(N=6, K=2, H=8), rng.normal(size=6)],
+        thorough=case == "all at once",
+    )
+
+
+def test_sinks_are_added_to_what_kernels_compute_without_them(check_op, qkv, rng):
+    """As with cuDNN and our own kernels, but in float64: one part that gives its log-sum-exp, and corrections."""
+    options: dict[str, Any] = CASES["all at once"]
+
+    def op(q, k, v, sinks):
+        index = jnp.broadcast_to(jnp.arange(S), (2, S))
+        ranges = causal_ranges(index, document_starts(jnp.asarray(SEGMENTS)), options["window"])
+        scores = Scores(options["scale"], options["softcap"], "reference")
+        return _whole(scores, "causal", None, q, k, v, ranges, sinks)
+
+    arguments = [*qkv(N=6, K=2, H=8), rng.normal(size=6)]
+    check_op(op, lambda *args: numpy_attention(*args, **options), arguments, thorough=False)
 
 
 @pytest.mark.smoke
@@ -134,6 +166,17 @@ def test_cudnn_counts_the_query_itself_in_the_window(lowered_for_cuda):
     text = lowered_for_cuda(window=16)
     assert cudnn_calls(text) == (1, 1)
     assert text.count("\\22sliding_window_length\\22: 16") == 2
+
+
+@pytest.mark.parametrize("options", [{"window": 16}, {"causal": False}], ids=str)
+def test_cudnn_computes_the_same_with_sinks_as_without(lowered_for_cuda, options):
+    def calls(**sinks):
+        return re.findall(
+            r"custom_call @__cudnn\S+\(.*backend_config = \"(.*?)\"", lowered_for_cuda(**options, **sinks)
+        )
+
+    with_sinks = calls(sinks=jnp.ones(6))
+    assert len(with_sinks) == 2 and with_sinks == calls()
 
 
 def test_cudnn_gets_no_window_that_holds_the_whole_sequence(lowered_for_cuda):

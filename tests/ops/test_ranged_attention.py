@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from megajax.ops import attention, ranged_attention
 from megajax.ops.ranged_attention import attend, attend_backward
 
 B, SQ, SK, H = 1, 150, 300, 64  # neither queries nor keys are whole tiles; these are more than a ring holds
@@ -86,6 +87,27 @@ def test_query_heads_share_kv_heads_and_scores_may_have_a_softcap(rng, error):
     first, end = ranges("window")
     short = q[:, :90], k[:, :100], v[:, :100], dout[:, :90]  # a block, for four heads
     check(short, error, first[:90], end[:90], softcap=1.5)
+
+
+def test_heads_may_have_sinks(rng, error, monkeypatch):
+    for name in ("attend", "attend_backward"):
+        monkeypatch.setattr(ranged_attention, name, functools.partial(getattr(ranged_attention, name), interpret=True))
+    q, k, v, dout = (a[:, :50] for a in tensors(rng, N=2, K=1))
+    sinks = jnp.array([-1.0, 2.0])
+    found = gradients(q, k, v, sinks, dout, "pallas")
+    assert [a.dtype for a in found] == [jnp.bfloat16] * 4 + [jnp.float32]
+    with jax.enable_x64(True):
+        right = gradients(*(jnp.asarray(a, jnp.float64) for a in (q, k, v, sinks, dout)), "reference")
+    for one, other in zip(found, right, strict=True):
+        assert error(one, other) < 1e-2
+
+
+@functools.partial(jax.jit, static_argnames="implementation")
+def gradients(q, k, v, sinks, dout, implementation) -> tuple[jax.Array, ...]:
+    """The output and the gradients of q, k, v and sinks."""
+    settings = {"scale": SCALE, "softcap": 1.5, "window": 21, "implementation": implementation}
+    out, pull = jax.vjp(lambda q, k, v, sinks: attention(q, k, v, sinks=sinks, **settings), q, k, v, sinks)
+    return out, *pull(dout)
 
 
 def check(tensors, error, first, end, softcap) -> None:

@@ -8,6 +8,7 @@ GEMMA = {
     "rope_fraction": 0.5,
     "logit_softcap": 3.0,
     "attention_softcap": 2.0,
+    "attention_sinks": True,
     "sliding_window": 5,
     "layer_pattern": ["local", "global"],
     "tie_embeddings": True,

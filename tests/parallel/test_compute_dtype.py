@@ -1,4 +1,4 @@
-"""With BF16 compute, everything of the residual stream's size stays BF16; weights of norms alone stay FP32."""
+"""With BF16 compute, everything of the residual stream's size stays BF16; weights of norms and sinks stay FP32."""
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,7 @@ GPT = {
     "attention_bias": True,
     "mlp_bias": True,
     "qk_norm": True,
+    "attention_sinks": True,
     "dropout": 0.1,
 }
 
@@ -58,4 +59,5 @@ def test_the_residual_stream_keeps_the_compute_dtype(options, compute):
     expected = {"attention.norm", "mlp.norm", "final_norm"}
     if options:
         expected |= {f"{name}_bias" for name in expected} | {"attention.query_norm", "attention.key_norm"}
+        expected |= {"attention.sinks"}
     assert in_fp32 == expected

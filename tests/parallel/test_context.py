@@ -12,6 +12,8 @@ from mesh_models import GPT2
 
 from megajax.config.checks import check_mesh
 from megajax.mesh import build_mesh
+from megajax.model import transformer
+from megajax.model.parameters import declare
 from megajax.ops.partial_attention import Scores
 from megajax.parallel import context, token_order
 from megajax.training.step import TrainProgram
@@ -20,8 +22,8 @@ B, S, H = 2, 48, 8
 SPEC = P(None, "context")
 
 
-def plain_attention(q, k, v, *, window=None, segments=None, softcap=None):
-    """In NumPy and float64, all scores at once: q `[B, S, N, H]`, k and v `[B, S, K, H]`."""
+def plain_attention(q, k, v, sinks=None, *, window=None, segments=None, softcap=None):
+    """In NumPy and float64, all scores at once: q `[B, S, N, H]`, k and v `[B, S, K, H]`, sinks `[N]`."""
     k, v = (np.repeat(a, q.shape[2] // a.shape[2], axis=2) for a in (k, v))
     scores = np.einsum("bqnh,bknh->bnqk", q, k) / np.sqrt(q.shape[-1])
     scores = scores if softcap is None else softcap * np.tanh(scores / softcap)
@@ -30,8 +32,9 @@ def plain_attention(q, k, v, *, window=None, segments=None, softcap=None):
     visible = np.broadcast_to(visible, scores.shape).copy()
     if segments is not None:
         visible &= (segments[:, :, None] == segments[:, None, :])[:, None]
-    weights = np.where(visible, np.exp(scores - scores.max(-1, keepdims=True)), 0)
-    return np.einsum("bnqk,bknh->bqnh", weights / weights.sum(-1, keepdims=True), v)
+    weights = np.where(visible, np.exp(scores), 0)
+    total = weights.sum(-1, keepdims=True) + (0 if sinks is None else np.exp(sinks)[:, None, None])
+    return np.einsum("bnqk,bknh->bqnh", weights / total, v)
 
 
 def numbers(heads: int, kv_heads: int) -> tuple[np.ndarray, ...]:
@@ -54,8 +57,8 @@ def gradients_of(function, arguments, dout, epsilon=1e-6):
     return directions, slopes
 
 
-def on_devices(strategy: str, size: int, scores: Scores, window, q, k, v, dout, segments=None, dealt=True):
-    """(output, dq, dk, dv) of FP32 attention on `size` devices, in the order of the sequence.
+def on_devices(strategy: str, size: int, scores: Scores, window, q, k, v, sinks, dout, segments=None, dealt=True):
+    """(output, dq, dk, dv) of FP32 attention on `size` devices, in the order of the sequence; and dsinks, if any.
 
     Tokens of packed documents are `dealt` out by their work, or in zig-zag as those of whole sequences.
     """
@@ -70,41 +73,54 @@ def on_devices(strategy: str, size: int, scores: Scores, window, q, k, v, dout, 
 
     stored = [jnp.asarray(reorder(a, order), jnp.float32) for a in (q, k, v, dout)]
     documents = None if segments is None else jnp.asarray(reorder(segments, order))
+    logits = None if sinks is None else jnp.asarray(sinks, jnp.float32)
 
-    def local(q, k, v, dout, documents, index):
+    def local(q, k, v, dout, documents, index, sinks):
         fields = {"tokens": q[..., 0, 0], "segment_ids": documents, "order": index}
         fields = {name: field[None] for name, field in fields.items() if field is not None}
         batch, _ = token_order.add_places(fields, size)
         place = token_order.place_of({name: field[0] for name, field in batch.items()}, size)
-        out, pull = jax.vjp(lambda *qkv: context.attention(strategy, size, scores, window, *qkv, place), q, k, v)
+
+        def attention(q, k, v, sinks):
+            return context.attention(strategy, size, scores, window, q, k, v, place, sinks)
+
+        out, pull = jax.vjp(attention, q, k, v, sinks)
         return out, *pull(dout)
 
-    specs = (*[SPEC] * 4, None if documents is None else SPEC, None if index is None else SPEC)
-    run = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=SPEC, check_vma=False))
+    def unless_none(a, spec):
+        return None if a is None else spec
+
+    specs = (*[SPEC] * 4, unless_none(documents, SPEC), unless_none(index, SPEC), unless_none(logits, P()))
+    out_specs = (*[SPEC] * 4, P("context"))  # of sinks each device's share, one after the other
+    run = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=out_specs, check_vma=False))
     with jax.default_matmul_precision("highest"):
-        return [reorder(np.asarray(a), np.argsort(order, axis=1)) for a in run(*stored, documents, index)]
+        *found, shares = run(*stored, documents, index, logits)
+    found = [reorder(np.asarray(a), np.argsort(order, axis=1)) for a in found]
+    return found if shares is None else [*found, np.asarray(shares).reshape(size, -1).sum(axis=0)]
 
 
 # Odd lengths, of one token too, ends inside chunks and at their borders; each sequence has its own.
 DOCUMENTS = np.stack([np.repeat(np.arange(6), (5, 1, 13, 17, 9, 3)), np.repeat(np.arange(3), (31, 5, 12))]).astype(
     np.int32
 )
+SINKS = np.linspace(-2, 3, 8)
 OPTIONS = {
     "plain": {},
     "packed": {"segments": DOCUMENTS},
+    "packed, with sinks": {"segments": DOCUMENTS, "sinks": SINKS},
     "packed, in zig-zag": {"segments": DOCUMENTS},
     "narrow window": {"window": 3},
-    "window": {"window": 11},
+    "window, with sinks": {"window": 11, "sinks": SINKS},
     "packed, window and soft-cap": {"segments": DOCUMENTS, "window": 17, "softcap": 2.0},
 }
 CASES = [
-    *(("ring", 8, name) for name in OPTIONS),
-    ("ring", 2, "packed"),
-    ("ring", 4, "window"),
+    *(("ring", 8, name) for name in OPTIONS if name != "packed, with sinks"),
+    ("ring", 2, "packed, with sinks"),
+    ("ring", 4, "window, with sinks"),
     *(("all_gather", 4, name) for name in ("plain", "packed, window and soft-cap")),
-    ("all_gather", 8, "packed"),
+    ("all_gather", 8, "packed, with sinks"),
     ("all_to_all", 2, "packed, window and soft-cap"),
-    ("all_to_all", 4, "packed"),
+    ("all_to_all", 4, "packed, with sinks"),
     ("all_to_all", 8, "plain"),
 ]
 
@@ -114,16 +130,17 @@ def test_attention_and_its_gradients_are_those_of_plain_attention(strategy, size
     options = OPTIONS[name]
     # Fewer KV heads than devices, also where the devices share the heads.
     q, k, v, dout = numbers(8, 2)
-    segments, window, softcap = (options.get(name) for name in ("segments", "window", "softcap"))
+    segments, window, softcap, sinks = (options.get(name) for name in ("segments", "window", "softcap", "sinks"))
+    arguments = (q, k, v) if sinks is None else (q, k, v, sinks)
 
-    def plain(q, k, v):
-        return plain_attention(q, k, v, window=window, segments=segments, softcap=softcap)
+    def plain(*arguments):
+        return plain_attention(*arguments, window=window, segments=segments, softcap=softcap)
 
     scores = Scores(H**-0.5, softcap, "reference")
     dealt = "zig-zag" not in name
-    out, *gradients = on_devices(strategy, size, scores, window, q, k, v, dout, segments, dealt)
-    np.testing.assert_allclose(out, plain(q, k, v), rtol=1e-5, atol=1e-5)
-    directions, slopes = gradients_of(plain, (q, k, v), dout)
+    out, *gradients = on_devices(strategy, size, scores, window, q, k, v, sinks, dout, segments, dealt)
+    np.testing.assert_allclose(out, plain(*arguments), rtol=1e-5, atol=1e-5)
+    directions, slopes = gradients_of(plain, arguments, dout)
     for gradient, direction, slope in zip(gradients, directions, slopes, strict=True):
         # A sum of thousands of terms of either sign: against their magnitude.
         magnitude = np.sqrt(np.sum((gradient * direction) ** 2))
@@ -208,7 +225,7 @@ def test_narrow_windows_skip_steps_of_the_ring():
 
 SMALL = {"num_layers": 4, "hidden_size": 32, "ffn_hidden_size": 64, "vocab_size": 250, "init_std": 0.05}
 MODELS = {
-    "llama": {**SMALL, "num_heads": 8, "num_kv_heads": 2},
+    "llama": {**SMALL, "num_heads": 8, "num_kv_heads": 2, "attention_sinks": True},
     "gpt2": {**SMALL, **GPT2, "num_heads": 8, "dropout": 0.2},
 }
 PACKED = {"synthetic_documents": 4, "reset_attention": True, "reset_positions": True}
@@ -225,7 +242,18 @@ MESHES = [
 ]
 
 
+@pytest.fixture
+def random_sinks(monkeypatch):
+    """Sinks that start anywhere, so that it shows which head has which."""
+
+    def declare_random(shape, axes, role="matrix", scale=1.0):
+        return declare(shape, axes, *(("matrix", 20.0) if axes == ("sinks",) else (role, scale)))
+
+    monkeypatch.setattr(transformer, "declare", declare_random)
+
+
 @pytest.mark.parametrize(("model", "mesh", "microbatches", "strategy", "sections"), MESHES)
+@pytest.mark.usefixtures("random_sinks")
 def test_a_mesh_with_context_trains_as_one_device_does(table, model, mesh, microbatches, strategy, sections):
     config = table.make_config(
         MODELS[model],

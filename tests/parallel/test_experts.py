@@ -164,7 +164,9 @@ def test_logits_follow_the_experts_bias(table):
     """As generated text does: those of the plain model have the loss of an evaluation, with a bias that decides."""
     config = make(table, "deepseek", {}, 1, {})
     program = TrainProgram.build(config, build_mesh(check_mesh(config, 1), jax.devices()[:1]))
-    state = table.first_state(program, reference_weights(program))
+    weights = reference_weights(program)
+    weights["blocks.moe.moe.down"] *= 10
+    state = table.first_state(program, weights)
     bias = {"expert_bias": jnp.asarray(np.random.default_rng(1).normal(size=(2, 8)), jnp.float32)}
     fields = next(table.make_batches(config))
     loss, _ = program.eval_step(state.params, state.fp8, to_global(program, fields), state=bias)

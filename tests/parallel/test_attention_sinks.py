@@ -1,0 +1,35 @@
+"""With attention sinks cuDNN's call is one step of an operation: remat policies keep what that operation gives."""
+
+import jax
+import pytest
+from jax._src.cudnn import fused_attention_stablehlo
+
+from megajax.config.checks import check_mesh
+from megajax.mesh import build_mesh
+from megajax.parallel.local import Kernels
+from megajax.training.step import TrainProgram
+
+MODEL = {"num_layers": 1, "hidden_size": 32, "num_heads": 4, "num_kv_heads": 2, "vocab_size": 250}
+
+
+@pytest.mark.parametrize(
+    ("policy", "forward"), [("none", 1), ("save_matmuls", 1), ("offload", 1), ("selective", 2), ("full", 2)]
+)
+@pytest.mark.parametrize("mesh", [{}, {"context": 2}], ids=["whole", "all_to_all"])
+def test_attention_runs_again_where_the_policy_says_so_alone(table, monkeypatch, policy, forward, mesh):
+    monkeypatch.setattr(fused_attention_stablehlo, "check_cudnn_version", lambda: 91900)
+    kernels = Kernels("cudnn", "chosen by the test", "reference", "no experts", "reference")
+    monkeypatch.setattr(Kernels, "choose", lambda config, mesh: kernels)
+    config = table.make_config(
+        {**MODEL, "attention_sinks": True},
+        mesh,
+        precision={"compute": "bfloat16"},
+        kernels={"context": "all_to_all"},
+        remat={"policy": policy},
+    )
+    count = mesh.get("context", 1)
+    program = TrainProgram.build(config, build_mesh(check_mesh(config, count), jax.devices()[:count]))
+    traced = program.train_step.trace(program.abstract_state, program.abstract_batch)
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    calls = text.count("@__cudnn$fmhaSoftmax("), text.count("@__cudnn$fmhaSoftmaxBackward(")
+    assert calls == (forward, 1)
