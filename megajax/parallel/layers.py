@@ -339,7 +339,7 @@ class LayerStack:
         )
 
     def _state_of_stage(self, state: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-        """What the MoE layers keep, `[L, ...]` → `[R·n, ...]` of this stage; among layers of other kinds `filled` too.
+        """What the MoE layers keep, `[L, ...]` → `[R·n, ...]` of this stage; where slots are empty `filled` too.
 
         A slot that is not filled would route all tokens alike, with a router of zeros, and so to the same experts.
         """
@@ -347,7 +347,7 @@ class LayerStack:
             return {}
         rows = self.kinds["moe"]
         own = rows.of_stage(dict(state))
-        if len(self.kinds) > 1 and not rows.filled.all():
+        if not rows.filled.all():
             own["filled"] = jnp.asarray(rows.filled)[lax.axis_index("pipeline")]
         return own
 
