@@ -59,14 +59,16 @@ class SingleDevice:
         up = checkpoint_name(up if bias is None else up + bias, "gate_up")
         return self.row_linear(ops.activate(activation, up), w_down)
 
-    def experts(self, activation: str, x: jax.Array, experts: jax.Array, weights: jax.Array, w_up, w_down) -> jax.Array:
+    def experts(
+        self, activation: str, x: jax.Array, experts: jax.Array, weights: jax.Array, w_up, w_down, capacity: int | None
+    ) -> jax.Array:
         """Tokens through their experts: `x [T / tensor, D]` → `[T / tensor, D]`.
 
         `experts` and `weights` `[T / tensor, k]` are those of the own tokens, `w_up [E, D, 2F]` and `w_down [E, F, D]`
-        the experts that this device holds, or its share of them.
+        the experts that this device holds, or its share of them. No expert has more assignments than `capacity`.
         """
-        arguments = (activation, x, experts, weights, w_up, w_down, self.expert_kernels)
-        return ops.apply_experts(*arguments, max_over_devices=self.max_over_devices)
+        arguments = (activation, x, experts, weights, w_up, w_down, capacity, self.expert_kernels)
+        return ops.apply_experts(*arguments, self.max_over_devices)
 
     def local_kv_heads(self, num_kv_heads: int) -> int:
         """How many of the model's KV heads this device works on."""

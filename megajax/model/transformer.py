@@ -188,7 +188,8 @@ class MoE(nnx.Module):
         def compute(w: Weights, x: jax.Array):
             h = normalise(self.config, x, w["moe.norm"], w.get("moe.norm_bias"))
             experts, weights, metrics = self.route(w["moe.router"], h, inputs, layer, state, comm)
-            y = comm.experts(self.config.activation, h, experts, weights, w["moe.gate_up"], w["moe.down"])
+            matrices, capacity = (w["moe.gate_up"], w["moe.down"]), self.capacity(len(x) * comm.token_shards)
+            y = comm.experts(self.config.activation, h, experts, weights, *matrices, capacity)
             return self.add_shared(w, h, y, comm), metrics
 
         if "norms" in recompute:
@@ -234,11 +235,18 @@ class MoE(nnx.Module):
         The others are no longer assigned to any expert, and the weights of what remains stay as they are. Losses and
         counts are of the choice before this, as Megatron-LM's losses are.
         """
-        r, E = self.config.router, self.config.num_experts
-        assert E is not None and r.capacity_factor is not None
-        capacity = ops.router.expert_capacity(r.capacity_factor, tokens, self.config.experts_per_token, E)
+        r, E, capacity = self.config.router, self.config.num_experts, self.capacity(tokens)
+        assert E is not None and capacity is not None
         priorities = weights if r.drop_policy == "probability" else jnp.zeros_like(weights)
         return ops.router.within_capacity(experts, priorities, inputs.token_ids, E, capacity, comm.of_all_tokens)
+
+    def capacity(self, tokens: int) -> int | None:
+        """The most assignments that an expert takes of a microbatch's `tokens` tokens; None: all."""
+        c, factor = self.config, self.config.router.capacity_factor
+        if factor is None:
+            return None
+        assert c.num_experts is not None
+        return ops.router.expert_capacity(factor, tokens, c.experts_per_token, c.num_experts)
 
     def metrics(self, logits, experts, inputs: BlockInputs, comm: SingleDevice, tokens: int) -> dict[str, jax.Array]:
         """Assignments `[E]` and this device's shares of the router's entropy and losses, means over all `tokens`."""

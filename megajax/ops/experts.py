@@ -18,15 +18,24 @@ from megajax.ops.numerics import wide
 class Permutation(NamedTuple):
     """Assignments `T·k`, those of a token side by side, and the same sorted by expert."""
 
-    order: jax.Array  # [R] int32: the assignment in each sorted row; R = T·k, or less if there are fewer experts
+    order: jax.Array  # [R] int32: the assignment in each sorted row
     inverse: jax.Array  # [T·k] int32: the sorted row of each assignment; those to no expert may lie past R
     group_sizes: jax.Array  # [E] int32
 
 
-def sort_by_expert(experts: jax.Array, num_experts: int) -> Permutation:
+def most_rows(tokens: int, k: int, num_experts: int, capacity: int | None = None) -> int:
+    """The most assignments that so many experts may have of `tokens` tokens, each to k different ones.
+
+    No expert has more than `capacity`.
+    """
+    rows = tokens * min(k, num_experts)
+    return rows if capacity is None else min(rows, capacity * num_experts)
+
+
+def sort_by_expert(experts: jax.Array, num_experts: int, rows: int) -> Permutation:
     """Assignments `experts [T, k]` sorted by expert, in the order of the tokens; those to no expert (E) come last.
 
-    A token's experts differ, so that at most E of its k assignments are to one.
+    Of the sorted assignments the first R = `rows` are kept, no fewer than there are to experts.
     """
     flat = experts.reshape(-1)
     count = flat.shape[0]
@@ -35,8 +44,7 @@ def sort_by_expert(experts: jax.Array, num_experts: int) -> Permutation:
     # Expert and assignment in one number: a sort of single numbers is the one that is fast on GPUs.
     order = (jnp.sort(flat.astype(jnp.uint32) * count + numbers) % count).astype(jnp.int32)
     inverse = jnp.zeros(count, jnp.int32).at[order].set(numbers.astype(jnp.int32), unique_indices=True)
-    held = order[: experts.shape[0] * min(experts.shape[1], num_experts)]
-    return Permutation(held, inverse, router.count(experts, num_experts))
+    return Permutation(order[:rows], inverse, router.count(experts, num_experts))
 
 
 def apply_experts(
@@ -46,16 +54,18 @@ def apply_experts(
     weights: jax.Array,
     w_up: Weight,
     w_down: Weight,
+    capacity: int | None = None,
     kernels: ExpertKernels | None = None,
     max_over_devices: MaxOverDevices = itself,
 ) -> jax.Array:
     """`x [T, D]` → `[T, D]`: Σ over a token's assignments `[T, k]` of weight · MLP of the expert.
 
     `w_up [E, D, 2F]` (`[E, D, F]` if the activation is plain), `w_down [E, F, D]`; an assignment to E adds nothing.
-    `expert_mlp` says what the rest is.
+    No expert has more assignments than `capacity`. `expert_mlp` says what the rest is.
     """
-    k = experts.shape[1]
-    permutation = jax.tree.map(lambda a: checkpoint_name(a, "routing"), sort_by_expert(experts, num_experts(w_up)))
+    k, E = experts.shape[1], num_experts(w_up)
+    permutation = sort_by_expert(experts, E, most_rows(len(x), k, E, capacity))
+    permutation = jax.tree.map(lambda a: checkpoint_name(a, "routing"), permutation)
     rows = checkpoint_name(dispatch(x, permutation, k), "dispatched")
     row_weights = checkpoint_name(permute(weights.reshape(-1), permutation), "routing")
     kernels, sizes = kernels or ExpertKernels(), permutation.group_sizes

@@ -71,14 +71,14 @@ class MeshComm(SingleDevice):
             return super().mlp(activation, x, w_up, bias, w_down)
         return linear.mlp(self, activation, x, w_up, w_down)
 
-    def experts(self, activation, x, experts, weights, w_up, w_down) -> jax.Array:
+    def experts(self, activation, x, experts, weights, w_up, w_down, capacity) -> jax.Array:
         strategy = super().experts
         if self.expert_size > 1:
             strategy = partial(over_experts.gathered if self.dispatch == "all_gather" else over_experts.exchanged, self)
         if "tensor" in self.experts_over:  # whole experts, so each device sends its own tokens
-            return strategy(activation, x, experts, weights, w_up, w_down)
+            return strategy(activation, x, experts, weights, w_up, w_down, capacity)
         x, experts, weights = (self.enter(a) for a in (x, experts, weights))
-        return self.leave(strategy(activation, x, experts, weights, w_up, w_down))
+        return self.leave(strategy(activation, x, experts, weights, w_up, w_down, capacity))
 
     def hand_on(self, x: jax.Array) -> jax.Array:
         """The array of the device before, on a ring over `tensor`."""

@@ -7,8 +7,9 @@ The devices are those of one or several mesh axes, `mesh.experts_over`; each gro
 - `all_to_all`: every assignment's row goes to its expert's device, where it arrives sorted by expert (Lepikhin et al.
   2020, with rows in place of capacity). A device sends k·T·(n - 1)/n rows.
 
-Nothing is dropped here: what receives rows has room for the worst case, every token's assignments to one device. What
-the router has dropped is assigned to no expert (E): such rows are not sent, and add nothing.
+Nothing is dropped here: what receives rows has room for the worst case, every token's assignments to one device, or for
+what the experts' capacity lets pass. What the router has dropped is assigned to no expert (E): such rows are not sent,
+and add nothing.
 """
 
 from functools import partial
@@ -29,25 +30,28 @@ Axes = tuple[str, ...]
 SLICES = 512
 
 
-def gathered(comm: Any, activation: str, x, experts, weights, w_up, w_down) -> jax.Array:
+def gathered(comm: Any, activation: str, x, experts, weights, w_up, w_down, capacity: int | None) -> jax.Array:
     """`x [T, D]`, `experts` and `weights` `[T, k]` of the own tokens, the own experts' matrices → `[T, D]`."""
     local, axes = num_experts(w_up), comm.experts_over
     x, experts, weights = (gather_tiles(a, axes, 0) for a in (x, experts, weights))
     own = experts - lax.axis_index(axes) * local
     own = jnp.where((own >= 0) & (own < local), own, local)  # `local`: an expert of another device
-    y = ops.apply_experts(activation, x, own, weights, w_up, w_down, comm.expert_kernels, comm.max_over_devices)
+    arguments = (activation, x, own, weights, w_up, w_down, capacity, comm.expert_kernels)
+    y = ops.apply_experts(*arguments, comm.max_over_devices)
     return lax.psum_scatter(y, axes, scatter_dimension=0, tiled=True)
 
 
-def exchanged(comm: Any, activation: str, x, experts, weights, w_up, w_down) -> jax.Array:
+def exchanged(comm: Any, activation: str, x, experts, weights, w_up, w_down, capacity: int | None) -> jax.Array:
     """The same, by rows."""
     (T, k), local, axes, size = experts.shape, num_experts(w_up), comm.experts_over, comm.expert_size
-    permutation = ops.sort_by_expert(experts, local * size)
+    permutation = ops.sort_by_expert(experts, local * size, T * k)
     routes = plan(axes, permutation.group_sizes, size, -(-SLICES // (local * size)) if comm.ragged else 1)
     permutation, routes = jax.tree.map(lambda a: checkpoint_name(a, "routing"), (permutation, routes))
 
+    most = ops.most_rows(size * T, k, local, capacity)
+
     def there(rows: jax.Array) -> jax.Array:
-        return exchange(axes, size * T * min(k, local), comm.ragged, routes.there, routes.back, rows)
+        return exchange(axes, most, comm.ragged, routes.there, routes.back, rows)
 
     received = checkpoint_name(there(ops.dispatch(x, permutation, k)), "dispatched")
     own_weights: jax.Array = ops.permute(weights.reshape(-1), permutation)

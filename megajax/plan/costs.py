@@ -127,6 +127,9 @@ def _values_of_block(config: Config, sizes: Mapping[str, int], compute: int, blo
     if experts:  # where experts lie over devices there is room for as many rows as could arrive
         shards = config.expert_shards(sizes)
         rows = shards * min(k, experts // shards) if shards > 1 else k
+        if model.router.capacity_factor is not None:  # of the microbatch's tokens, on all devices
+            apart = [axis for axis in ("data", "fsdp", "expert", "context") if axis not in config.mesh.experts_over]
+            rows = min(rows, model.router.capacity_factor * k * math.prod(sizes[axis] for axis in apart))
         width = rows * (model.expert_ffn_hidden_size or 0) + model.shared_expert_ffn_hidden_size
         split = tensor if "tensor" in config.mesh.experts_over else 1  # by tokens, then, instead of by width
         arrived = rows * D / split  # each assignment's row

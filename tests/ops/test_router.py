@@ -7,6 +7,7 @@ import pytest
 
 from megajax import ops
 from megajax.ops import router
+from megajax.ops.experts import most_rows
 
 TOKENS, EXPERTS = 24, 8
 
@@ -153,6 +154,7 @@ def test_experts_are_a_weighted_sum_of_mlps_with_its_gradients():
     def ours(x, weights, w_up, w_down):
         return ops.apply_experts(activation, x, experts, weights, w_up, w_down)
 
+    assert most_rows(T, k, E) == T * 2 and most_rows(T, k, 1) == T and most_rows(T, k, E, T // 2) == T // 2 * E
     expected, pull = jax.vjp(plain, x, weights, w_up, w_down)
     found, our_pull = jax.vjp(ours, x, weights, w_up, w_down)
     np.testing.assert_allclose(found, expected, rtol=1e-9, atol=1e-9)
