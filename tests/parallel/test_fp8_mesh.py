@@ -56,10 +56,10 @@ class Run:
 
 @pytest.fixture(scope="module")
 def make_config(table) -> Callable:
-    def make(recipe, mesh, microbatches, unroll=1, layers=2, schedule="1f1b", rounds=1):
+    def make(recipe, mesh, microbatches, unroll=1):
         fp8 = {"recipe": recipe} | ({"amax_history_length": LENGTH} if recipe == "delayed" else {})
         return table.make_config(
-            {**MODEL, "num_layers": layers},
+            MODEL,
             mesh,
             microbatches=microbatches,
             steps=STEPS,
@@ -67,7 +67,6 @@ def make_config(table) -> Callable:
             batch={"sequence_length": 32},
             schedule={"learning_rate": 3e-4},
             kernels={"scan_unroll": unroll},
-            pipeline={"schedule": schedule, "rounds": rounds},
         )
 
     return make
@@ -114,15 +113,15 @@ def largest_of(params, parts) -> np.ndarray:
 
 @pytest.fixture(scope="module")
 def single_device(make_config, train) -> Callable:
-    """(recipe, microbatches, layers) → the Run on one device, made once."""
+    """(recipe, microbatches) → the Run on one device, made once."""
     runs = {}
 
-    def of(recipe, microbatches, layers=2) -> Run:
+    def of(recipe, microbatches) -> Run:
         # With current scaling the scale is a microbatch's; with delayed scaling the whole step's, so no number shows M.
-        key = layers, recipe, microbatches if recipe == "current" else 1
+        key = recipe, microbatches if recipe == "current" else 1
         if key not in runs:
-            first = next((run for known, run in runs.items() if known[0] == layers), None)  # the same weights for all
-            runs[key] = train(make_config(recipe, {}, key[2], layers=layers), first and first.trace.initial)
+            first = next(iter(runs.values()), None)  # the same weights for all
+            runs[key] = train(make_config(recipe, {}, key[1]), first and first.trace.initial)
         return runs[key]
 
     return of
@@ -148,21 +147,6 @@ def test_a_mesh_trains_as_one_device_does(
     if pieces:
         monkeypatch.setattr(MeshComm, "overlap_width", 0)
     assert_agrees(table, train(make_config(recipe, mesh, microbatches, unroll), expected.trace.initial), expected)
-
-
-# recipe, mesh, schedule, rounds, microbatches; five layers, so that one slot is empty
-STAGES = [
-    ("delayed", {"pipeline": 2, "data": 2}, "zero_bubble", 1, 2),
-]
-
-
-@pytest.mark.parametrize(("recipe", "mesh", "schedule", "rounds", "microbatches"), STAGES, ids=case_name)
-def test_stages_train_as_one_device_does(
-    table, make_config, train, single_device, recipe, mesh, schedule, rounds, microbatches
-):
-    expected = single_device(recipe, microbatches, layers=5)
-    config = make_config(recipe, mesh, microbatches, layers=5, schedule=schedule, rounds=rounds)
-    assert_agrees(table, train(config, expected.trace.initial), expected)
 
 
 def assert_agrees(table, run: Run, expected: Run) -> None:
