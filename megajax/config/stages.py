@@ -28,6 +28,16 @@ def slot_kinds(config: Config, stages: int) -> tuple[LayerKind, ...]:
     return _slot_kinds(config.model, virtual_stages(config, stages))
 
 
+def gathered_slots(config: Config, stages: int) -> tuple[int, ...]:
+    """The slots whose layers `fsdp` gathers and reduces once a step: of four or more in a pipeline the first and last.
+
+    Their gathers and reductions would stand at the turns between forward and backward operations, where no work of
+    another layer hides them.
+    """
+    count = slots(config, stages)
+    return (0, count - 1) if stages > 1 and count >= 4 else ()
+
+
 def slots(config: Config, stages: int) -> int:
     """Slots of every virtual stage: the layers of the largest, or more where stages need slots of different kinds."""
     return len(slot_kinds(config, stages))

@@ -15,7 +15,7 @@ import numpy as np
 from jax import lax
 
 from megajax.config import Config
-from megajax.config.stages import slot_kinds
+from megajax.config.stages import gathered_slots, slot_kinds
 from megajax.model.transformer import ROUTER_LOSSES, SAVED_NAMES, BlockInputs, Transformer
 from megajax.ops import fp8
 from megajax.ops.fp8 import Fp8Weight
@@ -98,6 +98,7 @@ class LayerStack:
         self.segments = plan_segments(config, platform, self.slots)
         apart = platform != "cpu" or config.kernels.scan_unroll is not None
         self.unrolled = apart and all(segment.loops == 1 for segment in self.segments)
+        self.gathered = gathered_slots(config, stages) if self.unrolled else ()
         # The layer that lies in each virtual stage's first slot, or would if it were not empty; [P, R]
         first = np.where(self.table == EMPTY, EMPTY - self.table.size, self.table - np.arange(len(self.slots)))
         self.first_layers = first.max(axis=2)
@@ -126,6 +127,8 @@ class LayerStack:
                     out[name] = self._quantized(name, w, own)
                 else:
                     out[name] = self.exchange.gather_once(BLOCKS + name, w)
+            if segment.start + j in self.gathered:
+                out = {name: self._gathered(name, w) for name, w in out.items()}
             return out | {name: rows.layer_of(a, segment, j) for name, a in state.items() if kind == "moe"}
 
         def units(s: Segment):
@@ -155,7 +158,7 @@ class LayerStack:
         parts: dict[tuple[str, str], list[jax.Array]] = {}
         for segment, units in zip(self.segments, gradients, strict=True):
             if not _reduced_on_the_way(segment, only_microbatch):
-                units = [self._scatter_once(unit) for unit in units]
+                units = [self._scatter_once(self._reduce_whole(unit)) for unit in units]
             for kind, layers in self._by_kind(segment, units):
                 for name in layers[0]:
                     stacked = self.kinds[kind].stack([layer[name] for layer in layers], segment)
@@ -231,12 +234,12 @@ class LayerStack:
                     dx, gradient, largest = self.unit_backward(unit, saved[u], dx, inputs, segment, first, u)
                     amax.append(largest)
                     if above is not None:
-                        above = self.reduce(above, on_the_way)
+                        above = self.reduce(above, units[u + 1], on_the_way)
                         dx, gradient, above = self.exchange.tie_reduction((dx, gradient, above), on_the_way)
                         reduced.append(above)
                     above = gradient
                 assert above is not None
-                return dx, ((self.reduce(above, on_the_way), *reduced[::-1]), tuple(amax[::-1]))
+                return dx, ((self.reduce(above, units[0], on_the_way), *reduced[::-1]), tuple(amax[::-1]))
 
             dx, out = _loop(body, dx, (units, saved, _first_layers(segment)), segment, reverse=True)
             gradients.append(out[0])
@@ -271,10 +274,34 @@ class LayerStack:
         return dx, gradient, amax
 
     @jax.named_scope("gradients")
-    def reduce(self, gradient: Unit, on_the_way: bool) -> Unit:
-        """A unit's gradients, summed over `fsdp`, and over the once-a-step axes too if `on_the_way`."""
-        reduced = tuple({n: self.exchange.reduce_layer(BLOCKS + n, g) for n, g in layer.items()} for layer in gradient)
+    def reduce(self, gradient: Unit, unit: Unit, on_the_way: bool = False) -> Unit:
+        """A unit's gradients, summed over `fsdp`, and over the once-a-step axes too if `on_the_way`.
+
+        Those of weights in `unit` that stay gathered stay whole, for `collect`.
+        """
+        reduced = tuple(
+            {
+                name: g if self._is_gathered(name, layer[name]) else self.exchange.reduce_layer(BLOCKS + name, g)
+                for name, g in own.items()
+            }
+            for own, layer in zip(gradient, unit, strict=True)
+        )
         return self._scatter_once(reduced) if on_the_way else reduced
+
+    def is_gathered(self, unit: Unit) -> bool:
+        """Whether nothing of a unit is left to gather, because its weights stay gathered."""
+        return any(self._is_gathered(name, w) for layer in unit for name, w in layer.items())
+
+    def _is_gathered(self, name: str, w: jax.Array | Fp8Weight) -> bool:
+        values = w.values if isinstance(w, Fp8Weight) else w
+        return name not in STATE and self.exchange.is_gathered(BLOCKS + name, values)
+
+    def _reduce_whole(self, gradient: Unit) -> Unit:
+        """A unit's accumulated gradients, those that were left whole summed over `fsdp`."""
+        return tuple(
+            {n: self.exchange.reduce_layer(BLOCKS + n, g) if self._is_gathered(n, g) else g for n, g in own.items()}
+            for own in gradient
+        )
 
     def _scatter_once(self, gradient: Unit) -> Unit:
         return tuple({n: self.exchange.scatter_once(BLOCKS + n, g) for n, g in layer.items()} for layer in gradient)
@@ -322,21 +349,19 @@ class LayerStack:
     def _gather(self, unit: Unit) -> Unit:
         return tuple({n: self._gather_layer(n, w) for n, w in layer.items()} for layer in unit)
 
-    def _gather_layer(self, name: str, w: jax.Array | Fp8Weight):
-        if name in STATE:
-            assert not isinstance(w, Fp8Weight)
-            return w
-        name = BLOCKS + name
+    def _gather_layer(self, name: str, w: jax.Array | Fp8Weight) -> jax.Array | Fp8Weight:
+        """A layer's weight, or what of its state goes by its name, ready for the block."""
+        gathered = w if name in STATE else self._gathered(name, w)
+        if not isinstance(gathered, Fp8Weight):
+            return gathered
+        zeros = jnp.zeros(gathered.values.shape, self.exchange.compute)
+        return replace(gathered, gradient=zeros, amax=jnp.zeros(2, jnp.float32))
+
+    def _gathered(self, name: str, w: jax.Array | Fp8Weight) -> jax.Array | Fp8Weight:
         if not isinstance(w, Fp8Weight):
-            return self.exchange.gather_layer(name, w)
-        values = self.exchange.gather_layer(name, w.values)
-        return replace(
-            w,
-            values=values,
-            transposed=values.swapaxes(-1, -2) if w.transposed is None else w.transposed,
-            gradient=jnp.zeros(values.shape, self.exchange.compute),
-            amax=jnp.zeros(2, jnp.float32),
-        )
+            return self.exchange.gather_layer(BLOCKS + name, w)
+        values = self.exchange.gather_layer(BLOCKS + name, w.values)
+        return replace(w, values=values, transposed=values.swapaxes(-1, -2) if w.transposed is None else w.transposed)
 
     def _state_of_stage(self, state: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
         """What the MoE layers keep, `[L, ...]` → `[R·n, ...]` of this stage; where slots are empty `filled` too.

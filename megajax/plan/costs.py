@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from megajax.config import Config, ModelConfig
 from megajax.config.kinds import block_layers, layer_kinds
-from megajax.config.stages import slot_kinds
+from megajax.config.stages import gathered_slots, slot_kinds
 from megajax.model import Transformer, parameters
 from megajax.parallel.schedules import assign_slots, make_schedule
 from megajax.sharding import END_AXES, ONCE_AXES, Placement
@@ -83,6 +83,7 @@ def estimate_memory(config: Config, placements: Mapping[str, Placement], sizes: 
     compute = 4 if config.precision.compute == "float32" else 2
     accumulated = compute if config.batch.num_microbatches == 1 else 4
     staged = sizes["pipeline"] > 1
+    stay = len(gathered_slots(config, sizes["pipeline"])) / len(slot_kinds(config, sizes["pipeline"]))
     for placement in placements.values():
         size = math.prod(placement.stored_shape)
         shards = math.prod(n for axis, n in sizes.items() if axis not in placement.replicated_axes)
@@ -95,6 +96,9 @@ def estimate_memory(config: Config, placements: Mapping[str, Placement], sizes: 
         stored += 4 * size // shards
         gathered += compute * size * once // shards
         unreduced += (4 if end else accumulated) * size * once // shards if once > 1 or staged else 0
+        if not end and "fsdp" in placement.storage_axes:  # the rest of the layers that stay gathered
+            rest = int(size * once * (sizes["fsdp"] - 1) * stay) // shards
+            gathered, unreduced = gathered + compute * rest, unreduced + accumulated * rest
     moments = {"adamw": 2, "lion": 1, "sgd": 1 if config.optimizer.beta1 > 0 else 0}[config.optimizer.kind]
     activations = _saved_activations(config, sizes, compute)
     return MemoryEstimate(stored, moments * stored, stored + unreduced, gathered, activations)
