@@ -158,7 +158,7 @@ class LayerStack:
         parts: dict[tuple[str, str], list[jax.Array]] = {}
         for segment, units in zip(self.segments, gradients, strict=True):
             if not _reduced_on_the_way(segment, only_microbatch):
-                units = [self._scatter_once(self._reduce_whole(unit)) for unit in units]
+                units = [self._scatter_once(self._reduce_gathered(unit, segment, u)) for u, unit in enumerate(units)]
             for kind, layers in self._by_kind(segment, units):
                 for name in layers[0]:
                     stacked = self.kinds[kind].stack([layer[name] for layer in layers], segment)
@@ -234,12 +234,12 @@ class LayerStack:
                     dx, gradient, largest = self.unit_backward(unit, saved[u], dx, inputs, segment, first, u)
                     amax.append(largest)
                     if above is not None:
-                        above = self.reduce(above, units[u + 1], on_the_way)
+                        above = self.reduce(above, segment, u + 1, on_the_way)
                         dx, gradient, above = self.exchange.tie_reduction((dx, gradient, above), on_the_way)
                         reduced.append(above)
                     above = gradient
                 assert above is not None
-                return dx, ((self.reduce(above, units[0], on_the_way), *reduced[::-1]), tuple(amax[::-1]))
+                return dx, ((self.reduce(above, segment, 0, on_the_way), *reduced[::-1]), tuple(amax[::-1]))
 
             dx, out = _loop(body, dx, (units, saved, _first_layers(segment)), segment, reverse=True)
             gradients.append(out[0])
@@ -248,7 +248,7 @@ class LayerStack:
 
     def unit_forward(self, unit: Unit, x, inputs, segment: Segment, first, u: int, save: bool):
         """Unit `u` of a body whose first layer is `first` → (y, residuals; None if not `save`, metrics)."""
-        weights = self._gather(unit)
+        weights = self._gather(unit, segment, u)
         run = self._runner(inputs, segment, first, u)
         if not save or segment.policy == "full":
             (y, _), metrics = run(weights, x)
@@ -259,7 +259,7 @@ class LayerStack:
 
     def unit_backward(self, unit: Unit, saved, dy, inputs, segment: Segment, first, u: int):
         """The unit's output gradient → (that of its input, its weights' gradients, FP8 amaxes of its layers)."""
-        weights = self._gather(unit)
+        weights = self._gather(unit, segment, u)
         if segment.policy == "full":
             x, dy = lax.optimization_barrier((saved, dy))  # or the recomputation would be merged with the forward pass
             _, pull, _ = jax.vjp(self._runner(inputs, segment, first, u), weights, x, has_aux=True)
@@ -274,34 +274,35 @@ class LayerStack:
         return dx, gradient, amax
 
     @jax.named_scope("gradients")
-    def reduce(self, gradient: Unit, unit: Unit, on_the_way: bool = False) -> Unit:
-        """A unit's gradients, summed over `fsdp`, and over the once-a-step axes too if `on_the_way`.
+    def reduce(self, gradient: Unit, segment: Segment, u: int, on_the_way: bool = False) -> Unit:
+        """The gradients of unit `u`, summed over `fsdp`, and over the once-a-step axes too if `on_the_way`.
 
-        Those of weights in `unit` that stay gathered stay whole, for `collect`.
+        Those of layers that stay gathered stay whole, for `collect`.
         """
         reduced = tuple(
-            {
-                name: g if self._is_gathered(name, layer[name]) else self.exchange.reduce_layer(BLOCKS + name, g)
-                for name, g in own.items()
-            }
-            for own, layer in zip(gradient, unit, strict=True)
+            own if stays else self._reduce_layer(own)
+            for own, stays in zip(gradient, self._stay_gathered(segment, u), strict=True)
         )
         return self._scatter_once(reduced) if on_the_way else reduced
 
-    def is_gathered(self, unit: Unit) -> bool:
-        """Whether nothing of a unit is left to gather, because its weights stay gathered."""
-        return any(self._is_gathered(name, w) for layer in unit for name, w in layer.items())
+    def is_gathered(self, segment: Segment, u: int) -> bool:
+        """Whether nothing of unit `u` is left to gather."""
+        return all(self._stay_gathered(segment, u))
 
-    def _is_gathered(self, name: str, w: jax.Array | Fp8Weight) -> bool:
-        values = w.values if isinstance(w, Fp8Weight) else w
-        return name not in STATE and self.exchange.is_gathered(BLOCKS + name, values)
+    def _stay_gathered(self, segment: Segment, u: int) -> list[bool]:
+        """Of each layer of unit `u` whether its weights are gathered, and its gradients reduced, once a step."""
+        start = segment.start + u * segment.group
+        return [slot in self.gathered for slot in range(start, start + segment.group)]
 
-    def _reduce_whole(self, gradient: Unit) -> Unit:
-        """A unit's accumulated gradients, those that were left whole summed over `fsdp`."""
+    def _reduce_gathered(self, gradient: Unit, segment: Segment, u: int) -> Unit:
+        """Accumulated gradients of unit `u`, those of layers that stay gathered summed over `fsdp`."""
         return tuple(
-            {n: self.exchange.reduce_layer(BLOCKS + n, g) if self._is_gathered(n, g) else g for n, g in own.items()}
-            for own in gradient
+            self._reduce_layer(own) if stays else own
+            for own, stays in zip(gradient, self._stay_gathered(segment, u), strict=True)
         )
+
+    def _reduce_layer(self, gradient: dict[str, Any]) -> dict[str, Any]:
+        return {name: self.exchange.reduce_layer(BLOCKS + name, g) for name, g in gradient.items()}
 
     def _scatter_once(self, gradient: Unit) -> Unit:
         return tuple({n: self.exchange.scatter_once(BLOCKS + n, g) for n, g in layer.items()} for layer in gradient)
@@ -346,16 +347,20 @@ class LayerStack:
         return parts if segment.policy in ("none", "selective") else ()
 
     @jax.named_scope("weights")
-    def _gather(self, unit: Unit) -> Unit:
-        return tuple({n: self._gather_layer(n, w) for n, w in layer.items()} for layer in unit)
+    def _gather(self, unit: Unit, segment: Segment, u: int) -> Unit:
+        """The weights of unit `u`, ready for its blocks."""
+        return tuple(
+            {name: self._gather_layer(name, w, stays) for name, w in layer.items()}
+            for layer, stays in zip(unit, self._stay_gathered(segment, u), strict=True)
+        )
 
-    def _gather_layer(self, name: str, w: jax.Array | Fp8Weight) -> jax.Array | Fp8Weight:
-        """A layer's weight, or what of its state goes by its name, ready for the block."""
-        gathered = w if name in STATE else self._gathered(name, w)
-        if not isinstance(gathered, Fp8Weight):
-            return gathered
-        zeros = jnp.zeros(gathered.values.shape, self.exchange.compute)
-        return replace(gathered, gradient=zeros, amax=jnp.zeros(2, jnp.float32))
+    def _gather_layer(self, name: str, w: jax.Array | Fp8Weight, gathered: bool) -> jax.Array | Fp8Weight:
+        """A layer's weight, or what of its state goes by its name."""
+        w = w if gathered or name in STATE else self._gathered(name, w)
+        if not isinstance(w, Fp8Weight):
+            return w
+        zeros = jnp.zeros(w.values.shape, self.exchange.compute)
+        return replace(w, gradient=zeros, amax=jnp.zeros(2, jnp.float32))
 
     def _gathered(self, name: str, w: jax.Array | Fp8Weight) -> jax.Array | Fp8Weight:
         if not isinstance(w, Fp8Weight):

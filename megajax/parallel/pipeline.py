@@ -281,7 +281,7 @@ class _Run:
             entered, above = dx, {}
             for u in reversed(range(len(totals))):
                 unit = pick(self.weights[r][i][u], segment, loop)
-                if not self.stack.is_gathered(unit):
+                if not self.stack.is_gathered(segment, u):
                     unit, _ = exchange.tie_gather((unit, entered))
                 entered = dx
                 saved = read(activations[u], position(segment, slot, loop))
@@ -295,12 +295,12 @@ class _Run:
                 largest = jax.tree.map(lambda a: jnp.where(active, a, 0), largest)
                 amax[u] = combine(jnp.maximum, amax[u], largest, segment, loop)
                 # A unit's gradients are reduced while the unit below goes backward, and then added in place.
-                for v, (pending, other) in above.items():
-                    added = self.add(totals[v], pending, other, segment, loop)
+                for v, pending in above.items():
+                    added = self.add(totals[v], pending, segment, v, loop)
                     dx, gradient, totals[v] = exchange.tie_reduction((dx, gradient, added), False)
-                above = {u: (gradient, unit)}
-            for v, (pending, other) in above.items():
-                totals[v] = self.add(totals[v], pending, other, segment, loop)
+                above = {u: gradient}
+            for v, pending in above.items():
+                totals[v] = self.add(totals[v], pending, segment, v, loop)
             return dx, totals, put_off, amax
 
         return loop_over(segment, body, state)
@@ -322,9 +322,8 @@ class _Run:
                 totals = list(totals)
                 for u in reversed(range(len(totals))):
                     later = read(put_off[i][u], position(segment, slot, loop))
-                    unit = pick(self.weights[r][i][u], segment, loop)
-                    gradient = self.splits[i, u].weights(unit, later)
-                    totals[u] = self.add(totals[u], gradient, unit, segment, loop)
+                    gradient = self.splits[i, u].weights(pick(self.weights[r][i][u], segment, loop), later)
+                    totals[u] = self.add(totals[u], gradient, segment, u, loop)
                 return totals
 
             gradients.append(loop_over(segment, body, layer_gradients[r][i]))
@@ -373,9 +372,9 @@ class _Run:
             return layers + segment.start + loop * segment.unroll
         return lax.dynamic_slice_in_dim(layers, segment.start + loop * segment.unroll, segment.unroll)
 
-    def add(self, totals: Unit, gradient: Unit, unit: Unit, segment: Segment, loop: jax.Array | int) -> Unit:
-        """A unit's summed gradients and one more microbatch's, reduced over `fsdp`."""
-        gradient = jax.tree.map(lambda g: g.astype(jnp.float32), self.stack.reduce(gradient, unit))
+    def add(self, totals: Unit, gradient: Unit, segment: Segment, u: int, loop: jax.Array | int) -> Unit:
+        """The summed gradients of unit `u` and one more microbatch's, reduced over `fsdp`."""
+        gradient = jax.tree.map(lambda g: g.astype(jnp.float32), self.stack.reduce(gradient, segment, u))
         return combine(jnp.add, totals, gradient, segment, loop)
 
     def trace_saved(self, i: int, u: int, unit: Unit, x: jax.Array, inputs: BlockInputs, first) -> Saved:
@@ -451,7 +450,7 @@ class _Run:
             if self.slots.put_offs:
                 later = self.split(i, u, unit, values, x, inputs, first).inputs(unit, values, x, inputs, first)[3]
             _, gradient, amax = self.stack.unit_backward(unit, kept.residuals(values), x, inputs, segment, first, u)
-            return values, later, self.stack.reduce(gradient, unit), amax, metrics
+            return values, later, self.stack.reduce(gradient, segment, u), amax, metrics
 
         def zeros(shapes: Any, lead: int | None, dtype: Any = None) -> Any:
             leading = () if lead is None else (lead,)

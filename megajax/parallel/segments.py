@@ -68,8 +68,9 @@ def _stretches(config: Config, kinds: Sequence[LayerKind], group: int, most: int
     Layers with the same parameters repeat `model.layer_pattern`. Those of several kinds are one part if a body can hold
     them all.
     """
-    if len({kind.block for kind in kinds}) == 1:
-        return [(len(kinds), len(layer_windows(config.model)))]
+    period = len(layer_windows(config.model))
+    if all(kind == kinds[i % period] for i, kind in enumerate(kinds)):
+        return [(len(kinds), period)]
     if len(kinds) <= most:
         return [(len(kinds), len(kinds))]
     units = [tuple(kinds[i : i + group]) for i in range(0, len(kinds), group)]

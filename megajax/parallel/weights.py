@@ -40,9 +40,9 @@ class WeightExchange:
         return gather_tiles(w, once, _dim(placement.storage_dim, w, placement))
 
     def gather_layer(self, name: str, w: jax.Array) -> jax.Array:
-        """`fsdp` shard → the weight that this device computes with; what is that already stays as it is."""
+        """`fsdp` shard → the weight that this device computes with."""
         placement = self.placements[name]
-        if placement.storage_dim is not None and not self.is_gathered(name, w):
+        if placement.storage_dim is not None:
             dim = _dim(placement.storage_dim, w, placement)
             if self._layer_by_layer(placement):
                 w = gather_tiles(w, ("fsdp",), dim)
@@ -82,14 +82,6 @@ class WeightExchange:
         rest = tuple(axis for axis in self.placements[name].replicated_axes if self.sizes[axis] > 1)
         gradient = lax.psum(gradient.astype(self.gradients), rest) if rest else gradient
         return row_major(gradient.astype(jnp.float32))
-
-    def is_gathered(self, name: str, w: jax.Array) -> bool:
-        """Whether `w`, a weight or its gradient, is whole though the weight's shards lie over `fsdp`."""
-        placement = self.placements[name]
-        if not self._layer_by_layer(placement):
-            return False
-        assert placement.storage_dim is not None
-        return w.shape[_dim(placement.storage_dim, w, placement)] == placement.shape[placement.storage_dim]
 
     def is_whole(self, name: str) -> bool:
         """Whether `gather_layer` has nothing to do: what `gather_once` gave is the weight to compute with."""

@@ -3,6 +3,7 @@
 import pytest
 
 from megajax.config import Config
+from megajax.config.stages import slot_kinds
 from megajax.parallel.segments import plan_segments, repeated
 
 
@@ -68,3 +69,19 @@ def test_patterns_are_as_short_and_as_few_as_they_can_be():
     assert repeated("abababa") == ((1, 1), (6, 2))
     assert repeated("abcabc") == ((6, 3),)
     assert repeated("") == ()
+
+
+def test_every_loop_has_layers_of_the_same_kinds_where_stages_merge_their_patterns():
+    model = {"num_layers": 24, "hidden_size": 8, "num_heads": 1, "vocab_size": 8, "num_experts": 2}
+    model |= {"first_dense_layers": 1, "layer_pattern": ("local",) * 3 + ("global",), "sliding_window": 5}
+    settings = {"model": model, "batch": {"global_size": 8, "num_microbatches": 8, "sequence_length": 16}}
+    settings |= {"pipeline": {"layout": (5, 7, 6, 6)}, "remat": {"policy": "full", "layers": 1}}
+    config = Config.model_validate(settings)
+    kinds = slot_kinds(config, 4)
+    assert [kind.window for kind in kinds] == [5, 5, 5, None, 5, None, 5, 5, None]
+    segments = plan_segments(config, "cpu", kinds)
+    assert sum(segment.count for segment in segments) == len(kinds)
+    for segment in segments:
+        for loop in range(segment.loops):
+            start = segment.start + loop * segment.unroll
+            assert kinds[start : start + segment.unroll] == kinds[segment.start : segment.start + segment.unroll]
