@@ -165,7 +165,8 @@ def _check_fp8_shapes(config: Config, sizes: dict[str, int]) -> None:
     mlps += ["shared_expert_ffn_hidden_size", "expert_ffn_hidden_size"] if model.num_experts else []
     for key in mlps:
         whole = key == "expert_ffn_hidden_size" and "tensor" in config.mesh.experts_over
-        widths[f"{said(config, f'model.{key}')} / {mesh}"] = getattr(model, key) // (1 if whole else tensor)
+        shape = said(config, f"model.{key}")
+        widths[shape if whole else f"{shape} / {mesh}"] = getattr(model, key) // (1 if whole else tensor)
     for shape, width in widths.items():
         if width % 16:
             problem = f"{said(config, recipe)} needs multiples of 16, and {shape} is {width}"
@@ -345,7 +346,7 @@ def _warn_without_effect(config: Config) -> None:
         (config.optimizer.kind == "lion", "optimizer.kind", ("optimizer.epsilon",)),
         (config.remat.policy == "none", "remat.policy", ("remat.layers",)),
         (config.mesh.pipeline == 1, "mesh.pipeline", tuple(f"pipeline.{name}" for name in type(pipeline).model_fields)),
-        (_experts_stay(config), "mesh.expert", ("kernels.dispatch",)),
+        (_experts_stay(config), f"mesh.{config.mesh.experts_over[0]}", ("kernels.dispatch", "mesh.experts_over")),
         (model.num_experts is None, "model.num_experts", ("kernels.grouped_matmul",)),
         (config.mesh.context == 1, "mesh.context", ("kernels.context",)),
         (indexed and data.valid is None and data.split is None, "data.valid", ("run.eval_interval",)),

@@ -83,8 +83,8 @@ def estimate_memory(config: Config, placements: Mapping[str, Placement], sizes: 
     compute = 4 if config.precision.compute == "float32" else 2
     accumulated = compute if config.batch.num_microbatches == 1 else 4
     staged = sizes["pipeline"] > 1
-    stay = len(gathered_slots(config, sizes["pipeline"])) / len(slot_kinds(config, sizes["pipeline"]))
-    for placement in placements.values():
+    stay = _gathered_shares(config, sizes["pipeline"])
+    for name, placement in placements.items():
         size = math.prod(placement.stored_shape)
         shards = math.prod(n for axis, n in sizes.items() if axis not in placement.replicated_axes)
         # Embedding and head are gathered for the whole step over all axes, and their gradients accumulate in FP32.
@@ -97,11 +97,18 @@ def estimate_memory(config: Config, placements: Mapping[str, Placement], sizes: 
         gathered += compute * size * once // shards
         unreduced += (4 if end else accumulated) * size * once // shards if once > 1 or staged else 0
         if not end and "fsdp" in placement.storage_axes:  # the rest of the layers that stay gathered
-            rest = int(size * once * (sizes["fsdp"] - 1) * stay) // shards
+            rest = int(size * once * (sizes["fsdp"] - 1) * stay[name.split(".")[1]]) // shards
             gathered, unreduced = gathered + compute * rest, unreduced + accumulated * rest
     moments = {"adamw": 2, "lion": 1, "sgd": 1 if config.optimizer.beta1 > 0 else 0}[config.optimizer.kind]
     activations = _saved_activations(config, sizes, compute)
     return MemoryEstimate(stored, moments * stored, stored + unreduced, gathered, activations)
+
+
+def _gathered_shares(config: Config, stages: int) -> dict[str, float]:
+    """By kind of block the share of its slots whose layers stay gathered over `fsdp`, where they are unrolled."""
+    blocks = [slot.block for slot in slot_kinds(config, stages)]
+    stay = [blocks[slot] for slot in gathered_slots(config, stages)]
+    return {block: stay.count(block) / blocks.count(block) for block in blocks}
 
 
 def _saved_activations(config: Config, sizes: Mapping[str, int], compute: int) -> int:

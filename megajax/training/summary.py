@@ -89,8 +89,8 @@ def _pipeline(config: Config, sizes: dict[str, int]) -> list[str]:
         )
     if sizes["fsdp"] > 1:
         lines.append(
-            f"note       mesh.fsdp gathers a stage's weights for each of {microbatches} microbatches, forward and "
-            "backward: mesh.data, once a step, is faster if memory allows"
+            f"note       mesh.fsdp gathers most of a stage's weights for each of {microbatches} microbatches, forward "
+            "and backward: mesh.data, once a step, is faster if memory allows"
         )
     return lines
 
