@@ -117,3 +117,15 @@ def test_stages_of_two_processes_give_the_losses_of_one_device(tmp_path, start_t
     assert (first.finish(), second.finish()) == (0, 0), first.output + second.output
     assert agree(read_metrics(tmp_path / "two", "loss", "grad_norm"), expected[0])
     assert read_metrics(tmp_path / "two", "eval_loss")[6] == pytest.approx(expected[1][6], rel=1e-5)
+
+
+def test_experts_of_two_processes_give_the_losses_of_one_device(tmp_path, start, start_two, read_metrics):
+    """Tokens of each process meet experts of the other."""
+    experts = ("model.num_experts=4", "model.router.global_loss=0.1", "run.steps=3")
+    one = start(*OPTIONS, *experts, f"run.dir={tmp_path / 'one'}")
+    assert one.finish() == 0, one.output
+    mesh = ("mesh.data=1", "mesh.fsdp=1", "mesh.expert=4", "kernels.dispatch=all_to_all")
+    first, second = start_two(*experts, *mesh, f"run.dir={tmp_path / 'two'}")
+    assert (first.finish(), second.finish()) == (0, 0), first.output + second.output
+    keys = ("loss", "grad_norm", "aux_loss", "expert_load_max")
+    assert agree(read_metrics(tmp_path / "two", *keys), read_metrics(tmp_path / "one", *keys))
