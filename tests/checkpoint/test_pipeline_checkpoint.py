@@ -28,26 +28,13 @@ logging: {tensorboard: false}
 HALF, WHOLE = 2, 4  # steps; both are saved
 INTERLEAVED = {"mesh.pipeline": 4, "pipeline.rounds": 2, "mesh.data": 2}
 
-# layers, the mesh that saves, those that restore (perhaps the same), and how many of these go on
-CASES = {
-    "8 layers": (
-        8,
-        INTERLEAVED,
-        [
-            INTERLEAVED,
-            {},
-            {"mesh.pipeline": 2, "mesh.fsdp": 2},
-            {"mesh.pipeline": 4, "mesh.tensor": 2, "pipeline.schedule": "zero_bubble"},
-        ],
-        2,
-    ),
-    "7 layers on 4 stages": (
-        7,
-        {"mesh.pipeline": 4, "mesh.fsdp": 2},
-        [{"mesh.data": 2}, {"mesh.pipeline": 2, "pipeline.rounds": 2, "pipeline.schedule": "gpipe"}],
-        0,
-    ),
-}
+# Meshes that restore the 7 layers that INTERLEAVED saved, with empty slots in other places; the first two go on.
+OTHERS = [
+    INTERLEAVED,
+    {},
+    {"mesh.pipeline": 2, "mesh.fsdp": 2},
+    {"mesh.pipeline": 4, "mesh.tensor": 2, "pipeline.schedule": "zero_bubble"},
+]
 
 
 @pytest.fixture
@@ -103,29 +90,27 @@ def assert_same(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -
         np.testing.assert_array_equal(found[name], expected[name], err_msg=name)
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_other_stages_go_on_from_a_checkpoint(make_trainer, tmp_path, case):
+def test_other_stages_go_on_from_a_checkpoint(make_trainer, tmp_path):
     """Exactly the state that was saved, then the losses of the run that stopped nowhere; on the same mesh exactly."""
-    layers, source, others, going_on = CASES[case]
-    whole = make_trainer("whole", WHOLE, layers, source)
+    whole = make_trainer("whole", WHOLE, 7, INTERLEAVED)
     assert whole.run() == 0
     expected, end = metrics(whole), read(whole.checkpoints.directory / str(WHOLE))
     assert_same(end, state_of(whole))
     saved = read(whole.checkpoints.directory / str(HALF))
     assert any(leaf.any() for name, leaf in saved.items() if "/mu/" in name), "the moments have not moved"
 
-    for index, settings in enumerate(others):
+    for index, settings in enumerate(OTHERS):
         shutil.copytree(tmp_path / "whole", tmp_path / str(index))
         shutil.rmtree(tmp_path / str(index) / "checkpoints" / str(WHOLE))
-        trainer = make_trainer(str(index), WHOLE, layers, settings)
+        trainer = make_trainer(str(index), WHOLE, 7, settings)
         assert trainer.step == HALF
         assert_same(state_of(trainer), saved)
         assert_empty_slots_are_zero(trainer)
-        if index >= going_on:
+        if index >= 2:
             trainer.checkpoints.close()
             continue
         assert trainer.run() == 0
-        if settings == source:
+        if settings == INTERLEAVED:
             assert metrics(trainer) == expected
             assert_same(state_of(trainer), end)
         for step, values in metrics(trainer).items():
