@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from megajax.ops import fp8, grouped_fp8_kernels, grouped_fp8_reference
-from megajax.ops.fp8 import Fp8Weight
+from megajax.ops.fp8 import Fp8Weight, Operand
 from megajax.ops.grouped_matmul import (
     GroupedImplementation,
     fp8_rows_times_weights,
@@ -100,15 +100,6 @@ def _mlp_backward(activation, kernels, residuals, dy):
 _mlp.defvjp(_mlp_forward, _mlp_backward)
 
 
-class Operand(NamedTuple):
-    """Rows in FP8, as the grouped matmuls take them."""
-
-    values: jax.Array | None  # [R, F]; None: only the transpose is kept, for the backward pass
-    transposed: jax.Array  # [F, P], groups in steps
-    inverse_scale: jax.Array
-    amax: jax.Array  # on this device
-
-
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def _fp8_mlp(activation, kernels, max_over_devices, rows, weights, w_up, w_down, group_sizes):
     return _fp8_mlp_forward(activation, kernels, max_over_devices, rows, weights, w_up, w_down, group_sizes)[0]
@@ -151,9 +142,7 @@ class _Fp8:
         return grouped_fp8_kernels if self.kernels.elementwise == "pallas" else grouped_fp8_reference
 
     def scale(self, w: Fp8Weight, which: str, amax: Callable[[], jax.Array]) -> tuple[jax.Array, Any]:
-        """(scale, FP8 dtype); `amax()` is asked for with current scaling only."""
-        given, dtype = (w.input_scale, fp8.E4M3) if which == "input" else (w.gradient_scale, w.gradient_dtype)
-        return fp8.scale_for(self.max_over_devices(amax()), dtype) if given is None else given, dtype
+        return fp8.operand_scale(w, which, amax, self.max_over_devices)
 
     def quantised(self, rows: jax.Array, w: Fp8Weight, which: str) -> Operand:
         scale, dtype = self.scale(w, which, lambda: self.quantisers.amax(rows, self.group_sizes))

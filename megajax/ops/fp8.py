@@ -6,9 +6,10 @@ so a tensor is quantised together with its transpose: one for the forward and in
 weight gradient.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import ModuleType
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +18,19 @@ from megajax.errors import ConfigError
 from megajax.ops import fp8_kernels, fp8_reference, transformer_engine
 from megajax.ops.fp8_reference import amax, quantize
 
-__all__ = ["E4M3", "E5M2", "Fp8Weight", "Implementation", "amax", "choose", "kernels", "quantize", "scale_for"]
+__all__ = [
+    "E4M3",
+    "E5M2",
+    "Fp8Weight",
+    "Implementation",
+    "Operand",
+    "amax",
+    "choose",
+    "kernels",
+    "operand_scale",
+    "quantize",
+    "scale_for",
+]
 
 Implementation = Literal["reference", "pallas", "transformer_engine"]
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
@@ -40,6 +53,23 @@ class Fp8Weight:
     gradient: jax.Array | None  # [in, out] in the compute dtype; None as long as the weight is not in use
     amax: jax.Array | None  # [2] FP32
     gradient_dtype: Any = field(metadata={"static": True})
+
+
+class Operand(NamedTuple):
+    """A tensor in FP8, as matmuls take it; of experts' rows grouped matmuls, with groups in steps in the transpose."""
+
+    values: jax.Array | None  # [T, F]; None: only the transpose is kept, for the backward pass
+    transposed: jax.Array  # [F, T]
+    inverse_scale: jax.Array
+    amax: jax.Array  # on this device
+
+
+def operand_scale(
+    w: Fp8Weight, which: str, amax: Callable[[], jax.Array], max_over_devices: Callable[[jax.Array], jax.Array]
+) -> tuple[jax.Array, Any]:
+    """(scale, FP8 dtype) of a layer's "input" or output "gradient"; `amax()` is asked for with current scaling only."""
+    given, dtype = (w.input_scale, E4M3) if which == "input" else (w.gradient_scale, w.gradient_dtype)
+    return (scale_for(max_over_devices(amax()), dtype) if given is None else given), dtype
 
 
 def scale_for(amax: jax.Array, dtype: Any, margin: float = 0) -> jax.Array:

@@ -67,7 +67,7 @@ def gated_cast_transpose(
     interpret: bool = False,
 ) -> Quantised:
     """activation(gate) · up quantised: gate_up [T, 2F], the gate first -> q [T, F], q_t [F, T], amax."""
-    return _over_tiles(_gated(kind, interpret), [_halves(gate_up_tf)], tiling, interpret, scale, dtype)
+    return _over_tiles(_gated(kind, interpret), [halves(gate_up_tf)], tiling, interpret, scale, dtype)
 
 
 def gated_backward_cast_transpose(
@@ -81,20 +81,20 @@ def gated_backward_cast_transpose(
     interpret: bool = False,
 ) -> Quantised:
     """The gradient of gate_up [T, 2F] for dact [T, F], quantised -> q [T, 2F], q_t [2F, T], amax."""
-    operands = [_halves(gate_up_tf), dact_tf[:, None]]
+    operands = [halves(gate_up_tf), dact_tf[:, None]]
     return _over_tiles(_gated_backward(kind, interpret), operands, tiling, interpret, scale, dtype, parts=2)
 
 
 def gated_amax(kind: str, gate_up_tf: jax.Array, *, tiling: Tiling = Tiling(), interpret: bool = False) -> jax.Array:
     """The amax of `gated_cast_transpose` alone."""
-    return _over_tiles(_gated(kind, interpret), [_halves(gate_up_tf)], tiling, interpret)[-1]
+    return _over_tiles(_gated(kind, interpret), [halves(gate_up_tf)], tiling, interpret)[-1]
 
 
 def gated_backward_amax(
     kind: str, gate_up_tf: jax.Array, dact_tf: jax.Array, *, tiling: Tiling = Tiling(), interpret: bool = False
 ) -> jax.Array:
     """The amax of `gated_backward_cast_transpose` alone."""
-    return _over_tiles(_gated_backward(kind, interpret), [_halves(gate_up_tf), dact_tf[:, None]], tiling, interpret)[-1]
+    return _over_tiles(_gated_backward(kind, interpret), [halves(gate_up_tf), dact_tf[:, None]], tiling, interpret)[-1]
 
 
 # A computation takes the tiles [tokens, features] of every part of every operand [T, parts, F], and returns a float32
@@ -121,7 +121,7 @@ def _gated_backward(kind: str, interpret: bool) -> Computation:
     return compute
 
 
-def _halves(gate_up_tf: jax.Array) -> jax.Array:
+def halves(gate_up_tf: jax.Array) -> jax.Array:
     """gate_up [T, 2F] -> [T, 2, F]."""
     return gate_up_tf.reshape(gate_up_tf.shape[0], 2, -1)
 

@@ -19,7 +19,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from megajax.ops import mlp_kernel
-from megajax.ops.fp8_kernels import Tiling, largest_magnitude
+from megajax.ops.fp8_kernels import Tiling, halves, largest_magnitude
 from megajax.ops.fp8_reference import Quantised, saturate
 from megajax.ops.grouped_fp8_reference import amax
 from megajax.ops.grouped_rows import ALIGNMENT, STEP, padded_rows, steps
@@ -81,7 +81,7 @@ def gated_cast_transpose(
 ) -> Quantised:
     """activation(gate) · up · weight quantised: gate_up [R, 2F], the gate first -> q [R, F], q_t [F, P], amax."""
     how = _gated(kind, tiling, interpret)
-    q, q_t, _, largest = _over_steps(how, [_halves(gate_up_rf)], weights_r, group_sizes_e, scale, dtype)
+    q, q_t, _, largest = _over_steps(how, [halves(gate_up_rf)], weights_r, group_sizes_e, scale, dtype)
     return q, q_t, largest
 
 
@@ -101,7 +101,7 @@ def gated_backward_cast_transpose(
 
     The weights' is in their dtype, and 0 for rows of no group.
     """
-    how, operands = _gated_backward(kind, tiling, interpret), [_halves(gate_up_rf), dact_rf[:, None]]
+    how, operands = _gated_backward(kind, tiling, interpret), [halves(gate_up_rf), dact_rf[:, None]]
     q, q_t, [sums], largest = _over_steps(how, operands, weights_r, group_sizes_e, scale, dtype)
     dweights = jnp.where(jnp.arange(len(weights_r)) < group_sizes_e.sum(), sums.sum(axis=0), 0)
     return q, q_t, largest, dweights.astype(weights_r.dtype)
@@ -117,7 +117,7 @@ def gated_amax(
     interpret: bool = False,
 ) -> jax.Array:
     """The amax of `gated_cast_transpose` alone."""
-    return _over_steps(_gated(kind, tiling, interpret), [_halves(gate_up_rf)], weights_r, group_sizes_e)[-1]
+    return _over_steps(_gated(kind, tiling, interpret), [halves(gate_up_rf)], weights_r, group_sizes_e)[-1]
 
 
 def gated_backward_amax(
@@ -131,7 +131,7 @@ def gated_backward_amax(
     interpret: bool = False,
 ) -> jax.Array:
     """The amax of `gated_backward_cast_transpose` alone."""
-    how, operands = _gated_backward(kind, tiling, interpret), [_halves(gate_up_rf), dact_rf[:, None]]
+    how, operands = _gated_backward(kind, tiling, interpret), [halves(gate_up_rf), dact_rf[:, None]]
     return _over_steps(how, operands, weights_r, group_sizes_e)[-1]
 
 
@@ -148,11 +148,6 @@ def _gated_backward(kind: str, tiling: Tiling, interpret: bool) -> _Pass:
         return [gradient * weight for gradient in gradients], (jnp.sum(act * dact, axis=1),)
 
     return _Pass("grouped_activation_gradient", compute, 2, 1, tiling, interpret)
-
-
-def _halves(gate_up_rf: jax.Array) -> jax.Array:
-    """gate_up [R, 2F] -> [R, 2, F]."""
-    return gate_up_rf.reshape(gate_up_rf.shape[0], 2, -1)
 
 
 def _over_steps(

@@ -11,7 +11,7 @@ In FP8 what travels is the quantised tensor, and what is saved for the backward 
 
 from collections.abc import Sequence
 from functools import partial, reduce
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,19 +19,10 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from megajax.ops import fp8
-from megajax.ops.fp8 import Fp8Weight
+from megajax.ops.fp8 import Fp8Weight, Operand
 from megajax.ops.mlp import GATED, activate, activate_and_gradient
 
 Weight = jax.Array | Fp8Weight
-
-
-class Operand(NamedTuple):
-    """A tensor in FP8, as the matmuls take it."""
-
-    values: jax.Array | None  # [T, F]; None: only the transpose is kept, for the backward pass
-    transposed: jax.Array  # [F, T]
-    inverse_scale: jax.Array
-    amax: jax.Array  # on this device
 
 
 # Tensors of all tokens are held in pieces. Without overlap there is one, in the order of the tokens. With overlap there
@@ -178,10 +169,7 @@ def _activation_gradients(comm: Any, kind: str, ups, dacts: Sequence[jax.Array],
 
 def _scale(comm: Any, w: Fp8Weight, which: str, amaxes) -> tuple[jax.Array, Any]:
     """(scale, FP8 dtype) of a layer's input or output gradient; `amaxes()` are asked for with current scaling only."""
-    given, dtype = (w.input_scale, fp8.E4M3) if which == "input" else (w.gradient_scale, w.gradient_dtype)
-    if given is not None:
-        return given, dtype
-    return fp8.scale_for(comm.max_over_devices(reduce(jnp.maximum, amaxes())), dtype), dtype
+    return fp8.operand_scale(w, which, lambda: reduce(jnp.maximum, amaxes()), comm.max_over_devices)
 
 
 def _kept(pieces: Pieces) -> Pieces:
