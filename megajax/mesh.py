@@ -31,6 +31,12 @@ def mesh_sizes(mesh: Mesh) -> dict[str, int]:
     return dict(zip(mesh.axis_names, mesh.devices.shape, strict=True))
 
 
+def within_processes(mesh: Mesh, axis: str) -> bool:
+    """Whether devices that differ along `axis` alone belong to one process."""
+    lines = np.moveaxis(mesh.devices, mesh.axis_names.index(axis), -1).reshape(-1, mesh.shape[axis])
+    return all(len({device.process_index for device in line}) == 1 for line in lines)
+
+
 def start_processes(environment: Mapping[str, str] = os.environ) -> None:
     """Join the other processes of this run, if there are any (`jax.distributed`).
 

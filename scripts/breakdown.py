@@ -159,7 +159,8 @@ def timeline(kernels: Sequence[Kernel], ops: Mapping[str, hlo.Op], steps: int) -
     """From the first kernel's start to the last one's end, of one GPU."""
     intervals: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
     for kernel in kernels:
-        collective = ops[kernel.op].kind in hlo.COLLECTIVES if kernel.op in ops else "nccl" in kernel.name.lower()
+        transfer = any(name in kernel.name.lower() for name in ("nccl", "memcpyp2p"))
+        collective = ops[kernel.op].kind in hlo.COLLECTIVES if kernel.op in ops else transfer
         intervals[collective].append((kernel.start, kernel.end))
     whole = max(kernel.end for kernel in kernels) - min(kernel.start for kernel in kernels)
     communication, compute = _covered(intervals[True]), _covered(intervals[False])

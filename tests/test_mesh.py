@@ -1,12 +1,14 @@
 """The mesh: axes, device order, and joining the other processes of a run."""
 
+from types import SimpleNamespace
+
 import jax
 import numpy as np
 import pytest
 from jax.sharding import AxisType
 
 from megajax.errors import ConfigError
-from megajax.mesh import AXES, BATCH_AXES, build_mesh, mesh_sizes, start_processes
+from megajax.mesh import AXES, BATCH_AXES, build_mesh, mesh_sizes, start_processes, within_processes
 
 ONE = dict.fromkeys(AXES, 1)
 
@@ -36,6 +38,15 @@ def test_sizes_read_back_in_the_order_of_the_axes_however_they_were_given():
     sizes = {**ONE, "expert": 2, "context": 4}
     mesh = build_mesh(dict(reversed(sizes.items())))
     assert list(mesh_sizes(mesh).items()) == list(sizes.items())
+
+
+def test_an_axis_lies_within_processes_if_no_line_along_it_leaves_one():
+    hosts = [SimpleNamespace(process_index=i // 4) for i in range(8)]  # two with four devices each
+    inner = SimpleNamespace(axis_names=("fsdp", "tensor"), shape={"fsdp": 2, "tensor": 4})
+    inner.devices = np.array(hosts).reshape(2, 4)
+    assert within_processes(inner, "tensor") and not within_processes(inner, "fsdp")  # type: ignore[arg-type]
+    inner.devices = np.array(hosts[2:] + hosts[:2]).reshape(2, 4)
+    assert not within_processes(inner, "tensor")  # type: ignore[arg-type]
 
 
 def test_axes_are_automatic_outside_the_step():

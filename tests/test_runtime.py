@@ -78,7 +78,15 @@ def test_flags_of_a_pipeline(config, fresh):
     assert "combine_threshold" in fsdp and "double_buffering" not in fsdp and "connected" not in fsdp
     os.environ["XLA_FLAGS"] = ""
     rounds = " ".join(prepare_environment(config("mesh.tensor=2", "pipeline.rounds=2", *stages)))
-    assert "permute_connected_components=true" in rounds
+    assert "permute_connected_components=true" in rounds and "permute_mode" not in rounds
+
+
+def test_permutations_over_tensor_travel_by_copy_engines(config, fresh):
+    assert not any("permute" in flag for flag in prepare_environment(config("mesh.context=2")))
+    os.environ["XLA_FLAGS"] = ""
+    prepare_environment(config("mesh.tensor=2"))
+    assert environment_flags()["xla_gpu_collective_permute_mode"] == "peer"
+    assert environment_flags()["xla_gpu_collective_permute_connected_components"] == "true"
 
 
 def test_transfers_over_tensor_start_in_the_order_of_their_launch(config, fresh):

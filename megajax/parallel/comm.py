@@ -24,9 +24,9 @@ TOKEN_AXES = (*BATCH_AXES, "context", "tensor")  # that the tokens of a microbat
 class MeshComm(SingleDevice):
     """The communication points as collectives; where an axis has size 1, the identity."""
 
-    # On H200s a piece's matmul in BF16 takes as long as its transfer by NCCL (152 GB/s) at about 3500 columns. In FP8
-    # both are faster alike.
-    overlap_width = 3072
+    # On H200s a piece's matmul in BF16 takes as long as its transfer by NCCL (152 GB/s) at about 3500 columns, and by a
+    # copy engine (343 GB/s) at 1600. In FP8 both are faster alike. Narrower ones gain by copy engines all the same.
+    overlap_width, overlap_width_of_copies = 3072, 1024
 
     def __init__(
         self,
@@ -40,6 +40,7 @@ class MeshComm(SingleDevice):
         ragged: bool = False,
         experts_over: tuple[str, ...] = ("expert",),
         grouped: ops.GroupedImplementation = "reference",
+        copied: bool = False,  # pieces travel by copy engines
     ):
         # The reference of grouped matmuls reads rows that the kernel of the activation leaves unwritten.
         of_experts: ops.ElementwiseImplementation = elementwise if grouped == "pallas" else "reference"
@@ -51,6 +52,7 @@ class MeshComm(SingleDevice):
         self.elementwise: ops.ElementwiseImplementation = elementwise
         self.deterministic, self.attend_calls = deterministic, 0
         self.sizes, self.context_strategy = sizes, context_strategy
+        self.copied = copied
         self.tensor_size, self.context_size = sizes["tensor"], sizes["context"]
         self.token_shards = math.prod(sizes[axis] for axis in TOKEN_AXES)
 
@@ -114,7 +116,7 @@ class MeshComm(SingleDevice):
 
     def overlaps(self, width: int) -> bool:
         """Whether a layer with so many columns (a row layer: rows) on this device hides its transfers."""
-        return self.tensor_size > 1 and width >= self.overlap_width
+        return self.tensor_size > 1 and width >= (self.overlap_width_of_copies if self.copied else self.overlap_width)
 
     def local_kv_heads(self, num_kv_heads: int) -> int:
         return max(1, num_kv_heads // self.tensor_size)

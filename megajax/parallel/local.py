@@ -14,7 +14,7 @@ from megajax import ops
 from megajax.config import Config
 from megajax.config.kinds import layer_windows
 from megajax.config.sentences import said
-from megajax.mesh import BATCH_AXES, mesh_sizes
+from megajax.mesh import BATCH_AXES, mesh_sizes, within_processes
 from megajax.model.transformer import BlockInputs, Transformer
 from megajax.ops import fp8
 from megajax.parallel.comm import MeshComm
@@ -23,6 +23,7 @@ from megajax.parallel.head import LossHead
 from megajax.parallel.layers import LayerStack
 from megajax.parallel.token_order import add_places, place_of
 from megajax.parallel.weights import WeightExchange, row_major, sum_over_all
+from megajax.runtime import copy_engines
 from megajax.sharding import BLOCKS, Placement
 
 JITTER = 2**31  # folded into the step's key; below it: layers and branches of dropout
@@ -121,6 +122,7 @@ class LocalModel:
             ragged=platform != "cpu",
             experts_over=config.mesh.experts_over,
             grouped=kernels.grouped_matmul,
+            copied=platform == "gpu" and copy_engines(config) and within_processes(mesh, "tensor"),
         )
         compute, gradients = jnp.dtype(config.precision.compute), jnp.dtype(config.precision.gradients)
         # Several kinds of blocks have parameters of the same name: but for their layers these lie alike.
