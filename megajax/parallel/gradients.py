@@ -47,13 +47,13 @@ def gradient_function(local: LocalModel, mesh: Mesh) -> Callable:
 
         def microbatch(end_gradients, index, fields: Batch):
             inputs = local.inputs(fields, index, key, balance_scale)
-            x = local.embed(ends, fields, inputs)
+            x = local.embedding.forward(ends, fields, inputs)
             x, residuals, metrics = local.layers.forward(layers, x, inputs)
             loss, z_loss, dx, end_gradients = local.head.losses_and_gradients(
                 ends, x, fields["targets"].reshape(-1), fields["loss_mask"].reshape(-1), scale, end_gradients
             )
             dx, layer_gradients, amax = local.layers.backward(layers, residuals, dx, inputs, only_microbatch)
-            end_gradients = local.embed_backward(end_gradients, ends, fields, inputs, dx)
+            end_gradients = local.embedding.backward(end_gradients, ends, fields, inputs, dx)
             return end_gradients, layer_gradients, ({"loss": loss, "z_loss": z_loss}, metrics), amax
 
         if pipeline is None:
@@ -64,8 +64,7 @@ def gradient_function(local: LocalModel, mesh: Mesh) -> Callable:
                 ends, layers, batch, key, scale, balance_scale
             )
 
-        end_gradients = {n: local.exchange.reduce_layer(n, g) for n, g in end_gradients.items()}
-        gradients = {n: local.exchange.reduce_once(n, g) for n, g in end_gradients.items()}
+        gradients = local.reduce_ends(end_gradients)
         gradients |= local.layers.collect(layer_gradients, only_microbatch)
         gradients = {name: gradients[name] / loss_scale for name in params}
         if imbalance is not None:  # a mean over the devices, by the way of the sums
@@ -110,7 +109,7 @@ def loss_function(local: LocalModel, mesh: Mesh) -> Callable:
 
         def microbatch(loss, fields: Batch):
             inputs = local.inputs(fields, 0, None)
-            x = local.embed(ends, fields, inputs)
+            x = local.embedding.forward(ends, fields, inputs)
             x, _, _ = local.layers.forward(layers, x, inputs, save=False)
             targets, mask = fields["targets"].reshape(-1), fields["loss_mask"].reshape(-1)
             return loss + local.head.losses(ends, x, targets, mask), None

@@ -219,23 +219,30 @@ class LayerStack:
         Collectives are tied to the layer that they run beside. A unit's weights are gathered while the unit above goes
         backward (untied, the gather would be merged with the forward pass's, and the weights kept); its gradients are
         reduced while the unit below does (untied, XLA merges the reductions of distant layers and runs them last).
+        Where there are no loops, the last unit's weights are those of the forward pass, since nothing would hide their
+        gather, and the first unit's dx waits for no gradient of a weight.
         """
-        gradients, amaxes = [], []
-        for segment, units, saved in zip(self.segments[::-1], weights[::-1], residuals[::-1], strict=True):
+        gradients, amaxes, last = [], [], len(self.segments) - 1
+        for s, (segment, units, saved) in reversed([*enumerate(zip(self.segments, weights, residuals, strict=True))]):
             on_the_way = _reduced_on_the_way(segment, only_microbatch)
 
-            def body(dx, loop, segment=segment, on_the_way=on_the_way):
+            def body(dx, loop, s=s, segment=segment, on_the_way=on_the_way):
                 units, saved, first = loop
                 above: Unit | None = None
                 entered, reduced, amax = dx, [], []
                 for u in reversed(range(len(units))):
-                    unit, _ = self.exchange.tie_gather((units[u], entered))
+                    unit = units[u]
+                    if (s, u) != (last, len(units) - 1) or segment.loops > 1:
+                        unit, _ = self.exchange.tie_gather((unit, entered))
                     entered = dx
                     dx, gradient, largest = self.unit_backward(unit, saved[u], dx, inputs, segment, first, u)
                     amax.append(largest)
                     if above is not None:
                         above = self.reduce(above, segment, u + 1, on_the_way)
-                        dx, gradient, above = self.exchange.tie_reduction((dx, gradient, above), on_the_way)
+                        if (s, u) != (0, 0) or segment.loops > 1:
+                            dx, gradient, above = self.exchange.tie_reduction((dx, gradient, above), on_the_way)
+                        else:
+                            gradient, above = self.exchange.tie_reduction((gradient, above), on_the_way)
                         reduced.append(above)
                     above = gradient
                 assert above is not None

@@ -3,11 +3,9 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.sharding import Mesh
 
 from megajax import ops
@@ -18,6 +16,7 @@ from megajax.mesh import BATCH_AXES, mesh_sizes, within_processes
 from megajax.model.transformer import BlockInputs, Transformer
 from megajax.ops import fp8
 from megajax.parallel.comm import MeshComm
+from megajax.parallel.embedding import MeshEmbedding
 from megajax.parallel.fused import FusedWeights
 from megajax.parallel.head import LossHead
 from megajax.parallel.layers import LayerStack
@@ -99,6 +98,7 @@ class LocalModel:
     comm: MeshComm
     exchange: WeightExchange
     layers: LayerStack
+    embedding: MeshEmbedding
     head: LossHead
 
     @classmethod
@@ -132,14 +132,25 @@ class LocalModel:
         computed |= {BLOCKS + n: p for n, p in fused.placements.items()}
         exchange = WeightExchange(computed, sizes, compute, gradients)
         layers = LayerStack(config, comm, model, exchange, fused, platform)
-        return cls(config, sizes, placements, comm, exchange, layers, LossHead(config, comm, platform))
+        ends = MeshEmbedding(config, comm), LossHead(config, comm, platform)
+        return cls(config, sizes, placements, comm, exchange, layers, *ends)
 
     @jax.named_scope("weights")
     def gather_ends(self, params: Params) -> dict[str, jax.Array]:
         """The weights outside the blocks, ready to compute with; they are gathered over `fsdp` once a step too."""
         ends = {name: w for name, w in params.items() if not name.startswith(BLOCKS)}
-        gathered = {name: self.exchange.gather_once(name, w) for name, w in ends.items()}
-        return {name: row_major(self.exchange.gather_layer(name, w)) for name, w in gathered.items()}
+        gather = [name for name in ends if name not in self.embedding.as_stored]
+        gathered = {name: self.exchange.gather_once(name, ends[name]) for name in gather}
+        return ends | {name: row_major(self.exchange.gather_layer(name, w)) for name, w in gathered.items()}
+
+    def reduce_ends(self, gradients: Params) -> dict[str, jax.Array]:
+        """Gradients of what `gather_ends` gave → complete FP32 gradients of the stored shards."""
+        return {
+            name: self.exchange.complete(name, g)
+            if name in self.embedding.as_stored
+            else self.exchange.reduce_once(name, self.exchange.reduce_layer(name, g))
+            for name, g in gradients.items()
+        }
 
     def inputs(
         self, batch: Batch, microbatch: jax.Array | int, key: jax.Array | None, balance_scale: jax.Array | None = None
@@ -182,45 +193,8 @@ class LocalModel:
             return None
         return jax.random.fold_in(jax.random.key(config.run.seed + 1), step)
 
-    @jax.named_scope("embedding")
-    def embed(self, ends: Params, batch: Batch, inputs: BlockInputs) -> jax.Array:
-        """Tokens and positions `[B, S]` → residual stream `[T / tensor, D]`."""
-        rows, ours = self._vocabulary_rows(ends, batch["tokens"])
-        x = self.comm.leave(jnp.where(ours, ends["embedding.tokens"][rows], 0))
-        if "embedding.positions" in ends:
-            x = x + ends["embedding.positions"][self.comm.own_tokens(batch["positions"].reshape(-1))]
-        return self._embedding_dropout(x, inputs)
-
-    @jax.named_scope("embedding")
-    def embed_backward(self, gradients: Params, ends: Params, batch: Batch, inputs: BlockInputs, dx) -> dict:
-        """`gradients` with the embedding's added: a scatter-add into the accumulator, in place."""
-        out = dict(gradients)
-        (dx,) = jax.vjp(partial(self._embedding_dropout, inputs=inputs), dx)[1](dx)
-        rows, ours = self._vocabulary_rows(ends, batch["tokens"])
-        updates = jnp.where(ours, self.comm.enter(dx), 0).astype(jnp.float32)
-        # Behind a barrier, or XLA would scatter into the layout of the reduction after all.
-        table = row_major(out["embedding.tokens"].at[rows].add(updates))
-        out["embedding.tokens"] = lax.optimization_barrier(table)
-        if "embedding.positions" in ends:
-            own = self.comm.own_tokens(batch["positions"].reshape(-1))
-            out["embedding.positions"] = out["embedding.positions"].at[own].add(dx.astype(jnp.float32))
-        return out
-
     def valid_tokens(self, batch: Batch) -> jax.Array:
         """The number of tokens that count in the loss, over all devices and microbatches; at least 1."""
         copies = self.sizes["tensor"] * self.sizes["pipeline"]  # devices that hold the same tokens
         count = batch["loss_mask"].astype(jnp.float32).sum() / copies
         return jnp.maximum(sum_over_all(count, self.sizes), 1)
-
-    def _vocabulary_rows(self, ends: Params, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Each token's row in this device's part of the vocabulary `[T]`, and whether it is there `[T, 1]`."""
-        size = ends["embedding.tokens"].shape[0]
-        rows = tokens.reshape(-1) - self.comm.vocabulary_start(size)
-        ours = (rows >= 0) & (rows < size)
-        return jnp.where(ours, rows, 0), ours[:, None]
-
-    def _embedding_dropout(self, x: jax.Array, inputs: BlockInputs) -> jax.Array:
-        if inputs.dropout_key is None:
-            return x
-        key = jax.random.fold_in(inputs.dropout_key, 0)
-        return ops.dropout(x, self.config.model.dropout, key, inputs.token_ids)

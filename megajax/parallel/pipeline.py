@@ -167,7 +167,7 @@ class _Run:
         """The blocks of this stage's round, on what the stage before sent; the first virtual stage embeds tokens."""
         active, fields, inputs, r = self.work(self.schedule.forward, tick)
         first = (self.stage == 0) & (r == 0)
-        x = (first, self.local.embed(self.ends, fields, inputs), carry.x)
+        x = (first, self.local.embedding.forward(self.ends, fields, inputs), carry.x)
         slot = self.own(self.slots.forward, tick) if self.training else jnp.int32(0)
         buffers = (carry.activations, carry.metrics)
         active = active if self.balance_scale is not None else None  # no experts, no metrics
@@ -253,7 +253,7 @@ class _Run:
         operation = partial(self.stage_backward, split=split)
         dx, layer_gradients, put_off, amax = self.in_program(r, slot, operation, dx, buffers, inputs, keep, active)
         first = jnp.where(active & (self.stage == 0) & (r == 0), dx, 0)
-        end_gradients = self.local.embed_backward(carry.end_gradients, self.ends, fields, inputs, first)
+        end_gradients = self.local.embedding.backward(carry.end_gradients, self.ends, fields, inputs, first)
         return carry._replace(
             dx=dx, end_gradients=end_gradients, layer_gradients=layer_gradients, put_off=put_off, amax=amax
         )
@@ -406,7 +406,7 @@ class _Run:
     def empty_stream(self) -> jax.Array:
         """Zeros in the place of a microbatch's residual stream."""
         fields, inputs = self.microbatch(jnp.int32(0))
-        x = jax.eval_shape(self.local.embed, self.ends, fields, inputs)
+        x = jax.eval_shape(self.local.embedding.forward, self.ends, fields, inputs)
         return jnp.zeros(x.shape, x.dtype)
 
     def first_carry(self) -> Carry:

@@ -8,6 +8,7 @@ from megajax.config import Config, ModelConfig
 from megajax.config.kinds import block_layers, layer_kinds
 from megajax.config.stages import gathered_slots, slot_kinds
 from megajax.model import Transformer, parameters
+from megajax.parallel.embedding import TOKENS, row_axes
 from megajax.parallel.schedules import assign_slots, make_schedule
 from megajax.sharding import END_AXES, ONCE_AXES, Placement
 
@@ -87,13 +88,16 @@ def estimate_memory(config: Config, placements: Mapping[str, Placement], sizes: 
     for name, placement in placements.items():
         size = math.prod(placement.stored_shape)
         shards = math.prod(n for axis, n in sizes.items() if axis not in placement.replicated_axes)
-        # Embedding and head are gathered for the whole step over all axes, and their gradients accumulate in FP32.
+        # Head and embedding are gathered for the whole step over all axes, and their gradients accumulate in FP32; not
+        # the embedding where tokens' rows travel instead.
         end = placement.axes[0] != "layers"
         gathered_axes = END_AXES if end else ONCE_AXES
         if "experts" in placement.axes:
             gathered_axes = tuple(axis for axis in ONCE_AXES if axis not in config.mesh.experts_over)
         once = math.prod(sizes[a] for a in gathered_axes) if placement.storage_dim is not None else 1
         stored += 4 * size // shards
+        if name == TOKENS and row_axes(config, sizes):
+            continue
         gathered += compute * size * once // shards
         unreduced += (4 if end else accumulated) * size * once // shards if once > 1 or staged else 0
         if not end and "fsdp" in placement.storage_axes:  # the rest of the layers that stay gathered

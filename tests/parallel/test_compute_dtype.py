@@ -41,7 +41,7 @@ def test_the_residual_stream_keeps_the_compute_dtype(options, compute):
         ends, layers = local.gather_ends(params), local.layers.gather_once(params, {})
         fields = {name: field[0] for name, field in batch.items()}
         inputs = local.inputs(fields, 0, jax.random.key(0) if options else None)
-        x = local.embed(ends, fields, inputs)
+        x = local.embedding.forward(ends, fields, inputs)
         y, _, _ = local.layers.forward(layers, x, inputs)
         return x, y, {name: w.dtype for name, w in (ends | layers[0][0][0]).items()}
 

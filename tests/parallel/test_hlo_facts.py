@@ -121,6 +121,7 @@ def test_gradients_are_reduced_over_data_once_a_step_whatever_the_microbatches(c
 
 
 def test_embedding_and_head_are_gathered_over_fsdp_once_a_step(compiled):
+    """With so many tokens; the rows of few travel instead."""
     for microbatches in (1, 4):
         found = collectives(compiled({"fsdp": 2}, microbatches=microbatches).as_text())
         assert count(found, "fsdp", "all-gather", loops=0) == 2
@@ -143,10 +144,10 @@ def test_weights_are_gathered_over_fsdp_once_a_layer_and_pass(compiled, mesh, re
 
 @pytest.mark.parametrize("remat", ["none", "full", "selective", "save_matmuls"])
 def test_an_unrolled_stack_gathers_over_fsdp_once_a_layer_and_pass_too(compiled, remat):
-    """The two passes' gathers are not merged, which would keep every layer's whole weights in between."""
+    """The two passes' gathers are not merged, which would keep every layer's whole weights, but those of the last."""
     settings = {"remat": {"policy": remat}, "kernels": {"scan_unroll": LAYERS}}
     found = collectives(compiled({"fsdp": 2}, **settings).as_text())
-    assert count(found, "fsdp", "all-gather") == 2 * LAYER_MATRICES * LAYERS + 2
+    assert count(found, "fsdp", "all-gather") == LAYER_MATRICES * (2 * LAYERS - 1) + 2
     assert count(found, "fsdp", "reduce-scatter") == LAYER_MATRICES * LAYERS + 2
 
 
@@ -246,7 +247,7 @@ def residual_shapes(program) -> list[tuple[int, ...]]:
         fields = {name: field[0] for name, field in batch.items()}
         inputs = local.inputs(fields, 0, None)
         layers = local.layers.gather_once(params, {})
-        x = local.embed(local.gather_ends(params), fields, inputs)
+        x = local.embedding.forward(local.gather_ends(params), fields, inputs)
         return local.layers.forward(layers, x, inputs)[1]
 
     run = jax.shard_map(

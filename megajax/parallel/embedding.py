@@ -1,0 +1,96 @@
+"""The embedding on the mesh: rows of a device's tokens, and the gradient of the table.
+
+The table is stored in shards of its columns. Either it is gathered once a step and its gradient reduced once, or every
+device looks up its own columns for the tokens of all and sends each its rows; gradients of rows return the same way.
+With a large vocabulary and few tokens that is a fraction of the bytes, and nothing hides what travels before the first
+layer and after the last.
+"""
+
+import math
+from collections.abc import Mapping
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from megajax import ops
+from megajax.config import Config
+from megajax.model.transformer import BlockInputs
+from megajax.parallel.comm import MeshComm
+from megajax.parallel.weights import row_major
+from megajax.sharding import END_AXES
+
+TOKENS, POSITIONS = "embedding.tokens", "embedding.positions"
+Weights = Mapping[str, jax.Array]
+Batch = Mapping[str, jax.Array]
+
+
+def row_axes(config: Config, sizes: Mapping[str, int]) -> tuple[str, ...]:
+    """The axes over which tokens' rows travel, in the order of the table's shards; none: the table is gathered.
+
+    Rows travel twice in the compute dtype, the table once, and once more in FP32 as its gradient. A table that is the
+    head too is gathered anyway, and so it is in a pipeline, whose stages all hold the same tokens.
+    """
+    if config.model.tie_embeddings or sizes["pipeline"] > 1:
+        return ()
+    axes = tuple(axis for axis in END_AXES if sizes[axis] > 1)
+    tokens = config.batch.global_size * config.batch.sequence_length // math.prod(sizes[axis] for axis in axes)
+    number = 4 if config.precision.compute == "float32" else 2
+    rows_travel = 2 * number * tokens < (number + 4) * config.model.padded_vocab_size // sizes["tensor"]
+    return axes if rows_travel else ()
+
+
+class MeshEmbedding:
+    """Token and position embeddings of a device's tokens, and their gradients."""
+
+    def __init__(self, config: Config, comm: MeshComm):
+        self.config, self.comm = config, comm
+        self.axes = row_axes(config, comm.sizes)
+        self.as_stored = (TOKENS,) if self.axes else ()  # weights that are used, and have gradients, in their shards
+
+    @jax.named_scope("embedding")
+    def forward(self, weights: Weights, batch: Batch, inputs: BlockInputs) -> jax.Array:
+        """Tokens and positions `[B, S]` → residual stream `[T / tensor, D]`."""
+        table = weights[TOKENS]
+        rows, ours = self._vocabulary_rows(table, batch["tokens"])
+        x = jnp.where(ours, table[rows], 0).astype(self.config.precision.compute)
+        if self.axes:  # columns of all tokens → whole rows of the own ones, without the padding
+            x = row_major(lax.all_to_all(x, self.axes, 0, 1, tiled=True)[:, : self.config.model.hidden_size])
+        x = self.comm.leave(x)
+        if POSITIONS in weights:
+            x = x + weights[POSITIONS][self.comm.own_tokens(batch["positions"].reshape(-1))]
+        return self._dropout(x, inputs)
+
+    @jax.named_scope("embedding")
+    def backward(self, gradients: Weights, weights: Weights, batch: Batch, inputs: BlockInputs, dx) -> dict:
+        """`gradients` with the embedding's added: a scatter-add into the accumulator, in place."""
+        out = dict(gradients)
+        (dx,) = jax.vjp(partial(self._dropout, inputs=inputs), dx)[1](dx)
+        updates = self.comm.enter(dx)
+        if self.axes:
+            padding = weights[TOKENS].shape[1] * math.prod(self.comm.sizes[a] for a in self.axes) - updates.shape[1]
+            updates = lax.all_to_all(jnp.pad(updates, ((0, 0), (0, padding))), self.axes, 1, 0, tiled=True)
+        rows, ours = self._vocabulary_rows(weights[TOKENS], batch["tokens"])
+        # Behind a barrier, or XLA would scatter into the layout of the reduction after all.
+        table = row_major(out[TOKENS].at[rows].add(jnp.where(ours, updates, 0).astype(jnp.float32)))
+        out[TOKENS] = lax.optimization_barrier(table)
+        if POSITIONS in weights:
+            own = self.comm.own_tokens(batch["positions"].reshape(-1))
+            out[POSITIONS] = out[POSITIONS].at[own].add(dx.astype(jnp.float32))
+        return out
+
+    def _vocabulary_rows(self, table: jax.Array, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """The rows to look up in this device's part of the vocabulary, and whether each token is there `[·, 1]`."""
+        tokens = tokens.reshape(-1)
+        if self.axes:
+            tokens = lax.all_gather(tokens, self.axes, tiled=True)
+        rows = tokens - self.comm.vocabulary_start(table.shape[0])
+        ours = (rows >= 0) & (rows < table.shape[0])
+        return jnp.where(ours, rows, 0), ours[:, None]
+
+    def _dropout(self, x: jax.Array, inputs: BlockInputs) -> jax.Array:
+        if inputs.dropout_key is None:
+            return x
+        key = jax.random.fold_in(inputs.dropout_key, 0)
+        return ops.dropout(x, self.config.model.dropout, key, inputs.token_ids)

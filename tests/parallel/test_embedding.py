@@ -1,0 +1,82 @@
+"""The embedding against NumPy, its table gathered or tokens' rows travelling, and the choice between the two."""
+
+import math
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from megajax.config import load_config
+from megajax.config.checks import check_mesh
+from megajax.mesh import BATCH_AXES, build_mesh
+from megajax.parallel.embedding import TOKENS, row_axes
+from megajax.training.step import TrainProgram
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+MODEL = {"num_layers": 2, "hidden_size": 20, "num_heads": 2, "ffn_hidden_size": 32, "vocab_size": 250}
+OF_TOKENS = P((*BATCH_AXES, "tensor"))  # [B·S, D], the mesh without context
+
+
+@pytest.mark.parametrize("sequence_length", [4, 64], ids=["rows", "table"])
+@pytest.mark.parametrize(
+    "mesh",
+    [{"fsdp": 8}, {"data": 4, "tensor": 2}, {"data": 2, "fsdp": 2, "tensor": 2}, {"fsdp": 2, "data": 4}],
+    ids=str,
+)
+def test_rows_and_the_gradient_of_the_table(table, mesh, sequence_length):
+    """A width of 20 is padded where eight devices share it."""
+    config = table.make_config(MODEL, mesh, batch={"global_size": 64, "sequence_length": sequence_length})
+    program = TrainProgram.build(config, build_mesh(check_mesh(config, 8), jax.devices()[:8]))
+    local = program.local
+    assert bool(local.embedding.axes) == (sequence_length == 4)
+
+    def step(params, batch, dx):
+        fields = {name: field[0] for name, field in batch.items()}
+        inputs, ends = local.inputs(fields, 0, None), local.gather_ends(params)
+        x = local.embedding.forward(ends, fields, inputs)
+        zeros = {name: jnp.zeros(w.shape) for name, w in ends.items()}
+        return x, local.reduce_ends(local.embedding.backward(zeros, ends, fields, inputs, dx))[TOKENS]
+
+    specs = {name: placement.spec for name, placement in program.placements.items()}
+    run = jax.shard_map(
+        step,
+        mesh=program.mesh,
+        in_specs=(specs, program.batch_sharding.spec, OF_TOKENS),
+        out_specs=(OF_TOKENS, specs[TOKENS]),
+        check_vma=False,
+    )
+    rng = np.random.default_rng(0)
+    params = {n: jnp.asarray(rng.standard_normal(w.shape), w.dtype) for n, w in program.abstract_state.params.items()}
+    tokens = rng.integers(0, 250, program.batch_shape)
+    dx = rng.standard_normal((tokens.size, 20))
+    found, gradient = jax.jit(run)(params, {n: jnp.asarray(tokens) for n in program.abstract_batch}, jnp.asarray(dx))
+    weights = np.asarray(params[TOKENS])[:, :20]
+    np.testing.assert_array_equal(found, weights[tokens.reshape(-1)])
+    expected = np.zeros_like(weights, dtype=np.float64)
+    np.add.at(expected, tokens.reshape(-1), dx)
+    np.testing.assert_allclose(np.asarray(gradient)[:, :20], expected, atol=1e-5)
+    assert not np.asarray(gradient)[:, 20:].any()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "axes"),
+    [
+        # 32,768 tokens a device: 2 · 2 bytes each way and number, against 2 + 4 of each of 128,256 rows.
+        (["mesh={fsdp: 4}", "batch.global_size=16"], ("fsdp",)),
+        (["mesh={data: 2, fsdp: 2}", "batch.global_size=16"], ("fsdp", "data")),
+        (["mesh={data: 2, tensor: 2}", "batch.global_size=8"], ("data",)),
+        (["mesh={fsdp: 4}", "batch.global_size=96", "batch.num_microbatches=6"], ()),  # 196,608 tokens
+        (["mesh={data: 2, tensor: 4}", "batch.global_size=16"], ()),  # 65,536 tokens, 32,064 rows
+        (["mesh={fsdp: 4}", "batch.global_size=16", "model.tie_embeddings=true"], ()),
+        (["mesh={fsdp: 4, pipeline: 2}", "batch.global_size=16", "batch.num_microbatches=2"], ()),
+        (["mesh={fsdp: 1}", "batch.global_size=4"], ()),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_what_moves_fewer_bytes_travels(overrides, axes):
+    config = load_config(CONFIGS / "llama3_8b_l8.yaml", ["mesh.fsdp=1", *overrides])
+    sizes = check_mesh(config, math.prod(size for size in config.mesh.model_dump().values() if isinstance(size, int)))
+    assert row_axes(config, sizes) == axes
