@@ -12,6 +12,7 @@ from pathlib import Path
 from megajax.config import Config
 
 LAYER_BYTES = 512 * 2**20  # combine collectives up to about a layer's weights
+PERMUTATIONS = "xla_gpu_collective_permute_mode"
 MEMORY_FRACTION = "0.92"  # jax's own 0.75 gives false out-of-memory
 
 
@@ -29,8 +30,11 @@ def xla_flags(config: Config) -> dict[str, str]:
         # A permutation over `tensor` is the matter of the devices that share it, and in a pipeline, where stages run
         # different rounds and slots, so is one over `context`: XLA would have all devices meet at its call.
         flags["xla_gpu_collective_permute_connected_components"] = "true"
-    if copy_engines(config):
-        flags["xla_gpu_collective_permute_mode"] = "peer"
+    if mesh.tensor != 1 and mesh.pipeline == 1:
+        # By copy engines, where the devices belong to one process: from GPU to GPU these move 343 GB/s, NCCL's kernels
+        # 152 to 256, and they leave the multiprocessors to the matmuls. With `context` alone this was no faster; in a
+        # pipeline, whose stages run different programs, it was not tried.
+        flags[PERMUTATIONS] = "peer"
     if mesh.context != 1:
         # Keys, values and their gradients travel at once beside one block of attention.
         flags["xla_gpu_experimental_parallel_collective_overlap_limit"] = "4"
@@ -48,14 +52,9 @@ def xla_flags(config: Config) -> dict[str, str]:
     return flags
 
 
-def copy_engines(config: Config) -> bool:
-    """Whether permutations travel by copy engines, where the devices that they connect belong to one process.
-
-    From GPU to GPU these move 343 GB/s, NCCL's kernels 152 to 256, and they leave the multiprocessors to the matmuls.
-    With `context` alone this was no faster; in a pipeline, whose stages run different programs, it was not tried with
-    `tensor`.
-    """
-    return config.mesh.tensor != 1 and config.mesh.pipeline == 1
+def permutations_are_copied() -> bool:
+    """Whether the flags in force have copy engines carry permutations within a process."""
+    return f"--{PERMUTATIONS}=peer" in os.environ.get("XLA_FLAGS", "").split()
 
 
 def variables(config: Config) -> dict[str, str]:

@@ -10,7 +10,7 @@ import jax
 import pytest
 
 from megajax.config import load_config
-from megajax.runtime import keep_autotuning, prepare_environment
+from megajax.runtime import keep_autotuning, permutations_are_copied, prepare_environment
 
 
 @pytest.fixture
@@ -85,8 +85,11 @@ def test_permutations_over_tensor_travel_by_copy_engines(config, fresh):
     assert not any("permute" in flag for flag in prepare_environment(config("mesh.context=2")))
     os.environ["XLA_FLAGS"] = ""
     prepare_environment(config("mesh.tensor=2"))
-    assert environment_flags()["xla_gpu_collective_permute_mode"] == "peer"
+    assert environment_flags()["xla_gpu_collective_permute_mode"] == "peer" and permutations_are_copied()
     assert environment_flags()["xla_gpu_collective_permute_connected_components"] == "true"
+    os.environ["XLA_FLAGS"] = "--xla_gpu_collective_permute_mode=private"
+    prepare_environment(config("mesh.tensor=2"))
+    assert not permutations_are_copied(), "the user's flag wins"
 
 
 def test_transfers_over_tensor_start_in_the_order_of_their_launch(config, fresh):

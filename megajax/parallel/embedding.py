@@ -29,16 +29,17 @@ Batch = Mapping[str, jax.Array]
 def row_axes(config: Config, sizes: Mapping[str, int]) -> tuple[str, ...]:
     """The axes over which tokens' rows travel, in the order of the table's shards; none: the table is gathered.
 
-    Rows travel twice in the compute dtype, the table once, and once more in FP32 as its gradient. A table that is the
-    head too is gathered anyway, and so it is in a pipeline, whose stages all hold the same tokens.
+    Rows travel twice in the compute dtype, the table once, and as its gradient once more. Over axes besides `fsdp`,
+    which may connect hosts, the table goes in shares of 1 / fsdp: rows must be fewer bytes than those. A table that is
+    the head as well is gathered anyway, and so it is in a pipeline, whose stages all hold the same tokens.
     """
     if config.model.tie_embeddings or sizes["pipeline"] > 1:
         return ()
     axes = tuple(axis for axis in END_AXES if sizes[axis] > 1)
     tokens = config.batch.global_size * config.batch.sequence_length // math.prod(sizes[axis] for axis in axes)
-    number = 4 if config.precision.compute == "float32" else 2
-    rows_travel = 2 * number * tokens < (number + 4) * config.model.padded_vocab_size // sizes["tensor"]
-    return axes if rows_travel else ()
+    number, summed = jnp.dtype(config.precision.compute).itemsize, jnp.dtype(config.precision.gradients).itemsize
+    share = 1 if axes == ("fsdp",) else sizes["fsdp"]
+    return axes if 2 * number * tokens < (number + summed) * config.model.padded_vocab_size // share else ()
 
 
 class MeshEmbedding:
@@ -52,12 +53,12 @@ class MeshEmbedding:
     @jax.named_scope("embedding")
     def forward(self, weights: Weights, batch: Batch, inputs: BlockInputs) -> jax.Array:
         """Tokens and positions `[B, S]` → residual stream `[T / tensor, D]`."""
-        table = weights[TOKENS]
+        table, width = weights[TOKENS], self.config.model.hidden_size
         rows, ours = self._vocabulary_rows(table, batch["tokens"])
-        x = jnp.where(ours, table[rows], 0).astype(self.config.precision.compute)
+        x = self.comm.leave(jnp.where(ours, table[rows], 0).astype(self.config.precision.compute))
         if self.axes:  # columns of all tokens → whole rows of the own ones, without the padding
-            x = row_major(lax.all_to_all(x, self.axes, 0, 1, tiled=True)[:, : self.config.model.hidden_size])
-        x = self.comm.leave(x)
+            x = lax.all_to_all(x, self.axes, 1, 2, tiled=True)
+            x = row_major(x.reshape(x.shape[0], -1)[:, :width])
         if POSITIONS in weights:
             x = x + weights[POSITIONS][self.comm.own_tokens(batch["positions"].reshape(-1))]
         return self._dropout(x, inputs)
@@ -67,10 +68,12 @@ class MeshEmbedding:
         """`gradients` with the embedding's added: a scatter-add into the accumulator, in place."""
         out = dict(gradients)
         (dx,) = jax.vjp(partial(self._dropout, inputs=inputs), dx)[1](dx)
-        updates = self.comm.enter(dx)
+        updates = dx
         if self.axes:
-            padding = weights[TOKENS].shape[1] * math.prod(self.comm.sizes[a] for a in self.axes) - updates.shape[1]
-            updates = lax.all_to_all(jnp.pad(updates, ((0, 0), (0, padding))), self.axes, 1, 0, tiled=True)
+            shards = math.prod(self.comm.sizes[axis] for axis in self.axes)
+            padded = jnp.pad(dx, ((0, 0), (0, shards * weights[TOKENS].shape[1] - dx.shape[1])))
+            updates = lax.all_to_all(padded[:, None], self.axes, 2, 1, tiled=True)
+        updates = self.comm.enter(updates)
         rows, ours = self._vocabulary_rows(weights[TOKENS], batch["tokens"])
         # Behind a barrier, or XLA would scatter into the layout of the reduction after all.
         table = row_major(out[TOKENS].at[rows].add(jnp.where(ours, updates, 0).astype(jnp.float32)))
@@ -81,13 +84,16 @@ class MeshEmbedding:
         return out
 
     def _vocabulary_rows(self, table: jax.Array, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """The rows to look up in this device's part of the vocabulary, and whether each token is there `[·, 1]`."""
+        """The rows to look up in this device's part of the vocabulary, and whether they are there `[..., 1]`.
+
+        `[T]`, or where rows travel `[T, devices]`, the tokens of all.
+        """
         tokens = tokens.reshape(-1)
         if self.axes:
-            tokens = lax.all_gather(tokens, self.axes, tiled=True)
+            tokens = lax.all_gather(tokens[:, None], self.axes, axis=1, tiled=True)
         rows = tokens - self.comm.vocabulary_start(table.shape[0])
         ours = (rows >= 0) & (rows < table.shape[0])
-        return jnp.where(ours, rows, 0), ours[:, None]
+        return jnp.where(ours, rows, 0), ours[..., None]
 
     def _dropout(self, x: jax.Array, inputs: BlockInputs) -> jax.Array:
         if inputs.dropout_key is None:

@@ -1,8 +1,9 @@
 """A stage's blocks, forward and backward, with what is saved between the two chosen by the remat policy.
 
 The backward pass is written by hand: the forward pass of a unit (one layer, or `remat.group` of them) keeps the
-residuals of its `jax.vjp` less the weights, which the backward pass gathers again. So gathered weights never live
-longer than a unit, and the pipeline's schedules run the two passes at different ticks (pipeline.py).
+residuals of its `jax.vjp` less the weights, which the backward pass gathers again. So gathered weights live no longer
+than a unit (the last one's until they are used again, where there are no loops), and the pipeline's schedules run the
+two passes at different ticks (pipeline.py).
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -220,7 +221,7 @@ class LayerStack:
         backward (untied, the gather would be merged with the forward pass's, and the weights kept); its gradients are
         reduced while the unit below does (untied, XLA merges the reductions of distant layers and runs them last).
         Where there are no loops, the last unit's weights are those of the forward pass, since nothing would hide their
-        gather, and the first unit's dx waits for no gradient of a weight.
+        gather (unless the policy is to save all memory), and the first unit's dx waits for no gradient of a weight.
         """
         gradients, amaxes, last = [], [], len(self.segments) - 1
         for s, (segment, units, saved) in reversed([*enumerate(zip(self.segments, weights, residuals, strict=True))]):
@@ -231,8 +232,8 @@ class LayerStack:
                 above: Unit | None = None
                 entered, reduced, amax = dx, [], []
                 for u in reversed(range(len(units))):
-                    unit = units[u]
-                    if (s, u) != (last, len(units) - 1) or segment.loops > 1:
+                    unit, at_the_turn = units[u], (s, u) == (last, len(units) - 1) and segment.loops == 1
+                    if not at_the_turn or segment.policy == "full":
                         unit, _ = self.exchange.tie_gather((unit, entered))
                     entered = dx
                     dx, gradient, largest = self.unit_backward(unit, saved[u], dx, inputs, segment, first, u)

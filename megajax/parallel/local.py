@@ -22,7 +22,7 @@ from megajax.parallel.head import LossHead
 from megajax.parallel.layers import LayerStack
 from megajax.parallel.token_order import add_places, place_of
 from megajax.parallel.weights import WeightExchange, row_major, sum_over_all
-from megajax.runtime import copy_engines
+from megajax.runtime import permutations_are_copied
 from megajax.sharding import BLOCKS, Placement
 
 JITTER = 2**31  # folded into the step's key; below it: layers and branches of dropout
@@ -122,7 +122,7 @@ class LocalModel:
             ragged=platform != "cpu",
             experts_over=config.mesh.experts_over,
             grouped=kernels.grouped_matmul,
-            copied=platform == "gpu" and copy_engines(config) and within_processes(mesh, "tensor"),
+            copied=platform == "gpu" and permutations_are_copied() and within_processes(mesh, "tensor"),
         )
         compute, gradients = jnp.dtype(config.precision.compute), jnp.dtype(config.precision.gradients)
         # Several kinds of blocks have parameters of the same name: but for their layers these lie alike.
@@ -137,7 +137,10 @@ class LocalModel:
 
     @jax.named_scope("weights")
     def gather_ends(self, params: Params) -> dict[str, jax.Array]:
-        """The weights outside the blocks, ready to compute with; they are gathered over `fsdp` once a step too."""
+        """The weights outside the blocks, ready to compute with, gathered over `fsdp` once a step too.
+
+        But for a token embedding whose rows travel: that stays its FP32 shard.
+        """
         ends = {name: w for name, w in params.items() if not name.startswith(BLOCKS)}
         gather = [name for name in ends if name not in self.embedding.as_stored]
         gathered = {name: self.exchange.gather_once(name, ends[name]) for name in gather}

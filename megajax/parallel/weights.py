@@ -1,9 +1,11 @@
 """Weights between storage and compute: gathered before they are used, their gradients reduced after.
 
 The axes of ONCE_AXES (and `pipeline`, outside the blocks) are gathered and reduced once a step, `fsdp` once a layer and
-pass (but for what lies outside the blocks, and the layers at a pipeline's turns). The share-of-the-loss rule stands
-here: every device differentiates its own share of the loss, so a gradient is complete after a reduce-scatter over the
-axes that its weight is stored over and a sum over the axes that it is not.
+pass (but for what lies outside the blocks, the layers at a pipeline's turns and the last of an unrolled stack). An
+embedding whose rows travel is neither (embedding.py).
+
+The share-of-the-loss rule stands here: every device differentiates its own share of the loss, so a gradient is complete
+after a reduce-scatter over the axes that its weight is stored over and a sum over the axes that it is not.
 """
 
 import math

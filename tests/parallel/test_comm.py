@@ -306,3 +306,11 @@ def test_weights_are_gathered_in_the_compute_dtype_and_reduced_in_the_gradients(
     arguments = [jax.ShapeDtypeStruct(PARAMETERS[name][0], jnp.float32) for name in placements]
     assert jax.eval_shape(run, *arguments).dtype == jnp.float32
     assert re.findall(r":(\w+)\[[\d,]*\] = reduce_scatter", str(jax.make_jaxpr(run)(*arguments))) == ["bf16"] * 2
+
+
+def test_narrower_layers_are_cut_into_pieces_where_these_are_copied():
+    sizes, _ = make_mesh({"tensor": 4})
+    assert [MeshComm(sizes, "reference").overlaps(width) for width in (1023, 1024, 3071, 3072)] == [0, 0, 0, 1]
+    copied = MeshComm(sizes, "reference", copied=True)
+    assert [copied.overlaps(width) for width in (1023, 1024, 3071, 3072)] == [0, 1, 1, 1]
+    assert not MeshComm(make_mesh({})[0], "reference", copied=True).overlaps(4096), "nothing travels"

@@ -67,9 +67,15 @@ def test_rows_and_the_gradient_of_the_table(table, mesh, sequence_length):
         # 32,768 tokens a device: 2 · 2 bytes each way and number, against 2 + 4 of each of 128,256 rows.
         (["mesh={fsdp: 4}", "batch.global_size=16"], ("fsdp",)),
         (["mesh={data: 2, fsdp: 2}", "batch.global_size=16"], ("fsdp", "data")),
-        (["mesh={data: 2, tensor: 2}", "batch.global_size=8"], ("data",)),
+        (["mesh={data: 2, tensor: 4}", "batch.global_size=8"], ("data",)),
         (["mesh={fsdp: 4}", "batch.global_size=96", "batch.num_microbatches=6"], ()),  # 196,608 tokens
-        (["mesh={data: 2, tensor: 4}", "batch.global_size=16"], ()),  # 65,536 tokens, 32,064 rows
+        (["mesh={data: 4, fsdp: 8}", "batch.global_size=128"], ()),  # over data an eighth of the table: 16,032 rows
+        (["mesh={fsdp: 4}", "batch.global_size=80", "batch.num_microbatches=5"], ("fsdp",)),  # 163,840 tokens
+        # Reduced in BF16, the table is 4 bytes each.
+        (
+            ["mesh={fsdp: 4}", "batch.global_size=80", "batch.num_microbatches=5", "precision.gradients=bfloat16"],
+            (),
+        ),
         (["mesh={fsdp: 4}", "batch.global_size=16", "model.tie_embeddings=true"], ()),
         (["mesh={fsdp: 4, pipeline: 2}", "batch.global_size=16", "batch.num_microbatches=2"], ()),
         (["mesh={fsdp: 1}", "batch.global_size=4"], ()),
