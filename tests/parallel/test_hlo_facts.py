@@ -102,15 +102,10 @@ def compiled(build):
 # Once a step
 
 
-@pytest.mark.parametrize(
-    ("model", "mesh", "numbers"),
-    [("llama", {"data": 2, "fsdp": 2, "tensor": 2}, (1, 4)), ("gpt2", {"data": 4}, (1, 4))],
-    ids=["llama", "gpt2"],
-)
-def test_gradients_are_reduced_over_data_once_a_step_whatever_the_microbatches(compiled, model, mesh, numbers):
+def test_gradients_are_reduced_over_data_once_a_step_whatever_the_microbatches(compiled):
     counts = []
-    for microbatches in numbers:
-        found = collectives(compiled(mesh, model=model, microbatches=microbatches).as_text())
+    for microbatches in (1, 4):
+        found = collectives(compiled({"data": 2, "fsdp": 2, "tensor": 2}, microbatches=microbatches).as_text())
         over_data = [c for c in found if "data" in c.axes]
         assert {c.loops for c in over_data} == {0}, "a collective over data stands inside a loop"
         counts.append([count(found, "data", kind) for kind in ("reduce-scatter", "all-reduce", "all-gather")])
@@ -199,9 +194,7 @@ def test_one_device_communicates_nothing(compiled, model):
 WIDE = {"batch": {"global_size": 32, "sequence_length": 16}}
 
 
-@pytest.mark.parametrize(
-    ("model", "mesh"), [("gpt2", {}), ("llama", {"tensor": 2}), ("gpt2", {"data": 2, "fsdp": 2})], ids=str
-)
+@pytest.mark.parametrize(("model", "mesh"), [("llama", {"tensor": 2}), ("gpt2", {"data": 2, "fsdp": 2})], ids=str)
 def test_no_array_is_as_large_as_the_logits(build, table, model, mesh):
     def largest(**kernels):
         settings = {**table.MODELS[model], "vocab_size": 2000}
