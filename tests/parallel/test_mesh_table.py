@@ -25,21 +25,17 @@ TRIPLE = {"data": 2, "fsdp": 2, "tensor": 2}
 # model, optimizer, mesh, microbatches
 MESHES = [
     ("llama", "adamw", {}, 4),
-    ("llama", "adamw", {"data": 2}, 2),
     ("llama", "adamw", {"tensor": 8}, 2),  # twice as many devices as KV heads
     ("llama", "adamw", {"fsdp": 2, "tensor": 4}, 2),
     ("llama", "sgd", {"data": 8}, 1),
     pytest.param("llama", "sgd", TRIPLE, 2, marks=pytest.mark.smoke),
     ("gpt2", "adamw", TRIPLE, 4),
-    ("gpt2", "sgd", {"data": 2, "tensor": 4}, 2),
 ]
 
 # mesh, microbatches, remat, kernels
 RECOMPUTED = [
     ({"fsdp": 2, "tensor": 2}, 2, {"policy": "full"}, {}),
-    ({"data": 2, "fsdp": 2}, 1, {"policy": "full", "group": 2}, {}),
     ({"fsdp": 2}, 2, {"policy": "full", "group": 2}, {"scan_unroll": 4}),
-    ({"tensor": 2}, 2, {"policy": "selective"}, {"scan_unroll": 2}),
     ({"fsdp": 2, "tensor": 2}, 1, {"policy": "save_matmuls"}, {"scan_unroll": 4}),
     ({"data": 2, "fsdp": 2}, 2, {"policy": "offload"}, {}),
     (TRIPLE, 2, {}, {"scan_unroll": 2, "loss_chunk_tokens": 7}),
