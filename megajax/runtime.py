@@ -6,6 +6,7 @@ Flags that the user has set win. Nothing here imports jax.
 import os
 import shutil
 import sys
+import time
 import warnings
 from pathlib import Path
 
@@ -106,6 +107,15 @@ def prepare_environment(config: Config) -> list[str]:
     os.environ |= missing
     accept_missing_cuda()
     return said
+
+
+def process_start_time() -> float:
+    """When this process started, as of time.time(); now where the system doesn't tell."""
+    try:
+        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+        return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + ticks / os.sysconf("SC_CLK_TCK")
+    except (OSError, AttributeError):
+        return time.time()
 
 
 def accept_missing_cuda() -> None:

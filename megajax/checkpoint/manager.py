@@ -6,7 +6,10 @@ thousand lines.
 """
 
 import logging
+import shutil
+import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,29 +33,77 @@ ROUTER_OF_NETWORK = (
 )
 
 
+@dataclass(frozen=True)
+class SaveOutcome:
+    """How a save ended: its step, bytes of arrays, seconds in all and those that training waited; why it failed."""
+
+    step: int
+    size: int
+    seconds: float
+    waited: float
+    error: str | None = None
+
+
 class Checkpoints:
     """The checkpoints of one run directory."""
 
     def __init__(self, run_dir: str | Path, keep: int, keep_every: int | None):
-        logging.getLogger("absl").setLevel(logging.ERROR)  # orbax reports every file that it writes
+        logging.getLogger("absl").setLevel(logging.CRITICAL)  # orbax reports every file, and each failure many times
+        asyncio_log = logging.getLogger("asyncio")
+        asyncio_log.removeFilter(_is_news)
+        asyncio_log.addFilter(_is_news)
         self.directory = (Path(run_dir) / SUBDIRECTORY).resolve()
         options = ocp.CheckpointManagerOptions(
             max_to_keep=keep, keep_period=keep_every, enable_async_checkpointing=True
         )
         self._manager = ocp.CheckpointManager(self.directory, options=options)
+        self._started: SaveOutcome | None = None  # seconds: when it started
 
     @property
     def latest_step(self) -> int | None:
         """The newest complete checkpoint's step; None if there is none."""
         return self._manager.latest_step()
 
+    def reload(self) -> None:
+        """Look at the directory again, after others changed it."""
+        self._manager.reload()
+
     def save(self, step: int, tree: Any, description: dict[str, Any]) -> None:
-        """Write a tree of arrays and its description; returns as soon as the arrays are copied to the host."""
+        """Start writing a tree of arrays and its description; returns as soon as the arrays are copied to the host.
+
+        `outcome` tells how it ended, and must have been asked after the save before.
+        """
+        assert self._started is None, "ask for the outcome of the last save first"
         args = ocp.args.Composite(
             state=ocp.args.StandardSave(tree),  # type: ignore[call-arg]
             description=ocp.args.JsonSave(description),  # type: ignore[call-arg]
         )
-        self._manager.save(step, args=args)
+        size = sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
+        start, error = time.perf_counter(), None
+        try:
+            if not self._manager.save(step, args=args):
+                error = f"a checkpoint of step {self.latest_step} stands already"
+        except Exception as problem:  # whatever orbax and the file system raise
+            error = reason(problem)
+        self._started = SaveOutcome(step, size, start, time.perf_counter() - start, error)
+
+    def outcome(self, wait: bool = False) -> SaveOutcome | None:
+        """How the last save ended, once; None while it is under way (unless `wait`), or if there is nothing to tell."""
+        if self._started is None:
+            return None
+        if not wait and self._started.error is None and self._manager.is_saving_in_progress():
+            return None
+        started, self._started, error = self._started, None, self._started.error
+        start = time.perf_counter()
+        try:
+            self._manager.wait_until_finished()
+        except Exception as problem:
+            error = error or reason(problem)
+        now = time.perf_counter()
+        if error is not None and jax.process_index() == 0:
+            for part in self.directory.glob(f"{started.step}.orbax-checkpoint-tmp*"):
+                shutil.rmtree(part, ignore_errors=True)  # or it would go on filling the disk
+        return SaveOutcome(started.step, started.size, now - started.seconds, started.waited + now - start, error)
 
     def describe(self, step: int) -> dict[str, Any]:
         """The description of a checkpoint."""
@@ -65,12 +116,32 @@ class Checkpoints:
         return self._manager.restore(step, args=args)["state"]
 
     def wait(self) -> None:
-        """Until the last save is on disk."""
-        self._manager.wait_until_finished()
+        """Until the last save is on disk. Raises InputError if it failed."""
+        outcome = self.outcome(wait=True)
+        if outcome is not None and outcome.error is not None:
+            raise InputError(
+                f"the checkpoint of step {outcome.step} could not be saved in {self.directory} ({outcome.error}): "
+                "make room there, or choose another run.dir."
+            )
 
     def close(self) -> None:
-        """Finish and release."""
-        self._manager.close()
+        """Finish and release. Raises InputError if the last save failed."""
+        try:
+            self.wait()
+        finally:
+            self._manager.close()
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    """Whether a line of asyncio's log is about anything but the parts of a save that fail after the first."""
+    return "exception was never retrieved" not in record.getMessage()
+
+
+def reason(error: BaseException) -> str:
+    """Why a save or a restore failed, in a few words."""
+    text = str(error).strip() or type(error).__name__
+    known = ("No space left on device", "Disk quota exceeded", "Permission denied", "Read-only file system")
+    return next((reason for reason in known if reason in text), text.splitlines()[0][:200])
 
 
 def describe_model(model: ModelConfig) -> dict[str, Any]:
@@ -83,9 +154,9 @@ def describe_model(model: ModelConfig) -> dict[str, Any]:
     return description | {f"router.{name}": router[name] for name in ROUTER_OF_NETWORK}
 
 
-def has_checkpoint(run_dir: str | Path) -> bool:
-    """Whether a run directory holds a complete checkpoint; nothing is created."""
-    return any(path.name.isdigit() for path in (Path(run_dir) / SUBDIRECTORY).glob("*"))
+def complete_steps(run_dir: str | Path) -> list[int]:
+    """The steps of a run directory's complete checkpoints, oldest first; nothing is created."""
+    return sorted(int(path.name) for path in (Path(run_dir) / SUBDIRECTORY).glob("*") if path.name.isdigit())
 
 
 def compare_descriptions(

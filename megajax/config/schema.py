@@ -391,6 +391,10 @@ class CheckpointConfig(Section):
     keep: Count = Field(default=2, description="Newest checkpoints that are kept.")
     keep_every: Count | None = Field(default=None, description="Checkpoints at multiples of this step stay for good.")
     init_from: Text | None = Field(default=None, description="Run directory or checkpoint to take first weights from.")
+    resume_step: Count | None = Field(
+        default=None,
+        description="Go back to the checkpoint of this step, once; null: resume from the newest.",
+    )
 
 
 class RematConfig(Section):

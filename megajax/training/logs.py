@@ -1,10 +1,13 @@
 """Where numbers go: metrics.jsonl, TensorBoard, Weights & Biases and the console."""
 
+import contextlib
 import json
 import math
 import os
 import sys
-from collections.abc import Mapping
+import time
+import warnings
+from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -16,36 +19,41 @@ from megajax.errors import ConfigError, InputError
 
 
 class MetricsLog:
-    """Writes one object a logged step to every sink; only process 0 writes."""
+    """Writes one object a logged step to every sink; only process 0 writes.
+
+    A disk that is full stops no run: lines that can't be written to metrics.jsonl are written when there is room again.
+    """
 
     def __init__(self, config: Config, start_step: int, writer: bool):
         self.writer = writer
         self._tensorboard = self._wandb = None
+        self._unwritten = b""
         if not writer:
             return
         run_dir = Path(config.run.dir)
         path = run_dir / "metrics.jsonl"
         drop_lines_after(path, start_step)
-        self._file = path.open("a")
+        self._file = path.open("ab", buffering=0)
         if config.logging.tensorboard:
-            from tensorboardX import SummaryWriter
-
-            self._tensorboard = SummaryWriter(str(run_dir / "tensorboard"), purge_step=start_step + 1)
+            self._tensorboard = TensorBoardLog(run_dir / "tensorboard", start_step)
         if config.logging.wandb:
             self._wandb = _start_wandb(config)
 
     def write(self, step: int, values: Mapping[str, Any]) -> None:
-        """One line for `step`; the values are Python numbers."""
+        """One line for `step`, with the time of day in seconds; the values are Python numbers."""
         if not self.writer:
             return
         # JSON has no NaN: what is not finite is null.
         entry = {n: None if isinstance(v, float) and not math.isfinite(v) else v for n, v in values.items()}
-        self._file.write(json.dumps({"step": step, **entry}) + "\n")
-        self._file.flush()
+        self._unwritten += json.dumps({"step": step, "time": round(time.time(), 3), **entry}).encode() + b"\n"
+        try:
+            while self._unwritten:
+                self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
+        except OSError as error:
+            warnings.warn(f"{self._file.name} could not be written ({error.strerror}): make room there.", stacklevel=2)
         numbers = {name: value for name, value in values.items() if isinstance(value, int | float)}
         if self._tensorboard:
-            for name, value in numbers.items():
-                self._tensorboard.add_scalar(name, value, step)
+            self._tensorboard.write(step, numbers)
         if self._wandb:
             self._wandb.log(numbers, step=step)
 
@@ -57,6 +65,50 @@ class MetricsLog:
             self._tensorboard.close()
         if self._wandb:
             self._wandb.finish()
+
+
+class TensorBoardLog:
+    """Scalars for TensorBoard, written at once: tensorboardX's own thread hangs the run when the disk is full."""
+
+    def __init__(self, directory: Path, start_step: int):
+        from tensorboardX.event_file_writer import EventsWriter
+        from tensorboardX.proto.event_pb2 import Event, SessionLog  # type: ignore[attr-defined]
+
+        directory.mkdir(exist_ok=True)
+        self._writer = EventsWriter(str(directory / "events"))
+        # TensorBoard forgets what an interrupted run logged after its last checkpoint.
+        self._add(Event(step=start_step + 1, file_version="brain.Event:2"))
+        self._add(Event(step=start_step + 1, session_log=SessionLog(status=SessionLog.START)))
+
+    def write(self, step: int, numbers: Mapping[str, float]) -> None:
+        """The numbers of a step, by name."""
+        from tensorboardX.proto.event_pb2 import Event  # type: ignore[attr-defined]
+        from tensorboardX.summary import scalar
+
+        for name, number in numbers.items():
+            self._add(Event(wall_time=time.time(), step=step, summary=scalar(name, number)))
+        with self._warning():
+            if self._writer is not None:
+                self._writer.flush()
+
+    def close(self) -> None:
+        with self._warning():
+            if self._writer is not None:
+                self._writer.close()
+
+    def _add(self, event: Any) -> None:
+        with self._warning():
+            if self._writer is not None:
+                self._writer.write_event(event)
+
+    @contextlib.contextmanager
+    def _warning(self) -> Iterator[None]:
+        """Around each write: one that fails is the last, since it may have left half a record."""
+        try:
+            yield
+        except OSError as error:
+            self._writer = None
+            warnings.warn(f"TensorBoard files can't be written any more ({error.strerror}).", stacklevel=2)
 
 
 def expert_load(counts: np.ndarray, dropped: np.ndarray | None = None) -> dict[str, Any]:
@@ -98,7 +150,7 @@ def check_sinks(config: Config) -> None:
     if config.logging.wandb and find_spec("wandb") is None:
         raise ConfigError(
             f"logging.wandb=true ({config.where('logging.wandb')}), but wandb is not installed: "
-            "pip install 'megajax[wandb]', or set logging.wandb=false."
+            "pip install wandb, or set logging.wandb=false."
         )
 
 
@@ -136,6 +188,25 @@ def console_line(step: int, steps: int, values: Mapping[str, Any], seconds_left:
         parts.append(f"{values['skipped']} skipped")
     parts.append(f"{_duration(seconds_left)} left")
     return "  ".join(parts)
+
+
+def closing_line(config: Config, step: int, seconds: float) -> str:
+    """The last line of a run that reached its end: how long it took, and what to do next."""
+    run = config.run.dir
+    sample = f"sample: python -m megajax.generate {run} --prompt TEXT; " if config.data.tokenizer else ""
+    return (
+        f"done: {step} steps in {_duration(seconds)}, written to {run}; {sample}"
+        f"plot: python -m megajax.plot {run}; train on: raise run.steps"
+    )
+
+
+def size(count: float) -> str:
+    """A number of bytes for people: 1.23 GB."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.3g} TB"
 
 
 def say(text: str) -> None:

@@ -2,75 +2,153 @@
 
 import contextlib
 import itertools
-import resource
-import signal
 import time
+from collections import deque
 from collections.abc import Generator
+from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 
-from megajax.checkpoint import Checkpoints, has_checkpoint
+from megajax.checkpoint import Checkpoints, SaveOutcome, complete_steps, reason
 from megajax.config import Config
 from megajax.config.checks import check_mesh
 from megajax.config.kinds import block_layers
 from megajax.data.loader import Split, datasets
-from megajax.errors import ConfigError
+from megajax.errors import ConfigError, InputError, UserError
 from megajax.mesh import build_mesh
 from megajax.model.transformer import COUNTS
-from megajax.plan import flops_per_token, peak_flops
 from megajax.runtime import keep_autotuning, prepare_environment
-from megajax.training import logs
+from megajax.training import logs, run_record
 from megajax.training.batches import batches
 from megajax.training.load_map import draw_load_map
+from megajax.training.meter import Meter
+from megajax.training.run_lock import RunLock, on_first_process
 from megajax.training.saving import StateSaver, Weights
 from megajax.training.step import TrainProgram, TrainState
+from megajax.training.stop_signals import StopSignals
 from megajax.training.summary import summary
 
 DONE, BAD_NUMBERS, STOPPED = 0, 3, 75  # exit statuses
+STEPS_AHEAD = 2  # that the host may start before the devices have done them
 
 
 class Trainer:
     """A whole run: `Trainer(config).run()`; the parts are attributes, for notebooks.
 
     program: model, mesh and compiled functions; state: the TrainState; step: steps done; data: samples by split.
-    Resumes from the newest checkpoint of `run.dir` if there is one.
+    Resumes from the newest checkpoint of `run.dir` if there is one, or from `checkpoint.resume_step`. Only training
+    and saving write there: a Trainer may be built to evaluate while another process trains.
     """
 
-    def __init__(self, config: Config, devices: list[Any] | None = None, flags: list[str] | None = None):
+    def __init__(
+        self,
+        config: Config,
+        devices: list[Any] | None = None,
+        flags: list[str] | None = None,
+        start_time: float | None = None,
+    ):
+        """`start_time`, as of time.time(): since when the first step was waited for; default now."""
+        self.start_time = time.time() if start_time is None else start_time
         self.config, self.flags = config, prepare_environment(config) if flags is None else flags
-        sizes = check_mesh(config, len(jax.devices() if devices is None else devices))
+        count = len(jax.devices() if devices is None else devices)
+        sizes = check_mesh(config, count)
         logs.check_sinks(config)
         self.data = datasets(config)
         self.program = TrainProgram.build(config, build_mesh(sizes, devices))
         self.saver = StateSaver(self.program)
-        first_weights = self._first_weights()
-        self.run_dir = logs.make_run_dir(config)
-        self.checkpoints = Checkpoints(self.run_dir, config.checkpoint.keep, config.checkpoint.keep_every)
-        self.step, self.state = self._first_state(first_weights)
+        self.run_dir = Path(config.run.dir)
+        self.lock = RunLock(self.run_dir)
         self.writer = jax.process_index() == 0
-        if self.writer:
-            (self.run_dir / "config.yaml").write_text(config.to_yaml())
         self.compile_seconds = 0.0
+        self.progress: logs.Progress | None = None
+        self._state: TrainState | None = None
+        self._resumed_step = self._step_to_resume()
+        self.step = self._resumed_step or 0
+        self._compare()
+        self._first_weights = self._other_weights()
         self._train_batches: Generator | None = None
         self._compiled_step = None
-        self._tracing = False
+        self._ahead: deque[jax.Array] = deque()
+        self._writing = self._tracing = False
         self._stop = StopSignals()
 
-    def _first_weights(self) -> Weights | None:
+    @cached_property
+    def checkpoints(self) -> Checkpoints:
+        """The run directory's checkpoints; makes the directory if need be."""
+        return Checkpoints(self.run_dir, self.config.checkpoint.keep, self.config.checkpoint.keep_every)
+
+    @property
+    def state(self) -> TrainState:
+        """The current state; read from the checkpoint, or initialised, when it is first asked for."""
+        if self._state is None:
+            self._state = self._first_state()
+        return self._state
+
+    @state.setter
+    def state(self, state: TrainState) -> None:
+        self._state = state
+
+    def _step_to_resume(self) -> int | None:
+        """The step of the checkpoint that this run goes on from; None if there is none."""
+        steps, wanted = complete_steps(self.run_dir), self.config.checkpoint.resume_step
+        before = run_record.previous_config(self.run_dir).get("checkpoint", {}).get("resume_step")
+        step = steps[-1] if steps else None
+        if wanted is not None and wanted != before:  # a start with the same setting went back there already
+            if wanted not in steps:
+                raise InputError(
+                    f"checkpoint.resume_step={wanted} ({self.config.where('checkpoint.resume_step')}): {self.run_dir} "
+                    f"has {'checkpoints of steps ' + ', '.join(map(str, steps)) if steps else 'no checkpoints'}: "
+                    "choose one of them, or unset it."
+                )
+            step = wanted
+        return step
+
+    def _compare(self) -> None:
+        """Raise InputError if the checkpoint that this run goes on from is of another run, or damaged."""
+        if self._resumed_step is not None:
+            with self._damage_named(self._resumed_step):
+                self.saver.compare(self.checkpoints, self._resumed_step)
+
+    def _other_weights(self) -> Weights | None:
         """Another run's weights, read before anything of this run is written; not if there is a run to resume."""
-        if self.config.checkpoint.init_from is None or has_checkpoint(self.config.run.dir):
+        if self.config.checkpoint.init_from is None or self._resumed_step is not None:
             return None
         return self.saver.restore_weights(self.config.checkpoint.init_from)
 
-    def _first_state(self, first_weights: Weights | None) -> tuple[int, TrainState]:
-        latest = self.checkpoints.latest_step
-        self.resumed = latest is not None
-        if latest is not None:
-            return latest, self.saver.restore(self.checkpoints, latest)
-        state = self.program.init_state()
-        return 0, state if first_weights is None else self.saver.with_weights(state, first_weights)
+    def _first_state(self) -> TrainState:
+        if self._resumed_step is not None:
+            with self._damage_named(self._resumed_step):
+                return self.saver.restore(self.checkpoints, self._resumed_step)
+        state, weights = self.program.init_state(), self._first_weights
+        self._first_weights = None
+        return state if weights is None else self.saver.with_weights(state, weights)
+
+    @contextlib.contextmanager
+    def _damage_named(self, step: int):
+        """Turns what orbax raises for a damaged checkpoint into a sentence that names the newest one that reads."""
+        try:
+            yield
+        except (UserError, jax.errors.JaxRuntimeError):  # the latter: out of memory, say
+            raise
+        except Exception as error:
+            older = (good for good in reversed(complete_steps(self.run_dir)) if good < step and self._reads(good))
+            good = next(older, None)
+            cure = "choose another run.dir, or remove that directory to start from step 0"
+            if good is not None:
+                cure = f"set checkpoint.resume_step={good} to go on from the newest one that reads"
+            path = self.checkpoints.directory / str(step)
+            raise InputError(f"the checkpoint {path} is damaged ({reason(error)}): {cure}.") from None
+
+    def _reads(self, step: int) -> bool:
+        try:
+            self.saver.restore(self.checkpoints, step)
+        except (UserError, jax.errors.JaxRuntimeError):
+            raise
+        except Exception:
+            return False
+        return True
 
     def next_batch(self) -> dict[str, jax.Array]:
         """The batch of the next step; the position in the data follows from the step alone."""
@@ -81,13 +159,26 @@ class Trainer:
     def train_step(self, batch: dict[str, jax.Array]) -> dict[str, jax.Array]:
         """One step on `batch`; the metrics are still on the device."""
         if self._compiled_step is None:
+            self._note("compiling…")
             start = time.perf_counter()
             self._compiled_step = self.program.train_step.lower(self.state, batch).compile()
             self.compile_seconds = time.perf_counter() - start
+            self._note(f"compiled in {self.compile_seconds:.1f} s")
             keep_autotuning(self.config)
         self.state, metrics = self._compiled_step(self.state, batch)
         self.step += 1
+        self._wait_for_devices(metrics["loss"])
         return metrics
+
+    def _wait_for_devices(self, value: jax.Array) -> None:
+        """Keep the host at most STEPS_AHEAD steps ahead, `value` being one step's.
+
+        The devices always have a step to do while the host prepares the next. Without a bound memory for batches
+        piles up, and CPUs' collectives wait for each other until they time out.
+        """
+        self._ahead.append(value)
+        if len(self._ahead) > STEPS_AHEAD:
+            self._ahead.popleft().block_until_ready()
 
     def evaluate(self, split: Split = "valid") -> float:
         """Mean loss per token over `run.eval_steps` batches of a split, always the same ones."""
@@ -99,50 +190,119 @@ class Trainer:
             batch_loss, batch_tokens = self.program.eval_step(
                 self.state.params, self.state.fp8, batch, state=self.state.experts
             )
+            self._wait_for_devices(batch_loss)
             loss, tokens = loss + batch_loss, tokens + batch_tokens
         source.close()  # and the loader's threads with it
         return float(loss / tokens)
 
     def save(self) -> None:
-        """Start a checkpoint of the current step."""
+        """Start a checkpoint of the current step, if there is none; waits for the last one to be complete.
+
+        Raises InputError if that one failed and there is no other.
+        """
+        self._start_writing()
+        self._report_save(self.checkpoints.outcome(wait=True))
         if self.checkpoints.latest_step != self.step:
             self.saver.save(self.checkpoints, self.step, self.state)
 
+    def _lock(self) -> None:
+        logs.make_run_dir(self.config)
+        self.lock.acquire(logs.say)
+
+    def _start_writing(self) -> None:
+        """Before the first write: take the lock, read the state, and record the config that is in force from here."""
+        if self._writing:
+            return
+        self._lock()
+        newest = complete_steps(self.run_dir)
+        if self._state is None:
+            if self._step_to_resume() != self._resumed_step:  # the process that held the lock went on
+                self._resumed_step = self._step_to_resume()
+                self.step = self._resumed_step or 0
+                self.checkpoints.reload()
+                self._compare()
+            if self._resumed_step is not None:
+                logs.say(f"resuming from the checkpoint of step {self.step} in {self.checkpoints.directory}")
+                self.saver.warn_of_another_rate(self.checkpoints, self._resumed_step)
+            self._state = self._first_state()
+        elif newest and newest[-1] > self.step and self.config.checkpoint.resume_step is None:
+            raise InputError(f"{self.run_dir} was trained to step {newest[-1]} meanwhile: build the Trainer again.")
+        on_first_process(self._record)
+        self.checkpoints.reload()
+        self._writing = True
+
+    def _record(self) -> None:
+        before = run_record.previous_config(self.run_dir)
+        changed = run_record.changed_keys(before, self.config.model_dump(mode="json")) if before else []
+        if self.step and changed:
+            logs.say(f"changed since the last start: {'; '.join(changed)}")
+        later = [step for step in complete_steps(self.run_dir) if step > self.step]
+        if later:
+            path = run_record.set_aside(self.run_dir, self.step, later)
+            logs.say(f"checkpoints after step {self.step} were set aside in {path}")
+        run_record.write_config(self.run_dir, self.config, self.step)
+        run_record.keep_tokenizer(self.run_dir, self.config)
+
     def run(self) -> int:
         """Train to `run.steps`; the exit status."""
-        logs.say(summary(self.program, self.flags))
-        if self.resumed:
-            logs.say(f"resuming from the checkpoint of step {self.step} in {self.checkpoints.directory}")
-        log = logs.MetricsLog(self.config, self.step, self.writer)
-        self.progress = logs.Progress(self.step, self.config.run.steps, self.writer)
+        steps = self.config.run.steps
+        if self.step >= steps:
+            logs.say(
+                f"nothing to do: {self.run_dir} is at step {self.step} of run.steps={steps}; raise run.steps, or "
+                "choose another run.dir"
+            )
+            return DONE
+        self._lock()
+        log = None
         try:
+            logs.say(summary(self.program, self.flags))
+            self._start_writing()
+            log = logs.MetricsLog(self.config, self.step, self.writer)
+            self.progress = logs.Progress(self.step, steps, self.writer)
             with self._stop:
                 return self._run(log)
         finally:
-            self._stop_profile()
-            if self._train_batches is not None:
-                self._train_batches.close()  # and the loader's workers with it
-                self._train_batches = None
+            self._end(log)
+
+    def _end(self, log: logs.MetricsLog | None) -> None:
+        self._stop_profile()
+        if self._train_batches is not None:
+            self._train_batches.close()  # and the loader's workers with it
+            self._train_batches = None
+        if self.progress is not None:
             self.progress.close()
+            self.progress = None
+        if log is not None:
             log.close()
-            self.checkpoints.close()
             if self.writer and self.config.model.num_experts:
                 draw_load_map(self.run_dir, block_layers(self.config.model)["moe"])
+        self._writing = False
+        try:
+            if "checkpoints" in self.__dict__:
+                self.checkpoints.close()
+        finally:
+            self.lock.release()
 
     def _run(self, log: logs.MetricsLog) -> int:
-        run, meter = self.config.run, Meter(self)
+        run, meter = self.config.run, Meter(self.config, self.program.mesh.devices, self.step)
         pending: tuple[int, dict[str, jax.Array]] | None = None
         while self.step < run.steps:
             batch = self.next_batch()
+            compiling = self._compiled_step is None
             with self._profile():
                 metrics = self.train_step(batch)
+            if compiling:
+                meter.leave_out(self.compile_seconds)
+                metrics["loss"].block_until_ready()
+                self._note(f"first step done {time.time() - self.start_time:.1f} s after the start")
+            assert self.progress is not None
             self.progress.advance()
             if pending:  # read one step late, so that the device never waits for the host
                 if self._log(log, meter, *pending):
                     return BAD_NUMBERS
                 pending = None
             last = self.step == run.steps
-            if self.step % run.log_interval == 0 or last:
+            if self.step % run.log_interval == 0 or self.step == 1 or last:
                 pending = self.step, metrics
             evaluation = run.eval_interval and self.step % run.eval_interval == 0
             saving = run.checkpoint_interval and self.step % run.checkpoint_interval == 0
@@ -155,17 +315,21 @@ class Trainer:
                 self._evaluate(log)
             if saving or last or stopping:
                 self.save()
+            ending = bool(last or stopping)
+            self._report_save(self.checkpoints.outcome(wait=ending), ending)
             if evaluation or saving:
-                meter.restart()
+                meter.restart(self.step)
             if stopping and not last:
-                self.checkpoints.wait()
-                self.progress.print(f"stopped on request at step {self.step}, saved; start the same command to go on")
+                self._note(f"stopped on request at step {self.step}, saved; start the same command to go on")
                 return STOPPED
+        self._note(logs.closing_line(self.config, self.step, time.time() - self.start_time))
         return DONE
 
-    def _log(self, log: logs.MetricsLog, meter: "Meter", step: int, metrics: dict[str, jax.Array]) -> bool:
+    def _log(self, log: logs.MetricsLog, meter: Meter, step: int, metrics: dict[str, jax.Array]) -> bool:
         """Write a logged step; True if the numbers have gone bad for good."""
         arrays = jax.device_get(metrics)
+        if self.lock.lost:
+            raise InputError(f"another process took over run.dir={self.run_dir}: this one stops at step {step}.")
         counts, dropped = (arrays.pop(name, None) for name in COUNTS)
         values = {} if counts is None else logs.expert_load(counts, dropped)
         values = {name: array.item() for name, array in arrays.items()} | values
@@ -175,12 +339,14 @@ class Trainer:
         values |= meter.measure(step)
         log.write(step, values)
         left = (self.config.run.steps - step) * values["step_seconds"]
-        self.progress.print(logs.console_line(step, self.config.run.steps, values, left))
+        self._note(logs.console_line(step, self.config.run.steps, values, left))
         if in_row <= self.config.run.max_nonfinite_steps:
             return False
-        self.progress.print(
+        newest = self.checkpoints.latest_step
+        saved = "no checkpoint was saved" if newest is None else f"the checkpoint of step {newest} is from before"
+        self._note(
             f"megajax: error: {in_row} steps in a row had a loss or gradient that is not finite, more than "
-            f"run.max_nonfinite_steps={self.config.run.max_nonfinite_steps}: the last checkpoint is untouched; "
+            f"run.max_nonfinite_steps={self.config.run.max_nonfinite_steps}; {saved}: "
             "lower schedule.learning_rate or look at the data of these steps, then start again."
         )
         return True
@@ -188,7 +354,29 @@ class Trainer:
     def _evaluate(self, log: logs.MetricsLog) -> None:
         loss = self.evaluate()
         log.write(self.step, {"eval_loss": loss})
-        self.progress.print(f"step {self.step}  evaluation loss {loss:.4f}")
+        self._note(f"step {self.step}  evaluation loss {loss:.4f}")
+
+    def _report_save(self, outcome: SaveOutcome | None, ending: bool = False) -> None:
+        """Tell how a save ended. Raises InputError if it failed and training can't go on from an older one."""
+        if outcome is None:
+            return
+        if outcome.error is None:
+            self._note(
+                f"saved step {outcome.step} ({logs.size(outcome.size)} in {outcome.seconds:.1f} s, training waited "
+                f"{outcome.waited:.1f} s)"
+            )
+            return
+        problem = f"the checkpoint of step {outcome.step} could not be saved in {self.run_dir} ({outcome.error})"
+        newest = self.checkpoints.latest_step
+        stands = "there is no older one" if newest is None else f"the newest one is of step {newest}"
+        if newest is None or ending:
+            raise InputError(f"{problem}, and {stands}: make room, then start the same command again.")
+        self._note(f"megajax: warning: {problem}: {stands}, and training goes on")
+
+    def _note(self, text: str) -> None:
+        """A line on the console while `run` runs."""
+        if self.progress is not None:
+            self.progress.print(text)
 
     @contextlib.contextmanager
     def _profile(self):
@@ -206,74 +394,5 @@ class Trainer:
             jax.block_until_ready(self.state.step)
             jax.profiler.stop_trace()
             self._tracing = False
-
-
-class Meter:
-    """Speed and memory between two logged steps; time spent on evaluation and saving is left out."""
-
-    def __init__(self, trainer: Trainer):
-        config, self.devices = trainer.config, trainer.program.mesh.devices
-        self.trainer = trainer
-        self.step_tokens = config.batch.global_size * config.batch.sequence_length
-        self.flops_per_token = flops_per_token(config)
-        self.peak = peak_flops(self.devices.flat[0].device_kind)
-        self.restart()
-
-    def restart(self) -> None:
-        self.time, self.step = time.perf_counter(), self.trainer.step
-        self.compile_seconds = self.trainer.compile_seconds
-
-    def measure(self, step: int) -> dict[str, Any]:
-        now = time.perf_counter()
-        compiling = self.trainer.compile_seconds - self.compile_seconds
-        seconds = (now - self.time - compiling) / max(step - self.step, 1)
-        self.time, self.step, self.compile_seconds = now, step, self.trainer.compile_seconds
-        speed = self.step_tokens / seconds / self.devices.size
-        flops = speed * self.flops_per_token
-        return {
-            "tokens": step * self.step_tokens,
-            "step_seconds": seconds,
-            "tokens_per_second_per_device": speed,
-            "tflops_per_second_per_device": flops / 1e12,
-            "mfu": flops / self.peak if self.peak else None,
-            "peak_memory_gib": peak_memory_gib(),
-        }
-
-
-class StopSignals:
-    """SIGTERM and SIGUSR1 ask for an orderly stop while this context is open."""
-
-    SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
-
-    def __init__(self):
-        self._asked = False
-
-    def __enter__(self) -> "StopSignals":
-        self._before = {}
-        with contextlib.suppress(ValueError):  # signals belong to the main thread; a notebook may run in another
-            self._before = {s: signal.signal(s, self._ask) for s in self.SIGNALS}
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-    def _ask(self, *_: object) -> None:
-        self._asked = True
-
-    def requested(self, agree: bool) -> bool:
-        """Whether to stop now. Several processes must agree, which they do where `agree` is true for all of them."""
-        if jax.process_count() == 1:
-            return self._asked
-        if not agree:
-            return False
-        from jax.experimental import multihost_utils
-
-        return bool(multihost_utils.process_allgather(np.array(self._asked)).any())
-
-
-def peak_memory_gib() -> float:
-    """The largest memory in use so far: of the fullest local device, or of the process where devices don't tell."""
-    peaks = [(device.memory_stats() or {}).get("peak_bytes_in_use", 0) for device in jax.local_devices()]
-    host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    return (max(peaks) or host) / 2**30
+            path = self.run_dir / "profile"
+            self._note(f"trace written to {path}: pip install xprof, then xprof --port 8791 {path}")

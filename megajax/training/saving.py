@@ -1,5 +1,6 @@
 """The train state's canonical form, and its way into and out of checkpoints."""
 
+import math
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,7 +15,9 @@ from jax.sharding import PartitionSpec as P
 
 from megajax.checkpoint import Checkpoints, restore_model
 from megajax.checkpoint.manager import compare_descriptions, describe_model
+from megajax.config import ScheduleConfig
 from megajax.mesh import mesh_sizes
+from megajax.optim import make_schedule
 from megajax.parallel.scaling import Scaling
 from megajax.sharding import Placement, to_canonical, to_stored, unpadded_spec
 from megajax.training.step import TrainProgram, TrainState
@@ -46,6 +49,7 @@ class StateSaver:
             "optimizer": {"kind": optimizer.kind, "beta1": beta1},
             "batch": {"global_size": config.batch.global_size, "sequence_length": config.batch.sequence_length},
             "precision": {"compute": config.precision.compute},
+            "schedule": config.schedule.model_dump(mode="json"),
             "fp8_history": _history_length(self._canonical_abstract.fp8),
             "data": data.model_dump(mode="json", include={"kind", "train", "split", "order"}),
         }
@@ -54,16 +58,42 @@ class StateSaver:
         """Start writing the state as the checkpoint of `step`."""
         checkpoints.save(step, _as_tree(self._to_canonical(state)), self.description(step))
 
-    def restore(self, checkpoints: Checkpoints, step: int) -> TrainState:
-        """The state of a checkpoint, whatever mesh wrote it.
+    def compare(self, checkpoints: Checkpoints, step: int) -> None:
+        """Raise InputError if a checkpoint is of another model or run; no array is read.
 
-        Raises InputError if it is of another model or run; warns if this run reads other data from here on.
+        Warns if this run reads other data from here on.
         """
-        place = f"The checkpoint of step {step} in {checkpoints.directory}"
+        place = f"the checkpoint of step {step} in {checkpoints.directory}"
         saved, mine = checkpoints.describe(step), self.description(step)
         compare_descriptions(saved, mine, place, MUST_AGREE, "choose another run.dir")
         if saved["data"] != mine["data"]:
             warnings.warn(f"{place} was saved by a run that read other data or in another order.", stacklevel=2)
+
+    def warn_of_another_rate(self, checkpoints: Checkpoints, step: int) -> None:
+        """Warn if the next step has another learning rate than the run that saved the checkpoint would have given it.
+
+        A schedule that follows run.steps is another one when the run is prolonged.
+        """
+        saved = checkpoints.describe(step)
+        if "schedule" not in saved:
+            return
+        before, now = ScheduleConfig(**saved["schedule"]), self.program.config.schedule
+        rates = [np.asarray(make_schedule(schedule)(step + 1)).item() for schedule in (before, now)]
+        if math.isclose(*rates, rel_tol=1e-3):
+            return
+        cure = "set the section schedule as it was to keep it."
+        if before.model_copy(update={"decay_steps": now.decay_steps}) == now:
+            cure = f"schedule.decay_steps was {before.decay_steps} and is {now.decay_steps} now; set "
+            cure += f"schedule.decay_steps={before.decay_steps} to keep it."
+        warnings.warn(
+            f"the learning rate of step {step + 1} is {rates[1]:.3g}, and the run so far would have had {rates[0]:.3g}:"
+            f" {cure}",
+            stacklevel=2,
+        )
+
+    def restore(self, checkpoints: Checkpoints, step: int) -> TrainState:
+        """The state of a checkpoint that `compare` accepts, whatever mesh wrote it."""
+        saved, mine = checkpoints.describe(step), self.description(step)
         length = saved.get("fp8_history", 0)
         abstract = replace(self._canonical_abstract, fp8=self._abstract_history(length))
         state = TrainState(**{name: {} for name in LAYER_STATE} | checkpoints.restore(step, _as_tree(abstract)))

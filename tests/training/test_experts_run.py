@@ -88,7 +88,7 @@ def test_a_run_logs_and_draws_its_routers_losses_and_loads_also_after_a_stop(tmp
     def run(stop: bool) -> tuple[int, list[dict]]:
         trainer = Trainer(config, jax.devices()[:2])
         if stop:
-            trainer._stop._ask()
+            trainer._stop.requested = lambda agree: True
         status = trainer.run()
         return status, [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
 

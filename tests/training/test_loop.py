@@ -16,8 +16,9 @@ from megajax.plan import flops_per_token
 from megajax.training.batches import batches
 from megajax.training.loop import Trainer
 
-KEYS = {  # design.md section 9
+KEYS = {
     "step",
+    "time",
     "loss",
     "grad_norm",
     "learning_rate",
@@ -50,7 +51,7 @@ def lines(trainer) -> list[dict]:
 def test_metrics_have_the_fixed_keys_and_fit_together(run):
     trainer = run("run.steps=5", "mesh.data=2", "run.log_interval=2", devices=2)
     logged = lines(trainer)
-    assert [line["step"] for line in logged] == [2, 4, 5]
+    assert [line["step"] for line in logged] == [1, 2, 4, 5]
     for line in logged:
         assert set(line) == KEYS
         assert line["tokens"] == line["step"] * 8 * 16
@@ -97,7 +98,7 @@ def test_evaluations_stand_at_their_interval_and_at_the_end(run):
     trainer = run("data.split='8,2,0'", "run.steps=5", "run.eval_interval=2", "run.eval_steps=1")
     evaluations = [line for line in lines(trainer) if "eval_loss" in line]
     assert [line["step"] for line in evaluations] == [2, 4, 5]
-    assert all(set(line) == {"step", "eval_loss"} for line in evaluations)
+    assert all(set(line) == {"step", "time", "eval_loss"} for line in evaluations)
     assert trainer.evaluate() == evaluations[-1]["eval_loss"]  # always the same batches
 
 

@@ -70,7 +70,7 @@ def agree(ours: dict, theirs: dict) -> bool:
 def logs_written(tmp_path: Path, index: int) -> set[str]:
     """What a process wrote directly into the run directory or its TensorBoard files."""
     paths = [Path(line) for line in (tmp_path / f"written{index}").read_text().splitlines()]
-    names = {path.name if path.parent.name == "two" else path.parent.name for path in paths}
+    names = {path.name.removesuffix(".tmp") if path.parent.name == "two" else path.parent.name for path in paths}
     return names & {"metrics.jsonl", "config.yaml", "tensorboard"}
 
 

@@ -70,11 +70,11 @@ def test_a_run_killed_at_a_random_step_goes_on_bit_for_bit(
     assert read_metrics(tmp_path / "run", "eval_loss") == expected[1]
 
 
-def test_sigterm_and_sigusr1_save_exit_75_and_the_next_start_goes_on(
+def test_sigterm_and_ctrl_c_save_exit_75_and_the_next_start_goes_on(
     tmp_path, expected, start_long, read_metrics, checkpoint_steps
 ):
     stopped_at = 0
-    for number in (signal.SIGTERM, signal.SIGUSR1):
+    for number in (signal.SIGTERM, signal.SIGINT):
         run = start_long(tmp_path / "run")
         run.read_to_step(stopped_at + 10)
         run.process.send_signal(number)
@@ -134,19 +134,6 @@ def test_the_newest_checkpoints_and_each_kth_are_kept(tmp_path, make_config, che
         {},
     )
     assert checkpoint_steps(tmp_path) == [4, 8, 9, 10, 11]
-
-
-def test_a_run_that_is_done_stays_done_and_more_steps_go_on(tmp_path, make_config, read_metrics, checkpoint_steps):
-    def config(steps):
-        return make_config(f"run.dir={tmp_path}", f"run.steps={steps}")
-
-    run_on(config(4), {})
-    lines = (tmp_path / "metrics.jsonl").read_text()
-    run_on(config(4), {})
-    assert (tmp_path / "metrics.jsonl").read_text() == lines
-    run_on(config(6), {})
-    assert list(read_metrics(tmp_path, "loss")) == [1, 2, 3, 4, 5, 6]
-    assert checkpoint_steps(tmp_path) == [4, 6]
 
 
 @pytest.mark.parametrize("change", ["run.seed=5", "optimizer.kind=lion", "batch.global_size=16"])

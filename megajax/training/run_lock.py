@@ -1,0 +1,193 @@
+"""One process at a time trains in a run directory: a lock file that names its owner and shows that it is alive."""
+
+import atexit
+import contextlib
+import json
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from megajax.errors import InputError, UserError
+
+NAME = "lock"
+HEARTBEAT_SECONDS = 10.0  # the owner touches the file this often
+WATCH_SECONDS = 2.5 * HEARTBEAT_SECONDS  # an owner on another host that doesn't in this time is gone
+
+
+class RunLock:
+    """The lock of one run directory; `with lock:` or `acquire` and `release`. Only process 0 of a run takes it.
+
+    `lost` turns True if another process took the lock over, as it may when this one stood still for long.
+    """
+
+    def __init__(self, run_dir: str | Path):
+        self.path = Path(run_dir) / NAME
+        self.held = self.lost = False
+        self._released = threading.Event()
+
+    def acquire(self, say: Callable[[str], None] = print) -> None:
+        """Take the lock, from its owner too if that process is gone. Raises InputError, on every process, if not."""
+        if not self.held:
+            on_first_process(lambda: self._acquire(say))
+            self.held = True
+
+    def release(self) -> None:
+        """Give the lock back; nothing if it is not held."""
+        if self.held and self._thread is not None:
+            self._released.set()
+            self._thread.join()
+            if not self.lost:
+                self.path.unlink(missing_ok=True)
+            atexit.unregister(self.release)
+        self.held = False
+
+    def __enter__(self) -> "RunLock":
+        self.acquire()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+    _thread: threading.Thread | None = None  # the heartbeat, on process 0
+
+    def _acquire(self, say: Callable[[str], None]) -> None:
+        self._mine = _this_process()
+        while not self._created():
+            owner = _read(self.path)
+            if owner is None and not self.path.exists():
+                continue  # released just now
+            if owner is not None and owner | {"since": ""} == self._mine | {"since": ""}:
+                return  # another Trainer of this process holds it
+            if self._is_alive(owner, say):
+                raise InputError(
+                    f"run.dir={self.path.parent} is in use: {_named(owner)} trains there: wait for it, stop it, or "
+                    "choose another run.dir."
+                )
+            if self._removed(owner):
+                say(f"taking over {self.path.parent}: {_named(owner)} is gone")
+        self._released.clear()
+        self.lost = False
+        self._thread = threading.Thread(target=self._beat, daemon=True, name="run lock")
+        self._thread.start()
+        atexit.register(self.release)
+
+    def _created(self) -> bool:
+        try:
+            with self.path.open("x") as file:
+                file.write(json.dumps(self._mine))
+        except FileExistsError:
+            return False
+        except OSError as error:
+            raise InputError(f"{self.path} cannot be written ({error.strerror}): choose another run.dir.") from None
+        return True
+
+    def _is_alive(self, owner: dict[str, Any] | None, say: Callable[[str], None]) -> bool:
+        """Whether the owner still runs: by its process number where it is ours to see, else by its heartbeat."""
+        if owner is not None and all(owner.get(key) == self._mine[key] for key in ("host", "boot", "processes")):
+            return _started(owner["process"]) == owner["started"]
+        say(f"run.dir={self.path.parent} has a lock of {_named(owner)}: waiting up to {WATCH_SECONDS:g} s for a sign")
+        seen = _touched(self.path)
+        end = time.monotonic() + WATCH_SECONDS
+        while time.monotonic() < end:
+            time.sleep(min(0.5, WATCH_SECONDS / 5))
+            if _touched(self.path) != seen:
+                return self.path.exists()
+        return False
+
+    def _removed(self, owner: dict[str, Any] | None) -> bool:
+        """Remove the lock of a process that is gone, but not one that another starter took in the meantime."""
+        aside = self.path.with_name(f"{NAME}.{os.getpid()}")
+        with contextlib.suppress(FileNotFoundError):
+            self.path.rename(aside)
+            if _read(aside) == owner:
+                aside.unlink()
+                return True
+            aside.rename(self.path)
+        return False
+
+    def _beat(self) -> None:
+        while not self._released.wait(HEARTBEAT_SECONDS):
+            if _read(self.path) != self._mine:
+                self.lost = True
+                return
+            with contextlib.suppress(OSError):
+                os.utime(self.path)
+
+
+def on_first_process(action: Callable[[], None]) -> None:
+    """Run `action` on process 0; the mistake (UserError) that it finds there is raised on every process."""
+    message = ""
+    if jax.process_index() == 0:
+        try:
+            action()
+        except UserError as error:
+            message = str(error)
+    if jax.process_count() > 1:
+        from jax.experimental import multihost_utils
+
+        padded = np.zeros(4096, np.uint8)
+        encoded = message.encode()[: padded.size]
+        padded[: len(encoded)] = np.frombuffer(encoded, np.uint8)
+        message = bytes(multihost_utils.broadcast_one_to_all(padded)).rstrip(b"\0").decode(errors="ignore")
+    if message:
+        raise InputError(message)
+
+
+def _this_process() -> dict[str, Any]:
+    """What tells this process from any other, before and after it."""
+    boot, processes = "", ""
+    with contextlib.suppress(OSError):  # not on Linux: then the host alone
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        processes = os.readlink("/proc/self/ns/pid")  # containers have process numbers of their own
+    return {
+        "host": socket.gethostname(),
+        "process": os.getpid(),
+        "since": time.strftime("%Y-%m-%d %H:%M:%S %z"),
+        "boot": boot,
+        "processes": processes,
+        "started": _started(os.getpid()),
+    }
+
+
+def _started(process: int) -> int | None:
+    """When a process of this host started, in the kernel's ticks, so that its number is not taken for a later one's;
+    0 where the system doesn't tell, None if there is no such process."""
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return None
+    except PermissionError:
+        pass  # somebody else's, but there
+    try:
+        state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return 0
+    return None if state[0] == "Z" else int(state[19])
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    try:
+        value = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return None  # gone, or its writer was killed before it had written
+    return value if isinstance(value, dict) else None
+
+
+def _touched(path: Path) -> int | None:
+    try:
+        return path.stat().st_mtime_ns
+    except OSError:
+        return None
+
+
+def _named(owner: dict[str, Any] | None) -> str:
+    if owner is None:
+        return "an unknown process"
+    return f"process {owner.get('process')} on {owner.get('host')} (since {owner.get('since')})"

@@ -1,0 +1,89 @@
+"""What a run directory says of the run itself: the config in force now and from which step on, and the tokenizer."""
+
+import contextlib
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from megajax.config import Config
+from megajax.config.tree import Loader, show
+
+CONFIG, CONFIGS, SET_ASIDE = "config.yaml", "configs", "set_aside"
+
+
+def previous_config(run_dir: Path) -> dict[str, Any]:
+    """The values of `config.yaml` as the last start wrote them, by section; empty if there is none that reads."""
+    try:
+        values = yaml.load((run_dir / CONFIG).read_text(), Loader)
+    except (OSError, yaml.YAMLError, UnicodeDecodeError):
+        return {}
+    return values if isinstance(values, dict) else {}
+
+
+def changed_keys(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
+    """`key before → after` for each key whose value differs; keys that only one of them has count too."""
+    old, new = dict(_leaves(before)), dict(_leaves(after))
+    return [
+        f"{key} {show(old.get(key))} → {show(new.get(key))}" for key in {**new, **old} if old.get(key) != new.get(key)
+    ]
+
+
+def write_config(run_dir: Path, config: Config, step: int) -> None:
+    """Write `config.yaml`, and `configs/STEP.yaml` if `config` differs from what was in force so far.
+
+    configs/STEP.yaml is the config of the steps after STEP, up to that of the next file.
+    """
+    before, text = previous_config(run_dir), config.to_yaml()
+    history = run_dir / CONFIGS
+    history.mkdir(exist_ok=True)
+    if step == 0 or before != yaml.load(text, Loader):
+        if before and step > 0 and not any(history.iterdir()):
+            shutil.copyfile(run_dir / CONFIG, history / "0.yaml")
+        for later in [path for path in history.glob("*.yaml") if path.stem.isdigit() and int(path.stem) > step]:
+            later.unlink()  # of steps that were lost, and are now done again
+        _write(history / f"{step}.yaml", text)
+        _write(run_dir / CONFIG, text)
+
+
+def keep_tokenizer(run_dir: Path, config: Config) -> None:
+    """Copy the tokenizer's file into the run directory, where `generate` looks first."""
+    source = Path(config.data.tokenizer or "")
+    if source.is_file():
+        target = run_dir / f"tokenizer{source.suffix}"
+        if not target.exists() or not target.samefile(source):
+            shutil.copyfile(source, target)
+
+
+def set_aside(run_dir: Path, step: int, later_steps: list[int]) -> Path:
+    """Move the checkpoints of `later_steps` out of the way of a run that goes back to `step`; the new directory.
+
+    metrics.jsonl and the configs are copied there too, since the run overwrites what it logged after `step`.
+    """
+    numbers = [int(path.name) for path in (run_dir / SET_ASIDE).glob("*") if path.name.isdigit()]
+    target = run_dir / SET_ASIDE / str(max(numbers, default=0) + 1)
+    (target / "checkpoints").mkdir(parents=True)
+    for name in (CONFIG, "metrics.jsonl"):
+        with contextlib.suppress(FileNotFoundError):
+            shutil.copyfile(run_dir / name, target / name)
+    with contextlib.suppress(FileNotFoundError):
+        shutil.copytree(run_dir / CONFIGS, target / CONFIGS)
+    for later in later_steps:
+        (run_dir / "checkpoints" / str(later)).rename(target / "checkpoints" / str(later))
+    return target
+
+
+def _leaves(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in values.items():
+        if isinstance(value, dict):
+            yield from _leaves(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def _write(path: Path, text: str) -> None:
+    temporary = path.with_name(f"{path.name}.tmp")
+    temporary.write_text(text)
+    temporary.replace(path)

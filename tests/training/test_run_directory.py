@@ -1,0 +1,222 @@
+"""What a run directory says of its run: it is true, complete, written by one process, and never damaged."""
+
+import errno
+import shutil
+import warnings
+from pathlib import Path
+
+import jax
+import pytest
+
+from megajax.config import load_config
+from megajax.config.tree import read_file
+from megajax.errors import InputError
+from megajax.training.logs import MetricsLog
+from megajax.training.loop import STEPS_AHEAD, Trainer
+
+
+def files(root: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(root)): path.read_bytes() for path in sorted(root.rglob("*")) if path.is_file()}
+
+
+def digits(root: Path) -> list[int]:
+    return sorted(int(path.stem) for path in root.iterdir())
+
+
+@pytest.fixture
+def build(tmp_path, make_config):
+    """(overrides...) → a Trainer on one device with run.dir tmp_path/run."""
+    return lambda *overrides: Trainer(
+        make_config(f"run.dir={tmp_path / 'run'}", "data.split='8,2,0'", "run.eval_steps=1", *overrides),
+        jax.devices()[:1],
+    )
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory, tiny, text):
+    """A run directory with checkpoints of steps 2 and 4 and the end of a run of 4 steps."""
+    run_dir = tmp_path_factory.mktemp("saved") / "run"
+    overrides = [f"data.train={text}", "data.split='8,2,0'", "run.eval_steps=1", f"run.dir={run_dir}"]
+    config = load_config(tiny, [*overrides, "run.steps=4", "run.checkpoint_interval=2"])
+    assert Trainer(config, jax.devices()[:1]).run() == 0
+    return run_dir
+
+
+@pytest.fixture
+def run_dir(saved, tmp_path):
+    """A copy of `saved` where `build` looks."""
+    return Path(shutil.copytree(saved, tmp_path / "run"))
+
+
+def test_a_finished_run_has_nothing_to_do_and_writes_nothing(run_dir, build, capsys):
+    before = files(run_dir)
+    assert build("run.steps=4", "schedule.learning_rate=0.1", "precision.compute=float16").run() == 0
+    assert f"nothing to do: {run_dir} is at step 4 of run.steps=4; raise run.steps" in capsys.readouterr().out
+    assert files(run_dir) == before
+
+
+def test_building_and_evaluating_writes_nothing(run_dir, build):
+    before = files(run_dir)
+    build("run.steps=6", "schedule.learning_rate=0.1").evaluate()
+    assert files(run_dir) == before
+
+
+def test_a_changed_config_is_listed_and_the_earlier_ones_are_kept(run_dir, build, capsys):
+    first = read_file(run_dir / "config.yaml").values
+    assert build("run.steps=5", "run.checkpoint_interval=2").run() == 0
+    assert "run.steps 4 → 5" in capsys.readouterr().out
+    with pytest.warns(UserWarning, match=r"step 6 is 0\.1, .* had 0\.003: set the section schedule as it was"):
+        assert build("run.steps=6", "run.checkpoint_interval=2", "schedule.learning_rate=0.1").run() == 0
+    printed = capsys.readouterr().out
+    assert "changed since the last start: run.steps 5 → 6; schedule.learning_rate 0.003 → 0.1" in printed
+    assert digits(run_dir / "configs") == [0, 4, 5]
+    rates = [read_file(run_dir / f"configs/{step}.yaml").values["schedule"]["learning_rate"] for step in (0, 4, 5)]
+    assert rates == [0.003, 0.003, 0.1]
+    assert read_file(run_dir / "configs/0.yaml").values == first
+    assert (run_dir / "configs/5.yaml").read_bytes() == (run_dir / "config.yaml").read_bytes()
+
+
+def test_the_console_tells_what_happens_and_what_to_do_next(run_dir, build, capsys):
+    shutil.rmtree(run_dir)
+    assert build("run.steps=3", "run.log_interval=10", "run.checkpoint_interval=2").run() == 0
+    lines = capsys.readouterr().out.splitlines()
+    starts = ["compiling…", "compiled in ", "first step done ", "step 1/3 ", "saved step 2 (", "step 3/3 ", "done: 3"]
+    positions = [next(i for i, line in enumerate(lines) if line.startswith(start)) for start in starts]
+    assert sorted(positions) in (positions, [*positions[:4], positions[5], positions[4], positions[6]])
+    assert lines[-1].endswith("train on: raise run.steps")
+
+
+def test_the_host_does_not_run_ahead_of_the_devices(run_dir, build):
+    trainer, waited = build("run.steps=6"), []
+
+    class Loss:
+        def __init__(self, step):
+            self.step = step
+
+        def block_until_ready(self):
+            waited.append(self.step)
+
+    trainer._compiled_step = lambda state, batch: (state, {"loss": Loss(trainer.step + 1)})
+    for step in range(5, 12):
+        trainer.train_step({})
+        assert waited == list(range(5, step + 1 - STEPS_AHEAD))
+
+
+def damage(run_dir: Path, kind: str) -> None:
+    checkpoint = run_dir / "checkpoints" / "4"
+    if kind == "arrays":
+        for path in checkpoint.glob("state/d/*"):
+            path.write_bytes(path.read_bytes()[:10])
+        for path in checkpoint.glob("state/ocdbt.process_0/d/*"):
+            path.write_bytes(path.read_bytes()[:10])
+    elif kind == "metadata":
+        (checkpoint / "state" / "_METADATA").unlink()
+    else:
+        shutil.rmtree(checkpoint / "description")
+
+
+@pytest.mark.parametrize("kind", ["arrays", "metadata", "description"])
+def test_a_damaged_checkpoint_is_named_with_the_newest_one_that_reads(run_dir, build, kind):
+    damage(run_dir, kind)
+    before = files(run_dir)
+    with pytest.raises(InputError) as caught:
+        build("run.steps=6").run()
+    assert str(caught.value).startswith(f"the checkpoint {run_dir / 'checkpoints' / '4'} is damaged (")
+    assert str(caught.value).endswith("): set checkpoint.resume_step=2 to go on from the newest one that reads.")
+    assert files(run_dir) == before
+
+
+def test_a_run_goes_back_to_a_chosen_step_once_and_loses_nothing(run_dir, build, read_metrics, checkpoint_steps):
+    before = files(run_dir)
+    with pytest.raises(InputError, match="resume_step=3 .* has checkpoints of steps 2, 4: choose one of them"):
+        build("checkpoint.resume_step=3")
+    again = ("checkpoint.resume_step=2", "run.steps=5", "run.checkpoint_interval=1")
+    assert build(*again).run() == 0
+    assert list(read_metrics(run_dir, "loss")) == [1, 2, 3, 4, 5]
+    assert checkpoint_steps(run_dir) == [4, 5]  # two are kept
+    aside = files(run_dir / "set_aside" / "1")
+    assert aside == {name: data for name, data in before.items() if name in aside}
+    assert {"metrics.jsonl", "config.yaml", "configs/0.yaml", "checkpoints/4/description/metadata"} <= set(aside)
+    assert build(*again).step == 5  # the same command goes on from where it got to
+
+
+def test_a_longer_run_warns_of_the_learning_rate_that_jumps(run_dir, build):
+    shutil.rmtree(run_dir)
+    cosine = ("schedule.kind=cosine", "run.eval_steps=0")
+    trainer = build(*cosine, "run.steps=2")
+    trainer.state, trainer.step = trainer.program.init_state(), 2
+    trainer.save()
+    trainer.checkpoints.close()
+    # 3e-3 (1 + cos(3π/4)) / 2 at step 3 of 4; the cosine over 2 steps has ended.
+    with pytest.warns(UserWarning, match=r"learning rate of step 3 is 0\.000439, .* had 0: .*decay_steps=2 to keep"):
+        build(*cosine, "run.steps=4").save()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        build(*cosine, "run.steps=4", "schedule.decay_steps=2").save()
+
+
+@pytest.fixture
+def full_disk(monkeypatch):
+    """(Trainer) → orbax's save fails as on a full disk, at the steps that are given."""
+
+    def full_disk(trainer, *steps):
+        save = trainer.checkpoints._manager.save
+
+        def failing(step, **arguments):
+            if step in steps:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            return save(step, **arguments)
+
+        monkeypatch.setattr(trainer.checkpoints._manager, "save", failing)
+        return trainer
+
+    return full_disk
+
+
+def test_a_save_that_fails_is_a_warning_while_an_older_checkpoint_stands(run_dir, build, full_disk, capsys):
+    trainer = full_disk(build("run.steps=7", "run.checkpoint_interval=1"), 5)
+    assert trainer.run() == 0
+    printed = capsys.readouterr().out
+    assert "the checkpoint of step 5 could not be saved" in printed
+    assert "(No space left on device): the newest one is of step 4, and training goes on" in printed
+    assert digits(run_dir / "checkpoints") == [6, 7]
+
+
+@pytest.mark.parametrize(
+    "steps, interval, part",
+    [((5,), 0, "the newest one is of step 4"), ((1,), 1, "there is no older one")],
+    ids=["the last one", "the first one"],
+)
+def test_a_save_that_fails_with_nothing_to_fall_back_on_ends_the_run(run_dir, build, full_disk, steps, interval, part):
+    if interval:
+        shutil.rmtree(run_dir)
+    trainer = full_disk(build("run.steps=5", f"run.checkpoint_interval={interval}"), *steps)
+    with pytest.raises(
+        InputError, match=f"step {steps[0]} could not be saved .*{part}: make room, then start the same"
+    ):
+        trainer.run()
+    assert not (run_dir / "lock").exists()
+
+
+def test_metrics_that_a_full_disk_refused_are_written_later(tmp_path, make_config, read_metrics):
+    log = MetricsLog(make_config(f"run.dir={tmp_path}"), 0, True)
+    file = log._file
+
+    class Full:
+        name = "metrics.jsonl"
+        room = 30
+
+        def write(self, data):
+            if not self.room:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            written, self.room = file.write(data[: self.room]), 0
+            return written
+
+    log._file = Full()
+    with pytest.warns(UserWarning, match="could not be written"):
+        log.write(1, {"loss": 4.0})
+        log.write(2, {"loss": 3.0})
+    log._file = file
+    log.write(3, {"loss": 2.0})
+    log.close()
+    assert read_metrics(tmp_path, "loss") == {1: (4.0,), 2: (3.0,), 3: (2.0,)}

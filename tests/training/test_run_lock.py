@@ -1,0 +1,111 @@
+"""One process trains in a run directory; a process that is gone doesn't keep the others out."""
+
+import json
+import os
+import signal
+import threading
+
+import jax
+import pytest
+
+from megajax.errors import InputError
+from megajax.training import run_lock
+from megajax.training.loop import Trainer
+from megajax.training.run_lock import RunLock
+from megajax.training.stop_signals import StopSignals
+
+
+@pytest.fixture
+def owner(tmp_path):
+    """(changes) → writes the lock of the parent of this process, which is alive, with changes."""
+
+    def write(**changes):
+        process = os.getppid()
+        found = run_lock._this_process() | {"process": process, "started": run_lock._started(process)}
+        (tmp_path / "lock").write_text(json.dumps(found | changes))
+
+    return write
+
+
+@pytest.fixture
+def short_watch(monkeypatch):
+    monkeypatch.setattr(run_lock, "WATCH_SECONDS", 0.2)
+
+
+def test_a_lock_names_its_process_and_goes_with_it(tmp_path):
+    with RunLock(tmp_path):
+        held = json.loads((tmp_path / "lock").read_text())
+        assert (held["process"], held["host"]) == (os.getpid(), os.uname().nodename)
+        with RunLock(tmp_path):  # another Trainer of the same process
+            pass
+        assert (tmp_path / "lock").exists()
+    assert not (tmp_path / "lock").exists()
+
+
+def test_a_second_run_in_a_directory_is_refused_and_leaves_the_first_alone(tmp_path, make_config, owner):
+    owner()
+    before = (tmp_path / "lock").read_text()
+    trainer = Trainer(make_config(f"run.dir={tmp_path}"), jax.devices()[:1])
+    with pytest.raises(InputError, match=f"run.dir={tmp_path} is in use: process {os.getppid()} on .* or choose"):
+        trainer.run()
+    assert (tmp_path / "lock").read_text() == before
+    assert os.listdir(tmp_path) == ["lock"]
+
+
+@pytest.mark.parametrize("changes", [{"process": 2**22 + 5}, {"started": 5}], ids=["no such process", "another one"])
+def test_the_lock_of_a_process_of_this_host_that_is_gone_is_taken_over(tmp_path, owner, changes):
+    owner(**changes)
+    said = []
+    lock = RunLock(tmp_path)
+    lock.acquire(said.append)
+    assert json.loads((tmp_path / "lock").read_text())["process"] == os.getpid()
+    assert [line.startswith(f"taking over {tmp_path}: process ") for line in said] == [True]
+    lock.release()
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("content", [None, "", '{"host": '], ids=["other host", "empty", "torn"])
+def test_a_lock_that_cannot_be_looked_up_is_watched_for_a_heartbeat(tmp_path, owner, short_watch, content):
+    owner(host="elsewhere")
+    path = tmp_path / "lock"
+    if content is not None:
+        path.write_text(content)
+    stop = threading.Event()
+
+    def beat():
+        count = 0
+        while not stop.wait(0.02):
+            count += 1
+            os.utime(path, (count, count))
+
+    thread = threading.Thread(target=beat)
+    thread.start()
+    with pytest.raises(InputError, match="is in use"):
+        RunLock(tmp_path).acquire(lambda _: None)
+    stop.set()
+    thread.join()
+    with RunLock(tmp_path):
+        assert json.loads(path.read_text())["process"] == os.getpid()
+
+
+def test_a_run_whose_lock_was_taken_over_knows_it_and_leaves_it(tmp_path, owner, monkeypatch):
+    monkeypatch.setattr(run_lock, "HEARTBEAT_SECONDS", 0.01)
+    lock = RunLock(tmp_path)
+    lock.acquire()
+    owner()
+    lock._thread.join(timeout=10)
+    assert lock.lost
+    lock.release()
+    assert json.loads((tmp_path / "lock").read_text())["process"] == os.getppid()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
+def test_a_first_signal_asks_for_a_stop_and_a_second_ctrl_c_interrupts(number, capsys):
+    with StopSignals() as stop:
+        assert not stop.requested(agree=True)
+        os.kill(os.getpid(), number)
+        assert stop.requested(agree=True)
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
