@@ -4,21 +4,25 @@
     python scripts/hlo_counts.py --write
 
 The first counts library calls, collectives, loops and copies of a config's compiled step on N GPUs (default 1; more
-than 8 are hosts of 8) and the memory that it plans for a device; it says on stderr how long the compiler took, and can
-save the compiled text. The second writes the counts of CASES to tests/data/h200_hlo_counts.txt, which a test compares
-with; without arguments they are printed. Needs jax's CUDA plugin (the extra `dev` has it).
+than 8 are hosts of 8), and prints the memory that XLA plans for a device beside the estimate that a run prints when it
+starts. On stderr it says how long the compiler took and whether that memory fits; --text saves the compiled text. The
+second writes the counts of CASES to tests/data/h200_hlo_counts.txt, which a test compares with; without arguments they
+are printed. Needs jax's CUDA plugin (the extra `dev` has it).
 """
 
 import argparse
 import os
+import re
 import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING
 from unittest import mock
 
 import hlo
@@ -27,7 +31,10 @@ from megajax.config import load_config
 from megajax.config.checks import check_mesh
 from megajax.config.cli import user_errors
 from megajax.errors import InputError
-from megajax.runtime import prepare_environment
+from megajax.runtime import MEMORY_FRACTION, prepare_environment
+
+if TYPE_CHECKING:
+    from megajax.training.step import TrainProgram
 
 ROOT = Path(__file__).parents[1]
 GOLDEN = ROOT / "tests/data/h200_hlo_counts.txt"
@@ -61,35 +68,53 @@ NO_PLUGIN = (
 
 
 def compile_for_h200(path: str, overrides: list[str], gpus: int):
-    """A config's compiled train step for so many H200s. XLA reads its flags once a process: those of the first config.
+    """A config's compiled train step for `gpus` H200s.
 
     Raises InputError for a number of GPUs that is no whole number of hosts.
     """
+    return compile_step(program_for_h200(path, overrides, gpus))
+
+
+def program_for_h200(path: str, overrides: list[str], gpus: int) -> "TrainProgram":
+    """A config's program on H200s that need not be there. XLA reads its flags once a process: the first config's."""
     require_plugin()
     hosts, gpus_of_host = hosts_of(gpus)
     os.environ["JAX_PLATFORMS"] = "cpu"  # what runs here; the compiler is the GPU's
     config = load_config(path, overrides)
+    sizes = check_mesh(config, gpus)
     prepare_environment(config)
 
-    from jax._src import xla_bridge
-    from jax._src.cudnn import fused_attention_stablehlo
     from jax.experimental import topologies
 
     from megajax.mesh import build_mesh
     from megajax.training.step import TrainProgram
 
-    # jax asks for a running GPU in two places where none is needed (its issue 23971).
-    with (
-        mock.patch.object(xla_bridge, "canonicalize_platform", lambda platform: platform),
-        mock.patch.object(fused_attention_stablehlo, "check_cudnn_version", lambda: 91900),
-    ):
+    with no_gpu_needed():
         topology = topologies.get_topology_desc(
             platform="cuda",
             target_config=TARGET.read_text(),
             topology=f"1x{hosts}x{gpus_of_host}",  # slices, hosts, GPUs
         )
-        program = TrainProgram.build(config, build_mesh(check_mesh(config, gpus), topology.devices))
+        return TrainProgram.build(config, build_mesh(sizes, topology.devices))
+
+
+def compile_step(program: "TrainProgram"):
+    """The compiled train step of a program."""
+    with no_gpu_needed():
         return program.train_step.lower(program.abstract_state, program.abstract_batch).compile()
+
+
+@contextmanager
+def no_gpu_needed() -> Iterator[None]:
+    """jax asks for a running GPU in two places where none is needed (its issue 23971)."""
+    from jax._src import xla_bridge
+    from jax._src.cudnn import fused_attention_stablehlo
+
+    with (
+        mock.patch.object(xla_bridge, "canonicalize_platform", lambda platform: platform),
+        mock.patch.object(fused_attention_stablehlo, "check_cudnn_version", lambda: 91900),
+    ):
+        yield
 
 
 def hosts_of(gpus: int) -> tuple[int, int]:
@@ -130,7 +155,7 @@ def describe(ops: Iterable[hlo.Op], memory: dict[str, int]) -> list[str]:
 
 
 def memory_of(compiled) -> dict[str, int]:
-    """Bytes of a device that the compiled step needs, by part. A donated argument's place holds an output too."""
+    """Bytes of a device that the compiled step needs, by part. A donated argument's buffer holds an output too."""
     plan = compiled.memory_analysis()
     parts = {
         "argument": plan.argument_size_in_bytes,
@@ -138,6 +163,23 @@ def memory_of(compiled) -> dict[str, int]:
         "temporary": plan.temp_size_in_bytes,
     }
     return {**parts, "whole": sum(parts.values())}
+
+
+def estimate_of(program: "TrainProgram") -> int:
+    """Bytes of a device by the estimate in a run's summary, which compiles nothing."""
+    from megajax.mesh import mesh_sizes
+    from megajax.plan import estimate_memory
+
+    return estimate_memory(program.config, program.placements, mesh_sizes(program.mesh)).total
+
+
+def verdict(needed: int) -> str:
+    """Whether a step that needs so many bytes of a device fits an H200."""
+    match = re.search(r"device_memory_size: (\d+)", TARGET.read_text())
+    assert match, TARGET
+    usable = float(MEMORY_FRACTION) * int(match[1])
+    sizes = f"{needed / 2**30:,.1f} GiB of the {usable / 2**30:,.1f} GiB of an H200 that a run takes"
+    return f"it fits: {sizes}" if needed <= usable else f"it does not fit: it needs {sizes}"
 
 
 def _kinds(op: hlo.Op) -> Iterable[tuple[str, int]]:
@@ -187,14 +229,19 @@ def main(arguments: list[str]) -> int:
             else:
                 print(text, end="")
             return 0
+        if args.text and not args.text.parent.is_dir():
+            raise InputError(f"--text={args.text}: the directory {args.text.parent} does not exist: make it first.")
         start = time.perf_counter()
-        compiled = compile_for_h200(args.config, args.overrides, args.gpus)
-        print(f"compiled in {time.perf_counter() - start:.0f} s", file=sys.stderr)
+        program = program_for_h200(args.config, args.overrides, args.gpus)
+        compiled = compile_step(program)
+        memory = memory_of(compiled)
+        print(f"compiled in {time.perf_counter() - start:.0f} s; {verdict(memory['whole'])}", file=sys.stderr)
         text = compiled.as_text()
         if args.text:
             args.text.write_text(text)
+        memory["estimated"] = estimate_of(program)
         print(" ".join([Path(args.config).stem, *args.overrides, f"on {args.gpus} GPU{'s' * (args.gpus > 1)}"]))
-        print("\n".join(describe(hlo.parse(text), memory_of(compiled))))
+        print("\n".join(describe(hlo.parse(text), memory)))
     return 0
 
 

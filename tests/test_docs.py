@@ -2,11 +2,8 @@
 
 import importlib.util
 import json
-import os
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -49,19 +46,23 @@ def workplace(tmp_path, monkeypatch) -> Path:
         next(block for block in blocks(ROOT / "README.md", "yaml") if "name: my" in block)
     )
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]))
     return tmp_path
 
 
-def run_python(*arguments: str) -> str:
-    done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, f"{shlex.join(arguments)}: {done.stderr}"
-    return done.stdout
+def quoted(text: str) -> list[str]:
+    """The words of the README's one command that contains `text`."""
+    (command,) = [line for line in commands(ROOT / "README.md") if text in line]
+    return shlex.split(command)
 
 
-def preprocess() -> None:
-    (command,) = [line for line in commands(ROOT / "README.md") if "megajax.data.preprocess" in line]
-    assert "100 documents" in run_python(*shlex.split(command)[1:])
+def run(words: list[str]) -> None:
+    """Run `python -m MODULE ARGUMENTS` in this process."""
+    assert words[:2] == ["python", "-m"], words
+    try:
+        status = importlib.import_module(words[2]).main(words[3:])
+    except SystemExit as stop:  # --help and --print-config
+        status = stop.code
+    assert not status, words
 
 
 @pytest.mark.smoke
@@ -110,21 +111,35 @@ def test_configs_and_overrides_of_quoted_commands_load(page, workplace):
 
 
 @pytest.mark.smoke
-def test_help_and_preprocess_and_print_config_run_as_quoted(workplace):
-    preprocess()
-    assert "mesh.tensor" in run_python("-m", "megajax.train", "--help")
-    (printing,) = [line for line in commands(ROOT / "README.md") if "--print-config" in line]
-    printed = run_python(*shlex.split(printing)[1:])
-    (workplace / "printed.yaml").write_text(printed)
+def test_help_and_preprocess_and_print_config_run_as_quoted(workplace, capsys):
+    run(quoted("megajax.data.preprocess"))
+    assert "100 documents" in capsys.readouterr().out
+    run(["python", "-m", "megajax.train", "--help"])
+    assert "mesh.tensor" in capsys.readouterr().out
+    run(quoted("--print-config"))
+    (workplace / "printed.yaml").write_text(capsys.readouterr().out)
     assert load_config("printed.yaml") == load_config("my.yaml")
 
 
-def test_readme_library_example_trains(workplace):
-    preprocess()
+def test_readme_library_example_trains(workplace, capsys):
+    run(quoted("megajax.data.preprocess"))
     config = (workplace / "my.yaml").read_text()
     small = config.replace("global_size: 32", "global_size: 8").replace("sequence_length: 256", "sequence_length: 32")
     (workplace / "my.yaml").write_text(small)  # the README's, as short as a test should be
     (example,) = blocks(ROOT / "README.md", "python")
-    (workplace / "example.py").write_text(example)
-    assert "step 20/20" in run_python("example.py")
+    exec(example, {})
+    assert "step 20/20" in capsys.readouterr().out
     assert (workplace / "runs/library/metrics.jsonl").exists()
+
+
+def test_the_custom_loop_trains_evaluates_and_restores(workplace, capsys):
+    page = ROOT / "docs/custom_loop.md"
+    (config,) = blocks(page, "yaml")
+    (workplace / "loop.yaml").write_text(config)
+    names = {}
+    exec("\n".join(blocks(page, "python")), names)
+    losses = names["curve"]
+    assert len(losses) == 4 and losses[-1] < 0.8 * losses[0]
+    assert names["evaluation_loss"] == pytest.approx(losses[-1], rel=0.2)
+    assert "restored step 20" in capsys.readouterr().out
+    assert (workplace / "runs/loop/checkpoints/20").is_dir() and int(names["state"].step) == 21
