@@ -124,7 +124,7 @@ def test_synthetic_data_ignores_paths_and_stays_in_the_vocabulary(make_config):
 
 
 def test_data_can_be_imported_without_starting_jax():
-    modules = "indexed, loader, preprocess, samples, synthetic, tokenizers"
+    modules = "describe, indexed, json_lines, loader, preprocess, progress, samples, synthetic, tokenizers"
     code = f"import sys; from megajax.data import {modules}; sys.exit('jax' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
