@@ -72,4 +72,6 @@ def _shares(samples: Samples) -> list[tuple[DocumentSamples, float]]:
 
 def _epochs(read: float, tokens: int) -> str:
     epochs = read / tokens
+    if epochs < 0.001:
+        return "less than 0.001 epochs"
     return f"{epochs:,.0f} epochs" if epochs >= 1000 else f"{epochs:.3g} epochs"

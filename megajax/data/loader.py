@@ -180,5 +180,5 @@ def _check_token_ids(config: "Config", dataset: IndexedDataset) -> None:
                 raise InputError(f"{dataset.prefix}.bin holds the negative token id {worst}: write the file again.")
             raise InputError(
                 f"{dataset.prefix}.bin holds token id {worst}, outside {size}: set model.vocab_size={worst + 1} or "
-                "larger, best the vocabulary size of the tokenizer that wrote the file."
+                "larger, preferably the vocabulary size of the tokenizer that wrote the file."
             )

@@ -33,6 +33,7 @@ def test_a_split_file_is_described_with_the_epochs_that_the_run_reads(make_confi
 
 def test_a_blend_is_described_by_shares_and_epochs_of_each_source(make_config, write_documents):
     large, small = write_documents(DOCUMENTS, "large"), write_documents([[3] * 20], "small")
+    huge = write_documents([[4] * 100_000], "huge")
     sources = [SimpleNamespace(prefix=large, weight=3.0), SimpleNamespace(prefix=small, weight=1.0)]
     assert lines_of(make_config(train=sources)) == [
         "a blend of 2 data sets, shuffled, tokenizer not given",
@@ -40,6 +41,8 @@ def test_a_blend_is_described_by_shares_and_epochs_of_each_source(make_config, w
         f"  75.0% {large}: 20 documents, 840 tokens, 0.286 epochs",
         f"  25.0% {small}: 1 documents, 20 tokens, 4 epochs",
     ]
+    sources = [SimpleNamespace(prefix=huge, weight=1.0), SimpleNamespace(prefix=small, weight=3.0)]
+    assert lines_of(make_config(train=sources))[2].endswith("1 documents, 100,000 tokens, less than 0.001 epochs")
     many = lines_of(make_config(train=sources * SOURCES_SHOWN))
     assert len(many) == 2 + SOURCES_SHOWN + 1 and many[-1] == f"  and {SOURCES_SHOWN} more"
 

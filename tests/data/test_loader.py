@@ -157,7 +157,7 @@ def test_a_vocabulary_larger_than_the_models_is_refused(make_config, write_docum
     )
     assert sentence_of(make_config(train=prefix, vocab_size=699)) == (
         f"{prefix}.bin holds token id 699, outside model.vocab_size=699 (run.yaml, line 16): set "
-        "model.vocab_size=700 or larger, best the vocabulary size of the tokenizer that wrote the file."
+        "model.vocab_size=700 or larger, preferably the vocabulary size of the tokenizer that wrote the file."
     )
     assert "train" in datasets(make_config(train=prefix, vocab_size=700, tokenizer="byte"))
     negative = write_documents([[1, -1, 2] * 3], "negative", np.int32)
