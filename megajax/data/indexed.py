@@ -5,10 +5,14 @@
 indices, optional i8[N] modes. `.bin`: the tokens of all sequences, one after the other.
 """
 
+import errno
 import mmap
 import os
 import struct
 from array import array
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from difflib import get_close_matches
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -22,6 +26,7 @@ VERSION = 1
 DTYPES = {code: np.dtype(name) for code, name in enumerate("u1 i1 <i2 <i4 <i8 <f8 <f4 <u2".split(), start=1)}
 CODES = {dtype: code for code, dtype in DTYPES.items()}
 HEADER = struct.Struct("<9sQBQQ")
+TEXT_SUFFIXES = (".jsonl", ".json", ".txt")
 CHECK_BLOCK = 1 << 20  # table entries looked at together when a file is opened
 
 
@@ -41,6 +46,8 @@ class IndexedDataset:
     def __init__(self, prefix: str | Path, *, check: bool = True):
         self.prefix = str(prefix)
         self._idx, self._bin = f"{prefix}.idx", f"{prefix}.bin"
+        if not os.path.exists(self._idx):
+            raise InputError(_missing(self.prefix))
         index = _map(self._idx)
         if index.size < HEADER.size:
             raise InputError(
@@ -61,6 +68,8 @@ class IndexedDataset:
             )
         self.dtype = DTYPES[code]
         self._read_tables(index, count, num_boundaries)
+        if not os.path.exists(self._bin):
+            raise InputError(f"{self._bin} does not exist, although {self._idx} does: write both again.")
         data = _map(self._bin)
         if data.size % self.dtype.itemsize:
             raise InputError(
@@ -174,20 +183,42 @@ def _map(path: str) -> np.ndarray:
             if not os.fstat(file.fileno()).st_size:
                 return np.empty(0, np.uint8)  # an empty file cannot be mapped
             return np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), np.uint8)
-    except FileNotFoundError:
-        raise InputError(
-            f"{path} does not exist: correct the prefix, or write it with `python -m megajax.data.preprocess`."
-        ) from None
     except OSError as error:
         raise InputError(f"{path} cannot be read ({error.strerror}): correct the prefix or its permissions.") from None
+
+
+def _missing(prefix: str) -> str:
+    """The sentence for a prefix without an `.idx`, with the prefix that was probably meant."""
+    path = Path(prefix)
+    is_text = any(suffix in TEXT_SUFFIXES for suffix in path.suffixes)
+    problem = f"{prefix}.idx does not exist"
+    if path.exists() or is_text:
+        problem = f"{prefix} is {'a directory' if path.is_dir() else 'not the prefix of a .bin/.idx pair'}"
+    stem = path.parent / (path.name.split(".")[0] if is_text else path.name.removesuffix(".bin").removesuffix(".idx"))
+    meant = _nearest(path, "") if path.is_dir() else _nearest(stem.parent, stem.name)
+    if meant:
+        return f"{problem}: did you mean {meant}?"
+    if is_text:
+        command = f"python -m megajax.data.preprocess --input {prefix} --output-prefix {stem} --tokenizer TOKENIZER"
+        return f"{problem}: write one with `{command}`, and give {stem}_text_document."
+    if os.path.exists(f"{prefix}.bin"):
+        return f"{problem}, although {prefix}.bin does: write both again."
+    return f"{problem}: correct the prefix, or write it with `python -m megajax.data.preprocess`."
+
+
+def _nearest(folder: Path, name: str) -> Path | None:
+    """The prefix in a folder that continues `name` (as preprocessing does), or else is spelled most like it."""
+    found = sorted(file.stem for file in folder.glob("*.idx"))
+    continued = [stem for stem in found if stem == name or stem.startswith(f"{name}_" if name else "")]
+    return next((folder / stem for stem in continued or get_close_matches(name, found)), None)
 
 
 class IndexedWriter:
     """Writes `PREFIX.bin` as documents come and `PREFIX.idx` at the end, both first under temporary names.
 
     A context manager: leaving it normally renames both files into place, leaving it by an exception removes
-    them; what stood there before is untouched until then. Raises InputError when the place cannot be written
-    or a token does not fit `dtype`.
+    them; files that stood there before are unchanged until then. Raises InputError when the files cannot be written
+    (no permission, disk full) or a token does not fit `dtype`.
     """
 
     def __init__(self, prefix: str | Path, dtype: np.dtype | type | str, *, multimodal: bool = False):
@@ -197,12 +228,18 @@ class IndexedWriter:
         self._lengths, self._boundaries = array("i"), array("q", [0])
         self._modes = array("b") if multimodal else None
         self.num_tokens = 0
-        try:
+        with self._os_errors():
             Path(self.prefix).parent.mkdir(parents=True, exist_ok=True)
             self._file = open(self._partial("bin"), "wb")
+
+    @contextmanager
+    def _os_errors(self) -> Iterator[None]:
+        try:
+            yield
         except OSError as error:
+            space = "free space, or " if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
             raise InputError(
-                f"{self.prefix}.bin cannot be written ({error.strerror}): choose another output prefix."
+                f"{self.prefix}.bin and .idx cannot be written ({error.strerror}): {space}choose another output prefix."
             ) from None
 
     def _partial(self, kind: str) -> str:
@@ -239,7 +276,8 @@ class IndexedWriter:
                     f"{self.prefix}.bin: token {worst} does not fit {self.dtype.name}; use a wider dtype or "
                     "the tokenizer that the dtype was chosen for."
                 )
-        self._file.write(tokens.astype(self.dtype).tobytes())
+        with self._os_errors():
+            self._file.write(tokens.astype(self.dtype).tobytes())
         self.num_tokens += tokens.size
 
     def __enter__(self) -> Self:
@@ -248,11 +286,13 @@ class IndexedWriter:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None):
         try:
             if kind is None:
-                self._finish()
+                with self._os_errors():
+                    self._finish()
         finally:
-            self._file.close()
-            for suffix in ("bin", "idx"):
-                Path(self._partial(suffix)).unlink(missing_ok=True)
+            with suppress(OSError):  # a full disk fails again here; the file is removed anyway
+                self._file.close()
+            for ending in ("bin", "idx"):
+                Path(self._partial(ending)).unlink(missing_ok=True)
 
     def _finish(self) -> None:
         lengths = np.frombuffer(self._lengths, np.int32) if self._lengths else np.empty(0, np.int32)

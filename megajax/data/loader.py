@@ -25,24 +25,26 @@ ENDLESS = 1 << 40  # steps
 def datasets(config: "Config") -> dict[Split, Samples]:
     """Opens every split that the config has and checks all that can be checked before the start.
 
-    Synthetic data has all three splits. Raises InputError for a missing or damaged file, a split
-    without documents, a tokenizer larger than the model's vocabulary, or a token id outside it; ids are
-    looked at in the first million tokens of each file only.
+    Synthetic data has all three splits. Raises InputError for a missing or damaged file, a split without documents or
+    with less than one sample, a tokenizer larger than the model's vocabulary, or a token id outside it; only the first
+    million ids of each file are checked.
     """
     present: list[Split] = [split for split in SPLITS if _is_given(config, split)]
-    opened: dict[Split, Samples] = {split: open_split(config, split) for split in present}
+    files: dict[str, IndexedDataset] = {}
+    opened: dict[Split, Samples] = {split: open_split(config, split, files) for split in present}
     if config.data.kind == "indexed":
         _check_tokenizer(config)
-        for samples in opened.values():
-            for source in samples.sources if isinstance(samples, BlendedSamples) else [samples]:
-                assert isinstance(source, DocumentSamples)
-                _check_token_ids(config, source.dataset)
+    for dataset in files.values():
+        _check_token_ids(config, dataset)
     return opened
 
 
-def open_split(config: "Config", split: Split) -> Samples:
-    """The samples of a split that the config has; checks the files' structure, not the token ids."""
-    data = config.data
+def open_split(config: "Config", split: Split, files: dict[str, IndexedDataset] | None = None) -> Samples:
+    """The samples of a split that the config has; checks the files' structure, not the token ids.
+
+    `files` by prefix are those that are open already; the others are added.
+    """
+    data, files = config.data, {} if files is None else files
     length, seed = config.batch.sequence_length, config.run.seed
     if data.kind == "synthetic":
         documents = data.synthetic_documents or 1
@@ -53,9 +55,11 @@ def open_split(config: "Config", split: Split) -> Samples:
     sources = []
     for prefix, _ in parts:
         try:
-            dataset = IndexedDataset(prefix)
-            documents = _documents(config, split, dataset)
-            sources.append(DocumentSamples(dataset, documents, length, seed, data.order))
+            if prefix not in files:
+                files[prefix] = IndexedDataset(prefix)
+            documents = _documents(config, split, files[prefix])
+            sources.append(DocumentSamples(files[prefix], documents, length, seed, data.order))
+            _check_size(split, sources[-1])
         except InputError as error:
             raise InputError(f"data.{key} ({config.where(f'data.{key}')}): {error}") from None
     return sources[0] if len(sources) == 1 else BlendedSamples(sources, [weight for _, weight in parts])
@@ -136,9 +140,20 @@ def _documents(config: "Config", split: Split, dataset: IndexedDataset) -> tuple
     if first == last:
         raise InputError(
             f"{dataset.prefix}.idx has {dataset.num_documents} documents, of which "
-            f'data.split="{config.data.split}" leaves none for {split}: give {split} a larger share, or none.'
+            f'data.split="{config.data.split}" leaves none for {split}: give {split} a larger share, or 0.'
         )
     return first, last
+
+
+def _check_size(split: Split, source: DocumentSamples) -> None:
+    """A sample of more tokens than there are would repeat them, which training and evaluation could copy."""
+    tokens, needed = source.num_tokens, source.sequence_length + 1
+    if tokens < needed:
+        shorter = f"set batch.sequence_length={tokens - 1} or less, or " if tokens > 1 else ""
+        raise InputError(
+            f"{source.dataset.prefix}.bin has {tokens} token(s) for {split}, and a sample of "
+            f"batch.sequence_length={needed - 1} takes {needed}: {shorter}give more text."
+        )
 
 
 def _check_tokenizer(config: "Config") -> None:
@@ -160,8 +175,10 @@ def _check_token_ids(config: "Config", dataset: IndexedDataset) -> None:
     tokens = dataset.tokens[:CHECKED_TOKENS]
     for worst in (int(tokens.max()), int(tokens.min())):
         if not 0 <= worst < config.model.vocab_size:
+            size = f"model.vocab_size={config.model.vocab_size} ({config.where('model.vocab_size')})"
+            if worst < 0:
+                raise InputError(f"{dataset.prefix}.bin holds the negative token id {worst}: write the file again.")
             raise InputError(
-                f"{dataset.prefix}.bin holds token id {worst}, outside "
-                f"model.vocab_size={config.model.vocab_size} ({config.where('model.vocab_size')}): set the "
-                "vocabulary size of the tokenizer that wrote the file."
+                f"{dataset.prefix}.bin holds token id {worst}, outside {size}: set model.vocab_size={worst + 1} or "
+                "larger, preferably the vocabulary size of the tokenizer that wrote the file."
             )

@@ -1,96 +1,58 @@
-"""`python -m megajax.data.preprocess`: JSON lines to `P_text_document.bin/.idx`, on several cores, in input
-order.
-"""
+"""`python -m megajax.data.preprocess`: encodes JSON lines to `P_text_document.bin/.idx`, in input order."""
 
 import argparse
-import json
 import multiprocessing
-import os
+import signal
 import sys
+import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
-from contextlib import contextmanager
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
-from functools import partial
-from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import NamedTuple, NoReturn
 
 import numpy as np
+import yaml
 
 from megajax.data.indexed import IndexedWriter, token_dtype
-from megajax.data.tokenizers import Tokenizer, load_tokenizer
-from megajax.errors import InputError, UserError
+from megajax.data.json_lines import Block, check_inputs, read_blocks, texts
+from megajax.data.progress import show_progress
+from megajax.data.tokenizers import Tokenizer, end_of_document, load_tokenizer
+from megajax.errors import InputError
 
-RANGE_BYTES = 1 << 20  # of input, encoded at a time
-RANGES_AHEAD = 4  # a worker
-
-
-class Range(NamedTuple):
-    """The lines of a file that begin at bytes start..stop-1."""
-
-    path: str
-    start: int
-    stop: int
+BLOCKS_AHEAD = 4  # per worker
+INTERRUPTED = 130  # exit status
 
 
 class Encoded(NamedTuple):
-    """Tokens of consecutive documents, their lengths, and (byte, what is wrong) of a line that stopped the
-    work.
-    """
+    """The tokens of consecutive documents, their lengths, and the bytes that they take in the input file."""
 
     tokens: np.ndarray
     lengths: np.ndarray
-    error: tuple[int, str] | None
+    stored_bytes: int
 
 
 @dataclass
 class Encoder:
-    """Encodes ranges of lines; a copy of it works in each process."""
+    """Encodes blocks of lines; each worker process has a copy."""
 
     spec: str
-    append_eod: bool
+    end_of_document: int | None  # the token appended to each document
     json_key: str
     tokenizer: Tokenizer | None = None
 
-    def __call__(self, lines: Range) -> Encoded:
+    def __call__(self, block: Block) -> Encoded:
         self.tokenizer = self.tokenizer or load_tokenizer(self.spec)
-        dtype, end_of_document = token_dtype(self.tokenizer.vocab_size), self.tokenizer.end_of_document
+        dtype = token_dtype(self.tokenizer.vocab_size)
         documents: list[np.ndarray] = []
-        error = None
-        with open(lines.path, "rb") as file:
-            for position, line in _lines(file, lines):
-                try:
-                    text = self._text(line)
-                    ids = self.tokenizer.encode(text)
-                except ValueError as problem:  # UnicodeError too
-                    error = (position, str(problem))
-                    break
-                if self.append_eod and ids and end_of_document is not None:
-                    ids.append(end_of_document)
-                documents.append(np.asarray(ids, dtype))
+        for _, text in texts(block, self.json_key):
+            ids = self.tokenizer.encode(text)
+            if ids and self.end_of_document is not None:
+                ids.append(self.end_of_document)
+            documents.append(np.asarray(ids, dtype))
         lengths = np.asarray([document.size for document in documents], np.int64)
-        return Encoded(np.concatenate([np.empty(0, dtype), *documents]), lengths, error)
-
-    def _text(self, line: bytes) -> str:
-        try:
-            record = json.loads(line.decode())
-        except UnicodeDecodeError:
-            raise ValueError("is not UTF-8") from None
-        except ValueError as error:
-            raise ValueError(f"is not JSON ({error})") from None
-        if not isinstance(record, dict):
-            raise ValueError("is not a JSON object")
-        if self.json_key not in record:
-            raise ValueError(f'has no key "{self.json_key}"')
-        text = record[self.json_key]
-        if not isinstance(text, str):
-            raise ValueError(f'holds {type(text).__name__} instead of text under "{self.json_key}"')
-        try:
-            text.encode()
-        except UnicodeEncodeError:
-            raise ValueError("holds half of a surrogate pair, which is no text") from None
-        return text
+        return Encoded(np.concatenate([np.empty(0, dtype), *documents]), lengths, block.stored_bytes)
 
 
 def preprocess(
@@ -100,64 +62,31 @@ def preprocess(
     *,
     workers: int = 1,
     append_eod: bool = False,
+    eod_token: str | None = None,
     json_key: str = "text",
 ) -> tuple[str, int, int]:
-    """Encodes the documents of JSON-lines files, one a line, in order; empty lines are passed over.
+    """Encodes the documents of JSON-lines files, one per line, in order; blank lines are skipped.
 
-    A document whose text is empty is kept without tokens, as Megatron does. Returns the prefix written,
-    `{output_prefix}_{json_key}_document`, and the numbers of documents and tokens. Raises InputError, leaving
-    what stood under the prefix untouched.
+    A document whose text is empty is kept without tokens, as Megatron does. `append_eod` ends each document with the
+    tokenizer's end-of-document token, `eod_token` with the token of this name. Returns the prefix written,
+    `{output_prefix}_{json_key}_document`, and the numbers of documents and tokens. Raises InputError and leaves the
+    files that stood under the prefix unchanged.
     """
     loaded = load_tokenizer(tokenizer)
-    if append_eod and loaded.end_of_document is None:
-        raise InputError(f"--append-eod: {tokenizer} has no end-of-document token; leave the option out.")
-    ranges = list(_ranges(inputs))
+    appended = end_of_document(loaded, tokenizer, eod_token) if append_eod or eod_token else None
+    size = check_inputs(inputs)
+    if output_prefix.endswith("/"):
+        raise InputError(f"--output-prefix {output_prefix} is a directory; add a name, such as {output_prefix}my.")
     prefix = f"{output_prefix}_{json_key}_document"
-    encode = Encoder(tokenizer, append_eod, json_key)
-    with IndexedWriter(prefix, token_dtype(loaded.vocab_size)) as writer, _progress(ranges) as advance:
-        for lines, encoded in zip(ranges, _map_in_order(encode, ranges, workers), strict=True):
-            if encoded.error:
-                position, problem = encoded.error
-                raise InputError(f"{lines.path}, line {_line_number(lines.path, position)} {problem}: mend the line.")
+    encoder = Encoder(tokenizer, appended, json_key)
+    with IndexedWriter(prefix, token_dtype(loaded.vocab_size)) as writer, show_progress(size) as progress:
+        for encoded in _map_in_order(encoder, read_blocks(inputs), workers):
             writer.add_documents(encoded.tokens, encoded.lengths)
-            advance(lines.stop - lines.start)
+            progress.advance(encoded.stored_bytes, encoded.lengths.size, encoded.tokens.size)
+        if not writer.num_tokens:
+            what = f'only empty text under "{json_key}"' if writer.num_documents else "no documents"
+            raise InputError(f"--input: {', '.join(inputs)} has {what}; nothing is written.")
     return prefix, writer.num_documents, writer.num_tokens
-
-
-def _ranges(inputs: Sequence[str]) -> Iterator[Range]:
-    for path in inputs:
-        if not Path(path).is_file():
-            raise InputError(f"--input: {path} does not exist or is not a file; correct the path.")
-        try:
-            with open(path, "rb") as file:
-                size = os.fstat(file.fileno()).st_size
-        except OSError as error:
-            raise InputError(f"--input: {path} cannot be read ({error.strerror}); mend its permissions.") from None
-        for start in range(0, size, RANGE_BYTES):
-            yield Range(path, start, min(start + RANGE_BYTES, size))
-
-
-def _lines(file: BinaryIO, lines: Range) -> Iterator[tuple[int, bytes]]:
-    """The byte position and content of each line of a range that is not blank."""
-    position = max(lines.start - 1, 0)
-    file.seek(position)
-    if lines.start:
-        position += len(file.readline())  # the rest of a line of the range before, or its newline
-    while position < lines.stop:
-        line = file.readline()
-        if line.strip():
-            yield position, line
-        position += len(line)
-
-
-def _line_number(path: str, position: int) -> int:
-    """The line, counted from 1, that begins at a byte position."""
-    newlines = 0
-    with open(path, "rb") as file:
-        while block := file.read(min(RANGE_BYTES, position)):
-            newlines += block.count(b"\n")
-            position -= len(block)
-    return newlines + 1
 
 
 _encoder: Encoder | None = None  # of a worker process
@@ -168,68 +97,98 @@ def _set_encoder(encoder: Encoder) -> None:
     _encoder = encoder
 
 
-def _encode(lines: Range) -> Encoded:
+def _encode(block: Block) -> Encoded:
     assert _encoder is not None
-    return _encoder(lines)
+    return _encoder(block)
 
 
-def _map_in_order(encoder: Encoder, ranges: Iterable[Range], workers: int) -> Iterator[Encoded]:
-    """Encodes the ranges in processes, a bounded number ahead, and yields in their order."""
-    if workers <= 1:
-        yield from map(encoder, ranges)
+def _map_in_order(encoder: Encoder, blocks: Iterable[Block], workers: int) -> Iterator[Encoded]:
+    """Encodes the blocks in worker processes, a bounded number ahead, and yields the results in input order."""
+    if workers == 1:
+        yield from map(encoder, blocks)
         return
     pending: deque[Future[Encoded]] = deque()
     spawn = multiprocessing.get_context("spawn")  # a fork of a process with threads can hang
     with ProcessPoolExecutor(workers, spawn, initializer=_set_encoder, initargs=(encoder,)) as pool:
         try:
-            for lines in ranges:
-                pending.append(pool.submit(_encode, lines))
-                if len(pending) >= workers * RANGES_AHEAD:
+            for block in blocks:
+                pending.append(_submit(pool, block))
+                if len(pending) >= workers * BLOCKS_AHEAD:
                     yield pending.popleft().result()
             while pending:
                 yield pending.popleft().result()
+        except BrokenProcessPool:
+            raise InputError(
+                "a worker process was killed, most likely because memory ran out: use fewer --workers."
+            ) from None
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
 
 
-@contextmanager
-def _progress(ranges: Sequence[Range]) -> Iterator[Callable[[int], None]]:
-    """A progress bar over the input's bytes, on terminals only; yields what moves it on."""
-    if not sys.stderr.isatty():
-        yield lambda _: None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
+def _submit(pool: ProcessPoolExecutor, block: Block) -> Future[Encoded]:
+    """`pool.submit`, which may start a worker, with Ctrl-C blocked: workers inherit that and end with this process."""
+    earlier = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    try:
+        return pool.submit(_encode, block)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, earlier)
 
-    columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True)) as bar:
-        task = bar.add_task("", total=sum(lines.stop - lines.start for lines in ranges))
-        yield partial(bar.advance, task)
+
+class _Parser(argparse.ArgumentParser):
+    """An `ArgumentParser` whose errors are sentences like all others."""
+
+    def error(self, message: str) -> NoReturn:
+        raise InputError(f"{message}; see `{self.prog} --help`.")
+
+
+def _worker_count(value: str) -> int:
+    if not value.isdecimal() or not int(value):
+        raise argparse.ArgumentTypeError(f"{value} is not a number of processes (1 or more)")
+    return int(value)
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    what = "Encode JSON lines with a tokenizer and write P_text_document.bin and .idx, in input order."
+    parser = _Parser(prog="python -m megajax.data.preprocess", description=what, allow_abbrev=False)
+    add = parser.add_argument
+    add("--input", nargs="+", required=True, metavar="FILE", help="JSON lines, one document each; .gz, .bz2, .xz too")
+    add(
+        "--output-prefix",
+        required=True,
+        metavar="P",
+        help="start of the output's path: data/my writes data/my_text_document.bin and .idx",
+    )
+    add("--tokenizer", required=True, help="byte, a tokenizer.json, or a SentencePiece .model")
+    add("--workers", type=_worker_count, default=1, metavar="N", help="processes (default: 1)")
+    add("--append-eod", action="store_true", help="end each document with the tokenizer's end-of-document token")
+    add("--eod-token", metavar="NAME", help="end each document with this token of the tokenizer instead")
+    add("--json-key", default="text", metavar="KEY", help="the key that holds the text (default: text)")
+    return parser.parse_args(arguments)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line; returns the exit status: 0 done, 2 bad input."""
-    parser = argparse.ArgumentParser(prog="python -m megajax.data.preprocess", description=__doc__)
-    parser.add_argument("--input", nargs="+", required=True, metavar="FILE", help="JSON lines, a document each")
-    parser.add_argument("--output-prefix", required=True, metavar="P", help="writes P_text_document.bin and .idx")
-    parser.add_argument("--tokenizer", required=True, help="byte, a tokenizer.json, or a SentencePiece .model")
-    parser.add_argument("--workers", type=int, default=1, metavar="N", help="processes (default: 1)")
-    parser.add_argument("--append-eod", action="store_true", help="end each document with the end-of-document token")
-    parser.add_argument("--json-key", default="text", help="the key that holds the text (default: text)")
-    options = parser.parse_args(arguments)
-    try:
-        prefix, documents, tokens = preprocess(
-            options.input,
-            options.output_prefix,
-            options.tokenizer,
-            workers=options.workers,
-            append_eod=options.append_eod,
-            json_key=options.json_key,
-        )
-    except UserError as error:
-        print(error, file=sys.stderr)
-        return 2
-    print(f"{prefix}.bin/.idx: {documents:,} documents, {tokens:,} tokens")
+    """The command line; returns the exit status: 0 done, 130 interrupted. Bad input exits with status 2."""
+    from megajax.config.cli import user_errors  # worker processes import this module and need no config
+
+    with user_errors():
+        options, start = _parse(arguments), time.perf_counter()
+        try:
+            prefix, documents, tokens = preprocess(
+                options.input,
+                options.output_prefix,
+                options.tokenizer,
+                workers=options.workers,
+                append_eod=options.append_eod,
+                eod_token=options.eod_token,
+                json_key=options.json_key,
+            )
+        except KeyboardInterrupt:
+            print("\nmegajax: interrupted; nothing is written.", file=sys.stderr)
+            return INTERRUPTED
+    seconds = time.perf_counter() - start
+    print(f"{prefix}.bin/.idx: {documents:,} documents, {tokens:,} tokens in {seconds:,.1f} s")
+    print("To train on them, write into the config:")
+    print(yaml.safe_dump({"data": {"train": prefix, "tokenizer": options.tokenizer}}, sort_keys=False), end="")
     return 0
 
 

@@ -1,7 +1,7 @@
 """GPT samples: S+1 tokens cut from an endless stream of documents, and weighted blends of several data sets.
 
-A sample is found from its index and the seed alone. What lies where is decided by a `SampleOrder`, which
-knows token positions only; `DocumentSamples` reads what it names. Another order is another entry of `ORDERS`.
+A sample follows from its index and the seed alone. A `SampleOrder` decides which token positions it has, and
+`DocumentSamples` reads the tokens there. Another order is another entry of `ORDERS`.
 """
 
 import threading
@@ -19,12 +19,12 @@ CACHED_EPOCHS = 3  # a sample may reach into the next epoch while another thread
 
 
 class Samples(Protocol):
-    """An endless sequence of samples, int32[S+1] each: S inputs, and the same moved on by one as targets."""
+    """An endless sequence of samples, int32[S+1] each: tokens 0 to S-1 are the inputs, 1 to S the targets."""
 
     def __getitem__(self, index: int) -> np.ndarray: ...
 
     def document_lengths(self, index: int) -> np.ndarray:
-        """The tokens that a sample has of each of its documents, in their order: integers of sum S+1, none 0."""
+        """How many tokens a sample has from each of its documents, in their order: positive, with sum S+1."""
         ...
 
 
@@ -32,7 +32,7 @@ class SampleOrder(Protocol):
     """Which tokens make a sample."""
 
     def pieces(self, index: int) -> Iterator[tuple[int, int]]:
-        """The ranges (start, stop) of token positions that joined make sample `index`, S+1 tokens in all.
+        """The ranges (start, stop) of token positions of sample `index`, in order, S+1 tokens in all.
 
         Each lies within a document, and the next begins another.
         """
@@ -41,7 +41,7 @@ class SampleOrder(Protocol):
 
 @dataclass(frozen=True)
 class Packing:
-    """What the documents of a sequence do not share; the options of these names in the config's section `data`."""
+    """How the documents of a sequence are kept apart: the keys of these names in the config's section `data`."""
 
     reset_attention: bool = False
     reset_positions: bool = False
@@ -146,7 +146,8 @@ ORDERS: dict[str, Callable[[np.ndarray, int, int], SampleOrder]] = {
 class DocumentSamples:
     """Samples of the documents first..last-1 of an indexed data set, in the named order.
 
-    Raises InputError when there are no tokens or they are not integers.
+    `num_documents` and `num_tokens` are those of an epoch. Raises InputError when there are no tokens or they are not
+    integers.
     """
 
     def __init__(
@@ -157,11 +158,10 @@ class DocumentSamples:
         if dataset.dtype.kind not in "iu":
             raise InputError(f"{dataset.prefix}.idx holds {dataset.dtype.name}: token ids must be integers.")
         starts = dataset.document_starts(*documents)
-        if starts[-1] == starts[0]:
-            raise InputError(
-                f"{dataset.prefix}.bin has no tokens in documents {documents[0]} to {documents[1]}: write it "
-                "again from text that is not empty."
-            )
+        self.num_documents, self.num_tokens = documents[1] - documents[0], int(starts[-1] - starts[0])
+        if not self.num_tokens:
+            which = f"{self.num_documents} documents, without any token" if self.num_documents else "no documents"
+            raise InputError(f"{dataset.prefix}.bin has {which}: write it again from text that is not empty.")
         self._order = ORDERS[order](starts, sequence_length, seed)
 
     def __reduce__(self) -> Any:

@@ -6,6 +6,7 @@ from typing import Protocol
 from megajax.errors import InputError
 
 END_OF_DOCUMENT_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
+NAMES_SHOWN = 10
 
 
 class Tokenizer(Protocol):
@@ -18,7 +19,16 @@ class Tokenizer(Protocol):
 
     @property
     def end_of_document(self) -> int | None:
-        """The token that separates documents, None where the vocabulary has none."""
+        """The token that separates documents, None where the vocabulary has none of a known name."""
+        ...
+
+    @property
+    def special_tokens(self) -> list[str]:
+        """Names of the tokens that are not text."""
+        ...
+
+    def token_id(self, name: str) -> int | None:
+        """The token of a name, None where there is none."""
         ...
 
     def encode(self, text: str) -> list[int]: ...
@@ -34,11 +44,33 @@ def load_tokenizer(spec: str) -> Tokenizer:
         return ByteTokenizer()
     kinds = {".json": HuggingFaceTokenizer, ".model": SentencePieceTokenizer}
     path = Path(spec)
+    for name in ("tokenizer.json", "tokenizer.model"):
+        if (path / name).is_file():
+            raise InputError(f"{spec} is a directory: name the file in it, {path / name}.")
     if path.suffix not in kinds:
-        raise InputError(f'{spec} is no tokenizer: use "byte", a tokenizer.json or a SentencePiece .model file.')
+        raise InputError(
+            f'{spec} is not a tokenizer: use "byte", or the path of a tokenizer.json or of a SentencePiece .model file.'
+        )
     if not path.is_file():
         raise InputError(f'{spec} does not exist: correct the path of the tokenizer, or use "byte".')
     return kinds[path.suffix](spec)
+
+
+def end_of_document(tokenizer: Tokenizer, spec: str, name: str | None = None) -> int:
+    """The end-of-document token: that of `name`, by default the tokenizer's own; InputError if there is none."""
+    token = tokenizer.end_of_document if name is None else tokenizer.token_id(name)
+    if token is not None:
+        return token
+    special = ", ".join(tokenizer.special_tokens[:NAMES_SHOWN]) or "none"
+    if name is not None:
+        own = (
+            "" if tokenizer.end_of_document is None else f", or use --append-eod for token {tokenizer.end_of_document}"
+        )
+        raise InputError(f"--eod-token: {spec} has no token {name}: name one that it has (special: {special}){own}.")
+    raise InputError(
+        f"--append-eod: {spec} has no end-of-document token of a known name ({', '.join(END_OF_DOCUMENT_NAMES)}); "
+        f"name its token with --eod-token NAME (its special tokens: {special}), or leave the option out."
+    )
 
 
 class ByteTokenizer:
@@ -46,6 +78,14 @@ class ByteTokenizer:
 
     vocab_size = 257
     end_of_document = 256
+
+    @property
+    def special_tokens(self) -> list[str]:
+        return []
+
+    def token_id(self, name: str) -> int | None:
+        del name  # bytes have no names
+        return None
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
@@ -67,6 +107,11 @@ class HuggingFaceTokenizer:
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocabulary.values()) + 1
         self.end_of_document = next((vocabulary[name] for name in END_OF_DOCUMENT_NAMES if name in vocabulary), None)
+        added = self._tokenizer.get_added_tokens_decoder().values()
+        self.special_tokens = [token.content for token in added if token.special]
+
+    def token_id(self, name: str) -> int | None:
+        return self._tokenizer.token_to_id(name)
 
     def encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=False).ids
@@ -88,6 +133,11 @@ class SentencePieceTokenizer:
             raise InputError(f"{path} is not a SentencePiece model: give the .model file of its trainer.") from None
         self.vocab_size = self._model.vocab_size()
         self.end_of_document = self._model.eos_id() if self._model.eos_id() >= 0 else None
+        self.special_tokens = [self._model.IdToPiece(i) for i in range(self.vocab_size) if self._model.IsControl(i)]
+
+    def token_id(self, name: str) -> int | None:
+        token = self._model.PieceToId(name)  # the unknown token's where there is none
+        return token if self._model.IdToPiece(token) == name else None
 
     def encode(self, text: str) -> list[int]:
         return self._model.EncodeAsIds(text)

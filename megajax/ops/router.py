@@ -16,6 +16,7 @@ from jax import lax
 from megajax.ops.numerics import wide
 
 ScoreFunction = Literal["softmax", "sigmoid"]
+PRIORITY_BITS = 10
 
 
 def router_logits(x: jax.Array, weight: jax.Array) -> jax.Array:
@@ -93,19 +94,36 @@ def expert_capacity(factor: float, tokens: int, k: int, num_experts: int) -> int
     return math.ceil(factor * tokens * k / num_experts)
 
 
+def rounded(priorities: jax.Array) -> jax.Array:
+    """The nearest numbers with PRIORITY_BITS bits of mantissa, so that priorities that should be equal are equal.
+
+    The last bits of a routing weight depend on the mesh and on the row of the matmul, also for identical tokens, whose
+    weights are equal in exact arithmetic. Compared as they are, another mesh drops other tokens. Rounding cannot remove
+    this completely: identical tokens still differ where the exact value is within the error (about 1e-6 of it) of the
+    middle between two rounded numbers. That holds for a few of 1,000 groups of identical tokens, and matters only for
+    an expert that takes part of such a group. Rounding is to nearest because 1/k and 1, the weights of equal or single
+    scores, are rounded numbers; with bits cut off instead, they would lie on a border.
+
+    Scores are not rounded for `choose`: those of different experts are close only by chance. There rounding moves the
+    border between two choices and makes a difference between meshes no rarer, but chooses experts with lower scores.
+    """
+    return lax.reduce_precision(priorities, jnp.finfo(priorities.dtype).nexp, PRIORITY_BITS)
+
+
 def within_capacity(
     experts: jax.Array, priorities: jax.Array, token_ids: jax.Array, num_experts: int, capacity: int, of_all_tokens
 ) -> jax.Array:
     """Which of these tokens' assignments `[T, k]` are among the first `capacity` of their experts; bool.
 
-    First come those of the largest `priorities [T, k]`, of equal ones those of the lowest `token_ids [T]`, among the
-    tokens of all devices: `of_all_tokens` puts arrays of these side by side. Routing weights as priorities drop as
-    Megatron-LM's policy `probs` does, equal ones as its `position` does; there it is among the tokens of one device.
+    The first are those with the largest `priorities [T, k]`, rounded to PRIORITY_BITS bits; among equal ones those with
+    the lowest `token_ids [T]`. This is over the tokens of all devices, whose arrays `of_all_tokens` concatenates.
+    Routing weights as priorities drop as Megatron-LM's policy `probs` does, equal priorities as its `position` does,
+    which look at the tokens of one device only.
 
     Every device sorts all assignments: three numbers each, of all devices' T·k. A token's experts must differ.
     """
     # One value for the sort and for the comparison: XLA might compute it twice, and round it differently.
-    priorities = lax.optimization_barrier(lax.stop_gradient(priorities))
+    priorities = lax.optimization_barrier(rounded(lax.stop_gradient(priorities)))
     all_experts, all_priorities, all_ids = of_all_tokens((experts, priorities, token_ids))
     ids = jnp.repeat(all_ids, experts.shape[1])
     _, negated, ids = lax.sort((all_experts.reshape(-1), -all_priorities.reshape(-1), ids), num_keys=3)

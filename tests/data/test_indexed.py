@@ -143,12 +143,12 @@ FAULTS = {
     "missing idx": (
         None,
         HAND_MADE_BIN,
-        "{p}.idx does not exist: correct the prefix, or write it with `python -m megajax.data.preprocess`.",
+        "{p}.idx does not exist, although {p}.bin does: write both again.",
     ),
     "missing bin": (
         hand_made_index(),
         None,
-        "{p}.bin does not exist: correct the prefix, or write it with `python -m megajax.data.preprocess`.",
+        "{p}.bin does not exist, although {p}.idx does: write both again.",
     ),
     "no header": (
         hand_made_index()[:20],
@@ -248,6 +248,52 @@ def test_a_directory_in_place_of_the_index_is_refused(tmp_path):
     assert str(caught.value) == expected
 
 
+WRONG_PREFIXES = {
+    "docs": "docs.idx does not exist: did you mean docs_text_document?",
+    "docs_text_document.bin": "docs_text_document.bin is not the prefix of a .bin/.idx pair: did you mean "
+    "docs_text_document?",
+    "docs_text_document.idx": "docs_text_document.idx is not the prefix of a .bin/.idx pair: did you mean "
+    "docs_text_document?",
+    "docs_txt_document": "docs_txt_document.idx does not exist: did you mean docs_text_document?",
+    "code": "code.idx does not exist: did you mean code_content_document?",
+    "docs.jsonl": "docs.jsonl is not the prefix of a .bin/.idx pair: did you mean docs_text_document?",
+    "new.jsonl.gz": "new.jsonl.gz is not the prefix of a .bin/.idx pair: write one with `python -m "
+    "megajax.data.preprocess --input new.jsonl.gz --output-prefix new --tokenizer TOKENIZER`, and give "
+    "new_text_document.",
+    ".": ". is a directory: did you mean code_content_document?",
+    "no/where": "no/where.idx does not exist: correct the prefix, or write it with `python -m "
+    "megajax.data.preprocess`.",
+}
+
+
+@pytest.mark.parametrize("prefix", WRONG_PREFIXES)
+def test_a_wrong_prefix_is_answered_with_the_one_that_was_meant(tmp_path, monkeypatch, prefix):
+    monkeypatch.chdir(tmp_path)
+    for name in ("docs_text_document.bin", "docs_text_document.idx", "code_content_document.idx"):
+        (tmp_path / name).write_text("")
+    with pytest.raises(InputError) as caught:
+        IndexedDataset(prefix)
+    assert str(caught.value) == WRONG_PREFIXES[prefix]
+
+
+@pytest.mark.parametrize("file", ["bin", "idx"])
+@pytest.mark.parametrize("tokens", [3, 100_000], ids=["when it is flushed", "while it is written"])
+def test_a_full_disk_is_one_sentence_and_damages_nothing(tmp_path, file, tokens):
+    """The kernel's device that is always full stands in for the file."""
+    with IndexedWriter(tmp_path / "w", np.uint16) as writer:
+        writer.add_document([1, 2])
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    (tmp_path / f"w.{file}.partial").symlink_to("/dev/full")
+    with pytest.raises(InputError) as caught, IndexedWriter(tmp_path / "w", np.uint16) as writer:
+        for _ in range(3):
+            writer.add_document(np.ones(tokens))
+    assert str(caught.value) == (
+        f"{tmp_path}/w.bin and .idx cannot be written (No space left on device): free space, or choose another "
+        "output prefix."
+    )
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
 def test_a_token_that_does_not_fit_is_refused(tmp_path):
     for tokens, worst in (([1, 65536], 65536), ([-1, 1], -1)):
         with pytest.raises(InputError) as caught, IndexedWriter(tmp_path / "w", np.uint16) as writer:
@@ -263,4 +309,6 @@ def test_an_unwritable_place_is_refused(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(InputError) as caught:
         IndexedWriter(tmp_path / "file" / "w", np.uint16)
-    assert str(caught.value) == f"{tmp_path}/file/w.bin cannot be written (File exists): choose another output prefix."
+    assert str(caught.value) == (
+        f"{tmp_path}/file/w.bin and .idx cannot be written (File exists): choose another output prefix."
+    )

@@ -124,7 +124,7 @@ def test_synthetic_data_ignores_paths_and_stays_in_the_vocabulary(make_config):
 
 
 def test_data_can_be_imported_without_starting_jax():
-    modules = "indexed, loader, preprocess, samples, synthetic, tokenizers"
+    modules = "describe, indexed, json_lines, loader, preprocess, progress, samples, synthetic, tokenizers"
     code = f"import sys; from megajax.data import {modules}; sys.exit('jax' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
@@ -156,14 +156,13 @@ def test_a_vocabulary_larger_than_the_models_is_refused(make_config, write_docum
         "model.vocab_size=257 or larger."
     )
     assert sentence_of(make_config(train=prefix, vocab_size=699)) == (
-        f"{prefix}.bin holds token id 699, outside model.vocab_size=699 (run.yaml, line 16): set the "
-        "vocabulary size of the tokenizer that wrote the file."
+        f"{prefix}.bin holds token id 699, outside model.vocab_size=699 (run.yaml, line 16): set "
+        "model.vocab_size=700 or larger, preferably the vocabulary size of the tokenizer that wrote the file."
     )
     assert "train" in datasets(make_config(train=prefix, vocab_size=700, tokenizer="byte"))
-    negative = write_documents([[1, -1, 2]], "negative", np.int32)
+    negative = write_documents([[1, -1, 2] * 3], "negative", np.int32)
     assert sentence_of(make_config(train=negative)) == (
-        f"{negative}.bin holds token id -1, outside model.vocab_size=1000 (run.yaml, line 16): set the "
-        "vocabulary size of the tokenizer that wrote the file."
+        f"{negative}.bin holds the negative token id -1: write the file again."
     )
 
 
@@ -178,8 +177,28 @@ def test_a_share_without_documents_is_refused(make_config, write_documents):
     assert sentence_of(make_config(train=prefix, split="969,30,1")) == (
         f'data.train (run.yaml, line 10): {prefix}.idx has 10 documents, of which data.split="969,30,1" '
         "leaves none for "
-        "valid: give valid a larger share, or none."
+        "valid: give valid a larger share, or 0."
     )
+
+
+def test_data_of_less_than_a_sample_is_refused(make_config, write_documents):
+    prefix, two, none = write_documents([[5] * 17] * 2), write_documents([[1, 2]], "two"), write_documents([], "none")
+    assert "train" in datasets(make_config(train=prefix, sequence_length=33))
+    assert sentence_of(make_config(train=prefix, sequence_length=34)) == (
+        f"data.train (run.yaml, line 10): {prefix}.bin has 34 token(s) for train, and a sample of "
+        "batch.sequence_length=34 takes 35: set batch.sequence_length=33 or less, or give more text."
+    )
+    blend = [SimpleNamespace(prefix=p, weight=1.0) for p in (prefix, two)]
+    assert f"{two}.bin has 2 token(s) for train, " in sentence_of(make_config(train=blend))
+    assert "7 token(s) for valid" in sentence_of(make_config(train=write_documents(DOCUMENTS), split="99,1,0"))
+    assert sentence_of(make_config(train=prefix, valid=none)) == (
+        f"data.valid (run.yaml, line 10): {none}.bin has no documents: write it again from text that is not empty."
+    )
+
+
+def test_a_split_file_is_opened_once(make_config, write_documents):
+    opened = datasets(make_config(train=write_documents(DOCUMENTS), split="8,1,1"))
+    assert len({id(vars(samples)["dataset"]) for samples in opened.values()}) == 1
 
 
 def test_open_split_does_not_look_at_token_ids(make_config, write_documents):

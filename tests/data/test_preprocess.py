@@ -1,19 +1,42 @@
 """The preprocess command from JSON lines to token files."""
 
+import bz2
+import gzip
 import json
+import lzma
 import subprocess
 import sys
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 
 import numpy as np
 import pytest
+import yaml
 
+from megajax.data import json_lines, progress
 from megajax.data import preprocess as preprocess_module
 from megajax.data.indexed import IndexedDataset
 from megajax.data.preprocess import main, preprocess
 from megajax.errors import InputError
 
 TEXTS = ["first", "zweites: äöü", "", "the\nfourth", "x" * 5000, "last"]
+
+
+HELP = "see `python -m megajax.data.preprocess --help`."
+
+
+@pytest.fixture
+def refuse(tmp_path, capsys):
+    """(arguments) → the sentence with which the command refuses them; the output and the tokenizer are given."""
+
+    def refuse(arguments):
+        with pytest.raises(SystemExit) as caught:
+            main(["--output-prefix", str(tmp_path / "p"), "--tokenizer", "byte", *arguments])
+        out, err = capsys.readouterr()
+        assert (caught.value.code, out, err.count("\n")) == (2, "", 1)
+        return err.removeprefix("megajax: error: ").removesuffix("\n")
+
+    return refuse
 
 
 def write_lines(path, texts, key="text"):
@@ -35,7 +58,9 @@ def test_documents_are_the_encoded_lines_in_order(tmp_path, capsys):
     assert read(prefix) == [list(text.encode()) for text in TEXTS]
     assert IndexedDataset(prefix).dtype == np.uint16
     tokens = sum(len(text.encode()) for text in TEXTS)
-    assert capsys.readouterr() == (f"{prefix}.bin/.idx: 6 documents, {tokens:,} tokens\n", "")
+    out, err = capsys.readouterr()
+    assert out.startswith(f"{prefix}.bin/.idx: 6 documents, {tokens:,} tokens in ") and err == ""
+    assert yaml.safe_load("\n".join(out.splitlines()[2:])) == {"data": {"train": prefix, "tokenizer": "byte"}}
 
 
 def test_append_eod_ends_every_document_with_text(tmp_path):
@@ -46,12 +71,12 @@ def test_append_eod_ends_every_document_with_text(tmp_path):
     assert (documents, tokens) == (6, sum(len(text.encode()) + 1 for text in TEXTS if text))
 
 
-@pytest.mark.parametrize("range_bytes", [1, 7, 64, 5000])
-def test_documents_do_not_depend_on_where_the_input_is_cut(tmp_path, monkeypatch, range_bytes):
+@pytest.mark.parametrize("block_bytes", [1, 7, 64, 5000])
+def test_documents_do_not_depend_on_where_the_input_is_cut(tmp_path, monkeypatch, block_bytes):
     source = tmp_path / "a.jsonl"
     write_lines(source, TEXTS)
     source.write_text("\n" + source.read_text() + "  \n" + '{"text": "without newline"}')
-    monkeypatch.setattr(preprocess_module, "RANGE_BYTES", range_bytes)
+    monkeypatch.setattr(json_lines, "BLOCK_BYTES", block_bytes)
     prefix, _, _ = preprocess([str(source)], str(tmp_path / "p"), "byte")
     assert read(prefix) == [list(text.encode()) for text in [*TEXTS, "without newline"]]
 
@@ -60,7 +85,7 @@ def test_one_and_two_workers_write_identical_bytes(tmp_path):
     generator = np.random.default_rng(0)
     texts = ["".join(map(chr, generator.integers(32, 1000, size))) for size in generator.integers(0, 4000, 600)]
     source = write_lines(tmp_path / "a.jsonl", texts)
-    assert Path(source).stat().st_size > 3 * preprocess_module.RANGE_BYTES
+    assert Path(source).stat().st_size > 3 * json_lines.BLOCK_BYTES
     for workers in ("1", "2"):
         command = [sys.executable, "-m", "megajax.data.preprocess", "--input", source, "--tokenizer", "byte"]
         command += ["--output-prefix", str(tmp_path / workers), "--workers", workers, "--append-eod"]
@@ -72,23 +97,36 @@ def test_one_and_two_workers_write_identical_bytes(tmp_path):
     assert read(tmp_path / "2_text_document") == [[*text.encode(), 256] if text else [] for text in texts]
 
 
+@pytest.mark.parametrize("compression", [gzip, bz2, lzma])
+def test_compressed_input_is_read(tmp_path, monkeypatch, compression):
+    monkeypatch.setattr(json_lines, "BLOCK_BYTES", 64)
+    plain = Path(write_lines(tmp_path / "a.jsonl", TEXTS)).read_bytes()
+    packed = tmp_path / "named as you like"
+    packed.write_bytes(compression.compress(plain[:99]) + compression.compress(plain[99:]))
+    prefix, _, _ = preprocess([str(packed)], str(tmp_path / "p"), "byte")
+    assert read(prefix) == [list(text.encode()) for text in TEXTS]
+    packed.write_bytes(compression.compress(plain)[:-9])
+    with pytest.raises(InputError, match="cannot be read beyond line .*: it is damaged or incomplete"):
+        preprocess([str(packed)], str(tmp_path / "p"), "byte")
+
+
+FORM = 'write each document on a line of its own, as {"text": "its text"}'
 BAD_LINES = {
-    b"{oops": "is not JSON (Expecting property name enclosed in double quotes: line 1 column 2 (char 1))",
-    b'"text"': "is not a JSON object",
-    b'{"body": "x"}': 'has no key "text"',
-    b'{"text": 3}': 'holds int instead of text under "text"',
-    b'{"text": "\xff"}': "is not UTF-8",
-    b'{"text": "\\ud800"}': "holds half of a surrogate pair, which is no text",
+    b"{oops": f"is not JSON (Expecting property name enclosed in double quotes: line 1 column 2 (char 1)): {FORM}",
+    b'"text"': f"is not a JSON object: {FORM}",
+    b'{"body": "x", "id": 1}': 'has no key "text" (its keys: body, id): name the key of the text with --json-key',
+    b'{"text": 3}': f'has int instead of text under "text": {FORM}',
+    b'{"text": "\xff"}': "is not UTF-8: convert the file to UTF-8",
+    b'{"text": "\\ud800"}': "contains half of a surrogate pair, which cannot be encoded: correct the text",
 }
 
 
 @pytest.mark.parametrize("line", BAD_LINES)
-def test_a_bad_line_is_named_and_nothing_is_left_behind(tmp_path, capsys, monkeypatch, line):
-    monkeypatch.setattr(preprocess_module, "RANGE_BYTES", 40)
+def test_a_bad_line_is_named_and_nothing_is_left_behind(tmp_path, monkeypatch, refuse, line):
+    monkeypatch.setattr(json_lines, "BLOCK_BYTES", 40)
     source = tmp_path / "a.jsonl"
     source.write_bytes(b'{"text": "good"}\n' * 9 + b"\n" + line + b'\n{"text": "good"}\n')
-    assert main(["--input", str(source), "--output-prefix", str(tmp_path / "p"), "--tokenizer", "byte"]) == 2
-    assert capsys.readouterr() == ("", f"{source}, line 11 {BAD_LINES[line]}: mend the line.\n")
+    assert refuse(["--input", str(source)]) == f"{source}, line 11 {BAD_LINES[line]}."
     assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
 
 
@@ -98,38 +136,93 @@ def test_a_bad_line_under_workers_keeps_the_old_output(tmp_path):
     bad.write_text('{"text": "new"}\n' * 100_000 + "[]\n")
     with pytest.raises(InputError) as caught:
         preprocess([str(bad)], str(tmp_path / "p"), "byte", workers=2)
-    assert str(caught.value) == f"{bad}, line 100001 is not a JSON object: mend the line."
+    assert str(caught.value) == f"{bad}, line 100001 is not a JSON object: {FORM}."
     assert read(prefix) == [list(text.encode()) for text in TEXTS]
     assert not list(tmp_path.glob("*.partial"))
 
 
-def test_bad_arguments_are_refused_with_one_sentence(tmp_path, capsys):
+MISTAKES = {
+    "--input no.jsonl": "--input: no.jsonl does not exist or is not a file; correct the path.",
+    "--input dir": "--input: dir is a directory; name the files in it, such as dir/*.jsonl.",
+    "--input empty.jsonl": "--input: empty.jsonl has no documents; nothing is written.",
+    "--input blank.jsonl": "--input: blank.jsonl has no documents; nothing is written.",
+    "--input hollow.jsonl": '--input: hollow.jsonl has only empty text under "text"; nothing is written.',
+    "--input a.zst": "--input: a.zst is compressed with Zstandard: decompress it first, with `zstd -d a.zst`.",
+    "--input a.jsonl --output-prefix dir/": "--output-prefix dir/ is a directory; add a name, such as dir/my.",
+    "--input a.jsonl --output-prefix a.jsonl/p": "a.jsonl/p_text_document.bin and .idx cannot be written (File exists):"
+    " choose another output prefix.",
+    "--input a.jsonl --tokenizer no.json": 'no.json does not exist: correct the path of the tokenizer, or use "byte".',
+    "--input a.jsonl --workers 0": f"argument --workers: 0 is not a number of processes (1 or more); {HELP}",
+    "--input a.jsonl --workers two": f"argument --workers: two is not a number of processes (1 or more); {HELP}",
+    "--input a.jsonl --worker 2": f"unrecognized arguments: --worker 2; {HELP}",
+    "": f"the following arguments are required: --input; {HELP}",
+}
+
+
+@pytest.mark.parametrize("arguments", MISTAKES)
+def test_mistakes_are_answered_with_one_sentence(tmp_path, monkeypatch, refuse, arguments):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "dir").mkdir()
+    write_lines(tmp_path / "a.jsonl", TEXTS)
+    write_lines(tmp_path / "hollow.jsonl", [""])
+    (tmp_path / "empty.jsonl").write_text("")
+    (tmp_path / "blank.jsonl").write_text("\n \n")
+    (tmp_path / "a.zst").write_bytes(b"\x28\xb5\x2f\xfd123")
+    assert refuse(arguments.split()) == MISTAKES[arguments]
+    assert not list(tmp_path.rglob("*.bin*"))
+
+
+def test_a_named_token_ends_documents(tmp_path):
+    vocabulary = {"?": 0, "<stop>": 1, "a": 2}
+    model = {"type": "WordLevel", "vocab": vocabulary, "unk_token": "?"}
+    (tmp_path / "t.json").write_text(json.dumps({"version": "1.0", "model": model}))
+    source = write_lines(tmp_path / "a.jsonl", ["a", ""])
+    prefix, _, _ = preprocess([source], str(tmp_path / "p"), str(tmp_path / "t.json"), eod_token="<stop>")
+    assert read(prefix) == [[2, 1], []]
+
+
+def test_a_worker_that_dies_is_one_sentence(tmp_path, monkeypatch, refuse):
     source = write_lines(tmp_path / "a.jsonl", TEXTS)
-    (tmp_path / "words.json").write_text(
-        '{"version": "1.0", "model": {"type": "WordLevel", "vocab": {"?": 0}, "unk_token": "?"}}'
+
+    class Pool:
+        def __init__(self, *_, **__): ...
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_): ...
+        def shutdown(self, **_): ...
+        def submit(self, *_):
+            raise BrokenProcessPool
+
+    monkeypatch.setattr(preprocess_module, "ProcessPoolExecutor", Pool)
+    assert refuse(["--input", source, "--workers", "2"]) == (
+        "a worker process was killed, most likely because memory ran out: use fewer --workers."
     )
-    cases = [
-        ("no.jsonl", "byte", "--input: no.jsonl does not exist or is not a file; correct the path."),
-        (
-            source,
-            "gpt2",
-            'gpt2 is no tokenizer: use "byte", a tokenizer.json or a SentencePiece .model file.',
-        ),
-        (
-            source,
-            f"{tmp_path}/words.json",
-            f"--append-eod: {tmp_path}/words.json has no end-of-document token; leave the option out.",
-        ),
-    ]
-    for path, tokenizer, sentence in cases:
-        command = [
-            "--input",
-            path,
-            "--output-prefix",
-            str(tmp_path / "p"),
-            "--tokenizer",
-            tokenizer,
-            "--append-eod",
-        ]
-        assert main(command) == 2
-        assert capsys.readouterr() == ("", sentence + "\n")
+    assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
+
+
+def test_an_interrupt_ends_with_a_sentence_and_leaves_nothing(tmp_path, monkeypatch, capsys):
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(preprocess_module.Encoder, "__call__", interrupt)
+    source = write_lines(tmp_path / "a.jsonl", TEXTS)
+    assert main(["--input", source, "--output-prefix", str(tmp_path / "p"), "--tokenizer", "byte"]) == 130
+    assert capsys.readouterr() == ("", "\nmegajax: interrupted; nothing is written.\n")
+    assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
+
+
+def test_logs_and_terminals_show_progress(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(progress, "LINE_SECONDS", 0)
+    monkeypatch.setattr(json_lines, "BLOCK_BYTES", 40)
+    source = write_lines(tmp_path / "a.jsonl", ["12345678"] * 10)
+    preprocess([source], str(tmp_path / "p"), "byte")
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[1].startswith("40%: 4 documents, 32 tokens, ") and lines[1].endswith(" s left")
+    assert lines[4].startswith("100%: 10 documents, 80 tokens, ")
+
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "120")
+    preprocess([source], str(tmp_path / "p"), "byte")
+    bar = capsys.readouterr().err
+    assert "100%" in bar and "10 documents, 80 tokens, " in bar and " left" not in bar

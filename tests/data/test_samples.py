@@ -135,8 +135,7 @@ def test_data_without_tokens_or_of_floats_is_refused(write_documents):
     for dataset, sentence in (
         (
             empty,
-            f"{empty.prefix}.bin has no tokens in documents 0 to {empty.num_documents}: write it again from "
-            "text that is not empty.",
+            f"{empty.prefix}.bin has 2 documents, without any token: write it again from text that is not empty.",
         ),
         (floats, f"{floats.prefix}.idx holds float32: token ids must be integers."),
     ):

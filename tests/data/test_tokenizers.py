@@ -6,7 +6,7 @@ import pytest
 import sentencepiece
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from megajax.data.tokenizers import load_tokenizer
+from megajax.data.tokenizers import end_of_document, load_tokenizer
 from megajax.errors import InputError
 
 
@@ -34,8 +34,23 @@ def test_hugging_face_ids_come_from_the_vocabulary(tmp_path):
     assert tokenizer.end_of_document == 3
 
 
-def test_without_a_known_name_there_is_no_end_of_document(tmp_path):
-    assert word_level(tmp_path / "t.json", {"?": 0, "a": 1}).end_of_document is None
+def test_without_a_known_name_the_end_of_document_is_named(tmp_path):
+    tokenizer = word_level(tmp_path / "t.json", {"?": 0, "a": 1}, ["<stop>", "<pad>"])
+    assert tokenizer.end_of_document is None
+    assert end_of_document(tokenizer, "t.json", "<stop>") == 2
+    assert end_of_document(tokenizer, "t.json", "a") == 1
+    with pytest.raises(InputError) as caught:
+        end_of_document(tokenizer, "t.json")
+    assert str(caught.value) == (
+        "--append-eod: t.json has no end-of-document token of a known name (<|endoftext|>, <|end_of_text|>, </s>, "
+        "<eos>); name its token with --eod-token NAME (its special tokens: <stop>, <pad>), or leave the option out."
+    )
+    with pytest.raises(InputError) as caught:
+        end_of_document(load_tokenizer("byte"), "byte", "<stop>")
+    assert str(caught.value) == (
+        "--eod-token: byte has no token <stop>: name one that it has (special: none), or use --append-eod for "
+        "token 256."
+    )
 
 
 def test_sentencepiece_model_is_read(tmp_path):
@@ -50,14 +65,19 @@ def test_sentencepiece_model_is_read(tmp_path):
     ids = tokenizer.encode(text)
     assert tokenizer.decode(ids) == text and 0 < max(ids) < tokenizer.vocab_size == 40
     reference = sentencepiece.SentencePieceProcessor(model_proto=trained.getvalue())
-    assert tokenizer.end_of_document == reference.piece_to_id("</s>") == 2
+    assert tokenizer.end_of_document == tokenizer.token_id("</s>") == reference.piece_to_id("</s>") == 2
+    assert tokenizer.special_tokens == ["<s>", "</s>"] and tokenizer.token_id("</t>") is None
 
 
 def test_bad_tokenizers_are_refused_with_one_sentence(tmp_path):
     (tmp_path / "bad.json").write_text("{")
     (tmp_path / "bad.model").write_text("x")
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "tokenizer.json").write_text("{")
     sentences = {
-        "gpt2": 'gpt2 is no tokenizer: use "byte", a tokenizer.json or a SentencePiece .model file.',
+        "gpt2": 'gpt2 is not a tokenizer: use "byte", or the path of a tokenizer.json or of a SentencePiece .model '
+        "file.",
+        f"{tmp_path}/model": f"{tmp_path}/model is a directory: name the file in it, {tmp_path}/model/tokenizer.json.",
         f"{tmp_path}/no.json": f'{tmp_path}/no.json does not exist: correct the path of the tokenizer, or use "byte".',
         f"{tmp_path}/bad.model": f"{tmp_path}/bad.model is not a SentencePiece model: give the .model file "
         "of its trainer.",

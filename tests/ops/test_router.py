@@ -107,6 +107,30 @@ def test_an_expert_takes_its_capacity_of_all_devices_tokens(logits, policy):
     assert np.array_equal(np.concatenate(found), expected) and not expected.all()
 
 
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float64])
+@pytest.mark.usefixtures("x64")
+def test_identical_tokens_are_kept_by_their_position_whatever_the_last_bits_of_their_weights(dtype):
+    """Twelve tokens of each of two kinds, with weights that are a few last bits of FP32 away on another mesh."""
+    exact = np.tile(np.array([[0.5, 0.5], [0.7, 0.3]]), (TOKENS // 2, 1))
+    experts, ids = jnp.tile(jnp.array([[0, 1]]), (TOKENS, 1)), jnp.arange(TOKENS)
+
+    def kept(error: np.ndarray) -> np.ndarray:
+        weights = jnp.asarray(exact * (1 + error), dtype)
+        return np.asarray(router.within_capacity(experts, weights, ids, EXPERTS, 18, lambda arrays: arrays))
+
+    expected = np.ones((TOKENS, 2), bool)
+    expected[12::2, 0] = False  # of expert 0 the last six of weight 0.5, of expert 1 those of 0.3
+    expected[13::2, 1] = False
+    for seed in range(5):
+        assert np.array_equal(kept(4e-7 * np.random.default_rng(seed).uniform(-1, 1, exact.shape)), expected)
+
+
+def test_weights_that_differ_by_a_part_in_500_are_told_apart():
+    weights = jnp.array([[1 - 2e-3], [1], [1 - 4e-3]])
+    found = router.within_capacity(jnp.zeros((3, 1), int), weights, jnp.arange(3), 2, 2, lambda arrays: arrays)
+    assert found.tolist() == [[True], [True], [False]]
+
+
 def test_sinkhorn_evens_out_experts(logits):
     logits = logits + np.linspace(0, 6, EXPERTS, dtype=np.float32)  # the last expert's would be nearly every token's
     plain = np.bincount(np.asarray(router.choose(logits, 1)).ravel(), minlength=EXPERTS)

@@ -1,0 +1,77 @@
+"""What a run reads, in lines for the summary that is printed before training starts."""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from megajax.data.loader import SPLITS, Split
+from megajax.data.samples import BlendedSamples, DocumentSamples, Samples
+
+if TYPE_CHECKING:
+    from megajax.config import Config
+
+SOURCES_SHOWN = 20  # of a blend
+
+
+def describe_data(config: "Config", datasets: Mapping[Split, Samples]) -> list[str]:
+    """Lines on the data that `loader.datasets` opened; reads no file.
+
+    The first says where it comes from. For each split follow documents, tokens and the epochs that the run reads, for
+    a blend also each source's share and epochs. Synthetic data has one line only.
+    """
+    data = config.data
+    reset = {
+        "attention": data.reset_attention,
+        "positions": data.reset_positions,
+        "loss": data.mask_end_of_document_loss,
+    }
+    apart = ", ".join(name for name, is_reset in reset.items() if is_reset)
+    packed = f"; documents apart in {apart}" if apart else ""
+    if data.kind == "synthetic":
+        return [f"synthetic tokens{packed}"]
+    train = data.train if isinstance(data.train, str) else f"a blend of {len(data.train or ())} data sets"
+    lines = [f"{train}, {data.order}, tokenizer {data.tokenizer or 'not given'}{packed}"]
+    for split in SPLITS:
+        if split in datasets:
+            lines += _split_lines(config, split, datasets[split])
+    return lines
+
+
+def _split_lines(config: "Config", split: Split, samples: Samples) -> list[str]:
+    """A split's size and how much of it is read; in a blend, each source's own."""
+    shares = _shares(samples)
+    tokens, length = sum(source.num_tokens for source, _ in shares), config.batch.sequence_length
+    steps = {"train": config.run.steps, "valid": config.run.eval_steps, "test": 0}[split]
+    read = steps * config.batch.global_size * length
+    size = f"{split}: {sum(source.num_documents for source, _ in shares):,} documents, {tokens:,} tokens"
+    if not read:
+        return [f"{size}; not evaluated by the run"]
+    reading = f"{steps:,} steps read" if split == "train" else "an evaluation reads"
+    if len(shares) == 1:
+        epochs = _epochs(read, tokens)
+        return [f"{size}, {tokens // length:,} samples an epoch; {reading} {read:,} tokens, {epochs}"]
+    lines = [f"{size} in {len(shares)} data sets; {reading} {read:,} tokens"]
+    for source, share in shares[:SOURCES_SHOWN]:
+        size = f"{source.num_documents:,} documents, {source.num_tokens:,} tokens"
+        lines.append(f"  {share:.1%} {source.dataset.prefix}: {size}, {_epochs(share * read, source.num_tokens)}")
+    if len(shares) > SOURCES_SHOWN:
+        lines.append(f"  and {len(shares) - SOURCES_SHOWN} more")
+    return lines
+
+
+def _shares(samples: Samples) -> list[tuple[DocumentSamples, float]]:
+    """The data sets of a split, each with its share of the samples."""
+    parts = (
+        zip(samples.sources, samples.weights, strict=True) if isinstance(samples, BlendedSamples) else [(samples, 1)]
+    )
+    shares = []
+    for source, share in parts:
+        assert isinstance(source, DocumentSamples)
+        shares.append((source, float(share)))
+    return shares
+
+
+def _epochs(read: float, tokens: int) -> str:
+    epochs = read / tokens
+    if epochs < 0.001:
+        return "less than 0.001 epochs"
+    return f"{epochs:,.0f} epochs" if epochs >= 1000 else f"{epochs:.3g} epochs"
