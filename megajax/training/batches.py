@@ -72,7 +72,10 @@ def batches(
         for local in fields:
             worst = max(int(local["tokens"].max()), int(local["targets"].max()))
             if worst >= size:
-                raise InputError(f"data.{split} holds token id {worst}, and model.vocab_size={size}: make it larger.")
+                raise InputError(
+                    f"data.{split} holds token id {worst}, and model.vocab_size={size}: "
+                    f"set model.vocab_size={worst + 1} or larger."
+                )
             yield to_global(program, local)
     finally:
         fields.close()  # type: ignore[attr-defined]

@@ -15,6 +15,7 @@ from megajax.checkpoint import Checkpoints, SaveOutcome, complete_steps, reason
 from megajax.config import Config
 from megajax.config.checks import check_mesh
 from megajax.config.kinds import block_layers
+from megajax.data.describe import describe_data
 from megajax.data.loader import Split, datasets
 from megajax.errors import ConfigError, InputError, UserError
 from megajax.mesh import build_mesh
@@ -255,7 +256,7 @@ class Trainer:
         self._lock()
         log = None
         try:
-            logs.say(summary(self.program, self.flags))
+            logs.say(summary(self.program, self.flags, describe_data(self.config, self.data)))
             self._start_writing()
             log = logs.MetricsLog(self.config, self.step, self.writer)
             self.progress = logs.Progress(self.step, steps, self.writer)

@@ -1,5 +1,7 @@
 """What was decided, printed once before training starts."""
 
+from collections.abc import Sequence
+
 import jax
 
 from megajax.config import Config
@@ -15,8 +17,8 @@ from megajax.training.step import TrainProgram
 GIB = 2**30
 
 
-def summary(program: TrainProgram, flags: list[str]) -> str:
-    """Mesh, parameters, memory a device, kernels, precision, data and where the run is written."""
+def summary(program: TrainProgram, flags: list[str], data: Sequence[str] = ()) -> str:
+    """Mesh, parameters, memory a device, kernels, precision and where the run is written; `data` says what it reads."""
     config, sizes = program.config, mesh_sizes(program.mesh)
     memory = estimate_memory(config, program.placements, sizes)
     device, kernels = program.mesh.devices.flat[0], program.kernels
@@ -42,7 +44,7 @@ def summary(program: TrainProgram, flags: list[str]) -> str:
         f"precision  {config.precision.compute}, gradients reduced in {config.precision.gradients}, {_fp8(program)}",
         f"kernels    attention: {kernels.attention} ({kernels.attention_reason}); layers: {loops}; "
         f"loss: {local.head.implementation} in {chunk_count(config, head_tokens, sizes['tensor'])} chunks",
-        f"data       {_data(program)}",
+        *(f"{'data' if index == 0 else '':<10} {line}" for index, line in enumerate(data)),
     ]
     if sizes["pipeline"] > 1:
         lines[3:3] = _pipeline(config, sizes)
@@ -112,18 +114,3 @@ def _fp8(program: TrainProgram) -> str:
         return "no FP8"
     which = "all layers" if len(layers) == config.model.num_layers else f"layers {layers.start} to {layers.stop - 1}"
     return f"FP8 matmuls in {which}: {config.precision.fp8.recipe} scaling, kernels of {program.kernels.fp8}"
-
-
-def _data(program: TrainProgram) -> str:
-    data = program.config.data
-    own = {
-        "attention": data.reset_attention,
-        "positions": data.reset_positions,
-        "loss": data.mask_end_of_document_loss,
-    }
-    apart = ", ".join(name for name, reset in own.items() if reset)
-    packed = f"; documents apart in {apart}" if apart else ""
-    if data.kind == "synthetic":
-        return f"synthetic tokens{packed}"
-    train = data.train if isinstance(data.train, str) else ", ".join(s.prefix for s in data.train or ())
-    return f"{train}, {data.order}, tokenizer {data.tokenizer or 'not given'}{packed}"
