@@ -47,11 +47,11 @@ def read_records(run_dir: Path) -> list[Record]:
     for number, line in enumerate(lines, start=1):
         try:
             record = json.loads(line)
-            record["step"] + 0
+            valid = isinstance(record["step"], int)
         except (ValueError, KeyError, TypeError):
-            raise InputError(
-                f"{path}, line {number} is not a line of metrics ({line[:60]!r}): remove the line."
-            ) from None
+            valid = False
+        if not valid:
+            raise InputError(f"{path}, line {number} is not a line of metrics ({line[:60]!r}): remove the line.")
         records.append(record)
     if not any(record.get("loss") is not None for record in records):
         raise InputError(f"{path} has no logged loss yet: wait for the run's first log line, or give another run.")
