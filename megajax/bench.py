@@ -56,7 +56,9 @@ def config_path(name: str) -> Path:
     if not path.is_file():
         names = sorted(file.stem for file in CONFIGS.glob("*.yaml"))
         nearest = difflib.get_close_matches(Path(name).stem, names, n=1)
-        advice = f"did you mean {nearest[0]}?" if nearest else f"give a path or a name from {CONFIGS}."
+        advice = (
+            f"did you mean {nearest[0]}?" if nearest else f"give a path{f' or a name from {CONFIGS}' * bool(names)}."
+        )
         raise InputError(f"there is no config {name} (the command line): {advice}")
     return path
 

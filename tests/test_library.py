@@ -90,6 +90,10 @@ def test_a_trainer_step_by_step_does_what_its_run_does(load, tmp_path, capsys):
         assert trainer.step == step and np.isfinite(metrics["loss"])
     trainer.save()
     trainer.checkpoints.wait()
+    weights = megajax.load_weights(tmp_path / "run")
+    assert set(weights) == set(trainer.state.params)
+    for name, array in trainer.state.params.items():
+        np.testing.assert_array_equal(weights[name], array)
 
     again = megajax.Trainer(load(), jax.devices()[:4])
     assert again.step == 2
