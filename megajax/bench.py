@@ -56,9 +56,7 @@ def config_path(name: str) -> Path:
     if not path.is_file():
         names = sorted(file.stem for file in CONFIGS.glob("*.yaml"))
         nearest = difflib.get_close_matches(Path(name).stem, names, n=1)
-        advice = (
-            f"did you mean {nearest[0]}?" if nearest else f"give a path{f' or a name from {CONFIGS}' * bool(names)}."
-        )
+        advice = f"did you mean {nearest[0]}?" if nearest else "give the path of a YAML file, or a name from configs/."
         raise InputError(f"there is no config {name} (the command line): {advice}")
     return path
 
