@@ -5,6 +5,7 @@
     config = megajax.load_config("configs/quickstart.yaml", ["run.steps=50"])
     trainer = megajax.Trainer(config)     # or the parts: build_mesh, TrainProgram
     trainer.run()
+    weights = megajax.load_weights(config.run.dir)  # of its newest checkpoint: names → NumPy arrays
 
 Names that need jax are imported when they are first used, so that the XLA flags a config wants can be set before.
 """
@@ -16,6 +17,7 @@ from megajax.config import Config, load_config
 from megajax.errors import ConfigError, InputError, UserError
 
 if TYPE_CHECKING:
+    from megajax.checkpoint.weights import load_weights
     from megajax.mesh import build_mesh
     from megajax.model import Transformer
     from megajax.training.loop import Trainer
@@ -27,6 +29,7 @@ _LAZY = {
     "TrainState": "megajax.training.step",
     "Transformer": "megajax.model",
     "build_mesh": "megajax.mesh",
+    "load_weights": "megajax.checkpoint.weights",
 }
 
 __all__ = [
@@ -40,6 +43,7 @@ __all__ = [
     "UserError",
     "build_mesh",
     "load_config",
+    "load_weights",
 ]
 
 

@@ -1,34 +1,45 @@
-"""`python -m megajax.generate RUN_DIR --prompt TEXT`: a sample from the newest checkpoint of a run."""
+"""`python -m megajax.generate RUN --prompt TEXT`: a sample from a run's newest checkpoint, or a chosen one."""
 
-import argparse
+import math
 import sys
+import warnings
+from collections.abc import Sequence
 from pathlib import Path
 
+from megajax.commands import CommandParser
 from megajax.config import Config, load_config
 from megajax.config.cli import user_errors
-from megajax.data.tokenizers import load_tokenizer
+from megajax.data.tokenizers import Tokenizer, load_tokenizer
 from megajax.errors import InputError
 from megajax.runtime import accept_missing_cuda
 
+ASKER = "RUN"  # the argument's name, in errors
 
-def generate(config: Config, prompt: str, num_tokens: int, temperature: float, seed: int) -> str:
+
+def generate(
+    run_or_checkpoint: str | Path, prompt: str, num_tokens: int = 100, temperature: float = 0.8, seed: int = 0
+) -> str:
     """`prompt` and up to `num_tokens` tokens after it, sampled on one device.
 
-    Each token is computed from the whole text before it, cut to the model's sequence length: no key/value cache. Ends
-    early at an end-of-document token. Temperature 0 takes the most likely token.
+    From the newest checkpoint of a run, or from one `RUN/checkpoints/STEP`. Each token is computed from the whole text
+    before it, cut to the model's sequence length: no key/value cache. Ends early at an end-of-document token.
+    Temperature 0 takes the most likely token. Raises InputError for a checkpoint, tokenizer or prompt that can't be
+    used.
     """
     import jax
     import jax.numpy as jnp
     from jax.sharding import SingleDeviceSharding
 
     from megajax.checkpoint import restore_model
+    from megajax.checkpoint.weights import find_checkpoint
     from megajax.model import Transformer, bind, parameters
     from megajax.model.transformer import layer_state
 
-    if config.data.tokenizer is None:
-        raise InputError(f"{config.run.dir}/config.yaml names no data.tokenizer: text cannot be made without one.")
-    tokenizer = load_tokenizer(config.data.tokenizer)
-    # Without a capacity: what the text is padded with would take places.
+    run_dir, step = find_checkpoint(run_or_checkpoint, ASKER)
+    config = config_of(run_dir)
+    tokenizer = find_tokenizer(config, run_dir)
+    tokens = encode(tokenizer, prompt)
+    # Without a capacity: the padding would take room of the text's.
     router = config.model.router.model_copy(update={"capacity_factor": None})
     model = Transformer(config.model.model_copy(update={"router": router}))
     device = SingleDeviceSharding(jax.devices()[0])
@@ -37,7 +48,7 @@ def generate(config: Config, prompt: str, num_tokens: int, temperature: float, s
         return {n: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=device) for n, a in arrays.items()}
 
     shapes = abstract(parameters(model)), abstract(layer_state(config.model))
-    params, state = restore_model(config.run.dir, *shapes, config.model, "RUN_DIR")
+    params, state = restore_model(str(run_dir / "checkpoints" / str(step)), *shapes, config.model, ASKER)
     length = config.batch.sequence_length
 
     @jax.jit
@@ -46,9 +57,6 @@ def generate(config: Config, prompt: str, num_tokens: int, temperature: float, s
         sampled = jax.random.categorical(key, logits / max(temperature, 1e-6))
         return sampled if temperature > 0 else jnp.argmax(logits)
 
-    tokens = tokenizer.encode(prompt)
-    if not tokens:
-        raise InputError(f"--prompt={prompt!r} has no tokens: give at least one character.")
     for i in range(num_tokens):
         window = tokens[-length:]
         padded = jnp.array(window + [0] * (length - len(window)), jnp.int32)
@@ -59,22 +67,72 @@ def generate(config: Config, prompt: str, num_tokens: int, temperature: float, s
     return tokenizer.decode(tokens)
 
 
-def main(argv: list[str]) -> int:
+def config_of(run_dir: Path) -> Config:
+    """The config of a run, without warnings about its training; InputError if there is none."""
+    path = run_dir / "config.yaml"
+    if not path.is_file():
+        raise InputError(f"{ASKER}={run_dir} has no config.yaml: give the directory of a run.")
+    with warnings.catch_warnings(action="ignore"):
+        return load_config(path)
+
+
+def find_tokenizer(config: Config, run_dir: Path) -> Tokenizer:
+    """The tokenizer that a run was trained with, from whatever directory this is called.
+
+    It is the run's own copy `tokenizer.json` (or `.model`), or else `data.tokenizer`, relative to the current directory
+    or to one above the run. Raises InputError if there is none, or one that does not fit the model.
+    """
+    spec = config.data.tokenizer
+    if spec is None:
+        raise InputError(f"{run_dir}/config.yaml has no data.tokenizer, so tokens cannot become text: add one to it.")
+    if spec != "byte":
+        copy = run_dir / f"tokenizer{Path(spec).suffix}"
+        places = [copy, Path(spec), *(directory / spec for directory in run_dir.resolve().parents)]
+        found = next((place for place in places if place.is_file()), None)
+        if found is None:
+            raise InputError(
+                f"data.tokenizer={spec} ({run_dir}/config.yaml) was not found in the current directory nor above the "
+                f"run: copy the file to {copy}."
+            )
+        spec = str(found)
+    tokenizer = load_tokenizer(spec)
+    if tokenizer.vocab_size > config.model.vocab_size:
+        raise InputError(
+            f"the tokenizer {spec} has {tokenizer.vocab_size} tokens and the model {config.model.vocab_size}: "
+            f"copy the tokenizer of the training to {run_dir / f'tokenizer{Path(spec).suffix}'}."
+        )
+    return tokenizer
+
+
+def encode(tokenizer: Tokenizer, prompt: str) -> list[int]:
+    """The prompt's tokens; InputError if there are none."""
+    try:
+        tokens = tokenizer.encode(prompt)
+    except UnicodeEncodeError:
+        raise InputError(f"--prompt={prompt!r} is not UTF-8: write it in UTF-8.") from None
+    if not tokens:
+        raise InputError(f"--prompt={prompt!r} has no tokens: give at least one character.")
+    return tokens
+
+
+def main(argv: Sequence[str]) -> int:
     """Print a sample; the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m megajax.generate", description="Sample text from a run.")
-    parser.add_argument("run_dir", metavar="RUN_DIR", help="directory of a megajax run")
+    parser = CommandParser("megajax.generate", description="Sample text from a run.", allow_abbrev=False)
+    parser.add_argument("run", metavar=ASKER, help="directory of a run, or RUN/checkpoints/STEP")
     parser.add_argument("--prompt", required=True, help="text to go on from")
-    parser.add_argument("--tokens", type=int, default=100, help="how many tokens at most")
-    parser.add_argument("--temperature", type=float, default=0.8, help="0 takes the most likely token")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the sampling")
-    options = parser.parse_args(argv)
+    parser.add_argument("--tokens", type=int, default=100, help="how many tokens at most (default: 100)")
+    parser.add_argument("--temperature", type=float, default=0.8, help="0 takes the most likely token (default: 0.8)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the sampling (default: 0)")
     with user_errors():
-        path = Path(options.run_dir) / "config.yaml"
-        if not path.exists():
-            raise InputError(f"RUN_DIR={options.run_dir} holds no config.yaml: name the directory of a megajax run.")
-        config = load_config(path, [f"run.dir={options.run_dir}"])
+        options = parser.parse_args(argv)
+        for name in ("tokens", "temperature", "seed"):
+            value = getattr(options, name)
+            if value < 0 or not math.isfinite(value):
+                raise InputError(
+                    f"--{name}={value} is not a number from 0 up: give one, such as {parser.get_default(name)}."
+                )
         accept_missing_cuda()
-        print(generate(config, options.prompt, options.tokens, options.temperature, options.seed))
+        print(generate(options.run, options.prompt, options.tokens, options.temperature, options.seed))
     return 0
 
 

@@ -12,6 +12,7 @@ part to its roofline, the least time in which an H200 could do it:
 The steps run without CUDA graphs, whose kernels a trace cannot tell apart.
 """
 
+import argparse
 import gzip
 import json
 import math
@@ -25,8 +26,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import hlo
-from bench import synthetic_config
 
+from megajax.bench import synthetic_config
 from megajax.config.cli import user_errors
 from megajax.runtime import prepare_environment
 
@@ -263,11 +264,13 @@ def trace(path: str, overrides: list[str]) -> tuple[list[Kernel], list[hlo.Op]]:
 
 
 def main(arguments: list[str]) -> int:
-    if not arguments:
-        print(__doc__)
-        return 2
+    """Print the breakdown of a config's step; the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("config", metavar="CONFIG", help="a path, or the name of a file in configs/")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="of the config")
+    options = parser.parse_args(arguments)
     with user_errors():
-        kernels, ops = trace(arguments[0], arguments[1:])
+        kernels, ops = trace(options.config, options.overrides)
     print(report(kernels, ops, TRACED_STEPS))
     return 0
 

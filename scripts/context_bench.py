@@ -1,4 +1,4 @@
-"""Attention over `context` alone, on all GPUs of a host: `PYTHONPATH=.:scripts python scripts/context_bench.py`.
+"""Attention over `context` alone, on all GPUs of a host: `python scripts/context_bench.py`.
 
 Forward and backward of one layer by each strategy, beside one device with whole sequences: every device has the same
 number of tokens and, of whole sequences, the same work. TFLOP/s count 4 · H · N for each visible pair of positions and
@@ -20,7 +20,7 @@ prepare_environment(load_config(Path(__file__).parents[1] / "configs/llama3_8b_l
 
 import jax
 import jax.numpy as jnp
-from attention_bench import milliseconds
+from attention_bench import milliseconds, on_cpu
 from jax.sharding import PartitionSpec as P
 
 from megajax.mesh import build_mesh, mesh_sizes
@@ -28,9 +28,12 @@ from megajax.ops import Implementation
 from megajax.parallel.comm import MeshComm
 from megajax.parallel.token_order import add_places, balanced_order, place_of, stored_order
 
-ON_CPU = jax.default_backend() == "cpu"
-N, K, H = (8, 4, 16) if ON_CPU else (32, 8, 128)
 STRATEGIES = ("ring", "all_gather", "all_to_all")
+
+
+def heads() -> tuple[int, int, int]:
+    """Query heads, key heads and the dimension of each."""
+    return (8, 4, 16) if on_cpu() else (32, 8, 128)
 
 
 def segments(rows: int, S: int, documents: int) -> np.ndarray:
@@ -73,13 +76,14 @@ def step(comm: MeshComm, context: int) -> Callable:
 
 def measure(S: int, documents: int, strategy: str, context: int) -> tuple[float, float]:
     """(ms of forward and backward, TFLOP/s a device)."""
+    N, K, H = heads()
     mesh = build_mesh({axis: context if axis == "context" else 1 for axis in AXES}, jax.devices()[:context])
     packed = documents > 1
-    implementation: Implementation = "reference" if ON_CPU else "pallas" if packed else "cudnn"
+    implementation: Implementation = "reference" if on_cpu() else "pallas" if packed else "cudnn"
     comm = MeshComm(mesh_sizes(mesh), implementation, context_strategy=strategy)
     segment_ids = segments(context, S, documents)
     fields = {name: jnp.asarray(a) for name, a in batch_of(segment_ids, context, strategy).items()}
-    shapes = [(context, S, heads, H) for heads in (N, K, K, N)]
+    shapes = [(context, S, count, H) for count in (N, K, K, N)]
     sharding = jax.NamedSharding(mesh, P(None, "context"))
     make = jax.jit(
         lambda: [jax.random.normal(jax.random.key(i), s, jnp.bfloat16) for i, s in enumerate(shapes)],
@@ -99,16 +103,19 @@ def measure(S: int, documents: int, strategy: str, context: int) -> tuple[float,
 
 
 def main() -> None:
+    """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--lengths", type=int, nargs="+", default=[64] if ON_CPU else [32768, 131072])
-    parser.add_argument("--documents", type=int, nargs="+", default=[1, 4] if ON_CPU else [1, 64])
+    parser.add_argument("--lengths", type=int, nargs="+", help="of sequences")
+    parser.add_argument("--documents", type=int, nargs="+", help="in a sequence")
     arguments = parser.parse_args()
-    devices = jax.devices()
+    lengths = arguments.lengths or ([64] if on_cpu() else [32768, 131072])
+    counts = arguments.documents or ([1, 4] if on_cpu() else [1, 64])
+    devices, (N, K, H) = jax.devices(), heads()
     print(f"{len(devices)} x {devices[0].device_kind}, jax {jax.__version__}, heads {N}/{K} of {H}, BF16")
     print("| S | documents | context | strategy | forward + backward ms | TFLOP/s a device | of context 1 |")
     print("|---|---|---|---|---|---|---|")
-    for S in arguments.lengths:
-        for documents in arguments.documents:
+    for S in lengths:
+        for documents in counts:
             alone, rate = measure(S, documents, "ring", 1)
             print(f"| {S} | {documents} | 1 | – | {alone:.2f} | {rate:.0f} | |", flush=True)
             for strategy in STRATEGIES:

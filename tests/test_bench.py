@@ -6,9 +6,9 @@ import breakdown
 import hlo
 import hlo_counts
 import pytest
-from bench import split_runs, synthetic_config
 
-from megajax.errors import ConfigError, InputError
+from megajax import bench
+from megajax.errors import InputError
 
 # Made up too. Its sizes make rooflines round numbers of ms: a matmul's 2·M·N·K is 2 ms · 989 TFLOP/s, and so on.
 MODULE = (Path(__file__).parent / "data/small_step.hlo").read_text()
@@ -144,10 +144,26 @@ def test_gpus_to_compile_for_are_whole_hosts():
 
 
 def test_configs_are_found_by_path_and_by_name(tmp_path):
-    named = synthetic_config("llama3_8b_l8", ["run.steps=3"], str(tmp_path))
+    named = bench.synthetic_config("llama3_8b_l8", ["run.steps=3"], str(tmp_path))
     assert (named.run.name, named.run.steps, named.data.kind) == ("llama3_8b_l8", 3, "synthetic")
     (tmp_path / "mine.yaml").write_text(named.to_yaml())
-    assert synthetic_config(str(tmp_path / "mine.yaml"), [], str(tmp_path)) == named
-    with pytest.raises(ConfigError, match="llama9"):
-        synthetic_config("llama9", [], str(tmp_path))
-    assert split_runs(["a", "b", "x=1", "y=2"]) == [["a"], ["b", "x=1", "y=2"]]
+    assert bench.synthetic_config(str(tmp_path / "mine.yaml"), [], str(tmp_path)) == named
+    assert bench.split_runs(["a", "b", "x=1", "y=2"]) == [["a"], ["b", "x=1", "y=2"]]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["llama3_8b_l9"], "there is no config llama3_8b_l9 (the command line): did you mean llama3_8b_l8?"),
+        (["nowhere/x.yaml"], "there is no config nowhere/x.yaml (the command line): give the path of a YAML file"),
+        (["run.steps=3", "llama3_1b"], "the override run.steps=3 (the command line) follows no config"),
+        (["llama3_1b", "model.num_layer=3"], "did you mean model.num_layers?"),
+        ([], "python -m megajax.bench --help shows what can be given."),
+    ],
+)
+def test_mistakes_are_a_sentence_before_anything_runs(arguments, sentence, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        bench.main(arguments)
+    printed = capsys.readouterr()
+    assert (stopped.value.code, printed.out) == (2, "")
+    assert printed.err.startswith("megajax: error: ") and sentence in printed.err

@@ -42,6 +42,7 @@ def load(tmp_path):
 def test_importing_it_imports_no_jax():
     code = (
         "import sys, megajax, megajax.config, megajax.errors, megajax.runtime, megajax.data, megajax.data.loader\n"
+        "import megajax.commands, megajax.train, megajax.generate, megajax.bench\n"
         "assert 'jax' not in sys.modules, 'jax'\n"
         "assert all(hasattr(megajax, name) for name in megajax.__all__)\n"
         "assert 'jax' in sys.modules"
@@ -89,6 +90,10 @@ def test_a_trainer_step_by_step_does_what_its_run_does(load, tmp_path, capsys):
         assert trainer.step == step and np.isfinite(metrics["loss"])
     trainer.save()
     trainer.checkpoints.wait()
+    weights = megajax.load_weights(tmp_path / "run")
+    assert set(weights) == set(trainer.state.params)
+    for name, array in trainer.state.params.items():
+        np.testing.assert_array_equal(weights[name], array)
 
     again = megajax.Trainer(load(), jax.devices()[:4])
     assert again.step == 2

@@ -1,24 +1,29 @@
-"""Benchmark named configs: `python scripts/bench.py llama3_8b_l8 [section.key=value ...] [--breakdown]`.
+"""The speed of configs: `python -m megajax.bench CONFIG [section.key=value ...]`.
 
-Synthetic tokens, 5 warm-up and 15 timed steps; prints a table row (median, spread) and a JSON line. Several configs
-can be given, by path or by their name in configs/, each followed by its own overrides; each runs in a process of its
-own. With --breakdown each runs a second time, traced: where the time of a step goes (breakdown.py).
+Each config is followed by its own overrides and runs in a process of its own, on synthetic tokens: 5 warm-up and 15
+timed steps. Prints a JSON line for each, then a table with the median and the spread. A CONFIG is a path, or the name
+of a file in configs/.
 """
 
+import argparse
+import difflib
 import json
 import os
 import subprocess
 import sys
 import tempfile
 import time
+import warnings
 from importlib import metadata
 from pathlib import Path
 
+from megajax.commands import CommandParser
 from megajax.config import Config, load_config
 from megajax.config.cli import user_errors
+from megajax.errors import InputError
 from megajax.runtime import prepare_environment
 
-ROOT = Path(__file__).parents[1]
+CONFIGS = Path(__file__).parents[1] / "configs"
 WARMUP_STEPS, TIMED_STEPS = 5, 15
 COLUMNS = (
     "config",
@@ -33,21 +38,33 @@ COLUMNS = (
 
 
 def split_runs(arguments: list[str]) -> list[list[str]]:
-    """One list per config: its path and the overrides after it."""
+    """One list per config: its path or name, and the overrides after it. Raises InputError if there is no config."""
     runs: list[list[str]] = []
     for argument in arguments:
         if "=" not in argument:
             runs.append([])
-        if runs:
-            runs[-1].append(argument)
+        elif not runs:
+            raise InputError(f"the override {argument} (the command line) follows no config: give a config before it.")
+        runs[-1].append(argument)
     return runs
 
 
+def config_path(name: str) -> Path:
+    """The file of a config that is given by its path or by its name in configs/. Raises InputError if there is none."""
+    named = CONFIGS / f"{name}.yaml"
+    path = Path(name) if Path(name).is_file() or not named.is_file() else named
+    if not path.is_file():
+        names = sorted(file.stem for file in CONFIGS.glob("*.yaml"))
+        nearest = difflib.get_close_matches(Path(name).stem, names, n=1)
+        advice = f"did you mean {nearest[0]}?" if nearest else "give the path of a YAML file, or a name from configs/."
+        raise InputError(f"there is no config {name} (the command line): {advice}")
+    return path
+
+
 def synthetic_config(name: str, overrides: list[str], directory: str) -> Config:
-    """A config, by path or by its name in configs/, on synthetic tokens and with nothing logged."""
-    path = ROOT / f"configs/{name}.yaml" if "/" not in name and not name.endswith(".yaml") else Path(name)
+    """The config of `config_path(name)` on synthetic tokens, with nothing logged and `directory` as its run."""
     fixed = ["data.kind=synthetic", f"run.dir={directory}", "logging.tensorboard=false"]
-    return load_config(path, [*fixed, *overrides])
+    return load_config(config_path(name), [*fixed, *overrides])
 
 
 def versions() -> dict[str, str | None]:
@@ -66,6 +83,7 @@ def versions() -> dict[str, str | None]:
 
 
 def driver_version() -> str | None:
+    """The NVIDIA driver's version; None without one."""
     command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()[0]
@@ -142,17 +160,25 @@ def row(result: dict) -> str:
 
 
 def main(arguments: list[str]) -> int:
-    """Each run in a process of its own, then the table."""
-    if arguments[:1] == ["--one"]:
-        print(json.dumps(bench(arguments[1], arguments[2:])))
-        return 0
-    runs = split_runs([argument for argument in arguments if argument != "--breakdown"])
-    if not runs:
-        print(__doc__)
-        return 2
+    """Each run in a process of its own, then the table; the exit status."""
+    parser = CommandParser(
+        "megajax.bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("runs", nargs="+", metavar="CONFIG [section.key=value ...]", help="what to measure")
+    parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)  # in the process of a run
+    with user_errors():
+        options = parser.parse_intermixed_args(arguments)
+        runs = split_runs(options.runs)
+        if options.one:
+            print(json.dumps(bench(runs[0][0], runs[0][1:])))
+            return 0
+        with warnings.catch_warnings(action="ignore"):  # the process of a run shows its own
+            for name, *overrides in runs:  # so that mistakes are found before anything runs
+                synthetic_config(name, overrides, "bench")
     table, failed = [f"| {' | '.join(COLUMNS)} |", "|" + "---|" * len(COLUMNS)], 0
     for run in runs:
-        done = subprocess.run([sys.executable, __file__, "--one", *run], stdout=subprocess.PIPE, text=True)
+        command = [sys.executable, "-m", "megajax.bench", "--one", *run]
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
         if done.returncode:
             failed = 1
             table.append(f"| {' '.join(run)} | failed |" + " – |" * (len(COLUMNS) - 2))
@@ -160,9 +186,6 @@ def main(arguments: list[str]) -> int:
         print(done.stdout.strip(), flush=True)
         table.append(row(json.loads(done.stdout.splitlines()[-1])))
     print("\n".join(table))
-    for run in runs if "--breakdown" in arguments else []:
-        print(f"\n{' '.join(run)}\n", flush=True)
-        failed |= subprocess.run([sys.executable, ROOT / "scripts/breakdown.py", *run]).returncode != 0
     return failed
 
 

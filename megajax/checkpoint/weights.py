@@ -1,0 +1,65 @@
+"""Parameters of a checkpoint as NumPy arrays, whatever devices wrote them and whatever devices are here."""
+
+from pathlib import Path
+
+import numpy as np
+import tensorstore
+
+from megajax.checkpoint.manager import SUBDIRECTORY
+from megajax.errors import InputError
+
+PREFIX, HEADER = "params.", "/.zarray"  # in orbax's key of an array's header
+
+
+def find_checkpoint(path: str | Path, asker: str, place: str = "") -> tuple[Path, int]:
+    """(run directory, step) of one checkpoint `RUN/checkpoints/STEP`, or of the newest complete one of a run.
+
+    `asker` names the setting that `path` comes from, `place` where it was set. Raises InputError if there is none.
+    """
+    given = Path(path)
+    one = given.parent.name == SUBDIRECTORY and given.name.isdigit()
+    run_dir = given.parent.parent if one else given
+    directory = run_dir / SUBDIRECTORY
+    if not directory.is_dir():
+        raise InputError(
+            f"{asker}={path}{place} has no {SUBDIRECTORY}: give the directory of a run, or RUN/{SUBDIRECTORY}/STEP."
+        )
+    steps = sorted(int(entry.name) for entry in directory.iterdir() if entry.name.isdigit())
+    if not steps:
+        raise InputError(f"{asker}={path}{place} has no complete checkpoint: give another run.")
+    if one and int(given.name) not in steps:
+        raise InputError(
+            f"{asker}={path}{place} does not exist: {run_dir} has checkpoints of steps {', '.join(map(str, steps))}."
+        )
+    return run_dir, int(given.name) if one else steps[-1]
+
+
+def load_weights(run_or_checkpoint: str | Path) -> dict[str, np.ndarray]:
+    """The parameters of a run's newest checkpoint, or of one `RUN/checkpoints/STEP`, by their canonical names.
+
+    Layers of one kind are stacked: `blocks.dense.attention.query` is [layers, D, N, H]. The vocabulary is padded to a
+    multiple of `model.vocab_multiple`. Reads nothing but parameters and does not start jax; dtypes are
+    those of `precision.params`, bfloat16 as ml_dtypes has it. Raises InputError if there is no such checkpoint or it is
+    damaged.
+    """
+    run_dir, step = find_checkpoint(run_or_checkpoint, "run_or_checkpoint")
+    item = (run_dir / SUBDIRECTORY / str(step) / "state").resolve()
+    # Not by orbax, which starts jax, and with it takes a GPU's memory.
+    store = {"driver": "ocdbt", "base": {"driver": "file", "path": f"{item}/"}}
+    try:
+        keys = tensorstore.KvStore.open(store).result().list().result()
+        paths = [key.decode().removesuffix(HEADER) for key in keys if key.endswith(HEADER.encode())]
+        opened = {
+            path.removeprefix(PREFIX): tensorstore.open({"driver": "zarr", "kvstore": store | {"path": f"{path}/"}})
+            for path in paths
+            if path.startswith(PREFIX)
+        }
+        reads = {name: array.result().read() for name, array in opened.items()}
+        weights = {name: read.result() for name, read in reads.items()}
+    except ValueError as error:  # as tensorstore calls all that can go wrong
+        raise InputError(
+            f"{item.parent} is damaged ({str(error).splitlines()[0][:200]}): give another checkpoint."
+        ) from None
+    if not weights:
+        raise InputError(f"{item.parent} is damaged (it has no parameters): give another checkpoint.")
+    return weights

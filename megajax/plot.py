@@ -1,0 +1,264 @@
+"""Curves of runs, as PNG and SVG: `python -m megajax.plot RUN [RUN ...]`.
+
+One colour a run through all panels: training loss as a line and evaluation loss as dots; beneath, over the same axis,
+the differences from the first run where the losses of all runs coincide, the load of experts, the learning rate and
+the gradient norm.
+"""
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from megajax.commands import CommandParser
+from megajax.config.cli import user_errors
+from megajax.errors import InputError
+
+Record = dict[str, Any]  # a line of metrics.jsonl
+Curve = tuple[np.ndarray, np.ndarray]  # x and y
+Runs = Mapping[str, Sequence[Record]]  # by name
+
+UNITS = {"step": "step", "tokens": "tokens", "hours": "hours since the first logged step"}
+COINCIDING = 0.01  # runs whose median relative difference in loss is smaller can't be told apart in the loss panel
+WIDTH, LOSS_HEIGHT, PANEL_HEIGHT = 8.0, 4.0, 1.5  # inches
+
+
+def read_records(run_dir: Path) -> list[Record]:
+    """The lines of a run's metrics.jsonl; InputError if it can't be read or has no logged step.
+
+    A last line without its end is left out: the run is writing it, or was killed in it.
+    """
+    path = run_dir / "metrics.jsonl"
+    try:
+        lines = path.read_text().split("\n")[:-1]
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "not text"
+        raise InputError(f"{path} cannot be read ({reason}): give the directory of a run that has metrics.") from None
+    records = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            record = json.loads(line)
+            valid = isinstance(record["step"], int)
+        except (ValueError, KeyError, TypeError):
+            valid = False
+        if not valid:
+            raise InputError(f"{path}, line {number} is not a line of metrics ({line[:60]!r}): remove the line.")
+        records.append(record)
+    if not any(record.get("loss") is not None for record in records):
+        raise InputError(f"{path} has no logged loss yet: wait for the run's first log line, or give another run.")
+    return records
+
+
+def curve(name: str, records: Sequence[Record], key: str, x: str = "step") -> Curve:
+    """(x, value) of the records of the run `name` that have `key`, in order; null is left out."""
+    chosen = [record for record in records if record.get(key) is not None]
+    values = np.array([record[key] for record in chosen], float)
+    steps = np.array([record["step"] for record in chosen], float)
+    if x == "tokens":  # lines of an evaluation have the step alone
+        counted = np.array([(0, 0), *((r["step"], r["tokens"]) for r in records if "tokens" in r)], float)
+        return np.interp(steps, counted[:, 0], counted[:, 1]), values
+    if x == "hours":
+        if any("time" not in record for record in records):
+            raise InputError(f"--x=hours: lines of the metrics of {name} have no time: use --x=step or --x=tokens.")
+        return np.array([record["time"] - records[0]["time"] for record in chosen]) / 3600, values
+    return steps, values
+
+
+def smoothed(values: np.ndarray, smooth: float) -> np.ndarray:
+    """Means over the `smooth` logged steps around each; below 1, exponential ones of this weight over earlier steps."""
+    if smooth >= 1:
+        sums, count, indices = np.cumsum(np.insert(values, 0, 0.0)), int(smooth), np.arange(len(values))
+        starts = np.maximum(indices - (count - 1) // 2, 0)
+        ends = np.minimum(indices + count // 2 + 1, len(values))
+        return (sums[ends] - sums[starts]) / (ends - starts)
+    found, total, weight = np.empty_like(values), 0.0, 0.0
+    for index, value in enumerate(values):
+        total, weight = smooth * total + (1 - smooth) * value, smooth * weight + (1 - smooth)
+        found[index] = total / weight
+    return found
+
+
+def differences(runs: Runs, x: str) -> dict[str, Curve]:
+    """|loss − the first run's| / the first run's, by run; empty unless the curves of all runs coincide."""
+    losses = {name: dict(zip(*curve(name, records, "loss"), strict=True)) for name, records in runs.items()}
+    (first, reference), *others = losses.items()
+    positions = dict(zip(reference, curve(first, runs[first], "loss", x)[0], strict=True))
+    found = {}
+    for name, own in others:
+        shared = [step for step in reference if step in own and reference[step]]
+        ratios = [abs(own[step] - reference[step]) / abs(reference[step]) for step in shared]
+        found[name] = np.array([positions[step] for step in shared]), np.array(ratios)
+    coinciding = all(len(values) > 1 and np.median(values) < COINCIDING for _, values in found.values())
+    return found if coinciding else {}
+
+
+def draw(runs: Runs, *, x: str = "step", smooth: float = 0.0, baseline: float | None = None) -> Figure:
+    """The picture of some runs; `baseline` is a dashed line in the loss panel."""
+    colors = dict(zip(runs, _colors(len(runs)), strict=True))
+
+    def draw_key(axes: Axes, key: str) -> None:
+        for name, records in runs.items():
+            axes.plot(*curve(name, records, key, x), color=colors[name], linewidth=1)
+
+    panels: list[tuple[str, Callable[[Axes], None]]] = []
+    if apart := differences(runs, x):
+
+        def draw_differences(axes: Axes) -> None:
+            for name, points in apart.items():
+                axes.plot(*points, color=colors[name], linewidth=1)
+            if any(values.any() for _, values in apart.values()):
+                axes.set_yscale("log")
+
+        panels.append((f"relative difference\nfrom {next(iter(runs))}", draw_differences))
+    for key, label in (
+        ("expert_load_max", "expert load over\nmean, worst layer"),
+        ("learning_rate", "learning rate"),
+        ("grad_norm", "gradient norm"),
+    ):
+        if any(record.get(key) is not None for records in runs.values() for record in records):
+            panels.append((label, lambda axes, key=key: draw_key(axes, key)))
+
+    heights = [LOSS_HEIGHT, *[PANEL_HEIGHT] * len(panels)]
+    figure = Figure(figsize=(WIDTH, sum(heights)), layout="constrained")
+    axes = figure.subplots(len(heights), sharex=True, squeeze=False, height_ratios=heights)[:, 0]
+    _draw_losses(axes[0], runs, colors, x, smooth, baseline)
+    for panel, (label, draw_panel) in zip(axes[1:], panels, strict=True):
+        draw_panel(panel)
+        panel.set_ylabel(label)
+        if label == "learning rate":
+            panel.set_ylim(bottom=0)
+        if label == "gradient norm":
+            panel.set_yscale("log")
+    for panel in axes:
+        panel.grid(alpha=0.3)
+    axes[-1].set_xlabel(UNITS[x])
+    if x == "step":
+        axes[-1].xaxis.set_major_locator(MaxNLocator(integer=True))
+    figure.align_ylabels(axes)
+    return figure
+
+
+def _draw_losses(
+    axes: Axes, runs: Runs, colors: Mapping[str, Any], x: str, smooth: float, baseline: float | None
+) -> None:
+    for name, records in runs.items():
+        prefix, color = f"{name}: " if len(runs) > 1 else "", colors[name]
+        position, loss = curve(name, records, "loss", x)
+        if smooth:
+            axes.plot(position, loss, color=color, linewidth=1, alpha=0.25)
+            loss = smoothed(loss, smooth)
+        axes.plot(position, loss, color=color, linewidth=1, label=f"{prefix}training")
+        position, loss = curve(name, records, "eval_loss", x)
+        if len(loss):
+            axes.plot(position, loss, "o:", color=color, markersize=4, label=f"{prefix}evaluation")
+    if baseline is not None:
+        axes.axhline(baseline, color="black", linestyle="--", linewidth=1, label="unigram entropy")
+    axes.set_ylabel("loss (nats per token)")
+    axes.legend(fontsize="small")
+
+
+def _colors(count: int) -> list[Any]:
+    if count <= 10:
+        return [f"C{index}" for index in range(count)]
+    return list(matplotlib.colormaps["turbo"](np.linspace(0, 1, count)))
+
+
+def write(figure: Figure, stem: Path) -> list[Path]:
+    """Write `stem`.png and .svg, the same bytes for the same figure; returns their paths. InputError if it fails."""
+    paths = [stem.with_name(f"{stem.name}.{kind}") for kind in ("png", "svg")]
+    try:
+        stem.parent.mkdir(parents=True, exist_ok=True)
+        with matplotlib.rc_context({"svg.hashsalt": "megajax", "svg.fonttype": "none"}):
+            figure.savefig(paths[0], dpi=120)
+            figure.savefig(paths[1], metadata={"Date": None})
+    except OSError as error:
+        raise InputError(f"--output={stem} cannot be written ({error.strerror}): choose another file.") from None
+    return paths
+
+
+def names_of(run_dirs: Sequence[Path]) -> list[str]:
+    """A name for each run: its directory's, with as many of those above it as tell it from the others."""
+    parts = [run_dir.resolve().parts for run_dir in run_dirs]
+
+    def name(own: tuple[str, ...]) -> str:
+        others = [other for other in parts if other != own]
+        count = next((n for n in range(1, len(own)) if all(other[-n:] != own[-n:] for other in others)), len(own))
+        return str(Path(*own[-count:]))
+
+    return [name(own) for own in parts]
+
+
+def describe(name: str, records: Sequence[Record], baseline: float | None) -> str:
+    """One sentence on the losses of a run, with the baseline."""
+    steps, loss = curve(name, records, "loss")
+    text = f"{name}: training loss {loss[-1]:.3f} at step {steps[-1]:.0f}"
+    steps, loss = curve(name, records, "eval_loss")
+    if len(loss):
+        text += f", evaluation loss {loss[-1]:.3f} at step {steps[-1]:.0f}"
+    if len(loss) > 1:
+        text += f" ({loss[0]:.3f} at step {steps[0]:.0f})"
+    return text + (f"; unigram entropy {baseline:.3f}." if baseline is not None else ".")
+
+
+def add_drawing_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of `draw`."""
+    parser.add_argument("--x", choices=UNITS, default="step", help="horizontal axis (default: step)")
+    parser.add_argument(
+        "--smooth",
+        type=float,
+        default=0.0,
+        metavar="N",
+        help="training loss as a mean over N logged steps; from 0 to below 1 an exponential mean of this weight",
+    )
+    parser.add_argument("--baseline", type=float, metavar="LOSS", help="a dashed line: the text's unigram entropy")
+
+
+def check_drawing_arguments(options: argparse.Namespace) -> dict[str, Any]:
+    """The arguments of `draw`; InputError for those that make no picture."""
+    smooth, baseline = options.smooth, options.baseline
+    if not (0 <= smooth < 1 or (math.isfinite(smooth) and smooth == int(smooth) and smooth > 0)):
+        raise InputError(f"--smooth={smooth:g} is neither a whole number of steps nor a weight from 0 to below 1.")
+    if baseline is not None and not math.isfinite(baseline):
+        raise InputError(f"--baseline={baseline} is not a loss: give a number of nats per token.")
+    return {"x": options.x, "smooth": smooth, "baseline": baseline}
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Write the pictures and a sentence on each run; the exit status."""
+    parser = CommandParser(
+        "megajax.plot", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="directory of a run")
+    add_drawing_arguments(parser)
+    parser.add_argument(
+        "--output",
+        type=Path,
+        metavar="FILE",
+        help="writes FILE.png and FILE.svg (default: RUN/loss, of several runs loss in this directory)",
+    )
+    with user_errors():
+        options = parser.parse_args(arguments)
+        settings = check_drawing_arguments(options)
+        run_dirs = list({run_dir.resolve(): run_dir for run_dir in options.runs}.values())
+        output = options.output or (run_dirs[0] / "loss" if len(run_dirs) == 1 else Path("loss"))
+        if output.suffix in (".png", ".svg"):
+            output = output.with_suffix("")
+        runs = dict(zip(names_of(run_dirs), map(read_records, run_dirs), strict=True))
+        paths = write(draw(runs, **settings), output)
+    for name, records in runs.items():
+        print(describe(name, records, options.baseline))
+    print(f"Pictures: {', '.join(map(str, paths))}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,71 @@
+"""`megajax.load_weights`: a checkpoint's parameters as NumPy arrays."""
+
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+import megajax
+from megajax.checkpoint import Checkpoints
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory):
+    """A run with two checkpoints: parameters over eight devices, optimizer, experts and FP8 state beside them."""
+    path = tmp_path_factory.mktemp("runs") / "a run, 100%"
+    checkpoints = Checkpoints(path, keep=5, keep_every=None)
+    sharding = NamedSharding(jax.make_mesh((8,), ("data",)), PartitionSpec("data"))
+    for step in (9, 10):
+        params = {
+            "blocks.dense.attention.query": jax.device_put(jnp.arange(64.0).reshape(8, 2, 4) + step, sharding),
+            "final_norm": jnp.full((4,), step, jnp.bfloat16),
+        }
+        state = {
+            "params": params,
+            "optimizer": [{"mu": params}],
+            "experts": {"bias": jnp.ones(3)},
+            "step": jnp.array(1),
+        }
+        checkpoints.save(step, state, {"model": {}})
+        checkpoints.wait()
+    checkpoints.close()
+    return path
+
+
+@pytest.mark.parametrize(("name", "step"), [("", 10), ("checkpoints/9", 9)])
+def test_parameters_of_the_newest_or_of_one_checkpoint_come_by_name(run_dir, name, step):
+    weights = megajax.load_weights(str(run_dir / name))
+    assert set(weights) == {"blocks.dense.attention.query", "final_norm"}
+    query, norm = weights["blocks.dense.attention.query"], weights["final_norm"]
+    assert type(query) is np.ndarray and query.dtype == np.float32
+    np.testing.assert_array_equal(query, np.arange(64.0).reshape(8, 2, 4) + step)
+    assert norm.dtype == jnp.bfloat16 and norm.tolist() == [step] * 4
+
+
+def test_jax_is_not_started(run_dir):
+    code = (
+        f"import megajax\nassert len(megajax.load_weights({str(run_dir)!r})) == 2\n"
+        "from jax._src import xla_bridge\nassert not xla_bridge.backends_are_initialized()"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_what_is_not_a_checkpoint_is_a_sentence(run_dir, tmp_path):
+    def sentence(path) -> str:
+        with pytest.raises(megajax.InputError) as caught:
+            megajax.load_weights(path)
+        return str(caught.value)
+
+    (tmp_path / "empty/checkpoints/tmp").mkdir(parents=True)
+    (tmp_path / "damaged/checkpoints/3/state").mkdir(parents=True)
+    assert "nowhere has no checkpoints: give the directory of a run" in sentence("nowhere")
+    assert "empty has no complete checkpoint" in sentence(tmp_path / "empty")
+    assert "has checkpoints of steps 9, 10." in sentence(run_dir / "checkpoints/7")
+    assert "checkpoints/3 is damaged (it has no parameters)" in sentence(tmp_path / "damaged")
+    (tmp_path / "damaged/checkpoints/3/state/manifest.ocdbt").write_text("no manifest")
+    assert "checkpoints/3 is damaged (" in sentence(tmp_path / "damaged")

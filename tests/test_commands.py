@@ -1,0 +1,44 @@
+"""`megajax COMMAND` is `python -m megajax.COMMAND`; each says how it was called."""
+
+import sys
+
+import pytest
+
+from megajax import commands
+
+CALLS = {
+    "/venv/bin/megajax": "megajax plot",
+    "/src/megajax/__main__.py": "python -m megajax plot",
+    "/src/megajax/plot.py": "python -m megajax.plot",
+}
+
+
+@pytest.mark.parametrize("called", CALLS)
+def test_usage_names_the_program_as_it_was_called(called, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", [called, "plot", "--help"])
+    with pytest.raises(SystemExit) as stopped:
+        commands.main()
+    assert stopped.value.code == 0
+    assert capsys.readouterr().out.startswith(f"usage: {CALLS[called]} [-h]")
+
+
+@pytest.mark.parametrize("arguments", [[], ["-h"], ["--help"]])
+def test_help_has_a_line_for_each_command(arguments, capsys):
+    assert commands.main(arguments) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "usage: megajax COMMAND ..."
+    listed = [line.split()[0] for line in lines if line.startswith("  ")]
+    assert listed == ["train", "generate", "plot", "bench", "preprocess", "schema"]
+
+
+def test_an_unknown_command_is_refused_with_the_nearest_one(capsys):
+    assert commands.main(["trian", "x.yaml"]) == commands.main(["--version"]) == 2
+    first, second = capsys.readouterr().err.splitlines()
+    assert first == "megajax: error: trian is not a command of megajax: did you mean train?"
+    assert second.endswith("choose train, generate, plot, bench, preprocess, schema.")
+
+
+def test_the_exit_status_is_that_of_the_command(tmp_path):
+    with pytest.raises(SystemExit) as stopped:
+        commands.main(["plot", str(tmp_path)])
+    assert stopped.value.code == 2

@@ -1,0 +1,103 @@
+"""`python -m megajax.generate`: from any directory, a run or one checkpoint; every mistake is one sentence."""
+
+import shutil
+
+import jax
+import numpy as np
+import pytest
+import tokenizers
+
+import megajax
+from megajax import generate
+from megajax.model import bind
+
+CONFIG = """
+run: {steps: 4, eval_steps: 0}
+model: {num_layers: 1, hidden_size: 16, num_heads: 2, vocab_size: 257, init_std: 0.5}
+batch: {global_size: 2, sequence_length: 8}
+precision: {compute: float32}
+data: {kind: synthetic, tokenizer: byte}
+logging: {tensorboard: false}
+"""
+
+
+@pytest.fixture(scope="module")
+def trainer(tmp_path_factory):
+    """A Trainer whose run directory has its config and a checkpoint of its first weights."""
+    directory = tmp_path_factory.mktemp("generate")
+    (directory / "tiny.yaml").write_text(CONFIG)
+    config = megajax.load_config(directory / "tiny.yaml", [f"run.dir={directory / 'run'}"])
+    trainer = megajax.Trainer(config, jax.devices()[:1])
+    trainer.save()
+    trainer.checkpoints.wait()
+    (directory / "run/config.yaml").write_text(config.to_yaml())
+    return trainer
+
+
+@pytest.fixture
+def refuse(capsys):
+    """(arguments...) → the sentence with which they are refused."""
+
+    def refuse(*arguments: object) -> str:
+        with pytest.raises(SystemExit) as stopped:
+            generate.main([str(argument) for argument in arguments])
+        printed = capsys.readouterr()
+        assert (stopped.value.code, printed.out, len(printed.err.splitlines())) == (2, "", 1), printed.err
+        assert printed.err.startswith("megajax: error: ") and printed.err.endswith(".\n")
+        return printed.err
+
+    return refuse
+
+
+def test_a_run_and_one_of_its_checkpoints_go_on_with_the_likeliest_token(trainer, capsys):
+    run = trainer.run_dir
+    logits = bind(trainer.program.model, trainer.state.params)(np.frombuffer(b"ab", np.uint8).astype(np.int32)[None])
+    expected = bytes([97, 98, int(logits[0, -1, :256].argmax())]).decode(errors="replace")
+    for place in (run, run / "checkpoints/0"):
+        assert generate.main([str(place), "--prompt", "ab", "--tokens", "1", "--temperature", "0"]) == 0
+        assert capsys.readouterr().out == f"{expected}\n"
+
+
+def test_numbers_below_0_and_no_numbers_are_refused(trainer, refuse):
+    for option in ("--tokens=-1", "--temperature=-1.0", "--temperature=nan", "--temperature=inf", "--seed=-3"):
+        assert f"{option} is not a number from 0 up" in refuse(trainer.run_dir, "--prompt", "a", option)
+    assert "invalid int value: 'many'" in refuse(trainer.run_dir, "--prompt", "a", "--tokens", "many")
+
+
+def test_what_is_not_a_run_and_what_is_not_text_are_refused(trainer, refuse, tmp_path):
+    run = trainer.run_dir
+    assert "RUN=nowhere has no checkpoints" in refuse("nowhere", "--prompt", "a")
+    assert "has checkpoints of steps 0." in refuse(run / "checkpoints/7", "--prompt", "a")
+    assert "--prompt='' has no tokens" in refuse(run, "--prompt", "")
+    assert "is not UTF-8" in refuse(run, "--prompt", "\udcff")
+    (tmp_path / "run/checkpoints/1").mkdir(parents=True)
+    assert "has no config.yaml" in refuse(tmp_path / "run", "--prompt", "a")
+
+
+def words(*names: str) -> tokenizers.Tokenizer:
+    return tokenizers.Tokenizer(tokenizers.models.WordLevel({name: i for i, name in enumerate(names)}, names[0]))
+
+
+def test_the_tokenizer_is_found_from_anywhere(tmp_path, monkeypatch, refuse):
+    run = tmp_path / "work/runs/mine"
+    for directory in ("work/runs/mine/checkpoints/1", "work/data", "else/data"):
+        (tmp_path / directory).mkdir(parents=True)
+    (run / "config.yaml").write_text(CONFIG.replace("byte", "data/t.json"))
+    monkeypatch.chdir(tmp_path / "else")
+
+    def found() -> list[int]:
+        return generate.find_tokenizer(generate.config_of(run), run).encode("yes")
+
+    assert f"data.tokenizer=data/t.json ({run}/config.yaml) was not found" in refuse(run, "--prompt", "a")
+    words("no", "no2", "yes").save(str(tmp_path / "work/data/t.json"))
+    assert found() == [2], "above the run"
+    words("no", "yes").save("data/t.json")
+    assert found() == [1], "in the current directory"
+    words("yes").save(str(run / "tokenizer.json"))
+    assert found() == [0], "the run's own"
+    words(*map(str, range(300))).save(str(run / "tokenizer.json"))
+    assert "has 300 tokens and the model 257" in refuse(run, "--prompt", "a")
+    (run / "config.yaml").write_text(CONFIG.replace(", tokenizer: byte", ""))
+    assert "has no data.tokenizer" in refuse(run, "--prompt", "a")
+    shutil.rmtree(run / "checkpoints/1")
+    assert "has no complete checkpoint" in refuse(run, "--prompt", "a")

@@ -1,0 +1,27 @@
+"""`--help` of every script says what it does, and changes nothing."""
+
+import os
+import runpy
+import sys
+from pathlib import Path
+from unittest import mock
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+MODULES = {"hlo.py", "mesh_models.py"}  # which scripts import
+SCRIPTS = [path for path in sorted(ROOT.glob("scripts/*.py")) if path.name not in MODULES | {"config_reference.py"}]
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
+def test_help_shows_the_usage_and_changes_nothing(script, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", [str(script), "--help"])
+    documented = {path: path.stat().st_mtime_ns for path in ROOT.glob("docs/**/*")}
+    with mock.patch.dict(os.environ), pytest.raises(SystemExit) as stopped:
+        runpy.run_path(str(script), run_name="__main__")
+    assert stopped.value.code == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith("usage: ") and len(printed.splitlines()) > 5
+    assert not list(tmp_path.iterdir())
+    assert {path: path.stat().st_mtime_ns for path in ROOT.glob("docs/**/*")} == documented
