@@ -101,7 +101,8 @@ def bench(name: str, overrides: list[str]) -> dict:
         import jax
 
         from megajax.plan import flops_per_token, parameter_count, peak_flops
-        from megajax.training.loop import Trainer, peak_memory_gib
+        from megajax.training.loop import Trainer
+        from megajax.training.meter import peak_memory_gib
         from megajax.training.summary import summary
 
         trainer = Trainer(config, flags=flags)

@@ -30,8 +30,7 @@ def generate(
     import jax.numpy as jnp
     from jax.sharding import SingleDeviceSharding
 
-    from megajax.checkpoint import restore_model
-    from megajax.checkpoint.weights import find_checkpoint
+    from megajax.checkpoint import find_checkpoint, restore_model
     from megajax.model import Transformer, bind, parameters
     from megajax.model.transformer import layer_state
 

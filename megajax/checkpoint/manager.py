@@ -159,6 +159,28 @@ def complete_steps(run_dir: str | Path) -> list[int]:
     return sorted(int(path.name) for path in (Path(run_dir) / SUBDIRECTORY).glob("*") if path.name.isdigit())
 
 
+def find_checkpoint(path: str | Path, asker: str, place: str = "") -> tuple[Path, int]:
+    """(run directory, step) of one checkpoint `RUN/checkpoints/STEP`, or of the newest complete one of a run.
+
+    `asker` names the setting that `path` comes from, `place` where it was set. Raises InputError if there is none.
+    """
+    given = Path(path)
+    one = given.parent.name == SUBDIRECTORY and given.name.isdigit()
+    run_dir = given.parent.parent if one else given
+    if not (run_dir / SUBDIRECTORY).is_dir():
+        raise InputError(
+            f"{asker}={path}{place} has no {SUBDIRECTORY}: give the directory of a run, or RUN/{SUBDIRECTORY}/STEP."
+        )
+    steps = complete_steps(run_dir)
+    if not steps:
+        raise InputError(f"{asker}={path}{place} has no complete checkpoint: give another run.")
+    if one and int(given.name) not in steps:
+        raise InputError(
+            f"{asker}={path}{place} does not exist: {run_dir} has checkpoints of steps {', '.join(map(str, steps))}."
+        )
+    return run_dir, int(given.name) if one else steps[-1]
+
+
 def compare_descriptions(
     saved: dict[str, Any], mine: dict[str, Any], place: str, keys: tuple[str, ...], other: str
 ) -> None:
@@ -191,15 +213,8 @@ def restore_model(
     `asker` names the setting that `path` comes from, `place` where it was set. Raises InputError if there is none, or
     of another model.
     """
-    given = Path(path)
-    is_step = given.parent.name == SUBDIRECTORY and given.name.isdigit()
-    run_dir, step = (given.parent.parent, int(given.name)) if is_step else (given, None)
-    if not (run_dir / SUBDIRECTORY).is_dir():
-        raise InputError(f"{asker}={path}{place} holds no {SUBDIRECTORY} directory: name a megajax run directory.")
+    run_dir, step = find_checkpoint(path, asker, place)
     checkpoints = Checkpoints(run_dir, keep=2**31, keep_every=None)
-    step = checkpoints.latest_step if step is None else step
-    if step is None or not (checkpoints.directory / str(step)).is_dir():
-        raise InputError(f"{asker}={path}{place} holds no complete checkpoint: name another run directory.")
     mine = {"model": describe_model(model)}
     compare_descriptions(checkpoints.describe(step), mine, f"{asker}={path}{place}", ("model",), "name another run")
     item = checkpoints.directory / str(step) / "state"

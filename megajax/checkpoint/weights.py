@@ -5,33 +5,10 @@ from pathlib import Path
 import numpy as np
 import tensorstore
 
-from megajax.checkpoint.manager import SUBDIRECTORY
+from megajax.checkpoint.manager import SUBDIRECTORY, find_checkpoint
 from megajax.errors import InputError
 
 PREFIX, HEADER = "params.", "/.zarray"  # in orbax's key of an array's header
-
-
-def find_checkpoint(path: str | Path, asker: str, place: str = "") -> tuple[Path, int]:
-    """(run directory, step) of one checkpoint `RUN/checkpoints/STEP`, or of the newest complete one of a run.
-
-    `asker` names the setting that `path` comes from, `place` where it was set. Raises InputError if there is none.
-    """
-    given = Path(path)
-    one = given.parent.name == SUBDIRECTORY and given.name.isdigit()
-    run_dir = given.parent.parent if one else given
-    directory = run_dir / SUBDIRECTORY
-    if not directory.is_dir():
-        raise InputError(
-            f"{asker}={path}{place} has no {SUBDIRECTORY}: give the directory of a run, or RUN/{SUBDIRECTORY}/STEP."
-        )
-    steps = sorted(int(entry.name) for entry in directory.iterdir() if entry.name.isdigit())
-    if not steps:
-        raise InputError(f"{asker}={path}{place} has no complete checkpoint: give another run.")
-    if one and int(given.name) not in steps:
-        raise InputError(
-            f"{asker}={path}{place} does not exist: {run_dir} has checkpoints of steps {', '.join(map(str, steps))}."
-        )
-    return run_dir, int(given.name) if one else steps[-1]
 
 
 def load_weights(run_or_checkpoint: str | Path) -> dict[str, np.ndarray]:

@@ -32,8 +32,8 @@ __all__ = [
 _ACTIVATIONS = {"swiglu": ("silu", "linear"), "geglu": ("gelu", "linear")}
 _KEY = "precision.fp8.backend=transformer_engine"
 _NOT_INSTALLED = (
-    f'{_KEY} needs NVIDIA Transformer Engine, which is not installed: install it (pip install "megajax[te]") '
-    "or use precision.fp8.backend=xla."
+    f"{_KEY} needs NVIDIA Transformer Engine, which is not installed: install it "
+    '(pip install "transformer-engine[jax]==2.12.*") or use precision.fp8.backend=xla.'
 )
 
 

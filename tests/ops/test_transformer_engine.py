@@ -39,7 +39,7 @@ def test_a_missing_transformer_engine_is_a_sentence_that_names_the_key_and_both_
         call(name)
     assert str(raised.value) == (
         "precision.fp8.backend=transformer_engine needs NVIDIA Transformer Engine, which is not installed: "
-        'install it (pip install "megajax[te]") or use precision.fp8.backend=xla.'
+        'install it (pip install "transformer-engine[jax]==2.12.*") or use precision.fp8.backend=xla.'
     )
 
 
