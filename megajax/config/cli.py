@@ -1,15 +1,20 @@
-"""The command line that all entry points share: CONFIG, overrides, --print-config, --help."""
+"""The command line that all entry points share: CONFIG, overrides, --print-config, --diff, --help."""
 
 import argparse
+import difflib
+import re
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import NoReturn
 
-from megajax.config.load import help_text, load_config
+from megajax.config.difference import apart, from_defaults
+from megajax.config.load import help_text, load_config, overview, suggestion
 from megajax.config.schema import Config
 from megajax.errors import ConfigError, UserError
+
+OPTIONS = ("--print-config", "--diff", "--help")
 
 
 @contextmanager
@@ -25,30 +30,79 @@ def user_errors() -> Iterator[None]:
 def parse_command_line(argv: Sequence[str], program: str) -> Config:
     """The config that `argv` asks for; call it inside `user_errors`.
 
-    Prints and exits with status 0 for --help and --print-config; raises `UserError`. `program` is the
-    module's name, such as "megajax.train".
+    Prints and exits with status 0 for --help, --print-config and --diff; raises `UserError`. `program` is the module's
+    name, such as "megajax.train".
     """
-    usage = f"python -m {program} CONFIG.yaml [section.key=value ...] [--print-config] [--help]"
-    parser = _Parser(usage=usage, add_help=False)
-    parser.add_argument("config", metavar="CONFIG.yaml", nargs="?")
-    parser.add_argument("overrides", metavar="section.key=value", nargs="*")
+    parser = _Parser(
+        usage=f"python -m {program} CONFIG.yaml [section.key=value ...] [--print-config] [--diff [OTHER.yaml]]"
+        " [--help [SECTION]]",
+        epilog=f"Example: python -m {program} configs/quickstart.yaml run.steps=300 mesh.tensor=2",
+        add_help=False,
+        allow_abbrev=False,
+    )
+    parser.add_argument("config", metavar="CONFIG.yaml", nargs="?", help="the run, described in YAML")
+    parser.add_argument("overrides", metavar="section.key=value", nargs="*", help="keys with other values")
     parser.add_argument("--print-config", action="store_true", help="print the resolved config and stop")
-    parser.add_argument("--help", action="store_true", help="print this and every key of the config")
-    options = parser.parse_intermixed_args(argv)
-    if options.help:
-        print(f"{parser.format_help()}\n{help_text()}", end="")
+    parser.add_argument(
+        "--diff",
+        metavar="OTHER.yaml",
+        nargs="?",
+        const="",
+        help="print only the keys that differ from the defaults, or from another config",
+    )
+    parser.add_argument("--help", metavar="SECTION", nargs="?", const="", help="print this, or the keys of a section")
+    options = parser.parse_intermixed_args(_known_options(argv, parser.usage or ""))
+    if options.help is not None and "=" not in options.help and not options.help.endswith((".yaml", ".yml")):
+        print(help_text(options.help) if options.help else f"{parser.format_help()}\n{overview()}", end="")
         raise SystemExit(0)
+    if options.help is not None:
+        print(f"{parser.format_help()}\n{overview()}", end="")
+        raise SystemExit(0)
+    if options.diff and (options.config is None or "=" in options.diff):  # it took the config or an override
+        options.overrides += [options.diff] if "=" in options.diff else []
+        options.config, options.diff = options.config or options.diff, ""
     if options.config is None:
         parser.error("no config is given")
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        config = load_config(options.config, options.overrides)
-    for warning in caught:
-        print(f"megajax: warning: {warning.message}", file=sys.stderr)
+    config = _load(options.config, options.overrides)
+    if options.diff is not None:
+        other = _load(options.diff, []) if options.diff else None
+        print(from_defaults(config) if other is None else apart(config, other, options.config, options.diff), end="")
+        raise SystemExit(0)
     if options.print_config:
         print(config.to_yaml(), end="")
         raise SystemExit(0)
     return config
+
+
+def _load(path: str, overrides: Sequence[str]) -> Config:
+    """The config, with its warnings as lines on stderr."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        config = load_config(path, overrides)
+    for warning in caught:
+        print(f"megajax: warning: {warning.message}", file=sys.stderr)
+    return config
+
+
+def _known_options(argv: Sequence[str], usage: str) -> list[str]:
+    """`argv`, unless it has an option that we do not: then a sentence that says what to write."""
+    for i, argument in enumerate(argv):
+        option, equals, value = argument.partition("=")
+        if not argument.startswith("--") or option in OPTIONS:
+            continue
+        near = difflib.get_close_matches(option, OPTIONS, 1, 0.7)
+        if near:
+            raise ConfigError(f"{option} is not an option (the command line): did you mean {near[0]}?")
+        following = argv[i + 1] if not equals and i + 1 < len(argv) else value
+        given = "" if re.search(r"^-|=|\.ya?ml$", following) else following
+        cure = suggestion(option)
+        key = re.fullmatch(r"did you mean ([\w.]+)\?", cure)
+        if key:
+            cure = f"write {key[1]}={given or 'VALUE'}."
+        elif cure.startswith("the sections are"):
+            cure = f"write {usage}."
+        raise ConfigError(f"{option} is not an option (the command line): {cure}")
+    return list(argv)
 
 
 class _Parser(argparse.ArgumentParser):

@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from megajax.config.schema import ModelConfig
+from megajax.config.model_schema import ModelConfig
 
 
 class LayerKind(NamedTuple):

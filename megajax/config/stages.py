@@ -7,10 +7,14 @@ of round 1, and so on.
 
 import functools
 import itertools
+import operator
+from collections import Counter
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from megajax.config.kinds import LayerKind, is_mixed, layer_kinds
-from megajax.config.schema import Config, ModelConfig
+from megajax.config.model_schema import ModelConfig
+from megajax.config.schema import Config
 
 
 def virtual_stages(config: Config, stages: int) -> tuple[range, ...]:
@@ -81,11 +85,17 @@ def default_layout(model: ModelConfig, count: int) -> tuple[int, ...]:
             layouts.append((*[dense] * alone, first + start - dense * alone, *others))
     usable = [layout for layout in layouts if sum(layout) == L and 0 not in layout[1:-1]]
 
-    def cost(layout: Sequence[int]) -> tuple[int, int]:
+    kinds = layer_kinds(model)
+    best, least = even, (L + 1, 0)
+    for layout in usable:
+        counts = [Counter(kinds[layer] for layer in layers) for layers in _ranges(layout)]
+        if functools.reduce(operator.or_, counts).total() > least[0]:
+            continue  # slots for the most layers of each kind are too many already
         pattern = _slot_kinds(model, _ranges(layout))
-        return len(pattern), sum(kind.block == "moe" for kind in pattern)
-
-    return min(usable, key=cost, default=even)
+        cost = len(pattern), sum(kind.block == "moe" for kind in pattern)
+        if cost < least:
+            best, least = layout, cost
+    return best
 
 
 def even_layout(layers: int, count: int, unit: int = 1) -> tuple[int, ...]:
@@ -141,7 +151,12 @@ def _slot_kinds(model: ModelConfig, ranges: Iterable[range]) -> tuple[LayerKind,
 
 
 def _merged[Kind](a: Sequence[Kind], b: Sequence[Kind]) -> tuple[Kind, ...]:
-    """A shortest sequence in which both `a` and `b` are found in their order; of `a` what can come first."""
+    """A shortest sequence that contains `a` and `b`, each in its order; ties take the next of `a` first."""
+    # A common start or end belongs to every shortest one; without it the table below is small.
+    start = _common(a, b)
+    end = _common(a[start:][::-1], b[start:][::-1])
+    head, tail = a[:start], a[len(a) - end :]
+    a, b = a[start : len(a) - end], b[start : len(b) - end]
     lengths = {(i, len(b)): len(a) - i for i in range(len(a) + 1)} | {(len(a), j): len(b) - j for j in range(len(b))}
     for i, j in itertools.product(reversed(range(len(a))), reversed(range(len(b)))):
         both = lengths[i + 1, j + 1] if a[i] == b[j] else len(a) + len(b)
@@ -157,7 +172,12 @@ def _merged[Kind](a: Sequence[Kind], b: Sequence[Kind]) -> tuple[Kind, ...]:
         else:
             merged.append(b[j])
             j += 1
-    return (*merged, *a[i:], *b[j:])
+    return (*head, *merged, *a[i:], *b[j:], *tail)
+
+
+def _common(a: Sequence[Any], b: Sequence[Any]) -> int:
+    """The number of equal items at the start of both."""
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
 def _first_places[Kind](sequence: Iterable[Kind], pattern: Sequence[Kind]) -> tuple[int, ...]:

@@ -14,7 +14,8 @@ model: {num_layers: 4, hidden_size: 64, num_heads: 8, vocab_size: 1000}
 batch: {global_size: 8, sequence_length: 32}
 data: {kind: synthetic}
 """
-USAGE = "python -m megajax.train CONFIG.yaml [section.key=value ...] [--print-config] [--help]"
+USAGE = "python -m megajax.train CONFIG.yaml [section.key=value ...] [--print-config] [--diff [OTHER.yaml]]"
+USAGE += " [--help [SECTION]]"
 
 
 @pytest.fixture(autouse=True)
@@ -56,7 +57,7 @@ def test_help_shows_usage_and_every_key(argv, capsys):
 
 ERRORS = {
     "": f"no config is given (the command line): write {USAGE}.",
-    "x.yaml --steps": f"unrecognized arguments: --steps (the command line): write {USAGE}.",
+    "x.yaml --steps": "--steps is not an option (the command line): write run.steps=VALUE.",
     "x.yaml run.steps": "run.steps is not an override (the command line): write section.key=value.",
     "x.yaml run.step=5": ("run.step is not a config key (the command line: run.step=5): did you mean run.steps?"),
     "run.steps=5 x.yaml": "config file run.steps=5 does not exist: give the path of a YAML file.",
