@@ -68,9 +68,8 @@ def _fill(config: Config, num_devices: int, num_processes: int) -> dict[str, int
     larger = [f"mesh.{axis}" for axis in AXES if sizes[axis] > 1]
     product = math.prod(sizes.values())
     product_said = " x ".join(said(config, key) for key in larger) or "the default mesh"
-    devices = counted(num_devices, "device")
-    if num_processes > 1:
-        devices += f" ({num_processes} processes with {num_devices // num_processes} each)"
+    each = f" ({num_processes} processes with {num_devices // num_processes} each)" if num_processes > 1 else ""
+    devices = counted(num_devices, "device") + each
     free = [axis for axis in AXES if getattr(config.mesh, axis) == -1]
     if free and num_devices % product:
         cure = "use sizes whose product is" if len(larger) > 1 else "use"
@@ -79,7 +78,7 @@ def _fill(config: Config, num_devices: int, num_processes: int) -> dict[str, int
         return sizes | {free[0]: num_devices // product}
     if product != num_devices:
         few = f"uses {product} of {devices}"
-        many = f"needs {product} devices, and there {'is' if num_devices == 1 else 'are'} {devices}"
+        many = f"needs {product} devices, and there {'is' if num_devices == 1 else 'are'} {num_devices}{each}"
         cure = f"make the product {num_devices}, or set one axis to -1, such as mesh.data=-1"
         refuse(config, f"{product_said} {few if product < num_devices else many}", cure, *larger)
     return sizes

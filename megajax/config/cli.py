@@ -50,28 +50,36 @@ def parse_command_line(argv: Sequence[str], program: str) -> Config:
         const="",
         help="print only the keys that differ from the defaults, or from another config",
     )
-    parser.add_argument("--help", metavar="SECTION", nargs="?", const="", help="print this, or the keys of a section")
+    parser.add_argument(
+        "-h", "--help", metavar="SECTION", nargs="?", const="", help="print this, or the keys of a section"
+    )
     options = parser.parse_intermixed_args(_known_options(argv, parser.usage or ""))
-    if options.help is not None and "=" not in options.help and not options.help.endswith((".yaml", ".yml")):
+    # An option's value that is none goes where it belongs: `--diff run.yaml`, `--help run.yaml`.
+    words = [word for word in (options.config, *options.overrides) if word is not None]
+    if options.help and (_is_override(options.help) or options.help.endswith((".yaml", ".yml"))):
+        words, options.help = [*words, options.help], ""
+    if options.diff and (_is_override(options.diff) or all(map(_is_override, words))):
+        words, options.diff = [*words, options.diff], ""
+    if options.help is not None:
         print(help_text(options.help) if options.help else f"{parser.format_help()}\n{overview()}", end="")
         raise SystemExit(0)
-    if options.help is not None:
-        print(f"{parser.format_help()}\n{overview()}", end="")
-        raise SystemExit(0)
-    if options.diff and (options.config is None or "=" in options.diff):  # it took the config or an override
-        options.overrides += [options.diff] if "=" in options.diff else []
-        options.config, options.diff = options.config or options.diff, ""
-    if options.config is None:
+    path = next((word for word in words if not _is_override(word)), None)
+    if path is None:
         parser.error("no config is given")
-    config = _load(options.config, options.overrides)
+    words.remove(path)
+    config = _load(path, words)
     if options.diff is not None:
         other = _load(options.diff, []) if options.diff else None
-        print(from_defaults(config) if other is None else apart(config, other, options.config, options.diff), end="")
+        print(from_defaults(config) if other is None else apart(config, other, path, options.diff), end="")
         raise SystemExit(0)
     if options.print_config:
         print(config.to_yaml(), end="")
         raise SystemExit(0)
     return config
+
+
+def _is_override(argument: str) -> bool:
+    return re.match(r"[\w.-]+=", argument) is not None
 
 
 def _load(path: str, overrides: Sequence[str]) -> Config:
@@ -94,7 +102,7 @@ def _known_options(argv: Sequence[str], usage: str) -> list[str]:
         if near:
             raise ConfigError(f"{option} is not an option (the command line): did you mean {near[0]}?")
         following = argv[i + 1] if not equals and i + 1 < len(argv) else value
-        given = "" if re.search(r"^-|=|\.ya?ml$", following) else following
+        given = "" if following.startswith("-") or _is_override(following) or ".yaml" in following else following
         cure = suggestion(option)
         key = re.fullmatch(r"did you mean ([\w.]+)\?", cure)
         if key:

@@ -112,6 +112,7 @@ def _sentence(error: ValidationError, tree: Tree, path: str) -> str:
     if mistake["type"] == "missing":
         return f"{key} is not set ({place}): add it{_meaning(key)}."
     problem, cure = _problem(mistake)
+    cure = cure.replace("{first}", next((name for name, _ in keys() if name.startswith(f"{key}.")), f"those of {key}"))
     return f"{key}={show(mistake['input'])} {problem} ({place}): {cure}."
 
 
@@ -179,7 +180,7 @@ _PROBLEMS = {
     "greater_than_equal": ("is too small", "use {ge} or more"),
     "less_than": ("is too large", "use less than {lt}"),
     "less_than_equal": ("is too large", "use {le} or less"),
-    "model_type": ("is not a mapping", "write its keys indented below it"),
+    "model_type": ("is not a mapping", "set its keys, such as {{first}}"),
 }
 
 
@@ -191,7 +192,10 @@ def _problem(mistake: Any) -> tuple[str, str]:
         return problem, cure
     if kind == "literal_error":
         return "is not a choice", f"use {context['expected'].replace(chr(39), '')}"
-    if kind == "model_type" and isinstance(mistake["input"], str) and re.match(r"\w+:\S", mistake["input"]):
+    value = mistake["input"]
+    if kind == "int_type" and isinstance(value, float) and value.is_integer():
+        return "is not a whole number", f"write {int(value)}"
+    if kind == "model_type" and isinstance(value, str) and re.match(r"\w+:\S", value):
         return "is not a mapping", "write a space after each colon"
     problem, cure = _PROBLEMS.get(kind, ("is not valid", mistake["msg"]))
     return problem, cure.format(**context)

@@ -180,3 +180,28 @@ def test_what_the_given_sizes_cannot_divide_is_refused_on_loading(tmp_path, over
         config(tmp_path, overrides)
     expected = REFUSED_BEFORE_DEVICES_ARE_KNOWN[overrides]
     assert str(caught.value) == expected.replace("@", f"the command line: {overrides.split()[0]}")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "problem"),
+    [
+        ("mesh.fsdp=2", "mesh.fsdp=2 uses 2 of 4 devices (2 processes with 2 each)"),
+        ("mesh.fsdp=8", "mesh.fsdp=8 needs 8 devices, and there are 4 (2 processes with 2 each)"),
+        ("mesh.fsdp=-1 mesh.tensor=8", "mesh.tensor=8 does not divide 4 devices (2 processes with 2 each)"),
+    ],
+)
+def test_the_devices_of_several_processes_are_explained(tmp_path, overrides, problem):
+    with pytest.raises(ConfigError) as caught:
+        check_mesh(config(tmp_path, overrides + " batch.sequence_length=32"), 4, num_processes=2)
+    assert str(caught.value).startswith(f"{problem} (the command line: ")
+
+
+def test_the_words_agree_with_the_numbers(tmp_path):
+    with pytest.raises(ConfigError, match="needs 2 devices, and there is 1 "):
+        check_mesh(config(tmp_path, "mesh.fsdp=2"), 1)
+    with pytest.raises(ConfigError, match="or set batch.num_microbatches to 1[.]"):
+        check_mesh(config(tmp_path, "mesh.data=24 model.num_layers=1"), 24)
+    with pytest.raises(ConfigError, match="remat.layers=2 is more than model.num_layers=1 .*: use 1, or null for all"):
+        config(tmp_path, "model.num_layers=1 remat.policy=full remat.layers=2")
+    with pytest.raises(ConfigError, match="does not divide the 1 recomputed layer "):
+        config(tmp_path, "model.num_layers=1 remat.policy=full remat.group=2")

@@ -1,7 +1,9 @@
 """The pipeline's stages: which layers they have, and everything that they must fit; all numbers worked out by hand."""
 
+import itertools
 import re
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -38,9 +40,10 @@ def settings(overrides: str) -> list[str]:
     return re.split(r" (?=\w+\.[\w.]+=)", overrides) if overrides else []
 
 
-def many(stages: int, rounds: int, layers: int, layout: str = "null") -> Config:
-    """So many layers on so many stages, with microbatches to suit."""
-    sizes = f"mesh.pipeline={stages} pipeline.rounds={rounds} model.num_layers={layers} pipeline.layout={layout}"
+def many(stages: int, rounds: int, layers: int, layout: str = "null", pattern: Sequence[str] = ("local",)) -> Config:
+    """That number of layers and stages, with microbatches to suit."""
+    sizes = f"model.layer_pattern=[{','.join(pattern)}] "
+    sizes += f"mesh.pipeline={stages} pipeline.rounds={rounds} model.num_layers={layers} pipeline.layout={layout}"
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return load(f"{sizes} batch.global_size={stages} batch.num_microbatches={stages}")
@@ -330,6 +333,29 @@ def test_a_config_that_was_not_loaded_is_refused_with_the_mesh():
     values = load("").model_dump() | {"mesh": {"pipeline": 16}}
     with pytest.raises(ConfigError, match=re.escape("mesh.pipeline=16 is more than model.num_layers=12 (default)")):
         check_mesh(Config.model_validate(values), 16)
+
+
+def test_a_pattern_longer_than_its_period_is_the_same_network():
+    """Every layer keeps the kind that the list gives it, and equal networks compare equal."""
+    for layers, pattern in itertools.product(range(1, 9), itertools.product(("local", "global"), repeat=4)):
+        written = pattern[: max(1, layers - 1)]  # shorter than the model, of all lengths up to 4
+        config = many(1, 1, layers, pattern=written)
+        kept = config.model.layer_pattern
+        assert kept is not None
+        assert [kept[i % len(kept)] for i in range(layers)] == [written[i % len(written)] for i in range(layers)]
+        full = [written[i % len(written)] for i in range(layers)]
+        assert many(1, 1, layers, pattern=full).model == config.model
+        assert all([kept[i % n] for i in range(layers)] != full for n in range(1, len(kept)))
+
+
+@pytest.mark.parametrize("pattern", ["[local,local]", "[local,local,local]", f"[{','.join(['local'] * 12)}]"])
+def test_a_pattern_of_one_kind_fits_any_stages(pattern):
+    assert check_mesh(load(f"mesh.pipeline=4 model.layer_pattern={pattern}"), 4)["pipeline"] == 4
+
+
+def test_layers_of_a_full_list_are_in_step_where_those_of_its_period_are():
+    full = ",".join(["local", "global"] * 6)
+    assert load(f"mesh.pipeline=3 model.layer_pattern=[{full}]") == load(f"mesh.pipeline=3 {PATTERN}")
 
 
 # What passes
