@@ -1,4 +1,4 @@
-"""What goes together: combinations of settings, and what a mesh must divide."""
+"""Which combinations of settings can run, and what the mesh must divide."""
 
 import math
 from pathlib import Path
@@ -55,7 +55,7 @@ def check_mesh(config: Config, num_devices: int, num_processes: int = 1) -> dict
 
 
 def _sizes(config: Config) -> dict[str, int]:
-    """Sizes as far as they are known without the devices: 1 for the axis to fill up."""
+    """Sizes before the devices are known: 1 for an axis of -1."""
     fills = [f"mesh.{axis}" for axis in AXES if getattr(config.mesh, axis) == -1]
     if len(fills) > 1:
         problem = f"{said(config, *fills)} cannot share the remaining devices"
@@ -136,7 +136,7 @@ def _check_local_batch(config: Config, sizes: dict[str, int]) -> None:
 
 
 def _check_context(config: Config, sizes: dict[str, int]) -> None:
-    """Each device has two chunks of every sequence, and for all-to-all a share of the heads."""
+    """Each device has two chunks of every sequence, and for all-to-all some of the heads."""
     context, model = sizes["context"], config.model
     if context == 1:
         return
@@ -155,7 +155,7 @@ def _check_context(config: Config, sizes: dict[str, int]) -> None:
 
 
 def _check_fp8_shapes(config: Config, sizes: dict[str, int]) -> None:
-    """cuBLAS multiplies in FP8 what is a multiple of 16 in every dimension."""
+    """cuBLAS needs multiples of 16 in every dimension of an FP8 matmul."""
     if config.precision.fp8.recipe == "none":
         return
     model, batch, tensor = config.model, config.batch, sizes["tensor"]
@@ -185,7 +185,7 @@ def _check_fp8_shapes(config: Config, sizes: dict[str, int]) -> None:
             refuse(config, problem, f"change it, or set {recipe}=none", recipe)
     gated = 2 if model.activation in ("swiglu", "geglu") else 1
     attention = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
-    # The kernels of experts take larger ones.
+    # The limit does not hold for the kernels of experts.
     mlp = max([0, *(getattr(model, key) for key in mlps if key != "expert_ffn_hidden_size")])
     widest = max(gated * mlp, attention) // tensor
     if tokens * widest >= 2**31:
@@ -306,7 +306,7 @@ def _check_schedule(config: Config) -> None:
 
 
 def _ignores_decay_steps(config: Config) -> bool:
-    """Whether the learning rate after the warm-up takes no notice of `schedule.decay_steps`."""
+    """Whether the learning rate after the warm-up does not depend on `schedule.decay_steps`."""
     return config.schedule.kind in ("constant", "inverse_sqrt")
 
 
@@ -330,7 +330,7 @@ def _check_data(config: Config) -> None:
 
 
 def _check_run_dir(config: Config) -> None:
-    """XLA gets the absolute path in a flag."""
+    """XLA gets the absolute path as a flag."""
     path = str(Path(config.run.dir).resolve())
     if config.run.deterministic and any(character.isspace() for character in path):
         problem = f"{said(config, 'run.deterministic')} passes a path in {said(config, 'run.dir')} to XLA as a flag"
@@ -342,7 +342,7 @@ def _check_run_dir(config: Config) -> None:
 
 
 def _warn_without_effect(config: Config) -> None:
-    """One warning for each key that someone set to another value than its default although nothing reads it."""
+    """One warning for each key that was set to another value than its default although nothing reads it."""
     model, schedule, data, logging = config.model, config.schedule, config.data, config.logging
     fp8, pipeline = config.precision.fp8, config.pipeline
     indexed = data.kind == "indexed"

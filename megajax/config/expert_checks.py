@@ -1,4 +1,4 @@
-"""What mixtures of experts must fit: the router's settings, the mesh, and what cannot be combined with them."""
+"""Checks for mixtures of experts: the router's settings, the mesh, and settings that exclude experts."""
 
 from megajax.config.kinds import block_layers
 from megajax.config.model_schema import ModelConfig, RouterConfig
@@ -38,7 +38,7 @@ def check_experts(config: Config) -> None:
 
 
 def check_experts_on_mesh(config: Config, sizes: dict[str, int]) -> None:
-    """Refuse a mesh that the experts do not fit."""
+    """Refuse a mesh that cannot divide the experts."""
     model, name, axes = config.model, said_axis(config, sizes, "expert"), config.mesh.experts_over
     if model.num_experts is None:
         if sizes["expert"] > 1:

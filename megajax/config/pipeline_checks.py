@@ -1,4 +1,4 @@
-"""What the pipeline's stages must fit: layers, microbatches, and whatever counts the layers of a stage."""
+"""Checks for the pipeline's stages: layers, microbatches, and settings that count the layers of a stage."""
 
 import math
 
@@ -139,7 +139,7 @@ def _check_offload(config: Config, sizes: dict[str, int]) -> None:
         refuse(config, problem, "use full, selective or save_matmuls", "remat.policy", "mesh.pipeline")
 
 
-# What a loop over the slots of a virtual stage must fit; over all layers if there is one stage
+# Settings of the loop over the slots of a virtual stage, or over all layers if there is one stage
 
 
 def _check_unroll(config: Config, sizes: dict[str, int]) -> None:
@@ -172,7 +172,7 @@ def _slots_said(config: Config, sizes: dict[str, int]) -> str:
 
 
 def _run_over(config: Config, sizes: dict[str, int]) -> tuple[str, str]:
-    """What a stage's program loops over, in words: (layer or slot, of which virtual stages)."""
+    """The loop of a stage's program in words: (layer or slot, the virtual stages that have it)."""
     mixed = is_mixed(config.model) and sizes["pipeline"] > 1
     what, which = ("dense or MoE layer slot", "each") if mixed else ("layer", "the largest")
     return what, f"{which} virtual stage of {_split(config, sizes)}"
