@@ -1,4 +1,4 @@
-"""Writes the key reference in docs/configuration.md from what `python -m megajax.train --help` prints."""
+"""Writes the key reference in docs/configuration.md from what `python -m megajax.train --help all` prints."""
 
 import re
 from pathlib import Path

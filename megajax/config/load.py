@@ -112,7 +112,8 @@ def _sentence(error: ValidationError, tree: Tree, path: str) -> str:
     if mistake["type"] == "missing":
         return f"{key} is not set ({place}): add it{_meaning(key)}."
     problem, cure = _problem(mistake)
-    cure = cure.replace("{first}", next((name for name, _ in keys() if name.startswith(f"{key}.")), f"those of {key}"))
+    first = next((name for name, _ in keys() if name.startswith(f"{_with_n(key)}.")), "")
+    cure = cure.replace("{first}", key + first.removeprefix(_with_n(key)))
     return f"{key}={show(mistake['input'])} {problem} ({place}): {cure}."
 
 
@@ -124,8 +125,13 @@ def _place(key: str, tree: Tree, path: str) -> str:
 
 
 def _meaning(key: str) -> str:
-    text = next((field.description or "" for name, field in keys() if name == key), "")
+    text = next((field.description or "" for name, field in keys() if name == _with_n(key)), "")
     return f" ({text[:1].lower()}{text[1:].removesuffix('.')})" if text else ""
+
+
+def _with_n(key: str) -> str:
+    """The key as the schema has it: with N for an index."""
+    return re.sub(r"\.\d+(?=\.|$)", ".N", key)
 
 
 def _unknown(key: str, value: Any, tree: Tree, path: str) -> str:
@@ -147,7 +153,7 @@ def suggestion(key: str) -> str:
         follows = f"use {other.ours}, {other.note}." if other.note else f"did you mean {other.ours}?"
         return follows if other.ours else f"{other.note}."
     indices = re.findall(r"\.(\d+)\.", key)
-    section, _, leaf = re.sub(r"\.\d+\.", ".N.", plain(key)).rpartition(".")
+    section, _, leaf = _with_n(plain(key)).rpartition(".")
     known = [name for name, _ in keys()]
     siblings = {name.rpartition(".")[2]: name for name in known if name.rpartition(".")[0] == section}
     elsewhere = {name.rpartition(".")[2]: name for name in reversed(known)}
