@@ -17,9 +17,8 @@ import warnings
 from importlib import metadata
 from pathlib import Path
 
-from megajax.commands import CommandParser
 from megajax.config import Config, load_config
-from megajax.config.cli import user_errors
+from megajax.console import CommandParser, user_errors
 from megajax.errors import InputError
 from megajax.runtime import prepare_environment
 
@@ -162,9 +161,7 @@ def row(result: dict) -> str:
 
 def main(arguments: list[str]) -> int:
     """Each run in a process of its own, then the table; the exit status."""
-    parser = CommandParser(
-        "megajax.bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = CommandParser("megajax.bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="+", metavar="CONFIG [section.key=value ...]", help="what to measure")
     parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)  # in the process of a run
     with user_errors():

@@ -6,9 +6,8 @@ import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
-from megajax.commands import CommandParser
 from megajax.config import Config, load_config
-from megajax.config.cli import user_errors
+from megajax.console import CommandParser, user_errors
 from megajax.data.tokenizers import Tokenizer, load_tokenizer
 from megajax.errors import InputError
 from megajax.runtime import accept_missing_cuda
@@ -116,7 +115,7 @@ def encode(tokenizer: Tokenizer, prompt: str) -> list[int]:
 
 def main(argv: Sequence[str]) -> int:
     """Print a sample; the exit status."""
-    parser = CommandParser("megajax.generate", description="Sample text from a run.", allow_abbrev=False)
+    parser = CommandParser("megajax.generate", description="Sample text from a run.")
     parser.add_argument("run", metavar=ASKER, help="directory of a run, or RUN/checkpoints/STEP")
     parser.add_argument("--prompt", required=True, help="text to go on from")
     parser.add_argument("--tokens", type=int, default=100, help="how many tokens at most (default: 100)")

@@ -19,8 +19,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from megajax.commands import CommandParser
-from megajax.config.cli import user_errors
+from megajax.console import CommandParser, user_errors
 from megajax.errors import InputError
 
 Record = dict[str, Any]  # a line of metrics.jsonl
@@ -234,9 +233,7 @@ def check_drawing_arguments(options: argparse.Namespace) -> dict[str, Any]:
 
 def main(arguments: Sequence[str]) -> int:
     """Write the pictures and a sentence on each run; the exit status."""
-    parser = CommandParser(
-        "megajax.plot", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = CommandParser("megajax.plot", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="directory of a run")
     add_drawing_arguments(parser)
     parser.add_argument(

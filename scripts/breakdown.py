@@ -28,7 +28,7 @@ from pathlib import Path
 import hlo
 
 from megajax.bench import synthetic_config
-from megajax.config.cli import user_errors
+from megajax.console import user_errors
 from megajax.runtime import prepare_environment
 
 WARMUP_STEPS, TRACED_STEPS = 3, 3

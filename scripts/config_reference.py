@@ -1,5 +1,6 @@
-"""Writes the key reference in docs/configuration.md from what `python -m megajax.train --help` prints."""
+"""Writes the key reference in docs/configuration.md from what `python -m megajax.train --help all` prints."""
 
+import argparse
 import re
 from pathlib import Path
 
@@ -36,5 +37,6 @@ def updated(page: str) -> str:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__).parse_args()
     PAGE.write_text(updated(PAGE.read_text()))
     print(f"wrote {PAGE}")

@@ -29,7 +29,7 @@ import hlo
 
 from megajax.config import load_config
 from megajax.config.checks import check_mesh
-from megajax.config.cli import user_errors
+from megajax.console import user_errors
 from megajax.errors import InputError
 from megajax.runtime import MEMORY_FRACTION, prepare_environment
 

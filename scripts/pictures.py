@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 from megajax import plot
-from megajax.config.cli import user_errors
+from megajax.console import user_errors
 from megajax.errors import InputError
 from megajax.parallel import schedule_drawing
 from megajax.parallel.schedule_simulator import Costs

@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 import megajax.parallel.schedule_drawing as drawing
 from megajax import svg
-from megajax.config.cli import user_errors
+from megajax.console import user_errors
 from megajax.errors import InputError
 from megajax.parallel.schedule_simulator import Costs, simulate, tick_starts
 from megajax.parallel.schedules import KINDS, Schedule

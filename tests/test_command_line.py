@@ -190,10 +190,9 @@ def test_a_process_of_its_own_ends_with_status_2_and_one_line(place, overrides, 
 
 def test_help_shows_every_key_with_its_meaning(capsys):
     with pytest.raises(SystemExit) as caught:
-        train.main(["--help"])
+        train.main(["--help", "all"])
     shown = capsys.readouterr().out
     assert caught.value.code == 0
-    assert "python -m megajax.train CONFIG.yaml" in shown
     for section, field in Config.model_fields.items():
         for key, described in field.annotation.model_fields.items():
             assert f"  {section}.{key}  {described.description}" in shown

@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 MODULES = {"hlo.py", "mesh_models.py"}  # which scripts import
-SCRIPTS = [path for path in sorted(ROOT.glob("scripts/*.py")) if path.name not in MODULES | {"config_reference.py"}]
+SCRIPTS = [path for path in sorted(ROOT.glob("scripts/*.py")) if path.name not in MODULES]
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
@@ -22,6 +22,6 @@ def test_help_shows_the_usage_and_changes_nothing(script, tmp_path, monkeypatch,
         runpy.run_path(str(script), run_name="__main__")
     assert stopped.value.code == 0
     printed = capsys.readouterr().out
-    assert printed.startswith("usage: ") and len(printed.splitlines()) > 5
+    assert printed.startswith("usage: ") and len(printed.splitlines()) > 3
     assert not list(tmp_path.iterdir())
     assert {path: path.stat().st_mtime_ns for path in ROOT.glob("docs/**/*")} == documented

@@ -17,6 +17,7 @@ import jax
 import orbax.checkpoint as ocp
 
 from megajax.config import ModelConfig
+from megajax.config.fields import shortest_pattern
 from megajax.config.tree import show
 from megajax.errors import InputError
 
@@ -193,6 +194,8 @@ def compare_descriptions(
     for key in keys:
         for name in {**saved[key], **mine[key]}:
             theirs, ours = saved[key].get(name, defaults.get(key, {}).get(name)), mine[key].get(name)
+            if name == "layer_pattern" and theirs:  # saved as it was written, before patterns were shortened
+                theirs = list(shortest_pattern(tuple(theirs), saved[key]["num_layers"]))
             if theirs != ours:
                 raise InputError(
                     f"{place} was saved with {key}.{name}={show(theirs)}, and this run has {show(ours)}: "

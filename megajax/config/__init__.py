@@ -1,8 +1,9 @@
 """The config: its schema, how it is loaded, and what is checked before anything is compiled."""
 
+from megajax.config.fields import AXES
 from megajax.config.load import help_text, load_config
+from megajax.config.model_schema import ModelConfig, RopeScaling, RouterConfig
 from megajax.config.schema import (
-    AXES,
     BatchConfig,
     CheckpointConfig,
     Config,
@@ -11,13 +12,10 @@ from megajax.config.schema import (
     KernelsConfig,
     LoggingConfig,
     MeshConfig,
-    ModelConfig,
     OptimizerConfig,
     PipelineConfig,
     PrecisionConfig,
     RematConfig,
-    RopeScaling,
-    RouterConfig,
     RunConfig,
     ScheduleConfig,
 )

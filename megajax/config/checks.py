@@ -1,14 +1,17 @@
-"""What goes together: combinations of settings, and what a mesh must divide."""
+"""Which combinations of settings can run, and what the mesh must divide."""
 
 import math
 from pathlib import Path
 from typing import Any
 
 from megajax.config.expert_checks import check_experts, check_experts_on_mesh
+from megajax.config.fields import AXES
 from megajax.config.kinds import block_layers
 from megajax.config.pipeline_checks import check_stages
-from megajax.config.schema import AXES, Config
-from megajax.config.sentences import divisors, listed, refuse, said, said_axis, value, warn
+from megajax.config.schema import Config
+from megajax.config.sentences import at_most, counted, divisors, listed, refuse, said, said_axis, value, warn
+
+MOST_TOKENS = 2**30  # per step: counts of tokens are 32-bit numbers, and a host holds a few arrays of them
 
 
 def check(config: Config) -> None:
@@ -29,13 +32,17 @@ def check(config: Config) -> None:
     _check_run_dir(config)
     _warn_without_effect(config)
     _warn_about_kept_checkpoints(config)
+    _warn_about_warmup(config)
 
 
-def check_mesh(config: Config, num_devices: int) -> dict[str, int]:
-    """Sizes in axis order with -1 filled in; refuses what the mesh does not divide (`ConfigError`)."""
+def check_mesh(config: Config, num_devices: int, num_processes: int = 1) -> dict[str, int]:
+    """Sizes in axis order with -1 filled in; refuses what the mesh does not divide (`ConfigError`).
+
+    `num_devices` is the number of devices of all `num_processes` processes together.
+    """
     _check_axes(config, _sizes(config))
     _check_batch(config)
-    sizes = _fill(config, num_devices)
+    sizes = _fill(config, num_devices, num_processes)
     _check_axes(config, sizes)
     check_stages(config, sizes)
     _check_context(config, sizes)
@@ -48,29 +55,32 @@ def check_mesh(config: Config, num_devices: int) -> dict[str, int]:
 
 
 def _sizes(config: Config) -> dict[str, int]:
-    """Sizes as far as they are known without the devices: 1 for the axis to fill up."""
+    """Sizes before the devices are known: 1 for an axis of -1."""
     fills = [f"mesh.{axis}" for axis in AXES if getattr(config.mesh, axis) == -1]
     if len(fills) > 1:
-        problem = f"{said(config, *fills)} cannot both fill up the mesh"
-        refuse(config, problem, "leave -1 on one axis", *fills)
+        problem = f"{said(config, *fills)} cannot share the remaining devices"
+        refuse(config, problem, "keep -1 on one axis only", *fills)
     return {axis: max(1, getattr(config.mesh, axis)) for axis in AXES}
 
 
-def _fill(config: Config, num_devices: int) -> dict[str, int]:
+def _fill(config: Config, num_devices: int, num_processes: int) -> dict[str, int]:
     sizes = _sizes(config)
     larger = [f"mesh.{axis}" for axis in AXES if sizes[axis] > 1]
     product = math.prod(sizes.values())
-    product_said = " x ".join(said(config, key) for key in larger) or "a mesh of one device"
+    product_said = " x ".join(said(config, key) for key in larger) or "the default mesh"
+    each = f" ({num_processes} processes with {num_devices // num_processes} each)" if num_processes > 1 else ""
+    devices = counted(num_devices, "device") + each
     free = [axis for axis in AXES if getattr(config.mesh, axis) == -1]
     if free and num_devices % product:
-        cure = f"use sizes whose product is {listed(divisors(num_devices))}"
-        refuse(config, f"{product_said} does not divide {num_devices} devices", cure, *larger)
+        cure = "use sizes whose product is" if len(larger) > 1 else "use"
+        refuse(config, f"{product_said} does not divide {devices}", f"{cure} {listed(divisors(num_devices))}", *larger)
     if free:
         return sizes | {free[0]: num_devices // product}
     if product != num_devices:
-        problem = f"{product_said} takes {product} of {num_devices} devices"
+        few = f"uses {product} of {devices}"
+        many = f"needs {product} devices, and there {'is' if num_devices == 1 else 'are'} {num_devices}{each}"
         cure = f"make the product {num_devices}, or set one axis to -1, such as mesh.data=-1"
-        refuse(config, problem, cure, *larger)
+        refuse(config, f"{product_said} {few if product < num_devices else many}", cure, *larger)
     return sizes
 
 
@@ -83,15 +93,15 @@ def _check_axes(config: Config, sizes: dict[str, int]) -> None:
     name = said_axis(config, sizes, "tensor")
     kv_heads, vocab = model.num_kv_heads, model.padded_vocab_size
     divided = ["model.num_heads", *["model.ffn_hidden_size"] * ("dense" in block_layers(model))]
+    common = divisors(math.gcd(*(value(config, key) for key in divided)))
+    usable = [n for n in common if kv_heads % n == 0 or n % kv_heads == 0]
     for key in divided:
         if value(config, key) % tensor:
-            usable = divisors(math.gcd(*(value(config, key) for key in divided)))
             problem = f"{name} does not divide {said(config, key)}"
             refuse(config, problem, f"use {listed(usable)}", "mesh.tensor", key)
     if kv_heads % tensor and tensor % kv_heads:
         key = "model.num_kv_heads"
         problem = f"{name} neither divides {said(config, key)} nor is a multiple of it"
-        usable = [n for n in divisors(model.num_heads) if kv_heads % n == 0 or n % kv_heads == 0]
         refuse(config, problem, f"use {listed(usable)}", "mesh.tensor", key)
     if vocab % tensor:
         padded = f"{vocab} ({said(config, 'model.vocab_size', 'model.vocab_multiple')})"
@@ -107,12 +117,13 @@ def _check_local_batch(config: Config, sizes: dict[str, int]) -> None:
     microbatch = batch.global_size // batch.num_microbatches
     if microbatch % shards:
         names = " x ".join(said_axis(config, sizes, axis) for axis in axes)
-        sequences = f"{said(config, 'batch.global_size')} / {said(config, 'batch.num_microbatches')}"
-        problem = f"{names} does not divide {sequences} = {microbatch}"
+        problem = f"{names} does not divide {said(config, 'batch.global_size')}"
+        if batch.num_microbatches > 1:
+            problem += f" / {said(config, 'batch.num_microbatches')} = {microbatch}"
         multiple = batch.num_microbatches * shards
         cure = f"make batch.global_size a multiple of {multiple}"
         if batch.global_size % shards == 0:
-            cure += f", or batch.num_microbatches one of {listed(divisors(batch.global_size // shards))}"
+            cure += f", or set batch.num_microbatches to {listed(divisors(batch.global_size // shards))}"
         refuse(config, problem, cure, "batch.global_size", "batch.num_microbatches", *(f"mesh.{a}" for a in axes))
     context = sizes["context"]
     tokens = microbatch // shards * batch.sequence_length // context
@@ -125,7 +136,7 @@ def _check_local_batch(config: Config, sizes: dict[str, int]) -> None:
 
 
 def _check_context(config: Config, sizes: dict[str, int]) -> None:
-    """Each device has two chunks of every sequence, and for all-to-all a share of the heads."""
+    """Each device has two chunks of every sequence, and for all-to-all some of the heads."""
     context, model = sizes["context"], config.model
     if context == 1:
         return
@@ -138,13 +149,13 @@ def _check_context(config: Config, sizes: dict[str, int]) -> None:
         had = said(config, "model.num_heads")
         if sizes["tensor"] > 1:
             had += f" / {said_axis(config, sizes, 'tensor')} = {heads}"
-        problem = f"{said(config, 'kernels.context')} shares heads over {name}, which does not divide {had}"
+        problem = f"{said(config, 'kernels.context')} divides the heads over {name}, which does not divide {had}"
         cure = f"use kernels.context=ring, or mesh.context={listed(divisors(heads))}"
         refuse(config, problem, cure, "kernels.context", "mesh.context", "model.num_heads")
 
 
 def _check_fp8_shapes(config: Config, sizes: dict[str, int]) -> None:
-    """cuBLAS multiplies in FP8 what is a multiple of 16 in every dimension."""
+    """cuBLAS needs multiples of 16 in every dimension of an FP8 matmul."""
     if config.precision.fp8.recipe == "none":
         return
     model, batch, tensor = config.model, config.batch, sizes["tensor"]
@@ -159,7 +170,7 @@ def _check_fp8_shapes(config: Config, sizes: dict[str, int]) -> None:
         f"{said(config, 'model.num_kv_heads')} x {said(config, 'model.head_dim')} / {mesh}": (
             max(model.num_kv_heads // tensor, 1) * model.head_dim
         ),
-        f"the tokens of a microbatch on a device / {mesh}": tokens // tensor,
+        f"the tokens of a microbatch on one device / {mesh}": tokens // tensor,
     }
     mlps = ["ffn_hidden_size"] if "dense" in block_layers(model) else []
     mlps += ["shared_expert_ffn_hidden_size", "expert_ffn_hidden_size"] if model.num_experts else []
@@ -169,16 +180,17 @@ def _check_fp8_shapes(config: Config, sizes: dict[str, int]) -> None:
         widths[shape if whole else f"{shape} / {mesh}"] = getattr(model, key) // (1 if whole else tensor)
     for shape, width in widths.items():
         if width % 16:
-            problem = f"{said(config, recipe)} needs multiples of 16, and {shape} is {width}"
+            found = "is not one" if shape.endswith(f"={width}") else f"is {width}"
+            problem = f"{said(config, recipe)} needs multiples of 16, and {shape} {found}"
             refuse(config, problem, f"change it, or set {recipe}=none", recipe)
     gated = 2 if model.activation in ("swiglu", "geglu") else 1
     attention = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
-    # The kernels of experts take larger ones.
+    # The limit does not hold for the kernels of experts.
     mlp = max([0, *(getattr(model, key) for key in mlps if key != "expert_ffn_hidden_size")])
     widest = max(gated * mlp, attention) // tensor
     if tokens * widest >= 2**31:
-        problem = f"{said(config, recipe)} quantises fewer than 2^31 numbers at once, and a microbatch on a device has"
-        problem += f" {tokens} tokens of {widest} numbers"
+        problem = f"{said(config, recipe)} can quantise fewer than 2^31 numbers at once, and a microbatch on one device"
+        problem += f" has {tokens} tokens of {widest} numbers"
         refuse(config, problem, "raise batch.num_microbatches", recipe)
 
 
@@ -200,8 +212,8 @@ def _check_heads(config: Config) -> None:
         keys = ("model.rope_fraction", "model.head_dim")
         refuse(
             config,
-            f"{said(config, *keys)} rotate {rotated:g} numbers a head",
-            "make it an even number, 2 or more",
+            f"{said(config, *keys)} rotate {rotated:g} dimensions of each head",
+            "make this an even number, 2 or more",
             *keys,
         )
     scaling = model.rope_scaling
@@ -228,17 +240,22 @@ def _check_batch(config: Config) -> None:
         keys = ("batch.num_microbatches", "batch.global_size")
         problem = f"{said(config, keys[0])} does not divide {said(config, keys[1])}"
         refuse(config, problem, f"use {listed(divisors(batch.global_size))}", *keys)
+    tokens = batch.global_size * batch.sequence_length
+    if tokens > MOST_TOKENS:
+        keys = ("batch.global_size", "batch.sequence_length")
+        problem = f"{said(config, keys[0])} x {said(config, keys[1])} makes {tokens} tokens per step"
+        refuse(config, problem, f"use {MOST_TOKENS} or less", *keys)
     if model.position == "learned" and batch.sequence_length > (model.max_positions or 0):
         keys = ("batch.sequence_length", "model.max_positions")
         problem = f"{said(config, keys[0])} is longer than {said(config, keys[1])}"
-        refuse(config, problem, f"use {model.max_positions} or less, or a longer table", *keys)
+        refuse(config, problem, f"use {at_most(model.max_positions or 0)}, or raise model.max_positions", *keys)
 
 
 def _check_remat(config: Config) -> None:
     remat = config.remat
     if remat.group > 1 and remat.policy != "full":
         problem = f"{said(config, 'remat.group')} needs remat.policy=full, not {remat.policy}"
-        refuse(config, problem, "set remat.group to 1 or the policy to full", "remat.group", "remat.policy")
+        refuse(config, problem, "set remat.group=1, or remat.policy=full", "remat.group", "remat.policy")
 
 
 def _check_attention_kernel(config: Config) -> None:
@@ -260,12 +277,12 @@ def _check_fp8_layers(config: Config) -> None:
     if fp8.recipe == "none":
         return
     if fp8.first_bf16_layers + fp8.last_bf16_layers >= depth:
-        problem = f"{said(config, *keys)} leave none of {said(config, 'model.num_layers')} in FP8"
+        problem = f"{said(config, *keys)} leave no layer of {said(config, 'model.num_layers')} in FP8"
         refuse(config, problem, "lower them, or set precision.fp8.recipe=none", *keys)
     covered = 0 if config.remat.policy == "none" else config.remat.layers or depth
     for key, edge in zip(keys, (config.fp8_layers.start, config.fp8_layers.stop), strict=True):
         if edge < covered and edge % config.remat.group:
-            problem = f"{said(config, key)} begins or ends FP8 at layer {edge}, inside a group of"
+            problem = f"{said(config, key)} starts or ends FP8 at layer {edge}, inside a group of"
             problem += f" {said(config, 'remat.group')}"
             refuse(config, problem, "make that layer a multiple of remat.group, or set remat.group=1", key)
 
@@ -280,7 +297,7 @@ def _check_schedule(config: Config) -> None:
     if not _ignores_decay_steps(config) and schedule.warmup_steps > schedule.decay_steps:
         keys = ("schedule.warmup_steps", decay, "run.steps")
         problem = f"{said(config, keys[0])} is more than {said(config, decay)}"
-        refuse(config, problem, f"use {schedule.decay_steps} or less", *keys)
+        refuse(config, problem, f"use {at_most(schedule.decay_steps)}", *keys)
     tail = schedule.wsd_decay_steps or 0
     if schedule.kind == "wsd" and schedule.warmup_steps + tail > schedule.decay_steps:
         keys = ("schedule.wsd_decay_steps", "schedule.warmup_steps", decay)
@@ -289,7 +306,7 @@ def _check_schedule(config: Config) -> None:
 
 
 def _ignores_decay_steps(config: Config) -> bool:
-    """Whether the learning rate after the warm-up takes no notice of `schedule.decay_steps`."""
+    """Whether the learning rate after the warm-up does not depend on `schedule.decay_steps`."""
     return config.schedule.kind in ("constant", "inverse_sqrt")
 
 
@@ -298,34 +315,34 @@ def _check_data(config: Config) -> None:
     if data.kind == "synthetic":
         if (data.synthetic_documents or 1) > config.batch.sequence_length:
             problem = f"{said(config, documents)} is more than {said(config, length)}"
-            refuse(config, problem, f"use {config.batch.sequence_length} or less", documents, length)
+            refuse(config, problem, f"use {at_most(config.batch.sequence_length)}", documents, length)
         return
     if data.synthetic_documents is not None:
-        problem = f"{said(config, documents)} cuts made-up tokens, and data.kind=indexed has documents of its own"
-        refuse(config, problem, "unset it, or set data.kind=synthetic", documents, "data.kind")
+        problem = f"{said(config, documents)} is for data.kind=synthetic only, not for data.kind=indexed"
+        refuse(config, problem, "remove it, or set data.kind=synthetic", documents, "data.kind")
     if data.train is None:
         cure = "set data.train to the prefix of a .bin/.idx pair, or data.kind=synthetic to try without data"
         refuse(config, "data.kind=indexed needs data.train", cure, "data.kind")
     for key in ("data.valid", "data.test"):
         if data.split is not None and value(config, key) is not None:
-            problem = f"{said(config, 'data.split')} does not go together with {said(config, key)}"
-            refuse(config, problem, "unset one of them", "data.split", key)
+            problem = f"{said(config, 'data.split')} cannot be combined with {said(config, key)}"
+            refuse(config, problem, "remove one of them", "data.split", key)
 
 
 def _check_run_dir(config: Config) -> None:
-    """XLA gets the absolute path in a flag."""
+    """XLA gets the absolute path as a flag."""
     path = str(Path(config.run.dir).resolve())
     if config.run.deterministic and any(character.isspace() for character in path):
-        problem = f"{said(config, 'run.deterministic')} hands a file in {said(config, 'run.dir')} to XLA"
-        problem += f", whose flags are separated by blanks, and there is one in {path}"
-        refuse(config, problem, "choose a run.dir without blanks", "run.dir", "run.deterministic")
+        problem = f"{said(config, 'run.deterministic')} passes a path in {said(config, 'run.dir')} to XLA as a flag"
+        problem += f", and a flag cannot contain the space in {path}"
+        refuse(config, problem, "choose a run.dir without spaces", "run.dir", "run.deterministic")
 
 
 # Settings without effect
 
 
 def _warn_without_effect(config: Config) -> None:
-    """One warning for each key that someone set to another value than its default although nothing reads it."""
+    """One warning for each key that was set to another value than its default although nothing reads it."""
     model, schedule, data, logging = config.model, config.schedule, config.data, config.logging
     fp8, pipeline = config.precision.fp8, config.pipeline
     indexed = data.kind == "indexed"
@@ -390,9 +407,17 @@ def _warn_about_kept_checkpoints(config: Config) -> None:
     interval, kept = config.run.checkpoint_interval, config.checkpoint.keep_every
     if interval and kept and kept % interval:
         keys = ("checkpoint.keep_every", "run.checkpoint_interval")
-        problem = f"{said(config, keys[0])} is no multiple of {said(config, keys[1])}"
+        problem = f"{said(config, keys[0])} is not a multiple of {said(config, keys[1])}"
         problem += f", so only steps that are a multiple of {math.lcm(interval, kept)} are both saved and kept"
         warn(config, problem, f"use a multiple of {interval}", *keys)
+
+
+def _warn_about_warmup(config: Config) -> None:
+    warmup, steps = "schedule.warmup_steps", "run.steps"
+    if config.schedule.warmup_steps > config.run.steps:
+        problem = f"{said(config, warmup)} is more than {said(config, steps)}"
+        problem += f", so the run ends before it reaches {said(config, 'schedule.learning_rate')}"
+        warn(config, problem, f"lower {warmup}, or raise {steps}", warmup, steps)
 
 
 def _default(config: Config, key: str) -> Any:

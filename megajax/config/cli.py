@@ -1,58 +1,89 @@
-"""The command line that all entry points share: CONFIG, overrides, --print-config, --help."""
+"""The command line that all entry points share: CONFIG, overrides, --print-config, --diff, --help."""
 
-import argparse
-import sys
-import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import NoReturn
+import difflib
+import re
+from collections.abc import Sequence
 
-from megajax.config.load import help_text, load_config
+from megajax.config.difference import apart, from_defaults
+from megajax.config.load import help_text, load_config, overview, suggestion
 from megajax.config.schema import Config
-from megajax.errors import ConfigError, UserError
+from megajax.console import CommandParser, program_name
+from megajax.errors import ConfigError
 
-
-@contextmanager
-def user_errors() -> Iterator[None]:
-    """Turns a `UserError` into one sentence on stderr and exit status 2."""
-    try:
-        yield
-    except UserError as error:
-        print(f"megajax: error: {error}", file=sys.stderr)
-        raise SystemExit(2) from None
+OPTIONS = ("--print-config", "--diff", "--help")
 
 
 def parse_command_line(argv: Sequence[str], program: str) -> Config:
     """The config that `argv` asks for; call it inside `user_errors`.
 
-    Prints and exits with status 0 for --help and --print-config; raises `UserError`. `program` is the
-    module's name, such as "megajax.train".
+    Prints and exits with status 0 for --help, --print-config and --diff; raises `UserError`. `program` is the module's
+    name, such as "megajax.train".
     """
-    usage = f"python -m {program} CONFIG.yaml [section.key=value ...] [--print-config] [--help]"
-    parser = _Parser(usage=usage, add_help=False)
-    parser.add_argument("config", metavar="CONFIG.yaml", nargs="?")
-    parser.add_argument("overrides", metavar="section.key=value", nargs="*")
+    name = program_name(program)
+    parser = CommandParser(
+        program,
+        usage=f"{name} CONFIG.yaml [section.key=value ...] [--print-config] [--diff [OTHER.yaml]] [--help [SECTION]]",
+        epilog=f"Example: {name} configs/quickstart.yaml run.steps=300 mesh.tensor=2",
+        add_help=False,
+    )
+    parser.add_argument("config", metavar="CONFIG.yaml", nargs="?", help="the run, described in YAML")
+    parser.add_argument("overrides", metavar="section.key=value", nargs="*", help="keys with other values")
     parser.add_argument("--print-config", action="store_true", help="print the resolved config and stop")
-    parser.add_argument("--help", action="store_true", help="print this and every key of the config")
-    options = parser.parse_intermixed_args(argv)
-    if options.help:
-        print(f"{parser.format_help()}\n{help_text()}", end="")
+    parser.add_argument(
+        "--diff",
+        metavar="OTHER.yaml",
+        nargs="?",
+        const="",
+        help="print only the keys that differ from the defaults, or from another config",
+    )
+    parser.add_argument(
+        "-h", "--help", metavar="SECTION", nargs="?", const="", help="print this, or the keys of a section"
+    )
+    options = parser.parse_intermixed_args(_known_options(argv, parser.usage or ""))
+    # An option's value that is none goes where it belongs: `--diff run.yaml`, `--help run.yaml`.
+    words = [word for word in (options.config, *options.overrides) if word is not None]
+    if options.help and (_is_override(options.help) or options.help.endswith((".yaml", ".yml"))):
+        words, options.help = [*words, options.help], ""
+    if options.diff and (_is_override(options.diff) or all(map(_is_override, words))):
+        words, options.diff = [*words, options.diff], ""
+    if options.help is not None:
+        print(help_text(options.help) if options.help else f"{parser.format_help()}\n{overview()}", end="")
         raise SystemExit(0)
-    if options.config is None:
-        parser.error("no config is given")
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        config = load_config(options.config, options.overrides)
-    for warning in caught:
-        print(f"megajax: warning: {warning.message}", file=sys.stderr)
+    path = next((word for word in words if not _is_override(word)), None)
+    if path is None:
+        raise ConfigError(f"no config is given (the command line): write {parser.usage}.")
+    words.remove(path)
+    config = load_config(path, words)
+    if options.diff is not None:
+        other = load_config(options.diff) if options.diff else None
+        print(from_defaults(config) if other is None else apart(config, other, path, options.diff), end="")
+        raise SystemExit(0)
     if options.print_config:
         print(config.to_yaml(), end="")
         raise SystemExit(0)
     return config
 
 
-class _Parser(argparse.ArgumentParser):
-    """An `ArgumentParser` whose errors are sentences like all others."""
+def _is_override(argument: str) -> bool:
+    return re.match(r"[\w.-]+=", argument) is not None
 
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{message} (the command line): write {self.usage}.")
+
+def _known_options(argv: Sequence[str], usage: str) -> list[str]:
+    """`argv`, unless it has an option that we do not: then a sentence that says what to write."""
+    for i, argument in enumerate(argv):
+        option, equals, value = argument.partition("=")
+        if not argument.startswith("--") or option in OPTIONS:
+            continue
+        near = difflib.get_close_matches(option, OPTIONS, 1, 0.7)
+        if near:
+            raise ConfigError(f"{option} is not an option (the command line): did you mean {near[0]}?")
+        following = argv[i + 1] if not equals and i + 1 < len(argv) else value
+        given = "" if following.startswith("-") or _is_override(following) or ".yaml" in following else following
+        cure = suggestion(option)
+        key = re.fullmatch(r"did you mean ([\w.]+)\?", cure)
+        if key:
+            cure = f"write {key[1]}={given or 'VALUE'}."
+        elif cure.startswith("the sections are"):
+            cure = f"write {usage}."
+        raise ConfigError(f"{option} is not an option (the command line): {cure}")
+    return list(argv)

@@ -1,8 +1,9 @@
-"""What mixtures of experts must fit: the router's settings, the mesh, and what does not go together with them."""
+"""Checks for mixtures of experts: the router's settings, the mesh, and settings that exclude experts."""
 
 from megajax.config.kinds import block_layers
-from megajax.config.schema import Config, ModelConfig, RouterConfig
-from megajax.config.sentences import divisors, listed, refuse, said, said_axis, value
+from megajax.config.model_schema import ModelConfig, RouterConfig
+from megajax.config.schema import Config
+from megajax.config.sentences import at_most, divisors, listed, refuse, said, said_axis, value
 
 # Keys that only models with experts read.
 EXPERT_KEYS = (
@@ -26,18 +27,18 @@ def check_experts(config: Config) -> None:
     if model.experts_per_token > model.num_experts:
         keys = ("model.experts_per_token", "model.num_experts")
         problem = f"{said(config, keys[0])} is more than {said(config, keys[1])}"
-        refuse(config, problem, f"use {model.num_experts} or less", *keys)
+        refuse(config, problem, f"use {at_most(model.num_experts)}", *keys)
     if "moe" not in block_layers(model):
         keys = ("model.first_dense_layers", "model.moe_layer_interval")
-        problem = f"{said(config, *keys)} leave none of {said(config, 'model.num_layers')} with experts"
-        refuse(config, problem, "lower them, or unset model.num_experts", *keys, "model.num_experts")
+        problem = f"{said(config, *keys)} leave no layer of {said(config, 'model.num_layers')} with experts"
+        refuse(config, problem, "lower them, or set model.num_experts=null", *keys, "model.num_experts")
     _check_groups(config, model)
     _check_router(config, model.router)
     _check_with_others(config)
 
 
 def check_experts_on_mesh(config: Config, sizes: dict[str, int]) -> None:
-    """Refuse a mesh that the experts do not fit."""
+    """Refuse a mesh that cannot divide the experts."""
     model, name, axes = config.model, said_axis(config, sizes, "expert"), config.mesh.experts_over
     if model.num_experts is None:
         if sizes["expert"] > 1:
@@ -46,14 +47,15 @@ def check_experts_on_mesh(config: Config, sizes: dict[str, int]) -> None:
         return
     if sizes["expert"] > 1 and "expert" not in axes:
         key = "mesh.experts_over"
-        problem = f"{name} carries no experts with {said(config, key)}"
+        problem = f"{name} has no experts to divide with {said(config, key)}"
         refuse(config, problem, f"add expert to {key}, or use mesh.data", "mesh.expert", key)
     if model.num_experts % config.expert_shards(sizes):
         larger = [axis for axis in axes if sizes[axis] > 1]
         problem = " x ".join(said_axis(config, sizes, axis) for axis in larger)
         problem += f" does not divide {said(config, 'model.num_experts')}"
         keys = [f"mesh.{axis}" for axis in larger]
-        refuse(config, problem, f"use {listed(divisors(model.num_experts))}", *keys, "model.num_experts")
+        cure = "use sizes whose product is" if len(larger) > 1 else "use"
+        refuse(config, problem, f"{cure} {listed(divisors(model.num_experts))}", *keys, "model.num_experts")
     for key, width in (
         ("model.expert_ffn_hidden_size", 0 if "tensor" in axes else model.expert_ffn_hidden_size),
         ("model.shared_expert_ffn_hidden_size", model.shared_expert_ffn_hidden_size),
@@ -78,11 +80,11 @@ def _check_groups(config: Config, model: ModelConfig) -> None:
         refuse(config, problem, f"use {listed(divisors(experts))}", groups, "model.num_experts")
     if router.groups_per_token > router.num_groups:
         problem = f"{said(config, chosen)} is more than {said(config, groups)}"
-        refuse(config, problem, f"use {router.num_groups} or less", chosen, groups)
+        refuse(config, problem, f"use {at_most(router.num_groups)}", chosen, groups)
     reachable = experts // router.num_groups * router.groups_per_token
     if model.experts_per_token > reachable:
         keys = ("model.experts_per_token", chosen, groups)
-        problem = f"{said(config, keys[0])} is more than the {reachable} experts of {said(config, chosen)} of"
+        problem = f"{said(config, keys[0])} is more than the {reachable} experts in {said(config, chosen)} of"
         problem += f" {said(config, groups)}"
         refuse(config, problem, "raise model.router.groups_per_token", *keys)
 
@@ -91,19 +93,19 @@ def _check_router(config: Config, router: RouterConfig) -> None:
     name = "model.router."
     if router.score_function == "sigmoid" and router.pre_softmax:
         keys = (f"{name}pre_softmax", f"{name}score_function")
-        problem = f"{said(config, keys[0])} does not go together with {said(config, keys[1])}"
+        problem = f"{said(config, keys[0])} cannot be combined with {said(config, keys[1])}"
         refuse(config, problem, f"set {name}pre_softmax=false", *keys)
     over_chosen = router.score_function == "softmax" and not router.pre_softmax
     for key, senseless, why in (
         (
             "model.experts_per_token",
             config.model.experts_per_token == 1,
-            "the softmax of one score is 1 and has no slope",
+            "the softmax of one score is 1 and has no gradient",
         ),
-        (f"{name}normalise", not router.normalise, "the softmax over the chosen is normalised already"),
+        (f"{name}normalise", not router.normalise, "the softmax over the chosen experts is normalised already"),
     ):
         if over_chosen and senseless:
-            problem = f"{said(config, key)} does not go together with {said(config, name + 'pre_softmax')}, since {why}"
+            problem = f"{said(config, key)} cannot be combined with {said(config, name + 'pre_softmax')}, because {why}"
             refuse(config, problem, f"set {name}pre_softmax=true", key, f"{name}pre_softmax")
     for first, second, both in (
         ("sinkhorn", "expert_bias", router.sinkhorn and router.expert_bias),
@@ -113,11 +115,11 @@ def _check_router(config: Config, router: RouterConfig) -> None:
     ):
         if both:
             keys = (f"{name}{first}", f"{name}{second}")
-            problem = f"{said(config, keys[0])} does not go together with {said(config, keys[1])}"
-            refuse(config, problem, "unset one of them", *keys)
+            problem = f"{said(config, keys[0])} cannot be combined with {said(config, keys[1])}"
+            refuse(config, problem, "remove one of them", *keys)
     if router.drop_policy != "probability" and router.capacity_factor is None:
         key = f"{name}drop_policy"
-        problem = f"{said(config, key)} needs a limit from which on tokens are dropped"
+        problem = f"{said(config, key)} needs an expert capacity"
         refuse(config, problem, f"set {name}capacity_factor, or remove it", key)
 
 
@@ -129,7 +131,7 @@ def _check_with_others(config: Config) -> None:
         ("model.mlp_bias", model.mlp_bias, "set model.mlp_bias=false"),
     ):
         if present:
-            problem = f"{said(config, key)} does not go together with {experts}"
+            problem = f"{said(config, key)} cannot be combined with {experts}"
             refuse(config, problem, cure, key, "model.num_experts")
     if model.shared_expert_gate and not model.shared_expert_ffn_hidden_size:
         key = "model.shared_expert_gate"

@@ -1,15 +1,15 @@
-"""What kinds of layers a model has, and which layer is of which."""
+"""The kinds of layers that a model has, and the kind of each layer."""
 
 from typing import NamedTuple
 
-from megajax.config.schema import ModelConfig
+from megajax.config.model_schema import ModelConfig
 
 
 class LayerKind(NamedTuple):
     """What a layer's program depends on."""
 
     block: str  # "dense" or "moe": which parameters it has
-    window: int | None  # tokens that it attends to; None: all
+    window: int | None  # number of tokens that it attends to; None: all
 
 
 def layer_kinds(model: ModelConfig) -> tuple[LayerKind, ...]:

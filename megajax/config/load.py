@@ -1,4 +1,4 @@
-"""Reads a config: YAML with includes, overrides on top, every mistake as one sentence."""
+"""Reads a config: YAML with includes, overrides on top, every mistake as one sentence with its place."""
 
 import difflib
 import re
@@ -10,7 +10,9 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
 from megajax.config.checks import check
+from megajax.config.other_names import counterpart, plain
 from megajax.config.schema import Config
+from megajax.config.sentences import listed
 from megajax.config.tree import Tree, read_file, read_override, show
 from megajax.errors import ConfigError
 
@@ -35,15 +37,26 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     return config
 
 
-def help_text() -> str:
-    """Every section and key with its documentation, type and default."""
+def help_text(part: str = "all") -> str:
+    """A key or the keys of a section, or all, with documentation, type and default. `ConfigError` if there is none."""
     lines = ["Keys of the config, written section.key=value here and nested in YAML:"]
     for section, info in Config.model_fields.items():
-        lines += ["", f"{section}: {info.annotation.__doc__}"]
-        for key, field in keys():
-            if key.startswith(f"{section}."):
-                lines.append(f"  {key}  {field.description} [{_type_name(field.annotation)}, {_default(field)}]")
+        shown = [
+            f"  {key}  {field.description} [{_type_name(field.annotation)}, {_default(field)}]"
+            for key, field in keys()
+            if key.startswith(f"{section}.") and (part == "all" or f"{key}.".startswith(f"{part}."))
+        ]
+        lines += ["", f"{section}: {info.annotation.__doc__}", *shown] if shown else []
+    if len(lines) == 1:
+        raise ConfigError(f"{part} is not a section of the config (the command line): {suggestion(part)}")
     return "\n".join(lines) + "\n"
+
+
+def overview() -> str:
+    """The sections, and how to see their keys."""
+    width = max(map(len, Config.model_fields)) + 2
+    lines = [f"  {name:{width}}{info.annotation.__doc__}" for name, info in Config.model_fields.items()]
+    return "\n".join(["Sections of the config:", *lines, "", "--help SECTION shows its keys, --help all every key.\n"])
 
 
 def keys(model: type[BaseModel] = Config, prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
@@ -95,10 +108,12 @@ def _sentence(error: ValidationError, tree: Tree, path: str) -> str:
     key = ".".join(str(part) for part in mistake["loc"] if not str(part).startswith("~"))
     place = _place(key, tree, path)
     if mistake["type"] == "extra_forbidden":
-        return _unknown(key, place)
+        return _unknown(key, mistake["input"], tree, path)
     if mistake["type"] == "missing":
         return f"{key} is not set ({place}): add it{_meaning(key)}."
     problem, cure = _problem(mistake)
+    first = next((name for name, _ in keys() if name.startswith(f"{_with_n(key)}.")), "")
+    cure = cure.replace("{first}", key + first.removeprefix(_with_n(key)))
     return f"{key}={show(mistake['input'])} {problem} ({place}): {cure}."
 
 
@@ -110,29 +125,48 @@ def _place(key: str, tree: Tree, path: str) -> str:
 
 
 def _meaning(key: str) -> str:
-    text = next((field.description or "" for name, field in keys() if name == key), "")
+    text = next((field.description or "" for name, field in keys() if name == _with_n(key)), "")
     return f" ({text[:1].lower()}{text[1:].removesuffix('.')})" if text else ""
 
 
-def _unknown(key: str, place: str) -> str:
-    """Names the nearest key: of the same section, else of that name anywhere, else of the whole config."""
-    section, _, leaf = re.sub(r"\.\d+\.", ".N.", key).rpartition(".")
+def _with_n(key: str) -> str:
+    """The key as the schema has it: with N for an index."""
+    return re.sub(r"\.\d+(?=\.|$)", ".N", key)
+
+
+def _unknown(key: str, value: Any, tree: Tree, path: str) -> str:
+    """Names our key for an unknown one; of an unknown section, for its first key."""
+    place = _place(key, tree, path)
+    if isinstance(value, dict) and value:
+        return _unknown(f"{key}.{next(iter(value))}", next(iter(value.values())), tree, path)
+    return f"{key} is not a config key ({place}): {suggestion(key)}"
+
+
+def suggestion(key: str) -> str:
+    """What to write instead of the unknown `key`, as the end of a sentence.
+
+    Other frameworks' names come first, then keys with nearly the same name: in the same section, of the same name in
+    another one, anywhere.
+    """
+    other = counterpart(key)
+    if other is not None:
+        follows = f"use {other.ours}, {other.note}." if other.note else f"did you mean {other.ours}?"
+        return follows if other.ours else f"{other.note}."
+    indices = re.findall(r"\.(\d+)\.", key)
+    section, _, leaf = _with_n(plain(key)).rpartition(".")
     known = [name for name, _ in keys()]
-    siblings = [name for name in known if name.rpartition(".")[0] == section]
-    near = difflib.get_close_matches(f"{section}.{leaf}", siblings, 1, 0.8)
-    near = near or [name for name in known if name.rpartition(".")[2] == leaf]
-    near = near or difflib.get_close_matches(key, known + list(Config.model_fields), 1, 0.7)
+    siblings = {name.rpartition(".")[2]: name for name in known if name.rpartition(".")[0] == section}
+    elsewhere = {name.rpartition(".")[2]: name for name in reversed(known)}
+    near = [siblings[name] for name in difflib.get_close_matches(leaf, siblings, 1, 0.7)]
+    near += [elsewhere[name] for name in difflib.get_close_matches(leaf, elsewhere, 1, 0.8)]
     if near:
-        cure = f"did you mean {near[0]}?"
-    elif siblings:
-        cure = f"{section} has {_listed([name.rpartition('.')[2] for name in siblings], 'and')}."
-    else:
-        cure = f"the sections are {_listed(list(Config.model_fields), 'and')}."
-    return f"{key} is not a config key ({place}): {cure}"
-
-
-def _listed(items: Sequence[str], word: str) -> str:
-    return items[0] if len(items) == 1 else f"{', '.join(items[:-1])} {word} {items[-1]}"
+        return f"did you mean {near[0].replace('.N.', f'.{indices[0]}.' if indices else '.N.')}?"
+    if siblings:
+        return f"{section} has {listed(siblings, 'and', 99)}."
+    sections = difflib.get_close_matches(key, Config.model_fields, 1, 0.7)
+    if sections:
+        return f"did you mean the section {sections[0]}?"
+    return f"the sections are {listed(Config.model_fields, 'and', 99)}."
 
 
 _PROBLEMS = {
@@ -144,12 +178,15 @@ _PROBLEMS = {
     "string_too_short": ("is empty", "write a name"),
     "tuple_type": ("is not a list", "write it in brackets, with commas"),
     "too_short": ("is empty", "give at least one entry"),
-    "union_tag_not_found": ("names no data", "write a path prefix, or a list of prefix and weight"),
+    "union_tag_not_found": (
+        "is not a data source",
+        "write a path prefix, or a list of {{prefix, weight}}",
+    ),
     "greater_than": ("is too small", "use more than {gt}"),
     "greater_than_equal": ("is too small", "use {ge} or more"),
     "less_than": ("is too large", "use less than {lt}"),
     "less_than_equal": ("is too large", "use {le} or less"),
-    "model_type": ("is not a mapping", "write its keys indented below it"),
+    "model_type": ("is not a mapping", "set its keys, such as {{first}}"),
 }
 
 
@@ -161,5 +198,10 @@ def _problem(mistake: Any) -> tuple[str, str]:
         return problem, cure
     if kind == "literal_error":
         return "is not a choice", f"use {context['expected'].replace(chr(39), '')}"
+    value = mistake["input"]
+    if kind == "int_type" and isinstance(value, float) and value.is_integer():
+        return "is not a whole number", f"write {int(value)}"
+    if kind == "model_type" and isinstance(value, str) and re.match(r"\w+:\S", value):
+        return "is not a mapping", "write a space after each colon"
     problem, cure = _PROBLEMS.get(kind, ("is not valid", mistake["msg"]))
     return problem, cure.format(**context)

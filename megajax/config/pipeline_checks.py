@@ -1,11 +1,12 @@
-"""What the pipeline's stages must fit: layers, microbatches, and whatever counts the layers of a stage."""
+"""Checks for the pipeline's stages: layers, microbatches, and settings that count the layers of a stage."""
 
 import math
 
 from megajax.config.kinds import is_mixed
 from megajax.config.schema import Config
-from megajax.config.sentences import divisors, listed, refuse, said, said_axis
+from megajax.config.sentences import at_most, counted, divisors, listed, refuse, said, said_axis
 from megajax.config.stages import default_layout, in_step, layout_in_step, slots, virtual_stages
+from megajax.config.tree import show
 
 
 def check_stages(config: Config, sizes: dict[str, int]) -> None:
@@ -36,10 +37,14 @@ def _check_count(config: Config, sizes: dict[str, int]) -> None:
     depth = said(config, "model.num_layers")
     if rounds == 1:
         problem = f"{_split(config, sizes)} is more than {depth}"
-        refuse(config, problem, f"use {layers} or less", "mesh.pipeline", "model.num_layers")
-    problem = f"{_split(config, sizes)} makes {count} virtual stages, more than {depth} and two empty ones"
-    most = (layers + 2) // sizes["pipeline"] if sizes["pipeline"] <= layers else 0
-    cure = f"use pipeline.rounds={most}{' or less' if most > 1 else ''}" if most else f"use {layers} stages or less"
+        refuse(config, problem, f"use {at_most(layers)}", "mesh.pipeline", "model.num_layers")
+    problem = f"{_split(config, sizes)} makes {count} virtual stages, and {depth} allows at most {layers + 2}"
+    problem += ", two of them empty"
+    if sizes["pipeline"] <= layers:
+        cure = f"set pipeline.rounds to {at_most((layers + 2) // sizes['pipeline'])}"
+    else:
+        most = min(layers, (layers + 2) // rounds)
+        cure = f"set mesh.pipeline to {at_most(max(most, 1))}"
     refuse(config, problem, cure, "mesh.pipeline", "pipeline.rounds", "model.num_layers")
 
 
@@ -48,10 +53,10 @@ def _check_layout(config: Config, sizes: dict[str, int]) -> None:
     if layout is None:
         return
     count = sizes["pipeline"] * config.pipeline.rounds
-    even = f"such as {list(default_layout(config.model, count))}, or null for that"
+    even = f"or set it to null for {show(list(default_layout(config.model, count)))}"
     if len(layout) != count:
-        problem = f"{said(config, 'pipeline.layout')} has {len(layout)} of the {count} numbers that"
-        problem += f" {_split(config, sizes)} needs"
+        problem = f"{said(config, 'pipeline.layout')} has {counted(len(layout), 'number')}"
+        problem += f", and {_split(config, sizes)} needs {count}"
         cure = f"write {count} numbers that add up to {said(config, 'model.num_layers')}, {even}"
         refuse(config, problem, cure, "pipeline.layout", "mesh.pipeline", "pipeline.rounds")
     if 0 in layout[1:-1]:
@@ -77,18 +82,17 @@ def _check_microbatches(config: Config, sizes: dict[str, int]) -> None:
     cure += "" if usable else f" {stages * shards}"
     if microbatches < stages:
         idle = (stages - 1) / (microbatches * rounds + stages - 1)
-        problem = f"{said(config, key)} is less than {name}, so that stages would idle for up to {idle:.0%} of a step"
+        problem = f"{said(config, key)} is less than {name}, so stages would be idle for up to {idle:.0%} of a step"
         refuse(config, problem, cure, key, "mesh.pipeline")
     if rounds > 1 and microbatches % stages:
-        problem = f"{said(config, key)} is not a multiple of {name}, and with {said(config, 'pipeline.rounds')}"
-        problem += " microbatches go round in groups of as many as there are stages"
+        problem = f"{said(config, key)} is not a multiple of {name}, which {said(config, 'pipeline.rounds')} needs"
         refuse(config, problem, cure, key, "mesh.pipeline", "pipeline.rounds")
 
 
 def _check_pattern(config: Config, sizes: dict[str, int]) -> None:
-    """A slot holds the same kind of layer on all virtual stages, since they run one program.
+    """Each slot must hold the same kind of layer on all virtual stages, because they run one program.
 
-    Where dense and MoE layers ask for slots of several kinds anyway, there is one for every kind of window too.
+    A model with dense and MoE layers has slots of several kinds anyway, and then one for every kind of window too.
     """
     if is_mixed(config.model):
         return
@@ -98,10 +102,10 @@ def _check_pattern(config: Config, sizes: dict[str, int]) -> None:
         return
     pattern = said(config, "model.layer_pattern")
     if config.pipeline.layout is None:
-        problem = f"{_split(config, sizes)} makes virtual stages of {list(layout)} layers, which do not keep"
-        problem += f" {pattern} in step"
+        problem = f"{_split(config, sizes)} makes virtual stages of {show(list(layout))} layers, and with"
+        problem += f" {pattern} they have different kinds of layers"
     else:
-        problem = f"{said(config, 'pipeline.layout')} does not keep {pattern} in step over the virtual stages"
+        problem = f"{said(config, 'pipeline.layout')} and {pattern} give virtual stages with different kinds of layers"
     keys = ("pipeline.layout", "mesh.pipeline", "pipeline.rounds", "model.layer_pattern")
     refuse(config, problem, _cure_of_pattern(config, stages, period), *keys)
 
@@ -114,7 +118,7 @@ def _cure_of_pattern(config: Config, stages: int, period: int) -> str:
         if layout is not None:
             changed = f"pipeline.rounds={fewer} and " if fewer < rounds else ""
             return f"set {changed}pipeline.layout={list(layout)}"
-    return f"use fewer stages, so that each has {period} layers or a multiple"
+    return f"use fewer stages, so that each has a multiple of {period} layers"
 
 
 def _check_precision(config: Config, sizes: dict[str, int]) -> None:
@@ -122,20 +126,20 @@ def _check_precision(config: Config, sizes: dict[str, int]) -> None:
     names = [name for name in ("first_bf16_layers", "last_bf16_layers") if getattr(fp8, name)]
     if fp8.recipe != "none" and names:
         keys = [f"precision.fp8.{name}" for name in names]
-        problem = f"{said(config, *keys)} cannot go together with {said_axis(config, sizes, 'pipeline')},"
-        problem += " whose stages run one program"
+        problem = f"{said(config, *keys)} cannot be combined with {said_axis(config, sizes, 'pipeline')},"
+        problem += " because all stages run the same program"
         cure = f"set {' and '.join(f'{key}=0' for key in keys)}, or mesh.pipeline=1"
         refuse(config, problem, cure, *keys, "mesh.pipeline")
 
 
 def _check_offload(config: Config, sizes: dict[str, int]) -> None:
     if config.remat.policy == "offload":
-        problem = f"{said(config, 'remat.policy')} cannot go together with {said_axis(config, sizes, 'pipeline')},"
-        problem += " whose buffers of saved activations lie on the GPU"
+        problem = f"{said(config, 'remat.policy')} cannot be combined with {said_axis(config, sizes, 'pipeline')},"
+        problem += " because a pipeline keeps its saved activations on the GPU"
         refuse(config, problem, "use full, selective or save_matmuls", "remat.policy", "mesh.pipeline")
 
 
-# What a loop over the slots of a virtual stage must fit; over all layers if there is one stage
+# Settings of the loop over the slots of a virtual stage, or over all layers if there is one stage
 
 
 def _check_unroll(config: Config, sizes: dict[str, int]) -> None:
@@ -151,11 +155,11 @@ def _check_remat(config: Config, sizes: dict[str, int]) -> None:
     if remat.layers is not None and remat.layers > size:
         problem = f"{said(config, 'remat.layers')} is more than {_slots_said(config, sizes)}"
         keys = ("remat.layers", "mesh.pipeline", "model.num_layers")
-        refuse(config, problem, f"use {size} or less, or null for all", *keys)
+        refuse(config, problem, f"use {at_most(size)}, or null for all", *keys)
     covered = remat.layers or size
     if covered % remat.group:
         what, where = _run_over(config, sizes)
-        problem = f"{said(config, 'remat.group')} does not divide the {covered} {what} that are recomputed"
+        problem = f"{said(config, 'remat.group')} does not divide the {counted(covered, f'recomputed {what}')}"
         problem += f" in {where}" if sizes["pipeline"] > 1 else ""
         refuse(config, problem, f"use {listed(divisors(covered))}", "remat.group", "remat.layers", "mesh.pipeline")
 
@@ -164,11 +168,11 @@ def _slots_said(config: Config, sizes: dict[str, int]) -> str:
     if sizes["pipeline"] == 1:
         return said(config, "model.num_layers")
     what, where = _run_over(config, sizes)
-    return f"the {slots(config, sizes['pipeline'])} {what} of {where}"
+    return f"the {counted(slots(config, sizes['pipeline']), what)} of {where}"
 
 
 def _run_over(config: Config, sizes: dict[str, int]) -> tuple[str, str]:
-    """What a stage's program runs over, in words: (layers or slots, of which virtual stages)."""
+    """The loop of a stage's program in words: (layer or slot, the virtual stages that have it)."""
     mixed = is_mixed(config.model) and sizes["pipeline"] > 1
-    what, which = ("dense and MoE slots", "each") if mixed else ("layers", "the largest")
+    what, which = ("dense or MoE layer slot", "each") if mixed else ("layer", "the largest")
     return what, f"{which} virtual stage of {_split(config, sizes)}"

@@ -1,7 +1,9 @@
 """The sentences about a config: problem, place and cure, with keys written as an override has them."""
 
 import functools
+import math
 import warnings
+from collections.abc import Iterable
 from typing import Any, NoReturn
 
 from megajax.config.schema import Config
@@ -34,16 +36,30 @@ def place(config: Config, *keys: str) -> str:
     return next((where for where in map(config.where, keys) if where != "default"), "default")
 
 
-def listed(numbers: list[int]) -> str:
-    """At most 12 numbers: "1, 2 or 4"."""
-    shown = [str(number) for number in numbers[:12]]
-    return shown[0] if len(shown) == 1 else f"{', '.join(shown[:-1])} or {shown[-1]}"
+def listed(items: Iterable[Any], word: str = "or", most: int = 12) -> str:
+    """ "1, 2 or 4"; of more than `most` items the first ones and "..."."""
+    shown = [str(item) for item in items]
+    if len(shown) > most:
+        return f"{', '.join(shown[:most])}, ..."
+    return shown[0] if len(shown) == 1 else f"{', '.join(shown[:-1])} {word} {shown[-1]}"
+
+
+def at_most(number: int) -> str:
+    """The counts from 1 to `number` in words."""
+    return "1" if number == 1 else f"{number} or less"
+
+
+def counted(number: int, noun: str) -> str:
+    """`number` and the noun, in the plural if it needs it."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def divisors(number: int) -> list[int]:
-    return [size for size in range(1, number + 1) if number % size == 0]
+    """All of them in order; the root of `number` bounds the work."""
+    small = [size for size in range(1, math.isqrt(number) + 1) if number % size == 0]
+    return sorted({*small, *(number // size for size in small)})
 
 
 def said_axis(config: Config, sizes: dict[str, int], axis: str) -> str:
-    """`mesh.axis=size`, saying where the size was filled in."""
-    return f"mesh.{axis}={sizes[axis]}" + (" (filled up)" if getattr(config.mesh, axis) == -1 else "")
+    """`mesh.axis=size`, with a note where the size comes from -1."""
+    return f"mesh.{axis}={sizes[axis]}" + (" (from -1)" if getattr(config.mesh, axis) == -1 else "")

@@ -1,22 +1,26 @@
-"""Which layers lie on which virtual stage of the pipeline, and in which of its slots.
+"""Which virtual stage of the pipeline has which layers, and in which of its layer slots.
 
-All virtual stages run the same program over the same slots, a place for one layer of one kind each. A virtual stage
-without a layer for a slot leaves it empty. Virtual stages stand in the model's order: stage 0 .. P-1 of round 0, then
-of round 1, and so on.
+All virtual stages run the same program over the same layer slots; a slot has room for one layer of one kind. A virtual
+stage without a layer for a slot leaves it empty. Virtual stages are in the model's order: stage 0 .. P-1 of round 0,
+then of round 1, and so on.
 """
 
 import functools
 import itertools
+import operator
+from collections import Counter
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from megajax.config.kinds import LayerKind, is_mixed, layer_kinds
-from megajax.config.schema import Config, ModelConfig
+from megajax.config.model_schema import ModelConfig
+from megajax.config.schema import Config
 
 
 def virtual_stages(config: Config, stages: int) -> tuple[range, ...]:
     """The layers of each virtual stage: `stages * pipeline.rounds` ranges, or all layers in one for a single stage.
 
-    For a config that `checks.check_mesh` lets pass with this many stages.
+    The config must have passed `checks.check_mesh` with this number of stages.
     """
     if stages == 1:
         return (range(config.model.num_layers),)
@@ -29,17 +33,17 @@ def slot_kinds(config: Config, stages: int) -> tuple[LayerKind, ...]:
 
 
 def gathered_slots(config: Config, stages: int) -> tuple[int, ...]:
-    """The slots whose layers `fsdp` gathers and reduces once a step: of four or more in a pipeline the first and last.
+    """Slots whose layers `fsdp` gathers and reduces once per step: first and last, of four or more in a pipeline.
 
-    Their gathers and reductions would stand at the turns between forward and backward operations, where no work of
-    another layer hides them.
+    Their gathers and reductions would run between forward and backward operations, where no work of another layer hides
+    them.
     """
     count = slots(config, stages)
     return (0, count - 1) if stages > 1 and count >= 4 else ()
 
 
 def slots(config: Config, stages: int) -> int:
-    """Slots of every virtual stage: the layers of the largest, or more where stages need slots of different kinds."""
+    """Number of slots: the layers of the largest virtual stage, or more where stages need slots of different kinds."""
     return len(slot_kinds(config, stages))
 
 
@@ -56,18 +60,18 @@ def layer_slots(config: Config, stages: int) -> tuple[tuple[int, ...], ...]:
 def first_slots(config: Config, stages: int) -> tuple[int, ...]:
     """The slot of each virtual stage's first layer, where all layers have the same parameters.
 
-    The first virtual stage fills its last slots, so that a pattern of layers that begins in it goes on in step in the
-    next; every other fills its first slots.
+    The first virtual stage fills its last slots, so that a pattern of layers continues in the next one at the right
+    slot; every other fills its first slots.
     """
     return _first_slots([len(layers) for layers in virtual_stages(config, stages)])
 
 
 def default_layout(model: ModelConfig, count: int) -> tuple[int, ...]:
-    """Layers of each of `count` virtual stages: even ones, or for layers of two kinds those that need fewest slots.
+    """Number of layers of each of `count` virtual stages: even, or for layers of two kinds the fewest slots.
 
-    A slot for one of the dense layers at the start is a slot of all virtual stages. So the layouts tried are those
-    whose first virtual stages have a few of these layers and nothing else, the next one the rest of them; what comes
-    after is spread evenly from there on. Of as few slots those are taken of which fewer hold experts.
+    A slot for one of the dense layers at the start exists on all virtual stages. So the candidates are layouts whose
+    first virtual stages have only a few of these layers, and the next one the rest of them; the other layers are spread
+    evenly. Ties go to the layout with fewer slots for experts.
     """
     even, L, interval = even_layout(model.num_layers, count), model.num_layers, model.moe_layer_interval
     if not is_mixed(model):
@@ -81,27 +85,33 @@ def default_layout(model: ModelConfig, count: int) -> tuple[int, ...]:
             layouts.append((*[dense] * alone, first + start - dense * alone, *others))
     usable = [layout for layout in layouts if sum(layout) == L and 0 not in layout[1:-1]]
 
-    def cost(layout: Sequence[int]) -> tuple[int, int]:
+    kinds = layer_kinds(model)
+    best, least = even, (L + 1, 0)
+    for layout in usable:
+        counts = [Counter(kinds[layer] for layer in layers) for layers in _ranges(layout)]
+        if functools.reduce(operator.or_, counts).total() > least[0]:
+            continue  # slots for the most layers of each kind are too many already
         pattern = _slot_kinds(model, _ranges(layout))
-        return len(pattern), sum(kind.block == "moe" for kind in pattern)
-
-    return min(usable, key=cost, default=even)
+        cost = len(pattern), sum(kind.block == "moe" for kind in pattern)
+        if cost < least:
+            best, least = layout, cost
+    return best
 
 
 def even_layout(layers: int, count: int, unit: int = 1) -> tuple[int, ...]:
-    """Layers of each of `count` virtual stages, as even as whole slots allow.
+    """Number of layers of each of `count` virtual stages, as even as possible.
 
     There are as few slots as possible, a multiple of `unit`. Empty slots go to the last and the first virtual stage in
-    turn while these keep a layer, then to the pair next to them, inwards; inner ones keep a multiple of `unit`.
-    Of one or two virtual stages too many, the last and the first are left empty. Where there are too few layers for
-    any of this, the sum is not `layers`.
+    turn while these keep a layer, then to the next pair inwards; inner stages keep a multiple of `unit` layers. With
+    one or two virtual stages more than layers, the last and the first are left empty. With still fewer layers the sum
+    is not `layers`.
     """
     if layers < count <= layers + 2:
         return (1 if count == layers + 1 else 0, *[1] * (count - 2), 0)
     size = unit * -(-layers // (count * unit))
     counts = [size] * count
     empty = size * count - layers
-    inner = max(0, -(-(empty - 2 * (size - 1)) // unit))  # units that the two at the ends cannot spare
+    inner = max(0, -(-(empty - 2 * (size - 1)) // unit))  # units that the first and the last stage cannot give
     for low in range(1, (count + 1) // 2):
         inner -= _take(counts, low, inner, unit)
     _take(counts, 0, sum(counts) - layers, 1)
@@ -109,18 +119,18 @@ def even_layout(layers: int, count: int, unit: int = 1) -> tuple[int, ...]:
 
 
 def in_step(layout: Sequence[int], period: int) -> bool:
-    """Whether a slot has the same place in a pattern of `period` layers on all virtual stages of `layout`."""
+    """Whether each slot has the same position in a pattern of `period` layers on all virtual stages of `layout`."""
     starts = itertools.accumulate(layout[:-1], initial=0)
     return len({(start - first) % period for start, first in zip(starts, _first_slots(layout), strict=True)}) == 1
 
 
 def layout_in_step(layers: int, count: int, period: int) -> tuple[int, ...] | None:
-    """A layout that keeps a pattern of `period` layers in step over `count` virtual stages, if one is found."""
+    """A layout of `count` virtual stages for which `in_step` holds, if one is found."""
     if layers < count:
         return None
     full = period * -(-layers // (count * period))
     candidates = [even_layout(layers, count, period)]
-    if count == 2:  # a full one keeps the other in step
+    if count == 2:  # the second starts at the pattern's beginning
         candidates.append((full, layers - full))
     for layout in candidates:
         if sum(layout) == layers and min(layout) > 0 and in_step(layout, period):
@@ -134,14 +144,19 @@ def _ranges(layout: Iterable[int]) -> tuple[range, ...]:
 
 
 def _slot_kinds(model: ModelConfig, ranges: Iterable[range]) -> tuple[LayerKind, ...]:
-    """Kinds in which the layers of every virtual stage are found in their order; few, if not always the fewest."""
+    """Slot kinds that hold the layers of every virtual stage in their order; few, if not always the fewest."""
     kinds = layer_kinds(model)
     sequences = dict.fromkeys(tuple(kinds[layer] for layer in layers) for layers in ranges)
     return functools.reduce(_merged, sequences) if is_mixed(model) else max(sequences, key=len)
 
 
 def _merged[Kind](a: Sequence[Kind], b: Sequence[Kind]) -> tuple[Kind, ...]:
-    """A shortest sequence in which both `a` and `b` are found in their order; of `a` what can come first."""
+    """A shortest sequence that contains `a` and `b`, each in its order; ties take the next of `a` first."""
+    # A common start or end belongs to every shortest one; without it the table below is small.
+    start = _common(a, b)
+    end = _common(a[start:][::-1], b[start:][::-1])
+    head, tail = a[:start], a[len(a) - end :]
+    a, b = a[start : len(a) - end], b[start : len(b) - end]
     lengths = {(i, len(b)): len(a) - i for i in range(len(a) + 1)} | {(len(a), j): len(b) - j for j in range(len(b))}
     for i, j in itertools.product(reversed(range(len(a))), reversed(range(len(b)))):
         both = lengths[i + 1, j + 1] if a[i] == b[j] else len(a) + len(b)
@@ -157,11 +172,16 @@ def _merged[Kind](a: Sequence[Kind], b: Sequence[Kind]) -> tuple[Kind, ...]:
         else:
             merged.append(b[j])
             j += 1
-    return (*merged, *a[i:], *b[j:])
+    return (*head, *merged, *a[i:], *b[j:], *tail)
+
+
+def _common(a: Sequence[Any], b: Sequence[Any]) -> int:
+    """The number of equal items at the start of both."""
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
 def _first_places[Kind](sequence: Iterable[Kind], pattern: Sequence[Kind]) -> tuple[int, ...]:
-    """Where in `pattern` each of `sequence` is found, one after the other."""
+    """The position in `pattern` of each item of `sequence`, each after the one before."""
     places, start = [], 0
     for kind in sequence:
         places.append(pattern.index(kind, start))
@@ -174,7 +194,7 @@ def _first_slots(layout: Sequence[int]) -> tuple[int, ...]:
 
 
 def _take(counts: list[int], low: int, wanted: int, unit: int) -> int:
-    """Takes up to `wanted` units in turn from the virtual stage `low` from the end and from the start; how many."""
+    """Takes up to `wanted` units in turn from stage `low` from the end and from the start; the number taken."""
     high = len(counts) - 1 - low
     room = counts[high] // unit - 1
     taken = min(wanted, room if low == high else 2 * room)

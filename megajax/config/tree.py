@@ -81,10 +81,10 @@ def read_file(path: Path, parents: tuple[Path, ...] = (), included_at: str = "")
     place = f" ({included_at})" if included_at else ""
     if path.resolve() in [parent.resolve() for parent in parents]:
         chain = " -> ".join(str(file) for file in (*parents, path))
-        raise ConfigError(f"include goes in a circle, {chain}{place}: remove one of these includes.")
+        raise ConfigError(f"the includes form a circle, {chain}{place}: remove one of them.")
     values, places = _parse(_read_text(path, place), str(path))
     if not isinstance(values, dict | None):
-        raise ConfigError(f"{path} holds {show(values)}, not sections: write a section such as model: first.")
+        raise ConfigError(f"{path} holds {show(values)} instead of sections: begin with a section such as model.")
     own = Tree(values or {}, places)
     line = own.places.get("include", str(path))
     includes = own.values.pop("include", None)
@@ -103,8 +103,10 @@ def read_file(path: Path, parents: tuple[Path, ...] = (), included_at: str = "")
 def read_override(text: str) -> Tree:
     """`section.key=value` with a YAML value."""
     key, equals, value = text.partition("=")
-    if not equals or not re.fullmatch(r"\w+(\.\w+)*", key):
+    if not equals or not re.fullmatch(r"[\w-]+(\.[\w-]+)*", key):
         raise ConfigError(f"{text} is not an override (the command line): write section.key=value.")
+    if key == "include":
+        raise ConfigError(f"{text} is not an override (the command line): write the include in a file.")
     place = f"the command line: {text}"
     parsed, places = _parse(value, place, key)
     for name in reversed(key.split(".")):
@@ -120,13 +122,34 @@ def _read_text(path: Path, place: str) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except FileNotFoundError:
-        siblings = [item.name for item in path.parent.glob("*.yaml")] if path.parent.is_dir() else []
-        near = difflib.get_close_matches(path.name, siblings, 1)
-        cure = f"did you mean {path.parent / near[0]}?" if near else "give the path of a YAML file."
+        near = _nearest_file(path)
+        cure = f"did you mean {near}?" if near else "give the path of a YAML file."
         raise ConfigError(f"config file {path} does not exist{place}: {cure}") from None
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise ConfigError(f"config file {path} cannot be read{place}, {reason}: give a YAML file.") from None
+
+
+def _nearest_file(path: Path) -> Path | None:
+    """The config with nearly the same name in the same directory, or in configs/ and models/ below it."""
+    found = [
+        file for folder in ("", "configs", "configs/models", "models") for file in (path.parent / folder).glob("*.yaml")
+    ]
+    stems = {file.stem.lower().replace("-", "_"): file for file in reversed(found)}
+    wanted = re.sub(r"\.ya?ml$", "", path.name).lower().replace("-", "_")
+    near = difflib.get_close_matches(wanted, stems, 1)
+    return stems[near[0]] if near else None
+
+
+# The beginning of a parser's message, and what helps against it.
+_YAML_CURES = {
+    "mapping values are not allowed here": "check the indentation and the space after each colon",
+    "found character '\\t'": "indent with spaces instead of tabs",
+    "expected <block end>": "check the indentation",
+    "could not find expected ':'": "write key: value, with a space after the colon",
+    "expected ',' or": "close the bracket",
+    "but found another document": "remove the line ---",
+}
 
 
 def _parse(text: str, source: str, key: str = "") -> tuple[Any, dict[str, str]]:
@@ -140,7 +163,8 @@ def _parse(text: str, source: str, key: str = "") -> tuple[Any, dict[str, str]]:
         mark = getattr(error, "problem_mark", None)
         line = f", line {mark.line + 1}" if mark is not None and not key else ""
         problem = getattr(error, "problem", None) or getattr(error, "reason", None) or "it cannot be read"
-        raise ConfigError(f"not valid YAML ({source}{line}): {problem}.") from None
+        cure = next((f"; {cure}" for start, cure in _YAML_CURES.items() if str(problem).startswith(start)), "")
+        raise ConfigError(f"not valid YAML ({source}{line}): {problem}{cure}.") from None
 
 
 class _Reader:
@@ -160,7 +184,9 @@ class _Reader:
         try:
             return self.loader.construct_object(node)
         except (ValueError, KeyError):  # an explicit tag such as !!int
-            raise ConfigError(f"{key}={node.value} does not fit its tag ({self.place(node)}): drop it.") from None
+            raise ConfigError(
+                f"{key}={node.value} does not fit its tag ({self.place(node)}): remove the tag."
+            ) from None
 
     def mapping(self, node: yaml.MappingNode, key: str, parents: tuple[yaml.Node, ...]) -> dict[str, Any]:
         values: dict[str, Any] = {}

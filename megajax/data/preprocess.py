@@ -10,11 +10,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple
 
 import numpy as np
 import yaml
 
+from megajax.console import CommandParser, user_errors
 from megajax.data.indexed import IndexedWriter, token_dtype
 from megajax.data.json_lines import Block, check_inputs, read_blocks, texts
 from megajax.data.progress import show_progress
@@ -22,7 +23,6 @@ from megajax.data.tokenizers import Tokenizer, end_of_document, load_tokenizer
 from megajax.errors import InputError
 
 BLOCKS_AHEAD = 4  # per worker
-INTERRUPTED = 130  # exit status
 
 
 class Encoded(NamedTuple):
@@ -134,13 +134,6 @@ def _submit(pool: ProcessPoolExecutor, block: Block) -> Future[Encoded]:
         signal.pthread_sigmask(signal.SIG_SETMASK, earlier)
 
 
-class _Parser(argparse.ArgumentParser):
-    """An `ArgumentParser` whose errors are sentences like all others."""
-
-    def error(self, message: str) -> NoReturn:
-        raise InputError(f"{message}; see `{self.prog} --help`.")
-
-
 def _worker_count(value: str) -> int:
     if not value.isdecimal() or not int(value):
         raise argparse.ArgumentTypeError(f"{value} is not a number of processes (1 or more)")
@@ -149,7 +142,7 @@ def _worker_count(value: str) -> int:
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     what = "Encode JSON lines with a tokenizer and write P_text_document.bin and .idx, in input order."
-    parser = _Parser(prog="python -m megajax.data.preprocess", description=what, allow_abbrev=False)
+    parser = CommandParser("megajax.data.preprocess", description=what)
     add = parser.add_argument
     add("--input", nargs="+", required=True, metavar="FILE", help="JSON lines, one document each; .gz, .bz2, .xz too")
     add(
@@ -167,24 +160,18 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line; returns the exit status: 0 done, 130 interrupted. Bad input exits with status 2."""
-    from megajax.config.cli import user_errors  # worker processes import this module and need no config
-
+    """The command line; the exit status."""
     with user_errors():
         options, start = _parse(arguments), time.perf_counter()
-        try:
-            prefix, documents, tokens = preprocess(
-                options.input,
-                options.output_prefix,
-                options.tokenizer,
-                workers=options.workers,
-                append_eod=options.append_eod,
-                eod_token=options.eod_token,
-                json_key=options.json_key,
-            )
-        except KeyboardInterrupt:
-            print("\nmegajax: interrupted; nothing is written.", file=sys.stderr)
-            return INTERRUPTED
+        prefix, documents, tokens = preprocess(
+            options.input,
+            options.output_prefix,
+            options.tokenizer,
+            workers=options.workers,
+            append_eod=options.append_eod,
+            eod_token=options.eod_token,
+            json_key=options.json_key,
+        )
     seconds = time.perf_counter() - start
     print(f"{prefix}.bin/.idx: {documents:,} documents, {tokens:,} tokens in {seconds:,.1f} s")
     print("To train on them, write into the config:")

@@ -11,7 +11,7 @@ from typing import NamedTuple, NoReturn
 
 import numpy as np
 
-from megajax.config.cli import user_errors
+from megajax.console import user_errors
 from megajax.errors import ConfigError, InputError
 from megajax.parallel.schedule_simulator import Costs, Report, sends, simulate, tick_starts
 from megajax.parallel.schedules import IDLE, KINDS, Schedule, Table, make_schedule

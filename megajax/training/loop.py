@@ -54,7 +54,7 @@ class Trainer:
         self.start_time = time.time() if start_time is None else start_time
         self.config, self.flags = config, prepare_environment(config) if flags is None else flags
         count = len(jax.devices() if devices is None else devices)
-        sizes = check_mesh(config, count)
+        sizes = check_mesh(config, count, jax.process_count())
         logs.check_sinks(config)
         self.data = datasets(config)
         self.program = TrainProgram.build(config, build_mesh(sizes, devices))

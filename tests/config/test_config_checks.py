@@ -29,7 +29,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 REFUSED = {
     "mesh.data=-1 mesh.fsdp=-1": (
-        "mesh.data=-1 and mesh.fsdp=-1 cannot both fill up the mesh (@): leave -1 on one axis."
+        "mesh.data=-1 and mesh.fsdp=-1 cannot share the remaining devices (@): keep -1 on one axis only."
     ),
     "mesh.expert=2": (
         "mesh.expert=2 needs a model with experts (@):"
@@ -50,20 +50,20 @@ REFUSED = {
         " (the command line: model.router={num_groups: 2, groups_per_token: 3}): use 2 or less."
     ),
     "model.num_experts=8 model.experts_per_token=3 model.router.num_groups=4": (
-        "model.experts_per_token=3 is more than the 2 experts of model.router.groups_per_token=1 of"
-        " model.router.num_groups=4 (the command line: model.experts_per_token=3):"
-        " raise model.router.groups_per_token."
+        "model.experts_per_token=3 is more than the 2 experts in model.router.groups_per_token=1 of"
+        " model.router.num_groups=4 (the command line: model.experts_per_token=3): raise"
+        " model.router.groups_per_token."
     ),
     "model.num_experts=8 mesh.expert=3": (
         "mesh.expert=3 does not divide model.num_experts=8 (the command line: mesh.expert=3): use 1, 2, 4 or 8."
     ),
     "model.num_experts=8 mesh.context=2 mesh.tensor=8 mesh.experts_over=[tensor,context]": (
-        "mesh.context=2 x mesh.tensor=8 does not divide model.num_experts=8"
-        " (the command line: mesh.context=2): use 1, 2, 4 or 8."
+        "mesh.context=2 x mesh.tensor=8 does not divide model.num_experts=8 (the command line:"
+        " mesh.context=2): use sizes whose product is 1, 2, 4 or 8."
     ),
     "model.num_experts=8 mesh.expert=2 mesh.experts_over=[tensor]": (
-        "mesh.expert=2 carries no experts with mesh.experts_over=[tensor] (the command line: mesh.expert=2):"
-        " add expert to mesh.experts_over, or use mesh.data."
+        "mesh.expert=2 has no experts to divide with mesh.experts_over=[tensor] (the command line:"
+        " mesh.expert=2): add expert to mesh.experts_over, or use mesh.data."
     ),
     "mesh.experts_over=[tensor]": (
         "mesh.experts_over=[tensor] needs experts (@): set model.num_experts, or remove it."
@@ -73,21 +73,21 @@ REFUSED = {
         " use 1, 3, 11 or 33."
     ),
     "model.num_experts=8 precision.fp8.recipe=current precision.fp8.backend=transformer_engine": (
-        "precision.fp8.backend=transformer_engine does not go together with model.num_experts=8"
-        " (the command line: precision.fp8.backend=transformer_engine): set precision.fp8.backend=xla."
+        "precision.fp8.backend=transformer_engine cannot be combined with model.num_experts=8 (the"
+        " command line: precision.fp8.backend=transformer_engine): set precision.fp8.backend=xla."
     ),
     "model.num_experts=8 model.router={score_function: sigmoid, pre_softmax: true}": (
-        "model.router.pre_softmax=true does not go together with model.router.score_function=sigmoid"
-        " (the command line: model.router={score_function: sigmoid, pre_softmax: true}):"
-        " set model.router.pre_softmax=false."
+        "model.router.pre_softmax=true cannot be combined with model.router.score_function=sigmoid (the"
+        " command line: model.router={score_function: sigmoid, pre_softmax: true}): set"
+        " model.router.pre_softmax=false."
     ),
     "model.num_experts=8 model.router.drop_policy=position": (
-        "model.router.drop_policy=position needs a limit from which on tokens are dropped"
-        " (the command line: model.router.drop_policy=position): set model.router.capacity_factor, or remove it."
+        "model.router.drop_policy=position needs an expert capacity (the command line:"
+        " model.router.drop_policy=position): set model.router.capacity_factor, or remove it."
     ),
     "model.num_experts=8 model.router={sinkhorn: true, expert_bias: true}": (
-        "model.router.sinkhorn=true does not go together with model.router.expert_bias=true"
-        " (the command line: model.router={sinkhorn: true, expert_bias: true}): unset one of them."
+        "model.router.sinkhorn=true cannot be combined with model.router.expert_bias=true (the command"
+        " line: model.router={sinkhorn: true, expert_bias: true}): remove one of them."
     ),
     "model.num_experts=8 model.shared_expert_gate=true": (
         "model.shared_expert_gate=true needs a shared expert (the command line: model.shared_expert_gate=true):"
@@ -100,14 +100,16 @@ REFUSED = {
     ),
     "model.num_kv_heads=3": ("model.num_kv_heads=3 does not divide model.num_heads=8 (@): use 1, 2, 4 or 8."),
     "model.rope_fraction=0.3": (
-        "model.rope_fraction=0.3 and model.head_dim=8 rotate 2.4 numbers a head (@): make it an even number, 2 or more."
+        "model.rope_fraction=0.3 and model.head_dim=8 rotate 2.4 dimensions of each head (@): make this"
+        " an even number, 2 or more."
     ),
     "model.head_dim=7": (
-        "model.rope_fraction=1.0 and model.head_dim=7 rotate 7 numbers a head (@): make it an even number, 2 or more."
+        "model.rope_fraction=1.0 and model.head_dim=7 rotate 7 dimensions of each head (@): make this an"
+        " even number, 2 or more."
     ),
     "model.rope_fraction=1.0e-09": (
-        "model.rope_fraction=1.0e-09 and model.head_dim=8 rotate 8e-09 numbers a head (@):"
-        " make it an even number, 2 or more."
+        "model.rope_fraction=1.0e-09 and model.head_dim=8 rotate 8e-09 dimensions of each head (@): make"
+        " this an even number, 2 or more."
     ),
     "model.rope_scaling={factor: 8, low_freq_factor: 4}": (
         "model.rope_scaling.low_freq_factor=4.0 is not below model.rope_scaling.high_freq_factor=4.0 (@):"
@@ -125,20 +127,18 @@ REFUSED = {
     ),
     "batch.num_microbatches=3": ("batch.num_microbatches=3 does not divide batch.global_size=8 (@): use 1, 2, 4 or 8."),
     "model.max_positions=16 model.position=learned": (
-        "batch.sequence_length=32 is longer than model.max_positions=16 (x.yaml, line 6):"
-        " use 16 or less, or a longer table."
+        "batch.sequence_length=32 is longer than model.max_positions=16 (x.yaml, line 6): use 16 or"
+        " less, or raise model.max_positions."
     ),
     "remat.layers=13 remat.policy=full": (
         "remat.layers=13 is more than model.num_layers=12 (@): use 12 or less, or null for all."
     ),
-    "remat.group=2": (
-        "remat.group=2 needs remat.policy=full, not none (@): set remat.group to 1 or the policy to full."
-    ),
+    "remat.group=2": ("remat.group=2 needs remat.policy=full, not none (@): set remat.group=1, or remat.policy=full."),
     "remat.group=5 remat.policy=full": (
-        "remat.group=5 does not divide the 12 layers that are recomputed (@): use 1, 2, 3, 4, 6 or 12."
+        "remat.group=5 does not divide the 12 recomputed layers (@): use 1, 2, 3, 4, 6 or 12."
     ),
     "remat.group=3 remat.policy=full remat.layers=4": (
-        "remat.group=3 does not divide the 4 layers that are recomputed (@): use 1, 2 or 4."
+        "remat.group=3 does not divide the 4 recomputed layers (@): use 1, 2 or 4."
     ),
     "kernels.attention=cudnn model.attention_softcap=50": (
         "kernels.attention=cudnn cannot run with model.attention_softcap=50.0 (@): use kernels.attention=auto."
@@ -162,15 +162,16 @@ REFUSED = {
         " or data.kind=synthetic to try without data."
     ),
     "run.deterministic=true run.dir=/my runs/x": (
-        "run.deterministic=true hands a file in run.dir=/my runs/x to XLA, whose flags are separated by blanks,"
-        " and there is one in /my runs/x (the command line: run.dir=/my runs/x): choose a run.dir without blanks."
+        "run.deterministic=true passes a path in run.dir=/my runs/x to XLA as a flag, and a flag cannot"
+        " contain the space in /my runs/x (the command line: run.dir=/my runs/x): choose a run.dir"
+        " without spaces."
     ),
     "data.split=9,1,0 data.kind=indexed data.train=a data.valid=b": (
-        "data.split=9,1,0 does not go together with data.valid=b (@): unset one of them."
+        "data.split=9,1,0 cannot be combined with data.valid=b (@): remove one of them."
     ),
     "data.synthetic_documents=2 data.kind=indexed data.train=a": (
-        "data.synthetic_documents=2 cuts made-up tokens, and data.kind=indexed has documents of its own (@):"
-        " unset it, or set data.kind=synthetic."
+        "data.synthetic_documents=2 is for data.kind=synthetic only, not for data.kind=indexed (@):"
+        " remove it, or set data.kind=synthetic."
     ),
     "data.synthetic_documents=33": (
         "data.synthetic_documents=33 is more than batch.sequence_length=32 (@): use 32 or less."
@@ -197,8 +198,7 @@ ALLOWED = [
     "remat.policy=full remat.layers=9 remat.group=3",
     "schedule.kind=wsd schedule.warmup_steps=40 schedule.wsd_decay_steps=60",
     "schedule.kind=constant schedule.decay_steps=1000 schedule.warmup_steps=200",
-    "schedule.kind=inverse_sqrt schedule.decay_steps=null schedule.warmup_steps=2000",
-    "schedule.kind=constant schedule.decay_steps=null schedule.warmup_steps=10 run.steps=3",
+    "schedule.kind=inverse_sqrt schedule.decay_steps=null schedule.warmup_steps=1000",
     "run.checkpoint_interval=50 checkpoint.keep_every=200",
     "checkpoint.keep_every=200",
     "logging.profile_start=1000",
@@ -274,27 +274,41 @@ def test_keep_every_that_misses_the_checkpoints_is_warned_about():
     with pytest.warns(UserWarning) as caught:
         load_config("x.yaml", ["run.checkpoint_interval=200", "checkpoint.keep_every=300"])
     assert [str(item.message) for item in caught] == [
-        "checkpoint.keep_every=300 is no multiple of run.checkpoint_interval=200, so only steps that are a multiple"
-        " of 600 are both saved and kept (the command line: checkpoint.keep_every=300): use a multiple of 200."
+        (
+            "checkpoint.keep_every=300 is not a multiple of run.checkpoint_interval=200, so only steps that"
+            " are a multiple of 600 are both saved and kept (the command line: checkpoint.keep_every=300):"
+            " use a multiple of 200."
+        )
     ]
     assert caught[0].filename == __file__
 
 
 @pytest.mark.parametrize("kind", ["constant", "inverse_sqrt"])
 def test_a_key_that_nobody_set_is_never_warned_about(kind: str):
+    """decay_steps is one past the warm-up here, another value than that of run.steps; nobody set it."""
     Path("x.yaml").write_text(BASE.replace("schedule: {decay_steps: 100}", ""))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        config = load_config("x.yaml", [f"schedule.kind={kind}", "run.steps=3", "schedule.warmup_steps=10"])
+        config = load_config("x.yaml", [f"schedule.kind={kind}", "run.steps=10", "schedule.warmup_steps=10"])
         Path("printed.yaml").write_text(config.to_yaml())
         assert load_config("printed.yaml") == config
+
+
+def test_a_warm_up_longer_than_the_run_is_warned_about():
+    with pytest.warns(UserWarning) as caught:
+        load_config("x.yaml", ["schedule.decay_steps=1000", "run.steps=20", "schedule.warmup_steps=100"])
+    assert [str(item.message) for item in caught] == [
+        "schedule.warmup_steps=100 is more than run.steps=20, so the run ends before it reaches"
+        " schedule.learning_rate=0.0003 (the command line: schedule.warmup_steps=100): lower schedule.warmup_steps, or"
+        " raise run.steps."
+    ]
 
 
 def test_blanks_in_the_path_of_a_deterministic_run_are_found_where_they_are(monkeypatch: pytest.MonkeyPatch):
     Path("my work").mkdir()
     monkeypatch.chdir("my work")
     load_config("../x.yaml", ["schedule.decay_steps=1000"])
-    with pytest.raises(ConfigError, match="there is one in .*/my work/runs/run .*choose a run.dir without blanks"):
+    with pytest.raises(ConfigError, match="the space in .*/my work/runs/run .*choose a run.dir without spaces"):
         load_config("../x.yaml", ["run.deterministic=true"])
 
 

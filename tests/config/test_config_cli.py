@@ -4,9 +4,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 from megajax.config import Config, load_config
-from megajax.config.cli import parse_command_line, user_errors
+from megajax.config.cli import parse_command_line
+from megajax.config.load import keys
+from megajax.console import user_errors
 from megajax.errors import InputError
 
 TEXT = """\
@@ -14,7 +17,8 @@ model: {num_layers: 4, hidden_size: 64, num_heads: 8, vocab_size: 1000}
 batch: {global_size: 8, sequence_length: 32}
 data: {kind: synthetic}
 """
-USAGE = "python -m megajax.train CONFIG.yaml [section.key=value ...] [--print-config] [--help]"
+USAGE = "python -m megajax.train CONFIG.yaml [section.key=value ...] [--print-config] [--diff [OTHER.yaml]]"
+USAGE += " [--help [SECTION]]"
 
 
 @pytest.fixture(autouse=True)
@@ -39,27 +43,76 @@ def test_print_config_prints_what_runs_again_to_the_same_result(argv, capsys):
     with pytest.raises(SystemExit) as stop:
         parse(*argv.split())
     assert stop.value.code == 0
-    printed = capsys.readouterr().out
-    Path("printed.yaml").write_text(printed)
+    shown = capsys.readouterr().out
+    Path("printed.yaml").write_text(shown)
     assert load_config("printed.yaml") == load_config("x.yaml", ["run.steps=5"])
-    assert load_config("printed.yaml").to_yaml() == printed
+    assert load_config("printed.yaml").to_yaml() == shown
 
 
-@pytest.mark.parametrize("argv", [["--help"], ["x.yaml", "--help"]])
-def test_help_shows_usage_and_every_key(argv, capsys):
+def printed(argv: str, capsys: pytest.CaptureFixture[str]) -> str:
+    """What `argv` prints before it ends with status 0."""
     with pytest.raises(SystemExit) as stop:
-        parse(*argv)
-    printed = capsys.readouterr().out
+        parse(*argv.split())
     assert stop.value.code == 0
-    assert USAGE in printed and "  logging.profile_steps  Steps in the trace. [int, default: 3]\n" in printed
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize("argv", ["--help", "x.yaml --help", "--help x.yaml", "-h", "--help run.steps=3"])
+def test_help_shows_usage_and_sections(argv, capsys):
+    shown = printed(argv, capsys)
+    assert USAGE in shown and "--help SECTION shows its keys" in shown
+    for section, field in Config.model_fields.items():
+        assert f"  {section:11} {field.annotation.__doc__}\n" in shown
+
+
+def test_help_of_a_section_or_key_shows_its_keys_and_help_all_shows_every_key(capsys):
+    line = "  logging.profile_steps  Number of steps in the trace. [int, default: 3]\n"
+    everything = printed("--help all", capsys)
+    assert all(f"  {key}  {field.description} [" in everything for key, field in keys())
+    logging = printed("--help logging", capsys)
+    assert line in logging and "  run.steps  " not in logging and "  model." not in logging
+    assert printed("--help logging.profile_steps", capsys).endswith(line)
+    assert "  model.router.jitter  " in printed("--help model.router", capsys)
+
+
+def test_diff_prints_the_shortest_config_that_loads_to_the_same(capsys):
+    assert yaml.safe_load(printed("x.yaml --diff", capsys)) == yaml.safe_load(TEXT)
+    # run.dir follows from run.name, and the schedule's last two keys from run.steps and its kind.
+    overrides = ["run.name=a", "run.steps=50", "schedule.kind=wsd", "model.position=learned"]
+    difference = printed(f"--diff x.yaml {' '.join(overrides)}", capsys)
+    assert printed(f"x.yaml {' '.join(overrides)} --print-config --diff", capsys) == difference
+    Path("short.yaml").write_text(difference)
+    assert load_config("short.yaml") == load_config("x.yaml", overrides)
+    values = yaml.safe_load(difference)
+    assert values["run"] == {"name": "a", "steps": 50} and values["schedule"] == {"kind": "wsd"}
+    assert values["model"]["position"] == "learned" and "max_positions" not in values["model"]
+
+
+def test_diff_of_two_configs_shows_both_values(capsys):
+    Path("y.yaml").write_text(TEXT.replace("num_layers: 4", "num_layers: 6"))
+    shown = [line.split() for line in printed("x.yaml run.seed=7 --diff y.yaml", capsys).splitlines()]
+    assert shown == [
+        ["key", "x.yaml", "y.yaml"],
+        ["run.seed", "7", "1234"],
+        ["model.num_layers", "4", "6"],
+    ]
+    assert printed("x.yaml --diff x.yaml", capsys) == "x.yaml and x.yaml resolve to the same config.\n"
+
+
+def test_overrides_may_come_before_the_config():
+    assert parse("run.steps=5", "x.yaml", "mesh.fsdp=-1") == load_config("x.yaml", ["run.steps=5", "mesh.fsdp=-1"])
 
 
 ERRORS = {
     "": f"no config is given (the command line): write {USAGE}.",
-    "x.yaml --steps": f"unrecognized arguments: --steps (the command line): write {USAGE}.",
-    "x.yaml run.steps": "run.steps is not an override (the command line): write section.key=value.",
-    "x.yaml run.step=5": ("run.step is not a config key (the command line: run.step=5): did you mean run.steps?"),
-    "run.steps=5 x.yaml": "config file run.steps=5 does not exist: give the path of a YAML file.",
+    "run.steps=5": f"no config is given (the command line): write {USAGE}.",
+    "x.yaml --whatever": f"--whatever is not an option (the command line): write {USAGE}.",
+    "x.yaml --steps": "--steps is not an option (the command line): write run.steps=VALUE.",
+    "x.yaml --lr mesh.data=2": "--lr is not an option (the command line): write schedule.learning_rate=VALUE.",
+    "x.yaml --lr=3e-4": "--lr is not an option (the command line): write schedule.learning_rate=3e-4.",
+    "x.yaml --mesh.tensor 2": "--mesh.tensor is not an option (the command line): write mesh.tensor=2.",
+    "--help modle": "modle is not a section of the config (the command line): did you mean the section model?",
+    "x.yaml --diff z.yaml": "config file z.yaml does not exist: give the path of a YAML file.",
 }
 
 
@@ -68,9 +121,9 @@ ERRORS = {
 def test_a_mistake_is_one_sentence_on_stderr_and_status_2(argv, capsys):
     with pytest.raises(SystemExit) as stop:
         parse(*argv.split())
-    printed = capsys.readouterr()
-    assert stop.value.code == 2 and printed.out == ""
-    assert printed.err == f"megajax: error: {ERRORS[argv]}\n"
+    shown = capsys.readouterr()
+    assert stop.value.code == 2 and shown.out == ""
+    assert shown.err == f"megajax: error: {ERRORS[argv]}\n"
 
 
 def test_other_user_errors_end_the_same_way_and_our_own_are_not_hidden(capsys):

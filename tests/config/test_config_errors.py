@@ -33,29 +33,17 @@ def message(path: str, *overrides: str) -> str:
 
 
 OVERRIDES = {
-    "model.num_head=4": "model.num_head is not a config key (@): did you mean model.num_heads?",
     "steps=3": "steps is not a config key (@): did you mean run.steps?",
     "model.learning_rate=1": ("model.learning_rate is not a config key (@): did you mean schedule.learning_rate?"),
-    "modle.num_layers=3": "modle is not a config key (@): did you mean model?",
-    "mesh.warp=3": (
-        "mesh.warp is not a config key (@): mesh has pipeline, data, fsdp, expert, context, tensor and experts_over."
-    ),
-    "zzz=3": (
-        "zzz is not a config key (@): the sections are run, model, mesh, pipeline, precision,"
-        " batch, optimizer, schedule, data, checkpoint, remat, kernels and logging."
-    ),
+    "modle.num_layers=3": "modle.num_layers is not a config key (@): did you mean model.num_layers?",
     "model.rope_scaling={factr: 8}": (
         "model.rope_scaling.factr is not a config key (@): did you mean model.rope_scaling.factor?"
     ),
-    "data.train=[{prefx: a}]": ("data.train.0.prefx is not a config key (@): did you mean data.train.N.prefix?"),
-    "model.num_layers='3'": ("model.num_layers='3' is not a whole number (@): write one such as 4, without quotes."),
-    "run.steps=1e6": "run.steps=1000000.0 is not a whole number (@): write one such as 4, without quotes.",
+    "data.train=[{prefx: a}]": ("data.train.0.prefx is not a config key (@): did you mean data.train.0.prefix?"),
     "run.steps=true": "run.steps=true is not a whole number (@): write one such as 4, without quotes.",
     "model.num_layers=null": ("model.num_layers=null is not a whole number (@): write one such as 4, without quotes."),
     "model.init_std='0.1'": ("model.init_std='0.1' is not a number (@): write one such as 0.1, without quotes."),
     "optimizer.epsilon=.inf": "optimizer.epsilon=.inf is not a finite number (@): write one such as 0.1.",
-    "logging.wandb=yes": "logging.wandb=yes is not true or false (@): write true or false.",
-    "run.name=3": "run.name=3 is not text (@): put it in quotes.",
     "run.name=''": "run.name='' is empty (@): write a name.",
     "model.layer_pattern=local": ("model.layer_pattern=local is not a list (@): write it in brackets, with commas."),
     "pipeline.layout=4": "pipeline.layout=4 is not a list (@): write it in brackets, with commas.",
@@ -68,21 +56,19 @@ OVERRIDES = {
     "pipeline.rounds=0": "pipeline.rounds=0 is too small (@): use 1 or more.",
     "model.layer_pattern=[]": "model.layer_pattern=[] is empty (@): give at least one entry.",
     "model.layer_pattern=[all]": "model.layer_pattern.0=all is not a choice (@): use global or local.",
-    "model.norm=batch": "model.norm=batch is not a choice (@): use rmsnorm or layernorm.",
-    "run.steps=0": "run.steps=0 is too small (@): use 1 or more.",
+    "run.steps=99999999999999999999": "run.steps=99999999999999999999 is too large (@): use 2147483647 or less.",
+    "run.seed=4294967296": "run.seed=4294967296 is too large (@): use 4294967294 or less.",
+    "mesh.pipeline=3000000000": "mesh.pipeline=3000000000 is too large (@): use 2147483647 or less.",
+    "precision.fp8.margin=1000": "precision.fp8.margin=1000 is too large (@): use 100 or less.",
     "schedule.learning_rate=0": "schedule.learning_rate=0 is too small (@): use more than 0.0.",
-    "model.dropout=1": "model.dropout=1 is too large (@): use less than 1.0.",
     "model.rope_fraction=1.5": "model.rope_fraction=1.5 is too large (@): use 1.0 or less.",
     "mesh.data=0": (
         "mesh.data=0 is not a mesh size (@): use 1 or more, or -1 on one axis to take all remaining devices."
     ),
-    "data.split=969,30": (
-        "data.split=969,30 is not a split (@): write the weights of train, valid and test, such as '969,30,1'."
-    ),
-    "data.train=3": "data.train=3 names no data (@): write a path prefix, or a list of prefix and weight.",
-    "model=3": "model=3 is not a mapping (@): write its keys indented below it.",
+    "data.train=3": "data.train=3 is not a data source (@): write a path prefix, or a list of {prefix, weight}.",
+    "model=3": "model=3 is not a mapping (@): set its keys, such as model.num_layers.",
     "model.rope_scaling={}": (
-        "model.rope_scaling.factor is not set (@): add it (by how much low frequencies are divided)."
+        "model.rope_scaling.factor is not set (@): add it (low frequencies are divided by this)."
     ),
 }
 
@@ -93,14 +79,17 @@ def test_a_bad_override_is_one_sentence(override: str):
     assert message("good.yaml", override) == OVERRIDES[override].replace("@", LINE + override)
 
 
-@pytest.mark.parametrize("override", ["run.steps", "=3", "run..steps=3", "--steps=3", ".=1"])
+@pytest.mark.parametrize("override", ["run.steps", "=3", "run..steps=3", ".=1"])
 def test_a_malformed_override_says_what_one_looks_like(override: str):
     expected = f"{override} is not an override (the command line): write section.key=value."
     assert message("good.yaml", override) == expected
 
 
 def test_an_override_that_is_not_yaml_says_so():
-    expected = "not valid YAML (the command line: model.layer_pattern=[a): expected ',' or ']', but got '<stream end>'."
+    expected = (
+        "not valid YAML (the command line: model.layer_pattern=[a): expected ',' or ']', but got"
+        " '<stream end>'; close the bracket."
+    )
     assert message("good.yaml", "model.layer_pattern=[a") == expected
 
 
@@ -109,7 +98,7 @@ FILES = {
         "model.num_head is not a config key (bad.yaml, line 3): did you mean model.num_heads?"
     ),
     "# nothing\n": "model.num_layers is not set (bad.yaml): add it (number of blocks (attention and MLP)).",
-    MODEL: ("batch.global_size is not set (bad.yaml): add it (sequences a step, over all devices and microbatches)."),
+    MODEL: ("batch.global_size is not set (bad.yaml): add it (sequences per step, over all devices and microbatches)."),
     MODEL + BATCH + "run:\n  steps: 1\n  seed: 2\n  steps: 3\n": (
         "run.steps is set twice (bad.yaml, line 10; first on line 8): keep one."
     ),
@@ -117,15 +106,18 @@ FILES = {
     "data:\n  train:\n  - {prefix: a, weight: 1, weight: 2}\n": (
         "data.train.0.weight is set twice (bad.yaml, line 3; first on line 3): keep one."
     ),
-    "model:\n  num_layers: 4: 5\n": ("not valid YAML (bad.yaml, line 2): mapping values are not allowed here."),
+    "model:\n  num_layers: 4: 5\n": (
+        "not valid YAML (bad.yaml, line 2): mapping values are not allowed here; check the indentation and the space"
+        " after each colon."
+    ),
     "run:\n  seed: !!python/name:os.system x\n": (
         "not valid YAML (bad.yaml, line 2): could not determine a constructor for the tag"
         " 'tag:yaml.org,2002:python/name:os.system'."
     ),
-    "a: 1\n---\nb: 2\n": "not valid YAML (bad.yaml, line 2): but found another document.",
-    "run:\n  seed: !!int x\n": "run.seed=x does not fit its tag (bad.yaml, line 2): drop it.",
+    "a: 1\n---\nb: 2\n": "not valid YAML (bad.yaml, line 2): but found another document; remove the line ---.",
+    "run:\n  seed: !!int x\n": "run.seed=x does not fit its tag (bad.yaml, line 2): remove the tag.",
     "run:\0\n": "not valid YAML (bad.yaml): special characters are not allowed.",
-    "[1, 2]\n": "bad.yaml holds [1, 2], not sections: write a section such as model: first.",
+    "[1, 2]\n": "bad.yaml holds [1, 2] instead of sections: begin with a section such as model.",
     "? [a]\n: 1\n": "a key is not text (bad.yaml, line 1): write keys as plain words.",
     "model: &m\n  rope_scaling: *m\n": (
         "model.rope_scaling contains itself (bad.yaml, line 1): write it without the alias."
@@ -136,9 +128,6 @@ FILES = {
     ),
     "run: {}\ninclude: godo.yaml\n": (
         "config file godo.yaml does not exist (bad.yaml, line 2): did you mean good.yaml?"
-    ),
-    "include: bad.yaml\n": (
-        "include goes in a circle, bad.yaml -> bad.yaml (bad.yaml, line 1): remove one of these includes."
     ),
 }
 
@@ -154,8 +143,7 @@ def test_an_include_circle_through_other_directories_is_found():
     Path("a.yaml").write_text("include: models/b.yaml\n")
     Path("models/b.yaml").write_text("run: {}\ninclude:\n- ../a.yaml\n")
     expected = (
-        "include goes in a circle, a.yaml -> models/b.yaml -> a.yaml (models/b.yaml, line 2):"
-        " remove one of these includes."
+        "the includes form a circle, a.yaml -> models/b.yaml -> a.yaml (models/b.yaml, line 2): remove one of them."
     )
     assert message("a.yaml") == expected
 

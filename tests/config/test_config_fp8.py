@@ -44,24 +44,25 @@ def test_the_fp8_layers_are_those_between_the_first_and_the_last():
 # Layers; the place is that of the first override.
 REFUSED = {
     f"{FP8}first_bf16_layers=12": (
-        "precision.fp8.first_bf16_layers=12 and precision.fp8.last_bf16_layers=0 leave none of model.num_layers=12"
-        " in FP8 (@): lower them, or set precision.fp8.recipe=none."
+        "precision.fp8.first_bf16_layers=12 and precision.fp8.last_bf16_layers=0 leave no layer of"
+        " model.num_layers=12 in FP8 (@): lower them, or set precision.fp8.recipe=none."
     ),
     f"{FP8}last_bf16_layers=7 {FP8}first_bf16_layers=5": (
-        "precision.fp8.first_bf16_layers=5 and precision.fp8.last_bf16_layers=7 leave none of model.num_layers=12"
-        " in FP8 (the command line: precision.fp8.first_bf16_layers=5): lower them, or set precision.fp8.recipe=none."
+        "precision.fp8.first_bf16_layers=5 and precision.fp8.last_bf16_layers=7 leave no layer of"
+        " model.num_layers=12 in FP8 (the command line: precision.fp8.first_bf16_layers=5): lower them,"
+        " or set precision.fp8.recipe=none."
     ),
     f"{FP8}first_bf16_layers=3 remat.policy=full remat.group=2": (
-        "precision.fp8.first_bf16_layers=3 begins or ends FP8 at layer 3, inside a group of remat.group=2 (@):"
-        " make that layer a multiple of remat.group, or set remat.group=1."
+        "precision.fp8.first_bf16_layers=3 starts or ends FP8 at layer 3, inside a group of"
+        " remat.group=2 (@): make that layer a multiple of remat.group, or set remat.group=1."
     ),
     f"{FP8}last_bf16_layers=2 {FP8}first_bf16_layers=3 remat.policy=full remat.group=3": (
-        "precision.fp8.last_bf16_layers=2 begins or ends FP8 at layer 10, inside a group of remat.group=3 (@):"
-        " make that layer a multiple of remat.group, or set remat.group=1."
+        "precision.fp8.last_bf16_layers=2 starts or ends FP8 at layer 10, inside a group of"
+        " remat.group=3 (@): make that layer a multiple of remat.group, or set remat.group=1."
     ),
     f"{FP8}last_bf16_layers=6 remat.policy=full remat.group=4 remat.layers=8": (
-        "precision.fp8.last_bf16_layers=6 begins or ends FP8 at layer 6, inside a group of remat.group=4 (@):"
-        " make that layer a multiple of remat.group, or set remat.group=1."
+        "precision.fp8.last_bf16_layers=6 starts or ends FP8 at layer 6, inside a group of remat.group=4"
+        " (@): make that layer a multiple of remat.group, or set remat.group=1."
     ),
 }
 
@@ -77,10 +78,10 @@ def test_an_impossible_choice_of_layers_is_refused(overrides: str):
 
 # overrides, devices, what is no multiple of 16
 SHAPES = [
-    ("model.hidden_size=72", 1, "model.hidden_size=72 is 72"),
+    ("model.hidden_size=72", 1, "model.hidden_size=72 is not one"),
     ("model.ffn_hidden_size=136", 1, "model.ffn_hidden_size=136 / mesh.tensor=1 is 136"),
     ("mesh.tensor=2 model.ffn_hidden_size=112", 2, "model.ffn_hidden_size=112 / mesh.tensor=2 is 56"),
-    ("mesh.tensor=-1 model.head_dim=8", 8, "model.num_heads=8 x model.head_dim=8 / mesh.tensor=8 (filled up) is 8"),
+    ("mesh.tensor=-1 model.head_dim=8", 8, "model.num_heads=8 x model.head_dim=8 / mesh.tensor=8 (from -1) is 8"),
     # Four KV heads on eight devices: each has one of them whole.
     (
         "mesh.tensor=8 model.head_dim=24 model.num_heads=16",
@@ -91,13 +92,13 @@ SHAPES = [
     (
         "mesh.data=2 mesh.fsdp=2 batch.num_microbatches=2 batch.sequence_length=34",
         4,
-        "the tokens of a microbatch on a device / mesh.tensor=1 is 34",
+        "the tokens of a microbatch on one device / mesh.tensor=1 is 34",
     ),
-    ("mesh.data=8 batch.sequence_length=24", 8, "the tokens of a microbatch on a device / mesh.tensor=1 is 24"),
+    ("mesh.data=8 batch.sequence_length=24", 8, "the tokens of a microbatch on one device / mesh.tensor=1 is 24"),
     (
         "mesh.data=2 mesh.tensor=4 batch.sequence_length=40",
         8,
-        "the tokens of a microbatch on a device / mesh.tensor=4 is 40",
+        "the tokens of a microbatch on one device / mesh.tensor=4 is 40",
     ),
 ]
 

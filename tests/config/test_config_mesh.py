@@ -63,46 +63,57 @@ REFUSED = [
     (
         "",
         8,
-        "a mesh of one device takes 1 of 8 devices (default):"
-        " make the product 8, or set one axis to -1, such as mesh.data=-1.",
+        (
+            "the default mesh uses 1 of 8 devices (default): make the product 8, or set one axis to -1, such"
+            " as mesh.data=-1."
+        ),
     ),
     (
         "mesh.data=2 mesh.tensor=2",
         8,
-        "mesh.data=2 x mesh.tensor=2 takes 4 of 8 devices (the command line: mesh.data=2):"
-        " make the product 8, or set one axis to -1, such as mesh.data=-1.",
+        (
+            "mesh.data=2 x mesh.tensor=2 uses 4 of 8 devices (the command line: mesh.data=2): make the"
+            " product 8, or set one axis to -1, such as mesh.data=-1."
+        ),
     ),
     (
         "mesh.data=-1 mesh.tensor=4",
         6,
-        "mesh.tensor=4 does not divide 6 devices (the command line: mesh.tensor=4):"
-        " use sizes whose product is 1, 2, 3 or 6.",
+        "mesh.tensor=4 does not divide 6 devices (the command line: mesh.tensor=4): use 1, 2, 3 or 6.",
     ),
     (
         "mesh.expert=-1",
         2,
-        "mesh.expert=2 (filled up) needs a model with experts (the command line: mesh.expert=-1):"
-        " set model.num_experts, or use mesh.data or mesh.fsdp for the batch.",
+        (
+            "mesh.expert=2 (from -1) needs a model with experts (the command line: mesh.expert=-1): set"
+            " model.num_experts, or use mesh.data or mesh.fsdp for the batch."
+        ),
     ),
     (
         "mesh.tensor=-1",
         3,
-        "mesh.tensor=3 (filled up) does not divide model.num_heads=8 (the command line: mesh.tensor=-1):"
-        " use 1, 2, 4 or 8.",
+        (
+            "mesh.tensor=3 (from -1) does not divide model.num_heads=8 (the command line: mesh.tensor=-1):"
+            " use 1, 2, 4 or 8."
+        ),
     ),
     (
         # 12 sequences a microbatch over 8
         "mesh.data=4 mesh.fsdp=2",
         8,
-        "mesh.data=4 x mesh.fsdp=2 does not divide batch.global_size=24 / batch.num_microbatches=2 = 12"
-        " (@, line 8): make batch.global_size a multiple of 16, or batch.num_microbatches one of 1 or 3.",
+        (
+            "mesh.data=4 x mesh.fsdp=2 does not divide batch.global_size=24 / batch.num_microbatches=2 = 12"
+            " (@, line 8): make batch.global_size a multiple of 16, or set batch.num_microbatches to 1 or 3."
+        ),
     ),
     (
         # 24 over 5 never
         "mesh.data=-1",
         5,
-        "mesh.data=5 (filled up) does not divide batch.global_size=24 / batch.num_microbatches=2 = 12"
-        " (@, line 8): make batch.global_size a multiple of 10.",
+        (
+            "mesh.data=5 (from -1) does not divide batch.global_size=24 / batch.num_microbatches=2 = 12 (@,"
+            " line 8): make batch.global_size a multiple of 10."
+        ),
     ),
     (
         # one sequence of 30 tokens over 4
@@ -127,9 +138,11 @@ REFUSED = [
     (
         "mesh.context=-1 mesh.tensor=2 batch.sequence_length=36 kernels.context=all_to_all",
         6,
-        "kernels.context=all_to_all shares heads over mesh.context=3 (filled up), which does not divide"
-        " model.num_heads=8 / mesh.tensor=2 = 4 (the command line: kernels.context=all_to_all): use"
-        " kernels.context=ring, or mesh.context=1, 2 or 4.",
+        (
+            "kernels.context=all_to_all divides the heads over mesh.context=3 (from -1), which does not"
+            " divide model.num_heads=8 / mesh.tensor=2 = 4 (the command line: kernels.context=all_to_all):"
+            " use kernels.context=ring, or mesh.context=1, 2 or 4."
+        ),
     ),
 ]
 
@@ -167,3 +180,28 @@ def test_what_the_given_sizes_cannot_divide_is_refused_on_loading(tmp_path, over
         config(tmp_path, overrides)
     expected = REFUSED_BEFORE_DEVICES_ARE_KNOWN[overrides]
     assert str(caught.value) == expected.replace("@", f"the command line: {overrides.split()[0]}")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "problem"),
+    [
+        ("mesh.fsdp=2", "mesh.fsdp=2 uses 2 of 4 devices (2 processes with 2 each)"),
+        ("mesh.fsdp=8", "mesh.fsdp=8 needs 8 devices, and there are 4 (2 processes with 2 each)"),
+        ("mesh.fsdp=-1 mesh.tensor=8", "mesh.tensor=8 does not divide 4 devices (2 processes with 2 each)"),
+    ],
+)
+def test_the_devices_of_several_processes_are_explained(tmp_path, overrides, problem):
+    with pytest.raises(ConfigError) as caught:
+        check_mesh(config(tmp_path, overrides + " batch.sequence_length=32"), 4, num_processes=2)
+    assert str(caught.value).startswith(f"{problem} (the command line: ")
+
+
+def test_the_words_agree_with_the_numbers(tmp_path):
+    with pytest.raises(ConfigError, match="needs 2 devices, and there is 1 "):
+        check_mesh(config(tmp_path, "mesh.fsdp=2"), 1)
+    with pytest.raises(ConfigError, match="or set batch.num_microbatches to 1[.]"):
+        check_mesh(config(tmp_path, "mesh.data=24 model.num_layers=1"), 24)
+    with pytest.raises(ConfigError, match="remat.layers=2 is more than model.num_layers=1 .*: use 1, or null for all"):
+        config(tmp_path, "model.num_layers=1 remat.policy=full remat.layers=2")
+    with pytest.raises(ConfigError, match="does not divide the 1 recomputed layer "):
+        config(tmp_path, "model.num_layers=1 remat.policy=full remat.group=2")

@@ -1,7 +1,9 @@
 """The pipeline's stages: which layers they have, and everything that they must fit; all numbers worked out by hand."""
 
+import itertools
 import re
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -38,9 +40,10 @@ def settings(overrides: str) -> list[str]:
     return re.split(r" (?=\w+\.[\w.]+=)", overrides) if overrides else []
 
 
-def many(stages: int, rounds: int, layers: int, layout: str = "null") -> Config:
-    """So many layers on so many stages, with microbatches to suit."""
-    sizes = f"mesh.pipeline={stages} pipeline.rounds={rounds} model.num_layers={layers} pipeline.layout={layout}"
+def many(stages: int, rounds: int, layers: int, layout: str = "null", pattern: Sequence[str] = ("local",)) -> Config:
+    """That number of layers and stages, with microbatches to suit."""
+    sizes = f"model.layer_pattern=[{','.join(pattern)}] "
+    sizes += f"mesh.pipeline={stages} pipeline.rounds={rounds} model.num_layers={layers} pipeline.layout={layout}"
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return load(f"{sizes} batch.global_size={stages} batch.num_microbatches={stages}")
@@ -149,91 +152,90 @@ def test_a_layout_in_step_is_found(layers, count, period, layout):
 REFUSED = {
     # more stages than layers
     "mesh.pipeline=8 pipeline.rounds=2": (
-        "mesh.pipeline=8 x pipeline.rounds=2 makes 16 virtual stages, more than model.num_layers=12 and two empty ones"
-        " (@):"
-        " use pipeline.rounds=1."
+        "mesh.pipeline=8 x pipeline.rounds=2 makes 16 virtual stages, and model.num_layers=12 allows at"
+        " most 14, two of them empty (@): set pipeline.rounds to 1."
     ),
     "mesh.pipeline=4 pipeline.rounds=4": (
-        "mesh.pipeline=4 x pipeline.rounds=4 makes 16 virtual stages, more than model.num_layers=12 and two empty ones"
-        " (@):"
-        " use pipeline.rounds=3 or less."
+        "mesh.pipeline=4 x pipeline.rounds=4 makes 16 virtual stages, and model.num_layers=12 allows at"
+        " most 14, two of them empty (@): set pipeline.rounds to 3 or less."
     ),
     "mesh.pipeline=16 pipeline.rounds=2": (
-        "mesh.pipeline=16 x pipeline.rounds=2 makes 32 virtual stages, more than model.num_layers=12 and two empty ones"
-        " (@):"
-        " use 12 stages or less."
+        "mesh.pipeline=16 x pipeline.rounds=2 makes 32 virtual stages, and model.num_layers=12 allows at"
+        " most 14, two of them empty (@): set mesh.pipeline to 7 or less."
     ),
     "mesh.pipeline=16": "mesh.pipeline=16 is more than model.num_layers=12 (@): use 12 or less.",
     # the layout
     "pipeline.layout=[6,6] mesh.pipeline=4": (
-        "pipeline.layout=[6, 6] has 2 of the 4 numbers that mesh.pipeline=4 needs (@):"
-        " write 4 numbers that add up to model.num_layers=12, such as [3, 3, 3, 3], or null for that."
+        "pipeline.layout=[6, 6] has 2 numbers, and mesh.pipeline=4 needs 4 (@): write 4 numbers that add"
+        " up to model.num_layers=12, or set it to null for [3, 3, 3, 3]."
     ),
     "pipeline.layout=[3,3,3,3] mesh.pipeline=2 pipeline.rounds=4": (
-        "pipeline.layout=[3, 3, 3, 3] has 4 of the 8 numbers that mesh.pipeline=2 x pipeline.rounds=4 needs (@):"
-        " write 8 numbers that add up to model.num_layers=12, such as [1, 1, 2, 2, 2, 2, 1, 1], or null for that."
+        "pipeline.layout=[3, 3, 3, 3] has 4 numbers, and mesh.pipeline=2 x pipeline.rounds=4 needs 8"
+        " (@): write 8 numbers that add up to model.num_layers=12, or set it to null for [1, 1, 2, 2, 2,"
+        " 2, 1, 1]."
     ),
     "pipeline.layout=[6,0,6] mesh.pipeline=3": (
-        "pipeline.layout=[6, 0, 6] leaves an inner virtual stage without layers (@):"
-        " give it one or more, such as [4, 4, 4], or null for that."
+        "pipeline.layout=[6, 0, 6] leaves an inner virtual stage without layers (@): give it one or"
+        " more, or set it to null for [4, 4, 4]."
     ),
     "pipeline.layout=[4,4,5] mesh.pipeline=3": (
-        "pipeline.layout=[4, 4, 5] adds up to 13, not to model.num_layers=12 (@):"
-        " make it 12, such as [4, 4, 4], or null for that."
+        "pipeline.layout=[4, 4, 5] adds up to 13, not to model.num_layers=12 (@): make it 12, or set it"
+        " to null for [4, 4, 4]."
     ),
     # microbatches: 3 of 2 + 3 ticks, 3 of 3 * 2 + 3
     "batch.num_microbatches=2 mesh.pipeline=4": (
-        "batch.num_microbatches=2 is less than mesh.pipeline=4, so that stages would idle for up to 60% of a step (@):"
-        " use 4, 6, 8, 12 or 24."
+        "batch.num_microbatches=2 is less than mesh.pipeline=4, so stages would be idle for up to 60% of"
+        " a step (@): use 4, 6, 8, 12 or 24."
     ),
     "batch.num_microbatches=3 mesh.pipeline=4 pipeline.rounds=2": (
-        "batch.num_microbatches=3 is less than mesh.pipeline=4, so that stages would idle for up to 33% of a step (@):"
-        " use 4, 8, 12 or 24."
+        "batch.num_microbatches=3 is less than mesh.pipeline=4, so stages would be idle for up to 33% of"
+        " a step (@): use 4, 8, 12 or 24."
     ),
     "batch.num_microbatches=2 mesh.pipeline=4 mesh.data=2 mesh.fsdp=2": (
-        "batch.num_microbatches=2 is less than mesh.pipeline=4, so that stages would idle for up to 60% of a step (@):"
-        " use 6."
+        "batch.num_microbatches=2 is less than mesh.pipeline=4, so stages would be idle for up to 60% of"
+        " a step (@): use 6."
     ),
     "batch.num_microbatches=2 mesh.pipeline=4 mesh.data=12": (
-        "batch.num_microbatches=2 is less than mesh.pipeline=4, so that stages would idle for up to 60% of a step (@):"
-        " use 4, and make batch.global_size a multiple of 48."
+        "batch.num_microbatches=2 is less than mesh.pipeline=4, so stages would be idle for up to 60% of"
+        " a step (@): use 4, and make batch.global_size a multiple of 48."
     ),
     "batch.num_microbatches=6 mesh.pipeline=4 pipeline.rounds=2": (
-        "batch.num_microbatches=6 is not a multiple of mesh.pipeline=4, and with pipeline.rounds=2 microbatches go"
-        " round in groups of as many as there are stages (@): use 4, 8, 12 or 24."
+        "batch.num_microbatches=6 is not a multiple of mesh.pipeline=4, which pipeline.rounds=2 needs"
+        " (@): use 4, 8, 12 or 24."
     ),
     # the pattern of layers
     f"mesh.pipeline=4 {PATTERN}": (
-        "mesh.pipeline=4 makes virtual stages of [3, 3, 3, 3] layers, which do not keep"
-        " model.layer_pattern=[local, global] in step (@): set pipeline.layout=[2, 4, 4, 2]."
+        "mesh.pipeline=4 makes virtual stages of [3, 3, 3, 3] layers, and with"
+        " model.layer_pattern=[local, global] they have different kinds of layers (@): set"
+        " pipeline.layout=[2, 4, 4, 2]."
     ),
     f"mesh.pipeline=4 pipeline.rounds=3 {PATTERN}": (
-        "mesh.pipeline=4 x pipeline.rounds=3 makes virtual stages of [1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1] layers,"
-        " which do not keep model.layer_pattern=[local, global] in step (@):"
-        " set pipeline.rounds=1 and pipeline.layout=[2, 4, 4, 2]."
+        "mesh.pipeline=4 x pipeline.rounds=3 makes virtual stages of [1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1,"
+        " 1] layers, and with model.layer_pattern=[local, global] they have different kinds of layers"
+        " (@): set pipeline.rounds=1 and pipeline.layout=[2, 4, 4, 2]."
     ),
     f"pipeline.layout=[5,7] mesh.pipeline=2 {PATTERN}": (
-        "pipeline.layout=[5, 7] does not keep model.layer_pattern=[local, global] in step over the virtual stages (@):"
-        " set pipeline.layout=[6, 6]."
+        "pipeline.layout=[5, 7] and model.layer_pattern=[local, global] give virtual stages with"
+        " different kinds of layers (@): set pipeline.layout=[6, 6]."
     ),
     f"mesh.pipeline=12 {PATTERN}": (
-        "mesh.pipeline=12 makes virtual stages of [1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1] layers, which do not keep"
-        " model.layer_pattern=[local, global] in step (@):"
-        " use fewer stages, so that each has 2 layers or a multiple."
+        "mesh.pipeline=12 makes virtual stages of [1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1] layers, and with"
+        " model.layer_pattern=[local, global] they have different kinds of layers (@): use fewer stages,"
+        " so that each has a multiple of 2 layers."
     ),
     # precision
     "remat.policy=offload mesh.pipeline=2": (
-        "remat.policy=offload cannot go together with mesh.pipeline=2, whose buffers of saved activations lie on the"
-        " GPU (@): use full, selective or save_matmuls."
+        "remat.policy=offload cannot be combined with mesh.pipeline=2, because a pipeline keeps its"
+        " saved activations on the GPU (@): use full, selective or save_matmuls."
     ),
     "precision.fp8.first_bf16_layers=1 precision.fp8.recipe=current mesh.pipeline=2": (
-        "precision.fp8.first_bf16_layers=1 cannot go together with mesh.pipeline=2, whose stages run one program (@):"
-        " set precision.fp8.first_bf16_layers=0, or mesh.pipeline=1."
+        "precision.fp8.first_bf16_layers=1 cannot be combined with mesh.pipeline=2, because all stages"
+        " run the same program (@): set precision.fp8.first_bf16_layers=0, or mesh.pipeline=1."
     ),
     "precision.fp8.first_bf16_layers=1 precision.fp8.last_bf16_layers=2 precision.fp8.recipe=delayed mesh.pipeline=2": (
-        "precision.fp8.first_bf16_layers=1 and precision.fp8.last_bf16_layers=2 cannot go together with"
-        " mesh.pipeline=2, whose stages run one program (@): set precision.fp8.first_bf16_layers=0 and"
-        " precision.fp8.last_bf16_layers=0, or mesh.pipeline=1."
+        "precision.fp8.first_bf16_layers=1 and precision.fp8.last_bf16_layers=2 cannot be combined with"
+        " mesh.pipeline=2, because all stages run the same program (@): set"
+        " precision.fp8.first_bf16_layers=0 and precision.fp8.last_bf16_layers=0, or mesh.pipeline=1."
     ),
     # the loop over slots
     "kernels.scan_unroll=4 mesh.pipeline=4": (
@@ -245,11 +247,11 @@ REFUSED = {
         " (@): use 3 or less, or null for all."
     ),
     "remat.group=4 remat.policy=full mesh.pipeline=2": (
-        "remat.group=4 does not divide the 6 layers that are recomputed in the largest virtual stage of"
+        "remat.group=4 does not divide the 6 recomputed layers in the largest virtual stage of"
         " mesh.pipeline=2 (@): use 1, 2, 3 or 6."
     ),
     "remat.group=2 remat.policy=full remat.layers=3 mesh.pipeline=2": (
-        "remat.group=2 does not divide the 3 layers that are recomputed in the largest virtual stage of"
+        "remat.group=2 does not divide the 3 recomputed layers in the largest virtual stage of"
         " mesh.pipeline=2 (@): use 1 or 3."
     ),
 }
@@ -269,26 +271,32 @@ REFUSED_WHEN_FILLED_UP = [
     (
         "mesh.pipeline=-1",
         16,
-        "mesh.pipeline=16 (filled up) is more than model.num_layers=12 (@): use 12 or less.",
+        "mesh.pipeline=16 (from -1) is more than model.num_layers=12 (@): use 12 or less.",
     ),
     (
         "batch.num_microbatches=4 mesh.pipeline=-1",
         8,
-        "batch.num_microbatches=4 is less than mesh.pipeline=8 (filled up), so that stages would idle for up to 64%"
-        " of a step (@): use 8, 12 or 24.",
+        (
+            "batch.num_microbatches=4 is less than mesh.pipeline=8 (from -1), so stages would be idle for up"
+            " to 64% of a step (@): use 8, 12 or 24."
+        ),
     ),
     (
         "pipeline.layout=[6,6] mesh.pipeline=-1 mesh.data=2",
         8,
-        "pipeline.layout=[6, 6] has 2 of the 4 numbers that mesh.pipeline=4 (filled up) needs (@):"
-        " write 4 numbers that add up to model.num_layers=12, such as [3, 3, 3, 3], or null for that.",
+        (
+            "pipeline.layout=[6, 6] has 2 numbers, and mesh.pipeline=4 (from -1) needs 4 (@): write 4"
+            " numbers that add up to model.num_layers=12, or set it to null for [3, 3, 3, 3]."
+        ),
     ),
     (
         # what divides 12 layers but not the 4 of a stage
         "kernels.scan_unroll=6 mesh.pipeline=-1",
         3,
-        "kernels.scan_unroll=6 does not divide the 4 layers of the largest virtual stage of"
-        " mesh.pipeline=3 (filled up) (@): use 1, 2 or 4.",
+        (
+            "kernels.scan_unroll=6 does not divide the 4 layers of the largest virtual stage of"
+            " mesh.pipeline=3 (from -1) (@): use 1, 2 or 4."
+        ),
     ),
     (
         # filled up to a single stage
@@ -305,8 +313,10 @@ REFUSED_WHEN_FILLED_UP = [
         # the microbatches that are usable depend on the batch shards, which are known only now
         "batch.num_microbatches=2 mesh.pipeline=-1 mesh.data=4",
         12,
-        "batch.num_microbatches=2 is less than mesh.pipeline=3 (filled up), so that stages would idle for up to 50%"
-        " of a step (@): use 3 or 6.",
+        (
+            "batch.num_microbatches=2 is less than mesh.pipeline=3 (from -1), so stages would be idle for up"
+            " to 50% of a step (@): use 3 or 6."
+        ),
     ),
 ]
 
@@ -323,6 +333,29 @@ def test_a_config_that_was_not_loaded_is_refused_with_the_mesh():
     values = load("").model_dump() | {"mesh": {"pipeline": 16}}
     with pytest.raises(ConfigError, match=re.escape("mesh.pipeline=16 is more than model.num_layers=12 (default)")):
         check_mesh(Config.model_validate(values), 16)
+
+
+def test_a_pattern_longer_than_its_period_is_the_same_network():
+    """Every layer keeps the kind that the list gives it, and equal networks compare equal."""
+    for layers, pattern in itertools.product(range(1, 9), itertools.product(("local", "global"), repeat=4)):
+        written = pattern[: max(1, layers - 1)]  # shorter than the model, of all lengths up to 4
+        config = many(1, 1, layers, pattern=written)
+        kept = config.model.layer_pattern
+        assert kept is not None
+        assert [kept[i % len(kept)] for i in range(layers)] == [written[i % len(written)] for i in range(layers)]
+        full = [written[i % len(written)] for i in range(layers)]
+        assert many(1, 1, layers, pattern=full).model == config.model
+        assert all([kept[i % n] for i in range(layers)] != full for n in range(1, len(kept)))
+
+
+@pytest.mark.parametrize("pattern", ["[local,local]", "[local,local,local]", f"[{','.join(['local'] * 12)}]"])
+def test_a_pattern_of_one_kind_fits_any_stages(pattern):
+    assert check_mesh(load(f"mesh.pipeline=4 model.layer_pattern={pattern}"), 4)["pipeline"] == 4
+
+
+def test_layers_of_a_full_list_are_in_step_where_those_of_its_period_are():
+    full = ",".join(["local", "global"] * 6)
+    assert load(f"mesh.pipeline=3 model.layer_pattern=[{full}]") == load(f"mesh.pipeline=3 {PATTERN}")
 
 
 # What passes

@@ -48,6 +48,8 @@ LAYOUTS = [
     (24, 0, 2, 4, [6, 6, 6, 6], "dmdmdm"),
     (12, 0, 2, 4, [3, 3, 3, 3], "dmdm"),
     (5, 1, 1, 4, [2, 1, 1, 1], "dm"),
+    # as many as there may be: found in moments
+    (1000, 900, 1, 2, [450, 550], 450 * "d" + 100 * "m"),
 ]
 
 
@@ -83,12 +85,12 @@ def staged(model: ModelConfig, count: int) -> Config:
 # The first of the overrides stands for @.
 REFUSED = {
     "model.first_dense_layers=4": (
-        "model.first_dense_layers=4 and model.moe_layer_interval=1 leave none of model.num_layers=4 with experts (@):"
-        " lower them, or unset model.num_experts."
+        "model.first_dense_layers=4 and model.moe_layer_interval=1 leave no layer of model.num_layers=4 with"
+        " experts (@): lower them, or set model.num_experts=null."
     ),
     "model.moe_layer_interval=5": (
-        "model.first_dense_layers=0 and model.moe_layer_interval=5 leave none of model.num_layers=4 with experts (@):"
-        " lower them, or unset model.num_experts."
+        "model.first_dense_layers=0 and model.moe_layer_interval=5 leave no layer of model.num_layers=4 with"
+        " experts (@): lower them, or set model.num_experts=null."
     ),
     "model.first_dense_layers=1 model.num_experts=null": (
         "model.first_dense_layers=1 needs experts (@): set model.num_experts, or remove it."
@@ -99,7 +101,7 @@ REFUSED = {
     # The dense layers' width counts where there are some.
     "mesh.tensor=2 model.first_dense_layers=1": "mesh.tensor=2 does not divide model.ffn_hidden_size=25 (@): use 1.",
     "remat.group=2 remat.policy=full mesh.pipeline=2 batch.num_microbatches=2 model.first_dense_layers=1": (
-        "remat.group=2 does not divide the 3 dense and MoE slots that are recomputed in each virtual stage of"
+        "remat.group=2 does not divide the 3 recomputed dense or MoE layer slots in each virtual stage of"
         " mesh.pipeline=2 (@): use 1 or 3."
     ),
 }

@@ -22,7 +22,7 @@ from megajax.errors import InputError
 TEXTS = ["first", "zweites: äöü", "", "the\nfourth", "x" * 5000, "last"]
 
 
-HELP = "see `python -m megajax.data.preprocess --help`."
+HELP = "python -m megajax.data.preprocess --help shows what can be given."
 
 
 @pytest.fixture
@@ -207,8 +207,10 @@ def test_an_interrupt_ends_with_a_sentence_and_leaves_nothing(tmp_path, monkeypa
 
     monkeypatch.setattr(preprocess_module.Encoder, "__call__", interrupt)
     source = write_lines(tmp_path / "a.jsonl", TEXTS)
-    assert main(["--input", source, "--output-prefix", str(tmp_path / "p"), "--tokenizer", "byte"]) == 130
-    assert capsys.readouterr() == ("", "\nmegajax: interrupted; nothing is written.\n")
+    with pytest.raises(SystemExit) as stopped:
+        main(["--input", source, "--output-prefix", str(tmp_path / "p"), "--tokenizer", "byte"])
+    assert stopped.value.code == 130
+    assert capsys.readouterr() == ("", "megajax: error: interrupted.\n")
     assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
 
 

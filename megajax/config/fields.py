@@ -1,0 +1,128 @@
+"""Types of config values with their limits, and the base class of all sections."""
+
+from collections.abc import Callable
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, model_validator
+
+AXES = ("pipeline", "data", "fsdp", "expert", "context", "tensor")
+
+# Upper limits are far above any sensible value. They turn a slip of the keyboard into a sentence: larger counts would
+# overflow 32 bits, exhaust the host's memory, or keep a check busy for minutes.
+INT32 = 2**31 - 1
+Count = Annotated[int, Field(ge=1, le=INT32)]
+CountOrZero = Annotated[int, Field(ge=0, le=INT32)]
+Seed = Annotated[int, Field(ge=0, le=2**32 - 2)]  # dropout uses the seed plus 1
+Layers = Annotated[int, Field(ge=1, le=1000)]
+Width = Annotated[int, Field(ge=1, le=2**20)]
+MlpWidth = Annotated[int, Field(ge=1, le=2**22)]
+MlpWidthOrZero = Annotated[int, Field(ge=0, le=2**22)]
+Experts = Annotated[int, Field(ge=1, le=2**16)]
+Vocabulary = Annotated[int, Field(ge=1, le=2**24)]
+Sequences = Annotated[int, Field(ge=1, le=2**24)]
+Tokens = Annotated[int, Field(ge=1, le=2**27)]
+HistoryLength = Annotated[int, Field(ge=1, le=2**16)]
+PowerOfTwo = Annotated[int, Field(ge=0, le=100)]
+Workers = Annotated[int, Field(ge=0, le=1024)]
+Positive = Annotated[float, Field(gt=0)]
+PositiveOrZero = Annotated[float, Field(ge=0)]
+BelowOne = Annotated[float, Field(ge=0, lt=1)]
+Text = Annotated[str, Field(min_length=1)]
+
+
+def derived(rule: Callable[[dict[str, Any]], Any], shown: str, description: str) -> Any:
+    """A key whose default follows from keys above it, as `shown` says in words; null means the default."""
+    return Field(default_factory=rule, description=description, json_schema_extra={"derived": shown})
+
+
+def _axis_size(value: int) -> int:
+    if value < 1 and value != -1:
+        raise ValueError("is not a mesh size: use 1 or more, or -1 on one axis to take all remaining devices")
+    return value
+
+
+def _in_order(axes: tuple[str, ...]) -> tuple[str, ...]:
+    if len(set(axes)) < len(axes):
+        raise ValueError("names an axis twice: name each once")
+    return tuple(axis for axis in AXES if axis in axes)
+
+
+def _split_weights(value: str) -> str:
+    try:
+        weights = [float(part) for part in value.split(",")]
+    except ValueError:
+        weights = []
+    if len(weights) != 3 or weights[0] <= 0 or not all(0 <= weight < float("inf") for weight in weights):
+        raise ValueError("is not a split: write the weights of train, valid and test, such as '969,30,1'")
+    return value
+
+
+def shortest_pattern[Kind](pattern: tuple[Kind, ...], num_layers: int) -> tuple[Kind, ...]:
+    """The shortest pattern that gives each of `num_layers` layers the same kind as `pattern` repeated.
+
+    A pattern longer than the model stays as it is: a check refuses it.
+    """
+    if len(pattern) > num_layers:
+        return pattern
+    layers = [pattern[i % len(pattern)] for i in range(num_layers)]
+    periods = range(1, len(pattern) + 1)
+    return pattern[: next(n for n in periods if all(layers[i] == layers[i % n] for i in range(num_layers)))]
+
+
+def _shortest(pattern: tuple[str, ...] | None, info: ValidationInfo) -> tuple[str, ...] | None:
+    if pattern is None or "num_layers" not in info.data:
+        return pattern
+    return shortest_pattern(pattern, info.data["num_layers"])
+
+
+def path_or_sources(value: Any) -> Any:
+    """`value`, unless it lists paths in another way than {prefix, weight}: then an error with the list to write."""
+    words = value.split() if isinstance(value, str) else value
+    if isinstance(words, dict) and "prefix" not in words and all(map(_number, words.values())):
+        words = [word for path, weight in words.items() for word in (weight, path)]  # {path: weight}
+    elif isinstance(words, dict):
+        words = [words]
+    if not isinstance(words, list) or not words:
+        return value
+    if len(words) % 2 == 0 and all(_number(weight) and isinstance(path, str) for weight, path in _pairs(words)):
+        sources = [f"{{prefix: {path}, weight: {weight}}}" for weight, path in _pairs(words)]
+    elif isinstance(value, str) or not all(isinstance(word, str) for word in words):
+        return value
+    else:
+        sources = [f"{{prefix: {path}, weight: {round(1 / len(words), 3)}}}" for path in words]
+    raise ValueError(f"is not a path or a list of sources: write [{', '.join(sources)}]")
+
+
+def _pairs(words: list[Any]) -> list[tuple[Any, Any]]:
+    return list(zip(words[::2], words[1::2], strict=True))
+
+
+def _number(value: Any) -> bool:
+    try:
+        return not isinstance(value, bool) and float(value) > 0
+    except (TypeError, ValueError):
+        return False
+
+
+AxisSize = Annotated[int, Field(le=INT32), AfterValidator(_axis_size)]
+ExpertAxis = Literal["data", "fsdp", "expert", "context", "tensor"]
+ExpertAxes = Annotated[tuple[ExpertAxis, ...], Field(strict=False, min_length=1), AfterValidator(_in_order)]
+Split = Annotated[str, AfterValidator(_split_weights)]
+LayerPattern = Annotated[
+    Annotated[tuple[Literal["global", "local"], ...], Field(strict=False, min_length=1)] | None,
+    AfterValidator(_shortest),
+]
+
+
+class Section(BaseModel):
+    """What all sections share: nothing unknown, nothing converted, nothing changed later."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _null_means_derived(cls, values: Any) -> Any:
+        if not isinstance(values, dict):
+            return values
+        extras = {name: field.json_schema_extra for name, field in cls.model_fields.items()}
+        return {key: value for key, value in values.items() if value is not None or not extras.get(key)}

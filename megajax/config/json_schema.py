@@ -1,0 +1,58 @@
+"""`python -m megajax.config.json_schema > megajax.schema.json`: the config's JSON schema, for editors."""
+
+import argparse
+import json
+import sys
+from typing import Any
+
+from megajax.config.schema import Config
+
+
+def main(argv: list[str]) -> int:
+    """Print the schema; the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="python -m megajax.config.json_schema",
+        description="Print the JSON schema of config files, with which editors complete and check keys.",
+    )
+    parser.parse_args(argv)
+    print(json.dumps(json_schema(), indent=1))
+    return 0
+
+
+def json_schema() -> dict[str, Any]:
+    """The JSON schema of a config file.
+
+    Nothing is required, since an included file or the command line may set it, and a section may be empty.
+    """
+    schema = Config.model_json_schema()
+    for definition in (schema, *schema["$defs"].values()):
+        definition.pop("required", None)
+        definition.pop("title", None)
+        for key, field in definition.get("properties", {}).items():
+            definition["properties"][key] = _field(field)
+    sections = {name: {"anyOf": [section, {"type": "null"}]} for name, section in schema["properties"].items()}
+    include = {
+        "description": "File or files that come first, relative to this one.",
+        "anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}],
+    }
+    return schema | {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": "megajax config",
+        "description": "A run of megajax.",
+        "properties": {"include": include} | sections,
+    }
+
+
+def _field(field: dict[str, Any]) -> dict[str, Any]:
+    """A key's schema: null and the rule where the default follows from other keys."""
+    rule = field.pop("derived", None)
+    field.pop("title", None)
+    if rule is None:
+        return field
+    shown = {"description": f"{field.pop('description', '')} Default: {rule}."}
+    field.pop("default", None)
+    return shown | {"anyOf": [field, {"type": "null"}]}
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,180 @@
+"""The keys of the section `model`: the network's shapes and choices."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from megajax.config.fields import (
+    BelowOne,
+    Count,
+    CountOrZero,
+    Experts,
+    LayerPattern,
+    Layers,
+    MlpWidth,
+    MlpWidthOrZero,
+    Positive,
+    PositiveOrZero,
+    Section,
+    Tokens,
+    Vocabulary,
+    Width,
+    derived,
+)
+
+
+class RopeScaling(Section):
+    """Scaling of the rotary frequencies for sequences longer than those of the first training."""
+
+    kind: Literal["llama3"] = Field(default="llama3", description="Rule of the scaling.")
+    factor: Annotated[float, Field(ge=1)] = Field(description="Low frequencies are divided by this.")
+    low_freq_factor: Positive = Field(
+        default=1.0, description="Wavelengths above original_max_positions / this are low frequencies."
+    )
+    high_freq_factor: Positive = Field(
+        default=4.0, description="Wavelengths below original_max_positions / this keep their frequency."
+    )
+    original_max_positions: Tokens = Field(default=8192, description="Sequence length of the first training.")
+
+
+class RouterConfig(Section):
+    """How MoE layers choose experts and balance their load."""
+
+    score_function: Literal["softmax", "sigmoid"] = Field(
+        default="softmax", description="Function from router logits to scores."
+    )
+    pre_softmax: bool = Field(
+        default=False, description="true: softmax over all experts, then top-k; false: softmax over the chosen experts."
+    )
+    normalise: bool = Field(default=True, description="Divide the chosen experts' scores by their sum.")
+    scaling_factor: Positive = Field(default=1.0, description="Multiply the chosen experts' weights by this.")
+    num_groups: Count = Field(default=1, description="Number of expert groups; a token uses only some of them.")
+    groups_per_token: Count = Field(default=1, description="Number of groups from which a token chooses its experts.")
+    jitter: BelowOne = Field(
+        default=0.0, description="Multiply the router's input by random numbers between 1 - this and 1 + this."
+    )
+    sequence_loss: PositiveOrZero = Field(
+        default=0.0, description="Weight of the load-balancing loss, computed for each sequence."
+    )
+    global_loss: PositiveOrZero = Field(
+        default=0.0, description="Weight of the load-balancing loss, computed for a microbatch over all devices."
+    )
+    z_loss: PositiveOrZero = Field(default=0.0, description="Weight of the squared log-sum-exp of the router logits.")
+    expert_bias: bool = Field(
+        default=False,
+        description="Balance without a loss: a bias on the scores, used for the choice only and updated each step.",
+    )
+    bias_update_rate: PositiveOrZero = Field(default=1e-3, description="Change of the expert bias in one step.")
+    sinkhorn: bool = Field(
+        default=False, description="In training, choose experts by scores balanced with Sinkhorn's iteration."
+    )
+    capacity_factor: Positive | None = Field(
+        default=None, description="Expert capacity, as a multiple of the even share of a microbatch; null: no limit."
+    )
+    drop_policy: Literal["probability", "position"] = Field(
+        default="probability",
+        description="Which assignments an expert over capacity drops: lowest routing weights, or last in the batch.",
+    )
+    force_balance: bool = Field(
+        default=False, description="Give tokens to the experts in turn and ignore the scores; for benchmarks."
+    )
+
+    @property
+    def has_losses(self) -> bool:
+        """Whether anything is added to the language model's loss."""
+        return self.sequence_loss > 0 or self.global_loss > 0 or self.z_loss > 0
+
+
+class ModelConfig(Section):
+    """The network: shapes and choices, nothing about where or how fast it runs."""
+
+    num_layers: Layers = Field(description="Number of blocks (attention and MLP).")
+    hidden_size: Width = Field(description="Width of the residual stream.")
+    num_heads: Width = Field(description="Number of query heads.")
+    num_kv_heads: Width = derived(
+        lambda model: model["num_heads"],
+        "num_heads",
+        "Number of key/value heads; fewer than num_heads is GQA.",
+    )
+    head_dim: Width = derived(
+        lambda model: model["hidden_size"] // model["num_heads"],
+        "hidden_size / num_heads",
+        "Width of a head.",
+    )
+    ffn_hidden_size: MlpWidth = derived(lambda model: 4 * model["hidden_size"], "4 * hidden_size", "Width of the MLP.")
+    vocab_size: Vocabulary = Field(description="Number of tokens in the vocabulary.")
+    vocab_multiple: Vocabulary = Field(default=128, description="The vocabulary is padded to a multiple of this.")
+    max_positions: Tokens | None = Field(
+        default=None,
+        description="Rows of the table of learned positions.",
+        json_schema_extra={"derived": "batch.sequence_length if position is learned"},
+    )
+    norm: Literal["rmsnorm", "layernorm"] = Field(default="rmsnorm", description="Kind of normalisation.")
+    norm_epsilon: Positive = Field(default=1e-5, description="Added to the variance in normalisations.")
+    activation: Literal["swiglu", "geglu", "gelu", "relu2"] = Field(
+        default="swiglu",
+        description="MLP: gated (three matrices) with SiLU or GELU; or plain (two) with GELU or squared ReLU.",
+    )
+    position: Literal["rope", "learned", "none"] = Field(
+        default="rope", description="Position encoding: rotary, a learned table, or none."
+    )
+    rope_theta: Positive = Field(default=10000.0, description="Base of the rotary wavelengths.")
+    rope_scaling: RopeScaling | None = Field(default=None, description="Scaling of the rotary frequencies.")
+    rope_fraction: Annotated[float, Field(gt=0, le=1)] = Field(
+        default=1.0, description="Fraction of each head that is rotated."
+    )
+    qk_norm: bool = Field(default=False, description="Normalise the queries and keys of each head.")
+    attention_bias: bool = Field(default=False, description="Biases in the four attention projections.")
+    mlp_bias: bool = Field(default=False, description="Biases in the MLP projections.")
+    logit_softcap: Positive | None = Field(default=None, description="Limit the output logits to ±this with tanh.")
+    attention_softcap: Positive | None = Field(
+        default=None, description="Limit the attention scores to ±this with tanh."
+    )
+    attention_sinks: bool = Field(
+        default=False,
+        description="One learned logit per head in the softmax denominator (attention sink); it starts at 0.",
+    )
+    sliding_window: Count | None = Field(
+        default=None, description="Number of tokens that a local layer attends to, the query's own token included."
+    )
+    layer_pattern: LayerPattern = Field(
+        default=None,
+        description="Kinds of layers, repeated over the depth; null with a sliding_window: all local.",
+    )
+    tie_embeddings: bool = Field(default=False, description="Use the embedding table, transposed, as the output head.")
+    dropout: BelowOne = Field(
+        default=0.0, description="Dropout rate after the embedding and in both residual branches."
+    )
+    init_std: Positive = Field(default=0.02, description="Standard deviation of the initial weights.")
+    depth_scaled_init: bool = Field(
+        default=True,
+        description="Divide init_std by sqrt(2 * num_layers) for projections into the residual stream.",
+    )
+    z_loss: PositiveOrZero = Field(default=0.0, description="Weight of the squared log-sum-exp of the output logits.")
+    num_experts: Experts | None = Field(
+        default=None, description="Number of experts in each MoE layer; null: a dense model."
+    )
+    first_dense_layers: CountOrZero = Field(
+        default=0, description="Number of layers at the start that have a plain MLP instead of experts."
+    )
+    moe_layer_interval: Count = Field(
+        default=1, description="Every n-th layer has experts, the other layers a plain MLP."
+    )
+    experts_per_token: Count = Field(default=2, description="Number of experts that compute each token (top-k).")
+    expert_ffn_hidden_size: MlpWidth | None = derived(
+        lambda model: model["ffn_hidden_size"] if model["num_experts"] else None,
+        "ffn_hidden_size if there are experts",
+        "Width of an expert.",
+    )
+    shared_expert_ffn_hidden_size: MlpWidthOrZero = Field(
+        default=0, description="Width of the shared expert, or of several together; 0: none."
+    )
+    shared_expert_gate: bool = Field(
+        default=False, description="Multiply the shared expert's output by a learned sigmoid."
+    )
+    router: RouterConfig = Field(default_factory=RouterConfig, description="Routing of MoE layers.")
+
+    @property
+    def padded_vocab_size(self) -> int:
+        """Rows of the embedding table: `vocab_size` rounded up to a multiple of `vocab_multiple`."""
+        return -(-self.vocab_size // self.vocab_multiple) * self.vocab_multiple

@@ -1,0 +1,76 @@
+"""Other frameworks' names: every row names a key that exists, and the docs' tables are up to date."""
+
+import re
+from pathlib import Path
+
+import migration_tables
+import pytest
+
+from megajax.config import Config, load_config
+from megajax.config.load import keys, suggestion
+from megajax.config.other_names import ALL
+
+KEYS = {key for key, _ in keys()}
+PAGE = migration_tables.PAGE.read_text()
+
+
+def test_every_row_names_a_key_of_ours_or_says_why_there_is_none():
+    for row in ALL:
+        key, equals, value = row.ours.partition("=")
+        assert key in KEYS | {"include"} if row.ours else row.note, row
+        assert not KEYS & set(row.names), row
+        if equals:
+            assert value in str(dict(keys())[key].annotation) or value in ("-1", "true", "false"), row
+
+
+@pytest.mark.parametrize(
+    ("typed", "answer"),
+    [
+        ("--tensor-model-parallel-size", "did you mean mesh.tensor?"),
+        ("tensor_model_parallel_size", "did you mean mesh.tensor?"),
+        ("parallelism.tensor_parallel_degree", "did you mean mesh.tensor?"),
+        ("model.num_hidden_layers", "did you mean model.num_layers?"),
+        ("schedule.lr", "did you mean schedule.learning_rate?"),
+        ("min_lr", "did you mean schedule.min_learning_rate?"),
+        ("wd", "did you mean optimizer.weight_decay?"),
+        ("optimizer.name", "did you mean optimizer.kind?"),
+        ("data.path", "use data.train, the prefix of a .bin/.idx pair."),
+        ("mesh.ep", "did you mean mesh.expert?"),
+        ("seq_length", "did you mean batch.sequence_length?"),
+        ("--rampup-batch-size", "the batch size is constant; batch.global_size sets it."),
+        ("lr_scheduler.decay_type", "did you mean schedule.kind?"),
+        # typing errors of ours, with and without the section
+        ("model.num_leyers", "did you mean model.num_layers?"),
+        ("sequence_lenght", "did you mean batch.sequence_length?"),
+        ("data.train.3.prefx", "did you mean data.train.3.prefix?"),
+        ("batch.steps", "did you mean run.steps?"),
+        # never a bare section
+        ("modle", "did you mean the section model?"),
+    ],
+)
+def test_a_name_is_answered_with_ours(typed: str, answer: str):
+    assert suggestion(typed) == answer
+
+
+def test_the_tables_of_the_docs_are_up_to_date():
+    assert migration_tables.updated(PAGE) == PAGE, "run python scripts/migration_tables.py"
+    for name in ("--context-parallel-size", "--kv-channels", "base_emb_dim", "training.seq_len", "rms_norm_eps"):
+        assert re.search(rf"^\|.*`{name}`", PAGE, re.M)
+
+
+def test_equal_defaults_are_as_the_docs_say():
+    sizes = {"num_layers": 1, "hidden_size": 8, "num_heads": 1, "vocab_size": 8}
+    config = Config.model_validate({"model": sizes, "batch": {"global_size": 1, "sequence_length": 1}})
+    model, optimizer = config.model, config.optimizer
+    assert (model.init_std, model.depth_scaled_init, model.norm_epsilon, model.rope_theta) == (0.02, True, 1e-5, 10000)
+    assert (optimizer.beta1, optimizer.epsilon, optimizer.clip_norm) == (0.9, 1e-8, 1)
+    assert not optimizer.decay_norms and not optimizer.decay_biases and config.run.seed == 1234
+
+
+def test_the_gpt3_files_set_megatrons_defaults_of_the_model():
+    root = Path(__file__).parents[2]
+    run = ["batch.global_size=1", "batch.sequence_length=8", "data.kind=synthetic"]
+    model = load_config(root / "configs/models/gpt3_125m.yaml", run).model
+    assert (model.norm, model.activation, model.position) == ("layernorm", "gelu", "learned")
+    assert model.attention_bias and model.mlp_bias and model.tie_embeddings
+    assert model.ffn_hidden_size == 4 * model.hidden_size
