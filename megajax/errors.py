@@ -1,8 +1,8 @@
-"""Mistakes of the user: one sentence each, exit status 2, never a traceback."""
+"""The user's mistakes: one sentence each, exit status 2, never a traceback."""
 
 
 class UserError(ValueError):
-    """A mistake that the user can mend; the message is one sentence that says how."""
+    """A mistake that the user can correct; the message is one sentence that says how."""
 
 
 class ConfigError(UserError):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from megajax.config import Config, load_config
 from megajax.console import CommandParser, user_errors
-from megajax.data.tokenizers import Tokenizer, load_tokenizer
+from megajax.data.tokenizers import Tokenizer, end_of_document, load_tokenizer
 from megajax.errors import InputError
 from megajax.runtime import accept_missing_cuda
 
@@ -36,6 +36,9 @@ def generate(
     run_dir, step = find_checkpoint(run_or_checkpoint, ASKER)
     config = config_of(run_dir)
     tokenizer = find_tokenizer(config, run_dir)
+    last, name = tokenizer.end_of_document, config.data.end_of_document
+    if name is not None:
+        last = end_of_document(tokenizer, str(config.data.tokenizer), name, f"data.end_of_document={name}")
     tokens = encode(tokenizer, prompt)
     # Without a capacity: the padding would take room of the text's.
     router = config.model.router.model_copy(update={"capacity_factor": None})
@@ -59,7 +62,7 @@ def generate(
         window = tokens[-length:]
         padded = jnp.array(window + [0] * (length - len(window)), jnp.int32)
         token = int(next_token(params, state, padded, len(window), jax.random.fold_in(jax.random.key(seed), i)))
-        if token == tokenizer.end_of_document:
+        if token == last:
             break
         tokens.append(token)
     return tokenizer.decode(tokens)

@@ -216,6 +216,10 @@ class DataConfig(Section):
     tokenizer: Text | None = Field(
         default=None, description="byte, a tokenizer.json, or a SentencePiece .model; null: token ids only."
     )
+    end_of_document: Text | None = Field(
+        default=None,
+        description="Name of the token that ends a document, at which generation stops; null: the tokenizer's own.",
+    )
     order: Literal["shuffled", "sequential"] = Field(default="shuffled", description="Order of documents and samples.")
     reset_attention: bool = Field(default=False, description="Tokens attend within their document only.")
     reset_positions: bool = Field(default=False, description="Positions start at 0 in each document.")

@@ -102,7 +102,7 @@ def make_loader(
 def _ignore_requests_to_stop(worker: int, num_workers: int) -> None:
     """Runs in a worker. Slurm signals every process of a step, and the trainer needs data until it has saved."""
     del worker, num_workers
-    for request in (signal.SIGTERM, signal.SIGUSR1):
+    for request in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
         signal.signal(request, signal.SIG_IGN)
 
 

@@ -175,7 +175,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     seconds = time.perf_counter() - start
     print(f"{prefix}.bin/.idx: {documents:,} documents, {tokens:,} tokens in {seconds:,.1f} s")
     print("To train on them, write into the config:")
-    print(yaml.safe_dump({"data": {"train": prefix, "tokenizer": options.tokenizer}}, sort_keys=False), end="")
+    data = {"train": prefix, "tokenizer": options.tokenizer}
+    if options.eod_token:
+        data["end_of_document"] = options.eod_token
+    print(yaml.safe_dump({"data": data}, sort_keys=False), end="")
     return 0
 
 

@@ -56,17 +56,18 @@ def load_tokenizer(spec: str) -> Tokenizer:
     return kinds[path.suffix](spec)
 
 
-def end_of_document(tokenizer: Tokenizer, spec: str, name: str | None = None) -> int:
-    """The end-of-document token: that of `name`, by default the tokenizer's own; InputError if there is none."""
+def end_of_document(tokenizer: Tokenizer, spec: str, name: str | None = None, asker: str = "--eod-token") -> int:
+    """The end-of-document token: that of `name`, by default the tokenizer's own; InputError if there is none.
+
+    `asker` is the setting that gave the name.
+    """
     token = tokenizer.end_of_document if name is None else tokenizer.token_id(name)
     if token is not None:
         return token
     special = ", ".join(tokenizer.special_tokens[:NAMES_SHOWN]) or "none"
     if name is not None:
-        own = (
-            "" if tokenizer.end_of_document is None else f", or use --append-eod for token {tokenizer.end_of_document}"
-        )
-        raise InputError(f"--eod-token: {spec} has no token {name}: name one that it has (special: {special}){own}.")
+        own = "" if tokenizer.end_of_document is None else f", or leave it out for token {tokenizer.end_of_document}"
+        raise InputError(f"{asker}: {spec} has no token {name}: name one that it has (special: {special}){own}.")
     raise InputError(
         f"--append-eod: {spec} has no end-of-document token of a known name ({', '.join(END_OF_DOCUMENT_NAMES)}); "
         f"name its token with --eod-token NAME (its special tokens: {special}), or leave the option out."

@@ -56,7 +56,7 @@ def summary(program: TrainProgram, flags: list[str], data: Sequence[str] = ()) -
         lines.append(f"kernels    experts: {kernels.grouped_matmul} ({kernels.grouped_matmul_reason})")
     if sizes["context"] > 1:
         chunk = batch.sequence_length // (2 * sizes["context"])
-        chunks = "chunks dealt out by their work" if program.deals_out_tokens else f"two chunks of {chunk} tokens"
+        chunks = "chunks balanced by their work" if program.deals_out_tokens else f"two chunks of {chunk} tokens"
         lines.append(f"context    {config.kernels.context}; of each sequence a device has {chunks}")
     if device.platform == "gpu" and kernels.attention == "reference":
         lines.append("warning    the reference attention keeps [S, S] scores in memory: slow and large on a GPU")
