@@ -66,7 +66,7 @@ def end_of_document(tokenizer: Tokenizer, spec: str, name: str | None = None, as
         return token
     special = ", ".join(tokenizer.special_tokens[:NAMES_SHOWN]) or "none"
     if name is not None:
-        own = "" if tokenizer.end_of_document is None else f", or leave it out for token {tokenizer.end_of_document}"
+        own = "" if tokenizer.end_of_document is None else f", or use its own, token {tokenizer.end_of_document}"
         raise InputError(f"{asker}: {spec} has no token {name}: name one that it has (special: {special}){own}.")
     raise InputError(
         f"--append-eod: {spec} has no end-of-document token of a known name ({', '.join(END_OF_DOCUMENT_NAMES)}); "

@@ -48,8 +48,7 @@ def test_without_a_known_name_the_end_of_document_is_named(tmp_path):
     with pytest.raises(InputError) as caught:
         end_of_document(load_tokenizer("byte"), "byte", "<stop>")
     assert str(caught.value) == (
-        "--eod-token: byte has no token <stop>: name one that it has (special: none), or use --append-eod for "
-        "token 256."
+        "--eod-token: byte has no token <stop>: name one that it has (special: none), or use its own, token 256."
     )
 
 
