@@ -32,7 +32,7 @@ from megajax.training.stop_signals import StopSignals
 from megajax.training.summary import summary
 
 DONE, BAD_NUMBERS, STOPPED = 0, 3, 75  # exit statuses
-STEPS_AHEAD = 2  # that the host may start before the devices have done them
+STEPS_AHEAD = 4  # that the host may start before the devices have done them
 
 
 class Trainer:
