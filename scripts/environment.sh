@@ -1,6 +1,6 @@
-# Sourced by the other scripts: changes to the repository's root, sets $python to an interpreter that can run
-# megajax and puts its tools first on the PATH. Makes .venv, and installs again when pyproject.toml or
-# constraints.txt changed.
+# Sourced by the other scripts, as `source environment.sh train` or `... dev`: changes to the repository's root, sets
+# $python to an interpreter that can run megajax (dev: and its tests and tools) and puts its programs first on the
+# PATH. Makes .venv, and installs again when pyproject.toml or constraints.txt changed.
 #   PYTHON          make .venv from this interpreter
 #   MEGAJAX_PYTHON  use this interpreter as it is (a container's, say); nothing is installed
 
@@ -30,32 +30,42 @@ find_python() {
     fail "No Python >= 3.12 with venv and pip on the PATH or under pyenv: install one, or set PYTHON to it."
 }
 
-# Prints the extras that this machine needs: CUDA 13 wants driver 580, CUDA 12 runs with older ones. The extra dev has
-# jax's plugin for CUDA 13, which cannot stand beside the one for CUDA 12.
-find_extras() {
+# Prints jax's extra for this machine's GPUs, if it has any: CUDA 13 wants driver 580, CUDA 12 runs with older ones.
+find_cuda() {
     local driver
     driver=$(nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>/dev/null | head -n 1) || driver=""
     case "${driver%%.*}" in
-        "" | *[!0-9]*) echo "dev" ;;
-        *) if [ "${driver%%.*}" -ge 580 ]; then echo "dev,cuda13"; else echo "tools,cuda12"; fi ;;
+        "" | *[!0-9]*) ;;
+        *) if [ "${driver%%.*}" -ge 580 ]; then echo "cuda13"; else echo "cuda12"; fi ;;
     esac
 }
 
+# Installs for a purpose, `train` or `dev`. .venv/stamp has a line for each purpose that .venv serves; it is written
+# last, so that an installation that was stopped is done again.
 make_environment() {
-    local python extras stamp log=.venv/install.log
-    extras=$(find_extras)
-    stamp="$extras $(cat pyproject.toml constraints.txt | cksum)"
-    if .venv/bin/python -c "" 2>/dev/null && [ "$(cat .venv/stamp 2>/dev/null)" = "$stamp" ]; then
+    local purpose=$1 cuda extras python sum log=.venv/install.log
+    cuda=$(find_cuda)
+    sum="$cuda $(cat pyproject.toml constraints.txt | cksum)"
+    if .venv/bin/python -c "" 2>/dev/null && grep -qxF "$purpose $sum" .venv/stamp 2>/dev/null; then
         return
+    fi
+    extras=$cuda
+    if [ "$purpose" = dev ]; then
+        # The extra dev has jax's plugin for CUDA 13, which cannot stand beside the one for CUDA 12.
+        if [ "$cuda" = cuda12 ]; then extras="tools,cuda12"; else extras="dev${cuda:+,$cuda}"; fi
     fi
     if ! can_make_environment .venv/bin/python; then
         python=$(find_python)
         "$python" -m venv --clear .venv || fail "$python could not make .venv: set PYTHON to another Python >= 3.12."
     fi
-    echo "Installing megajax and what it needs into .venv (some minutes the first time)." >&2
-    .venv/bin/python -m pip install --editable ".[$extras]" --constraint constraints.txt >"$log" 2>&1 ||
-        fail "Installing into .venv failed: $(grep -i '^error' "$log" | head -n 1) (see $log)"
-    echo "$stamp" >.venv/stamp
+    echo "Installing megajax and what it needs into .venv (a minute or more the first time)." >&2
+    rm -f .venv/stamp
+    .venv/bin/python -m pip install --no-compile --editable ".${extras:+[$extras]}" --constraint constraints.txt \
+        >"$log" 2>&1 || fail "Installing into .venv failed: $(grep -i '^error' "$log" | head -n 1) (see $log)"
+    # All cores compile what pip would compile on one. Some packages have templates that are not Python.
+    .venv/bin/python -m compileall -q -j 0 .venv/lib >/dev/null 2>&1 || true
+    echo "train $sum" >.venv/stamp
+    if [ "$purpose" = dev ]; then echo "dev $sum" >>.venv/stamp; fi
 }
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -64,7 +74,7 @@ if [ -n "${MEGAJAX_PYTHON:-}" ]; then
         fail "MEGAJAX_PYTHON=$MEGAJAX_PYTHON is no program: set it to a Python >= 3.12 that has what megajax needs."
     export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
 else
-    make_environment
+    make_environment "$1"
     python=$PWD/.venv/bin/python
 fi
 export PATH="${python%/*}:$PATH"

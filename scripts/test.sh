@@ -1,7 +1,13 @@
 #!/usr/bin/env bash
-# Lint, types, floors and tests; with arguments only pytest with these arguments (./scripts/test.sh -m smoke).
 set -euo pipefail
-source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
+
+help="usage: ./scripts/test.sh [pytest arguments]
+
+Without arguments: lint, types, floors and all tests, some 15 minutes on two cores. With arguments: pytest alone, with
+these arguments, for example -m smoke for the fastest tests, or tests/config. Installs into .venv what they need."
+
+case "${1:-}" in -h | --help) echo "$help" && exit ;; esac
+source "$(dirname "${BASH_SOURCE[0]}")/environment.sh" dev
 
 if [ $# -eq 0 ]; then
     ruff check
@@ -11,4 +17,5 @@ if [ $# -eq 0 ]; then
 fi
 # A file's tests share what they compiled, so they stay in one process.
 workers=$(nproc)
-exec "$python" -m pytest -n "$((workers < 4 ? workers : 4))" --dist loadfile --no-loadscope-reorder "$@"
+exec "$python" -m pytest -n "$((workers < 4 ? workers : 4))" --dist loadfile --no-loadscope-reorder \
+    --durations=20 --durations-min=1 "$@"
