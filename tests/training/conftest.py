@@ -7,7 +7,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import jax
 import numpy as np
 import pytest
 
@@ -23,26 +22,6 @@ precision: {compute: float32}
 schedule: {kind: constant, learning_rate: 3.0e-3}
 logging: {tensorboard: false}
 """
-
-
-@pytest.fixture(scope="session", autouse=True)
-def compilation_cache(tmp_path_factory):
-    """One directory of compiled programs for all runs of these tests; the directory."""
-    directory = tmp_path_factory.mktemp("compiled")
-    settings = {
-        "jax_compilation_cache_dir": str(directory),
-        "jax_persistent_cache_min_compile_time_secs": 0.0,
-        "jax_persistent_cache_min_entry_size_bytes": -1,
-    }
-    before = {name: getattr(jax.config, name) for name in settings}
-    for name, value in settings.items():
-        jax.config.update(name, value)
-    yield directory
-    for name, value in before.items():
-        jax.config.update(name, value)
-    from jax.experimental.compilation_cache import compilation_cache as cache
-
-    cache.reset_cache()
 
 
 @pytest.fixture(scope="session")
@@ -108,7 +87,7 @@ class Run:
 
 
 @pytest.fixture
-def start(tiny, text, compilation_cache):
+def start(tiny, text):
     """(overrides..., devices=1, **environment) → a `Run`, ended with the test if it is still there."""
     runs = []
 
@@ -116,9 +95,6 @@ def start(tiny, text, compilation_cache):
         variables = {
             **os.environ,
             "JAX_PLATFORMS": "cpu",
-            "JAX_COMPILATION_CACHE_DIR": str(compilation_cache),
-            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-            "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
             # Unoptimised code compiles three times faster, and is as deterministic.
             "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices} --xla_backend_optimization_level=0",
             **environment,
