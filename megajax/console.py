@@ -2,6 +2,7 @@
 
 import argparse
 import errno
+import os
 import sys
 import warnings
 from collections.abc import Iterator
@@ -11,6 +12,15 @@ from typing import NoReturn
 
 from megajax.errors import InputError, UserError
 
+ROOM, PERMISSION = "make room there", "choose a place that you may write to"
+CURES = {
+    errno.ENOSPC: ROOM,
+    errno.EDQUOT: ROOM,
+    errno.EFBIG: ROOM,
+    errno.EACCES: PERMISSION,
+    errno.EPERM: PERMISSION,
+    errno.EROFS: PERMISSION,
+}
 INTERRUPTED = 130  # exit status after Ctrl-C, as shells have it
 
 # subcommand: (the module whose main(arguments) it runs, what it does)
@@ -50,7 +60,9 @@ class CommandParser(argparse.ArgumentParser):
 
 @contextmanager
 def user_errors() -> Iterator[None]:
-    """Around a command: a `UserError` or a full disk is one sentence on stderr and exit status 2, a warning is a line.
+    """Around a command: a `UserError`, or a file that can't be written, is one sentence on stderr and exit status 2.
+
+    A warning is a line on stderr.
 
     Ctrl-C ends the command with status 130.
     """
@@ -58,12 +70,16 @@ def user_errors() -> Iterator[None]:
         warnings.showwarning = _warn_in_a_line
         try:
             yield
+            sys.stdout.flush()
         except UserError as error:
             _fail(str(error), 2)
+        except BrokenPipeError:  # of a pager that was closed, say
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            raise SystemExit(0) from None
         except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            if error.errno not in CURES:
                 raise
-            _fail(f"{error.filename or 'a file'} could not be written ({error.strerror}): make room there.", 2)
+            _fail(f"{error.filename or 'a file'} could not be written ({error.strerror}): {CURES[error.errno]}.", 2)
         except KeyboardInterrupt:
             _fail("interrupted.", INTERRUPTED)
 

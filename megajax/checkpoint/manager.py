@@ -19,7 +19,7 @@ import orbax.checkpoint as ocp
 from megajax.config import ModelConfig
 from megajax.config.fields import shortest_pattern
 from megajax.config.tree import show
-from megajax.errors import InputError
+from megajax.errors import InputError, UserError
 
 SUBDIRECTORY = "checkpoints"
 # What of the router makes it another network; the rest balances it in training.
@@ -36,11 +36,10 @@ ROUTER_OF_NETWORK = (
 
 @dataclass(frozen=True)
 class SaveOutcome:
-    """How a save ended: its step, bytes of arrays, seconds in all and those that training waited; why it failed."""
+    """How a save ended: its step, bytes of arrays, seconds that training waited for it; why it failed."""
 
     step: int
     size: int
-    seconds: float
     waited: float
     error: str | None = None
 
@@ -58,7 +57,7 @@ class Checkpoints:
             max_to_keep=keep, keep_period=keep_every, enable_async_checkpointing=True
         )
         self._manager = ocp.CheckpointManager(self.directory, options=options)
-        self._started: SaveOutcome | None = None  # seconds: when it started
+        self._started: SaveOutcome | None = None
 
     @property
     def latest_step(self) -> int | None:
@@ -86,7 +85,7 @@ class Checkpoints:
                 error = f"a checkpoint of step {self.latest_step} stands already"
         except Exception as problem:  # whatever orbax and the file system raise
             error = reason(problem)
-        self._started = SaveOutcome(step, size, start, time.perf_counter() - start, error)
+        self._started = SaveOutcome(step, size, time.perf_counter() - start, error)
 
     def outcome(self, wait: bool = False) -> SaveOutcome | None:
         """How the last save ended, once; None while it is under way (unless `wait`), or if there is nothing to tell."""
@@ -100,11 +99,13 @@ class Checkpoints:
             self._manager.wait_until_finished()
         except Exception as problem:
             error = error or reason(problem)
-        now = time.perf_counter()
-        if error is not None and jax.process_index() == 0:
-            for part in self.directory.glob(f"{started.step}.orbax-checkpoint-tmp*"):
-                shutil.rmtree(part, ignore_errors=True)  # or it would go on filling the disk
-        return SaveOutcome(started.step, started.size, now - started.seconds, started.waited + now - start, error)
+        waited = started.waited + time.perf_counter() - start
+        if error is not None:
+            if jax.process_index() == 0:
+                for part in self.directory.glob(f"{started.step}.orbax-checkpoint-tmp*"):
+                    shutil.rmtree(part, ignore_errors=True)  # or it would go on filling the disk
+            self._manager.reload()  # orbax has forgotten the checkpoint that the failed one was to replace
+        return SaveOutcome(started.step, started.size, waited, error)
 
     def describe(self, step: int) -> dict[str, Any]:
         """The description of a checkpoint."""
@@ -141,7 +142,13 @@ def _is_news(record: logging.LogRecord) -> bool:
 def reason(error: BaseException) -> str:
     """Why a save or a restore failed, in a few words."""
     text = str(error).strip() or type(error).__name__
-    known = ("No space left on device", "Disk quota exceeded", "Permission denied", "Read-only file system")
+    known = (
+        "No space left on device",
+        "File too large",
+        "Disk quota exceeded",
+        "Permission denied",
+        "Read-only file system",
+    )
     return next((reason for reason in known if reason in text), text.splitlines()[0][:200])
 
 
@@ -219,12 +226,21 @@ def restore_model(
     run_dir, step = find_checkpoint(path, asker, place)
     checkpoints = Checkpoints(run_dir, keep=2**31, keep_every=None)
     mine = {"model": describe_model(model)}
-    compare_descriptions(checkpoints.describe(step), mine, f"{asker}={path}{place}", ("model",), "name another run")
     item = checkpoints.directory / str(step) / "state"
     abstract = {"params": params} | ({"experts": experts} if experts else {})
-    with ocp.PyTreeCheckpointer() as reader:
-        restore_args = ocp.checkpoint_utils.construct_restore_args(abstract)
-        args = ocp.args.PyTreeRestore(abstract, restore_args=restore_args, partial_restore=True)  # type: ignore[call-arg]
-        restored = reader.restore(item, args=args)
-    checkpoints.close()
+    try:
+        saved = checkpoints.describe(step)
+        compare_descriptions(saved, mine, f"{asker}={path}{place}", ("model",), "name another run")
+        with ocp.PyTreeCheckpointer() as reader:
+            restore_args = ocp.checkpoint_utils.construct_restore_args(abstract)
+            args = ocp.args.PyTreeRestore(abstract, restore_args=restore_args, partial_restore=True)  # type: ignore[call-arg]
+            restored = reader.restore(item, args=args)
+    except (UserError, jax.errors.JaxRuntimeError):
+        raise
+    except Exception as error:  # whatever orbax raises
+        older = [good for good in complete_steps(run_dir) if good < step]
+        cure = f"try {run_dir / SUBDIRECTORY / str(older[-1])}" if older else "name another run"
+        raise InputError(f"{asker}={path}{place}: {item.parent} is damaged ({reason(error)}): {cure}.") from None
+    finally:
+        checkpoints.close()
     return restored["params"], restored.get("experts", {})

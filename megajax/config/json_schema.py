@@ -1,21 +1,22 @@
 """`python -m megajax.config.json_schema > megajax.schema.json`: the config's JSON schema, for editors."""
 
-import argparse
 import json
 import sys
 from typing import Any
 
 from megajax.config.schema import Config
+from megajax.console import CommandParser, user_errors
 
 
 def main(argv: list[str]) -> int:
     """Print the schema; the exit status."""
-    parser = argparse.ArgumentParser(
-        prog="python -m megajax.config.json_schema",
+    parser = CommandParser(
+        "megajax.config.json_schema",
         description="Print the JSON schema of config files, with which editors complete and check keys.",
     )
-    parser.parse_args(argv)
-    print(json.dumps(json_schema(), indent=1))
+    with user_errors():
+        parser.parse_args(argv)
+        print(json.dumps(json_schema(), indent=1))
     return 0
 
 

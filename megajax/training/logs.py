@@ -46,20 +46,26 @@ class MetricsLog:
         # JSON has no NaN: what is not finite is null.
         entry = {n: None if isinstance(v, float) and not math.isfinite(v) else v for n, v in values.items()}
         self._unwritten += json.dumps({"step": step, "time": round(time.time(), 3), **entry}).encode() + b"\n"
-        try:
-            while self._unwritten:
-                self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
-        except OSError as error:
-            warnings.warn(f"{self._file.name} could not be written ({error.strerror}): make room there.", stacklevel=2)
+        self._write_lines()
         numbers = {name: value for name, value in values.items() if isinstance(value, int | float)}
         if self._tensorboard:
             self._tensorboard.write(step, numbers)
         if self._wandb:
             self._wandb.log(numbers, step=step)
 
+    def _write_lines(self) -> None:
+        try:
+            while self._unwritten:
+                self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
+        except OSError as error:
+            lines = self._unwritten.count(b"\n")
+            problem = f"{lines} lines of {self._file.name} could not be written ({error.strerror})"
+            warnings.warn(f"{problem}: make room there.", stacklevel=3)
+
     def close(self) -> None:
         if not self.writer:
             return
+        self._write_lines()
         self._file.close()
         if self._tensorboard:
             self._tensorboard.close()
@@ -195,7 +201,7 @@ def closing_line(config: Config, step: int, seconds: float) -> str:
     run = config.run.dir
     sample = f"sample: python -m megajax.generate {run} --prompt TEXT; " if config.data.tokenizer else ""
     return (
-        f"done: {step} steps in {_duration(seconds)}, written to {run}; {sample}"
+        f"done: at step {step} after {_duration(seconds)}, written to {run}; {sample}"
         f"plot: python -m megajax.plot {run}; train on: raise run.steps"
     )
 

@@ -3,6 +3,7 @@
 import contextlib
 import itertools
 import time
+import warnings
 from collections import deque
 from collections.abc import Generator
 from functools import cached_property
@@ -65,8 +66,7 @@ class Trainer:
         self.compile_seconds = 0.0
         self.progress: logs.Progress | None = None
         self._state: TrainState | None = None
-        self._resumed_step = self._step_to_resume()
-        self.step = self._resumed_step or 0
+        self._find_start()
         self._compare()
         self._first_weights = self._other_weights()
         self._train_batches: Generator | None = None
@@ -90,6 +90,11 @@ class Trainer:
     @state.setter
     def state(self, state: TrainState) -> None:
         self._state = state
+
+    def _find_start(self) -> None:
+        self._seen = complete_steps(self.run_dir)
+        self._resumed_step = self._step_to_resume()
+        self.step = self._recorded_step = self._resumed_step or 0  # the latter: since when the config is in force
 
     def _step_to_resume(self) -> int | None:
         """The step of the checkpoint that this run goes on from; None if there is none."""
@@ -202,32 +207,50 @@ class Trainer:
         Raises InputError if that one failed and there is no other.
         """
         self._start_writing()
+        on_first_process(self._check_lock)
         self._report_save(self.checkpoints.outcome(wait=True))
         if self.checkpoints.latest_step != self.step:
             self.saver.save(self.checkpoints, self.step, self.state)
 
+    def close(self) -> None:
+        """Wait for the last save and leave the run directory to others, as `run` does when it ends.
+
+        Raises InputError if that save failed.
+        """
+        self._writing = False
+        try:
+            if "checkpoints" in self.__dict__:
+                self.__dict__.pop("checkpoints").close()
+        finally:
+            self.lock.release()
+            self._seen, self._recorded_step = complete_steps(self.run_dir), self.step
+
     def _lock(self) -> None:
+        """Take the run directory, and meet what its last owner did since this Trainer was built."""
         logs.make_run_dir(self.config)
         self.lock.acquire(logs.say)
+        if complete_steps(self.run_dir) == self._seen:
+            return
+        if self._state is not None:
+            raise InputError(f"{self.run_dir} was trained on meanwhile: build the Trainer again.")
+        self._find_start()
+        self.checkpoints.reload()
+        self._compare()
+
+    def _check_lock(self) -> None:
+        if self.lock.lost:
+            raise InputError(f"another process took over run.dir={self.run_dir}: this one stops at step {self.step}.")
 
     def _start_writing(self) -> None:
         """Before the first write: take the lock, read the state, and record the config that is in force from here."""
         if self._writing:
             return
         self._lock()
-        newest = complete_steps(self.run_dir)
         if self._state is None:
-            if self._step_to_resume() != self._resumed_step:  # the process that held the lock went on
-                self._resumed_step = self._step_to_resume()
-                self.step = self._resumed_step or 0
-                self.checkpoints.reload()
-                self._compare()
             if self._resumed_step is not None:
                 logs.say(f"resuming from the checkpoint of step {self.step} in {self.checkpoints.directory}")
                 self.saver.warn_of_another_rate(self.checkpoints, self._resumed_step)
             self._state = self._first_state()
-        elif newest and newest[-1] > self.step and self.config.checkpoint.resume_step is None:
-            raise InputError(f"{self.run_dir} was trained to step {newest[-1]} meanwhile: build the Trainer again.")
         on_first_process(self._record)
         self.checkpoints.reload()
         self._writing = True
@@ -235,54 +258,57 @@ class Trainer:
     def _record(self) -> None:
         before = run_record.previous_config(self.run_dir)
         changed = run_record.changed_keys(before, self.config.model_dump(mode="json")) if before else []
-        if self.step and changed:
+        start = self._recorded_step
+        if start and changed:
             logs.say(f"changed since the last start: {'; '.join(changed)}")
-        later = [step for step in complete_steps(self.run_dir) if step > self.step]
+        later = [step for step in complete_steps(self.run_dir) if step > start]
         if later:
-            path = run_record.set_aside(self.run_dir, self.step, later)
-            logs.say(f"checkpoints after step {self.step} were set aside in {path}")
-        run_record.write_config(self.run_dir, self.config, self.step)
+            path = run_record.set_aside(self.run_dir, start, later)
+            logs.say(f"checkpoints after step {start} were set aside in {path}")
+        run_record.write_config(self.run_dir, self.config, start)
         run_record.keep_tokenizer(self.run_dir, self.config)
 
     def run(self) -> int:
         """Train to `run.steps`; the exit status."""
-        steps = self.config.run.steps
-        if self.step >= steps:
-            logs.say(
-                f"nothing to do: {self.run_dir} is at step {self.step} of run.steps={steps}; raise run.steps, or "
-                "choose another run.dir"
-            )
+        if self._is_done():
             return DONE
-        self._lock()
         log = None
         try:
+            self._lock()
+            if self._is_done():  # by the process that had the lock
+                return DONE
             logs.say(summary(self.program, self.flags, describe_data(self.config, self.data)))
             self._start_writing()
             log = logs.MetricsLog(self.config, self.step, self.writer)
-            self.progress = logs.Progress(self.step, steps, self.writer)
+            self.progress = logs.Progress(self.step, self.config.run.steps, self.writer)
             with self._stop:
                 return self._run(log)
         finally:
             self._end(log)
 
+    def _is_done(self) -> bool:
+        steps = self.config.run.steps
+        if self.step < steps:
+            return False
+        logs.say(
+            f"nothing to do: {self.run_dir} is at step {self.step} of run.steps={steps}; raise run.steps, or choose "
+            "another run.dir"
+        )
+        return True
+
     def _end(self, log: logs.MetricsLog | None) -> None:
-        self._stop_profile()
-        if self._train_batches is not None:
-            self._train_batches.close()  # and the loader's workers with it
-            self._train_batches = None
-        if self.progress is not None:
-            self.progress.close()
-            self.progress = None
-        if log is not None:
-            log.close()
-            if self.writer and self.config.model.num_experts:
-                draw_load_map(self.run_dir, block_layers(self.config.model)["moe"])
-        self._writing = False
-        try:
-            if "checkpoints" in self.__dict__:
-                self.checkpoints.close()
-        finally:
-            self.lock.release()
+        with contextlib.ExitStack() as last_first:  # all of them, whatever one of them raises
+            last_first.callback(self.close)
+            if log is not None:
+                if self.writer and self.config.model.num_experts:
+                    last_first.callback(draw_load_map, self.run_dir, block_layers(self.config.model)["moe"])
+                last_first.callback(log.close)
+            if self.progress is not None:
+                last_first.callback(self.progress.close)
+            if self._train_batches is not None:
+                last_first.callback(self._train_batches.close)  # and the loader's workers with it
+            self._stop_profile()
+            self.progress = self._train_batches = None
 
     def _run(self, log: logs.MetricsLog) -> int:
         run, meter = self.config.run, Meter(self.config, self.program.mesh.devices, self.step)
@@ -329,8 +355,8 @@ class Trainer:
     def _log(self, log: logs.MetricsLog, meter: Meter, step: int, metrics: dict[str, jax.Array]) -> bool:
         """Write a logged step; True if the numbers have gone bad for good."""
         arrays = jax.device_get(metrics)
-        if self.lock.lost:
-            raise InputError(f"another process took over run.dir={self.run_dir}: this one stops at step {step}.")
+        if jax.process_count() == 1:  # several processes agree on it when they save
+            self._check_lock()
         counts, dropped = (arrays.pop(name, None) for name in COUNTS)
         values = {} if counts is None else logs.expert_load(counts, dropped)
         values = {name: array.item() for name, array in arrays.items()} | values
@@ -362,16 +388,15 @@ class Trainer:
         if outcome is None:
             return
         if outcome.error is None:
-            self._note(
-                f"saved step {outcome.step} ({logs.size(outcome.size)} in {outcome.seconds:.1f} s, training waited "
-                f"{outcome.waited:.1f} s)"
-            )
+            self._note(f"saved step {outcome.step} ({logs.size(outcome.size)}, {outcome.waited:.1f} s)")
             return
         problem = f"the checkpoint of step {outcome.step} could not be saved in {self.run_dir} ({outcome.error})"
         newest = self.checkpoints.latest_step
         stands = "there is no older one" if newest is None else f"the newest one is of step {newest}"
         if newest is None or ending:
             raise InputError(f"{problem}, and {stands}: make room, then start the same command again.")
+        if self.progress is None:  # a loop of somebody's own
+            warnings.warn(f"{problem}: {stands}.", stacklevel=3)
         self._note(f"megajax: warning: {problem}: {stands}, and training goes on")
 
     def _note(self, text: str) -> None:

@@ -46,7 +46,7 @@ class RunLock:
             if not self.lost:
                 self.path.unlink(missing_ok=True)
             atexit.unregister(self.release)
-        self.held = False
+        self.held, self._thread = False, None
 
     def __enter__(self) -> "RunLock":
         self.acquire()
@@ -106,29 +106,35 @@ class RunLock:
         aside = self.path.with_name(f"{NAME}.{os.getpid()}")
         with contextlib.suppress(FileNotFoundError):
             self.path.rename(aside)
-            if _read(aside) == owner:
-                aside.unlink()
-                return True
-            aside.rename(self.path)
+            removed = _read(aside) == owner
+            if not removed:
+                with contextlib.suppress(OSError):  # where a third starter has taken the lock meanwhile
+                    os.link(aside, self.path)
+            aside.unlink()
+            return removed
         return False
 
     def _beat(self) -> None:
         while not self._released.wait(HEARTBEAT_SECONDS):
-            if _read(self.path) != self._mine:
-                self.lost = True
-                return
-            with contextlib.suppress(OSError):
-                os.utime(self.path)
+            with contextlib.suppress(OSError, UserError):  # a file system that does not answer now may do so later
+                if not self._created():
+                    owner = _read(self.path)
+                    if owner is not None and owner != self._mine:
+                        self.lost = True
+                        return
+                    os.utime(self.path)
 
 
 def on_first_process(action: Callable[[], None]) -> None:
-    """Run `action` on process 0; the mistake (UserError) that it finds there is raised on every process."""
+    """Run `action` on process 0; a UserError or OSError of it there is an InputError on every process."""
     message = ""
     if jax.process_index() == 0:
         try:
             action()
         except UserError as error:
             message = str(error)
+        except OSError as error:
+            message = f"{error.filename or 'a file'} could not be written ({error.strerror}): choose another run.dir."
     if jax.process_count() > 1:
         from jax.experimental import multihost_utils
 

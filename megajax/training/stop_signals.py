@@ -34,7 +34,7 @@ class StopSignals:
         self._asked = True
         if number == signal.SIGINT:
             signal.signal(signal.SIGINT, self._before[signal.SIGINT])
-            sentence = "stopping after this step; Ctrl-C again stops at once, without saving"
+            sentence = "saving and stopping; Ctrl-C again stops at once, without saving"
             print(f"\nmegajax: {sentence}", file=sys.stderr, flush=True)
 
     def requested(self, agree: bool) -> bool:

@@ -1,6 +1,7 @@
 """What a run directory says of its run: it is true, complete, written by one process, and never damaged."""
 
 import errno
+import resource
 import shutil
 import warnings
 from pathlib import Path
@@ -8,6 +9,7 @@ from pathlib import Path
 import jax
 import pytest
 
+from megajax.checkpoint import Checkpoints
 from megajax.config import load_config
 from megajax.config.tree import read_file
 from megajax.errors import InputError
@@ -80,9 +82,10 @@ def test_the_console_tells_what_happens_and_what_to_do_next(run_dir, build, caps
     shutil.rmtree(run_dir)
     assert build("run.steps=3", "run.log_interval=10", "run.checkpoint_interval=2").run() == 0
     lines = capsys.readouterr().out.splitlines()
-    starts = ["compiling…", "compiled in ", "first step done ", "step 1/3 ", "saved step 2 (", "step 3/3 ", "done: 3"]
+    starts = ["compiling…", "compiled in ", "first step done ", "step 1/3 ", "step 3/3 ", "saved step 3 (", "done: "]
     positions = [next(i for i, line in enumerate(lines) if line.startswith(start)) for start in starts]
-    assert sorted(positions) in (positions, [*positions[:4], positions[5], positions[4], positions[6]])
+    assert positions == sorted(positions)
+    assert any(line.startswith("saved step 2 (") for line in lines)
     assert lines[-1].endswith("train on: raise run.steps")
 
 
@@ -126,6 +129,33 @@ def test_a_damaged_checkpoint_is_named_with_the_newest_one_that_reads(run_dir, b
     assert files(run_dir) == before
 
 
+@pytest.mark.parametrize("kind", ["arrays", "description"])
+def test_damaged_weights_to_start_from_are_named_with_older_ones(run_dir, build, tmp_path, kind):
+    damage(run_dir, kind)
+    with pytest.raises(InputError) as caught:
+        build(f"run.dir={tmp_path / 'other'}", f"checkpoint.init_from={run_dir}")
+    assert f"{run_dir / 'checkpoints' / '4'}" in str(caught.value) and " is damaged (" in str(caught.value)
+    assert str(caught.value).endswith(f"): try {run_dir / 'checkpoints' / '2'}.")
+
+
+def test_a_trainer_that_was_stopped_goes_on_and_saves(run_dir, build, checkpoint_steps):
+    trainer = build("run.steps=6")
+    trainer._stop.requested = lambda agree: trainer.step == 5
+    assert trainer.run() == 75
+    assert trainer.run() == 0
+    assert checkpoint_steps(run_dir) == [5, 6]
+    assert trainer.run() == 0  # nothing to do
+
+
+def test_a_run_that_another_process_finished_meanwhile_has_nothing_to_do(run_dir, build, capsys):
+    late = build("run.steps=5", "schedule.learning_rate=0.1")
+    assert build("run.steps=5").run() == 0
+    before = files(run_dir)
+    assert late.run() == 0
+    assert capsys.readouterr().out.splitlines()[-1].startswith("nothing to do: ")
+    assert files(run_dir) == before
+
+
 def test_a_run_goes_back_to_a_chosen_step_once_and_loses_nothing(run_dir, build, read_metrics, checkpoint_steps):
     before = files(run_dir)
     with pytest.raises(InputError, match="resume_step=3 .* has checkpoints of steps 2, 4: choose one of them"):
@@ -157,29 +187,37 @@ def test_a_longer_run_warns_of_the_learning_rate_that_jumps(run_dir, build):
 
 @pytest.fixture
 def full_disk(monkeypatch):
-    """(Trainer) → orbax's save fails as on a full disk, at the steps that are given."""
+    """(Trainer, steps...) → the checkpoints of these steps find no room: files end at 20 kB while they are written."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
 
     def full_disk(trainer, *steps):
-        save = trainer.checkpoints._manager.save
+        save, outcome = Checkpoints.save, Checkpoints.outcome
 
-        def failing(step, **arguments):
+        def save_to_the_full(checkpoints, step, *arguments):
             if step in steps:
-                raise OSError(errno.ENOSPC, "No space left on device")
-            return save(step, **arguments)
+                resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
+            save(checkpoints, step, *arguments)
 
-        monkeypatch.setattr(trainer.checkpoints._manager, "save", failing)
+        def outcome_of_the_full(checkpoints, wait=False):
+            found = outcome(checkpoints, True)
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+            return found
+
+        monkeypatch.setattr(Checkpoints, "save", save_to_the_full)
+        monkeypatch.setattr(Checkpoints, "outcome", outcome_of_the_full)
         return trainer
 
-    return full_disk
+    yield full_disk
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
 def test_a_save_that_fails_is_a_warning_while_an_older_checkpoint_stands(run_dir, build, full_disk, capsys):
-    trainer = full_disk(build("run.steps=7", "run.checkpoint_interval=1"), 5)
+    trainer = full_disk(build("run.steps=7", "run.checkpoint_interval=1", "checkpoint.keep=1"), 5)
     assert trainer.run() == 0
     printed = capsys.readouterr().out
     assert "the checkpoint of step 5 could not be saved" in printed
-    assert "(No space left on device): the newest one is of step 4, and training goes on" in printed
-    assert digits(run_dir / "checkpoints") == [6, 7]
+    assert "(File too large): the newest one is of step 4, and training goes on" in printed
+    assert digits(run_dir / "checkpoints") == [7]
 
 
 @pytest.mark.parametrize(

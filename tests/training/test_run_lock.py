@@ -88,6 +88,15 @@ def test_a_lock_that_cannot_be_looked_up_is_watched_for_a_heartbeat(tmp_path, ow
         assert json.loads(path.read_text())["process"] == os.getpid()
 
 
+def test_a_lock_that_cannot_be_read_for_a_moment_is_not_lost(tmp_path, monkeypatch):
+    monkeypatch.setattr(run_lock, "HEARTBEAT_SECONDS", 0.01)
+    with RunLock(tmp_path) as lock:
+        (tmp_path / "lock").unlink()
+        while not (tmp_path / "lock").exists():  # it comes back with the next heartbeat
+            pass
+        assert not lock.lost
+
+
 def test_a_run_whose_lock_was_taken_over_knows_it_and_leaves_it(tmp_path, owner, monkeypatch):
     monkeypatch.setattr(run_lock, "HEARTBEAT_SECONDS", 0.01)
     lock = RunLock(tmp_path)
