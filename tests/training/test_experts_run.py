@@ -80,7 +80,7 @@ def test_a_run_logs_and_draws_its_routers_losses_and_loads_also_after_a_stop(tmp
             "model.first_dense_layers=1",
             "model.router={global_loss: 0.01, z_loss: 0.001, expert_bias: true, capacity_factor: 0.75}",
             "data={kind: synthetic, train: null, valid: null, split: null, tokenizer: null}",
-            "batch={global_size: 4, sequence_length: 16}",
+            "batch={global_size: 4, num_microbatches: 1, sequence_length: 16}",
             "mesh={expert: 2}",
         ],
     )
