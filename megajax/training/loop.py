@@ -229,7 +229,7 @@ class Trainer:
         """Take the run directory, and meet what its last owner did since this Trainer was built."""
         logs.make_run_dir(self.config)
         self.lock.acquire(logs.say)
-        if complete_steps(self.run_dir) == self._seen:
+        if self._writing or complete_steps(self.run_dir) == self._seen:  # what came since is this Trainer's own
             return
         if self._state is not None:
             raise InputError(f"{self.run_dir} was trained on meanwhile: build the Trainer again.")
