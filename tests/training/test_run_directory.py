@@ -147,6 +147,15 @@ def test_a_trainer_that_was_stopped_goes_on_and_saves(run_dir, build, checkpoint
     assert trainer.run() == 0  # nothing to do
 
 
+def test_a_trainer_that_saved_by_hand_runs_the_rest(run_dir, build, checkpoint_steps):
+    trainer = build("run.steps=6")
+    trainer.train_step(trainer.next_batch())
+    trainer.save()
+    trainer.checkpoints.wait()
+    assert trainer.run() == 0
+    assert checkpoint_steps(run_dir) == [5, 6]
+
+
 def test_a_run_that_another_process_finished_meanwhile_has_nothing_to_do(run_dir, build, capsys):
     late = build("run.steps=5", "schedule.learning_rate=0.1")
     assert build("run.steps=5").run() == 0
