@@ -7,7 +7,7 @@ two passes at different ticks (pipeline.py).
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -16,6 +16,7 @@ import numpy as np
 from jax import lax
 
 from megajax.config import Config
+from megajax.config.kinds import LayerKind
 from megajax.config.stages import gathered_slots, slot_kinds
 from megajax.model.transformer import ROUTER_LOSSES, SAVED_NAMES, BlockInputs, Transformer
 from megajax.ops import fp8
@@ -66,6 +67,16 @@ class Residuals:
         return cls(list(saved), *static)
 
 
+@dataclass(frozen=True)
+class UnitProgram:
+    """What the computation of a unit depends on: units with equal ones are traced and lowered once."""
+
+    kinds: tuple[LayerKind, ...]  # of its layers
+    gathered: tuple[bool, ...]  # of each layer, whether its weights stay gathered over `fsdp`
+    policy: str
+    fp8: bool
+
+
 class LayerStack:
     """All layers of one device's pipeline stage: R rounds of the same segments.
 
@@ -103,6 +114,11 @@ class LayerStack:
         # The layer that lies in each virtual stage's first slot, or would if it were not empty; [P, R]
         first = np.where(self.table == EMPTY, EMPTY - self.table.size, self.table - np.arange(len(self.slots)))
         self.first_layers = first.max(axis=2)
+        # One function for all equal units: XLA inlines its calls, but jax traces and lowers it once. Not where no two
+        # calls of attention may be equal (`MeshComm.attend`).
+        shared = (lambda f, **_: f) if comm.deterministic else jax.jit
+        self._forward = shared(self._unit_forward, static_argnames=("program", "save"))
+        self._backward = shared(self._unit_backward, static_argnames=("program",))
         # Whether all others follow from it: not where layers of two kinds leave slots empty between them.
         self.in_order = bool(((first == self.first_layers[..., None]) | (self.table == EMPTY)).all())
 
@@ -256,24 +272,32 @@ class LayerStack:
 
     def unit_forward(self, unit: Unit, x, inputs, segment: Segment, first, u: int, save: bool):
         """Unit `u` of a body whose first layer is `first` → (y, residuals; None if not `save`, metrics)."""
-        weights = self._gather(unit, segment, u)
-        run = self._runner(inputs, segment, first, u)
-        if not save or segment.policy == "full":
+        program, layers = self._program(segment, u), _layers_from(first, u * segment.group, segment.group)
+        return self._forward(unit, x, inputs, layers, program=program, save=save)
+
+    def _unit_forward(self, unit: Unit, x, inputs: BlockInputs, layers, *, program: UnitProgram, save: bool):
+        weights, run = self._gather(unit, program), self._runner(inputs, layers, program)
+        if not save or program.policy == "full":
             (y, _), metrics = run(weights, x)
             return y, (x if save else None), metrics
-        run = _with_policy(run, segment.policy, self.attention_is_fused)
+        run = _with_policy(run, program.policy, self.attention_is_fused)
         (y, _), pull, metrics = jax.vjp(run, weights, x, has_aux=True)
         return y, Residuals.of(pull, weights), metrics
 
     def unit_backward(self, unit: Unit, saved, dy, inputs, segment: Segment, first, u: int):
         """The unit's output gradient → (that of its input, its weights' gradients, FP8 amaxes of its layers)."""
-        weights = self._gather(unit, segment, u)
-        if segment.policy == "full":
+        program, layers = self._program(segment, u), _layers_from(first, u * segment.group, segment.group)
+        return self._backward(unit, saved, dy, inputs, layers, program=program)
+
+    def _unit_backward(self, unit: Unit, saved, dy, inputs: BlockInputs, layers, *, program: UnitProgram):
+        weights = self._gather(unit, program)
+        if program.policy == "full":
             x, dy = lax.optimization_barrier((saved, dy))  # or the recomputation would be merged with the forward pass
-            _, pull, _ = jax.vjp(self._runner(inputs, segment, first, u), weights, x, has_aux=True)
+            _, pull, _ = jax.vjp(self._runner(inputs, layers, program), weights, x, has_aux=True)
         else:
             pull = saved.pull(weights)
-        gradient, dx = pull((dy, inputs.balance_scale if self._has_losses(segment, u) else None))
+        has_losses = self.has_losses and any(kind.block == "moe" for kind in program.kinds)
+        gradient, dx = pull((dy, inputs.balance_scale if has_losses else None))
         gradient = tuple({n: g for n, g in layer.items() if n not in STATE} for layer in gradient)
         amax = tuple({n: g.amax for n, g in layer.items() if isinstance(g, Fp8Weight)} for layer in gradient)
         gradient = tuple(
@@ -315,8 +339,13 @@ class LayerStack:
     def _scatter_once(self, gradient: Unit) -> Unit:
         return tuple({n: self.exchange.scatter_once(BLOCKS + n, g) for n, g in layer.items()} for layer in gradient)
 
-    def _runner(self, inputs: BlockInputs, segment: Segment, first, u: int) -> Callable:
-        """(weights of unit `u` of a body of these layers, x) → ((y, routers' losses), metrics).
+    def _program(self, segment: Segment, u: int) -> UnitProgram:
+        start = segment.start + u * segment.group
+        kinds = self.slots[start : start + segment.group]
+        return UnitProgram(kinds, tuple(self._stay_gathered(segment, u)), segment.policy, segment.fp8)
+
+    def _runner(self, inputs: BlockInputs, layers, program: UnitProgram) -> Callable:
+        """(weights of a unit, x) → ((y, routers' losses), metrics); `layers` is the unit's first, or all `[group]`.
 
         The losses are this device's share, None where there are none. They are an output, because their gradient begins
         here, whatever becomes of y.
@@ -324,18 +353,16 @@ class LayerStack:
 
         def run(weights: Unit, x: jax.Array):
             metrics = []
-            for i, layer_weights in enumerate(weights):
-                offset = u * segment.group + i
-                kind, window = self.slots[segment.start + offset]
-                x, _, measured = self.blocks[kind](
+            for i, (kind, layer_weights) in enumerate(zip(program.kinds, weights, strict=True)):
+                x, _, measured = self.blocks[kind.block](
                     layer_weights,
                     x,
                     inputs,
-                    _layer_at(first, offset),
+                    layers[i] if jnp.ndim(layers) else layers + i,
                     {name: layer_weights[name] for name in STATE if name in layer_weights},
                     comm=self.comm,
-                    window=window,
-                    recompute=self._recomputed(segment),
+                    window=kind.window,
+                    recompute=self._recomputed(program),
                 )
                 metrics.append(measured)
             losses = [layer[name] for layer in metrics for name in ROUTER_LOSSES if name in layer]
@@ -343,23 +370,23 @@ class LayerStack:
 
         return run
 
-    def _recomputed(self, segment: Segment) -> tuple[str, ...]:
+    def _recomputed(self, program: UnitProgram) -> tuple[str, ...]:
         """What blocks compute again without being asked to by a policy of `jax.checkpoint`.
 
         Results of norms are dear to keep in a pipeline's buffers: written twice and read twice, they take longer than
         to compute again. Not so over `tensor`, where their tokens would be gathered again, and in FP8.
         """
-        parts = ("attention",) if segment.policy == "selective" else ()
-        if len(self.table) > 1 and self.comm.tensor_size == 1 and not segment.fp8:
+        parts = ("attention",) if program.policy == "selective" else ()
+        if len(self.table) > 1 and self.comm.tensor_size == 1 and not program.fp8:
             parts = (*parts, "norms")
-        return parts if segment.policy in ("none", "selective") else ()
+        return parts if program.policy in ("none", "selective") else ()
 
     @jax.named_scope("weights")
-    def _gather(self, unit: Unit, segment: Segment, u: int) -> Unit:
-        """The weights of unit `u`, ready for its blocks."""
+    def _gather(self, unit: Unit, program: UnitProgram) -> Unit:
+        """The weights of a unit, ready for its blocks."""
         return tuple(
             {name: self._gather_layer(name, w, stays) for name, w in layer.items()}
-            for layer, stays in zip(unit, self._stay_gathered(segment, u), strict=True)
+            for layer, stays in zip(unit, program.gathered, strict=True)
         )
 
     def _gather_layer(self, name: str, w: jax.Array | Fp8Weight, gathered: bool) -> jax.Array | Fp8Weight:
@@ -388,11 +415,6 @@ class LayerStack:
         if not rows.filled.all():
             own["filled"] = jnp.asarray(rows.filled)[lax.axis_index("pipeline")]
         return own
-
-    def _has_losses(self, segment: Segment, u: int) -> bool:
-        """Whether unit `u` of a segment's body has a router whose losses are differentiated."""
-        start = segment.start + u * segment.group
-        return self.has_losses and any(slot.block == "moe" for slot in self.slots[start : start + segment.group])
 
     def _by_kind(self, segment: Segment, units: Sequence[tuple[dict, ...]]) -> Iterator[tuple[str, list[dict]]]:
         """The layers of each kind in a segment's body, kind by kind."""
@@ -445,9 +467,9 @@ def _of_block(params: Mapping[str, jax.Array], kind: str) -> dict[str, jax.Array
     return {n.removeprefix(prefix): w for n, w in params.items() if n.startswith(prefix)}
 
 
-def _layer_at(layers, offset: int):
-    """A body's layer `offset`: `layers` is the first of consecutive ones, or all of them `[unroll]`."""
-    return layers[offset] if jnp.ndim(layers) else layers + offset
+def _layers_from(first, offset: int, count: int):
+    """Layers of a body from `offset` on: `first` is the first of consecutive layers, or all of them `[unroll]`."""
+    return first[offset : offset + count] if jnp.ndim(first) else first + offset
 
 
 def _first_layers(segment: Segment):
