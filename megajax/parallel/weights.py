@@ -97,11 +97,12 @@ class WeightExchange:
     def tie_reduction(self, values: Any, complete: bool) -> Any:
         """The same for reductions: over `fsdp`, and over the axes of ONCE_AXES too if they are `complete`.
 
-        With `tensor` it keeps the weights' gradients in their layers: untied, XLA saves all of them for the end.
+        It also keeps the weights' gradients in their layers wherever layers communicate. Untied, XLA defers the matmuls
+        of many layers to hide transfers behind them, and keeps the operands of all.
         """
         once = any(self.sizes[axis] > 1 for axis in ONCE_AXES)
-        communicates = self.sizes["fsdp"] > 1 or self.sizes["tensor"] > 1 or (complete and once)
-        return lax.optimization_barrier(values) if communicates else values
+        communicates = any(size > 1 for axis, size in self.sizes.items() if axis != "data")
+        return lax.optimization_barrier(values) if communicates or (complete and once) else values
 
     def _layer_by_layer(self, placement: Placement) -> bool:
         """Whether a weight is gathered over `fsdp`: experts that lie over that axis are not."""
