@@ -378,8 +378,8 @@ def fuse(stored: Weights) -> dict[str, jax.Array]:
     weights = dict(stored)
     for name in filter(weights.__contains__, (*FUSED["attention.qkv"], *FUSED["attention.qkv_bias"])):
         weights[name] = weights[name].reshape(*weights[name].shape[:-2], -1)
-    output = weights["attention.output"]
-    weights["attention.output"] = output.reshape(*output.shape[:-3], -1, output.shape[-1])
+    if (output := weights.get("attention.output")) is not None:
+        weights["attention.output"] = output.reshape(*output.shape[:-3], -1, output.shape[-1])
     for name, parts in FUSED.items():
         present = [weights.pop(part) for part in parts if part in weights]
         if present:

@@ -7,7 +7,7 @@ two passes at different ticks (pipeline.py).
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -24,9 +24,10 @@ from megajax.ops.fp8 import Fp8Weight
 from megajax.parallel.comm import MeshComm
 from megajax.parallel.fused import FusedWeights
 from megajax.parallel.rows import Rows
+from megajax.parallel.saved import Saved
 from megajax.parallel.scaling import Scales, Scaling
 from megajax.parallel.segments import Segment, plan_segments
-from megajax.parallel.weights import WeightExchange
+from megajax.parallel.weights import WeightExchange, row_major
 from megajax.sharding import BLOCKS, EMPTY, stored_layers
 
 # What a MoE layer has that is no parameter; it travels among the unit's weights.
@@ -67,6 +68,19 @@ class Residuals:
         return cls(list(saved), *static)
 
 
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Uncast:
+    """A layer's weight in each iteration of a loop, still in its FP32 stack: cast and fused when the iteration runs.
+
+    Nothing of it is gathered once a step; a cast copy of all layers would live as long as the loops.
+    """
+
+    parts: dict[str, jax.Array]  # what is fused, by name: `[n, ...]`
+    row: int = field(metadata={"static": True})  # of the first iteration
+    step: int = field(metadata={"static": True})  # rows from one iteration to the next
+
+
 @dataclass(frozen=True)
 class UnitProgram:
     """What the computation of a unit depends on: units with equal ones are traced and lowered once."""
@@ -75,6 +89,7 @@ class UnitProgram:
     gathered: tuple[bool, ...]  # of each layer, whether its weights stay gathered over `fsdp`
     policy: str
     fp8: bool
+    stacked: bool  # whether what it saves is copied into an array of several loops, or a pipeline's buffer
 
 
 class LayerStack:
@@ -107,7 +122,7 @@ class LayerStack:
             kind: Rows(self.table, [j for j, slot in enumerate(self.slots) if slot.block == kind])
             for kind in self.blocks
         }
-        self.segments = plan_segments(config, platform, self.slots)
+        self.segments = plan_segments(config, platform, self.slots, stages)
         apart = platform != "cpu" or config.kernels.scan_unroll is not None
         self.unrolled = apart and all(segment.loops == 1 for segment in self.segments)
         self.gathered = gathered_slots(config, stages) if self.unrolled else ()
@@ -119,6 +134,7 @@ class LayerStack:
         shared = (lambda f, **_: f) if comm.deterministic else jax.jit
         self._forward = shared(self._unit_forward, static_argnames=("program", "save"))
         self._backward = shared(self._unit_backward, static_argnames=("program",))
+        self._kept: dict[UnitProgram, Saved] = {}
         # Whether all others follow from it: not where layers of two kinds leave slots empty between them.
         self.in_order = bool(((first == self.first_layers[..., None]) | (self.table == EMPTY)).all())
 
@@ -136,8 +152,16 @@ class LayerStack:
         def layer(segment: Segment, j: int) -> dict[str, Any]:
             kind = self.slots[segment.start + j].block
             rows = self.kinds[kind]
-            stored = {name: rows.layer_of(w, segment, j) for name, w in blocks[kind].items()}
-            out = {}
+            out: dict[str, Any] = {}
+            if segment.loops > 1 and len(self.table) == 1:
+                row, step = rows.place_of(segment, j)
+                for name in self.fused.parts:
+                    parts = {part: blocks[kind][part] for part in self.fused.parts[name] if part in blocks[kind]}
+                    in_fp8 = segment.fp8 and name in self.scaling.layers
+                    if parts and not in_fp8 and not self.exchange.is_gathered_once(BLOCKS + name):
+                        out[name] = Uncast(parts, row, step)
+            cut = {part for weight in out.values() for part in weight.parts}
+            stored = {name: rows.layer_of(w, segment, j) for name, w in blocks[kind].items() if name not in cut}
             for name, w in self.fused.fuse(stored).items():
                 if segment.fp8 and name in self.scaling.layers:
                     own = {which: self.all.layer_of(scale, segment, j) for which, scale in scales[name].items()}
@@ -216,16 +240,19 @@ class LayerStack:
         residuals, metrics = [], []
         for segment, units in zip(self.segments, weights, strict=True):
 
-            def body(x, loop, segment=segment):
-                units, first = loop
-                saved, measured = [], []
+            def body(x, loop, units=units, segment=segment):
+                (index,), saved, measured = loop, [], []
                 for u, unit in enumerate(units):
+                    unit, first = self._at(unit, segment, index), segment.start + segment.unroll * index
                     x, kept, values = self.unit_forward(unit, x, inputs, segment, first, u, save)
+                    if segment.loops > 1 and save:
+                        # Behind a barrier, or XLA would run a matmul again to write its result into the stacked array.
+                        kept = lax.optimization_barrier(self.kept(unit, x, inputs, segment, first, u).values(kept))
                     saved.append(kept)
                     measured.append(values)
                 return x, (tuple(saved), tuple(measured))
 
-            x, (saved, measured) = _loop(body, x, (units, _first_layers(segment)), segment)
+            x, (saved, measured) = _loop(body, x, (), segment)
             residuals.append(saved)
             metrics.append(measured)
         return x, residuals, metrics
@@ -243,16 +270,20 @@ class LayerStack:
         for s, (segment, units, saved) in reversed([*enumerate(zip(self.segments, weights, residuals, strict=True))]):
             on_the_way = _reduced_on_the_way(segment, only_microbatch)
 
-            def body(dx, loop, s=s, segment=segment, on_the_way=on_the_way):
-                units, saved, first = loop
+            def body(dx, loop, s=s, segment=segment, units=units, on_the_way=on_the_way):
+                index, saved = loop
+                first = segment.start + segment.unroll * index
                 above: Unit | None = None
                 entered, reduced, amax = dx, [], []
                 for u in reversed(range(len(units))):
-                    unit, at_the_turn = units[u], (s, u) == (last, len(units) - 1) and segment.loops == 1
+                    unit = self._at(units[u], segment, index)
+                    at_the_turn = (s, u) == (last, len(units) - 1) and segment.loops == 1
                     if not at_the_turn or segment.policy == "full":
                         unit, _ = self.exchange.tie_gather((unit, entered))
-                    entered = dx
-                    dx, gradient, largest = self.unit_backward(unit, saved[u], dx, inputs, segment, first, u)
+                    entered, kept = dx, saved[u]
+                    if segment.loops > 1:
+                        kept = self.kept(unit, dx, inputs, segment, first, u).residuals(kept)
+                    dx, gradient, largest = self.unit_backward(unit, kept, dx, inputs, segment, first, u)
                     amax.append(largest)
                     if above is not None:
                         above = self.reduce(above, segment, u + 1, on_the_way)
@@ -265,7 +296,7 @@ class LayerStack:
                 assert above is not None
                 return dx, ((self.reduce(above, segment, 0, on_the_way), *reduced[::-1]), tuple(amax[::-1]))
 
-            dx, out = _loop(body, dx, (units, saved, _first_layers(segment)), segment, reverse=True)
+            dx, out = _loop(body, dx, (saved,), segment, reverse=True)
             gradients.append(out[0])
             amaxes.append(out[1])
         return dx, gradients[::-1], amaxes[::-1]
@@ -283,6 +314,18 @@ class LayerStack:
         run = _with_policy(run, program.policy, self.attention_is_fused)
         (y, _), pull, metrics = jax.vjp(run, weights, x, has_aux=True)
         return y, Residuals.of(pull, weights), metrics
+
+    def kept(self, unit: Unit, x, inputs, segment: Segment, first, u: int) -> Saved:
+        """Which of a unit's residuals are kept where they are stacked; `x` is any residual stream."""
+        program, layers = self._program(segment, u), _layers_from(first, u * segment.group, segment.group)
+
+        def forward(unit, x, inputs, layers):
+            return self._unit_forward(unit, x, inputs, layers, program=program, save=True)[1]
+
+        # Another one for each use where no two calls of attention may be equal: it holds what it has traced.
+        if self.comm.deterministic or program not in self._kept:
+            self._kept[program] = Saved(forward, unit, x, inputs, layers)
+        return self._kept[program]
 
     def unit_backward(self, unit: Unit, saved, dy, inputs, segment: Segment, first, u: int):
         """The unit's output gradient → (that of its input, its weights' gradients, FP8 amaxes of its layers)."""
@@ -315,7 +358,9 @@ class LayerStack:
             own if stays else self._reduce_layer(own)
             for own, stays in zip(gradient, self._stay_gathered(segment, u), strict=True)
         )
-        return self._scatter_once(reduced) if on_the_way else reduced
+        reduced = self._scatter_once(reduced) if on_the_way else reduced
+        # In the layout that they are stored in: XLA would stack them in another, and transpose the whole stack.
+        return jax.tree.map(row_major, reduced) if segment.loops > 1 else reduced
 
     def is_gathered(self, segment: Segment, u: int) -> bool:
         """Whether nothing of unit `u` is left to gather."""
@@ -339,10 +384,26 @@ class LayerStack:
     def _scatter_once(self, gradient: Unit) -> Unit:
         return tuple({n: self.exchange.scatter_once(BLOCKS + n, g) for n, g in layer.items()} for layer in gradient)
 
+    def _at(self, unit: Unit, segment: Segment, index) -> Unit:
+        """The weights of a unit in one of its segment's loops; of a single one they have no leading dimension."""
+        if segment.loops == 1:
+            return unit
+
+        def weight(name: str, w: Any) -> Any:
+            if not isinstance(w, Uncast):
+                return jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, index, keepdims=False), w)
+            row = w.row + w.step * index
+            # As they are stored: XLA would transpose the whole stack into the layout of the gather.
+            parts = {n: row_major(lax.dynamic_index_in_dim(a, row, keepdims=False)) for n, a in w.parts.items()}
+            return self.exchange.gather_once(BLOCKS + name, self.fused.fuse(parts)[name])
+
+        return tuple({name: weight(name, w) for name, w in layer.items()} for layer in unit)
+
     def _program(self, segment: Segment, u: int) -> UnitProgram:
         start = segment.start + u * segment.group
         kinds = self.slots[start : start + segment.group]
-        return UnitProgram(kinds, tuple(self._stay_gathered(segment, u)), segment.policy, segment.fp8)
+        stacked = segment.loops > 1 or len(self.table) > 1
+        return UnitProgram(kinds, tuple(self._stay_gathered(segment, u)), segment.policy, segment.fp8, stacked)
 
     def _runner(self, inputs: BlockInputs, layers, program: UnitProgram) -> Callable:
         """(weights of a unit, x) → ((y, routers' losses), metrics); `layers` is the unit's first, or all `[group]`.
@@ -373,11 +434,11 @@ class LayerStack:
     def _recomputed(self, program: UnitProgram) -> tuple[str, ...]:
         """What blocks compute again without being asked to by a policy of `jax.checkpoint`.
 
-        Results of norms are dear to keep in a pipeline's buffers: written twice and read twice, they take longer than
-        to compute again. Not so over `tensor`, where their tokens would be gathered again, and in FP8.
+        Results of norms are expensive to keep where they are copied: written twice and read twice, they take longer
+        than to compute again. Not so over `tensor`, where their tokens would be gathered again, and in FP8.
         """
         parts = ("attention",) if program.policy == "selective" else ()
-        if len(self.table) > 1 and self.comm.tensor_size == 1 and not program.fp8:
+        if program.stacked and self.comm.tensor_size == 1 and not program.fp8:
             parts = (*parts, "norms")
         return parts if program.policy in ("none", "selective") else ()
 
@@ -451,9 +512,33 @@ class LayerStack:
         )
 
 
-def _loop(body: Callable, carry, xs, segment: Segment, reverse: bool = False):
-    """`body` over a segment's loops; a single one is no loop, and its values are not stacked."""
-    return body(carry, xs) if segment.loops == 1 else lax.scan(body, carry, xs, reverse=reverse)
+def _loop(body: Callable, carry, xs: tuple, segment: Segment, reverse: bool = False):
+    """`body(carry, (index, *xs))` over a segment's loops; a single one is no loop, and its values are not stacked."""
+    if segment.loops == 1:
+        return body(carry, (0, *xs))
+    if segment.policy == "offload":  # whose arrays lie in the host's memory
+        return lax.scan(body, carry, (jnp.arange(segment.loops), *xs), reverse=reverse)
+
+    structure: Any = None  # of what the body gives; known when it has been traced
+
+    def flat(carry, index, xs):
+        nonlocal structure
+        carry, out = body(carry, (index, *xs))
+        out, structure = jax.tree.flatten(out)
+        return carry, out
+
+    def iteration(i, state):
+        carry, stacks = state
+        index = segment.loops - 1 - i if reverse else i
+        carry, out = flat(carry, index, jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, index, 0, False), xs))
+        return carry, [lax.dynamic_update_index_in_dim(s, a, index, 0) for s, a in zip(stacks, out, strict=True)]
+
+    # A scan would fill its stacks with zeros first, and XLA would do so for all segments at once, before the first.
+    _, shapes = jax.eval_shape(flat, carry, jnp.int32(0), jax.tree.map(lambda a: a[0], xs))
+    stacks = [lax.empty((segment.loops, *a.shape), a.dtype) for a in shapes]
+    carry, stacks = lax.optimization_barrier((carry, stacks))
+    carry, stacks = lax.fori_loop(0, segment.loops, iteration, (carry, stacks))
+    return carry, jax.tree.unflatten(structure, stacks)
 
 
 def _reduced_on_the_way(segment: Segment, only_microbatch: bool) -> bool:
@@ -470,11 +555,6 @@ def _of_block(params: Mapping[str, jax.Array], kind: str) -> dict[str, jax.Array
 def _layers_from(first, offset: int, count: int):
     """Layers of a body from `offset` on: `first` is the first of consecutive layers, or all of them `[unroll]`."""
     return first[offset : offset + count] if jnp.ndim(first) else first + offset
-
-
-def _first_layers(segment: Segment):
-    first = segment.start + segment.unroll * jnp.arange(segment.loops)
-    return segment.start if segment.loops == 1 else first
 
 
 def _with_policy(run: Callable, policy: str, fused: bool) -> Callable:

@@ -44,6 +44,11 @@ class Rows:
         w = w.reshape(self.copies(segment), len(places), *stacked.shape[1:])[:, places.index(j)]
         return w[0] if len(w) == 1 else w
 
+    def place_of(self, segment: Segment, j: int) -> tuple[int, int]:
+        """(row, step) of one stage without rounds: the j-th layer of loop i lies in row + i · step."""
+        places = self.places(segment)
+        return sum(slot < segment.start for slot in self.slots) + places.index(j), len(places)
+
     def stack(self, layers: Sequence[jax.Array], segment: Segment) -> jax.Array:
         """These layers of a segment's body in order → `[R · count, ...]`."""
         if self.copies(segment) == 1:

@@ -26,7 +26,13 @@ class Segment:
         return self.loops * self.unroll
 
 
-def plan_segments(config: Config, platform: str, kinds: Sequence[LayerKind] | None = None) -> tuple[Segment, ...]:
+# A long loop is cut into so many: what a loop has saved is kept until its backward pass ends, beside its gradients.
+LOOPS = 8
+
+
+def plan_segments(
+    config: Config, platform: str, kinds: Sequence[LayerKind] | None = None, stages: int = 1
+) -> tuple[Segment, ...]:
     """The loops over layers of these kinds, by default all, that `remat` and `kernels.scan_unroll` ask for.
 
     A body holds whole periods of the kinds and whole remat groups. Unrolled layers keep their residuals as values
@@ -54,9 +60,12 @@ def plan_segments(config: Config, platform: str, kinds: Sequence[LayerKind] | No
                 (periods // n for n in range(target, target // 2, -1) if periods % n == 0), -(-periods // target)
             )
             unroll = periods // loops * step if loops else 0
-            if loops:
-                segments.append(Segment(start, loops, unroll, group, policy, in_fp8))
-            start, rest = start + count, count - loops * unroll
+            parts = min(LOOPS, loops // 2) if loops > 1 and platform != "cpu" and stages == 1 else 1
+            for i in range(parts if loops else 0):
+                own = (i + 1) * loops // parts - i * loops // parts
+                segments.append(Segment(start, own, unroll, group, policy, in_fp8))
+                start += own * unroll
+            start, rest = start + count - loops * unroll, count - loops * unroll
             if rest:  # of a count that does not divide, or of a pattern that is no whole period
                 segments.append(Segment(start - rest, 1, rest, group, policy, in_fp8))
     return tuple(segments)

@@ -86,6 +86,10 @@ class WeightExchange:
         gradient = lax.psum(gradient.astype(self.gradients), rest) if rest else gradient
         return row_major(gradient.astype(jnp.float32))
 
+    def is_gathered_once(self, name: str) -> bool:
+        """Whether `gather_once` communicates."""
+        return bool(self._once(self.placements[name]))
+
     def is_whole(self, name: str) -> bool:
         """Whether `gather_layer` has nothing to do: what `gather_once` gave is the weight to compute with."""
         return not self._layer_by_layer(self.placements[name]) and not self.placements[name].is_padded
