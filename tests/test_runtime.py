@@ -69,7 +69,10 @@ def test_flags_for_collectives_come_with_the_mesh(config, fresh):
     assert "combine_threshold" in data and "pipelined" not in data
     os.environ["XLA_FLAGS"] = ""
     fsdp = " ".join(prepare_environment(config("mesh.fsdp=-1")))
-    assert "combine_threshold" in fsdp and "pipelined_all_gather=true" in fsdp
+    assert "combine_threshold" in fsdp and "pipelined" not in fsdp  # its layers are unrolled
+    os.environ["XLA_FLAGS"] = ""
+    looped = " ".join(prepare_environment(config("mesh.fsdp=-1", "kernels.scan_unroll=1")))
+    assert "pipelined_all_gather=true" in looped and "double_buffering=true" in looped
 
 
 def test_flags_of_a_pipeline(config, fresh):

@@ -17,6 +17,7 @@ from jax import lax
 
 from megajax.config import Config
 from megajax.config.kinds import LayerKind
+from megajax.config.segments import Segment, choose_unrolling, plan_segments
 from megajax.config.stages import gathered_slots, slot_kinds
 from megajax.model.transformer import ROUTER_LOSSES, SAVED_NAMES, BlockInputs, Transformer
 from megajax.ops import fp8
@@ -26,7 +27,6 @@ from megajax.parallel.fused import FusedWeights
 from megajax.parallel.rows import Rows
 from megajax.parallel.saved import Saved
 from megajax.parallel.scaling import Scales, Scaling
-from megajax.parallel.segments import Segment, plan_segments
 from megajax.parallel.weights import WeightExchange, row_major
 from megajax.sharding import BLOCKS, EMPTY, stored_layers
 
@@ -122,7 +122,8 @@ class LayerStack:
             kind: Rows(self.table, [j for j, slot in enumerate(self.slots) if slot.block == kind])
             for kind in self.blocks
         }
-        self.segments = plan_segments(config, platform, self.slots, stages)
+        self.unrolling = choose_unrolling(config, platform, self.slots, comm.sizes)
+        self.segments = plan_segments(config, platform, self.slots, comm.sizes)
         apart = platform != "cpu" or config.kernels.scan_unroll is not None
         self.unrolled = apart and all(segment.loops == 1 for segment in self.segments)
         self.gathered = gathered_slots(config, stages) if self.unrolled else ()

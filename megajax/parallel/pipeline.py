@@ -19,13 +19,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from megajax.config.segments import Segment
 from megajax.model.transformer import BlockInputs
 from megajax.parallel.buffers import Buffers, Weights, combine, loop_over, pick, position, read, replaced, switch, write
 from megajax.parallel.layers import Unit
 from megajax.parallel.local import Batch, LocalModel, Params
 from megajax.parallel.saved import Saved
 from megajax.parallel.schedules import Flags, Schedule, Table, assign_slots, check, make_schedule
-from megajax.parallel.segments import Segment
 from megajax.parallel.split import SplitBackward
 
 # Each slot has operations of its own up to so many programs with so many layers in all: they are compiled one by one.

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from megajax.parallel.segments import Segment
+from megajax.config.segments import Segment
 from megajax.sharding import EMPTY
 
 

@@ -1,5 +1,6 @@
 """What was decided, printed once before training starts."""
 
+import itertools
 from collections.abc import Sequence
 
 import jax
@@ -26,7 +27,6 @@ def summary(program: TrainProgram, flags: list[str], data: Sequence[str] = ()) -
     sequences = batch.global_size // batch.num_microbatches // (sizes["data"] * sizes["fsdp"] * sizes["expert"])
     tokens = sequences * batch.sequence_length // sizes["context"]
     head_tokens = -(-tokens // sizes["pipeline"])  # stages share the head of a microbatch
-    loops = ", ".join(f"{s.loops} × {s.unroll} layers ({s.policy})" for s in local.layers.segments)
     replicated = [n for n, p in program.placements.items() if p.kv_groups > 1]
     padded = [n for n, p in program.placements.items() if p.is_padded]
     lines = [
@@ -42,7 +42,7 @@ def summary(program: TrainProgram, flags: list[str], data: Sequence[str] = ()) -
         f"batch      {batch.global_size} sequences of {batch.sequence_length} tokens, {batch.num_microbatches} "
         f"microbatch(es) of {sequences} sequences a device",
         f"precision  {config.precision.compute}, gradients reduced in {config.precision.gradients}, {_fp8(program)}",
-        f"kernels    attention: {kernels.attention} ({kernels.attention_reason}); layers: {loops}; "
+        f"kernels    attention: {kernels.attention} ({kernels.attention_reason}); layers: {_layers(program)}; "
         f"loss: {local.head.implementation} in {chunk_count(config, head_tokens, sizes['tensor'])} chunks",
         *(f"{'data' if index == 0 else '':<10} {line}" for index, line in enumerate(data)),
     ]
@@ -67,6 +67,16 @@ def summary(program: TrainProgram, flags: list[str], data: Sequence[str] = ()) -
     if flags:
         lines.append(f"set        {' '.join(flags)}")
     return "\n".join(lines)
+
+
+def _layers(program: TrainProgram) -> str:
+    """How the layers run: unrolled or in loops, under which remat policy, and why."""
+    stack, parts = program.local.layers, []
+    for (unroll, policy), segments in itertools.groupby(stack.segments, key=lambda s: (s.unroll, s.policy)):
+        loops = [segment.loops for segment in segments if segment.loops > 1]
+        text = f"{sum(loops) or 1} × {unroll} ({policy})"
+        parts.append(f"{text} in {len(loops)} loops" if len(loops) > 1 else text)
+    return f"{', '.join(parts)}; {stack.unrolling.reason}"
 
 
 def _pipeline(config: Config, sizes: dict[str, int]) -> list[str]:

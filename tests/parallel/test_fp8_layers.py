@@ -9,8 +9,8 @@ import pytest
 
 from megajax.config import Config
 from megajax.config.checks import check_mesh
+from megajax.config.segments import plan_segments
 from megajax.mesh import build_mesh
-from megajax.parallel.segments import plan_segments
 from megajax.training.step import TrainProgram
 
 L, D, T, VOCABULARY = 5, 64, 128, 256

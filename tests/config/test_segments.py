@@ -3,27 +3,55 @@
 import pytest
 
 from megajax.config import Config
+from megajax.config.kinds import layer_kinds
+from megajax.config.segments import choose_unrolling, may_loop, plan_segments, repeated
 from megajax.config.stages import slot_kinds
-from megajax.parallel.segments import plan_segments, repeated
 
 
-def plan(num_layers, platform="gpu", pattern=None, experts=None, **sections):
+def make_config(num_layers, pattern=None, experts=None, **sections):
     model = {"num_layers": num_layers, "hidden_size": 8, "num_heads": 1, "vocab_size": 8, "sliding_window": 4}
     model |= {"layer_pattern": pattern} if pattern else {}
     model |= {"num_experts": 2, **experts} if experts else {}
     batch = {"global_size": 1, "sequence_length": 8}
-    config = Config.model_validate({"model": model, "batch": batch, **sections})
-    return [(s.start, s.loops, s.unroll, s.group, s.policy) for s in plan_segments(config, platform)]
+    return Config.model_validate({"model": model, "batch": batch, **sections})
+
+
+def plan(num_layers, platform="gpu", pattern=None, experts=None, sizes=None, **sections):
+    segments = plan_segments(make_config(num_layers, pattern, experts, **sections), platform, sizes=sizes)
+    return [(s.start, s.loops, s.unroll, s.group, s.policy) for s in segments]
 
 
 @pytest.mark.smoke
-def test_gpus_unroll_up_to_sixteen_layers_and_cpus_one():
-    assert plan(8) == [(0, 1, 8, 1, "none")]
-    assert plan(80) == [(0, 5, 16, 1, "none")]
-    assert plan(126) == [(0, 9, 14, 1, "none")]
-    assert plan(31) == [(0, 2, 15, 1, "none"), (30, 1, 1, 1, "none")]  # 32 layers but one of another precision
+def test_gpus_unroll_what_compiles_soon_and_cpus_nothing():
+    assert plan(126) == [(0, 1, 126, 1, "none")]
     assert plan(8, platform="cpu") == [(0, 8, 1, 1, "none")]
-    assert plan(8, kernels={"scan_unroll": 2}) == [(0, 4, 2, 1, "none")]
+    assert plan(8, kernels={"scan_unroll": 2}) == [(0, 2, 2, 1, "none"), (4, 2, 2, 1, "none")]
+
+
+@pytest.mark.smoke
+def test_long_loops_are_cut_in_eight_on_gpus():
+    """What a loop saves is kept until its backward pass ends; a stage's buffers are kept anyway."""
+    deep = [(12 * i, 12, 1, 1, "full") for i in range(8)]
+    assert plan(96, remat={"policy": "full"}, sizes={"tensor": 8}) == deep  # GPT-3 175B
+    uneven = plan(94, experts={"moe_layer_interval": 1})  # Qwen3-235B
+    assert [loops for _, loops, *_ in uneven] == [11, 12, 12, 12, 11, 12, 12, 12]
+    assert plan(96, "cpu", sizes={"tensor": 8}) == [(0, 96, 1, 1, "none")]
+    stage = {"kernels": {"scan_unroll": 1}, "sizes": {"pipeline": 2}}
+    assert plan(8, **stage) == [(0, 8, 1, 1, "none")]
+
+
+@pytest.mark.smoke
+def test_the_reason_for_loops_says_what_unrolled_layers_would_cost():
+    config = make_config(96, experts={"moe_layer_interval": 1})
+    kinds = layer_kinds(config.model)
+    assert choose_unrolling(config, "gpu", kinds) == (1, "looped: unrolled they would take about 6 min to compile")
+    assert choose_unrolling(config, "gpu", kinds[:4]) == (4, "unrolled: about 14 s of compilation")
+    assert choose_unrolling(config, "cpu", kinds) == (1, "CPU")
+    # Every round of a pipeline has its program, twice.
+    assert not may_loop(make_config(96)) and may_loop(config)
+    sizes = {"pipeline": 4}
+    assert choose_unrolling(config, "gpu", kinds[:12], sizes).most == 12
+    assert choose_unrolling(config, "gpu", kinds[:14], sizes).most == 1
 
 
 @pytest.mark.smoke
@@ -47,10 +75,10 @@ def test_the_first_layers_can_have_a_policy_of_their_own():
 def test_layers_of_two_kinds_are_cut_where_their_pattern_changes():
     first, second = {"first_dense_layers": 3}, {"moe_layer_interval": 2}
     assert plan(61, "cpu", experts=first) == [(0, 3, 1, 1, "none"), (3, 58, 1, 1, "none")]
-    assert plan(61, experts=first) == [(0, 1, 3, 1, "none"), (3, 4, 14, 1, "none"), (59, 1, 2, 1, "none")]
+    assert [(start, loops) for start, loops, *_ in plan(61, experts=first)][:3] == [(0, 3), (3, 7), (10, 7)]
     assert plan(8, experts=first) == [(0, 1, 8, 1, "none")]  # one body of a GPU holds them all
     assert plan(8, "cpu", experts=second) == [(0, 4, 2, 1, "none")]
-    assert plan(24, experts=second) == [(0, 2, 12, 1, "none")]
+    assert plan(24, experts=second) == [(0, 1, 24, 1, "none")]
     assert plan(9, "cpu", experts=second) == [(0, 1, 1, 1, "none"), (1, 4, 2, 1, "none")]
     # A period of three with one of two: six.
     pair = ("local", "global")
