@@ -71,7 +71,7 @@ def test_flags_for_collectives_come_with_the_mesh(config, fresh):
     fsdp = " ".join(prepare_environment(config("mesh.fsdp=-1")))
     assert "combine_threshold" in fsdp and "pipelined" not in fsdp  # its layers are unrolled
     os.environ["XLA_FLAGS"] = ""
-    looped = " ".join(prepare_environment(config("mesh.fsdp=-1", "kernels.scan_unroll=1")))
+    looped = " ".join(prepare_environment(config("mesh.fsdp=-1", "model.num_layers=4", "kernels.scan_unroll=1")))
     assert "pipelined_all_gather=true" in looped and "double_buffering=true" in looped
 
 

@@ -16,6 +16,7 @@ ROOT = Path(__file__).parents[2]
 GOLDEN = Path(__file__).with_name("named_configs.txt")
 RECIPES = {
     # name, device counts that its comment promises
+    "deepseek_v3": (1024,),
     "gpt3_125m": (1, 2, 4, 8),
     "gpt3_175b": (128,),
     "llama_100m": (1,),
@@ -26,9 +27,11 @@ RECIPES = {
     "llama3_8b_l16_pipeline": (4,),
     "llama3_8b_l8": (1, 2, 4),
     "llama3_8b_l8_context": (4,),
+    "mixtral_8x22b": (128,),
     "mixtral_l2": (1, 2, 4),
     "moe_1b": (1,),
     "quickstart": (1, 2, 4, 8),
+    "qwen3_235b": (256,),
     "qwen3_30b_l6": (1, 2, 4),
 }
 # Of a layer: queries; 512 latent numbers and 64 for positions; from the former keys and values; the output.

@@ -1,0 +1,104 @@
+"""How long the train steps of large models take to compile for H200s, without a GPU, and what they need.
+
+    python scripts/compile_table.py [--only TEXT] [CONFIG [section.key=value ...] --gpus N]
+
+Compiles each row of ROWS in a process of its own, one at a time, or the config that is given, and prints a Markdown
+table: seconds of tracing and lowering, seconds of XLA, the largest memory of the compiling process, and the memory that
+XLA plans for a device. Times are those of this machine: leave it idle. Needs jax's CUDA plugin, as hlo_counts.py does.
+"""
+
+import argparse
+import json
+import os
+import resource
+import subprocess
+import sys
+import time
+from itertools import groupby
+from pathlib import Path
+
+from hlo_counts import FAST, ROOT, memory_of, no_gpu_needed, program_for_h200, require_plugin
+
+from megajax.console import user_errors
+from megajax.errors import InputError
+
+# config, overrides, GPUs
+ROWS = (
+    ("configs/llama3_8b.yaml", "", 8),
+    ("configs/llama3_8b.yaml", "mesh.fsdp=2 batch.num_microbatches=1 batch.global_size=2", 2),
+    ("configs/llama3_8b.yaml", "mesh.fsdp=2 batch.num_microbatches=1 batch.global_size=2 kernels.scan_unroll=1", 2),
+    ("configs/llama3_70b.yaml", "mesh.data=-1 mesh.fsdp=8 mesh.tensor=1 batch.global_size=512", 512),
+    ("configs/mixtral_8x22b.yaml", "", 128),
+    ("configs/qwen3_235b.yaml", "", 256),
+    ("configs/gpt3_175b.yaml", "mesh.pipeline=8 mesh.data=-1 mesh.fsdp=1 batch.num_microbatches=96", 1024),
+    ("configs/gpt3_175b.yaml", "", 128),
+    ("configs/deepseek_v3.yaml", "", 1024),
+    ("configs/deepseek_v3.yaml", "mesh.expert=64", 1024),
+    ("configs/llama3_405b.yaml", "batch.global_size=1024", 2048),
+)
+HEADER = ("config", "GPUs", "layers", "trace + lower s", "XLA s", "compiler GiB", "GiB a device")
+
+
+def measure(path: str, overrides: list[str], gpus: int) -> dict:
+    """Compiles one config in this process."""
+    program = program_for_h200(path, overrides, gpus)
+    start = time.perf_counter()
+    with no_gpu_needed():
+        lowered = program.train_step.lower(program.abstract_state, program.abstract_batch)
+        middle = time.perf_counter()
+        compiled = lowered.compile()
+    end = time.perf_counter()
+    segments = [(s.loops, s.unroll) for s in program.local.layers.segments]
+    return {
+        "config": " ".join([Path(path).stem, *overrides]),
+        "gpus": gpus,
+        "layers": ", ".join(_times(len([*same]), *each) for each, same in groupby(segments)),
+        "lower": middle - start,
+        "xla": end - middle,
+        "compiler": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
+        "device": memory_of(compiled)["whole"] / 2**30,
+    }
+
+
+def _times(count: int, loops: int, unroll: int) -> str:
+    """So many segments of a body of `unroll` layers, each run `loops` times."""
+    body = f"{loops} × {unroll}" if loops > 1 else f"{unroll}"
+    return f"{count} × ({body})" if count > 1 else body
+
+
+def row(found: dict) -> str:
+    """A row of the table."""
+    cells = (found["config"], f"{found['gpus']:,}", found["layers"], f"{found['lower']:.0f}", f"{found['xla']:.0f}")
+    return f"| {' | '.join([*cells, f'{found["compiler"]:.1f}', f'{found["device"]:.1f}'])} |"
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("config", nargs="?", help="path of a config; default: the rows of ROWS")
+    parser.add_argument("overrides", nargs="*", help="section.key=value")
+    parser.add_argument("--gpus", type=int, default=1)
+    parser.add_argument("--only", default="", metavar="TEXT", help="rows with this text in their config or overrides")
+    parser.add_argument("--json", action="store_true", help=argparse.SUPPRESS)  # in the process of a row
+    args = parser.parse_intermixed_args(arguments)
+    with user_errors():
+        require_plugin()
+        if args.json:
+            print(json.dumps(measure(args.config, args.overrides, args.gpus)))
+            return 0
+        rows = [(args.config, " ".join(args.overrides), args.gpus)] if args.config else ROWS
+        rows = [r for r in rows if args.only in f"{r[0]} {r[1]}"]
+        if not rows:
+            raise InputError(f"--only={args.only} is in no row: use part of a config's name, such as mixtral.")
+        print(f"| {' | '.join(HEADER)} |\n|{'---|' * len(HEADER)}", flush=True)
+        environment = {"XLA_FLAGS": FAST, **os.environ}
+        for path, overrides, gpus in rows:
+            command = [sys.executable, __file__, path, *overrides.split(), "--gpus", str(gpus), "--json"]
+            done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT)
+            if done.returncode:
+                raise InputError(f"{path} {overrides} did not compile: {done.stderr.strip()}")
+            print(row(json.loads(done.stdout.splitlines()[-1])), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
