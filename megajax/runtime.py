@@ -11,7 +11,6 @@ import warnings
 from pathlib import Path
 
 from megajax.config import Config
-from megajax.config.segments import may_loop
 
 LAYER_BYTES = 512 * 2**20  # combine collectives up to about a layer's weights
 PERMUTATIONS = "xla_gpu_collective_permute_mode"
@@ -43,11 +42,6 @@ def xla_flags(config: Config) -> dict[str, str]:
     if mesh.context != 1:
         # Keys, values and their gradients travel at once beside one block of attention.
         flags["xla_gpu_experimental_parallel_collective_overlap_limit"] = "4"
-    if mesh.fsdp != 1 and mesh.pipeline == 1 and may_loop(config):
-        # For loops over layers. A loop over microbatches or ticks would be compiled twice for nothing.
-        for collective in ("all_gather", "reduce_scatter"):
-            flags[f"xla_gpu_enable_pipelined_{collective}"] = "true"
-        flags["xla_gpu_enable_while_loop_double_buffering"] = "true"
     if config.run.deterministic:
         flags["xla_gpu_exclude_nondeterministic_ops"] = "true"
         # Another autotuning result is another kernel and another rounding: the first start's choices are kept.

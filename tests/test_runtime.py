@@ -63,22 +63,19 @@ def test_flags_of_the_user_win(config, fresh, monkeypatch):
 
 def test_flags_for_collectives_come_with_the_mesh(config, fresh):
     one = " ".join(prepare_environment(config()))
-    assert "combine_threshold" not in one and "pipelined" not in one
+    assert "combine_threshold" not in one
     os.environ["XLA_FLAGS"] = ""
     data = " ".join(prepare_environment(config("mesh.data=2")))
-    assert "combine_threshold" in data and "pipelined" not in data
+    assert "combine_threshold" in data
     os.environ["XLA_FLAGS"] = ""
     fsdp = " ".join(prepare_environment(config("mesh.fsdp=-1")))
-    assert "combine_threshold" in fsdp and "pipelined" not in fsdp  # its layers are unrolled
-    os.environ["XLA_FLAGS"] = ""
-    looped = " ".join(prepare_environment(config("mesh.fsdp=-1", "model.num_layers=4", "kernels.scan_unroll=1")))
-    assert "pipelined_all_gather=true" in looped and "double_buffering=true" in looped
+    assert "combine_threshold" in fsdp
 
 
 def test_flags_of_a_pipeline(config, fresh):
     stages = ("mesh.pipeline=2", "batch.num_microbatches=2", "model.num_layers=4")
     fsdp = " ".join(prepare_environment(config("mesh.fsdp=2", *stages)))
-    assert "combine_threshold" in fsdp and "double_buffering" not in fsdp and "connected" not in fsdp
+    assert "combine_threshold" in fsdp and "connected" not in fsdp
     os.environ["XLA_FLAGS"] = ""
     rounds = " ".join(prepare_environment(config("mesh.tensor=2", "pipeline.rounds=2", *stages)))
     assert "permute_connected_components=true" in rounds and "permute_mode" not in rounds

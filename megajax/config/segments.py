@@ -76,12 +76,6 @@ def layer_seconds(config: Config, kind: LayerKind, sizes: Mapping[str, int] | No
     return (own + pieces) * (2 * config.pipeline.rounds if staged else 1)
 
 
-def may_loop(config: Config) -> bool:
-    """Whether GPUs run the layers in loops, as far as can be told before the number of devices is known."""
-    kinds, sizes = layer_kinds(config.model), {"tensor": max(config.mesh.tensor, 1)}
-    return choose_unrolling(config, "gpu", kinds, sizes).most < len(kinds)
-
-
 def plan_segments(
     config: Config,
     platform: str,

@@ -4,7 +4,7 @@ import pytest
 
 from megajax.config import Config
 from megajax.config.kinds import layer_kinds
-from megajax.config.segments import choose_unrolling, may_loop, plan_segments, repeated
+from megajax.config.segments import choose_unrolling, plan_segments, repeated
 from megajax.config.stages import slot_kinds
 
 
@@ -48,7 +48,6 @@ def test_the_reason_for_loops_says_what_unrolled_layers_would_cost():
     assert choose_unrolling(config, "gpu", kinds[:4]) == (4, "unrolled: about 14 s of compilation")
     assert choose_unrolling(config, "cpu", kinds) == (1, "CPU")
     # Every round of a pipeline has its program, twice.
-    assert not may_loop(make_config(96)) and may_loop(config)
     sizes = {"pipeline": 4}
     assert choose_unrolling(config, "gpu", kinds[:12], sizes).most == 12
     assert choose_unrolling(config, "gpu", kinds[:14], sizes).most == 1
