@@ -49,7 +49,7 @@ def test_experts_are_stored_over_their_axis_and_not_gathered_over_it():
     assert up.spec == P("pipeline", "expert", ("fsdp", "context", "data"), "tensor")
     assert query.spec[1] == ("fsdp", "expert", "context", "data")
     experts = 2 * 3 * 8 * 4096 * 14336
-    others = 2 * (2 * 4096 * 128 * 40) + 32000 * 4096  # attention and head; of the embedding rows travel
+    others = 2 * (2 * 4096 * 128 * 40)  # attention; a layer's backward pass needs most, and by then the head's is free
     memory = estimate_memory(config, placements, sizes)
     assert memory.weights == pytest.approx(2 * (experts / 4 + others), rel=1e-3)
 
