@@ -54,8 +54,11 @@ class Activations:
         zeros = row if rows and self.config.dispatch(self.sizes) == "all_to_all" else 0
         return int(2 * number * D + zeros + row + products * width + max(2 * width, weight_gradients))
 
-    def forward_working(self, block: str) -> int:
-        """Bytes that a layer's forward pass works with, at most: in its MLP, what goes in, its products and results."""
+    def operands(self, block: str) -> int:
+        """Bytes of what the gradients of the MLP's weights are computed from: its matmuls' inputs and output gradients.
+
+        Of the experts' rows, and of the residual stream.
+        """
         (width, rows), D, tensor = self.width(block), self.config.model.hidden_size, self.sizes["tensor"]
         products = 2 if self.config.model.activation in ("swiglu", "geglu") else 1
         row = rows * D / (tensor if self.over_tensor else 1)

@@ -24,12 +24,14 @@ from megajax.sharding import BLOCKS, ONCE_AXES, Placement
 
 FP32 = 4  # bytes
 # XLA runs the iterations of a loop over layers in pairs (double buffering). Beside the arrays that hold what all
-# iterations save there are then the values of some and copies of some arrays, so many times their size. Measured on
-# loops of 2 × 4, 2 × 16 and 4 × 1 layers of Llama 3 8B: 1.3, 1.8 and 2.9.
-LOOP_COPIES = 1.75
-# XLA's scheduler runs a layer of a tick's forward operation beside one of its backward operation, if they are in one
-# program and fit in the memory that it plans with: so many bytes of an H200, by its own message. Measured on Mixtral
-# 8x22B and Qwen3 235B, which fit, and DeepSeek-V3, which does not.
+# iterations save there are then the values of some and copies of some arrays, so many times the array's size: of a loop
+# of two iterations, which is no loop any more, with one microbatch and in the loop over several; of a longer loop.
+# Measured on Llama 3 8B: 1.2, 1.1 and 1.3 on 1 × (2 × 16), 4 × (2 × 4) and with `tensor` 1 × (2 × 4) layers; 1.8 on
+# 1 × (2 × 16) with 16 microbatches; 2.9 and 1.6 on 8 × (4 × 1) and 8 × (8 × 1).
+PAIR_COPIES, REPEATED_PAIR_COPIES, LOOP_COPIES = 1.2, 1.75, 1.75
+# Nothing ties the gradients of the last layer's weights to that layer. XLA's scheduler computes them beside the layer
+# below, and keeps what they need, if that fits in the memory that it plans with: so many bytes of an H200, by its own
+# message. Measured on GPT-3 over `tensor`, Mixtral 8x22B and Qwen3 235B, which fit, and DeepSeek-V3, which does not.
 SCHEDULED = 114_541_026_649
 
 
@@ -88,10 +90,9 @@ class _Step:
         """The moments when the most may be alive, in the order of the step."""
         yield self.in_head()
         gradients = Elements()
-        for s in reversed(range(len(self.segments))):
-            segment = self.segments[s]
-            last = self.parts(segment) if segment.loops == 1 else [self.slots_of(segment)]
-            for slots in reversed(last):
+        for segment in reversed(self.segments):
+            units = self.parts(segment) if segment.loops == 1 else [self.slots_of(segment)]
+            for slots in reversed(units):
                 yield self.in_backward(segment, slots, gradients)
                 gradients += self.layers(slots)
         yield self.at_end()
@@ -120,7 +121,7 @@ class _Step:
         # The layer below is gathered in the meantime. What a loop has not cast before it casts now.
         weights = own.whole if looped else own.gathered + before.gathered
         weights += self.ends.whole if self.repeats else 0
-        return replace(
+        moment = replace(
             self.always,
             gradients=self.accumulated(FP32 * self.ends_as_stored.stored, done + self.layers(slots if looped else ())),
             weights=self.cast(after) + self.compute * weights,
@@ -128,14 +129,16 @@ class _Step:
             # The gradients of the layer above are whole, in FP32, while they are reduced.
             working=self.layer_working(segment, slots) + FP32 * above.reduced + self.pending(above),
         )
+        late = 0 if looped or after + segment.group < len(self.slots) else self.deferred(range(after, len(self.slots)))
+        return replace(moment, working=moment.working + (late if moment.total + late < SCHEDULED else 0))
 
     def at_end(self) -> MemoryEstimate:
         """All gradients, those outside the blocks before they are reduced."""
         everything = self.layers(range(len(self.slots)))
-        table = self.ends_by_name.get(TOKENS, Elements())
-        rest = self.ends_as_stored.stored - table.stored
-        gradients = self.accumulated(FP32 * (rest + table.whole), everything)
-        return replace(self.always, gradients=gradients, working=FP32 * table.stored)
+        stored = self.ends_by_name[TOKENS].stored
+        table = stored if row_axes(self.config, self.sizes) else self.ends_by_name[TOKENS].whole
+        gradients = self.accumulated(FP32 * (self.ends_as_stored.stored - stored + table), everything)
+        return replace(self.always, gradients=gradients, working=FP32 * stored if table > stored else 0)
 
     # What is alive at them
 
@@ -193,15 +196,28 @@ class _Step:
         return sum(self.activations.recomputed(block, segment, self.is_stacked(segment)) for block in blocks)
 
     def layer_working(self, segment: Segment, slots: Sequence[int]) -> int:
-        """Bytes of gradients of activations; of a loop also the values that its body reads from the stacks."""
+        """Bytes of gradients of activations, and of a loop's copies."""
         blocks = {self.slots[slot].block for slot in slots}
         own = {block: self.compute * self.block[block].whole for block in blocks}
         working = max(self.activations.working(block, own[block]) for block in blocks)
-        if segment.loops > 1:
-            working += int(LOOP_COPIES * sum(self.saved_by(slot, segment) for slot in slots))
-        return working
+        return working + self.loop_copies(segment)
+
+    def deferred(self, slots: Sequence[int]) -> int:
+        """Bytes of what the gradients of the weights in these slots are computed from."""
+        return sum(self.activations.operands(self.slots[slot].block) for slot in slots)
+
+    def loop_copies(self, segment: Segment) -> int:
+        """Bytes of what a loop has beside its arrays; of loops of two iterations those before it are there as well."""
+        if segment.loops == 1:
+            return 0
+        if segment.loops > 2:
+            return int(LOOP_COPIES * sum(self.saved_by(slot, segment) for slot in self.slots_of(segment)))
+        pairs = [s for s in self.segments if s.loops == 2 and s.start <= segment.start]
+        saved = sum(self.saved_by(slot, s) for s in pairs for slot in self.slots_of(s))
+        return int((REPEATED_PAIR_COPIES if self.repeats else PAIR_COPIES) * saved)
 
     def is_stacked(self, segment: Segment) -> bool:
+        """Whether what the layers save is copied into arrays of several iterations or microbatches."""
         return segment.loops > 1
 
     # Layers
@@ -244,6 +260,7 @@ class _Step:
 
     @cached_property
     def ends_by_name(self) -> dict[str, Elements]:
+        """Of the weights outside the blocks."""
         return {name: self.elements(name) for name in self.placements if not name.startswith(BLOCKS)}
 
     @property
@@ -290,20 +307,15 @@ class _Pipelined(_Step):
         self.kept: Slots = assign_slots(schedule, apart=True)
         count = self.kept.activations
         in_loops = any(segment.loops > 1 for segment in self.segments)
-        self.is_one_program = in_loops or count > MOST_PROGRAMS or count * len(self.slots) > MOST_LAYERS
-        if self.is_one_program:
+        if in_loops or count > MOST_PROGRAMS or count * len(self.slots) > MOST_LAYERS:
             self.kept = assign_slots(schedule)
 
     def moments(self) -> Iterator[MemoryEstimate]:
         """A tick's head, and its layers' backward passes; sums and buffers are there all the time."""
         yield self.in_head()
-        beside = max(map(self.activations.forward_working, self.block)) if self.is_one_program else 0
         for segment in self.segments:
             for slots in self.parts(segment):
-                moment = self.in_backward(segment, slots, Elements())
-                yield moment
-                if moment.total + beside < SCHEDULED:
-                    yield replace(moment, working=moment.working + beside)
+                yield self.in_backward(segment, slots, Elements())
 
     def saved(self, slots: int) -> int:
         """Bytes of the buffers, whatever the number of `slots`."""
