@@ -105,6 +105,8 @@ class Activations:
         in_fp8 = len(self.config.fp8_layers) / model.num_layers
         norms = 0 if stacked and tensor == 1 and not in_fp8 else 2 * D
         everything = heads + mlp + norms + 2 * D / tensor  # and the norms' results and inputs
+        if norms and model.norm == "layernorm":  # and the inputs in FP32, less their means
+            everything += 2 * 4 / compute * D / tensor
         if model.mlp_bias:  # without biases the activation is computed again
             everything += (1 - in_fp8) * model.ffn_hidden_size / tensor
         if in_fp8:  # the four layers' inputs are kept in FP8 alone
