@@ -1,13 +1,7 @@
 """What a config costs: parameters, FLOPs and memory, without compiling anything."""
 
-from megajax.plan.costs import (
-    MemoryEstimate,
-    active_parameter_count,
-    estimate_memory,
-    flops_per_token,
-    parameter_count,
-    peak_flops,
-)
+from megajax.plan.costs import active_parameter_count, flops_per_token, parameter_count, peak_flops
+from megajax.plan.memory import MemoryEstimate, estimate_memory
 
 __all__ = [
     "MemoryEstimate",

@@ -38,6 +38,7 @@ def summary(program: TrainProgram, flags: list[str], data: Sequence[str] = ()) -
         f"memory     estimated a device: parameters {memory.parameters / GIB:.3g} GiB, "
         f"optimizer {memory.optimizer / GIB:.3g}, gradients {memory.gradients / GIB:.3g}, "
         f"gathered weights {memory.weights / GIB:.3g}, activations {memory.activations / GIB:.3g}, "
+        f"working buffers {memory.working / GIB:.3g}, "
         f"together {memory.total / GIB:.3g} GiB",
         f"batch      {batch.global_size} sequences of {batch.sequence_length} tokens, {batch.num_microbatches} "
         f"microbatch(es) of {sequences} sequences a device",

@@ -1,0 +1,330 @@
+"""Memory of one device's train step, estimated without compiling it.
+
+A step is largest at one of a few moments: in the head, when all that the forward pass saves is there; in the backward
+pass of a layer, which frees what was saved and leaves gradients; or at the end, when all gradients are there. What is
+alive at each is added up, and the largest sum is the estimate. XLA plans within a few per cent of it
+(scripts/memory_table.py compares).
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+
+from megajax.config import Config
+from megajax.config.kinds import block_layers
+from megajax.config.stages import gathered_slots, slot_kinds
+from megajax.parallel.embedding import TOKENS, row_axes
+from megajax.parallel.head import chunk_count
+from megajax.parallel.pipeline import MOST_LAYERS, MOST_PROGRAMS
+from megajax.parallel.schedules import Slots, assign_slots, make_schedule
+from megajax.parallel.segments import Segment, plan_segments
+from megajax.plan.activations import Activations
+from megajax.sharding import BLOCKS, ONCE_AXES, Placement
+
+FP32 = 4  # bytes
+# XLA runs the iterations of a loop over layers in pairs (double buffering). Beside the arrays that hold what all
+# iterations save there are then the values of some and copies of some arrays, so many times the array's size: of a loop
+# of two iterations, which is no loop any more, with one microbatch and in the loop over several; of a longer loop.
+# Measured on Llama 3 8B: 1.2, 1.1 and 1.3 on 1 × (2 × 16), 4 × (2 × 4) and with `tensor` 1 × (2 × 4) layers; 1.8 on
+# 1 × (2 × 16) with 16 microbatches; 2.9 and 1.6 on 8 × (4 × 1) and 8 × (8 × 1).
+PAIR_COPIES, REPEATED_PAIR_COPIES, LOOP_COPIES = 1.2, 1.75, 1.75
+# Nothing ties the gradients of the last layer's weights to that layer. XLA's scheduler computes them beside the layer
+# below, and keeps what they need, if that fits in the memory that it plans with: so many bytes of an H200, by its own
+# message. Measured on GPT-3 over `tensor`, Mixtral 8x22B and Qwen3 235B, which fit, and DeepSeek-V3, which does not.
+SCHEDULED = 114_541_026_649
+
+
+@dataclass(frozen=True)
+class MemoryEstimate:
+    """Bytes on one device at the moment when they are most in all; the parts add up."""
+
+    parameters: int  # FP32 master weights, as stored
+    optimizer: int
+    gradients: int = 0  # of the layers that have gone backward, and sums over microbatches
+    weights: int = 0  # in the compute dtype: gathered once a step, and the layers' that are gathered just now
+    activations: int = 0  # saved for the backward pass: of a microbatch, or of those in the pipeline
+    working: int = 0  # what a layer or the head computes with and frees at once
+
+    @property
+    def total(self) -> int:
+        return self.parameters + self.optimizer + self.gradients + self.weights + self.activations + self.working
+
+
+@dataclass(frozen=True)
+class Elements:
+    """Numbers of elements of some weights on one device."""
+
+    stored: int = 0
+    once: int = 0  # after what is gathered once a step
+    whole: int = 0  # after `fsdp` too: what is computed with
+    gathered: int = 0  # of the whole: what `fsdp` gathers when a layer needs it
+    reduced: int = 0  # of the whole: those whose gradients are reduced as soon as their layer has them
+    left: int = 0  # of the stored: those whose gradients are not, and stay in the compute dtype till the end
+
+    def __add__(self, other: "Elements") -> "Elements":
+        return Elements(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
+
+
+def estimate_memory(config: Config, placements: Mapping[str, Placement], sizes: Mapping[str, int]) -> MemoryEstimate:
+    """Bytes a device needs for a train step on a mesh of `sizes`, as XLA for GPUs plans it."""
+    step = _Pipelined(config, placements, sizes) if sizes["pipeline"] > 1 else _Step(config, placements, sizes)
+    return max(step.moments(), key=lambda moment: moment.total)
+
+
+class _Step:
+    """What is alive in a step without a pipeline."""
+
+    def __init__(self, config: Config, placements: Mapping[str, Placement], sizes: Mapping[str, int]):
+        self.config, self.placements, self.sizes = config, placements, sizes
+        self.compute = 4 if config.precision.compute == "float32" else 2
+        self.slots = slot_kinds(config, sizes["pipeline"])
+        self.segments = plan_segments(config, "gpu", self.slots, sizes["pipeline"])
+        unrolled = all(segment.loops == 1 for segment in self.segments)
+        self.stay = gathered_slots(config, sizes["pipeline"]) if unrolled else ()  # slots that `fsdp` gathers once
+        self.activations = Activations(config, sizes)
+        self.rounds = config.pipeline.rounds if sizes["pipeline"] > 1 else 1  # each with layers in all slots
+        self.repeats = config.batch.num_microbatches > 1 or sizes["pipeline"] > 1
+
+    def moments(self) -> Iterator[MemoryEstimate]:
+        """The moments when the most may be alive, in the order of the step."""
+        yield self.in_head()
+        gradients = Elements()
+        for segment in reversed(self.segments):
+            units = self.parts(segment) if segment.loops == 1 else [self.slots_of(segment)]
+            for slots in reversed(units):
+                yield self.in_backward(segment, slots, gradients)
+                gradients += self.layers(slots)
+        yield self.at_end()
+
+    # The moments
+
+    def in_head(self) -> MemoryEstimate:
+        """All that is saved, and a chunk's logits with their gradient; the last layer's weights stay for its turn."""
+        turn = self.segments[-1]
+        held = self.layers(self.parts(turn)[-1]) if turn.loops == 1 else Elements()
+        gradients = self.accumulated(self.head_gradient)
+        return replace(
+            self.always,
+            gradients=gradients,
+            weights=self.cast(len(self.slots)) + self.compute * (self.ends_in_head + held.gathered),
+            activations=self.saved(len(self.slots)),
+            working=self.head_working,
+        )
+
+    def in_backward(self, segment: Segment, slots: Sequence[int], done: Elements) -> MemoryEstimate:
+        """The backward pass of a unit, or of a loop over units, when the layers above, `done`, have their gradients."""
+        own, looped = self.layers(slots[: segment.group]), segment.loops > 1
+        first, after = slots[0], slots[-1] + 1
+        before = self.layers(range(max(first - segment.group, 0), first))
+        above = self.layers(range(after, min(after + segment.group, len(self.slots))))
+        # The layer below is gathered in the meantime. What a loop has not cast before it casts now.
+        weights = own.whole if looped else own.gathered + before.gathered
+        weights += self.ends.whole if self.repeats else 0
+        moment = replace(
+            self.always,
+            gradients=self.accumulated(FP32 * self.ends_as_stored.stored, done + self.layers(slots if looped else ())),
+            weights=self.cast(after) + self.compute * weights,
+            activations=self.saved(after) + self.recomputed(segment, slots[: segment.group]),
+            # The gradients of the layer above are whole, in FP32, while they are reduced.
+            working=self.layer_working(segment, slots) + FP32 * above.reduced + self.pending(above),
+        )
+        late = 0 if looped or after + segment.group < len(self.slots) else self.deferred(range(after, len(self.slots)))
+        return replace(moment, working=moment.working + (late if moment.total + late < SCHEDULED else 0))
+
+    def at_end(self) -> MemoryEstimate:
+        """All gradients, those outside the blocks before they are reduced."""
+        everything = self.layers(range(len(self.slots)))
+        stored = self.ends_by_name[TOKENS].stored
+        table = stored if row_axes(self.config, self.sizes) else self.ends_by_name[TOKENS].whole
+        gradients = self.accumulated(FP32 * (self.ends_as_stored.stored - stored + table), everything)
+        return replace(self.always, gradients=gradients, working=FP32 * stored if table > stored else 0)
+
+    # What is alive at them
+
+    def pending(self, above: Elements) -> int:
+        """Bytes of the gradients of the layer above that are not reduced, but not yet added to the sums either."""
+        return self.compute * (above.whole - above.reduced) if self.repeats else 0
+
+    @cached_property
+    def always(self) -> MemoryEstimate:
+        """Parameters and the optimizer's moments."""
+        stored = FP32 * sum(self.elements(name).stored for name in self.placements)
+        optimizer = self.config.optimizer
+        moments = {"adamw": 2, "lion": 1, "sgd": 1 if optimizer.beta1 > 0 else 0}[optimizer.kind]
+        return MemoryEstimate(stored, moments * stored)
+
+    def accumulated(self, ends: int, done: Elements | None = None) -> int:
+        """Bytes of gradients: `ends` of the ends so far, and of the layers `done`; or of all, where they are sums."""
+        if self.repeats:
+            return FP32 * (self.ends_whole.whole + self.rounds * self.layers(range(len(self.slots))).once)
+        done = done or Elements()
+        return ends + FP32 * (done.stored - done.left) + self.compute * done.left
+
+    @property
+    def head_gradient(self) -> int:
+        """Bytes; XLA makes the zeros of the table's gradient at the same time where both are whole."""
+        return FP32 * self.ends.whole
+
+    @property
+    def ends_in_head(self) -> int:
+        """Elements of the weights outside the blocks that are whole in the head: the embedding if it is used again."""
+        table = self.ends.whole - sum(e.whole for name, e in self.ends_by_name.items() if name != TOKENS)
+        return self.ends.whole - (0 if self.repeats or self.config.model.tie_embeddings else table)
+
+    @property
+    def head_working(self) -> int:
+        """Bytes of a chunk's logits and their gradient, its rows before and after the norm, and the gradient of all."""
+        batch_tokens, tensor = self.activations.tokens, self.sizes["tensor"]
+        tokens = math.ceil(batch_tokens / self.sizes["pipeline"])
+        chunk = math.ceil(tokens / chunk_count(self.config, tokens, tensor))
+        logits, D = self.config.model.padded_vocab_size // tensor, self.config.model.hidden_size
+        return int(self.compute * (chunk * (2 * logits + 4 * D) + tokens * D / tensor))
+
+    def saved(self, slots: int) -> int:
+        """Bytes that the forward pass of the first `slots` layers saves; of a loop all until it ends."""
+        layers = ((slot, segment) for segment in self.segments for slot in self.slots_of(segment) if slot < slots)
+        return sum(self.saved_by(slot, segment) for slot, segment in layers)
+
+    def saved_by(self, slot: int, segment: Segment) -> int:
+        """Bytes that one layer of a segment saves."""
+        return self.activations.saved(self.slots[slot].block, segment, self.is_stacked(segment))
+
+    def recomputed(self, segment: Segment, unit: Sequence[int]) -> int:
+        """Bytes of what the backward pass of a unit computes again, all of it there at once."""
+        blocks = [self.slots[slot].block for slot in unit]
+        return sum(self.activations.recomputed(block, segment, self.is_stacked(segment)) for block in blocks)
+
+    def layer_working(self, segment: Segment, slots: Sequence[int]) -> int:
+        """Bytes of gradients of activations, and of a loop's copies."""
+        blocks = {self.slots[slot].block for slot in slots}
+        own = {block: self.compute * self.block[block].whole for block in blocks}
+        working = max(self.activations.working(block, own[block]) for block in blocks)
+        return working + self.loop_copies(segment)
+
+    def deferred(self, slots: Sequence[int]) -> int:
+        """Bytes of what the gradients of the weights in these slots are computed from."""
+        return sum(self.activations.operands(self.slots[slot].block) for slot in slots)
+
+    def loop_copies(self, segment: Segment) -> int:
+        """Bytes of what a loop has beside its arrays; of loops of two iterations those before it are there as well."""
+        if segment.loops == 1:
+            return 0
+        if segment.loops > 2:
+            return int(LOOP_COPIES * sum(self.saved_by(slot, segment) for slot in self.slots_of(segment)))
+        pairs = [s for s in self.segments if s.loops == 2 and s.start <= segment.start]
+        saved = sum(self.saved_by(slot, s) for s in pairs for slot in self.slots_of(s))
+        return int((REPEATED_PAIR_COPIES if self.repeats else PAIR_COPIES) * saved)
+
+    def is_stacked(self, segment: Segment) -> bool:
+        """Whether what the layers save is copied into arrays of several iterations or microbatches."""
+        return segment.loops > 1
+
+    # Layers
+
+    def parts(self, segment: Segment) -> list[range]:
+        """The slots of each unit of one loop."""
+        slots = self.slots_of(segment)
+        return [slots[u : u + segment.group] for u in range(0, segment.unroll, segment.group)]
+
+    def slots_of(self, segment: Segment) -> range:
+        return range(segment.start, segment.start + segment.count)
+
+    def cast(self, slots: int) -> int:
+        """Bytes of the first `slots` layers' shards in the compute dtype; loops cast theirs when they run."""
+        looped = {j for s in self.segments if s.loops > 1 for j in self.slots_of(s)} if self.plain else set()
+        kept = [j for j in range(len(self.slots) if self.repeats else slots) if j not in looped]
+        return self.compute * self.rounds * self.layers(kept).once
+
+    @property
+    def plain(self) -> bool:
+        """Whether nothing is gathered once a step, and there are no stages: loops then cast their own weights."""
+        return all(self.sizes[axis] == 1 for axis in (*ONCE_AXES, "pipeline"))
+
+    def layers(self, slots: Sequence[int]) -> Elements:
+        """Elements of the weights in some slots."""
+
+        def of_slot(slot: int) -> Elements:
+            own = self.block[self.slots[slot].block]
+            return replace(own, once=own.whole, gathered=0, reduced=0) if slot in self.stay else own
+
+        return sum(map(of_slot, slots), Elements())
+
+    @cached_property
+    def block(self) -> dict[str, Elements]:
+        """Of one layer, by kind."""
+        return {
+            kind: sum((self.elements(n, True) for n in self.placements if n.startswith(f"{BLOCKS}{kind}.")), Elements())
+            for kind in block_layers(self.config.model)
+        }
+
+    @cached_property
+    def ends_by_name(self) -> dict[str, Elements]:
+        """Of the weights outside the blocks."""
+        return {name: self.elements(name) for name in self.placements if not name.startswith(BLOCKS)}
+
+    @property
+    def ends_as_stored(self) -> Elements:
+        return sum(self.ends_by_name.values(), Elements())
+
+    @cached_property
+    def ends(self) -> Elements:
+        """What is gathered outside the blocks: not an embedding whose tokens' rows travel."""
+        rows = row_axes(self.config, self.sizes)
+        return sum((e for name, e in self.ends_by_name.items() if not (name == TOKENS and rows)), Elements())
+
+    @cached_property
+    def ends_whole(self) -> Elements:
+        """The same, as their gradients are: an embedding whose rows travel has its shard's."""
+        rows = row_axes(self.config, self.sizes)
+        shard = self.ends_by_name[TOKENS].stored if rows else 0
+        return self.ends + Elements(shard, shard, shard)
+
+    def elements(self, name: str, one_layer: bool = False) -> Elements:
+        """Of a weight on this device: of its stage's layers, or of one."""
+        placement, sizes = self.placements[name], self.sizes
+        shards = math.prod(n for axis, n in sizes.items() if axis not in placement.replicated_axes)
+        stored = math.prod(placement.stored_shape) // shards
+        in_block = name.startswith(BLOCKS)
+        if in_block and one_layer:
+            stored //= placement.stored_shape[0] // sizes["pipeline"]
+        gathered = placement.storage_axes
+        once = stored * math.prod(sizes[axis] for axis in gathered if axis != "fsdp")
+        whole = once * (sizes["fsdp"] if "fsdp" in gathered else 1)
+        is_reduced = whole > (once if self.repeats else stored)
+        gathered, reduced = (whole if apart else 0 for apart in (whole > once, is_reduced))
+        in_fp32 = is_reduced or placement.storage_dim is None  # vectors are in FP32 all the time
+        return Elements(stored, once, whole, gathered, reduced, 0 if in_fp32 else stored)
+
+
+class _Pipelined(_Step):
+    """What is alive while the stages of a pipeline work: buffers of several microbatches, and sums of gradients."""
+
+    def __init__(self, config: Config, placements: Mapping[str, Placement], sizes: Mapping[str, int]):
+        super().__init__(config, placements, sizes)
+        stages, settings = sizes["pipeline"], config.pipeline
+        schedule = make_schedule(settings.schedule, stages, config.batch.num_microbatches, settings.rounds)
+        self.kept: Slots = assign_slots(schedule, apart=True)
+        count = self.kept.activations
+        in_loops = any(segment.loops > 1 for segment in self.segments)
+        if in_loops or count > MOST_PROGRAMS or count * len(self.slots) > MOST_LAYERS:
+            self.kept = assign_slots(schedule)
+
+    def moments(self) -> Iterator[MemoryEstimate]:
+        """A tick's head, and its layers' backward passes; sums and buffers are there all the time."""
+        yield self.in_head()
+        for segment in self.segments:
+            for slots in self.parts(segment):
+                yield self.in_backward(segment, slots, Elements())
+
+    def saved(self, slots: int) -> int:
+        """Bytes of the buffers, whatever the number of `slots`."""
+        # One more than there are slots: what a forward operation has computed and not copied to its slot yet
+        saved = super().saved(len(self.slots)) * (self.kept.activations + 1)
+        put_off = sum(self.activations.put_off(slot.block) for slot in self.slots) * self.kept.put_offs
+        # What a tick hands to the next, and gradients of the head that wait
+        streams = 2 + (self.kept.heads if self.kept.heads > 1 else 0)
+        return saved + put_off + streams * self.activations.stream
+
+    def is_stacked(self, segment: Segment) -> bool:
+        return True

@@ -1,0 +1,120 @@
+"""The memory estimate of a run's summary beside what XLA plans, as a markdown table.
+
+    python scripts/memory_table.py
+    python scripts/memory_table.py --write
+
+The first reads XLA's figures from tests/data/memory_rows.txt and estimates anew, which takes seconds. The second
+compiles each row for H200s, without a GPU, in a process of its own, which takes minutes, and writes its figure into
+that file; a test compares the estimate with it. A row is GiB a device, a config, overrides and `--gpus N`: add one with
+any number and write. Compiling needs jax's CUDA plugin (the extra `dev` has it).
+"""
+
+import argparse
+import os
+import shlex
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hlo_counts import FAST, ROOT, compile_step, memory_of, program_for_h200, require_plugin
+
+from megajax.config import load_config
+from megajax.config.checks import check_mesh
+from megajax.console import user_errors
+from megajax.errors import InputError
+
+if TYPE_CHECKING:
+    from megajax.plan import MemoryEstimate
+
+ROWS = ROOT / "tests/data/memory_rows.txt"
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Row:
+    """A config on a number of GPUs, and what XLA plans for it."""
+
+    gib: float  # of a device
+    config: str
+    overrides: tuple[str, ...]
+    gpus: int
+
+    @classmethod
+    def parse(cls, line: str) -> "Row":
+        """A line of the file. Raises InputError for one that is no row."""
+        try:
+            gib, config, *overrides, flag, gpus = shlex.split(line)
+            if flag != "--gpus":
+                raise ValueError
+            return cls(float(gib), config, tuple(overrides), int(gpus))
+        except ValueError:
+            raise InputError(f"{line!r} is no row: write GiB, a config, overrides and --gpus N.") from None
+
+    @property
+    def case(self) -> str:
+        return shlex.join([self.config, *self.overrides, "--gpus", str(self.gpus)])
+
+
+def read_rows(path: Path = ROWS) -> list[Row]:
+    """The rows of the file."""
+    return [Row.parse(line) for line in path.read_text().splitlines() if line.strip()]
+
+
+def estimate(row: Row) -> "MemoryEstimate":
+    """Bytes a device, without devices."""
+    # Not at the top: what compiles sets the environment before jax reads it.
+    from megajax.model import Transformer, parameters
+    from megajax.plan import estimate_memory
+    from megajax.sharding import place_all, stored_rows
+
+    config = load_config(ROOT / row.config, list(row.overrides))
+    sizes = check_mesh(config, row.gpus)
+    rows = stored_rows(config, sizes["pipeline"])
+    placements = place_all(parameters(Transformer(config.model)), sizes, rows, config.mesh.experts_over)
+    return estimate_memory(config, placements, sizes)
+
+
+def planned(row: Row) -> float:
+    """GiB a device that XLA plans, compiled in a process of its own: XLA reads its flags once. Raises InputError."""
+    environment = {"XLA_FLAGS": FAST, **os.environ}
+    command = [sys.executable, __file__, "--compile", row.case]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT)
+    if done.returncode:
+        raise InputError(f"compiling {row.case} failed: {done.stderr.strip()}")
+    return float(done.stdout)
+
+
+def table(rows: list[Row]) -> str:
+    """Markdown, one line a row."""
+    lines = ["| config | GPUs | XLA GiB | estimate GiB | ratio |", "|---|---:|---:|---:|---:|"]
+    for row in rows:
+        ours = estimate(row).total / GIB
+        name = " ".join([Path(row.config).stem, *row.overrides])
+        lines.append(f"| {name} | {row.gpus} | {row.gib:.2f} | {ours:.2f} | {ours / row.gib:.3f} |")
+    return "\n".join(lines)
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", action="store_true", help=f"compile each row and write {ROWS.relative_to(ROOT)}")
+    parser.add_argument("--compile", help=argparse.SUPPRESS)  # one row without its GiB: what XLA plans
+    args = parser.parse_args(arguments)
+    with user_errors():
+        if args.compile:
+            row = Row.parse(f"0 {args.compile}")
+            compiled = compile_step(program_for_h200(row.config, list(row.overrides), row.gpus))
+            print(memory_of(compiled)["whole"] / GIB)
+            return 0
+        rows = read_rows()
+        if args.write:
+            require_plugin()
+            rows = [Row(planned(row), row.config, row.overrides, row.gpus) for row in rows]
+            ROWS.write_text("".join(f"{row.gib:.2f} {row.case}\n" for row in rows))
+        print(table(rows))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,68 @@
+"""The memory estimate: worked by hand for a small model, and beside what XLA plans."""
+
+import memory_table
+import pytest
+from memory_table import GIB, Row
+
+# Nine layers of one shape on two devices: D = 64, 4 heads of 16, 2 KV heads, F = 256, V = 4096; 2 sequences of 128.
+SMALL = (
+    "model={num_layers: 9, hidden_size: 64, num_heads: 4, num_kv_heads: 2, head_dim: 16, ffn_hidden_size: 256}",
+    "model={vocab_size: 4096, vocab_multiple: 1}",
+    "mesh.fsdp=2",
+    "batch={global_size: 2, num_microbatches: 1, sequence_length: 128}",
+)
+T, D, F, V = 128, 64, 256, 4096  # tokens of a device
+QKV, ATTENTION = 64 * 16 * (4 + 2 * 2), 64 * 64
+LAYER = QKV + ATTENTION + 3 * D * F
+NORMS = 2 * D  # of a layer, on every device
+
+
+def small(*overrides: str):
+    return memory_table.estimate(Row(0, "configs/llama3_8b.yaml", (*SMALL, *overrides), 2))
+
+
+def test_a_step_needs_most_in_the_head_when_all_layers_have_saved_what_they_computed():
+    memory = small()
+    stored = 9 * (LAYER // 2 + NORMS) + 2 * V * D // 2 + D
+    assert (memory.parameters, memory.optimizer) == (4 * stored, 8 * stored)
+    # Queries, keys, values and their output, the products of the MLP, results and inputs of the norms
+    saved = 16 * (2 * 4 + 2 * 2) + 2 * F + 2 * D + 2 * D
+    assert memory.activations == 2 * T * 9 * saved
+    # All layers' shards, the head whole, and the last layer, which goes backward next
+    assert memory.weights == 2 * (9 * (LAYER // 2 + NORMS) + V * D + D + LAYER)
+    assert memory.gradients == 4 * (V * D + D)
+    # One chunk: logits and their gradient, four arrays of its rows, and the gradient of all rows
+    assert memory.working == 2 * (T * (2 * V + 4 * D) + T * D)
+
+
+def test_with_recomputation_it_needs_most_in_the_backward_pass_of_the_first_layers():
+    memory = small("remat.policy=full", "model={num_layers: 100, vocab_size: 512}", "kernels.scan_unroll=100")
+    stored, V = LAYER // 2 + NORMS, 512
+    saved = 16 * (2 * 4 + 2 * 2) + 2 * F + 2 * D + 2 * D
+    # The second layer's: its input and the first's, and what it computes again
+    assert memory.activations == 2 * T * (2 * D + saved)
+    assert memory.weights == 2 * (2 * stored + 2 * LAYER)  # the first's are gathered in the meantime
+    assert memory.gradients == 4 * (98 * stored + 2 * V * D // 2 + D)
+    # Gradients: of the residual stream, of the products and the activation, and the activation; in FP32 those of the
+    # third layer's weights, which are reduced
+    assert memory.working == 2 * T * (2 * D + 4 * F) + 4 * LAYER
+
+
+def test_the_parts_add_up_to_the_total():
+    memory = small()
+    parts = (memory.parameters, memory.optimizer, memory.gradients, memory.weights, memory.activations, memory.working)
+    assert memory.total == sum(parts)
+
+
+@pytest.mark.parametrize("row", memory_table.read_rows(), ids=lambda row: row.case.removeprefix("configs/"))
+def test_the_estimate_is_within_a_twentieth_of_what_xla_plans(row):
+    ours = memory_table.estimate(row).total / GIB
+    assert ours == pytest.approx(row.gib, rel=0.05), f"XLA plans {row.gib} GiB, the estimate is {ours:.2f} GiB"
+
+
+def test_a_line_of_the_table_is_a_figure_a_config_overrides_and_gpus():
+    row = Row.parse("10.75 configs/llama3_8b.yaml mesh.fsdp=8 model.num_layers=4 --gpus 8")
+    assert row == Row(10.75, "configs/llama3_8b.yaml", ("mesh.fsdp=8", "model.num_layers=4"), 8)
+    assert row.case == "configs/llama3_8b.yaml mesh.fsdp=8 model.num_layers=4 --gpus 8"
+    with pytest.raises(memory_table.InputError, match=r"is no row: write GiB"):
+        Row.parse("10.75 configs/llama3_8b.yaml --gpu 8")
