@@ -244,7 +244,7 @@ class LayerStack:
             def body(x, loop, units=units, segment=segment):
                 (index,), saved, measured = loop, [], []
                 for u, unit in enumerate(units):
-                    unit, first = self._at(unit, segment, index), segment.start + segment.unroll * index
+                    unit, first = self.unit_at(unit, segment, index), segment.start + segment.unroll * index
                     x, kept, values = self.unit_forward(unit, x, inputs, segment, first, u, save)
                     if segment.loops > 1 and save:
                         # Behind a barrier, or XLA would run a matmul again to write its result into the stacked array.
@@ -277,7 +277,7 @@ class LayerStack:
                 above: Unit | None = None
                 entered, reduced, amax = dx, [], []
                 for u in reversed(range(len(units))):
-                    unit = self._at(units[u], segment, index)
+                    unit = self.unit_at(units[u], segment, index)
                     at_the_turn = (s, u) == (last, len(units) - 1) and segment.loops == 1
                     if not at_the_turn or segment.policy == "full":
                         unit, _ = self.exchange.tie_gather((unit, entered))
@@ -385,7 +385,7 @@ class LayerStack:
     def _scatter_once(self, gradient: Unit) -> Unit:
         return tuple({n: self.exchange.scatter_once(BLOCKS + n, g) for n, g in layer.items()} for layer in gradient)
 
-    def _at(self, unit: Unit, segment: Segment, index) -> Unit:
+    def unit_at(self, unit: Unit, segment: Segment, index) -> Unit:
         """The weights of a unit in one of its segment's loops; of a single one they have no leading dimension."""
         if segment.loops == 1:
             return unit

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from functools import cache
 
 from megajax.config import Config
-from megajax.parallel.segments import Segment
+from megajax.config.segments import Segment
 
 
 class Activations:

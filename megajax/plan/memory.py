@@ -18,7 +18,7 @@ from megajax.parallel.embedding import TOKENS, row_axes
 from megajax.parallel.head import chunk_count
 from megajax.parallel.pipeline import MOST_LAYERS, MOST_PROGRAMS
 from megajax.parallel.schedules import Slots, assign_slots, make_schedule
-from megajax.parallel.segments import Segment, plan_segments
+from megajax.config.segments import Segment, plan_segments
 from megajax.plan.activations import Activations
 from megajax.sharding import BLOCKS, ONCE_AXES, Placement
 
@@ -79,7 +79,7 @@ class _Step:
         self.config, self.placements, self.sizes = config, placements, sizes
         self.compute = 4 if config.precision.compute == "float32" else 2
         self.slots = slot_kinds(config, sizes["pipeline"])
-        self.segments = plan_segments(config, "gpu", self.slots, sizes["pipeline"])
+        self.segments = plan_segments(config, "gpu", self.slots, sizes)
         unrolled = all(segment.loops == 1 for segment in self.segments)
         self.stay = gathered_slots(config, sizes["pipeline"]) if unrolled else ()  # slots that `fsdp` gathers once
         self.activations = Activations(config, sizes)

@@ -174,7 +174,7 @@ def test_a_block_of_the_model_is_split_in_two(table, model, policy):
         fields = {name: field[0] for name, field in batch.items()}
         inputs = local.inputs(fields, 0, None)
         x = local.embedding.forward(local.gather_ends(params), fields, inputs)
-        unit = jax.tree.map(lambda w: w[0], stack.gather_once(params, {})[0][0])
+        unit = stack.unit_at(stack.gather_once(params, {})[0][0], segment, 0)
         y, saved, _ = stack.unit_forward(unit, x, inputs, segment, 0, 0, True)
         leaves, structure = jax.tree.flatten(saved)
 
