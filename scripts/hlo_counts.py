@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).parents[1]
 GOLDEN = ROOT / "tests/data/h200_hlo_counts.txt"
 TARGET = ROOT / "tests/data/h200_target_config.pbtxt"  # what XLA wants to know of the GPU, dumped from an H200
-# The benchmark shapes at their full widths; two layers show what every layer does.
+# The benchmark shapes at their full widths; two layers show what every layer does. The last two run theirs in loops.
 CASES = (
     "configs/llama3_8b_l8.yaml mesh.fsdp=1 model.num_layers=2",
     "configs/llama3_8b_l8.yaml mesh.fsdp=1 model.num_layers=2 precision.fp8.recipe=current",
@@ -50,6 +50,9 @@ CASES = (
     " pipeline.rounds=2 --gpus 2",
     "configs/llama3_8b_l8_context.yaml model.num_layers=1 --gpus 4",
     "configs/mixtral_l2.yaml mesh.data=1 mesh.expert=4 batch.global_size=16 model.num_layers=1 --gpus 4",
+    "configs/llama3_8b_l8.yaml mesh.fsdp=4 kernels.scan_unroll=1 --gpus 4",
+    "configs/mixtral_l2.yaml mesh.fsdp=4 mesh.data=1 model.num_layers=4 remat.policy=full kernels.scan_unroll=1"
+    " --gpus 4",
 )
 HOST = 8  # GPUs
 FAST = "--xla_gpu_autotune_level=0"  # compiles in half the time to the same operations

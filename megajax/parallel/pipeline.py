@@ -377,19 +377,9 @@ class _Run:
         gradient = jax.tree.map(lambda g: g.astype(jnp.float32), self.stack.reduce(gradient, segment, u))
         return combine(jnp.add, totals, gradient, segment, loop)
 
-    def trace_saved(self, i: int, u: int, unit: Unit, x: jax.Array, inputs: BlockInputs, first) -> Saved:
-        """What a unit's forward operation saves."""
-
-        def forward(unit, x):
-            return self.stack.unit_forward(unit, x, inputs, self.stack.segments[i], first, u, True)[1]
-
-        return Saved(forward, unit, x)
-
     def saved(self, i: int, u: int, unit: Unit, dx: jax.Array, inputs: BlockInputs, first) -> Saved:
-        """The same for a backward operation; anew where no two calls of attention may be equal (`MeshComm.attend`)."""
-        if self.local.comm.deterministic:
-            return self.trace_saved(i, u, unit, dx, inputs, first)
-        return self.pipeline.saved[i, u]
+        """What a unit's forward operation saves; `dx` is any residual stream."""
+        return self.stack.kept(unit, dx, inputs, self.stack.segments[i], first, u)
 
     def split(self, i: int, u: int, unit: Unit, saved, dx, inputs: BlockInputs, first) -> SplitBackward:
         """The backward pass of a unit in two parts; traced anew at each use, for it may hold values of the trace."""
@@ -441,7 +431,7 @@ class _Run:
         """(shapes of a bank's activations; zeros: what is put off, gradients, amaxes, metrics) of a unit."""
         segment = self.stack.segments[i]
         first, unit = self.first_layer(segment, 0, 0), pick(self.weights[0][i][u], segment, 0)
-        kept = self.pipeline.saved[i, u] = self.trace_saved(i, u, unit, x, inputs, first)
+        kept = self.pipeline.saved[i, u] = self.saved(i, u, unit, x, inputs, first)
 
         def backward(unit, x):
             _, saved, metrics = self.stack.unit_forward(unit, x, inputs, segment, first, u, True)

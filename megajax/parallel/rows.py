@@ -60,6 +60,8 @@ class Rows:
         """`[R · count, ...]` of each segment that has some of these layers → `[R·n, ...]`."""
         if len(segments) == 1:
             return segments[0]
+        if self.rounds == 1:  # layer by layer: of parts with several layers XLA would write a joined copy
+            return _stacked([layer for part in segments for layer in part])
         rounds = [part.reshape(self.rounds, -1, *part.shape[1:]) for part in segments]
         return jnp.concatenate(rounds, axis=1).reshape(-1, *segments[0].shape[1:])
 

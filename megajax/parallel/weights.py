@@ -101,11 +101,11 @@ class WeightExchange:
     def tie_reduction(self, values: Any, complete: bool) -> Any:
         """The same for reductions: over `fsdp`, and over the axes of ONCE_AXES too if they are `complete`.
 
-        It also keeps the weights' gradients in their layers wherever layers communicate. Untied, XLA defers the matmuls
+        With `tensor` and `expert` it also keeps the weights' gradients in their layers. Untied, XLA defers the matmuls
         of many layers to hide transfers behind them, and keeps the operands of all.
         """
         once = any(self.sizes[axis] > 1 for axis in ONCE_AXES)
-        communicates = any(size > 1 for axis, size in self.sizes.items() if axis != "data")
+        communicates = any(self.sizes[axis] > 1 for axis in ("fsdp", "expert", "tensor"))
         return lax.optimization_barrier(values) if communicates or (complete and once) else values
 
     def _layer_by_layer(self, placement: Placement) -> bool:

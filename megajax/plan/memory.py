@@ -13,22 +13,19 @@ from functools import cached_property
 
 from megajax.config import Config
 from megajax.config.kinds import block_layers
+from megajax.config.segments import Segment, plan_segments
 from megajax.config.stages import gathered_slots, slot_kinds
 from megajax.parallel.embedding import TOKENS, row_axes
 from megajax.parallel.head import chunk_count
 from megajax.parallel.pipeline import MOST_LAYERS, MOST_PROGRAMS
 from megajax.parallel.schedules import Slots, assign_slots, make_schedule
-from megajax.config.segments import Segment, plan_segments
 from megajax.plan.activations import Activations
 from megajax.sharding import BLOCKS, ONCE_AXES, Placement
 
 FP32 = 4  # bytes
-# XLA runs the iterations of a loop over layers in pairs (double buffering). Beside the arrays that hold what all
-# iterations save there are then the values of some and copies of some arrays, so many times the array's size: of a loop
-# of two iterations, which is no loop any more, with one microbatch and in the loop over several; of a longer loop.
-# Measured on Llama 3 8B: 1.2, 1.1 and 1.3 on 1 × (2 × 16), 4 × (2 × 4) and with `tensor` 1 × (2 × 4) layers; 1.8 on
-# 1 × (2 × 16) with 16 microbatches; 2.9 and 1.6 on 8 × (4 × 1) and 8 × (8 × 1).
-PAIR_COPIES, REPEATED_PAIR_COPIES, LOOP_COPIES = 1.2, 1.75, 1.75
+# A loop needs more than its arrays: so many times what its largest saves. Measured on Llama 3 8B: 3.0 on 8 × (4 × 1)
+# layers, 0.5 on 8 × (8 × 1), 0.7 on 4 × (2 × 4), 0.6 with `tensor` on 1 × (2 × 4), 0.9 with 16 microbatches.
+LOOP_COPIES = 0.75
 # Nothing ties the gradients of the last layer's weights to that layer. XLA's scheduler computes them beside the layer
 # below, and keeps what they need, if that fits in the memory that it plans with: so many bytes of an H200, by its own
 # message. Measured on GPT-3 over `tensor`, Mixtral 8x22B and Qwen3 235B, which fit, and DeepSeek-V3, which does not.
@@ -207,14 +204,10 @@ class _Step:
         return sum(self.activations.operands(self.slots[slot].block) for slot in slots)
 
     def loop_copies(self, segment: Segment) -> int:
-        """Bytes of what a loop has beside its arrays; of loops of two iterations those before it are there as well."""
+        """Bytes of what a loop has beside its arrays."""
         if segment.loops == 1:
             return 0
-        if segment.loops > 2:
-            return int(LOOP_COPIES * sum(self.saved_by(slot, segment) for slot in self.slots_of(segment)))
-        pairs = [s for s in self.segments if s.loops == 2 and s.start <= segment.start]
-        saved = sum(self.saved_by(slot, s) for s in pairs for slot in self.slots_of(s))
-        return int((REPEATED_PAIR_COPIES if self.repeats else PAIR_COPIES) * saved)
+        return int(LOOP_COPIES * sum(self.saved_by(slot, segment) for slot in self.slots_of(segment)))
 
     def is_stacked(self, segment: Segment) -> bool:
         """Whether what the layers save is copied into arrays of several iterations or microbatches."""
