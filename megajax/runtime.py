@@ -43,9 +43,9 @@ def xla_flags(config: Config) -> dict[str, str]:
         # Keys, values and their gradients travel at once beside one block of attention.
         flags["xla_gpu_experimental_parallel_collective_overlap_limit"] = "4"
     if mesh.fsdp != 1 and mesh.pipeline == 1:
-        # By default XLA runs the iterations of a loop with collectives in pairs: a loop over layers then needs up to a
-        # tenth more memory, and one over microbatches compiles twice as long.
-        flags["xla_gpu_enable_while_loop_double_buffering"] = "false"
+        # By default XLA moves the reduction of a loop's last layer into the next iteration: with `remat.policy: full` a
+        # loop over layers then needs a tenth more memory, and a loop over microbatches compiles a third longer.
+        flags["xla_gpu_enable_pipelined_reduce_scatter"] = "false"
     if config.run.deterministic:
         flags["xla_gpu_exclude_nondeterministic_ops"] = "true"
         # Another autotuning result is another kernel and another rounding: the first start's choices are kept.

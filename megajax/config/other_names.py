@@ -240,7 +240,7 @@ grad_dtype | precision.gradients
 weight_dtype | precision.params
 quantization | precision.fp8.recipe | none, current or delayed
 remat_policy | remat.policy | none by default, in MaxText full
-scan_layers | | layers are always in a loop; kernels.scan_unroll sets how many are in one iteration
+scan_layers | | layers are unrolled or looped by compile time; kernels.scan_unroll sets how many an iteration has
 dataset_type | data.kind | indexed (Megatron's .bin/.idx files) or synthetic
 dataset_path, grain_train_files | data.train | the prefix of a .bin/.idx pair
 tokenizer_path | data.tokenizer

@@ -7,7 +7,7 @@ two passes at different ticks (pipeline.py).
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -24,8 +24,9 @@ from megajax.ops import fp8
 from megajax.ops.fp8 import Fp8Weight
 from megajax.parallel.comm import MeshComm
 from megajax.parallel.fused import FusedWeights
+from megajax.parallel.layer_loops import Uncast, loop_over_layers
 from megajax.parallel.rows import Rows
-from megajax.parallel.saved import Saved
+from megajax.parallel.saved import Residuals, Saved
 from megajax.parallel.scaling import Scales, Scaling
 from megajax.parallel.weights import WeightExchange, row_major
 from megajax.sharding import BLOCKS, EMPTY, stored_layers
@@ -36,49 +37,6 @@ NO_STATE: Mapping[str, jax.Array] = {}
 Unit = tuple[dict[str, Any], ...]  # the fused weights of a unit's layers, by name: arrays or Fp8Weights
 Amax = dict[str, jax.Array]  # by linear layer: the largest magnitudes of its input and its output gradient
 Metrics = tuple[dict[str, jax.Array], ...]  # of a unit's layers, by name
-
-
-@jax.tree_util.register_pytree_node_class
-class Residuals:
-    """What a unit's backward pass needs: the leaves of a `jax.vjp` function, less those that are the weights."""
-
-    def __init__(self, saved: list[jax.Array], treedef: Any, sources: tuple[int, ...]):
-        # sources: for each leaf its index in [*saved, *weights]
-        self.saved, self.treedef, self.sources = saved, treedef, sources
-
-    @classmethod
-    def of(cls, pull: Callable, weights: Any) -> "Residuals":
-        """Split the leaves by identity: the weights themselves, and everything else once."""
-        leaves, treedef = jax.tree.flatten(pull)
-        weight_ids = {id(w) for w in jax.tree.leaves(weights)}
-        saved = {id(leaf): leaf for leaf in leaves if id(leaf) not in weight_ids}
-        index = {key: i for i, key in enumerate([*saved, *map(id, jax.tree.leaves(weights))])}
-        return cls(list(saved.values()), treedef, tuple(index[id(leaf)] for leaf in leaves))
-
-    def pull(self, weights: Any) -> Callable:
-        """The vjp function again, with `weights` in their places."""
-        arrays = [*self.saved, *jax.tree.leaves(weights)]
-        return jax.tree.unflatten(self.treedef, [arrays[i] for i in self.sources])
-
-    def tree_flatten(self):
-        return self.saved, (self.treedef, self.sources)
-
-    @classmethod
-    def tree_unflatten(cls, static, saved):
-        return cls(list(saved), *static)
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class Uncast:
-    """A layer's weight in each iteration of a loop, still in its FP32 stack: cast and fused when the iteration runs.
-
-    Nothing of it is gathered once a step; a cast copy of all layers would live as long as the loops.
-    """
-
-    parts: dict[str, jax.Array]  # what is fused, by name: `[n, ...]`
-    row: int = field(metadata={"static": True})  # of the first iteration
-    step: int = field(metadata={"static": True})  # rows from one iteration to the next
 
 
 @dataclass(frozen=True)
@@ -253,7 +211,7 @@ class LayerStack:
                     measured.append(values)
                 return x, (tuple(saved), tuple(measured))
 
-            x, (saved, measured) = _loop(body, x, (), segment)
+            x, (saved, measured) = loop_over_layers(body, x, (), segment)
             residuals.append(saved)
             metrics.append(measured)
         return x, residuals, metrics
@@ -297,7 +255,7 @@ class LayerStack:
                 assert above is not None
                 return dx, ((self.reduce(above, segment, 0, on_the_way), *reduced[::-1]), tuple(amax[::-1]))
 
-            dx, out = _loop(body, dx, (saved,), segment, reverse=True)
+            dx, out = loop_over_layers(body, dx, (saved,), segment, reverse=True)
             gradients.append(out[0])
             amaxes.append(out[1])
         return dx, gradients[::-1], amaxes[::-1]
@@ -511,35 +469,6 @@ class LayerStack:
             None,
             self.scaling.gradient_dtype,
         )
-
-
-def _loop(body: Callable, carry, xs: tuple, segment: Segment, reverse: bool = False):
-    """`body(carry, (index, *xs))` over a segment's loops; a single one is no loop, and its values are not stacked."""
-    if segment.loops == 1:
-        return body(carry, (0, *xs))
-    if segment.policy == "offload":  # whose arrays lie in the host's memory
-        return lax.scan(body, carry, (jnp.arange(segment.loops), *xs), reverse=reverse)
-
-    structure: Any = None  # of what the body gives; known when it has been traced
-
-    def flat(carry, index, xs):
-        nonlocal structure
-        carry, out = body(carry, (index, *xs))
-        out, structure = jax.tree.flatten(out)
-        return carry, out
-
-    def iteration(i, state):
-        carry, stacks = state
-        index = segment.loops - 1 - i if reverse else i
-        carry, out = flat(carry, index, jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, index, 0, False), xs))
-        return carry, [lax.dynamic_update_index_in_dim(s, a, index, 0) for s, a in zip(stacks, out, strict=True)]
-
-    # A scan would fill its stacks with zeros first, and XLA would do so for all segments at once, before the first.
-    _, shapes = jax.eval_shape(flat, carry, jnp.int32(0), jax.tree.map(lambda a: a[0], xs))
-    stacks = [lax.empty((segment.loops, *a.shape), a.dtype) for a in shapes]
-    carry, stacks = lax.optimization_barrier((carry, stacks))
-    carry, stacks = lax.fori_loop(0, segment.loops, iteration, (carry, stacks))
-    return carry, jax.tree.unflatten(structure, stacks)
 
 
 def _reduced_on_the_way(segment: Segment, only_microbatch: bool) -> bool:

@@ -1,4 +1,4 @@
-"""What a pipeline keeps of residuals between a forward and a backward operation."""
+"""What is kept of a remat group between its forward and its backward pass."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,8 +9,41 @@ from jax.extend.core import Literal
 VIEWS = ("name", "reshape", "squeeze")  # primitives whose result holds the numbers of their operand
 
 
+@jax.tree_util.register_pytree_node_class
+class Residuals:
+    """What a unit's backward pass needs: the leaves of a `jax.vjp` function, less those that are the weights."""
+
+    def __init__(self, saved: list[jax.Array], treedef: Any, sources: tuple[int, ...]):
+        # sources: for each leaf its index in [*saved, *weights]
+        self.saved, self.treedef, self.sources = saved, treedef, sources
+
+    @classmethod
+    def of(cls, pull: Callable, weights: Any) -> "Residuals":
+        """Split the leaves by identity: the weights themselves, and everything else once."""
+        leaves, treedef = jax.tree.flatten(pull)
+        weight_ids = {id(w) for w in jax.tree.leaves(weights)}
+        saved = {id(leaf): leaf for leaf in leaves if id(leaf) not in weight_ids}
+        index = {key: i for i, key in enumerate([*saved, *map(id, jax.tree.leaves(weights))])}
+        return cls(list(saved.values()), treedef, tuple(index[id(leaf)] for leaf in leaves))
+
+    def pull(self, weights: Any) -> Callable:
+        """The vjp function again, with `weights` in their places."""
+        arrays = [*self.saved, *jax.tree.leaves(weights)]
+        return jax.tree.unflatten(self.treedef, [arrays[i] for i in self.sources])
+
+    def tree_flatten(self):
+        return self.saved, (self.treedef, self.sources)
+
+    @classmethod
+    def tree_unflatten(cls, static, saved):
+        return cls(list(saved), *static)
+
+
 class Saved:
-    """What of a unit's residuals is kept between two ticks: each array once, in however many shapes it occurs."""
+    """What is kept of a unit's residuals where they are copied into an array of several loops or a pipeline's buffer.
+
+    Each array once, in however many shapes it occurs.
+    """
 
     def __init__(self, forward: Callable, *arguments: Any):
         self.structure: Any = None  # known when `forward` has been traced

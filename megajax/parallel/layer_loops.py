@@ -1,0 +1,53 @@
+"""A loop over layers: the weights of its iterations, and the arrays that hold what all of them give."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from megajax.config.segments import Segment
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Uncast:
+    """A layer's weight in each iteration of a loop, still in its FP32 stack: cast and fused when the iteration runs.
+
+    Nothing of it is gathered once a step; a cast copy of all layers would live as long as the loops.
+    """
+
+    parts: dict[str, jax.Array]  # what is fused, by name: `[n, ...]`
+    row: int = field(metadata={"static": True})  # of the first iteration
+    step: int = field(metadata={"static": True})  # rows from one iteration to the next
+
+
+def loop_over_layers(body: Callable, carry, xs: tuple, segment: Segment, reverse: bool = False):
+    """`body(carry, (index, *xs))` over a segment's loops; a single one is no loop, and its values are not stacked."""
+    if segment.loops == 1:
+        return body(carry, (0, *xs))
+    if segment.policy == "offload":  # whose arrays lie in the host's memory
+        return lax.scan(body, carry, (jnp.arange(segment.loops), *xs), reverse=reverse)
+
+    structure: Any = None  # of what the body gives; known when it has been traced
+
+    def flat(carry, index, xs):
+        nonlocal structure
+        carry, out = body(carry, (index, *xs))
+        out, structure = jax.tree.flatten(out)
+        return carry, out
+
+    def iteration(i, state):
+        carry, stacks = state
+        index = segment.loops - 1 - i if reverse else i
+        carry, out = flat(carry, index, jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, index, 0, False), xs))
+        return carry, [lax.dynamic_update_index_in_dim(s, a, index, 0) for s, a in zip(stacks, out, strict=True)]
+
+    # A scan would fill its stacks with zeros first, and XLA would do so for all segments at once, before the first.
+    _, shapes = jax.eval_shape(flat, carry, jnp.int32(0), jax.tree.map(lambda a: a[0], xs))
+    stacks = [lax.empty((segment.loops, *a.shape), a.dtype) for a in shapes]
+    carry, stacks = lax.optimization_barrier((carry, stacks))  # or XLA would allocate them before they are needed
+    carry, stacks = lax.fori_loop(0, segment.loops, iteration, (carry, stacks))
+    return carry, jax.tree.unflatten(structure, stacks)
