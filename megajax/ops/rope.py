@@ -1,6 +1,7 @@
 """Rotary position embedding, Hugging Face's half-split convention: element i is paired with i + R/2."""
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import jax
@@ -39,40 +40,45 @@ def _llama3_scaling(frequencies: np.ndarray, scaling: Mapping[str, Any]) -> np.n
     return frequencies * (kept + (1.0 - kept) / scaling["factor"])
 
 
-def apply_rope(x_bsnh: jax.Array, positions_bs: jax.Array, frequencies: np.ndarray | jax.Array) -> jax.Array:
+def apply_rope(x_bsnh: jax.Array, positions_bs: jax.Array, frequencies: np.ndarray) -> jax.Array:
     """Rotates the first R elements of every head by position · frequency: [B, S, N, H] -> as x.
 
     positions [B, S] (integers), frequencies [R/2]; angles and rotation in float32 (float64 for float64 x).
     """
-    dtype = wide(x_bsnh.dtype)
-    angles = positions_bs.astype(dtype)[:, :, None, None] * jnp.asarray(frequencies, dtype)
-    return _rotate(x_bsnh, jnp.cos(angles), jnp.sin(angles))
+    return _rotate(tuple(map(float, frequencies)), x_bsnh, positions_bs)
 
 
-@jax.custom_vjp
-def _rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+def _angles(frequencies: tuple[float, ...], positions: jax.Array, dtype) -> tuple[jax.Array, jax.Array]:
+    """Cosines and sines `[B, S, 1, R/2]`, computed again by the backward pass: saved, they would be for each layer."""
+    angles = positions.astype(dtype)[:, :, None, None] * np.asarray(frequencies, dtype)
+    return jnp.cos(angles), jnp.sin(angles)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _rotate(frequencies: tuple[float, ...], x: jax.Array, positions: jax.Array) -> jax.Array:
+    cos, sin = _angles(frequencies, positions, wide(x.dtype))
     half = cos.shape[-1]
     first, second = (x[..., i * half : (i + 1) * half].astype(cos.dtype) for i in (0, 1))
     rotated = [first * cos - second * sin, second * cos + first * sin]
     return jnp.concatenate([*(part.astype(x.dtype) for part in rotated), x[..., 2 * half :]], axis=-1)
 
 
-def _rotate_forward(x: jax.Array, cos: jax.Array, sin: jax.Array):
-    return _rotate(x, cos, sin), (cos, sin)
+def _rotate_forward(frequencies: tuple[float, ...], x: jax.Array, positions: jax.Array):
+    return _rotate(frequencies, x, positions), positions
 
 
-def _rotate_backward(residuals, dy: jax.Array):
+def _rotate_backward(frequencies: tuple[float, ...], positions: jax.Array, dy: jax.Array):
     """The rotation back. The halves change places by a reversal, which is a matter of indices.
 
     The gradients of queries, keys and values are joined next, and XLA's kernel is slow for a join within a join.
     """
-    cos, sin = residuals
+    cos, sin = _angles(frequencies, positions, wide(dy.dtype))
     rotary = 2 * cos.shape[-1]
     cos, sin = jnp.concatenate([cos, cos], axis=-1), jnp.concatenate([sin, -sin], axis=-1)
     turned = dy[..., :rotary].astype(cos.dtype)
     swapped = lax.rev(turned.reshape(*turned.shape[:-1], 2, -1), (turned.ndim - 1,)).reshape(turned.shape)
     dx = (turned * cos + swapped * sin).astype(dy.dtype)
-    return (dx if rotary == dy.shape[-1] else jnp.concatenate([dx, dy[..., rotary:]], axis=-1)), None, None
+    return (dx if rotary == dy.shape[-1] else jnp.concatenate([dx, dy[..., rotary:]], axis=-1)), None
 
 
 _rotate.defvjp(_rotate_forward, _rotate_backward)

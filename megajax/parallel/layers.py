@@ -272,7 +272,7 @@ class LayerStack:
             return y, (x if save else None), metrics
         run = _with_policy(run, program.policy, self.attention_is_fused)
         (y, _), pull, metrics = jax.vjp(run, weights, x, has_aux=True)
-        return y, Residuals.of(pull, weights), metrics
+        return y, Residuals.of(pull, (weights, inputs)), metrics
 
     def kept(self, unit: Unit, x, inputs, segment: Segment, first, u: int) -> Saved:
         """Which of a unit's residuals are kept where they are stacked; `x` is any residual stream."""
@@ -297,7 +297,7 @@ class LayerStack:
             x, dy = lax.optimization_barrier((saved, dy))  # or the recomputation would be merged with the forward pass
             _, pull, _ = jax.vjp(self._runner(inputs, layers, program), weights, x, has_aux=True)
         else:
-            pull = saved.pull(weights)
+            pull = saved.pull((weights, inputs))
         has_losses = self.has_losses and any(kind.block == "moe" for kind in program.kinds)
         gradient, dx = pull((dy, inputs.balance_scale if has_losses else None))
         gradient = tuple({n: g for n, g in layer.items() if n not in STATE} for layer in gradient)

@@ -11,24 +11,27 @@ VIEWS = ("name", "reshape", "squeeze")  # primitives whose result holds the numb
 
 @jax.tree_util.register_pytree_node_class
 class Residuals:
-    """What a unit's backward pass needs: the leaves of a `jax.vjp` function, less those that are the weights."""
+    """What a unit's backward pass needs: the leaves of a `jax.vjp` function, less those that it is given again.
+
+    These are the weights and the block's other inputs.
+    """
 
     def __init__(self, saved: list[jax.Array], treedef: Any, sources: tuple[int, ...]):
-        # sources: for each leaf its index in [*saved, *weights]
+        # sources: for each leaf its index in [*saved, *given]
         self.saved, self.treedef, self.sources = saved, treedef, sources
 
     @classmethod
-    def of(cls, pull: Callable, weights: Any) -> "Residuals":
-        """Split the leaves by identity: the weights themselves, and everything else once."""
+    def of(cls, pull: Callable, given: Any) -> "Residuals":
+        """Split the leaves by identity: those that are `given`, and everything else once."""
         leaves, treedef = jax.tree.flatten(pull)
-        weight_ids = {id(w) for w in jax.tree.leaves(weights)}
-        saved = {id(leaf): leaf for leaf in leaves if id(leaf) not in weight_ids}
-        index = {key: i for i, key in enumerate([*saved, *map(id, jax.tree.leaves(weights))])}
+        given_ids = {id(a) for a in jax.tree.leaves(given)}
+        saved = {id(leaf): leaf for leaf in leaves if id(leaf) not in given_ids}
+        index = {key: i for i, key in enumerate([*saved, *map(id, jax.tree.leaves(given))])}
         return cls(list(saved.values()), treedef, tuple(index[id(leaf)] for leaf in leaves))
 
-    def pull(self, weights: Any) -> Callable:
-        """The vjp function again, with `weights` in their places."""
-        arrays = [*self.saved, *jax.tree.leaves(weights)]
+    def pull(self, given: Any) -> Callable:
+        """The vjp function again, with `given` in its place."""
+        arrays = [*self.saved, *jax.tree.leaves(given)]
         return jax.tree.unflatten(self.treedef, [arrays[i] for i in self.sources])
 
     def tree_flatten(self):

@@ -11,6 +11,7 @@ import pytest
 from model_options import GEMMA
 
 from megajax.config.checks import check_mesh
+from megajax.config.segments import plan_segments
 from megajax.mesh import build_mesh
 from megajax.model import Transformer, bind
 from megajax.parallel.comm import MeshComm
@@ -19,7 +20,7 @@ from megajax.parallel.weights import WeightExchange
 from megajax.training.batches import to_global
 from megajax.training.step import TrainProgram
 
-STEPS = 4
+STEPS, LAYERS = 4, 4
 
 TRIPLE = {"data": 2, "fsdp": 2, "tensor": 2}
 # model, optimizer, mesh, microbatches
@@ -91,6 +92,29 @@ def test_recomputation_and_unrolling_change_no_number(table, difference, mesh, m
         "llama", mesh, microbatches=microbatches, steps=STEPS, optimizer="sgd", remat=remat, kernels=kernels
     )
     assert_agrees(difference(config))
+
+
+@pytest.mark.parametrize(
+    ("mesh", "microbatches", "remat"),
+    [({"fsdp": 2}, 1, {"policy": "selective"}), ({"data": 2, "fsdp": 2}, 2, {"policy": "full"})],
+    ids=case_name,
+)
+def test_looped_and_unrolled_layers_agree_bit_for_bit(table, mesh, microbatches, remat):
+    """Not without recomputation: XLA's CPU compiler fuses what is saved into other operations where it is a value."""
+
+    def run(unroll):
+        kernels = {"scan_unroll": unroll}
+        config = table.make_config(
+            "llama", mesh, microbatches=microbatches, steps=2, optimizer="sgd", remat=remat, kernels=kernels
+        )
+        assert [s.loops for s in plan_segments(config, "cpu")] == [LAYERS // unroll]
+        return table.train(config)
+
+    looped, unrolled = run(1), run(LAYERS)
+    np.testing.assert_array_equal(looped.losses, unrolled.losses)
+    np.testing.assert_array_equal(looped.norms, unrolled.norms)
+    for name, gradient in unrolled.gradients.items():
+        np.testing.assert_array_equal(looped.gradients[name], gradient, err_msg=name)
 
 
 def test_transfers_cut_into_pieces_change_no_number(table, difference, monkeypatch):
