@@ -27,7 +27,11 @@ ROWS = (
     ("configs/llama3_8b.yaml", "", 8),
     ("configs/llama3_8b.yaml", "mesh.fsdp=2 batch.num_microbatches=1 batch.global_size=2", 2),
     ("configs/llama3_8b.yaml", "mesh.fsdp=2 batch.num_microbatches=1 batch.global_size=2 kernels.scan_unroll=1", 2),
-    ("configs/llama3_70b.yaml", "mesh.data=-1 mesh.fsdp=8 mesh.tensor=1 batch.global_size=512", 512),
+    (
+        "configs/llama3_70b.yaml",
+        "mesh.data=-1 mesh.fsdp=8 mesh.tensor=1 batch.global_size=512 batch.num_microbatches=1",
+        512,
+    ),
     ("configs/mixtral_8x22b.yaml", "", 128),
     ("configs/qwen3_235b.yaml", "", 256),
     ("configs/gpt3_175b.yaml", "mesh.pipeline=8 mesh.data=-1 mesh.fsdp=1 batch.num_microbatches=96", 1024),
