@@ -93,7 +93,7 @@ class LayerStack:
         shared = (lambda f, **_: f) if comm.deterministic else jax.jit
         self._forward = shared(self._unit_forward, static_argnames=("program", "save"))
         self._backward = shared(self._unit_backward, static_argnames=("program",))
-        self._kept: dict[UnitProgram, Saved] = {}
+        self._kept: dict[tuple[UnitProgram, tuple[int, ...], Any], Saved] = {}
         # Whether all others follow from it: not where layers of two kinds leave slots empty between them.
         self.in_order = bool(((first == self.first_layers[..., None]) | (self.table == EMPTY)).all())
 
@@ -282,9 +282,10 @@ class LayerStack:
             return self._unit_forward(unit, x, inputs, layers, program=program, save=True)[1]
 
         # Another one for each use where no two calls of attention may be equal: it holds what it has traced.
-        if self.comm.deterministic or program not in self._kept:
-            self._kept[program] = Saved(forward, unit, x, inputs, layers)
-        return self._kept[program]
+        key = program, x.shape, x.dtype
+        if self.comm.deterministic or key not in self._kept:
+            self._kept[key] = Saved(forward, unit, x, inputs, layers)
+        return self._kept[key]
 
     def unit_backward(self, unit: Unit, saved, dy, inputs, segment: Segment, first, u: int):
         """The unit's output gradient → (that of its input, its weights' gradients, FP8 amaxes of its layers)."""

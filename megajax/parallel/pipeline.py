@@ -59,7 +59,6 @@ class Pipeline:
         ticks = self.schedule.ticks_of
         # Otherwise the last virtual stage goes backward in the tick in which the head gave it its gradient.
         self.heads_wait = bool((ticks["backward"][:, -1] > ticks["forward"][:, -1]).any())
-        self.saved: dict[tuple[int, int], Saved] = {}  # by segment and unit
 
     def gradients(self, ends: Params, layers: Any, batch: Batch, key: jax.Array | None, scale, balance_scale):
         """(gradients of the ends, of the layers, (sums, metrics), amaxes) of all microbatches.
@@ -190,7 +189,7 @@ class _Run:
                     unit = pick(unit, segment, loop)
                     x, saved, values = self.stack.unit_forward(unit, x, inputs, segment, first, u, self.training)
                     if self.training:
-                        kept = self.pipeline.saved[i, u].values(saved)
+                        kept = self.saved(i, u, unit, x, inputs, first).values(saved)
                         buffers[u] = write(buffers[u], kept, position(segment, slot, loop))
                         values = jax.tree.map(lambda a: jnp.where(active, a, 0), values)
                         totals[u] = combine(jnp.add, totals[u], values, segment, loop)
@@ -431,7 +430,7 @@ class _Run:
         """(shapes of a bank's activations; zeros: what is put off, gradients, amaxes, metrics) of a unit."""
         segment = self.stack.segments[i]
         first, unit = self.first_layer(segment, 0, 0), pick(self.weights[0][i][u], segment, 0)
-        kept = self.pipeline.saved[i, u] = self.saved(i, u, unit, x, inputs, first)
+        kept = self.saved(i, u, unit, x, inputs, first)
 
         def backward(unit, x):
             _, saved, metrics = self.stack.unit_forward(unit, x, inputs, segment, first, u, True)

@@ -89,7 +89,7 @@ class Activations:
         """Numbers of a token that a block saves, in the compute dtype's size: by policy, and those put off.
 
         What is `stacked`, in a loop's or a pipeline's buffers, holds no results of norms, unless `tensor` or FP8 would
-        make them dear.
+        make them expensive.
         """
         model, tensor, compute = self.config.model, self.sizes["tensor"], self.compute
         D, k = model.hidden_size, model.experts_per_token
