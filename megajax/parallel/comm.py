@@ -41,6 +41,7 @@ class MeshComm(SingleDevice):
         experts_over: tuple[str, ...] = ("expert",),
         grouped: ops.GroupedImplementation = "reference",
         copied: bool = False,  # pieces travel by copy engines
+        tied: bool = False,
     ):
         # The reference of grouped matmuls reads rows that the kernel of the activation leaves unwritten.
         of_experts: ops.ElementwiseImplementation = elementwise if grouped == "pallas" else "reference"
@@ -52,7 +53,7 @@ class MeshComm(SingleDevice):
         self.elementwise: ops.ElementwiseImplementation = elementwise
         self.deterministic, self.attend_calls = deterministic, 0
         self.sizes, self.context_strategy = sizes, context_strategy
-        self.copied = copied
+        self.copied, self.tied = copied, tied
         self.tensor_size, self.context_size = sizes["tensor"], sizes["context"]
         self.token_shards = math.prod(sizes[axis] for axis in TOKEN_AXES)
 
@@ -81,6 +82,10 @@ class MeshComm(SingleDevice):
             return strategy(activation, x, experts, weights, w_up, w_down, capacity)
         x, experts, weights = (self.enter(a) for a in (x, experts, weights))
         return self.leave(strategy(activation, x, experts, weights, w_up, w_down, capacity))
+
+    def tie_gradients[Gradients](self, gradients: Gradients) -> Gradients:
+        """Of a linear layer's input and weights, none before all if `tied`: the layer below hides the reduction."""
+        return lax.optimization_barrier(gradients) if self.tied else gradients
 
     def hand_on(self, x: jax.Array) -> jax.Array:
         """The array of the device before, on a ring over `tensor`."""

@@ -28,11 +28,13 @@ from megajax.parallel.layer_loops import Uncast, loop_over_layers
 from megajax.parallel.rows import Rows
 from megajax.parallel.saved import Residuals, Saved
 from megajax.parallel.scaling import Scales, Scaling
-from megajax.parallel.weights import WeightExchange, row_major
+from megajax.parallel.weights import WeightExchange, in_turn, row_major
 from megajax.sharding import BLOCKS, EMPTY, stored_layers
 
 # What a MoE layer has that is no parameter; it travels among the unit's weights.
 STATE = ("expert_bias", "filled")
+# The weights that a layer's forward pass uses first, and its backward pass.
+USED_FIRST, USED_FIRST_BACKWARD = ("attention.qkv",), ("mlp.down", "moe.down")
 NO_STATE: Mapping[str, jax.Array] = {}
 Unit = tuple[dict[str, Any], ...]  # the fused weights of a unit's layers, by name: arrays or Fp8Weights
 Amax = dict[str, jax.Array]  # by linear layer: the largest magnitudes of its input and its output gradient
@@ -48,6 +50,7 @@ class UnitProgram:
     policy: str
     fp8: bool
     stacked: bool  # whether what it saves is copied into an array of several loops, or a pipeline's buffer
+    looped: bool
 
 
 class LayerStack:
@@ -266,7 +269,7 @@ class LayerStack:
         return self._forward(unit, x, inputs, layers, program=program, save=save)
 
     def _unit_forward(self, unit: Unit, x, inputs: BlockInputs, layers, *, program: UnitProgram, save: bool):
-        weights, run = self._gather(unit, program), self._runner(inputs, layers, program)
+        weights, run = self._gather(unit, program, backward=False), self._runner(inputs, layers, program)
         if not save or program.policy == "full":
             (y, _), metrics = run(weights, x)
             return y, (x if save else None), metrics
@@ -293,7 +296,7 @@ class LayerStack:
         return self._backward(unit, saved, dy, inputs, layers, program=program)
 
     def _unit_backward(self, unit: Unit, saved, dy, inputs: BlockInputs, layers, *, program: UnitProgram):
-        weights = self._gather(unit, program)
+        weights = self._gather(unit, program, backward=True)
         if program.policy == "full":
             x, dy = lax.optimization_barrier((saved, dy))  # or the recomputation would be merged with the forward pass
             _, pull, _ = jax.vjp(self._runner(inputs, layers, program), weights, x, has_aux=True)
@@ -315,7 +318,7 @@ class LayerStack:
         Those of layers that stay gathered stay whole, for `collect`.
         """
         reduced = tuple(
-            own if stays else self._reduce_layer(own)
+            own if stays else self._reduce_in_turn(own) if segment.loops > 1 else self._reduce_layer(own)
             for own, stays in zip(gradient, self._stay_gathered(segment, u), strict=True)
         )
         reduced = self._scatter_once(reduced) if on_the_way else reduced
@@ -341,6 +344,13 @@ class LayerStack:
     def _reduce_layer(self, gradient: dict[str, Any]) -> dict[str, Any]:
         return {name: self.exchange.reduce_layer(BLOCKS + name, g) for name, g in gradient.items()}
 
+    def _reduce_in_turn(self, gradient: dict[str, Any]) -> dict[str, Any]:
+        """The same of a layer in a loop, the MLP's or the experts' while the backward pass of attention hides them."""
+        groups: tuple[dict[str, Any], ...] = ({}, {}, {})
+        for name, g in gradient.items():
+            groups[0 if not name.startswith("attention.") else 1 if name == "attention.output" else 2][name] = g
+        return in_turn(groups, lambda name, g: self.exchange.reduce_layer(BLOCKS + name, g))
+
     def _scatter_once(self, gradient: Unit) -> Unit:
         return tuple({n: self.exchange.scatter_once(BLOCKS + n, g) for n, g in layer.items()} for layer in gradient)
 
@@ -363,7 +373,8 @@ class LayerStack:
         start = segment.start + u * segment.group
         kinds = self.slots[start : start + segment.group]
         stacked = segment.loops > 1 or len(self.table) > 1
-        return UnitProgram(kinds, tuple(self._stay_gathered(segment, u)), segment.policy, segment.fp8, stacked)
+        stay = tuple(self._stay_gathered(segment, u))
+        return UnitProgram(kinds, stay, segment.policy, segment.fp8, stacked, segment.loops > 1)
 
     def _runner(self, inputs: BlockInputs, layers, program: UnitProgram) -> Callable:
         """(weights of a unit, x) → ((y, routers' losses), metrics); `layers` is the unit's first, or all `[group]`.
@@ -403,12 +414,21 @@ class LayerStack:
         return parts if program.policy in ("none", "selective") else ()
 
     @jax.named_scope("weights")
-    def _gather(self, unit: Unit, program: UnitProgram) -> Unit:
+    def _gather(self, unit: Unit, program: UnitProgram, backward: bool) -> Unit:
         """The weights of a unit, ready for its blocks."""
+        if program.looped:
+            first = USED_FIRST_BACKWARD if backward and program.policy != "full" else USED_FIRST
+            return tuple(self._gather_in_turn(layer, first) for layer in unit)
         return tuple(
             {name: self._gather_layer(name, w, stays) for name, w in layer.items()}
             for layer, stays in zip(unit, program.gathered, strict=True)
         )
+
+    def _gather_in_turn(self, layer: dict[str, Any], first: Sequence[str]) -> dict[str, Any]:
+        """The same of a layer in a loop, where nothing hides its gathers but itself: `first` what it uses first."""
+        rest = [n for n in layer if n not in (*STATE, *first) and self.exchange.is_gathered_by_layer(BLOCKS + n)]
+        groups = {n: w for n, w in layer.items() if n not in rest}, {n: layer[n] for n in rest}
+        return in_turn(groups, lambda name, w: self._gather_layer(name, w, False))
 
     def _gather_layer(self, name: str, w: jax.Array | Fp8Weight, gathered: bool) -> jax.Array | Fp8Weight:
         """A layer's weight, or what of its state goes by its name."""

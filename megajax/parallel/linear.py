@@ -46,7 +46,7 @@ def _column_backward(comm: Any, residuals, dy: jax.Array):
     xs, w = residuals
     dys = _operands(comm, comm.split(dy, len(xs)), w, "gradient")
     dx = _sum_over_tensor(comm, _products(comm, dys, w, "gradient", dy.dtype))
-    return dx, _weight_gradient(comm, xs, dys, w, dy.dtype)
+    return comm.tie_gradients((dx, _weight_gradient(comm, xs, dys, w, dy.dtype)))
 
 
 column_linear.defvjp(_column_forward, _column_backward)
@@ -67,7 +67,7 @@ def _row_forward(comm: Any, x: jax.Array, w: Weight):
 def _row_backward(comm: Any, residuals, dy: jax.Array):
     xs, w = residuals
     dys, dxs = _gathered_products(comm, dy, w, "gradient", len(xs) > 1)
-    return comm.join(dxs), _weight_gradient(comm, xs, dys, w, dy.dtype)
+    return comm.tie_gradients((comm.join(dxs), _weight_gradient(comm, xs, dys, w, dy.dtype)))
 
 
 row_linear.defvjp(_row_forward, _row_backward)
@@ -103,7 +103,8 @@ def _mlp_backward(comm: Any, activation: str, residuals, dy: jax.Array):
     else:
         dups = _activation_gradients(comm, activation, ups, dacts, w_up)
     dx = _sum_over_tensor(comm, _products(comm, dups, w_up, "gradient", dy.dtype))
-    return dx, _weight_gradient(comm, xs, dups, w_up, dy.dtype), _weight_gradient(comm, acts, dys, w_down, dy.dtype)
+    d_up, d_down = _weight_gradient(comm, xs, dups, w_up, dy.dtype), _weight_gradient(comm, acts, dys, w_down, dy.dtype)
+    return comm.tie_gradients((dx, d_up, d_down))
 
 
 mlp.defvjp(_mlp_forward, _mlp_backward)

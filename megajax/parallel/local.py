@@ -11,7 +11,9 @@ from jax.sharding import Mesh
 from megajax import ops
 from megajax.config import Config
 from megajax.config.kinds import layer_windows
+from megajax.config.segments import plan_segments
 from megajax.config.sentences import said
+from megajax.config.stages import slot_kinds
 from megajax.mesh import BATCH_AXES, mesh_sizes, within_processes
 from megajax.model.transformer import BlockInputs, Transformer
 from megajax.ops import fp8
@@ -111,6 +113,7 @@ class LocalModel:
         kernels: Kernels,
     ):
         sizes, platform = mesh_sizes(mesh), mesh.devices.flat[0].platform
+        segments = plan_segments(config, platform, slot_kinds(config, sizes["pipeline"]), sizes)
         comm = MeshComm(
             sizes,
             kernels.attention,
@@ -123,6 +126,8 @@ class LocalModel:
             experts_over=config.mesh.experts_over,
             grouped=kernels.grouped_matmul,
             copied=platform == "gpu" and permutations_are_copied() and within_processes(mesh, "tensor"),
+            # In a loop; a pipeline may compute the weights' gradients later.
+            tied=sizes["fsdp"] > 1 and sizes["pipeline"] == 1 and any(segment.loops > 1 for segment in segments),
         )
         compute, gradients = jnp.dtype(config.precision.compute), jnp.dtype(config.precision.gradients)
         # Several kinds of blocks have parameters of the same name: but for their layers these lie alike.

@@ -9,7 +9,7 @@ after a reduce-scatter over the axes that its weight is stored over and a sum ov
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -90,6 +90,10 @@ class WeightExchange:
         """Whether `gather_once` communicates."""
         return bool(self._once(self.placements[name]))
 
+    def is_gathered_by_layer(self, name: str) -> bool:
+        """Whether `gather_layer` and `reduce_layer` communicate."""
+        return self._layer_by_layer(self.placements[name])
+
     def is_whole(self, name: str) -> bool:
         """Whether `gather_layer` has nothing to do: what `gather_once` gave is the weight to compute with."""
         return not self._layer_by_layer(self.placements[name]) and not self.placements[name].is_padded
@@ -133,6 +137,18 @@ def row_major(x: jax.Array) -> jax.Array:
     and adding rows of an embedding, or an update of row-major weights, then takes up to ten times as long.
     """
     return with_layout_constraint(x, Layout(tuple(range(x.ndim))))
+
+
+def in_turn[Array](groups: Sequence[dict[str, Array]], move: Callable[[str, Array], Array]) -> dict[str, Array]:
+    """Arrays by name, moved group by group, each when the one before has arrived. XLA would move all at once."""
+    out: dict[str, Array] = {}
+    arrived: dict[str, Array] = {}
+    for group in groups:
+        if arrived and group:
+            group, arrived = lax.optimization_barrier((group, arrived))
+        out |= arrived
+        arrived = {name: move(name, array) for name, array in group.items()}
+    return out | arrived
 
 
 def as_bytes(move: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
