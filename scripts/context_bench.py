@@ -26,7 +26,7 @@ from jax.sharding import PartitionSpec as P
 from megajax.mesh import build_mesh, mesh_sizes
 from megajax.ops import Implementation
 from megajax.parallel.comm import MeshComm
-from megajax.parallel.token_order import add_places, balanced_order, place_of, stored_order
+from megajax.parallel.context.token_order import add_places, balanced_order, place_of, stored_order
 
 STRATEGIES = ("ring", "all_gather", "all_to_all")
 

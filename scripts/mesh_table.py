@@ -49,7 +49,7 @@ from megajax.config import Config
 from megajax.config.checks import check, check_mesh
 from megajax.mesh import AXES, build_mesh
 from megajax.model.transformer import COUNTS, ROUTER_LOSSES
-from megajax.parallel.schedules import KINDS
+from megajax.parallel.pipeline.schedules import KINDS
 from megajax.sharding import to_canonical, to_stored
 from megajax.training.batches import to_global
 from megajax.training.step import INITIAL_LOSS_SCALE, TrainProgram, TrainState

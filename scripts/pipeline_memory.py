@@ -20,7 +20,7 @@ from hlo_counts import compile_for_h200, memory_of
 from megajax.config import Config, load_config
 from megajax.config.checks import check_mesh
 from megajax.console import user_errors
-from megajax.parallel.schedules import KINDS, assign_slots, make_schedule
+from megajax.parallel.pipeline.schedules import KINDS, assign_slots, make_schedule
 
 
 @dataclass(frozen=True)

@@ -21,12 +21,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-import megajax.parallel.schedule_drawing as drawing
+import megajax.pictures.schedule as drawing
 from megajax import svg
 from megajax.console import user_errors
 from megajax.errors import InputError
-from megajax.parallel.schedule_simulator import Costs, simulate, tick_starts
-from megajax.parallel.schedules import KINDS, Schedule
+from megajax.parallel.pipeline.schedules import KINDS, Schedule
+from megajax.parallel.pipeline.simulator import Costs, simulate, tick_starts
 
 
 class Kernel(NamedTuple):

@@ -14,9 +14,10 @@ from megajax.model.comm import Place, SingleDevice
 from megajax.ops import fp8
 from megajax.ops.fp8 import Fp8Weight
 from megajax.ops.partial_attention import Scores
-from megajax.parallel import context, linear
-from megajax.parallel import experts as over_experts
-from megajax.parallel.weights import as_bytes, gather_tiles
+from megajax.parallel.context import attention as over_context
+from megajax.parallel.experts import dispatch as over_experts
+from megajax.parallel.tensor import linear
+from megajax.parallel.weights.exchange import as_bytes, gather_tiles
 
 TOKEN_AXES = (*BATCH_AXES, "context", "tensor")  # that the tokens of a microbatch lie over, between the blocks
 
@@ -138,7 +139,7 @@ class MeshComm(SingleDevice):
                 window = None  # every earlier token is inside
             scores = Scores(scale, softcap, self.attention)
             strategy, size = self.context_strategy, self.sizes["context"]
-            return context.attention(strategy, size, scores, window, q, k, v, place, sinks)
+            return over_context.attention(strategy, size, scores, window, q, k, v, place, sinks)
         return ops.attention(
             q,
             k,

@@ -18,7 +18,7 @@ from megajax import ops
 from megajax.config import Config
 from megajax.model.transformer import BlockInputs
 from megajax.parallel.comm import MeshComm
-from megajax.parallel.weights import row_major
+from megajax.parallel.weights.exchange import row_major
 from megajax.sharding import END_AXES
 
 TOKENS, POSITIONS = "embedding.tokens", "embedding.positions"

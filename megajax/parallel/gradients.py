@@ -15,11 +15,11 @@ from jax.sharding import PartitionSpec as P
 
 from megajax.config import Config
 from megajax.model.transformer import COUNTS
-from megajax.parallel.layers import NO_STATE
 from megajax.parallel.local import Batch, LocalModel, Params
-from megajax.parallel.pipeline import Pipeline
-from megajax.parallel.scaling import History
-from megajax.parallel.weights import global_norm, sum_over_all, summed_dtype
+from megajax.parallel.pipeline.pipeline import Pipeline
+from megajax.parallel.stack.layers import NO_STATE
+from megajax.parallel.weights.exchange import global_norm, sum_over_all, summed_dtype
+from megajax.parallel.weights.scaling import History
 from megajax.sharding import BATCH_SPEC
 
 

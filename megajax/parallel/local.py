@@ -18,12 +18,12 @@ from megajax.mesh import BATCH_AXES, mesh_sizes, within_processes
 from megajax.model.transformer import BlockInputs, Transformer
 from megajax.ops import fp8
 from megajax.parallel.comm import MeshComm
+from megajax.parallel.context.token_order import add_places, place_of
 from megajax.parallel.embedding import MeshEmbedding
-from megajax.parallel.fused import FusedWeights
 from megajax.parallel.head import LossHead
-from megajax.parallel.layers import LayerStack
-from megajax.parallel.token_order import add_places, place_of
-from megajax.parallel.weights import WeightExchange, row_major, sum_over_all
+from megajax.parallel.stack.layers import LayerStack
+from megajax.parallel.weights.exchange import WeightExchange, row_major, sum_over_all
+from megajax.parallel.weights.fused import FusedWeights
 from megajax.runtime import permutations_are_copied
 from megajax.sharding import BLOCKS, Placement
 

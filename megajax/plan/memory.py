@@ -17,8 +17,8 @@ from megajax.config.segments import Segment, plan_segments
 from megajax.config.stages import gathered_slots, slot_kinds
 from megajax.parallel.embedding import TOKENS, row_axes
 from megajax.parallel.head import chunk_count
-from megajax.parallel.pipeline import MOST_LAYERS, MOST_PROGRAMS
-from megajax.parallel.schedules import Slots, assign_slots, make_schedule
+from megajax.parallel.pipeline.pipeline import MOST_LAYERS, MOST_PROGRAMS
+from megajax.parallel.pipeline.schedules import Slots, assign_slots, make_schedule
 from megajax.plan.activations import Activations
 from megajax.sharding import BLOCKS, ONCE_AXES, Placement
 

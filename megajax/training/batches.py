@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding
 from megajax.data import loader
 from megajax.data.samples import Samples
 from megajax.errors import InputError
-from megajax.parallel.token_order import balanced_order, stored_order
+from megajax.parallel.context.token_order import balanced_order, stored_order
 from megajax.training.step import BATCH_DTYPES, TrainProgram
 
 
@@ -26,8 +26,8 @@ def rows_of_process(sharding: NamedSharding, shape: tuple[int, int, int]) -> np.
 def to_global(program: TrainProgram, fields: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
     """Fields `[rows, S]` of this process's rows → global arrays `[M, B, S]` by name, as the train step takes them.
 
-    Over `context` each device gets some chunks of a sequence (`parallel/token_order.py`), so S is in another order
-    there; where that depends on the documents, a field `order` tells it.
+    Over `context` each device gets some chunks of a sequence (`parallel/context/token_order.py`), so S is in another
+    order there; where that depends on the documents, a field `order` tells it.
     """
     sharding, shape = program.batch_sharding, program.batch_shape
     M, B, S = shape

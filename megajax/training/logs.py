@@ -7,7 +7,7 @@ import os
 import sys
 import time
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ import numpy as np
 
 from megajax.config import Config
 from megajax.errors import ConfigError, InputError
+from megajax.pictures.expert_load import write_load_map
 
 
 class MetricsLog:
@@ -213,6 +214,14 @@ def size(count: float) -> str:
             return f"{count:.3g} {unit}"
         count /= 1000
     return f"{count:.3g} TB"
+
+
+def draw_load_map(run_dir: Path, layers: Sequence[int]) -> None:
+    """`write_load_map`, but only warns if that fails, whatever it is: a picture is no reason for a run to fail."""
+    try:
+        write_load_map(run_dir, layers)
+    except Exception as error:
+        say(f"megajax: warning: the heat map of expert load was not drawn: {error!r}")
 
 
 def say(text: str) -> None:

@@ -24,7 +24,6 @@ from megajax.model.transformer import COUNTS
 from megajax.runtime import keep_autotuning, prepare_environment
 from megajax.training import logs, run_record
 from megajax.training.batches import batches
-from megajax.training.load_map import draw_load_map
 from megajax.training.meter import Meter
 from megajax.training.run_lock import RunLock, on_first_process
 from megajax.training.saving import StateSaver, Weights
@@ -301,7 +300,7 @@ class Trainer:
             last_first.callback(self.close)
             if log is not None:
                 if self.writer and self.config.model.num_experts:
-                    last_first.callback(draw_load_map, self.run_dir, block_layers(self.config.model)["moe"])
+                    last_first.callback(logs.draw_load_map, self.run_dir, block_layers(self.config.model)["moe"])
                 last_first.callback(log.close)
             if self.progress is not None:
                 last_first.callback(self.progress.close)

@@ -18,7 +18,7 @@ from megajax.checkpoint.manager import compare_descriptions, describe_model
 from megajax.config import ScheduleConfig
 from megajax.mesh import mesh_sizes
 from megajax.optim import make_schedule
-from megajax.parallel.scaling import Scaling
+from megajax.parallel.weights.scaling import Scaling
 from megajax.sharding import Placement, to_canonical, to_stored, unpadded_spec
 from megajax.training.step import TrainProgram, TrainState
 

@@ -20,7 +20,7 @@ from megajax.model.transformer import COUNTS, ROUTER_LOSSES, layer_state
 from megajax.optim import make_optimizer, make_schedule
 from megajax.parallel.gradients import gradient_function, loss_function
 from megajax.parallel.local import Kernels, LocalModel
-from megajax.parallel.scaling import Scaling
+from megajax.parallel.weights.scaling import Scaling
 from megajax.sharding import BATCH_SPEC, Placement, pad_storage, place_all, shardings, stored_rows
 
 BATCH_DTYPES = {

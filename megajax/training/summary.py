@@ -10,8 +10,8 @@ from megajax.config.kinds import block_layers
 from megajax.config.stages import slot_kinds, virtual_stages
 from megajax.mesh import mesh_sizes
 from megajax.parallel.head import chunk_count
-from megajax.parallel.schedule_simulator import Costs, simulate
-from megajax.parallel.schedules import make_schedule
+from megajax.parallel.pipeline.schedules import make_schedule
+from megajax.parallel.pipeline.simulator import Costs, simulate
 from megajax.plan import active_parameter_count, estimate_memory, flops_per_token, parameter_count
 from megajax.training.step import TrainProgram
 

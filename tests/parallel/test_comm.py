@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from megajax.mesh import AXES, build_mesh, mesh_sizes
 from megajax.parallel.comm import MeshComm
-from megajax.parallel.weights import WeightExchange, global_norm, sum_over_all
+from megajax.parallel.weights.exchange import WeightExchange, global_norm, sum_over_all
 from megajax.sharding import place, to_canonical, to_stored
 
 MESHES = [

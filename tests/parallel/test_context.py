@@ -15,7 +15,8 @@ from megajax.mesh import build_mesh
 from megajax.model import transformer
 from megajax.model.parameters import declare
 from megajax.ops.partial_attention import Scores
-from megajax.parallel import context, token_order
+from megajax.parallel.context import attention as context
+from megajax.parallel.context import token_order
 from megajax.training.step import TrainProgram
 
 B, S, H = 2, 48, 8

@@ -16,7 +16,7 @@ from megajax.mesh import build_mesh
 from megajax.model import Transformer, bind
 from megajax.model.comm import Place, SingleDevice
 from megajax.model.transformer import BlockInputs, fuse
-from megajax.parallel.experts import exchange, plan
+from megajax.parallel.experts.dispatch import exchange, plan
 from megajax.training.batches import to_global
 from megajax.training.saving import StateSaver
 from megajax.training.step import TrainProgram

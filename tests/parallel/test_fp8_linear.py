@@ -11,7 +11,7 @@ import pytest
 from megajax.mesh import AXES
 from megajax.ops.fp8 import Fp8Weight, scale_for
 from megajax.parallel.comm import MeshComm
-from megajax.parallel.linear import column_linear, mlp, row_linear
+from megajax.parallel.tensor.linear import column_linear, mlp, row_linear
 
 E4M3, E5M2 = ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2
 COMM = MeshComm(dict.fromkeys(AXES, 1), "reference")

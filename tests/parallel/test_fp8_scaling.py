@@ -11,7 +11,7 @@ from megajax.config import Config
 from megajax.config.checks import check_mesh
 from megajax.mesh import build_mesh
 from megajax.model.transformer import linear_layers
-from megajax.parallel.scaling import Scaling
+from megajax.parallel.weights.scaling import Scaling
 from megajax.training.batches import to_global
 from megajax.training.step import TrainProgram, TrainState
 

@@ -11,8 +11,8 @@ from jax.sharding import PartitionSpec as P
 
 from megajax.mesh import AXES, build_mesh
 from megajax.model import transformer
-from megajax.parallel.fused import FusedWeights
-from megajax.parallel.weights import WeightExchange
+from megajax.parallel.weights.exchange import WeightExchange
+from megajax.parallel.weights.fused import FusedWeights
 from megajax.sharding import place, to_canonical, to_stored
 
 MESHES = [

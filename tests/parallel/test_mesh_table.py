@@ -15,8 +15,8 @@ from megajax.config.segments import plan_segments
 from megajax.mesh import build_mesh
 from megajax.model import Transformer, bind
 from megajax.parallel.comm import MeshComm
-from megajax.parallel.fused import FusedWeights
-from megajax.parallel.weights import WeightExchange
+from megajax.parallel.weights.exchange import WeightExchange
+from megajax.parallel.weights.fused import FusedWeights
 from megajax.training.batches import to_global
 from megajax.training.step import TrainProgram
 

@@ -17,8 +17,8 @@ from model_options import GEMMA
 from megajax.config.checks import check_mesh
 from megajax.mesh import AXES, build_mesh
 from megajax.model import Transformer, parameters
-from megajax.parallel.pipeline import _Run
-from megajax.parallel.rows import Rows
+from megajax.parallel.pipeline.pipeline import _Run
+from megajax.parallel.stack.rows import Rows
 from megajax.sharding import EMPTY, stored_layers
 from megajax.training.batches import to_global
 from megajax.training.step import TrainProgram

@@ -10,9 +10,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from megajax.parallel.schedule_drawing import draw, main, svg
-from megajax.parallel.schedule_simulator import Costs, replay, sends, simulate
-from megajax.parallel.schedules import IDLE, KINDS, Schedule, Table, assign_slots, check, make_schedule
+from megajax.parallel.pipeline.schedules import IDLE, KINDS, Schedule, Table, assign_slots, check, make_schedule
+from megajax.parallel.pipeline.simulator import Costs, replay, sends, simulate
+from megajax.pictures.schedule import draw, main, svg
 
 COSTS = (Costs(), Costs(1.0, 1.3, 0.7), Costs(2.0, 0.5, 3.0))
 # (stages, microbatches, rounds): fewer and more microbatches than stages, whole groups of stages in rounds
@@ -577,7 +577,7 @@ def test_the_svg_has_each_operation_once_and_no_two_boxes_overlap(kind, size, co
 
 
 def test_the_command_prints_a_drawing_and_writes_the_picture(tmp_path):
-    command = [sys.executable, "-m", "megajax.parallel.schedules"]
+    command = [sys.executable, "-m", "megajax.pictures.schedule"]
     arguments = "--stages 4 --microbatches 8 --schedule 1f1b --rounds 2".split()
     done = subprocess.run([*command, *arguments], capture_output=True, text=True, cwd=tmp_path, timeout=60)
     assert (done.returncode, done.stderr) == (0, "")
@@ -591,7 +591,7 @@ def test_the_command_prints_a_drawing_and_writes_the_picture(tmp_path):
 
 
 def test_drawing_needs_no_jax():
-    code = "import sys, megajax.parallel.schedule_drawing; sys.exit('jax' in sys.modules)"
+    code = "import sys, megajax.pictures.schedule; sys.exit('jax' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
 
 

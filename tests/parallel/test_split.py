@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from megajax.config.checks import check_mesh
 from megajax.mesh import build_mesh
-from megajax.parallel.split import SplitBackward
+from megajax.parallel.stack.split import SplitBackward
 from megajax.training.step import TrainProgram
 
 COLLECTIVES = {

@@ -12,10 +12,10 @@ from jax.sharding import PartitionSpec as P
 from megajax.config import AXES, load_config
 from megajax.config.checks import check_mesh
 from megajax.model import Transformer, parameters
+from megajax.pictures.expert_load import MOST_COLUMNS, NAME, load_map
 from megajax.plan import active_parameter_count, estimate_memory, flops_per_token, parameter_count
 from megajax.sharding import place, place_all
-from megajax.training.load_map import MOST_COLUMNS, NAME, draw_load_map, load_map
-from megajax.training.logs import expert_load
+from megajax.training.logs import draw_load_map, expert_load
 from megajax.training.loop import STOPPED, Trainer
 
 ROOT = Path(__file__).parents[2]

@@ -1,4 +1,4 @@
-"""Pipeline schedules as pictures, in a terminal and as SVG: `python -m megajax.parallel.schedules --help`."""
+"""Pipeline schedules as pictures, in a terminal and as SVG: `python -m megajax.pictures.schedule --help`."""
 
 import argparse
 import shutil
@@ -13,8 +13,8 @@ import numpy as np
 
 from megajax.console import user_errors
 from megajax.errors import ConfigError, InputError
-from megajax.parallel.schedule_simulator import Costs, Report, sends, simulate, tick_starts
-from megajax.parallel.schedules import IDLE, KINDS, Schedule, Table, make_schedule
+from megajax.parallel.pipeline.schedules import IDLE, KINDS, Schedule, Table, make_schedule
+from megajax.parallel.pipeline.simulator import Costs, Report, sends, simulate, tick_starts
 from megajax.svg import FAINT, INK, empty_picture, hexadecimal, pixels, rectangle, text, text_width, written
 
 # In a terminal
@@ -256,7 +256,7 @@ class _Parser(argparse.ArgumentParser):
 
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
-        prog="python -m megajax.parallel.schedules",
+        prog="python -m megajax.pictures.schedule",
         description="Draw a pipeline schedule, and say what it costs. Costs are of one microbatch on a whole stage.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
@@ -276,3 +276,7 @@ def _parser() -> argparse.ArgumentParser:
         help="the picture (default: named after the schedule, such as 1f1b_p4_m8_r1.svg)",
     )
     return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

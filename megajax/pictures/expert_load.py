@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 
 from megajax.svg import empty_picture, hexadecimal, rectangle, text, text_width, written
-from megajax.training.logs import say
 
 NAME = "expert_load.svg"
 MOST_COLUMNS = 120  # longer runs: several steps a column
@@ -19,19 +18,16 @@ TITLE = "Expert load by layer and step"
 NOTE = "the largest count of an expert over the mean; 1: balanced"
 
 
-def draw_load_map(run_dir: Path, layers: Sequence[int]) -> None:
-    """Write `expert_load.svg` from the loads in the run's metrics.jsonl, if there are any; only warns if that fails.
+def write_load_map(run_dir: Path, layers: Sequence[int]) -> None:
+    """Write `expert_load.svg` from the loads in the run's metrics.jsonl, if there are any.
 
     `layers` are the model's layers with experts.
     """
     temporary = run_dir / f"{NAME}.tmp"
-    try:
-        steps, loads = read_loads(run_dir / "metrics.jsonl")
-        if steps:
-            temporary.write_text(load_map(steps, loads, layers))
-            temporary.replace(run_dir / NAME)
-    except Exception as error:  # whatever it is: a picture is no reason for a run to fail
-        say(f"megajax: warning: the heat map of expert load was not drawn: {error!r}")
+    steps, loads = read_loads(run_dir / "metrics.jsonl")
+    if steps:
+        temporary.write_text(load_map(steps, loads, layers))
+        temporary.replace(run_dir / NAME)
 
 
 def read_loads(path: Path) -> tuple[list[int], np.ndarray]:

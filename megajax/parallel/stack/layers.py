@@ -23,12 +23,12 @@ from megajax.model.transformer import ROUTER_LOSSES, SAVED_NAMES, BlockInputs, T
 from megajax.ops import fp8
 from megajax.ops.fp8 import Fp8Weight
 from megajax.parallel.comm import MeshComm
-from megajax.parallel.fused import FusedWeights
-from megajax.parallel.layer_loops import Uncast, loop_over_layers
-from megajax.parallel.rows import Rows
-from megajax.parallel.saved import Residuals, Saved
-from megajax.parallel.scaling import Scales, Scaling
-from megajax.parallel.weights import WeightExchange, in_turn, row_major
+from megajax.parallel.stack.loops import Uncast, loop_over_layers
+from megajax.parallel.stack.residuals import Residuals, Saved
+from megajax.parallel.stack.rows import Rows
+from megajax.parallel.weights.exchange import WeightExchange, in_turn, row_major
+from megajax.parallel.weights.fused import FusedWeights
+from megajax.parallel.weights.scaling import Scales, Scaling
 from megajax.sharding import BLOCKS, EMPTY, stored_layers
 
 # What a MoE layer has that is no parameter; it travels among the unit's weights.

@@ -29,7 +29,7 @@ from megajax.ops.partial_attention import (
     backward_with_sinks,
     merge,
 )
-from megajax.parallel.token_order import chunk_order, key_ranges, sequence_ranges
+from megajax.parallel.context.token_order import chunk_order, key_ranges, sequence_ranges
 
 UNROLLED_STEPS = 7  # more steps round the ring are a loop
 

@@ -22,7 +22,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from megajax.ops import experts as ops
 from megajax.ops.expert_mlp import num_experts
-from megajax.parallel.weights import gather_tiles
+from megajax.parallel.weights.exchange import gather_tiles
 
 Axes = tuple[str, ...]
 # XLA's kernel for GPUs of one host copies a slice with one block of threads: so many are under way at least, or few

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megajax.parallel.schedules import IDLE, Schedule, Slots, Table, Work, assign_slots, check
+from megajax.parallel.pipeline.schedules import IDLE, Schedule, Slots, Table, Work, assign_slots, check
 
 
 @dataclass(frozen=True)

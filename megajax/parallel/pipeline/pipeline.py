@@ -21,12 +21,23 @@ from jax import lax
 
 from megajax.config.segments import Segment
 from megajax.model.transformer import BlockInputs
-from megajax.parallel.buffers import Buffers, Weights, combine, loop_over, pick, position, read, replaced, switch, write
-from megajax.parallel.layers import Unit
 from megajax.parallel.local import Batch, LocalModel, Params
-from megajax.parallel.saved import Saved
-from megajax.parallel.schedules import Flags, Schedule, Table, assign_slots, check, make_schedule
-from megajax.parallel.split import SplitBackward
+from megajax.parallel.pipeline.buffers import (
+    Buffers,
+    Weights,
+    combine,
+    loop_over,
+    pick,
+    position,
+    read,
+    replaced,
+    switch,
+    write,
+)
+from megajax.parallel.pipeline.schedules import Flags, Schedule, Table, assign_slots, check, make_schedule
+from megajax.parallel.stack.layers import Unit
+from megajax.parallel.stack.residuals import Saved
+from megajax.parallel.stack.split import SplitBackward
 
 # Each slot has operations of its own up to so many programs with so many layers in all: they are compiled one by one.
 MOST_PROGRAMS, MOST_LAYERS = 16, 64

@@ -3,11 +3,10 @@
 Stages run in lockstep: at each tick every stage may do one forward, one backward and one weight-gradient operation, and
 then hands its results to its neighbours, who use them at the next tick. A stage holds R virtual stages, one a round;
 virtual stage r·P + s is round r of stage s (Narayanan et al. 2021, "Efficient Large-Scale Language Model Training").
-`python -m megajax.parallel.schedules --help` draws them.
+`python -m megajax.pictures.schedule --help` draws them.
 """
 
 import itertools
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -338,9 +337,3 @@ def _read(kept: _Kept, reader: Table, stage: int) -> np.ndarray:
     for tick in np.flatnonzero(reader.active[:, stage]):
         slots[tick] = kept.of_work.get((int(reader.microbatch[tick, stage]), int(reader.round[tick, stage])), 0)
     return slots
-
-
-if __name__ == "__main__":
-    from megajax.parallel.schedule_drawing import main
-
-    sys.exit(main(sys.argv[1:]))

@@ -7,7 +7,7 @@ import jax
 from jax import lax
 
 from megajax.config.segments import Segment
-from megajax.parallel.layers import Unit
+from megajax.parallel.stack.layers import Unit
 
 Buffers = Any  # by segment, by unit: a list of arrays [slots·loops, ...]
 Weights = Any  # by round, by segment, by unit: arrays [loops, ...], without a loop [...]
