@@ -8,19 +8,15 @@ XLA plans for a device. Times are those of this machine: leave it idle. Needs ja
 """
 
 import argparse
-import json
-import os
-import resource
-import subprocess
 import sys
-import time
 from itertools import groupby
 from pathlib import Path
 
-from hlo_counts import FAST, ROOT, memory_of, no_gpu_needed, program_for_h200, require_plugin
+from compile_row import compile_apart
 
 from megajax.console import user_errors
 from megajax.errors import InputError
+from megajax.plan.compile import require_plugin
 
 # config, overrides, GPUs
 ROWS = (
@@ -43,37 +39,26 @@ ROWS = (
 HEADER = ("config", "GPUs", "layers", "trace + lower s", "XLA s", "compiler GiB", "GiB a device")
 
 
-def measure(path: str, overrides: list[str], gpus: int) -> dict:
-    """Compiles one config in this process."""
-    program = program_for_h200(path, overrides, gpus)
-    start = time.perf_counter()
-    with no_gpu_needed():
-        lowered = program.train_step.lower(program.abstract_state, program.abstract_batch)
-        middle = time.perf_counter()
-        compiled = lowered.compile()
-    end = time.perf_counter()
-    segments = [(s.loops, s.unroll) for s in program.local.layers.segments]
-    return {
-        "config": " ".join([Path(path).stem, *overrides]),
-        "gpus": gpus,
-        "layers": ", ".join(_times(len([*same]), *each) for each, same in groupby(segments)),
-        "lower": middle - start,
-        "xla": end - middle,
-        "compiler": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
-        "device": memory_of(compiled)["whole"] / 2**30,
-    }
-
-
 def _times(count: int, loops: int, unroll: int) -> str:
     """So many segments of a body of `unroll` layers, each run `loops` times."""
     body = f"{loops} × {unroll}" if loops > 1 else f"{unroll}"
     return f"{count} × ({body})" if count > 1 else body
 
 
-def row(found: dict) -> str:
-    """A row of the table."""
-    cells = (found["config"], f"{found['gpus']:,}", found["layers"], f"{found['lower']:.0f}", f"{found['xla']:.0f}")
-    return f"| {' | '.join([*cells, f'{found["compiler"]:.1f}', f'{found["device"]:.1f}'])} |"
+def row(path: str, overrides: list[str], gpus: int) -> str:
+    """A row of the table. Raises InputError if the config does not compile."""
+    found = compile_apart(path, overrides, gpus)
+    segments = groupby(tuple(segment) for segment in found["segments"])
+    cells = (
+        " ".join([Path(path).stem, *overrides]),
+        f"{gpus:,}",
+        ", ".join(_times(len([*same]), *each) for each, same in segments),
+        f"{found['lower_seconds']:.0f}",
+        f"{found['xla_seconds']:.0f}",
+        f"{found['compiler_memory'] / 2**30:.1f}",
+        f"{found['device_memory']['whole'] / 2**30:.1f}",
+    )
+    return f"| {' | '.join(cells)} |"
 
 
 def main(arguments: list[str]) -> int:
@@ -82,25 +67,16 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("overrides", nargs="*", help="section.key=value")
     parser.add_argument("--gpus", type=int, default=1)
     parser.add_argument("--only", default="", metavar="TEXT", help="rows with this text in their config or overrides")
-    parser.add_argument("--json", action="store_true", help=argparse.SUPPRESS)  # in the process of a row
     args = parser.parse_intermixed_args(arguments)
     with user_errors():
         require_plugin()
-        if args.json:
-            print(json.dumps(measure(args.config, args.overrides, args.gpus)))
-            return 0
         rows = [(args.config, " ".join(args.overrides), args.gpus)] if args.config else ROWS
         rows = [r for r in rows if args.only in f"{r[0]} {r[1]}"]
         if not rows:
             raise InputError(f"--only={args.only} is in no row: use part of a config's name, such as mixtral.")
         print(f"| {' | '.join(HEADER)} |\n|{'---|' * len(HEADER)}", flush=True)
-        environment = {"XLA_FLAGS": FAST, **os.environ}
         for path, overrides, gpus in rows:
-            command = [sys.executable, __file__, path, *overrides.split(), "--gpus", str(gpus), "--json"]
-            done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT)
-            if done.returncode:
-                raise InputError(f"{path} {overrides} did not compile: {done.stderr.strip()}")
-            print(row(json.loads(done.stdout.splitlines()[-1])), flush=True)
+            print(row(path, overrides.split(), gpus), flush=True)
     return 0
 
 

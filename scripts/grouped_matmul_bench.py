@@ -21,9 +21,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import astuple, dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
-from unittest import mock
 
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
 if "--compile" in sys.argv:
@@ -40,8 +38,8 @@ from megajax.ops import grouped_matmul_kernel as kernel
 from megajax.ops.expert_mlp import expert_mlp
 from megajax.ops.fp8 import E4M3, E5M2, Fp8Weight
 from megajax.ops.grouped_rows import STEP
+from megajax.plan.compile import h200_devices, no_gpu_needed
 
-TARGET = Path(__file__).parents[1] / "tests/data/h200_target_config.pbtxt"
 SCALE = 0.5  # of whatever is scaled
 
 Arguments = dict[str, Any]
@@ -347,16 +345,10 @@ def measure(section: Section, tiny: bool) -> None:
 
 
 def compile_for_h200(section: Section) -> None:
-    from jax._src import xla_bridge
-    from jax.experimental import topologies
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-    # jax asks for a running GPU where none is needed (its issue 23971).
-    with mock.patch.object(xla_bridge, "canonicalize_platform", lambda platform: platform):
-        topology = topologies.get_topology_desc(
-            platform="cuda", target_config=TARGET.read_text(), topology="1x1x1"
-        )  # slices, hosts, GPUs
-        mesh, whole = Mesh(np.array(topology.devices), ("data",)), PartitionSpec()
+    with no_gpu_needed():
+        mesh, whole = Mesh(np.array(h200_devices(1)), ("data",)), PartitionSpec()
         with_sharding = partial(jax.ShapeDtypeStruct, sharding=NamedSharding(mesh, whole))
         shapes = jax.tree.map(lambda a: with_sharding(a.shape, a.dtype), jax.eval_shape(section.make))
         for (tiling, op), operation in section.lines.items():

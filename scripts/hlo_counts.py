@@ -11,34 +11,25 @@ are printed. Needs jax's CUDA plugin (the extra `dev` has it).
 """
 
 import argparse
-import os
-import re
-import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
-from unittest import mock
 
 import hlo
+from compile_row import ROOT, run_apart
 
 from megajax.config import load_config
-from megajax.config.checks import check_mesh
 from megajax.console import user_errors
 from megajax.errors import InputError
-from megajax.runtime import MEMORY_FRACTION, prepare_environment
+from megajax.mesh import mesh_sizes
+from megajax.plan import estimate_memory
+from megajax.plan.compile import compile_for_h200, require_plugin, usable_bytes
+from megajax.training.step import TrainProgram
 
-if TYPE_CHECKING:
-    from megajax.training.step import TrainProgram
-
-ROOT = Path(__file__).parents[1]
 GOLDEN = ROOT / "tests/data/h200_hlo_counts.txt"
-TARGET = ROOT / "tests/data/h200_target_config.pbtxt"  # what XLA wants to know of the GPU, dumped from an H200
 # The benchmark shapes at their full widths; two layers show what every layer does. The last two run theirs in loops.
 CASES = (
     "configs/llama3_8b_l8.yaml mesh.fsdp=1 model.num_layers=2",
@@ -54,8 +45,6 @@ CASES = (
     "configs/mixtral_l2.yaml mesh.fsdp=4 mesh.data=1 model.num_layers=4 remat.policy=full kernels.scan_unroll=1"
     " --gpus 4",
 )
-HOST = 8  # GPUs
-FAST = "--xla_gpu_autotune_level=0"  # compiles in half the time to the same operations
 LARGE = 2**20  # bytes; smaller copies are not counted
 LIBRARY_CALLS = {
     "__cublas$lt$matmul": "cuBLASLt matmul",
@@ -64,78 +53,6 @@ LIBRARY_CALLS = {
     "__cudnn$fmhaSoftmax": "cuDNN attention, forward",
     "__cudnn$fmhaSoftmaxBackward": "cuDNN attention, backward",
 }
-NO_PLUGIN = (
-    "compiling for H200 needs jax's CUDA plugin, which is not installed: "
-    "pip install --editable '.[dev]' --constraint constraints.txt"
-)
-
-
-def compile_for_h200(path: str, overrides: list[str], gpus: int):
-    """A config's compiled train step for `gpus` H200s.
-
-    Raises InputError for a number of GPUs that is no whole number of hosts.
-    """
-    return compile_step(program_for_h200(path, overrides, gpus))
-
-
-def program_for_h200(path: str, overrides: list[str], gpus: int) -> "TrainProgram":
-    """A config's program on H200s that need not be there. XLA reads its flags once a process: the first config's."""
-    require_plugin()
-    hosts, gpus_of_host = hosts_of(gpus)
-    os.environ["JAX_PLATFORMS"] = "cpu"  # what runs here; the compiler is the GPU's
-    config = load_config(path, overrides)
-    sizes = check_mesh(config, gpus)
-    prepare_environment(config)
-
-    from jax.experimental import topologies
-
-    from megajax.mesh import build_mesh
-    from megajax.training.step import TrainProgram
-
-    with no_gpu_needed():
-        topology = topologies.get_topology_desc(
-            platform="cuda",
-            target_config=TARGET.read_text(),
-            topology=f"1x{hosts}x{gpus_of_host}",  # slices, hosts, GPUs
-        )
-        return TrainProgram.build(config, build_mesh(sizes, topology.devices))
-
-
-def compile_step(program: "TrainProgram"):
-    """The compiled train step of a program."""
-    with no_gpu_needed():
-        return program.train_step.lower(program.abstract_state, program.abstract_batch).compile()
-
-
-@contextmanager
-def no_gpu_needed() -> Iterator[None]:
-    """jax asks for a running GPU in two places where none is needed (its issue 23971)."""
-    from jax._src import xla_bridge
-    from jax._src.cudnn import fused_attention_stablehlo
-
-    with (
-        mock.patch.object(xla_bridge, "canonicalize_platform", lambda platform: platform),
-        mock.patch.object(fused_attention_stablehlo, "check_cudnn_version", lambda: 91900),
-    ):
-        yield
-
-
-def hosts_of(gpus: int) -> tuple[int, int]:
-    """(hosts, GPUs of each). Raises InputError if these are no whole hosts."""
-    if gpus <= HOST:
-        if gpus < 1:
-            raise InputError(f"--gpus={gpus} is below 1.")
-        return 1, gpus
-    if gpus % HOST:
-        near = gpus // HOST * HOST
-        raise InputError(f"--gpus={gpus} is not a whole number of hosts of {HOST}: use {near} or {near + HOST}.")
-    return gpus // HOST, HOST
-
-
-def require_plugin() -> None:
-    """Raises InputError if jax's CUDA plugin, of CUDA 12 or 13, is not installed."""
-    if not any(find_spec("jax_plugins") and find_spec(f"jax_plugins.xla_cuda{version}") for version in (12, 13)):
-        raise InputError(NO_PLUGIN)
 
 
 def describe(ops: Iterable[hlo.Op], memory: dict[str, int]) -> list[str]:
@@ -157,30 +74,14 @@ def describe(ops: Iterable[hlo.Op], memory: dict[str, int]) -> list[str]:
     return lines + [f"  {part + ' memory':<28}{size / 2**30:>15.1f} GiB" for part, size in memory.items()]
 
 
-def memory_of(compiled) -> dict[str, int]:
-    """Bytes of a device that the compiled step needs, by part. A donated argument's buffer holds an output too."""
-    plan = compiled.memory_analysis()
-    parts = {
-        "argument": plan.argument_size_in_bytes,
-        "other output": plan.output_size_in_bytes - plan.alias_size_in_bytes,
-        "temporary": plan.temp_size_in_bytes,
-    }
-    return {**parts, "whole": sum(parts.values())}
-
-
-def estimate_of(program: "TrainProgram") -> int:
+def estimate_of(program: TrainProgram) -> int:
     """Bytes of a device by the estimate in a run's summary, which compiles nothing."""
-    from megajax.mesh import mesh_sizes
-    from megajax.plan import estimate_memory
-
     return estimate_memory(program.config, program.placements, mesh_sizes(program.mesh)).total
 
 
 def verdict(needed: int) -> str:
     """Whether a step that needs so many bytes of a device fits an H200."""
-    match = re.search(r"device_memory_size: (\d+)", TARGET.read_text())
-    assert match, TARGET
-    usable = float(MEMORY_FRACTION) * int(match[1])
+    usable = usable_bytes()
     sizes = f"{needed / 2**30:,.1f} GiB of the {usable / 2**30:,.1f} GiB of an H200 that a run takes"
     return f"it fits: {sizes}" if needed <= usable else f"it does not fit: it needs {sizes}"
 
@@ -202,17 +103,8 @@ def _kinds(op: hlo.Op) -> Iterable[tuple[str, int]]:
 def golden() -> str:
     """The text of every case, each compiled in a process of its own, two at a time."""
     require_plugin()
-    environment = {"XLA_FLAGS": FAST, **os.environ}
-
-    def block(case: str) -> str:
-        command = [sys.executable, __file__, *case.split()]
-        done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT)
-        if done.returncode:
-            raise InputError(f"python scripts/hlo_counts.py {case} failed: {done.stderr.strip()}")
-        return done.stdout
-
     with ThreadPoolExecutor(max_workers=2) as pool:
-        return "\n".join(pool.map(block, CASES))
+        return "\n".join(pool.map(lambda case: run_apart("hlo_counts.py", case.split()), CASES))
 
 
 def main(arguments: list[str]) -> int:
@@ -235,14 +127,12 @@ def main(arguments: list[str]) -> int:
         if args.text and not args.text.parent.is_dir():
             raise InputError(f"--text={args.text}: the directory {args.text.parent} does not exist: make it first.")
         start = time.perf_counter()
-        program = program_for_h200(args.config, args.overrides, args.gpus)
-        compiled = compile_step(program)
-        memory = memory_of(compiled)
+        step = compile_for_h200(TrainProgram.build, load_config(args.config, args.overrides), args.gpus)
+        text, memory = step.text, step.memory
         print(f"compiled in {time.perf_counter() - start:.0f} s; {verdict(memory['whole'])}", file=sys.stderr)
-        text = compiled.as_text()
         if args.text:
             args.text.write_text(text)
-        memory["estimated"] = estimate_of(program)
+        memory["estimated"] = estimate_of(step.program)
         print(" ".join([Path(args.config).stem, *args.overrides, f"on {args.gpus} GPU{'s' * (args.gpus > 1)}"]))
         print("\n".join(describe(hlo.parse(text), memory)))
     return 0

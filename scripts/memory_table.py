@@ -10,23 +10,21 @@ any number and write. Compiling needs jax's CUDA plugin (the extra `dev` has it)
 """
 
 import argparse
-import os
 import shlex
-import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from hlo_counts import FAST, ROOT, compile_step, memory_of, program_for_h200, require_plugin
+from compile_row import ROOT, compile_apart
 
 from megajax.config import load_config
 from megajax.config.checks import check_mesh
 from megajax.console import user_errors
 from megajax.errors import InputError
-
-if TYPE_CHECKING:
-    from megajax.plan import MemoryEstimate
+from megajax.model import Transformer, parameters
+from megajax.plan import MemoryEstimate, estimate_memory
+from megajax.plan.compile import require_plugin
+from megajax.sharding import place_all, stored_rows
 
 ROWS = ROOT / "tests/data/memory_rows.txt"
 GIB = 2**30
@@ -62,13 +60,8 @@ def read_rows(path: Path = ROWS) -> list[Row]:
     return [Row.parse(line) for line in path.read_text().splitlines() if line.strip()]
 
 
-def estimate(row: Row) -> "MemoryEstimate":
+def estimate(row: Row) -> MemoryEstimate:
     """Bytes a device, without devices."""
-    # Not at the top: what compiles sets the environment before jax reads it.
-    from megajax.model import Transformer, parameters
-    from megajax.plan import estimate_memory
-    from megajax.sharding import place_all, stored_rows
-
     config = load_config(ROOT / row.config, list(row.overrides))
     sizes = check_mesh(config, row.gpus)
     rows = stored_rows(config, sizes["pipeline"])
@@ -77,13 +70,8 @@ def estimate(row: Row) -> "MemoryEstimate":
 
 
 def planned(row: Row) -> float:
-    """GiB a device that XLA plans, compiled in a process of its own: XLA reads its flags once. Raises InputError."""
-    environment = {"XLA_FLAGS": FAST, **os.environ}
-    command = [sys.executable, __file__, "--compile", row.case]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT)
-    if done.returncode:
-        raise InputError(f"compiling {row.case} failed: {done.stderr.strip()}")
-    return float(done.stdout)
+    """GiB a device that XLA plans. Raises InputError if the row does not compile."""
+    return compile_apart(row.config, row.overrides, row.gpus)["device_memory"]["whole"] / GIB
 
 
 def table(rows: list[Row]) -> str:
@@ -99,14 +87,8 @@ def table(rows: list[Row]) -> str:
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true", help=f"compile each row and write {ROWS.relative_to(ROOT)}")
-    parser.add_argument("--compile", help=argparse.SUPPRESS)  # one row without its GiB: what XLA plans
     args = parser.parse_args(arguments)
     with user_errors():
-        if args.compile:
-            row = Row.parse(f"0 {args.compile}")
-            compiled = compile_step(program_for_h200(row.config, list(row.overrides), row.gpus))
-            print(memory_of(compiled)["whole"] / GIB)
-            return 0
         rows = read_rows()
         if args.write:
             require_plugin()

@@ -15,12 +15,13 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 
 import hlo
-from hlo_counts import compile_for_h200, memory_of
 
 from megajax.config import Config, load_config
 from megajax.config.checks import check_mesh
 from megajax.console import user_errors
 from megajax.parallel.pipeline.schedules import KINDS, assign_slots, make_schedule
+from megajax.plan.compile import compile_for_h200
+from megajax.training.step import TrainProgram
 
 
 @dataclass(frozen=True)
@@ -56,8 +57,8 @@ def measure(path: str, overrides: list[str], gpus: int, schedule: str, microbatc
         f"batch.global_size={batch.global_size // batch.num_microbatches * microbatches}",
     ]
     config = load_config(path, [*overrides, *own])
-    compiled = compile_for_h200(path, [*overrides, *own], gpus)
-    ops, memory = hlo.parse(compiled.as_text()), memory_of(compiled)
+    step = compile_for_h200(TrainProgram.build, config, gpus)
+    ops, memory = hlo.parse(step.text), step.memory
     slots = assign_slots(_schedule(config, gpus))
     saved = [array for op in ops if op.target == "AllocateBuffer" for array in op.results]
     put_off = buffers(ops, slots.put_offs) if slots.put_offs else []

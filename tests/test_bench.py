@@ -8,7 +8,6 @@ import hlo_counts
 import pytest
 
 from megajax import bench
-from megajax.errors import InputError
 
 # Made up too. Its sizes make rooflines round numbers of ms: a matmul's 2·M·N·K is 2 ms · 989 TFLOP/s, and so on.
 MODULE = (Path(__file__).parent / "data/small_step.hlo").read_text()
@@ -133,14 +132,6 @@ def test_counts_of_a_module_are_one_line_a_kind(ops):
         "while loop 1",
         "temporary memory 1.5 GiB",
     ]
-
-
-def test_gpus_to_compile_for_are_whole_hosts():
-    assert [hlo_counts.hosts_of(n) for n in (1, 4, 8, 16, 512)] == [(1, 1), (1, 4), (1, 8), (2, 8), (64, 8)]
-    with pytest.raises(InputError, match="--gpus=12 is not a whole number of hosts of 8: use 8 or 16."):
-        hlo_counts.hosts_of(12)
-    with pytest.raises(InputError, match="--gpus=0 is below 1."):
-        hlo_counts.hosts_of(0)
 
 
 def test_configs_are_found_by_path_and_by_name(tmp_path):

@@ -10,7 +10,7 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
-import hlo_counts
+import compile_row
 import pipeline_memory
 import pytest
 
@@ -18,6 +18,7 @@ CONFIG = (
     "configs/llama3_8b_l16_pipeline.yaml model.hidden_size=1024 model.num_heads=8"
     " model.num_kv_heads=4 model.ffn_hidden_size=2816 model.vocab_size=4096 batch.sequence_length=2048"
 ).split()
+D, F, V, S = 1024, 2816, 4096, 2048  # its sizes; 8 heads and 4 KV heads of 128, microbatches of two sequences
 # schedule, stages, layers: numbers of microbatches
 RUNS = {
     ("1f1b", 2, 2): (32, 128),
@@ -35,9 +36,9 @@ def measure(run: tuple[str, int, int]) -> list[pipeline_memory.Row]:
     schedule, stages, layers = run
     sizes = [f"mesh.pipeline={stages}", f"model.num_layers={layers}", "--gpus", str(stages)]
     options = ["--json", "--schedules", schedule, "--microbatches", *map(str, RUNS[run])]
-    environment = {**os.environ, "XLA_FLAGS": hlo_counts.FAST}
+    environment = {**os.environ, "XLA_FLAGS": compile_row.FAST}
     command = [sys.executable, pipeline_memory.__file__, *CONFIG, *sizes, *options]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=hlo_counts.ROOT, timeout=600)
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=compile_row.ROOT, timeout=600)
     assert done.returncode == 0, done.stderr
     return [pipeline_memory.Row(**json.loads(line)) for line in done.stdout.splitlines()]
 
@@ -72,3 +73,15 @@ def test_buffers_are_updated_in_place(rows):
 def test_the_program_does_not_grow_with_the_microbatches(run, rows):
     few, more = (rows[*run, microbatches].operations for microbatches in (32, 128))
     assert few == more
+
+
+@GROWTH
+def test_the_arguments_are_the_state_and_the_batch(run, rows):
+    _, stages, _ = run
+    layer = 128 * D * (8 + 2 * 4) + D * D + 3 * D * F + 2 * D
+    columns = -(-D // stages)  # of embedding and head on a stage, padded; every stage has the final norm
+    stored = layer + 2 * V * columns + D
+    for microbatches in RUNS[run]:
+        # FP32 parameters and AdamW's two moments; six numbers; four fields of a token
+        expected = 3 * 4 * stored + 6 * 4 + 4 * 4 * microbatches * 2 * S
+        assert rows[*run, microbatches].arguments == expected

@@ -1,0 +1,164 @@
+"""A config's train step compiled for H200s on a machine without a GPU: its text, its memory, and how long XLA takes.
+
+XLA's GPU compiler needs no GPU, only a description of one (h200_target_config.pbtxt, dumped from an H200) and jax's
+CUDA plugin. The caller names the function that builds the program: `training` is on a floor above this one.
+"""
+
+import re
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+from importlib.util import find_spec
+from typing import Any, Protocol
+from unittest import mock
+
+import jax
+from jax.experimental import topologies
+from jax.sharding import Mesh
+
+from megajax.config import Config
+from megajax.config.checks import check_mesh
+from megajax.errors import InputError
+from megajax.mesh import build_mesh
+from megajax.runtime import MEMORY_FRACTION, prepare_environment
+
+HOST = 8  # GPUs
+CUDNN_VERSION = 91900  # 9.19, which the step is compiled for
+NO_PLUGIN = (
+    "compiling for H200 needs jax's CUDA plugin, which is not installed: "
+    "pip install --editable '.[dev]' --constraint constraints.txt"
+)
+
+
+class StepProgram(Protocol):
+    """A train step before it is compiled, as `training.step.TrainProgram` is."""
+
+    @property
+    def train_step(self) -> Any: ...  # jitted (state, batch) → (state, metrics)
+    @property
+    def abstract_state(self) -> Any: ...
+    @property
+    def abstract_batch(self) -> Any: ...
+
+
+@dataclass(frozen=True)
+class CompiledStep[Program: StepProgram]:
+    """A train step compiled for H200s, and the seconds that each part of compiling took."""
+
+    program: Program
+    executable: jax.stages.Compiled
+    trace_seconds: float
+    lower_seconds: float
+    compile_seconds: float
+
+    @property
+    def text(self) -> str:
+        """The compiled module in XLA's text form."""
+        text = self.executable.as_text()
+        assert text is not None
+        return text
+
+    @property
+    def memory(self) -> dict[str, int]:
+        """Bytes of a device that the step needs, by part: argument, other output, temporary, and whole, their sum.
+
+        A donated argument's buffer holds an output too; "other output" is the rest.
+        """
+        plan = self.executable.memory_analysis()
+        assert plan is not None
+        parts = {
+            "argument": plan.argument_size_in_bytes,
+            "other output": plan.output_size_in_bytes - plan.alias_size_in_bytes,
+            "temporary": plan.temp_size_in_bytes,
+        }
+        return {**parts, "whole": sum(parts.values())}
+
+
+def compile_for_h200[Program: StepProgram](
+    build: Callable[[Config, Mesh], Program], config: Config, gpus: int
+) -> CompiledStep[Program]:
+    """The compiled train step of `build(config, mesh)`, where mesh has `gpus` H200s that need not be there.
+
+    Call it once a process, before jax starts: XLA reads its flags once, and they depend on the config. jax itself then
+    runs on the CPU. More than 8 GPUs are hosts of 8. `build` is `TrainProgram.build`.
+
+    Raises InputError if jax's CUDA plugin is not installed or `gpus` is no whole number of hosts, ConfigError if the
+    config does not fit that number.
+    """
+    require_plugin()
+    hosts_of(gpus)  # mistakes before anything is set
+    sizes = check_mesh(config, gpus)
+    jax.config.update("jax_platforms", "cpu")  # for what runs here; the compiler is the GPU's
+    prepare_environment(config)
+    with no_gpu_needed():
+        program = build(config, build_mesh(sizes, h200_devices(gpus)))
+        start = time.perf_counter()
+        traced = program.train_step.trace(program.abstract_state, program.abstract_batch)
+        traced_at = time.perf_counter()
+        lowered = traced.lower()
+        lowered_at = time.perf_counter()
+        executable = lowered.compile()
+        end = time.perf_counter()
+    return CompiledStep(program, executable, traced_at - start, lowered_at - traced_at, end - lowered_at)
+
+
+def h200_devices(gpus: int) -> list[Any]:
+    """jax devices that stand for H200s in a mesh and run nothing; compile for them inside `no_gpu_needed`.
+
+    Raises InputError if jax's CUDA plugin is not installed or `gpus` is no whole number of hosts.
+    """
+    require_plugin()
+    hosts, gpus_of_host = hosts_of(gpus)
+    with no_gpu_needed():
+        return topologies.get_topology_desc(
+            platform="cuda",
+            target_config=_target(),
+            topology=f"1x{hosts}x{gpus_of_host}",  # slices, hosts, GPUs
+        ).devices
+
+
+@contextmanager
+def no_gpu_needed() -> Iterator[None]:
+    """Answers for jax, which asks for a running GPU in two places where none is needed (its issue 23971)."""
+    from jax._src import xla_bridge
+    from jax._src.cudnn import fused_attention_stablehlo
+
+    with (
+        mock.patch.object(xla_bridge, "canonicalize_platform", lambda platform: platform),
+        mock.patch.object(fused_attention_stablehlo, "check_cudnn_version", lambda: CUDNN_VERSION),
+    ):
+        yield
+
+
+def hosts_of(gpus: int) -> tuple[int, int]:
+    """(hosts, GPUs of each). Raises InputError if these are no whole hosts."""
+    if gpus <= HOST:
+        if gpus < 1:
+            raise InputError(f"--gpus={gpus} is below 1.")
+        return 1, gpus
+    if gpus % HOST:
+        near = gpus // HOST * HOST
+        raise InputError(f"--gpus={gpus} is not a whole number of hosts of {HOST}: use {near} or {near + HOST}.")
+    return gpus // HOST, HOST
+
+
+def require_plugin() -> None:
+    """Raises InputError if jax's CUDA plugin, of CUDA 12 or 13, is not installed."""
+    if not any(find_spec("jax_plugins") and find_spec(f"jax_plugins.xla_cuda{version}") for version in (12, 13)):
+        raise InputError(NO_PLUGIN)
+
+
+def usable_bytes() -> float:
+    """Bytes of an H200's memory that a run takes: a compiled step that needs more does not fit."""
+    match = re.search(r"device_memory_size: (\d+)", _target())
+    assert match
+    return float(MEMORY_FRACTION) * int(match[1])
+
+
+@cache
+def _target() -> str:
+    """The description of an H200 that XLA's compiler is given."""
+    return files("megajax.plan").joinpath("h200_target_config.pbtxt").read_text()
