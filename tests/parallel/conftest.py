@@ -1,23 +1,16 @@
-"""What the tests of parallelism share: the mesh table's code, and traces kept for several tests."""
+"""What the tests of parallelism share: runs held to a single device's, and traces kept for several tests."""
 
-import importlib.util
 from collections.abc import Callable
-from pathlib import Path
 from types import ModuleType
 
 import pytest
-
-SCRIPT = Path(__file__).parents[2] / "scripts/mesh_table.py"
+import single_device
 
 
 @pytest.fixture(scope="session")
 def table() -> ModuleType:
-    """scripts/mesh_table.py."""
-    spec = importlib.util.spec_from_file_location("mesh_table", SCRIPT)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    """tests/references/single_device.py, which the mesh tables are made of too."""
+    return single_device
 
 
 @pytest.fixture(scope="session")

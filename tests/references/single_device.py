@@ -1,0 +1,237 @@
+"""What a mesh's run is held to: the same config on one device with one microbatch, and how far the two are apart.
+
+Runs are in FP32 on virtual CPU devices, of which the caller starts as many as the mesh has. scripts/mesh_table.py makes
+tables of these comparisons; the tests of parallelism make them too.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+from mesh_models import MODELS
+
+from megajax.config import Config
+from megajax.config.checks import check, check_mesh
+from megajax.mesh import AXES, build_mesh
+from megajax.model.transformer import COUNTS, ROUTER_LOSSES
+from megajax.sharding import to_canonical, to_stored
+from megajax.training.batches import to_global
+from megajax.training.step import INITIAL_LOSS_SCALE, TrainProgram, TrainState
+
+SCALAR_TOLERANCE = 1e-5  # loss and gradient norm of every step, relative
+GRADIENT_TOLERANCE = 1e-4  # each first-step gradient, ‖Δ‖ / ‖g‖, layer by layer
+ROUTER_METRICS = {*ROUTER_LOSSES, "router_entropy", *COUNTS}
+ZERO_TOLERANCE = 1e-6  # gradients whose true value is zero, over the norm of the whole gradient
+
+OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "adamw": {"optimizer": {"kind": "adamw"}, "schedule": {"kind": "constant", "learning_rate": 1e-3}},
+    "sgd": {"optimizer": {"kind": "sgd", "clip_norm": 0.0}, "schedule": {"kind": "constant", "learning_rate": 2e-2}},
+}
+
+
+@dataclass(frozen=True)
+class Trace:
+    """What a run did; weights and gradients by name in their canonical shapes."""
+
+    config: Config
+    losses: np.ndarray  # [steps]
+    norms: np.ndarray  # [steps]
+    initial: dict[str, np.ndarray]
+    gradients: dict[str, np.ndarray]  # of the first step, before clipping
+    router: dict[str, np.ndarray] = field(default_factory=dict)  # metrics of experts, [steps, ...]
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How far a run is from its reference."""
+
+    loss: float  # worst relative difference over the steps
+    norm: float  # the same of the gradient norm
+    gradients: dict[str, float]  # ‖Δ‖ / ‖g‖ by name, of the worst layer
+    zeros: dict[str, float]  # gradients whose true value is zero: the larger norm, over the whole gradient's
+    changed: tuple[str, ...]  # weights whose first value is not the same bit for bit
+    router: float = 0.0  # worst relative difference of the routers' losses and entropy; infinite: other counts
+
+    @property
+    def worst(self) -> tuple[str, float]:
+        return max(self.gradients.items(), key=lambda item: item[1])
+
+    def problems(self, scalar: float = SCALAR_TOLERANCE, gradient: float = GRADIENT_TOLERANCE) -> list[str]:
+        """What is outside the tolerances, in words; a NaN is."""
+        out = [f"initial {name} differs" for name in self.changed]
+        out += [f"loss {self.loss:.1e}"] if not self.loss <= scalar else []
+        out += [f"gradient norm {self.norm:.1e}"] if not self.norm <= scalar else []
+        out += [f"router {self.router:.1e}"] if not self.router <= scalar else []
+        out += [f"gradient of {n} {d:.1e}" for n, d in self.gradients.items() if not d <= gradient]
+        limit = ZERO_TOLERANCE * gradient / GRADIENT_TOLERANCE
+        out += [f"gradient of {n} is not zero: {d:.1e}" for n, d in self.zeros.items() if not d <= limit]
+        return out
+
+
+def make_config(
+    model: str | Mapping[str, Any],
+    mesh: Mapping[str, int] | None = None,
+    *,
+    microbatches: int = 1,
+    steps: int = 20,
+    optimizer: str = "adamw",
+    **sections: Mapping[str, Any],
+) -> Config:
+    """A checked config of one of MODELS, or of other `model` settings; `sections` add to or replace single keys."""
+    settings: dict[str, dict[str, Any]] = {
+        "run": {"steps": steps},
+        "model": dict(MODELS[model] if isinstance(model, str) else model),
+        "mesh": dict(mesh or {}),
+        "precision": {"compute": "float32"},
+        "batch": {"global_size": 32, "sequence_length": 16, "num_microbatches": microbatches},
+        "data": {"kind": "synthetic"},
+        **{name: dict(section) for name, section in OPTIMIZERS[optimizer].items()},
+    }
+    for name, section in sections.items():
+        settings[name] = {**settings.get(name, {}), **section}
+    config = Config.model_validate(settings)
+    check(config)
+    return config
+
+
+def reference_config(config: Config) -> Config:
+    """The same mathematics on one device: one microbatch, nothing recomputed, the plain layer loop.
+
+    With experts as many microbatches, since what balances them is nonlinear in a microbatch.
+    """
+    settings = config.model_dump(exclude={"mesh", "pipeline", "remat", "kernels"})
+    if config.model.num_experts is None:
+        settings["batch"]["num_microbatches"] = 1
+    return Config.model_validate(settings)
+
+
+def make_batches(config: Config) -> Iterator[dict[str, np.ndarray]]:
+    """Fields `[global_size, S]` of each step.
+
+    Every sequence masks another part of its tokens, the first all of them: a mean over devices or microbatches instead
+    of over tokens would show. With `data.reset_attention`, sequences hold up to four documents with positions of their
+    own.
+    """
+    rows, S = config.batch.global_size, config.batch.sequence_length
+    rng = np.random.default_rng(7)
+    for _ in range(config.run.steps):
+        tokens = rng.integers(0, config.model.vocab_size, (rows, S + 1))
+        fields = {
+            "tokens": tokens[:, :-1],
+            "targets": tokens[:, 1:],
+            "loss_mask": rng.random((rows, S)) < np.linspace(0, 1, rows)[:, None],
+            "positions": np.broadcast_to(np.arange(S), (rows, S)),
+        }
+        if config.data.reset_attention:
+            documents = np.sort(rng.integers(0, 4, (rows, S)), axis=1)
+            fields["segment_ids"] = documents
+            fields["positions"] = np.arange(S) - [np.searchsorted(row, row) for row in documents]
+        yield fields
+
+
+def train(config: Config, weights: Mapping[str, np.ndarray] | None = None) -> Trace:
+    """Run a config on the first virtual devices, from its seed or from `weights`."""
+    count = math.prod(getattr(config.mesh, axis) for axis in AXES)
+    sizes = check_mesh(config, count)
+    program = TrainProgram.build(config, build_mesh(sizes, jax.devices()[:count]))
+    state = program.init_state() if weights is None else first_state(program, weights)
+    initial, gradients = canonical(program, state.params), {}
+    losses, norms, router = [], [], {}
+    for fields in make_batches(config):
+        batch = to_global(program, fields)
+        state, metrics = program.train_step(state, batch)
+        losses.append(float(metrics["loss"]))
+        norms.append(float(metrics["grad_norm"]))
+        for name in ROUTER_METRICS & metrics.keys():
+            router.setdefault(name, []).append(np.asarray(metrics[name]))
+        if not gradients:
+            gradients = first_gradients(program, state, norms[0])
+    router = {name: np.array(values) for name, values in router.items()}
+    return Trace(config, np.array(losses), np.array(norms), initial, gradients, router)
+
+
+def first_state(program: TrainProgram, weights: Mapping[str, np.ndarray]) -> TrainState:
+    """The state of step 0 with given weights; quick, for no random numbers are compiled."""
+
+    def zeros(leaf: jax.ShapeDtypeStruct) -> jax.Array:
+        return jax.device_put(np.zeros(leaf.shape, leaf.dtype), leaf.sharding)
+
+    state = jax.tree.map(zeros, program.abstract_state)
+    placements = program.placements
+    stored = jax.jit(lambda: {name: to_stored(jax.numpy.asarray(w), placements[name]) for name, w in weights.items()})()
+    params = {name: jax.device_put(stored[name], old.sharding) for name, old in state.params.items()}
+    scale = INITIAL_LOSS_SCALE if program.config.precision.compute == "float16" else 1.0
+    return replace(state, params=params, loss_scale=jax.device_put(np.float32(scale), state.loss_scale.sharding))
+
+
+def canonical(program: TrainProgram, arrays: Mapping[str, jax.Array]) -> dict[str, np.ndarray]:
+    """Stored arrays by name → whole arrays on the host, without padding."""
+    placements = program.placements
+    whole: dict[str, Any] = {name: np.asarray(x) for name, x in arrays.items()}  # NumPy: nothing is compiled
+    return {name: np.asarray(to_canonical(x, placements[name])) for name, x in whole.items()}
+
+
+def first_gradients(program: TrainProgram, state: TrainState, norm: float) -> dict[str, np.ndarray]:
+    """The gradients of the first step, from the moments that it left: so no second function is compiled for them."""
+    optimizer = program.config.optimizer
+    field, share = {
+        "adamw": ("mu", 1 - optimizer.beta1),
+        "lion": ("mu", 1 - optimizer.beta2),
+        "sgd": ("trace", 1.0),
+    }[optimizer.kind]
+    clip = min(1.0, optimizer.clip_norm / (norm + 1e-6)) if optimizer.clip_norm else 1.0
+    moments = canonical(program, optax.tree_utils.tree_get(state.optimizer, field))
+    return {name: moment.astype(np.float64) / (share * clip) for name, moment in moments.items()}
+
+
+def zero_gradients(config: Config) -> set[str]:
+    """Weights whose gradient is zero in exact arithmetic.
+
+    A key bias adds the same to all scores of a query, which the softmax cancels, unless the keys are turned, normalised
+    or their scores squashed, or a sink has a score too.
+    """
+    model = config.model
+    turned = model.position == "rope" or model.qk_norm or model.attention_softcap is not None
+    return (
+        set()
+        if turned or model.attention_sinks
+        else {"blocks.dense.attention.key_bias", "blocks.moe.attention.key_bias"}
+    )
+
+
+def compare(trace: Trace, reference: Trace) -> Difference:
+    """A run against its reference."""
+    zeros = zero_gradients(reference.config) & reference.gradients.keys()
+    worst, zero = {}, {}
+    for name, expected in reference.gradients.items():
+        found = trace.gradients[name]
+        assert found.shape == expected.shape, name
+        if name in zeros:
+            larger = max(np.linalg.norm(found), np.linalg.norm(expected))
+            zero[name] = float(larger / reference.norms[0])
+            continue
+        layers = len(expected) if name.startswith("blocks.") else 1
+        found, expected = found.reshape(layers, -1), expected.reshape(layers, -1)
+        norms = np.linalg.norm(expected, axis=1)
+        assert norms.all(), f"the reference's gradient of {name} is zero: it tests nothing"
+        worst[name] = float(np.max(np.linalg.norm(found - expected, axis=1) / norms))
+    changed = [n for n, w in reference.initial.items() if w.tobytes() != trace.initial[n].tobytes()]
+    return Difference(
+        loss=float(np.max(np.abs(trace.losses / reference.losses - 1))),
+        norm=float(np.max(np.abs(trace.norms / reference.norms - 1))),
+        gradients=worst,
+        zeros=zero,
+        changed=tuple(changed),
+        router=_router_difference(trace.router, reference.router),
+    )
+
+
+def _router_difference(found: Mapping[str, np.ndarray], expected: Mapping[str, np.ndarray]) -> float:
+    assert found.keys() == expected.keys()
+    if any(not np.array_equal(found[name], values) for name, values in expected.items() if name in COUNTS):
+        return math.inf
+    return max((float(np.max(np.abs(found[n] / v - 1))) for n, v in expected.items() if n not in COUNTS), default=0)
