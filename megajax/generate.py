@@ -31,7 +31,7 @@ def generate(
 
     from megajax.checkpoint import find_checkpoint, restore_model
     from megajax.model import Transformer, bind, parameters
-    from megajax.model.transformer import layer_state
+    from megajax.model.block import layer_state
 
     run_dir, step = find_checkpoint(run_or_checkpoint, ASKER)
     config = config_of(run_dir)
@@ -48,7 +48,8 @@ def generate(
     def abstract(arrays):
         return {n: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=device) for n, a in arrays.items()}
 
-    shapes = abstract(parameters(model)), abstract(layer_state(config.model))
+    kept = {kind: abstract(own) for kind, own in layer_state(config.model).items()}
+    shapes = abstract(parameters(model)), kept
     params, state = restore_model(str(run_dir / "checkpoints" / str(step)), *shapes, config.model, ASKER)
     length = config.batch.sequence_length
 

@@ -18,9 +18,11 @@ import orbax.checkpoint as ocp
 
 from megajax.config import ModelConfig
 from megajax.config.fields import shortest_pattern
+from megajax.config.kinds import MOE
 from megajax.config.tree import show
 from megajax.errors import InputError, UserError
 
+EXPERTS = "experts"  # what MoE layers keep, in a checkpoint
 SUBDIRECTORY = "checkpoints"
 # What of the router makes it another network; the rest balances it in training.
 ROUTER_OF_NETWORK = (
@@ -213,21 +215,21 @@ def compare_descriptions(
 def restore_model(
     path: str,
     params: Mapping[str, jax.ShapeDtypeStruct],
-    experts: Mapping[str, jax.ShapeDtypeStruct],
+    layer_state: Mapping[str, Mapping[str, jax.ShapeDtypeStruct]],
     model: ModelConfig,
     asker: str,
     place: str = "",
-) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
-    """Parameters and what layers keep besides, of the newest checkpoint of a run, or of one `RUN/checkpoints/STEP`.
+) -> tuple[dict[str, jax.Array], dict[str, dict[str, jax.Array]]]:
+    """Parameters and what layers keep besides, by kind of block and name.
 
-    `asker` names the setting that `path` comes from, `place` where it was set. Raises InputError if there is none, or
-    of another model.
+    Of the newest checkpoint of a run, or of one `RUN/checkpoints/STEP`. `asker` names the setting that `path` comes
+    from, `place` where it was set. Raises InputError if there is none, or of another model.
     """
     run_dir, step = find_checkpoint(path, asker, place)
     checkpoints = Checkpoints(run_dir, keep=2**31, keep_every=None)
     mine = {"model": describe_model(model)}
     item = checkpoints.directory / str(step) / "state"
-    abstract = {"params": params} | ({"experts": experts} if experts else {})
+    abstract = {"params": params} | saved_layer_state(layer_state)
     try:
         saved = checkpoints.describe(step)
         compare_descriptions(saved, mine, f"{asker}={path}{place}", ("model",), "name another run")
@@ -243,4 +245,21 @@ def restore_model(
         raise InputError(f"{asker}={path}{place}: {item.parent} is damaged ({reason(error)}): {cure}.") from None
     finally:
         checkpoints.close()
-    return restored["params"], restored.get("experts", {})
+    return restored.pop("params"), loaded_layer_state(restored)
+
+
+def saved_layer_state(state: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """What layers keep, by kind of block and name → as checkpoints have it: MoE layers' under "experts", by bare name.
+
+    Kinds without any are left out.
+    """
+    bare = {name.removeprefix("moe."): a for name, a in state.get(MOE, {}).items()}
+    others = {kind: dict(own) for kind, own in state.items() if kind != MOE and own}
+    return others | ({EXPERTS: bare} if bare else {})
+
+
+def loaded_layer_state(saved: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """The way back."""
+    others = {kind: dict(own) for kind, own in saved.items() if kind != EXPERTS}
+    experts = {f"moe.{name}": a for name, a in saved.get(EXPERTS, {}).items()}
+    return others | ({MOE: experts} if experts else {})

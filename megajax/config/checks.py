@@ -6,7 +6,7 @@ from typing import Any
 
 from megajax.config.expert_checks import check_experts, check_experts_on_mesh
 from megajax.config.fields import AXES
-from megajax.config.kinds import block_layers
+from megajax.config.kinds import mlp_widths
 from megajax.config.pipeline_checks import check_stages
 from megajax.config.schema import Config
 from megajax.config.sentences import at_most, counted, divisors, listed, refuse, said, said_axis, value, warn
@@ -92,7 +92,7 @@ def _check_axes(config: Config, sizes: dict[str, int]) -> None:
     model, tensor = config.model, sizes["tensor"]
     name = said_axis(config, sizes, "tensor")
     kv_heads, vocab = model.num_kv_heads, model.padded_vocab_size
-    divided = ["model.num_heads", *["model.ffn_hidden_size"] * ("dense" in block_layers(model))]
+    divided = ["model.num_heads", *(f"model.{key}" for key in mlp_widths(model) if "expert" not in key)]
     common = divisors(math.gcd(*(value(config, key) for key in divided)))
     usable = [n for n in common if kv_heads % n == 0 or n % kv_heads == 0]
     for key in divided:
@@ -172,9 +172,7 @@ def _check_fp8_shapes(config: Config, sizes: dict[str, int]) -> None:
         ),
         f"the tokens of a microbatch on one device / {mesh}": tokens // tensor,
     }
-    mlps = ["ffn_hidden_size"] if "dense" in block_layers(model) else []
-    mlps += ["shared_expert_ffn_hidden_size", "expert_ffn_hidden_size"] if model.num_experts else []
-    for key in mlps:
+    for key in mlp_widths(model):
         whole = key == "expert_ffn_hidden_size" and "tensor" in config.mesh.experts_over
         shape = said(config, f"model.{key}")
         widths[shape if whole else f"{shape} / {mesh}"] = getattr(model, key) // (1 if whole else tensor)
@@ -186,7 +184,7 @@ def _check_fp8_shapes(config: Config, sizes: dict[str, int]) -> None:
     gated = 2 if model.activation in ("swiglu", "geglu") else 1
     attention = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
     # The limit does not hold for the kernels of experts.
-    mlp = max([0, *(getattr(model, key) for key in mlps if key != "expert_ffn_hidden_size")])
+    mlp = max([0, *(getattr(model, key) for key in mlp_widths(model) if key != "expert_ffn_hidden_size")])
     widest = max(gated * mlp, attention) // tensor
     if tokens * widest >= 2**31:
         problem = f"{said(config, recipe)} can quantise fewer than 2^31 numbers at once, and a microbatch on one device"

@@ -1,6 +1,6 @@
 """Checks for mixtures of experts: the router's settings, the mesh, and settings that exclude experts."""
 
-from megajax.config.kinds import block_layers
+from megajax.config.kinds import expert_layers
 from megajax.config.model_schema import ModelConfig, RouterConfig
 from megajax.config.schema import Config
 from megajax.config.sentences import at_most, divisors, listed, refuse, said, said_axis, value
@@ -16,6 +16,7 @@ EXPERT_KEYS = (
     "mesh.experts_over",
     *(f"model.router.{name}" for name in RouterConfig.model_fields),
 )
+REMOVE = "remove one of them"
 
 
 def check_experts(config: Config) -> None:
@@ -28,7 +29,16 @@ def check_experts(config: Config) -> None:
         keys = ("model.experts_per_token", "model.num_experts")
         problem = f"{said(config, keys[0])} is more than {said(config, keys[1])}"
         refuse(config, problem, f"use {at_most(model.num_experts)}", *keys)
-    if "moe" not in block_layers(model):
+    if model.block_pattern:
+        for key in ("model.first_dense_layers", "model.moe_layer_interval"):
+            if value(config, key) != ModelConfig.model_fields[key.removeprefix("model.")].default:
+                keys = (key, "model.block_pattern")
+                refuse(config, f"{said(config, key)} cannot be combined with {said(config, keys[1])}", REMOVE, *keys)
+        if not expert_layers(model):
+            keys = ("model.block_pattern", "model.num_experts")
+            problem = f"{said(config, keys[0])} has no layer with the experts of {said(config, keys[1])}"
+            refuse(config, problem, "add moe to it, or set model.num_experts=null", *keys)
+    if not expert_layers(model):
         keys = ("model.first_dense_layers", "model.moe_layer_interval")
         problem = f"{said(config, *keys)} leave no layer of {said(config, 'model.num_layers')} with experts"
         refuse(config, problem, "lower them, or set model.num_experts=null", *keys, "model.num_experts")
@@ -66,6 +76,9 @@ def check_experts_on_mesh(config: Config, sizes: dict[str, int]) -> None:
 
 
 def _check_dense(config: Config) -> None:
+    if expert_layers(config.model):
+        problem = f"{said(config, 'model.block_pattern')} has layers with experts"
+        refuse(config, problem, "set model.num_experts", "model.block_pattern")
     for key in EXPERT_KEYS:
         section, name = key.rsplit(".", 1)
         if value(config, key) not in (None, type(value(config, section)).model_fields[name].default):
@@ -116,7 +129,7 @@ def _check_router(config: Config, router: RouterConfig) -> None:
         if both:
             keys = (f"{name}{first}", f"{name}{second}")
             problem = f"{said(config, keys[0])} cannot be combined with {said(config, keys[1])}"
-            refuse(config, problem, "remove one of them", *keys)
+            refuse(config, problem, REMOVE, *keys)
     if router.drop_policy != "probability" and router.capacity_factor is None:
         key = f"{name}drop_policy"
         problem = f"{said(config, key)} needs an expert capacity"

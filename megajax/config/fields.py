@@ -108,6 +108,7 @@ AxisSize = Annotated[int, Field(le=INT32), AfterValidator(_axis_size)]
 ExpertAxis = Literal["data", "fsdp", "expert", "context", "tensor"]
 ExpertAxes = Annotated[tuple[ExpertAxis, ...], Field(strict=False, min_length=1), AfterValidator(_in_order)]
 Split = Annotated[str, AfterValidator(_split_weights)]
+BlockPattern = Annotated[tuple[str, ...], Field(strict=False, min_length=1)] | None
 LayerPattern = Annotated[
     Annotated[tuple[Literal["global", "local"], ...], Field(strict=False, min_length=1)] | None,
     AfterValidator(_shortest),

@@ -4,22 +4,24 @@ from typing import NamedTuple
 
 from megajax.config.model_schema import ModelConfig
 
+DENSE, MOE = "dense", "moe"
+
 
 class LayerKind(NamedTuple):
     """What a layer's program depends on."""
 
-    block: str  # "dense" or "moe": which parameters it has
+    block: str  # "dense", "moe", or a kind from elsewhere: which parts it has (`model.block.KINDS`)
     window: int | None  # number of tokens that it attends to; None: all
+
+    @property
+    def has_experts(self) -> bool:
+        return self.block == MOE
 
 
 def layer_kinds(model: ModelConfig) -> tuple[LayerKind, ...]:
     """The kind of each layer."""
-    windows, experts = layer_windows(model), model.num_experts is not None
-    dense, interval = model.first_dense_layers, model.moe_layer_interval
-    return tuple(
-        LayerKind("moe" if experts and i >= dense and (i + 1) % interval == 0 else "dense", windows[i % len(windows)])
-        for i in range(model.num_layers)
-    )
+    windows, blocks = layer_windows(model), _blocks(model)
+    return tuple(LayerKind(block, windows[i % len(windows)]) for i, block in enumerate(blocks))
 
 
 def block_layers(model: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -28,8 +30,19 @@ def block_layers(model: ModelConfig) -> dict[str, tuple[int, ...]]:
     return {name: tuple(i for i, block in enumerate(blocks) if block == name) for name in sorted(set(blocks))}
 
 
+def expert_layers(model: ModelConfig) -> tuple[int, ...]:
+    """The layers with experts."""
+    return block_layers(model).get(MOE, ())
+
+
+def mlp_widths(model: ModelConfig) -> tuple[str, ...]:
+    """The keys of `model` that are widths of the MLPs and experts that it has."""
+    dense = ("ffn_hidden_size",) if DENSE in block_layers(model) else ()
+    return dense + (("shared_expert_ffn_hidden_size", "expert_ffn_hidden_size") if model.num_experts else ())
+
+
 def is_mixed(model: ModelConfig) -> bool:
-    """Whether some layers are dense and others have experts."""
+    """Whether the layers have blocks of several kinds."""
     return len(block_layers(model)) > 1
 
 
@@ -38,3 +51,11 @@ def layer_windows(model: ModelConfig) -> tuple[int | None, ...]:
     if model.layer_pattern is None:
         return (model.sliding_window,)
     return tuple(model.sliding_window if kind == "local" else None for kind in model.layer_pattern)
+
+
+def _blocks(model: ModelConfig) -> list[str]:
+    """The kind of block of each layer."""
+    if model.block_pattern:
+        return [model.block_pattern[i % len(model.block_pattern)] for i in range(model.num_layers)]
+    experts, first, interval = model.num_experts is not None, model.first_dense_layers, model.moe_layer_interval
+    return [MOE if experts and i >= first and (i + 1) % interval == 0 else DENSE for i in range(model.num_layers)]

@@ -6,6 +6,7 @@ from pydantic import Field
 
 from megajax.config.fields import (
     BelowOne,
+    BlockPattern,
     Count,
     CountOrZero,
     Experts,
@@ -140,6 +141,10 @@ class ModelConfig(Section):
     layer_pattern: LayerPattern = Field(
         default=None,
         description="Kinds of layers, repeated over the depth; null with a sliding_window: all local.",
+    )
+    block_pattern: BlockPattern = Field(
+        default=None,
+        description="Kinds of blocks, repeated over the depth; null: dense ones, or as the keys of experts say.",
     )
     tie_embeddings: bool = Field(default=False, description="Use the embedding table, transposed, as the output head.")
     dropout: BelowOne = Field(

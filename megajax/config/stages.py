@@ -92,7 +92,7 @@ def default_layout(model: ModelConfig, count: int) -> tuple[int, ...]:
         if functools.reduce(operator.or_, counts).total() > least[0]:
             continue  # slots for the most layers of each kind are too many already
         pattern = _slot_kinds(model, _ranges(layout))
-        cost = len(pattern), sum(kind.block == "moe" for kind in pattern)
+        cost = len(pattern), sum(kind.has_experts for kind in pattern)
         if cost < least:
             best, least = layout, cost
     return best

@@ -1,6 +1,8 @@
 """What is computed: Flax nnx modules, written once for one logical device."""
 
-from megajax.model.parameters import bind, init_parameters, parameters
-from megajax.model.transformer import Block, Transformer
+from megajax.model.block import Block, register
+from megajax.model.parameters import bind, declare, init_parameters, parameters
+from megajax.model.parts import Part
+from megajax.model.transformer import Transformer
 
-__all__ = ["Block", "Transformer", "bind", "init_parameters", "parameters"]
+__all__ = ["Block", "Part", "Transformer", "bind", "declare", "init_parameters", "parameters", "register"]

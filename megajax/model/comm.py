@@ -51,6 +51,10 @@ class SingleDevice:
         """`leave(x @ w)`: `[T, F]` → `[T / tensor, D]`."""
         return x @ w
 
+    def own_linear(self, x: jax.Array, w: jax.Array) -> jax.Array:
+        """`x @ w` of own tokens: `[T / tensor, D]` → `[T / tensor, R]`, such as a low-rank projection; `w` is whole."""
+        return x @ w
+
     def mlp(
         self, activation: str, x: jax.Array, w_up: jax.Array, bias: jax.Array | None, w_down: jax.Array
     ) -> jax.Array:

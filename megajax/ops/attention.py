@@ -45,13 +45,13 @@ def attention(
     sinks: jax.Array | None = None,
     implementation: Implementation,
 ) -> jax.Array:
-    """softmax(scale · q·k) v over the visible keys: q [B,S,N,H], k and v [B,S,K,H] -> [B,S,N,H] in q's dtype.
+    """softmax(scale · q·k) v over the visible keys: q [B,S,N,H], k [B,S,K,H], v [B,S,K,W] -> [B,S,N,W] in q's dtype.
 
-    K divides N; query head n reads key/value head n // (N/K). With `window`, position i sees i-window+1 … i
-    (causal only); with document_starts [B,S] (of `document_starts`) only positions of its own document. `softcap`
-    squashes scores to ±softcap by tanh, before the mask. `scale` is 1/sqrt(H) unless given. With `sinks [N]` each
-    query's softmax has one score more, its head's sink as it is, whose value is zero (GPT-OSS, OpenAI 2025).
-    Raises ValueError for what the implementation cannot do.
+    Values may be of another width than keys in the reference alone. K divides N; query head n reads key/value head
+    n // (N/K). With `window`, position i sees i-window+1 … i (causal only); with document_starts [B,S] (of
+    `document_starts`) only positions of its own document. `softcap` squashes scores to ±softcap by tanh, before the
+    mask. `scale` is 1/sqrt(H) unless given. With `sinks [N]` each query's softmax has one score more, its head's sink
+    as it is, whose value is zero (GPT-OSS, OpenAI 2025). Raises ValueError for what the implementation cannot do.
     """
     if window is not None and not (causal and window >= 1):
         raise ValueError(f"window={window}, causal={causal}: a window is a positive number of tokens, causal.")
@@ -64,6 +64,8 @@ def attention(
             raise ValueError('implementation="cudnn" knows no documents: use "pallas" or "reference" for packed ones.')
         if softcap is not None:
             raise ValueError(f'implementation="cudnn" has no soft-cap, softcap={softcap}: use "pallas" or "reference".')
+        if k_bskh.shape[-1] != v_bskh.shape[-1]:
+            raise ValueError(f'cuDNN takes {_widths(k_bskh.shape[-1], v_bskh.shape[-1])}: use "reference".')
         if sinks is not None:
             return _whole(scores, "causal" if causal else "full", window, q_bsnh, k_bskh, v_bskh, None, sinks)
         return jax.nn.dot_product_attention(
@@ -132,7 +134,7 @@ def _reference(scores: Scores, q_bsnh, k_bskh, v_bskh, visible: jax.Array | None
     """Attention by materialised scores, in float32 (float64 for float64 inputs)."""
     dtype = wide(q_bsnh.dtype)
     B, S, N, H = q_bsnh.shape
-    K = k_bskh.shape[2]
+    K, W = v_bskh.shape[2:]
     G = N // K
     # One plain batched matmul for each KV head, its G query heads in the rows: the fastest form on CPUs.
     q = q_bsnh.astype(dtype).reshape(B, S, K, G, H).transpose(0, 2, 3, 1, 4).reshape(B, K, G * S, H)
@@ -148,8 +150,8 @@ def _reference(scores: Scores, q_bsnh, k_bskh, v_bskh, visible: jax.Array | None
     else:
         weights = jax.nn.softmax(s, axis=-1)
     weights = weights.reshape(B, K, G * S, S)
-    out = jnp.einsum("bkrs,bksh->bkrh", weights, v).reshape(B, K, G, S, H)
-    return out.transpose(0, 3, 1, 2, 4).reshape(B, S, N, H).astype(q_bsnh.dtype)
+    out = jnp.einsum("bkrs,bksw->bkrw", weights, v).reshape(B, K, G, S, W)
+    return out.transpose(0, 3, 1, 2, 4).reshape(B, S, N, W).astype(q_bsnh.dtype)
 
 
 def _visible(S: int, causal: bool, window: int | None, document_starts: jax.Array | None) -> jax.Array | None:
@@ -175,12 +177,14 @@ def choose_attention(
     head_dim: int,
     softcap: float | None,
     packed: bool,
+    value_dim: int | None = None,
     sequence_length: int | None = None,
     parts_with: tuple[str, ...] = (),
 ) -> tuple[Implementation, str]:
     """The implementation for `kernels.attention` (auto, cudnn, pallas, reference), and why, for the log.
 
-    `packed`: several documents in a sequence. `sequence_length` is the one trained on, None where nothing is trained.
+    Queries and keys are `head_dim` wide, values `value_dim`, by default the same. `packed`: several documents in a
+    sequence. `sequence_length` is the one trained on, None where nothing is trained.
     Where keys are attended to in parts (`kernels.context` ring or all_gather), `parts_with` are the settings that a
     part in cuDNN does not know of.
     Raises ConfigError if a kernel is asked for by name and cannot run, and if auto would take the reference for
@@ -205,6 +209,9 @@ def choose_attention(
         name = requested if requested != "auto" else "a fused kernel"
         no_gpu = f"{name} needs a GPU and this is {platform}", "use kernels.attention=auto or reference"
         obstacles = {"cudnn": no_gpu, "pallas": no_gpu}
+    elif value_dim is not None and value_dim != head_dim:
+        equal = f"a fused kernel takes {_widths(head_dim, value_dim)}", "use kernels.attention=reference"
+        obstacles = {"cudnn": equal, "pallas": equal}
     if requested != "auto":
         chosen: Implementation = "cudnn" if requested == "cudnn" else "pallas"
         obstacle = obstacles[chosen]
@@ -223,6 +230,10 @@ def choose_attention(
             "kernels.attention=reference if they fit."
         )
     return "reference", cudnn[0]
+
+
+def _widths(keys: int, values: int) -> str:
+    return f"values as wide as keys, and they are {values} and {keys} wide"
 
 
 def _pallas_obstacle(capability: str | None, dtype: Any, head_dim: int) -> tuple[str, str] | None:

@@ -29,7 +29,7 @@ class Scores:
     implementation: Implementation
 
 
-Part = tuple[jax.Array, jax.Array]  # output [B, Sq, N, H], log-sum-exp [B, N, Sq] FP32
+Part = tuple[jax.Array, jax.Array]  # output [B, Sq, N, W], log-sum-exp [B, N, Sq] FP32
 
 
 def attend(
@@ -41,8 +41,9 @@ def attend(
     ranges: Ranges | None,
     window: int | None = None,
 ) -> Part:
-    """Attention of `q [B, Sq, N, H]` to the keys `k`, `v [B, Sk, K, H]` that it sees: those in its range.
+    """Attention of `q [B, Sq, N, H]` to the keys `k [B, Sk, K, H]`, `v [B, Sk, K, W]` that it sees: those in its range.
 
+    W is H but for the reference.
     Ranges never fall along the queries. cuDNN knows three kinds alone: queries and keys are the same tokens ("causal",
     with a `window` each query's last ones), all are seen ("full"), or in each sequence those before an index that all
     its queries have in `ranges` ("prefix"). A query that sees nothing has an output of 0 and a log-sum-exp of -inf.
@@ -59,7 +60,7 @@ def attend(
     out = jnp.einsum("bkgqs,bskh->bqkgh", p / jnp.where(total == 0, 1, total), v.astype(p.dtype))
     lse = jnp.log(total) + largest
     B, Sq, N, H = q.shape
-    return out.reshape(B, Sq, N, H), lse.reshape(B, N, Sq)
+    return out.reshape(B, Sq, N, v.shape[-1]), lse.reshape(B, N, Sq)
 
 
 def attend_backward(
@@ -84,8 +85,7 @@ def attend_backward(
     s, slope = _scores(scores, q, k, ranges)
     p = jnp.exp(s - lse.reshape(*s.shape[:-1], 1))
     B, Sq, N, H = q.shape
-    grouped = (B, Sq, *s.shape[1:3], H)
-    q, dout, out = (a.astype(s.dtype).reshape(grouped) for a in (q, dout, out))
+    q, dout, out = (a.astype(s.dtype).reshape(B, Sq, *s.shape[1:3], -1) for a in (q, dout, out))
     dv = jnp.einsum("bkgqs,bqkgh->bskh", p, dout)
     dp = jnp.einsum("bqkgh,bskh->bkgqs", dout, v.astype(s.dtype))
     ds = p * (dp - jnp.einsum("bqkgh,bqkgh->bkgq", dout, out)[..., None]) * slope * scores.scale

@@ -97,6 +97,8 @@ def attend_backward(
 def _check(q: jax.Array, k: jax.Array, v: jax.Array) -> None:
     if q.dtype not in (jnp.bfloat16, jnp.float16) or not q.dtype == k.dtype == v.dtype:
         raise ValueError(f"q, k and v are {q.dtype}, {k.dtype} and {v.dtype}: make all bfloat16 or all float16.")
+    if k.shape[-1] != v.shape[-1]:
+        raise ValueError(f"Keys are {k.shape[-1]} wide and values {v.shape[-1]}: this kernel takes equal widths.")
     if q.shape[-1] not in HEAD_DIMS:
         raise ValueError(f"A head is {q.shape[-1]} wide: this kernel takes {' and '.join(map(str, HEAD_DIMS))}.")
     if q.shape[2] % k.shape[2]:

@@ -70,6 +70,9 @@ class MeshComm(SingleDevice):
     def row_linear(self, x: jax.Array, w: jax.Array | Fp8Weight) -> jax.Array:
         return linear.row_linear(self, x, w)
 
+    def own_linear(self, x: jax.Array, w: jax.Array | Fp8Weight) -> jax.Array:
+        return linear.own_linear(self, x, w)
+
     def mlp(self, activation, x, w_up, bias, w_down) -> jax.Array:
         if bias is not None:
             return super().mlp(activation, x, w_up, bias, w_down)

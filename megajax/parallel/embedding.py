@@ -16,7 +16,7 @@ from jax import lax
 
 from megajax import ops
 from megajax.config import Config
-from megajax.model.transformer import BlockInputs
+from megajax.model.parts import BlockInputs
 from megajax.parallel.comm import MeshComm
 from megajax.parallel.weights.exchange import row_major
 from megajax.sharding import END_AXES

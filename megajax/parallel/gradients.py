@@ -14,39 +14,39 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from megajax.config import Config
-from megajax.model.transformer import COUNTS
 from megajax.parallel.local import Batch, LocalModel, Params
 from megajax.parallel.pipeline.pipeline import Pipeline
-from megajax.parallel.stack.layers import NO_STATE
+from megajax.parallel.stack.layers import LayerState
 from megajax.parallel.weights.exchange import global_norm, sum_over_all, summed_dtype
-from megajax.parallel.weights.scaling import History
+from megajax.parallel.weights.scaling import FP8
 from megajax.sharding import BATCH_SPEC
 
 
 def gradient_function(local: LocalModel, mesh: Mesh) -> Callable:
-    """(parameters, FP8 history, batch, step, loss scale, layer state) → (sums, gradients, norm, history, metrics).
+    """(parameters, layer state, batch, step, loss scale) → (sums, gradients, norm, new layer state, metrics).
 
     Parameters and their gradients are as stored. Batch fields are `[M, B, S]`, the norm is the gradients' over all
-    devices. `sums` holds `loss` (the language-model loss per valid token), `z_loss` and `tokens`; `metrics` of the MoE
-    layers, `[L, ...]`, are means over the microbatches, COUNTS sums. The gradients are those of `loss + z_loss`
-    and of the routers' losses, whatever the loss scale. The layer state, `[L, ...]`, is theirs too.
+    devices. `sums` holds `loss` (the language-model loss per valid token), `z_loss` and `tokens`. The layer state is
+    what layers keep besides their parameters, by kind of block and name `[L, ...]`, and FP8's amax histories under FP8.
+    `metrics` of the layers, by kind and name `[L, ...]`, are means over the microbatches, counts sums. The gradients
+    are those of `loss + z_loss` and of the layers' own losses, whatever the loss scale.
     """
     specs = {name: placement.spec for name, placement in local.placements.items()}
     config = local.config
     pipeline = Pipeline(local) if local.sizes["pipeline"] > 1 else None
     only_microbatch = config.batch.num_microbatches == 1 and pipeline is None
 
-    def compute(params: Params, history: History, batch: Batch, step, loss_scale: jax.Array, state: Params):
+    def compute(params: Params, state: LayerState, batch: Batch, step, loss_scale: jax.Array):
         ends, weight_amax = local.gather_ends(params), local.layers.weight_amax(params)
-        scaling = local.layers.scaling
+        scaling, history = local.layers.scaling, state.get(FP8, {})
         scales = scaling.scales(local.layers.all.of_stage(history), weight_amax, loss_scale)
         layers = local.layers.gather_once(params, scales, state)
         tokens, (batch, imbalance) = local.valid_tokens(batch), local.add_places(batch)
-        scale, balance_scale = loss_scale / tokens, local.balance_scale(loss_scale)
+        scale, layer_loss_scale = loss_scale / tokens, local.layer_loss_scale(loss_scale)
         key = local.random_key(step)
 
         def microbatch(end_gradients, index, fields: Batch):
-            inputs = local.inputs(fields, index, key, balance_scale)
+            inputs = local.inputs(fields, index, key, layer_loss_scale)
             x = local.embedding.forward(ends, fields, inputs)
             x, residuals, metrics = local.layers.forward(layers, x, inputs)
             loss, z_loss, dx, end_gradients = local.head.losses_and_gradients(
@@ -61,7 +61,7 @@ def gradient_function(local: LocalModel, mesh: Mesh) -> Callable:
             end_gradients, layer_gradients, (sums, metrics), amax = _accumulate(microbatch, zeros, batch)
         else:
             end_gradients, layer_gradients, (sums, metrics), amax = pipeline.gradients(
-                ends, layers, batch, key, scale, balance_scale
+                ends, layers, batch, key, scale, layer_loss_scale
             )
 
         gradients = local.reduce_ends(end_gradients)
@@ -71,37 +71,33 @@ def gradient_function(local: LocalModel, mesh: Mesh) -> Callable:
             sums["attention_imbalance"] = imbalance * tokens / mesh.size
         sums = {name: total / tokens for name, total in sum_over_all(sums, local.sizes).items()} | {"tokens": tokens}
         norm = global_norm(gradients, local.placements, local.sizes)
+        metrics, microbatches = local.layers.collect_metrics(metrics), config.batch.num_microbatches
+        metrics = jax.tree.map(lambda a: a if jnp.issubdtype(a.dtype, jnp.integer) else a / microbatches, metrics)
+        state = local.layers.updated_state(state, metrics)
         if history:
             newest = local.layers.all.of_all_layers((weight_amax, local.layers.collect_amax(amax)))
-            history = scaling.record(history, *newest, loss_scale)
+            state[FP8] = scaling.record(dict(history), *newest, loss_scale)
             # An infinity saturates when it is quantised: only the amax tells that the step went bad.
-            norm = jnp.where(all_finite(history), norm, jnp.nan)
-        metrics = local.layers.collect_metrics(metrics)
-        for name in [name for name in metrics if name not in COUNTS]:
-            metrics[name] /= config.batch.num_microbatches
-        return sums, gradients, norm, history, metrics
+            norm = jnp.where(all_finite(state[FP8]), norm, jnp.nan)
+        return sums, gradients, norm, state, metrics
 
-    mapped = jax.shard_map(
+    return jax.shard_map(
         _at_full_precision(compute, config),
         mesh=mesh,
-        in_specs=(specs, P(), BATCH_SPEC, P(), P(), P()),
+        in_specs=(specs, P(), BATCH_SPEC, P(), P()),
         out_specs=(P(), specs, P(), P(), P()),
         check_vma=False,
     )
 
-    def gradients(*arguments, state: Params = NO_STATE):
-        return mapped(*arguments, state)
-
-    return gradients
-
 
 def loss_function(local: LocalModel, mesh: Mesh) -> Callable:
-    """(parameters, FP8 history, batch, layer state) → (summed loss, valid tokens), forward pass only, not random."""
+    """(parameters, layer state, batch) → (summed loss, valid tokens), forward pass only, not random."""
     specs = {name: placement.spec for name, placement in local.placements.items()}
     pipeline = Pipeline(local) if local.sizes["pipeline"] > 1 else None
 
-    def compute(params: Params, history: History, batch: Batch, state: Params):
-        scales = local.layers.scaling.scales(local.layers.all.of_stage(history), local.layers.weight_amax(params))
+    def compute(params: Params, state: LayerState, batch: Batch):
+        history = local.layers.all.of_stage(state.get(FP8, {}))
+        scales = local.layers.scaling.scales(history, local.layers.weight_amax(params))
         ends, layers = local.gather_ends(params), local.layers.gather_once(params, scales, state)
         tokens, (batch, _) = local.valid_tokens(batch), local.add_places(batch)
         if pipeline is not None:
@@ -117,18 +113,13 @@ def loss_function(local: LocalModel, mesh: Mesh) -> Callable:
         loss, _ = lax.scan(microbatch, jnp.zeros((), jnp.float32), dict(batch))
         return sum_over_all(loss, local.sizes), tokens
 
-    mapped = jax.shard_map(
+    return jax.shard_map(
         _at_full_precision(compute, local.config),
         mesh=mesh,
-        in_specs=(specs, P(), BATCH_SPEC, P()),
+        in_specs=(specs, P(), BATCH_SPEC),
         out_specs=(P(), P()),
         check_vma=False,
     )
-
-    def loss(*arguments, state: Params = NO_STATE):
-        return mapped(*arguments, state)
-
-    return loss
 
 
 def all_finite(arrays: Mapping[str, jax.Array]) -> jax.Array:

@@ -8,7 +8,7 @@ from jax import lax
 
 from megajax import ops
 from megajax.config import Config, ModelConfig
-from megajax.model.transformer import normalise
+from megajax.model.parts import normalise
 from megajax.parallel.comm import MeshComm
 
 NORMS = ("final_norm", "final_norm_bias")

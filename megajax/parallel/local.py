@@ -15,13 +15,14 @@ from megajax.config.segments import plan_segments
 from megajax.config.sentences import said
 from megajax.config.stages import slot_kinds
 from megajax.mesh import BATCH_AXES, mesh_sizes, within_processes
-from megajax.model.transformer import BlockInputs, Transformer
+from megajax.model.parts import BlockInputs
+from megajax.model.transformer import Transformer
 from megajax.ops import fp8
 from megajax.parallel.comm import MeshComm
 from megajax.parallel.context.token_order import add_places, place_of
 from megajax.parallel.embedding import MeshEmbedding
 from megajax.parallel.head import LossHead
-from megajax.parallel.stack.layers import LayerStack
+from megajax.parallel.stack.layers import LayerStack, of_block
 from megajax.parallel.weights.exchange import WeightExchange, row_major, sum_over_all
 from megajax.parallel.weights.fused import FusedWeights
 from megajax.runtime import permutations_are_copied
@@ -130,11 +131,12 @@ class LocalModel:
             tied=sizes["fsdp"] > 1 and sizes["pipeline"] == 1 and any(segment.loops > 1 for segment in segments),
         )
         compute, gradients = jnp.dtype(config.precision.compute), jnp.dtype(config.precision.gradients)
-        # Several kinds of blocks have parameters of the same name: but for their layers these lie alike.
-        blocks = {n.split(".", 2)[2]: p for n, p in placements.items() if n.startswith(BLOCKS)}
-        fused = FusedWeights(blocks, sizes)
+        fused = {
+            kind: FusedWeights(of_block(placements, kind), block.fused, sizes) for kind, block in model.blocks.items()
+        }
         computed = {n: p for n, p in placements.items() if not n.startswith(BLOCKS)}
-        computed |= {BLOCKS + n: p for n, p in fused.placements.items()}
+        for kind, own in fused.items():
+            computed |= {f"{BLOCKS}{kind}.{name}": placement for name, placement in own.placements.items()}
         exchange = WeightExchange(computed, sizes, compute, gradients)
         layers = LayerStack(config, comm, model, exchange, fused, platform)
         ends = MeshEmbedding(config, comm), LossHead(config, comm, platform)
@@ -161,9 +163,13 @@ class LocalModel:
         }
 
     def inputs(
-        self, batch: Batch, microbatch: jax.Array | int, key: jax.Array | None, balance_scale: jax.Array | None = None
+        self,
+        batch: Batch,
+        microbatch: jax.Array | int,
+        key: jax.Array | None,
+        layer_loss_scale: jax.Array | None = None,
     ) -> BlockInputs:
-        """What the blocks read of one microbatch of `add_places`; `key` and `balance_scale` in training only."""
+        """What the blocks read of one microbatch of `add_places`; `key` and `layer_loss_scale` in training only."""
         B, S = batch["tokens"].shape
         shards = math.prod(self.sizes[axis] for axis in BATCH_AXES)
         sequences = (microbatch * B * shards + self.comm.sequence_ids(B)).astype(jnp.uint32)
@@ -176,7 +182,7 @@ class LocalModel:
             self.comm.own_tokens(token_ids),
             dropout_key=key if model.dropout > 0 else None,
             jitter_key=None if key is None or not model.router.jitter else jax.random.fold_in(key, JITTER),
-            balance_scale=balance_scale,
+            layer_loss_scale=layer_loss_scale,
         )
 
     def add_places(self, batch: Batch) -> tuple[dict[str, jax.Array], jax.Array | None]:
@@ -189,10 +195,13 @@ class LocalModel:
             )
         return add_places(batch, self.sizes["context"])
 
-    def balance_scale(self, loss_scale: jax.Array) -> jax.Array | None:
-        """The factor of the routers' losses of one microbatch in what is differentiated: their mean counts."""
-        config = self.config
-        return loss_scale / config.batch.num_microbatches if config.model.num_experts else None
+    def layer_loss_scale(self, loss_scale: jax.Array) -> jax.Array | None:
+        """The factor of the layers' losses of one microbatch in what is differentiated: their mean counts.
+
+        None where no layer measures anything.
+        """
+        measures = any(block.measures for block in self.layers.blocks.values())
+        return loss_scale / self.config.batch.num_microbatches if measures else None
 
     def random_key(self, step: jax.Array) -> jax.Array | None:
         """The key of a step's dropout and jitter, if there are any."""

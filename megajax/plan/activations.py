@@ -6,6 +6,8 @@ from functools import cache
 
 from megajax.config import Config
 from megajax.config.segments import Segment
+from megajax.model.block import blocks_of
+from megajax.model.parts import PartSizes, Shares
 
 
 class Activations:
@@ -18,6 +20,15 @@ class Activations:
         # Of a device, and of those that `tensor` divides their work among
         self.tokens = batch.global_size * batch.sequence_length // batch.num_microbatches // shards
         self._values = cache(self.values_of_block)
+        apart = [axis for axis in ("data", "fsdp", "expert", "context") if axis not in config.mesh.experts_over]
+        over_tensor = "tensor" in config.mesh.experts_over
+        experts = config.expert_shards(sizes) if config.model.num_experts else 1
+        divided = math.prod(sizes[axis] for axis in apart)
+        self.shares = Shares(sizes["tensor"], divided, experts, over_tensor, self.compute)
+        self.parts = {
+            kind: [part.sizes(self.shares) for part in block.parts.values()]
+            for kind, block in blocks_of(config.model).items()
+        }
 
     def saved(self, block: str, segment: Segment, stacked: bool) -> int:
         """Bytes that a layer's forward pass saves under the segment's policy; see `values_of_block` for `stacked`."""
@@ -30,9 +41,9 @@ class Activations:
         own = self.saved(block, segment, stacked) if segment.policy != "full" else 0
         return max(int(values) - own, 0)
 
-    def put_off(self, block: str) -> int:
-        """Bytes of what a layer's weight gradients need, where a schedule puts them off."""
-        return int(self.compute * self.tokens * self._values(block, True)["put off"])
+    def deferred(self, block: str) -> int:
+        """Bytes of what a layer's weight gradients need, where a schedule defers them."""
+        return int(self.compute * self.tokens * self._values(block, True)["deferred"])
 
     @property
     def stream(self) -> int:
@@ -46,79 +57,52 @@ class Activations:
         at the end those of the products, of the input and of the weights (`weight_gradients` bytes). Rows of experts
         that travel arrive in zeros, of which XLA keeps a copy. The residual stream has a gradient all the time.
         """
-        (width, rows), D = self.width(block), self.config.model.hidden_size
-        products = 2 if self.config.model.activation in ("swiglu", "geglu") else 1
-        number = self.compute * self.tokens
-        width = number * width / self.sizes["tensor"]
-        row = number * rows * D / (self.sizes["tensor"] if self.over_tensor else 1)
-        zeros = row if rows and self.config.dispatch(self.sizes) == "all_to_all" else 0
-        return int(2 * number * D + zeros + row + products * width + max(2 * width, weight_gradients))
+        mlp, D, number = self.parts[block][-1], self.config.model.hidden_size, self.compute * self.tokens
+        width, row = number * mlp.width / self.shares.tensor, number * self._row(mlp)
+        zeros = row if row and self.config.dispatch(self.sizes) == "all_to_all" else 0
+        return int(2 * number * D + zeros + row + mlp.products * width + max(2 * width, weight_gradients))
 
     def operands(self, block: str) -> int:
         """Bytes of what the gradients of the MLP's weights are computed from: its matmuls' inputs and output gradients.
 
         Of the experts' rows, and of the residual stream.
         """
-        (width, rows), D, tensor = self.width(block), self.config.model.hidden_size, self.sizes["tensor"]
-        products = 2 if self.config.model.activation in ("swiglu", "geglu") else 1
-        row = rows * D / (tensor if self.over_tensor else 1)
-        return int(self.compute * self.tokens * ((1 + products) * width / tensor + 2 * row + 2 * D))
+        mlp, D = self.parts[block][-1], self.config.model.hidden_size
+        width = (1 + mlp.products) * mlp.width / self.shares.tensor
+        return int(self.compute * self.tokens * (width + 2 * self._row(mlp) + 2 * D))
 
-    @property
-    def over_tensor(self) -> bool:
-        """Whether `tensor` divides experts instead of their width."""
-        return "tensor" in self.config.mesh.experts_over
-
-    def width(self, block: str) -> tuple[float, float]:
-        """(the MLP's width, rows that experts receive), each for a token of the device, before `tensor` divides it.
-
-        Where experts lie over devices there is room for as many rows as could arrive.
-        """
-        config, model, sizes = self.config, self.config.model, self.sizes
-        if block == "dense":
-            return model.ffn_hidden_size, 0
-        experts, k, shards = model.num_experts, model.experts_per_token, config.expert_shards(sizes)
-        assert experts is not None
-        rows: float = shards * min(k, experts // shards) if shards > 1 else k
-        if model.router.capacity_factor is not None:  # of the microbatch's tokens, on all devices
-            apart = [axis for axis in ("data", "fsdp", "expert", "context") if axis not in config.mesh.experts_over]
-            rows = min(rows, model.router.capacity_factor * k * math.prod(sizes[axis] for axis in apart))
-        return rows * (model.expert_ffn_hidden_size or 0) + model.shared_expert_ffn_hidden_size, rows
+    def _row(self, part: PartSizes) -> float:
+        """Numbers of the rows that experts receive for a token, on this device."""
+        tensor = self.shares.tensor if self.shares.experts_over_tensor else 1
+        return part.rows * self.config.model.hidden_size / tensor
 
     def values_of_block(self, block: str, stacked: bool) -> dict[str, float]:
-        """Numbers of a token that a block saves, in the compute dtype's size: by policy, and those put off.
+        """Numbers of a token that a block saves, in the compute dtype's size: by policy, and those deferred.
 
         What is `stacked`, in a loop's or a pipeline's buffers, holds no results of norms, unless `tensor` or FP8 would
         make them expensive.
         """
-        model, tensor, compute = self.config.model, self.sizes["tensor"], self.compute
-        D, k = model.hidden_size, model.experts_per_token
-        heads = model.head_dim * (2 * model.num_heads + 2 * max(model.num_kv_heads, tensor)) / tensor  # q, k, v, output
-        gated = 2 if model.activation in ("swiglu", "geglu") else 1
-        width, rows = self.width(block)
-        routed, arrived = 0.0, D
-        if block == "moe":
-            arrived = rows * D / (tensor if self.over_tensor else 1)  # each assignment's row
-            routed = arrived + 4 / compute * ((model.num_experts or 0) + 4 * k) / tensor  # and the routing in FP32
-        mlp = gated * width / tensor + routed
-        matmuls = heads + mlp + 2 * D / tensor  # and the two projections into the residual stream
+        model, tensor, compute, parts = self.config.model, self.shares.tensor, self.compute, self.parts[block]
+        D, stream = model.hidden_size, model.hidden_size / tensor
+        kept = sum(part.kept for part in parts)
+        into_stream = len(parts) * stream  # what the parts add to the residual stream
         in_fp8 = len(self.config.fp8_layers) / model.num_layers
-        norms = 0 if stacked and tensor == 1 and not in_fp8 else 2 * D
-        everything = heads + mlp + norms + 2 * D / tensor  # and the norms' results and inputs
+        norms = 0 if stacked and tensor == 1 and not in_fp8 else len(parts) * D
+        everything = kept + norms + into_stream  # and the norms' results and inputs
         if norms and model.norm == "layernorm":  # and the inputs in FP32, less their means
-            everything += 2 * 4 / compute * D / tensor
-        if model.mlp_bias:  # without biases the activation is computed again
-            everything += (1 - in_fp8) * model.ffn_hidden_size / tensor
-        if in_fp8:  # the four layers' inputs are kept in FP8 alone
-            inputs = D + arrived + (model.num_heads * model.head_dim + width) / tensor
-            everything += in_fp8 * (inputs / compute - D - arrived)
-        inputs = 2 * D + (model.num_heads * model.head_dim + width) / tensor  # of the four linear layers
-        outputs = heads - model.num_heads * model.head_dim / tensor + mlp + 2 * D
+            everything += len(parts) * 4 / compute * stream
+        everything += (1 - in_fp8) * sum(part.activation for part in parts)
+        if in_fp8:  # the linear layers' inputs are kept in FP8 alone
+            arrived = sum(D if part.arrived is None else part.arrived for part in parts)
+            inputs = arrived + sum(part.width for part in parts) / tensor
+            everything += in_fp8 * (inputs / compute - arrived)
+        inputs = len(parts) * D + sum(part.width for part in parts) / tensor
+        outputs = kept - sum(part.kept_width for part in parts) + len(parts) * D
         return {
             "none": everything,
             "selective": everything,
-            "full": D / tensor / self.config.remat.group,
-            "save_matmuls": matmuls + D / tensor,
-            "offload": D / tensor,
-            "put off": inputs + outputs,
+            "full": stream / self.config.remat.group,
+            "save_matmuls": kept + into_stream + stream,
+            "offload": stream,
+            "deferred": inputs + outputs,
         }

@@ -314,10 +314,10 @@ class _Pipelined(_Step):
         """Bytes of the buffers, whatever the number of `slots`."""
         # One more than there are slots: what a forward operation has computed and not copied to its slot yet
         saved = super().saved(len(self.slots)) * (self.kept.activations + 1)
-        put_off = sum(self.activations.put_off(slot.block) for slot in self.slots) * self.kept.put_offs
+        deferred = sum(self.activations.deferred(slot.block) for slot in self.slots) * self.kept.put_offs
         # What a tick hands to the next, and gradients of the head that wait
         streams = 2 + (self.kept.heads if self.kept.heads > 1 else 0)
-        return saved + put_off + streams * self.activations.stream
+        return saved + deferred + streams * self.activations.stream
 
     def is_stacked(self, segment: Segment) -> bool:
         return True

@@ -15,12 +15,11 @@ import jax
 from megajax.checkpoint import Checkpoints, SaveOutcome, complete_steps, reason
 from megajax.config import Config
 from megajax.config.checks import check_mesh
-from megajax.config.kinds import block_layers
+from megajax.config.kinds import expert_layers
 from megajax.data.describe import describe_data
 from megajax.data.loader import Split, datasets
 from megajax.errors import ConfigError, InputError, UserError
 from megajax.mesh import build_mesh
-from megajax.model.transformer import COUNTS
 from megajax.runtime import keep_autotuning, prepare_environment
 from megajax.training import logs, run_record
 from megajax.training.batches import batches
@@ -192,9 +191,7 @@ class Trainer:
         loss = tokens = 0.0
         source = batches(self.program, split, self.data[split])
         for batch in itertools.islice(source, self.config.run.eval_steps):
-            batch_loss, batch_tokens = self.program.eval_step(
-                self.state.params, self.state.fp8, batch, state=self.state.experts
-            )
+            batch_loss, batch_tokens = self.program.eval_step(self.state.params, self.state.layer_state, batch)
             self._wait_for_devices(batch_loss)
             loss, tokens = loss + batch_loss, tokens + batch_tokens
         source.close()  # and the loader's threads with it
@@ -300,7 +297,7 @@ class Trainer:
             last_first.callback(self.close)
             if log is not None:
                 if self.writer and self.config.model.num_experts:
-                    last_first.callback(logs.draw_load_map, self.run_dir, block_layers(self.config.model)["moe"])
+                    last_first.callback(logs.draw_load_map, self.run_dir, expert_layers(self.config.model))
                 last_first.callback(log.close)
             if self.progress is not None:
                 last_first.callback(self.progress.close)
@@ -356,7 +353,7 @@ class Trainer:
         arrays = jax.device_get(metrics)
         if jax.process_count() == 1:  # several processes agree on it when they save
             self._check_lock()
-        counts, dropped = (arrays.pop(name, None) for name in COUNTS)
+        counts, dropped = (arrays.pop(name, None) for name in ("expert_counts", "dropped_tokens"))
         values = {} if counts is None else logs.expert_load(counts, dropped)
         values = {name: array.item() for name, array in arrays.items()} | values
         in_row = values.pop("skipped_in_row")

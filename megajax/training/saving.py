@@ -14,16 +14,21 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from megajax.checkpoint import Checkpoints, restore_model
-from megajax.checkpoint.manager import compare_descriptions, describe_model
+from megajax.checkpoint.manager import (
+    compare_descriptions,
+    describe_model,
+    loaded_layer_state,
+    saved_layer_state,
+)
 from megajax.config import ScheduleConfig
 from megajax.mesh import mesh_sizes
 from megajax.optim import make_schedule
-from megajax.parallel.weights.scaling import Scaling
+from megajax.parallel.weights.scaling import FP8, Scaling
 from megajax.sharding import Placement, to_canonical, to_stored, unpadded_spec
 from megajax.training.step import TrainProgram, TrainState
 
-Weights = tuple[dict[str, jax.Array], dict[str, jax.Array]]  # parameters, and what layers keep besides
-LAYER_STATE = ("fp8", "experts")  # not in checkpoints where it is empty
+LayerState = dict[str, dict[str, jax.Array]]
+Weights = tuple[dict[str, jax.Array], LayerState]  # parameters, and what layers keep besides
 MUST_AGREE = ("model", "optimizer", "run", "batch")
 
 
@@ -50,7 +55,7 @@ class StateSaver:
             "batch": {"global_size": config.batch.global_size, "sequence_length": config.batch.sequence_length},
             "precision": {"compute": config.precision.compute},
             "schedule": config.schedule.model_dump(mode="json"),
-            "fp8_history": _history_length(self._canonical_abstract.fp8),
+            "fp8_history": _history_length(self._canonical_abstract.layer_state),
             "data": data.model_dump(mode="json", include={"kind", "train", "split", "order"}),
         }
 
@@ -95,50 +100,55 @@ class StateSaver:
         """The state of a checkpoint that `compare` accepts, whatever mesh wrote it."""
         saved, mine = checkpoints.describe(step), self.description(step)
         length = saved.get("fp8_history", 0)
-        abstract = replace(self._canonical_abstract, fp8=self._abstract_history(length))
-        state = TrainState(**{name: {} for name in LAYER_STATE} | checkpoints.restore(step, _as_tree(abstract)))
-        state = replace(state, fp8=self._continued_history(state.fp8))
+        mine_now = self._canonical_abstract
+        others = {owner: kept for owner, kept in mine_now.layer_state.items() if owner != FP8}
+        abstract = replace(mine_now, layer_state=others | self._abstract_history(length))
+        state = _from_tree(checkpoints.restore(step, _as_tree(abstract)))
+        state = replace(state, layer_state=self._continued_history(state.layer_state))
         if saved["precision"] != mine["precision"]:  # a loss scale is of its compute dtype
             fresh = self.program.first_loss_scale
             state = replace(state, loss_scale=jax.device_put(fresh, state.loss_scale.sharding))
         return self._to_stored(state)
 
-    def _abstract_history(self, length: int) -> dict[str, jax.ShapeDtypeStruct]:
-        """The amax histories of a checkpoint that keeps so many steps."""
+    def _abstract_history(self, length: int) -> dict[str, dict[str, jax.ShapeDtypeStruct]]:
+        """The amax histories of a checkpoint that keeps so many steps, as part of the layer state."""
         if not length:
             return {}
         names = Scaling(self.program.config).names
         shape = (self.program.config.model.num_layers, length)
         everywhere = NamedSharding(self.program.mesh, P())
-        return {name: jax.ShapeDtypeStruct(shape, jnp.float32, sharding=everywhere) for name in names}
+        return {FP8: {name: jax.ShapeDtypeStruct(shape, jnp.float32, sharding=everywhere) for name in names}}
 
-    def _continued_history(self, saved: dict[str, jax.Array]) -> dict[str, jax.Array]:
-        """A checkpoint's amax histories as this run keeps them: its newest steps, none, or empty ones at first.
+    def _continued_history(self, saved: LayerState) -> LayerState:
+        """A checkpoint's layer state, its amax histories as this run keeps them: the newest steps, none, or zeros.
 
         So a run may change its FP8 recipe at a checkpoint: from BF16 to FP8 and back.
         """
-        mine = self.program.abstract_state.fp8
+        mine = self.program.abstract_state.layer_state
         length = _history_length(mine)
         if _history_length(saved) == length:
             return saved
-        everywhere = NamedSharding(self.program.mesh, P())
-        filled = jax.tree.map(lambda a: np.zeros(a.shape, a.dtype), mine)
-        for name, history in saved.items() if mine else ():
+        others = {owner: kept for owner, kept in saved.items() if owner != FP8}
+        if not length:
+            return others
+        filled = jax.tree.map(lambda a: np.zeros(a.shape, a.dtype), mine[FP8])
+        for name, history in saved.get(FP8, {}).items():
             newest = np.asarray(history)[:, :length]
             filled[name][:, : newest.shape[1]] = newest
-        return jax.device_put(filled, everywhere)
+        return others | {FP8: jax.device_put(filled, NamedSharding(self.program.mesh, P()))}
 
     def restore_weights(self, path: str) -> Weights:
         """The model of another run's checkpoint, in canonical shapes."""
         config, key = self.program.config, "checkpoint.init_from"
         abstract: Any = self._canonical_abstract
         place = f" ({config.where(key)})"
-        return restore_model(path, abstract.params, abstract.experts, config.model, key, place)
+        kept = {owner: own for owner, own in abstract.layer_state.items() if owner != FP8}
+        return restore_model(path, abstract.params, kept, config.model, key, place)
 
     def with_weights(self, state: TrainState, weights: Weights) -> TrainState:
         """`state` with a model in canonical shapes in place of its own."""
-        params, experts = weights
-        state = replace(state, experts=experts)
+        params, kept = weights
+        state = replace(state, layer_state=state.layer_state | kept)
         if not self.converts:
             return replace(state, params=params)
         placements = self.program.placements
@@ -197,10 +207,18 @@ class StateSaver:
 
 
 def _as_tree(state: TrainState) -> dict[str, Any]:
+    """The state as a checkpoint has it: what layers keep lies beside the rest, by the names of `saved_layer_state`."""
     tree = {name: getattr(state, name) for name in TrainState.__dataclass_fields__}
-    return {name: leaf for name, leaf in tree.items() if name not in LAYER_STATE or leaf}
+    return saved_layer_state(tree.pop("layer_state")) | tree
 
 
-def _history_length(history: Any) -> int:
-    """Steps that amax histories keep; 0 if there are none."""
-    return next((leaf.shape[1] for leaf in history.values()), 0)
+def _from_tree(tree: dict[str, Any]) -> TrainState:
+    """The way back."""
+    fields = {name: tree[name] for name in TrainState.__dataclass_fields__ if name in tree}
+    kept = {name: own for name, own in tree.items() if name not in fields}
+    return TrainState(layer_state=loaded_layer_state(kept), **fields)
+
+
+def _history_length(state: Any) -> int:
+    """Steps that the amax histories of a layer state keep; 0 if there are none."""
+    return next((leaf.shape[1] for leaf in state.get(FP8, {}).values()), 0)

@@ -11,16 +11,15 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from megajax import ops
 from megajax.config import Config
 from megajax.config.kinds import layer_windows
 from megajax.mesh import mesh_sizes
 from megajax.model import Transformer, init_parameters, parameters
-from megajax.model.transformer import COUNTS, ROUTER_LOSSES, layer_state
+from megajax.model.block import Block, layer_state
 from megajax.optim import make_optimizer, make_schedule
 from megajax.parallel.gradients import gradient_function, loss_function
 from megajax.parallel.local import Kernels, LocalModel
-from megajax.parallel.weights.scaling import Scaling
+from megajax.parallel.weights.scaling import FP8, Scaling
 from megajax.sharding import BATCH_SPEC, Placement, pad_storage, place_all, shardings, stored_rows
 
 BATCH_DTYPES = {
@@ -42,8 +41,9 @@ class TrainState:
 
     params: dict[str, jax.Array]
     optimizer: Any
-    fp8: dict[str, jax.Array]  # amax histories of delayed scaling, [L, length] FP32; else empty
-    experts: dict[str, jax.Array]  # `expert_bias` [L, E] FP32, L MoE layers, if the routers have one; else empty
+    # What layers keep besides: by kind of block and name [L, ...], such as the routers' expert_bias [L, E] FP32, and
+    # under "fp8" the amax histories of delayed scaling, [L, length] FP32.
+    layer_state: dict[str, dict[str, jax.Array]]
     step: jax.Array  # int32, optimizer steps taken or skipped
     loss_scale: jax.Array  # FP32; 1 unless the compute dtype is float16
     scale_age: jax.Array  # int32, steps since the loss scale changed
@@ -143,7 +143,7 @@ class TrainProgram:
 
     @cached_property
     def eval_step(self) -> Callable:
-        """Jitted (parameters, FP8 history, batch, state=layer state) → (summed loss, valid tokens)."""
+        """Jitted (parameters, layer state, batch) → (summed loss, valid tokens)."""
         return jax.jit(loss_function(self.local, self.mesh))
 
     def _init(self) -> TrainState:
@@ -151,10 +151,10 @@ class TrainProgram:
         weights = init_parameters(self.model, seed, std, {n: p.layers for n, p in self.placements.items()})
         params = {name: pad_storage(w, self.placements[name]) for name, w in weights.items()}
         zero = jnp.zeros((), jnp.int32)
-        history = Scaling(self.config).first_history()
-        experts = {name: jnp.zeros(a.shape, a.dtype) for name, a in layer_state(self.config.model).items()}
-        optimizer = self.optimizer.init(params)
-        return TrainState(params, optimizer, history, experts, zero, self.first_loss_scale, zero, zero, zero)
+        kept: dict[str, Any] = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), layer_state(self.config.model))
+        if history := Scaling(self.config).first_history():
+            kept[FP8] = history
+        return TrainState(params, self.optimizer.init(params), kept, zero, self.first_loss_scale, zero, zero, zero)
 
     def per_parameter(self, values: dict[str, Any], scalar: Any) -> TrainState:
         """A state-shaped tree with each parameter's value at the parameter and its moments, `scalar` elsewhere."""
@@ -166,19 +166,15 @@ class TrainProgram:
             values,
             transform_non_params=lambda _: scalar,
         )
-        history, experts = ({name: scalar for name in state} for state in (shapes.fp8, shapes.experts))
-        return TrainState(values, optimizer, history, experts, scalar, scalar, scalar, scalar, scalar)
+        kept = jax.tree.map(lambda _: scalar, shapes.layer_state)
+        return TrainState(values, optimizer, kept, scalar, scalar, scalar, scalar, scalar)
 
 
 def _train_step(program: TrainProgram, gradients_of: Callable, state: TrainState, batch):
     config = program.config
-    sums, gradients, norm, history, layers = gradients_of(
-        state.params, state.fp8, batch, state.step, state.loss_scale, state=state.experts
+    sums, gradients, norm, kept, layers = gradients_of(
+        state.params, state.layer_state, batch, state.step, state.loss_scale
     )
-    experts = {
-        name: ops.router.updated_bias(bias, layers["expert_counts"], config.model.router.bias_update_rate)
-        for name, bias in state.experts.items()
-    }
     finite = jnp.isfinite(sums["loss"]) & jnp.isfinite(norm)
     if config.optimizer.clip_norm > 0:
         clip = jnp.minimum(1.0, config.optimizer.clip_norm / (norm + 1e-6))
@@ -189,17 +185,16 @@ def _train_step(program: TrainProgram, gradients_of: Callable, state: TrainState
         params = jax.tree.map(lambda p, d: p - learning_rate * d, state.params, directions)
 
         # A step that went bad changes no weight, no moment and no scale.
-        before = state.params, state.optimizer, state.fp8, state.experts
-        params, optimizer, history, experts = jax.tree.map(
-            lambda new, old: jnp.where(finite, new, old), (params, optimizer, history, experts), before
+        before = state.params, state.optimizer, state.layer_state
+        params, optimizer, kept = jax.tree.map(
+            lambda new, old: jnp.where(finite, new, old), (params, optimizer, kept), before
         )
     skipped = (~finite).astype(jnp.int32)
     state = replace(
         state,
         params=params,
         optimizer=optimizer,
-        fp8=history,
-        experts=experts,
+        layer_state=kept,
         step=state.step + 1,
         skipped=state.skipped + skipped,
         skipped_in_row=(state.skipped_in_row + 1) * skipped,
@@ -215,19 +210,23 @@ def _train_step(program: TrainProgram, gradients_of: Callable, state: TrainState
         metrics["z_loss"] = sums["z_loss"]
     if "attention_imbalance" in sums:
         metrics["attention_imbalance"] = sums["attention_imbalance"]
-    metrics |= _router_metrics(layers)
+    for kind, own in layers.items():
+        metrics |= _layer_metrics(program.model.blocks[kind], own)
     if config.precision.compute == "float16":
         metrics["loss_scale"] = state.loss_scale
         state = _update_loss_scale(state, finite)
     return state, metrics
 
 
-def _router_metrics(layers: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    """What is logged of the MoE layers' metrics `[L, ...]`: summed losses, mean entropy, the COUNTS of each layer."""
-    metrics = {name: layers[name].sum() for name in ROUTER_LOSSES if name in layers}
-    if layers:
-        metrics["router_entropy"] = layers["router_entropy"].mean()
-    return metrics | {name: layers[name] for name in COUNTS if name in layers}
+def _layer_metrics(block: Block, measured: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    """What is logged of a kind's metrics `[L, ...]`: summed losses, counts of each layer, means of all else."""
+
+    def logged(name: str, values: jax.Array) -> jax.Array:
+        if jnp.issubdtype(values.dtype, jnp.integer):
+            return values
+        return values.sum() if name in block.losses else values.mean()
+
+    return {name: logged(name, values) for name, values in measured.items()}
 
 
 def _update_loss_scale(state: TrainState, finite: jax.Array) -> TrainState:

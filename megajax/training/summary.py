@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import jax
 
 from megajax.config import Config
-from megajax.config.kinds import block_layers
+from megajax.config.kinds import expert_layers
 from megajax.config.stages import slot_kinds, virtual_stages
 from megajax.mesh import mesh_sizes
 from megajax.parallel.head import chunk_count
@@ -93,7 +93,7 @@ def _pipeline(config: Config, sizes: dict[str, int]) -> list[str]:
     ]
     slots = slot_kinds(config, stages)
     if min(counts) < len(slots):
-        moe = sum(slot.block == "moe" for slot in slots)
+        moe = sum(slot.has_experts for slot in slots)
         kinds = f" ({len(slots) - moe} dense, {moe} with experts)" if 0 < moe < len(slots) else ""
         empty = sorted({len(slots) - count for count in counts})
         lines.append(
@@ -114,8 +114,8 @@ def _experts(program: TrainProgram) -> str:
         return ""
     active, factor = active_parameter_count(program.model), model.router.capacity_factor
     limit = "" if factor is None else f", none more than {factor:g} times its share"
-    which, dense = f"{model.experts_per_token} of {model.num_experts} experts a token", block_layers(model).get("dense")
-    layers = f" in {model.num_layers - len(dense)} of {model.num_layers} layers" if dense else ""
+    which, count = f"{model.experts_per_token} of {model.num_experts} experts a token", len(expert_layers(model))
+    layers = f" in {count} of {model.num_layers} layers" if count < model.num_layers else ""
     return f", {active:,} of them active ({which}{layers}{limit})"
 
 

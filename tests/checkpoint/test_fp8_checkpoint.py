@@ -42,7 +42,7 @@ def weights_and_moments(trainer) -> list[np.ndarray]:
 
 
 def histories(trainer) -> dict[str, np.ndarray]:
-    return {name: np.asarray(history) for name, history in trainer.state.fp8.items()}
+    return {name: np.asarray(history) for name, history in trainer.state.layer_state.get("fp8", {}).items()}
 
 
 def assert_goes_on_from(trainer, previous) -> None:
@@ -65,7 +65,7 @@ def test_a_bf16_run_goes_on_in_fp8_and_back(make_trainer):
 
     first = make_trainer(4, delayed(4))
     assert_goes_on_from(first, plain)
-    assert len(first.state.fp8) == 12
+    assert len(first.state.layer_state["fp8"]) == 12
     assert all(h.shape == (2, 4) and not h.any() for h in histories(first).values())
     run_to_the_end(first)
     assert all(h[:, :2].all() and not h[:, 2:].any() for h in histories(first).values())

@@ -19,7 +19,7 @@ SEGMENTS = np.stack([np.repeat([1, 2, 3], [11, 19, 7]), np.repeat([5, 0], [30, 7
 
 def numpy_attention(q, k, v, sinks=None, *, causal=True, window=None, segment_ids=None, softcap=None, scale=None):
     """One query at a time, over the keys that it may see, and its head's sink."""
-    out = np.zeros_like(q)
+    out = np.zeros((*q.shape[:3], v.shape[-1]), q.dtype)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     for b, i, n in np.ndindex(q.shape[:3]):
         kv = n * k.shape[2] // q.shape[2]
@@ -107,6 +107,24 @@ def test_sinks_are_added_to_what_kernels_compute_without_them(check_op, qkv, rng
 @pytest.mark.parametrize(("N", "K", "H"), [(3, 3, 40), (3, 1, 8)])
 def test_value_and_gradients_for_other_head_counts_and_widths(check_op, qkv, N, K, H):
     check_op(lambda q, k, v: attention(q, k, v, implementation="reference"), numpy_attention, qkv(N, K, H, batch=1))
+
+
+@pytest.mark.parametrize("width", [3, 12])
+def test_values_may_be_of_another_width_than_keys(check_op, rng, width):
+    """Materialised, and as one part of the keys, whose backward pass is written out; fused kernels say no."""
+    q, k, v = (rng.normal(size=(1, S, heads, H)) for heads, H in ((4, 8), (2, 8), (2, width)))
+    check_op(lambda *qkv: attention(*qkv, implementation="reference"), numpy_attention, [q, k, v])
+    ranges = causal_ranges(jnp.arange(S)[None], None, None)
+    scores = Scores(8**-0.5, None, "reference")
+    check_op(
+        lambda *qkv: _whole(scores, "causal", None, *qkv, ranges, None), numpy_attention, [q, k, v], thorough=False
+    )
+    sentence = f"values as wide as keys, and they are {width} and 8 wide"
+    with pytest.raises(ValueError, match=sentence):
+        attention(q, k, v, implementation="cudnn")
+    assert sentence in choose_attention("auto", **FITS | {"head_dim": 8, "value_dim": width})[1]
+    with pytest.raises(ConfigError, match=sentence):
+        choose_attention("cudnn", **FITS | {"head_dim": 8, "value_dim": width})
 
 
 def test_scores_and_softmax_are_float32_for_bfloat16_inputs(error, qkv):

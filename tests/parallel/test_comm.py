@@ -314,3 +314,23 @@ def test_narrower_layers_are_cut_into_pieces_where_these_are_copied():
     copied = MeshComm(sizes, "reference", copied=True)
     assert [copied.overlaps(width) for width in (1023, 1024, 3071, 3072)] == [0, 1, 1, 1]
     assert not MeshComm(make_mesh({})[0], "reference", copied=True).overlaps(4096), "nothing travels"
+
+
+def test_a_linear_layer_of_own_tokens_gathers_nothing():
+    """A low-rank projection of what each device holds; the gradients of its whole weight are shares of one sum."""
+    mesh = build_mesh({axis: 4 if axis == "tensor" else 1 for axis in AXES}, jax.devices()[:4])
+    comm, rng = MeshComm(dict.fromkeys(AXES, 1) | {"tensor": 4}, "reference"), np.random.default_rng(0)
+    x, w, dy = (rng.standard_normal(shape).astype(np.float32) for shape in ((32, 12), (12, 5), (32, 5)))
+
+    def local(x, w, dy):
+        y, pull = jax.vjp(comm.own_linear, x, w)
+        dx, dw = pull(dy)
+        return y, dx, jax.lax.psum(dw, "tensor")
+
+    own = P("tensor")
+    run = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=(own, P(), own), out_specs=(own, own, P()), check_vma=False))
+    for found, expected in zip(run(x, w, dy), (x @ w, dy @ w.T, x.T @ dy), strict=True):
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
+    # One collective, the sum that the exchange of weights makes
+    text = run.lower(x, w, dy).as_text()
+    assert text.count("stablehlo.all_reduce") == 1 and "all_gather" not in text and "reduce_scatter" not in text

@@ -15,7 +15,7 @@ from megajax.config.checks import check_mesh
 from megajax.mesh import build_mesh
 from megajax.model import Transformer, bind
 from megajax.model.comm import Place, SingleDevice
-from megajax.model.transformer import BlockInputs, fuse
+from megajax.model.parts import BlockInputs
 from megajax.parallel.experts.dispatch import exchange, plan
 from megajax.training.batches import to_global
 from megajax.training.saving import StateSaver
@@ -97,7 +97,7 @@ def test_the_gradients_are_those_of_the_loss_and_the_routers_losses(table, refer
     batch = {name: jnp.asarray(field) for name, field in next(table.make_batches(config)).items()}
     model, (B, S) = Transformer(config.model), batch["tokens"].shape
     inputs = BlockInputs(
-        batch["positions"], Place(batch["positions"]), jnp.arange(B * S), None, balance_scale=jnp.float32(1)
+        batch["positions"], Place(batch["positions"]), jnp.arange(B * S), None, layer_loss_scale=jnp.float32(1)
     )
 
     def total(weights):
@@ -105,9 +105,9 @@ def test_the_gradients_are_those_of_the_loss_and_the_routers_losses(table, refer
         balance = 0.0
         stacked = {n.removeprefix("blocks.moe."): w for n, w in weights.items() if n.startswith("blocks.")}
         for layer in range(config.model.num_layers):
-            own = fuse({name: w[layer] for name, w in stacked.items()})
             block = model.blocks["moe"]
-            x, _, metrics = block(own, x, inputs, layer, {}, comm=SingleDevice(), window=None)
+            own = block.fuse({name: w[layer] for name, w in stacked.items()})
+            x, metrics = block(own, x, inputs, layer, {}, comm=SingleDevice(), window=None)
             balance += metrics["aux_loss"] + metrics["router_z_loss"]
         x = ops.rms_norm(x, weights["final_norm"], config.model.norm_epsilon)
         logits = (x @ weights["head"])[:, : config.model.vocab_size]
@@ -131,7 +131,8 @@ def test_the_bias_follows_the_counts_and_survives_a_checkpoint(table, tmp_path):
     state, metrics = program.train_step(state, to_global(program, fields))
     counts = np.asarray(metrics["expert_counts"])
     bias = 0.05 * np.sign(counts.mean(axis=1, keepdims=True) - counts)
-    np.testing.assert_allclose(state.experts["expert_bias"], bias, rtol=1e-6)
+    kept = state.layer_state["moe"]["moe.expert_bias"]
+    np.testing.assert_allclose(kept, bias, rtol=1e-6)
 
     checkpoints = Checkpoints(tmp_path, keep=1, keep_every=None)
     StateSaver(program).save(checkpoints, 1, state)
@@ -142,8 +143,8 @@ def test_the_bias_follows_the_counts_and_survives_a_checkpoint(table, tmp_path):
     restored = saver.restore(checkpoints, 1)
     checkpoints.close()
     begun = saver.with_weights(elsewhere.init_state(), saver.restore_weights(str(tmp_path)))  # by init_from
-    np.testing.assert_array_equal(begun.experts["expert_bias"], state.experts["expert_bias"])
-    np.testing.assert_array_equal(restored.experts["expert_bias"], state.experts["expert_bias"])
+    np.testing.assert_array_equal(begun.layer_state["moe"]["moe.expert_bias"], kept)
+    np.testing.assert_array_equal(restored.layer_state["moe"]["moe.expert_bias"], kept)
     for name, w in table.canonical(elsewhere, restored.params).items():
         np.testing.assert_array_equal(w, table.canonical(program, state.params)[name])
 
@@ -155,9 +156,9 @@ def test_logits_follow_the_experts_bias(table):
     weights = reference_weights(program)
     weights["blocks.moe.moe.down"] *= 10
     state = table.first_state(program, weights)
-    bias = {"expert_bias": jnp.asarray(np.random.default_rng(1).normal(size=(2, 8)), jnp.float32)}
+    bias = {"moe": {"moe.expert_bias": jnp.asarray(np.random.default_rng(1).normal(size=(2, 8)), jnp.float32)}}
     fields = next(table.make_batches(config))
-    loss, _ = program.eval_step(state.params, state.fp8, to_global(program, fields), state=bias)
+    loss, _ = program.eval_step(state.params, bias, to_global(program, fields))
 
     @jax.jit
     def expected(bias):
@@ -166,7 +167,7 @@ def test_logits_follow_the_experts_bias(table):
         return -jnp.sum(chosen * fields["loss_mask"])
 
     assert float(loss) == pytest.approx(float(expected(bias)), rel=1e-6)
-    assert float(loss) != pytest.approx(float(expected({"expert_bias": jnp.zeros((2, 8))})), rel=1e-5)
+    assert float(loss) != pytest.approx(float(expected({"moe": {"moe.expert_bias": jnp.zeros((2, 8))}})), rel=1e-5)
 
 
 def reference_weights(program):

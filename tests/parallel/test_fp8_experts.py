@@ -6,7 +6,7 @@ import pytest
 
 from megajax.config.checks import check_mesh
 from megajax.mesh import build_mesh
-from megajax.model.transformer import linear_layers
+from megajax.model.block import linear_layers
 from megajax.training.batches import to_global
 from megajax.training.step import TrainProgram
 
@@ -55,7 +55,7 @@ def run(table, recipe, mesh, microbatches, weights=None, **sections):
         state, metrics = program.train_step(state, to_global(program, fields))
         losses.append(float(metrics["loss"]))
         gradients = gradients or table.first_gradients(program, state, float(metrics["grad_norm"]))
-    return np.array(losses), gradients, jax.tree.map(np.asarray, state.fp8), weights
+    return np.array(losses), gradients, jax.tree.map(np.asarray, state.layer_state.get("fp8", {})), weights
 
 
 @pytest.mark.parametrize(

@@ -93,7 +93,7 @@ def train(table) -> Callable:
             norms.append(float(metrics["grad_norm"]))
             gradients = gradients or table.first_gradients(program, state, norms[0])
         trace = table.Trace(config, np.array(losses), np.array(norms), initial, gradients)
-        return Run(program, trace, jax.tree.map(np.asarray, state.fp8), weight_amax)
+        return Run(program, trace, jax.tree.map(np.asarray, state.layer_state.get("fp8", {})), weight_amax)
 
     return of
 
@@ -186,5 +186,5 @@ def test_the_evaluation_loss_of_a_batch_is_its_training_loss(table, single_devic
     state = table.first_state(run.program, run.trace.initial)
     fields = next(table.make_batches(run.program.config))
     batch = to_global(run.program, fields)
-    loss, tokens = run.program.eval_step(state.params, state.fp8, batch)
+    loss, tokens = run.program.eval_step(state.params, state.layer_state, batch)
     assert float(loss / tokens) == pytest.approx(run.trace.losses[0], rel=1e-6)

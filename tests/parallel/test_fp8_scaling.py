@@ -10,7 +10,7 @@ import pytest
 from megajax.config import Config
 from megajax.config.checks import check_mesh
 from megajax.mesh import build_mesh
-from megajax.model.transformer import linear_layers
+from megajax.model.block import linear_layers
 from megajax.parallel.weights.scaling import Scaling
 from megajax.training.batches import to_global
 from megajax.training.step import TrainProgram, TrainState
@@ -182,23 +182,23 @@ def test_each_step_records_the_largest_weights_that_it_began_with(steps):
         assert len(np.unique(seen)) > 2 * L, "the weights hardly change: it tests little"
         for step, after in enumerate(steps.states[1:]):
             if step != BAD:
-                np.testing.assert_array_equal(after.fp8[f"{name}.weight"][:, 0], seen[step])
+                np.testing.assert_array_equal(after.layer_state["fp8"][f"{name}.weight"][:, 0], seen[step])
 
 
 def test_a_history_shifts_by_one_with_each_step_but_a_skipped_one(steps):
     assert [int(state.skipped) for state in steps.states] == [0, 0, 0, 0, 1, 1, 1]
     for step, (before, after) in enumerate(zip(steps.states[:-1], steps.states[1:], strict=True)):
-        assert list(before.fp8) == list(after.fp8) and len(after.fp8) == 12
-        for name, history in after.fp8.items():
+        assert list(before.layer_state["fp8"]) == list(after.layer_state["fp8"]) and len(after.layer_state["fp8"]) == 12
+        for name, history in after.layer_state["fp8"].items():
             if step == BAD:
-                np.testing.assert_array_equal(history, before.fp8[name])
+                np.testing.assert_array_equal(history, before.layer_state["fp8"][name])
             else:
-                np.testing.assert_array_equal(history[:, 1:], before.fp8[name][:, :-1])
+                np.testing.assert_array_equal(history[:, 1:], before.layer_state["fp8"][name][:, :-1])
                 assert np.all(history[1, 0] > 0)
 
 
 def test_only_layers_in_fp8_record_inputs_and_gradients(steps):
-    last = steps.states[-1].fp8
+    last = steps.states[-1].layer_state["fp8"]
     for name, history in last.items():
         assert history[1].all()
         assert history[0].any() == name.endswith(".weight")
@@ -210,8 +210,8 @@ def test_a_step_is_scaled_by_what_its_algorithm_reads_of_the_history(steps, algo
     state, batch = steps.states[3], steps.batches[2]
 
     def loss(change):
-        history = {name: jnp.asarray(change(values)) for name, values in state.fp8.items()}
-        return float(program.eval_step(state.params, history, batch)[0])
+        history = {name: jnp.asarray(change(values)) for name, values in state.layer_state["fp8"].items()}
+        return float(program.eval_step(state.params, {"fp8": history}, batch)[0])
 
     def with_columns(*factors):
         return loss(lambda values: values.max(axis=1, keepdims=True) * np.float32(factors))

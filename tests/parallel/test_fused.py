@@ -9,8 +9,9 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from megajax.config import ModelConfig
 from megajax.mesh import AXES, build_mesh
-from megajax.model import transformer
+from megajax.model.block import Block
 from megajax.parallel.weights.exchange import WeightExchange
 from megajax.parallel.weights.fused import FusedWeights
 from megajax.sharding import place, to_canonical, to_stored
@@ -76,7 +77,8 @@ def build(sizes, parameters):
     """(FusedWeights, the exchange of what it fuses, mesh)."""
     sizes = {axis: sizes.get(axis, 1) for axis in AXES}
     mesh = build_mesh(sizes, jax.devices()[: math.prod(sizes.values())])
-    fused = FusedWeights({name: place(shape, axes, sizes) for name, (shape, axes) in parameters.items()}, sizes)
+    placements = {name: place(shape, axes, sizes) for name, (shape, axes) in parameters.items()}
+    fused = FusedWeights(placements, {name: tuple(parts) for name, parts in PARTS.items()}, sizes)
     return fused, WeightExchange(fused.placements, sizes, jnp.dtype("float32"), jnp.dtype("float32")), mesh
 
 
@@ -254,7 +256,9 @@ def test_a_block_has_only_the_fused_weights_that_it_has_parameters_for():
 def test_on_one_device_it_is_what_the_plain_model_computes_with():
     fused, _, _ = build({}, block())
     values = whole_numbers(block())
-    found, expected = fused.fuse(values), transformer.fuse(values)
+    bias = {"attention_bias": True, "mlp_bias": True, "qk_norm": True}
+    model = ModelConfig(num_layers=3, hidden_size=16, num_heads=8, num_kv_heads=2, head_dim=2, vocab_size=16, **bias)
+    found, expected = fused.fuse(values), Block(model, "dense").fuse(values)
     jax.tree.map(np.testing.assert_array_equal, found, expected)
     again = {part: g for name, w in found.items() for part, g in fused.split(name, w).items()}
     jax.tree.map(np.testing.assert_array_equal, again, values)

@@ -15,7 +15,7 @@ from megajax.mesh import AXES, build_mesh
 from megajax.model import Transformer, init_parameters, parameters
 from megajax.model.comm import Place, SingleDevice
 from megajax.model.parameters import declare, stack
-from megajax.model.transformer import BlockInputs, fuse
+from megajax.model.parts import BlockInputs
 from megajax.sharding import EMPTY, stored_rows
 from megajax.training.batches import to_global
 from megajax.training.saving import StateSaver
@@ -92,13 +92,14 @@ def test_of_an_empty_slot_no_token_goes_to_an_expert(table):
     shapes = {name: p.shape[1:] for name, p in parameters(model.blocks["moe"]).items()}
     weights = {name: jnp.asarray(rng.standard_normal(shape), jnp.float32) for name, shape in shapes.items()}
     positions = jnp.broadcast_to(jnp.arange(S), (B, S))
-    inputs = BlockInputs(positions, Place(positions), jnp.arange(B * S), None, balance_scale=jnp.float32(1))
+    inputs = BlockInputs(positions, Place(positions), jnp.arange(B * S), None, layer_loss_scale=jnp.float32(1))
     x = jnp.asarray(rng.standard_normal((B * S, 32)), jnp.float32)
 
     @jax.jit
     def run(weights, filled):
         arguments = {"comm": SingleDevice(), "window": None}
-        return model.blocks["moe"](fuse(weights), x, inputs, 1, {"filled": filled}, **arguments)[0]
+        block = model.blocks["moe"]
+        return block(block.fuse(weights), x, inputs, 1, {"moe.filled": filled}, **arguments)[0]
 
     without = run(weights | {"moe.down": 0 * weights["moe.down"]}, True)
     np.testing.assert_array_equal(run(weights, False), without)
@@ -144,7 +145,8 @@ def test_any_stages_load_any_checkpoint(table, tmp_path):
     first = build(make(table, FIRST_DENSE, {"pipeline": 4}, 4, **run))
     weights, bias = weights_of(first.config), np.random.default_rng(0).standard_normal((5, 8)).astype(np.float32)
     state = table.first_state(first, weights)
-    state.experts["expert_bias"] = jax.device_put(bias, state.experts["expert_bias"].sharding)
+    kept = state.layer_state["moe"]
+    kept["moe.expert_bias"] = jax.device_put(bias, kept["moe.expert_bias"].sharding)
 
     checkpoints = Checkpoints(tmp_path, keep=3, keep_every=None)
     StateSaver(first).save(checkpoints, 1, state)
@@ -153,7 +155,7 @@ def test_any_stages_load_any_checkpoint(table, tmp_path):
         checkpoints.wait()
         program = build(make(table, FIRST_DENSE, mesh, 4, **run, **sections))
         state = StateSaver(program).restore(checkpoints, step)
-        np.testing.assert_array_equal(state.experts["expert_bias"], bias)
+        np.testing.assert_array_equal(state.layer_state["moe"]["moe.expert_bias"], bias)
         for name, w in table.canonical(program, state.params).items():
             np.testing.assert_array_equal(w, weights[name], err_msg=name)
         StateSaver(program).save(checkpoints, step + 1, state)

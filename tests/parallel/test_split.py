@@ -168,13 +168,14 @@ def test_a_block_of_the_model_is_split_in_two(table, model, policy):
     config = table.make_config(model, {"fsdp": 2, "tensor": 2}, remat={"policy": policy})
     program = TrainProgram.build(config, build_mesh(check_mesh(config, 4), jax.devices()[:4]))
     local, counts = program.local, {}
+    local.comm.tied = False  # as in a pipeline, where alone a pass is split
     stack, segment = local.layers, local.layers.segments[0]
 
     def compare(params, batch):
         fields = {name: field[0] for name, field in batch.items()}
         inputs = local.inputs(fields, 0, None)
         x = local.embedding.forward(local.gather_ends(params), fields, inputs)
-        unit = stack.unit_at(stack.gather_once(params, {})[0][0], segment, 0)
+        unit = stack.unit_at(stack.gather_once(params, {}, {})[0][0], segment, 0)
         y, saved, _ = stack.unit_forward(unit, x, inputs, segment, 0, 0, True)
         leaves, structure = jax.tree.flatten(saved)
 

@@ -17,14 +17,14 @@ from mesh_models import MODELS
 from megajax.config import Config
 from megajax.config.checks import check, check_mesh
 from megajax.mesh import AXES, build_mesh
-from megajax.model.transformer import COUNTS, ROUTER_LOSSES
+from megajax.model.moe import MoE
 from megajax.sharding import to_canonical, to_stored
 from megajax.training.batches import to_global
 from megajax.training.step import INITIAL_LOSS_SCALE, TrainProgram, TrainState
 
 SCALAR_TOLERANCE = 1e-5  # loss and gradient norm of every step, relative
 GRADIENT_TOLERANCE = 1e-4  # each first-step gradient, ‖Δ‖ / ‖g‖, layer by layer
-ROUTER_METRICS = {*ROUTER_LOSSES, "router_entropy", *COUNTS}
+COUNTS, ROUTER_METRICS = ("expert_counts", "dropped_tokens"), set(MoE.METRICS)
 ZERO_TOLERANCE = 1e-6  # gradients whose true value is zero, over the norm of the whole gradient
 
 OPTIMIZERS: dict[str, dict[str, Any]] = {

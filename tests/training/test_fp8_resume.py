@@ -70,6 +70,7 @@ def test_a_killed_run_goes_on_bit_for_bit_and_alike_on_another_mesh(tmp_path, ma
 
     # The numbers do hang on the histories.
     emptied = make_trainer(tmp_path / "emptied")
-    emptied.state.fp8.update({name: 0 * history for name, history in emptied.state.fp8.items()})
+    histories = emptied.state.layer_state["fp8"]
+    histories.update({name: 0 * history for name, history in histories.items()})
     assert emptied.run() == 0
     assert losses(read_metrics, tmp_path / "emptied") != expected

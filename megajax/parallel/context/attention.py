@@ -47,7 +47,8 @@ def attention(
 ) -> jax.Array:
     """Causal attention of this device's queries: `q [B, S / context, N, H]`, `k` and `v` `[B, S / context, K, H]`.
 
-    `sinks [N]` are the same on all devices; the gradient of each device is its share.
+    In the reference values may be of another width. `sinks [N]` are the same on all devices; the gradient of each
+    device is its share.
     """
     if strategy == "all_to_all":
         return _all_to_all(context, scores, window, q, k, v, place, sinks)

@@ -20,7 +20,7 @@ import numpy as np
 from jax import lax
 
 from megajax.config.segments import Segment
-from megajax.model.transformer import BlockInputs
+from megajax.model.parts import BlockInputs
 from megajax.parallel.local import Batch, LocalModel, Params
 from megajax.parallel.pipeline.buffers import (
     Buffers,
@@ -71,13 +71,13 @@ class Pipeline:
         # Otherwise the last virtual stage goes backward in the tick in which the head gave it its gradient.
         self.heads_wait = bool((ticks["backward"][:, -1] > ticks["forward"][:, -1]).any())
 
-    def gradients(self, ends: Params, layers: Any, batch: Batch, key: jax.Array | None, scale, balance_scale):
+    def gradients(self, ends: Params, layers: Any, batch: Batch, key: jax.Array | None, scale, layer_loss_scale):
         """(gradients of the ends, of the layers, (sums, metrics), amaxes) of all microbatches.
 
         Those of layers are as `LayerStack` has them. `batch` is `[M, B, S]`, `scale` the factor of the loss that is
-        differentiated, `balance_scale` that of the routers' losses.
+        differentiated, `layer_loss_scale` that of the routers' losses.
         """
-        run = _Run(self, self.schedule, ends, layers, batch, key, scale, balance_scale)
+        run = _Run(self, self.schedule, ends, layers, batch, key, scale, layer_loss_scale)
         carry = run.loop(run.first_carry(), lambda flags: True)
         layer_gradients, metrics, amax = map(run.join_rounds, (carry.layer_gradients, carry.metrics, carry.amax))
         return carry.end_gradients, layer_gradients, (carry.sums, metrics), amax
@@ -95,11 +95,11 @@ class Pipeline:
 class _Run:
     """One pass of a batch through a schedule, while it is traced."""
 
-    def __init__(self, pipeline: Pipeline, schedule: Schedule, ends, layers, batch, key, scale, balance_scale):
+    def __init__(self, pipeline: Pipeline, schedule: Schedule, ends, layers, batch, key, scale, layer_loss_scale):
         self.pipeline, self.local, self.schedule = pipeline, pipeline.local, schedule
         self.stack, self.training = pipeline.layers, scale is not None
         self.ends, self.weights, self.batch, self.key, self.scale = ends, self.by_round(layers), batch, key, scale
-        self.balance_scale = balance_scale
+        self.layer_loss_scale = layer_loss_scale
         self.banks = 1  # all slots are one, or each is
         if self.training:
             self.slots = assign_slots(schedule, apart=True)
@@ -161,7 +161,7 @@ class _Run:
 
     def microbatch(self, index: jax.Array) -> tuple[dict[str, jax.Array], BlockInputs]:
         fields = {n: lax.dynamic_index_in_dim(f, index, keepdims=False) for n, f in self.batch.items()}
-        return fields, self.local.inputs(fields, index, self.key, self.balance_scale)
+        return fields, self.local.inputs(fields, index, self.key, self.layer_loss_scale)
 
     def hand_over(self, x: jax.Array, step: int) -> jax.Array:
         """`x` of the stage before (`step` 1) or after (-1); between last and first stage only if there are rounds."""
@@ -180,7 +180,7 @@ class _Run:
         x = (first, self.local.embedding.forward(self.ends, fields, inputs), carry.x)
         slot = self.own(self.slots.forward, tick) if self.training else jnp.int32(0)
         buffers = (carry.activations, carry.metrics)
-        active = active if self.balance_scale is not None else None  # no experts, no metrics
+        active = active if self.layer_loss_scale is not None else None  # no experts, no metrics
         x, activations, metrics = self.in_program(r, slot, self.stage_forward, x, buffers, inputs, active)
         return carry._replace(x=self.hand_over(x, 1), activations=activations, metrics=metrics), x
 
@@ -256,8 +256,8 @@ class _Run:
         dx = received if dhead is None else jnp.where(last, dhead, received)
         # A stage that idles reads what an earlier operation has saved: with this zero all its gradients are zero.
         dx = jnp.where(active, dx, 0)
-        if inputs.balance_scale is not None:
-            inputs = replace(inputs, balance_scale=jnp.where(active, inputs.balance_scale, 0))
+        if inputs.layer_loss_scale is not None:
+            inputs = replace(inputs, layer_loss_scale=jnp.where(active, inputs.layer_loss_scale, 0))
         buffers = (carry.layer_gradients, carry.put_off, carry.amax, carry.activations)
         slot, keep = self.own(self.slots.backward, tick), self.own(self.slots.put_off, tick)
         operation = partial(self.stage_backward, split=split)

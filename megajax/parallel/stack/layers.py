@@ -19,7 +19,8 @@ from megajax.config import Config
 from megajax.config.kinds import LayerKind
 from megajax.config.segments import Segment, choose_unrolling, plan_segments
 from megajax.config.stages import gathered_slots, slot_kinds
-from megajax.model.transformer import ROUTER_LOSSES, SAVED_NAMES, BlockInputs, Transformer
+from megajax.model.parts import BlockInputs
+from megajax.model.transformer import Transformer
 from megajax.ops import fp8
 from megajax.ops.fp8 import Fp8Weight
 from megajax.parallel.comm import MeshComm
@@ -31,11 +32,7 @@ from megajax.parallel.weights.fused import FusedWeights
 from megajax.parallel.weights.scaling import Scales, Scaling
 from megajax.sharding import BLOCKS, EMPTY, stored_layers
 
-# What a MoE layer has that is no parameter; it travels among the unit's weights.
-STATE = ("expert_bias", "filled")
-# The weights that a layer's forward pass uses first, and its backward pass.
-USED_FIRST, USED_FIRST_BACKWARD = ("attention.qkv",), ("mlp.down", "moe.down")
-NO_STATE: Mapping[str, jax.Array] = {}
+LayerState = Mapping[str, Mapping[str, jax.Array]]  # by kind of block and name: `[L, ...]` of its layers
 Unit = tuple[dict[str, Any], ...]  # the fused weights of a unit's layers, by name: arrays or Fp8Weights
 Amax = dict[str, jax.Array]  # by linear layer: the largest magnitudes of its input and its output gradient
 Metrics = tuple[dict[str, jax.Array], ...]  # of a unit's layers, by name
@@ -66,12 +63,13 @@ class LayerStack:
         comm: MeshComm,
         model: Transformer,
         exchange: WeightExchange,
-        fused: FusedWeights,
+        fused: Mapping[str, FusedWeights],
         platform: str,
     ):
         stages = comm.sizes["pipeline"]
         self.blocks = dict(model.blocks)
-        self.has_losses = config.model.num_experts is not None and config.model.router.has_losses
+        # What a layer has that is no parameter; it travels among its unit's weights.
+        self.state_names = {kind: {*block.layer_state, *block.needs_filled} for kind, block in self.blocks.items()}
         self.comm, self.exchange, self.fused = comm, exchange, fused
         # With sinks, cuDNN's call is one step of an operation whose result has a name.
         self.attention_is_fused = comm.attention_is_fused and not config.model.attention_sinks
@@ -101,38 +99,35 @@ class LayerStack:
         self.in_order = bool(((first == self.first_layers[..., None]) | (self.table == EMPTY)).all())
 
     @jax.named_scope("weights")
-    def gather_once(
-        self, params: Mapping[str, jax.Array], scales: Scales, state: Mapping[str, jax.Array] = NO_STATE
-    ) -> list[tuple[Unit, ...]]:
+    def gather_once(self, params: Mapping[str, jax.Array], scales: Scales, state: LayerState) -> list[tuple[Unit, ...]]:
         """Stored `[R·slots, ...]` shards → for each segment its units' `fsdp` shards, `[R·loops, ...]` or `[...]`.
 
-        `scales` are the linear layers' FP8 scales, `[R·slots]` each, `state` what else the MoE layers keep, `[L, ...]`.
+        `scales` are the linear layers' FP8 scales, `[R·slots]` each, `state` what else the layers keep, `[L, ...]`.
         """
         state = self._state_of_stage(state)
-        blocks = {kind: _of_block(params, kind) for kind in self.kinds}
+        blocks = {kind: of_block(params, kind) for kind in self.kinds}
 
         def layer(segment: Segment, j: int) -> dict[str, Any]:
             kind = self.slots[segment.start + j].block
-            rows = self.kinds[kind]
+            rows, fused = self.kinds[kind], self.fused[kind]
             out: dict[str, Any] = {}
             if segment.loops > 1 and len(self.table) == 1:
                 row, step = rows.place_of(segment, j)
-                for name in self.fused.parts:
-                    parts = {part: blocks[kind][part] for part in self.fused.parts[name] if part in blocks[kind]}
+                for name, members in fused.parts.items():
                     in_fp8 = segment.fp8 and name in self.scaling.layers
-                    if parts and not in_fp8 and not self.exchange.is_gathered_once(BLOCKS + name):
-                        out[name] = Uncast(parts, row, step)
+                    if not in_fp8 and not self.exchange.is_gathered_once(stored_name(kind, name)):
+                        out[name] = Uncast({member: blocks[kind][member] for member in members}, kind, row, step)
             cut = {part for weight in out.values() for part in weight.parts}
             stored = {name: rows.layer_of(w, segment, j) for name, w in blocks[kind].items() if name not in cut}
-            for name, w in self.fused.fuse(stored).items():
+            for name, w in fused.fuse(stored).items():
                 if segment.fp8 and name in self.scaling.layers:
                     own = {which: self.all.layer_of(scale, segment, j) for which, scale in scales[name].items()}
-                    out[name] = self._quantized(name, w, own)
+                    out[name] = self._quantized(kind, name, w, own)
                 else:
-                    out[name] = self.exchange.gather_once(BLOCKS + name, w)
+                    out[name] = self.exchange.gather_once(stored_name(kind, name), w)
             if segment.start + j in self.gathered:
-                out = {name: self._gathered(name, w) for name, w in out.items()}
-            return out | {name: rows.layer_of(a, segment, j) for name, a in state.items() if kind == "moe"}
+                out = {name: self._gathered(kind, name, w) for name, w in out.items()}
+            return out | {name: rows.layer_of(a, segment, j) for name, a in state[kind].items()}
 
         def units(s: Segment):
             return tuple(tuple(layer(s, u + i) for i in range(s.group)) for u in range(0, s.unroll, s.group))
@@ -144,12 +139,12 @@ class LayerStack:
         """The largest magnitude of each linear layer's weight, `[R·slots]`, over all devices; none without FP8."""
         if not any(segment.fp8 for segment in self.segments):
             return {}
-        blocks = {kind: _of_block(params, kind) for kind in self.kinds}
+        blocks = {kind: of_block(params, kind) for kind in self.kinds}
         local = {}
         for name in self.scaling.layers:
             found = {}
             for kind, own in blocks.items():
-                parts = [own[part] for part in self.fused.parts.get(name, ()) if part in own]
+                parts = [own[part] for part in self.fused[kind].parts.get(name, ())]
                 if parts:
                     found[kind] = jnp.stack([jnp.abs(w).max(axis=range(1, w.ndim)) for w in parts]).max(axis=0)
             local[name] = self._over_slots(found)
@@ -161,15 +156,16 @@ class LayerStack:
         parts: dict[tuple[str, str], list[jax.Array]] = {}
         for segment, units in zip(self.segments, gradients, strict=True):
             if not _reduced_on_the_way(segment, only_microbatch):
-                units = [self._scatter_once(self._reduce_gathered(unit, segment, u)) for u, unit in enumerate(units)]
+                reduced = [self._reduce_gathered(unit, segment, u) for u, unit in enumerate(units)]
+                units = [self._scatter_once(unit, segment, u) for u, unit in enumerate(reduced)]
             for kind, layers in self._by_kind(segment, units):
                 for name in layers[0]:
                     stacked = self.kinds[kind].stack([layer[name] for layer in layers], segment)
-                    complete = self.exchange.complete(BLOCKS + name, stacked)
-                    for part, gradient in self.fused.split(name, complete).items():
+                    complete = self.exchange.complete(stored_name(kind, name), stacked)
+                    for part, gradient in self.fused[kind].split(name, complete).items():
                         parts.setdefault((kind, part), []).append(gradient)
         joined = {(kind, part): self.kinds[kind].join(gradients) for (kind, part), gradients in parts.items()}
-        return {f"{BLOCKS}{kind}.{part}": self.kinds[kind].without_empty(g) for (kind, part), g in joined.items()}
+        return {stored_name(*key): self.kinds[key[0]].without_empty(g) for key, g in joined.items()}
 
     def collect_amax(self, amaxes: Sequence[tuple[tuple[Amax, ...], ...]]) -> dict[str, jax.Array]:
         """Amaxes from `backward`, largest over the microbatches → by linear layer `[R·slots, 2]`, over all devices."""
@@ -181,18 +177,27 @@ class LayerStack:
                 out.setdefault(name, []).append(self.all.stack([a.get(name, zeros) for a in layers], segment))
         return self.comm.max_over_devices({name: self.all.join(parts) for name, parts in out.items()})
 
-    def collect_metrics(self, metrics: Sequence[tuple[Metrics, ...]]) -> dict[str, jax.Array]:
-        """Metrics from `forward`, summed over the microbatches → `[L, ...]` of MoE layers by name, over all devices."""
-        out: dict[str, list[jax.Array]] = {}
+    def collect_metrics(self, metrics: Sequence[tuple[Metrics, ...]]) -> dict[str, dict[str, jax.Array]]:
+        """Metrics from `forward`, summed over the microbatches → by kind and name `[L, ...]`, over all devices."""
+        out: dict[str, dict[str, list[jax.Array]]] = {}
         for segment, units in zip(self.segments, metrics, strict=True):
             for kind, layers in self._by_kind(segment, units):
-                for name in layers[0]:  # of dense ones there are none
+                for name in layers[0]:
                     stacked = self.kinds[kind].stack([layer[name] for layer in layers], segment)
-                    out.setdefault(name, []).append(stacked)
-        if not out:
+                    out.setdefault(kind, {}).setdefault(name, []).append(stacked)
+        joined = {kind: {n: self.kinds[kind].join(parts) for n, parts in own.items()} for kind, own in out.items()}
+        if not joined:
             return {}
-        rows = self.kinds["moe"]
-        return rows.of_all_layers(self.comm.sum_over_tokens({n: rows.join(parts) for n, parts in out.items()}))
+        summed = self.comm.sum_over_tokens(joined)
+        return {kind: self.kinds[kind].of_all_layers(own) for kind, own in summed.items()}
+
+    def updated_state(self, state: LayerState, metrics: LayerState) -> dict[str, dict[str, jax.Array]]:
+        """What the layers keep after a step with these metrics, `[L, ...]` both."""
+        blocks = self.blocks
+        return {
+            kind: blocks[kind].updated_state(own, metrics.get(kind, {})) if kind in blocks else dict(own)
+            for kind, own in state.items()
+        }
 
     def forward(self, weights: Sequence[tuple[Unit, ...]], x: jax.Array, inputs: BlockInputs, save: bool = True):
         """The residual stream through all layers → (x, residuals for `backward`, metrics for `collect_metrics`).
@@ -273,7 +278,7 @@ class LayerStack:
         if not save or program.policy == "full":
             (y, _), metrics = run(weights, x)
             return y, (x if save else None), metrics
-        run = _with_policy(run, program.policy, self.attention_is_fused)
+        run = self._with_policy(run, program)
         (y, _), pull, metrics = jax.vjp(run, weights, x, has_aux=True)
         return y, Residuals.of(pull, (weights, inputs)), metrics
 
@@ -302,9 +307,12 @@ class LayerStack:
             _, pull, _ = jax.vjp(self._runner(inputs, layers, program), weights, x, has_aux=True)
         else:
             pull = saved.pull((weights, inputs))
-        has_losses = self.has_losses and any(kind.block == "moe" for kind in program.kinds)
-        gradient, dx = pull((dy, inputs.balance_scale if has_losses else None))
-        gradient = tuple({n: g for n, g in layer.items() if n not in STATE} for layer in gradient)
+        has_losses = any(self.blocks[kind.block].losses for kind in program.kinds)
+        gradient, dx = pull((dy, inputs.layer_loss_scale if has_losses else None))
+        gradient = tuple(
+            {n: g for n, g in layer.items() if n not in self.state_names[kind.block]}
+            for kind, layer in zip(program.kinds, gradient, strict=True)
+        )
         amax = tuple({n: g.amax for n, g in layer.items() if isinstance(g, Fp8Weight)} for layer in gradient)
         gradient = tuple(
             {n: g.gradient if isinstance(g, Fp8Weight) else g for n, g in layer.items()} for layer in gradient
@@ -317,11 +325,12 @@ class LayerStack:
 
         Those of layers that stay gathered stay whole, for `collect`.
         """
+        reduce_layer = self._reduce_in_turn if segment.loops > 1 else self._reduce_layer
+        kinds, stay = self._kinds_of(segment, u), self._stay_gathered(segment, u)
         reduced = tuple(
-            own if stays else self._reduce_in_turn(own) if segment.loops > 1 else self._reduce_layer(own)
-            for own, stays in zip(gradient, self._stay_gathered(segment, u), strict=True)
+            own if stays else reduce_layer(kind, own) for kind, own, stays in zip(kinds, gradient, stay, strict=True)
         )
-        reduced = self._scatter_once(reduced) if on_the_way else reduced
+        reduced = self._scatter_once(reduced, segment, u) if on_the_way else reduced
         # In the layout that they are stored in: XLA would stack them in another, and transpose the whole stack.
         return jax.tree.map(row_major, reduced) if segment.loops > 1 else reduced
 
@@ -336,23 +345,34 @@ class LayerStack:
 
     def _reduce_gathered(self, gradient: Unit, segment: Segment, u: int) -> Unit:
         """Accumulated gradients of unit `u`, those of layers that stay gathered summed over `fsdp`."""
+        kinds, stay = self._kinds_of(segment, u), self._stay_gathered(segment, u)
         return tuple(
-            self._reduce_layer(own) if stays else own
-            for own, stays in zip(gradient, self._stay_gathered(segment, u), strict=True)
+            self._reduce_layer(kind, own) if stays else own
+            for kind, own, stays in zip(kinds, gradient, stay, strict=True)
         )
 
-    def _reduce_layer(self, gradient: dict[str, Any]) -> dict[str, Any]:
-        return {name: self.exchange.reduce_layer(BLOCKS + name, g) for name, g in gradient.items()}
+    def _reduce_layer(self, kind: str, gradient: dict[str, Any]) -> dict[str, Any]:
+        return {name: self.exchange.reduce_layer(stored_name(kind, name), g) for name, g in gradient.items()}
 
-    def _reduce_in_turn(self, gradient: dict[str, Any]) -> dict[str, Any]:
-        """The same of a layer in a loop, the MLP's or the experts' while the backward pass of attention hides them."""
+    def _reduce_in_turn(self, kind: str, gradient: dict[str, Any]) -> dict[str, Any]:
+        """The same of a layer in a loop, the other parts' while the backward pass of the first hides them."""
+        first, *_ = self.blocks[kind].parts.items()
         groups: tuple[dict[str, Any], ...] = ({}, {}, {})
         for name, g in gradient.items():
-            groups[0 if not name.startswith("attention.") else 1 if name == "attention.output" else 2][name] = g
-        return in_turn(groups, lambda name, g: self.exchange.reduce_layer(BLOCKS + name, g))
+            last = name == f"{first[0]}.{first[1].USED_LAST}"
+            groups[0 if not name.startswith(f"{first[0]}.") else 1 if last else 2][name] = g
+        return in_turn(groups, lambda name, g: self.exchange.reduce_layer(stored_name(kind, name), g))
 
-    def _scatter_once(self, gradient: Unit) -> Unit:
-        return tuple({n: self.exchange.scatter_once(BLOCKS + n, g) for n, g in layer.items()} for layer in gradient)
+    def _scatter_once(self, gradient: Unit, segment: Segment, u: int) -> Unit:
+        return tuple(
+            {name: self.exchange.scatter_once(stored_name(kind, name), g) for name, g in layer.items()}
+            for kind, layer in zip(self._kinds_of(segment, u), gradient, strict=True)
+        )
+
+    def _kinds_of(self, segment: Segment, u: int) -> list[str]:
+        """The kinds of blocks of unit `u`."""
+        start = segment.start + u * segment.group
+        return [slot.block for slot in self.slots[start : start + segment.group]]
 
     def unit_at(self, unit: Unit, segment: Segment, index) -> Unit:
         """The weights of a unit in one of its segment's loops; of a single one they have no leading dimension."""
@@ -365,7 +385,7 @@ class LayerStack:
             row = w.row + w.step * index
             # As they are stored: XLA would transpose the whole stack into the layout of the gather.
             parts = {n: row_major(lax.dynamic_index_in_dim(a, row, keepdims=False)) for n, a in w.parts.items()}
-            return self.exchange.gather_once(BLOCKS + name, self.fused.fuse(parts)[name])
+            return self.exchange.gather_once(stored_name(w.kind, name), self.fused[w.kind].fuse(parts)[name])
 
         return tuple({name: weight(name, w) for name, w in layer.items()} for layer in unit)
 
@@ -377,7 +397,7 @@ class LayerStack:
         return UnitProgram(kinds, stay, segment.policy, segment.fp8, stacked, segment.loops > 1)
 
     def _runner(self, inputs: BlockInputs, layers, program: UnitProgram) -> Callable:
-        """(weights of a unit, x) → ((y, routers' losses), metrics); `layers` is the unit's first, or all `[group]`.
+        """(weights of a unit, x) → ((y, the layers' losses), metrics); `layers` is the unit's first, or all `[group]`.
 
         The losses are this device's share, None where there are none. They are an output, because their gradient begins
         here, whatever becomes of y.
@@ -386,21 +406,48 @@ class LayerStack:
         def run(weights: Unit, x: jax.Array):
             metrics = []
             for i, (kind, layer_weights) in enumerate(zip(program.kinds, weights, strict=True)):
-                x, _, measured = self.blocks[kind.block](
-                    layer_weights,
+                state = self.state_names[kind.block]
+                x, measured = self.blocks[kind.block](
+                    {name: w for name, w in layer_weights.items() if name not in state},
                     x,
                     inputs,
                     layers[i] if jnp.ndim(layers) else layers + i,
-                    {name: layer_weights[name] for name in STATE if name in layer_weights},
+                    {name: a for name, a in layer_weights.items() if name in state},
                     comm=self.comm,
                     window=kind.window,
                     recompute=self._recomputed(program),
                 )
                 metrics.append(measured)
-            losses = [layer[name] for layer in metrics for name in ROUTER_LOSSES if name in layer]
+            measured = zip(program.kinds, metrics, strict=True)
+            losses = [own[n] for kind, own in measured for n in self.blocks[kind.block].losses if n in own]
             return (x, sum(losses) if losses else None), tuple(metrics)
 
         return run
+
+    def _with_policy(self, run: Callable, program: UnitProgram) -> Callable:
+        """`run` under the unit's remat policy."""
+        if program.policy in ("none", "selective"):
+            return run
+        policies, fused = jax.checkpoint_policies, self.attention_is_fused
+        saved = dict.fromkeys(name for kind in program.kinds for name in self.blocks[kind.block].saved_names)
+        # Where attention is one cuDNN call, its output is among its residuals, which are kept below.
+        names = [name for name in saved if not (name == "attention" and fused)]
+        if program.policy == "save_matmuls":
+            named = policies.save_only_these_names(*names)
+        else:
+            assert program.policy == "offload"
+            named = policies.save_and_offload_only_these_names(
+                names_which_can_be_saved=[],
+                names_which_can_be_offloaded=names,
+                offload_src="device",
+                offload_dst="pinned_host",
+            )
+
+        def keep(prim, *args, **params):
+            # cuDNN's residuals are inside its custom_vjp, out of reach of names: else its forward would run twice.
+            return True if fused and "dot_product_attention_fwd" in str(prim) else named(prim, *args, **params)
+
+        return jax.checkpoint(run, policy=keep)
 
     def _recomputed(self, program: UnitProgram) -> tuple[str, ...]:
         """What blocks compute again without being asked to by a policy of `jax.checkpoint`.
@@ -416,46 +463,50 @@ class LayerStack:
     @jax.named_scope("weights")
     def _gather(self, unit: Unit, program: UnitProgram, backward: bool) -> Unit:
         """The weights of a unit, ready for its blocks."""
+        layers = zip(program.kinds, unit, program.gathered, strict=True)
         if program.looped:
-            first = USED_FIRST_BACKWARD if backward and program.policy != "full" else USED_FIRST
-            return tuple(self._gather_in_turn(layer, first) for layer in unit)
+            backward = backward and program.policy != "full"  # which starts with the forward pass
+            return tuple(self._gather_in_turn(kind.block, layer, backward) for kind, layer, _ in layers)
         return tuple(
-            {name: self._gather_layer(name, w, stays) for name, w in layer.items()}
-            for layer, stays in zip(unit, program.gathered, strict=True)
+            {name: self._gather_layer(kind.block, name, w, stays) for name, w in layer.items()}
+            for kind, layer, stays in layers
         )
 
-    def _gather_in_turn(self, layer: dict[str, Any], first: Sequence[str]) -> dict[str, Any]:
-        """The same of a layer in a loop, where nothing hides its gathers but itself: `first` what it uses first."""
-        rest = [n for n in layer if n not in (*STATE, *first) and self.exchange.is_gathered_by_layer(BLOCKS + n)]
+    def _gather_in_turn(self, kind: str, layer: dict[str, Any], backward: bool) -> dict[str, Any]:
+        """The same of a layer in a loop, where nothing hides its gathers but itself: first what it uses first."""
+        first, last = self.blocks[kind].used_first, self.blocks[kind].used_last
+        rest = [
+            name
+            for name in layer
+            if name not in (*self.state_names[kind], last if backward else first)
+            and self.exchange.is_gathered_by_layer(stored_name(kind, name))
+        ]
         groups = {n: w for n, w in layer.items() if n not in rest}, {n: layer[n] for n in rest}
-        return in_turn(groups, lambda name, w: self._gather_layer(name, w, False))
+        return in_turn(groups, lambda name, w: self._gather_layer(kind, name, w, False))
 
-    def _gather_layer(self, name: str, w: jax.Array | Fp8Weight, gathered: bool) -> jax.Array | Fp8Weight:
+    def _gather_layer(self, kind: str, name: str, w: jax.Array | Fp8Weight, gathered: bool) -> jax.Array | Fp8Weight:
         """A layer's weight, or what of its state goes by its name."""
-        w = w if gathered or name in STATE else self._gathered(name, w)
+        w = w if gathered or name in self.state_names[kind] else self._gathered(kind, name, w)
         if not isinstance(w, Fp8Weight):
             return w
         zeros = jnp.zeros(w.values.shape, self.exchange.compute)
         return replace(w, gradient=zeros, amax=jnp.zeros(2, jnp.float32))
 
-    def _gathered(self, name: str, w: jax.Array | Fp8Weight) -> jax.Array | Fp8Weight:
+    def _gathered(self, kind: str, name: str, w: jax.Array | Fp8Weight) -> jax.Array | Fp8Weight:
         if not isinstance(w, Fp8Weight):
-            return self.exchange.gather_layer(BLOCKS + name, w)
-        values = self.exchange.gather_layer(BLOCKS + name, w.values)
+            return self.exchange.gather_layer(stored_name(kind, name), w)
+        values = self.exchange.gather_layer(stored_name(kind, name), w.values)
         return replace(w, values=values, transposed=values.swapaxes(-1, -2) if w.transposed is None else w.transposed)
 
-    def _state_of_stage(self, state: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-        """What the MoE layers keep, `[L, ...]` → `[R·n, ...]` of this stage; where slots are empty `filled` too.
-
-        A slot that is not filled would route all tokens alike, with a router of zeros, and so to the same experts.
-        """
-        if "moe" not in self.kinds:
-            return {}
-        rows = self.kinds["moe"]
-        own = rows.of_stage(dict(state))
-        if not rows.filled.all():
-            own["filled"] = jnp.asarray(rows.filled)[lax.axis_index("pipeline")]
-        return own
+    def _state_of_stage(self, state: LayerState) -> dict[str, dict[str, jax.Array]]:
+        """What the layers keep, `[L, ...]` → `[R·n, ...]` of this stage; where slots are empty `filled` too."""
+        out = {}
+        for kind, rows in self.kinds.items():
+            out[kind] = rows.of_stage(dict(state.get(kind, {})))
+            if not rows.filled.all():
+                filled = jnp.asarray(rows.filled)[lax.axis_index("pipeline")]
+                out[kind] |= {name: filled for name in self.blocks[kind].needs_filled}
+        return out
 
     def _by_kind(self, segment: Segment, units: Sequence[tuple[dict, ...]]) -> Iterator[tuple[str, list[dict]]]:
         """The layers of each kind in a segment's body, kind by kind."""
@@ -474,12 +525,12 @@ class LayerStack:
             out = out.at[:, np.array(self.kinds[kind].slots)].set(own.reshape(self.rounds, -1))
         return out.reshape(-1)
 
-    def _quantized(self, name: str, w: jax.Array, scales: Mapping[str, jax.Array]) -> Fp8Weight:
+    def _quantized(self, kind: str, name: str, w: jax.Array, scales: Mapping[str, jax.Array]) -> Fp8Weight:
         """Shards of one layer `[in, out]` (experts: `[E, in, out]`), or of several, quantised and gathered once."""
         scale = scales["weight"]
         of_each = scale.reshape(*scale.shape, *(1,) * (w.ndim - scale.ndim))
-        values = self.exchange.gather_once(BLOCKS + name, fp8.quantize(w, of_each, fp8.E4M3))
-        whole = self.exchange.is_whole(BLOCKS + name)  # if not, each layer's pass gathers and transposes it
+        values = self.exchange.gather_once(stored_name(kind, name), fp8.quantize(w, of_each, fp8.E4M3))
+        whole = self.exchange.is_whole(stored_name(kind, name))  # if not, each layer's pass gathers and transposes it
         return Fp8Weight(
             values,
             values.swapaxes(-1, -2) if whole else None,
@@ -497,8 +548,13 @@ def _reduced_on_the_way(segment: Segment, only_microbatch: bool) -> bool:
     return only_microbatch and segment.loops == 1
 
 
-def _of_block(params: Mapping[str, jax.Array], kind: str) -> dict[str, jax.Array]:
-    """The parameters of a kind of block, by name within it."""
+def stored_name(kind: str, name: str) -> str:
+    """The name of a block's weight among all."""
+    return f"{BLOCKS}{kind}.{name}"
+
+
+def of_block[Value](params: Mapping[str, Value], kind: str) -> dict[str, Value]:
+    """What belongs to the parameters of a kind of block, by name within it."""
     prefix = f"{BLOCKS}{kind}."
     return {n.removeprefix(prefix): w for n, w in params.items() if n.startswith(prefix)}
 
@@ -506,28 +562,3 @@ def _of_block(params: Mapping[str, jax.Array], kind: str) -> dict[str, jax.Array
 def _layers_from(first, offset: int, count: int):
     """Layers of a body from `offset` on: `first` is the first of consecutive layers, or all of them `[unroll]`."""
     return first[offset : offset + count] if jnp.ndim(first) else first + offset
-
-
-def _with_policy(run: Callable, policy: str, fused: bool) -> Callable:
-    """`run` under a policy; `fused`: attention is one cuDNN call, not parts with a name for their sum."""
-    if policy in ("none", "selective"):
-        return run
-    policies = jax.checkpoint_policies
-    # cuDNN's output is among its residuals, which are kept below.
-    names = [name for name in SAVED_NAMES if not (name == "attention" and fused)]
-    if policy == "save_matmuls":
-        named = policies.save_only_these_names(*names)
-    else:
-        assert policy == "offload"
-        named = policies.save_and_offload_only_these_names(
-            names_which_can_be_saved=[],
-            names_which_can_be_offloaded=names,
-            offload_src="device",
-            offload_dst="pinned_host",
-        )
-
-    def keep(prim, *args, **params):
-        # cuDNN's residuals are inside its custom_vjp, out of reach of names: without this its forward runs twice.
-        return True if fused and "dot_product_attention_fwd" in str(prim) else named(prim, *args, **params)
-
-    return jax.checkpoint(run, policy=keep)

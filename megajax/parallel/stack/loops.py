@@ -20,6 +20,7 @@ class Uncast:
     """
 
     parts: dict[str, jax.Array]  # what is fused, by name: `[n, ...]`
+    kind: str = field(metadata={"static": True})  # of block
     row: int = field(metadata={"static": True})  # of the first iteration
     step: int = field(metadata={"static": True})  # rows from one iteration to the next
 

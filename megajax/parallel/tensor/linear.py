@@ -1,10 +1,11 @@
 """Linear layers on the mesh: the matmuls, their communication over `tensor`, and both gradients, in BF16 or FP8.
 
 A column layer gathers its input's tokens and keeps its own columns of the output; a row layer sums its output over
-`tensor` and keeps its own tokens (Shoeybi et al. 2019; sequence parallelism of Korthikanti et al. 2022). Where the
-matmul is wide enough to hide them, gather and sum are cut into one piece for each device of `tensor` (Wang et al. 2023,
-"Overlap Communication with Dependent Computation via Decomposition"): the product of one device's tokens is computed
-while those of the next arrive, and sent away while the next is computed.
+`tensor` and keeps its own tokens (Shoeybi et al. 2019; sequence parallelism of Korthikanti et al. 2022); a layer of own
+tokens does neither, with a weight that is whole on every device. Where the matmul is wide enough to hide them, gather
+and sum are cut into one piece for each device of `tensor` (Wang et al. 2023, "Overlap Communication with Dependent
+Computation via Decomposition"): the product of one device's tokens is computed while those of the next arrive, and
+sent away while the next is computed.
 
 In FP8 what travels is the quantised tensor, and what is saved for the backward pass is its transpose.
 """
@@ -71,6 +72,27 @@ def _row_backward(comm: Any, residuals, dy: jax.Array):
 
 
 row_linear.defvjp(_row_forward, _row_backward)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def own_linear(comm: Any, x: jax.Array, w: Weight) -> jax.Array:
+    """`[T / tensor, in]` → `[T / tensor, out]`: the own tokens with all of a weight, which every device has."""
+    return _own_forward(comm, x, w)[0]
+
+
+def _own_forward(comm: Any, x: jax.Array, w: Weight):
+    xs = _operands(comm, [x], w, "input")
+    return _products(comm, xs, w, "input", x.dtype)[0], (_kept(xs), w)
+
+
+def _own_backward(comm: Any, residuals, dy: jax.Array):
+    xs, w = residuals
+    dys = _operands(comm, [dy], w, "gradient")
+    dx = _products(comm, dys, w, "gradient", dy.dtype)[0]
+    return comm.tie_gradients((dx, _weight_gradient(comm, xs, dys, w, dy.dtype)))
+
+
+own_linear.defvjp(_own_forward, _own_backward)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))

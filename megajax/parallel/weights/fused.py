@@ -10,21 +10,27 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from megajax.model.transformer import FUSED, fuse
+from megajax.model.block import fuse
 from megajax.sharding import Placement
 
 
 class FusedWeights:
     """Fuses shards of a block's parameters and splits gradients again, inside the step's shard_map.
 
-    `placements` are those of the block's parameters `[L, ...]`, by name within the block. Arrays may lack the leading
-    `layers` dimension or have others instead.
+    `placements` are those of the parameters `[L, ...]` of one kind of block, by name within the block, and `groups`
+    what lies side by side (`Block.fused`). Arrays may lack the leading `layers` dimension or have others instead.
     """
 
-    def __init__(self, placements: Mapping[str, Placement], sizes: Mapping[str, int]):
-        self.stored, self.sizes = placements, sizes
-        fused = {part for parts in FUSED.values() for part in parts}
-        present = {name: [p for p in parts if p in placements] for name, parts in FUSED.items()}
+    def __init__(
+        self,
+        placements: Mapping[str, Placement],
+        groups: Mapping[str, tuple[str, ...]],
+        sizes: Mapping[str, int],
+    ):
+        self.stored, self.groups, self.sizes = placements, groups, sizes
+        self.axes = {name: placement.axes for name, placement in placements.items()}
+        fused = {part for parts in groups.values() for part in parts}
+        present = {name: [p for p in parts if p in placements] for name, parts in groups.items()}
         self.parts: dict[str, list[str]] = {name: parts for name, parts in present.items() if parts}
         self.parts |= {name: [name] for name in placements if name not in fused}
         # How the fused weights lie on the mesh.
@@ -35,7 +41,8 @@ class FusedWeights:
 
     def fuse(self, stored: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
         """Stored shards by name → shards of the fused weights."""
-        return fuse({name: self._own_kv_head(w, self.stored[name]) for name, w in stored.items()})
+        own = {name: self._own_kv_head(w, self.stored[name]) for name, w in stored.items()}
+        return fuse(own, self.axes, self.groups)
 
     def split(self, name: str, gradient: jax.Array) -> dict[str, jax.Array]:
         """The gradient of a fused shard → gradients of the stored shards by name."""

@@ -12,9 +12,10 @@ import jax
 import jax.numpy as jnp
 
 from megajax.config import Config
-from megajax.model.transformer import linear_layers
+from megajax.model.block import linear_layers
 from megajax.ops import fp8
 
+FP8 = "fp8"  # the histories' name in the layer state, beside the kinds of blocks
 TENSORS = ("input", "weight", "gradient")  # of a linear layer; the gradient is its output's
 Scales = Mapping[str, Mapping[str, jax.Array]]  # by linear layer and tensor: [L]
 History = dict[str, jax.Array]  # by "layer.tensor": [L, length], newest first

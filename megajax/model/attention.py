@@ -1,0 +1,105 @@
+"""Grouped-query attention."""
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from megajax import ops
+from megajax.config import ModelConfig
+from megajax.model.comm import SingleDevice
+from megajax.model.parameters import declare
+from megajax.model.parts import (
+    BlockInputs,
+    Metrics,
+    Part,
+    PartSizes,
+    Shares,
+    State,
+    Weights,
+    add_bias,
+    normalise,
+    residual_scale,
+)
+
+
+class Attention(Part):
+    """Grouped-query causal self-attention (Ainslie et al. 2023) with the norm before it: `[T, D]` → `[T, D]`."""
+
+    NAME = "attention"
+    FUSED = {"qkv": ("query", "key", "value"), "qkv_bias": ("query_bias", "key_bias", "value_bias")}
+    LINEAR = ("qkv", "output")
+    USED_FIRST, USED_LAST = "qkv", "output"
+    SAVED = ("qkv", "attention", "exchanged", "leave")
+
+    def __init__(self, config: ModelConfig):
+        D, N, K, H = config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim
+        self.config = config
+        self.norm = declare((D,), ("norm",), "norm")
+        self.norm_bias = declare((D,), ("norm",), "bias") if config.norm == "layernorm" else None
+        self.query = declare((D, N, H), ("embed", "heads", "head"))
+        self.key = declare((D, K, H), ("embed", "kv_heads", "head"))
+        self.value = declare((D, K, H), ("embed", "kv_heads", "head"))
+        self.output = declare((N, H, D), ("heads", "head", "embed"), scale=residual_scale(config))
+        self.query_norm = declare((H,), ("norm",), "norm") if config.qk_norm else None
+        self.key_norm = declare((H,), ("norm",), "norm") if config.qk_norm else None
+        self.sinks = declare((N,), ("sinks",), "bias") if config.attention_sinks else None
+        bias = config.attention_bias
+        self.query_bias = declare((N, H), ("heads", "head"), "bias") if bias else None
+        self.key_bias = declare((K, H), ("kv_heads", "head"), "bias") if bias else None
+        self.value_bias = declare((K, H), ("kv_heads", "head"), "bias") if bias else None
+        self.output_bias = declare((D,), ("residual",), "bias") if bias else None
+
+    @jax.named_scope("attention")
+    def __call__(
+        self, w: Weights, x, inputs: BlockInputs, layer, state: State, *, comm: SingleDevice, window, recompute
+    ) -> tuple[jax.Array, Metrics]:
+        """Projections → positions → core → output."""
+        projected = checkpoint_name(self.project(w, x, comm, "norms" in recompute), "qkv")
+
+        def core(projected):
+            q, k, v = self.heads(w, projected, inputs, comm)
+            softcap, sinks = self.config.attention_softcap, w.get("sinks")
+            return comm.attend(q, k, v, inputs.place, window=window, softcap=softcap, sinks=sinks)
+
+        core = jax.checkpoint(core) if "attention" in recompute else core
+        out = checkpoint_name(core(projected), "attention")
+        y = checkpoint_name(comm.row_linear(out.reshape(-1, out.shape[-2] * out.shape[-1]), w["output"]), "leave")
+        return add_bias(y, w.get("output_bias")), {}
+
+    def project(self, w: Weights, x: jax.Array, comm: SingleDevice, recompute_norm: bool) -> jax.Array:
+        """`[T / tensor, D]` → `[T, (N + 2K)·H]`: queries, keys and values of this device's heads, side by side."""
+
+        def compute(x, norm, norm_bias, weight):
+            return comm.column_linear(normalise(self.config, x, norm, norm_bias), weight)
+
+        compute = jax.checkpoint(compute, prevent_cse=False) if recompute_norm else compute
+        return add_bias(compute(x, w["norm"], w.get("norm_bias"), w["qkv"]), w.get("qkv_bias"))
+
+    def heads(self, w: Weights, projected: jax.Array, inputs: BlockInputs, comm: SingleDevice):
+        """What `project` gave → queries `[B, S, N, H]`, keys and values `[B, S, K, H]`, positions in them."""
+        c, (B, S) = self.config, inputs.positions.shape
+        qkv = projected.reshape(B, S, -1, c.head_dim)
+        N = qkv.shape[2] - 2 * comm.local_kv_heads(c.num_kv_heads)
+        q, k, v = jnp.split(qkv, (N, (N + qkv.shape[2]) // 2), axis=2)
+        if c.qk_norm:
+            q = ops.rms_norm(q, w["query_norm"], c.norm_epsilon)
+            k = ops.rms_norm(k, w["key_norm"], c.norm_epsilon)
+        if c.position == "rope":
+            scaling = c.rope_scaling.model_dump() if c.rope_scaling else None
+            frequencies = ops.rope_frequencies(c.head_dim, c.rope_theta, c.rope_fraction, scaling)
+            q, k = (ops.apply_rope(a, inputs.positions, frequencies) for a in (q, k))
+        return q, k, v
+
+    def matmul_parameters(self) -> int:
+        c = self.config
+        return c.hidden_size * c.head_dim * (2 * c.num_heads + 2 * c.num_kv_heads)
+
+    def attention_flops(self, attended: float) -> float:
+        c = self.config
+        return 6 * attended * c.num_heads * (c.head_dim + c.head_dim)  # scores, and what the values give
+
+    def sizes(self, shares: Shares) -> PartSizes:
+        c, tensor = self.config, shares.tensor
+        output = c.num_heads * c.head_dim
+        key_value = 2 * c.head_dim * max(c.num_kv_heads, tensor)
+        return PartSizes((2 * output + key_value) / tensor, output, kept_width=output / tensor)

@@ -1,0 +1,80 @@
+"""The dense MLP."""
+
+import jax
+from jax.ad_checkpoint import checkpoint_name
+
+from megajax.config import ModelConfig
+from megajax.model.comm import SingleDevice
+from megajax.model.parameters import declare
+from megajax.model.parts import (
+    BlockInputs,
+    Metrics,
+    Part,
+    PartSizes,
+    Shares,
+    State,
+    Weights,
+    add_bias,
+    is_gated,
+    normalise,
+    residual_scale,
+)
+
+
+class MLP(Part):
+    """Gated or plain MLP with the norm before it: `[T, D]` → `[T, D]`."""
+
+    NAME = "mlp"
+    FUSED = {"gate_up": ("gate", "up"), "gate_up_bias": ("gate_bias", "up_bias")}
+    LINEAR = ("gate_up", "down")
+    USED_FIRST, USED_LAST = "gate_up", "down"
+    SAVED = ("gate_up", "leave")
+
+    def __init__(self, config: ModelConfig):
+        D, F = config.hidden_size, config.ffn_hidden_size
+        gated = is_gated(config)
+        self.config = config
+        self.norm = declare((D,), ("norm",), "norm")
+        self.norm_bias = declare((D,), ("norm",), "bias") if config.norm == "layernorm" else None
+        self.gate = declare((D, F), ("embed", "mlp")) if gated else None
+        self.up = declare((D, F), ("embed", "mlp"))
+        self.down = declare((F, D), ("mlp", "embed"), scale=residual_scale(config))
+        self.gate_bias = declare((F,), ("mlp",), "bias") if gated and config.mlp_bias else None
+        self.up_bias = declare((F,), ("mlp",), "bias") if config.mlp_bias else None
+        self.down_bias = declare((D,), ("residual",), "bias") if config.mlp_bias else None
+
+    @jax.named_scope("mlp")
+    def __call__(
+        self,
+        w: Weights,
+        x: jax.Array,
+        inputs: BlockInputs,
+        layer,
+        state: State,
+        *,
+        comm: SingleDevice,
+        window,
+        recompute,
+    ) -> tuple[jax.Array, Metrics]:
+        def compute(x, norm, norm_bias, gate_up, bias, down):
+            return comm.mlp(self.config.activation, normalise(self.config, x, norm, norm_bias), gate_up, bias, down)
+
+        if "norms" in recompute:
+            kept = jax.checkpoint_policies.save_only_these_names("gate_up")
+            compute = jax.checkpoint(compute, prevent_cse=False, policy=kept)
+        norms, weights = ("norm", "norm_bias"), ("gate_up", "gate_up_bias", "down")
+        y = compute(x, *(w.get(name) for name in (*norms, *weights)))
+        return add_bias(checkpoint_name(y, "leave"), w.get("down_bias")), {}
+
+    def matmul_parameters(self) -> int:
+        c = self.config
+        return (1 + self._products) * c.hidden_size * c.ffn_hidden_size
+
+    def sizes(self, shares: Shares) -> PartSizes:
+        width = self.config.ffn_hidden_size
+        activation = width / shares.tensor if self.config.mlp_bias else 0
+        return PartSizes(self._products * width / shares.tensor, width, self._products, activation=activation)
+
+    @property
+    def _products(self) -> int:
+        return 1 + is_gated(self.config)

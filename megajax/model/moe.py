@@ -1,0 +1,198 @@
+"""Mixture of experts."""
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from megajax import ops
+from megajax.config import ModelConfig
+from megajax.model.comm import SingleDevice
+from megajax.model.parameters import declare
+from megajax.model.parts import (
+    BlockInputs,
+    Metrics,
+    Part,
+    PartSizes,
+    Shares,
+    State,
+    Weights,
+    is_gated,
+    normalise,
+    residual_scale,
+)
+
+
+class MoE(Part):
+    """Mixture of experts with the norm before it, beside a shared expert or none: `[T, D]` → `[T, D]`."""
+
+    NAME = "moe"
+    FUSED = {"gate_up": ("gate", "up"), "shared_gate_up": ("shared_gate", "shared_up")}
+    LINEAR = ("gate_up", "down", "shared_gate_up", "shared_down")
+    USED_FIRST, USED_LAST = "gate_up", "down"
+    SAVED = ("gate_up", "routing", "dispatched", "leave")
+    METRICS = ("aux_loss", "router_z_loss", "router_entropy", "expert_counts", "dropped_tokens")
+    LOSSES = ("aux_loss", "router_z_loss")
+    NEEDS_FILLED = True  # a router of zeros would send all tokens to the same experts
+
+    def __init__(self, config: ModelConfig):
+        D, E, F = config.hidden_size, config.num_experts, config.expert_ffn_hidden_size
+        assert E is not None and F is not None
+        shared, scale = config.shared_expert_ffn_hidden_size, residual_scale(config)
+        gated = is_gated(config)
+        self.config = config
+        self.norm = declare((D,), ("norm",), "norm")
+        self.norm_bias = declare((D,), ("norm",), "bias") if config.norm == "layernorm" else None
+        self.router = declare((D, E), ("embed", "router"))
+        self.gate = declare((E, D, F), ("experts", "embed", "expert_mlp")) if gated else None
+        self.up = declare((E, D, F), ("experts", "embed", "expert_mlp"))
+        self.down = declare((E, F, D), ("experts", "expert_mlp", "embed"), scale=scale)
+        self.shared_gate = declare((D, shared), ("embed", "mlp")) if gated and shared else None
+        self.shared_up = declare((D, shared), ("embed", "mlp")) if shared else None
+        self.shared_down = declare((shared, D), ("mlp", "embed"), scale=scale) if shared else None
+        self.shared_router = declare((D,), ("embed",)) if config.shared_expert_gate else None
+
+    @jax.named_scope("moe")
+    def __call__(
+        self,
+        w: Weights,
+        x: jax.Array,
+        inputs: BlockInputs,
+        layer,
+        state: State,
+        *,
+        comm: SingleDevice,
+        window,
+        recompute,
+    ) -> tuple[jax.Array, Metrics]:
+        def compute(w: Weights, x: jax.Array):
+            h = normalise(self.config, x, w["norm"], w.get("norm_bias"))
+            experts, weights, metrics = self.route(w["router"], h, inputs, layer, state, comm)
+            matrices, capacity = (w["gate_up"], w["down"]), self.capacity(len(x) * comm.token_shards)
+            y = comm.experts(self.config.activation, h, experts, weights, *matrices, capacity)
+            return self.add_shared(w, h, y, comm), metrics
+
+        if "norms" in recompute:
+            kept = jax.checkpoint_policies.save_only_these_names("gate_up", "routing", "dispatched")
+            compute = jax.checkpoint(compute, prevent_cse=False, policy=kept)
+        y, metrics = compute(w, x)
+        return checkpoint_name(y, "leave"), metrics
+
+    @jax.named_scope("router")
+    def route(self, weight, h: jax.Array, inputs: BlockInputs, layer, state, comm: SingleDevice):
+        """`h [T / tensor, D]` → (experts and their weights, `[T / tensor, k]` each; this device's metrics)."""
+        c, r, k = self.config, self.config.router, self.config.experts_per_token
+        assert c.num_experts is not None
+        training, tokens = inputs.layer_loss_scale is not None, h.shape[0] * comm.token_shards
+        if inputs.jitter_key is not None:
+            h = ops.router.jitter(h, r.jitter, jax.random.fold_in(inputs.jitter_key, layer), inputs.token_ids)
+        logits = checkpoint_name(ops.router.router_logits(h, weight), "routing")
+        if r.force_balance:
+            experts = ops.router.balanced_choice(inputs.token_ids, k, c.num_experts)
+        elif r.sinkhorn and training:
+            experts = ops.router.choose(ops.router.sinkhorn(logits, tokens, comm.sum_over_tokens), k)
+        else:
+            bias = state.get("expert_bias")
+            values = ops.router.scores(logits, r.score_function)
+            values = values if bias is None else values + bias
+            experts = ops.router.choose(values, k, r.num_groups, r.groups_per_token)
+        experts = checkpoint_name(experts, "routing")
+        weights = ops.router.routing_weights(
+            logits, experts, r.score_function, r.pre_softmax, r.normalise, r.scaling_factor
+        )
+        metrics = self.metrics(logits, experts, inputs, comm, tokens) if training else {}
+        if r.capacity_factor is not None:
+            kept = self.within_capacity(experts, weights, inputs, comm, tokens)
+            experts = checkpoint_name(jnp.where(kept, experts, c.num_experts), "routing")
+            metrics |= {"dropped_tokens": jnp.sum(~kept, dtype=jnp.int32)} if training else {}
+        if "filled" in state:
+            experts = checkpoint_name(jnp.where(state["filled"], experts, c.num_experts), "routing")
+        return experts, weights, metrics
+
+    def within_capacity(self, experts, weights, inputs: BlockInputs, comm: SingleDevice, tokens: int) -> jax.Array:
+        """Which assignments `[T / tensor, k]` the experts have room for, among all of a microbatch's `tokens` tokens.
+
+        The others are no longer assigned to any expert, and the weights of what remains stay as they are. Losses and
+        counts are of the choice before this, as Megatron-LM's losses are.
+        """
+        r, E, capacity = self.config.router, self.config.num_experts, self.capacity(tokens)
+        assert E is not None and capacity is not None
+        priorities = weights if r.drop_policy == "probability" else jnp.zeros_like(weights)
+        return ops.router.within_capacity(experts, priorities, inputs.token_ids, E, capacity, comm.of_all_tokens)
+
+    def capacity(self, tokens: int) -> int | None:
+        """The most assignments that an expert takes of a microbatch's `tokens` tokens; None: all."""
+        c, factor = self.config, self.config.router.capacity_factor
+        if factor is None:
+            return None
+        assert c.num_experts is not None
+        return ops.router.expert_capacity(factor, tokens, c.experts_per_token, c.num_experts)
+
+    def metrics(self, logits, experts, inputs: BlockInputs, comm: SingleDevice, tokens: int) -> dict[str, jax.Array]:
+        """Assignments `[E]` and this device's shares of the router's entropy and losses, means over all `tokens`."""
+        r, k, E = self.config.router, self.config.experts_per_token, logits.shape[1]
+        B, S = inputs.positions.shape
+        counts = ops.router.count(experts, E)
+        out = {"expert_counts": counts, "router_entropy": ops.router.entropy(logits, r.score_function) / tokens}
+        if r.global_loss > 0:
+            total = comm.sum_over_tokens(counts).astype(jnp.float32)
+            loss = ops.router.balance_loss(logits, total, r.score_function, k, tokens)
+            out["aux_loss"] = r.global_loss / tokens * loss
+        if r.sequence_loss > 0:
+            sequences = comm.own_tokens(jnp.repeat(jnp.arange(B), S))
+            totals = comm.sum_over_sequence(ops.router.count_by_sequence(experts, sequences, B, E))
+            length = S * comm.context_size
+            loss = ops.router.balance_loss(logits, totals[sequences], r.score_function, k, length)
+            out["aux_loss"] = out.get("aux_loss", 0) + r.sequence_loss / tokens * loss
+        if r.z_loss > 0:
+            out["router_z_loss"] = r.z_loss / tokens * ops.router.z_loss(logits)
+        return out
+
+    def add_shared(self, w: Weights, h: jax.Array, y: jax.Array, comm: SingleDevice) -> jax.Array:
+        """`y` and the output of the shared expert, which computes every token."""
+        if not self.config.shared_expert_ffn_hidden_size:
+            return y
+        shared = comm.mlp(self.config.activation, h, w["shared_gate_up"], None, w["shared_down"])
+        if self.config.shared_expert_gate:
+            gate = jax.nn.sigmoid((h @ w["shared_router"]).astype(jnp.float32))
+            shared = (shared * gate[:, None]).astype(shared.dtype)
+        return y + shared
+
+    def linear_layers(self) -> tuple[str, ...]:
+        shared = bool(self.config.shared_expert_ffn_hidden_size)
+        return tuple(name for name in self.LINEAR if shared or not name.startswith("shared_"))
+
+    def losses(self) -> tuple[str, ...]:
+        return self.LOSSES if self.config.router.has_losses else ()
+
+    def layer_state(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """`expert_bias [E]`, which balances loads without a loss (Wang et al. 2024), if the router has one."""
+        c = self.config
+        return {"expert_bias": jax.ShapeDtypeStruct((c.num_experts,), jnp.float32)} if c.router.expert_bias else {}
+
+    def updated_state(self, state: State, metrics: State) -> dict[str, jax.Array]:
+        rate = self.config.router.bias_update_rate
+        return {n: ops.router.updated_bias(bias, metrics["expert_counts"], rate) for n, bias in state.items()}
+
+    def matmul_parameters(self) -> int:
+        """The router's and the shared expert's included."""
+        c = self.config
+        width = c.experts_per_token * (c.expert_ffn_hidden_size or 0) + c.shared_expert_ffn_hidden_size
+        return c.hidden_size * ((1 + self._products) * width + (c.num_experts or 0) + c.shared_expert_gate)
+
+    def sizes(self, shares: Shares) -> PartSizes:
+        """Where experts lie over devices there is room for as many rows as could arrive."""
+        c, k = self.config, self.config.experts_per_token
+        assert c.num_experts is not None
+        over = shares.expert_shards
+        rows: float = over * min(k, c.num_experts // over) if over > 1 else k
+        if c.router.capacity_factor is not None:  # of the microbatch's tokens, on all devices
+            rows = min(rows, c.router.capacity_factor * k * shares.token_shards)
+        width = rows * (c.expert_ffn_hidden_size or 0) + c.shared_expert_ffn_hidden_size
+        arrived = rows * c.hidden_size / (shares.tensor if shares.experts_over_tensor else 1)
+        routing = 4 / shares.compute * (c.num_experts + 4 * k) / shares.tensor  # in FP32
+        kept = self._products * width / shares.tensor + (arrived + routing)
+        return PartSizes(kept, width, self._products, rows=rows, arrived=arrived)
+
+    @property
+    def _products(self) -> int:
+        return 1 + is_gated(self.config)
