@@ -10,9 +10,8 @@ import numpy as np
 from jax.sharding import AxisType, Mesh
 
 from megajax.config import AXES
+from megajax.config.fields import BATCH_AXES as BATCH_AXES
 from megajax.errors import ConfigError
-
-BATCH_AXES = ("data", "fsdp", "expert")
 
 
 def build_mesh(sizes: Mapping[str, int], devices: Sequence[Any] | None = None) -> Mesh:

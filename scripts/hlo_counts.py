@@ -24,7 +24,6 @@ from compile_row import ROOT, run_apart
 from megajax.config import load_config
 from megajax.console import user_errors
 from megajax.errors import InputError
-from megajax.mesh import mesh_sizes
 from megajax.plan import estimate_memory
 from megajax.plan.compile import compile_for_h200, require_plugin, usable_bytes
 from megajax.training.step import TrainProgram
@@ -76,7 +75,7 @@ def describe(ops: Iterable[hlo.Op], memory: dict[str, int]) -> list[str]:
 
 def estimate_of(program: TrainProgram) -> int:
     """Bytes of a device by the estimate in a run's summary, which compiles nothing."""
-    return estimate_memory(program.config, program.placements, mesh_sizes(program.mesh)).total
+    return estimate_memory(program.plan, program.placements).total
 
 
 def verdict(needed: int) -> str:

@@ -25,6 +25,7 @@ from megajax.model import Transformer, parameters
 from megajax.plan import MemoryEstimate, estimate_memory
 from megajax.plan.compile import require_plugin
 from megajax.sharding import place_all, stored_rows
+from megajax.step_plan import HOPPER, StepPlan
 
 ROWS = ROOT / "tests/data/memory_rows.txt"
 GIB = 2**30
@@ -66,7 +67,7 @@ def estimate(row: Row) -> MemoryEstimate:
     sizes = check_mesh(config, row.gpus)
     rows = stored_rows(config, sizes["pipeline"])
     placements = place_all(parameters(Transformer(config.model)), sizes, rows, config.mesh.experts_over)
-    return estimate_memory(config, placements, sizes)
+    return estimate_memory(StepPlan.make(config, sizes, HOPPER), placements)
 
 
 def planned(row: Row) -> float:

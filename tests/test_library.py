@@ -67,7 +67,7 @@ def test_mesh_model_state_and_step_one_by_one(load):
     program = megajax.TrainProgram.build(config, mesh)
     state = program.init_state()
     assert state.params["embedding.tokens"].sharding.shard_shape((64, 16)) == (32, 8)
-    fields = {name: np.zeros(program.batch_shape, s.dtype) for name, s in program.abstract_batch.items()}
+    fields = {name: np.zeros(program.plan.batch_shape, s.dtype) for name, s in program.abstract_batch.items()}
     fields["loss_mask"] += 1
     fields["targets"] += 3
     batch = jax.device_put(fields, program.batch_sharding)

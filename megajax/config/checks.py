@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from megajax.config.expert_checks import check_experts, check_experts_on_mesh
-from megajax.config.fields import AXES
+from megajax.config.fields import AXES, BATCH_AXES
 from megajax.config.kinds import mlp_widths
 from megajax.config.pipeline_checks import check_stages
 from megajax.config.schema import Config
@@ -112,8 +112,7 @@ def _check_axes(config: Config, sizes: dict[str, int]) -> None:
 
 def _check_local_batch(config: Config, sizes: dict[str, int]) -> None:
     batch, tensor = config.batch, sizes["tensor"]
-    axes = [axis for axis in ("data", "fsdp", "expert") if sizes[axis] > 1]
-    shards = math.prod(sizes[axis] for axis in axes)
+    axes, shards = [axis for axis in BATCH_AXES if sizes[axis] > 1], config.batch_shards(sizes)
     microbatch = batch.global_size // batch.num_microbatches
     if microbatch % shards:
         names = " x ".join(said_axis(config, sizes, axis) for axis in axes)
@@ -159,7 +158,7 @@ def _check_fp8_shapes(config: Config, sizes: dict[str, int]) -> None:
     if config.precision.fp8.recipe == "none":
         return
     model, batch, tensor = config.model, config.batch, sizes["tensor"]
-    shards = math.prod(sizes[axis] for axis in ("data", "fsdp", "expert"))
+    shards = config.batch_shards(sizes)
     tokens = batch.global_size // batch.num_microbatches // shards * batch.sequence_length // sizes["context"]
     recipe, mesh = "precision.fp8.recipe", said_axis(config, sizes, "tensor")
     widths = {

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, model_validator
 
 AXES = ("pipeline", "data", "fsdp", "expert", "context", "tensor")
+BATCH_AXES = ("data", "fsdp", "expert")  # that the sequences of a batch are divided over
 
 # Upper limits are far above any sensible value. They turn a slip of the keyboard into a sentence: larger counts would
 # overflow 32 bits, exhaust the host's memory, or keep a check busy for minutes.

@@ -1,7 +1,5 @@
 """Checks for the pipeline's stages: layers, microbatches, and settings that count the layers of a stage."""
 
-import math
-
 from megajax.config.kinds import is_mixed
 from megajax.config.schema import Config
 from megajax.config.sentences import at_most, counted, divisors, listed, refuse, said, said_axis
@@ -72,7 +70,7 @@ def _check_layout(config: Config, sizes: dict[str, int]) -> None:
 def _check_microbatches(config: Config, sizes: dict[str, int]) -> None:
     stages, rounds, microbatches = sizes["pipeline"], config.pipeline.rounds, config.batch.num_microbatches
     key, name = "batch.num_microbatches", said_axis(config, sizes, "pipeline")
-    shards = math.prod(sizes[axis] for axis in ("data", "fsdp", "expert"))
+    shards = config.batch_shards(sizes)
     usable = [
         n
         for n in divisors(config.batch.global_size)

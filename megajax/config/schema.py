@@ -11,6 +11,7 @@ import yaml
 from pydantic import BeforeValidator, Discriminator, Field, PrivateAttr, Tag, model_validator
 
 from megajax.config.fields import (
+    BATCH_AXES,
     AxisSize,
     BelowOne,
     Count,
@@ -343,6 +344,10 @@ class Config(Section):
             if fp8.recipe == "none"
             else range(fp8.first_bf16_layers, self.model.num_layers - fp8.last_bf16_layers)
         )
+
+    def batch_shards(self, sizes: Mapping[str, int]) -> int:
+        """The number of devices that the sequences are divided among, on a mesh of `sizes`."""
+        return math.prod(sizes[axis] for axis in BATCH_AXES)
 
     def expert_shards(self, sizes: Mapping[str, int]) -> int:
         """The number of devices that the experts are divided among, on a mesh of `sizes`."""

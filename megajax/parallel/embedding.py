@@ -15,39 +15,21 @@ import jax.numpy as jnp
 from jax import lax
 
 from megajax import ops
-from megajax.config import Config
 from megajax.model.parts import BlockInputs
 from megajax.parallel.comm import MeshComm
 from megajax.parallel.weights.exchange import row_major
-from megajax.sharding import END_AXES
+from megajax.step_plan import StepPlan
 
 TOKENS, POSITIONS = "embedding.tokens", "embedding.positions"
 Weights = Mapping[str, jax.Array]
 Batch = Mapping[str, jax.Array]
 
 
-def row_axes(config: Config, sizes: Mapping[str, int]) -> tuple[str, ...]:
-    """The axes over which tokens' rows travel, in the order of the table's shards; none: the table is gathered.
-
-    Rows travel twice in the compute dtype, the table once, and as its gradient once more. Over axes besides `fsdp`,
-    which may connect hosts, the table goes in shares of 1 / fsdp: rows must be fewer bytes than those. A table that is
-    the head as well is gathered anyway, and so it is in a pipeline, whose stages all hold the same tokens.
-    """
-    if config.model.tie_embeddings or sizes["pipeline"] > 1:
-        return ()
-    axes = tuple(axis for axis in END_AXES if sizes[axis] > 1)
-    tokens = config.batch.global_size * config.batch.sequence_length // math.prod(sizes[axis] for axis in axes)
-    number, summed = jnp.dtype(config.precision.compute).itemsize, jnp.dtype(config.precision.gradients).itemsize
-    share = 1 if axes == ("fsdp",) else sizes["fsdp"]
-    return axes if 2 * number * tokens < (number + summed) * config.model.padded_vocab_size // share else ()
-
-
 class MeshEmbedding:
     """Token and position embeddings of a device's tokens, and their gradients."""
 
-    def __init__(self, config: Config, comm: MeshComm):
-        self.config, self.comm = config, comm
-        self.axes = row_axes(config, comm.sizes)
+    def __init__(self, plan: StepPlan, comm: MeshComm):
+        self.config, self.comm, self.axes = plan.config, comm, plan.embedding_axes
         self.as_stored = (TOKENS,) if self.axes else ()  # weights that are used, and have gradients, in their shards
 
     @jax.named_scope("embedding")

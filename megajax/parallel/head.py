@@ -7,34 +7,22 @@ import jax.numpy as jnp
 from jax import lax
 
 from megajax import ops
-from megajax.config import Config, ModelConfig
+from megajax.config import ModelConfig
 from megajax.model.parts import normalise
 from megajax.parallel.comm import MeshComm
+from megajax.step_plan import StepPlan, loss_chunks
 
 NORMS = ("final_norm", "final_norm_bias")
-
-
-CHUNK_BYTES = 2**31  # of a chunk's FP32 logits
-
-
-def chunk_count(config: Config, tokens: int, tensor: int) -> int:
-    """How many chunks a device's T `tokens` are cut into, each `kernels.loss_chunk_tokens` long or a little shorter.
-
-    By default at most 4096 tokens and 2 GiB of logits, and four chunks or more where they are not shorter than 2048
-    tokens: each chunk reads and writes the head's FP32 gradient, which then takes a third of the time of its matmul.
-    """
-    fits = CHUNK_BYTES * tensor // (4 * config.model.padded_vocab_size)
-    limit = config.kernels.loss_chunk_tokens or max(min(4096, fits, max(tokens // 4, 2048)), 1)
-    return -(-tokens // limit)
 
 
 class LossHead:
     """Final norm, head and cross-entropy of a device's tokens; the vocabulary is sharded over `tensor`."""
 
-    def __init__(self, config: Config, comm: MeshComm, platform: str):
+    def __init__(self, plan: StepPlan, comm: MeshComm):
+        config = plan.config
         self.model: ModelConfig = config.model
         self.config, self.comm = config, comm
-        self.implementation: ops.LossImplementation = "pallas" if platform in ("gpu", "cuda") else "reference"
+        self.implementation: ops.LossImplementation = plan.kernels.loss
         # FP32 logits cost a chunk's head a tenth of its time; Megatron and MaxText round them to BF16 too.
         self.logits_dtype = jnp.bfloat16 if config.precision.compute == "bfloat16" else jnp.float32
         self.weight_name = "embedding.tokens" if config.model.tie_embeddings else "head"
@@ -110,7 +98,7 @@ class LossHead:
         Tokens that fill up the last chunk are masked.
         """
         tensor, own = self.comm.tensor_size, x.shape[0]
-        n = chunk_count(self.config, targets.size, tensor)
+        n = loss_chunks(self.config, targets.size, tensor)
         padding = -own % n
 
         def arrange(a: jax.Array) -> jax.Array:

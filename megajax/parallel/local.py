@@ -1,23 +1,15 @@
 """The model as one device sees it inside the step's shard_map: weights gathered, embedding, layers, head."""
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
 
-from megajax import ops
 from megajax.config import Config
-from megajax.config.kinds import layer_windows
-from megajax.config.segments import plan_segments
 from megajax.config.sentences import said
-from megajax.config.stages import slot_kinds
-from megajax.mesh import BATCH_AXES, mesh_sizes, within_processes
 from megajax.model.parts import BlockInputs
 from megajax.model.transformer import Transformer
-from megajax.ops import fp8
 from megajax.parallel.comm import MeshComm
 from megajax.parallel.context.token_order import add_places, place_of
 from megajax.parallel.embedding import MeshEmbedding
@@ -25,8 +17,8 @@ from megajax.parallel.head import LossHead
 from megajax.parallel.stack.layers import LayerStack, of_block
 from megajax.parallel.weights.exchange import WeightExchange, row_major, sum_over_all
 from megajax.parallel.weights.fused import FusedWeights
-from megajax.runtime import permutations_are_copied
 from megajax.sharding import BLOCKS, Placement
+from megajax.step_plan import StepPlan
 
 JITTER = 2**31  # folded into the step's key; below it: layers and branches of dropout
 Params = Mapping[str, jax.Array]
@@ -34,67 +26,10 @@ Batch = Mapping[str, jax.Array]
 
 
 @dataclass(frozen=True)
-class Kernels:
-    """Which implementation of an operation was chosen where there are several, and why."""
-
-    attention: ops.Implementation
-    attention_reason: str
-    grouped_matmul: ops.GroupedImplementation  # unused without experts
-    grouped_matmul_reason: str
-    fp8: fp8.Implementation  # unused without FP8
-
-    @classmethod
-    def choose(cls, config: Config, mesh: Mesh) -> "Kernels":
-        """Raises ConfigError for a kernel that cannot run."""
-        device, model, settings = mesh.devices.flat[0], config.model, config.precision.fp8
-        capability = getattr(device, "compute_capability", None)
-        attention = ops.choose_attention(
-            config.kernels.attention,
-            platform=device.platform,
-            capability=capability,
-            dtype=config.precision.compute,
-            head_dim=model.head_dim,
-            softcap=model.attention_softcap,
-            packed=config.data.reset_attention,
-            sequence_length=config.batch.sequence_length,
-            parts_with=_unknown_to_parts(config, mesh),
-        )
-        grouped: tuple[ops.GroupedImplementation, str] = "reference", "no experts"
-        if model.num_experts:
-            assert model.expert_ffn_hidden_size is not None
-            whole = "tensor" in config.mesh.experts_over
-            width = model.expert_ffn_hidden_size // (1 if whole else mesh_sizes(mesh)["tensor"])
-            grouped = ops.choose_grouped_matmul(
-                config.kernels.grouped_matmul,
-                platform=device.platform,
-                capability=capability,
-                dtype=config.precision.compute,
-                widths=(model.hidden_size, width),
-                fp8=settings.recipe != "none",
-            )
-        quantised = settings.recipe != "none"
-        kernels = fp8.choose(settings.backend, device.platform, capability) if quantised else "reference"
-        return cls(*attention, *grouped, kernels)
-
-
-def _unknown_to_parts(config: Config, mesh: Mesh) -> tuple[str, ...]:
-    """Settings that cuDNN's attention to a part of the keys (`ops/partial_attention.py`) does not know."""
-    if mesh_sizes(mesh)["context"] == 1 or config.kernels.context == "all_to_all":
-        return ()
-    windows = [window for window in layer_windows(config.model) if window is not None]
-    settings = {
-        f"model.sliding_window={config.model.sliding_window}": min(windows, default=math.inf)
-        < config.batch.sequence_length,
-        # Equal calls of its deterministic backward pass fail at run time, as `MeshComm.attend` says.
-        "run.deterministic": config.run.deterministic,
-    }
-    return tuple(name for name, present in settings.items() if present)
-
-
-@dataclass(frozen=True)
 class LocalModel:
     """The model as one device sees it inside the step's shard_map."""
 
+    plan: StepPlan
     config: Config
     sizes: Mapping[str, int]
     placements: Mapping[str, Placement]  # of the stored parameters
@@ -105,30 +40,21 @@ class LocalModel:
     head: LossHead
 
     @classmethod
-    def build(
-        cls,
-        config: Config,
-        model: Transformer,
-        placements: Mapping[str, Placement],
-        mesh: Mesh,
-        kernels: Kernels,
-    ):
-        sizes, platform = mesh_sizes(mesh), mesh.devices.flat[0].platform
-        segments = plan_segments(config, platform, slot_kinds(config, sizes["pipeline"]), sizes)
+    def build(cls, plan: StepPlan, model: Transformer, placements: Mapping[str, Placement]):
+        config, sizes, kernels = plan.config, plan.sizes, plan.kernels
         comm = MeshComm(
             sizes,
             kernels.attention,
             config.run.deterministic,
             config.kernels.context,
             kernels.fp8,
-            "pallas" if platform == "gpu" else "reference",
-            dispatch=config.dispatch(sizes),
-            ragged=platform != "cpu",
+            kernels.elementwise,
+            dispatch=plan.dispatch,
+            ragged=plan.hardware.platform != "cpu",
             experts_over=config.mesh.experts_over,
             grouped=kernels.grouped_matmul,
-            copied=platform == "gpu" and permutations_are_copied() and within_processes(mesh, "tensor"),
-            # In a loop; a pipeline may compute the weights' gradients later.
-            tied=sizes["fsdp"] > 1 and sizes["pipeline"] == 1 and any(segment.loops > 1 for segment in segments),
+            copied=plan.hardware.copied_permutations,
+            tied=plan.ties_gradients,
         )
         compute, gradients = jnp.dtype(config.precision.compute), jnp.dtype(config.precision.gradients)
         fused = {
@@ -138,9 +64,9 @@ class LocalModel:
         for kind, own in fused.items():
             computed |= {f"{BLOCKS}{kind}.{name}": placement for name, placement in own.placements.items()}
         exchange = WeightExchange(computed, sizes, compute, gradients)
-        layers = LayerStack(config, comm, model, exchange, fused, platform)
-        ends = MeshEmbedding(config, comm), LossHead(config, comm, platform)
-        return cls(config, sizes, placements, comm, exchange, layers, *ends)
+        layers = LayerStack(plan, comm, model, exchange, fused)
+        ends = MeshEmbedding(plan, comm), LossHead(plan, comm)
+        return cls(plan, config, sizes, placements, comm, exchange, layers, *ends)
 
     @jax.named_scope("weights")
     def gather_ends(self, params: Params) -> dict[str, jax.Array]:
@@ -171,7 +97,7 @@ class LocalModel:
     ) -> BlockInputs:
         """What the blocks read of one microbatch of `add_places`; `key` and `layer_loss_scale` in training only."""
         B, S = batch["tokens"].shape
-        shards = math.prod(self.sizes[axis] for axis in BATCH_AXES)
+        shards = self.config.batch_shards(self.sizes)
         sequences = (microbatch * B * shards + self.comm.sequence_ids(B)).astype(jnp.uint32)
         place = place_of(batch, self.sizes["context"])
         token_ids = (sequences[:, None] * (S * self.sizes["context"]) + place.index.astype(jnp.uint32)).reshape(-1)

@@ -1,28 +1,27 @@
 """Bytes of activations on one device: what a layer saves, computes again, and works with in its backward pass."""
 
 import math
-from collections.abc import Mapping
 from functools import cache
 
-from megajax.config import Config
 from megajax.config.segments import Segment
+from megajax.mesh import BATCH_AXES
 from megajax.model.block import blocks_of
 from megajax.model.parts import PartSizes, Shares
+from megajax.step_plan import StepPlan
 
 
 class Activations:
     """Bytes of one microbatch's activations by kind of block."""
 
-    def __init__(self, config: Config, sizes: Mapping[str, int]):
-        self.config, self.sizes = config, sizes
+    def __init__(self, plan: StepPlan):
+        config, sizes = plan.config, plan.sizes
+        self.plan, self.config = plan, config
         self.compute = 4 if config.precision.compute == "float32" else 2
-        batch, shards = config.batch, math.prod(sizes[a] for a in ("data", "fsdp", "expert", "context"))
-        # Of a device, and of those that `tensor` divides their work among
-        self.tokens = batch.global_size * batch.sequence_length // batch.num_microbatches // shards
+        self.tokens = plan.tokens  # of those devices that `tensor` divides their work among
         self._values = cache(self.values_of_block)
-        apart = [axis for axis in ("data", "fsdp", "expert", "context") if axis not in config.mesh.experts_over]
+        apart = [axis for axis in (*BATCH_AXES, "context") if axis not in config.mesh.experts_over]
         over_tensor = "tensor" in config.mesh.experts_over
-        experts = config.expert_shards(sizes) if config.model.num_experts else 1
+        experts = plan.expert_shards if config.model.num_experts else 1
         divided = math.prod(sizes[axis] for axis in apart)
         self.shares = Shares(sizes["tensor"], divided, experts, over_tensor, self.compute)
         self.parts = {
@@ -48,7 +47,7 @@ class Activations:
     @property
     def stream(self) -> int:
         """Bytes of a microbatch's residual stream."""
-        return self.compute * self.tokens * self.config.model.hidden_size // self.sizes["tensor"]
+        return self.compute * self.tokens * self.config.model.hidden_size // self.shares.tensor
 
     def working(self, block: str, weight_gradients: int) -> int:
         """Bytes of the gradients that a layer's backward pass works with, at most: in its MLP.
@@ -59,7 +58,7 @@ class Activations:
         """
         mlp, D, number = self.parts[block][-1], self.config.model.hidden_size, self.compute * self.tokens
         width, row = number * mlp.width / self.shares.tensor, number * self._row(mlp)
-        zeros = row if row and self.config.dispatch(self.sizes) == "all_to_all" else 0
+        zeros = row if row and self.plan.dispatch == "all_to_all" else 0
         return int(2 * number * D + zeros + row + mlp.products * width + max(2 * width, weight_gradients))
 
     def operands(self, block: str) -> int:

@@ -11,16 +11,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 
-from megajax.config import Config
 from megajax.config.kinds import block_layers
-from megajax.config.segments import Segment, plan_segments
-from megajax.config.stages import gathered_slots, slot_kinds
-from megajax.parallel.embedding import TOKENS, row_axes
-from megajax.parallel.head import chunk_count
-from megajax.parallel.pipeline.pipeline import MOST_LAYERS, MOST_PROGRAMS
-from megajax.parallel.pipeline.schedules import Slots, assign_slots, make_schedule
+from megajax.config.segments import Segment
+from megajax.parallel.embedding import TOKENS
+from megajax.parallel.pipeline.pipeline import choose_slots
+from megajax.parallel.pipeline.schedules import make_schedule
 from megajax.plan.activations import Activations
 from megajax.sharding import BLOCKS, ONCE_AXES, Placement
+from megajax.step_plan import StepPlan
 
 FP32 = 4  # bytes
 # A loop needs more than its arrays: so many times what its largest saves. Measured on Llama 3 8B: 3.0 on 8 × (4 × 1)
@@ -63,25 +61,21 @@ class Elements:
         return Elements(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
 
 
-def estimate_memory(config: Config, placements: Mapping[str, Placement], sizes: Mapping[str, int]) -> MemoryEstimate:
-    """Bytes a device needs for a train step on a mesh of `sizes`, as XLA for GPUs plans it."""
-    step = _Pipelined(config, placements, sizes) if sizes["pipeline"] > 1 else _Step(config, placements, sizes)
+def estimate_memory(plan: StepPlan, placements: Mapping[str, Placement]) -> MemoryEstimate:
+    """Bytes a device needs for a train step with this plan, as XLA for GPUs has it."""
+    step = _Pipelined(plan, placements) if plan.is_pipelined else _Step(plan, placements)
     return max(step.moments(), key=lambda moment: moment.total)
 
 
 class _Step:
     """What is alive in a step without a pipeline."""
 
-    def __init__(self, config: Config, placements: Mapping[str, Placement], sizes: Mapping[str, int]):
-        self.config, self.placements, self.sizes = config, placements, sizes
-        self.compute = 4 if config.precision.compute == "float32" else 2
-        self.slots = slot_kinds(config, sizes["pipeline"])
-        self.segments = plan_segments(config, "gpu", self.slots, sizes)
-        unrolled = all(segment.loops == 1 for segment in self.segments)
-        self.stay = gathered_slots(config, sizes["pipeline"]) if unrolled else ()  # slots that `fsdp` gathers once
-        self.activations = Activations(config, sizes)
-        self.rounds = config.pipeline.rounds if sizes["pipeline"] > 1 else 1  # each with layers in all slots
-        self.repeats = config.batch.num_microbatches > 1 or sizes["pipeline"] > 1
+    def __init__(self, plan: StepPlan, placements: Mapping[str, Placement]):
+        self.plan, self.config, self.sizes, self.placements = plan, plan.config, plan.sizes, placements
+        self.slots, self.segments, self.activations = plan.slots, plan.segments, Activations(plan)
+        self.compute = self.activations.compute
+        self.rounds = plan.layer_table.shape[1]  # each with layers in all slots
+        self.repeats = plan.config.batch.num_microbatches > 1 or plan.is_pipelined
 
     def moments(self) -> Iterator[MemoryEstimate]:
         """The moments when the most may be alive, in the order of the step."""
@@ -133,7 +127,7 @@ class _Step:
         """All gradients, those outside the blocks before they are reduced."""
         everything = self.layers(range(len(self.slots)))
         stored = self.ends_by_name[TOKENS].stored
-        table = stored if row_axes(self.config, self.sizes) else self.ends_by_name[TOKENS].whole
+        table = stored if self.plan.embedding_axes else self.ends_by_name[TOKENS].whole
         gradients = self.accumulated(FP32 * (self.ends_as_stored.stored - stored + table), everything)
         return replace(self.always, gradients=gradients, working=FP32 * stored if table > stored else 0)
 
@@ -172,9 +166,8 @@ class _Step:
     @property
     def head_working(self) -> int:
         """Bytes of a chunk's logits and their gradient, its rows before and after the norm, and the gradient of all."""
-        batch_tokens, tensor = self.activations.tokens, self.sizes["tensor"]
-        tokens = math.ceil(batch_tokens / self.sizes["pipeline"])
-        chunk = math.ceil(tokens / chunk_count(self.config, tokens, tensor))
+        tokens, tensor = self.plan.head_tokens, self.sizes["tensor"]
+        chunk = math.ceil(tokens / self.plan.loss_chunks)
         logits, D = self.config.model.padded_vocab_size // tensor, self.config.model.hidden_size
         return int(self.compute * (chunk * (2 * logits + 4 * D) + tokens * D / tensor))
 
@@ -239,7 +232,7 @@ class _Step:
 
         def of_slot(slot: int) -> Elements:
             own = self.block[self.slots[slot].block]
-            return replace(own, once=own.whole, gathered=0, reduced=0) if slot in self.stay else own
+            return replace(own, once=own.whole, gathered=0, reduced=0) if slot in self.plan.gathered_slots else own
 
         return sum(map(of_slot, slots), Elements())
 
@@ -263,13 +256,13 @@ class _Step:
     @cached_property
     def ends(self) -> Elements:
         """What is gathered outside the blocks: not an embedding whose tokens' rows travel."""
-        rows = row_axes(self.config, self.sizes)
+        rows = self.plan.embedding_axes
         return sum((e for name, e in self.ends_by_name.items() if not (name == TOKENS and rows)), Elements())
 
     @cached_property
     def ends_whole(self) -> Elements:
         """The same, as their gradients are: an embedding whose rows travel has its shard's."""
-        rows = row_axes(self.config, self.sizes)
+        rows = self.plan.embedding_axes
         shard = self.ends_by_name[TOKENS].stored if rows else 0
         return self.ends + Elements(shard, shard, shard)
 
@@ -293,15 +286,13 @@ class _Step:
 class _Pipelined(_Step):
     """What is alive while the stages of a pipeline work: buffers of several microbatches, and sums of gradients."""
 
-    def __init__(self, config: Config, placements: Mapping[str, Placement], sizes: Mapping[str, int]):
-        super().__init__(config, placements, sizes)
-        stages, settings = sizes["pipeline"], config.pipeline
-        schedule = make_schedule(settings.schedule, stages, config.batch.num_microbatches, settings.rounds)
-        self.kept: Slots = assign_slots(schedule, apart=True)
-        count = self.kept.activations
-        in_loops = any(segment.loops > 1 for segment in self.segments)
-        if in_loops or count > MOST_PROGRAMS or count * len(self.slots) > MOST_LAYERS:
-            self.kept = assign_slots(schedule)
+    def __init__(self, plan: StepPlan, placements: Mapping[str, Placement]):
+        super().__init__(plan, placements)
+        config, settings = plan.config, plan.config.pipeline
+        schedule = make_schedule(
+            settings.schedule, plan.sizes["pipeline"], config.batch.num_microbatches, settings.rounds
+        )
+        self.kept, _ = choose_slots(plan, schedule)
 
     def moments(self) -> Iterator[MemoryEstimate]:
         """A tick's head, and its layers' backward passes; sums and buffers are there all the time."""

@@ -29,12 +29,12 @@ def to_global(program: TrainProgram, fields: Mapping[str, np.ndarray]) -> dict[s
     Over `context` each device gets some chunks of a sequence (`parallel/context/token_order.py`), so S is in another
     order there; where that depends on the documents, a field `order` tells it.
     """
-    sharding, shape = program.batch_sharding, program.batch_shape
+    sharding, shape = program.batch_sharding, program.plan.batch_shape
     M, B, S = shape
     size, rows = sharding.mesh.shape["context"], len(next(iter(fields.values())))
-    if program.deals_out_tokens and "segment_ids" not in fields:
+    if program.plan.balances_context and "segment_ids" not in fields:
         raise ValueError("the batch has no segment_ids and data.reset_attention=true: give them, or unset it.")
-    if program.deals_out_tokens:
+    if program.plan.balances_context:
         order = balanced_order(fields["segment_ids"], size)
         fields = {**fields, "order": np.broadcast_to(np.arange(S), (rows, S))}
     else:
@@ -64,7 +64,7 @@ def batches(
 
     Raises InputError at a token outside the vocabulary.
     """
-    shape, sharding = program.batch_shape, program.batch_sharding
+    shape, sharding = program.plan.batch_shape, program.batch_sharding
     rows = rows_of_process(sharding, shape)
     fields = loader.make_loader(program.config, split=split, rows=rows, start_step=start_step, samples=samples)
     size = program.config.model.vocab_size

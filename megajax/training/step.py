@@ -12,15 +12,15 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from megajax.config import Config
-from megajax.config.kinds import layer_windows
 from megajax.mesh import mesh_sizes
 from megajax.model import Transformer, init_parameters, parameters
 from megajax.model.block import Block, layer_state
 from megajax.optim import make_optimizer, make_schedule
 from megajax.parallel.gradients import gradient_function, loss_function
-from megajax.parallel.local import Kernels, LocalModel
+from megajax.parallel.local import LocalModel
 from megajax.parallel.weights.scaling import FP8, Scaling
 from megajax.sharding import BATCH_SPEC, Placement, pad_storage, place_all, shardings, stored_rows
+from megajax.step_plan import StepPlan
 
 BATCH_DTYPES = {
     "tokens": jnp.int32,
@@ -28,7 +28,7 @@ BATCH_DTYPES = {
     "loss_mask": jnp.float32,
     "positions": jnp.int32,
     "segment_ids": jnp.int32,  # with `data.reset_attention` only
-    "order": jnp.int32,  # the index of each token in its sequence, if `TrainProgram.deals_out_tokens`
+    "order": jnp.int32,  # the index of each token in its sequence, if `StepPlan.balances_context`
 }
 INITIAL_LOSS_SCALE = 2.0**16
 LOSS_SCALE_GROWTH_STEPS = 2000  # as NVIDIA's and Megatron's dynamic loss scaling
@@ -60,7 +60,7 @@ class TrainProgram:
     model: Transformer
     placements: dict[str, Placement]
     optimizer: optax.GradientTransformation
-    kernels: Kernels
+    plan: StepPlan
 
     @classmethod
     def build(cls, config: Config, mesh: Mesh) -> "TrainProgram":
@@ -71,11 +71,11 @@ class TrainProgram:
         sizes = mesh_sizes(mesh)
         rows = stored_rows(config, sizes["pipeline"])
         placements = place_all(declared, sizes, rows, config.mesh.experts_over)
-        return cls(config, mesh, model, placements, optimizer, Kernels.choose(config, mesh))
+        return cls(config, mesh, model, placements, optimizer, StepPlan.of(config, mesh))
 
     @cached_property
     def local(self) -> LocalModel:
-        return LocalModel.build(self.config, self.model, self.placements, self.mesh, self.kernels)
+        return LocalModel.build(self.plan, self.model, self.placements)
 
     @cached_property
     def state_shardings(self) -> TrainState:
@@ -98,31 +98,14 @@ class TrainProgram:
         return NamedSharding(self.mesh, BATCH_SPEC)
 
     @property
-    def batch_shape(self) -> tuple[int, int, int]:
-        """`[M, B, S]` of a global batch."""
-        batch = self.config.batch
-        return batch.num_microbatches, batch.global_size // batch.num_microbatches, batch.sequence_length
-
-    @property
     def abstract_batch(self) -> dict[str, jax.ShapeDtypeStruct]:
-        shape, sharding = self.batch_shape, self.batch_sharding
+        shape, sharding = self.plan.batch_shape, self.batch_sharding
         fields = {n: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding) for n, dtype in BATCH_DTYPES.items()}
         if not self.config.data.reset_attention:
             del fields["segment_ids"]
-        if not self.deals_out_tokens:
+        if not self.plan.balances_context:
             del fields["order"]
         return fields
-
-    @property
-    def deals_out_tokens(self) -> bool:
-        """Whether the tokens of a sequence are dealt out over `context` by the work of its documents.
-
-        Not where the devices share the heads instead, nor where windows make the work of all tokens alike and the ring
-        skips devices.
-        """
-        whole = any(window is None for window in layer_windows(self.config.model))
-        shared = mesh_sizes(self.mesh)["context"] > 1 and self.config.kernels.context != "all_to_all"
-        return self.config.data.reset_attention and shared and whole
 
     @property
     def first_loss_scale(self) -> jax.Array:

@@ -5,14 +5,13 @@ from collections.abc import Sequence
 
 import jax
 
-from megajax.config import Config
 from megajax.config.kinds import expert_layers
-from megajax.config.stages import slot_kinds, virtual_stages
+from megajax.config.stages import virtual_stages
 from megajax.mesh import mesh_sizes
-from megajax.parallel.head import chunk_count
 from megajax.parallel.pipeline.schedules import make_schedule
 from megajax.parallel.pipeline.simulator import Costs, simulate
 from megajax.plan import active_parameter_count, estimate_memory, flops_per_token, parameter_count
+from megajax.step_plan import StepPlan
 from megajax.training.step import TrainProgram
 
 GIB = 2**30
@@ -21,12 +20,8 @@ GIB = 2**30
 def summary(program: TrainProgram, flags: list[str], data: Sequence[str] = ()) -> str:
     """Mesh, parameters, memory a device, kernels, precision and where the run is written; `data` says what it reads."""
     config, sizes = program.config, mesh_sizes(program.mesh)
-    memory = estimate_memory(config, program.placements, sizes)
-    device, kernels = program.mesh.devices.flat[0], program.kernels
-    batch, local = config.batch, program.local
-    sequences = batch.global_size // batch.num_microbatches // (sizes["data"] * sizes["fsdp"] * sizes["expert"])
-    tokens = sequences * batch.sequence_length // sizes["context"]
-    head_tokens = -(-tokens // sizes["pipeline"])  # stages share the head of a microbatch
+    plan, kernels, batch = program.plan, program.plan.kernels, config.batch
+    memory, device = estimate_memory(plan.on_gpus(), program.placements), program.mesh.devices.flat[0]
     replicated = [n for n, p in program.placements.items() if p.kv_groups > 1]
     padded = [n for n, p in program.placements.items() if p.is_padded]
     lines = [
@@ -41,23 +36,23 @@ def summary(program: TrainProgram, flags: list[str], data: Sequence[str] = ()) -
         f"working buffers {memory.working / GIB:.3g}, "
         f"together {memory.total / GIB:.3g} GiB",
         f"batch      {batch.global_size} sequences of {batch.sequence_length} tokens, {batch.num_microbatches} "
-        f"microbatch(es) of {sequences} sequences a device",
+        f"microbatch(es) of {plan.sequences} sequences a device",
         f"precision  {config.precision.compute}, gradients reduced in {config.precision.gradients}, {_fp8(program)}",
-        f"kernels    attention: {kernels.attention} ({kernels.attention_reason}); layers: {_layers(program)}; "
-        f"loss: {local.head.implementation} in {chunk_count(config, head_tokens, sizes['tensor'])} chunks",
+        f"kernels    attention: {kernels.attention} ({kernels.attention_reason}); layers: {_layers(plan)}; "
+        f"loss: {kernels.loss} in {plan.loss_chunks} chunks",
         *(f"{'data' if index == 0 else '':<10} {line}" for index, line in enumerate(data)),
     ]
     if sizes["pipeline"] > 1:
-        lines[3:3] = _pipeline(config, sizes)
-    if config.model.num_experts and config.expert_shards(sizes) > 1:
-        experts = config.model.num_experts // config.expert_shards(sizes)
+        lines[3:3] = _pipeline(plan)
+    if config.model.num_experts and plan.expert_shards > 1:
+        experts = config.model.num_experts // plan.expert_shards
         axes = " × ".join(axis for axis in config.mesh.experts_over if sizes[axis] > 1)
-        lines.append(f"experts    {experts} on each device, over {axes}; tokens by {config.dispatch(sizes)}")
+        lines.append(f"experts    {experts} on each device, over {axes}; tokens by {plan.dispatch}")
     if config.model.num_experts:
         lines.append(f"kernels    experts: {kernels.grouped_matmul} ({kernels.grouped_matmul_reason})")
     if sizes["context"] > 1:
         chunk = batch.sequence_length // (2 * sizes["context"])
-        chunks = "chunks balanced by their work" if program.deals_out_tokens else f"two chunks of {chunk} tokens"
+        chunks = "chunks balanced by their work" if plan.balances_context else f"two chunks of {chunk} tokens"
         lines.append(f"context    {config.kernels.context}; of each sequence a device has {chunks}")
     if device.platform == "gpu" and kernels.attention == "reference":
         lines.append("warning    the reference attention keeps [S, S] scores in memory: slow and large on a GPU")
@@ -70,17 +65,18 @@ def summary(program: TrainProgram, flags: list[str], data: Sequence[str] = ()) -
     return "\n".join(lines)
 
 
-def _layers(program: TrainProgram) -> str:
+def _layers(plan: StepPlan) -> str:
     """How the layers run: unrolled or in loops, under which remat policy, and why."""
-    stack, parts = program.local.layers, []
-    for (unroll, policy), segments in itertools.groupby(stack.segments, key=lambda s: (s.unroll, s.policy)):
+    parts = []
+    for (unroll, policy), segments in itertools.groupby(plan.segments, key=lambda s: (s.unroll, s.policy)):
         loops = [segment.loops for segment in segments if segment.loops > 1]
         text = f"{sum(loops) or 1} × {unroll} ({policy})"
         parts.append(f"{text} in {len(loops)} loops" if len(loops) > 1 else text)
-    return f"{', '.join(parts)}; {stack.unrolling.reason}"
+    return f"{', '.join(parts)}; {plan.unrolling.reason}"
 
 
-def _pipeline(config: Config, sizes: dict[str, int]) -> list[str]:
+def _pipeline(plan: StepPlan) -> list[str]:
+    config, sizes, slots = plan.config, plan.sizes, plan.slots
     stages, settings, microbatches = sizes["pipeline"], config.pipeline, config.batch.num_microbatches
     report = simulate(make_schedule(settings.schedule, stages, microbatches, settings.rounds), Costs())
     counts = [len(layers) for layers in virtual_stages(config, stages)]
@@ -91,7 +87,6 @@ def _pipeline(config: Config, sizes: dict[str, int]) -> list[str]:
         f"{report.bubble:.1%} of a step, "
         f"activations of up to {max(report.in_flight):g} of {microbatches} microbatches kept"
     ]
-    slots = slot_kinds(config, stages)
     if min(counts) < len(slots):
         moe = sum(slot.has_experts for slot in slots)
         kinds = f" ({len(slots) - moe} dense, {moe} with experts)" if 0 < moe < len(slots) else ""
@@ -124,4 +119,4 @@ def _fp8(program: TrainProgram) -> str:
     if not layers:
         return "no FP8"
     which = "all layers" if len(layers) == config.model.num_layers else f"layers {layers.start} to {layers.stop - 1}"
-    return f"FP8 matmuls in {which}: {config.precision.fp8.recipe} scaling, kernels of {program.kernels.fp8}"
+    return f"FP8 matmuls in {which}: {config.precision.fp8.recipe} scaling, kernels of {program.plan.kernels.fp8}"

@@ -152,7 +152,7 @@ def test_it_says_what_it_costs(table):
     for width in (F, 2 * F):
         config = make(table, {}, model={"ffn_hidden_size": width}, kernels={"scan_unroll": 4})
         program = build(config, 1)
-        saved.append(estimate_memory(config, program.placements, program.local.sizes).activations)
+        saved.append(estimate_memory(program.plan.on_gpus(), program.placements).activations)
     # The compute dtype's 4 bytes of each token: gate and up of two dense layers, `up` of two of the kind
     tokens = config.batch.global_size * S
     assert saved[1] - saved[0] == 4 * tokens * F * (2 * 2 + 2 * 2)

@@ -12,7 +12,8 @@ from jax.sharding import PartitionSpec as P
 from megajax.config import load_config
 from megajax.config.checks import check_mesh
 from megajax.mesh import BATCH_AXES, build_mesh
-from megajax.parallel.embedding import TOKENS, row_axes
+from megajax.parallel.embedding import TOKENS
+from megajax.step_plan import HOPPER, StepPlan
 from megajax.training.step import TrainProgram
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -50,7 +51,7 @@ def test_rows_and_the_gradient_of_the_table(table, mesh, sequence_length):
     )
     rng = np.random.default_rng(0)
     params = {n: jnp.asarray(rng.standard_normal(w.shape), w.dtype) for n, w in program.abstract_state.params.items()}
-    tokens = rng.integers(0, 250, program.batch_shape)
+    tokens = rng.integers(0, 250, program.plan.batch_shape)
     dx = rng.standard_normal((tokens.size, 20))
     found, gradient = jax.jit(run)(params, {n: jnp.asarray(tokens) for n in program.abstract_batch}, jnp.asarray(dx))
     weights = np.asarray(params[TOKENS])[:, :20]
@@ -85,4 +86,4 @@ def test_rows_and_the_gradient_of_the_table(table, mesh, sequence_length):
 def test_what_moves_fewer_bytes_travels(overrides, axes):
     config = load_config(CONFIGS / "llama3_8b_l8.yaml", ["mesh.fsdp=1", *overrides])
     sizes = check_mesh(config, math.prod(size for size in config.mesh.model_dump().values() if isinstance(size, int)))
-    assert row_axes(config, sizes) == axes
+    assert StepPlan.make(config, sizes, HOPPER).embedding_axes == axes

@@ -3,7 +3,7 @@
 import pytest
 
 from megajax.config import Config
-from megajax.parallel.head import chunk_count
+from megajax.step_plan import loss_chunks
 
 
 def chunks(tokens, tensor=1, vocab_size=1024, limit=None):
@@ -14,7 +14,7 @@ def chunks(tokens, tensor=1, vocab_size=1024, limit=None):
             "kernels": {"loss_chunk_tokens": limit},
         }
     )
-    return chunk_count(config, tokens, tensor)
+    return loss_chunks(config, tokens, tensor)
 
 
 @pytest.mark.smoke

@@ -205,7 +205,7 @@ def test_a_block_of_the_model_is_split_in_two(table, model, policy):
     rng = np.random.default_rng(0)
     abstract = program.abstract_state.params
     params = {n: jnp.asarray(0.1 * rng.standard_normal(w.shape), jnp.float32) for n, w in abstract.items()}
-    tokens = jnp.asarray(rng.integers(0, 250, program.batch_shape), jnp.int32)
+    tokens = jnp.asarray(rng.integers(0, 250, program.plan.batch_shape), jnp.int32)
     batch = {name: tokens for name in program.abstract_batch}
     assert jax.jit(run)(params, {**batch, "positions": tokens % 16}) < 1e-5
 

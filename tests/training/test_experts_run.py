@@ -15,6 +15,7 @@ from megajax.model import Transformer, parameters
 from megajax.pictures.expert_load import MOST_COLUMNS, NAME, load_map
 from megajax.plan import active_parameter_count, estimate_memory, flops_per_token, parameter_count
 from megajax.sharding import place, place_all
+from megajax.step_plan import HOPPER, StepPlan
 from megajax.training.logs import draw_load_map, expert_load
 from megajax.training.loop import STOPPED, Trainer
 
@@ -50,7 +51,7 @@ def test_experts_are_stored_over_their_axis_and_not_gathered_over_it():
     assert query.spec[1] == ("fsdp", "expert", "context", "data")
     # Of one layer: most is needed when the first goes backward, and by then the second's are free
     experts, attention = 3 * 8 * 4096 * 14336, 2 * 4096 * 128 * 40
-    memory = estimate_memory(config, placements, sizes)
+    memory = estimate_memory(StepPlan.make(config, sizes, HOPPER), placements)
     assert memory.weights == pytest.approx(2 * (experts / 4 + attention), rel=1e-3)
 
 

@@ -37,7 +37,7 @@ def make_program(make_config):
 
 def random_batch(program, seed):
     """A global batch of random tokens, a tenth of them left out of the loss."""
-    M, B, S = program.batch_shape
+    M, B, S = program.plan.batch_shape
     random = np.random.default_rng(seed)
     tokens = random.integers(0, program.config.model.vocab_size, (M * B, S + 1), dtype=np.int32)
     fields = {

@@ -34,13 +34,23 @@ from megajax.parallel.pipeline.buffers import (
     switch,
     write,
 )
-from megajax.parallel.pipeline.schedules import Flags, Schedule, Table, assign_slots, check, make_schedule
+from megajax.parallel.pipeline.schedules import Flags, Schedule, Slots, Table, assign_slots, check, make_schedule
 from megajax.parallel.stack.layers import Unit
 from megajax.parallel.stack.residuals import Saved
 from megajax.parallel.stack.split import SplitBackward
+from megajax.step_plan import StepPlan
 
 # Each slot has operations of its own up to so many programs with so many layers in all: they are compiled one by one.
 MOST_PROGRAMS, MOST_LAYERS = 16, 64
+
+
+def choose_slots(plan: StepPlan, schedule: Schedule) -> tuple[Slots, int]:
+    """(slots, banks): every slot is a bank with operations of its own, or all are one where that is too many."""
+    apart = assign_slots(schedule, apart=True)
+    count = apart.activations
+    if plan.is_unrolled and count <= MOST_PROGRAMS and count * len(plan.slots) <= MOST_LAYERS:
+        return apart, count
+    return assign_slots(schedule), 1
 
 
 class Carry(NamedTuple):
@@ -102,11 +112,7 @@ class _Run:
         self.layer_loss_scale = layer_loss_scale
         self.banks = 1  # all slots are one, or each is
         if self.training:
-            self.slots = assign_slots(schedule, apart=True)
-            if self.may_have_programs(self.slots.activations):
-                self.banks = self.slots.activations
-            else:
-                self.slots = assign_slots(schedule)
+            self.slots, self.banks = choose_slots(self.stack.plan, schedule)
         self.stage = lax.axis_index("pipeline")
         self.last_stage = self.stage == schedule.stages - 1
         # Of each round the first slot's layer, [R], or where others do not follow from it every slot's, [R, slots].
@@ -340,11 +346,6 @@ class _Run:
         return replaced(layer_gradients, r, gradients)
 
     # Parts of operations
-
-    def may_have_programs(self, slots: int) -> bool:
-        """Whether so many slots may have operations of their own."""
-        layers = slots * sum(segment.count for segment in self.stack.segments)
-        return self.stack.unrolled and slots <= MOST_PROGRAMS and layers <= MOST_LAYERS
 
     def in_program(self, r: jax.Array, slot: jax.Array, operation: Callable, *arguments: Any) -> Any:
         """`operation(round, bank, slot in the bank, ...)`: each bank is a program of its own, or each round."""

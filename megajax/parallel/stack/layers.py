@@ -15,10 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from megajax.config import Config
 from megajax.config.kinds import LayerKind
-from megajax.config.segments import Segment, choose_unrolling, plan_segments
-from megajax.config.stages import gathered_slots, slot_kinds
+from megajax.config.segments import Segment
 from megajax.model.parts import BlockInputs
 from megajax.model.transformer import Transformer
 from megajax.ops import fp8
@@ -30,7 +28,8 @@ from megajax.parallel.stack.rows import Rows
 from megajax.parallel.weights.exchange import WeightExchange, in_turn, row_major
 from megajax.parallel.weights.fused import FusedWeights
 from megajax.parallel.weights.scaling import Scales, Scaling
-from megajax.sharding import BLOCKS, EMPTY, stored_layers
+from megajax.sharding import BLOCKS, EMPTY
+from megajax.step_plan import StepPlan
 
 LayerState = Mapping[str, Mapping[str, jax.Array]]  # by kind of block and name: `[L, ...]` of its layers
 Unit = tuple[dict[str, Any], ...]  # the fused weights of a unit's layers, by name: arrays or Fp8Weights
@@ -59,14 +58,13 @@ class LayerStack:
 
     def __init__(
         self,
-        config: Config,
+        plan: StepPlan,
         comm: MeshComm,
         model: Transformer,
         exchange: WeightExchange,
         fused: Mapping[str, FusedWeights],
-        platform: str,
     ):
-        stages = comm.sizes["pipeline"]
+        config = plan.config
         self.blocks = dict(model.blocks)
         # What a layer has that is no parameter; it travels among its unit's weights.
         self.state_names = {kind: {*block.layer_state, *block.needs_filled} for kind, block in self.blocks.items()}
@@ -74,18 +72,14 @@ class LayerStack:
         # With sinks, cuDNN's call is one step of an operation whose result has a name.
         self.attention_is_fused = comm.attention_is_fused and not config.model.attention_sinks
         self.scaling = Scaling(config)
-        self.slots, self.table = slot_kinds(config, stages), stored_layers(config, stages)
+        self.plan, self.slots, self.table, self.segments = plan, plan.slots, plan.layer_table, plan.segments
         self.rounds = self.table.shape[1]
         self.all = Rows(self.table, range(len(self.slots)))
         self.kinds = {
             kind: Rows(self.table, [j for j, slot in enumerate(self.slots) if slot.block == kind])
             for kind in self.blocks
         }
-        self.unrolling = choose_unrolling(config, platform, self.slots, comm.sizes)
-        self.segments = plan_segments(config, platform, self.slots, comm.sizes)
-        apart = platform != "cpu" or config.kernels.scan_unroll is not None
-        self.unrolled = apart and all(segment.loops == 1 for segment in self.segments)
-        self.gathered = gathered_slots(config, stages) if self.unrolled else ()
+        self.gathered = plan.gathered_slots
         # The layer that lies in each virtual stage's first slot, or would if it were not empty; [P, R]
         first = np.where(self.table == EMPTY, EMPTY - self.table.size, self.table - np.arange(len(self.slots)))
         self.first_layers = first.max(axis=2)

@@ -1,0 +1,254 @@
+"""The plan of a train step: everything that follows from config, mesh and devices, decided once, here.
+
+The step, the summary, the estimate of memory and the loader read it. Nothing is compiled for it, and no array is made.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from megajax import ops
+from megajax.config import Config
+from megajax.config.kinds import LayerKind, layer_windows
+from megajax.config.segments import Segment, Unrolling, choose_unrolling, plan_segments
+from megajax.config.stages import gathered_slots, slot_kinds
+from megajax.mesh import mesh_sizes, within_processes
+from megajax.ops import fp8
+from megajax.runtime import permutations_are_copied
+from megajax.sharding import END_AXES, stored_layers
+
+CHUNK_BYTES = 2**31  # of a chunk's FP32 logits
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """What a plan depends on of the devices and of the flags in force."""
+
+    platform: str  # "gpu" or "cpu"
+    capability: str | None = None  # of a GPU, such as "9.0"
+    copied_permutations: bool = False  # over `tensor` arrays travel by copy engines, within a process
+
+    @classmethod
+    def of(cls, mesh: Mesh) -> "Hardware":
+        device = mesh.devices.flat[0]
+        copied = device.platform == "gpu" and permutations_are_copied() and within_processes(mesh, "tensor")
+        return cls(device.platform, getattr(device, "compute_capability", None), copied)
+
+
+HOPPER = Hardware("gpu", "9.0")  # H100s and H200s
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """Which implementation of an operation was chosen where there are several, and why."""
+
+    attention: ops.Implementation
+    attention_reason: str
+    grouped_matmul: ops.GroupedImplementation  # unused without experts
+    grouped_matmul_reason: str
+    fp8: fp8.Implementation  # unused without FP8
+    loss: ops.LossImplementation
+    elementwise: ops.ElementwiseImplementation
+
+    @classmethod
+    def choose(cls, config: Config, sizes: Mapping[str, int], hardware: "Hardware") -> "Kernels":
+        """Raises ConfigError for a kernel that cannot run."""
+        model, settings = config.model, config.precision.fp8
+        platform, capability = hardware.platform, hardware.capability
+        attention = ops.choose_attention(
+            config.kernels.attention,
+            platform=platform,
+            capability=capability,
+            dtype=config.precision.compute,
+            head_dim=model.head_dim,
+            softcap=model.attention_softcap,
+            packed=config.data.reset_attention,
+            sequence_length=config.batch.sequence_length,
+            parts_with=_unknown_to_parts(config, sizes),
+        )
+        grouped: tuple[ops.GroupedImplementation, str] = "reference", "no experts"
+        if model.num_experts:
+            assert model.expert_ffn_hidden_size is not None
+            whole = "tensor" in config.mesh.experts_over
+            width = model.expert_ffn_hidden_size // (1 if whole else sizes["tensor"])
+            grouped = ops.choose_grouped_matmul(
+                config.kernels.grouped_matmul,
+                platform=platform,
+                capability=capability,
+                dtype=config.precision.compute,
+                widths=(model.hidden_size, width),
+                fp8=settings.recipe != "none",
+            )
+        quantised = settings.recipe != "none"
+        of_fp8 = fp8.choose(settings.backend, platform, capability) if quantised else "reference"
+        ours = "pallas" if platform == "gpu" else "reference"
+        return cls(*attention, *grouped, of_fp8, ours, ours)
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """What was decided for one train step."""
+
+    config: Config
+    sizes: Mapping[str, int]  # of all axes
+    hardware: Hardware
+    kernels: Kernels
+    slots: tuple[LayerKind, ...]  # of layers on every virtual stage of the pipeline
+    unrolling: Unrolling
+    segments: tuple[Segment, ...]  # of the slots
+
+    @classmethod
+    def make(
+        cls, config: Config, sizes: Mapping[str, int], hardware: Hardware, kernels: Kernels | None = None
+    ) -> "StepPlan":
+        """The plan of a config that `check_mesh` accepts on these sizes.
+
+        Raises ConfigError for a kernel that cannot run.
+        """
+        kernels = kernels or Kernels.choose(config, sizes, hardware)
+        slots = slot_kinds(config, sizes["pipeline"])
+        unrolling = choose_unrolling(config, hardware.platform, slots, sizes)
+        segments = plan_segments(config, hardware.platform, slots, sizes)
+        return cls(config, dict(sizes), hardware, kernels, slots, unrolling, segments)
+
+    @classmethod
+    def of(cls, config: Config, mesh: Mesh) -> "StepPlan":
+        """The plan for the devices of a mesh."""
+        return cls.make(config, mesh_sizes(mesh), Hardware.of(mesh))
+
+    def on_gpus(self) -> "StepPlan":
+        """The same on GPUs, where more layers are unrolled."""
+        return StepPlan.make(self.config, self.sizes, replace(self.hardware, platform="gpu"), self.kernels)
+
+    # The batch
+
+    @property
+    def batch_shape(self) -> tuple[int, int, int]:
+        """`[M, B, S]` of a global batch."""
+        batch = self.config.batch
+        return batch.num_microbatches, batch.global_size // batch.num_microbatches, batch.sequence_length
+
+    @property
+    def sequences(self) -> int:
+        """Of a microbatch on one device."""
+        return self.batch_shape[1] // self.config.batch_shards(self.sizes)
+
+    @property
+    def tokens(self) -> int:
+        """Of a microbatch on one device, or on those of `tensor` together."""
+        return self.sequences * self.batch_shape[2] // self.sizes["context"]
+
+    @property
+    def head_tokens(self) -> int:
+        """Of these what a device puts through the head: stages share the head of a microbatch."""
+        return -(-self.tokens // self.sizes["pipeline"])
+
+    @property
+    def loss_chunks(self) -> int:
+        """How many chunks the head and the loss of a microbatch are cut into."""
+        return loss_chunks(self.config, self.head_tokens, self.sizes["tensor"])
+
+    @property
+    def balances_context(self) -> bool:
+        """Whether the tokens of a sequence are dealt out over `context` by the work of its documents.
+
+        Not where the devices share the heads instead, nor where windows make the work of all tokens alike and the ring
+        skips devices.
+        """
+        whole = any(window is None for window in layer_windows(self.config.model))
+        shared = self.sizes["context"] > 1 and self.config.kernels.context != "all_to_all"
+        return self.config.data.reset_attention and shared and whole
+
+    # The layers
+
+    @cached_property
+    def layer_table(self) -> np.ndarray:
+        """Which layer lies in which slot, `[P, R, slots]` (`sharding.stored_layers`)."""
+        return stored_layers(self.config, self.sizes["pipeline"])
+
+    @property
+    def is_pipelined(self) -> bool:
+        return self.sizes["pipeline"] > 1
+
+    @property
+    def is_unrolled(self) -> bool:
+        """Whether no layers run in loops, by choice: on CPUs a single layer is none."""
+        chosen = self.hardware.platform != "cpu" or self.config.kernels.scan_unroll is not None
+        return chosen and all(segment.loops == 1 for segment in self.segments)
+
+    @property
+    def gathered_slots(self) -> tuple[int, ...]:
+        """The slots whose layers `fsdp` gathers and reduces once a step."""
+        return gathered_slots(self.config, self.sizes["pipeline"]) if self.is_unrolled else ()
+
+    @property
+    def ties_gradients(self) -> bool:
+        """Whether a linear layer's input has its gradient only when its weights have theirs.
+
+        In loops, where the layer itself hides their reduction; a pipeline may compute those of weights later.
+        """
+        in_loops = any(segment.loops > 1 for segment in self.segments)
+        return self.sizes["fsdp"] > 1 and not self.is_pipelined and in_loops
+
+    # What travels how
+
+    @property
+    def expert_shards(self) -> int:
+        """The number of devices that the experts are divided among."""
+        return self.config.expert_shards(self.sizes)
+
+    @property
+    def dispatch(self) -> str:
+        """How tokens meet experts on other devices: "all_gather" or "all_to_all"."""
+        return self.config.dispatch(self.sizes)
+
+    @cached_property
+    def embedding_axes(self) -> tuple[str, ...]:
+        """The axes over which rows of the embedding travel instead of its table; none: the table is gathered."""
+        return _embedding_axes(self.config, self.sizes)
+
+
+def loss_chunks(config: Config, tokens: int, tensor: int) -> int:
+    """How many chunks a device's T `tokens` are cut into, each `kernels.loss_chunk_tokens` long or a little shorter.
+
+    By default at most 4096 tokens and 2 GiB of logits, and four chunks or more where they are not shorter than 2048
+    tokens: each chunk reads and writes the head's FP32 gradient, which then takes a third of the time of its matmul.
+    """
+    fits = CHUNK_BYTES * tensor // (4 * config.model.padded_vocab_size)
+    limit = config.kernels.loss_chunk_tokens or max(min(4096, fits, max(tokens // 4, 2048)), 1)
+    return -(-tokens // limit)
+
+
+def _embedding_axes(config: Config, sizes: Mapping[str, int]) -> tuple[str, ...]:
+    """The axes over which tokens' rows travel, in the order of the table's shards; none: the table is gathered.
+
+    Rows travel twice in the compute dtype, the table once, and as its gradient once more. Over axes besides `fsdp`,
+    which may connect hosts, the table goes in shares of 1 / fsdp: rows must be fewer bytes than those. A table that is
+    the head as well is gathered anyway, and so it is in a pipeline, whose stages all hold the same tokens.
+    """
+    if config.model.tie_embeddings or sizes["pipeline"] > 1:
+        return ()
+    axes = tuple(axis for axis in END_AXES if sizes[axis] > 1)
+    tokens = config.batch.global_size * config.batch.sequence_length // math.prod(sizes[axis] for axis in axes)
+    number, summed = jnp.dtype(config.precision.compute).itemsize, jnp.dtype(config.precision.gradients).itemsize
+    share = 1 if axes == ("fsdp",) else sizes["fsdp"]
+    return axes if 2 * number * tokens < (number + summed) * config.model.padded_vocab_size // share else ()
+
+
+def _unknown_to_parts(config: Config, sizes: Mapping[str, int]) -> tuple[str, ...]:
+    """Settings that cuDNN's attention to a part of the keys (`ops/partial_attention.py`) does not know."""
+    if sizes["context"] == 1 or config.kernels.context == "all_to_all":
+        return ()
+    windows = [window for window in layer_windows(config.model) if window is not None]
+    settings = {
+        f"model.sliding_window={config.model.sliding_window}": min(windows, default=math.inf)
+        < config.batch.sequence_length,
+        # Equal calls of its deterministic backward pass fail at run time, as `MeshComm.attend` says.
+        "run.deterministic": config.run.deterministic,
+    }
+    return tuple(name for name, present in settings.items() if present)
