@@ -22,7 +22,7 @@ from megajax.mesh import AXES, BATCH_AXES
 
 ONCE_AXES = ("expert", "context", "data")  # gathered and reduced once a step
 STORAGE_AXES = ("fsdp", *ONCE_AXES)
-END_AXES = (*STORAGE_AXES, "pipeline")  # what lies outside the blocks, which every stage needs
+NON_BLOCK_AXES = (*STORAGE_AXES, "pipeline")  # what lies outside the blocks, which every stage needs
 BATCH_SPEC = P(None, BATCH_AXES, "context")  # [M, B, S]
 EMPTY = -1  # in place of a layer
 BLOCKS = "blocks."  # what the names of parameters of blocks begin with; the kind of block comes next
@@ -37,7 +37,7 @@ LOGICAL_TO_MESH: dict[str, str | tuple[str, ...] | None] = {
     "experts": "expert",  # by default: `mesh.experts_over`
     "expert_mlp": "tensor",  # whole if the experts themselves lie over `tensor`
     "router": None,  # the router's E dimension: every device scores all experts, in FP32
-    "embed": STORAGE_AXES,  # the D dimension of matrices: only how they are stored (END_AXES outside the blocks)
+    "embed": STORAGE_AXES,  # the D dimension of matrices: only how they are stored (NON_BLOCK_AXES outside the blocks)
     "head": None,
     "rank": None,  # of a low-rank projection: every device has all of it (`own_linear`)
     "positions": None,
@@ -54,7 +54,7 @@ class Placement:
     axes: tuple[str, ...]
     spec: P
     stored_shape: tuple[int, ...]  # `shape`, the storage dimension padded, the layers as they are stored
-    storage_dim: int | None  # the dimension sharded over STORAGE_AXES or END_AXES
+    storage_dim: int | None  # the dimension sharded over STORAGE_AXES or NON_BLOCK_AXES
     kv_groups: int  # devices on `tensor` that share a KV head whose dimension is replicated; 1: none do
     layers: tuple[int, ...] | None = None  # of a block's parameter: the model's layer in each stored row, or EMPTY
 
@@ -122,7 +122,7 @@ def place(
     """
     spec, stored, kv_groups = [], list(shape), 1
     in_block = axes[0] == "layers"
-    storage = STORAGE_AXES if in_block else END_AXES
+    storage = STORAGE_AXES if in_block else NON_BLOCK_AXES
     table: dict[str, str | tuple[str, ...] | None] = LOGICAL_TO_MESH | {"embed": storage}
     if "experts" in axes:  # what does not tell experts apart stores them
         table["embed"] = storage = tuple(axis for axis in storage if axis not in experts_over)

@@ -20,7 +20,7 @@ from megajax.config.stages import gathered_slots, slot_kinds
 from megajax.mesh import mesh_sizes, within_processes
 from megajax.ops import fp8
 from megajax.runtime import permutations_are_copied
-from megajax.sharding import END_AXES, stored_layers
+from megajax.sharding import NON_BLOCK_AXES, stored_layers
 
 CHUNK_BYTES = 2**31  # of a chunk's FP32 logits
 
@@ -233,7 +233,7 @@ def _embedding_axes(config: Config, sizes: Mapping[str, int]) -> tuple[str, ...]
     """
     if config.model.tie_embeddings or sizes["pipeline"] > 1:
         return ()
-    axes = tuple(axis for axis in END_AXES if sizes[axis] > 1)
+    axes = tuple(axis for axis in NON_BLOCK_AXES if sizes[axis] > 1)
     tokens = config.batch.global_size * config.batch.sequence_length // math.prod(sizes[axis] for axis in axes)
     number, summed = jnp.dtype(config.precision.compute).itemsize, jnp.dtype(config.precision.gradients).itemsize
     share = 1 if axes == ("fsdp",) else sizes["fsdp"]

@@ -26,7 +26,7 @@ from jax.sharding import PartitionSpec as P
 from megajax.mesh import build_mesh, mesh_sizes
 from megajax.ops import Implementation
 from megajax.parallel.comm import MeshComm
-from megajax.parallel.context.token_order import add_places, balanced_order, place_of, stored_order
+from megajax.parallel.context.token_order import add_token_positions, balanced_order, stored_order, token_positions_of
 
 STRATEGIES = ("ring", "all_gather", "all_to_all")
 
@@ -67,9 +67,9 @@ def step(comm: MeshComm, context: int) -> Callable:
     """(fields, q, k, v, gradient of the output) of this device → gradients of q, k and v."""
 
     def run(fields: Mapping[str, jax.Array], q, k, v, dout):
-        fields, _ = add_places(fields, context)
-        place = place_of({name: field[0] for name, field in fields.items()}, context)
-        return jax.vjp(partial(comm.attend, place=place, window=None, softcap=None), q, k, v)[1](dout)
+        fields, _ = add_token_positions(fields, context)
+        positions = token_positions_of({name: field[0] for name, field in fields.items()}, context)
+        return jax.vjp(partial(comm.attend, positions=positions, window=None, softcap=None), q, k, v)[1](dout)
 
     return run
 

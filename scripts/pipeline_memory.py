@@ -3,7 +3,7 @@
     python scripts/pipeline_memory.py CONFIG [section.key=value ...] --gpus N [--microbatches M ...] [--json]
 
 The size of a microbatch stays the config's, so `batch.global_size` grows with their number. Prints a Markdown table:
-what is saved from forward operations for backward ones (the buffers of a few slots), what is put off for weight
+what is saved from forward operations for backward ones (the buffers of a few slots), what is deferred for weight
 operations, all temporary memory with these in it, and the arguments (weights, optimizer state, batch). Needs jax's CUDA
 plugin, as hlo_counts.py does.
 """
@@ -32,7 +32,7 @@ class Row:
     microbatches: int
     slots: int  # microbatches that a stage keeps at once, those of every round
     saved: int  # buffers of these slots
-    put_off: int  # buffers for weight operations
+    deferred: int  # buffers for weight operations
     temporary: int
     arguments: int
     copies: tuple[str, ...]  # operations that write a whole one of these buffers instead of a slot
@@ -40,11 +40,11 @@ class Row:
 
     @property
     def markdown(self) -> str:
-        sizes = " | ".join(f"{n / 2**30:.1f}" for n in (self.saved, self.put_off, self.temporary, self.arguments))
+        sizes = " | ".join(f"{n / 2**30:.1f}" for n in (self.saved, self.deferred, self.temporary, self.arguments))
         return f"| {self.schedule} | {self.microbatches} | {self.slots} | {sizes} |"
 
 
-TITLE = """| schedule | microbatches | slots | saved, GiB | put off, GiB | temporary, GiB | arguments, GiB |
+TITLE = """| schedule | microbatches | slots | saved, GiB | deferred, GiB | temporary, GiB | arguments, GiB |
 |---|---:|---:|---:|---:|---:|---:|"""
 
 
@@ -61,16 +61,16 @@ def measure(path: str, overrides: list[str], gpus: int, schedule: str, microbatc
     ops, memory = hlo.parse(step.text), step.memory
     slots = assign_slots(_schedule(config, gpus))
     saved = [array for op in ops if op.target == "AllocateBuffer" for array in op.results]
-    put_off = buffers(ops, slots.put_offs) if slots.put_offs else []
+    deferred = buffers(ops, slots.deferred_slots) if slots.deferred_slots else []
     return Row(
         schedule=schedule,
         microbatches=microbatches,
         slots=slots.activations,
         saved=sum(array.bytes for array in saved),
-        put_off=sum(array.bytes for array in put_off),
+        deferred=sum(array.bytes for array in deferred),
         temporary=memory["temporary"],
         arguments=memory["argument"],
-        copies=tuple(op.name for op in whole_copies(ops, {*saved, *put_off})),
+        copies=tuple(op.name for op in whole_copies(ops, {*saved, *deferred})),
         operations=len(ops),
     )
 

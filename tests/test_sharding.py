@@ -11,8 +11,8 @@ from megajax.mesh import AXES, build_mesh
 from megajax.model import Transformer, parameters
 from megajax.sharding import (
     BATCH_SPEC,
-    END_AXES,
     LOGICAL_TO_MESH,
+    NON_BLOCK_AXES,
     STORAGE_AXES,
     place,
     place_all,
@@ -31,7 +31,7 @@ def sizes(**given):
 
 def test_storage_puts_the_axis_gathered_layer_by_layer_first_and_data_last():
     assert STORAGE_AXES == STORAGE
-    assert END_AXES == ENDS, "what lies outside the blocks is stored on every stage"
+    assert NON_BLOCK_AXES == ENDS, "what lies outside the blocks is stored on every stage"
 
 
 def test_a_batch_lies_over_the_batch_axes_and_its_sequence_over_context():

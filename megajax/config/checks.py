@@ -9,7 +9,7 @@ from megajax.config.fields import AXES, BATCH_AXES
 from megajax.config.kinds import mlp_widths
 from megajax.config.pipeline_checks import check_stages
 from megajax.config.schema import Config
-from megajax.config.sentences import at_most, counted, divisors, listed, refuse, said, said_axis, value, warn
+from megajax.config.sentences import at_most, counted, divisors, fail, format_axis, format_keys, listed, value, warn
 
 MOST_TOKENS = 2**30  # per step: counts of tokens are 32-bit numbers, and a host holds a few arrays of them
 
@@ -58,8 +58,8 @@ def _sizes(config: Config) -> dict[str, int]:
     """Sizes before the devices are known: 1 for an axis of -1."""
     fills = [f"mesh.{axis}" for axis in AXES if getattr(config.mesh, axis) == -1]
     if len(fills) > 1:
-        problem = f"{said(config, *fills)} cannot share the remaining devices"
-        refuse(config, problem, "keep -1 on one axis only", *fills)
+        problem = f"{format_keys(config, *fills)} cannot share the remaining devices"
+        fail(config, problem, "keep -1 on one axis only", *fills)
     return {axis: max(1, getattr(config.mesh, axis)) for axis in AXES}
 
 
@@ -67,20 +67,20 @@ def _fill(config: Config, num_devices: int, num_processes: int) -> dict[str, int
     sizes = _sizes(config)
     larger = [f"mesh.{axis}" for axis in AXES if sizes[axis] > 1]
     product = math.prod(sizes.values())
-    product_said = " x ".join(said(config, key) for key in larger) or "the default mesh"
+    product_said = " x ".join(format_keys(config, key) for key in larger) or "the default mesh"
     each = f" ({num_processes} processes with {num_devices // num_processes} each)" if num_processes > 1 else ""
     devices = counted(num_devices, "device") + each
     free = [axis for axis in AXES if getattr(config.mesh, axis) == -1]
     if free and num_devices % product:
         cure = "use sizes whose product is" if len(larger) > 1 else "use"
-        refuse(config, f"{product_said} does not divide {devices}", f"{cure} {listed(divisors(num_devices))}", *larger)
+        fail(config, f"{product_said} does not divide {devices}", f"{cure} {listed(divisors(num_devices))}", *larger)
     if free:
         return sizes | {free[0]: num_devices // product}
     if product != num_devices:
         few = f"uses {product} of {devices}"
         many = f"needs {product} devices, and there {'is' if num_devices == 1 else 'are'} {num_devices}{each}"
         cure = f"make the product {num_devices}, or set one axis to -1, such as mesh.data=-1"
-        refuse(config, f"{product_said} {few if product < num_devices else many}", cure, *larger)
+        fail(config, f"{product_said} {few if product < num_devices else many}", cure, *larger)
     return sizes
 
 
@@ -90,24 +90,24 @@ def _fill(config: Config, num_devices: int, num_processes: int) -> dict[str, int
 def _check_axes(config: Config, sizes: dict[str, int]) -> None:
     check_experts_on_mesh(config, sizes)
     model, tensor = config.model, sizes["tensor"]
-    name = said_axis(config, sizes, "tensor")
+    name = format_axis(config, sizes, "tensor")
     kv_heads, vocab = model.num_kv_heads, model.padded_vocab_size
     divided = ["model.num_heads", *(f"model.{key}" for key in mlp_widths(model) if "expert" not in key)]
     common = divisors(math.gcd(*(value(config, key) for key in divided)))
     usable = [n for n in common if kv_heads % n == 0 or n % kv_heads == 0]
     for key in divided:
         if value(config, key) % tensor:
-            problem = f"{name} does not divide {said(config, key)}"
-            refuse(config, problem, f"use {listed(usable)}", "mesh.tensor", key)
+            problem = f"{name} does not divide {format_keys(config, key)}"
+            fail(config, problem, f"use {listed(usable)}", "mesh.tensor", key)
     if kv_heads % tensor and tensor % kv_heads:
         key = "model.num_kv_heads"
-        problem = f"{name} neither divides {said(config, key)} nor is a multiple of it"
-        refuse(config, problem, f"use {listed(usable)}", "mesh.tensor", key)
+        problem = f"{name} neither divides {format_keys(config, key)} nor is a multiple of it"
+        fail(config, problem, f"use {listed(usable)}", "mesh.tensor", key)
     if vocab % tensor:
-        padded = f"{vocab} ({said(config, 'model.vocab_size', 'model.vocab_multiple')})"
+        padded = f"{vocab} ({format_keys(config, 'model.vocab_size', 'model.vocab_multiple')})"
         problem = f"{name} does not divide the padded vocabulary of {padded}"
         cure = f"make model.vocab_multiple a multiple of {tensor}"
-        refuse(config, problem, cure, "mesh.tensor", "model.vocab_multiple")
+        fail(config, problem, cure, "mesh.tensor", "model.vocab_multiple")
 
 
 def _check_local_batch(config: Config, sizes: dict[str, int]) -> None:
@@ -115,23 +115,23 @@ def _check_local_batch(config: Config, sizes: dict[str, int]) -> None:
     axes, shards = [axis for axis in BATCH_AXES if sizes[axis] > 1], config.batch_shards(sizes)
     microbatch = batch.global_size // batch.num_microbatches
     if microbatch % shards:
-        names = " x ".join(said_axis(config, sizes, axis) for axis in axes)
-        problem = f"{names} does not divide {said(config, 'batch.global_size')}"
+        names = " x ".join(format_axis(config, sizes, axis) for axis in axes)
+        problem = f"{names} does not divide {format_keys(config, 'batch.global_size')}"
         if batch.num_microbatches > 1:
-            problem += f" / {said(config, 'batch.num_microbatches')} = {microbatch}"
+            problem += f" / {format_keys(config, 'batch.num_microbatches')} = {microbatch}"
         multiple = batch.num_microbatches * shards
         cure = f"make batch.global_size a multiple of {multiple}"
         if batch.global_size % shards == 0:
             cure += f", or set batch.num_microbatches to {listed(divisors(batch.global_size // shards))}"
-        refuse(config, problem, cure, "batch.global_size", "batch.num_microbatches", *(f"mesh.{a}" for a in axes))
+        fail(config, problem, cure, "batch.global_size", "batch.num_microbatches", *(f"mesh.{a}" for a in axes))
     context = sizes["context"]
     tokens = microbatch // shards * batch.sequence_length // context
     if tokens % tensor:
-        had = f"{microbatch // shards} x {said(config, 'batch.sequence_length')}"
-        had += f" / {said_axis(config, sizes, 'context')}" if context > 1 else ""
-        problem = f"{said_axis(config, sizes, 'tensor')} does not divide the tokens of a microbatch, {had} = {tokens}"
+        had = f"{microbatch // shards} x {format_keys(config, 'batch.sequence_length')}"
+        had += f" / {format_axis(config, sizes, 'context')}" if context > 1 else ""
+        problem = f"{format_axis(config, sizes, 'tensor')} does not divide the tokens of a microbatch, {had} = {tokens}"
         cure = f"make batch.sequence_length a multiple of {context * math.lcm(tensor, min(context, 2))}"
-        refuse(config, problem, cure, "mesh.tensor", "batch.sequence_length")
+        fail(config, problem, cure, "mesh.tensor", "batch.sequence_length")
 
 
 def _check_context(config: Config, sizes: dict[str, int]) -> None:
@@ -139,18 +139,18 @@ def _check_context(config: Config, sizes: dict[str, int]) -> None:
     context, model = sizes["context"], config.model
     if context == 1:
         return
-    name, length = said_axis(config, sizes, "context"), "batch.sequence_length"
+    name, length = format_axis(config, sizes, "context"), "batch.sequence_length"
     if config.batch.sequence_length % (2 * context):
-        problem = f"{name} cuts a sequence into {2 * context} chunks, which do not divide {said(config, length)}"
-        refuse(config, problem, f"make {length} a multiple of {2 * context}", "mesh.context", length)
+        problem = f"{name} cuts a sequence into {2 * context} chunks, which do not divide {format_keys(config, length)}"
+        fail(config, problem, f"make {length} a multiple of {2 * context}", "mesh.context", length)
     heads = model.num_heads // sizes["tensor"]
     if config.kernels.context == "all_to_all" and heads % context:
-        had = said(config, "model.num_heads")
+        had = format_keys(config, "model.num_heads")
         if sizes["tensor"] > 1:
-            had += f" / {said_axis(config, sizes, 'tensor')} = {heads}"
-        problem = f"{said(config, 'kernels.context')} divides the heads over {name}, which does not divide {had}"
+            had += f" / {format_axis(config, sizes, 'tensor')} = {heads}"
+        problem = f"{format_keys(config, 'kernels.context')} divides the heads over {name}, which does not divide {had}"
         cure = f"use kernels.context=ring, or mesh.context={listed(divisors(heads))}"
-        refuse(config, problem, cure, "kernels.context", "mesh.context", "model.num_heads")
+        fail(config, problem, cure, "kernels.context", "mesh.context", "model.num_heads")
 
 
 def _check_fp8_shapes(config: Config, sizes: dict[str, int]) -> None:
@@ -160,35 +160,35 @@ def _check_fp8_shapes(config: Config, sizes: dict[str, int]) -> None:
     model, batch, tensor = config.model, config.batch, sizes["tensor"]
     shards = config.batch_shards(sizes)
     tokens = batch.global_size // batch.num_microbatches // shards * batch.sequence_length // sizes["context"]
-    recipe, mesh = "precision.fp8.recipe", said_axis(config, sizes, "tensor")
+    recipe, mesh = "precision.fp8.recipe", format_axis(config, sizes, "tensor")
     widths = {
-        said(config, "model.hidden_size"): model.hidden_size,
-        f"{said(config, 'model.num_heads')} x {said(config, 'model.head_dim')} / {mesh}": (
+        format_keys(config, "model.hidden_size"): model.hidden_size,
+        f"{format_keys(config, 'model.num_heads')} x {format_keys(config, 'model.head_dim')} / {mesh}": (
             model.num_heads * model.head_dim // tensor
         ),
-        f"{said(config, 'model.num_kv_heads')} x {said(config, 'model.head_dim')} / {mesh}": (
+        f"{format_keys(config, 'model.num_kv_heads')} x {format_keys(config, 'model.head_dim')} / {mesh}": (
             max(model.num_kv_heads // tensor, 1) * model.head_dim
         ),
         f"the tokens of a microbatch on one device / {mesh}": tokens // tensor,
     }
     for key in mlp_widths(model):
         whole = key == "expert_ffn_hidden_size" and "tensor" in config.mesh.experts_over
-        shape = said(config, f"model.{key}")
+        shape = format_keys(config, f"model.{key}")
         widths[shape if whole else f"{shape} / {mesh}"] = getattr(model, key) // (1 if whole else tensor)
     for shape, width in widths.items():
         if width % 16:
             found = "is not one" if shape.endswith(f"={width}") else f"is {width}"
-            problem = f"{said(config, recipe)} needs multiples of 16, and {shape} {found}"
-            refuse(config, problem, f"change it, or set {recipe}=none", recipe)
+            problem = f"{format_keys(config, recipe)} needs multiples of 16, and {shape} {found}"
+            fail(config, problem, f"change it, or set {recipe}=none", recipe)
     gated = 2 if model.activation in ("swiglu", "geglu") else 1
     attention = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
     # The limit does not hold for the kernels of experts.
     mlp = max([0, *(getattr(model, key) for key in mlp_widths(model) if key != "expert_ffn_hidden_size")])
     widest = max(gated * mlp, attention) // tensor
     if tokens * widest >= 2**31:
-        problem = f"{said(config, recipe)} can quantise fewer than 2^31 numbers at once, and a microbatch on one device"
-        problem += f" has {tokens} tokens of {widest} numbers"
-        refuse(config, problem, "raise batch.num_microbatches", recipe)
+        problem = f"{format_keys(config, recipe)} can quantise fewer than 2^31 numbers at once, and a microbatch"
+        problem += f" on one device has {tokens} tokens of {widest} numbers"
+        fail(config, problem, "raise batch.num_microbatches", recipe)
 
 
 # What no mesh can run
@@ -197,19 +197,21 @@ def _check_fp8_shapes(config: Config, sizes: dict[str, int]) -> None:
 def _check_heads(config: Config) -> None:
     model = config.model
     if "head_dim" not in model.model_fields_set and model.hidden_size % model.num_heads:
-        problem = f"{said(config, 'model.num_heads')} does not divide {said(config, 'model.hidden_size')}"
-        refuse(config, problem, "change one of them, or set model.head_dim", "model.num_heads")
+        problem = f"{format_keys(config, 'model.num_heads')} does not divide {format_keys(config, 'model.hidden_size')}"
+        fail(config, problem, "change one of them, or set model.head_dim", "model.num_heads")
     if model.num_heads % model.num_kv_heads:
-        problem = f"{said(config, 'model.num_kv_heads')} does not divide {said(config, 'model.num_heads')}"
+        problem = (
+            f"{format_keys(config, 'model.num_kv_heads')} does not divide {format_keys(config, 'model.num_heads')}"
+        )
         cure = f"use {listed(divisors(model.num_heads))}"
-        refuse(config, problem, cure, "model.num_kv_heads", "model.num_heads")
+        fail(config, problem, cure, "model.num_kv_heads", "model.num_heads")
     rotated = model.rope_fraction * model.head_dim
     whole = round(rotated)
     if model.position == "rope" and (abs(rotated - whole) > 1e-6 or whole % 2 or whole < 2):
         keys = ("model.rope_fraction", "model.head_dim")
-        refuse(
+        fail(
             config,
-            f"{said(config, *keys)} rotate {rotated:g} dimensions of each head",
+            f"{format_keys(config, *keys)} rotate {rotated:g} dimensions of each head",
             "make this an even number, 2 or more",
             *keys,
         )
@@ -217,42 +219,42 @@ def _check_heads(config: Config) -> None:
     if scaling is not None and scaling.low_freq_factor >= scaling.high_freq_factor:
         low, high = (f"model.rope_scaling.{name}" for name in ("low_freq_factor", "high_freq_factor"))
         problem = f"{low}={scaling.low_freq_factor} is not below {high}={scaling.high_freq_factor}"
-        refuse(config, problem, "use 1.0 and 4.0 as Llama 3.1 does", low, high)
+        fail(config, problem, "use 1.0 and 4.0 as Llama 3.1 does", low, high)
 
 
 def _check_layers(config: Config) -> None:
     model, pattern = config.model, config.model.layer_pattern
     keys = ("model.layer_pattern", "model.num_layers")
     if pattern is not None and "local" in pattern and model.sliding_window is None:
-        problem = f"{said(config, keys[0])} has local layers without a window"
-        refuse(config, problem, "set model.sliding_window", keys[0])
+        problem = f"{format_keys(config, keys[0])} has local layers without a window"
+        fail(config, problem, "set model.sliding_window", keys[0])
     if pattern is not None and len(pattern) > model.num_layers:
-        problem = f"{said(config, keys[0])} has {len(pattern)} entries, more than {said(config, keys[1])}"
-        refuse(config, problem, "shorten the pattern", *keys)
+        problem = f"{format_keys(config, keys[0])} has {len(pattern)} entries, more than {format_keys(config, keys[1])}"
+        fail(config, problem, "shorten the pattern", *keys)
 
 
 def _check_batch(config: Config) -> None:
     batch, model = config.batch, config.model
     if batch.global_size % batch.num_microbatches:
         keys = ("batch.num_microbatches", "batch.global_size")
-        problem = f"{said(config, keys[0])} does not divide {said(config, keys[1])}"
-        refuse(config, problem, f"use {listed(divisors(batch.global_size))}", *keys)
+        problem = f"{format_keys(config, keys[0])} does not divide {format_keys(config, keys[1])}"
+        fail(config, problem, f"use {listed(divisors(batch.global_size))}", *keys)
     tokens = batch.global_size * batch.sequence_length
     if tokens > MOST_TOKENS:
         keys = ("batch.global_size", "batch.sequence_length")
-        problem = f"{said(config, keys[0])} x {said(config, keys[1])} makes {tokens} tokens per step"
-        refuse(config, problem, f"use {MOST_TOKENS} or less", *keys)
+        problem = f"{format_keys(config, keys[0])} x {format_keys(config, keys[1])} makes {tokens} tokens per step"
+        fail(config, problem, f"use {MOST_TOKENS} or less", *keys)
     if model.position == "learned" and batch.sequence_length > (model.max_positions or 0):
         keys = ("batch.sequence_length", "model.max_positions")
-        problem = f"{said(config, keys[0])} is longer than {said(config, keys[1])}"
-        refuse(config, problem, f"use {at_most(model.max_positions or 0)}, or raise model.max_positions", *keys)
+        problem = f"{format_keys(config, keys[0])} is longer than {format_keys(config, keys[1])}"
+        fail(config, problem, f"use {at_most(model.max_positions or 0)}, or raise model.max_positions", *keys)
 
 
 def _check_remat(config: Config) -> None:
     remat = config.remat
     if remat.group > 1 and remat.policy != "full":
-        problem = f"{said(config, 'remat.group')} needs remat.policy=full, not {remat.policy}"
-        refuse(config, problem, "set remat.group=1, or remat.policy=full", "remat.group", "remat.policy")
+        problem = f"{format_keys(config, 'remat.group')} needs remat.policy=full, not {remat.policy}"
+        fail(config, problem, "set remat.group=1, or remat.policy=full", "remat.group", "remat.policy")
 
 
 def _check_attention_kernel(config: Config) -> None:
@@ -264,8 +266,8 @@ def _check_attention_kernel(config: Config) -> None:
         "precision.compute": config.precision.compute == "float32",
     }
     for key in (key for key, present in obstacle.items() if present):
-        problem = f"kernels.attention={kernel} cannot run with {said(config, key)}"
-        refuse(config, problem, "use kernels.attention=auto", "kernels.attention", key)
+        problem = f"kernels.attention={kernel} cannot run with {format_keys(config, key)}"
+        fail(config, problem, "use kernels.attention=auto", "kernels.attention", key)
 
 
 def _check_fp8_layers(config: Config) -> None:
@@ -274,14 +276,14 @@ def _check_fp8_layers(config: Config) -> None:
     if fp8.recipe == "none":
         return
     if fp8.first_bf16_layers + fp8.last_bf16_layers >= depth:
-        problem = f"{said(config, *keys)} leave no layer of {said(config, 'model.num_layers')} in FP8"
-        refuse(config, problem, "lower them, or set precision.fp8.recipe=none", *keys)
+        problem = f"{format_keys(config, *keys)} leave no layer of {format_keys(config, 'model.num_layers')} in FP8"
+        fail(config, problem, "lower them, or set precision.fp8.recipe=none", *keys)
     covered = 0 if config.remat.policy == "none" else config.remat.layers or depth
     for key, edge in zip(keys, (config.fp8_layers.start, config.fp8_layers.stop), strict=True):
         if edge < covered and edge % config.remat.group:
-            problem = f"{said(config, key)} starts or ends FP8 at layer {edge}, inside a group of"
-            problem += f" {said(config, 'remat.group')}"
-            refuse(config, problem, "make that layer a multiple of remat.group, or set remat.group=1", key)
+            problem = f"{format_keys(config, key)} starts or ends FP8 at layer {edge}, inside a group of"
+            problem += f" {format_keys(config, 'remat.group')}"
+            fail(config, problem, "make that layer a multiple of remat.group, or set remat.group=1", key)
 
 
 def _check_schedule(config: Config) -> None:
@@ -289,17 +291,17 @@ def _check_schedule(config: Config) -> None:
     decay = "schedule.decay_steps"
     if schedule.min_learning_rate > schedule.learning_rate:
         keys = ("schedule.min_learning_rate", "schedule.learning_rate")
-        problem = f"{said(config, keys[0])} is above {said(config, keys[1])}"
-        refuse(config, problem, "lower it", *keys)
+        problem = f"{format_keys(config, keys[0])} is above {format_keys(config, keys[1])}"
+        fail(config, problem, "lower it", *keys)
     if not _ignores_decay_steps(config) and schedule.warmup_steps > schedule.decay_steps:
         keys = ("schedule.warmup_steps", decay, "run.steps")
-        problem = f"{said(config, keys[0])} is more than {said(config, decay)}"
-        refuse(config, problem, f"use {at_most(schedule.decay_steps)}", *keys)
+        problem = f"{format_keys(config, keys[0])} is more than {format_keys(config, decay)}"
+        fail(config, problem, f"use {at_most(schedule.decay_steps)}", *keys)
     tail = schedule.wsd_decay_steps or 0
     if schedule.kind == "wsd" and schedule.warmup_steps + tail > schedule.decay_steps:
         keys = ("schedule.wsd_decay_steps", "schedule.warmup_steps", decay)
-        problem = f"{said(config, *keys[:2])} do not fit into {said(config, decay)}"
-        refuse(config, problem, "shorten one of them", *keys)
+        problem = f"{format_keys(config, *keys[:2])} do not fit into {format_keys(config, decay)}"
+        fail(config, problem, "shorten one of them", *keys)
 
 
 def _ignores_decay_steps(config: Config) -> bool:
@@ -311,28 +313,29 @@ def _check_data(config: Config) -> None:
     data, documents, length = config.data, "data.synthetic_documents", "batch.sequence_length"
     if data.kind == "synthetic":
         if (data.synthetic_documents or 1) > config.batch.sequence_length:
-            problem = f"{said(config, documents)} is more than {said(config, length)}"
-            refuse(config, problem, f"use {at_most(config.batch.sequence_length)}", documents, length)
+            problem = f"{format_keys(config, documents)} is more than {format_keys(config, length)}"
+            fail(config, problem, f"use {at_most(config.batch.sequence_length)}", documents, length)
         return
     if data.synthetic_documents is not None:
-        problem = f"{said(config, documents)} is for data.kind=synthetic only, not for data.kind=indexed"
-        refuse(config, problem, "remove it, or set data.kind=synthetic", documents, "data.kind")
+        problem = f"{format_keys(config, documents)} is for data.kind=synthetic only, not for data.kind=indexed"
+        fail(config, problem, "remove it, or set data.kind=synthetic", documents, "data.kind")
     if data.train is None:
         cure = "set data.train to the prefix of a .bin/.idx pair, or data.kind=synthetic to try without data"
-        refuse(config, "data.kind=indexed needs data.train", cure, "data.kind")
+        fail(config, "data.kind=indexed needs data.train", cure, "data.kind")
     for key in ("data.valid", "data.test"):
         if data.split is not None and value(config, key) is not None:
-            problem = f"{said(config, 'data.split')} cannot be combined with {said(config, key)}"
-            refuse(config, problem, "remove one of them", "data.split", key)
+            problem = f"{format_keys(config, 'data.split')} cannot be combined with {format_keys(config, key)}"
+            fail(config, problem, "remove one of them", "data.split", key)
 
 
 def _check_run_dir(config: Config) -> None:
     """XLA gets the absolute path as a flag."""
     path = str(Path(config.run.dir).resolve())
     if config.run.deterministic and any(character.isspace() for character in path):
-        problem = f"{said(config, 'run.deterministic')} passes a path in {said(config, 'run.dir')} to XLA as a flag"
-        problem += f", and a flag cannot contain the space in {path}"
-        refuse(config, problem, "choose a run.dir without spaces", "run.dir", "run.deterministic")
+        deterministic, run_dir = (format_keys(config, key) for key in ("run.deterministic", "run.dir"))
+        problem = f"{deterministic} passes a path in {run_dir} to XLA as a flag, and a flag"
+        problem += f" cannot contain the space in {path}"
+        fail(config, problem, "choose a run.dir without spaces", "run.dir", "run.deterministic")
 
 
 # Settings without effect
@@ -392,7 +395,12 @@ def _warn_without_effect(config: Config) -> None:
     for applies, reason, keys in rules:
         for key in keys if applies else ():
             if config.where(key) != "default" and value(config, key) != _default(config, key):
-                warn(config, f"{said(config, key)} has no effect with {said(config, reason)}", "remove it", key)
+                warn(
+                    config,
+                    f"{format_keys(config, key)} has no effect with {format_keys(config, reason)}",
+                    "remove it",
+                    key,
+                )
 
 
 def _experts_stay(config: Config) -> bool:
@@ -404,7 +412,7 @@ def _warn_about_kept_checkpoints(config: Config) -> None:
     interval, kept = config.run.checkpoint_interval, config.checkpoint.keep_every
     if interval and kept and kept % interval:
         keys = ("checkpoint.keep_every", "run.checkpoint_interval")
-        problem = f"{said(config, keys[0])} is not a multiple of {said(config, keys[1])}"
+        problem = f"{format_keys(config, keys[0])} is not a multiple of {format_keys(config, keys[1])}"
         problem += f", so only steps that are a multiple of {math.lcm(interval, kept)} are both saved and kept"
         warn(config, problem, f"use a multiple of {interval}", *keys)
 
@@ -412,8 +420,8 @@ def _warn_about_kept_checkpoints(config: Config) -> None:
 def _warn_about_warmup(config: Config) -> None:
     warmup, steps = "schedule.warmup_steps", "run.steps"
     if config.schedule.warmup_steps > config.run.steps:
-        problem = f"{said(config, warmup)} is more than {said(config, steps)}"
-        problem += f", so the run ends before it reaches {said(config, 'schedule.learning_rate')}"
+        problem = f"{format_keys(config, warmup)} is more than {format_keys(config, steps)}"
+        problem += f", so the run ends before it reaches {format_keys(config, 'schedule.learning_rate')}"
         warn(config, problem, f"lower {warmup}, or raise {steps}", warmup, steps)
 
 

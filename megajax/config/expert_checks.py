@@ -3,7 +3,7 @@
 from megajax.config.kinds import expert_layers
 from megajax.config.model_schema import ModelConfig, RouterConfig
 from megajax.config.schema import Config
-from megajax.config.sentences import at_most, divisors, listed, refuse, said, said_axis, value
+from megajax.config.sentences import at_most, divisors, fail, format_axis, format_keys, listed, value
 
 # Keys that only models with experts read.
 EXPERT_KEYS = (
@@ -27,21 +27,28 @@ def check_experts(config: Config) -> None:
         return
     if model.experts_per_token > model.num_experts:
         keys = ("model.experts_per_token", "model.num_experts")
-        problem = f"{said(config, keys[0])} is more than {said(config, keys[1])}"
-        refuse(config, problem, f"use {at_most(model.num_experts)}", *keys)
+        problem = f"{format_keys(config, keys[0])} is more than {format_keys(config, keys[1])}"
+        fail(config, problem, f"use {at_most(model.num_experts)}", *keys)
     if model.block_pattern:
         for key in ("model.first_dense_layers", "model.moe_layer_interval"):
             if value(config, key) != ModelConfig.model_fields[key.removeprefix("model.")].default:
                 keys = (key, "model.block_pattern")
-                refuse(config, f"{said(config, key)} cannot be combined with {said(config, keys[1])}", REMOVE, *keys)
+                fail(
+                    config,
+                    f"{format_keys(config, key)} cannot be combined with {format_keys(config, keys[1])}",
+                    REMOVE,
+                    *keys,
+                )
         if not expert_layers(model):
             keys = ("model.block_pattern", "model.num_experts")
-            problem = f"{said(config, keys[0])} has no layer with the experts of {said(config, keys[1])}"
-            refuse(config, problem, "add moe to it, or set model.num_experts=null", *keys)
+            problem = f"{format_keys(config, keys[0])} has no layer with the experts of {format_keys(config, keys[1])}"
+            fail(config, problem, "add moe to it, or set model.num_experts=null", *keys)
     if not expert_layers(model):
         keys = ("model.first_dense_layers", "model.moe_layer_interval")
-        problem = f"{said(config, *keys)} leave no layer of {said(config, 'model.num_layers')} with experts"
-        refuse(config, problem, "lower them, or set model.num_experts=null", *keys, "model.num_experts")
+        problem = (
+            f"{format_keys(config, *keys)} leave no layer of {format_keys(config, 'model.num_layers')} with experts"
+        )
+        fail(config, problem, "lower them, or set model.num_experts=null", *keys, "model.num_experts")
     _check_groups(config, model)
     _check_router(config, model.router)
     _check_with_others(config)
@@ -49,65 +56,67 @@ def check_experts(config: Config) -> None:
 
 def check_experts_on_mesh(config: Config, sizes: dict[str, int]) -> None:
     """Refuse a mesh that cannot divide the experts."""
-    model, name, axes = config.model, said_axis(config, sizes, "expert"), config.mesh.experts_over
+    model, name, axes = config.model, format_axis(config, sizes, "expert"), config.mesh.experts_over
     if model.num_experts is None:
         if sizes["expert"] > 1:
             cure = "set model.num_experts, or use mesh.data or mesh.fsdp for the batch"
-            refuse(config, f"{name} needs a model with experts", cure, "mesh.expert")
+            fail(config, f"{name} needs a model with experts", cure, "mesh.expert")
         return
     if sizes["expert"] > 1 and "expert" not in axes:
         key = "mesh.experts_over"
-        problem = f"{name} has no experts to divide with {said(config, key)}"
-        refuse(config, problem, f"add expert to {key}, or use mesh.data", "mesh.expert", key)
+        problem = f"{name} has no experts to divide with {format_keys(config, key)}"
+        fail(config, problem, f"add expert to {key}, or use mesh.data", "mesh.expert", key)
     if model.num_experts % config.expert_shards(sizes):
         larger = [axis for axis in axes if sizes[axis] > 1]
-        problem = " x ".join(said_axis(config, sizes, axis) for axis in larger)
-        problem += f" does not divide {said(config, 'model.num_experts')}"
+        problem = " x ".join(format_axis(config, sizes, axis) for axis in larger)
+        problem += f" does not divide {format_keys(config, 'model.num_experts')}"
         keys = [f"mesh.{axis}" for axis in larger]
         cure = "use sizes whose product is" if len(larger) > 1 else "use"
-        refuse(config, problem, f"{cure} {listed(divisors(model.num_experts))}", *keys, "model.num_experts")
+        fail(config, problem, f"{cure} {listed(divisors(model.num_experts))}", *keys, "model.num_experts")
     for key, width in (
         ("model.expert_ffn_hidden_size", 0 if "tensor" in axes else model.expert_ffn_hidden_size),
         ("model.shared_expert_ffn_hidden_size", model.shared_expert_ffn_hidden_size),
     ):
         if (width or 0) % sizes["tensor"]:
-            problem = f"{said_axis(config, sizes, 'tensor')} does not divide {said(config, key)}"
-            refuse(config, problem, f"use {listed(divisors(width or 1))}", "mesh.tensor", key)
+            problem = f"{format_axis(config, sizes, 'tensor')} does not divide {format_keys(config, key)}"
+            fail(config, problem, f"use {listed(divisors(width or 1))}", "mesh.tensor", key)
 
 
 def _check_dense(config: Config) -> None:
     if expert_layers(config.model):
-        problem = f"{said(config, 'model.block_pattern')} has layers with experts"
-        refuse(config, problem, "set model.num_experts", "model.block_pattern")
+        problem = f"{format_keys(config, 'model.block_pattern')} has layers with experts"
+        fail(config, problem, "set model.num_experts", "model.block_pattern")
     for key in EXPERT_KEYS:
         section, name = key.rsplit(".", 1)
         if value(config, key) not in (None, type(value(config, section)).model_fields[name].default):
-            refuse(config, f"{said(config, key)} needs experts", "set model.num_experts, or remove it", key)
+            fail(config, f"{format_keys(config, key)} needs experts", "set model.num_experts, or remove it", key)
 
 
 def _check_groups(config: Config, model: ModelConfig) -> None:
     groups, chosen, experts = "model.router.num_groups", "model.router.groups_per_token", model.num_experts or 0
     router = model.router
     if experts % router.num_groups:
-        problem = f"{said(config, groups)} does not divide {said(config, 'model.num_experts')}"
-        refuse(config, problem, f"use {listed(divisors(experts))}", groups, "model.num_experts")
+        problem = f"{format_keys(config, groups)} does not divide {format_keys(config, 'model.num_experts')}"
+        fail(config, problem, f"use {listed(divisors(experts))}", groups, "model.num_experts")
     if router.groups_per_token > router.num_groups:
-        problem = f"{said(config, chosen)} is more than {said(config, groups)}"
-        refuse(config, problem, f"use {at_most(router.num_groups)}", chosen, groups)
+        problem = f"{format_keys(config, chosen)} is more than {format_keys(config, groups)}"
+        fail(config, problem, f"use {at_most(router.num_groups)}", chosen, groups)
     reachable = experts // router.num_groups * router.groups_per_token
     if model.experts_per_token > reachable:
         keys = ("model.experts_per_token", chosen, groups)
-        problem = f"{said(config, keys[0])} is more than the {reachable} experts in {said(config, chosen)} of"
-        problem += f" {said(config, groups)}"
-        refuse(config, problem, "raise model.router.groups_per_token", *keys)
+        problem = (
+            f"{format_keys(config, keys[0])} is more than the {reachable} experts in {format_keys(config, chosen)} of"
+        )
+        problem += f" {format_keys(config, groups)}"
+        fail(config, problem, "raise model.router.groups_per_token", *keys)
 
 
 def _check_router(config: Config, router: RouterConfig) -> None:
     name = "model.router."
     if router.score_function == "sigmoid" and router.pre_softmax:
         keys = (f"{name}pre_softmax", f"{name}score_function")
-        problem = f"{said(config, keys[0])} cannot be combined with {said(config, keys[1])}"
-        refuse(config, problem, f"set {name}pre_softmax=false", *keys)
+        problem = f"{format_keys(config, keys[0])} cannot be combined with {format_keys(config, keys[1])}"
+        fail(config, problem, f"set {name}pre_softmax=false", *keys)
     over_chosen = router.score_function == "softmax" and not router.pre_softmax
     for key, senseless, why in (
         (
@@ -118,8 +127,9 @@ def _check_router(config: Config, router: RouterConfig) -> None:
         (f"{name}normalise", not router.normalise, "the softmax over the chosen experts is normalised already"),
     ):
         if over_chosen and senseless:
-            problem = f"{said(config, key)} cannot be combined with {said(config, name + 'pre_softmax')}, because {why}"
-            refuse(config, problem, f"set {name}pre_softmax=true", key, f"{name}pre_softmax")
+            other = format_keys(config, f"{name}pre_softmax")
+            problem = f"{format_keys(config, key)} cannot be combined with {other}, because {why}"
+            fail(config, problem, f"set {name}pre_softmax=true", key, f"{name}pre_softmax")
     for first, second, both in (
         ("sinkhorn", "expert_bias", router.sinkhorn and router.expert_bias),
         ("sinkhorn", "num_groups", router.sinkhorn and router.num_groups > 1),
@@ -128,25 +138,25 @@ def _check_router(config: Config, router: RouterConfig) -> None:
     ):
         if both:
             keys = (f"{name}{first}", f"{name}{second}")
-            problem = f"{said(config, keys[0])} cannot be combined with {said(config, keys[1])}"
-            refuse(config, problem, REMOVE, *keys)
+            problem = f"{format_keys(config, keys[0])} cannot be combined with {format_keys(config, keys[1])}"
+            fail(config, problem, REMOVE, *keys)
     if router.drop_policy != "probability" and router.capacity_factor is None:
         key = f"{name}drop_policy"
-        problem = f"{said(config, key)} needs an expert capacity"
-        refuse(config, problem, f"set {name}capacity_factor, or remove it", key)
+        problem = f"{format_keys(config, key)} needs an expert capacity"
+        fail(config, problem, f"set {name}capacity_factor, or remove it", key)
 
 
 def _check_with_others(config: Config) -> None:
     model = config.model
-    experts = said(config, "model.num_experts")
+    experts = format_keys(config, "model.num_experts")
     for key, present, cure in (
         ("precision.fp8.backend", config.precision.fp8.backend != "xla", "set precision.fp8.backend=xla"),
         ("model.mlp_bias", model.mlp_bias, "set model.mlp_bias=false"),
     ):
         if present:
-            problem = f"{said(config, key)} cannot be combined with {experts}"
-            refuse(config, problem, cure, key, "model.num_experts")
+            problem = f"{format_keys(config, key)} cannot be combined with {experts}"
+            fail(config, problem, cure, key, "model.num_experts")
     if model.shared_expert_gate and not model.shared_expert_ffn_hidden_size:
         key = "model.shared_expert_gate"
-        problem = f"{said(config, key)} needs a shared expert"
-        refuse(config, problem, "set model.shared_expert_ffn_hidden_size", key)
+        problem = f"{format_keys(config, key)} needs a shared expert"
+        fail(config, problem, "set model.shared_expert_ffn_hidden_size", key)

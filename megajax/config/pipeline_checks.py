@@ -2,7 +2,7 @@
 
 from megajax.config.kinds import is_mixed
 from megajax.config.schema import Config
-from megajax.config.sentences import at_most, counted, divisors, listed, refuse, said, said_axis
+from megajax.config.sentences import at_most, counted, divisors, fail, format_axis, format_keys, listed
 from megajax.config.stages import default_layout, in_step, layout_in_step, slots, virtual_stages
 from megajax.config.tree import show
 
@@ -23,8 +23,8 @@ def check_stages(config: Config, sizes: dict[str, int]) -> None:
 
 def _split(config: Config, sizes: dict[str, int]) -> str:
     """`mesh.pipeline=P`, with the rounds if there are several."""
-    rounds = f" x {said(config, 'pipeline.rounds')}" if config.pipeline.rounds > 1 else ""
-    return said_axis(config, sizes, "pipeline") + rounds
+    rounds = f" x {format_keys(config, 'pipeline.rounds')}" if config.pipeline.rounds > 1 else ""
+    return format_axis(config, sizes, "pipeline") + rounds
 
 
 def _check_count(config: Config, sizes: dict[str, int]) -> None:
@@ -32,10 +32,10 @@ def _check_count(config: Config, sizes: dict[str, int]) -> None:
     count = sizes["pipeline"] * rounds
     if sizes["pipeline"] <= layers and count <= layers + (2 if rounds > 1 else 0):
         return
-    depth = said(config, "model.num_layers")
+    depth = format_keys(config, "model.num_layers")
     if rounds == 1:
         problem = f"{_split(config, sizes)} is more than {depth}"
-        refuse(config, problem, f"use {at_most(layers)}", "mesh.pipeline", "model.num_layers")
+        fail(config, problem, f"use {at_most(layers)}", "mesh.pipeline", "model.num_layers")
     problem = f"{_split(config, sizes)} makes {count} virtual stages, and {depth} allows at most {layers + 2}"
     problem += ", two of them empty"
     if sizes["pipeline"] <= layers:
@@ -43,7 +43,7 @@ def _check_count(config: Config, sizes: dict[str, int]) -> None:
     else:
         most = min(layers, (layers + 2) // rounds)
         cure = f"set mesh.pipeline to {at_most(max(most, 1))}"
-    refuse(config, problem, cure, "mesh.pipeline", "pipeline.rounds", "model.num_layers")
+    fail(config, problem, cure, "mesh.pipeline", "pipeline.rounds", "model.num_layers")
 
 
 def _check_layout(config: Config, sizes: dict[str, int]) -> None:
@@ -53,23 +53,22 @@ def _check_layout(config: Config, sizes: dict[str, int]) -> None:
     count = sizes["pipeline"] * config.pipeline.rounds
     even = f"or set it to null for {show(list(default_layout(config.model, count)))}"
     if len(layout) != count:
-        problem = f"{said(config, 'pipeline.layout')} has {counted(len(layout), 'number')}"
+        problem = f"{format_keys(config, 'pipeline.layout')} has {counted(len(layout), 'number')}"
         problem += f", and {_split(config, sizes)} needs {count}"
-        cure = f"write {count} numbers that add up to {said(config, 'model.num_layers')}, {even}"
-        refuse(config, problem, cure, "pipeline.layout", "mesh.pipeline", "pipeline.rounds")
+        cure = f"write {count} numbers that add up to {format_keys(config, 'model.num_layers')}, {even}"
+        fail(config, problem, cure, "pipeline.layout", "mesh.pipeline", "pipeline.rounds")
     if 0 in layout[1:-1]:
-        problem = f"{said(config, 'pipeline.layout')} leaves an inner virtual stage without layers"
-        refuse(config, problem, f"give it one or more, {even}", "pipeline.layout")
+        problem = f"{format_keys(config, 'pipeline.layout')} leaves an inner virtual stage without layers"
+        fail(config, problem, f"give it one or more, {even}", "pipeline.layout")
     if sum(layout) != layers:
-        problem = (
-            f"{said(config, 'pipeline.layout')} adds up to {sum(layout)}, not to {said(config, 'model.num_layers')}"
-        )
-        refuse(config, problem, f"make it {layers}, {even}", "pipeline.layout", "model.num_layers")
+        layout_said, needed = (format_keys(config, key) for key in ("pipeline.layout", "model.num_layers"))
+        problem = f"{layout_said} adds up to {sum(layout)}, not to {needed}"
+        fail(config, problem, f"make it {layers}, {even}", "pipeline.layout", "model.num_layers")
 
 
 def _check_microbatches(config: Config, sizes: dict[str, int]) -> None:
     stages, rounds, microbatches = sizes["pipeline"], config.pipeline.rounds, config.batch.num_microbatches
-    key, name = "batch.num_microbatches", said_axis(config, sizes, "pipeline")
+    key, name = "batch.num_microbatches", format_axis(config, sizes, "pipeline")
     shards = config.batch_shards(sizes)
     usable = [
         n
@@ -80,11 +79,14 @@ def _check_microbatches(config: Config, sizes: dict[str, int]) -> None:
     cure += "" if usable else f" {stages * shards}"
     if microbatches < stages:
         idle = (stages - 1) / (microbatches * rounds + stages - 1)
-        problem = f"{said(config, key)} is less than {name}, so stages would be idle for up to {idle:.0%} of a step"
-        refuse(config, problem, cure, key, "mesh.pipeline")
+        problem = (
+            f"{format_keys(config, key)} is less than {name}, so stages would be idle for up to {idle:.0%} of a step"
+        )
+        fail(config, problem, cure, key, "mesh.pipeline")
     if rounds > 1 and microbatches % stages:
-        problem = f"{said(config, key)} is not a multiple of {name}, which {said(config, 'pipeline.rounds')} needs"
-        refuse(config, problem, cure, key, "mesh.pipeline", "pipeline.rounds")
+        several = format_keys(config, "pipeline.rounds")
+        problem = f"{format_keys(config, key)} is not a multiple of {name}, which {several} needs"
+        fail(config, problem, cure, key, "mesh.pipeline", "pipeline.rounds")
 
 
 def _check_pattern(config: Config, sizes: dict[str, int]) -> None:
@@ -98,14 +100,16 @@ def _check_pattern(config: Config, sizes: dict[str, int]) -> None:
     layout = tuple(len(layers) for layers in virtual_stages(config, stages))
     if in_step(layout, period):
         return
-    pattern = said(config, "model.layer_pattern")
+    pattern = format_keys(config, "model.layer_pattern")
     if config.pipeline.layout is None:
         problem = f"{_split(config, sizes)} makes virtual stages of {show(list(layout))} layers, and with"
         problem += f" {pattern} they have different kinds of layers"
     else:
-        problem = f"{said(config, 'pipeline.layout')} and {pattern} give virtual stages with different kinds of layers"
+        problem = (
+            f"{format_keys(config, 'pipeline.layout')} and {pattern} give virtual stages with different kinds of layers"
+        )
     keys = ("pipeline.layout", "mesh.pipeline", "pipeline.rounds", "model.layer_pattern")
-    refuse(config, problem, _cure_of_pattern(config, stages, period), *keys)
+    fail(config, problem, _cure_of_pattern(config, stages, period), *keys)
 
 
 def _cure_of_pattern(config: Config, stages: int, period: int) -> str:
@@ -124,17 +128,19 @@ def _check_precision(config: Config, sizes: dict[str, int]) -> None:
     names = [name for name in ("first_bf16_layers", "last_bf16_layers") if getattr(fp8, name)]
     if fp8.recipe != "none" and names:
         keys = [f"precision.fp8.{name}" for name in names]
-        problem = f"{said(config, *keys)} cannot be combined with {said_axis(config, sizes, 'pipeline')},"
+        problem = f"{format_keys(config, *keys)} cannot be combined with {format_axis(config, sizes, 'pipeline')},"
         problem += " because all stages run the same program"
         cure = f"set {' and '.join(f'{key}=0' for key in keys)}, or mesh.pipeline=1"
-        refuse(config, problem, cure, *keys, "mesh.pipeline")
+        fail(config, problem, cure, *keys, "mesh.pipeline")
 
 
 def _check_offload(config: Config, sizes: dict[str, int]) -> None:
     if config.remat.policy == "offload":
-        problem = f"{said(config, 'remat.policy')} cannot be combined with {said_axis(config, sizes, 'pipeline')},"
+        problem = (
+            f"{format_keys(config, 'remat.policy')} cannot be combined with {format_axis(config, sizes, 'pipeline')},"
+        )
         problem += " because a pipeline keeps its saved activations on the GPU"
-        refuse(config, problem, "use full, selective or save_matmuls", "remat.policy", "mesh.pipeline")
+        fail(config, problem, "use full, selective or save_matmuls", "remat.policy", "mesh.pipeline")
 
 
 # Settings of the loop over the slots of a virtual stage, or over all layers if there is one stage
@@ -143,28 +149,28 @@ def _check_offload(config: Config, sizes: dict[str, int]) -> None:
 def _check_unroll(config: Config, sizes: dict[str, int]) -> None:
     unroll, size = config.kernels.scan_unroll, slots(config, sizes["pipeline"])
     if unroll is not None and size % unroll:
-        problem = f"{said(config, 'kernels.scan_unroll')} does not divide {_slots_said(config, sizes)}"
+        problem = f"{format_keys(config, 'kernels.scan_unroll')} does not divide {_slots_said(config, sizes)}"
         keys = ("kernels.scan_unroll", "mesh.pipeline", "model.num_layers")
-        refuse(config, problem, f"use {listed(divisors(size))}", *keys)
+        fail(config, problem, f"use {listed(divisors(size))}", *keys)
 
 
 def _check_remat(config: Config, sizes: dict[str, int]) -> None:
     remat, size = config.remat, slots(config, sizes["pipeline"])
     if remat.layers is not None and remat.layers > size:
-        problem = f"{said(config, 'remat.layers')} is more than {_slots_said(config, sizes)}"
+        problem = f"{format_keys(config, 'remat.layers')} is more than {_slots_said(config, sizes)}"
         keys = ("remat.layers", "mesh.pipeline", "model.num_layers")
-        refuse(config, problem, f"use {at_most(size)}, or null for all", *keys)
+        fail(config, problem, f"use {at_most(size)}, or null for all", *keys)
     covered = remat.layers or size
     if covered % remat.group:
         what, where = _run_over(config, sizes)
-        problem = f"{said(config, 'remat.group')} does not divide the {counted(covered, f'recomputed {what}')}"
+        problem = f"{format_keys(config, 'remat.group')} does not divide the {counted(covered, f'recomputed {what}')}"
         problem += f" in {where}" if sizes["pipeline"] > 1 else ""
-        refuse(config, problem, f"use {listed(divisors(covered))}", "remat.group", "remat.layers", "mesh.pipeline")
+        fail(config, problem, f"use {listed(divisors(covered))}", "remat.group", "remat.layers", "mesh.pipeline")
 
 
 def _slots_said(config: Config, sizes: dict[str, int]) -> str:
     if sizes["pipeline"] == 1:
-        return said(config, "model.num_layers")
+        return format_keys(config, "model.num_layers")
     what, where = _run_over(config, sizes)
     return f"the {counted(slots(config, sizes['pipeline']), what)} of {where}"
 

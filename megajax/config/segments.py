@@ -30,7 +30,7 @@ class Segment:
     start: int
     loops: int
     unroll: int
-    group: int
+    group_size: int
     policy: str
     fp8: bool = False
 

@@ -16,18 +16,18 @@ def value(config: Config, key: str) -> Any:
     return functools.reduce(getattr, key.split("."), config)
 
 
-def said(config: Config, *keys: str) -> str:
+def format_keys(config: Config, *keys: str) -> str:
     """`key=value`, several joined by "and"."""
     return " and ".join(f"{key}={show(value(config, key))}" for key in keys)
 
 
-def refuse(config: Config, problem: str, cure: str, *keys: str) -> NoReturn:
+def fail(config: Config, problem: str, cure: str, *keys: str) -> NoReturn:
     """Raise `problem (place): cure.` with the place of the first of `keys` that someone set."""
     raise ConfigError(f"{problem} ({place(config, *keys)}): {cure}.")
 
 
 def warn(config: Config, problem: str, cure: str, *keys: str) -> None:
-    """Warn with a sentence like `refuse`'s; for a `_warn_...` function that `check` calls for `load_config`."""
+    """Warn with a sentence like `fail`'s; for a `_warn_...` function that `check` calls for `load_config`."""
     warnings.warn(f"{problem} ({place(config, *keys)}): {cure}.", stacklevel=5)
 
 
@@ -60,6 +60,6 @@ def divisors(number: int) -> list[int]:
     return sorted({*small, *(number // size for size in small)})
 
 
-def said_axis(config: Config, sizes: dict[str, int], axis: str) -> str:
+def format_axis(config: Config, sizes: dict[str, int], axis: str) -> str:
     """`mesh.axis=size`, with a note where the size comes from -1."""
     return f"mesh.{axis}={sizes[axis]}" + (" (from -1)" if getattr(config.mesh, axis) == -1 else "")

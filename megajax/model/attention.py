@@ -59,7 +59,7 @@ class Attention(Part):
         def core(projected):
             q, k, v = self.heads(w, projected, inputs, comm)
             softcap, sinks = self.config.attention_softcap, w.get("sinks")
-            return comm.attend(q, k, v, inputs.place, window=window, softcap=softcap, sinks=sinks)
+            return comm.attend(q, k, v, inputs.token_positions, window=window, softcap=softcap, sinks=sinks)
 
         core = jax.checkpoint(core) if "attention" in recompute else core
         out = checkpoint_name(core(projected), "attention")

@@ -14,7 +14,7 @@ from megajax import ops
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Place:
+class TokenPositions:
     """Where a device's tokens stand in their sequences."""
 
     index: jax.Array  # [B, S] int32, of each token
@@ -83,7 +83,15 @@ class SingleDevice:
         return x
 
     def attend(
-        self, q, k, v, place: Place, *, window: int | None, softcap: float | None, sinks: jax.Array | None = None
+        self,
+        q,
+        k,
+        v,
+        positions: TokenPositions,
+        *,
+        window: int | None,
+        softcap: float | None,
+        sinks: jax.Array | None = None,
     ) -> jax.Array:
         """Causal attention of `[B, S, N, H]` queries over the whole sequence; `sinks [N]` are of their heads."""
         return ops.attention(
@@ -91,7 +99,7 @@ class SingleDevice:
             k,
             v,
             window=window,
-            document_starts=place.document_starts,
+            document_starts=positions.document_starts,
             softcap=softcap,
             sinks=sinks,
             implementation=self.attention,

@@ -14,7 +14,7 @@ from flax import nnx
 
 from megajax import ops
 from megajax.config import ModelConfig
-from megajax.model.comm import Place, SingleDevice
+from megajax.model.comm import SingleDevice, TokenPositions
 
 Weights = Mapping[str, Any]  # by name within the part: arrays, or what a communication point's linear layers take
 State = Mapping[str, jax.Array]
@@ -27,7 +27,7 @@ class BlockInputs:
     """What every block reads besides the residual stream."""
 
     positions: jax.Array  # [B, S] int32, position of each token in its sequence, or in its document
-    place: Place  # where the tokens stand in their sequences, and where their documents begin
+    token_positions: TokenPositions  # where the tokens stand in their sequences, and where their documents begin
     token_ids: jax.Array  # [T / tensor] uint32, index of each token in the global batch (dropout)
     dropout_key: jax.Array | None  # None: no dropout
     jitter_key: jax.Array | None = None  # None: no jitter of the routers' inputs

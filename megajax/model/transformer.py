@@ -14,7 +14,7 @@ from flax import nnx
 from megajax.config import ModelConfig
 from megajax.config.kinds import block_layers, layer_kinds
 from megajax.model.block import Block
-from megajax.model.comm import Place, SingleDevice
+from megajax.model.comm import SingleDevice, TokenPositions
 from megajax.model.parameters import declare, parameters, stack
 from megajax.model.parts import BlockInputs, State, normalise
 
@@ -52,7 +52,7 @@ class Transformer(nnx.Module):
         c, (B, S) = self.config, tokens_bs.shape
         comm = comm or SingleDevice()
         positions = jnp.broadcast_to(jnp.arange(S), (B, S))
-        inputs = BlockInputs(positions, Place(positions), jnp.arange(B * S, dtype=jnp.uint32), None)
+        inputs = BlockInputs(positions, TokenPositions(positions), jnp.arange(B * S, dtype=jnp.uint32), None)
         x = self.embedding.tokens[...][tokens_bs.reshape(-1)]
         if self.embedding.positions is not None:
             x = x + self.embedding.positions[...][positions.reshape(-1)]

@@ -10,7 +10,7 @@ from jax import lax
 
 from megajax import ops
 from megajax.mesh import BATCH_AXES
-from megajax.model.comm import Place, SingleDevice
+from megajax.model.comm import SingleDevice, TokenPositions
 from megajax.ops import fp8
 from megajax.ops.fp8 import Fp8Weight
 from megajax.ops.partial_attention import Scores
@@ -130,7 +130,7 @@ class MeshComm(SingleDevice):
     def local_kv_heads(self, num_kv_heads: int) -> int:
         return max(1, num_kv_heads // self.tensor_size)
 
-    def attend(self, q, k, v, place: Place, *, window, softcap, sinks=None) -> jax.Array:
+    def attend(self, q, k, v, positions: TokenPositions, *, window, softcap, sinks=None) -> jax.Array:
         scale = q.shape[-1] ** -0.5
         if self.deterministic and self.attention == "cudnn":
             # XLA (jaxlib 0.11.2) fails at run time on two equal cuDNN calls of the deterministic backward pass. The
@@ -142,13 +142,13 @@ class MeshComm(SingleDevice):
                 window = None  # every earlier token is inside
             scores = Scores(scale, softcap, self.attention)
             strategy, size = self.context_strategy, self.sizes["context"]
-            return over_context.attention(strategy, size, scores, window, q, k, v, place, sinks)
+            return over_context.attention(strategy, size, scores, window, q, k, v, positions, sinks)
         return ops.attention(
             q,
             k,
             v,
             window=window,
-            document_starts=place.document_starts,
+            document_starts=positions.document_starts,
             softcap=softcap,
             scale=scale,
             sinks=sinks,

@@ -37,34 +37,34 @@ def gradient_function(local: LocalModel, mesh: Mesh) -> Callable:
     only_microbatch = config.batch.num_microbatches == 1 and pipeline is None
 
     def compute(params: Params, state: LayerState, batch: Batch, step, loss_scale: jax.Array):
-        ends, weight_amax = local.gather_ends(params), local.layers.weight_amax(params)
+        non_block, weight_amax = local.gather_non_block(params), local.layers.weight_amax(params)
         scaling, history = local.layers.scaling, state.get(FP8, {})
         scales = scaling.scales(local.layers.all.of_stage(history), weight_amax, loss_scale)
         layers = local.layers.gather_once(params, scales, state)
-        tokens, (batch, imbalance) = local.valid_tokens(batch), local.add_places(batch)
+        tokens, (batch, imbalance) = local.valid_tokens(batch), local.add_token_positions(batch)
         scale, layer_loss_scale = loss_scale / tokens, local.layer_loss_scale(loss_scale)
         key = local.random_key(step)
 
-        def microbatch(end_gradients, index, fields: Batch):
+        def microbatch(non_block_gradients, index, fields: Batch):
             inputs = local.inputs(fields, index, key, layer_loss_scale)
-            x = local.embedding.forward(ends, fields, inputs)
+            x = local.embedding.forward(non_block, fields, inputs)
             x, residuals, metrics = local.layers.forward(layers, x, inputs)
-            loss, z_loss, dx, end_gradients = local.head.losses_and_gradients(
-                ends, x, fields["targets"].reshape(-1), fields["loss_mask"].reshape(-1), scale, end_gradients
+            loss, z_loss, dx, non_block_gradients = local.head.losses_and_gradients(
+                non_block, x, fields["targets"].reshape(-1), fields["loss_mask"].reshape(-1), scale, non_block_gradients
             )
             dx, layer_gradients, amax = local.layers.backward(layers, residuals, dx, inputs, only_microbatch)
-            end_gradients = local.embedding.backward(end_gradients, ends, fields, inputs, dx)
-            return end_gradients, layer_gradients, ({"loss": loss, "z_loss": z_loss}, metrics), amax
+            non_block_gradients = local.embedding.backward(non_block_gradients, non_block, fields, inputs, dx)
+            return non_block_gradients, layer_gradients, ({"loss": loss, "z_loss": z_loss}, metrics), amax
 
         if pipeline is None:
-            zeros = jax.tree.map(lambda w: jnp.zeros(w.shape, jnp.float32), ends)
-            end_gradients, layer_gradients, (sums, metrics), amax = _accumulate(microbatch, zeros, batch)
+            zeros = jax.tree.map(lambda w: jnp.zeros(w.shape, jnp.float32), non_block)
+            non_block_gradients, layer_gradients, (sums, metrics), amax = _accumulate(microbatch, zeros, batch)
         else:
-            end_gradients, layer_gradients, (sums, metrics), amax = pipeline.gradients(
-                ends, layers, batch, key, scale, layer_loss_scale
+            non_block_gradients, layer_gradients, (sums, metrics), amax = pipeline.gradients(
+                non_block, layers, batch, key, scale, layer_loss_scale
             )
 
-        gradients = local.reduce_ends(end_gradients)
+        gradients = local.reduce_non_block(non_block_gradients)
         gradients |= local.layers.collect(layer_gradients, only_microbatch)
         gradients = {name: gradients[name] / loss_scale for name in params}
         if imbalance is not None:  # a mean over the devices, by the way of the sums
@@ -98,17 +98,17 @@ def loss_function(local: LocalModel, mesh: Mesh) -> Callable:
     def compute(params: Params, state: LayerState, batch: Batch):
         history = local.layers.all.of_stage(state.get(FP8, {}))
         scales = local.layers.scaling.scales(history, local.layers.weight_amax(params))
-        ends, layers = local.gather_ends(params), local.layers.gather_once(params, scales, state)
-        tokens, (batch, _) = local.valid_tokens(batch), local.add_places(batch)
+        non_block, layers = local.gather_non_block(params), local.layers.gather_once(params, scales, state)
+        tokens, (batch, _) = local.valid_tokens(batch), local.add_token_positions(batch)
         if pipeline is not None:
-            return sum_over_all(pipeline.loss(ends, layers, batch), local.sizes), tokens
+            return sum_over_all(pipeline.loss(non_block, layers, batch), local.sizes), tokens
 
         def microbatch(loss, fields: Batch):
             inputs = local.inputs(fields, 0, None)
-            x = local.embedding.forward(ends, fields, inputs)
+            x = local.embedding.forward(non_block, fields, inputs)
             x, _, _ = local.layers.forward(layers, x, inputs, save=False)
             targets, mask = fields["targets"].reshape(-1), fields["loss_mask"].reshape(-1)
-            return loss + local.head.losses(ends, x, targets, mask), None
+            return loss + local.head.losses(non_block, x, targets, mask), None
 
         loss, _ = lax.scan(microbatch, jnp.zeros((), jnp.float32), dict(batch))
         return sum_over_all(loss, local.sizes), tokens
@@ -142,7 +142,7 @@ def _at_full_precision(compute: Callable, config: Config) -> Callable:
 def _accumulate(microbatch: Callable, zeros: dict[str, jax.Array], batch: Batch):
     """Run the microbatches; a single one is no loop and adds to nothing, so its gradients stay values.
 
-    Gradients of the ends accumulate in place from `zeros`, those of the layers and the sums are added up (in FP32,
+    Gradients of the non_block accumulate in place from `zeros`, those of the layers and the sums are added up (in FP32,
     counts as they are), and of the amaxes the largest is kept.
     """
     count = batch["tokens"].shape[0]
@@ -150,11 +150,11 @@ def _accumulate(microbatch: Callable, zeros: dict[str, jax.Array], batch: Batch)
         return microbatch(zeros, 0, {name: field[0] for name, field in batch.items()})
 
     def body(carry, loop):
-        end_gradients, layer_gradients, sums, amax = carry
-        end_gradients, new, new_sums, new_amax = microbatch(end_gradients, *loop)
+        non_block_gradients, layer_gradients, sums, amax = carry
+        non_block_gradients, new, new_sums, new_amax = microbatch(non_block_gradients, *loop)
         layer_gradients = jax.tree.map(lambda total, g: total + g.astype(jnp.float32), layer_gradients, new)
         sums, amax = jax.tree.map(jnp.add, sums, new_sums), jax.tree.map(jnp.maximum, amax, new_amax)
-        return (end_gradients, layer_gradients, sums, amax), None
+        return (non_block_gradients, layer_gradients, sums, amax), None
 
     loops = (jnp.arange(count), dict(batch))
     _, *shapes = jax.eval_shape(microbatch, zeros, *jax.tree.map(lambda a: a[0], loops))

@@ -7,11 +7,11 @@ import jax
 import jax.numpy as jnp
 
 from megajax.config import Config
-from megajax.config.sentences import said
+from megajax.config.sentences import format_keys
 from megajax.model.parts import BlockInputs
 from megajax.model.transformer import Transformer
 from megajax.parallel.comm import MeshComm
-from megajax.parallel.context.token_order import add_places, place_of
+from megajax.parallel.context.token_order import add_token_positions, token_positions_of
 from megajax.parallel.embedding import MeshEmbedding
 from megajax.parallel.head import LossHead
 from megajax.parallel.stack.layers import LayerStack, of_block
@@ -65,22 +65,22 @@ class LocalModel:
             computed |= {f"{BLOCKS}{kind}.{name}": placement for name, placement in own.placements.items()}
         exchange = WeightExchange(computed, sizes, compute, gradients)
         layers = LayerStack(plan, comm, model, exchange, fused)
-        ends = MeshEmbedding(plan, comm), LossHead(plan, comm)
-        return cls(plan, config, sizes, placements, comm, exchange, layers, *ends)
+        non_block = MeshEmbedding(plan, comm), LossHead(plan, comm)
+        return cls(plan, config, sizes, placements, comm, exchange, layers, *non_block)
 
     @jax.named_scope("weights")
-    def gather_ends(self, params: Params) -> dict[str, jax.Array]:
+    def gather_non_block(self, params: Params) -> dict[str, jax.Array]:
         """The weights outside the blocks, ready to compute with, gathered over `fsdp` once a step too.
 
         But for a token embedding whose rows travel: that stays its FP32 shard.
         """
-        ends = {name: w for name, w in params.items() if not name.startswith(BLOCKS)}
-        gather = [name for name in ends if name not in self.embedding.as_stored]
-        gathered = {name: self.exchange.gather_once(name, ends[name]) for name in gather}
-        return ends | {name: row_major(self.exchange.gather_layer(name, w)) for name, w in gathered.items()}
+        non_block = {name: w for name, w in params.items() if not name.startswith(BLOCKS)}
+        gather = [name for name in non_block if name not in self.embedding.as_stored]
+        gathered = {name: self.exchange.gather_once(name, non_block[name]) for name in gather}
+        return non_block | {name: row_major(self.exchange.gather_layer(name, w)) for name, w in gathered.items()}
 
-    def reduce_ends(self, gradients: Params) -> dict[str, jax.Array]:
-        """Gradients of what `gather_ends` gave → complete FP32 gradients of the stored shards."""
+    def reduce_non_block(self, gradients: Params) -> dict[str, jax.Array]:
+        """Gradients of what `gather_non_block` gave → complete FP32 gradients of the stored shards."""
         return {
             name: self.exchange.complete(name, g)
             if name in self.embedding.as_stored
@@ -95,31 +95,31 @@ class LocalModel:
         key: jax.Array | None,
         layer_loss_scale: jax.Array | None = None,
     ) -> BlockInputs:
-        """What the blocks read of one microbatch of `add_places`; `key` and `layer_loss_scale` in training only."""
+        """What the blocks read of one microbatch; `key` and `layer_loss_scale` in training only."""
         B, S = batch["tokens"].shape
         shards = self.config.batch_shards(self.sizes)
         sequences = (microbatch * B * shards + self.comm.sequence_ids(B)).astype(jnp.uint32)
-        place = place_of(batch, self.sizes["context"])
-        token_ids = (sequences[:, None] * (S * self.sizes["context"]) + place.index.astype(jnp.uint32)).reshape(-1)
+        positions = token_positions_of(batch, self.sizes["context"])
+        token_ids = (sequences[:, None] * (S * self.sizes["context"]) + positions.index.astype(jnp.uint32)).reshape(-1)
         model = self.config.model
         return BlockInputs(
             batch["positions"],
-            place,
+            positions,
             self.comm.own_tokens(token_ids),
             dropout_key=key if model.dropout > 0 else None,
             jitter_key=None if key is None or not model.router.jitter else jax.random.fold_in(key, JITTER),
             layer_loss_scale=layer_loss_scale,
         )
 
-    def add_places(self, batch: Batch) -> tuple[dict[str, jax.Array], jax.Array | None]:
-        """`token_order.add_places` of this device's fields `[M, B, S]`."""
+    def add_token_positions(self, batch: Batch) -> tuple[dict[str, jax.Array], jax.Array | None]:
+        """`token_order.add_token_positions` of this device's fields `[M, B, S]`."""
         if ("segment_ids" in batch) != self.config.data.reset_attention:
             problem = "has" if "segment_ids" in batch else "has no"
             raise ValueError(
-                f"the batch {problem} segment_ids and {said(self.config, 'data.reset_attention')}: "
+                f"the batch {problem} segment_ids and {format_keys(self.config, 'data.reset_attention')}: "
                 "give them with data.reset_attention=true, and only then."
             )
-        return add_places(batch, self.sizes["context"])
+        return add_token_positions(batch, self.sizes["context"])
 
     def layer_loss_scale(self, loss_scale: jax.Array) -> jax.Array | None:
         """The factor of the layers' losses of one microbatch in what is differentiated: their mean counts.

@@ -242,7 +242,7 @@ def _described(report: Report) -> str:
         f"time       {report.time:g}; {report.ideal:g} if no stage stood idle",
         f"bubble     {report.bubble:.1%} of the time",
         f"in flight  {' '.join(f'{most:g}' for most in report.in_flight)} (most microbatches kept, by stage)",
-        f"slots      {slots.activations} for activations, {slots.put_offs} for put-offs, {slots.heads} for the head",
+        f"slots      {slots.activations} for activations, {slots.deferred_slots} deferred, {slots.heads} for the head",
     ]
     return "\n".join(lines)
 

@@ -82,8 +82,8 @@ class _Step:
         yield self.in_head()
         gradients = Elements()
         for segment in reversed(self.segments):
-            units = self.parts(segment) if segment.loops == 1 else [self.slots_of(segment)]
-            for slots in reversed(units):
+            groups = self.parts(segment) if segment.loops == 1 else [self.slots_of(segment)]
+            for slots in reversed(groups):
                 yield self.in_backward(segment, slots, gradients)
                 gradients += self.layers(slots)
         yield self.at_end()
@@ -98,37 +98,43 @@ class _Step:
         return replace(
             self.always,
             gradients=gradients,
-            weights=self.cast(len(self.slots)) + self.compute * (self.ends_in_head + held.gathered),
+            weights=self.cast(len(self.slots)) + self.compute * (self.non_block_in_head + held.gathered),
             activations=self.saved(len(self.slots)),
             working=self.head_working,
         )
 
     def in_backward(self, segment: Segment, slots: Sequence[int], done: Elements) -> MemoryEstimate:
-        """The backward pass of a unit, or of a loop over units, when the layers above, `done`, have their gradients."""
-        own, looped = self.layers(slots[: segment.group]), segment.loops > 1
+        """The backward pass of a remat group, or of a loop over groups, with gradients of the layers above, `done`."""
+        own, looped = self.layers(slots[: segment.group_size]), segment.loops > 1
         first, after = slots[0], slots[-1] + 1
-        before = self.layers(range(max(first - segment.group, 0), first))
-        above = self.layers(range(after, min(after + segment.group, len(self.slots))))
+        before = self.layers(range(max(first - segment.group_size, 0), first))
+        above = self.layers(range(after, min(after + segment.group_size, len(self.slots))))
         # The layer below is gathered in the meantime. What a loop has not cast before it casts now.
         weights = own.whole if looped else own.gathered + before.gathered
-        weights += self.ends.whole if self.repeats else 0
+        weights += self.non_block.whole if self.repeats else 0
         moment = replace(
             self.always,
-            gradients=self.accumulated(FP32 * self.ends_as_stored.stored, done + self.layers(slots if looped else ())),
+            gradients=self.accumulated(
+                FP32 * self.non_block_as_stored.stored, done + self.layers(slots if looped else ())
+            ),
             weights=self.cast(after) + self.compute * weights,
-            activations=self.saved(after) + self.recomputed(segment, slots[: segment.group]),
+            activations=self.saved(after) + self.recomputed(segment, slots[: segment.group_size]),
             # The gradients of the layer above are whole, in FP32, while they are reduced.
             working=self.layer_working(segment, slots) + FP32 * above.reduced + self.pending(above),
         )
-        late = 0 if looped or after + segment.group < len(self.slots) else self.deferred(range(after, len(self.slots)))
+        late = (
+            0
+            if looped or after + segment.group_size < len(self.slots)
+            else self.deferred(range(after, len(self.slots)))
+        )
         return replace(moment, working=moment.working + (late if moment.total + late < SCHEDULED else 0))
 
     def at_end(self) -> MemoryEstimate:
         """All gradients, those outside the blocks before they are reduced."""
         everything = self.layers(range(len(self.slots)))
-        stored = self.ends_by_name[TOKENS].stored
-        table = stored if self.plan.embedding_axes else self.ends_by_name[TOKENS].whole
-        gradients = self.accumulated(FP32 * (self.ends_as_stored.stored - stored + table), everything)
+        stored = self.non_block_by_name[TOKENS].stored
+        table = stored if self.plan.embedding_axes else self.non_block_by_name[TOKENS].whole
+        gradients = self.accumulated(FP32 * (self.non_block_as_stored.stored - stored + table), everything)
         return replace(self.always, gradients=gradients, working=FP32 * stored if table > stored else 0)
 
     # What is alive at them
@@ -145,23 +151,23 @@ class _Step:
         moments = {"adamw": 2, "lion": 1, "sgd": 1 if optimizer.beta1 > 0 else 0}[optimizer.kind]
         return MemoryEstimate(stored, moments * stored)
 
-    def accumulated(self, ends: int, done: Elements | None = None) -> int:
-        """Bytes of gradients: `ends` of the ends so far, and of the layers `done`; or of all, where they are sums."""
+    def accumulated(self, non_block: int, done: Elements | None = None) -> int:
+        """Bytes of gradients so far: `non_block` and those of the layers `done`; or of all, where they are sums."""
         if self.repeats:
-            return FP32 * (self.ends_whole.whole + self.rounds * self.layers(range(len(self.slots))).once)
+            return FP32 * (self.non_block_whole.whole + self.rounds * self.layers(range(len(self.slots))).once)
         done = done or Elements()
-        return ends + FP32 * (done.stored - done.left) + self.compute * done.left
+        return non_block + FP32 * (done.stored - done.left) + self.compute * done.left
 
     @property
     def head_gradient(self) -> int:
         """Bytes; XLA makes the zeros of the table's gradient at the same time where both are whole."""
-        return FP32 * self.ends.whole
+        return FP32 * self.non_block.whole
 
     @property
-    def ends_in_head(self) -> int:
+    def non_block_in_head(self) -> int:
         """Elements of the weights outside the blocks that are whole in the head: the embedding if it is used again."""
-        table = self.ends.whole - sum(e.whole for name, e in self.ends_by_name.items() if name != TOKENS)
-        return self.ends.whole - (0 if self.repeats or self.config.model.tie_embeddings else table)
+        table = self.non_block.whole - sum(e.whole for name, e in self.non_block_by_name.items() if name != TOKENS)
+        return self.non_block.whole - (0 if self.repeats or self.config.model.tie_embeddings else table)
 
     @property
     def head_working(self) -> int:
@@ -172,7 +178,7 @@ class _Step:
         return int(self.compute * (chunk * (2 * logits + 4 * D) + tokens * D / tensor))
 
     def saved(self, slots: int) -> int:
-        """Bytes that the forward pass of the first `slots` layers saves; of a loop all until it ends."""
+        """Bytes that the forward pass of the first `slots` layers saves; of a loop all until it non_block."""
         layers = ((slot, segment) for segment in self.segments for slot in self.slots_of(segment) if slot < slots)
         return sum(self.saved_by(slot, segment) for slot, segment in layers)
 
@@ -180,9 +186,9 @@ class _Step:
         """Bytes that one layer of a segment saves."""
         return self.activations.saved(self.slots[slot].block, segment, self.is_stacked(segment))
 
-    def recomputed(self, segment: Segment, unit: Sequence[int]) -> int:
-        """Bytes of what the backward pass of a unit computes again, all of it there at once."""
-        blocks = [self.slots[slot].block for slot in unit]
+    def recomputed(self, segment: Segment, group: Sequence[int]) -> int:
+        """Bytes of what the backward pass of a remat group computes again, all of it there at once."""
+        blocks = [self.slots[slot].block for slot in group]
         return sum(self.activations.recomputed(block, segment, self.is_stacked(segment)) for block in blocks)
 
     def layer_working(self, segment: Segment, slots: Sequence[int]) -> int:
@@ -209,9 +215,9 @@ class _Step:
     # Layers
 
     def parts(self, segment: Segment) -> list[range]:
-        """The slots of each unit of one loop."""
+        """The slots of each remat group of one loop."""
         slots = self.slots_of(segment)
-        return [slots[u : u + segment.group] for u in range(0, segment.unroll, segment.group)]
+        return [slots[u : u + segment.group_size] for u in range(0, segment.unroll, segment.group_size)]
 
     def slots_of(self, segment: Segment) -> range:
         return range(segment.start, segment.start + segment.count)
@@ -245,26 +251,26 @@ class _Step:
         }
 
     @cached_property
-    def ends_by_name(self) -> dict[str, Elements]:
+    def non_block_by_name(self) -> dict[str, Elements]:
         """Of the weights outside the blocks."""
         return {name: self.elements(name) for name in self.placements if not name.startswith(BLOCKS)}
 
     @property
-    def ends_as_stored(self) -> Elements:
-        return sum(self.ends_by_name.values(), Elements())
+    def non_block_as_stored(self) -> Elements:
+        return sum(self.non_block_by_name.values(), Elements())
 
     @cached_property
-    def ends(self) -> Elements:
+    def non_block(self) -> Elements:
         """What is gathered outside the blocks: not an embedding whose tokens' rows travel."""
         rows = self.plan.embedding_axes
-        return sum((e for name, e in self.ends_by_name.items() if not (name == TOKENS and rows)), Elements())
+        return sum((e for name, e in self.non_block_by_name.items() if not (name == TOKENS and rows)), Elements())
 
     @cached_property
-    def ends_whole(self) -> Elements:
+    def non_block_whole(self) -> Elements:
         """The same, as their gradients are: an embedding whose rows travel has its shard's."""
         rows = self.plan.embedding_axes
-        shard = self.ends_by_name[TOKENS].stored if rows else 0
-        return self.ends + Elements(shard, shard, shard)
+        shard = self.non_block_by_name[TOKENS].stored if rows else 0
+        return self.non_block + Elements(shard, shard, shard)
 
     def elements(self, name: str, one_layer: bool = False) -> Elements:
         """Of a weight on this device: of its stage's layers, or of one."""
@@ -305,7 +311,7 @@ class _Pipelined(_Step):
         """Bytes of the buffers, whatever the number of `slots`."""
         # One more than there are slots: what a forward operation has computed and not copied to its slot yet
         saved = super().saved(len(self.slots)) * (self.kept.activations + 1)
-        deferred = sum(self.activations.deferred(slot.block) for slot in self.slots) * self.kept.put_offs
+        deferred = sum(self.activations.deferred(slot.block) for slot in self.slots) * self.kept.deferred_slots
         # What a tick hands to the next, and gradients of the head that wait
         streams = 2 + (self.kept.heads if self.kept.heads > 1 else 0)
         return saved + deferred + streams * self.activations.stream

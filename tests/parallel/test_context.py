@@ -80,11 +80,11 @@ def on_devices(strategy: str, size: int, scores: Scores, window, q, k, v, sinks,
     def local(q, k, v, dout, documents, index, sinks):
         fields = {"tokens": q[..., 0, 0], "segment_ids": documents, "order": index}
         fields = {name: field[None] for name, field in fields.items() if field is not None}
-        batch, _ = token_order.add_places(fields, size)
-        place = token_order.place_of({name: field[0] for name, field in batch.items()}, size)
+        batch, _ = token_order.add_token_positions(fields, size)
+        positions = token_order.token_positions_of({name: field[0] for name, field in batch.items()}, size)
 
         def attention(q, k, v, sinks):
-            return context.attention(strategy, size, scores, window, q, k, v, place, sinks)
+            return context.attention(strategy, size, scores, window, q, k, v, positions, sinks)
 
         out, pull = jax.vjp(attention, q, k, v, sinks)
         return out, *pull(dout)

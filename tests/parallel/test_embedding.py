@@ -36,10 +36,10 @@ def test_rows_and_the_gradient_of_the_table(table, mesh, sequence_length):
 
     def step(params, batch, dx):
         fields = {name: field[0] for name, field in batch.items()}
-        inputs, ends = local.inputs(fields, 0, None), local.gather_ends(params)
+        inputs, ends = local.inputs(fields, 0, None), local.gather_non_block(params)
         x = local.embedding.forward(ends, fields, inputs)
         zeros = {name: jnp.zeros(w.shape) for name, w in ends.items()}
-        return x, local.reduce_ends(local.embedding.backward(zeros, ends, fields, inputs, dx))[TOKENS]
+        return x, local.reduce_non_block(local.embedding.backward(zeros, ends, fields, inputs, dx))[TOKENS]
 
     specs = {name: placement.spec for name, placement in program.placements.items()}
     run = jax.shard_map(

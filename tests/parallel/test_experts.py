@@ -14,7 +14,7 @@ from megajax.config import AXES
 from megajax.config.checks import check_mesh
 from megajax.mesh import build_mesh
 from megajax.model import Transformer, bind
-from megajax.model.comm import Place, SingleDevice
+from megajax.model.comm import SingleDevice, TokenPositions
 from megajax.model.parts import BlockInputs
 from megajax.parallel.experts.dispatch import exchange, plan
 from megajax.training.batches import to_global
@@ -97,7 +97,7 @@ def test_the_gradients_are_those_of_the_loss_and_the_routers_losses(table, refer
     batch = {name: jnp.asarray(field) for name, field in next(table.make_batches(config)).items()}
     model, (B, S) = Transformer(config.model), batch["tokens"].shape
     inputs = BlockInputs(
-        batch["positions"], Place(batch["positions"]), jnp.arange(B * S), None, layer_loss_scale=jnp.float32(1)
+        batch["positions"], TokenPositions(batch["positions"]), jnp.arange(B * S), None, layer_loss_scale=jnp.float32(1)
     )
 
     def total(weights):

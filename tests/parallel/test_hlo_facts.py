@@ -244,7 +244,7 @@ def residual_shapes(program) -> list[tuple[int, ...]]:
         fields = {name: field[0] for name, field in batch.items()}
         inputs = local.inputs(fields, 0, None)
         layers = local.layers.gather_once(params, {}, {})
-        x = local.embedding.forward(local.gather_ends(params), fields, inputs)
+        x = local.embedding.forward(local.gather_non_block(params), fields, inputs)
         return local.layers.forward(layers, x, inputs)[1]
 
     run = jax.shard_map(

@@ -13,7 +13,7 @@ from megajax.config import Config
 from megajax.config.checks import check_mesh
 from megajax.mesh import AXES, build_mesh
 from megajax.model import Transformer, init_parameters, parameters
-from megajax.model.comm import Place, SingleDevice
+from megajax.model.comm import SingleDevice, TokenPositions
 from megajax.model.parameters import declare, stack
 from megajax.model.parts import BlockInputs
 from megajax.sharding import EMPTY, stored_rows
@@ -92,7 +92,7 @@ def test_of_an_empty_slot_no_token_goes_to_an_expert(table):
     shapes = {name: p.shape[1:] for name, p in parameters(model.blocks["moe"]).items()}
     weights = {name: jnp.asarray(rng.standard_normal(shape), jnp.float32) for name, shape in shapes.items()}
     positions = jnp.broadcast_to(jnp.arange(S), (B, S))
-    inputs = BlockInputs(positions, Place(positions), jnp.arange(B * S), None, layer_loss_scale=jnp.float32(1))
+    inputs = BlockInputs(positions, TokenPositions(positions), jnp.arange(B * S), None, layer_loss_scale=jnp.float32(1))
     x = jnp.asarray(rng.standard_normal((B * S, 32)), jnp.float32)
 
     @jax.jit
@@ -111,7 +111,7 @@ def test_a_remat_group_may_hold_layers_of_both_kinds(table):
     config = make(table, EVERY_SECOND, {"fsdp": 2}, 1, remat={"policy": "full", "group": 2})
     program, expected = build(config), reference(table, config)
     (segment,) = program.local.layers.segments
-    assert (segment.loops, segment.unroll, segment.group) == (2, 2, 2)
+    assert (segment.loops, segment.unroll, segment.group_size) == (2, 2, 2)
 
     params = table.first_state(program, weights_of(config)).params
     loss, tokens = program.eval_step(params, {}, to_global(program, next(table.make_batches(config))))

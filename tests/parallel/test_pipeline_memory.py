@@ -53,7 +53,7 @@ def rows() -> Rows:
 @GROWTH
 def test_memory_does_not_grow_with_the_microbatches(run, rows):
     few, more = (rows[*run, microbatches] for microbatches in (32, 128))
-    assert (more.slots, more.saved, more.put_off) == (few.slots, few.saved, few.put_off)
+    assert (more.slots, more.saved, more.deferred) == (few.slots, few.saved, few.deferred)
     assert more.temporary == pytest.approx(few.temporary, rel=0.02)  # all but the state and the batch
 
 
@@ -66,7 +66,7 @@ def test_1f1b_saves_less_than_half_of_what_gpipe_does(rows):
 
 def test_buffers_are_updated_in_place(rows):
     assert all(row.saved and not row.copies for row in rows.values())
-    assert all(bool(row.put_off) == (row.schedule == "zero_bubble") for row in rows.values())
+    assert all(bool(row.deferred) == (row.schedule == "zero_bubble") for row in rows.values())
 
 
 @GROWTH

@@ -170,7 +170,7 @@ def test_each_operation_follows_the_one_it_needs(kind):
                 assert tick - at["backward", m, virtual] in (0, max(M * R, virtual % P))
 
 
-def test_only_what_fills_the_pipeline_is_put_off():
+def test_only_what_fills_the_pipeline_is_deferred():
     for P, M, R in SIZES:
         schedule = make_schedule("zero_bubble", P, M, R)
         full = np.flatnonzero(schedule.backward.active[:, 0])[0]  # the first tick at which all stages go backward
@@ -291,15 +291,15 @@ def test_slots_are_as_few_as_what_is_alive_and_one_for_idle_operations():
         assert alive <= report.slots.activations <= alive + 1
         assert report.slots.heads == (M if kind == "gpipe" else 1)
         # What the last stage puts off while the pipeline fills, and one for a backward operation while it drains.
-        put_off = kind == "zero_bubble" and P > 1
-        assert report.slots.put_offs == (min(P - 1, M * R) + 1 if put_off else 0)
+        deferred = kind == "zero_bubble" and P > 1
+        assert report.slots.deferred_slots == (min(P - 1, M * R) + 1 if deferred else 0)
 
 
 SLOT_FIELDS = {
     "forward": "activations",
     "backward": "activations",
-    "put_off": "put_offs",
-    "weight": "put_offs",
+    "deferred": "deferred_slots",
+    "weight": "deferred_slots",
     "head": "heads",
     "backward_head": "heads",
 }
@@ -331,11 +331,11 @@ def test_replay_catches_every_slot_that_is_off_by_one(kind, field):
     schedule = make_schedule(kind, 3, 6, 2)
     slots = assign_slots(schedule)
     replay(schedule, slots)
-    table = schedule.tables.get({"put_off": "backward"}.get(field, field.split("_")[0]), schedule.forward)
+    table = schedule.tables.get({"deferred": "backward"}.get(field, field.split("_")[0]), schedule.forward)
     used = table.active
     if "head" in field:
         used = (used & (table.round == schedule.rounds - 1))[:, -1]
-    flag = {"weight": "weight", "put_off": "split"}.get(field)
+    flag = {"weight": "weight", "deferred": "split"}.get(field)
     if flag:
         used = used & np.array([getattr(flags, flag) for flags in schedule.flags])[:, None]
     assert used.any()
@@ -406,7 +406,7 @@ BROKEN = {
         "weight operation of microbatch 0 .* stage 0 comes before its",
     ),
     "weight swapped": ("weight", move((6, 0), (9, 0)), "weight operation of microbatch 3 .* stage 0 comes before its"),
-    "put off to too early": (
+    "deferred to too early": (
         "weight",
         move((2, 3), (11, 3)),
         "weight operation of microbatch 0 .* stage 3 comes before",
@@ -585,7 +585,7 @@ def test_the_command_prints_a_drawing_and_writes_the_picture(tmp_path):
     assert "ticks      26\n" in done.stdout
     assert "bubble     15.8% of the time\n" in done.stdout  # 3/2 of 9 and a half
     assert "in flight  5.5 4.5 3.5 2.5 " in done.stdout
-    assert "slots      11 for activations, 0 for put-offs, 1 for the head\n" in done.stdout
+    assert "slots      11 for activations, 0 deferred, 1 for the head\n" in done.stdout
     assert done.stdout.endswith("Picture: 1f1b_p4_m8_r2.svg\n")
     ElementTree.parse(tmp_path / "1f1b_p4_m8_r2.svg")
 

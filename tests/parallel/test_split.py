@@ -174,21 +174,21 @@ def test_a_block_of_the_model_is_split_in_two(table, model, policy):
     def compare(params, batch):
         fields = {name: field[0] for name, field in batch.items()}
         inputs = local.inputs(fields, 0, None)
-        x = local.embedding.forward(local.gather_ends(params), fields, inputs)
-        unit = stack.unit_at(stack.gather_once(params, {}, {})[0][0], segment, 0)
-        y, saved, _ = stack.unit_forward(unit, x, inputs, segment, 0, 0, True)
+        x = local.embedding.forward(local.gather_non_block(params), fields, inputs)
+        group = stack.group_at(stack.gather_once(params, {}, {})[0][0], segment, 0)
+        y, saved, _ = stack.group_forward(group, x, inputs, segment, 0, 0, True)
         leaves, structure = jax.tree.flatten(saved)
 
-        def backward(unit, leaves, dy, inputs):
-            return stack.unit_backward(unit, jax.tree.unflatten(structure, leaves), dy, inputs, segment, 0, 0)
+        def backward(group, leaves, dy, inputs):
+            return stack.group_backward(group, jax.tree.unflatten(structure, leaves), dy, inputs, segment, 0, 0)
 
-        split = SplitBackward(backward, unit, leaves, y, inputs)
-        dx, vectors, _, later = split.inputs(unit, leaves, y, inputs)
-        matrices = split.weights(unit, later)
-        counts["whole"] = primitives(jax.make_jaxpr(backward)(unit, leaves, y, inputs))
-        counts["first"] = primitives(jax.make_jaxpr(split.inputs)(unit, leaves, y, inputs))
-        counts["second"] = primitives(jax.make_jaxpr(split.weights)(unit, later))
-        expected_dx, gradients, _ = backward(unit, leaves, y, inputs)
+        split = SplitBackward(backward, group, leaves, y, inputs)
+        dx, vectors, _, later = split.inputs(group, leaves, y, inputs)
+        matrices = split.weights(group, later)
+        counts["whole"] = primitives(jax.make_jaxpr(backward)(group, leaves, y, inputs))
+        counts["first"] = primitives(jax.make_jaxpr(split.inputs)(group, leaves, y, inputs))
+        counts["second"] = primitives(jax.make_jaxpr(split.weights)(group, later))
+        expected_dx, gradients, _ = backward(group, leaves, y, inputs)
         pairs = [(dx, expected_dx)]
         for expected, *parts in zip(gradients, vectors, matrices, strict=True):
             together = parts[0] | parts[1]

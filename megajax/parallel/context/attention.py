@@ -18,7 +18,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from megajax import ops
-from megajax.model.comm import Place
+from megajax.model.comm import TokenPositions
 from megajax.ops.partial_attention import (
     Part,
     Ranges,
@@ -42,7 +42,7 @@ def attention(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
-    place: Place,
+    positions: TokenPositions,
     sinks: jax.Array | None = None,
 ) -> jax.Array:
     """Causal attention of this device's queries: `q [B, S / context, N, H]`, `k` and `v` `[B, S / context, K, H]`.
@@ -51,14 +51,18 @@ def attention(
     device is its share.
     """
     if strategy == "all_to_all":
-        return _all_to_all(context, scores, window, q, k, v, place, sinks)
-    return _distributed(_Strategy(strategy, context, scores, window, place.chunks is None), q, k, v, place, sinks)
+        return _all_to_all(context, scores, window, q, k, v, positions, sinks)
+    return _distributed(
+        _Strategy(strategy, context, scores, window, positions.chunks is None), q, k, v, positions, sinks
+    )
 
 
 # Over the heads
 
 
-def _all_to_all(context: int, scores: Scores, window: int | None, q, k, v, place: Place, sinks) -> jax.Array:
+def _all_to_all(
+    context: int, scores: Scores, window: int | None, q, k, v, positions: TokenPositions, sinks
+) -> jax.Array:
     fewer = context // np.gcd(context, k.shape[2])
     if fewer > 1:  # fewer KV heads than devices: some have the same
         k, v = (jnp.repeat(a, fewer, axis=2) for a in (k, v))
@@ -68,7 +72,7 @@ def _all_to_all(context: int, scores: Scores, window: int | None, q, k, v, place
         a = lax.all_to_all(a, "context", split_axis=2, concat_axis=1, tiled=True)
         return checkpoint_name(_to_sequence(a, context), "exchanged")
 
-    starts = place.document_starts
+    starts = positions.document_starts
     if starts is not None:
         starts = _to_sequence(lax.all_gather(starts, "context", axis=1, tiled=True), context)
     q, k, v = (to_heads(a) for a in (q, k, v))
@@ -117,24 +121,24 @@ class _Strategy:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _distributed(strategy: _Strategy, q, k, v, place: Place, sinks: jax.Array | None) -> jax.Array:
-    return _distributed_forward(strategy, q, k, v, place, sinks)[0]
+def _distributed(strategy: _Strategy, q, k, v, positions: TokenPositions, sinks: jax.Array | None) -> jax.Array:
+    return _distributed_forward(strategy, q, k, v, positions, sinks)[0]
 
 
-def _distributed_forward(strategy: _Strategy, q, k, v, place: Place, sinks: jax.Array | None):
+def _distributed_forward(strategy: _Strategy, q, k, v, positions: TokenPositions, sinks: jax.Array | None):
     forward = {"ring": _ring, "all_gather": _gathered}[strategy.name]
-    out, lse = forward(strategy, q, k, v, place)
+    out, lse = forward(strategy, q, k, v, positions)
     if sinks is not None:
         out, lse = add_sinks((out, lse), sinks)
     # By this name the remat policies that keep attention find what its backward pass needs.
     out, lse = (checkpoint_name(a, "attention") for a in (out.astype(q.dtype), lse))
-    return out, (q, k, v, place, sinks, out, lse)
+    return out, (q, k, v, positions, sinks, out, lse)
 
 
 def _distributed_backward(strategy: _Strategy, saved, dout):
-    q, k, v, place, sinks, out, lse = saved
+    q, k, v, positions, sinks, out, lse = saved
     backward = {"ring": _ring_backward, "all_gather": _gathered_backward}[strategy.name]
-    gradients, dsinks = backward_with_sinks(partial(backward, strategy, q, k, v, place), sinks, (out, lse), dout)
+    gradients, dsinks = backward_with_sinks(partial(backward, strategy, q, k, v, positions), sinks, (out, lse), dout)
     return *(g.astype(q.dtype) for g in gradients), None, dsinks
 
 
@@ -259,8 +263,8 @@ def _arrays(words: jax.Array, like: Any) -> Any:
     return jax.tree.unflatten(treedef, [one(part, a) for part, a in zip(parts, leaves, strict=True)])
 
 
-def _ring(strategy: _Strategy, q, k, v, place: Place) -> Part:
-    scores, rank, ranges = strategy.scores, lax.axis_index("context"), _ranges(strategy, place)
+def _ring(strategy: _Strategy, q, k, v, positions: TokenPositions) -> Part:
+    scores, rank, ranges = strategy.scores, lax.axis_index("context"), _ranges(strategy, positions)
 
     def start(part):
         return None, (part[0].astype(part[1].dtype), part[1])
@@ -281,8 +285,8 @@ def _ring(strategy: _Strategy, q, k, v, place: Place) -> Part:
     return _go_round(strategy, q.shape[1], (k, v), _Work(own, start, compute, combine))[1]
 
 
-def _ring_backward(strategy: _Strategy, q, k, v, place: Place, whole: Part, dout):
-    scores, rank, ranges = strategy.scores, lax.axis_index("context"), _ranges(strategy, place)
+def _ring_backward(strategy: _Strategy, q, k, v, positions: TokenPositions, whole: Part, dout):
+    scores, rank, ranges = strategy.scores, lax.axis_index("context"), _ranges(strategy, positions)
     lse = whole[1].swapaxes(1, 2)  # [B, 2c, N]
 
     def start(gradients):
@@ -312,38 +316,38 @@ def _ring_backward(strategy: _Strategy, q, k, v, place: Place, whole: Part, dout
     return dq, dk, dv
 
 
-def _ranges(strategy: _Strategy, place: Place) -> Callable[[jax.Array], Ranges | None]:
+def _ranges(strategy: _Strategy, positions: TokenPositions) -> Callable[[jax.Array], Ranges | None]:
     """Device of `context` → which of its keys this device's queries see; cuDNN's blocks tell it themselves."""
     if strategy.scores.implementation == "cudnn":
         return lambda rank: None
-    return lambda rank: key_ranges(place, strategy.window, rank, strategy.context)
+    return lambda rank: key_ranges(positions, strategy.window, rank, strategy.context)
 
 
 # All keys on every device
 
 
-def _gathered(strategy: _Strategy, q, k, v, place: Place) -> Part:
-    scores, (k_all, v_all) = strategy.scores, _gather(strategy, (k, v), place)
+def _gathered(strategy: _Strategy, q, k, v, positions: TokenPositions) -> Part:
+    scores, (k_all, v_all) = strategy.scores, _gather(strategy, (k, v), positions)
     if scores.implementation != "cudnn":
-        return attend(scores, "prefix", q, k_all, v_all, sequence_ranges(place, strategy.window))
+        return attend(scores, "prefix", q, k_all, v_all, sequence_ranges(positions, strategy.window))
     # Each chunk's own keys, and those before it.
     (q, k, v), (k_all, v_all) = _by_chunk((q, k, v)), _for_both((k_all, v_all))
     one = attend(scores, "causal", q, k, v, None)
-    out, lse = merge(one, attend(scores, "prefix", q, k_all, v_all, _before_chunk(place)))
+    out, lse = merge(one, attend(scores, "prefix", q, k_all, v_all, _before_chunk(positions)))
     B, c, N, H = q.shape
     lse = lse.reshape(B // 2, 2, N, c).swapaxes(1, 2)
     return out.reshape(B // 2, 2 * c, N, H), lse.reshape(B // 2, N, 2 * c)
 
 
-def _gathered_backward(strategy: _Strategy, q, k, v, place: Place, whole: Part, dout):
-    scores, (k_all, v_all) = strategy.scores, _gather(strategy, (k, v), place)
+def _gathered_backward(strategy: _Strategy, q, k, v, positions: TokenPositions, whole: Part, dout):
+    scores, (k_all, v_all) = strategy.scores, _gather(strategy, (k, v), positions)
 
     def to_owners(g: jax.Array) -> jax.Array:
-        g = _as_stored(strategy, g.astype(whole[1].dtype), place)
+        g = _as_stored(strategy, g.astype(whole[1].dtype), positions)
         return lax.psum_scatter(g, "context", scatter_dimension=1, tiled=True)
 
     if scores.implementation != "cudnn":
-        ranges = sequence_ranges(place, strategy.window)
+        ranges = sequence_ranges(positions, strategy.window)
         dq, dk, dv = attend_backward(scores, "prefix", q, k_all, v_all, ranges, whole, dout)
         return dq, to_owners(dk), to_owners(dv)
     (q, k, v, dout), (k_all, v_all) = _by_chunk((q, k, v, dout)), _for_both((k_all, v_all))
@@ -351,7 +355,7 @@ def _gathered_backward(strategy: _Strategy, q, k, v, place: Place, whole: Part, 
     lse = lse.reshape(*lse.shape[:2], 2, -1).transpose(0, 2, 1, 3).reshape(len(q), -1, q.shape[1])
     seen = _by_chunk(out), lse
     own = attend_backward(scores, "causal", q, k, v, None, seen, dout)
-    before = attend_backward(scores, "prefix", q, k_all, v_all, _before_chunk(place), seen, dout)
+    before = attend_backward(scores, "prefix", q, k_all, v_all, _before_chunk(positions), seen, dout)
     dq = (own[0].astype(lse.dtype) + before[0]).reshape(dout.shape[0] // 2, -1, *dout.shape[2:])
     gradients = []
     for ours, theirs in zip(own[1:], before[1:], strict=True):
@@ -360,29 +364,29 @@ def _gathered_backward(strategy: _Strategy, q, k, v, place: Place, whole: Part, 
     return dq, *gradients
 
 
-def _gather(strategy: _Strategy, arrays: Any, place: Place) -> Any:
+def _gather(strategy: _Strategy, arrays: Any, positions: TokenPositions) -> Any:
     """This device's keys and values `[B, S / context, ...]` → those of whole sequences, in their order."""
     C = strategy.context
 
     def one(a: jax.Array) -> jax.Array:
         a = lax.all_gather(a, "context", axis=1, tiled=True)
-        return _to_sequence(a, C) if strategy.zigzag else _take_dealt(a, jnp.argsort(_dealt(place), axis=1))
+        return _to_sequence(a, C) if strategy.zigzag else _take_dealt(a, jnp.argsort(_dealt(positions), axis=1))
 
     return jax.tree.map(one, arrays)
 
 
-def _as_stored(strategy: _Strategy, a: jax.Array, place: Place) -> jax.Array:
+def _as_stored(strategy: _Strategy, a: jax.Array, positions: TokenPositions) -> jax.Array:
     """`[B, S, ...]` in the order of the sequence → as the devices hold it, one after the other."""
     if strategy.zigzag:
         return _to_stored(a, strategy.context)
-    order = jnp.argsort(jnp.argsort(_dealt(place), axis=1), axis=1)
+    order = jnp.argsort(jnp.argsort(_dealt(positions), axis=1), axis=1)
     return _take_dealt(a, order)
 
 
-def _dealt(place: Place) -> jax.Array:
+def _dealt(positions: TokenPositions) -> jax.Array:
     """The first indices of all chunks of each sequence, as the devices hold them, `[B, chunks]`."""
-    assert place.chunks is not None
-    return place.chunks.swapaxes(0, 1).reshape(place.index.shape[0], -1)
+    assert positions.chunks is not None
+    return positions.chunks.swapaxes(0, 1).reshape(positions.index.shape[0], -1)
 
 
 def _take_dealt(a: jax.Array, chunks: jax.Array) -> jax.Array:
@@ -391,10 +395,10 @@ def _take_dealt(a: jax.Array, chunks: jax.Array) -> jax.Array:
     return jnp.take_along_axis(pieces, chunks[..., None], axis=1).reshape(a.shape)
 
 
-def _before_chunk(place: Place) -> Ranges:
+def _before_chunk(positions: TokenPositions) -> Ranges:
     """All keys before a chunk, for each of its queries, `[2B, c]`."""
-    first = _by_chunk(place.index)[:, :1]
-    end = jnp.broadcast_to(first, _by_chunk(place.index).shape)
+    first = _by_chunk(positions.index)[:, :1]
+    end = jnp.broadcast_to(first, _by_chunk(positions.index).shape)
     return jnp.zeros_like(end), end
 
 

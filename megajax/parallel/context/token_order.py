@@ -14,7 +14,7 @@ import numpy as np
 from jax import lax
 
 from megajax import ops
-from megajax.model.comm import Place
+from megajax.model.comm import TokenPositions
 from megajax.ops.partial_attention import Ranges
 
 MOST_CHUNKS = 8  # of a device, where they are dealt out by their work
@@ -65,8 +65,8 @@ def own_index(length: int, context: int) -> jax.Array:
     return (first[:, None] + within).reshape(-1)
 
 
-def add_places(batch: Mapping[str, jax.Array], context: int) -> tuple[dict[str, jax.Array], jax.Array | None]:
-    """(the batch with what `place_of` reads, how unevenly the work is divided: see `imbalance`), fields `[M, B, S]`.
+def add_token_positions(batch: Mapping[str, jax.Array], context: int) -> tuple[dict[str, jax.Array], jax.Array | None]:
+    """(the batch with what `token_positions_of` reads, the work's `imbalance`), fields `[M, B, S]`.
 
     Once a step, before the layers: no collective that needs no other must run beside theirs, for CPUs start them in any
     order. The second is None where tokens are not dealt out.
@@ -98,31 +98,31 @@ def imbalance(work: jax.Array) -> jax.Array:
     return work.max(axis=1).sum() / work.mean(axis=1).sum()
 
 
-def place_of(fields: Mapping[str, jax.Array], context: int) -> Place:
-    """Where the tokens of one microbatch stand, from fields of `add_places`, `[B, S / context]`."""
+def token_positions_of(fields: Mapping[str, jax.Array], context: int) -> TokenPositions:
+    """Where the tokens of one microbatch stand, from fields of `add_token_positions`, `[B, S / context]`."""
     shape, index = fields["tokens"].shape, fields.get("order")
     own = jnp.broadcast_to(own_index(shape[1], context), shape) if index is None else index
-    return Place(own, fields.get("document_starts"), fields.get("chunks"))
+    return TokenPositions(own, fields.get("document_starts"), fields.get("chunks"))
 
 
-def sequence_ranges(place: Place, window: int | None) -> Ranges:
+def sequence_ranges(positions: TokenPositions, window: int | None) -> Ranges:
     """The keys that this device's queries see, of those of the whole sequence in its order."""
-    return ops.causal_ranges(place.index, place.document_starts, window)
+    return ops.causal_ranges(positions.index, positions.document_starts, window)
 
 
-def key_ranges(place: Place, window: int | None, rank: jax.Array, context: int) -> Ranges:
+def key_ranges(positions: TokenPositions, window: int | None, rank: jax.Array, context: int) -> Ranges:
     """The keys that this device's queries see, of those that a device of `context` holds."""
-    B, length = place.index.shape
-    if place.chunks is None:
+    B, length = positions.index.shape
+    if positions.chunks is None:
         chunks = _zigzag(rank, length // 2, context)[None]
     else:
-        chunks = lax.dynamic_index_in_dim(place.chunks, rank, keepdims=False)
+        chunks = lax.dynamic_index_in_dim(positions.chunks, rank, keepdims=False)
     size = length // chunks.shape[1]
 
     def held_before(index: jax.Array) -> jax.Array:
         return jnp.clip(index[:, :, None] - chunks[:, None, :], 0, size).sum(-1, dtype=jnp.int32)
 
-    first, end = sequence_ranges(place, window)
+    first, end = sequence_ranges(positions, window)
     return held_before(first), held_before(end)
 
 

@@ -1,4 +1,4 @@
-"""A pipeline's weights, sums and buffers: by round, segment and unit, stacked over loops."""
+"""A pipeline's weights, sums and buffers: by round, segment and group, stacked over loops."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,10 +7,10 @@ import jax
 from jax import lax
 
 from megajax.config.segments import Segment
-from megajax.parallel.stack.layers import Unit
+from megajax.parallel.stack.layers import GroupWeights
 
-Buffers = Any  # by segment, by unit: a list of arrays [slots·loops, ...]
-Weights = Any  # by round, by segment, by unit: arrays [loops, ...], without a loop [...]
+Buffers = Any  # by segment, by group: a list of arrays [slots·loops, ...]
+Weights = Any  # by round, by segment, by group: arrays [loops, ...], without a loop [...]
 
 
 def loop_over(segment: Segment, body: Callable, state: Any) -> Any:
@@ -49,7 +49,9 @@ def write(buffers: list[jax.Array], values: list[jax.Array], at: jax.Array) -> l
     return [lax.dynamic_update_index_in_dim(buffer, value, at, 0) for buffer, value in pairs]
 
 
-def combine(operation: Callable, totals: Unit, values: Unit, segment: Segment, loop: jax.Array | int) -> Unit:
+def combine(
+    operation: Callable, totals: GroupWeights, values: GroupWeights, segment: Segment, loop: jax.Array | int
+) -> GroupWeights:
     """`operation` of totals, in the place of their loop, and values; of some there may be none."""
 
     def one(total: jax.Array, value: jax.Array) -> jax.Array:

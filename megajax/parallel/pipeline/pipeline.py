@@ -35,7 +35,7 @@ from megajax.parallel.pipeline.buffers import (
     write,
 )
 from megajax.parallel.pipeline.schedules import Flags, Schedule, Slots, Table, assign_slots, check, make_schedule
-from megajax.parallel.stack.layers import Unit
+from megajax.parallel.stack.layers import GroupWeights
 from megajax.parallel.stack.residuals import Saved
 from megajax.parallel.stack.split import SplitBackward
 from megajax.step_plan import StepPlan
@@ -60,8 +60,8 @@ class Carry(NamedTuple):
     dx: jax.Array  # the same: the last backward operation's gradient, not handed over yet
     heads: jax.Array  # [slots, T / tensor, D]: gradients of the head that wait; no slots if none waits
     activations: list[Buffers]  # what forward operations saved, by bank
-    put_off: Buffers  # what weight operations need of backward operations
-    end_gradients: dict[str, jax.Array]  # of the weights outside the blocks, FP32
+    deferred: Buffers  # what weight operations need of backward operations
+    non_block_gradients: dict[str, jax.Array]  # of the weights outside the blocks, FP32
     layer_gradients: Weights  # FP32
     amax: Weights  # FP8's largest magnitudes
     sums: dict[str, jax.Array]  # this device's shares of the losses, not divided by the tokens
@@ -81,21 +81,21 @@ class Pipeline:
         # Otherwise the last virtual stage goes backward in the tick in which the head gave it its gradient.
         self.heads_wait = bool((ticks["backward"][:, -1] > ticks["forward"][:, -1]).any())
 
-    def gradients(self, ends: Params, layers: Any, batch: Batch, key: jax.Array | None, scale, layer_loss_scale):
-        """(gradients of the ends, of the layers, (sums, metrics), amaxes) of all microbatches.
+    def gradients(self, non_block: Params, layers: Any, batch: Batch, key: jax.Array | None, scale, layer_loss_scale):
+        """(gradients of the non_block, of the layers, (sums, metrics), amaxes) of all microbatches.
 
         Those of layers are as `LayerStack` has them. `batch` is `[M, B, S]`, `scale` the factor of the loss that is
         differentiated, `layer_loss_scale` that of the routers' losses.
         """
-        run = _Run(self, self.schedule, ends, layers, batch, key, scale, layer_loss_scale)
+        run = _Run(self, self.schedule, non_block, layers, batch, key, scale, layer_loss_scale)
         carry = run.loop(run.first_carry(), lambda flags: True)
         layer_gradients, metrics, amax = map(run.join_rounds, (carry.layer_gradients, carry.metrics, carry.amax))
-        return carry.end_gradients, layer_gradients, (carry.sums, metrics), amax
+        return carry.non_block_gradients, layer_gradients, (carry.sums, metrics), amax
 
-    def loss(self, ends: Params, layers: Any, batch: Batch) -> jax.Array:
+    def loss(self, non_block: Params, layers: Any, batch: Batch) -> jax.Array:
         """This device's share of the summed loss, forward operations only, without dropout."""
         P, M, R = self.stages, batch["tokens"].shape[0], self.schedule.rounds
-        run = _Run(self, make_schedule("gpipe", P, M, R), ends, layers, batch, None, None, None)
+        run = _Run(self, make_schedule("gpipe", P, M, R), non_block, layers, batch, None, None, None)
         x = run.empty_stream()
         loss = jnp.zeros((), jnp.float32)
         carry = Carry(x, x, x[None][:0], [], None, {}, None, None, {"loss": loss}, None)
@@ -105,10 +105,16 @@ class Pipeline:
 class _Run:
     """One pass of a batch through a schedule, while it is traced."""
 
-    def __init__(self, pipeline: Pipeline, schedule: Schedule, ends, layers, batch, key, scale, layer_loss_scale):
+    def __init__(self, pipeline: Pipeline, schedule: Schedule, non_block, layers, batch, key, scale, layer_loss_scale):
         self.pipeline, self.local, self.schedule = pipeline, pipeline.local, schedule
         self.stack, self.training = pipeline.layers, scale is not None
-        self.ends, self.weights, self.batch, self.key, self.scale = ends, self.by_round(layers), batch, key, scale
+        self.non_block, self.weights, self.batch, self.key, self.scale = (
+            non_block,
+            self.by_round(layers),
+            batch,
+            key,
+            scale,
+        )
         self.layer_loss_scale = layer_loss_scale
         self.banks = 1  # all slots are one, or each is
         if self.training:
@@ -183,7 +189,7 @@ class _Run:
         """The blocks of this stage's round, on what the stage before sent; the first virtual stage embeds tokens."""
         active, fields, inputs, r = self.work(self.schedule.forward, tick)
         first = (self.stage == 0) & (r == 0)
-        x = (first, self.local.embedding.forward(self.ends, fields, inputs), carry.x)
+        x = (first, self.local.embedding.forward(self.non_block, fields, inputs), carry.x)
         slot = self.own(self.slots.forward, tick) if self.training else jnp.int32(0)
         buffers = (carry.activations, carry.metrics)
         active = active if self.layer_loss_scale is not None else None  # no experts, no metrics
@@ -202,11 +208,11 @@ class _Run:
             def body(loop, state, i=i, segment=segment):
                 x, buffers, totals = state[0], *map(list, state[1:])
                 first = self.first_layer(segment, r, loop)
-                for u, unit in enumerate(self.weights[r][i]):
-                    unit = pick(unit, segment, loop)
-                    x, saved, values = self.stack.unit_forward(unit, x, inputs, segment, first, u, self.training)
+                for u, group in enumerate(self.weights[r][i]):
+                    group = pick(group, segment, loop)
+                    x, saved, values = self.stack.group_forward(group, x, inputs, segment, first, u, self.training)
                     if self.training:
-                        kept = self.saved(i, u, unit, x, inputs, first).values(saved)
+                        kept = self.saved(i, u, group, x, inputs, first).values(saved)
                         buffers[u] = write(buffers[u], kept, position(segment, slot, loop))
                         values = jax.tree.map(lambda a: jnp.where(active, a, 0), values)
                         totals[u] = combine(jnp.add, totals[u], values, segment, loop)
@@ -236,14 +242,14 @@ class _Run:
 
         targets, mask = share(fields["targets"]), share(fields["loss_mask"])
         if not self.training:
-            loss = self.local.head.losses(self.ends, y, targets, mask)
+            loss = self.local.head.losses(self.non_block, y, targets, mask)
             return carry._replace(sums={"loss": carry.sums["loss"] + loss}), None
-        loss, z_loss, dy, end_gradients = self.local.head.losses_and_gradients(
-            self.ends, y, targets, mask, self.scale, carry.end_gradients
+        loss, z_loss, dy, non_block_gradients = self.local.head.losses_and_gradients(
+            self.non_block, y, targets, mask, self.scale, carry.non_block_gradients
         )
         sums = {"loss": carry.sums["loss"] + loss, "z_loss": carry.sums["z_loss"] + z_loss}
         dy = lax.all_gather(dy, "pipeline", axis=0, tiled=True)[:own]
-        carry = carry._replace(end_gradients=end_gradients, sums=sums)
+        carry = carry._replace(non_block_gradients=non_block_gradients, sums=sums)
         if self.pipeline.heads_wait:
             slot = jnp.asarray(self.slots.head)[tick]
             carry = carry._replace(heads=lax.dynamic_update_index_in_dim(carry.heads, dy, slot, 0))
@@ -252,7 +258,7 @@ class _Run:
     def backward(self, tick: jax.Array, carry: Carry, received, dhead: jax.Array | None, split: bool) -> Carry:
         """The gradients of this stage's round, from what the stage after sent or the head gave.
 
-        Those of weight matrices only if not `split`; then what they need is put off.
+        Those of weight matrices only if not `split`; then what they need is deferred.
         """
         active, fields, inputs, r = self.work(self.schedule.backward, tick)
         last = self.last_stage & (r == self.schedule.rounds - 1)
@@ -264,26 +270,32 @@ class _Run:
         dx = jnp.where(active, dx, 0)
         if inputs.layer_loss_scale is not None:
             inputs = replace(inputs, layer_loss_scale=jnp.where(active, inputs.layer_loss_scale, 0))
-        buffers = (carry.layer_gradients, carry.put_off, carry.amax, carry.activations)
-        slot, keep = self.own(self.slots.backward, tick), self.own(self.slots.put_off, tick)
+        buffers = (carry.layer_gradients, carry.deferred, carry.amax, carry.activations)
+        slot, keep = self.own(self.slots.backward, tick), self.own(self.slots.deferred, tick)
         operation = partial(self.stage_backward, split=split)
-        dx, layer_gradients, put_off, amax = self.in_program(r, slot, operation, dx, buffers, inputs, keep, active)
+        dx, layer_gradients, deferred, amax = self.in_program(r, slot, operation, dx, buffers, inputs, keep, active)
         first = jnp.where(active & (self.stage == 0) & (r == 0), dx, 0)
-        end_gradients = self.local.embedding.backward(carry.end_gradients, self.ends, fields, inputs, first)
+        non_block_gradients = self.local.embedding.backward(
+            carry.non_block_gradients, self.non_block, fields, inputs, first
+        )
         return carry._replace(
-            dx=dx, end_gradients=end_gradients, layer_gradients=layer_gradients, put_off=put_off, amax=amax
+            dx=dx,
+            non_block_gradients=non_block_gradients,
+            layer_gradients=layer_gradients,
+            deferred=deferred,
+            amax=amax,
         )
 
     def stage_backward(self, r: int, bank: int, slot, dx: jax.Array, buffers, inputs, keep, active, *, split: bool):
-        """(dx, gradients, what is put off, amaxes) of round `r`, this microbatch's included."""
-        layer_gradients, put_off, amax, activations = buffers
+        """(dx, gradients, what is deferred, amaxes) of round `r`, this microbatch's included."""
+        layer_gradients, deferred, amax, activations = buffers
         results = []
         for i in reversed(range(len(self.stack.segments))):
-            state = (dx, layer_gradients[r][i], put_off[i], amax[r][i])
+            state = (dx, layer_gradients[r][i], deferred[i], amax[r][i])
             dx, *result = self.segment_backward(r, i, state, activations[bank][i], inputs, (slot, keep), active, split)
             results.insert(0, result)
-        gradients, put_off, largest = ([result[part] for result in results] for part in range(3))
-        return dx, replaced(layer_gradients, r, gradients), put_off, replaced(amax, r, largest)
+        gradients, deferred, largest = ([result[part] for result in results] for part in range(3))
+        return dx, replaced(layer_gradients, r, gradients), deferred, replaced(amax, r, largest)
 
     def segment_backward(self, r: int, i: int, state, activations, inputs, slots, active, split: bool):
         """The same of segment `i`, whose parts of the state these are."""
@@ -291,53 +303,53 @@ class _Run:
         slot, keep = slots
 
         def body(loop, state):
-            dx, totals, put_off, amax = state[0], *map(list, state[1:])
+            dx, totals, deferred, amax = state[0], *map(list, state[1:])
             loop = segment.loops - 1 - loop
             first = self.first_layer(segment, r, loop)
             entered, above = dx, {}
             for u in reversed(range(len(totals))):
-                unit = pick(self.weights[r][i][u], segment, loop)
+                group = pick(self.weights[r][i][u], segment, loop)
                 if not self.stack.is_gathered(segment, u):
-                    unit, _ = exchange.tie_gather((unit, entered))
+                    group, _ = exchange.tie_gather((group, entered))
                 entered = dx
                 saved = read(activations[u], position(segment, slot, loop))
                 if split:
-                    parts = self.split(i, u, unit, saved, dx, inputs, first)
-                    dx, gradient, largest, later = parts.inputs(unit, saved, dx, inputs, first)
-                    put_off[u] = write(put_off[u], later, position(segment, keep, loop))
+                    parts = self.split(i, u, group, saved, dx, inputs, first)
+                    dx, gradient, largest, later = parts.inputs(group, saved, dx, inputs, first)
+                    deferred[u] = write(deferred[u], later, position(segment, keep, loop))
                 else:
-                    residuals = self.saved(i, u, unit, dx, inputs, first).residuals(saved)
-                    dx, gradient, largest = self.stack.unit_backward(unit, residuals, dx, inputs, segment, first, u)
+                    residuals = self.saved(i, u, group, dx, inputs, first).residuals(saved)
+                    dx, gradient, largest = self.stack.group_backward(group, residuals, dx, inputs, segment, first, u)
                 largest = jax.tree.map(lambda a: jnp.where(active, a, 0), largest)
                 amax[u] = combine(jnp.maximum, amax[u], largest, segment, loop)
-                # A unit's gradients are reduced while the unit below goes backward, and then added in place.
+                # A group's gradients are reduced while the group below goes backward, and then added in place.
                 for v, pending in above.items():
                     added = self.add(totals[v], pending, segment, v, loop)
                     dx, gradient, totals[v] = exchange.tie_reduction((dx, gradient, added), False)
                 above = {u: gradient}
             for v, pending in above.items():
                 totals[v] = self.add(totals[v], pending, segment, v, loop)
-            return dx, totals, put_off, amax
+            return dx, totals, deferred, amax
 
         return loop_over(segment, body, state)
 
     def weight(self, tick: jax.Array, carry: Carry) -> Carry:
-        """Gradients of weights that a backward operation has put off."""
+        """Gradients of weights that a backward operation has deferred."""
         r = self.own(self.schedule.weight.round, tick)  # type: ignore[union-attr]
         slot = self.own(self.slots.weight, tick)
         programs = [partial(self.stage_weight, k) for k in range(self.schedule.rounds)]
-        gradients = switch(r, programs, carry.layer_gradients, carry.put_off, slot)
+        gradients = switch(r, programs, carry.layer_gradients, carry.deferred, slot)
         return carry._replace(layer_gradients=gradients)
 
-    def stage_weight(self, r: int, layer_gradients: Weights, put_off: Buffers, slot: jax.Array) -> Weights:
-        """The gradients with those that one backward operation of round `r` has put off."""
+    def stage_weight(self, r: int, layer_gradients: Weights, deferred: Buffers, slot: jax.Array) -> Weights:
+        """The gradients with those that one backward operation of round `r` has deferred."""
         gradients = []
         for i, segment in enumerate(self.stack.segments):
 
             def body(loop, totals, i=i, segment=segment):
                 totals = list(totals)
                 for u in reversed(range(len(totals))):
-                    later = read(put_off[i][u], position(segment, slot, loop))
+                    later = read(deferred[i][u], position(segment, slot, loop))
                     gradient = self.splits[i, u].weights(pick(self.weights[r][i][u], segment, loop), later)
                     totals[u] = self.add(totals[u], gradient, segment, u, loop)
                 return totals
@@ -360,8 +372,8 @@ class _Run:
         if len(rounds) == 1:
             return [layers]
 
-        def of_round(r: int, n: int, units: Any) -> Any:
-            return jax.tree.map(lambda w: w[r] if n == 1 else w[r * n : (r + 1) * n], units)
+        def of_round(r: int, n: int, groups: Any) -> Any:
+            return jax.tree.map(lambda w: w[r] if n == 1 else w[r * n : (r + 1) * n], groups)
 
         loops = [segment.loops for segment in self.stack.segments]
         return [[of_round(r, *pair) for pair in zip(loops, layers, strict=True)] for r in rounds]
@@ -374,7 +386,7 @@ class _Run:
         def join(segment: Segment, *rounds: Any) -> Any:
             return jax.tree.map(lambda *w: jnp.stack(w) if segment.loops == 1 else jnp.concatenate(w), *rounds)
 
-        return [join(segment, *units) for segment, *units in zip(self.stack.segments, *weights, strict=True)]
+        return [join(segment, *groups) for segment, *groups in zip(self.stack.segments, *weights, strict=True)]
 
     def first_layer(self, segment: Segment, r: int, loop: jax.Array | int) -> jax.Array:
         """The first layer of a loop's body in round `r`; all of them, `[unroll]`, where they are not consecutive."""
@@ -383,23 +395,25 @@ class _Run:
             return layers + segment.start + loop * segment.unroll
         return lax.dynamic_slice_in_dim(layers, segment.start + loop * segment.unroll, segment.unroll)
 
-    def add(self, totals: Unit, gradient: Unit, segment: Segment, u: int, loop: jax.Array | int) -> Unit:
-        """The summed gradients of unit `u` and one more microbatch's, reduced over `fsdp`."""
+    def add(
+        self, totals: GroupWeights, gradient: GroupWeights, segment: Segment, u: int, loop: jax.Array | int
+    ) -> GroupWeights:
+        """The summed gradients of group `u` and one more microbatch's, reduced over `fsdp`."""
         gradient = jax.tree.map(lambda g: g.astype(jnp.float32), self.stack.reduce(gradient, segment, u))
         return combine(jnp.add, totals, gradient, segment, loop)
 
-    def saved(self, i: int, u: int, unit: Unit, dx: jax.Array, inputs: BlockInputs, first) -> Saved:
-        """What a unit's forward operation saves; `dx` is any residual stream."""
-        return self.stack.kept(unit, dx, inputs, self.stack.segments[i], first, u)
+    def saved(self, i: int, u: int, group: GroupWeights, dx: jax.Array, inputs: BlockInputs, first) -> Saved:
+        """What a group's forward operation saves; `dx` is any residual stream."""
+        return self.stack.kept(group, dx, inputs, self.stack.segments[i], first, u)
 
-    def split(self, i: int, u: int, unit: Unit, saved, dx, inputs: BlockInputs, first) -> SplitBackward:
-        """The backward pass of a unit in two parts; traced anew at each use, for it may hold values of the trace."""
+    def split(self, i: int, u: int, group: GroupWeights, saved, dx, inputs: BlockInputs, first) -> SplitBackward:
+        """The backward pass of a group in two parts; traced anew at each use, for it may hold values of the trace."""
 
-        def backward(unit, saved, dx, inputs, first):
-            residuals = self.saved(i, u, unit, dx, inputs, first).residuals(saved)
-            return self.stack.unit_backward(unit, residuals, dx, inputs, self.stack.segments[i], first, u)
+        def backward(group, saved, dx, inputs, first):
+            residuals = self.saved(i, u, group, dx, inputs, first).residuals(saved)
+            return self.stack.group_backward(group, residuals, dx, inputs, self.stack.segments[i], first, u)
 
-        self.splits[i, u] = SplitBackward(backward, unit, saved, dx, inputs, first)
+        self.splits[i, u] = SplitBackward(backward, group, saved, dx, inputs, first)
         return self.splits[i, u]
 
     # The first tick's carry
@@ -407,18 +421,19 @@ class _Run:
     def empty_stream(self) -> jax.Array:
         """Zeros in the place of a microbatch's residual stream."""
         fields, inputs = self.microbatch(jnp.int32(0))
-        x = jax.eval_shape(self.local.embedding.forward, self.ends, fields, inputs)
+        x = jax.eval_shape(self.local.embedding.forward, self.non_block, fields, inputs)
         return jnp.zeros(x.shape, x.dtype)
 
     def first_carry(self) -> Carry:
         """Empty buffers and zero gradients."""
         x, (_, inputs) = self.empty_stream(), self.microbatch(jnp.int32(0))
         zero = jnp.zeros((), jnp.float32)
-        units = [
-            [self.empty_unit(i, u, x, inputs) for u in range(len(segment))] for i, segment in enumerate(self.weights[0])
+        groups = [
+            [self.empty_group(i, u, x, inputs) for u in range(len(segment))]
+            for i, segment in enumerate(self.weights[0])
         ]
-        saved, put_off, gradients, amax, metrics = (
-            [[unit[part] for unit in segment] for segment in units] for part in range(5)
+        saved, deferred, gradients, amax, metrics = (
+            [[group[part] for group in segment] for segment in groups] for part in range(5)
         )
 
         def empty_bank() -> Buffers:
@@ -430,39 +445,39 @@ class _Run:
             dx=x,
             heads=jnp.zeros((self.slots.heads if self.pipeline.heads_wait else 0, *x.shape), x.dtype),
             activations=[empty_bank() for _ in range(self.banks)],
-            put_off=put_off,
-            end_gradients=jax.tree.map(lambda w: jnp.zeros(w.shape, jnp.float32), dict(self.ends)),
+            deferred=deferred,
+            non_block_gradients=jax.tree.map(lambda w: jnp.zeros(w.shape, jnp.float32), dict(self.non_block)),
             layer_gradients=[gradients] * self.schedule.rounds,
             amax=[amax] * self.schedule.rounds,
             sums={"loss": zero, "z_loss": zero},
             metrics=[metrics] * self.schedule.rounds,
         )
 
-    def empty_unit(self, i: int, u: int, x: jax.Array, inputs: BlockInputs):
-        """(shapes of a bank's activations; zeros: what is put off, gradients, amaxes, metrics) of a unit."""
+    def empty_group(self, i: int, u: int, x: jax.Array, inputs: BlockInputs):
+        """(shapes of a bank's activations; zeros: what is deferred, gradients, amaxes, metrics) of a group."""
         segment = self.stack.segments[i]
-        first, unit = self.first_layer(segment, 0, 0), pick(self.weights[0][i][u], segment, 0)
-        kept = self.saved(i, u, unit, x, inputs, first)
+        first, group = self.first_layer(segment, 0, 0), pick(self.weights[0][i][u], segment, 0)
+        kept = self.saved(i, u, group, x, inputs, first)
 
-        def backward(unit, x):
-            _, saved, metrics = self.stack.unit_forward(unit, x, inputs, segment, first, u, True)
+        def backward(group, x):
+            _, saved, metrics = self.stack.group_forward(group, x, inputs, segment, first, u, True)
             values = kept.values(saved)
             later = []
-            if self.slots.put_offs:
-                later = self.split(i, u, unit, values, x, inputs, first).inputs(unit, values, x, inputs, first)[3]
-            _, gradient, amax = self.stack.unit_backward(unit, kept.residuals(values), x, inputs, segment, first, u)
+            if self.slots.deferred_slots:
+                later = self.split(i, u, group, values, x, inputs, first).inputs(group, values, x, inputs, first)[3]
+            _, gradient, amax = self.stack.group_backward(group, kept.residuals(values), x, inputs, segment, first, u)
             return values, later, self.stack.reduce(gradient, segment, u), amax, metrics
 
         def zeros(shapes: Any, lead: int | None, dtype: Any = None) -> Any:
             leading = () if lead is None else (lead,)
             return jax.tree.map(lambda a: jnp.zeros((*leading, *a.shape), dtype or a.dtype), shapes)
 
-        saved, later, gradient, amax, metrics = jax.eval_shape(backward, unit, x)
+        saved, later, gradient, amax, metrics = jax.eval_shape(backward, group, x)
         loops = segment.loops if segment.loops > 1 else None
         rows = self.slots.activations // self.banks * segment.loops
         return (
             [jax.ShapeDtypeStruct((rows, *a.shape), a.dtype) for a in saved],
-            zeros(later, self.slots.put_offs * segment.loops),
+            zeros(later, self.slots.deferred_slots * segment.loops),
             zeros(gradient, loops, jnp.float32),
             zeros(amax, loops),
             zeros(metrics, loops),

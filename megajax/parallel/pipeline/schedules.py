@@ -38,7 +38,7 @@ class Flags(NamedTuple):
     head: bool  # the last virtual stage goes forward: the head and the loss of its microbatch are due
     backward: bool
     split: bool  # the backward operation leaves the weights' gradients to weight operations
-    weight: bool  # of such a backward operation; where none is put off at a tick, the backward operation does both
+    weight: bool  # of such a backward operation; where none is deferred at a tick, the backward operation does both
 
 
 class Run(NamedTuple):
@@ -153,8 +153,8 @@ def make_schedule(kind: Kind, stages: int, microbatches: int, rounds: int = 1) -
     reversed_rounds = np.stack([order[:, 0], R - 1 - order[:, 1]], axis=1)
     backward = _table(ticks, reversed_rounds, first_backward + position + fill - stage)
     at_once = first_backward + position + fill - stage
-    put_off = np.minimum(stage, M * R)
-    weight = _table(ticks, reversed_rounds, np.where(position < put_off, ticks - put_off + position, at_once))
+    deferred = np.minimum(stage, M * R)
+    weight = _table(ticks, reversed_rounds, np.where(position < deferred, ticks - deferred + position, at_once))
     return Schedule(kind, P, M, R, forward, backward, weight if kind == "zero_bubble" else None)
 
 
@@ -230,11 +230,11 @@ class Slots:
 
     activations: int  # how many slots a stage needs for what the forward operation saves
     rounds: tuple[int, ...]  # the round of each of these, on every stage; empty if rounds share them
-    put_offs: int  # and for what weight operations need; 0 if none is put off
+    deferred_slots: int  # and for what weight operations need; 0 if none is deferred
     heads: int  # and for gradients of the head that wait for their backward operation
     forward: np.ndarray  # the forward operation writes here
     backward: np.ndarray  # the backward operation reads here
-    put_off: np.ndarray  # and writes here what a weight operation needs
+    deferred: np.ndarray  # and writes here what a weight operation needs
     weight: np.ndarray  # which reads it here
     head: np.ndarray  # [ticks]: the head writes here
     backward_head: np.ndarray  # [ticks]: the last virtual stage's backward operation reads here
@@ -261,18 +261,18 @@ def assign_slots(schedule: Schedule, apart: bool = False) -> Slots:
     if apart:
         activations, rounds = _keep_apart(schedule, flagged["forward"])
     nothing = np.zeros((schedule.ticks, schedule.stages), np.int32)
-    put_offs = kept(schedule.backward, flagged["split"], "weight") if schedule.weight is not None else []
+    deferred_slots = kept(schedule.backward, flagged["split"], "weight") if schedule.weight is not None else []
     starts, ends = schedule.ticks_of["forward"][:, -1], schedule.ticks_of["backward"][:, -1]
     heads = _keep(flagged["head"], {(m, final): (int(starts[m]), int(ends[m])) for m in range(schedule.microbatches)})
     return Slots(
         activations=max(k.count for k in activations),
         rounds=rounds,
-        put_offs=max((k.count for k in put_offs), default=0),
+        deferred_slots=max((k.count for k in deferred_slots), default=0),
         heads=heads.count,
         forward=written(activations),
         backward=read(activations, schedule.backward),
-        put_off=written(put_offs) if put_offs else nothing,
-        weight=read(put_offs, schedule.weight) if schedule.weight is not None else nothing,
+        deferred=written(deferred_slots) if deferred_slots else nothing,
+        weight=read(deferred_slots, schedule.weight) if schedule.weight is not None else nothing,
         head=heads.written,
         backward_head=_read(heads, schedule.backward, schedule.stages - 1),
     )

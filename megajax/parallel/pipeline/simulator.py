@@ -44,7 +44,7 @@ class SlotCounts(NamedTuple):
     """How many slots a stage's buffers have, as in `Slots`."""
 
     activations: int
-    put_offs: int
+    deferred_slots: int
     heads: int
 
 
@@ -78,7 +78,7 @@ def simulate(schedule: Schedule, costs: Costs) -> Report:
         time=float(tick_starts(schedule, costs)[-1]),
         ideal=schedule.microbatches * costs.work,
         in_flight=_in_flight(schedule),
-        slots=SlotCounts(slots.activations, slots.put_offs, slots.heads),
+        slots=SlotCounts(slots.activations, slots.deferred_slots, slots.heads),
     )
 
 
@@ -171,8 +171,8 @@ def _accesses(schedule: Schedule, slots: Slots) -> list[_Access]:
     ]
     if weight is not None:
         out += [
-            _Access("split", "backward", True, "put-offs", slots.put_offs, backward, slots.put_off),
-            _Access("weight", "weight", False, "put-offs", slots.put_offs, weight, slots.weight),
+            _Access("split", "backward", True, "deferred", slots.deferred_slots, backward, slots.deferred),
+            _Access("weight", "weight", False, "deferred", slots.deferred_slots, weight, slots.weight),
         ]
     return out
 

@@ -1,8 +1,8 @@
 """A stage's blocks, forward and backward, with what is saved between the two chosen by the remat policy.
 
-The backward pass is written by hand: the forward pass of a unit (one layer, or `remat.group` of them) keeps the
+The backward pass is written by hand: the forward pass of a group (one layer, or `remat.group` of them) keeps the
 residuals of its `jax.vjp` less the weights, which the backward pass gathers again. So gathered weights live no longer
-than a unit (the last one's until they are used again, where there are no loops), and the pipeline's schedules run the
+than a group (the last one's until they are used again, where there are no loops), and the pipeline's schedules run the
 two passes at different ticks (pipeline.py).
 """
 
@@ -32,14 +32,14 @@ from megajax.sharding import BLOCKS, EMPTY
 from megajax.step_plan import StepPlan
 
 LayerState = Mapping[str, Mapping[str, jax.Array]]  # by kind of block and name: `[L, ...]` of its layers
-Unit = tuple[dict[str, Any], ...]  # the fused weights of a unit's layers, by name: arrays or Fp8Weights
+GroupWeights = tuple[dict[str, Any], ...]  # the fused weights of a group's layers, by name: arrays or Fp8Weights
 Amax = dict[str, jax.Array]  # by linear layer: the largest magnitudes of its input and its output gradient
-Metrics = tuple[dict[str, jax.Array], ...]  # of a unit's layers, by name
+Metrics = tuple[dict[str, jax.Array], ...]  # of a group's layers, by name
 
 
 @dataclass(frozen=True)
-class UnitProgram:
-    """What the computation of a unit depends on: units with equal ones are traced and lowered once."""
+class GroupProgram:
+    """What the computation of a group depends on: groups with equal ones are traced and lowered once."""
 
     kinds: tuple[LayerKind, ...]  # of its layers
     gathered: tuple[bool, ...]  # of each layer, whether its weights stay gathered over `fsdp`
@@ -66,7 +66,7 @@ class LayerStack:
     ):
         config = plan.config
         self.blocks = dict(model.blocks)
-        # What a layer has that is no parameter; it travels among its unit's weights.
+        # What a layer has that is no parameter; it travels among its group's weights.
         self.state_names = {kind: {*block.layer_state, *block.needs_filled} for kind, block in self.blocks.items()}
         self.comm, self.exchange, self.fused = comm, exchange, fused
         # With sinks, cuDNN's call is one step of an operation whose result has a name.
@@ -83,18 +83,20 @@ class LayerStack:
         # The layer that lies in each virtual stage's first slot, or would if it were not empty; [P, R]
         first = np.where(self.table == EMPTY, EMPTY - self.table.size, self.table - np.arange(len(self.slots)))
         self.first_layers = first.max(axis=2)
-        # One function for all equal units: XLA inlines its calls, but jax traces and lowers it once. Not where no two
+        # One function for all equal groups: XLA inlines its calls, but jax traces and lowers it once. Not where no two
         # calls of attention may be equal (`MeshComm.attend`).
         shared = (lambda f, **_: f) if comm.deterministic else jax.jit
-        self._forward = shared(self._unit_forward, static_argnames=("program", "save"))
-        self._backward = shared(self._unit_backward, static_argnames=("program",))
-        self._kept: dict[tuple[UnitProgram, tuple[int, ...], Any], Saved] = {}
+        self._forward = shared(self._group_forward, static_argnames=("program", "save"))
+        self._backward = shared(self._group_backward, static_argnames=("program",))
+        self._kept: dict[tuple[GroupProgram, tuple[int, ...], Any], Saved] = {}
         # Whether all others follow from it: not where layers of two kinds leave slots empty between them.
         self.in_order = bool(((first == self.first_layers[..., None]) | (self.table == EMPTY)).all())
 
     @jax.named_scope("weights")
-    def gather_once(self, params: Mapping[str, jax.Array], scales: Scales, state: LayerState) -> list[tuple[Unit, ...]]:
-        """Stored `[R·slots, ...]` shards → for each segment its units' `fsdp` shards, `[R·loops, ...]` or `[...]`.
+    def gather_once(
+        self, params: Mapping[str, jax.Array], scales: Scales, state: LayerState
+    ) -> list[tuple[GroupWeights, ...]]:
+        """Stored `[R·slots, ...]` shards → for each segment its groups' `fsdp` shards, `[R·loops, ...]` or `[...]`.
 
         `scales` are the linear layers' FP8 scales, `[R·slots]` each, `state` what else the layers keep, `[L, ...]`.
         """
@@ -106,7 +108,7 @@ class LayerStack:
             rows, fused = self.kinds[kind], self.fused[kind]
             out: dict[str, Any] = {}
             if segment.loops > 1 and len(self.table) == 1:
-                row, step = rows.place_of(segment, j)
+                row, step = rows.first_row(segment, j)
                 for name, members in fused.parts.items():
                     in_fp8 = segment.fp8 and name in self.scaling.layers
                     if not in_fp8 and not self.exchange.is_gathered_once(stored_name(kind, name)):
@@ -123,10 +125,10 @@ class LayerStack:
                 out = {name: self._gathered(kind, name, w) for name, w in out.items()}
             return out | {name: rows.layer_of(a, segment, j) for name, a in state[kind].items()}
 
-        def units(s: Segment):
-            return tuple(tuple(layer(s, u + i) for i in range(s.group)) for u in range(0, s.unroll, s.group))
+        def groups(s: Segment):
+            return tuple(tuple(layer(s, u + i) for i in range(s.group_size)) for u in range(0, s.unroll, s.group_size))
 
-        return [units(segment) for segment in self.segments]
+        return [groups(segment) for segment in self.segments]
 
     @jax.named_scope("weights")
     def weight_amax(self, params: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
@@ -145,14 +147,14 @@ class LayerStack:
         return self.comm.max_over_devices(local)
 
     @jax.named_scope("gradients")
-    def collect(self, gradients: Sequence[tuple[Unit, ...]], only_microbatch: bool) -> dict[str, jax.Array]:
+    def collect(self, gradients: Sequence[tuple[GroupWeights, ...]], only_microbatch: bool) -> dict[str, jax.Array]:
         """Gradients from `backward`, summed over the microbatches → complete FP32 gradients of the stored shards."""
         parts: dict[tuple[str, str], list[jax.Array]] = {}
-        for segment, units in zip(self.segments, gradients, strict=True):
+        for segment, groups in zip(self.segments, gradients, strict=True):
             if not _reduced_on_the_way(segment, only_microbatch):
-                reduced = [self._reduce_gathered(unit, segment, u) for u, unit in enumerate(units)]
-                units = [self._scatter_once(unit, segment, u) for u, unit in enumerate(reduced)]
-            for kind, layers in self._by_kind(segment, units):
+                reduced = [self._reduce_gathered(group, segment, u) for u, group in enumerate(groups)]
+                groups = [self._scatter_once(group, segment, u) for u, group in enumerate(reduced)]
+            for kind, layers in self._by_kind(segment, groups):
                 for name in layers[0]:
                     stacked = self.kinds[kind].stack([layer[name] for layer in layers], segment)
                     complete = self.exchange.complete(stored_name(kind, name), stacked)
@@ -164,8 +166,8 @@ class LayerStack:
     def collect_amax(self, amaxes: Sequence[tuple[tuple[Amax, ...], ...]]) -> dict[str, jax.Array]:
         """Amaxes from `backward`, largest over the microbatches → by linear layer `[R·slots, 2]`, over all devices."""
         out: dict[str, list[jax.Array]] = {}
-        for segment, units in zip(self.segments, amaxes, strict=True):
-            layers, copies = [layer for unit in units for layer in unit], self.all.copies(segment)
+        for segment, groups in zip(self.segments, amaxes, strict=True):
+            layers, copies = [layer for group in groups for layer in group], self.all.copies(segment)
             zeros = jnp.zeros((copies, 2) if copies > 1 else 2, jnp.float32)
             for name in self.scaling.layers:
                 out.setdefault(name, []).append(self.all.stack([a.get(name, zeros) for a in layers], segment))
@@ -174,8 +176,8 @@ class LayerStack:
     def collect_metrics(self, metrics: Sequence[tuple[Metrics, ...]]) -> dict[str, dict[str, jax.Array]]:
         """Metrics from `forward`, summed over the microbatches → by kind and name `[L, ...]`, over all devices."""
         out: dict[str, dict[str, list[jax.Array]]] = {}
-        for segment, units in zip(self.segments, metrics, strict=True):
-            for kind, layers in self._by_kind(segment, units):
+        for segment, groups in zip(self.segments, metrics, strict=True):
+            for kind, layers in self._by_kind(segment, groups):
                 for name in layers[0]:
                     stacked = self.kinds[kind].stack([layer[name] for layer in layers], segment)
                     out.setdefault(kind, {}).setdefault(name, []).append(stacked)
@@ -193,22 +195,24 @@ class LayerStack:
             for kind, own in state.items()
         }
 
-    def forward(self, weights: Sequence[tuple[Unit, ...]], x: jax.Array, inputs: BlockInputs, save: bool = True):
+    def forward(
+        self, weights: Sequence[tuple[GroupWeights, ...]], x: jax.Array, inputs: BlockInputs, save: bool = True
+    ):
         """The residual stream through all layers → (x, residuals for `backward`, metrics for `collect_metrics`).
 
-        If not `save`, the residuals of each unit are None.
+        If not `save`, the residuals of each group are None.
         """
         residuals, metrics = [], []
-        for segment, units in zip(self.segments, weights, strict=True):
+        for segment, groups in zip(self.segments, weights, strict=True):
 
-            def body(x, loop, units=units, segment=segment):
+            def body(x, loop, groups=groups, segment=segment):
                 (index,), saved, measured = loop, [], []
-                for u, unit in enumerate(units):
-                    unit, first = self.unit_at(unit, segment, index), segment.start + segment.unroll * index
-                    x, kept, values = self.unit_forward(unit, x, inputs, segment, first, u, save)
+                for u, group in enumerate(groups):
+                    group, first = self.group_at(group, segment, index), segment.start + segment.unroll * index
+                    x, kept, values = self.group_forward(group, x, inputs, segment, first, u, save)
                     if segment.loops > 1 and save:
                         # Behind a barrier, or XLA would run a matmul again to write its result into the stacked array.
-                        kept = lax.optimization_barrier(self.kept(unit, x, inputs, segment, first, u).values(kept))
+                        kept = lax.optimization_barrier(self.kept(group, x, inputs, segment, first, u).values(kept))
                     saved.append(kept)
                     measured.append(values)
                 return x, (tuple(saved), tuple(measured))
@@ -221,30 +225,31 @@ class LayerStack:
     def backward(self, weights, residuals, dx: jax.Array, inputs: BlockInputs, only_microbatch: bool):
         """Gradient of the stack's output → (gradient of its input, gradients for `collect`, for `collect_amax`).
 
-        Collectives are tied to the layer that they run beside. A unit's weights are gathered while the unit above goes
-        backward (untied, the gather would be merged with the forward pass's, and the weights kept); its gradients are
-        reduced while the unit below does (untied, XLA merges the reductions of distant layers and runs them last).
-        Where there are no loops, the last unit's weights are those of the forward pass, since nothing would hide their
-        gather (unless the policy is to save all memory), and the first unit's dx waits for no gradient of a weight.
+        Collectives are tied to the layer that they run beside. A group's weights are gathered during the backward pass
+        of the group above (untied, the gather would be merged with the forward pass's, and the weights kept); its
+        gradients are reduced during that of the group below (untied, XLA merges the reductions of distant layers and
+        runs them last).
+        Where there are no loops, the last group's weights are those of the forward pass, since nothing would hide their
+        gather (unless the policy is to save all memory), and the first group's dx waits for no gradient of a weight.
         """
         gradients, amaxes, last = [], [], len(self.segments) - 1
-        for s, (segment, units, saved) in reversed([*enumerate(zip(self.segments, weights, residuals, strict=True))]):
+        for s, (segment, groups, saved) in reversed([*enumerate(zip(self.segments, weights, residuals, strict=True))]):
             on_the_way = _reduced_on_the_way(segment, only_microbatch)
 
-            def body(dx, loop, s=s, segment=segment, units=units, on_the_way=on_the_way):
+            def body(dx, loop, s=s, segment=segment, groups=groups, on_the_way=on_the_way):
                 index, saved = loop
                 first = segment.start + segment.unroll * index
-                above: Unit | None = None
+                above: GroupWeights | None = None
                 entered, reduced, amax = dx, [], []
-                for u in reversed(range(len(units))):
-                    unit = self.unit_at(units[u], segment, index)
-                    at_the_turn = (s, u) == (last, len(units) - 1) and segment.loops == 1
+                for u in reversed(range(len(groups))):
+                    group = self.group_at(groups[u], segment, index)
+                    at_the_turn = (s, u) == (last, len(groups) - 1) and segment.loops == 1
                     if not at_the_turn or segment.policy == "full":
-                        unit, _ = self.exchange.tie_gather((unit, entered))
+                        group, _ = self.exchange.tie_gather((group, entered))
                     entered, kept = dx, saved[u]
                     if segment.loops > 1:
-                        kept = self.kept(unit, dx, inputs, segment, first, u).residuals(kept)
-                    dx, gradient, largest = self.unit_backward(unit, kept, dx, inputs, segment, first, u)
+                        kept = self.kept(group, dx, inputs, segment, first, u).residuals(kept)
+                    dx, gradient, largest = self.group_backward(group, kept, dx, inputs, segment, first, u)
                     amax.append(largest)
                     if above is not None:
                         above = self.reduce(above, segment, u + 1, on_the_way)
@@ -262,13 +267,13 @@ class LayerStack:
             amaxes.append(out[1])
         return dx, gradients[::-1], amaxes[::-1]
 
-    def unit_forward(self, unit: Unit, x, inputs, segment: Segment, first, u: int, save: bool):
-        """Unit `u` of a body whose first layer is `first` → (y, residuals; None if not `save`, metrics)."""
-        program, layers = self._program(segment, u), _layers_from(first, u * segment.group, segment.group)
-        return self._forward(unit, x, inputs, layers, program=program, save=save)
+    def group_forward(self, group: GroupWeights, x, inputs, segment: Segment, first, u: int, save: bool):
+        """GroupWeights `u` of a body whose first layer is `first` → (y, residuals; None if not `save`, metrics)."""
+        program, layers = self._program(segment, u), _layers_from(first, u * segment.group_size, segment.group_size)
+        return self._forward(group, x, inputs, layers, program=program, save=save)
 
-    def _unit_forward(self, unit: Unit, x, inputs: BlockInputs, layers, *, program: UnitProgram, save: bool):
-        weights, run = self._gather(unit, program, backward=False), self._runner(inputs, layers, program)
+    def _group_forward(self, group: GroupWeights, x, inputs: BlockInputs, layers, *, program: GroupProgram, save: bool):
+        weights, run = self._gather(group, program, backward=False), self._runner(inputs, layers, program)
         if not save or program.policy == "full":
             (y, _), metrics = run(weights, x)
             return y, (x if save else None), metrics
@@ -276,26 +281,26 @@ class LayerStack:
         (y, _), pull, metrics = jax.vjp(run, weights, x, has_aux=True)
         return y, Residuals.of(pull, (weights, inputs)), metrics
 
-    def kept(self, unit: Unit, x, inputs, segment: Segment, first, u: int) -> Saved:
-        """Which of a unit's residuals are kept where they are stacked; `x` is any residual stream."""
-        program, layers = self._program(segment, u), _layers_from(first, u * segment.group, segment.group)
+    def kept(self, group: GroupWeights, x, inputs, segment: Segment, first, u: int) -> Saved:
+        """Which of a group's residuals are kept where they are stacked; `x` is any residual stream."""
+        program, layers = self._program(segment, u), _layers_from(first, u * segment.group_size, segment.group_size)
 
-        def forward(unit, x, inputs, layers):
-            return self._unit_forward(unit, x, inputs, layers, program=program, save=True)[1]
+        def forward(group, x, inputs, layers):
+            return self._group_forward(group, x, inputs, layers, program=program, save=True)[1]
 
         # Another one for each use where no two calls of attention may be equal: it holds what it has traced.
         key = program, x.shape, x.dtype
         if self.comm.deterministic or key not in self._kept:
-            self._kept[key] = Saved(forward, unit, x, inputs, layers)
+            self._kept[key] = Saved(forward, group, x, inputs, layers)
         return self._kept[key]
 
-    def unit_backward(self, unit: Unit, saved, dy, inputs, segment: Segment, first, u: int):
-        """The unit's output gradient → (that of its input, its weights' gradients, FP8 amaxes of its layers)."""
-        program, layers = self._program(segment, u), _layers_from(first, u * segment.group, segment.group)
-        return self._backward(unit, saved, dy, inputs, layers, program=program)
+    def group_backward(self, group: GroupWeights, saved, dy, inputs, segment: Segment, first, u: int):
+        """The group's output gradient → (that of its input, its weights' gradients, FP8 amaxes of its layers)."""
+        program, layers = self._program(segment, u), _layers_from(first, u * segment.group_size, segment.group_size)
+        return self._backward(group, saved, dy, inputs, layers, program=program)
 
-    def _unit_backward(self, unit: Unit, saved, dy, inputs: BlockInputs, layers, *, program: UnitProgram):
-        weights = self._gather(unit, program, backward=True)
+    def _group_backward(self, group: GroupWeights, saved, dy, inputs: BlockInputs, layers, *, program: GroupProgram):
+        weights = self._gather(group, program, backward=True)
         if program.policy == "full":
             x, dy = lax.optimization_barrier((saved, dy))  # or the recomputation would be merged with the forward pass
             _, pull, _ = jax.vjp(self._runner(inputs, layers, program), weights, x, has_aux=True)
@@ -314,8 +319,8 @@ class LayerStack:
         return dx, gradient, amax
 
     @jax.named_scope("gradients")
-    def reduce(self, gradient: Unit, segment: Segment, u: int, on_the_way: bool = False) -> Unit:
-        """The gradients of unit `u`, summed over `fsdp`, and over the once-a-step axes too if `on_the_way`.
+    def reduce(self, gradient: GroupWeights, segment: Segment, u: int, on_the_way: bool = False) -> GroupWeights:
+        """The gradients of group `u`, summed over `fsdp`, and over the once-a-step axes too if `on_the_way`.
 
         Those of layers that stay gathered stay whole, for `collect`.
         """
@@ -329,16 +334,16 @@ class LayerStack:
         return jax.tree.map(row_major, reduced) if segment.loops > 1 else reduced
 
     def is_gathered(self, segment: Segment, u: int) -> bool:
-        """Whether nothing of unit `u` is left to gather."""
+        """Whether nothing of group `u` is left to gather."""
         return all(self._stay_gathered(segment, u))
 
     def _stay_gathered(self, segment: Segment, u: int) -> list[bool]:
-        """Of each layer of unit `u` whether its weights are gathered, and its gradients reduced, once a step."""
-        start = segment.start + u * segment.group
-        return [slot in self.gathered for slot in range(start, start + segment.group)]
+        """Of each layer of group `u` whether its weights are gathered, and its gradients reduced, once a step."""
+        start = segment.start + u * segment.group_size
+        return [slot in self.gathered for slot in range(start, start + segment.group_size)]
 
-    def _reduce_gathered(self, gradient: Unit, segment: Segment, u: int) -> Unit:
-        """Accumulated gradients of unit `u`, those of layers that stay gathered summed over `fsdp`."""
+    def _reduce_gathered(self, gradient: GroupWeights, segment: Segment, u: int) -> GroupWeights:
+        """Accumulated gradients of group `u`, those of layers that stay gathered summed over `fsdp`."""
         kinds, stay = self._kinds_of(segment, u), self._stay_gathered(segment, u)
         return tuple(
             self._reduce_layer(kind, own) if stays else own
@@ -357,21 +362,21 @@ class LayerStack:
             groups[0 if not name.startswith(f"{first[0]}.") else 1 if last else 2][name] = g
         return in_turn(groups, lambda name, g: self.exchange.reduce_layer(stored_name(kind, name), g))
 
-    def _scatter_once(self, gradient: Unit, segment: Segment, u: int) -> Unit:
+    def _scatter_once(self, gradient: GroupWeights, segment: Segment, u: int) -> GroupWeights:
         return tuple(
             {name: self.exchange.scatter_once(stored_name(kind, name), g) for name, g in layer.items()}
             for kind, layer in zip(self._kinds_of(segment, u), gradient, strict=True)
         )
 
     def _kinds_of(self, segment: Segment, u: int) -> list[str]:
-        """The kinds of blocks of unit `u`."""
-        start = segment.start + u * segment.group
-        return [slot.block for slot in self.slots[start : start + segment.group]]
+        """The kinds of blocks of group `u`."""
+        start = segment.start + u * segment.group_size
+        return [slot.block for slot in self.slots[start : start + segment.group_size]]
 
-    def unit_at(self, unit: Unit, segment: Segment, index) -> Unit:
-        """The weights of a unit in one of its segment's loops; of a single one they have no leading dimension."""
+    def group_at(self, group: GroupWeights, segment: Segment, index) -> GroupWeights:
+        """The weights of a group in one of its segment's loops; of a single one they have no leading dimension."""
         if segment.loops == 1:
-            return unit
+            return group
 
         def weight(name: str, w: Any) -> Any:
             if not isinstance(w, Uncast):
@@ -381,23 +386,23 @@ class LayerStack:
             parts = {n: row_major(lax.dynamic_index_in_dim(a, row, keepdims=False)) for n, a in w.parts.items()}
             return self.exchange.gather_once(stored_name(w.kind, name), self.fused[w.kind].fuse(parts)[name])
 
-        return tuple({name: weight(name, w) for name, w in layer.items()} for layer in unit)
+        return tuple({name: weight(name, w) for name, w in layer.items()} for layer in group)
 
-    def _program(self, segment: Segment, u: int) -> UnitProgram:
-        start = segment.start + u * segment.group
-        kinds = self.slots[start : start + segment.group]
+    def _program(self, segment: Segment, u: int) -> GroupProgram:
+        start = segment.start + u * segment.group_size
+        kinds = self.slots[start : start + segment.group_size]
         stacked = segment.loops > 1 or len(self.table) > 1
         stay = tuple(self._stay_gathered(segment, u))
-        return UnitProgram(kinds, stay, segment.policy, segment.fp8, stacked, segment.loops > 1)
+        return GroupProgram(kinds, stay, segment.policy, segment.fp8, stacked, segment.loops > 1)
 
-    def _runner(self, inputs: BlockInputs, layers, program: UnitProgram) -> Callable:
-        """(weights of a unit, x) → ((y, the layers' losses), metrics); `layers` is the unit's first, or all `[group]`.
+    def _runner(self, inputs: BlockInputs, layers, program: GroupProgram) -> Callable:
+        """(a group's weights, x) → ((y, the layers' losses), metrics); `layers` is the group's first, or all of them.
 
         The losses are this device's share, None where there are none. They are an output, because their gradient begins
         here, whatever becomes of y.
         """
 
-        def run(weights: Unit, x: jax.Array):
+        def run(weights: GroupWeights, x: jax.Array):
             metrics = []
             for i, (kind, layer_weights) in enumerate(zip(program.kinds, weights, strict=True)):
                 state = self.state_names[kind.block]
@@ -418,8 +423,8 @@ class LayerStack:
 
         return run
 
-    def _with_policy(self, run: Callable, program: UnitProgram) -> Callable:
-        """`run` under the unit's remat policy."""
+    def _with_policy(self, run: Callable, program: GroupProgram) -> Callable:
+        """`run` under the group's remat policy."""
         if program.policy in ("none", "selective"):
             return run
         policies, fused = jax.checkpoint_policies, self.attention_is_fused
@@ -443,7 +448,7 @@ class LayerStack:
 
         return jax.checkpoint(run, policy=keep)
 
-    def _recomputed(self, program: UnitProgram) -> tuple[str, ...]:
+    def _recomputed(self, program: GroupProgram) -> tuple[str, ...]:
         """What blocks compute again without being asked to by a policy of `jax.checkpoint`.
 
         Results of norms are expensive to keep where they are copied: written twice and read twice, they take longer
@@ -455,9 +460,9 @@ class LayerStack:
         return parts if program.policy in ("none", "selective") else ()
 
     @jax.named_scope("weights")
-    def _gather(self, unit: Unit, program: UnitProgram, backward: bool) -> Unit:
-        """The weights of a unit, ready for its blocks."""
-        layers = zip(program.kinds, unit, program.gathered, strict=True)
+    def _gather(self, group: GroupWeights, program: GroupProgram, backward: bool) -> GroupWeights:
+        """The weights of a group, ready for its blocks."""
+        layers = zip(program.kinds, group, program.gathered, strict=True)
         if program.looped:
             backward = backward and program.policy != "full"  # which starts with the forward pass
             return tuple(self._gather_in_turn(kind.block, layer, backward) for kind, layer, _ in layers)
@@ -502,11 +507,11 @@ class LayerStack:
                 out[kind] |= {name: filled for name in self.blocks[kind].needs_filled}
         return out
 
-    def _by_kind(self, segment: Segment, units: Sequence[tuple[dict, ...]]) -> Iterator[tuple[str, list[dict]]]:
+    def _by_kind(self, segment: Segment, groups: Sequence[tuple[dict, ...]]) -> Iterator[tuple[str, list[dict]]]:
         """The layers of each kind in a segment's body, kind by kind."""
-        layers = [layer for unit in units for layer in unit]
+        layers = [layer for group in groups for layer in group]
         for kind, rows in self.kinds.items():
-            if places := rows.places(segment):
+            if places := rows.indices_in_body(segment):
                 yield kind, [layers[j] for j in places]
 
     def _over_slots(self, found: Mapping[str, jax.Array]) -> jax.Array:
@@ -538,7 +543,7 @@ class LayerStack:
 
 
 def _reduced_on_the_way(segment: Segment, only_microbatch: bool) -> bool:
-    """Whether each unit's gradients are complete when its backward pass is; not inside loops over layers."""
+    """Whether each group's gradients are complete when its backward pass is; not inside loops over layers."""
     return only_microbatch and segment.loops == 1
 
 

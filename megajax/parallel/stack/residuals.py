@@ -11,7 +11,7 @@ VIEWS = ("name", "reshape", "squeeze")  # primitives whose result holds the numb
 
 @jax.tree_util.register_pytree_node_class
 class Residuals:
-    """What a unit's backward pass needs: the leaves of a `jax.vjp` function, less those that it is given again.
+    """What a group's backward pass needs: the leaves of a `jax.vjp` function, less those that it is given again.
 
     These are the weights and the block's other inputs.
     """
@@ -43,7 +43,7 @@ class Residuals:
 
 
 class Saved:
-    """What is kept of a unit's residuals where they are copied into an array of several loops or a pipeline's buffer.
+    """What is kept of a group's residuals where they are copied into an array of several loops or a pipeline's buffer.
 
     Each array once, in however many shapes it occurs.
     """

@@ -27,7 +27,7 @@ class Rows:
         self.table = np.where(own == EMPTY, EMPTY, np.searchsorted(self.layers, own))
         self.filled = (self.table != EMPTY).reshape(len(table), -1)  # [P, R·n]
 
-    def places(self, segment: Segment) -> list[int]:
+    def indices_in_body(self, segment: Segment) -> list[int]:
         """Which layers of a segment's body are of these."""
         return [slot - segment.start for slot in self.slots if 0 <= slot - segment.start < segment.unroll]
 
@@ -37,16 +37,16 @@ class Rows:
 
     def layer_of(self, stacked: jax.Array, segment: Segment, j: int) -> jax.Array:
         """Of `[R·n, ...]` the j-th layers of the bodies of a segment's loops, `[R·loops, ...]` or `[...]`."""
-        places = self.places(segment)
+        places = self.indices_in_body(segment)
         start = sum(slot < segment.start for slot in self.slots)
         w = stacked.reshape(self.rounds, -1, *stacked.shape[1:])
         w = lax.slice_in_dim(w, start, start + segment.loops * len(places), axis=1)
         w = w.reshape(self.copies(segment), len(places), *stacked.shape[1:])[:, places.index(j)]
         return w[0] if len(w) == 1 else w
 
-    def place_of(self, segment: Segment, j: int) -> tuple[int, int]:
+    def first_row(self, segment: Segment, j: int) -> tuple[int, int]:
         """(row, step) of one stage without rounds: the j-th layer of loop i lies in row + i · step."""
-        places = self.places(segment)
+        places = self.indices_in_body(segment)
         return sum(slot < segment.start for slot in self.slots) + places.index(j), len(places)
 
     def stack(self, layers: Sequence[jax.Array], segment: Segment) -> jax.Array:

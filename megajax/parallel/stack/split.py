@@ -1,7 +1,7 @@
 """A backward pass in two: gradients of inputs at once, gradients of weight matrices later (Qi et al. 2024).
 
-The pass is traced, and its operations are divided by what they are for: what only the matrices' gradients need is put
-off, with the values that it takes from the first part. So every block can be split, whatever it computes.
+The pass is traced, and its operations are divided by what they are for: what only the matrices' gradients need is
+deferred, with the values that it takes from the first part. So every block can be split, whatever it computes.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -18,7 +18,7 @@ class SplitBackward:
     """Divides `backward(weights, saved, *rest) → (dx, gradients, extra)`.
 
     `saved` is a list of arrays; `gradients` is a tuple of dictionaries, of which matrices (two dimensions or more) are
-    put off. The arguments here are examples; later ones must have the same shapes.
+    deferred. The arguments here are examples; later ones must have the same shapes.
     """
 
     def __init__(self, backward: Callable, weights: Any, saved: Sequence[jax.Array], *rest: Any):
