@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 from megajax.config import Config
 from megajax.parallel.local import Batch, LocalModel, Params
 from megajax.parallel.pipeline.pipeline import Pipeline
-from megajax.parallel.stack.layers import LayerState
+from megajax.parallel.stack.weights import LayerState
 from megajax.parallel.weights.exchange import global_norm, sum_over_all, summed_dtype
 from megajax.parallel.weights.scaling import FP8
 from megajax.sharding import BATCH_SPEC
@@ -37,10 +37,10 @@ def gradient_function(local: LocalModel, mesh: Mesh) -> Callable:
     only_microbatch = config.batch.num_microbatches == 1 and pipeline is None
 
     def compute(params: Params, state: LayerState, batch: Batch, step, loss_scale: jax.Array):
-        non_block, weight_amax = local.gather_non_block(params), local.layers.weight_amax(params)
-        scaling, history = local.layers.scaling, state.get(FP8, {})
-        scales = scaling.scales(local.layers.all.of_stage(history), weight_amax, loss_scale)
-        layers = local.layers.gather_once(params, scales, state)
+        non_block, weight_amax = local.gather_non_block(params), local.layers.weights.weight_amax(params)
+        scaling, history = local.layers.weights.scaling, state.get(FP8, {})
+        scales = scaling.scales(local.layers.weights.all.of_stage(history), weight_amax, loss_scale)
+        layers = local.layers.weights.gather_once(params, scales, state)
         tokens, (batch, imbalance) = local.valid_tokens(batch), local.add_token_positions(batch)
         scale, layer_loss_scale = loss_scale / tokens, local.layer_loss_scale(loss_scale)
         key = local.random_key(step)
@@ -65,7 +65,7 @@ def gradient_function(local: LocalModel, mesh: Mesh) -> Callable:
             )
 
         gradients = local.reduce_non_block(non_block_gradients)
-        gradients |= local.layers.collect(layer_gradients, only_microbatch)
+        gradients |= local.layers.weights.collect(layer_gradients, only_microbatch)
         gradients = {name: gradients[name] / loss_scale for name in params}
         if imbalance is not None:  # a mean over the devices, by the way of the sums
             sums["attention_imbalance"] = imbalance * tokens / mesh.size
@@ -75,7 +75,7 @@ def gradient_function(local: LocalModel, mesh: Mesh) -> Callable:
         metrics = jax.tree.map(lambda a: a if jnp.issubdtype(a.dtype, jnp.integer) else a / microbatches, metrics)
         state = local.layers.updated_state(state, metrics)
         if history:
-            newest = local.layers.all.of_all_layers((weight_amax, local.layers.collect_amax(amax)))
+            newest = local.layers.weights.all.of_all_layers((weight_amax, local.layers.collect_amax(amax)))
             state[FP8] = scaling.record(dict(history), *newest, loss_scale)
             # An infinity saturates when it is quantised: only the amax tells that the step went bad.
             norm = jnp.where(all_finite(state[FP8]), norm, jnp.nan)
@@ -96,9 +96,9 @@ def loss_function(local: LocalModel, mesh: Mesh) -> Callable:
     pipeline = Pipeline(local) if local.sizes["pipeline"] > 1 else None
 
     def compute(params: Params, state: LayerState, batch: Batch):
-        history = local.layers.all.of_stage(state.get(FP8, {}))
-        scales = local.layers.scaling.scales(history, local.layers.weight_amax(params))
-        non_block, layers = local.gather_non_block(params), local.layers.gather_once(params, scales, state)
+        history = local.layers.weights.all.of_stage(state.get(FP8, {}))
+        scales = local.layers.weights.scaling.scales(history, local.layers.weights.weight_amax(params))
+        non_block, layers = local.gather_non_block(params), local.layers.weights.gather_once(params, scales, state)
         tokens, (batch, _) = local.valid_tokens(batch), local.add_token_positions(batch)
         if pipeline is not None:
             return sum_over_all(pipeline.loss(non_block, layers, batch), local.sizes), tokens

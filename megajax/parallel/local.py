@@ -14,7 +14,8 @@ from megajax.parallel.comm import MeshComm
 from megajax.parallel.context.token_order import add_token_positions, token_positions_of
 from megajax.parallel.embedding import MeshEmbedding
 from megajax.parallel.head import LossHead
-from megajax.parallel.stack.layers import LayerStack, of_block
+from megajax.parallel.stack.layers import LayerStack
+from megajax.parallel.stack.weights import of_block
 from megajax.parallel.weights.exchange import WeightExchange, row_major, sum_over_all
 from megajax.parallel.weights.fused import FusedWeights
 from megajax.sharding import BLOCKS, Placement

@@ -243,7 +243,7 @@ def residual_shapes(program) -> list[tuple[int, ...]]:
     def forward(params, batch):
         fields = {name: field[0] for name, field in batch.items()}
         inputs = local.inputs(fields, 0, None)
-        layers = local.layers.gather_once(params, {}, {})
+        layers = local.layers.weights.gather_once(params, {}, {})
         x = local.embedding.forward(local.gather_non_block(params), fields, inputs)
         return local.layers.forward(layers, x, inputs)[1]
 

@@ -170,7 +170,7 @@ def test_weights_in_fp8_are_measured_in_the_slots_of_their_layers():
     rng = np.random.default_rng(0)
     params = {n: rng.standard_normal(p.shape).astype(np.float32) for n, p in program.placements.items()}
     measure = jax.shard_map(
-        program.local.layers.weight_amax, mesh=program.mesh, in_specs=P(), out_specs=P(), check_vma=False
+        program.local.layers.weights.weight_amax, mesh=program.mesh, in_specs=P(), out_specs=P(), check_vma=False
     )
     found = jax.jit(measure)({name: jnp.asarray(w) for name, w in params.items()})
 

@@ -175,7 +175,7 @@ def test_a_block_of_the_model_is_split_in_two(table, model, policy):
         fields = {name: field[0] for name, field in batch.items()}
         inputs = local.inputs(fields, 0, None)
         x = local.embedding.forward(local.gather_non_block(params), fields, inputs)
-        group = stack.group_at(stack.gather_once(params, {}, {})[0][0], segment, 0)
+        group = stack.weights.group_at(stack.weights.gather_once(params, {}, {})[0][0], segment, 0)
         y, saved, _ = stack.group_forward(group, x, inputs, segment, 0, 0, True)
         leaves, structure = jax.tree.flatten(saved)
 

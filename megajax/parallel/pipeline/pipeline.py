@@ -35,9 +35,9 @@ from megajax.parallel.pipeline.buffers import (
     write,
 )
 from megajax.parallel.pipeline.schedules import Flags, Schedule, Slots, Table, assign_slots, check, make_schedule
-from megajax.parallel.stack.layers import GroupWeights
 from megajax.parallel.stack.residuals import Saved
 from megajax.parallel.stack.split import SplitBackward
+from megajax.parallel.stack.weights import GroupWeights
 from megajax.step_plan import StepPlan
 
 # Each slot has operations of its own up to so many programs with so many layers in all: they are compiled one by one.
@@ -299,7 +299,7 @@ class _Run:
 
     def segment_backward(self, r: int, i: int, state, activations, inputs, slots, active, split: bool):
         """The same of segment `i`, whose parts of the state these are."""
-        segment, exchange = self.stack.segments[i], self.stack.exchange
+        segment, exchange = self.stack.segments[i], self.stack.weights.exchange
         slot, keep = slots
 
         def body(loop, state):
@@ -309,7 +309,7 @@ class _Run:
             entered, above = dx, {}
             for u in reversed(range(len(totals))):
                 group = pick(self.weights[r][i][u], segment, loop)
-                if not self.stack.is_gathered(segment, u):
+                if not self.stack.weights.is_gathered(segment, u):
                     group, _ = exchange.tie_gather((group, entered))
                 entered = dx
                 saved = read(activations[u], position(segment, slot, loop))
@@ -399,7 +399,7 @@ class _Run:
         self, totals: GroupWeights, gradient: GroupWeights, segment: Segment, u: int, loop: jax.Array | int
     ) -> GroupWeights:
         """The summed gradients of group `u` and one more microbatch's, reduced over `fsdp`."""
-        gradient = jax.tree.map(lambda g: g.astype(jnp.float32), self.stack.reduce(gradient, segment, u))
+        gradient = jax.tree.map(lambda g: g.astype(jnp.float32), self.stack.weights.reduce(gradient, segment, u))
         return combine(jnp.add, totals, gradient, segment, loop)
 
     def saved(self, i: int, u: int, group: GroupWeights, dx: jax.Array, inputs: BlockInputs, first) -> Saved:
@@ -466,7 +466,7 @@ class _Run:
             if self.slots.deferred_slots:
                 later = self.split(i, u, group, values, x, inputs, first).inputs(group, values, x, inputs, first)[3]
             _, gradient, amax = self.stack.group_backward(group, kept.residuals(values), x, inputs, segment, first, u)
-            return values, later, self.stack.reduce(gradient, segment, u), amax, metrics
+            return values, later, self.stack.weights.reduce(gradient, segment, u), amax, metrics
 
         def zeros(shapes: Any, lead: int | None, dtype: Any = None) -> Any:
             leading = () if lead is None else (lead,)

@@ -1,0 +1,306 @@
+"""The weights of a stage's blocks: gathered for the groups of layers that use them, their gradients reduced after."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from megajax.config.kinds import LayerKind
+from megajax.config.segments import Segment
+from megajax.model.block import Block
+from megajax.ops import fp8
+from megajax.ops.fp8 import Fp8Weight
+from megajax.parallel.comm import MeshComm
+from megajax.parallel.stack.loops import Uncast
+from megajax.parallel.stack.rows import Rows
+from megajax.parallel.weights.exchange import WeightExchange, in_turn, row_major
+from megajax.parallel.weights.fused import FusedWeights
+from megajax.parallel.weights.scaling import Scales, Scaling
+from megajax.sharding import BLOCKS
+from megajax.step_plan import StepPlan
+
+LayerState = Mapping[str, Mapping[str, jax.Array]]  # by kind of block and name: `[L, ...]` of its layers
+GroupWeights = tuple[dict[str, Any], ...]  # the fused weights of a group's layers, by name: arrays or Fp8Weights
+Amax = dict[str, jax.Array]  # by linear layer: the largest magnitudes of its input and its output gradient
+Metrics = tuple[dict[str, jax.Array], ...]  # of a group's layers, by name
+
+
+@dataclass(frozen=True)
+class GroupProgram:
+    """What the computation of a group depends on: groups with equal ones are traced and lowered once."""
+
+    kinds: tuple[LayerKind, ...]  # of its layers
+    gathered: tuple[bool, ...]  # of each layer, whether its weights stay gathered over `fsdp`
+    policy: str
+    fp8: bool
+    stacked: bool  # whether what it saves is copied into an array of several loops, or a pipeline's buffer
+    looped: bool
+
+
+class StackWeights:
+    """What `LayerStack` computes with: from stored shards to a remat group's weights, and back for their gradients.
+
+    For every kind of block a stage stores R·n rows of every weight, n the slots of that kind (`rows.Rows`).
+    """
+
+    def __init__(
+        self,
+        plan: StepPlan,
+        comm: MeshComm,
+        blocks: Mapping[str, Block],
+        exchange: WeightExchange,
+        fused: Mapping[str, FusedWeights],
+    ):
+        self.plan, self.comm, self.blocks, self.exchange, self.fused = plan, comm, blocks, exchange, fused
+        self.slots, self.table, self.segments = plan.slots, plan.layer_table, plan.segments
+        self.scaling, self.gathered = Scaling(plan.config), plan.gathered_slots
+        self.rounds = self.table.shape[1]
+        self.all = Rows(self.table, range(len(self.slots)))
+        self.kinds = {
+            kind: Rows(self.table, [j for j, slot in enumerate(self.slots) if slot.block == kind]) for kind in blocks
+        }
+        # What a layer has that is no parameter; it travels among its group's weights.
+        self.state_names = {kind: {*block.layer_state, *block.needs_filled} for kind, block in blocks.items()}
+
+    @jax.named_scope("weights")
+    def gather_once(
+        self, params: Mapping[str, jax.Array], scales: Scales, state: LayerState
+    ) -> list[tuple[GroupWeights, ...]]:
+        """Stored `[R·slots, ...]` shards → for each segment its groups' `fsdp` shards, `[R·loops, ...]` or `[...]`.
+
+        `scales` are the linear layers' FP8 scales, `[R·slots]` each, `state` what else the layers keep, `[L, ...]`.
+        """
+        state = self._state_of_stage(state)
+        blocks = {kind: of_block(params, kind) for kind in self.kinds}
+
+        def layer(segment: Segment, j: int) -> dict[str, Any]:
+            kind = self.slots[segment.start + j].block
+            rows, fused = self.kinds[kind], self.fused[kind]
+            out: dict[str, Any] = {}
+            if segment.loops > 1 and len(self.table) == 1:
+                row, step = rows.first_row(segment, j)
+                for name, members in fused.parts.items():
+                    in_fp8 = segment.fp8 and name in self.scaling.layers
+                    if not in_fp8 and not self.exchange.is_gathered_once(stored_name(kind, name)):
+                        out[name] = Uncast({member: blocks[kind][member] for member in members}, kind, row, step)
+            cut = {part for weight in out.values() for part in weight.parts}
+            stored = {name: rows.layer_of(w, segment, j) for name, w in blocks[kind].items() if name not in cut}
+            for name, w in fused.fuse(stored).items():
+                if segment.fp8 and name in self.scaling.layers:
+                    own = {which: self.all.layer_of(scale, segment, j) for which, scale in scales[name].items()}
+                    out[name] = self._quantized(kind, name, w, own)
+                else:
+                    out[name] = self.exchange.gather_once(stored_name(kind, name), w)
+            if segment.start + j in self.gathered:
+                out = {name: self._gathered(kind, name, w) for name, w in out.items()}
+            return out | {name: rows.layer_of(a, segment, j) for name, a in state[kind].items()}
+
+        def groups(s: Segment):
+            return tuple(tuple(layer(s, u + i) for i in range(s.group_size)) for u in range(0, s.unroll, s.group_size))
+
+        return [groups(segment) for segment in self.segments]
+
+    @jax.named_scope("weights")
+    def weight_amax(self, params: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+        """The largest magnitude of each linear layer's weight, `[R·slots]`, over all devices; none without FP8."""
+        if not any(segment.fp8 for segment in self.segments):
+            return {}
+        blocks = {kind: of_block(params, kind) for kind in self.kinds}
+        local = {}
+        for name in self.scaling.layers:
+            found = {}
+            for kind, own in blocks.items():
+                parts = [own[part] for part in self.fused[kind].parts.get(name, ())]
+                if parts:
+                    found[kind] = jnp.stack([jnp.abs(w).max(axis=range(1, w.ndim)) for w in parts]).max(axis=0)
+            local[name] = self._over_slots(found)
+        return self.comm.max_over_devices(local)
+
+    @jax.named_scope("gradients")
+    def collect(self, gradients: Sequence[tuple[GroupWeights, ...]], only_microbatch: bool) -> dict[str, jax.Array]:
+        """Gradients from `backward`, summed over the microbatches → complete FP32 gradients of the stored shards."""
+        parts: dict[tuple[str, str], list[jax.Array]] = {}
+        for segment, groups in zip(self.segments, gradients, strict=True):
+            if not reduced_on_the_way(segment, only_microbatch):
+                reduced = [self._reduce_gathered(group, segment, u) for u, group in enumerate(groups)]
+                groups = [self._scatter_once(group, segment, u) for u, group in enumerate(reduced)]
+            for kind, layers in self.by_kind(segment, groups):
+                for name in layers[0]:
+                    stacked = self.kinds[kind].stack([layer[name] for layer in layers], segment)
+                    complete = self.exchange.complete(stored_name(kind, name), stacked)
+                    for part, gradient in self.fused[kind].split(name, complete).items():
+                        parts.setdefault((kind, part), []).append(gradient)
+        joined = {(kind, part): self.kinds[kind].join(gradients) for (kind, part), gradients in parts.items()}
+        return {stored_name(*key): self.kinds[key[0]].without_empty(g) for key, g in joined.items()}
+
+    @jax.named_scope("gradients")
+    def reduce(self, gradient: GroupWeights, segment: Segment, u: int, on_the_way: bool = False) -> GroupWeights:
+        """The gradients of group `u`, summed over `fsdp`, and over the once-a-step axes too if `on_the_way`.
+
+        Those of layers that stay gathered stay whole, for `collect`.
+        """
+        reduce_layer = self._reduce_in_turn if segment.loops > 1 else self._reduce_layer
+        kinds, stay = self._kinds_of(segment, u), self.stay_gathered(segment, u)
+        reduced = tuple(
+            own if stays else reduce_layer(kind, own) for kind, own, stays in zip(kinds, gradient, stay, strict=True)
+        )
+        reduced = self._scatter_once(reduced, segment, u) if on_the_way else reduced
+        # In the layout that they are stored in: XLA would stack them in another, and transpose the whole stack.
+        return jax.tree.map(row_major, reduced) if segment.loops > 1 else reduced
+
+    def is_gathered(self, segment: Segment, u: int) -> bool:
+        """Whether nothing of group `u` is left to gather."""
+        return all(self.stay_gathered(segment, u))
+
+    def stay_gathered(self, segment: Segment, u: int) -> list[bool]:
+        """Of each layer of group `u` whether its weights are gathered, and its gradients reduced, once a step."""
+        start = segment.start + u * segment.group_size
+        return [slot in self.gathered for slot in range(start, start + segment.group_size)]
+
+    def _reduce_gathered(self, gradient: GroupWeights, segment: Segment, u: int) -> GroupWeights:
+        """Accumulated gradients of group `u`, those of layers that stay gathered summed over `fsdp`."""
+        kinds, stay = self._kinds_of(segment, u), self.stay_gathered(segment, u)
+        return tuple(
+            self._reduce_layer(kind, own) if stays else own
+            for kind, own, stays in zip(kinds, gradient, stay, strict=True)
+        )
+
+    def _reduce_layer(self, kind: str, gradient: dict[str, Any]) -> dict[str, Any]:
+        return {name: self.exchange.reduce_layer(stored_name(kind, name), g) for name, g in gradient.items()}
+
+    def _reduce_in_turn(self, kind: str, gradient: dict[str, Any]) -> dict[str, Any]:
+        """The same of a layer in a loop, the other parts' while the backward pass of the first hides them."""
+        first, *_ = self.blocks[kind].parts.items()
+        groups: tuple[dict[str, Any], ...] = ({}, {}, {})
+        for name, g in gradient.items():
+            last = name == f"{first[0]}.{first[1].USED_LAST}"
+            groups[0 if not name.startswith(f"{first[0]}.") else 1 if last else 2][name] = g
+        return in_turn(groups, lambda name, g: self.exchange.reduce_layer(stored_name(kind, name), g))
+
+    def _scatter_once(self, gradient: GroupWeights, segment: Segment, u: int) -> GroupWeights:
+        return tuple(
+            {name: self.exchange.scatter_once(stored_name(kind, name), g) for name, g in layer.items()}
+            for kind, layer in zip(self._kinds_of(segment, u), gradient, strict=True)
+        )
+
+    def _kinds_of(self, segment: Segment, u: int) -> list[str]:
+        """The kinds of blocks of group `u`."""
+        start = segment.start + u * segment.group_size
+        return [slot.block for slot in self.slots[start : start + segment.group_size]]
+
+    def group_at(self, group: GroupWeights, segment: Segment, index) -> GroupWeights:
+        """The weights of a group in one of its segment's loops; of a single one they have no leading dimension."""
+        if segment.loops == 1:
+            return group
+
+        def weight(name: str, w: Any) -> Any:
+            if not isinstance(w, Uncast):
+                return jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, index, keepdims=False), w)
+            row = w.row + w.step * index
+            # As they are stored: XLA would transpose the whole stack into the layout of the gather.
+            parts = {n: row_major(lax.dynamic_index_in_dim(a, row, keepdims=False)) for n, a in w.parts.items()}
+            return self.exchange.gather_once(stored_name(w.kind, name), self.fused[w.kind].fuse(parts)[name])
+
+        return tuple({name: weight(name, w) for name, w in layer.items()} for layer in group)
+
+    @jax.named_scope("weights")
+    def gather(self, group: GroupWeights, program: GroupProgram, backward: bool) -> GroupWeights:
+        """The weights of a group, ready for its blocks."""
+        layers = zip(program.kinds, group, program.gathered, strict=True)
+        if program.looped:
+            backward = backward and program.policy != "full"  # which starts with the forward pass
+            return tuple(self._gather_in_turn(kind.block, layer, backward) for kind, layer, _ in layers)
+        return tuple(
+            {name: self._gather_layer(kind.block, name, w, stays) for name, w in layer.items()}
+            for kind, layer, stays in layers
+        )
+
+    def _gather_in_turn(self, kind: str, layer: dict[str, Any], backward: bool) -> dict[str, Any]:
+        """The same of a layer in a loop, where nothing hides its gathers but itself: first what it uses first."""
+        first, last = self.blocks[kind].used_first, self.blocks[kind].used_last
+        rest = [
+            name
+            for name in layer
+            if name not in (*self.state_names[kind], last if backward else first)
+            and self.exchange.is_gathered_by_layer(stored_name(kind, name))
+        ]
+        groups = {n: w for n, w in layer.items() if n not in rest}, {n: layer[n] for n in rest}
+        return in_turn(groups, lambda name, w: self._gather_layer(kind, name, w, False))
+
+    def _gather_layer(self, kind: str, name: str, w: jax.Array | Fp8Weight, gathered: bool) -> jax.Array | Fp8Weight:
+        """A layer's weight, or what of its state goes by its name."""
+        w = w if gathered or name in self.state_names[kind] else self._gathered(kind, name, w)
+        if not isinstance(w, Fp8Weight):
+            return w
+        zeros = jnp.zeros(w.values.shape, self.exchange.compute)
+        return replace(w, gradient=zeros, amax=jnp.zeros(2, jnp.float32))
+
+    def _gathered(self, kind: str, name: str, w: jax.Array | Fp8Weight) -> jax.Array | Fp8Weight:
+        if not isinstance(w, Fp8Weight):
+            return self.exchange.gather_layer(stored_name(kind, name), w)
+        values = self.exchange.gather_layer(stored_name(kind, name), w.values)
+        return replace(w, values=values, transposed=values.swapaxes(-1, -2) if w.transposed is None else w.transposed)
+
+    def _state_of_stage(self, state: LayerState) -> dict[str, dict[str, jax.Array]]:
+        """What the layers keep, `[L, ...]` → `[R·n, ...]` of this stage; where slots are empty `filled` too."""
+        out = {}
+        for kind, rows in self.kinds.items():
+            out[kind] = rows.of_stage(dict(state.get(kind, {})))
+            if not rows.filled.all():
+                filled = jnp.asarray(rows.filled)[lax.axis_index("pipeline")]
+                out[kind] |= {name: filled for name in self.blocks[kind].needs_filled}
+        return out
+
+    def by_kind(self, segment: Segment, groups: Sequence[tuple[dict, ...]]) -> Iterator[tuple[str, list[dict]]]:
+        """The layers of each kind in a segment's body, kind by kind."""
+        layers = [layer for group in groups for layer in group]
+        for kind, rows in self.kinds.items():
+            if places := rows.indices_in_body(segment):
+                yield kind, [layers[j] for j in places]
+
+    def _over_slots(self, found: Mapping[str, jax.Array]) -> jax.Array:
+        """By kind of block `[R·n]` → `[R·slots]`, zeros where a kind has nothing."""
+        if len(self.kinds) == 1:
+            (own,) = found.values()
+            return own
+        out = jnp.zeros((self.rounds, len(self.slots)), jnp.float32)
+        for kind, own in found.items():
+            out = out.at[:, np.array(self.kinds[kind].slots)].set(own.reshape(self.rounds, -1))
+        return out.reshape(-1)
+
+    def _quantized(self, kind: str, name: str, w: jax.Array, scales: Mapping[str, jax.Array]) -> Fp8Weight:
+        """Shards of one layer `[in, out]` (experts: `[E, in, out]`), or of several, quantised and gathered once."""
+        scale = scales["weight"]
+        of_each = scale.reshape(*scale.shape, *(1,) * (w.ndim - scale.ndim))
+        values = self.exchange.gather_once(stored_name(kind, name), fp8.quantize(w, of_each, fp8.E4M3))
+        whole = self.exchange.is_whole(stored_name(kind, name))  # if not, each layer's pass gathers and transposes it
+        return Fp8Weight(
+            values,
+            values.swapaxes(-1, -2) if whole else None,
+            1 / scale,
+            scales.get("input"),
+            scales.get("gradient"),
+            None,
+            None,
+            self.scaling.gradient_dtype,
+        )
+
+
+def reduced_on_the_way(segment: Segment, only_microbatch: bool) -> bool:
+    """Whether each group's gradients are complete when its backward pass is; not inside loops over layers."""
+    return only_microbatch and segment.loops == 1
+
+
+def stored_name(kind: str, name: str) -> str:
+    """The name of a block's weight among all."""
+    return f"{BLOCKS}{kind}.{name}"
+
+
+def of_block[Value](params: Mapping[str, Value], kind: str) -> dict[str, Value]:
+    """What belongs to the parameters of a kind of block, by name within it."""
+    prefix = f"{BLOCKS}{kind}."
+    return {n.removeprefix(prefix): w for n, w in params.items() if n.startswith(prefix)}
