@@ -55,12 +55,21 @@ def start_two(tmp_path, start):
     return start_two
 
 
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """The run directory of one process with one device; written by the first test that needs it."""
+    return tmp_path_factory.mktemp("alone") / "run"
+
+
 @pytest.fixture
-def expected(tmp_path, start, read_metrics):
+def expected(alone, start, read_metrics):
     """Losses and gradient norms, and evaluations, of one process with one device."""
-    run = start(*OPTIONS, f"run.dir={tmp_path / 'one'}")
-    assert run.finish() == 0, run.output
-    return read_metrics(tmp_path / "one", "loss", "grad_norm"), read_metrics(tmp_path / "one", "eval_loss")
+    if not alone.exists():
+        run = start(*OPTIONS, f"run.dir={alone}")
+        assert run.finish() == 0, run.output
+    losses = read_metrics(alone, "loss", "grad_norm")
+    assert list(losses) == list(range(1, 7))
+    return losses, read_metrics(alone, "eval_loss")
 
 
 def agree(ours: dict, theirs: dict) -> bool:
