@@ -1,0 +1,39 @@
+"""Looped and unrolled layers give the same numbers bit for bit, with recomputation; a script, for flags of its own.
+
+Not without recomputation: XLA's CPU compiler fuses what is saved into other operations where it is a value.
+"""
+
+import numpy as np
+import single_device
+
+from megajax.config.segments import plan_segments
+
+LAYERS = 4
+CASES = {
+    "fsdp 2": ({"fsdp": 2}, 1, {"policy": "selective"}),
+    "data 2 x fsdp 2": ({"data": 2, "fsdp": 2}, 2, {"policy": "full"}),
+}
+
+
+def run(mesh, microbatches, remat, unroll):
+    config = single_device.make_config(
+        "llama",
+        mesh,
+        microbatches=microbatches,
+        steps=2,
+        optimizer="sgd",
+        remat=remat,
+        kernels={"scan_unroll": unroll},
+    )
+    assert [s.loops for s in plan_segments(config, "cpu")] == [LAYERS // unroll]
+    return single_device.train(config)
+
+
+if __name__ == "__main__":
+    for name, case in CASES.items():
+        looped, unrolled = run(*case, 1), run(*case, LAYERS)
+        np.testing.assert_array_equal(looped.losses, unrolled.losses)
+        np.testing.assert_array_equal(looped.norms, unrolled.norms)
+        for weight, gradient in unrolled.gradients.items():
+            np.testing.assert_array_equal(looped.gradients[weight], gradient, err_msg=weight)
+        print(f"{name}: equal")
