@@ -14,7 +14,7 @@ from functools import cached_property
 from megajax.config.kinds import block_layers
 from megajax.config.segments import Segment
 from megajax.parallel.embedding import TOKENS
-from megajax.parallel.pipeline.pipeline import choose_slots
+from megajax.parallel.pipeline.buffers import choose_slots
 from megajax.parallel.pipeline.schedules import make_schedule
 from megajax.plan.activations import Activations
 from megajax.sharding import BLOCKS, ONCE_AXES, Placement

@@ -1,16 +1,45 @@
-"""A pipeline's weights, sums and buffers: by round, segment and group, stacked over loops."""
+"""A pipeline's weights, sums and buffers, by round, segment and group, stacked over loops; and what a tick hands on."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax import lax
 
 from megajax.config.segments import Segment
-from megajax.parallel.stack.layers import GroupWeights
+from megajax.parallel.pipeline.schedules import Schedule, Slots, assign_slots
+from megajax.parallel.stack.weights import GroupWeights
+from megajax.step_plan import StepPlan
+
+# Each slot has operations of its own up to so many programs with so many layers in all: they are compiled one by one.
+MOST_PROGRAMS, MOST_LAYERS = 16, 64
 
 Buffers = Any  # by segment, by group: a list of arrays [slots·loops, ...]
 Weights = Any  # by round, by segment, by group: arrays [loops, ...], without a loop [...]
+
+
+def choose_slots(plan: StepPlan, schedule: Schedule) -> tuple[Slots, int]:
+    """(slots, banks): every slot is a bank with operations of its own, or all are one where that is too many."""
+    apart = assign_slots(schedule, apart=True)
+    count = apart.activations
+    if plan.is_unrolled and count <= MOST_PROGRAMS and count * len(plan.slots) <= MOST_LAYERS:
+        return apart, count
+    return assign_slots(schedule), 1
+
+
+class Carry(NamedTuple):
+    """What a tick hands to the next."""
+
+    x: jax.Array  # [T / tensor, D]: from the stage before, for the next forward operation
+    dx: jax.Array  # the same: the last backward operation's gradient, not handed over yet
+    heads: jax.Array  # [slots, T / tensor, D]: gradients of the head that wait; no slots if none waits
+    activations: list[Buffers]  # what forward operations saved, by bank
+    deferred: Buffers  # what weight operations need of backward operations
+    non_block_gradients: dict[str, jax.Array]  # of the weights outside the blocks, FP32
+    layer_gradients: Weights  # FP32
+    amax: Weights  # FP8's largest magnitudes
+    sums: dict[str, jax.Array]  # this device's shares of the losses, not divided by the tokens
+    metrics: Weights  # the layers', summed over the microbatches
 
 
 def loop_over(segment: Segment, body: Callable, state: Any) -> Any:

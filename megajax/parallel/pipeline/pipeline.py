@@ -12,7 +12,7 @@ each on its share of the tokens.
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +24,9 @@ from megajax.model.parts import BlockInputs
 from megajax.parallel.local import Batch, LocalModel, Params
 from megajax.parallel.pipeline.buffers import (
     Buffers,
+    Carry,
     Weights,
+    choose_slots,
     combine,
     loop_over,
     pick,
@@ -34,38 +36,10 @@ from megajax.parallel.pipeline.buffers import (
     switch,
     write,
 )
-from megajax.parallel.pipeline.schedules import Flags, Schedule, Slots, Table, assign_slots, check, make_schedule
+from megajax.parallel.pipeline.schedules import Flags, Schedule, Table, check, make_schedule
 from megajax.parallel.stack.residuals import Saved
 from megajax.parallel.stack.split import SplitBackward
 from megajax.parallel.stack.weights import GroupWeights
-from megajax.step_plan import StepPlan
-
-# Each slot has operations of its own up to so many programs with so many layers in all: they are compiled one by one.
-MOST_PROGRAMS, MOST_LAYERS = 16, 64
-
-
-def choose_slots(plan: StepPlan, schedule: Schedule) -> tuple[Slots, int]:
-    """(slots, banks): every slot is a bank with operations of its own, or all are one where that is too many."""
-    apart = assign_slots(schedule, apart=True)
-    count = apart.activations
-    if plan.is_unrolled and count <= MOST_PROGRAMS and count * len(plan.slots) <= MOST_LAYERS:
-        return apart, count
-    return assign_slots(schedule), 1
-
-
-class Carry(NamedTuple):
-    """What a tick hands to the next."""
-
-    x: jax.Array  # [T / tensor, D]: from the stage before, for the next forward operation
-    dx: jax.Array  # the same: the last backward operation's gradient, not handed over yet
-    heads: jax.Array  # [slots, T / tensor, D]: gradients of the head that wait; no slots if none waits
-    activations: list[Buffers]  # what forward operations saved, by bank
-    deferred: Buffers  # what weight operations need of backward operations
-    non_block_gradients: dict[str, jax.Array]  # of the weights outside the blocks, FP32
-    layer_gradients: Weights  # FP32
-    amax: Weights  # FP8's largest magnitudes
-    sums: dict[str, jax.Array]  # this device's shares of the losses, not divided by the tokens
-    metrics: Weights  # the layers', summed over the microbatches
 
 
 class Pipeline:
