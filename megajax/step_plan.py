@@ -155,7 +155,7 @@ class StepPlan:
 
     @property
     def balances_context(self) -> bool:
-        """Whether the tokens of a sequence are dealt out over `context` by the work of its documents.
+        """Whether the tokens of a sequence are distributed over `context` by the work of its documents.
 
         Not where the devices share the heads instead, nor where windows make the work of all tokens alike and the ring
         skips devices.

@@ -3,7 +3,7 @@ set -euo pipefail
 
 help="usage: ./scripts/test.sh [pytest arguments]
 
-Without arguments: lint, types, floors and all tests, some 15 minutes on two cores. With arguments: pytest alone, with
+Without arguments: lint, types, floors and all tests, some 12 minutes on two cores. With arguments: pytest alone, with
 these arguments, for example -m smoke for the fastest tests, or tests/config. Installs into .venv what they need."
 
 case "${1:-}" in -h | --help) echo "$help" && exit ;; esac

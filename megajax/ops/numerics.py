@@ -13,7 +13,7 @@ def wide(dtype: Any) -> Any:
 
 
 def keep_inputs_only(function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-    """`function`, whose backward pass computes it anew from its inputs.
+    """`function`, whose backward pass computes it again from its inputs.
 
     Left to itself, differentiating a float32 computation on bfloat16 inputs keeps float32 intermediates
     from the forward pass: several times the memory of the inputs for work that a fused kernel redoes free.

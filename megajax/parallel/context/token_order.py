@@ -2,7 +2,7 @@
 
 A sequence is cut into chunks, and every device has as many as the others, in the order of the sequence. Causal
 attention to whole sequences is the same work everywhere if device r of C has chunks r and 2C - 1 - r of 2C ("zig-zag").
-Packed documents are shorter, so that the work of a chunk depends on where they end: their sequences are dealt out in
+Packed documents are shorter, so that the work of a chunk depends on where they end: their sequences are distributed in
 finer chunks, by their work.
 """
 
@@ -17,7 +17,7 @@ from megajax import ops
 from megajax.model.comm import TokenPositions
 from megajax.ops.partial_attention import Ranges
 
-MOST_CHUNKS = 8  # of a device, where they are dealt out by their work
+MOST_CHUNKS = 8  # of a device, where they are balanced by their work
 
 
 def chunk_order(context: int) -> np.ndarray:
@@ -36,7 +36,7 @@ def stored_order(length: int, context: int) -> np.ndarray:
 def balanced_order(segment_ids: np.ndarray, context: int) -> np.ndarray:
     """Which token lies at each place, `[rows, S]`, where each device attends to about as many keys.
 
-    The chunks of a sequence are dealt out from the one with the most work to that with the least, each to the device
+    The chunks of a sequence are distributed from the one with the most work to that with the least, each to the device
     that has the least so far and is not full (Graham's longest processing time first).
     """
     rows, S = segment_ids.shape
@@ -69,7 +69,7 @@ def add_token_positions(batch: Mapping[str, jax.Array], context: int) -> tuple[d
     """(the batch with what `token_positions_of` reads, the work's `imbalance`), fields `[M, B, S]`.
 
     Once a step, before the layers: no collective that needs no other must run beside theirs, for CPUs start them in any
-    order. The second is None where tokens are not dealt out.
+    order. The second is None where tokens are not balanced.
     """
     fields = dict(batch)
     if "segment_ids" not in batch:
@@ -127,7 +127,7 @@ def key_ranges(positions: TokenPositions, window: int | None, rank: jax.Array, c
 
 
 def _chunks_of_device(length: int) -> int:
-    """Into how many chunks the tokens that a device has of a sequence divide, where they are dealt out."""
+    """Into how many chunks the tokens that a device has of a sequence divide, where they are balanced."""
     return next(n for n in range(MOST_CHUNKS, 0, -1) if length % n == 0)
 
 

@@ -381,7 +381,7 @@ class _Run:
         return self.stack.kept(group, dx, inputs, self.stack.segments[i], first, u)
 
     def split(self, i: int, u: int, group: GroupWeights, saved, dx, inputs: BlockInputs, first) -> SplitBackward:
-        """The backward pass of a group in two parts; traced anew at each use, for it may hold values of the trace."""
+        """The backward pass of a group in two parts; traced again at each use, for it may hold values of the trace."""
 
         def backward(group, saved, dx, inputs, first):
             residuals = self.saved(i, u, group, dx, inputs, first).residuals(saved)

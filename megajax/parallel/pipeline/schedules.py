@@ -128,7 +128,7 @@ def make_schedule(kind: Kind, stages: int, microbatches: int, rounds: int = 1) -
     - `gpipe` (Huang et al. 2019): all forward operations, then all backward.
     - `1f1b` (Narayanan et al. 2019; interleaved, 2021): a microbatch goes backward as soon as it can, so what is saved
       does not grow with the number of microbatches. In lockstep a tick holds one forward *and* one backward operation.
-    - `zero_bubble` (Qi et al. 2024): the same, but while the pipeline fills, gradients of weights are put off: stage s
+    - `zero_bubble` (Qi et al. 2024): the same, but while the pipeline fills, gradients of weights are deferred: stage s
       keeps those of its first s backward operations for the ticks at the end in which it has no other work.
 
     Raises ValueError for sizes below 1, and where rounds > 1 and the stages do not divide the microbatches, which go
