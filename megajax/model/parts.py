@@ -69,7 +69,7 @@ class Part(nnx.Module):
     # Parameters that lie side by side in one matmul: the weight computed with → the parameters stored.
     FUSED: ClassVar[Mapping[str, tuple[str, ...]]] = {}
     LINEAR: ClassVar[tuple[str, ...]] = ()  # weights of linear layers, which FP8 quantises, as computed with
-    USED_FIRST: ClassVar[str | None] = None  # the weight that its forward pass uses first, the largest of a layer's
+    USED_FIRST: ClassVar[str | None] = None  # the weight that its forward pass uses first; and last
     USED_LAST: ClassVar[str | None] = None
     SAVED: ClassVar[tuple[str, ...]] = ()  # names that `save_matmuls` and `offload` keep (`checkpoint_name`)
     METRICS: ClassVar[tuple[str, ...]] = ()  # that it gives in training
