@@ -10,7 +10,6 @@ import numpy as np
 from jax.sharding import AxisType, Mesh
 
 from megajax.config import AXES
-from megajax.config.fields import BATCH_AXES as BATCH_AXES
 from megajax.errors import ConfigError
 
 

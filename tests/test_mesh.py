@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType
 
+from megajax.config.fields import BATCH_AXES
 from megajax.errors import ConfigError
-from megajax.mesh import AXES, BATCH_AXES, build_mesh, mesh_sizes, start_processes, within_processes
+from megajax.mesh import AXES, build_mesh, mesh_sizes, start_processes, within_processes
 
 ONE = dict.fromkeys(AXES, 1)
 

@@ -17,6 +17,7 @@ from megajax.model.parts import (
     add_bias,
     is_gated,
     normalise,
+    products,
     residual_scale,
 )
 
@@ -68,13 +69,11 @@ class MLP(Part):
 
     def matmul_parameters(self) -> int:
         c = self.config
-        return (1 + self._products) * c.hidden_size * c.ffn_hidden_size
+        return (1 + products(self.config)) * c.hidden_size * c.ffn_hidden_size
 
     def sizes(self, shares: Shares) -> PartSizes:
         width = self.config.ffn_hidden_size
         activation = width / shares.tensor if self.config.mlp_bias else 0
-        return PartSizes(self._products * width / shares.tensor, width, self._products, activation=activation)
-
-    @property
-    def _products(self) -> int:
-        return 1 + is_gated(self.config)
+        return PartSizes(
+            products(self.config) * width / shares.tensor, width, products(self.config), activation=activation
+        )

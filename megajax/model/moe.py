@@ -18,6 +18,7 @@ from megajax.model.parts import (
     Weights,
     is_gated,
     normalise,
+    products,
     residual_scale,
 )
 
@@ -177,7 +178,7 @@ class MoE(Part):
         """The router's and the shared expert's included."""
         c = self.config
         width = c.experts_per_token * (c.expert_ffn_hidden_size or 0) + c.shared_expert_ffn_hidden_size
-        return c.hidden_size * ((1 + self._products) * width + (c.num_experts or 0) + c.shared_expert_gate)
+        return c.hidden_size * ((1 + products(self.config)) * width + (c.num_experts or 0) + c.shared_expert_gate)
 
     def sizes(self, shares: Shares) -> PartSizes:
         """Where experts lie over devices there is room for as many rows as could arrive."""
@@ -190,9 +191,5 @@ class MoE(Part):
         width = rows * (c.expert_ffn_hidden_size or 0) + c.shared_expert_ffn_hidden_size
         arrived = rows * c.hidden_size / (shares.tensor if shares.experts_over_tensor else 1)
         routing = 4 / shares.compute * (c.num_experts + 4 * k) / shares.tensor  # in FP32
-        kept = self._products * width / shares.tensor + (arrived + routing)
-        return PartSizes(kept, width, self._products, rows=rows, arrived=arrived)
-
-    @property
-    def _products(self) -> int:
-        return 1 + is_gated(self.config)
+        kept = products(self.config) * width / shares.tensor + (arrived + routing)
+        return PartSizes(kept, width, products(self.config), rows=rows, arrived=arrived)

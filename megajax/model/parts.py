@@ -151,3 +151,8 @@ def residual_scale(config: ModelConfig) -> float:
 def is_gated(config: ModelConfig) -> bool:
     """Whether MLPs have a gate beside the product that it multiplies."""
     return config.activation in ("swiglu", "geglu")
+
+
+def products(config: ModelConfig) -> int:
+    """How many products an MLP's first linear layer gives side by side: two with a gate."""
+    return 1 + is_gated(config)

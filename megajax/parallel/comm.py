@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from megajax import ops
-from megajax.mesh import BATCH_AXES
+from megajax.config.fields import BATCH_AXES
 from megajax.model.comm import SingleDevice, TokenPositions
 from megajax.ops import fp8
 from megajax.ops.fp8 import Fp8Weight

@@ -142,8 +142,8 @@ def _at_full_precision(compute: Callable, config: Config) -> Callable:
 def _accumulate(microbatch: Callable, zeros: dict[str, jax.Array], batch: Batch):
     """Run the microbatches; a single one is no loop and adds to nothing, so its gradients stay values.
 
-    Gradients of the non_block accumulate in place from `zeros`, those of the layers and the sums are added up (in FP32,
-    counts as they are), and of the amaxes the largest is kept.
+    Gradients outside the blocks accumulate in place from `zeros`, those of the layers and the sums are added up (in
+    FP32, counts as they are), and of the amaxes the largest is kept.
     """
     count = batch["tokens"].shape[0]
     if count == 1:

@@ -31,8 +31,6 @@ class LocalModel:
     """The model as one device sees it inside the step's shard_map."""
 
     plan: StepPlan
-    config: Config
-    sizes: Mapping[str, int]
     placements: Mapping[str, Placement]  # of the stored parameters
     comm: MeshComm
     exchange: WeightExchange
@@ -67,7 +65,15 @@ class LocalModel:
         exchange = WeightExchange(computed, sizes, compute, gradients)
         layers = LayerStack(plan, comm, model, exchange, fused)
         non_block = MeshEmbedding(plan, comm), LossHead(plan, comm)
-        return cls(plan, config, sizes, placements, comm, exchange, layers, *non_block)
+        return cls(plan, placements, comm, exchange, layers, *non_block)
+
+    @property
+    def config(self) -> Config:
+        return self.plan.config
+
+    @property
+    def sizes(self) -> Mapping[str, int]:
+        return self.plan.sizes
 
     @jax.named_scope("weights")
     def gather_non_block(self, params: Params) -> dict[str, jax.Array]:

@@ -3,8 +3,8 @@
 import math
 from functools import cache
 
+from megajax.config.fields import BATCH_AXES
 from megajax.config.segments import Segment
-from megajax.mesh import BATCH_AXES
 from megajax.model.block import blocks_of
 from megajax.model.parts import PartSizes, Shares
 from megajax.step_plan import StepPlan

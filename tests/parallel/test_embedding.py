@@ -11,7 +11,8 @@ from jax.sharding import PartitionSpec as P
 
 from megajax.config import load_config
 from megajax.config.checks import check_mesh
-from megajax.mesh import BATCH_AXES, build_mesh
+from megajax.config.fields import BATCH_AXES
+from megajax.mesh import build_mesh
 from megajax.parallel.embedding import TOKENS
 from megajax.step_plan import HOPPER, StepPlan
 from megajax.training.step import TrainProgram

@@ -56,7 +56,7 @@ class Pipeline:
         self.heads_wait = bool((ticks["backward"][:, -1] > ticks["forward"][:, -1]).any())
 
     def gradients(self, non_block: Params, layers: Any, batch: Batch, key: jax.Array | None, scale, layer_loss_scale):
-        """(gradients of the non_block, of the layers, (sums, metrics), amaxes) of all microbatches.
+        """(gradients outside the blocks, of the layers, (sums, metrics), amaxes) of all microbatches.
 
         Those of layers are as `LayerStack` has them. `batch` is `[M, B, S]`, `scale` the factor of the loss that is
         differentiated, `layer_loss_scale` that of the routers' losses.
