@@ -2,7 +2,7 @@
 
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -100,9 +100,9 @@ class StateSaver:
         """The state of a checkpoint that `compare` accepts, whatever mesh wrote it."""
         saved, mine = checkpoints.describe(step), self.description(step)
         length = saved.get("fp8_history", 0)
-        mine_now = self._canonical_abstract
-        others = {owner: kept for owner, kept in mine_now.layer_state.items() if owner != FP8}
-        abstract = replace(mine_now, layer_state=others | self._abstract_history(length))
+        abstract = self._canonical_abstract
+        kept = _without_history(abstract.layer_state) | self._abstract_history(length)
+        abstract = replace(abstract, layer_state=kept)
         state = _from_tree(checkpoints.restore(step, _as_tree(abstract)))
         state = replace(state, layer_state=self._continued_history(state.layer_state))
         if saved["precision"] != mine["precision"]:  # a loss scale is of its compute dtype
@@ -128,7 +128,7 @@ class StateSaver:
         length = _history_length(mine)
         if _history_length(saved) == length:
             return saved
-        others = {owner: kept for owner, kept in saved.items() if owner != FP8}
+        others = _without_history(saved)
         if not length:
             return others
         filled = jax.tree.map(lambda a: np.zeros(a.shape, a.dtype), mine[FP8])
@@ -142,8 +142,7 @@ class StateSaver:
         config, key = self.program.config, "checkpoint.init_from"
         abstract: Any = self._canonical_abstract
         place = f" ({config.where(key)})"
-        kept = {owner: own for owner, own in abstract.layer_state.items() if owner != FP8}
-        return restore_model(path, abstract.params, kept, config.model, key, place)
+        return restore_model(path, abstract.params, _without_history(abstract.layer_state), config.model, key, place)
 
     def with_weights(self, state: TrainState, weights: Weights) -> TrainState:
         """`state` with a model in canonical shapes in place of its own."""
@@ -217,6 +216,11 @@ def _from_tree(tree: dict[str, Any]) -> TrainState:
     fields = {name: tree[name] for name in TrainState.__dataclass_fields__ if name in tree}
     kept = {name: own for name, own in tree.items() if name not in fields}
     return TrainState(layer_state=loaded_layer_state(kept), **fields)
+
+
+def _without_history[Leaf](state: Mapping[str, dict[str, Leaf]]) -> dict[str, dict[str, Leaf]]:
+    """A layer state without FP8's amax histories."""
+    return {kind: own for kind, own in state.items() if kind != FP8}
 
 
 def _history_length(state: Any) -> int:
