@@ -15,9 +15,8 @@ def load_weights(run_or_checkpoint: str | Path) -> dict[str, np.ndarray]:
     """The parameters of a run's newest checkpoint, or of one `RUN/checkpoints/STEP`, by their canonical names.
 
     Layers of one kind are stacked: `blocks.dense.attention.query` is [layers, D, N, H]. The vocabulary is padded to a
-    multiple of `model.vocab_multiple`. Reads nothing but parameters and does not start jax; dtypes are
-    those of `precision.params`, bfloat16 as ml_dtypes has it. Raises InputError if there is no such checkpoint or it is
-    damaged.
+    multiple of `model.vocab_multiple`. Reads only parameters (float32 in megajax's checkpoints) and does not start jax.
+    Raises InputError if there is no such checkpoint or it is damaged.
     """
     run_dir, step = find_checkpoint(run_or_checkpoint, "run_or_checkpoint")
     item = (run_dir / SUBDIRECTORY / str(step) / "state").resolve()

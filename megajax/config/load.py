@@ -2,6 +2,7 @@
 
 import difflib
 import re
+import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
@@ -28,6 +29,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     for section in Config.model_fields:
         if tree.values.get(section) is None:
             tree.values[section] = {}
+    _drop_removed_key(tree)
     try:
         config = Config.model_validate(tree.values)
     except ValidationError as error:
@@ -35,6 +37,17 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     config._places.update(tree.places)
     check(config)
     return config
+
+
+def _drop_removed_key(tree: Tree) -> None:
+    """Accept `precision.params: float32`, which each `config.yaml` of an earlier version contains, with a warning."""
+    precision = tree.values["precision"]
+    if isinstance(precision, dict) and precision.get("params") == "float32":
+        del precision["params"]
+        place = tree.places["precision.params"]
+        warnings.warn(
+            f"precision.params has no effect ({place}): remove it, the format is always float32.", stacklevel=3
+        )
 
 
 def help_text(part: str = "all") -> str:

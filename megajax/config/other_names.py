@@ -237,7 +237,7 @@ adam_eps | optimizer.epsilon
 adam_weight_decay | optimizer.weight_decay
 gradient_clipping_threshold | optimizer.clip_norm
 grad_dtype | precision.gradients
-weight_dtype | precision.params
+weight_dtype | | master weights and optimizer state are always float32
 quantization | precision.fp8.recipe | none, current or delayed
 remat_policy | remat.policy | none by default, in MaxText full
 scan_layers | | layers are unrolled or looped by compile time; kernels.scan_unroll sets how many an iteration has
@@ -405,6 +405,7 @@ data.path, data.paths, data.prefix, data.dataset, data_dir, train_data, train_pa
 val_data, data.val, data.validation, data.eval | data.valid
 tokenizer_name, tokenizer_file | data.tokenizer
 dtype, precision.dtype, mixed_precision, amp | precision.compute
+precision.params | | master weights and optimizer state are always float32
 fp8 | precision.fp8.recipe | current or delayed
 activation_checkpointing, recompute, checkpoint_activations, remat | remat.policy
 flash_attention, use_flash_attention, attn_implementation | kernels.attention

@@ -126,7 +126,6 @@ class PrecisionConfig(Section):
         default="bfloat16",
         description="Format of activations and matrix products; float32 is true FP32 on GPUs, not TF32.",
     )
-    params: Literal["float32"] = Field(default="float32", description="Format of master weights and optimizer state.")
     gradients: Literal["float32", "bfloat16"] = Field(
         default="float32", description="Format in which gradients are reduced across devices."
     )
