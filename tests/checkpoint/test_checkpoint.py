@@ -26,7 +26,7 @@ logging: {tensorboard: false}
 """
 MESHES = [{}, {"data": 2, "tensor": 2}, {"fsdp": 8}, {"tensor": 4}]
 
-# Design, section 11; L=2, D=36, N=4, K=2, H=8, F=48, V=128.
+# Names and shapes of the parameters in a checkpoint: L=2, D=36, N=4, K=2, H=8, F=48, V=128.
 BLOCK = {
     "attention.norm": (2, 36),
     "attention.query": (2, 36, 4, 8),
