@@ -95,21 +95,3 @@ def _reference(
     if softcap is not None:
         gradient = gradient * (1 - jnp.square(capped / softcap))
     return loss, z_term, gradient.astype(dtype)
-
-
-def cross_entropy_reference(
-    logits: jax.Array,
-    targets: jax.Array,
-    mask: jax.Array,
-    vocab_size: int,
-    softcap: float | None = None,
-    z_loss: float = 0.0,
-) -> tuple[jax.Array, jax.Array]:
-    """The same two sums, plainly, for jax.grad: logits [T, V], targets [T], mask [T] -> two scalars."""
-    logits = logits[:, :vocab_size].astype(wide(logits.dtype))
-    if softcap is not None:
-        logits = softcap * jnp.tanh(logits / softcap)
-    lse = jax.nn.logsumexp(logits, axis=1)
-    # A masked token's target may lie outside the vocabulary: its row is then all zero.
-    chosen = jnp.sum(jax.nn.one_hot(targets, vocab_size, dtype=logits.dtype) * logits, axis=1)
-    return jnp.sum(mask * (lse - chosen)), jnp.sum(mask * z_loss * jnp.square(lse))

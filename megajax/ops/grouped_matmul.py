@@ -3,12 +3,10 @@
 This is what experts compute, with or without a capacity. The groups' sizes are known only at run time.
 """
 
-from functools import partial
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from megajax.errors import ConfigError
 from megajax.ops import grouped_matmul_kernel as kernel
@@ -16,45 +14,6 @@ from megajax.ops.grouped_rows import step_bounds
 from megajax.ops.numerics import wide
 
 GroupedImplementation = Literal["reference", "pallas"]
-
-
-def grouped_matmul(
-    x_td: jax.Array,
-    w_edf: jax.Array,
-    group_sizes_e: jax.Array,
-    *,
-    implementation: GroupedImplementation,
-    gradient_dtype: Any = None,
-) -> jax.Array:
-    """Each group's rows of x [T, D] times its weights in w [E, D, F] -> [T, F] in x's dtype.
-
-    The first group_sizes[0] rows are group 0, the next group_sizes[1] group 1, and so on; any may be 0. Rows after the
-    last group may be anything finite: their results and gradients are zeros. Weights are used in x's dtype, products
-    are summed in float32 (float64 for float64); w's gradient is in `gradient_dtype`, by default in w's own.
-    """
-    dtype = jnp.dtype(w_edf.dtype if gradient_dtype is None else gradient_dtype)
-    return _grouped_matmul(implementation, dtype, x_td, w_edf, group_sizes_e)
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _grouped_matmul(implementation: GroupedImplementation, gradient_dtype: Any, x_td, w_edf, group_sizes_e):
-    del gradient_dtype
-    return rows_times_weights(x_td, w_edf, group_sizes_e, implementation=implementation)
-
-
-def _forward(implementation, gradient_dtype, x_td, w_edf, group_sizes_e):
-    out = rows_times_weights(x_td, w_edf, group_sizes_e, implementation=implementation)
-    return out, (x_td, w_edf, group_sizes_e)
-
-
-def _backward(implementation, gradient_dtype, saved, dy_tf):
-    x_td, w_edf, group_sizes_e = saved
-    dx = rows_times_weights(dy_tf, w_edf, group_sizes_e, transpose_w=True, implementation=implementation)
-    dw = weight_gradient(x_td, dy_tf, group_sizes_e, gradient_dtype, implementation=implementation)
-    return dx, dw, np.zeros(group_sizes_e.shape, jax.dtypes.float0)
-
-
-_grouped_matmul.defvjp(_forward, _backward)
 
 
 def rows_times_weights(
@@ -65,7 +24,12 @@ def rows_times_weights(
     transpose_w: bool = False,
     implementation: GroupedImplementation,
 ) -> jax.Array:
-    """`grouped_matmul` without a derivative: x [T, K] and w [E, K, N], or [E, N, K] with transpose_w, -> [T, N]."""
+    """Rows of x [T, K] times the w of their group, [E, K, N] or with `transpose_w` [E, N, K] -> [T, N] in x's dtype.
+
+    The first group_sizes[0] rows are group 0, the next group_sizes[1] are group 1, and so on; a size may be 0. Rows
+    after the last group must be finite; their results are zeros. w is cast to x's dtype, products are summed in float32
+    (float64 for float64).
+    """
     if implementation == "pallas":
         return kernel.matmul(x_tk, w, group_sizes_e, transpose_w=transpose_w, blocks=_multiprocessors())
     dtype = wide(x_tk.dtype)
@@ -83,7 +47,7 @@ def weight_gradient(
     *,
     implementation: GroupedImplementation,
 ) -> jax.Array:
-    """x_eᵀ dy_e for the rows of every group: x [T, M] and dy [T, N] -> [E, M, N] in `dtype`; zeros for empty groups."""
+    """x_eᵀ dy_e over the rows of each group: x [T, M] and dy [T, N] -> [E, M, N] in `dtype`; zeros for empty groups."""
     if implementation == "pallas":
         return kernel.weight_gradient(x_tm, dy_tn, group_sizes_e, dtype, blocks=_multiprocessors())
     parts = jnp.where(_members(group_sizes_e, x_tm.shape[0])[..., None], x_tm, 0)
