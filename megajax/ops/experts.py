@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from megajax.ops import router
-from megajax.ops.expert_mlp import ExpertKernels, MaxOverDevices, Weight, expert_mlp, itself, num_experts
+from megajax.ops.expert_mlp import ExpertKernels, MaxOverDevices, Weight, expert_mlp, num_experts
 from megajax.ops.numerics import wide
 
 
@@ -55,8 +55,8 @@ def apply_experts(
     w_up: Weight,
     w_down: Weight,
     capacity: int | None = None,
-    kernels: ExpertKernels | None = None,
-    max_over_devices: MaxOverDevices = itself,
+    kernels: ExpertKernels = ExpertKernels(),
+    max_over_devices: MaxOverDevices = lambda amax: amax,
 ) -> jax.Array:
     """`x [T, D]` → `[T, D]`: Σ over a token's assignments `[T, k]` of weight · MLP of the expert.
 
@@ -68,7 +68,7 @@ def apply_experts(
     permutation = jax.tree.map(lambda a: checkpoint_name(a, "routing"), permutation)
     rows = checkpoint_name(dispatch(x, permutation, k), "dispatched")
     row_weights = checkpoint_name(permute(weights.reshape(-1), permutation), "routing")
-    kernels, sizes = kernels or ExpertKernels(), permutation.group_sizes
+    sizes = permutation.group_sizes
     y = expert_mlp(activation, kernels, rows, row_weights, w_up, w_down, sizes, max_over_devices)
     return combine(y, permutation, k)
 
