@@ -67,9 +67,7 @@ OVERRIDES = {
     ),
     "data.train=3": "data.train=3 is not a data source (@): write a path prefix, or a list of {prefix, weight}.",
     "model=3": "model=3 is not a mapping (@): set its keys, such as model.num_layers.",
-    "model.rope_scaling={}": (
-        "model.rope_scaling.factor is not set (@): add it (low frequencies are divided by this)."
-    ),
+    "model.rope_scaling={}": ("model.rope_scaling.factor is not set (@): add it (divisor of the low frequencies)."),
 }
 
 
