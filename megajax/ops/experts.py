@@ -54,9 +54,9 @@ def apply_experts(
     weights: jax.Array,
     w_up: Weight,
     w_down: Weight,
-    capacity: int | None = None,
-    kernels: ExpertKernels = ExpertKernels(),
-    max_over_devices: MaxOverDevices = lambda amax: amax,
+    capacity: int | None,
+    kernels: ExpertKernels,
+    max_over_devices: MaxOverDevices,
 ) -> jax.Array:
     """`x [T, D]` → `[T, D]`: Σ over a token's assignments `[T, k]` of weight · MLP of the expert.
 
