@@ -48,11 +48,11 @@ def gradient_function(local: LocalModel, mesh: Mesh) -> Callable:
         def microbatch(non_block_gradients, index, fields: Batch):
             inputs = local.inputs(fields, index, key, layer_loss_scale)
             x = local.embedding.forward(non_block, fields, inputs)
-            x, residuals, metrics = local.layers.forward(layers, x, inputs)
+            x, residuals, metrics = local.layers.forward_values(layers, x, inputs)
             loss, z_loss, dx, non_block_gradients = local.head.losses_and_gradients(
                 non_block, x, fields["targets"].reshape(-1), fields["loss_mask"].reshape(-1), scale, non_block_gradients
             )
-            dx, layer_gradients, amax = local.layers.backward(layers, residuals, dx, inputs, only_microbatch)
+            dx, layer_gradients, amax = local.layers.backward_values(layers, residuals, dx, inputs, only_microbatch)
             non_block_gradients = local.embedding.backward(non_block_gradients, non_block, fields, inputs, dx)
             return non_block_gradients, layer_gradients, ({"loss": loss, "z_loss": z_loss}, metrics), amax
 
@@ -106,7 +106,7 @@ def loss_function(local: LocalModel, mesh: Mesh) -> Callable:
         def microbatch(loss, fields: Batch):
             inputs = local.inputs(fields, 0, None)
             x = local.embedding.forward(non_block, fields, inputs)
-            x, _, _ = local.layers.forward(layers, x, inputs, save=False)
+            x, _, _ = local.layers.forward_values(layers, x, inputs, save=False)
             targets, mask = fields["targets"].reshape(-1), fields["loss_mask"].reshape(-1)
             return loss + local.head.losses(non_block, x, targets, mask), None
 
