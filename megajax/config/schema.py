@@ -312,7 +312,7 @@ class Config(Section):
     kernels: KernelsConfig = Field(default_factory=KernelsConfig)
     logging: LoggingConfig = Field(default_factory=LoggingConfig)
 
-    _places: dict[str, str] = PrivateAttr(default_factory=dict)
+    _locations: dict[str, str] = PrivateAttr(default_factory=dict)
 
     @model_validator(mode="after")
     def _fill_across_sections(self) -> "Config":
@@ -361,7 +361,7 @@ class Config(Section):
 
     def where(self, key: str) -> str:
         """Where `key` ("section.name") was set: a file and line, an override, or "default"."""
-        return self._places.get(key, "default")
+        return self._locations.get(key, "default")
 
     def to_yaml(self) -> str:
         """The whole config as YAML, sections in order; it loads to an equal config."""

@@ -152,25 +152,25 @@ def test_a_layout_in_step_is_found(layers, count, period, layout):
 REFUSED = {
     # more stages than layers
     "mesh.pipeline=8 pipeline.rounds=2": (
-        "mesh.pipeline=8 x pipeline.rounds=2 makes 16 virtual stages, and model.num_layers=12 allows at"
+        "mesh.pipeline=8 x pipeline.rounds=2 makes 16 virtual stages, but model.num_layers=12 allows at"
         " most 14, two of them empty (@): set pipeline.rounds to 1."
     ),
     "mesh.pipeline=4 pipeline.rounds=4": (
-        "mesh.pipeline=4 x pipeline.rounds=4 makes 16 virtual stages, and model.num_layers=12 allows at"
+        "mesh.pipeline=4 x pipeline.rounds=4 makes 16 virtual stages, but model.num_layers=12 allows at"
         " most 14, two of them empty (@): set pipeline.rounds to 3 or less."
     ),
     "mesh.pipeline=16 pipeline.rounds=2": (
-        "mesh.pipeline=16 x pipeline.rounds=2 makes 32 virtual stages, and model.num_layers=12 allows at"
+        "mesh.pipeline=16 x pipeline.rounds=2 makes 32 virtual stages, but model.num_layers=12 allows at"
         " most 14, two of them empty (@): set mesh.pipeline to 7 or less."
     ),
     "mesh.pipeline=16": "mesh.pipeline=16 is more than model.num_layers=12 (@): use 12 or less.",
     # the layout
     "pipeline.layout=[6,6] mesh.pipeline=4": (
-        "pipeline.layout=[6, 6] has 2 numbers, and mesh.pipeline=4 needs 4 (@): write 4 numbers that add"
+        "pipeline.layout=[6, 6] has 2 numbers, but mesh.pipeline=4 needs 4 (@): write 4 numbers that add"
         " up to model.num_layers=12, or set it to null for [3, 3, 3, 3]."
     ),
     "pipeline.layout=[3,3,3,3] mesh.pipeline=2 pipeline.rounds=4": (
-        "pipeline.layout=[3, 3, 3, 3] has 4 numbers, and mesh.pipeline=2 x pipeline.rounds=4 needs 8"
+        "pipeline.layout=[3, 3, 3, 3] has 4 numbers, but mesh.pipeline=2 x pipeline.rounds=4 needs 8"
         " (@): write 8 numbers that add up to model.num_layers=12, or set it to null for [1, 1, 2, 2, 2,"
         " 2, 1, 1]."
     ),
@@ -285,7 +285,7 @@ REFUSED_WHEN_FILLED_UP = [
         "pipeline.layout=[6,6] mesh.pipeline=-1 mesh.data=2",
         8,
         (
-            "pipeline.layout=[6, 6] has 2 numbers, and mesh.pipeline=4 (from -1) needs 4 (@): write 4"
+            "pipeline.layout=[6, 6] has 2 numbers, but mesh.pipeline=4 (from -1) needs 4 (@): write 4"
             " numbers that add up to model.num_layers=12, or set it to null for [3, 3, 3, 3]."
         ),
     ),
