@@ -135,9 +135,9 @@ def _over_tiles(
     dtype: Any = None,
     parts: int = 1,
 ) -> Any:
-    """What `compute` returns, its `parts` side by side: (q [T, parts · F], q_t [parts · F, T], amax).
+    """The `parts` that `compute` returns, side by side: (q [T, parts · F], q_t [parts · F, T], amax).
 
-    Without a scale (amax,) alone.
+    (amax,) without a scale.
     """
     T, _, F = operands[0].shape
     if parts * T * F >= 2**31:
@@ -146,48 +146,23 @@ def _over_tiles(
         )
     block_t, block_f = tiling.tokens, tiling.features
     blocks_t, blocks_f = pl.cdiv(T, block_t), pl.cdiv(F, block_f)
-    f_axis, t_axis = 0, 1  # blocks that run side by side follow each other along the features
-
-    def kernel(*refs: Any) -> None:
-        inputs, quantised, amax_ref = refs[: len(operands)], refs[len(operands) : -1], refs[-1]
-        # Which rows and columns of the tile the tensor has; None if every tile lies within it.
-        rows = pl.program_id(t_axis) * block_t + lax.iota(jnp.int32, block_t) < T if T % block_t else None
-        columns = pl.program_id(f_axis) * block_f + lax.iota(jnp.int32, block_f) < F if F % block_f else None
-        mask = _outer(rows, columns)
-        tiles = []
-        for operand, ref in zip(operands, inputs, strict=True):
-            tiles += [_load(ref.at[:, np.int32(part)], mask) for part in range(operand.shape[1])]
-        values = compute(*tiles)
-        amax_ref[0, 0] = largest_magnitude(values)
-        if quantised:
-            scale_ref, q_ref, q_t_ref = quantised
-            for part, value in enumerate(values):
-                scaled = value * scale_ref[0]
-                # On the GPU the conversion itself saturates, and keeps NaN.
-                q = (saturate(scaled, dtype) if interpret else scaled).astype(dtype)
-                plgpu.store(q_ref.at[:, np.int32(part)], q, mask=mask)
-                plgpu.store(q_t_ref.at[np.int32(part)], q.T, mask=None if mask is None else mask.T)
-
-    def spec(block: tuple[int | None, ...], index: Callable[[Any, Any], tuple[Any, ...]]) -> pl.BlockSpec:
-        return pl.BlockSpec(block, lambda *ids: index(ids[t_axis], ids[f_axis]))
-
     inputs = list(operands)
-    in_specs = [spec((block_t, operand.shape[1], block_f), lambda t, f: (t, 0, f)) for operand in operands]
+    in_specs = [pl.BlockSpec((block_t, operand.shape[1], block_f), lambda f, t: (t, 0, f)) for operand in operands]
     out_shape = [jax.ShapeDtypeStruct((blocks_t, blocks_f), jnp.int32)]
-    out_specs = [spec((1, 1), lambda t, f: (t, f))]
+    out_specs = [pl.BlockSpec((1, 1), lambda f, t: (t, f))]
     if scale is not None:
         inputs.append(scale.astype(jnp.float32).reshape(1))
-        in_specs.append(spec((1,), lambda t, f: (0,)))
+        in_specs.append(pl.BlockSpec((1,), lambda f, t: (0,)))
         q, q_t = jax.ShapeDtypeStruct((T, parts, F), dtype), jax.ShapeDtypeStruct((parts, F, T), dtype)
         out_shape = [q, q_t, *out_shape]
         out_specs = [
-            spec((block_t, parts, block_f), lambda t, f: (t, 0, f)),
-            spec((parts, block_f, block_t), lambda t, f: (0, f, t)),
+            pl.BlockSpec((block_t, parts, block_f), lambda f, t: (t, 0, f)),
+            pl.BlockSpec((parts, block_f, block_t), lambda f, t: (0, f, t)),
             *out_specs,
         ]
     *quantised, magnitudes = pl.pallas_call(
-        kernel,
-        grid=(blocks_f, blocks_t),
+        _kernel(compute, [operand.shape[1] for operand in operands], T, F, tiling, interpret, dtype),
+        grid=(blocks_f, blocks_t),  # consecutive blocks are neighbours along the features
         in_specs=in_specs,
         out_specs=out_specs,
         out_shape=out_shape,
@@ -199,6 +174,35 @@ def _over_tiles(
         return (largest,)
     q, q_t = quantised
     return q.reshape(T, parts * F), q_t.reshape(parts * F, T), largest
+
+
+def _kernel(
+    compute: Computation, parts: list[int], T: int, F: int, tiling: Tiling, interpret: bool, dtype: Any
+) -> Callable[..., None]:
+    """The kernel for operands with these numbers of parts."""
+    block_t, block_f = tiling.tokens, tiling.features
+
+    def kernel(*refs: Any) -> None:
+        inputs, quantised, amax_ref = refs[: len(parts)], refs[len(parts) : -1], refs[-1]
+        # The rows and columns of the tile inside the tensor; None if all tiles are inside.
+        rows = pl.program_id(1) * block_t + lax.iota(jnp.int32, block_t) < T if T % block_t else None
+        columns = pl.program_id(0) * block_f + lax.iota(jnp.int32, block_f) < F if F % block_f else None
+        mask = _outer(rows, columns)
+        tiles = [
+            _load(ref.at[:, np.int32(part)], mask) for ref, n in zip(inputs, parts, strict=True) for part in range(n)
+        ]
+        values = compute(*tiles)
+        amax_ref[0, 0] = largest_magnitude(values)
+        if quantised:
+            scale_ref, q_ref, q_t_ref = quantised
+            for part, value in enumerate(values):
+                scaled = value * scale_ref[0]
+                # On the GPU the conversion itself saturates, and keeps NaN.
+                q = (saturate(scaled, dtype) if interpret else scaled).astype(dtype)
+                plgpu.store(q_ref.at[:, np.int32(part)], q, mask=mask)
+                plgpu.store(q_t_ref.at[np.int32(part)], q.T, mask=None if mask is None else mask.T)
+
+    return kernel
 
 
 def _outer(rows: jax.Array | None, columns: jax.Array | None) -> jax.Array | None:
