@@ -1,14 +1,14 @@
-"""Quantisation to FP8, its transpose and its largest magnitude, in one pass over memory, for Hopper GPUs.
+"""Quantisation to FP8 with the transpose and the largest magnitude, in one pass over memory, for Hopper GPUs.
 
 The functions of `fp8_reference`, with its contract, as Pallas kernels on Triton. A block reads one tile, computes in
-float32, writes the quantised tile twice, the second time transposed, and writes the largest magnitude of the tile;
-a small reduction over the tiles follows. XLA, left to itself, writes the transpose by a second and slower kernel.
+float32, and writes the quantised tile, its transpose and its largest magnitude. A small reduction over the tiles
+follows. Without these kernels XLA writes the transpose in a second, slower kernel.
 
-T and F of any size are right, multiples of 16 are fast: the rows of both results are then aligned for 16-byte
-accesses. Tiles that reach over an edge are masked. The kernels have no derivatives.
+T and F of any size are allowed. Multiples of 16 are fast, because the rows of both results are then aligned for 16-byte
+accesses. Tiles that cross an edge are masked. The kernels have no derivatives.
 
-The GPU is H100, H200 or newer: there the conversion to FP8 is an instruction, cvt.rn.satfinite, which saturates and
-keeps NaN. jax 0.11 calls the Triton backend deprecated; Pallas's other one, Mosaic GPU, would need its own kernels.
+The GPU must be an H100, H200 or newer, whose instruction cvt.rn.satfinite converts to FP8, saturates and keeps NaN.
+jax 0.11 calls the Triton backend deprecated; Pallas's other one, Mosaic GPU, would need its own kernels.
 """
 
 import functools
@@ -38,11 +38,12 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Tiling:
-    """How a kernel divides the tensor; powers of two.
+    """The division of a tensor into tiles; powers of two.
 
-    A tile's rows in memory are 2 · `features` bytes read, `features` written, and `tokens` in the transpose. A thread
-    has tokens · features / (32 · num_warps) elements: with more than 32 the gradients of the gates leave few blocks
-    room on a multiprocessor. The defaults were the fastest or near it for every kernel on an H200.
+    A row of a tile is 2 · `features` bytes read and `features` bytes written; a row of the transpose is `tokens` bytes.
+    A thread has tokens · features / (32 · num_warps) elements; with more than 32, the gradients of the gates need so
+    many registers that few blocks fit on a multiprocessor. On an H200 the defaults were fastest, or nearly, for all
+    kernels.
     """
 
     tokens: int = 32
@@ -66,7 +67,7 @@ def gated_cast_transpose(
     tiling: Tiling = Tiling(),
     interpret: bool = False,
 ) -> Quantised:
-    """activation(gate) · up quantised: gate_up [T, 2F], the gate first -> q [T, F], q_t [F, T], amax."""
+    """activation(gate) · up quantised: gate_up [T, 2F], gate first -> q [T, F], q_t [F, T], amax."""
     return _over_tiles(_gated(kind, interpret), [halves(gate_up_tf)], tiling, interpret, scale, dtype)
 
 
@@ -86,19 +87,19 @@ def gated_backward_cast_transpose(
 
 
 def gated_amax(kind: str, gate_up_tf: jax.Array, *, tiling: Tiling = Tiling(), interpret: bool = False) -> jax.Array:
-    """The amax of `gated_cast_transpose` alone."""
+    """Only the amax of `gated_cast_transpose`."""
     return _over_tiles(_gated(kind, interpret), [halves(gate_up_tf)], tiling, interpret)[-1]
 
 
 def gated_backward_amax(
     kind: str, gate_up_tf: jax.Array, dact_tf: jax.Array, *, tiling: Tiling = Tiling(), interpret: bool = False
 ) -> jax.Array:
-    """The amax of `gated_backward_cast_transpose` alone."""
+    """Only the amax of `gated_backward_cast_transpose`."""
     return _over_tiles(_gated_backward(kind, interpret), [halves(gate_up_tf), dact_tf[:, None]], tiling, interpret)[-1]
 
 
-# A computation takes the tiles [tokens, features] of every part of every operand [T, parts, F], and returns a float32
-# tile for each part of the result.
+# The arguments of a computation are the tiles [tokens, features] of all parts of all operands [T, parts, F]; it returns
+# a float32 tile for each part of the result.
 Computation = Callable[..., Sequence[jax.Array]]
 
 
@@ -206,7 +207,7 @@ def _kernel(
 
 
 def _outer(rows: jax.Array | None, columns: jax.Array | None) -> jax.Array | None:
-    """The mask of a tile from those of its rows and columns, broadcastable to it; None for no mask."""
+    """The mask of a tile from the masks of its rows and columns, broadcastable to the tile; None for no mask."""
     if rows is None or columns is None:
         return rows[:, None] if rows is not None else columns[None] if columns is not None else None
     return rows[:, None] & columns[None]
@@ -220,9 +221,9 @@ def _load(ref: Any, mask: jax.Array | None) -> jax.Array:
 
 
 def largest_magnitude(values: Sequence[jax.Array]) -> jax.Array:
-    """The bits of max |value|: as integers, magnitudes keep their order, infinity is above them and NaN on top.
+    """The bits of max |value|. As integers, magnitudes keep their order, and infinity and then NaN are above them.
 
-    The maximum of floats drops NaN on the GPU.
+    A maximum of floats drops NaN on the GPU.
     """
     magnitudes = [lax.bitcast_convert_type(value, jnp.int32) & jnp.int32(0x7FFFFFFF) for value in values]
     return jnp.max(functools.reduce(jnp.maximum, magnitudes).reshape(-1))
