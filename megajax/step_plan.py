@@ -98,7 +98,7 @@ class StepPlan:
     sizes: Mapping[str, int]  # of all axes
     hardware: Hardware
     kernels: Kernels
-    slots: tuple[LayerKind, ...]  # of layers on every virtual stage of the pipeline
+    layer_slots: tuple[LayerKind, ...]  # of layers on every virtual stage of the pipeline
     unrolling: Unrolling
     segments: tuple[Segment, ...]  # of the slots
 
@@ -179,7 +179,7 @@ class StepPlan:
         kinds leave slots empty between them.
         """
         table = self.layer_table
-        first = np.where(table == EMPTY, EMPTY - table.size, table - np.arange(len(self.slots)))
+        first = np.where(table == EMPTY, EMPTY - table.size, table - np.arange(len(self.layer_slots)))
         follow = (first == first.max(axis=2, keepdims=True)) | (table == EMPTY)
         return first.max(axis=2) if follow.all() else table
 

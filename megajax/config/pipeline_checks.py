@@ -3,7 +3,7 @@
 from megajax.config.kinds import is_mixed
 from megajax.config.schema import Config
 from megajax.config.sentences import at_most, counted, divisors, fail, format_axis, format_keys, listed
-from megajax.config.stages import default_layout, in_step, layout_in_step, slots, virtual_stages
+from megajax.config.stages import count_layer_slots, default_layout, in_step, layout_in_step, virtual_stages
 from megajax.config.tree import show
 
 
@@ -147,7 +147,7 @@ def _check_offload(config: Config, sizes: dict[str, int]) -> None:
 
 
 def _check_unroll(config: Config, sizes: dict[str, int]) -> None:
-    unroll, size = config.kernels.scan_unroll, slots(config, sizes["pipeline"])
+    unroll, size = config.kernels.scan_unroll, count_layer_slots(config, sizes["pipeline"])
     if unroll is not None and size % unroll:
         problem = f"{format_keys(config, 'kernels.scan_unroll')} does not divide {_format_slots(config, sizes)}"
         keys = ("kernels.scan_unroll", "mesh.pipeline", "model.num_layers")
@@ -155,7 +155,7 @@ def _check_unroll(config: Config, sizes: dict[str, int]) -> None:
 
 
 def _check_remat(config: Config, sizes: dict[str, int]) -> None:
-    remat, size = config.remat, slots(config, sizes["pipeline"])
+    remat, size = config.remat, count_layer_slots(config, sizes["pipeline"])
     if remat.layers is not None and remat.layers > size:
         problem = f"{format_keys(config, 'remat.layers')} is more than {_format_slots(config, sizes)}"
         keys = ("remat.layers", "mesh.pipeline", "model.num_layers")
@@ -172,7 +172,7 @@ def _format_slots(config: Config, sizes: dict[str, int]) -> str:
     if sizes["pipeline"] == 1:
         return format_keys(config, "model.num_layers")
     what, where = _loop_in_words(config, sizes)
-    return f"the {counted(slots(config, sizes['pipeline']), what)} of {where}"
+    return f"the {counted(count_layer_slots(config, sizes['pipeline']), what)} of {where}"
 
 
 def _loop_in_words(config: Config, sizes: dict[str, int]) -> tuple[str, str]:

@@ -38,11 +38,11 @@ def gathered_slots(config: Config, stages: int) -> tuple[int, ...]:
     Otherwise their gathers and reductions would run between forward and backward operations, where no other layer's
     computation hides them.
     """
-    count = slots(config, stages)
+    count = count_layer_slots(config, stages)
     return (0, count - 1) if stages > 1 and count >= 4 else ()
 
 
-def slots(config: Config, stages: int) -> int:
+def count_layer_slots(config: Config, stages: int) -> int:
     """Number of slots: the layers of the largest virtual stage, or more where stages need slots of different kinds."""
     return len(slot_kinds(config, stages))
 

@@ -37,7 +37,7 @@ def gradient_function(local: LocalModel, mesh: Mesh) -> Callable:
     only_microbatch = config.batch.num_microbatches == 1 and pipeline is None
 
     def compute(params: Params, state: LayerState, batch: Batch, step, loss_scale: jax.Array):
-        non_block, weight_amax = local.gather_non_block(params), local.layers.weights.weight_amax(params)
+        non_block, weight_amax = local.non_block.gather(params), local.layers.weights.weight_amax(params)
         scaling, history = local.layers.weights.scaling, state.get(FP8, {})
         scales = scaling.scales(local.layers.weights.all.of_stage(history), weight_amax, loss_scale)
         layers = local.layers.weights.gather_once(params, scales, state)
@@ -47,14 +47,15 @@ def gradient_function(local: LocalModel, mesh: Mesh) -> Callable:
 
         def microbatch(non_block_gradients, index, fields: Batch):
             inputs = local.inputs(fields, index, key, layer_loss_scale)
-            x = local.embedding.forward(non_block, fields, inputs)
+            x = local.non_block.forward(non_block, fields, inputs)
             x, residuals, metrics = local.layers.forward_values(layers, x, inputs)
-            loss, z_loss, dx, non_block_gradients = local.head.losses_and_gradients(
-                non_block, x, fields["targets"].reshape(-1), fields["loss_mask"].reshape(-1), scale, non_block_gradients
+            targets, mask = fields["targets"].reshape(-1), fields["loss_mask"].reshape(-1)
+            sums, dx, non_block_gradients = local.non_block.losses_and_gradients(
+                non_block, x, targets, mask, scale, non_block_gradients
             )
             dx, layer_gradients, amax = local.layers.backward_values(layers, residuals, dx, inputs, only_microbatch)
-            non_block_gradients = local.embedding.backward(non_block_gradients, non_block, fields, inputs, dx)
-            return non_block_gradients, layer_gradients, ({"loss": loss, "z_loss": z_loss}, metrics), amax
+            non_block_gradients = local.non_block.backward(non_block_gradients, non_block, fields, inputs, dx)
+            return non_block_gradients, layer_gradients, (sums, metrics), amax
 
         if pipeline is None:
             zeros = jax.tree.map(lambda w: jnp.zeros(w.shape, jnp.float32), non_block)
@@ -64,7 +65,7 @@ def gradient_function(local: LocalModel, mesh: Mesh) -> Callable:
                 non_block, layers, batch, key, scale, layer_loss_scale
             )
 
-        gradients = local.reduce_non_block(non_block_gradients)
+        gradients = local.non_block.reduce(non_block_gradients)
         gradients |= local.layers.weights.collect(layer_gradients, only_microbatch)
         gradients = {name: gradients[name] / loss_scale for name in params}
         if imbalance is not None:  # a mean over the devices, by the way of the sums
@@ -98,17 +99,17 @@ def loss_function(local: LocalModel, mesh: Mesh) -> Callable:
     def compute(params: Params, state: LayerState, batch: Batch):
         history = local.layers.weights.all.of_stage(state.get(FP8, {}))
         scales = local.layers.weights.scaling.scales(history, local.layers.weights.weight_amax(params))
-        non_block, layers = local.gather_non_block(params), local.layers.weights.gather_once(params, scales, state)
+        non_block, layers = local.non_block.gather(params), local.layers.weights.gather_once(params, scales, state)
         tokens, (batch, _) = local.valid_tokens(batch), local.add_token_positions(batch)
         if pipeline is not None:
             return sum_over_all(pipeline.loss(non_block, layers, batch), local.sizes), tokens
 
         def microbatch(loss, fields: Batch):
             inputs = local.inputs(fields, 0, None)
-            x = local.embedding.forward(non_block, fields, inputs)
+            x = local.non_block.forward(non_block, fields, inputs)
             x, _, _ = local.layers.forward_values(layers, x, inputs, save=False)
             targets, mask = fields["targets"].reshape(-1), fields["loss_mask"].reshape(-1)
-            return loss + local.head.losses(non_block, x, targets, mask), None
+            return loss + local.non_block.losses(non_block, x, targets, mask), None
 
         loss, _ = lax.scan(microbatch, jnp.zeros((), jnp.float32), dict(batch))
         return sum_over_all(loss, local.sizes), tokens

@@ -9,7 +9,7 @@ from jax import lax
 
 from megajax.config.segments import Segment
 from megajax.model.parts import BlockInputs
-from megajax.parallel.pipeline.schedules import Schedule, Slots, assign_slots
+from megajax.parallel.pipeline.schedules import BufferSlots, Schedule, assign_buffer_slots
 from megajax.parallel.stack.groups import Group, RematGroups
 from megajax.parallel.stack.weights import Amax, ByGroup, GroupWeights, Metrics
 from megajax.step_plan import StepPlan
@@ -21,13 +21,13 @@ Arrays = list[jax.Array]
 Buffers = ByGroup[Arrays]  # each `[slots·loops, ...]`
 
 
-def choose_slots(plan: StepPlan, schedule: Schedule) -> tuple[Slots, int]:
+def choose_buffer_slots(plan: StepPlan, schedule: Schedule) -> tuple[BufferSlots, int]:
     """(slots, banks): every slot is a bank with operations of its own, or all are one where that is too many."""
-    apart = assign_slots(schedule, apart=True)
+    apart = assign_buffer_slots(schedule, apart=True)
     count = apart.activations
-    if plan.is_unrolled and count <= MOST_PROGRAMS and count * len(plan.slots) <= MOST_LAYERS:
+    if plan.is_unrolled and count <= MOST_PROGRAMS and count * len(plan.layer_slots) <= MOST_LAYERS:
         return apart, count
-    return assign_slots(schedule), 1
+    return assign_buffer_slots(schedule), 1
 
 
 class Carry(NamedTuple):

@@ -28,7 +28,7 @@ from megajax.parallel.pipeline.buffers import (
     Buffers,
     Carry,
     ForwardBuffers,
-    choose_slots,
+    choose_buffer_slots,
     combine,
     position,
     read,
@@ -103,7 +103,7 @@ class _Run:
         self.layer_loss_scale = layer_loss_scale
         self.banks = 1  # all slots are one, or each is
         if self.training:
-            self.slots, self.banks = choose_slots(self.stack.plan, schedule)
+            self.buffer_slots, self.banks = choose_buffer_slots(self.stack.plan, schedule)
         self.stage = lax.axis_index("pipeline")
         self.last_stage = self.stage == schedule.stages - 1
         self.first_layers = jnp.asarray(self.stack.plan.first_layers)[self.stage]
@@ -171,8 +171,8 @@ class _Run:
         """The blocks of this stage's round, on what the stage before sent; the first virtual stage embeds tokens."""
         active, fields, inputs, r = self.work(self.schedule.forward, tick)
         first = (self.stage == 0) & (r == 0)
-        x = (first, self.local.embedding.forward(self.non_block, fields, inputs), carry.x)
-        slot = self.own(self.slots.forward, tick) if self.training else jnp.int32(0)
+        x = (first, self.local.non_block.forward(self.non_block, fields, inputs), carry.x)
+        slot = self.own(self.buffer_slots.forward, tick) if self.training else jnp.int32(0)
         buffers = (carry.activations, carry.metrics)
         active = active if self.layer_loss_scale is not None else None  # no experts, no metrics
         x, activations, metrics = self.in_program(r, slot, self.stage_forward, x, buffers, inputs, active)
@@ -214,16 +214,16 @@ class _Run:
 
         targets, mask = share(fields["targets"]), share(fields["loss_mask"])
         if not self.training:
-            loss = self.local.head.losses(self.non_block, y, targets, mask)
+            loss = self.local.non_block.losses(self.non_block, y, targets, mask)
             return carry._replace(sums={"loss": carry.sums["loss"] + loss}), None
-        loss, z_loss, dy, non_block_gradients = self.local.head.losses_and_gradients(
+        sums, dy, non_block_gradients = self.local.non_block.losses_and_gradients(
             self.non_block, y, targets, mask, self.scale, carry.non_block_gradients
         )
-        sums = {"loss": carry.sums["loss"] + loss, "z_loss": carry.sums["z_loss"] + z_loss}
+        sums = {name: carry.sums[name] + own for name, own in sums.items()}
         dy = lax.all_gather(dy, "pipeline", axis=0, tiled=True)[:own]
         carry = carry._replace(non_block_gradients=non_block_gradients, sums=sums)
         if self.pipeline.heads_wait:
-            slot = jnp.asarray(self.slots.head)[tick]
+            slot = jnp.asarray(self.buffer_slots.head)[tick]
             carry = carry._replace(pending_heads=lax.dynamic_update_index_in_dim(carry.pending_heads, dy, slot, 0))
         return carry, dy
 
@@ -235,7 +235,7 @@ class _Run:
         active, fields, inputs, r = self.work(self.schedule.backward, tick)
         last = self.last_stage & (r == self.schedule.rounds - 1)
         if self.pipeline.heads_wait:
-            slot = jnp.asarray(self.slots.backward_head)[tick]
+            slot = jnp.asarray(self.buffer_slots.backward_head)[tick]
             dhead = lax.dynamic_index_in_dim(carry.pending_heads, slot, keepdims=False)
         dx = received if dhead is None else jnp.where(last, dhead, received)
         # A stage that idles reads what an earlier operation has saved: with this zero all its gradients are zero.
@@ -243,11 +243,11 @@ class _Run:
         if inputs.layer_loss_scale is not None:
             inputs = replace(inputs, layer_loss_scale=jnp.where(active, inputs.layer_loss_scale, 0))
         buffers = (carry.layer_gradients, carry.deferred, carry.amax, carry.activations)
-        slot, keep = self.own(self.slots.backward, tick), self.own(self.slots.deferred, tick)
+        slot, keep = self.own(self.buffer_slots.backward, tick), self.own(self.buffer_slots.deferred, tick)
         operation = partial(self.stage_backward, split=split)
         dx, layer_gradients, deferred, amax = self.in_program(r, slot, operation, dx, buffers, inputs, keep, active)
         first = jnp.where(active & (self.stage == 0) & (r == 0), dx, 0)
-        non_block_gradients = self.local.embedding.backward(
+        non_block_gradients = self.local.non_block.backward(
             carry.non_block_gradients, self.non_block, fields, inputs, first
         )
         return carry._replace(
@@ -274,7 +274,7 @@ class _Run:
     def weight(self, tick: jax.Array, carry: Carry) -> Carry:
         """Gradients of weights that a backward operation has deferred."""
         r = self.own(self.schedule.weight.round, tick)  # type: ignore[union-attr]
-        slot = self.own(self.slots.weight, tick)
+        slot = self.own(self.buffer_slots.weight, tick)
         programs = [partial(self.stage_weight, k) for k in range(self.schedule.rounds)]
         gradients = switch(r, programs, carry.layer_gradients, carry.deferred, slot)
         return carry._replace(layer_gradients=gradients)
@@ -305,7 +305,7 @@ class _Run:
     def in_program(self, r: jax.Array, slot: jax.Array, operation: Callable, *arguments: Any) -> Any:
         """`operation(round, bank, slot in the bank, ...)`: each bank is a program of its own, or each round."""
         if self.banks > 1:
-            programs = [partial(operation, k, bank) for bank, k in enumerate(self.slots.rounds)]
+            programs = [partial(operation, k, bank) for bank, k in enumerate(self.buffer_slots.rounds)]
             return switch(slot, programs, 0, *arguments)
         return switch(r, [partial(operation, k, 0) for k in range(self.schedule.rounds)], slot, *arguments)
 
@@ -336,13 +336,12 @@ class _Run:
     def empty_stream(self) -> jax.Array:
         """Zeros in the place of a microbatch's residual stream."""
         fields, inputs = self.microbatch(jnp.int32(0))
-        x = jax.eval_shape(self.local.embedding.forward, self.non_block, fields, inputs)
+        x = jax.eval_shape(self.local.non_block.forward, self.non_block, fields, inputs)
         return jnp.zeros(x.shape, x.dtype)
 
     def first_carry(self) -> Carry:
         """Empty buffers and zero gradients."""
         x, (_, inputs) = self.empty_stream(), self.microbatch(jnp.int32(0))
-        zero = jnp.zeros((), jnp.float32)
         groups = [
             [self.empty_group(s, u, x, inputs) for u in range(len(groups))] for s, groups in enumerate(self.weights[0])
         ]
@@ -356,16 +355,19 @@ class _Run:
             # Not even zeros: what is read has been written before, by an idle operation at least (`replay`).
             return [[[lax.empty(a.shape, a.dtype) for a in group.saved] for group in segment] for segment in groups]
 
+        pending = self.buffer_slots.pending_heads if self.pipeline.heads_wait else 0
         return Carry(
             x=x,
             dx=x,
-            pending_heads=jnp.zeros((self.slots.heads if self.pipeline.heads_wait else 0, *x.shape), x.dtype),
+            pending_heads=jnp.zeros(
+                (self.buffer_slots.pending_heads if self.pipeline.heads_wait else 0, *x.shape), x.dtype
+            ),
             activations=[empty_bank() for _ in range(self.banks)],
             deferred=[[group.deferred for group in segment] for segment in groups],
             non_block_gradients=jax.tree.map(lambda w: jnp.zeros(w.shape, jnp.float32), dict(self.non_block)),
             layer_gradients=[gradients] * self.schedule.rounds,
             amax=[amax] * self.schedule.rounds,
-            sums={"loss": zero, "z_loss": zero},
+            sums=dict.fromkeys(self.local.non_block.sums, jnp.zeros((), jnp.float32)),
             metrics=[metrics] * self.schedule.rounds,
         )
 
@@ -389,15 +391,15 @@ class _Run:
         saved, metrics = jax.eval_shape(forward, group, x)
         gradient, amax = jax.eval_shape(backward, group, saved, x)
         split, later = None, []
-        if self.slots.deferred_slots:
+        if self.buffer_slots.deferred_slots:
             split = stack.groups.split(at, group, saved, x, inputs)
             later = jax.eval_shape(split.inputs, group, saved, x, inputs, at.layers)[3]
         loops = segment.loops if segment.loops > 1 else None
-        rows = self.slots.activations // self.banks * segment.loops
+        rows = self.buffer_slots.activations // self.banks * segment.loops
         return EmptyGroup(
             split,
             [jax.ShapeDtypeStruct((rows, *a.shape), a.dtype) for a in saved],
-            zeros(later, self.slots.deferred_slots * segment.loops),
+            zeros(later, self.buffer_slots.deferred_slots * segment.loops),
             zeros(gradient, loops, jnp.float32),
             zeros(amax, loops),
             zeros(metrics, loops),

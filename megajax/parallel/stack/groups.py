@@ -43,7 +43,7 @@ class RematGroups:
         offset, count = u * segment.group_size, segment.group_size
         start = segment.start + offset
         program = GroupProgram(
-            self.plan.slots[start : start + count],
+            self.plan.layer_slots[start : start + count],
             tuple(self.weights.stay_gathered(segment, u)),
             segment.policy,
             segment.fp8,

@@ -57,7 +57,7 @@ class StackWeights:
         fused: Mapping[str, FusedWeights],
     ):
         self.plan, self.comm, self.blocks, self.exchange, self.fused = plan, comm, blocks, exchange, fused
-        self.slots, self.table, self.segments = plan.slots, plan.layer_table, plan.segments
+        self.slots, self.table, self.segments = plan.layer_slots, plan.layer_table, plan.segments
         self.scaling, self.gathered = Scaling(plan.config), plan.gathered_slots
         self.rounds = self.table.shape[1]
         self.all = Rows(self.table, range(len(self.slots)))
