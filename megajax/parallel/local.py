@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +15,7 @@ from megajax.parallel.comm import MeshComm
 from megajax.parallel.context.token_order import add_token_positions, token_positions_of
 from megajax.parallel.non_block import NonBlock
 from megajax.parallel.stack.layers import LayerStack
-from megajax.parallel.stack.weights import of_block
+from megajax.parallel.stack.weights import ByGroup, GroupWeights, of_block
 from megajax.parallel.weights.exchange import WeightExchange, sum_over_all
 from megajax.parallel.weights.fused import FusedWeights
 from megajax.sharding import BLOCKS, Placement
@@ -23,6 +24,16 @@ from megajax.step_plan import StepPlan
 JITTER = 2**31  # folded into the step's key; below it: layers and branches of dropout
 Params = Mapping[str, jax.Array]
 Batch = Mapping[str, jax.Array]
+
+
+class StepArrays(NamedTuple):
+    """What all microbatches of a step read besides their own fields."""
+
+    non_block: dict[str, jax.Array]  # the weights outside the blocks, ready to compute with
+    layers: ByGroup[GroupWeights]  # those of the layers, as `StackWeights.gather_once` returns them
+    key: jax.Array | None = None  # of dropout and jitter
+    scale: jax.Array | None = None  # the factor of the summed loss that is differentiated; None: nothing is
+    layer_loss_scale: jax.Array | None = None  # the factor of the layers' losses of one microbatch
 
 
 @dataclass(frozen=True)
@@ -72,14 +83,9 @@ class LocalModel:
     def sizes(self) -> Mapping[str, int]:
         return self.plan.sizes
 
-    def inputs(
-        self,
-        batch: Batch,
-        microbatch: jax.Array | int,
-        key: jax.Array | None,
-        layer_loss_scale: jax.Array | None = None,
-    ) -> BlockInputs:
-        """What the blocks read of one microbatch; `key` and `layer_loss_scale` in training only."""
+    def inputs(self, batch: Batch, microbatch: jax.Array | int, arrays: StepArrays | None = None) -> BlockInputs:
+        """What the blocks read of one microbatch; `arrays` in training only."""
+        key, layer_loss_scale = (arrays.key, arrays.layer_loss_scale) if arrays else (None, None)
         B, S = batch["tokens"].shape
         shards = self.config.batch_shards(self.sizes)
         sequences = (microbatch * B * shards + self.comm.sequence_ids(B)).astype(jnp.uint32)

@@ -37,7 +37,7 @@ def test_rows_and_the_gradient_of_the_table(table, mesh, sequence_length):
 
     def step(params, batch, dx):
         fields = {name: field[0] for name, field in batch.items()}
-        inputs, ends = local.inputs(fields, 0, None), local.non_block.gather(params)
+        inputs, ends = local.inputs(fields, 0), local.non_block.gather(params)
         x = local.non_block.forward(ends, fields, inputs)
         zeros = {name: jnp.zeros(w.shape) for name, w in ends.items()}
         return x, local.non_block.reduce(local.non_block.backward(zeros, ends, fields, inputs, dx))[TOKENS]

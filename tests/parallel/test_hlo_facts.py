@@ -242,7 +242,7 @@ def residual_shapes(program) -> list[tuple[int, ...]]:
 
     def forward(params, batch):
         fields = {name: field[0] for name, field in batch.items()}
-        inputs = local.inputs(fields, 0, None)
+        inputs = local.inputs(fields, 0)
         layers = local.layers.weights.gather_once(params, {}, {})
         x = local.non_block.forward(local.non_block.gather(params), fields, inputs)
         return local.layers.forward_values(layers, x, inputs)[1]

@@ -173,7 +173,7 @@ def test_a_block_of_the_model_is_split_in_two(table, model, policy):
 
     def compare(params, batch):
         fields = {name: field[0] for name, field in batch.items()}
-        inputs = local.inputs(fields, 0, None)
+        inputs = local.inputs(fields, 0)
         x = local.non_block.forward(local.non_block.gather(params), fields, inputs)
         group = stack.weights.group_at(stack.weights.gather_once(params, {}, {})[0][0], segment, 0)
         at = stack.groups.at(segment, 0, 0)

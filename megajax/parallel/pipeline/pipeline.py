@@ -21,7 +21,7 @@ from jax import lax
 
 from megajax.config.segments import Segment
 from megajax.model.parts import BlockInputs
-from megajax.parallel.local import Batch, LocalModel, Params
+from megajax.parallel.local import Batch, LocalModel, StepArrays
 from megajax.parallel.pipeline.buffers import (
     BackwardBuffers,
     BackwardOperation,
@@ -55,21 +55,20 @@ class Pipeline:
         # Otherwise the last virtual stage goes backward in the tick in which the head gave it its gradient.
         self.heads_wait = bool((ticks["backward"][:, -1] > ticks["forward"][:, -1]).any())
 
-    def gradients(self, non_block: Params, layers: Any, batch: Batch, key: jax.Array | None, scale, layer_loss_scale):
+    def gradients(self, arrays: StepArrays, batch: Batch):
         """(gradients outside the blocks, of the layers, (sums, metrics), amaxes) of all microbatches.
 
-        Those of layers are as `LayerStack` has them. `batch` is `[M, B, S]`, `scale` the factor of the loss that is
-        differentiated, `layer_loss_scale` that of the routers' losses.
+        Those of layers are as `LayerStack` has them. `batch` is `[M, B, S]`.
         """
-        run = _Run(self, self.schedule, non_block, layers, batch, key, scale, layer_loss_scale)
+        run = _Run(self, self.schedule, arrays, batch)
         carry = run.loop(run.first_carry(), lambda flags: True)
         layer_gradients, metrics, amax = map(run.join_rounds, (carry.layer_gradients, carry.metrics, carry.amax))
         return carry.non_block_gradients, layer_gradients, (carry.sums, metrics), amax
 
-    def loss(self, non_block: Params, layers: Any, batch: Batch) -> jax.Array:
+    def loss(self, arrays: StepArrays, batch: Batch) -> jax.Array:
         """This device's share of the summed loss, forward operations only, without dropout."""
         P, M, R = self.stages, batch["tokens"].shape[0], self.schedule.rounds
-        run = _Run(self, make_schedule("gpipe", P, M, R), non_block, layers, batch, None, None, None)
+        run = _Run(self, make_schedule("gpipe", P, M, R), arrays, batch)
         x = run.empty_stream()
         loss = jnp.zeros((), jnp.float32)
         carry = Carry(x, x, x[None][:0], [], [], {}, [], [], {"loss": loss}, [])
@@ -90,17 +89,11 @@ class EmptyGroup(NamedTuple):
 class _Run:
     """One pass of a batch through a schedule, while it is traced."""
 
-    def __init__(self, pipeline: Pipeline, schedule: Schedule, non_block, layers, batch, key, scale, layer_loss_scale):
+    def __init__(self, pipeline: Pipeline, schedule: Schedule, arrays: StepArrays, batch: Batch):
         self.pipeline, self.local, self.schedule = pipeline, pipeline.local, schedule
-        self.stack, self.training = pipeline.layers, scale is not None
-        self.non_block, self.weights, self.batch, self.key, self.scale = (
-            non_block,
-            self.by_round(layers),
-            batch,
-            key,
-            scale,
-        )
-        self.layer_loss_scale = layer_loss_scale
+        self.stack, self.training = pipeline.layers, arrays.scale is not None
+        self.arrays, self.non_block, self.batch = arrays, arrays.non_block, batch
+        self.weights = self.by_round(arrays.layers)
         self.banks = 1  # all slots are one, or each is
         if self.training:
             self.buffer_slots, self.banks = choose_buffer_slots(self.stack.plan, schedule)
@@ -155,7 +148,7 @@ class _Run:
 
     def microbatch(self, index: jax.Array) -> tuple[dict[str, jax.Array], BlockInputs]:
         fields = {n: lax.dynamic_index_in_dim(f, index, keepdims=False) for n, f in self.batch.items()}
-        return fields, self.local.inputs(fields, index, self.key, self.layer_loss_scale)
+        return fields, self.local.inputs(fields, index, self.arrays)
 
     def hand_over(self, x: jax.Array, step: int) -> jax.Array:
         """`x` of the stage before (`step` 1) or after (-1); between last and first stage only if there are rounds."""
@@ -174,7 +167,7 @@ class _Run:
         x = (first, self.local.non_block.forward(self.non_block, fields, inputs), carry.x)
         slot = self.own(self.buffer_slots.forward, tick) if self.training else jnp.int32(0)
         buffers = (carry.activations, carry.metrics)
-        active = active if self.layer_loss_scale is not None else None  # no experts, no metrics
+        active = active if self.arrays.layer_loss_scale is not None else None  # no experts, no metrics
         x, activations, metrics = self.in_program(r, slot, self.stage_forward, x, buffers, inputs, active)
         return carry._replace(x=self.hand_over(x, 1), activations=activations, metrics=metrics), x
 
@@ -216,8 +209,9 @@ class _Run:
         if not self.training:
             loss = self.local.non_block.losses(self.non_block, y, targets, mask)
             return carry._replace(sums={"loss": carry.sums["loss"] + loss}), None
+        assert self.arrays.scale is not None
         sums, dy, non_block_gradients = self.local.non_block.losses_and_gradients(
-            self.non_block, y, targets, mask, self.scale, carry.non_block_gradients
+            self.non_block, y, targets, mask, self.arrays.scale, carry.non_block_gradients
         )
         sums = {name: carry.sums[name] + own for name, own in sums.items()}
         dy = lax.all_gather(dy, "pipeline", axis=0, tiled=True)[:own]
@@ -359,9 +353,7 @@ class _Run:
         return Carry(
             x=x,
             dx=x,
-            pending_heads=jnp.zeros(
-                (self.buffer_slots.pending_heads if self.pipeline.heads_wait else 0, *x.shape), x.dtype
-            ),
+            pending_heads=jnp.zeros((pending, *x.shape), x.dtype),
             activations=[empty_bank() for _ in range(self.banks)],
             deferred=[[group.deferred for group in segment] for segment in groups],
             non_block_gradients=jax.tree.map(lambda w: jnp.zeros(w.shape, jnp.float32), dict(self.non_block)),

@@ -165,11 +165,9 @@ def _accesses(schedule: Schedule, slots: BufferSlots) -> list[_Access]:
     loss, last = (_of_last_virtual_stage(schedule, table) for table in (forward, backward))
     out = [
         _Access("forward", "forward", True, "activations", slots.activations, forward, slots.forward),
-        _Access("head", "head", True, "pending heads", slots.pending_heads, loss, slots.head[:, None]),
+        _Access("head", "head", True, "heads", slots.pending_heads, loss, slots.head[:, None]),
         _Access("backward", "backward", False, "activations", slots.activations, backward, slots.backward),
-        _Access(
-            "backward", "backward", False, "pending heads", slots.pending_heads, last, slots.backward_head[:, None]
-        ),
+        _Access("backward", "backward", False, "heads", slots.pending_heads, last, slots.backward_head[:, None]),
     ]
     if weight is not None:
         out += [
