@@ -1,4 +1,4 @@
-"""Parameters of a checkpoint as NumPy arrays, whatever devices wrote them and whatever devices are here."""
+"""Parameters of a checkpoint as NumPy arrays, independent of the devices that wrote them and of those here."""
 
 from pathlib import Path
 
@@ -20,7 +20,7 @@ def load_weights(run_or_checkpoint: str | Path) -> dict[str, np.ndarray]:
     """
     run_dir, step = find_checkpoint(run_or_checkpoint, "run_or_checkpoint")
     item = (run_dir / SUBDIRECTORY / str(step) / "state").resolve()
-    # Not by orbax, which starts jax, and with it takes a GPU's memory.
+    # Without orbax, because it starts jax, which reserves GPU memory.
     store = {"driver": "ocdbt", "base": {"driver": "file", "path": f"{item}/"}}
     try:
         keys = tensorstore.KvStore.open(store).result().list().result()
@@ -32,7 +32,7 @@ def load_weights(run_or_checkpoint: str | Path) -> dict[str, np.ndarray]:
         }
         reads = {name: array.result().read() for name, array in opened.items()}
         weights = {name: read.result() for name, read in reads.items()}
-    except ValueError as error:  # as tensorstore calls all that can go wrong
+    except ValueError as error:  # tensorstore raises it for all failures
         raise InputError(
             f"{item.parent} is damaged ({str(error).splitlines()[0][:200]}): give another checkpoint."
         ) from None

@@ -246,5 +246,5 @@ def test_a_checkpoint_from_before_a_model_key_existed_has_its_default():
     old = describe()
     del old["model"]["qk_norm"]
     compare_descriptions(old, describe(), "It", ("model",), "name another")
-    with pytest.raises(InputError, match="It was saved with model.qk_norm=false, and this run has true"):
+    with pytest.raises(InputError, match="It was saved with model.qk_norm=false, but this run has true"):
         compare_descriptions(old, describe(qk_norm=True), "It", ("model",), "name another")
