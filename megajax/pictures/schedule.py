@@ -242,7 +242,8 @@ def _described(report: Report) -> str:
         f"time       {report.time:g}; {report.ideal:g} without idle stages",
         f"bubble     {report.bubble:.1%} of the time",
         f"in flight  {' '.join(f'{most:g}' for most in report.in_flight)} (most microbatches kept, by stage)",
-        f"slots      {slots.activations} for activations, {slots.deferred_slots} deferred, {slots.pending_heads} for the head",
+        f"slots      {slots.activations} for activations, {slots.deferred_slots} deferred, "
+        f"{slots.pending_heads} for the head",
     ]
     return "\n".join(lines)
 
@@ -267,7 +268,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--forward", type=float, default=1.0, help="cost of a forward pass")
     parser.add_argument("--backward", type=float, default=1.0, help="cost of input gradients")
     parser.add_argument("--weight", type=float, default=1.0, help="cost of weight gradients")
-    parser.add_argument("--send", type=float, default=0.0, help="cost of sending results to the neighbours, once per tick")
+    parser.add_argument("--send", type=float, default=0.0, help="cost of sending to the neighbours, once per tick")
     parser.add_argument(
         "--svg",
         type=Path,
