@@ -1,8 +1,8 @@
 """Attention to ranges of keys, on one Hopper GPU: `python scripts/attention_bench.py`.
 
-First the kernels' errors against FP32 arithmetic, then a table beside cuDNN. TFLOP/s count 4 · H · N for each visible
-pair of positions, and 2.5 times that backward. Without a GPU the kernels are interpreted, on tiny shapes: the figures
-then mean nothing.
+Prints the kernels' errors against FP32 arithmetic, then a table that compares them with cuDNN. TFLOP/s count 4 · H · N
+for each visible pair of positions, and 2.5 times that backward. Without a GPU the kernels are interpreted, on tiny
+shapes: then the figures are meaningless.
 """
 
 import argparse
@@ -105,7 +105,7 @@ def reference(q, k, v, first, end, dout, scale: float, softcap: float | None):
 
 
 def relative_error(found: Any, expected: Any) -> float:
-    """‖found - expected‖ / ‖expected‖ of what is finite; infinite if something else is not."""
+    """‖found - expected‖ / ‖expected‖ of the finite numbers; infinite if `found` has other non-finite numbers."""
     found, expected = (np.asarray(a, np.float64) for a in (found, expected))
     finite = np.isfinite(expected)
     if (np.isfinite(found) != finite).any():
@@ -114,7 +114,7 @@ def relative_error(found: Any, expected: Any) -> float:
 
 
 def check(label: str, shape: Shape, kind: str, softcap: float | None = None, parts: int = 1) -> None:
-    """Prints errors; with several parts, the keys are divided, and gradients are those of parts, given the whole."""
+    """Prints errors; several parts divide the keys, and each part's gradients use the output of the whole."""
     forward, backward = jitted(shape.H, softcap)
     q, k, v, dout = tensors(shape)
     first, end = as_arrays(*ranges(kind, shape.S), shape.B)
@@ -148,7 +148,7 @@ def check_all() -> None:
 
 
 def milliseconds(function: Callable[..., Any], *arguments: Any) -> float:
-    """Of one call, the best of three runs of several."""
+    """Time of one call: the best of three rounds of several calls."""
     jax.block_until_ready(function(*arguments))
 
     def seconds(calls: int) -> float:
@@ -163,7 +163,7 @@ def milliseconds(function: Callable[..., Any], *arguments: Any) -> float:
 
 
 def teraflops(shape: Shape, kind: str) -> float:
-    """Of the forward pass, in units of TFLOP."""
+    """Operations of the forward pass, in TFLOP."""
     first, end = ranges(kind, shape.S)
     return 4 * shape.H * shape.N * shape.B * float(np.maximum(end - first, 0).sum()) / 1e12
 

@@ -1,15 +1,15 @@
-"""Where a step's time goes on GPUs: `python scripts/breakdown.py CONFIG [section.key=value ...]`.
+"""The time of a step's parts on GPUs: `python scripts/breakdown.py CONFIG [section.key=value ...]`.
 
-Traces three steps with jax.profiler, finds each kernel's operation in the compiled module, and holds the time of each
-part to its roofline, the least time in which an H200 could do it:
+Traces three steps with jax.profiler, finds each kernel's operation in the compiled module, and compares the time of
+each part with its roofline, the shortest possible time on an H200:
 
 - a matmul: 2·M·N·K operations at 989 TFLOP/s, in FP8 at 1979;
 - attention: 2·B·N·S²·H operations forward (causal counted once), twice that backward, at 989 TFLOP/s;
-- a collective: the bytes that a GPU sends to others of its n at 450 GB/s (18 NVLinks): (n−1)/n of the whole array,
-  twice that for an all-reduce;
+- a collective over n GPUs: the bytes that a GPU sends at 450 GB/s (18 NVLinks), (n−1)/n of the whole array, twice that
+  for an all-reduce;
 - everything else: bytes read and written at 4.8 TB/s; a plain copy reaches 4.2.
 
-The steps run without CUDA graphs, whose kernels a trace cannot tell apart.
+The steps run without CUDA graphs, because a trace cannot distinguish their kernels.
 """
 
 import argparse
@@ -33,7 +33,7 @@ from megajax.runtime import prepare_environment
 
 WARMUP_STEPS, TRACED_STEPS = 3, 3
 BF16_FLOPS, FP8_FLOPS, MEMORY_BYTES, NVLINK_BYTES = 989e12, 1979e12, 4.8e12, 450e9  # a second
-# Names that the step gives to its parts (`jax.named_scope`); the innermost one counts.
+# Names of the step's parts (`jax.named_scope`); the innermost one counts.
 SCOPES = ("embedding", "attention", "mlp", "norm", "head", "weights", "gradients", "optimizer")
 GROUPS = ("attention", "matmuls", "head and loss", "norms and elementwise", "optimizer", "copies", "collectives")
 UNKNOWN = "not in the module"
@@ -59,7 +59,7 @@ def read_trace(events: Iterable[Mapping], module: str) -> list[Kernel]:
     threads = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e.get("name") == "thread_name"}
     kernels = []
     for e in events:
-        # The other threads of a GPU repeat its streams by operation, module and step.
+        # The other threads of a GPU repeat its streams, grouped by operation, module and step.
         if e.get("ph") == "X" and e["pid"] in gpus and threads.get((e["pid"], e["tid"]), "").startswith("Stream"):
             args = e.get("args", {})
             op = args.get("hlo_op", "") if args.get("hlo_module", module).startswith(module) else ""
@@ -68,7 +68,7 @@ def read_trace(events: Iterable[Mapping], module: str) -> list[Kernel]:
 
 
 def part_of(op: hlo.Op) -> tuple[str, str]:
-    """The group of an operation, one of GROUPS, and what it is within the group."""
+    """The group of an operation, one of GROUPS, and its detail within the group."""
     scope = next((name for name in reversed(op.scopes) if name in SCOPES), "other")
     if op.kind in hlo.COLLECTIVES:
         return "collectives", op.kind
@@ -95,7 +95,7 @@ def matmul_shape(op: hlo.Op) -> tuple[int, int, int]:
 
 
 def roofline_ms(op: hlo.Op) -> float:
-    """The least time that one run of an operation takes, by the docstring above."""
+    """The roofline of one run of an operation, as in the module's docstring."""
     if op.target.startswith("__cublas"):
         return 2e3 * math.prod(matmul_shape(op)) / (FP8_FLOPS if op.target.endswith("$f8") else BF16_FLOPS)
     if op.target.startswith("__cudnn$fmha"):
@@ -122,7 +122,7 @@ def _numbers(op: hlo.Op, key: str) -> list[int]:
 
 @dataclass
 class Part:
-    """What a part took, a step and GPU."""
+    """The time of a part, per step and GPU."""
 
     kernels: float = 0
     ms: float = 0
@@ -130,7 +130,7 @@ class Part:
 
 
 def parts(kernels: Sequence[Kernel], ops: Mapping[str, hlo.Op], steps: int) -> dict[tuple[str, str], Part]:
-    """Each (group, detail) of some GPUs' kernels, the mean of a step and GPU."""
+    """Each (group, detail) of the GPUs' kernels, the mean per step and GPU."""
     share = 1 / (steps * len({kernel.gpu for kernel in kernels}))
     found: dict[tuple[str, str], Part] = defaultdict(Part)
     launched: dict[str, Counter] = defaultdict(Counter)
@@ -140,14 +140,14 @@ def parts(kernels: Sequence[Kernel], ops: Mapping[str, hlo.Op], steps: int) -> d
         part.ms += share * (kernel.end - kernel.start)
         launched[kernel.op][kernel.name] += 1
     for name in launched.keys() & ops.keys():
-        # A library call is several kernels: it ran as often as the rarest of them.
+        # A library call consists of several kernels: its count is that of the rarest kernel.
         found[part_of(ops[name])].roofline += share * min(launched[name].values()) * roofline_ms(ops[name])
     return found
 
 
 @dataclass(frozen=True)
 class Timeline:
-    """How a GPU spent a step, in ms."""
+    """The times of a GPU in a step, in ms."""
 
     step: float
     compute: float
@@ -229,7 +229,7 @@ def _row(cells: Iterable[str]) -> str:
 
 
 def trace(path: str, overrides: list[str]) -> tuple[list[Kernel], list[hlo.Op]]:
-    """Run a config's steps in this process: the kernels of the traced ones, and the compiled module's operations."""
+    """Run a config's steps in this process; returns the kernels of the traced steps and the module's operations."""
     with tempfile.TemporaryDirectory() as directory:
         config = synthetic_config(path, overrides, directory)
         os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_gpu_enable_command_buffer="

@@ -1,10 +1,10 @@
-"""A config's train step compiled for H200s, without a GPU, as one JSON object: what a row of a table needs.
+"""A config's train step compiled for H200s, without a GPU: the figures of a table's row as one JSON object.
 
     python scripts/compile_row.py CONFIG [section.key=value ...] [--gpus N]
 
-Prints the layers as [loops, layers of the body] of each segment, seconds of tracing and lowering and seconds of XLA,
-the largest memory of this process and the memory of a device that XLA plans, by part; memory in bytes. The tables call
-`compile_apart`: XLA reads its flags once a process, so each row has a process of its own.
+Prints the layers as [loops, layers of the body] of each segment, seconds of tracing and lowering, seconds of XLA, the
+peak memory of this process, and XLA's memory per device by part, in bytes. The tables call `compile_apart`: XLA reads
+its flags once per process, so each row has its own process.
 """
 
 import argparse
@@ -27,7 +27,7 @@ FAST = "--xla_gpu_autotune_level=0"  # compiles in half the time to the same ope
 
 
 def run_apart(script: str, case: Sequence[str]) -> str:
-    """The stdout of a script of this directory on a config, overrides and `--gpus N`, in a process of its own.
+    """The stdout of a script of this directory for a config, overrides and `--gpus N`, run in its own process.
 
     Flags that the user has set win over FAST. Raises InputError, with the script's stderr, if it fails.
     """
@@ -40,7 +40,7 @@ def run_apart(script: str, case: Sequence[str]) -> str:
 
 
 def compile_apart(config: str, overrides: Sequence[str], gpus: int) -> dict:
-    """What `measure` returns, from a process of its own. Raises InputError if the config does not compile."""
+    """The result of `measure` in its own process. Raises InputError if the config does not compile."""
     return json.loads(run_apart("compile_row.py", [config, *overrides, "--gpus", str(gpus)]).splitlines()[-1])
 
 

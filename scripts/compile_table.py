@@ -1,10 +1,10 @@
-"""How long the train steps of large models take to compile for H200s, without a GPU, and what they need.
+"""Compile time and memory of large models' train steps for H200s, without a GPU.
 
     python scripts/compile_table.py [--only TEXT] [CONFIG [section.key=value ...] --gpus N]
 
-Compiles each row of ROWS in a process of its own, one at a time, or the config that is given, and prints a Markdown
-table: seconds of tracing and lowering, seconds of XLA, the largest memory of the compiling process, and the memory that
-XLA plans for a device. Times are those of this machine: leave it idle. Needs jax's CUDA plugin, as hlo_counts.py does.
+Compiles each row of ROWS, or the given config, in its own process, one at a time, and prints a Markdown table: seconds
+of tracing and lowering, seconds of XLA, the peak memory of the compiling process, and XLA's memory per device. Times
+are those of this machine: leave it idle. Needs jax's CUDA plugin, like hlo_counts.py.
 """
 
 import argparse
@@ -40,7 +40,7 @@ HEADER = ("config", "GPUs", "layers", "trace + lower s", "XLA s", "compiler GiB"
 
 
 def _times(count: int, loops: int, unroll: int) -> str:
-    """So many segments of a body of `unroll` layers, each run `loops` times."""
+    """Text for segments with a body of `unroll` layers and `loops` iterations each."""
     body = f"{loops} × {unroll}" if loops > 1 else f"{unroll}"
     return f"{count} × ({body})" if count > 1 else body
 

@@ -1,4 +1,4 @@
-"""Writes the key reference in docs/configuration.md from what `python -m megajax.train --help all` prints."""
+"""Writes the key reference in docs/configuration.md from the descriptions that `--help all` prints."""
 
 import argparse
 import re
@@ -29,7 +29,7 @@ def reference() -> str:
 
 
 def updated(page: str) -> str:
-    """The page with the reference between its markers written anew."""
+    """The page with the reference between its markers rewritten."""
     before, begin, rest = page.partition(BEGIN)
     _, end, after = rest.partition(END)
     assert begin and end, f"{PAGE} has lost the marker {BEGIN!r} or {END!r}"

@@ -1,8 +1,8 @@
-"""Attention over `context` alone, on all GPUs of a host: `python scripts/context_bench.py`.
+"""Attention over `context` by itself, on all GPUs of a host: `python scripts/context_bench.py`.
 
-Forward and backward of one layer by each strategy, beside one device with whole sequences: every device has the same
-number of tokens and, of whole sequences, the same work. TFLOP/s count 4 · H · N for each visible pair of positions and
-2.5 times that backward. On CPUs the shapes are tiny and the figures mean nothing.
+Runs forward and backward of one layer with each strategy, and on one device with whole sequences. Every device has the
+same number of tokens and, with whole sequences, the same work. TFLOP/s count 4 · H · N for each visible pair of
+positions and 2.5 times that backward. On CPUs the shapes are tiny and the figures are meaningless.
 """
 
 # ruff: noqa: E402 (XLA reads its flags when jax starts)
@@ -37,20 +37,20 @@ def heads() -> tuple[int, int, int]:
 
 
 def segments(rows: int, S: int, documents: int) -> np.ndarray:
-    """The document of each token, `[rows, S]`: as many in each sequence, of random lengths."""
+    """The document of each token, `[rows, S]`: the same number in each sequence, of random lengths."""
     rng = np.random.default_rng(0)
     cuts = [np.sort(rng.choice(np.arange(1, S), documents - 1, replace=False)) for _ in range(rows)]
     return np.stack([np.searchsorted(row, np.arange(S), side="right") for row in cuts])
 
 
 def seen_pairs(segment_ids: np.ndarray) -> int:
-    """Pairs of a query and a key that it sees."""
+    """Number of visible pairs of a query and a key."""
     lengths = [np.bincount(row) for row in segment_ids]
     return sum(int((n * (n + 1) // 2).sum()) for n in lengths)
 
 
 def batch_of(segment_ids: np.ndarray, context: int, strategy: str) -> dict[str, np.ndarray]:
-    """Fields `[1, B, S]` in the order in which the devices hold them."""
+    """Fields `[1, B, S]` in the devices' order of tokens."""
     packed = segment_ids.max() > 0
     B, S = segment_ids.shape
     dealt = packed and context > 1 and strategy != "all_to_all"

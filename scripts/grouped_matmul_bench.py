@@ -1,13 +1,13 @@
 """Speed and accuracy of the kernels of experts: grouped matmuls in BF16 and FP8, quantisation to FP8, the whole MLP.
 
     python scripts/grouped_matmul_bench.py               # on a Hopper GPU
-    python scripts/grouped_matmul_bench.py --tiny        # that it runs, anywhere: small shapes, interpreted
-    python scripts/grouped_matmul_bench.py --compile     # that it compiles for an H200, anywhere
+    python scripts/grouped_matmul_bench.py --tiny        # on any machine: runs small shapes, interpreted
+    python scripts/grouped_matmul_bench.py --compile     # on any machine: only compiles for an H200
 
-A line is one operation with one tiling. Of matmuls: TFLOP/s and ‖found - expected‖ / ‖expected‖, where expected is
-computed in float32, group by group, from the same operands; all three in one program with the first tiling alone. Of
-quantisation: GB/s of what is read and written, and the share of FP8 numbers, or of the amax, that differs from the
-reference. Of the MLP: TFLOP/s of forward and backward pass. Only rows of groups count as work.
+Each line has one operation with one tiling. Matmuls: TFLOP/s and ‖found - expected‖ / ‖expected‖, where expected is
+computed in float32, group by group, from the same operands; all three in one program with the first tiling only.
+Quantisation: GB/s read and written, and the share of FP8 numbers that differ from the reference, or the amax's error.
+MLP: TFLOP/s of forward and backward pass. Only rows of groups count as work.
 
 Tilings are ROWSxCOLSxSTAGESxSLOTSxPANEL of `grouped_matmul_kernel.Tiling`, and TOKENSxFEATURESxWARPS of
 `fp8_kernels.Tiling`. `--only` is a regular expression for titles, such as "FP8 matmul.*32768" or "quantisation".
@@ -47,7 +47,7 @@ Arguments = dict[str, Any]
 
 @dataclass(frozen=True)
 class Shape:
-    """x [T, D], w [E, D, F]; of the MLP, F is the width after the activation."""
+    """x [T, D], w [E, D, F]; in the MLP F is the width after the activation."""
 
     E: int
     T: int
@@ -89,7 +89,7 @@ class Section:
 
 
 def group_sizes(shape: Shape) -> np.ndarray:
-    """Uneven, the second of them 0."""
+    """Uneven sizes of groups; the second is 0."""
     shares = np.random.default_rng(0).gamma(4.0, size=shape.E)
     shares[1] = 0.0
     bounds = np.floor(np.cumsum(shares) / shares.sum() * (shape.T - shape.unused)).astype(np.int32)
@@ -110,7 +110,7 @@ def named(tiling: Any) -> str:
 
 
 def operands(shape: Shape, in_fp8: bool) -> Arguments:
-    """In FP8 x and w are E4M3, dy is E5M2, and the transposes are there too."""
+    """In FP8 x and w are E4M3 and dy is E5M2, with their transposes."""
     arrays = normal(x=(shape.T, shape.D), w=(shape.E, shape.D, shape.F), dy=(shape.T, shape.F))
     sizes = jnp.asarray(group_sizes(shape))
     if not in_fp8:
@@ -321,7 +321,7 @@ def layer_sections(tiny: bool) -> Iterator[Section]:
 
 
 def seconds(function: Callable[[], Any], calls: int) -> float:
-    """Of one call, the median of three rounds."""
+    """Time of one call, the median of three rounds."""
     jax.block_until_ready(function())
     rounds = []
     for _ in range(3):

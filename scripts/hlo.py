@@ -1,7 +1,7 @@
-"""What a compiled module launches, read from its text (`compiled.as_text()`): one Op for each kernel or library call.
+"""The operations that a compiled module launches, from its text (`compiled.as_text()`): one Op per kernel or call.
 
-Fused computations count as their fusion; bodies of loops are entered, so an operation in a loop is one Op, whatever
-the number of rounds.
+A fused computation is one Op, its fusion. Loops are entered: an operation in a loop is one Op, for any number of
+iterations.
 """
 
 import math
@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 COLLECTIVES = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute", "collective-broadcast")
-# These launch nothing by themselves.
+# Instructions that launch no kernel.
 SILENT = ("parameter", "constant", "get-tuple-element", "tuple", "bitcast", "after-all", "partition-id", "replica-id")
-# These change where data lies and compute nothing.
+# Instructions that move data and compute nothing.
 MOVES = {"copy", "transpose", "reshape", "slice", "dynamic-slice", "concatenate", "pad", "reverse"}
 
 COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.-]+) \(.*\{$")
@@ -48,7 +48,7 @@ class Instruction:
 
 @dataclass(frozen=True)
 class Op:
-    """An operation that the device is given. An asynchronous one is known by its start."""
+    """An operation on the device. An asynchronous operation is represented by its start."""
 
     name: str  # as traces name it in `hlo_op`
     kind: str  # the opcode, without -start
@@ -62,7 +62,7 @@ class Op:
 
     @property
     def target(self) -> str:
-        """What a custom call calls."""
+        """The target of a custom call."""
         return found[1] if (found := re.search(r'custom_call_target="([^"]*)"', self.attributes)) else ""
 
     @property
@@ -73,12 +73,12 @@ class Op:
 
     @property
     def only_moves(self) -> bool:
-        """Whether it copies or transposes and computes nothing."""
+        """Whether it only copies or transposes."""
         return self.kind in MOVES or (self.kind == "fusion" and bool(self.fused) and self.fused <= MOVES)
 
     @property
     def only_converts(self) -> bool:
-        """Whether it changes the dtype, and computes nothing else."""
+        """Whether it only changes the dtype."""
         kinds = self.fused if self.kind == "fusion" else {self.kind}
         return "convert" in kinds and kinds <= MOVES | {"convert"}
 
@@ -92,7 +92,7 @@ class Op:
 
     @property
     def group_size(self) -> int:
-        """How many devices a collective runs over."""
+        """Number of devices of a collective."""
         if mesh := re.search(r"replica_groups=mesh\[(.*?)\] \{(.*?)\}", self.attributes):
             sizes = dict(re.findall(r"'(\w+)'=(\d+)", mesh[1]))
             return math.prod(int(sizes[axis]) for axis in re.findall(r"\w+", mesh[2]))
@@ -103,7 +103,7 @@ class Op:
 
 
 def parse(text: str) -> list[Op]:
-    """Everything that a module launches, in the order of its text."""
+    """All operations that a module launches, in the order of its text."""
     computations, entry = _computations(text)
     ops: list[Op] = []
 
@@ -155,7 +155,7 @@ def _arrays(type_text: str) -> tuple[Array, ...]:
 
 
 def _results(line: Instruction) -> tuple[Array, ...]:
-    """Of a start, whose type is `(operands, results, ...)`, the results alone."""
+    """The results' type of a start, whose type is `(operands, results, ...)`."""
     if not (line.kind.endswith("-start") and line.result.startswith("(")):
         return _arrays(line.result)
     parts, depth = [""], 0
@@ -173,7 +173,7 @@ def _op(line: Instruction, table: dict, computations: dict, loops: int) -> Op:
     kind = line.kind.removesuffix("-start")
     fusion = re.search(r"\bcalls=%([\w.-]+)", line.attributes) if kind == "fusion" else None
     if not fusion:
-        # As if it were fused alone, with its operands as parameters.
+        # Treated as a fusion of one instruction, with its operands as parameters.
         inside = {name: replace(table[name], kind="parameter", operands=()) for name in line.operands}
         inside[line.name] = line
     else:
@@ -188,13 +188,13 @@ def _op(line: Instruction, table: dict, computations: dict, loops: int) -> Op:
     return Op(line.name, kind, results, operands, line.attributes, loops, fused, read + _written(results, inside))
 
 
-# Kinds that change part of their first operand in place, and the operand that is as large as the part.
+# Kinds that change part of their first operand in place, and the operand with the size of that part.
 UPDATES = {"dynamic-update-slice": 1, "scatter": 2}
 READS_OF_A_PART = ("dynamic-slice", "slice", "gather")
 
 
 def _read(source: Instruction, inside: dict[str, Instruction]) -> int:
-    """Bytes of an operand that are read: all, unless it is only sliced or updated."""
+    """Bytes read of an operand: all, unless it is only sliced or updated."""
     total = 0
     for user in inside.values():
         if source.name not in user.operands:
@@ -209,7 +209,7 @@ def _read(source: Instruction, inside: dict[str, Instruction]) -> int:
 
 
 def _written(results: Sequence[Array], inside: dict[str, Instruction]) -> int:
-    """Bytes of the results that are written: of one that is updated in place the part."""
+    """Bytes written of the results; for an update in place only those of the part."""
     sizes = [array.bytes for array in results]
     for line in inside.values():
         if line.kind in UPDATES and _bytes(line) in sizes:

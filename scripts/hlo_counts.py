@@ -1,13 +1,13 @@
-"""What the train step launches on H200s, compiled without a GPU.
+"""Counts of the operations that the train step launches on H200s, compiled without a GPU.
 
     python scripts/hlo_counts.py CONFIG [section.key=value ...] [--gpus N] [--text FILE]
     python scripts/hlo_counts.py --write
 
-The first counts library calls, collectives, loops and copies of a config's compiled step on N GPUs (default 1; more
-than 8 are hosts of 8), and prints the memory that XLA plans for a device beside the estimate that a run prints when it
-starts. On stderr it says how long the compiler took and whether that memory fits; --text saves the compiled text. The
-second writes the counts of CASES to tests/data/h200_hlo_counts.txt, which a test compares with; without arguments they
-are printed. Needs jax's CUDA plugin (the extra `dev` has it).
+The first command counts library calls, collectives, loops and copies of a config's compiled step on N GPUs (default 1;
+more than 8 form hosts of 8), and prints XLA's memory per device and the estimate of a run's summary. On stderr it
+prints the compile time and whether the memory fits; --text saves the compiled text. The second command writes the
+counts of CASES to tests/data/h200_hlo_counts.txt, which a test compares; without arguments they are printed. Needs
+jax's CUDA plugin (in the extra `dev`).
 """
 
 import argparse
@@ -29,7 +29,7 @@ from megajax.plan.compile import compile_for_h200, require_plugin, usable_bytes
 from megajax.training.step import TrainProgram
 
 GOLDEN = ROOT / "tests/data/h200_hlo_counts.txt"
-# The benchmark shapes at their full widths; two layers show what every layer does. The last two run theirs in loops.
+# The benchmark shapes at their full widths; two layers represent all layers. The last two cases have loops over layers.
 CASES = (
     "configs/llama3_8b_l8.yaml mesh.fsdp=1 model.num_layers=2",
     "configs/llama3_8b_l8.yaml mesh.fsdp=1 model.num_layers=2 precision.fp8.recipe=current",
@@ -55,7 +55,7 @@ LIBRARY_CALLS = {
 
 
 def describe(ops: Iterable[hlo.Op], memory: dict[str, int]) -> list[str]:
-    """One line for each kind of operation: how many there are, their bytes, and how many stand in loops; then memory.
+    """One line per kind of operation: their number, their bytes, and the number in loops; then memory.
 
     A loop's body counts once, twice where XLA has unrolled it. The bytes of a collective are those of the whole array.
     """
@@ -74,19 +74,19 @@ def describe(ops: Iterable[hlo.Op], memory: dict[str, int]) -> list[str]:
 
 
 def estimate_of(program: TrainProgram) -> int:
-    """Bytes of a device by the estimate in a run's summary, which compiles nothing."""
+    """Bytes per device from the estimate in a run's summary, without compilation."""
     return estimate_memory(program.plan, program.placements).total
 
 
 def verdict(needed: int) -> str:
-    """Whether a step that needs so many bytes of a device fits an H200."""
+    """Whether a step that needs this number of bytes per device fits an H200."""
     usable = usable_bytes()
-    sizes = f"{needed / 2**30:,.1f} GiB of the {usable / 2**30:,.1f} GiB of an H200 that a run takes"
+    sizes = f"{needed / 2**30:,.1f} GiB of the {usable / 2**30:,.1f} GiB of an H200 that a run can use"
     return f"it fits: {sizes}" if needed <= usable else f"it does not fit: it needs {sizes}"
 
 
 def _kinds(op: hlo.Op) -> Iterable[tuple[str, int]]:
-    """What an operation counts as, and its bytes where these matter."""
+    """The kind of an operation in the counts, and its bytes if they matter."""
     if op.kind == "custom-call":
         yield LIBRARY_CALLS.get(op.target, " ".join([op.target, *op.scopes[-1:]])), 0
     elif op.kind in hlo.COLLECTIVES:
@@ -100,7 +100,7 @@ def _kinds(op: hlo.Op) -> Iterable[tuple[str, int]]:
 
 
 def golden() -> str:
-    """The text of every case, each compiled in a process of its own, two at a time."""
+    """The text of every case, each compiled in its own process, two at a time."""
     require_plugin()
     with ThreadPoolExecutor(max_workers=2) as pool:
         return "\n".join(pool.map(lambda case: run_apart("hlo_counts.py", case.split()), CASES))

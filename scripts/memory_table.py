@@ -1,12 +1,12 @@
-"""The memory estimate of a run's summary beside what XLA plans, as a markdown table.
+"""A markdown table that compares the memory estimate of a run's summary with XLA's figure.
 
     python scripts/memory_table.py
     python scripts/memory_table.py --write
 
-The first reads XLA's figures from tests/data/memory_rows.txt and estimates anew, which takes seconds. The second
-compiles each row for H200s, without a GPU, in a process of its own, which takes minutes, and writes its figure into
-that file; a test compares the estimate with it. A row is GiB a device, a config, overrides and `--gpus N`: add one with
-any number and write. Compiling needs jax's CUDA plugin (the extra `dev` has it).
+The first command reads XLA's figures from tests/data/memory_rows.txt and computes the estimates, which takes seconds.
+The second command compiles each row for H200s, without a GPU, in its own process, which takes minutes, and writes XLA's
+figures to that file; a test compares the estimates with them. A row is GiB per device, a config, overrides and `--gpus
+N`: to add one, write any figure and run `--write`. Compiling needs jax's CUDA plugin (in the extra `dev`).
 """
 
 import argparse
@@ -33,7 +33,7 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Row:
-    """A config on a number of GPUs, and what XLA plans for it."""
+    """A config on a number of GPUs, and XLA's memory figure for it."""
 
     gib: float  # of a device
     config: str
@@ -42,7 +42,7 @@ class Row:
 
     @classmethod
     def parse(cls, line: str) -> "Row":
-        """A line of the file. Raises InputError for one that is no row."""
+        """The row of a line of the file. Raises InputError if it is not a row."""
         try:
             gib, config, *overrides, flag, gpus = shlex.split(line)
             if flag != "--gpus":
@@ -62,7 +62,7 @@ def read_rows(path: Path = ROWS) -> list[Row]:
 
 
 def estimate(row: Row) -> MemoryEstimate:
-    """Bytes a device, without devices."""
+    """Estimated bytes per device; it needs no devices."""
     config = load_config(ROOT / row.config, list(row.overrides))
     sizes = check_mesh(config, row.gpus)
     rows = stored_rows(config, sizes["pipeline"])
@@ -71,12 +71,12 @@ def estimate(row: Row) -> MemoryEstimate:
 
 
 def planned(row: Row) -> float:
-    """GiB a device that XLA plans. Raises InputError if the row does not compile."""
+    """XLA's GiB per device. Raises InputError if the row does not compile."""
     return compile_apart(row.config, row.overrides, row.gpus)["device_memory"]["whole"] / GIB
 
 
 def table(rows: list[Row]) -> str:
-    """Markdown, one line a row."""
+    """A Markdown table, one line per row."""
     lines = ["| config | GPUs | XLA GiB | estimate GiB | ratio |", "|---|---:|---:|---:|---:|"]
     for row in rows:
         ours = estimate(row).total / GIB

@@ -1,17 +1,17 @@
 """The mesh tables: `python scripts/mesh_table.py [--table pipeline] [--model llama] [--output FILE]`.
 
-Trains a Llama-style and a GPT-2-style model in FP32 on 8 virtual CPU devices and holds each run to the same config on
-one device with one microbatch. Prints a markdown table; exit status 1 if a row disagrees.
+Trains a Llama-style and a GPT-2-style model in FP32 on 8 virtual CPU devices and compares each run with the same config
+on one device with one microbatch. Prints a markdown table; exit status 1 if a row disagrees.
 
 - `mesh`: 4 layers, every mesh of `data`, `fsdp` and `tensor` with 1, 2, 4 or 8 devices, 1, 2 and 4 microbatches.
 - `pipeline`: 16 layers on P = 2, 4 and 8 stages, the other devices on `data`, `fsdp` or `tensor`, every schedule, one
   and two rounds, P, 2P and 4P microbatches.
 - `context`: 4 layers, sequences of 48 tokens over 2, 4 or 8 devices, the others on one other axis (or two), each
-  `kernels.context` (the GPT-2-style model: ring alone), whole sequences and packed documents.
+  `kernels.context` (the GPT-2-style model: only ring), whole sequences and packed documents.
 - `experts`: 2 layers of 8 experts over 1, 2, 4 or 8 devices, alone and with each other axis, each `kernels.dispatch`;
-  routers like Mixtral's and DeepSeek-V3's, and one that sends every token to the same expert. Held to as many
-  microbatches on one device; the routers' losses count as gradient norms do, assignments are the same exactly. Models
-  of dense and MoE layers on some meshes, with up to four stages and two rounds.
+  routers like Mixtral's and DeepSeek-V3's, and one that sends every token to the same expert. The reference has the
+  same number of microbatches on one device; the routers' losses have the tolerance of gradient norms, assignments are
+  equal exactly. Models of dense and MoE layers on some meshes, with up to four stages and two rounds.
 """
 
 import argparse
@@ -140,8 +140,8 @@ against the same config on one device{"" if table == "experts" else " with one m
 
 - *loss*, *gradient norm*: worst relative difference over the steps, at most {SCALAR_TOLERANCE:g}.
 - *worst gradient*: largest ‖Δ‖/‖g‖ of the first step over all weights, layer by layer, at most {GRADIENT_TOLERANCE:g}.
-  GPT-2's key biases stand apart, because their true gradient is zero: at most {ZERO_TOLERANCE:g} of the whole
-  gradient's norm.
+  GPT-2's key biases are compared separately, because their true gradient is zero: at most {ZERO_TOLERANCE:g} of the
+  whole gradient's norm.
 - *initial weights*: compared bit for bit.
 
 SGD runs with momentum and without clipping: AdamW and clipping both hide a wrong scale of the gradients.
@@ -151,11 +151,11 @@ SGD runs with momentum and without clipping: AdamW and clipping both hide a wron
 
 
 def mesh_configs(args: argparse.Namespace) -> Iterator[tuple[str, str, Config]]:
-    """(model, optimizer, config) of each row, those of one reference together."""
+    """(model, optimizer, config) of each row, grouped by reference."""
     meshes = parse_meshes(args.meshes) if args.meshes else all_meshes()
     counts = args.microbatches or [1, 2, 4]
     for model, optimizer in itertools.product(args.model or MODELS, OPTIMIZERS):
-        # SGD repeats the meshes with microbatches of one number only.
+        # SGD runs each mesh with one number of microbatches only.
         for mesh, count in itertools.product(meshes, counts if optimizer == "adamw" else counts[:2][-1:]):
             yield model, optimizer, make_config(model, mesh, microbatches=count, steps=args.steps, optimizer=optimizer)
 
@@ -224,7 +224,7 @@ def expert_configs(args: argparse.Namespace) -> Iterator[tuple[str, str, Config]
 
 
 def first_weights(model: str, config: Config) -> dict[str, np.ndarray] | None:
-    """Weights to begin with, where those of the seed are not uneven enough."""
+    """Initial weights, if those of the seed give too even a load."""
     if model != "uneven":
         return None
     weights = train(reference_config(config).model_copy(update={"run": config.run.model_copy(update={"steps": 1})}))
@@ -232,7 +232,7 @@ def first_weights(model: str, config: Config) -> dict[str, np.ndarray] | None:
 
 
 def rows(args: argparse.Namespace) -> Iterator[tuple[str, list[str]]]:
-    """Each row of the table and what is wrong with it, as it is done."""
+    """Each row of the table and its problems, as soon as it is computed."""
     configs = {
         "mesh": mesh_configs,
         "pipeline": pipeline_configs,

@@ -1,10 +1,10 @@
-"""Draws the pictures of docs/images again, from the data that are kept beside them.
+"""Draws the pictures of docs/images from the data in docs/images/data.
 
     python scripts/pictures.py
     python scripts/pictures.py --record NAME RUN [RUN ...] [--baseline LOSS] [--smooth N] [--x step|tokens|hours]
 
-The second keeps what it needs of some runs' metrics in docs/images/data/NAME.json first; a run's name in the picture is
-that of its directory. `pipeline_trace.svg` is not among them: scripts/pipeline_picture.py draws it from a trace.
+The second command first stores the necessary metrics of the runs in docs/images/data/NAME.json; a run's name in the
+picture is that of its directory. scripts/pipeline_picture.py draws `pipeline_trace.svg` from a trace.
 """
 
 import argparse
@@ -29,7 +29,7 @@ SCHEDULES: dict[str, tuple[Kind, int]] = {  # kind and rounds
 
 
 def record(images: Path, name: str, run_dirs: list[Path], settings: dict) -> None:
-    """Keep the metrics of some runs and how to draw them in `images`/data/`name`.json."""
+    """Store the metrics of the runs and the drawing arguments in `images`/data/`name`.json."""
     runs = dict(zip(plot.names_of(run_dirs), map(plot.read_records, run_dirs), strict=True))
     kept = {
         run: [json.dumps({key: line[key] for key in KEYS if key in line}) for line in records]
@@ -42,7 +42,7 @@ def record(images: Path, name: str, run_dirs: list[Path], settings: dict) -> Non
 
 
 def draw_all(images: Path) -> list[Path]:
-    """Write every picture whose data are kept, and those of schedules; their paths."""
+    """Write every picture with stored data, and those of schedules; returns their paths."""
     written = []
     for path in sorted(images.glob("data/*.json")):
         kept = json.loads(path.read_text())
@@ -55,10 +55,10 @@ def draw_all(images: Path) -> list[Path]:
 
 
 def main() -> int:
-    """Keep data if asked to, and draw; the exit status."""
+    """Store data with `--record`, and draw; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("runs", nargs="*", type=Path, metavar="RUN", help="directory of a run whose data to keep")
-    parser.add_argument("--record", metavar="NAME", help="keep the runs' data for the picture NAME")
+    parser.add_argument("runs", nargs="*", type=Path, metavar="RUN", help="directory of a run to store")
+    parser.add_argument("--record", metavar="NAME", help="store the runs' data for the picture NAME")
     plot.add_drawing_arguments(parser)
     options = parser.parse_args()
     with user_errors():

@@ -1,11 +1,10 @@
-"""Memory a device by pipeline schedule and number of microbatches, compiled for H200s without a GPU.
+"""Memory per device by pipeline schedule and number of microbatches, compiled for H200s without a GPU.
 
     python scripts/pipeline_memory.py CONFIG [section.key=value ...] --gpus N [--microbatches M ...] [--json]
 
-The size of a microbatch stays the config's, so `batch.global_size` grows with their number. Prints a Markdown table:
-what is saved from forward operations for backward ones (the buffers of a few slots), what is deferred for weight
-operations, all temporary memory with these in it, and the arguments (weights, optimizer state, batch). Needs jax's CUDA
-plugin, as hlo_counts.py does.
+The size of a microbatch is the config's, so `batch.global_size` grows with their number. Prints a Markdown table: the
+saved activations (the buffers of a few slots), the buffers of deferred weight gradients, all temporary memory including
+these, and the arguments (weights, optimizer state, batch). Needs jax's CUDA plugin, like hlo_counts.py.
 """
 
 import argparse
@@ -49,7 +48,7 @@ TITLE = """| schedule | microbatches | slots | saved, GiB | deferred, GiB | temp
 
 
 def measure(path: str, overrides: list[str], gpus: int, schedule: str, microbatches: int) -> Row:
-    """Compiles the config's step with this schedule and so many microbatches of the config's size."""
+    """Compiles the config's step with this schedule and number of microbatches of the config's size."""
     batch = load_config(path, overrides).batch
     own = [
         f"pipeline.schedule={schedule}",
@@ -81,13 +80,13 @@ def _schedule(config: Config, gpus: int):
 
 
 def buffers(ops: list[hlo.Op], slots: int) -> list[hlo.Array]:
-    """What the loop over ticks carries with so many slots. Layers must not be in loops, but in one loop's body."""
+    """The buffers with `slots` slots in the carry of the loop over ticks. All layers must be in one loop's body."""
     carried = [[a for a in op.results if len(a.dims) > 1 and a.dims[0] == slots] for op in ops if op.kind == "while"]
     return max(carried, key=lambda arrays: sum(array.bytes for array in arrays), default=[])
 
 
 def whole_copies(ops: list[hlo.Op], buffers: set[hlo.Array]) -> Iterator[hlo.Op]:
-    """Operations in the loops whose result is a whole buffer, and that do not update a part of it in place.
+    """Operations in the loops whose result is a whole buffer and is not an update in place.
 
     A buffer of one slot may be written as a whole, but not by a copy.
     """

@@ -1,10 +1,10 @@
-"""Draws a traced train step of a pipeline below the schedule that was meant, as SVG.
+"""Draws a traced train step of a pipeline below its schedule, as SVG.
 
     python scripts/pipeline_picture.py TRACE --schedule zero_bubble --stages 4 --microbatches 8 --output PICTURE
 
-TRACE is a directory that jax.profiler wrote, or a file of kernels that `--save-rows` made of one.
-Above is the schedule with the costs given, below what each GPU did. Both fill the width, each in its own time. Kernels
-tell by their names what they belong to; those that do not are counted to the nearest that do.
+TRACE is a directory written by jax.profiler, or a file of kernels written by `--save-rows`. The upper part is the
+schedule with the given costs, the lower part the work of each GPU. Both fill the width, each with its own time scale.
+A kernel's operation follows from its name; other kernels are assigned to the nearest kernel with a known operation.
 """
 
 import argparse
@@ -58,7 +58,7 @@ Rows = dict[str, list[Kernel]]  # by GPU, such as /device:GPU:0
 
 
 def read(path: Path) -> Rows:
-    """The kernels of each GPU in order of time: of the last trace in a directory, or of a file of rows."""
+    """The kernels of each GPU in order of time, from the last trace in a directory or from a file of rows."""
     file = path
     if path.is_dir():
         traces = sorted(path.rglob("*.trace.json.gz"))
@@ -78,7 +78,7 @@ def read(path: Path) -> Rows:
 
 
 def read_events(events: Sequence[Mapping]) -> Rows:
-    """Of a trace's events: the other threads of a GPU repeat its streams by operation, module and step."""
+    """Kernels of a trace's events: the other threads of a GPU repeat its streams by operation, module and step."""
     gpus = {e["pid"]: e["args"]["name"] for e in events if e.get("name") == "process_name"}
     gpus = {pid: name for pid, name in gpus.items() if "GPU" in name}
     threads = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e.get("name") == "thread_name"}
@@ -93,7 +93,7 @@ def read_events(events: Sequence[Mapping]) -> Rows:
 
 
 def read_rows(content: Mapping[str, Iterable[Sequence]]) -> Rows:
-    """Of a file of rows: by GPU, each with start, duration, stream, name and operation."""
+    """Kernels of a file of rows: by GPU, each with start, duration, stream, name and operation."""
     rows = {}
     for gpu, own in content.items():
         rows[gpu] = [Kernel(float(s), float(d), str(stream), str(name), str(op)) for s, d, stream, name, op in own]
@@ -109,7 +109,7 @@ def save_rows(rows: Rows, path: Path) -> None:
     path.write_bytes(gzip.compress(json.dumps(rows).encode(), mtime=0))
 
 
-# What kernels belong to
+# The operations of kernels
 
 FORWARD, BACKWARD, WEIGHT, HEAD, OTHER, NCCL = "forward", "backward", "weight", "head", "other", "nccl"
 NEAR = 500.0  # µs: kernels without a telling name belong to a neighbour as near as this
@@ -117,7 +117,7 @@ GAP = 50.0  # µs: the longest between kernels of one box
 
 
 def kind_of(name: str) -> str:
-    """What a kernel belongs to, by its name alone; OTHER where this does not tell.
+    """The operation of a kernel, from its name only; OTHER if the name is not specific.
 
     Gradients of weights are matmuls that add to their result, and cuBLAS calls their layout NTT.
     """
@@ -137,7 +137,7 @@ def _is_matmul(name: str) -> bool:
 
 
 def kinds(kernels: Sequence[Kernel]) -> list[str]:
-    """What each of a GPU's kernels belongs to; they are in order of time.
+    """The operation of each of a GPU's kernels, which are in order of time.
 
     A matmul without a telling name goes with the nearest kernel that has one, not with gradients of weights and not
     beyond the start of an NCCL kernel, with which an operation ends. What is neither goes with the nearest matmul.
@@ -172,7 +172,7 @@ def _nearest(kernels: Sequence[Kernel], section: list[int], sure: list[int], i: 
 
 
 def _give_head_its_weights(kernels: Sequence[Kernel], found: list[str]) -> None:
-    """Gradients of weights that come right after the head's other matmuls are the head's."""
+    """Weight gradients right after the head's other matmuls belong to the head."""
     before = OTHER
     for i, kind in enumerate(found):
         if kind == WEIGHT and before == HEAD:
@@ -182,7 +182,7 @@ def _give_head_its_weights(kernels: Sequence[Kernel], found: list[str]) -> None:
 
 
 def boxes(kernels: Sequence[Kernel], zero: float) -> list[Box]:
-    """A GPU's kernels in few boxes: those of NCCL first, then those that compute."""
+    """A GPU's kernels merged into boxes: first those of NCCL, then those that compute."""
     pairs = list(zip(kernels, kinds(kernels), strict=True))
     communication = _grouped([(kernel, kind) for kernel, kind in pairs if kind == NCCL], zero)
     return [*communication, *_grouped([(kernel, kind) for kernel, kind in pairs if kind != NCCL], zero)]
@@ -203,7 +203,7 @@ def _grouped(pairs: Iterable[tuple[Kernel, str]], zero: float) -> Iterator[Box]:
 
 
 def step_of(rows: Rows) -> tuple[dict[str, list[Box]], float]:
-    """The boxes of each GPU, and how long the step took in ms."""
+    """The boxes of each GPU, and the step time in ms."""
     zero = min(kernel.start for kernels in rows.values() for kernel in kernels)
     end = max(kernel.end for kernels in rows.values() for kernel in kernels)
     return {gpu: boxes(kernels, zero) for gpu, kernels in rows.items()}, (end - zero) / 1e3
@@ -299,7 +299,7 @@ def _draw_gpu(root: ElementTree.Element, gpu: str, own: Sequence[Box], y: float,
 
 
 def described(rows: Rows) -> str:
-    """What each GPU did, in ms: a line each."""
+    """The times of each GPU in ms, one line each."""
     found, length = step_of(rows)
     lines = []
     for gpu, own in found.items():
@@ -312,7 +312,7 @@ def described(rows: Rows) -> str:
 
 
 def main(arguments: list[str]) -> int:
-    """Write the picture and say what each GPU did; exit status 2 and one sentence when that can't be."""
+    """Write the picture and print the times of each GPU; exit status 2 and one sentence if that is impossible."""
     with user_errors():
         options = _parser().parse_args(arguments)
         schedule, costs = drawing.chosen(options)
@@ -332,13 +332,13 @@ def main(arguments: list[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = drawing._Parser(
         prog="python scripts/pipeline_picture.py",
-        description="Draw a traced train step of a pipeline below the schedule that was meant. Costs are of one "
+        description="Draw a traced train step of a pipeline below its schedule. Costs are of one "
         "microbatch on a whole stage.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    parser.add_argument("trace", type=Path, metavar="TRACE", help="of jax.profiler, or a file of --save-rows")
+    parser.add_argument("trace", type=Path, metavar="TRACE", help="directory of jax.profiler, or file of --save-rows")
     parser.add_argument("--output", type=Path, required=True, metavar="SVG", help="the picture")
-    parser.add_argument("--save-rows", type=Path, metavar="FILE", help="keep the kernels, as .json.gz")
+    parser.add_argument("--save-rows", type=Path, metavar="FILE", help="store the kernels, as .json.gz")
     parser.add_argument("--schedule", default="1f1b", help=f"{', '.join(KINDS[:-1])} or {KINDS[-1]}")
     for name, size in (("stages", 4), ("microbatches", 8), ("rounds", 1)):
         parser.add_argument(f"--{name}", type=int, default=size, help="of the schedule")

@@ -1,9 +1,8 @@
-"""Real text that every machine has: the Python standard library's sources as `.bin/.idx`, with a tokenizer.
+"""Real text from any machine: the Python standard library's sources as `.bin/.idx`, with a tokenizer.
 
-Writes OUT/train.jsonl and valid.jsonl (every 20th file), OUT/tokenizer.json (byte-level BPE),
-OUT/train_text_document and valid_text_document, and last OUT/summary.json with token counts and the unigram
-entropy: what a model that knows nothing but token frequencies reaches on the validation set. A second run
-with the same options finds the work done.
+Writes OUT/train.jsonl and valid.jsonl (every 20th file), OUT/tokenizer.json (byte-level BPE), OUT/train_text_document
+and valid_text_document, and finally OUT/summary.json with token counts and the unigram entropy: the validation loss of
+a model that knows only token frequencies. A second run with the same options does nothing.
 """
 
 import argparse
@@ -39,7 +38,7 @@ def source_files(root: Path) -> list[Path]:
 
 
 def documents(site_packages: bool) -> Iterator[tuple[str, str]]:
-    """The name and text of every source that is UTF-8 and not empty."""
+    """The name and text of every non-empty UTF-8 source."""
     roots = [sysconfig.get_path("stdlib")]
     if site_packages:
         roots += sorted({sysconfig.get_path("purelib"), sysconfig.get_path("platlib")})
@@ -62,7 +61,7 @@ def write_text(out: Path, site_packages: bool) -> None:
 
 
 def train_tokenizer(out: Path, vocab_size: int) -> None:
-    """Trains a byte-level BPE on train.jsonl, or evenly chosen documents of it when it is large."""
+    """Trains a byte-level BPE on train.jsonl, or on evenly spaced documents if it is large."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     step = -(-(out / "train.jsonl").stat().st_size // TOKENIZER_BYTES)
@@ -82,7 +81,7 @@ def train_tokenizer(out: Path, vocab_size: int) -> None:
 
 
 def unigram_entropy(train: np.ndarray, valid: np.ndarray, vocab_size: int) -> float:
-    """Nats a token of `valid` under the token frequencies of `train`, each count one higher."""
+    """Nats per token of `valid` under the token frequencies of `train`, with add-one smoothing."""
     counts, occurrences = (_counts(tokens, vocab_size) for tokens in (train, valid))
     log_probabilities = np.log((counts + 1) / (counts.sum() + vocab_size))
     return float(-(occurrences * log_probabilities).sum() / occurrences.sum())
@@ -96,7 +95,7 @@ def _counts(tokens: np.ndarray, vocab_size: int) -> np.ndarray:
 
 
 def prepare(out: Path, options: dict, workers: int) -> dict:
-    """Does the work unless OUT holds it already; returns the summary."""
+    """Writes the files unless OUT already has them; returns the summary."""
     summary_path = out / "summary.json"
     if summary_path.is_file() and all((out / name).is_file() for name in FILES):
         summary = json.loads(summary_path.read_text())
@@ -144,7 +143,7 @@ def main() -> int:
         return 2
     for split in ("train", "valid"):
         print(f"{split}: {summary[f'{split}_documents']:,} documents, {summary[f'{split}_tokens']:,} tokens")
-    print(f"unigram entropy of valid: {summary['unigram_entropy']:.4f} nats a token")
+    print(f"unigram entropy of valid: {summary['unigram_entropy']:.4f} nats per token")
     return 0
 
 

@@ -4,15 +4,15 @@ set -euo pipefail
 help="usage: ./scripts/quickstart.sh [section.key=value ...]
 
 Trains a small Llama on the text of Python's standard library, prints a sample and draws the loss: about three
-minutes on two CPU cores, with the installation into .venv the first time. Start it again to continue a run that was
-stopped. Arguments override keys of configs/quickstart.yaml, for example run.steps=500."
+minutes on two CPU cores, including the first installation into .venv. Start it again to resume a stopped run.
+Arguments override keys of configs/quickstart.yaml, for example run.steps=500."
 
 for argument in "$@"; do
     case "$argument" in -h | --help) echo "$help" && exit ;; esac
 done
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh" train
 
-# Refuses a wrong override before the data are made.
+# An invalid override is an error before the data are written.
 config=$("$python" -m megajax.train configs/quickstart.yaml "$@" --print-config)
 run=$("$python" -c 'import sys, yaml; print(yaml.safe_load(sys.stdin)["run"]["dir"])' <<<"$config")
 data=runs/quickstart_data

@@ -1,4 +1,4 @@
-"""Runs docs/notebooks/first_steps.ipynb on eight virtual CPU devices and stores what its cells print.
+"""Runs docs/notebooks/first_steps.ipynb on eight virtual CPU devices and stores the outputs of its cells.
 
 python scripts/run_notebook.py
 """

@@ -3,8 +3,8 @@ set -euo pipefail
 
 help="usage: ./scripts/test.sh [pytest arguments]
 
-Without arguments: lint, types, floors and all tests, some 12 minutes on two cores. With arguments: pytest alone, with
-these arguments, for example -m smoke for the fastest tests, or tests/config. Installs into .venv what they need."
+Without arguments: lint, types, import rules and all tests, about 12 minutes on two cores. With arguments: only pytest
+with these arguments, for example -m smoke for the fastest tests, or tests/config. Installs their packages into .venv."
 
 case "${1:-}" in -h | --help) echo "$help" && exit ;; esac
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh" dev

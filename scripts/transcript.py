@@ -1,6 +1,6 @@
-"""Follows the README as a new user does, from clone to sampled text, and writes what appeared to docs/transcript.md.
+"""Runs the README's commands like a new user, from clone to sampled text, and writes docs/transcript.md.
 
-Clones the last commit into an empty directory and runs there the README's quick start and the commands of "Train your
+Clones the last commit into an empty directory. There it runs the README's quick start and the commands of "Train your
 own model", on 200 documents of the quick start's text and for a few steps. Takes some minutes and installs a .venv.
 """
 
@@ -16,7 +16,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 SECTION = "Train your own model"
 TEXT = "head -n 200 runs/quickstart_data/train.jsonl > data/my.jsonl"
-LONGEST = 36  # lines of a command's output; the middle of a longer one is left out
+LONGEST = 36  # lines of a command's output; longer outputs lose their middle
 HEAD = """# From clone to sampled text
 
 `python scripts/transcript.py` ran the README's commands in a new clone of commit {commit} and wrote this page, on
@@ -57,7 +57,7 @@ def _block(text: str, language: str) -> str:
 
 
 def shorten(output: str) -> str:
-    """At most `LONGEST` lines: of a long row of steps the first and the last two, then both ends of the whole."""
+    """At most `LONGEST` lines: the first and last two of a long row of steps, then both ends of the output."""
     lines, step = output.rstrip().splitlines(), re.compile(r"step +\d+/\d+ ")
     kept: list[str] = []
     for number, line in enumerate(lines):
@@ -72,7 +72,7 @@ def shorten(output: str) -> str:
 
 
 def follow(commands: list[str], directory: Path, hidden: dict[str, str]) -> str:
-    """Runs the commands in `directory`, as in one shell; the Markdown of commands, outputs and times.
+    """Runs the commands in `directory`, as in one shell; returns Markdown with commands, outputs and times.
 
     `hidden` are paths of this machine and the words that stand for them. A command that fails ends the script.
     """
