@@ -48,7 +48,7 @@ class LocalModel:
             config.kernels.context,
             kernels.fp8,
             kernels.elementwise,
-            dispatch=plan.dispatch,
+            dispatch=plan.collectives.dispatch,
             ragged=plan.hardware.platform != "cpu",
             experts_over=config.mesh.experts_over,
             grouped=kernels.grouped_matmul,
