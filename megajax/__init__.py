@@ -5,9 +5,9 @@
     config = megajax.load_config("configs/quickstart.yaml", ["run.steps=50"])
     trainer = megajax.Trainer(config)     # or the parts: build_mesh, TrainProgram
     trainer.run()
-    weights = megajax.load_weights(config.run.dir)  # of its newest checkpoint: names → NumPy arrays
+    weights = megajax.load_weights(config.run.dir)  # from the newest checkpoint: names → NumPy arrays
 
-Names that need jax are imported when they are first used, so that the XLA flags a config wants can be set before.
+Names that need jax are imported at their first use, so that a config's XLA flags can be set before.
 """
 
 from importlib import import_module

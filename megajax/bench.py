@@ -1,8 +1,8 @@
-"""The speed of configs: `python -m megajax.bench CONFIG [section.key=value ...]`.
+"""Measures the speed of configs: `python -m megajax.bench CONFIG [section.key=value ...]`.
 
-Each config is followed by its own overrides and runs in a process of its own, on synthetic tokens: 5 warm-up and 15
-timed steps. Prints a JSON line for each, then a table with the median and the spread. A CONFIG is a path, or the name
-of a file in configs/.
+Each config is followed by its overrides and runs in its own process, on synthetic tokens: 5 warm-up and 15 timed steps.
+The command prints a JSON line per config, then a table with median and spread. A CONFIG is a path, or the name of a
+file in configs/.
 """
 
 import argparse
@@ -43,13 +43,13 @@ def split_runs(arguments: list[str]) -> list[list[str]]:
         if "=" not in argument:
             runs.append([])
         elif not runs:
-            raise InputError(f"the override {argument} (the command line) follows no config: give a config before it.")
+            raise InputError(f"no config precedes the override {argument} (the command line): give a config first.")
         runs[-1].append(argument)
     return runs
 
 
 def config_path(name: str) -> Path:
-    """The file of a config that is given by its path or by its name in configs/. Raises InputError if there is none."""
+    """The file of a config, from its path or its name in configs/. Raises InputError if there is none."""
     named = CONFIGS / f"{name}.yaml"
     path = Path(name) if Path(name).is_file() or not named.is_file() else named
     if not path.is_file():
@@ -61,13 +61,13 @@ def config_path(name: str) -> Path:
 
 
 def synthetic_config(name: str, overrides: list[str], directory: str) -> Config:
-    """The config of `config_path(name)` on synthetic tokens, with nothing logged and `directory` as its run."""
+    """The config of `config_path(name)` on synthetic tokens, without TensorBoard, with `directory` as run directory."""
     fixed = ["data.kind=synthetic", f"run.dir={directory}", "logging.tensorboard=false"]
     return load_config(config_path(name), [*fixed, *overrides])
 
 
 def versions() -> dict[str, str | None]:
-    """Of jax and, on GPUs, of CUDA, cuDNN and the driver; None for what does not tell."""
+    """The versions of jax and, on GPUs, of CUDA, cuDNN and the driver; None if unknown."""
     import jax
     from jax._src.lib import cuda_versions
 
@@ -109,7 +109,7 @@ def bench(name: str, overrides: list[str]) -> dict:
         finished, losses = [], []
         running = trainer.train_step(trainer.next_batch())
         for step in range(1, steps + 1):
-            # The next step starts before the last one is waited for, so that the device never waits for the host.
+            # The next step starts before the host waits for the last one, so that the device never waits for the host.
             following = trainer.train_step(trainer.next_batch()) if step < steps else running
             losses.append(float(running["loss"]))
             finished.append(time.perf_counter())
@@ -138,7 +138,7 @@ def bench(name: str, overrides: list[str]) -> dict:
             "compile_seconds": trainer.compile_seconds,
             "loss": [losses[0], losses[-1]],
             "versions": versions(),
-            "flags": os.environ["XLA_FLAGS"].split(),  # the user's too
+            "flags": os.environ["XLA_FLAGS"].split(),  # including the user's
             "date": time.strftime("%Y-%m-%d"),
         }
 
@@ -160,9 +160,9 @@ def row(result: dict) -> str:
 
 
 def main(arguments: list[str]) -> int:
-    """Each run in a process of its own, then the table; the exit status."""
+    """Run each config in its own process, then print the table; returns the exit status."""
     parser = CommandParser("megajax.bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("runs", nargs="+", metavar="CONFIG [section.key=value ...]", help="what to measure")
+    parser.add_argument("runs", nargs="+", metavar="CONFIG [section.key=value ...]", help="configs to measure")
     parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)  # in the process of a run
     with user_errors():
         options = parser.parse_intermixed_args(arguments)
@@ -170,8 +170,8 @@ def main(arguments: list[str]) -> int:
         if options.one:
             print(json.dumps(bench(runs[0][0], runs[0][1:])))
             return 0
-        with warnings.catch_warnings(action="ignore"):  # the process of a run shows its own
-            for name, *overrides in runs:  # so that mistakes are found before anything runs
+        with warnings.catch_warnings(action="ignore"):  # each run's process prints its warnings
+            for name, *overrides in runs:  # to find mistakes before the first run
                 synthetic_config(name, overrides, "bench")
     table, failed = [f"| {' | '.join(COLUMNS)} |", "|" + "---|" * len(COLUMNS)], 0
     for run in runs:

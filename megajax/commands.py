@@ -1,6 +1,6 @@
-"""The `megajax` command: `megajax train …` runs what `python -m megajax.train …` runs.
+"""The `megajax` command: `megajax train …` is the same as `python -m megajax.train …`.
 
-A subcommand's module is imported when it runs: it sets XLA's flags before it starts jax.
+A subcommand's module is imported when it runs, because XLA's flags must be set before jax starts.
 """
 
 import difflib
@@ -37,6 +37,6 @@ def help_text() -> str:
             "",
             *lines,
             "",
-            "megajax COMMAND --help shows the arguments of a command.",
+            "megajax COMMAND --help lists the arguments of a command.",
         ]
     )

@@ -1,4 +1,4 @@
-"""What all commands share: their names, parsers whose errors are sentences, and how they end after a mistake."""
+"""Shared by all commands: their names, parsers whose errors are sentences, and the exit after a mistake."""
 
 import argparse
 import errno
@@ -12,30 +12,30 @@ from typing import NoReturn
 
 from megajax.errors import InputError, UserError
 
-ROOM, PERMISSION = "make room there", "choose a place that you may write to"
+SPACE, PERMISSION = "free disk space there", "choose a directory that you may write to"
 CURES = {
-    errno.ENOSPC: ROOM,
-    errno.EDQUOT: ROOM,
-    errno.EFBIG: ROOM,
+    errno.ENOSPC: SPACE,
+    errno.EDQUOT: SPACE,
+    errno.EFBIG: SPACE,
     errno.EACCES: PERMISSION,
     errno.EPERM: PERMISSION,
     errno.EROFS: PERMISSION,
 }
-INTERRUPTED = 130  # exit status after Ctrl-C, as shells have it
+INTERRUPTED = 130  # exit status after Ctrl-C, as in shells
 
-# subcommand: (the module whose main(arguments) it runs, what it does)
+# subcommand: (the module whose main(arguments) it runs, its help)
 COMMANDS = {
-    "train": ("megajax.train", "train a model as a config says, or resume its run"),
+    "train": ("megajax.train", "train the model of a config, or resume its run"),
     "generate": ("megajax.generate", "sample text from a run"),
     "plot": ("megajax.plot", "draw loss, learning rate and gradient norm of runs"),
     "bench": ("megajax.bench", "measure the speed of configs"),
-    "preprocess": ("megajax.data.preprocess", "turn JSON lines into the token files that training reads"),
-    "schema": ("megajax.config.json_schema", "write the JSON schema of configs, for editors"),
+    "preprocess": ("megajax.data.preprocess", "convert JSON lines to the token files for training"),
+    "schema": ("megajax.config.json_schema", "print the JSON schema of configs, for editors"),
 }
 
 
 def program_name(module: str) -> str:
-    """How the user called `module`: "megajax train", "python -m megajax train" or "python -m megajax.train"."""
+    """The user's call of `module`: "megajax train", "python -m megajax train" or "python -m megajax.train"."""
     called = Path(sys.argv[0])
     subcommand = next((name for name, (target, _) in COMMANDS.items() if target == module), "")
     if called.stem == "megajax":
@@ -46,7 +46,7 @@ def program_name(module: str) -> str:
 
 
 class CommandParser(argparse.ArgumentParser):
-    """The parser of a subcommand: its usage names the program as the user called it; errors are sentences.
+    """The parser of a subcommand: its usage names the program as in the user's call; errors are sentences.
 
     Call `parse_args` inside `user_errors`.
     """
@@ -55,16 +55,14 @@ class CommandParser(argparse.ArgumentParser):
         super().__init__(prog=program_name(module), allow_abbrev=False, **settings)
 
     def error(self, message: str) -> NoReturn:
-        raise InputError(f"{message}; {self.prog} --help shows what can be given.")
+        raise InputError(f"{message}; {self.prog} --help lists the arguments.")
 
 
 @contextmanager
 def user_errors() -> Iterator[None]:
-    """Around a command: a `UserError`, or a file that can't be written, is one sentence on stderr and exit status 2.
+    """Around a command: a `UserError`, or a file that cannot be written, is one sentence on stderr and exit status 2.
 
-    A warning is a line on stderr.
-
-    Ctrl-C ends the command with status 130.
+    A warning is one line on stderr. Ctrl-C ends the command with status 130.
     """
     with warnings.catch_warnings():
         warnings.showwarning = _warn_in_a_line
@@ -73,7 +71,7 @@ def user_errors() -> Iterator[None]:
             sys.stdout.flush()
         except UserError as error:
             _fail(str(error), 2)
-        except BrokenPipeError:  # of a pager that was closed, say
+        except BrokenPipeError:  # for example, a pager was closed
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             raise SystemExit(0) from None
         except OSError as error:

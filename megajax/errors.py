@@ -2,11 +2,11 @@
 
 
 class UserError(ValueError):
-    """A mistake that the user can correct; the message is one sentence that says how."""
+    """A mistake that the user can correct; the message is one sentence with the correction."""
 
 
 class ConfigError(UserError):
-    """A config key is unknown, has a bad value, or does not go together with another one."""
+    """A config key is unknown, has a bad value, or cannot be combined with another key."""
 
 
 class InputError(UserError):

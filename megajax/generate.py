@@ -1,4 +1,4 @@
-"""`python -m megajax.generate RUN --prompt TEXT`: a sample from a run's newest checkpoint, or a chosen one."""
+"""`python -m megajax.generate RUN --prompt TEXT`: a sample from a run's newest checkpoint, or from a given one."""
 
 import math
 import sys
@@ -12,7 +12,7 @@ from megajax.data.tokenizers import Tokenizer, end_of_document, load_tokenizer
 from megajax.errors import InputError
 from megajax.runtime import accept_missing_cuda
 
-ASKER = "RUN"  # the argument's name, in errors
+ARGUMENT = "RUN"  # the argument's name, in errors
 
 
 def generate(
@@ -20,10 +20,9 @@ def generate(
 ) -> str:
     """`prompt` and up to `num_tokens` tokens after it, sampled on one device.
 
-    From the newest checkpoint of a run, or from one `RUN/checkpoints/STEP`. Each token is computed from the whole text
-    before it, cut to the model's sequence length: no key/value cache. Ends early at an end-of-document token.
-    Temperature 0 takes the most likely token. Raises InputError for a checkpoint, tokenizer or prompt that can't be
-    used.
+    The weights are a run's newest checkpoint, or `RUN/checkpoints/STEP`. There is no key/value cache: each token is
+    computed from the whole text before it, cut to the model's sequence length. Stops at an end-of-document token.
+    Temperature 0 takes the most likely token. Raises InputError for an unusable checkpoint, tokenizer or prompt.
     """
     import jax
     import jax.numpy as jnp
@@ -33,14 +32,14 @@ def generate(
     from megajax.model import Transformer, bind, parameters
     from megajax.model.block import layer_state
 
-    run_dir, step = find_checkpoint(run_or_checkpoint, ASKER)
+    run_dir, step = find_checkpoint(run_or_checkpoint, ARGUMENT)
     config = config_of(run_dir)
     tokenizer = find_tokenizer(config, run_dir)
     last, name = tokenizer.end_of_document, config.data.end_of_document
     if name is not None:
         last = end_of_document(tokenizer, str(config.data.tokenizer), name, f"data.end_of_document={name}")
     tokens = encode(tokenizer, prompt)
-    # Without a capacity: the padding would take room of the text's.
+    # Without a capacity, because padding tokens would use it up.
     router = config.model.router.model_copy(update={"capacity_factor": None})
     model = Transformer(config.model.model_copy(update={"router": router}))
     device = SingleDeviceSharding(jax.devices()[0])
@@ -50,7 +49,7 @@ def generate(
 
     kept = {kind: abstract(own) for kind, own in layer_state(config.model).items()}
     shapes = abstract(parameters(model)), kept
-    params, state = restore_model(str(run_dir / "checkpoints" / str(step)), *shapes, config.model, ASKER)
+    params, state = restore_model(str(run_dir / "checkpoints" / str(step)), *shapes, config.model, ARGUMENT)
     length = config.batch.sequence_length
 
     @jax.jit
@@ -73,34 +72,34 @@ def config_of(run_dir: Path) -> Config:
     """The config of a run, without warnings about its training; InputError if there is none."""
     path = run_dir / "config.yaml"
     if not path.is_file():
-        raise InputError(f"{ASKER}={run_dir} has no config.yaml: give the directory of a run.")
+        raise InputError(f"{ARGUMENT}={run_dir} has no config.yaml: give the directory of a run.")
     with warnings.catch_warnings(action="ignore"):
         return load_config(path)
 
 
 def find_tokenizer(config: Config, run_dir: Path) -> Tokenizer:
-    """The tokenizer that a run was trained with, from whatever directory this is called.
+    """The tokenizer of a run's training, independent of the current directory if the run has a copy.
 
-    It is the run's own copy `tokenizer.json` (or `.model`), or else `data.tokenizer`, relative to the current directory
-    or to one above the run. Raises InputError if there is none, or one that does not fit the model.
+    It is the run's copy `tokenizer.json` (or `.model`), else `data.tokenizer` relative to the current directory or to a
+    directory above the run. Raises InputError if there is none, or if it does not fit the model.
     """
     spec = config.data.tokenizer
     if spec is None:
-        raise InputError(f"{run_dir}/config.yaml has no data.tokenizer, so tokens cannot become text: add one to it.")
+        raise InputError(f"{run_dir}/config.yaml has no data.tokenizer, so tokens cannot become text: add it.")
     if spec != "byte":
         copy = run_dir / f"tokenizer{Path(spec).suffix}"
-        places = [copy, Path(spec), *(directory / spec for directory in run_dir.resolve().parents)]
-        found = next((place for place in places if place.is_file()), None)
+        candidates = [copy, Path(spec), *(directory / spec for directory in run_dir.resolve().parents)]
+        found = next((path for path in candidates if path.is_file()), None)
         if found is None:
             raise InputError(
-                f"data.tokenizer={spec} ({run_dir}/config.yaml) was not found in the current directory nor above the "
+                f"data.tokenizer={spec} ({run_dir}/config.yaml) is neither in the current directory nor above the "
                 f"run: copy the file to {copy}."
             )
         spec = str(found)
     tokenizer = load_tokenizer(spec)
     if tokenizer.vocab_size > config.model.vocab_size:
         raise InputError(
-            f"the tokenizer {spec} has {tokenizer.vocab_size} tokens and the model {config.model.vocab_size}: "
+            f"the tokenizer {spec} has {tokenizer.vocab_size} tokens, but the model has {config.model.vocab_size}: "
             f"copy the tokenizer of the training to {run_dir / f'tokenizer{Path(spec).suffix}'}."
         )
     return tokenizer
@@ -118,11 +117,11 @@ def encode(tokenizer: Tokenizer, prompt: str) -> list[int]:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print a sample; the exit status."""
+    """Print a sample; returns the exit status."""
     parser = CommandParser("megajax.generate", description="Sample text from a run.")
-    parser.add_argument("run", metavar=ASKER, help="directory of a run, or RUN/checkpoints/STEP")
-    parser.add_argument("--prompt", required=True, help="text to go on from")
-    parser.add_argument("--tokens", type=int, default=100, help="how many tokens at most (default: 100)")
+    parser.add_argument("run", metavar=ARGUMENT, help="directory of a run, or RUN/checkpoints/STEP")
+    parser.add_argument("--prompt", required=True, help="text to continue")
+    parser.add_argument("--tokens", type=int, default=100, help="largest number of new tokens (default: 100)")
     parser.add_argument("--temperature", type=float, default=0.8, help="0 takes the most likely token (default: 0.8)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the sampling (default: 0)")
     with user_errors():
@@ -131,7 +130,7 @@ def main(argv: Sequence[str]) -> int:
             value = getattr(options, name)
             if value < 0 or not math.isfinite(value):
                 raise InputError(
-                    f"--{name}={value} is not a number from 0 up: give one, such as {parser.get_default(name)}."
+                    f"--{name}={value} is not a number of 0 or more: give one such as {parser.get_default(name)}."
                 )
         accept_missing_cuda()
         print(generate(options.run, options.prompt, options.tokens, options.temperature, options.seed))

@@ -1,8 +1,8 @@
 """Curves of runs, as PNG and SVG: `python -m megajax.plot RUN [RUN ...]`.
 
-One colour a run through all panels: training loss as a line and evaluation loss as dots; beneath, over the same axis,
-the differences from the first run where the losses of all runs coincide, the load of experts, the learning rate and
-the gradient norm.
+Each run has one colour in all panels. The first panel has the training loss as a line and the evaluation loss as dots.
+The panels below have the load of experts, the learning rate and the gradient norm, and, if the losses of all runs
+coincide, the differences from the first run.
 """
 
 import argparse
@@ -27,21 +27,21 @@ Curve = tuple[np.ndarray, np.ndarray]  # x and y
 Runs = Mapping[str, Sequence[Record]]  # by name
 
 UNITS = {"step": "step", "tokens": "tokens", "hours": "hours since the first logged step"}
-COINCIDING = 0.01  # runs whose median relative difference in loss is smaller can't be told apart in the loss panel
+COINCIDING = 0.01  # runs with a smaller median relative difference of the loss look the same in the loss panel
 WIDTH, LOSS_HEIGHT, PANEL_HEIGHT = 8.0, 4.0, 1.5  # inches
 
 
 def read_records(run_dir: Path) -> list[Record]:
-    """The lines of a run's metrics.jsonl; InputError if it can't be read or has no logged step.
+    """The lines of a run's metrics.jsonl; InputError if it cannot be read or has no logged step.
 
-    A last line without its end is left out: the run is writing it, or was killed in it.
+    An incomplete last line is ignored: the run is writing it, or was killed while writing.
     """
     path = run_dir / "metrics.jsonl"
     try:
         lines = path.read_text().split("\n")[:-1]
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "not text"
-        raise InputError(f"{path} cannot be read ({reason}): give the directory of a run that has metrics.") from None
+        raise InputError(f"{path} cannot be read ({reason}): give the directory of a run with metrics.") from None
     records = []
     for number, line in enumerate(lines, start=1):
         try:
@@ -58,11 +58,11 @@ def read_records(run_dir: Path) -> list[Record]:
 
 
 def curve(name: str, records: Sequence[Record], key: str, x: str = "step") -> Curve:
-    """(x, value) of the records of the run `name` that have `key`, in order; null is left out."""
+    """(x, value) of the records of the run `name` that have `key`, in order, without null values."""
     chosen = [record for record in records if record.get(key) is not None]
     values = np.array([record[key] for record in chosen], float)
     steps = np.array([record["step"] for record in chosen], float)
-    if x == "tokens":  # lines of an evaluation have the step alone
+    if x == "tokens":  # lines of evaluations have the step only
         counted = np.array([(0, 0), *((r["step"], r["tokens"]) for r in records if "tokens" in r)], float)
         return np.interp(steps, counted[:, 0], counted[:, 1]), values
     if x == "hours":
@@ -73,7 +73,7 @@ def curve(name: str, records: Sequence[Record], key: str, x: str = "step") -> Cu
 
 
 def smoothed(values: np.ndarray, smooth: float) -> np.ndarray:
-    """Means over the `smooth` logged steps around each; below 1, exponential ones of this weight over earlier steps."""
+    """Means over the `smooth` logged steps around each; with `smooth` below 1 exponential means of earlier steps."""
     if smooth >= 1:
         sums, count, indices = np.cumsum(np.insert(values, 0, 0.0)), int(smooth), np.arange(len(values))
         starts = np.maximum(indices - (count - 1) // 2, 0)
@@ -87,7 +87,7 @@ def smoothed(values: np.ndarray, smooth: float) -> np.ndarray:
 
 
 def differences(runs: Runs, x: str) -> dict[str, Curve]:
-    """|loss − the first run's| / the first run's, by run; empty unless the curves of all runs coincide."""
+    """|loss − first run's loss| / first run's loss, by run; empty unless the curves of all runs coincide."""
     losses = {name: dict(zip(*curve(name, records, "loss"), strict=True)) for name, records in runs.items()}
     (first, reference), *others = losses.items()
     positions = dict(zip(reference, curve(first, runs[first], "loss", x)[0], strict=True))
@@ -101,7 +101,7 @@ def differences(runs: Runs, x: str) -> dict[str, Curve]:
 
 
 def draw(runs: Runs, *, x: str = "step", smooth: float = 0.0, baseline: float | None = None) -> Figure:
-    """The picture of some runs; `baseline` is a dashed line in the loss panel."""
+    """The picture of the runs; `baseline` is a dashed line in the loss panel."""
     colors = dict(zip(runs, _colors(len(runs)), strict=True))
 
     def draw_key(axes: Axes, key: str) -> None:
@@ -109,12 +109,12 @@ def draw(runs: Runs, *, x: str = "step", smooth: float = 0.0, baseline: float | 
             axes.plot(*curve(name, records, key, x), color=colors[name], linewidth=1)
 
     panels: list[tuple[str, Callable[[Axes], None]]] = []
-    if apart := differences(runs, x):
+    if ratios := differences(runs, x):
 
         def draw_differences(axes: Axes) -> None:
-            for name, points in apart.items():
+            for name, points in ratios.items():
                 axes.plot(*points, color=colors[name], linewidth=1)
-            if any(values.any() for _, values in apart.values()):
+            if any(values.any() for _, values in ratios.values()):
                 axes.set_yscale("log")
 
         panels.append((f"relative difference\nfrom {next(iter(runs))}", draw_differences))
@@ -172,7 +172,7 @@ def _colors(count: int) -> list[Any]:
 
 
 def write(figure: Figure, stem: Path) -> list[Path]:
-    """Write `stem`.png and .svg, the same bytes for the same figure; returns their paths. InputError if it fails."""
+    """Write `stem`.png and .svg, deterministically; returns their paths. InputError if it fails."""
     paths = [stem.with_name(f"{stem.name}.{kind}") for kind in ("png", "svg")]
     try:
         stem.parent.mkdir(parents=True, exist_ok=True)
@@ -185,7 +185,7 @@ def write(figure: Figure, stem: Path) -> list[Path]:
 
 
 def names_of(run_dirs: Sequence[Path]) -> list[str]:
-    """A name for each run: its directory's, with as many of those above it as tell it from the others."""
+    """A unique name for each run: its directory's name, with as many parent directories as necessary."""
     parts = [run_dir.resolve().parts for run_dir in run_dirs]
 
     def name(own: tuple[str, ...]) -> str:
@@ -197,7 +197,7 @@ def names_of(run_dirs: Sequence[Path]) -> list[str]:
 
 
 def describe(name: str, records: Sequence[Record], baseline: float | None) -> str:
-    """One sentence on the losses of a run, with the baseline."""
+    """One sentence about the losses of a run, with the baseline."""
     steps, loss = curve(name, records, "loss")
     text = f"{name}: training loss {loss[-1]:.3f} at step {steps[-1]:.0f}"
     steps, loss = curve(name, records, "eval_loss")
@@ -216,23 +216,25 @@ def add_drawing_arguments(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=0.0,
         metavar="N",
-        help="training loss as a mean over N logged steps; from 0 to below 1 an exponential mean of this weight",
+        help="mean of the training loss over N logged steps; below 1: exponential mean with this weight",
     )
-    parser.add_argument("--baseline", type=float, metavar="LOSS", help="a dashed line: the text's unigram entropy")
+    parser.add_argument(
+        "--baseline", type=float, metavar="LOSS", help="draw a dashed line, such as the text's unigram entropy"
+    )
 
 
 def check_drawing_arguments(options: argparse.Namespace) -> dict[str, Any]:
-    """The arguments of `draw`; InputError for those that make no picture."""
+    """The arguments of `draw`; InputError for invalid ones."""
     smooth, baseline = options.smooth, options.baseline
     if not (0 <= smooth < 1 or (math.isfinite(smooth) and smooth == int(smooth) and smooth > 0)):
-        raise InputError(f"--smooth={smooth:g} is neither a whole number of steps nor a weight from 0 to below 1.")
+        raise InputError(f"--smooth={smooth:g} is neither a whole number of steps nor a weight of 0 to below 1.")
     if baseline is not None and not math.isfinite(baseline):
         raise InputError(f"--baseline={baseline} is not a loss: give a number of nats per token.")
     return {"x": options.x, "smooth": smooth, "baseline": baseline}
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Write the pictures and a sentence on each run; the exit status."""
+    """Write the pictures and print a sentence about each run; returns the exit status."""
     parser = CommandParser("megajax.plot", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="directory of a run")
     add_drawing_arguments(parser)
@@ -240,7 +242,7 @@ def main(arguments: Sequence[str]) -> int:
         "--output",
         type=Path,
         metavar="FILE",
-        help="writes FILE.png and FILE.svg (default: RUN/loss, of several runs loss in this directory)",
+        help="write FILE.png and FILE.svg (default: RUN/loss; for several runs loss in this directory)",
     )
     with user_errors():
         options = parser.parse_args(arguments)

@@ -21,7 +21,7 @@ from megajax.mesh import mesh_sizes, within_processes
 from megajax.ops import fp8
 from megajax.ops.fp8 import Implementation as Fp8Implementation
 from megajax.runtime import permutations_are_copied
-from megajax.sharding import NON_BLOCK_AXES, stored_layers
+from megajax.sharding import EMPTY, NON_BLOCK_AXES, stored_layers
 
 CHUNK_BYTES = 2**31  # of a chunk's FP32 logits
 
@@ -119,7 +119,7 @@ class StepPlan:
     sizes: Mapping[str, int]  # of all axes
     hardware: Hardware
     kernels: Kernels
-    slots: tuple[LayerKind, ...]  # of layers on every virtual stage of the pipeline
+    layer_slots: tuple[LayerKind, ...]  # of layers on every virtual stage of the pipeline
     unrolling: Unrolling
     segments: tuple[Segment, ...]  # of the slots
 
@@ -191,6 +191,18 @@ class StepPlan:
     def layer_table(self) -> np.ndarray:
         """Which layer lies in which slot, `[P, R, slots]` (`sharding.stored_layers`)."""
         return stored_layers(self.config, self.sizes["pipeline"])
+
+    @cached_property
+    def first_layers(self) -> np.ndarray:
+        """The layer in the first slot of each virtual stage, or that would be if the slot were not empty, `[P, R]`.
+
+        If the layers of other slots do not follow from it, those of all slots, `[P, R, slots]`: where layers of two
+        kinds leave slots empty between them.
+        """
+        table = self.layer_table
+        first = np.where(table == EMPTY, EMPTY - table.size, table - np.arange(len(self.layer_slots)))
+        follow = (first == first.max(axis=2, keepdims=True)) | (table == EMPTY)
+        return first.max(axis=2) if follow.all() else table
 
     @property
     def is_pipelined(self) -> bool:

@@ -11,12 +11,12 @@ from megajax.runtime import prepare_environment, process_start_time
 
 
 def main(argv: list[str]) -> int:
-    """Train as the command line says; the exit status."""
+    """Train with the config of the command line; returns the exit status."""
     with user_errors(), _interrupts_end_the_process():
         config = parse_command_line(argv, "megajax.train")
         flags = prepare_environment(config)
 
-        # jax reads its environment when it starts: everything that imports it comes after.
+        # jax reads its environment when it starts, so modules that import it are imported here.
         from megajax.mesh import start_processes
         from megajax.training.loop import Trainer
 
@@ -26,9 +26,9 @@ def main(argv: list[str]) -> int:
 
 @contextlib.contextmanager
 def _interrupts_end_the_process() -> Iterator[None]:
-    """Ctrl-C ends the process wherever it is, in a compilation too, except while the trainer saves and stops."""
+    """Ctrl-C ends the process immediately, even in a compilation, except while the trainer handles it."""
     before = None
-    with contextlib.suppress(ValueError):  # signals belong to the main thread
+    with contextlib.suppress(ValueError):  # only the main thread may set signal handlers
         before = signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
         yield

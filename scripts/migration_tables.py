@@ -16,7 +16,7 @@ TABLES = {
     "torchtitan": ("", other_names.TORCHTITAN),
     "Hugging Face": ("", other_names.HUGGING_FACE),
 }
-# Our key, Megatron's flag and its default, what to write here to get that.
+# Our key, Megatron's flag and its default, our value for this default.
 DEFAULTS = (
     ("model.tie_embeddings", "`--untie-embeddings-and-output-weights`: not set, so tied", "`true`"),
     ("model.norm", "`--normalization`: `LayerNorm`", "`layernorm`"),
@@ -24,7 +24,7 @@ DEFAULTS = (
     (
         "model.ffn_hidden_size",
         "4 × hidden size; with `--swiglu` 8/3 × hidden size, rounded down to a multiple of 64",
-        "the number; our default has 3/2 of the weights with `swiglu`",
+        "the width; with `swiglu` our default has 3/2 of the weights",
     ),
     ("model.position", "`--position-embedding-type`: `learned_absolute`", "`learned`"),
     ("model.attention_bias", "`--disable-bias-linear`: not set, so biases", "`true`"),
@@ -45,7 +45,7 @@ DEFAULTS = (
 
 
 def table(prefix: str, rows: tuple[OtherName, ...]) -> str:
-    """A row for each setting: their names, what to write here."""
+    """A row for each setting: the other framework's names, our key or note."""
     lines = ["| there | here |", "|---|---|"]
     for row in rows:
         names = ", ".join(f"`{prefix}{name}`" for name in row.names)
@@ -57,7 +57,7 @@ def table(prefix: str, rows: tuple[OtherName, ...]) -> str:
 def defaults() -> str:
     """A row for each default that differs from Megatron-LM's."""
     fields = dict(keys())
-    lines = ["| key | default here | default in Megatron-LM | write for the latter |", "|---|---|---|---|"]
+    lines = ["| key | default here | default in Megatron-LM | value here for Megatron's default |", "|---|---|---|---|"]
     for key, theirs, value in DEFAULTS:
         extra = fields[key].json_schema_extra
         ours = extra["derived"] if isinstance(extra, dict) else show(fields[key].default)
@@ -66,7 +66,7 @@ def defaults() -> str:
 
 
 def updated(page: str) -> str:
-    """The page with all tables between their markers written again."""
+    """The page with all tables between their markers rewritten."""
     tables = {name: table(*arguments) for name, arguments in TABLES.items()} | {"defaults": defaults()}
     for name, text in tables.items():
         begin, end = f"<!-- {name}: written by scripts/migration_tables.py -->\n", f"<!-- end of {name} -->"

@@ -19,7 +19,7 @@ import hlo
 from megajax.config import Config, load_config
 from megajax.config.checks import check_mesh
 from megajax.console import user_errors
-from megajax.parallel.pipeline.schedules import KINDS, assign_slots, make_schedule
+from megajax.parallel.pipeline.schedules import KINDS, assign_buffer_slots, make_schedule
 from megajax.plan.compile import compile_for_h200
 from megajax.training.step import TrainProgram
 
@@ -59,7 +59,7 @@ def measure(path: str, overrides: list[str], gpus: int, schedule: str, microbatc
     config = load_config(path, [*overrides, *own])
     step = compile_for_h200(TrainProgram.build, config, gpus)
     ops, memory = hlo.parse(step.text), step.memory
-    slots = assign_slots(_schedule(config, gpus))
+    slots = assign_buffer_slots(_schedule(config, gpus))
     saved = [array for op in ops if op.target == "AllocateBuffer" for array in op.results]
     deferred = buffers(ops, slots.deferred_slots) if slots.deferred_slots else []
     return Row(

@@ -147,9 +147,9 @@ def test_configs_are_found_by_path_and_by_name(tmp_path):
     [
         (["llama3_8b_l9"], "there is no config llama3_8b_l9 (the command line): did you mean llama3_8b_l8?"),
         (["nowhere/x.yaml"], "there is no config nowhere/x.yaml (the command line): give the path of a YAML file"),
-        (["run.steps=3", "llama3_1b"], "the override run.steps=3 (the command line) follows no config"),
+        (["run.steps=3", "llama3_1b"], "no config precedes the override run.steps=3 (the command line)"),
         (["llama3_1b", "model.num_layer=3"], "did you mean model.num_layers?"),
-        ([], "python -m megajax.bench --help shows what can be given."),
+        ([], "python -m megajax.bench --help lists the arguments."),
     ],
 )
 def test_mistakes_are_a_sentence_before_anything_runs(arguments, sentence, capsys):

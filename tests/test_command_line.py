@@ -145,7 +145,7 @@ def save_first_state() -> None:
 def test_a_checkpoint_of_another_model_is_refused_on_resume(place, refuse):
     save_first_state()
     sentence = refuse("model.num_layers=2")
-    assert says(sentence, "model.num_layers=1", "model.num_layers=1, and this run has 2", str(place / "run"))
+    assert says(sentence, "model.num_layers=1", "model.num_layers=1, but this run has 2", str(place / "run"))
 
 
 def test_a_checkpoint_of_another_model_is_refused_as_first_weights(place, refuse):

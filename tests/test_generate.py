@@ -60,7 +60,7 @@ def test_a_run_and_one_of_its_checkpoints_go_on_with_the_likeliest_token(trainer
 
 def test_numbers_below_0_and_no_numbers_are_refused(trainer, refuse):
     for option in ("--tokens=-1", "--temperature=-1.0", "--temperature=nan", "--temperature=inf", "--seed=-3"):
-        assert f"{option} is not a number from 0 up" in refuse(trainer.run_dir, "--prompt", "a", option)
+        assert f"{option} is not a number of 0 or more" in refuse(trainer.run_dir, "--prompt", "a", option)
     assert "invalid int value: 'many'" in refuse(trainer.run_dir, "--prompt", "a", "--tokens", "many")
 
 
@@ -88,7 +88,7 @@ def test_the_tokenizer_is_found_from_anywhere(tmp_path, monkeypatch, refuse):
     def found() -> list[int]:
         return generate.find_tokenizer(generate.config_of(run), run).encode("yes")
 
-    assert f"data.tokenizer=data/t.json ({run}/config.yaml) was not found" in refuse(run, "--prompt", "a")
+    assert f"data.tokenizer=data/t.json ({run}/config.yaml) is neither in" in refuse(run, "--prompt", "a")
     words("no", "no2", "yes").save(str(tmp_path / "work/data/t.json"))
     assert found() == [2], "above the run"
     words("no", "yes").save("data/t.json")
@@ -96,7 +96,7 @@ def test_the_tokenizer_is_found_from_anywhere(tmp_path, monkeypatch, refuse):
     words("yes").save(str(run / "tokenizer.json"))
     assert found() == [0], "the run's own"
     words(*map(str, range(300))).save(str(run / "tokenizer.json"))
-    assert "has 300 tokens and the model 257" in refuse(run, "--prompt", "a")
+    assert "has 300 tokens, but the model has 257" in refuse(run, "--prompt", "a")
     (run / "config.yaml").write_text(CONFIG.replace(", tokenizer: byte", ""))
     assert "has no data.tokenizer" in refuse(run, "--prompt", "a")
     shutil.rmtree(run / "checkpoints/1")

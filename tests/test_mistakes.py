@@ -88,7 +88,7 @@ TYPED = {
         "mesh.data=2 uses 2 of 8 devices (@): make the product 8, or set one axis to -1, such as mesh.data=-1."
     ),
     "mesh.data=16": (
-        "mesh.data=16 needs 16 devices, and there are 8 (@): make the product 8, or set one axis to -1, such"
+        "mesh.data=16 needs 16 devices, but there are 8 (@): make the product 8, or set one axis to -1, such"
         " as mesh.data=-1."
     ),
     "mesh.fsdp=-1": (
@@ -132,7 +132,7 @@ TYPED = {
         " model.experts_per_token=16): use 8 or less."
     ),
     "precision.fp8.recipe=current model.hidden_size=72 model.head_dim=16": (
-        "precision.fp8.recipe=current needs multiples of 16, and model.hidden_size=72 is not one (@): change"
+        "precision.fp8.recipe=current needs multiples of 16, but model.hidden_size=72 is not one (@): change"
         " it, or set precision.fp8.recipe=none."
     ),
     "remat.group=2 remat.policy=selective": (

@@ -1,8 +1,8 @@
-"""One small adapter around orbax's CheckpointManager.
+"""An adapter around orbax's CheckpointManager.
 
-A checkpoint holds plain trees of canonical arrays and a JSON description; nothing about the mesh enters it. The
-description is compared before any array is read, so that a checkpoint of another model is one sentence, not orbax's
-thousand lines.
+A checkpoint holds plain trees of canonical arrays and a JSON description, both independent of the mesh. The description
+is compared before any array is read, so that the error for a checkpoint of another model is one sentence instead of
+orbax's thousand lines.
 """
 
 import logging
@@ -22,9 +22,9 @@ from megajax.config.kinds import MOE
 from megajax.config.tree import show
 from megajax.errors import InputError, UserError
 
-EXPERTS = "experts"  # what MoE layers keep, in a checkpoint
+EXPERTS = "experts"  # name of the MoE layers' state in a checkpoint
 SUBDIRECTORY = "checkpoints"
-# What of the router makes it another network; the rest balances it in training.
+# Router keys that change the network's function; the others only balance the load in training.
 ROUTER_OF_NETWORK = (
     "score_function",
     "pre_softmax",
@@ -38,7 +38,7 @@ ROUTER_OF_NETWORK = (
 
 @dataclass(frozen=True)
 class SaveOutcome:
-    """How a save ended: its step, bytes of arrays, seconds that training waited for it; why it failed."""
+    """The result of a save: its step, bytes of arrays, seconds that training waited for it, reason of a failure."""
 
     step: int
     size: int
@@ -67,13 +67,13 @@ class Checkpoints:
         return self._manager.latest_step()
 
     def reload(self) -> None:
-        """Look at the directory again, after others changed it."""
+        """Read the directory again after a change by others."""
         self._manager.reload()
 
     def save(self, step: int, tree: Any, description: dict[str, Any]) -> None:
         """Start writing a tree of arrays and its description; returns as soon as the arrays are copied to the host.
 
-        `outcome` tells how it ended, and must have been asked after the save before.
+        `outcome` has the result; it must have been called for the previous save.
         """
         assert self._started is None, "ask for the outcome of the last save first"
         args = ocp.args.Composite(
@@ -84,13 +84,13 @@ class Checkpoints:
         start, error = time.perf_counter(), None
         try:
             if not self._manager.save(step, args=args):
-                error = f"a checkpoint of step {self.latest_step} stands already"
-        except Exception as problem:  # whatever orbax and the file system raise
+                error = f"a checkpoint of step {self.latest_step} already exists"
+        except Exception as problem:  # any error of orbax or the file system
             error = reason(problem)
         self._started = SaveOutcome(step, size, time.perf_counter() - start, error)
 
     def outcome(self, wait: bool = False) -> SaveOutcome | None:
-        """How the last save ended, once; None while it is under way (unless `wait`), or if there is nothing to tell."""
+        """The result of the last save, once; None while it runs (unless `wait`), or if there is no new result."""
         if self._started is None:
             return None
         if not wait and self._started.error is None and self._manager.is_saving_in_progress():
@@ -105,8 +105,8 @@ class Checkpoints:
         if error is not None:
             if jax.process_index() == 0:
                 for part in self.directory.glob(f"{started.step}.orbax-checkpoint-tmp*"):
-                    shutil.rmtree(part, ignore_errors=True)  # or it would go on filling the disk
-            self._manager.reload()  # orbax has forgotten the checkpoint that the failed one was to replace
+                    shutil.rmtree(part, ignore_errors=True)  # otherwise it would keep filling the disk
+            self._manager.reload()  # orbax has forgotten the old checkpoint that the failed save should replace
         return SaveOutcome(started.step, started.size, waited, error)
 
     def describe(self, step: int) -> dict[str, Any]:
@@ -120,12 +120,12 @@ class Checkpoints:
         return self._manager.restore(step, args=args)["state"]
 
     def wait(self) -> None:
-        """Until the last save is on disk. Raises InputError if it failed."""
+        """Wait until the last save is on disk. Raises InputError if it failed."""
         outcome = self.outcome(wait=True)
         if outcome is not None and outcome.error is not None:
             raise InputError(
                 f"the checkpoint of step {outcome.step} could not be saved in {self.directory} ({outcome.error}): "
-                "make room there, or choose another run.dir."
+                "free disk space there, or choose another run.dir."
             )
 
     def close(self) -> None:
@@ -137,12 +137,12 @@ class Checkpoints:
 
 
 def _is_news(record: logging.LogRecord) -> bool:
-    """Whether a line of asyncio's log is about anything but the parts of a save that fail after the first."""
+    """Whether a line of asyncio's log is not about a further failed part of a save."""
     return "exception was never retrieved" not in record.getMessage()
 
 
 def reason(error: BaseException) -> str:
-    """Why a save or a restore failed, in a few words."""
+    """The short reason why a save or a restore failed."""
     text = str(error).strip() or type(error).__name__
     known = (
         "No space left on device",
@@ -155,11 +155,11 @@ def reason(error: BaseException) -> str:
 
 
 def describe_model(model: ModelConfig) -> dict[str, Any]:
-    """What makes two models the same network; rates of training may change from run to run."""
+    """The settings that define the network; training rates are excluded, since they may change between runs."""
     training_only = {"dropout", "init_std", "depth_scaled_init", "z_loss"}
     description = model.model_dump(mode="json", exclude=training_only)
     router = description.pop("router")
-    if model.num_experts is None:  # as checkpoints described dense models before there were others
+    if model.num_experts is None:  # the form of dense models' descriptions before experts existed
         return {name: value for name, value in description.items() if "expert" not in name}
     return description | {f"router.{name}": router[name] for name in ROUTER_OF_NETWORK}
 
@@ -169,45 +169,41 @@ def complete_steps(run_dir: str | Path) -> list[int]:
     return sorted(int(path.name) for path in (Path(run_dir) / SUBDIRECTORY).glob("*") if path.name.isdigit())
 
 
-def find_checkpoint(path: str | Path, asker: str, place: str = "") -> tuple[Path, int]:
+def find_checkpoint(path: str | Path, setting: str, location: str = "") -> tuple[Path, int]:
     """(run directory, step) of one checkpoint `RUN/checkpoints/STEP`, or of the newest complete one of a run.
 
-    `asker` names the setting that `path` comes from, `place` where it was set. Raises InputError if there is none.
+    `setting` is the key or argument that gave `path`, `location` where it was set. Raises InputError if there is none.
     """
-    given = Path(path)
+    given, shown = Path(path), f"{setting}={path}{location}"
     one = given.parent.name == SUBDIRECTORY and given.name.isdigit()
     run_dir = given.parent.parent if one else given
     if not (run_dir / SUBDIRECTORY).is_dir():
-        raise InputError(
-            f"{asker}={path}{place} has no {SUBDIRECTORY}: give the directory of a run, or RUN/{SUBDIRECTORY}/STEP."
-        )
+        raise InputError(f"{shown} has no {SUBDIRECTORY}: give the directory of a run, or RUN/{SUBDIRECTORY}/STEP.")
     steps = complete_steps(run_dir)
     if not steps:
-        raise InputError(f"{asker}={path}{place} has no complete checkpoint: give another run.")
+        raise InputError(f"{shown} has no complete checkpoint: give another run.")
     if one and int(given.name) not in steps:
-        raise InputError(
-            f"{asker}={path}{place} does not exist: {run_dir} has checkpoints of steps {', '.join(map(str, steps))}."
-        )
+        raise InputError(f"{shown} does not exist: {run_dir} has checkpoints of steps {', '.join(map(str, steps))}.")
     return run_dir, int(given.name) if one else steps[-1]
 
 
 def compare_descriptions(
-    saved: dict[str, Any], mine: dict[str, Any], place: str, keys: tuple[str, ...], other: str
+    saved: dict[str, Any], mine: dict[str, Any], checkpoint: str, keys: tuple[str, ...], other: str
 ) -> None:
-    """Raise InputError where a checkpoint's description differs from this run's under one of `keys`.
+    """Raise InputError if a checkpoint's description differs from this run's in one of `keys`.
 
-    `place` says which checkpoint, `other` what else than changing the key would help.
+    `checkpoint` names it in the error, `other` the correction besides changing the key.
     """
-    # A checkpoint from before a model key existed had what is its default today.
+    # A checkpoint that is older than a model key was saved with the key's default.
     defaults = {"model": {name: field.default for name, field in ModelConfig.model_fields.items()}}
     for key in keys:
         for name in {**saved[key], **mine[key]}:
             theirs, ours = saved[key].get(name, defaults.get(key, {}).get(name)), mine[key].get(name)
-            if name == "layer_pattern" and theirs:  # saved as it was written, before patterns were shortened
+            if name == "layer_pattern" and theirs:  # older checkpoints have the pattern as the user wrote it
                 theirs = list(shortest_pattern(tuple(theirs), saved[key]["num_layers"]))
             if theirs != ours:
                 raise InputError(
-                    f"{place} was saved with {key}.{name}={show(theirs)}, and this run has {show(ours)}: "
+                    f"{checkpoint} was saved with {key}.{name}={show(theirs)}, but this run has {show(ours)}: "
                     f"set {key}.{name}={show(theirs)}, or {other}."
                 )
 
@@ -217,41 +213,41 @@ def restore_model(
     params: Mapping[str, jax.ShapeDtypeStruct],
     layer_state: Mapping[str, Mapping[str, jax.ShapeDtypeStruct]],
     model: ModelConfig,
-    asker: str,
-    place: str = "",
+    setting: str,
+    location: str = "",
 ) -> tuple[dict[str, jax.Array], dict[str, dict[str, jax.Array]]]:
-    """Parameters and what layers keep besides, by kind of block and name.
+    """Parameters by name, and the layer state by kind of block and name.
 
-    Of the newest checkpoint of a run, or of one `RUN/checkpoints/STEP`. `asker` names the setting that `path` comes
-    from, `place` where it was set. Raises InputError if there is none, or of another model.
+    They are from the newest checkpoint of a run, or from `RUN/checkpoints/STEP`. `setting` is the setting that gave
+    `path`, `location` where it was set. Raises InputError if there is no checkpoint, or if it is of another model.
     """
-    run_dir, step = find_checkpoint(path, asker, place)
+    run_dir, step = find_checkpoint(path, setting, location)
     checkpoints = Checkpoints(run_dir, keep=2**31, keep_every=None)
     mine = {"model": describe_model(model)}
     item = checkpoints.directory / str(step) / "state"
     abstract = {"params": params} | saved_layer_state(layer_state)
     try:
         saved = checkpoints.describe(step)
-        compare_descriptions(saved, mine, f"{asker}={path}{place}", ("model",), "name another run")
+        compare_descriptions(saved, mine, f"{setting}={path}{location}", ("model",), "name another run")
         with ocp.PyTreeCheckpointer() as reader:
             restore_args = ocp.checkpoint_utils.construct_restore_args(abstract)
             args = ocp.args.PyTreeRestore(abstract, restore_args=restore_args, partial_restore=True)  # type: ignore[call-arg]
             restored = reader.restore(item, args=args)
     except (UserError, jax.errors.JaxRuntimeError):
         raise
-    except Exception as error:  # whatever orbax raises
+    except Exception as error:  # any error of orbax
         older = [good for good in complete_steps(run_dir) if good < step]
         cure = f"try {run_dir / SUBDIRECTORY / str(older[-1])}" if older else "name another run"
-        raise InputError(f"{asker}={path}{place}: {item.parent} is damaged ({reason(error)}): {cure}.") from None
+        raise InputError(f"{setting}={path}{location}: {item.parent} is damaged ({reason(error)}): {cure}.") from None
     finally:
         checkpoints.close()
     return restored.pop("params"), loaded_layer_state(restored)
 
 
 def saved_layer_state(state: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """What layers keep, by kind of block and name → as checkpoints have it: MoE layers' under "experts", by bare name.
+    """Layer state by kind of block and name → its form in checkpoints: MoE layers' under "experts", by bare name.
 
-    Kinds without any are left out.
+    Kinds without state are left out.
     """
     bare = {name.removeprefix("moe."): a for name, a in state.get(MOE, {}).items()}
     others = {kind: dict(own) for kind, own in state.items() if kind != MOE and own}
@@ -259,7 +255,7 @@ def saved_layer_state(state: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[
 
 
 def loaded_layer_state(saved: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """The way back."""
+    """The inverse of `saved_layer_state`."""
     others = {kind: dict(own) for kind, own in saved.items() if kind != EXPERTS}
     experts = {f"moe.{name}": a for name, a in saved.get(EXPERTS, {}).items()}
     return others | ({MOE: experts} if experts else {})

@@ -1,4 +1,4 @@
-"""Parameters of a checkpoint as NumPy arrays, whatever devices wrote them and whatever devices are here."""
+"""Parameters of a checkpoint as NumPy arrays, independent of the devices that wrote them and of those here."""
 
 from pathlib import Path
 
@@ -15,13 +15,12 @@ def load_weights(run_or_checkpoint: str | Path) -> dict[str, np.ndarray]:
     """The parameters of a run's newest checkpoint, or of one `RUN/checkpoints/STEP`, by their canonical names.
 
     Layers of one kind are stacked: `blocks.dense.attention.query` is [layers, D, N, H]. The vocabulary is padded to a
-    multiple of `model.vocab_multiple`. Reads nothing but parameters and does not start jax; dtypes are
-    those of `precision.params`, bfloat16 as ml_dtypes has it. Raises InputError if there is no such checkpoint or it is
-    damaged.
+    multiple of `model.vocab_multiple`. Reads only parameters (float32 in megajax's checkpoints) and does not start jax.
+    Raises InputError if there is no such checkpoint or it is damaged.
     """
     run_dir, step = find_checkpoint(run_or_checkpoint, "run_or_checkpoint")
     item = (run_dir / SUBDIRECTORY / str(step) / "state").resolve()
-    # Not by orbax, which starts jax, and with it takes a GPU's memory.
+    # Without orbax, because it starts jax, which reserves GPU memory.
     store = {"driver": "ocdbt", "base": {"driver": "file", "path": f"{item}/"}}
     try:
         keys = tensorstore.KvStore.open(store).result().list().result()
@@ -33,7 +32,7 @@ def load_weights(run_or_checkpoint: str | Path) -> dict[str, np.ndarray]:
         }
         reads = {name: array.result().read() for name, array in opened.items()}
         weights = {name: read.result() for name, read in reads.items()}
-    except ValueError as error:  # as tensorstore calls all that can go wrong
+    except ValueError as error:  # tensorstore raises it for all failures
         raise InputError(
             f"{item.parent} is damaged ({str(error).splitlines()[0][:200]}): give another checkpoint."
         ) from None

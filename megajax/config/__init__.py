@@ -1,4 +1,4 @@
-"""The config: its schema, how it is loaded, and what is checked before anything is compiled."""
+"""The config: its schema, its loading, and the checks before anything is compiled."""
 
 from megajax.config.fields import AXES
 from megajax.config.load import help_text, load_config

@@ -1,4 +1,4 @@
-"""Which combinations of settings can run, and what the mesh must divide."""
+"""Checks of combinations of settings, and of divisibility by the mesh."""
 
 import math
 from pathlib import Path
@@ -11,11 +11,11 @@ from megajax.config.pipeline_checks import check_stages
 from megajax.config.schema import Config
 from megajax.config.sentences import at_most, counted, divisors, fail, format_axis, format_keys, listed, value, warn
 
-MOST_TOKENS = 2**30  # per step: counts of tokens are 32-bit numbers, and a host holds a few arrays of them
+MOST_TOKENS = 2**30  # per step: counts of tokens are 32-bit numbers, and a host holds a few arrays of this length
 
 
 def check(config: Config) -> None:
-    """Refuse combinations that can run on no mesh (`ConfigError`); warn about settings without effect."""
+    """Raise `ConfigError` for combinations that can run on no mesh; warn about settings without effect."""
     sizes = _sizes(config)
     _check_axes(config, sizes)
     check_experts(config)
@@ -36,7 +36,7 @@ def check(config: Config) -> None:
 
 
 def check_mesh(config: Config, num_devices: int, num_processes: int = 1) -> dict[str, int]:
-    """Sizes in axis order with -1 filled in; refuses what the mesh does not divide (`ConfigError`).
+    """Sizes in axis order with -1 filled in; raises `ConfigError` if the mesh does not fit the config.
 
     `num_devices` is the number of devices of all `num_processes` processes together.
     """
@@ -55,7 +55,7 @@ def check_mesh(config: Config, num_devices: int, num_processes: int = 1) -> dict
 
 
 def _sizes(config: Config) -> dict[str, int]:
-    """Sizes before the devices are known: 1 for an axis of -1."""
+    """Sizes before the number of devices is known: 1 for an axis of -1."""
     fills = [f"mesh.{axis}" for axis in AXES if getattr(config.mesh, axis) == -1]
     if len(fills) > 1:
         problem = f"{format_keys(config, *fills)} cannot share the remaining devices"
@@ -67,24 +67,24 @@ def _fill(config: Config, num_devices: int, num_processes: int) -> dict[str, int
     sizes = _sizes(config)
     larger = [f"mesh.{axis}" for axis in AXES if sizes[axis] > 1]
     product = math.prod(sizes.values())
-    product_said = " x ".join(format_keys(config, key) for key in larger) or "the default mesh"
+    factors = " x ".join(format_keys(config, key) for key in larger) or "the default mesh"
     each = f" ({num_processes} processes with {num_devices // num_processes} each)" if num_processes > 1 else ""
     devices = counted(num_devices, "device") + each
     free = [axis for axis in AXES if getattr(config.mesh, axis) == -1]
     if free and num_devices % product:
         cure = "use sizes whose product is" if len(larger) > 1 else "use"
-        fail(config, f"{product_said} does not divide {devices}", f"{cure} {listed(divisors(num_devices))}", *larger)
+        fail(config, f"{factors} does not divide {devices}", f"{cure} {listed(divisors(num_devices))}", *larger)
     if free:
         return sizes | {free[0]: num_devices // product}
     if product != num_devices:
         few = f"uses {product} of {devices}"
-        many = f"needs {product} devices, and there {'is' if num_devices == 1 else 'are'} {num_devices}{each}"
+        many = f"needs {product} devices, but there {'is' if num_devices == 1 else 'are'} {num_devices}{each}"
         cure = f"make the product {num_devices}, or set one axis to -1, such as mesh.data=-1"
-        fail(config, f"{product_said} {few if product < num_devices else many}", cure, *larger)
+        fail(config, f"{factors} {few if product < num_devices else many}", cure, *larger)
     return sizes
 
 
-# What the mesh must divide
+# Divisibility by the mesh
 
 
 def _check_axes(config: Config, sizes: dict[str, int]) -> None:
@@ -135,7 +135,7 @@ def _check_local_batch(config: Config, sizes: dict[str, int]) -> None:
 
 
 def _check_context(config: Config, sizes: dict[str, int]) -> None:
-    """Each device has two chunks of every sequence, and for all-to-all some of the heads."""
+    """Each device has two chunks of every sequence, and with all-to-all some of the heads."""
     context, model = sizes["context"], config.model
     if context == 1:
         return
@@ -178,20 +178,20 @@ def _check_fp8_shapes(config: Config, sizes: dict[str, int]) -> None:
     for shape, width in widths.items():
         if width % 16:
             found = "is not one" if shape.endswith(f"={width}") else f"is {width}"
-            problem = f"{format_keys(config, recipe)} needs multiples of 16, and {shape} {found}"
+            problem = f"{format_keys(config, recipe)} needs multiples of 16, but {shape} {found}"
             fail(config, problem, f"change it, or set {recipe}=none", recipe)
     gated = 2 if model.activation in ("swiglu", "geglu") else 1
     attention = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
-    # The limit does not hold for the kernels of experts.
+    # The kernels of experts do not have this limit.
     mlp = max([0, *(getattr(model, key) for key in mlp_widths(model) if key != "expert_ffn_hidden_size")])
     widest = max(gated * mlp, attention) // tensor
     if tokens * widest >= 2**31:
-        problem = f"{format_keys(config, recipe)} can quantise fewer than 2^31 numbers at once, and a microbatch"
+        problem = f"{format_keys(config, recipe)} can quantise fewer than 2^31 numbers at once, but a microbatch"
         problem += f" on one device has {tokens} tokens of {widest} numbers"
         fail(config, problem, "raise batch.num_microbatches", recipe)
 
 
-# What no mesh can run
+# Combinations that no mesh can run
 
 
 def _check_heads(config: Config) -> None:
@@ -300,7 +300,7 @@ def _check_schedule(config: Config) -> None:
     tail = schedule.wsd_decay_steps or 0
     if schedule.kind == "wsd" and schedule.warmup_steps + tail > schedule.decay_steps:
         keys = ("schedule.wsd_decay_steps", "schedule.warmup_steps", decay)
-        problem = f"{format_keys(config, *keys[:2])} do not fit into {format_keys(config, decay)}"
+        problem = f"{format_keys(config, *keys[:2])} together are more than {format_keys(config, decay)}"
         fail(config, problem, "shorten one of them", *keys)
 
 
@@ -329,11 +329,11 @@ def _check_data(config: Config) -> None:
 
 
 def _check_run_dir(config: Config) -> None:
-    """XLA gets the absolute path as a flag."""
+    """The path must have no spaces, because XLA gets it as a flag."""
     path = str(Path(config.run.dir).resolve())
     if config.run.deterministic and any(character.isspace() for character in path):
         deterministic, run_dir = (format_keys(config, key) for key in ("run.deterministic", "run.dir"))
-        problem = f"{deterministic} passes a path in {run_dir} to XLA as a flag, and a flag"
+        problem = f"{deterministic} passes a path in {run_dir} to XLA as a flag, but a flag"
         problem += f" cannot contain the space in {path}"
         fail(config, problem, "choose a run.dir without spaces", "run.dir", "run.deterministic")
 
@@ -342,11 +342,11 @@ def _check_run_dir(config: Config) -> None:
 
 
 def _warn_without_effect(config: Config) -> None:
-    """One warning for each key that was set to another value than its default although nothing reads it."""
+    """Warn about each key that differs from its default but is not read."""
     model, schedule, data, logging = config.model, config.schedule, config.data, config.logging
     fp8, pipeline = config.precision.fp8, config.pipeline
     indexed = data.kind == "indexed"
-    apart = ("data.reset_attention", "data.reset_positions", "data.mask_end_of_document_loss")
+    document_keys = ("data.reset_attention", "data.reset_positions", "data.mask_end_of_document_loss")
     no_valid_share = data.split is not None and float(data.split.split(",")[1]) == 0
     rules = [
         (
@@ -363,7 +363,7 @@ def _warn_without_effect(config: Config) -> None:
         (config.optimizer.kind == "lion", "optimizer.kind", ("optimizer.epsilon",)),
         (config.remat.policy == "none", "remat.policy", ("remat.layers",)),
         (config.mesh.pipeline == 1, "mesh.pipeline", tuple(f"pipeline.{name}" for name in type(pipeline).model_fields)),
-        (_experts_stay(config), f"mesh.{config.mesh.experts_over[0]}", ("kernels.dispatch", "mesh.experts_over")),
+        (_experts_undivided(config), f"mesh.{config.mesh.experts_over[0]}", ("kernels.dispatch", "mesh.experts_over")),
         (model.num_experts is None, "model.num_experts", ("kernels.grouped_matmul",)),
         (config.mesh.context == 1, "mesh.context", ("kernels.context",)),
         (indexed and data.valid is None and data.split is None, "data.valid", ("run.eval_interval",)),
@@ -386,11 +386,11 @@ def _warn_without_effect(config: Config) -> None:
         (
             not indexed and data.synthetic_documents is None,
             "data.synthetic_documents",
-            apart,
+            document_keys,
         ),
         (not model.router.expert_bias, "model.router.expert_bias", ("model.router.bias_update_rate",)),
         (model.router.num_groups == 1, "model.router.num_groups", ("model.router.groups_per_token",)),
-        (not any(value(config, key) for key in apart), "data.reset_attention", ("data.synthetic_documents",)),
+        (not any(value(config, key) for key in document_keys), "data.reset_attention", ("data.synthetic_documents",)),
     ]
     for applies, reason, keys in rules:
         for key in keys if applies else ():
@@ -403,7 +403,7 @@ def _warn_without_effect(config: Config) -> None:
                 )
 
 
-def _experts_stay(config: Config) -> bool:
+def _experts_undivided(config: Config) -> bool:
     """Whether every device has all experts."""
     return all(getattr(config.mesh, axis) == 1 for axis in config.mesh.experts_over)
 

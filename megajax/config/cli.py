@@ -1,10 +1,10 @@
-"""The command line that all entry points share: CONFIG, overrides, --print-config, --diff, --help."""
+"""The command line that all commands share: CONFIG, overrides, --print-config, --diff, --help."""
 
 import difflib
 import re
 from collections.abc import Sequence
 
-from megajax.config.difference import apart, from_defaults
+from megajax.config.difference import between, from_defaults
 from megajax.config.load import help_text, load_config, overview, suggestion
 from megajax.config.schema import Config
 from megajax.console import CommandParser, program_name
@@ -14,7 +14,7 @@ OPTIONS = ("--print-config", "--diff", "--help")
 
 
 def parse_command_line(argv: Sequence[str], program: str) -> Config:
-    """The config that `argv` asks for; call it inside `user_errors`.
+    """The config from the arguments `argv`; call it inside `user_errors`.
 
     Prints and exits with status 0 for --help, --print-config and --diff; raises `UserError`. `program` is the module's
     name, such as "megajax.train".
@@ -27,20 +27,20 @@ def parse_command_line(argv: Sequence[str], program: str) -> Config:
         add_help=False,
     )
     parser.add_argument("config", metavar="CONFIG.yaml", nargs="?", help="the run, described in YAML")
-    parser.add_argument("overrides", metavar="section.key=value", nargs="*", help="keys with other values")
-    parser.add_argument("--print-config", action="store_true", help="print the resolved config and stop")
+    parser.add_argument("overrides", metavar="section.key=value", nargs="*", help="overrides of single keys")
+    parser.add_argument("--print-config", action="store_true", help="print the resolved config and exit")
     parser.add_argument(
         "--diff",
         metavar="OTHER.yaml",
         nargs="?",
         const="",
-        help="print only the keys that differ from the defaults, or from another config",
+        help="print the keys that differ from the defaults, or from another config, and exit",
     )
     parser.add_argument(
-        "-h", "--help", metavar="SECTION", nargs="?", const="", help="print this, or the keys of a section"
+        "-h", "--help", metavar="SECTION", nargs="?", const="", help="print this help, or the keys of a section"
     )
     options = parser.parse_intermixed_args(_known_options(argv, parser.usage or ""))
-    # An option's value that is none goes where it belongs: `--diff run.yaml`, `--help run.yaml`.
+    # A config or an override after an option is not the option's value: `--diff run.yaml`, `--help run.yaml`.
     words = [word for word in (options.config, *options.overrides) if word is not None]
     if options.help and (_is_override(options.help) or options.help.endswith((".yaml", ".yml"))):
         words, options.help = [*words, options.help], ""
@@ -56,7 +56,7 @@ def parse_command_line(argv: Sequence[str], program: str) -> Config:
     config = load_config(path, words)
     if options.diff is not None:
         other = load_config(options.diff) if options.diff else None
-        print(from_defaults(config) if other is None else apart(config, other, path, options.diff), end="")
+        print(from_defaults(config) if other is None else between(config, other, path, options.diff), end="")
         raise SystemExit(0)
     if options.print_config:
         print(config.to_yaml(), end="")
@@ -69,7 +69,7 @@ def _is_override(argument: str) -> bool:
 
 
 def _known_options(argv: Sequence[str], usage: str) -> list[str]:
-    """`argv`, unless it has an option that we do not: then a sentence that says what to write."""
+    """`argv`; for an unknown option an error with the correction."""
     for i, argument in enumerate(argv):
         option, equals, value = argument.partition("=")
         if not argument.startswith("--") or option in OPTIONS:

@@ -1,4 +1,4 @@
-"""What a config sets apart from the defaults, and where two configs differ."""
+"""Differences between a config and the defaults, and between two configs."""
 
 from typing import Any
 
@@ -18,10 +18,10 @@ REQUIRED: tuple[tuple[str, ...], ...] = (
 
 
 def from_defaults(config: Config) -> str:
-    """The shortest YAML that loads to an equal config: what has no default or another value than it."""
+    """The shortest YAML that loads to an equal config: keys without a default, or with another value."""
     wanted = config.model_dump(mode="json")
     chosen: dict[tuple[str, ...], Any] = {path: _at(wanted, path) for path in REQUIRED}
-    # A key may decide the defaults of others, so one is added at a time, and what became unnecessary is removed.
+    # A key may change the defaults of others, so keys are added one at a time, and unnecessary ones are removed.
     while differing := _differences(wanted, _resolved(chosen)):
         chosen[differing[0][0]] = differing[0][1]
     for path in [path for path in chosen if path not in REQUIRED]:
@@ -32,7 +32,7 @@ def from_defaults(config: Config) -> str:
     return yaml.dump(_nested(dict(ordered)), Dumper=Dumper, sort_keys=False, width=10**6)
 
 
-def apart(one: Config, other: Config, name: str, other_name: str) -> str:
+def between(one: Config, other: Config, name: str, other_name: str) -> str:
     """A table of the keys with different values in two configs."""
     rows = [
         (".".join(path), show(mine), show(theirs))
@@ -73,9 +73,9 @@ def _at(tree: Any, path: tuple[str, ...]) -> Any:
 
 
 def _order(tree: Any, path: tuple[str, ...]) -> list[int]:
-    """Where `path` stands in `tree`, to sort by."""
-    places = []
+    """The position of `path` in `tree`, as a sort key."""
+    positions = []
     for key in path:
-        places.append(list(tree).index(key))
+        positions.append(list(tree).index(key))
         tree = tree[key]
-    return places
+    return positions

@@ -20,7 +20,7 @@ REMOVE = "remove one of them"
 
 
 def check_experts(config: Config) -> None:
-    """Refuse settings of experts that can run on no mesh (`ConfigError`)."""
+    """Raise `ConfigError` for settings of experts that can run on no mesh."""
     model = config.model
     if model.num_experts is None:
         _check_dense(config)
@@ -55,7 +55,7 @@ def check_experts(config: Config) -> None:
 
 
 def check_experts_on_mesh(config: Config, sizes: dict[str, int]) -> None:
-    """Refuse a mesh that cannot divide the experts."""
+    """Raise `ConfigError` for a mesh that cannot divide the experts."""
     model, name, axes = config.model, format_axis(config, sizes, "expert"), config.mesh.experts_over
     if model.num_experts is None:
         if sizes["expert"] > 1:
@@ -64,7 +64,7 @@ def check_experts_on_mesh(config: Config, sizes: dict[str, int]) -> None:
         return
     if sizes["expert"] > 1 and "expert" not in axes:
         key = "mesh.experts_over"
-        problem = f"{name} has no experts to divide with {format_keys(config, key)}"
+        problem = f"{name} divides no experts, because {format_keys(config, key)} does not contain expert"
         fail(config, problem, f"add expert to {key}, or use mesh.data", "mesh.expert", key)
     if model.num_experts % config.expert_shards(sizes):
         larger = [axis for axis in axes if sizes[axis] > 1]

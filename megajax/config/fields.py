@@ -6,10 +6,10 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, model_validator
 
 AXES = ("pipeline", "data", "fsdp", "expert", "context", "tensor")
-BATCH_AXES = ("data", "fsdp", "expert")  # that the sequences of a batch are divided over
+BATCH_AXES = ("data", "fsdp", "expert")  # axes that divide the sequences of a batch
 
-# Upper limits are far above any sensible value. They turn a slip of the keyboard into a sentence: larger counts would
-# overflow 32 bits, exhaust the host's memory, or keep a check busy for minutes.
+# Upper limits are far above any sensible value, to catch typing errors: larger counts would overflow 32 bits, exhaust
+# the host's memory, or make a check run for minutes.
 INT32 = 2**31 - 1
 Count = Annotated[int, Field(ge=1, le=INT32)]
 CountOrZero = Annotated[int, Field(ge=0, le=INT32)]
@@ -32,7 +32,7 @@ Text = Annotated[str, Field(min_length=1)]
 
 
 def derived(rule: Callable[[dict[str, Any]], Any], shown: str, description: str) -> Any:
-    """A key whose default follows from keys above it, as `shown` says in words; null means the default."""
+    """A key whose default is `rule` of the keys above it, `shown` in words; null means the default."""
     return Field(default_factory=rule, description=description, json_schema_extra={"derived": shown})
 
 
@@ -61,7 +61,7 @@ def _split_weights(value: str) -> str:
 def shortest_pattern[Kind](pattern: tuple[Kind, ...], num_layers: int) -> tuple[Kind, ...]:
     """The shortest pattern that gives each of `num_layers` layers the same kind as `pattern` repeated.
 
-    A pattern longer than the model stays as it is: a check refuses it.
+    A pattern longer than the model is returned unchanged; a check raises the error.
     """
     if len(pattern) > num_layers:
         return pattern
@@ -77,7 +77,7 @@ def _shortest(pattern: tuple[str, ...] | None, info: ValidationInfo) -> tuple[st
 
 
 def path_or_sources(value: Any) -> Any:
-    """`value`, unless it lists paths in another way than {prefix, weight}: then an error with the list to write."""
+    """`value`; for a list of paths in another form than {prefix, weight} an error with the correct list."""
     words = value.split() if isinstance(value, str) else value
     if isinstance(words, dict) and "prefix" not in words and all(map(_number, words.values())):
         words = [word for path, weight in words.items() for word in (weight, path)]  # {path: weight}
@@ -117,7 +117,7 @@ LayerPattern = Annotated[
 
 
 class Section(BaseModel):
-    """What all sections share: nothing unknown, nothing converted, nothing changed later."""
+    """Base class of all sections: no unknown keys, no conversion of types, immutable."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 

@@ -12,7 +12,7 @@ def main(argv: list[str]) -> int:
     """Print the schema; the exit status."""
     parser = CommandParser(
         "megajax.config.json_schema",
-        description="Print the JSON schema of config files, with which editors complete and check keys.",
+        description="Print the JSON schema of config files. Editors use it to complete and check keys.",
     )
     with user_errors():
         parser.parse_args(argv)
@@ -23,7 +23,7 @@ def main(argv: list[str]) -> int:
 def json_schema() -> dict[str, Any]:
     """The JSON schema of a config file.
 
-    Nothing is required, since an included file or the command line may set it, and a section may be empty.
+    No key is required, since an included file or the command line may set it, and a section may be empty.
     """
     schema = Config.model_json_schema()
     for definition in (schema, *schema["$defs"].values()):
@@ -33,7 +33,7 @@ def json_schema() -> dict[str, Any]:
             definition["properties"][key] = _field(field)
     sections = {name: {"anyOf": [section, {"type": "null"}]} for name, section in schema["properties"].items()}
     include = {
-        "description": "File or files that come first, relative to this one.",
+        "description": "File or files that are read before this one; paths are relative to this file.",
         "anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}],
     }
     return schema | {
@@ -45,7 +45,7 @@ def json_schema() -> dict[str, Any]:
 
 
 def _field(field: dict[str, Any]) -> dict[str, Any]:
-    """A key's schema: null and the rule where the default follows from other keys."""
+    """A key's schema; a derived key also accepts null, and its description has the rule."""
     rule = field.pop("derived", None)
     field.pop("title", None)
     if rule is None:

@@ -8,9 +8,9 @@ DENSE, MOE = "dense", "moe"
 
 
 class LayerKind(NamedTuple):
-    """What a layer's program depends on."""
+    """The properties of a layer that its program depends on."""
 
-    block: str  # "dense", "moe", or a kind from elsewhere: which parts it has (`model.block.KINDS`)
+    block: str  # "dense", "moe" or a registered kind: the key of its parts in `model.block.KINDS`
     window: int | None  # number of tokens that it attends to; None: all
 
     @property
@@ -25,7 +25,7 @@ def layer_kinds(model: ModelConfig) -> tuple[LayerKind, ...]:
 
 
 def block_layers(model: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """The layers of each kind of block that the model has."""
+    """The layers of each kind of block in the model."""
     blocks = [kind.block for kind in layer_kinds(model)]
     return {name: tuple(i for i, block in enumerate(blocks) if block == name) for name in sorted(set(blocks))}
 
@@ -36,7 +36,7 @@ def expert_layers(model: ModelConfig) -> tuple[int, ...]:
 
 
 def mlp_widths(model: ModelConfig) -> tuple[str, ...]:
-    """The keys of `model` that are widths of the MLPs and experts that it has."""
+    """The keys of `model` for the widths of its MLPs and experts."""
     dense = ("ffn_hidden_size",) if DENSE in block_layers(model) else ()
     return dense + (("shared_expert_ffn_hidden_size", "expert_ffn_hidden_size") if model.num_experts else ())
 

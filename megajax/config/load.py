@@ -1,7 +1,8 @@
-"""Reads a config: YAML with includes, overrides on top, every mistake as one sentence with its place."""
+"""Loads a config: YAML files with includes, then overrides; every mistake is one sentence with its location."""
 
 import difflib
 import re
+import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
@@ -18,7 +19,7 @@ from megajax.errors import ConfigError
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
-    """The config in file `path` with `overrides` ("section.key=value") on top, resolved and checked.
+    """The config in file `path`, changed by `overrides` ("section.key=value"), resolved and checked.
 
     Raises `ConfigError`; warns about settings without effect.
     """
@@ -28,18 +29,30 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     for section in Config.model_fields:
         if tree.values.get(section) is None:
             tree.values[section] = {}
+    _drop_removed_key(tree)
     try:
         config = Config.model_validate(tree.values)
     except ValidationError as error:
         raise ConfigError(_sentence(error, tree, str(path))) from None
-    config._places.update(tree.places)
+    config._locations.update(tree.locations)
     check(config)
     return config
 
 
+def _drop_removed_key(tree: Tree) -> None:
+    """Accept `precision.params: float32`, which each `config.yaml` of an earlier version contains, with a warning."""
+    precision = tree.values["precision"]
+    if isinstance(precision, dict) and precision.get("params") == "float32":
+        del precision["params"]
+        location = tree.locations["precision.params"]
+        warnings.warn(
+            f"precision.params has no effect ({location}): remove it, the format is always float32.", stacklevel=3
+        )
+
+
 def help_text(part: str = "all") -> str:
-    """A key or the keys of a section, or all, with documentation, type and default. `ConfigError` if there is none."""
-    lines = ["Keys of the config, written section.key=value here and nested in YAML:"]
+    """A key, the keys of a section, or all keys, with meaning, type and default. `ConfigError` if there is none."""
+    lines = ["Config keys, as section.key=value on the command line, nested in YAML files:"]
     for section, info in Config.model_fields.items():
         shown = [
             f"  {key}  {field.description} [{_type_name(field.annotation)}, {_default(field)}]"
@@ -53,14 +66,14 @@ def help_text(part: str = "all") -> str:
 
 
 def overview() -> str:
-    """The sections, and how to see their keys."""
+    """The list of sections."""
     width = max(map(len, Config.model_fields)) + 2
     lines = [f"  {name:{width}}{info.annotation.__doc__}" for name, info in Config.model_fields.items()]
-    return "\n".join(["Sections of the config:", *lines, "", "--help SECTION shows its keys, --help all every key.\n"])
+    return "\n".join(["Config sections:", *lines, "", "--help SECTION shows its keys, --help all shows all keys.\n"])
 
 
 def keys(model: type[BaseModel] = Config, prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
-    """Every dotted key of the schema with its field, in order; N stands for an index into a list."""
+    """Every dotted key of the schema with its field, in order; N is an index into a list."""
     for name, field in model.model_fields.items():
         if prefix:
             yield f"{prefix}{name}", field
@@ -70,7 +83,7 @@ def keys(model: type[BaseModel] = Config, prefix: str = "") -> Iterator[tuple[st
 
 
 def _class_in(annotation: Any, index: str = "") -> tuple[type[BaseModel] | None, str]:
-    """The section class somewhere in a field's type, and "N." if it is a list's items."""
+    """The section class inside a field's type, and "N." if it is the type of a list's items."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation, index
     if get_origin(annotation) is tuple:
@@ -95,33 +108,33 @@ def _type_name(annotation: Any) -> str:
 def _default(field: FieldInfo) -> str:
     if isinstance(field.json_schema_extra, dict):
         return f"default: {field.json_schema_extra['derived']}"
-    if field.default_factory is not None:  # a section within a section: its keys have the defaults
+    if field.default_factory is not None:  # a subsection: its keys have defaults of their own
         return "default: {}"
     return "required" if field.is_required() else f"default: {show(field.default)}"
 
 
 def _sentence(error: ValidationError, tree: Tree, path: str) -> str:
-    """The first mistake; unknown keys first, since a misspelt key is then missing elsewhere."""
+    """The sentence about the first mistake; unknown keys come first, because a misspelt key is also a missing one."""
     mistakes = [item for item in error.errors(include_url=False) if item["type"] != "default_factory_not_called"]
     mistakes.sort(key=lambda item: item["type"] != "extra_forbidden")
     mistake = mistakes[0]
     key = ".".join(str(part) for part in mistake["loc"] if not str(part).startswith("~"))
-    place = _place(key, tree, path)
+    location = _location(key, tree, path)
     if mistake["type"] == "extra_forbidden":
         return _unknown(key, mistake["input"], tree, path)
     if mistake["type"] == "missing":
-        return f"{key} is not set ({place}): add it{_meaning(key)}."
+        return f"{key} is not set ({location}): add it{_meaning(key)}."
     problem, cure = _problem(mistake)
     first = next((name for name, _ in keys() if name.startswith(f"{_with_n(key)}.")), "")
     cure = cure.replace("{first}", key + first.removeprefix(_with_n(key)))
-    return f"{key}={show(mistake['input'])} {problem} ({place}): {cure}."
+    return f"{key}={show(mistake['input'])} {problem} ({location}): {cure}."
 
 
-def _place(key: str, tree: Tree, path: str) -> str:
-    """Where `key`, or a part of it, or else the nearest thing around it stands."""
-    below = (place for name, place in tree.places.items() if name == key or name.startswith(f"{key}."))
+def _location(key: str, tree: Tree, path: str) -> str:
+    """The location of `key` or of a key below it; else of the nearest key above it."""
+    below = (location for name, location in tree.locations.items() if name == key or name.startswith(f"{key}."))
     parent = key.rpartition(".")[0]
-    return next(below, None) or (_place(parent, tree, path) if parent else path)
+    return next(below, None) or (_location(parent, tree, path) if parent else path)
 
 
 def _meaning(key: str) -> str:
@@ -130,23 +143,23 @@ def _meaning(key: str) -> str:
 
 
 def _with_n(key: str) -> str:
-    """The key as the schema has it: with N for an index."""
+    """The key with N instead of indices, as in the schema."""
     return re.sub(r"\.\d+(?=\.|$)", ".N", key)
 
 
 def _unknown(key: str, value: Any, tree: Tree, path: str) -> str:
-    """Names our key for an unknown one; of an unknown section, for its first key."""
-    place = _place(key, tree, path)
+    """The sentence about an unknown key, or about the first key of an unknown section."""
+    location = _location(key, tree, path)
     if isinstance(value, dict) and value:
         return _unknown(f"{key}.{next(iter(value))}", next(iter(value.values())), tree, path)
-    return f"{key} is not a config key ({place}): {suggestion(key)}"
+    return f"{key} is not a config key ({location}): {suggestion(key)}"
 
 
 def suggestion(key: str) -> str:
-    """What to write instead of the unknown `key`, as the end of a sentence.
+    """The correction of the unknown `key`, as the end of a sentence.
 
-    Other frameworks' names come first, then keys with nearly the same name: in the same section, of the same name in
-    another one, anywhere.
+    It looks for the name in other frameworks, then for a similar key in the same section, then for a similar key in any
+    section.
     """
     other = counterpart(key)
     if other is not None:
@@ -191,7 +204,7 @@ _PROBLEMS = {
 
 
 def _problem(mistake: Any) -> tuple[str, str]:
-    """What is wrong with a value, and the way out."""
+    """The problem with a value, and the correction."""
     kind, context = mistake["type"], mistake.get("ctx", {})
     if kind == "value_error":
         problem, _, cure = str(context["error"]).partition(": ")

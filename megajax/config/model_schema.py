@@ -1,4 +1,4 @@
-"""The keys of the section `model`: the network's shapes and choices."""
+"""The keys of the section `model`: the network's shapes and options."""
 
 from typing import Annotated, Literal
 
@@ -25,17 +25,17 @@ from megajax.config.fields import (
 
 
 class RopeScaling(Section):
-    """Scaling of the rotary frequencies for sequences longer than those of the first training."""
+    """Scaling of the rotary frequencies, for sequences that are longer than in the original training."""
 
     kind: Literal["llama3"] = Field(default="llama3", description="Rule of the scaling.")
-    factor: Annotated[float, Field(ge=1)] = Field(description="Low frequencies are divided by this.")
+    factor: Annotated[float, Field(ge=1)] = Field(description="Divisor of the low frequencies.")
     low_freq_factor: Positive = Field(
-        default=1.0, description="Wavelengths above original_max_positions / this are low frequencies."
+        default=1.0, description="Wavelengths above original_max_positions / low_freq_factor are low frequencies."
     )
     high_freq_factor: Positive = Field(
-        default=4.0, description="Wavelengths below original_max_positions / this keep their frequency."
+        default=4.0, description="Wavelengths below original_max_positions / high_freq_factor keep their frequency."
     )
-    original_max_positions: Tokens = Field(default=8192, description="Sequence length of the first training.")
+    original_max_positions: Tokens = Field(default=8192, description="Sequence length of the original training.")
 
 
 class RouterConfig(Section):
@@ -45,14 +45,14 @@ class RouterConfig(Section):
         default="softmax", description="Function from router logits to scores."
     )
     pre_softmax: bool = Field(
-        default=False, description="true: softmax over all experts, then top-k; false: softmax over the chosen experts."
+        default=False, description="true: softmax over all experts, then top-k; false: top-k, then softmax over these."
     )
     normalise: bool = Field(default=True, description="Divide the chosen experts' scores by their sum.")
-    scaling_factor: Positive = Field(default=1.0, description="Multiply the chosen experts' weights by this.")
+    scaling_factor: Positive = Field(default=1.0, description="Factor of the chosen experts' weights.")
     num_groups: Count = Field(default=1, description="Number of expert groups; a token uses only some of them.")
     groups_per_token: Count = Field(default=1, description="Number of groups from which a token chooses its experts.")
     jitter: BelowOne = Field(
-        default=0.0, description="Multiply the router's input by random numbers between 1 - this and 1 + this."
+        default=0.0, description="Multiply the router's input by random numbers between 1 - jitter and 1 + jitter."
     )
     sequence_loss: PositiveOrZero = Field(
         default=0.0, description="Weight of the load-balancing loss, computed for each sequence."
@@ -63,7 +63,7 @@ class RouterConfig(Section):
     z_loss: PositiveOrZero = Field(default=0.0, description="Weight of the squared log-sum-exp of the router logits.")
     expert_bias: bool = Field(
         default=False,
-        description="Balance without a loss: a bias on the scores, used for the choice only and updated each step.",
+        description="Balance without a loss: add a bias to the scores for the choice only, and update it each step.",
     )
     bias_update_rate: PositiveOrZero = Field(default=1e-3, description="Change of the expert bias in one step.")
     sinkhorn: bool = Field(
@@ -74,20 +74,21 @@ class RouterConfig(Section):
     )
     drop_policy: Literal["probability", "position"] = Field(
         default="probability",
-        description="Which assignments an expert over capacity drops: lowest routing weights, or last in the batch.",
+        description="Assignments that an expert over capacity drops: the lowest routing weights, or the last in the"
+        " batch.",
     )
     force_balance: bool = Field(
-        default=False, description="Give tokens to the experts in turn and ignore the scores; for benchmarks."
+        default=False, description="Send tokens to the experts in turn and ignore the scores; for benchmarks."
     )
 
     @property
     def has_losses(self) -> bool:
-        """Whether anything is added to the language model's loss."""
+        """Whether the router adds a loss to the language model's."""
         return self.sequence_loss > 0 or self.global_loss > 0 or self.z_loss > 0
 
 
 class ModelConfig(Section):
-    """The network: shapes and choices, nothing about where or how fast it runs."""
+    """The network: shapes and options, independent of mesh and kernels."""
 
     num_layers: Layers = Field(description="Number of blocks (attention and MLP).")
     hidden_size: Width = Field(description="Width of the residual stream.")
@@ -104,7 +105,7 @@ class ModelConfig(Section):
     )
     ffn_hidden_size: MlpWidth = derived(lambda model: 4 * model["hidden_size"], "4 * hidden_size", "Width of the MLP.")
     vocab_size: Vocabulary = Field(description="Number of tokens in the vocabulary.")
-    vocab_multiple: Vocabulary = Field(default=128, description="The vocabulary is padded to a multiple of this.")
+    vocab_multiple: Vocabulary = Field(default=128, description="Pad the vocabulary to a multiple of this number.")
     max_positions: Tokens | None = Field(
         default=None,
         description="Rows of the table of learned positions.",
@@ -114,7 +115,7 @@ class ModelConfig(Section):
     norm_epsilon: Positive = Field(default=1e-5, description="Added to the variance in normalisations.")
     activation: Literal["swiglu", "geglu", "gelu", "relu2"] = Field(
         default="swiglu",
-        description="MLP: gated (three matrices) with SiLU or GELU; or plain (two) with GELU or squared ReLU.",
+        description="MLP activation. swiglu, geglu: gated, three matrices; gelu, relu2 (squared ReLU): two matrices.",
     )
     position: Literal["rope", "learned", "none"] = Field(
         default="rope", description="Position encoding: rotary, a learned table, or none."
@@ -127,9 +128,11 @@ class ModelConfig(Section):
     qk_norm: bool = Field(default=False, description="Normalise the queries and keys of each head.")
     attention_bias: bool = Field(default=False, description="Biases in the four attention projections.")
     mlp_bias: bool = Field(default=False, description="Biases in the MLP projections.")
-    logit_softcap: Positive | None = Field(default=None, description="Limit the output logits to ±this with tanh.")
+    logit_softcap: Positive | None = Field(
+        default=None, description="Limit the output logits to ±this value with tanh."
+    )
     attention_softcap: Positive | None = Field(
-        default=None, description="Limit the attention scores to ±this with tanh."
+        default=None, description="Limit the attention scores to ±this value with tanh."
     )
     attention_sinks: bool = Field(
         default=False,
@@ -140,11 +143,12 @@ class ModelConfig(Section):
     )
     layer_pattern: LayerPattern = Field(
         default=None,
-        description="Kinds of layers, repeated over the depth; null with a sliding_window: all local.",
+        description="Kinds of attention layers, repeated over the depth; null: all local if sliding_window is set.",
     )
     block_pattern: BlockPattern = Field(
         default=None,
-        description="Kinds of blocks, repeated over the depth; null: dense ones, or as the keys of experts say.",
+        description="Kinds of blocks, repeated over the depth; null: dense, or by num_experts, first_dense_layers and"
+        " moe_layer_interval.",
     )
     tie_embeddings: bool = Field(default=False, description="Use the embedding table, transposed, as the output head.")
     dropout: BelowOne = Field(
@@ -160,19 +164,17 @@ class ModelConfig(Section):
         default=None, description="Number of experts in each MoE layer; null: a dense model."
     )
     first_dense_layers: CountOrZero = Field(
-        default=0, description="Number of layers at the start that have a plain MLP instead of experts."
+        default=0, description="Number of layers at the start with an MLP instead of experts."
     )
-    moe_layer_interval: Count = Field(
-        default=1, description="Every n-th layer has experts, the other layers a plain MLP."
-    )
-    experts_per_token: Count = Field(default=2, description="Number of experts that compute each token (top-k).")
+    moe_layer_interval: Count = Field(default=1, description="Every n-th layer has experts, the others an MLP.")
+    experts_per_token: Count = Field(default=2, description="Number of experts per token (top-k).")
     expert_ffn_hidden_size: MlpWidth | None = derived(
         lambda model: model["ffn_hidden_size"] if model["num_experts"] else None,
         "ffn_hidden_size if there are experts",
         "Width of an expert.",
     )
     shared_expert_ffn_hidden_size: MlpWidthOrZero = Field(
-        default=0, description="Width of the shared expert, or of several together; 0: none."
+        default=0, description="Width of the shared expert, or the sum of several; 0: none."
     )
     shared_expert_gate: bool = Field(
         default=False, description="Multiply the shared expert's output by a learned sigmoid."

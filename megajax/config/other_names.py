@@ -1,8 +1,8 @@
 """Other frameworks' names for our keys, as data: for "did you mean", and for the tables of docs/migration.md.
 
-A row is `names | our key | note`, its further lines indented. The names are written as the framework writes them. Our
-key may carry a value. The note says what differs and follows our key after a comma; without a key it is a clause that
-says why there is none.
+A row is `names | our key | note`, its further lines indented. The names are in the framework's spelling. Our key may
+have a value. The note gives the difference and follows our key after a comma; without a key it is a clause with the
+reason.
 """
 
 import re
@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 
 class OtherName(NamedTuple):
-    """One setting of another framework (`names`), and what to write here: `ours`, or "" where there is none."""
+    """One setting of another framework (`names`) and its counterpart here: `ours`, or "" if there is none."""
 
     names: tuple[str, ...]
     ours: str
@@ -40,7 +40,7 @@ expert-tensor-parallel-size | mesh.experts_over | a list of axes: with tensor in
 use-distributed-optimizer | | mesh.data always stores weights and optimizer state sharded (ZeRO-1)
 use-torch-fsdp2, use-megatron-fsdp, data-parallel-sharding-strategy | mesh.fsdp | instead of mesh.data, for ZeRO-3
 overlap-grad-reduce, overlap-param-gather, overlap-p2p-communication, tp-comm-overlap, moe-shared-expert-overlap,
-    overlap-moe-expert-parallel-comm | | communication always overlaps with computation where it can
+    overlap-moe-expert-parallel-comm | | communication always overlaps with computation where possible
 global-batch-size | batch.global_size
 micro-batch-size | batch.num_microbatches | which is batch.global_size / (micro-batch size * data * fsdp * expert)
 seq-length, encoder-seq-length, decoder-seq-length | batch.sequence_length
@@ -56,7 +56,7 @@ hidden-size | model.hidden_size
 num-attention-heads | model.num_heads
 num-query-groups, group-query-attention | model.num_kv_heads
 kv-channels | model.head_dim
-ffn-hidden-size | model.ffn_hidden_size | with another default for SwiGLU: write the width you mean
+ffn-hidden-size | model.ffn_hidden_size | with another default for SwiGLU, so set it explicitly
 vocab-size, padded-vocab-size | model.vocab_size
 make-vocab-size-divisible-by | model.vocab_multiple | which does not depend on mesh.tensor; Megatron multiplies it by
     the tensor-parallel size
@@ -84,7 +84,7 @@ moe-ffn-hidden-size | model.expert_ffn_hidden_size
 moe-shared-expert-intermediate-size | model.shared_expert_ffn_hidden_size
 moe-shared-expert-gate | model.shared_expert_gate
 moe-layer-freq | model.moe_layer_interval | where the last of n layers has experts, in Megatron the first;
-    model.first_dense_layers for [0]*3+[1]*58
+    model.first_dense_layers=3 for [0]*3+[1]*58
 moe-aux-loss-coeff, moe-router-load-balancing-type | model.router.global_loss | or model.router.sequence_loss for
     seq_aux_loss, or model.router.sinkhorn=true
 moe-z-loss-coeff | model.router.z_loss
@@ -97,8 +97,7 @@ moe-router-topk-scaling-factor | model.router.scaling_factor
 moe-router-enable-expert-bias | model.router.expert_bias
 moe-router-bias-update-rate | model.router.bias_update_rate
 moe-router-force-load-balancing | model.router.force_balance
-moe-expert-capacity-factor | model.router.capacity_factor | for a microbatch over all devices, in Megatron on each
-    device
+moe-expert-capacity-factor | model.router.capacity_factor | for a microbatch over all devices, in Megatron per device
 moe-token-drop-policy | model.router.drop_policy | probability for probs, or position
 moe-token-dispatcher-type | kernels.dispatch | all_to_all, all_gather or auto
 moe-grouped-gemm | | experts always use a grouped matmul
@@ -143,12 +142,12 @@ split | data.split | with no default; Megatron's is 969,30,1
 mock-data | data.kind=synthetic
 tokenizer-model, tokenizer-type, vocab-file | data.tokenizer | byte, a tokenizer.json or a SentencePiece .model
 num-workers | data.workers
-reset-attention-mask | data.reset_attention | where documents end as the .idx file says
+reset-attention-mask | data.reset_attention | with the ends of documents from the .idx file
 reset-position-ids | data.reset_positions
 eod-mask-loss | data.mask_end_of_document_loss
 save | run.dir
 ckpt-step | checkpoint.resume_step
-load | run.dir | where the same command resumes; checkpoint.init_from for the weights only
+load | run.dir | from which the same command resumes; checkpoint.init_from for the weights only
 finetune, pretrained-checkpoint | checkpoint.init_from
 save-interval | run.checkpoint_interval
 save-retain-interval | checkpoint.keep_every
@@ -170,17 +169,17 @@ decoupled-lr, decoupled-min-lr | | all weights have one learning rate
 loss-scale, initial-loss-scale, min-loss-scale, loss-scale-window, hysteresis | | precision.compute=float16 always
     scales the loss dynamically
 add-qkv-bias | | model.attention_bias sets the biases of all four projections
-apply-layernorm-1p, apply-query-key-layer-scaling, rotary-interleaved | | there is none
-multi-latent-attention, q-lora-rank, kv-lora-rank | | multi-latent attention is not there yet
-mtp-num-layers | | multi-token prediction is not there yet
-recompute-modules | | remat.policy chooses what is recomputed
+apply-layernorm-1p, apply-query-key-layer-scaling, rotary-interleaved | | it has no counterpart
+multi-latent-attention, q-lora-rank, kv-lora-rank | | multi-latent attention is not implemented yet
+mtp-num-layers | | multi-token prediction is not implemented yet
+recompute-modules | | remat.policy selects the activations to recompute
 optimizer-cpu-offload | | the optimizer state stays on the devices; shard it with mesh.fsdp
 exit-duration-in-mins, exit-interval | | send SIGTERM to save and stop
 distributed-backend, distributed-timeout-minutes, local-rank | | jax starts the processes; see the README, Several
     processes
 data-cache-path | | no index is cached on disk
 use-mcore-models, no-masked-softmax-fusion, no-bias-swiglu-fusion, no-gradient-accumulation-fusion | | the compiler
-    fuses what it can; leave it out
+    fuses operations; leave it out
 """)
 
 MAXTEXT = _rows("""
@@ -237,10 +236,10 @@ adam_eps | optimizer.epsilon
 adam_weight_decay | optimizer.weight_decay
 gradient_clipping_threshold | optimizer.clip_norm
 grad_dtype | precision.gradients
-weight_dtype | precision.params
+weight_dtype | | master weights and optimizer state are always float32
 quantization | precision.fp8.recipe | none, current or delayed
 remat_policy | remat.policy | none by default, in MaxText full
-scan_layers | | layers are unrolled or looped by compile time; kernels.scan_unroll sets how many an iteration has
+scan_layers | | compile time decides whether layers run in loops; kernels.scan_unroll sets the layers of an iteration
 dataset_type | data.kind | indexed (Megatron's .bin/.idx files) or synthetic
 dataset_path, grain_train_files | data.train | the prefix of a .bin/.idx pair
 tokenizer_path | data.tokenizer
@@ -355,7 +354,7 @@ dataloader_num_workers | data.workers
 report_to | logging.wandb | or logging.tensorboard
 """)
 
-# What people type without thinking of a framework.
+# Common names that belong to no single framework.
 SHORT = _rows("""
 tp, tensor_parallel, tensor_parallel_size, tensor_parallel_degree | mesh.tensor
 dp, ddp, data_parallel, data_parallel_size | mesh.data
@@ -405,6 +404,7 @@ data.path, data.paths, data.prefix, data.dataset, data_dir, train_data, train_pa
 val_data, data.val, data.validation, data.eval | data.valid
 tokenizer_name, tokenizer_file | data.tokenizer
 dtype, precision.dtype, mixed_precision, amp | precision.compute
+precision.params | | master weights and optimizer state are always float32
 fp8 | precision.fp8.recipe | current or delayed
 activation_checkpointing, recompute, checkpoint_activations, remat | remat.policy
 flash_attention, use_flash_attention, attn_implementation | kernels.attention
@@ -414,7 +414,7 @@ project | logging.wandb_project
 profile_step | logging.profile_start
 """)
 
-# In the order of precedence where a name means different things.
+# In order of precedence, for names with several meanings.
 ALL = (*MEGATRON, *MEGATRON_WITHOUT, *MAXTEXT, *TORCHTITAN, *HUGGING_FACE, *SHORT)
 
 
@@ -424,7 +424,7 @@ def plain(name: str) -> str:
 
 
 def counterpart(key: str) -> OtherName | None:
-    """What the unknown `key` is called here: the whole of it is looked up, then its last part."""
+    """The counterpart of the unknown `key`: looked up whole, then by its last part."""
     whole = plain(key)
     return _BY_NAME.get(whole) or _BY_NAME.get(whole.rpartition(".")[2])
 

@@ -3,12 +3,12 @@
 from megajax.config.kinds import is_mixed
 from megajax.config.schema import Config
 from megajax.config.sentences import at_most, counted, divisors, fail, format_axis, format_keys, listed
-from megajax.config.stages import default_layout, in_step, layout_in_step, slots, virtual_stages
+from megajax.config.stages import count_layer_slots, default_layout, in_step, layout_in_step, virtual_stages
 from megajax.config.tree import show
 
 
 def check_stages(config: Config, sizes: dict[str, int]) -> None:
-    """Refuse what cannot run on the `pipeline` stages of `sizes` (`ConfigError`)."""
+    """Raise `ConfigError` if the config cannot run on the `pipeline` stages of `sizes`."""
     stages = sizes["pipeline"]
     if stages > 1:
         _check_count(config, sizes)
@@ -36,7 +36,7 @@ def _check_count(config: Config, sizes: dict[str, int]) -> None:
     if rounds == 1:
         problem = f"{_split(config, sizes)} is more than {depth}"
         fail(config, problem, f"use {at_most(layers)}", "mesh.pipeline", "model.num_layers")
-    problem = f"{_split(config, sizes)} makes {count} virtual stages, and {depth} allows at most {layers + 2}"
+    problem = f"{_split(config, sizes)} makes {count} virtual stages, but {depth} allows at most {layers + 2}"
     problem += ", two of them empty"
     if sizes["pipeline"] <= layers:
         cure = f"set pipeline.rounds to {at_most((layers + 2) // sizes['pipeline'])}"
@@ -54,15 +54,15 @@ def _check_layout(config: Config, sizes: dict[str, int]) -> None:
     even = f"or set it to null for {show(list(default_layout(config.model, count)))}"
     if len(layout) != count:
         problem = f"{format_keys(config, 'pipeline.layout')} has {counted(len(layout), 'number')}"
-        problem += f", and {_split(config, sizes)} needs {count}"
+        problem += f", but {_split(config, sizes)} needs {count}"
         cure = f"write {count} numbers that add up to {format_keys(config, 'model.num_layers')}, {even}"
         fail(config, problem, cure, "pipeline.layout", "mesh.pipeline", "pipeline.rounds")
     if 0 in layout[1:-1]:
         problem = f"{format_keys(config, 'pipeline.layout')} leaves an inner virtual stage without layers"
         fail(config, problem, f"give it one or more, {even}", "pipeline.layout")
     if sum(layout) != layers:
-        layout_said, needed = (format_keys(config, key) for key in ("pipeline.layout", "model.num_layers"))
-        problem = f"{layout_said} adds up to {sum(layout)}, not to {needed}"
+        layout_set, needed = (format_keys(config, key) for key in ("pipeline.layout", "model.num_layers"))
+        problem = f"{layout_set} adds up to {sum(layout)}, not to {needed}"
         fail(config, problem, f"make it {layers}, {even}", "pipeline.layout", "model.num_layers")
 
 
@@ -92,7 +92,7 @@ def _check_microbatches(config: Config, sizes: dict[str, int]) -> None:
 def _check_pattern(config: Config, sizes: dict[str, int]) -> None:
     """Each slot must hold the same kind of layer on all virtual stages, because they run one program.
 
-    A model with dense and MoE layers has slots of several kinds anyway, and then one for every kind of window too.
+    A model with dense and MoE layers has slots for each kind of block and window, so it needs no check.
     """
     if is_mixed(config.model):
         return
@@ -113,7 +113,7 @@ def _check_pattern(config: Config, sizes: dict[str, int]) -> None:
 
 
 def _cure_of_pattern(config: Config, stages: int, period: int) -> str:
-    """A layout that keeps the pattern in step, with as many rounds as possible up to those of the config."""
+    """A layout with the same layer kinds on all virtual stages, with at most `pipeline.rounds` rounds."""
     rounds = config.pipeline.rounds
     for fewer in range(rounds, 0, -1):
         layout = layout_in_step(config.model.num_layers, stages * fewer, period)
@@ -143,40 +143,40 @@ def _check_offload(config: Config, sizes: dict[str, int]) -> None:
         fail(config, problem, "use full, selective or save_matmuls", "remat.policy", "mesh.pipeline")
 
 
-# Settings of the loop over the slots of a virtual stage, or over all layers if there is one stage
+# Settings of the loop over the slots of a virtual stage, or over all layers without a pipeline
 
 
 def _check_unroll(config: Config, sizes: dict[str, int]) -> None:
-    unroll, size = config.kernels.scan_unroll, slots(config, sizes["pipeline"])
+    unroll, size = config.kernels.scan_unroll, count_layer_slots(config, sizes["pipeline"])
     if unroll is not None and size % unroll:
-        problem = f"{format_keys(config, 'kernels.scan_unroll')} does not divide {_slots_said(config, sizes)}"
+        problem = f"{format_keys(config, 'kernels.scan_unroll')} does not divide {_format_slots(config, sizes)}"
         keys = ("kernels.scan_unroll", "mesh.pipeline", "model.num_layers")
         fail(config, problem, f"use {listed(divisors(size))}", *keys)
 
 
 def _check_remat(config: Config, sizes: dict[str, int]) -> None:
-    remat, size = config.remat, slots(config, sizes["pipeline"])
+    remat, size = config.remat, count_layer_slots(config, sizes["pipeline"])
     if remat.layers is not None and remat.layers > size:
-        problem = f"{format_keys(config, 'remat.layers')} is more than {_slots_said(config, sizes)}"
+        problem = f"{format_keys(config, 'remat.layers')} is more than {_format_slots(config, sizes)}"
         keys = ("remat.layers", "mesh.pipeline", "model.num_layers")
         fail(config, problem, f"use {at_most(size)}, or null for all", *keys)
     covered = remat.layers or size
     if covered % remat.group:
-        what, where = _run_over(config, sizes)
+        what, where = _loop_in_words(config, sizes)
         problem = f"{format_keys(config, 'remat.group')} does not divide the {counted(covered, f'recomputed {what}')}"
         problem += f" in {where}" if sizes["pipeline"] > 1 else ""
         fail(config, problem, f"use {listed(divisors(covered))}", "remat.group", "remat.layers", "mesh.pipeline")
 
 
-def _slots_said(config: Config, sizes: dict[str, int]) -> str:
+def _format_slots(config: Config, sizes: dict[str, int]) -> str:
     if sizes["pipeline"] == 1:
         return format_keys(config, "model.num_layers")
-    what, where = _run_over(config, sizes)
-    return f"the {counted(slots(config, sizes['pipeline']), what)} of {where}"
+    what, where = _loop_in_words(config, sizes)
+    return f"the {counted(count_layer_slots(config, sizes['pipeline']), what)} of {where}"
 
 
-def _run_over(config: Config, sizes: dict[str, int]) -> tuple[str, str]:
-    """The loop of a stage's program in words: (layer or slot, the virtual stages that have it)."""
+def _loop_in_words(config: Config, sizes: dict[str, int]) -> tuple[str, str]:
+    """The loop of a stage's program in words: (layer or slot, the virtual stage with this number of them)."""
     mixed = is_mixed(config.model) and sizes["pipeline"] > 1
     what, which = ("dense or MoE layer slot", "each") if mixed else ("layer", "the largest")
     return what, f"{which} virtual stage of {_split(config, sizes)}"

@@ -1,6 +1,6 @@
 """Every key of the config: one class per section, one line of documentation per key.
 
-A `Config` is frozen, hashable and complete: what is left out is filled in when it is made.
+A `Config` is frozen, hashable and complete: keys that are not set get their values when it is made.
 """
 
 import math
@@ -36,7 +36,7 @@ from megajax.config.tree import Dumper
 
 
 class RunConfig(Section):
-    """The run as a whole: its name, directory, length, and what happens at which steps."""
+    """The run: its name, directory, length, and the intervals of logs, evaluations and checkpoints."""
 
     name: Text = Field(default="run", description="Name of the run.")
     dir: Text = derived(
@@ -46,18 +46,16 @@ class RunConfig(Section):
     )
     seed: Seed = Field(default=1234, description="Seed of the initial weights, the data order and dropout.")
     steps: Count = Field(default=1000, description="Number of optimizer steps.")
-    log_interval: Count = Field(default=10, description="Steps between two logged lines.")
-    eval_interval: CountOrZero = Field(default=0, description="Steps between two evaluations; 0: only at the end.")
+    log_interval: Count = Field(default=10, description="Steps between logged lines.")
+    eval_interval: CountOrZero = Field(default=0, description="Steps between evaluations; 0: only at the end.")
     eval_steps: CountOrZero = Field(default=10, description="Batches in an evaluation; 0: never evaluate.")
-    checkpoint_interval: CountOrZero = Field(
-        default=0, description="Steps between two checkpoints; 0: only at the end."
-    )
+    checkpoint_interval: CountOrZero = Field(default=0, description="Steps between checkpoints; 0: only at the end.")
     deterministic: bool = Field(
-        default=False, description="The same numbers bit for bit in every run on the same mesh."
+        default=False, description="Repeated runs on the same mesh give the same numbers, bit for bit."
     )
     max_nonfinite_steps: Count = Field(
         default=20,
-        description="Stop after this many skipped steps in a row (loss or gradient not finite).",
+        description="Stop after more than this many skipped steps in a row (loss or gradient not finite).",
     )
 
 
@@ -69,12 +67,12 @@ class MeshConfig(Section):
         default=1, description="Divides the batch; weights are gathered and gradients reduced once per step."
     )
     fsdp: AxisSize = Field(default=1, description="Divides the batch; weights are gathered layer by layer.")
-    expert: AxisSize = Field(default=1, description="Divides the experts, and the batch outside of them.")
+    expert: AxisSize = Field(default=1, description="Divides the experts; everywhere else the batch.")
     context: AxisSize = Field(default=1, description="Divides the sequence.")
     tensor: AxisSize = Field(default=1, description="Divides heads, MLP width and vocabulary.")
     experts_over: ExpertAxes = Field(
         default=("expert",),
-        description="Axes that divide the experts; without tensor among them, tensor divides each expert's width.",
+        description="Axes that divide the experts; if tensor is not among them, it divides each expert's width.",
     )
 
 
@@ -90,7 +88,7 @@ class PipelineConfig(Section):
     layout: Annotated[tuple[CountOrZero, ...], Field(strict=False, min_length=1)] | None = Field(
         default=None,
         description="Number of layers of each virtual stage, in the model's order: all stages of round 0, then of"
-        " round 1, ...; null: even, with fewer layers in the first and last where they do not divide evenly.",
+        " round 1, ...; null: as even as possible, with the fewest layers on the first and the last.",
     )
 
 
@@ -99,10 +97,10 @@ class Fp8Config(Section):
 
     recipe: Literal["none", "current", "delayed"] = Field(
         default="none",
-        description="none: no FP8; current: scale a tensor by its own largest magnitude; delayed: by that of earlier"
-        " steps.",
+        description="none: no FP8; current: scale a tensor by its own largest magnitude; delayed: by the largest"
+        " magnitudes of earlier steps.",
     )
-    backend: Literal["xla", "transformer_engine"] = Field(default="xla", description="Library whose kernels multiply.")
+    backend: Literal["xla", "transformer_engine"] = Field(default="xla", description="Library of the FP8 kernels.")
     format: Literal["hybrid", "e4m3"] = Field(
         default="hybrid", description="hybrid: E4M3 forward and E5M2 for gradients; e4m3: E4M3 for both."
     )
@@ -110,7 +108,7 @@ class Fp8Config(Section):
         default=1024, description="delayed: number of steps whose largest magnitudes are kept."
     )
     amax_algorithm: Literal["max", "most_recent"] = Field(
-        default="max", description="delayed: scale by the largest of the history, or by the last step's."
+        default="max", description="delayed: scale by the maximum of the history, or by the last step's value."
     )
     margin: PowerOfTwo = Field(
         default=0, description="delayed: headroom above the largest magnitude, as a power of two."
@@ -124,9 +122,8 @@ class PrecisionConfig(Section):
 
     compute: Literal["bfloat16", "float16", "float32"] = Field(
         default="bfloat16",
-        description="Format of activations and matrix products; float32 is true FP32 on GPUs, not TF32.",
+        description="Format of activations and matmuls; float32 is true FP32 on GPUs, not TF32.",
     )
-    params: Literal["float32"] = Field(default="float32", description="Format of master weights and optimizer state.")
     gradients: Literal["float32", "bfloat16"] = Field(
         default="float32", description="Format in which gradients are reduced across devices."
     )
@@ -138,7 +135,7 @@ class BatchConfig(Section):
 
     global_size: Sequences = Field(description="Sequences per step, over all devices and microbatches.")
     num_microbatches: Sequences = Field(
-        default=1, description="Number of parts of the global batch that are computed one after the other."
+        default=1, description="Number of parts of the global batch, computed one after the other."
     )
     sequence_length: Tokens = Field(description="Tokens per sequence.")
 
@@ -170,8 +167,8 @@ class ScheduleConfig(Section):
     warmup_steps: CountOrZero = Field(default=0, description="Steps of linear warm-up from 0.")
     decay_steps: Count = derived(  # filled in by Config, which sees the run
         lambda schedule: None,
-        "run.steps, past the warm-up",
-        "Step at which min_learning_rate is reached.",
+        "run.steps, at least warmup_steps + 1",
+        "Step at which the learning rate reaches min_learning_rate.",
     )
     wsd_decay_steps: Count | None = Field(
         default=None,
@@ -219,19 +216,19 @@ class DataConfig(Section):
     )
     end_of_document: Text | None = Field(
         default=None,
-        description="Name of the token that ends a document, at which generation stops; null: the tokenizer's own.",
+        description="Name of the end-of-document token, at which generation stops; null: the tokenizer's own.",
     )
     order: Literal["shuffled", "sequential"] = Field(default="shuffled", description="Order of documents and samples.")
     reset_attention: bool = Field(default=False, description="Tokens attend within their document only.")
     reset_positions: bool = Field(default=False, description="Positions start at 0 in each document.")
     mask_end_of_document_loss: bool = Field(
-        default=False, description="Leave out the loss of predicting the next document's first token."
+        default=False, description="Exclude the prediction of the next document's first token from the loss."
     )
     synthetic_documents: Count | None = Field(
         default=None, description="synthetic: number of documents in a sequence, cut at random positions; null: one."
     )
     workers: Workers = Field(default=0, description="Loader processes; 0: threads of the trainer.")
-    prefetch: Workers = Field(default=2, description="Batches prepared in advance, and threads that read them.")
+    prefetch: Workers = Field(default=2, description="Number of batches read ahead, and of threads that read them.")
 
 
 class CheckpointConfig(Section):
@@ -239,27 +236,25 @@ class CheckpointConfig(Section):
 
     keep: Count = Field(default=2, description="Number of newest checkpoints to keep.")
     keep_every: Count | None = Field(default=None, description="Also keep every checkpoint at a multiple of this step.")
-    init_from: Text | None = Field(
-        default=None, description="Run directory or checkpoint to take the initial weights from."
-    )
+    init_from: Text | None = Field(default=None, description="Run directory or checkpoint with the initial weights.")
     resume_step: Count | None = Field(
         default=None, description="Go back to the checkpoint of this step, once; null: resume from the newest."
     )
 
 
 class RematConfig(Section):
-    """What the backward pass recomputes instead of keeping it in memory."""
+    """Recomputation of activations in the backward pass, to save memory."""
 
     policy: Literal["none", "full", "selective", "save_matmuls", "offload"] = Field(
         default="none",
-        description="Recompute nothing, whole blocks (full), attention (selective), or all but matmuls; offload: move"
-        " to the host instead.",
+        description="none: recompute nothing; full: whole blocks; selective: attention; save_matmuls: everything except"
+        " matmuls; offload: as save_matmuls, with the saved values in host memory.",
     )
     layers: Count | None = Field(
         default=None,
-        description="Recompute only the first n layers, with mesh.pipeline of each virtual stage; null: all.",
+        description="Recompute only the first n layers (with mesh.pipeline: of each virtual stage); null: all.",
     )
-    group: Count = Field(default=1, description="full: keep only the input of every n-th block.")
+    group: Count = Field(default=1, description="full: keep the input of every n-th block only.")
 
 
 class KernelsConfig(Section):
@@ -267,11 +262,11 @@ class KernelsConfig(Section):
 
     attention: Literal["auto", "cudnn", "pallas", "reference"] = Field(default="auto", description="Attention kernel.")
     context: Literal["ring", "all_gather", "all_to_all"] = Field(
-        default="ring", description="How queries get the keys of other devices over mesh.context."
+        default="ring", description="Communication of attention over mesh.context."
     )
     dispatch: Literal["auto", "all_to_all", "all_gather"] = Field(
         default="auto",
-        description="How tokens get to experts on other devices; auto: all_gather up to 8 devices or up to"
+        description="Communication of tokens to experts on other devices; auto: all_gather up to 8 devices or up to"
         " experts_per_token, else all_to_all.",
     )
     grouped_matmul: Literal["auto", "pallas", "reference"] = Field(
@@ -279,13 +274,13 @@ class KernelsConfig(Section):
     )
     scan_unroll: Count | None = Field(
         default=None,
-        description="Number of layers in one iteration of the loop over layers. Default: all of them where XLA compiles"
+        description="Number of layers in one iteration of the loop over layers. Default: all layers if XLA compiles"
         " them in about 90 s on two cores, else 1; on CPUs 1.",
         json_schema_extra={"derived": "by compile time"},
     )
     loss_chunk_tokens: Count | None = Field(
         default=None,
-        description="Number of tokens for which the head and the loss are computed at a time.",
+        description="Number of tokens in a chunk of the head and the loss.",
         json_schema_extra={"derived": "by tokens and vocabulary"},
     )
 
@@ -317,7 +312,7 @@ class Config(Section):
     kernels: KernelsConfig = Field(default_factory=KernelsConfig)
     logging: LoggingConfig = Field(default_factory=LoggingConfig)
 
-    _places: dict[str, str] = PrivateAttr(default_factory=dict)
+    _locations: dict[str, str] = PrivateAttr(default_factory=dict)
 
     @model_validator(mode="after")
     def _fill_across_sections(self) -> "Config":
@@ -325,12 +320,12 @@ class Config(Section):
         if model.position == "learned" and model.max_positions is None:
             model = model.model_copy(update={"max_positions": self.batch.sequence_length})
         if schedule.decay_steps is None:
-            # A run that ends within its warm-up, for a try, is allowed.
+            # A trial run may end within its warm-up.
             steps = max(self.run.steps, schedule.warmup_steps + 1)
             schedule = schedule.model_copy(update={"decay_steps": steps})
         if schedule.kind == "wsd" and schedule.wsd_decay_steps is None:
             schedule = schedule.model_copy(update={"wsd_decay_steps": max(1, schedule.decay_steps // 10)})
-        # Past the freeze: the object is still being made.
+        # The section is frozen, but the object is still being made.
         object.__setattr__(self, "model", model)
         object.__setattr__(self, "schedule", schedule)
         return self
@@ -356,8 +351,8 @@ class Config(Section):
     def dispatch(self, sizes: Mapping[str, int]) -> str:
         """The strategy of `kernels.dispatch` on a mesh of `sizes`.
 
-        An all-gather sends no more than an all-to-all while a token has as many experts as there are devices. On one
-        host it was faster beyond that too: XLA's ragged all-to-all moves 18 GB/s between H200s.
+        An all-gather sends no more rows than an all-to-all if `experts_per_token` is at least the number of devices. On
+        one host it was faster with more devices too (docs/log.md).
         """
         if self.kernels.dispatch != "auto":
             return self.kernels.dispatch
@@ -366,12 +361,12 @@ class Config(Section):
 
     def where(self, key: str) -> str:
         """Where `key` ("section.name") was set: a file and line, an override, or "default"."""
-        return self._places.get(key, "default")
+        return self._locations.get(key, "default")
 
     def to_yaml(self) -> str:
-        """The whole config as YAML, sections in order; loading it gives an equal config."""
+        """The whole config as YAML, sections in order; it loads to an equal config."""
         return yaml.dump(self.model_dump(mode="json"), Dumper=Dumper, sort_keys=False, width=10**6)
 
     def __eq__(self, other: object) -> bool:
-        """Equal values, wherever they were set."""
+        """Whether all values are equal, wherever they were set."""
         return isinstance(other, Config) and self.model_dump() == other.model_dump()

@@ -1,8 +1,8 @@
-"""How a stage's layers are run: unrolled, or as loops, and then which layers a loop's body holds and how often it runs.
+"""The segments of a stage's layers: unrolled layers, or loops with a number of iterations and of layers in their body.
 
-Unrolled layers keep what they save as values; a loop copies it into stacked arrays and out of them. But each unrolled
-layer is compiled by itself. So layers are unrolled as far as compile time allows, else a loop's body is as small as it
-can be: loops over many layers at a time compile slowly too, and need more memory than either.
+Unrolled layers save their residuals as values; a loop copies residuals into stacked arrays and out of them. But XLA
+compiles each unrolled layer separately. So layers are unrolled if compile time allows. Otherwise a loop's body has the
+smallest possible size: loops with large bodies compile slowly too, and need the most memory.
 """
 
 import itertools
@@ -14,12 +14,12 @@ from typing import Any, NamedTuple
 from megajax.config.kinds import LayerKind, layer_kinds, layer_windows
 from megajax.config.schema import Config
 
-# Seconds that XLA may take over the layers by default, on two cores; their traces and the rest of the step are extra.
+# Seconds that XLA may need to compile all layers by default, on two cores, without tracing and the rest of the step.
 COMPILE_SECONDS = 90
-# Seconds that it takes over one layer, forward and backward: of 8 to 32 layers on 1 to 64 H200s, compiled on two cores
-# (docs/performance.md). Over `tensor` a matmul is cut into a piece for each device.
+# Seconds that XLA needs for one layer, forward and backward: measured with 8 to 32 layers for 1 to 64 H200s, on two
+# cores (docs/performance.md). With `tensor` a matmul has one piece per device.
 DENSE_SECONDS, FP8_SECONDS, MOE_SECONDS, SECONDS_OF_PIECE = 0.3, 1.0, 3.5, 0.2
-# A long loop is cut into so many: what a loop has saved is kept until its backward pass ends, beside its gradients.
+# Number of parts of a long loop: the residuals of a loop live until its backward pass ends, beside its gradients.
 LOOPS = 8
 
 
@@ -40,7 +40,7 @@ class Segment:
 
 
 class Unrolling(NamedTuple):
-    """How many layers a loop's body may hold, and why."""
+    """The largest number of layers in a loop's body, and the reason."""
 
     most: int
     reason: str
@@ -49,9 +49,9 @@ class Unrolling(NamedTuple):
 def choose_unrolling(
     config: Config, platform: str, kinds: Sequence[LayerKind], sizes: Mapping[str, int] | None = None
 ) -> Unrolling:
-    """All of these layers if XLA compiles them in COMPILE_SECONDS, else one; `kernels.scan_unroll` if it is set.
+    """`kernels.scan_unroll` if it is set; else all layers if XLA compiles them in COMPILE_SECONDS; else one.
 
-    On CPUs one: what is compiled there is tests, whose compile time matters more than their steps.
+    On CPUs one, because tests run there, and their compile time matters more than their step time.
     """
     if config.kernels.scan_unroll:
         return Unrolling(config.kernels.scan_unroll, f"kernels.scan_unroll={config.kernels.scan_unroll}")
@@ -64,10 +64,10 @@ def choose_unrolling(
 
 
 def layer_seconds(config: Config, kind: LayerKind, sizes: Mapping[str, int] | None = None) -> float:
-    """Seconds that XLA takes over a layer on a mesh of `sizes` (default: one device), estimated for two cores.
+    """Estimated seconds that XLA needs for a layer on a mesh of `sizes` (default: one device), on two cores.
 
-    In a pipeline a layer stands in the program twice for every round: ticks in which stages run one operation, and
-    ticks in which they run several, are compiled apart.
+    In a pipeline the program contains a layer twice per round: once for ticks in which stages run one operation, and
+    once for ticks in which they run several.
     """
     sizes = sizes or {}
     tensor, staged = sizes.get("tensor", 1), sizes.get("pipeline", 1) > 1
@@ -82,9 +82,9 @@ def plan_segments(
     kinds: Sequence[LayerKind] | None = None,
     sizes: Mapping[str, int] | None = None,
 ) -> tuple[Segment, ...]:
-    """The segments of layers of these kinds, by default all, on a mesh of `sizes`, by default one device.
+    """The segments of layers of these `kinds` (default: all layers) on a mesh of `sizes` (default: one device).
 
-    A body holds whole periods of the kinds and whole remat groups.
+    A body contains whole periods of the kinds and whole remat groups.
     """
     kinds, remat = layer_kinds(config.model) if kinds is None else kinds, config.remat
     L, most = len(kinds), choose_unrolling(config, platform, kinds, sizes).most
@@ -102,7 +102,7 @@ def plan_segments(
         in_fp8 = start in fp8_layers
         for count, period in _stretches(config, kinds[start:end], group, most):
             step = math.lcm(period, group)
-            # The largest body that divides the layers, if it is near the target; else even ones, and a rest.
+            # The largest body that divides the layers and is near the target; else even bodies and a rest.
             periods, target = count // step, max(most // step, 1)
             loops = next(
                 (periods // n for n in range(target, target // 2, -1) if periods % n == 0), -(-periods // target)
@@ -113,22 +113,22 @@ def plan_segments(
                 start += own * unroll
             rest = count - loops * unroll
             start += rest
-            if rest:  # of a count that does not divide, or of a pattern that is no whole period
+            if rest:  # the count does not divide, or the pattern ends inside a period
                 segments.append(Segment(start - rest, 1, rest, group, policy, in_fp8))
     return tuple(segments)
 
 
 def _even(loops: int, most: int) -> list[int]:
-    """At most so many loops in place of one, each of two iterations or more."""
+    """The iterations of at most `most` loops that replace one loop, each with two iterations or more."""
     parts = max(1, min(most, loops // 2))
     return [(i + 1) * loops // parts - i * loops // parts for i in range(parts)] if loops else []
 
 
 def _stretches(config: Config, kinds: Sequence[LayerKind], group: int, most: int) -> Sequence[tuple[int, int]]:
-    """(layers, period) of each part of `kinds` that repeats a pattern of its own; periods are whole remat groups.
+    """(layers, period) of each part of `kinds` with a repeated pattern; periods are whole remat groups.
 
-    Layers with the same parameters repeat `model.layer_pattern`. Those of several kinds are one part if a body can hold
-    them all.
+    Layers with the same parameters repeat `model.layer_pattern`. Layers of several kinds are one part if one body can
+    hold all of them.
     """
     period = len(layer_windows(config.model))
     if all(kind == kinds[i % period] for i, kind in enumerate(kinds)):
@@ -140,11 +140,11 @@ def _stretches(config: Config, kinds: Sequence[LayerKind], group: int, most: int
 
 
 def repeated(units: Sequence[Any]) -> tuple[tuple[int, int], ...]:
-    """Cuts a sequence into parts that repeat a pattern, each (length, length of the pattern).
+    """Cuts a sequence into parts, each a repeated pattern: (length, length of the pattern) of each part.
 
-    Of all ways to cut it one with the shortest patterns in all, and with the fewest parts of these.
+    The partition has the smallest total pattern length; ties go to the one with fewer parts.
     """
-    # For each start what is best from there on: (lengths of the patterns, number of parts, parts)
+    # For each start the best partition of the rest: (total pattern length, number of parts, parts)
     best: list[tuple[int, int, tuple[tuple[int, int], ...]]] = [(0, 0, ())] * (len(units) + 1)
 
     def cuts(start: int) -> Iterator[tuple[int, int, tuple[tuple[int, int], ...]]]:

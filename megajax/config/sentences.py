@@ -1,4 +1,4 @@
-"""The sentences about a config: problem, place and cure, with keys written as an override has them."""
+"""Sentences about mistakes in a config: problem, location and correction; keys and values as in an override."""
 
 import functools
 import math
@@ -22,22 +22,22 @@ def format_keys(config: Config, *keys: str) -> str:
 
 
 def fail(config: Config, problem: str, cure: str, *keys: str) -> NoReturn:
-    """Raise `problem (place): cure.` with the place of the first of `keys` that someone set."""
-    raise ConfigError(f"{problem} ({place(config, *keys)}): {cure}.")
+    """Raise `problem (location): cure.` with the location of the first of `keys` that is set."""
+    raise ConfigError(f"{problem} ({location(config, *keys)}): {cure}.")
 
 
 def warn(config: Config, problem: str, cure: str, *keys: str) -> None:
     """Warn with a sentence like `fail`'s; for a `_warn_...` function that `check` calls for `load_config`."""
-    warnings.warn(f"{problem} ({place(config, *keys)}): {cure}.", stacklevel=5)
+    warnings.warn(f"{problem} ({location(config, *keys)}): {cure}.", stacklevel=5)
 
 
-def place(config: Config, *keys: str) -> str:
-    """Where the first of `keys` that someone set was set."""
+def location(config: Config, *keys: str) -> str:
+    """Where the first of `keys` that is set was set."""
     return next((where for where in map(config.where, keys) if where != "default"), "default")
 
 
 def listed(items: Iterable[Any], word: str = "or", most: int = 12) -> str:
-    """ "1, 2 or 4"; of more than `most` items the first ones and "..."."""
+    """ "1, 2 or 4"; for more than `most` items the first ones and "..."."""
     shown = [str(item) for item in items]
     if len(shown) > most:
         return f"{', '.join(shown[:most])}, ..."
@@ -45,21 +45,21 @@ def listed(items: Iterable[Any], word: str = "or", most: int = 12) -> str:
 
 
 def at_most(number: int) -> str:
-    """The counts from 1 to `number` in words."""
+    """The range of counts from 1 to `number`, in words."""
     return "1" if number == 1 else f"{number} or less"
 
 
 def counted(number: int, noun: str) -> str:
-    """`number` and the noun, in the plural if it needs it."""
+    """`number` and the noun, in the plural unless `number` is 1."""
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def divisors(number: int) -> list[int]:
-    """All of them in order; the root of `number` bounds the work."""
+    """All divisors of `number`, in order; the loop ends at its square root."""
     small = [size for size in range(1, math.isqrt(number) + 1) if number % size == 0]
     return sorted({*small, *(number // size for size in small)})
 
 
 def format_axis(config: Config, sizes: dict[str, int], axis: str) -> str:
-    """`mesh.axis=size`, with a note where the size comes from -1."""
+    """`mesh.axis=size`, with a note if the size comes from -1."""
     return f"mesh.{axis}={sizes[axis]}" + (" (from -1)" if getattr(config.mesh, axis) == -1 else "")

@@ -1,7 +1,7 @@
-"""Which virtual stage of the pipeline has which layers, and in which of its layer slots.
+"""The layers of each virtual stage of the pipeline, and their layer slots.
 
-All virtual stages run the same program over the same layer slots; a slot has room for one layer of one kind. A virtual
-stage without a layer for a slot leaves it empty. Virtual stages are in the model's order: stage 0 .. P-1 of round 0,
+All virtual stages run the same program over the same layer slots; a slot holds one layer of one kind. On a virtual
+stage without a layer for a slot the slot is empty. Virtual stages are in the model's order: stages 0 .. P-1 of round 0,
 then of round 1, and so on.
 """
 
@@ -28,21 +28,21 @@ def virtual_stages(config: Config, stages: int) -> tuple[range, ...]:
 
 
 def slot_kinds(config: Config, stages: int) -> tuple[LayerKind, ...]:
-    """The kind of layer that each slot of every virtual stage has room for."""
+    """The kind of layer in each slot, the same on every virtual stage."""
     return _slot_kinds(config.model, virtual_stages(config, stages))
 
 
 def gathered_slots(config: Config, stages: int) -> tuple[int, ...]:
-    """Slots whose layers `fsdp` gathers and reduces once per step: first and last, of four or more in a pipeline.
+    """Slots whose layers `fsdp` gathers and reduces once per step: the first and last of four or more, in a pipeline.
 
-    Their gathers and reductions would run between forward and backward operations, where no work of another layer hides
-    them.
+    Otherwise their gathers and reductions would run between forward and backward operations, where no other layer's
+    computation hides them.
     """
-    count = slots(config, stages)
+    count = count_layer_slots(config, stages)
     return (0, count - 1) if stages > 1 and count >= 4 else ()
 
 
-def slots(config: Config, stages: int) -> int:
+def count_layer_slots(config: Config, stages: int) -> int:
     """Number of slots: the layers of the largest virtual stage, or more where stages need slots of different kinds."""
     return len(slot_kinds(config, stages))
 
@@ -52,32 +52,32 @@ def layer_slots(config: Config, stages: int) -> tuple[tuple[int, ...], ...]:
     ranges, kinds = virtual_stages(config, stages), layer_kinds(config.model)
     if is_mixed(config.model):
         pattern = _slot_kinds(config.model, ranges)
-        return tuple(_first_places([kinds[layer] for layer in layers], pattern) for layers in ranges)
+        return tuple(_first_positions([kinds[layer] for layer in layers], pattern) for layers in ranges)
     starts = first_slots(config, stages)
     return tuple(tuple(range(start, start + len(layers))) for start, layers in zip(starts, ranges, strict=True))
 
 
 def first_slots(config: Config, stages: int) -> tuple[int, ...]:
-    """The slot of each virtual stage's first layer, where all layers have the same parameters.
+    """The slot of each virtual stage's first layer, if all layers have the same parameters.
 
-    The first virtual stage fills its last slots, so that a pattern of layers continues in the next one at the right
-    slot; every other fills its first slots.
+    The first virtual stage fills its last slots, so that a pattern of layers continues on the next stage at the right
+    slot; the other stages fill their first slots.
     """
     return _first_slots([len(layers) for layers in virtual_stages(config, stages)])
 
 
 def default_layout(model: ModelConfig, count: int) -> tuple[int, ...]:
-    """Number of layers of each of `count` virtual stages: even, or for layers of two kinds the fewest slots.
+    """Number of layers of each of `count` virtual stages: even; with layers of two kinds, the fewest slots.
 
-    A slot for one of the dense layers at the start exists on all virtual stages. So the candidates are layouts whose
-    first virtual stages have only a few of these layers, and the next one the rest of them; the other layers are spread
-    evenly. Ties go to the layout with fewer slots for experts.
+    A slot for one of the dense layers at the start exists on all virtual stages. So in the candidate layouts the first
+    virtual stages have only a few of these layers, and the next one has the rest; the other layers are spread evenly.
+    Ties go to the layout with fewer MoE slots.
     """
     even, L, interval = even_layout(model.num_layers, count), model.num_layers, model.moe_layer_interval
     if not is_mixed(model):
         return even
     layouts = [even, even_layout(L, count, interval)]
-    start = model.first_dense_layers // interval * interval  # from here on the kinds repeat
+    start = model.first_dense_layers // interval * interval  # the kinds repeat from this layer on
     for dense in range(1, start + 1):
         alone = -(-start // dense) - 1
         if alone < count:
@@ -90,7 +90,7 @@ def default_layout(model: ModelConfig, count: int) -> tuple[int, ...]:
     for layout in usable:
         counts = [Counter(kinds[layer] for layer in layers) for layers in _ranges(layout)]
         if functools.reduce(operator.or_, counts).total() > least[0]:
-            continue  # slots for the most layers of each kind are too many already
+            continue  # the slots for the largest count of each kind are already too many
         pattern = _slot_kinds(model, _ranges(layout))
         cost = len(pattern), sum(kind.has_experts for kind in pattern)
         if cost < least:
@@ -101,10 +101,10 @@ def default_layout(model: ModelConfig, count: int) -> tuple[int, ...]:
 def even_layout(layers: int, count: int, unit: int = 1) -> tuple[int, ...]:
     """Number of layers of each of `count` virtual stages, as even as possible.
 
-    There are as few slots as possible, a multiple of `unit`. Empty slots go to the last and the first virtual stage in
-    turn while these keep a layer, then to the next pair inwards; inner stages keep a multiple of `unit` layers. With
-    one or two virtual stages more than layers, the last and the first are left empty. With still fewer layers the sum
-    is not `layers`.
+    The number of slots is the smallest multiple of `unit` that fits. Empty slots go alternately to the last and the
+    first virtual stage until these have one layer, then to the next pair inwards; inner stages keep a multiple of
+    `unit` layers. With one or two virtual stages more than layers, the last and the first are empty. With still fewer
+    layers the sum is not `layers`.
     """
     if layers < count <= layers + 2:
         return (1 if count == layers + 1 else 0, *[1] * (count - 2), 0)
@@ -144,15 +144,15 @@ def _ranges(layout: Iterable[int]) -> tuple[range, ...]:
 
 
 def _slot_kinds(model: ModelConfig, ranges: Iterable[range]) -> tuple[LayerKind, ...]:
-    """Slot kinds that hold the layers of every virtual stage in their order; few, if not always the fewest."""
+    """Slot kinds that hold the layers of every virtual stage in order; the number is small, not always minimal."""
     kinds = layer_kinds(model)
     sequences = dict.fromkeys(tuple(kinds[layer] for layer in layers) for layers in ranges)
     return functools.reduce(_merged, sequences) if is_mixed(model) else max(sequences, key=len)
 
 
 def _merged[Kind](a: Sequence[Kind], b: Sequence[Kind]) -> tuple[Kind, ...]:
-    """A shortest sequence that contains `a` and `b`, each in its order; ties take the next of `a` first."""
-    # A common start or end belongs to every shortest one; without it the table below is small.
+    """A shortest common supersequence of `a` and `b`; ties take the next item of `a` first."""
+    # A common start or end belongs to every shortest one; the table below covers only the rest.
     start = _common(a, b)
     end = _common(a[start:][::-1], b[start:][::-1])
     head, tail = a[:start], a[len(a) - end :]
@@ -180,13 +180,13 @@ def _common(a: Sequence[Any], b: Sequence[Any]) -> int:
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
-def _first_places[Kind](sequence: Iterable[Kind], pattern: Sequence[Kind]) -> tuple[int, ...]:
-    """The position in `pattern` of each item of `sequence`, each after the one before."""
-    places, start = [], 0
+def _first_positions[Kind](sequence: Iterable[Kind], pattern: Sequence[Kind]) -> tuple[int, ...]:
+    """The position in `pattern` of each item of `sequence`, in increasing order."""
+    positions, start = [], 0
     for kind in sequence:
-        places.append(pattern.index(kind, start))
-        start = places[-1] + 1
-    return tuple(places)
+        positions.append(pattern.index(kind, start))
+        start = positions[-1] + 1
+    return tuple(positions)
 
 
 def _first_slots(layout: Sequence[int]) -> tuple[int, ...]:
@@ -194,7 +194,7 @@ def _first_slots(layout: Sequence[int]) -> tuple[int, ...]:
 
 
 def _take(counts: list[int], low: int, wanted: int, unit: int) -> int:
-    """Takes up to `wanted` units in turn from stage `low` from the end and from the start; the number taken."""
+    """Takes up to `wanted` units alternately from stage `low` from the end and from the start; the number taken."""
     high = len(counts) - 1 - low
     room = counts[high] // unit - 1
     taken = min(wanted, room if low == high else 2 * room)

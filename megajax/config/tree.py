@@ -1,4 +1,4 @@
-"""YAML files and overrides as one tree of values that remembers where each came from."""
+"""YAML files and overrides as one tree of values with the location of each."""
 
 import difflib
 import os
@@ -19,7 +19,7 @@ class Loader(yaml.SafeLoader):
 
 
 class Dumper(yaml.SafeDumper):
-    """Quotes exactly what `Loader` would not read back as text; short lists stay on one line."""
+    """Quotes text only if `Loader` would read it as another type; short lists stay on one line."""
 
     yaml_implicit_resolvers = {}
 
@@ -49,15 +49,15 @@ Dumper.add_representer(list, _represent_list)
 
 @dataclass
 class Tree:
-    """Nested values, and the place ("file, line n" or the override) of every dotted key in them."""
+    """Nested values, and the location ("file, line n" or the override) of every dotted key in them."""
 
     values: dict[str, Any] = field(default_factory=dict)
-    places: dict[str, str] = field(default_factory=dict)
+    locations: dict[str, str] = field(default_factory=dict)
 
     def merge(self, later: "Tree") -> None:
-        """Put `later` on top: mappings are merged key by key, all else is replaced."""
+        """Let `later` override: mappings are merged key by key, all other values are replaced."""
         self._merge(self.values, later.values, "")
-        self.places.update(later.places)
+        self.locations.update(later.locations)
 
     def _merge(self, below: dict[str, Any], above: dict[str, Any], prefix: str) -> None:
         for key, value in above.items():
@@ -65,28 +65,28 @@ class Tree:
                 self._merge(below[key], value, f"{prefix}{key}.")
             else:
                 gone = f"{prefix}{key}."
-                self.places = {name: place for name, place in self.places.items() if not name.startswith(gone)}
+                self.locations = {name: at for name, at in self.locations.items() if not name.startswith(gone)}
                 below[key] = value
 
 
 def show(value: Any) -> str:
-    """A value as one would write it in an override, cut to 60 characters."""
+    """A value as in an override, cut to 60 characters."""
     dumped = yaml.dump(value, Dumper=Dumper, default_flow_style=True, width=10**6, sort_keys=False)
     text = dumped.removesuffix("\n").removesuffix("\n...")
     return text if len(text) <= 60 else text[:57] + "..."
 
 
 def read_file(path: Path, parents: tuple[Path, ...] = (), included_at: str = "") -> Tree:
-    """A config file on top of what it includes. `parents` and `included_at` say who includes it."""
-    place = f" ({included_at})" if included_at else ""
+    """A config file with its includes. `parents` are the files that include it, `included_at` is the last location."""
+    location = f" ({included_at})" if included_at else ""
     if path.resolve() in [parent.resolve() for parent in parents]:
         chain = " -> ".join(str(file) for file in (*parents, path))
-        raise ConfigError(f"the includes form a circle, {chain}{place}: remove one of them.")
-    values, places = _parse(_read_text(path, place), str(path))
+        raise ConfigError(f"the includes form a circle, {chain}{location}: remove one of them.")
+    values, locations = _parse(_read_text(path, location), str(path))
     if not isinstance(values, dict | None):
         raise ConfigError(f"{path} holds {show(values)} instead of sections: begin with a section such as model.")
-    own = Tree(values or {}, places)
-    line = own.places.get("include", str(path))
+    own = Tree(values or {}, locations)
+    line = own.locations.get("include", str(path))
     includes = own.values.pop("include", None)
     if isinstance(includes, str):
         includes = [includes]
@@ -95,7 +95,7 @@ def read_file(path: Path, parents: tuple[Path, ...] = (), included_at: str = "")
     tree = Tree()
     for item in includes or []:
         tree.merge(read_file(_beside(path, item), (*parents, path), line))
-    own.places = {key: at for key, at in own.places.items() if key.split(".")[0] != "include"}
+    own.locations = {key: at for key, at in own.locations.items() if key.split(".")[0] != "include"}
     tree.merge(own)
     return tree
 
@@ -107,27 +107,27 @@ def read_override(text: str) -> Tree:
         raise ConfigError(f"{text} is not an override (the command line): write section.key=value.")
     if key == "include":
         raise ConfigError(f"{text} is not an override (the command line): write the include in a file.")
-    place = f"the command line: {text}"
-    parsed, places = _parse(value, place, key)
+    location = f"the command line: {text}"
+    parsed, locations = _parse(value, location, key)
     for name in reversed(key.split(".")):
         parsed = {name: parsed}
-    return Tree(parsed, {key: place} | places)
+    return Tree(parsed, {key: location} | locations)
 
 
 def _beside(path: Path, item: str) -> Path:
     return Path(os.path.normpath(path.parent / item))
 
 
-def _read_text(path: Path, place: str) -> str:
+def _read_text(path: Path, location: str) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except FileNotFoundError:
         near = _nearest_file(path)
         cure = f"did you mean {near}?" if near else "give the path of a YAML file."
-        raise ConfigError(f"config file {path} does not exist{place}: {cure}") from None
+        raise ConfigError(f"config file {path} does not exist{location}: {cure}") from None
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        raise ConfigError(f"config file {path} cannot be read{place}, {reason}: give a YAML file.") from None
+        raise ConfigError(f"config file {path} cannot be read{location}, {reason}: give a YAML file.") from None
 
 
 def _nearest_file(path: Path) -> Path | None:
@@ -141,7 +141,7 @@ def _nearest_file(path: Path) -> Path | None:
     return stems[near[0]] if near else None
 
 
-# The beginning of a parser's message, and what helps against it.
+# The beginning of a parser's message, and the correction.
 _YAML_CURES = {
     "mapping values are not allowed here": "check the indentation and the space after each colon",
     "found character '\\t'": "indent with spaces instead of tabs",
@@ -153,12 +153,12 @@ _YAML_CURES = {
 
 
 def _parse(text: str, source: str, key: str = "") -> tuple[Any, dict[str, str]]:
-    """Value and places of YAML `text`; with `key`, that key's value as the override `source` gives it."""
+    """Value and locations of YAML `text`; with `key`, the value of this key from the override `source`."""
     try:
         loader = Loader(text)
         node = loader.get_single_node()
         reader = _Reader(loader, source, bool(key))
-        return (None if node is None else reader.read(node, key, ())), reader.places
+        return (None if node is None else reader.read(node, key, ())), reader.locations
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         line = f", line {mark.line + 1}" if mark is not None and not key else ""
@@ -168,15 +168,15 @@ def _parse(text: str, source: str, key: str = "") -> tuple[Any, dict[str, str]]:
 
 
 class _Reader:
-    """Turns YAML nodes into values and notes each key's place."""
+    """Turns YAML nodes into values and notes each key's location."""
 
-    def __init__(self, loader: Loader, source: str, one_place: bool):
-        self.loader, self.source, self.one_place = loader, source, one_place
-        self.places: dict[str, str] = {}
+    def __init__(self, loader: Loader, source: str, one_location: bool):
+        self.loader, self.source, self.one_location = loader, source, one_location
+        self.locations: dict[str, str] = {}
 
     def read(self, node: yaml.Node, key: str, parents: tuple[yaml.Node, ...]) -> Any:
         if node in parents:
-            raise ConfigError(f"{key} contains itself ({self.place(node)}): write it without the alias.")
+            raise ConfigError(f"{key} contains itself ({self.location(node)}): write it without the alias.")
         if isinstance(node, yaml.MappingNode):
             return self.mapping(node, key, (*parents, node))
         if isinstance(node, yaml.SequenceNode):
@@ -185,7 +185,7 @@ class _Reader:
             return self.loader.construct_object(node)
         except (ValueError, KeyError):  # an explicit tag such as !!int
             raise ConfigError(
-                f"{key}={node.value} does not fit its tag ({self.place(node)}): remove the tag."
+                f"{key}={node.value} does not fit its tag ({self.location(node)}): remove the tag."
             ) from None
 
     def mapping(self, node: yaml.MappingNode, key: str, parents: tuple[yaml.Node, ...]) -> dict[str, Any]:
@@ -193,18 +193,18 @@ class _Reader:
         for name_node, child in node.value:
             name = name_node.value
             if not isinstance(name, str):
-                raise ConfigError(f"a key is not text ({self.place(name_node)}): write keys as plain words.")
+                raise ConfigError(f"a key is not text ({self.location(name_node)}): write keys as plain words.")
             full = f"{key}.{name}" if key else name
             if name in values:
-                first = self.places[full].rpartition(", ")[2]
-                raise ConfigError(f"{full} is set twice ({self.place(name_node)}; first on {first}): keep one.")
-            self.places[full] = self.place(name_node)
+                first = self.locations[full].rpartition(", ")[2]
+                raise ConfigError(f"{full} is set twice ({self.location(name_node)}; first on {first}): keep one.")
+            self.locations[full] = self.location(name_node)
             values[name] = self.read(child, full, parents)
         return values
 
     def item(self, node: yaml.Node, key: str, parents: tuple[yaml.Node, ...]) -> Any:
-        self.places[key] = self.place(node)
+        self.locations[key] = self.location(node)
         return self.read(node, key, parents)
 
-    def place(self, node: yaml.Node) -> str:
-        return self.source if self.one_place else f"{self.source}, line {node.start_mark.line + 1}"
+    def location(self, node: yaml.Node) -> str:
+        return self.source if self.one_location else f"{self.source}, line {node.start_mark.line + 1}"

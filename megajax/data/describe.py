@@ -1,4 +1,4 @@
-"""What a run reads, in lines for the summary that is printed before training starts."""
+"""The summary's lines about a run's data."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
@@ -9,14 +9,14 @@ from megajax.data.samples import BlendedSamples, DocumentSamples, Samples
 if TYPE_CHECKING:
     from megajax.config import Config
 
-SOURCES_SHOWN = 20  # of a blend
+SOURCES_SHOWN = 20  # at most, of a blend
 
 
 def describe_data(config: "Config", datasets: Mapping[Split, Samples]) -> list[str]:
-    """Lines on the data that `loader.datasets` opened; reads no file.
+    """Lines about the data that `loader.datasets` opened; reads no file.
 
-    The first says where it comes from. For each split follow documents, tokens and the epochs that the run reads, for
-    a blend also each source's share and epochs. Synthetic data has one line only.
+    The first line names the source. Then each split has its documents, tokens and the epochs that the run reads, and
+    for a blend each source's share and epochs. Synthetic data has one line only.
     """
     data = config.data
     reset = {
@@ -24,8 +24,8 @@ def describe_data(config: "Config", datasets: Mapping[Split, Samples]) -> list[s
         "positions": data.reset_positions,
         "loss": data.mask_end_of_document_loss,
     }
-    apart = ", ".join(name for name, is_reset in reset.items() if is_reset)
-    packed = f"; documents apart in {apart}" if apart else ""
+    separate = ", ".join(name for name, is_reset in reset.items() if is_reset)
+    packed = f"; documents separate in {separate}" if separate else ""
     if data.kind == "synthetic":
         return [f"synthetic tokens{packed}"]
     train = data.train if isinstance(data.train, str) else f"a blend of {len(data.train or ())} data sets"
@@ -37,7 +37,7 @@ def describe_data(config: "Config", datasets: Mapping[Split, Samples]) -> list[s
 
 
 def _split_lines(config: "Config", split: Split, samples: Samples) -> list[str]:
-    """A split's size and how much of it is read; in a blend, each source's own."""
+    """A split's size and the number of tokens that the run reads; for a blend, of each source too."""
     shares = _shares(samples)
     tokens, length = sum(source.num_tokens for source, _ in shares), config.batch.sequence_length
     steps = {"train": config.run.steps, "valid": config.run.eval_steps, "test": 0}[split]
@@ -48,7 +48,7 @@ def _split_lines(config: "Config", split: Split, samples: Samples) -> list[str]:
     reading = f"{steps:,} steps read" if split == "train" else "an evaluation reads"
     if len(shares) == 1:
         epochs = _epochs(read, tokens)
-        return [f"{size}, {tokens // length:,} samples an epoch; {reading} {read:,} tokens, {epochs}"]
+        return [f"{size}, {tokens // length:,} samples per epoch; {reading} {read:,} tokens, {epochs}"]
     lines = [f"{size} in {len(shares)} data sets; {reading} {read:,} tokens"]
     for source, share in shares[:SOURCES_SHOWN]:
         size = f"{source.num_documents:,} documents, {source.num_tokens:,} tokens"

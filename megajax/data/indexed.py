@@ -27,7 +27,7 @@ DTYPES = {code: np.dtype(name) for code, name in enumerate("u1 i1 <i2 <i4 <i8 <f
 CODES = {dtype: code for code, dtype in DTYPES.items()}
 HEADER = struct.Struct("<9sQBQQ")
 TEXT_SUFFIXES = (".jsonl", ".json", ".txt")
-CHECK_BLOCK = 1 << 20  # table entries looked at together when a file is opened
+CHECK_BLOCK = 1 << 20  # table entries that are checked together when a file is opened
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
@@ -39,8 +39,7 @@ class IndexedDataset:
     """The tokens under `PREFIX.bin` and `PREFIX.idx`, mapped into memory; threads may share it.
 
     `tokens` [all tokens] in file dtype; `lengths` i32[N], `offsets` i64[N] (bytes) and `modes` i8[N] or None
-    by sequence; `boundaries` i64[documents+1] as sequence indices. Raises InputError when the files do not
-    fit together.
+    by sequence; `boundaries` i64[documents+1] as sequence indices. Raises InputError if the files are inconsistent.
     """
 
     def __init__(self, prefix: str | Path, *, check: bool = True):
@@ -51,7 +50,7 @@ class IndexedDataset:
         index = _map(self._idx)
         if index.size < HEADER.size:
             raise InputError(
-                f"{self._idx} is truncated: it has {index.size} bytes, its header alone takes {HEADER.size}; "
+                f"{self._idx} is truncated: it has {index.size} bytes, but its header takes {HEADER.size}; "
                 "write it again."
             )
         magic, version, code, count, num_boundaries = HEADER.unpack(index[: HEADER.size].tobytes())
@@ -85,7 +84,7 @@ class IndexedDataset:
         expected = HEADER.size + 12 * count + 8 * num_boundaries
         if index.size < expected:
             raise InputError(
-                f"{self._idx} is truncated: it has {index.size} bytes, its header promises {expected}; write it again."
+                f"{self._idx} is truncated: it has {index.size} bytes, but its header says {expected}; write it again."
             )
         extra = index.size - expected
         if extra not in (0, count):
@@ -135,12 +134,12 @@ class IndexedDataset:
             position = int(ends[-1])
         if position != bin_size:
             raise InputError(
-                f"{self._bin} has {bin_size} bytes, {self._idx} promises {position}: the two do not belong "
+                f"{self._bin} has {bin_size} bytes, but {self._idx} says {position}: the two do not belong "
                 "together or one is damaged; write both again."
             )
 
     def __reduce__(self) -> Any:
-        return _reopen, (self.prefix,)  # other processes map the file themselves
+        return _reopen, (self.prefix,)  # each process maps the file itself
 
     def __len__(self) -> int:
         return self.lengths.size
@@ -157,7 +156,7 @@ class IndexedDataset:
         return self.boundaries.size - 1
 
     def document_starts(self, first: int = 0, last: int | None = None) -> np.ndarray:
-        """Where documents first..last-1 start in `tokens`, and where the last ends: i64[last-first+1]."""
+        """The starts of documents first..last-1 in `tokens`, and the end of the last: i64[last-first+1]."""
         last = self.num_documents if last is None else last
         bounds = self.boundaries[first : last + 1]
         if not len(self):
@@ -188,7 +187,7 @@ def _map(path: str) -> np.ndarray:
 
 
 def _missing(prefix: str) -> str:
-    """The sentence for a prefix without an `.idx`, with the prefix that was probably meant."""
+    """The sentence for a prefix without an `.idx`, with the most likely prefix."""
     path = Path(prefix)
     is_text = any(suffix in TEXT_SUFFIXES for suffix in path.suffixes)
     problem = f"{prefix}.idx does not exist"
@@ -207,18 +206,18 @@ def _missing(prefix: str) -> str:
 
 
 def _nearest(folder: Path, name: str) -> Path | None:
-    """The prefix in a folder that continues `name` (as preprocessing does), or else is spelled most like it."""
+    """The prefix in a folder that begins with `name`, as in preprocessing, or else is most similar to it."""
     found = sorted(file.stem for file in folder.glob("*.idx"))
     continued = [stem for stem in found if stem == name or stem.startswith(f"{name}_" if name else "")]
     return next((folder / stem for stem in continued or get_close_matches(name, found)), None)
 
 
 class IndexedWriter:
-    """Writes `PREFIX.bin` as documents come and `PREFIX.idx` at the end, both first under temporary names.
+    """Writes `PREFIX.bin` document by document and `PREFIX.idx` at the end, both first under temporary names.
 
-    A context manager: leaving it normally renames both files into place, leaving it by an exception removes
-    them; files that stood there before are unchanged until then. Raises InputError when the files cannot be written
-    (no permission, disk full) or a token does not fit `dtype`.
+    A context manager: a normal exit renames both files, an exception removes them; older files under the prefix are
+    unchanged until then. Raises InputError if the files cannot be written (no permission, disk full) or a token does
+    not fit `dtype`.
     """
 
     def __init__(self, prefix: str | Path, dtype: np.dtype | type | str, *, multimodal: bool = False):

@@ -12,10 +12,10 @@ from typing import IO, NamedTuple, cast
 
 from megajax.errors import InputError
 
-BLOCK_BYTES = 1 << 20  # of text, read together; the rest of the last line comes on top
+BLOCK_BYTES = 1 << 20  # of text, read together, plus the rest of the last line
 KEYS_SHOWN = 10
 
-# Known by their first bytes, whatever the name.
+# Recognised by their first bytes, not by the name.
 DECOMPRESS: dict[bytes, Callable[[IO[bytes]], IO[bytes]]] = {
     b"\x1f\x8b": lambda file: cast(IO[bytes], gzip.open(file)),
     b"BZh": lambda file: bz2.open(file),
@@ -30,7 +30,7 @@ REFUSED = {
 
 
 class Block(NamedTuple):
-    """Consecutive lines of a file: the number of the first one (from 1), and the bytes that they take in the file."""
+    """Consecutive lines of a file: the number of the first one (from 1), and their bytes in the file."""
 
     path: str
     first_line: int
@@ -80,7 +80,7 @@ def read_blocks(paths: Sequence[str]) -> Iterator[Block]:
 
 
 def texts(block: Block, json_key: str) -> Iterator[tuple[int, str]]:
-    """The line number and the text under `json_key` of each line that is not blank; InputError if it has none."""
+    """The line number and the text under `json_key` of each non-blank line; InputError if it has none."""
     for number, line in enumerate(block.text.split(b"\n"), start=block.first_line):
         if line.strip():
             try:

@@ -1,4 +1,4 @@
-"""From the config to batches: opens and checks the data, and reads ahead through grain."""
+"""Batches of a config's data: opens and checks the files, and reads ahead with grain."""
 
 import signal
 from typing import TYPE_CHECKING, Literal
@@ -23,7 +23,7 @@ ENDLESS = 1 << 40  # steps
 
 
 def datasets(config: "Config") -> dict[Split, Samples]:
-    """Opens every split that the config has and checks all that can be checked before the start.
+    """Opens every split of the config and checks it before the start.
 
     Synthetic data has all three splits. Raises InputError for a missing or damaged file, a split without documents or
     with less than one sample, a tokenizer larger than the model's vocabulary, or a token id outside it; only the first
@@ -40,9 +40,9 @@ def datasets(config: "Config") -> dict[Split, Samples]:
 
 
 def open_split(config: "Config", split: Split, files: dict[str, IndexedDataset] | None = None) -> Samples:
-    """The samples of a split that the config has; checks the files' structure, not the token ids.
+    """The samples of one split of the config; checks the files' structure, not the token ids.
 
-    `files` by prefix are those that are open already; the others are added.
+    `files` are the open files by prefix; newly opened ones are added.
     """
     data, files = config.data, {} if files is None else files
     length, seed = config.batch.sequence_length, config.run.seed
@@ -75,9 +75,9 @@ def make_loader(
 ) -> "grain.DatasetIterator[dict[str, np.ndarray]]":
     """Endless batches from `start_step` on: `rows` of the fields of `make_batch`, each [len(rows), S].
 
-    Row r of step t is sample t·global_size + r, whatever the processes, threads and workers.
-    `samples`: the split as `datasets` opened it, so that it need not be opened again. Evaluation starts at
-    sample 0 and reads in threads: starting `data.workers` for a few batches costs more than they save.
+    Row r of step t is sample t·global_size + r, for any number of processes, threads and workers. `samples` is the
+    split if `datasets` has already opened it. Evaluation starts at sample 0 and reads in threads, because starting
+    `data.workers` for a few batches takes longer than reading them.
     """
     assert split == "train" or start_step == 0, "evaluation always reads from sample 0"
     import grain
@@ -92,7 +92,7 @@ def make_loader(
         from absl import flags
 
         if not flags.FLAGS.is_parsed():
-            flags.FLAGS.mark_as_parsed()  # grain hands its own flags to the workers and insists on it
+            flags.FLAGS.mark_as_parsed()  # grain passes its flags to the workers and requires parsed ones
         ahead = -(-max(prefetch, 1) // data.workers)
         options = grain.MultiprocessingOptions(data.workers, per_worker_buffer_size=ahead)
         batches = batches.mp_prefetch(options, worker_init_fn=_ignore_requests_to_stop)
@@ -100,14 +100,14 @@ def make_loader(
 
 
 def _ignore_requests_to_stop(worker: int, num_workers: int) -> None:
-    """Runs in a worker. Slurm signals every process of a step, and the trainer needs data until it has saved."""
+    """Runs in a worker: Slurm signals every process of a step, but the trainer needs data until it has saved."""
     del worker, num_workers
     for request in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
         signal.signal(request, signal.SIG_IGN)
 
 
 class BatchSource:
-    """What grain reads: batch i holds the samples indices + i·stride; `indices` i64[rows]."""
+    """grain's data source: batch i holds the samples indices + i·stride; `indices` i64[rows]."""
 
     def __init__(self, samples: Samples, indices: np.ndarray, stride: int, packing: Packing):
         self.samples, self.indices, self.stride, self.packing = samples, indices, stride, packing
@@ -139,19 +139,19 @@ def _documents(config: "Config", split: Split, dataset: IndexedDataset) -> tuple
     first, last = split_documents(dataset.num_documents, _shares(config))[SPLITS.index(split)]
     if first == last:
         raise InputError(
-            f"{dataset.prefix}.idx has {dataset.num_documents} documents, of which "
+            f"{dataset.prefix}.idx has {dataset.num_documents} documents, and "
             f'data.split="{config.data.split}" leaves none for {split}: give {split} a larger share, or 0.'
         )
     return first, last
 
 
 def _check_size(split: Split, source: DocumentSamples) -> None:
-    """A sample of more tokens than there are would repeat them, which training and evaluation could copy."""
+    """Raise InputError if a split is shorter than a sample: it would repeat tokens, easy to copy."""
     tokens, needed = source.num_tokens, source.sequence_length + 1
     if tokens < needed:
         shorter = f"set batch.sequence_length={tokens - 1} or less, or " if tokens > 1 else ""
         raise InputError(
-            f"{source.dataset.prefix}.bin has {tokens} token(s) for {split}, and a sample of "
+            f"{source.dataset.prefix}.bin has {tokens} token(s) for {split}, but a sample of "
             f"batch.sequence_length={needed - 1} takes {needed}: {shorter}give more text."
         )
 

@@ -26,7 +26,7 @@ BLOCKS_AHEAD = 4  # per worker
 
 
 class Encoded(NamedTuple):
-    """The tokens of consecutive documents, their lengths, and the bytes that they take in the input file."""
+    """The tokens of consecutive documents, their lengths, and their bytes in the input file."""
 
     tokens: np.ndarray
     lengths: np.ndarray
@@ -68,9 +68,9 @@ def preprocess(
     """Encodes the documents of JSON-lines files, one per line, in order; blank lines are skipped.
 
     A document whose text is empty is kept without tokens, as Megatron does. `append_eod` ends each document with the
-    tokenizer's end-of-document token, `eod_token` with the token of this name. Returns the prefix written,
-    `{output_prefix}_{json_key}_document`, and the numbers of documents and tokens. Raises InputError and leaves the
-    files that stood under the prefix unchanged.
+    tokenizer's end-of-document token, `eod_token` with the token of this name. Returns the prefix of the output,
+    `{output_prefix}_{json_key}_document`, and the numbers of documents and tokens. After an InputError older files
+    under the prefix are unchanged.
     """
     loaded = load_tokenizer(tokenizer)
     appended = end_of_document(loaded, tokenizer, eod_token) if append_eod or eod_token else None
@@ -84,8 +84,8 @@ def preprocess(
             writer.add_documents(encoded.tokens, encoded.lengths)
             progress.advance(encoded.stored_bytes, encoded.lengths.size, encoded.tokens.size)
         if not writer.num_tokens:
-            what = f'only empty text under "{json_key}"' if writer.num_documents else "no documents"
-            raise InputError(f"--input: {', '.join(inputs)} has {what}; nothing is written.")
+            found = f'only empty text under "{json_key}"' if writer.num_documents else "no documents"
+            raise InputError(f"--input: {', '.join(inputs)} has {found}; nothing is written.")
     return prefix, writer.num_documents, writer.num_tokens
 
 
@@ -126,7 +126,7 @@ def _map_in_order(encoder: Encoder, blocks: Iterable[Block], workers: int) -> It
 
 
 def _submit(pool: ProcessPoolExecutor, block: Block) -> Future[Encoded]:
-    """`pool.submit`, which may start a worker, with Ctrl-C blocked: workers inherit that and end with this process."""
+    """`pool.submit` with Ctrl-C blocked: it may start a worker, which inherits this and ends with this process."""
     earlier = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     try:
         return pool.submit(_encode, block)
@@ -141,26 +141,32 @@ def _worker_count(value: str) -> int:
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    what = "Encode JSON lines with a tokenizer and write P_text_document.bin and .idx, in input order."
-    parser = CommandParser("megajax.data.preprocess", description=what)
+    description = "Encode JSON lines with a tokenizer and write P_text_document.bin and .idx, in input order."
+    parser = CommandParser("megajax.data.preprocess", description=description)
     add = parser.add_argument
-    add("--input", nargs="+", required=True, metavar="FILE", help="JSON lines, one document each; .gz, .bz2, .xz too")
+    add(
+        "--input",
+        nargs="+",
+        required=True,
+        metavar="FILE",
+        help="JSON lines, one document per line; also .gz, .bz2, .xz",
+    )
     add(
         "--output-prefix",
         required=True,
         metavar="P",
-        help="start of the output's path: data/my writes data/my_text_document.bin and .idx",
+        help="prefix of the output: data/my writes data/my_text_document.bin and .idx",
     )
     add("--tokenizer", required=True, help="byte, a tokenizer.json, or a SentencePiece .model")
     add("--workers", type=_worker_count, default=1, metavar="N", help="processes (default: 1)")
     add("--append-eod", action="store_true", help="end each document with the tokenizer's end-of-document token")
     add("--eod-token", metavar="NAME", help="end each document with this token of the tokenizer instead")
-    add("--json-key", default="text", metavar="KEY", help="the key that holds the text (default: text)")
+    add("--json-key", default="text", metavar="KEY", help="key of the text (default: text)")
     return parser.parse_args(arguments)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line; the exit status."""
+    """Run the command line; returns the exit status."""
     with user_errors():
         options, start = _parse(arguments), time.perf_counter()
         prefix, documents, tokens = preprocess(
@@ -174,7 +180,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
     seconds = time.perf_counter() - start
     print(f"{prefix}.bin/.idx: {documents:,} documents, {tokens:,} tokens in {seconds:,.1f} s")
-    print("To train on them, write into the config:")
+    print("To train on these files, add to the config:")
     data = {"train": prefix, "tokenizer": options.tokenizer}
     if options.eod_token:
         data["end_of_document"] = options.eod_token

@@ -1,15 +1,15 @@
-"""Progress of preprocessing on stderr: a bar on a terminal, else a line now and then, so that logs show life."""
+"""Progress of preprocessing on stderr: a bar on a terminal, else a line every LINE_SECONDS."""
 
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-LINE_SECONDS = 10.0  # between two lines where stderr is not a terminal
+LINE_SECONDS = 10.0  # between lines if stderr is not a terminal
 
 
 class Progress:
-    """Counts what is done; `show` gets the bytes done and a text with documents, tokens and tokens per second."""
+    """Counts the work done; `show` gets the bytes done and a text with documents, tokens and tokens per second."""
 
     def __init__(self, show: Callable[[int, str], None]):
         self._show, self._start = show, time.perf_counter()
@@ -30,7 +30,7 @@ class Progress:
 
 @contextmanager
 def show_progress(total_bytes: int) -> Iterator[Progress]:
-    """The progress of reading files of `total_bytes` together; call its `advance` as they are done."""
+    """The progress of reading files of `total_bytes` in total; call its `advance` after each part."""
     if sys.stderr.isatty():
         with _bar(total_bytes) as show:
             yield Progress(show)

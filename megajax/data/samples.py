@@ -1,7 +1,7 @@
 """GPT samples: S+1 tokens cut from an endless stream of documents, and weighted blends of several data sets.
 
-A sample follows from its index and the seed alone. A `SampleOrder` decides which token positions it has, and
-`DocumentSamples` reads the tokens there. Another order is another entry of `ORDERS`.
+A sample depends only on its index and the seed. A `SampleOrder` determines its token positions, and `DocumentSamples`
+reads the tokens there. A new order needs an entry in `ORDERS`.
 """
 
 import threading
@@ -15,7 +15,7 @@ import numpy as np
 from megajax.data.indexed import IndexedDataset
 from megajax.errors import InputError
 
-CACHED_EPOCHS = 3  # a sample may reach into the next epoch while another thread is one ahead
+CACHED_EPOCHS = 3  # a sample may span two epochs while another thread is one epoch ahead
 
 
 class Samples(Protocol):
@@ -24,24 +24,24 @@ class Samples(Protocol):
     def __getitem__(self, index: int) -> np.ndarray: ...
 
     def document_lengths(self, index: int) -> np.ndarray:
-        """How many tokens a sample has from each of its documents, in their order: positive, with sum S+1."""
+        """Number of tokens that a sample has from each of its documents, in order: positive, with sum S+1."""
         ...
 
 
 class SampleOrder(Protocol):
-    """Which tokens make a sample."""
+    """The token positions of each sample."""
 
     def pieces(self, index: int) -> Iterator[tuple[int, int]]:
         """The ranges (start, stop) of token positions of sample `index`, in order, S+1 tokens in all.
 
-        Each lies within a document, and the next begins another.
+        Each range lies within one document, and the next range begins another document.
         """
         ...
 
 
 @dataclass(frozen=True)
 class Packing:
-    """How the documents of a sequence are kept apart: the keys of these names in the config's section `data`."""
+    """Separation of the documents of a sequence: the keys with these names in the config's section `data`."""
 
     reset_attention: bool = False
     reset_positions: bool = False
@@ -53,7 +53,7 @@ def make_batch(
 ) -> dict[str, np.ndarray]:
     """The fields of a batch, each [len(indices), S]: `loss_mask` float32, the others int32.
 
-    `segment_ids`, 0, 1, ... by document of the sequence, are there with `reset_attention` only.
+    With `reset_attention` there are also `segment_ids`: 0, 1, ... by document of the sequence.
     """
     block = np.stack([samples[int(index)] for index in indices])
     shape = (block.shape[0], block.shape[1] - 1)
@@ -79,7 +79,7 @@ def make_batch(
 
 @dataclass(frozen=True)
 class Epoch:
-    """A pass over the documents: their order and ends in the stream, and the order of the samples."""
+    """One pass over the documents: their order and ends in the stream, and the order of the samples."""
 
     documents: np.ndarray | None
     ends: np.ndarray
@@ -90,9 +90,9 @@ class Epoch:
 class StreamOrder:
     """Documents joined to an endless stream, epoch after epoch, and cut every S tokens.
 
-    A sample overlaps the next by one token and may span two epochs. `shuffled` permutes the documents of an
-    epoch, and the samples that start in it. `starts` i64[documents+1]: positions of adjoining documents in
-    the file, and the end of the last.
+    A sample overlaps the next by one token and may span two epochs. `shuffled` permutes the documents of an epoch, and
+    the samples that start in it. `starts` i64[documents+1]: positions of consecutive documents in the file, and the end
+    of the last.
     """
 
     def __init__(self, starts: np.ndarray, sequence_length: int, seed: int, *, shuffled: bool):
@@ -180,10 +180,10 @@ class DocumentSamples:
 
 
 class BlendedSamples:
-    """Each sample comes from the source furthest behind its weight.
+    """Each sample comes from the source that is furthest behind its weight.
 
-    That is the smallest (samples taken + 1/2) / weight, the earlier source on a tie. So sample n is the n-th
-    of the merged sequences (k + 1/2) / weight, k = 0, 1, ..., and is found without its predecessors.
+    This source has the smallest (samples taken + 1/2) / weight; ties go to the earlier source. So sample n is the n-th
+    of the merged sequences (k + 1/2) / weight, k = 0, 1, ..., and can be computed without its predecessors.
     """
 
     def __init__(self, sources: Sequence[Samples], weights: Sequence[float]):
@@ -193,9 +193,8 @@ class BlendedSamples:
 
     def locate(self, index: int) -> tuple[int, int]:
         """The source of sample `index`, and its index there."""
-        # Before time t, source d has taken t·weight ± 1/2 samples, all D together t ± D/2: so the time of
-        # sample n lies in n+1-D/2 .. n+D/2. Candidates reach a sample further on both sides, so that rounding
-        # cannot matter.
+        # Before time t, source d has taken t·weight ± 1/2 samples, all D sources t ± D/2 in total. So the time of
+        # sample n is in n+1-D/2 .. n+D/2. The candidates include one more sample on both sides, because of rounding.
         half = len(self.sources) / 2
         first = np.maximum(np.floor((index - half) * self.weights - 1.5), 0).astype(np.int64)
         last = np.ceil((index + half + 1) * self.weights + 1.5).astype(np.int64)

@@ -19,7 +19,7 @@ class Tokenizer(Protocol):
 
     @property
     def end_of_document(self) -> int | None:
-        """The token that separates documents, None where the vocabulary has none of a known name."""
+        """The token that separates documents; None if the vocabulary has none of a known name."""
         ...
 
     @property
@@ -28,7 +28,7 @@ class Tokenizer(Protocol):
         ...
 
     def token_id(self, name: str) -> int | None:
-        """The token of a name, None where there is none."""
+        """The token with this name; None if there is none."""
         ...
 
     def encode(self, text: str) -> list[int]: ...
@@ -37,9 +37,7 @@ class Tokenizer(Protocol):
 
 
 def load_tokenizer(spec: str) -> Tokenizer:
-    """Reads `spec`: "byte", the path of a tokenizer.json, or of a SentencePiece .model; InputError
-    otherwise.
-    """
+    """The tokenizer `spec`: "byte", or the path of a tokenizer.json or of a SentencePiece .model; else InputError."""
     if spec == "byte":
         return ByteTokenizer()
     kinds = {".json": HuggingFaceTokenizer, ".model": SentencePieceTokenizer}
@@ -56,10 +54,10 @@ def load_tokenizer(spec: str) -> Tokenizer:
     return kinds[path.suffix](spec)
 
 
-def end_of_document(tokenizer: Tokenizer, spec: str, name: str | None = None, asker: str = "--eod-token") -> int:
-    """The end-of-document token: that of `name`, by default the tokenizer's own; InputError if there is none.
+def end_of_document(tokenizer: Tokenizer, spec: str, name: str | None = None, setting: str = "--eod-token") -> int:
+    """The end-of-document token: the one called `name`, by default the tokenizer's own; InputError if there is none.
 
-    `asker` is the setting that gave the name.
+    `setting` is the key or option that gave the name.
     """
     token = tokenizer.end_of_document if name is None else tokenizer.token_id(name)
     if token is not None:
@@ -67,7 +65,7 @@ def end_of_document(tokenizer: Tokenizer, spec: str, name: str | None = None, as
     special = ", ".join(tokenizer.special_tokens[:NAMES_SHOWN]) or "none"
     if name is not None:
         own = "" if tokenizer.end_of_document is None else f", or use its own, token {tokenizer.end_of_document}"
-        raise InputError(f"{asker}: {spec} has no token {name}: name one that it has (special: {special}){own}.")
+        raise InputError(f"{setting}: {spec} has no token {name}: name one that it has (special: {special}){own}.")
     raise InputError(
         f"--append-eod: {spec} has no end-of-document token of a known name ({', '.join(END_OF_DOCUMENT_NAMES)}); "
         f"name its token with --eod-token NAME (its special tokens: {special}), or leave the option out."
@@ -137,7 +135,7 @@ class SentencePieceTokenizer:
         self.special_tokens = [self._model.IdToPiece(i) for i in range(self.vocab_size) if self._model.IsControl(i)]
 
     def token_id(self, name: str) -> int | None:
-        token = self._model.PieceToId(name)  # the unknown token's where there is none
+        token = self._model.PieceToId(name)  # the unknown token's id if there is none
         return token if self._model.IdToPiece(token) == name else None
 
     def encode(self, text: str) -> list[int]:

@@ -93,7 +93,8 @@ class SingleDevice(Comm):
     row_linear = own_linear = column_linear
 
     def experts(self, activation, x, experts, weights, w_up, w_down, capacity) -> jax.Array:
-        return ops.apply_experts(activation, x, experts, weights, w_up, w_down, capacity)
+        arguments = activation, x, experts, weights, w_up, w_down, capacity
+        return ops.apply_experts(*arguments, kernels=ops.ExpertKernels(), max_over_devices=lambda amax: amax)
 
     def attend(self, q, k, v, positions, *, window, softcap, sinks=None) -> jax.Array:
         settings = {"window": window, "softcap": softcap, "sinks": sinks, "implementation": "reference"}

@@ -2,7 +2,7 @@
 
 from megajax.ops import router
 from megajax.ops.attention import attention, causal_ranges, choose_attention, document_starts
-from megajax.ops.cross_entropy import LossImplementation, chunk_loss_and_grad, cross_entropy_reference
+from megajax.ops.cross_entropy import LossImplementation, chunk_loss_and_grad
 from megajax.ops.dropout import dropout
 from megajax.ops.expert_mlp import ExpertKernels
 from megajax.ops.experts import apply_experts
@@ -26,7 +26,6 @@ __all__ = [
     "choose_attention",
     "choose_grouped_matmul",
     "chunk_loss_and_grad",
-    "cross_entropy_reference",
     "document_starts",
     "dropout",
     "layer_norm",

@@ -1,4 +1,4 @@
-"""Cross-entropy of one chunk of tokens over one shard of the vocabulary: loss and gradient in one pass."""
+"""Loss and gradient of the cross-entropy: one chunk of tokens, one shard of the vocabulary."""
 
 from collections.abc import Callable
 from typing import Any, Literal
@@ -30,11 +30,11 @@ def chunk_loss_and_grad(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Loss, z-loss and gradient of C tokens: this shard's logits [C, V] -> (scalar, scalar, [C, V]).
 
-    targets [C] are ids in the whole vocabulary, mask [C] weights; the shard holds columns vocab_start on,
-    those from vocab_size on are padding. reduce_max and reduce_sum combine over the shards, called once each
-    with [C] and [2, C]; None if the vocabulary is whole. Returned are Σ mask · loss (the language model's alone)
-    and Σ mask · z_loss · lse², both the same on every shard and in float32 (float64 for float64 logits), and the
-    gradient of `scale` times their sum with respect to the raw logits, in `dtype`.
+    targets [C] are ids in the whole vocabulary, mask [C] weights. The shard's first column is vocab_start; columns from
+    vocab_size on are padding. reduce_max and reduce_sum reduce over the shards and are called once each, with [C] and
+    [2, C]; None for a whole vocabulary. The results are Σ mask · loss, without the z-loss, and Σ mask · z_loss · lse²,
+    both equal on all shards and in float32 (float64 for float64 logits), and the gradient of `scale` times their sum
+    with respect to the raw logits, in `dtype`.
 
     "pallas" is the GPU kernel, for logits of at most 32 bits.
     """
@@ -76,7 +76,7 @@ def _reference(
     capped, logits = logits, jnp.where(columns < vocab_size, logits, -jnp.inf)
     is_target = columns == targets_c[:, None]
 
-    # A shard may be all padding: then its maximum is -inf, but the maximum over all shards is finite.
+    # A shard of padding only has a maximum of -inf, but the maximum over all shards is finite.
     maximum = jnp.max(logits, axis=1)
     maximum = maximum if reduce_max is None else reduce_max(maximum)
     shifted = logits - maximum[:, None]
@@ -95,21 +95,3 @@ def _reference(
     if softcap is not None:
         gradient = gradient * (1 - jnp.square(capped / softcap))
     return loss, z_term, gradient.astype(dtype)
-
-
-def cross_entropy_reference(
-    logits: jax.Array,
-    targets: jax.Array,
-    mask: jax.Array,
-    vocab_size: int,
-    softcap: float | None = None,
-    z_loss: float = 0.0,
-) -> tuple[jax.Array, jax.Array]:
-    """The same two sums, plainly, for jax.grad: logits [T, V], targets [T], mask [T] -> two scalars."""
-    logits = logits[:, :vocab_size].astype(wide(logits.dtype))
-    if softcap is not None:
-        logits = softcap * jnp.tanh(logits / softcap)
-    lse = jax.nn.logsumexp(logits, axis=1)
-    # A masked token's target may lie outside the vocabulary: its row is then all zero.
-    chosen = jnp.sum(jax.nn.one_hot(targets, vocab_size, dtype=logits.dtype) * logits, axis=1)
-    return jnp.sum(mask * (lse - chosen)), jnp.sum(mask * z_loss * jnp.square(lse))

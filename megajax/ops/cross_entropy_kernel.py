@@ -1,12 +1,12 @@
-"""Cross-entropy of one chunk of tokens, loss and gradient, in one kernel that walks twice along a row of logits.
+"""Loss and gradient of the cross-entropy in one kernel that reads each row of logits twice.
 
-The contract of `cross_entropy.chunk_loss_and_grad`, as Pallas kernels on Triton, one program for each row. The first
-walk keeps the row's maximum and the sum of exponentials relative to it (Milakov & Gimelshein, "Online normalizer
-calculation for softmax", 2018, https://arxiv.org/abs/1805.02867); the second writes the gradient. It goes backwards,
-so that it begins with what the first has just left in the L2 cache. Where the vocabulary is sharded, the walks are
+The contract of `cross_entropy.chunk_loss_and_grad`, as Pallas kernels on Triton, one program per row. The first pass
+computes the row's maximum and the sum of exponentials relative to it (Milakov & Gimelshein, "Online normalizer
+calculation for softmax", 2018, https://arxiv.org/abs/1805.02867); the second pass writes the gradient. It runs
+backwards, so that it starts with the columns that are still in the L2 cache. With a sharded vocabulary the passes are
 two kernels, with the reductions over the shards between them.
 
-Any number of rows and columns is right; columns in multiples of 16 are fast, as rows are then aligned for 16-byte
+Any number of rows and columns is allowed. Multiples of 16 columns are fast, because rows are then aligned for 16-byte
 accesses. jax 0.11 calls the Triton backend deprecated; Pallas's other one, Mosaic GPU, would need its own kernels.
 """
 
@@ -23,17 +23,17 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 LOG2_E = math.log2(math.e)
-LOWEST = float(jnp.finfo(jnp.float32).min)  # finite: the difference of two infinities is none
+LOWEST = float(jnp.finfo(jnp.float32).min)  # finite, because the difference of two infinities is NaN
 
 
 @dataclass(frozen=True)
 class Tiling:
-    """How a program walks along its row.
+    """The division of a row into steps.
 
-    Each of `lanes` columns side by side, a power of two, has its own maximum and sum up to the end of the row, so
-    that warps do not wait for each other. One step takes `unroll` such vectors, whose loads are under way together.
-    Four lanes a thread make one load of 16 bytes. With 1024 threads a multiprocessor has one row at a time: the fewer
-    rows are under way, the more of each stays in the L2 cache between the walks.
+    A vector has `lanes` columns, a power of two. Each lane has its own maximum and sum up to the end of the row, so
+    warps do not wait for each other. A step reads `unroll` vectors at the same time. Four lanes per thread are one load
+    of 16 bytes. With 1024 threads a multiprocessor computes one row at a time: with fewer rows in flight, more of each
+    stays in the L2 cache between the passes.
     """
 
     lanes: int = 4096
@@ -57,34 +57,34 @@ def chunk_loss_and_grad(
     tiling: Tiling = Tiling(),
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """As `cross_entropy.chunk_loss_and_grad`, in float32 whatever the logits; `interpret` runs it on any device."""
+    """`cross_entropy.chunk_loss_and_grad`, in float32 for logits of any dtype; `interpret` runs it on any device."""
     C, V = logits_cv.shape
     mask = mask_c.astype(jnp.float32)
     true_columns = jnp.clip(vocab_size - vocab_start, 0, V)
     target_columns = targets_c - vocab_start
     ours = (target_columns >= 0) & (target_columns < true_columns)
-    target_columns = jnp.where(ours, target_columns, -1)  # -1 is nobody's column
+    target_columns = jnp.where(ours, target_columns, -1)  # no column is -1
     targets = jnp.take_along_axis(logits_cv, jnp.maximum(target_columns, 0)[:, None], axis=1)[:, 0]
     targets, _ = _softcapped(targets.astype(jnp.float32), softcap)
 
     may_be_padded = not isinstance(vocab_start, int) or vocab_start + V > vocab_size
-    walk = _Walk(V, may_be_padded, softcap, z_loss, tiling, interpret)
+    passes = _Passes(V, may_be_padded, softcap, z_loss, tiling, interpret)
     inputs = [logits_cv, true_columns.astype(jnp.int32).reshape(1)]
     to_gradient = [target_columns.astype(jnp.int32), (mask * scale).astype(jnp.float32)]
     row, statistic = jax.ShapeDtypeStruct((C, V), dtype), jax.ShapeDtypeStruct((C,), jnp.float32)
     if reduce_max is None or reduce_sum is None:
         outputs = [row, statistic, statistic]
-        gradient, maximum, total = _over_rows(walk.cross_entropy, inputs + to_gradient, outputs, tiling, interpret)
+        gradient, maximum, total = _over_rows(passes.cross_entropy, inputs + to_gradient, outputs, tiling, interpret)
         shifted = jnp.where(ours, targets - maximum, 0)
     else:
         own_maximum, own_total = _over_rows(
-            walk.cross_entropy_statistics, inputs, [statistic, statistic], tiling, interpret
+            passes.cross_entropy_statistics, inputs, [statistic, statistic], tiling, interpret
         )
         maximum = reduce_max(own_maximum)
         own_total *= jnp.exp(own_maximum - maximum)
         total, shifted = reduce_sum(jnp.stack([own_total, jnp.where(ours, targets - maximum, 0)]))
         to_gradient += [maximum, total]
-        [gradient] = _over_rows(walk.cross_entropy_gradient, inputs + to_gradient, [row], tiling, interpret)
+        [gradient] = _over_rows(passes.cross_entropy_gradient, inputs + to_gradient, [row], tiling, interpret)
 
     log_total = jnp.log(total)
     loss = jnp.sum(mask * (log_total - shifted))
@@ -92,8 +92,8 @@ def chunk_loss_and_grad(
 
 
 @dataclass(frozen=True)
-class _Walk:
-    """The kernels, by the names that profiles show. Refs are of one row: logits and gradient [V], all else [1]."""
+class _Passes:
+    """The kernels; profiles show their names. Refs hold one row: logits and gradient [V], all others [1]."""
 
     columns: int
     may_be_padded: bool
@@ -116,7 +116,7 @@ class _Walk:
         maximum[0], total[0] = row_maximum, row_total
 
     def _maximum_and_total(self, logits, true_columns) -> tuple[jax.Array, jax.Array]:
-        """max x and Σ exp(x - max x) over the true columns; the lowest number and 0 if there are none."""
+        """max x and Σ exp(x - max x) over the true columns; LOWEST and 0 if there are none."""
 
         def step(starts, masked, carry):
             maximum, total = carry
@@ -148,7 +148,7 @@ class _Walk:
         self._steps(step, (), backwards=True)
 
     def _steps(self, step: Callable, carry: Any, backwards: bool = False) -> Any:
-        """The carry after step(starts of vectors, whether they may reach over the end of the row, carry) for all."""
+        """The carry after all calls of step(first columns of vectors, whether they may pass the row's end, carry)."""
         lanes, width = self.tiling.lanes, self.tiling.lanes * self.tiling.unroll
         whole = self.columns // width
         rest = range(whole * width, self.columns, lanes)
@@ -174,7 +174,7 @@ class _Walk:
         plgpu.store(self._at(gradient, start), values, mask=mask, eviction_policy="evict_first")
 
     def _true_logits(self, x, start, masked: bool, true_columns) -> tuple[jax.Array, jax.Array | None]:
-        """The logits as the softmax takes them, -inf in padding, and their derivative in x (None: 1)."""
+        """The soft-capped logits, -inf in padding, and their derivative in x (None: 1)."""
         x, slope = _softcapped(x.astype(jnp.float32), self.softcap)
         if self.may_be_padded or masked:
             x = jnp.where(self._before(true_columns if self.may_be_padded else self.columns, start), x, -jnp.inf)
@@ -184,11 +184,11 @@ class _Walk:
         return start + lax.iota(jnp.int32, self.tiling.lanes) < end
 
     def _at(self, ref, start):
-        # As an array the start is not checked against the end of the row: masks see to that.
+        # Pallas does not check an array start against the end of the row; the masks handle it.
         return ref.at[pl.ds(jnp.asarray(start, jnp.int32), self.tiling.lanes)]
 
     def _exp(self, x) -> jax.Array:
-        """exp(x) by the GPU's own instruction for 2^x; the library spends three more on results below 1e-38."""
+        """exp(x) by the GPU's instruction for 2^x; the library needs three more for results below 1e-38."""
         x = x * LOG2_E
         if self.interpret:
             return jnp.exp2(x)
@@ -217,7 +217,7 @@ def _over_rows(
     tiling: Tiling,
     interpret: bool,
 ) -> list[jax.Array]:
-    """The outputs of one program for each row; arrays are [C, V], [C], or [1] for all rows."""
+    """The outputs of one program per row; arrays are [C, V], [C], or [1] for all rows."""
     rows, columns = inputs[0].shape
 
     def spec(array: Any) -> pl.BlockSpec:

@@ -1,6 +1,6 @@
-"""Gated activations of experts on the GPU, times each row's routing weight, for the rows alone that hold something.
+"""Gated activations of experts on the GPU, times each row's routing weight, only for the rows that hold tokens.
 
-Where experts lie over devices, there is room for many more rows than arrive: a pass of XLA would read and write all.
+With experts on several devices the buffers have room for many more rows than arrive; XLA would read and write all.
 """
 
 import math
@@ -13,14 +13,14 @@ from jax.experimental.pallas import triton as plgpu
 
 from megajax.ops.mlp_kernel import FEATURES, NUM_WARPS, TOKENS, gated, gated_gradients
 
-# So many rows after the last are zeros, because the matmuls read in tiles; those behind are left as they are.
+# This many rows after the last token are set to zero, because the matmuls read whole tiles. Later rows are not written.
 ZEROS = 256
 
 
 def activate(
     kind: str, gate_up_rf: jax.Array, weights_r: jax.Array, rows: jax.Array, *, interpret: bool = False
 ) -> jax.Array:
-    """gate_up [R, 2F] (the gate first) and weights [R] → activation(gate) · up · weight [R, F] of the first `rows`."""
+    """gate_up [R, 2F] (gate first) and weights [R] → activation(gate) · up · weight [R, F] for the first `rows`."""
 
     def compute(gate, up, weight):
         return (gated(kind, gate, up, interpret) * weight,), ()
@@ -39,9 +39,9 @@ def activate_and_gradient(
     *,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """dact [R, F] → (what `activate` computes, the gradients of gate_up [R, 2F] and of the weights [R]) in one pass.
+    """dact [R, F] → (the result of `activate`, the gradients of gate_up [R, 2F] and of the weights [R]) in one pass.
 
-    The weights' are zeros after the first `rows`.
+    The gradient of the weights is zero after the first `rows`.
     """
 
     def compute(gate, up, weight, dact):
@@ -57,7 +57,7 @@ def activate_and_gradient(
 
 
 def _over_rows(compute, gate_up, weights, dact, rows, widths, num_sums, interpret, name):
-    """`compute` of FP32 tiles → outputs [R, width] each, and sums over a tile's features [F / tile, R]."""
+    """`compute` on FP32 tiles → its outputs [R, width], and its sums over the features of a tile [F / tile, R]."""
     (R, F2), dtype = gate_up.shape, gate_up.dtype
     F = F2 // 2
     block_f = math.gcd(F, FEATURES)
@@ -91,14 +91,14 @@ def _over_rows(compute, gate_up, weights, dact, rows, widths, num_sums, interpre
     pairs = pl.BlockSpec((TOKENS, 2, block_f), lambda f, t: (t, 0, f))
     single = pl.BlockSpec((TOKENS, block_f), lambda f, t: (t, f))
     by_row = pl.BlockSpec((TOKENS,), lambda f, t: (t,))
-    of_tile = pl.BlockSpec((None, TOKENS), lambda f, t: (f, t))
+    tile_sums = pl.BlockSpec((None, TOKENS), lambda f, t: (f, t))
     shapes = [jax.ShapeDtypeStruct((R, 2, F) if width == F2 else (R, F), dtype) for width in widths]
     shapes += [jax.ShapeDtypeStruct((F // block_f, R), jnp.float32)] * num_sums
     found = pl.pallas_call(
         kernel,
         grid=(F // block_f, pl.cdiv(R, TOKENS)),
         in_specs=[pl.BlockSpec((1,), lambda f, t: (0,)), pairs, by_row] + ([] if dact is None else [single]),
-        out_specs=[pairs if width == F2 else single for width in widths] + [of_tile] * num_sums,
+        out_specs=[pairs if width == F2 else single for width in widths] + [tile_sums] * num_sums,
         out_shape=shapes,
         compiler_params=plgpu.CompilerParams(num_warps=NUM_WARPS),
         interpret=interpret,

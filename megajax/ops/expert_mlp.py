@@ -1,7 +1,7 @@
 """The MLP of experts: grouped matmuls, and between them the activation times each row's routing weight, in BF16 or FP8.
 
-In FP8 each tensor has one scale, whatever number of experts it belongs to, and is quantised together with its transpose
-where it is computed; for the backward pass transposes are kept, and the products that the activation takes, in BF16.
+In FP8 each tensor has one scale for all its experts, and is quantised together with its transpose where it is computed.
+The backward pass keeps the transposes, and the activation's input in BF16.
 """
 
 from collections.abc import Callable
@@ -33,18 +33,13 @@ Weight = jax.Array | Fp8Weight
 MaxOverDevices = Callable[[jax.Array], jax.Array]
 
 
-def itself(x: jax.Array) -> jax.Array:
-    """The largest over all devices where there is one."""
-    return x
-
-
 def num_experts(w: Weight) -> int:
-    """E of a matrix `[E, in, out]`."""
+    """E of matrices `[E, in, out]`."""
     return (w.values if isinstance(w, Fp8Weight) else w).shape[0]
 
 
 class ExpertKernels(NamedTuple):
-    """Which implementations the experts' matmuls and activations have."""
+    """The implementations of the experts' matmuls and activations."""
 
     grouped_matmul: GroupedImplementation = "reference"
     elementwise: ElementwiseImplementation = "reference"
@@ -58,14 +53,14 @@ def expert_mlp(
     w_up: Weight,
     w_down: Weight,
     group_sizes: jax.Array,
-    max_over_devices: MaxOverDevices = itself,
+    max_over_devices: MaxOverDevices = lambda amax: amax,
 ) -> jax.Array:
     """Rows `[R, D]` sorted by expert → `[R, D]`: weight · MLP of the row's expert.
 
-    The weight `[R]` multiplies the activation, so that the backward pass needs no output. Rows of no group are zeros,
-    as are their gradients and those of their weights. Either both matrices are in FP8 or none: `values [E, in, out]`,
-    `transposed [E, out, in]`. `max_over_devices` is for FP8 without given scales, which come from the amaxes over all
-    devices then; gradient and amaxes are in the place that `Fp8Weight` has for them.
+    The weight `[R]` multiplies the activation, so the backward pass does not need the output. Rows after the last group
+    are zeros, and so are their gradients and those of their weights. Both matrices are in FP8 or neither: `values
+    [E, in, out]`, `transposed [E, out, in]`. With current scaling in FP8, `max_over_devices` computes the amaxes over
+    all devices; the gradient and the amaxes are returned in their fields of `Fp8Weight`.
     """
     if isinstance(w_up, Fp8Weight) and isinstance(w_down, Fp8Weight):
         return _fp8_mlp(activation, kernels, max_over_devices, rows, weights, w_up, w_down, group_sizes)
@@ -74,7 +69,7 @@ def expert_mlp(
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _mlp(activation, kernels, rows, weights, w_up, w_down, group_sizes):
-    """The backward pass computes the activation again."""
+    """The backward pass recomputes the activation."""
     return _mlp_forward(activation, kernels, rows, weights, w_up, w_down, group_sizes)[0]
 
 
@@ -128,7 +123,7 @@ _fp8_mlp.defvjp(_fp8_mlp_forward, _fp8_mlp_backward)
 
 @dataclass(frozen=True)
 class _Fp8:
-    """The steps of the MLP in FP8; `which` is a matrix's "input" or output "gradient"."""
+    """The steps of the MLP in FP8; `which` is a matrix's "input" or its output's "gradient"."""
 
     activation: str
     kernels: ExpertKernels
@@ -188,7 +183,7 @@ class _Fp8:
         )
 
     def weight_gradient(self, x: Operand, dy: Operand, w: Fp8Weight) -> Fp8Weight:
-        """`x.T @ dy` of each expert and the amaxes, in the places that `Fp8Weight` has for them."""
+        """`x.T @ dy` of each expert and the amaxes, in their fields of `Fp8Weight`."""
         inverse, implementation = x.inverse_scale * dy.inverse_scale, self.kernels.grouped_matmul
         tensors = x.transposed, dy.transposed, inverse, self.group_sizes
         gradient = fp8_weight_gradient(*tensors, self.dtype, implementation=implementation)

@@ -1,6 +1,6 @@
 """Tokens to their experts and back: rows sorted by expert, the experts' MLP, rows summed by token.
 
-The permutation is gathers in both directions, forward and backward: no scatter adds where two rows might meet.
+The permutation uses gathers in both directions and in both passes, so no scatter has to add rows.
 """
 
 from functools import partial
@@ -11,37 +11,37 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from megajax.ops import router
-from megajax.ops.expert_mlp import ExpertKernels, MaxOverDevices, Weight, expert_mlp, itself, num_experts
+from megajax.ops.expert_mlp import ExpertKernels, MaxOverDevices, Weight, expert_mlp, num_experts
 from megajax.ops.numerics import wide
 
 
 class Permutation(NamedTuple):
-    """Assignments `T·k`, those of a token side by side, and the same sorted by expert."""
+    """The order of the assignments `T·k`: those of a token are adjacent; sorted, those of an expert are."""
 
     order: jax.Array  # [R] int32: the assignment in each sorted row
-    inverse: jax.Array  # [T·k] int32: the sorted row of each assignment; those to no expert may lie past R
+    inverse: jax.Array  # [T·k] int32: the sorted row of each assignment; those to no expert may be past R
     group_sizes: jax.Array  # [E] int32
 
 
 def most_rows(tokens: int, k: int, num_experts: int, capacity: int | None = None) -> int:
-    """The most assignments that so many experts may have of `tokens` tokens, each to k different ones.
+    """The largest number of assignments to `num_experts` experts; each of `tokens` tokens has k different experts.
 
-    No expert has more than `capacity`.
+    An expert has at most `capacity` assignments.
     """
     rows = tokens * min(k, num_experts)
     return rows if capacity is None else min(rows, capacity * num_experts)
 
 
 def sort_by_expert(experts: jax.Array, num_experts: int, rows: int) -> Permutation:
-    """Assignments `experts [T, k]` sorted by expert, in the order of the tokens; those to no expert (E) come last.
+    """Assignments `experts [T, k]` sorted by expert, then by token; those to no expert (E) are last.
 
-    Of the sorted assignments the first R = `rows` are kept, no fewer than there are to experts.
+    The first R = `rows` sorted assignments are kept, which must include all those to experts.
     """
     flat = experts.reshape(-1)
     count = flat.shape[0]
     assert count * (num_experts + 1) < 2**32, "assignments are sorted by one 32-bit number each"
     numbers = jnp.arange(count, dtype=jnp.uint32)
-    # Expert and assignment in one number: a sort of single numbers is the one that is fast on GPUs.
+    # Expert and assignment in one number: only a sort of single numbers is fast on GPUs.
     order = (jnp.sort(flat.astype(jnp.uint32) * count + numbers) % count).astype(jnp.int32)
     inverse = jnp.zeros(count, jnp.int32).at[order].set(numbers.astype(jnp.int32), unique_indices=True)
     return Permutation(order[:rows], inverse, router.count(experts, num_experts))
@@ -54,28 +54,28 @@ def apply_experts(
     weights: jax.Array,
     w_up: Weight,
     w_down: Weight,
-    capacity: int | None = None,
-    kernels: ExpertKernels | None = None,
-    max_over_devices: MaxOverDevices = itself,
+    capacity: int | None,
+    kernels: ExpertKernels,
+    max_over_devices: MaxOverDevices,
 ) -> jax.Array:
     """`x [T, D]` → `[T, D]`: Σ over a token's assignments `[T, k]` of weight · MLP of the expert.
 
-    `w_up [E, D, 2F]` (`[E, D, F]` if the activation is plain), `w_down [E, F, D]`; an assignment to E adds nothing.
-    No expert has more assignments than `capacity`. `expert_mlp` says what the rest is.
+    `w_up [E, D, 2F]` (`[E, D, F]` for a plain activation), `w_down [E, F, D]`; an assignment to E adds nothing. An
+    expert has at most `capacity` assignments. `expert_mlp` documents the other arguments.
     """
     k, E = experts.shape[1], num_experts(w_up)
     permutation = sort_by_expert(experts, E, most_rows(len(x), k, E, capacity))
     permutation = jax.tree.map(lambda a: checkpoint_name(a, "routing"), permutation)
     rows = checkpoint_name(dispatch(x, permutation, k), "dispatched")
     row_weights = checkpoint_name(permute(weights.reshape(-1), permutation), "routing")
-    kernels, sizes = kernels or ExpertKernels(), permutation.group_sizes
+    sizes = permutation.group_sizes
     y = expert_mlp(activation, kernels, rows, row_weights, w_up, w_down, sizes, max_over_devices)
     return combine(y, permutation, k)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2,))
 def dispatch(x: jax.Array, permutation: Permutation, k: int) -> jax.Array:
-    """`x [T, D]` → `[R, D]`: each sorted assignment's token."""
+    """`x [T, D]` → `[R, D]`: the token of each sorted assignment."""
     return x[permutation.order // k]
 
 
@@ -92,7 +92,7 @@ dispatch.defvjp(_dispatch_forward, _dispatch_backward)
 
 @partial(jax.custom_vjp, nondiff_argnums=(2,))
 def combine(y: jax.Array, permutation: Permutation, k: int) -> jax.Array:
-    """Sorted rows `[R, D]` → `[T, D]`: the sum of each token's, in float32."""
+    """Sorted rows `[R, D]` → `[T, D]`: the sum of each token's rows, in float32."""
     return _sum_of_assignments(y, permutation, k)
 
 
@@ -113,7 +113,7 @@ def _sum_of_assignments(rows: jax.Array, permutation: Permutation, k: int) -> ja
 
 
 def _of_assignments(rows: jax.Array, permutation: Permutation) -> jax.Array:
-    """Sorted rows → those of the assignments, `[T·k, ...]`, zeros for any past the last row."""
+    """Sorted rows → the rows of the assignments, `[T·k, ...]`; zeros for those past the last row."""
     if len(permutation.order) == len(permutation.inverse):
         return rows[permutation.inverse]
     return rows.at[permutation.inverse].get(mode="fill", fill_value=0)
@@ -121,7 +121,7 @@ def _of_assignments(rows: jax.Array, permutation: Permutation) -> jax.Array:
 
 @jax.custom_vjp
 def permute(values: jax.Array, permutation: Permutation) -> jax.Array:
-    """One number `[T·k]` of each assignment, sorted."""
+    """`values [T·k]`, one number per assignment, in sorted order."""
     return values[permutation.order]
 
 

@@ -1,14 +1,14 @@
-"""Quantisation to FP8, its transpose and its largest magnitude, in one pass over memory, for Hopper GPUs.
+"""Quantisation to FP8 with the transpose and the largest magnitude, in one pass over memory, for Hopper GPUs.
 
 The functions of `fp8_reference`, with its contract, as Pallas kernels on Triton. A block reads one tile, computes in
-float32, writes the quantised tile twice, the second time transposed, and writes the largest magnitude of the tile;
-a small reduction over the tiles follows. XLA, left to itself, writes the transpose by a second and slower kernel.
+float32, and writes the quantised tile, its transpose and its largest magnitude. A small reduction over the tiles
+follows. Without these kernels XLA writes the transpose in a second, slower kernel.
 
-T and F of any size are right, multiples of 16 are fast: the rows of both results are then aligned for 16-byte
-accesses. Tiles that reach over an edge are masked. The kernels have no derivatives.
+T and F of any size are allowed. Multiples of 16 are fast, because the rows of both results are then aligned for 16-byte
+accesses. Tiles that cross an edge are masked. The kernels have no derivatives.
 
-The GPU is H100, H200 or newer: there the conversion to FP8 is an instruction, cvt.rn.satfinite, which saturates and
-keeps NaN. jax 0.11 calls the Triton backend deprecated; Pallas's other one, Mosaic GPU, would need its own kernels.
+The GPU must be an H100, H200 or newer, whose instruction cvt.rn.satfinite converts to FP8, saturates and keeps NaN.
+jax 0.11 calls the Triton backend deprecated; Pallas's other one, Mosaic GPU, would need its own kernels.
 """
 
 import functools
@@ -38,11 +38,12 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Tiling:
-    """How a kernel divides the tensor; powers of two.
+    """The division of a tensor into tiles; powers of two.
 
-    A tile's rows in memory are 2 · `features` bytes read, `features` written, and `tokens` in the transpose. A thread
-    has tokens · features / (32 · num_warps) elements: with more than 32 the gradients of the gates leave few blocks
-    room on a multiprocessor. The defaults were the fastest or near it for every kernel on an H200.
+    A row of a tile is 2 · `features` bytes read and `features` bytes written; a row of the transpose is `tokens` bytes.
+    A thread has tokens · features / (32 · num_warps) elements; with more than 32, the gradients of the gates need so
+    many registers that few blocks fit on a multiprocessor. On an H200 the defaults were fastest, or nearly, for all
+    kernels.
     """
 
     tokens: int = 32
@@ -66,7 +67,7 @@ def gated_cast_transpose(
     tiling: Tiling = Tiling(),
     interpret: bool = False,
 ) -> Quantised:
-    """activation(gate) · up quantised: gate_up [T, 2F], the gate first -> q [T, F], q_t [F, T], amax."""
+    """activation(gate) · up quantised: gate_up [T, 2F], gate first -> q [T, F], q_t [F, T], amax."""
     return _over_tiles(_gated(kind, interpret), [halves(gate_up_tf)], tiling, interpret, scale, dtype)
 
 
@@ -86,19 +87,19 @@ def gated_backward_cast_transpose(
 
 
 def gated_amax(kind: str, gate_up_tf: jax.Array, *, tiling: Tiling = Tiling(), interpret: bool = False) -> jax.Array:
-    """The amax of `gated_cast_transpose` alone."""
+    """Only the amax of `gated_cast_transpose`."""
     return _over_tiles(_gated(kind, interpret), [halves(gate_up_tf)], tiling, interpret)[-1]
 
 
 def gated_backward_amax(
     kind: str, gate_up_tf: jax.Array, dact_tf: jax.Array, *, tiling: Tiling = Tiling(), interpret: bool = False
 ) -> jax.Array:
-    """The amax of `gated_backward_cast_transpose` alone."""
+    """Only the amax of `gated_backward_cast_transpose`."""
     return _over_tiles(_gated_backward(kind, interpret), [halves(gate_up_tf), dact_tf[:, None]], tiling, interpret)[-1]
 
 
-# A computation takes the tiles [tokens, features] of every part of every operand [T, parts, F], and returns a float32
-# tile for each part of the result.
+# The arguments of a computation are the tiles [tokens, features] of all parts of all operands [T, parts, F]; it returns
+# a float32 tile for each part of the result.
 Computation = Callable[..., Sequence[jax.Array]]
 
 
@@ -135,9 +136,9 @@ def _over_tiles(
     dtype: Any = None,
     parts: int = 1,
 ) -> Any:
-    """What `compute` returns, its `parts` side by side: (q [T, parts · F], q_t [parts · F, T], amax).
+    """The `parts` that `compute` returns, side by side: (q [T, parts · F], q_t [parts · F, T], amax).
 
-    Without a scale (amax,) alone.
+    (amax,) without a scale.
     """
     T, _, F = operands[0].shape
     if parts * T * F >= 2**31:
@@ -146,48 +147,23 @@ def _over_tiles(
         )
     block_t, block_f = tiling.tokens, tiling.features
     blocks_t, blocks_f = pl.cdiv(T, block_t), pl.cdiv(F, block_f)
-    f_axis, t_axis = 0, 1  # blocks that run side by side follow each other along the features
-
-    def kernel(*refs: Any) -> None:
-        inputs, quantised, amax_ref = refs[: len(operands)], refs[len(operands) : -1], refs[-1]
-        # Which rows and columns of the tile the tensor has; None if every tile lies within it.
-        rows = pl.program_id(t_axis) * block_t + lax.iota(jnp.int32, block_t) < T if T % block_t else None
-        columns = pl.program_id(f_axis) * block_f + lax.iota(jnp.int32, block_f) < F if F % block_f else None
-        mask = _outer(rows, columns)
-        tiles = []
-        for operand, ref in zip(operands, inputs, strict=True):
-            tiles += [_load(ref.at[:, np.int32(part)], mask) for part in range(operand.shape[1])]
-        values = compute(*tiles)
-        amax_ref[0, 0] = largest_magnitude(values)
-        if quantised:
-            scale_ref, q_ref, q_t_ref = quantised
-            for part, value in enumerate(values):
-                scaled = value * scale_ref[0]
-                # On the GPU the conversion itself saturates, and keeps NaN.
-                q = (saturate(scaled, dtype) if interpret else scaled).astype(dtype)
-                plgpu.store(q_ref.at[:, np.int32(part)], q, mask=mask)
-                plgpu.store(q_t_ref.at[np.int32(part)], q.T, mask=None if mask is None else mask.T)
-
-    def spec(block: tuple[int | None, ...], index: Callable[[Any, Any], tuple[Any, ...]]) -> pl.BlockSpec:
-        return pl.BlockSpec(block, lambda *ids: index(ids[t_axis], ids[f_axis]))
-
     inputs = list(operands)
-    in_specs = [spec((block_t, operand.shape[1], block_f), lambda t, f: (t, 0, f)) for operand in operands]
+    in_specs = [pl.BlockSpec((block_t, operand.shape[1], block_f), lambda f, t: (t, 0, f)) for operand in operands]
     out_shape = [jax.ShapeDtypeStruct((blocks_t, blocks_f), jnp.int32)]
-    out_specs = [spec((1, 1), lambda t, f: (t, f))]
+    out_specs = [pl.BlockSpec((1, 1), lambda f, t: (t, f))]
     if scale is not None:
         inputs.append(scale.astype(jnp.float32).reshape(1))
-        in_specs.append(spec((1,), lambda t, f: (0,)))
+        in_specs.append(pl.BlockSpec((1,), lambda f, t: (0,)))
         q, q_t = jax.ShapeDtypeStruct((T, parts, F), dtype), jax.ShapeDtypeStruct((parts, F, T), dtype)
         out_shape = [q, q_t, *out_shape]
         out_specs = [
-            spec((block_t, parts, block_f), lambda t, f: (t, 0, f)),
-            spec((parts, block_f, block_t), lambda t, f: (0, f, t)),
+            pl.BlockSpec((block_t, parts, block_f), lambda f, t: (t, 0, f)),
+            pl.BlockSpec((parts, block_f, block_t), lambda f, t: (0, f, t)),
             *out_specs,
         ]
     *quantised, magnitudes = pl.pallas_call(
-        kernel,
-        grid=(blocks_f, blocks_t),
+        _kernel(compute, [operand.shape[1] for operand in operands], T, F, tiling, interpret, dtype),
+        grid=(blocks_f, blocks_t),  # consecutive blocks are neighbours along the features
         in_specs=in_specs,
         out_specs=out_specs,
         out_shape=out_shape,
@@ -201,8 +177,37 @@ def _over_tiles(
     return q.reshape(T, parts * F), q_t.reshape(parts * F, T), largest
 
 
+def _kernel(
+    compute: Computation, parts: list[int], T: int, F: int, tiling: Tiling, interpret: bool, dtype: Any
+) -> Callable[..., None]:
+    """The kernel for operands with these numbers of parts."""
+    block_t, block_f = tiling.tokens, tiling.features
+
+    def kernel(*refs: Any) -> None:
+        inputs, quantised, amax_ref = refs[: len(parts)], refs[len(parts) : -1], refs[-1]
+        # The rows and columns of the tile inside the tensor; None if all tiles are inside.
+        rows = pl.program_id(1) * block_t + lax.iota(jnp.int32, block_t) < T if T % block_t else None
+        columns = pl.program_id(0) * block_f + lax.iota(jnp.int32, block_f) < F if F % block_f else None
+        mask = _outer(rows, columns)
+        tiles = [
+            _load(ref.at[:, np.int32(part)], mask) for ref, n in zip(inputs, parts, strict=True) for part in range(n)
+        ]
+        values = compute(*tiles)
+        amax_ref[0, 0] = largest_magnitude(values)
+        if quantised:
+            scale_ref, q_ref, q_t_ref = quantised
+            for part, value in enumerate(values):
+                scaled = value * scale_ref[0]
+                # On the GPU the conversion itself saturates, and keeps NaN.
+                q = (saturate(scaled, dtype) if interpret else scaled).astype(dtype)
+                plgpu.store(q_ref.at[:, np.int32(part)], q, mask=mask)
+                plgpu.store(q_t_ref.at[np.int32(part)], q.T, mask=None if mask is None else mask.T)
+
+    return kernel
+
+
 def _outer(rows: jax.Array | None, columns: jax.Array | None) -> jax.Array | None:
-    """The mask of a tile from those of its rows and columns, broadcastable to it; None for no mask."""
+    """The mask of a tile from the masks of its rows and columns, broadcastable to the tile; None for no mask."""
     if rows is None or columns is None:
         return rows[:, None] if rows is not None else columns[None] if columns is not None else None
     return rows[:, None] & columns[None]
@@ -216,9 +221,9 @@ def _load(ref: Any, mask: jax.Array | None) -> jax.Array:
 
 
 def largest_magnitude(values: Sequence[jax.Array]) -> jax.Array:
-    """The bits of max |value|: as integers, magnitudes keep their order, infinity is above them and NaN on top.
+    """The bits of max |value|. As integers, magnitudes keep their order, and infinity and then NaN are above them.
 
-    The maximum of floats drops NaN on the GPU.
+    A maximum of floats drops NaN on the GPU.
     """
     magnitudes = [lax.bitcast_convert_type(value, jnp.int32) & jnp.int32(0x7FFFFFFF) for value in values]
     return jnp.max(functools.reduce(jnp.maximum, magnitudes).reshape(-1))

@@ -1,13 +1,13 @@
-"""Quantisation to FP8, plain: the tensor, its transpose and its largest magnitude, for scaled matmuls.
+"""Reference quantisation to FP8: the tensor, its transpose and its largest magnitude, for scaled matmuls.
 
-A quantised tensor is q = round(saturate(value · scale)): the value in float32 whatever the inputs' dtype, never
-rounded to bfloat16 on the way; the scale a float32 scalar array, () or (1,); rounding to nearest even. What is beyond
-the largest finite number of the FP8 dtype becomes that number, infinities too; NaN stays NaN. Hopper's FP8 tensor
-cores want the contracted dimension minor on both sides, hence the transpose: q serves the forward matmul and the
-gradient of its input, the transpose serves the gradient of the weight.
+A quantised tensor is q = round(saturate(value · scale)). The value is computed in float32 for inputs of any dtype and
+not rounded to bfloat16 before; the scale is a float32 scalar array, () or (1,); rounding is to nearest even. Values
+beyond the largest finite number of the FP8 dtype become that number, infinities too; NaN stays NaN. Hopper's FP8 tensor
+cores need the contracted dimension last in both operands, hence the transpose: q is for the forward matmul and the
+input gradient, the transpose for the weight gradient.
 
-`amax` is max |value| in float32, before the scale, NaN if any value is: what the next step's scale is made of.
-`fp8_kernels` has the same functions in one pass over memory each, for the GPU.
+`amax` is max |value| in float32 before scaling, NaN if any value is; delayed scaling computes later scales from it.
+`fp8_kernels` has the same functions for the GPU, each in one pass over memory.
 """
 
 from typing import Any
@@ -23,13 +23,13 @@ Quantised = tuple[jax.Array, jax.Array, jax.Array]
 
 
 def saturate(values: jax.Array, dtype: Any) -> jax.Array:
-    """`values`, within the finite numbers of `dtype`; NaN stays NaN."""
+    """`values` clipped to the finite numbers of `dtype`; NaN stays NaN."""
     largest = float(jnp.finfo(dtype).max)
     return jnp.clip(values, -largest, largest)
 
 
 def quantize(x: jax.Array, scale: jax.Array, dtype: Any) -> jax.Array:
-    """`x · scale` rounded to an FP8 `dtype`; what is too large becomes the largest number, NaN stays NaN."""
+    """`x · scale` rounded to an FP8 `dtype`; larger values become its largest number, NaN stays NaN."""
     return saturate(x.astype(jnp.float32) * scale, dtype).astype(dtype)
 
 
@@ -39,7 +39,7 @@ def cast_transpose(x_tf: jax.Array, scale: jax.Array, dtype: Any) -> Quantised:
 
 
 def gated_cast_transpose(kind: str, gate_up_tf: jax.Array, scale: jax.Array, dtype: Any) -> Quantised:
-    """activation(gate) · up quantised: gate_up [T, 2F], the gate first -> q [T, F], q_t [F, T], amax."""
+    """activation(gate) · up quantised: gate_up [T, 2F], gate first -> q [T, F], q_t [F, T], amax."""
     return _quantise(_gated(kind, gate_up_tf), scale, dtype)
 
 
@@ -53,8 +53,8 @@ def gated_backward_cast_transpose(
 def matmul(a_mk: jax.Array, b_nk: jax.Array, inverse_scale: jax.Array, dtype: Any) -> jax.Array:
     """`a @ b.T · inverse_scale` of FP8 operands, both with the summed dimension last: `[M, K]`, `[N, K]` → `[M, N]`.
 
-    Written so that XLA makes it one FP8 matmul of cuBLASLt on GPUs, with the FP32 scale inside and the result in
-    `dtype`: from a product in FP32 it would convert in a pass of its own.
+    On GPUs XLA makes this form one FP8 matmul of cuBLASLt, with the FP32 scale inside and the result in `dtype`. It
+    would convert an FP32 product in a separate pass.
     """
     wide = jnp.float32 if dtype == jnp.float16 else dtype  # unscaled sums overflow FP16
     product = lax.dot_general(a_mk, b_nk, (((1,), (1,)), ((), ())), preferred_element_type=wide)
@@ -67,12 +67,12 @@ def amax(x_tf: jax.Array) -> jax.Array:
 
 
 def gated_amax(kind: str, gate_up_tf: jax.Array) -> jax.Array:
-    """The amax of `gated_cast_transpose` alone."""
+    """Only the amax of `gated_cast_transpose`."""
     return amax(_gated(kind, gate_up_tf))
 
 
 def gated_backward_amax(kind: str, gate_up_tf: jax.Array, dact_tf: jax.Array) -> jax.Array:
-    """The amax of `gated_backward_cast_transpose` alone."""
+    """Only the amax of `gated_backward_cast_transpose`."""
     return amax(_gated_backward(kind, gate_up_tf, dact_tf))
 
 

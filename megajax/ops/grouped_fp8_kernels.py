@@ -1,11 +1,11 @@
-"""Quantisation to FP8 of rows that lie in groups, in one pass over memory, for Hopper GPUs (Pallas, Triton).
+"""Quantisation to FP8 of rows in groups, in one pass over memory, for Hopper GPUs (Pallas, Triton).
 
-The functions of `grouped_fp8_reference`, with its contract. As in `fp8_kernels` a block computes one tile in float32,
-and writes it twice, the second time transposed. Tiles are parts of steps (`grouped_rows`), so that none has rows of two
-groups and every tile of the transpose is aligned; blocks after the last step leave memory as it is.
+The functions of `grouped_fp8_reference`, with its contract. As in `fp8_kernels`, a block computes one tile in float32
+and writes the tile and its transpose. Tiles are parts of steps (`grouped_rows`), so a tile has rows of one group only,
+and its transpose is aligned. Blocks after the last step write nothing.
 
-q may have more rows than were given, and q_t more columns than are needed: Triton addresses arrays of FP8 between 2 and
-4 GiB wrongly, and such are made larger.
+q may have more rows than the input, and q_t more columns than necessary: Triton's addresses of FP8 arrays between 2 and
+4 GiB are wrong, so such arrays are made larger.
 """
 
 from collections.abc import Callable, Sequence
@@ -37,11 +37,11 @@ TILING = Tiling()
 
 
 class _Pass(NamedTuple):
-    """What a kernel computes of each tile of rows, and how."""
+    """The computation of a kernel on each tile of rows, and its settings."""
 
     name: str
-    # The tiles [tokens, features] of every part of every operand, in float32, and of the weights -> a tile for each
-    # part of the result, and what is summed over features, if anything.
+    # Float32 tiles [tokens, features] of all parts of all operands and of the weights -> a tile for each part of the
+    # result, and sums over the tile's features, if any.
     compute: Callable[..., tuple[Sequence[jax.Array], Sequence[jax.Array]]]
     parts: int
     sums: int
@@ -79,7 +79,7 @@ def gated_cast_transpose(
     tiling: Tiling = TILING,
     interpret: bool = False,
 ) -> Quantised:
-    """activation(gate) · up · weight quantised: gate_up [R, 2F], the gate first -> q [R, F], q_t [F, P], amax."""
+    """activation(gate) · up · weight quantised: gate_up [R, 2F], gate first -> q [R, F], q_t [F, P], amax."""
     how = _gated(kind, tiling, interpret)
     q, q_t, _, largest = _over_steps(how, [halves(gate_up_rf)], weights_r, group_sizes_e, scale, dtype)
     return q, q_t, largest
@@ -97,9 +97,9 @@ def gated_backward_cast_transpose(
     tiling: Tiling = TILING,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """For dact [R, F] the gradient of gate_up, quantised -> q [R, 2F], q_t [2F, P], amax, and that of the weights [R].
+    """For dact [R, F] the gradient of gate_up, quantised -> q [R, 2F], q_t [2F, P], amax, gradient of the weights [R].
 
-    The weights' is in their dtype, and 0 for rows of no group.
+    The gradient of the weights has their dtype, and is 0 after the last group.
     """
     how, operands = _gated_backward(kind, tiling, interpret), [halves(gate_up_rf), dact_rf[:, None]]
     q, q_t, [sums], largest = _over_steps(how, operands, weights_r, group_sizes_e, scale, dtype)
@@ -116,7 +116,7 @@ def gated_amax(
     tiling: Tiling = TILING,
     interpret: bool = False,
 ) -> jax.Array:
-    """The amax of `gated_cast_transpose` alone."""
+    """Only the amax of `gated_cast_transpose`."""
     return _over_steps(_gated(kind, tiling, interpret), [halves(gate_up_rf)], weights_r, group_sizes_e)[-1]
 
 
@@ -130,7 +130,7 @@ def gated_backward_amax(
     tiling: Tiling = TILING,
     interpret: bool = False,
 ) -> jax.Array:
-    """The amax of `gated_backward_cast_transpose` alone."""
+    """Only the amax of `gated_backward_cast_transpose`."""
     how, operands = _gated_backward(kind, tiling, interpret), [halves(gate_up_rf), dact_rf[:, None]]
     return _over_steps(how, operands, weights_r, group_sizes_e)[-1]
 
@@ -158,9 +158,9 @@ def _over_steps(
     scale: jax.Array | None = None,
     dtype: Any = None,
 ) -> Any:
-    """Of operands [R, parts, F]: (q [R, parts · F], q_t [parts · F, P], sums over tiles' features [F / tile, R], amax).
+    """Operands [R, parts, F] -> (q [R, parts · F], q_t [parts · F, P], sums over tiles' features [F / tile, R], amax).
 
-    Without a scale (amax,) alone.
+    (amax,) without a scale.
     """
     R, _, F = operands[0].shape
     block_t, block_f = how.tiling.tokens, how.tiling.features
@@ -180,7 +180,7 @@ def _over_steps(
         out_specs = [whole, transposed, *[whole] * how.sums, *out_specs]
     *quantised, magnitudes = pl.pallas_call(
         _kernel(how, [operand.shape[1] for operand in operands], F, weights is not None, dtype),
-        grid=(blocks_f, P // block_t),  # blocks that run side by side follow each other along the features
+        grid=(blocks_f, P // block_t),  # consecutive blocks are neighbours along the features
         in_specs=[pl.BlockSpec((1, 2), lambda f, t: (lax.div(t, np.int32(tiles)), 0)), *[whole] * (len(inputs) - 1)],
         out_specs=out_specs,
         out_shape=out_shape,
@@ -196,7 +196,7 @@ def _over_steps(
 
 
 def _kernel(how: _Pass, parts: list[int], F: int, weighted: bool, dtype: Any) -> Callable:
-    """The kernel of operands with so many parts; dtype None: of the amax alone."""
+    """The kernel for operands with these numbers of parts; dtype None: only the amax."""
     block_t, block_f = tile = how.tiling.tokens, how.tiling.features
 
     def kernel(step_ref, *refs: Any) -> None:
@@ -227,11 +227,11 @@ def _kernel(how: _Pass, parts: list[int], F: int, weighted: bool, dtype: Any) ->
 
         def nothing():
             if dtype is None:
-                return count, (), ()  # which is 0
+                return count, (), ()  # count is 0
             return count, how.parts * (jnp.zeros(tile, dtype),), how.sums * (jnp.zeros(block_t, jnp.float32),)
 
-        # Results of a branch, so that XLA does not move the transposition in front of the arithmetic: with weights in
-        # it, which would then be loaded in two layouts, all of it would be done twice.
+        # The results come from a branch, so the compiler cannot transpose before the arithmetic. With weights, which it
+        # would then load in two layouts, it would do all arithmetic twice.
         amax_ref[0, 0], qs, sums = lax.cond(count > 0, compute, nothing)
         if dtype is None:
             return
@@ -250,7 +250,7 @@ def _kernel(how: _Pass, parts: list[int], F: int, weighted: bool, dtype: Any) ->
 
 
 def _addressable(rows: int, width: int, multiple: int) -> int:
-    """So many rows or more of an FP8 array whose elements Triton can count: up to 2³¹, and in 64 bits from 2³² on."""
+    """`rows`, or more if Triton cannot count the FP8 array's elements: it can up to 2³¹, and in 64 bits from 2³² on."""
     if 2**31 < rows * width <= 2**32:
         return pl.cdiv(2**32 // width + 1, multiple) * multiple
     return rows

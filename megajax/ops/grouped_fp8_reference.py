@@ -1,11 +1,11 @@
-"""Quantisation to FP8 of rows that lie in groups, plain: for the grouped matmuls of experts.
+"""Reference quantisation to FP8 of rows in groups, for the grouped matmuls of experts.
 
-The contract of `fp8_reference`, with two differences. Only rows of groups count: what rows after the last group hold
-need not be finite and is in no amax, and what q has there is undefined. And the transpose lies in steps
-(`grouped_rows`): q_t [F, P] with P = `padded_rows(R, E)` columns or more, whose columns after the last step are
-undefined too. The scale is one for all groups.
+The contract of `fp8_reference`, with two differences. Rows after the last group do not count: they may be non-finite,
+the amax omits them, and q is undefined there. In the transpose, groups are aligned to steps (`grouped_rows`): q_t is
+[F, P] with P = `padded_rows(R, E)` columns or more; columns after the last step are undefined. All groups have the same
+scale.
 
-A gated activation is multiplied by each row's weight [R] before it is quantised, as `experts.expert_mlp` wants it.
+A gated activation is multiplied by each row's weight [R] before it is quantised, as `expert_mlp` needs it.
 `grouped_fp8_kernels` has the same functions for the GPU.
 """
 
@@ -28,7 +28,7 @@ def cast_transpose(x_rf: jax.Array, group_sizes_e: jax.Array, scale: jax.Array, 
 def gated_cast_transpose(
     kind: str, gate_up_rf: jax.Array, weights_r: jax.Array, group_sizes_e: jax.Array, scale: jax.Array, dtype: Any
 ) -> Quantised:
-    """activation(gate) · up · weight quantised: gate_up [R, 2F], the gate first -> q [R, F], q_t [F, P], amax."""
+    """activation(gate) · up · weight quantised: gate_up [R, 2F], gate first -> q [R, F], q_t [F, P], amax."""
     return _quantise(_gated(kind, *_all_used(group_sizes_e, gate_up_rf, weights_r)), group_sizes_e, scale, dtype)
 
 
@@ -41,33 +41,33 @@ def gated_backward_cast_transpose(
     scale: jax.Array,
     dtype: Any,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """For dact [R, F] the gradient of gate_up, quantised -> q [R, 2F], q_t [2F, P], amax, and that of the weights [R].
+    """For dact [R, F] the gradient of gate_up, quantised -> q [R, 2F], q_t [2F, P], amax, gradient of the weights [R].
 
-    The weights' is in their dtype, and 0 for rows of no group.
+    The gradient of the weights has their dtype, and is 0 after the last group.
     """
     gradient, dweights = _gated_backward(kind, *_all_used(group_sizes_e, gate_up_rf, weights_r, dact_rf))
     return *_quantise(gradient, group_sizes_e, scale, dtype), dweights.astype(weights_r.dtype)
 
 
 def amax(x_rf: jax.Array, group_sizes_e: jax.Array) -> jax.Array:
-    """max |x| of the rows of groups: a float32 scalar."""
+    """max |x| over the rows of all groups: a float32 scalar."""
     return amax_of_all(_used(x_rf, group_sizes_e))
 
 
 def gated_amax(kind: str, gate_up_rf: jax.Array, weights_r: jax.Array, group_sizes_e: jax.Array) -> jax.Array:
-    """The amax of `gated_cast_transpose` alone."""
+    """Only the amax of `gated_cast_transpose`."""
     return amax_of_all(_gated(kind, *_all_used(group_sizes_e, gate_up_rf, weights_r)))
 
 
 def gated_backward_amax(
     kind: str, gate_up_rf: jax.Array, weights_r: jax.Array, dact_rf: jax.Array, group_sizes_e: jax.Array
 ) -> jax.Array:
-    """The amax of `gated_backward_cast_transpose` alone."""
+    """Only the amax of `gated_backward_cast_transpose`."""
     return amax_of_all(_gated_backward(kind, *_all_used(group_sizes_e, gate_up_rf, weights_r, dact_rf))[0])
 
 
 def _used(x: jax.Array, group_sizes_e: jax.Array) -> jax.Array:
-    """x [R, ...] in float32, zeros in rows of no group."""
+    """x [R, ...] in float32, zeros in rows after the last group."""
     rows = jnp.arange(x.shape[0]).reshape(-1, *(1,) * (x.ndim - 1))
     return jnp.where(rows < group_sizes_e.sum(), x.astype(jnp.float32), 0)
 

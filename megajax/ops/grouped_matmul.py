@@ -1,14 +1,12 @@
-"""Matmuls of groups of rows, each group with its own weights: a plain reference and a Hopper kernel behind one name.
+"""Matmuls of groups of rows, each group with its own weights: a plain reference and a Hopper kernel, one signature.
 
-This is what experts compute, with or without a capacity. The groups' sizes are known only at run time.
+They are the matmuls of experts, with or without a capacity. The group sizes are known only at run time.
 """
 
-from functools import partial
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from megajax.errors import ConfigError
 from megajax.ops import grouped_matmul_kernel as kernel
@@ -16,45 +14,6 @@ from megajax.ops.grouped_rows import step_bounds
 from megajax.ops.numerics import wide
 
 GroupedImplementation = Literal["reference", "pallas"]
-
-
-def grouped_matmul(
-    x_td: jax.Array,
-    w_edf: jax.Array,
-    group_sizes_e: jax.Array,
-    *,
-    implementation: GroupedImplementation,
-    gradient_dtype: Any = None,
-) -> jax.Array:
-    """Each group's rows of x [T, D] times its weights in w [E, D, F] -> [T, F] in x's dtype.
-
-    The first group_sizes[0] rows are group 0, the next group_sizes[1] group 1, and so on; any may be 0. Rows after the
-    last group may be anything finite: their results and gradients are zeros. Weights are used in x's dtype, products
-    are summed in float32 (float64 for float64); w's gradient is in `gradient_dtype`, by default in w's own.
-    """
-    dtype = jnp.dtype(w_edf.dtype if gradient_dtype is None else gradient_dtype)
-    return _grouped_matmul(implementation, dtype, x_td, w_edf, group_sizes_e)
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _grouped_matmul(implementation: GroupedImplementation, gradient_dtype: Any, x_td, w_edf, group_sizes_e):
-    del gradient_dtype
-    return rows_times_weights(x_td, w_edf, group_sizes_e, implementation=implementation)
-
-
-def _forward(implementation, gradient_dtype, x_td, w_edf, group_sizes_e):
-    out = rows_times_weights(x_td, w_edf, group_sizes_e, implementation=implementation)
-    return out, (x_td, w_edf, group_sizes_e)
-
-
-def _backward(implementation, gradient_dtype, saved, dy_tf):
-    x_td, w_edf, group_sizes_e = saved
-    dx = rows_times_weights(dy_tf, w_edf, group_sizes_e, transpose_w=True, implementation=implementation)
-    dw = weight_gradient(x_td, dy_tf, group_sizes_e, gradient_dtype, implementation=implementation)
-    return dx, dw, np.zeros(group_sizes_e.shape, jax.dtypes.float0)
-
-
-_grouped_matmul.defvjp(_forward, _backward)
 
 
 def rows_times_weights(
@@ -65,7 +24,11 @@ def rows_times_weights(
     transpose_w: bool = False,
     implementation: GroupedImplementation,
 ) -> jax.Array:
-    """`grouped_matmul` without a derivative: x [T, K] and w [E, K, N], or [E, N, K] with transpose_w, -> [T, N]."""
+    """Rows of x [T, K] times the w of their group, [E, K, N] or with `transpose_w` [E, N, K] -> [T, N] in x's dtype.
+
+    The first group_sizes[0] rows are group 0, the next group_sizes[1] are group 1, and so on; a size may be 0. Results
+    of rows after the last group are zeros. w is cast to x's dtype; sums are in float32 (float64 for float64).
+    """
     if implementation == "pallas":
         return kernel.matmul(x_tk, w, group_sizes_e, transpose_w=transpose_w, blocks=_multiprocessors())
     dtype = wide(x_tk.dtype)
@@ -83,7 +46,10 @@ def weight_gradient(
     *,
     implementation: GroupedImplementation,
 ) -> jax.Array:
-    """x_eᵀ dy_e for the rows of every group: x [T, M] and dy [T, N] -> [E, M, N] in `dtype`; zeros for empty groups."""
+    """x_eᵀ dy_e over the rows of each group: x [T, M] and dy [T, N] -> [E, M, N] in `dtype`; zeros for empty groups.
+
+    Rows after the last group do not count, but must be finite.
+    """
     if implementation == "pallas":
         return kernel.weight_gradient(x_tm, dy_tn, group_sizes_e, dtype, blocks=_multiprocessors())
     parts = jnp.where(_members(group_sizes_e, x_tm.shape[0])[..., None], x_tm, 0)
@@ -100,10 +66,9 @@ def fp8_rows_times_weights(
     rows: int | None = None,
     implementation: GroupedImplementation,
 ) -> jax.Array:
-    """Each group's rows of x [T, K] times its w [E, N, K] times a scalar -> [T, N] in `dtype`; x and w E4M3 or E5M2.
+    """Rows of x [T, K] times the w [E, N, K] of their group times a scalar -> [T, N] in `dtype`; x and w E4M3 or E5M2.
 
-    Rows after the last group may be anything, also NaN: their results are zeros. `rows`: the result has so many, if
-    fewer than T.
+    Rows after the last group may hold NaN; their results are zeros. `rows`: the number of result rows, if fewer than T.
     """
     if implementation == "pallas":
         how = {"rows": rows, "blocks": _multiprocessors()}
@@ -122,9 +87,9 @@ def fp8_weight_gradient(
     *,
     implementation: GroupedImplementation,
 ) -> jax.Array:
-    """x_e dy_eᵀ times a scalar for the columns of every group: x [M, P] and dy [N, P] -> [E, M, N] in `dtype`.
+    """x_e dy_eᵀ over the columns of each group, times a scalar: x [M, P] and dy [N, P] -> [E, M, N] in `dtype`.
 
-    Groups lie in steps (`grouped_rows`), with zeros after each. Zeros for empty groups.
+    Groups are aligned to steps (`grouped_rows`), with zeros after each. Zeros for empty groups.
     """
     if implementation == "pallas":
         return kernel.fp8_weight_gradient(x_mp, dy_np, inverse_scale, group_sizes_e, dtype, blocks=_multiprocessors())
@@ -136,7 +101,7 @@ def fp8_weight_gradient(
 
 
 def _members(group_sizes_e: jax.Array, T: int) -> jax.Array:
-    """Whether a row is of a group, [E, T]."""
+    """Whether a row is in a group, [E, T]."""
     ends = jnp.cumsum(group_sizes_e)
     return _between(ends - group_sizes_e, ends, T)
 
@@ -147,19 +112,19 @@ def _between(starts_e: jax.Array, ends_e: jax.Array, T: int) -> jax.Array:
 
 
 def _multiprocessors() -> int:
-    """Of the GPU; an H200's where none is running, as when compiling for one elsewhere."""
+    """Their number on this GPU; an H200's without a GPU, as when compiling for one."""
     return getattr(jax.devices()[0], "core_count", kernel.MULTIPROCESSORS)
 
 
 def choose_grouped_matmul(
     requested: str, *, platform: str, capability: str | None, dtype: Any, widths: tuple[int, ...], fp8: bool = False
 ) -> tuple[GroupedImplementation, str]:
-    """The implementation for `kernels.grouped_matmul` (auto, pallas, reference), and why, for the log.
+    """The implementation for `kernels.grouped_matmul` (auto, pallas, reference), and the reason, for the log.
 
     `capability` is the GPU's ("9.0"), `widths` are all widths of x and of results, `dtype` is that of results. With
     `fp8` operands are in FP8.
-    Raises ConfigError if pallas cannot run and is asked for by name, or by auto on a GPU: the reference multiplies
-    every row by every group's weights.
+    Raises ConfigError if the kernel cannot run and `requested` is pallas, or auto on a GPU: the reference multiplies
+    all rows by the weights of all groups.
     """
     if requested == "reference":
         return "reference", "kernels.grouped_matmul=reference"
@@ -177,17 +142,17 @@ def choose_grouped_matmul(
 def _obstacle(
     platform: str, capability: str | None, dtype: Any, widths: tuple[int, ...], fp8: bool
 ) -> tuple[str, str] | None:
-    """Why the kernel cannot run and what to do about it; None if it can."""
+    """(why the kernel cannot run, the cure); None if it can."""
     instead = "use kernels.grouped_matmul=reference"
     if platform not in ("gpu", "cuda"):
         return f"the kernel needs a Hopper GPU and this is {platform}", instead
     if capability != "9.0":
-        return f"the kernel is for Hopper GPUs and this one has compute capability {capability}", instead
+        return f"the kernel needs a Hopper GPU and this one has compute capability {capability}", instead
     if dtype not in (jnp.bfloat16, jnp.float16):
-        return f"there is no {dtype} kernel", f"set precision.compute to bfloat16 or float16, or {instead}"
+        return f"the kernel does not support {dtype}", f"set precision.compute to bfloat16 or float16, or {instead}"
     multiple = kernel.columns(fp8)
     if any(width % multiple for width in widths):
         name, instead = ("FP8 kernel", f"set precision.fp8.recipe=none or {instead}") if fp8 else ("kernel", instead)
         given = ", ".join(str(width) for width in widths)
-        return f"the {name} takes widths that are multiples of {multiple} and these are {given}", instead
+        return f"the {name} needs widths that are multiples of {multiple} and these are {given}", instead
     return None

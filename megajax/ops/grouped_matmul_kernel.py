@@ -1,23 +1,19 @@
 """Matmuls of groups of rows, each group with its own weights, in BF16, FP16 or FP8 on Hopper GPUs (Pallas, Mosaic GPU).
 
-Kernels of one shape. A persistent block has a warpgroup that loads tiles of both operands into a ring of shared memory,
-and two that multiply them, keep the sums in registers and store the results, while the next tile's operands are being
-loaded; all copies are TMA's. `matmul` walks over tiles of the result's rows, each with rows of one group alone;
-`weight_gradient` over tiles of each group's weights, summing along the group's rows.
+All kernels are loops of `grouped_matmul_block` over tiles. A tile of `matmul` has rows of one group only. A tile of
+`weight_gradient` is a part of one group's weights, summed over the group's rows.
 
-TMA reads rows from a multiple of 8 on, the height of a swizzled tile: a tile may thus begin up to 7 rows before its
-group, and end after it. Rows of other groups are not stored by `matmul`, and are zeroed by `weight_gradient`.
+TMA reads rows from a multiple of 8 on, the height of a swizzled tile. So a tile may start up to 7 rows before its group
+and end after it. `matmul` does not store rows of other groups; `weight_gradient` sets them to zero.
 
-FP8 operands must have the dimension that is summed over last. So `matmul` takes weights [E, N, K] alone, and
-`fp8_weight_gradient` transposes in which groups begin where a step of the sum does (`grouped_rows`).
-E4M3 and E5M2 may meet. Sums stay in the tensor cores' accumulator, which keeps fewer bits than FP32 of FP8 products
-(cuBLASLt's "fast accumulation"); they are scaled in FP32 before they are rounded.
+FP8 operands must have the summed dimension last. So `fp8_matmul` takes only weights [E, N, K], and
+`fp8_weight_gradient` takes transposes in which each group starts at a step of the sum (`grouped_rows`). E4M3 and E5M2
+may be mixed. Sums stay in the tensor cores' accumulator, which keeps fewer bits of FP8 products than FP32 (cuBLASLt's
+"fast accumulation"); they are scaled in FP32 before they are rounded.
 """
 
-import math
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,42 +21,16 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from megajax.ops.grouped_matmul_block import STORE_ROWS, SWIZZLE, Block, Tiling, launch
 from megajax.ops.grouped_rows import ALIGNMENT, STEP, row_tiles, running_sum, step_bounds
 
-COLUMNS = 64  # what the width of 16-bit operands and of results is a multiple of
+COLUMNS = 64  # the widths of 16-bit operands and of results are multiples of this
 MULTIPROCESSORS = 132  # of H100 SXM, H200 and GH200
-COMPUTE = 2  # warpgroups that multiply; the one after them loads
-LOAD_REGISTERS, COMPUTE_REGISTERS = 40, 232
-SWIZZLE = 128  # bytes: the depth of a step of the sum, whose operands are one stage of the ring
-STORE_ROWS = 64  # rows of a part of the result on its way through shared memory, SWIZZLE bytes wide
-
-
-@dataclass(frozen=True)
-class Tiling:
-    """How a kernel divides its work. The default was fastest on an H200, smaller ones are for tests.
-
-    A warpgroup has rows × cols of the result, a block twice as many columns. The ring holds so many `stages`; so many
-    `slots` a warpgroup has for parts of the result on their way to memory. Tiles are walked in panels of `panel` tiles
-    of rows, down each panel first.
-    """
-
-    rows: int = 128
-    cols: int = 128
-    stages: int = 4
-    slots: int = 2
-    panel: int = 8
-
-    @property
-    def block_cols(self) -> int:
-        return COMPUTE * self.cols
-
-    def own(self, wg: jax.Array) -> pl.Slice:
-        """The columns of warpgroup `wg` in its block's tile."""
-        return pl.ds(wg * self.cols, self.cols)
+TILING = Tiling()
 
 
 def columns(fp8: bool) -> int:
-    """What the width of operands is a multiple of: in FP8, of a whole step of the sum."""
+    """The widths of operands must be multiples of this: in FP8, of a whole step of the sum."""
     return STEP if fp8 else COLUMNS
 
 
@@ -70,24 +40,24 @@ def matmul(
     group_sizes_e: jax.Array,
     *,
     transpose_w: bool = False,
-    tiling: Tiling = Tiling(),
+    tiling: Tiling = TILING,
     blocks: int = MULTIPROCESSORS,
     interpret: Any = None,
 ) -> jax.Array:
-    """Each group's rows of x [T, K] times its w [E, K, N], or [E, N, K] read transposed -> [T, N] in x's dtype.
+    """Rows of x [T, K] times the w of their group, [E, K, N] or with `transpose_w` [E, N, K] -> [T, N] in x's dtype.
 
     Rows after the last group are zeros. `blocks` is the number of multiprocessors to use.
     """
 
     def kernel(tiles_ref, x_ref, w_ref, out_ref, *memory) -> None:
-        _Block(tiling, *memory).run(_Rows(tiling, None, transpose_w, tiles_ref, x_ref, w_ref, out_ref))
+        Block(tiling, *memory).run(_Rows(tiling, None, transpose_w, tiles_ref, x_ref, w_ref, out_ref))
 
     T, N = x_tk.shape[0], w.shape[1 if transpose_w else 2]
     depth, w = _depth(x_tk.dtype), w.astype(x_tk.dtype)
     a = jax.ShapeDtypeStruct((tiling.rows, depth), x_tk.dtype)
     b = jax.ShapeDtypeStruct((tiling.block_cols, depth) if transpose_w else (depth, tiling.block_cols), w.dtype)
     out = jax.ShapeDtypeStruct((T, N), x_tk.dtype)
-    call = _kernel(kernel, "grouped_matmul", tiling, a, b, out, blocks, interpret)
+    call = launch(kernel, "grouped_matmul", tiling, a, b, out, blocks, interpret)
     return call(row_tiles(group_sizes_e, T, tiling.rows), _padded(x_tk), w)
 
 
@@ -99,23 +69,23 @@ def fp8_matmul(
     dtype: Any,
     *,
     rows: int | None = None,
-    tiling: Tiling = Tiling(),
+    tiling: Tiling = TILING,
     blocks: int = MULTIPROCESSORS,
     interpret: Any = None,
 ) -> jax.Array:
-    """Each group's rows of x [T, K] times its w [E, N, K], both in FP8, times a scalar -> [T, N] in `dtype`.
+    """Rows of x [T, K] times the w [E, N, K] of their group, both in FP8, times a scalar -> [T, N] in `dtype`.
 
-    Rows after the last group are zeros, whatever x has there. `rows`: the result has so many, if fewer than T.
+    Rows after the last group are zeros, even if x has NaN there. `rows`: the number of result rows, if fewer than T.
     """
 
     def kernel(tiles_ref, scale_ref, x_ref, w_ref, out_ref, *memory) -> None:
-        _Block(tiling, *memory).run(_Rows(tiling, scale_ref[0], True, tiles_ref, x_ref, w_ref, out_ref))
+        Block(tiling, *memory).run(_Rows(tiling, scale_ref[0], True, tiles_ref, x_ref, w_ref, out_ref))
 
     T, depth = x_tk.shape[0] if rows is None else rows, _depth(x_tk.dtype)
     a = jax.ShapeDtypeStruct((tiling.rows, depth), x_tk.dtype)
     b = jax.ShapeDtypeStruct((tiling.block_cols, depth), w_enk.dtype)
     out = jax.ShapeDtypeStruct((T, w_enk.shape[1]), dtype)
-    call = _kernel(kernel, "grouped_matmul_fp8", tiling, a, b, out, blocks, interpret)
+    call = launch(kernel, "grouped_matmul_fp8", tiling, a, b, out, blocks, interpret)
     return call(row_tiles(group_sizes_e, T, tiling.rows), _scalar(inverse_scale), _padded(x_tk), w_enk)
 
 
@@ -125,17 +95,17 @@ def weight_gradient(
     group_sizes_e: jax.Array,
     dtype: Any,
     *,
-    tiling: Tiling = Tiling(),
+    tiling: Tiling = TILING,
     blocks: int = MULTIPROCESSORS,
     interpret: Any = None,
 ) -> jax.Array:
-    """x_eᵀ dy_e of every group's rows of x [T, M] and dy [T, N] -> [E, M, N] in `dtype`; empty groups have zeros.
+    """x_eᵀ dy_e over the rows of each group: x [T, M] and dy [T, N] -> [E, M, N] in `dtype`; zeros for empty groups.
 
-    Rows after the last group count for nothing, but must be finite.
+    Rows after the last group do not count, but must be finite.
     """
 
     def kernel(bounds_ref, x_ref, dy_ref, out_ref, *memory) -> None:
-        _Block(tiling, *memory).run(_Weights(tiling, None, bounds_ref, x_ref, dy_ref, out_ref))
+        Block(tiling, *memory).run(_Weights(tiling, None, bounds_ref, x_ref, dy_ref, out_ref))
 
     E, M, N = group_sizes_e.shape[0], x_tm.shape[1], dy_tn.shape[1]
     sizes = group_sizes_e.astype(jnp.int32)
@@ -143,7 +113,7 @@ def weight_gradient(
     a = jax.ShapeDtypeStruct((depth, tiling.rows), x_tm.dtype)
     b = jax.ShapeDtypeStruct((depth, tiling.block_cols), dy_tn.dtype)
     out = jax.ShapeDtypeStruct((E, M, N), dtype)
-    call = _kernel(kernel, "grouped_weight_gradient", tiling, a, b, out, blocks, interpret)
+    call = launch(kernel, "grouped_weight_gradient", tiling, a, b, out, blocks, interpret)
     return call(jnp.stack([ends - sizes, ends], axis=1), _padded(x_tm), _padded(dy_tn))
 
 
@@ -154,23 +124,23 @@ def fp8_weight_gradient(
     group_sizes_e: jax.Array,
     dtype: Any,
     *,
-    tiling: Tiling = Tiling(),
+    tiling: Tiling = TILING,
     blocks: int = MULTIPROCESSORS,
     interpret: Any = None,
 ) -> jax.Array:
-    """x_e dy_eᵀ of every group's columns of x [M, P] and dy [N, P] in FP8, times a scalar -> [E, M, N] in `dtype`.
+    """x_e dy_eᵀ over the columns of each group, times a scalar: x [M, P] and dy [N, P] in FP8 -> [E, M, N] in `dtype`.
 
-    Groups lie in steps, as `grouped_rows` says, with zeros after each; empty ones have zeros.
+    Groups are aligned to steps (`grouped_rows`), with zeros after each. Zeros for empty groups.
     """
 
     def kernel(bounds_ref, scale_ref, x_ref, dy_ref, out_ref, *memory) -> None:
-        _Block(tiling, *memory).run(_TransposedWeights(tiling, scale_ref[0], bounds_ref, x_ref, dy_ref, out_ref))
+        Block(tiling, *memory).run(_TransposedWeights(tiling, scale_ref[0], bounds_ref, x_ref, dy_ref, out_ref))
 
     assert _depth(x_mp.dtype) == STEP
     a = jax.ShapeDtypeStruct((tiling.rows, STEP), x_mp.dtype)
     b = jax.ShapeDtypeStruct((tiling.block_cols, STEP), dy_np.dtype)
     out = jax.ShapeDtypeStruct((group_sizes_e.shape[0], x_mp.shape[0], dy_np.shape[0]), dtype)
-    call = _kernel(kernel, "grouped_weight_gradient_fp8", tiling, a, b, out, blocks, interpret)
+    call = launch(kernel, "grouped_weight_gradient_fp8", tiling, a, b, out, blocks, interpret)
     return call(step_bounds(group_sizes_e), _scalar(inverse_scale), x_mp, dy_np)
 
 
@@ -184,46 +154,13 @@ def _scalar(scale: jax.Array) -> jax.Array:
 
 
 def _depth(dtype: Any) -> int:
-    """Of a step of the sum."""
+    """The depth of one step of the sum."""
     return SWIZZLE // jnp.dtype(dtype).itemsize
-
-
-class _Work(Protocol):
-    """What a kernel computes, tile by tile; tiles are tuples of scalars."""
-
-    @property
-    def scale(self) -> Any:
-        """What sums are multiplied by, or None."""
-        ...
-
-    def count(self) -> tuple[Any, int]:
-        """The rows and columns of all tiles, as if they were one matrix."""
-        ...
-
-    def tile(self, index: jax.Array, col_tiles: int) -> tuple:
-        """A tile, but for its column, and its column."""
-        ...
-
-    def steps(self, tile: tuple) -> Any:
-        """The steps of its sum."""
-        ...
-
-    def load(self, tile: tuple, step: jax.Array, a: Any, b: Any, arrived: Any) -> None:
-        """Begins the copies of one step's operands."""
-        ...
-
-    def multiply(self, tile: tuple, step: jax.Array, a: Any, b: Any, acc: Any, wg: jax.Array) -> None:
-        """Begins to add a step's product to what a warpgroup has summed."""
-        ...
-
-    def store(self, tile: tuple, row: Any, col: Any, part: Any) -> None:
-        """Begins the copy of a part of the result, which begins at (row, col) of the tile."""
-        ...
 
 
 @dataclass(frozen=True)
 class _Rows:
-    """Rows of x times their group's w."""
+    """Rows of x times the w of their group."""
 
     tiling: Tiling
     scale: Any
@@ -263,7 +200,7 @@ class _Rows:
         (start, _, first, last), col_tile = tile
         first, last = (jnp.clip(bound - row, 0, STORE_ROWS) for bound in (first, last))
         across = pl.ds(col_tile * self.tiling.block_cols + col, part.shape[1])
-        # TMA's heights are constants: the rows are divided into heights that are powers of two.
+        # A TMA copy has a constant height, so the rows are copied in pieces whose heights are powers of two.
         height, begin = STORE_ROWS, first
         while height:
             chosen = jnp.bitwise_and(last - first, height)
@@ -278,7 +215,7 @@ class _Rows:
 
 @dataclass(frozen=True)
 class _Weights:
-    """Transposed rows of x times rows of dy, of every group."""
+    """x_eᵀ dy_e of each group."""
 
     tiling: Tiling
     scale: Any
@@ -321,7 +258,7 @@ class _Weights:
 
         @pl.when((begin < start) | (begin + depth > end))
         def _others():
-            # Not in the operand that both warpgroups read.
+            # In dy: each warpgroup reads its own columns of it, while both read all of x.
             _keep_rows(b, start - begin, end - begin)
 
         plgpu.wgmma(acc, a.transpose((1, 0)), b)
@@ -335,7 +272,7 @@ class _Weights:
 
 @dataclass(frozen=True)
 class _TransposedWeights(_Weights):
-    """The same of x and dy that lie transposed, their groups in steps."""
+    """x_e dy_eᵀ of each group: x and dy are transposed, and their groups are aligned to steps."""
 
     def load(self, tile, step, a, b, arrived):
         (_, row_tile, start, _, _), col_tile = tile
@@ -349,138 +286,9 @@ class _TransposedWeights(_Weights):
         plgpu.wgmma(acc, a, b.at[self.tiling.own(wg)].transpose((1, 0)))
 
 
-@dataclass(frozen=True)
-class _Block:
-    """A block's shared memory, and the walk over tiles of its warpgroups."""
-
-    tiling: Tiling
-    a: Any  # the rings of operands
-    b: Any
-    parts: Any  # [COMPUTE, slots, STORE_ROWS, width] of the result
-    arrived: Any  # barriers, one for each stage
-    consumed: Any
-
-    def run(self, work: _Work) -> None:
-        wg = lax.axis_index("wg")
-
-        @pl.when(wg == COMPUTE)
-        def _load():
-            plgpu.set_max_registers(LOAD_REGISTERS, action="decrease")
-            self._load(work)
-
-        @pl.when(wg < COMPUTE)
-        def _compute():
-            plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
-            self._compute(work, wg)
-
-    def _over_tiles(self, work: _Work, body: Callable) -> jax.Array:
-        """The steps that were taken by body(tile, steps before it) -> steps after it, for this block's tiles."""
-        row_tiles, col_tiles = work.count()
-
-        def at(loop, carry):
-            return body(work.tile(loop.index[0], col_tiles), carry)
-
-        return plgpu.nd_loop((row_tiles * col_tiles,), collective_axes="block", init_carry=jnp.int32(0))(at)
-
-    def _load(self, work: _Work) -> None:
-        stages = self.tiling.stages
-
-        def load_tile(tile, done):
-            def load_step(step, done):
-                slot = lax.rem(done, stages)
-                pl.when(done >= stages)(lambda: plgpu.barrier_wait(self.consumed.at[slot]))
-                work.load(tile, step, self.a.at[slot], self.b.at[slot], self.arrived.at[slot])
-                return done + 1
-
-            return lax.fori_loop(0, work.steps(tile), load_step, done)
-
-        done = self._over_tiles(work, load_tile)
-
-        # A block must not end while somebody may still arrive at its barriers.
-        @pl.loop(jnp.maximum(done - stages, 0), done)
-        def _wait(step):
-            plgpu.barrier_wait(self.consumed.at[lax.rem(step, stages)])
-
-    def _compute(self, work: _Work, wg: jax.Array) -> None:
-        tiling, stages = self.tiling, self.tiling.stages
-
-        def release(step) -> None:
-            plgpu.barrier_arrive(self.consumed.at[lax.rem(step, stages)])
-
-        def compute_tile(tile, done):
-            steps = work.steps(tile)
-
-            def in_registers(acc):
-                def compute_step(step, done):
-                    slot = lax.rem(done, stages)
-                    plgpu.barrier_wait(self.arrived.at[slot])
-                    work.multiply(tile, step, self.a.at[slot], self.b.at[slot], acc, wg)
-                    plgpu.wgmma_wait(1)  # the step before is done, this one under way
-                    pl.when(step >= 1)(lambda: release(done - 1))
-                    return done + 1
-
-                after = lax.fori_loop(0, steps, compute_step, done)
-                values = acc[...]
-                pl.when(steps > 0)(lambda: release(after - 1))
-                self._store(work, tile, values, wg)
-                return after
-
-            return pl.run_scoped(in_registers, plgpu.WGMMAAccumulatorRef((tiling.rows, tiling.cols)))
-
-        self._over_tiles(work, compute_tile)
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-
-    def _store(self, work: _Work, tile: tuple, values: jax.Array, wg: jax.Array) -> None:
-        """A warpgroup's results to memory, part by part."""
-        values = (values if work.scale is None else values * work.scale).astype(self.parts.dtype)
-        width, own_col = self.parts.shape[-1], wg * self.tiling.cols
-        corners = [
-            (row, col) for row in range(0, self.tiling.rows, STORE_ROWS) for col in range(0, self.tiling.cols, width)
-        ]
-        slots = math.gcd(self.tiling.slots, len(corners))  # so that tiles go round all slots
-        for index, (row, col) in enumerate(corners):
-            part = self.parts.at[wg, index % slots]
-            plgpu.wait_smem_to_gmem(slots - 1, wait_read_only=True)  # the slot's last copy
-            part[...] = values[row : row + STORE_ROWS, col : col + width]
-            plgpu.commit_smem()
-            work.store(tile, row, own_col + col, part)
-            plgpu.commit_smem_to_gmem_group()  # also of no copies: the wait counts groups
-
-
 def _keep_rows(tile: Any, first: jax.Array, end: jax.Array) -> None:
-    """Zeroes the rows of a tile in shared memory that are not first … end - 1."""
+    """Sets the rows of a tile in shared memory outside [first, end) to zero."""
     row = plgpu.layout_cast(lax.broadcasted_iota(jnp.int32, tile.shape, 0), plgpu.Layout.WGMMA)
     values = tile[...]
     tile[...] = jnp.where((row >= first) & (row < end), values, jnp.zeros_like(values))
     plgpu.commit_smem()
-
-
-def _kernel(
-    body: Callable,
-    name: str,
-    tiling: Tiling,
-    a: jax.ShapeDtypeStruct,
-    b: jax.ShapeDtypeStruct,
-    out: jax.ShapeDtypeStruct,
-    blocks: int,
-    interpret: Any,
-) -> Callable:
-    """The kernel of body(*inputs, out, *memory of _Block), for operands a and b of a step."""
-    return plgpu.kernel(
-        body,
-        out_type=out,
-        scratch_types=[
-            plgpu.SMEM((tiling.stages, *a.shape), a.dtype),
-            plgpu.SMEM((tiling.stages, *b.shape), b.dtype),
-            plgpu.SMEM((COMPUTE, tiling.slots, STORE_ROWS, SWIZZLE // out.dtype.itemsize), out.dtype),
-            plgpu.Barrier(num_arrivals=2, num_barriers=tiling.stages),
-            plgpu.Barrier(num_arrivals=COMPUTE, num_barriers=tiling.stages),
-        ],
-        grid=(blocks,),
-        grid_names=("block",),
-        num_threads=COMPUTE + 1,
-        thread_name="wg",
-        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
-        interpret=interpret,
-        kernel_name=name,
-    )

@@ -1,26 +1,26 @@
-"""Where groups of rows lie: tiles of rows for the grouped matmuls, and steps of the sum over rows.
+"""Layouts of groups of rows: tiles of rows for the grouped matmuls, and steps of the sum over rows.
 
-In steps lie the transposes [F, P] of FP8 rows [R, F]: each group from a multiple of STEP columns on, with zeros up to
-the next. Kernels then read whole steps, although groups begin at any row.
+The transposes [F, P] of FP8 rows [R, F] are aligned to steps: each group starts at a multiple of STEP columns, with
+zeros before the next group. So kernels read whole steps, although a group may start at any row.
 """
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-ALIGNMENT = 8  # of the first row of a tile: the height of a swizzled tile in shared memory
-STEP = 128  # FP8 numbers, as many as a swizzled tile is wide
+ALIGNMENT = 8  # a tile's first row is a multiple of this, the height of a swizzled tile in shared memory
+STEP = 128  # FP8 numbers: the width of a swizzled tile
 
 
 def row_tiles(group_sizes_e: jax.Array, T: int, height: int) -> jax.Array:
-    """The tiles of T rows, none with rows of two groups: int32 [tiles, 5].
+    """The tiles of T rows, each with rows of one group: int32 [tiles, 5].
 
-    Of each tile the row it begins at, a multiple of ALIGNMENT; the group; where the group's rows begin and end in it;
-    and how many tiles are in use. The rows after the last group are group E.
+    The fields are the tile's first row, a multiple of ALIGNMENT; its group; the start and the end of the group's rows
+    in the tile; and the number of tiles in use. The rows after the last group are group E.
     """
     E, sizes = group_sizes_e.shape[0], group_sizes_e.astype(jnp.int32)
     ends = running_sum(sizes)
-    # So many tiles are enough wherever a group begins; the last may be without rows.
+    # Enough tiles for any first row of a group; the last tile may have no rows.
     last_tiles = running_sum(jnp.where(sizes > 0, pl.cdiv(sizes + (ALIGNMENT - 1), height), 0))
     starts, ends = jnp.append(0, ends), jnp.append(ends, T)
     first_tiles = jnp.append(0, last_tiles)
@@ -33,21 +33,21 @@ def row_tiles(group_sizes_e: jax.Array, T: int, height: int) -> jax.Array:
 
 
 def padded_rows(R: int, E: int) -> int:
-    """P: so many columns are enough for R rows in E groups that lie in steps, whatever their sizes."""
+    """P: enough columns for R rows in E groups of any sizes, aligned to steps."""
     return (R // STEP + E) * STEP
 
 
 def step_bounds(group_sizes_e: jax.Array) -> jax.Array:
-    """The columns where every group begins and ends if groups lie in steps: int32 [E, 2]."""
+    """The first and the end column of each group aligned to steps: int32 [E, 2]."""
     sizes = group_sizes_e.astype(jnp.int32)
     starts = (running_sum(pl.cdiv(sizes, STEP)) - pl.cdiv(sizes, STEP)) * STEP
     return jnp.stack([starts, starts + sizes], axis=1)
 
 
 def steps(group_sizes_e: jax.Array, P: int) -> jax.Array:
-    """Of each step of P columns the row that its first column holds, and how many rows it has: int32 [P / STEP, 2].
+    """For each step of P columns, the row in its first column and its number of rows: int32 [P / STEP, 2].
 
-    Steps without rows come last.
+    Steps without rows are last.
     """
     sizes = group_sizes_e.astype(jnp.int32)
     counts = pl.cdiv(sizes, STEP)
@@ -60,6 +60,6 @@ def steps(group_sizes_e: jax.Array, P: int) -> jax.Array:
 
 
 def running_sum(sizes: jax.Array) -> jax.Array:
-    """Of a few integers [E], in int32: as a masked sum, which XLA fuses; a cumsum is kernels of its own."""
+    """The cumulative sum of a few integers [E], in int32, as a masked sum, which XLA fuses; it does not fuse cumsum."""
     index = jnp.arange(sizes.shape[0])
     return jnp.sum(jnp.where(index[:, None] >= index[None, :], sizes[None, :], 0), axis=1, dtype=jnp.int32)

@@ -1,7 +1,7 @@
-"""Activations of the MLP, computed in float32 (float64 for float64 inputs), result in the input's dtype.
+"""Activations of the MLP, computed in float32 (float64 for float64 inputs), with results in the input's dtype.
 
-GELU is the tanh approximation throughout: GPT-2 and GPT-3 (Hugging Face's `gelu_new`) and Gemma's GeGLU
-were trained with it, and it is one fused kernel on GPU. The exact erf form differs by up to 5e-4.
+GELU is always the tanh approximation: GPT-2 and GPT-3 (Hugging Face's `gelu_new`) and Gemma's GeGLU were trained with
+it, and it is one fused kernel on GPUs. The exact erf form differs by up to 5e-4.
 """
 
 from collections.abc import Callable
@@ -34,7 +34,7 @@ def activate(kind: str, x: jax.Array) -> jax.Array:
     if kind in _PLAIN:
         return keep_inputs_only(lambda x: _PLAIN[kind](x.astype(wide(x.dtype))).astype(x.dtype))(x)
     if kind not in GATED:
-        raise ValueError(f'"{kind}" is no activation: use one of {", ".join([*GATED, *_PLAIN])}.')
+        raise ValueError(f'"{kind}" is not an activation: use one of {", ".join([*GATED, *_PLAIN])}.')
     return _gated(kind, x)
 
 
@@ -49,7 +49,7 @@ def _gated_forward(kind: str, x: jax.Array):
 
 
 def _gated_backward(kind: str, x: jax.Array, dy: jax.Array):
-    """Both halves side by side in one pass, where differentiating the split would pad and add."""
+    """The gradients of both halves in one concatenation; the derivative of the split would pad and add."""
     gate, up = jnp.split(x.astype(wide(x.dtype)), 2, axis=-1)
     activated, pull = jax.vjp(GATED[kind], gate)
     dy = dy.astype(gate.dtype)
@@ -64,7 +64,7 @@ def activate_weighted(
 ) -> jax.Array:
     """The activation `kind` of x `[R, 2F]` or `[R, F]`, each row times its weight `[R]` before it is rounded.
 
-    Only the first `rows` (at run time), and some zeros after them, are sure to be computed.
+    Only the first `rows` (known at run time) and some zeros after them are defined.
     """
     if _in_kernel(kind, implementation, x.shape[-1] // 2):
         return expert_activation_kernel.activate(kind, x, weights, rows)
@@ -80,10 +80,10 @@ def activate_weighted_and_gradient(
     rows: jax.Array,
     implementation: ElementwiseImplementation,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """(`activate_weighted`, the gradient of x, that of the weights), computed from x again."""
+    """(the result of `activate_weighted`, the gradients of x and of the weights), recomputed from x."""
     if _in_kernel(kind, implementation, dy.shape[-1]):
         return expert_activation_kernel.activate_and_gradient(kind, x, weights, dy, rows)
-    x, dy = lax.optimization_barrier((x, dy))  # or XLA would keep the forward pass's activation
+    x, dy = lax.optimization_barrier((x, dy))  # else XLA keeps the forward pass's activation
     values, pull = jax.vjp(partial(activate, kind), x.astype(wide(x.dtype)))
     scale, dy = weights[:, None].astype(values.dtype), dy.astype(values.dtype)
     (dx,) = pull(dy * scale)
@@ -98,10 +98,10 @@ def _in_kernel(kind: str, implementation: ElementwiseImplementation, width: int)
 def activate_and_gradient(
     kind: str, x: jax.Array, dy: jax.Array, implementation: ElementwiseImplementation
 ) -> tuple[jax.Array, jax.Array]:
-    """(activate(kind, x), the gradient of x for that of the activation), computed from x again."""
+    """(activate(kind, x), the gradient of x for dy, the gradient of the activation), recomputed from x."""
     if _in_kernel(kind, implementation, dy.shape[-1]):
         gradient, act = mlp_kernel.activate_and_gradient(kind, x, dy)
         return act, gradient
-    x, dy = lax.optimization_barrier((x, dy))  # or XLA would keep the forward pass's activation
+    x, dy = lax.optimization_barrier((x, dy))  # else XLA keeps the forward pass's activation
     act, pull = jax.vjp(partial(activate, kind), x)
     return act, pull(dy)[0]

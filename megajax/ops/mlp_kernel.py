@@ -1,7 +1,7 @@
 """Gated activations on the GPU: their formulas for Pallas kernels, and the backward pass of the BF16 MLP.
 
-Both gates are gate · sigmoid(u): SwiGLU with u = gate, GeGLU (tanh GELU) with a cubic u. jax 0.11 calls Pallas's Triton
-backend deprecated; its other one, Mosaic GPU, would need kernels of its own.
+Both activations are gate · sigmoid(u): SwiGLU with u = gate, GeGLU (tanh GELU) with a cubic u. jax 0.11 calls Pallas's
+Triton backend deprecated; its other one, Mosaic GPU, would need its own kernels.
 """
 
 import math
@@ -17,16 +17,16 @@ TOKENS, FEATURES, NUM_WARPS = 4, 1024, 4  # of a block; the features are the lar
 
 
 def fits(width: int) -> bool:
-    """Whether a block can be wide enough to be faster than XLA's own kernels."""
+    """Whether blocks for this width are wide enough to be faster than XLA's kernels."""
     return math.gcd(width, FEATURES) >= 128
 
 
 def activate_and_gradient(
     kind: str, gate_up_tf: jax.Array, dact_tf: jax.Array, *, interpret: bool = False
 ) -> tuple[jax.Array, jax.Array]:
-    """gate_up [T, 2F] (the gate first) and dact [T, F] → (the gradient of gate_up, the activation [T, F]) in one pass.
+    """gate_up [T, 2F] (gate first) and dact [T, F] → (the gradient of gate_up, the activation [T, F]) in one pass.
 
-    The activation is needed again for the gradient of the weight after it: here it costs a write, elsewhere a kernel.
+    The gradient of the next weight needs the activation: here it costs one write, elsewhere a kernel.
     """
     (T, F), dtype = dact_tf.shape, gate_up_tf.dtype
     block_f = math.gcd(F, FEATURES)
@@ -84,13 +84,13 @@ def _sigmoid_argument(kind: str, gate: jax.Array) -> tuple[jax.Array, jax.Array 
         c = 2.0 * math.sqrt(2.0 / math.pi)
         square = gate * gate
         return gate * (c + 0.044715 * c * square), c + 3.0 * 0.044715 * c * square
-    raise ValueError(f'"{kind}" is no gated activation: use one of swiglu, geglu.')
+    raise ValueError(f'"{kind}" is not a gated activation: use one of swiglu, geglu.')
 
 
 def _sigmoid(x: jax.Array, interpret: bool) -> jax.Array:
-    """1 / (1 + exp(-x)) to a few units in the last place, on the GPU by its own exp2 and reciprocal.
+    """1 / (1 + exp(-x)) to a few units in the last place, by the GPU's instructions for exp2 and reciprocal.
 
-    The library's exp and division treat ranges that do not matter here, at three times the instructions.
+    The library's exp and division also handle ranges that do not matter here, with three times the instructions.
     """
     if interpret:
         return jax.nn.sigmoid(x)

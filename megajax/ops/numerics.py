@@ -1,4 +1,4 @@
-"""What the ops share: the accumulation type, and gradients that keep only the inputs."""
+"""Shared by the ops: the dtype of computations, and gradients that keep only the inputs."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,15 +8,15 @@ import jax.numpy as jnp
 
 
 def wide(dtype: Any) -> Any:
-    """The type to compute in: float64 for float64 inputs, else float32."""
+    """The dtype to compute in: float64 for float64 inputs, else float32."""
     return jnp.promote_types(dtype, jnp.float32)
 
 
 def keep_inputs_only(function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-    """`function`, whose backward pass computes it again from its inputs.
+    """`function` with a backward pass that recomputes it from its inputs.
 
-    Left to itself, differentiating a float32 computation on bfloat16 inputs keeps float32 intermediates
-    from the forward pass: several times the memory of the inputs for work that a fused kernel redoes free.
+    By default the derivative of a float32 computation on bfloat16 inputs keeps float32 intermediates from the forward
+    pass: several times the memory of the inputs, for values that a fused kernel recomputes at no cost.
     """
     wrapped = jax.custom_vjp(function)
     wrapped.defvjp(

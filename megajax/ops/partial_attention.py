@@ -1,7 +1,7 @@
-"""Attention to a part of the keys, with what it takes to add the parts up: the softmax's log-sum-exp, in FP32.
+"""Attention to a part of the keys, with the log-sum-exp of the softmax in FP32, which is needed to merge parts.
 
-`merge` joins parts as FlashAttention joins tiles (Dao et al. 2022). The backward pass of a part needs the output and
-the log-sum-exp of all parts, and gives the part's share of dq, and dk and dv of its keys.
+`merge` merges parts as FlashAttention merges tiles (Dao et al. 2022). The backward pass of a part takes the output and
+the log-sum-exp of all parts, and returns the part's share of dq, and dk and dv of its keys.
 """
 
 from collections.abc import Callable
@@ -17,12 +17,12 @@ from megajax.ops.numerics import wide
 
 Implementation = Literal["reference", "cudnn", "pallas"]
 Kind = Literal["causal", "full", "prefix"]
-Ranges = tuple[jax.Array, jax.Array]  # [B, Sq] int32 each: the first key that a query sees, and that behind its last
+Ranges = tuple[jax.Array, jax.Array]  # [B, Sq] int32 each: a query sees the keys [first, end)
 
 
 @dataclass(frozen=True)
 class Scores:
-    """How scores are made: softcap(scale · q·k)."""
+    """The settings of the scores softcap(scale · q·k)."""
 
     scale: float
     softcap: float | None
@@ -41,12 +41,12 @@ def attend(
     ranges: Ranges | None,
     window: int | None = None,
 ) -> Part:
-    """Attention of `q [B, Sq, N, H]` to the keys `k [B, Sk, K, H]`, `v [B, Sk, K, W]` that it sees: those in its range.
+    """Attention of `q [B, Sq, N, H]` to the keys in each query's range: `k [B, Sk, K, H]`, `v [B, Sk, K, W]`.
 
-    W is H but for the reference.
-    Ranges never fall along the queries. cuDNN knows three kinds alone: queries and keys are the same tokens ("causal",
-    with a `window` each query's last ones), all are seen ("full"), or in each sequence those before an index that all
-    its queries have in `ranges` ("prefix"). A query that sees nothing has an output of 0 and a log-sum-exp of -inf.
+    Only the reference supports W != H. The bounds of ranges never decrease along the queries. cuDNN supports three
+    kinds of ranges: "causal", where queries and keys are the same tokens, optionally with a `window`; "full", all keys;
+    "prefix", the keys before an end that all queries of a sequence share in `ranges`. A query without keys has an
+    output of 0 and a log-sum-exp of -inf.
     """
     if scores.implementation == "cudnn":
         return _cudnn(scores, kind, q, k, v, ranges, window)
@@ -74,7 +74,7 @@ def attend_backward(
     dout: jax.Array,
     window: int | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """This part's (dq, dk, dv); `whole` is the output and log-sum-exp of all parts, `dout` the output's gradient."""
+    """This part's (dq, dk, dv); `whole` is the output and log-sum-exp of all parts, `dout` the output gradient."""
     if scores.implementation == "cudnn":
         return _cudnn_backward(scores, kind, q, k, v, ranges, whole, dout, window)
     assert ranges is not None
@@ -94,16 +94,16 @@ def attend_backward(
 
 
 def merge(one: Part, other: Part) -> Part:
-    """Two parts of the same queries, of disjoint keys → their sum, FP32. One of them sees something."""
+    """Two parts with the same queries and disjoint keys → the part with both, in FP32. Each query sees some key."""
     lse = jnp.logaddexp(one[1], other[1])
     outs = (out * jnp.exp(part - lse).swapaxes(1, 2)[..., None] for out, part in (one, other))
     return sum(outs), lse  # type: ignore[return-value]
 
 
 def add_sinks(whole: Part, sinks: jax.Array) -> Part:
-    """Attention to all keys, and a key more for each head: its score is the sink's logit, `sinks [N]`, its value zero.
+    """Attention to all keys and to one more key per head: its score is the sink's logit, `sinks [N]`, its value zero.
 
-    What this returns is what `attend_backward` wants, whose gradients are then those of attention with sinks.
+    With the result as `whole`, `attend_backward` returns the gradients of attention with sinks.
     """
     out, of_keys = whole
     lse = jnp.logaddexp(of_keys, sinks.astype(of_keys.dtype)[:, None])
@@ -113,24 +113,24 @@ def add_sinks(whole: Part, sinks: jax.Array) -> Part:
 def backward_with_sinks[Gradients](
     backward: Callable[[Part, jax.Array], Gradients], sinks: jax.Array | None, whole: Part, dout: jax.Array
 ) -> tuple[Gradients, jax.Array | None]:
-    """(`backward(whole, dout)`, the gradient of `sinks [N]`) of what `add_sinks` gave; None without sinks.
+    """(`backward(whole, dout)`, the gradient of `sinks [N]` or None); `whole` is the result of `add_sinks`.
 
-    The sink's key has P · (dP - D) like every other, and dP = 0 since its value is zero.
+    The score gradient of the sink is P · (dP - D), as for a key, with dP = 0 because the sink's value is zero.
     """
     if sinks is None:
         return backward(whole, dout), None
-    # Without this barrier XLA corrects the output again where it is read, and keeps the one without sinks for that.
+    # Without this barrier XLA keeps the output without sinks and applies them again where the output is read.
     whole, dout = lax.optimization_barrier((whole, dout))
     out, lse = whole
     delta = jnp.sum(out.astype(lse.dtype) * dout.astype(lse.dtype), axis=-1).swapaxes(1, 2)
     p = jnp.exp(sinks.astype(lse.dtype)[:, None] - lse)
     dsinks = -jnp.sum(p * delta, axis=(0, 2)).astype(sinks.dtype)
-    # Without this one it sums up over the tokens at the end of the step, and keeps every layer's `dout` until then.
+    # Without this barrier XLA sums over the tokens at the end of the step, and keeps all layers' `dout` until then.
     return lax.optimization_barrier((backward(whole, dout), dsinks))
 
 
 def _scores(scores: Scores, q, k, ranges: Ranges) -> tuple[jax.Array, jax.Array | float]:
-    """(`[B, K, N/K, Sq, Sk]`, -inf where nothing is seen; the soft-cap's derivative), in FP32 or FP64."""
+    """(scores `[B, K, N/K, Sq, Sk]`, -inf outside the ranges; the soft-cap's derivative), in FP32 or FP64."""
     dtype = wide(q.dtype)
     B, Sq, N, H = q.shape
     K = k.shape[2]
@@ -145,9 +145,9 @@ def _scores(scores: Scores, q, k, ranges: Ranges) -> tuple[jax.Array, jax.Array 
     return jnp.where(visible[:, None, None], s, -jnp.inf), slope
 
 
-# cuDNN. jax.nn.dot_product_attention rounds the log-sum-exp to BF16 and has no backward pass of a part.
+# cuDNN. jax.nn.dot_product_attention rounds the log-sum-exp to BF16 and has no backward pass for a part.
 
-MASKS = {"causal": "CAUSAL", "full": "NO_MASK", "prefix": "PADDING"}  # its names, by kind
+MASKS = {"causal": "CAUSAL", "full": "NO_MASK", "prefix": "PADDING"}  # cuDNN's names
 
 
 def _cudnn(scores: Scores, kind: Kind, q, k, v, ranges: Ranges | None, window: int | None) -> Part:
@@ -169,7 +169,7 @@ def _cudnn_backward(scores: Scores, kind: Kind, q, k, v, ranges: Ranges | None, 
 
     before = _before(kind, ranges)
     out, lse = whole[0].astype(q.dtype), whole[1]
-    if before is not None:  # the key that a sequence without any is given gets no gradient
+    if before is not None:  # `_lengths` gives a sequence without keys one key, which gets no gradient
         some = (before > 0)[:, None, None, None]
         out, dout = jnp.where(some, out, 0), jnp.where(some, dout, 0)
     lengths = _lengths(before, q, k)
@@ -185,14 +185,14 @@ def _cudnn_backward(scores: Scores, kind: Kind, q, k, v, ranges: Ranges | None, 
         layout=fused.AttentionLayout.BTNH.value,
         sliding_window_length=window,
     )
-    if before is not None:  # nothing is promised of what lies behind
+    if before is not None:  # cuDNN leaves gradients of later keys undefined
         seen = jnp.arange(k.shape[1]) < lengths["kv_seqlen"][:, None]
         dk, dv = (jnp.where(seen[..., None, None], g, 0) for g in (dk, dv))
     return dq, dk, dv
 
 
 def _before(kind: Kind, ranges: Ranges | None) -> jax.Array | None:
-    """Of a "prefix": the index up to which each sequence's keys are seen, `[B]`."""
+    """For "prefix": the end of each sequence's visible keys, `[B]`."""
     if kind != "prefix":
         return None
     assert ranges is not None
@@ -200,7 +200,7 @@ def _before(kind: Kind, ranges: Ranges | None) -> jax.Array | None:
 
 
 def _lengths(before: jax.Array | None, q: jax.Array, k: jax.Array) -> dict[str, jax.Array]:
-    """Each sequence's queries and keys, `[B]` int32, where they are not all; cuDNN wants one key at least."""
+    """Each sequence's numbers of queries and keys, `[B]` int32, for "prefix"; cuDNN needs at least one key."""
     if before is None:
         return {}
     keys = jnp.clip(before, 1, k.shape[1]).astype(jnp.int32)

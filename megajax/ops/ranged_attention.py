@@ -1,12 +1,12 @@
-"""Attention in which every query sees a range of keys, forward and backward, in Pallas kernels for Hopper GPUs.
+"""Attention with a range of visible keys per query, forward and backward, in Pallas kernels for Hopper GPUs.
 
-A range is [first, end), and both bounds never fall along the queries: causal attention, packed documents, sliding
-windows and prefixes are such ranges, and so are their parts where the keys are spread over devices. Tiles of keys
-that no query of a tile sees are never loaded, and only tiles that a bound cuts are masked.
+A range is [first, end); both bounds never decrease along the queries. Causal attention, packed documents, sliding
+windows and prefixes are such ranges, and so are their parts when the keys are distributed over devices. Tiles of keys
+that no query of a tile sees are not loaded, and only tiles that contain a bound are masked.
 
 The kernels are FlashAttention (Dao et al. 2022; Shah et al. 2024 for Hopper): one warpgroup loads tiles while the
-others compute. There are three, each deterministic: the output; dq; and dk with dv. Where Hopper multiplies 64 rows
-at a time, a warpgroup has 64 rows: of queries, and in the last kernel of keys.
+others compute. There are three deterministic kernels: for the output, for dq, and for dk and dv. A warpgroup has 64
+rows, because Hopper multiplies 64 rows at a time: rows of queries, in the last kernel of keys.
 """
 
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ from megajax.ops import ranged_attention_kernels as kernels
 from megajax.ops.ranged_attention_gradients import KeyValueGradient, QueryGradient
 
 HEAD_DIMS = (64, 128)
-STATIC = ("scale", "softcap", "interpret")  # jitted, so that equal layers' kernels are compiled once
+STATIC = ("scale", "softcap", "interpret")  # of jit, which compiles the kernels of equal layers once
 
 
 @partial(jax.jit, static_argnames=STATIC)
@@ -39,8 +39,8 @@ def attend(
     """softmax(softcap(scale · q·k)) v over the keys [first, end) → (out in q's dtype, log-sum-exp `[B, N, Sq]` FP32).
 
     q is `[B, Sq, N, H]`, k and v `[B, Sk, K, H]` in BF16 or FP16, H is 64 or 128; query head n reads KV head
-    n // (N/K). `first` and `end` are `[B, Sq]` int32, neither falls along Sq, and what lies outside 0…Sk is cut off.
-    A query that sees nothing has an output of 0 and a log-sum-exp of -inf. `interpret` runs it on any device, slowly.
+    n // (N/K). `first` and `end` are `[B, Sq]` int32 and never decrease along Sq; they are clipped to 0…Sk. A query
+    without keys has an output of 0 and a log-sum-exp of -inf. `interpret` runs it on any device, slowly.
     """
     _check(q, k, v)
     B, Sq, N, _ = q.shape
@@ -67,29 +67,29 @@ def attend_backward(
     softcap: float | None = None,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The gradients (dq, dk, dv), each in its input's dtype, of what `attend` computes.
+    """The gradients (dq, dk, dv) of `attend`, each in its input's dtype.
 
-    `out` and `lse` may be those of all parts, where k and v are a part of the keys: then dq is this part's share.
+    If k and v are a part of the keys, `out` and `lse` are those of all parts, and dq is this part's share.
     """
     _check(q, k, v)
     (_, Sq, N, _), (_, Sk, K, _) = q.shape, k.shape
     delta = jnp.sum(out.astype(jnp.float32) * dout.astype(jnp.float32), axis=-1).swapaxes(1, 2)
-    # In units of exp2. A query that sees nothing has p = exp2(s - inf) = 0 everywhere.
+    # In units of exp2. A query without keys has p = exp2(s - inf) = 0.
     log2_sum = jnp.where(lse == -jnp.inf, jnp.inf, lse * kernels.LOG2_E)
     dout = dout.astype(q.dtype)
 
-    kernel, of_q = QueryGradient(scale, softcap, N // K, interpret), kernels.BLOCK_ROWS
-    rows = _pad_queries(of_q, q, k, first, end)
-    arrays = (rows[0], _pad(k, kernel.columns), _pad(v, kernel.columns), *rows[1:], _pad(dout, of_q))
-    arrays += (_pad(log2_sum, of_q, 2), _pad(delta, of_q, 2))
+    kernel, block = QueryGradient(scale, softcap, N // K, interpret), kernels.BLOCK_ROWS
+    rows = _pad_queries(block, q, k, first, end)
+    arrays = (rows[0], _pad(k, kernel.columns), _pad(v, kernel.columns), *rows[1:], _pad(dout, block))
+    arrays += (_pad(log2_sum, block, 2), _pad(delta, block, 2))
     [dq] = _launch(kernel, "ranged_attention_dq", arrays, [rows[0]], rows[0].shape[1])
 
     kernel = KeyValueGradient(scale, softcap, N // K, interpret)
-    of_q = kernel.columns
-    rows = _pad_queries(of_q, q, k, first, end)
+    block = kernel.columns
+    rows = _pad_queries(block, q, k, first, end)
     keys = tuple(_pad(a, kernels.BLOCK_ROWS) for a in (k, v))
-    arrays = (rows[0], *keys, *rows[1:], _seen_by(*rows[1:], keys[0].shape[1]), _pad(dout, of_q))
-    arrays += (_pad(log2_sum, of_q, 2), _pad(delta, of_q, 2))
+    arrays = (rows[0], *keys, *rows[1:], _seen_by(*rows[1:], keys[0].shape[1]), _pad(dout, block))
+    arrays += (_pad(log2_sum, block, 2), _pad(delta, block, 2))
     dk, dv = _launch(kernel, "ranged_attention_dkv", arrays, keys, keys[0].shape[1])
     return dq[:, :Sq], dk[:, :Sk], dv[:, :Sk]
 
@@ -98,21 +98,21 @@ def _check(q: jax.Array, k: jax.Array, v: jax.Array) -> None:
     if q.dtype not in (jnp.bfloat16, jnp.float16) or not q.dtype == k.dtype == v.dtype:
         raise ValueError(f"q, k and v are {q.dtype}, {k.dtype} and {v.dtype}: make all bfloat16 or all float16.")
     if k.shape[-1] != v.shape[-1]:
-        raise ValueError(f"Keys are {k.shape[-1]} wide and values {v.shape[-1]}: this kernel takes equal widths.")
+        raise ValueError(f"Keys are {k.shape[-1]} wide and values {v.shape[-1]}: this kernel needs equal widths.")
     if q.shape[-1] not in HEAD_DIMS:
-        raise ValueError(f"A head is {q.shape[-1]} wide: this kernel takes {' and '.join(map(str, HEAD_DIMS))}.")
+        raise ValueError(f"A head is {q.shape[-1]} wide: this kernel needs {' or '.join(map(str, HEAD_DIMS))}.")
     if q.shape[2] % k.shape[2]:
         raise ValueError(f"{k.shape[2]} KV heads do not divide {q.shape[2]} query heads.")
 
 
 def _pad(a: jax.Array, multiple: int, axis: int = 1) -> jax.Array:
-    """Zeros at the end of an axis up to a multiple."""
+    """Appends zeros along an axis up to a multiple."""
     missing = -a.shape[axis] % multiple
     return jnp.pad(a, [(0, missing if i == axis else 0) for i in range(a.ndim)]) if missing else a
 
 
 def _pad_queries(multiple: int, q, k, first, end) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """(q, first, end) up to a multiple of queries, of which those added see nothing, with ranges inside the keys."""
+    """(q, first, end), padded to a multiple of queries with queries that see no key; ranges are clipped to the keys."""
     B, Sq = q.shape[:2]
     first, end = (jnp.broadcast_to(jnp.clip(a.astype(jnp.int32), 0, k.shape[1]), (B, Sq)) for a in (first, end))
     if missing := -Sq % multiple:
@@ -122,9 +122,9 @@ def _pad_queries(multiple: int, q, k, first, end) -> tuple[jax.Array, jax.Array,
 
 
 def _seen_by(first: jax.Array, end: jax.Array, Sk: int) -> jax.Array:
-    """For each warpgroup's keys which queries see them: `[B, Sk/ROWS, 4]` int32, (from, to, from, to) as in `Bounds`.
+    """The queries that see each warpgroup's keys: `[B, Sk/ROWS, 4]` int32, the fields of `Bounds`.
 
-    Bounds never fall, so that those who see any of the keys are a range, and those who see all of them another.
+    Bounds never decrease, so the queries that see some of the keys are a range, and so are those that see all.
     """
     rows = kernels.ROWS
     start = jnp.arange(0, Sk, rows, dtype=jnp.int32)[:, None]
@@ -139,7 +139,7 @@ def _seen_by(first: jax.Array, end: jax.Array, Sk: int) -> jax.Array:
 
 
 def _launch(kernel: Any, name: str, arrays: tuple, outputs: Sequence[Any], length: int) -> list[jax.Array]:
-    """The kernel's outputs, with a block for each tile of `length`, sequence and head; arrays begin with q and k."""
+    """The kernel's outputs, with one block per tile of `length`, sequence and head; `arrays` starts with q and k."""
     q, k = arrays[:2]
     grid = kernel.grid(length, q.shape[0], k.shape[2])
     return plgpu.kernel(

@@ -1,6 +1,6 @@
-"""The kernels of `ranged_attention` for dq and for dk with dv: they compute the scores once more.
+"""The kernels of `ranged_attention` for dq, and for dk and dv. They recompute the scores.
 
-A step's last product is still under way when the next step begins, and done when its scores are.
+A step's last product still runs when the next step starts, and is done when the next step's scores are done.
 """
 
 from collections.abc import Callable
@@ -28,7 +28,7 @@ from megajax.ops.ranged_attention_kernels import (
 
 
 class _Gradient(Kernel):
-    """Scores once more, given the log-sum-exp, and their gradient."""
+    """The softmax weights, recomputed from the log-sum-exp, and the gradient of the scores."""
 
     def weights(self, products: jax.Array, mask: Callable, whole: jax.Array, log2_sum: jax.Array):
         """(p, the derivative of the soft-cap or None)."""
@@ -38,12 +38,12 @@ class _Gradient(Kernel):
         return jnp.exp2(x * self.factor - log2_sum), slope
 
     def score_gradient(self, p: jax.Array, dp: jax.Array, delta: jax.Array, slope: jax.Array | None) -> jax.Array:
-        """By q·k, but for the scale."""
+        """The gradient of q·k, without the scale."""
         ds = p * (dp - delta)
         return ds if slope is None else ds * slope
 
     def each_step(self, steps: jax.Array, free: Any, body: Callable[[jax.Array, Callable[[], None]], None]) -> None:
-        """body(step, done) for all steps; it calls done() when all products that earlier steps began are there."""
+        """Calls body(step, done) for all steps; body calls done() when all products of earlier steps are done."""
 
         def release(step: jax.Array, condition: jax.Array) -> None:
             pl.when(condition)(lambda: plgpu.barrier_arrive(free.at[self.slot(step)]))
@@ -61,7 +61,7 @@ class QueryGradient(_Gradient):
 
     def scratch(self, H: int, dtype: Any) -> dict[str, Any]:
         return {
-            "q_dq": plgpu.SMEM((WARPGROUPS, ROWS, H), dtype),  # the queries, in the end their gradient
+            "q_dq": plgpu.SMEM((WARPGROUPS, ROWS, H), dtype),  # the queries, at the end their gradient
             "dout_rows": plgpu.SMEM((WARPGROUPS, ROWS, H), dtype),
             "k_ring": plgpu.SMEM((self.stages, self.columns, H), dtype),
             "v_ring": plgpu.SMEM((self.stages, self.columns, H), dtype),
@@ -73,8 +73,8 @@ class QueryGradient(_Gradient):
     def __call__(
         self, q, k, v, first, end, dout, log2_sum, delta, dq, *, q_dq, dout_rows, rows_ready, ready, free, **rings
     ) -> None:
-        warpgroup, batch, kv_head, head = self.place()
-        _, _, rows = self.of_block()
+        warpgroup, batch, kv_head, head = self.indices()
+        _, _, rows = self.own_rows()
         bounds = self.query_bounds(first, end, batch)
         start, steps = bounds.tiles(self.columns)
 
@@ -82,8 +82,10 @@ class QueryGradient(_Gradient):
             q_mine, dout_mine = q_dq.at[warpgroup], dout_rows.at[warpgroup]
             plgpu.copy_gmem_to_smem(q.at[batch, rows, head], q_mine, rows_ready.at[warpgroup])
             plgpu.copy_gmem_to_smem(dout.at[batch, rows, head], dout_mine, rows_ready.at[warpgroup])
-            of_rows = [a.at[batch, rows] for a in (first, end)] + [a.at[batch, head, rows] for a in (log2_sum, delta)]
-            of_rows = [plgpu.load(a, layout=PER_ROW, optimized=False) for a in of_rows]
+            row_values = [a.at[batch, rows] for a in (first, end)] + [
+                a.at[batch, head, rows] for a in (log2_sum, delta)
+            ]
+            row_values = [plgpu.load(a, layout=PER_ROW, optimized=False) for a in row_values]
             plgpu.barrier_wait(rows_ready.at[warpgroup])
 
             def all_steps(dq_acc):
@@ -92,7 +94,7 @@ class QueryGradient(_Gradient):
                     plgpu.barrier_wait(ready.at[slot])
                     tile = {name: ring.at[slot] for name, ring in rings.items()}
                     whole = bounds.whole(key, self.columns)
-                    self._step(q_mine, dout_mine, key, of_rows, whole, dq_acc, done, **tile)
+                    self._step(q_mine, dout_mine, key, row_values, whole, dq_acc, done, **tile)
 
                 self.each_step(steps, free, body)
                 return dq_acc[...]
@@ -108,16 +110,16 @@ class QueryGradient(_Gradient):
             for source, ring in ((k, "k_ring"), (v, "v_ring")):
                 plgpu.copy_gmem_to_smem(source.at[batch, keys, kv_head], rings[ring].at[slot], ready.at[slot])
 
-        self.share_out(compute, steps, [(free, load)])
+        self.run_warpgroups(compute, steps, [(free, load)])
 
-    def _step(self, q, dout, key, of_rows, whole, dq_acc, done, *, k_ring, v_ring) -> None:
+    def _step(self, q, dout, key, row_values, whole, dq_acc, done, *, k_ring, v_ring) -> None:
         """Adds a tile of keys to dq."""
-        first, end, log2_sum, delta = of_rows
+        first, end, log2_sum, delta = row_values
 
         def products(s_acc, dp_acc):
             plgpu.wgmma(s_acc, q, k_ring.transpose((1, 0)))
             plgpu.wgmma(dp_acc, dout, v_ring.transpose((1, 0)))
-            s = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)  # dp may still be under way
+            s = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)  # dp may still run
             done()
             p, slope = self.weights(s, lambda x: keep_range(x, first, end, key, axis=1), whole, per_row(log2_sum, s))
             return p, slope, dp_acc[...]
@@ -128,18 +130,18 @@ class QueryGradient(_Gradient):
 
 
 class KeyValueGradient(_Gradient):
-    """dk and dv. Rows are keys, columns the queries of each query head in turn that reads the KV head."""
+    """dk and dv. Rows are keys; columns are queries of all query heads of the KV head, one head after the other."""
 
     columns = 64
     last_tile_first = False
 
     def grid(self, length: int, batch: int, kv_heads: int) -> dict[str, int]:
-        """As for the others, but tile by tile: that was 6 % faster for packed documents, and no slower for one."""
+        """Tiles are the slowest axis: this was 6 % faster for packed documents, and not slower for one document."""
         return {"tile": length // BLOCK_ROWS, "batch": batch, "kv_head": kv_heads, "member": 1}
 
     def scratch(self, H: int, dtype: Any) -> dict[str, Any]:
         return {
-            "k_dk": plgpu.SMEM((WARPGROUPS, ROWS, H), dtype),  # the keys, in the end their gradient
+            "k_dk": plgpu.SMEM((WARPGROUPS, ROWS, H), dtype),  # the keys, at the end their gradient
             "v_dv": plgpu.SMEM((WARPGROUPS, ROWS, H), dtype),
             "q_ring": plgpu.SMEM((self.stages, self.columns, H), dtype),
             "dout_ring": plgpu.SMEM((self.stages, self.columns, H), dtype),
@@ -154,14 +156,14 @@ class KeyValueGradient(_Gradient):
         self, q, k, v, first, end, seen_by, dout, log2_sum, delta, dk, dv, *, k_dk, v_dv, rows_ready, **rings
     ) -> None:
         ready, free = rings.pop("ready"), rings.pop("free")
-        warpgroup, batch, kv_head, _ = self.place()
-        row, rows = self.of_block()[1:]
+        warpgroup, batch, kv_head, _ = self.indices()
+        row, rows = self.own_rows()[1:]
         bounds = self._bounds(seen_by, batch)
         start, tiles = bounds.tiles(self.columns)
         steps = tiles * self.group
 
         def query_tile(step):
-            """(its slice, the query head)."""
+            """(the slice of queries, the query head)."""
             tile = start + lax.div(step, jnp.int32(self.group))
             return pl.ds(tile * self.columns, self.columns), kv_head * self.group + lax.rem(step, jnp.int32(self.group))
 
@@ -199,21 +201,21 @@ class KeyValueGradient(_Gradient):
             for source, ring in ((log2_sum, "log2_sum_ring"), (delta, "delta_ring")):
                 plgpu.copy_gmem_to_smem(source.at[batch, head, queries], rings[ring].at[slot], ready.at[slot])
 
-        self.share_out(compute, steps, [(free, load)])
+        self.run_warpgroups(compute, steps, [(free, load)])
 
     def _bounds(self, seen_by: Any, batch: jax.Array) -> Bounds:
         """The queries that see this block's keys."""
-        start, row, _ = self.of_block()
+        start, row, _ = self.own_rows()
         rows = jnp.int32(ROWS)
-        of_block = lax.div(start, rows)
-        mine, last = lax.div(row, rows), of_block + WARPGROUPS - 1
-        any_from, any_to = seen_by[batch, of_block, 0], seen_by[batch, last, 1]
+        first_part = lax.div(start, rows)
+        mine, last = lax.div(row, rows), first_part + WARPGROUPS - 1
+        any_from, any_to = seen_by[batch, first_part, 0], seen_by[batch, last, 1]
         return Bounds(any_from, any_to, seen_by[batch, mine, 2], seen_by[batch, mine, 3])
 
     def _step(
         self, k, v, row, ranges, whole, dk_acc, dv_acc, done, *, q_ring, dout_ring, log2_sum_ring, delta_ring
     ) -> None:
-        """Adds a tile of queries to dk and dv; scores have keys in their rows."""
+        """Adds a tile of queries to dk and dv; rows of the scores are keys."""
 
         def scores(acc):
             plgpu.wgmma(acc, k, q_ring.transpose((1, 0)))
@@ -232,7 +234,7 @@ class KeyValueGradient(_Gradient):
         def rest(dp_acc):
             plgpu.wgmma(dp_acc, v, dout_ring.transpose((1, 0)))
             self.multiply_registers(dv_acc, p.astype(k.dtype), dout_ring)
-            return plgpu.wgmma_accumulator_load(dp_acc, wait_n=1)  # dv may still be under way
+            return plgpu.wgmma_accumulator_load(dp_acc, wait_n=1)  # dv may still run
 
         dp = pl.run_scoped(rest, shape)
         delta = plgpu.load(delta_ring, layout=PER_COLUMN)

@@ -1,10 +1,10 @@
-"""The forward kernel of `ranged_attention`, on Mosaic GPU, for Hopper, and what it shares with those of gradients.
+"""The forward kernel of `ranged_attention` (Mosaic GPU, Hopper), and the base class of all its kernels.
 
-In each kernel a block keeps the rows of its two computing warpgroups, and columns pass by in tiles: keys for the output
-and dq, queries for dk and dv. A third warpgroup loads these tiles into a ring of `stages` slots and waits with each
-until both are done with the slot's last tile. Both take the same steps, which may be none.
+A block keeps the rows of its two computing warpgroups and loops over tiles of columns: keys for the output and dq,
+queries for dk and dv. A third warpgroup loads the tiles into a ring of `stages` buffer slots; it waits until both
+warpgroups have used a slot's previous tile. Both do the same number of steps, which may be 0.
 
-Scores are kept in units of exp2, whose factor includes the scale.
+Scores are in units of exp2, with the scale in their factor.
 """
 
 import math
@@ -18,22 +18,22 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-Load = Callable[[jax.Array, jax.Array], None]  # of a step into a slot
+Load = Callable[[jax.Array, jax.Array], None]  # (step, slot): loads the step's tile into the slot
 
 LOG2_E = math.log2(math.e)
-LOWEST = -1e30  # a finite maximum of no scores: the difference of two infinities is none
+LOWEST = -1e30  # the maximum of no scores; finite, because the difference of two infinities is NaN
 
 MATRIX = plgpu.Layout.WGMMA
 PER_ROW, PER_COLUMN = MATRIX.reduce(1), MATRIX.reduce(0)
-WARPGROUPS = 2  # of a block, that compute; the one after them loads
-ROWS = 64  # of a warpgroup: Hopper multiplies so many at a time
+WARPGROUPS = 2  # of a block that compute; the last one loads
+ROWS = 64  # of a warpgroup: Hopper multiplies 64 rows at a time
 BLOCK_ROWS = WARPGROUPS * ROWS
-COMPUTE_REGISTERS, LOAD_REGISTERS = 240, 24  # of a thread: what fits
+COMPUTE_REGISTERS, LOAD_REGISTERS = 240, 24  # per thread: as many as fit
 
 
 @dataclass(frozen=True)
 class Bounds:
-    """Columns: [any_from, any_to) are seen by some row of the block, [all_from, all_to) by all of the warpgroup."""
+    """Columns: some row of the block sees [any_from, any_to), all rows of the warpgroup see [all_from, all_to)."""
 
     any_from: jax.Array
     any_to: jax.Array
@@ -41,7 +41,7 @@ class Bounds:
     all_to: jax.Array
 
     def tiles(self, columns: int) -> tuple[jax.Array, jax.Array]:
-        """The first tile with a column that is seen, and how many tiles there are up to the last."""
+        """The first tile with a visible column, and the number of tiles up to the last one."""
         start = lax.div(self.any_from, jnp.int32(columns))
         return start, jnp.maximum(pl.cdiv(self.any_to, jnp.int32(columns)) - start, 0)
 
@@ -52,12 +52,12 @@ class Bounds:
 
 @dataclass(frozen=True)
 class Kernel:
-    """What the three share. `group` query heads read one KV head."""
+    """The base class of the three kernels. `group` query heads read one KV head."""
 
     columns = 128  # of a tile
     stages = 2
-    # Causal queries at the end see the most keys, and keys at the beginning are seen by the most queries: the longest
-    # tiles start first.
+    # The longest tiles start first: with causal attention the last queries see the most keys, and the first keys are
+    # seen by the most queries.
     last_tile_first = True
 
     scale: float
@@ -66,28 +66,28 @@ class Kernel:
     interpret: bool
 
     def grid(self, length: int, batch: int, kv_heads: int) -> dict[str, int]:
-        """Blocks along each axis, of which the last changes fastest, for so many rows of as many sequences.
+        """The number of blocks along each axis; the last axis is the fastest. `length` is the rows of a sequence.
 
-        Blocks of a sequence and KV head follow each other: its keys stay in the L2 cache.
+        Blocks of one sequence and KV head are consecutive, so the keys stay in the L2 cache.
         """
         return {"batch": batch, "kv_head": kv_heads, "tile": length // BLOCK_ROWS, "member": self.group}
 
-    def place(self) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    def indices(self) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
         """(warpgroup, sequence, KV head, query head)."""
         warpgroup, batch, kv_head, member = map(lax.axis_index, ("warpgroup", "batch", "kv_head", "member"))
         return warpgroup, batch, kv_head, kv_head * self.group + member
 
     @property
     def factor(self) -> float:
-        """Makes exponents of exp2 of what `squash` returns."""
+        """The factor from the results of `squash` to exponents of exp2."""
         return LOG2_E * (self.scale if self.softcap is None else self.softcap)
 
     def squash(self, products: jax.Array) -> jax.Array:
-        """q·k, with a soft-cap tanh(scale · q·k / softcap)."""
+        """q·k, or with a soft-cap tanh(scale · q·k / softcap)."""
         return products if self.softcap is None else jnp.tanh(products * (self.scale / self.softcap))
 
-    def of_block(self) -> tuple[jax.Array, jax.Array, pl.Slice]:
-        """(the block's first row, this warpgroup's, its slice); the loading warpgroup gets those of the last one."""
+    def own_rows(self) -> tuple[jax.Array, jax.Array, pl.Slice]:
+        """(the block's first row, this warpgroup's first row, its slice); the loader gets the last warpgroup's."""
         tile = lax.axis_index("tile")
         if self.last_tile_first:
             tile = lax.axis_size("tile") - 1 - tile
@@ -98,10 +98,10 @@ class Kernel:
     def slot(self, step: jax.Array) -> jax.Array:
         return lax.rem(step, jnp.int32(self.stages))
 
-    def share_out(self, compute: Callable[[], None], steps: jax.Array, loads: Sequence[tuple[Any, Load]]) -> None:
-        """compute() for the warpgroups that compute, and for the other one at every step each of the loads in order.
+    def run_warpgroups(self, compute: Callable[[], None], steps: jax.Array, loads: Sequence[tuple[Any, Load]]) -> None:
+        """Computing warpgroups call compute(); the loading warpgroup calls all loads in order at each step.
 
-        A load is the barrier that tells when a slot is free, and what loads it.
+        `loads` are pairs: the barriers of free slots, and the function that loads a slot.
         """
 
         @pl.when(lax.axis_index("warpgroup") < WARPGROUPS)
@@ -120,24 +120,24 @@ class Kernel:
                     pl.when(step >= self.stages)(lambda free=free: plgpu.barrier_wait(free.at[slot]))
                     load(step, slot)
 
-            # A block may end only when nobody is about to arrive at its barriers.
+            # A block must not end while a warpgroup may still arrive at its barriers.
             @pl.loop(jnp.maximum(steps - self.stages, 0), steps)
             def _end(step):
                 for free, _ in loads:
                     plgpu.barrier_wait(free.at[self.slot(step)])
 
     def ring(self, arrivals: int = 1) -> Any:
-        """A barrier for each slot."""
+        """One barrier per slot."""
         return plgpu.Barrier(num_arrivals=arrivals, num_barriers=self.stages)
 
     def query_bounds(self, first: Any, end: Any, batch: jax.Array) -> Bounds:
-        """The keys that this block's queries see. Bounds never fall: the first and last query have the extremes."""
-        start, row, _ = self.of_block()
+        """The keys that this block's queries see; bounds never decrease, so the first and last query suffice."""
+        start, row, _ = self.own_rows()
         last_of_block, last = start + BLOCK_ROWS - 1, row + ROWS - 1
         return Bounds(first[batch, start], end[batch, last_of_block], first[batch, last], end[batch, row])
 
     def multiply_registers(self, accumulator: Any, a: jax.Array, b: Any) -> None:
-        """accumulator += a @ b, begun, where a is in registers; the interpreter wants a reference."""
+        """Starts accumulator += a @ b with `a` in registers; the interpreter needs a reference for it."""
         if not self.interpret:
             plgpu.wgmma(accumulator, a, b)
             return
@@ -162,7 +162,7 @@ def per_column(values: jax.Array, like: jax.Array) -> jax.Array:
 
 
 def keep_range(x: jax.Array, first: jax.Array, end: jax.Array, start: jax.Array, axis: int) -> jax.Array:
-    """x, -inf where the key, which is `start` and the index along `axis`, is not in [first, end)."""
+    """x, or -inf where the key is not in [first, end); the key is `start` plus the index along `axis`."""
     key = plgpu.broadcasted_iota(jnp.int32, x.shape, axis, layout=MATRIX)
     across = per_row if axis == 1 else per_column
     return jnp.where((key >= across(first - start, x)) & (key < across(end - start, x)), x, -jnp.inf)
@@ -170,11 +170,11 @@ def keep_range(x: jax.Array, first: jax.Array, end: jax.Array, start: jax.Array,
 
 @dataclass(frozen=True)
 class Forward(Kernel):
-    """Rows are queries, columns keys."""
+    """The output and the log-sum-exp. Rows are queries, columns keys."""
 
     def scratch(self, H: int, dtype: Any) -> dict[str, Any]:
         return {
-            "q_out": plgpu.SMEM((WARPGROUPS, ROWS, H), dtype),  # the queries, in the end the output
+            "q_out": plgpu.SMEM((WARPGROUPS, ROWS, H), dtype),  # the queries, at the end the output
             "k_ring": plgpu.SMEM((self.stages, self.columns, H), dtype),
             "v_ring": plgpu.SMEM((self.stages, self.columns, H), dtype),
             "lse_rows": plgpu.SMEM((WARPGROUPS, ROWS), jnp.float32),
@@ -187,8 +187,8 @@ class Forward(Kernel):
         }
 
     def __call__(self, q, k, v, first, end, out, lse, *, q_out, lse_rows, q_ready, turn, **rings) -> None:
-        warpgroup, batch, kv_head, head = self.place()
-        _, _, rows = self.of_block()
+        warpgroup, batch, kv_head, head = self.indices()
+        _, _, rows = self.own_rows()
         bounds = self.query_bounds(first, end, batch)
         start, steps = bounds.tiles(self.columns)
 
@@ -213,7 +213,7 @@ class Forward(Kernel):
 
             return rings[f"{name}_free"], load
 
-        self.share_out(compute, steps, [loads_of(k, "k"), loads_of(v, "v")])
+        self.run_warpgroups(compute, steps, [loads_of(k, "k"), loads_of(v, "v")])
 
     def _attend(self, q, bounds: Bounds, own_range, turn, rings) -> tuple[jax.Array, jax.Array]:
         """The output [rows, H] and log-sum-exp [rows] of a warpgroup's queries."""
@@ -222,7 +222,7 @@ class Forward(Kernel):
         second = lax.axis_index("warpgroup") == 1
 
         def pass_turn(one: bool | jax.Array = True):
-            # Both warpgroups arrive and wait; the second once more before its first step, the first after its last.
+            # Both warpgroups arrive and wait; the second also before its first step, the first also after its last.
             @pl.when(one)
             def _():
                 plgpu.barrier_arrive(turn)
@@ -248,7 +248,7 @@ class Forward(Kernel):
             acc *= per_row(shrink, acc)
             total = total * shrink + p.sum(axis=1)
             p = p.astype(q.dtype)
-            # All of the softmax before the turn is passed: else the compiler may move it behind the next product.
+            # The whole softmax is before the turn is passed; else the compiler may move it after the next product.
             acc, total, new, p = lax.optimization_barrier((acc, total, new, p))
             pass_turn()
             plgpu.barrier_wait(rings["v_ready"].at[slot])

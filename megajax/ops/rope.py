@@ -1,4 +1,4 @@
-"""Rotary position embedding, Hugging Face's half-split convention: element i is paired with i + R/2."""
+"""Rotary position embedding in Hugging Face's half-split convention: element i is paired with i + R/2."""
 
 from collections.abc import Mapping
 from functools import partial
@@ -24,7 +24,7 @@ def rope_frequencies(
     if rotary_dim < 2 or rotary_dim % 2 or rotary_dim > head_dim:
         raise ConfigError(
             f"model.rope_fraction={fraction} of model.head_dim={head_dim} rotates {rotary_dim} elements: "
-            "choose them so that this is an even number from 2 to model.head_dim."
+            "change them to get an even number from 2 to model.head_dim."
         )
     frequencies = theta ** -(np.arange(0, rotary_dim, 2, dtype=np.float64) / rotary_dim)
     if scaling is not None:
@@ -33,7 +33,7 @@ def rope_frequencies(
 
 
 def _llama3_scaling(frequencies: np.ndarray, scaling: Mapping[str, Any]) -> np.ndarray:
-    """Frequencies of few turns within the original length are divided by factor, the middle ones blended."""
+    """Divides low frequencies, which make few turns in the original length, by `factor`; blends the middle ones."""
     low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
     turns = scaling["original_max_positions"] * frequencies / (2 * np.pi)
     kept = np.clip((turns - low) / (high - low), 0.0, 1.0)
@@ -49,7 +49,7 @@ def apply_rope(x_bsnh: jax.Array, positions_bs: jax.Array, frequencies: np.ndarr
 
 
 def _angles(frequencies: tuple[float, ...], positions: jax.Array, dtype) -> tuple[jax.Array, jax.Array]:
-    """Cosines and sines `[B, S, 1, R/2]`, computed again by the backward pass: saved, they would be for each layer."""
+    """Cosines and sines `[B, S, 1, R/2]`; the backward pass recomputes them, because each layer would save its own."""
     angles = positions.astype(dtype)[:, :, None, None] * np.asarray(frequencies, dtype)
     return jnp.cos(angles), jnp.sin(angles)
 
@@ -68,9 +68,10 @@ def _rotate_forward(frequencies: tuple[float, ...], x: jax.Array, positions: jax
 
 
 def _rotate_backward(frequencies: tuple[float, ...], positions: jax.Array, dy: jax.Array):
-    """The rotation back. The halves change places by a reversal, which is a matter of indices.
+    """The inverse rotation. The halves are swapped by a reversal, which XLA fuses as index arithmetic.
 
-    The gradients of queries, keys and values are joined next, and XLA's kernel is slow for a join within a join.
+    The next operation concatenates the gradients of queries, keys and values, and XLA's kernel is slow for a
+    concatenation of concatenations.
     """
     cos, sin = _angles(frequencies, positions, wide(dy.dtype))
     rotary = 2 * cos.shape[-1]

@@ -1,8 +1,8 @@
 """The router of a mixture of experts, in float32 (float64 for float64 inputs): scores, choice, weights, balance.
 
 Top-k routing is Shazeer et al. 2017, the balancing loss Fedus et al. 2021 (Switch Transformers), the z-loss Zoph et al.
-2022 (ST-MoE), groups and loss-free balancing by a bias DeepSeek-V3 (2024). Whatever counts assignments takes
-counts that the caller has summed over all devices.
+2022 (ST-MoE), groups and loss-free balancing by a bias DeepSeek-V3 (2024). Arguments named `counts` are sums over all
+devices.
 """
 
 import math
@@ -26,7 +26,7 @@ def router_logits(x: jax.Array, weight: jax.Array) -> jax.Array:
 
 
 def jitter(x: jax.Array, amount: float, key: jax.Array, token_ids: jax.Array) -> jax.Array:
-    """`x [T, D]` times numbers around 1, up to `amount` away; they follow from `key` and each token's id alone."""
+    """`x [T, D]` times factors in 1 ± `amount`, which depend only on `key` and each token's id."""
 
     def factors(token_id: jax.Array) -> jax.Array:
         token_key = jax.random.fold_in(key, token_id)
@@ -36,14 +36,15 @@ def jitter(x: jax.Array, amount: float, key: jax.Array, token_ids: jax.Array) ->
 
 
 def scores(logits: jax.Array, function: ScoreFunction) -> jax.Array:
-    """`[T, E]` → `[T, E]`: each expert's score, for the choice and for balancing."""
+    """`[T, E]` → `[T, E]`: the scores of the experts, for the choice and for balancing."""
     return jax.nn.softmax(logits, axis=-1) if function == "softmax" else jax.nn.sigmoid(logits)
 
 
 def choose(values: jax.Array, k: int, num_groups: int = 1, groups_per_token: int = 1) -> jax.Array:
-    """`values [T, E]` → the k experts of each token, best first, `[T, k]` int32; the lower index where two are equal.
+    """`values [T, E]` → the k experts of each token, best first, `[T, k]` int32; of equal values the lower index.
 
-    With groups, experts are chosen from the `groups_per_token` groups whose best k / groups_per_token add up to most.
+    With groups, experts are chosen from the `groups_per_token` groups with the largest sums of their best
+    k / groups_per_token values.
     """
     values = lax.stop_gradient(values)
     if num_groups > 1:
@@ -62,8 +63,8 @@ def balanced_choice(token_ids: jax.Array, k: int, num_experts: int) -> jax.Array
     return ((first + jnp.arange(k, dtype=jnp.uint32)) % num_experts).astype(jnp.int32)
 
 
-def of_chosen(values: jax.Array, experts: jax.Array) -> jax.Array:
-    """Of `values [T, E]` those of the chosen `experts [T, k]`; a masked sum, whose gradient is no scatter."""
+def select_chosen(values: jax.Array, experts: jax.Array) -> jax.Array:
+    """The chosen `experts [T, k]` of `values [T, E]`, `[T, k]`; a masked sum, so the gradient needs no scatter."""
     chosen = experts[..., None] == jnp.arange(values.shape[-1])
     return jnp.sum(jnp.where(chosen, values[:, None, :], 0), axis=-1)
 
@@ -76,36 +77,36 @@ def routing_weights(
     normalise: bool = True,
     scaling_factor: float = 1.0,
 ) -> jax.Array:
-    """What each token's chosen experts count, `[T, k]`.
+    """The weights of each token's chosen experts, `[T, k]`.
 
-    softmax: over all experts if `pre_softmax`, else over the chosen. `normalise` divides by the sum of the chosen.
+    softmax: over all experts if `pre_softmax`, else over the chosen ones. `normalise` divides by the chosen ones' sum.
     """
     if function == "softmax" and not pre_softmax:
-        weights = jax.nn.softmax(of_chosen(logits, experts), axis=-1)
+        weights = jax.nn.softmax(select_chosen(logits, experts), axis=-1)
     else:
-        weights = of_chosen(scores(logits, function), experts)
+        weights = select_chosen(scores(logits, function), experts)
         if normalise and experts.shape[-1] > 1:
             weights = weights / (weights.sum(axis=-1, keepdims=True) + 1e-20)
     return weights * scaling_factor
 
 
 def expert_capacity(factor: float, tokens: int, k: int, num_experts: int) -> int:
-    """How many of `tokens` tokens' assignments an expert takes: `factor` times its even share, rounded up."""
+    """The largest number of assignments of an expert for `tokens` tokens: `factor` times the even share, rounded up."""
     return math.ceil(factor * tokens * k / num_experts)
 
 
 def rounded(priorities: jax.Array) -> jax.Array:
-    """The nearest numbers with PRIORITY_BITS bits of mantissa, so that priorities that should be equal are equal.
+    """The nearest numbers with PRIORITY_BITS bits of mantissa, which makes the priorities of identical tokens equal.
 
-    The last bits of a routing weight depend on the mesh and on the row of the matmul, also for identical tokens, whose
-    weights are equal in exact arithmetic. Compared as they are, another mesh drops other tokens. Rounding cannot remove
-    this completely: identical tokens still differ where the exact value is within the error (about 1e-6 of it) of the
-    middle between two rounded numbers. That holds for a few of 1,000 groups of identical tokens, and matters only for
-    an expert that takes part of such a group. Rounding is to nearest because 1/k and 1, the weights of equal or single
-    scores, are rounded numbers; with bits cut off instead, they would lie on a border.
+    The last bits of a routing weight depend on the mesh and on the row of the matmul, even for identical tokens.
+    Without rounding, another mesh would drop other tokens. Rounding does not remove this completely: identical tokens
+    still differ if the exact value is within the error (about 1e-6 of it) of the middle between two rounded numbers.
+    This happens for a few of 1,000 groups of identical tokens, and matters only if an expert takes part of such a
+    group. Rounding is to nearest, because 1/k and 1, the weights of equal or single scores, are rounded numbers;
+    truncation would put them on a border.
 
-    Scores are not rounded for `choose`: those of different experts are close only by chance. There rounding moves the
-    border between two choices and makes a difference between meshes no rarer, but chooses experts with lower scores.
+    `choose` does not round scores: those of different experts are close only by chance. Rounding would move the border
+    between two choices, not make differences between meshes rarer, and choose experts with lower scores.
     """
     return lax.reduce_precision(priorities, jnp.finfo(priorities.dtype).nexp, PRIORITY_BITS)
 
@@ -113,34 +114,33 @@ def rounded(priorities: jax.Array) -> jax.Array:
 def within_capacity(
     experts: jax.Array, priorities: jax.Array, token_ids: jax.Array, num_experts: int, capacity: int, of_all_tokens
 ) -> jax.Array:
-    """Which of these tokens' assignments `[T, k]` are among the first `capacity` of their experts; bool.
+    """Whether each assignment `[T, k]` of these tokens is among the first `capacity` of its expert; bool.
 
-    The first are those with the largest `priorities [T, k]`, rounded to PRIORITY_BITS bits; among equal ones those with
-    the lowest `token_ids [T]`. This is over the tokens of all devices, whose arrays `of_all_tokens` concatenates.
-    Routing weights as priorities drop as Megatron-LM's policy `probs` does, equal priorities as its `position` does,
-    which look at the tokens of one device only.
+    The order is by decreasing `priorities [T, k]`, rounded to PRIORITY_BITS bits, then by increasing `token_ids [T]`,
+    over the tokens of all devices, whose arrays `of_all_tokens` concatenates. Routing weights as priorities are
+    Megatron-LM's policy `probs`, equal priorities its policy `position`, but Megatron-LM looks at one device's tokens.
 
-    Every device sorts all assignments: three numbers each, of all devices' T·k. A token's experts must differ.
+    Each device sorts the T·k assignments of all devices, three numbers each. A token's experts must differ.
     """
-    # One value for the sort and for the comparison: XLA might compute it twice, and round it differently.
+    # The barrier makes the sort and the comparison use one value: XLA might compute it twice, with different rounding.
     priorities = lax.optimization_barrier(rounded(lax.stop_gradient(priorities)))
     all_experts, all_priorities, all_ids = of_all_tokens((experts, priorities, token_ids))
     ids = jnp.repeat(all_ids, experts.shape[1])
     _, negated, ids = lax.sort((all_experts.reshape(-1), -all_priorities.reshape(-1), ids), num_keys=3)
     counts = count(all_experts, num_experts)
-    # The last that each expert takes, `[E]`; nobody asks for that of an expert without assignments.
+    # The last assignment within each expert's capacity, `[E]`; not used for experts without assignments.
     last = jnp.cumsum(counts) - counts + jnp.minimum(counts, capacity) - 1
     least, last_id = -negated[last][experts], ids[last][experts]
     return (priorities > least) | ((priorities == least) & (token_ids[:, None] <= last_id))
 
 
 def count(experts: jax.Array, num_experts: int) -> jax.Array:
-    """How many assignments each expert has, `[E]` int32."""
+    """The number of assignments of each expert, `[E]` int32."""
     return (experts[..., None] == jnp.arange(num_experts)).sum(axis=(0, 1), dtype=jnp.int32)
 
 
 def count_by_sequence(experts: jax.Array, sequences: jax.Array, num_sequences: int, num_experts: int) -> jax.Array:
-    """The same for each sequence, `[B, E]` float32; `sequences [T]` says which one a token is of."""
+    """`count` for each sequence, `[B, E]` float32; `sequences [T]` is the sequence of each token."""
     chosen = (experts[..., None] == jnp.arange(num_experts)).any(axis=1).astype(jnp.float32)
     member = (sequences == jnp.arange(num_sequences)[:, None]).astype(jnp.float32)
     return jnp.dot(member, chosen, precision=lax.Precision.HIGHEST)
@@ -149,8 +149,8 @@ def count_by_sequence(experts: jax.Array, sequences: jax.Array, num_sequences: i
 def balance_loss(logits: jax.Array, counts: jax.Array, function: ScoreFunction, k: int, tokens: jax.Array | int):
     """Σ over these tokens of E / (k · tokens) · Σ_e counts_e · p_e: `logits [T, E]` → a number.
 
-    p are the scores divided by their sum, `counts` (`[E]`, or `[T, E]` for each token's sequence) the assignments among
-    `tokens` tokens. The mean over those is 1 when balanced. Counts have no gradient.
+    p are the scores divided by their sum; `counts` (`[E]`, or `[T, E]` for each token's sequence) are the numbers of
+    assignments of `tokens` tokens. The loss per token is 1 if balanced. Counts have no gradient.
     """
     probabilities = scores(logits, function)
     probabilities = probabilities / probabilities.sum(axis=-1, keepdims=True)
@@ -171,9 +171,9 @@ def entropy(logits: jax.Array, function: ScoreFunction) -> jax.Array:
 
 
 def sinkhorn(logits: jax.Array, tokens: int, sum_over_tokens, iterations: int = 20) -> jax.Array:
-    """Scores `[T, E]` scaled until every token and every expert has its even share (Clark et al. 2022).
+    """Scores `[T, E]` scaled until all tokens and all experts have equal sums (Clark et al. 2022).
 
-    `sum_over_tokens` adds `[E]` over all devices, which together have `tokens` tokens. Without gradient.
+    `sum_over_tokens` adds `[E]` over all devices, which have `tokens` tokens in total. Without gradient.
     """
     cost = jax.nn.softmax(lax.stop_gradient(logits), axis=-1)
     experts, multiply = logits.shape[-1], partial(jnp.dot, precision=lax.Precision.HIGHEST)
@@ -187,10 +187,9 @@ def sinkhorn(logits: jax.Array, tokens: int, sum_over_tokens, iterations: int = 
 
 
 def updated_bias(bias: jax.Array, counts: jax.Array, rate: float) -> jax.Array:
-    """`bias [..., E]` a step of `rate` nearer to balance, by the assignments `counts [..., E]` of a whole batch.
+    """`bias [..., E]` after a step of `rate` towards balance, from the assignments `counts [..., E]` of a whole batch.
 
-    Loss-free balancing (Wang et al. 2024, DeepSeek-V3): up for experts with less than the mean, down for those with
-    more.
+    Loss-free balancing (Wang et al. 2024, DeepSeek-V3): up for experts below the mean, down for those above it.
     """
     counts = counts.astype(jnp.float32)
     return bias + rate * jnp.sign(counts.mean(axis=-1, keepdims=True) - counts)

@@ -1,12 +1,12 @@
-"""NVIDIA Transformer Engine's FP8 kernels: casts with their transpose, gated activations, matmuls.
+"""NVIDIA Transformer Engine's FP8 kernels: casts with transpose, gated activations, matmuls.
 
-The kernels are called through the `impl` of the JAX primitives in transformer_engine.jax.cpp_extensions, below the
-quantizers and the partitioning there: they see one device's arrays and belong inside a `jax.shard_map` that is
-manual over all mesh axes. There is nothing to differentiate here; callers are `custom_vjp` rules. Scales are given,
-one for a tensor, which Transformer Engine calls delayed scaling.
+The kernels are called through the `impl` of the JAX primitives in transformer_engine.jax.cpp_extensions, below its
+quantizers and its partitioning. They take one device's arrays and must be inside a `jax.shard_map` that is manual over
+all mesh axes. They have no derivatives; the callers are `custom_vjp` rules. A tensor has one given scale, which
+Transformer Engine calls delayed scaling.
 
-None of its primitives writes a gated activation's FP8 result and its transpose at once on Hopper: as in its own JAX
-layers, XLA transposes it. Transformer Engine is imported on first use, and need not be installed otherwise.
+On Hopper no primitive writes both a gated activation's FP8 result and its transpose, so XLA transposes it, as in
+Transformer Engine's own JAX layers. Transformer Engine is imported on first use and is optional.
 """
 
 import functools
@@ -39,7 +39,7 @@ _NOT_INSTALLED = (
 
 @functools.cache
 def _te() -> SimpleNamespace:
-    """The parts of Transformer Engine used here. Raises ConfigError if it cannot be imported."""
+    """The parts of Transformer Engine that this module uses. Raises ConfigError if it cannot be imported."""
     try:
         from transformer_engine.jax.cpp_extensions import activation, quantization  # pyright: ignore
         from transformer_engine.jax.cpp_extensions.gemm import CollectiveOp, GemmPrimitive  # pyright: ignore
@@ -49,7 +49,7 @@ def _te() -> SimpleNamespace:
             raise ConfigError(_NOT_INSTALLED) from error
         reason = str(error).strip().rstrip(".")
         raise ConfigError(
-            f"{_KEY} cannot load NVIDIA Transformer Engine ({reason}): mend its installation "
+            f"{_KEY} cannot load NVIDIA Transformer Engine ({reason}): repair its installation "
             "or use precision.fp8.backend=xla."
         ) from error
     return SimpleNamespace(
@@ -72,7 +72,7 @@ def check_installed() -> None:
 
 
 def _scalar_type(dtype: Any) -> Any:
-    """jnp.float8_e4m3fn and its like: what Transformer Engine takes for an FP8 dtype, where a NumPy dtype fails."""
+    """The jnp scalar type, such as jnp.float8_e4m3fn; Transformer Engine does not accept a NumPy dtype."""
     return getattr(jnp, jnp.dtype(dtype).name)
 
 
@@ -85,8 +85,8 @@ def cast_transpose(x_tf: jax.Array, scale: jax.Array, dtype: Any) -> tuple[jax.A
     q_tf, q_ft, _, _, amax, _ = te.quantize(
         x_tf,
         scale.reshape(1),
-        jnp.zeros(1, jnp.float32),  # amax: the kernel raises it, so it starts at 0
-        jnp.empty(0, jnp.uint32),  # the next three are for NVFP4 alone
+        jnp.zeros(1, jnp.float32),  # amax: the kernel takes the maximum with it
+        jnp.empty(0, jnp.uint32),  # the next three are only for NVFP4
         jnp.zeros(1, jnp.float32),
         jnp.empty((1, 1), jnp.bfloat16),
         out_dtype=_scalar_type(dtype),
@@ -123,7 +123,7 @@ def gated_cast_transpose(
 def gated_backward_cast_transpose(
     kind: str, gate_up: jax.Array, dact: jax.Array, scale: jax.Array, dtype: Any
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """`cast_transpose` of the gradient of gate_up [T,2F], given that of its activation, dact [T,F], in gate_up's dtype.
+    """`cast_transpose` of the gradient of gate_up [T,2F], from dact [T,F], in gate_up's dtype.
 
     Returns [T,2F], [2F,T] and the gradient's amax.
     """
@@ -142,9 +142,9 @@ def gated_backward_cast_transpose(
 
 
 def _activation_arguments(te: SimpleNamespace, kind: str, dtype: Any) -> dict[str, Any]:
-    """What Transformer Engine's forward and backward activation primitives are both told."""
+    """The common arguments of Transformer Engine's forward and backward activation primitives."""
     if kind not in _ACTIVATIONS:
-        raise ValueError(f'"{kind}" is no gated activation: use one of {", ".join(_ACTIVATIONS)}.')
+        raise ValueError(f'"{kind}" is not a gated activation: use one of {", ".join(_ACTIVATIONS)}.')
     return {
         "out_dtype": _scalar_type(dtype),
         "act_enum": te.ActivationEnum[_ACTIVATIONS[kind]].value,
@@ -188,6 +188,6 @@ def matmul(a_mk: jax.Array, b_nk: jax.Array, inverse_scale: jax.Array, dtype: An
         "is_outer": False,
         "collective_op": te.CollectiveOp.NONE,
     }
-    # Later versions than 2.12 fuse no GELU, and have fewer arguments.
+    # Versions after 2.12 do not fuse GELU and have fewer arguments.
     accepted = inspect.signature(te.gemm).parameters
     return te.gemm(**{name: arguments[name] for name in accepted})[0]

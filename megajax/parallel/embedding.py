@@ -1,9 +1,9 @@
 """The embedding on the mesh: rows of a device's tokens, and the gradient of the table.
 
 The table is stored in shards of its columns. Either it is gathered once a step and its gradient reduced once, or every
-device looks up its own columns for the tokens of all and sends each its rows; gradients of rows return the same way.
-With a large vocabulary and few tokens that is a fraction of the bytes, and nothing hides what travels before the first
-layer and after the last.
+device looks up its own columns for the tokens of all devices and sends each device its rows; gradients of rows return
+the same way. With a large vocabulary and few tokens, rows are a fraction of the bytes, and nothing hides a transfer
+before the first layer or after the last.
 """
 
 import math
@@ -30,7 +30,8 @@ class MeshEmbedding:
 
     def __init__(self, plan: StepPlan, comm: MeshComm):
         self.config, self.comm, self.axes = plan.config, comm, plan.embedding_axes
-        self.as_stored = (TOKENS,) if self.axes else ()  # weights that are used, and have gradients, in their shards
+        # Weights that are used, and whose gradients are added up, in their shards.
+        self.as_stored: tuple[str, ...] = (TOKENS,) if self.axes else ()
 
     @jax.named_scope("embedding")
     def forward(self, weights: Weights, batch: Batch, inputs: BlockInputs) -> jax.Array:

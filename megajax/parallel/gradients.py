@@ -6,6 +6,7 @@ once.
 """
 
 from collections.abc import Callable, Mapping
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +15,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from megajax.config import Config
-from megajax.parallel.local import Batch, LocalModel, Params
+from megajax.parallel.local import Batch, LocalModel, Params, StepArrays
 from megajax.parallel.pipeline.pipeline import Pipeline
 from megajax.parallel.stack.weights import LayerState
 from megajax.parallel.weights.exchange import global_norm, sum_over_all, summed_dtype
@@ -32,50 +33,34 @@ def gradient_function(local: LocalModel, mesh: Mesh) -> Callable:
     are those of `loss + z_loss` and of the layers' own losses, whatever the loss scale.
     """
     specs = {name: placement.spec for name, placement in local.placements.items()}
-    config = local.config
-    pipeline = Pipeline(local) if local.sizes["pipeline"] > 1 else None
+    config, stack = local.config, local.layers
+    pipeline = Pipeline(local) if local.plan.is_pipelined else None
     only_microbatch = config.batch.num_microbatches == 1 and pipeline is None
 
     def compute(params: Params, state: LayerState, batch: Batch, step, loss_scale: jax.Array):
-        non_block, weight_amax = local.gather_non_block(params), local.layers.weights.weight_amax(params)
-        scaling, history = local.layers.weights.scaling, state.get(FP8, {})
-        scales = scaling.scales(local.layers.weights.all.of_stage(history), weight_amax, loss_scale)
-        layers = local.layers.weights.gather_once(params, scales, state)
+        weight_amax, scaling, history = stack.weights.weight_amax(params), stack.weights.scaling, state.get(FP8, {})
+        non_block = local.non_block.gather(params)
+        scales = scaling.scales(stack.weights.all.of_stage(history), weight_amax, loss_scale)
+        layers = stack.weights.gather_once(params, scales, state)
         tokens, (batch, imbalance) = local.valid_tokens(batch), local.add_token_positions(batch)
         scale, layer_loss_scale = loss_scale / tokens, local.layer_loss_scale(loss_scale)
-        key = local.random_key(step)
+        arrays = StepArrays(non_block, layers, local.random_key(step), scale, layer_loss_scale)
 
-        def microbatch(non_block_gradients, index, fields: Batch):
-            inputs = local.inputs(fields, index, key, layer_loss_scale)
-            x = local.embedding.forward(non_block, fields, inputs)
-            x, residuals, metrics = local.layers.forward(layers, x, inputs)
-            loss, z_loss, dx, non_block_gradients = local.head.losses_and_gradients(
-                non_block, x, fields["targets"].reshape(-1), fields["loss_mask"].reshape(-1), scale, non_block_gradients
-            )
-            dx, layer_gradients, amax = local.layers.backward(layers, residuals, dx, inputs, only_microbatch)
-            non_block_gradients = local.embedding.backward(non_block_gradients, non_block, fields, inputs, dx)
-            return non_block_gradients, layer_gradients, ({"loss": loss, "z_loss": z_loss}, metrics), amax
+        run = pipeline.gradients if pipeline is not None else partial(_over_microbatches, local)
+        non_block_gradients, layer_gradients, (sums, metrics), amax = run(arrays, batch)
 
-        if pipeline is None:
-            zeros = jax.tree.map(lambda w: jnp.zeros(w.shape, jnp.float32), non_block)
-            non_block_gradients, layer_gradients, (sums, metrics), amax = _accumulate(microbatch, zeros, batch)
-        else:
-            non_block_gradients, layer_gradients, (sums, metrics), amax = pipeline.gradients(
-                non_block, layers, batch, key, scale, layer_loss_scale
-            )
-
-        gradients = local.reduce_non_block(non_block_gradients)
-        gradients |= local.layers.weights.collect(layer_gradients, only_microbatch)
+        gradients = local.non_block.reduce(non_block_gradients)
+        gradients |= stack.weights.collect(layer_gradients, only_microbatch)
         gradients = {name: gradients[name] / loss_scale for name in params}
         if imbalance is not None:  # a mean over the devices, by the way of the sums
             sums["attention_imbalance"] = imbalance * tokens / mesh.size
         sums = {name: total / tokens for name, total in sum_over_all(sums, local.sizes).items()} | {"tokens": tokens}
         norm = global_norm(gradients, local.placements, local.sizes)
-        metrics, microbatches = local.layers.collect_metrics(metrics), config.batch.num_microbatches
+        metrics, microbatches = stack.collect_metrics(metrics), config.batch.num_microbatches
         metrics = jax.tree.map(lambda a: a if jnp.issubdtype(a.dtype, jnp.integer) else a / microbatches, metrics)
-        state = local.layers.updated_state(state, metrics)
+        state = stack.updated_state(state, metrics)
         if history:
-            newest = local.layers.weights.all.of_all_layers((weight_amax, local.layers.collect_amax(amax)))
+            newest = stack.weights.all.of_all_layers((weight_amax, stack.collect_amax(amax)))
             state[FP8] = scaling.record(dict(history), *newest, loss_scale)
             # An infinity saturates when it is quantised: only the amax tells that the step went bad.
             norm = jnp.where(all_finite(state[FP8]), norm, jnp.nan)
@@ -93,25 +78,15 @@ def gradient_function(local: LocalModel, mesh: Mesh) -> Callable:
 def loss_function(local: LocalModel, mesh: Mesh) -> Callable:
     """(parameters, layer state, batch) → (summed loss, valid tokens), forward pass only, not random."""
     specs = {name: placement.spec for name, placement in local.placements.items()}
-    pipeline = Pipeline(local) if local.sizes["pipeline"] > 1 else None
+    stack, pipeline = local.layers, Pipeline(local) if local.plan.is_pipelined else None
 
     def compute(params: Params, state: LayerState, batch: Batch):
-        history = local.layers.weights.all.of_stage(state.get(FP8, {}))
-        scales = local.layers.weights.scaling.scales(history, local.layers.weights.weight_amax(params))
-        non_block, layers = local.gather_non_block(params), local.layers.weights.gather_once(params, scales, state)
+        history = stack.weights.all.of_stage(state.get(FP8, {}))
+        scales = stack.weights.scaling.scales(history, stack.weights.weight_amax(params))
+        arrays = StepArrays(local.non_block.gather(params), stack.weights.gather_once(params, scales, state))
         tokens, (batch, _) = local.valid_tokens(batch), local.add_token_positions(batch)
-        if pipeline is not None:
-            return sum_over_all(pipeline.loss(non_block, layers, batch), local.sizes), tokens
-
-        def microbatch(loss, fields: Batch):
-            inputs = local.inputs(fields, 0, None)
-            x = local.embedding.forward(non_block, fields, inputs)
-            x, _, _ = local.layers.forward(layers, x, inputs, save=False)
-            targets, mask = fields["targets"].reshape(-1), fields["loss_mask"].reshape(-1)
-            return loss + local.head.losses(non_block, x, targets, mask), None
-
-        loss, _ = lax.scan(microbatch, jnp.zeros((), jnp.float32), dict(batch))
-        return sum_over_all(loss, local.sizes), tokens
+        run = pipeline.loss if pipeline is not None else partial(_loss_over_microbatches, local)
+        return sum_over_all(run(arrays, batch), local.sizes), tokens
 
     return jax.shard_map(
         _at_full_precision(compute, local.config),
@@ -139,13 +114,28 @@ def _at_full_precision(compute: Callable, config: Config) -> Callable:
     return full
 
 
-def _accumulate(microbatch: Callable, zeros: dict[str, jax.Array], batch: Batch):
+def _over_microbatches(local: LocalModel, arrays: StepArrays, batch: Batch):
     """Run the microbatches; a single one is no loop and adds to nothing, so its gradients stay values.
 
-    Gradients outside the blocks accumulate in place from `zeros`, those of the layers and the sums are added up (in
-    FP32, counts as they are), and of the amaxes the largest is kept.
+    Returns (gradients outside the blocks, of the layers, (sums, metrics), amaxes). Gradients outside the blocks
+    accumulate in place, those of the layers and the sums are added up (in FP32, counts as they are), and of the amaxes
+    the largest is kept.
     """
-    count = batch["tokens"].shape[0]
+    count, scale = batch["tokens"].shape[0], arrays.scale
+    assert scale is not None
+
+    def microbatch(non_block_gradients, index, fields: Batch):
+        inputs = local.inputs(fields, index, arrays)
+        x = local.non_block.forward(arrays.non_block, fields, inputs)
+        x, residuals, metrics = local.layers.forward_values(arrays.layers, x, inputs)
+        sums, dx, non_block_gradients = local.non_block.losses_and_gradients(
+            arrays.non_block, x, *_targets(fields), scale, non_block_gradients
+        )
+        dx, layer_gradients, amax = local.layers.backward_values(arrays.layers, residuals, dx, inputs, count == 1)
+        non_block_gradients = local.non_block.backward(non_block_gradients, arrays.non_block, fields, inputs, dx)
+        return non_block_gradients, layer_gradients, (sums, metrics), amax
+
+    zeros = jax.tree.map(lambda w: jnp.zeros(w.shape, jnp.float32), arrays.non_block)
     if count == 1:
         return microbatch(zeros, 0, {name: field[0] for name, field in batch.items()})
 
@@ -161,3 +151,20 @@ def _accumulate(microbatch: Callable, zeros: dict[str, jax.Array], batch: Batch)
     carry = (zeros, *jax.tree.map(lambda s: jnp.zeros(s.shape, summed_dtype(s.dtype)), shapes))
     carry, _ = lax.scan(body, carry, loops)
     return carry
+
+
+def _loss_over_microbatches(local: LocalModel, arrays: StepArrays, batch: Batch) -> jax.Array:
+    """This device's share of the summed loss, without dropout."""
+
+    def microbatch(loss, fields: Batch):
+        inputs = local.inputs(fields, 0)
+        x = local.non_block.forward(arrays.non_block, fields, inputs)
+        x, _, _ = local.layers.forward_values(arrays.layers, x, inputs, save=False)
+        return loss + local.non_block.losses(arrays.non_block, x, *_targets(fields)), None
+
+    return lax.scan(microbatch, jnp.zeros((), jnp.float32), dict(batch))[0]
+
+
+def _targets(fields: Batch) -> tuple[jax.Array, jax.Array]:
+    """Targets and mask of a microbatch, `[T]`."""
+    return fields["targets"].reshape(-1), fields["loss_mask"].reshape(-1)

@@ -18,6 +18,8 @@ NORMS = ("final_norm", "final_norm_bias")
 class LossHead:
     """Final norm, head and cross-entropy of a device's tokens; the vocabulary is sharded over `tensor`."""
 
+    SUMS: tuple[str, ...] = ("loss", "z_loss")
+
     def __init__(self, plan: StepPlan, comm: MeshComm):
         config = plan.config
         self.model: ModelConfig = config.model
@@ -42,7 +44,7 @@ class LossHead:
 
     @jax.named_scope("head")
     def losses_and_gradients(self, weights, x, targets, mask, scale, accumulated: Mapping[str, jax.Array]):
-        """(share of the summed loss, share of the summed z-loss, dx, `accumulated` plus the weights' gradients).
+        """(this device's shares of the summed losses, dx, `accumulated` plus the weights' gradients).
 
         The gradients are those of `scale · (loss + z-loss)`, z-loss being `model.z_loss · Σ lse²`.
         """
@@ -62,7 +64,8 @@ class LossHead:
         zero = jnp.zeros((), jnp.float32)
         (gradients, loss, z_loss), dx = lax.scan(body, ({n: accumulated[n] for n in self.names}, zero, zero), chunks)
         shares = self.comm.tensor_size
-        return loss / shares, z_loss / shares, dx.reshape(-1, dx.shape[-1])[: x.shape[0]], {**accumulated, **gradients}
+        sums = {"loss": loss / shares, "z_loss": z_loss / shares}
+        return sums, dx.reshape(-1, dx.shape[-1])[: x.shape[0]], {**accumulated, **gradients}
 
     def _chunk(self, weights, chunk, scale: jax.Array | float, implementation: ops.LossImplementation):
         x_cd, targets_c, mask_c = chunk

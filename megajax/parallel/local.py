@@ -1,7 +1,8 @@
-"""The model as one device sees it inside the step's shard_map: weights gathered, embedding, layers, head."""
+"""The model as one device sees it inside the step's shard_map: its layers, the parts outside them, and their inputs."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,11 +13,10 @@ from megajax.model.parts import BlockInputs
 from megajax.model.transformer import Transformer
 from megajax.parallel.comm import MeshComm
 from megajax.parallel.context.token_order import add_token_positions, token_positions_of
-from megajax.parallel.embedding import MeshEmbedding
-from megajax.parallel.head import LossHead
+from megajax.parallel.non_block import NonBlock
 from megajax.parallel.stack.layers import LayerStack
-from megajax.parallel.stack.weights import of_block
-from megajax.parallel.weights.exchange import WeightExchange, row_major, sum_over_all
+from megajax.parallel.stack.weights import ByGroup, GroupWeights, of_block
+from megajax.parallel.weights.exchange import WeightExchange, sum_over_all
 from megajax.parallel.weights.fused import FusedWeights
 from megajax.sharding import BLOCKS, Placement
 from megajax.step_plan import StepPlan
@@ -24,6 +24,16 @@ from megajax.step_plan import StepPlan
 JITTER = 2**31  # folded into the step's key; below it: layers and branches of dropout
 Params = Mapping[str, jax.Array]
 Batch = Mapping[str, jax.Array]
+
+
+class StepArrays(NamedTuple):
+    """What all microbatches of a step read besides their own fields."""
+
+    non_block: dict[str, jax.Array]  # the weights outside the blocks, ready to compute with
+    layers: ByGroup[GroupWeights]  # those of the layers, as `StackWeights.gather_once` returns them
+    key: jax.Array | None = None  # of dropout and jitter
+    scale: jax.Array | None = None  # the factor of the summed loss that is differentiated; None: nothing is
+    layer_loss_scale: jax.Array | None = None  # the factor of the layers' losses of one microbatch
 
 
 @dataclass(frozen=True)
@@ -35,8 +45,7 @@ class LocalModel:
     comm: MeshComm
     exchange: WeightExchange
     layers: LayerStack
-    embedding: MeshEmbedding
-    head: LossHead
+    non_block: NonBlock
 
     @classmethod
     def build(cls, plan: StepPlan, model: Transformer, placements: Mapping[str, Placement]):
@@ -51,8 +60,7 @@ class LocalModel:
             computed |= {f"{BLOCKS}{kind}.{name}": placement for name, placement in own.placements.items()}
         exchange = WeightExchange(computed, sizes, compute, gradients)
         layers = LayerStack(plan, comm, model, exchange, fused)
-        non_block = MeshEmbedding(plan, comm), LossHead(plan, comm)
-        return cls(plan, placements, comm, exchange, layers, *non_block)
+        return cls(plan, placements, comm, exchange, layers, NonBlock(plan, comm, exchange))
 
     @property
     def config(self) -> Config:
@@ -62,34 +70,9 @@ class LocalModel:
     def sizes(self) -> Mapping[str, int]:
         return self.plan.sizes
 
-    @jax.named_scope("weights")
-    def gather_non_block(self, params: Params) -> dict[str, jax.Array]:
-        """The weights outside the blocks, ready to compute with, gathered over `fsdp` once a step too.
-
-        But for a token embedding whose rows travel: that stays its FP32 shard.
-        """
-        non_block = {name: w for name, w in params.items() if not name.startswith(BLOCKS)}
-        gather = [name for name in non_block if name not in self.embedding.as_stored]
-        gathered = {name: self.exchange.gather_once(name, non_block[name]) for name in gather}
-        return non_block | {name: row_major(self.exchange.gather_layer(name, w)) for name, w in gathered.items()}
-
-    def reduce_non_block(self, gradients: Params) -> dict[str, jax.Array]:
-        """Gradients of what `gather_non_block` gave → complete FP32 gradients of the stored shards."""
-        return {
-            name: self.exchange.complete(name, g)
-            if name in self.embedding.as_stored
-            else self.exchange.reduce_once(name, self.exchange.reduce_layer(name, g))
-            for name, g in gradients.items()
-        }
-
-    def inputs(
-        self,
-        batch: Batch,
-        microbatch: jax.Array | int,
-        key: jax.Array | None,
-        layer_loss_scale: jax.Array | None = None,
-    ) -> BlockInputs:
-        """What the blocks read of one microbatch; `key` and `layer_loss_scale` in training only."""
+    def inputs(self, batch: Batch, microbatch: jax.Array | int, arrays: StepArrays | None = None) -> BlockInputs:
+        """What the blocks read of one microbatch; `arrays` in training only."""
+        key, layer_loss_scale = (arrays.key, arrays.layer_loss_scale) if arrays else (None, None)
         B, S = batch["tokens"].shape
         shards = self.config.batch_shards(self.sizes)
         sequences = (microbatch * B * shards + self.comm.sequence_ids(B)).astype(jnp.uint32)

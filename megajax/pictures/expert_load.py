@@ -1,4 +1,4 @@
-"""How evenly a run's experts were loaded, as a picture: a heat map over layers and logged steps."""
+"""A picture of the load of a run's experts: a heat map over layers and logged steps."""
 
 import json
 import xml.etree.ElementTree as ElementTree
@@ -10,7 +10,7 @@ import numpy as np
 from megajax.svg import empty_picture, hexadecimal, rectangle, text, text_width, written
 
 NAME = "expert_load.svg"
-MOST_COLUMNS = 120  # longer runs: several steps a column
+MOST_COLUMNS = 120  # longer runs have several steps per column
 LEFT, TOP, BELOW, RIGHT, NARROWEST_PICTURE = 72, 92, 36, 24, 560  # pixels
 PLOT, CELL_WIDTHS, CELL_HEIGHTS = (960, 600), (8, 32), (8, 20)
 SHARES, SHADES = (0, 0.5, 1), ((237, 244, 250), (96, 162, 204), (8, 48, 107))  # from light to dark
@@ -37,9 +37,10 @@ def read_loads(path: Path) -> tuple[list[int], np.ndarray]:
 
 
 def load_map(steps: list[int], loads: np.ndarray, layers: Sequence[int]) -> str:
-    """`loads [steps, L]` of `layers` → SVG: a row a layer, the first on top, a column a step, or the mean of several.
+    """`loads [steps, L]` of `layers` → SVG: one row per layer, the first on top, one column per step or group of steps.
 
-    Light is 1, a balanced layer; dark the largest of all, or 2 if that is more: small differences stay pale.
+    A group shows its mean. The lightest colour is 1 (balanced), the darkest is the largest load, but at least 2, so
+    small differences stay light.
     """
     parts = np.array_split(np.arange(len(steps)), min(len(steps), MOST_COLUMNS))
     cell_width, cell_height = (
@@ -74,7 +75,7 @@ def _draw_heading(picture: ElementTree.Element, darkest: float) -> None:
 def _draw_names(
     picture: ElementTree.Element, steps: list[int], layers: Sequence[int], width: float, height: float, bottom: float
 ) -> None:
-    """Numbers of layers and steps, as many as there is room for."""
+    """Numbers of layers and steps, as many as fit."""
     every = int(np.ceil(14 / height))
     for row in range(0, len(layers), every):
         text(picture, LEFT - 8, TOP + (row + 0.5) * height + 4, f"layer {layers[row]}", text_anchor="end")
@@ -88,5 +89,5 @@ def _draw_names(
 
 
 def _shade(share: float) -> tuple[int, ...]:
-    """Red, green and blue, the darker the larger `share` of 1 is."""
+    """Red, green and blue; a larger `share` (0 to 1) is darker."""
     return tuple(round(float(np.interp(share, SHARES, channel))) for channel in zip(*SHADES, strict=True))

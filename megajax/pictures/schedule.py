@@ -68,7 +68,7 @@ def _legend(schedule: Schedule) -> str:
 
 
 def _meaning(schedule: Schedule, operation: str) -> str:
-    """What an operation is, for legends."""
+    """The meaning of an operation, for legends."""
     if schedule.weight is None:
         return operation
     return {"backward": "gradients of inputs", "weight": "gradients of weights"}.get(operation, operation)
@@ -79,7 +79,7 @@ def _meaning(schedule: Schedule, operation: str) -> str:
 ROW, GAP, LEFT, TOP, BELOW, RIGHT = 30, 8, 72, 92, 32, 24  # pixels
 NARROWEST_BOX, WIDEST_PLOT, NARROWEST_PICTURE = 26, 8000, 640
 COLORS = {"forward": (0, 95, 158), "backward": (201, 84, 0), "weight": (0, 122, 90)}
-LIGHTEST = 0.62  # how far the last round's shade is on the way to white
+LIGHTEST = 0.62  # share of white in the last round's shade
 SENDING = "#e8e8e8"
 
 
@@ -96,7 +96,7 @@ class _Box(NamedTuple):
 
 
 def boxes(schedule: Schedule, costs: Costs) -> Iterator[_Box]:
-    """All operations; a stage does those of a tick one after the other."""
+    """All operations; a stage runs the operations of a tick one after the other."""
     cost = costs.of_operations(schedule)
     for tick, starts in enumerate(tick_starts(schedule, costs)[:-1]):
         for stage in range(schedule.stages):
@@ -109,10 +109,10 @@ def boxes(schedule: Schedule, costs: Costs) -> Iterator[_Box]:
 
 
 def svg(schedule: Schedule, costs: Costs) -> str:
-    """A picture of a schedule: time from left to right, one row a stage, one box an operation.
+    """A picture of a schedule: time from left to right, one row per stage, one box per operation.
 
-    The colour is the operation, its shade the round, the number the microbatch; white is idle, grey is sending. Marks
-    stand where ticks begin.
+    The colour is the operation, its shade the round, the number the microbatch; white is idle, grey is sending. Dashed
+    lines mark the starts of ticks.
     """
     report, starts = simulate(schedule, costs), tick_starts(schedule, costs)
     narrowest = min(cost for cost in costs.of_operations(schedule).values() if cost > 0)
@@ -151,7 +151,7 @@ def draw_heading(picture: ElementTree.Element, schedule: Schedule, costs: Costs,
 
 
 def draw_ticks(picture: ElementTree.Element, schedule: Schedule, costs: Costs, edges: np.ndarray) -> None:
-    """What lies behind the boxes: rows with their names, sending, and marks where ticks begin."""
+    """The background of the boxes: rows with their names, sending, and lines at the starts of ticks."""
     bottom = TOP + schedule.stages * (ROW + GAP) - GAP
     left, right = float(edges[0]), float(edges[-1])
     if costs.send:
@@ -168,7 +168,7 @@ def draw_ticks(picture: ElementTree.Element, schedule: Schedule, costs: Costs, e
         attributes = {name: pixels(value) for name, value in line.items()}
         ElementTree.SubElement(picture, "line", attributes | {"stroke": FAINT, "stroke-dasharray": "2 2"})
     text(picture, LEFT - 10, bottom + 20, "tick", text_anchor="end", fill="#666666")
-    free = 0.0  # from here on there is room for a number
+    free = 0.0  # left end of the space for the next number
     for tick, middle in enumerate(map(float, (edges[1:] + edges[:-1]) / 2)):
         half = 0.5 * text_width(str(tick))
         if middle - half >= free:
@@ -193,7 +193,7 @@ def draw_box(picture: ElementTree.Element, schedule: Schedule, box: _Box, scale:
 
 
 def _shade(schedule: Schedule, operation: str, r: int) -> tuple[int, ...]:
-    """Red, green and blue of an operation: full in the first round, lightest in the last."""
+    """Red, green and blue of an operation: the full colour in the first round, the lightest in the last."""
     share = LIGHTEST * r / max(1, schedule.rounds - 1)
     return tuple(round(part + share * (255 - part)) for part in COLORS[operation])
 
@@ -202,7 +202,7 @@ def _shade(schedule: Schedule, operation: str, r: int) -> tuple[int, ...]:
 
 
 def chosen(options: argparse.Namespace) -> tuple[Schedule, Costs]:
-    """The schedule and the costs that a command line names; raises ConfigError for impossible ones."""
+    """The schedule and the costs of a command line; raises ConfigError for impossible ones."""
     try:
         schedule = make_schedule(options.schedule, options.stages, options.microbatches, options.rounds)
         return schedule, Costs(options.forward, options.backward, options.weight, options.send)
@@ -211,7 +211,7 @@ def chosen(options: argparse.Namespace) -> tuple[Schedule, Costs]:
 
 
 def main(arguments: list[str]) -> int:
-    """Print a drawing and what the schedule costs, and write the SVG; the exit status."""
+    """Print a drawing of the schedule and its costs, and write the SVG; returns the exit status."""
     with user_errors():
         options = _parser().parse_args(arguments)
         schedule, costs = chosen(options)
@@ -235,45 +235,46 @@ def _title(schedule: Schedule) -> str:
 
 
 def _described(report: Report) -> str:
-    """The report for a person, one line each."""
-    slots = report.slots
+    """The report as text, one figure per line."""
+    slots = report.buffer_slots
     lines = [
         f"ticks      {report.ticks}",
-        f"time       {report.time:g}; {report.ideal:g} if no stage stood idle",
+        f"time       {report.time:g}; {report.ideal:g} without idle stages",
         f"bubble     {report.bubble:.1%} of the time",
         f"in flight  {' '.join(f'{most:g}' for most in report.in_flight)} (most microbatches kept, by stage)",
-        f"slots      {slots.activations} for activations, {slots.deferred_slots} deferred, {slots.heads} for the head",
+        f"slots      {slots.activations} for activations, {slots.deferred_slots} deferred, "
+        f"{slots.pending_heads} for the head",
     ]
     return "\n".join(lines)
 
 
 class _Parser(argparse.ArgumentParser):
-    """An `ArgumentParser` whose errors are sentences like all others."""
+    """An `ArgumentParser` whose errors are sentences."""
 
     def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{message}: --help says what can be given.")
+        raise ConfigError(f"{message}: --help lists the arguments.")
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="python -m megajax.pictures.schedule",
-        description="Draw a pipeline schedule, and say what it costs. Costs are of one microbatch on a whole stage.",
+        description="Draw a pipeline schedule and print its costs. Costs are per microbatch on a whole stage.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument("--schedule", default="1f1b", help=f"{', '.join(KINDS[:-1])} or {KINDS[-1]}")
-    parser.add_argument("--stages", type=int, default=4, help="devices in a row")
-    parser.add_argument("--microbatches", type=int, default=8, help="in a step")
-    parser.add_argument("--rounds", type=int, default=1, help="virtual stages on each stage")
-    parser.add_argument("--forward", type=float, default=1.0, help="cost of going forward")
-    parser.add_argument("--backward", type=float, default=1.0, help="cost of the gradients of inputs")
-    parser.add_argument("--weight", type=float, default=1.0, help="cost of the gradients of weights")
-    parser.add_argument("--send", type=float, default=0.0, help="cost of handing results to neighbours, once a tick")
+    parser.add_argument("--stages", type=int, default=4, help="number of stages")
+    parser.add_argument("--microbatches", type=int, default=8, help="number of microbatches in a step")
+    parser.add_argument("--rounds", type=int, default=1, help="virtual stages per stage")
+    parser.add_argument("--forward", type=float, default=1.0, help="cost of a forward pass")
+    parser.add_argument("--backward", type=float, default=1.0, help="cost of input gradients")
+    parser.add_argument("--weight", type=float, default=1.0, help="cost of weight gradients")
+    parser.add_argument("--send", type=float, default=0.0, help="cost of sending to the neighbours, once per tick")
     parser.add_argument(
         "--svg",
         type=Path,
         metavar="FILE",
         default=argparse.SUPPRESS,
-        help="the picture (default: named after the schedule, such as 1f1b_p4_m8_r1.svg)",
+        help="file of the picture (default: the schedule's name, such as 1f1b_p4_m8_r1.svg)",
     )
     return parser
 

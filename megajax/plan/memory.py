@@ -14,7 +14,7 @@ from functools import cached_property
 from megajax.config.kinds import block_layers
 from megajax.config.segments import Segment
 from megajax.parallel.embedding import TOKENS
-from megajax.parallel.pipeline.buffers import choose_slots
+from megajax.parallel.pipeline.buffers import choose_buffer_slots
 from megajax.parallel.pipeline.schedules import make_schedule
 from megajax.plan.activations import Activations
 from megajax.sharding import BLOCKS, ONCE_AXES, Placement
@@ -72,7 +72,7 @@ class _Step:
 
     def __init__(self, plan: StepPlan, placements: Mapping[str, Placement]):
         self.plan, self.config, self.sizes, self.placements = plan, plan.config, plan.sizes, placements
-        self.slots, self.segments, self.activations = plan.slots, plan.segments, Activations(plan)
+        self.slots, self.segments, self.activations = plan.layer_slots, plan.segments, Activations(plan)
         self.compute = self.activations.compute
         self.rounds = plan.layer_table.shape[1]  # each with layers in all slots
         self.repeats = plan.config.batch.num_microbatches > 1 or plan.is_pipelined
@@ -298,7 +298,7 @@ class _Pipelined(_Step):
         schedule = make_schedule(
             settings.schedule, plan.sizes["pipeline"], config.batch.num_microbatches, settings.rounds
         )
-        self.kept, _ = choose_slots(plan, schedule)
+        self.kept, _ = choose_buffer_slots(plan, schedule)
 
     def moments(self) -> Iterator[MemoryEstimate]:
         """A tick's head, and its layers' backward passes; sums and buffers are there all the time."""
@@ -313,7 +313,7 @@ class _Pipelined(_Step):
         saved = super().saved(len(self.slots)) * (self.kept.activations + 1)
         deferred = sum(self.activations.deferred(slot.block) for slot in self.slots) * self.kept.deferred_slots
         # What a tick hands to the next, and gradients of the head that wait
-        streams = 2 + (self.kept.heads if self.kept.heads > 1 else 0)
+        streams = 2 + (self.kept.pending_heads if self.kept.pending_heads > 1 else 0)
         return saved + deferred + streams * self.activations.stream
 
     def is_stacked(self, segment: Segment) -> bool:

@@ -1,4 +1,4 @@
-"""Rows that a process reads, and how they become global arrays."""
+"""The rows that a process reads, and their conversion to global arrays."""
 
 from collections.abc import Generator, Mapping
 from typing import Any
@@ -24,10 +24,10 @@ def rows_of_process(sharding: NamedSharding, shape: tuple[int, int, int]) -> np.
 
 
 def to_global(program: TrainProgram, fields: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
-    """Fields `[rows, S]` of this process's rows → global arrays `[M, B, S]` by name, as the train step takes them.
+    """Fields `[rows, S]` of this process's rows → global arrays `[M, B, S]` by name, for the train step.
 
-    Over `context` each device gets some chunks of a sequence (`parallel/context/token_order.py`), so S is in another
-    order there; where that depends on the documents, a field `order` tells it.
+    With `context` each device gets some chunks of a sequence (`parallel/context/token_order.py`), so the tokens are in
+    another order along S; if the order depends on the documents, the field `order` holds it.
     """
     sharding, shape = program.batch_sharding, program.plan.batch_shape
     M, B, S = shape
@@ -40,21 +40,21 @@ def to_global(program: TrainProgram, fields: Mapping[str, np.ndarray]) -> dict[s
     else:
         order = np.broadcast_to(stored_order(S, size), (rows, S))
     held = rows_of_process(sharding, shape)
-    held = held[: len(held) // M]  # the first microbatch's: the same of each
-    place = np.zeros(B, int)
-    place[held] = np.arange(len(held))
+    held = held[: len(held) // M]  # of the first microbatch; all microbatches have the same
+    local_row = np.zeros(B, int)
+    local_row[held] = np.arange(len(held))
 
     def field(name: str) -> jax.Array:
         stored = np.take_along_axis(fields[name], order, axis=1).astype(BATCH_DTYPES[name])
         local = stored.reshape(M, len(held), S)
-        return jax.make_array_from_callback(shape, sharding, lambda index: _part(local, place, index))
+        return jax.make_array_from_callback(shape, sharding, lambda index: _part(local, local_row, index))
 
     return {name: field(name) for name in fields}
 
 
-def _part(local: np.ndarray, place: np.ndarray, index: Any) -> np.ndarray:
-    """One device's part of a field, `[M, B, S]` by slices of the global shape."""
-    return local[:, place[index[1]], index[2]]
+def _part(local: np.ndarray, local_row: np.ndarray, index: Any) -> np.ndarray:
+    """One device's part of a field: the slices `index` of the global shape `[M, B, S]`."""
+    return local[:, local_row[index[1]], index[2]]
 
 
 def batches(
@@ -62,7 +62,7 @@ def batches(
 ) -> Generator[dict[str, jax.Array]]:
     """Endless global batches of a split from `start_step` on, on the devices.
 
-    Raises InputError at a token outside the vocabulary.
+    Raises InputError for a token outside the vocabulary.
     """
     shape, sharding = program.plan.batch_shape, program.batch_sharding
     rows = rows_of_process(sharding, shape)
@@ -73,7 +73,7 @@ def batches(
             worst = max(int(local["tokens"].max()), int(local["targets"].max()))
             if worst >= size:
                 raise InputError(
-                    f"data.{split} holds token id {worst}, and model.vocab_size={size}: "
+                    f"data.{split} holds token id {worst}, but model.vocab_size={size}: "
                     f"set model.vocab_size={worst + 1} or larger."
                 )
             yield to_global(program, local)

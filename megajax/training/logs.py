@@ -1,4 +1,4 @@
-"""Where numbers go: metrics.jsonl, TensorBoard, Weights & Biases and the console."""
+"""Logging to metrics.jsonl, TensorBoard, Weights & Biases and the console."""
 
 import contextlib
 import json
@@ -20,9 +20,9 @@ from megajax.pictures.expert_load import write_load_map
 
 
 class MetricsLog:
-    """Writes one object a logged step to every sink; only process 0 writes.
+    """Writes one object per logged step to every sink; only process 0 writes.
 
-    A disk that is full stops no run: lines that can't be written to metrics.jsonl are written when there is room again.
+    A full disk does not stop a run: lines that do not fit into metrics.jsonl are written when there is space again.
     """
 
     def __init__(self, config: Config, start_step: int, writer: bool):
@@ -41,10 +41,10 @@ class MetricsLog:
             self._wandb = _start_wandb(config)
 
     def write(self, step: int, values: Mapping[str, Any]) -> None:
-        """One line for `step`, with the time of day in seconds; the values are Python numbers."""
+        """Write one line for `step`, with the time in seconds since 1970; the values are Python numbers."""
         if not self.writer:
             return
-        # JSON has no NaN: what is not finite is null.
+        # JSON has no NaN: numbers that are not finite become null.
         entry = {n: None if isinstance(v, float) and not math.isfinite(v) else v for n, v in values.items()}
         self._unwritten += json.dumps({"step": step, "time": round(time.time(), 3), **entry}).encode() + b"\n"
         self._write_lines()
@@ -61,7 +61,7 @@ class MetricsLog:
         except OSError as error:
             lines = self._unwritten.count(b"\n")
             problem = f"{lines} lines of {self._file.name} could not be written ({error.strerror})"
-            warnings.warn(f"{problem}: make room there.", stacklevel=3)
+            warnings.warn(f"{problem}: free disk space there.", stacklevel=3)
 
     def close(self) -> None:
         if not self.writer:
@@ -75,7 +75,7 @@ class MetricsLog:
 
 
 class TensorBoardLog:
-    """Scalars for TensorBoard, written at once: tensorboardX's own thread hangs the run when the disk is full."""
+    """Scalars for TensorBoard, written in this thread: tensorboardX's own thread hangs the run if the disk is full."""
 
     def __init__(self, directory: Path, start_step: int):
         from tensorboardX.event_file_writer import EventsWriter
@@ -83,12 +83,12 @@ class TensorBoardLog:
 
         directory.mkdir(exist_ok=True)
         self._writer = EventsWriter(str(directory / "events"))
-        # TensorBoard forgets what an interrupted run logged after its last checkpoint.
+        # TensorBoard then ignores the steps that an interrupted run logged after its last checkpoint.
         self._add(Event(step=start_step + 1, file_version="brain.Event:2"))
         self._add(Event(step=start_step + 1, session_log=SessionLog(status=SessionLog.START)))
 
     def write(self, step: int, numbers: Mapping[str, float]) -> None:
-        """The numbers of a step, by name."""
+        """Write the numbers of a step, by name."""
         from tensorboardX.proto.event_pb2 import Event  # type: ignore[attr-defined]
         from tensorboardX.summary import scalar
 
@@ -110,7 +110,7 @@ class TensorBoardLog:
 
     @contextlib.contextmanager
     def _warning(self) -> Iterator[None]:
-        """Around each write: one that fails is the last, since it may have left half a record."""
+        """Around each write: a failed write is the last, since it may have left half a record."""
         try:
             yield
         except OSError as error:
@@ -119,10 +119,10 @@ class TensorBoardLog:
 
 
 def expert_load(counts: np.ndarray, dropped: np.ndarray | None = None) -> dict[str, Any]:
-    """How evenly assignments `[L, E]` of the MoE layers were spread: the worst layer's load, and lists of all.
+    """The load of experts from the counts of assignments `[L, E]` in the MoE layers: the worst layer's and all layers'.
 
-    `expert_load` is the largest count over the mean, `idle_experts` the fraction of experts without a token. With
-    `dropped [L]`, how many assignments found no place, `dropped_tokens` is the fraction of these.
+    `expert_load` is the largest count divided by the mean, `idle_experts` the fraction of experts without a token. With
+    `dropped [L]`, the number of dropped assignments, `dropped_tokens` is their fraction.
     """
     load = counts.max(axis=1) / np.maximum(counts.mean(axis=1), 1e-9)
     idle = (counts == 0).mean(axis=1)
@@ -136,7 +136,7 @@ def expert_load(counts: np.ndarray, dropped: np.ndarray | None = None) -> dict[s
 
 
 def drop_lines_after(path: Path, step: int) -> None:
-    """Remove what an interrupted run logged after its last checkpoint, so that each step stands once."""
+    """Remove lines that an interrupted run logged after its last checkpoint, so that each step occurs once."""
     if not path.exists():
         return
     kept = []
@@ -144,7 +144,7 @@ def drop_lines_after(path: Path, step: int) -> None:
         try:
             entry = json.loads(line)
         except json.JSONDecodeError:
-            continue  # cut off when the process was killed
+            continue  # incomplete, because the process was killed
         if entry["step"] <= step:
             kept.append(line + "\n")
     temporary = path.with_suffix(".tmp")
@@ -153,7 +153,7 @@ def drop_lines_after(path: Path, step: int) -> None:
 
 
 def check_sinks(config: Config) -> None:
-    """Raise ConfigError if a sink is asked for whose package is not installed."""
+    """Raise ConfigError if the package of a configured sink is not installed."""
     if config.logging.wandb and find_spec("wandb") is None:
         raise ConfigError(
             f"logging.wandb=true ({config.where('logging.wandb')}), but wandb is not installed: "
@@ -162,7 +162,7 @@ def check_sinks(config: Config) -> None:
 
 
 def make_run_dir(config: Config) -> Path:
-    """The run directory, made if need be. Raises InputError if it can't be written."""
+    """The run directory; it is made if it does not exist. Raises InputError if it cannot be written."""
     run_dir = Path(config.run.dir)
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
@@ -170,16 +170,15 @@ def make_run_dir(config: Config) -> Path:
         probe.touch()
         probe.unlink()
     except OSError as error:
-        place = config.where("run.dir")
         raise InputError(
-            f"run.dir={config.run.dir} ({place}) cannot be written ({error.strerror}): "
+            f"run.dir={config.run.dir} ({config.where('run.dir')}) cannot be written ({error.strerror}): "
             "choose a directory that you may write to."
         ) from None
     return run_dir
 
 
 def console_line(step: int, steps: int, values: Mapping[str, Any], seconds_left: float) -> str:
-    """One line a log step, for people."""
+    """The console's line of a logged step."""
     parts = [
         f"step {step:>{len(str(steps))}}/{steps}",
         f"loss {values['loss']:.4f}",
@@ -198,17 +197,17 @@ def console_line(step: int, steps: int, values: Mapping[str, Any], seconds_left:
 
 
 def closing_line(config: Config, step: int, seconds: float) -> str:
-    """The last line of a run that reached its end: how long it took, and what to do next."""
+    """The last line of a complete run: its duration, and the next commands."""
     run = config.run.dir
     sample = f"sample: python -m megajax.generate {run} --prompt TEXT; " if config.data.tokenizer else ""
     return (
         f"done: at step {step} after {_duration(seconds)}, written to {run}; {sample}"
-        f"plot: python -m megajax.plot {run}; train on: raise run.steps"
+        f"plot: python -m megajax.plot {run}; to train longer, raise run.steps"
     )
 
 
 def size(count: float) -> str:
-    """A number of bytes for people: 1.23 GB."""
+    """A number of bytes as text: 1.23 GB."""
     for unit in ("B", "kB", "MB", "GB"):
         if count < 1000:
             return f"{count:.3g} {unit}"
@@ -217,7 +216,7 @@ def size(count: float) -> str:
 
 
 def draw_load_map(run_dir: Path, layers: Sequence[int]) -> None:
-    """`write_load_map`, but only warns if that fails, whatever it is: a picture is no reason for a run to fail."""
+    """`write_load_map`, with a warning instead of any error, since a picture must not stop a run."""
     try:
         write_load_map(run_dir, layers)
     except Exception as error:
@@ -225,7 +224,7 @@ def draw_load_map(run_dir: Path, layers: Sequence[int]) -> None:
 
 
 def say(text: str) -> None:
-    """A line on the console, from process 0 only."""
+    """Print a line on the console, from process 0 only."""
     import jax
 
     if jax.process_index() == 0:
@@ -233,7 +232,7 @@ def say(text: str) -> None:
 
 
 class Progress:
-    """A progress bar on terminals; elsewhere plain lines alone."""
+    """A progress bar on terminals; elsewhere only lines."""
 
     def __init__(self, start: int, steps: int, writer: bool):
         self._bar = None
@@ -249,7 +248,7 @@ class Progress:
             self._bar.advance(self._task)
 
     def print(self, text: str) -> None:
-        """A line above the bar."""
+        """Print a line above the bar."""
         if self._bar:
             self._bar.console.print(text, highlight=False, markup=False)
         else:
@@ -263,7 +262,7 @@ class Progress:
 def _start_wandb(config: Config):
     import wandb  # type: ignore[import-not-found]
 
-    # The same id after a restart, or W&B would begin another run.
+    # The same id after a restart; otherwise W&B would start another run.
     id_file = Path(config.run.dir) / "wandb_id"
     if not id_file.exists():
         id_file.write_text(wandb.util.generate_id())

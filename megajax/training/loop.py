@@ -1,4 +1,4 @@
-"""The training loop: steps, logs, evaluations, checkpoints and orderly stops."""
+"""The training loop: steps, logs, evaluations, checkpoints and stops on request."""
 
 import contextlib
 import itertools
@@ -31,15 +31,15 @@ from megajax.training.stop_signals import StopSignals
 from megajax.training.summary import summary
 
 DONE, BAD_NUMBERS, STOPPED = 0, 3, 75  # exit statuses
-STEPS_AHEAD = 4  # that the host may start before the devices have done them
+STEPS_AHEAD = 4  # steps that the host may queue before the devices have finished them
 
 
 class Trainer:
-    """A whole run: `Trainer(config).run()`; the parts are attributes, for notebooks.
+    """A whole run: `Trainer(config).run()`; its parts are attributes, for notebooks.
 
-    program: model, mesh and compiled functions; state: the TrainState; step: steps done; data: samples by split.
-    Resumes from the newest checkpoint of `run.dir` if there is one, or from `checkpoint.resume_step`. Only training
-    and saving write there: a Trainer may be built to evaluate while another process trains.
+    program: model, mesh and compiled functions; state: the TrainState; step: number of finished steps; data: samples by
+    split. Resumes from the newest checkpoint of `run.dir` if there is one, or from `checkpoint.resume_step`. Only
+    training and saving write there, so a Trainer may evaluate while another process trains.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class Trainer:
         flags: list[str] | None = None,
         start_time: float | None = None,
     ):
-        """`start_time`, as of time.time(): since when the first step was waited for; default now."""
+        """`start_time` (as of time.time(), default now): start of the measured time to the first step."""
         self.start_time = time.time() if start_time is None else start_time
         self.config, self.flags = config, prepare_environment(config) if flags is None else flags
         count = len(jax.devices() if devices is None else devices)
@@ -75,12 +75,12 @@ class Trainer:
 
     @cached_property
     def checkpoints(self) -> Checkpoints:
-        """The run directory's checkpoints; makes the directory if need be."""
+        """The run directory's checkpoints; makes the directory if it does not exist."""
         return Checkpoints(self.run_dir, self.config.checkpoint.keep, self.config.checkpoint.keep_every)
 
     @property
     def state(self) -> TrainState:
-        """The current state; read from the checkpoint, or initialised, when it is first asked for."""
+        """The current state; its first use reads the checkpoint or initialises the state."""
         if self._state is None:
             self._state = self._first_state()
         return self._state
@@ -92,14 +92,14 @@ class Trainer:
     def _find_start(self) -> None:
         self._seen = complete_steps(self.run_dir)
         self._resumed_step = self._step_to_resume()
-        self.step = self._recorded_step = self._resumed_step or 0  # the latter: since when the config is in force
+        self.step = self._recorded_step = self._resumed_step or 0  # the config applies after `_recorded_step`
 
     def _step_to_resume(self) -> int | None:
-        """The step of the checkpoint that this run goes on from; None if there is none."""
+        """The step of the checkpoint from which this run resumes; None if there is none."""
         steps, wanted = complete_steps(self.run_dir), self.config.checkpoint.resume_step
         before = run_record.previous_config(self.run_dir).get("checkpoint", {}).get("resume_step")
         step = steps[-1] if steps else None
-        if wanted is not None and wanted != before:  # a start with the same setting went back there already
+        if wanted is not None and wanted != before:  # an earlier start with the same setting went back already
             if wanted not in steps:
                 raise InputError(
                     f"checkpoint.resume_step={wanted} ({self.config.where('checkpoint.resume_step')}): {self.run_dir} "
@@ -110,38 +110,38 @@ class Trainer:
         return step
 
     def _compare(self) -> None:
-        """Raise InputError if the checkpoint that this run goes on from is of another run, or damaged."""
+        """Raise InputError if the checkpoint from which this run resumes is of another run, or damaged."""
         if self._resumed_step is not None:
-            with self._damage_named(self._resumed_step):
+            with self._damage_reported(self._resumed_step):
                 self.saver.compare(self.checkpoints, self._resumed_step)
 
     def _other_weights(self) -> Weights | None:
-        """Another run's weights, read before anything of this run is written; not if there is a run to resume."""
+        """Another run's weights, read before this run writes anything; None if this run resumes."""
         if self.config.checkpoint.init_from is None or self._resumed_step is not None:
             return None
         return self.saver.restore_weights(self.config.checkpoint.init_from)
 
     def _first_state(self) -> TrainState:
         if self._resumed_step is not None:
-            with self._damage_named(self._resumed_step):
+            with self._damage_reported(self._resumed_step):
                 return self.saver.restore(self.checkpoints, self._resumed_step)
         state, weights = self.program.init_state(), self._first_weights
         self._first_weights = None
         return state if weights is None else self.saver.with_weights(state, weights)
 
     @contextlib.contextmanager
-    def _damage_named(self, step: int):
-        """Turns what orbax raises for a damaged checkpoint into a sentence that names the newest one that reads."""
+    def _damage_reported(self, step: int):
+        """Turns orbax's errors about a damaged checkpoint into a sentence that names the newest readable one."""
         try:
             yield
-        except (UserError, jax.errors.JaxRuntimeError):  # the latter: out of memory, say
+        except (UserError, jax.errors.JaxRuntimeError):  # the latter: for example, out of memory
             raise
         except Exception as error:
             older = (good for good in reversed(complete_steps(self.run_dir)) if good < step and self._reads(good))
             good = next(older, None)
             cure = "choose another run.dir, or remove that directory to start from step 0"
             if good is not None:
-                cure = f"set checkpoint.resume_step={good} to go on from the newest one that reads"
+                cure = f"set checkpoint.resume_step={good} to resume from the newest readable one"
             path = self.checkpoints.directory / str(step)
             raise InputError(f"the checkpoint {path} is damaged ({reason(error)}): {cure}.") from None
 
@@ -155,7 +155,7 @@ class Trainer:
         return True
 
     def next_batch(self) -> dict[str, jax.Array]:
-        """The batch of the next step; the position in the data follows from the step alone."""
+        """The batch of the next step; the position in the data depends on the step only."""
         if self._train_batches is None:
             self._train_batches = batches(self.program, "train", self.data["train"], self.step)
         return next(self._train_batches)
@@ -175,10 +175,10 @@ class Trainer:
         return metrics
 
     def _wait_for_devices(self, value: jax.Array) -> None:
-        """Keep the host at most STEPS_AHEAD steps ahead, `value` being one step's.
+        """Keep the host at most STEPS_AHEAD steps ahead; `value` is a result of one step.
 
-        The devices always have a step to do while the host prepares the next. Without a bound memory for batches
-        piles up, and CPUs' collectives wait for each other until they time out.
+        The devices always have a step to run while the host prepares the next. Without a bound the memory for batches
+        grows, and collectives on CPUs wait for each other until they time out.
         """
         self._ahead.append(value)
         if len(self._ahead) > STEPS_AHEAD:
@@ -194,13 +194,13 @@ class Trainer:
             batch_loss, batch_tokens = self.program.eval_step(self.state.params, self.state.layer_state, batch)
             self._wait_for_devices(batch_loss)
             loss, tokens = loss + batch_loss, tokens + batch_tokens
-        source.close()  # and the loader's threads with it
+        source.close()  # ends the loader's threads too
         return float(loss / tokens)
 
     def save(self) -> None:
-        """Start a checkpoint of the current step, if there is none; waits for the last one to be complete.
+        """Start a checkpoint of the current step, if there is none, after the last one is complete.
 
-        Raises InputError if that one failed and there is no other.
+        Raises InputError if the last one failed and there is no other.
         """
         self._start_writing()
         on_first_process(self._check_lock)
@@ -209,7 +209,7 @@ class Trainer:
             self.saver.save(self.checkpoints, self.step, self.state)
 
     def close(self) -> None:
-        """Wait for the last save and leave the run directory to others, as `run` does when it ends.
+        """Wait for the last save and release the run directory, as `run` does at its end.
 
         Raises InputError if that save failed.
         """
@@ -222,13 +222,13 @@ class Trainer:
             self._seen, self._recorded_step = complete_steps(self.run_dir), self.step
 
     def _lock(self) -> None:
-        """Take the run directory, and meet what its last owner did since this Trainer was built."""
+        """Take the run directory, and adapt to changes by its last owner since this Trainer was built."""
         logs.make_run_dir(self.config)
         self.lock.acquire(logs.say)
-        if self._writing or complete_steps(self.run_dir) == self._seen:  # what came since is this Trainer's own
+        if self._writing or complete_steps(self.run_dir) == self._seen:  # new checkpoints are this Trainer's own
             return
         if self._state is not None:
-            raise InputError(f"{self.run_dir} was trained on meanwhile: build the Trainer again.")
+            raise InputError(f"another process trained in {self.run_dir} meanwhile: build the Trainer again.")
         self._find_start()
         self.checkpoints.reload()
         self._compare()
@@ -238,7 +238,7 @@ class Trainer:
             raise InputError(f"another process took over run.dir={self.run_dir}: this one stops at step {self.step}.")
 
     def _start_writing(self) -> None:
-        """Before the first write: take the lock, read the state, and record the config that is in force from here."""
+        """Before the first write: take the lock, read the state, and record the config of the following steps."""
         if self._writing:
             return
         self._lock()
@@ -271,7 +271,7 @@ class Trainer:
         log = None
         try:
             self._lock()
-            if self._is_done():  # by the process that had the lock
+            if self._is_done():  # the process that had the lock has finished the run
                 return DONE
             logs.say(summary(self.program, self.flags, describe_data(self.config, self.data)))
             self._start_writing()
@@ -293,7 +293,7 @@ class Trainer:
         return True
 
     def _end(self, log: logs.MetricsLog | None) -> None:
-        with contextlib.ExitStack() as last_first:  # all of them, whatever one of them raises
+        with contextlib.ExitStack() as last_first:  # runs all callbacks, even if one of them raises
             last_first.callback(self.close)
             if log is not None:
                 if self.writer and self.config.model.num_experts:
@@ -302,7 +302,7 @@ class Trainer:
             if self.progress is not None:
                 last_first.callback(self.progress.close)
             if self._train_batches is not None:
-                last_first.callback(self._train_batches.close)  # and the loader's workers with it
+                last_first.callback(self._train_batches.close)  # ends the loader's workers too
             self._stop_profile()
             self.progress = self._train_batches = None
 
@@ -343,15 +343,15 @@ class Trainer:
             if evaluation or saving:
                 meter.restart(self.step)
             if stopping and not last:
-                self._note(f"stopped on request at step {self.step}, saved; start the same command to go on")
+                self._note(f"stopped on request at step {self.step}, saved; start the same command to resume")
                 return STOPPED
         self._note(logs.closing_line(self.config, self.step, time.time() - self.start_time))
         return DONE
 
     def _log(self, log: logs.MetricsLog, meter: Meter, step: int, metrics: dict[str, jax.Array]) -> bool:
-        """Write a logged step; True if the numbers have gone bad for good."""
+        """Write a logged step; True after too many steps in a row with non-finite numbers."""
         arrays = jax.device_get(metrics)
-        if jax.process_count() == 1:  # several processes agree on it when they save
+        if jax.process_count() == 1:  # several processes check the lock when they save
             self._check_lock()
         counts, dropped = (arrays.pop(name, None) for name in ("expert_counts", "dropped_tokens"))
         values = {} if counts is None else logs.expert_load(counts, dropped)
@@ -370,7 +370,7 @@ class Trainer:
         self._note(
             f"megajax: error: {in_row} steps in a row had a loss or gradient that is not finite, more than "
             f"run.max_nonfinite_steps={self.config.run.max_nonfinite_steps}; {saved}: "
-            "lower schedule.learning_rate or look at the data of these steps, then start again."
+            "lower schedule.learning_rate or inspect the data of these steps, then start again."
         )
         return True
 
@@ -380,7 +380,7 @@ class Trainer:
         self._note(f"step {self.step}  evaluation loss {loss:.4f}")
 
     def _report_save(self, outcome: SaveOutcome | None, ending: bool = False) -> None:
-        """Tell how a save ended. Raises InputError if it failed and training can't go on from an older one."""
+        """Report the end of a save. Raises InputError if it failed and no older checkpoint exists, or the run ends."""
         if outcome is None:
             return
         if outcome.error is None:
@@ -388,21 +388,21 @@ class Trainer:
             return
         problem = f"the checkpoint of step {outcome.step} could not be saved in {self.run_dir} ({outcome.error})"
         newest = self.checkpoints.latest_step
-        stands = "there is no older one" if newest is None else f"the newest one is of step {newest}"
+        older = "there is no older one" if newest is None else f"the newest one is of step {newest}"
         if newest is None or ending:
-            raise InputError(f"{problem}, and {stands}: make room, then start the same command again.")
-        if self.progress is None:  # a loop of somebody's own
-            warnings.warn(f"{problem}: {stands}.", stacklevel=3)
-        self._note(f"megajax: warning: {problem}: {stands}, and training goes on")
+            raise InputError(f"{problem}, and {older}: free disk space, then start the same command again.")
+        if self.progress is None:  # the user's own loop
+            warnings.warn(f"{problem}: {older}.", stacklevel=3)
+        self._note(f"megajax: warning: {problem}: {older}; training continues")
 
     def _note(self, text: str) -> None:
-        """A line on the console while `run` runs."""
+        """Print a line on the console while `run` runs."""
         if self.progress is not None:
             self.progress.print(text)
 
     @contextlib.contextmanager
     def _profile(self):
-        """Around each step: traces the steps that `logging.profile_start` and `profile_steps` name."""
+        """Around each step: traces the steps of `logging.profile_start` and `profile_steps`."""
         start, count = self.config.logging.profile_start, self.config.logging.profile_steps
         if start is not None and not self._tracing and start <= self.step + 1 < start + count:
             jax.profiler.start_trace(str(self.run_dir / "profile"))

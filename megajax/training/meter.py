@@ -1,4 +1,4 @@
-"""Speed and memory of the steps between two logged ones."""
+"""Speed and memory of the steps between logged steps."""
 
 import resource
 import time
@@ -11,7 +11,7 @@ from megajax.plan import flops_per_token, peak_flops
 
 
 class Meter:
-    """Measures from `restart(step)` to each `measure(step)`; the caller says how many of the seconds don't count."""
+    """Measures the time from `restart(step)` to each `measure(step)`, without the seconds given to `leave_out`."""
 
     def __init__(self, config: Config, devices: Any, step: int):
         self.devices = devices
@@ -21,15 +21,15 @@ class Meter:
         self.restart(step)
 
     def restart(self, step: int) -> None:
-        """Measure from here on: what came before, such as an evaluation, is left out."""
+        """Start the measurement now, so that time before, such as an evaluation, is left out."""
         self._time, self._step, self._left_out = time.perf_counter(), step, 0.0
 
     def leave_out(self, seconds: float) -> None:
-        """Don't count `seconds` of the time since the last measurement, such as those of compiling."""
+        """Leave out `seconds` of the time since the last measurement, such as those of compilation."""
         self._left_out += seconds
 
     def measure(self, step: int) -> dict[str, Any]:
-        """What metrics.jsonl says of the steps since the last measurement."""
+        """The values for metrics.jsonl of the steps since the last measurement."""
         seconds = (time.perf_counter() - self._time - self._left_out) / max(step - self._step, 1)
         self.restart(step)
         speed = self.step_tokens / seconds / self.devices.size
@@ -45,7 +45,7 @@ class Meter:
 
 
 def peak_memory_gib() -> float:
-    """The largest memory in use so far: of the fullest local device, or of the process where devices don't tell."""
+    """The peak memory so far, of the local device with the most; of the process if devices have no statistics."""
     peaks = [(device.memory_stats() or {}).get("peak_bytes_in_use", 0) for device in jax.local_devices()]
     host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return (max(peaks) or host) / 2**30

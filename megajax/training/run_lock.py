@@ -1,4 +1,4 @@
-"""One process at a time trains in a run directory: a lock file that names its owner and shows that it is alive."""
+"""The lock of a run directory, in which one process trains at a time: a file with the owner's name and heartbeat."""
 
 import atexit
 import contextlib
@@ -18,13 +18,13 @@ from megajax.errors import InputError, UserError
 
 NAME = "lock"
 HEARTBEAT_SECONDS = 10.0  # the owner touches the file this often
-WATCH_SECONDS = 2.5 * HEARTBEAT_SECONDS  # an owner on another host that doesn't in this time is gone
+WATCH_SECONDS = 2.5 * HEARTBEAT_SECONDS  # without a heartbeat in this time, an owner on another host is gone
 
 
 class RunLock:
     """The lock of one run directory; `with lock:` or `acquire` and `release`. Only process 0 of a run takes it.
 
-    `lost` turns True if another process took the lock over, as it may when this one stood still for long.
+    `lost` turns True if another process took the lock over, which can happen if this process was suspended for long.
     """
 
     def __init__(self, run_dir: str | Path):
@@ -33,13 +33,13 @@ class RunLock:
         self._released = threading.Event()
 
     def acquire(self, say: Callable[[str], None] = print) -> None:
-        """Take the lock, from its owner too if that process is gone. Raises InputError, on every process, if not."""
+        """Take the lock, or take it over if its owner is gone. Otherwise raises InputError on every process."""
         if not self.held:
             on_first_process(lambda: self._acquire(say))
             self.held = True
 
     def release(self) -> None:
-        """Give the lock back; nothing if it is not held."""
+        """Release the lock if it is held."""
         if self.held and self._thread is not None:
             self._released.set()
             self._thread.join()
@@ -89,7 +89,7 @@ class RunLock:
         return True
 
     def _is_alive(self, owner: dict[str, Any] | None, say: Callable[[str], None]) -> bool:
-        """Whether the owner still runs: by its process number where it is ours to see, else by its heartbeat."""
+        """Whether the owner still runs: by its process number on the same host, else by its heartbeat."""
         if owner is not None and all(owner.get(key) == self._mine[key] for key in ("host", "boot", "processes")):
             return _started(owner["process"]) == owner["started"]
         say(f"run.dir={self.path.parent} has a lock of {_named(owner)}: waiting up to {WATCH_SECONDS:g} s for a sign")
@@ -102,13 +102,13 @@ class RunLock:
         return False
 
     def _removed(self, owner: dict[str, Any] | None) -> bool:
-        """Remove the lock of a process that is gone, but not one that another starter took in the meantime."""
+        """Remove the lock of a process that is gone, but not one that another process took meanwhile."""
         aside = self.path.with_name(f"{NAME}.{os.getpid()}")
         with contextlib.suppress(FileNotFoundError):
             self.path.rename(aside)
             removed = _read(aside) == owner
             if not removed:
-                with contextlib.suppress(OSError):  # where a third starter has taken the lock meanwhile
+                with contextlib.suppress(OSError):  # a third process has taken the lock meanwhile
                     os.link(aside, self.path)
             aside.unlink()
             return removed
@@ -116,7 +116,7 @@ class RunLock:
 
     def _beat(self) -> None:
         while not self._released.wait(HEARTBEAT_SECONDS):
-            with contextlib.suppress(OSError, UserError):  # a file system that does not answer now may do so later
+            with contextlib.suppress(OSError, UserError):  # a file system may fail temporarily
                 if not self._created():
                     owner = _read(self.path)
                     if owner is not None and owner != self._mine:
@@ -126,7 +126,7 @@ class RunLock:
 
 
 def on_first_process(action: Callable[[], None]) -> None:
-    """Run `action` on process 0; a UserError or OSError of it there is an InputError on every process."""
+    """Run `action` on process 0; its UserError or OSError becomes an InputError on every process."""
     message = ""
     if jax.process_index() == 0:
         try:
@@ -147,9 +147,9 @@ def on_first_process(action: Callable[[], None]) -> None:
 
 
 def _this_process() -> dict[str, Any]:
-    """What tells this process from any other, before and after it."""
+    """A unique description of this process."""
     boot, processes = "", ""
-    with contextlib.suppress(OSError):  # not on Linux: then the host alone
+    with contextlib.suppress(OSError):  # not on Linux: then only the host
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         processes = os.readlink("/proc/self/ns/pid")  # containers have process numbers of their own
     return {
@@ -163,14 +163,16 @@ def _this_process() -> dict[str, Any]:
 
 
 def _started(process: int) -> int | None:
-    """When a process of this host started, in the kernel's ticks, so that its number is not taken for a later one's;
-    0 where the system doesn't tell, None if there is no such process."""
+    """When a process of this host started, in the kernel's ticks: it tells processes with the same number apart.
+
+    0 if the system has no such figure, None if there is no such process.
+    """
     try:
         os.kill(process, 0)
     except ProcessLookupError:
         return None
     except PermissionError:
-        pass  # somebody else's, but there
+        pass  # another user's process, but it exists
     try:
         state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -182,7 +184,7 @@ def _read(path: Path) -> dict[str, Any] | None:
     try:
         value = json.loads(path.read_text())
     except (OSError, ValueError):
-        return None  # gone, or its writer was killed before it had written
+        return None  # gone, or its writer was killed before it wrote
     return value if isinstance(value, dict) else None
 
 

@@ -1,4 +1,4 @@
-"""What a run directory says of the run itself: the config in force now and from which step on, and the tokenizer."""
+"""Records in a run directory: the config, its earlier versions with their steps, and the tokenizer."""
 
 import contextlib
 import shutil
@@ -15,7 +15,7 @@ CONFIG, CONFIGS, SET_ASIDE = "config.yaml", "configs", "set_aside"
 
 
 def previous_config(run_dir: Path) -> dict[str, Any]:
-    """The values of `config.yaml` as the last start wrote them, by section; empty if there is none that reads."""
+    """The values of the last start's `config.yaml`, by section; empty if there is no readable one."""
     try:
         values = yaml.load((run_dir / CONFIG).read_text(), Loader)
     except (OSError, yaml.YAMLError, UnicodeDecodeError):
@@ -24,7 +24,7 @@ def previous_config(run_dir: Path) -> dict[str, Any]:
 
 
 def changed_keys(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
-    """`key before → after` for each key whose value differs; keys that only one of them has count too."""
+    """`key before → after` for each key whose value differs, or that only one of them has."""
     old, new = dict(_leaves(before)), dict(_leaves(after))
     return [
         f"{key} {show(old.get(key))} → {show(new.get(key))}" for key in {**new, **old} if old.get(key) != new.get(key)
@@ -32,7 +32,7 @@ def changed_keys(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
 
 
 def write_config(run_dir: Path, config: Config, step: int) -> None:
-    """Write `config.yaml`, and `configs/STEP.yaml` if `config` differs from what was in force so far.
+    """Write `config.yaml`, and `configs/STEP.yaml` if `config` differs from the previous one.
 
     configs/STEP.yaml is the config of the steps after STEP, up to that of the next file.
     """
@@ -43,13 +43,13 @@ def write_config(run_dir: Path, config: Config, step: int) -> None:
         if before and step > 0 and not any(history.iterdir()):
             shutil.copyfile(run_dir / CONFIG, history / "0.yaml")
         for later in [path for path in history.glob("*.yaml") if path.stem.isdigit() and int(path.stem) > step]:
-            later.unlink()  # of steps that were lost, and are now done again
+            later.unlink()  # these steps were lost and are now repeated
         _write(history / f"{step}.yaml", text)
         _write(run_dir / CONFIG, text)
 
 
 def keep_tokenizer(run_dir: Path, config: Config) -> None:
-    """Copy the tokenizer's file into the run directory, where `generate` looks first."""
+    """Copy the tokenizer's file into the run directory, where `generate` looks for it first."""
     source = Path(config.data.tokenizer or "")
     if source.is_file():
         target = run_dir / f"tokenizer{source.suffix}"
@@ -58,9 +58,9 @@ def keep_tokenizer(run_dir: Path, config: Config) -> None:
 
 
 def set_aside(run_dir: Path, step: int, later_steps: list[int]) -> Path:
-    """Move the checkpoints of `later_steps` out of the way of a run that goes back to `step`; the new directory.
+    """Move the checkpoints of `later_steps` to a new directory, since the run goes back to `step`; returns its path.
 
-    metrics.jsonl and the configs are copied there too, since the run overwrites what it logged after `step`.
+    metrics.jsonl and the configs are copied there too, since the run overwrites its logs after `step`.
     """
     numbers = [int(path.name) for path in (run_dir / SET_ASIDE).glob("*") if path.name.isdigit()]
     target = run_dir / SET_ASIDE / str(max(numbers, default=0) + 1)

@@ -1,4 +1,4 @@
-"""The train state's canonical form, and its way into and out of checkpoints."""
+"""The train state's canonical form, and its conversion to and from checkpoints."""
 
 import math
 import warnings
@@ -28,7 +28,7 @@ from megajax.sharding import Placement, to_canonical, to_stored, unpadded_spec
 from megajax.training.step import TrainProgram, TrainState
 
 LayerState = dict[str, dict[str, jax.Array]]
-Weights = tuple[dict[str, jax.Array], LayerState]  # parameters, and what layers keep besides
+Weights = tuple[dict[str, jax.Array], LayerState]  # parameters and layer state
 MUST_AGREE = ("model", "optimizer", "run", "batch")
 
 
@@ -40,10 +40,10 @@ class StateSaver:
         self.converts = not all(p.is_canonical for p in program.placements.values())
 
     def description(self, step: int) -> dict[str, Any]:
-        """What a checkpoint says of itself; MUST_AGREE with the run that restores it."""
+        """A checkpoint's description; its MUST_AGREE entries must equal those of the run that restores it."""
         config = self.program.config
         optimizer, data = config.optimizer, config.data
-        # SGD without momentum has no moments to restore; any other change of beta1 is free.
+        # SGD without momentum has no moments to restore; other changes of beta1 are allowed.
         beta1 = "zero" if optimizer.kind == "sgd" and optimizer.beta1 == 0 else "above zero"
         return {
             "format": 1,
@@ -64,20 +64,20 @@ class StateSaver:
         checkpoints.save(step, _as_tree(self._to_canonical(state)), self.description(step))
 
     def compare(self, checkpoints: Checkpoints, step: int) -> None:
-        """Raise InputError if a checkpoint is of another model or run; no array is read.
+        """Raise InputError if a checkpoint is of another model or run, before any array is read.
 
-        Warns if this run reads other data from here on.
+        Warns if this run reads other data than the run that saved the checkpoint.
         """
-        place = f"the checkpoint of step {step} in {checkpoints.directory}"
+        name = f"the checkpoint of step {step} in {checkpoints.directory}"
         saved, mine = checkpoints.describe(step), self.description(step)
-        compare_descriptions(saved, mine, place, MUST_AGREE, "choose another run.dir")
+        compare_descriptions(saved, mine, name, MUST_AGREE, "choose another run.dir")
         if saved["data"] != mine["data"]:
-            warnings.warn(f"{place} was saved by a run that read other data or in another order.", stacklevel=2)
+            warnings.warn(f"{name} was saved by a run with other data, or with another order of it.", stacklevel=2)
 
     def warn_of_another_rate(self, checkpoints: Checkpoints, step: int) -> None:
-        """Warn if the next step has another learning rate than the run that saved the checkpoint would have given it.
+        """Warn if the next step's learning rate differs from that of the run that saved the checkpoint.
 
-        A schedule that follows run.steps is another one when the run is prolonged.
+        A schedule whose decay_steps is run.steps changes when run.steps is raised.
         """
         saved = checkpoints.describe(step)
         if "schedule" not in saved:
@@ -86,18 +86,18 @@ class StateSaver:
         rates = [np.asarray(make_schedule(schedule)(step + 1)).item() for schedule in (before, now)]
         if math.isclose(*rates, rel_tol=1e-3):
             return
-        cure = "set the section schedule as it was to keep it."
+        cure = "restore the section schedule to keep it."
         if before.model_copy(update={"decay_steps": now.decay_steps}) == now:
             cure = f"schedule.decay_steps was {before.decay_steps} and is {now.decay_steps} now; set "
             cure += f"schedule.decay_steps={before.decay_steps} to keep it."
         warnings.warn(
-            f"the learning rate of step {step + 1} is {rates[1]:.3g}, and the run so far would have had {rates[0]:.3g}:"
+            f"the learning rate of step {step + 1} is {rates[1]:.3g}, but {rates[0]:.3g} in the schedule so far:"
             f" {cure}",
             stacklevel=2,
         )
 
     def restore(self, checkpoints: Checkpoints, step: int) -> TrainState:
-        """The state of a checkpoint that `compare` accepts, whatever mesh wrote it."""
+        """The state of a checkpoint that `compare` accepts, independent of the mesh that wrote it."""
         saved, mine = checkpoints.describe(step), self.description(step)
         length = saved.get("fp8_history", 0)
         abstract = self._canonical_abstract
@@ -111,7 +111,7 @@ class StateSaver:
         return self._to_stored(state)
 
     def _abstract_history(self, length: int) -> dict[str, dict[str, jax.ShapeDtypeStruct]]:
-        """The amax histories of a checkpoint that keeps so many steps, as part of the layer state."""
+        """The amax histories of a checkpoint with `length` steps, as part of the layer state."""
         if not length:
             return {}
         names = Scaling(self.program.config).names
@@ -120,7 +120,7 @@ class StateSaver:
         return {FP8: {name: jax.ShapeDtypeStruct(shape, jnp.float32, sharding=everywhere) for name in names}}
 
     def _continued_history(self, saved: LayerState) -> LayerState:
-        """A checkpoint's layer state, its amax histories as this run keeps them: the newest steps, none, or zeros.
+        """A checkpoint's layer state, with this run's length of amax histories: the newest steps, none, or zeros.
 
         So a run may change its FP8 recipe at a checkpoint: from BF16 to FP8 and back.
         """
@@ -141,11 +141,12 @@ class StateSaver:
         """The model of another run's checkpoint, in canonical shapes."""
         config, key = self.program.config, "checkpoint.init_from"
         abstract: Any = self._canonical_abstract
-        place = f" ({config.where(key)})"
-        return restore_model(path, abstract.params, _without_history(abstract.layer_state), config.model, key, place)
+        location = f" ({config.where(key)})"
+        layer_state = _without_history(abstract.layer_state)
+        return restore_model(path, abstract.params, layer_state, config.model, key, location)
 
     def with_weights(self, state: TrainState, weights: Weights) -> TrainState:
-        """`state` with a model in canonical shapes in place of its own."""
+        """`state` with its model replaced by `weights`, which have canonical shapes."""
         params, kept = weights
         state = replace(state, layer_state=state.layer_state | kept)
         if not self.converts:
@@ -190,14 +191,14 @@ class StateSaver:
         return self._with_whole_rows(to_stored(x, placement), placement)
 
     def _with_whole_rows(self, x: jax.Array, placement: Placement) -> jax.Array:
-        """Layers change their order where they all lie: between stages they would be gathered, all on every device."""
+        """Reorder layers while a device has a share of each; sharded over `pipeline`, every device would gather all."""
         if not placement.reordered:
             return x
         spec = unpadded_spec(placement, mesh_sizes(self.program.mesh))
         return jax.lax.with_sharding_constraint(x, NamedSharding(self.program.mesh, spec))
 
     def _each(self, state: TrainState, change: Callable) -> TrainState:
-        """`change(leaf, placement)` for each parameter and moment; other leaves as they are."""
+        """`change(leaf, placement)` for each parameter and moment; other leaves unchanged."""
         placements = self.program.per_parameter(self.program.placements, None)
         leaves, treedef = jax.tree.flatten(state)
         which = jax.tree.leaves(placements, is_leaf=lambda node: node is None or isinstance(node, Placement))
@@ -206,13 +207,13 @@ class StateSaver:
 
 
 def _as_tree(state: TrainState) -> dict[str, Any]:
-    """The state as a checkpoint has it: what layers keep lies beside the rest, by the names of `saved_layer_state`."""
+    """The state in a checkpoint's form: the layer state beside the other fields, named as in `saved_layer_state`."""
     tree = {name: getattr(state, name) for name in TrainState.__dataclass_fields__}
     return saved_layer_state(tree.pop("layer_state")) | tree
 
 
 def _from_tree(tree: dict[str, Any]) -> TrainState:
-    """The way back."""
+    """The inverse of `_as_tree`."""
     fields = {name: tree[name] for name in TrainState.__dataclass_fields__ if name in tree}
     kept = {name: own for name, own in tree.items() if name not in fields}
     return TrainState(layer_state=loaded_layer_state(kept), **fields)
@@ -224,5 +225,5 @@ def _without_history[Leaf](state: Mapping[str, dict[str, Leaf]]) -> dict[str, di
 
 
 def _history_length(state: Any) -> int:
-    """Steps that the amax histories of a layer state keep; 0 if there are none."""
+    """Number of steps in the amax histories of a layer state; 0 if there are none."""
     return next((leaf.shape[1] for leaf in state.get(FP8, {}).values()), 0)

@@ -31,18 +31,18 @@ BATCH_DTYPES = {
     "order": jnp.int32,  # the index of each token in its sequence, if `StepPlan.balances_context`
 }
 INITIAL_LOSS_SCALE = 2.0**16
-LOSS_SCALE_GROWTH_STEPS = 2000  # as NVIDIA's and Megatron's dynamic loss scaling
+LOSS_SCALE_GROWTH_STEPS = 2000  # as in NVIDIA's and Megatron's dynamic loss scaling
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class TrainState:
-    """Everything a step reads and writes, donated to it; parameters as stored, by name."""
+    """All state of a step, donated to it; parameters in their stored shapes, by name."""
 
     params: dict[str, jax.Array]
     optimizer: Any
-    # What layers keep besides: by kind of block and name [L, ...], such as the routers' expert_bias [L, E] FP32, and
-    # under "fp8" the amax histories of delayed scaling, [L, length] FP32.
+    # Layer state that is not a parameter, by kind of block and name [L, ...], such as the routers' expert_bias [L, E]
+    # FP32; under "fp8" the amax histories of delayed scaling, [L, length] FP32.
     layer_state: dict[str, dict[str, jax.Array]]
     step: jax.Array  # int32, optimizer steps taken or skipped
     loss_scale: jax.Array  # FP32; 1 unless the compute dtype is float16
@@ -53,7 +53,7 @@ class TrainState:
 
 @dataclass(frozen=True)
 class TrainProgram:
-    """The model, how it lies on the mesh, and the functions that train it. Nothing is compiled until it is called."""
+    """The model, its placement on the mesh, and the functions that train it, each compiled at its first call."""
 
     config: Config
     mesh: Mesh
@@ -79,7 +79,7 @@ class TrainProgram:
 
     @cached_property
     def state_shardings(self) -> TrainState:
-        """A TrainState of shardings: moments lie as their parameters do, scalars everywhere."""
+        """A TrainState of shardings: moments are sharded like their parameters, scalars are replicated."""
         return self.per_parameter(shardings(self.placements, self.mesh), NamedSharding(self.mesh, P()))
 
     @cached_property
@@ -94,7 +94,7 @@ class TrainProgram:
 
     @property
     def batch_sharding(self) -> NamedSharding:
-        """Of fields `[M, B, S]`, whose S is in the order that `context` wants: `training.batches.to_global`."""
+        """The sharding of fields `[M, B, S]`; `training.batches.to_global` orders S for `context`."""
         return NamedSharding(self.mesh, BATCH_SPEC)
 
     @property
@@ -112,7 +112,7 @@ class TrainProgram:
         return jnp.float32(INITIAL_LOSS_SCALE if self.config.precision.compute == "float16" else 1.0)
 
     def init_state(self) -> TrainState:
-        """The first state, made on the devices in its shards: no device and no host ever holds it whole."""
+        """The first state, made on the devices in its shards; no device or host ever holds whole arrays."""
         return jax.jit(self._init, out_shardings=self.state_shardings)()
 
     @cached_property
@@ -167,7 +167,7 @@ def _train_step(program: TrainProgram, gradients_of: Callable, state: TrainState
         directions, optimizer = program.optimizer.update(gradients, state.optimizer, state.params)
         params = jax.tree.map(lambda p, d: p - learning_rate * d, state.params, directions)
 
-        # A step that went bad changes no weight, no moment and no scale.
+        # A step with non-finite numbers changes no weight, moment or layer state.
         before = state.params, state.optimizer, state.layer_state
         params, optimizer, kept = jax.tree.map(
             lambda new, old: jnp.where(finite, new, old), (params, optimizer, kept), before
@@ -202,7 +202,7 @@ def _train_step(program: TrainProgram, gradients_of: Callable, state: TrainState
 
 
 def _layer_metrics(block: Block, measured: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    """What is logged of a kind's metrics `[L, ...]`: summed losses, counts of each layer, means of all else."""
+    """The logged metrics of a kind's layers `[L, ...]`: losses are summed, counts kept per layer, others averaged."""
 
     def logged(name: str, values: jax.Array) -> jax.Array:
         if jnp.issubdtype(values.dtype, jnp.integer):
@@ -213,7 +213,7 @@ def _layer_metrics(block: Block, measured: dict[str, jax.Array]) -> dict[str, ja
 
 
 def _update_loss_scale(state: TrainState, finite: jax.Array) -> TrainState:
-    """Halve on overflow, double after a long run of good steps (Micikevicius et al. 2018)."""
+    """Halve on overflow, double after LOSS_SCALE_GROWTH_STEPS good steps (Micikevicius et al. 2018)."""
     age = jnp.where(finite, state.scale_age + 1, 0)
     grow = age >= LOSS_SCALE_GROWTH_STEPS
     factor = jnp.where(finite, jnp.where(grow, 2.0, 1.0), 0.5)

@@ -9,9 +9,9 @@ import numpy as np
 
 
 class StopSignals:
-    """SIGTERM, SIGUSR1 and a first Ctrl-C ask for an orderly stop while this context is open.
+    """SIGTERM, SIGUSR1 and a first Ctrl-C request a stop with a checkpoint while this context is open.
 
-    From the first Ctrl-C on the next one does what it did before the context was opened.
+    After the first Ctrl-C the handler from before the context is active again.
     """
 
     SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
@@ -22,7 +22,7 @@ class StopSignals:
     def __enter__(self) -> "StopSignals":
         self._before = {}
         self._asked = False
-        with contextlib.suppress(ValueError):  # signals belong to the main thread; a notebook may run in another
+        with contextlib.suppress(ValueError):  # only the main thread may set handlers; a notebook may run in another
             self._before = {s: signal.signal(s, self._ask) for s in self.SIGNALS}
         return self
 
@@ -38,7 +38,7 @@ class StopSignals:
             print(f"\nmegajax: {sentence}", file=sys.stderr, flush=True)
 
     def requested(self, agree: bool) -> bool:
-        """Whether to stop now. Several processes must agree, which they do where `agree` is true for all of them."""
+        """Whether to stop now. Several processes agree on it in calls with `agree`, which all make."""
         if jax.process_count() == 1:
             return self._asked
         if not agree:

@@ -1,4 +1,4 @@
-"""What was decided, printed once before training starts."""
+"""The summary of a run's settings, printed once before training starts."""
 
 import itertools
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ GIB = 2**30
 
 
 def summary(program: TrainProgram, flags: list[str], data: Sequence[str] = ()) -> str:
-    """Mesh, parameters, memory a device, kernels, precision and where the run is written; `data` says what it reads."""
+    """Run directory, mesh, parameters, memory per device, precision and kernels; `data` describes the data sets."""
     config, sizes = program.config, mesh_sizes(program.mesh)
     plan, kernels, batch = program.plan, program.plan.kernels, config.batch
     memory, device = estimate_memory(plan.on_gpus(), program.placements), program.mesh.devices.flat[0]
@@ -29,14 +29,14 @@ def summary(program: TrainProgram, flags: list[str], data: Sequence[str] = ()) -
         f"devices    {program.mesh.size} × {device.device_kind}, {jax.process_count()} process(es)",
         f"mesh       {' × '.join(f'{axis} {size}' for axis, size in sizes.items() if size > 1) or 'one device'}",
         f"model      {parameter_count(program.model):,} parameters{_experts(program)}, "
-        f"{flops_per_token(config) / 1e9:.4g} GFLOP a token",
-        f"memory     estimated a device: parameters {memory.parameters / GIB:.3g} GiB, "
+        f"{flops_per_token(config) / 1e9:.4g} GFLOP per token",
+        f"memory     estimate per device: parameters {memory.parameters / GIB:.3g} GiB, "
         f"optimizer {memory.optimizer / GIB:.3g}, gradients {memory.gradients / GIB:.3g}, "
         f"gathered weights {memory.weights / GIB:.3g}, activations {memory.activations / GIB:.3g}, "
         f"working buffers {memory.working / GIB:.3g}, "
-        f"together {memory.total / GIB:.3g} GiB",
+        f"total {memory.total / GIB:.3g} GiB",
         f"batch      {batch.global_size} sequences of {batch.sequence_length} tokens, {batch.num_microbatches} "
-        f"microbatch(es) of {plan.sequences} sequences a device",
+        f"microbatch(es) of {plan.sequences} sequences per device",
         f"precision  {config.precision.compute}, gradients reduced in {config.precision.gradients}, {_fp8(program)}",
         f"kernels    attention: {kernels.attention} ({kernels.attention_reason}); layers: {_layers(plan)}; "
         f"loss: {kernels.loss} in {plan.loss_chunks} chunks",
@@ -47,15 +47,15 @@ def summary(program: TrainProgram, flags: list[str], data: Sequence[str] = ()) -
     if config.model.num_experts and plan.collectives.expert_shards > 1:
         experts = config.model.num_experts // plan.collectives.expert_shards
         axes = " × ".join(axis for axis in config.mesh.experts_over if sizes[axis] > 1)
-        lines.append(f"experts    {experts} on each device, over {axes}; tokens by {plan.collectives.dispatch}")
+        lines.append(f"experts    {experts} per device, divided over {axes}; dispatch: {plan.collectives.dispatch}")
     if config.model.num_experts:
         lines.append(f"kernels    experts: {kernels.grouped_matmul} ({kernels.grouped_matmul_reason})")
     if sizes["context"] > 1:
         chunk = batch.sequence_length // (2 * sizes["context"])
-        chunks = "chunks balanced by their work" if plan.balances_context else f"two chunks of {chunk} tokens"
-        lines.append(f"context    {config.kernels.context}; of each sequence a device has {chunks}")
+        chunks = "chunks balanced by work" if plan.balances_context else f"two chunks of {chunk} tokens"
+        lines.append(f"context    {config.kernels.context}; per sequence and device {chunks}")
     if device.platform == "gpu" and kernels.attention == "reference":
-        lines.append("warning    the reference attention keeps [S, S] scores in memory: slow and large on a GPU")
+        lines.append("warning    the reference attention is slow on a GPU and keeps [S, S] scores in memory")
     if replicated:
         lines.append(f"replicated over tensor (fewer KV heads than devices): {', '.join(replicated)}")
     if padded:
@@ -66,7 +66,7 @@ def summary(program: TrainProgram, flags: list[str], data: Sequence[str] = ()) -
 
 
 def _layers(plan: StepPlan) -> str:
-    """How the layers run: unrolled or in loops, under which remat policy, and why."""
+    """The layers: unrolled or in loops, their remat policy, and the reason."""
     parts = []
     for (unroll, policy), segments in itertools.groupby(plan.segments, key=lambda s: (s.unroll, s.policy)):
         loops = [segment.loops for segment in segments if segment.loops > 1]
@@ -76,7 +76,7 @@ def _layers(plan: StepPlan) -> str:
 
 
 def _pipeline(plan: StepPlan) -> list[str]:
-    config, sizes, slots = plan.config, plan.sizes, plan.slots
+    config, sizes, slots = plan.config, plan.sizes, plan.layer_slots
     stages, settings, microbatches = sizes["pipeline"], config.pipeline, config.batch.num_microbatches
     report = simulate(make_schedule(settings.schedule, stages, microbatches, settings.rounds), Costs())
     counts = [len(layers) for layers in virtual_stages(config, stages)]
@@ -84,21 +84,22 @@ def _pipeline(plan: StepPlan) -> list[str]:
     rounds = f" × {settings.rounds} rounds" if settings.rounds > 1 else ""
     lines = [
         f"pipeline   {settings.schedule}, {stages} stages{rounds} of {each} layers, idle for "
-        f"{report.bubble:.1%} of a step, "
-        f"activations of up to {max(report.in_flight):g} of {microbatches} microbatches kept"
+        f"{report.bubble:.1%} of a step; "
+        f"a stage keeps activations of at most {max(report.in_flight):g} of {microbatches} microbatches"
     ]
     if min(counts) < len(slots):
         moe = sum(slot.has_experts for slot in slots)
-        kinds = f" ({len(slots) - moe} dense, {moe} with experts)" if 0 < moe < len(slots) else ""
+        kinds = f" ({len(slots) - moe} dense, {moe} MoE)" if 0 < moe < len(slots) else ""
         empty = sorted({len(slots) - count for count in counts})
         lines.append(
-            f"slots      a virtual stage has {len(slots)}{kinds} and leaves {empty[0]}"
-            f"{f' to {empty[-1]}' if len(empty) > 1 else ''} empty, which take as long: see pipeline.layout"
+            f"slots      {len(slots)} per virtual stage{kinds}, {empty[0]}"
+            f"{f' to {empty[-1]}' if len(empty) > 1 else ''} of them empty; empty slots take as long as others, "
+            "see pipeline.layout"
         )
     if sizes["fsdp"] > 1:
         lines.append(
             f"note       mesh.fsdp gathers most of a stage's weights for each of {microbatches} microbatches, forward "
-            "and backward: mesh.data, once a step, is faster if memory allows"
+            "and backward; mesh.data gathers them once per step and is faster if memory allows"
         )
     return lines
 
@@ -108,10 +109,10 @@ def _experts(program: TrainProgram) -> str:
     if model.num_experts is None:
         return ""
     active, factor = active_parameter_count(program.model), model.router.capacity_factor
-    limit = "" if factor is None else f", none more than {factor:g} times its share"
-    which, count = f"{model.experts_per_token} of {model.num_experts} experts a token", len(expert_layers(model))
+    limit = "" if factor is None else f", capacity factor {factor:g}"
+    which, count = f"{model.experts_per_token} of {model.num_experts} experts", len(expert_layers(model))
     layers = f" in {count} of {model.num_layers} layers" if count < model.num_layers else ""
-    return f", {active:,} of them active ({which}{layers}{limit})"
+    return f", {active:,} active per token ({which}{layers}{limit})"
 
 
 def _fp8(program: TrainProgram) -> str:

@@ -26,7 +26,7 @@ logging: {tensorboard: false}
 """
 MESHES = [{}, {"data": 2, "tensor": 2}, {"fsdp": 8}, {"tensor": 4}]
 
-# Design, section 11; L=2, D=36, N=4, K=2, H=8, F=48, V=128.
+# Names and shapes of the parameters in a checkpoint: L=2, D=36, N=4, K=2, H=8, F=48, V=128.
 BLOCK = {
     "attention.norm": (2, 36),
     "attention.query": (2, 36, 4, 8),
@@ -246,5 +246,5 @@ def test_a_checkpoint_from_before_a_model_key_existed_has_its_default():
     old = describe()
     del old["model"]["qk_norm"]
     compare_descriptions(old, describe(), "It", ("model",), "name another")
-    with pytest.raises(InputError, match="It was saved with model.qk_norm=false, and this run has true"):
+    with pytest.raises(InputError, match="It was saved with model.qk_norm=false, but this run has true"):
         compare_descriptions(old, describe(qk_norm=True), "It", ("model",), "name another")

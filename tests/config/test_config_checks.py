@@ -62,8 +62,8 @@ REFUSED = {
         " mesh.context=2): use sizes whose product is 1, 2, 4 or 8."
     ),
     "model.num_experts=8 mesh.expert=2 mesh.experts_over=[tensor]": (
-        "mesh.expert=2 has no experts to divide with mesh.experts_over=[tensor] (the command line:"
-        " mesh.expert=2): add expert to mesh.experts_over, or use mesh.data."
+        "mesh.expert=2 divides no experts, because mesh.experts_over=[tensor] does not contain expert (the command"
+        " line: mesh.expert=2): add expert to mesh.experts_over, or use mesh.data."
     ),
     "mesh.experts_over=[tensor]": (
         "mesh.experts_over=[tensor] needs experts (@): set model.num_experts, or remove it."
@@ -153,16 +153,15 @@ REFUSED = {
         "schedule.warmup_steps=101 is more than schedule.decay_steps=100 (@): use 100 or less."
     ),
     "schedule.wsd_decay_steps=60 schedule.kind=wsd schedule.warmup_steps=41": (
-        "schedule.wsd_decay_steps=60 and schedule.warmup_steps=41 do not fit into"
-        " schedule.decay_steps=100 (@):"
-        " shorten one of them."
+        "schedule.wsd_decay_steps=60 and schedule.warmup_steps=41 together are more than"
+        " schedule.decay_steps=100 (@): shorten one of them."
     ),
     "data.kind=indexed": (
         "data.kind=indexed needs data.train (@): set data.train to the prefix of a .bin/.idx pair,"
         " or data.kind=synthetic to try without data."
     ),
     "run.deterministic=true run.dir=/my runs/x": (
-        "run.deterministic=true passes a path in run.dir=/my runs/x to XLA as a flag, and a flag cannot"
+        "run.deterministic=true passes a path in run.dir=/my runs/x to XLA as a flag, but a flag cannot"
         " contain the space in /my runs/x (the command line: run.dir=/my runs/x): choose a run.dir"
         " without spaces."
     ),

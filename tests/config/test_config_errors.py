@@ -67,9 +67,7 @@ OVERRIDES = {
     ),
     "data.train=3": "data.train=3 is not a data source (@): write a path prefix, or a list of {prefix, weight}.",
     "model=3": "model=3 is not a mapping (@): set its keys, such as model.num_layers.",
-    "model.rope_scaling={}": (
-        "model.rope_scaling.factor is not set (@): add it (low frequencies are divided by this)."
-    ),
+    "model.rope_scaling={}": ("model.rope_scaling.factor is not set (@): add it (divisor of the low frequencies)."),
 }
 
 
@@ -163,6 +161,20 @@ def test_a_missing_or_unreadable_file_is_named():
     Path("binary.yaml").write_bytes(b"\xff\xfe\x00")
     expected = "config file binary.yaml cannot be read, it is not UTF-8 text: give a YAML file."
     assert message("binary.yaml") == expected
+
+
+def test_a_removed_key_of_an_earlier_versions_config_yaml_is_dropped():
+    Path("old.yaml").write_text(Path("good.yaml").read_text() + "precision:\n  compute: float32\n  params: float32\n")
+    place = f"old.yaml, line {len(Path('old.yaml').read_text().splitlines())}"
+    with pytest.warns(UserWarning) as caught:
+        config = load_config("old.yaml")
+    warning = f"precision.params has no effect ({place}): remove it, the format is always float32."
+    assert warning in [str(item.message) for item in caught]
+    assert config == load_config("good.yaml", ["precision.compute=float32"])
+    assert message("good.yaml", "precision.params=bfloat16") == (
+        "precision.params is not a config key (the command line: precision.params=bfloat16): "
+        "master weights and optimizer state are always float32."
+    )
 
 
 def test_a_long_value_is_cut():

@@ -110,7 +110,7 @@ def test_shapes_that_are_no_multiple_of_sixteen_are_refused(overrides, devices, 
     with pytest.raises(ConfigError) as caught:
         check_mesh(config, devices)
     assert str(caught.value) == (
-        f"precision.fp8.recipe={recipe} needs multiples of 16, and {problem}"
+        f"precision.fp8.recipe={recipe} needs multiples of 16, but {problem}"
         f" (the command line: precision.fp8.recipe={recipe}): change it, or set precision.fp8.recipe=none."
     )
 

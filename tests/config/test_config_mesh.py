@@ -186,7 +186,7 @@ def test_what_the_given_sizes_cannot_divide_is_refused_on_loading(tmp_path, over
     ("overrides", "problem"),
     [
         ("mesh.fsdp=2", "mesh.fsdp=2 uses 2 of 4 devices (2 processes with 2 each)"),
-        ("mesh.fsdp=8", "mesh.fsdp=8 needs 8 devices, and there are 4 (2 processes with 2 each)"),
+        ("mesh.fsdp=8", "mesh.fsdp=8 needs 8 devices, but there are 4 (2 processes with 2 each)"),
         ("mesh.fsdp=-1 mesh.tensor=8", "mesh.tensor=8 does not divide 4 devices (2 processes with 2 each)"),
     ],
 )
@@ -197,7 +197,7 @@ def test_the_devices_of_several_processes_are_explained(tmp_path, overrides, pro
 
 
 def test_the_words_agree_with_the_numbers(tmp_path):
-    with pytest.raises(ConfigError, match="needs 2 devices, and there is 1 "):
+    with pytest.raises(ConfigError, match="needs 2 devices, but there is 1 "):
         check_mesh(config(tmp_path, "mesh.fsdp=2"), 1)
     with pytest.raises(ConfigError, match="or set batch.num_microbatches to 1[.]"):
         check_mesh(config(tmp_path, "mesh.data=24 model.num_layers=1"), 24)

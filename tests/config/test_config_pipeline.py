@@ -10,7 +10,7 @@ import pytest
 
 from megajax.config import Config, load_config
 from megajax.config.checks import check_mesh
-from megajax.config.stages import first_slots, in_step, layout_in_step, slots, virtual_stages
+from megajax.config.stages import count_layer_slots, first_slots, in_step, layout_in_step, virtual_stages
 from megajax.errors import ConfigError
 
 BASE = """\
@@ -86,14 +86,14 @@ def test_layers_are_even_with_the_fewest_at_both_ends(stages, rounds, layers, la
     ranges = virtual_stages(config, stages)
     assert [len(one) for one in ranges] == layout
     assert [layer for one in ranges for layer in one] == list(range(layers))
-    assert slots(config, stages) == max(layout)
+    assert count_layer_slots(config, stages) == max(layout)
     assert first_slots(config, stages) == (first, *[0] * (len(layout) - 1))
 
 
 def test_a_given_layout_is_in_the_models_order():
     config = many(2, 2, 12, "[2, 5, 4, 1]")
     assert virtual_stages(config, 2) == (range(0, 2), range(2, 7), range(7, 11), range(11, 12))
-    assert slots(config, 2) == 5
+    assert count_layer_slots(config, 2) == 5
     assert first_slots(config, 2) == (3, 0, 0, 0)
     assert virtual_stages(config, 1) == (range(12),)
 
@@ -123,7 +123,7 @@ IN_STEP = [
 def test_a_layout_is_in_step_where_each_slot_has_one_place_in_the_pattern(layout, period, expected):
     assert in_step(layout, period) == expected
     config = many(len(layout), 1, sum(layout), str(list(layout)))
-    places = [set() for _ in range(slots(config, len(layout)))]
+    places = [set() for _ in range(count_layer_slots(config, len(layout)))]
     for layers, first in zip(virtual_stages(config, len(layout)), first_slots(config, len(layout)), strict=True):
         for layer in layers:
             places[first + layer - layers.start].add(layer % period)
@@ -152,25 +152,25 @@ def test_a_layout_in_step_is_found(layers, count, period, layout):
 REFUSED = {
     # more stages than layers
     "mesh.pipeline=8 pipeline.rounds=2": (
-        "mesh.pipeline=8 x pipeline.rounds=2 makes 16 virtual stages, and model.num_layers=12 allows at"
+        "mesh.pipeline=8 x pipeline.rounds=2 makes 16 virtual stages, but model.num_layers=12 allows at"
         " most 14, two of them empty (@): set pipeline.rounds to 1."
     ),
     "mesh.pipeline=4 pipeline.rounds=4": (
-        "mesh.pipeline=4 x pipeline.rounds=4 makes 16 virtual stages, and model.num_layers=12 allows at"
+        "mesh.pipeline=4 x pipeline.rounds=4 makes 16 virtual stages, but model.num_layers=12 allows at"
         " most 14, two of them empty (@): set pipeline.rounds to 3 or less."
     ),
     "mesh.pipeline=16 pipeline.rounds=2": (
-        "mesh.pipeline=16 x pipeline.rounds=2 makes 32 virtual stages, and model.num_layers=12 allows at"
+        "mesh.pipeline=16 x pipeline.rounds=2 makes 32 virtual stages, but model.num_layers=12 allows at"
         " most 14, two of them empty (@): set mesh.pipeline to 7 or less."
     ),
     "mesh.pipeline=16": "mesh.pipeline=16 is more than model.num_layers=12 (@): use 12 or less.",
     # the layout
     "pipeline.layout=[6,6] mesh.pipeline=4": (
-        "pipeline.layout=[6, 6] has 2 numbers, and mesh.pipeline=4 needs 4 (@): write 4 numbers that add"
+        "pipeline.layout=[6, 6] has 2 numbers, but mesh.pipeline=4 needs 4 (@): write 4 numbers that add"
         " up to model.num_layers=12, or set it to null for [3, 3, 3, 3]."
     ),
     "pipeline.layout=[3,3,3,3] mesh.pipeline=2 pipeline.rounds=4": (
-        "pipeline.layout=[3, 3, 3, 3] has 4 numbers, and mesh.pipeline=2 x pipeline.rounds=4 needs 8"
+        "pipeline.layout=[3, 3, 3, 3] has 4 numbers, but mesh.pipeline=2 x pipeline.rounds=4 needs 8"
         " (@): write 8 numbers that add up to model.num_layers=12, or set it to null for [1, 1, 2, 2, 2,"
         " 2, 1, 1]."
     ),
@@ -285,7 +285,7 @@ REFUSED_WHEN_FILLED_UP = [
         "pipeline.layout=[6,6] mesh.pipeline=-1 mesh.data=2",
         8,
         (
-            "pipeline.layout=[6, 6] has 2 numbers, and mesh.pipeline=4 (from -1) needs 4 (@): write 4"
+            "pipeline.layout=[6, 6] has 2 numbers, but mesh.pipeline=4 (from -1) needs 4 (@): write 4"
             " numbers that add up to model.num_layers=12, or set it to null for [3, 3, 3, 3]."
         ),
     ),

@@ -19,9 +19,9 @@ def test_a_split_file_is_described_with_the_epochs_that_the_run_reads(make_confi
     )
     # 10 steps of 4 x 8 tokens are 320 of the 800 tokens of train; an evaluation takes 2 steps' 64 tokens.
     assert lines_of(config) == [
-        f"{prefix}, shuffled, tokenizer byte; documents apart in attention, loss",
-        "train: 16 documents, 800 tokens, 100 samples an epoch; 10 steps read 320 tokens, 0.4 epochs",
-        "valid: 3 documents, 30 tokens, 3 samples an epoch; an evaluation reads 64 tokens, 2.13 epochs",
+        f"{prefix}, shuffled, tokenizer byte; documents separate in attention, loss",
+        "train: 16 documents, 800 tokens, 100 samples per epoch; 10 steps read 320 tokens, 0.4 epochs",
+        "valid: 3 documents, 30 tokens, 3 samples per epoch; an evaluation reads 64 tokens, 2.13 epochs",
         "test: 1 documents, 10 tokens; not evaluated by the run",
     ]
     config.run.steps, config.run.eval_steps = 50_000, 0
@@ -49,5 +49,5 @@ def test_a_blend_is_described_by_shares_and_epochs_of_each_source(make_config, w
 
 def test_synthetic_data_is_one_line(make_config):
     assert lines_of(make_config(kind="synthetic", reset_positions=True)) == [
-        "synthetic tokens; documents apart in positions"
+        "synthetic tokens; documents separate in positions"
     ]

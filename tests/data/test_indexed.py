@@ -153,17 +153,17 @@ FAULTS = {
     "no header": (
         hand_made_index()[:20],
         HAND_MADE_BIN,
-        "{p}.idx is truncated: it has 20 bytes, its header alone takes 34; write it again.",
+        "{p}.idx is truncated: it has 20 bytes, but its header takes 34; write it again.",
     ),
     "empty idx": (
         b"",
         HAND_MADE_BIN,
-        "{p}.idx is truncated: it has 0 bytes, its header alone takes 34; write it again.",
+        "{p}.idx is truncated: it has 0 bytes, but its header takes 34; write it again.",
     ),
     "truncated": (
         hand_made_index()[:-1],
         HAND_MADE_BIN,
-        "{p}.idx is truncated: it has 109 bytes, its header promises 110; write it again.",
+        "{p}.idx is truncated: it has 109 bytes, but its header says 110; write it again.",
     ),
     "too long": (
         hand_made_index() + b"\0",
@@ -189,13 +189,13 @@ FAULTS = {
     "bin too short": (
         hand_made_index(),
         HAND_MADE_BIN[:-2],
-        "{p}.bin has 14 bytes, {p}.idx promises 16: the two do not belong together or one is damaged; write "
+        "{p}.bin has 14 bytes, but {p}.idx says 16: the two do not belong together or one is damaged; write "
         "both again.",
     ),
     "bin too long": (
         hand_made_index(),
         HAND_MADE_BIN + b"\0\0",
-        "{p}.bin has 18 bytes, {p}.idx promises 16: the two do not belong together or one is damaged; write "
+        "{p}.bin has 18 bytes, but {p}.idx says 16: the two do not belong together or one is damaged; write "
         "both again.",
     ),
     "half a token": (

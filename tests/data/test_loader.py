@@ -144,7 +144,7 @@ def test_missing_and_damaged_files_are_named_with_their_key(make_config, write_d
     with open(f"{prefix}.bin", "ab") as file:
         file.write(b"\0\0")
     assert sentence_of(make_config(train=prefix)) == (
-        f"data.train (run.yaml, line 10): {prefix}.bin has 1402 bytes, {prefix}.idx promises 1400: the two "
+        f"data.train (run.yaml, line 10): {prefix}.bin has 1402 bytes, but {prefix}.idx says 1400: the two "
         "do not belong together or one is damaged; write both again."
     )
 
@@ -175,7 +175,7 @@ def test_a_missing_tokenizer_is_named_with_its_key(make_config, write_documents)
 def test_a_share_without_documents_is_refused(make_config, write_documents):
     prefix = write_documents(DOCUMENTS[:10])
     assert sentence_of(make_config(train=prefix, split="969,30,1")) == (
-        f'data.train (run.yaml, line 10): {prefix}.idx has 10 documents, of which data.split="969,30,1" '
+        f'data.train (run.yaml, line 10): {prefix}.idx has 10 documents, and data.split="969,30,1" '
         "leaves none for "
         "valid: give valid a larger share, or 0."
     )
@@ -185,7 +185,7 @@ def test_data_of_less_than_a_sample_is_refused(make_config, write_documents):
     prefix, two, none = write_documents([[5] * 17] * 2), write_documents([[1, 2]], "two"), write_documents([], "none")
     assert "train" in datasets(make_config(train=prefix, sequence_length=33))
     assert sentence_of(make_config(train=prefix, sequence_length=34)) == (
-        f"data.train (run.yaml, line 10): {prefix}.bin has 34 token(s) for train, and a sample of "
+        f"data.train (run.yaml, line 10): {prefix}.bin has 34 token(s) for train, but a sample of "
         "batch.sequence_length=34 takes 35: set batch.sequence_length=33 or less, or give more text."
     )
     blend = [SimpleNamespace(prefix=p, weight=1.0) for p in (prefix, two)]

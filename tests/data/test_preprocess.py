@@ -22,7 +22,7 @@ from megajax.errors import InputError
 TEXTS = ["first", "zweites: äöü", "", "the\nfourth", "x" * 5000, "last"]
 
 
-HELP = "python -m megajax.data.preprocess --help shows what can be given."
+HELP = "python -m megajax.data.preprocess --help lists the arguments."
 
 
 @pytest.fixture

@@ -52,8 +52,3 @@ def test_the_gradient_is_the_scaled_mask(x64, key, rng):
     gradient = jax.jit(jax.grad(lambda x: jnp.vdot(dropout(x, 0.25, key, IDS), cotangent)))(x)
     mask = np.asarray(dropout(jnp.ones_like(x), 0.25, key, IDS)) != 0
     np.testing.assert_allclose(gradient, np.where(mask, cotangent / 0.75, 0.0), rtol=1e-14)
-
-
-def test_rate_zero_is_the_identity(key):
-    x = jnp.ones((64, 8))
-    assert dropout(x, 0.0, key, IDS) is x

@@ -50,24 +50,20 @@ def check(found, expected, tolerance):
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES.keys())
 def test_reference(rng, sizes, dtype, tolerance):
     x, w, dy = tensors(rng, dtype, sizes)
-    group_sizes = jnp.asarray(sizes, jnp.int32)
-    out, pull = jax.vjp(lambda x, w: op.grouped_matmul(x, w, group_sizes, implementation="reference"), x, w)
-    dx, dw = pull(dy)
-    assert (out.dtype, dx.dtype, dw.dtype) == (x.dtype, x.dtype, w.dtype)
+    how = {"group_sizes_e": jnp.asarray(sizes, jnp.int32), "implementation": "reference"}
+    out = op.rows_times_weights(x, w.astype(jnp.float32), **how)
+    dx = op.rows_times_weights(dy, w, transpose_w=True, **how)
+    dw = op.weight_gradient(x, dy, dtype=dtype, **how)
+    assert out.dtype == dx.dtype == dw.dtype == x.dtype
     check((out, dx, dw), in_float64(x, w, dy, sizes), tolerance)
 
 
 def test_the_gradient_of_the_weights_may_be_wider(rng):
     x, w, dy = tensors(rng, "bfloat16", SIZES["uneven"])
-    group_sizes = jnp.asarray(SIZES["uneven"], jnp.int32)
-    expected = in_float64(x, w, dy, SIZES["uneven"])[2]
-    for weights, dtype in ((w, jnp.float32), (w.astype(jnp.float32), None)):
-        function = functools.partial(op.grouped_matmul, implementation="reference", gradient_dtype=dtype)
-        out, pull = jax.vjp(lambda x, w, function=function: function(x, w, group_sizes), x, weights)
-        assert out.dtype == jnp.bfloat16
-        dw = pull(dy)[1]
-        assert dw.dtype == jnp.float32
-        check([dw], [expected], 1e-6)
+    sizes = jnp.asarray(SIZES["uneven"], jnp.int32)
+    dw = op.weight_gradient(x, dy, sizes, jnp.float32, implementation="reference")
+    assert dw.dtype == jnp.float32
+    check([dw], [in_float64(x, w, dy, SIZES["uneven"])[2]], 1e-6)
 
 
 @pytest.mark.parametrize("height", [64, 128])

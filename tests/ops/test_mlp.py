@@ -30,7 +30,7 @@ def test_activation_value_and_gradients(check_op, rng, kind):
 
 
 def test_an_unknown_activation_is_refused():
-    with pytest.raises(ValueError, match='"tanh" is no activation: use one of swiglu, geglu, gelu, relu2'):
+    with pytest.raises(ValueError, match='"tanh" is not an activation: use one of swiglu, geglu, gelu, relu2'):
         activate("tanh", jnp.ones((2, 4)))
 
 

@@ -60,6 +60,6 @@ def test_one_that_does_not_load_is_a_sentence_with_the_reason(forget, monkeypatc
     with pytest.raises(ConfigError) as raised:
         call("cast_transpose")
     assert str(raised.value) == (
-        f"precision.fp8.backend=transformer_engine cannot load NVIDIA Transformer Engine ({reason}): mend its "
+        f"precision.fp8.backend=transformer_engine cannot load NVIDIA Transformer Engine ({reason}): repair its "
         "installation or use precision.fp8.backend=xla."
     )

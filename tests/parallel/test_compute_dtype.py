@@ -7,6 +7,7 @@ from jax.sharding import PartitionSpec as P
 
 from megajax.config import Config
 from megajax.mesh import AXES, build_mesh
+from megajax.parallel.local import StepArrays
 from megajax.training.step import TrainProgram
 
 GPT = {
@@ -38,11 +39,11 @@ def test_the_residual_stream_keeps_the_compute_dtype(options, compute):
     local = program.local
 
     def forward(params, batch):
-        ends, layers = local.gather_non_block(params), local.layers.weights.gather_once(params, {}, {})
+        ends, layers = local.non_block.gather(params), local.layers.weights.gather_once(params, {}, {})
         fields = {name: field[0] for name, field in batch.items()}
-        inputs = local.inputs(fields, 0, jax.random.key(0) if options else None)
-        x = local.embedding.forward(ends, fields, inputs)
-        y, _, _ = local.layers.forward(layers, x, inputs)
+        inputs = local.inputs(fields, 0, StepArrays({}, [], jax.random.key(0)) if options else None)
+        x = local.non_block.forward(ends, fields, inputs)
+        y, _, _ = local.layers.forward_values(layers, x, inputs)
         return x, y, {name: w.dtype for name, w in (ends | layers[0][0][0]).items()}
 
     dtypes = {}

@@ -33,14 +33,14 @@ def test_rows_and_the_gradient_of_the_table(table, mesh, sequence_length):
     config = table.make_config(MODEL, mesh, batch={"global_size": 64, "sequence_length": sequence_length})
     program = TrainProgram.build(config, build_mesh(check_mesh(config, 8), jax.devices()[:8]))
     local = program.local
-    assert bool(local.embedding.axes) == (sequence_length == 4)
+    assert bool(local.plan.embedding_axes) == (sequence_length == 4)
 
     def step(params, batch, dx):
         fields = {name: field[0] for name, field in batch.items()}
-        inputs, ends = local.inputs(fields, 0, None), local.gather_non_block(params)
-        x = local.embedding.forward(ends, fields, inputs)
+        inputs, ends = local.inputs(fields, 0), local.non_block.gather(params)
+        x = local.non_block.forward(ends, fields, inputs)
         zeros = {name: jnp.zeros(w.shape) for name, w in ends.items()}
-        return x, local.reduce_non_block(local.embedding.backward(zeros, ends, fields, inputs, dx))[TOKENS]
+        return x, local.non_block.reduce(local.non_block.backward(zeros, ends, fields, inputs, dx))[TOKENS]
 
     specs = {name: placement.spec for name, placement in program.placements.items()}
     run = jax.shard_map(

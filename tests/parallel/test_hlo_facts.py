@@ -242,10 +242,10 @@ def residual_shapes(program) -> list[tuple[int, ...]]:
 
     def forward(params, batch):
         fields = {name: field[0] for name, field in batch.items()}
-        inputs = local.inputs(fields, 0, None)
+        inputs = local.inputs(fields, 0)
         layers = local.layers.weights.gather_once(params, {}, {})
-        x = local.embedding.forward(local.gather_non_block(params), fields, inputs)
-        return local.layers.forward(layers, x, inputs)[1]
+        x = local.non_block.forward(local.non_block.gather(params), fields, inputs)
+        return local.layers.forward_values(layers, x, inputs)[1]
 
     run = jax.shard_map(
         forward, mesh=program.mesh, in_specs=(specs, program.batch_sharding.spec), out_specs=P(), check_vma=False

@@ -72,7 +72,7 @@ def test_stages_with_empty_slots_train_as_one_device_does_and_leave_them_empty(t
     assert rows == {"dense": (0, 1, 2, EMPTY), "moe": (EMPTY, EMPTY, EMPTY, 3, 4, 5)}
 
     program = build(config)
-    assert "has 5 (2 dense, 3 with experts) and leaves 1 to 3 empty, which take as long" in summary(program, [])
+    assert "slots      5 per virtual stage (2 dense, 3 MoE), 1 to 3 of them empty;" in summary(program, [])
     trace, state = train(table, program)
     difference = table.compare(trace, reference(table, config))
     assert not difference.problems(), difference

@@ -10,7 +10,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from megajax.parallel.pipeline.schedules import IDLE, KINDS, Schedule, Table, assign_slots, check, make_schedule
+from megajax.parallel.pipeline.schedules import IDLE, KINDS, Schedule, Table, assign_buffer_slots, check, make_schedule
 from megajax.parallel.pipeline.simulator import Costs, replay, sends, simulate
 from megajax.pictures.schedule import draw, main, svg
 
@@ -278,7 +278,7 @@ def test_microbatches_in_flight_of_rounds_do_not_grow_with_microbatches(R):
     P = 4
     for kind in ("1f1b", "zero_bubble"):
         few, many = (simulate(make_schedule(kind, P, M, R), Costs()) for M in (4 * P, 16 * P))
-        assert few.in_flight == many.in_flight and few.slots == many.slots
+        assert few.in_flight == many.in_flight and few.buffer_slots == many.buffer_slots
         # The first stage keeps what it starts until its first microbatch is back, R·P + P - 2 ticks later.
         assert few.in_flight[0] == (R * P + P - 2 + 1) / R <= 2 * P - 1
 
@@ -288,11 +288,11 @@ def test_slots_are_as_few_as_what_is_alive_and_one_for_idle_operations():
         schedule = make_schedule(kind, P, M, R)
         report = simulate(schedule, Costs())  # replays the slots
         alive = round(max(report.in_flight) * R)
-        assert alive <= report.slots.activations <= alive + 1
-        assert report.slots.heads == (M if kind == "gpipe" else 1)
+        assert alive <= report.buffer_slots.activations <= alive + 1
+        assert report.buffer_slots.pending_heads == (M if kind == "gpipe" else 1)
         # What the last stage puts off while the pipeline fills, and one for a backward operation while it drains.
         deferred = kind == "zero_bubble" and P > 1
-        assert report.slots.deferred_slots == (min(P - 1, M * R) + 1 if deferred else 0)
+        assert report.buffer_slots.deferred_slots == (min(P - 1, M * R) + 1 if deferred else 0)
 
 
 SLOT_FIELDS = {
@@ -300,8 +300,8 @@ SLOT_FIELDS = {
     "backward": "activations",
     "deferred": "deferred_slots",
     "weight": "deferred_slots",
-    "head": "heads",
-    "backward_head": "heads",
+    "head": "pending_heads",
+    "backward_head": "pending_heads",
 }
 
 
@@ -309,7 +309,7 @@ SLOT_FIELDS = {
 @pytest.mark.parametrize(("P", "M", "R"), [(1, 3, 2), (2, 4, 1), (2, 8, 2), (4, 8, 2), (4, 16, 4)])
 def test_rounds_may_have_slots_of_their_own(kind, P, M, R):
     schedule = make_schedule(kind, P, M, R)
-    slots = assign_slots(schedule, apart=True)
+    slots = assign_buffer_slots(schedule, apart=True)
     replay(schedule, slots)
     assert len(slots.rounds) == slots.activations and set(slots.rounds) == set(range(R))
     owner = np.array(slots.rounds)
@@ -317,7 +317,7 @@ def test_rounds_may_have_slots_of_their_own(kind, P, M, R):
         used = table.active
         assert (owner[places[used]] == table.round[used]).all()
     if R == 1:
-        assert np.array_equal(slots.forward, assign_slots(schedule).forward)
+        assert np.array_equal(slots.forward, assign_buffer_slots(schedule).forward)
 
 
 @pytest.mark.parametrize(
@@ -329,7 +329,7 @@ def test_rounds_may_have_slots_of_their_own(kind, P, M, R):
 )
 def test_replay_catches_every_slot_that_is_off_by_one(kind, field):
     schedule = make_schedule(kind, 3, 6, 2)
-    slots = assign_slots(schedule)
+    slots = assign_buffer_slots(schedule)
     replay(schedule, slots)
     table = schedule.tables.get({"deferred": "backward"}.get(field, field.split("_")[0]), schedule.forward)
     used = table.active
@@ -350,7 +350,7 @@ def test_replay_catches_every_slot_that_is_off_by_one(kind, field):
 @pytest.mark.smoke
 def test_replay_catches_an_idle_operation_that_overwrites_what_is_needed():
     schedule = make_schedule("gpipe", 2, 3)
-    slots = assign_slots(schedule)
+    slots = assign_buffer_slots(schedule)
     assert schedule.forward.microbatch[3, 0] == IDLE and schedule.flags[3].forward
     wrong = slots.forward.copy()
     wrong[3, 0] = slots.forward[1, 0]

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from megajax.config.checks import check_mesh
 from megajax.mesh import build_mesh
-from megajax.parallel.stack.split import SplitBackward
+from megajax.parallel.stack.vjp import SplitBackward
 from megajax.step_plan import StepPlan
 from megajax.training.step import TrainProgram
 
@@ -174,14 +174,15 @@ def test_a_block_of_the_model_is_split_in_two(table, monkeypatch, model, policy)
 
     def compare(params, batch):
         fields = {name: field[0] for name, field in batch.items()}
-        inputs = local.inputs(fields, 0, None)
-        x = local.embedding.forward(local.gather_non_block(params), fields, inputs)
+        inputs = local.inputs(fields, 0)
+        x = local.non_block.forward(local.non_block.gather(params), fields, inputs)
         group = stack.weights.group_at(stack.weights.gather_once(params, {}, {})[0][0], segment, 0)
-        y, saved, _ = stack.group_forward(group, x, inputs, segment, 0, 0, True)
+        at = stack.groups.at(segment, 0, 0)
+        y, saved, _ = stack.groups.forward(at, group, x, inputs, True)
         leaves, structure = jax.tree.flatten(saved)
 
         def backward(group, leaves, dy, inputs):
-            return stack.group_backward(group, jax.tree.unflatten(structure, leaves), dy, inputs, segment, 0, 0)
+            return stack.groups.backward(at, group, jax.tree.unflatten(structure, leaves), dy, inputs)
 
         split = SplitBackward(backward, group, leaves, y, inputs)
         dx, vectors, _, later = split.inputs(group, leaves, y, inputs)

@@ -106,7 +106,7 @@ def test_a_run_logs_and_draws_its_routers_losses_and_loads_also_after_a_stop(tmp
         assert 1 <= line["expert_load_max"] <= 2
         assert 0.25 <= line["dropped_tokens_mean"] <= line["dropped_tokens_max"] < 1
         assert len(line["dropped_tokens"]) == 2
-    assert "2 of 4 experts a token in 2 of 3 layers, none more than 0.75 times its share" in capsys.readouterr().out
+    assert "2 of 4 experts in 2 of 3 layers, capacity factor 0.75" in capsys.readouterr().out
 
 
 def drawn(run_dir: Path) -> list[str]:

@@ -105,7 +105,7 @@ def test_evaluations_stand_at_their_interval_and_at_the_end(run):
 def test_a_packed_run_trains_and_evaluates_on_packed_batches(run, capsys):
     packed = ("data.reset_attention=true", "data.mask_end_of_document_loss=true")
     trainer = run("data.split='8,2,0'", "run.steps=2", "run.eval_steps=2", "mesh.data=2", *packed, devices=2)
-    assert "; documents apart in attention, loss\n" in capsys.readouterr().out
+    assert "; documents separate in attention, loss\n" in capsys.readouterr().out
     logged, evaluation = lines(trainer)[-2:]
     assert np.isfinite([logged["loss"], evaluation["eval_loss"]]).all()
     for split in ("train", "valid"):

@@ -67,7 +67,7 @@ def test_a_changed_config_is_listed_and_the_earlier_ones_are_kept(run_dir, build
     first = read_file(run_dir / "config.yaml").values
     assert build("run.steps=5", "run.checkpoint_interval=2").run() == 0
     assert "run.steps 4 → 5" in capsys.readouterr().out
-    with pytest.warns(UserWarning, match=r"step 6 is 0\.1, .* had 0\.003: set the section schedule as it was"):
+    with pytest.warns(UserWarning, match=r"step 6 is 0\.1, but 0\.003 in the schedule so far: restore the section"):
         assert build("run.steps=6", "run.checkpoint_interval=2", "schedule.learning_rate=0.1").run() == 0
     printed = capsys.readouterr().out
     assert "changed since the last start: run.steps 5 → 6; schedule.learning_rate 0.003 → 0.1" in printed
@@ -86,7 +86,7 @@ def test_the_console_tells_what_happens_and_what_to_do_next(run_dir, build, caps
     positions = [next(i for i, line in enumerate(lines) if line.startswith(start)) for start in starts]
     assert positions == sorted(positions)
     assert any(line.startswith("saved step 2 (") for line in lines)
-    assert lines[-1].endswith("train on: raise run.steps")
+    assert lines[-1].endswith("to train longer, raise run.steps")
 
 
 def test_the_host_does_not_run_ahead_of_the_devices(run_dir, build):
@@ -125,7 +125,7 @@ def test_a_damaged_checkpoint_is_named_with_the_newest_one_that_reads(run_dir, b
     with pytest.raises(InputError) as caught:
         build("run.steps=6").run()
     assert str(caught.value).startswith(f"the checkpoint {run_dir / 'checkpoints' / '4'} is damaged (")
-    assert str(caught.value).endswith("): set checkpoint.resume_step=2 to go on from the newest one that reads.")
+    assert str(caught.value).endswith("): set checkpoint.resume_step=2 to resume from the newest readable one.")
     assert files(run_dir) == before
 
 
@@ -187,7 +187,7 @@ def test_a_longer_run_warns_of_the_learning_rate_that_jumps(run_dir, build):
     trainer.save()
     trainer.checkpoints.close()
     # 3e-3 (1 + cos(3π/4)) / 2 at step 3 of 4; the cosine over 2 steps has ended.
-    with pytest.warns(UserWarning, match=r"learning rate of step 3 is 0\.000439, .* had 0: .*decay_steps=2 to keep"):
+    with pytest.warns(UserWarning, match=r"learning rate of step 3 is 0\.000439, but 0 in the .*decay_steps=2 to keep"):
         build(*cosine, "run.steps=4").save()
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
@@ -225,7 +225,7 @@ def test_a_save_that_fails_is_a_warning_while_an_older_checkpoint_stands(run_dir
     assert trainer.run() == 0
     printed = capsys.readouterr().out
     assert "the checkpoint of step 5 could not be saved" in printed
-    assert "(File too large): the newest one is of step 4, and training goes on" in printed
+    assert "(File too large): the newest one is of step 4; training continues" in printed
     assert digits(run_dir / "checkpoints") == [7]
 
 
@@ -239,7 +239,7 @@ def test_a_save_that_fails_with_nothing_to_fall_back_on_ends_the_run(run_dir, bu
         shutil.rmtree(run_dir)
     trainer = full_disk(build("run.steps=5", f"run.checkpoint_interval={interval}"), *steps)
     with pytest.raises(
-        InputError, match=f"step {steps[0]} could not be saved .*{part}: make room, then start the same"
+        InputError, match=f"step {steps[0]} could not be saved .*{part}: free disk space, then start the same"
     ):
         trainer.run()
     assert not (run_dir / "lock").exists()

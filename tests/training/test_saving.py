@@ -37,14 +37,14 @@ def test_other_data_on_resume_is_said_and_the_same_is_not(make_config, trained):
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         trainer_of(make_config(*trained)).checkpoints.close()
-    with pytest.warns(UserWarning, match="other data or in another order"):
+    with pytest.warns(UserWarning, match="other data, or with another order"):
         trainer_of(make_config(*trained, "data.order=sequential")).checkpoints.close()
 
 
 def test_momentum_that_is_not_in_the_checkpoint_is_refused_in_a_sentence(make_config, tmp_path):
     overrides = [f"run.dir={tmp_path / 'run'}", *SHORT, "optimizer.kind=sgd"]
     assert trainer_of(make_config(*overrides, "optimizer.beta1=0.0")).run() == 0
-    with pytest.raises(InputError, match="optimizer.beta1=zero, and this run has above zero: set optimizer.beta1=zero"):
+    with pytest.raises(InputError, match="optimizer.beta1=zero, but this run has above zero: set optimizer.beta1=zero"):
         trainer_of(make_config(*overrides, "optimizer.beta1=0.9"))
 
 
@@ -60,7 +60,7 @@ def test_a_token_outside_the_vocabulary_far_into_the_data_is_refused(make_config
     source = batches(trainer.program, "train", Samples())  # type: ignore[arg-type]
     for _ in range(5):
         next(source)
-    with pytest.raises(InputError, match="data.train holds token id 125, and model.vocab_size=125"):
+    with pytest.raises(InputError, match="data.train holds token id 125, but model.vocab_size=125"):
         next(source)
     trainer.checkpoints.close()
 

@@ -1,45 +1,114 @@
-"""A pipeline's weights, sums and buffers, by round, segment and group, stacked over loops; and what a tick hands on."""
+"""The buffers and sums of a pipeline, how operations read and write them, and the carry between ticks."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 
 from megajax.config.segments import Segment
-from megajax.parallel.pipeline.schedules import Schedule, Slots, assign_slots
-from megajax.parallel.stack.weights import GroupWeights
+from megajax.model.parts import BlockInputs
+from megajax.parallel.pipeline.schedules import BufferSlots, Schedule, assign_buffer_slots
+from megajax.parallel.stack.groups import Group, RematGroups
+from megajax.parallel.stack.weights import Amax, ByGroup, GroupWeights, Metrics
 from megajax.step_plan import StepPlan
 
 # Each slot has operations of its own up to so many programs with so many layers in all: they are compiled one by one.
 MOST_PROGRAMS, MOST_LAYERS = 16, 64
 
-Buffers = Any  # by segment, by group: a list of arrays [slots·loops, ...]
-Weights = Any  # by round, by segment, by group: arrays [loops, ...], without a loop [...]
+Arrays = list[jax.Array]
+Buffers = ByGroup[Arrays]  # each `[slots·loops, ...]`
 
 
-def choose_slots(plan: StepPlan, schedule: Schedule) -> tuple[Slots, int]:
+def choose_buffer_slots(plan: StepPlan, schedule: Schedule) -> tuple[BufferSlots, int]:
     """(slots, banks): every slot is a bank with operations of its own, or all are one where that is too many."""
-    apart = assign_slots(schedule, apart=True)
+    apart = assign_buffer_slots(schedule, apart=True)
     count = apart.activations
-    if plan.is_unrolled and count <= MOST_PROGRAMS and count * len(plan.slots) <= MOST_LAYERS:
+    if plan.is_unrolled and count <= MOST_PROGRAMS and count * len(plan.layer_slots) <= MOST_LAYERS:
         return apart, count
-    return assign_slots(schedule), 1
+    return assign_buffer_slots(schedule), 1
 
 
 class Carry(NamedTuple):
     """What a tick hands to the next."""
 
     x: jax.Array  # [T / tensor, D]: from the stage before, for the next forward operation
-    dx: jax.Array  # the same: the last backward operation's gradient, not handed over yet
-    heads: jax.Array  # [slots, T / tensor, D]: gradients of the head that wait; no slots if none waits
-    activations: list[Buffers]  # what forward operations saved, by bank
+    dx: jax.Array  # [T / tensor, D]: the last backward operation's gradient, not handed over yet
+    pending_heads: jax.Array  # [slots, T / tensor, D]: gradients of the head that wait; no slots if none waits
+    activations: list[Buffers]  # residuals of forward operations, by bank
     deferred: Buffers  # what weight operations need of backward operations
     non_block_gradients: dict[str, jax.Array]  # of the weights outside the blocks, FP32
-    layer_gradients: Weights  # FP32
-    amax: Weights  # FP8's largest magnitudes
+    layer_gradients: list[ByGroup[GroupWeights]]  # by round: FP32, [loops, ...], without a loop [...]
+    amax: list[ByGroup[tuple[Amax, ...]]]  # by round: FP8's largest magnitudes
     sums: dict[str, jax.Array]  # this device's shares of the losses, not divided by the tokens
-    metrics: Weights  # the layers', summed over the microbatches
+    metrics: list[ByGroup[Metrics]]  # by round: the layers', summed over the microbatches
+
+
+class ForwardBuffers:
+    """Keeps the residuals of a microbatch in its slot of a bank, and adds its metrics to those of the round."""
+
+    def __init__(self, segment: Segment, slot: jax.Array, loop: Any, state: tuple[Any, Any], active: jax.Array | None):
+        """`active` says whether this is work, None that there are no metrics."""
+        self.segment, self.loop, self.active = segment, loop, active
+        self.position = position(segment, slot, loop)
+        self.buffers, self.metrics = map(list, state)
+
+    def save(self, u: int, saved: Any, metrics: Metrics) -> None:
+        self.buffers[u] = write(self.buffers[u], saved, self.position)
+        if (active := self.active) is not None:
+            metrics = jax.tree.map(lambda a: jnp.where(active, a, 0), metrics)
+        self.metrics[u] = combine(jnp.add, self.metrics[u], metrics, self.segment, self.loop)
+
+    def close(self):
+        return (self.buffers, self.metrics), ()
+
+
+class BackwardBuffers:
+    """Reads residuals from a slot of a bank, and adds the gradients to those of the round.
+
+    Those of weight matrices only if not `split`; then what they need is deferred.
+    """
+
+    def __init__(self, operation: "BackwardOperation", s: int, segment: Segment, loop: Any, state: Any):
+        self.operation, self.segment, self.loop = operation, segment, loop
+        self.activations = operation.activations[s]
+        self.gradients, self.deferred, self.amax = map(list, state)
+
+    def backward(self, u: int, at: Group, weights: GroupWeights, dx: jax.Array, inputs: BlockInputs):
+        """(dx, gradients of the weights, without a split those of matrices too) of group `u`."""
+        own, groups = self.operation, self.operation.groups
+        saved = read(self.activations[u], position(self.segment, own.slot, self.loop))
+        if own.split:
+            parts = groups.split(at, weights, saved, dx, inputs)
+            dx, gradient, amax, later = parts.inputs(weights, saved, dx, inputs, at.layers)
+            self.deferred[u] = write(self.deferred[u], later, position(self.segment, own.keep, self.loop))
+        else:
+            dx, gradient, amax = groups.backward(at, weights, saved, dx, inputs)
+        amax = jax.tree.map(lambda a: jnp.where(own.active, a, 0), amax)
+        self.amax[u] = combine(jnp.maximum, self.amax[u], amax, self.segment, self.loop)
+        return dx, gradient
+
+    def add(self, u: int, gradient: GroupWeights) -> GroupWeights:
+        gradient = jax.tree.map(lambda g: g.astype(jnp.float32), gradient)
+        return combine(jnp.add, self.gradients[u], gradient, self.segment, self.loop)
+
+    def put(self, u: int, gradient: GroupWeights) -> None:
+        self.gradients[u] = gradient
+
+    def close(self):
+        return (self.gradients, self.deferred, self.amax), ()
+
+
+class BackwardOperation(NamedTuple):
+    """One backward operation: what its keepers share."""
+
+    groups: RematGroups
+    activations: Buffers  # of its bank
+    slot: jax.Array  # in the bank: what the forward operation has saved
+    keep: jax.Array  # the slot of what is deferred
+    active: jax.Array  # whether this is work
+    split: bool
 
 
 def loop_over(segment: Segment, body: Callable, state: Any) -> Any:
@@ -57,23 +126,16 @@ def position(segment: Segment, slot: jax.Array, loop: jax.Array | int) -> jax.Ar
     return slot * segment.loops + loop
 
 
-def pick(weights: Any, segment: Segment, loop: jax.Array | int) -> Any:
-    """The weights of one loop; where there is a single one they have no leading dimension."""
-    if segment.loops == 1:
-        return weights
-    return jax.tree.map(lambda w: lax.dynamic_index_in_dim(w, loop, keepdims=False), weights)
-
-
-def replaced(rounds: Weights, r: int, new: Any) -> Weights:
+def replaced(rounds: list, r: int, new: Any) -> list:
     """`rounds` with one replaced."""
     return [new if k == r else old for k, old in enumerate(rounds)]
 
 
-def read(buffers: list[jax.Array], at: jax.Array) -> list[jax.Array]:
+def read(buffers: Arrays, at: jax.Array) -> Arrays:
     return [lax.dynamic_index_in_dim(buffer, at, keepdims=False) for buffer in buffers]
 
 
-def write(buffers: list[jax.Array], values: list[jax.Array], at: jax.Array) -> list[jax.Array]:
+def write(buffers: Arrays, values: Arrays, at: jax.Array) -> Arrays:
     pairs = zip(buffers, values, strict=True)
     return [lax.dynamic_update_index_in_dim(buffer, value, at, 0) for buffer, value in pairs]
 

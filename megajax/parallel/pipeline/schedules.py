@@ -199,13 +199,11 @@ def check(schedule: Schedule) -> None:
             )
             raise ValueError(f"the {name} table does not hold every operation once: {which}.")
     forward, backward = schedule.ticks_of["forward"], schedule.ticks_of["backward"]
-    _refuse_where(
-        forward[:, 1:] != forward[:, :-1] + 1, "forward", "does not follow the stage before it by one tick", 1
-    )
-    _refuse_where(backward[:, :-1] != backward[:, 1:] + 1, "backward", "does not follow the stage after it by one tick")
-    _refuse_where(backward[:, -1:] < forward[:, -1:], "backward", "comes before the loss of its microbatch", S - 1)
+    _fail_where(forward[:, 1:] != forward[:, :-1] + 1, "forward", "does not follow the stage before it by one tick", 1)
+    _fail_where(backward[:, :-1] != backward[:, 1:] + 1, "backward", "does not follow the stage after it by one tick")
+    _fail_where(backward[:, -1:] < forward[:, -1:], "backward", "comes before the loss of its microbatch", S - 1)
     if schedule.weight is not None:
-        _refuse_where(schedule.ticks_of["weight"] < backward, "weight", "comes before its gradient is there")
+        _fail_where(schedule.ticks_of["weight"] < backward, "weight", "comes before its gradient is there")
         idle = np.array([flags.weight for flags in schedule.flags])[:, None] & ~schedule.weight.active
         if idle.any():
             raise ValueError(
@@ -213,43 +211,43 @@ def check(schedule: Schedule) -> None:
             )
 
 
-def _refuse_where(wrong: np.ndarray, name: str, problem: str, first_stage: int = 0) -> None:
-    """`wrong[m, i]` is of microbatch m on virtual stage first_stage + i."""
+def _fail_where(wrong: np.ndarray, name: str, problem: str, first_stage: int = 0) -> None:
+    """Raise for the first `wrong[m, i]`: microbatch m on virtual stage first_stage + i."""
     if wrong.any():
         microbatch, stage = np.argwhere(wrong)[0] + [0, first_stage]
         raise ValueError(f"the {name} operation of microbatch {microbatch} on virtual stage {stage} {problem}.")
 
 
 @dataclass(frozen=True)
-class Slots:
-    """Where each operation keeps what a later one needs: indices into buffers of a few slots, `[ticks, P]` int32.
+class BufferSlots:
+    """Where each operation keeps the arrays that a later one needs: indices of buffer slots, `[ticks, P]` int32.
 
-    An idle operation inside a phase runs all the same, on numbers that nobody uses: it writes where nothing alive lies,
-    and reads what some forward operation has left, so that it makes no NaN.
+    An idle operation in a phase runs too, on numbers that nobody uses: it writes to a free slot, and reads a slot that
+    a forward operation has written, so that it makes no NaN.
     """
 
-    activations: int  # how many slots a stage needs for what the forward operation saves
+    activations: int  # slots on each stage for what forward operations save
     rounds: tuple[int, ...]  # the round of each of these, on every stage; empty if rounds share them
-    deferred_slots: int  # and for what weight operations need; 0 if none is deferred
-    heads: int  # and for gradients of the head that wait for their backward operation
-    forward: np.ndarray  # the forward operation writes here
-    backward: np.ndarray  # the backward operation reads here
-    deferred: np.ndarray  # and writes here what a weight operation needs
-    weight: np.ndarray  # which reads it here
-    head: np.ndarray  # [ticks]: the head writes here
-    backward_head: np.ndarray  # [ticks]: the last virtual stage's backward operation reads here
+    deferred_slots: int  # slots for what weight operations need; 0 if none is deferred
+    pending_heads: int  # slots for gradients of the head that wait for their backward operation
+    forward: np.ndarray  # the forward operation writes to this activation slot
+    backward: np.ndarray  # the backward operation reads this activation slot
+    deferred: np.ndarray  # the backward operation writes to this deferred slot
+    weight: np.ndarray  # the weight operation reads this deferred slot
+    head: np.ndarray  # [ticks]: the head writes to this slot of pending heads
+    backward_head: np.ndarray  # [ticks]: the last virtual stage's backward operation reads this one
 
 
-def assign_slots(schedule: Schedule, apart: bool = False) -> Slots:
-    """Small buffers for a checked schedule: a slot is free again after its last use.
+def assign_buffer_slots(schedule: Schedule, apart: bool = False) -> BufferSlots:
+    """Buffer slots for a checked schedule: a slot is free again after its last use.
 
-    Rounds share the slots of activations, or have their own (`apart`), which may be more.
+    Rounds share activation slots, or have their own (`apart`), which may be more.
     """
     stages, final = range(schedule.stages), schedule.rounds - 1
     flagged = {name: np.array([getattr(flags, name) for flags in schedule.flags]) for name in Flags._fields}
 
     def kept(writer: Table, writes: np.ndarray, reader: str) -> list["_Kept"]:
-        return [_keep(writes, _lives(schedule, writer, s, schedule.ticks_of[reader])) for s in stages]
+        return [_keep(writes, _intervals(schedule, writer, s, schedule.ticks_of[reader])) for s in stages]
 
     def written(kept: list["_Kept"]) -> np.ndarray:
         return np.stack([k.written for k in kept], axis=1)
@@ -264,11 +262,11 @@ def assign_slots(schedule: Schedule, apart: bool = False) -> Slots:
     deferred_slots = kept(schedule.backward, flagged["split"], "weight") if schedule.weight is not None else []
     starts, ends = schedule.ticks_of["forward"][:, -1], schedule.ticks_of["backward"][:, -1]
     heads = _keep(flagged["head"], {(m, final): (int(starts[m]), int(ends[m])) for m in range(schedule.microbatches)})
-    return Slots(
+    return BufferSlots(
         activations=max(k.count for k in activations),
         rounds=rounds,
         deferred_slots=max((k.count for k in deferred_slots), default=0),
-        heads=heads.count,
+        pending_heads=heads.count,
         forward=written(activations),
         backward=read(activations, schedule.backward),
         deferred=written(deferred_slots) if deferred_slots else nothing,
@@ -284,45 +282,45 @@ Work = tuple[int, int]  # microbatch, round
 class _Kept(NamedTuple):
     count: int  # slots
     written: np.ndarray  # [ticks]
-    of_work: dict[Work, int]
+    of_work: dict[Work, int]  # the slot of each microbatch and round
 
 
-def _lives(schedule: Schedule, writer: Table, stage: int, dead_after: np.ndarray) -> dict[Work, tuple[int, int]]:
-    """From when to when what a stage's operations of one table write is needed."""
+def _intervals(schedule: Schedule, writer: Table, stage: int, last_read: np.ndarray) -> dict[Work, tuple[int, int]]:
+    """The live intervals (first tick, last tick) of what a stage's operations of one table write."""
     out = {}
     for tick in np.flatnonzero(writer.active[:, stage]):
         m, r = int(writer.microbatch[tick, stage]), int(writer.round[tick, stage])
-        out[m, r] = (int(tick), int(dead_after[m, r * schedule.stages + stage]))
+        out[m, r] = (int(tick), int(last_read[m, r * schedule.stages + stage]))
     return out
 
 
-def _keep(writes: np.ndarray, lives: dict[Work, tuple[int, int]]) -> _Kept:
-    """Slots for lives, the lowest free one each; within a tick writing comes before reading.
+def _keep(writes: np.ndarray, intervals: dict[Work, tuple[int, int]]) -> _Kept:
+    """The lowest free slot for each live interval; within a tick, writing comes before reading.
 
-    At a tick that `writes` without beginning a life a dead slot is written.
+    A write (`writes [ticks]`) that starts no live interval goes to a free slot.
     """
-    begins = {first: work for work, (first, _) in lives.items()}
+    starts = {first: work for work, (first, _) in intervals.items()}
     written, of_work = np.zeros(len(writes), np.int32), {}
-    dead_after: list[int] = []  # of each slot
+    free_after: list[int] = []  # for each slot
     for tick in np.flatnonzero(writes):
-        slot = next((i for i, last in enumerate(dead_after) if last < tick), len(dead_after))
-        dead_after[slot:] = dead_after[slot:] or [IDLE]
+        slot = next((i for i, last in enumerate(free_after) if last < tick), len(free_after))
+        free_after[slot:] = free_after[slot:] or [IDLE]
         written[tick] = slot
-        if int(tick) in begins:
-            work = begins[int(tick)]
-            of_work[work], dead_after[slot] = slot, lives[work][1]
-    return _Kept(len(dead_after), written, of_work)
+        if int(tick) in starts:
+            work = starts[int(tick)]
+            of_work[work], free_after[slot] = slot, intervals[work][1]
+    return _Kept(len(free_after), written, of_work)
 
 
 def _keep_apart(schedule: Schedule, writes: np.ndarray) -> tuple[list[_Kept], tuple[int, ...]]:
-    """(each stage's slots of activations, the round of each slot): those of one round after those of another."""
+    """(each stage's activation slots, the round of each slot): the slots of each round, round by round."""
     kept = [_Kept(0, np.zeros(schedule.ticks, np.int32), {}) for _ in range(schedule.stages)]
     rounds: tuple[int, ...] = ()
     for r in range(schedule.rounds):
         first = len(rounds)
         for s, before in enumerate(kept):
-            lives = _lives(schedule, schedule.forward, s, schedule.ticks_of["backward"])
-            own = {work: life for work, life in lives.items() if work[1] == r}
+            intervals = _intervals(schedule, schedule.forward, s, schedule.ticks_of["backward"])
+            own = {work: interval for work, interval in intervals.items() if work[1] == r}
             here = _keep(writes & (schedule.forward.round[:, s] == r), own)
             written = np.where(schedule.forward.round[:, s] == r, here.written + first, before.written)
             of_work = before.of_work | {work: slot + first for work, slot in here.of_work.items()}

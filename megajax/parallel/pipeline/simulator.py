@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megajax.parallel.pipeline.schedules import IDLE, Schedule, Slots, Table, Work, assign_slots, check
+from megajax.parallel.pipeline.schedules import IDLE, BufferSlots, Schedule, Table, Work, assign_buffer_slots, check
 
 
 @dataclass(frozen=True)
@@ -41,11 +41,11 @@ class Costs:
 
 
 class SlotCounts(NamedTuple):
-    """How many slots a stage's buffers have, as in `Slots`."""
+    """How many slots a stage's buffers have, as in `BufferSlots`."""
 
     activations: int
     deferred_slots: int
-    heads: int
+    pending_heads: int
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Report:
     time: float
     ideal: float  # the time if no stage ever stood idle
     in_flight: list[float]  # on each stage: most microbatches whose activations are kept at once, in whole stages
-    slots: SlotCounts
+    buffer_slots: SlotCounts
 
     @property
     def bubble(self) -> float:
@@ -71,14 +71,14 @@ def simulate(schedule: Schedule, costs: Costs) -> Report:
     (`check`) and for slots that lose what is still needed (`replay`).
     """
     check(schedule)
-    slots = assign_slots(schedule)
+    slots = assign_buffer_slots(schedule)
     replay(schedule, slots)
     return Report(
         ticks=schedule.ticks,
         time=float(tick_starts(schedule, costs)[-1]),
         ideal=schedule.microbatches * costs.work,
         in_flight=_in_flight(schedule),
-        slots=SlotCounts(slots.activations, slots.deferred_slots, slots.heads),
+        buffer_slots=SlotCounts(slots.activations, slots.deferred_slots, slots.pending_heads),
     )
 
 
@@ -125,15 +125,15 @@ class _Access(NamedTuple):
     slot: np.ndarray  # [ticks, columns]
 
 
-def replay(schedule: Schedule, slots: Slots) -> None:
-    """Refuse slots that lose what is still needed, by writing and reading them tick by tick.
+def replay(schedule: Schedule, slots: BufferSlots) -> None:
+    """Check buffer slots by writing and reading them tick by tick.
 
     Each operation must read what was written for its own microbatch and round; an idle operation overwrites its slot
-    with nothing of use, and must read a slot that has been written. Gradients are written only where `Flags.split`, and
-    weight operations read only where `Flags.weight`: elsewhere the backward operation does both and puts nothing off.
-    Raises ValueError naming tick, stage and operation.
+    with numbers that nobody uses, and must read a slot that has been written. Deferred slots are written only where
+    `Flags.split`, and read only where `Flags.weight`: elsewhere the backward operation defers nothing. Raises
+    ValueError naming tick, stage and operation.
     """
-    memory: dict[tuple[str, int, int], Work | None] = {}  # by buffer, stage and slot; None: nothing of use
+    memory: dict[tuple[str, int, int], Work | None] = {}  # by buffer, stage and slot; None: of an idle operation
     accesses = _accesses(schedule, slots)
     for tick, flags in enumerate(schedule.flags):
         for access in (access for access in accesses if getattr(flags, access.flag)):
@@ -159,15 +159,15 @@ def _named(work: Work | None) -> str:
     return "no microbatch" if work is None else f"microbatch {work[0]}, round {work[1]}"
 
 
-def _accesses(schedule: Schedule, slots: Slots) -> list[_Access]:
+def _accesses(schedule: Schedule, slots: BufferSlots) -> list[_Access]:
     """All there are, in their order within a tick."""
     forward, backward, weight = schedule.forward, schedule.backward, schedule.weight
-    loss, loss_backward = (_of_last_virtual_stage(schedule, table) for table in (forward, backward))
+    loss, last = (_of_last_virtual_stage(schedule, table) for table in (forward, backward))
     out = [
         _Access("forward", "forward", True, "activations", slots.activations, forward, slots.forward),
-        _Access("head", "head", True, "heads", slots.heads, loss, slots.head[:, None]),
+        _Access("head", "head", True, "heads", slots.pending_heads, loss, slots.head[:, None]),
         _Access("backward", "backward", False, "activations", slots.activations, backward, slots.backward),
-        _Access("backward", "backward", False, "heads", slots.heads, loss_backward, slots.backward_head[:, None]),
+        _Access("backward", "backward", False, "heads", slots.pending_heads, last, slots.backward_head[:, None]),
     ]
     if weight is not None:
         out += [

@@ -49,6 +49,7 @@ def loop_over_layers(body: Callable, carry, xs: tuple, segment: Segment, reverse
     # A scan would fill its stacks with zeros first, and XLA would do so for all segments at once, before the first.
     _, shapes = jax.eval_shape(flat, carry, jnp.int32(0), jax.tree.map(lambda a: a[0], xs))
     stacks = [lax.empty((segment.loops, *a.shape), a.dtype) for a in shapes]
-    carry, stacks = lax.optimization_barrier((carry, stacks))  # or XLA would allocate them before they are needed
+    if stacks:  # behind a barrier, or XLA would allocate them before they are needed
+        carry, stacks = lax.optimization_barrier((carry, stacks))
     carry, stacks = lax.fori_loop(0, segment.loops, iteration, (carry, stacks))
     return carry, jax.tree.unflatten(structure, stacks)

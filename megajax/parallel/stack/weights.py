@@ -24,6 +24,7 @@ from megajax.sharding import BLOCKS
 from megajax.step_plan import StepPlan
 
 LayerState = Mapping[str, Mapping[str, jax.Array]]  # by kind of block and name: `[L, ...]` of its layers
+type ByGroup[T] = Sequence[Sequence[T]]  # by segment, by remat group of its body
 GroupWeights = tuple[dict[str, Any], ...]  # the fused weights of a group's layers, by name: arrays or Fp8Weights
 Amax = dict[str, jax.Array]  # by linear layer: the largest magnitudes of its input and its output gradient
 Metrics = tuple[dict[str, jax.Array], ...]  # of a group's layers, by name
@@ -31,13 +32,13 @@ Metrics = tuple[dict[str, jax.Array], ...]  # of a group's layers, by name
 
 @dataclass(frozen=True)
 class GroupProgram:
-    """What the computation of a group depends on: groups with equal ones are traced and lowered once."""
+    """Everything that the computation of a group depends on: groups with equal ones are traced and lowered once."""
 
     kinds: tuple[LayerKind, ...]  # of its layers
-    gathered: tuple[bool, ...]  # of each layer, whether its weights stay gathered over `fsdp`
+    gathered: tuple[bool, ...]  # for each layer, whether its weights stay gathered over `fsdp`
     policy: str
     fp8: bool
-    stacked: bool  # whether what it saves is copied into an array of several loops, or a pipeline's buffer
+    stacked: bool  # whether its residuals are copied into an array of several loops, or a pipeline's buffer
     looped: bool
 
 
@@ -56,7 +57,7 @@ class StackWeights:
         fused: Mapping[str, FusedWeights],
     ):
         self.plan, self.comm, self.blocks, self.exchange, self.fused = plan, comm, blocks, exchange, fused
-        self.slots, self.table, self.segments = plan.slots, plan.layer_table, plan.segments
+        self.slots, self.table, self.segments = plan.layer_slots, plan.layer_table, plan.segments
         self.scaling, self.gathered = Scaling(plan.config), plan.gathered_slots
         self.rounds = self.table.shape[1]
         self.all = Rows(self.table, range(len(self.slots)))

@@ -1,0 +1,157 @@
+"""Forward and backward pass of one remat group: one layer, or `remat.group` of them."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from megajax.config.segments import Segment
+from megajax.model.block import Block
+from megajax.model.parts import BlockInputs
+from megajax.ops.fp8 import Fp8Weight
+from megajax.parallel.comm import MeshComm
+from megajax.parallel.stack.vjp import Layout, Residuals, SplitBackward, with_policy
+from megajax.parallel.stack.weights import GroupProgram, GroupWeights, StackWeights
+from megajax.step_plan import StepPlan
+
+
+class Group(NamedTuple):
+    """One remat group in one iteration of its segment's loop."""
+
+    program: GroupProgram
+    layers: Any  # the index of its first layer; where its layers are not consecutive, all of them `[group_size]`
+
+
+class RematGroups:
+    """The passes of a device's remat groups."""
+
+    def __init__(self, plan: StepPlan, comm: MeshComm, blocks: Mapping[str, Block], weights: StackWeights):
+        self.plan, self.comm, self.blocks, self.weights = plan, comm, blocks, weights
+        # With sinks, cuDNN's call is one step of an operation whose result has a name.
+        self.attention_is_fused = comm.attention_is_fused and not plan.config.model.attention_sinks
+        # One function for all equal groups: XLA inlines its calls, but jax traces and lowers it once. Not where no two
+        # calls of attention may be equal (`MeshComm.attend`).
+        shared = (lambda f, **_: f) if comm.deterministic else jax.jit
+        self._forward = shared(self._group_forward, static_argnames=("program", "save"))
+        self._backward = shared(self._group_backward, static_argnames=("program",))
+        self._traced: dict[Any, Any] = {}  # layouts and divided backward passes, by what they depend on
+
+    def at(self, segment: Segment, u: int, first: Any) -> Group:
+        """Group `u` of a segment's body whose first layer is `first`, or whose layers are `first [unroll]`."""
+        offset, count = u * segment.group_size, segment.group_size
+        start = segment.start + offset
+        program = GroupProgram(
+            self.plan.layer_slots[start : start + count],
+            tuple(self.weights.stay_gathered(segment, u)),
+            segment.policy,
+            segment.fp8,
+            segment.loops > 1 or self.plan.is_pipelined,
+            segment.loops > 1,
+        )
+        return Group(program, first[offset : offset + count] if jnp.ndim(first) else first + offset)
+
+    def forward(self, at: Group, weights: GroupWeights, x: jax.Array, inputs: BlockInputs, save: bool):
+        """(y, what `backward` needs of it: a list of arrays if they are stacked, None if not `save`; metrics)."""
+        y, residuals, metrics = self._forward(weights, x, inputs, at.layers, program=at.program, save=save)
+        if save and at.program.stacked:
+            residuals = self.layout(at, weights, x, inputs).store(residuals)
+        return y, residuals, metrics
+
+    def backward(self, at: Group, weights: GroupWeights, saved: Any, dy: jax.Array, inputs: BlockInputs):
+        """The group's output gradient → (that of its input, its weights' gradients, FP8 amaxes of its layers)."""
+        residuals = self.layout(at, weights, dy, inputs).restore(saved) if at.program.stacked else saved
+        return self._backward(weights, residuals, dy, inputs, at.layers, program=at.program)
+
+    def layout(self, at: Group, weights: GroupWeights, x: jax.Array, inputs: BlockInputs) -> Layout:
+        """How a group's residuals are stacked; `x` is any residual stream."""
+
+        def residuals(*arguments):
+            return self._group_forward(*arguments, program=at.program, save=True)[1]
+
+        arguments = weights, x, inputs, at.layers
+        return self._once(("layout", at.program, x.shape), lambda: Layout(residuals, *arguments))
+
+    def split(self, at: Group, weights: GroupWeights, saved: Any, dy: jax.Array, inputs: BlockInputs) -> SplitBackward:
+        """The backward pass of a group in two parts, for the arguments `(weights, saved, dy, inputs, at.layers)`."""
+
+        def backward(weights, saved, dy, inputs, layers):
+            return self.backward(at._replace(layers=layers), weights, saved, dy, inputs)
+
+        arguments = weights, saved, dy, inputs, at.layers
+        return self._once(("split", at.program, dy.shape), lambda: SplitBackward(backward, *arguments))
+
+    def _once(self, key: Any, trace: Callable[[], Any]) -> Any:
+        """A result of `trace`, kept: but not where no two calls of attention may be equal, which it holds."""
+        if self.comm.deterministic or key not in self._traced:
+            self._traced[key] = trace()
+        return self._traced[key]
+
+    def _group_forward(self, weights: GroupWeights, x, inputs, layers, *, program: GroupProgram, save: bool):
+        gathered, run = self.weights.gather(weights, program, backward=False), self._runner(inputs, layers, program)
+        if not save or program.policy == "full":
+            (y, _), metrics = run(gathered, x)
+            return y, (x if save else None), metrics
+        names = dict.fromkeys(name for kind in program.kinds for name in self.blocks[kind.block].saved_names)
+        run = with_policy(run, program.policy, [*names], self.attention_is_fused)
+        (y, _), pull, metrics = jax.vjp(run, gathered, x, has_aux=True)
+        return y, Residuals.of(pull, (gathered, inputs)), metrics
+
+    def _group_backward(self, weights: GroupWeights, saved, dy, inputs: BlockInputs, layers, *, program: GroupProgram):
+        gathered = self.weights.gather(weights, program, backward=True)
+        if program.policy == "full":
+            x, dy = lax.optimization_barrier((saved, dy))  # or the recomputation would be merged with the forward pass
+            _, pull, _ = jax.vjp(self._runner(inputs, layers, program), gathered, x, has_aux=True)
+        else:
+            pull = saved.pull((gathered, inputs))
+        has_losses = any(self.blocks[kind.block].losses for kind in program.kinds)
+        gradient, dx = pull((dy, inputs.layer_loss_scale if has_losses else None))
+        gradient = tuple(
+            {n: g for n, g in layer.items() if n not in self.weights.state_names[kind.block]}
+            for kind, layer in zip(program.kinds, gradient, strict=True)
+        )
+        amax = tuple({n: g.amax for n, g in layer.items() if isinstance(g, Fp8Weight)} for layer in gradient)
+        gradient = tuple(
+            {n: g.gradient if isinstance(g, Fp8Weight) else g for n, g in layer.items()} for layer in gradient
+        )
+        return dx, gradient, amax
+
+    def _runner(self, inputs: BlockInputs, layers, program: GroupProgram) -> Callable:
+        """(a group's weights, x) → ((y, the layers' losses), metrics); `layers` is the group's first, or all of them.
+
+        The losses are this device's share, None where there are none. They are an output, because their gradient begins
+        here, whatever becomes of y.
+        """
+
+        def run(weights: GroupWeights, x: jax.Array):
+            metrics: list[dict[str, jax.Array]] = []
+            for i, (kind, layer_weights) in enumerate(zip(program.kinds, weights, strict=True)):
+                state = self.weights.state_names[kind.block]
+                x, measured = self.blocks[kind.block](
+                    {name: w for name, w in layer_weights.items() if name not in state},
+                    x,
+                    inputs,
+                    layers[i] if jnp.ndim(layers) else layers + i,
+                    {name: a for name, a in layer_weights.items() if name in state},
+                    comm=self.comm,
+                    window=kind.window,
+                    recompute=self._recomputed(program),
+                )
+                metrics.append(measured)
+            measured = zip(program.kinds, metrics, strict=True)
+            losses = [own[n] for kind, own in measured for n in self.blocks[kind.block].losses if n in own]
+            return (x, sum(losses) if losses else None), tuple(metrics)
+
+        return run
+
+    def _recomputed(self, program: GroupProgram) -> tuple[str, ...]:
+        """The values that blocks compute again without a policy of `jax.checkpoint`.
+
+        Results of norms are expensive to keep where they are copied: written twice and read twice, they take longer
+        than to compute again. Not so over `tensor`, where their tokens would be gathered again, and in FP8.
+        """
+        parts = ("attention",) if program.policy == "selective" else ()
+        if program.stacked and self.comm.tensor_size == 1 and not program.fp8:
+            parts = (*parts, "norms")
+        return parts if program.policy in ("none", "selective") else ()

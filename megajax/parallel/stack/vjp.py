@@ -1,0 +1,197 @@
+"""Work on `jax.vjp` functions: what of them is kept, where, and how one is divided in two.
+
+`Residuals` are the leaves that the forward pass of a remat group has to keep, `Layout` says which of them are stored in
+stacked arrays, `SplitBackward` divides a backward pass, and `with_policy` selects what a remat policy saves. Nothing
+here knows of layers or meshes, and every function returns all that it makes.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+from jax.extend.core import JaxprEqn, Literal, Var
+
+VIEWS = ("name", "reshape", "squeeze")  # primitives whose result holds the numbers of their operand
+INLINED = ("jit", "remat2", "closed_call")  # `SplitBackward` divides their parts too
+Environment = dict[Var, Any]
+
+
+@jax.tree_util.register_pytree_node_class
+class Residuals:
+    """What a backward pass needs: the leaves of a `jax.vjp` function without those that it is given again.
+
+    The group's weights and the block's other inputs are given again.
+    """
+
+    def __init__(self, saved: list[jax.Array], treedef: Any, sources: tuple[int, ...]):
+        # sources: for each leaf its index in [*saved, *given]
+        self.saved, self.treedef, self.sources = saved, treedef, sources
+
+    @classmethod
+    def of(cls, pull: Callable, given: Any) -> "Residuals":
+        """Split the leaves by identity: those that are `given`, and everything else once."""
+        leaves, treedef = jax.tree.flatten(pull)
+        given_ids = {id(a) for a in jax.tree.leaves(given)}
+        saved = {id(leaf): leaf for leaf in leaves if id(leaf) not in given_ids}
+        index = {key: i for i, key in enumerate([*saved, *map(id, jax.tree.leaves(given))])}
+        return cls(list(saved.values()), treedef, tuple(index[id(leaf)] for leaf in leaves))
+
+    def pull(self, given: Any) -> Callable:
+        """The vjp function again, with the arrays of `given`."""
+        arrays = [*self.saved, *jax.tree.leaves(given)]
+        return jax.tree.unflatten(self.treedef, [arrays[i] for i in self.sources])
+
+    def tree_flatten(self):
+        return self.saved, (self.treedef, self.sources)
+
+    @classmethod
+    def tree_unflatten(cls, static, saved):
+        return cls(list(saved), *static)
+
+
+class Layout:
+    """How residuals are stored in stacked arrays or buffers: each array once, in however many shapes it occurs."""
+
+    def __init__(self, forward: Callable, *arguments: Any):
+        """`forward(*arguments)` returns the residuals; the arguments are examples."""
+        closed, shapes = jax.make_jaxpr(forward, return_shape=True)(*arguments)
+        leaves, self.structure = jax.tree.flatten(shapes)
+        made_by = {var: equation for equation in closed.jaxpr.eqns for var in equation.outvars}
+
+        def source(var: Any) -> Any:
+            while not isinstance(var, Literal) and var in made_by and made_by[var].primitive.name in VIEWS:
+                var = made_by[var].invars[0]
+            return id(var)
+
+        sources = [source(var) for var in closed.jaxpr.outvars]
+        self.first = [sources.index(key) for key in sources]  # for each leaf the first one that holds the same numbers
+        self.kept = sorted(set(self.first))
+        self.shapes = [leaf.shape for leaf in leaves]
+
+    def store(self, residuals: Any) -> list[jax.Array]:
+        """Residuals → the arrays to store."""
+        leaves = jax.tree.leaves(residuals)
+        return [leaves[i] for i in self.kept]
+
+    def restore(self, values: Sequence[jax.Array]) -> Any:
+        """Stored arrays → residuals."""
+        kept = dict(zip(self.kept, values, strict=True))
+        leaves = [kept[i].reshape(shape) for i, shape in zip(self.first, self.shapes, strict=True)]
+        return jax.tree.unflatten(self.structure, leaves)
+
+
+def with_policy(run: Callable, policy: str, names: Sequence[str], attention_is_fused: bool) -> Callable:
+    """`run`, so that its `jax.vjp` keeps what a remat policy saves; `names` are `checkpoint_name`s of its values.
+
+    Policies other than "save_matmuls" and "offload" do not select values.
+    """
+    if policy not in ("save_matmuls", "offload"):
+        return run
+    # cuDNN's residuals, attention's output among them, are inside its custom_vjp, where names do not reach: without
+    # them its forward pass would run twice.
+    names = [name for name in names if not (name == "attention" and attention_is_fused)]
+    policies = jax.checkpoint_policies
+    named = policies.save_only_these_names(*names)
+    if policy == "offload":
+        named = policies.save_and_offload_only_these_names(
+            names_which_can_be_saved=[],
+            names_which_can_be_offloaded=names,
+            offload_src="device",
+            offload_dst="pinned_host",
+        )
+
+    def keep(prim, *args, **params):
+        fused = attention_is_fused and "dot_product_attention_fwd" in str(prim)
+        return True if fused else named(prim, *args, **params)
+
+    return jax.checkpoint(run, policy=keep)
+
+
+class SplitBackward:
+    """A backward pass in two: gradients of inputs at once, gradients of weight matrices later (Qi et al. 2024).
+
+    `backward(weights, saved, *rest) → (dx, gradients, extra)` is traced, and its operations are divided: those that
+    only gradients of matrices (two dimensions or more) need are deferred, with their operands from the first part. So
+    every block can be split, whatever it computes. `saved` is a list of arrays, `gradients` a tuple of dictionaries.
+    The arguments here are examples, arrays or shapes; later ones must have the same shapes.
+    """
+
+    def __init__(self, backward: Callable, weights: Any, saved: Sequence[jax.Array], *rest: Any):
+        arguments = (weights, list(saved), *rest)
+        once, shapes = jax.make_jaxpr(backward, return_shape=True)(*arguments)
+        self.out_structure = jax.tree.structure(shapes)
+        jaxpr = jax.make_jaxpr(lambda *leaves: _run(once, leaves))(*jax.tree.leaves(arguments))
+        self.constants = dict(zip(jaxpr.jaxpr.constvars, jaxpr.consts, strict=True))
+        self.invars, self.outvars = jaxpr.jaxpr.invars, jaxpr.jaxpr.outvars
+        _, gradients, _ = jax.tree.unflatten(self.out_structure, range(len(self.outvars)))
+        positions = jax.tree.leaves(gradients)
+        self.late = [i for i in positions if len(self.outvars[i].aval.shape) >= 2]
+        early = [var for i, var in enumerate(self.outvars) if i not in self.late]
+        self.early_equations = _needed(jaxpr.jaxpr.eqns, early)
+        first = {id(equation) for equation in self.early_equations}
+        others = [equation for equation in jaxpr.jaxpr.eqns if id(equation) not in first]
+        self.late_equations = _needed(others, [self.outvars[i] for i in self.late])
+
+        self.weight_vars = self.invars[: len(jax.tree.leaves(weights))]  # the second part is given the weights again
+        made = {var for equation in self.late_equations for var in equation.outvars}
+        read = [var for equation in self.late_equations for var in equation.invars]
+        read += [self.outvars[i] for i in self.late]
+        known = {*self.weight_vars, *self.constants, *made}
+        self.deferred = list(dict.fromkeys(v for v in read if not isinstance(v, Literal) and v not in known))
+
+    def inputs(self, weights: Any, saved: Sequence[jax.Array], *rest: Any):
+        """(dx, gradients of vectors, extra, arrays that `weights` needs later)."""
+        leaves = jax.tree.leaves((weights, list(saved), *rest))
+        values = {**self.constants, **dict(zip(self.invars, leaves, strict=True))}
+        _evaluate(self.early_equations, values)
+        out = [None if i in self.late else _value(var, values) for i, var in enumerate(self.outvars)]
+        dx, gradients, extra = jax.tree.unflatten(self.out_structure, out)
+        return dx, _present(gradients), extra, [values[var] for var in self.deferred]
+
+    def weights(self, weights: Any, deferred: Sequence[jax.Array]):
+        """Gradients of matrices, from the arrays that `inputs` deferred."""
+        values = {**self.constants, **dict(zip(self.weight_vars, jax.tree.leaves(weights), strict=True))}
+        values |= dict(zip(self.deferred, deferred, strict=True))
+        _evaluate(self.late_equations, values)
+        out = [_value(var, values) if i in self.late else None for i, var in enumerate(self.outvars)]
+        return _present(jax.tree.unflatten(self.out_structure, out)[1])
+
+
+def _present(gradients: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], ...]:
+    return tuple({name: g for name, g in layer.items() if g is not None} for layer in gradients)
+
+
+def _needed(equations: Sequence[JaxprEqn], results: Sequence[Any]) -> list[JaxprEqn]:
+    """The equations that `results` depend on, in their order."""
+    wanted, needed = {var for var in results if not isinstance(var, Literal)}, []
+    for equation in reversed(equations):
+        if wanted.intersection(equation.outvars):
+            needed.append(equation)
+            wanted.update(var for var in equation.invars if not isinstance(var, Literal))
+    return needed[::-1]
+
+
+def _run(closed: Any, arguments: Sequence[Any]) -> list[Any]:
+    """A traced function's results, calls within it inlined."""
+    values: Environment = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
+    values |= dict(zip(closed.jaxpr.invars, arguments, strict=True))
+    _evaluate(closed.jaxpr.eqns, values)
+    return [_value(var, values) for var in closed.jaxpr.outvars]
+
+
+def _evaluate(equations: Sequence[JaxprEqn], values: Environment) -> None:
+    """Compute `equations`, whose inputs are in `values`; their results join them."""
+    for equation in equations:
+        arguments = [_value(var, values) for var in equation.invars]
+        with jax.named_scope(str(equation.source_info.name_stack)), equation.ctx.manager:
+            if equation.primitive.name in INLINED:
+                results = _run(equation.params["jaxpr"], arguments)
+            else:
+                params = equation.primitive.get_bind_params(equation.params)
+                results = equation.primitive.bind(*arguments, **params)
+                results = results if equation.primitive.multiple_results else [results]
+        values |= dict(zip(equation.outvars, results, strict=True))
+
+
+def _value(var: Any, values: Environment) -> Any:
+    return var.val if isinstance(var, Literal) else values[var]
