@@ -1,4 +1,4 @@
-"""The mesh of six named axes, and the start-up of several processes."""
+"""The mesh of six named axes, and the start of several processes."""
 
 import math
 import os
@@ -16,7 +16,7 @@ from megajax.errors import ConfigError
 def build_mesh(sizes: Mapping[str, int], devices: Sequence[Any] | None = None) -> Mesh:
     """The mesh with all six axes, slowest links first: `tensor` is innermost in device order.
 
-    `sizes` are resolved (`config.checks.check_mesh`); `devices` default to all of every process.
+    `sizes` are resolved (`config.checks.check_mesh`); `devices` default to all devices of all processes.
     """
     devices = jax.devices() if devices is None else devices
     shape = tuple(sizes[axis] for axis in AXES)
@@ -30,7 +30,7 @@ def mesh_sizes(mesh: Mesh) -> dict[str, int]:
 
 
 def within_processes(mesh: Mesh, axis: str) -> bool:
-    """Whether devices that differ along `axis` alone belong to one process."""
+    """Whether devices that differ only along `axis` belong to one process."""
     lines = np.moveaxis(mesh.devices, mesh.axis_names.index(axis), -1).reshape(-1, mesh.shape[axis])
     return all(len({device.process_index for device in line}) == 1 for line in lines)
 
@@ -38,8 +38,8 @@ def within_processes(mesh: Mesh, axis: str) -> bool:
 def start_processes(environment: Mapping[str, str] = os.environ) -> None:
     """Join the other processes of this run, if there are any (`jax.distributed`).
 
-    Explicit variables come first (JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES, JAX_PROCESS_ID), then Slurm's
-    (SLURM_NTASKS > 1) and Open MPI's (OMPI_COMM_WORLD_SIZE > 1), which jax reads itself. With one process: nothing.
+    Explicit variables have precedence (JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES, JAX_PROCESS_ID), then Slurm's
+    (SLURM_NTASKS > 1) and Open MPI's (OMPI_COMM_WORLD_SIZE > 1), which jax reads itself. One process needs nothing.
     """
     explicit = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
     given = [name for name in explicit if name in environment]
@@ -51,7 +51,7 @@ def start_processes(environment: Mapping[str, str] = os.environ) -> None:
         if not (count.isdigit() and index.isdigit() and int(index) < int(count)):
             raise ConfigError(
                 f"JAX_NUM_PROCESSES={count} and JAX_PROCESS_ID={index} do not fit: "
-                "the id counts from 0 up to the number of processes less one."
+                "the ids are 0 to the number of processes - 1."
             )
         jax.distributed.initialize(address, int(count), int(index))
     elif int(environment.get("SLURM_NTASKS", "1")) > 1 or int(environment.get("OMPI_COMM_WORLD_SIZE", "1")) > 1:
@@ -59,6 +59,6 @@ def start_processes(environment: Mapping[str, str] = os.environ) -> None:
             jax.distributed.initialize()
         except (ValueError, RuntimeError) as error:
             raise ConfigError(
-                f"the environment names several processes, but jax could not join them ({str(error).splitlines()[0]}): "
+                f"the environment has several processes, but jax could not join them ({str(error).splitlines()[0]}): "
                 f"start the processes with srun or mpirun, or set {', '.join(explicit)}."
             ) from None

@@ -1,6 +1,6 @@
-"""What must be in the environment before jax starts: XLA's flags and the share of GPU memory.
+"""The environment that jax needs before it starts: XLA's flags and the share of GPU memory.
 
-Flags that the user has set win. Nothing here imports jax.
+The user's flags have precedence. This module does not import jax.
 """
 
 import os
@@ -14,33 +14,33 @@ from megajax.config import Config
 
 LAYER_BYTES = 512 * 2**20  # combine collectives up to about a layer's weights
 PERMUTATIONS = "xla_gpu_collective_permute_mode"
-MEMORY_FRACTION = "0.92"  # jax's own 0.75 gives false out-of-memory
+MEMORY_FRACTION = "0.92"  # jax's default of 0.75 causes unnecessary out-of-memory errors
 
 
 def xla_flags(config: Config) -> dict[str, str]:
-    """The XLA flags that this config wants, by name; all parse without a GPU too."""
+    """The XLA flags for this config, by name; all are valid without a GPU too."""
     flags = {
         "xla_gpu_enable_latency_hiding_scheduler": "true",
         "xla_gpu_enable_triton_gemm": "false",  # cuBLAS is faster for training's shapes
     }
     if not _has_nvidia_driver():
-        # LLVM's highest level takes four times as long over the initial weights and makes no step faster.
+        # LLVM's highest level takes four times as long to compile the initial weights, and steps are not faster.
         flags["xla_backend_optimization_level"] = "2"
     mesh = config.mesh
     if any(size != 1 for size in (mesh.data, mesh.fsdp, mesh.expert, mesh.context, mesh.tensor)):
         for collective in ("all_gather", "reduce_scatter", "all_reduce"):
             flags[f"xla_gpu_{collective}_combine_threshold_bytes"] = str(LAYER_BYTES)
     if mesh.tensor != 1 or (mesh.pipeline != 1 and mesh.context != 1):
-        # A permutation over `tensor` is the matter of the devices that share it, and in a pipeline, where stages run
-        # different rounds and slots, so is one over `context`: XLA would have all devices meet at its call.
+        # A permutation over `tensor` (in a pipeline, where stages run different rounds and slots, also over `context`)
+        # concerns only the devices that share it. Without this flag XLA makes all devices wait for each other there.
         flags["xla_gpu_collective_permute_connected_components"] = "true"
     if mesh.tensor != 1 and mesh.pipeline == 1:
-        # By copy engines, where the devices belong to one process: from GPU to GPU these move 343 GB/s, NCCL's kernels
-        # 152 to 256, and they leave the multiprocessors to the matmuls. With `context` alone this was no faster; in a
-        # pipeline, whose stages run different programs, it was not tried.
+        # Use the copy engines if the devices belong to one process: from GPU to GPU they move 343 GB/s, NCCL's kernels
+        # 152 to 256, and they do not occupy multiprocessors. With `context` alone this was no faster; in a pipeline,
+        # whose stages run different programs, it was not tried.
         flags[PERMUTATIONS] = "peer"
     if mesh.context != 1:
-        # Keys, values and their gradients travel at once beside one block of attention.
+        # Keys, values and their gradients are sent at the same time, during one block of attention.
         flags["xla_gpu_experimental_parallel_collective_overlap_limit"] = "4"
     if mesh.fsdp != 1 and mesh.pipeline == 1:
         # By default XLA moves the reduction of a loop's last layer into the next iteration: with `remat.policy: full` a
@@ -48,7 +48,7 @@ def xla_flags(config: Config) -> dict[str, str]:
         flags["xla_gpu_enable_pipelined_reduce_scatter"] = "false"
     if config.run.deterministic:
         flags["xla_gpu_exclude_nondeterministic_ops"] = "true"
-        # Another autotuning result is another kernel and another rounding: the first start's choices are kept.
+        # Another autotuning result means another kernel and another rounding, so the first start's results are kept.
         kept, new = autotune_files(config)
         flags["xla_gpu_dump_autotune_results_to"] = str(new)
         if kept.exists():
@@ -57,21 +57,21 @@ def xla_flags(config: Config) -> dict[str, str]:
 
 
 def permutations_are_copied() -> bool:
-    """Whether the flags in force have copy engines carry permutations within a process."""
+    """Whether the current flags make copy engines execute permutations within a process."""
     return f"--{PERMUTATIONS}=peer" in os.environ.get("XLA_FLAGS", "").split()
 
 
 def variables(config: Config) -> dict[str, str]:
-    """Environment variables that this config wants besides XLA's flags."""
+    """Environment variables for this config besides XLA's flags."""
     if config.mesh.tensor == 1 and config.mesh.context == 1:
         return {}
-    # Kernels start in the order of their launch: a transfer gets its multiprocessors before the kernel that hides it
-    # takes all of them, where it would otherwise wait for the matmul's end (as Megatron sets it, for the same reason).
+    # Kernels start in launch order: a transfer gets its multiprocessors before the kernel that hides it takes all of
+    # them. Otherwise it would wait for the end of the matmul. Megatron sets this variable for the same reason.
     return {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
 
 
 def autotune_files(config: Config) -> tuple[Path, Path]:
-    """Where this process of a deterministic run keeps XLA's autotuning results, and where XLA writes them."""
+    """The files of this process's autotuning results in a deterministic run: those kept, and those that XLA writes."""
     ranks = (os.environ.get(name) for name in ("JAX_PROCESS_ID", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK"))
     rank = next((rank for rank in ranks if rank), "0")
     directory = Path(config.run.dir).resolve()
@@ -79,7 +79,7 @@ def autotune_files(config: Config) -> tuple[Path, Path]:
 
 
 def keep_autotuning(config: Config) -> None:
-    """Keep what XLA has written so far; XLA itself writes in place, and might be killed on the way."""
+    """Copy the results that XLA has written so far, because XLA may be killed while it overwrites its file."""
     kept, new = autotune_files(config)
     if config.run.deterministic and new.exists():
         shutil.copyfile(new, kept.with_suffix(".tmp"))
@@ -89,19 +89,19 @@ def keep_autotuning(config: Config) -> None:
 def prepare_environment(config: Config) -> list[str]:
     """Set the flags and variables that the user has not set, and return them as `--flag=value` and `NAME=value`.
 
-    If jax has started already, they can't be set any more: a warning names them.
+    If jax has already started, they can no longer be set: a warning names them.
     """
     given = os.environ.get("XLA_FLAGS", "")
     names = {flag.removeprefix("--").split("=")[0] for flag in given.split()}
     flags = [f"--{name}={value}" for name, value in xla_flags(config).items() if name not in names]
     missing = {name: value for name, value in variables(config).items() if name not in os.environ}
-    said = [*flags, *(f"{name}={value}" for name, value in missing.items())]
+    added = [*flags, *(f"{name}={value}" for name, value in missing.items())]
     if _jax_has_started():
-        if said and _on_gpu():
+        if added and _on_gpu():
             warnings.warn(
-                f"jax started before megajax could set these XLA flags and variables: {' '.join(said)}; put them into "
-                "XLA_FLAGS and the environment, or call megajax.runtime.prepare_environment(config) before anything "
-                "uses jax.",
+                f"jax started before megajax could set these XLA flags and variables: {' '.join(added)}; put them into "
+                "XLA_FLAGS and the environment, or call megajax.runtime.prepare_environment(config) before the first "
+                "use of jax.",
                 stacklevel=2,
             )
         return []
@@ -109,11 +109,11 @@ def prepare_environment(config: Config) -> list[str]:
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", MEMORY_FRACTION)
     os.environ |= missing
     accept_missing_cuda()
-    return said
+    return added
 
 
 def process_start_time() -> float:
-    """When this process started, as of time.time(); now where the system doesn't tell."""
+    """The start time of this process, as of time.time(); now if the system has no such figure."""
     try:
         ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
         return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + ticks / os.sysconf("SC_CLK_TCK")
@@ -122,16 +122,16 @@ def process_start_time() -> float:
 
 
 def accept_missing_cuda() -> None:
-    """Without an NVIDIA driver, keep jax's CUDA plugin from printing a traceback because it finds no CUDA libraries.
+    """Without an NVIDIA driver, prevent the traceback of jax's CUDA plugin about missing CUDA libraries.
 
-    The plugin is installed on such machines too, where it compiles for GPUs and runs nothing.
+    On such machines the plugin is installed only to compile for GPUs.
     """
     if not _has_nvidia_driver():
         os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
 
 
 def _has_nvidia_driver() -> bool:
-    # The second in containers that hide the first, the third under Windows.
+    # The second path is for containers that hide the first, the third for Windows.
     return any(Path(path).exists() for path in ("/proc/driver/nvidia", "/dev/nvidiactl", "/dev/dxg"))
 
 

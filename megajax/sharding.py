@@ -1,8 +1,8 @@
-"""Where everything lies: one table from logical axes to mesh axes, and what reads it.
+"""The placement of all arrays: one table from logical axes to mesh axes, and the functions that read it.
 
-Weights are stored sharded over every axis that carries the batch or the sequence. `fsdp` comes first in a spec because
-it is gathered layer by layer, the axes gathered once a step come last: after the once-a-step gather, what is left of a
-weight is one contiguous `fsdp` shard.
+Weights are stored sharded over every axis that divides the batch or the sequence. In a spec `fsdp` comes first, because
+it is gathered layer by layer, and the axes that are gathered once a step come last. So after the once-a-step gather a
+device holds one contiguous `fsdp` shard of a weight.
 """
 
 import math
@@ -23,10 +23,10 @@ from megajax.mesh import AXES
 
 ONCE_AXES = ("expert", "context", "data")  # gathered and reduced once a step
 STORAGE_AXES = ("fsdp", *ONCE_AXES)
-NON_BLOCK_AXES = (*STORAGE_AXES, "pipeline")  # what lies outside the blocks, which every stage needs
+NON_BLOCK_AXES = (*STORAGE_AXES, "pipeline")  # for weights outside the blocks, which every stage needs
 BATCH_SPEC = P(None, BATCH_AXES, "context")  # [M, B, S]
-EMPTY = -1  # in place of a layer
-BLOCKS = "blocks."  # what the names of parameters of blocks begin with; the kind of block comes next
+EMPTY = -1  # instead of a layer, for an empty slot
+BLOCKS = "blocks."  # prefix of the names of block parameters; the kind of block comes next
 
 LOGICAL_TO_MESH: dict[str, str | tuple[str, ...] | None] = {
     "layers": "pipeline",  # stage by stage: `stored_layers`
@@ -36,9 +36,9 @@ LOGICAL_TO_MESH: dict[str, str | tuple[str, ...] | None] = {
     "sinks": "tensor",  # a logit for each query head, in FP32
     "mlp": "tensor",
     "experts": "expert",  # by default: `mesh.experts_over`
-    "expert_mlp": "tensor",  # whole if the experts themselves lie over `tensor`
+    "expert_mlp": "tensor",  # whole if `tensor` divides the experts themselves
     "router": None,  # the router's E dimension: every device scores all experts, in FP32
-    "embed": STORAGE_AXES,  # the D dimension of matrices: only how they are stored (NON_BLOCK_AXES outside the blocks)
+    "embed": STORAGE_AXES,  # the D dimension of matrices, in storage only (NON_BLOCK_AXES outside the blocks)
     "head": None,
     "rank": None,  # of a low-rank projection: every device has all of it (`own_linear`)
     "positions": None,
@@ -49,12 +49,12 @@ LOGICAL_TO_MESH: dict[str, str | tuple[str, ...] | None] = {
 
 @dataclass(frozen=True)
 class Placement:
-    """How one parameter lies on the mesh."""
+    """The placement of one parameter on the mesh."""
 
     shape: tuple[int, ...]  # canonical global shape
     axes: tuple[str, ...]
     spec: P
-    stored_shape: tuple[int, ...]  # `shape`, the storage dimension padded, the layers as they are stored
+    stored_shape: tuple[int, ...]  # `shape` with the storage dimension padded and the layers as stored
     storage_dim: int | None  # the dimension sharded over STORAGE_AXES or NON_BLOCK_AXES
     kv_groups: int  # devices on `tensor` that share a KV head whose dimension is replicated; 1: none do
     layers: tuple[int, ...] | None = None  # of a block's parameter: the model's layer in each stored row, or EMPTY
@@ -67,12 +67,12 @@ class Placement:
 
     @property
     def is_canonical(self) -> bool:
-        """Whether it is stored as checkpoints hold it."""
+        """Whether the stored form is that of checkpoints."""
         return not self.is_padded and not self.reordered
 
     @property
     def reordered(self) -> bool:
-        """Whether the stored rows are other ones than the layers in their order."""
+        """Whether the stored rows differ from the layers in the model's order."""
         return self.layers is not None and list(self.layers) != self.canonical_layers
 
     @property
@@ -82,7 +82,7 @@ class Placement:
 
     @property
     def storage_axes(self) -> tuple[str, ...]:
-        """Mesh axes that only say how the weight is stored, in the order of its shards."""
+        """Mesh axes that shard the weight in storage only, in the order of its shards."""
         return () if self.storage_dim is None else _axes(self.spec[self.storage_dim] or ())
 
     @property
@@ -93,17 +93,17 @@ class Placement:
 
 
 def stored_layers(config: Config, stages: int) -> np.ndarray:
-    """Which layer lies where, `[P, R, slots]`: on each stage its rounds' slots, EMPTY where stages are uneven."""
+    """The layer in each slot of each round and stage, `[P, R, slots]`; EMPTY for empty slots."""
     rounds = config.pipeline.rounds if stages > 1 else 1
     layers = np.full((stages, rounds, len(slot_kinds(config, stages))), EMPTY)
-    places = zip(virtual_stages(config, stages), layer_slots(config, stages), strict=True)
-    for v, (held, filled) in enumerate(places):
+    held_and_filled = zip(virtual_stages(config, stages), layer_slots(config, stages), strict=True)
+    for v, (held, filled) in enumerate(held_and_filled):
         layers[v % stages, v // stages, list(filled)] = held
     return layers
 
 
 def stored_rows(config: Config, stages: int) -> dict[str, tuple[int, ...]]:
-    """For each kind of block the layer of each row of its stored parameters, EMPTY where a slot is."""
+    """For each kind of block the layer in each row of its stored parameters; EMPTY for empty slots."""
     layers, kinds = stored_layers(config, stages), [kind.block for kind in slot_kinds(config, stages)]
     slots_of = {block: [j for j, kind in enumerate(kinds) if kind == block] for block in sorted(set(kinds))}
     return {block: tuple(layers[:, :, slots].ravel().tolist()) for block, slots in slots_of.items()}
@@ -116,16 +116,16 @@ def place(
     layers: tuple[int, ...] | None = None,
     experts_over: tuple[str, ...] = ("expert",),
 ) -> Placement:
-    """The placement of a weight whose dimensions carry the logical names `axes`, on a mesh of `sizes`.
+    """The placement of a weight whose dimensions have the logical names `axes`, on a mesh of `sizes`.
 
-    `layers` are those of the stored rows, by default in their order; the mesh axes `experts_over` carry experts. A
-    stored dimension that does not divide is padded: storage alone never refuses a mesh.
+    `layers` are the layers of the stored rows, by default in order; the mesh axes `experts_over` divide the experts. A
+    stored dimension that the mesh does not divide is padded, so storage never excludes a mesh.
     """
     spec, stored, kv_groups = [], list(shape), 1
     in_block = axes[0] == "layers"
     storage = STORAGE_AXES if in_block else NON_BLOCK_AXES
     table: dict[str, str | tuple[str, ...] | None] = LOGICAL_TO_MESH | {"embed": storage}
-    if "experts" in axes:  # what does not tell experts apart stores them
+    if "experts" in axes:  # the axes that do not divide the experts shard them in storage
         table["embed"] = storage = tuple(axis for axis in storage if axis not in experts_over)
         table["experts"] = experts_over
         table["expert_mlp"] = None if "tensor" in experts_over else "tensor"
@@ -156,7 +156,7 @@ def place_all(
 ) -> dict[str, Placement]:
     """Placements by name of declared parameters (`model.parameters`).
 
-    `rows` are `stored_rows`, by default the layers of each kind of block in their order.
+    `rows` are `stored_rows`, by default the layers of each kind of block in order.
     """
 
     def layers(name: str, parameter: Any) -> tuple[int, ...] | None:
@@ -173,7 +173,7 @@ def shardings(placements: Mapping[str, Placement], mesh: Mesh) -> dict[str, Name
 
 
 def to_stored(x: jax.Array, placement: Placement) -> jax.Array:
-    """Canonical → as stored: layers in the order of their stages, zeros for empty slots and padding."""
+    """Canonical form → stored form: layers in the order of the stages, zeros for empty slots and padding."""
     if placement.reordered:
         layers = np.array(placement.layers)
         empty = (layers == EMPTY).reshape(-1, *(1,) * (x.ndim - 1))
@@ -188,7 +188,7 @@ def pad_storage(x: jax.Array, placement: Placement) -> jax.Array:
 
 
 def to_canonical(x: jax.Array, placement: Placement) -> jax.Array:
-    """As stored → canonical: layers in the model's order, no padding."""
+    """Stored form → canonical form: layers in the model's order, no padding."""
     if placement.reordered:
         assert placement.layers is not None
         x = x[np.array([placement.layers.index(layer) for layer in placement.canonical_layers])]
@@ -196,12 +196,12 @@ def to_canonical(x: jax.Array, placement: Placement) -> jax.Array:
 
 
 def unpadded_spec(placement: Placement, sizes: Mapping[str, int]) -> P:
-    """Where the canonical shape lies while it is saved or restored.
+    """The spec of the canonical shape while it is saved or restored.
 
-    As the stored one where the mesh divides it; a storage axis that does not divide D goes to the first dimension that
-    it divides, and only where there is none does every device hold a copy. Where stages hold other layers than the
-    canonical order gives them, `pipeline` moves like a storage axis: each device then has all layers of its part, and
-    orders them alone.
+    It is the stored spec if the mesh divides the shape. A storage axis that does not divide D goes to the first
+    dimension that it divides; if there is none, every device holds a copy. If the stages hold the layers in another
+    order, `pipeline` is treated like a storage axis: then each device has a share of all layers and reorders it without
+    communication.
     """
     entries = [_axes(entry or ()) for entry in placement.spec]
     storage, moving = placement.storage_dim, ()

@@ -1,4 +1,4 @@
-"""Pictures as SVG: shapes and words in pixels, written as text."""
+"""Pictures as SVG: shapes and text, in pixels."""
 
 import xml.etree.ElementTree as ElementTree
 
@@ -6,7 +6,7 @@ INK, FAINT = "#222222", "#d0d0d0"
 
 
 def empty_picture(width: float, height: float) -> ElementTree.Element:
-    """A white picture, to draw on."""
+    """An empty white picture."""
     picture = ElementTree.Element(
         "svg",
         {
@@ -24,7 +24,7 @@ def empty_picture(width: float, height: float) -> ElementTree.Element:
 
 
 def written(picture: ElementTree.Element) -> str:
-    """The file's text."""
+    """The text of the SVG file."""
     ElementTree.indent(picture)
     return ElementTree.tostring(picture, encoding="unicode") + "\n"
 
@@ -42,19 +42,19 @@ def rectangle(
 
 
 def text(picture: ElementTree.Element, x: float, y: float, text: str, **attributes: str) -> float:
-    """Writes `text`; about how wide it is in the usual size."""
+    """Writes `text`; returns its approximate width at font size 12."""
     named = {"x": pixels(x), "y": pixels(y)} | _attributes(attributes)
     ElementTree.SubElement(picture, "text", named).text = text
     return text_width(text)
 
 
 def _attributes(named: dict[str, str]) -> dict[str, str]:
-    """Python names as SVG's: `stroke_width` is stroke-width, `class_` is class."""
+    """Python names → SVG names: `stroke_width` is stroke-width, `class_` is class."""
     return {name.rstrip("_").replace("_", "-"): value for name, value in named.items()}
 
 
 def text_width(text: str) -> float:
-    """About how wide a text of font size 12 is."""
+    """The approximate width of a text at font size 12."""
     return 6.7 * len(text)
 
 

@@ -10,7 +10,7 @@ from megajax.config import OptimizerConfig
 def make_optimizer(config: OptimizerConfig, roles: Mapping[str, str]) -> optax.GradientTransformation:
     """Gradients by name → directions by name, decoupled weight decay included.
 
-    `roles` are the parameters' roles (`model.parameters.ROLES`), which say where weight decay applies. AdamW is
+    `roles` are the parameters' roles (`model.parameters.ROLES`); weight decay depends on them. AdamW is
     Loshchilov and Hutter 2019, Lion is Chen et al. 2023, SGD is heavy-ball momentum.
     """
     direction = {

@@ -9,8 +9,8 @@ from megajax.config import ScheduleConfig
 def make_schedule(config: ScheduleConfig) -> optax.Schedule:
     """The learning rate of a step, counted from 1.
 
-    Warm-up ends at `warmup_steps`; the minimum is reached at `decay_steps` and kept. inverse_sqrt alone falls with the
-    root of the step until it meets the minimum, whatever `decay_steps`. cosine is Loshchilov and Hutter 2017, wsd
+    Warm-up ends at `warmup_steps`; the rate reaches its minimum at `decay_steps` and stays there. inverse_sqrt ignores
+    `decay_steps`: it falls with the root of the step down to the minimum. cosine is Loshchilov and Hutter 2017, wsd
     (warm-up, stable, linear decay) Hu et al. 2024, inverse_sqrt Vaswani et al. 2017.
     """
     peak, warmup = config.learning_rate, config.warmup_steps
@@ -21,7 +21,7 @@ def make_schedule(config: ScheduleConfig) -> optax.Schedule:
 
 
 def _after_warmup(config: ScheduleConfig) -> optax.Schedule:
-    """The learning rate by the number of steps since the end of the warm-up."""
+    """The learning rate as a function of the number of steps after the warm-up."""
     peak, low, warmup = config.learning_rate, config.min_learning_rate, config.warmup_steps
     decay = max(config.decay_steps - warmup, 1)
     if config.kind == "constant":

@@ -1,4 +1,4 @@
-"""What a config costs: parameters, FLOPs and memory, without compiling anything; `plan.compile` compiles for H200s."""
+"""A config's parameters, FLOPs and memory, without compilation; `plan.compile` compiles its step for H200s."""
 
 from megajax.plan.costs import active_parameter_count, flops_per_token, parameter_count, peak_flops
 from megajax.plan.memory import MemoryEstimate, estimate_memory

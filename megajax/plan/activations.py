@@ -1,4 +1,4 @@
-"""Bytes of activations on one device: what a layer saves, computes again, and works with in its backward pass."""
+"""Bytes of activations on one device: those that a layer saves, recomputes, and needs during its backward pass."""
 
 import math
 from functools import cache
@@ -17,12 +17,12 @@ class Activations:
         config, sizes = plan.config, plan.sizes
         self.plan, self.config = plan, config
         self.compute = 4 if config.precision.compute == "float32" else 2
-        self.tokens = plan.tokens  # of those devices that `tensor` divides their work among
+        self.tokens = plan.tokens  # of all devices along `tensor` together
         self._values = cache(self.values_of_block)
-        apart = [axis for axis in (*BATCH_AXES, "context") if axis not in config.mesh.experts_over]
+        other_axes = [axis for axis in (*BATCH_AXES, "context") if axis not in config.mesh.experts_over]
         over_tensor = "tensor" in config.mesh.experts_over
         experts = plan.collectives.expert_shards if config.model.num_experts else 1
-        divided = math.prod(sizes[axis] for axis in apart)
+        divided = math.prod(sizes[axis] for axis in other_axes)
         self.shares = Shares(sizes["tensor"], divided, experts, over_tensor, self.compute)
         self.parts = {
             kind: [part.sizes(self.shares) for part in block.parts.values()]
@@ -35,13 +35,13 @@ class Activations:
         return int(number * self._values(block, stacked and segment.policy in ("none", "selective"))[segment.policy])
 
     def recomputed(self, block: str, segment: Segment, stacked: bool) -> int:
-        """Bytes that the backward pass of a layer computes again before it starts."""
+        """Bytes that a layer recomputes before its backward pass starts."""
         values = self._values(block, False)["none"] * self.compute * self.tokens
         own = self.saved(block, segment, stacked) if segment.policy != "full" else 0
         return max(int(values) - own, 0)
 
     def deferred(self, block: str) -> int:
-        """Bytes of what a layer's weight gradients need, where a schedule defers them."""
+        """Bytes of the operands of a layer's weight gradients, if a schedule defers these."""
         return int(self.compute * self.tokens * self._values(block, True)["deferred"])
 
     @property
@@ -50,11 +50,11 @@ class Activations:
         return self.compute * self.tokens * self.config.model.hidden_size // self.shares.tensor
 
     def working(self, block: str, weight_gradients: int) -> int:
-        """Bytes of the gradients that a layer's backward pass works with, at most: in its MLP.
+        """Peak bytes of temporary arrays in a layer's backward pass, which is in its MLP.
 
-        First those of the output, of the activation and of the products that it takes are there, and the activation;
-        at the end those of the products, of the input and of the weights (`weight_gradients` bytes). Rows of experts
-        that travel arrive in zeros, of which XLA keeps a copy. The residual stream has a gradient all the time.
+        At first the gradients of the output, of the activation and of its input products are live, and the activation;
+        at the end those of the products, of the input and of the weights (`weight_gradients` bytes). Rows that are sent
+        to experts arrive in zeroed arrays, and XLA keeps a copy of these. The residual stream always has a gradient.
         """
         mlp, D, number = self.parts[block][-1], self.config.model.hidden_size, self.compute * self.tokens
         width, row = number * mlp.width / self.shares.tensor, number * self._row(mlp)
@@ -62,36 +62,36 @@ class Activations:
         return int(2 * number * D + zeros + row + mlp.products * width + max(2 * width, weight_gradients))
 
     def operands(self, block: str) -> int:
-        """Bytes of what the gradients of the MLP's weights are computed from: its matmuls' inputs and output gradients.
+        """Bytes of the operands of the MLP's weight gradients: inputs and output gradients of its matmuls.
 
-        Of the experts' rows, and of the residual stream.
+        They include the experts' rows and the residual stream.
         """
         mlp, D = self.parts[block][-1], self.config.model.hidden_size
         width = (1 + mlp.products) * mlp.width / self.shares.tensor
         return int(self.compute * self.tokens * (width + 2 * self._row(mlp) + 2 * D))
 
     def _row(self, part: PartSizes) -> float:
-        """Numbers of the rows that experts receive for a token, on this device."""
+        """Numbers per token in the rows that this device's experts receive."""
         tensor = self.shares.tensor if self.shares.experts_over_tensor else 1
         return part.rows * self.config.model.hidden_size / tensor
 
     def values_of_block(self, block: str, stacked: bool) -> dict[str, float]:
-        """Numbers of a token that a block saves, in the compute dtype's size: by policy, and those deferred.
+        """Numbers per token that a block saves, in units of the compute dtype: by policy, and the deferred ones.
 
-        What is `stacked`, in a loop's or a pipeline's buffers, holds no results of norms, unless `tensor` or FP8 would
-        make them expensive.
+        `stacked` residuals, in the buffers of a loop or a pipeline, do not include results of norms, unless `tensor` or
+        FP8 makes their recomputation expensive.
         """
         model, tensor, compute, parts = self.config.model, self.shares.tensor, self.compute, self.parts[block]
         D, stream = model.hidden_size, model.hidden_size / tensor
         kept = sum(part.kept for part in parts)
-        into_stream = len(parts) * stream  # what the parts add to the residual stream
+        into_stream = len(parts) * stream  # the parts' outputs, added to the residual stream
         in_fp8 = len(self.config.fp8_layers) / model.num_layers
         norms = 0 if stacked and tensor == 1 and not in_fp8 else len(parts) * D
-        everything = kept + norms + into_stream  # and the norms' results and inputs
-        if norms and model.norm == "layernorm":  # and the inputs in FP32, less their means
+        everything = kept + norms + into_stream  # with the norms' results and inputs
+        if norms and model.norm == "layernorm":  # and the inputs minus their means, in FP32
             everything += len(parts) * 4 / compute * stream
         everything += (1 - in_fp8) * sum(part.activation for part in parts)
-        if in_fp8:  # the linear layers' inputs are kept in FP8 alone
+        if in_fp8:  # the linear layers' inputs are kept in FP8 only
             arrived = sum(D if part.arrived is None else part.arrived for part in parts)
             inputs = arrived + sum(part.width for part in parts) / tensor
             everything += in_fp8 * (inputs / compute - arrived)

@@ -1,7 +1,7 @@
-"""A config's train step compiled for H200s on a machine without a GPU: its text, its memory, and how long XLA takes.
+"""A config's train step compiled for H200s on a machine without a GPU: its text, its memory, and XLA's compile time.
 
 XLA's GPU compiler needs no GPU, only a description of one (h200_target_config.pbtxt, dumped from an H200) and jax's
-CUDA plugin. The caller names the function that builds the program: `training` is on a floor above this one.
+CUDA plugin. The caller passes the function that builds the program, because this module may not import `training`.
 """
 
 import re
@@ -26,7 +26,7 @@ from megajax.mesh import build_mesh
 from megajax.runtime import MEMORY_FRACTION, prepare_environment
 
 HOST = 8  # GPUs
-CUDNN_VERSION = 91900  # 9.19, which the step is compiled for
+CUDNN_VERSION = 91900  # 9.19, the version that the step is compiled for
 NO_PLUGIN = (
     "compiling for H200 needs jax's CUDA plugin, which is not installed: "
     "pip install --editable '.[dev]' --constraint constraints.txt"
@@ -63,9 +63,9 @@ class CompiledStep[Program: StepProgram]:
 
     @property
     def memory(self) -> dict[str, int]:
-        """Bytes of a device that the step needs, by part: argument, other output, temporary, and whole, their sum.
+        """Bytes per device that the step needs: argument, other output, temporary, and whole (their sum).
 
-        A donated argument's buffer holds an output too; "other output" is the rest.
+        The buffer of a donated argument is reused for an output; "other output" is the rest of the output.
         """
         plan = self.executable.memory_analysis()
         assert plan is not None
@@ -80,18 +80,18 @@ class CompiledStep[Program: StepProgram]:
 def compile_for_h200[Program: StepProgram](
     build: Callable[[Config, Mesh], Program], config: Config, gpus: int
 ) -> CompiledStep[Program]:
-    """The compiled train step of `build(config, mesh)`, where mesh has `gpus` H200s that need not be there.
+    """The compiled train step of `build(config, mesh)`, for a mesh of `gpus` H200s that need not exist.
 
-    Call it once a process, before jax starts: XLA reads its flags once, and they depend on the config. jax itself then
-    runs on the CPU. More than 8 GPUs are hosts of 8. `build` is `TrainProgram.build`.
+    Call it once per process, before jax starts: XLA reads its flags once, and they depend on the config. jax itself
+    runs on the CPU. More than 8 GPUs form hosts of 8. `build` is `TrainProgram.build`.
 
-    Raises InputError if jax's CUDA plugin is not installed or `gpus` is no whole number of hosts, ConfigError if the
+    Raises InputError if jax's CUDA plugin is not installed or `gpus` is not a whole number of hosts, ConfigError if the
     config does not fit that number.
     """
     require_plugin()
-    hosts_of(gpus)  # mistakes before anything is set
+    hosts_of(gpus)  # raises before any setting is changed
     sizes = check_mesh(config, gpus)
-    jax.config.update("jax_platforms", "cpu")  # for what runs here; the compiler is the GPU's
+    jax.config.update("jax_platforms", "cpu")  # for computations here; the compiler is the GPU's
     prepare_environment(config)
     with no_gpu_needed():
         program = build(config, build_mesh(sizes, h200_devices(gpus)))
@@ -106,9 +106,9 @@ def compile_for_h200[Program: StepProgram](
 
 
 def h200_devices(gpus: int) -> list[Any]:
-    """jax devices that stand for H200s in a mesh and run nothing; compile for them inside `no_gpu_needed`.
+    """jax devices that represent H200s in a mesh and run nothing; compile for them inside `no_gpu_needed`.
 
-    Raises InputError if jax's CUDA plugin is not installed or `gpus` is no whole number of hosts.
+    Raises InputError if jax's CUDA plugin is not installed or `gpus` is not a whole number of hosts.
     """
     require_plugin()
     hosts, gpus_of_host = hosts_of(gpus)
@@ -122,7 +122,7 @@ def h200_devices(gpus: int) -> list[Any]:
 
 @contextmanager
 def no_gpu_needed() -> Iterator[None]:
-    """Answers for jax, which asks for a running GPU in two places where none is needed (its issue 23971)."""
+    """Patches two functions of jax that need a running GPU without reason (jax issue 23971)."""
     from jax._src import xla_bridge
     from jax._src.cudnn import fused_attention_stablehlo
 
@@ -134,7 +134,7 @@ def no_gpu_needed() -> Iterator[None]:
 
 
 def hosts_of(gpus: int) -> tuple[int, int]:
-    """(hosts, GPUs of each). Raises InputError if these are no whole hosts."""
+    """(hosts, GPUs per host). Raises InputError if `gpus` is not a whole number of hosts."""
     if gpus <= HOST:
         if gpus < 1:
             raise InputError(f"--gpus={gpus} is below 1.")
@@ -152,7 +152,7 @@ def require_plugin() -> None:
 
 
 def usable_bytes() -> float:
-    """Bytes of an H200's memory that a run takes: a compiled step that needs more does not fit."""
+    """Bytes of an H200's memory that a run can use: a compiled step that needs more does not fit."""
     match = re.search(r"device_memory_size: (\d+)", _target())
     assert match
     return float(MEMORY_FRACTION) * int(match[1])
@@ -160,5 +160,5 @@ def usable_bytes() -> float:
 
 @cache
 def _target() -> str:
-    """The description of an H200 that XLA's compiler is given."""
+    """The description of an H200 for XLA's compiler."""
     return files("megajax.plan").joinpath("h200_target_config.pbtxt").read_text()

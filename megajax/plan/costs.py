@@ -7,11 +7,11 @@ from megajax.config.kinds import layer_kinds
 from megajax.model import Transformer, parameters
 from megajax.model.block import blocks_of
 
-PEAK_BF16_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "B200": 2250e12}  # dense, by the vendor
+PEAK_BF16_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "B200": 2250e12}  # dense, from NVIDIA
 
 
 def peak_flops(device_kind: str) -> float | None:
-    """Dense BF16 operations a second of a device, by its name; None if it is not known."""
+    """Dense BF16 operations per second of a device, by its name; None if unknown."""
     return next((flops for kind, flops in PEAK_BF16_FLOPS.items() if kind in device_kind), None)
 
 
@@ -21,10 +21,10 @@ def parameter_count(model: Transformer) -> int:
 
 
 def flops_per_token(config: Config) -> float:
-    """Floating-point operations of forward and backward a token, by Megatron's count.
+    """Floating-point operations per token, forward and backward, counted as in Megatron-LM.
 
-    6 for each matmul parameter that a token meets (head included, embedding look-up not) and 6·S·N·H a layer for
-    causal attention; local windows at their real length; recomputation is not counted.
+    6 per active matmul parameter (with the head, without the embedding look-up) and 6·S·N·H per layer for causal
+    attention; local windows count with their real length; recomputation is not counted.
     """
     model, S, total = config.model, config.batch.sequence_length, 0.0
     parts = {kind: tuple(block.parts.values()) for kind, block in blocks_of(model).items()}
@@ -42,7 +42,7 @@ def active_parameter_count(model: Transformer) -> int:
 
 
 def _attended(S: int, window: int | None) -> float:
-    """Mean number of keys that a query attends to; S/2 for plain causal attention, as the field counts it."""
+    """Mean number of keys that a query attends to; S/2 for plain causal attention, as usual."""
     if window is None or window >= S:
         return S / 2
     return window - window * window / (2 * S)

@@ -1,9 +1,8 @@
 """Memory of one device's train step, estimated without compiling it.
 
-A step is largest at one of a few moments: in the head, when all that the forward pass saves is there; in the backward
-pass of a layer, which frees what was saved and leaves gradients; or at the end, when all gradients are there. What is
-alive at each is added up, and the largest sum is the estimate. XLA plans within a few per cent of it
-(scripts/memory_table.py compares).
+The peak is at one of a few moments: in the head, with all saved activations; in the backward pass of a layer, which
+frees activations and adds gradients; or at the end, with all gradients. The estimate is the largest sum of the live
+arrays at these moments. XLA's figure differs by a few per cent (scripts/memory_table.py compares).
 """
 
 import math
@@ -21,25 +20,27 @@ from megajax.sharding import BLOCKS, ONCE_AXES, Placement
 from megajax.step_plan import StepPlan
 
 FP32 = 4  # bytes
-# A loop needs more than its arrays: so many times what its largest saves. Measured on Llama 3 8B: 3.0 on 8 × (4 × 1)
-# layers, 1.3 on 8 × (8 × 1), 1.6 on 4 × (2 × 4), 0.6 with `tensor` on 1 × (2 × 4), 1.0 with 16 microbatches.
+# A loop needs more than its arrays: this multiple of the bytes that it saves. Measured on Llama 3 8B: 3.0 on
+# 8 × (4 × 1) layers, 1.3 on 8 × (8 × 1), 1.6 on 4 × (2 × 4), 0.6 with `tensor` on 1 × (2 × 4), 1.0 with 16
+# microbatches.
 LOOP_COPIES = 0.75
-# Nothing ties the gradients of the last layer's weights to that layer. XLA's scheduler computes them beside the layer
-# below, and keeps what they need, if that fits in the memory that it plans with: so many bytes of an H200, by its own
-# message. Measured on GPT-3 over `tensor`, Mixtral 8x22B and Qwen3 235B, which fit, and DeepSeek-V3, which does not.
+# The gradients of the last layer's weights are not tied to that layer. XLA's scheduler computes them during the layer
+# below and keeps their operands, if these fit into the scheduler's memory limit: these bytes for an H200, from XLA's
+# own message. Measured on GPT-3 over `tensor`, Mixtral 8x22B and Qwen3 235B, which fit, and DeepSeek-V3, which does
+# not.
 SCHEDULED = 114_541_026_649
 
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """Bytes on one device at the moment when they are most in all; the parts add up."""
+    """Bytes on one device at the peak; the parts add up to the total."""
 
     parameters: int  # FP32 master weights, as stored
     optimizer: int
-    gradients: int = 0  # of the layers that have gone backward, and sums over microbatches
-    weights: int = 0  # in the compute dtype: gathered once a step, and the layers' that are gathered just now
+    gradients: int = 0  # of the layers whose backward pass is done, and sums over microbatches
+    weights: int = 0  # in the compute dtype: gathered once a step, or for the current layers
     activations: int = 0  # saved for the backward pass: of a microbatch, or of those in the pipeline
-    working: int = 0  # what a layer or the head computes with and frees at once
+    working: int = 0  # temporary arrays of a layer or the head
 
     @property
     def total(self) -> int:
@@ -51,24 +52,24 @@ class Elements:
     """Numbers of elements of some weights on one device."""
 
     stored: int = 0
-    once: int = 0  # after what is gathered once a step
-    whole: int = 0  # after `fsdp` too: what is computed with
-    gathered: int = 0  # of the whole: what `fsdp` gathers when a layer needs it
-    reduced: int = 0  # of the whole: those whose gradients are reduced as soon as their layer has them
-    left: int = 0  # of the stored: those whose gradients are not, and stay in the compute dtype till the end
+    once: int = 0  # after the once-a-step gather
+    whole: int = 0  # after the gather over `fsdp` too, as used in matmuls
+    gathered: int = 0  # part of `whole` that `fsdp` gathers when a layer needs it
+    reduced: int = 0  # part of `whole` whose gradients are reduced right after their layer
+    left: int = 0  # part of `stored` whose gradients are not, and stay in the compute dtype until the end
 
     def __add__(self, other: "Elements") -> "Elements":
         return Elements(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
 
 
 def estimate_memory(plan: StepPlan, placements: Mapping[str, Placement]) -> MemoryEstimate:
-    """Bytes a device needs for a train step with this plan, as XLA for GPUs has it."""
+    """Bytes per device for a train step with this plan, as in XLA's programs for GPUs."""
     step = _Pipelined(plan, placements) if plan.is_pipelined else _Step(plan, placements)
     return max(step.moments(), key=lambda moment: moment.total)
 
 
 class _Step:
-    """What is alive in a step without a pipeline."""
+    """The live arrays of a step without a pipeline."""
 
     def __init__(self, plan: StepPlan, placements: Mapping[str, Placement]):
         self.plan, self.config, self.sizes, self.placements = plan, plan.config, plan.sizes, placements
@@ -78,7 +79,7 @@ class _Step:
         self.repeats = plan.config.batch.num_microbatches > 1 or plan.is_pipelined
 
     def moments(self) -> Iterator[MemoryEstimate]:
-        """The moments when the most may be alive, in the order of the step."""
+        """The moments with a possible peak, in the order of the step."""
         yield self.in_head()
         gradients = Elements()
         for segment in reversed(self.segments):
@@ -91,7 +92,7 @@ class _Step:
     # The moments
 
     def in_head(self) -> MemoryEstimate:
-        """All that is saved, and a chunk's logits with their gradient; the last layer's weights stay for its turn."""
+        """All saved activations, and a chunk's logits with their gradient; the last layer keeps its weights."""
         turn = self.segments[-1]
         held = self.layers(self.parts(turn)[-1]) if turn.loops == 1 else Elements()
         gradients = self.accumulated(self.head_gradient)
@@ -109,7 +110,7 @@ class _Step:
         first, after = slots[0], slots[-1] + 1
         before = self.layers(range(max(first - segment.group_size, 0), first))
         above = self.layers(range(after, min(after + segment.group_size, len(self.slots))))
-        # The layer below is gathered in the meantime. What a loop has not cast before it casts now.
+        # The layer below is gathered at the same time. A loop casts its own weights.
         weights = own.whole if looped else own.gathered + before.gathered
         weights += self.non_block.whole if self.repeats else 0
         moment = replace(
@@ -119,7 +120,7 @@ class _Step:
             ),
             weights=self.cast(after) + self.compute * weights,
             activations=self.saved(after) + self.recomputed(segment, slots[: segment.group_size]),
-            # The gradients of the layer above are whole, in FP32, while they are reduced.
+            # The gradients of the layer above are unsharded FP32 while they are reduced.
             working=self.layer_working(segment, slots) + FP32 * above.reduced + self.pending(above),
         )
         late = (
@@ -137,10 +138,10 @@ class _Step:
         gradients = self.accumulated(FP32 * (self.non_block_as_stored.stored - stored + table), everything)
         return replace(self.always, gradients=gradients, working=FP32 * stored if table > stored else 0)
 
-    # What is alive at them
+    # The live arrays at these moments
 
     def pending(self, above: Elements) -> int:
-        """Bytes of the gradients of the layer above that are not reduced, but not yet added to the sums either."""
+        """Bytes of the layer above's gradients that are not reduced and not yet added to the sums."""
         return self.compute * (above.whole - above.reduced) if self.repeats else 0
 
     @cached_property
@@ -152,7 +153,7 @@ class _Step:
         return MemoryEstimate(stored, moments * stored)
 
     def accumulated(self, non_block: int, done: Elements | None = None) -> int:
-        """Bytes of gradients so far: `non_block` and those of the layers `done`; or of all, where they are sums."""
+        """Bytes of gradients so far: `non_block` and those of the layers `done`; with sums over microbatches all."""
         if self.repeats:
             return FP32 * (self.non_block_whole.whole + self.rounds * self.layers(range(len(self.slots))).once)
         done = done or Elements()
@@ -160,25 +161,25 @@ class _Step:
 
     @property
     def head_gradient(self) -> int:
-        """Bytes; XLA makes the zeros of the table's gradient at the same time where both are whole."""
+        """Bytes; XLA makes the zeros of the table's gradient at the same time if both are whole."""
         return FP32 * self.non_block.whole
 
     @property
     def non_block_in_head(self) -> int:
-        """Elements of the weights outside the blocks that are whole in the head: the embedding if it is used again."""
+        """Elements of the weights outside the blocks that are whole in the head: with the embedding if it is reused."""
         table = self.non_block.whole - sum(e.whole for name, e in self.non_block_by_name.items() if name != TOKENS)
         return self.non_block.whole - (0 if self.repeats or self.config.model.tie_embeddings else table)
 
     @property
     def head_working(self) -> int:
-        """Bytes of a chunk's logits and their gradient, its rows before and after the norm, and the gradient of all."""
+        """Bytes of a chunk's logits and their gradient, its rows before and after the norm, and all rows' gradient."""
         tokens, tensor = self.plan.head_tokens, self.sizes["tensor"]
         chunk = math.ceil(tokens / self.plan.loss_chunks)
         logits, D = self.config.model.padded_vocab_size // tensor, self.config.model.hidden_size
         return int(self.compute * (chunk * (2 * logits + 4 * D) + tokens * D / tensor))
 
     def saved(self, slots: int) -> int:
-        """Bytes that the forward pass of the first `slots` layers saves; of a loop all until it non_block."""
+        """Bytes that the forward pass of the first `slots` layers saves; a loop keeps all until it ends."""
         layers = ((slot, segment) for segment in self.segments for slot in self.slots_of(segment) if slot < slots)
         return sum(self.saved_by(slot, segment) for slot, segment in layers)
 
@@ -187,29 +188,29 @@ class _Step:
         return self.activations.saved(self.slots[slot].block, segment, self.is_stacked(segment))
 
     def recomputed(self, segment: Segment, group: Sequence[int]) -> int:
-        """Bytes of what the backward pass of a remat group computes again, all of it there at once."""
+        """Bytes that the backward pass of a remat group recomputes; they are live at the same time."""
         blocks = [self.slots[slot].block for slot in group]
         return sum(self.activations.recomputed(block, segment, self.is_stacked(segment)) for block in blocks)
 
     def layer_working(self, segment: Segment, slots: Sequence[int]) -> int:
-        """Bytes of gradients of activations, and of a loop's copies."""
+        """Bytes of the gradients of activations, and of a loop's copies."""
         blocks = {self.slots[slot].block for slot in slots}
         own = {block: self.compute * self.block[block].whole for block in blocks}
         working = max(self.activations.working(block, own[block]) for block in blocks)
         return working + self.loop_copies(segment)
 
     def deferred(self, slots: Sequence[int]) -> int:
-        """Bytes of what the gradients of the weights in these slots are computed from."""
+        """Bytes of the operands of the weight gradients in these slots."""
         return sum(self.activations.operands(self.slots[slot].block) for slot in slots)
 
     def loop_copies(self, segment: Segment) -> int:
-        """Bytes of what a loop has beside its arrays."""
+        """Bytes of a loop's copies, in addition to its arrays."""
         if segment.loops == 1:
             return 0
         return int(LOOP_COPIES * sum(self.saved_by(slot, segment) for slot in self.slots_of(segment)))
 
     def is_stacked(self, segment: Segment) -> bool:
-        """Whether what the layers save is copied into arrays of several iterations or microbatches."""
+        """Whether residuals are copied into arrays of several iterations or microbatches."""
         return segment.loops > 1
 
     # Layers
@@ -223,14 +224,14 @@ class _Step:
         return range(segment.start, segment.start + segment.count)
 
     def cast(self, slots: int) -> int:
-        """Bytes of the first `slots` layers' shards in the compute dtype; loops cast theirs when they run."""
+        """Bytes of the first `slots` layers' shards in the compute dtype; loops cast their weights when they run."""
         looped = {j for s in self.segments if s.loops > 1 for j in self.slots_of(s)} if self.plain else set()
         kept = [j for j in range(len(self.slots) if self.repeats else slots) if j not in looped]
         return self.compute * self.rounds * self.layers(kept).once
 
     @property
     def plain(self) -> bool:
-        """Whether nothing is gathered once a step, and there are no stages: loops then cast their own weights."""
+        """Whether there is no once-a-step gather and no pipeline: then loops cast their own weights."""
         return all(self.sizes[axis] == 1 for axis in (*ONCE_AXES, "pipeline"))
 
     def layers(self, slots: Sequence[int]) -> Elements:
@@ -244,7 +245,7 @@ class _Step:
 
     @cached_property
     def block(self) -> dict[str, Elements]:
-        """Of one layer, by kind."""
+        """Elements of one layer, by kind."""
         return {
             kind: sum((self.elements(n, True) for n in self.placements if n.startswith(f"{BLOCKS}{kind}.")), Elements())
             for kind in block_layers(self.config.model)
@@ -252,7 +253,7 @@ class _Step:
 
     @cached_property
     def non_block_by_name(self) -> dict[str, Elements]:
-        """Of the weights outside the blocks."""
+        """Elements of each weight outside the blocks."""
         return {name: self.elements(name) for name in self.placements if not name.startswith(BLOCKS)}
 
     @property
@@ -261,19 +262,19 @@ class _Step:
 
     @cached_property
     def non_block(self) -> Elements:
-        """What is gathered outside the blocks: not an embedding whose tokens' rows travel."""
+        """Elements outside the blocks that are gathered: without an embedding that is looked up in its shards."""
         rows = self.plan.embedding_axes
         return sum((e for name, e in self.non_block_by_name.items() if not (name == TOKENS and rows)), Elements())
 
     @cached_property
     def non_block_whole(self) -> Elements:
-        """The same, as their gradients are: an embedding whose rows travel has its shard's."""
+        """Elements of the gradients outside the blocks: those of a looked-up embedding have the size of its shard."""
         rows = self.plan.embedding_axes
         shard = self.non_block_by_name[TOKENS].stored if rows else 0
         return self.non_block + Elements(shard, shard, shard)
 
     def elements(self, name: str, one_layer: bool = False) -> Elements:
-        """Of a weight on this device: of its stage's layers, or of one."""
+        """Elements of a weight on this device: of its stage's layers, or of one layer."""
         placement, sizes = self.placements[name], self.sizes
         shards = math.prod(n for axis, n in sizes.items() if axis not in placement.replicated_axes)
         stored = math.prod(placement.stored_shape) // shards
@@ -284,13 +285,13 @@ class _Step:
         once = stored * math.prod(sizes[axis] for axis in gathered if axis != "fsdp")
         whole = once * (sizes["fsdp"] if "fsdp" in gathered else 1)
         is_reduced = whole > (once if self.repeats else stored)
-        gathered, reduced = (whole if apart else 0 for apart in (whole > once, is_reduced))
-        in_fp32 = is_reduced or placement.storage_dim is None  # vectors are in FP32 all the time
+        gathered, reduced = (whole if applies else 0 for applies in (whole > once, is_reduced))
+        in_fp32 = is_reduced or placement.storage_dim is None  # vectors are always in FP32
         return Elements(stored, once, whole, gathered, reduced, 0 if in_fp32 else stored)
 
 
 class _Pipelined(_Step):
-    """What is alive while the stages of a pipeline work: buffers of several microbatches, and sums of gradients."""
+    """The live arrays of a pipeline: buffers of several microbatches, and sums of gradients."""
 
     def __init__(self, plan: StepPlan, placements: Mapping[str, Placement]):
         super().__init__(plan, placements)
@@ -301,18 +302,18 @@ class _Pipelined(_Step):
         self.kept, _ = choose_buffer_slots(plan, schedule)
 
     def moments(self) -> Iterator[MemoryEstimate]:
-        """A tick's head, and its layers' backward passes; sums and buffers are there all the time."""
+        """A tick's head, and its layers' backward passes; sums and buffers are always live."""
         yield self.in_head()
         for segment in self.segments:
             for slots in self.parts(segment):
                 yield self.in_backward(segment, slots, Elements())
 
     def saved(self, slots: int) -> int:
-        """Bytes of the buffers, whatever the number of `slots`."""
-        # One more than there are slots: what a forward operation has computed and not copied to its slot yet
+        """Bytes of the buffers, independent of `slots`."""
+        # One more than the number of buffer slots: results of a forward operation before the copy to its slot
         saved = super().saved(len(self.slots)) * (self.kept.activations + 1)
         deferred = sum(self.activations.deferred(slot.block) for slot in self.slots) * self.kept.deferred_slots
-        # What a tick hands to the next, and gradients of the head that wait
+        # The carry between ticks, and pending head gradients
         streams = 2 + (self.kept.pending_heads if self.kept.pending_heads > 1 else 0)
         return saved + deferred + streams * self.activations.stream
 
