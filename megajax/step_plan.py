@@ -19,6 +19,7 @@ from megajax.config.segments import Segment, Unrolling, choose_unrolling, plan_s
 from megajax.config.stages import gathered_slots, slot_kinds
 from megajax.mesh import mesh_sizes, within_processes
 from megajax.ops import fp8
+from megajax.ops.fp8 import Implementation as Fp8Implementation
 from megajax.runtime import permutations_are_copied
 from megajax.sharding import EMPTY, NON_BLOCK_AXES, stored_layers
 
@@ -47,13 +48,20 @@ HOPPER = Hardware("gpu", "9.0")  # H100s and H200s
 class Kernels:
     """Which implementation of an operation was chosen where there are several, and why."""
 
-    attention: ops.Implementation
-    attention_reason: str
-    grouped_matmul: ops.GroupedImplementation  # unused without experts
-    grouped_matmul_reason: str
-    fp8: fp8.Implementation  # unused without FP8
-    loss: ops.LossImplementation
-    elementwise: ops.ElementwiseImplementation
+    attention: ops.Implementation = "reference"
+    attention_reason: str = ""
+    grouped_matmul: ops.GroupedImplementation = "reference"  # unused without experts
+    grouped_matmul_reason: str = "no experts"
+    fp8: Fp8Implementation = "reference"  # unused without FP8
+    loss: ops.LossImplementation = "reference"
+    elementwise: ops.ElementwiseImplementation = "reference"
+
+    @property
+    def experts(self) -> ops.ExpertKernels:
+        # The reference of grouped matmuls reads rows that the kernel of the activation leaves unwritten.
+        return ops.ExpertKernels(
+            self.grouped_matmul, self.elementwise if self.grouped_matmul == "pallas" else "reference"
+        )
 
     @classmethod
     def choose(cls, config: Config, sizes: Mapping[str, int], hardware: "Hardware") -> "Kernels":
@@ -88,6 +96,19 @@ class Kernels:
         of_fp8 = fp8.choose(settings.backend, platform, capability) if quantised else "reference"
         ours = "pallas" if platform == "gpu" else "reference"
         return cls(*attention, *grouped, of_fp8, ours, ours)
+
+
+@dataclass(frozen=True)
+class Collectives:
+    """How the payloads of a layer's collectives travel."""
+
+    context: str = "ring"  # for keys and values, `kernels.context`
+    dispatch: str = "all_gather"  # or "all_to_all", for tokens to experts on other devices
+    ragged: bool = False  # `lax.ragged_all_to_all`, which CPUs lack
+    experts_over: tuple[str, ...] = ("expert",)
+    expert_shards: int = 1  # devices that the experts are divided among, those of `experts_over`
+    copied: bool = False  # pieces over `tensor` travel by copy engines
+    tied: bool = False  # a linear layer's input gradient waits for those of its weights
 
 
 @dataclass(frozen=True)
@@ -210,14 +231,16 @@ class StepPlan:
     # What travels how
 
     @property
-    def expert_shards(self) -> int:
-        """The number of devices that the experts are divided among."""
-        return self.config.expert_shards(self.sizes)
-
-    @property
-    def dispatch(self) -> str:
-        """How tokens meet experts on other devices: "all_gather" or "all_to_all"."""
-        return self.config.dispatch(self.sizes)
+    def collectives(self) -> Collectives:
+        return Collectives(
+            context=self.config.kernels.context,
+            dispatch=self.config.dispatch(self.sizes),
+            ragged=self.hardware.platform != "cpu",
+            experts_over=self.config.mesh.experts_over,
+            expert_shards=self.config.expert_shards(self.sizes),
+            copied=self.hardware.copied_permutations,
+            tied=self.ties_gradients,
+        )
 
     @cached_property
     def embedding_axes(self) -> tuple[str, ...]:
@@ -260,7 +283,7 @@ def _unknown_to_parts(config: Config, sizes: Mapping[str, int]) -> tuple[str, ..
     settings = {
         f"model.sliding_window={config.model.sliding_window}": min(windows, default=math.inf)
         < config.batch.sequence_length,
-        # Equal calls of its deterministic backward pass fail at run time, as `MeshComm.attend` says.
+        # Equal calls of its deterministic backward pass fail at run time, as `AttentionScales` says.
         "run.deterministic": config.run.deterministic,
     }
     return tuple(name for name, present in settings.items() if present)

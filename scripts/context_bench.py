@@ -27,6 +27,7 @@ from megajax.mesh import build_mesh, mesh_sizes
 from megajax.ops import Implementation
 from megajax.parallel.comm import MeshComm
 from megajax.parallel.context.token_order import add_token_positions, balanced_order, stored_order, token_positions_of
+from megajax.step_plan import Collectives, Kernels
 
 STRATEGIES = ("ring", "all_gather", "all_to_all")
 
@@ -80,7 +81,7 @@ def measure(S: int, documents: int, strategy: str, context: int) -> tuple[float,
     mesh = build_mesh({axis: context if axis == "context" else 1 for axis in AXES}, jax.devices()[:context])
     packed = documents > 1
     implementation: Implementation = "reference" if on_cpu() else "pallas" if packed else "cudnn"
-    comm = MeshComm(mesh_sizes(mesh), implementation, context_strategy=strategy)
+    comm = MeshComm(mesh_sizes(mesh), Kernels(implementation), Collectives(context=strategy), deterministic=False)
     segment_ids = segments(context, S, documents)
     fields = {name: jnp.asarray(a) for name, a in batch_of(segment_ids, context, strategy).items()}
     shapes = [(context, S, count, H) for count in (N, K, K, N)]

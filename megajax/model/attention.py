@@ -6,7 +6,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from megajax import ops
 from megajax.config import ModelConfig
-from megajax.model.comm import SingleDevice
+from megajax.model.comm import Comm
 from megajax.model.parameters import declare
 from megajax.model.parts import (
     BlockInputs,
@@ -51,7 +51,7 @@ class Attention(Part):
 
     @jax.named_scope("attention")
     def __call__(
-        self, w: Weights, x, inputs: BlockInputs, layer, state: State, *, comm: SingleDevice, window, recompute
+        self, w: Weights, x, inputs: BlockInputs, layer, state: State, *, comm: Comm, window, recompute
     ) -> tuple[jax.Array, Metrics]:
         """Projections → positions → core → output."""
         projected = checkpoint_name(self.project(w, x, comm, "norms" in recompute), "qkv")
@@ -66,7 +66,7 @@ class Attention(Part):
         y = checkpoint_name(comm.row_linear(out.reshape(-1, out.shape[-2] * out.shape[-1]), w["output"]), "leave")
         return add_bias(y, w.get("output_bias")), {}
 
-    def project(self, w: Weights, x: jax.Array, comm: SingleDevice, recompute_norm: bool) -> jax.Array:
+    def project(self, w: Weights, x: jax.Array, comm: Comm, recompute_norm: bool) -> jax.Array:
         """`[T / tensor, D]` → `[T, (N + 2K)·H]`: queries, keys and values of this device's heads, side by side."""
 
         def compute(x, norm, norm_bias, weight):
@@ -75,7 +75,7 @@ class Attention(Part):
         compute = jax.checkpoint(compute, prevent_cse=False) if recompute_norm else compute
         return add_bias(compute(x, w["norm"], w.get("norm_bias"), w["qkv"]), w.get("qkv_bias"))
 
-    def heads(self, w: Weights, projected: jax.Array, inputs: BlockInputs, comm: SingleDevice):
+    def heads(self, w: Weights, projected: jax.Array, inputs: BlockInputs, comm: Comm):
         """What `project` gave → queries `[B, S, N, H]`, keys and values `[B, S, K, H]`, positions in them."""
         c, (B, S) = self.config, inputs.positions.shape
         qkv = projected.reshape(B, S, -1, c.head_dim)

@@ -4,7 +4,7 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 
 from megajax.config import ModelConfig
-from megajax.model.comm import SingleDevice
+from megajax.model.comm import Comm
 from megajax.model.parameters import declare
 from megajax.model.parts import (
     BlockInputs,
@@ -53,7 +53,7 @@ class MLP(Part):
         layer,
         state: State,
         *,
-        comm: SingleDevice,
+        comm: Comm,
         window,
         recompute,
     ) -> tuple[jax.Array, Metrics]:

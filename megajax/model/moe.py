@@ -6,7 +6,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from megajax import ops
 from megajax.config import ModelConfig
-from megajax.model.comm import SingleDevice
+from megajax.model.comm import Comm
 from megajax.model.parameters import declare
 from megajax.model.parts import (
     BlockInputs,
@@ -61,7 +61,7 @@ class MoE(Part):
         layer,
         state: State,
         *,
-        comm: SingleDevice,
+        comm: Comm,
         window,
         recompute,
     ) -> tuple[jax.Array, Metrics]:
@@ -79,7 +79,7 @@ class MoE(Part):
         return checkpoint_name(y, "leave"), metrics
 
     @jax.named_scope("router")
-    def route(self, weight, h: jax.Array, inputs: BlockInputs, layer, state, comm: SingleDevice):
+    def route(self, weight, h: jax.Array, inputs: BlockInputs, layer, state, comm: Comm):
         """`h [T / tensor, D]` → (experts and their weights, `[T / tensor, k]` each; this device's metrics)."""
         c, r, k = self.config, self.config.router, self.config.experts_per_token
         assert c.num_experts is not None
@@ -109,7 +109,7 @@ class MoE(Part):
             experts = checkpoint_name(jnp.where(state["filled"], experts, c.num_experts), "routing")
         return experts, weights, metrics
 
-    def within_capacity(self, experts, weights, inputs: BlockInputs, comm: SingleDevice, tokens: int) -> jax.Array:
+    def within_capacity(self, experts, weights, inputs: BlockInputs, comm: Comm, tokens: int) -> jax.Array:
         """Which assignments `[T / tensor, k]` the experts have room for, among all of a microbatch's `tokens` tokens.
 
         The others are no longer assigned to any expert, and the weights of what remains stay as they are. Losses and
@@ -128,7 +128,7 @@ class MoE(Part):
         assert c.num_experts is not None
         return ops.router.expert_capacity(factor, tokens, c.experts_per_token, c.num_experts)
 
-    def metrics(self, logits, experts, inputs: BlockInputs, comm: SingleDevice, tokens: int) -> dict[str, jax.Array]:
+    def metrics(self, logits, experts, inputs: BlockInputs, comm: Comm, tokens: int) -> dict[str, jax.Array]:
         """Assignments `[E]` and this device's shares of the router's entropy and losses, means over all `tokens`."""
         r, k, E = self.config.router, self.config.experts_per_token, logits.shape[1]
         B, S = inputs.positions.shape
@@ -148,7 +148,7 @@ class MoE(Part):
             out["router_z_loss"] = r.z_loss / tokens * ops.router.z_loss(logits)
         return out
 
-    def add_shared(self, w: Weights, h: jax.Array, y: jax.Array, comm: SingleDevice) -> jax.Array:
+    def add_shared(self, w: Weights, h: jax.Array, y: jax.Array, comm: Comm) -> jax.Array:
         """`y` and the output of the shared expert, which computes every token."""
         if not self.config.shared_expert_ffn_hidden_size:
             return y

@@ -14,7 +14,7 @@ from flax import nnx
 
 from megajax import ops
 from megajax.config import ModelConfig
-from megajax.model.comm import SingleDevice, TokenPositions
+from megajax.model.comm import Comm, TokenPositions
 
 Weights = Mapping[str, Any]  # by name within the part: arrays, or what a communication point's linear layers take
 State = Mapping[str, jax.Array]
@@ -87,7 +87,7 @@ class Part(nnx.Module):
         layer,
         state: State,
         *,
-        comm: SingleDevice,
+        comm: Comm,
         window,
         recompute,
     ) -> tuple[jax.Array, Metrics]:

@@ -42,15 +42,12 @@ class Transformer(nnx.Module):
         self.final_norm_bias = declare((D,), ("norm",), "bias") if config.norm == "layernorm" else None
         self.head = None if config.tie_embeddings else declare((D, V), ("embed", "vocab"))
 
-    def __call__(
-        self, tokens_bs: jax.Array, comm: SingleDevice | None = None, state: Mapping[str, State] | None = None
-    ) -> jax.Array:
+    def __call__(self, tokens_bs: jax.Array, state: Mapping[str, State] | None = None) -> jax.Array:
         """FP32 logits `[B, S, V]` (padded vocabulary cut off) of whole sequences, on one device.
 
         `state` is what the layers keep, as trained: by kind of block and name, `[L, ...]`.
         """
         c, (B, S) = self.config, tokens_bs.shape
-        comm = comm or SingleDevice()
         positions = jnp.broadcast_to(jnp.arange(S), (B, S))
         inputs = BlockInputs(positions, TokenPositions(positions), jnp.arange(B * S, dtype=jnp.uint32), None)
         x = self.embedding.tokens[...][tokens_bs.reshape(-1)]
@@ -61,7 +58,7 @@ class Transformer(nnx.Module):
             row = block_layers(c)[kind].index(layer)
             weights = self.blocks[kind].fuse({name: w[row] for name, w in stacked[kind].items()})
             kept = {name: a[row] for name, a in (state or {}).get(kind, {}).items()}
-            x, _ = self.blocks[kind](weights, x, inputs, layer, kept, comm=comm, window=window)
+            x, _ = self.blocks[kind](weights, x, inputs, layer, kept, comm=SingleDevice(), window=window)
         x = normalise(c, x, self.final_norm[...], _array(self.final_norm_bias))
         head = self.embedding.tokens[...].T if self.head is None else self.head[...]
         logits = jnp.dot(x, head, preferred_element_type=jnp.float32)[:, : c.vocab_size]

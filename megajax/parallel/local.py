@@ -49,21 +49,8 @@ class LocalModel:
 
     @classmethod
     def build(cls, plan: StepPlan, model: Transformer, placements: Mapping[str, Placement]):
-        config, sizes, kernels = plan.config, plan.sizes, plan.kernels
-        comm = MeshComm(
-            sizes,
-            kernels.attention,
-            config.run.deterministic,
-            config.kernels.context,
-            kernels.fp8,
-            kernels.elementwise,
-            dispatch=plan.dispatch,
-            ragged=plan.hardware.platform != "cpu",
-            experts_over=config.mesh.experts_over,
-            grouped=kernels.grouped_matmul,
-            copied=plan.hardware.copied_permutations,
-            tied=plan.ties_gradients,
-        )
+        config, sizes = plan.config, plan.sizes
+        comm = MeshComm(sizes, plan.kernels, plan.collectives, config.run.deterministic)
         compute, gradients = jnp.dtype(config.precision.compute), jnp.dtype(config.precision.gradients)
         fused = {
             kind: FusedWeights(of_block(placements, kind), block.fused, sizes) for kind, block in model.blocks.items()

@@ -21,7 +21,7 @@ class Activations:
         self._values = cache(self.values_of_block)
         other_axes = [axis for axis in (*BATCH_AXES, "context") if axis not in config.mesh.experts_over]
         over_tensor = "tensor" in config.mesh.experts_over
-        experts = plan.expert_shards if config.model.num_experts else 1
+        experts = plan.collectives.expert_shards if config.model.num_experts else 1
         divided = math.prod(sizes[axis] for axis in other_axes)
         self.shares = Shares(sizes["tensor"], divided, experts, over_tensor, self.compute)
         self.parts = {
@@ -58,7 +58,7 @@ class Activations:
         """
         mlp, D, number = self.parts[block][-1], self.config.model.hidden_size, self.compute * self.tokens
         width, row = number * mlp.width / self.shares.tensor, number * self._row(mlp)
-        zeros = row if row and self.plan.dispatch == "all_to_all" else 0
+        zeros = row if row and self.plan.collectives.dispatch == "all_to_all" else 0
         return int(2 * number * D + zeros + row + mlp.products * width + max(2 * width, weight_gradients))
 
     def operands(self, block: str) -> int:

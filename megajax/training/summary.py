@@ -44,10 +44,10 @@ def summary(program: TrainProgram, flags: list[str], data: Sequence[str] = ()) -
     ]
     if sizes["pipeline"] > 1:
         lines[3:3] = _pipeline(plan)
-    if config.model.num_experts and plan.expert_shards > 1:
-        experts = config.model.num_experts // plan.expert_shards
+    if config.model.num_experts and plan.collectives.expert_shards > 1:
+        experts = config.model.num_experts // plan.collectives.expert_shards
         axes = " × ".join(axis for axis in config.mesh.experts_over if sizes[axis] > 1)
-        lines.append(f"experts    {experts} per device, divided over {axes}; dispatch: {plan.dispatch}")
+        lines.append(f"experts    {experts} per device, divided over {axes}; dispatch: {plan.collectives.dispatch}")
     if config.model.num_experts:
         lines.append(f"kernels    experts: {kernels.grouped_matmul} ({kernels.grouped_matmul_reason})")
     if sizes["context"] > 1:

@@ -18,7 +18,7 @@ MODEL = {"num_layers": 1, "hidden_size": 32, "num_heads": 4, "num_kv_heads": 2, 
 @pytest.mark.parametrize("mesh", [{}, {"context": 2}], ids=["whole", "all_to_all"])
 def test_attention_runs_again_where_the_policy_says_so_alone(table, monkeypatch, policy, forward, mesh):
     monkeypatch.setattr(fused_attention_stablehlo, "check_cudnn_version", lambda: 91900)
-    kernels = Kernels("cudnn", "chosen by the test", "reference", "no experts", *["reference"] * 3)
+    kernels = Kernels("cudnn")
     monkeypatch.setattr(Kernels, "choose", lambda *_: kernels)
     config = table.make_config(
         {**MODEL, "attention_sinks": True},

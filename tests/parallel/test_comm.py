@@ -16,8 +16,10 @@ from jax.sharding import PartitionSpec as P
 
 from megajax.mesh import AXES, build_mesh, mesh_sizes
 from megajax.parallel.comm import MeshComm
+from megajax.parallel.tensor.ring import TensorRing
 from megajax.parallel.weights.exchange import WeightExchange, global_norm, sum_over_all
 from megajax.sharding import place, to_canonical, to_stored
+from megajax.step_plan import Collectives, Kernels
 
 MESHES = [
     {"data": 2, "fsdp": 2, "tensor": 2},
@@ -52,6 +54,10 @@ over_meshes = pytest.mark.parametrize("sizes", MESHES, ids=mesh_id)
 def make_mesh(sizes):
     sizes = {axis: sizes.get(axis, 1) for axis in AXES}
     return sizes, build_mesh(sizes, jax.devices()[: math.prod(sizes.values())])
+
+
+def make_comm(sizes) -> MeshComm:
+    return MeshComm(make_mesh(sizes)[0], Kernels(), Collectives(), deterministic=False)
 
 
 def on_devices(sizes, function, *values):
@@ -107,7 +113,7 @@ def exchange(sizes, parameters=PARAMETERS, gradients=jnp.float32):
 @over_meshes
 def test_enter_gathers_the_tokens_in_the_order_of_tensor(sizes):
     values = coded(sizes, 3, 2)
-    found = on_devices(sizes, MeshComm(make_mesh(sizes)[0], "reference").enter, values)
+    found = on_devices(sizes, make_comm(sizes).enter, values)
     for index in devices_of(values):
         assert np.array_equal(found[index], np.concatenate(list(over(index, values, "tensor"))))
 
@@ -115,7 +121,7 @@ def test_enter_gathers_the_tokens_in_the_order_of_tensor(sizes):
 @over_meshes
 def test_leave_sums_over_tensor_and_keeps_the_own_tokens(sizes):
     values, tensor = coded(sizes, 4, 2), sizes.get("tensor", 1)
-    found = on_devices(sizes, MeshComm(make_mesh(sizes)[0], "reference").leave, values)
+    found = on_devices(sizes, make_comm(sizes).leave, values)
     for index in devices_of(values):
         own = np.split(sum(over(index, values, "tensor")), tensor)[position(index, sizes, "tensor")]
         assert np.array_equal(found[index], own)
@@ -124,14 +130,14 @@ def test_leave_sums_over_tensor_and_keeps_the_own_tokens(sizes):
 @over_meshes
 def test_own_tokens_are_those_that_leave_keeps(sizes):
     values, tensor = coded(sizes, 4, 2), sizes.get("tensor", 1)
-    found = on_devices(sizes, MeshComm(make_mesh(sizes)[0], "reference").own_tokens, values)
+    found = on_devices(sizes, make_comm(sizes).own_tokens, values)
     for index in devices_of(values):
         assert np.array_equal(found[index], np.split(values[index], tensor)[position(index, sizes, "tensor")])
 
 
 @over_meshes
 def test_sequences_are_numbered_through_the_batch_axes(sizes):
-    found = on_devices(sizes, lambda _: MeshComm(make_mesh(sizes)[0], "reference").sequence_ids(3), coded(sizes))
+    found = on_devices(sizes, lambda _: make_comm(sizes).sequence_ids(3), coded(sizes))
     for index in devices_of(found):
         first = 3 * position(index, sizes, "data", "fsdp", "expert")
         assert found[index].tolist() == [first, first + 1, first + 2]
@@ -139,7 +145,7 @@ def test_sequences_are_numbered_through_the_batch_axes(sizes):
 
 @over_meshes
 def test_vocabulary_maxima_and_sums_run_over_tensor_alone(sizes):
-    comm, values = MeshComm(make_mesh(sizes)[0], "reference"), coded(sizes, 2)
+    comm, values = make_comm(sizes), coded(sizes, 2)
 
     def reductions(x):
         start = jnp.full(2, comm.vocabulary_start(10), jnp.float32)
@@ -309,17 +315,16 @@ def test_weights_are_gathered_in_the_compute_dtype_and_reduced_in_the_gradients(
 
 
 def test_narrower_layers_are_cut_into_pieces_where_these_are_copied():
-    sizes, _ = make_mesh({"tensor": 4})
-    assert [MeshComm(sizes, "reference").overlaps(width) for width in (1023, 1024, 3071, 3072)] == [0, 0, 0, 1]
-    copied = MeshComm(sizes, "reference", copied=True)
-    assert [copied.overlaps(width) for width in (1023, 1024, 3071, 3072)] == [0, 1, 1, 1]
-    assert not MeshComm(make_mesh({})[0], "reference", copied=True).overlaps(4096), "nothing travels"
+    widths = 1023, 1024, 3071, 3072
+    assert [TensorRing(4, copied=False).overlaps(width) for width in widths] == [0, 0, 0, 1]
+    assert [TensorRing(4, copied=True).overlaps(width) for width in widths] == [0, 1, 1, 1]
+    assert not TensorRing(1, copied=True).overlaps(4096), "nothing travels"
 
 
 def test_a_linear_layer_of_own_tokens_gathers_nothing():
     """A low-rank projection of what each device holds; the gradients of its whole weight are shares of one sum."""
     mesh = build_mesh({axis: 4 if axis == "tensor" else 1 for axis in AXES}, jax.devices()[:4])
-    comm, rng = MeshComm(dict.fromkeys(AXES, 1) | {"tensor": 4}, "reference"), np.random.default_rng(0)
+    comm, rng = make_comm({"tensor": 4}), np.random.default_rng(0)
     x, w, dy = (rng.standard_normal(shape).astype(np.float32) for shape in ((32, 12), (12, 5), (32, 5)))
 
     def local(x, w, dy):

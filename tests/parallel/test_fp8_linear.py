@@ -8,13 +8,13 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from megajax.mesh import AXES
+from megajax.ops import fp8
 from megajax.ops.fp8 import Fp8Weight, scale_for
-from megajax.parallel.comm import MeshComm
-from megajax.parallel.tensor.linear import column_linear, mlp, own_linear, row_linear
+from megajax.parallel.tensor.linear import TensorParallel, column_linear, mlp, own_linear, row_linear
+from megajax.parallel.tensor.ring import TensorRing
 
 E4M3, E5M2 = ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2
-COMM = MeshComm(dict.fromkeys(AXES, 1), "reference")
+ONE_DEVICE = TensorParallel(TensorRing(1, False), fp8.kernels("reference"), "reference", lambda amax: amax, False)
 LAYERS = {"column": column_linear, "row": row_linear, "own": own_linear}
 T, D, F = 64, 48, 80  # three different sizes: a wrong transposition does not fit or shows
 # Nothing but FP32 sums stand between the layers and the reference. In the MLP a product's last bit can move a value
@@ -90,7 +90,7 @@ def test_a_linear_layer_and_its_gradients(rng, kind, case):
     own = current_scale(x, E4M3), current_scale(dy, gradient_dtype)
     given = (None, None) if factors is None else tuple(s * np.float32(f) for s, f in zip(own, factors, strict=True))
     weight = quantised_weight(w, *given, gradient_dtype)
-    y, (dx, dw) = value_and_pullback(lambda x, w: LAYERS[kind](COMM, x, w), x, weight)(dy)
+    y, (dx, dw) = value_and_pullback(lambda x, w: LAYERS[kind](ONE_DEVICE, x, w), x, weight)(dy)
 
     qx, qw = dequantised(x, given[0], E4M3), dequantised(w, None, E4M3)
     qdy = dequantised(dy, given[1], gradient_dtype)
@@ -186,7 +186,7 @@ def test_an_mlp_and_its_gradients(rng, kind, gradient_dtype, given):
     scales = given or (None,) * 4
     up = quantised_weight(w_up, scales[0], scales[2], gradient_dtype)
     down = quantised_weight(w_down, scales[1], scales[3], gradient_dtype)
-    found = value_and_pullback(lambda *args: mlp(COMM, kind, *args), x, up, down)(dy)
+    found = value_and_pullback(lambda *args: mlp(ONE_DEVICE, kind, *args), x, up, down)(dy)
     expected = reference_mlp(kind, x, w_up, w_down, dy, scales, gradient_dtype)
     assert_agrees(found, expected, MLP_TOLERANCE)
     np.testing.assert_allclose(found[1][1].amax, expected.amax_up, rtol=1e-5)
@@ -213,7 +213,7 @@ def test_a_gated_activation_is_not_rounded_to_bfloat16_before_it_is_quantised(rn
     scales = 2.0**6, 2.0**3, 2.0**20, 2.0**24
     up = quantised_weight(w_up, scales[0], scales[2], E5M2, jnp.bfloat16)
     down = quantised_weight(w_down, scales[1], scales[3], E5M2, jnp.bfloat16)
-    found = value_and_pullback(lambda *args: mlp(COMM, "swiglu", *args), x, up, down)(dy)
+    found = value_and_pullback(lambda *args: mlp(ONE_DEVICE, "swiglu", *args), x, up, down)(dy)
     arguments = "swiglu", x.astype(np.float32), w_up, w_down, dy.astype(np.float32), scales, E5M2
     expected = reference_mlp(*arguments, to_compute=bfloat16)
     assert_agrees(found, expected, 4e-3)

@@ -16,7 +16,7 @@ import pytest
 
 from megajax.config.checks import check_mesh
 from megajax.mesh import AXES, build_mesh
-from megajax.parallel.comm import MeshComm
+from megajax.parallel.tensor.ring import TensorRing
 from megajax.training.batches import to_global
 from megajax.training.step import TrainProgram
 
@@ -145,7 +145,7 @@ def test_a_mesh_trains_as_one_device_does(
 ):
     expected = single_device(recipe, microbatches)
     if pieces:
-        monkeypatch.setattr(MeshComm, "overlap_width", 0)
+        monkeypatch.setattr(TensorRing, "overlap_width", 0)
     assert_agrees(table, train(make_config(recipe, mesh, microbatches, unroll), expected.trace.initial), expected)
 
 
@@ -174,7 +174,7 @@ def assert_same_amaxes(found: np.ndarray, expected: np.ndarray) -> None:
 
 @pytest.mark.parametrize("size", [2, 4, 8])
 def test_transfers_in_pieces_change_no_number_without_fp8(table, difference, monkeypatch, size):
-    monkeypatch.setattr(MeshComm, "overlap_width", 0)
+    monkeypatch.setattr(TensorRing, "overlap_width", 0)
     model = {**table.MODELS["llama"], "num_layers": 2}
     found = difference(table.make_config(model, {"tensor": size}, steps=2, optimizer="sgd"))
     assert not found.problems(), found

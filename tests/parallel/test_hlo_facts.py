@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 import megajax
 from megajax.config.checks import check_mesh
 from megajax.mesh import build_mesh
-from megajax.parallel.comm import MeshComm
+from megajax.parallel.tensor.ring import TensorRing
 from megajax.training.step import TrainProgram
 
 COLLECTIVES = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute", "collective-broadcast")
@@ -172,7 +172,7 @@ def test_the_residual_stream_crosses_tensor_at_the_edges_alone(compiled, remat):
 
 @pytest.mark.parametrize(("remat", "tensor"), [("none", 4), ("full", 2)])
 def test_wide_layers_hand_on_a_piece_for_each_other_device_instead(build, monkeypatch, remat, tensor):
-    monkeypatch.setattr(MeshComm, "overlap_width", 1)
+    monkeypatch.setattr(TensorRing, "overlap_width", 1)
     program = build({"tensor": tensor}, remat={"policy": remat}, kernels=CHUNKS)
     step = program.train_step.lower(program.abstract_state, program.abstract_batch).compile()
     found = [c for c in collectives(step.as_text()) if c.loops == 1]

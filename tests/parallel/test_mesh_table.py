@@ -20,6 +20,7 @@ from megajax.config.checks import check_mesh
 from megajax.mesh import build_mesh
 from megajax.model import Transformer, bind
 from megajax.parallel.comm import MeshComm
+from megajax.parallel.tensor.ring import TensorRing
 from megajax.parallel.weights.exchange import WeightExchange
 from megajax.parallel.weights.fused import FusedWeights
 from megajax.training.batches import to_global
@@ -110,7 +111,7 @@ def test_looped_and_unrolled_layers_agree_bit_for_bit():
 
 def test_transfers_cut_into_pieces_change_no_number(table, difference, monkeypatch):
     """As where the layers are wide; biases and a plain MLP. Gated ones, up to eight pieces: test_fp8_mesh.py."""
-    monkeypatch.setattr(MeshComm, "overlap_width", 1)
+    monkeypatch.setattr(TensorRing, "overlap_width", 1)
     mesh, remat = {"data": 2, "tensor": 4}, {"policy": "selective"}
     assert_agrees(difference(options_config(table, "dropout", mesh, 1, remat=remat)))
 

@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 from megajax.config.checks import check_mesh
 from megajax.mesh import build_mesh
 from megajax.parallel.stack.vjp import SplitBackward
+from megajax.step_plan import StepPlan
 from megajax.training.step import TrainProgram
 
 COLLECTIVES = {
@@ -163,12 +164,12 @@ IN_THE_SECOND = {"save_matmuls": {"all_gather": 2}}
     ("model", "policy"),
     [("llama", "none"), ("llama", "full"), ("llama", "save_matmuls"), ("gpt2", "selective"), ("gpt2", "full")],
 )
-def test_a_block_of_the_model_is_split_in_two(table, model, policy):
+def test_a_block_of_the_model_is_split_in_two(table, monkeypatch, model, policy):
     """Of the products the matrices' alone are left for the second part, of the communication only what they need."""
+    monkeypatch.setattr(StepPlan, "ties_gradients", False)  # as in a pipeline, where alone a pass is split
     config = table.make_config(model, {"fsdp": 2, "tensor": 2}, remat={"policy": policy})
     program = TrainProgram.build(config, build_mesh(check_mesh(config, 4), jax.devices()[:4]))
     local, counts = program.local, {}
-    local.comm.tied = False  # as in a pipeline, where alone a pass is split
     stack, segment = local.layers, local.layers.segments[0]
 
     def compare(params, batch):

@@ -79,17 +79,7 @@ def _all_to_all(
     if sinks is not None:  # of this device's heads
         own = q.shape[2]
         sinks = lax.dynamic_slice_in_dim(sinks, lax.axis_index("context") * own, own)
-    out = ops.attention(
-        q,
-        k,
-        v,
-        window=window,
-        document_starts=starts,
-        softcap=scores.softcap,
-        scale=scores.scale,
-        sinks=sinks,
-        implementation=scores.implementation,
-    )
+    out = ops.attention(q, k, v, window=window, document_starts=starts, sinks=sinks, **vars(scores))
     out = lax.all_to_all(_to_stored(out, context), "context", split_axis=1, concat_axis=2, tiled=True)
     return checkpoint_name(out, "exchanged")
 

@@ -12,8 +12,9 @@ what the experts' capacity lets pass. What the router has dropped is assigned to
 and add nothing.
 """
 
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +24,7 @@ from jax.ad_checkpoint import checkpoint_name
 from megajax.ops import experts as ops
 from megajax.ops.expert_mlp import num_experts
 from megajax.parallel.weights.exchange import gather_tiles
+from megajax.step_plan import Collectives
 
 Axes = tuple[str, ...]
 # XLA's kernel for GPUs of one host copies a slice with one block of threads: so many are under way at least, or few
@@ -30,37 +32,48 @@ Axes = tuple[str, ...]
 SLICES = 512
 
 
-def gathered(comm: Any, activation: str, x, experts, weights, w_up, w_down, capacity: int | None) -> jax.Array:
-    """`x [T, D]`, `experts` and `weights` `[T, k]` of the own tokens, the own experts' matrices → `[T, D]`."""
-    local, axes = num_experts(w_up), comm.experts_over
-    x, experts, weights = (gather_tiles(a, axes, 0) for a in (x, experts, weights))
-    own = experts - lax.axis_index(axes) * local
-    own = jnp.where((own >= 0) & (own < local), own, local)  # `local`: an expert of another device
-    arguments = (activation, x, own, weights, w_up, w_down, capacity, comm.expert_kernels)
-    y = ops.apply_experts(*arguments, comm.max_over_devices)
-    return lax.psum_scatter(y, axes, scatter_dimension=0, tiled=True)
+@dataclass(frozen=True)
+class ExpertParallel:
+    """A layer's experts, divided among the devices of the axes `experts_over`."""
 
+    collectives: Collectives
+    kernels: ops.ExpertKernels
+    max_over_devices: ops.MaxOverDevices
 
-def exchanged(comm: Any, activation: str, x, experts, weights, w_up, w_down, capacity: int | None) -> jax.Array:
-    """The same, by rows."""
-    (T, k), local, axes, size = experts.shape, num_experts(w_up), comm.experts_over, comm.expert_size
-    permutation = ops.sort_by_expert(experts, local * size, T * k)
-    routes = plan(axes, permutation.group_sizes, size, -(-SLICES // (local * size)) if comm.ragged else 1)
-    permutation, routes = jax.tree.map(lambda a: checkpoint_name(a, "routing"), (permutation, routes))
+    def apply(self, activation: str, x, experts, weights, w_up, w_down, capacity: int | None) -> jax.Array:
+        """`x [T, D]`, `experts` and `weights` `[T, k]` of the own tokens, the own experts' matrices → `[T, D]`."""
+        distributed = self._gathered if self.collectives.dispatch == "all_gather" else self._exchanged
+        strategy = distributed if self.collectives.expert_shards > 1 else self._on_device
+        return strategy(activation, x, experts, weights, w_up, w_down, capacity)
 
-    most = ops.most_rows(size * T, k, local, capacity)
+    def _on_device(self, *arguments) -> jax.Array:
+        return ops.apply_experts(*arguments, kernels=self.kernels, max_over_devices=self.max_over_devices)
 
-    def there(rows: jax.Array) -> jax.Array:
-        return exchange(axes, most, comm.ragged, routes.there, routes.back, rows)
+    def _gathered(self, activation: str, x, experts, weights, w_up, w_down, capacity: int | None) -> jax.Array:
+        local, axes = num_experts(w_up), self.collectives.experts_over
+        x, experts, weights = (gather_tiles(a, axes, 0) for a in (x, experts, weights))
+        own = experts - lax.axis_index(axes) * local
+        own = jnp.where((own >= 0) & (own < local), own, local)  # `local`: an expert of another device
+        y = self._on_device(activation, x, own, weights, w_up, w_down, capacity)
+        return lax.psum_scatter(y, axes, scatter_dimension=0, tiled=True)
 
-    received = checkpoint_name(there(ops.dispatch(x, permutation, k)), "dispatched")
-    own_weights: jax.Array = ops.permute(weights.reshape(-1), permutation)
-    row_weights = checkpoint_name(there(own_weights[:, None]), "routing")[:, 0]
-    y: jax.Array = ops.expert_mlp(
-        *(activation, comm.expert_kernels, received, row_weights, w_up, w_down, routes.group_sizes),
-        comm.max_over_devices,
-    )
-    return ops.combine(exchange(axes, T * k, comm.ragged, routes.back, routes.there, y), permutation, k)
+    def _exchanged(self, activation: str, x, experts, weights, w_up, w_down, capacity: int | None) -> jax.Array:
+        (T, k), local, size = experts.shape, num_experts(w_up), self.collectives.expert_shards
+        axes, ragged = self.collectives.experts_over, self.collectives.ragged
+        permutation = ops.sort_by_expert(experts, local * size, T * k)
+        routes = plan(axes, permutation.group_sizes, size, -(-SLICES // (local * size)) if ragged else 1)
+        permutation, routes = jax.tree.map(lambda a: checkpoint_name(a, "routing"), (permutation, routes))
+        most = ops.most_rows(size * T, k, local, capacity)
+
+        def there(rows: jax.Array) -> jax.Array:
+            return exchange(axes, most, ragged, routes.there, routes.back, rows)
+
+        received = checkpoint_name(there(ops.dispatch(x, permutation, k)), "dispatched")
+        own_weights: jax.Array = ops.permute(weights.reshape(-1), permutation)
+        row_weights = checkpoint_name(there(own_weights[:, None]), "routing")[:, 0]
+        arguments = activation, self.kernels, received, row_weights, w_up, w_down, routes.group_sizes
+        y: jax.Array = ops.expert_mlp(*arguments, self.max_over_devices)
+        return ops.combine(exchange(axes, T * k, ragged, routes.back, routes.there, y), permutation, k)
 
 
 class Slices(NamedTuple):
