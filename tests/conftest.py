@@ -18,7 +18,7 @@ os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
 def keep_compiled_programs() -> None:
     """Share a cache with all processes of all test runs: a run that finds its programs takes a third of the time.
 
-    jax names an entry by the program, the flags and the processor, so a changed test or model never meets an old entry.
+    jax names an entry by the program, the flags and the processor, so a changed test or model never uses an old entry.
     JAX_ENABLE_COMPILATION_CACHE=false does without.
     """
     caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "megajax-tests")

@@ -1,4 +1,4 @@
-"""The benchmark's parts: a breakdown of a small made-up trace, worked out by hand, and what the compiled text tells."""
+"""The benchmark's parts: a breakdown of a small trace, computed by hand, and facts from the compiled text."""
 
 from pathlib import Path
 

@@ -50,10 +50,10 @@ def everything(directory: Path) -> dict[str, bytes | None]:
 
 
 @pytest.fixture
-def refuse(place, capsys):
-    """(arguments...) → the sentence with which they are refused."""
+def error_of(place, capsys):
+    """(arguments...) → the error's sentence."""
 
-    def refuse(*overrides: str) -> str:
+    def error_of(*overrides: str) -> str:
         before = everything(place)
         capsys.readouterr()
         with pytest.raises(SystemExit) as caught:
@@ -66,7 +66,7 @@ def refuse(place, capsys):
         assert everything(place) == before
         return printed.err
 
-    return refuse
+    return error_of
 
 
 def says(sentence: str, *parts: str) -> bool:
@@ -78,34 +78,34 @@ def append(path: str, text: str) -> None:
         file.write(text)
 
 
-def test_an_unknown_key_is_met_with_the_nearest_one(place, refuse):
-    sentence = refuse("model.hiden_size=32")
+def test_an_unknown_key_is_met_with_the_nearest_one(place, error_of):
+    sentence = error_of("model.hiden_size=32")
     assert says(sentence, "model.hiden_size", "model.hiden_size=32", "did you mean model.hidden_size?")
     append("run.yaml", "batches: {}\n")
-    assert says(refuse(), "batches", "run.yaml, line 15")
+    assert says(error_of(), "batches", "run.yaml, line 15")
 
 
 @pytest.mark.smoke
-def test_a_mesh_that_does_not_divide_names_both_keys_and_what_would(refuse):
-    sentence = refuse("mesh.tensor=3")
+def test_a_mesh_that_does_not_divide_names_both_keys_and_what_would(error_of):
+    sentence = error_of("mesh.tensor=3")
     assert says(sentence, "mesh.tensor=3", "model.num_heads=4", "the command line: mesh.tensor=3", "1, 2 or 4")
 
 
-def test_a_mesh_that_does_not_fit_the_devices_says_how_many_there_are(refuse):
-    assert says(refuse("mesh.data=2"), "mesh.data=2", "8 devices", "the command line")
+def test_a_mesh_that_does_not_fit_the_devices_says_how_many_there_are(error_of):
+    assert says(error_of("mesh.data=2"), "mesh.data=2", "8 devices", "the command line")
 
 
-def test_a_global_batch_that_does_not_divide_says_what_would(refuse):
-    assert says(refuse("batch.global_size=12"), "mesh.data=8", "batch.global_size=12", "multiple of 8")
-    sentence = refuse("batch.num_microbatches=3")
+def test_a_global_batch_that_does_not_divide_says_what_would(error_of):
+    assert says(error_of("batch.global_size=12"), "mesh.data=8", "batch.global_size=12", "multiple of 8")
+    sentence = error_of("batch.num_microbatches=3")
     assert says(sentence, "batch.num_microbatches=3", "batch.global_size=8")
-    assert says(refuse("batch.num_microbatches=4"), "mesh.data=8", "batch.num_microbatches=4")
+    assert says(error_of("batch.num_microbatches=4"), "mesh.data=8", "batch.num_microbatches=4")
 
 
 @pytest.mark.parametrize("kind", ["idx", "bin"])
-def test_a_missing_data_file_is_named_with_its_key(refuse, kind):
+def test_a_missing_data_file_is_named_with_its_key(error_of, kind):
     Path(f"tokens.{kind}").unlink()
-    assert says(refuse(), "data.train", "run.yaml, line 13", f"tokens.{kind}", "does not exist")
+    assert says(error_of(), "data.train", "run.yaml, line 13", f"tokens.{kind}", "does not exist")
 
 
 def spoil(path: str, start: int, data: bytes) -> None:
@@ -126,14 +126,14 @@ def spoil(path: str, start: int, data: bytes) -> None:
     ],
     ids=["no header", "tables cut off", "wrong magic", "bin too short", "bin too long", "wrong length"],
 )
-def test_a_damaged_index_is_named_with_what_is_wrong(refuse, damage, parts):
+def test_a_damaged_index_is_named_with_what_is_wrong(error_of, damage, parts):
     damage()
-    assert says(refuse(), "data.train", "run.yaml, line 13", *parts)
+    assert says(error_of(), "data.train", "run.yaml, line 13", *parts)
 
 
-def test_a_vocabulary_larger_than_the_models_is_refused(refuse):
-    assert says(refuse("model.vocab_size=60"), "model.vocab_size=60", "command line", "tokens.bin", "69")
-    assert says(refuse("data.tokenizer=byte"), "data.tokenizer=byte", "model.vocab_size=70", "run.yaml, line 6")
+def test_a_vocabulary_larger_than_the_models_is_refused(error_of):
+    assert says(error_of("model.vocab_size=60"), "model.vocab_size=60", "command line", "tokens.bin", "69")
+    assert says(error_of("data.tokenizer=byte"), "data.tokenizer=byte", "model.vocab_size=70", "run.yaml, line 6")
 
 
 def save_first_state() -> None:
@@ -142,25 +142,25 @@ def save_first_state() -> None:
     trainer.checkpoints.close()
 
 
-def test_a_checkpoint_of_another_model_is_refused_on_resume(place, refuse):
+def test_a_checkpoint_of_another_model_is_refused_on_resume(place, error_of):
     save_first_state()
-    sentence = refuse("model.num_layers=2")
+    sentence = error_of("model.num_layers=2")
     assert says(sentence, "model.num_layers=1", "model.num_layers=1, but this run has 2", str(place / "run"))
 
 
-def test_a_checkpoint_of_another_model_is_refused_as_first_weights(place, refuse):
+def test_a_checkpoint_of_another_model_is_refused_as_first_weights(place, error_of):
     save_first_state()
-    sentence = refuse("model.num_layers=2", "run.dir=other", "checkpoint.init_from=run")
+    sentence = error_of("model.num_layers=2", "run.dir=other", "checkpoint.init_from=run")
     assert says(sentence, "checkpoint.init_from=run", "model.num_layers=1", "has 2", "the command line")
 
 
-def test_first_weights_that_are_not_there_are_refused(refuse):
-    assert says(refuse("checkpoint.init_from=nowhere"), "checkpoint.init_from=nowhere", "the command line")
+def test_first_weights_that_are_not_there_are_refused(error_of):
+    assert says(error_of("checkpoint.init_from=nowhere"), "checkpoint.init_from=nowhere", "the command line")
 
 
 @pytest.mark.parametrize("run_dir", ["tokens.bin/run", "/proc/run"])
-def test_a_run_directory_that_cannot_be_written_is_refused(refuse, run_dir):
-    assert says(refuse(f"run.dir={run_dir}"), f"run.dir={run_dir}", "the command line", "cannot be written")
+def test_a_run_directory_that_cannot_be_written_is_refused(error_of, run_dir):
+    assert says(error_of(f"run.dir={run_dir}"), f"run.dir={run_dir}", "the command line", "cannot be written")
 
 
 def command(*arguments: str) -> subprocess.CompletedProcess:

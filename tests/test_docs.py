@@ -1,4 +1,4 @@
-"""What README and docs say holds: links lead somewhere, commands run, YAML loads, the key reference is up to date."""
+"""README and docs are correct: links lead somewhere, commands run, YAML loads, the key reference is up to date."""
 
 import importlib.util
 import json
@@ -37,7 +37,7 @@ def anchors(page: Path) -> set[str]:
 
 @pytest.fixture
 def workplace(tmp_path, monkeypatch) -> Path:
-    """A directory with what the README's reader has: configs/, data/my.jsonl and the README's my.yaml."""
+    """A directory with the files of the README's reader: configs/, data/my.jsonl and the README's my.yaml."""
     (tmp_path / "configs").symlink_to(ROOT / "configs")
     (tmp_path / "data").mkdir()
     text = "".join(json.dumps({"text": f"Document {i} has a few words. " * 20}) + "\n" for i in range(100))

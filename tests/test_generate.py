@@ -35,10 +35,10 @@ def trainer(tmp_path_factory):
 
 
 @pytest.fixture
-def refuse(capsys):
-    """(arguments...) → the sentence with which they are refused."""
+def error_of(capsys):
+    """(arguments...) → the error's sentence."""
 
-    def refuse(*arguments: object) -> str:
+    def error_of(*arguments: object) -> str:
         with pytest.raises(SystemExit) as stopped:
             generate.main([str(argument) for argument in arguments])
         printed = capsys.readouterr()
@@ -46,7 +46,7 @@ def refuse(capsys):
         assert printed.err.startswith("megajax: error: ") and printed.err.endswith(".\n")
         return printed.err
 
-    return refuse
+    return error_of
 
 
 def test_a_run_and_one_of_its_checkpoints_go_on_with_the_likeliest_token(trainer, capsys):
@@ -58,27 +58,27 @@ def test_a_run_and_one_of_its_checkpoints_go_on_with_the_likeliest_token(trainer
         assert capsys.readouterr().out == f"{expected}\n"
 
 
-def test_numbers_below_0_and_no_numbers_are_refused(trainer, refuse):
+def test_numbers_below_0_and_no_numbers_are_refused(trainer, error_of):
     for option in ("--tokens=-1", "--temperature=-1.0", "--temperature=nan", "--temperature=inf", "--seed=-3"):
-        assert f"{option} is not a number of 0 or more" in refuse(trainer.run_dir, "--prompt", "a", option)
-    assert "invalid int value: 'many'" in refuse(trainer.run_dir, "--prompt", "a", "--tokens", "many")
+        assert f"{option} is not a number of 0 or more" in error_of(trainer.run_dir, "--prompt", "a", option)
+    assert "invalid int value: 'many'" in error_of(trainer.run_dir, "--prompt", "a", "--tokens", "many")
 
 
-def test_what_is_not_a_run_and_what_is_not_text_are_refused(trainer, refuse, tmp_path):
+def test_what_is_not_a_run_and_what_is_not_text_are_refused(trainer, error_of, tmp_path):
     run = trainer.run_dir
-    assert "RUN=nowhere has no checkpoints" in refuse("nowhere", "--prompt", "a")
-    assert "has checkpoints of steps 0." in refuse(run / "checkpoints/7", "--prompt", "a")
-    assert "--prompt='' has no tokens" in refuse(run, "--prompt", "")
-    assert "is not UTF-8" in refuse(run, "--prompt", "\udcff")
+    assert "RUN=nowhere has no checkpoints" in error_of("nowhere", "--prompt", "a")
+    assert "has checkpoints of steps 0." in error_of(run / "checkpoints/7", "--prompt", "a")
+    assert "--prompt='' has no tokens" in error_of(run, "--prompt", "")
+    assert "is not UTF-8" in error_of(run, "--prompt", "\udcff")
     (tmp_path / "run/checkpoints/1").mkdir(parents=True)
-    assert "has no config.yaml" in refuse(tmp_path / "run", "--prompt", "a")
+    assert "has no config.yaml" in error_of(tmp_path / "run", "--prompt", "a")
 
 
 def words(*names: str) -> tokenizers.Tokenizer:
     return tokenizers.Tokenizer(tokenizers.models.WordLevel({name: i for i, name in enumerate(names)}, names[0]))
 
 
-def test_the_tokenizer_is_found_from_anywhere(tmp_path, monkeypatch, refuse):
+def test_the_tokenizer_is_found_from_anywhere(tmp_path, monkeypatch, error_of):
     run = tmp_path / "work/runs/mine"
     for directory in ("work/runs/mine/checkpoints/1", "work/data", "else/data"):
         (tmp_path / directory).mkdir(parents=True)
@@ -88,7 +88,7 @@ def test_the_tokenizer_is_found_from_anywhere(tmp_path, monkeypatch, refuse):
     def found() -> list[int]:
         return generate.find_tokenizer(generate.config_of(run), run).encode("yes")
 
-    assert f"data.tokenizer=data/t.json ({run}/config.yaml) is neither in" in refuse(run, "--prompt", "a")
+    assert f"data.tokenizer=data/t.json ({run}/config.yaml) is neither in" in error_of(run, "--prompt", "a")
     words("no", "no2", "yes").save(str(tmp_path / "work/data/t.json"))
     assert found() == [2], "above the run"
     words("no", "yes").save("data/t.json")
@@ -96,8 +96,8 @@ def test_the_tokenizer_is_found_from_anywhere(tmp_path, monkeypatch, refuse):
     words("yes").save(str(run / "tokenizer.json"))
     assert found() == [0], "the run's own"
     words(*map(str, range(300))).save(str(run / "tokenizer.json"))
-    assert "has 300 tokens, but the model has 257" in refuse(run, "--prompt", "a")
+    assert "has 300 tokens, but the model has 257" in error_of(run, "--prompt", "a")
     (run / "config.yaml").write_text(CONFIG.replace(", tokenizer: byte", ""))
-    assert "has no data.tokenizer" in refuse(run, "--prompt", "a")
+    assert "has no data.tokenizer" in error_of(run, "--prompt", "a")
     shutil.rmtree(run / "checkpoints/1")
-    assert "has no complete checkpoint" in refuse(run, "--prompt", "a")
+    assert "has no complete checkpoint" in error_of(run, "--prompt", "a")

@@ -64,7 +64,7 @@ def test_a_mesh_of_another_number_of_devices_is_our_own_mistake():
 
 @pytest.fixture
 def initialized(monkeypatch):
-    """The calls of jax.distributed.initialize, none of which is carried out."""
+    """The calls of jax.distributed.initialize, which is replaced and does nothing."""
     calls = []
     monkeypatch.setattr(jax.distributed, "initialize", lambda *args, **kwargs: calls.append((args, kwargs)))
     return calls

@@ -26,7 +26,7 @@ USAGE = (
     " [--help [SECTION]]"
 )
 
-# What follows `train run.yaml`, on 8 devices. "@" stands for the place of the first override.
+# The arguments after `train run.yaml`, on 8 devices. "@" stands for the location of the first override.
 TYPED = {
     # keys under other names
     "model.num_head=4": "model.num_head is not a config key (@): did you mean model.num_heads?",
@@ -165,7 +165,7 @@ TYPED = {
     ),
 }
 
-# What is written in run.yaml instead of what, and the sentence.
+# A text in run.yaml, its replacement, and the sentence.
 EDITED = {
     "a colon without a space": (
         "num_layers: 4",
@@ -263,8 +263,8 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def refused(argv: list[str], capsys: pytest.CaptureFixture[str]) -> str:
-    """The sentence with which `train` refuses `argv`."""
+def error_of(argv: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    """The sentence of `train`'s error for `argv`."""
     before = sorted(Path().rglob("*"))
     with pytest.raises(SystemExit) as stop:
         train.main(argv)
@@ -278,21 +278,21 @@ def refused(argv: list[str], capsys: pytest.CaptureFixture[str]) -> str:
 @pytest.mark.parametrize("typed", TYPED)
 def test_a_mistake_on_the_command_line(typed: str, capsys):
     words = shlex.split(typed)
-    assert refused(["run.yaml", *words], capsys) == TYPED[typed].replace("@", f"the command line: {words[0]}")
+    assert error_of(["run.yaml", *words], capsys) == TYPED[typed].replace("@", f"the command line: {words[0]}")
 
 
 @pytest.mark.parametrize("mistake", EDITED)
 def test_a_mistake_in_the_file(mistake: str, capsys):
     right, wrong, sentence = EDITED[mistake]
     Path("run.yaml").write_text(CONFIG.replace(right, wrong))
-    assert refused(["run.yaml"], capsys) == sentence
+    assert error_of(["run.yaml"], capsys) == sentence
 
 
 @pytest.mark.parametrize("typed", FILES)
 def test_a_mistake_in_the_name_of_the_file(typed: str, capsys):
-    assert refused(typed.split(), capsys) == FILES[typed]
+    assert error_of(typed.split(), capsys) == FILES[typed]
 
 
 def test_data_that_is_not_there(capsys):
-    sentence = refused(["run.yaml", "data.kind=indexed", "data.train=docs"], capsys)
+    sentence = error_of(["run.yaml", "data.kind=indexed", "data.train=docs"], capsys)
     assert "data.train" in sentence and "docs.idx does not exist" in sentence

@@ -9,7 +9,7 @@ import pipeline_picture
 import pytest
 from pipeline_picture import Box
 
-# (start, duration, name) in µs; the trace starts at 1000. Matmuls named only nvjet_… do not tell what they are.
+# (start, duration, name) in µs; the trace starts at 1000. The name nvjet_… does not identify a matmul.
 MATMUL, WEIGHT = "nvjet_sm90_tst_128x160_v_bz_NNT", "nvjet_sm90_tss_256x128_h_badd_coopA_NTT"
 KERNELS = [
     (0, 200, "loop_broadcast_fusion"),  # far from all others

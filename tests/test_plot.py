@@ -1,4 +1,4 @@
-"""`python -m megajax.plot`: pictures show what metrics.jsonl has, without nulls, and are the same each time."""
+"""`python -m megajax.plot`: pictures show the values of metrics.jsonl, without nulls, and are deterministic."""
 
 import json
 import re
@@ -33,10 +33,10 @@ def make_run(tmp_path):
 
 
 @pytest.fixture
-def refuse(capsys):
-    """(arguments...) → the sentence with which they are refused."""
+def error_of(capsys):
+    """(arguments...) → the error's sentence."""
 
-    def refuse(*arguments: object) -> str:
+    def error_of(*arguments: object) -> str:
         with pytest.raises(SystemExit) as stopped:
             plot.main([str(argument) for argument in arguments])
         printed = capsys.readouterr()
@@ -44,7 +44,7 @@ def refuse(capsys):
         assert printed.err.startswith("megajax: error: ") and printed.err.endswith(".\n")
         return printed.err
 
-    return refuse
+    return error_of
 
 
 def points(axes) -> list[list[list[float]]]:
@@ -111,11 +111,11 @@ def test_smoothing_is_a_mean_over_logged_steps_without_a_bias_at_the_start():
 
 
 @pytest.mark.parametrize("line", ["no json", "[1]", '{"loss": 1.0}', '{"step": null}'])
-def test_a_line_that_is_not_metrics_is_named(make_run, refuse, line):
+def test_a_line_that_is_not_metrics_is_named(make_run, error_of, line):
     run = make_run()
     with (run / "metrics.jsonl").open("a") as file:
         file.write(line + "\n")
-    assert "metrics.jsonl, line 6 is not a line of metrics" in refuse(run)
+    assert "metrics.jsonl, line 6 is not a line of metrics" in error_of(run)
 
 
 def test_a_last_line_that_is_still_written_is_left_out(make_run):
@@ -125,15 +125,15 @@ def test_a_last_line_that_is_still_written_is_left_out(make_run):
     assert plot.read_records(run) == RECORDS
 
 
-def test_what_cannot_be_drawn_is_refused_in_a_sentence(make_run, refuse, tmp_path):
+def test_what_cannot_be_drawn_is_refused_in_a_sentence(make_run, error_of, tmp_path):
     run, no_time = make_run(), make_run("no_time", [{"step": 1, "loss": 1.0}])
     file = run / "metrics.jsonl"
-    assert "nowhere/metrics.jsonl cannot be read (No such file" in refuse("nowhere")
-    assert "has no logged loss yet" in refuse(make_run("empty", []))
-    assert "lines of the metrics of no_time have no time: use --x=step" in refuse(no_time, "--x", "hours")
-    assert "cannot be written" in refuse(run, "--output", file / "loss.png")
+    assert "nowhere/metrics.jsonl cannot be read (No such file" in error_of("nowhere")
+    assert "has no logged loss yet" in error_of(make_run("empty", []))
+    assert "lines of the metrics of no_time have no time: use --x=step" in error_of(no_time, "--x", "hours")
+    assert "cannot be written" in error_of(run, "--output", file / "loss.png")
     for smooth in ("-1", "2.5", "nan", "inf"):
-        assert f"--smooth={smooth} is neither" in refuse(run, "--smooth", smooth)
-    assert "--baseline=nan is not a loss" in refuse(run, "--baseline", "nan")
-    assert re.search("RUN.*python -m megajax.plot --help", refuse())
+        assert f"--smooth={smooth} is neither" in error_of(run, "--smooth", smooth)
+    assert "--baseline=nan is not a loss" in error_of(run, "--baseline", "nan")
+    assert re.search("RUN.*python -m megajax.plot --help", error_of())
     assert {path.name for path in tmp_path.rglob("*")} == {"run", "no_time", "empty", "metrics.jsonl"}

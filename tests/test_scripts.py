@@ -1,4 +1,4 @@
-"""`--help` of every script says what it does, and changes nothing."""
+"""`--help` of every script shows its purpose and changes nothing."""
 
 import os
 import runpy

@@ -1,4 +1,4 @@
-"""The table from logical axes to the mesh, and what is read from it."""
+"""The table from logical axes to the mesh, and the functions that read it."""
 
 import jax
 import jax.numpy as jnp
@@ -138,6 +138,6 @@ def test_a_devices_shard_is_the_one_that_its_place_says():
     x = jax.device_put(jnp.arange(32).reshape(8, 4), sharding)
     for shard in x.addressable_shards:
         _, data, fsdp, _, _, tensor = (int(i[0]) for i in np.where(mesh.devices == shard.device))
-        first = 4 * fsdp + 2 * data  # fsdp first: what data's gather leaves is one piece
+        first = 4 * fsdp + 2 * data  # fsdp first: after data's gather a shard is contiguous
         expected = np.arange(32).reshape(8, 4)[first : first + 2, 2 * tensor : 2 * tensor + 2]
         assert np.array_equal(shard.data, expected)

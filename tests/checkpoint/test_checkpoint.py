@@ -141,7 +141,7 @@ def test_every_mesh_restores_every_mesh_bit_for_bit(make_trainer, source):
             assert array.shape == placement.stored_shape
             assert np.count_nonzero(array) == np.count_nonzero(
                 restored.state.params[name][tuple(slice(size) for size in placement.shape)]
-            )  # what was padded is zero
+            )  # the padding is zero
 
 
 def test_weights_come_from_a_run_or_from_one_checkpoint(make_trainer, tmp_path):
@@ -214,7 +214,7 @@ def test_init_from_what_is_no_run_is_refused_in_one_sentence(make_trainer, tmp_p
 
 
 def tear(checkpoint: Path) -> None:
-    """Leave of a checkpoint what a process that was killed had written: no array data, no mark of completion."""
+    """Reduce a checkpoint to the files of a killed process: no array data, no mark of completion."""
     for path in [*checkpoint.rglob("d"), *checkpoint.rglob("ocdbt.process_0")]:
         shutil.rmtree(path, ignore_errors=True)
     for path in [*checkpoint.rglob("commit_success.txt"), *checkpoint.glob("_CHECKPOINT_METADATA")]:

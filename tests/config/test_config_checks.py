@@ -1,4 +1,4 @@
-"""Combinations that cannot run are refused, settings without effect are warned about."""
+"""Combinations that cannot run are errors, settings without effect are warnings."""
 
 import re
 import warnings

@@ -1,4 +1,4 @@
-"""The command line: what is printed where, and the exit status."""
+"""The command line: its output on stdout and stderr, and the exit status."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""FP8 settings that cannot run are refused, those without effect are warned about."""
+"""FP8 settings that cannot run are errors, those without effect are warnings."""
 
 import re
 import warnings
@@ -76,7 +76,7 @@ def test_an_impossible_choice_of_layers_is_refused(overrides: str):
     assert str(caught.value) == REFUSED[overrides].replace("@", f"the command line: {settings[0]}")
 
 
-# overrides, devices, what is no multiple of 16
+# overrides, devices, the value that is not a multiple of 16
 SHAPES = [
     ("model.hidden_size=72", 1, "model.hidden_size=72 is not one"),
     ("model.ffn_hidden_size=136", 1, "model.ffn_hidden_size=136 / mesh.tensor=1 is 136"),

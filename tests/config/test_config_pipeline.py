@@ -147,7 +147,7 @@ def test_a_layout_in_step_is_found(layers, count, period, layout):
     assert layout_in_step(layers, count, period) == layout
 
 
-# What is refused
+# Errors
 
 REFUSED = {
     # more stages than layers

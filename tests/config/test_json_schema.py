@@ -1,4 +1,4 @@
-"""The JSON schema for editors: it accepts what loads, and refuses the mistakes that it can see."""
+"""The JSON schema for editors: it accepts valid configs and rejects the mistakes that a schema can detect."""
 
 import json
 from pathlib import Path

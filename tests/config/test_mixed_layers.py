@@ -1,4 +1,4 @@
-"""Dense layers among MoE layers: which are which, in which slots of a pipeline they lie, and what is refused."""
+"""Dense layers among MoE layers: the kind of each layer, its slot in a pipeline, and errors."""
 
 import re
 from pathlib import Path
@@ -39,7 +39,7 @@ def test_after_the_first_dense_layers_every_nth_has_experts():
 # layers, first dense, interval, virtual stages; layers of each; kinds of the slots, all worked out by hand
 LAYOUTS = [
     (27, 1, 1, 4, [7, 7, 7, 6], "dmmmmmmm"),
-    # 26 layers with experts on 26 virtual stages, not 27 layers on 26 of which two have two
+    # one of the 26 MoE layers on each of 26 virtual stages, and the dense layer on the first too
     (27, 1, 1, 26, [2, *[1] * 25], "dm"),
     # 58 with experts: 15 on each of four stages, beside three dense ones on the first
     (61, 3, 1, 4, [17, 15, 15, 14], "ddd" + 15 * "m"),
@@ -67,7 +67,7 @@ def test_virtual_stages_share_few_slots_in_which_their_layers_are_found_in_order
 
 
 def test_slots_are_of_a_window_too():
-    """Period 2 of windows, period 3 of experts: no two stages begin alike, and none is refused."""
+    """Windows have period 2, experts period 3: each stage starts with another kind, and all layouts are valid."""
     settings = {"sliding_window": 4, "layer_pattern": ("local", "global")}
     config = staged(model(12, interval=3, **settings), 4)
     of_layers, of_slots = layer_kinds(config.model), slot_kinds(config, 4)
@@ -82,7 +82,7 @@ def staged(model: ModelConfig, count: int) -> Config:
     return Config.model_validate({"model": model.model_dump(), "batch": batch, "mesh": mesh, "data": data})
 
 
-# The first of the overrides stands for @.
+# @ stands for the first override.
 REFUSED = {
     "model.first_dense_layers=4": (
         "model.first_dense_layers=4 and model.moe_layer_interval=1 leave no layer of model.num_layers=4 with"

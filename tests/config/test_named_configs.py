@@ -1,6 +1,6 @@
 """The configs that come with megajax: they resolve, read back, are short, and have the published sizes.
 
-`named_configs.txt` lists what each sets apart from the defaults; run this file to write it anew.
+`named_configs.txt` lists the keys of each config that differ from the defaults; run this file to rewrite it.
 """
 
 import warnings
@@ -15,7 +15,7 @@ from megajax.config.checks import check_mesh
 ROOT = Path(__file__).parents[2]
 GOLDEN = Path(__file__).with_name("named_configs.txt")
 RECIPES = {
-    # name, device counts that its comment promises
+    # name, device counts from its comment
     "deepseek_v3": (1024,),
     "gpt3_125m": (1, 2, 4, 8),
     "gpt3_175b": (128,),

@@ -279,7 +279,7 @@ def test_a_wrong_prefix_is_answered_with_the_one_that_was_meant(tmp_path, monkey
 @pytest.mark.parametrize("file", ["bin", "idx"])
 @pytest.mark.parametrize("tokens", [3, 100_000], ids=["when it is flushed", "while it is written"])
 def test_a_full_disk_is_one_sentence_and_damages_nothing(tmp_path, file, tokens):
-    """The kernel's device that is always full stands in for the file."""
+    """The kernel's device that is always full replaces the file."""
     with IndexedWriter(tmp_path / "w", np.uint16) as writer:
         writer.add_document([1, 2])
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}

@@ -1,4 +1,4 @@
-"""Batches depend on step and row alone; what cannot be read is refused with one sentence before the start."""
+"""Batches depend on step and row only; unreadable data is an error of one sentence before the start."""
 
 import multiprocessing
 import os

@@ -1,4 +1,4 @@
-"""The documents of a sample, and what a batch makes of them: attention, positions and loss by document."""
+"""The documents of a sample, and their effect on a batch: attention, positions and loss by document."""
 
 from itertools import islice
 

@@ -26,17 +26,17 @@ HELP = "python -m megajax.data.preprocess --help lists the arguments."
 
 
 @pytest.fixture
-def refuse(tmp_path, capsys):
-    """(arguments) → the sentence with which the command refuses them; the output and the tokenizer are given."""
+def error_of(tmp_path, capsys):
+    """(arguments) → the error's sentence; output and tokenizer are added to the arguments."""
 
-    def refuse(arguments):
+    def error_of(arguments):
         with pytest.raises(SystemExit) as caught:
             main(["--output-prefix", str(tmp_path / "p"), "--tokenizer", "byte", *arguments])
         out, err = capsys.readouterr()
         assert (caught.value.code, out, err.count("\n")) == (2, "", 1)
         return err.removeprefix("megajax: error: ").removesuffix("\n")
 
-    return refuse
+    return error_of
 
 
 def write_lines(path, texts, key="text"):
@@ -122,11 +122,11 @@ BAD_LINES = {
 
 
 @pytest.mark.parametrize("line", BAD_LINES)
-def test_a_bad_line_is_named_and_nothing_is_left_behind(tmp_path, monkeypatch, refuse, line):
+def test_a_bad_line_is_named_and_nothing_is_left_behind(tmp_path, monkeypatch, error_of, line):
     monkeypatch.setattr(json_lines, "BLOCK_BYTES", 40)
     source = tmp_path / "a.jsonl"
     source.write_bytes(b'{"text": "good"}\n' * 9 + b"\n" + line + b'\n{"text": "good"}\n')
-    assert refuse(["--input", str(source)]) == f"{source}, line 11 {BAD_LINES[line]}."
+    assert error_of(["--input", str(source)]) == f"{source}, line 11 {BAD_LINES[line]}."
     assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
 
 
@@ -160,7 +160,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("arguments", MISTAKES)
-def test_mistakes_are_answered_with_one_sentence(tmp_path, monkeypatch, refuse, arguments):
+def test_mistakes_are_answered_with_one_sentence(tmp_path, monkeypatch, error_of, arguments):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "dir").mkdir()
     write_lines(tmp_path / "a.jsonl", TEXTS)
@@ -168,7 +168,7 @@ def test_mistakes_are_answered_with_one_sentence(tmp_path, monkeypatch, refuse, 
     (tmp_path / "empty.jsonl").write_text("")
     (tmp_path / "blank.jsonl").write_text("\n \n")
     (tmp_path / "a.zst").write_bytes(b"\x28\xb5\x2f\xfd123")
-    assert refuse(arguments.split()) == MISTAKES[arguments]
+    assert error_of(arguments.split()) == MISTAKES[arguments]
     assert not list(tmp_path.rglob("*.bin*"))
 
 
@@ -181,7 +181,7 @@ def test_a_named_token_ends_documents(tmp_path):
     assert read(prefix) == [[2, 1], []]
 
 
-def test_a_worker_that_dies_is_one_sentence(tmp_path, monkeypatch, refuse):
+def test_a_worker_that_dies_is_one_sentence(tmp_path, monkeypatch, error_of):
     source = write_lines(tmp_path / "a.jsonl", TEXTS)
 
     class Pool:
@@ -195,7 +195,7 @@ def test_a_worker_that_dies_is_one_sentence(tmp_path, monkeypatch, refuse):
             raise BrokenProcessPool
 
     monkeypatch.setattr(preprocess_module, "ProcessPoolExecutor", Pool)
-    assert refuse(["--input", source, "--workers", "2"]) == (
+    assert error_of(["--input", source, "--workers", "2"]) == (
         "a worker process was killed, most likely because memory ran out: use fewer --workers."
     )
     assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]

@@ -1,4 +1,4 @@
-"""Tokenizers: text survives the way there and back, and the ids mean what the files say."""
+"""Tokenizers: decoding inverts encoding, and the ids agree with the files."""
 
 import io
 

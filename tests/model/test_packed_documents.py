@@ -42,7 +42,7 @@ def losses_alone(transformer: Transformer, samples: Documents, weights) -> jax.A
     """The loss of each token `[ROWS, S]`, every document in a sequence of its own; 0 where the next is another's."""
     parts = [np.split(samples[row], np.cumsum(LENGTHS[row])[:-1]) for row in range(ROWS)]
     documents = [(row, part) for row in range(ROWS) for part in parts[row]]
-    alone = np.array([[*part, *[0] * (S + 1 - part.size)] for _, part in documents])  # what follows is not looked at
+    alone = np.array([[*part, *[0] * (S + 1 - part.size)] for _, part in documents])  # the rest is not checked
     log_probabilities = jax.nn.log_softmax(bind(transformer, weights)(jnp.asarray(alone[:, :-1])))
     losses: list[list] = [[] for _ in range(ROWS)]
     for document, (row, part) in enumerate(documents):

@@ -35,7 +35,7 @@ def load(path):
     )
     weights = {}
     for name, parameter in parameters(Transformer(config.model)).items():
-        # The stored vocabulary is not padded; the padding is filled with what must never be seen.
+        # The stored vocabulary is not padded; the padding gets values that would change every result.
         widths = [(0, ours - theirs) for ours, theirs in zip(parameter.shape, stored[name].shape, strict=True)]
         weights[name] = np.pad(stored[name], widths, constant_values=3.0)
     return stored, config, weights

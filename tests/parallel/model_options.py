@@ -1,6 +1,6 @@
 """Options of the model that several tables of meshes are made with."""
 
-# Two KV heads; windows that alternate; everything that may stand between the products.
+# Two KV heads; alternating windows; all optional operations between the matmuls.
 GEMMA = {
     "num_kv_heads": 2,
     "activation": "geglu",

@@ -1,4 +1,4 @@
-"""With attention sinks cuDNN's call is one step of an operation: remat policies keep what that operation gives."""
+"""With attention sinks cuDNN's call is part of an operation: remat policies keep the operation's result."""
 
 import jax
 import pytest

@@ -23,7 +23,7 @@ STEPS = 3
 
 
 class Squared(Part):
-    """(x · up)² · down, divided by one more than a running mean of what it gave.
+    """(x · up)² · down, divided by 1 + a running mean of its output.
 
     `up` is wider than a dense MLP's of the same name. What it gives is measured, and is a loss.
     """

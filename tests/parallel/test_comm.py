@@ -73,7 +73,7 @@ def on_devices(sizes, function, *values):
 
 
 def coded(sizes, *shape):
-    """Values `[*mesh, *shape]` that tell their place and device, in sums too: bit r stands for device r."""
+    """Values `[*mesh, *shape]` that identify position and device, in sums too: bit r stands for device r."""
     mesh_shape = tuple(sizes.get(axis, 1) for axis in AXES)
     count = math.prod(mesh_shape)
     places = np.arange(math.prod(shape), dtype=np.float32).reshape(shape)
@@ -322,7 +322,7 @@ def test_narrower_layers_are_cut_into_pieces_where_these_are_copied():
 
 
 def test_a_linear_layer_of_own_tokens_gathers_nothing():
-    """A low-rank projection of what each device holds; the gradients of its whole weight are shares of one sum."""
+    """A low-rank projection of each device's tokens; the gradients of its replicated weight are shares of one sum."""
     mesh = build_mesh({axis: 4 if axis == "tensor" else 1 for axis in AXES}, jax.devices()[:4])
     comm, rng = make_comm({"tensor": 4}), np.random.default_rng(0)
     x, w, dy = (rng.standard_normal(shape).astype(np.float32) for shape in ((32, 12), (12, 5), (32, 5)))

@@ -59,15 +59,15 @@ def gradients_of(function, arguments, dout, epsilon=1e-6):
     return directions, slopes
 
 
-def on_devices(strategy: str, size: int, scores: Scores, window, q, k, v, sinks, dout, segments=None, dealt=True):
+def on_devices(strategy: str, size: int, scores: Scores, window, q, k, v, sinks, dout, segments=None, balanced=True):
     """(output, dq, dk, dv) of FP32 attention on `size` devices, in the order of the sequence; and dsinks, if any.
 
-    Tokens of packed documents are `dealt` out by their work, or in zig-zag as those of whole sequences.
+    Chunks of packed documents are `balanced` by work, or in zig-zag like those of whole sequences.
     """
     mesh = Mesh(np.array(jax.devices()[:size]), ("context",))
     index = None
     order = np.broadcast_to(token_order.stored_order(S, size), (B, S))
-    if segments is not None and dealt and strategy != "all_to_all":
+    if segments is not None and balanced and strategy != "all_to_all":
         order = index = token_order.balanced_order(segments, size)
 
     def reorder(a, order):
@@ -141,8 +141,8 @@ def test_attention_and_its_gradients_are_those_of_plain_attention(strategy, size
         return plain_attention(*arguments, window=window, segments=segments, softcap=softcap)
 
     scores = Scores(H**-0.5, softcap, "reference")
-    dealt = "zig-zag" not in name
-    out, *gradients = on_devices(strategy, size, scores, window, q, k, v, sinks, dout, segments, dealt)
+    balanced = "zig-zag" not in name
+    out, *gradients = on_devices(strategy, size, scores, window, q, k, v, sinks, dout, segments, balanced)
     np.testing.assert_allclose(out, plain(*arguments), rtol=1e-5, atol=1e-5)
     directions, slopes = gradients_of(plain, arguments, dout)
     for gradient, direction, slope in zip(gradients, directions, slopes, strict=True):
@@ -188,7 +188,7 @@ def test_typical_packed_batches_are_balanced(size):
 
 @pytest.mark.parametrize("window", [None, 2, 5])
 def test_what_goes_round_comes_to_everyone_and_home(window):
-    """Coded by rank: a device sees each other's code once, and adds its own code to what belongs to each."""
+    """Coded by rank: a device gets the code of each other device once, and adds its own code to each sum."""
     size, chunk = 8, 2
     mesh = Mesh(np.array(jax.devices()[:size]), ("context",))
     strategy = context._Strategy("ring", size, Scores(1.0, None, "reference"), window, zigzag=True)
@@ -276,7 +276,7 @@ def test_a_mesh_with_context_trains_as_one_device_does(table, model, mesh, micro
 
 @pytest.mark.parametrize("strategy", ["ring", "all_gather", "all_to_all"])
 def test_keeping_attention_is_enough_for_its_backward_pass(table, strategy):
-    """What the policy keeps has the parts' sum in it: keys travel again for the backward pass alone."""
+    """The policy keeps the sum over the parts: keys are sent again for the backward pass only."""
 
     def transfers(policy: str) -> int:
         sections = {"kernels": {"context": strategy}, "remat": {"policy": policy}}

@@ -1,4 +1,4 @@
-"""The embedding against NumPy, its table gathered or tokens' rows travelling, and the choice between the two."""
+"""The embedding against NumPy, with a gathered table or looked up in its shards, and the choice between the two."""
 
 import math
 from pathlib import Path

@@ -91,7 +91,7 @@ def test_what_is_above_an_experts_capacity_is_dropped(table, reference):
 
 
 def test_the_gradients_are_those_of_the_loss_and_the_routers_losses(table, reference):
-    """The sum of the plain model's loss and of what its blocks report, differentiated as one function."""
+    """The sum of the plain model's loss and of its blocks' losses, differentiated as one function."""
     config = make(table, "mixtral", {}, 1, {})
     trace = reference(config)
     batch = {name: jnp.asarray(field) for name, field in next(table.make_batches(config)).items()}

@@ -86,7 +86,7 @@ def test_exactly_the_chosen_layers_multiply_in_fp8(plain, recipe, first, last, l
     assert forward == [e4m3 if layer in layers else "bfloat16" for layer in range(L)]
     backward = [dtypes[1] for dtypes, shape in found if shape == (D, QKV)]
     assert backward[::-1] == [e5m2 if layer in layers else "bfloat16" for layer in range(L)]
-    # Every matmul in FP8 stands for one in BF16; attention, embedding and head have kept theirs.
+    # Every FP8 matmul replaces one in BF16; attention, embedding and head keep theirs.
     assert len(found) == len(plain) and not fp8_counts(plain)
     head = [dtypes for dtypes, shape in found if VOCABULARY in shape]
     assert head and set(head) == {dtypes for dtypes, shape in plain if VOCABULARY in shape}

@@ -36,7 +36,7 @@ def current_scale(x: np.ndarray, dtype) -> np.float32:
 
 
 def rounded(x: np.ndarray, scale, dtype) -> np.ndarray:
-    """The FP8 numbers for x; what is too large becomes the largest."""
+    """The FP8 numbers for x; values that are too large become the largest."""
     return np.clip(np.float32(x) * np.float32(scale), -largest(dtype), largest(dtype)).astype(dtype)
 
 

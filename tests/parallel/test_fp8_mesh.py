@@ -20,7 +20,7 @@ from megajax.parallel.tensor.ring import TensorRing
 from megajax.training.batches import to_global
 from megajax.training.step import TrainProgram
 
-STEPS, LENGTH = 5, 8  # a history longer than the run: in the end all steps stand in it
+STEPS, LENGTH = 5, 8  # the history is longer than the run, so at the end it holds all steps
 MODEL = {
     "num_layers": 2,
     "hidden_size": 128,

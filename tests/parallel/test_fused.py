@@ -54,7 +54,7 @@ def block(width=16):
     return {name: ((3, *shape), ("layers", *axes)) for name, (shape, axes) in one_layer.items()}
 
 
-# Written out by hand, apart from the code: what lies side by side in each weight of more than one parameter.
+# Written by hand, independent of the code: the parameters in each fused weight.
 PARTS = {
     "attention.qkv": ["attention.query", "attention.key", "attention.value"],
     "attention.qkv_bias": ["attention.query_bias", "attention.key_bias", "attention.value_bias"],
@@ -74,7 +74,7 @@ over_widths = pytest.mark.parametrize("width", [16, 13], ids=["even", "padded"])
 
 
 def build(sizes, parameters):
-    """(FusedWeights, the exchange of what it fuses, mesh)."""
+    """(FusedWeights, the exchange of the fused weights, mesh)."""
     sizes = {axis: sizes.get(axis, 1) for axis in AXES}
     mesh = build_mesh(sizes, jax.devices()[: math.prod(sizes.values())])
     placements = {name: place(shape, axes, sizes) for name, (shape, axes) in parameters.items()}

@@ -1,6 +1,6 @@
-"""How every parameter of some named configs lies on some meshes, as text: a diff tells what a change does.
+"""Shardings of the parameters of some named configs on some meshes, as text: a diff shows the effect of a change.
 
-`golden_specs.txt` holds it; run this file to write it anew.
+`golden_specs.txt` holds them; run this file to rewrite it.
 """
 
 import math
@@ -28,7 +28,7 @@ CASES = [
 
 
 def describe(name: str, mesh: dict[str, int]) -> Iterator[str]:
-    """One line a parameter: name, shape, where each dimension lies (axes of size 1 left out), and what is special."""
+    """One line per parameter: name, shape, mesh axes of each dimension (without axes of size 1), and remarks."""
     overrides = [f"mesh.{axis}={size}" for axis, size in mesh.items()]
     batch = ["batch.global_size=192", "batch.num_microbatches=8"] if "pipeline" in mesh else ["batch.global_size=192"]
     batch += ["batch.sequence_length=2048", "data.kind=synthetic"]
@@ -54,9 +54,7 @@ def golden() -> str:
 
 
 def test_named_configs_lie_on_the_mesh_as_written_down():
-    assert golden() == GOLDEN.read_text(), (
-        f"run {Path(__file__).name} to write {GOLDEN.name} anew, and look at its diff"
-    )
+    assert golden() == GOLDEN.read_text(), f"run {Path(__file__).name} to rewrite {GOLDEN.name}, and look at its diff"
 
 
 if __name__ == "__main__":

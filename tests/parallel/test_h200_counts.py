@@ -1,4 +1,4 @@
-"""What the benchmark shapes launch on H200s, compiled without a GPU: a diff of the counts tells what a change does."""
+"""Operations of the benchmark shapes on H200s, compiled without a GPU: a diff of the counts shows the effect."""
 
 import difflib
 import os

@@ -116,7 +116,7 @@ def test_gradients_are_reduced_over_data_once_a_step_whatever_the_microbatches(c
 
 
 def test_embedding_and_head_are_gathered_over_fsdp_once_a_step(compiled):
-    """With so many tokens; the rows of few travel instead."""
+    """With many tokens the table is gathered; with few, rows are sent instead."""
     for microbatches in (1, 4):
         found = collectives(compiled({"fsdp": 2}, microbatches=microbatches).as_text())
         assert count(found, "fsdp", "all-gather", loops=0) == 2
@@ -236,7 +236,7 @@ def test_full_recomputation_is_not_merged_with_the_forward_pass_of_an_unrolled_s
 
 
 def residual_shapes(program) -> list[tuple[int, ...]]:
-    """Shapes of what the forward pass keeps for the backward pass, on one device of a mesh."""
+    """Shapes of the residuals of the forward pass, on one device of a mesh."""
     local = program.local
     specs = {name: placement.spec for name, placement in program.placements.items()}
 

@@ -52,7 +52,7 @@ RECOMPUTED = [
 OPTIONS = {
     "gemma": GEMMA,
     "dropout": {"num_kv_heads": 4, "dropout": 0.2, "sliding_window": 3, "attention_bias": True},
-    # 36 = 4.5 · 8: what is stored is padded.
+    # 36 = 4.5 · 8: the stored arrays are padded.
     "padded": {"hidden_size": 36, "num_heads": 4, "head_dim": 8, "ffn_hidden_size": 72, "activation": "relu2"},
     "padded_gpt2": {"hidden_size": 36, "num_heads": 4, "dropout": 0.1, "z_loss": 1e-2},
 }
@@ -219,7 +219,7 @@ def complete_without_replicated(self, name, gradient):
     return correct_complete(self, name, gradient)
 
 
-# what goes wrong: the mesh where it shows, and what is replaced
+# fault: the mesh that reveals it, and the replaced function
 FAULTS = {
     "gradients of replicated weights are not summed": (
         TRIPLE,

@@ -86,7 +86,7 @@ def test_stages_with_empty_slots_train_as_one_device_does_and_leave_them_empty(t
 
 
 def test_of_an_empty_slot_no_token_goes_to_an_expert(table):
-    """What is left is what experts of zeros would leave: with a router of zeros all tokens chose the same ones."""
+    """The result equals that of zero experts: with a zero router all tokens choose the same experts."""
     model = Transformer(make(table, EVERY_SECOND, {}, 1).model)
     rng, (B, S) = np.random.default_rng(0), (2, 8)
     shapes = {name: p.shape[1:] for name, p in parameters(model.blocks["moe"]).items()}

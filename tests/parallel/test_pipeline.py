@@ -115,7 +115,7 @@ def test_stages_train_as_one_device_does(
     assert_agrees(differences(make_config(model, mesh, schedule, rounds, microbatches, sections)))
 
 
-# mesh, rounds, microbatches, sequence length: so many tokens of a microbatch does each device of `tensor` have
+# mesh, rounds, microbatches, sequence length: with the number of a microbatch's tokens per device of `tensor`
 SHARES = [
     ({"pipeline": 4, "tensor": 2}, 1, 4, 10, 10),
 ]
@@ -193,7 +193,7 @@ def always_active(self, table, tick):
     return jnp.bool_(True), *correct_work(self, table, tick)[1:]
 
 
-# what goes wrong: mesh and rounds where it shows, and what is replaced
+# fault: mesh and rounds that reveal it, and the replaced function
 FAULTS = {
     "an idle stage's gradients count": (*NO_ROUNDS, _Run, "work", always_active),
     "empty slots train": (*NO_ROUNDS, Rows, "without_empty", lambda self, gradient: gradient),

@@ -24,7 +24,7 @@ RUNS = {
     ("1f1b", 2, 2): (32, 128),
     ("zero_bubble", 3, 3): (32, 128),
     ("1f1b", 4, 4): (32,),
-    # So many slots have no operations of their own: what is saved is copied into them.
+    # With this number of slots they have no operations of their own: residuals are copied into them.
     ("gpipe", 4, 4): (32,),
 }
 GROWTH = pytest.mark.parametrize("run", [("1f1b", 2, 2), ("zero_bubble", 3, 3)], ids=lambda run: run[0])

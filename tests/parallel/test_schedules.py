@@ -1,4 +1,4 @@
-"""Pipeline schedules: tables written out by hand, times by formula, and what `check` and `replay` must refuse."""
+"""Pipeline schedules: tables written by hand, times by formula, and errors of `check` and `replay`."""
 
 import itertools
 import subprocess
@@ -279,7 +279,7 @@ def test_microbatches_in_flight_of_rounds_do_not_grow_with_microbatches(R):
     for kind in ("1f1b", "zero_bubble"):
         few, many = (simulate(make_schedule(kind, P, M, R), Costs()) for M in (4 * P, 16 * P))
         assert few.in_flight == many.in_flight and few.buffer_slots == many.buffer_slots
-        # The first stage keeps what it starts until its first microbatch is back, R·P + P - 2 ticks later.
+        # The first stage keeps its microbatches until the first one is back, R·P + P - 2 ticks later.
         assert few.in_flight[0] == (R * P + P - 2 + 1) / R <= 2 * P - 1
 
 

@@ -1,4 +1,4 @@
-"""A backward pass in two parts computes what it computes in one, each matmul once, and the matrices' in the second."""
+"""A backward pass in two parts gives the result of one pass, each matmul once, the matrices' gradients in part two."""
 
 from collections import Counter
 from types import SimpleNamespace
@@ -165,7 +165,7 @@ IN_THE_SECOND = {"save_matmuls": {"all_gather": 2}}
     [("llama", "none"), ("llama", "full"), ("llama", "save_matmuls"), ("gpt2", "selective"), ("gpt2", "full")],
 )
 def test_a_block_of_the_model_is_split_in_two(table, monkeypatch, model, policy):
-    """Of the products the matrices' alone are left for the second part, of the communication only what they need."""
+    """The second part has only the matrices' products, and only the communication that they need."""
     monkeypatch.setattr(StepPlan, "ties_gradients", False)  # as in a pipeline, where alone a pass is split
     config = table.make_config(model, {"fsdp": 2, "tensor": 2}, remat={"policy": policy})
     program = TrainProgram.build(config, build_mesh(check_mesh(config, 4), jax.devices()[:4]))

@@ -1,4 +1,4 @@
-"""Where canonical arrays lie while they are saved from a mesh that does not divide them."""
+"""Shardings of canonical arrays while they are saved from a mesh that does not divide them."""
 
 import pytest
 from jax.sharding import PartitionSpec as P

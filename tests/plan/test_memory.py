@@ -1,4 +1,4 @@
-"""The memory estimate: worked by hand for a small model, and beside what XLA plans."""
+"""The memory estimate: against a calculation by hand for a small model, and against XLA's figures."""
 
 import memory_table
 import pytest
@@ -39,7 +39,7 @@ def test_with_recomputation_it_needs_most_in_the_backward_pass_of_the_first_laye
     memory = small("remat.policy=full", "model={num_layers: 100, vocab_size: 512}", "kernels.scan_unroll=100")
     stored, V = LAYER // 2 + NORMS, 512
     saved = 16 * (2 * 4 + 2 * 2) + 2 * F + 2 * D + 2 * D
-    # The second layer's: its input and the first's, and what it computes again
+    # The second layer's: its input and the first's, and the recomputed activations
     assert memory.activations == 2 * T * (2 * D + saved)
     assert memory.weights == 2 * (2 * stored + 2 * LAYER)  # the first's are gathered in the meantime
     assert memory.gradients == 4 * (98 * stored + 2 * V * D // 2 + D)

@@ -1,6 +1,6 @@
-"""What a mesh's run is held to: the same config on one device with one microbatch, and how far the two are apart.
+"""The reference of a mesh's run: the same config on one device with one microbatch, and the difference of the two.
 
-Runs are in FP32 on virtual CPU devices, of which the caller starts as many as the mesh has. scripts/mesh_table.py makes
+Runs are in FP32 on virtual CPU devices; the caller starts the mesh's number of them. scripts/mesh_table.py makes
 tables of these comparisons; the tests of parallelism make them too.
 """
 
@@ -101,7 +101,7 @@ def make_config(
 def reference_config(config: Config) -> Config:
     """The same mathematics on one device: one microbatch, nothing recomputed, the plain layer loop.
 
-    With experts as many microbatches, since what balances them is nonlinear in a microbatch.
+    With experts the reference has the same number of microbatches, since their losses are nonlinear in a microbatch.
     """
     settings = config.model_dump(exclude={"mesh", "pipeline", "remat", "kernels"})
     if config.model.num_experts is None:

@@ -54,7 +54,7 @@ def make_config(tiny, text):
 class Run:
     """`python -m megajax.train` in a process of its own; its output is read line by line.
 
-    The pipe holds one page: a process that is not read from stands still a few steps later, so a signal sent after
+    The pipe holds one page: a process whose output is not read blocks a few steps later, so a signal sent after
     the line of step n arrives soon after step n, however fast or slow the machine is.
     """
 
@@ -111,7 +111,7 @@ def start(tiny, text):
 
 @pytest.fixture
 def read_metrics():
-    """(run directory, names) → the logged values by step, after a check that no step stands twice.
+    """(run directory, names) → the logged values by step, after a check that no step occurs twice.
 
     Evaluation lines are read by the name "eval_loss".
     """

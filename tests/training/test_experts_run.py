@@ -1,4 +1,4 @@
-"""A run with experts: what it logs, and what it costs."""
+"""A run with experts: its logs, parameters and FLOPs."""
 
 import json
 import xml.etree.ElementTree as ElementTree
@@ -116,7 +116,7 @@ def drawn(run_dir: Path) -> list[str]:
 
 
 def loads(lines: list[dict]) -> list[str]:
-    """The same of what it logged of layers 1 and 2; layer 0 is dense."""
+    """The same for the logs of layers 1 and 2; layer 0 is dense."""
     cells = [(line["step"], *cell) for line in lines for cell in enumerate(line.get("expert_load", ()), start=1)]
     return [f"layer {layer}, step {step}: {load:.4g}" for step, layer, load in cells]
 

@@ -163,7 +163,7 @@ def test_the_loss_scale_doubles_after_the_run_of_good_steps(fp16, monkeypatch):
     monkeypatch.setattr(step_module, "INITIAL_LOSS_SCALE", 16.0)
     batch, state, scales = good_batch(fp16), fp16.init_state(), []
     for step in range(1, 10):
-        # A bad fifth step: the run of good steps starts anew.
+        # A bad fifth step: the count of good steps restarts.
         state, metrics = fp16.train_step(state, poisoned(batch) if step == 5 else batch)
         scales.append(float(metrics["loss_scale"]))
     assert scales == [16, 16, 16, 32, 32, 16, 16, 16, 32]

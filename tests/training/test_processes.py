@@ -129,7 +129,7 @@ def test_stages_of_two_processes_give_the_losses_of_one_device(tmp_path, start_t
 
 
 def test_experts_of_two_processes_give_the_losses_of_one_device(tmp_path, start, start_two, read_metrics):
-    """Tokens of each process meet experts of the other."""
+    """Tokens of each process are sent to experts of the other."""
     experts = ("model.num_experts=4", "model.router.global_loss=0.1", "run.steps=3")
     one = start(*OPTIONS, *experts, f"run.dir={tmp_path / 'one'}")
     assert one.finish() == 0, one.output

@@ -100,7 +100,7 @@ def run_on(config, sizes: dict[str, int]) -> None:
     assert Trainer(config, jax.devices()[:devices]).run() == 0
 
 
-# A width of 36 lies on 8 storage shards only with padding.
+# A width of 36 needs padding on 8 storage shards.
 WIDTH = ("model.hidden_size=36", "model.head_dim=8")
 
 

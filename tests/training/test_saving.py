@@ -1,4 +1,4 @@
-"""What may change between a checkpoint and the run that goes on from it, and what is said of it."""
+"""Allowed changes between a checkpoint and the run that resumes from it, and their messages."""
 
 import warnings
 

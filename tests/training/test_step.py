@@ -1,4 +1,4 @@
-"""One step: the optimizers against plain NumPy, master weights, donation, and what the metrics say."""
+"""One step: the optimizers against plain NumPy, master weights, donation, and the metrics."""
 
 from dataclasses import replace
 
