@@ -204,8 +204,8 @@ def report(kernels: Sequence[Kernel], ops: Iterable[hlo.Op], steps: int) -> str:
         notes = [note for note, which in (("busiest", busiest), ("slowest", last)) if which == gpu and len(gpus) > 1]
         lines.append(
             f"GPU {gpu}{f' ({", ".join(notes)})' if notes else ''}: {times[gpu].step:.1f} ms a step: compute "
-            f"{times[gpu].compute:.1f}, communication {times[gpu].communication:.1f}, of which exposed "
-            f"{times[gpu].exposed:.1f}, idle {times[gpu].idle:.1f}"
+            f"{times[gpu].compute:.1f}, communication {times[gpu].communication:.1f} (exposed "
+            f"{times[gpu].exposed:.1f}), idle {times[gpu].idle:.1f}"
         )
     return "\n".join(lines[: -len(gpus)] + [""] + lines[-len(gpus) :])
 

@@ -54,12 +54,12 @@ def batch_of(segment_ids: np.ndarray, context: int, strategy: str) -> dict[str, 
     """Fields `[1, B, S]` in the devices' order of tokens."""
     packed = segment_ids.max() > 0
     B, S = segment_ids.shape
-    dealt = packed and context > 1 and strategy != "all_to_all"
-    order = balanced_order(segment_ids, context) if dealt else np.tile(stored_order(S, context), (B, 1))
+    balanced = packed and context > 1 and strategy != "all_to_all"
+    order = balanced_order(segment_ids, context) if balanced else np.tile(stored_order(S, context), (B, 1))
     fields = {"tokens": np.zeros((B, S), np.int32)}
     if packed:
         fields["segment_ids"] = np.take_along_axis(segment_ids, order, axis=1).astype(np.int32)
-    if dealt:
+    if balanced:
         fields["order"] = order.astype(np.int32)
     return {name: field[None] for name, field in fields.items()}
 

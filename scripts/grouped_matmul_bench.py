@@ -25,7 +25,7 @@ from typing import Any
 
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
 if "--compile" in sys.argv:
-    os.environ["JAX_PLATFORMS"] = "cpu"  # what runs here; the compiler is the GPU's
+    os.environ["JAX_PLATFORMS"] = "cpu"  # for computations here; the compiler is the GPU's
 
 import jax
 import jax.numpy as jnp
@@ -85,7 +85,7 @@ class Section:
     make: Callable[[], Arguments]  # the arguments
     lines: dict[tuple[str, str], Callable[..., Any]]  # (tiling, name) → an operation on the arguments
     work: Callable[[str], float]  # of an operation, in TFLOP or GB
-    judge: Callable[[Arguments], Callable[[str, Any], str]]  # arguments → what to say of an operation's result
+    judge: Callable[[Arguments], Callable[[str, Any], str]]  # arguments → the text for an operation's result
 
 
 def group_sizes(shape: Shape) -> np.ndarray:

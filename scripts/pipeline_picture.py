@@ -139,8 +139,9 @@ def _is_matmul(name: str) -> bool:
 def kinds(kernels: Sequence[Kernel]) -> list[str]:
     """The operation of each of a GPU's kernels, which are in order of time.
 
-    A matmul without a telling name goes with the nearest kernel that has one, not with gradients of weights and not
-    beyond the start of an NCCL kernel, with which an operation ends. What is neither goes with the nearest matmul.
+    A matmul with an unspecific name gets the operation of the nearest kernel with a specific one, except weight
+    gradients, and not beyond the start of an NCCL kernel, which ends an operation. Other kernels get the operation of
+    the nearest matmul.
     """
     found = [kind_of(kernel.name) for kernel in kernels]
     section = list(itertools.accumulate(int(kind == NCCL) for kind in found))  # which one each is in
@@ -159,7 +160,7 @@ def kinds(kernels: Sequence[Kernel]) -> list[str]:
 
 
 def _nearest(kernels: Sequence[Kernel], section: list[int], sure: list[int], i: int, far: bool) -> int | None:
-    """The kernel of `sure` nearest to the i-th: from its own section if there is one, and near, or also `far`."""
+    """The kernel of `sure` nearest to the i-th, preferably in its section; if not `far`, at most NEAR away."""
     at = bisect.bisect(sure, i)
     neighbours = [j for j in sure[max(at - 1, 0) : at + 1]]
     own = [j for j in neighbours if section[j] == section[i]]

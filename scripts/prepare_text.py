@@ -102,7 +102,7 @@ def prepare(out: Path, options: dict, workers: int) -> dict:
         if summary["options"] == options:
             return summary
     out.mkdir(parents=True, exist_ok=True)
-    summary_path.unlink(missing_ok=True)  # what follows replaces the files that it speaks of
+    summary_path.unlink(missing_ok=True)  # the files that it describes are replaced below
     write_text(out, options["site_packages"])
     train_tokenizer(out, options["vocab_size"])
     summary = {"options": options}

@@ -15,7 +15,7 @@ if [ $# -eq 0 ]; then
     pyright --pythonpath "$python"
     lint-imports --no-logo
 fi
-# A file's tests share what they compiled, so they stay in one process.
+# Tests of one file share compiled programs, so they run in one process.
 workers=$(nproc)
 exec "$python" -m pytest -n "$((workers < 4 ? workers : 4))" --dist loadfile --no-loadscope-reorder \
     --durations=20 --durations-min=1 "$@"

@@ -20,8 +20,8 @@ LONGEST = 36  # lines of a command's output; longer outputs lose their middle
 HEAD = """# From clone to sampled text
 
 `python scripts/transcript.py` ran the README's commands in a new clone of commit {commit} and wrote this page, on
-{date}, on {cores} CPU cores{gpus}. Three things differ from the README: a first text is taken from the quick start's,
-the model is trained for {steps} steps only, and `cat` stands for the editor. Lines that are left out show as `[...]`.
+{date}, on {cores} CPU cores{gpus}. There are three differences from the README: the text comes from the quick start's
+data, the model trains for {steps} steps only, and `cat` replaces the editor. `[...]` marks omitted lines.
 """
 
 
