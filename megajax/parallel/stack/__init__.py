@@ -1,1 +1,1 @@
-"""The stack of blocks: its forward and backward pass, loops over layers, and what is kept between the passes."""
+"""The stack of blocks: its forward and backward pass, loops over layers, and residuals."""

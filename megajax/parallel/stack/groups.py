@@ -21,7 +21,7 @@ class Group(NamedTuple):
     """One remat group in one iteration of its segment's loop."""
 
     program: GroupProgram
-    layers: Any  # the index of its first layer; where its layers are not consecutive, all of them `[group_size]`
+    layers: Any  # the index of its first layer; if its layers are not consecutive, the index of each `[group_size]`
 
 
 class RematGroups:
@@ -29,17 +29,17 @@ class RematGroups:
 
     def __init__(self, plan: StepPlan, comm: MeshComm, blocks: Mapping[str, Block], weights: StackWeights):
         self.plan, self.comm, self.blocks, self.weights = plan, comm, blocks, weights
-        # With sinks, cuDNN's call is one step of an operation whose result has a name.
+        # With sinks, cuDNN's call is one step of an operation, and the operation's result has a checkpoint name.
         self.attention_is_fused = comm.attention_is_fused and not plan.config.model.attention_sinks
-        # One function for all equal groups: XLA inlines its calls, but jax traces and lowers it once. Not where no two
-        # calls of attention may be equal (`MeshComm.attend`).
+        # All equal groups share one function: jax traces and lowers it once, XLA inlines its calls. Not if every call
+        # of attention must be different (`MeshComm.attend`).
         shared = (lambda f, **_: f) if comm.deterministic else jax.jit
         self._forward = shared(self._group_forward, static_argnames=("program", "save"))
         self._backward = shared(self._group_backward, static_argnames=("program",))
-        self._traced: dict[Any, Any] = {}  # layouts and divided backward passes, by what they depend on
+        self._traced: dict[Any, Any] = {}  # cached layouts and split backward passes
 
     def at(self, segment: Segment, u: int, first: Any) -> Group:
-        """Group `u` of a segment's body whose first layer is `first`, or whose layers are `first [unroll]`."""
+        """Group `u` of a segment's body; `first` is the index of the body's first layer, or of all `[unroll]`."""
         offset, count = u * segment.group_size, segment.group_size
         start = segment.start + offset
         program = GroupProgram(
@@ -53,19 +53,19 @@ class RematGroups:
         return Group(program, first[offset : offset + count] if jnp.ndim(first) else first + offset)
 
     def forward(self, at: Group, weights: GroupWeights, x: jax.Array, inputs: BlockInputs, save: bool):
-        """(y, what `backward` needs of it: a list of arrays if they are stacked, None if not `save`; metrics)."""
+        """(y, residuals for `backward`: a list of arrays if they are stacked, None if not `save`; metrics)."""
         y, residuals, metrics = self._forward(weights, x, inputs, at.layers, program=at.program, save=save)
         if save and at.program.stacked:
             residuals = self.layout(at, weights, x, inputs).store(residuals)
         return y, residuals, metrics
 
     def backward(self, at: Group, weights: GroupWeights, saved: Any, dy: jax.Array, inputs: BlockInputs):
-        """The group's output gradient → (that of its input, its weights' gradients, FP8 amaxes of its layers)."""
+        """Gradient of the group's output → (gradients of its input and of its weights, FP8 amaxes of its layers)."""
         residuals = self.layout(at, weights, dy, inputs).restore(saved) if at.program.stacked else saved
         return self._backward(weights, residuals, dy, inputs, at.layers, program=at.program)
 
     def layout(self, at: Group, weights: GroupWeights, x: jax.Array, inputs: BlockInputs) -> Layout:
-        """How a group's residuals are stacked; `x` is any residual stream."""
+        """The layout of a group's stacked residuals; `x` is any residual stream."""
 
         def residuals(*arguments):
             return self._group_forward(*arguments, program=at.program, save=True)[1]
@@ -83,7 +83,7 @@ class RematGroups:
         return self._once(("split", at.program, dy.shape), lambda: SplitBackward(backward, *arguments))
 
     def _once(self, key: Any, trace: Callable[[], Any]) -> Any:
-        """A result of `trace`, kept: but not where no two calls of attention may be equal, which it holds."""
+        """A cached result of `trace`; not cached if every call of attention must be different (`MeshComm.attend`)."""
         if self.comm.deterministic or key not in self._traced:
             self._traced[key] = trace()
         return self._traced[key]
@@ -101,7 +101,7 @@ class RematGroups:
     def _group_backward(self, weights: GroupWeights, saved, dy, inputs: BlockInputs, layers, *, program: GroupProgram):
         gathered = self.weights.gather(weights, program, backward=True)
         if program.policy == "full":
-            x, dy = lax.optimization_barrier((saved, dy))  # or the recomputation would be merged with the forward pass
+            x, dy = lax.optimization_barrier((saved, dy))  # else XLA merges the recomputation with the forward pass
             _, pull, _ = jax.vjp(self._runner(inputs, layers, program), gathered, x, has_aux=True)
         else:
             pull = saved.pull((gathered, inputs))
@@ -118,10 +118,10 @@ class RematGroups:
         return dx, gradient, amax
 
     def _runner(self, inputs: BlockInputs, layers, program: GroupProgram) -> Callable:
-        """(a group's weights, x) → ((y, the layers' losses), metrics); `layers` is the group's first, or all of them.
+        """(a group's weights, x) → ((y, sum of the layers' losses), metrics); `layers` as in `Group`.
 
-        The losses are this device's share, None where there are none. They are an output, because their gradient begins
-        here, whatever becomes of y.
+        The losses are this device's share, None if there are none. They are an output beside y, because their gradient
+        does not depend on that of y.
         """
 
         def run(weights: GroupWeights, x: jax.Array):
@@ -146,10 +146,10 @@ class RematGroups:
         return run
 
     def _recomputed(self, program: GroupProgram) -> tuple[str, ...]:
-        """The values that blocks compute again without a policy of `jax.checkpoint`.
+        """The values that blocks recompute without a policy of `jax.checkpoint`.
 
-        Results of norms are expensive to keep where they are copied: written twice and read twice, they take longer
-        than to compute again. Not so over `tensor`, where their tokens would be gathered again, and in FP8.
+        If residuals are copied, results of norms are written twice and read twice, which takes longer than to recompute
+        them. Not with `tensor`, where their tokens would be gathered again, and not in FP8.
         """
         parts = ("attention",) if program.policy == "selective" else ()
         if program.stacked and self.comm.tensor_size == 1 and not program.fp8:

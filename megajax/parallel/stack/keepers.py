@@ -1,6 +1,7 @@
-"""Where the passes of a layer stack keep what its groups give: as values, or in a pipeline's buffers.
+"""Keepers: they store the results of a layer stack's groups, as values or in a pipeline's buffers.
 
-`LayerStack` makes a keeper for each iteration of a loop over layers. Those of pipelines are in `pipeline/buffers.py`.
+`LayerStack` makes a keeper for each iteration of a loop over layers. The pipeline's keepers are in
+`pipeline/buffers.py`.
 """
 
 from collections.abc import Sequence
@@ -16,31 +17,35 @@ from megajax.parallel.stack.weights import Amax, GroupWeights, Metrics
 
 
 class ForwardKeeper(Protocol):
-    """Where one iteration of a forward pass keeps what its groups give."""
+    """Stores the results of the groups in one iteration of a forward pass."""
 
     def save(self, u: int, saved: Any, metrics: Metrics) -> None:
-        """Residuals as `RematGroups.forward` returns them, and metrics, of group `u`."""
+        """Store residuals and metrics of group `u`, as `RematGroups.forward` returns them."""
         ...
 
     def close(self) -> tuple[Any, Any]:
-        """(what the next iteration starts from, what this one gives, stacked over the loops)."""
+        """(state for the next iteration, this iteration's output, which the loop stacks)."""
         ...
 
 
 class BackwardKeeper(Protocol):
-    """Where one iteration of a backward pass finds residuals and keeps gradients."""
+    """Reads residuals and stores gradients in one iteration of a backward pass."""
 
     def backward(self, u: int, at: Group, weights: GroupWeights, dx: jax.Array, inputs: BlockInputs) -> Any:
         """(dx, gradients of the weights) of group `u`."""
         ...
 
     def add(self, u: int, gradient: GroupWeights) -> GroupWeights:
-        """Reduced gradients of group `u` → those to `put`."""
+        """Reduced gradients of group `u` → the gradients to `put`, added to the stored ones if there are any."""
         ...
 
-    def put(self, u: int, gradient: GroupWeights) -> None: ...
+    def put(self, u: int, gradient: GroupWeights) -> None:
+        """Store the gradients of group `u`."""
+        ...
 
-    def close(self) -> tuple[Any, Any]: ...
+    def close(self) -> tuple[Any, Any]:
+        """As in `ForwardKeeper`."""
+        ...
 
 
 class ForwardValues:
@@ -51,7 +56,7 @@ class ForwardValues:
 
     def save(self, u: int, saved: Any, metrics: Metrics) -> None:
         if self.segment.loops > 1:
-            # Behind a barrier, or XLA would run a matmul again to write its result into the stacked array.
+            # Without the barrier XLA would repeat a matmul to write its result into the stacked array.
             saved = lax.optimization_barrier(saved)
         self.saved.append(saved)
         self.metrics.append(metrics)

@@ -1,10 +1,9 @@
-"""A stage's blocks, forward and backward, with what is saved between the two chosen by the remat policy.
+"""The forward and backward pass of a stage's blocks; the remat policy selects the residuals.
 
-The backward pass is written by hand: the forward pass of a group (one layer, or `remat.group` of them) keeps the
-residuals of its `jax.vjp` without the weights, which the backward pass gathers again. So gathered weights live no
-longer than a group (the last one's until they are used again, where there are no loops), and the pipeline's schedules
-run the two passes at different ticks. The loops over groups are written here once; keepers (`keepers.py`) decide where
-residuals and gradients are kept.
+The backward pass is written by hand. The forward pass of a remat group (one layer, or `remat.group` of them) keeps the
+residuals of its `jax.vjp` without the weights, and the backward pass gathers the weights again. So gathered weights
+live no longer than a group (without loops, those of the last group until its backward pass), and a pipeline can run the
+two passes at different ticks. The loops over groups are here; keepers (`keepers.py`) store residuals and gradients.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -38,8 +37,8 @@ from megajax.step_plan import StepPlan
 class LayerStack:
     """All layers of one device's pipeline stage: R rounds of the same segments.
 
-    A layer slot has room for a layer of one kind. An empty slot holds zeros, and a block of zeros adds nothing to the
-    residual stream.
+    A layer slot holds a layer of one kind. An empty slot holds zeros, and a block of zeros adds nothing to the residual
+    stream.
     """
 
     def __init__(
@@ -55,7 +54,7 @@ class LayerStack:
         self.groups = RematGroups(plan, comm, self.blocks, self.weights)
 
     def collect_amax(self, amaxes: Sequence[tuple[tuple[Amax, ...], ...]]) -> dict[str, jax.Array]:
-        """Amaxes from `backward`, largest over the microbatches → by linear layer `[R·slots, 2]`, over all devices."""
+        """Amaxes from `backward`, over all microbatches → by linear layer `[R·slots, 2]`, over all devices."""
         out: dict[str, list[jax.Array]] = {}
         for segment, groups in zip(self.segments, amaxes, strict=True):
             layers, copies = [layer for group in groups for layer in group], self.weights.all.copies(segment)
@@ -82,7 +81,7 @@ class LayerStack:
         return {kind: rows[kind].of_all_layers(own) for kind, own in summed.items()}
 
     def updated_state(self, state: LayerState, metrics: LayerState) -> dict[str, dict[str, jax.Array]]:
-        """What the layers keep after a step with these metrics, `[L, ...]` both."""
+        """The layers' state after a step with these metrics, both `[L, ...]`."""
         blocks = self.blocks
         return {
             kind: blocks[kind].updated_state(own, metrics.get(kind, {})) if kind in blocks else dict(own)
@@ -92,7 +91,7 @@ class LayerStack:
     def forward_values(
         self, weights: ByGroup[GroupWeights], x: jax.Array, inputs: BlockInputs, first: Any = 0, save: bool = True
     ):
-        """`forward` that keeps values → (x, residuals for `backward_values`, metrics for `collect_metrics`).
+        """`forward` with values → (x, residuals for `backward_values`, metrics for `collect_metrics`).
 
         If not `save`, the residuals of each group are None.
         """
@@ -109,7 +108,7 @@ class LayerStack:
         inputs: BlockInputs,
         only_microbatch: bool,
     ):
-        """`backward` that keeps values → (dx, gradients for `StackWeights.collect`, amaxes for `collect_amax`)."""
+        """`backward` with values → (dx, gradients for `StackWeights.collect`, amaxes for `collect_amax`)."""
         nothing = [()] * len(self.segments)
         keeper = lambda s, loop, state, saved: BackwardValues(self.groups, saved)  # noqa: E731
         dx, kept = self.backward(weights, dx, inputs, 0, keeper, nothing, residuals, only_microbatch)
@@ -125,10 +124,11 @@ class LayerStack:
         states: Sequence[Any],
         save: bool = True,
     ) -> tuple[jax.Array, list[tuple[Any, Any]]]:
-        """The residual stream through all layers → (x, by segment the keepers' last state and what they gave).
+        """The residual stream through all layers → (x, by segment (the keepers' last state, their stacked outputs)).
 
-        `first` is the index of the layer in the first slot, or where layers are not consecutive that of every slot.
-        `keeper(segment's index, loop, state)` makes the keeper of an iteration, `states` are the segments' first ones.
+        `first` is the layer index of the first slot, or of every slot if the layers are not consecutive.
+        `keeper(segment's index, loop, state)` makes the keeper of an iteration; `states` holds each segment's first
+        state.
         """
         kept = []
         for s, (segment, groups) in enumerate(zip(self.segments, weights, strict=True)):
@@ -160,10 +160,11 @@ class LayerStack:
     ) -> tuple[jax.Array, list[tuple[Any, Any]]]:
         """Gradient of the stack's output → (gradient of its input, by segment as `forward` returns it).
 
-        `saved` is by segment stacked over its loops: each keeper is made with its iteration's. Collectives are tied to
-        the layer that they run beside. A group's weights are gathered during the backward pass of the group above
-        (untied, the gather would be merged with the forward pass's, and the weights kept); its gradients are reduced
-        during that of the group below (untied, XLA merges the reductions of distant layers and runs them last).
+        `saved` holds residuals by segment, stacked over its loops; each keeper gets those of its iteration. Collectives
+        are tied to the layer that hides them. A group's weights are gathered during the backward pass of the group
+        above: untied, XLA merges this gather with the forward pass's and keeps the weights. A group's gradients are
+        reduced during the backward pass of the group below: untied, XLA merges the reductions of distant layers and
+        runs them last.
         """
         kept: list[tuple[Any, Any]] = []
         for s, (segment, groups) in reversed([*enumerate(zip(self.segments, weights, strict=True))]):
@@ -194,10 +195,10 @@ class LayerStack:
         return dx, kept
 
     def _gathers_again(self, s: int, u: int) -> bool:
-        """Whether a group's backward pass gathers the weights that its forward pass has gathered.
+        """Whether a group's backward pass gathers its weights again.
 
-        Without loops and pipeline, those of the last group lie there still: nothing would hide their gather. Not if the
-        policy is to save all memory.
+        Without loops and pipeline, the last group keeps its weights from the forward pass, because nothing would hide
+        their gather. It does not keep them with the policy `full`.
         """
         segment, count = self.segments[s], self.segments[s].unroll // self.segments[s].group_size
         is_last = (s, u) == (len(self.segments) - 1, count - 1)
@@ -205,9 +206,9 @@ class LayerStack:
         return not keeps and not self.weights.is_gathered(segment, u)
 
     def _tie_reduction(self, s: int, u: int, values: tuple[jax.Array, Any, Any], on_the_way: bool):
-        """(dx, gradients) of a group and the reduced gradients of the group above, none before all are there.
+        """(dx, gradients) of a group and the reduced gradients of the group above; none is available before all are.
 
-        Without loops and pipeline, dx of the first group waits for no gradient of a weight.
+        Without loops and pipeline, dx of the first group waits for no weight gradient.
         """
         exchange = self.weights.exchange
         if (s, u) == (0, 0) and self.segments[0].loops == 1 and not self.plan.is_pipelined:
@@ -216,6 +217,6 @@ class LayerStack:
 
 
 def layers_of(first: Any, segment: Segment, loop: Any) -> Any:
-    """The index of a body's first layer; of all its layers `[unroll]`, where `first` has that of every slot."""
+    """The index of a body's first layer; if `first` has the index of every slot, of all its layers `[unroll]`."""
     start = segment.start + segment.unroll * loop
     return lax.dynamic_slice_in_dim(first, start, segment.unroll) if jnp.ndim(first) else first + start

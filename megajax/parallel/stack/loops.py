@@ -1,4 +1,4 @@
-"""A loop over layers: the weights of its iterations, and the arrays that hold what all of them give."""
+"""A loop over layers: the weights of its iterations, and its stacked outputs."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -14,25 +14,25 @@ from megajax.config.segments import Segment
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Uncast:
-    """A layer's weight in each iteration of a loop, still in its FP32 stack: cast and fused when the iteration runs.
+    """A weight in a loop over layers, still in its FP32 stack: each iteration casts and fuses its own layer.
 
-    Nothing of it is gathered once a step; a cast copy of all layers would live as long as the loops.
+    For weights that are not gathered once a step. A cast copy of all layers would live as long as the loop.
     """
 
-    parts: dict[str, jax.Array]  # what is fused, by name: `[n, ...]`
+    parts: dict[str, jax.Array]  # the parameters to fuse, by name: `[n, ...]`
     kind: str = field(metadata={"static": True})  # of block
     row: int = field(metadata={"static": True})  # of the first iteration
     step: int = field(metadata={"static": True})  # rows from one iteration to the next
 
 
 def loop_over_layers(body: Callable, carry, xs: tuple, segment: Segment, reverse: bool = False):
-    """`body(carry, (index, *xs))` over a segment's loops; a single one is no loop, and its values are not stacked."""
+    """`body(carry, (index, *xs))` over a segment's loops; a single one is no loop, and its outputs are not stacked."""
     if segment.loops == 1:
         return body(carry, (0, *xs))
-    if segment.policy == "offload":  # whose arrays lie in the host's memory
+    if segment.policy == "offload":  # its residuals are in the host's memory
         return lax.scan(body, carry, (jnp.arange(segment.loops), *xs), reverse=reverse)
 
-    structure: Any = None  # of what the body gives; known when it has been traced
+    structure: Any = None  # of the body's outputs; known once the body is traced
 
     def flat(carry, index, xs):
         nonlocal structure
@@ -46,10 +46,10 @@ def loop_over_layers(body: Callable, carry, xs: tuple, segment: Segment, reverse
         carry, out = flat(carry, index, jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, index, 0, False), xs))
         return carry, [lax.dynamic_update_index_in_dim(s, a, index, 0) for s, a in zip(stacks, out, strict=True)]
 
-    # A scan would fill its stacks with zeros first, and XLA would do so for all segments at once, before the first.
+    # A scan would fill its stacks with zeros, and XLA would fill those of all segments before the first one runs.
     _, shapes = jax.eval_shape(flat, carry, jnp.int32(0), jax.tree.map(lambda a: a[0], xs))
     stacks = [lax.empty((segment.loops, *a.shape), a.dtype) for a in shapes]
-    if stacks:  # behind a barrier, or XLA would allocate them before they are needed
+    if stacks:  # without the barrier XLA would allocate them before they are needed
         carry, stacks = lax.optimization_barrier((carry, stacks))
     carry, stacks = lax.fori_loop(0, segment.loops, iteration, (carry, stacks))
     return carry, jax.tree.unflatten(structure, stacks)

@@ -1,4 +1,4 @@
-"""A stage's stacked arrays: which rows hold which layers, and the way from rows to layers and back."""
+"""A stage's stacked arrays: the layer in each row, and conversions between rows and layers."""
 
 from collections.abc import Sequence
 
@@ -14,40 +14,39 @@ from megajax.sharding import EMPTY
 class Rows:
     """The layers of one kind of block, or all, in arrays `[R·n, ...]` of one stage: n rows in each of R rounds.
 
-    `table [P, R, slots]` says which layer lies in which slot (`sharding.stored_layers`), `slots` which n of them are
-    these layers'. Where a segment has one loop and the stage one round, a layer's array has no leading dimension, else
-    `[R·loops, ...]`.
+    `table [P, R, slots]` holds the layer in each slot (`sharding.stored_layers`); `slots` are the n slots of these
+    layers. A layer's array is `[R·loops, ...]`; with one loop and one round it has no leading dimension.
     """
 
     def __init__(self, table: np.ndarray, slots: Sequence[int]):
         self.slots, self.rounds = list(slots), table.shape[1]
         own = table[:, :, self.slots]
         self.layers = np.unique(own[own != EMPTY])
-        # The row among those of these layers that lies in each slot; [P, R, n]
+        # For each slot the index of its layer in `self.layers`; [P, R, n]
         self.table = np.where(own == EMPTY, EMPTY, np.searchsorted(self.layers, own))
         self.filled = (self.table != EMPTY).reshape(len(table), -1)  # [P, R·n]
 
     def indices_in_body(self, segment: Segment) -> list[int]:
-        """Which layers of a segment's body are of these."""
+        """The indices of these layers in a segment's body."""
         return [slot - segment.start for slot in self.slots if 0 <= slot - segment.start < segment.unroll]
 
     def copies(self, segment: Segment) -> int:
-        """How many layers share one place in a segment's body: the length of their arrays' leading dimension."""
+        """The number of layers at one index of a segment's body: the length of their arrays' leading dimension."""
         return self.rounds * segment.loops
 
     def layer_of(self, stacked: jax.Array, segment: Segment, j: int) -> jax.Array:
-        """Of `[R·n, ...]` the j-th layers of the bodies of a segment's loops, `[R·loops, ...]` or `[...]`."""
-        places = self.indices_in_body(segment)
+        """`[R·n, ...]` → the j-th layer of a segment's body in all its loops, `[R·loops, ...]` or `[...]`."""
+        indices = self.indices_in_body(segment)
         start = sum(slot < segment.start for slot in self.slots)
         w = stacked.reshape(self.rounds, -1, *stacked.shape[1:])
-        w = lax.slice_in_dim(w, start, start + segment.loops * len(places), axis=1)
-        w = w.reshape(self.copies(segment), len(places), *stacked.shape[1:])[:, places.index(j)]
+        w = lax.slice_in_dim(w, start, start + segment.loops * len(indices), axis=1)
+        w = w.reshape(self.copies(segment), len(indices), *stacked.shape[1:])[:, indices.index(j)]
         return w[0] if len(w) == 1 else w
 
     def first_row(self, segment: Segment, j: int) -> tuple[int, int]:
-        """(row, step) of one stage without rounds: the j-th layer of loop i lies in row + i · step."""
-        places = self.indices_in_body(segment)
-        return sum(slot < segment.start for slot in self.slots) + places.index(j), len(places)
+        """(row, step) with one stage and one round: the j-th layer of loop i is in row + i · step."""
+        indices = self.indices_in_body(segment)
+        return sum(slot < segment.start for slot in self.slots) + indices.index(j), len(indices)
 
     def stack(self, layers: Sequence[jax.Array], segment: Segment) -> jax.Array:
         """These layers of a segment's body in order → `[R · count, ...]`."""
@@ -57,10 +56,10 @@ class Rows:
         return stacked.reshape(-1, *stacked.shape[2:])
 
     def join(self, segments: Sequence[jax.Array]) -> jax.Array:
-        """`[R · count, ...]` of each segment that has some of these layers → `[R·n, ...]`."""
+        """`[R · count, ...]` for each segment that has any of these layers → `[R·n, ...]`."""
         if len(segments) == 1:
             return segments[0]
-        if self.rounds == 1:  # layer by layer: of parts with several layers XLA would write a joined copy
+        if self.rounds == 1:  # layer by layer: XLA would write a joined copy of parts with several layers
             return _stacked([layer for part in segments for layer in part])
         rounds = [part.reshape(self.rounds, -1, *part.shape[1:]) for part in segments]
         return jnp.concatenate(rounds, axis=1).reshape(-1, *segments[0].shape[1:])
@@ -73,7 +72,7 @@ class Rows:
         return jax.tree.map(lambda a: a[rows], arrays)
 
     def of_all_layers[Arrays](self, arrays: Arrays) -> Arrays:
-        """Arrays `[R·n, ...]` of this stage's rows, none negative → `[L, ...]` of all these layers."""
+        """Arrays `[R·n, ...]` of this stage's rows, without negative values → `[L, ...]` of all these layers."""
         if len(self.table) == 1:
             return arrays
         rows = jnp.asarray(self.table.reshape(len(self.table), -1))[lax.axis_index("pipeline")]
@@ -83,7 +82,7 @@ class Rows:
         return lax.pmax(placed, "pipeline")
 
     def without_empty(self, gradient: jax.Array) -> jax.Array:
-        """`[R·n, ...]`, zeros in empty slots: a bias there, added to the residual stream, has a gradient."""
+        """`[R·n, ...]` with zeros in empty slots, where a bias of the residual stream has a gradient too."""
         if self.filled.all():
             return gradient
         filled = self.filled.reshape(*self.filled.shape, *(1,) * (gradient.ndim - 1))
@@ -91,10 +90,10 @@ class Rows:
 
 
 def _stacked(layers: Sequence[jax.Array]) -> jax.Array:
-    """`jnp.stack`, of few layers as a selection.
+    """`jnp.stack`; for two to four layers a selection with the same result.
 
-    Where XLA joins up to four arrays, it makes a kernel for each of the optimizer's three results, which reads all
-    inputs again, and copies one of these; from five on, and of a selection, it makes one kernel.
+    For a stack of up to four arrays, XLA makes one kernel for each of the optimizer's three results. Each kernel reads
+    all inputs again, and XLA copies one result. For five or more arrays, and for a selection, it makes one kernel.
     """
     if not 1 < len(layers) <= 4:
         return jnp.stack(layers)

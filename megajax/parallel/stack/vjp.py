@@ -1,8 +1,8 @@
-"""Work on `jax.vjp` functions: what of them is kept, where, and how one is divided in two.
+"""Operations on `jax.vjp` functions: select and store their residuals, split one in two.
 
-`Residuals` are the leaves that the forward pass of a remat group has to keep, `Layout` says which of them are stored in
-stacked arrays, `SplitBackward` divides a backward pass, and `with_policy` selects what a remat policy saves. Nothing
-here knows of layers or meshes, and every function returns all that it makes.
+`Residuals` are the leaves that a remat group keeps from its forward pass. `Layout` stores them in stacked arrays.
+`SplitBackward` splits a backward pass. `with_policy` selects the values that a remat policy saves. This module does not
+depend on layers or meshes, and its functions have no side effects outside their results.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -11,16 +11,16 @@ from typing import Any
 import jax
 from jax.extend.core import JaxprEqn, Literal, Var
 
-VIEWS = ("name", "reshape", "squeeze")  # primitives whose result holds the numbers of their operand
-INLINED = ("jit", "remat2", "closed_call")  # `SplitBackward` divides their parts too
+VIEWS = ("name", "reshape", "squeeze")  # primitives that do not change the numbers of their operand
+INLINED = ("jit", "remat2", "closed_call")  # calls that `SplitBackward` inlines, to split their operations too
 Environment = dict[Var, Any]
 
 
 @jax.tree_util.register_pytree_node_class
 class Residuals:
-    """What a backward pass needs: the leaves of a `jax.vjp` function without those that it is given again.
+    """The residuals of a `jax.vjp` function: its leaves without the arrays that the backward pass gets again.
 
-    The group's weights and the block's other inputs are given again.
+    It gets the group's weights and the block's other inputs again.
     """
 
     def __init__(self, saved: list[jax.Array], treedef: Any, sources: tuple[int, ...]):
@@ -29,7 +29,7 @@ class Residuals:
 
     @classmethod
     def of(cls, pull: Callable, given: Any) -> "Residuals":
-        """Split the leaves by identity: those that are `given`, and everything else once."""
+        """Find by identity the leaves that are in `given`; keep each other leaf once."""
         leaves, treedef = jax.tree.flatten(pull)
         given_ids = {id(a) for a in jax.tree.leaves(given)}
         saved = {id(leaf): leaf for leaf in leaves if id(leaf) not in given_ids}
@@ -37,7 +37,7 @@ class Residuals:
         return cls(list(saved.values()), treedef, tuple(index[id(leaf)] for leaf in leaves))
 
     def pull(self, given: Any) -> Callable:
-        """The vjp function again, with the arrays of `given`."""
+        """The vjp function, rebuilt with the arrays of `given`."""
         arrays = [*self.saved, *jax.tree.leaves(given)]
         return jax.tree.unflatten(self.treedef, [arrays[i] for i in self.sources])
 
@@ -50,7 +50,7 @@ class Residuals:
 
 
 class Layout:
-    """How residuals are stored in stacked arrays or buffers: each array once, in however many shapes it occurs."""
+    """The layout of residuals in stacked arrays or buffers: each array once, even if it occurs in several shapes."""
 
     def __init__(self, forward: Callable, *arguments: Any):
         """`forward(*arguments)` returns the residuals; the arguments are examples."""
@@ -64,7 +64,7 @@ class Layout:
             return id(var)
 
         sources = [source(var) for var in closed.jaxpr.outvars]
-        self.first = [sources.index(key) for key in sources]  # for each leaf the first one that holds the same numbers
+        self.first = [sources.index(key) for key in sources]  # for each leaf the first leaf with the same numbers
         self.kept = sorted(set(self.first))
         self.shapes = [leaf.shape for leaf in leaves]
 
@@ -81,14 +81,14 @@ class Layout:
 
 
 def with_policy(run: Callable, policy: str, names: Sequence[str], attention_is_fused: bool) -> Callable:
-    """`run`, so that its `jax.vjp` keeps what a remat policy saves; `names` are `checkpoint_name`s of its values.
+    """`run` with a `jax.checkpoint` policy for "save_matmuls" and "offload"; else `run` itself.
 
-    Policies other than "save_matmuls" and "offload" do not select values.
+    `names` are the `checkpoint_name`s of the values to save.
     """
     if policy not in ("save_matmuls", "offload"):
         return run
-    # cuDNN's residuals, attention's output among them, are inside its custom_vjp, where names do not reach: without
-    # them its forward pass would run twice.
+    # cuDNN's residuals, which include attention's output, are inside its custom_vjp, where names have no effect. If
+    # they were not saved, its forward pass would run twice.
     names = [name for name in names if not (name == "attention" and attention_is_fused)]
     policies = jax.checkpoint_policies
     named = policies.save_only_these_names(*names)
@@ -108,12 +108,12 @@ def with_policy(run: Callable, policy: str, names: Sequence[str], attention_is_f
 
 
 class SplitBackward:
-    """A backward pass in two: gradients of inputs at once, gradients of weight matrices later (Qi et al. 2024).
+    """A backward pass in two parts: input gradients first, deferred gradients of weight matrices (Qi et al. 2024).
 
-    `backward(weights, saved, *rest) → (dx, gradients, extra)` is traced, and its operations are divided: those that
-    only gradients of matrices (two dimensions or more) need are deferred, with their operands from the first part. So
-    every block can be split, whatever it computes. `saved` is a list of arrays, `gradients` a tuple of dictionaries.
-    The arguments here are examples, arrays or shapes; later ones must have the same shapes.
+    `backward(weights, saved, *rest) → (dx, gradients, extra)` is traced. Operations that only gradients of matrices
+    (two dimensions or more) need go to the second part; their operands from the first part are stored. So every block
+    can be split, whatever it computes. `saved` is a list of arrays, `gradients` a tuple of dictionaries. The arguments
+    here are examples, arrays or shapes; the arguments of `inputs` and `weights` must have the same shapes.
     """
 
     def __init__(self, backward: Callable, weights: Any, saved: Sequence[jax.Array], *rest: Any):
@@ -124,36 +124,36 @@ class SplitBackward:
         self.constants = dict(zip(jaxpr.jaxpr.constvars, jaxpr.consts, strict=True))
         self.invars, self.outvars = jaxpr.jaxpr.invars, jaxpr.jaxpr.outvars
         _, gradients, _ = jax.tree.unflatten(self.out_structure, range(len(self.outvars)))
-        positions = jax.tree.leaves(gradients)
-        self.late = [i for i in positions if len(self.outvars[i].aval.shape) >= 2]
-        early = [var for i, var in enumerate(self.outvars) if i not in self.late]
-        self.early_equations = _needed(jaxpr.jaxpr.eqns, early)
-        first = {id(equation) for equation in self.early_equations}
+        indices = jax.tree.leaves(gradients)
+        self.deferred_outputs = [i for i in indices if len(self.outvars[i].aval.shape) >= 2]
+        undeferred = [var for i, var in enumerate(self.outvars) if i not in self.deferred_outputs]
+        self.first_equations = _needed(jaxpr.jaxpr.eqns, undeferred)
+        first = {id(equation) for equation in self.first_equations}
         others = [equation for equation in jaxpr.jaxpr.eqns if id(equation) not in first]
-        self.late_equations = _needed(others, [self.outvars[i] for i in self.late])
+        self.deferred_equations = _needed(others, [self.outvars[i] for i in self.deferred_outputs])
 
-        self.weight_vars = self.invars[: len(jax.tree.leaves(weights))]  # the second part is given the weights again
-        made = {var for equation in self.late_equations for var in equation.outvars}
-        read = [var for equation in self.late_equations for var in equation.invars]
-        read += [self.outvars[i] for i in self.late]
+        self.weight_vars = self.invars[: len(jax.tree.leaves(weights))]  # the second part gets the weights again
+        made = {var for equation in self.deferred_equations for var in equation.outvars}
+        read = [var for equation in self.deferred_equations for var in equation.invars]
+        read += [self.outvars[i] for i in self.deferred_outputs]
         known = {*self.weight_vars, *self.constants, *made}
         self.deferred = list(dict.fromkeys(v for v in read if not isinstance(v, Literal) and v not in known))
 
     def inputs(self, weights: Any, saved: Sequence[jax.Array], *rest: Any):
-        """(dx, gradients of vectors, extra, arrays that `weights` needs later)."""
+        """(dx, gradients of vectors, extra, arrays for `weights`)."""
         leaves = jax.tree.leaves((weights, list(saved), *rest))
         values = {**self.constants, **dict(zip(self.invars, leaves, strict=True))}
-        _evaluate(self.early_equations, values)
-        out = [None if i in self.late else _value(var, values) for i, var in enumerate(self.outvars)]
+        _evaluate(self.first_equations, values)
+        out = [None if i in self.deferred_outputs else _value(var, values) for i, var in enumerate(self.outvars)]
         dx, gradients, extra = jax.tree.unflatten(self.out_structure, out)
         return dx, _present(gradients), extra, [values[var] for var in self.deferred]
 
     def weights(self, weights: Any, deferred: Sequence[jax.Array]):
-        """Gradients of matrices, from the arrays that `inputs` deferred."""
+        """The deferred gradients of matrices, from the arrays that `inputs` returned last."""
         values = {**self.constants, **dict(zip(self.weight_vars, jax.tree.leaves(weights), strict=True))}
         values |= dict(zip(self.deferred, deferred, strict=True))
-        _evaluate(self.late_equations, values)
-        out = [_value(var, values) if i in self.late else None for i, var in enumerate(self.outvars)]
+        _evaluate(self.deferred_equations, values)
+        out = [_value(var, values) if i in self.deferred_outputs else None for i, var in enumerate(self.outvars)]
         return _present(jax.tree.unflatten(self.out_structure, out)[1])
 
 
@@ -162,7 +162,7 @@ def _present(gradients: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], ..
 
 
 def _needed(equations: Sequence[JaxprEqn], results: Sequence[Any]) -> list[JaxprEqn]:
-    """The equations that `results` depend on, in their order."""
+    """The equations that `results` depend on, in order."""
     wanted, needed = {var for var in results if not isinstance(var, Literal)}, []
     for equation in reversed(equations):
         if wanted.intersection(equation.outvars):
@@ -172,7 +172,7 @@ def _needed(equations: Sequence[JaxprEqn], results: Sequence[Any]) -> list[Jaxpr
 
 
 def _run(closed: Any, arguments: Sequence[Any]) -> list[Any]:
-    """A traced function's results, calls within it inlined."""
+    """The results of a traced function; calls within it are inlined."""
     values: Environment = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
     values |= dict(zip(closed.jaxpr.invars, arguments, strict=True))
     _evaluate(closed.jaxpr.eqns, values)
@@ -180,7 +180,7 @@ def _run(closed: Any, arguments: Sequence[Any]) -> list[Any]:
 
 
 def _evaluate(equations: Sequence[JaxprEqn], values: Environment) -> None:
-    """Compute `equations`, whose inputs are in `values`; their results join them."""
+    """Compute `equations` from `values`, and add their results to `values`."""
     for equation in equations:
         arguments = [_value(var, values) for var in equation.invars]
         with jax.named_scope(str(equation.source_info.name_stack)), equation.ctx.manager:

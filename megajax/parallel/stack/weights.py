@@ -1,4 +1,4 @@
-"""The weights of a stage's blocks: gathered for the groups of layers that use them, their gradients reduced after."""
+"""The weights of a stage's blocks: gathers for each remat group, and reductions of their gradients."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -24,7 +24,7 @@ from megajax.sharding import BLOCKS
 from megajax.step_plan import StepPlan
 
 LayerState = Mapping[str, Mapping[str, jax.Array]]  # by kind of block and name: `[L, ...]` of its layers
-type ByGroup[T] = Sequence[Sequence[T]]  # by segment, by remat group of its body
+type ByGroup[T] = Sequence[Sequence[T]]  # by segment and remat group of its body
 GroupWeights = tuple[dict[str, Any], ...]  # the fused weights of a group's layers, by name: arrays or Fp8Weights
 Amax = dict[str, jax.Array]  # by linear layer: the largest magnitudes of its input and its output gradient
 Metrics = tuple[dict[str, jax.Array], ...]  # of a group's layers, by name
@@ -32,20 +32,20 @@ Metrics = tuple[dict[str, jax.Array], ...]  # of a group's layers, by name
 
 @dataclass(frozen=True)
 class GroupProgram:
-    """Everything that the computation of a group depends on: groups with equal ones are traced and lowered once."""
+    """Everything that a group's computation depends on: groups with equal programs are traced and lowered once."""
 
     kinds: tuple[LayerKind, ...]  # of its layers
     gathered: tuple[bool, ...]  # for each layer, whether its weights stay gathered over `fsdp`
     policy: str
     fp8: bool
-    stacked: bool  # whether its residuals are copied into an array of several loops, or a pipeline's buffer
+    stacked: bool  # whether its residuals are copied into the stacked array of a loop, or a pipeline's buffer
     looped: bool
 
 
 class StackWeights:
-    """What `LayerStack` computes with: from stored shards to a remat group's weights, and back for their gradients.
+    """Gathers a remat group's weights from stored shards for `LayerStack`, and reduces their gradients.
 
-    For every kind of block a stage stores R·n rows of every weight, n the slots of that kind (`rows.Rows`).
+    For each kind of block with n layer slots, a stage stores R·n rows of every weight (`rows.Rows`).
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class StackWeights:
         self.kinds = {
             kind: Rows(self.table, [j for j, slot in enumerate(self.slots) if slot.block == kind]) for kind in blocks
         }
-        # What a layer has that is no parameter; it travels among its group's weights.
+        # A layer's state that is not a parameter; it is passed among its group's weights.
         self.state_names = {kind: {*block.layer_state, *block.needs_filled} for kind, block in blocks.items()}
 
     @jax.named_scope("weights")
@@ -73,7 +73,7 @@ class StackWeights:
     ) -> list[tuple[GroupWeights, ...]]:
         """Stored `[R·slots, ...]` shards → for each segment its groups' `fsdp` shards, `[R·loops, ...]` or `[...]`.
 
-        `scales` are the linear layers' FP8 scales, `[R·slots]` each, `state` what else the layers keep, `[L, ...]`.
+        `scales` are the linear layers' FP8 scales, `[R·slots]` each; `state` is the layers' state, `[L, ...]`.
         """
         state = self._state_of_stage(state)
         blocks = {kind: of_block(params, kind) for kind in self.kinds}
@@ -107,7 +107,7 @@ class StackWeights:
 
     @jax.named_scope("weights")
     def weight_amax(self, params: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-        """The largest magnitude of each linear layer's weight, `[R·slots]`, over all devices; none without FP8."""
+        """The amax of each linear layer's weight, `[R·slots]`, over all devices; empty without FP8."""
         if not any(segment.fp8 for segment in self.segments):
             return {}
         blocks = {kind: of_block(params, kind) for kind in self.kinds}
@@ -142,7 +142,7 @@ class StackWeights:
     def reduce(self, gradient: GroupWeights, segment: Segment, u: int, on_the_way: bool = False) -> GroupWeights:
         """The gradients of group `u`, summed over `fsdp`, and over the once-a-step axes too if `on_the_way`.
 
-        Those of layers that stay gathered stay whole, for `collect`.
+        Gradients of layers that stay gathered are not summed over `fsdp` here, but in `collect`.
         """
         reduce_layer = self._reduce_in_turn if segment.loops > 1 else self._reduce_layer
         kinds, stay = self._kinds_of(segment, u), self.stay_gathered(segment, u)
@@ -150,20 +150,20 @@ class StackWeights:
             own if stays else reduce_layer(kind, own) for kind, own, stays in zip(kinds, gradient, stay, strict=True)
         )
         reduced = self._scatter_once(reduced, segment, u) if on_the_way else reduced
-        # In the layout that they are stored in: XLA would stack them in another, and transpose the whole stack.
+        # In their storage layout: XLA would stack them in another layout and transpose the whole stack.
         return jax.tree.map(row_major, reduced) if segment.loops > 1 else reduced
 
     def is_gathered(self, segment: Segment, u: int) -> bool:
-        """Whether nothing of group `u` is left to gather."""
+        """Whether all layers of group `u` stay gathered."""
         return all(self.stay_gathered(segment, u))
 
     def stay_gathered(self, segment: Segment, u: int) -> list[bool]:
-        """Of each layer of group `u` whether its weights are gathered, and its gradients reduced, once a step."""
+        """For each layer of group `u` whether `fsdp` gathers its weights and reduces its gradients once a step."""
         start = segment.start + u * segment.group_size
         return [slot in self.gathered for slot in range(start, start + segment.group_size)]
 
     def _reduce_gathered(self, gradient: GroupWeights, segment: Segment, u: int) -> GroupWeights:
-        """Accumulated gradients of group `u`, those of layers that stay gathered summed over `fsdp`."""
+        """Accumulated gradients of group `u` with those of layers that stay gathered summed over `fsdp`."""
         kinds, stay = self._kinds_of(segment, u), self.stay_gathered(segment, u)
         return tuple(
             self._reduce_layer(kind, own) if stays else own
@@ -174,7 +174,7 @@ class StackWeights:
         return {name: self.exchange.reduce_layer(stored_name(kind, name), g) for name, g in gradient.items()}
 
     def _reduce_in_turn(self, kind: str, gradient: dict[str, Any]) -> dict[str, Any]:
-        """The same of a layer in a loop, the other parts' while the backward pass of the first hides them."""
+        """`_reduce_layer` in a loop: the backward pass of the first part hides the reductions of the other parts."""
         first, *_ = self.blocks[kind].parts.items()
         groups: tuple[dict[str, Any], ...] = ({}, {}, {})
         for name, g in gradient.items():
@@ -194,7 +194,7 @@ class StackWeights:
         return [slot.block for slot in self.slots[start : start + segment.group_size]]
 
     def group_at(self, group: GroupWeights, segment: Segment, index) -> GroupWeights:
-        """The weights of a group in one of its segment's loops; of a single one they have no leading dimension."""
+        """The weights of a group in iteration `index` of its segment's loop; without a loop the group itself."""
         if segment.loops == 1:
             return group
 
@@ -202,7 +202,7 @@ class StackWeights:
             if not isinstance(w, Uncast):
                 return jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, index, keepdims=False), w)
             row = w.row + w.step * index
-            # As they are stored: XLA would transpose the whole stack into the layout of the gather.
+            # In their storage layout: XLA would transpose the whole stack into the layout of the gather.
             parts = {n: row_major(lax.dynamic_index_in_dim(a, row, keepdims=False)) for n, a in w.parts.items()}
             return self.exchange.gather_once(stored_name(w.kind, name), self.fused[w.kind].fuse(parts)[name])
 
@@ -210,10 +210,10 @@ class StackWeights:
 
     @jax.named_scope("weights")
     def gather(self, group: GroupWeights, program: GroupProgram, backward: bool) -> GroupWeights:
-        """The weights of a group, ready for its blocks."""
+        """The weights of a group as its blocks compute with them."""
         layers = zip(program.kinds, group, program.gathered, strict=True)
         if program.looped:
-            backward = backward and program.policy != "full"  # which starts with the forward pass
+            backward = backward and program.policy != "full"  # with `full` the backward pass starts with the forward
             return tuple(self._gather_in_turn(kind.block, layer, backward) for kind, layer, _ in layers)
         return tuple(
             {name: self._gather_layer(kind.block, name, w, stays) for name, w in layer.items()}
@@ -221,7 +221,7 @@ class StackWeights:
         )
 
     def _gather_in_turn(self, kind: str, layer: dict[str, Any], backward: bool) -> dict[str, Any]:
-        """The same of a layer in a loop, where nothing hides its gathers but itself: first what it uses first."""
+        """`gather` for a layer in a loop. It must hide its own gathers, so the weight that it uses first is first."""
         first, last = self.blocks[kind].used_first, self.blocks[kind].used_last
         rest = [
             name
@@ -233,7 +233,7 @@ class StackWeights:
         return in_turn(groups, lambda name, w: self._gather_layer(kind, name, w, False))
 
     def _gather_layer(self, kind: str, name: str, w: jax.Array | Fp8Weight, gathered: bool) -> jax.Array | Fp8Weight:
-        """A layer's weight, or what of its state goes by its name."""
+        """A layer's weight or state array of this name."""
         w = w if gathered or name in self.state_names[kind] else self._gathered(kind, name, w)
         if not isinstance(w, Fp8Weight):
             return w
@@ -247,7 +247,7 @@ class StackWeights:
         return replace(w, values=values, transposed=values.swapaxes(-1, -2) if w.transposed is None else w.transposed)
 
     def _state_of_stage(self, state: LayerState) -> dict[str, dict[str, jax.Array]]:
-        """What the layers keep, `[L, ...]` → `[R·n, ...]` of this stage; where slots are empty `filled` too."""
+        """The layers' state, `[L, ...]` → `[R·n, ...]` of this stage; with `filled` if the kind has empty slots."""
         out = {}
         for kind, rows in self.kinds.items():
             out[kind] = rows.of_stage(dict(state.get(kind, {})))
@@ -260,11 +260,11 @@ class StackWeights:
         """The layers of each kind in a segment's body, kind by kind."""
         layers = [layer for group in groups for layer in group]
         for kind, rows in self.kinds.items():
-            if places := rows.indices_in_body(segment):
-                yield kind, [layers[j] for j in places]
+            if indices := rows.indices_in_body(segment):
+                yield kind, [layers[j] for j in indices]
 
     def _over_slots(self, found: Mapping[str, jax.Array]) -> jax.Array:
-        """By kind of block `[R·n]` → `[R·slots]`, zeros where a kind has nothing."""
+        """By kind of block `[R·n]` → `[R·slots]`; zeros for kinds that are not in `found`."""
         if len(self.kinds) == 1:
             (own,) = found.values()
             return own
@@ -274,11 +274,11 @@ class StackWeights:
         return out.reshape(-1)
 
     def _quantized(self, kind: str, name: str, w: jax.Array, scales: Mapping[str, jax.Array]) -> Fp8Weight:
-        """Shards of one layer `[in, out]` (experts: `[E, in, out]`), or of several, quantised and gathered once."""
+        """Shards of one or several layers `[in, out]` (experts: `[E, in, out]`), quantised and gathered once."""
         scale = scales["weight"]
         of_each = scale.reshape(*scale.shape, *(1,) * (w.ndim - scale.ndim))
         values = self.exchange.gather_once(stored_name(kind, name), fp8.quantize(w, of_each, fp8.E4M3))
-        whole = self.exchange.is_whole(stored_name(kind, name))  # if not, each layer's pass gathers and transposes it
+        whole = self.exchange.is_whole(stored_name(kind, name))  # if not, each pass of a layer gathers and transposes
         return Fp8Weight(
             values,
             values.swapaxes(-1, -2) if whole else None,
@@ -292,16 +292,16 @@ class StackWeights:
 
 
 def reduced_on_the_way(segment: Segment, only_microbatch: bool) -> bool:
-    """Whether each group's gradients are complete when its backward pass is; not inside loops over layers."""
+    """Whether each group's gradients are fully reduced during the backward pass; not inside loops over layers."""
     return only_microbatch and segment.loops == 1
 
 
 def stored_name(kind: str, name: str) -> str:
-    """The name of a block's weight among all."""
+    """The full name of a block's weight."""
     return f"{BLOCKS}{kind}.{name}"
 
 
 def of_block[Value](params: Mapping[str, Value], kind: str) -> dict[str, Value]:
-    """What belongs to the parameters of a kind of block, by name within it."""
+    """The values of one kind of block, by name within the block."""
     prefix = f"{BLOCKS}{kind}."
     return {n.removeprefix(prefix): w for n, w in params.items() if n.startswith(prefix)}
