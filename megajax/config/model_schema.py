@@ -39,7 +39,7 @@ class RopeScaling(Section):
 
 
 class RouterConfig(Section):
-    """How MoE layers choose experts and balance their load."""
+    """The choice of experts in MoE layers, and the balance of their load."""
 
     score_function: Literal["softmax", "sigmoid"] = Field(
         default="softmax", description="Function from router logits to scores."

@@ -197,7 +197,7 @@ Sources = Annotated[
 
 
 class DataConfig(Section):
-    """Where the tokens come from."""
+    """The training and evaluation data, and the tokenizer."""
 
     kind: Literal["indexed", "synthetic"] = Field(
         default="indexed", description="indexed: read .bin/.idx files; synthetic: random tokens, every path is ignored."
@@ -360,7 +360,7 @@ class Config(Section):
         return "all_gather" if shards <= max(8, self.model.experts_per_token) else "all_to_all"
 
     def where(self, key: str) -> str:
-        """Where `key` ("section.name") was set: a file and line, an override, or "default"."""
+        """The location where `key` ("section.name") was set: a file and line, an override, or "default"."""
         return self._locations.get(key, "default")
 
     def to_yaml(self) -> str:

@@ -32,7 +32,7 @@ def warn(config: Config, problem: str, cure: str, *keys: str) -> None:
 
 
 def location(config: Config, *keys: str) -> str:
-    """Where the first of `keys` that is set was set."""
+    """The location of the first of `keys` that is set."""
     return next((where for where in map(config.where, keys) if where != "default"), "default")
 
 
