@@ -309,13 +309,13 @@ SLOT_FIELDS = {
 @pytest.mark.parametrize(("P", "M", "R"), [(1, 3, 2), (2, 4, 1), (2, 8, 2), (4, 8, 2), (4, 16, 4)])
 def test_rounds_may_have_slots_of_their_own(kind, P, M, R):
     schedule = make_schedule(kind, P, M, R)
-    slots = assign_buffer_slots(schedule, apart=True)
+    slots = assign_buffer_slots(schedule, per_round=True)
     replay(schedule, slots)
     assert len(slots.rounds) == slots.activations and set(slots.rounds) == set(range(R))
     owner = np.array(slots.rounds)
-    for table, places in ((schedule.forward, slots.forward), (schedule.backward, slots.backward)):
+    for table, accessed in ((schedule.forward, slots.forward), (schedule.backward, slots.backward)):
         used = table.active
-        assert (owner[places[used]] == table.round[used]).all()
+        assert (owner[accessed[used]] == table.round[used]).all()
     if R == 1:
         assert np.array_equal(slots.forward, assign_buffer_slots(schedule).forward)
 
@@ -414,9 +414,9 @@ BROKEN = {
     "forward dropped": ("forward", drop((4, 1)), NOT_ONCE.format("forward") + ": microbatch 3 misses virtual stage 1"),
     "backward dropped": ("backward", drop((6, 0)), NOT_ONCE.format("backward") + ": microbatch 0 misses"),
     "weight dropped": ("weight", drop((13, 3)), NOT_ONCE.format("weight") + ": microbatch 2 misses virtual stage 3"),
-    "forward twice": ("forward", put((8, 0), 0), NOT_ONCE.format("forward") + ": one stands twice"),
+    "forward twice": ("forward", put((8, 0), 0), NOT_ONCE.format("forward") + ": one occurs twice"),
     "in another's place": ("forward", put((1, 0), 0), NOT_ONCE.format("forward") + ": microbatch 1 misses"),
-    "weight twice": ("weight", put((5, 2), 3), NOT_ONCE.format("weight") + ": one stands twice"),
+    "weight twice": ("weight", put((5, 2), 3), NOT_ONCE.format("weight") + ": one occurs twice"),
     "microbatch too high": ("forward", put((7, 0), 8), "tick 7, stage 0: the forward table has a microbatch or round"),
     "microbatch below 0": ("forward", put((6, 0), -2), "tick 6, stage 0: the forward table has a microbatch or round"),
     "round too high": ("weight", put((6, 1), 0, 1), "tick 6, stage 1: the weight table has a microbatch or round"),
@@ -443,9 +443,9 @@ def test_check_refuses_a_backward_operation_before_its_loss():
 def test_check_refuses_a_table_of_another_size():
     schedule = make_schedule("zero_bubble", 4, 8)
     short = Table(*(array[:-1] for array in schedule.weight or ()))
-    with pytest.raises(ValueError, match="the weight table is not of 14 ticks and 4 stages"):
+    with pytest.raises(ValueError, match="the weight table must have 14 ticks and 4 stages"):
         check(replace(schedule, weight=short))
-    with pytest.raises(ValueError, match="the forward table is not of 14 ticks and 3 stages"):
+    with pytest.raises(ValueError, match="the forward table must have 14 ticks and 3 stages"):
         check(replace(schedule, stages=3))
 
 
@@ -467,7 +467,7 @@ REFUSED = {
     ("1f1b", 0, 8, 1): "stages=0 is below 1.",
     ("1f1b", 4, -1, 1): "microbatches=-1 is below 1.",
     ("1f1b", 4, 8, 0): "rounds=0 is below 1.",
-    ("1f1b", 4, 6, 2): "rounds=2 needs microbatches in groups of stages=4, and microbatches=6 are not.",
+    ("1f1b", 4, 6, 2): "with rounds=2, microbatches=6 must be a multiple of stages=4.",
 }
 
 
@@ -502,7 +502,7 @@ def test_sending_is_paid_once_at_each_tick_that_sends():
         ({"forward": -1.0}, "forward=-1 is not a cost: give a number from 0 up."),
         ({"send": float("nan")}, "send=nan is not a cost: give a number from 0 up."),
         ({"weight": float("inf")}, "weight=inf is not a cost: give a number from 0 up."),
-        ({"forward": 0.0, "backward": 0.0, "weight": 0.0, "send": 1.0}, "forward, backward and weight cost nothing: "),
+        ({"forward": 0.0, "backward": 0.0, "weight": 0.0, "send": 1.0}, "forward, backward and weight are all 0: "),
     ],
 )
 def test_costs_are_finite_and_not_negative(bad, sentence):
@@ -608,7 +608,7 @@ def test_the_command_takes_costs_and_a_file(tmp_path, capsys):
     [
         ("--stages 0", "stages=0 is below 1."),
         ("--schedule dualpipe", "schedule=dualpipe is not known"),
-        ("--stages 4 --microbatches 6 --rounds 2", "rounds=2 needs microbatches in groups of stages=4"),
+        ("--stages 4 --microbatches 6 --rounds 2", "with rounds=2, microbatches=6 must be a multiple of stages=4"),
         ("--stages four", "argument --stages: invalid int value: 'four'"),
         ("--send -1", "send=-1 is not a cost"),
         ("--forward nan", "forward=nan is not a cost"),

@@ -1,4 +1,4 @@
-"""The buffers and sums of a pipeline, how operations read and write them, and the carry between ticks."""
+"""The pipeline's buffers and sums, the operations' access to them, and the carry between ticks."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -14,7 +14,8 @@ from megajax.parallel.stack.groups import Group, RematGroups
 from megajax.parallel.stack.weights import Amax, ByGroup, GroupWeights, Metrics
 from megajax.step_plan import StepPlan
 
-# Each slot has operations of its own up to so many programs with so many layers in all: they are compiled one by one.
+# Largest number of programs, and of layers in all of them, for which each slot gets its own program: XLA compiles each
+# program separately.
 MOST_PROGRAMS, MOST_LAYERS = 16, 64
 
 Arrays = list[jax.Array]
@@ -22,34 +23,34 @@ Buffers = ByGroup[Arrays]  # each `[slots·loops, ...]`
 
 
 def choose_buffer_slots(plan: StepPlan, schedule: Schedule) -> tuple[BufferSlots, int]:
-    """(slots, banks): every slot is a bank with operations of its own, or all are one where that is too many."""
-    apart = assign_buffer_slots(schedule, apart=True)
-    count = apart.activations
+    """(buffer slots, number of banks): each slot is a bank with its own program; one bank if there are too many."""
+    slots = assign_buffer_slots(schedule, per_round=True)
+    count = slots.activations
     if plan.is_unrolled and count <= MOST_PROGRAMS and count * len(plan.layer_slots) <= MOST_LAYERS:
-        return apart, count
+        return slots, count
     return assign_buffer_slots(schedule), 1
 
 
 class Carry(NamedTuple):
-    """What a tick hands to the next."""
+    """The values for the next tick."""
 
-    x: jax.Array  # [T / tensor, D]: from the stage before, for the next forward operation
-    dx: jax.Array  # [T / tensor, D]: the last backward operation's gradient, not handed over yet
-    pending_heads: jax.Array  # [slots, T / tensor, D]: gradients of the head that wait; no slots if none waits
+    x: jax.Array  # [T / tensor, D]: from the previous stage, for the next forward operation
+    dx: jax.Array  # [T / tensor, D]: the last backward operation's gradient, not sent yet
+    pending_heads: jax.Array  # [slots, T / tensor, D]: pending head gradients; 0 slots if none is pending
     activations: list[Buffers]  # residuals of forward operations, by bank
-    deferred: Buffers  # what weight operations need of backward operations
+    deferred: Buffers  # arrays from backward operations for weight operations
     non_block_gradients: dict[str, jax.Array]  # of the weights outside the blocks, FP32
     layer_gradients: list[ByGroup[GroupWeights]]  # by round: FP32, [loops, ...], without a loop [...]
     amax: list[ByGroup[tuple[Amax, ...]]]  # by round: FP8's largest magnitudes
     sums: dict[str, jax.Array]  # this device's shares of the losses, not divided by the tokens
-    metrics: list[ByGroup[Metrics]]  # by round: the layers', summed over the microbatches
+    metrics: list[ByGroup[Metrics]]  # by round: the layers' metrics, summed over the microbatches
 
 
 class ForwardBuffers:
-    """Keeps the residuals of a microbatch in its slot of a bank, and adds its metrics to those of the round."""
+    """Stores the residuals of a microbatch in its slot of a bank, and adds its metrics to those of the round."""
 
     def __init__(self, segment: Segment, slot: jax.Array, loop: Any, state: tuple[Any, Any], active: jax.Array | None):
-        """`active` says whether this is work, None that there are no metrics."""
+        """`active` is False for an idle operation, and None if there are no metrics."""
         self.segment, self.loop, self.active = segment, loop, active
         self.position = position(segment, slot, loop)
         self.buffers, self.metrics = map(list, state)
@@ -67,7 +68,7 @@ class ForwardBuffers:
 class BackwardBuffers:
     """Reads residuals from a slot of a bank, and adds the gradients to those of the round.
 
-    Those of weight matrices only if not `split`; then what they need is deferred.
+    If `split`, gradients of weight matrices are deferred, and their operands are stored.
     """
 
     def __init__(self, operation: "BackwardOperation", s: int, segment: Segment, loop: Any, state: Any):
@@ -76,13 +77,13 @@ class BackwardBuffers:
         self.gradients, self.deferred, self.amax = map(list, state)
 
     def backward(self, u: int, at: Group, weights: GroupWeights, dx: jax.Array, inputs: BlockInputs):
-        """(dx, gradients of the weights, without a split those of matrices too) of group `u`."""
+        """(dx, gradients of the weights; if split, without those of matrices) of group `u`."""
         own, groups = self.operation, self.operation.groups
         saved = read(self.activations[u], position(self.segment, own.slot, self.loop))
         if own.split:
             parts = groups.split(at, weights, saved, dx, inputs)
-            dx, gradient, amax, later = parts.inputs(weights, saved, dx, inputs, at.layers)
-            self.deferred[u] = write(self.deferred[u], later, position(self.segment, own.keep, self.loop))
+            dx, gradient, amax, deferred = parts.inputs(weights, saved, dx, inputs, at.layers)
+            self.deferred[u] = write(self.deferred[u], deferred, position(self.segment, own.deferred_slot, self.loop))
         else:
             dx, gradient, amax = groups.backward(at, weights, saved, dx, inputs)
         amax = jax.tree.map(lambda a: jnp.where(own.active, a, 0), amax)
@@ -101,13 +102,13 @@ class BackwardBuffers:
 
 
 class BackwardOperation(NamedTuple):
-    """One backward operation: what its keepers share."""
+    """One backward operation, shared by its keepers."""
 
     groups: RematGroups
     activations: Buffers  # of its bank
-    slot: jax.Array  # in the bank: what the forward operation has saved
-    keep: jax.Array  # the slot of what is deferred
-    active: jax.Array  # whether this is work
+    slot: jax.Array  # the residuals' slot in the bank
+    deferred_slot: jax.Array
+    active: jax.Array  # False for an idle operation
     split: bool
 
 
@@ -117,17 +118,17 @@ def loop_over(segment: Segment, body: Callable, state: Any) -> Any:
 
 
 def switch(index: jax.Array, programs: list[Callable], *arguments: Any) -> Any:
-    """`programs[index]`, which is known at run time only if there are several."""
+    """Call `programs[index]`; a single program is called directly."""
     return programs[0](*arguments) if len(programs) == 1 else lax.switch(index, programs, *arguments)
 
 
 def position(segment: Segment, slot: jax.Array, loop: jax.Array | int) -> jax.Array:
-    """Where a loop's layers lie in a buffer of slots."""
+    """The index of a loop iteration's layers in a buffer `[slots·loops, ...]`."""
     return slot * segment.loops + loop
 
 
 def replaced(rounds: list, r: int, new: Any) -> list:
-    """`rounds` with one replaced."""
+    """`rounds` with entry `r` replaced."""
     return [new if k == r else old for k, old in enumerate(rounds)]
 
 
@@ -143,13 +144,13 @@ def write(buffers: Arrays, values: Arrays, at: jax.Array) -> Arrays:
 def combine(
     operation: Callable, totals: GroupWeights, values: GroupWeights, segment: Segment, loop: jax.Array | int
 ) -> GroupWeights:
-    """`operation` of totals, in the place of their loop, and values; of some there may be none."""
+    """Totals after `operation(total, value)` at iteration `loop`; totals without a value are unchanged."""
 
     def one(total: jax.Array, value: jax.Array) -> jax.Array:
         if segment.loops == 1:
             return operation(total, value)
-        here = operation(lax.dynamic_index_in_dim(total, loop, keepdims=False), value)
-        return lax.dynamic_update_index_in_dim(total, here, loop, 0)
+        new = operation(lax.dynamic_index_in_dim(total, loop, keepdims=False), value)
+        return lax.dynamic_update_index_in_dim(total, new, loop, 0)
 
     return tuple(
         {name: one(total, value[name]) if name in value else total for name, total in layer.items()}

@@ -1,12 +1,12 @@
-"""The pipeline: a schedule's ticks, run by all stages in one program inside the step's shard_map.
+"""The pipeline: all stages run a schedule's ticks in one program inside the step's shard_map.
 
 At a tick every stage does the operations of its row of the schedule (schedules.py): forward of one microbatch, backward
-of another, perhaps the weights' gradients of a third. Stages that idle compute all the same, on numbers that nobody
-uses. What a forward operation saves lies in buffers of a few slots until the backward operation reads it, so memory
-does not grow with the number of microbatches. While that does not make too large a program, each slot has operations of
-its own, whose matmuls write and read it in place; else the slots are one bank, and what is saved is copied into a slot
-and out of it. The head and the loss of the microbatch that leaves the last stage are computed by all stages together,
-each on its share of the tokens.
+of another, perhaps the weight gradients of a third. Idle stages compute too; their results are not used. Residuals of a
+forward operation stay in a buffer slot until the backward operation reads them. Except with `gpipe`, the number of
+slots does not grow with the number of microbatches. Each slot has its own program, in which matmuls write and read the
+slot in place. If these programs would be too large, all slots share one bank and one program per round, which copies
+residuals into and out of the slots. All stages together compute head and loss of the microbatch that leaves the last
+stage, each for its share of the tokens.
 """
 
 from collections.abc import Callable
@@ -52,13 +52,13 @@ class Pipeline:
         self.schedule = make_schedule(settings.schedule, self.stages, microbatches, settings.rounds)
         check(self.schedule)
         ticks = self.schedule.ticks_of
-        # Otherwise the last virtual stage goes backward in the tick in which the head gave it its gradient.
-        self.heads_wait = bool((ticks["backward"][:, -1] > ticks["forward"][:, -1]).any())
+        # If not, the last virtual stage uses the head's gradient in the same tick.
+        self.has_pending_heads = bool((ticks["backward"][:, -1] > ticks["forward"][:, -1]).any())
 
     def gradients(self, arrays: StepArrays, batch: Batch):
-        """(gradients outside the blocks, of the layers, (sums, metrics), amaxes) of all microbatches.
+        """(gradients outside the blocks, gradients of the layers, (sums, metrics), amaxes) of all microbatches.
 
-        Those of layers are as `LayerStack` has them. `batch` is `[M, B, S]`.
+        Gradients of layers have the form of `LayerStack`. `batch` is `[M, B, S]`.
         """
         run = _Run(self, self.schedule, arrays, batch)
         carry = run.loop(run.first_carry(), lambda flags: True)
@@ -76,25 +76,25 @@ class Pipeline:
 
 
 class EmptyGroup(NamedTuple):
-    """Everything that the operations of a group keep, before the first tick."""
+    """The buffers and sums of a group before the first tick."""
 
-    split: SplitBackward | None  # its divided backward pass, if any is
+    split: SplitBackward | None  # its split backward pass, if the schedule needs one
     saved: list[jax.ShapeDtypeStruct]  # shapes of the residuals in a bank
-    deferred: list[jax.Array]  # these and the rest: zeros
+    deferred: list[jax.Array]  # this and the following: zeros
     gradients: GroupWeights
     amax: tuple[Amax, ...]
     metrics: Metrics
 
 
 class _Run:
-    """One pass of a batch through a schedule, while it is traced."""
+    """One pass of a batch through a schedule, during tracing."""
 
     def __init__(self, pipeline: Pipeline, schedule: Schedule, arrays: StepArrays, batch: Batch):
         self.pipeline, self.local, self.schedule = pipeline, pipeline.local, schedule
         self.stack, self.training = pipeline.layers, arrays.scale is not None
         self.arrays, self.non_block, self.batch = arrays, arrays.non_block, batch
         self.weights = self.by_round(arrays.layers)
-        self.banks = 1  # all slots are one, or each is
+        self.banks = 1  # one for all buffer slots, or one per slot
         if self.training:
             self.buffer_slots, self.banks = choose_buffer_slots(self.stack.plan, schedule)
         self.stage = lax.axis_index("pipeline")
@@ -104,7 +104,7 @@ class _Run:
     # The loop over ticks
 
     def loop(self, carry: Carry, wanted: Callable[[Flags], bool]) -> Carry:
-        """Every tick of the phases whose flags are `wanted`."""
+        """Run all ticks of the phases whose flags are `wanted`."""
         for phase in self.schedule.phases:
             if not wanted(phase.runs[0].flags):
                 continue
@@ -120,11 +120,11 @@ class _Run:
         return carry
 
     def tick(self, flags: Flags, tick: jax.Array, carry: Carry) -> Carry:
-        """All operations of one tick; only what is received at its start and sent at its end crosses stages."""
+        """All operations of one tick. Stages exchange gradients before the forward operation, activations after it."""
         received = None
         if flags.backward:
-            # Sent at the start of the tick after, it travels beside the forward operation.
-            received = self.hand_over(carry.dx, -1)
+            # The last tick's gradient is sent now, so that the forward operation hides the transfer.
+            received = self.send(carry.dx, -1)
         dhead = None
         if flags.forward:
             carry, y = self.forward(tick, carry)
@@ -141,7 +141,7 @@ class _Run:
         return jnp.asarray(table)[tick, self.stage]
 
     def work(self, table: Table, tick: jax.Array):
-        """(whether this stage has work, the fields and inputs of its microbatch, its round)."""
+        """(whether this stage is active, the fields and inputs of its microbatch, its round)."""
         microbatch = self.own(table.microbatch, tick)
         fields, inputs = self.microbatch(jnp.maximum(microbatch, 0))
         return microbatch >= 0, fields, inputs, self.own(table.round, tick)
@@ -150,8 +150,8 @@ class _Run:
         fields = {n: lax.dynamic_index_in_dim(f, index, keepdims=False) for n, f in self.batch.items()}
         return fields, self.local.inputs(fields, index, self.arrays)
 
-    def hand_over(self, x: jax.Array, step: int) -> jax.Array:
-        """`x` of the stage before (`step` 1) or after (-1); between last and first stage only if there are rounds."""
+    def send(self, x: jax.Array, step: int) -> jax.Array:
+        """Send `x` to the next (`step` 1) or previous (-1) stage; between last and first stage only with rounds."""
         P = self.schedule.stages
         pairs = [(s, (s + step) % P) for s in range(P)]
         if self.schedule.rounds == 1:
@@ -161,20 +161,20 @@ class _Run:
     # Operations
 
     def forward(self, tick: jax.Array, carry: Carry) -> tuple[Carry, jax.Array]:
-        """The blocks of this stage's round, on what the stage before sent; the first virtual stage embeds tokens."""
+        """Run the blocks of this stage's round on the previous stage's output; the first virtual stage embeds."""
         active, fields, inputs, r = self.work(self.schedule.forward, tick)
         first = (self.stage == 0) & (r == 0)
         x = (first, self.local.non_block.forward(self.non_block, fields, inputs), carry.x)
         slot = self.own(self.buffer_slots.forward, tick) if self.training else jnp.int32(0)
         buffers = (carry.activations, carry.metrics)
-        active = active if self.arrays.layer_loss_scale is not None else None  # no experts, no metrics
+        active = active if self.arrays.layer_loss_scale is not None else None  # None: no metrics
         x, activations, metrics = self.in_program(r, slot, self.stage_forward, x, buffers, inputs, active)
-        return carry._replace(x=self.hand_over(x, 1), activations=activations, metrics=metrics), x
+        return carry._replace(x=self.send(x, 1), activations=activations, metrics=metrics), x
 
     def stage_forward(self, r: int, bank: int, slot: jax.Array, x: Any, buffers: Any, inputs, active):
-        """(y, activations with this microbatch's in their slot of a bank, metrics with this one's) of round `r`.
+        """(y, updated activations, updated metrics) of round `r`; the residuals go to `slot` of `bank`.
 
-        `x` is (whether this is the first virtual stage, its embedded tokens, what the stage before sent).
+        `x` is (whether this is the first virtual stage, its embedded tokens, the previous stage's output).
         """
         x, (activations, metrics) = jnp.where(*x), buffers
         if not self.training:
@@ -190,7 +190,7 @@ class _Run:
         return x, replaced(activations, bank, list(new)), replaced(metrics, r, list(measured))
 
     def head(self, tick: jax.Array, carry: Carry, y: jax.Array) -> tuple[Carry, jax.Array | None]:
-        """Head and loss of the microbatch that leaves the last virtual stage: each stage has 1/P of its tokens.
+        """Head and loss of the microbatch that leaves the last virtual stage; each stage computes 1/P of its tokens.
 
         Returns the gradient of `y` on every stage.
         """
@@ -216,30 +216,30 @@ class _Run:
         sums = {name: carry.sums[name] + own for name, own in sums.items()}
         dy = lax.all_gather(dy, "pipeline", axis=0, tiled=True)[:own]
         carry = carry._replace(non_block_gradients=non_block_gradients, sums=sums)
-        if self.pipeline.heads_wait:
+        if self.pipeline.has_pending_heads:
             slot = jnp.asarray(self.buffer_slots.head)[tick]
             carry = carry._replace(pending_heads=lax.dynamic_update_index_in_dim(carry.pending_heads, dy, slot, 0))
         return carry, dy
 
     def backward(self, tick: jax.Array, carry: Carry, received, dhead: jax.Array | None, split: bool) -> Carry:
-        """The gradients of this stage's round, from what the stage after sent or the head gave.
+        """Run the backward pass of this stage's round, from the gradient of the next stage or of the head.
 
-        Those of weight matrices only if not `split`; then what they need is deferred.
+        If `split`, gradients of weight matrices are deferred, and their operands are stored.
         """
         active, fields, inputs, r = self.work(self.schedule.backward, tick)
         last = self.last_stage & (r == self.schedule.rounds - 1)
-        if self.pipeline.heads_wait:
+        if self.pipeline.has_pending_heads:
             slot = jnp.asarray(self.buffer_slots.backward_head)[tick]
             dhead = lax.dynamic_index_in_dim(carry.pending_heads, slot, keepdims=False)
         dx = received if dhead is None else jnp.where(last, dhead, received)
-        # A stage that idles reads what an earlier operation has saved: with this zero all its gradients are zero.
+        # An idle stage reads residuals of an earlier operation: with this zero all its gradients are zero.
         dx = jnp.where(active, dx, 0)
         if inputs.layer_loss_scale is not None:
             inputs = replace(inputs, layer_loss_scale=jnp.where(active, inputs.layer_loss_scale, 0))
         buffers = (carry.layer_gradients, carry.deferred, carry.amax, carry.activations)
-        slot, keep = self.own(self.buffer_slots.backward, tick), self.own(self.buffer_slots.deferred, tick)
+        slot, to = self.own(self.buffer_slots.backward, tick), self.own(self.buffer_slots.deferred, tick)
         operation = partial(self.stage_backward, split=split)
-        dx, layer_gradients, deferred, amax = self.in_program(r, slot, operation, dx, buffers, inputs, keep, active)
+        dx, layer_gradients, deferred, amax = self.in_program(r, slot, operation, dx, buffers, inputs, to, active)
         first = jnp.where(active & (self.stage == 0) & (r == 0), dx, 0)
         non_block_gradients = self.local.non_block.backward(
             carry.non_block_gradients, self.non_block, fields, inputs, first
@@ -252,10 +252,12 @@ class _Run:
             amax=amax,
         )
 
-    def stage_backward(self, r: int, bank: int, slot, dx: jax.Array, buffers, inputs, keep, active, *, split: bool):
-        """(dx, gradients, what is deferred, amaxes) of round `r`, this microbatch's included."""
+    def stage_backward(
+        self, r: int, bank: int, slot, dx: jax.Array, buffers, inputs, deferred_slot, active, *, split: bool
+    ):
+        """(dx, updated gradients, deferred arrays and amaxes) of round `r`."""
         layer_gradients, deferred, amax, activations = buffers
-        operation = BackwardOperation(self.stack.groups, activations[bank], slot, keep, active, split)
+        operation = BackwardOperation(self.stack.groups, activations[bank], slot, deferred_slot, active, split)
 
         def keeper(s: int, loop: Any, state: Any, _: Any) -> BackwardBuffers:
             return BackwardBuffers(operation, s, self.stack.segments[s], loop, state)
@@ -266,7 +268,7 @@ class _Run:
         return dx, replaced(layer_gradients, r, gradients), deferred, replaced(amax, r, largest)
 
     def weight(self, tick: jax.Array, carry: Carry) -> Carry:
-        """Gradients of weights that a backward operation has deferred."""
+        """Add the weight gradients that a backward operation has deferred."""
         r = self.own(self.schedule.weight.round, tick)  # type: ignore[union-attr]
         slot = self.own(self.buffer_slots.weight, tick)
         programs = [partial(self.stage_weight, k) for k in range(self.schedule.rounds)]
@@ -274,18 +276,18 @@ class _Run:
         return carry._replace(layer_gradients=gradients)
 
     def stage_weight(self, r: int, layer_gradients: list[ByGroup[GroupWeights]], deferred: Buffers, slot: jax.Array):
-        """The gradients with those that one backward operation of round `r` has deferred."""
+        """The gradients of the layers plus the deferred gradients of one backward operation of round `r`."""
         gradients = []
         for s, segment in enumerate(self.stack.segments):
 
             def body(totals, loop, s=s, segment=segment):
                 (index,), totals = loop, list(totals)
                 for u in reversed(range(len(totals))):
-                    later = read(deferred[s][u], position(segment, slot, index))
+                    operands = read(deferred[s][u], position(segment, slot, index))
                     weights = self.stack.weights.group_at(self.weights[r][s][u], segment, index)
                     split = self.splits[s][u]
                     assert split is not None
-                    gradient = self.stack.weights.reduce(split.weights(weights, later), segment, u)
+                    gradient = self.stack.weights.reduce(split.weights(weights, operands), segment, u)
                     gradient = jax.tree.map(lambda g: g.astype(jnp.float32), gradient)
                     totals[u] = combine(jnp.add, totals[u], gradient, segment, index)
                 return totals, ()
@@ -297,14 +299,14 @@ class _Run:
     # Parts of operations
 
     def in_program(self, r: jax.Array, slot: jax.Array, operation: Callable, *arguments: Any) -> Any:
-        """`operation(round, bank, slot in the bank, ...)`: each bank is a program of its own, or each round."""
+        """Call `operation(round, bank, slot in the bank, ...)`; there is one program per bank, or per round."""
         if self.banks > 1:
             programs = [partial(operation, k, bank) for bank, k in enumerate(self.buffer_slots.rounds)]
             return switch(slot, programs, 0, *arguments)
         return switch(r, [partial(operation, k, 0) for k in range(self.schedule.rounds)], slot, *arguments)
 
     def by_round(self, layers: ByGroup[GroupWeights]) -> list[ByGroup[GroupWeights]]:
-        """Weights as the layer stack has them, by round."""
+        """Weights in the form of the layer stack → the same by round."""
         rounds = range(self.schedule.rounds)
         if len(rounds) == 1:
             return [layers]
@@ -316,7 +318,7 @@ class _Run:
         return [[of_round(r, *pair) for pair in zip(loops, layers, strict=True)] for r in rounds]
 
     def join_rounds(self, weights: list[Any]) -> Any:
-        """The way back."""
+        """Inverse of `by_round`."""
         if len(weights) == 1:
             return weights[0]
 
@@ -328,7 +330,7 @@ class _Run:
     # The first tick's carry
 
     def empty_stream(self) -> jax.Array:
-        """Zeros in the place of a microbatch's residual stream."""
+        """Zeros with the shape of a microbatch's residual stream."""
         fields, inputs = self.microbatch(jnp.int32(0))
         x = jax.eval_shape(self.local.non_block.forward, self.non_block, fields, inputs)
         return jnp.zeros(x.shape, x.dtype)
@@ -346,10 +348,10 @@ class _Run:
         )
 
         def empty_bank() -> Buffers:
-            # Not even zeros: what is read has been written before, by an idle operation at least (`replay`).
+            # Not initialised: every slot is written before it is read, if only by an idle operation (`replay`).
             return [[[lax.empty(a.shape, a.dtype) for a in group.saved] for group in segment] for segment in groups]
 
-        pending = self.buffer_slots.pending_heads if self.pipeline.heads_wait else 0
+        pending = self.buffer_slots.pending_heads if self.pipeline.has_pending_heads else 0
         return Carry(
             x=x,
             dx=x,
@@ -382,16 +384,16 @@ class _Run:
 
         saved, metrics = jax.eval_shape(forward, group, x)
         gradient, amax = jax.eval_shape(backward, group, saved, x)
-        split, later = None, []
+        split, deferred = None, []
         if self.buffer_slots.deferred_slots:
             split = stack.groups.split(at, group, saved, x, inputs)
-            later = jax.eval_shape(split.inputs, group, saved, x, inputs, at.layers)[3]
+            deferred = jax.eval_shape(split.inputs, group, saved, x, inputs, at.layers)[3]
         loops = segment.loops if segment.loops > 1 else None
         rows = self.buffer_slots.activations // self.banks * segment.loops
         return EmptyGroup(
             split,
             [jax.ShapeDtypeStruct((rows, *a.shape), a.dtype) for a in saved],
-            zeros(later, self.buffer_slots.deferred_slots * segment.loops),
+            zeros(deferred, self.buffer_slots.deferred_slots * segment.loops),
             zeros(gradient, loops, jnp.float32),
             zeros(amax, loops),
             zeros(metrics, loops),

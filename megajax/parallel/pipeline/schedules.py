@@ -1,9 +1,9 @@
-"""Pipeline schedules as tables: which microbatch each stage works on at each tick.
+"""Pipeline schedules as tables: the microbatch that each stage works on at each tick.
 
-Stages run in lockstep: at each tick every stage may do one forward, one backward and one weight-gradient operation, and
-then hands its results to its neighbours, who use them at the next tick. A stage holds R virtual stages, one a round;
-virtual stage r·P + s is round r of stage s (Narayanan et al. 2021, "Efficient Large-Scale Language Model Training").
-`python -m megajax.pictures.schedule --help` draws them.
+Stages run in lockstep: at each tick every stage does at most one forward, one backward and one weight-gradient
+operation. Then it sends its results to its neighbours, which use them at the next tick. A stage holds R virtual stages,
+one per round; virtual stage r·P + s is round r of stage s (Narayanan et al. 2021, "Efficient Large-Scale Language Model
+Training"). `python -m megajax.pictures.schedule` draws schedules.
 """
 
 import itertools
@@ -20,25 +20,25 @@ IDLE = -1
 
 
 class Table(NamedTuple):
-    """One kind of operation: what each stage does at each tick, `[ticks, P]` int32."""
+    """The work of each stage at each tick for one kind of operation, `[ticks, P]` int32."""
 
-    microbatch: np.ndarray  # IDLE where the stage does nothing
-    round: np.ndarray  # 0 where the stage does nothing
+    microbatch: np.ndarray  # IDLE where the stage is idle
+    round: np.ndarray  # 0 where the stage is idle
 
     @property
     def active(self) -> np.ndarray:
-        """Where there is work, `[ticks, P]` bool."""
+        """Where the stage is not idle, `[ticks, P]` bool."""
         return self.microbatch != IDLE
 
 
 class Flags(NamedTuple):
-    """What happens at a tick on any stage."""
+    """The operations of a tick, on any stage."""
 
     forward: bool
-    head: bool  # the last virtual stage goes forward: the head and the loss of its microbatch are due
+    head: bool  # head and loss, after a forward operation of the last virtual stage
     backward: bool
-    split: bool  # the backward operation leaves the weights' gradients to weight operations
-    weight: bool  # of such a backward operation; where none is deferred at a tick, the backward operation does both
+    split: bool  # backward operations leave weight gradients to weight operations
+    weight: bool  # deferred weight gradients; at a tick without `split`, backward operations compute all gradients
 
 
 class Run(NamedTuple):
@@ -63,7 +63,7 @@ class Phase:
 
 @dataclass(frozen=True)
 class Schedule:
-    """A pipeline schedule; build it with `make_schedule`, or check it before it is used."""
+    """A pipeline schedule. Build it with `make_schedule`; call `check` on any other before use."""
 
     kind: str
     stages: int
@@ -71,7 +71,7 @@ class Schedule:
     rounds: int
     forward: Table
     backward: Table  # gradients of inputs
-    weight: Table | None  # gradients of weights; None: at the same ticks as those of inputs
+    weight: Table | None  # gradients of weights; None: in the backward operations
 
     @property
     def ticks(self) -> int:
@@ -79,13 +79,13 @@ class Schedule:
 
     @property
     def tables(self) -> dict[str, Table]:
-        """The tables by the name of their operation."""
+        """The tables by operation."""
         named = {"forward": self.forward, "backward": self.backward, "weight": self.weight}
         return {name: table for name, table in named.items() if table is not None}
 
     @cached_property
     def ticks_of(self) -> dict[str, np.ndarray]:
-        """By operation: the tick of each microbatch on each virtual stage, `[M, R·P]`; IDLE where it is missing."""
+        """By operation: the tick of each microbatch on each virtual stage, `[M, R·P]`; IDLE if it is missing."""
         out = {}
         for name, table in self.tables.items():
             ticks = np.full((self.microbatches, self.rounds * self.stages), IDLE)
@@ -96,7 +96,7 @@ class Schedule:
 
     @cached_property
     def flags(self) -> list[Flags]:
-        """Of each tick."""
+        """The flags of each tick."""
         head = (self.forward.active & (self.forward.round == self.rounds - 1))[:, -1]
         split = weight = np.zeros(self.ticks, bool)
         if self.weight is not None:
@@ -109,7 +109,7 @@ class Schedule:
 
     @cached_property
     def phases(self) -> tuple[Phase, ...]:
-        """The ticks in as few loops as there are patterns, so that a program's size does not grow with microbatches."""
+        """The ticks as loops, one per pattern of flags: the program does not grow with the number of microbatches."""
         runs = [(flags, len(list(group))) for flags, group in itertools.groupby(self.flags)]
         phases, start, i = [], 0, 0
         while i < len(runs):
@@ -123,16 +123,16 @@ class Schedule:
 
 
 def make_schedule(kind: Kind, stages: int, microbatches: int, rounds: int = 1) -> Schedule:
-    """The table of a schedule.
+    """A schedule of a known kind.
 
-    - `gpipe` (Huang et al. 2019): all forward operations, then all backward.
-    - `1f1b` (Narayanan et al. 2019; interleaved, 2021): a microbatch goes backward as soon as it can, so what is saved
+    - `gpipe` (Huang et al. 2019): all forward operations, then all backward operations.
+    - `1f1b` (Narayanan et al. 2019; interleaved, 2021): each backward operation runs as soon as possible, so memory
       does not grow with the number of microbatches. In lockstep a tick holds one forward *and* one backward operation.
-    - `zero_bubble` (Qi et al. 2024): the same, but while the pipeline fills, gradients of weights are deferred: stage s
-      keeps those of its first s backward operations for the ticks at the end in which it has no other work.
+    - `zero_bubble` (Qi et al. 2024): like `1f1b`, but weight gradients of the first backward operations are deferred:
+      stage s computes those of its first s operations in the last ticks, in which it has no other work.
 
-    Raises ValueError for sizes below 1, and where rounds > 1 and the stages do not divide the microbatches, which go
-    round in groups of P.
+    With rounds, microbatches run in groups of P. Raises ValueError for sizes below 1, and if rounds > 1 and M is not a
+    multiple of P.
     """
     P, M, R = stages, microbatches, rounds
     if kind not in KINDS:
@@ -141,11 +141,11 @@ def make_schedule(kind: Kind, stages: int, microbatches: int, rounds: int = 1) -
         if size < 1:
             raise ValueError(f"{name}={size} is below 1.")
     if R > 1 and M % P:
-        raise ValueError(f"rounds={R} needs microbatches in groups of stages={P}, and microbatches={M} are not.")
+        raise ValueError(f"with rounds={R}, microbatches={M} must be a multiple of stages={P}.")
     fill = P - 1  # ticks from the first stage to the last
     first_backward = M * R + fill if kind == "gpipe" else R * P - 1
     ticks = first_backward + M * R + fill
-    # (group, round, member of the group): the order in which the first stage starts its M·R operations
+    # (microbatch, round) of the first stage's M·R operations, in order
     order = np.array(list(_in_groups(M, P, R)))
     position = np.arange(len(order))[:, None]
     stage = np.arange(P)[None, :]
@@ -159,14 +159,14 @@ def make_schedule(kind: Kind, stages: int, microbatches: int, rounds: int = 1) -
 
 
 def _in_groups(M: int, P: int, R: int) -> Iterator[tuple[int, int]]:
-    """(microbatch, round): groups of P microbatches go round R times, one group after the other."""
+    """(microbatch, round): each group of P microbatches runs all R rounds before the next group."""
     for first in range(0, M, P):
         for r in range(R):
             yield from ((m, r) for m in range(first, min(first + P, M)))
 
 
 def _table(ticks: int, operations: np.ndarray, at: np.ndarray) -> Table:
-    """A table with `operations [n, 2]`, each on every stage at its tick `at [n, P]`."""
+    """A table of `operations [n, 2]`: every stage does each of them, at tick `at [n, P]`."""
     table = Table(np.full((ticks, at.shape[1]), IDLE, np.int32), np.zeros((ticks, at.shape[1]), np.int32))
     for stage in range(at.shape[1]):
         table.microbatch[at[:, stage], stage] = operations[:, 0]
@@ -175,39 +175,37 @@ def _table(ticks: int, operations: np.ndarray, at: np.ndarray) -> Table:
 
 
 def check(schedule: Schedule) -> None:
-    """Refuse a table that cannot run: every operation once, and each input there when it is used.
+    """Check that every operation occurs once and that its inputs are available.
 
-    Nothing waits between stages: what a stage gets from its neighbour it uses at the tick after. Within a tick the
-    order is forward, head, backward, weight. Raises ValueError naming the first operation that breaks this.
+    A stage uses its neighbour's result at the next tick; results do not wait between stages. Within a tick the order is
+    forward, head, backward, weight. Raises ValueError with the first wrong operation.
     """
     S = schedule.stages * schedule.rounds
     for name, table in schedule.tables.items():
         if not table.microbatch.shape == table.round.shape == (schedule.ticks, schedule.stages):
-            raise ValueError(f"the {name} table is not of {schedule.ticks} ticks and {schedule.stages} stages.")
-        there = (table.microbatch >= 0) & (table.microbatch < schedule.microbatches)
-        wrong = table.active & ~(there & (table.round >= 0) & (table.round < schedule.rounds))
+            raise ValueError(f"the {name} table must have {schedule.ticks} ticks and {schedule.stages} stages.")
+        exists = (table.microbatch >= 0) & (table.microbatch < schedule.microbatches)
+        wrong = table.active & ~(exists & (table.round >= 0) & (table.round < schedule.rounds))
         if wrong.any():
             tick, stage = np.argwhere(wrong)[0]
             raise ValueError(
-                f"tick {tick}, stage {stage}: the {name} table has a microbatch or round that is not there."
+                f"tick {tick}, stage {stage}: the {name} table has a microbatch or round that does not exist."
             )
     for name, table in schedule.tables.items():
         if table.active.sum() != schedule.microbatches * S or (schedule.ticks_of[name] == IDLE).any():
             missing = np.argwhere(schedule.ticks_of[name] == IDLE)
-            which = (
-                "one stands twice" if not len(missing) else "microbatch {} misses virtual stage {}".format(*missing[0])
-            )
+            which = "microbatch {} misses virtual stage {}".format(*missing[0]) if len(missing) else "one occurs twice"
             raise ValueError(f"the {name} table does not hold every operation once: {which}.")
     forward, backward = schedule.ticks_of["forward"], schedule.ticks_of["backward"]
     _fail_where(forward[:, 1:] != forward[:, :-1] + 1, "forward", "does not follow the stage before it by one tick", 1)
     _fail_where(backward[:, :-1] != backward[:, 1:] + 1, "backward", "does not follow the stage after it by one tick")
     _fail_where(backward[:, -1:] < forward[:, -1:], "backward", "comes before the loss of its microbatch", S - 1)
     if schedule.weight is not None:
-        _fail_where(schedule.ticks_of["weight"] < backward, "weight", "comes before its gradient is there")
+        _fail_where(schedule.ticks_of["weight"] < backward, "weight", "comes before its backward operation")
         idle = np.array([flags.weight for flags in schedule.flags])[:, None] & ~schedule.weight.active
         if idle.any():
             raise ValueError(
-                "tick {}, stage {} has no weight operation, and other stages do.".format(*np.argwhere(idle)[0])
+                "tick {}, stage {} has no weight operation, but other stages have one.".format(*np.argwhere(idle)[0])
             )
 
 
@@ -220,52 +218,52 @@ def _fail_where(wrong: np.ndarray, name: str, problem: str, first_stage: int = 0
 
 @dataclass(frozen=True)
 class BufferSlots:
-    """Where each operation keeps the arrays that a later one needs: indices of buffer slots, `[ticks, P]` int32.
+    """The buffer slots that operations write and read, `[ticks, P]` int32.
 
-    An idle operation in a phase runs too, on numbers that nobody uses: it writes to a free slot, and reads a slot that
-    a forward operation has written, so that it makes no NaN.
+    An idle operation runs too, and its results are not used: it writes to a free slot, and reads a slot that a forward
+    operation has written, so that it makes no NaN.
     """
 
-    activations: int  # slots on each stage for what forward operations save
-    rounds: tuple[int, ...]  # the round of each of these, on every stage; empty if rounds share them
-    deferred_slots: int  # slots for what weight operations need; 0 if none is deferred
-    pending_heads: int  # slots for gradients of the head that wait for their backward operation
+    activations: int  # number of slots on each stage for residuals of forward operations
+    rounds: tuple[int, ...]  # the round of each of these slots, on every stage; empty if rounds share them
+    deferred_slots: int  # number of slots for operands of weight operations; 0 if none is deferred
+    pending_heads: int  # number of slots for pending head gradients
     forward: np.ndarray  # the forward operation writes to this activation slot
     backward: np.ndarray  # the backward operation reads this activation slot
     deferred: np.ndarray  # the backward operation writes to this deferred slot
     weight: np.ndarray  # the weight operation reads this deferred slot
-    head: np.ndarray  # [ticks]: the head writes to this slot of pending heads
+    head: np.ndarray  # [ticks]: the head writes to this slot of pending head gradients
     backward_head: np.ndarray  # [ticks]: the last virtual stage's backward operation reads this one
 
 
-def assign_buffer_slots(schedule: Schedule, apart: bool = False) -> BufferSlots:
-    """Buffer slots for a checked schedule: a slot is free again after its last use.
+def assign_buffer_slots(schedule: Schedule, per_round: bool = False) -> BufferSlots:
+    """Buffer slots for a checked schedule; a slot is free again after its last use.
 
-    Rounds share activation slots, or have their own (`apart`), which may be more.
+    Rounds share activation slots; with `per_round` each round has its own, which may need more.
     """
     stages, final = range(schedule.stages), schedule.rounds - 1
     flagged = {name: np.array([getattr(flags, name) for flags in schedule.flags]) for name in Flags._fields}
 
-    def kept(writer: Table, writes: np.ndarray, reader: str) -> list["_Kept"]:
-        return [_keep(writes, _intervals(schedule, writer, s, schedule.ticks_of[reader])) for s in stages]
+    def assign(writer: Table, writes: np.ndarray, reader: str) -> list["_Assigned"]:
+        return [_assign(writes, _intervals(schedule, writer, s, schedule.ticks_of[reader])) for s in stages]
 
-    def written(kept: list["_Kept"]) -> np.ndarray:
-        return np.stack([k.written for k in kept], axis=1)
+    def written(assigned: list["_Assigned"]) -> np.ndarray:
+        return np.stack([own.written for own in assigned], axis=1)
 
-    def read(kept: list["_Kept"], reader: Table) -> np.ndarray:
-        return np.stack([_read(k, reader, s) for s, k in zip(stages, kept, strict=True)], axis=1)
+    def read(assigned: list["_Assigned"], reader: Table) -> np.ndarray:
+        return np.stack([_read(own, reader, s) for s, own in zip(stages, assigned, strict=True)], axis=1)
 
-    activations, rounds = kept(schedule.forward, flagged["forward"], "backward"), ()
-    if apart:
-        activations, rounds = _keep_apart(schedule, flagged["forward"])
+    activations, rounds = assign(schedule.forward, flagged["forward"], "backward"), ()
+    if per_round:
+        activations, rounds = _assign_per_round(schedule, flagged["forward"])
     nothing = np.zeros((schedule.ticks, schedule.stages), np.int32)
-    deferred_slots = kept(schedule.backward, flagged["split"], "weight") if schedule.weight is not None else []
+    deferred_slots = assign(schedule.backward, flagged["split"], "weight") if schedule.weight is not None else []
     starts, ends = schedule.ticks_of["forward"][:, -1], schedule.ticks_of["backward"][:, -1]
-    heads = _keep(flagged["head"], {(m, final): (int(starts[m]), int(ends[m])) for m in range(schedule.microbatches)})
+    heads = _assign(flagged["head"], {(m, final): (int(starts[m]), int(ends[m])) for m in range(schedule.microbatches)})
     return BufferSlots(
-        activations=max(k.count for k in activations),
+        activations=max(own.count for own in activations),
         rounds=rounds,
-        deferred_slots=max((k.count for k in deferred_slots), default=0),
+        deferred_slots=max((own.count for own in deferred_slots), default=0),
         pending_heads=heads.count,
         forward=written(activations),
         backward=read(activations, schedule.backward),
@@ -279,14 +277,14 @@ def assign_buffer_slots(schedule: Schedule, apart: bool = False) -> BufferSlots:
 Work = tuple[int, int]  # microbatch, round
 
 
-class _Kept(NamedTuple):
+class _Assigned(NamedTuple):
     count: int  # slots
     written: np.ndarray  # [ticks]
     of_work: dict[Work, int]  # the slot of each microbatch and round
 
 
 def _intervals(schedule: Schedule, writer: Table, stage: int, last_read: np.ndarray) -> dict[Work, tuple[int, int]]:
-    """The live intervals (first tick, last tick) of what a stage's operations of one table write."""
+    """The live intervals (first tick, last tick) of the arrays that a stage's operations of one table write."""
     out = {}
     for tick in np.flatnonzero(writer.active[:, stage]):
         m, r = int(writer.microbatch[tick, stage]), int(writer.round[tick, stage])
@@ -294,8 +292,8 @@ def _intervals(schedule: Schedule, writer: Table, stage: int, last_read: np.ndar
     return out
 
 
-def _keep(writes: np.ndarray, intervals: dict[Work, tuple[int, int]]) -> _Kept:
-    """The lowest free slot for each live interval; within a tick, writing comes before reading.
+def _assign(writes: np.ndarray, intervals: dict[Work, tuple[int, int]]) -> _Assigned:
+    """The lowest free slot for each live interval; within a tick, writes come before reads.
 
     A write (`writes [ticks]`) that starts no live interval goes to a free slot.
     """
@@ -309,29 +307,29 @@ def _keep(writes: np.ndarray, intervals: dict[Work, tuple[int, int]]) -> _Kept:
         if int(tick) in starts:
             work = starts[int(tick)]
             of_work[work], free_after[slot] = slot, intervals[work][1]
-    return _Kept(len(free_after), written, of_work)
+    return _Assigned(len(free_after), written, of_work)
 
 
-def _keep_apart(schedule: Schedule, writes: np.ndarray) -> tuple[list[_Kept], tuple[int, ...]]:
-    """(each stage's activation slots, the round of each slot): the slots of each round, round by round."""
-    kept = [_Kept(0, np.zeros(schedule.ticks, np.int32), {}) for _ in range(schedule.stages)]
+def _assign_per_round(schedule: Schedule, writes: np.ndarray) -> tuple[list[_Assigned], tuple[int, ...]]:
+    """(each stage's activation slots, the round of each slot), with slots in the order of the rounds."""
+    assigned = [_Assigned(0, np.zeros(schedule.ticks, np.int32), {}) for _ in range(schedule.stages)]
     rounds: tuple[int, ...] = ()
     for r in range(schedule.rounds):
         first = len(rounds)
-        for s, before in enumerate(kept):
+        for s, before in enumerate(assigned):
             intervals = _intervals(schedule, schedule.forward, s, schedule.ticks_of["backward"])
             own = {work: interval for work, interval in intervals.items() if work[1] == r}
-            here = _keep(writes & (schedule.forward.round[:, s] == r), own)
-            written = np.where(schedule.forward.round[:, s] == r, here.written + first, before.written)
-            of_work = before.of_work | {work: slot + first for work, slot in here.of_work.items()}
-            kept[s] = _Kept(first + here.count, written, of_work)
-        rounds += (r,) * (max(k.count for k in kept) - first)
-    return kept, rounds
+            new = _assign(writes & (schedule.forward.round[:, s] == r), own)
+            written = np.where(schedule.forward.round[:, s] == r, new.written + first, before.written)
+            of_work = before.of_work | {work: slot + first for work, slot in new.of_work.items()}
+            assigned[s] = _Assigned(first + new.count, written, of_work)
+        rounds += (r,) * (max(own.count for own in assigned) - first)
+    return assigned, rounds
 
 
-def _read(kept: _Kept, reader: Table, stage: int) -> np.ndarray:
-    """The slot that a stage's operation reads at each tick; an idle one reads the first."""
+def _read(assigned: _Assigned, reader: Table, stage: int) -> np.ndarray:
+    """The slot that a stage's operation reads at each tick; an idle operation reads the first slot."""
     slots = np.zeros(len(reader.microbatch), np.int32)
     for tick in np.flatnonzero(reader.active[:, stage]):
-        slots[tick] = kept.of_work.get((int(reader.microbatch[tick, stage]), int(reader.round[tick, stage])), 0)
+        slots[tick] = assigned.of_work.get((int(reader.microbatch[tick, stage]), int(reader.round[tick, stage])), 0)
     return slots

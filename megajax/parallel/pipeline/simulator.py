@@ -1,4 +1,4 @@
-"""What a pipeline schedule costs, by walking through its ticks: time, idle share, and what is kept in memory."""
+"""Simulation of a pipeline schedule tick by tick: time, bubble, and the activations and buffer slots in memory."""
 
 import math
 from dataclasses import dataclass, fields
@@ -11,37 +11,37 @@ from megajax.parallel.pipeline.schedules import IDLE, BufferSlots, Schedule, Tab
 
 @dataclass(frozen=True)
 class Costs:
-    """What one microbatch takes on a whole stage, all R rounds together, in any unit of time.
+    """The time of one microbatch on a whole stage, all R rounds together, in any unit.
 
-    Raises ValueError for a cost that is negative or not finite, and if all work is free.
+    Raises ValueError for a cost that is negative or not finite, and if forward, backward and weight are all 0.
     """
 
     forward: float = 1.0
     backward: float = 1.0  # gradients of inputs
     weight: float = 1.0  # gradients of weights
-    send: float = 0.0  # handing results to a neighbour: once at each tick at which any stage has to
+    send: float = 0.0  # a transfer to a neighbour; once per tick at which any stage sends
 
     def __post_init__(self) -> None:
         for name, cost in ((field.name, getattr(self, field.name)) for field in fields(self)):
             if not (math.isfinite(cost) and cost >= 0):
                 raise ValueError(f"{name}={cost:g} is not a cost: give a number from 0 up.")
         if not self.work:
-            raise ValueError("forward, backward and weight cost nothing: give one of them a cost above 0.")
+            raise ValueError("forward, backward and weight are all 0: give one of them a cost above 0.")
 
     @property
     def work(self) -> float:
-        """Of one microbatch on one stage."""
+        """The time of one microbatch on one stage without sending."""
         return self.forward + self.backward + self.weight
 
     def of_operations(self, schedule: Schedule) -> dict[str, float]:
-        """By table of the schedule: the cost of one of its operations, which is one round."""
+        """By table of the schedule: the cost of one operation, which is one round."""
         backward = self.backward + (self.weight if schedule.weight is None else 0.0)
         whole = {"forward": self.forward, "backward": backward, "weight": self.weight}
         return {name: whole[name] / schedule.rounds for name in schedule.tables}
 
 
 class SlotCounts(NamedTuple):
-    """How many slots a stage's buffers have, as in `BufferSlots`."""
+    """The number of slots of a stage's buffers, as in `BufferSlots`."""
 
     activations: int
     deferred_slots: int
@@ -50,25 +50,25 @@ class SlotCounts(NamedTuple):
 
 @dataclass(frozen=True)
 class Report:
-    """What `simulate` has found."""
+    """The result of `simulate`."""
 
     ticks: int
     time: float
-    ideal: float  # the time if no stage ever stood idle
+    ideal: float  # the time without idle stages
     in_flight: list[float]  # on each stage: most microbatches whose activations are kept at once, in whole stages
     buffer_slots: SlotCounts
 
     @property
     def bubble(self) -> float:
-        """The part of the time that a stage stands idle, 0 to 1."""
+        """The idle fraction of the time, 0 to 1."""
         return max(0.0, 1 - self.ideal / self.time)
 
 
 def simulate(schedule: Schedule, costs: Costs) -> Report:
     """Run a schedule without a model.
 
-    Stages are in lockstep: a tick takes as long as its slowest stage. Raises ValueError for a table that cannot run
-    (`check`) and for slots that lose what is still needed (`replay`).
+    Stages run in lockstep: a tick takes as long as its slowest stage. Raises ValueError for a table that cannot run
+    (`check`) and for buffer slots that are overwritten too early (`replay`).
     """
     check(schedule)
     slots = assign_buffer_slots(schedule)
@@ -83,7 +83,7 @@ def simulate(schedule: Schedule, costs: Costs) -> Report:
 
 
 def tick_starts(schedule: Schedule, costs: Costs) -> np.ndarray:
-    """When each tick starts, and after them when the last one ends, `[ticks + 1]`."""
+    """The start of each tick, then the end of the last one, `[ticks + 1]`."""
     cost = costs.of_operations(schedule)
     of_stages = sum(cost[name] * table.active for name, table in schedule.tables.items())
     of_ticks = np.max(of_stages, axis=1) + costs.send * sends(schedule)
@@ -91,7 +91,7 @@ def tick_starts(schedule: Schedule, costs: Costs) -> np.ndarray:
 
 
 def sends(schedule: Schedule) -> np.ndarray:
-    """At which ticks a stage has something to hand to another one, `[ticks]` bool."""
+    """The ticks at which any stage sends to another, `[ticks]` bool."""
     if schedule.stages == 1:
         return np.zeros(schedule.ticks, bool)
     forward, backward = schedule.forward.active.copy(), schedule.backward.active.copy()
@@ -114,26 +114,26 @@ def _in_flight(schedule: Schedule) -> list[float]:
 
 
 class _Access(NamedTuple):
-    """Writing or reading one buffer; columns are the last stages, as many as there are."""
+    """An operation's write to a buffer, or its read. `slot` has one column per stage, or only the last stage's."""
 
-    flag: str  # at which ticks
-    operation: str  # which does it, also when it is idle
+    flag: str  # name of the flag of its ticks
+    operation: str  # idle or not
     writes: bool
     buffer: str
-    count: int  # slots of the buffer
-    table: Table  # for which work
+    count: int  # number of slots of the buffer
+    table: Table  # the operation's microbatches and rounds, [ticks, columns]
     slot: np.ndarray  # [ticks, columns]
 
 
 def replay(schedule: Schedule, slots: BufferSlots) -> None:
-    """Check buffer slots by writing and reading them tick by tick.
+    """Check buffer slots by simulating their writes and reads tick by tick.
 
-    Each operation must read what was written for its own microbatch and round; an idle operation overwrites its slot
-    with numbers that nobody uses, and must read a slot that has been written. Deferred slots are written only where
-    `Flags.split`, and read only where `Flags.weight`: elsewhere the backward operation defers nothing. Raises
-    ValueError naming tick, stage and operation.
+    Each operation must read a slot that was written for its own microbatch and round. An idle operation overwrites its
+    slot with numbers that are not used, and must read a slot that has been written. Deferred slots are written only at
+    ticks with `Flags.split`, and read only at ticks with `Flags.weight`. Raises ValueError with tick, stage and
+    operation.
     """
-    memory: dict[tuple[str, int, int], Work | None] = {}  # by buffer, stage and slot; None: of an idle operation
+    memory: dict[tuple[str, int, int], Work | None] = {}  # by buffer, stage and slot; None: from an idle operation
     accesses = _accesses(schedule, slots)
     for tick, flags in enumerate(schedule.flags):
         for access in (access for access in accesses if getattr(flags, access.flag)):
@@ -143,16 +143,16 @@ def replay(schedule: Schedule, slots: BufferSlots) -> None:
                 microbatch, r = int(access.table.microbatch[tick, column]), int(access.table.round[tick, column])
                 work = None if microbatch == IDLE else (microbatch, r)
                 where = f"tick {tick}, stage {stage}: the {access.operation} operation of {_named(work)}"
-                place = f"slot {slot} of the {access.buffer}"
+                name = f"slot {slot} of the {access.buffer}"
                 if not 0 <= slot < access.count:
-                    raise ValueError(f"{where} uses {place}, which has {access.count}.")
+                    raise ValueError(f"{where} uses {name}, but there are {access.count} slots.")
                 if access.writes:
                     memory[access.buffer, stage, slot] = work
                     continue
                 if (access.buffer, stage, slot) not in memory:
-                    raise ValueError(f"{where} reads {place}, where nothing has been written.")
+                    raise ValueError(f"{where} reads {name}, which has not been written.")
                 if work is not None and (found := memory[access.buffer, stage, slot]) != work:
-                    raise ValueError(f"{where} reads {place}, which holds {_named(found)}.")
+                    raise ValueError(f"{where} reads {name}, which holds {_named(found)}.")
 
 
 def _named(work: Work | None) -> str:
@@ -160,24 +160,25 @@ def _named(work: Work | None) -> str:
 
 
 def _accesses(schedule: Schedule, slots: BufferSlots) -> list[_Access]:
-    """All there are, in their order within a tick."""
+    """All accesses, in their order within a tick."""
     forward, backward, weight = schedule.forward, schedule.backward, schedule.weight
     loss, last = (_of_last_virtual_stage(schedule, table) for table in (forward, backward))
+    heads = "pending head gradients"
     out = [
         _Access("forward", "forward", True, "activations", slots.activations, forward, slots.forward),
-        _Access("head", "head", True, "heads", slots.pending_heads, loss, slots.head[:, None]),
+        _Access("head", "head", True, heads, slots.pending_heads, loss, slots.head[:, None]),
         _Access("backward", "backward", False, "activations", slots.activations, backward, slots.backward),
-        _Access("backward", "backward", False, "heads", slots.pending_heads, last, slots.backward_head[:, None]),
+        _Access("backward", "backward", False, heads, slots.pending_heads, last, slots.backward_head[:, None]),
     ]
     if weight is not None:
         out += [
-            _Access("split", "backward", True, "deferred", slots.deferred_slots, backward, slots.deferred),
-            _Access("weight", "weight", False, "deferred", slots.deferred_slots, weight, slots.weight),
+            _Access("split", "backward", True, "deferred operands", slots.deferred_slots, backward, slots.deferred),
+            _Access("weight", "weight", False, "deferred operands", slots.deferred_slots, weight, slots.weight),
         ]
     return out
 
 
 def _of_last_virtual_stage(schedule: Schedule, table: Table) -> Table:
-    """What it does, `[ticks, 1]`."""
+    """The table of the last virtual stage only, `[ticks, 1]`."""
     last = np.where(table.round == schedule.rounds - 1, table.microbatch, IDLE)
     return Table(last[:, -1:], table.round[:, -1:])
