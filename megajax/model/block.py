@@ -1,4 +1,4 @@
-"""A block: its parts, each added to the residual stream, and what the parts declare, for the block as a whole."""
+"""A block: a list of parts, each added to the residual stream, with the parts' declarations for the whole block."""
 
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -17,25 +17,25 @@ from megajax.model.moe import MoE
 from megajax.model.parameters import parameters
 from megajax.model.parts import BlockInputs, Metrics, Part, State, Weights
 
-# The parts of a block of each kind, in their order; kinds from elsewhere are added with `register`.
+# The parts of each kind of block, in order; `register` adds kinds from outside.
 KINDS: dict[str, tuple[type[Part], ...]] = {"dense": (Attention, MLP), "moe": (Attention, MoE)}
 
 
 def register(kind: str, *parts: type[Part]) -> None:
-    """Makes blocks of these parts known as `kind`, for `model.block_pattern`."""
+    """Register blocks of these parts as `kind`, for `model.block_pattern`."""
     KINDS[kind] = parts
 
 
 class Block(nnx.Module):
-    """The parts of one kind of block; the contract that every kind keeps.
+    """The parts of one kind of block.
 
-    Names are those of the part with the part's own before them: `attention.qkv`.
+    A name is the part's name and the name within the part: `attention.qkv`.
     """
 
     def __init__(self, config: ModelConfig, kind: str):
         if kind not in KINDS:
             known = ", ".join(sorted(KINDS))
-            raise ConfigError(f"model.block_pattern has {kind!r}, which is no kind of block: use {known}.")
+            raise ConfigError(f"model.block_pattern has {kind!r}, which is not a kind of block: use {known}.")
         self.config, self.kind = config, kind
         self.names = tuple(part.NAME for part in KINDS[kind])
         for part in KINDS[kind]:
@@ -43,7 +43,7 @@ class Block(nnx.Module):
 
     @property
     def parts(self) -> dict[str, Part]:
-        """By name, in their order."""
+        """The parts by name, in order."""
         return {name: getattr(self, name) for name in self.names}
 
     def __call__(
@@ -58,7 +58,7 @@ class Block(nnx.Module):
         window,
         recompute: Collection[str] = (),
     ) -> tuple[jax.Array, Metrics]:
-        """`x [T / tensor, D]` → (x, metrics). `weights` are as `fuse` makes them; all else as `Part.__call__` says."""
+        """`x [T / tensor, D]` → (x, metrics). `weights` are from `fuse`; for the rest see `Part.__call__`."""
         metrics: Metrics = {}
         for branch, (name, part) in enumerate(self.parts.items()):
             own, kept = _of_part(weights, name), _of_part(state, name)
@@ -68,17 +68,17 @@ class Block(nnx.Module):
         return x, metrics
 
     def fuse(self, stored: Weights) -> dict[str, jax.Array]:
-        """Parameters of the block, or shards of them, by name → the weights that it computes with.
+        """Parameters of the block, or shards of them, by name → the fused weights of its matmuls.
 
-        Heads are flattened and what shares its input lies side by side: `attention.qkv [D, (N + 2K)·H]`, `mlp.gate_up
-        [D, 2F]` (`[D, F]` without a gate), `moe.gate_up [E, D, 2F]`, `attention.output [N·H, D]`; biases likewise.
-        Leading dimensions are kept.
+        Heads are flattened, and weights with the same input are side by side: `attention.qkv [D, (N + 2K)·H]`,
+        `mlp.gate_up [D, 2F]` (`[D, F]` without a gate), `moe.gate_up [E, D, 2F]`, `attention.output [N·H, D]`; biases
+        in the same way. Leading dimensions are kept.
         """
         return fuse(stored, {name: parameter.axes for name, parameter in parameters(self).items()}, self.fused)
 
     @property
     def fused(self) -> dict[str, tuple[str, ...]]:
-        """The weight computed with → the parameters stored, where several lie side by side in one matmul."""
+        """Fused weight → its stored parameters, for weights of several parameters."""
         return {
             f"{part}.{name}": tuple(f"{part}.{member}" for member in members)
             for part, module in self.parts.items()
@@ -87,7 +87,7 @@ class Block(nnx.Module):
 
     @property
     def linear_layers(self) -> tuple[str, ...]:
-        """The weights of linear layers, which FP8 quantises."""
+        """The weights of the linear layers, which FP8 quantises."""
         return tuple(f"{name}.{own}" for name, part in self.parts.items() for own in part.linear_layers())
 
     @property
@@ -98,37 +98,37 @@ class Block(nnx.Module):
 
     @property
     def used_last(self) -> str:
-        """The weight that it uses last, and the backward pass first."""
+        """The weight that the forward pass uses last and the backward pass first."""
         name = self.names[-1]
         return f"{name}.{self.parts[name].USED_LAST}"
 
     @property
     def saved_names(self) -> tuple[str, ...]:
-        """What the remat policies `save_matmuls` and `offload` keep."""
+        """The names of the values that the remat policies `save_matmuls` and `offload` keep."""
         return tuple(dict.fromkeys(saved for part in self.parts.values() for saved in part.SAVED))
 
     @property
     def losses(self) -> tuple[str, ...]:
-        """The metrics that are losses, added to the language model's."""
+        """The metrics that are losses, added to the language model's loss."""
         return tuple(name for part in self.parts.values() for name in part.losses())
 
     @property
     def measures(self) -> bool:
-        """Whether it has metrics."""
+        """Whether the block has metrics."""
         return any(part.METRICS for part in self.parts.values())
 
     @property
     def layer_state(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """What a layer keeps that is no parameter."""
+        """A layer's state that is not a parameter."""
         return {f"{n}.{own}": shape for n, part in self.parts.items() for own, shape in part.layer_state().items()}
 
     @property
     def needs_filled(self) -> tuple[str, ...]:
-        """The names of the state that tells a layer from an empty slot of a pipeline."""
+        """The names of the state `filled`, which is False in a pipeline's empty layer slots."""
         return tuple(f"{name}.filled" for name, part in self.parts.items() if part.NEEDS_FILLED)
 
     def updated_state(self, state: State, metrics: State) -> dict[str, jax.Array]:
-        """The state `[L, ...]` of this kind's layers after a step, from their metrics `[L, ...]` over all devices."""
+        """The state `[L, ...]` of this kind's layers after a step; `metrics [L, ...]` are summed over all devices."""
         out: dict[str, jax.Array] = {}
         for name, part in self.parts.items():
             out |= {f"{name}.{n}": a for n, a in part.updated_state(_of_part(state, name), metrics).items()}
@@ -142,17 +142,17 @@ class Block(nnx.Module):
 
 
 def blocks_of(config: ModelConfig) -> dict[str, Block]:
-    """A block of each kind that the model has."""
+    """One block of each kind in the model."""
     return {kind: Block(config, kind) for kind in block_layers(config)}
 
 
 def linear_layers(config: ModelConfig) -> tuple[str, ...]:
-    """The linear layers of all kinds of blocks that the model has, by the name of their weight."""
+    """The names of the linear layers' weights in all kinds of blocks of the model."""
     return tuple(dict.fromkeys(name for block in blocks_of(config).values() for name in block.linear_layers))
 
 
 def layer_state(config: ModelConfig) -> dict[str, dict[str, jax.ShapeDtypeStruct]]:
-    """What the model's layers keep that is no parameter, zeros at first: by kind of block and name, `[L, ...]`."""
+    """The layers' state that is not a parameter, by kind of block and name, `[L, ...]`; it starts as zeros."""
     layers = block_layers(config)
     states = {kind: block.layer_state for kind, block in blocks_of(config).items()}
     return {
@@ -165,7 +165,7 @@ def layer_state(config: ModelConfig) -> dict[str, dict[str, jax.ShapeDtypeStruct
 def fuse(
     stored: Weights, axes: Mapping[str, tuple[str, ...]], fused: Mapping[str, tuple[str, ...]]
 ) -> dict[str, jax.Array]:
-    """`Block.fuse` of parameters with these logical `axes`, of which the members of `fused` lie side by side."""
+    """`Block.fuse` for parameters with these logical `axes`; the members of each entry of `fused` are side by side."""
     weights = {name: _merge_heads(w, axes[name]) for name, w in stored.items()}
     for name, members in fused.items():
         present = [weights.pop(member) for member in members if member in weights]
@@ -180,7 +180,7 @@ def _of_part(values: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 
 def _merge_heads(w: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    """Heads and their width as one dimension, counted from the last."""
+    """`w` with heads and head width as one dimension."""
     if "head" not in axes:
         return w
     after = len(axes) - 1 - axes.index("head")

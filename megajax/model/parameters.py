@@ -1,7 +1,7 @@
-"""Parameters are declared with their shape, logical axes and role; arrays come later, by name.
+"""Declaration of parameters with shape, logical axes and role, and their initial values.
 
-A module is abstract when it is built: its parameters hold `jax.ShapeDtypeStruct`s, so a 405B model costs nothing to
-describe. State travels as flat dictionaries keyed by the canonical dotted names of the checkpoint format.
+A module is abstract: its parameters hold `jax.ShapeDtypeStruct`s, so describing a 405B model takes no memory. Arrays
+are passed as flat dictionaries, keyed by the canonical dotted names of the checkpoint format.
 """
 
 import zlib
@@ -17,15 +17,15 @@ ROLES = ("matrix", "embedding", "norm", "bias")
 def declare(shape: tuple[int, ...], axes: tuple[str, ...], role: str = "matrix", scale: float = 1.0) -> nnx.Param:
     """A parameter without an array.
 
-    `axes` names each dimension for sharding.py's table. `role` says how it starts (matrix and embedding: normal with
-    std `model.init_std * scale`; norm: ones; bias: zeros) and whether weight decay applies.
+    `axes` names each dimension for sharding.py's table. `role` sets the initial values (matrix and embedding: normal
+    with std `model.init_std * scale`; norm: ones; bias: zeros) and whether weight decay applies.
     """
     assert len(shape) == len(axes) and role in ROLES
     return nnx.Param(jax.ShapeDtypeStruct(shape, jnp.float32), axes=axes, role=role, scale=scale)
 
 
 def stack[Module: nnx.Module](block: Module, layers: tuple[int, ...]) -> Module:
-    """The same block with every parameter stacked to `[L, ...]`, a row for each of the model's `layers`, in place."""
+    """The same block with every parameter stacked in place to `[L, ...]`, one row for each of the model's `layers`."""
     for parameter in parameters(block).values():
         parameter.set_value(jax.ShapeDtypeStruct((len(layers), *parameter.shape), parameter.dtype))
         parameter.set_metadata(axes=("layers", *parameter.axes), layers=layers)
@@ -41,17 +41,17 @@ def parameters(module: nnx.Module) -> dict[str, nnx.Param]:
 
 
 def bind[Module: nnx.Module](module: Module, arrays: Mapping[str, jax.Array]) -> Module:
-    """The module with `arrays` (by name, whatever their shapes) in place of its parameters."""
+    """The module with `arrays`, by name and of any shape, instead of its parameters."""
     return jax.tree.unflatten(jax.tree.structure(module), [arrays[name] for name in parameters(module)])
 
 
 def init_parameters(
     module: nnx.Module, seed: int, init_std: float, layers: Mapping[str, Sequence[int] | None] | None = None
 ) -> dict[str, jax.Array]:
-    """Initial FP32 weights; each number depends on the seed, its parameter's name and its layer in the model alone.
+    """Initial FP32 weights; they depend only on the seed, the parameter's name and the layer in the model.
 
-    `layers` are for each of the blocks' parameters the layers that it holds, one a row, by default all in their order;
-    rows of negative ones are zeros.
+    `layers` has for each block parameter the layer of each row, by default all layers in order; a row with a negative
+    layer is zeros.
     """
     layers = layers or {n: p.layers for n, p in parameters(module).items() if p.axes[0] == "layers"}
     return {n: _initial(p, n, seed, init_std, layers.get(n)) for n, p in parameters(module).items()}

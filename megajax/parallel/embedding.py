@@ -1,9 +1,9 @@
 """The embedding on the mesh: rows of a device's tokens, and the gradient of the table.
 
-The table is stored in shards of its columns. Either it is gathered once a step and its gradient reduced once, or every
-device looks up its own columns for the tokens of all devices and sends each device its rows; gradients of rows return
-the same way. With a large vocabulary and few tokens, rows are a fraction of the bytes, and nothing hides a transfer
-before the first layer or after the last.
+The table is stored in shards of its columns. Either it is gathered once per step and its gradient reduced once. Or
+every device looks up its own columns for the tokens of all devices, and an all-to-all sends each device its rows;
+gradients of rows return in the same way. With a large vocabulary and few tokens, rows are a fraction of the table's
+bytes. This matters because nothing hides a transfer before the first layer or after the last.
 """
 
 import math
@@ -30,7 +30,7 @@ class MeshEmbedding:
 
     def __init__(self, plan: StepPlan, comm: MeshComm):
         self.config, self.comm, self.axes = plan.config, comm, plan.embedding_axes
-        # Weights that are used, and whose gradients are added up, in their shards.
+        # Weights whose lookup and gradient accumulation use their shards.
         self.as_stored: tuple[str, ...] = (TOKENS,) if self.axes else ()
 
     @jax.named_scope("embedding")
@@ -39,7 +39,7 @@ class MeshEmbedding:
         table, width = weights[TOKENS], self.config.model.hidden_size
         rows, ours = self._vocabulary_rows(table, batch["tokens"])
         x = self.comm.leave(jnp.where(ours, table[rows], 0).astype(self.config.precision.compute))
-        if self.axes:  # columns of all tokens → whole rows of the own ones, without the padding
+        if self.axes:  # own columns for all tokens → whole rows for own tokens, without padding
             x = lax.all_to_all(x, self.axes, 1, 2, tiled=True)
             x = row_major(x.reshape(x.shape[0], -1)[:, :width])
         if POSITIONS in weights:
@@ -48,7 +48,7 @@ class MeshEmbedding:
 
     @jax.named_scope("embedding")
     def backward(self, gradients: Weights, weights: Weights, batch: Batch, inputs: BlockInputs, dx) -> dict:
-        """`gradients` with the embedding's added: a scatter-add into the accumulator, in place."""
+        """`gradients` plus the embedding's: a scatter-add into the accumulator, in place."""
         out = dict(gradients)
         (dx,) = jax.vjp(partial(self._dropout, inputs=inputs), dx)[1](dx)
         updates = dx
@@ -58,7 +58,7 @@ class MeshEmbedding:
             updates = lax.all_to_all(padded[:, None], self.axes, 2, 1, tiled=True)
         updates = self.comm.enter(updates)
         rows, ours = self._vocabulary_rows(weights[TOKENS], batch["tokens"])
-        # Behind a barrier, or XLA would scatter into the layout of the reduction after all.
+        # Without the barrier XLA would scatter into the layout of the reduction.
         table = row_major(out[TOKENS].at[rows].add(jnp.where(ours, updates, 0).astype(jnp.float32)))
         out[TOKENS] = lax.optimization_barrier(table)
         if POSITIONS in weights:
@@ -67,9 +67,9 @@ class MeshEmbedding:
         return out
 
     def _vocabulary_rows(self, table: jax.Array, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """The rows to look up in this device's part of the vocabulary, and whether they are there `[..., 1]`.
+        """(the rows to look up in this device's part of the vocabulary, whether they are in it `[..., 1]`).
 
-        `[T]`, or where rows travel `[T, devices]`, the tokens of all.
+        `[T]`; with a lookup in shards `[T, devices]`, for the tokens of all devices of `axes`.
         """
         tokens = tokens.reshape(-1)
         if self.axes:

@@ -1,8 +1,8 @@
 """Loss and gradients of one global batch: the part of the step that is local to a device.
 
-One shard_map, manual over all six axes, holds forward, backward and gradient reduction: weights are gathered, the
-microbatches run one after the other or through the stages of a pipeline, gradients accumulate in FP32 and are reduced
-once.
+One shard_map, manual over all six axes, contains forward, backward and gradient reduction. Weights are gathered. The
+microbatches run one after the other, or through the stages of a pipeline. Gradients accumulate in FP32; the axes of
+ONCE_AXES reduce them once per step.
 """
 
 from collections.abc import Callable, Mapping
@@ -26,11 +26,11 @@ from megajax.sharding import BATCH_SPEC
 def gradient_function(local: LocalModel, mesh: Mesh) -> Callable:
     """(parameters, layer state, batch, step, loss scale) → (sums, gradients, norm, new layer state, metrics).
 
-    Parameters and their gradients are as stored. Batch fields are `[M, B, S]`, the norm is the gradients' over all
-    devices. `sums` holds `loss` (the language-model loss per valid token), `z_loss` and `tokens`. The layer state is
-    what layers keep besides their parameters, by kind of block and name `[L, ...]`, and FP8's amax histories under FP8.
-    `metrics` of the layers, by kind and name `[L, ...]`, are means over the microbatches, counts sums. The gradients
-    are those of `loss + z_loss` and of the layers' own losses, whatever the loss scale.
+    Parameters and gradients are in stored form, batch fields are `[M, B, S]`, the norm is that of the gradients over
+    all devices. `sums` holds `loss` (the language-model loss per valid token), `z_loss` and `tokens`. The layer state
+    is all state besides parameters, by kind of block and name `[L, ...]`, and the amax histories under the key FP8.
+    `metrics` of the layers, by kind and name `[L, ...]`, are means over the microbatches; counts are sums. Gradients
+    are those of `loss + z_loss` plus the layers' losses, without the loss scale.
     """
     specs = {name: placement.spec for name, placement in local.placements.items()}
     config, stack = local.config, local.layers
@@ -52,7 +52,7 @@ def gradient_function(local: LocalModel, mesh: Mesh) -> Callable:
         gradients = local.non_block.reduce(non_block_gradients)
         gradients |= stack.weights.collect(layer_gradients, only_microbatch)
         gradients = {name: gradients[name] / loss_scale for name in params}
-        if imbalance is not None:  # a mean over the devices, by the way of the sums
+        if imbalance is not None:  # becomes the mean over the devices when `sums` are summed and divided
             sums["attention_imbalance"] = imbalance * tokens / mesh.size
         sums = {name: total / tokens for name, total in sum_over_all(sums, local.sizes).items()} | {"tokens": tokens}
         norm = global_norm(gradients, local.placements, local.sizes)
@@ -62,7 +62,7 @@ def gradient_function(local: LocalModel, mesh: Mesh) -> Callable:
         if history:
             newest = stack.weights.all.of_all_layers((weight_amax, stack.collect_amax(amax)))
             state[FP8] = scaling.record(dict(history), *newest, loss_scale)
-            # An infinity saturates when it is quantised: only the amax tells that the step went bad.
+            # Quantisation clips infinities, so only the amax shows that a value was not finite.
             norm = jnp.where(all_finite(state[FP8]), norm, jnp.nan)
         return sums, gradients, norm, state, metrics
 
@@ -76,7 +76,7 @@ def gradient_function(local: LocalModel, mesh: Mesh) -> Callable:
 
 
 def loss_function(local: LocalModel, mesh: Mesh) -> Callable:
-    """(parameters, layer state, batch) → (summed loss, valid tokens), forward pass only, not random."""
+    """(parameters, layer state, batch) → (summed loss, valid tokens); forward pass only, without dropout and jitter."""
     specs = {name: placement.spec for name, placement in local.placements.items()}
     stack, pipeline = local.layers, Pipeline(local) if local.plan.is_pipelined else None
 
@@ -98,12 +98,12 @@ def loss_function(local: LocalModel, mesh: Mesh) -> Callable:
 
 
 def all_finite(arrays: Mapping[str, jax.Array]) -> jax.Array:
-    """Whether every number of some arrays is finite."""
+    """Whether all numbers of the arrays are finite."""
     return jnp.stack([jnp.isfinite(array).all() for array in arrays.values()]).all()
 
 
 def _at_full_precision(compute: Callable, config: Config) -> Callable:
-    """`compute`, with FP32 matmuls in FP32: GPUs would round their inputs to TF32."""
+    """`compute` with FP32 matmuls in full precision: by default GPUs round their inputs to TF32."""
     if config.precision.compute != "float32":
         return compute
 
@@ -115,11 +115,11 @@ def _at_full_precision(compute: Callable, config: Config) -> Callable:
 
 
 def _over_microbatches(local: LocalModel, arrays: StepArrays, batch: Batch):
-    """Run the microbatches; a single one is no loop and adds to nothing, so its gradients stay values.
+    """Run the microbatches; a single one runs without a loop and without accumulation of its layers' gradients.
 
-    Returns (gradients outside the blocks, of the layers, (sums, metrics), amaxes). Gradients outside the blocks
-    accumulate in place, those of the layers and the sums are added up (in FP32, counts as they are), and of the amaxes
-    the largest is kept.
+    Returns (gradients outside the blocks, gradients of the layers, (sums, metrics), amaxes). Gradients outside the
+    blocks accumulate in place. Gradients of the layers and sums are added up (in FP32, counts as integers). Amaxes are
+    maxima.
     """
     count, scale = batch["tokens"].shape[0], arrays.scale
     assert scale is not None

@@ -1,4 +1,4 @@
-"""Head and loss over chunks of tokens: forward and backward in one pass, `[T, V]` logits never exist."""
+"""Head and loss over chunks of tokens: forward and backward in one pass, without `[T, V]` logits in memory."""
 
 from collections.abc import Mapping
 
@@ -25,7 +25,7 @@ class LossHead:
         self.model: ModelConfig = config.model
         self.config, self.comm = config, comm
         self.implementation: ops.LossImplementation = plan.kernels.loss
-        # FP32 logits cost a chunk's head a tenth of its time; Megatron and MaxText round them to BF16 too.
+        # FP32 logits would take a tenth of the head's time; Megatron and MaxText round them to BF16 too.
         self.logits_dtype = jnp.bfloat16 if config.precision.compute == "bfloat16" else jnp.float32
         self.weight_name = "embedding.tokens" if config.model.tie_embeddings else "head"
         self.names = (self.weight_name, *NORMS[: 1 if config.model.norm == "rmsnorm" else 2])
@@ -35,7 +35,7 @@ class LossHead:
         """Summed loss of `x [T / tensor, D]` against targets and mask `[T]`: this device's share."""
 
         def body(loss, chunk):
-            # XLA computes no unused gradient; a kernel would write it.
+            # XLA removes the unused gradient; a kernel would write it.
             chunk_loss, _, _, _ = self._chunk(weights, chunk, 1.0, "reference")
             return loss + chunk_loss, None
 
@@ -46,7 +46,7 @@ class LossHead:
     def losses_and_gradients(self, weights, x, targets, mask, scale, accumulated: Mapping[str, jax.Array]):
         """(this device's shares of the summed losses, dx, `accumulated` plus the weights' gradients).
 
-        The gradients are those of `scale · (loss + z-loss)`, z-loss being `model.z_loss · Σ lse²`.
+        The gradients are those of `scale · (loss + z-loss)`, with z-loss = `model.z_loss · Σ lse²`.
         """
         chunks = self._chunks(x, targets, mask)
 
@@ -96,9 +96,9 @@ class LossHead:
         return normalise(self.model, x, norms["final_norm"], norms.get("final_norm_bias"))
 
     def _chunks(self, x: jax.Array, targets: jax.Array, mask: jax.Array):
-        """Chunk j holds the j-th part of every tensor rank's own tokens, in rank order, as `enter` gathers them.
+        """Chunks of tokens: chunk j has the j-th part of every `tensor` rank's own tokens, in the order of `enter`.
 
-        Tokens that fill up the last chunk are masked.
+        Padding of the last chunk is masked.
         """
         tensor, own = self.comm.tensor_size, x.shape[0]
         n = loss_chunks(self.config, targets.size, tensor)

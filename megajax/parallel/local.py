@@ -1,4 +1,4 @@
-"""The model as one device sees it inside the step's shard_map: its layers, the parts outside them, and their inputs."""
+"""The model on one device inside the step's shard_map: its layers, the parts outside them, and their inputs."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -21,24 +21,24 @@ from megajax.parallel.weights.fused import FusedWeights
 from megajax.sharding import BLOCKS, Placement
 from megajax.step_plan import StepPlan
 
-JITTER = 2**31  # folded into the step's key; below it: layers and branches of dropout
+JITTER = 2**31  # folded into the step's key for jitter; dropout of layers and branches uses smaller numbers
 Params = Mapping[str, jax.Array]
 Batch = Mapping[str, jax.Array]
 
 
 class StepArrays(NamedTuple):
-    """What all microbatches of a step read besides their own fields."""
+    """Arrays shared by all microbatches of a step."""
 
-    non_block: dict[str, jax.Array]  # the weights outside the blocks, ready to compute with
-    layers: ByGroup[GroupWeights]  # those of the layers, as `StackWeights.gather_once` returns them
-    key: jax.Array | None = None  # of dropout and jitter
-    scale: jax.Array | None = None  # the factor of the summed loss that is differentiated; None: nothing is
-    layer_loss_scale: jax.Array | None = None  # the factor of the layers' losses of one microbatch
+    non_block: dict[str, jax.Array]  # gathered weights outside the blocks
+    layers: ByGroup[GroupWeights]  # weights of the layers, from `StackWeights.gather_once`
+    key: jax.Array | None = None  # for dropout and jitter
+    scale: jax.Array | None = None  # factor of the summed loss before differentiation; None: forward pass only
+    layer_loss_scale: jax.Array | None = None  # factor of the layers' losses of one microbatch
 
 
 @dataclass(frozen=True)
 class LocalModel:
-    """The model as one device sees it inside the step's shard_map."""
+    """The model on one device inside the step's shard_map."""
 
     plan: StepPlan
     placements: Mapping[str, Placement]  # of the stored parameters
@@ -71,7 +71,7 @@ class LocalModel:
         return self.plan.sizes
 
     def inputs(self, batch: Batch, microbatch: jax.Array | int, arrays: StepArrays | None = None) -> BlockInputs:
-        """What the blocks read of one microbatch; `arrays` in training only."""
+        """The blocks' inputs for one microbatch; `arrays` in training only."""
         key, layer_loss_scale = (arrays.key, arrays.layer_loss_scale) if arrays else (None, None)
         B, S = batch["tokens"].shape
         shards = self.config.batch_shards(self.sizes)
@@ -89,7 +89,7 @@ class LocalModel:
         )
 
     def add_token_positions(self, batch: Batch) -> tuple[dict[str, jax.Array], jax.Array | None]:
-        """`token_order.add_token_positions` of this device's fields `[M, B, S]`."""
+        """`token_order.add_token_positions` for this device's fields `[M, B, S]`."""
         if ("segment_ids" in batch) != self.config.data.reset_attention:
             problem = "has" if "segment_ids" in batch else "has no"
             raise ValueError(
@@ -99,9 +99,9 @@ class LocalModel:
         return add_token_positions(batch, self.sizes["context"])
 
     def layer_loss_scale(self, loss_scale: jax.Array) -> jax.Array | None:
-        """The factor of the layers' losses of one microbatch in what is differentiated: their mean counts.
+        """The factor of the layers' losses of one microbatch before differentiation: the microbatches' mean counts.
 
-        None where no layer measures anything.
+        None if no layer has metrics.
         """
         measures = any(block.measures for block in self.layers.blocks.values())
         return loss_scale / self.config.batch.num_microbatches if measures else None
@@ -114,7 +114,7 @@ class LocalModel:
         return jax.random.fold_in(jax.random.key(config.run.seed + 1), step)
 
     def valid_tokens(self, batch: Batch) -> jax.Array:
-        """The number of tokens that count in the loss, over all devices and microbatches; at least 1."""
+        """The number of tokens in the loss mask, over all devices and microbatches; at least 1."""
         copies = self.sizes["tensor"] * self.sizes["pipeline"]  # devices that hold the same tokens
         count = batch["loss_mask"].astype(jnp.float32).sum() / copies
         return jnp.maximum(sum_over_all(count, self.sizes), 1)

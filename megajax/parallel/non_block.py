@@ -1,8 +1,8 @@
-"""The parts of the model outside its blocks: lists of what comes before the first block and after the last.
+"""The parts of the model outside its blocks: a list before the first block and a list after the last.
 
 A new part, such as an extra prediction module, is one more entry of a list; the train step, evaluation and the pipeline
-run the lists. In a pipeline the first virtual stage runs the first list, and all stages together run the last one, each
-on its share of the tokens that leave the last virtual stage.
+run the lists. In a pipeline the first virtual stage runs the first list. All stages run the last list, each on its
+share of the tokens that leave the last virtual stage.
 """
 
 from collections.abc import Mapping
@@ -24,9 +24,9 @@ Arrays = Mapping[str, jax.Array]
 
 
 class FirstPart(Protocol):
-    """Gives a term of the residual stream that enters the first block."""
+    """Computes a term of the residual stream that enters the first block."""
 
-    as_stored: tuple[str, ...]  # weights that it computes with in their FP32 shards
+    as_stored: tuple[str, ...]  # weights that it uses in their FP32 shards, without a gather
 
     def forward(self, weights: Arrays, batch: Arrays, inputs: BlockInputs) -> jax.Array:
         """Batch fields `[B, S]` → `[T / tensor, D]`."""
@@ -35,14 +35,14 @@ class FirstPart(Protocol):
     def backward(
         self, gradients: Arrays, weights: Arrays, batch: Arrays, inputs: BlockInputs, dx: jax.Array
     ) -> dict[str, jax.Array]:
-        """`gradients` with those of its weights added; `dx` is the residual stream's."""
+        """`gradients` plus those of its weights; `dx` is the gradient of the residual stream."""
         ...
 
 
 class LastPart(Protocol):
-    """Reads the residual stream that leaves the last block, and gives losses."""
+    """Computes losses from the residual stream that leaves the last block."""
 
-    SUMS: tuple[str, ...]  # the losses that it gives, by name
+    SUMS: tuple[str, ...]  # names of its losses
 
     def losses(self, weights: Arrays, x: jax.Array, targets: jax.Array, mask: jax.Array) -> jax.Array:
         """This device's share of the summed loss of `x [T / tensor, D]`, targets and mask `[T]`."""
@@ -51,7 +51,7 @@ class LastPart(Protocol):
     def losses_and_gradients(
         self, weights: Arrays, x: jax.Array, targets: jax.Array, mask: jax.Array, scale: jax.Array, accumulated: Arrays
     ) -> tuple[dict[str, jax.Array], jax.Array, dict[str, jax.Array]]:
-        """(its shares of the sums, dx, `accumulated` with its weights' gradients added), dx and those times `scale`."""
+        """(shares of the sums, dx, `accumulated` plus its weights' gradients); `scale` multiplies dx and gradients."""
         ...
 
 
@@ -67,16 +67,16 @@ class NonBlock:
 
     @jax.named_scope("weights")
     def gather(self, params: Arrays) -> dict[str, jax.Array]:
-        """Stored shards of all parameters → the weights outside the blocks, ready to compute with.
+        """Stored shards of all parameters → gathered weights outside the blocks, except those of `as_stored`.
 
-        `fsdp` gathers them once a step too, except those of `as_stored`.
+        `fsdp` gathers them once per step too.
         """
         own = {name: w for name, w in params.items() if not name.startswith(BLOCKS)}
         gathered = {name: self.exchange.gather_once(name, w) for name, w in own.items() if name not in self.as_stored}
         return own | {name: row_major(self.exchange.gather_layer(name, w)) for name, w in gathered.items()}
 
     def reduce(self, gradients: Arrays) -> dict[str, jax.Array]:
-        """Gradients of what `gather` gave → complete FP32 gradients of the stored shards."""
+        """Gradients of the weights from `gather` → complete FP32 gradients of the stored shards."""
         return {
             name: self.exchange.complete(name, g)
             if name in self.as_stored
@@ -91,7 +91,7 @@ class NonBlock:
     def backward(
         self, gradients: dict[str, jax.Array], weights: Arrays, batch: Arrays, inputs: BlockInputs, dx: jax.Array
     ) -> dict[str, jax.Array]:
-        """`gradients` with those of the first parts added."""
+        """`gradients` plus those of the first parts' weights."""
         for part in self.first:
             gradients = part.backward(gradients, weights, batch, inputs, dx)
         return gradients
@@ -109,11 +109,11 @@ class NonBlock:
         scale: jax.Array,
         gradients: dict[str, jax.Array],
     ) -> tuple[dict[str, jax.Array], jax.Array, dict[str, jax.Array]]:
-        """(shares of all sums, dx, `gradients` with those of the last parts added)."""
+        """(shares of all sums, dx, `gradients` plus those of the last parts' weights)."""
         sums: dict[str, jax.Array] = {}
-        grown: list[jax.Array] = []
+        dxs: list[jax.Array] = []
         for part in self.last:
             own, dx, gradients = part.losses_and_gradients(weights, x, targets, mask, scale, gradients)
             sums |= own
-            grown.append(dx)
-        return sums, reduce(jnp.add, grown), gradients
+            dxs.append(dx)
+        return sums, reduce(jnp.add, dxs), gradients

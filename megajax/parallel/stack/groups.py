@@ -32,7 +32,7 @@ class RematGroups:
         # With sinks, cuDNN's call is one step of an operation, and the operation's result has a checkpoint name.
         self.attention_is_fused = comm.attention_is_fused and not plan.config.model.attention_sinks
         # All equal groups share one function: jax traces and lowers it once, XLA inlines its calls. Not if every call
-        # of attention must be different (`MeshComm.attend`).
+        # of attention must be different (`AttentionScales`).
         shared = (lambda f, **_: f) if comm.deterministic else jax.jit
         self._forward = shared(self._group_forward, static_argnames=("program", "save"))
         self._backward = shared(self._group_backward, static_argnames=("program",))
@@ -83,7 +83,7 @@ class RematGroups:
         return self._once(("split", at.program, dy.shape), lambda: SplitBackward(backward, *arguments))
 
     def _once(self, key: Any, trace: Callable[[], Any]) -> Any:
-        """A cached result of `trace`; not cached if every call of attention must be different (`MeshComm.attend`)."""
+        """A cached result of `trace`; not cached if every call of attention must be different (`AttentionScales`)."""
         if self.comm.deterministic or key not in self._traced:
             self._traced[key] = trace()
         return self._traced[key]

@@ -1,11 +1,12 @@
-"""Weights between storage and compute: gathered before they are used, their gradients reduced after.
+"""Weights between storage and compute: gathers before use, reductions of their gradients after.
 
-The axes of ONCE_AXES (and `pipeline`, outside the blocks) are gathered and reduced once a step, `fsdp` once a layer and
-pass (but for what lies outside the blocks, the layers at a pipeline's turns and the last of an unrolled stack). An
-embedding whose rows travel is neither (embedding.py).
+The axes of ONCE_AXES (outside the blocks `pipeline` too) gather and reduce once per step, `fsdp` once per layer and
+pass. `fsdp` gathers three kinds of weights less often: those outside the blocks and those of `gathered_slots` once per
+step, those of the last remat group of an unrolled stack once for both passes. A token embedding that is looked up in
+its shards is not gathered at all (embedding.py).
 
-The share-of-the-loss rule stands here: every device differentiates its own share of the loss, so a gradient is complete
-after a reduce-scatter over the axes that its weight is stored over and a sum over the axes that it is not.
+The share-of-the-loss rule: each device differentiates its own share of the loss. So a gradient is complete after a
+reduce-scatter over the axes that store its weight in shards and a sum over the other axes.
 """
 
 import math
@@ -24,7 +25,7 @@ from megajax.sharding import ONCE_AXES, Placement
 class WeightExchange:
     """Gathers and reductions of weights by name, inside the step's shard_map.
 
-    Arrays may lack the leading `layers` dimension of their placement: dimensions are counted from the last.
+    Arrays may lack the leading `layers` dimension of their placement, because dimensions are counted from the last.
     """
 
     def __init__(self, placements: Mapping[str, Placement], sizes: Mapping[str, int], compute, gradients):
@@ -32,7 +33,7 @@ class WeightExchange:
         self.compute, self.gradients = compute, gradients
 
     def gather_once(self, name: str, stored: jax.Array) -> jax.Array:
-        """Stored FP32 shard → `fsdp` shard in the compute dtype; norms, routers and sinks stay FP32, FP8 as it is."""
+        """Stored FP32 shard → `fsdp` shard in the compute dtype; norms, routers, sinks and FP8 keep their dtype."""
         placement = self.placements[name]
         keep = placement.axes[-1] in ("norm", "router", "sinks") or stored.dtype.itemsize == 1
         w = stored if keep else stored.astype(self.compute)
@@ -53,7 +54,7 @@ class WeightExchange:
         return w
 
     def reduce_layer(self, name: str, gradient: jax.Array) -> jax.Array:
-        """Gradient of what `gather_layer` gave → gradient of its `fsdp` shard, summed over `fsdp`."""
+        """Gradient of a weight from `gather_layer` → gradient of its `fsdp` shard, summed over `fsdp`."""
         placement = self.placements[name]
         if placement.storage_dim is None:
             return gradient
@@ -71,7 +72,7 @@ class WeightExchange:
         return self.complete(name, self.scatter_once(name, gradient))
 
     def scatter_once(self, name: str, gradient: jax.Array) -> jax.Array:
-        """Accumulated gradient → that of the stored shard, summed over the axes that it is stored over."""
+        """Accumulated gradient → gradient of the stored shard, summed over the once-a-step axes that shard it."""
         placement = self.placements[name]
         once = self._once(placement)
         if not once:
@@ -81,7 +82,7 @@ class WeightExchange:
         return lax.psum_scatter(gradient.astype(self.gradients), once, scatter_dimension=dim, tiled=True)
 
     def complete(self, name: str, gradient: jax.Array) -> jax.Array:
-        """What `scatter_once` gave, of one layer or of many → FP32, summed over the other axes too."""
+        """Gradients after `scatter_once`, of one layer or stacked → FP32, summed over the other axes too."""
         rest = tuple(axis for axis in self.placements[name].replicated_axes if self.sizes[axis] > 1)
         gradient = lax.psum(gradient.astype(self.gradients), rest) if rest else gradient
         return row_major(gradient.astype(jnp.float32))
@@ -95,34 +96,34 @@ class WeightExchange:
         return self._layer_by_layer(self.placements[name])
 
     def is_whole(self, name: str) -> bool:
-        """Whether `gather_layer` has nothing to do: what `gather_once` gave is the weight to compute with."""
+        """Whether `gather_once` returns the whole weight, so that `gather_layer` has nothing to do."""
         return not self._layer_by_layer(self.placements[name]) and not self.placements[name].is_padded
 
     def tie_gather(self, values: Any) -> Any:
-        """`values`, none of them available before all are: a gather of one waits for the others."""
+        """`values` behind a barrier: none is available before all are, so a gather of one waits for the others."""
         return lax.optimization_barrier(values) if self.sizes["fsdp"] > 1 else values
 
     def tie_reduction(self, values: Any, complete: bool) -> Any:
-        """The same for reductions: over `fsdp`, and over the axes of ONCE_AXES too if they are `complete`.
+        """The same for reductions over `fsdp`, and if they are `complete`, over the axes of ONCE_AXES too.
 
-        With `tensor` and `expert` it also keeps the weights' gradients in their layers. Untied, XLA defers the matmuls
-        of many layers to hide transfers behind them, and keeps the operands of all.
+        With `tensor` and `expert` it also keeps weight-gradient matmuls in their layers. Untied, XLA delays those of
+        many layers to hide transfers behind them, and keeps all their operands.
         """
         once = any(self.sizes[axis] > 1 for axis in ONCE_AXES)
         communicates = any(self.sizes[axis] > 1 for axis in ("fsdp", "expert", "tensor"))
         return lax.optimization_barrier(values) if communicates or (complete and once) else values
 
     def _layer_by_layer(self, placement: Placement) -> bool:
-        """Whether a weight is gathered over `fsdp`: experts that lie over that axis are not."""
+        """Whether a weight is gathered over `fsdp`; not if that axis divides the experts."""
         return self.sizes["fsdp"] > 1 and "fsdp" in placement.storage_axes
 
     def _once(self, placement: Placement) -> tuple[str, ...]:
-        """The axes that a weight is gathered over once a step, in the order of its shards."""
+        """The axes over which a weight is gathered once per step, in the order of its shards."""
         return tuple(axis for axis in placement.storage_axes if axis != "fsdp" and self.sizes[axis] > 1)
 
 
 def global_norm(gradients: Mapping[str, jax.Array], placements: Mapping[str, Placement], sizes: Mapping[str, int]):
-    """Euclidean norm of all stored gradients over all devices; one collective."""
+    """Euclidean norm of all gradients over all devices, with one collective."""
     total = jnp.zeros((), jnp.float32)
     for name, gradient in gradients.items():
         copies = math.prod(sizes[axis] for axis in placements[name].replicated_axes)
@@ -131,16 +132,16 @@ def global_norm(gradients: Mapping[str, jax.Array], placements: Mapping[str, Pla
 
 
 def row_major(x: jax.Array) -> jax.Array:
-    """`x`, its last dimension contiguous in memory.
+    """`x` with its last dimension contiguous in memory.
 
-    XLA gives what it gathers or reduces along the last dimension the opposite layout: right for a matmul, but reading
-    and adding rows of an embedding, or an update of row-major weights, then takes up to ten times as long.
+    XLA chooses the opposite layout for arrays that it gathers or reduces along the last dimension. That suits a matmul,
+    but reading and adding rows of an embedding, or updating row-major weights, then takes up to ten times as long.
     """
     return with_layout_constraint(x, Layout(tuple(range(x.ndim))))
 
 
 def in_turn[Array](groups: Sequence[dict[str, Array]], move: Callable[[str, Array], Array]) -> dict[str, Array]:
-    """Arrays by name, moved group by group, each when the one before has arrived. XLA would move all at once."""
+    """Arrays by name, moved group by group: each group waits for the one before. XLA would move all at once."""
     out: dict[str, Array] = {}
     arrived: dict[str, Array] = {}
     for group in groups:
@@ -152,7 +153,7 @@ def in_turn[Array](groups: Sequence[dict[str, Array]], move: Callable[[str, Arra
 
 
 def as_bytes(move: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
-    """`move(x)`, a collective that only moves numbers; FP8 travels as bytes."""
+    """`move(x)` for a collective that only moves numbers; FP8 is sent as bytes."""
     if x.dtype.itemsize > 1:
         return move(x)
     return lax.bitcast_convert_type(move(lax.bitcast_convert_type(x, jnp.uint8)), x.dtype)
@@ -164,15 +165,16 @@ def gather_tiles(x: jax.Array, axes: tuple[str, ...], dim: int) -> jax.Array:
 
 
 def summed_dtype(dtype: Any) -> Any:
-    """What microbatches are added up in: counts as they are, all else in FP32."""
+    """The dtype in which microbatches are added up: integers keep theirs, all else FP32."""
     return dtype if jnp.issubdtype(dtype, jnp.integer) else jnp.float32
 
 
 def sum_over_all(x, sizes: Mapping[str, int]):
-    """Sum of a pytree over every device of the mesh."""
+    """Sum of a pytree over all devices of the mesh."""
     axes = tuple(axis for axis in AXES if sizes[axis] > 1)
     return lax.psum(x, axes) if axes else x
 
 
 def _dim(dim: int, x: jax.Array, placement: Placement) -> int:
+    """Dimension `dim` of the placement in `x`, which may lack leading dimensions."""
     return dim - (len(placement.shape) - x.ndim)

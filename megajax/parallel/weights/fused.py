@@ -1,6 +1,6 @@
-"""Stored parameters of a block ↔ the fused weights that the step computes with, on one device's shards.
+"""Stored parameters of a block ↔ fused weights for the step's matmuls, on one device's shards.
 
-Queries, keys and values lie side by side in one matmul, and gate and up; one gather and one reduction serve them.
+Query, key and value are side by side in one weight, and so are gate and up: one matmul, one gather, one reduction.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,10 +15,10 @@ from megajax.sharding import Placement
 
 
 class FusedWeights:
-    """Fuses shards of a block's parameters and splits gradients again, inside the step's shard_map.
+    """Fuses shards of a block's parameters and splits their gradients, inside the step's shard_map.
 
-    `placements` are those of the parameters `[L, ...]` of one kind of block, by name within the block, and `groups`
-    what lies side by side (`Block.fused`). Arrays may lack the leading `layers` dimension or have others instead.
+    `placements` are those of the parameters `[L, ...]` of one kind of block, by name within the block; `groups` are the
+    parameters to fuse (`Block.fused`). Arrays may lack the leading `layers` dimension or have others instead.
     """
 
     def __init__(
@@ -33,7 +33,7 @@ class FusedWeights:
         present = {name: [p for p in parts if p in placements] for name, parts in groups.items()}
         self.parts: dict[str, list[str]] = {name: parts for name, parts in present.items() if parts}
         self.parts |= {name: [name] for name in placements if name not in fused}
-        # How the fused weights lie on the mesh.
+        # The placements of the fused weights.
         self.placements = {
             name: _side_by_side([_merge_heads(placements[part], sizes) for part in parts])
             for name, parts in self.parts.items()
@@ -63,7 +63,7 @@ class FusedWeights:
         return lax.dynamic_slice_in_dim(w, self._kv_head(placement), 1, w.ndim - 2)
 
     def _all_kv_heads(self, gradient: jax.Array, placement: Placement) -> jax.Array:
-        """The gradient of the own KV head in its place among all, summed over the devices that work on any."""
+        """The gradient of the own KV head → the gradient of all KV heads, summed over `tensor`."""
         if placement.kv_groups == 1:
             return gradient
         shape = (*gradient.shape[:-2], placement.shape[-2], gradient.shape[-1])
@@ -76,12 +76,12 @@ class FusedWeights:
 
 
 def _head_dim(placement: Placement) -> int | None:
-    """The index, from the end, of the head width; None if there is none."""
+    """The index of the head width, counted from the end; None if there is none."""
     return placement.axes.index("head") - len(placement.axes) if "head" in placement.axes else None
 
 
 def _merge_heads(placement: Placement, sizes: Mapping[str, int]) -> Placement:
-    """The placement with heads and head width as one dimension; replicated KV heads count once for each device."""
+    """The placement with heads and head width as one dimension; replicated KV heads count once per device."""
     head = _head_dim(placement)
     if head is None:
         return placement

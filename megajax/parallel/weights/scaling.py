@@ -2,8 +2,8 @@
 
 With current scaling every tensor is scaled by its own amax. With delayed scaling the scale follows from the amaxes of
 earlier steps, as in NVIDIA's Transformer Engine: no pass over the tensor before it is quantised. Amaxes are over all
-devices and microbatches of a step, so they do not depend on the mesh. (With fewer KV heads than devices on `tensor`
-they do a little: the devices that share a head quantise their parts of its gradient, which are summed afterwards.)
+devices and microbatches of a step, so they do not depend on the mesh. With fewer KV heads than devices on `tensor` they
+depend on it slightly: devices that share a head quantise their parts of its gradient before the sum.
 """
 
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ from megajax.config import Config
 from megajax.model.block import linear_layers
 from megajax.ops import fp8
 
-FP8 = "fp8"  # the histories' name in the layer state, beside the kinds of blocks
+FP8 = "fp8"  # key of the histories in the layer state, beside the kinds of blocks
 TENSORS = ("input", "weight", "gradient")  # of a linear layer; the gradient is its output's
 Scales = Mapping[str, Mapping[str, jax.Array]]  # by linear layer and tensor: [L]
 History = dict[str, jax.Array]  # by "layer.tensor": [L, length], newest first
@@ -28,17 +28,17 @@ class Scaling:
         self.settings, self.num_layers = config.precision.fp8, config.model.num_layers
         self.layers = linear_layers(config.model)
         self.gradient_dtype = fp8.E5M2 if self.settings.format == "hybrid" else fp8.E4M3
-        # Where a history is still empty: a guess, rather too large, for values that saturate are worse than small ones.
+        # Guesses for empty histories, too large rather than too small: saturation is worse than small values.
         tokens = config.batch.global_size * config.batch.sequence_length
         self.first_amax = {"input": 16.0, "weight": 8 * config.model.init_std, "gradient": 64 / tokens}
 
     @property
     def names(self) -> list[str]:
-        """The names of the histories."""
+        """The histories' names."""
         return [f"{layer}.{tensor}" for layer in self.layers for tensor in TENSORS]
 
     def first_history(self) -> History:
-        """Empty histories, for delayed scaling; for other recipes there are none."""
+        """Empty histories for delayed scaling; other recipes have none."""
         if self.settings.recipe != "delayed":
             return {}
         shape = (self.num_layers, self.settings.amax_history_length)
@@ -50,7 +50,7 @@ class Scaling:
         weight_amax: Mapping[str, jax.Array],
         loss_scale: jax.Array | float = 1.0,
     ) -> Scales:
-        """Scales by linear layer; what is scaled by its own amax in the layer has none here."""
+        """Scales by linear layer; with current scaling only of weights, because layers compute the other scales."""
         if not history:
             return {layer: {"weight": fp8.scale_for(amax, fp8.E4M3)} for layer, amax in weight_amax.items()}
         return {
@@ -64,10 +64,10 @@ class Scaling:
         amax: Mapping[str, jax.Array],
         loss_scale: jax.Array | float = 1.0,
     ) -> History:
-        """The histories after a step: its amaxes in front, the oldest ones dropped.
+        """The histories after a step: its amaxes first, the oldest dropped.
 
-        `weight_amax` is `[L]` by linear layer, `amax` `[L, 2]`: of inputs and of output gradients, which `loss_scale`
-        has multiplied; the histories hold those without it.
+        By linear layer, `weight_amax` is `[L]`, and `amax` is `[L, 2]`: of inputs and of output gradients times
+        `loss_scale`. The histories do not include this factor.
         """
         if not history:
             return {}
@@ -83,7 +83,7 @@ class Scaling:
     def _scale(self, history: jax.Array, tensor: str, loss_scale: jax.Array | float) -> jax.Array:
         largest, newest = history.max(axis=1), history[:, 0]
         amax = newest if self.settings.amax_algorithm == "most_recent" else largest
-        amax = jnp.where(amax > 0, amax, largest)  # a step of zeros, all of whose tokens were masked, says nothing
+        amax = jnp.where(amax > 0, amax, largest)  # ignore a step of zeros, whose tokens were all masked
         amax = jnp.where(amax > 0, amax, self.first_amax[tensor])
         if tensor == "gradient":
             return fp8.scale_for(amax * loss_scale, self.gradient_dtype, self.settings.margin)
