@@ -1,6 +1,6 @@
-"""The plan of a train step: everything that follows from config, mesh and devices, decided once, here.
+"""The plan of a train step: all decisions that follow from config, mesh and devices, made once.
 
-The step, the summary, the estimate of memory and the loader read it. Nothing is compiled for it, and no array is made.
+The step, the summary, the estimate of memory and the loader read it. It needs no compilation and makes no arrays.
 """
 
 import math
@@ -23,16 +23,16 @@ from megajax.ops.fp8 import Implementation as Fp8Implementation
 from megajax.runtime import permutations_are_copied
 from megajax.sharding import EMPTY, NON_BLOCK_AXES, stored_layers
 
-CHUNK_BYTES = 2**31  # of a chunk's FP32 logits
+CHUNK_BYTES = 2**31  # limit of a chunk's FP32 logits
 
 
 @dataclass(frozen=True)
 class Hardware:
-    """What a plan depends on of the devices and of the flags in force."""
+    """The facts about devices and XLA flags that a plan depends on."""
 
     platform: str  # "gpu" or "cpu"
     capability: str | None = None  # of a GPU, such as "9.0"
-    copied_permutations: bool = False  # over `tensor` arrays travel by copy engines, within a process
+    copied_permutations: bool = False  # copy engines run the permutations over `tensor`, within a process
 
     @classmethod
     def of(cls, mesh: Mesh) -> "Hardware":
@@ -46,7 +46,7 @@ HOPPER = Hardware("gpu", "9.0")  # H100s and H200s
 
 @dataclass(frozen=True)
 class Kernels:
-    """Which implementation of an operation was chosen where there are several, and why."""
+    """The chosen implementations, with the reasons."""
 
     attention: ops.Implementation = "reference"
     attention_reason: str = ""
@@ -58,7 +58,7 @@ class Kernels:
 
     @property
     def experts(self) -> ops.ExpertKernels:
-        # The reference of grouped matmuls reads rows that the kernel of the activation leaves unwritten.
+        # The reference of grouped matmuls reads rows that the activation's kernel does not write.
         return ops.ExpertKernels(
             self.grouped_matmul, self.elementwise if self.grouped_matmul == "pallas" else "reference"
         )
@@ -77,7 +77,7 @@ class Kernels:
             softcap=model.attention_softcap,
             packed=config.data.reset_attention,
             sequence_length=config.batch.sequence_length,
-            parts_with=_unknown_to_parts(config, sizes),
+            parts_with=_unsupported_by_parts(config, sizes),
         )
         grouped: tuple[ops.GroupedImplementation, str] = "reference", "no experts"
         if model.num_experts:
@@ -100,28 +100,28 @@ class Kernels:
 
 @dataclass(frozen=True)
 class Collectives:
-    """How the payloads of a layer's collectives travel."""
+    """The choice of a layer's collectives."""
 
     context: str = "ring"  # for keys and values, `kernels.context`
     dispatch: str = "all_gather"  # or "all_to_all", for tokens to experts on other devices
-    ragged: bool = False  # `lax.ragged_all_to_all`, which CPUs lack
-    experts_over: tuple[str, ...] = ("expert",)
-    expert_shards: int = 1  # devices that the experts are divided among, those of `experts_over`
-    copied: bool = False  # pieces over `tensor` travel by copy engines
-    tied: bool = False  # a linear layer's input gradient waits for those of its weights
+    ragged: bool = False  # use `lax.ragged_all_to_all`, which CPUs do not support
+    experts_over: tuple[str, ...] = ("expert",)  # mesh axes that divide the experts
+    expert_shards: int = 1  # number of devices along `experts_over`
+    copied: bool = False  # copy engines send the pieces over `tensor`
+    tied: bool = False  # a linear layer's input gradient waits for its weight gradients
 
 
 @dataclass(frozen=True)
 class StepPlan:
-    """What was decided for one train step."""
+    """The plan of one train step."""
 
     config: Config
     sizes: Mapping[str, int]  # of all axes
     hardware: Hardware
     kernels: Kernels
-    layer_slots: tuple[LayerKind, ...]  # of layers on every virtual stage of the pipeline
+    layer_slots: tuple[LayerKind, ...]  # the kind of each slot, the same on every virtual stage of the pipeline
     unrolling: Unrolling
-    segments: tuple[Segment, ...]  # of the slots
+    segments: tuple[Segment, ...]  # of the layer slots
 
     @classmethod
     def make(
@@ -143,7 +143,7 @@ class StepPlan:
         return cls.make(config, mesh_sizes(mesh), Hardware.of(mesh))
 
     def on_gpus(self) -> "StepPlan":
-        """The same on GPUs, where more layers are unrolled."""
+        """The same plan on GPUs, where more layers are unrolled."""
         return StepPlan.make(self.config, self.sizes, replace(self.hardware, platform="gpu"), self.kernels)
 
     # The batch
@@ -156,30 +156,30 @@ class StepPlan:
 
     @property
     def sequences(self) -> int:
-        """Of a microbatch on one device."""
+        """Number of sequences of a microbatch on one device."""
         return self.batch_shape[1] // self.config.batch_shards(self.sizes)
 
     @property
     def tokens(self) -> int:
-        """Of a microbatch on one device, or on those of `tensor` together."""
+        """Number of tokens of a microbatch on one device; devices of `tensor` share them."""
         return self.sequences * self.batch_shape[2] // self.sizes["context"]
 
     @property
     def head_tokens(self) -> int:
-        """Of these what a device puts through the head: stages share the head of a microbatch."""
+        """Number of these tokens in a device's head: stages share the head of a microbatch."""
         return -(-self.tokens // self.sizes["pipeline"])
 
     @property
     def loss_chunks(self) -> int:
-        """How many chunks the head and the loss of a microbatch are cut into."""
+        """The number of chunks in which head and loss of a microbatch run."""
         return loss_chunks(self.config, self.head_tokens, self.sizes["tensor"])
 
     @property
     def balances_context(self) -> bool:
         """Whether the tokens of a sequence are distributed over `context` by the work of its documents.
 
-        Not where the devices share the heads instead, nor where windows make the work of all tokens alike and the ring
-        skips devices.
+        Not with all-to-all, where devices share the heads instead. Not if all layers have windows: then all tokens have
+        about the same work, and the ring skips devices.
         """
         whole = any(window is None for window in layer_windows(self.config.model))
         shared = self.sizes["context"] > 1 and self.config.kernels.context != "all_to_all"
@@ -189,15 +189,15 @@ class StepPlan:
 
     @cached_property
     def layer_table(self) -> np.ndarray:
-        """Which layer lies in which slot, `[P, R, slots]` (`sharding.stored_layers`)."""
+        """The layer in each slot, `[P, R, slots]` (`sharding.stored_layers`)."""
         return stored_layers(self.config, self.sizes["pipeline"])
 
     @cached_property
     def first_layers(self) -> np.ndarray:
-        """The layer in the first slot of each virtual stage, or that would be if the slot were not empty, `[P, R]`.
+        """The layer index of each virtual stage's first slot, `[P, R]`; for an empty slot the index that it would have.
 
-        If the layers of other slots do not follow from it, those of all slots, `[P, R, slots]`: where layers of two
-        kinds leave slots empty between them.
+        If a stage's layers are not consecutive in its slots, the layers of all slots, `[P, R, slots]`. This happens if
+        layers of two kinds leave empty slots between them.
         """
         table = self.layer_table
         first = np.where(table == EMPTY, EMPTY - table.size, table - np.arange(len(self.layer_slots)))
@@ -210,7 +210,7 @@ class StepPlan:
 
     @property
     def is_unrolled(self) -> bool:
-        """Whether no layers run in loops, by choice: on CPUs a single layer is none."""
+        """Whether no layers run in loops. On CPUs True only if `kernels.scan_unroll` is set."""
         chosen = self.hardware.platform != "cpu" or self.config.kernels.scan_unroll is not None
         return chosen and all(segment.loops == 1 for segment in self.segments)
 
@@ -221,14 +221,14 @@ class StepPlan:
 
     @property
     def ties_gradients(self) -> bool:
-        """Whether a linear layer's input has its gradient only when its weights have theirs.
+        """Whether a linear layer's input gradient waits for its weight gradients.
 
-        In loops, where the layer itself hides their reduction; a pipeline may compute those of weights later.
+        Only in loops, where the layer itself hides their reduction, and not in a pipeline, which may defer them.
         """
         in_loops = any(segment.loops > 1 for segment in self.segments)
         return self.sizes["fsdp"] > 1 and not self.is_pipelined and in_loops
 
-    # What travels how
+    # Collectives
 
     @property
     def collectives(self) -> Collectives:
@@ -244,15 +244,16 @@ class StepPlan:
 
     @cached_property
     def embedding_axes(self) -> tuple[str, ...]:
-        """The axes over which rows of the embedding travel instead of its table; none: the table is gathered."""
+        """The axes over which the embedding is looked up in its shards; empty: the table is gathered."""
         return _embedding_axes(self.config, self.sizes)
 
 
 def loss_chunks(config: Config, tokens: int, tensor: int) -> int:
-    """How many chunks a device's T `tokens` are cut into, each `kernels.loss_chunk_tokens` long or a little shorter.
+    """The number of chunks of a device's T `tokens`, each of `kernels.loss_chunk_tokens` tokens or slightly fewer.
 
-    By default at most 4096 tokens and 2 GiB of logits, and four chunks or more where they are not shorter than 2048
-    tokens: each chunk reads and writes the head's FP32 gradient, which then takes a third of the time of its matmul.
+    By default a chunk has at most 4096 tokens and 2 GiB of logits. There are at least four chunks if each then has at
+    least 2048 tokens: each chunk reads and writes the head's FP32 gradient, which with 2048 tokens takes a third of the
+    time of its matmul.
     """
     fits = CHUNK_BYTES * tensor // (4 * config.model.padded_vocab_size)
     limit = config.kernels.loss_chunk_tokens or max(min(4096, fits, max(tokens // 4, 2048)), 1)
@@ -260,11 +261,12 @@ def loss_chunks(config: Config, tokens: int, tensor: int) -> int:
 
 
 def _embedding_axes(config: Config, sizes: Mapping[str, int]) -> tuple[str, ...]:
-    """The axes over which tokens' rows travel, in the order of the table's shards; none: the table is gathered.
+    """The axes over which the embedding is looked up in its shards, in the shards' order; empty: the table is gathered.
 
-    Rows travel twice in the compute dtype, the table once, and as its gradient once more. Over axes besides `fsdp`,
-    which may connect hosts, the table goes in shares of 1 / fsdp: rows must be fewer bytes than those. A table that is
-    the head as well is gathered anyway, and so it is in a pipeline, whose stages all hold the same tokens.
+    A lookup in shards sends the tokens' rows twice in the compute dtype; otherwise the table is sent once, and its
+    gradient once. Axes besides `fsdp` may connect hosts; only 1 / fsdp of the table crosses them, so rows must be fewer
+    bytes than that. A tied table is gathered anyway. In a pipeline the table is gathered too, because all stages hold
+    the same tokens.
     """
     if config.model.tie_embeddings or sizes["pipeline"] > 1:
         return ()
@@ -275,8 +277,8 @@ def _embedding_axes(config: Config, sizes: Mapping[str, int]) -> tuple[str, ...]
     return axes if 2 * number * tokens < (number + summed) * config.model.padded_vocab_size // share else ()
 
 
-def _unknown_to_parts(config: Config, sizes: Mapping[str, int]) -> tuple[str, ...]:
-    """Settings that cuDNN's attention to a part of the keys (`ops/partial_attention.py`) does not know."""
+def _unsupported_by_parts(config: Config, sizes: Mapping[str, int]) -> tuple[str, ...]:
+    """Settings that cuDNN's attention to a part of the keys (`ops/partial_attention.py`) does not support."""
     if sizes["context"] == 1 or config.kernels.context == "all_to_all":
         return ()
     windows = [window for window in layer_windows(config.model) if window is not None]

@@ -76,7 +76,7 @@ class Attention(Part):
         return add_bias(compute(x, w["norm"], w.get("norm_bias"), w["qkv"]), w.get("qkv_bias"))
 
     def heads(self, w: Weights, projected: jax.Array, inputs: BlockInputs, comm: Comm):
-        """What `project` gave → queries `[B, S, N, H]`, keys and values `[B, S, K, H]`, positions in them."""
+        """Output of `project` → queries `[B, S, N, H]`, keys and values `[B, S, K, H]`, with rotary positions."""
         c, (B, S) = self.config, inputs.positions.shape
         qkv = projected.reshape(B, S, -1, c.head_dim)
         N = qkv.shape[2] - 2 * comm.local_kv_heads(c.num_kv_heads)
@@ -96,7 +96,7 @@ class Attention(Part):
 
     def attention_flops(self, attended: float) -> float:
         c = self.config
-        return 6 * attended * c.num_heads * (c.head_dim + c.head_dim)  # scores, and what the values give
+        return 6 * attended * c.num_heads * (c.head_dim + c.head_dim)  # scores, and probabilities times values
 
     def sizes(self, shares: Shares) -> PartSizes:
         c, tensor = self.config, shares.tensor

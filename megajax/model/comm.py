@@ -1,4 +1,4 @@
-"""The communication points of the model, and their form on one device; parallel/comm.py has them on a mesh."""
+"""The communication points of the model, and their implementation on one device; parallel/comm.py has the mesh's."""
 
 from dataclasses import dataclass
 from typing import Protocol
@@ -12,18 +12,18 @@ from megajax import ops
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class TokenPositions:
-    """Where a device's tokens stand in their sequences."""
+    """The positions of a device's tokens in their sequences."""
 
-    index: jax.Array  # [B, S] int32, of each token
-    document_starts: jax.Array | None = None  # [B, S] int32, the first index of its document; None: all are one
-    chunks: jax.Array | None = None  # the first indices of the chunks that each device of `context` has, if they vary
+    index: jax.Array  # [B, S] int32, each token's index in its sequence
+    document_starts: jax.Array | None = None  # [B, S] int32, first index of its document; None: one document
+    chunks: jax.Array | None = None  # first index of each chunk of each device of `context`, if they vary
 
 
 class Comm(Protocol):
-    """The points where the model may communicate, from one device's view.
+    """The points where the model may communicate, as one device sees them.
 
-    The residual stream is flat, `[T / tensor, D]`: between column and row layers a device holds all T tokens and its
-    share of heads or MLP width; elsewhere it holds its own tokens only (sequence parallelism).
+    The residual stream is flat, `[T / tensor, D]`. Between column and row layers a device holds all T tokens and its
+    share of heads or MLP width; elsewhere it holds only its own tokens (sequence parallelism).
     """
 
     context_size: int
@@ -38,31 +38,31 @@ class Comm(Protocol):
         ...
 
     def own_linear(self, x: jax.Array, w: jax.Array) -> jax.Array:
-        """`x @ w` of own tokens: `[T / tensor, D]` → `[T / tensor, R]`, such as a low-rank projection; `w` is whole."""
+        """`x @ w` for own tokens, `w` replicated (a low-rank projection): `[T / tensor, D]` → `[T / tensor, R]`."""
         ...
 
     def mlp(self, activation: str, x: jax.Array, w_up, bias: jax.Array | None, w_down) -> jax.Array:
-        """A column layer with a bias or none, the activation and a row layer: `[T / tensor, D]` → `[T / tensor, D]`."""
+        """Column layer with an optional bias, activation and row layer: `[T / tensor, D]` → `[T / tensor, D]`."""
         up = self.column_linear(x, w_up)
         up = checkpoint_name(up if bias is None else up + bias, "gate_up")
         return self.row_linear(ops.activate(activation, up), w_down)
 
     def experts(self, activation: str, x, experts, weights, w_up, w_down, capacity: int | None) -> jax.Array:
-        """Tokens through their experts: `x [T / tensor, D]` → `[T / tensor, D]`.
+        """The sum of each token's experts: `x [T / tensor, D]` → `[T / tensor, D]`.
 
-        `experts` and `weights` `[T / tensor, k]` are those of the own tokens, `w_up [E, D, 2F]` and `w_down [E, F, D]`
-        the experts that this device holds, or its share of them. No expert has more assignments than `capacity`.
+        `experts` and `weights` `[T / tensor, k]` are those of own tokens. `w_up [E, D, 2F]` and `w_down [E, F, D]` are
+        this device's experts, or its share of them. No expert has more assignments than `capacity`.
         """
         ...
 
     def attend(
         self, q, k, v, positions: TokenPositions, *, window: int | None, softcap: float | None, sinks=None
     ) -> jax.Array:
-        """Causal attention of `[B, S, N, H]` queries over the whole sequence; `sinks [N]` are of their heads."""
+        """Causal attention of queries `[B, S, N, H]` to the whole sequence; `sinks [N]` are for the same heads."""
         ...
 
     def local_kv_heads(self, num_kv_heads: int) -> int:
-        """How many of the model's KV heads this device works on."""
+        """The number of the model's KV heads on this device."""
         ...
 
     def own_tokens(self, x: jax.Array) -> jax.Array:
@@ -70,20 +70,20 @@ class Comm(Protocol):
         ...
 
     def of_all_tokens[Arrays](self, x: Arrays) -> Arrays:
-        """Arrays `[T / tensor, ...]` of own tokens → those of all tokens of a microbatch, in the devices' order."""
+        """Arrays `[T / tensor, ...]` of own tokens → arrays of all tokens of a microbatch, in the devices' order."""
         ...
 
     def sum_over_tokens[Arrays](self, x: Arrays) -> Arrays:
-        """Sum over the devices that hold different tokens of a microbatch; no gradient goes through."""
+        """Sum over the devices that hold different tokens of a microbatch, not differentiated."""
         ...
 
     def sum_over_sequence(self, x: jax.Array) -> jax.Array:
-        """Sum over the devices that hold different tokens of the same sequences; no gradient goes through."""
+        """Sum over the devices that hold different tokens of the same sequences, not differentiated."""
         ...
 
 
 class SingleDevice(Comm):
-    """One device, where nothing communicates."""
+    """One device, without communication."""
 
     context_size = token_shards = 1
 

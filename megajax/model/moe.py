@@ -24,7 +24,7 @@ from megajax.model.parts import (
 
 
 class MoE(Part):
-    """Mixture of experts with the norm before it, beside a shared expert or none: `[T, D]` → `[T, D]`."""
+    """Mixture of experts with the norm before it and an optional shared expert: `[T, D]` → `[T, D]`."""
 
     NAME = "moe"
     FUSED = {"gate_up": ("gate", "up"), "shared_gate_up": ("shared_gate", "shared_up")}
@@ -80,7 +80,7 @@ class MoE(Part):
 
     @jax.named_scope("router")
     def route(self, weight, h: jax.Array, inputs: BlockInputs, layer, state, comm: Comm):
-        """`h [T / tensor, D]` → (experts and their weights, `[T / tensor, k]` each; this device's metrics)."""
+        """`h [T / tensor, D]` → (experts and their weights, both `[T / tensor, k]`; this device's metrics)."""
         c, r, k = self.config, self.config.router, self.config.experts_per_token
         assert c.num_experts is not None
         training, tokens = inputs.layer_loss_scale is not None, h.shape[0] * comm.token_shards
@@ -110,10 +110,10 @@ class MoE(Part):
         return experts, weights, metrics
 
     def within_capacity(self, experts, weights, inputs: BlockInputs, comm: Comm, tokens: int) -> jax.Array:
-        """Which assignments `[T / tensor, k]` the experts have room for, among all of a microbatch's `tokens` tokens.
+        """Whether each assignment `[T / tensor, k]` is within its expert's capacity for a microbatch of `tokens`.
 
-        The others are no longer assigned to any expert, and the weights of what remains stay as they are. Losses and
-        counts are of the choice before this, as Megatron-LM's losses are.
+        The others are dropped, and the weights of the remaining ones do not change. Losses and counts include dropped
+        assignments; so do Megatron-LM's losses.
         """
         r, E, capacity = self.config.router, self.config.num_experts, self.capacity(tokens)
         assert E is not None and capacity is not None
@@ -121,7 +121,7 @@ class MoE(Part):
         return ops.router.within_capacity(experts, priorities, inputs.token_ids, E, capacity, comm.of_all_tokens)
 
     def capacity(self, tokens: int) -> int | None:
-        """The most assignments that an expert takes of a microbatch's `tokens` tokens; None: all."""
+        """The largest number of an expert's assignments in a microbatch of `tokens` tokens; None: no limit."""
         c, factor = self.config, self.config.router.capacity_factor
         if factor is None:
             return None
@@ -129,7 +129,7 @@ class MoE(Part):
         return ops.router.expert_capacity(factor, tokens, c.experts_per_token, c.num_experts)
 
     def metrics(self, logits, experts, inputs: BlockInputs, comm: Comm, tokens: int) -> dict[str, jax.Array]:
-        """Assignments `[E]` and this device's shares of the router's entropy and losses, means over all `tokens`."""
+        """Assignments `[E]`, and this device's shares of the router's entropy and losses, means over all `tokens`."""
         r, k, E = self.config.router, self.config.experts_per_token, logits.shape[1]
         B, S = inputs.positions.shape
         counts = ops.router.count(experts, E)
@@ -149,7 +149,7 @@ class MoE(Part):
         return out
 
     def add_shared(self, w: Weights, h: jax.Array, y: jax.Array, comm: Comm) -> jax.Array:
-        """`y` and the output of the shared expert, which computes every token."""
+        """`y` plus the output of the shared expert, which processes every token."""
         if not self.config.shared_expert_ffn_hidden_size:
             return y
         shared = comm.mlp(self.config.activation, h, w["shared_gate_up"], None, w["shared_down"])
@@ -166,7 +166,7 @@ class MoE(Part):
         return self.LOSSES if self.config.router.has_losses else ()
 
     def layer_state(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """`expert_bias [E]`, which balances loads without a loss (Wang et al. 2024), if the router has one."""
+        """`expert_bias [E]`, for load balancing without a loss (Wang et al. 2024), if the router has one."""
         c = self.config
         return {"expert_bias": jax.ShapeDtypeStruct((c.num_experts,), jnp.float32)} if c.router.expert_bias else {}
 
@@ -175,18 +175,18 @@ class MoE(Part):
         return {n: ops.router.updated_bias(bias, metrics["expert_counts"], rate) for n, bias in state.items()}
 
     def matmul_parameters(self) -> int:
-        """The router's and the shared expert's included."""
+        """With those of the router and the shared expert."""
         c = self.config
         width = c.experts_per_token * (c.expert_ffn_hidden_size or 0) + c.shared_expert_ffn_hidden_size
         return c.hidden_size * ((1 + products(self.config)) * width + (c.num_experts or 0) + c.shared_expert_gate)
 
     def sizes(self, shares: Shares) -> PartSizes:
-        """Where experts lie over devices there is room for as many rows as could arrive."""
+        """With experts on several devices, buffers hold the largest number of rows that can arrive."""
         c, k = self.config, self.config.experts_per_token
         assert c.num_experts is not None
         over = shares.expert_shards
         rows: float = over * min(k, c.num_experts // over) if over > 1 else k
-        if c.router.capacity_factor is not None:  # of the microbatch's tokens, on all devices
+        if c.router.capacity_factor is not None:  # capacity counts the microbatch's tokens on all devices
             rows = min(rows, c.router.capacity_factor * k * shares.token_shards)
         width = rows * (c.expert_ffn_hidden_size or 0) + c.shared_expert_ffn_hidden_size
         arrived = rows * c.hidden_size / (shares.tensor if shares.experts_over_tensor else 1)

@@ -1,7 +1,7 @@
-"""What every part of a block declares and computes, and what it reads.
+"""The contract of a block's parts: their inputs, declarations and computation.
 
-A block is attention and an MLP, or whatever its kind puts in the MLP's place. Each is a `Part` with the norm before it:
-one module of this package, which the rest of megajax asks for all it has to know.
+A block is attention and an MLP, or another part instead of the MLP. Each `Part` includes the norm before it. It is one
+module of this package; the rest of megajax reads all facts about a part from its declarations.
 """
 
 import math
@@ -16,7 +16,7 @@ from megajax import ops
 from megajax.config import ModelConfig
 from megajax.model.comm import Comm, TokenPositions
 
-Weights = Mapping[str, Any]  # by name within the part: arrays, or what a communication point's linear layers take
+Weights = Mapping[str, Any]  # by name within the part: arrays, or Fp8Weights for the communication points
 State = Mapping[str, jax.Array]
 Metrics = dict[str, jax.Array]
 
@@ -24,57 +24,57 @@ Metrics = dict[str, jax.Array]
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class BlockInputs:
-    """What every block reads besides the residual stream."""
+    """The inputs of every block besides the residual stream."""
 
     positions: jax.Array  # [B, S] int32, position of each token in its sequence, or in its document
-    token_positions: TokenPositions  # where the tokens stand in their sequences, and where their documents begin
+    token_positions: TokenPositions  # for attention: the tokens' index in their sequences, and their documents
     token_ids: jax.Array  # [T / tensor] uint32, index of each token in the global batch (dropout)
     dropout_key: jax.Array | None  # None: no dropout
     jitter_key: jax.Array | None = None  # None: no jitter of the routers' inputs
-    layer_loss_scale: jax.Array | None = None  # factor of the layers' own losses; None: they measure nothing
+    layer_loss_scale: jax.Array | None = None  # factor of the layers' own losses; None: no metrics
 
 
 @dataclass(frozen=True)
 class Shares:
-    """How the work of one token is divided, as `Part.sizes` asks."""
+    """The division of the work over devices, for `Part.sizes`."""
 
     tensor: int  # devices that share heads and widths
-    token_shards: int  # devices of the batch and of `context` that do not tell experts apart
-    expert_shards: int = 1  # devices that experts lie over
-    experts_over_tensor: bool = False  # `tensor` divides experts instead of their width
+    token_shards: int  # devices of the batch axes and `context`, without axes that divide the experts
+    expert_shards: int = 1  # devices that the experts are divided among
+    experts_over_tensor: bool = False  # `tensor` divides the experts instead of their width
     compute: int = 2  # bytes of a number
 
 
 @dataclass(frozen=True)
 class PartSizes:
-    """Numbers of the compute dtype that a part has of one token on one device, for the estimate of memory."""
+    """Numbers per token on one device, in the compute dtype, for the estimate of memory."""
 
-    kept: float  # what matmuls and routing give, which the policies `none` and `save_matmuls` keep
-    width: float  # of its last linear layer's input, on all devices of `tensor`
-    products: int = 1  # of the width, that its first linear layer gives: two with a gate
-    kept_width: float = 0  # what is kept of the last linear layer's input
-    rows: float = 0  # of the residual stream's width that experts receive, on all devices of `tensor`
-    arrived: float | None = None  # of the first linear layer's input; None: the residual stream's width
-    activation: float = 0  # of an activation that is kept because its layer has a bias
+    kept: float  # outputs of matmuls and routing, which the policies `none` and `save_matmuls` keep
+    width: float  # input of the last linear layer, on all devices of `tensor`
+    products: int = 1  # outputs of the first linear layer, in units of `width`: two with a gate
+    kept_width: float = 0  # kept input of the last linear layer
+    rows: float = 0  # rows of the residual stream's width that experts receive, on all devices of `tensor`
+    arrived: float | None = None  # input of the first linear layer; None: the residual stream's width
+    activation: float = 0  # an activation that is kept because its layer has a bias
 
 
 class Part(nnx.Module):
-    """One part of a block: reads the residual stream, normalised, and gives what is added to it.
+    """One part of a block: it normalises the residual stream and computes a term that is added to it.
 
     Subclasses declare parameters in `__init__(config)` (`declare`) and compute in `__call__`. Names are those within
-    the part; `Block` puts the part's own name before them.
+    the part; `Block` puts the part's name before them.
     """
 
     NAME: ClassVar[str]  # of the part in the names of its parameters
-    # Parameters that lie side by side in one matmul: the weight computed with → the parameters stored.
+    # Fused weight → its stored parameters, side by side in one matmul.
     FUSED: ClassVar[Mapping[str, tuple[str, ...]]] = {}
-    LINEAR: ClassVar[tuple[str, ...]] = ()  # weights of linear layers, which FP8 quantises, as computed with
-    USED_FIRST: ClassVar[str | None] = None  # the weight that its forward pass uses first; and last
-    USED_LAST: ClassVar[str | None] = None
+    LINEAR: ClassVar[tuple[str, ...]] = ()  # weights of linear layers, after fusing; FP8 quantises them
+    USED_FIRST: ClassVar[str | None] = None  # the weight that its forward pass uses first
+    USED_LAST: ClassVar[str | None] = None  # and the one that it uses last
     SAVED: ClassVar[tuple[str, ...]] = ()  # names that `save_matmuls` and `offload` keep (`checkpoint_name`)
-    METRICS: ClassVar[tuple[str, ...]] = ()  # that it gives in training
-    LOSSES: ClassVar[tuple[str, ...]] = ()  # of these what is added to the loss, and has a gradient
-    NEEDS_FILLED: ClassVar[bool] = False  # whether its state has `filled`: is this a layer, or an empty slot of zeros?
+    METRICS: ClassVar[tuple[str, ...]] = ()  # names of its metrics in training
+    LOSSES: ClassVar[tuple[str, ...]] = ()  # the METRICS that are added to the loss and differentiated
+    NEEDS_FILLED: ClassVar[bool] = False  # whether its state has `filled`, which is False in an empty layer slot
 
     def __init__(self, config: ModelConfig):
         self.config = config
@@ -91,48 +91,48 @@ class Part(nnx.Module):
         window,
         recompute,
     ) -> tuple[jax.Array, Metrics]:
-        """`x [T / tensor, D]` → (what is added to it, metrics).
+        """`x [T / tensor, D]` → (the term added to it, metrics).
 
-        `w` are the weights as `Block.fuse` makes them. `layer` is the layer's index (may be traced), `state` what
-        `layer_state` declares. Metrics are this device's shares of sums over the tokens of a microbatch: numbers of
-        type float, of which a step reports the mean over microbatches and layers (of LOSSES the sum over layers), or
-        counts of type int, which a step sums and reports by layer. The backward pass computes again what `recompute`
-        names: "attention", from queries, keys and values; "norms".
+        `w` are the weights from `Block.fuse`, `layer` is the layer's index (may be traced), `state` is declared by
+        `layer_state`. Metrics are this device's shares of sums over the tokens of a microbatch. A step reports floats
+        as the mean over microbatches and layers (LOSSES as the sum over layers), and int counts as sums by layer.
+        `recompute` names the values that the backward pass recomputes: "attention", from queries, keys and values;
+        "norms".
         """
         raise NotImplementedError
 
     def linear_layers(self) -> tuple[str, ...]:
-        """Those of LINEAR that this model has."""
+        """The weights of LINEAR in this model."""
         return self.LINEAR
 
     def losses(self) -> tuple[str, ...]:
-        """Those of LOSSES that this model has."""
+        """The names of LOSSES in this model."""
         return ()
 
     def layer_state(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """What a layer keeps from step to step that is no parameter, zeros at first."""
+        """A layer's state between steps that is not a parameter; it starts as zeros."""
         return {}
 
     def updated_state(self, state: State, metrics: State) -> dict[str, jax.Array]:
-        """The state `[L, ...]` of all layers after a step, from its metrics `[L, ...]`, summed over all devices."""
+        """The state `[L, ...]` of all layers after a step; `metrics [L, ...]` are summed over all devices."""
         return dict(state)
 
     def matmul_parameters(self) -> int:
-        """Parameters of matmuls that a token uses."""
+        """Number of matmul parameters that are active per token."""
         raise NotImplementedError
 
     def attention_flops(self, attended: float) -> float:
-        """Operations of attention, forward and backward, for a token that attends to so many others."""
+        """FLOPs of attention per token, forward and backward; a token attends to `attended` tokens on average."""
         return 0
 
     def sizes(self, shares: Shares) -> PartSizes:
-        """What a token takes, for the estimate of memory."""
+        """Numbers per token, for the estimate of memory."""
         raise NotImplementedError
 
 
 @jax.named_scope("norm")
 def normalise(config: ModelConfig, x: jax.Array, weight: jax.Array, bias: jax.Array | None) -> jax.Array:
-    """RMSNorm or LayerNorm, whichever the model has, over the last axis."""
+    """The model's RMSNorm or LayerNorm, over the last axis."""
     if config.norm == "rmsnorm":
         return ops.rms_norm(x, weight, config.norm_epsilon)
     return ops.layer_norm(x, weight, bias, config.norm_epsilon)
@@ -149,10 +149,10 @@ def residual_scale(config: ModelConfig) -> float:
 
 
 def is_gated(config: ModelConfig) -> bool:
-    """Whether MLPs have a gate beside the product that it multiplies."""
+    """Whether MLPs have a gate."""
     return config.activation in ("swiglu", "geglu")
 
 
 def products(config: ModelConfig) -> int:
-    """How many products an MLP's first linear layer gives side by side: two with a gate."""
+    """The number of outputs of an MLP's first linear layer, in units of the MLP width: two with a gate."""
     return 1 + is_gated(config)

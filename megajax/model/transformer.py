@@ -1,8 +1,8 @@
 """One Transformer: embedding → stack of blocks → norm → head.
 
-Driven by the `model` section: GPT-2/GPT-3 (learned positions, LayerNorm, GELU, biases, tied embeddings) and the Llama
-family (RoPE, RMSNorm, SwiGLU, grouped-query attention), with their options. Each module computes on the shapes that it
-finds in its weights, so the same code runs on a whole model and on one device's share of heads and MLP width.
+The config section `model` selects GPT-2/GPT-3 (learned positions, LayerNorm, GELU, biases, tied embeddings), the Llama
+family (RoPE, RMSNorm, SwiGLU, grouped-query attention) and their options. Each module takes shapes from its weights, so
+the same code runs on a whole model and on one device's share of heads and MLP width.
 """
 
 from collections.abc import Mapping
@@ -25,13 +25,13 @@ class Embedding(nnx.Module):
     def __init__(self, config: ModelConfig):
         V, D = config.padded_vocab_size, config.hidden_size
         self.tokens = declare((V, D), ("vocab", "embed"), "embedding")
-        length = config.max_positions or 0  # the config fills it in for learned positions
+        length = config.max_positions or 0  # the config always sets it for learned positions
         learned = config.position == "learned"
         self.positions = declare((length, D), ("positions", "embed"), "embedding") if learned else None
 
 
 class Transformer(nnx.Module):
-    """The whole model: what its parameters are, and its logits on one device."""
+    """The whole model: its parameters, and its logits on one device."""
 
     def __init__(self, config: ModelConfig):
         V, D = config.padded_vocab_size, config.hidden_size
@@ -43,9 +43,9 @@ class Transformer(nnx.Module):
         self.head = None if config.tie_embeddings else declare((D, V), ("embed", "vocab"))
 
     def __call__(self, tokens_bs: jax.Array, state: Mapping[str, State] | None = None) -> jax.Array:
-        """FP32 logits `[B, S, V]` (padded vocabulary cut off) of whole sequences, on one device.
+        """FP32 logits `[B, S, V]` of whole sequences on one device, without the vocabulary's padding.
 
-        `state` is what the layers keep, as trained: by kind of block and name, `[L, ...]`.
+        `state` is the trained state of the layers, by kind of block and name, `[L, ...]`.
         """
         c, (B, S) = self.config, tokens_bs.shape
         positions = jnp.broadcast_to(jnp.arange(S), (B, S))

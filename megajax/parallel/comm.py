@@ -19,14 +19,14 @@ from megajax.parallel.tensor import linear
 from megajax.parallel.tensor.ring import TensorRing
 from megajax.step_plan import Collectives, Kernels
 
-TOKEN_AXES = (*BATCH_AXES, "context", "tensor")  # that the tokens of a microbatch lie over, between the blocks
+TOKEN_AXES = (*BATCH_AXES, "context", "tensor")  # axes that divide the tokens of the residual stream
 
 
 class AttentionScales:
-    """`H ** -0.5` for each attention call; with `distinct`, calls differ by less than FP32 resolves.
+    """`H ** -0.5` for each attention call; with `distinct` the scales differ by less than FP32 resolves.
 
-    XLA (jaxlib 0.11.2) fails at run time on two equal cuDNN calls of the deterministic backward pass. The kernel takes
-    the scale in FP32, so the results are the same.
+    XLA (jaxlib 0.11.2) fails at run time if two cuDNN calls of the deterministic backward pass are equal. The kernel
+    takes the scale in FP32, so the results are the same.
     """
 
     def __init__(self, distinct: bool):
@@ -38,7 +38,7 @@ class AttentionScales:
 
 
 class MeshComm(Comm):
-    """The points as collectives, and those that only `parallel/` uses; the identity where an axis has size 1."""
+    """The communication points as collectives, and those only for `parallel/`; the identity for axes of size 1."""
 
     def __init__(self, sizes: Mapping[str, int], kernels: Kernels, collectives: Collectives, deterministic: bool):
         self.sizes, self.kernels, self.collectives, self.deterministic = sizes, kernels, collectives, deterministic
@@ -68,7 +68,7 @@ class MeshComm(Comm):
 
     def experts(self, activation, x, experts, weights, w_up, w_down, capacity) -> jax.Array:
         apply = self.expert_parallel.apply
-        if "tensor" in self.collectives.experts_over:  # whole experts, so each device sends its own tokens
+        if "tensor" in self.collectives.experts_over:  # experts are whole, so each device sends its own tokens
             return apply(activation, x, experts, weights, w_up, w_down, capacity)
         x, experts, weights = (self.enter(a) for a in (x, experts, weights))
         return self.leave(apply(activation, x, experts, weights, w_up, w_down, capacity))
@@ -79,12 +79,12 @@ class MeshComm(Comm):
         if size == 1:
             return ops.attention(q, k, v, window=window, document_starts=starts, sinks=sinks, **vars(scores))
         if window is not None and window >= q.shape[1] * size:
-            window = None  # every earlier token is inside
+            window = None  # it includes every earlier token
         return over_context.attention(strategy, size, scores, window, q, k, v, positions, sinks)
 
     @property
     def attention_is_fused(self) -> bool:
-        """Whether a layer's attention is one call of cuDNN."""
+        """Whether a layer's attention is one cuDNN call."""
         whole = self.context_size == 1 or self.collectives.context == "all_to_all"
         return self.kernels.attention == "cudnn" and whole
 
@@ -112,14 +112,14 @@ class MeshComm(Comm):
     def _present(self, axes: Iterable[str]) -> tuple[str, ...]:
         return tuple(axis for axis in axes if self.sizes[axis] > 1)
 
-    # The points that only `parallel/` uses, with `enter` and `leave`
+    # Communication points only for `parallel/`, besides `enter` and `leave`
 
     def sequence_ids(self, num_sequences: int) -> jax.Array:
         """The index of each of this device's sequences in the microbatch over all devices, `[B]`."""
         return lax.axis_index(BATCH_AXES) * num_sequences + jnp.arange(num_sequences)
 
     def vocabulary_start(self, local_size: int) -> jax.Array | int:
-        """The first vocabulary row that this device holds, of `local_size` rows a device."""
+        """The first vocabulary row of this device; each device holds `local_size` rows."""
         return lax.axis_index("tensor") * local_size if self.tensor_size > 1 else 0
 
     def max_over_tensor(self, x: jax.Array) -> jax.Array:
@@ -129,6 +129,6 @@ class MeshComm(Comm):
         return lax.psum(x, "tensor") if self.tensor_size > 1 else x
 
     def max_over_devices[Arrays](self, x: Arrays) -> Arrays:
-        """The largest over all devices that share the model's tensors, of each array."""
+        """The maximum of each array over all devices except other pipeline stages."""
         axes = self._present(axis for axis in self.sizes if axis != "pipeline")
         return lax.pmax(x, axes) if axes else x

@@ -1,1 +1,1 @@
-"""Tokens and experts on different devices."""
+"""Experts on several devices."""

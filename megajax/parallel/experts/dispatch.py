@@ -1,15 +1,16 @@
-"""Experts over several devices: tokens travel to the devices that hold their experts, and back.
+"""Experts on several devices: tokens are sent to the devices of their experts, and the results back.
 
-The devices are those of one or several mesh axes, `mesh.experts_over`; each group of them has all experts.
+The experts are divided over one or several mesh axes, `mesh.experts_over`; each group of devices along them has all
+experts.
 
-- `all_gather`: every device gets all tokens of its group, computes the assignments to its own experts, and the sums are
+- `all_gather`: every device gets all tokens of its group and computes the assignments to its own experts; the sums are
   reduce-scattered. A device sends its T tokens to each of the n - 1 others.
-- `all_to_all`: every assignment's row goes to its expert's device, where it arrives sorted by expert (Lepikhin et al.
-  2020, with rows in place of capacity). A device sends k·T·(n - 1)/n rows.
+- `all_to_all`: every assignment's row is sent to its expert's device, where rows arrive sorted by expert (Lepikhin et
+  al. 2020, with rows instead of capacity). A device sends k·T·(n - 1)/n rows.
 
-Nothing is dropped here: what receives rows has room for the worst case, every token's assignments to one device, or for
-what the experts' capacity lets pass. What the router has dropped is assigned to no expert (E): such rows are not sent,
-and add nothing.
+No assignment is dropped here: the receive buffer has room for the worst case, all assignments to one device, or for the
+experts' capacity. Assignments that the router has dropped have the expert index E: their rows are not sent and add
+nothing.
 """
 
 from dataclasses import dataclass
@@ -27,21 +28,21 @@ from megajax.parallel.weights.exchange import gather_tiles
 from megajax.step_plan import Collectives
 
 Axes = tuple[str, ...]
-# XLA's kernel for GPUs of one host copies a slice with one block of threads: so many are under way at least, or few
-# blocks would leave most of the links' speed unused.
+# Smallest number of slices that a device sends. XLA's kernel for GPUs of one host copies a slice with one block of
+# threads; few blocks would leave most of the links' bandwidth unused.
 SLICES = 512
 
 
 @dataclass(frozen=True)
 class ExpertParallel:
-    """A layer's experts, divided among the devices of the axes `experts_over`."""
+    """A layer's experts, divided over the axes `experts_over`."""
 
     collectives: Collectives
     kernels: ops.ExpertKernels
     max_over_devices: ops.MaxOverDevices
 
     def apply(self, activation: str, x, experts, weights, w_up, w_down, capacity: int | None) -> jax.Array:
-        """`x [T, D]`, `experts` and `weights` `[T, k]` of the own tokens, the own experts' matrices → `[T, D]`."""
+        """Own tokens `x [T, D]`, their `experts` and `weights` `[T, k]`, own experts' matrices → `[T, D]`."""
         distributed = self._gathered if self.collectives.dispatch == "all_gather" else self._exchanged
         strategy = distributed if self.collectives.expert_shards > 1 else self._on_device
         return strategy(activation, x, experts, weights, w_up, w_down, capacity)
@@ -63,10 +64,10 @@ class ExpertParallel:
         permutation = ops.sort_by_expert(experts, local * size, T * k)
         routes = plan(axes, permutation.group_sizes, size, -(-SLICES // (local * size)) if ragged else 1)
         permutation, routes = jax.tree.map(lambda a: checkpoint_name(a, "routing"), (permutation, routes))
-        most = ops.most_rows(size * T, k, local, capacity)
+        max_rows = ops.most_rows(size * T, k, local, capacity)
 
         def there(rows: jax.Array) -> jax.Array:
-            return exchange(axes, most, ragged, routes.there, routes.back, rows)
+            return exchange(axes, max_rows, ragged, routes.there, routes.back, rows)
 
         received = checkpoint_name(there(ops.dispatch(x, permutation, k)), "dispatched")
         own_weights: jax.Array = ops.permute(weights.reshape(-1), permutation)
@@ -77,26 +78,26 @@ class ExpertParallel:
 
 
 class Slices(NamedTuple):
-    """What `lax.ragged_all_to_all` moves: for each device, and each expert between the two, some slices; `[n]` each."""
+    """Arguments of `lax.ragged_all_to_all`, `[n]` each: one or more slices per peer device and expert."""
 
     input_offsets: jax.Array
     send_sizes: jax.Array
-    output_offsets: jax.Array  # on the device that receives
+    output_offsets: jax.Array  # on the receiving device
     recv_sizes: jax.Array
 
 
 class Routes(NamedTuple):
     """Rows sorted by expert on every device ↔ rows on their experts' devices, sorted by expert, then by sender."""
 
-    there: Slices
+    there: Slices  # to the experts' devices
     back: Slices
-    group_sizes: jax.Array  # of the own experts: rows received
+    group_sizes: jax.Array  # number of rows received for each own expert
 
 
 def plan(axes: Axes, counts: jax.Array, size: int, pieces: int = 1) -> Routes:
-    """The routes of `counts [E]` rows of this device for each expert, which lie evenly over `size` devices.
+    """The routes of this device's `counts [E]` rows for each expert; `size` devices have E / size experts each.
 
-    Each expert's rows from one device to another are cut into so many `pieces`, as even as can be.
+    Each expert's rows from one device to another are cut into `pieces` slices of nearly equal size.
     """
     counts = lax.all_gather(counts, axes)  # [senders, E]
     rank, E = lax.axis_index(axes), counts.shape[1]
@@ -106,7 +107,7 @@ def plan(axes: Axes, counts: jax.Array, size: int, pieces: int = 1) -> Routes:
     arrives_at = (jnp.cumsum(flat, axis=1) - flat).reshape(by_receiver.shape)
 
     def own(table: jax.Array) -> jax.Array:
-        """`[senders, E]` → the columns of the own experts, flat."""
+        """`[senders, E]` → the columns of own experts, flat."""
         return lax.dynamic_slice_in_dim(table, rank * (E // size), E // size, 1).reshape(-1)
 
     there = Slices(sent_from[rank], counts[rank], arrives_at[:, :, rank].reshape(-1), own(counts))
@@ -115,8 +116,10 @@ def plan(axes: Axes, counts: jax.Array, size: int, pieces: int = 1) -> Routes:
 
 
 def _cut(slices: Slices, pieces: int) -> Slices:
+    """Cut each slice into `pieces`."""
+
     def parts(sizes: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Of slices `[n]` where each piece begins in its slice and how long it is, `[n, pieces]`."""
+        """Sizes of slices `[n]` → (each piece's offset in its slice, its size), both `[n, pieces]`."""
         bounds = sizes[:, None] * jnp.arange(pieces + 1) // pieces
         return bounds[:, :-1], jnp.diff(bounds)
 
@@ -129,10 +132,10 @@ def _cut(slices: Slices, pieces: int) -> Slices:
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def exchange(axes: Axes, rows: int, ragged: bool, slices: Slices, reverse: Slices, x: jax.Array) -> jax.Array:
-    """Move slices of `x [R, D]` → `[rows, D]`, zeros where nothing arrives; `reverse` moves gradients back."""
+    """Move slices of `x [R, D]` → `[rows, D]`, zeros in other rows; `reverse` moves gradients back."""
     if ragged:
         return lax.ragged_all_to_all(x, jnp.zeros((rows, *x.shape[1:]), x.dtype), *slices, axis_name=axes)
-    return _picked(axes, rows, slices, x)
+    return _exchange_by_gather(axes, rows, slices, x)
 
 
 def _exchange_forward(axes, rows, ragged, slices, reverse, x):
@@ -147,8 +150,8 @@ def _exchange_backward(axes, rows, ragged, residuals, dy):
 exchange.defvjp(_exchange_forward, _exchange_backward)
 
 
-def _picked(axes: Axes, rows: int, slices: Slices, x: jax.Array) -> jax.Array:
-    """The same where there is no ragged all-to-all, on CPUs: of all devices' rows each picks those sent to it."""
+def _exchange_by_gather(axes: Axes, rows: int, slices: Slices, x: jax.Array) -> jax.Array:
+    """`exchange` for CPUs, which have no ragged all-to-all: each device selects its rows from those of all devices."""
     rank = lax.axis_index(axes)
 
     def to_me(table: jax.Array) -> jax.Array:

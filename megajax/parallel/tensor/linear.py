@@ -1,13 +1,13 @@
 """Linear layers on the mesh: the matmuls, their communication over `tensor`, and both gradients, in BF16 or FP8.
 
-A column layer gathers its input's tokens and keeps its own columns of the output; a row layer sums its output over
-`tensor` and keeps its own tokens (Shoeybi et al. 2019; sequence parallelism of Korthikanti et al. 2022); a layer of own
-tokens does neither, with a weight that is whole on every device. Where the matmul is wide enough to hide them, gather
-and sum are cut into one piece for each device of `tensor` (Wang et al. 2023, "Overlap Communication with Dependent
-Computation via Decomposition"): the product of one device's tokens is computed while those of the next arrive, and
-sent away while the next is computed.
+A column layer gathers its input's tokens and keeps its own columns of the output. A row layer sums its output over
+`tensor` and keeps its own tokens (Shoeybi et al. 2019; sequence parallelism of Korthikanti et al. 2022). A layer of own
+tokens does neither; its weight is replicated over `tensor`. If the matmul is wide enough to hide them, gather and sum
+are cut into one piece per device of `tensor` (Wang et al. 2023, "Overlap Communication with Dependent Computation via
+Decomposition"): the product of one device's tokens is computed while the next device's tokens arrive, and is sent while
+the next product is computed.
 
-In FP8 what travels is the quantised tensor, and what is saved for the backward pass is its transpose.
+In FP8 the quantised tensor is sent, and its transpose is saved for the backward pass.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,7 +27,7 @@ from megajax.ops.mlp import GATED, ElementwiseImplementation, activate, activate
 from megajax.parallel.tensor.ring import TensorRing
 
 Weight = jax.Array | Fp8Weight
-Pieces = Sequence[Any]  # of a tensor of all tokens, as a TensorRing has them: arrays [T / tensor, F], in FP8 Operands
+Pieces = Sequence[Any]  # a tensor of all tokens, in the order of TensorRing: arrays [T / tensor, F], in FP8 Operands
 
 
 @dataclass(frozen=True)
@@ -38,16 +38,19 @@ class TensorParallel:
     fp8: ModuleType  # its kernels
     elementwise: ElementwiseImplementation  # of the gradient of an MLP's activation
     max_over_devices: Callable[[jax.Array], jax.Array]  # of amaxes
-    tied: bool  # `tie_gradients` ties them
+    tied: bool  # whether `tie_gradients` has an effect
 
     def tie_gradients[Gradients](self, gradients: Gradients) -> Gradients:
-        """Of a linear layer's input and weights, none before all if `tied`: the layer below hides the reduction."""
+        """Gradients of a linear layer's input and weights; if `tied`, none is available before all are.
+
+        So the layer below hides the reduction of the weight gradients.
+        """
         return lax.optimization_barrier(gradients) if self.tied else gradients
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def column_linear(tp: TensorParallel, x: jax.Array, w: Weight) -> jax.Array:
-    """`[T / tensor, in]` → `[T, out]`, out this device's share."""
+    """`[T / tensor, in]` → `[T, out]` with this device's share of `out`."""
     return _column_forward(tp, x, w)[0]
 
 
@@ -68,7 +71,7 @@ column_linear.defvjp(_column_forward, _column_backward)
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def row_linear(tp: TensorParallel, x: jax.Array, w: Weight) -> jax.Array:
-    """`[T, in]` → `[T / tensor, out]`, in this device's share."""
+    """`[T, in]` with this device's share of `in` → `[T / tensor, out]`."""
     return _row_forward(tp, x, w)[0]
 
 
@@ -89,7 +92,7 @@ row_linear.defvjp(_row_forward, _row_backward)
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def own_linear(tp: TensorParallel, x: jax.Array, w: Weight) -> jax.Array:
-    """`[T / tensor, in]` → `[T / tensor, out]`: the own tokens with all of a weight, which every device has."""
+    """`[T / tensor, in]` → `[T / tensor, out]` for own tokens, with a replicated weight."""
     return _own_forward(tp, x, w)[0]
 
 
@@ -112,8 +115,8 @@ own_linear.defvjp(_own_forward, _own_backward)
 def mlp(tp: TensorParallel, activation: str, x: jax.Array, w_up: Weight, w_down: Weight) -> jax.Array:
     """Column layer, activation and row layer: `[T / tensor, D]` → `[T / tensor, D]`.
 
-    One function, so that tokens pass from layer to layer in pieces, and so that in FP8 a gated activation and its
-    gradient are quantised where they are computed: as BF16 they would cross the memory twice more.
+    One function for two reasons: pieces go from layer to layer without a join, and in FP8 a gated activation and its
+    gradient are quantised by the kernel that computes them. In BF16 they would be written and read once more.
     """
     return _mlp_forward(tp, activation, x, w_up, w_down)[0]
 
@@ -123,7 +126,7 @@ def _mlp_forward(tp: TensorParallel, activation: str, x: jax.Array, w_up: Weight
     ups = [checkpoint_name(up, "gate_up") for up in ups]
     acts = _activated(tp, activation, ups, w_down)
     y = tp.ring.leave_pieces(_products(tp, acts, w_down, "input", x.dtype))
-    # In BF16 the activation is computed again by the kernel of its gradient: a fifth less memory for 0.2 % of the time.
+    # In BF16 the kernel of the activation's gradient recomputes the activation: a fifth less memory for 0.2 % of time.
     kept = _kept(acts) if isinstance(w_down, Fp8Weight) else None
     return y, (_kept(xs), ups, kept, w_up, w_down)
 
@@ -145,11 +148,11 @@ def _mlp_backward(tp: TensorParallel, activation: str, residuals, dy: jax.Array)
 mlp.defvjp(_mlp_forward, _mlp_backward)
 
 
-# Operands: pieces as the matmuls take them
+# Operands: the matmuls' inputs in pieces
 
 
 def _operands(tp: TensorParallel, pieces: Sequence[jax.Array], w: Weight, which: str) -> Pieces:
-    """Pieces of a layer's "input" or output "gradient", quantised if its weight is."""
+    """Pieces of a layer's "input" or output "gradient", quantised if its weight is quantised."""
     if not isinstance(w, Fp8Weight):
         return pieces
     scale, dtype = _scale(tp, w, which, lambda: [fp8.amax(piece) for piece in pieces])
@@ -159,8 +162,8 @@ def _operands(tp: TensorParallel, pieces: Sequence[jax.Array], w: Weight, which:
 def _gathered_products(tp: TensorParallel, x: jax.Array, w: Weight, which: str, overlap: bool) -> tuple[Pieces, Pieces]:
     """`[T / tensor, F]` on each device → (the operands of all tokens, their products).
 
-    With overlap a ring hands the pieces on. Each product is tied to the arrival of the next piece: that is how XLA's
-    scheduler comes to run the two side by side.
+    With `overlap` the pieces are sent around the ring. Each product is tied to the arrival of the next piece, so that
+    XLA's scheduler runs both at the same time.
     """
     if tp.ring.size == 1:
         xs = _operands(tp, [x], w, which)
@@ -179,13 +182,13 @@ def _gathered_products(tp: TensorParallel, x: jax.Array, w: Weight, which: str, 
         xs.append(operand(piece))
         [y] = _products(tp, xs[-1:], w, which, x.dtype)
         if step < tp.ring.size - 1:
-            piece, y = lax.optimization_barrier((tp.ring.hand_on(piece), y))
+            piece, y = lax.optimization_barrier((tp.ring.receive(piece), y))
         ys.append(y)
     return xs, ys
 
 
 def _activated(tp: TensorParallel, kind: str, ups: Sequence[jax.Array], w: Weight) -> Pieces:
-    """The activation of each piece, as the input of the layer with weight `w`."""
+    """The activation of each piece, as input of the layer with weight `w`."""
     if not isinstance(w, Fp8Weight) or kind not in GATED:
         return _operands(tp, [activate(kind, up) for up in ups], w, "input")
     scale, dtype = _scale(tp, w, "input", lambda: [tp.fp8.gated_amax(kind, up) for up in ups])
@@ -194,7 +197,7 @@ def _activated(tp: TensorParallel, kind: str, ups: Sequence[jax.Array], w: Weigh
 
 
 def _activation_gradients(tp: TensorParallel, kind: str, ups, dacts: Sequence[jax.Array], w: Fp8Weight) -> Pieces:
-    """The gradient of each piece before the activation, as the output gradient of the layer with weight `w`."""
+    """The gradient of the activation's input for each piece, as output gradient of the layer with weight `w`."""
     pairs = list(zip(ups, dacts, strict=True))
     if kind not in GATED:
         return _operands(tp, [jax.vjp(partial(activate, kind), up)[1](dact)[0] for up, dact in pairs], w, "gradient")
@@ -204,12 +207,12 @@ def _activation_gradients(tp: TensorParallel, kind: str, ups, dacts: Sequence[ja
 
 
 def _scale(tp: TensorParallel, w: Fp8Weight, which: str, amaxes) -> tuple[jax.Array, Any]:
-    """(scale, FP8 dtype) of a layer's input or output gradient; `amaxes()` are asked for with current scaling only."""
+    """(scale, FP8 dtype) of a layer's input or output gradient; `amaxes()` is called with current scaling only."""
     return fp8.operand_scale(w, which, lambda: reduce(jnp.maximum, amaxes()), tp.max_over_devices)
 
 
 def _kept(pieces: Pieces) -> Pieces:
-    """What the backward pass needs of a layer's input."""
+    """A layer's input as the backward pass needs it: in FP8 only its transpose."""
     return [piece._replace(values=None) if isinstance(piece, Operand) else piece for piece in pieces]
 
 
@@ -217,7 +220,7 @@ def _kept(pieces: Pieces) -> Pieces:
 
 
 def _products(tp: TensorParallel, xs: Pieces, w: Weight, which: str, dtype) -> list[jax.Array]:
-    """Of each piece `x @ w` for a layer's "input", `dy @ w.T` for its output "gradient"."""
+    """For each piece `x @ w` of a layer's "input", or `dy @ w.T` of its output "gradient"."""
     if not isinstance(w, Fp8Weight):
         return [jnp.einsum("ti,io->to" if which == "input" else "to,io->ti", x, w) for x in xs]
     other = w.transposed if which == "input" else w.values
@@ -225,7 +228,7 @@ def _products(tp: TensorParallel, xs: Pieces, w: Weight, which: str, dtype) -> l
 
 
 def _weight_gradient(tp: TensorParallel, xs: Pieces, dys: Pieces, w: Weight, dtype) -> Weight:
-    """`x.T @ dy`, summed over the pieces; for FP8 in the place that `Fp8Weight` has for it."""
+    """`x.T @ dy`, summed over the pieces; for FP8 in `Fp8Weight.gradient`, with the amaxes."""
     pairs = list(zip(xs, dys, strict=True))
     if not isinstance(w, Fp8Weight):
         return reduce(jnp.add, [jnp.einsum("td,tf->df", x, dy) for x, dy in pairs])
@@ -240,5 +243,5 @@ def _weight_gradient(tp: TensorParallel, xs: Pieces, dys: Pieces, w: Weight, dty
 
 
 def _shape(w: Weight) -> tuple[int, ...]:
-    """`[in, out]`."""
+    """The weight's shape, `[in, out]`."""
     return w.values.shape if isinstance(w, Fp8Weight) else w.shape

@@ -1,4 +1,4 @@
-"""Collectives over `tensor`: of all tokens at once, or in pieces around a ring."""
+"""Collectives over `tensor`: for all tokens at once, or for pieces around a ring."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,19 +15,20 @@ from megajax.parallel.weights.exchange import as_bytes, gather_tiles
 class TensorRing:
     """The devices of `tensor`, in a ring.
 
-    A tensor of all tokens is a list of pieces: one, in the order of the tokens; or one for each device, the own tokens
-    first, then those of the device before, and so on.
+    A tensor of all tokens is a list of pieces. Either one piece in the order of the tokens, or one piece per device:
+    first the own tokens, then those of the previous device, and so on.
     """
 
     size: int
-    copied: bool  # pieces travel by copy engines
+    copied: bool  # copy engines send the pieces
 
     # On H200s a piece's matmul in BF16 takes as long as its transfer by NCCL (152 GB/s) at about 3500 columns, and by a
-    # copy engine (343 GB/s) at 1600. In FP8 both are faster alike. Narrower ones gain by copy engines all the same.
+    # copy engine (343 GB/s) at 1600. In FP8 both are faster by the same factor. With copy engines overlap also helps
+    # narrower layers.
     overlap_width, overlap_width_of_copies = 3072, 1024
 
     def overlaps(self, width: int) -> bool:
-        """Whether a layer with so many columns (a row layer: rows) on this device hides its transfers."""
+        """Whether a layer with `width` columns (row layer: rows) on this device hides its transfers."""
         return self.size > 1 and width >= (self.overlap_width_of_copies if self.copied else self.overlap_width)
 
     def enter(self, x: jax.Array) -> jax.Array:
@@ -39,19 +40,20 @@ class TensorRing:
         return lax.psum_scatter(y, "tensor", scatter_dimension=0, tiled=True) if self.size > 1 else y
 
     def leave_pieces(self, pieces: Sequence[jax.Array]) -> jax.Array:
-        """`leave` of partial sums in pieces; each goes to its own device, where they are summed in FP32."""
+        """`leave` for partial sums in pieces: each is sent to the device of its tokens and summed there in FP32."""
         if len(pieces) == 1:
             return self.leave(pieces[0])
         steps = range(1, self.size)
-        received = [lax.ppermute(pieces[step], "tensor", self._ahead(self.size - step)) for step in steps]
+        received = [lax.ppermute(pieces[step], "tensor", self._pairs(self.size - step)) for step in steps]
         total = reduce(jnp.add, [piece.astype(jnp.float32) for piece in (pieces[0], *received)])
         return total.astype(pieces[0].dtype)
 
-    def hand_on(self, x: jax.Array) -> jax.Array:
-        """The array of the device before."""
-        return as_bytes(lambda x: lax.ppermute(x, "tensor", self._ahead(1)), x)
+    def receive(self, x: jax.Array) -> jax.Array:
+        """The previous device's `x`."""
+        return as_bytes(lambda x: lax.ppermute(x, "tensor", self._pairs(1)), x)
 
-    def _ahead(self, step: int) -> list[tuple[int, int]]:
+    def _pairs(self, step: int) -> list[tuple[int, int]]:
+        """(source, destination) of each device, `step` ranks further."""
         return [(rank, (rank + step) % self.size) for rank in range(self.size)]
 
     def join(self, pieces: Sequence[jax.Array]) -> jax.Array:
