@@ -94,7 +94,7 @@ class LocalModel:
             problem = "has" if "segment_ids" in batch else "has no"
             raise ValueError(
                 f"the batch {problem} segment_ids and {format_keys(self.config, 'data.reset_attention')}: "
-                "give them with data.reset_attention=true, and only then."
+                "give segment_ids if and only if data.reset_attention=true."
             )
         return add_token_positions(batch, self.sizes["context"])
 

@@ -1,9 +1,10 @@
-"""Attention over the `context` axis: a device has some chunks of each sequence (token_order.py), and queries on it see
-keys that others have. Three strategies (`kernels.context`):
+"""Attention over the `context` axis: a device has some chunks of each sequence (token_order.py), and its queries see
+keys of other devices. Three strategies (`kernels.context`):
 
-- `ring` (Liu et al. 2023): keys and values go round, each device attends to those that it has while the next arrive.
+- `ring` (Liu et al. 2023): keys and values are sent around the ring; each device computes attention to the keys that it
+  has while the next keys arrive.
 - `all_gather` (Llama 3): keys and values of the whole sequence on every device.
-- `all_to_all` (DeepSpeed Ulysses): for attention the devices share the heads instead of the sequence.
+- `all_to_all` (DeepSpeed Ulysses): during attention the devices share the heads instead of the sequence.
 """
 
 from collections.abc import Callable
@@ -31,7 +32,7 @@ from megajax.ops.partial_attention import (
 )
 from megajax.parallel.context.token_order import chunk_order, key_ranges, sequence_ranges
 
-UNROLLED_STEPS = 7  # more steps round the ring are a loop
+UNROLLED_STEPS = 7  # with more steps around the ring they run in a loop
 
 
 def attention(
@@ -47,8 +48,8 @@ def attention(
 ) -> jax.Array:
     """Causal attention of this device's queries: `q [B, S / context, N, H]`, `k` and `v` `[B, S / context, K, H]`.
 
-    In the reference values may be of another width. `sinks [N]` are the same on all devices; the gradient of each
-    device is its share.
+    With the reference kernel values may have another width. `sinks [N]` are the same on all devices; each device
+    returns its share of their gradient.
     """
     if strategy == "all_to_all":
         return _all_to_all(context, scores, window, q, k, v, positions, sinks)
@@ -63,11 +64,11 @@ def attention(
 def _all_to_all(
     context: int, scores: Scores, window: int | None, q, k, v, positions: TokenPositions, sinks
 ) -> jax.Array:
-    fewer = context // np.gcd(context, k.shape[2])
-    if fewer > 1:  # fewer KV heads than devices: some have the same
-        k, v = (jnp.repeat(a, fewer, axis=2) for a in (k, v))
+    copies = context // np.gcd(context, k.shape[2])
+    if copies > 1:  # fewer KV heads than devices: some devices have the same head
+        k, v = (jnp.repeat(a, copies, axis=2) for a in (k, v))
 
-    # By their name the remat policies that keep matmuls keep what has been exchanged.
+    # The remat policies that keep matmuls keep arrays with this name too.
     def to_heads(a: jax.Array) -> jax.Array:
         a = lax.all_to_all(a, "context", split_axis=2, concat_axis=1, tiled=True)
         return checkpoint_name(_to_sequence(a, context), "exchanged")
@@ -76,7 +77,7 @@ def _all_to_all(
     if starts is not None:
         starts = _to_sequence(lax.all_gather(starts, "context", axis=1, tiled=True), context)
     q, k, v = (to_heads(a) for a in (q, k, v))
-    if sinks is not None:  # of this device's heads
+    if sinks is not None:  # select those of this device's heads
         own = q.shape[2]
         sinks = lax.dynamic_slice_in_dim(sinks, lax.axis_index("context") * own, own)
     out = ops.attention(q, k, v, window=window, document_starts=starts, sinks=sinks, **vars(scores))
@@ -85,7 +86,7 @@ def _all_to_all(
 
 
 def _to_sequence(a: jax.Array, context: int) -> jax.Array:
-    """`[B, S, ...]` as the devices hold it → in the order of the sequence."""
+    """`[B, S, ...]` in the devices' order → in the order of the sequence."""
     return _take_chunks(a, np.argsort(chunk_order(context)))
 
 
@@ -107,7 +108,7 @@ class _Strategy:
     context: int
     scores: Scores
     window: int | None
-    zigzag: bool  # whether each device has an early chunk and a late one
+    zigzag: bool  # whether each device has one early and one late chunk
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -120,7 +121,7 @@ def _distributed_forward(strategy: _Strategy, q, k, v, positions: TokenPositions
     out, lse = forward(strategy, q, k, v, positions)
     if sinks is not None:
         out, lse = add_sinks((out, lse), sinks)
-    # By this name the remat policies that keep attention find what its backward pass needs.
+    # The remat policies that keep attention keep these residuals by name.
     out, lse = (checkpoint_name(a, "attention") for a in (out.astype(q.dtype), lse))
     return out, (q, k, v, positions, sinks, out, lse)
 
@@ -140,17 +141,18 @@ _distributed.defvjp(_distributed_forward, _distributed_backward)
 
 @dataclass(frozen=True)
 class _Block:
-    """Queries and some device's keys: half of each, or all (None)."""
+    """One block of scores: this device's queries and another device's keys; half of each, or all (None)."""
 
-    q_half: jax.Array | int | None  # 0: the early chunk, 1: the late one
+    q_half: jax.Array | int | None  # 0: the early chunk, 1: the late chunk
     k_half: jax.Array | int | None
 
     @staticmethod
     def of(scores: Scores, rank: jax.Array, other: jax.Array) -> "tuple[_Block, ...]":
-        """What a device has to do with the keys of another.
+        """The blocks of a device's queries with the keys of another device.
 
-        cuDNN sees all keys of a block or none. In zig-zag the late chunk sees every early one; of an earlier device the
-        early chunk sees the early one, of a later device the late chunk sees the late one: as much with each device.
+        With cuDNN a query sees all keys of a block. In zig-zag a late chunk sees every early chunk. Besides, an early
+        chunk sees the early chunk of an earlier device, and a late chunk sees the late chunk of a later device. So the
+        work is the same for every device.
         """
         if scores.implementation != "cudnn":
             return (_Block(None, None),)
@@ -159,7 +161,7 @@ class _Block:
 
 
 def _half(tree: Any, half: jax.Array | int | None) -> Any:
-    """One of the two chunks of `[B, 2c, ...]`, or both."""
+    """One of the two chunks of `[B, 2c, ...]`; both if `half` is None."""
     if half is None:
         return tree
 
@@ -173,39 +175,42 @@ def _half(tree: Any, half: jax.Array | int | None) -> Any:
 
 
 def _in_half(part: jax.Array, half: jax.Array | int | None, axis: int = 1, empty: float = 0) -> jax.Array:
-    """`part` of one chunk in its place among two, `empty` in that of the other."""
+    """`part` of one chunk → both chunks, with `empty` in the other one."""
     if half is None:
         return part
     return jnp.concatenate([jnp.where(half == h, part, empty) for h in (0, 1)], axis)
 
 
 def _sweeps(strategy: _Strategy, length: int) -> list[tuple[int, int]]:
-    """(direction, steps) in which keys go round: once, or with a narrow window a few steps from either side."""
+    """(direction, steps) of the keys around the ring: all the way, or a few steps in both directions for a window."""
     C, window = strategy.context, strategy.window
     if window is None or not strategy.zigzag:
         return [(1, C - 1)]
-    near = -(-(window - 1) // (length // 2))  # so many chunks before a query's own may hold keys that it sees
+    near = -(-(window - 1) // (length // 2))  # number of chunks before a query's own chunk that it may see
     return [(1, C - 1)] if 2 * near >= C - 1 else [(direction, near) for direction in (1, -1) if near]
 
 
 @dataclass(frozen=True)
 class _Work:
-    """What a device does on a walk round the ring, while keys and values travel on."""
+    """A device's work while keys and values are sent around the ring.
 
-    own: Callable  # () → results, of the device's own keys
-    start: Callable  # results → (what travels with the keys and changes, what stays here)
-    compute: Callable  # (whose keys, keys) → results
-    combine: Callable  # (whose keys, results, changing, staying) → (changing, staying)
+    `moving` arrays go around with the keys, and every device updates them; `local` arrays stay on their device.
+    """
+
+    own: Callable  # () → results for the device's own keys
+    start: Callable  # results → (moving, local)
+    compute: Callable  # (owner of the keys, keys) → results
+    combine: Callable  # (owner of the keys, results, moving, local) → (moving, local)
 
 
 def _go_round(strategy: _Strategy, length: int, fixed: Any, work: _Work) -> Any:
-    """`(changing, staying)` after a walk, `changing` home again; `fixed` are this device's keys and values.
+    """`(moving, local)` at the end, with `moving` back on its own device; `fixed` are this device's keys and values.
 
-    At step i of a sweep a device has what belongs to the one i before it, or behind it. Without the barriers XLA starts
-    transfers too late for the attention that hides them.
+    At step i of a sweep a device has the arrays of the device i ranks before it, or after it. Without the barriers XLA
+    starts transfers too late for the attention that hides them.
 
-    What travels at a time is one message: GPUs start kernels in the order of their launch, so attention after a second
-    message would wait for the first one's end.
+    Each step sends one message: GPUs start kernels in launch order, so attention after a second message would wait for
+    the end of the first one.
     """
     C, rank = strategy.context, lax.axis_index("context")
     sweeps = _sweeps(strategy, length)
@@ -215,33 +220,33 @@ def _go_round(strategy: _Strategy, length: int, fixed: Any, work: _Work) -> Any:
 
     own_message = _words(fixed)
     first, own = lax.optimization_barrier(([send(own_message, direction) for direction, _ in sweeps], work.own()))
-    changing, staying = work.start(own)
-    for here, (direction, steps) in zip(first, sweeps, strict=True):
+    moving, local = work.start(own)
+    for keys, (direction, steps) in zip(first, sweeps, strict=True):
 
         def step(state, i, direction=direction, last=False):
-            here, changing, staying = state
-            there = here[:0] if last else here
-            message = send(jnp.concatenate([there, _words(changing)]), direction)
+            keys, moving, local = state
+            outgoing = keys[:0] if last else keys
+            message = send(jnp.concatenate([outgoing, _words(moving)]), direction)
             other = (rank - direction * i) % C
-            message, results = lax.optimization_barrier((message, work.compute(other, _arrays(here, fixed))))
-            there, arrived = jnp.split(message, [there.size])
-            return (there, *work.combine(other, results, _arrays(arrived, changing), staying)), None
+            message, results = lax.optimization_barrier((message, work.compute(other, _arrays(keys, fixed))))
+            next_keys, arrived = jnp.split(message, [outgoing.size])
+            return (next_keys, *work.combine(other, results, _arrays(arrived, moving), local)), None
 
         unroll = max(steps - 1, 1) if steps <= UNROLLED_STEPS else 1
-        state, _ = lax.scan(step, (here, changing, staying), jnp.arange(1, steps), unroll=unroll)
-        (_, changing, staying), _ = step(state, steps, last=True)
-        changing = _arrays(send(_words(changing), -direction * steps), changing)
-    return changing, staying
+        state, _ = lax.scan(step, (keys, moving, local), jnp.arange(1, steps), unroll=unroll)
+        (_, moving, local), _ = step(state, steps, last=True)
+        moving = _arrays(send(_words(moving), -direction * steps), moving)
+    return moving, local
 
 
 def _words(tree: Any) -> jax.Array:
-    """All numbers of some arrays as one array of 16-bit words."""
+    """All numbers of the arrays as one array of 16-bit words."""
     words = [lax.bitcast_convert_type(a, jnp.uint16).reshape(-1) for a in jax.tree.leaves(tree)]
     return jnp.concatenate([*words, jnp.zeros(0, jnp.uint16)])
 
 
 def _arrays(words: jax.Array, like: Any) -> Any:
-    """The arrays again, of the shapes and dtypes of others."""
+    """Inverse of `_words`: arrays with the shapes and dtypes of `like`."""
     leaves, treedef = jax.tree.flatten(like)
     ends = np.cumsum([a.size * a.dtype.itemsize // 2 for a in leaves]).tolist()
     parts = [words[start:end] for start, end in zip([0, *ends], ends, strict=False)]
@@ -266,10 +271,10 @@ def _ring(strategy: _Strategy, q, k, v, positions: TokenPositions) -> Part:
             parts.append(attend(scores, "full", _half(q, block.q_half), keys, values, seen))
         return parts
 
-    def combine(other, parts, changing, whole):
+    def combine(other, parts, moving, whole):
         for block, (out, lse) in zip(_Block.of(scores, rank, other), parts, strict=True):
             whole = merge(whole, (_in_half(out, block.q_half), _in_half(lse, block.q_half, 2, -jnp.inf)))
-        return changing, whole
+        return moving, whole
 
     own = partial(attend, scores, "causal", q, k, v, ranges(rank))
     return _go_round(strategy, q.shape[1], (k, v), _Work(own, start, compute, combine))[1]
@@ -307,7 +312,7 @@ def _ring_backward(strategy: _Strategy, q, k, v, positions: TokenPositions, whol
 
 
 def _ranges(strategy: _Strategy, positions: TokenPositions) -> Callable[[jax.Array], Ranges | None]:
-    """Device of `context` → which of its keys this device's queries see; cuDNN's blocks tell it themselves."""
+    """Device of `context` → the range of its keys that each of this device's queries sees; None with cuDNN's blocks."""
     if strategy.scores.implementation == "cudnn":
         return lambda rank: None
     return lambda rank: key_ranges(positions, strategy.window, rank, strategy.context)
@@ -320,7 +325,7 @@ def _gathered(strategy: _Strategy, q, k, v, positions: TokenPositions) -> Part:
     scores, (k_all, v_all) = strategy.scores, _gather(strategy, (k, v), positions)
     if scores.implementation != "cudnn":
         return attend(scores, "prefix", q, k_all, v_all, sequence_ranges(positions, strategy.window))
-    # Each chunk's own keys, and those before it.
+    # Each chunk attends to its own keys, and to the keys before it.
     (q, k, v), (k_all, v_all) = _by_chunk((q, k, v)), _for_both((k_all, v_all))
     one = attend(scores, "causal", q, k, v, None)
     out, lse = merge(one, attend(scores, "prefix", q, k_all, v_all, _before_chunk(positions)))
@@ -355,38 +360,40 @@ def _gathered_backward(strategy: _Strategy, q, k, v, positions: TokenPositions, 
 
 
 def _gather(strategy: _Strategy, arrays: Any, positions: TokenPositions) -> Any:
-    """This device's keys and values `[B, S / context, ...]` → those of whole sequences, in their order."""
+    """This device's keys and values `[B, S / context, ...]` → those of whole sequences, in the sequence's order."""
     C = strategy.context
 
     def one(a: jax.Array) -> jax.Array:
         a = lax.all_gather(a, "context", axis=1, tiled=True)
-        return _to_sequence(a, C) if strategy.zigzag else _take_dealt(a, jnp.argsort(_dealt(positions), axis=1))
+        if strategy.zigzag:
+            return _to_sequence(a, C)
+        return _take_by_sequence(a, jnp.argsort(_chunk_starts(positions), axis=1))
 
     return jax.tree.map(one, arrays)
 
 
 def _as_stored(strategy: _Strategy, a: jax.Array, positions: TokenPositions) -> jax.Array:
-    """`[B, S, ...]` in the order of the sequence → as the devices hold it, one after the other."""
+    """`[B, S, ...]` in the order of the sequence → in the devices' order."""
     if strategy.zigzag:
         return _to_stored(a, strategy.context)
-    order = jnp.argsort(jnp.argsort(_dealt(positions), axis=1), axis=1)
-    return _take_dealt(a, order)
+    order = jnp.argsort(jnp.argsort(_chunk_starts(positions), axis=1), axis=1)
+    return _take_by_sequence(a, order)
 
 
-def _dealt(positions: TokenPositions) -> jax.Array:
-    """The first indices of all chunks of each sequence, as the devices hold them, `[B, chunks]`."""
+def _chunk_starts(positions: TokenPositions) -> jax.Array:
+    """The first indices of all chunks of each sequence in the devices' order, `[B, chunks]`."""
     assert positions.chunks is not None
     return positions.chunks.swapaxes(0, 1).reshape(positions.index.shape[0], -1)
 
 
-def _take_dealt(a: jax.Array, chunks: jax.Array) -> jax.Array:
-    """The chunks of `[B, S, ...]` in an order `[B, chunks]` that differs from sequence to sequence."""
+def _take_by_sequence(a: jax.Array, chunks: jax.Array) -> jax.Array:
+    """The chunks of `[B, S, ...]` in each sequence's own order `[B, chunks]`."""
     pieces = a.reshape(*chunks.shape, -1)
     return jnp.take_along_axis(pieces, chunks[..., None], axis=1).reshape(a.shape)
 
 
 def _before_chunk(positions: TokenPositions) -> Ranges:
-    """All keys before a chunk, for each of its queries, `[2B, c]`."""
+    """The ranges of all keys before each query's chunk, `[2B, c]`."""
     first = _by_chunk(positions.index)[:, :1]
     end = jnp.broadcast_to(first, _by_chunk(positions.index).shape)
     return jnp.zeros_like(end), end

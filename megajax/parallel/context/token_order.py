@@ -1,9 +1,8 @@
-"""Which tokens of a sequence each device of `context` holds, and which keys its queries see.
+"""The tokens of a sequence that each device of `context` holds, and the keys that its queries see.
 
-A sequence is cut into chunks, and every device has as many as the others, in the order of the sequence. Causal
-attention to whole sequences is the same work everywhere if device r of C has chunks r and 2C - 1 - r of 2C ("zig-zag").
-Packed documents are shorter, so that the work of a chunk depends on where they end: their sequences are distributed in
-finer chunks, by their work.
+A sequence is cut into chunks. Every device has the same number of chunks, in the order of the sequence. Causal
+attention to whole sequences is load-balanced if device r of C has chunks r and 2C - 1 - r of 2C ("zig-zag"). With
+packed documents the work of a chunk depends on the ends of the documents, so finer chunks are distributed by work.
 """
 
 from collections.abc import Mapping
@@ -17,7 +16,7 @@ from megajax import ops
 from megajax.model.comm import TokenPositions
 from megajax.ops.partial_attention import Ranges
 
-MOST_CHUNKS = 8  # of a device, where they are balanced by their work
+MOST_CHUNKS = 8  # per device, if chunks are distributed by work
 
 
 def chunk_order(context: int) -> np.ndarray:
@@ -28,16 +27,16 @@ def chunk_order(context: int) -> np.ndarray:
 
 
 def stored_order(length: int, context: int) -> np.ndarray:
-    """Which token of a sequence lies at each place, `[S]`."""
+    """The sequence's token indices in the order in which devices hold them, `[S]`."""
     chunks = chunk_order(context)
     return np.arange(length).reshape(len(chunks), -1)[chunks].reshape(-1)
 
 
 def balanced_order(segment_ids: np.ndarray, context: int) -> np.ndarray:
-    """Which token lies at each place, `[rows, S]`, where each device attends to about as many keys.
+    """The token indices in the order in which devices hold them, `[rows, S]`, with about equal work on each device.
 
-    The chunks of a sequence are distributed from the one with the most work to that with the least, each to the device
-    that has the least so far and is not full (Graham's longest processing time first).
+    The chunks of a sequence are distributed in order of decreasing work, each to the device that has the least work so
+    far and is not full (Graham's longest processing time first).
     """
     rows, S = segment_ids.shape
     each = _chunks_of_device(S // context)
@@ -57,7 +56,7 @@ def balanced_order(segment_ids: np.ndarray, context: int) -> np.ndarray:
 
 
 def own_index(length: int, context: int) -> jax.Array:
-    """The indices in the sequence of the `length` tokens that this device holds of it in zig-zag, int32."""
+    """The sequence indices of this device's `length` tokens in zig-zag order, int32."""
     if context == 1:
         return jnp.arange(length, dtype=jnp.int32)
     rank, within = lax.axis_index("context"), jnp.arange(length // 2, dtype=jnp.int32)
@@ -66,10 +65,10 @@ def own_index(length: int, context: int) -> jax.Array:
 
 
 def add_token_positions(batch: Mapping[str, jax.Array], context: int) -> tuple[dict[str, jax.Array], jax.Array | None]:
-    """(the batch with what `token_positions_of` reads, the work's `imbalance`), fields `[M, B, S]`.
+    """(the batch with the fields for `token_positions_of`, `imbalance` of the work), fields `[M, B, S]`.
 
-    Once a step, before the layers: no collective that needs no other must run beside theirs, for CPUs start them in any
-    order. The second is None where tokens are not balanced.
+    The imbalance is None if tokens are not distributed by work. Runs once per step, before the layers. Independent
+    collectives must not overlap the layers'; on CPUs devices may order them differently.
     """
     fields = dict(batch)
     if "segment_ids" not in batch:
@@ -94,24 +93,24 @@ def add_token_positions(batch: Mapping[str, jax.Array], context: int) -> tuple[d
 
 
 def imbalance(work: jax.Array) -> jax.Array:
-    """Of work `[M, devices]`: that of the device with the most in each microbatch, in units of the mean device's."""
+    """Largest work of a device divided by the mean work, both summed over microbatches; `work` is `[M, devices]`."""
     return work.max(axis=1).sum() / work.mean(axis=1).sum()
 
 
 def token_positions_of(fields: Mapping[str, jax.Array], context: int) -> TokenPositions:
-    """Where the tokens of one microbatch stand, from fields of `add_token_positions`, `[B, S / context]`."""
+    """The positions of one microbatch's tokens, from fields of `add_token_positions`, `[B, S / context]`."""
     shape, index = fields["tokens"].shape, fields.get("order")
     own = jnp.broadcast_to(own_index(shape[1], context), shape) if index is None else index
     return TokenPositions(own, fields.get("document_starts"), fields.get("chunks"))
 
 
 def sequence_ranges(positions: TokenPositions, window: int | None) -> Ranges:
-    """The keys that this device's queries see, of those of the whole sequence in its order."""
+    """The keys that this device's queries see, among the keys of the whole sequence in order."""
     return ops.causal_ranges(positions.index, positions.document_starts, window)
 
 
 def key_ranges(positions: TokenPositions, window: int | None, rank: jax.Array, context: int) -> Ranges:
-    """The keys that this device's queries see, of those that a device of `context` holds."""
+    """The keys that this device's queries see, among the keys of device `rank` of `context`."""
     B, length = positions.index.shape
     if positions.chunks is None:
         chunks = _zigzag(rank, length // 2, context)[None]
@@ -127,7 +126,7 @@ def key_ranges(positions: TokenPositions, window: int | None, rank: jax.Array, c
 
 
 def _chunks_of_device(length: int) -> int:
-    """Into how many chunks the tokens that a device has of a sequence divide, where they are balanced."""
+    """The number of chunks per device, if chunks are distributed by work; a device has `length` tokens per sequence."""
     return next(n for n in range(MOST_CHUNKS, 0, -1) if length % n == 0)
 
 

@@ -66,12 +66,12 @@ class ExpertParallel:
         permutation, routes = jax.tree.map(lambda a: checkpoint_name(a, "routing"), (permutation, routes))
         max_rows = ops.most_rows(size * T, k, local, capacity)
 
-        def there(rows: jax.Array) -> jax.Array:
+        def to_experts(rows: jax.Array) -> jax.Array:
             return exchange(axes, max_rows, ragged, routes.there, routes.back, rows)
 
-        received = checkpoint_name(there(ops.dispatch(x, permutation, k)), "dispatched")
+        received = checkpoint_name(to_experts(ops.dispatch(x, permutation, k)), "dispatched")
         own_weights: jax.Array = ops.permute(weights.reshape(-1), permutation)
-        row_weights = checkpoint_name(there(own_weights[:, None]), "routing")[:, 0]
+        row_weights = checkpoint_name(to_experts(own_weights[:, None]), "routing")[:, 0]
         arguments = activation, self.kernels, received, row_weights, w_up, w_down, routes.group_sizes
         y: jax.Array = ops.expert_mlp(*arguments, self.max_over_devices)
         return ops.combine(exchange(axes, T * k, ragged, routes.back, routes.there, y), permutation, k)
