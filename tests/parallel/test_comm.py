@@ -1,7 +1,4 @@
-"""Communication points and weight exchange against NumPy, with values that tell which device and place they come from.
-
-The meshes use `expert` too, which training refuses as yet: the order of the axes in storage is fixed.
-"""
+"""Communication points and weight exchange against NumPy, with values that identify their device and position."""
 
 import math
 import re
@@ -94,7 +91,7 @@ def over(index, values, *axes):
 
 
 def position(index, sizes, *axes):
-    """The place of a device along several axes taken as one, the last axis fastest."""
+    """The index of a device along several axes taken as one, the last axis fastest."""
     out = 0
     for axis in axes:
         out = out * sizes.get(axis, 1) + index[AXES.index(axis)]
@@ -225,7 +222,7 @@ def test_reduce_once_sums_what_is_not_sharded_over_every_axis(sizes):
 
 
 def own_share(placement, whole, index, sizes):
-    """The part of a whole weight that a device computes with, by its place on `tensor` alone."""
+    """The part of a whole weight that a device computes with; it depends only on its index on `tensor`."""
     for dim, (size, axis) in enumerate(zip(placement.shape, placement.axes, strict=True)):
         if axis in ("heads", "mlp", "vocab"):
             tensor = sizes.get("tensor", 1)

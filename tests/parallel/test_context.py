@@ -157,7 +157,7 @@ def test_each_device_has_an_early_and_a_late_chunk():
     assert token_order.stored_order(6, 1).tolist() == [0, 1, 2, 3, 4, 5]
 
 
-def test_documents_are_dealt_out_by_their_work():
+def test_chunks_are_distributed_by_work():
     # 16 tokens on 2 devices: chunks of one token, a long document and then one of a token each.
     segments = np.array([[0] * 8 + list(range(1, 9))])
     order = token_order.balanced_order(segments, 2)[0]
@@ -187,7 +187,7 @@ def test_typical_packed_batches_are_balanced(size):
 
 
 @pytest.mark.parametrize("window", [None, 2, 5])
-def test_what_goes_round_comes_to_everyone_and_home(window):
+def test_the_ring_visits_every_device_and_returns(window):
     """Coded by rank: a device gets the code of each other device once, and adds its own code to each sum."""
     size, chunk = 8, 2
     mesh = Mesh(np.array(jax.devices()[:size]), ("context",))
@@ -202,10 +202,10 @@ def test_what_goes_round_comes_to_everyone_and_home(window):
         )
         return context._go_round(strategy, 2 * chunk, codes, work)
 
-    codes = 2.0 ** np.arange(size)  # a sum tells whose they are
+    codes = 2.0 ** np.arange(size)  # a sum identifies its devices
     specs = {"in_specs": P("context"), "out_specs": P("context")}
     added, seen = jax.jit(jax.shard_map(local, mesh=mesh, check_vma=False, **specs))(codes)
-    # Of a chunk's keys those up to `near` chunks away are seen.
+    # A query sees the keys of chunks up to `near` chunks away.
     near = {None: 7, 2: 1, 5: 2}[window]
     for rank in range(size):
         others = [other for other in range(size) if 0 < min((rank - other) % size, (other - rank) % size) <= near]

@@ -84,7 +84,7 @@ def test_rows_and_the_gradient_of_the_table(table, mesh, sequence_length):
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_what_moves_fewer_bytes_travels(overrides, axes):
+def test_the_choice_is_the_transfer_with_fewer_bytes(overrides, axes):
     config = load_config(CONFIGS / "llama3_8b_l8.yaml", ["mesh.fsdp=1", *overrides])
     sizes = check_mesh(config, math.prod(size for size in config.mesh.model_dump().values() if isinstance(size, int)))
     assert StepPlan.make(config, sizes, HOPPER).embedding_axes == axes

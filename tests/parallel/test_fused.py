@@ -146,7 +146,7 @@ def test_a_device_computes_with_its_share_of_each_parameter_side_by_side(sizes, 
 @over_meshes
 @over_widths
 def test_a_gradient_comes_back_where_its_parameter_lies_summed_over_all_that_used_it(sizes, width):
-    """Each device's gradient tells its place and, in bits that sums keep apart, the device."""
+    """Each device's gradient identifies its position and, in separate bits that survive sums, the device."""
     parameters, tensor = block(width), sizes.get("tensor", 1)
     fused, exchange, mesh = build(sizes, parameters)
     expected = {name: np.zeros(shape, np.float32) for name, (shape, _) in parameters.items()}
@@ -182,7 +182,7 @@ def test_a_gradient_comes_back_where_its_parameter_lies_summed_over_all_that_use
 
 
 @pytest.mark.parametrize("layers", [1, slice(0, 2)], ids=["one", "two"])
-def test_layers_are_fused_and_split_alike_whether_all_of_them_or_some(layers):
+def test_all_or_some_layers_are_fused_and_split_in_the_same_way(layers):
     fused, _, mesh = build({"tensor": 4, "fsdp": 2}, block())
 
     def split(weights):

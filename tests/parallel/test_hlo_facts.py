@@ -139,9 +139,9 @@ def test_weights_are_gathered_over_fsdp_once_a_layer_and_pass(compiled, mesh, re
 
 @pytest.mark.parametrize("remat", ["none", "full", "selective", "save_matmuls"])
 def test_an_unrolled_stack_gathers_over_fsdp_once_a_layer_and_pass_too(compiled, remat):
-    """The two passes' gathers are not merged, which would keep every layer's whole weights, but those of the last.
+    """Only the last layer's gathers are merged: merged gathers keep a layer's whole weights.
 
-    Where all memory is to be saved, they are not either.
+    With the policy `full` the last layer's are not merged either.
     """
     settings = {"remat": {"policy": remat}, "kernels": {"scan_unroll": LAYERS}}
     found = collectives(compiled({"fsdp": 2}, **settings).as_text())
@@ -171,7 +171,7 @@ def test_the_residual_stream_crosses_tensor_at_the_edges_alone(compiled, remat):
 
 
 @pytest.mark.parametrize(("remat", "tensor"), [("none", 4), ("full", 2)])
-def test_wide_layers_hand_on_a_piece_for_each_other_device_instead(build, monkeypatch, remat, tensor):
+def test_wide_layers_send_one_piece_per_other_device_instead(build, monkeypatch, remat, tensor):
     monkeypatch.setattr(TensorRing, "overlap_width", 1)
     program = build({"tensor": tensor}, remat={"policy": remat}, kernels=CHUNKS)
     step = program.train_step.lower(program.abstract_state, program.abstract_batch).compile()
@@ -295,11 +295,11 @@ def staged(compiled, mesh, schedule, microbatches, **settings) -> list[Collectiv
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
 def test_over_data_stages_communicate_once_a_step(compiled, schedule):
-    """No tick, whatever it does, gathers weights or reduces gradients over `data`; the ends neither over `pipeline`."""
+    """No tick gathers weights or reduces gradients over `data`, or those of non-block weights over `pipeline`."""
     found = staged(compiled, {"pipeline": 4, "data": 2}, schedule, 8)
     assert {c.loops for c in found if "data" in c.axes} == {0}
     gathered, scattered = (count(found, "data", kind) for kind in ("all-gather", "reduce-scatter"))
-    assert gathered == scattered == LAYER_MATRICES + 2, "the ends' two and a layer's"
+    assert gathered == scattered == LAYER_MATRICES + 2, "two non-block weights and a layer's matrices"
     # A tick's head spreads its tokens over the stages and gathers their gradients.
     in_ticks = [c for c in found if c.loops and c.kind != "collective-permute"]
     assert {(c.kind, *c.axes) for c in in_ticks} == {("reduce-scatter", "pipeline"), ("all-gather", "pipeline")}
@@ -324,7 +324,7 @@ def test_collectives_are_called_in_parallel_alone():
     package = Path(megajax.__file__).parent
     found = {path.relative_to(package).parts[0]: set() for path in package.rglob("*.py")}
     for path in package.rglob("*.py"):
-        # A Pallas kernel asks for its place in its grid by a collective's name.
+        # A Pallas kernel reads its grid index with a function named like a collective.
         calls = CALLS - {"axis_index"} if "pallas" in path.read_text() else CALLS
         found[path.relative_to(package).parts[0]] |= called_names(path) & calls
     assert {"psum", "all_gather", "psum_scatter", "pmax", "axis_index"} <= found.pop("parallel"), "the test sees none"

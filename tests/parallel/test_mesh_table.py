@@ -129,7 +129,7 @@ def test_packed_documents_train_on_a_mesh_as_on_one_device(table, difference):
 @pytest.mark.parametrize(
     ("compute", "mesh"), [("bfloat16", {"fsdp": 2, "tensor": 4}), ("float16", TRIPLE)], ids=case_name
 )
-def test_low_precision_trains_alike_within_its_rounding(table, difference, compute, mesh):
+def test_low_precision_trains_as_one_device_does_within_its_rounding(table, difference, compute, mesh):
     config = table.make_config(
         "llama", mesh, microbatches=2, steps=STEPS, optimizer="sgd", precision={"compute": compute}
     )

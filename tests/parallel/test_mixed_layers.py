@@ -85,7 +85,7 @@ def test_stages_with_empty_slots_train_as_one_device_does_and_leave_them_empty(t
                 assert not np.asarray(array)[empty].any() and np.asarray(array)[~empty].any(), name
 
 
-def test_of_an_empty_slot_no_token_goes_to_an_expert(table):
+def test_an_empty_slot_sends_no_token_to_an_expert(table):
     """The result equals that of zero experts: with a zero router all tokens choose the same experts."""
     model = Transformer(make(table, EVERY_SECOND, {}, 1).model)
     rng, (B, S) = np.random.default_rng(0), (2, 8)

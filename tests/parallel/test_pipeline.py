@@ -136,7 +136,7 @@ LOW_PRECISION = [
 
 
 @pytest.mark.parametrize(("compute", "mesh", "schedule", "rounds", "microbatches"), LOW_PRECISION, ids=case_name)
-def test_low_precision_trains_alike_within_its_rounding(
+def test_low_precision_trains_as_one_device_does_within_its_rounding(
     make_config, differences, compute, mesh, schedule, rounds, microbatches
 ):
     config = make_config("tiny", mesh, schedule, rounds, microbatches, {"precision": {"compute": compute}})

@@ -73,7 +73,7 @@ def test_gpipe_by_hand():
     assert rows(schedule, "backward") == [". . . . . 0 1 2", ". . . . 0 1 2 ."]
 
 
-def test_two_rounds_with_weights_put_off_by_hand():
+def test_two_rounds_with_deferred_weight_gradients_by_hand():
     schedule = make_schedule("zero_bubble", stages=2, microbatches=4, rounds=2)
     assert rows(schedule, "forward") == [
         "0a 1a 0b 1b 2a 3a 2b 3b . . . .",
@@ -206,7 +206,7 @@ def test_backward_operations_are_split_only_while_the_pipeline_fills_and_drains(
             assert not any(flags.split or flags.weight for flags in make_schedule(kind, P, M, R).flags)
 
 
-def test_gradients_of_weights_never_stand_idle_once_begun():
+def test_no_stage_is_idle_after_its_first_weight_operation():
     """A program does not mask weight operations: at their ticks all stages have one."""
     for P, M, R in SIZES:
         schedule = make_schedule("zero_bubble", P, M, R)
@@ -236,15 +236,15 @@ def test_flags_say_what_happens_on_any_stage():
         for tick, flags in enumerate(schedule.flags):
             for name in ("forward", "backward"):
                 assert getattr(flags, name) == any(m != IDLE for m in schedule.tables[name].microbatch[tick])
-            apart = False  # on some stage one of both alone, or of another microbatch or round
+            differ = False  # on any stage one without the other, or with another microbatch or round
             if schedule.weight is not None:
                 tables = (schedule.backward, schedule.weight)
                 backward, weight = (list(zip(t.microbatch[tick], t.round[tick], strict=True)) for t in tables)
-                apart = backward != weight
-                assert flags.weight == (apart and any(m != IDLE for m, _ in weight))
+                differ = backward != weight
+                assert flags.weight == (differ and any(m != IDLE for m, _ in weight))
             else:
                 assert not flags.weight
-            assert flags.split == (apart and flags.backward)
+            assert flags.split == (differ and flags.backward)
             work = (schedule.forward.microbatch[tick, P - 1], schedule.forward.round[tick, P - 1])
             assert flags.head == (work[0] != IDLE and work[1] == R - 1)
 
@@ -283,14 +283,14 @@ def test_microbatches_in_flight_of_rounds_do_not_grow_with_microbatches(R):
         assert few.in_flight[0] == (R * P + P - 2 + 1) / R <= 2 * P - 1
 
 
-def test_slots_are_as_few_as_what_is_alive_and_one_for_idle_operations():
+def test_slots_are_at_most_one_more_than_live_microbatches():
     for kind, (P, M, R) in CASES:
         schedule = make_schedule(kind, P, M, R)
         report = simulate(schedule, Costs())  # replays the slots
         alive = round(max(report.in_flight) * R)
         assert alive <= report.buffer_slots.activations <= alive + 1
         assert report.buffer_slots.pending_heads == (M if kind == "gpipe" else 1)
-        # What the last stage puts off while the pipeline fills, and one for a backward operation while it drains.
+        # Deferred operands of the last stage while the pipeline fills, and one slot for a backward operation at the end
         deferred = kind == "zero_bubble" and P > 1
         assert report.buffer_slots.deferred_slots == (min(P - 1, M * R) + 1 if deferred else 0)
 
@@ -415,7 +415,7 @@ BROKEN = {
     "backward dropped": ("backward", drop((6, 0)), NOT_ONCE.format("backward") + ": microbatch 0 misses"),
     "weight dropped": ("weight", drop((13, 3)), NOT_ONCE.format("weight") + ": microbatch 2 misses virtual stage 3"),
     "forward twice": ("forward", put((8, 0), 0), NOT_ONCE.format("forward") + ": one occurs twice"),
-    "in another's place": ("forward", put((1, 0), 0), NOT_ONCE.format("forward") + ": microbatch 1 misses"),
+    "overwritten": ("forward", put((1, 0), 0), NOT_ONCE.format("forward") + ": microbatch 1 misses"),
     "weight twice": ("weight", put((5, 2), 3), NOT_ONCE.format("weight") + ": one occurs twice"),
     "microbatch too high": ("forward", put((7, 0), 8), "tick 7, stage 0: the forward table has a microbatch or round"),
     "microbatch below 0": ("forward", put((6, 0), -2), "tick 6, stage 0: the forward table has a microbatch or round"),
@@ -450,7 +450,7 @@ def test_check_refuses_a_table_of_another_size():
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_check_refuses_any_two_entries_that_have_changed_places(kind):
+def test_check_refuses_any_two_swapped_entries(kind):
     generator = np.random.default_rng(0)
     for P, M, R in [size for size in SIZES if size[0] > 1 and size[1] > 1]:
         schedule = make_schedule(kind, P, M, R)
@@ -491,7 +491,7 @@ def test_sending_is_paid_once_at_each_tick_that_sends():
     schedule = make_schedule("1f1b", 2, 2, 2)
     assert sends(schedule).tolist() == 7 * [True] + [False]
     assert simulate(schedule, Costs(send=0.5)).time == pytest.approx((2 + 1 / 2) * 3 + 7 * 0.5)
-    # At the tick after its last forward operation gpipe's last virtual stage has nothing to hand on.
+    # At the tick after its last forward operation gpipe's last virtual stage has nothing to send.
     assert sends(make_schedule("gpipe", 2, 1)).tolist() == [True, False, True, False]
     assert not sends(make_schedule("1f1b", 1, 4, 3)).any()
 

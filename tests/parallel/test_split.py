@@ -1,4 +1,4 @@
-"""A backward pass in two parts gives the result of one pass, each matmul once, the matrices' gradients in part two."""
+"""A backward pass in two parts: the result of one pass, each matmul once, the matrices' gradients in part two."""
 
 from collections import Counter
 from types import SimpleNamespace
@@ -97,7 +97,7 @@ def assert_close(found, expected):
 
 @pytest.mark.smoke
 @pytest.mark.parametrize("run", RUNS)
-def test_both_parts_together_are_the_whole(block, run):
+def test_both_parts_together_have_the_result_of_one_pass(block, run):
     backward = backward_of(RUNS[run](layer))
     dx, gradients, extra = backward(block.weights, [block.x], block.dy)
     split = SplitBackward(backward, block.weights, [block.x], block.dy)
@@ -125,7 +125,7 @@ def test_the_matrices_products_are_in_the_second_part_and_no_product_is_in_both(
 
 
 @pytest.mark.smoke
-def test_later_arguments_count_not_those_that_it_was_made_with(block):
+def test_the_arguments_of_its_construction_are_only_examples(block):
     backward = backward_of(layer)
     split = SplitBackward(backward, block.weights, [block.x], block.dy)
     weights, x, dy = jax.tree.map(lambda a: 2 * a - 1, (block.weights, block.x, block.dy))
@@ -137,7 +137,7 @@ def test_later_arguments_count_not_those_that_it_was_made_with(block):
 
 
 @pytest.mark.smoke
-def test_a_gradient_that_is_an_input_or_the_same_as_another_one_is_handed_on():
+def test_a_gradient_may_be_an_input_or_equal_another_gradient():
     def backward(weights, saved, dy):
         both = dy.T @ saved[0]
         return 2 * dy, ({"same": dy, "twin": both, "other": both, "constant": jnp.ones((2, 2))},), {}
