@@ -2,11 +2,11 @@
 
 import math
 import sys
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
-from megajax.config import Config, load_config
+from megajax.checkpoint.weights import run_config
+from megajax.config import Config
 from megajax.console import CommandParser, user_errors
 from megajax.data.tokenizers import Tokenizer, end_of_document, load_tokenizer
 from megajax.errors import InputError
@@ -33,7 +33,7 @@ def generate(
     from megajax.model.block import layer_state
 
     run_dir, step = find_checkpoint(run_or_checkpoint, ARGUMENT)
-    config = config_of(run_dir)
+    config = run_config(run_dir, ARGUMENT)
     tokenizer = find_tokenizer(config, run_dir)
     last, name = tokenizer.end_of_document, config.data.end_of_document
     if name is not None:
@@ -66,15 +66,6 @@ def generate(
             break
         tokens.append(token)
     return tokenizer.decode(tokens)
-
-
-def config_of(run_dir: Path) -> Config:
-    """The config of a run, without warnings about its training; InputError if there is none."""
-    path = run_dir / "config.yaml"
-    if not path.is_file():
-        raise InputError(f"{ARGUMENT}={run_dir} has no config.yaml: give the directory of a run.")
-    with warnings.catch_warnings(action="ignore"):
-        return load_config(path)
 
 
 def find_tokenizer(config: Config, run_dir: Path) -> Tokenizer:

@@ -111,9 +111,7 @@ def test_the_report_has_a_row_for_each_part_and_a_line_for_each_gpu(kernels, ops
         "| norms and elementwise | 1 | 1.00 | 9.1% | 1.00 | 100% | 1.00 (GPU 0) |",
         "| collectives | 1 | 3.00 | 27.3% | 1.00 | 33% | 3.00 (GPU 0) |",
     ]
-    assert lines[7] == (
-        "GPU 0 (slowest): 11.0 ms a step: compute 8.0, communication 3.0 (exposed 2.0), idle 1.0"
-    )
+    assert lines[7] == ("GPU 0 (slowest): 11.0 ms a step: compute 8.0, communication 3.0 (exposed 2.0), idle 1.0")
     assert lines[8].startswith("GPU 1 (busiest): 11.0 ms a step: compute 9.0")
 
 

@@ -9,6 +9,7 @@ import tokenizers
 
 import megajax
 from megajax import generate
+from megajax.checkpoint.weights import run_config
 from megajax.model import bind
 
 CONFIG = """
@@ -86,7 +87,7 @@ def test_the_tokenizer_is_found_from_anywhere(tmp_path, monkeypatch, error_of):
     monkeypatch.chdir(tmp_path / "else")
 
     def found() -> list[int]:
-        return generate.find_tokenizer(generate.config_of(run), run).encode("yes")
+        return generate.find_tokenizer(run_config(run, "RUN"), run).encode("yes")
 
     assert f"data.tokenizer=data/t.json ({run}/config.yaml) is neither in" in error_of(run, "--prompt", "a")
     words("no", "no2", "yes").save(str(tmp_path / "work/data/t.json"))

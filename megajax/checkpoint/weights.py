@@ -1,11 +1,16 @@
 """Parameters of a checkpoint as NumPy arrays, independent of the devices that wrote them and of those here."""
 
+import contextlib
+import warnings
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import tensorstore
 
 from megajax.checkpoint.manager import SUBDIRECTORY, find_checkpoint
+from megajax.config import Config, load_config
 from megajax.errors import InputError
 
 PREFIX, HEADER = "params.", "/.zarray"  # in orbax's key of an array's header
@@ -18,24 +23,64 @@ def load_weights(run_or_checkpoint: str | Path) -> dict[str, np.ndarray]:
     multiple of `model.vocab_multiple`. Reads only parameters (float32 in megajax's checkpoints) and does not start jax.
     Raises InputError if there is no such checkpoint or it is damaged.
     """
+    with _damage_reported(item := _item(run_or_checkpoint)):
+        reads = {name: array.read() for name, array in _open(item).items()}
+        return {name: read.result() for name, read in reads.items()}
+
+
+def open_weights(run_or_checkpoint: str | Path) -> dict[str, "StoredArray"]:
+    """The same parameters, read when they are indexed. Raises InputError as `load_weights` does."""
+    with _damage_reported(item := _item(run_or_checkpoint)):
+        return {name: StoredArray(item, array) for name, array in _open(item).items()}
+
+
+class StoredArray:
+    """One array of a checkpoint; an index reads that part of it."""
+
+    def __init__(self, item: Path, array: Any):
+        self._item, self._array, self.shape = item, array, tuple(array.shape)
+
+    def __getitem__(self, index: Any) -> np.ndarray:
+        with _damage_reported(self._item):
+            return self._array[index].read().result()
+
+
+def run_config(run_dir: Path, setting: str) -> Config:
+    """The config of a run, without warnings about its training; InputError, with `setting`, if there is none."""
+    path = run_dir / "config.yaml"
+    if not path.is_file():
+        raise InputError(f"{setting}={run_dir} has no config.yaml: give the directory of a run.")
+    with warnings.catch_warnings(action="ignore"):
+        return load_config(path)
+
+
+def _item(run_or_checkpoint: str | Path) -> Path:
     run_dir, step = find_checkpoint(run_or_checkpoint, "run_or_checkpoint")
-    item = (run_dir / SUBDIRECTORY / str(step) / "state").resolve()
+    return (run_dir / SUBDIRECTORY / str(step) / "state").resolve()
+
+
+def _open(item: Path) -> dict[str, Any]:
     # Without orbax, because it starts jax, which reserves GPU memory.
     store = {"driver": "ocdbt", "base": {"driver": "file", "path": f"{item}/"}}
+    keys = tensorstore.KvStore.open(store).result().list().result()
+    paths = [key.decode().removesuffix(HEADER) for key in keys if key.endswith(HEADER.encode())]
+    opened = {
+        path.removeprefix(PREFIX): tensorstore.open({"driver": "zarr", "kvstore": store | {"path": f"{path}/"}})
+        for path in paths
+        if path.startswith(PREFIX)
+    }
+    if not opened:
+        raise InputError(f"{item.parent} is damaged (it has no parameters): give another checkpoint.")
+    return {name: array.result() for name, array in opened.items()}
+
+
+@contextlib.contextmanager
+def _damage_reported(item: Path) -> Iterator[None]:
     try:
-        keys = tensorstore.KvStore.open(store).result().list().result()
-        paths = [key.decode().removesuffix(HEADER) for key in keys if key.endswith(HEADER.encode())]
-        opened = {
-            path.removeprefix(PREFIX): tensorstore.open({"driver": "zarr", "kvstore": store | {"path": f"{path}/"}})
-            for path in paths
-            if path.startswith(PREFIX)
-        }
-        reads = {name: array.result().read() for name, array in opened.items()}
-        weights = {name: read.result() for name, read in reads.items()}
+        yield
     except ValueError as error:  # tensorstore raises it for all failures
+        if isinstance(error, InputError):
+            raise
         raise InputError(
             f"{item.parent} is damaged ({str(error).splitlines()[0][:200]}): give another checkpoint."
         ) from None
-    if not weights:
-        raise InputError(f"{item.parent} is damaged (it has no parameters): give another checkpoint.")
-    return weights

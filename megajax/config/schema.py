@@ -236,7 +236,9 @@ class CheckpointConfig(Section):
 
     keep: Count = Field(default=2, description="Number of newest checkpoints to keep.")
     keep_every: Count | None = Field(default=None, description="Also keep every checkpoint at a multiple of this step.")
-    init_from: Text | None = Field(default=None, description="Run directory or checkpoint with the initial weights.")
+    init_from: Text | None = Field(
+        default=None, description="Run directory, checkpoint, or Hugging Face folder with the initial weights."
+    )
     resume_step: Count | None = Field(
         default=None, description="Go back to the checkpoint of this step, once; null: resume from the newest."
     )

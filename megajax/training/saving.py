@@ -21,6 +21,7 @@ from megajax.checkpoint.manager import (
     saved_layer_state,
 )
 from megajax.config import ScheduleConfig
+from megajax.hf import is_hf_folder
 from megajax.mesh import mesh_sizes
 from megajax.optim import make_schedule
 from megajax.parallel.weights.scaling import FP8, Scaling
@@ -138,10 +139,14 @@ class StateSaver:
         return others | {FP8: jax.device_put(filled, NamedSharding(self.program.mesh, P()))}
 
     def restore_weights(self, path: str) -> Weights:
-        """The model of another run's checkpoint, in canonical shapes."""
+        """The model of another run's checkpoint, or of a folder in Hugging Face's format, in canonical shapes."""
         config, key = self.program.config, "checkpoint.init_from"
         abstract: Any = self._canonical_abstract
         location = f" ({config.where(key)})"
+        if is_hf_folder(path):
+            from megajax.hf.convert import load  # here, because it needs safetensors
+
+            return load(path, config.model, abstract.params, key, location), {}
         layer_state = _without_history(abstract.layer_state)
         return restore_model(path, abstract.params, layer_state, config.model, key, location)
 

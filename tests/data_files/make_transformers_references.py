@@ -11,12 +11,16 @@ Each file holds
   2·16 predictions of a next token;
 - `gradient:NAME`, the loss's gradient with respect to the weight NAME, for some telling weights.
 
+For the models of FOLDERS it also writes NAME.zip: the folder that transformers' `save_pretrained` writes for the model.
+
 Weights are normal with std 0.1, plus 1 for norm weights, biases too, so that each of them counts; they are
 rounded to multiples of 2^-12, which keeps the files small. Outputs are computed in float64, except where
 transformers itself goes to float32 (RMSNorm, softmax, RoPE's angles), then stored as float32.
 """
 
 import json
+import tempfile
+import zipfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -54,6 +58,15 @@ TELLING = (
     "blocks.moe.moe.router",
     "blocks.moe.moe.gate",
     "final_norm",
+)
+FOLDERS = (
+    "tiny_gpt2",
+    "tiny_llama",
+    "tiny_llama_tied",
+    "tiny_mistral",
+    "tiny_qwen3_local",
+    "tiny_mixtral",
+    "tiny_qwen3_moe_mixed",
 )
 NO_SPECIAL_TOKENS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
 SEQUENCES, LENGTH = 2, 17
@@ -425,8 +438,16 @@ def randomise(network: PreTrainedModel, generator: torch.Generator) -> None:
         parameter.data.copy_(torch.round(values * 2**12) / 2**12)
 
 
-def make(build: Callable[[], Reference], seed: int) -> Arrays:
-    """The file's contents for one network."""
+def write_folder(network: PreTrainedModel, path: Path) -> None:
+    """The folder of a network, FP32, in an archive of the same bytes each time."""
+    with tempfile.TemporaryDirectory() as folder, zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        network.float().save_pretrained(folder)
+        for file in sorted(Path(folder).iterdir()):
+            archive.writestr(zipfile.ZipInfo(file.name), file.read_bytes(), zipfile.ZIP_DEFLATED)
+
+
+def make(build: Callable[[], Reference], seed: int) -> tuple[PreTrainedModel, Arrays]:
+    """One network and its file's contents."""
     network, model, convert = build()
     generator = torch.Generator().manual_seed(seed)
     network = network.double().eval()
@@ -442,7 +463,7 @@ def make(build: Callable[[], Reference], seed: int) -> Arrays:
     gradients = convert({name: parameter.grad for name, parameter in parameters.items()}, model)
     outputs = {"logits": logits.detach(), "loss": loss.detach()}
     floats = weights | outputs | {f"gradient:{name}": gradients[name] for name in TELLING if name in gradients}
-    return {
+    return network, {
         "model": np.array(json.dumps(model)),
         "tokens": tokens.numpy().astype(np.int32),
         **{name: tensor.numpy().astype(np.float32) for name, tensor in floats.items()},
@@ -464,8 +485,11 @@ def main() -> None:
     )
     for seed, build in enumerate(builders):
         path = Path(__file__).parent / f"{build.__name__}.npz"
-        np.savez_compressed(path, **make(build, seed))
+        network, arrays = make(build, seed)
+        np.savez_compressed(path, **arrays)
         print(path.name, path.stat().st_size)
+        if build.__name__ in FOLDERS:
+            write_folder(network, path.with_suffix(".zip"))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,173 @@
+"""A folder in Hugging Face's format: config.json, and weights in one or several safetensors files."""
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes  # noqa: F401  (NumPy then knows bfloat16 and FP8)
+import numpy as np
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+from megajax.errors import InputError
+
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+SHARD_BYTES = 5 * 10**9
+READABLE = ("F32", "F16", "BF16")
+# Copied beside exported weights, if they exist.
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "tokenizer.model",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+)
+
+
+class Weights:
+    """The tensors of a folder: their shapes, and slices of them. Nothing is read before it is asked for.
+
+    Raises InputError, with a sentence, for files that are missing, damaged or of another format.
+    """
+
+    def __init__(self, folder: str | Path):
+        self.folder = Path(folder)
+        self._open: dict[str, Any] = {}
+        self.files = self._find_files()
+
+    def __enter__(self) -> "Weights":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._open.clear()
+
+    def _find_files(self) -> dict[str, str]:
+        """The file of each tensor."""
+        index = self.folder / INDEX
+        if index.is_file():
+            try:
+                files = dict(json.loads(index.read_text())["weight_map"])
+            except (ValueError, KeyError, TypeError) as error:
+                raise InputError(f"{index} is damaged ({error}): copy it again.") from None
+            missing = sorted({name for name in files.values() if not (self.folder / name).is_file()})
+            if missing:
+                raise InputError(f"{self.folder} lacks {', '.join(missing)}, which its index names: copy it again.")
+            return files
+        found = sorted(self.folder.glob("*.safetensors"))
+        if not found:
+            old = sorted([*self.folder.glob("*.bin"), *self.folder.glob("*.pt"), *self.folder.glob("*.pth")])
+            if old:
+                raise InputError(
+                    f"{old[0]} is a pickle, which can run any program when it is read: save the model as safetensors "
+                    "with transformers' save_pretrained and give that folder."
+                )
+            raise InputError(f"{self.folder} has no *.safetensors file: give the folder of a model with its weights.")
+        return {name: path.name for path in found for name in self._handle(path.name).keys()}  # noqa: SIM118
+
+    def _handle(self, file: str) -> Any:
+        if file not in self._open:
+            try:
+                self._open[file] = safe_open(self.folder / file, framework="np")
+            except (SafetensorError, OSError) as error:
+                reason = str(error).splitlines()[0][:200]
+                raise InputError(
+                    f"{self.folder / file} is damaged or not a safetensors file ({reason}): copy it again."
+                ) from None
+        return self._open[file]
+
+    def _slice(self, name: str) -> Any:
+        try:
+            return self._handle(self.files[name]).get_slice(name)
+        except SafetensorError:
+            raise InputError(
+                f"{self.folder / self.files[name]} has no tensor {name}, which {INDEX} says it has: copy both again."
+            ) from None
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of a tensor; InputError for a dtype that is not read."""
+        found = self._slice(name)
+        if (dtype := found.get_dtype()) not in READABLE:
+            raise InputError(
+                f"{self.folder / self.files[name]}: {name} has dtype {dtype}: save the model in {', '.join(READABLE)}."
+            )
+        return tuple(found.get_shape())
+
+    def read(self, name: str, slices: tuple[slice, ...]) -> np.ndarray:
+        """A block of a tensor, in its own dtype; only its bytes are read."""
+        found = self._slice(name)
+        return found[slices] if slices else found[:]
+
+
+def read_config(folder: str | Path) -> dict[str, Any]:
+    """The folder's config.json."""
+    path = Path(folder) / "config.json"
+    try:
+        config = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise InputError(f"{path} does not exist: give the folder of a model in Hugging Face's format.") from None
+    except (ValueError, OSError) as error:
+        raise InputError(f"{path} is damaged ({error}): copy it again.") from None
+    if not isinstance(config, dict) or "model_type" not in config:
+        raise InputError(f"{path} has no model_type: give the folder of a model in Hugging Face's format.")
+    return config
+
+
+def write_folder(
+    folder: Path, config: dict[str, Any], tensors: Iterator[tuple[str, np.ndarray]], shard_bytes: int = SHARD_BYTES
+) -> None:
+    """Write a folder, in files of at most `shard_bytes` with their index.
+
+    It is written beside its final name and renamed when it is complete. Raises InputError if it exists, or if it cannot
+    be written; nothing remains then.
+    """
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise InputError(f"{folder} exists: give a new folder, or remove it.")
+    partial = folder.with_name(f".{folder.name}.partial-{os.getpid()}")
+    try:
+        partial.mkdir(parents=True)
+        files, total = _write_shards(partial, tensors, shard_bytes)
+        index = {"metadata": {"total_size": total}, "weight_map": files}
+        (partial / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+        (partial / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+        if folder.exists():
+            folder.rmdir()
+        partial.rename(folder)
+    except (OSError, SafetensorError) as error:
+        raise InputError(
+            f"{folder} could not be written ({getattr(error, 'strerror', None) or error}): free disk space there, or "
+            "give another folder."
+        ) from None
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _write_shards(
+    folder: Path, tensors: Iterator[tuple[str, np.ndarray]], shard_bytes: int
+) -> tuple[dict[str, str], int]:
+    """(the file of each tensor, bytes in all); a file's number of files is known, and in its name, at the end."""
+    shards: list[list[str]] = []
+    total = 0
+
+    def write(shard: dict[str, np.ndarray]) -> None:
+        save_file(shard, folder / f"{len(shards)}.part", metadata={"format": "pt"})
+        shards.append([*shard])
+
+    shard: dict[str, np.ndarray] = {}
+    for name, array in tensors:
+        if shard and sum(a.nbytes for a in shard.values()) + array.nbytes > shard_bytes:
+            write(shard)
+            shard = {}
+        shard[name] = np.ascontiguousarray(array)
+        total += array.nbytes
+    write(shard)
+    files: dict[str, str] = {}
+    for i, written in enumerate(shards):
+        file = f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors"
+        (folder / f"{i}.part").rename(folder / file)
+        files |= dict.fromkeys(written, file)
+    return files, total

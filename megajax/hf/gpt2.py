@@ -1,0 +1,80 @@
+"""GPT-2: config.json and tensors. Its linear layers are `[in, out]`, with queries, keys and values in one tensor."""
+
+from typing import Any
+
+from megajax.config import ModelConfig
+from megajax.hf.tensors import Tensor, side_by_side
+
+Json = dict[str, Any]
+NAMES = {
+    "n_layer": "num_layers",
+    "n_embd": "hidden_size",
+    "n_head": "num_heads",
+    "vocab_size": "vocab_size",
+    "n_positions": "max_positions",
+    "layer_norm_epsilon": "norm_epsilon",
+}
+ACTIVATIONS = ("gelu_new", "gelu_pytorch_tanh")
+
+
+class Gpt2:
+    """GPT-2."""
+
+    model_type, architecture = "gpt2", "GPT2LMHeadModel"
+
+    def read(self, config: Json) -> Json:
+        """config.json → the section `model`; ValueError for an option that megajax's model does not have."""
+        if (activation := config.get("activation_function", "gelu_new")) not in ACTIVATIONS:
+            raise ValueError(f"activation_function={activation} is not one of {', '.join(ACTIVATIONS)}")
+        for key in ("scale_attn_by_inverse_layer_idx", "add_cross_attention"):
+            if config.get(key):
+                raise ValueError(f"{key}=true")
+        config = {"layer_norm_epsilon": 1e-5, "n_positions": 1024} | config
+        model = {ours: config[theirs] for theirs, ours in NAMES.items()}
+        return model | {
+            "ffn_hidden_size": config.get("n_inner") or 4 * config["n_embd"],
+            "norm": "layernorm",
+            "activation": "gelu",
+            "position": "learned",
+            "attention_bias": True,
+            "mlp_bias": True,
+            "tie_embeddings": config.get("tie_word_embeddings", True),
+        }
+
+    def write(self, model: ModelConfig) -> Json:
+        """The section `model` → config.json, without what depends on the run."""
+        config = {theirs: getattr(model, ours) for theirs, ours in NAMES.items()}
+        return config | {
+            "model_type": self.model_type,
+            "architectures": [self.architecture],
+            "activation_function": "gelu_new",
+            "n_inner": model.ffn_hidden_size,
+            "tie_word_embeddings": model.tie_embeddings,
+        }
+
+    def tensors(self, model: ModelConfig) -> list[Tensor]:
+        """All parameters' entries."""
+        width = model.num_heads * model.head_dim
+        attention, mlp, theirs = "blocks.dense.attention.", "blocks.dense.mlp.", "transformer.h.{layer}."
+        three = ("query", "key", "value")
+        matrices = {f"{attention}{name}": ("embed (heads head) -> embed heads head", width) for name in three}
+        biases = {f"{attention}{name}_bias": ("(heads head) -> heads head", width) for name in three}
+        return [
+            Tensor("embedding.tokens", "transformer.wte.weight"),
+            Tensor("embedding.positions", "transformer.wpe.weight"),
+            Tensor("final_norm", "transformer.ln_f.weight"),
+            Tensor("final_norm_bias", "transformer.ln_f.bias"),
+            *([] if model.tie_embeddings else [Tensor("head", "lm_head.weight", "out in -> in out")]),
+            *side_by_side(f"{theirs}attn.c_attn.weight", 1, matrices),
+            *side_by_side(f"{theirs}attn.c_attn.bias", 0, biases),
+            Tensor(f"{attention}norm", f"{theirs}ln_1.weight"),
+            Tensor(f"{attention}norm_bias", f"{theirs}ln_1.bias"),
+            Tensor(f"{attention}output", f"{theirs}attn.c_proj.weight", "(heads head) embed -> heads head embed"),
+            Tensor(f"{attention}output_bias", f"{theirs}attn.c_proj.bias"),
+            Tensor(f"{mlp}norm", f"{theirs}ln_2.weight"),
+            Tensor(f"{mlp}norm_bias", f"{theirs}ln_2.bias"),
+            Tensor(f"{mlp}up", f"{theirs}mlp.c_fc.weight"),
+            Tensor(f"{mlp}up_bias", f"{theirs}mlp.c_fc.bias"),
+            Tensor(f"{mlp}down", f"{theirs}mlp.c_proj.weight"),
+            Tensor(f"{mlp}down_bias", f"{theirs}mlp.c_proj.bias"),
+        ]

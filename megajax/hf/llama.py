@@ -1,0 +1,229 @@
+"""Llama 2, 3, 3.1 and 3.2, Mistral, Qwen3, Mixtral and Qwen3-MoE: config.json and tensors.
+
+They differ in options, in the names of config.json and in the names of the experts' tensors.
+"""
+
+from typing import Any
+
+from megajax.config import ModelConfig
+from megajax.config.kinds import block_layers, layer_windows
+from megajax.hf.tensors import Tensor
+
+Json = dict[str, Any]
+LINEAR, HEADS = "out in -> in out", "(heads head) embed -> embed heads head"
+
+# config.json and the section `model`, where they differ in names only
+NAMES = {
+    "num_hidden_layers": "num_layers",
+    "hidden_size": "hidden_size",
+    "num_attention_heads": "num_heads",
+    "num_key_value_heads": "num_kv_heads",
+    "head_dim": "head_dim",
+    "intermediate_size": "ffn_hidden_size",
+    "vocab_size": "vocab_size",
+    "rms_norm_eps": "norm_epsilon",
+    "tie_word_embeddings": "tie_embeddings",
+}
+ROPE_SCALING = {
+    "factor": "factor",
+    "low_freq_factor": "low_freq_factor",
+    "high_freq_factor": "high_freq_factor",
+    "original_max_position_embeddings": "original_max_positions",
+}
+
+
+class Llama:
+    """Llama 2, 3, 3.1 and 3.2."""
+
+    model_type, architecture = "llama", "LlamaForCausalLM"
+    defaults: Json = {"tie_word_embeddings": False, "rms_norm_eps": 1e-6, "hidden_act": "silu"}
+
+    def read(self, config: Json) -> Json:
+        """config.json → the section `model`; ValueError for an option that megajax's model does not have."""
+        config = self.defaults | config
+        if config["hidden_act"] not in ("silu", "swish"):
+            raise ValueError(f"hidden_act={config['hidden_act']} is not silu")
+        model = {ours: config[theirs] for theirs, ours in NAMES.items() if config.get(theirs) is not None}
+        return model | read_rope(config) | self.read_options(config)
+
+    def read_options(self, config: Json) -> Json:
+        """The options of this family."""
+        biases = {key: bool(config.get(key, False)) for key in ("attention_bias", "mlp_bias")}
+        return {key: True for key, present in biases.items() if present}
+
+    def write(self, model: ModelConfig) -> Json:
+        """The section `model` → config.json, without what depends on the run."""
+        config = {theirs: getattr(model, ours) for theirs, ours in NAMES.items()}
+        rope: Json = {"rope_type": "default", "rope_theta": model.rope_theta}
+        if model.rope_scaling is not None:
+            rope |= {"rope_type": model.rope_scaling.kind}
+            rope |= {theirs: getattr(model.rope_scaling, ours) for theirs, ours in ROPE_SCALING.items()}
+        # The first is transformers' older layout, which other programs read; the second the newer one.
+        older = {"rope_theta": model.rope_theta, "rope_scaling": rope if model.rope_scaling else None}
+        config |= {"model_type": self.model_type, "architectures": [self.architecture], "hidden_act": "silu"}
+        return config | older | {"rope_parameters": rope} | self.write_options(model)
+
+    def write_options(self, model: ModelConfig) -> Json:
+        return {"attention_bias": model.attention_bias, "mlp_bias": model.mlp_bias}
+
+    def tensors(self, model: ModelConfig) -> list[Tensor]:
+        """All parameters' entries."""
+        out = [
+            Tensor("embedding.tokens", "model.embed_tokens.weight"),
+            Tensor("final_norm", "model.norm.weight"),
+        ]
+        if not model.tie_embeddings:
+            out.append(Tensor("head", "lm_head.weight", LINEAR))
+        for kind in block_layers(model):
+            out += self.attention(model, f"blocks.{kind}.attention.")
+            out += self.moe(model) if kind == "moe" else self.mlp(model)
+        return out
+
+    def attention(self, model: ModelConfig, ours: str) -> list[Tensor]:
+        theirs = "model.layers.{layer}.self_attn."
+        out = [
+            Tensor(f"{ours}norm", "model.layers.{layer}.input_layernorm.weight"),
+            Tensor(f"{ours}output", f"{theirs}o_proj.weight", "embed (heads head) -> heads head embed"),
+        ]
+        for name, short in (("query", "q"), ("key", "k"), ("value", "v")):
+            out.append(
+                Tensor(f"{ours}{name}", f"{theirs}{short}_proj.weight", "(heads head) embed -> embed heads head")
+            )
+            if model.attention_bias:
+                out.append(Tensor(f"{ours}{name}_bias", f"{theirs}{short}_proj.bias", "(heads head) -> heads head"))
+        if model.attention_bias:
+            out.append(Tensor(f"{ours}output_bias", f"{theirs}o_proj.bias"))
+        if model.qk_norm:
+            out += [Tensor(f"{ours}{name}_norm", f"{theirs}{name[0]}_norm.weight") for name in ("query", "key")]
+        return out
+
+    def mlp(self, model: ModelConfig) -> list[Tensor]:
+        ours, theirs = "blocks.dense.mlp.", "model.layers.{layer}."
+        out = [Tensor(f"{ours}norm", f"{theirs}post_attention_layernorm.weight")]
+        for name in ("gate", "up", "down"):
+            out.append(Tensor(f"{ours}{name}", f"{theirs}mlp.{name}_proj.weight", LINEAR))
+            if model.mlp_bias:
+                out.append(Tensor(f"{ours}{name}_bias", f"{theirs}mlp.{name}_proj.bias"))
+        return out
+
+    def moe(self, model: ModelConfig) -> list[Tensor]:
+        return []
+
+
+class Mistral(Llama):
+    """Mistral: windows in all layers."""
+
+    model_type, architecture = "mistral", "MistralForCausalLM"
+
+    def read_options(self, config: Json) -> Json:
+        window = config.get("sliding_window")
+        return {} if window is None else {"sliding_window": window}
+
+    def write_options(self, model: ModelConfig) -> Json:
+        return {"sliding_window": model.sliding_window}
+
+
+class Mixtral(Mistral):
+    """Mixtral: the best of softmax's scores, normalised."""
+
+    model_type, architecture = "mixtral", "MixtralForCausalLM"
+    experts, router = "block_sparse_moe.experts.{expert}.", "block_sparse_moe.gate.weight"
+    expert_names = {"gate": "w1", "up": "w3", "down": "w2"}
+
+    def read_options(self, config: Json) -> Json:
+        counts = {"num_experts": config["num_local_experts"], "experts_per_token": config["num_experts_per_tok"]}
+        return super().read_options(config) | counts
+
+    def write_options(self, model: ModelConfig) -> Json:
+        counts = {"num_local_experts": model.num_experts, "num_experts_per_tok": model.experts_per_token}
+        return super().write_options(model) | counts | {"intermediate_size": model.expert_ffn_hidden_size}
+
+    def moe(self, model: ModelConfig) -> list[Tensor]:
+        ours, theirs = "blocks.moe.moe.", "model.layers.{layer}."
+        out = [
+            Tensor(f"{ours}norm", f"{theirs}post_attention_layernorm.weight"),
+            Tensor(f"{ours}router", theirs + self.router, LINEAR),
+        ]
+        for name, short in self.expert_names.items():
+            out.append(Tensor(f"{ours}{name}", f"{theirs}{self.experts}{short}.weight", LINEAR))
+        return out
+
+
+class Qwen3(Llama):
+    """Qwen3: norms of queries and keys, windows in the layers that `layer_types` lists."""
+
+    model_type, architecture = "qwen3", "Qwen3ForCausalLM"
+
+    def read_options(self, config: Json) -> Json:
+        options: Json = {"qk_norm": True, "head_dim": config.get("head_dim", 128)}
+        if config.get("attention_bias"):
+            raise ValueError("attention_bias=true: only queries, keys and values have biases")
+        if config.get("use_sliding_window") and config.get("sliding_window"):
+            kinds = config.get("layer_types")
+            if kinds is None:  # the older layout: from this layer on
+                first = config.get("max_window_layers", config["num_hidden_layers"])
+                kinds = ["sliding_attention" if i >= first else "" for i in range(config["num_hidden_layers"])]
+            local = ["local" if kind == "sliding_attention" else "global" for kind in kinds]
+            if "local" in local:
+                options |= {"sliding_window": config["sliding_window"], "layer_pattern": local}
+        return options
+
+    def write_options(self, model: ModelConfig) -> Json:
+        windows = layer_windows(model)
+        local = [window is not None for window in windows]
+        return {
+            "attention_bias": False,
+            "use_sliding_window": any(local),
+            "sliding_window": model.sliding_window,
+            "max_window_layers": next((i for i, is_local in enumerate(local) if is_local), len(local)),
+            "layer_types": ["sliding_attention" if is_local else "full_attention" for is_local in local],
+        }
+
+
+class Qwen3Moe(Qwen3, Mixtral):
+    """Qwen3-MoE: experts in every n-th layer, but not in `mlp_only_layers`."""
+
+    model_type, architecture = "qwen3_moe", "Qwen3MoeForCausalLM"
+    experts, router = "mlp.experts.{expert}.", "mlp.gate.weight"
+    expert_names = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
+
+    def read_options(self, config: Json) -> Json:
+        layers, interval = config["num_hidden_layers"], config.get("decoder_sparse_step", 1)
+        plain = sorted(config.get("mlp_only_layers") or [])
+        if plain != [*range(len(plain))]:
+            raise ValueError(f"mlp_only_layers={plain} are not the first layers")
+        normalised = config.get("norm_topk_prob", False)
+        options = Qwen3.read_options(self, config) | {
+            "num_experts": config["num_local_experts"] if "num_local_experts" in config else config["num_experts"],
+            "experts_per_token": config["num_experts_per_tok"],
+            "expert_ffn_hidden_size": config["moe_intermediate_size"],
+            "router": {"pre_softmax": not normalised, "normalise": normalised},
+        }
+        return options | {
+            key: value
+            for key, value in {"first_dense_layers": len(plain), "moe_layer_interval": interval}.items()
+            if value != {"first_dense_layers": 0, "moe_layer_interval": 1}[key] and layers
+        }
+
+    def write_options(self, model: ModelConfig) -> Json:
+        return Qwen3.write_options(self, model) | {
+            "num_experts": model.num_experts,  # the older name; transformers 5 writes the newer one
+            "num_local_experts": model.num_experts,
+            "num_experts_per_tok": model.experts_per_token,
+            "moe_intermediate_size": model.expert_ffn_hidden_size,
+            "norm_topk_prob": model.router.normalise and not model.router.pre_softmax,
+            "decoder_sparse_step": model.moe_layer_interval,
+            "mlp_only_layers": [*range(model.first_dense_layers)],
+        }
+
+
+def read_rope(config: Json) -> Json:
+    """RoPE's keys, in transformers' older layout (`rope_theta`, `rope_scaling`) or its newer (`rope_parameters`)."""
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    model: Json = {"rope_theta": rope.get("rope_theta", config.get("rope_theta", 10000.0))}
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind == "default":
+        return model
+    if kind != "llama3":
+        raise ValueError(f"rope_type={kind} is not default or llama3")
+    return model | {"rope_scaling": {"kind": kind} | {ours: rope[theirs] for theirs, ours in ROPE_SCALING.items()}}

@@ -1,0 +1,220 @@
+"""Hugging Face folders that transformers wrote (tests/data_files/make_transformers_references.py), read and written."""
+
+import json
+import zipfile
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from megajax.config import Config
+from megajax.config.checks import check_mesh
+from megajax.errors import InputError
+from megajax.hf.__main__ import main
+from megajax.hf.convert import export, family_for, read_model
+from megajax.hf.folder import INDEX, SINGLE, Weights, write_folder
+from megajax.mesh import build_mesh
+from megajax.model import Transformer, parameters
+from megajax.training.saving import StateSaver
+from megajax.training.step import TrainProgram
+
+FILES = Path(__file__).parents[1] / "data_files"
+FOLDERS = sorted(path.stem for path in FILES.glob("tiny_*.zip"))
+MESHES = {"tiny_mixtral": {"expert": 2, "tensor": 2}, "tiny_qwen3_local": {"pipeline": 2, "fsdp": 2}}
+
+
+@pytest.fixture
+def unpack(tmp_path):
+    """A folder of FOLDERS by its name."""
+
+    def unpack(name: str) -> Path:
+        with zipfile.ZipFile(FILES / f"{name}.zip") as archive:
+            archive.extractall(tmp_path / name)
+        return tmp_path / name
+
+    return unpack
+
+
+def config_for(model: dict, mesh: dict | None = None) -> Config:
+    return Config.model_validate(
+        {
+            "model": model | {"vocab_multiple": 64},
+            "mesh": {"data": 1} | (mesh or {}),
+            "batch": {"global_size": 8, "num_microbatches": 2, "sequence_length": 16},
+            "data": {"kind": "synthetic"},
+        }
+    )
+
+
+def stored_weights(name: str) -> dict[str, np.ndarray]:
+    """The model's parameters as the script converted them, the vocabulary not padded."""
+    return dict(np.load(FILES / f"{name}.npz"))
+
+
+def read(folder: Path, config: Config) -> dict[str, jax.Array]:
+    """The parameters of a folder on the mesh of `config`."""
+    count = int(np.prod([size for size in config.mesh.model_dump().values() if isinstance(size, int)]))
+    program = TrainProgram.build(config, build_mesh(check_mesh(config, count), jax.devices()[:count]))
+    return StateSaver(program).restore_weights(str(folder))[0]
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("name", FOLDERS)
+def test_config_json_describes_the_same_network(unpack, name):
+    expected = json.loads(str(stored_weights(name)["model"]))
+    assert config_for(read_model(unpack(name))).model == config_for(expected).model
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_weights_on_a_mesh_are_those_of_transformers_bit_for_bit(unpack, name):
+    mesh = MESHES.get(name, {"fsdp": 2, "tensor": 2 if name != "tiny_gpt2" else 1})
+    mesh = mesh | ({"tensor": 1, "fsdp": 4} if name == "tiny_mistral" else {})  # three KV heads
+    folder, stored = unpack(name), stored_weights(name)
+    found = read(folder, config_for(read_model(folder), mesh))
+    for parameter, array in found.items():
+        ours, theirs = np.asarray(array), stored[parameter]
+        np.testing.assert_array_equal(ours[tuple(map(slice, theirs.shape))], theirs, err_msg=parameter)
+        assert np.abs(ours).sum(dtype=np.float64) == pytest.approx(np.abs(theirs).sum(dtype=np.float64)), parameter
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("name", FOLDERS)
+def test_an_exported_folder_has_the_tensors_of_transformers(unpack, tmp_path, name):
+    folder, stored = unpack(name), stored_weights(name)
+    model = config_for(read_model(folder)).model
+    shapes = {n: p.shape for n, p in parameters(Transformer(model)).items()}
+    padded = {
+        n: np.pad(stored[n], [(0, size - own) for size, own in zip(shapes[n], stored[n].shape, strict=True)])
+        for n in shapes
+    }
+    export(padded, model, tmp_path / "out", "float32", {})
+    expected = load_file(folder / SINGLE)
+    index = json.loads((tmp_path / "out" / INDEX).read_text())
+    found = {}
+    for file in sorted(set(index["weight_map"].values())):
+        found |= load_file(tmp_path / "out" / file)
+    assert found.keys() == expected.keys() == index["weight_map"].keys()
+    for tensor, array in expected.items():
+        assert found[tensor].dtype == array.dtype
+        np.testing.assert_array_equal(found[tensor], array, err_msg=tensor)
+    assert config_for(read_model(tmp_path / "out")).model == model
+    theirs, ours = (json.loads((where / "config.json").read_text()) for where in (folder, tmp_path / "out"))
+    assert ours["architectures"] == theirs["architectures"] and ours["model_type"] == theirs["model_type"]
+    assert {k: theirs[k] for k in ours.keys() & theirs.keys() if k.startswith(("num_", "rope_p", "n_"))} == {
+        k: ours[k] for k in ours.keys() & theirs.keys() if k.startswith(("num_", "rope_p", "n_"))
+    }
+
+
+@pytest.mark.smoke
+def test_a_large_model_is_written_in_several_files(tmp_path):
+    rng = np.random.default_rng(0)
+    arrays = {f"layer.{i}": rng.standard_normal((10, 5)).astype(np.float32) for i in range(5)}
+    write_folder(tmp_path / "out", {}, iter(arrays.items()), shard_bytes=450)
+    files = json.loads((tmp_path / "out" / INDEX).read_text())["weight_map"]
+    assert sorted(set(files.values())) == [f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3)]
+    with Weights(tmp_path / "out") as weights:
+        for name, array in arrays.items():
+            np.testing.assert_array_equal(weights.read(name, (slice(2, 4), slice(0, 5))), array[2:4])
+
+
+@pytest.mark.smoke
+def test_the_section_model_is_printed(unpack, capsys):
+    assert main(["config", str(unpack("tiny_mistral"))]) == 0
+    assert "  sliding_window: 7\n" in capsys.readouterr().out
+
+
+# Mistakes
+
+
+def change_config(folder: Path, **changes) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def change_tensors(folder: Path, change) -> None:
+    tensors = load_file(folder / SINGLE)
+    change(tensors)
+    save_file(tensors, folder / SINGLE)
+
+
+def truncate(folder: Path) -> None:
+    content = (folder / SINGLE).read_bytes()
+    (folder / SINGLE).write_bytes(content[: len(content) // 2])
+
+
+def lie_about_offsets(folder: Path) -> None:
+    content = (folder / SINGLE).read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    header = content[8 : 8 + length].replace(b'"data_offsets":[0,', b'"data_offsets":[9,', 1)
+    (folder / SINGLE).write_bytes(content[:8] + header + content[8 + length :])
+
+
+def make_index(folder: Path) -> None:
+    names = load_file(folder / SINGLE)
+    (folder / INDEX).write_text(json.dumps({"weight_map": dict.fromkeys(names, "model-00001-of-00002.safetensors")}))
+
+
+def only_a_pickle(folder: Path) -> None:
+    (folder / SINGLE).rename(folder / "pytorch_model.bin")
+
+
+Q = "model.layers.1.self_attn.q_proj.weight"
+MISTAKES = {
+    "another family": (
+        lambda f: change_config(f, model_type="bert"),
+        "model_type=bert is not known: megajax reads gpt2",
+    ),
+    "another activation": (lambda f: change_config(f, hidden_act="gelu"), "hidden_act=gelu is not silu"),
+    "no key": (lambda f: (f / "config.json").write_text("{}"), "has no model_type"),
+    "not JSON": (lambda f: (f / "config.json").write_text("{"), "config.json is damaged"),
+    "another size": (lambda f: change_config(f, num_hidden_layers=2), "model.num_layers=2, but this run has 3"),
+    "no tensor": (lambda f: change_tensors(f, lambda t: t.pop(Q)), f"has no tensor {Q}"),
+    "another shape": (
+        lambda f: change_tensors(f, lambda t: t.update({Q: t[Q][1:].copy()})),
+        "by config.json it has [48, 48]",
+    ),
+    "one too many": (lambda f: change_tensors(f, lambda t: t.update(more=t[Q])), "has the tensor more, which"),
+    "a dtype": (lambda f: change_tensors(f, lambda t: t.update({Q: t[Q].astype(np.int32)})), "has dtype I32: save"),
+    "truncated": (truncate, "is damaged or not a safetensors file"),
+    "lying offsets": (lie_about_offsets, "is damaged or not a safetensors file"),
+    "a missing file": (make_index, "lacks model-00001-of-00002.safetensors, which its index names"),
+    "a pickle": (only_a_pickle, "is a pickle, which can run any program"),
+    "no weights": (lambda f: (f / SINGLE).unlink(), "has no *.safetensors file"),
+}
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_a_sentence(unpack, mistake):
+    folder = unpack("tiny_llama")
+    config = config_for(read_model(folder))
+    change, sentence = MISTAKES[mistake]
+    change(folder)
+    with pytest.raises(InputError) as error:
+        read(folder, config)
+    assert sentence in str(error.value) and str(folder) in str(error.value)
+
+
+@pytest.mark.smoke
+def test_a_failed_export_leaves_nothing(tmp_path):
+    def tensors():
+        yield "a", np.zeros(3, np.float32)
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(InputError, match="could not be written .No space left on device.: free disk space"):
+        write_folder(tmp_path / "out", {}, tensors(), shard_bytes=4)
+    assert not list(tmp_path.iterdir())
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "mine").touch()
+    with pytest.raises(InputError, match="out exists: give a new folder"):
+        write_folder(tmp_path / "out", {}, iter([]))
+    assert (tmp_path / "out" / "mine").exists()
+
+
+@pytest.mark.smoke
+def test_a_model_that_no_family_has_is_refused():
+    model = config_for(json.loads(str(stored_weights("tiny_llama")["model"])) | {"logit_softcap": 30.0}).model
+    with pytest.raises(InputError, match="megajax writes has model.logit_softcap=30.0 .*nearest is llama"):
+        family_for(model)
