@@ -5,7 +5,6 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from megajax.checkpoint.weights import run_config
 from megajax.config import Config
 from megajax.console import CommandParser, user_errors
 from megajax.data.tokenizers import Tokenizer, end_of_document, load_tokenizer
@@ -29,6 +28,7 @@ def generate(
     from jax.sharding import SingleDeviceSharding
 
     from megajax.checkpoint import find_checkpoint, restore_model
+    from megajax.checkpoint.weights import run_config
     from megajax.model import Transformer, bind, parameters
     from megajax.model.block import layer_state
 
