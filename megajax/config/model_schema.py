@@ -126,7 +126,10 @@ class ModelConfig(Section):
         default=1.0, description="Fraction of each head that is rotated."
     )
     qk_norm: bool = Field(default=False, description="Normalise the queries and keys of each head.")
-    attention_bias: bool = Field(default=False, description="Biases in the four attention projections.")
+    attention_bias: bool | Literal["qkv"] = Field(
+        default=False,
+        description="Biases in the attention projections. true: all four; qkv: queries, keys and values.",
+    )
     mlp_bias: bool = Field(default=False, description="Biases in the MLP projections.")
     logit_softcap: Positive | None = Field(
         default=None, description="Limit the output logits to ±this value with tanh."

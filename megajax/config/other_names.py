@@ -168,7 +168,7 @@ start-weight-decay, end-weight-decay, weight-decay-incr-style | | the weight dec
 decoupled-lr, decoupled-min-lr | | all weights have one learning rate
 loss-scale, initial-loss-scale, min-loss-scale, loss-scale-window, hysteresis | | precision.compute=float16 always
     scales the loss dynamically
-add-qkv-bias | | model.attention_bias sets the biases of all four projections
+add-qkv-bias | model.attention_bias | =qkv
 apply-layernorm-1p, apply-query-key-layer-scaling, rotary-interleaved | | it has no counterpart
 multi-latent-attention, q-lora-rank, kv-lora-rank | | multi-latent attention is not implemented yet
 mtp-num-layers | | multi-token prediction is not implemented yet

@@ -14,7 +14,7 @@ from megajax.config.tree import show
 from megajax.errors import ConfigError, InputError
 from megajax.hf.folder import Weights, read_config, write_folder
 from megajax.hf.gpt2 import Gpt2
-from megajax.hf.llama import Llama, Mistral, Mixtral, Qwen3, Qwen3Moe
+from megajax.hf.llama import Llama, Mistral, Mixtral, Qwen2, Qwen3, Qwen3Moe
 from megajax.hf.tensors import Tensor, names
 from megajax.sharding import BLOCKS
 
@@ -36,7 +36,9 @@ class Family(Protocol):
     def tensors(self, model: ModelConfig) -> list[Tensor]: ...
 
 
-FAMILIES: dict[str, Family] = {f.model_type: f for f in (Gpt2(), Llama(), Mistral(), Mixtral(), Qwen3(), Qwen3Moe())}
+FAMILIES: dict[str, Family] = {
+    f.model_type: f for f in (Gpt2(), Llama(), Mistral(), Mixtral(), Qwen2(), Qwen3(), Qwen3Moe())
+}
 
 
 def family_of(config: Mapping[str, Any], location: str) -> Family:

@@ -1,4 +1,4 @@
-"""Llama 2, 3, 3.1 and 3.2, Mistral, Qwen3, Mixtral and Qwen3-MoE: config.json and tensors.
+"""Llama 2, 3, 3.1 and 3.2, Mistral, Qwen2, Qwen2.5, Qwen3, Mixtral and Qwen3-MoE: config.json and tensors.
 
 They differ in options, in the names of config.json and in the names of the experts' tensors.
 """
@@ -91,7 +91,7 @@ class Llama:
             )
             if model.attention_bias:
                 out.append(Tensor(f"{ours}{name}_bias", f"{theirs}{short}_proj.bias", "(heads head) -> heads head"))
-        if model.attention_bias:
+        if model.attention_bias is True:
             out.append(Tensor(f"{ours}output_bias", f"{theirs}o_proj.bias"))
         if model.qk_norm:
             out += [Tensor(f"{ours}{name}_norm", f"{theirs}{name[0]}_norm.weight") for name in ("query", "key")]
@@ -149,15 +149,16 @@ class Mixtral(Mistral):
         return out
 
 
-class Qwen3(Llama):
-    """Qwen3: norms of queries and keys, windows in the layers that `layer_types` lists."""
+class Qwen2(Llama):
+    """Qwen2 and Qwen2.5: biases of queries, keys and values, windows in the layers that `layer_types` lists."""
 
-    model_type, architecture = "qwen3", "Qwen3ForCausalLM"
+    model_type, architecture = "qwen2", "Qwen2ForCausalLM"
 
     def read_options(self, config: Json) -> Json:
-        options: Json = {"qk_norm": True, "head_dim": config.get("head_dim", 128)}
-        if config.get("attention_bias"):
-            raise ValueError("attention_bias=true: only queries, keys and values have biases")
+        return {"attention_bias": "qkv"} | self.read_windows(config)
+
+    def read_windows(self, config: Json) -> Json:
+        options: Json = {}
         if config.get("use_sliding_window") and config.get("sliding_window"):
             kinds = config.get("layer_types")
             if kinds is None:  # the older layout: from this layer on
@@ -169,15 +170,27 @@ class Qwen3(Llama):
         return options
 
     def write_options(self, model: ModelConfig) -> Json:
-        windows = layer_windows(model)
-        local = [window is not None for window in windows]
+        local = [window is not None for window in layer_windows(model)]
         return {
-            "attention_bias": False,
             "use_sliding_window": any(local),
             "sliding_window": model.sliding_window,
             "max_window_layers": next((i for i, is_local in enumerate(local) if is_local), len(local)),
             "layer_types": ["sliding_attention" if is_local else "full_attention" for is_local in local],
         }
+
+
+class Qwen3(Qwen2):
+    """Qwen3: norms of queries and keys."""
+
+    model_type, architecture = "qwen3", "Qwen3ForCausalLM"
+
+    def read_options(self, config: Json) -> Json:
+        if config.get("attention_bias"):
+            raise ValueError("attention_bias=true")
+        return {"qk_norm": True, "head_dim": config.get("head_dim", 128)} | self.read_windows(config)
+
+    def write_options(self, model: ModelConfig) -> Json:
+        return super().write_options(model) | {"attention_bias": False}
 
 
 class Qwen3Moe(Qwen3, Mixtral):

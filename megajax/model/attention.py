@@ -47,7 +47,7 @@ class Attention(Part):
         self.query_bias = declare((N, H), ("heads", "head"), "bias") if bias else None
         self.key_bias = declare((K, H), ("kv_heads", "head"), "bias") if bias else None
         self.value_bias = declare((K, H), ("kv_heads", "head"), "bias") if bias else None
-        self.output_bias = declare((D,), ("residual",), "bias") if bias else None
+        self.output_bias = declare((D,), ("residual",), "bias") if bias is True else None
 
     @jax.named_scope("attention")
     def __call__(

@@ -38,6 +38,8 @@ from transformers import (
     MixtralConfig,
     MixtralForCausalLM,
     PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
@@ -64,6 +66,7 @@ FOLDERS = (
     "tiny_llama",
     "tiny_llama_tied",
     "tiny_mistral",
+    "tiny_qwen2",
     "tiny_qwen3_local",
     "tiny_mixtral",
     "tiny_qwen3_moe_mixed",
@@ -210,7 +213,8 @@ def convert_llama_blocks(tensors: Tensors, model: dict, kind: str, layers: list[
         block["attention.query_bias"] = get("self_attn.q_proj.bias").unflatten(1, (heads, -1))
         block["attention.key_bias"] = get("self_attn.k_proj.bias").unflatten(1, (kv_heads, -1))
         block["attention.value_bias"] = get("self_attn.v_proj.bias").unflatten(1, (kv_heads, -1))
-        block["attention.output_bias"] = get("self_attn.o_proj.bias")
+        if model["attention_bias"] is True:
+            block["attention.output_bias"] = get("self_attn.o_proj.bias")
     if model.get("qk_norm"):
         block["attention.query_norm"] = get("self_attn.q_norm.weight")
         block["attention.key_norm"] = get("self_attn.k_norm.weight")
@@ -375,6 +379,14 @@ def tiny_qwen3_local() -> Reference:
     return Qwen3ForCausalLM(config), model, convert_llama
 
 
+def tiny_qwen2() -> Reference:
+    """Biases of queries, keys and values only; the last layer attends to a window."""
+    pattern = ["global", "global", "local"]
+    model = llama_section(attention_bias="qkv", sliding_window=6, layer_pattern=pattern, tie_embeddings=True)
+    config = Qwen2Config(use_sliding_window=True, sliding_window=6, max_window_layers=2, **llama_options(model))
+    return Qwen2ForCausalLM(config), model, convert_llama
+
+
 def tiny_mixtral() -> Reference:
     model = llama_section(num_layers=2, ffn_hidden_size=32, num_experts=4, experts_per_token=2)
     config = MixtralConfig(
@@ -482,6 +494,7 @@ def main() -> None:
         tiny_mixtral,
         tiny_qwen3_moe,
         tiny_qwen3_moe_mixed,
+        tiny_qwen2,
     )
     for seed, build in enumerate(builders):
         path = Path(__file__).parent / f"{build.__name__}.npz"
