@@ -9,18 +9,13 @@ import numpy as np
 
 from megajax.checkpoint.manager import describe_model
 from megajax.config import ModelConfig
-from megajax.config.kinds import block_layers
 from megajax.config.tree import show
 from megajax.errors import ConfigError, InputError
 from megajax.hf.folder import Weights, read_config, write_folder
 from megajax.hf.gpt2 import Gpt2
 from megajax.hf.llama import Llama, Mistral, Mixtral, Qwen2, Qwen3, Qwen3Moe
-from megajax.hf.tensors import Tensor, names
-from megajax.sharding import BLOCKS
-
-# Buffers of older folders, which are no parameters.
-UNUSED = ("rotary_emb.inv_freq", "attn.bias", "attn.masked_bias")
-VOCABULARY_DIM = {"embedding.tokens": 0, "head": -1}  # the padded dimension
+from megajax.hf.reader import Reader, check_tensors, tensor_names, unpadded
+from megajax.hf.tensors import Tensor
 
 
 class Family(Protocol):
@@ -85,73 +80,9 @@ def load(
     entries = {tensor.ours: tensor for tensor in family_of(read_config(folder), str(folder)).tensors(model)}
     assert entries.keys() == abstract.keys(), entries.keys() ^ abstract.keys()
     with Weights(folder) as weights:
-        readers = {name: _Reader(weights, entries[name], model, shape.shape) for name, shape in abstract.items()}
-        _check_tensors(weights, [*readers.values()])
-        return {
-            name: jax.make_array_from_callback(shape.shape, shape.sharding, readers[name].block)
-            for name, shape in abstract.items()
-        }
-
-
-class _Reader:
-    """Reads blocks of one parameter from the tensors that hold it."""
-
-    def __init__(self, weights: Weights, tensor: Tensor, model: ModelConfig, padded: Sequence[int]):
-        self.weights, self.tensor = weights, tensor
-        self.padded, self.shape = tuple(padded), unpadded(tensor.ours, padded, model)
-        self.names = tensor_names(tensor, model)
-        self.rest = self.shape[tensor.stacked :]  # of the part in one tensor
-
-    def block(self, index: tuple[slice, ...] | None) -> np.ndarray:
-        """The slices `index` of the parameter, FP32; rows of the vocabulary's padding are zeros."""
-        assert index is not None
-        bounds = [s.indices(size)[:2] for s, size in zip(index, self.padded, strict=True)]
-        out = np.zeros([stop - start for start, stop in bounds], np.float32)
-        held = [slice(start, min(stop, size)) for (start, stop), size in zip(bounds, self.shape, strict=True)]
-        stacked, wanted = held[: self.tensor.stacked], tuple(held[self.tensor.stacked :])
-        if any(s.start >= s.stop for s in held):
-            return out
-        target, slices = tuple(slice(s.stop - s.start) for s in wanted), self.tensor.their_slices(self.rest, wanted)
-        for at in np.ndindex(*(s.stop - s.start for s in stacked)):
-            name = self.names[tuple(i + s.start for i, s in zip(at, stacked, strict=True))]
-            out[(*at, *target)] = self.tensor.to_ours(self.weights.read(name, slices), self.rest, wanted)
-        return out
-
-
-def _check_tensors(weights: Weights, readers: Sequence[_Reader]) -> None:
-    """Raise InputError for tensors that are missing, have another shape, or that no parameter needs."""
-    expected: dict[str, list[int]] = {}
-    for reader in readers:
-        tensor, part = reader.tensor, reader.tensor.their_shape(reader.rest)
-        for name in reader.names.values():
-            shape = expected.setdefault(name, list(part))
-            if tensor.fused is not None:
-                shape[tensor.fused] = max(shape[tensor.fused], tensor.start + part[tensor.fused])
-    for name, shape in expected.items():
-        if name not in weights.files:
-            raise InputError(f"{weights.folder} has no tensor {name}: copy the whole model.")
-        if (found := weights.shape(name)) != tuple(shape):
-            raise InputError(
-                f"{weights.folder / weights.files[name]}: {name} has the shape {list(found)}, but by config.json "
-                f"it has {shape}: copy both files of the same model."
-            )
-    extra = [n for n in weights.files if n not in expected and not n.endswith(UNUSED) and n != "lm_head.weight"]
-    if extra:
-        raise InputError(f"{weights.folder} has the tensor {extra[0]}, which its model_type does not have.")
-
-
-def tensor_names(tensor: Tensor, model: ModelConfig) -> dict[tuple[int, ...], str]:
-    """The tensors of a parameter, by the indices (row, expert) of the dimensions that are spread over tensors."""
-    layers = block_layers(model)[tensor.ours.split(".")[1]] if tensor.ours.startswith(BLOCKS) else ()
-    return names(tensor, layers, model.num_experts or 0)
-
-
-def unpadded(name: str, shape: Sequence[int], model: ModelConfig) -> tuple[int, ...]:
-    """The shape of a parameter without the padding of the vocabulary."""
-    sizes = list(shape)
-    if name in VOCABULARY_DIM:
-        sizes[VOCABULARY_DIM[name]] = model.vocab_size
-    return tuple(sizes)
+        readers = {name: Reader(weights, entries[name], model, shape.shape) for name, shape in abstract.items()}
+        check_tensors(weights, [*readers.values()])
+        return {name: readers[name].on_devices(shape.sharding) for name, shape in abstract.items()}
 
 
 def family_for(model: ModelConfig) -> Family:
