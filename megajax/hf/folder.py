@@ -16,7 +16,7 @@ from megajax.errors import InputError
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 SHARD_BYTES = 5 * 10**9
-READABLE = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+READABLE = ("F32", "F16", "BF16")
 # Copied beside exported weights, if they exist.
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -96,10 +96,6 @@ class Weights:
                 f"{self.folder / self.files[name]}: {name} has dtype {dtype}: save the model in {', '.join(READABLE)}."
             )
         return tuple(found.get_shape())
-
-    def dtype(self, name: str) -> str:
-        """The dtype of a tensor that `shape` accepts."""
-        return READABLE[self._slice(name).get_dtype()]
 
     def read(self, name: str, slices: tuple[slice, ...]) -> np.ndarray:
         """A block of a tensor, in its own dtype; only its bytes are read."""

@@ -1,10 +1,11 @@
 """Parameters from the tensors of a Hugging Face folder, onto the devices that hold them."""
 
 import math
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import cached_property, partial
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +20,7 @@ from megajax.hf.tensors import Tensor, names
 from megajax.sharding import BLOCKS
 
 PIECE_BYTES = 2**28  # of a piece in FP32
+READERS = 4  # pieces that are read at the same time
 # Buffers of older folders, which are no parameters.
 UNUSED = ("rotary_emb.inv_freq", "attn.bias", "attn.masked_bias")
 VOCABULARY_DIM = {"embedding.tokens": 0, "head": -1}  # the padded dimension
@@ -33,58 +35,73 @@ class Reader:
         self.names = tensor_names(tensor, model)
         self.rest = self.shape[tensor.stacked :]  # of the part in one tensor
 
-    @cached_property
-    def dtype(self) -> np.dtype:
-        """The tensors' dtype; FP32 if they have several."""
-        found = {self.weights.dtype(name) for name in self.names.values()}
-        return np.dtype(found.pop() if len(found) == 1 else np.float32)
-
     def on_devices(self, sharding: jax.sharding.Sharding) -> jax.Array:
-        """The whole parameter, FP32, on the devices of this process.
-
-        Pieces of at most PIECE_BYTES are read, one ahead, in the tensors' dtype, and cast on the device. So no shard is
-        ever whole in the host's memory.
-        """
+        """The whole parameter, FP32, on the devices of this process."""
         indices = sharding.addressable_devices_indices_map(self.padded)
-        with ThreadPoolExecutor(1) as pool:
+        with ThreadPoolExecutor(READERS) as pool:
             shards = [self._on_device(device, index or (), pool) for device, index in indices.items()]
         return jax.make_array_from_single_device_arrays(self.padded, sharding, shards)
 
     def _on_device(self, device: Any, index: tuple[slice, ...], pool: ThreadPoolExecutor) -> jax.Array:
+        """One device's shard. A large one is read in pieces, which the device casts and transposes.
+
+        The host then holds READERS pieces of at most PIECE_BYTES; a transpose there would take longer than the read.
+        """
         bounds = [slice(*s.indices(size)[:2]) for s, size in zip(index, self.padded, strict=True)]
         shape = [s.stop - s.start for s in bounds]
-        rows = max(1, PIECE_BYTES // max(1, 4 * math.prod(shape[1:])))
-        starts = range(bounds[0].start, bounds[0].stop, rows)
-        pieces = [[slice(start, min(start + rows, bounds[0].stop)), *bounds[1:]] for start in starts]
-        if len(pieces) == 1:
-            return jax.device_put(self.block(pieces[0]).astype(np.float32), device)
-        shard = jax.device_put(jnp.zeros(shape, jnp.float32, device=device), device)
-        ahead = pool.submit(self.block, pieces[0])
+        pieces = [*self._pieces(bounds)]
+        if 4 * math.prod(shape) <= PIECE_BYTES:
+            out = np.zeros(shape, np.float32)
+            for piece in pieces:
+                where = tuple(map(slice, piece.start, np.add(piece.start, piece.lengths)))
+                out[where] = self.tensor.to_ours(self._read(piece), self.rest, piece.wanted).reshape(piece.lengths)
+            return jax.device_put(out, device)
+        shard = jnp.zeros(shape, jnp.float32, device=device)
+        waiting = deque(pool.submit(self._read, piece) for piece in pieces[:READERS])
         for i, piece in enumerate(pieces):
-            block = ahead.result()
-            if i + 1 < len(pieces):
-                ahead = pool.submit(self.block, pieces[i + 1])
-            shard = _with_piece(shard, jax.device_put(block, device), piece[0].start - bounds[0].start)
-            shard.block_until_ready()  # or the host would hold many pieces whose transfer waits
+            block = jax.device_put(waiting.popleft().result(), device)
+            if i + READERS < len(pieces):
+                waiting.append(pool.submit(self._read, pieces[i + READERS]))
+            wanted = self.tensor.without_starts(piece.wanted)
+            shard = _with_piece(shard, block, np.array(piece.start), self.tensor, self.rest, wanted, piece.lengths)
+            shard.block_until_ready()  # or the host would keep blocks whose transfer waits
         return shard
 
-    def block(self, bounds: Sequence[slice]) -> np.ndarray:
-        """A block of the parameter in the tensors' dtype; rows of the vocabulary's padding are zeros."""
-        out = np.zeros([s.stop - s.start for s in bounds], self.dtype)
+    def _read(self, piece: "Piece") -> np.ndarray:
+        return self.weights.read(piece.name, self.tensor.their_slices(self.rest, piece.wanted))
+
+    def _pieces(self, bounds: Sequence[slice]) -> Iterator["Piece"]:
+        """The blocks of tensors that hold a shard, without the vocabulary's padding."""
         held = [slice(s.start, min(s.stop, size)) for s, size in zip(bounds, self.shape, strict=True)]
-        stacked, wanted = held[: self.tensor.stacked], tuple(held[self.tensor.stacked :])
         if any(s.start >= s.stop for s in held):
-            return out
-        target, slices = tuple(slice(s.stop - s.start) for s in wanted), self.tensor.their_slices(self.rest, wanted)
+            return
+        count = self.tensor.stacked
+        stacked, wanted = held[:count], held[count:]
+        cut = self.tensor.leading_axis
+        row = 4 * math.prod(s.stop - s.start for s in wanted) // (wanted[cut].stop - wanted[cut].start)
+        step = max(1, PIECE_BYTES // row)
         for at in np.ndindex(*(s.stop - s.start for s in stacked)):
             name = self.names[tuple(i + s.start for i, s in zip(at, stacked, strict=True))]
-            out[(*at, *target)] = self.tensor.to_ours(self.weights.read(name, slices), self.rest, wanted)
-        return out
+            for start in range(wanted[cut].start, wanted[cut].stop, step):
+                own = slice(start, min(start + step, wanted[cut].stop))
+                part = (*wanted[:cut], own, *wanted[cut + 1 :])
+                starts = (*at, *(s.start - b.start for s, b in zip(part, bounds[count:], strict=True)))
+                yield Piece(name, part, starts, (*(1 for _ in at), *(s.stop - s.start for s in part)))
 
 
-@partial(jax.jit, donate_argnums=0)
-def _with_piece(shard: jax.Array, piece: jax.Array, start: jax.Array) -> jax.Array:
-    return lax.dynamic_update_slice_in_dim(shard, piece.astype(shard.dtype), start, 0)
+class Piece(NamedTuple):
+    """A block of one tensor, and where it belongs in a device's shard."""
+
+    name: str  # of the tensor
+    wanted: tuple[slice, ...]  # in the parameter, without its stacked dimensions
+    start: tuple[int, ...]  # in the shard
+    lengths: tuple[int, ...]
+
+
+@partial(jax.jit, donate_argnums=0, static_argnums=(3, 4, 5, 6))
+def _with_piece(shard, block, start, tensor: Tensor, rest, wanted, lengths) -> jax.Array:
+    piece = tensor.to_ours(block, rest, wanted).astype(shard.dtype).reshape(lengths)
+    return lax.dynamic_update_slice(shard, piece, tuple(start))
 
 
 def check_tensors(weights: Weights, readers: Sequence[Reader]) -> None:

@@ -9,6 +9,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
@@ -52,6 +53,22 @@ class Tensor:
                 groups.append([word])
         return groups, right.split()
 
+    @property
+    def leading_axis(self) -> int:
+        """The parameter's dimension, without the stacked ones, that the tensor's first dimension begins with."""
+        if not self.pattern:
+            return 0
+        groups, ours = self._axes
+        return ours.index(groups[0][0])
+
+    def without_starts(self, wanted: Slices) -> Slices:
+        """`wanted` for `to_ours`, the same for all blocks of one shape."""
+        groups, ours = self._axes if self.pattern else ([], [])
+        inner = {axis for group in groups for axis in group[1:]}
+        return tuple(
+            s if i < len(ours) and ours[i] in inner else slice(0, s.stop - s.start) for i, s in enumerate(wanted)
+        )
+
     def their_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         """The shape of this part of a tensor, for the parameter's `shape` without its stacked dimensions."""
         if not self.pattern:
@@ -76,8 +93,8 @@ class Tensor:
             slices[self.fused] = slice(own.start + self.start, own.stop + self.start)
         return tuple(slices)
 
-    def to_ours(self, block: np.ndarray, shape: Sequence[int], wanted: Slices) -> np.ndarray:
-        """A block of the tensor, as `their_slices` names it → the slices `wanted` of the parameter."""
+    def to_ours(self, block: Any, shape: Sequence[int], wanted: Slices) -> Any:
+        """A block of the tensor (NumPy or jax), as `their_slices` names it → the slices `wanted` of the parameter."""
         if not self.pattern:
             return block
         groups, ours = self._axes
