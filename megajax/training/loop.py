@@ -125,9 +125,10 @@ class Trainer:
         if self._resumed_step is not None:
             with self._damage_reported(self._resumed_step):
                 return self.saver.restore(self.checkpoints, self._resumed_step)
-        state, weights = self.program.init_state(), self._first_weights
-        self._first_weights = None
-        return state if weights is None else self.saver.with_weights(state, weights)
+        weights, self._first_weights = self._first_weights, None
+        if weights is None:
+            return self.program.init_state()
+        return self.saver.with_weights(self.program.init_state(params=False), weights)
 
     @contextlib.contextmanager
     def _damage_reported(self, step: int):

@@ -111,9 +111,15 @@ class TrainProgram:
     def first_loss_scale(self) -> jax.Array:
         return jnp.float32(INITIAL_LOSS_SCALE if self.config.precision.compute == "float16" else 1.0)
 
-    def init_state(self) -> TrainState:
-        """The first state, made on the devices in its shards; no device or host ever holds whole arrays."""
-        return jax.jit(self._init, out_shardings=self.state_shardings)()
+    def init_state(self, params: bool = True) -> TrainState:
+        """The first state, made on the devices in its shards; no device or host ever holds whole arrays.
+
+        Without `params` it has none, and there is room for those from elsewhere.
+        """
+        if params:
+            return jax.jit(self._init, out_shardings=self.state_shardings)()
+        shardings = replace(self.state_shardings, params={})
+        return jax.jit(lambda: replace(self._init(), params={}), out_shardings=shardings)()
 
     @cached_property
     def train_step(self) -> Callable:
