@@ -7,15 +7,15 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 
-from megajax.checkpoint.manager import describe_model
+from megajax.checkpoint.manager import compare_descriptions, describe_model
 from megajax.config import ModelConfig
 from megajax.config.tree import show
 from megajax.errors import ConfigError, InputError
 from megajax.hf.folder import Weights, read_config, write_folder
 from megajax.hf.gpt2 import Gpt2
 from megajax.hf.llama import Llama, Mistral, Mixtral, Qwen2, Qwen3, Qwen3Moe
-from megajax.hf.reader import Reader, check_tensors, tensor_names, unpadded
-from megajax.hf.tensors import Tensor
+from megajax.hf.reader import Reader, check_tensors, unpadded
+from megajax.hf.tensors import Tensor, tensor_names
 
 
 class Family(Protocol):
@@ -36,36 +36,31 @@ FAMILIES: dict[str, Family] = {
 }
 
 
-def family_of(config: Mapping[str, Any], location: str) -> Family:
-    """The family of a config.json at `location`. Raises InputError for one that is not known."""
+def read_folder(folder: str | Path) -> tuple[Family, dict[str, Any]]:
+    """(family, section `model`) of a folder's config.json.
+
+    Raises InputError for a family that is not known, and for a model that megajax does not have.
+    """
+    config, path = read_config(folder), Path(folder) / "config.json"
     name = config["model_type"]
     if name not in FAMILIES:
-        raise InputError(f"{location}: model_type={name} is not known: megajax reads {', '.join(sorted(FAMILIES))}.")
-    return FAMILIES[name]
-
-
-def read_model(folder: str | Path) -> dict[str, Any]:
-    """The section `model` of a folder's config.json. Raises InputError for a model that megajax does not have."""
-    config, path = read_config(folder), Path(folder) / "config.json"
+        raise InputError(f"{path}: model_type={name} is not known: megajax reads {', '.join(sorted(FAMILIES))}.")
     try:
-        return family_of(config, str(path)).read(config)
+        return FAMILIES[name], FAMILIES[name].read(config)
     except KeyError as key:
         raise InputError(f"{path} has no {key}: copy it again.") from None
     except ValueError as problem:
         raise InputError(f"{path}: {problem}, which megajax's model does not have: use another model.") from None
 
 
-def compare_models(folder: str | Path, model: ModelConfig, shown: str) -> None:
-    """Raise InputError if the model of a folder is not `model`; `shown` is the setting that gave the folder."""
-    theirs = ModelConfig.model_validate({"vocab_multiple": model.vocab_multiple} | read_model(folder))
-    found, mine = describe_model(theirs), describe_model(model)
-    for name in {**found, **mine}:
-        if found.get(name) != mine.get(name):
-            value = show(found.get(name))
-            raise InputError(
-                f"{shown} is a model with model.{name}={value}, but this run has {show(mine.get(name))}: "
-                f"set model.{name}={value}, or name another folder."
-            )
+def read_model(folder: str | Path) -> dict[str, Any]:
+    """The section `model` of a folder's config.json; errors as in `read_folder`."""
+    return read_folder(folder)[1]
+
+
+def _describe(section: Mapping[str, Any], model: ModelConfig) -> dict[str, Any]:
+    """The description of the network of a section `model`, with the vocabulary padded as that of `model`."""
+    return describe_model(ModelConfig.model_validate({"vocab_multiple": model.vocab_multiple, **section}))
 
 
 def load(
@@ -73,11 +68,13 @@ def load(
 ) -> dict[str, jax.Array]:
     """The parameters of a folder in the canonical shapes, FP32, and the shardings of `abstract`.
 
-    Each process reads only the blocks of tensors that its devices hold, a shard of one parameter at a time. `setting`
-    gave the folder, at `location`. Raises InputError if the folder is of another model than `model`, or damaged.
+    Each process reads only the blocks of tensors that its devices hold, in pieces (`Reader`). `setting` gave the
+    folder, at `location`. Raises InputError if the folder is of another model than `model`, or damaged.
     """
-    compare_models(folder, model, f"{setting}={folder}{location}")
-    entries = {tensor.ours: tensor for tensor in family_of(read_config(folder), str(folder)).tensors(model)}
+    family, section = read_folder(folder)
+    saved, mine = {"model": _describe(section, model)}, {"model": describe_model(model)}
+    compare_descriptions(saved, mine, f"{setting}={folder}{location}", ("model",), "name another folder")
+    entries = {tensor.ours: tensor for tensor in family.tensors(model)}
     assert entries.keys() == abstract.keys(), entries.keys() ^ abstract.keys()
     with Weights(folder) as weights:
         readers = {name: Reader(weights, entries[name], model, shape.shape) for name, shape in abstract.items()}
@@ -91,8 +88,7 @@ def family_for(model: ModelConfig) -> Family:
     problems = []
     for family in FAMILIES.values():
         try:
-            read = family.read(family.write(model))
-            theirs = describe_model(ModelConfig.model_validate({"vocab_multiple": model.vocab_multiple} | read))
+            theirs = _describe(family.read(family.write(model)), model)
         except (ValueError, KeyError, ConfigError):
             continue
         differ = [name for name in mine if mine[name] != theirs.get(name)]

@@ -17,16 +17,6 @@ from megajax.errors import InputError
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 SHARD_BYTES = 5 * 10**9
 READABLE = ("F32", "F16", "BF16")
-# Copied beside exported weights, if they exist.
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "tokenizer.model",
-    "vocab.json",
-    "merges.txt",
-    "chat_template.jinja",
-)
 
 
 class Weights:

@@ -86,9 +86,7 @@ class Llama:
             Tensor(f"{ours}output", f"{theirs}o_proj.weight", "embed (heads head) -> heads head embed"),
         ]
         for name, short in (("query", "q"), ("key", "k"), ("value", "v")):
-            out.append(
-                Tensor(f"{ours}{name}", f"{theirs}{short}_proj.weight", "(heads head) embed -> embed heads head")
-            )
+            out.append(Tensor(f"{ours}{name}", f"{theirs}{short}_proj.weight", HEADS))
             if model.attention_bias:
                 out.append(Tensor(f"{ours}{name}_bias", f"{theirs}{short}_proj.bias", "(heads head) -> heads head"))
         if model.attention_bias is True:
@@ -201,7 +199,6 @@ class Qwen3Moe(Qwen3, Mixtral):
     expert_names = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
 
     def read_options(self, config: Json) -> Json:
-        layers, interval = config["num_hidden_layers"], config.get("decoder_sparse_step", 1)
         plain = sorted(config.get("mlp_only_layers") or [])
         if plain != [*range(len(plain))]:
             raise ValueError(f"mlp_only_layers={plain} are not the first layers")
@@ -212,11 +209,11 @@ class Qwen3Moe(Qwen3, Mixtral):
             "expert_ffn_hidden_size": config["moe_intermediate_size"],
             "router": {"pre_softmax": not normalised, "normalise": normalised},
         }
-        return options | {
-            key: value
-            for key, value in {"first_dense_layers": len(plain), "moe_layer_interval": interval}.items()
-            if value != {"first_dense_layers": 0, "moe_layer_interval": 1}[key] and layers
-        }
+        if plain:
+            options["first_dense_layers"] = len(plain)
+        if (interval := config.get("decoder_sparse_step", 1)) != 1:
+            options["moe_layer_interval"] = interval
+        return options
 
     def write_options(self, model: ModelConfig) -> Json:
         return Qwen3.write_options(self, model) | {

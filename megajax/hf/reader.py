@@ -13,11 +13,9 @@ import numpy as np
 from jax import lax
 
 from megajax.config import ModelConfig
-from megajax.config.kinds import block_layers
 from megajax.errors import InputError
 from megajax.hf.folder import Weights
-from megajax.hf.tensors import Tensor, names
-from megajax.sharding import BLOCKS
+from megajax.hf.tensors import Tensor, tensor_names
 
 PIECE_BYTES = 2**28  # of a piece in FP32
 READERS = 4  # pieces that are read at the same time
@@ -124,12 +122,6 @@ def check_tensors(weights: Weights, readers: Sequence[Reader]) -> None:
     extra = [n for n in weights.files if n not in expected and not n.endswith(UNUSED) and n != "lm_head.weight"]
     if extra:
         raise InputError(f"{weights.folder} has the tensor {extra[0]}, which its model_type does not have.")
-
-
-def tensor_names(tensor: Tensor, model: ModelConfig) -> dict[tuple[int, ...], str]:
-    """The tensors of a parameter, by the indices (row, expert) of the dimensions that are spread over tensors."""
-    layers = block_layers(model)[tensor.ours.split(".")[1]] if tensor.ours.startswith(BLOCKS) else ()
-    return names(tensor, layers, model.num_experts or 0)
 
 
 def unpadded(name: str, shape: Sequence[int], model: ModelConfig) -> tuple[int, ...]:

@@ -13,6 +13,9 @@ from typing import Any
 
 import numpy as np
 
+from megajax.config import ModelConfig
+from megajax.config.kinds import block_layers
+
 Slices = tuple[slice, ...]
 
 
@@ -21,8 +24,7 @@ class Tensor:
     """One parameter, or one layer's and expert's part of it, and the tensor that holds it.
 
     `theirs` may contain {layer} and {expert}: then each layer of the parameter's first dimension, and each expert of
-    the second, is a tensor of its own. `part` is the first index and the length of the parameter in the last listed
-    dimension that is fused with others' (`fused`, counted in the tensor).
+    the second, is a tensor of its own.
     """
 
     ours: str
@@ -114,16 +116,17 @@ class Tensor:
         return array.transpose([ours.index(axis) for axis in flat]).reshape(self.their_shape(array.shape))
 
 
-def names(tensor: Tensor, layers: Sequence[int], experts: int) -> dict[tuple[int, ...], str]:
-    """The tensors of a parameter, by the indices (row, expert) of its stacked dimensions; `layers` are its rows'."""
+def tensor_names(tensor: Tensor, model: ModelConfig) -> dict[tuple[int, ...], str]:
+    """The tensors of a parameter, by the indices (row, expert) of the dimensions that are spread over tensors."""
     if "{layer}" not in tensor.theirs:
         return {(): tensor.theirs}
+    layers = block_layers(model)[tensor.ours.split(".")[1]]
     if "{expert}" not in tensor.theirs:
         return {(row,): tensor.theirs.format(layer=layer) for row, layer in enumerate(layers)}
     return {
         (row, expert): tensor.theirs.format(layer=layer, expert=expert)
         for row, layer in enumerate(layers)
-        for expert in range(experts)
+        for expert in range(model.num_experts or 0)
     }
 
 
