@@ -91,8 +91,7 @@ class BackwardBuffers:
         return dx, gradient
 
     def add(self, u: int, gradient: GroupWeights) -> GroupWeights:
-        gradient = jax.tree.map(lambda g: g.astype(jnp.float32), gradient)
-        return combine(jnp.add, self.gradients[u], gradient, self.segment, self.loop)
+        return accumulate(self.gradients[u], gradient, self.segment, self.loop)
 
     def put(self, u: int, gradient: GroupWeights) -> None:
         self.gradients[u] = gradient
@@ -139,6 +138,11 @@ def read(buffers: Arrays, at: jax.Array) -> Arrays:
 def write(buffers: Arrays, values: Arrays, at: jax.Array) -> Arrays:
     pairs = zip(buffers, values, strict=True)
     return [lax.dynamic_update_index_in_dim(buffer, value, at, 0) for buffer, value in pairs]
+
+
+def accumulate(totals: GroupWeights, gradient: GroupWeights, segment: Segment, loop: jax.Array | int) -> GroupWeights:
+    """FP32 sums of gradients, with one more microbatch's added in a loop's rows."""
+    return combine(jnp.add, totals, jax.tree.map(lambda g: g.astype(jnp.float32), gradient), segment, loop)
 
 
 def combine(

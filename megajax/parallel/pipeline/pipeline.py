@@ -28,8 +28,8 @@ from megajax.parallel.pipeline.buffers import (
     Buffers,
     Carry,
     ForwardBuffers,
+    accumulate,
     choose_buffer_slots,
-    combine,
     position,
     read,
     replaced,
@@ -288,8 +288,7 @@ class _Run:
                     split = self.splits[s][u]
                     assert split is not None
                     gradient = self.stack.weights.reduce(split.weights(weights, operands), segment, u)
-                    gradient = jax.tree.map(lambda g: g.astype(jnp.float32), gradient)
-                    totals[u] = combine(jnp.add, totals[u], gradient, segment, index)
+                    totals[u] = accumulate(totals[u], gradient, segment, index)
                 return totals, ()
 
             totals, _ = loop_over_layers(body, list(layer_gradients[r][s]), (), segment)
