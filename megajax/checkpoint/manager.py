@@ -19,6 +19,7 @@ import orbax.checkpoint as ocp
 from megajax.config import ModelConfig
 from megajax.config.fields import shortest_pattern
 from megajax.config.kinds import MOE
+from megajax.config.model_schema import RopeScaling
 from megajax.config.tree import show
 from megajax.errors import InputError, UserError
 
@@ -199,6 +200,8 @@ def compare_descriptions(
     for key in keys:
         for name in {**saved[key], **mine[key]}:
             theirs, ours = saved[key].get(name, defaults.get(key, {}).get(name)), mine[key].get(name)
+            if name == "rope_scaling" and theirs:  # older checkpoints lack the keys of newer kinds
+                theirs = RopeScaling.model_validate(theirs).model_dump(mode="json")
             if name == "layer_pattern" and theirs:  # older checkpoints have the pattern as the user wrote it
                 theirs = list(shortest_pattern(tuple(theirs), saved[key]["num_layers"]))
             if theirs != ours:

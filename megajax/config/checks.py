@@ -7,6 +7,7 @@ from typing import Any
 from megajax.config.expert_checks import check_experts, check_experts_on_mesh
 from megajax.config.fields import AXES, BATCH_AXES
 from megajax.config.kinds import mlp_widths
+from megajax.config.model_checks import check_model
 from megajax.config.pipeline_checks import check_stages
 from megajax.config.schema import Config
 from megajax.config.sentences import at_most, counted, divisors, fail, format_axis, format_keys, listed, value, warn
@@ -19,8 +20,7 @@ def check(config: Config) -> None:
     sizes = _sizes(config)
     _check_axes(config, sizes)
     check_experts(config)
-    _check_heads(config)
-    _check_layers(config)
+    check_model(config)
     _check_batch(config)
     _check_remat(config)
     if config.mesh.pipeline != -1:
@@ -194,45 +194,6 @@ def _check_fp8_shapes(config: Config, sizes: dict[str, int]) -> None:
 # Combinations that no mesh can run
 
 
-def _check_heads(config: Config) -> None:
-    model = config.model
-    if "head_dim" not in model.model_fields_set and model.hidden_size % model.num_heads:
-        problem = f"{format_keys(config, 'model.num_heads')} does not divide {format_keys(config, 'model.hidden_size')}"
-        fail(config, problem, "change one of them, or set model.head_dim", "model.num_heads")
-    if model.num_heads % model.num_kv_heads:
-        problem = (
-            f"{format_keys(config, 'model.num_kv_heads')} does not divide {format_keys(config, 'model.num_heads')}"
-        )
-        cure = f"use {listed(divisors(model.num_heads))}"
-        fail(config, problem, cure, "model.num_kv_heads", "model.num_heads")
-    rotated = model.rope_fraction * model.head_dim
-    whole = round(rotated)
-    if model.position == "rope" and (abs(rotated - whole) > 1e-6 or whole % 2 or whole < 2):
-        keys = ("model.rope_fraction", "model.head_dim")
-        fail(
-            config,
-            f"{format_keys(config, *keys)} rotate {rotated:g} dimensions of each head",
-            "make this an even number, 2 or more",
-            *keys,
-        )
-    scaling = model.rope_scaling
-    if scaling is not None and scaling.low_freq_factor >= scaling.high_freq_factor:
-        low, high = (f"model.rope_scaling.{name}" for name in ("low_freq_factor", "high_freq_factor"))
-        problem = f"{low}={scaling.low_freq_factor} is not below {high}={scaling.high_freq_factor}"
-        fail(config, problem, "use 1.0 and 4.0 as Llama 3.1 does", low, high)
-
-
-def _check_layers(config: Config) -> None:
-    model, pattern = config.model, config.model.layer_pattern
-    keys = ("model.layer_pattern", "model.num_layers")
-    if pattern is not None and "local" in pattern and model.sliding_window is None:
-        problem = f"{format_keys(config, keys[0])} has local layers without a window"
-        fail(config, problem, "set model.sliding_window", keys[0])
-    if pattern is not None and len(pattern) > model.num_layers:
-        problem = f"{format_keys(config, keys[0])} has {len(pattern)} entries, more than {format_keys(config, keys[1])}"
-        fail(config, problem, "shorten the pattern", *keys)
-
-
 def _check_batch(config: Config) -> None:
     batch, model = config.batch, config.model
     if batch.global_size % batch.num_microbatches:
@@ -344,7 +305,7 @@ def _check_run_dir(config: Config) -> None:
 def _warn_without_effect(config: Config) -> None:
     """Warn about each key that differs from its default but is not read."""
     model, schedule, data, logging = config.model, config.schedule, config.data, config.logging
-    fp8, pipeline = config.precision.fp8, config.pipeline
+    fp8, pipeline, scaling = config.precision.fp8, config.pipeline, model.rope_scaling
     indexed = data.kind == "indexed"
     document_keys = ("data.reset_attention", "data.reset_positions", "data.mask_end_of_document_loss")
     no_valid_share = data.split is not None and float(data.split.split(",")[1]) == 0
@@ -353,6 +314,11 @@ def _warn_without_effect(config: Config) -> None:
             model.position != "rope",
             "model.position",
             ("model.rope_theta", "model.rope_scaling", "model.rope_fraction"),
+        ),
+        (
+            scaling is not None,
+            "model.rope_scaling.kind",
+            tuple(f"model.rope_scaling.{name}" for name in (scaling.unused if scaling else ())),
         ),
         (model.position != "learned", "model.position", ("model.max_positions",)),
         ("local" not in (model.layer_pattern or ["local"]), "model.layer_pattern", ("model.sliding_window",)),

@@ -27,7 +27,11 @@ from megajax.config.fields import (
 class RopeScaling(Section):
     """Scaling of the rotary frequencies, for sequences that are longer than in the original training."""
 
-    kind: Literal["llama3"] = Field(default="llama3", description="Rule of the scaling.")
+    kind: Literal["linear", "dynamic", "llama3", "yarn"] = Field(
+        default="llama3",
+        description="Rule of the scaling. linear: all frequencies; dynamic: a larger rope_theta for sequences longer"
+        " than original_max_positions; llama3, yarn: the low frequencies.",
+    )
     factor: Annotated[float, Field(ge=1)] = Field(description="Divisor of the low frequencies.")
     low_freq_factor: Positive = Field(
         default=1.0, description="Wavelengths above original_max_positions / low_freq_factor are low frequencies."
@@ -36,6 +40,30 @@ class RopeScaling(Section):
         default=4.0, description="Wavelengths below original_max_positions / high_freq_factor keep their frequency."
     )
     original_max_positions: Tokens = Field(default=8192, description="Sequence length of the original training.")
+    beta_fast: Positive = Field(
+        default=32.0, description="yarn: frequencies with more turns in original_max_positions are kept."
+    )
+    beta_slow: Positive = Field(
+        default=1.0, description="yarn: frequencies with fewer turns in original_max_positions are divided by factor."
+    )
+    attention_factor: Positive | None = Field(
+        default=None, description="yarn: factor of the rotated queries and keys; null: 0.1 * ln(factor) + 1."
+    )
+    truncate: bool = Field(default=True, description="yarn: round the indices of the limits beta_fast and beta_slow.")
+
+    @property
+    def unused(self) -> tuple[str, ...]:
+        """The keys that this kind does not read."""
+        llama3, yarn = (
+            ("low_freq_factor", "high_freq_factor"),
+            ("beta_fast", "beta_slow", "attention_factor", "truncate"),
+        )
+        return {
+            "linear": ("original_max_positions", *llama3, *yarn),
+            "dynamic": (*llama3, *yarn),
+            "llama3": yarn,
+            "yarn": llama3,
+        }[self.kind]
 
 
 class RouterConfig(Section):

@@ -65,7 +65,8 @@ position-embedding-type, use-rotary-position-embeddings, no-position-embedding |
     learned for learned_absolute, or none
 rotary-base | model.rope_theta
 rotary-percent | model.rope_fraction
-use-rope-scaling, rope-scaling-factor | model.rope_scaling | a mapping such as {factor: 8}, Llama 3's rule
+use-rope-scaling, rope-scaling-factor | model.rope_scaling | a mapping such as {factor: 8}, by default with
+    Llama 3's rule
 normalization | model.norm | rmsnorm (the default) or layernorm
 norm-epsilon, layernorm-epsilon | model.norm_epsilon
 qk-layernorm | model.qk_norm

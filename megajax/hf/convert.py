@@ -107,7 +107,7 @@ def export(weights: Mapping[str, Any], model: ModelConfig, folder: Path, dtype: 
     `extra` are further keys of config.json. Raises InputError if no family fits, or if the folder cannot be written.
     """
     family = family_for(model)
-    config = {**family.write(model), "dtype": dtype, "torch_dtype": dtype, **extra}
+    config = {**extra, **family.write(model), "dtype": dtype, "torch_dtype": dtype}
     write_folder(folder, config, _exported(weights, family.tensors(model), model, np.dtype(dtype)))
 
 

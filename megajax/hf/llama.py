@@ -7,6 +7,7 @@ from typing import Any
 
 from megajax.config import ModelConfig
 from megajax.config.kinds import block_layers, layer_windows
+from megajax.hf.rope import read_rope, write_rope
 from megajax.hf.tensors import Tensor
 
 Json = dict[str, Any]
@@ -24,12 +25,6 @@ NAMES = {
     "rms_norm_eps": "norm_epsilon",
     "tie_word_embeddings": "tie_embeddings",
 }
-ROPE_SCALING = {
-    "factor": "factor",
-    "low_freq_factor": "low_freq_factor",
-    "high_freq_factor": "high_freq_factor",
-    "original_max_position_embeddings": "original_max_positions",
-}
 
 
 class Llama:
@@ -37,6 +32,7 @@ class Llama:
 
     model_type, architecture = "llama", "LlamaForCausalLM"
     defaults: Json = {"tie_word_embeddings": False, "rms_norm_eps": 1e-6, "hidden_act": "silu"}
+    partial_rotary = False
 
     def read(self, config: Json) -> Json:
         """config.json → the section `model`; ValueError for an option that megajax's model does not have."""
@@ -44,7 +40,10 @@ class Llama:
         if config["hidden_act"] not in ("silu", "swish"):
             raise ValueError(f"hidden_act={config['hidden_act']} is not silu")
         model = {ours: config[theirs] for theirs, ours in NAMES.items() if config.get(theirs) is not None}
-        return model | read_rope(config) | self.read_options(config)
+        rope = read_rope(config)
+        if "rope_fraction" in rope and not self.partial_rotary:
+            raise ValueError(f"partial_rotary_factor={rope['rope_fraction']}")
+        return model | rope | self.read_options(config)
 
     def read_options(self, config: Json) -> Json:
         """The options of this family."""
@@ -54,14 +53,8 @@ class Llama:
     def write(self, model: ModelConfig) -> Json:
         """The section `model` → config.json, without what depends on the run."""
         config = {theirs: getattr(model, ours) for theirs, ours in NAMES.items()}
-        rope: Json = {"rope_type": "default", "rope_theta": model.rope_theta}
-        if model.rope_scaling is not None:
-            rope |= {"rope_type": model.rope_scaling.kind}
-            rope |= {theirs: getattr(model.rope_scaling, ours) for theirs, ours in ROPE_SCALING.items()}
-        # The first is transformers' older layout, which other programs read; the second the newer one.
-        older = {"rope_theta": model.rope_theta, "rope_scaling": rope if model.rope_scaling else None}
         config |= {"model_type": self.model_type, "architectures": [self.architecture], "hidden_act": "silu"}
-        return config | older | {"rope_parameters": rope} | self.write_options(model)
+        return config | write_rope(model, self.partial_rotary) | self.write_options(model)
 
     def write_options(self, model: ModelConfig) -> Json:
         return {"attention_bias": model.attention_bias, "mlp_bias": model.mlp_bias}
@@ -225,15 +218,3 @@ class Qwen3Moe(Qwen3, Mixtral):
             "decoder_sparse_step": model.moe_layer_interval,
             "mlp_only_layers": [*range(model.first_dense_layers)],
         }
-
-
-def read_rope(config: Json) -> Json:
-    """RoPE's keys, in transformers' older layout (`rope_theta`, `rope_scaling`) or its newer (`rope_parameters`)."""
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    model: Json = {"rope_theta": rope.get("rope_theta", config.get("rope_theta", 10000.0))}
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind == "default":
-        return model
-    if kind != "llama3":
-        raise ValueError(f"rope_type={kind} is not default or llama3")
-    return model | {"rope_scaling": {"kind": kind} | {ours: rope[theirs] for theirs, ours in ROPE_SCALING.items()}}

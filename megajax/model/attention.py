@@ -86,8 +86,10 @@ class Attention(Part):
             k = ops.rms_norm(k, w["key_norm"], c.norm_epsilon)
         if c.position == "rope":
             scaling = c.rope_scaling.model_dump() if c.rope_scaling else None
-            frequencies = ops.rope_frequencies(c.head_dim, c.rope_theta, c.rope_fraction, scaling)
-            q, k = (ops.apply_rope(a, inputs.positions, frequencies) for a in (q, k))
+            length = S * comm.context_size
+            frequencies = ops.rope_frequencies(c.head_dim, c.rope_theta, c.rope_fraction, scaling, length)
+            factor = ops.rope_attention_factor(scaling)
+            q, k = (ops.apply_rope(a, inputs.positions, frequencies, factor) for a in (q, k))
         return q, k, v
 
     def matmul_parameters(self) -> int:

@@ -10,7 +10,7 @@ from megajax.ops.grouped_matmul import GroupedImplementation, choose_grouped_mat
 from megajax.ops.mlp import ElementwiseImplementation, activate
 from megajax.ops.norms import layer_norm, rms_norm
 from megajax.ops.partial_attention import Implementation
-from megajax.ops.rope import apply_rope, rope_frequencies
+from megajax.ops.rope import apply_rope, rope_attention_factor, rope_frequencies
 
 __all__ = [
     "ElementwiseImplementation",
@@ -30,6 +30,7 @@ __all__ = [
     "dropout",
     "layer_norm",
     "rms_norm",
+    "rope_attention_factor",
     "rope_frequencies",
     "router",
 ]

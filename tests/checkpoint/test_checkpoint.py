@@ -248,3 +248,8 @@ def test_a_checkpoint_from_before_a_model_key_existed_has_its_default():
     compare_descriptions(old, describe(), "It", ("model",), "name another")
     with pytest.raises(InputError, match="It was saved with model.qk_norm=false, but this run has true"):
         compare_descriptions(old, describe(qk_norm=True), "It", ("model",), "name another")
+    scaling = {"factor": 8.0}
+    older = describe(rope_scaling=scaling)
+    for key in ("beta_fast", "beta_slow", "attention_factor", "truncate"):  # of YaRN, which came later
+        del older["model"]["rope_scaling"][key]
+    compare_descriptions(older, describe(rope_scaling=scaling), "It", ("model",), "name another")

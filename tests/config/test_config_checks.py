@@ -115,6 +115,17 @@ REFUSED = {
         "model.rope_scaling.low_freq_factor=4.0 is not below model.rope_scaling.high_freq_factor=4.0 (@):"
         " use 1.0 and 4.0 as Llama 3.1 does."
     ),
+    "model.rope_scaling={kind: yarn, factor: 4, beta_slow: 40}": (
+        "model.rope_scaling.beta_slow=40.0 is not below model.rope_scaling.beta_fast=32.0 (@): use 1.0 and 32.0, the"
+        " defaults."
+    ),
+    "model.rope_scaling={kind: yarn, factor: 4} model.rope_theta=1": (
+        "model.rope_scaling.kind=yarn cannot be combined with model.rope_theta=1.0 (@): use more than 1."
+    ),
+    "model.rope_scaling={kind: dynamic, factor: 2} model.rope_fraction=0.25": (
+        "model.rope_scaling.kind=dynamic cannot be combined with model.rope_fraction=0.25 (@): rotate 4 or more"
+        " dimensions of each head."
+    ),
     "model.layer_pattern=[global,local]": (
         "model.layer_pattern=[global, local] has local layers without a window (@): set model.sliding_window."
     ),
@@ -222,6 +233,7 @@ WARNED = {
     "model.rope_theta=500000.0": ("model.position=learned", "model.position=learned"),
     "model.rope_fraction=0.5": ("model.position=none", "model.position=none"),
     "model.max_positions=64": ("", "model.position=rope"),
+    "model.rope_scaling.beta_fast=16.0": ("model.rope_scaling={factor: 8}", "model.rope_scaling.kind=llama3"),
     "model.sliding_window=8": ("model.layer_pattern=[global]", "model.layer_pattern=[global]"),
     "schedule.wsd_decay_steps=10": ("", "schedule.kind=cosine"),
     "schedule.decay_steps=900": ("schedule.kind=inverse_sqrt", "schedule.kind=inverse_sqrt"),

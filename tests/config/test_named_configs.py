@@ -11,6 +11,7 @@ import pytest
 
 from megajax.config import Config, ModelConfig, load_config
 from megajax.config.checks import check_mesh
+from megajax.config.model_schema import RopeScaling
 
 ROOT = Path(__file__).parents[2]
 GOLDEN = Path(__file__).with_name("named_configs.txt")
@@ -125,13 +126,9 @@ def test_rotary_positions_are_as_published():
     assert load_model("llama3_8b").rope_scaling is load_model("llama3_70b").rope_scaling is None
     scaling = load_model("llama3_405b").rope_scaling
     assert scaling is not None
-    assert scaling.model_dump() == {
-        "kind": "llama3",
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_positions": 8192,
-    }
+    assert scaling == RopeScaling(
+        kind="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_positions=8192
+    )
 
 
 def test_every_file_in_configs_is_tested_here():

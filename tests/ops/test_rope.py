@@ -1,11 +1,16 @@
+import json
+from pathlib import Path
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from megajax.errors import ConfigError
-from megajax.ops import apply_rope, rope_frequencies
+from megajax.ops import apply_rope, rope_attention_factor, rope_frequencies
 
-LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_positions": 8192}
+LLAMA3 = {"kind": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA3 |= {"original_max_positions": 8192}
+REFERENCES = json.loads((Path(__file__).parents[1] / "data_files" / "rope_frequencies.json").read_text())
 
 
 def numpy_rope(x, positions, frequencies):
@@ -59,7 +64,7 @@ def test_plain_frequencies_worked_by_hand():
 def test_llama3_scaling_worked_by_hand():
     """Within 64 positions the three frequencies turn 10.2, 2.5 and 0.61 times: kept, blended, divided."""
     middle = 2.5 * 2 * np.pi / 64
-    scaling = {"factor": 8, "low_freq_factor": 1, "high_freq_factor": 4, "original_max_positions": 64}
+    scaling = LLAMA3 | {"original_max_positions": 64}
     found = rope_frequencies(6, middle**-3, 1.0, scaling)
     np.testing.assert_allclose(found, [1.0, middle * (1 + 1 / 8) / 2, middle**2 / 8], rtol=1e-6)
 
@@ -86,3 +91,25 @@ def test_llama3_scaling_by_wavelengths_as_published():
 def test_a_fraction_that_rotates_no_even_part_of_the_head_is_refused(head_dim, fraction):
     with pytest.raises(ConfigError, match=f"model.rope_fraction={fraction} .*even"):
         rope_frequencies(head_dim, 1e4, fraction, None)
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("reference", REFERENCES, ids=lambda r: "-".join(map(str, r["arguments"][3].values())))
+def test_scaled_frequencies_are_those_of_transformers(reference):
+    scaling, kept = reference["arguments"][3], rope_frequencies(*reference["arguments"][:3], None)
+    found = rope_frequencies(*reference["arguments"])
+    np.testing.assert_allclose(found, reference["frequencies"], rtol=2e-6)
+    assert rope_attention_factor(scaling) == pytest.approx(reference["attention_factor"], rel=1e-12)
+    longer = scaling["kind"] != "dynamic" or reference["arguments"][4] > scaling["original_max_positions"]
+    assert np.array_equal(found, kept) != longer, "scaling has no effect"
+
+
+def test_the_factor_multiplies_the_rotated_part_and_its_gradient(check_op, rng):
+    frequencies, positions = rope_frequencies(8, 100.0, 0.5, None), np.arange(5)[None]
+
+    def scaled(x):
+        out = numpy_rope(x, positions, frequencies)
+        return np.concatenate([1.5 * out[..., :4], out[..., 4:]], axis=-1)
+
+    x = rng.normal(size=(1, 5, 2, 8))
+    check_op(lambda x: apply_rope(x, jnp.asarray(positions), frequencies, 1.5), scaled, [x])
