@@ -18,6 +18,7 @@ from megajax.errors import ConfigError, InputError, UserError
 
 if TYPE_CHECKING:
     from megajax.checkpoint.weights import load_weights
+    from megajax.inference.load import from_hf, load_run
     from megajax.mesh import build_mesh
     from megajax.model import Transformer
     from megajax.training.loop import Trainer
@@ -29,6 +30,8 @@ _LAZY = {
     "TrainState": "megajax.training.step",
     "Transformer": "megajax.model",
     "build_mesh": "megajax.mesh",
+    "from_hf": "megajax.inference.load",
+    "load_run": "megajax.inference.load",
     "load_weights": "megajax.checkpoint.weights",
 }
 
@@ -42,7 +45,9 @@ __all__ = [
     "Transformer",
     "UserError",
     "build_mesh",
+    "from_hf",
     "load_config",
+    "load_run",
     "load_weights",
 ]
 

@@ -26,7 +26,8 @@ INTERRUPTED = 130  # exit status after Ctrl-C, as in shells
 # subcommand: (the module whose main(arguments) it runs, its help)
 COMMANDS = {
     "train": ("megajax.train", "train the model of a config, or resume its run"),
-    "generate": ("megajax.generate", "sample text from a run"),
+    "generate": ("megajax.generate", "continue text with a run or a Hugging Face model"),
+    "evaluate": ("megajax.evaluate", "loss, perplexity and bits per byte of texts"),
     "plot": ("megajax.plot", "draw loss, learning rate and gradient norm of runs"),
     "bench": ("megajax.bench", "measure the speed of configs"),
     "preprocess": ("megajax.data.preprocess", "convert JSON lines to the token files for training"),

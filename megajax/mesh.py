@@ -16,12 +16,29 @@ from megajax.errors import ConfigError
 def build_mesh(sizes: Mapping[str, int], devices: Sequence[Any] | None = None) -> Mesh:
     """The mesh with all six axes, slowest links first: `tensor` is innermost in device order.
 
-    `sizes` are resolved (`config.checks.check_mesh`); `devices` default to all devices of all processes.
+    `sizes` are resolved (`config.checks.check_mesh`), 1 for axes that are not named; `devices` default to all devices
+    of all processes.
     """
     devices = jax.devices() if devices is None else devices
-    shape = tuple(sizes[axis] for axis in AXES)
+    shape = tuple(sizes.get(axis, 1) for axis in AXES)
     assert math.prod(shape) == len(devices), (sizes, len(devices))
     return Mesh(np.array(devices).reshape(shape), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def named_mesh(sizes: str, setting: str) -> Mesh:
+    """The mesh of a command's option, `tensor=2,fsdp=2`, on the first devices; ConfigError names `setting`."""
+    found: dict[str, int] = {}
+    for entry in sizes.split(","):
+        axis, _, size = entry.strip().partition("=")
+        if axis not in AXES or not size.isdigit() or int(size) < 1:
+            raise ConfigError(
+                f"{setting}={sizes} is not a mesh: give sizes of {', '.join(AXES)}, such as tensor=2,fsdp=2."
+            )
+        found[axis] = int(size)
+    count, devices = math.prod(found.values()), jax.devices()
+    if count > len(devices):
+        raise ConfigError(f"{setting}={sizes} needs {count} devices and there are {len(devices)}: make it smaller.")
+    return build_mesh(found, devices[:count])
 
 
 def mesh_sizes(mesh: Mesh) -> dict[str, int]:

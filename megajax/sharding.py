@@ -25,6 +25,7 @@ ONCE_AXES = ("expert", "context", "data")  # gathered and reduced once a step
 STORAGE_AXES = ("fsdp", *ONCE_AXES)
 NON_BLOCK_AXES = (*STORAGE_AXES, "pipeline")  # for weights outside the blocks, which every stage needs
 BATCH_SPEC = P(None, BATCH_AXES, "context")  # [M, B, S]
+COMPUTED_IN_FP32 = ("norm", "router", "sinks")  # the last axis of weights that are not cast to the compute dtype
 EMPTY = -1  # instead of a layer, for an empty slot
 BLOCKS = "blocks."  # prefix of the names of block parameters; the kind of block comes next
 

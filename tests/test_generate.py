@@ -10,6 +10,7 @@ import tokenizers
 import megajax
 from megajax import generate
 from megajax.checkpoint.weights import run_config
+from megajax.inference.load import find_tokenizer
 from megajax.model import bind
 
 CONFIG = """
@@ -60,7 +61,7 @@ def test_a_run_and_one_of_its_checkpoints_go_on_with_the_likeliest_token(trainer
 
 
 def test_numbers_below_0_and_no_numbers_are_refused(trainer, error_of):
-    for option in ("--tokens=-1", "--temperature=-1.0", "--temperature=nan", "--temperature=inf", "--seed=-3"):
+    for option in ("--temperature=-1.0", "--temperature=nan", "--temperature=inf", "--seed=-3", "--top-k=-1"):
         assert f"{option} is not a number of 0 or more" in error_of(trainer.run_dir, "--prompt", "a", option)
     assert "invalid int value: 'many'" in error_of(trainer.run_dir, "--prompt", "a", "--tokens", "many")
 
@@ -69,8 +70,9 @@ def test_what_is_not_a_run_and_what_is_not_text_are_refused(trainer, error_of, t
     run = trainer.run_dir
     assert "RUN=nowhere has no checkpoints" in error_of("nowhere", "--prompt", "a")
     assert "has checkpoints of steps 0." in error_of(run / "checkpoints/7", "--prompt", "a")
-    assert "--prompt='' has no tokens" in error_of(run, "--prompt", "")
+    assert "the prompt '' has no tokens" in error_of(run, "--prompt", "")
     assert "is not UTF-8" in error_of(run, "--prompt", "\udcff")
+    assert "--tokens=0 is not a positive number" in error_of(run, "--prompt", "a", "--tokens", "0")
     (tmp_path / "run/checkpoints/1").mkdir(parents=True)
     assert "has no config.yaml" in error_of(tmp_path / "run", "--prompt", "a")
 
@@ -87,7 +89,7 @@ def test_the_tokenizer_is_found_from_anywhere(tmp_path, monkeypatch, error_of):
     monkeypatch.chdir(tmp_path / "else")
 
     def found() -> list[int]:
-        return generate.find_tokenizer(run_config(run, "RUN"), run).encode("yes")
+        return find_tokenizer(run_config(run, "RUN"), run).encode("yes")
 
     assert f"data.tokenizer=data/t.json ({run}/config.yaml) is neither in" in error_of(run, "--prompt", "a")
     words("no", "no2", "yes").save(str(tmp_path / "work/data/t.json"))
@@ -99,6 +101,7 @@ def test_the_tokenizer_is_found_from_anywhere(tmp_path, monkeypatch, error_of):
     words(*map(str, range(300))).save(str(run / "tokenizer.json"))
     assert "has 300 tokens, but the model has 257" in error_of(run, "--prompt", "a")
     (run / "config.yaml").write_text(CONFIG.replace(", tokenizer: byte", ""))
-    assert "has no data.tokenizer" in error_of(run, "--prompt", "a")
+    with pytest.raises(megajax.InputError, match="has no data.tokenizer"):
+        found()
     shutil.rmtree(run / "checkpoints/1")
     assert "has no complete checkpoint" in error_of(run, "--prompt", "a")

@@ -10,7 +10,7 @@ NAMES_SHOWN = 10
 
 
 class Tokenizer(Protocol):
-    """Text to token ids and back; no special tokens are added by `encode`."""
+    """Text to token ids and back."""
 
     @property
     def vocab_size(self) -> int:
@@ -31,7 +31,9 @@ class Tokenizer(Protocol):
         """The token with this name; None if there is none."""
         ...
 
-    def encode(self, text: str) -> list[int]: ...
+    def encode(self, text: str, special_tokens: bool = False) -> list[int]:
+        """The tokens of a text, with those that the tokenizer puts around it if `special_tokens`."""
+        ...
 
     def decode(self, ids: list[int]) -> str: ...
 
@@ -86,7 +88,7 @@ class ByteTokenizer:
         del name  # bytes have no names
         return None
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, special_tokens: bool = False) -> list[int]:
         return list(text.encode())
 
     def decode(self, ids: list[int]) -> str:
@@ -112,8 +114,8 @@ class HuggingFaceTokenizer:
     def token_id(self, name: str) -> int | None:
         return self._tokenizer.token_to_id(name)
 
-    def encode(self, text: str) -> list[int]:
-        return self._tokenizer.encode(text, add_special_tokens=False).ids
+    def encode(self, text: str, special_tokens: bool = False) -> list[int]:
+        return self._tokenizer.encode(text, add_special_tokens=special_tokens).ids
 
     def decode(self, ids: list[int]) -> str:
         return self._tokenizer.decode(ids)
@@ -138,8 +140,9 @@ class SentencePieceTokenizer:
         token = self._model.PieceToId(name)  # the unknown token's id if there is none
         return token if self._model.IdToPiece(token) == name else None
 
-    def encode(self, text: str) -> list[int]:
-        return self._model.EncodeAsIds(text)
+    def encode(self, text: str, special_tokens: bool = False) -> list[int]:
+        first = [self._model.bos_id()] if special_tokens and self._model.bos_id() >= 0 else []
+        return first + self._model.EncodeAsIds(text)
 
     def decode(self, ids: list[int]) -> str:
         return self._model.DecodeIds(ids)

@@ -66,7 +66,7 @@ def _describe(section: Mapping[str, Any], model: ModelConfig) -> dict[str, Any]:
 def load(
     folder: str | Path, model: ModelConfig, abstract: Mapping[str, jax.ShapeDtypeStruct], setting: str, location: str
 ) -> dict[str, jax.Array]:
-    """The parameters of a folder in the canonical shapes, FP32, and the shardings of `abstract`.
+    """The parameters of a folder in the canonical shapes, with the dtypes and the shardings of `abstract`.
 
     Each process reads only the blocks of tensors that its devices hold, in pieces (`Reader`). `setting` gave the
     folder, at `location`. Raises InputError if the folder is of another model than `model`, or damaged.
@@ -79,7 +79,7 @@ def load(
     with Weights(folder) as weights:
         readers = {name: Reader(weights, entries[name], model, shape.shape) for name, shape in abstract.items()}
         check_tensors(weights, [*readers.values()])
-        return {name: readers[name].on_devices(shape.sharding) for name, shape in abstract.items()}
+        return {name: readers[name].on_devices(shape.sharding, shape.dtype) for name, shape in abstract.items()}
 
 
 def family_for(model: ModelConfig) -> Family:

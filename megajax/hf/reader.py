@@ -33,14 +33,14 @@ class Reader:
         self.names = tensor_names(tensor, model)
         self.rest = self.shape[tensor.stacked :]  # of the part in one tensor
 
-    def on_devices(self, sharding: jax.sharding.Sharding) -> jax.Array:
-        """The whole parameter, FP32, on the devices of this process."""
+    def on_devices(self, sharding: jax.sharding.Sharding, dtype: Any) -> jax.Array:
+        """The whole parameter on the devices of this process."""
         indices = sharding.addressable_devices_indices_map(self.padded)
         with ThreadPoolExecutor(READERS) as pool:
-            shards = [self._on_device(device, index or (), pool) for device, index in indices.items()]
+            shards = [self._on_device(device, index or (), dtype, pool) for device, index in indices.items()]
         return jax.make_array_from_single_device_arrays(self.padded, sharding, shards)
 
-    def _on_device(self, device: Any, index: tuple[slice, ...], pool: ThreadPoolExecutor) -> jax.Array:
+    def _on_device(self, device: Any, index: tuple[slice, ...], dtype: Any, pool: ThreadPoolExecutor) -> jax.Array:
         """One device's shard. A large one is read in pieces, which the device casts and transposes.
 
         The host then holds READERS pieces of at most PIECE_BYTES; a transpose there would take longer than the read.
@@ -49,12 +49,12 @@ class Reader:
         shape = [s.stop - s.start for s in bounds]
         pieces = [*self._pieces(bounds)]
         if 4 * math.prod(shape) <= PIECE_BYTES:
-            out = np.zeros(shape, np.float32)
+            out = np.zeros(shape, dtype)
             for piece in pieces:
                 where = tuple(map(slice, piece.start, np.add(piece.start, piece.lengths)))
                 out[where] = self.tensor.to_ours(self._read(piece), self.rest, piece.wanted).reshape(piece.lengths)
             return jax.device_put(out, device)
-        shard = jnp.zeros(shape, jnp.float32, device=device)
+        shard = jnp.zeros(shape, dtype, device=device)
         waiting = deque(pool.submit(self._read, piece) for piece in pieces[:READERS])
         for i, piece in enumerate(pieces):
             block = jax.device_put(waiting.popleft().result(), device)

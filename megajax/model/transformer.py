@@ -16,7 +16,7 @@ from megajax.config.kinds import block_layers, layer_kinds
 from megajax.model.block import Block
 from megajax.model.comm import SingleDevice, TokenPositions
 from megajax.model.parameters import declare, parameters, stack
-from megajax.model.parts import BlockInputs, State, normalise
+from megajax.model.parts import BlockInputs, State, Weights, normalise
 
 
 class Embedding(nnx.Module):
@@ -47,25 +47,28 @@ class Transformer(nnx.Module):
 
         `state` is the trained state of the layers, by kind of block and name, `[L, ...]`.
         """
-        c, (B, S) = self.config, tokens_bs.shape
+        B, S = tokens_bs.shape
+        weights = {name: p[...] for name, p in parameters(self).items()}
         positions = jnp.broadcast_to(jnp.arange(S), (B, S))
         inputs = BlockInputs(positions, TokenPositions(positions), jnp.arange(B * S, dtype=jnp.uint32), None)
-        x = self.embedding.tokens[...][tokens_bs.reshape(-1)]
-        if self.embedding.positions is not None:
-            x = x + self.embedding.positions[...][positions.reshape(-1)]
-        stacked = {kind: {n: p[...] for n, p in parameters(block).items()} for kind, block in self.blocks.items()}
-        for layer, (kind, window) in enumerate(layer_kinds(c)):
-            row = block_layers(c)[kind].index(layer)
-            weights = self.blocks[kind].fuse({name: w[row] for name, w in stacked[kind].items()})
+        x = self.embed(weights, tokens_bs.reshape(-1), positions.reshape(-1))
+        for layer, (kind, window) in enumerate(layer_kinds(self.config)):
+            row, prefix = block_layers(self.config)[kind].index(layer), f"blocks.{kind}."
+            own = {n.removeprefix(prefix): w[row] for n, w in weights.items() if n.startswith(prefix)}
             kept = {name: a[row] for name, a in (state or {}).get(kind, {}).items()}
-            x, _ = self.blocks[kind](weights, x, inputs, layer, kept, comm=SingleDevice(), window=window)
-        x = normalise(c, x, self.final_norm[...], _array(self.final_norm_bias))
-        head = self.embedding.tokens[...].T if self.head is None else self.head[...]
+            block = self.blocks[kind]
+            x, _ = block(block.fuse(own), x, inputs, layer, kept, comm=SingleDevice(), window=window)
+        return self.logits(weights, x).reshape(B, S, -1)
+
+    def embed(self, weights: Weights, tokens: jax.Array, positions: jax.Array) -> jax.Array:
+        """Token ids and their positions `[T]` → the residual stream `[T, D]`; `weights` by canonical name."""
+        x = weights["embedding.tokens"][tokens]
+        return x if self.embedding.positions is None else x + weights["embedding.positions"][positions]
+
+    def logits(self, weights: Weights, x: jax.Array) -> jax.Array:
+        """The residual stream after the blocks `[T, D]` → FP32 logits `[T, V]`, without the vocabulary's padding."""
+        c = self.config
+        x = normalise(c, x, weights["final_norm"], weights.get("final_norm_bias"))
+        head = weights["embedding.tokens"].T if self.head is None else weights["head"]
         logits = jnp.dot(x, head, preferred_element_type=jnp.float32)[:, : c.vocab_size]
-        if c.logit_softcap is not None:
-            logits = c.logit_softcap * jnp.tanh(logits / c.logit_softcap)
-        return logits.reshape(B, S, c.vocab_size)
-
-
-def _array(parameter: nnx.Param | None) -> jax.Array | None:
-    return None if parameter is None else parameter[...]
+        return logits if c.logit_softcap is None else c.logit_softcap * jnp.tanh(logits / c.logit_softcap)

@@ -2,6 +2,7 @@
 
 from megajax.ops import router
 from megajax.ops.attention import attention, causal_ranges, choose_attention, document_starts
+from megajax.ops.cached_attention import cached_attention
 from megajax.ops.cross_entropy import LossImplementation, chunk_loss_and_grad
 from megajax.ops.dropout import dropout
 from megajax.ops.expert_mlp import ExpertKernels
@@ -22,6 +23,7 @@ __all__ = [
     "apply_experts",
     "apply_rope",
     "attention",
+    "cached_attention",
     "causal_ranges",
     "choose_attention",
     "choose_grouped_matmul",

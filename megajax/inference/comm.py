@@ -1,0 +1,135 @@
+"""The model's communication points in use: whole sequences, and tokens one by one with a cache of keys and values.
+
+XLA partitions everything else; attention and experts are divided by hand, so that GPUs run the kernels of training.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from megajax import ops
+from megajax.inference.weights import EXPERT_AXES, SHARED_AXES, dividing
+from megajax.mesh import mesh_sizes
+from megajax.model.comm import SingleDevice
+from megajax.step_plan import Kernels
+
+
+class LayerCache(NamedTuple):
+    """Keys and values of one layer. Position p of a sequence is in slot p mod W; a window's layer keeps a window."""
+
+    keys: jax.Array  # [B, K, W, H]
+    values: jax.Array  # [B, K, W, H of the values]
+
+
+class WholeSequences(SingleDevice):
+    """Whole sequences of tokens, divided over the devices as far as their number allows it."""
+
+    def __init__(self, mesh: Mesh, kernels: Kernels):
+        self.mesh, self.kernels, self.sizes = mesh, kernels, mesh_sizes(mesh)
+
+    def attend(self, q, k, v, positions, *, window, softcap, sinks=None) -> jax.Array:
+        def attention(q, k, v, sinks):
+            return ops.attention(
+                q, k, v, window=window, softcap=softcap, sinks=sinks, implementation=self.kernels.attention
+            )
+
+        heads = P(self.heads(k.shape[2]))
+        whole = P(self.sequences(len(q)), None, *heads)
+        return self.divided(attention, (whole, whole, whole, heads), whole)(q, k, v, sinks)
+
+    def experts(self, activation, x, experts, weights, w_up, w_down, capacity) -> jax.Array:
+        over = dividing(w_up.shape[0], EXPERT_AXES, self.sizes)
+        rest = tuple(axis for axis in SHARED_AXES if axis not in over)
+
+        def apply(x, experts, weights, w_up, w_down):
+            count = w_up.shape[0]
+            first = lax.axis_index(over) * count if over else 0
+            own = jnp.where((experts >= first) & (experts < first + count), experts - first, count)
+            y = ops.apply_experts(
+                activation, x, own, weights, w_up, w_down, capacity, self.kernels.experts, lambda amax: amax
+            )
+            return lax.psum(y.astype(jnp.float32), over).astype(y.dtype) if over else y
+
+        tokens, matrices = P(dividing(len(x), rest, self.sizes)), P(over)
+        return self.divided(apply, (tokens, tokens, tokens, matrices, matrices), tokens)(
+            x, experts, weights, w_up, w_down
+        )
+
+    def divided(self, function, in_specs: Sequence[P], out_specs):
+        """`function` on each device's part of its arguments."""
+        return jax.shard_map(function, mesh=self.mesh, in_specs=tuple(in_specs), out_specs=out_specs, check_vma=False)
+
+    def sequences(self, count: int) -> tuple[str, ...]:
+        """The axes that divide `count` sequences."""
+        return dividing(count, SHARED_AXES, self.sizes)
+
+    def heads(self, num_kv_heads: int) -> tuple[str, ...]:
+        """The axes that divide the heads."""
+        return dividing(num_kv_heads, ("tensor",), self.sizes)
+
+    def place(self, x: jax.Array, spec: P) -> jax.Array:
+        return lax.with_sharding_constraint(x, NamedSharding(self.mesh, spec))
+
+
+class Prefill(WholeSequences):
+    """Whole prompts, padded at their end; `caches` has each layer's keys and values afterwards.
+
+    `lengths [B]` are the prompts' lengths; the caches have `size` slots, or a window's.
+    """
+
+    def __init__(self, mesh: Mesh, kernels: Kernels, lengths: jax.Array, size: int):
+        super().__init__(mesh, kernels)
+        self.lengths, self.size = lengths, size
+        self.caches: list[LayerCache] = []
+
+    def attend(self, q, k, v, positions, *, window, softcap, sinks=None) -> jax.Array:
+        slots = jnp.arange(min(self.size, window or self.size))
+        newest = newest_position(slots, self.lengths - 1)  # [B, W]; negative in slots that are still empty
+        spec = P(self.sequences(len(q)), self.heads(k.shape[2]))
+
+        def cached(x: jax.Array) -> jax.Array:
+            kept = jnp.take_along_axis(x, jnp.maximum(newest, 0)[:, :, None, None], axis=1)
+            return self.place(kept.transpose(0, 2, 1, 3), spec)
+
+        self.caches.append(LayerCache(cached(k), cached(v)))
+        return super().attend(q, k, v, positions, window=window, softcap=softcap, sinks=sinks)
+
+
+class Decode(WholeSequences):
+    """One new token per sequence; `caches` of all layers are replaced by those that contain it."""
+
+    def __init__(self, mesh: Mesh, kernels: Kernels, caches: Sequence[LayerCache]):
+        super().__init__(mesh, kernels)
+        self.before, self.caches = iter(caches), []
+
+    def attend(self, q, k, v, positions, *, window, softcap, sinks=None) -> jax.Array:
+        cache, position = next(self.before), positions.index[:, 0]
+        attention = partial(_attend_to_cache, softcap=softcap)
+        heads = self.heads(k.shape[2])
+        rows = self.sequences(len(q))
+        token, stored = P(rows, None, heads), P(rows, heads)
+        specs = (token, token, token, stored, P(rows), P(heads))
+        out, cache = self.divided(attention, specs, (token, stored))(q, k, v, cache, position, sinks)
+        self.caches.append(cache)
+        return out
+
+
+def newest_position(slots: jax.Array, last: jax.Array) -> jax.Array:
+    """The newest position up to `last [B]` in each of all W `slots` of a cache, `[B, W]`; negative: none yet."""
+    return last[:, None] - (last[:, None] - slots) % len(slots)
+
+
+def _attend_to_cache(q, k, v, cache: LayerCache, position, sinks, *, softcap) -> tuple[jax.Array, LayerCache]:
+    """Puts one token per sequence into the cache and attends to it: q [B, 1, N, H] -> ([B, 1, N, H], the cache)."""
+    width = cache.keys.shape[2]
+    rows, slot = jnp.arange(len(q)), position % width
+    cache = LayerCache(cache.keys.at[rows, :, slot].set(k[:, 0]), cache.values.at[rows, :, slot].set(v[:, 0]))
+    visible = newest_position(jnp.arange(width), position) >= 0
+    out = ops.cached_attention(q[:, 0], *cache, visible, softcap=softcap, sinks=sinks)
+    return out[:, None], cache

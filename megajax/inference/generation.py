@@ -1,0 +1,150 @@
+"""Continuing prompts: one program reads them, one produces tokens in a loop on the devices."""
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from megajax.errors import InputError
+from megajax.inference.comm import Decode, LayerCache, Prefill
+from megajax.inference.language_model import LanguageModel
+from megajax.inference.sampling import DEFAULT, Sampling, choose
+from megajax.inference.weights import ModelWeights
+
+# Lengths are rounded up to a multiple, so that prompts of similar lengths share compiled programs.
+LENGTH_MULTIPLE = 64
+NONE = -1  # instead of a token after the end of a sequence
+
+
+class Progress(NamedTuple):
+    """The state between tokens."""
+
+    caches: tuple[LayerCache, ...]
+    tokens: jax.Array  # [B, N] int32, the new tokens; NONE after the end
+    count: jax.Array  # [] int32, how many of them there are
+    position: jax.Array  # [B] int32, of the newest token
+    done: jax.Array  # [B] bool
+    keys: jax.Array  # [B] random keys
+
+
+class Generator:
+    """The two compiled programs of a model, for one setting of the sampling."""
+
+    def __init__(self, model: LanguageModel, sampling: Sampling = DEFAULT):
+        sampling.check()
+        self.model, self.sampling = model, sampling
+        self.stop = jnp.array([*model.stop_tokens, NONE], jnp.int32)
+        self._prefill = jax.jit(self._prefill_program, static_argnames=("size", "room"))
+        self._decode = jax.jit(self._decode_program, donate_argnames="progress")
+
+    def tokens(
+        self, prompts: Sequence[Sequence[int]], max_tokens: int, seed: int = 0, chunk: int | None = None
+    ) -> Iterator[list[list[int]]]:
+        """The new tokens of each prompt so far, every `chunk` tokens (None: once), until all are complete.
+
+        A sequence ends before a stop token, after `max_tokens`, or at the model's context. One seed gives a prompt the
+        same tokens on every mesh and beside any prompts after it. The caller may stop early. Raises InputError for a
+        prompt that is empty, has unknown tokens, or leaves no room in the context.
+        """
+        longest = max(map(len, prompts))
+        self._check(prompts, longest, max_tokens)
+        max_tokens = min(max_tokens, self.model.max_length - longest)
+        padded = -(-longest // LENGTH_MULTIPLE) * LENGTH_MULTIPLE
+        size = -(-(padded + max_tokens) // LENGTH_MULTIPLE) * LENGTH_MULTIPLE
+        tokens = np.zeros((len(prompts), min(padded, self.model.max_length)), np.int32)
+        for row, prompt in zip(tokens, prompts, strict=True):
+            row[: len(prompt)] = prompt
+        lengths = np.array([len(prompt) for prompt in prompts], np.int32)
+        room = -(-max_tokens // LENGTH_MULTIPLE) * LENGTH_MULTIPLE
+        progress = self._prefill(self.model.weights, tokens, lengths, np.uint32(seed), size=size, room=room)
+        while True:
+            count, done = int(progress.count), bool(progress.done.all()) or int(progress.count) >= max_tokens
+            if done or chunk is not None:
+                rows = np.asarray(progress.tokens)[:, : min(count, max_tokens)]
+                yield [[int(token) for token in row if token != NONE] for row in rows]
+            if done:
+                return
+            steps = min(max_tokens - count, chunk or max_tokens)
+            progress = self._decode(self.model.weights, progress, np.int32(steps))
+
+    def _check(self, prompts: Sequence[Sequence[int]], longest: int, max_tokens: int) -> None:
+        assert max_tokens >= 1, max_tokens
+        for prompt in prompts:
+            self.model.check_tokens(np.array([prompt], np.int32))
+        if longest >= self.model.max_length:
+            raise InputError(
+                f"a prompt has {longest} tokens, which leaves no room in the model's context of "
+                f"{self.model.max_length} tokens: shorten it."
+            )
+
+    def _prefill_program(self, weights: ModelWeights, tokens, lengths, seed, *, size: int, room: int) -> Progress:
+        """Prompts `[B, P]` padded at their ends → the state with the first new token; caches of `size` slots."""
+        B, P = tokens.shape
+        comm = Prefill(self.model.mesh, self.model.kernels, lengths, size)
+        x = self.model.whole_sequences(weights, tokens, comm).reshape(B, P, -1)
+        last = jnp.take_along_axis(x, (lengths - 1)[:, None, None], axis=1)[:, 0]
+        keys = jax.vmap(partial(jax.random.fold_in, jax.random.key(seed)))(jnp.arange(B))
+        empty = jnp.full((B, room), NONE, jnp.int32)
+        start = Progress(tuple(comm.caches), empty, jnp.int32(0), lengths - 1, jnp.zeros(B, bool), keys)
+        return self._with_token(weights, start, last)
+
+    def _decode_program(self, weights: ModelWeights, progress: Progress, steps: jax.Array) -> Progress:
+        """Up to `steps` tokens more."""
+        end = progress.count + steps
+
+        def one(progress: Progress) -> Progress:
+            comm = Decode(self.model.mesh, self.model.kernels, progress.caches)
+            newest = lax.dynamic_index_in_dim(progress.tokens, progress.count - 1, axis=1, keepdims=False)
+            x = self.model.next_tokens(weights, jnp.maximum(newest, 0), progress.position, comm)
+            return self._with_token(weights, progress._replace(caches=tuple(comm.caches)), x)
+
+        return lax.while_loop(lambda p: (p.count < end) & ~p.done.all(), one, progress)
+
+    def _with_token(self, weights: ModelWeights, progress: Progress, x: jax.Array) -> Progress:
+        """The state with one token more, chosen by the residual stream `x [B, D]` of the newest position."""
+        position = progress.position + 1
+        keys = jax.vmap(jax.random.fold_in)(progress.keys, position)
+        token = choose(self.model.model.logits(weights.outer, x), self.sampling, keys)
+        done = progress.done | (token[:, None] == self.stop).any(axis=1)
+        tokens = lax.dynamic_update_index_in_dim(progress.tokens, jnp.where(done, NONE, token), progress.count, axis=1)
+        return progress._replace(tokens=tokens, count=progress.count + 1, position=position, done=done)
+
+
+def continue_texts(
+    model: LanguageModel,
+    prompts: Sequence[str] | Sequence[Sequence[int]],
+    max_tokens: int = 100,
+    sampling: Sampling = DEFAULT,
+    *,
+    stop: Sequence[str] = (),
+    seed: int = 0,
+    on_text: Callable[[str], None] | None = None,
+) -> list[str]:
+    """The continuation of each prompt (a text, or its tokens), cut before the first of the texts `stop`.
+
+    `on_text` gets the text of a single prompt piece by piece. Raises InputError as `Generator.tokens`.
+    """
+    tokenizer = model.tokenizer
+    assert tokenizer is not None, "the model has no tokenizer"
+    encoded = [model.encode(prompt) if isinstance(prompt, str) else list(prompt) for prompt in prompts]
+    chunk = 8 if on_text else LENGTH_MULTIPLE if stop else None
+    printed, texts = 0, [""] * len(prompts)
+    for rows in Generator(model, sampling).tokens(encoded, max_tokens, seed, chunk):
+        texts = [tokenizer.decode(row) for row in rows]
+        cut = [min((text.find(end) for end in stop if end in text), default=-1) for text in texts]
+        texts = [text if end < 0 else text[:end] for text, end in zip(texts, cut, strict=True)]
+        if on_text:
+            # The last characters may change: half of a UTF-8 character, or the beginning of a stop text.
+            held = max((len(end) - 1 for end in stop), default=0) if cut[0] < 0 else 0
+            ready = len(texts[0].rstrip("\ufffd")) - held
+            on_text(texts[0][printed:ready])
+            printed = max(printed, ready)
+        if all(end >= 0 for end in cut):
+            break
+    if on_text:
+        on_text(texts[0][printed:])
+    return texts

@@ -1,0 +1,131 @@
+"""A language model with its weights on devices: logits, scores and generation."""
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from megajax.config import AXES, Config
+from megajax.config.kinds import layer_kinds
+from megajax.data.tokenizers import Tokenizer
+from megajax.errors import InputError
+from megajax.inference.comm import Decode, WholeSequences
+from megajax.inference.weights import ModelWeights, from_parameters
+from megajax.model import Transformer
+from megajax.model.comm import TokenPositions
+from megajax.model.parts import BlockInputs, State
+from megajax.step_plan import Hardware, Kernels
+
+
+class LanguageModel:
+    """A model's weights on a mesh, its programs, and its tokenizer.
+
+    `model(tokens)` are logits; `inference.scoring` and `inference.generation` score and continue texts. Made by
+    `megajax.from_hf` and `megajax.load_run`.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        params: dict[str, jax.Array],
+        state: Mapping[str, State],
+        mesh: Mesh,
+        *,
+        tokenizer: Tokenizer | None = None,
+        stop_tokens: Sequence[int] = (),
+        folder: Path | None = None,
+        special_tokens: bool = False,
+    ):
+        """`params` are canonical, in the compute dtype, and the dictionary is emptied; `folder` has the tokenizer.
+
+        `special_tokens`: the tokenizer adds its own, such as the beginning of a text.
+        """
+        self.config, self.mesh, self.tokenizer = config.model, mesh, tokenizer
+        self.max_length = config.batch.sequence_length
+        self.stop_tokens, self.folder, self.special_tokens = tuple(stop_tokens), folder, special_tokens
+        self.model = Transformer(config.model)
+        # Attention and experts run on whole heads and experts, as on a mesh without `tensor`.
+        self.kernels = Kernels.choose(config, dict.fromkeys(AXES, 1), Hardware.of(mesh))
+        self.weights = from_parameters(self.model, params, state, mesh)
+
+    def __call__(self, tokens_bs: Any) -> jax.Array:
+        """FP32 logits `[B, S, V]` of whole sequences of token ids `[B, S]`, without the vocabulary's padding.
+
+        Raises InputError for ids that the model does not have and for sequences longer than `max_length`.
+        """
+        tokens = np.asarray(tokens_bs, np.int32)
+        self.check_tokens(tokens)
+        return self._logits(self.weights, tokens)
+
+    def encode(self, text: str, special_tokens: bool = True) -> list[int]:
+        """The tokens of a text, with those that the model's tokenizer adds if `special_tokens`.
+
+        Raises InputError if there is no tokenizer, or if the text has no tokens.
+        """
+        if self.tokenizer is None:
+            raise InputError(f"{self.folder} has no tokenizer, so text cannot become tokens: add tokenizer.json.")
+        try:
+            tokens = self.tokenizer.encode(text, self.special_tokens and special_tokens)
+        except UnicodeEncodeError:
+            raise InputError(f"the prompt {text!r} is not UTF-8: write it in UTF-8.") from None
+        if not tokens:
+            raise InputError(f"the prompt {text!r} has no tokens: give at least one character.")
+        return tokens
+
+    @property
+    def prefix_token(self) -> int | None:
+        """The token before a text whose first token is predicted: the beginning of a text, else the end of one."""
+        if self.special_tokens and self.tokenizer is not None and (first := self.tokenizer.encode("", True)):
+            return first[0]
+        return self.stop_tokens[0] if self.stop_tokens else None
+
+    def check_tokens(self, tokens: np.ndarray) -> None:
+        """Raises InputError for token ids `[B, S]` that the model does not have, and for too long sequences."""
+        if tokens.ndim != 2 or tokens.size == 0:
+            raise InputError(f"tokens has the shape {list(tokens.shape)}: give ids [batch, length], at least one.")
+        if tokens.min() < 0 or tokens.max() >= self.config.vocab_size:
+            wrong = next(int(t) for t in tokens.reshape(-1) if not 0 <= t < self.config.vocab_size)
+            raise InputError(
+                f"token {wrong} is not in the vocabulary: give ids from 0 to {self.config.vocab_size - 1}."
+            )
+        if tokens.shape[1] > self.max_length:
+            raise InputError(
+                f"a sequence has {tokens.shape[1]} tokens, but the model's context has {self.max_length}: shorten it."
+            )
+
+    @cached_property
+    def _logits(self):
+        def logits(weights: ModelWeights, tokens: jax.Array) -> jax.Array:
+            x = self.whole_sequences(weights, tokens)
+            return self.model.logits(weights.outer, x).reshape(*tokens.shape, -1)
+
+        return jax.jit(logits)
+
+    def whole_sequences(
+        self, weights: ModelWeights, tokens_bs: jax.Array, comm: WholeSequences | None = None
+    ) -> jax.Array:
+        """Token ids `[B, S]` → the residual stream after the blocks `[B·S, D]`; to be traced."""
+        comm = comm or WholeSequences(self.mesh, self.kernels)
+        positions = jnp.broadcast_to(jnp.arange(tokens_bs.shape[1]), tokens_bs.shape)
+        return self._run(weights, tokens_bs, positions, comm, P(comm.sequences(len(tokens_bs))))
+
+    def next_tokens(
+        self, weights: ModelWeights, tokens_b: jax.Array, positions_b: jax.Array, comm: Decode
+    ) -> jax.Array:
+        """One token per sequence, at its position → the residual stream after the blocks `[B, D]`; to be traced."""
+        return self._run(weights, tokens_b[:, None], positions_b[:, None], comm, P())
+
+    def _run(self, weights: ModelWeights, tokens, positions, comm: WholeSequences, spec: P) -> jax.Array:
+        count = tokens.size
+        inputs = BlockInputs(positions, TokenPositions(positions), jnp.arange(count, dtype=jnp.uint32), None)
+        x = comm.place(self.model.embed(weights.outer, tokens.reshape(-1), positions.reshape(-1)), spec)
+        for layer, (kind, window) in enumerate(layer_kinds(self.config)):
+            own, state = weights.layers[layer], weights.state[layer]
+            x, _ = self.model.blocks[kind](own, x, inputs, layer, state, comm=comm, window=window)
+        return x

@@ -1,0 +1,112 @@
+"""megajax's models in lm-eval (the extra `eval`): `python -m megajax.inference.lm_eval run --model megajax ...`.
+
+lm-eval 0.4 has no plug-ins: importing this module registers the model class "megajax", and running it starts lm-eval's
+own command line. `--model_args path=RUN_OR_HF_FOLDER,mesh=tensor:2+fsdp:2,dtype=bfloat16`.
+"""
+
+from typing import Any
+
+from lm_eval.api.model import TemplateLM  # type: ignore[import-not-found]
+from lm_eval.api.registry import register_model  # type: ignore[import-not-found]
+
+from megajax.errors import InputError
+from megajax.inference.generation import continue_texts
+from megajax.inference.load import load_model
+from megajax.inference.prompts import render_chat
+from megajax.inference.sampling import Sampling
+from megajax.inference.scoring import Scorer, Window, windows
+from megajax.mesh import named_mesh
+
+MAX_TOKENS = 256  # of an answer, if the task does not say
+
+
+@register_model("megajax")
+class MegajaxLM(TemplateLM):
+    """A run or a folder in Hugging Face's format as lm-eval's model."""
+
+    def __init__(self, path: str, mesh: str | None = None, dtype: str | None = None, batch_size: Any = None, **_: Any):
+        """`mesh` is written `tensor:2+fsdp:2`, because lm-eval separates arguments by commas and equal signs.
+
+        `batch_size` is the number of prompts that are continued together (default 8).
+        """
+        super().__init__()
+        sizes = named_mesh(mesh.replace(":", "=").replace("+", ","), "mesh") if mesh else None
+        self.model = load_model(path, sizes, dtype)
+        self.scorer = Scorer(self.model)
+        self.batch = int(batch_size) if str(batch_size).isdigit() else 8
+
+    @property
+    def eot_token_id(self) -> int:
+        token = self.model.stop_tokens[0] if self.model.stop_tokens else self.model.prefix_token
+        if token is None:
+            raise InputError(
+                f"{self.model.folder} has no end-of-text token: set eos_token_id in generation_config.json."
+            )
+        return token
+
+    @property
+    def prefix_token_id(self) -> int:
+        token = self.model.prefix_token
+        return self.eot_token_id if token is None else token
+
+    @property
+    def tokenizer_name(self) -> str:
+        return str(self.model.folder)
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
+        return self.model.encode(string, add_special_tokens is not False) if string else []
+
+    def _loglikelihood_tokens(self, requests, **_: Any) -> list[tuple[float, bool]]:
+        found = self.scorer.scores([Window([*context, *rest], len(context)) for _, context, rest in requests])
+        return [(score.log_likelihood, score.is_greedy) for score in found]
+
+    def loglikelihood_rolling(self, requests, disable_tqdm: bool = False) -> list[float]:
+        out = []
+        for (text,) in (request.args for request in requests):
+            tokens = [self.prefix_token_id, *self.tok_encode(text, add_special_tokens=False)]
+            out.append(sum(s.log_likelihood for s in self.scorer.scores(windows(tokens, self.model.max_length))))
+        return out
+
+    def generate_until(self, requests, disable_tqdm: bool = False) -> list[str]:
+        """Continuations of the contexts, up to `batch` with the same settings together."""
+        out = [""] * len(requests)
+        groups: dict[tuple, list[int]] = {}
+        for i, request in enumerate(requests):
+            groups.setdefault(_settings(request.args[1]), []).append(i)
+        for (stop, sampling, count), members in groups.items():
+            members.sort(key=lambda i: len(requests[i].args[0]))
+            for first in range(0, len(members), self.batch):
+                chosen = members[first : first + self.batch]
+                room = self.model.max_length - count
+                prompts = [self.tok_encode(requests[i].args[0])[-room:] for i in chosen]
+                for i, text in zip(
+                    chosen, continue_texts(self.model, prompts, count, sampling, stop=stop), strict=True
+                ):
+                    out[i] = text
+        return out
+
+    def apply_chat_template(self, chat_history, add_generation_prompt: bool = True) -> str:
+        return render_chat(chat_history, self.model.folder, add_generation_prompt)
+
+
+def _settings(arguments: dict[str, Any]) -> tuple[tuple[str, ...], Sampling, int]:
+    """(texts that end an answer, the sampling, largest number of tokens) of a request."""
+    until = arguments.get("until") or ()
+    sampled = arguments.get("do_sample", arguments.get("temperature", 0) > 0)
+    sampling = Sampling(
+        temperature=float(arguments.get("temperature", 1.0)) if sampled else 0.0,
+        top_k=int(arguments.get("top_k", 0) or 0),
+        top_p=float(arguments.get("top_p", 1.0)),
+        min_p=float(arguments.get("min_p", 0.0) or 0.0),
+    )
+    return (
+        (until,) if isinstance(until, str) else tuple(until),
+        sampling,
+        int(arguments.get("max_gen_toks", MAX_TOKENS)),
+    )
+
+
+if __name__ == "__main__":
+    from lm_eval.__main__ import cli_evaluate  # type: ignore[import-not-found]
+
+    cli_evaluate()

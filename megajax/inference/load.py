@@ -1,0 +1,146 @@
+"""Models from a run's checkpoint or from a folder in Hugging Face's format."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from megajax.checkpoint import find_checkpoint, restore_model
+from megajax.checkpoint.weights import run_config
+from megajax.config import Config
+from megajax.data.tokenizers import Tokenizer, end_of_document, load_tokenizer
+from megajax.errors import InputError
+from megajax.hf import is_hf_folder
+from megajax.inference.language_model import LanguageModel
+from megajax.inference.weights import abstract_parameters, abstract_state
+from megajax.mesh import build_mesh
+from megajax.model import Transformer
+
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+def load_model(
+    path: str | Path, mesh: Mesh | None = None, dtype: str | None = None, *, setting: str = "path"
+) -> LanguageModel:
+    """`from_hf` of a folder in Hugging Face's format, else `load_run`; `setting` gave the path, for errors."""
+    load = from_hf if is_hf_folder(path) else load_run
+    return load(path, mesh, dtype, setting=setting)
+
+
+def load_run(
+    run: str | Path, mesh: Mesh | None = None, dtype: str | None = None, *, setting: str = "run"
+) -> LanguageModel:
+    """The model of a run's newest checkpoint, or of `RUN/checkpoints/STEP`, and the run's tokenizer if it has one.
+
+    The weights are laid out for `mesh` (None: the first device), whatever mesh trained them, in `dtype` (None: the
+    run's compute dtype). The context is the run's sequence length. Raises InputError for an unusable checkpoint.
+    """
+    run_dir, step = find_checkpoint(run, setting)
+    config = run_config(run_dir, setting)
+    config = _for_inference(config, dtype or config.precision.compute)
+    mesh = mesh or build_mesh({}, jax.devices()[:1])
+    model = Transformer(config.model)
+    shapes = abstract_parameters(model, mesh, config.precision.compute), abstract_state(model, mesh)
+    path = str(run_dir / "checkpoints" / str(step))
+    tokenizer = find_tokenizer(config, run_dir) if config.data.tokenizer else None
+    params, state = restore_model(path, *shapes, config.model, setting)
+    stop = _stop_tokens(run_dir)
+    if tokenizer is not None:
+        last, name = tokenizer.end_of_document, config.data.end_of_document
+        if name is not None:
+            last = end_of_document(tokenizer, str(config.data.tokenizer), name, f"data.end_of_document={name}")
+        stop = stop if last is None or last in stop else (last, *stop)
+    return LanguageModel(config, params, state, mesh, tokenizer=tokenizer, stop_tokens=stop, folder=run_dir)
+
+
+def from_hf(
+    folder: str | Path, mesh: Mesh | None = None, dtype: str | None = None, *, setting: str = "folder"
+) -> LanguageModel:
+    """The model of a folder in Hugging Face's format, with its tokenizer and stop tokens.
+
+    The weights are laid out for `mesh` (None: the first device) in `dtype` (None: that of config.json). The context is
+    `max_position_embeddings`. Each process reads only what its devices hold. Raises InputError for a family or an
+    option that megajax does not have, and for missing or damaged files.
+    """
+    from megajax.hf.convert import load, read_folder  # here, because it needs safetensors
+    from megajax.hf.folder import read_config
+
+    folder, section, hf_config = Path(folder), read_folder(folder)[1], read_config(folder)
+    given = dtype or hf_config.get("dtype") or hf_config.get("torch_dtype") or "float32"
+    length = hf_config.get("max_position_embeddings") or section.get("max_positions") or 2048
+    config = Config.model_validate(
+        {
+            "model": section,
+            "mesh": {"data": 1},
+            "batch": {"global_size": 1, "sequence_length": length},
+            "data": {"kind": "synthetic"},
+        }
+    )
+    config = _for_inference(config, given)
+    mesh = mesh or build_mesh({}, jax.devices()[:1])
+    shapes = abstract_parameters(Transformer(config.model), mesh, config.precision.compute)
+    params = load(folder, config.model, shapes, setting, "")
+    names = [folder / name for name in ("tokenizer.json", "tokenizer.model") if (folder / name).is_file()]
+    tokenizer = load_tokenizer(str(names[0])) if names else None
+    stop = _stop_tokens(folder)
+    return LanguageModel(
+        config, params, {}, mesh, tokenizer=tokenizer, stop_tokens=stop, folder=folder, special_tokens=True
+    )
+
+
+def _for_inference(config: Config, dtype: str) -> Config:
+    """The config with this compute dtype and without a capacity of experts: padding would use it up."""
+    if dtype not in DTYPES:
+        raise InputError(f"dtype={dtype} is not one of {', '.join(DTYPES)}: give one of them.")
+    router = config.model.router.model_copy(update={"capacity_factor": None})
+    model = config.model.model_copy(update={"router": router})
+    fp8 = config.precision.fp8.model_copy(update={"recipe": "none"})
+    precision = config.precision.model_copy(update={"compute": dtype, "fp8": fp8})
+    kernels = config.kernels.model_copy(update={"attention": "auto", "grouped_matmul": "auto"})
+    data = config.data.model_copy(update={"reset_attention": False})
+    return config.model_copy(update={"model": model, "precision": precision, "kernels": kernels, "data": data})
+
+
+def _stop_tokens(folder: Path) -> tuple[int, ...]:
+    """The tokens that end a text, from generation_config.json, else config.json."""
+    for name in ("generation_config.json", "config.json"):
+        try:
+            found: Mapping[str, Any] = json.loads((folder / name).read_text())
+        except FileNotFoundError:
+            continue
+        except ValueError as error:
+            raise InputError(f"{folder / name} is damaged ({error}): copy it again.") from None
+        if (tokens := found.get("eos_token_id")) is not None:
+            return tuple(tokens) if isinstance(tokens, list) else (tokens,)
+    return ()
+
+
+def find_tokenizer(config: Config, run_dir: Path) -> Tokenizer:
+    """The tokenizer of a run's training, independent of the current directory if the run has a copy.
+
+    It is the run's copy `tokenizer.json` (or `.model`), else `data.tokenizer` relative to the current directory or to a
+    directory above the run. Raises InputError if there is none, or if it does not fit the model.
+    """
+    spec = config.data.tokenizer
+    if spec is None:
+        raise InputError(f"{run_dir}/config.yaml has no data.tokenizer, so tokens cannot become text: add it.")
+    if spec != "byte":
+        copy = run_dir / f"tokenizer{Path(spec).suffix}"
+        candidates = [copy, Path(spec), *(directory / spec for directory in run_dir.resolve().parents)]
+        found = next((path for path in candidates if path.is_file()), None)
+        if found is None:
+            raise InputError(
+                f"data.tokenizer={spec} ({run_dir}/config.yaml) is neither in the current directory nor above the "
+                f"run: copy the file to {copy}."
+            )
+        spec = str(found)
+    tokenizer = load_tokenizer(spec)
+    if tokenizer.vocab_size > config.model.vocab_size:
+        raise InputError(
+            f"the tokenizer {spec} has {tokenizer.vocab_size} tokens, but the model has {config.model.vocab_size}: "
+            f"copy the tokenizer of the training to {run_dir / f'tokenizer{Path(spec).suffix}'}."
+        )
+    return tokenizer

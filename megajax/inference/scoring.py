@@ -1,0 +1,108 @@
+"""Log-likelihoods of texts."""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from megajax.inference.language_model import LanguageModel
+from megajax.inference.weights import ModelWeights
+
+TOKENS_PER_BATCH = 16384
+SHORTEST = 64
+CHUNK_BYTES = 2**30  # limit of a chunk's FP32 logits
+
+
+class Window(NamedTuple):
+    """A sequence of tokens, of which those from `start` on are predicted, each from all before it in the window."""
+
+    tokens: Sequence[int]
+    start: int  # 1 or more
+
+
+class Score(NamedTuple):
+    """The prediction of a window's tokens."""
+
+    log_likelihood: float  # the sum of their log-probabilities, in nats
+    is_greedy: bool  # whether each of them is the most likely token
+    count: int
+
+
+def windows(tokens: Sequence[int], length: int) -> list[Window]:
+    """Windows of at most `length` + 1 tokens that together predict each token but the first once.
+
+    A window begins with the last token of the one before it, the last window earlier, so that it is full too. These are
+    the windows of lm-eval's rolling log-likelihood.
+    """
+    out = []
+    for first in range(1, len(tokens), length):
+        end = min(first + length, len(tokens))
+        begin = max(0, end - length - 1)
+        out.append(Window(tokens[begin:end], first - begin))
+    return out
+
+
+class Scorer:
+    """Computes scores in batches of windows of similar lengths, which share compiled programs."""
+
+    def __init__(self, model: LanguageModel, tokens_per_batch: int = TOKENS_PER_BATCH):
+        self.model, self.tokens_per_batch = model, tokens_per_batch
+        self._program = jax.jit(self._predictions)
+
+    def scores(self, all_windows: Sequence[Window]) -> list[Score]:
+        """The score of each window; one that is longer than the context is cut at its beginning."""
+        limit = self.model.max_length
+        kept = []
+        for tokens, start in all_windows:
+            cut = max(0, len(tokens) - 1 - limit)
+            kept.append(Window(tokens[cut:], max(1, start - cut)))
+        out: list[Score | None] = [None] * len(kept)
+        order = sorted(range(len(kept)), key=lambda i: -len(kept[i].tokens))
+        while order:
+            length = self._padded(len(kept[order[0]].tokens) - 1)
+            count = max(1, self.tokens_per_batch // length)
+            chosen, order = order[:count], order[count:]
+            for i, score in zip(chosen, self._batch([kept[i] for i in chosen], length, count), strict=True):
+                out[i] = score
+        return [score for score in out if score is not None]
+
+    def _padded(self, length: int) -> int:
+        """The next power of two, so that few programs are compiled."""
+        return min(max(SHORTEST, 1 << max(0, length - 1).bit_length()), self.model.max_length)
+
+    def _batch(self, batch: Sequence[Window], length: int, count: int) -> list[Score]:
+        inputs, targets = np.zeros((2, count, length), np.int32)
+        for row, (tokens, _) in enumerate(batch):
+            inputs[row, : len(tokens) - 1], targets[row, : len(tokens) - 1] = tokens[:-1], tokens[1:]
+        self.model.check_tokens(inputs)
+        found = self._program(self.model.weights, inputs, targets)
+        likelihoods, greedy = (np.asarray(a) for a in found)
+        out = []
+        for row, (tokens, start) in enumerate(batch):
+            own = slice(start - 1, len(tokens) - 1)
+            total = likelihoods[row, own].sum(dtype=np.float64)
+            out.append(Score(float(total), bool(greedy[row, own].all()), len(tokens) - start))
+        return out
+
+    def _predictions(self, weights: ModelWeights, inputs, targets) -> tuple[jax.Array, jax.Array]:
+        """(log-probability of each target `[B, S]`, whether it is the most likely token)."""
+        model = self.model
+        x = model.whole_sequences(weights, inputs)
+        tokens, vocabulary = len(x), model.config.padded_vocab_size
+        pieces = -(-tokens * vocabulary * 4 // CHUNK_BYTES)
+        while tokens % pieces:
+            pieces += 1
+
+        def piece(x, targets):
+            logits = model.model.logits(weights.outer, x)
+            own = jnp.take_along_axis(logits, targets[:, None], axis=1)[:, 0]
+            return own - jax.nn.logsumexp(logits, axis=1), jnp.argmax(logits, axis=1) == targets
+
+        cut = partial(jnp.reshape, shape=(pieces, tokens // pieces, -1))
+        found = lax.map(lambda part: piece(*part), (cut(x), cut(targets)[..., 0]))
+        likelihoods, greedy = (a.reshape(inputs.shape) for a in found)
+        return likelihoods, greedy

@@ -1,0 +1,113 @@
+"""The weights of a model in use: each layer's own, fused, in the compute dtype, divided over the devices of a mesh."""
+
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from megajax.config.kinds import block_layers
+from megajax.mesh import mesh_sizes
+from megajax.model import Block, Transformer, parameters
+from megajax.model.block import layer_state
+from megajax.model.parts import State
+from megajax.sharding import BLOCKS, COMPUTED_IN_FP32, LOGICAL_TO_MESH
+
+# A model in use has no stages and no batch of its own: these axes divide a weight's width D, whatever they are for in
+# training, and the sequences where their number allows it.
+SHARED_AXES = ("pipeline", "data", "fsdp", "context", "expert")
+EXPERT_AXES = ("expert", "tensor")
+
+
+class ModelWeights(NamedTuple):
+    """A pytree with all arrays of a model."""
+
+    outer: dict[str, jax.Array]  # embedding, final norm and head, by canonical name
+    layers: tuple[dict[str, jax.Array], ...]  # of each layer, from `Block.fuse`
+    state: tuple[dict[str, jax.Array], ...]  # of each layer
+
+
+def dividing(size: int, axes: tuple[str, ...], sizes: Mapping[str, int]) -> tuple[str, ...]:
+    """The axes, in order, that together divide `size`."""
+    chosen: tuple[str, ...] = ()
+    for axis in axes:
+        if sizes[axis] > 1 and size % math.prod(sizes[a] for a in (*chosen, axis)) == 0:
+            chosen = (*chosen, axis)
+    return chosen
+
+
+def weight_spec(shape: tuple[int, ...], axes: tuple[str, ...], sizes: Mapping[str, int]) -> P:
+    """The placement of a weight: heads, widths and vocabulary over `tensor`, experts over EXPERT_AXES, D over the rest.
+
+    A dimension that an axis does not divide is whole on its devices.
+    """
+    own: list[tuple[str, ...]] = []
+    for size, axis in zip(shape, axes, strict=True):
+        over_tensor = LOGICAL_TO_MESH[axis] == "tensor" and "experts" not in axes
+        own.append(dividing(size, EXPERT_AXES if axis == "experts" else ("tensor",) * over_tensor, sizes))
+    if "embed" in axes:
+        used = {axis for entry in own for axis in entry}
+        rest = tuple(axis for axis in SHARED_AXES if axis not in used)
+        own[axes.index("embed")] = dividing(shape[axes.index("embed")], rest, sizes)
+    return P(*(entry or None for entry in own))
+
+
+def abstract_parameters(model: Transformer, mesh: Mesh, dtype: Any) -> dict[str, jax.ShapeDtypeStruct]:
+    """The canonical parameters with the dtypes and the shardings in which they are read."""
+
+    def abstract(parameter: Any) -> jax.ShapeDtypeStruct:
+        kept = jnp.float32 if parameter.axes[-1] in COMPUTED_IN_FP32 else dtype
+        spec = weight_spec(parameter.shape, parameter.axes, mesh_sizes(mesh))
+        return jax.ShapeDtypeStruct(parameter.shape, kept, sharding=NamedSharding(mesh, spec))
+
+    return {name: abstract(parameter) for name, parameter in parameters(model).items()}
+
+
+def abstract_state(model: Transformer, mesh: Mesh) -> dict[str, dict[str, jax.ShapeDtypeStruct]]:
+    """The layers' state as `restore_model` reads it, on all devices."""
+    everywhere = NamedSharding(mesh, P())
+    return {
+        kind: {n: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=everywhere) for n, a in own.items()}
+        for kind, own in layer_state(model.config).items()
+    }
+
+
+def from_parameters(
+    model: Transformer, params: dict[str, jax.Array], state: Mapping[str, State], mesh: Mesh
+) -> ModelWeights:
+    """The weights of canonical parameters; `params` is emptied, so that each is freed when it has been fused."""
+    outer = {name: params.pop(name) for name in [*params] if not name.startswith(BLOCKS)}
+    count = model.config.num_layers
+    layers: list[dict[str, jax.Array]] = [{} for _ in range(count)]
+    kept: list[dict[str, jax.Array]] = [{} for _ in range(count)]
+    for kind, held in block_layers(model.config).items():
+        block = model.blocks[kind]
+        axes = {name: parameter.axes for name, parameter in parameters(block).items()}  # with "layers" first
+        fused = {member: name for name, members in block.fused.items() for member in members}
+        for group in dict.fromkeys(fused.get(name, name) for name in axes):
+            members = [name for name in axes if fused.get(name, name) == group]
+            own = {name: params.pop(f"{BLOCKS}{kind}.{name}") for name in members}
+            logical = tuple(axis for axis in axes[members[0]][1:] if axis != "head")
+            rows = _rows(block, own, group, logical, mesh)
+            for layer, row in zip(held, rows, strict=True):
+                layers[layer][group] = row
+        for name, array in state.get(kind, {}).items():
+            for row, layer in enumerate(held):
+                kept[layer][name] = array[row]
+    return ModelWeights(outer, tuple(layers), tuple(kept))
+
+
+def _rows(
+    block: Block, own: dict[str, jax.Array], group: str, axes: tuple[str, ...], mesh: Mesh
+) -> tuple[jax.Array, ...]:
+    """The fused weight `group` of each layer, from the stacked parameters `own` that it consists of."""
+
+    def split(own: dict[str, jax.Array]) -> tuple[jax.Array, ...]:
+        return tuple(block.fuse(own)[group])
+
+    shape = jax.eval_shape(split, own)[0].shape
+    sharding = NamedSharding(mesh, weight_spec(shape, axes, mesh_sizes(mesh)))
+    return jax.jit(split, out_shardings=sharding)(own)

@@ -1,0 +1,40 @@
+"""Attention of one new token per sequence to the keys and values of a cache."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+
+from megajax.ops.numerics import wide
+
+
+def cached_attention(
+    q_bnh: jax.Array,
+    keys_bkwh: jax.Array,
+    values_bkwh: jax.Array,
+    visible_bw: jax.Array,
+    *,
+    softcap: float | None = None,
+    sinks: jax.Array | None = None,
+) -> jax.Array:
+    """softmax(q·k / sqrt(H)) v over the visible slots: q [B,N,H], caches [B,K,W,·], visible [B,W] bool -> [B,N,·].
+
+    Scores and softmax are in float32 (float64 for float64 inputs), the probabilities in q's dtype. `softcap` and
+    `sinks [N]` are those of `attention`. Raises nothing; a row without a visible slot is undefined.
+    """
+    B, N, H = q_bnh.shape
+    K, dtype = keys_bkwh.shape[1], wide(q_bnh.dtype)
+    q = q_bnh.reshape(B, K, N // K, H)
+    scores = jnp.einsum("bkgh,bkwh->bkgw", q, keys_bkwh, preferred_element_type=dtype) / math.sqrt(H)
+    if softcap is not None:
+        scores = softcap * jnp.tanh(scores / softcap)
+    scores = jnp.where(visible_bw[:, None, None], scores, -jnp.inf)
+    top = scores.max(-1, keepdims=True)
+    if sinks is not None:
+        sinks = sinks.astype(dtype).reshape(K, -1, 1)
+        top = jnp.maximum(top, sinks)
+    weights = jnp.exp(scores - top)
+    total = weights.sum(-1, keepdims=True) + (0 if sinks is None else jnp.exp(sinks - top))
+    weights = (weights / total).astype(q_bnh.dtype)
+    out = jnp.einsum("bkgw,bkwh->bkgh", weights, values_bkwh, preferred_element_type=dtype)
+    return out.reshape(B, N, -1).astype(q_bnh.dtype)

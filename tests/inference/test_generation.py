@@ -1,0 +1,148 @@
+"""Generated tokens are transformers', on one device and on meshes; sampling is that of a plain NumPy loop."""
+
+import jax
+import numpy as np
+import pytest
+
+import megajax
+from megajax.errors import InputError
+from megajax.inference import generation
+from megajax.inference.generation import Generator, continue_texts
+from megajax.inference.sampling import Sampling, choose, remaining
+
+GREEDY = Sampling(temperature=0)
+
+
+def mesh(**sizes: int) -> jax.sharding.Mesh:
+    return megajax.build_mesh(sizes, jax.devices()[: int(np.prod([*sizes.values()]))])
+
+
+def last(pieces):
+    """All tokens, from the last piece."""
+    return [*pieces][-1]
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("name", ["tiny_llama", "tiny_mistral", "tiny_qwen3_local", "tiny_mixtral"])
+def test_the_likeliest_tokens_are_those_of_transformers(references, folder_of, name):
+    model, expected = megajax.from_hf(folder_of(name)), references[name]
+    assert last(Generator(model, GREEDY).tokens(expected["prompts"], 50, chunk=20)) == expected["tokens"]
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [
+        ("tiny_mistral", {"fsdp": 2, "tensor": 2}),  # two query heads of each KV head on a device; three KV heads
+        ("tiny_qwen3_local", {"pipeline": 2, "fsdp": 2, "tensor": 2}),
+        ("tiny_mixtral", {"data": 2, "expert": 2, "tensor": 2}),
+    ],
+)
+def test_a_mesh_generates_the_same_tokens(references, folder_of, name, sizes):
+    model, expected = megajax.from_hf(folder_of(name), mesh(**sizes)), references[name]
+    four = [*expected["prompts"], expected["prompts"][0]]  # divided over `fsdp` or `data`
+    assert last(Generator(model, GREEDY).tokens(four, 50)) == [*expected["tokens"], expected["tokens"][0]]
+    matrices = [w for layer in model.weights.layers for name, w in layer.items() if name.endswith(("down", "output"))]
+    assert all(w.addressable_data(0).size < w.size for w in matrices), "each device holds a part"
+
+
+@pytest.fixture(scope="module")
+def llama(folder_of):
+    return megajax.from_hf(folder_of("tiny_llama"))
+
+
+def test_a_sample_depends_on_the_seed_only(references, llama):
+    prompts, settings = references["tiny_llama"]["prompts"], Sampling(temperature=1.0, top_k=20)
+    generator = Generator(llama, settings)
+    together = last(generator.tokens(prompts, 12, seed=3))
+    assert last(generator.tokens(prompts[:1], 12, seed=3)) == together[:1], "another batch"
+    assert last(generator.tokens(prompts, 12, seed=3, chunk=5)) == together, "in pieces"
+    assert last(generator.tokens(prompts, 12, seed=4)) != together
+
+
+def test_a_stop_token_ends_one_sequence_and_the_context_ends_all(references, folder_of, llama, monkeypatch):
+    expected, prompts = references["tiny_llama"]["tokens"], references["tiny_llama"]["prompts"]
+    monkeypatch.setattr(llama, "stop_tokens", (expected[0][4],))
+    cut = expected[0].index(expected[0][4])
+    found = last(Generator(llama, GREEDY).tokens(prompts[:2], 10))
+    assert found[0] == expected[0][:cut]
+    assert found[1] == expected[1][:10] or expected[0][4] in expected[1]
+    monkeypatch.setattr(llama, "stop_tokens", ())
+    monkeypatch.setattr(llama, "max_length", 20)
+    assert last(Generator(llama, GREEDY).tokens(prompts[2:], 10)) == [expected[2][:3]]
+    monkeypatch.setattr(llama, "max_length", 17)
+    with pytest.raises(InputError, match="a prompt has 17 tokens, which leaves no room in the model's context of 17"):
+        last(Generator(llama, GREEDY).tokens(prompts[2:], 10))
+    with pytest.raises(InputError, match="token 99 is not in the vocabulary: give ids from 0 to 98"):
+        last(Generator(llama, GREEDY).tokens([[3, 99]], 10))
+
+
+class Letters:
+    """A tokenizer of one letter per token."""
+
+    special_tokens: list[str] = []
+    vocab_size, end_of_document = 99, None
+
+    def encode(self, text: str, special_tokens: bool = False) -> list[int]:
+        return [ord(letter) - 32 for letter in text]
+
+    def decode(self, ids: list[int]) -> str:
+        return "".join(chr(32 + i) for i in ids)
+
+
+def test_stop_texts_end_a_text_and_a_single_text_is_streamed(references, llama, monkeypatch):
+    monkeypatch.setattr(llama, "tokenizer", Letters())
+    monkeypatch.setattr(generation, "LENGTH_MULTIPLE", 16)
+    prompts = references["tiny_llama"]["prompts"]
+    whole = [Letters().decode(tokens) for tokens in references["tiny_llama"]["tokens"]]
+    assert continue_texts(llama, prompts, 50, GREEDY) == whole
+    stop = whole[0][20:23]
+    cut = [text.partition(stop)[0] for text in whole]
+    assert continue_texts(llama, prompts, 50, GREEDY, stop=[stop]) == cut
+    pieces: list[str] = []
+    assert continue_texts(llama, prompts[:1], 50, GREEDY, stop=[stop], on_text=pieces.append) == cut[:1]
+    assert "".join(pieces) == cut[0] and len(pieces) > 2
+
+
+def plain_remaining(logits: np.ndarray, sampling: Sampling) -> set[int]:
+    """The tokens that remain, by a loop over the tokens from the likeliest."""
+    order = sorted(range(len(logits)), key=lambda i: -logits[i])
+    if sampling.top_k:
+        order = order[: sampling.top_k]
+    weights = np.exp(logits[order] - logits.max())
+    probabilities, total, kept = weights / weights.sum(), 0.0, []
+    for token, probability in zip(order, probabilities, strict=True):
+        if total >= sampling.top_p:
+            break
+        if probability >= sampling.min_p * probabilities[0]:
+            kept.append(token)
+        total += probability
+    return set(kept or order[:1])
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        Sampling(1.0, top_k=5),
+        Sampling(1.0, top_p=0.7),
+        Sampling(1.0, min_p=0.2),
+        Sampling(1.0, top_k=30, top_p=0.5, min_p=0.05),
+        Sampling(1.0, top_p=1e-9),
+    ],
+)
+def test_top_k_top_p_and_min_p_keep_the_tokens_of_a_plain_loop(sampling):
+    logits = np.random.default_rng(0).normal(0, 2, (4, 97)).astype(np.float32)
+    found = np.asarray(remaining(logits, sampling))
+    for row, kept in zip(logits, found, strict=True):
+        assert set(np.flatnonzero(np.isfinite(kept))) == plain_remaining(row.astype(np.float64), sampling)
+        np.testing.assert_array_equal(kept[np.isfinite(kept)], row[np.isfinite(kept)])
+
+
+def test_samples_follow_the_distribution():
+    """4,000 samples, against the softmax of the logits over the remaining tokens."""
+    logits = np.random.default_rng(1).normal(0, 1, 99).astype(np.float32)
+    keys = jax.random.split(jax.random.key(0), 4000)
+    found = choose(jax.numpy.broadcast_to(logits, (4000, 99)), Sampling(temperature=0.5, top_k=4), keys)
+    expected = np.where(logits >= np.sort(logits)[-4], np.exp(logits / 0.5), 0)
+    counts = np.bincount(np.asarray(found), minlength=99)
+    assert np.abs(counts / 4000 - expected / expected.sum()).max() < 0.03
