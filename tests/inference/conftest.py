@@ -5,6 +5,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import tokenizers
 
 FILES = Path(__file__).parents[1] / "data_files"
 
@@ -27,3 +28,21 @@ def folder_of(tmp_path_factory):
         return directory
 
     return folder_of
+
+
+@pytest.fixture(scope="session")
+def letters_folder(folder_of, tmp_path_factory):
+    """A model with a tokenizer of letters, and of a beginning of text that it puts before each."""
+    folder = tmp_path_factory.mktemp("evaluate")
+    for path in folder_of("tiny_llama").iterdir():
+        (folder / path.name).write_bytes(path.read_bytes())
+    names = {"<s>": 0} | {chr(97 + i): i + 1 for i in range(26)} | {" ": 27, "é": 28}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(names, " "))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Split("", "isolated")
+    tokenizer.decoder = tokenizers.decoders.Fuse()
+    tokenizer.add_special_tokens(["<s>"])
+    tokenizer.post_processor = tokenizers.processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = json.loads((folder / "config.json").read_text()) | {"max_position_embeddings": 8}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder

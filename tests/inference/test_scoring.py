@@ -6,7 +6,6 @@ import math
 import jax
 import numpy as np
 import pytest
-import tokenizers
 
 import megajax
 from megajax import evaluate
@@ -38,30 +37,12 @@ def test_windows_predict_each_token_once_with_all_the_context_there_is(count, le
     assert predicted == tokens[1:]
 
 
-@pytest.fixture(scope="module")
-def model_folder(folder_of, tmp_path_factory):
-    """A model with a tokenizer of letters, and of a beginning of text that it puts before each."""
-    folder = tmp_path_factory.mktemp("evaluate")
-    for path in folder_of("tiny_llama").iterdir():
-        (folder / path.name).write_bytes(path.read_bytes())
-    names = {"<s>": 0} | {chr(97 + i): i + 1 for i in range(26)} | {" ": 27, "é": 28}
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(names, " "))
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Split("", "isolated")
-    tokenizer.decoder = tokenizers.decoders.Fuse()
-    tokenizer.add_special_tokens(["<s>"])
-    tokenizer.post_processor = tokenizers.processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
-    tokenizer.save(str(folder / "tokenizer.json"))
-    config = json.loads((folder / "config.json").read_text()) | {"max_position_embeddings": 8}
-    (folder / "config.json").write_text(json.dumps(config))
-    return folder
-
-
 TEXTS = ["hello world", "é", "a much longer text of several windows"]
 
 
-def test_files_are_evaluated_as_by_hand(model_folder, tmp_path, capsys):
+def test_files_are_evaluated_as_by_hand(letters_folder, tmp_path, capsys):
     (tmp_path / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
-    model = megajax.from_hf(model_folder)
+    model = megajax.from_hf(letters_folder)
     with IndexedWriter(tmp_path / "tokens", np.uint16) as writer:
         for text in TEXTS:
             writer.add_document(model.encode(text, special_tokens=False))
@@ -76,7 +57,7 @@ def test_files_are_evaluated_as_by_hand(model_folder, tmp_path, capsys):
             count += 1
     size = sum(len(text.encode()) for text in TEXTS)
     options = ["--data", f"lines={tmp_path / 'texts.jsonl'}", "--data", str(tmp_path / "tokens")]
-    assert evaluate.main([str(model_folder), *options, "--output", str(tmp_path / "out.json")]) == 0
+    assert evaluate.main([str(letters_folder), *options, "--output", str(tmp_path / "out.json")]) == 0
     found = json.loads((tmp_path / "out.json").read_text())
     assert found["lines"] == pytest.approx(found["tokens"])
     assert found["lines"] == pytest.approx(
@@ -92,10 +73,10 @@ def test_files_are_evaluated_as_by_hand(model_folder, tmp_path, capsys):
     assert f"{total / count:.4f}" in capsys.readouterr().out
 
 
-def test_mistakes_are_sentences(model_folder, tmp_path, capsys):
+def test_mistakes_are_sentences(letters_folder, tmp_path, capsys):
     def error_of(*options: str) -> str:
         with pytest.raises(SystemExit):
-            evaluate.main([str(model_folder), *options])
+            evaluate.main([str(letters_folder), *options])
         return capsys.readouterr().err
 
     (tmp_path / "empty.jsonl").touch()
