@@ -1,7 +1,7 @@
 """Continuing prompts: one program reads them, one produces tokens in a loop on the devices."""
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from typing import NamedTuple
 
 import jax
@@ -114,6 +114,12 @@ class Generator:
         return progress._replace(tokens=tokens, count=progress.count + 1, position=position, done=done)
 
 
+@lru_cache(maxsize=8)
+def generator(model: LanguageModel, sampling: Sampling) -> Generator:
+    """The model's generator for these settings, the same for every call, so that its programs are compiled once."""
+    return Generator(model, sampling)
+
+
 def continue_texts(
     model: LanguageModel,
     prompts: Sequence[str] | Sequence[Sequence[int]],
@@ -133,7 +139,7 @@ def continue_texts(
     encoded = [model.encode(prompt) if isinstance(prompt, str) else list(prompt) for prompt in prompts]
     chunk = 8 if on_text else LENGTH_MULTIPLE if stop else None
     printed, texts = 0, [""] * len(prompts)
-    for rows in Generator(model, sampling).tokens(encoded, max_tokens, seed, chunk):
+    for rows in generator(model, sampling).tokens(encoded, max_tokens, seed, chunk):
         texts = [tokenizer.decode(row) for row in rows]
         cut = [min((text.find(end) for end in stop if end in text), default=-1) for text in texts]
         texts = [text if end < 0 else text[:end] for text, end in zip(texts, cut, strict=True)]

@@ -63,7 +63,8 @@ class MegajaxLM(TemplateLM):
     def loglikelihood_rolling(self, requests, disable_tqdm: bool = False) -> list[float]:
         out = []
         for (text,) in (request.args for request in requests):
-            tokens = [self.prefix_token_id, *self.tok_encode(text, add_special_tokens=False)]
+            # With the tokenizer's own first token after the prefix, so that scores equal those of lm-eval's `hf`.
+            tokens = [self.prefix_token_id, *self.tok_encode(text)]
             out.append(sum(s.log_likelihood for s in self.scorer.scores(windows(tokens, self.model.max_length))))
         return out
 

@@ -1,7 +1,6 @@
 """Models from a run's checkpoint or from a folder in Hugging Face's format."""
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +46,7 @@ def load_run(
     path = str(run_dir / "checkpoints" / str(step))
     tokenizer = find_tokenizer(config, run_dir) if config.data.tokenizer else None
     params, state = restore_model(path, *shapes, config.model, setting)
-    stop = _stop_tokens(run_dir)
+    stop = _stop_tokens(run_dir, tokenizer)
     if tokenizer is not None:
         last, name = tokenizer.end_of_document, config.data.end_of_document
         if name is not None:
@@ -85,7 +84,7 @@ def from_hf(
     params = load(folder, config.model, shapes, setting, "")
     names = [folder / name for name in ("tokenizer.json", "tokenizer.model") if (folder / name).is_file()]
     tokenizer = load_tokenizer(str(names[0])) if names else None
-    stop = _stop_tokens(folder)
+    stop = _stop_tokens(folder, tokenizer)
     return LanguageModel(
         config, params, {}, mesh, tokenizer=tokenizer, stop_tokens=stop, folder=folder, special_tokens=True
     )
@@ -104,18 +103,26 @@ def _for_inference(config: Config, dtype: str) -> Config:
     return config.model_copy(update={"model": model, "precision": precision, "kernels": kernels, "data": data})
 
 
-def _stop_tokens(folder: Path) -> tuple[int, ...]:
-    """The tokens that end a text, from generation_config.json, else config.json."""
+def _stop_tokens(folder: Path, tokenizer: Tokenizer | None) -> tuple[int, ...]:
+    """The tokens that end a text, from generation_config.json, else config.json, else tokenizer_config.json."""
     for name in ("generation_config.json", "config.json"):
-        try:
-            found: Mapping[str, Any] = json.loads((folder / name).read_text())
-        except FileNotFoundError:
-            continue
-        except ValueError as error:
-            raise InputError(f"{folder / name} is damaged ({error}): copy it again.") from None
-        if (tokens := found.get("eos_token_id")) is not None:
+        if (tokens := _read_json(folder / name).get("eos_token_id")) is not None:
             return tuple(tokens) if isinstance(tokens, list) else (tokens,)
-    return ()
+    name = _read_json(folder / "tokenizer_config.json").get("eos_token")
+    name = name.get("content") if isinstance(name, dict) else name
+    token = tokenizer.token_id(name) if tokenizer is not None and name else None
+    return () if token is None else (token,)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """A file of a model's folder; {} if there is none."""
+    try:
+        found = json.loads(path.read_text())
+    except FileNotFoundError:
+        return {}
+    except ValueError as error:
+        raise InputError(f"{path} is damaged ({error}): copy it again.") from None
+    return found if isinstance(found, dict) else {}
 
 
 def find_tokenizer(config: Config, run_dir: Path) -> Tokenizer:

@@ -1,0 +1,56 @@
+"""The adapter for lm-eval answers its three kinds of requests as transformers' model does.
+
+lm-eval itself is not needed: the base class and the registry, of which the adapter uses nothing else, are stand-ins.
+"""
+
+import importlib
+import sys
+import types
+from collections import namedtuple
+
+import pytest
+
+Request = namedtuple("Request", "args")
+
+
+@pytest.fixture
+def adapter(letters_folder, monkeypatch):
+    registered = {}
+
+    def register_model(name):
+        return lambda model: registered.setdefault(name, model)
+
+    stand_ins = {
+        "lm_eval": {},
+        "lm_eval.api": {},
+        "lm_eval.api.model": {"TemplateLM": object},
+        "lm_eval.api.registry": {"register_model": register_model},
+    }
+    for name, content in stand_ins.items():
+        module = types.ModuleType(name)
+        vars(module).update(content)
+        monkeypatch.setitem(sys.modules, name, module)
+    importlib.import_module("megajax.inference.lm_eval")
+    monkeypatch.delitem(sys.modules, "megajax.inference.lm_eval")
+    return registered["megajax"](str(letters_folder), mesh="fsdp:2", dtype="float32", batch_size="2")
+
+
+def test_requests_are_answered_as_by_the_reference(references, adapter, monkeypatch):
+    monkeypatch.setattr(adapter.model, "max_length", 64)
+    expected = references["tiny_llama"]
+    requests = [(("", ""), tokens[:start], tokens[start:]) for tokens, start, *_ in expected["scores"]]
+    for found, (*_, likelihood, greedy) in zip(
+        adapter._loglikelihood_tokens(requests), expected["scores"], strict=True
+    ):
+        assert found == (pytest.approx(likelihood, abs=1e-4), greedy)
+    # Tokens 1 to 26 are letters: the likeliest ones after "c" (a prompt of the beginning of a text and one letter).
+    whole, cut = (
+        adapter.generate_until([Request(("c", {"until": until, "max_gen_toks": 6}))])[0] for until in ([], ["?", "a"])
+    )
+    assert cut == whole.partition("a")[0]
+    text = "hello there"
+    assert adapter.tok_encode(text) == [0, *adapter.tok_encode(text, add_special_tokens=False)]
+    (rolling,) = adapter.loglikelihood_rolling([Request((text,))])
+    tokens = [0, *adapter.tok_encode(text)]
+    (whole_text,) = adapter._loglikelihood_tokens([(("", ""), tokens[:1], tokens[1:])])
+    assert rolling == pytest.approx(whole_text[0], rel=1e-6)
