@@ -44,7 +44,7 @@ def program_name(module: str) -> str:
         return f"megajax {subcommand}"
     if called.name == "__main__.py" and called.parent.name == "megajax":
         return f"python -m megajax {subcommand}"
-    return f"python -m {module}"
+    return f"python -m {module.removesuffix('.__main__')}"
 
 
 class CommandParser(argparse.ArgumentParser):

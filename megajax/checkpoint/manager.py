@@ -165,6 +165,11 @@ def describe_model(model: ModelConfig) -> dict[str, Any]:
     return description | {f"router.{name}": router[name] for name in ROUTER_OF_NETWORK}
 
 
+def has_optimizer_state(description: Mapping[str, Any]) -> bool:
+    """Whether a checkpoint has optimizer state, and not only weights. Descriptions older than the key have no entry."""
+    return description.get("optimizer_state", True)
+
+
 def complete_steps(run_dir: str | Path) -> list[int]:
     """The steps of a run directory's complete checkpoints, oldest first; nothing is created."""
     return sorted(int(path.name) for path in (Path(run_dir) / SUBDIRECTORY).glob("*") if path.name.isdigit())

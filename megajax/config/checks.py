@@ -30,6 +30,7 @@ def check(config: Config) -> None:
     _check_schedule(config)
     _check_data(config)
     _check_run_dir(config)
+    _check_exports(config)
     _warn_without_effect(config)
     _warn_about_kept_checkpoints(config)
     _warn_about_warmup(config)
@@ -299,6 +300,16 @@ def _check_run_dir(config: Config) -> None:
         fail(config, problem, "choose a run.dir without spaces", "run.dir", "run.deterministic")
 
 
+def _check_exports(config: Config) -> None:
+    every, interval = config.checkpoint.export_hf.every, config.run.checkpoint_interval
+    if config.checkpoint.export_hf.dir is not None and every and (not interval or every % interval):
+        keys = ("checkpoint.export_hf.every", "run.checkpoint_interval")
+        problem = f"{format_keys(config, keys[0])} is not a multiple of {format_keys(config, keys[1])}"
+        problem += ", but a folder is written from a checkpoint"
+        cure = f"set {keys[1]}={every}" + (f", or use a multiple of {interval}" if interval else "")
+        fail(config, problem, cure, *keys)
+
+
 # Settings without effect
 
 
@@ -336,6 +347,11 @@ def _warn_without_effect(config: Config) -> None:
         (indexed and no_valid_share, "data.split", ("run.eval_interval",)),
         (config.run.eval_steps == 0, "run.eval_steps", ("run.eval_interval",)),
         (not logging.wandb, "logging.wandb", ("logging.wandb_project",)),
+        (
+            config.checkpoint.export_hf.dir is None,
+            "checkpoint.export_hf.dir",
+            ("checkpoint.export_hf.every", "checkpoint.export_hf.dtype"),
+        ),
         (logging.profile_start is None, "logging.profile_start", ("logging.profile_steps",)),
         (
             fp8.recipe == "none",

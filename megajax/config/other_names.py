@@ -150,6 +150,7 @@ save | run.dir
 ckpt-step | checkpoint.resume_step
 load | run.dir | from which the same command resumes; checkpoint.init_from for the weights only
 finetune, pretrained-checkpoint | checkpoint.init_from
+no-save-optim | checkpoint.save_optimizer=false
 save-interval | run.checkpoint_interval
 save-retain-interval | checkpoint.keep_every
 most-recent-k | checkpoint.keep
@@ -252,7 +253,7 @@ run_name | run.name
 log_period | run.log_interval
 checkpoint_period | run.checkpoint_interval
 max_num_checkpoints_to_keep | checkpoint.keep
-load_parameters_path, load_full_state_path | checkpoint.init_from | megajax checkpoints only
+load_parameters_path, load_full_state_path | checkpoint.init_from | megajax runs and Hugging Face folders
 async_checkpointing | | checkpoints are always written in the background
 skip_first_n_steps_for_profiler, profiler | logging.profile_start | the first step of the trace
 profiler_steps | logging.profile_steps
@@ -301,7 +302,8 @@ quantize.linear.float8.recipe_name | precision.fp8.recipe | current for tensorwi
 compile.enable | | everything is always compiled
 checkpoint.interval | run.checkpoint_interval
 checkpoint.keep_latest_k | checkpoint.keep
-checkpoint.initial_load_path | checkpoint.init_from | megajax checkpoints only
+checkpoint.initial_load_path | checkpoint.init_from | megajax runs and Hugging Face folders
+checkpoint.last_save_in_hf | checkpoint.export_hf.dir | the directory of the folders
 checkpoint.folder, job.dump_folder | run.dir
 checkpoint.async_mode | | checkpoints are always written in the background
 validation.freq | run.eval_interval
@@ -349,6 +351,7 @@ gradient_checkpointing | remat.policy | full or selective
 logging_steps | run.log_interval
 save_steps | run.checkpoint_interval
 save_total_limit | checkpoint.keep
+save_only_model | checkpoint.save_optimizer | the opposite: false for weights only
 resume_from_checkpoint | | the same command with the same run.dir resumes
 output_dir | run.dir
 dataloader_num_workers | data.workers

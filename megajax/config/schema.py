@@ -231,16 +231,36 @@ class DataConfig(Section):
     prefetch: Workers = Field(default=2, description="Number of batches read ahead, and of threads that read them.")
 
 
+class ExportConfig(Section):
+    """Folders in Hugging Face's format, written from checkpoints while training continues."""
+
+    dir: Text | None = Field(default=None, description="Directory of the folders, step-STEP each; null: none.")
+    every: Count | None = Field(
+        default=None,
+        description="Steps between folders, a multiple of run.checkpoint_interval; null: one for each checkpoint at a"
+        " multiple of it. The last step always gets one.",
+    )
+    dtype: Literal["float32", "bfloat16", "float16"] = Field(default="float32", description="Format of the tensors.")
+
+
 class CheckpointConfig(Section):
     """Which checkpoints are kept, and where the initial weights come from."""
 
     keep: Count = Field(default=2, description="Number of newest checkpoints to keep.")
     keep_every: Count | None = Field(default=None, description="Also keep every checkpoint at a multiple of this step.")
+    save_optimizer: bool = Field(
+        default=True,
+        description="false: checkpoints have no optimizer state; they are a third of the size, and no run resumes from"
+        " them.",
+    )
     init_from: Text | None = Field(
         default=None, description="Run directory, checkpoint, or Hugging Face folder with the initial weights."
     )
     resume_step: Count | None = Field(
         default=None, description="Go back to the checkpoint of this step, once; null: resume from the newest."
+    )
+    export_hf: ExportConfig = Field(
+        default_factory=ExportConfig, description="Folders in Hugging Face's format, written while training continues."
     )
 
 

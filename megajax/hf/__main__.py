@@ -1,61 +1,141 @@
-"""`python -m megajax.hf`: models in Hugging Face's format.
+"""`python -m megajax.hf`: models in Hugging Face's format; `--help` lists the commands."""
 
-- `config HF_FOLDER`: print the section `model` of the config that describes the folder's model.
-- `export RUN HF_FOLDER`: write a run's weights as such a folder.
-"""
-
-import shutil
+import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import yaml
 
-from megajax.checkpoint.manager import find_checkpoint
-from megajax.checkpoint.weights import open_weights, run_config
+from megajax.checkpoint.manager import SUBDIRECTORY, find_checkpoint
+from megajax.checkpoint.weights import run_config
+from megajax.config import load_config
+from megajax.config.checks import check_mesh
 from megajax.config.tree import Dumper
-from megajax.console import CommandParser, program_name, user_errors
+from megajax.console import CommandParser, user_errors
 from megajax.errors import InputError
-from megajax.hf.convert import export, read_model
+from megajax.hf.compare import compare, compare_logits, summary
+from megajax.hf.convert import read_model
+from megajax.hf.exporting import export_step
+from megajax.hf.folder import folder_bytes
+from megajax.hf.importing import import_folder
+from megajax.hf.plan import plan, report
+from megajax.runtime import accept_missing_cuda
 
+MODULE = "megajax.hf.__main__"
 DTYPES = ("float32", "bfloat16", "float16")
+PER_PROCESS = 8  # devices, unless there are fewer
 
 
-def export_run(run: str, folder: Path, dtype: str) -> None:
-    """Write the newest checkpoint of a run, or `RUN/checkpoints/STEP`, as a folder in Hugging Face's format.
+def _config(parser: CommandParser, argv: Sequence[str]) -> int:
+    """print the section `model` of the config that describes the folder's model"""
+    parser.add_argument("folder", metavar="HF_FOLDER")
+    options = parser.parse_args(argv)
+    print(yaml.dump({"model": read_model(options.folder)}, Dumper=Dumper, sort_keys=False), end="")
+    return 0
 
-    One layer of a parameter is in memory at a time, and one file. The tokenizer of the run's directory is copied.
-    Raises InputError for a run without checkpoint, a model that no family has, and a folder that cannot be written.
-    """
-    run_dir, step = find_checkpoint(run, "RUN")
-    config = run_config(run_dir, "RUN")
-    weights = open_weights(run_dir / "checkpoints" / str(step))
-    extra = {} if config.model.position == "learned" else {"max_position_embeddings": config.batch.sequence_length}
-    export(weights, config.model, folder, dtype, extra)
-    tokenizer = run_dir / "tokenizer.json"
-    if tokenizer.is_file():
-        shutil.copy(tokenizer, folder)
-    print(f"wrote step {step} of {run_dir} to {folder}")
+
+def _import(parser: CommandParser, argv: Sequence[str]) -> int:
+    """write a run directory with the folder's weights"""
+    parser.add_argument("folder", metavar="HF_FOLDER", type=Path)
+    parser.add_argument("run", metavar="RUN_DIR", type=Path, help="the new run directory")
+    options = parser.parse_args(argv)
+    _use_cpu()
+    import_folder(options.folder, options.run)
+    print(f"wrote the weights of {options.folder} to {options.run}")
+    return 0
+
+
+def _export(parser: CommandParser, argv: Sequence[str]) -> int:
+    """write a run's weights as a folder"""
+    parser.add_argument("run", metavar="RUN", help="directory of a run, or RUN/checkpoints/STEP")
+    parser.add_argument("folder", metavar="HF_FOLDER", type=Path, help="the new folder")
+    parser.add_argument("--step", type=int, help="step of the checkpoint (default: the newest)")
+    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="dtype of the tensors (default: float32)")
+    options = parser.parse_args(argv)
+    run_dir, step = find_checkpoint(_one(options.run, options.step), "RUN")
+    export_step(run_dir, step, run_config(run_dir, "RUN"), options.folder, options.dtype)
+    print(f"wrote step {step} of {run_dir} to {options.folder}")
+    return 0
+
+
+def _compare(parser: CommandParser, argv: Sequence[str]) -> int:
+    """compare a run's weights with a folder; exit status 1 if they differ"""
+    parser.add_argument("folder", metavar="HF_FOLDER", type=Path)
+    parser.add_argument("run", metavar="RUN_DIR", help="directory of a run, or RUN/checkpoints/STEP")
+    parser.add_argument("--step", type=int, help="step of the checkpoint (default: the newest)")
+    parser.add_argument(
+        "--logits", action="store_true", help="also run both models on a few tokens; needs torch and transformers"
+    )
+    options = parser.parse_args(argv)
+    _use_cpu()
+    run = _one(options.run, options.step)
+    differences = compare(options.folder, run)
+    print("tensor  [shape] dtype  largest absolute difference  largest relative difference")
+    for difference in differences:
+        print(difference.line())
+    print(summary(differences, options.folder, run))
+    if options.logits:
+        print(compare_logits(options.folder, run))
+    return int(any(difference.unequal for difference in differences))
+
+
+def _plan(parser: CommandParser, argv: Sequence[str]) -> int:
+    """print the bytes of a folder that each process of a mesh reads"""
+    parser.add_argument("config", metavar="CONFIG.yaml")
+    parser.add_argument("folder", metavar="HF_FOLDER", type=Path)
+    parser.add_argument("overrides", metavar="section.key=value", nargs="*")
+    parser.add_argument("--devices", type=int, required=True, help="number of devices of all processes")
+    parser.add_argument("--per-process", type=int, help=f"devices of a process (default: {PER_PROCESS}, or fewer)")
+    options = parser.parse_intermixed_args(argv)
+    per_process = options.per_process or min(PER_PROCESS, options.devices)
+    if options.devices < 1 or per_process < 1 or options.devices % per_process:
+        raise InputError(
+            f"--per-process={per_process} does not divide --devices={options.devices}: give the number of devices of "
+            "all processes, and that of each."
+        )
+    config = load_config(options.config, options.overrides)
+    sizes = check_mesh(config, options.devices, options.devices // per_process)
+    reads = plan(config, sizes, options.folder, per_process)
+    print(report(reads, per_process, folder_bytes(options.folder)))
+    return 0
+
+
+COMMANDS: dict[str, Callable[[CommandParser, Sequence[str]], int]] = {
+    "config": _config,
+    "import": _import,
+    "export": _export,
+    "compare": _compare,
+    "plan": _plan,
+}
+
+
+def _one(run: str, step: int | None) -> str:
+    return run if step is None else str(Path(run) / SUBDIRECTORY / str(step))
+
+
+def _use_cpu() -> None:
+    """Keep jax from reserving the memory of GPUs."""
+    import jax
+
+    accept_missing_cuda()
+    jax.config.update("jax_platforms", "cpu")
 
 
 def main(argv: Sequence[str]) -> int:
-    """Convert; returns the exit status."""
-    name = program_name("megajax.hf.__main__")
-    usage = f"{name} config HF_FOLDER | {name} export RUN HF_FOLDER [--dtype bfloat16]"
-    parser = CommandParser("megajax.hf.__main__", description="Models in Hugging Face's format.", usage=usage)
-    parser.add_argument("command", choices=("config", "export"), help="print the section `model`, or write a folder")
-    parser.add_argument("source", metavar="HF_FOLDER|RUN", help="a folder; or a run, or RUN/checkpoints/STEP")
-    parser.add_argument("folder", metavar="HF_FOLDER", nargs="?", help="export: the new folder")
-    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="dtype of the tensors (default: float32)")
+    """Run the command that the first argument names; returns the exit status."""
     with user_errors():
-        options = parser.parse_args(argv)
-        if (options.command == "export") != (options.folder is not None):
-            raise InputError(f"{options.command} has a folder too few or too many: write {usage}.")
-        if options.command == "config":
-            print(yaml.dump({"model": read_model(options.source)}, Dumper=Dumper, sort_keys=False), end="")
-        else:
-            export_run(options.source, Path(options.folder), options.dtype)
-    return 0
+        lines = "\n".join(f"  {name:9}{run.__doc__}" for name, run in COMMANDS.items())
+        parser = CommandParser(
+            MODULE,
+            description=f"Models in Hugging Face's format.\n\n{lines}\n\nCOMMAND --help lists a command's arguments.",
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        parser.add_argument("command", choices=COMMANDS, metavar="COMMAND", help=", ".join(COMMANDS))
+        run = COMMANDS[parser.parse_args(argv[:1]).command]
+        parser = CommandParser(MODULE, description=f"{(run.__doc__ or '').capitalize()}.")
+        parser.prog += f" {argv[0]}"
+        return run(parser, argv[1:])
 
 
 if __name__ == "__main__":

@@ -1,7 +1,9 @@
 """Weights from a Hugging Face folder onto the devices of a mesh, and from a run into a folder."""
 
+import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import jax
@@ -64,22 +66,39 @@ def _describe(section: Mapping[str, Any], model: ModelConfig) -> dict[str, Any]:
 
 
 def load(
-    folder: str | Path, model: ModelConfig, abstract: Mapping[str, jax.ShapeDtypeStruct], setting: str, location: str
+    folder: str | Path,
+    model: ModelConfig,
+    abstract: Mapping[str, jax.ShapeDtypeStruct],
+    setting: str,
+    location: str = "",
 ) -> dict[str, jax.Array]:
     """The parameters of a folder in the canonical shapes, with the dtypes and the shardings of `abstract`.
 
-    Each process reads only the blocks of tensors that its devices hold, in pieces (`Reader`). `setting` gave the
-    folder, at `location`. Raises InputError if the folder is of another model than `model`, or damaged.
+    Each process reads only the blocks of tensors that its devices hold, in pieces (`Reader`). Errors as in
+    `open_readers`.
+    """
+    shapes = {name: array.shape for name, array in abstract.items()}
+    with open_readers(folder, model, shapes, setting, location) as readers:
+        return {name: readers[name].on_devices(array.sharding, array.dtype) for name, array in abstract.items()}
+
+
+@contextlib.contextmanager
+def open_readers(
+    folder: str | Path, model: ModelConfig, shapes: Mapping[str, Sequence[int]], setting: str, location: str = ""
+) -> Iterator[dict[str, Reader]]:
+    """A reader of each parameter, by name; `shapes` are canonical. `setting` gave the folder, at `location`.
+
+    Raises InputError if the folder is of another model than `model`, or if a tensor is missing or misshaped.
     """
     family, section = read_folder(folder)
     saved, mine = {"model": _describe(section, model)}, {"model": describe_model(model)}
     compare_descriptions(saved, mine, f"{setting}={folder}{location}", ("model",), "name another folder")
     entries = {tensor.ours: tensor for tensor in family.tensors(model)}
-    assert entries.keys() == abstract.keys(), entries.keys() ^ abstract.keys()
+    assert entries.keys() == shapes.keys(), entries.keys() ^ shapes.keys()
     with Weights(folder) as weights:
-        readers = {name: Reader(weights, entries[name], model, shape.shape) for name, shape in abstract.items()}
+        readers = {name: Reader(weights, entries[name], model, shape) for name, shape in shapes.items()}
         check_tensors(weights, [*readers.values()])
-        return {name: readers[name].on_devices(shape.sharding, shape.dtype) for name, shape in abstract.items()}
+        yield readers
 
 
 def family_for(model: ModelConfig) -> Family:
@@ -101,14 +120,22 @@ def family_for(model: ModelConfig) -> Family:
     )
 
 
-def export(weights: Mapping[str, Any], model: ModelConfig, folder: Path, dtype: str, extra: Mapping[str, Any]) -> None:
+def export(
+    weights: Mapping[str, Any],
+    model: ModelConfig,
+    folder: Path,
+    dtype: str,
+    extra: Mapping[str, Any],
+    files: Mapping[str, bytes] = MappingProxyType({}),
+) -> None:
     """Write the parameters `weights`, canonical arrays that are read layer by layer, as a folder.
 
-    `extra` are further keys of config.json. Raises InputError if no family fits, or if the folder cannot be written.
+    `extra` are further keys of config.json, `files` the contents of further files. Raises InputError if no family fits,
+    or if the folder cannot be written.
     """
     family = family_for(model)
     config = {**extra, **family.write(model), "dtype": dtype, "torch_dtype": dtype}
-    write_folder(folder, config, _exported(weights, family.tensors(model), model, np.dtype(dtype)))
+    write_folder(folder, config, _exported(weights, family.tensors(model), model, np.dtype(dtype)), files)
 
 
 def _exported(
@@ -119,7 +146,7 @@ def _exported(
     for tensor in entries:
         for at, name in tensor_names(tensor, model).items():
             parts.setdefault(name, []).append((tensor, at))
-    for name in sorted(parts, key=_in_order):
+    for name in sorted(parts, key=in_order):
         arrays = []
         for tensor, at in parts[name]:
             array = np.asarray(weights[tensor.ours][at])
@@ -129,6 +156,6 @@ def _exported(
         yield name, arrays[0] if dimension is None else np.concatenate(arrays, axis=dimension)
 
 
-def _in_order(name: str) -> list[tuple[int, int | str]]:
+def in_order(name: str) -> list[tuple[int, int | str]]:
     """A sort key that has layer 10 after layer 9."""
     return [(0, int(word)) if word.isdigit() else (1, word) for word in name.split(".")]

@@ -1,10 +1,12 @@
 """A folder in Hugging Face's format: config.json, and weights in one or several safetensors files."""
 
+import contextlib
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import ml_dtypes  # noqa: F401  (NumPy then knows bfloat16 and FP8)
@@ -12,11 +14,12 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
+from megajax.checkpoint.manager import reason
 from megajax.errors import InputError
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 SHARD_BYTES = 5 * 10**9
-READABLE = ("F32", "F16", "BF16")
+READABLE = {"F32": 4, "F16": 2, "BF16": 2}  # dtypes, and their bytes
 
 
 class Weights:
@@ -87,10 +90,20 @@ class Weights:
             )
         return tuple(found.get_shape())
 
+    def itemsize(self, name: str) -> int:
+        """Bytes of a number of a tensor whose `shape` can be read."""
+        return READABLE[self._slice(name).get_dtype()]
+
     def read(self, name: str, slices: tuple[slice, ...]) -> np.ndarray:
         """A block of a tensor, in its own dtype; only its bytes are read."""
         found = self._slice(name)
         return found[slices] if slices else found[:]
+
+
+def folder_bytes(folder: Path) -> int:
+    """Bytes of the files with weights."""
+    with Weights(folder) as weights:
+        return sum((folder / name).stat().st_size for name in set(weights.files.values()))
 
 
 def read_config(folder: str | Path) -> dict[str, Any]:
@@ -108,29 +121,43 @@ def read_config(folder: str | Path) -> dict[str, Any]:
 
 
 def write_folder(
-    folder: Path, config: dict[str, Any], tensors: Iterator[tuple[str, np.ndarray]], shard_bytes: int = SHARD_BYTES
+    folder: Path,
+    config: Mapping[str, Any],
+    tensors: Iterator[tuple[str, np.ndarray]],
+    files: Mapping[str, bytes] = MappingProxyType({}),
+    shard_bytes: int = SHARD_BYTES,
 ) -> None:
-    """Write a folder, in files of at most `shard_bytes` with their index.
+    """Write a folder: tensors in files of at most `shard_bytes` with their index, config.json, and further `files`.
 
-    It is written beside its final name and renamed when it is complete. Raises InputError if it exists, or if it cannot
-    be written; nothing remains then.
+    Errors as in `new_folder`.
+    """
+    with new_folder(folder) as partial:
+        shards, total = _write_shards(partial, tensors, shard_bytes)
+        index = {"metadata": {"total_size": total}, "weight_map": shards}
+        for name, values in ((INDEX, index), ("config.json", config)):
+            (partial / name).write_text(json.dumps(values, indent=2, sort_keys=True) + "\n")
+        for name, content in files.items():
+            (partial / name).write_bytes(content)
+
+
+@contextlib.contextmanager
+def new_folder(folder: Path) -> Iterator[Path]:
+    """A folder to write in; at the end of the block it gets its name, `folder`.
+
+    Raises InputError if `folder` exists and is not empty, or if it cannot be written; nothing remains then.
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise InputError(f"{folder} exists: give a new folder, or remove it.")
-    partial = folder.with_name(f".{folder.name}.partial-{os.getpid()}")
+    partial = folder.absolute().with_name(f".{folder.absolute().name}.partial-{os.getpid()}")
     try:
         partial.mkdir(parents=True)
-        files, total = _write_shards(partial, tensors, shard_bytes)
-        index = {"metadata": {"total_size": total}, "weight_map": files}
-        (partial / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
-        (partial / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+        yield partial
         if folder.exists():
             folder.rmdir()
         partial.rename(folder)
     except (OSError, SafetensorError) as error:
         raise InputError(
-            f"{folder} could not be written ({getattr(error, 'strerror', None) or error}): free disk space there, or "
-            "give another folder."
+            f"{folder} could not be written ({reason(error)}): free disk space there, or give another folder."
         ) from None
     finally:
         shutil.rmtree(partial, ignore_errors=True)

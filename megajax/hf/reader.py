@@ -15,7 +15,7 @@ from jax import lax
 from megajax.config import ModelConfig
 from megajax.errors import InputError
 from megajax.hf.folder import Weights
-from megajax.hf.tensors import Tensor, tensor_names
+from megajax.hf.tensors import Slices, Tensor, tensor_names
 
 PIECE_BYTES = 2**28  # of a piece in FP32
 READERS = 4  # pieces that are read at the same time
@@ -32,27 +32,49 @@ class Reader:
         self.padded, self.shape = tuple(padded), unpadded(tensor.ours, padded, model)
         self.names = tensor_names(tensor, model)
         self.rest = self.shape[tensor.stacked :]  # of the part in one tensor
+        self._widths: dict[Slices, tuple[int, int]] = {}  # of stacked dimensions: number of tensors, bytes a number
 
     def on_devices(self, sharding: jax.sharding.Sharding, dtype: Any) -> jax.Array:
         """The whole parameter on the devices of this process."""
         indices = sharding.addressable_devices_indices_map(self.padded)
+        shards: dict[Slices, jax.Array] = {}  # each is read once, for all devices that hold it
+        arrays = []
         with ThreadPoolExecutor(READERS) as pool:
-            shards = [self._on_device(device, index or (), dtype, pool) for device, index in indices.items()]
-        return jax.make_array_from_single_device_arrays(self.padded, sharding, shards)
+            for device, index in indices.items():
+                bounds = tuple(slice(*s.indices(n)[:2]) for s, n in zip(index or (), self.padded, strict=True))
+                if bounds not in shards:
+                    shards[bounds] = self._on_device(device, bounds, dtype, pool)
+                arrays.append(jax.device_put(shards[bounds], device))
+        return jax.make_array_from_single_device_arrays(self.padded, sharding, arrays)
 
-    def _on_device(self, device: Any, index: tuple[slice, ...], dtype: Any, pool: ThreadPoolExecutor) -> jax.Array:
+    def cost(self, bounds: Slices) -> tuple[int, int]:
+        """(bytes, number) of the pieces of the shard `bounds` of the padded parameter."""
+        stacked, wanted = self._held(bounds)
+        if stacked not in self._widths:
+            names = [name for _, name in self._tensors(stacked)]
+            self._widths[stacked] = len(names), sum(map(self.weights.itemsize, names))
+        count, width = self._widths[stacked]
+        cuts = [self.tensor.their_slices(self.rest, part) for part in self._cuts(wanted)]
+        elements = sum(math.prod(s.stop - s.start for s in block) for block in cuts)
+        return width * elements, count * len(cuts)
+
+    def blocks(self) -> Iterator[tuple[str, tuple[int | slice, ...], np.ndarray]]:
+        """The whole parameter in pieces: (tensor, index in the parameter, the numbers there in the tensor's dtype)."""
+        for piece in self._pieces([slice(0, size) for size in self.padded]):
+            yield piece.name, (*piece.start[: self.tensor.stacked], *piece.wanted), self._read_ours(piece)
+
+    def _on_device(self, device: Any, bounds: Slices, dtype: Any, pool: ThreadPoolExecutor) -> jax.Array:
         """One device's shard. A large one is read in pieces, which the device casts and transposes.
 
         The host then holds READERS pieces of at most PIECE_BYTES; a transpose there would take longer than the read.
         """
-        bounds = [slice(*s.indices(size)[:2]) for s, size in zip(index, self.padded, strict=True)]
         shape = [s.stop - s.start for s in bounds]
         pieces = [*self._pieces(bounds)]
         if 4 * math.prod(shape) <= PIECE_BYTES:
             out = np.zeros(shape, dtype)
             for piece in pieces:
                 where = tuple(map(slice, piece.start, np.add(piece.start, piece.lengths)))
-                out[where] = self.tensor.to_ours(self._read(piece), self.rest, piece.wanted).reshape(piece.lengths)
+                out[where] = self._read_ours(piece).reshape(piece.lengths)
             return jax.device_put(out, device)
         shard = jnp.zeros(shape, dtype, device=device)
         waiting = deque(pool.submit(self._read, piece) for piece in pieces[:READERS])
@@ -68,23 +90,38 @@ class Reader:
     def _read(self, piece: "Piece") -> np.ndarray:
         return self.weights.read(piece.name, self.tensor.their_slices(self.rest, piece.wanted))
 
+    def _read_ours(self, piece: "Piece") -> np.ndarray:
+        return self.tensor.to_ours(self._read(piece), self.rest, piece.wanted)
+
     def _pieces(self, bounds: Sequence[slice]) -> Iterator["Piece"]:
         """The blocks of tensors that hold a shard, without the vocabulary's padding."""
-        held = [slice(s.start, min(s.stop, size)) for s, size in zip(bounds, self.shape, strict=True)]
-        if any(s.start >= s.stop for s in held):
+        stacked, wanted = self._held(bounds)
+        for at, name in self._tensors(stacked):
+            for part in self._cuts(wanted):
+                starts = (s.start - b.start for s, b in zip(part, bounds[len(at) :], strict=True))
+                lengths = (s.stop - s.start for s in part)
+                yield Piece(name, part, (*at, *starts), (*(1 for _ in at), *lengths))
+
+    def _held(self, bounds: Sequence[slice]) -> tuple[Slices, Slices]:
+        """`bounds` without the padding: of the dimensions that are spread over tensors, and of the others."""
+        held = tuple(slice(s.start, min(s.stop, size)) for s, size in zip(bounds, self.shape, strict=True))
+        return held[: self.tensor.stacked], held[self.tensor.stacked :]
+
+    def _tensors(self, stacked: Slices) -> Iterator[tuple[tuple[int, ...], str]]:
+        """The tensors of a shard, with their positions in it."""
+        for at in np.ndindex(*(s.stop - s.start for s in stacked)):
+            yield at, self.names[tuple(i + s.start for i, s in zip(at, stacked, strict=True))]
+
+    def _cuts(self, wanted: Slices) -> Iterator[Slices]:
+        """The pieces of one tensor's part `wanted` of the parameter, each of at most PIECE_BYTES if its rows are."""
+        if any(s.start >= s.stop for s in wanted):
             return
-        count = self.tensor.stacked
-        stacked, wanted = held[:count], held[count:]
         cut = self.tensor.leading_axis
         row = 4 * math.prod(s.stop - s.start for s in wanted) // (wanted[cut].stop - wanted[cut].start)
         step = max(1, PIECE_BYTES // row)
-        for at in np.ndindex(*(s.stop - s.start for s in stacked)):
-            name = self.names[tuple(i + s.start for i, s in zip(at, stacked, strict=True))]
-            for start in range(wanted[cut].start, wanted[cut].stop, step):
-                own = slice(start, min(start + step, wanted[cut].stop))
-                part = (*wanted[:cut], own, *wanted[cut + 1 :])
-                starts = (*at, *(s.start - b.start for s, b in zip(part, bounds[count:], strict=True)))
-                yield Piece(name, part, starts, (*(1 for _ in at), *(s.stop - s.start for s in part)))
+        for start in range(wanted[cut].start, wanted[cut].stop, step):
+            own = slice(start, min(start + step, wanted[cut].stop))
+            yield (*wanted[:cut], own, *wanted[cut + 1 :])
 
 
 class Piece(NamedTuple):

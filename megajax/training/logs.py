@@ -199,11 +199,20 @@ def console_line(step: int, steps: int, values: Mapping[str, Any], seconds_left:
 def closing_line(config: Config, step: int, seconds: float) -> str:
     """The last line of a complete run: its duration, and the next commands."""
     run = config.run.dir
+    longer = "raise run.steps" if config.checkpoint.save_optimizer else f"start another with checkpoint.init_from={run}"
     sample = f"sample: python -m megajax.generate {run} --prompt TEXT; " if config.data.tokenizer else ""
     return (
         f"done: at step {step} after {_duration(seconds)}, written to {run}; {sample}"
-        f"plot: python -m megajax.plot {run}; to train longer, raise run.steps"
+        f"plot: python -m megajax.plot {run}; to train longer, {longer}"
     )
+
+
+def stopped_line(config: Config, step: int) -> str:
+    """The last line of a run that was stopped on request."""
+    cure = "saved; start the same command to resume"
+    if not config.checkpoint.save_optimizer:
+        cure = f"saved without optimizer state; start another run with checkpoint.init_from={config.run.dir}"
+    return f"stopped on request at step {step}, {cure}"
 
 
 def size(count: float) -> str:

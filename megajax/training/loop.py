@@ -13,6 +13,7 @@ from typing import Any
 import jax
 
 from megajax.checkpoint import Checkpoints, SaveOutcome, complete_steps, reason
+from megajax.checkpoint.manager import has_optimizer_state
 from megajax.config import Config
 from megajax.config.checks import check_mesh
 from megajax.config.kinds import expert_layers
@@ -23,6 +24,7 @@ from megajax.mesh import build_mesh
 from megajax.runtime import keep_autotuning, prepare_environment
 from megajax.training import logs, run_record
 from megajax.training.batches import batches
+from megajax.training.exports import Exports
 from megajax.training.meter import Meter
 from megajax.training.run_lock import RunLock, on_first_process
 from megajax.training.saving import StateSaver, Weights
@@ -55,6 +57,7 @@ class Trainer:
         count = len(jax.devices() if devices is None else devices)
         sizes = check_mesh(config, count, jax.process_count())
         logs.check_sinks(config)
+        self.exports = Exports(config, self._report) if config.checkpoint.export_hf.dir is not None else None
         self.data = datasets(config)
         self.program = TrainProgram.build(config, build_mesh(sizes, devices))
         self.saver = StateSaver(self.program)
@@ -113,6 +116,8 @@ class Trainer:
         """Raise InputError if the checkpoint from which this run resumes is of another run, or damaged."""
         if self._resumed_step is not None:
             with self._damage_reported(self._resumed_step):
+                if self.step < self.config.run.steps:  # else there is nothing to do
+                    self.saver.require_optimizer_state(self.checkpoints, self._resumed_step)
                 self.saver.compare(self.checkpoints, self._resumed_step)
 
     def _other_weights(self) -> Weights | None:
@@ -148,6 +153,8 @@ class Trainer:
 
     def _reads(self, step: int) -> bool:
         try:
+            if not has_optimizer_state(self.checkpoints.describe(step)):
+                return False
             self.saver.restore(self.checkpoints, step)
         except (UserError, jax.errors.JaxRuntimeError):
             raise
@@ -204,8 +211,8 @@ class Trainer:
         Raises InputError if the last one failed and there is no other.
         """
         self._start_writing()
-        on_first_process(self._check_lock)
         self._report_save(self.checkpoints.outcome(wait=True))
+        on_first_process(self._before_save)
         if self.checkpoints.latest_step != self.step:
             self.saver.save(self.checkpoints, self.step, self.state)
 
@@ -217,8 +224,13 @@ class Trainer:
         self._writing = False
         try:
             if "checkpoints" in self.__dict__:
-                self.__dict__.pop("checkpoints").close()
+                try:
+                    self._report_save(self.checkpoints.outcome(wait=True), ending=True)
+                finally:
+                    self.__dict__.pop("checkpoints").close()
         finally:
+            if self.exports is not None:
+                self.exports.wait()
             self.lock.release()
             self._seen, self._recorded_step = complete_steps(self.run_dir), self.step
 
@@ -233,6 +245,11 @@ class Trainer:
         self._find_start()
         self.checkpoints.reload()
         self._compare()
+
+    def _before_save(self) -> None:
+        self._check_lock()
+        if self.exports is not None:
+            self.exports.wait()  # it reads a checkpoint that this save may replace
 
     def _check_lock(self) -> None:
         if self.lock.lost:
@@ -249,6 +266,8 @@ class Trainer:
                 self.saver.warn_of_another_rate(self.checkpoints, self._resumed_step)
             self._state = self._first_state()
         on_first_process(self._record)
+        if self.exports is not None:
+            on_first_process(self.exports.check_directory)
         self.checkpoints.reload()
         self._writing = True
 
@@ -263,6 +282,8 @@ class Trainer:
             path = run_record.set_aside(self.run_dir, start, later)
             logs.say(f"checkpoints after step {start} were set aside in {path}")
         run_record.write_config(self.run_dir, self.config, start)
+        if self._resumed_step is None:
+            run_record.keep_model_files(self.run_dir, self.config)
         run_record.keep_tokenizer(self.run_dir, self.config)
 
     def run(self) -> int:
@@ -341,10 +362,12 @@ class Trainer:
                 self.save()
             ending = bool(last or stopping)
             self._report_save(self.checkpoints.outcome(wait=ending), ending)
+            if self.exports is not None:
+                self.exports.report(wait=ending)
             if evaluation or saving:
                 meter.restart(self.step)
             if stopping and not last:
-                self._note(f"stopped on request at step {self.step}, saved; start the same command to resume")
+                self._note(logs.stopped_line(self.config, self.step))
                 return STOPPED
         self._note(logs.closing_line(self.config, self.step, time.time() - self.start_time))
         return DONE
@@ -386,15 +409,20 @@ class Trainer:
             return
         if outcome.error is None:
             self._note(f"saved step {outcome.step} ({logs.size(outcome.size)}, {outcome.waited:.1f} s)")
+            if self.exports is not None and self.writer:
+                self.exports.start(outcome.step)
             return
         problem = f"the checkpoint of step {outcome.step} could not be saved in {self.run_dir} ({outcome.error})"
         newest = self.checkpoints.latest_step
         older = "there is no older one" if newest is None else f"the newest one is of step {newest}"
         if newest is None or ending:
             raise InputError(f"{problem}, and {older}: free disk space, then start the same command again.")
-        if self.progress is None:  # the user's own loop
-            warnings.warn(f"{problem}: {older}.", stacklevel=3)
-        self._note(f"megajax: warning: {problem}: {older}; training continues")
+        self._report(f"{problem}: {older}", warning=True)
+
+    def _report(self, text: str, warning: bool) -> None:
+        if warning and self.progress is None:  # the user's own loop
+            warnings.warn(f"{text}.", stacklevel=3)
+        self._note(f"megajax: warning: {text}; training continues" if warning else text)
 
     def _note(self, text: str) -> None:
         """Print a line on the console while `run` runs."""

@@ -8,8 +8,10 @@ from typing import Any
 
 import yaml
 
+from megajax.checkpoint.manager import SUBDIRECTORY
 from megajax.config import Config
 from megajax.config.tree import Loader, show
+from megajax.hf import beside
 
 CONFIG, CONFIGS, SET_ASIDE = "config.yaml", "configs", "set_aside"
 
@@ -55,6 +57,18 @@ def keep_tokenizer(run_dir: Path, config: Config) -> None:
         target = run_dir / f"tokenizer{source.suffix}"
         if not target.exists() or not target.samefile(source):
             shutil.copyfile(source, target)
+
+
+def keep_model_files(run_dir: Path, config: Config) -> None:
+    """Copy the files beside the weights of `checkpoint.init_from`: tokenizer, settings for generation, special tokens.
+
+    Not if `data.tokenizer` is another tokenizer than the one there.
+    """
+    source = Path(config.checkpoint.init_from or "")
+    if source.parent.name == SUBDIRECTORY:  # RUN/checkpoints/STEP
+        source = source.parent.parent
+    if config.checkpoint.init_from is not None and beside.is_its_tokenizer(source, config.data.tokenizer):
+        beside.keep(source, run_dir)
 
 
 def set_aside(run_dir: Path, step: int, later_steps: list[int]) -> Path:

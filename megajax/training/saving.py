@@ -13,14 +13,16 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from megajax.checkpoint import Checkpoints, restore_model
+from megajax.checkpoint import Checkpoints, complete_steps, restore_model
 from megajax.checkpoint.manager import (
     compare_descriptions,
     describe_model,
+    has_optimizer_state,
     loaded_layer_state,
     saved_layer_state,
 )
 from megajax.config import ScheduleConfig
+from megajax.errors import InputError
 from megajax.hf import is_hf_folder
 from megajax.mesh import mesh_sizes
 from megajax.optim import make_schedule
@@ -57,12 +59,27 @@ class StateSaver:
             "precision": {"compute": config.precision.compute},
             "schedule": config.schedule.model_dump(mode="json"),
             "fp8_history": _history_length(self._canonical_abstract.layer_state),
+            "optimizer_state": config.checkpoint.save_optimizer,
             "data": data.model_dump(mode="json", include={"kind", "train", "split", "order"}),
         }
 
     def save(self, checkpoints: Checkpoints, step: int, state: TrainState) -> None:
         """Start writing the state as the checkpoint of `step`."""
         checkpoints.save(step, _as_tree(self._to_canonical(state)), self.description(step))
+
+    def require_optimizer_state(self, checkpoints: Checkpoints, step: int) -> None:
+        """Raise InputError if a checkpoint has weights only, before any array is read."""
+        if has_optimizer_state(checkpoints.describe(step)):
+            return
+        path = checkpoints.directory / str(step)
+        older = [good for good in complete_steps(checkpoints.directory.parent) if good < step]
+        whole = next((good for good in reversed(older) if has_optimizer_state(checkpoints.describe(good))), None)
+        back = "" if whole is None else f", or set checkpoint.resume_step={whole}, the newest one that has it"
+        raise InputError(
+            f"the checkpoint {path} has no optimizer state (checkpoint.save_optimizer=false), so the run can't be "
+            f"resumed from it bit for bit: set checkpoint.init_from={path} and another run.dir to start from its "
+            f"weights{back}."
+        )
 
     def compare(self, checkpoints: Checkpoints, step: int) -> None:
         """Raise InputError if a checkpoint is of another model or run, before any array is read.
@@ -99,6 +116,7 @@ class StateSaver:
 
     def restore(self, checkpoints: Checkpoints, step: int) -> TrainState:
         """The state of a checkpoint that `compare` accepts, independent of the mesh that wrote it."""
+        self.require_optimizer_state(checkpoints, step)
         saved, mine = checkpoints.describe(step), self.description(step)
         length = saved.get("fp8_history", 0)
         abstract = self._canonical_abstract
@@ -177,10 +195,11 @@ class StateSaver:
 
     @cached_property
     def _to_canonical(self) -> Callable[[TrainState], TrainState]:
+        kept = lambda state: state if self.program.config.checkpoint.save_optimizer else replace(state, optimizer=None)  # noqa: E731
         if not self.converts:
-            return lambda state: state
-        target = jax.tree.map(lambda s: s.sharding, self._canonical_abstract)
-        return jax.jit(lambda state: self._each(state, self._canonical), out_shardings=target)
+            return kept
+        target = kept(jax.tree.map(lambda s: s.sharding, self._canonical_abstract))
+        return jax.jit(lambda state: kept(self._each(state, self._canonical)), out_shardings=target)
 
     @cached_property
     def _to_stored(self) -> Callable[[TrainState], TrainState]:
@@ -213,7 +232,8 @@ class StateSaver:
 
 def _as_tree(state: TrainState) -> dict[str, Any]:
     """The state in a checkpoint's form: the layer state beside the other fields, named as in `saved_layer_state`."""
-    tree = {name: getattr(state, name) for name in TrainState.__dataclass_fields__}
+    fields = {name: getattr(state, name) for name in TrainState.__dataclass_fields__}
+    tree = {name: value for name, value in fields.items() if value is not None}
     return saved_layer_state(tree.pop("layer_state")) | tree
 
 

@@ -1,0 +1,107 @@
+"""The files beside a model's weights: its tokenizer, its settings for generation, the ids of its special tokens.
+
+A run that starts from a Hugging Face folder keeps them in its directory, and a folder that is written from a run gets
+them.
+"""
+
+import filecmp
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+from megajax.config import Config
+from megajax.data.tokenizers import ByteTokenizer, Tokenizer, load_tokenizer
+from megajax.errors import InputError
+
+CONFIG, KEPT_CONFIG, GENERATION = "config.json", "hf_config.json", "generation_config.json"
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+)
+TOKENS = ("bos_token", "eos_token", "pad_token")
+
+
+def keep(source: Path, run_dir: Path) -> None:
+    """Copy the files beside the weights in `source`, a Hugging Face folder or a run's directory, to a run's directory.
+
+    A folder's config.json gets the name hf_config.json there. Raises OSError if a file cannot be copied.
+    """
+    for name in (*TOKENIZER_FILES, GENERATION, KEPT_CONFIG):
+        if (source / name).is_file():
+            shutil.copyfile(source / name, run_dir / name)
+    if (source / CONFIG).is_file() and not (source / KEPT_CONFIG).is_file():
+        shutil.copyfile(source / CONFIG, run_dir / KEPT_CONFIG)
+
+
+def is_its_tokenizer(source: Path, spec: str | None) -> bool:
+    """Whether `data.tokenizer=spec` is the tokenizer beside the weights in `source`; true for null (token ids only)."""
+    if spec is None:
+        return True
+    own = source / f"tokenizer{Path(spec).suffix}"
+    return own.is_file() and Path(spec).is_file() and filecmp.cmp(own, spec, shallow=False)
+
+
+def collect(run_dir: Path, config: Config) -> tuple[dict[str, bytes], dict[str, Any]]:
+    """(contents of the files beside an exported model by name, the keys of its config.json that depend on the run).
+
+    Raises InputError for a file in the run's directory that is damaged.
+    """
+    files = {name: (run_dir / name).read_bytes() for name in TOKENIZER_FILES if (run_dir / name).is_file()}
+    ids = token_ids(run_dir, config)
+    if (run_dir / GENERATION).is_file():
+        files[GENERATION] = (run_dir / GENERATION).read_bytes()
+    elif ids:
+        files[GENERATION] = (json.dumps(ids, indent=2, sort_keys=True) + "\n").encode()
+    keys = {name: None for name in ("bos_token_id", "eos_token_id")} | ids  # absent: transformers' defaults
+    if config.model.position != "learned":
+        longest = _read(run_dir / KEPT_CONFIG).get("max_position_embeddings", 0)
+        keys["max_position_embeddings"] = max(longest, config.batch.sequence_length)
+    return files, keys
+
+
+def token_ids(run_dir: Path, config: Config) -> dict[str, Any]:
+    """`bos_token_id`, `eos_token_id` and `pad_token_id` of a run, as far as they are known.
+
+    They are those of the folder that the run started from, else the tokenizer's.
+    """
+    stored = _read(run_dir / GENERATION) | _read(run_dir / KEPT_CONFIG)
+    ids = {f"{name}_id": stored[f"{name}_id"] for name in TOKENS if stored.get(f"{name}_id") is not None}
+    tokenizer = _tokenizer(run_dir, config)
+    if ids or tokenizer is None:
+        return ids
+    names = token_names(run_dir)
+    if config.data.end_of_document is not None:
+        names["eos_token"] = config.data.end_of_document
+    found = {f"{name}_id": tokenizer.token_id(names[name]) for name in TOKENS if name in names}
+    if found.get("eos_token_id") is None:
+        found["eos_token_id"] = tokenizer.end_of_document
+    return {name: number for name, number in found.items() if number is not None}
+
+
+def token_names(folder: Path) -> dict[str, str]:
+    """`bos_token`, `eos_token` and `pad_token` by the tokenizer's configuration files in a folder."""
+    stored = _read(folder / "special_tokens_map.json") | _read(folder / "tokenizer_config.json")
+    given = {name: stored[name] for name in TOKENS if stored.get(name)}
+    return {name: value["content"] if isinstance(value, dict) else value for name, value in given.items()}
+
+
+def _tokenizer(run_dir: Path, config: Config) -> Tokenizer | None:
+    if config.data.tokenizer == "byte":
+        return ByteTokenizer()
+    found = (run_dir / name for name in ("tokenizer.json", "tokenizer.model"))
+    path = next((path for path in found if path.is_file()), None)
+    return None if path is None else load_tokenizer(str(path))
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """A JSON file; empty if there is none."""
+    if not path.is_file():
+        return {}
+    try:
+        return dict(json.loads(path.read_text()))
+    except (ValueError, TypeError) as error:
+        raise InputError(f"{path} is damaged ({error}): copy it again, or remove it.") from None

@@ -1,0 +1,127 @@
+"""`hf compare`: the tensors of a Hugging Face folder and the weights of a run, difference by difference."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+import numpy as np
+from jax.sharding import SingleDeviceSharding
+
+from megajax.checkpoint import restore_model
+from megajax.checkpoint.manager import SUBDIRECTORY, find_checkpoint
+from megajax.checkpoint.weights import open_weights, run_config
+from megajax.config import ModelConfig
+from megajax.errors import InputError
+from megajax.hf.convert import in_order, open_readers
+from megajax.model import Transformer, bind, parameters
+from megajax.model.block import layer_state
+
+
+@dataclass
+class Difference:
+    """One tensor's differences."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str  # of the folder
+    absolute: float = 0.0  # the largest |run - folder|
+    relative: float = 0.0  # the largest |run - folder| / |folder|, where the folder's number is not 0
+    unequal: int = 0  # numbers that differ after rounding the run's to the folder's dtype
+
+    def add(self, ours: np.ndarray, theirs: np.ndarray) -> None:
+        """Count a block of the run, and the same block of the folder in its dtype."""
+        rounded, expected = ours.astype(theirs.dtype), theirs.astype(np.float32)
+        both_nan = np.isnan(ours) & np.isnan(expected)
+        self.unequal += int(((rounded != theirs) & ~both_nan).sum())
+        with np.errstate(invalid="ignore", divide="ignore"):
+            apart = np.where(both_nan | (ours == expected), 0, np.abs(ours - expected))
+            ratio = np.where(expected != 0, apart / np.abs(expected), 0)
+        self.absolute, self.relative = max(self.absolute, _largest(apart)), max(self.relative, _largest(ratio))
+
+    def line(self) -> str:
+        """One line of the report."""
+        shape = "x".join(map(str, self.shape)) or "1"
+        mark = f"  {self.unequal} numbers differ" if self.unequal else ""
+        return f"{self.name}  [{shape}] {self.dtype}  {self.absolute:.3g}  {self.relative:.3g}{mark}"
+
+
+def compare(folder: Path, run: str) -> list[Difference]:
+    """The differences of each tensor of `folder` from the newest checkpoint of a run, or from `RUN/checkpoints/STEP`.
+
+    Reads in pieces. Raises InputError if the folder or the run is not readable, or if they are of other models.
+    """
+    run_dir, step = find_checkpoint(run, "RUN_DIR")
+    model = run_config(run_dir, "RUN_DIR").model
+    ours = open_weights(run_dir / SUBDIRECTORY / str(step))
+    found: dict[str, Difference] = {}
+    with open_readers(folder, model, {name: a.shape for name, a in ours.items()}, "HF_FOLDER") as readers:
+        for name, reader in readers.items():
+            for tensor, index, block in reader.blocks():
+                if tensor not in found:
+                    found[tensor] = Difference(tensor, reader.weights.shape(tensor), block.dtype.name)
+                found[tensor].add(ours[name][index].reshape(block.shape), block)
+    return sorted(found.values(), key=lambda difference: in_order(difference.name))
+
+
+def _largest(numbers: np.ndarray) -> float:
+    """The largest number; infinite if one is NaN."""
+    return float(np.where(np.isnan(numbers), np.inf, numbers).max(initial=0))
+
+
+def summary(differences: list[Difference], folder: Path, run: str) -> str:
+    """The last line of the report."""
+    worst = max(differences, key=lambda d: d.absolute)
+    unequal = [d for d in differences if d.unequal]
+    largest = f"largest difference {worst.absolute:.3g}, of {worst.name}"
+    if not unequal:
+        return f"{len(differences)} tensors of {folder} and {run} are the same in the folder's dtype; {largest}"
+    return (
+        f"{len(unequal)} of {len(differences)} tensors of {folder} and {run} differ by more than the rounding to the "
+        f"folder's dtype; {largest}"
+    )
+
+
+def compare_logits(folder: Path, run: str, count: int = 32) -> str:
+    """One line: the difference of both models' logits, in FP32 on the CPU, on `count` random tokens.
+
+    Both models are in memory at the same time. Raises InputError if torch or transformers is not installed.
+    """
+    run_dir, step = find_checkpoint(run, "RUN_DIR")
+    model = run_config(run_dir, "RUN_DIR").model
+    tokens = np.random.default_rng(0).integers(0, model.vocab_size, (1, count))
+    theirs = _their_logits(folder, tokens)
+    ours = run_logits(run_dir / SUBDIRECTORY / str(step), model, tokens)
+    apart = np.linalg.norm(ours - theirs) / np.linalg.norm(theirs)
+    agree = int((ours.argmax(-1) == theirs.argmax(-1)).sum())
+    return (
+        f"logits of {count} tokens: ||run - folder|| / ||folder|| = {apart:.3g}, largest difference "
+        f"{np.abs(ours - theirs).max():.3g}, the same likeliest token for {agree} of {count}"
+    )
+
+
+def run_logits(checkpoint: Path, model: ModelConfig, tokens: np.ndarray) -> np.ndarray:
+    """Logits `[B, S, V]`, FP32, of a checkpoint's weights on tokens `[B, S]`."""
+    # Without a capacity, because a few tokens say little about the load of experts.
+    router = model.router.model_copy(update={"capacity_factor": None})
+    network = Transformer(model.model_copy(update={"router": router}))
+    device = SingleDeviceSharding(jax.devices()[0])
+
+    def abstract(arrays):
+        return {name: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=device) for name, a in arrays.items()}
+
+    kept = {kind: abstract(own) for kind, own in layer_state(model).items()}
+    params, state = restore_model(str(checkpoint), abstract(parameters(network)), kept, model, "RUN_DIR")
+    return np.asarray(jax.jit(lambda p, s, t: bind(network, p)(t, state=s))(params, state, tokens))
+
+
+def _their_logits(folder: Path, tokens: np.ndarray) -> np.ndarray:
+    try:
+        import torch  # type: ignore[import-not-found]
+        from transformers import AutoModelForCausalLM  # type: ignore[import-not-found]
+    except ImportError as error:
+        raise InputError(
+            f"--logits needs torch and transformers ({error}): install both, or leave --logits out."
+        ) from None
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
+    with torch.inference_mode():
+        return model(torch.from_numpy(tokens)).logits.numpy()

@@ -1,0 +1,19 @@
+"""A checkpoint becomes a folder in Hugging Face's format."""
+
+from pathlib import Path
+
+from megajax.checkpoint.manager import SUBDIRECTORY
+from megajax.checkpoint.weights import open_weights
+from megajax.config import Config
+from megajax.hf import beside
+from megajax.hf.convert import export
+
+
+def export_step(run_dir: Path, step: int, config: Config, folder: Path, dtype: str) -> None:
+    """Write the checkpoint of `step` as a folder in `dtype`, with the run's tokenizer and the ids of special tokens.
+
+    One layer of a parameter is in memory at a time, and one file. Raises InputError for a model that no family has, a
+    damaged file, and a folder that exists or cannot be written; nothing remains then.
+    """
+    files, keys = beside.collect(run_dir, config)
+    export(open_weights(run_dir / SUBDIRECTORY / str(step)), config.model, folder, dtype, keys, files)

@@ -1,0 +1,79 @@
+"""`hf import`: a Hugging Face folder becomes a run directory."""
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import SingleDeviceSharding
+
+from megajax.checkpoint import Checkpoints
+from megajax.checkpoint.manager import describe_model, saved_layer_state
+from megajax.config import Config
+from megajax.data.tokenizers import load_tokenizer
+from megajax.errors import InputError
+from megajax.hf import beside
+from megajax.hf.convert import load, read_model
+from megajax.hf.folder import new_folder, read_config
+from megajax.model import Transformer, parameters
+from megajax.model.block import layer_state
+
+DTYPES = ("float32", "bfloat16", "float16")
+LENGTH = 2048  # of sequences, for a model whose config.json does not say
+
+
+def import_folder(folder: Path, run_dir: Path) -> None:
+    """Write a run directory with the model of `folder`: config.yaml, a checkpoint of step 0, tokenizer files.
+
+    The checkpoint has FP32 weights only. The weights are in host memory once. Raises InputError if the folder is not
+    readable, or if `run_dir` exists or cannot be written; nothing remains then.
+    """
+    config = _config(folder, run_dir)
+    device = SingleDeviceSharding(jax.devices("cpu")[0])
+    declared = parameters(Transformer(config.model))
+    shapes = {name: jax.ShapeDtypeStruct(p.shape, jnp.float32, sharding=device) for name, p in declared.items()}
+    kept = {
+        kind: {name: jnp.zeros(a.shape, a.dtype, device=device) for name, a in own.items()}
+        for kind, own in layer_state(config.model).items()
+    }
+    with new_folder(run_dir) as partial:
+        params = load(folder, config.model, shapes, "HF_FOLDER", "")
+        tree = {"params": params, "step": jnp.zeros((), jnp.int32, device=device)} | saved_layer_state(kept)
+        _save(partial, run_dir, tree, config)
+        beside.keep(folder, partial)
+        (partial / "config.yaml").write_text(config.to_yaml())
+
+
+def _save(partial: Path, run_dir: Path, tree: dict[str, Any], config: Config) -> None:
+    checkpoints = Checkpoints(partial, keep=1, keep_every=None)
+    model = describe_model(config.model)
+    checkpoints.save(0, tree, {"format": 1, "step": 0, "model": model, "optimizer_state": False})
+    outcome = checkpoints.outcome(wait=True)
+    checkpoints.close()
+    if outcome is not None and outcome.error is not None:
+        raise InputError(
+            f"{run_dir} could not be written ({outcome.error}): free disk space there, or give another folder."
+        )
+
+
+def _config(folder: Path, run_dir: Path) -> Config:
+    """A config whose section `model` describes the folder, for `generate`, `export` and `init_from`."""
+    section, data = read_model(folder), {"kind": "synthetic"}
+    theirs = read_config(folder)
+    length = section.get("max_positions") or theirs.get("max_position_embeddings") or LENGTH
+    dtype = theirs.get("dtype") or theirs.get("torch_dtype")
+    tokenizer = next((n for n in ("tokenizer.json", "tokenizer.model") if (folder / n).is_file()), None)
+    if tokenizer is not None:
+        data["tokenizer"] = str(run_dir / tokenizer)
+        name = beside.token_names(folder).get("eos_token")
+        if name is not None and load_tokenizer(str(folder / tokenizer)).token_id(name) is not None:
+            data["end_of_document"] = name
+    return Config.model_validate(
+        {
+            "run": {"name": run_dir.name, "dir": str(run_dir)},
+            "model": section,
+            "precision": {"compute": dtype} if dtype in DTYPES else {},
+            "batch": {"global_size": 1, "sequence_length": length},
+            "data": data,
+        }
+    )

@@ -1,0 +1,84 @@
+"""Folders in Hugging Face's format that a training run writes from its checkpoints: `checkpoint.export_hf`."""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from threading import Thread
+
+from megajax.checkpoint import reason
+from megajax.config import Config
+from megajax.errors import InputError, UserError
+
+
+class Exports:
+    """Writes a folder at a time, in a thread that reads the complete checkpoint from the disk.
+
+    So training does not wait, on any mesh, but a checkpoint must not be deleted before `wait` returns. Only process 0
+    makes one. A failure is a warning; training continues.
+    """
+
+    def __init__(self, config: Config, say: Callable[[str, bool], None]):
+        """`say(line, whether it is a warning)` tells the user.
+
+        Raises InputError if no family of models has the config's model.
+        """
+        from megajax.hf.convert import family_for  # here, because it needs safetensors
+
+        family_for(config.model)
+        self.config, self._say = config, say
+        self._settings = config.checkpoint.export_hf
+        self._thread: Thread | None = None
+        self._result = ("", False)
+
+    def check_directory(self) -> None:
+        """Make the directory of the folders. Raises InputError if it cannot be written."""
+        try:
+            Path(self._directory).mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            key = "checkpoint.export_hf.dir"
+            raise InputError(
+                f"{key}={self._directory} ({self.config.where(key)}) cannot be written ({error.strerror}): choose a "
+                "directory that you may write to."
+            ) from None
+
+    @property
+    def _directory(self) -> str:
+        assert self._settings.dir is not None
+        return self._settings.dir
+
+    def is_due(self, step: int) -> bool:
+        """Whether the checkpoint of `step` becomes a folder."""
+        every = self._settings.every or self.config.run.checkpoint_interval
+        return step == self.config.run.steps or bool(every) and step % every == 0
+
+    def start(self, step: int) -> None:
+        """Start writing the folder of a complete checkpoint, if it is due, after the last one is complete."""
+        if not self.is_due(step):
+            return
+        self.wait()
+        self._thread = Thread(target=self._write, args=(step,), name="export")
+        self._thread.start()
+
+    def report(self, wait: bool = False) -> None:
+        """Report the result of a folder that has been written since; `wait` for one that is being written."""
+        if self._thread is not None and (wait or not self._thread.is_alive()):
+            self._thread.join()
+            self._thread = None
+            self._say(*self._result)
+
+    def wait(self) -> None:
+        """Wait for the folder that is being written, and report the result."""
+        self.report(wait=True)
+
+    def _write(self, step: int) -> None:
+        from megajax.hf.exporting import export_step
+
+        folder, start = Path(self._directory) / f"step-{step}", time.perf_counter()
+        try:
+            export_step(Path(self.config.run.dir), step, self.config, folder, self._settings.dtype)
+        except UserError as error:
+            self._result = str(error).rstrip("."), True
+        except Exception as error:  # such as a lack of memory: the checkpoint is complete, so it must not end the run
+            self._result = f"{folder} could not be written ({reason(error)})", True
+        else:
+            self._result = f"wrote {folder} ({time.perf_counter() - start:.1f} s)", False
