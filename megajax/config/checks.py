@@ -324,7 +324,7 @@ def _warn_without_effect(config: Config) -> None:
         (
             model.position != "rope",
             "model.position",
-            ("model.rope_theta", "model.rope_scaling", "model.rope_fraction"),
+            tuple(f"model.rope_{name}" for name in ("theta", "scaling", "fraction", "local_theta", "pattern")),
         ),
         (
             scaling is not None,
@@ -332,7 +332,12 @@ def _warn_without_effect(config: Config) -> None:
             tuple(f"model.rope_scaling.{name}" for name in (scaling.unused if scaling else ())),
         ),
         (model.position != "learned", "model.position", ("model.max_positions",)),
-        ("local" not in (model.layer_pattern or ["local"]), "model.layer_pattern", ("model.sliding_window",)),
+        (
+            "local" not in (model.layer_pattern or ["local"]),
+            "model.layer_pattern",
+            ("model.sliding_window", "model.rope_local_theta"),
+        ),
+        (model.sliding_window is None, "model.sliding_window", ("model.rope_local_theta",)),
         (schedule.kind != "wsd", "schedule.kind", ("schedule.wsd_decay_steps",)),
         (schedule.kind == "constant", "schedule.kind", ("schedule.min_learning_rate",)),
         (_ignores_decay_steps(config), "schedule.kind", ("schedule.decay_steps",)),

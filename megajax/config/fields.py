@@ -114,6 +114,10 @@ LayerPattern = Annotated[
     Annotated[tuple[Literal["global", "local"], ...], Field(strict=False, min_length=1)] | None,
     AfterValidator(_shortest),
 ]
+RopePattern = Annotated[
+    Annotated[tuple[Literal["rope", "none"], ...], Field(strict=False, min_length=1)] | None,
+    AfterValidator(_shortest),
+]
 
 
 class Section(BaseModel):

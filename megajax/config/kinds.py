@@ -2,6 +2,7 @@
 
 from typing import NamedTuple
 
+from megajax.config.fields import shortest_pattern
 from megajax.config.model_schema import ModelConfig
 
 DENSE, MOE = "dense", "moe"
@@ -12,6 +13,7 @@ class LayerKind(NamedTuple):
 
     block: str  # "dense", "moe" or a registered kind: the key of its parts in `model.block.KINDS`
     window: int | None  # number of tokens that it attends to; None: all
+    rope: bool = True  # whether it has the positions of model.position=rope
 
     @property
     def has_experts(self) -> bool:
@@ -20,8 +22,8 @@ class LayerKind(NamedTuple):
 
 def layer_kinds(model: ModelConfig) -> tuple[LayerKind, ...]:
     """The kind of each layer."""
-    windows, blocks = layer_windows(model), _blocks(model)
-    return tuple(LayerKind(block, windows[i % len(windows)]) for i, block in enumerate(blocks))
+    attention = attention_kinds(model)
+    return tuple(LayerKind(block, *attention[i % len(attention)]) for i, block in enumerate(_blocks(model)))
 
 
 def block_layers(model: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -51,6 +53,13 @@ def layer_windows(model: ModelConfig) -> tuple[int | None, ...]:
     if model.layer_pattern is None:
         return (model.sliding_window,)
     return tuple(model.sliding_window if kind == "local" else None for kind in model.layer_pattern)
+
+
+def attention_kinds(model: ModelConfig) -> tuple[tuple[int | None, bool], ...]:
+    """The (window, rope) of `LayerKind` for each layer of one period of both patterns."""
+    windows, rope = layer_windows(model), [kind == "rope" for kind in model.rope_pattern or ("rope",)]
+    layers = [(windows[i % len(windows)], rope[i % len(rope)]) for i in range(model.num_layers)]
+    return shortest_pattern(tuple(layers), model.num_layers)
 
 
 def _blocks(model: ModelConfig) -> list[str]:

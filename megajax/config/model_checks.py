@@ -59,11 +59,12 @@ def _check_limits(config: Config, lower: str, upper: str, cure: str) -> None:
 
 
 def _check_layers(config: Config) -> None:
-    model, pattern = config.model, config.model.layer_pattern
-    keys = ("model.layer_pattern", "model.num_layers")
-    if pattern is not None and "local" in pattern and model.sliding_window is None:
-        problem = f"{format_keys(config, keys[0])} has local layers without a window"
-        fail(config, problem, "set model.sliding_window", keys[0])
-    if pattern is not None and len(pattern) > model.num_layers:
-        problem = f"{format_keys(config, keys[0])} has {len(pattern)} entries, more than {format_keys(config, keys[1])}"
-        fail(config, problem, "shorten the pattern", *keys)
+    model = config.model
+    for name in ("layer_pattern", "rope_pattern"):
+        pattern, keys = getattr(model, name), (f"model.{name}", "model.num_layers")
+        if pattern is not None and "local" in pattern and model.sliding_window is None:
+            problem = f"{format_keys(config, keys[0])} has local layers without a window"
+            fail(config, problem, "set model.sliding_window", keys[0])
+        if pattern is not None and len(pattern) > model.num_layers:
+            problem = f"{format_keys(config, keys[0])} has {len(pattern)} entries, more than"
+            fail(config, f"{problem} {format_keys(config, keys[1])}", "shorten the pattern", *keys)

@@ -16,6 +16,7 @@ from megajax.config.fields import (
     MlpWidthOrZero,
     Positive,
     PositiveOrZero,
+    RopePattern,
     Section,
     Tokens,
     Vocabulary,
@@ -140,6 +141,14 @@ class ModelConfig(Section):
         json_schema_extra={"derived": "batch.sequence_length if position is learned"},
     )
     norm: Literal["rmsnorm", "layernorm"] = Field(default="rmsnorm", description="Kind of normalisation.")
+    norm_placement: Literal["before", "after", "both"] = Field(
+        default="before",
+        description="Norms of the attention and MLP parts: before them, after them (of their output, before it is added"
+        " to the residual stream), or both.",
+    )
+    norm_zero_centred: bool = Field(
+        default=False, description="Norms multiply by 1 + weight, and these weights start at 0."
+    )
     norm_epsilon: Positive = Field(default=1e-5, description="Added to the variance in normalisations.")
     activation: Literal["swiglu", "geglu", "gelu", "relu2"] = Field(
         default="swiglu",
@@ -153,7 +162,21 @@ class ModelConfig(Section):
     rope_fraction: Annotated[float, Field(gt=0, le=1)] = Field(
         default=1.0, description="Fraction of each head that is rotated."
     )
-    qk_norm: bool = Field(default=False, description="Normalise the queries and keys of each head.")
+    rope_local_theta: Positive | None = Field(
+        default=None,
+        description="Base of the rotary wavelengths in local layers, without rope_scaling; null: as in global layers.",
+    )
+    rope_pattern: RopePattern = Field(
+        default=None,
+        description="Whether layers have rotary positions (rope) or none, repeated over the depth; null: all have.",
+    )
+    qk_norm: bool | Literal["all_heads"] = Field(
+        default=False,
+        description="Normalise queries and keys. true: each head; all_heads: all heads of a token together.",
+    )
+    attention_scale: Positive | None = Field(
+        default=None, description="Factor of the attention scores; null: 1 / sqrt(head_dim)."
+    )
     attention_bias: bool | Literal["qkv"] = Field(
         default=False,
         description="Biases in the attention projections. true: all four; qkv: queries, keys and values.",
@@ -182,6 +205,9 @@ class ModelConfig(Section):
         " moe_layer_interval.",
     )
     tie_embeddings: bool = Field(default=False, description="Use the embedding table, transposed, as the output head.")
+    scale_embeddings: bool = Field(
+        default=False, description="Multiply the token embeddings by sqrt(hidden_size), but not a tied head."
+    )
     dropout: BelowOne = Field(
         default=0.0, description="Dropout rate after the embedding and in both residual branches."
     )

@@ -65,10 +65,12 @@ position-embedding-type, use-rotary-position-embeddings, no-position-embedding |
     learned for learned_absolute, or none
 rotary-base | model.rope_theta
 rotary-percent | model.rope_fraction
+no-rope-freq | model.rope_pattern | a list such as [rope, rope, rope, none] for frequency 4
 use-rope-scaling, rope-scaling-factor | model.rope_scaling | a mapping such as {factor: 8}, by default with
     Llama 3's rule
 normalization | model.norm | rmsnorm (the default) or layernorm
 norm-epsilon, layernorm-epsilon | model.norm_epsilon
+apply-layernorm-1p | model.norm_zero_centred
 qk-layernorm | model.qk_norm
 swiglu | model.activation=swiglu | the default; set model.ffn_hidden_size too, since its default differs
 squared-relu | model.activation=relu2
@@ -171,7 +173,7 @@ decoupled-lr, decoupled-min-lr | | all weights have one learning rate
 loss-scale, initial-loss-scale, min-loss-scale, loss-scale-window, hysteresis | | precision.compute=float16 always
     scales the loss dynamically
 add-qkv-bias | model.attention_bias | =qkv
-apply-layernorm-1p, apply-query-key-layer-scaling, rotary-interleaved | | it has no counterpart
+apply-query-key-layer-scaling, rotary-interleaved | | it has no counterpart
 multi-latent-attention, q-lora-rank, kv-lora-rank | | multi-latent attention is not implemented yet
 mtp-num-layers | | multi-token prediction is not implemented yet
 recompute-modules | | remat.policy selects the activations to recompute
@@ -206,6 +208,9 @@ base_num_kv_heads | model.num_kv_heads
 mlp_activations | model.activation | swiglu for [silu, linear], geglu for [gelu, linear]
 normalization_layer_epsilon | model.norm_epsilon
 rope_max_timescale | model.rope_theta
+local_rope_max_timescale | model.rope_local_theta
+nope_layer_interval | model.rope_pattern | a list such as [rope, rope, rope, none] for interval 4
+use_post_attn_norm, use_post_ffw_norm | model.norm_placement=both
 logits_via_embedding | model.tie_embeddings
 dropout_rate | model.dropout
 sliding_window_size | model.sliding_window
@@ -325,6 +330,9 @@ rms_norm_eps, layer_norm_eps, layer_norm_epsilon | model.norm_epsilon
 hidden_act, activation_function | model.activation | swiglu for silu, gelu for gelu_new
 tie_word_embeddings | model.tie_embeddings | false by default
 partial_rotary_factor | model.rope_fraction
+rope_local_base_freq | model.rope_local_theta
+no_rope_layers, no_rope_layer_interval | model.rope_pattern | a list of rope and none
+query_pre_attn_scalar | model.attention_scale | which is its power of -0.5
 initializer_range | model.init_std
 layer_types | model.layer_pattern | global for full_attention, local for sliding_attention
 attn_logit_softcapping | model.attention_softcap

@@ -1,8 +1,8 @@
 """Checks for the pipeline's stages: layers, microbatches, and settings that count the layers of a stage."""
 
-from megajax.config.kinds import is_mixed
+from megajax.config.kinds import attention_kinds, is_mixed
 from megajax.config.schema import Config
-from megajax.config.sentences import at_most, counted, divisors, fail, format_axis, format_keys, listed
+from megajax.config.sentences import at_most, counted, divisors, fail, format_axis, format_keys, listed, value
 from megajax.config.stages import count_layer_slots, default_layout, in_step, layout_in_step, virtual_stages
 from megajax.config.tree import show
 
@@ -96,11 +96,12 @@ def _check_pattern(config: Config, sizes: dict[str, int]) -> None:
     """
     if is_mixed(config.model):
         return
-    period, stages = len(config.model.layer_pattern or ("global",)), sizes["pipeline"]
+    period, stages = len(attention_kinds(config.model)), sizes["pipeline"]
     layout = tuple(len(layers) for layers in virtual_stages(config, stages))
     if in_step(layout, period):
         return
-    pattern = format_keys(config, "model.layer_pattern")
+    patterns = [key for key in ("model.layer_pattern", "model.rope_pattern") if value(config, key) is not None]
+    pattern = format_keys(config, *patterns)
     if config.pipeline.layout is None:
         problem = f"{_split(config, sizes)} makes virtual stages of {show(list(layout))} layers, and with"
         problem += f" {pattern} they have different kinds of layers"
@@ -108,7 +109,7 @@ def _check_pattern(config: Config, sizes: dict[str, int]) -> None:
         problem = (
             f"{format_keys(config, 'pipeline.layout')} and {pattern} give virtual stages with different kinds of layers"
         )
-    keys = ("pipeline.layout", "mesh.pipeline", "pipeline.rounds", "model.layer_pattern")
+    keys = ("pipeline.layout", "mesh.pipeline", "pipeline.rounds", *patterns)
     fail(config, problem, _cure_of_pattern(config, stages, period), *keys)
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from megajax.config.kinds import LayerKind, layer_kinds, layer_windows
+from megajax.config.kinds import LayerKind, attention_kinds, layer_kinds
 from megajax.config.schema import Config
 
 # Seconds that XLA may need to compile all layers by default, on two cores, without tracing and the rest of the step.
@@ -127,10 +127,10 @@ def _even(loops: int, most: int) -> list[int]:
 def _stretches(config: Config, kinds: Sequence[LayerKind], group: int, most: int) -> Sequence[tuple[int, int]]:
     """(layers, period) of each part of `kinds` with a repeated pattern; periods are whole remat groups.
 
-    Layers with the same parameters repeat `model.layer_pattern`. Layers of several kinds are one part if one body can
-    hold all of them.
+    Layers with the same parameters repeat `model.layer_pattern` and `model.rope_pattern`. Layers of several kinds are
+    one part if one body can hold all of them.
     """
-    period = len(layer_windows(config.model))
+    period = len(attention_kinds(config.model))
     if all(kind == kinds[i % period] for i, kind in enumerate(kinds)):
         return [(len(kinds), period)]
     if len(kinds) <= most:

@@ -30,14 +30,17 @@ class LayerCache(NamedTuple):
 class WholeSequences(SingleDevice):
     """Whole sequences of tokens, divided over the devices as far as their number allows it."""
 
-    def __init__(self, mesh: Mesh, kernels: Kernels):
+    def __init__(self, mesh: Mesh, kernels: Kernels, max_length: int):
         self.mesh, self.kernels, self.sizes = mesh, kernels, mesh_sizes(mesh)
+        self.max_length = max_length  # of the model's context
 
-    def attend(self, q, k, v, positions, *, window, softcap, sinks=None) -> jax.Array:
+    def sequence_length(self, own: int) -> int:
+        return self.max_length  # new tokens have the rotary positions of those in the cache
+
+    def attend(self, q, k, v, positions, *, window, softcap, scale=None, sinks=None) -> jax.Array:
         def attention(q, k, v, sinks):
-            return ops.attention(
-                q, k, v, window=window, softcap=softcap, sinks=sinks, implementation=self.kernels.attention
-            )
+            settings = {"window": window, "softcap": softcap, "scale": scale, "sinks": sinks}
+            return ops.attention(q, k, v, **settings, implementation=self.kernels.attention)
 
         heads = P(self.heads(k.shape[2]))
         whole = P(self.sequences(len(q)), None, *heads)
@@ -83,12 +86,12 @@ class Prefill(WholeSequences):
     `lengths [B]` are the prompts' lengths; the caches have `size` slots, or a window's.
     """
 
-    def __init__(self, mesh: Mesh, kernels: Kernels, lengths: jax.Array, size: int):
-        super().__init__(mesh, kernels)
+    def __init__(self, mesh: Mesh, kernels: Kernels, max_length: int, lengths: jax.Array, size: int):
+        super().__init__(mesh, kernels, max_length)
         self.lengths, self.size = lengths, size
         self.caches: list[LayerCache] = []
 
-    def attend(self, q, k, v, positions, *, window, softcap, sinks=None) -> jax.Array:
+    def attend(self, q, k, v, positions, *, window, softcap, scale=None, sinks=None) -> jax.Array:
         slots = jnp.arange(min(self.size, window or self.size))
         newest = newest_position(slots, self.lengths - 1)  # [B, W]; negative in slots that are still empty
         spec = P(self.sequences(len(q)), self.heads(k.shape[2]))
@@ -98,19 +101,19 @@ class Prefill(WholeSequences):
             return self.place(kept.transpose(0, 2, 1, 3), spec)
 
         self.caches.append(LayerCache(cached(k), cached(v)))
-        return super().attend(q, k, v, positions, window=window, softcap=softcap, sinks=sinks)
+        return super().attend(q, k, v, positions, window=window, softcap=softcap, scale=scale, sinks=sinks)
 
 
 class Decode(WholeSequences):
     """One new token per sequence; `caches` of all layers are replaced by those that contain it."""
 
-    def __init__(self, mesh: Mesh, kernels: Kernels, caches: Sequence[LayerCache]):
-        super().__init__(mesh, kernels)
+    def __init__(self, mesh: Mesh, kernels: Kernels, max_length: int, caches: Sequence[LayerCache]):
+        super().__init__(mesh, kernels, max_length)
         self.before, self.caches = iter(caches), []
 
-    def attend(self, q, k, v, positions, *, window, softcap, sinks=None) -> jax.Array:
+    def attend(self, q, k, v, positions, *, window, softcap, scale=None, sinks=None) -> jax.Array:
         cache, position = next(self.before), positions.index[:, 0]
-        attention = partial(_attend_to_cache, softcap=softcap)
+        attention = partial(_attend_to_cache, softcap=softcap, scale=scale)
         heads = self.heads(k.shape[2])
         rows = self.sequences(len(q))
         token, stored = P(rows, None, heads), P(rows, heads)
@@ -125,11 +128,11 @@ def newest_position(slots: jax.Array, last: jax.Array) -> jax.Array:
     return last[:, None] - (last[:, None] - slots) % len(slots)
 
 
-def _attend_to_cache(q, k, v, cache: LayerCache, position, sinks, *, softcap) -> tuple[jax.Array, LayerCache]:
+def _attend_to_cache(q, k, v, cache: LayerCache, position, sinks, *, softcap, scale) -> tuple[jax.Array, LayerCache]:
     """Puts one token per sequence into the cache and attends to it: q [B, 1, N, H] -> ([B, 1, N, H], the cache)."""
     width = cache.keys.shape[2]
     rows, slot = jnp.arange(len(q)), position % width
     cache = LayerCache(cache.keys.at[rows, :, slot].set(k[:, 0]), cache.values.at[rows, :, slot].set(v[:, 0]))
     visible = newest_position(jnp.arange(width), position) >= 0
-    out = ops.cached_attention(q[:, 0], *cache, visible, softcap=softcap, sinks=sinks)
+    out = ops.cached_attention(q[:, 0], *cache, visible, softcap=softcap, scale=scale, sinks=sinks)
     return out[:, None], cache

@@ -84,7 +84,7 @@ class Generator:
     def _prefill_program(self, weights: ModelWeights, tokens, lengths, seed, *, size: int, room: int) -> Progress:
         """Prompts `[B, P]` padded at their ends → the state with the first new token; caches of `size` slots."""
         B, P = tokens.shape
-        comm = Prefill(self.model.mesh, self.model.kernels, lengths, size)
+        comm = Prefill(self.model.mesh, self.model.kernels, self.model.max_length, lengths, size)
         x = self.model.whole_sequences(weights, tokens, comm).reshape(B, P, -1)
         last = jnp.take_along_axis(x, (lengths - 1)[:, None, None], axis=1)[:, 0]
         keys = jax.vmap(partial(jax.random.fold_in, jax.random.key(seed)))(jnp.arange(B))
@@ -97,7 +97,7 @@ class Generator:
         end = progress.count + steps
 
         def one(progress: Progress) -> Progress:
-            comm = Decode(self.model.mesh, self.model.kernels, progress.caches)
+            comm = Decode(self.model.mesh, self.model.kernels, self.model.max_length, progress.caches)
             newest = lax.dynamic_index_in_dim(progress.tokens, progress.count - 1, axis=1, keepdims=False)
             x = self.model.next_tokens(weights, jnp.maximum(newest, 0), progress.position, comm)
             return self._with_token(weights, progress._replace(caches=tuple(comm.caches)), x)

@@ -111,7 +111,7 @@ class LanguageModel:
         self, weights: ModelWeights, tokens_bs: jax.Array, comm: WholeSequences | None = None
     ) -> jax.Array:
         """Token ids `[B, S]` → the residual stream after the blocks `[B·S, D]`; to be traced."""
-        comm = comm or WholeSequences(self.mesh, self.kernels)
+        comm = comm or WholeSequences(self.mesh, self.kernels, self.max_length)
         positions = jnp.broadcast_to(jnp.arange(tokens_bs.shape[1]), tokens_bs.shape)
         return self._run(weights, tokens_bs, positions, comm, P(comm.sequences(len(tokens_bs))))
 
@@ -125,7 +125,7 @@ class LanguageModel:
         count = tokens.size
         inputs = BlockInputs(positions, TokenPositions(positions), jnp.arange(count, dtype=jnp.uint32), None)
         x = comm.place(self.model.embed(weights.outer, tokens.reshape(-1), positions.reshape(-1)), spec)
-        for layer, (kind, window) in enumerate(layer_kinds(self.config)):
+        for layer, kind in enumerate(layer_kinds(self.config)):
             own, state = weights.layers[layer], weights.state[layer]
-            x, _ = self.model.blocks[kind](own, x, inputs, layer, state, comm=comm, window=window)
+            x, _ = self.model.blocks[kind.block](own, x, inputs, layer, state, comm=comm, kind=kind)
         return x

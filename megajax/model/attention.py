@@ -6,6 +6,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from megajax import ops
 from megajax.config import ModelConfig
+from megajax.config.kinds import LayerKind
 from megajax.model.comm import Comm
 from megajax.model.parameters import declare
 from megajax.model.parts import (
@@ -17,6 +18,8 @@ from megajax.model.parts import (
     State,
     Weights,
     add_bias,
+    declare_norm,
+    declare_norm_weight,
     normalise,
     residual_scale,
 )
@@ -34,14 +37,14 @@ class Attention(Part):
     def __init__(self, config: ModelConfig):
         D, N, K, H = config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim
         self.config = config
-        self.norm = declare((D,), ("norm",), "norm")
-        self.norm_bias = declare((D,), ("norm",), "bias") if config.norm == "layernorm" else None
+        self.norm, self.norm_bias = declare_norm(config, config.norm_placement != "after")
         self.query = declare((D, N, H), ("embed", "heads", "head"))
         self.key = declare((D, K, H), ("embed", "kv_heads", "head"))
         self.value = declare((D, K, H), ("embed", "kv_heads", "head"))
         self.output = declare((N, H, D), ("heads", "head", "embed"), scale=residual_scale(config))
-        self.query_norm = declare((H,), ("norm",), "norm") if config.qk_norm else None
-        self.key_norm = declare((H,), ("norm",), "norm") if config.qk_norm else None
+        together = config.qk_norm == "all_heads"
+        self.query_norm = declare_norm_weight(config, N * H if together else H) if config.qk_norm else None
+        self.key_norm = declare_norm_weight(config, K * H if together else H) if config.qk_norm else None
         self.sinks = declare((N,), ("sinks",), "bias") if config.attention_sinks else None
         bias = config.attention_bias
         self.query_bias = declare((N, H), ("heads", "head"), "bias") if bias else None
@@ -51,15 +54,16 @@ class Attention(Part):
 
     @jax.named_scope("attention")
     def __call__(
-        self, w: Weights, x, inputs: BlockInputs, layer, state: State, *, comm: Comm, window, recompute
+        self, w: Weights, x, inputs: BlockInputs, layer, state: State, *, comm: Comm, kind: LayerKind, recompute
     ) -> tuple[jax.Array, Metrics]:
         """Projections → positions → core → output."""
         projected = checkpoint_name(self.project(w, x, comm, "norms" in recompute), "qkv")
 
         def core(projected):
-            q, k, v = self.heads(w, projected, inputs, comm)
-            softcap, sinks = self.config.attention_softcap, w.get("sinks")
-            return comm.attend(q, k, v, inputs.token_positions, window=window, softcap=softcap, sinks=sinks)
+            q, k, v = self.heads(w, projected, inputs, comm, kind)
+            c = self.config
+            settings = {"window": kind.window, "softcap": c.attention_softcap, "scale": c.attention_scale}
+            return comm.attend(q, k, v, inputs.token_positions, sinks=w.get("sinks"), **settings)
 
         core = jax.checkpoint(core) if "attention" in recompute else core
         out = checkpoint_name(core(projected), "attention")
@@ -73,24 +77,33 @@ class Attention(Part):
             return comm.column_linear(normalise(self.config, x, norm, norm_bias), weight)
 
         compute = jax.checkpoint(compute, prevent_cse=False) if recompute_norm else compute
-        return add_bias(compute(x, w["norm"], w.get("norm_bias"), w["qkv"]), w.get("qkv_bias"))
+        return add_bias(compute(x, w.get("norm"), w.get("norm_bias"), w["qkv"]), w.get("qkv_bias"))
 
-    def heads(self, w: Weights, projected: jax.Array, inputs: BlockInputs, comm: Comm):
+    def heads(self, w: Weights, projected: jax.Array, inputs: BlockInputs, comm: Comm, kind: LayerKind):
         """Output of `project` → queries `[B, S, N, H]`, keys and values `[B, S, K, H]`, with rotary positions."""
         c, (B, S) = self.config, inputs.positions.shape
         qkv = projected.reshape(B, S, -1, c.head_dim)
         N = qkv.shape[2] - 2 * comm.local_kv_heads(c.num_kv_heads)
         q, k, v = jnp.split(qkv, (N, (N + qkv.shape[2]) // 2), axis=2)
         if c.qk_norm:
-            q = ops.rms_norm(q, w["query_norm"], c.norm_epsilon)
-            k = ops.rms_norm(k, w["key_norm"], c.norm_epsilon)
-        if c.position == "rope":
-            scaling = c.rope_scaling.model_dump() if c.rope_scaling else None
-            length = S * comm.context_size
-            frequencies = ops.rope_frequencies(c.head_dim, c.rope_theta, c.rope_fraction, scaling, length)
+            q, k = (self.normalise_heads(a, w[f"{name}_norm"], comm) for a, name in ((q, "query"), (k, "key")))
+        if c.position == "rope" and kind.rope:
+            theta, scaling = c.rope_theta, c.rope_scaling.model_dump() if c.rope_scaling else None
+            if kind.window is not None and c.rope_local_theta is not None:
+                theta, scaling = c.rope_local_theta, None
+            frequencies = ops.rope_frequencies(c.head_dim, theta, c.rope_fraction, scaling, comm.sequence_length(S))
             factor = ops.rope_attention_factor(scaling)
             q, k = (ops.apply_rope(a, inputs.positions, frequencies, factor) for a in (q, k))
         return q, k, v
+
+    def normalise_heads(self, x: jax.Array, weight: jax.Array, comm: Comm) -> jax.Array:
+        """RMSNorm of queries or keys `[B, S, heads, H]`: of each head, or of the heads of all devices together."""
+        c = self.config
+        if c.qk_norm != "all_heads":
+            return ops.rms_norm(x, weight, c.norm_epsilon, c.norm_zero_centred)
+        own = comm.own_heads(weight.reshape(-1, c.head_dim)).reshape(-1)
+        flat = x.reshape(*x.shape[:2], -1)
+        return ops.rms_norm(flat, own, c.norm_epsilon, c.norm_zero_centred, comm.mean_over_heads).reshape(x.shape)
 
     def matmul_parameters(self) -> int:
         c = self.config

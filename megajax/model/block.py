@@ -9,13 +9,13 @@ from flax import nnx
 
 from megajax import ops
 from megajax.config import ModelConfig
-from megajax.config.kinds import block_layers
+from megajax.config.kinds import LayerKind, block_layers
 from megajax.errors import ConfigError
 from megajax.model.attention import Attention
 from megajax.model.mlp import MLP
 from megajax.model.moe import MoE
 from megajax.model.parameters import parameters
-from megajax.model.parts import BlockInputs, Metrics, Part, State, Weights
+from megajax.model.parts import BlockInputs, Metrics, Part, State, Weights, declare_norm, normalise
 
 # The parts of each kind of block, in order; `register` adds kinds from outside.
 KINDS: dict[str, tuple[type[Part], ...]] = {"dense": (Attention, MLP), "moe": (Attention, MoE)}
@@ -39,7 +39,9 @@ class Block(nnx.Module):
         self.config, self.kind = config, kind
         self.names = tuple(part.NAME for part in KINDS[kind])
         for part in KINDS[kind]:
-            setattr(self, part.NAME, part(config))
+            module = part(config)
+            module.post_norm, module.post_norm_bias = declare_norm(config, config.norm_placement != "before")
+            setattr(self, part.NAME, module)
 
     @property
     def parts(self) -> dict[str, Part]:
@@ -55,14 +57,15 @@ class Block(nnx.Module):
         state: State,
         *,
         comm,
-        window,
+        kind: LayerKind,
         recompute: Collection[str] = (),
     ) -> tuple[jax.Array, Metrics]:
         """`x [T / tensor, D]` → (x, metrics). `weights` are from `fuse`; for the rest see `Part.__call__`."""
         metrics: Metrics = {}
         for branch, (name, part) in enumerate(self.parts.items()):
             own, kept = _of_part(weights, name), _of_part(state, name)
-            y, measured = part(own, x, inputs, layer, kept, comm=comm, window=window, recompute=recompute)
+            y, measured = part(own, x, inputs, layer, kept, comm=comm, kind=kind, recompute=recompute)
+            y = normalise(self.config, y, own.get("post_norm"), own.get("post_norm_bias"))
             x = x + self._dropout(y, inputs, layer, branch)
             metrics |= measured
         return x, metrics

@@ -56,13 +56,37 @@ class Comm(Protocol):
         ...
 
     def attend(
-        self, q, k, v, positions: TokenPositions, *, window: int | None, softcap: float | None, sinks=None
+        self,
+        q,
+        k,
+        v,
+        positions: TokenPositions,
+        *,
+        window: int | None,
+        softcap: float | None,
+        scale: float | None = None,
+        sinks=None,
     ) -> jax.Array:
-        """Causal attention of queries `[B, S, N, H]` to the whole sequence; `sinks [N]` are for the same heads."""
+        """Causal attention of queries `[B, S, N, H]` to the whole sequence; `sinks [N]` are for the same heads.
+
+        `scale` multiplies the scores; None: `H ** -0.5`.
+        """
         ...
 
     def local_kv_heads(self, num_kv_heads: int) -> int:
         """The number of the model's KV heads on this device."""
+        ...
+
+    def sequence_length(self, own: int) -> int:
+        """The length of a sequence of which this device has `own` tokens."""
+        ...
+
+    def own_heads(self, x: jax.Array) -> jax.Array:
+        """`[N, ...]` or `[K, ...]` of all query or KV heads → the part of this device's heads."""
+        ...
+
+    def mean_over_heads(self, x: jax.Array) -> jax.Array:
+        """A mean over this device's heads → the mean over all heads, differentiated."""
         ...
 
     def own_tokens(self, x: jax.Array) -> jax.Array:
@@ -96,14 +120,17 @@ class SingleDevice(Comm):
         arguments = activation, x, experts, weights, w_up, w_down, capacity
         return ops.apply_experts(*arguments, kernels=ops.ExpertKernels(), max_over_devices=lambda amax: amax)
 
-    def attend(self, q, k, v, positions, *, window, softcap, sinks=None) -> jax.Array:
-        settings = {"window": window, "softcap": softcap, "sinks": sinks, "implementation": "reference"}
+    def attend(self, q, k, v, positions, *, window, softcap, scale=None, sinks=None) -> jax.Array:
+        settings = {"window": window, "softcap": softcap, "scale": scale, "sinks": sinks, "implementation": "reference"}
         return ops.attention(q, k, v, document_starts=positions.document_starts, **settings)
 
     def local_kv_heads(self, num_kv_heads: int) -> int:
         return num_kv_heads
 
+    def sequence_length(self, own: int) -> int:
+        return own
+
     def own_tokens[Arrays](self, x: Arrays) -> Arrays:
         return x
 
-    of_all_tokens = sum_over_tokens = sum_over_sequence = own_tokens
+    of_all_tokens = sum_over_tokens = sum_over_sequence = own_heads = mean_over_heads = own_tokens

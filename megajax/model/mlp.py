@@ -4,6 +4,7 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 
 from megajax.config import ModelConfig
+from megajax.config.kinds import LayerKind
 from megajax.model.comm import Comm
 from megajax.model.parameters import declare
 from megajax.model.parts import (
@@ -15,6 +16,7 @@ from megajax.model.parts import (
     State,
     Weights,
     add_bias,
+    declare_norm,
     is_gated,
     normalise,
     products,
@@ -35,8 +37,7 @@ class MLP(Part):
         D, F = config.hidden_size, config.ffn_hidden_size
         gated = is_gated(config)
         self.config = config
-        self.norm = declare((D,), ("norm",), "norm")
-        self.norm_bias = declare((D,), ("norm",), "bias") if config.norm == "layernorm" else None
+        self.norm, self.norm_bias = declare_norm(config, config.norm_placement != "after")
         self.gate = declare((D, F), ("embed", "mlp")) if gated else None
         self.up = declare((D, F), ("embed", "mlp"))
         self.down = declare((F, D), ("mlp", "embed"), scale=residual_scale(config))
@@ -54,7 +55,7 @@ class MLP(Part):
         state: State,
         *,
         comm: Comm,
-        window,
+        kind: LayerKind,
         recompute,
     ) -> tuple[jax.Array, Metrics]:
         def compute(x, norm, norm_bias, gate_up, bias, down):

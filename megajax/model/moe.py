@@ -6,6 +6,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from megajax import ops
 from megajax.config import ModelConfig
+from megajax.config.kinds import LayerKind
 from megajax.model.comm import Comm
 from megajax.model.parameters import declare
 from megajax.model.parts import (
@@ -16,6 +17,7 @@ from megajax.model.parts import (
     Shares,
     State,
     Weights,
+    declare_norm,
     is_gated,
     normalise,
     products,
@@ -41,8 +43,7 @@ class MoE(Part):
         shared, scale = config.shared_expert_ffn_hidden_size, residual_scale(config)
         gated = is_gated(config)
         self.config = config
-        self.norm = declare((D,), ("norm",), "norm")
-        self.norm_bias = declare((D,), ("norm",), "bias") if config.norm == "layernorm" else None
+        self.norm, self.norm_bias = declare_norm(config, config.norm_placement != "after")
         self.router = declare((D, E), ("embed", "router"))
         self.gate = declare((E, D, F), ("experts", "embed", "expert_mlp")) if gated else None
         self.up = declare((E, D, F), ("experts", "embed", "expert_mlp"))
@@ -62,11 +63,11 @@ class MoE(Part):
         state: State,
         *,
         comm: Comm,
-        window,
+        kind: LayerKind,
         recompute,
     ) -> tuple[jax.Array, Metrics]:
         def compute(w: Weights, x: jax.Array):
-            h = normalise(self.config, x, w["norm"], w.get("norm_bias"))
+            h = normalise(self.config, x, w.get("norm"), w.get("norm_bias"))
             experts, weights, metrics = self.route(w["router"], h, inputs, layer, state, comm)
             matrices, capacity = (w["gate_up"], w["down"]), self.capacity(len(x) * comm.token_shards)
             y = comm.experts(self.config.activation, h, experts, weights, *matrices, capacity)

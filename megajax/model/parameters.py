@@ -18,7 +18,7 @@ def declare(shape: tuple[int, ...], axes: tuple[str, ...], role: str = "matrix",
     """A parameter without an array.
 
     `axes` names each dimension for sharding.py's table. `role` sets the initial values (matrix and embedding: normal
-    with std `model.init_std * scale`; norm: ones; bias: zeros) and whether weight decay applies.
+    with std `model.init_std * scale`; norm: `scale`; bias: zeros) and whether weight decay applies.
     """
     assert len(shape) == len(axes) and role in ROLES
     return nnx.Param(jax.ShapeDtypeStruct(shape, jnp.float32), axes=axes, role=role, scale=scale)
@@ -63,7 +63,7 @@ def _initial(parameter: nnx.Param, name: str, seed: int, init_std: float, layers
 
     def values(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
         if parameter.role == "norm":
-            return jnp.ones(shape, jnp.float32)
+            return jnp.full(shape, parameter.scale, jnp.float32)
         if parameter.role == "bias":
             return jnp.zeros(shape, jnp.float32)
         return std * jax.random.normal(key, shape, jnp.float32)

@@ -1,7 +1,8 @@
 """The contract of a block's parts: their inputs, declarations and computation.
 
-A block is attention and an MLP, or another part instead of the MLP. Each `Part` includes the norm before it. It is one
-module of this package; the rest of megajax reads all facts about a part from its declarations.
+A block is attention and an MLP, or another part instead of the MLP. Each `Part` includes the norm before it; the block
+adds the norm after it (`model.norm_placement`). It is one module of this package; the rest of megajax reads all facts
+about a part from its declarations.
 """
 
 import math
@@ -14,7 +15,9 @@ from flax import nnx
 
 from megajax import ops
 from megajax.config import ModelConfig
+from megajax.config.kinds import LayerKind
 from megajax.model.comm import Comm, TokenPositions
+from megajax.model.parameters import declare
 
 Weights = Mapping[str, Any]  # by name within the part: arrays, or Fp8Weights for the communication points
 State = Mapping[str, jax.Array]
@@ -75,6 +78,9 @@ class Part(nnx.Module):
     METRICS: ClassVar[tuple[str, ...]] = ()  # names of its metrics in training
     LOSSES: ClassVar[tuple[str, ...]] = ()  # the METRICS that are added to the loss and differentiated
     NEEDS_FILLED: ClassVar[bool] = False  # whether its state has `filled`, which is False in an empty layer slot
+    # The norm of its output, which the block declares and applies.
+    post_norm: nnx.Param | None
+    post_norm_bias: nnx.Param | None
 
     def __init__(self, config: ModelConfig):
         self.config = config
@@ -88,14 +94,15 @@ class Part(nnx.Module):
         state: State,
         *,
         comm: Comm,
-        window,
+        kind: LayerKind,
         recompute,
     ) -> tuple[jax.Array, Metrics]:
         """`x [T / tensor, D]` → (the term added to it, metrics).
 
         `w` are the weights from `Block.fuse`, `layer` is the layer's index (may be traced), `state` is declared by
-        `layer_state`. Metrics are this device's shares of sums over the tokens of a microbatch. A step reports floats
-        as the mean over microbatches and layers (LOSSES as the sum over layers), and int counts as sums by layer.
+        `layer_state`, `kind` has the layer's window and positions. Metrics are this device's shares of sums over the
+        tokens of a microbatch. A step reports floats as the mean over microbatches and layers (LOSSES as the sum over
+        layers), and int counts as sums by layer.
         `recompute` names the values that the backward pass recomputes: "attention", from queries, keys and values;
         "norms".
         """
@@ -130,12 +137,33 @@ class Part(nnx.Module):
         raise NotImplementedError
 
 
+def declare_norm(config: ModelConfig, present: bool = True) -> tuple[nnx.Param | None, nnx.Param | None]:
+    """Weight and bias `[D]` of a norm of the residual stream's width, for `normalise`; None if it has none."""
+    D, with_bias = config.hidden_size, config.norm == "layernorm"
+    return (
+        declare_norm_weight(config, D) if present else None,
+        declare((D,), ("norm",), "bias") if present and with_bias else None,
+    )
+
+
+def declare_norm_weight(config: ModelConfig, width: int) -> nnx.Param:
+    """The weight of a norm over `width` numbers: at first 1, or 0 if the norm multiplies by 1 + weight."""
+    return declare((width,), ("norm",), "norm", scale=0.0 if config.norm_zero_centred else 1.0)
+
+
 @jax.named_scope("norm")
-def normalise(config: ModelConfig, x: jax.Array, weight: jax.Array, bias: jax.Array | None) -> jax.Array:
-    """The model's RMSNorm or LayerNorm, over the last axis."""
+def normalise(config: ModelConfig, x: jax.Array, weight: jax.Array | None, bias: jax.Array | None) -> jax.Array:
+    """The model's RMSNorm or LayerNorm, over the last axis; `x` itself without a weight."""
+    if weight is None:
+        return x
     if config.norm == "rmsnorm":
-        return ops.rms_norm(x, weight, config.norm_epsilon)
-    return ops.layer_norm(x, weight, bias, config.norm_epsilon)
+        return ops.rms_norm(x, weight, config.norm_epsilon, config.norm_zero_centred)
+    return ops.layer_norm(x, weight, bias, config.norm_epsilon, config.norm_zero_centred)
+
+
+def scale_embeddings(config: ModelConfig, x: jax.Array) -> jax.Array:
+    """Rows of the token table → their part of the residual stream; the same for gradients, in the other direction."""
+    return x * math.sqrt(config.hidden_size) if config.scale_embeddings else x
 
 
 def add_bias(y: jax.Array, bias: jax.Array | None) -> jax.Array:

@@ -16,7 +16,7 @@ from megajax.config.kinds import block_layers, layer_kinds
 from megajax.model.block import Block
 from megajax.model.comm import SingleDevice, TokenPositions
 from megajax.model.parameters import declare, parameters, stack
-from megajax.model.parts import BlockInputs, State, Weights, normalise
+from megajax.model.parts import BlockInputs, State, Weights, declare_norm, normalise, scale_embeddings
 
 
 class Embedding(nnx.Module):
@@ -38,8 +38,7 @@ class Transformer(nnx.Module):
         self.config = config
         self.embedding = Embedding(config)
         self.blocks = nnx.Dict({kind: stack(Block(config, kind), held) for kind, held in block_layers(config).items()})
-        self.final_norm = declare((D,), ("norm",), "norm")
-        self.final_norm_bias = declare((D,), ("norm",), "bias") if config.norm == "layernorm" else None
+        self.final_norm, self.final_norm_bias = declare_norm(config)
         self.head = None if config.tie_embeddings else declare((D, V), ("embed", "vocab"))
 
     def __call__(self, tokens_bs: jax.Array, state: Mapping[str, State] | None = None) -> jax.Array:
@@ -52,17 +51,17 @@ class Transformer(nnx.Module):
         positions = jnp.broadcast_to(jnp.arange(S), (B, S))
         inputs = BlockInputs(positions, TokenPositions(positions), jnp.arange(B * S, dtype=jnp.uint32), None)
         x = self.embed(weights, tokens_bs.reshape(-1), positions.reshape(-1))
-        for layer, (kind, window) in enumerate(layer_kinds(self.config)):
-            row, prefix = block_layers(self.config)[kind].index(layer), f"blocks.{kind}."
+        for layer, kind in enumerate(layer_kinds(self.config)):
+            row, prefix = block_layers(self.config)[kind.block].index(layer), f"blocks.{kind.block}."
             own = {n.removeprefix(prefix): w[row] for n, w in weights.items() if n.startswith(prefix)}
-            kept = {name: a[row] for name, a in (state or {}).get(kind, {}).items()}
-            block = self.blocks[kind]
-            x, _ = block(block.fuse(own), x, inputs, layer, kept, comm=SingleDevice(), window=window)
+            kept = {name: a[row] for name, a in (state or {}).get(kind.block, {}).items()}
+            block = self.blocks[kind.block]
+            x, _ = block(block.fuse(own), x, inputs, layer, kept, comm=SingleDevice(), kind=kind)
         return self.logits(weights, x).reshape(B, S, -1)
 
     def embed(self, weights: Weights, tokens: jax.Array, positions: jax.Array) -> jax.Array:
         """Token ids and their positions `[T]` → the residual stream `[T, D]`; `weights` by canonical name."""
-        x = weights["embedding.tokens"][tokens]
+        x = scale_embeddings(self.config, weights["embedding.tokens"][tokens])
         return x if self.embedding.positions is None else x + weights["embedding.positions"][positions]
 
     def logits(self, weights: Weights, x: jax.Array) -> jax.Array:

@@ -15,17 +15,19 @@ def cached_attention(
     visible_bw: jax.Array,
     *,
     softcap: float | None = None,
+    scale: float | None = None,
     sinks: jax.Array | None = None,
 ) -> jax.Array:
-    """softmax(q·k / sqrt(H)) v over the visible slots: q [B,N,H], caches [B,K,W,·], visible [B,W] bool -> [B,N,·].
+    """softmax(scale · q·k) v over the visible slots: q [B,N,H], caches [B,K,W,·], visible [B,W] bool -> [B,N,·].
 
-    Scores and softmax are in float32 (float64 for float64 inputs), the probabilities in q's dtype. `softcap` and
-    `sinks [N]` are those of `attention`. Raises nothing; a row without a visible slot is undefined.
+    Scores and softmax are in float32 (float64 for float64 inputs), the probabilities in q's dtype. `softcap`,
+    `scale` and `sinks [N]` are those of `attention`. Raises nothing; a row without a visible slot is undefined.
     """
     B, N, H = q_bnh.shape
     K, dtype = keys_bkwh.shape[1], wide(q_bnh.dtype)
     q = q_bnh.reshape(B, K, N // K, H)
-    scores = jnp.einsum("bkgh,bkwh->bkgw", q, keys_bkwh, preferred_element_type=dtype) / math.sqrt(H)
+    scores = jnp.einsum("bkgh,bkwh->bkgw", q, keys_bkwh, preferred_element_type=dtype)
+    scores = scores / math.sqrt(H) if scale is None else scores * scale
     if softcap is not None:
         scores = softcap * jnp.tanh(scores / softcap)
     scores = jnp.where(visible_bw[:, None, None], scores, -jnp.inf)

@@ -23,7 +23,7 @@ TOKEN_AXES = (*BATCH_AXES, "context", "tensor")  # axes that divide the tokens o
 
 
 class AttentionScales:
-    """`H ** -0.5` for each attention call; with `distinct` the scales differ by less than FP32 resolves.
+    """The scale of the scores for each attention call; with `distinct` they differ by less than FP32 resolves.
 
     XLA (jaxlib 0.11.2) fails at run time if two cuDNN calls of the deterministic backward pass are equal. The kernel
     takes the scale in FP32, so the results are the same.
@@ -32,9 +32,9 @@ class AttentionScales:
     def __init__(self, distinct: bool):
         self.distinct, self.calls = distinct, 0
 
-    def next(self, head_dim: int) -> float:
+    def next(self, scale: float) -> float:
         self.calls += self.distinct
-        return head_dim**-0.5 * (1 + self.calls * 2**-40)
+        return scale * (1 + self.calls * 2**-40)
 
 
 class MeshComm(Comm):
@@ -73,8 +73,8 @@ class MeshComm(Comm):
         x, experts, weights = (self.enter(a) for a in (x, experts, weights))
         return self.leave(apply(activation, x, experts, weights, w_up, w_down, capacity))
 
-    def attend(self, q, k, v, positions: TokenPositions, *, window, softcap, sinks=None) -> jax.Array:
-        scores = Scores(self.scales.next(q.shape[-1]), softcap, self.kernels.attention)
+    def attend(self, q, k, v, positions: TokenPositions, *, window, softcap, scale=None, sinks=None) -> jax.Array:
+        scores = Scores(self.scales.next(scale or q.shape[-1] ** -0.5), softcap, self.kernels.attention)
         strategy, size, starts = self.collectives.context, self.context_size, positions.document_starts
         if size == 1:
             return ops.attention(q, k, v, window=window, document_starts=starts, sinks=sinks, **vars(scores))
@@ -90,6 +90,19 @@ class MeshComm(Comm):
 
     def local_kv_heads(self, num_kv_heads: int) -> int:
         return max(1, num_kv_heads // self.tensor_size)
+
+    def sequence_length(self, own: int) -> int:
+        return own * self.context_size
+
+    def own_heads(self, x: jax.Array) -> jax.Array:
+        if self.tensor_size == 1:
+            return x
+        heads = len(x)  # fewer KV heads than devices: several devices have the same one
+        start = lax.axis_index("tensor") * heads // self.tensor_size
+        return lax.dynamic_slice_in_dim(x, start, max(1, heads // self.tensor_size), 0)
+
+    def mean_over_heads(self, x: jax.Array) -> jax.Array:
+        return lax.pmean(x, "tensor") if self.tensor_size > 1 else x
 
     def own_tokens(self, x: jax.Array) -> jax.Array:
         if self.tensor_size == 1:

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from megajax import ops
-from megajax.model.parts import BlockInputs
+from megajax.model.parts import BlockInputs, scale_embeddings
 from megajax.parallel.comm import MeshComm
 from megajax.parallel.weights.exchange import row_major
 from megajax.step_plan import StepPlan
@@ -42,6 +42,7 @@ class MeshEmbedding:
         if self.axes:  # own columns for all tokens → whole rows for own tokens, without padding
             x = lax.all_to_all(x, self.axes, 1, 2, tiled=True)
             x = row_major(x.reshape(x.shape[0], -1)[:, :width])
+        x = scale_embeddings(self.config.model, x)
         if POSITIONS in weights:
             x = x + weights[POSITIONS][self.comm.own_tokens(batch["positions"].reshape(-1))]
         return self._dropout(x, inputs)
@@ -51,10 +52,10 @@ class MeshEmbedding:
         """`gradients` plus the embedding's: a scatter-add into the accumulator, in place."""
         out = dict(gradients)
         (dx,) = jax.vjp(partial(self._dropout, inputs=inputs), dx)[1](dx)
-        updates = dx
+        updates = scale_embeddings(self.config.model, dx)
         if self.axes:
             shards = math.prod(self.comm.sizes[axis] for axis in self.axes)
-            padded = jnp.pad(dx, ((0, 0), (0, shards * weights[TOKENS].shape[1] - dx.shape[1])))
+            padded = jnp.pad(updates, ((0, 0), (0, shards * weights[TOKENS].shape[1] - dx.shape[1])))
             updates = lax.all_to_all(padded[:, None], self.axes, 2, 1, tiled=True)
         updates = self.comm.enter(updates)
         rows, ours = self._vocabulary_rows(weights[TOKENS], batch["tokens"])

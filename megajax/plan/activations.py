@@ -85,9 +85,10 @@ class Activations:
         D, stream = model.hidden_size, model.hidden_size / tensor
         kept = sum(part.kept for part in parts)
         into_stream = len(parts) * stream  # the parts' outputs, added to the residual stream
+        after = 0 if model.norm_placement == "before" else into_stream  # inputs of the norms after the parts
         in_fp8 = len(self.config.fp8_layers) / model.num_layers
         norms = 0 if stacked and tensor == 1 and not in_fp8 else len(parts) * D
-        everything = kept + norms + into_stream  # with the norms' results and inputs
+        everything = kept + norms + into_stream + after  # with the norms' results and inputs
         if norms and model.norm == "layernorm":  # and the inputs minus their means, in FP32
             everything += len(parts) * 4 / compute * stream
         everything += (1 - in_fp8) * sum(part.activation for part in parts)

@@ -28,9 +28,9 @@ def flops_per_token(config: Config) -> float:
     """
     model, S, total = config.model, config.batch.sequence_length, 0.0
     parts = {kind: tuple(block.parts.values()) for kind, block in blocks_of(model).items()}
-    for kind, window in layer_kinds(model):
-        total += 6 * sum(part.matmul_parameters() for part in parts[kind])
-        total += sum(part.attention_flops(_attended(S, window)) for part in parts[kind])
+    for kind in layer_kinds(model):
+        total += 6 * sum(part.matmul_parameters() for part in parts[kind.block])
+        total += sum(part.attention_flops(_attended(S, kind.window)) for part in parts[kind.block])
     return total + 6 * model.hidden_size * model.padded_vocab_size
 
 

@@ -133,6 +133,10 @@ REFUSED = {
         "model.layer_pattern=[global, global, global, global, global, global, global, ... has 13 entries,"
         " more than model.num_layers=12 (@): shorten the pattern."
     ),
+    f"model.rope_pattern=[{','.join(['none'] * 13)}]": (
+        "model.rope_pattern=[none, none, none, none, none, none, none, none, none, no... has 13 entries,"
+        " more than model.num_layers=12 (@): shorten the pattern."
+    ),
     "kernels.scan_unroll=5": (
         "kernels.scan_unroll=5 does not divide model.num_layers=12 (@): use 1, 2, 3, 4, 6 or 12."
     ),
@@ -234,6 +238,8 @@ WARNED = {
     "model.rope_fraction=0.5": ("model.position=none", "model.position=none"),
     "model.max_positions=64": ("", "model.position=rope"),
     "model.rope_scaling.beta_fast=16.0": ("model.rope_scaling={factor: 8}", "model.rope_scaling.kind=llama3"),
+    "model.rope_local_theta=500.0": ("", "model.sliding_window=null"),
+    "model.rope_pattern=[rope, none]": ("model.position=none", "model.position=none"),
     "model.sliding_window=8": ("model.layer_pattern=[global]", "model.layer_pattern=[global]"),
     "schedule.wsd_decay_steps=10": ("", "schedule.kind=cosine"),
     "schedule.decay_steps=900": ("schedule.kind=inverse_sqrt", "schedule.kind=inverse_sqrt"),

@@ -209,6 +209,11 @@ REFUSED = {
         " model.layer_pattern=[local, global] they have different kinds of layers (@): set"
         " pipeline.layout=[2, 4, 4, 2]."
     ),
+    "mesh.pipeline=4 model.rope_pattern=[rope,none]": (
+        "mesh.pipeline=4 makes virtual stages of [3, 3, 3, 3] layers, and with"
+        " model.rope_pattern=[rope, none] they have different kinds of layers (@): set"
+        " pipeline.layout=[2, 4, 4, 2]."
+    ),
     f"mesh.pipeline=4 pipeline.rounds=3 {PATTERN}": (
         "mesh.pipeline=4 x pipeline.rounds=3 makes virtual stages of [1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1,"
         " 1] layers, and with model.layer_pattern=[local, global] they have different kinds of layers"

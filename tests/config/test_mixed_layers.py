@@ -7,7 +7,7 @@ import pytest
 
 from megajax.config import Config, ModelConfig, load_config
 from megajax.config.checks import check_mesh
-from megajax.config.kinds import block_layers, layer_kinds
+from megajax.config.kinds import attention_kinds, block_layers, layer_kinds
 from megajax.config.stages import default_layout, layer_slots, slot_kinds, virtual_stages
 from megajax.errors import ConfigError
 from megajax.model import Transformer
@@ -33,7 +33,15 @@ def test_after_the_first_dense_layers_every_nth_has_experts():
     assert initials(model(6, dense=2, interval=2)) == "dddmdm"
     assert block_layers(model(6, dense=2, interval=2)) == {"dense": (0, 1, 2, 4), "moe": (3, 5)}
     windows = {"sliding_window": 4, "layer_pattern": ("local", "global")}
-    assert layer_kinds(model(3, dense=1, **windows)) == (("dense", 4), ("moe", None), ("moe", 4))
+    assert layer_kinds(model(3, dense=1, **windows)) == (("dense", 4, True), ("moe", None, True), ("moe", 4, True))
+
+
+def test_patterns_of_windows_and_positions_repeat_together():
+    patterns = {"sliding_window": 4, "layer_pattern": ("local", "global"), "rope_pattern": ("rope", "rope", "none")}
+    dense = ModelConfig(num_layers=13, hidden_size=8, num_heads=2, vocab_size=8, **patterns)
+    kinds = [(4, True), (None, True), (4, False), (None, True), (4, True), (None, False)]
+    assert attention_kinds(dense) == tuple(kinds)
+    assert layer_kinds(dense) == tuple(("dense", *kinds[i % 6]) for i in range(13))
 
 
 # layers, first dense, interval, virtual stages; layers of each; kinds of the slots, all worked out by hand

@@ -59,3 +59,13 @@ def test_the_backward_pass_keeps_only_the_inputs(kept_for_backward):
     assert kept_for_backward(lambda x, w: rms_norm(x, w, EPSILON), x, weight) == inputs
     layer = kept_for_backward(lambda x, w, b: layer_norm(x, w, b, EPSILON), x, weight, weight)
     assert layer == [*inputs, ((40,), "float32")]
+
+
+def test_zero_centred_weights_multiply_by_one_more(check_op, rng):
+    x, weight, bias = rng.normal(size=(7, 24)), 0.3 * rng.normal(size=24), rng.normal(size=24)
+    check_op(lambda x, w: rms_norm(x, w, EPSILON, True), lambda x, w: numpy_rms_norm(x, 1 + w), [x, weight])
+    check_op(
+        lambda x, w, b: layer_norm(x, w, b, EPSILON, True),
+        lambda x, w, b: numpy_layer_norm(x, 1 + w, b),
+        [x, weight, bias],
+    )

@@ -1,6 +1,6 @@
 """Options of the model that several tables of meshes are made with."""
 
-# Two KV heads; alternating windows; all optional operations between the matmuls.
+# Two KV heads; alternating windows; all optional operations between the matmuls, as Gemma 2 and 3 have them and more.
 GEMMA = {
     "num_kv_heads": 2,
     "activation": "geglu",
@@ -13,4 +13,9 @@ GEMMA = {
     "layer_pattern": ["local", "global"],
     "tie_embeddings": True,
     "z_loss": 1e-2,
+    "norm_placement": "both",
+    "norm_zero_centred": True,
+    "scale_embeddings": True,
+    "attention_scale": 0.25,
+    "rope_local_theta": 500.0,
 }

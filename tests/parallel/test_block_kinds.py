@@ -39,7 +39,7 @@ class Squared(Part):
         self.gain = declare((config.hidden_size,), ("norm",), "norm")
         self.down = declare((2 * config.ffn_hidden_size, config.hidden_size), ("mlp", "embed"))
 
-    def __call__(self, w, x, inputs, layer, state, *, comm, window, recompute):
+    def __call__(self, w, x, inputs, layer, state, *, comm, kind, recompute):
         y = comm.row_linear(jnp.square(comm.column_linear(x, w["up"])), w["down"])
         y = y * w["gain"] / (1 + state["mean_power"])
         if inputs.layer_loss_scale is None:

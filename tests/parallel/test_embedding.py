@@ -29,8 +29,12 @@ OF_TOKENS = P((*BATCH_AXES, "tensor"))  # [B·S, D], the mesh without context
     ids=str,
 )
 def test_rows_and_the_gradient_of_the_table(table, mesh, sequence_length):
-    """A width of 20 is padded where eight devices share it."""
-    config = table.make_config(MODEL, mesh, batch={"global_size": 64, "sequence_length": sequence_length})
+    """A width of 20 is padded where eight devices share it; embeddings are scaled on the meshes with `tensor`."""
+    scaled = "tensor" in mesh
+    factor = np.float32(math.sqrt(20) if scaled else 1)
+    config = table.make_config(
+        {**MODEL, "scale_embeddings": scaled}, mesh, batch={"global_size": 64, "sequence_length": sequence_length}
+    )
     program = TrainProgram.build(config, build_mesh(check_mesh(config, 8), jax.devices()[:8]))
     local = program.local
     assert bool(local.plan.embedding_axes) == (sequence_length == 4)
@@ -56,9 +60,9 @@ def test_rows_and_the_gradient_of_the_table(table, mesh, sequence_length):
     dx = rng.standard_normal((tokens.size, 20))
     found, gradient = jax.jit(run)(params, {n: jnp.asarray(tokens) for n in program.abstract_batch}, jnp.asarray(dx))
     weights = np.asarray(params[TOKENS])[:, :20]
-    np.testing.assert_array_equal(found, weights[tokens.reshape(-1)])
+    np.testing.assert_array_equal(found, factor * weights[tokens.reshape(-1)])
     expected = np.zeros_like(weights, dtype=np.float64)
-    np.add.at(expected, tokens.reshape(-1), dx)
+    np.add.at(expected, tokens.reshape(-1), factor * dx)
     np.testing.assert_allclose(np.asarray(gradient)[:, :20], expected, atol=1e-5)
     assert not np.asarray(gradient)[:, 20:].any()
 

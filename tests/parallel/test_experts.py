@@ -12,6 +12,7 @@ from megajax import ops
 from megajax.checkpoint import Checkpoints
 from megajax.config import AXES
 from megajax.config.checks import check_mesh
+from megajax.config.kinds import LayerKind
 from megajax.mesh import build_mesh
 from megajax.model import Transformer, bind
 from megajax.model.comm import SingleDevice, TokenPositions
@@ -107,7 +108,7 @@ def test_the_gradients_are_those_of_the_loss_and_the_routers_losses(table, refer
         for layer in range(config.model.num_layers):
             block = model.blocks["moe"]
             own = block.fuse({name: w[layer] for name, w in stacked.items()})
-            x, metrics = block(own, x, inputs, layer, {}, comm=SingleDevice(), window=None)
+            x, metrics = block(own, x, inputs, layer, {}, comm=SingleDevice(), kind=LayerKind("moe", None))
             balance += metrics["aux_loss"] + metrics["router_z_loss"]
         x = ops.rms_norm(x, weights["final_norm"], config.model.norm_epsilon)
         logits = (x @ weights["head"])[:, : config.model.vocab_size]

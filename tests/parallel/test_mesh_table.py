@@ -55,6 +55,14 @@ OPTIONS = {
     # 36 = 4.5 · 8: the stored arrays are padded.
     "padded": {"hidden_size": 36, "num_heads": 4, "head_dim": 8, "ffn_hidden_size": 72, "activation": "relu2"},
     "padded_gpt2": {"hidden_size": 36, "num_heads": 4, "dropout": 0.1, "z_loss": 1e-2},
+    # Norms after the parts, and of all heads together; layers without RoPE.
+    "olmo": {
+        "num_kv_heads": 2,
+        "norm_placement": "after",
+        "qk_norm": "all_heads",
+        "rope_pattern": ["rope", "none"],
+        "rope_scaling": {"kind": "yarn", "factor": 4.0, "original_max_positions": 8},
+    },
 }
 
 # options, mesh, microbatches, remat
@@ -64,6 +72,7 @@ OPTION_CASES = [
     ("dropout", TRIPLE, 2, {"policy": "selective", "layers": 2}),
     ("padded", {"data": 2, "fsdp": 4}, 4, {"policy": "full", "layers": 1}),
     ("padded_gpt2", {"data": 4, "tensor": 2}, 2, {}),
+    ("olmo", {"fsdp": 2, "tensor": 4}, 2, {"policy": "save_matmuls"}),
 ]
 
 

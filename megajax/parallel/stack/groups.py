@@ -135,7 +135,7 @@ class RematGroups:
                     layers[i] if jnp.ndim(layers) else layers + i,
                     {name: a for name, a in layer_weights.items() if name in state},
                     comm=self.comm,
-                    window=kind.window,
+                    kind=kind,
                     recompute=self._recomputed(program),
                 )
                 metrics.append(measured)
