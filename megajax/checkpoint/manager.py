@@ -19,7 +19,7 @@ import orbax.checkpoint as ocp
 from megajax.config import ModelConfig
 from megajax.config.fields import shortest_pattern
 from megajax.config.kinds import MOE
-from megajax.config.model_schema import RopeScaling
+from megajax.config.model_schema import RopeScaling, RouterConfig
 from megajax.config.tree import show
 from megajax.errors import InputError, UserError
 
@@ -33,6 +33,7 @@ ROUTER_OF_NETWORK = (
     "scaling_factor",
     "num_groups",
     "groups_per_token",
+    "logit_bias",
     "expert_bias",
 )
 
@@ -202,6 +203,7 @@ def compare_descriptions(
     """
     # A checkpoint that is older than a model key was saved with the key's default.
     defaults = {"model": {name: field.default for name, field in ModelConfig.model_fields.items()}}
+    defaults["model"] |= {f"router.{name}": field.default for name, field in RouterConfig.model_fields.items()}
     for key in keys:
         for name in {**saved[key], **mine[key]}:
             theirs, ours = saved[key].get(name, defaults.get(key, {}).get(name)), mine[key].get(name)

@@ -6,7 +6,7 @@ from typing import Any
 
 from megajax.config.expert_checks import check_experts, check_experts_on_mesh
 from megajax.config.fields import AXES, BATCH_AXES
-from megajax.config.kinds import mlp_widths
+from megajax.config.kinds import is_gated, mlp_widths
 from megajax.config.model_checks import check_model
 from megajax.config.pipeline_checks import check_stages
 from megajax.config.schema import Config
@@ -181,7 +181,7 @@ def _check_fp8_shapes(config: Config, sizes: dict[str, int]) -> None:
             found = "is not one" if shape.endswith(f"={width}") else f"is {width}"
             problem = f"{format_keys(config, recipe)} needs multiples of 16, but {shape} {found}"
             fail(config, problem, f"change it, or set {recipe}=none", recipe)
-    gated = 2 if model.activation in ("swiglu", "geglu") else 1
+    gated = 1 + is_gated(model)
     attention = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
     # The kernels of experts do not have this limit.
     mlp = max([0, *(getattr(model, key) for key in mlp_widths(model) if key != "expert_ffn_hidden_size")])
@@ -240,6 +240,10 @@ def _check_fp8_layers(config: Config) -> None:
     if fp8.first_bf16_layers + fp8.last_bf16_layers >= depth:
         problem = f"{format_keys(config, *keys)} leave no layer of {format_keys(config, 'model.num_layers')} in FP8"
         fail(config, problem, "lower them, or set precision.fp8.recipe=none", *keys)
+    backend, activation = "precision.fp8.backend", "model.activation"
+    if fp8.backend == "transformer_engine" and config.model.activation == "clamped_swiglu":
+        problem = f"{format_keys(config, activation)} cannot be combined with {format_keys(config, backend)}"
+        fail(config, problem, "set precision.fp8.backend=xla", backend, activation)
     covered = 0 if config.remat.policy == "none" else config.remat.layers or depth
     for key, edge in zip(keys, (config.fp8_layers.start, config.fp8_layers.stop), strict=True):
         if edge < covered and edge % config.remat.group:

@@ -149,13 +149,14 @@ def _check_router(config: Config, router: RouterConfig) -> None:
 def _check_with_others(config: Config) -> None:
     model = config.model
     experts = format_keys(config, "model.num_experts")
-    for key, present, cure in (
-        ("precision.fp8.backend", config.precision.fp8.backend != "xla", "set precision.fp8.backend=xla"),
-        ("model.mlp_bias", model.mlp_bias, "set model.mlp_bias=false"),
-    ):
-        if present:
-            problem = f"{format_keys(config, key)} cannot be combined with {experts}"
-            fail(config, problem, cure, key, "model.num_experts")
+    if config.precision.fp8.backend != "xla":
+        key = "precision.fp8.backend"
+        problem = f"{format_keys(config, key)} cannot be combined with {experts}"
+        fail(config, problem, "set precision.fp8.backend=xla", key, "model.num_experts")
+    if model.mlp_bias and model.shared_expert_ffn_hidden_size:
+        keys = ("model.mlp_bias", "model.shared_expert_ffn_hidden_size")
+        problem = f"{format_keys(config, keys[0])} cannot be combined with {format_keys(config, keys[1])}"
+        fail(config, problem, "set model.mlp_bias=false", *keys)
     if model.shared_expert_gate and not model.shared_expert_ffn_hidden_size:
         key = "model.shared_expert_gate"
         problem = f"{format_keys(config, key)} needs a shared expert"

@@ -43,6 +43,11 @@ def mlp_widths(model: ModelConfig) -> tuple[str, ...]:
     return dense + (("shared_expert_ffn_hidden_size", "expert_ffn_hidden_size") if model.num_experts else ())
 
 
+def is_gated(model: ModelConfig) -> bool:
+    """Whether MLPs and experts have a gate."""
+    return model.activation.endswith("glu")
+
+
 def is_mixed(model: ModelConfig) -> bool:
     """Whether the layers have blocks of several kinds."""
     return len(block_layers(model)) > 1

@@ -80,6 +80,7 @@ class RouterConfig(Section):
     scaling_factor: Positive = Field(default=1.0, description="Factor of the chosen experts' weights.")
     num_groups: Count = Field(default=1, description="Number of expert groups; a token uses only some of them.")
     groups_per_token: Count = Field(default=1, description="Number of groups from which a token chooses its experts.")
+    logit_bias: bool = Field(default=False, description="Learned bias of the router logits; it starts at 0.")
     jitter: BelowOne = Field(
         default=0.0, description="Multiply the router's input by random numbers between 1 - jitter and 1 + jitter."
     )
@@ -150,9 +151,10 @@ class ModelConfig(Section):
         default=False, description="Norms multiply by 1 + weight, and these weights start at 0."
     )
     norm_epsilon: Positive = Field(default=1e-5, description="Added to the variance in normalisations.")
-    activation: Literal["swiglu", "geglu", "gelu", "relu2"] = Field(
+    activation: Literal["swiglu", "geglu", "clamped_swiglu", "gelu", "relu2"] = Field(
         default="swiglu",
-        description="MLP activation. swiglu, geglu: gated, three matrices; gelu, relu2 (squared ReLU): two matrices.",
+        description="MLP activation. swiglu, geglu, clamped_swiglu (GPT-OSS): gated, three matrices; gelu, relu2"
+        " (squared ReLU): two matrices.",
     )
     position: Literal["rope", "learned", "none"] = Field(
         default="rope", description="Position encoding: rotary, a learned table, or none."
@@ -181,7 +183,7 @@ class ModelConfig(Section):
         default=False,
         description="Biases in the attention projections. true: all four; qkv: queries, keys and values.",
     )
-    mlp_bias: bool = Field(default=False, description="Biases in the MLP projections.")
+    mlp_bias: bool = Field(default=False, description="Biases in the projections of MLPs and experts.")
     logit_softcap: Positive | None = Field(
         default=None, description="Limit the output logits to ±this value with tanh."
     )

@@ -46,22 +46,21 @@ class WholeSequences(SingleDevice):
         whole = P(self.sequences(len(q)), None, *heads)
         return self.divided(attention, (whole, whole, whole, heads), whole)(q, k, v, sinks)
 
-    def experts(self, activation, x, experts, weights, w_up, w_down, capacity) -> jax.Array:
+    def experts(self, activation, x, experts, weights, w_up, w_down, capacity, biases=None) -> jax.Array:
         over = dividing(w_up.shape[0], EXPERT_AXES, self.sizes)
         rest = tuple(axis for axis in SHARED_AXES if axis not in over)
 
-        def apply(x, experts, weights, w_up, w_down):
+        def apply(x, experts, weights, w_up, w_down, biases):
             count = w_up.shape[0]
             first = lax.axis_index(over) * count if over else 0
             own = jnp.where((experts >= first) & (experts < first + count), experts - first, count)
-            y = ops.apply_experts(
-                activation, x, own, weights, w_up, w_down, capacity, self.kernels.experts, lambda amax: amax
-            )
+            how = {"kernels": self.kernels.experts, "max_over_devices": lambda amax: amax}
+            y = ops.apply_experts(activation, x, own, weights, w_up, w_down, capacity, biases, **how)
             return lax.psum(y.astype(jnp.float32), over).astype(y.dtype) if over else y
 
         tokens, matrices = P(dividing(len(x), rest, self.sizes)), P(over)
-        return self.divided(apply, (tokens, tokens, tokens, matrices, matrices), tokens)(
-            x, experts, weights, w_up, w_down
+        return self.divided(apply, (tokens, tokens, tokens, matrices, matrices, matrices), tokens)(
+            x, experts, weights, w_up, w_down, biases
         )
 
     def divided(self, function, in_specs: Sequence[P], out_specs):

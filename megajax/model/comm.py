@@ -47,11 +47,14 @@ class Comm(Protocol):
         up = checkpoint_name(up if bias is None else up + bias, "gate_up")
         return self.row_linear(ops.activate(activation, up), w_down)
 
-    def experts(self, activation: str, x, experts, weights, w_up, w_down, capacity: int | None) -> jax.Array:
+    def experts(
+        self, activation: str, x, experts, weights, w_up, w_down, capacity: int | None, biases: ops.Biases | None = None
+    ) -> jax.Array:
         """The sum of each token's experts: `x [T / tensor, D]` → `[T / tensor, D]`.
 
         `experts` and `weights` `[T / tensor, k]` are those of own tokens. `w_up [E, D, 2F]` and `w_down [E, F, D]` are
-        this device's experts, or its share of them. No expert has more assignments than `capacity`.
+        this device's experts, or its share of them, and so are `biases`. No expert has more assignments than
+        `capacity`.
         """
         ...
 
@@ -116,8 +119,8 @@ class SingleDevice(Comm):
 
     row_linear = own_linear = column_linear
 
-    def experts(self, activation, x, experts, weights, w_up, w_down, capacity) -> jax.Array:
-        arguments = activation, x, experts, weights, w_up, w_down, capacity
+    def experts(self, activation, x, experts, weights, w_up, w_down, capacity, biases=None) -> jax.Array:
+        arguments = activation, x, experts, weights, w_up, w_down, capacity, biases
         return ops.apply_experts(*arguments, kernels=ops.ExpertKernels(), max_over_devices=lambda amax: amax)
 
     def attend(self, q, k, v, positions, *, window, softcap, scale=None, sinks=None) -> jax.Array:

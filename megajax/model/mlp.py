@@ -4,7 +4,7 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 
 from megajax.config import ModelConfig
-from megajax.config.kinds import LayerKind
+from megajax.config.kinds import LayerKind, is_gated
 from megajax.model.comm import Comm
 from megajax.model.parameters import declare
 from megajax.model.parts import (
@@ -17,7 +17,6 @@ from megajax.model.parts import (
     Weights,
     add_bias,
     declare_norm,
-    is_gated,
     normalise,
     products,
     residual_scale,

@@ -6,7 +6,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from megajax import ops
 from megajax.config import ModelConfig
-from megajax.config.kinds import LayerKind
+from megajax.config.kinds import LayerKind, is_gated
 from megajax.model.comm import Comm
 from megajax.model.parameters import declare
 from megajax.model.parts import (
@@ -17,8 +17,8 @@ from megajax.model.parts import (
     Shares,
     State,
     Weights,
+    add_bias,
     declare_norm,
-    is_gated,
     normalise,
     products,
     residual_scale,
@@ -29,7 +29,11 @@ class MoE(Part):
     """Mixture of experts with the norm before it and an optional shared expert: `[T, D]` → `[T, D]`."""
 
     NAME = "moe"
-    FUSED = {"gate_up": ("gate", "up"), "shared_gate_up": ("shared_gate", "shared_up")}
+    FUSED = {
+        "gate_up": ("gate", "up"),
+        "gate_up_bias": ("gate_bias", "up_bias"),
+        "shared_gate_up": ("shared_gate", "shared_up"),
+    }
     LINEAR = ("gate_up", "down", "shared_gate_up", "shared_down")
     USED_FIRST, USED_LAST = "gate_up", "down"
     SAVED = ("gate_up", "routing", "dispatched", "leave")
@@ -45,9 +49,14 @@ class MoE(Part):
         self.config = config
         self.norm, self.norm_bias = declare_norm(config, config.norm_placement != "after")
         self.router = declare((D, E), ("embed", "router"))
+        self.router_bias = declare((E,), ("router",), "bias") if config.router.logit_bias else None
         self.gate = declare((E, D, F), ("experts", "embed", "expert_mlp")) if gated else None
         self.up = declare((E, D, F), ("experts", "embed", "expert_mlp"))
         self.down = declare((E, F, D), ("experts", "expert_mlp", "embed"), scale=scale)
+        biased = config.mlp_bias
+        self.gate_bias = declare((E, F), ("experts", "expert_mlp"), "bias") if gated and biased else None
+        self.up_bias = declare((E, F), ("experts", "expert_mlp"), "bias") if biased else None
+        self.down_bias = declare((E, D), ("experts", "residual"), "bias") if biased else None
         self.shared_gate = declare((D, shared), ("embed", "mlp")) if gated and shared else None
         self.shared_up = declare((D, shared), ("embed", "mlp")) if shared else None
         self.shared_down = declare((shared, D), ("mlp", "embed"), scale=scale) if shared else None
@@ -68,9 +77,10 @@ class MoE(Part):
     ) -> tuple[jax.Array, Metrics]:
         def compute(w: Weights, x: jax.Array):
             h = normalise(self.config, x, w.get("norm"), w.get("norm_bias"))
-            experts, weights, metrics = self.route(w["router"], h, inputs, layer, state, comm)
+            experts, weights, metrics = self.route(w, h, inputs, layer, state, comm)
             matrices, capacity = (w["gate_up"], w["down"]), self.capacity(len(x) * comm.token_shards)
-            y = comm.experts(self.config.activation, h, experts, weights, *matrices, capacity)
+            biases = ops.Biases(w["gate_up_bias"], w["down_bias"]) if self.config.mlp_bias else None
+            y = comm.experts(self.config.activation, h, experts, weights, *matrices, capacity, biases)
             return self.add_shared(w, h, y, comm), metrics
 
         if "norms" in recompute:
@@ -80,14 +90,15 @@ class MoE(Part):
         return checkpoint_name(y, "leave"), metrics
 
     @jax.named_scope("router")
-    def route(self, weight, h: jax.Array, inputs: BlockInputs, layer, state, comm: Comm):
+    def route(self, w: Weights, h: jax.Array, inputs: BlockInputs, layer, state, comm: Comm):
         """`h [T / tensor, D]` → (experts and their weights, both `[T / tensor, k]`; this device's metrics)."""
         c, r, k = self.config, self.config.router, self.config.experts_per_token
         assert c.num_experts is not None
         training, tokens = inputs.layer_loss_scale is not None, h.shape[0] * comm.token_shards
         if inputs.jitter_key is not None:
             h = ops.router.jitter(h, r.jitter, jax.random.fold_in(inputs.jitter_key, layer), inputs.token_ids)
-        logits = checkpoint_name(ops.router.router_logits(h, weight), "routing")
+        logits = add_bias(ops.router.router_logits(h, w["router"]), w.get("router_bias"))
+        logits = checkpoint_name(logits, "routing")
         if r.force_balance:
             experts = ops.router.balanced_choice(inputs.token_ids, k, c.num_experts)
         elif r.sinkhorn and training:

@@ -15,7 +15,7 @@ from flax import nnx
 
 from megajax import ops
 from megajax.config import ModelConfig
-from megajax.config.kinds import LayerKind
+from megajax.config.kinds import LayerKind, is_gated
 from megajax.model.comm import Comm, TokenPositions
 from megajax.model.parameters import declare
 
@@ -174,11 +174,6 @@ def add_bias(y: jax.Array, bias: jax.Array | None) -> jax.Array:
 def residual_scale(config: ModelConfig) -> float:
     """GPT-2's depth scaling of the projections that write to the residual stream (Radford et al. 2019)."""
     return 1 / math.sqrt(2 * config.num_layers) if config.depth_scaled_init else 1.0
-
-
-def is_gated(config: ModelConfig) -> bool:
-    """Whether MLPs have a gate."""
-    return config.activation in ("swiglu", "geglu")
 
 
 def products(config: ModelConfig) -> int:

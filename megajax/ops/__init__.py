@@ -5,7 +5,7 @@ from megajax.ops.attention import attention, causal_ranges, choose_attention, do
 from megajax.ops.cached_attention import cached_attention
 from megajax.ops.cross_entropy import LossImplementation, chunk_loss_and_grad
 from megajax.ops.dropout import dropout
-from megajax.ops.expert_mlp import ExpertKernels
+from megajax.ops.expert_mlp import Biases, ExpertKernels
 from megajax.ops.experts import apply_experts
 from megajax.ops.grouped_matmul import GroupedImplementation, choose_grouped_matmul
 from megajax.ops.mlp import ElementwiseImplementation, activate
@@ -14,6 +14,7 @@ from megajax.ops.partial_attention import Implementation
 from megajax.ops.rope import apply_rope, rope_attention_factor, rope_frequencies
 
 __all__ = [
+    "Biases",
     "ElementwiseImplementation",
     "ExpertKernels",
     "GroupedImplementation",

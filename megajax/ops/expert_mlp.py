@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from megajax.ops import fp8, grouped_fp8_kernels, grouped_fp8_reference
@@ -28,9 +29,17 @@ from megajax.ops.mlp import (
     activate_weighted,
     activate_weighted_and_gradient,
 )
+from megajax.ops.numerics import wide
 
 Weight = jax.Array | Fp8Weight
 MaxOverDevices = Callable[[jax.Array], jax.Array]
+
+
+class Biases(NamedTuple):
+    """The biases of the experts' matrices."""
+
+    up: jax.Array  # [E, 2F], without a gate [E, F]
+    down: jax.Array  # [E, D]
 
 
 def num_experts(w: Weight) -> int:
@@ -54,34 +63,37 @@ def expert_mlp(
     w_down: Weight,
     group_sizes: jax.Array,
     max_over_devices: MaxOverDevices = lambda amax: amax,
+    biases: Biases | None = None,
 ) -> jax.Array:
     """Rows `[R, D]` sorted by expert → `[R, D]`: weight · MLP of the row's expert.
 
     The weight `[R]` multiplies the activation, so the backward pass does not need the output. Rows after the last group
     are zeros, and so are their gradients and those of their weights. Both matrices are in FP8 or neither: `values
     [E, in, out]`, `transposed [E, out, in]`. With current scaling in FP8, `max_over_devices` computes the amaxes over
-    all devices; the gradient and the amaxes are returned in their fields of `Fp8Weight`.
+    all devices; the gradient and the amaxes are returned in their fields of `Fp8Weight`. `biases` are added to the
+    outputs of the matrices, that of `w_down` times the weight.
     """
     if isinstance(w_up, Fp8Weight) and isinstance(w_down, Fp8Weight):
-        return _fp8_mlp(activation, kernels, max_over_devices, rows, weights, w_up, w_down, group_sizes)
-    return _mlp(activation, kernels, rows, weights, w_up, w_down, group_sizes)
+        return _fp8_mlp(activation, kernels, max_over_devices, rows, weights, w_up, w_down, biases, group_sizes)
+    return _mlp(activation, kernels, rows, weights, w_up, w_down, biases, group_sizes)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _mlp(activation, kernels, rows, weights, w_up, w_down, group_sizes):
+def _mlp(activation, kernels, rows, weights, w_up, w_down, biases, group_sizes):
     """The backward pass recomputes the activation."""
-    return _mlp_forward(activation, kernels, rows, weights, w_up, w_down, group_sizes)[0]
+    return _mlp_forward(activation, kernels, rows, weights, w_up, w_down, biases, group_sizes)[0]
 
 
-def _mlp_forward(activation, kernels, rows, weights, w_up, w_down, group_sizes):
+def _mlp_forward(activation, kernels, rows, weights, w_up, w_down, biases, group_sizes):
     multiply = partial(rows_times_weights, group_sizes_e=group_sizes, implementation=kernels.grouped_matmul)
-    up = checkpoint_name(multiply(rows, w_up), "gate_up")
+    up = checkpoint_name(_plus_up(multiply(rows, w_up), biases, group_sizes), "gate_up")
     act = activate_weighted(activation, up, weights, group_sizes.sum(), kernels.elementwise)
-    return multiply(act, w_down), (rows, weights, up, w_up, w_down, group_sizes)
+    y = _plus_down(multiply(act, w_down), biases, weights, group_sizes)
+    return y, (rows, weights, up, w_up, w_down, biases, group_sizes)
 
 
 def _mlp_backward(activation, kernels, residuals, dy):
-    rows, weights, up, w_up, w_down, group_sizes = residuals
+    rows, weights, up, w_up, w_down, biases, group_sizes = residuals
     how = {"group_sizes_e": group_sizes, "implementation": kernels.grouped_matmul}
     dact = rows_times_weights(dy, w_down, transpose_w=True, **how)
     act, dup, dweights = activate_weighted_and_gradient(
@@ -89,33 +101,44 @@ def _mlp_backward(activation, kernels, residuals, dy):
     )
     dw_down = weight_gradient(act, dy, dtype=w_down.dtype, **how)
     drows = rows_times_weights(dup, w_up, transpose_w=True, **how)
-    return drows, dweights, weight_gradient(rows, dup, dtype=w_up.dtype, **how), dw_down, None
+    dw_up = weight_gradient(rows, dup, dtype=w_up.dtype, **how)
+    dweights, dbiases = _bias_gradients(biases, weights, dweights, dup, dy, group_sizes)
+    return drows, dweights, dw_up, dw_down, dbiases, None
 
 
 _mlp.defvjp(_mlp_forward, _mlp_backward)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _fp8_mlp(activation, kernels, max_over_devices, rows, weights, w_up, w_down, group_sizes):
-    return _fp8_mlp_forward(activation, kernels, max_over_devices, rows, weights, w_up, w_down, group_sizes)[0]
+def _fp8_mlp(activation, kernels, max_over_devices, rows, weights, w_up, w_down, biases, group_sizes):
+    return _fp8_mlp_forward(activation, kernels, max_over_devices, rows, weights, w_up, w_down, biases, group_sizes)[0]
 
 
-def _fp8_mlp_forward(activation, kernels, max_over_devices, rows, weights, w_up, w_down, group_sizes):
+def _fp8_mlp_forward(activation, kernels, max_over_devices, rows, weights, w_up, w_down, biases, group_sizes):
     run = _Fp8(activation, kernels, max_over_devices, group_sizes, weights, rows.dtype)
     x = run.quantised(rows, w_up, "input")
-    up = checkpoint_name(run.product(x, w_up, "input"), "gate_up")
+    up = checkpoint_name(_plus_up(run.product(x, w_up, "input"), biases, group_sizes), "gate_up")
     act = run.activated(up, w_down)
     kept = (operand._replace(values=None) for operand in (x, act))
-    return run.product(act, w_down, "input"), (*kept, up, weights, w_up, w_down, group_sizes)
+    y = _plus_down(run.product(act, w_down, "input"), biases, weights, group_sizes)
+    return y, (*kept, up, weights, w_up, w_down, biases, group_sizes)
 
 
 def _fp8_mlp_backward(activation, kernels, max_over_devices, residuals, dy):
-    x, act, up, weights, w_up, w_down, group_sizes = residuals
+    x, act, up, weights, w_up, w_down, biases, group_sizes = residuals
     run = _Fp8(activation, kernels, max_over_devices, group_sizes, weights, dy.dtype)
     dys = run.quantised(dy, w_down, "gradient")
-    dup, dweights = run.activation_gradient(up, run.product(dys, w_down, "gradient"), w_up)
+    dact = run.product(dys, w_down, "gradient")
+    if biases is None and activation in GATED:
+        dup, dweights = run.gated_gradient(up, dact, w_up)
+        dbiases = None
+    else:
+        how = group_sizes.sum(), kernels.elementwise
+        _, dup, dweights = activate_weighted_and_gradient(activation, up, weights, dact, *how)
+        dweights, dbiases = _bias_gradients(biases, weights, dweights, dup, dy, group_sizes)
+        dup = run.quantised(dup, w_up, "gradient")
     drows = run.product(dup, w_up, "gradient")
-    return drows, dweights, run.weight_gradient(x, dup, w_up), run.weight_gradient(act, dys, w_down), None
+    return drows, dweights, run.weight_gradient(x, dup, w_up), run.weight_gradient(act, dys, w_down), dbiases, None
 
 
 _fp8_mlp.defvjp(_fp8_mlp_forward, _fp8_mlp_backward)
@@ -155,14 +178,8 @@ class _Fp8:
         q, q_t, amax = self.quantisers.gated_cast_transpose(*tensors, self.group_sizes, scale, dtype)
         return Operand(q, q_t, 1 / scale, amax)
 
-    def activation_gradient(self, up: jax.Array, dact: jax.Array, w: Fp8Weight) -> tuple[Operand, jax.Array]:
-        """The gradients of `up` and of the weights."""
-        if self.activation not in GATED:
-            count, implementation = self.group_sizes.sum(), self.kernels.elementwise
-            _, dup, dweights = activate_weighted_and_gradient(
-                self.activation, up, self.weights, dact, count, implementation
-            )
-            return self.quantised(dup, w, "gradient"), dweights
+    def gated_gradient(self, up: jax.Array, dact: jax.Array, w: Fp8Weight) -> tuple[Operand, jax.Array]:
+        """The gradients of a gated activation's input `up` and of the weights."""
         tensors = self.activation, up, self.weights, dact, self.group_sizes
         scale, dtype = self.scale(w, "gradient", lambda: self.quantisers.gated_backward_amax(*tensors))
         q, q_t, amax, dweights = self.quantisers.gated_backward_cast_transpose(*tensors, scale, dtype)
@@ -189,3 +206,48 @@ class _Fp8:
         gradient = fp8_weight_gradient(*tensors, self.dtype, implementation=implementation)
         amax = jnp.stack([x.amax, dy.amax])
         return Fp8Weight(*(None,) * 5, gradient=gradient, amax=amax, gradient_dtype=w.gradient_dtype)  # type: ignore[arg-type]
+
+
+# Biases. They add few operations; each is a pass over the rows that XLA joins to its neighbours.
+
+
+def _plus_up(up: jax.Array, biases: Biases | None, group_sizes: jax.Array) -> jax.Array:
+    return up if biases is None else up + _of_rows(biases.up, up, group_sizes)
+
+
+def _plus_down(y: jax.Array, biases: Biases | None, weights: jax.Array, group_sizes: jax.Array) -> jax.Array:
+    """The weights multiply the output's bias too."""
+    if biases is None:
+        return y
+    bias = _of_rows(biases.down, y, group_sizes).astype(wide(y.dtype))
+    return (y + bias * weights[:, None]).astype(y.dtype)
+
+
+def _bias_gradients(
+    biases: Biases | None, weights, dweights, dup: jax.Array, dy: jax.Array, group_sizes: jax.Array
+) -> tuple[jax.Array, Biases | None]:
+    """(`dweights` with the share of the output's bias, the gradients of both biases)."""
+    if biases is None:
+        return dweights, None
+    dy = dy.astype(wide(dy.dtype))
+    dweights += jnp.sum(dy * _of_rows(biases.down, dy, group_sizes), axis=-1).astype(dweights.dtype)
+    down = _sum_by_group(dy * weights[:, None], group_sizes).astype(biases.down.dtype)
+    return dweights, Biases(_sum_by_group(dup, group_sizes).astype(biases.up.dtype), down)
+
+
+def _of_rows(bias: jax.Array, rows: jax.Array, group_sizes: jax.Array) -> jax.Array:
+    """The bias `[E, N]` of each row's group, `[R, N]` in the rows' dtype; zeros after the last group."""
+    group = jnp.sum(jnp.arange(len(rows))[:, None] >= jnp.cumsum(group_sizes), axis=1)
+    return bias.astype(rows.dtype).at[group].get(mode="fill", fill_value=0)
+
+
+def _sum_by_group(rows: jax.Array, group_sizes: jax.Array) -> jax.Array:
+    """The sum of each group's rows `[R, N]`, `[E, N]`, in float32; a matmul, because a scatter would add in any order.
+
+    Rows after the last group may hold anything.
+    """
+    index, ends = jnp.arange(len(rows)), jnp.cumsum(group_sizes)
+    rows = jnp.where((index < ends[-1])[:, None], rows, 0)
+    member = (index >= (ends - group_sizes)[:, None]) & (index < ends[:, None])
+    how: dict[str, Any] = {"precision": lax.Precision.HIGHEST, "preferred_element_type": wide(rows.dtype)}
+    return jnp.dot(member.astype(rows.dtype), rows, **how)

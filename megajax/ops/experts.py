@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from megajax.ops import router
-from megajax.ops.expert_mlp import ExpertKernels, MaxOverDevices, Weight, expert_mlp, num_experts
+from megajax.ops.expert_mlp import Biases, ExpertKernels, MaxOverDevices, Weight, expert_mlp, num_experts
 from megajax.ops.numerics import wide
 
 
@@ -55,6 +55,8 @@ def apply_experts(
     w_up: Weight,
     w_down: Weight,
     capacity: int | None,
+    biases: Biases | None = None,
+    *,
     kernels: ExpertKernels,
     max_over_devices: MaxOverDevices,
 ) -> jax.Array:
@@ -69,7 +71,7 @@ def apply_experts(
     rows = checkpoint_name(dispatch(x, permutation, k), "dispatched")
     row_weights = checkpoint_name(permute(weights.reshape(-1), permutation), "routing")
     sizes = permutation.group_sizes
-    y = expert_mlp(activation, kernels, rows, row_weights, w_up, w_down, sizes, max_over_devices)
+    y = expert_mlp(activation, kernels, rows, row_weights, w_up, w_down, sizes, max_over_devices, biases)
     return combine(y, permutation, k)
 
 

@@ -6,19 +6,40 @@ it, and it is one fused kernel on GPUs. The exact erf form differs by up to 5e-4
 
 from collections.abc import Callable
 from functools import partial
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from megajax.ops import expert_activation_kernel, mlp_kernel
+from megajax.ops.mlp_kernel import CLAMP_LIMIT, CLAMP_SLOPE
 from megajax.ops.numerics import keep_inputs_only, wide
 
 ElementwiseImplementation = Literal["reference", "pallas"]
-GATED: dict[str, Callable[[jax.Array], jax.Array]] = {
-    "swiglu": jax.nn.silu,
-    "geglu": lambda gate: jax.nn.gelu(gate, approximate=True),
+
+
+class Gated(NamedTuple):
+    """A gated activation, gate(first half) · up(second half)."""
+
+    gate: Callable[[jax.Array], jax.Array]
+    up: Callable[[jax.Array], jax.Array] = lambda up: up
+
+
+def _clamped_gate(gate: jax.Array) -> jax.Array:
+    gate = jnp.where(gate > CLAMP_LIMIT, CLAMP_LIMIT, gate)
+    return gate * jax.nn.sigmoid(CLAMP_SLOPE * gate)
+
+
+def _clamped_up(up: jax.Array) -> jax.Array:
+    up = jnp.where(up > CLAMP_LIMIT, CLAMP_LIMIT, up)
+    return jnp.where(up < -CLAMP_LIMIT, -CLAMP_LIMIT, up) + 1.0
+
+
+GATED: dict[str, Gated] = {
+    "swiglu": Gated(jax.nn.silu),
+    "geglu": Gated(lambda gate: jax.nn.gelu(gate, approximate=True)),
+    "clamped_swiglu": Gated(_clamped_gate, _clamped_up),
 }
 _PLAIN: dict[str, Callable[[jax.Array], jax.Array]] = {
     "gelu": lambda up: jax.nn.gelu(up, approximate=True),
@@ -30,6 +51,7 @@ def activate(kind: str, x: jax.Array) -> jax.Array:
     """The activation `kind` of x: plain ones [..., F] -> [..., F]; gated ones [..., 2F] -> [..., F].
 
     For "swiglu" and "geglu" the gate is the first half of the last axis: activation(x[..., :F]) · x[..., F:].
+    "clamped_swiglu" is GPT-OSS's: gate · sigmoid(1.702 · gate) · (up + 1), with gate ≤ 7 and -7 ≤ up ≤ 7.
     """
     if kind in _PLAIN:
         return keep_inputs_only(lambda x: _PLAIN[kind](x.astype(wide(x.dtype))).astype(x.dtype))(x)
@@ -41,7 +63,7 @@ def activate(kind: str, x: jax.Array) -> jax.Array:
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _gated(kind: str, x: jax.Array) -> jax.Array:
     gate, up = jnp.split(x.astype(wide(x.dtype)), 2, axis=-1)
-    return (GATED[kind](gate) * up).astype(x.dtype)
+    return (GATED[kind].gate(gate) * GATED[kind].up(up)).astype(x.dtype)
 
 
 def _gated_forward(kind: str, x: jax.Array):
@@ -51,9 +73,10 @@ def _gated_forward(kind: str, x: jax.Array):
 def _gated_backward(kind: str, x: jax.Array, dy: jax.Array):
     """The gradients of both halves in one concatenation; the derivative of the split would pad and add."""
     gate, up = jnp.split(x.astype(wide(x.dtype)), 2, axis=-1)
-    activated, pull = jax.vjp(GATED[kind], gate)
+    activated, pull = jax.vjp(GATED[kind].gate, gate)
+    up, pull_up = jax.vjp(GATED[kind].up, up)
     dy = dy.astype(gate.dtype)
-    return (jnp.concatenate([pull(dy * up)[0], dy * activated], axis=-1).astype(x.dtype),)
+    return (jnp.concatenate([pull(dy * up)[0], pull_up(dy * activated)[0]], axis=-1).astype(x.dtype),)
 
 
 _gated.defvjp(_gated_forward, _gated_backward)

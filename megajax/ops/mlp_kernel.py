@@ -1,7 +1,8 @@
 """Gated activations on the GPU: their formulas for Pallas kernels, and the backward pass of the BF16 MLP.
 
-Both activations are gate · sigmoid(u): SwiGLU with u = gate, GeGLU (tanh GELU) with a cubic u. jax 0.11 calls Pallas's
-Triton backend deprecated; its other one, Mosaic GPU, would need its own kernels.
+All are gate · sigmoid(u) · up: SwiGLU with u = gate, GeGLU (tanh GELU) with a cubic u, GPT-OSS's clamped SwiGLU with
+u = 1.702 · gate, gate and up clamped, and up + 1. jax 0.11 calls Pallas's Triton backend deprecated; its other one,
+Mosaic GPU, would need its own kernels.
 """
 
 import math
@@ -14,6 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 TOKENS, FEATURES, NUM_WARPS = 4, 1024, 4  # of a block; the features are the largest power of two that divides F
+CLAMP_LIMIT, CLAMP_SLOPE = 7.0, 1.702  # of the clamped SwiGLU
 
 
 def fits(width: int) -> bool:
@@ -62,6 +64,7 @@ def activate_and_gradient(
 
 def gated(kind: str, gate: jax.Array, up: jax.Array, interpret: bool) -> jax.Array:
     """activation(gate) · up of FP32 tiles."""
+    gate, up = _clamped(kind, gate, up)
     argument, _ = _sigmoid_argument(kind, gate)
     return gate * _sigmoid(argument, interpret) * up
 
@@ -70,10 +73,30 @@ def gated_gradients(
     kind: str, gate: jax.Array, up: jax.Array, dact: jax.Array, interpret: bool
 ) -> tuple[jax.Array, Sequence[jax.Array]]:
     """(activation(gate) · up, its gradients of gate and up) of FP32 tiles."""
+    inputs = gate, up
+    gate, up = _clamped(kind, gate, up)
     argument, slope = _sigmoid_argument(kind, gate)
     opening = _sigmoid(argument, interpret)
     activated = gate * opening
-    return activated * up, (dact * up * (opening + activated * (1.0 - opening) * slope), dact * activated)
+    act = activated * up
+    gradients = dact * up * (opening + activated * (1.0 - opening) * slope), dact * activated
+    return act, _unclamped(kind, *inputs, *gradients)
+
+
+def _clamped(kind: str, gate: jax.Array, up: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The factors of gate · sigmoid(u) · up."""
+    if kind != "clamped_swiglu":
+        return gate, up
+    return jnp.minimum(gate, CLAMP_LIMIT), jnp.clip(up, -CLAMP_LIMIT, CLAMP_LIMIT) + 1.0
+
+
+def _unclamped(
+    kind: str, gate: jax.Array, up: jax.Array, dgate: jax.Array, dup: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Gradients of the factors → gradients of `gate` and `up`."""
+    if kind != "clamped_swiglu":
+        return dgate, dup
+    return jnp.where(gate > CLAMP_LIMIT, 0.0, dgate), jnp.where(jnp.abs(up) > CLAMP_LIMIT, 0.0, dup)
 
 
 def _sigmoid_argument(kind: str, gate: jax.Array) -> tuple[jax.Array, jax.Array | float]:
@@ -84,7 +107,9 @@ def _sigmoid_argument(kind: str, gate: jax.Array) -> tuple[jax.Array, jax.Array 
         c = 2.0 * math.sqrt(2.0 / math.pi)
         square = gate * gate
         return gate * (c + 0.044715 * c * square), c + 3.0 * 0.044715 * c * square
-    raise ValueError(f'"{kind}" is not a gated activation: use one of swiglu, geglu.')
+    if kind == "clamped_swiglu":
+        return CLAMP_SLOPE * gate, CLAMP_SLOPE
+    raise ValueError(f'"{kind}" is not a gated activation: use one of swiglu, geglu, clamped_swiglu.')
 
 
 def _sigmoid(x: jax.Array, interpret: bool) -> jax.Array:

@@ -66,12 +66,14 @@ class MeshComm(Comm):
             return super().mlp(activation, x, w_up, bias, w_down)
         return linear.mlp(self.tensor_parallel, activation, x, w_up, w_down)
 
-    def experts(self, activation, x, experts, weights, w_up, w_down, capacity) -> jax.Array:
+    def experts(self, activation, x, experts, weights, w_up, w_down, capacity, biases=None) -> jax.Array:
         apply = self.expert_parallel.apply
         if "tensor" in self.collectives.experts_over:  # experts are whole, so each device sends its own tokens
-            return apply(activation, x, experts, weights, w_up, w_down, capacity)
+            return apply(activation, x, experts, weights, w_up, w_down, capacity, biases)
         x, experts, weights = (self.enter(a) for a in (x, experts, weights))
-        return self.leave(apply(activation, x, experts, weights, w_up, w_down, capacity))
+        if biases is not None and self.tensor_size > 1:  # the sum over `tensor` has the output's bias once
+            biases = biases._replace(down=jnp.where(lax.axis_index("tensor") == 0, biases.down, 0))
+        return self.leave(apply(activation, x, experts, weights, w_up, w_down, capacity, biases))
 
     def attend(self, q, k, v, positions: TokenPositions, *, window, softcap, scale=None, sinks=None) -> jax.Array:
         scores = Scores(self.scales.next(scale or q.shape[-1] ** -0.5), softcap, self.kernels.attention)

@@ -248,6 +248,9 @@ def test_a_checkpoint_from_before_a_model_key_existed_has_its_default():
     compare_descriptions(old, describe(), "It", ("model",), "name another")
     with pytest.raises(InputError, match="It was saved with model.qk_norm=false, but this run has true"):
         compare_descriptions(old, describe(qk_norm=True), "It", ("model",), "name another")
+    experts = describe(num_experts=2)
+    del experts["model"]["router.logit_bias"]
+    compare_descriptions(experts, describe(num_experts=2), "It", ("model",), "name another")
     scaling = {"factor": 8.0}
     older = describe(rope_scaling=scaling)
     for key in ("beta_fast", "beta_slow", "attention_factor", "truncate"):  # of YaRN, which came later

@@ -72,6 +72,14 @@ REFUSED = {
         "mesh.tensor=2 does not divide model.expert_ffn_hidden_size=33 (the command line: mesh.tensor=2):"
         " use 1, 3, 11 or 33."
     ),
+    "model.num_experts=8 model.mlp_bias=true model.shared_expert_ffn_hidden_size=64": (
+        "model.mlp_bias=true cannot be combined with model.shared_expert_ffn_hidden_size=64 (the command line:"
+        " model.mlp_bias=true): set model.mlp_bias=false."
+    ),
+    "model.activation=clamped_swiglu precision.fp8.recipe=current precision.fp8.backend=transformer_engine": (
+        "model.activation=clamped_swiglu cannot be combined with precision.fp8.backend=transformer_engine (the"
+        " command line: precision.fp8.backend=transformer_engine): set precision.fp8.backend=xla."
+    ),
     "model.num_experts=8 precision.fp8.recipe=current precision.fp8.backend=transformer_engine": (
         "precision.fp8.backend=transformer_engine cannot be combined with model.num_experts=8 (the"
         " command line: precision.fp8.backend=transformer_engine): set precision.fp8.backend=xla."

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from megajax.ops import ExpertKernels, apply_experts
-from megajax.ops.expert_mlp import expert_mlp
+from megajax.ops.expert_mlp import Biases, expert_mlp
 from megajax.ops.fp8 import Fp8Weight
 
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
@@ -141,12 +141,61 @@ def test_tokens_go_through_experts_in_fp8(rng, error):
     experts = jnp.asarray(np.stack([rng.permutation(4)[:2] for _ in range(40)]))
     w_up, w_down = rng.normal(size=(4, D, 2 * F)) / 6, rng.normal(size=(4, F, D)) / 6
     (up, w_up), (down, w_down) = (fp8_weight(w, CURRENT, n, E5M2) for w, n in ((w_up, "up"), (w_down, "down")))
-    run = partial(apply_experts, "swiglu", capacity=None, kernels=ExpertKernels(), max_over_devices=lambda amax: amax)
-    run = jax.jit(run)
-    found = run(x, experts, weights, up, down)
-    w_up, w_down = (jnp.asarray(w, jnp.float32) for w in (w_up, w_down))
-    expected = run(x.astype(jnp.float32), experts, weights, w_up, w_down)
-    assert 1e-3 < error(found, expected) < 0.06
+    biases = Biases(jnp.asarray(rng.normal(size=(4, 2 * F)), jnp.bfloat16), jnp.ones((4, D), jnp.bfloat16))
+
+    @jax.jit
+    def run(x, up, down, biases):
+        how = {"capacity": None, "kernels": ExpertKernels(), "max_over_devices": lambda amax: amax}
+
+        def apply(x, weights, biases):
+            return apply_experts("swiglu", x, experts, weights, up, down, biases=biases, **how)
+
+        y, pull = jax.vjp(apply, x, weights, biases)
+        return y, *jax.tree.leaves(pull(y))
+
+    found = run(x, up, down, biases)
+    w_up, w_down, *biases32 = (jnp.asarray(w, jnp.float32) for w in (w_up, w_down, *biases))
+    expected = run(x.astype(jnp.float32), w_up, w_down, Biases(*biases32))
+    for one, other, limit in zip(found, expected, (0.06, *(0.12,) * 4), strict=True):  # gradients have fewer bits
+        assert 1e-3 < error(one, other) < limit
+
+
+def biased_loss(x, experts, weights, matrices, biases, dy):
+    """Σ dy · Σ weight · expert(x), one token and one expert at a time."""
+    total = 0.0
+    for t, k in np.ndindex(experts.shape):
+        e = experts[t, k]
+        gate, up = jnp.split(x[t] @ matrices[0][e] + biases[0][e], 2)
+        gate, up = jnp.minimum(gate, 7.0), jnp.clip(up, -7.0, 7.0)
+        out = (gate * jax.nn.sigmoid(1.702 * gate) * (up + 1)) @ matrices[1][e] + biases[1][e]
+        total += weights[t, k] * jnp.sum(out * dy[t])
+    return total
+
+
+def test_biases_and_their_gradients_are_those_of_a_loop_over_experts(rng, error):
+    """One expert has no tokens, and one assignment goes to no expert."""
+    T, E = 9, 4
+    x, dy, weights = rng.normal(size=(T, D)), rng.normal(size=(T, D)), rng.random((T, 2))
+    experts = np.stack([rng.permutation(E - 1)[:2] for _ in range(T)])
+    matrices = rng.normal(size=(E, D, 2 * F)) / 6, rng.normal(size=(E, F, D)) / 6
+    biases = 4 * rng.normal(size=(E, 2 * F)), rng.normal(size=(E, D))
+    x, dy, weights, matrices, biases = jax.tree.map(jnp.float32, (x, dy, weights, matrices, biases))
+    sent = weights.at[4, 1].set(0)
+    expected = jax.jit(lambda *a: jax.grad(biased_loss, argnums=(0, 2, 3, 4))(a[0], experts, *a[1:]))(
+        x, sent, matrices, biases, dy
+    )
+
+    def loss(x, weights, matrices, biases):
+        how = {"capacity": None, "kernels": ExpertKernels(), "max_over_devices": lambda amax: amax}
+        chosen = jnp.asarray(experts).at[4, 1].set(E)
+        y = apply_experts("clamped_swiglu", x, chosen, weights, *matrices, biases=Biases(*biases), **how)
+        return jnp.sum(y * dy)
+
+    value, found = jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2, 3)))(x, weights, matrices, biases)
+    assert error(value, biased_loss(x, experts, sent, matrices, biases, dy)) < 1e-5
+    expected = (expected[0], expected[1].at[4, 1].set(0), *expected[2:])
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert error(one, other) < 1e-5
 
 
 def test_it_compiles_for_hopper():

@@ -14,9 +14,15 @@ def tanh_gelu(x):
     return 0.5 * x * (1.0 + np.tanh(np.sqrt(2.0 / np.pi) * (x + 0.044715 * x**3)))
 
 
+def clamped(x):
+    gate, up = np.minimum(x[..., :37], 7.0), np.clip(x[..., 37:], -7.0, 7.0)
+    return gate * sigmoid(1.702 * gate) * (up + 1.0)
+
+
 REFERENCES = {
     "swiglu": lambda x: x[..., :37] * sigmoid(x[..., :37]) * x[..., 37:],
     "geglu": lambda x: tanh_gelu(x[..., :37]) * x[..., 37:],
+    "clamped_swiglu": clamped,
     "gelu": tanh_gelu,
     "relu2": lambda up: np.maximum(up, 0.0) ** 2,
 }
@@ -26,11 +32,14 @@ REFERENCES = {
 @pytest.mark.parametrize("kind", REFERENCES)
 def test_activation_value_and_gradients(check_op, rng, kind):
     width = 74 if kind.endswith("glu") else 37  # the gate in the first half
-    check_op(lambda x: activate(kind, x), REFERENCES[kind], [2.0 * rng.normal(size=(5, width))])
+    spread = 6.0 if kind == "clamped_swiglu" else 2.0
+    check_op(lambda x: activate(kind, x), REFERENCES[kind], [spread * rng.normal(size=(5, width))])
 
 
 def test_an_unknown_activation_is_refused():
-    with pytest.raises(ValueError, match='"tanh" is not an activation: use one of swiglu, geglu, gelu, relu2'):
+    with pytest.raises(
+        ValueError, match='"tanh" is not an activation: use one of swiglu, geglu, clamped_swiglu, gelu, relu2'
+    ):
         activate("tanh", jnp.ones((2, 4)))
 
 

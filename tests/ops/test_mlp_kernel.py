@@ -16,10 +16,11 @@ def plain(kind, x, dy):
     return act, pull(dy)[0]
 
 
-@pytest.mark.parametrize("kind", ["swiglu", "geglu"])
+@pytest.mark.parametrize("kind", ["swiglu", "geglu", "clamped_swiglu"])
 @pytest.mark.parametrize("shape", [(8, 64), (10, 48)], ids=["whole blocks", "edges"])
 def test_the_kernel_has_the_activation_and_its_gradient(rng, error, kind, shape):
-    x, dy = rng.normal(size=(shape[0], 2 * shape[1])), rng.normal(size=shape)
+    spread = 6.0 if kind == "clamped_swiglu" else 1.0
+    x, dy = spread * rng.normal(size=(shape[0], 2 * shape[1])), rng.normal(size=shape)
     with jax.enable_x64(True):
         expected_act, expected = plain(kind, jnp.asarray(x), jnp.asarray(dy))
     gradient, act = kernel(kind, jnp.asarray(x, jnp.float32), jnp.asarray(dy, jnp.float32), interpret=True)

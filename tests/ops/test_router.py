@@ -177,7 +177,9 @@ def test_experts_are_a_weighted_sum_of_mlps_with_its_gradients():
 
     def ours(x, weights, w_up, w_down):
         matrices = (w_up, w_down)
-        return ops.apply_experts(activation, x, experts, weights, *matrices, None, ops.ExpertKernels(), lambda a: a)
+        return ops.apply_experts(
+            activation, x, experts, weights, *matrices, None, kernels=ops.ExpertKernels(), max_over_devices=lambda a: a
+        )
 
     assert most_rows(T, k, E) == T * 2 and most_rows(T, k, 1) == T and most_rows(T, k, E, T // 2) == T // 2 * E
     expected, pull = jax.vjp(plain, x, weights, w_up, w_down)

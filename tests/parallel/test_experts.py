@@ -26,7 +26,15 @@ STEPS = 3
 SINKHORN = MIXTRAL | {"activation": "relu2", "router": {"sinkhorn": True, "pre_softmax": True, "normalise": False}}
 CAPACITY = MIXTRAL | {"router": MIXTRAL["router"] | {"capacity_factor": 0.75}}
 POSITION = MIXTRAL | {"router": CAPACITY["router"] | {"drop_policy": "position"}}
-MODELS = EXPERT_MODELS | {"sinkhorn": SINKHORN, "capacity": CAPACITY, "position": POSITION}
+GPT_OSS = MIXTRAL | {
+    "activation": "clamped_swiglu",
+    "attention_bias": True,
+    "attention_sinks": True,
+    "mlp_bias": True,
+    "sliding_window": 5,
+    "router": {"logit_bias": True, "capacity_factor": 1.5},
+}
+MODELS = EXPERT_MODELS | {"gpt_oss": GPT_OSS} | {"sinkhorn": SINKHORN, "capacity": CAPACITY, "position": POSITION}
 
 # model, mesh, microbatches, other sections
 CASES = [
@@ -71,6 +79,31 @@ def test_experts_train_on_a_mesh_as_on_one_device(table, reference, model, mesh,
     assert not difference.problems(), difference
     tokens = config.batch.global_size * config.batch.sequence_length * config.model.experts_per_token
     assert (found.router["expert_counts"].sum(axis=-1) == tokens).all()
+
+
+@pytest.fixture(scope="module")
+def biased(table):
+    """A trace on one device of GPT-OSS's layers, with biases that are not zero from the start."""
+    config, rng = make(table, "gpt_oss", {}, 2, {}), np.random.default_rng(2)
+    program = TrainProgram.build(config, build_mesh(check_mesh(config, 1), jax.devices()[:1]))
+    weights = table.canonical(program, program.init_state().params)
+    for name in [name for name in weights if name.endswith(("_bias", "sinks"))]:
+        weights[name] = rng.standard_normal(weights[name].shape).astype(np.float32)
+    return table.train(config, weights)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "sections"),
+    [
+        ({"expert": 2, "tensor": 2, "fsdp": 2}, {"kernels": {"dispatch": "all_to_all"}}),
+        ({"pipeline": 2, "tensor": 2}, {"pipeline": {"schedule": "zero_bubble"}}),
+    ],
+    ids=name_of,
+)
+def test_experts_with_biases_train_on_a_mesh_as_on_one_device(table, biased, mesh, sections):
+    config = make(table, "gpt_oss", mesh, 2, sections)
+    difference = table.compare(table.train(config, biased.initial), biased)
+    assert not difference.problems(), difference
 
 
 def test_one_expert_may_take_every_token_and_others_none(table, reference):

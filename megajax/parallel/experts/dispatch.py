@@ -41,24 +41,24 @@ class ExpertParallel:
     kernels: ops.ExpertKernels
     max_over_devices: ops.MaxOverDevices
 
-    def apply(self, activation: str, x, experts, weights, w_up, w_down, capacity: int | None) -> jax.Array:
-        """Own tokens `x [T, D]`, their `experts` and `weights` `[T, k]`, own experts' matrices → `[T, D]`."""
+    def apply(self, activation: str, x, experts, weights, w_up, w_down, capacity: int | None, biases) -> jax.Array:
+        """Own tokens `x [T, D]`, their `experts` and `weights` `[T, k]`, own experts' parameters → `[T, D]`."""
         distributed = self._gathered if self.collectives.dispatch == "all_gather" else self._exchanged
         strategy = distributed if self.collectives.expert_shards > 1 else self._on_device
-        return strategy(activation, x, experts, weights, w_up, w_down, capacity)
+        return strategy(activation, x, experts, weights, w_up, w_down, capacity, biases)
 
     def _on_device(self, *arguments) -> jax.Array:
         return ops.apply_experts(*arguments, kernels=self.kernels, max_over_devices=self.max_over_devices)
 
-    def _gathered(self, activation: str, x, experts, weights, w_up, w_down, capacity: int | None) -> jax.Array:
+    def _gathered(self, activation: str, x, experts, weights, w_up, w_down, capacity: int | None, biases) -> jax.Array:
         local, axes = num_experts(w_up), self.collectives.experts_over
         x, experts, weights = (gather_tiles(a, axes, 0) for a in (x, experts, weights))
         own = experts - lax.axis_index(axes) * local
         own = jnp.where((own >= 0) & (own < local), own, local)  # `local`: an expert of another device
-        y = self._on_device(activation, x, own, weights, w_up, w_down, capacity)
+        y = self._on_device(activation, x, own, weights, w_up, w_down, capacity, biases)
         return lax.psum_scatter(y, axes, scatter_dimension=0, tiled=True)
 
-    def _exchanged(self, activation: str, x, experts, weights, w_up, w_down, capacity: int | None) -> jax.Array:
+    def _exchanged(self, activation: str, x, experts, weights, w_up, w_down, capacity: int | None, biases) -> jax.Array:
         (T, k), local, size = experts.shape, num_experts(w_up), self.collectives.expert_shards
         axes, ragged = self.collectives.experts_over, self.collectives.ragged
         permutation = ops.sort_by_expert(experts, local * size, T * k)
@@ -73,7 +73,7 @@ class ExpertParallel:
         own_weights: jax.Array = ops.permute(weights.reshape(-1), permutation)
         row_weights = checkpoint_name(to_experts(own_weights[:, None]), "routing")[:, 0]
         arguments = activation, self.kernels, received, row_weights, w_up, w_down, routes.group_sizes
-        y: jax.Array = ops.expert_mlp(*arguments, self.max_over_devices)
+        y: jax.Array = ops.expert_mlp(*arguments, self.max_over_devices, biases)
         return ops.combine(exchange(axes, T * k, ragged, routes.back, routes.there, y), permutation, k)
 
 
