@@ -15,9 +15,10 @@ from megajax.config.tree import show
 from megajax.errors import ConfigError, InputError
 from megajax.hf.folder import Weights, read_config, write_folder
 from megajax.hf.gpt2 import Gpt2
+from megajax.hf.gpt_oss import GptOss
 from megajax.hf.llama import Llama, Mistral, Mixtral, Qwen2, Qwen3, Qwen3Moe
 from megajax.hf.reader import Reader, check_tensors, unpadded
-from megajax.hf.tensors import Tensor, tensor_names
+from megajax.hf.tensors import Tensor, fused, tensor_names
 
 
 class Family(Protocol):
@@ -34,12 +35,12 @@ class Family(Protocol):
 
 
 FAMILIES: dict[str, Family] = {
-    f.model_type: f for f in (Gpt2(), Llama(), Mistral(), Mixtral(), Qwen2(), Qwen3(), Qwen3Moe())
+    f.model_type: f for f in (Gpt2(), GptOss(), Llama(), Mistral(), Mixtral(), Qwen2(), Qwen3(), Qwen3Moe())
 }
 
 
-def read_folder(folder: str | Path) -> tuple[Family, dict[str, Any]]:
-    """(family, section `model`) of a folder's config.json.
+def read_folder(folder: str | Path) -> tuple[Family, dict[str, Any], dict[str, Any]]:
+    """(family, section `model`, config.json) of a folder.
 
     Raises InputError for a family that is not known, and for a model that megajax does not have.
     """
@@ -48,7 +49,7 @@ def read_folder(folder: str | Path) -> tuple[Family, dict[str, Any]]:
     if name not in FAMILIES:
         raise InputError(f"{path}: model_type={name} is not known: megajax reads {', '.join(sorted(FAMILIES))}.")
     try:
-        return FAMILIES[name], FAMILIES[name].read(config)
+        return FAMILIES[name], FAMILIES[name].read(config), config
     except KeyError as key:
         raise InputError(f"{path} has no {key}: copy it again.") from None
     except ValueError as problem:
@@ -88,15 +89,19 @@ def open_readers(
 ) -> Iterator[dict[str, Reader]]:
     """A reader of each parameter, by name; `shapes` are canonical. `setting` gave the folder, at `location`.
 
-    Raises InputError if the folder is of another model than `model`, or if a tensor is missing or misshaped.
+    `model` may have more tokens than the folder. Raises InputError if the folder is of another model than `model`, or
+    if a tensor is missing or misshaped.
     """
-    family, section = read_folder(folder)
-    saved, mine = {"model": _describe(section, model)}, {"model": describe_model(model)}
+    family, section, config = read_folder(folder)
+    new_tokens = range(section["vocab_size"], model.vocab_size)
+    shown = section | ({"vocab_size": model.vocab_size} if new_tokens else {})
+    saved, mine = {"model": _describe(shown, model)}, {"model": describe_model(model)}
     compare_descriptions(saved, mine, f"{setting}={folder}{location}", ("model",), "name another folder")
     entries = {tensor.ours: tensor for tensor in family.tensors(model)}
     assert entries.keys() == shapes.keys(), entries.keys() ^ shapes.keys()
-    with Weights(folder) as weights:
-        readers = {name: Reader(weights, entries[name], model, shape) for name, shape in shapes.items()}
+    theirs = model.model_copy(update={"vocab_size": section["vocab_size"]})
+    with Weights(folder, config.get("quantization_config")) as weights:
+        readers = {name: Reader(weights, entries[name], theirs, shape, new_tokens) for name, shape in shapes.items()}
         check_tensors(weights, [*readers.values()])
         yield readers
 
@@ -152,8 +157,7 @@ def _exported(
             array = np.asarray(weights[tensor.ours][at])
             array = array[tuple(map(slice, unpadded(tensor.ours, weights[tensor.ours].shape, model)[len(at) :]))]
             arrays.append(tensor.to_theirs(array).astype(dtype))
-        dimension = parts[name][0][0].fused
-        yield name, arrays[0] if dimension is None else np.concatenate(arrays, axis=dimension)
+        yield name, fused([tensor for tensor, _ in parts[name]], arrays)
 
 
 def in_order(name: str) -> list[tuple[int, int | str]]:

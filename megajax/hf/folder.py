@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import math
 import os
 import shutil
 from collections.abc import Iterator, Mapping
@@ -9,29 +10,41 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-import ml_dtypes  # noqa: F401  (NumPy then knows bfloat16 and FP8)
+import ml_dtypes
 import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from megajax.checkpoint.manager import reason
 from megajax.errors import InputError
+from megajax.hf import quantised
+from megajax.hf.quantised import Slices
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 SHARD_BYTES = 5 * 10**9
-READABLE = {"F32": 4, "F16": 2, "BF16": 2}  # dtypes, and their bytes
+READABLE = ("F32", "F16", "BF16")
+BYTES = {"F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E8M0": 1, "U8": 1}  # of a number
+# Dtypes of quantised tensors; safetensors does not read FP8 as NumPy arrays.
+FP8_DTYPES = {"F8_E4M3": ml_dtypes.float8_e4m3fn, "F8_E8M0": ml_dtypes.float8_e8m0fnu}
 
 
 class Weights:
     """The tensors of a folder: their shapes, and slices of them. Nothing is read before it is asked for.
 
-    Raises InputError, with a sentence, for files that are missing, damaged or of another format.
+    Quantised tensors, by the `quantization_config` of config.json, are dequantised as they are read. Raises InputError,
+    with a sentence, for files that are missing, damaged or of another format.
     """
 
-    def __init__(self, folder: str | Path):
+    def __init__(self, folder: str | Path, quantization_config: Mapping[str, Any] | None = None):
         self.folder = Path(folder)
         self._open: dict[str, Any] = {}
-        self.files = self._find_files()
+        self._offsets: dict[str, dict[str, int]] = {}  # of tensors by file
+        self._stored_in = self._find_files()
+        where = str(self.folder / "config.json")
+        self._quantised = quantised.find(self._stored_in, quantization_config, where)
+        parts = {part for tensor in self._quantised.values() for part in tensor.parts}
+        self.files = {name: file for name, file in self._stored_in.items() if name not in parts}
+        self.files |= {name: self._stored_in[min(tensor.parts)] for name, tensor in self._quantised.items()}
 
     def __enter__(self) -> "Weights":
         return self
@@ -75,29 +88,55 @@ class Weights:
 
     def _slice(self, name: str) -> Any:
         try:
-            return self._handle(self.files[name]).get_slice(name)
+            return self._handle(self._stored_in[name]).get_slice(name)
         except SafetensorError:
-            raise InputError(
-                f"{self.folder / self.files[name]} has no tensor {name}, which {INDEX} says it has: copy both again."
-            ) from None
+            path = self.folder / self._stored_in[name]
+            raise InputError(f"{path} has no tensor {name}, which {INDEX} says it has: copy both again.") from None
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape of a tensor; InputError for a dtype that is not read."""
-        found = self._slice(name)
-        if (dtype := found.get_dtype()) not in READABLE:
-            raise InputError(
-                f"{self.folder / self.files[name]}: {name} has dtype {dtype}: save the model in {', '.join(READABLE)}."
-            )
-        return tuple(found.get_shape())
+        found = self._quantised.get(name)
+        for part, dtypes in (found.parts if found else {name: READABLE}).items():
+            if (dtype := self._slice(part).get_dtype()) not in dtypes:
+                where = self.folder / self._stored_in[part]
+                raise InputError(f"{where}: {part} has dtype {dtype}: save the model in {', '.join(READABLE)}.")
+        return found.shape(self) if found else self.stored_shape(name)
 
-    def itemsize(self, name: str) -> int:
-        """Bytes of a number of a tensor whose `shape` can be read."""
-        return READABLE[self._slice(name).get_dtype()]
+    def itemsize(self, name: str) -> float:
+        """Bytes of a number of a tensor whose `shape` can be read, with its share of the scales if it is quantised."""
+        parts = self._quantised[name].parts if name in self._quantised else (name,)
+        total = sum(BYTES[self._slice(part).get_dtype()] * math.prod(self.stored_shape(part)) for part in parts)
+        return total / math.prod(self.shape(name))
 
-    def read(self, name: str, slices: tuple[slice, ...]) -> np.ndarray:
-        """A block of a tensor, in its own dtype; only its bytes are read."""
+    def read(self, name: str, slices: Slices) -> np.ndarray:
+        """A block of a tensor, in its own dtype, or FP32 if it is quantised; only its bytes are read."""
+        return self._quantised[name].read(self, slices) if name in self._quantised else self.read_stored(name, slices)
+
+    def stored_shape(self, name: str) -> tuple[int, ...]:
+        """The shape of a tensor as it is stored."""
+        return tuple(self._slice(name).get_shape())
+
+    def read_stored(self, name: str, slices: Slices) -> np.ndarray:
+        """A block of a tensor as it is stored. Slices may have steps; the numbers between are read too."""
         found = self._slice(name)
-        return found[slices] if slices else found[:]
+        whole = tuple(slice(s.start, s.stop) for s in slices)
+        if dtype := FP8_DTYPES.get(found.get_dtype()):
+            file, shape = self._stored_in[name], self.stored_shape(name)
+            block = np.memmap(self.folder / file, np.uint8, "r", self._offset(file, name), shape)[whole].view(dtype)
+        else:
+            block = found[whole] if slices else self._handle(self._stored_in[name]).get_tensor(name)
+        return block[tuple(slice(None, None, s.step) for s in slices)]
+
+    def _offset(self, file: str, name: str) -> int:
+        """The first byte of a tensor in a file, whose header counts bytes from its own end."""
+        if file not in self._offsets:
+            with (self.folder / file).open("rb") as opened:
+                length = int.from_bytes(opened.read(8), "little")
+                header = json.loads(opened.read(length))
+            self._offsets[file] = {
+                n: 8 + length + t["data_offsets"][0] for n, t in header.items() if "data_offsets" in t
+            }
+        return self._offsets[file][name]
 
 
 def folder_bytes(folder: Path) -> int:

@@ -25,14 +25,21 @@ VOCABULARY_DIM = {"embedding.tokens": 0, "head": -1}  # the padded dimension
 
 
 class Reader:
-    """Reads blocks of one parameter from the tensors that hold it."""
+    """Reads blocks of one parameter from the tensors that hold it.
 
-    def __init__(self, weights: Weights, tensor: Tensor, model: ModelConfig, padded: Sequence[int]):
+    `model` is the folder's. The `new_tokens` of a vocabulary that is larger than the folder's start with the mean of
+    the others.
+    """
+
+    def __init__(
+        self, weights: Weights, tensor: Tensor, model: ModelConfig, padded: Sequence[int], new_tokens: range = range(0)
+    ):
         self.weights, self.tensor = weights, tensor
+        self.new_tokens = new_tokens if tensor.ours in VOCABULARY_DIM else range(0)
         self.padded, self.shape = tuple(padded), unpadded(tensor.ours, padded, model)
         self.names = tensor_names(tensor, model)
         self.rest = self.shape[tensor.stacked :]  # of the part in one tensor
-        self._widths: dict[Slices, tuple[int, int]] = {}  # of stacked dimensions: number of tensors, bytes a number
+        self._widths: dict[Slices, tuple[int, float]] = {}  # of stacked dimensions: number of tensors, bytes a number
 
     def on_devices(self, sharding: jax.sharding.Sharding, dtype: Any) -> jax.Array:
         """The whole parameter on the devices of this process."""
@@ -45,7 +52,8 @@ class Reader:
                 if bounds not in shards:
                     shards[bounds] = self._on_device(device, bounds, dtype, pool)
                 arrays.append(jax.device_put(shards[bounds], device))
-        return jax.make_array_from_single_device_arrays(self.padded, sharding, arrays)
+        array = jax.make_array_from_single_device_arrays(self.padded, sharding, arrays)
+        return self._with_new_tokens(array) if self.new_tokens else array
 
     def cost(self, bounds: Slices) -> tuple[int, int]:
         """(bytes, number) of the pieces of the shard `bounds` of the padded parameter."""
@@ -56,7 +64,7 @@ class Reader:
         count, width = self._widths[stacked]
         cuts = [self.tensor.their_slices(self.rest, part) for part in self._cuts(wanted)]
         elements = sum(math.prod(s.stop - s.start for s in block) for block in cuts)
-        return width * elements, count * len(cuts)
+        return int(width * elements), count * len(cuts)
 
     def blocks(self) -> Iterator[tuple[str, tuple[int | slice, ...], np.ndarray]]:
         """The whole parameter in pieces: (tensor, index in the parameter, the numbers there in the tensor's dtype)."""
@@ -86,6 +94,29 @@ class Reader:
             shard = _with_piece(shard, block, np.array(piece.start), self.tensor, self.rest, wanted, piece.lengths)
             shard.block_until_ready()  # or the host would keep blocks whose transfer waits
         return shard
+
+    def _with_new_tokens(self, array: jax.Array) -> jax.Array:
+        dim, tokens = VOCABULARY_DIM[self.tensor.ours] % array.ndim, self.new_tokens
+
+        def change(array: jax.Array, row: jax.Array) -> jax.Array:
+            index = lax.broadcasted_iota(jnp.int32, array.shape, dim)
+            new = (index >= tokens.start) & (index < tokens.stop)
+            return jnp.where(new, jnp.expand_dims(row, dim).astype(array.dtype), array)
+
+        return jax.jit(change, donate_argnums=0, out_shardings=array.sharding)(array, self._mean_token())
+
+    def _mean_token(self) -> np.ndarray:
+        """The mean of the tokens' rows, FP32.
+
+        Every process reads and adds the same blocks of rows, so that the mean is the same on any mesh.
+        """
+        [name] = self.names.values()
+        rows, *rest = self.weights.shape(name)
+        total, step = np.zeros(rest), max(1, PIECE_BYTES // (8 * math.prod(rest)))
+        for start in range(0, rows, step):
+            block = (slice(start, min(start + step, rows)), *(slice(0, size) for size in rest))
+            total += self.weights.read(name, block).astype(np.float64).sum(axis=0)
+        return (total / rows).astype(np.float32)
 
     def _read(self, piece: "Piece") -> np.ndarray:
         return self.weights.read(piece.name, self.tensor.their_slices(self.rest, piece.wanted))
@@ -147,7 +178,7 @@ def check_tensors(weights: Weights, readers: Sequence[Reader]) -> None:
         for name in reader.names.values():
             shape = expected.setdefault(name, list(part))
             if tensor.fused is not None:
-                shape[tensor.fused] = max(shape[tensor.fused], tensor.start + part[tensor.fused])
+                shape[tensor.fused] = max(shape[tensor.fused], tensor.in_fused(slice(0, part[tensor.fused])).stop)
     for name, shape in expected.items():
         if name not in weights.files:
             raise InputError(f"{weights.folder} has no tensor {name}: copy the whole model.")

@@ -30,8 +30,9 @@ class Tensor:
     ours: str
     theirs: str
     pattern: str = ""  # "" if all dimensions agree
-    fused: int | None = None  # the dimension of the tensor that several parameters share, side by side
+    fused: int | None = None  # the dimension of the tensor that several parameters share
     start: int = 0  # where this one begins in it
+    step: int = 1  # from one of its indices to the next: 1 if the parameters are side by side, else they take turns
 
     @property
     def stacked(self) -> int:
@@ -91,9 +92,13 @@ class Tensor:
                 first, inner = group[0], math.prod(sizes[axis] for axis in group[1:])
                 slices.append(slice(want[first].start * inner, want[first].stop * inner))
         if self.fused is not None:
-            own = slices[self.fused]
-            slices[self.fused] = slice(own.start + self.start, own.stop + self.start)
+            slices[self.fused] = self.in_fused(slices[self.fused])
         return tuple(slices)
+
+    def in_fused(self, own: slice) -> slice:
+        """A slice of this part in the dimension that it shares with others."""
+        first = self.start + own.start * self.step
+        return slice(first, first + (own.stop - own.start - 1) * self.step + 1, self.step)
 
     def to_ours(self, block: Any, shape: Sequence[int], wanted: Slices) -> Any:
         """A block of the tensor (NumPy or jax), as `their_slices` names it → the slices `wanted` of the parameter."""
@@ -128,6 +133,24 @@ def tensor_names(tensor: Tensor, model: ModelConfig) -> dict[tuple[int, ...], st
         for row, layer in enumerate(layers)
         for expert in range(model.num_experts or 0)
     }
+
+
+def fused(parts: Sequence[Tensor], arrays: Sequence[np.ndarray]) -> np.ndarray:
+    """The tensor of these parts, which are all of it."""
+    dimension = parts[0].fused
+    if dimension is None:
+        return arrays[0]
+    shape = list(arrays[0].shape)
+    shape[dimension] = sum(array.shape[dimension] for array in arrays)
+    out = np.empty(shape, arrays[0].dtype)
+    for part, array in zip(parts, arrays, strict=True):
+        out[(slice(None),) * dimension + (part.in_fused(slice(0, array.shape[dimension])),)] = array
+    return out
+
+
+def in_turns(theirs: str, dimension: int, parts: Sequence[str]) -> list[Tensor]:
+    """Entries of parameters whose columns alternate along a dimension of one tensor."""
+    return [Tensor(ours, theirs, "", dimension, start, len(parts)) for start, ours in enumerate(parts)]
 
 
 def side_by_side(theirs: str, dimension: int, parts: Mapping[str, tuple[str, int]]) -> list[Tensor]:

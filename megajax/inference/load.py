@@ -65,9 +65,8 @@ def from_hf(
     option that megajax does not have, and for missing or damaged files.
     """
     from megajax.hf.convert import load, read_folder  # here, because it needs safetensors
-    from megajax.hf.folder import read_config
 
-    folder, section, hf_config = Path(folder), read_folder(folder)[1], read_config(folder)
+    folder, (_, section, hf_config) = Path(folder), read_folder(folder)
     given = dtype or hf_config.get("dtype") or hf_config.get("torch_dtype") or "float32"
     length = hf_config.get("max_position_embeddings") or section.get("max_positions") or 2048
     config = Config.model_validate(

@@ -31,6 +31,8 @@ from transformers import (
     GPT2LMHeadModel,
     GPTNeoXConfig,
     GPTNeoXForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -59,6 +61,10 @@ TELLING = (
     "blocks.moe.moe.norm",
     "blocks.moe.moe.router",
     "blocks.moe.moe.gate",
+    "blocks.moe.moe.router_bias",
+    "blocks.moe.moe.up_bias",
+    "blocks.moe.moe.down_bias",
+    "blocks.moe.attention.sinks",
     "final_norm",
 )
 FOLDERS = (
@@ -70,6 +76,7 @@ FOLDERS = (
     "tiny_qwen3_local",
     "tiny_mixtral",
     "tiny_qwen3_moe_mixed",
+    "tiny_gpt_oss",
 )
 NO_SPECIAL_TOKENS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
 SEQUENCES, LENGTH = 2, 17
@@ -222,6 +229,43 @@ def convert_llama_blocks(tensors: Tensors, model: dict, kind: str, layers: list[
         for name in ("gate", "up", "down"):
             block[f"mlp.{name}_bias"] = get(f"mlp.{name}_proj.bias")
     return {f"blocks.{kind}.{name}": tensor for name, tensor in block.items()}
+
+
+def convert_gpt_oss(tensors: Tensors, model: dict) -> Tensors:
+    """GPT-OSS's tensors (Linear: [out, in]; experts [E, in, out], gate and up in turns) by canonical name."""
+    heads, kv_heads = model["num_heads"], model["num_kv_heads"]
+
+    def get(name: str) -> torch.Tensor:
+        return stack(tensors, "model.layers.{}." + name, range(model["num_layers"]))
+
+    gate_up, gate_up_bias = get("mlp.experts.gate_up_proj"), get("mlp.experts.gate_up_proj_bias")
+    block = {
+        "attention.norm": get("input_layernorm.weight"),
+        "attention.query": heads_out(get("self_attn.q_proj.weight"), heads),
+        "attention.key": heads_out(get("self_attn.k_proj.weight"), kv_heads),
+        "attention.value": heads_out(get("self_attn.v_proj.weight"), kv_heads),
+        "attention.output": heads_in(get("self_attn.o_proj.weight"), heads),
+        "attention.query_bias": get("self_attn.q_proj.bias").unflatten(1, (heads, -1)),
+        "attention.key_bias": get("self_attn.k_proj.bias").unflatten(1, (kv_heads, -1)),
+        "attention.value_bias": get("self_attn.v_proj.bias").unflatten(1, (kv_heads, -1)),
+        "attention.output_bias": get("self_attn.o_proj.bias"),
+        "attention.sinks": get("self_attn.sinks"),
+        "moe.norm": get("post_attention_layernorm.weight"),
+        "moe.router": get("mlp.router.weight").transpose(1, 2),
+        "moe.router_bias": get("mlp.router.bias"),
+        "moe.gate": gate_up[..., 0::2],
+        "moe.up": gate_up[..., 1::2],
+        "moe.gate_bias": gate_up_bias[..., 0::2],
+        "moe.up_bias": gate_up_bias[..., 1::2],
+        "moe.down": get("mlp.experts.down_proj"),
+        "moe.down_bias": get("mlp.experts.down_proj_bias"),
+    }
+    return {
+        "embedding.tokens": tensors["model.embed_tokens.weight"],
+        **{f"blocks.moe.{name}": tensor for name, tensor in block.items()},
+        "final_norm": tensors["model.norm.weight"],
+        "head": tensors["lm_head.weight"].T,
+    }
 
 
 def llama_options(model: dict) -> dict:
@@ -441,12 +485,48 @@ def tiny_qwen3_moe_mixed() -> Reference:
     return Qwen3MoeForCausalLM(config), model, convert_llama
 
 
+def tiny_gpt_oss() -> Reference:
+    """A window of 5 tokens in the first of two layers; YaRN; widths that MXFP4 can have; biases that the clamps cut."""
+    scaling = {"kind": "yarn", "factor": 4.0, "beta_fast": 8.0, "beta_slow": 0.5}
+    scaling |= {"original_max_positions": 16, "truncate": False}
+    model = llama_section(
+        num_layers=2,
+        hidden_size=32,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=10,
+        ffn_hidden_size=64,
+        rope_scaling=scaling,
+        activation="clamped_swiglu",
+        attention_bias=True,
+        attention_sinks=True,
+        mlp_bias=True,
+        sliding_window=5,
+        layer_pattern=["local", "global"],
+        num_experts=4,
+        experts_per_token=2,
+        router={"logit_bias": True},
+    )
+    config = GptOssConfig(
+        experts_implementation="eager",
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        sliding_window=5,
+        layer_types=["sliding_attention", "full_attention"],
+        attention_bias=True,
+        **llama_options(model),
+    )
+    return GptOssForCausalLM(config), model, convert_gpt_oss
+
+
 def randomise(network: PreTrainedModel, generator: torch.Generator) -> None:
     """Every parameter normal with std 0.1 in multiples of 2^-12, norm weights around 1."""
     for name, parameter in network.named_parameters():
         values = 0.1 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
         if name.endswith("weight") and parameter.ndim == 1:
             values += 1
+        if name.endswith("gate_up_proj_bias"):
+            values *= 50  # beyond the limit of GPT-OSS's activation
         parameter.data.copy_(torch.round(values * 2**12) / 2**12)
 
 
@@ -495,6 +575,7 @@ def main() -> None:
         tiny_qwen3_moe,
         tiny_qwen3_moe_mixed,
         tiny_qwen2,
+        tiny_gpt_oss,
     )
     for seed, build in enumerate(builders):
         path = Path(__file__).parent / f"{build.__name__}.npz"

@@ -272,7 +272,7 @@ def write_sparse_folder(folder: Path, config: dict) -> int:
     """A folder with the headers of all tensors in BF16, and holes instead of numbers; its bytes."""
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config))
-    family, section = read_folder(folder)
+    family, section, _ = read_folder(folder)
     model = ModelConfig.model_validate(section)
     declared = parameters(Transformer(model))
     header, end, files = {}, 0, []

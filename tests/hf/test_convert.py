@@ -23,7 +23,11 @@ from megajax.training.step import TrainProgram
 
 FILES = Path(__file__).parents[1] / "data_files"
 FOLDERS = sorted(path.stem for path in FILES.glob("tiny_*.zip"))
-MESHES = {"tiny_mixtral": {"expert": 2, "tensor": 2}, "tiny_qwen3_local": {"pipeline": 2, "fsdp": 2}}
+MESHES = {
+    "tiny_mixtral": {"expert": 2, "tensor": 2},
+    "tiny_gpt_oss": {"expert": 2, "tensor": 2},
+    "tiny_qwen3_local": {"pipeline": 2, "fsdp": 2},
+}
 
 
 @pytest.fixture
@@ -79,6 +83,40 @@ def test_weights_on_a_mesh_are_those_of_transformers_bit_for_bit(unpack, name, m
         ours, theirs = np.asarray(array), stored[parameter]
         np.testing.assert_array_equal(ours[tuple(map(slice, theirs.shape))], theirs, err_msg=parameter)
         assert np.abs(ours).sum(dtype=np.float64) == pytest.approx(np.abs(theirs).sum(dtype=np.float64)), parameter
+
+
+def test_new_tokens_start_with_the_mean_of_the_others_on_any_mesh(unpack, monkeypatch):
+    monkeypatch.setattr(reader, "PIECE_BYTES", 2000)
+    folder = unpack("tiny_llama")
+    model = read_model(folder)
+    held = model["vocab_size"]
+    grown = config_for(model | {"vocab_size": held + 7}, {"fsdp": 2, "tensor": 2})
+    on_mesh, stored = read(folder, grown), stored_weights("tiny_llama")
+    for name, axis in (("embedding.tokens", 0), ("head", 1)):
+        found, theirs = (np.moveaxis(np.asarray(a[name]), axis, 0) for a in (on_mesh, stored))
+        np.testing.assert_array_equal(found[:held], theirs)
+        mean = theirs.astype(np.float64).mean(axis=0)
+        np.testing.assert_allclose(found[held : held + 7], np.broadcast_to(mean, (7, len(mean))), rtol=1e-6, atol=1e-9)
+        assert len(found) == grown.model.padded_vocab_size and not found[held + 7 :].any()
+    for name, array in read(folder, config_for(model | {"vocab_size": held + 7})).items():
+        np.testing.assert_array_equal(array, on_mesh[name])
+
+
+@pytest.mark.smoke
+def test_a_folder_with_more_tokens_than_the_run_is_refused(unpack):
+    folder = unpack("tiny_llama")
+    config = config_for(read_model(folder) | {"vocab_size": 90})
+    with pytest.raises(InputError, match="model.vocab_size=[0-9]+, but this run has 90"):
+        read(folder, config)
+
+
+@pytest.mark.smoke
+def test_a_replicated_shard_is_read_once(unpack, monkeypatch):
+    names, read_block = [], Weights.read
+    monkeypatch.setattr(Weights, "read", lambda self, *block: names.append(block[0]) or read_block(self, *block))
+    folder = unpack("tiny_llama")
+    found = read(folder, config_for(read_model(folder), {"data": 2, "tensor": 2}))
+    assert names.count("model.norm.weight") == 1 and len(found["final_norm"].addressable_shards) == 4
 
 
 @pytest.mark.smoke

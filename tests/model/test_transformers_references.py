@@ -18,7 +18,7 @@ from megajax.training.step import TrainProgram
 
 FILES = sorted((Path(__file__).parents[1] / "data_files").glob("tiny_*.npz"))
 # Tied embeddings and learned positions; windows in some layers; experts.
-ON_ONE_DEVICE = ("tiny_gpt2", "tiny_qwen3_local", "tiny_qwen3_moe")
+ON_ONE_DEVICE = ("tiny_gpt2", "tiny_qwen3_local", "tiny_qwen3_moe", "tiny_gpt_oss")
 TOLERANCE = 1e-5
 
 

@@ -1,0 +1,66 @@
+"""GPT-OSS: config.json and tensors. All experts of a layer are in one tensor, with gate and up columns in turns."""
+
+from typing import Any
+
+from megajax.config import ModelConfig
+from megajax.config.kinds import layer_windows
+from megajax.hf.llama import LINEAR, Llama
+from megajax.hf.tensors import Tensor, in_turns
+from megajax.ops.mlp_kernel import CLAMP_LIMIT, CLAMP_SLOPE
+
+Json = dict[str, Any]
+
+
+class GptOss(Llama):
+    """GPT-OSS: attention sinks, windows in some layers, experts with biases and a clamped SwiGLU."""
+
+    model_type, architecture = "gpt_oss", "GptOssForCausalLM"
+    defaults = Llama.defaults | {"rms_norm_eps": 1e-5, "rope_theta": 150000.0, "sliding_window": 128}
+
+    def read_options(self, config: Json) -> Json:
+        for key, known in (("swiglu_alpha", CLAMP_SLOPE), ("swiglu_limit", CLAMP_LIMIT)):
+            if config.get(key, known) != known:
+                raise ValueError(f"{key}={config[key]} is not {known}")
+        kinds = config.get("layer_types") or ["sliding_attention", "full_attention"]
+        local = ["local" if kind == "sliding_attention" else "global" for kind in kinds]
+        return {
+            "activation": "clamped_swiglu",
+            "attention_bias": config.get("attention_bias", True),
+            "attention_sinks": True,
+            "mlp_bias": True,
+            "sliding_window": config["sliding_window"],
+            "layer_pattern": local,
+            "num_experts": config["num_local_experts"],
+            "experts_per_token": config["num_experts_per_tok"],
+            "router": {"logit_bias": True},
+        }
+
+    def write_options(self, model: ModelConfig) -> Json:
+        windows = layer_windows(model)
+        local = [windows[i % len(windows)] is not None for i in range(model.num_layers)]
+        return {
+            "attention_bias": model.attention_bias,
+            "sliding_window": model.sliding_window,
+            "layer_types": ["sliding_attention" if is_local else "full_attention" for is_local in local],
+            "num_local_experts": model.num_experts,
+            "num_experts_per_tok": model.experts_per_token,
+            "intermediate_size": model.expert_ffn_hidden_size,
+            "swiglu_alpha": CLAMP_SLOPE,
+            "swiglu_limit": CLAMP_LIMIT,
+        }
+
+    def attention(self, model: ModelConfig, ours: str) -> list[Tensor]:
+        return [*super().attention(model, ours), Tensor(f"{ours}sinks", "model.layers.{layer}.self_attn.sinks")]
+
+    def moe(self, model: ModelConfig) -> list[Tensor]:
+        ours, theirs = "blocks.moe.moe.", "model.layers.{layer}."
+        experts = f"{theirs}mlp.experts."
+        return [
+            Tensor(f"{ours}norm", f"{theirs}post_attention_layernorm.weight"),
+            Tensor(f"{ours}router", f"{theirs}mlp.router.weight", LINEAR),
+            Tensor(f"{ours}router_bias", f"{theirs}mlp.router.bias"),
+            *in_turns(f"{experts}gate_up_proj", 2, [f"{ours}gate", f"{ours}up"]),
+            *in_turns(f"{experts}gate_up_proj_bias", 1, [f"{ours}gate_bias", f"{ours}up_bias"]),
+            Tensor(f"{ours}down", f"{experts}down_proj"),
+            Tensor(f"{ours}down_bias", f"{experts}down_proj_bias"),
+        ]

@@ -1,0 +1,151 @@
+"""Quantised tensors of a folder, dequantised to FP32 on the way in: only the blocks of the slices that are read.
+
+A quantised tensor has the name, shape and dimensions that it has in the unquantised model, so the families' tables are
+the same for both.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from megajax.errors import InputError
+
+Slices = tuple[slice, ...]
+METHODS = ("fp8", "mxfp4")
+FP8_SCALE = "_scale_inv"
+GROUP = 32  # numbers of MXFP4 that share a scale
+_MAGNITUDES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
+_E2M1 = np.concatenate([_MAGNITUDES, -_MAGNITUDES])
+_BYTES = np.arange(256)
+FIRST, SECOND = _E2M1[_BYTES & 15], _E2M1[_BYTES >> 4]  # the two numbers of each byte
+E8M0 = np.append(np.ldexp(np.float32(1), _BYTES[:-1] - 127), np.float32(np.nan))
+
+
+class Stored(Protocol):
+    """The tensors as the files have them."""
+
+    folder: Path
+
+    def stored_shape(self, name: str) -> tuple[int, ...]: ...
+
+    def read_stored(self, name: str, slices: Slices) -> np.ndarray: ...
+
+
+class Quantised(Protocol):
+    """A tensor that several stored ones make up; the first has most of its bytes."""
+
+    @property
+    def parts(self) -> dict[str, tuple[str, ...]]: ...  # the stored tensors, and the dtypes that each may have
+
+    def shape(self, stored: Stored) -> tuple[int, ...]: ...
+
+    def read(self, stored: Stored, slices: Slices) -> np.ndarray: ...
+
+
+@dataclass(frozen=True)
+class Fp8:
+    """`[out, in]` in FP8 times the scale of its block, or of the whole tensor (the layout of DeepSeek-V3)."""
+
+    name: str
+    block: tuple[int, int] | None  # None: one scale
+
+    @property
+    def parts(self) -> dict[str, tuple[str, ...]]:
+        return {self.name: ("F8_E4M3",), self.scales: ("F32", "BF16", "F8_E8M0")}
+
+    @property
+    def scales(self) -> str:
+        return self.name + FP8_SCALE
+
+    def shape(self, stored: Stored) -> tuple[int, ...]:
+        """The shape of the weight; InputError if the scales do not fit it."""
+        shape, found = (stored.stored_shape(part) for part in self.parts)
+        expected = [] if self.block is None else [-(-size // b) for size, b in zip(shape, self.block, strict=False)]
+        if [*found] != expected and not (self.block is None and found == (1,)):
+            raise InputError(
+                f"{stored.folder}: {self.scales} has the shape {list(found)}, but by "
+                f"quantization_config.weight_block_size in config.json it has {expected}: copy the whole model."
+            )
+        return shape
+
+    def read(self, stored: Stored, slices: Slices) -> np.ndarray:
+        values = stored.read_stored(self.name, slices).astype(np.float32)
+        if self.block is None:
+            values *= stored.read_stored(self.scales, ()).astype(np.float32)
+            return values
+        blocks = tuple(slice(s.start // b, -(-s.stop // b)) for s, b in zip(slices, self.block, strict=True))
+        scales = stored.read_stored(self.scales, blocks).astype(np.float32)
+        block_of = [np.arange(s.start, s.stop) // b - s.start // b for s, b in zip(slices, self.block, strict=True)]
+        values *= scales[np.ix_(*block_of)]
+        return values
+
+
+@dataclass(frozen=True)
+class Mxfp4:
+    """The matrices of experts `[E, in, out]` of GPT-OSS, stored as `[E, out, in]` in groups along `in`.
+
+    `_blocks [E, out, in / 32, 16]` has two E2M1 numbers in a byte, the first in the low bits; `_scales` has each
+    group's power of two (OCP Microscaling Formats, 2023).
+    """
+
+    name: str
+
+    @property
+    def parts(self) -> dict[str, tuple[str, ...]]:
+        return {self.blocks: ("U8",), self.scales: ("U8",)}
+
+    @property
+    def blocks(self) -> str:
+        return f"{self.name}_blocks"
+
+    @property
+    def scales(self) -> str:
+        return f"{self.name}_scales"
+
+    def shape(self, stored: Stored) -> tuple[int, ...]:
+        """The shape of the matrices; InputError if the scales do not fit the blocks."""
+        blocks, scales = (stored.stored_shape(part) for part in self.parts)
+        if len(blocks) != 4 or blocks[3] != GROUP // 2 or blocks[:3] != scales:
+            raise InputError(
+                f"{stored.folder}: {self.blocks} has the shape {list(blocks)} and {self.scales} {list(scales)}, but "
+                f"MXFP4 has [E, out, in / {GROUP}, {GROUP // 2}] and [E, out, in / {GROUP}]: copy the whole model."
+            )
+        experts, out, groups, _ = blocks
+        return experts, groups * GROUP, out
+
+    def read(self, stored: Stored, slices: Slices) -> np.ndarray:
+        experts, inner, out = slices
+        groups = slice(inner.start // GROUP, -(-inner.stop // GROUP))
+        scales = E8M0[stored.read_stored(self.scales, (experts, out, groups))]
+        blocks = stored.read_stored(self.blocks, (experts, out, groups, slice(0, GROUP // 2)))
+        blocks = np.ascontiguousarray(blocks.transpose(0, 2, 3, 1))  # bytes: a fourth of the numbers they stand for
+        E, G, half, N = blocks.shape
+        values = np.empty((E, G, half, 2, N), np.float32)
+        values[:, :, :, 0], values[:, :, :, 1] = FIRST[blocks], SECOND[blocks]
+        values *= scales.transpose(0, 2, 1)[:, :, None, None]
+        start = groups.start * GROUP
+        return values.reshape(E, G * GROUP, N)[:, inner.start - start : inner.stop - start]
+
+
+def find(names: Mapping[str, Any], settings: Mapping[str, Any] | None, where: str) -> dict[str, Quantised]:
+    """The quantised tensors among the stored `names`, by config.json's `quantization_config`.
+
+    `where` is the path of config.json. Raises InputError for another method than METHODS.
+    """
+    if not settings:
+        return {}
+    method = settings.get("quant_method")
+    if method not in METHODS:
+        raise InputError(
+            f"{where}: quantization_config.quant_method={method} is not known: megajax reads {' and '.join(METHODS)}; "
+            "save the model in bfloat16 with transformers and give that folder."
+        )
+    if method == "mxfp4":
+        whole = [name.removesuffix("_blocks") for name in names if name.endswith("_blocks")]
+        return {name: Mxfp4(name) for name in whole if f"{name}_scales" in names}
+    sizes = settings.get("weight_block_size")
+    block = None if sizes is None else (int(sizes[0]), int(sizes[1]))
+    return {name: Fp8(name, block) for name in names if name + FP8_SCALE in names}
