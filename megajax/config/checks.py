@@ -285,6 +285,12 @@ def _check_data(config: Config) -> None:
     if data.synthetic_documents is not None:
         problem = f"{format_keys(config, documents)} is for data.kind=synthetic only, not for data.kind=indexed"
         fail(config, problem, "remove it, or set data.kind=synthetic", documents, "data.kind")
+    samples, needed = data.train_samples, config.run.steps * config.batch.global_size
+    if samples is not None and samples < needed:
+        keys = ("data.train_samples", "run.steps", "batch.global_size")
+        problem = f"{format_keys(config, keys[0])} is less than the {needed} samples of"
+        problem += f" {' and '.join(format_keys(config, key) for key in keys[1:])}"
+        fail(config, problem, f"set {keys[0]}={needed} or more, or remove it", *keys)
     if data.train is None:
         cure = "set data.train to the prefix of a .bin/.idx pair, or data.kind=synthetic to try without data"
         fail(config, "data.kind=indexed needs data.train", cure, "data.kind")
@@ -354,6 +360,7 @@ def _warn_without_effect(config: Config) -> None:
         (config.mesh.context == 1, "mesh.context", ("kernels.context",)),
         (indexed and data.valid is None and data.split is None, "data.valid", ("run.eval_interval",)),
         (indexed and no_valid_share, "data.split", ("run.eval_interval",)),
+        (data.order != "megatron", "data.order", ("data.train_samples", "data.index_cache")),
         (config.run.eval_steps == 0, "run.eval_steps", ("run.eval_interval",)),
         (not logging.wandb, "logging.wandb", ("logging.wandb_project",)),
         (

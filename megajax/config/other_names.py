@@ -45,7 +45,7 @@ global-batch-size | batch.global_size
 micro-batch-size | batch.num_microbatches | which is batch.global_size / (micro-batch size * data * fsdp * expert)
 seq-length, encoder-seq-length, decoder-seq-length | batch.sequence_length
 train-iters | run.steps
-train-samples | run.steps | which is samples / batch.global_size
+train-samples | run.steps | which is samples / batch.global_size; data.train_samples for data.order=megatron
 eval-interval | run.eval_interval
 eval-iters | run.eval_steps
 log-interval | run.log_interval
@@ -181,7 +181,7 @@ optimizer-cpu-offload | | the optimizer state stays on the devices; shard it wit
 exit-duration-in-mins, exit-interval | | send SIGTERM to save and stop
 distributed-backend, distributed-timeout-minutes, local-rank | | jax starts the processes; see the README, Several
     processes
-data-cache-path | | no index is cached on disk
+data-cache-path | data.index_cache | for data.order=megatron
 use-mcore-models, no-masked-softmax-fusion, no-bias-swiglu-fusion, no-gradient-accumulation-fusion | | the compiler
     fuses operations; leave it out
 """)

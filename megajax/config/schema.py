@@ -218,7 +218,18 @@ class DataConfig(Section):
         default=None,
         description="Name of the end-of-document token, at which generation stops; null: the tokenizer's own.",
     )
-    order: Literal["shuffled", "sequential"] = Field(default="shuffled", description="Order of documents and samples.")
+    order: Literal["shuffled", "sequential", "megatron"] = Field(
+        default="shuffled",
+        description="Order of documents and samples. megatron: number for number that of Megatron-Core's GPTDataset.",
+    )
+    train_samples: Count | None = Field(
+        default=None,
+        description="megatron: number of training samples for which the order is made, which depends on it; null:"
+        " run.steps * batch.global_size.",
+    )
+    index_cache: Text | None = Field(
+        default=None, description="megatron: directory of the stored order; null: index_cache in run.dir."
+    )
     reset_attention: bool = Field(default=False, description="Tokens attend within their document only.")
     reset_positions: bool = Field(default=False, description="Positions start at 0 in each document.")
     mask_end_of_document_loss: bool = Field(

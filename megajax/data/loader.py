@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 
 from megajax.data.indexed import IndexedDataset
+from megajax.data.megatron import open_samples, split_sequences
 from megajax.data.samples import BlendedSamples, DocumentSamples, Packing, Samples, make_batch, split_documents
 from megajax.data.synthetic import SyntheticSamples
-from megajax.data.tokenizers import load_tokenizer
+from megajax.data.tokenizers import end_of_document, load_tokenizer
 from megajax.errors import InputError
 
 if TYPE_CHECKING:
@@ -52,17 +53,24 @@ def open_split(config: "Config", split: Split, files: dict[str, IndexedDataset] 
     key: Split = "train" if data.split is not None else split
     blend = getattr(data, key)
     parts = [(blend, 1.0)] if isinstance(blend, str) else [(part.prefix, part.weight) for part in blend]
-    sources = []
-    for prefix, _ in parts:
-        try:
+    weights = [weight for _, weight in parts]
+    try:
+        ranges = []
+        for prefix, _ in parts:
             if prefix not in files:
                 files[prefix] = IndexedDataset(prefix)
-            documents = _documents(config, split, files[prefix])
-            sources.append(DocumentSamples(files[prefix], documents, length, seed, data.order))
-            _check_size(split, sources[-1])
-        except InputError as error:
-            raise InputError(f"data.{key} ({config.where(f'data.{key}')}): {error}") from None
-    return sources[0] if len(sources) == 1 else BlendedSamples(sources, [weight for _, weight in parts])
+            ranges.append((files[prefix], _range(config, split, files[prefix])))
+        if data.order == "megatron":
+            opened = open_samples(config, split, ranges, weights, _end_of_document(config))
+            for source in opened.sources if isinstance(opened, BlendedSamples) else [opened]:
+                _check_size(split, source)
+            return opened
+        sources = [DocumentSamples(dataset, documents, length, seed, data.order) for dataset, documents in ranges]
+        for source in sources:
+            _check_size(split, source)
+    except InputError as error:
+        raise InputError(f"data.{key} ({config.where(f'data.{key}')}): {error}") from None
+    return sources[0] if len(sources) == 1 else BlendedSamples(sources, weights)
 
 
 def make_loader(
@@ -133,20 +141,39 @@ def _shares(config: "Config") -> list[float]:
     return [float(share) for share in config.data.split.split(",")]
 
 
-def _documents(config: "Config", split: Split, dataset: IndexedDataset) -> tuple[int, int]:
+def _range(config: "Config", split: Split, dataset: IndexedDataset) -> tuple[int, int]:
+    """The documents of a data set that belong to a split; in Megatron's order its sequences."""
+    megatron = config.data.order == "megatron"
+    count = len(dataset) if megatron else dataset.num_documents
     if config.data.split is None:
-        return 0, dataset.num_documents
-    first, last = split_documents(dataset.num_documents, _shares(config))[SPLITS.index(split)]
+        return 0, count
+    divide = split_sequences if megatron else split_documents
+    first, last = divide(count, _shares(config))[SPLITS.index(split)]
     if first == last:
         raise InputError(
-            f"{dataset.prefix}.idx has {dataset.num_documents} documents, and "
+            f"{dataset.prefix}.idx has {count} {'sequences' if megatron else 'documents'}, and "
             f'data.split="{config.data.split}" leaves none for {split}: give {split} a larger share, or 0.'
         )
     return first, last
 
 
-def _check_size(split: Split, source: DocumentSamples) -> None:
+def _end_of_document(config: "Config") -> int | None:
+    """The token at which documents end in files that Megatron's tools wrote; None if documents are not separated."""
+    data = config.data
+    if not (data.reset_attention or data.reset_positions or data.mask_end_of_document_loss):
+        return None
+    key = "data.end_of_document"
+    if data.tokenizer is None:
+        raise InputError(
+            "data.order=megatron finds the ends of documents by their token, for data.reset_attention and the like: "
+            f"set data.tokenizer, and {key} if the tokenizer has another name for it."
+        )
+    return end_of_document(load_tokenizer(data.tokenizer), data.tokenizer, data.end_of_document, key)
+
+
+def _check_size(split: Split, source: Samples) -> None:
     """Raise InputError if a split is shorter than a sample: it would repeat tokens, easy to copy."""
+    assert isinstance(source, DocumentSamples)
     tokens, needed = source.num_tokens, source.sequence_length + 1
     if tokens < needed:
         shorter = f"set batch.sequence_length={tokens - 1} or less, or " if tokens > 1 else ""

@@ -155,14 +155,19 @@ class DocumentSamples:
     ):
         self._arguments = (dataset, documents, sequence_length, seed, order)
         self.dataset, self.sequence_length = dataset, sequence_length
-        if dataset.dtype.kind not in "iu":
-            raise InputError(f"{dataset.prefix}.idx holds {dataset.dtype.name}: token ids must be integers.")
         starts = dataset.document_starts(*documents)
         self.num_documents, self.num_tokens = documents[1] - documents[0], int(starts[-1] - starts[0])
+        self.check_tokens()
+        self._order = ORDERS[order](starts, sequence_length, seed)
+
+    def check_tokens(self) -> None:
+        """Raises InputError when there are no tokens or they are not integers."""
+        prefix, dtype = self.dataset.prefix, self.dataset.dtype
+        if dtype.kind not in "iu":
+            raise InputError(f"{prefix}.idx holds {dtype.name}: token ids must be integers.")
         if not self.num_tokens:
             which = f"{self.num_documents} documents, without any token" if self.num_documents else "no documents"
-            raise InputError(f"{dataset.prefix}.bin has {which}: write it again from text that is not empty.")
-        self._order = ORDERS[order](starts, sequence_length, seed)
+            raise InputError(f"{prefix}.bin has {which}: write it again from text that is not empty.")
 
     def __reduce__(self) -> Any:
         return DocumentSamples, self._arguments  # a reader process builds its own order instead of copying it

@@ -22,6 +22,7 @@ from megajax.checkpoint.manager import (
     saved_layer_state,
 )
 from megajax.config import ScheduleConfig
+from megajax.data.megatron import wanted_samples
 from megajax.errors import InputError
 from megajax.hf import is_hf_folder
 from megajax.mesh import mesh_sizes
@@ -46,6 +47,8 @@ class StateSaver:
         """A checkpoint's description; its MUST_AGREE entries must equal those of the run that restores it."""
         config = self.program.config
         optimizer, data = config.optimizer, config.data
+        # Megatron's order depends on the number of samples.
+        samples = {"samples": wanted_samples(config, "train")} if data.order == "megatron" else {}
         # SGD without momentum has no moments to restore; other changes of beta1 are allowed.
         beta1 = "zero" if optimizer.kind == "sgd" and optimizer.beta1 == 0 else "above zero"
         return {
@@ -60,7 +63,7 @@ class StateSaver:
             "schedule": config.schedule.model_dump(mode="json"),
             "fp8_history": _history_length(self._canonical_abstract.layer_state),
             "optimizer_state": config.checkpoint.save_optimizer,
-            "data": data.model_dump(mode="json", include={"kind", "train", "split", "order"}),
+            "data": data.model_dump(mode="json", include={"kind", "train", "split", "order"}) | samples,
         }
 
     def save(self, checkpoints: Checkpoints, step: int, state: TrainState) -> None:

@@ -1,0 +1,68 @@
+"""Megatron-Core's blends of data sets, number for number: at each step the data set that is furthest behind its weight.
+
+Each choice depends on all before it, so the choices are a loop. XLA compiles it for the CPU, at 50 ns a sample.
+"""
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+CHUNK = 1 << 20  # samples whose targets are in memory at a time
+
+
+def normalise_weights(weights: Sequence[float]) -> list[float]:
+    """Weights with sum 1, as Megatron divides them. Raises ValueError for a negative one, and if all are 0."""
+    array = np.asarray(weights, np.float64)
+    if (array < 0).any() or not array.sum() > 0 or not np.isfinite(array).all():
+        raise ValueError(f"the weights {list(weights)} have a negative number, or no positive one")
+    return (array / array.sum()).tolist()
+
+
+def blend_indices(weights: Sequence[float], num_samples: int) -> tuple[np.ndarray, np.ndarray]:
+    """(data set int16, its sample int64) of each of `num_samples` samples, for weights with sum 1.
+
+    Step t takes the data set d with the largest w_d · max(t, 1) - (samples taken from d), in float64, the first one of
+    equals.
+    """
+    return _blend(np.asarray(weights, np.float64), np.full(len(weights), num_samples), num_samples)
+
+
+def exhaustive_blend_indices(sizes: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+    """The same for weights in proportion to `sizes`, where each data set gives all its samples once, and no more."""
+    array = np.asarray(sizes, np.int64)
+    return _blend(array / array.sum(), array, int(array.sum()))
+
+
+def _blend(weights: np.ndarray, limits: np.ndarray, num_samples: int) -> tuple[np.ndarray, np.ndarray]:
+    import jax
+
+    assert len(weights) <= np.iinfo(np.int16).max, len(weights)
+    datasets, samples = np.empty(num_samples, np.int16), np.empty(num_samples, np.int64)
+    with jax.enable_x64(True), jax.default_device(jax.devices("cpu")[0]):
+        taken: Any = np.zeros(len(weights), np.int64)
+        for first in range(0, num_samples, CHUNK):
+            last = min(first + CHUNK, num_samples)
+            # Multiplied here: in the loop the compiler would fuse the product into the difference and round once.
+            targets = np.maximum(np.arange(first, last, dtype=np.float64), 1.0)[:, None] * weights
+            taken, chosen = _program()(taken, targets, limits)
+            datasets[first:last], samples[first:last] = chosen
+    return datasets, samples
+
+
+@lru_cache(1)
+def _program() -> Any:
+    import jax
+    import jax.numpy as jnp
+
+    @jax.jit
+    def program(taken, targets, limits):
+        def step(taken, target):
+            behind = jnp.where(taken < limits, target - taken, -jnp.inf)
+            chosen = jnp.argmax(behind)
+            return taken.at[chosen].add(1), (chosen.astype(jnp.int16), taken[chosen])
+
+        return jax.lax.scan(step, taken, targets)
+
+    return program

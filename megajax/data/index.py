@@ -1,0 +1,34 @@
+"""`python -m megajax.data.index CONFIG`: make a run's order of samples ahead of time (`data.order: megatron`)."""
+
+import sys
+import time
+from collections.abc import Sequence
+
+from megajax.config import load_config
+from megajax.console import CommandParser, user_errors
+from megajax.data.describe import describe_data
+from megajax.data.loader import datasets
+from megajax.errors import InputError
+from megajax.runtime import accept_missing_cuda
+
+
+def main(argv: Sequence[str]) -> int:
+    """Open and check a config's data and store its order; returns the exit status."""
+    parser = CommandParser("megajax.data.index", description="Make the order of a run's samples ahead of time.")
+    parser.add_argument("config", metavar="CONFIG", help="YAML file of the run")
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="settings instead of the file's")
+    with user_errors():
+        options = parser.parse_args(argv)
+        config = load_config(options.config, options.overrides)
+        if config.data.order != "megatron":
+            raise InputError(f"data.order={config.data.order} stores no order: set data.order=megatron.")
+        accept_missing_cuda()
+        start = time.perf_counter()
+        for line in describe_data(config, datasets(config)):
+            print(line)
+        print(f"the order of the samples is stored after {time.perf_counter() - start:.1f} s")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

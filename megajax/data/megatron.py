@@ -1,0 +1,143 @@
+"""Samples in Megatron-Core's order: its splits, its shuffled epochs and its blends (`data.order: megatron`)."""
+
+import math
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from megajax.data.blend import blend_indices, normalise_weights
+from megajax.data.index_cache import cached, digest
+from megajax.data.indexed import IndexedDataset
+from megajax.data.sample_order import GptIndices, gpt_indices
+from megajax.data.samples import BlendedSamples, DocumentSamples, Samples
+
+if TYPE_CHECKING:
+    from megajax.config import Config
+
+SURPLUS = 1.005  # members of a blend have this many times the samples that it should take from them
+VERSION = 1  # of the algorithms, part of the key of stored indices
+
+
+def wanted_samples(config: "Config", split: str) -> int:
+    """The samples that a run reads of a split; they decide its order."""
+    run, size = config.run, config.batch.global_size
+    if split == "train":
+        return config.data.train_samples or run.steps * size
+    evaluations = 1 if split == "test" else 1 + (run.steps // run.eval_interval if run.eval_interval else 0)
+    return evaluations * run.eval_steps * size
+
+
+def member_samples(weights: Sequence[float], num_samples: int) -> list[int]:
+    """The samples that a blend of `num_samples` takes of each member, for weights with sum 1."""
+    return [math.ceil(num_samples * weight) for weight in weights]
+
+
+def split_sequences(count: int, shares: Sequence[float]) -> list[tuple[int, int]]:
+    """Ranges of a data set's sequences for splits in proportion to `shares`, rounded as Python rounds."""
+    total = sum(shares)
+    ends = [round(end * count) for end in accumulate((share / total for share in shares), initial=0.0)]
+    return list(zip(ends, ends[1:], strict=False))
+
+
+class MegatronOrder:
+    """The token positions of samples; `starts` i64[sequences + 1] are those of the split's consecutive sequences."""
+
+    def __init__(self, starts: np.ndarray, indices: GptIndices):
+        self.starts, self.indices = starts, indices
+
+    def pieces(self, index: int) -> Iterator[tuple[int, int]]:
+        """As in `SampleOrder`; after the last sample the first one follows again, for the loader that reads ahead."""
+        documents, rows, shuffle = self.indices
+        row = int(shuffle[index % len(shuffle)])
+        (first, skipped), (last, end) = rows[row : row + 2].tolist()
+        for place in range(first, last + 1):
+            sequence = int(documents[place])
+            start, stop = int(self.starts[sequence]), int(self.starts[sequence + 1])
+            start, stop = start + (skipped if place == first else 0), start + end + 1 if place == last else stop
+            if start < stop:
+                yield start, stop
+
+
+class MegatronSamples(DocumentSamples):
+    """The samples of sequences first..last-1 of a data set, at least `num_samples`.
+
+    With `end_of_document` documents end at this token, as with Megatron's --reset-attention-mask, else with their
+    sequence. `num_documents` is the number of sequences. Raises InputError when there are no tokens or they are not
+    integers, and if the indices cannot be stored in `cache`.
+    """
+
+    def __init__(
+        self,
+        dataset: IndexedDataset,
+        sequences: tuple[int, int],
+        num_samples: int,
+        sequence_length: int,
+        seed: int,
+        cache: Path,
+        end_of_document: int | None,
+    ):
+        self._arguments = (dataset, sequences, num_samples, sequence_length, seed, cache, end_of_document)
+        self.dataset, self.sequence_length, self.end_of_document = dataset, sequence_length, end_of_document
+        lengths = dataset.lengths[slice(*sequences)]
+        self.num_documents, self.num_tokens = len(lengths), int(lengths.sum(dtype=np.int64))
+        self.check_tokens()
+        first = int(dataset.offsets[sequences[0]]) // dataset.dtype.itemsize
+        starts = first + np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
+        key = {"kind": "gpt", "version": VERSION, "lengths": digest(lengths), "samples": num_samples}
+        key |= {"sequence_length": sequence_length, "seed": seed}
+        arrays = cached(
+            cache, key, GptIndices._fields, lambda: gpt_indices(lengths, num_samples, sequence_length, seed)
+        )
+        self._order = MegatronOrder(starts, GptIndices(*arrays))
+
+    def __reduce__(self) -> Any:
+        return MegatronSamples, self._arguments  # a reader process maps the stored indices
+
+    def document_lengths(self, index: int) -> np.ndarray:
+        if self.end_of_document is None:
+            return super().document_lengths(index)
+        sample = self[index]
+        ends = np.flatnonzero(sample == self.end_of_document) + 1
+        return np.diff(np.unique(np.concatenate([[0], ends, [len(sample)]])))
+
+
+class MegatronBlend(BlendedSamples):
+    """Samples of several sources, in the order of Megatron's blend of `num_samples`; `weights` have sum 1."""
+
+    def __init__(self, sources: Sequence[Samples], weights: Sequence[float], num_samples: int, cache: Path):
+        self._arguments = (sources, weights, num_samples, cache)
+        self.sources, self.weights = sources, np.asarray(weights)
+        size = sum(member_samples(weights, num_samples))
+        key = {"kind": "blend", "version": VERSION, "weights": list(weights), "samples": size}
+        self.datasets, self.samples = cached(cache, key, ("datasets", "samples"), lambda: blend_indices(weights, size))
+
+    def __reduce__(self) -> Any:
+        return MegatronBlend, self._arguments
+
+    def locate(self, index: int) -> tuple[int, int]:
+        index %= len(self.datasets)
+        return int(self.datasets[index]), int(self.samples[index])
+
+
+def open_samples(
+    config: "Config",
+    split: str,
+    ranges: Sequence[tuple[IndexedDataset, tuple[int, int]]],
+    weights: Sequence[float],
+    end_of_document: int | None,
+) -> Samples:
+    """The samples of a split from data sets and the ranges of their sequences, one of each weight."""
+    cache = Path(config.data.index_cache or Path(config.run.dir) / "index_cache")
+    wanted, length, seed = max(1, wanted_samples(config, split)), config.batch.sequence_length, config.run.seed
+    weights = normalise_weights(weights)
+    counts = [wanted]
+    if len(ranges) > 1:
+        counts = [math.ceil(count * SURPLUS) for count in member_samples(weights, wanted)]
+    sources = [
+        MegatronSamples(dataset, sequences, count, length, seed, cache, end_of_document)
+        for (dataset, sequences), count in zip(ranges, counts, strict=True)
+    ]
+    return sources[0] if len(sources) == 1 else MegatronBlend(sources, weights, wanted, cache)

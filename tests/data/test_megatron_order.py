@@ -1,0 +1,220 @@
+"""Megatron's order of samples and blends, against its published values and a plain restatement of its algorithm."""
+
+import math
+import pickle
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megajax.data import megatron, sample_order
+from megajax.data.blend import blend_indices, exhaustive_blend_indices, normalise_weights
+from megajax.data.index_cache import cached
+from megajax.data.indexed import IndexedWriter
+from megajax.data.loader import datasets, make_loader
+from megajax.data.sample_order import gpt_indices
+from megajax.errors import InputError
+
+SIZES = [7, 3, 12, 5, 1, 9, 4, 11]
+
+
+@pytest.mark.smoke
+def test_the_order_is_megatrons():
+    documents, rows, shuffle = gpt_indices(np.array(SIZES), 8, 8, 1234)
+    assert documents.tolist() == [2, 1, 6, 0, 4, 5, 3, 7, 5, 0, 3, 4, 2, 6, 1, 7]
+    expected = "0,0 0,8 2,1 3,5 5,5 6,4 7,7 8,4 9,3 10,4 12,6 13,2 15,3"
+    assert " ".join(f"{a},{b}" for a, b in rows) == expected
+    assert shuffle.tolist() == [1, 0, 3, 5, 2, 4, 8, 9, 11, 7, 10, 6]
+    assert (documents.dtype, rows.dtype, shuffle.dtype) == (np.int32, np.int32, np.uint32)
+    datasets, samples = blend_indices([0.5, 0.3, 0.2], 12)
+    assert datasets.tolist() == [0, 1, 2, 0, 1, 0, 2, 0, 1, 0, 0, 1]
+    assert samples.tolist() == [0, 0, 0, 1, 1, 2, 1, 3, 2, 4, 5, 3]
+
+
+def plain_gpt_indices(lengths, wanted, S, seed):
+    """The algorithm token by token."""
+    T, count = sum(lengths), 1
+    while wanted is not None and count * T < wanted * S + 1:
+        count += 1
+    n, separated, before = (count * T - 1) // S, False, 0
+    if count > 1:
+        before = ((count - 1) * T - 1) // S
+        separated = wanted - before < int(0.8 * ((T - 1) // S))
+    random = np.random.RandomState(seed)
+    groups = [count - 1, 1] if separated else [count]
+    documents = []
+    for epochs in groups:
+        part = np.array(list(range(len(lengths))) * epochs, np.int32)
+        random.shuffle(part)
+        documents += part.tolist()
+    stream = [(place, token) for place, d in enumerate(documents) for token in range(lengths[d])]
+    rows = [list(stream[k * S]) for k in range(n + 1)]
+    shuffle = []
+    for first, last in ((0, before), (before, n)) if separated else ((0, n),):
+        part = np.arange(first, last, dtype=np.uint32)
+        random.shuffle(part)
+        shuffle += part.tolist()
+    return documents, rows, shuffle
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.lists(st.integers(0, 20), min_size=1, max_size=12).filter(any),
+    st.one_of(st.none(), st.integers(1, 40)),
+    st.integers(1, 12),
+    st.integers(0, 2**32 - 1),
+    st.sampled_from([1, 3, 1 << 24]),
+)
+def test_the_order_is_that_of_the_plain_algorithm(lengths, wanted, length, seed, chunk):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sample_order, "CHUNK", chunk)
+        found = gpt_indices(np.array(lengths, np.int32), wanted, length, seed)
+    for ours, theirs in zip(found, plain_gpt_indices(lengths, wanted, length, seed), strict=True):
+        assert ours.tolist() == theirs
+
+
+def plain_blend(weights, count, limits=None):
+    taken, out = [0] * len(weights), []
+    for t in range(count):
+        behind = [w * max(float(t), 1.0) - taken[d] for d, w in enumerate(weights)]
+        if limits is not None:
+            behind = [b if taken[d] < limits[d] else -math.inf for d, b in enumerate(behind)]
+        d = behind.index(max(behind))
+        out.append((d, taken[d]))
+        taken[d] += 1
+    return out
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(1, 50), min_size=1, max_size=6), st.integers(1, 200))
+def test_a_blend_is_that_of_the_plain_algorithm(numbers, count):
+    weights = normalise_weights(numbers)
+    assert list(zip(*map(np.ndarray.tolist, blend_indices(weights, count)), strict=True)) == plain_blend(weights, count)
+    exhaustive = list(zip(*map(np.ndarray.tolist, exhaustive_blend_indices(numbers)), strict=True))
+    assert exhaustive == plain_blend(np.array(numbers) / sum(numbers), sum(numbers), numbers)
+
+
+@pytest.mark.smoke
+def test_weights_are_checked():
+    for weights in ([0.0, 0.0], [1.0, -1.0], [math.nan]):
+        with pytest.raises(ValueError, match="have a negative number, or no positive one"):
+            normalise_weights(weights)
+
+
+@pytest.fixture
+def make_megatron(make_config, tmp_path):
+    def make(**settings):
+        defaults = {"order": "megatron", "index_cache": None, "train_samples": None, "end_of_document": None}
+        config = make_config(**(defaults | settings))
+        config.run.dir, config.run.eval_interval = str(tmp_path / "run"), 4
+        return config
+
+    return make
+
+
+def written(tmp_path, name, documents, lengths=None) -> str:
+    with IndexedWriter(tmp_path / name, np.uint16) as writer:
+        for i, document in enumerate(documents):
+            writer.add_document(document, None if lengths is None else lengths[i])
+    return str(tmp_path / name)
+
+
+def test_samples_are_the_tokens_of_the_plain_order(tmp_path, make_megatron):
+    """A document of two sequences counts as two; several epochs."""
+    texts = [np.arange(100 * i, 100 * i + size) for i, size in enumerate(SIZES)]
+    prefix = written(tmp_path, "a", [np.concatenate(texts[:2]), *texts[2:]], [SIZES[:2], *([s] for s in SIZES[2:])])
+    config = make_megatron(train=prefix, seed=1234, global_size=2, sequence_length=8)
+    config.run.steps = 4
+    samples = datasets(config)["train"]
+    documents, rows, shuffle = plain_gpt_indices(SIZES, 8, 8, 1234)
+    stream = np.concatenate([texts[d] for d in documents])
+    starts = [sum(SIZES[d] for d in documents[:place]) + token for place, token in rows]
+    for i, row in enumerate(shuffle):
+        assert samples[i].tolist() == stream[starts[row] : starts[row] + 9].tolist()
+        assert samples.document_lengths(i).sum() == 9
+    np.testing.assert_array_equal(samples[len(shuffle)], samples[0])  # for the loader that reads ahead
+    again = pickle.loads(pickle.dumps(samples))  # a reader process
+    np.testing.assert_array_equal(again[3], samples[3])
+
+
+def test_a_blend_of_splits_reads_the_samples_that_megatron_would(tmp_path, make_megatron):
+    """Split by sequences, 0.5 % more samples than needed for each member, and the blend's own order."""
+    rng, sets = np.random.default_rng(0), []
+    for name in "abc":
+        sets.append([rng.integers(0, 999, size) for size in rng.integers(1, 30, 21)])
+        written(tmp_path, name, sets[-1])
+    parts = [{"prefix": str(tmp_path / name), "weight": weight} for name, weight in zip("abc", (5, 3, 2), strict=True)]
+    parts = tuple(type("Source", (), part) for part in parts)
+    config = make_megatron(train=parts, split="90,10,0", global_size=4, sequence_length=8, seed=3)
+    config.run.steps = 25
+    opened = datasets(config)
+    weights = [0.5, 0.3, 0.2]
+    for split, bounds, wanted in (("train", (0, round(0.9 * 21)), 100), ("valid", (round(0.9 * 21), 21), 7 * 2 * 4)):
+        orders = []
+        for texts, weight in zip(sets, weights, strict=True):
+            lengths = [len(text) for text in texts[slice(*bounds)]]
+            count = math.ceil(math.ceil(wanted * weight) * 1.005)
+            orders.append((texts[slice(*bounds)], lengths, plain_gpt_indices(lengths, count, 8, 3)))
+        size = sum(math.ceil(wanted * weight) for weight in weights)
+        for i, (d, sample) in enumerate(plain_blend(weights, size)):
+            texts, lengths, (documents, rows, shuffle) = orders[d]
+            place, token = rows[shuffle[sample]]
+            stream = np.concatenate([texts[document] for document in documents[place:]])
+            assert opened[split][i].tolist() == stream[token : token + 9].tolist()
+    rows = np.arange(4)
+    whole = make_loader(config, split="train", rows=rows)
+    first = [next(whole)["tokens"] for _ in range(25)]
+    resumed = make_loader(config, split="train", rows=rows[2:], start_step=20)  # the second of two processes
+    for batch in first[20:]:
+        np.testing.assert_array_equal(next(resumed)["tokens"], batch[2:])
+
+
+def test_documents_end_at_their_token(tmp_path, make_megatron):
+    """As with --reset-attention-mask, wherever sequences end; 256 is the end of a document for bytes."""
+    prefix = written(tmp_path, "eod", [[1, 2, 256, 3, 256], [256, 4, 5, 6], [7, 8, 9, 256]])
+    config = make_megatron(train=prefix, tokenizer="byte", reset_attention=True, global_size=1, sequence_length=5)
+    config.run.steps = 2
+    samples = datasets(config)["train"]
+    for i in range(2):
+        sample, lengths = samples[i].tolist(), samples.document_lengths(i).tolist()
+        ends = np.cumsum(lengths).tolist()
+        assert ends[-1] == 6 and min(lengths) > 0
+        assert ends[:-1] == [k + 1 for k, token in enumerate(sample) if token == 256 and k < 5]
+    config.data.tokenizer = None
+    with pytest.raises(InputError, match="finds the ends of documents by their token.*set data.tokenizer"):
+        datasets(config)
+
+
+def test_an_index_is_built_once_and_mistakes_are_sentences(tmp_path, make_megatron, monkeypatch):
+    prefix = written(tmp_path, "a", [[1] * 20, [2] * 30])
+    config = make_megatron(train=prefix, global_size=1, sequence_length=8, index_cache=str(tmp_path / "cache"))
+    expected = datasets(config)["train"][0]
+    folder = next(path for path in (tmp_path / "cache").iterdir() if path.is_dir())
+    assert {path.name for path in folder.iterdir()} == {"documents.npy", "rows.npy", "shuffle.npy", "key.json"}
+    monkeypatch.setattr(megatron, "gpt_indices", None)  # not built again
+    np.testing.assert_array_equal(datasets(config)["train"][0], expected)
+    (folder / "rows.npy").write_bytes(b"damaged")
+    with pytest.raises(InputError, match="cannot be written or read .*free space there, remove it, or set data.index"):
+        datasets(config)
+    monkeypatch.undo()
+    (tmp_path / "file").touch()
+    config.data.index_cache = str(tmp_path / "file" / "cache")
+    with pytest.raises(InputError, match="data.train .*Not a directory.*set data.index_cache to another directory"):
+        datasets(config)
+    config.batch.sequence_length = 50
+    config.data.index_cache = str(tmp_path / "cache")
+    with pytest.raises(InputError, match=r"has 50 token\(s\) for train, but a sample of batch.sequence_length=50"):
+        datasets(config)
+
+
+def test_a_build_that_fails_leaves_nothing_that_loads(tmp_path):
+    def fail():
+        raise KeyboardInterrupt
+
+    key = {"kind": "test"}
+    with pytest.raises(KeyboardInterrupt):
+        cached(tmp_path, key, ["a"], fail)
+    (found,) = cached(tmp_path, key, ["a"], lambda: [np.arange(3)])
+    assert found.tolist() == [0, 1, 2]
+    assert cached(tmp_path, {"kind": "other"}, ["a"], lambda: [np.zeros(1)])[0].tolist() == [0.0]
