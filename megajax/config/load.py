@@ -124,7 +124,7 @@ def _sentence(error: ValidationError, tree: Tree, path: str) -> str:
         return _unknown(key, mistake["input"], tree, path)
     if mistake["type"] == "missing":
         return f"{key} is not set ({location}): add it{_meaning(key)}."
-    problem, cure = _problem(mistake)
+    problem, cure = describe_problem(mistake)
     first = next((name for name, _ in keys() if name.startswith(f"{_with_n(key)}.")), "")
     cure = cure.replace("{first}", key + first.removeprefix(_with_n(key)))
     return f"{key}={show(mistake['input'])} {problem} ({location}): {cure}."
@@ -203,7 +203,7 @@ _PROBLEMS = {
 }
 
 
-def _problem(mistake: Any) -> tuple[str, str]:
+def describe_problem(mistake: Any) -> tuple[str, str]:
     """The problem with a value, and the correction."""
     kind, context = mistake["type"], mistake.get("ctx", {})
     if kind == "value_error":

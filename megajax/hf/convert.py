@@ -13,12 +13,14 @@ from megajax.checkpoint.manager import compare_descriptions, describe_model
 from megajax.config import ModelConfig
 from megajax.config.tree import show
 from megajax.errors import ConfigError, InputError
+from megajax.hf.families import Gemma2, Gemma3Text, Nemotron, Olmo2, Phi3, SmolLm3
 from megajax.hf.folder import Weights, read_config, write_folder
 from megajax.hf.gpt2 import Gpt2
 from megajax.hf.gpt_oss import GptOss
 from megajax.hf.llama import Llama, Mistral, Mixtral, Qwen2, Qwen3, Qwen3Moe
 from megajax.hf.reader import Reader, check_tensors, unpadded
 from megajax.hf.tensors import Tensor, fused, tensor_names
+from megajax.hf.values import check_section, check_values
 
 
 class Family(Protocol):
@@ -26,6 +28,11 @@ class Family(Protocol):
 
     model_type: str
     architecture: str
+
+    @property
+    def names(self) -> Mapping[str, str]:
+        """Keys of config.json that differ from those of `model` in name only."""
+        ...
 
     def read(self, config: dict[str, Any]) -> dict[str, Any]: ...
 
@@ -35,25 +42,33 @@ class Family(Protocol):
 
 
 FAMILIES: dict[str, Family] = {
-    f.model_type: f for f in (Gpt2(), GptOss(), Llama(), Mistral(), Mixtral(), Qwen2(), Qwen3(), Qwen3Moe())
+    family.model_type: family
+    for family in (
+        *(Gpt2(), GptOss(), Llama(), Mistral(), Mixtral(), Qwen2(), Qwen3(), Qwen3Moe()),
+        *(Gemma2(), Gemma3Text(), Phi3(), Olmo2(), Nemotron(), SmolLm3()),
+    )
 }
 
 
 def read_folder(folder: str | Path) -> tuple[Family, dict[str, Any], dict[str, Any]]:
     """(family, section `model`, config.json) of a folder.
 
-    Raises InputError for a family that is not known, and for a model that megajax does not have.
+    Raises InputError for a family that is not known, a value that no model has, and a model that megajax does not have.
     """
     config, path = read_config(folder), Path(folder) / "config.json"
     name = config["model_type"]
     if name not in FAMILIES:
         raise InputError(f"{path}: model_type={name} is not known: megajax reads {', '.join(sorted(FAMILIES))}.")
+    family = FAMILIES[name]
+    check_values(config, family.names, path)
     try:
-        return FAMILIES[name], FAMILIES[name].read(config), config
+        section = family.read(config)
     except KeyError as key:
         raise InputError(f"{path} has no {key}: copy it again.") from None
     except ValueError as problem:
         raise InputError(f"{path}: {problem}, which megajax's model does not have: use another model.") from None
+    check_section(section, family.names, path)
+    return family, section, config
 
 
 def read_model(folder: str | Path) -> dict[str, Any]:
@@ -139,7 +154,7 @@ def export(
     or if the folder cannot be written.
     """
     family = family_for(model)
-    config = {**extra, **family.write(model), "dtype": dtype, "torch_dtype": dtype}
+    config = {"pad_token_id": None, **extra, **family.write(model), "dtype": dtype, "torch_dtype": dtype}
     write_folder(folder, config, _exported(weights, family.tensors(model), model, np.dtype(dtype)), files)
 
 

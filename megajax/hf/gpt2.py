@@ -21,6 +21,7 @@ class Gpt2:
     """GPT-2."""
 
     model_type, architecture = "gpt2", "GPT2LMHeadModel"
+    names = NAMES
 
     def read(self, config: Json) -> Json:
         """config.json → the section `model`; ValueError for an option that megajax's model does not have."""

@@ -3,8 +3,7 @@
 from typing import Any
 
 from megajax.config import ModelConfig
-from megajax.config.kinds import layer_windows
-from megajax.hf.llama import LINEAR, Llama
+from megajax.hf.llama import LINEAR, Llama, layer_types
 from megajax.hf.tensors import Tensor, in_turns
 from megajax.ops.mlp_kernel import CLAMP_LIMIT, CLAMP_SLOPE
 
@@ -36,12 +35,10 @@ class GptOss(Llama):
         }
 
     def write_options(self, model: ModelConfig) -> Json:
-        windows = layer_windows(model)
-        local = [windows[i % len(windows)] is not None for i in range(model.num_layers)]
         return {
             "attention_bias": model.attention_bias,
             "sliding_window": model.sliding_window,
-            "layer_types": ["sliding_attention" if is_local else "full_attention" for is_local in local],
+            "layer_types": layer_types(model),
             "num_local_experts": model.num_experts,
             "num_experts_per_tok": model.experts_per_token,
             "intermediate_size": model.expert_ffn_hidden_size,
@@ -56,7 +53,6 @@ class GptOss(Llama):
         ours, theirs = "blocks.moe.moe.", "model.layers.{layer}."
         experts = f"{theirs}mlp.experts."
         return [
-            Tensor(f"{ours}norm", f"{theirs}post_attention_layernorm.weight"),
             Tensor(f"{ours}router", f"{theirs}mlp.router.weight", LINEAR),
             Tensor(f"{ours}router_bias", f"{theirs}mlp.router.bias"),
             *in_turns(f"{experts}gate_up_proj", 2, [f"{ours}gate", f"{ours}up"]),

@@ -6,9 +6,10 @@ They differ in options, in the names of config.json and in the names of the expe
 from typing import Any
 
 from megajax.config import ModelConfig
-from megajax.config.kinds import block_layers, layer_windows
+from megajax.config.kinds import block_layers, layer_kinds
 from megajax.hf.rope import read_rope, write_rope
 from megajax.hf.tensors import Tensor
+from megajax.model.parts import is_gated
 
 Json = dict[str, Any]
 LINEAR, HEADS = "out in -> in out", "(heads head) embed -> embed heads head"
@@ -31,19 +32,28 @@ class Llama:
     """Llama 2, 3, 3.1 and 3.2."""
 
     model_type, architecture = "llama", "LlamaForCausalLM"
+    names = NAMES
     defaults: Json = {"tie_word_embeddings": False, "rms_norm_eps": 1e-6, "hidden_act": "silu"}
+    activations = {"silu": "swiglu", "swish": "swiglu"}  # names of transformers, the first of which is written
+    activation_key = "hidden_act"
     partial_rotary = False
+    norms = {"attention.norm": "input_layernorm", "mlp.norm": "post_attention_layernorm"}
 
     def read(self, config: Json) -> Json:
         """config.json → the section `model`; ValueError for an option that megajax's model does not have."""
         config = self.defaults | config
-        if config["hidden_act"] not in ("silu", "swish"):
-            raise ValueError(f"hidden_act={config['hidden_act']} is not silu")
-        model = {ours: config[theirs] for theirs, ours in NAMES.items() if config.get(theirs) is not None}
-        rope = read_rope(config)
+        if (activation := config[self.activation_key]) not in self.activations:
+            raise ValueError(f"{self.activation_key}={activation} is not {next(iter(self.activations))}")
+        model = {ours: config[theirs] for theirs, ours in self.names.items() if config.get(theirs) is not None}
+        if self.activations[activation] != "swiglu":
+            model["activation"] = self.activations[activation]
+        rope = self.read_rope(config)
         if "rope_fraction" in rope and not self.partial_rotary:
             raise ValueError(f"partial_rotary_factor={rope['rope_fraction']}")
         return model | rope | self.read_options(config)
+
+    def read_rope(self, config: Json) -> Json:
+        return read_rope(config)
 
     def read_options(self, config: Json) -> Json:
         """The options of this family."""
@@ -52,32 +62,33 @@ class Llama:
 
     def write(self, model: ModelConfig) -> Json:
         """The section `model` → config.json, without what depends on the run."""
-        config = {theirs: getattr(model, ours) for theirs, ours in NAMES.items()}
-        config |= {"model_type": self.model_type, "architectures": [self.architecture], "hidden_act": "silu"}
-        return config | write_rope(model, self.partial_rotary) | self.write_options(model)
+        config = {theirs: getattr(model, ours) for theirs, ours in self.names.items()}
+        config |= {"model_type": self.model_type, "architectures": [self.architecture]}
+        config[self.activation_key] = next(iter(self.activations))
+        return config | self.write_rope(model) | self.write_options(model)
+
+    def write_rope(self, model: ModelConfig) -> Json:
+        return write_rope(model, self.partial_rotary)
 
     def write_options(self, model: ModelConfig) -> Json:
         return {"attention_bias": model.attention_bias, "mlp_bias": model.mlp_bias}
 
     def tensors(self, model: ModelConfig) -> list[Tensor]:
         """All parameters' entries."""
-        out = [
-            Tensor("embedding.tokens", "model.embed_tokens.weight"),
-            Tensor("final_norm", "model.norm.weight"),
-        ]
+        out = [Tensor("embedding.tokens", "model.embed_tokens.weight"), *norm(model, "final_norm", "model.norm")]
         if not model.tie_embeddings:
             out.append(Tensor("head", "lm_head.weight", LINEAR))
         for kind in block_layers(model):
+            for ours, theirs in self.norms.items():
+                ours = ours.replace("mlp", "moe") if kind == "moe" else ours
+                out += norm(model, f"blocks.{kind}.{ours}", f"model.layers.{{layer}}.{theirs}")
             out += self.attention(model, f"blocks.{kind}.attention.")
             out += self.moe(model) if kind == "moe" else self.mlp(model)
         return out
 
     def attention(self, model: ModelConfig, ours: str) -> list[Tensor]:
         theirs = "model.layers.{layer}.self_attn."
-        out = [
-            Tensor(f"{ours}norm", "model.layers.{layer}.input_layernorm.weight"),
-            Tensor(f"{ours}output", f"{theirs}o_proj.weight", "embed (heads head) -> heads head embed"),
-        ]
+        out = [Tensor(f"{ours}output", f"{theirs}o_proj.weight", "embed (heads head) -> heads head embed")]
         for name, short in (("query", "q"), ("key", "k"), ("value", "v")):
             out.append(Tensor(f"{ours}{name}", f"{theirs}{short}_proj.weight", HEADS))
             if model.attention_bias:
@@ -90,8 +101,8 @@ class Llama:
 
     def mlp(self, model: ModelConfig) -> list[Tensor]:
         ours, theirs = "blocks.dense.mlp.", "model.layers.{layer}."
-        out = [Tensor(f"{ours}norm", f"{theirs}post_attention_layernorm.weight")]
-        for name in ("gate", "up", "down"):
+        out = []
+        for name in ("gate", "up", "down") if is_gated(model) else ("up", "down"):
             out.append(Tensor(f"{ours}{name}", f"{theirs}mlp.{name}_proj.weight", LINEAR))
             if model.mlp_bias:
                 out.append(Tensor(f"{ours}{name}_bias", f"{theirs}mlp.{name}_proj.bias"))
@@ -131,10 +142,7 @@ class Mixtral(Mistral):
 
     def moe(self, model: ModelConfig) -> list[Tensor]:
         ours, theirs = "blocks.moe.moe.", "model.layers.{layer}."
-        out = [
-            Tensor(f"{ours}norm", f"{theirs}post_attention_layernorm.weight"),
-            Tensor(f"{ours}router", theirs + self.router, LINEAR),
-        ]
+        out = [Tensor(f"{ours}router", theirs + self.router, LINEAR)]
         for name, short in self.expert_names.items():
             out.append(Tensor(f"{ours}{name}", f"{theirs}{self.experts}{short}.weight", LINEAR))
         return out
@@ -149,24 +157,22 @@ class Qwen2(Llama):
         return {"attention_bias": "qkv"} | self.read_windows(config)
 
     def read_windows(self, config: Json) -> Json:
-        options: Json = {}
-        if config.get("use_sliding_window") and config.get("sliding_window"):
-            kinds = config.get("layer_types")
-            if kinds is None:  # the older layout: from this layer on
-                first = config.get("max_window_layers", config["num_hidden_layers"])
-                kinds = ["sliding_attention" if i >= first else "" for i in range(config["num_hidden_layers"])]
-            local = ["local" if kind == "sliding_attention" else "global" for kind in kinds]
-            if "local" in local:
-                options |= {"sliding_window": config["sliding_window"], "layer_pattern": local}
-        return options
+        if not config.get("use_sliding_window"):
+            return {}
+        kinds = config.get("layer_types")
+        if kinds is None:  # the older layout: from this layer on
+            first = config.get("max_window_layers", config["num_hidden_layers"])
+            kinds = ["sliding_attention" if i >= first else "" for i in range(config["num_hidden_layers"])]
+        return windows(kinds, config.get("sliding_window"))
 
     def write_options(self, model: ModelConfig) -> Json:
-        local = [window is not None for window in layer_windows(model)]
+        kinds = layer_types(model)
+        local = [kind == "sliding_attention" for kind in kinds]
         return {
             "use_sliding_window": any(local),
             "sliding_window": model.sliding_window,
             "max_window_layers": next((i for i, is_local in enumerate(local) if is_local), len(local)),
-            "layer_types": ["sliding_attention" if is_local else "full_attention" for is_local in local],
+            "layer_types": kinds,
         }
 
 
@@ -218,3 +224,20 @@ class Qwen3Moe(Qwen3, Mixtral):
             "decoder_sparse_step": model.moe_layer_interval,
             "mlp_only_layers": [*range(model.first_dense_layers)],
         }
+
+
+def norm(model: ModelConfig, ours: str, theirs: str) -> list[Tensor]:
+    """The weight of a norm, and the bias of a LayerNorm."""
+    out = [Tensor(ours, f"{theirs}.weight")]
+    return out if model.norm == "rmsnorm" else [*out, Tensor(f"{ours}_bias", f"{theirs}.bias")]
+
+
+def windows(kinds: list[str], window: int | None) -> Json:
+    """transformers' `layer_types` → windows in the section `model`."""
+    local = ["local" if kind == "sliding_attention" else "global" for kind in kinds]
+    return {"sliding_window": window, "layer_pattern": local} if "local" in local and window else {}
+
+
+def layer_types(model: ModelConfig) -> list[str]:
+    """The section `model` → transformers' `layer_types`."""
+    return ["full_attention" if kind.window is None else "sliding_attention" for kind in layer_kinds(model)]

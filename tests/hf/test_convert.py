@@ -204,9 +204,49 @@ Q = "model.layers.1.self_attn.q_proj.weight"
 MISTAKES = {
     "another family": (
         lambda f: change_config(f, model_type="bert"),
-        "model_type=bert is not known: megajax reads gpt2",
+        "model_type=bert is not known: megajax reads gemma2",
     ),
     "another activation": (lambda f: change_config(f, hidden_act="gelu"), "hidden_act=gelu is not silu"),
+    "a negative size": (
+        lambda f: change_config(f, num_hidden_layers=-3),
+        "config.json: num_hidden_layers=-3 is too small: use 1 or more.",
+    ),
+    "a size in words": (
+        lambda f: change_config(f, hidden_size="x"),
+        "config.json: hidden_size=x is not a whole number: write one such as 4, without quotes.",
+    ),
+    "a boolean in words": (
+        lambda f: change_config(f, tie_word_embeddings="no"),
+        "tie_word_embeddings=no is not true or false",
+    ),
+    "positions in words": (
+        lambda f: change_config(f, rope_parameters="llama3"),
+        "rope_parameters=llama3 is not a mapp",
+    ),
+    "a factor in words": (
+        lambda f: change_config(f, rope_parameters={"rope_type": "linear", "factor": "x"}),
+        "config.json: rope_parameters.factor=x is not a number: copy it again.",
+    ),
+    "a small factor": (
+        lambda f: change_config(f, rope_parameters={"rope_type": "linear", "factor": 0.5}),
+        "config.json: rope_scaling.factor=0.5 is too small: use 1.0 or more.",
+    ),
+    "no factor": (
+        lambda f: change_config(f, rope_parameters={"rope_type": "linear"}),
+        "config.json has no rope_scaling.factor: copy it again.",
+    ),
+    "part of each head": (
+        lambda f: change_config(f, partial_rotary_factor=0.5),
+        "partial_rotary_factor=0.5, which megajax's model does not have",
+    ),
+    "too few kinds of layers": (
+        lambda f: change_config(f, layer_types=["full_attention"]),
+        "layer_types has 1 entries, but the model has 3 layers",
+    ),
+    "a width of scores": (
+        lambda f: change_config(f, query_pre_attn_scalar=0),
+        "query_pre_attn_scalar=0 is not a whole number of 1 or more: copy it again.",
+    ),
     "no key": (lambda f: (f / "config.json").write_text("{}"), "has no model_type"),
     "not JSON": (lambda f: (f / "config.json").write_text("{"), "config.json is damaged"),
     "another size": (lambda f: change_config(f, num_hidden_layers=2), "model.num_layers=2, but this run has 3"),

@@ -1,0 +1,165 @@
+"""Relatives of Llama with other norms, positions or tensors: Gemma 2 and 3, Phi-3, OLMo 2, Nemotron, SmolLM3."""
+
+from typing import Any
+
+from megajax.config import ModelConfig
+from megajax.config.kinds import layer_kinds
+from megajax.hf.llama import HEADS, LINEAR, NAMES, Llama, Mistral, Qwen2, layer_types, windows
+from megajax.hf.rope import read_rope
+from megajax.hf.tensors import Tensor, side_by_side
+
+Json = dict[str, Any]
+LOCAL, GLOBAL = "sliding_attention", "full_attention"
+
+
+class Gemma2(Llama):
+    """Gemma 2: norms before and after the parts, soft-caps, a window in every second layer."""
+
+    model_type, architecture = "gemma2", "Gemma2ForCausalLM"
+    names = NAMES | {"final_logit_softcapping": "logit_softcap", "attn_logit_softcapping": "attention_softcap"}
+    defaults: Json = {
+        "tie_word_embeddings": True,
+        "rms_norm_eps": 1e-6,
+        "head_dim": 256,
+        "query_pre_attn_scalar": 256,
+        "sliding_window": 4096,
+        "sliding_window_pattern": 2,  # every n-th layer has no window
+        "hidden_activation": "gelu_pytorch_tanh",
+        "final_logit_softcapping": 30.0,
+        "attn_logit_softcapping": 50.0,
+    }
+    activations = {"gelu_pytorch_tanh": "geglu"}
+    activation_key = "hidden_activation"
+    norms = {
+        "attention.norm": "input_layernorm",
+        "attention.post_norm": "post_attention_layernorm",
+        "mlp.norm": "pre_feedforward_layernorm",
+        "mlp.post_norm": "post_feedforward_layernorm",
+    }
+
+    def read_options(self, config: Json) -> Json:
+        if config.get("use_bidirectional_attention"):
+            raise ValueError("use_bidirectional_attention=true")
+        options = super().read_options(config)
+        options |= {"norm_placement": "both", "norm_zero_centred": True, "scale_embeddings": True}
+        if config["query_pre_attn_scalar"] != config["head_dim"]:
+            options["attention_scale"] = config["query_pre_attn_scalar"] ** -0.5
+        period, layers = config["sliding_window_pattern"], range(config["num_hidden_layers"])
+        kinds = config.get("layer_types") or [LOCAL if (i + 1) % period else GLOBAL for i in layers]
+        return options | windows(kinds, config["sliding_window"])
+
+    def write_options(self, model: ModelConfig) -> Json:
+        scale = model.attention_scale
+        return {
+            "attention_bias": model.attention_bias,
+            "query_pre_attn_scalar": model.head_dim if scale is None else round(scale**-2),
+            "sliding_window": model.sliding_window,
+            "layer_types": layer_types(model),
+        }
+
+
+class Gemma3Text(Gemma2):
+    """Gemma 3's language model: norms of queries and keys, and another RoPE base in the layers with windows."""
+
+    model_type, architecture = "gemma3_text", "Gemma3ForCausalLM"
+    defaults: Json = Gemma2.defaults | {
+        "sliding_window_pattern": 6,
+        "final_logit_softcapping": None,
+        "attn_logit_softcapping": None,
+    }
+
+    def read_options(self, config: Json) -> Json:
+        return super().read_options(config) | {"qk_norm": True}
+
+    def read_rope(self, config: Json) -> Json:
+        """`rope_parameters` by kind of layer, or the older `rope_local_base_freq` beside that of global layers."""
+        by_kind = config.get("rope_parameters") or {}
+        local = by_kind.get(LOCAL) or {"rope_theta": config.get("rope_local_base_freq", 10000.0)}
+        older = {"rope_theta": config.get("rope_theta", 1e6)} | (config.get("rope_scaling") or {})
+        everywhere = by_kind.get(GLOBAL) or older
+        model = read_rope(config | {"rope_parameters": everywhere})
+        if local == everywhere:
+            return model
+        if local.get("rope_type", "default") != "default":
+            raise ValueError(f"rope_parameters.{LOCAL}.rope_type={local['rope_type']}")
+        return model | {"rope_local_theta": local.get("rope_theta", 10000.0)}
+
+    def write_rope(self, model: ModelConfig) -> Json:
+        out = super().write_rope(model)
+        everywhere = out["rope_parameters"]
+        local = {"rope_type": "default", "rope_theta": model.rope_local_theta}
+        by_kind = {LOCAL: local if model.rope_local_theta else everywhere, GLOBAL: everywhere}
+        return out | {"rope_local_base_freq": by_kind[LOCAL]["rope_theta"], "rope_parameters": by_kind}
+
+
+class Phi3(Mistral):
+    """Phi-3 and Phi-4: queries, keys and values in one tensor, gate and up in one; partly rotated heads."""
+
+    model_type, architecture = "phi3", "Phi3ForCausalLM"
+    defaults: Json = Llama.defaults | {"rms_norm_eps": 1e-5}
+    partial_rotary = True
+
+    def write_rope(self, model: ModelConfig) -> Json:
+        if model.rope_scaling:
+            raise ValueError("its only scaling is longrope")
+        return super().write_rope(model)
+
+    def attention(self, model: ModelConfig, ours: str) -> list[Tensor]:
+        theirs, heads = "model.layers.{layer}.self_attn.", {"query": model.num_heads}
+        heads |= {"key": model.num_kv_heads, "value": model.num_kv_heads}
+        parts = {f"{ours}{name}": (HEADS, count * model.head_dim) for name, count in heads.items()}
+        output = Tensor(f"{ours}output", f"{theirs}o_proj.weight", "embed (heads head) -> heads head embed")
+        return [*side_by_side(f"{theirs}qkv_proj.weight", 0, parts), output]
+
+    def mlp(self, model: ModelConfig) -> list[Tensor]:
+        ours, theirs = "blocks.dense.mlp.", "model.layers.{layer}.mlp."
+        parts = {f"{ours}{name}": (LINEAR, model.ffn_hidden_size) for name in ("gate", "up")}
+        down = Tensor(f"{ours}down", f"{theirs}down_proj.weight", LINEAR)
+        return [*side_by_side(f"{theirs}gate_up_proj.weight", 0, parts), down]
+
+
+class Olmo2(Llama):
+    """OLMo 2: norms after the parts only, and norms of all heads' queries and keys together."""
+
+    model_type, architecture = "olmo2", "Olmo2ForCausalLM"
+    defaults: Json = Llama.defaults | {"rms_norm_eps": 1e-5}
+    norms = {"attention.post_norm": "post_attention_layernorm", "mlp.post_norm": "post_feedforward_layernorm"}
+
+    def read_options(self, config: Json) -> Json:
+        return super().read_options(config) | {"norm_placement": "after", "qk_norm": "all_heads"}
+
+
+class Nemotron(Llama):
+    """Nemotron-4 and Minitron: zero-centred LayerNorm, squared ReLU, half of each head rotated."""
+
+    model_type, architecture = "nemotron", "NemotronForCausalLM"
+    names = {theirs: ours for theirs, ours in NAMES.items() if theirs != "rms_norm_eps"} | {"norm_eps": "norm_epsilon"}
+    defaults: Json = {"tie_word_embeddings": False, "norm_eps": 1e-5, "hidden_act": "relu2"}
+    defaults |= {"partial_rotary_factor": 0.5}
+    activations = {"relu2": "relu2"}
+    partial_rotary = True
+
+    def read_options(self, config: Json) -> Json:
+        return super().read_options(config) | {"norm": "layernorm", "norm_zero_centred": True}
+
+
+class SmolLm3(Qwen2):
+    """SmolLM3: no RoPE in the layers that `no_rope_layers` marks with 0."""
+
+    model_type, architecture = "smollm3", "SmolLM3ForCausalLM"
+    defaults: Json = Llama.defaults | {"tie_word_embeddings": True, "rope_theta": 2e6, "no_rope_layer_interval": 4}
+
+    def read_options(self, config: Json) -> Json:
+        layers, interval = range(config["num_hidden_layers"]), config["no_rope_layer_interval"]
+        rotated = config.get("no_rope_layers") or [int((i + 1) % interval != 0) for i in layers]
+        options = Llama.read_options(self, config)
+        if not all(rotated):
+            options["rope_pattern"] = ["rope" if one else "none" for one in rotated]
+        if config.get("use_sliding_window"):
+            kinds = config.get("layer_types") or [GLOBAL if one else LOCAL for one in rotated]
+            options |= windows(kinds, config.get("sliding_window"))
+        return options
+
+    def write_options(self, model: ModelConfig) -> Json:
+        rotated = [int(kind.rope) for kind in layer_kinds(model)]
+        return Qwen2.write_options(self, model) | Llama.write_options(self, model) | {"no_rope_layers": rotated}

@@ -1,0 +1,72 @@
+"""Checks of config.json's values: a wrong one is a sentence with the file and the key."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from megajax.config import ModelConfig
+from megajax.config.load import describe_problem
+from megajax.config.tree import show
+from megajax.errors import InputError
+
+# Keys that a family computes with before they become keys of the section `model`.
+TYPES: dict[type, tuple[str, ...]] = {
+    dict: ("rope_parameters", "rope_scaling", "text_config"),
+    list: ("layer_types", "no_rope_layers", "mlp_only_layers"),
+    int: (
+        "decoder_sparse_step",
+        "max_position_embeddings",
+        "n_inner",
+        "no_rope_layer_interval",
+        "original_max_position_embeddings",
+        "query_pre_attn_scalar",
+        "sliding_window",
+        "sliding_window_pattern",
+    ),
+}
+WORDS = {dict: "a mapping", list: "a list", int: "a whole number of 1 or more"}
+SMALLEST = {"num_layers": 1, "hidden_size": 1, "num_heads": 1, "vocab_size": 1}
+
+
+def check_values(config: Mapping[str, Any], names: Mapping[str, str], path: Path) -> None:
+    """Raise InputError for a value of config.json that no model has; `names` are its keys for those of `model`."""
+    for kind, keys in TYPES.items():
+        for key in keys:
+            found = config.get(key)
+            if found is not None and (type(found) is not kind or (kind is int and found < 1)):
+                raise InputError(f"{path}: {key}={show(found)} is not {WORDS[kind]}: copy it again.")
+    for key in ("rope_parameters", "rope_scaling"):
+        _check_rope(config.get(key) or {}, f"{path}: {key}")
+    given = {ours: config[theirs] for theirs, ours in names.items() if config.get(theirs) is not None}
+    check_section(SMALLEST | given, names, path)
+    layers = given.get("num_layers", 0)
+    for key in ("layer_types", "no_rope_layers"):
+        found = config.get(key)
+        if found is not None and len(found) != layers:
+            raise InputError(
+                f"{path}: {key} has {len(found)} entries, but the model has {layers} layers: copy it again."
+            )
+
+
+def check_section(section: Mapping[str, Any], names: Mapping[str, str], path: Path) -> None:
+    """Raise InputError if the section `model` of a config.json is not valid, with config.json's key."""
+    try:
+        ModelConfig.model_validate(section)
+    except ValidationError as error:
+        mistakes = [item for item in error.errors(include_url=False) if item["type"] != "default_factory_not_called"]
+        theirs = {ours: key for key, ours in names.items()}
+        key = ".".join(theirs.get(str(part), str(part)) for part in mistakes[0]["loc"])
+        if mistakes[0]["type"] == "missing":
+            raise InputError(f"{path} has no {key}: copy it again.") from None
+        problem, cure = describe_problem(mistakes[0])
+        raise InputError(f"{path}: {key}={show(mistakes[0]['input'])} {problem}: {cure}.") from None
+
+
+def _check_rope(rope: Mapping[str, Any], place: str) -> None:
+    for key, value in rope.items():
+        if isinstance(value, dict):  # the positions of one kind of layer
+            _check_rope(value, f"{place}.{key}")
+        elif key not in ("rope_type", "type") and isinstance(value, str):
+            raise InputError(f"{place}.{key}={show(value)} is not a number: copy it again.")
