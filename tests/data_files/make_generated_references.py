@@ -16,7 +16,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 FOLDER = Path(__file__).parent
-MODELS = ("tiny_llama", "tiny_mistral", "tiny_qwen3_local", "tiny_mixtral")
+MODELS = ("tiny_llama", "tiny_mistral", "tiny_qwen3_local", "tiny_mixtral", "tiny_gpt_oss")
 LENGTHS, COUNT = (3, 9, 17), 50
 
 

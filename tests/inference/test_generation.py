@@ -23,7 +23,7 @@ def last(pieces):
 
 
 @pytest.mark.smoke
-@pytest.mark.parametrize("name", ["tiny_llama", "tiny_mistral", "tiny_qwen3_local", "tiny_mixtral"])
+@pytest.mark.parametrize("name", ["tiny_llama", "tiny_mistral", "tiny_qwen3_local", "tiny_mixtral", "tiny_gpt_oss"])
 def test_the_likeliest_tokens_are_those_of_transformers(references, folder_of, name):
     model, expected = megajax.from_hf(folder_of(name)), references[name]
     assert last(Generator(model, GREEDY).tokens(expected["prompts"], 50, chunk=20)) == expected["tokens"]
@@ -35,6 +35,7 @@ def test_the_likeliest_tokens_are_those_of_transformers(references, folder_of, n
         ("tiny_mistral", {"fsdp": 2, "tensor": 2}),  # two query heads of each KV head on a device; three KV heads
         ("tiny_qwen3_local", {"pipeline": 2, "fsdp": 2, "tensor": 2}),
         ("tiny_mixtral", {"data": 2, "expert": 2, "tensor": 2}),
+        ("tiny_gpt_oss", {"expert": 2, "tensor": 2}),
     ],
 )
 def test_a_mesh_generates_the_same_tokens(references, folder_of, name, sizes):
