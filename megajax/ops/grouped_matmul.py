@@ -117,18 +117,25 @@ def _multiprocessors() -> int:
 
 
 def choose_grouped_matmul(
-    requested: str, *, platform: str, capability: str | None, dtype: Any, widths: tuple[int, ...], fp8: bool = False
+    requested: str,
+    *,
+    platform: str,
+    capability: str | None,
+    dtype: Any,
+    widths: tuple[int, ...],
+    fp8: bool = False,
+    over_tensor: bool = False,
 ) -> tuple[GroupedImplementation, str]:
     """The implementation for `kernels.grouped_matmul` (auto, pallas, reference), and the reason, for the log.
 
     `capability` is the GPU's ("9.0"), `widths` are all widths of x and of results, `dtype` is that of results. With
-    `fp8` operands are in FP8.
+    `fp8` operands are in FP8; `over_tensor` says whether `tensor` divides one of the widths.
     Raises ConfigError if the kernel cannot run and `requested` is pallas, or auto on a GPU: the reference multiplies
     all rows by the weights of all groups.
     """
     if requested == "reference":
         return "reference", "kernels.grouped_matmul=reference"
-    obstacle = _obstacle(platform, capability, jnp.dtype(dtype), widths, fp8)
+    obstacle = _obstacle(platform, capability, jnp.dtype(dtype), widths, fp8, over_tensor)
     if obstacle is None:
         return "pallas", "the Hopper kernel fits this model" if requested == "auto" else "kernels.grouped_matmul=pallas"
     if requested == "auto" and platform not in ("gpu", "cuda"):
@@ -140,7 +147,7 @@ def choose_grouped_matmul(
 
 
 def _obstacle(
-    platform: str, capability: str | None, dtype: Any, widths: tuple[int, ...], fp8: bool
+    platform: str, capability: str | None, dtype: Any, widths: tuple[int, ...], fp8: bool, over_tensor: bool
 ) -> tuple[str, str] | None:
     """(why the kernel cannot run, the cure); None if it can."""
     instead = "use kernels.grouped_matmul=reference"
@@ -152,6 +159,7 @@ def _obstacle(
         return f"the kernel does not support {dtype}", f"set precision.compute to bfloat16 or float16, or {instead}"
     multiple = kernel.columns(fp8)
     if any(width % multiple for width in widths):
+        instead = f"add tensor to mesh.experts_over, or {instead}" if over_tensor else instead
         name, instead = ("FP8 kernel", f"set precision.fp8.recipe=none or {instead}") if fp8 else ("kernel", instead)
         given = ", ".join(str(width) for width in widths)
         return f"the {name} needs widths that are multiples of {multiple} and these are {given}", instead

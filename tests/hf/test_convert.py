@@ -9,13 +9,15 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from megajax.config import Config
+from megajax.checkpoint.manager import describe_model
+from megajax.config import Config, ModelConfig, load_config
 from megajax.config.checks import check_mesh
 from megajax.errors import InputError
 from megajax.hf import reader
 from megajax.hf.__main__ import main
 from megajax.hf.convert import export, family_for, read_model
 from megajax.hf.folder import INDEX, SINGLE, Weights, write_folder
+from megajax.hf.gpt_oss import GptOss
 from megajax.mesh import build_mesh
 from megajax.model import Transformer, parameters
 from megajax.training.saving import StateSaver
@@ -145,6 +147,36 @@ def test_an_exported_folder_has_the_tensors_of_transformers(unpack, tmp_path, na
     assert {k: theirs[k] for k in ours.keys() & theirs.keys() if k.startswith(("num_", "rope_p", "n_"))} == {
         k: ours[k] for k in ours.keys() & theirs.keys() if k.startswith(("num_", "rope_p", "n_"))
     }
+
+
+@pytest.mark.smoke
+def test_the_published_config_of_gpt_oss_is_that_of_configs():
+    """In the layout that the folder has: RoPE's older keys, and the experts' quantisation."""
+    scaling = {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
+    published = {
+        "attention_bias": True,
+        "head_dim": 64,
+        "hidden_act": "silu",
+        "hidden_size": 2880,
+        "intermediate_size": 2880,
+        "layer_types": ["sliding_attention", "full_attention"] * 12,
+        "max_position_embeddings": 131072,
+        "num_attention_heads": 64,
+        "num_experts_per_tok": 4,
+        "num_hidden_layers": 24,
+        "num_key_value_heads": 8,
+        "num_local_experts": 32,
+        "rms_norm_eps": 1e-5,
+        "rope_scaling": scaling | {"original_max_position_embeddings": 4096},
+        "rope_theta": 150000,
+        "sliding_window": 128,
+        "swiglu_limit": 7.0,
+        "tie_word_embeddings": False,
+        "vocab_size": 201088,
+    }
+    path = Path(__file__).parents[2] / "configs/models/gpt_oss_20b.yaml"
+    ours = load_config(path, ["batch.global_size=1", "batch.sequence_length=128", "data.kind=synthetic"]).model
+    assert describe_model(ModelConfig.model_validate(GptOss().read(published))) == describe_model(ours)
 
 
 @pytest.mark.smoke

@@ -105,9 +105,9 @@ def test_kernels_agree_with_float64(rng, sizes):
     check([dw], expected[2:], 1e-6)
 
 
-def choose(requested, platform="gpu", capability="9.0", dtype="bfloat16", widths=(2048, 768), **fp8):
+def choose(requested, platform="gpu", capability="9.0", dtype="bfloat16", widths=(2048, 768), **others):
     return op.choose_grouped_matmul(
-        requested, platform=platform, capability=capability, dtype=dtype, widths=widths, **fp8
+        requested, platform=platform, capability=capability, dtype=dtype, widths=widths, **others
     )
 
 
@@ -119,6 +119,11 @@ def test_the_kernel_is_chosen_on_hopper_alone():
         for obstacle in ({"capability": "10.0"}, {"dtype": "float32"}, {"widths": (2048, 1000)}):
             with pytest.raises(ConfigError, match=f"kernels.grouped_matmul={requested} cannot run, "):
                 choose(requested, **obstacle)
+
+
+def test_whole_experts_are_the_cure_for_a_width_that_tensor_divides():
+    with pytest.raises(ConfigError, match="2880, 1440: add tensor to mesh.experts_over, or use kernels.grouped_matmul"):
+        choose("auto", widths=(2880, 1440), over_tensor=True)
 
 
 def test_fp8_needs_whole_steps():
