@@ -3,6 +3,7 @@
 `named_configs.txt` lists the keys of each config that differ from the defaults; run this file to rewrite it.
 """
 
+import math
 import warnings
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ import pytest
 from megajax.config import Config, ModelConfig, load_config
 from megajax.config.checks import check_mesh
 from megajax.config.model_schema import RopeScaling
+from megajax.model import Transformer
+from megajax.model import parameters as declared
 
 ROOT = Path(__file__).parents[2]
 GOLDEN = Path(__file__).with_name("named_configs.txt")
@@ -38,7 +41,7 @@ RECIPES = {
 # Of a layer: queries; 512 latent numbers and 64 for positions; from the former keys and values; the output.
 LATENT_V2_LITE = 2048 * 16 * 192 + 2048 * (512 + 64) + 512 + 512 * 16 * 256 + 16 * 128 * 2048
 LATENT_V3 = 7168 * 1536 + 1536 + 1536 * 128 * 192 + 7168 * (512 + 64) + 512 + 512 * 128 * 256 + 128 * 128 * 7168
-# Parameters as published; GPT-3's only as rounded in the paper, hence the tolerance.
+# The sizes of the published weights: those of the tensors in the models' folders on Hugging Face.
 PARAMETERS = {
     "llama2_7b": 6_738_415_616,
     "llama2_13b": 13_015_864_320,
@@ -62,7 +65,16 @@ PARAMETERS = {
     "deepseek_v3": 671_026_404_352 - 61 * LATENT_V3 + 61 * 4 * 7168 * 16384,
     "llama3_8b_l16": 8_030_261_248 - 16 * 218_112_000 - 2 * (128_256 - 32_768) * 4096,
 }
-ROUNDED_PARAMETERS = {"gpt3_125m": 125e6, "gpt3_1b3": 1.3e9, "gpt3_6b7": 6.7e9, "gpt3_175b": 175e9}
+# (as printed, tolerance of the rounding)
+ROUNDED_PARAMETERS = {
+    # GPT-3: table 2.1 of its paper (Brown et al. 2020)
+    "gpt3_125m": (125e6, 0.015),
+    "gpt3_1b3": (1.3e9, 0.015),
+    "gpt3_6b7": (6.7e9, 0.015),
+    "gpt3_175b": (175e9, 0.015),
+    # Nemotron-4 340B: 9.4 and 331.6 billion, of the embeddings and of all else, in section 2 of its report
+    "nemotron4_340b": (9.4e9 + 331.6e9, 0.0003),
+}
 
 
 def load_model(name: str) -> ModelConfig:
@@ -70,26 +82,10 @@ def load_model(name: str) -> ModelConfig:
     return load_config(ROOT / f"configs/models/{name}.yaml", run).model
 
 
-def parameters(m: ModelConfig, positions: int = 0) -> int:
-    """Parameters of a decoder, without padding of the vocabulary."""
-    width, bias = m.hidden_size, int(m.attention_bias)
-    norm = width * (2 if m.norm == "layernorm" else 1)
-    q, kv = m.num_heads * m.head_dim, m.num_kv_heads * m.head_dim
-    attention = 2 * width * q + 2 * width * kv + bias * (q + 2 * kv + width)
-    gated = m.activation in ("swiglu", "geglu", "clamped_swiglu")
-    mlp = (3 if gated else 2) * width * m.ffn_hidden_size
-    mlp += int(m.mlp_bias) * ((2 if gated else 1) * m.ffn_hidden_size + width)
-    mlps = m.num_layers * mlp
-    if m.num_experts:  # every layer after the first dense ones
-        moe = m.num_experts * (3 * width * (m.expert_ffn_hidden_size or 0) + width)
-        moe += m.num_experts * (m.router.logit_bias + m.mlp_bias * (2 * (m.expert_ffn_hidden_size or 0) + width))
-        moe += 3 * width * m.shared_expert_ffn_hidden_size
-        mlps = m.first_dense_layers * mlp + (m.num_layers - m.first_dense_layers) * moe
-    attention += 2 * m.head_dim * m.qk_norm + m.num_heads * m.attention_sinks
-    tables = m.vocab_size * width * (1 if m.tie_embeddings else 2)
-    if m.position == "learned":
-        tables += (positions or m.max_positions or 0) * width
-    return m.num_layers * (attention + 2 * norm) + mlps + norm + tables
+def parameters(m: ModelConfig, **changes: int) -> dict[str, int]:
+    """The size of each parameter that the model declares, without padding of the vocabulary; nothing is allocated."""
+    model = Transformer(m.model_copy(update={"vocab_multiple": 1, **changes}))
+    return {name: math.prod(p.shape) for name, p in declared(model).items()}
 
 
 def flat(values: Any, prefix: str = "") -> dict[str, Any]:
@@ -110,17 +106,24 @@ def differences(name: str) -> str:
 
 @pytest.mark.smoke
 @pytest.mark.parametrize("name", PARAMETERS)
-def test_llama_shapes_have_the_published_parameter_counts(name: str):
-    assert parameters(load_model(name)) == PARAMETERS[name]
+def test_a_model_has_the_published_number_of_parameters(name: str):
+    assert sum(parameters(load_model(name)).values()) == PARAMETERS[name]
 
 
 @pytest.mark.parametrize("name", ROUNDED_PARAMETERS)
-def test_gpt3_shapes_have_the_published_rounded_parameter_counts(name: str):
-    assert parameters(load_model(name)) == pytest.approx(ROUNDED_PARAMETERS[name], rel=0.015)
+def test_a_model_has_the_published_rounded_number_of_parameters(name: str):
+    published, tolerance = ROUNDED_PARAMETERS[name]
+    assert sum(parameters(load_model(name)).values()) == pytest.approx(published, rel=tolerance)
 
 
 def test_gpt3_small_with_1024_positions_is_gpt2_small():
-    assert parameters(load_model("gpt3_125m"), positions=1024) == 124_439_808
+    assert sum(parameters(load_model("gpt3_125m"), max_positions=1024).values()) == 124_439_808
+
+
+def test_nemotron4_has_the_two_published_counts_of_parameters():
+    sizes = parameters(load_model("nemotron4_340b"))
+    embeddings = sizes.pop("embedding.tokens") + sizes.pop("head")
+    assert (round(embeddings / 1e9, 1), round(sum(sizes.values()) / 1e9, 1)) == (9.4, 331.6)
 
 
 def test_rotary_positions_are_as_published():
