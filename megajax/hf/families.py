@@ -64,6 +64,9 @@ class Gemma3Text(Gemma2):
     model_type, architecture = "gemma3_text", "Gemma3ForCausalLM"
     defaults: Json = Gemma2.defaults | {
         "sliding_window_pattern": 6,
+        "vocab_size": 262_208,  # with the next two, published models leave them out
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
         "final_logit_softcapping": None,
         "attn_logit_softcapping": None,
     }

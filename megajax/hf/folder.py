@@ -5,7 +5,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -39,7 +39,9 @@ class Weights:
         self.folder = Path(folder)
         self._open: dict[str, Any] = {}
         self._offsets: dict[str, dict[str, int]] = {}  # of tensors by file
-        self._stored_in = self._find_files()
+        files = self._find_files()
+        self._names = text_names(files)  # of tensors as they are stored
+        self._stored_in = {name: files[stored] for name, stored in self._names.items()}
         where = str(self.folder / "config.json")
         self._quantised = quantised.find(self._stored_in, quantization_config, where)
         parts = {part for tensor in self._quantised.values() for part in tensor.parts}
@@ -88,7 +90,7 @@ class Weights:
 
     def _slice(self, name: str) -> Any:
         try:
-            return self._handle(self._stored_in[name]).get_slice(name)
+            return self._handle(self._stored_in[name]).get_slice(self._names[name])
         except SafetensorError:
             path = self.folder / self._stored_in[name]
             raise InputError(f"{path} has no tensor {name}, which {INDEX} says it has: copy both again.") from None
@@ -124,7 +126,7 @@ class Weights:
             file, shape = self._stored_in[name], self.stored_shape(name)
             block = np.memmap(self.folder / file, np.uint8, "r", self._offset(file, name), shape)[whole].view(dtype)
         else:
-            block = found[whole] if slices else self._handle(self._stored_in[name]).get_tensor(name)
+            block = found[whole] if slices else self._handle(self._stored_in[name]).get_tensor(self._names[name])
         return block[tuple(slice(None, None, s.step) for s in slices)]
 
     def _offset(self, file: str, name: str) -> int:
@@ -136,7 +138,19 @@ class Weights:
             self._offsets[file] = {
                 n: 8 + length + t["data_offsets"][0] for n, t in header.items() if "data_offsets" in t
             }
-        return self._offsets[file][name]
+        return self._offsets[file][self._names[name]]
+
+
+def text_names(names: Iterable[str]) -> dict[str, str]:
+    """The name of each tensor of a language model → its name in the folder.
+
+    In the folder of a model that also reads images the language model's names have a prefix, and there are others.
+    """
+    for prefix, own in (("language_model.", ""), ("model.language_model.", "model.")):
+        found = {own + name.removeprefix(prefix): name for name in names if name.startswith(prefix)}
+        if found:
+            return found | {name: name for name in names if name.startswith("lm_head.")}
+    return {name: name for name in names}
 
 
 def folder_bytes(folder: Path) -> int:
@@ -146,7 +160,7 @@ def folder_bytes(folder: Path) -> int:
 
 
 def read_config(folder: str | Path) -> dict[str, Any]:
-    """The folder's config.json."""
+    """The folder's config.json; of a model that also reads images, with the keys of its language model on top."""
     path = Path(folder) / "config.json"
     try:
         config = json.loads(path.read_text())
@@ -154,7 +168,10 @@ def read_config(folder: str | Path) -> dict[str, Any]:
         raise InputError(f"{path} does not exist: give the folder of a model in Hugging Face's format.") from None
     except (ValueError, OSError) as error:
         raise InputError(f"{path} is damaged ({error}): copy it again.") from None
-    if not isinstance(config, dict) or "model_type" not in config:
+    text = config.get("text_config") if isinstance(config, dict) else None
+    if isinstance(text, dict) and "model_type" in text:
+        config |= text
+    if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
         raise InputError(f"{path} has no model_type: give the folder of a model in Hugging Face's format.")
     return config
 

@@ -13,7 +13,7 @@ from megajax.errors import InputError
 
 # Keys that a family computes with before they become keys of the section `model`.
 TYPES: dict[type, tuple[str, ...]] = {
-    dict: ("rope_parameters", "rope_scaling", "text_config"),
+    dict: ("rope_parameters", "rope_scaling"),
     list: ("layer_types", "no_rope_layers", "mlp_only_layers"),
     int: (
         "decoder_sparse_step",

@@ -1,0 +1,86 @@
+"""Folders whose config.json leaves keys out, or that hold a language model beside another for images."""
+
+import json
+import math
+import zipfile
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from megajax.config import ModelConfig
+from megajax.hf.convert import load, read_model
+from megajax.hf.folder import SINGLE
+from megajax.model import Transformer, parameters
+
+FILES = Path(__file__).parents[1] / "data_files"
+# config.json as Google published Gemma 3 4B, without the part for images
+GEMMA3_4B = {
+    "model_type": "gemma3",
+    "eos_token_id": [1, 106],
+    "text_config": {
+        "hidden_size": 2560,
+        "intermediate_size": 10240,
+        "model_type": "gemma3_text",
+        "num_hidden_layers": 34,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+        "sliding_window": 1024,
+    },
+}
+
+
+def write_config(folder: Path, config: dict) -> Path:
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.mark.smoke
+def test_the_published_config_of_gemma3_4b_has_its_layers_positions_and_size(tmp_path):
+    model = ModelConfig.model_validate(read_model(write_config(tmp_path, GEMMA3_4B)))
+    assert model.layer_pattern == ("local",) * 5 + ("global",) and model.sliding_window == 1024
+    assert (model.rope_theta, model.rope_local_theta) == (1e6, 1e4)
+    assert model.rope_scaling is not None and (model.rope_scaling.kind, model.rope_scaling.factor) == ("linear", 8)
+    sizes = {name: math.prod(p.shape) for name, p in parameters(Transformer(model)).items()}
+    del sizes["embedding.tokens"]
+    assert round(sum(sizes.values()) / 1e6) == 3209, "as in table 1 of the report, without embeddings"
+
+
+@pytest.mark.parametrize("prefix", ["language_model.model.", "model.language_model."], ids=["older", "newer"])
+def test_the_language_model_of_a_folder_with_images_is_read(tmp_path, prefix):
+    with zipfile.ZipFile(FILES / "tiny_gemma3_text.zip") as archive:
+        archive.extractall(tmp_path)
+    alone = read_model(tmp_path)
+    tensors = load_file(tmp_path / SINGLE)
+    renamed = {name.replace("model.", prefix, 1): array for name, array in tensors.items()}
+    save_file(renamed | {"vision_tower.a.weight": np.ones((2, 3), np.float32)}, tmp_path / SINGLE)
+    text = json.loads((tmp_path / "config.json").read_text())
+    write_config(tmp_path, {"model_type": "gemma3", "text_config": text, "vision_config": {"hidden_size": 3}})
+    assert read_model(tmp_path) == alone
+
+    model = ModelConfig.model_validate(alone | {"vocab_multiple": 1})
+    device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    declared = parameters(Transformer(model)).items()
+    shapes = {name: jax.ShapeDtypeStruct(p.shape, np.float32, sharding=device) for name, p in declared}
+    stored = np.load(FILES / "tiny_gemma3_text.npz")
+    for name, array in load(tmp_path, model, shapes, "folder").items():
+        np.testing.assert_array_equal(array, stored[name], err_msg=name)
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        # every second layer has a window, the last of four is not rotated, half of each head is
+        ({"model_type": "gemma2", "num_hidden_layers": 4}, {"layer_pattern": ("local", "global")}),
+        ({"model_type": "smollm3", "num_hidden_layers": 8}, {"rope_pattern": ("rope", "rope", "rope", "none")}),
+        ({"model_type": "nemotron", "num_hidden_layers": 2}, {"rope_fraction": 0.5, "activation": "relu2"}),
+        ({"model_type": "olmo2", "num_hidden_layers": 2, "num_key_value_heads": None}, {"num_kv_heads": 4}),
+    ],
+    ids=lambda value: value.get("model_type"),
+)
+def test_keys_that_config_json_leaves_out_have_the_family_s_defaults(tmp_path, config, expected):
+    sizes = {"hidden_size": 64, "num_attention_heads": 4, "vocab_size": 50, "intermediate_size": 96}
+    model = ModelConfig.model_validate(read_model(write_config(tmp_path, sizes | config)))
+    assert {name: getattr(model, name) for name in expected} == expected
