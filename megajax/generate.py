@@ -16,9 +16,10 @@ def generate(options) -> None:
 
     One prompt is printed with its continuation as it grows; several as JSON lines {"prompt", "text"} at the end.
     """
+    from megajax.data.chat_template import load_chat_template
     from megajax.inference.generation import continue_texts
     from megajax.inference.load import load_model
-    from megajax.inference.prompts import read_prompts, render_chat
+    from megajax.inference.prompts import read_prompts
     from megajax.inference.sampling import Sampling
     from megajax.mesh import named_mesh
 
@@ -27,7 +28,7 @@ def generate(options) -> None:
     prompts = [options.prompt] if options.prompts is None else read_prompts(options.prompts)
     mesh = named_mesh(options.mesh, "--mesh") if options.mesh else None
     model = load_model(options.run, mesh, options.dtype, setting=ARGUMENT)
-    texts = [prompt if isinstance(prompt, str) else render_chat(prompt, model.folder) for prompt in prompts]
+    texts = [p if isinstance(p, str) else load_chat_template(model.folder).render(p, True) for p in prompts]
     tokens = [
         model.encode(text, special_tokens=isinstance(prompt, str)) for text, prompt in zip(texts, prompts, strict=True)
     ]

@@ -283,7 +283,7 @@ def _check_data(config: Config) -> None:
             fail(config, problem, f"use {at_most(config.batch.sequence_length)}", documents, length)
         return
     if data.synthetic_documents is not None:
-        problem = f"{format_keys(config, documents)} is for data.kind=synthetic only, not for data.kind=indexed"
+        problem = f"{format_keys(config, documents)} is for data.kind=synthetic only, not for data.kind={data.kind}"
         fail(config, problem, "remove it, or set data.kind=synthetic", documents, "data.kind")
     samples, needed = data.train_samples, config.run.steps * config.batch.global_size
     if samples is not None and samples < needed:
@@ -292,12 +292,29 @@ def _check_data(config: Config) -> None:
         problem += f" {' and '.join(format_keys(config, key) for key in keys[1:])}"
         fail(config, problem, f"set {keys[0]}={needed} or more, or remove it", *keys)
     if data.train is None:
-        cure = "set data.train to the prefix of a .bin/.idx pair, or data.kind=synthetic to try without data"
-        fail(config, "data.kind=indexed needs data.train", cure, "data.kind")
+        files = "JSON lines" if data.kind == "chat" else "the prefix of a .bin/.idx pair"
+        cure = f"set data.train to {files}, or data.kind=synthetic to try without data"
+        fail(config, f"data.kind={data.kind} needs data.train", cure, "data.kind")
+    if data.kind == "chat":
+        _check_chat(config)
     for key in ("data.valid", "data.test"):
         if data.split is not None and value(config, key) is not None:
             problem = f"{format_keys(config, 'data.split')} cannot be combined with {format_keys(config, key)}"
             fail(config, problem, "remove one of them", "data.split", key)
+
+
+def _check_chat(config: Config) -> None:
+    data = config.data
+    if data.tokenizer is None:
+        cure = "set data.tokenizer to a model's tokenizer.json, whose folder has the chat template"
+        fail(config, "data.kind=chat needs data.tokenizer", cure, "data.kind")
+    for key, used, cure in (
+        ("data.split", data.split is not None, "give files to data.valid and data.test"),
+        ("data.order", data.order == "megatron", "use shuffled or sequential"),
+    ):
+        if used:
+            problem = f"{format_keys(config, key)} cannot be combined with {format_keys(config, 'data.kind')}"
+            fail(config, problem, cure, key, "data.kind")
 
 
 def _check_run_dir(config: Config) -> None:
@@ -327,7 +344,7 @@ def _warn_without_effect(config: Config) -> None:
     """Warn about each key that differs from its default but is not read."""
     model, schedule, data, logging = config.model, config.schedule, config.data, config.logging
     fp8, pipeline, scaling = config.precision.fp8, config.pipeline, model.rope_scaling
-    indexed = data.kind == "indexed"
+    chat, indexed = data.kind == "chat", data.kind == "indexed"
     document_keys = ("data.reset_attention", "data.reset_positions", "data.mask_end_of_document_loss")
     no_valid_share = data.split is not None and float(data.split.split(",")[1]) == 0
     rules = [
@@ -360,7 +377,9 @@ def _warn_without_effect(config: Config) -> None:
         (config.mesh.context == 1, "mesh.context", ("kernels.context",)),
         (indexed and data.valid is None and data.split is None, "data.valid", ("run.eval_interval",)),
         (indexed and no_valid_share, "data.split", ("run.eval_interval",)),
-        (data.order != "megatron", "data.order", ("data.train_samples", "data.index_cache")),
+        (data.order != "megatron", "data.order", ("data.train_samples",)),
+        (data.order != "megatron" and not chat, "data.order", ("data.index_cache",)),
+        (not chat, "data.kind", ("data.chat_template", "data.pack", "data.too_long")),
         (config.run.eval_steps == 0, "run.eval_steps", ("run.eval_interval",)),
         (not logging.wandb, "logging.wandb", ("logging.wandb_project",)),
         (

@@ -199,11 +199,15 @@ Sources = Annotated[
 class DataConfig(Section):
     """The training and evaluation data, and the tokenizer."""
 
-    kind: Literal["indexed", "synthetic"] = Field(
-        default="indexed", description="indexed: read .bin/.idx files; synthetic: random tokens, every path is ignored."
+    kind: Literal["indexed", "chat", "synthetic"] = Field(
+        default="indexed",
+        description="indexed: read .bin/.idx files; chat: read conversations from JSON lines, the loss counts the"
+        " assistant's tokens; synthetic: random tokens, every path is ignored.",
     )
     train: Sources | None = Field(
-        default=None, description="Training data: the path prefix of a .bin/.idx pair, or a list of {prefix, weight}."
+        default=None,
+        description="Training data: the path prefix of a .bin/.idx pair, or a list of {prefix, weight}; chat: .jsonl"
+        " files.",
     )
     valid: Sources | None = Field(default=None, description="Evaluation data, written like train.")
     test: Sources | None = Field(default=None, description="Held-out data, written like train.")
@@ -228,12 +232,20 @@ class DataConfig(Section):
         " run.steps * batch.global_size.",
     )
     index_cache: Text | None = Field(
-        default=None, description="megatron: directory of the stored order; null: index_cache in run.dir."
+        default=None,
+        description="megatron, chat: directory of the stored order and tokens; null: index_cache in run.dir.",
     )
     reset_attention: bool = Field(default=False, description="Tokens attend within their document only.")
     reset_positions: bool = Field(default=False, description="Positions start at 0 in each document.")
     mask_end_of_document_loss: bool = Field(
         default=False, description="Exclude the prediction of the next document's first token from the loss."
+    )
+    chat_template: Text | None = Field(
+        default=None, description="chat: file of the chat template; null: that of the tokenizer's folder."
+    )
+    pack: bool = Field(default=True, description="chat: several conversations in a sequence; false: one.")
+    too_long: Literal["truncate", "drop"] = Field(
+        default="truncate", description="chat: conversations that are longer than a sequence are cut, or left out."
     )
     synthetic_documents: Count | None = Field(
         default=None, description="synthetic: number of documents in a sequence, cut at random positions; null: one."
@@ -358,6 +370,11 @@ class Config(Section):
             schedule = schedule.model_copy(update={"decay_steps": steps})
         if schedule.kind == "wsd" and schedule.wsd_decay_steps is None:
             schedule = schedule.model_copy(update={"wsd_decay_steps": max(1, schedule.decay_steps // 10)})
+        if self.data.kind == "chat":
+            # The last token of a conversation does not predict the next one, and none attends to another.
+            separate = {"reset_attention": self.data.pack, "reset_positions": self.data.pack}
+            data = self.data.model_copy(update=separate | {"mask_end_of_document_loss": True})
+            object.__setattr__(self, "data", data)
         # The section is frozen, but the object is still being made.
         object.__setattr__(self, "model", model)
         object.__setattr__(self, "schedule", schedule)

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from megajax.data.chat import ChatSamples
 from megajax.data.loader import SPLITS, Split
 from megajax.data.samples import BlendedSamples, DocumentSamples, Samples
 
@@ -38,6 +39,8 @@ def describe_data(config: "Config", datasets: Mapping[Split, Samples]) -> list[s
 
 def _split_lines(config: "Config", split: Split, samples: Samples) -> list[str]:
     """A split's size and the number of tokens that the run reads; for a blend, of each source too."""
+    if config.data.kind == "chat":
+        return _chat_lines(config, split, samples)
     shares = _shares(samples)
     tokens, length = sum(source.num_tokens for source, _ in shares), config.batch.sequence_length
     steps = {"train": config.run.steps, "valid": config.run.eval_steps, "test": 0}[split]
@@ -55,6 +58,25 @@ def _split_lines(config: "Config", split: Split, samples: Samples) -> list[str]:
         lines.append(f"  {share:.1%} {source.dataset.prefix}: {size}, {_epochs(share * read, source.num_tokens)}")
     if len(shares) > SOURCES_SHOWN:
         lines.append(f"  and {len(shares) - SOURCES_SHOWN} more")
+    return lines
+
+
+def _chat_lines(config: "Config", split: Split, samples: Samples) -> list[str]:
+    """The conversations of each file of a split, how they fill the sequences, and the epochs that the run reads."""
+    sources = samples.sources if isinstance(samples, BlendedSamples) else [samples]
+    weights = samples.weights.tolist() if isinstance(samples, BlendedSamples) else [1.0]
+    steps = {"train": config.run.steps, "valid": config.run.eval_steps, "test": 0}[split]
+    lines = []
+    for source, weight in zip(sources, weights, strict=True):
+        assert isinstance(source, ChatSamples)
+        tokens, rows = len(source.tokens), len(source)
+        full, counted = tokens / (rows * (source.sequence_length + 1)), float(source.counts.mean())
+        out = f", {source.dropped:,} left out" if source.dropped else ""
+        epochs = steps * config.batch.global_size * weight / rows
+        lines.append(
+            f"{split}: {source.path}: {len(source.order):,} conversations{out}, {tokens:,} tokens in {rows:,} "
+            f"sequences ({full:.0%} full); the loss counts {counted:.0%} of the tokens; {epochs:.3g} epochs"
+        )
     return lines
 
 

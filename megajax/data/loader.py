@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
+from megajax.data.chat import open_chat
 from megajax.data.indexed import IndexedDataset
 from megajax.data.megatron import open_samples, split_sequences
 from megajax.data.samples import BlendedSamples, DocumentSamples, Packing, Samples, make_batch, split_documents
@@ -33,7 +34,7 @@ def datasets(config: "Config") -> dict[Split, Samples]:
     present: list[Split] = [split for split in SPLITS if _is_given(config, split)]
     files: dict[str, IndexedDataset] = {}
     opened: dict[Split, Samples] = {split: open_split(config, split, files) for split in present}
-    if config.data.kind == "indexed":
+    if config.data.kind != "synthetic":
         _check_tokenizer(config)
     for dataset in files.values():
         _check_token_ids(config, dataset)
@@ -55,6 +56,9 @@ def open_split(config: "Config", split: Split, files: dict[str, IndexedDataset] 
     parts = [(blend, 1.0)] if isinstance(blend, str) else [(part.prefix, part.weight) for part in blend]
     weights = [weight for _, weight in parts]
     try:
+        if data.kind == "chat":
+            chats = [open_chat(config, path) for path, _ in parts]
+            return chats[0] if len(chats) == 1 else BlendedSamples(chats, weights)
         ranges = []
         for prefix, _ in parts:
             if prefix not in files:

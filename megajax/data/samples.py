@@ -27,6 +27,10 @@ class Samples(Protocol):
         """Number of tokens that a sample has from each of its documents, in order: positive, with sum S+1."""
         ...
 
+    def counted(self, index: int) -> np.ndarray | None:
+        """Whether the loss counts the prediction of each token, bool[S+1]; None: of all."""
+        return None
+
 
 class SampleOrder(Protocol):
     """The token positions of each sample."""
@@ -61,7 +65,7 @@ def make_batch(
         "tokens": np.ascontiguousarray(block[:, :-1]),
         "targets": np.ascontiguousarray(block[:, 1:]),
         "loss_mask": np.ones(shape, np.float32),
-        "positions": np.ascontiguousarray(np.broadcast_to(np.arange(shape[1], dtype=np.int32), shape)),
+        "positions": np.tile(np.arange(shape[1], dtype=np.int32), (shape[0], 1)),
     }
     if packing == Packing():
         return fields
@@ -72,8 +76,11 @@ def make_batch(
     if packing.reset_positions:
         starts = np.stack([np.repeat(np.cumsum(each) - each, each) for each in lengths])
         fields["positions"] -= starts[:, :-1].astype(np.int32)
+    counted = [samples.counted(int(index)) for index in indices]
     if packing.mask_end_of_document_loss:
         fields["loss_mask"] = (documents[:, :-1] == documents[:, 1:]).astype(np.float32)
+    if counted[0] is not None:
+        fields["loss_mask"] *= np.stack([mask for mask in counted if mask is not None])[:, 1:]
     return fields
 
 
@@ -143,7 +150,7 @@ ORDERS: dict[str, Callable[[np.ndarray, int, int], SampleOrder]] = {
 }
 
 
-class DocumentSamples:
+class DocumentSamples(Samples):
     """Samples of the documents first..last-1 of an indexed data set, in the named order.
 
     `num_documents` and `num_tokens` are those of an epoch. Raises InputError when there are no tokens or they are not
@@ -184,7 +191,7 @@ class DocumentSamples:
         return np.array([stop - start for start, stop in self._order.pieces(index)])
 
 
-class BlendedSamples:
+class BlendedSamples(Samples):
     """Each sample comes from the source that is furthest behind its weight.
 
     This source has the smallest (samples taken + 1/2) / weight; ties go to the earlier source. So sample n is the n-th
@@ -216,6 +223,10 @@ class BlendedSamples:
     def document_lengths(self, index: int) -> np.ndarray:
         source, rank = self.locate(index)
         return self.sources[source].document_lengths(rank)
+
+    def counted(self, index: int) -> np.ndarray | None:
+        source, rank = self.locate(index)
+        return self.sources[source].counted(rank)
 
 
 def split_documents(num_documents: int, fractions: Sequence[float]) -> list[tuple[int, int]]:

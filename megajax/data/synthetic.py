@@ -2,8 +2,10 @@
 
 import numpy as np
 
+from megajax.data.samples import Samples
 
-class SyntheticSamples:
+
+class SyntheticSamples(Samples):
     """Sample i: int32[S+1] uniform over the vocabulary, a function of (i, seed, stream).
 
     It is cut into `documents` of one token or more, at positions that are a function of the same numbers.

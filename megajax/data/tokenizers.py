@@ -1,5 +1,6 @@
 """Tokenizers behind one small interface: bytes, a Hugging Face `tokenizer.json`, a SentencePiece model."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -33,6 +34,10 @@ class Tokenizer(Protocol):
 
     def encode(self, text: str, special_tokens: bool = False) -> list[int]:
         """The tokens of a text, with those that the tokenizer puts around it if `special_tokens`."""
+        ...
+
+    def encode_with_offsets(self, texts: Sequence[str]) -> list[tuple[list[int], list[tuple[int, int]]]]:
+        """The tokens of each text, and each token's range of characters."""
         ...
 
     def decode(self, ids: list[int]) -> str: ...
@@ -91,6 +96,10 @@ class ByteTokenizer:
     def encode(self, text: str, special_tokens: bool = False) -> list[int]:
         return list(text.encode())
 
+    def encode_with_offsets(self, texts: Sequence[str]) -> list[tuple[list[int], list[tuple[int, int]]]]:
+        spans = [[(i, i + 1) for i, letter in enumerate(text) for _ in letter.encode()] for text in texts]
+        return [(self.encode(text), own) for text, own in zip(texts, spans, strict=True)]
+
     def decode(self, ids: list[int]) -> str:
         return bytes(i for i in ids if i < 256).decode(errors="replace")
 
@@ -116,6 +125,10 @@ class HuggingFaceTokenizer:
 
     def encode(self, text: str, special_tokens: bool = False) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=special_tokens).ids
+
+    def encode_with_offsets(self, texts: Sequence[str]) -> list[tuple[list[int], list[tuple[int, int]]]]:
+        encoded = self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
+        return [(each.ids, each.offsets) for each in encoded]
 
     def decode(self, ids: list[int]) -> str:
         return self._tokenizer.decode(ids)
@@ -143,6 +156,10 @@ class SentencePieceTokenizer:
     def encode(self, text: str, special_tokens: bool = False) -> list[int]:
         first = [self._model.bos_id()] if special_tokens and self._model.bos_id() >= 0 else []
         return first + self._model.EncodeAsIds(text)
+
+    def encode_with_offsets(self, texts: Sequence[str]) -> list[tuple[list[int], list[tuple[int, int]]]]:
+        encoded = [self._model.EncodeAsImmutableProto(text).pieces for text in texts]
+        return [([p.id for p in pieces], [(p.begin, p.end) for p in pieces]) for pieces in encoded]
 
     def decode(self, ids: list[int]) -> str:
         return self._model.DecodeIds(ids)

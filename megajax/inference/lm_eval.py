@@ -9,10 +9,10 @@ from typing import Any
 from lm_eval.api.model import TemplateLM  # type: ignore[import-not-found]
 from lm_eval.api.registry import register_model  # type: ignore[import-not-found]
 
+from megajax.data.chat_template import load_chat_template
 from megajax.errors import InputError
 from megajax.inference.generation import continue_texts
 from megajax.inference.load import load_model
-from megajax.inference.prompts import render_chat
 from megajax.inference.sampling import Sampling
 from megajax.inference.scoring import Scorer, Window, windows
 from megajax.mesh import named_mesh
@@ -87,7 +87,7 @@ class MegajaxLM(TemplateLM):
         return out
 
     def apply_chat_template(self, chat_history, add_generation_prompt: bool = True) -> str:
-        return render_chat(chat_history, self.model.folder, add_generation_prompt)
+        return load_chat_template(self.model.folder).render(chat_history, add_generation_prompt)
 
 
 def _settings(arguments: dict[str, Any]) -> tuple[tuple[str, ...], Sampling, int]:

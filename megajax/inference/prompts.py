@@ -1,14 +1,10 @@
-"""Prompts: texts, files of them, and chats with a model's chat template."""
+"""Files of prompts: texts and chats."""
 
 import json
-from collections.abc import Mapping, Sequence
-from datetime import datetime
 from pathlib import Path
-from typing import Any
 
+from megajax.data.chat_template import Message
 from megajax.errors import InputError
-
-Message = Mapping[str, Any]
 
 
 def read_prompts(path: str) -> list[str | list[Message]]:
@@ -40,55 +36,3 @@ def _prompt(line: str, location: str) -> str | list[Message]:
     if isinstance(messages, list) and messages and all(isinstance(m, dict) and "role" in m for m in messages):
         return messages
     raise InputError(f'{location} has neither a "prompt" nor "messages" with roles: write one of them.')
-
-
-def render_chat(messages: Sequence[Message], folder: Path | None, add_generation_prompt: bool = True) -> str:
-    """The text of a chat by the model's own template, up to where the assistant's answer begins.
-
-    The template is `chat_template.jinja`, or the entry `chat_template` of tokenizer_config.json, in the model's folder;
-    it runs in a sandbox. Raises InputError if there is none, or if it refuses the messages.
-    """
-    try:
-        from jinja2 import TemplateError
-        from jinja2.ext import loopcontrols
-        from jinja2.sandbox import ImmutableSandboxedEnvironment
-    except ImportError:
-        raise InputError("a chat template needs jinja2: pip install jinja2.") from None
-    template, special = _template(folder)
-
-    def fail(message: str) -> None:
-        raise TemplateError(message)
-
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
-    environment.filters["tojson"] = lambda value, indent=None: json.dumps(value, ensure_ascii=False, indent=indent)
-    environment.globals["raise_exception"] = fail
-    environment.globals["strftime_now"] = lambda pattern: datetime.now().strftime(pattern)
-    try:
-        arguments = {"messages": messages, "add_generation_prompt": add_generation_prompt} | special
-        return environment.from_string(template).render(**arguments)
-    except (TemplateError, TypeError) as error:
-        raise InputError(
-            f"the chat template of {folder} does not accept the messages ({error}): correct them."
-        ) from None
-
-
-def _template(folder: Path | None) -> tuple[str, dict[str, str]]:
-    """(the chat template of a folder, its special tokens by name)."""
-    path = folder / "tokenizer_config.json" if folder else None
-    config: dict[str, Any] = {}
-    if path is not None and path.is_file():
-        try:
-            config = json.loads(path.read_text())
-        except ValueError as error:
-            raise InputError(f"{path} is damaged ({error}): copy it again.") from None
-    own = folder / "chat_template.jinja" if folder else None
-    template = own.read_text() if own is not None and own.is_file() else config.get("chat_template")
-    if isinstance(template, list):  # several named ones
-        template = next((entry["template"] for entry in template if entry.get("name") == "default"), None)
-    if not isinstance(template, str):
-        raise InputError(
-            f"{folder} has no chat template: give prompts as text, or add chat_template.jinja to the folder."
-        )
-    tokens = {name: config.get(name) for name in ("bos_token", "eos_token", "pad_token", "unk_token")}
-    names = {name: token["content"] if isinstance(token, dict) else token for name, token in tokens.items() if token}
-    return template, names

@@ -1,4 +1,4 @@
-"""Chats become text by the model's own template, in a sandbox; prompt files; the command's output."""
+"""Prompt files, and the command's output for them."""
 
 import json
 
@@ -6,39 +6,9 @@ import pytest
 
 from megajax import generate
 from megajax.errors import InputError
-from megajax.inference.prompts import read_prompts, render_chat
+from megajax.inference.prompts import read_prompts
 
-TEMPLATE = """{{ bos_token }}{% for m in messages %}
-{% if m.role not in ["user", "system"] %}{{ raise_exception("no " + m.role) }}{% endif %}
-[{{ m.role }}]{{ m.content | trim }}
-{% endfor %}
-{% if add_generation_prompt %}[assistant]{% endif %}"""
 CHAT = [{"role": "system", "content": " be brief"}, {"role": "user", "content": "é?"}]
-
-
-@pytest.mark.smoke
-@pytest.mark.parametrize("newer", [True, False])
-def test_a_chat_is_rendered_by_the_models_template(tmp_path, newer):
-    config: dict = {"bos_token": {"content": "<s>"}}
-    if newer:
-        (tmp_path / "chat_template.jinja").write_text(TEMPLATE)
-    else:
-        config["chat_template"] = [{"name": "tools", "template": "-"}, {"name": "default", "template": TEMPLATE}]
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
-    # As transformers: the newline after a block is removed, and blanks before one.
-    assert render_chat(CHAT, tmp_path) == "<s>[system]be brief\n[user]é?\n[assistant]"
-    assert render_chat(CHAT, tmp_path, add_generation_prompt=False) == "<s>[system]be brief\n[user]é?\n"
-    with pytest.raises(InputError, match="does not accept the messages .no tool.: correct them"):
-        render_chat([{"role": "tool", "content": ""}], tmp_path)
-
-
-@pytest.mark.smoke
-def test_a_template_cannot_reach_python(tmp_path):
-    (tmp_path / "chat_template.jinja").write_text("{{ ''.__class__.__mro__[1].__subclasses__() }}")
-    with pytest.raises(InputError, match="does not accept the messages"):
-        render_chat(CHAT, tmp_path)
-    with pytest.raises(InputError, match="has no chat template: give prompts as text"):
-        render_chat(CHAT, tmp_path / "nowhere")
 
 
 @pytest.mark.smoke

@@ -1,0 +1,212 @@
+"""Chats and instructions: JSON lines to packed samples with the loss on the assistant's tokens (`data.kind: chat`)."""
+
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from megajax.data.chat_template import ChatTemplate, Span, load_chat_template
+from megajax.data.index_cache import cached
+from megajax.data.json_lines import check_inputs, read_blocks
+from megajax.data.packing import pack
+from megajax.data.samples import Samples
+from megajax.data.tokenizers import Tokenizer, load_tokenizer
+from megajax.errors import InputError
+
+if TYPE_CHECKING:
+    from megajax.config import Config
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+VERSION = 1  # of the encoding, part of the key of the stored tokens
+AT_ONCE = 1000  # conversations that are tokenised together
+ARRAYS = ("tokens", "counted", "starts", "order", "ends", "dropped")
+
+
+class Text(NamedTuple):
+    """A conversation as text, and the parts of it that the loss counts."""
+
+    text: str
+    spans: list[Span]
+    ended: bool  # whether the end-of-document token follows, and counts
+
+
+def conversation(line: bytes, template: ChatTemplate | None) -> Text:
+    """A line: {"messages": [{"role", "content"}, ...]} by the template, or {"prompt": TEXT, "completion": TEXT}.
+
+    The loss counts the assistant's text with its ends of turns, or the completion and the end of document. Raises
+    ValueError with the rest of a sentence for anything else.
+    """
+    try:
+        record = json.loads(line.decode())
+    except UnicodeDecodeError:
+        raise ValueError("is not UTF-8: convert the file to UTF-8") from None
+    except ValueError as error:
+        raise ValueError(f'is not JSON ({error}): write {{"messages": [...]}} on a line of its own') from None
+    if isinstance(record, dict) and {"prompt", "completion"} <= record.keys():
+        prompt, completion = record["prompt"], record["completion"]
+        if not (isinstance(prompt, str) and isinstance(completion, str)):
+            raise ValueError('has a "prompt" or a "completion" that is not text: write both as text')
+        return Text(prompt + completion, [(len(prompt), len(prompt) + len(completion))], True)
+    messages = record.get("messages") if isinstance(record, dict) else None
+    if not isinstance(messages, list) or not messages:
+        raise ValueError('has neither "messages" nor "prompt" and "completion": write one of them')
+    for i, message in enumerate(messages):
+        role = message.get("role") if isinstance(message, dict) else None
+        if role not in ROLES:
+            raise ValueError(f"has the role {role!r} in message {i}: use {', '.join(ROLES)}")
+        if message.get("content") is None and not message.get("tool_calls"):
+            raise ValueError(f"has a message without content (message {i}, {role}): give it some")
+    if template is None:
+        raise ValueError(
+            "has messages, but the tokenizer has no chat template: set data.chat_template, or write prompt and "
+            "completion"
+        )
+    text, spans = template.with_answers(messages, **({"tools": record["tools"]} if record.get("tools") else {}))
+    if not any(start < end for start, end in spans):
+        raise ValueError("has no answer of the assistant: the loss would count nothing of it; remove it")
+    return Text(text, spans, False)
+
+
+def counted_tokens(offsets: Sequence[Span], spans: Sequence[Span]) -> np.ndarray:
+    """Whether each token has a character of the spans, bool [tokens]; offsets are those of the tokens."""
+    found = np.zeros(len(offsets), bool)
+    starts, ends = np.array(offsets, np.int64).reshape(-1, 2).T
+    for start, end in spans:
+        found |= (ends > start) & (starts < end)
+    return found
+
+
+def encode_file(
+    path: str, tokenizer: Tokenizer, template: ChatTemplate | None, capacity: int, drop_long: bool
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, int]:
+    """(all tokens int32, whether each counts, start of each conversation and the end int64, number left out).
+
+    A conversation longer than `capacity` is cut, or left out if `drop_long`; one is left out if nothing that counts
+    remains of it. Raises InputError, with file and line, for a line that is not a conversation.
+    """
+    tokens, counted, lengths, dropped = [], [], [], 0
+    for texts in _texts(path, template):
+        encoded = tokenizer.encode_with_offsets([text.text for text in texts])
+        for text, (ids, offsets) in zip(texts, encoded, strict=True):
+            mask = counted_tokens(offsets, text.spans)
+            if text.ended and tokenizer.end_of_document is not None:
+                ids, mask = [*ids, tokenizer.end_of_document], np.append(mask, True)
+            kept = mask[1:capacity]  # the first token is never predicted
+            if (drop_long and len(ids) > capacity) or not kept.any():
+                dropped += 1
+                continue
+            tokens.append(np.array(ids[:capacity], np.int32))
+            counted.append(mask[:capacity])
+            lengths.append(len(tokens[-1]))
+    if not lengths:
+        raise InputError(f"{path} has no conversation of which the loss counts anything: give other data.")
+    starts = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
+    return np.concatenate(tokens), np.concatenate(counted), starts, dropped
+
+
+def _texts(path: str, template: ChatTemplate | None) -> Iterator[list[Text]]:
+    found: list[Text] = []
+    for block in read_blocks([path]):
+        for number, line in enumerate(block.text.split(b"\n"), start=block.first_line):
+            if line.strip():
+                try:
+                    found.append(conversation(line, template))
+                except InputError as error:  # of the template
+                    raise InputError(f"{path}, line {number}: {error}") from None
+                except ValueError as error:
+                    raise InputError(f"{path}, line {number} {error}.") from None
+            if len(found) == AT_ONCE:
+                yield found
+                found = []
+    if found:
+        yield found
+
+
+class ChatSamples(Samples):
+    """Conversations of a file, packed into samples of `sequence_length` + 1 tokens, in a new order in each epoch.
+
+    With `packed` false a sample has one conversation. The rest of a sample is token 0, which the loss does not count.
+    """
+
+    def __init__(self, path: str, arrays: Sequence[np.ndarray], sequence_length: int, seed: int, shuffled: bool):
+        self._arguments = (path, arrays, sequence_length, seed, shuffled)
+        self.path, self.sequence_length, self.seed, self.shuffled = path, sequence_length, seed, shuffled
+        self.tokens, self.counts, self.starts, self.order, self.ends, dropped = arrays
+        self.dropped = int(dropped)
+        self._epoch = lru_cache(2)(self._make_epoch)
+
+    def __reduce__(self) -> Any:
+        return ChatSamples, self._arguments
+
+    def __len__(self) -> int:
+        return len(self.ends)
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        return self._filled(self.tokens, index, np.int32)
+
+    def counted(self, index: int) -> np.ndarray:
+        return self._filled(self.counts, index, bool)
+
+    def document_lengths(self, index: int) -> np.ndarray:
+        lengths = [stop - start for start, stop in self._pieces(index)]
+        rest = self.sequence_length + 1 - sum(lengths)
+        return np.array(lengths + [rest] * (rest > 0))
+
+    def _filled(self, values: np.ndarray, index: int, dtype: Any) -> np.ndarray:
+        out, filled = np.zeros(self.sequence_length + 1, dtype), 0
+        for start, stop in self._pieces(index):
+            out[filled : filled + stop - start] = values[start:stop]
+            filled += stop - start
+        return out
+
+    def _pieces(self, index: int) -> list[tuple[int, int]]:
+        epoch, place = divmod(index, len(self))
+        number = int(self._epoch(epoch)[place]) if self.shuffled else place
+        items = self.order[int(self.ends[number - 1]) if number else 0 : int(self.ends[number])]
+        return [(int(self.starts[item]), int(self.starts[item + 1])) for item in items]
+
+    def _make_epoch(self, epoch: int) -> np.ndarray:
+        return np.random.Generator(np.random.PCG64((self.seed, epoch))).permutation(len(self))
+
+
+def open_chat(config: "Config", path: str) -> ChatSamples:
+    """The samples of a file of conversations; tokens and packing are stored in `data.index_cache`."""
+    data, length = config.data, config.batch.sequence_length
+    check_inputs([path])
+    assert data.tokenizer is not None  # checked with the config
+    folder = None if data.tokenizer == "byte" else Path(data.tokenizer).parent
+    given = None if data.chat_template is None else Path(data.chat_template)
+    has_own = folder is not None and any(
+        (folder / n).is_file() for n in ("chat_template.jinja", "tokenizer_config.json")
+    )
+    template = load_chat_template(folder, given) if given or has_own else None
+    key = {
+        "kind": "chat",
+        "version": VERSION,
+        "file": _digest(path),
+        "tokenizer": "byte" if folder is None else _digest(data.tokenizer),
+        "template": None if template is None else [template.source, template.special_tokens],
+        "sequence_length": length,
+        "too_long": data.too_long,
+        "packed": data.pack,
+    }
+
+    def build() -> Sequence[np.ndarray]:
+        tokenizer = load_tokenizer(str(data.tokenizer))
+        encoded = encode_file(path, tokenizer, template, length + 1, data.too_long == "drop")
+        tokens, counted, starts, dropped = encoded
+        count = len(starts) - 1
+        order, ends = pack(np.diff(starts), length + 1) if data.pack else (np.arange(count), np.arange(1, count + 1))
+        return tokens, counted, starts, order, ends, np.array(dropped)
+
+    cache = Path(data.index_cache or Path(config.run.dir) / "index_cache")
+    return ChatSamples(path, cached(cache, key, ARRAYS, build), length, config.run.seed, data.order == "shuffled")
+
+
+def _digest(path: str) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "blake2b").hexdigest()[:32]

@@ -1,0 +1,239 @@
+"""Chats: tokens and loss mask are transformers', packing changes no loss, mistakes are sentences."""
+
+import json
+import random
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import megajax
+from megajax.config.checks import check, check_mesh
+from megajax.data.chat_template import ChatTemplate, load_chat_template
+from megajax.data.describe import describe_data
+from megajax.data.loader import datasets, make_loader
+from megajax.data.packing import pack
+from megajax.errors import ConfigError, InputError
+from megajax.inference.generation import continue_texts
+from megajax.inference.sampling import Sampling
+from megajax.training.batches import to_global
+
+REFERENCE = Path(__file__).parents[1] / "data_files/chat.json"
+
+
+@pytest.fixture(scope="module")
+def reference() -> dict:
+    return json.loads(REFERENCE.read_text())
+
+
+@pytest.fixture
+def folder(reference, tmp_path) -> Path:
+    """A tokenizer's folder with its template, and chats.jsonl with the conversations."""
+    (tmp_path / "tokenizer.json").write_text(reference["tokenizer"])
+    (tmp_path / "chat_template.jinja").write_text(reference["template"])
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>"}))
+    lines = [json.dumps({"messages": each["messages"]}) for each in reference["conversations"]]
+    (tmp_path / "chats.jsonl").write_text("\n".join(lines) + "\n")
+    return tmp_path
+
+
+def config_of(folder: Path, data: dict | None = None, length: int = 512, **sections):
+    content = {
+        "run": {"steps": 3, "dir": str(folder / "run"), "seed": 5},
+        "model": {"num_layers": 2, "hidden_size": 16, "num_heads": 2, "vocab_size": 512},
+        "mesh": {"data": 1},
+        "batch": {"global_size": 2, "sequence_length": length},
+        "precision": {"compute": "float32"},
+        "data": {"kind": "chat", "train": str(folder / "chats.jsonl"), "tokenizer": str(folder / "tokenizer.json")}
+        | (data or {}),
+    }
+    return megajax.Config.model_validate(content | sections)
+
+
+@pytest.mark.parametrize("marked", [True, False])
+def test_tokens_and_mask_are_those_of_transformers(folder, reference, marked):
+    if not marked:  # the same text without marks: an answer is what its message adds
+        plain = reference["template"].replace("{% generation %}", "").replace("{% endgeneration %}\n", "")
+        (folder / "chat_template.jinja").write_text(plain)
+    samples = datasets(config_of(folder, {"pack": False, "order": "sequential"}))["train"]
+    for i, expected in enumerate(reference["conversations"]):
+        ids, mask = expected["ids"], np.array(expected["mask"], bool)
+        assert samples[i][: len(ids)].tolist() == ids and not samples[i][len(ids) :].any()
+        assert samples.document_lengths(i).tolist() == [len(ids), 513 - len(ids)]
+        np.testing.assert_array_equal(samples.counted(i)[: len(ids)], mask)
+        assert not samples.counted(i)[len(ids) :].any()
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(1, 30), max_size=60))
+def test_packing_keeps_every_item_once_and_fills_the_bins(lengths):
+    order, ends = pack(np.array(lengths, np.int64), 30)
+    assert sorted(order.tolist()) == list(range(len(lengths)))
+    bins = np.split(order, ends[:-1]) if len(ends) else []
+    sums = sorted(sum(lengths[i] for i in items) for items in bins)
+    assert all(total <= 30 for total in sums)
+    # Best fit opens a bin only for an item that fits into none: two bins never fit into one.
+    assert len(sums) < 2 or sums[0] + sums[1] > 30
+
+
+def test_packed_and_unpacked_steps_have_the_same_loss(folder):
+    """All conversations in one step: packed in few rows, or one in a row, with the same loss per counted token."""
+    losses, rows = {}, {}
+    for packed in (True, False):
+        config = config_of(folder, {"pack": packed}, length=160)
+        rows[packed] = len(datasets(config)["train"])
+        config = config.model_copy(update={"batch": config.batch.model_copy(update={"global_size": rows[packed]})})
+        samples = datasets(config)["train"]
+        mesh = megajax.build_mesh(check_mesh(config, 1), jax.devices()[:1])
+        program = megajax.TrainProgram.build(config, mesh)
+        every = np.arange(rows[packed])
+        batch = to_global(program, next(make_loader(config, split="train", rows=every, samples=samples)))
+        _, metrics = program.train_step(program.init_state(), batch)
+        losses[packed] = float(metrics["loss"])
+    assert rows[True] < rows[False] == 20
+    assert losses[True] == pytest.approx(losses[False], abs=1e-6)
+
+
+def test_prompts_and_completions_count_the_completion_and_the_end(folder, tmp_path):
+    (tmp_path / "p.jsonl").write_text('{"prompt": "ab", "completion": "cé"}\n')
+    data = {"train": str(tmp_path / "p.jsonl"), "tokenizer": "byte"}
+    samples = datasets(config_of(folder, data, length=8))["train"]
+    assert samples[0].tolist() == [97, 98, 99, 0xC3, 0xA9, 256, 0, 0, 0]
+    assert samples.counted(0).tolist() == [False, False, True, True, True, True, False, False, False]
+    batch = next(make_loader(config_of(folder, data, length=8), split="train", rows=np.arange(1), samples=samples))
+    assert batch["loss_mask"].tolist() == [[0, 1, 1, 1, 1, 0, 0, 0]]
+    assert batch["segment_ids"].tolist() == [[0] * 6 + [1] * 2] and batch["positions"][0].tolist()[:6] == [*range(6)]
+
+
+def test_long_conversations_are_cut_or_left_out_and_the_summary_says_so(folder, reference):
+    long = sum(len(each["ids"]) > 65 for each in reference["conversations"])
+    assert 0 < long < 20
+    cut = config_of(folder, length=64)
+    left = config_of(folder, {"too_long": "drop"}, length=64)
+    assert sum(map(len, [datasets(left)["train"].order])) == 20 - long
+    opened = datasets(cut)
+    assert max(np.diff(opened["train"].starts)) == 65
+    (line,) = [line for line in describe_data(left, datasets(left)) if line.startswith("train:")]
+    assert f"{20 - long} conversations, {long} left out" in line and "the loss counts" in line
+
+
+def test_epochs_have_different_orders_and_a_run_resumes_in_them(folder):
+    config = config_of(folder, length=160)
+    samples = datasets(config)["train"]
+    rows = [samples[i].tobytes() for i in range(3 * len(samples))]
+    epochs = [rows[len(samples) * e : len(samples) * (e + 1)] for e in range(3)]
+    assert len(set(epochs[0])) == len(samples) and all(set(epoch) == set(epochs[0]) for epoch in epochs)
+    assert len({tuple(epoch) for epoch in epochs}) == 3
+    batches = make_loader(config, split="train", rows=np.arange(2))
+    whole = [next(batches)["tokens"] for _ in range(5)]
+    resumed = make_loader(config, split="train", rows=np.arange(1, 2), start_step=3)
+    np.testing.assert_array_equal(next(resumed)["tokens"], whole[3][1:])
+
+
+MISTAKES = {
+    "{": "line 1 is not JSON",
+    '{"text": "a"}': 'line 1 has neither "messages" nor "prompt" and "completion"',
+    '{"prompt": 1, "completion": "a"}': 'line 1 has a "prompt" or a "completion" that is not text',
+    '{"messages": [{"role": "bot", "content": "a"}]}': "line 1 has the role 'bot' in message 0: use system, developer",
+    '{"messages": [{"role": "user"}]}': "line 1 has a message without content (message 0, user): give it some",
+    '{"messages": [{"role": "user", "content": "a"}]}': "line 1 has no answer of the assistant",
+}
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("line", MISTAKES)
+def test_a_bad_line_is_a_sentence(folder, line):
+    (folder / "chats.jsonl").write_text(line + "\n")
+    with pytest.raises(InputError) as error:
+        datasets(config_of(folder))
+    assert MISTAKES[line] in str(error.value) and "data.train" in str(error.value)
+
+
+@pytest.mark.smoke
+def test_templates_that_fail_are_sentences(folder):
+    for template, sentence in {
+        "{{": "is damaged",
+        "{{ raise_exception('no system turns') }}": r"does not accept the messages \(no system turns\)",
+        "{{ messages | length }}{% for m in messages %}{{ m.content }}{% endfor %}": "changes earlier turns",
+        "{{ ''.__class__.__mro__[1].__subclasses__() }}": "does not accept the messages",
+    }.items():
+        (folder / "chat_template.jinja").write_text(template)
+        with pytest.raises(InputError, match=sentence):
+            datasets(config_of(folder))
+    (folder / "chat_template.jinja").unlink()
+    with pytest.raises(InputError, match="has no chat template"):
+        datasets(config_of(folder))
+    with pytest.raises(InputError, match="template .*nowhere cannot be read"):
+        load_chat_template(folder, folder / "nowhere")
+
+
+TEMPLATE = """{{ bos_token }}{% for m in messages %}
+{% if m.role == "tool" %}{{ raise_exception("no tools") }}{% endif %}
+[{{ m.role }}]{{ m.content | trim }}
+{% endfor %}
+{% if add_generation_prompt %}[assistant]{% endif %}"""
+
+
+@pytest.mark.smoke
+def test_a_template_is_found_where_transformers_writes_it(tmp_path):
+    chat = [{"role": "system", "content": " be brief"}, {"role": "user", "content": "é?"}]
+    config: dict = {"bos_token": {"content": "<s>"}, "chat_template": [{"name": "default", "template": TEMPLATE}]}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    template = load_chat_template(tmp_path)
+    assert template.render(chat, True) == "<s>[system]be brief\n[user]é?\n[assistant]"
+    assert template.render(chat) == "<s>[system]be brief\n[user]é?\n"
+    assert (
+        ChatTemplate(
+            "{% for m in messages %}{% if loop.index > 1 %}{% break %}{% endif %}x{% endfor %}", {}, "t"
+        ).render(chat)
+        == "x"
+    )
+
+
+@pytest.mark.smoke
+def test_settings_that_do_not_fit_are_sentences(folder):
+    for data, sentence in {
+        ("tokenizer", None): "data.kind=chat needs data.tokenizer",
+        ("train", None): "data.kind=chat needs data.train .*: set data.train to JSON lines",
+        ("split", "9,1,0"): "data.split=9,1,0.* cannot be combined with data.kind=chat.*: give files to data.valid",
+        ("order", "megatron"): "data.order=megatron.* cannot be combined with data.kind=chat.*: use shuffled",
+    }.items():
+        with pytest.raises(ConfigError, match=sentence):
+            check(config_of(folder, dict([data])))
+
+
+def test_a_model_learns_to_answer_and_generates_the_answers(tmp_path):
+    """From no right answer to questions that it has not seen to more than 90 %: the first letter of a word."""
+    rng = random.Random(0)
+    words = ["".join(rng.choices("abcdefgh", k=4)) for _ in range(660)]
+    seen, held = words[:600], [word for word in words[600:] if word not in words[:600]]
+    chats = [[{"role": "user", "content": word}, {"role": "assistant", "content": word[0]}] for word in seen]
+    (tmp_path / "chats.jsonl").write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
+    (tmp_path / "t.jinja").write_text(
+        "{% for m in messages %}{{ m.content }}{{ '=' if m.role == 'user' else ';' }}{% endfor %}"
+    )
+    config = config_of(
+        tmp_path,
+        {"tokenizer": "byte", "chat_template": str(tmp_path / "t.jinja")},
+        run={"steps": 50, "dir": str(tmp_path / "run"), "eval_steps": 0, "seed": 1},
+        model={"num_layers": 2, "hidden_size": 32, "num_heads": 4, "vocab_size": 257},
+        batch={"global_size": 16, "sequence_length": 48},
+        schedule={"learning_rate": 0.01, "warmup_steps": 10},
+        logging={"tensorboard": False},
+    )
+
+    def share_of_right_answers() -> float:
+        model = megajax.load_run(tmp_path / "run")
+        answers = continue_texts(model, [f"{word}=" for word in held], 2, Sampling(temperature=0))
+        return sum(answer == f"{word[0]};" for word, answer in zip(held, answers, strict=True)) / len(held)
+
+    trainer = megajax.Trainer(config, jax.devices()[:1])
+    trainer.save()
+    trainer.checkpoints.wait()
+    (tmp_path / "run/config.yaml").write_text(config.to_yaml())
+    assert share_of_right_answers() == 0
+    trainer.run()
+    assert share_of_right_answers() > 0.9
