@@ -158,8 +158,12 @@ class SentencePieceTokenizer:
         return first + self._model.EncodeAsIds(text)
 
     def encode_with_offsets(self, texts: Sequence[str]) -> list[tuple[list[int], list[tuple[int, int]]]]:
-        encoded = [self._model.EncodeAsImmutableProto(text).pieces for text in texts]
-        return [([p.id for p in pieces], [(p.begin, p.end) for p in pieces]) for pieces in encoded]
+        out = []
+        for text in texts:
+            pieces = self._model.encode(text, return_type="proto").pieces
+            letters = [i for i, letter in enumerate(text) for _ in letter.encode()] + [len(text)]  # of each byte
+            out.append(([p.id for p in pieces], [(letters[p.begin], letters[p.end]) for p in pieces]))
+        return out
 
     def decode(self, ids: list[int]) -> str:
         return self._model.DecodeIds(ids)

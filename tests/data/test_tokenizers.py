@@ -18,6 +18,12 @@ def test_bytes_are_utf8_and_256_ends_a_document():
     assert (tokenizer.vocab_size, tokenizer.end_of_document) == (257, 256)
 
 
+def test_offsets_are_of_characters(tmp_path):
+    assert load_tokenizer("byte").encode_with_offsets(["aé"]) == [([97, 0xC3, 0xA9], [(0, 1), (1, 2), (1, 2)])]
+    tokenizer = word_level(tmp_path / "t.json", {"?": 0, "é": 1, "b": 2})
+    assert tokenizer.encode_with_offsets(["é b", "b"]) == [([1, 2], [(0, 1), (2, 3)]), ([2], [(0, 1)])]
+
+
 def word_level(path, vocabulary, special=()):
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="?"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
@@ -66,6 +72,10 @@ def test_sentencepiece_model_is_read(tmp_path):
     reference = sentencepiece.SentencePieceProcessor(model_proto=trained.getvalue())
     assert tokenizer.end_of_document == tokenizer.token_id("</s>") == reference.piece_to_id("</s>") == 2
     assert tokenizer.special_tokens == ["<s>", "</s>"] and tokenizer.token_id("</t>") is None
+    assert tokenizer.encode(text, special_tokens=True) == [1, *ids]
+    ((found, offsets),) = tokenizer.encode_with_offsets(["the é dog"])
+    assert found == tokenizer.encode("the é dog")
+    assert [offsets[0][0], offsets[-1][1]] == [0, 9] and (4, 5) in offsets  # é is two bytes
 
 
 def test_bad_tokenizers_are_refused_with_one_sentence(tmp_path):
