@@ -6,6 +6,7 @@ orbax's thousand lines.
 """
 
 import logging
+import math
 import shutil
 import time
 from collections.abc import Mapping
@@ -25,6 +26,7 @@ from megajax.errors import InputError, UserError
 
 EXPERTS = "experts"  # name of the MoE layers' state in a checkpoint
 SUBDIRECTORY = "checkpoints"
+LARGE_LAYER = 2**18  # bytes of a layer in one device's shard
 # Router keys that change the network's function; the others only balance the load in training.
 ROUTER_OF_NETWORK = (
     "score_function",
@@ -79,7 +81,7 @@ class Checkpoints:
         """
         assert self._started is None, "ask for the outcome of the last save first"
         args = ocp.args.Composite(
-            state=ocp.args.StandardSave(tree),  # type: ignore[call-arg]
+            state=ocp.args.StandardSave(tree, jax.tree_util.tree_map_with_path(_storage, tree)),  # type: ignore[call-arg]
             description=ocp.args.JsonSave(description),  # type: ignore[call-arg]
         )
         size = sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
@@ -136,6 +138,16 @@ class Checkpoints:
             self.wait()
         finally:
             self._manager.close()
+
+
+def _storage(path: tuple[Any, ...], array: jax.Array) -> ocp.SaveArgs:
+    """How an array is stored: the large layers of a block's parameter one by one.
+
+    So a layer is read without decompressing the others, and layers are compressed in parallel.
+    """
+    in_block = any(str(getattr(key, "key", "")).startswith("blocks.") for key in path)
+    layer = array.dtype.itemsize * math.prod(array.sharding.shard_shape(array.shape)[1:])
+    return ocp.SaveArgs(shard_axes=(0,) if in_block and layer >= LARGE_LAYER else ())
 
 
 def _is_news(record: logging.LogRecord) -> bool:

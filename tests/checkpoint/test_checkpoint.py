@@ -8,7 +8,9 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
+import tensorstore
 
+from megajax.checkpoint import manager
 from megajax.checkpoint.manager import compare_descriptions, describe_model
 from megajax.config import ModelConfig, load_config
 from megajax.errors import InputError
@@ -98,6 +100,23 @@ def test_names_and_shapes_on_disk_are_canonical_on_every_mesh(make_trainer):
         first = first or found
         assert found.keys() == first.keys()
         assert all(np.array_equal(found[name], first[name]) for name in found), sizes
+
+
+def test_large_layers_are_stored_one_by_one(make_trainer, monkeypatch):
+    """So one of them is read without the others; small ones are not worth a file's entry each."""
+    layer = 4 * 36 * 48 // 2  # bytes of a layer of an MLP's matrix on one of two devices
+    for largest, rows in ((layer, 1), (layer + 1, 2)):
+        monkeypatch.setattr(manager, "LARGE_LAYER", largest)
+        item = save(make_trainer(f"run{rows}", tensor=2)) / "state"
+        store = {"driver": "ocdbt", "base": f"file://{item}/"}
+
+        def chunk(name, store=store):
+            spec = {"driver": "zarr", "kvstore": store | {"path": f"{name}/"}}
+            return tensorstore.open(spec).result().chunk_layout.read_chunk.shape
+
+        for name in ("params.blocks.dense.mlp.up", "optimizer.0.mu.blocks.dense.mlp.up"):
+            assert chunk(name) == (rows, 36, 24)
+        assert chunk("params.head") == (36, 64)
 
 
 def test_layer_norms_biases_positions_and_ties_have_their_names(make_trainer):

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from megajax.hf.compare import compare
+
 OPTIONS = ("run.steps=6", "run.checkpoint_interval=3", "run.eval_steps=1", "data.split='8,2,0'")
 MESH = ("mesh.data=2", "mesh.fsdp=2", "mesh.tensor=2")
 
@@ -110,9 +112,14 @@ def test_two_processes_go_on_from_the_checkpoint_of_one(
     one = start(*OPTIONS, "run.steps=3", f"run.dir={tmp_path / 'two'}")
     assert one.finish() == 0, one.output
     sequences = ("mesh.data=1", "mesh.fsdp=1", "mesh.context=4")  # each is divided over both processes
-    first, second = start_two(*sequences, f"run.dir={tmp_path / 'two'}")
+    first, second = start_two(
+        *sequences, f"run.dir={tmp_path / 'two'}", f"checkpoint.export_hf.dir={tmp_path / 'folders'}"
+    )
     assert (first.finish(), second.finish()) == (0, 0), first.output + second.output
     assert "resuming from the checkpoint of step 3" in first.output
+    assert not any(difference.absolute for difference in compare(tmp_path / "folders/step-6", str(tmp_path / "two")))
+    assert "folders" in (tmp_path / "written0").read_text()
+    assert "folders" not in (tmp_path / "written1").read_text() and "wrote" not in second.output
     assert checkpoint_steps(tmp_path / "two") == [3, 6]
     assert agree(read_metrics(tmp_path / "two", "loss", "grad_norm"), expected[0])
     evaluations = read_metrics(tmp_path / "two", "eval_loss")
