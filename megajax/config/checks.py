@@ -295,6 +295,10 @@ def _check_data(config: Config) -> None:
         files = "JSON lines" if data.kind == "chat" else "the prefix of a .bin/.idx pair"
         cure = f"set data.train to {files}, or data.kind=synthetic to try without data"
         fail(config, f"data.kind={data.kind} needs data.train", cure, "data.kind")
+    names = [each.name for each in data.valid_sets]
+    if len(set(names)) < len(names):
+        again = next(name for name in names if names.count(name) > 1)
+        fail(config, f"data.valid_sets has two sets called {again}", "give each its own name", "data.valid_sets")
     if data.kind == "chat":
         _check_chat(config)
     for key in ("data.valid", "data.test"):
@@ -344,6 +348,7 @@ def _warn_without_effect(config: Config) -> None:
     """Warn about each key that differs from its default but is not read."""
     model, schedule, data, logging = config.model, config.schedule, config.data, config.logging
     fp8, pipeline, scaling = config.precision.fp8, config.pipeline, model.rope_scaling
+    evaluated = data.valid is not None or data.valid_sets
     chat, indexed = data.kind == "chat", data.kind == "indexed"
     document_keys = ("data.reset_attention", "data.reset_positions", "data.mask_end_of_document_loss")
     no_valid_share = data.split is not None and float(data.split.split(",")[1]) == 0
@@ -375,8 +380,8 @@ def _warn_without_effect(config: Config) -> None:
         (_experts_undivided(config), f"mesh.{config.mesh.experts_over[0]}", ("kernels.dispatch", "mesh.experts_over")),
         (model.num_experts is None, "model.num_experts", ("kernels.grouped_matmul",)),
         (config.mesh.context == 1, "mesh.context", ("kernels.context",)),
-        (indexed and data.valid is None and data.split is None, "data.valid", ("run.eval_interval",)),
-        (indexed and no_valid_share, "data.split", ("run.eval_interval",)),
+        (indexed and not evaluated and data.split is None, "data.valid", ("run.eval_interval",)),
+        (indexed and not evaluated and no_valid_share, "data.split", ("run.eval_interval",)),
         (data.order != "megatron", "data.order", ("data.train_samples",)),
         (data.order != "megatron" and not chat, "data.order", ("data.index_cache",)),
         (not chat, "data.kind", ("data.chat_template", "data.pack", "data.too_long")),

@@ -184,6 +184,13 @@ class DataSource(Section):
     weight: Positive = Field(default=1.0, description="Share of the samples, relative to the other sources.")
 
 
+class ValidationSet(Section):
+    """A further evaluation set with a loss of its own."""
+
+    name: Text = Field(description="Name in the logs: eval_loss/NAME.")
+    prefix: Text = Field(description="Path of the .bin/.idx pair without the file extension, or a chat file.")
+
+
 def _source_form(value: Any) -> str | None:
     return {str: "~text", list: "~list", tuple: "~list"}.get(type(value))
 
@@ -210,6 +217,11 @@ class DataConfig(Section):
         " files.",
     )
     valid: Sources | None = Field(default=None, description="Evaluation data, written like train.")
+    valid_sets: tuple[ValidationSet, ...] = Field(
+        default=(),
+        strict=False,
+        description="Further evaluation sets: a list of {name, prefix}; each has its own loss, eval_loss/NAME.",
+    )
     test: Sources | None = Field(default=None, description="Held-out data, written like train.")
     split: Split | None = Field(
         default=None,

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from megajax.data.chat import ChatSamples
-from megajax.data.loader import SPLITS, Split
+from megajax.data.loader import Split
 from megajax.data.samples import BlendedSamples, DocumentSamples, Samples
 
 if TYPE_CHECKING:
@@ -31,9 +31,8 @@ def describe_data(config: "Config", datasets: Mapping[Split, Samples]) -> list[s
         return [f"synthetic tokens{packed}"]
     train = data.train if isinstance(data.train, str) else f"a blend of {len(data.train or ())} data sets"
     lines = [f"{train}, {data.order}, tokenizer {data.tokenizer or 'not given'}{packed}"]
-    for split in SPLITS:
-        if split in datasets:
-            lines += _split_lines(config, split, datasets[split])
+    for split, samples in datasets.items():
+        lines += _split_lines(config, split, samples)
     return lines
 
 
@@ -43,7 +42,7 @@ def _split_lines(config: "Config", split: Split, samples: Samples) -> list[str]:
         return _chat_lines(config, split, samples)
     shares = _shares(samples)
     tokens, length = sum(source.num_tokens for source, _ in shares), config.batch.sequence_length
-    steps = {"train": config.run.steps, "valid": config.run.eval_steps, "test": 0}[split]
+    steps = {"train": config.run.steps, "test": 0}.get(split, config.run.eval_steps)
     read = steps * config.batch.global_size * length
     size = f"{split}: {sum(source.num_documents for source, _ in shares):,} documents, {tokens:,} tokens"
     if not read:
@@ -65,7 +64,7 @@ def _chat_lines(config: "Config", split: Split, samples: Samples) -> list[str]:
     """The conversations of each file of a split, how they fill the sequences, and the epochs that the run reads."""
     sources = samples.sources if isinstance(samples, BlendedSamples) else [samples]
     weights = samples.weights.tolist() if isinstance(samples, BlendedSamples) else [1.0]
-    steps = {"train": config.run.steps, "valid": config.run.eval_steps, "test": 0}[split]
+    steps = {"train": config.run.steps, "test": 0}.get(split, config.run.eval_steps)
     lines = []
     for source, weight in zip(sources, weights, strict=True):
         assert isinstance(source, ChatSamples)

@@ -1,7 +1,7 @@
 """Batches of a config's data: opens and checks the files, and reads ahead with grain."""
 
 import signal
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from megajax.config import Config
 
-Split = Literal["train", "valid", "test"]
+Split = str  # one of SPLITS, or "valid/NAME" of an entry of data.valid_sets
 SPLITS: tuple[Split, ...] = ("train", "valid", "test")
 CHECKED_TOKENS = 1_000_000  # of each file
 ENDLESS = 1 << 40  # steps
@@ -32,6 +32,7 @@ def datasets(config: "Config") -> dict[Split, Samples]:
     million ids of each file are checked.
     """
     present: list[Split] = [split for split in SPLITS if _is_given(config, split)]
+    present += [f"valid/{each.name}" for each in config.data.valid_sets]
     files: dict[str, IndexedDataset] = {}
     opened: dict[Split, Samples] = {split: open_split(config, split, files) for split in present}
     if config.data.kind != "synthetic":
@@ -51,8 +52,9 @@ def open_split(config: "Config", split: Split, files: dict[str, IndexedDataset] 
     if data.kind == "synthetic":
         documents = data.synthetic_documents or 1
         return SyntheticSamples(config.model.vocab_size, length, seed, SPLITS.index(split), documents)
-    key: Split = "train" if data.split is not None else split
-    blend = getattr(data, key)
+    name = split.partition("/")[2]
+    key: Split = "valid_sets" if name else "train" if data.split is not None else split
+    blend = next(each.prefix for each in data.valid_sets if each.name == name) if name else getattr(data, key)
     parts = [(blend, 1.0)] if isinstance(blend, str) else [(part.prefix, part.weight) for part in blend]
     weights = [weight for _, weight in parts]
     try:
@@ -149,7 +151,7 @@ def _range(config: "Config", split: Split, dataset: IndexedDataset) -> tuple[int
     """The documents of a data set that belong to a split; in Megatron's order its sequences."""
     megatron = config.data.order == "megatron"
     count = len(dataset) if megatron else dataset.num_documents
-    if config.data.split is None:
+    if config.data.split is None or split not in SPLITS:
         return 0, count
     divide = split_sequences if megatron else split_documents
     first, last = divide(count, _shares(config))[SPLITS.index(split)]

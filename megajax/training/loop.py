@@ -356,7 +356,7 @@ class Trainer:
                 if self._log(log, meter, *pending):
                     return BAD_NUMBERS
                 pending = None
-            if (evaluation or last) and "valid" in self.data and run.eval_steps:
+            if (evaluation or last) and run.eval_steps:
                 self._evaluate(log)
             if saving or last or stopping:
                 self.save()
@@ -399,9 +399,11 @@ class Trainer:
         return True
 
     def _evaluate(self, log: logs.MetricsLog) -> None:
-        loss = self.evaluate()
-        log.write(self.step, {"eval_loss": loss})
-        self._note(f"step {self.step}  evaluation loss {loss:.4f}")
+        losses = {split: self.evaluate(split) for split in self.data if split.partition("/")[0] == "valid"}
+        if losses:
+            log.write(self.step, {split.replace("valid", "eval_loss"): loss for split, loss in losses.items()})
+            named = (f"{split.partition('/')[2]} {loss:.4f}".strip() for split, loss in losses.items())
+            self._note(f"step {self.step}  evaluation loss {', '.join(named)}")
 
     def _report_save(self, outcome: SaveOutcome | None, ending: bool = False) -> None:
         """Report the end of a save. Raises InputError if it failed and no older checkpoint exists, or the run ends."""
