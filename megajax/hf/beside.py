@@ -58,7 +58,7 @@ def collect(run_dir: Path, config: Config) -> tuple[dict[str, bytes], dict[str, 
         files[GENERATION] = (json.dumps(ids, indent=2, sort_keys=True) + "\n").encode()
     keys = {name: None for name in ("bos_token_id", "eos_token_id")} | ids  # absent: transformers' defaults
     if config.model.position != "learned":
-        longest = _read(run_dir / KEPT_CONFIG).get("max_position_embeddings", 0)
+        longest = _kept(run_dir).get("max_position_embeddings", 0)
         keys["max_position_embeddings"] = max(longest, config.batch.sequence_length)
     return files, keys
 
@@ -68,7 +68,7 @@ def token_ids(run_dir: Path, config: Config) -> dict[str, Any]:
 
     They are those of the folder that the run started from, else the tokenizer's.
     """
-    stored = _read(run_dir / GENERATION) | _read(run_dir / KEPT_CONFIG)
+    stored = _read(run_dir / GENERATION) | _kept(run_dir)
     ids = {f"{name}_id": stored[f"{name}_id"] for name in TOKENS if stored.get(f"{name}_id") is not None}
     tokenizer = _tokenizer(run_dir, config)
     if ids or tokenizer is None:
@@ -87,6 +87,13 @@ def token_names(folder: Path) -> dict[str, str]:
     stored = _read(folder / "special_tokens_map.json") | _read(folder / "tokenizer_config.json")
     given = {name: stored[name] for name in TOKENS if stored.get(name)}
     return {name: value["content"] if isinstance(value, dict) else value for name, value in given.items()}
+
+
+def _kept(run_dir: Path) -> dict[str, Any]:
+    """The keys of the config.json that the run started from, without nulls; those of its language model too."""
+    config = _read(run_dir / KEPT_CONFIG)
+    everything = (config.get("text_config") or {}).items(), config.items()
+    return {name: value for part in everything for name, value in part if value is not None}
 
 
 def _tokenizer(run_dir: Path, config: Config) -> Tokenizer | None:
