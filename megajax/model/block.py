@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import lax
 
 from megajax import ops
 from megajax.config import ModelConfig
@@ -65,7 +66,9 @@ class Block(nnx.Module):
         for branch, (name, part) in enumerate(self.parts.items()):
             own, kept = _of_part(weights, name), _of_part(state, name)
             y, measured = part(own, x, inputs, layer, kept, comm=comm, kind=kind, recompute=recompute)
-            y = normalise(self.config, y, own.get("post_norm"), own.get("post_norm_bias"))
+            if self.config.norm_placement != "before":
+                # The backward pass needs y. Without the barrier XLA keeps the terms of its sum over `tensor` instead.
+                y = normalise(self.config, lax.optimization_barrier(y), own["post_norm"], own.get("post_norm_bias"))
             x = x + self._dropout(y, inputs, layer, branch)
             metrics |= measured
         return x, metrics

@@ -85,7 +85,7 @@ class Activations:
         D, stream = model.hidden_size, model.hidden_size / tensor
         kept = sum(part.kept for part in parts)
         into_stream = len(parts) * stream  # the parts' outputs, added to the residual stream
-        after = 0 if model.norm_placement == "before" else into_stream  # inputs of the norms after the parts
+        after = into_stream if model.norm_placement == "both" else 0  # inputs of the norms after the parts
         in_fp8 = len(self.config.fp8_layers) / model.num_layers
         norms = 0 if stacked and tensor == 1 and not in_fp8 else len(parts) * D
         everything = kept + norms + into_stream + after  # with the norms' results and inputs
