@@ -24,9 +24,13 @@ class Exports:
         """
         from megajax.hf.convert import family_for  # here, because it needs safetensors
 
-        family_for(config.model)
         self.config, self._say = config, say
         self._settings = config.checkpoint.export_hf
+        self._key = f"checkpoint.export_hf.dir={self._directory} ({config.where('checkpoint.export_hf.dir')})"
+        try:
+            family_for(config.model)
+        except InputError as error:
+            raise InputError(f"{self._key}: {error}") from None
         self._thread: Thread | None = None
         self._result = ("", False)
 
@@ -35,10 +39,8 @@ class Exports:
         try:
             Path(self._directory).mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            key = "checkpoint.export_hf.dir"
             raise InputError(
-                f"{key}={self._directory} ({self.config.where(key)}) cannot be written ({error.strerror}): choose a "
-                "directory that you may write to."
+                f"{self._key} cannot be written ({error.strerror}): choose a directory that you may write to."
             ) from None
 
     @property

@@ -109,7 +109,9 @@ def test_ones_own_loop_gets_folders_and_warnings(build, tmp_path):
 
 @pytest.mark.smoke
 def test_mistakes_are_found_at_the_start(build, make_config, tmp_path):
-    with pytest.raises(InputError, match="megajax writes has model.logit_softcap=30.0 .*nearest is llama"):
+    with pytest.raises(
+        InputError, match=r"^checkpoint.export_hf.dir=.*/hf \(.*: no model_type that megajax writes has .*=30.0 "
+    ):
         build("model.logit_softcap=30.0")
     with pytest.raises(ConfigError) as error:
         build("run.checkpoint_interval=20", "checkpoint.export_hf.every=30")
