@@ -52,7 +52,11 @@ def load_run(
         if name is not None:
             last = end_of_document(tokenizer, str(config.data.tokenizer), name, f"data.end_of_document={name}")
         stop = stop if last is None or last in stop else (last, *stop)
-    return LanguageModel(config, params, state, mesh, tokenizer=tokenizer, stop_tokens=stop, folder=run_dir)
+    # A run that began with a Hugging Face model keeps its files: the beginning of a text is part of its prompts.
+    special = (run_dir / "hf_config.json").is_file()
+    return LanguageModel(
+        config, params, state, mesh, tokenizer=tokenizer, stop_tokens=stop, folder=run_dir, special_tokens=special
+    )
 
 
 def from_hf(

@@ -328,4 +328,5 @@ def test_collectives_are_called_in_parallel_alone():
         calls = CALLS - {"axis_index"} if "pallas" in path.read_text() else CALLS
         found[path.relative_to(package).parts[0]] |= called_names(path) & calls
     assert {"psum", "all_gather", "psum_scatter", "pmax", "axis_index"} <= found.pop("parallel"), "the test sees none"
+    assert found.pop("inference") == {"psum", "axis_index"}, "the sum over the experts of a model in use"
     assert not {folder: names for folder, names in found.items() if names}
