@@ -23,6 +23,7 @@ from megajax.ops.grouped_matmul import (
     rows_times_weights,
     weight_gradient,
 )
+from megajax.ops.grouped_rows import running_sum
 from megajax.ops.mlp import (
     GATED,
     ElementwiseImplementation,
@@ -229,15 +230,15 @@ def _bias_gradients(
     """(`dweights` with the share of the output's bias, the gradients of both biases)."""
     if biases is None:
         return dweights, None
-    dy = dy.astype(wide(dy.dtype))
-    dweights += jnp.sum(dy * _of_rows(biases.down, dy, group_sizes), axis=-1).astype(dweights.dtype)
-    down = _sum_by_group(dy * weights[:, None], group_sizes).astype(biases.down.dtype)
+    exact = dy.astype(wide(dy.dtype))
+    dweights += jnp.sum(exact * _of_rows(biases.down, exact, group_sizes), axis=-1).astype(dweights.dtype)
+    down = _sum_by_group((exact * weights[:, None]).astype(dy.dtype), group_sizes).astype(biases.down.dtype)
     return dweights, Biases(_sum_by_group(dup, group_sizes).astype(biases.up.dtype), down)
 
 
 def _of_rows(bias: jax.Array, rows: jax.Array, group_sizes: jax.Array) -> jax.Array:
     """The bias `[E, N]` of each row's group, `[R, N]` in the rows' dtype; zeros after the last group."""
-    group = jnp.sum(jnp.arange(len(rows))[:, None] >= jnp.cumsum(group_sizes), axis=1)
+    group = jnp.sum(jnp.arange(len(rows))[:, None] >= running_sum(group_sizes), axis=1)
     return bias.astype(rows.dtype).at[group].get(mode="fill", fill_value=0)
 
 
@@ -246,7 +247,7 @@ def _sum_by_group(rows: jax.Array, group_sizes: jax.Array) -> jax.Array:
 
     Rows after the last group may hold anything.
     """
-    index, ends = jnp.arange(len(rows)), jnp.cumsum(group_sizes)
+    index, ends = jnp.arange(len(rows)), running_sum(group_sizes)
     rows = jnp.where((index < ends[-1])[:, None], rows, 0)
     member = (index >= (ends - group_sizes)[:, None]) & (index < ends[:, None])
     how: dict[str, Any] = {"precision": lax.Precision.HIGHEST, "preferred_element_type": wide(rows.dtype)}
