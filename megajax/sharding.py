@@ -67,6 +67,11 @@ class Placement:
         return dim is not None and self.shape[dim] != self.stored_shape[dim]
 
     @property
+    def computes_in_fp32(self) -> bool:
+        """Whether the step computes with this weight in FP32: norms, routers, sinks."""
+        return self.axes[-1] in COMPUTED_IN_FP32
+
+    @property
     def is_canonical(self) -> bool:
         """Whether the stored form is that of checkpoints."""
         return not self.is_padded and not self.reordered

@@ -224,10 +224,11 @@ class StepPlan:
     def ties_gradients(self) -> bool:
         """Whether a linear layer's input gradient waits for its weight gradients.
 
-        Only in loops, where the layer itself hides their reduction, and not in a pipeline, which may defer them.
+        Only in loops, where the layer itself hides their reduction, and not in a pipeline, which may defer them. Not
+        with frozen weights, which have none.
         """
         in_loops = any(segment.loops > 1 for segment in self.segments)
-        return self.sizes["fsdp"] > 1 and not self.is_pipelined and in_loops
+        return self.sizes["fsdp"] > 1 and not self.is_pipelined and in_loops and self.config.lora.rank is None
 
     # Collectives
 

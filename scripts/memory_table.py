@@ -66,7 +66,7 @@ def estimate(row: Row) -> MemoryEstimate:
     config = load_config(ROOT / row.config, list(row.overrides))
     sizes = check_mesh(config, row.gpus)
     rows = stored_rows(config, sizes["pipeline"])
-    placements = place_all(parameters(Transformer(config.model)), sizes, rows, config.mesh.experts_over)
+    placements = place_all(parameters(Transformer(config.model, config.lora)), sizes, rows, config.mesh.experts_over)
     return estimate_memory(StepPlan.make(config, sizes, HOPPER), placements)
 
 

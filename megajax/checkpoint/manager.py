@@ -17,12 +17,13 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 
-from megajax.config import ModelConfig
+from megajax.config import Config, ModelConfig
 from megajax.config.fields import shortest_pattern
 from megajax.config.kinds import MOE
 from megajax.config.model_schema import RopeScaling, RouterConfig
 from megajax.config.tree import show
 from megajax.errors import InputError, UserError
+from megajax.model.lora import is_adapter, targets
 
 EXPERTS = "experts"  # name of the MoE layers' state in a checkpoint
 SUBDIRECTORY = "checkpoints"
@@ -183,6 +184,12 @@ def has_optimizer_state(description: Mapping[str, Any]) -> bool:
     return description.get("optimizer_state", True)
 
 
+def describe_lora(config: Config) -> dict[str, Any]:
+    """The settings that define the adapters; empty without any."""
+    lora = config.lora
+    return {"rank": lora.rank, "alpha": lora.alpha, "targets": targets(config)} if lora.rank else {}
+
+
 def complete_steps(run_dir: str | Path) -> list[int]:
     """The steps of a run directory's complete checkpoints, oldest first; nothing is created."""
     return sorted(int(path.name) for path in (Path(run_dir) / SUBDIRECTORY).glob("*") if path.name.isdigit())
@@ -250,6 +257,11 @@ def restore_model(
     abstract = {"params": params} | saved_layer_state(layer_state)
     try:
         saved = checkpoints.describe(step)
+        if saved.get("lora") and not any(map(is_adapter, params)):
+            raise InputError(
+                f"{setting}={path}{location} has adapters only: write the merged model with "
+                f"python -m megajax.hf export {path} HF_FOLDER, and give that folder."
+            )
         compare_descriptions(saved, mine, f"{setting}={path}{location}", ("model",), "name another run")
         with ocp.PyTreeCheckpointer() as reader:
             restore_args = ocp.checkpoint_utils.construct_restore_args(abstract)

@@ -2,6 +2,7 @@
 
 from megajax.config.fields import AXES
 from megajax.config.load import help_text, load_config
+from megajax.config.lora_schema import LoraConfig
 from megajax.config.model_schema import ModelConfig, RopeScaling, RouterConfig
 from megajax.config.schema import (
     BatchConfig,
@@ -29,6 +30,7 @@ __all__ = [
     "DataSource",
     "KernelsConfig",
     "LoggingConfig",
+    "LoraConfig",
     "MeshConfig",
     "ModelConfig",
     "OptimizerConfig",

@@ -7,6 +7,7 @@ from typing import Any
 from megajax.config.expert_checks import check_experts, check_experts_on_mesh
 from megajax.config.fields import AXES, BATCH_AXES
 from megajax.config.kinds import is_gated, mlp_widths
+from megajax.config.lora_checks import check_lora
 from megajax.config.model_checks import check_model
 from megajax.config.pipeline_checks import check_stages
 from megajax.config.schema import Config
@@ -27,6 +28,7 @@ def check(config: Config) -> None:
         check_stages(config, sizes)
     _check_attention_kernel(config)
     _check_fp8_layers(config)
+    check_lora(config)
     _check_schedule(config)
     _check_data(config)
     _check_run_dir(config)
@@ -376,6 +378,7 @@ def _warn_without_effect(config: Config) -> None:
         (config.optimizer.kind == "sgd", "optimizer.kind", ("optimizer.beta2", "optimizer.epsilon")),
         (config.optimizer.kind == "lion", "optimizer.kind", ("optimizer.epsilon",)),
         (config.remat.policy == "none", "remat.policy", ("remat.layers",)),
+        (config.lora.rank is None, "lora.rank", tuple(f"lora.{name}" for name in ("alpha", "targets", "dropout"))),
         (config.mesh.pipeline == 1, "mesh.pipeline", tuple(f"pipeline.{name}" for name in type(pipeline).model_fields)),
         (_experts_undivided(config), f"mesh.{config.mesh.experts_over[0]}", ("kernels.dispatch", "mesh.experts_over")),
         (model.num_experts is None, "model.num_experts", ("kernels.grouped_matmul",)),

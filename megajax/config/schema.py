@@ -31,6 +31,7 @@ from megajax.config.fields import (
     derived,
     path_or_sources,
 )
+from megajax.config.lora_schema import LoraConfig
 from megajax.config.model_schema import ModelConfig
 from megajax.config.tree import Dumper
 
@@ -363,6 +364,7 @@ class Config(Section):
     batch: BatchConfig
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
     schedule: ScheduleConfig = Field(default_factory=ScheduleConfig)
+    lora: LoraConfig = Field(default_factory=LoraConfig)
     data: DataConfig = Field(default_factory=DataConfig)
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
     remat: RematConfig = Field(default_factory=RematConfig)
@@ -387,6 +389,8 @@ class Config(Section):
             separate = {"reset_attention": self.data.pack, "reset_positions": self.data.pack}
             data = self.data.model_copy(update=separate | {"mask_end_of_document_loss": True})
             object.__setattr__(self, "data", data)
+        if self.lora.rank is not None and self.lora.alpha is None:
+            object.__setattr__(self, "lora", self.lora.model_copy(update={"alpha": float(self.lora.rank)}))
         # The section is frozen, but the object is still being made.
         object.__setattr__(self, "model", model)
         object.__setattr__(self, "schedule", schedule)

@@ -14,6 +14,7 @@ from megajax.config.checks import check_mesh
 from megajax.config.tree import Dumper
 from megajax.console import CommandParser, user_errors
 from megajax.errors import InputError
+from megajax.hf.adapters import export_adapters
 from megajax.hf.compare import compare, compare_logits, summary
 from megajax.hf.convert import read_model
 from megajax.hf.exporting import export_step
@@ -56,6 +57,18 @@ def _export(parser: CommandParser, argv: Sequence[str]) -> int:
     run_dir, step = find_checkpoint(_one(options.run, options.step), "RUN")
     export_step(run_dir, step, run_config(run_dir, "RUN"), options.folder, options.dtype)
     print(f"wrote step {step} of {run_dir} to {options.folder}")
+    return 0
+
+
+def _adapters(parser: CommandParser, argv: Sequence[str]) -> int:
+    """write the adapters of a run with `lora` as a folder in PEFT's format"""
+    parser.add_argument("run", metavar="RUN", help="directory of a run, or RUN/checkpoints/STEP")
+    parser.add_argument("folder", metavar="PEFT_FOLDER", type=Path, help="the new folder")
+    parser.add_argument("--step", type=int, help="step of the checkpoint (default: the newest)")
+    options = parser.parse_args(argv)
+    run_dir, step = find_checkpoint(_one(options.run, options.step), "RUN")
+    export_adapters(run_dir, step, run_config(run_dir, "RUN"), options.folder)
+    print(f"wrote the adapters of step {step} of {run_dir} to {options.folder}")
     return 0
 
 
@@ -105,6 +118,7 @@ COMMANDS: dict[str, Callable[[CommandParser, Sequence[str]], int]] = {
     "config": _config,
     "import": _import,
     "export": _export,
+    "adapters": _adapters,
     "compare": _compare,
     "plan": _plan,
 }

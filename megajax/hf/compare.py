@@ -60,7 +60,10 @@ def compare(folder: Path, run: str) -> list[Difference]:
     Reads in pieces. Raises InputError if the folder or the run is not readable, or if they are of other models.
     """
     run_dir, step = find_checkpoint(run, "RUN_DIR")
-    model = run_config(run_dir, "RUN_DIR").model
+    config = run_config(run_dir, "RUN_DIR")
+    model = config.model
+    if config.lora.rank is not None:
+        raise InputError(f"RUN_DIR={run} has adapters only (lora.rank={config.lora.rank}): export it, then compare.")
     ours = open_weights(run_dir / SUBDIRECTORY / str(step))
     found: dict[str, Difference] = {}
     with open_readers(folder, model, {name: a.shape for name, a in ours.items()}, "HF_FOLDER") as readers:

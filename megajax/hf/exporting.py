@@ -2,18 +2,19 @@
 
 from pathlib import Path
 
-from megajax.checkpoint.manager import SUBDIRECTORY
-from megajax.checkpoint.weights import open_weights
 from megajax.config import Config
 from megajax.hf import beside
+from megajax.hf.adapters import open_merged
 from megajax.hf.convert import export
 
 
 def export_step(run_dir: Path, step: int, config: Config, folder: Path, dtype: str) -> None:
     """Write the checkpoint of `step` as a folder in `dtype`, with the run's tokenizer and the ids of special tokens.
 
-    One layer of a parameter is in memory at a time, and one file. Raises InputError for a model that no family has, a
-    damaged file, and a folder that exists or cannot be written; nothing remains then.
+    Adapters are merged into their base. One layer of a parameter is in memory at a time, and one file. Raises
+    InputError for a model that no family has, a damaged file, and a folder that exists or cannot be written; nothing
+    remains then.
     """
     files, keys = beside.collect(run_dir, config)
-    export(open_weights(run_dir / SUBDIRECTORY / str(step)), config.model, folder, dtype, keys, files)
+    with open_merged(run_dir, step, config) as weights:
+        export(weights, config.model, folder, dtype, keys, files)

@@ -71,6 +71,18 @@ class Reader:
         for piece in self._pieces([slice(0, size) for size in self.padded]):
             yield piece.name, (*piece.start[: self.tensor.stacked], *piece.wanted), self._read_ours(piece)
 
+    def part(self, at: tuple[int, ...]) -> np.ndarray:
+        """The part of the parameter in one tensor, whose stacked indices are `at`, with padding, FP32."""
+        out = np.zeros(self.padded[len(at) :], np.float32)
+        bounds = (*(slice(i, i + 1) for i in at), *(slice(0, size) for size in self.padded[len(at) :]))
+        for piece in self._pieces(bounds):
+            out[piece.wanted] = self._read_ours(piece)
+        if self.new_tokens:
+            dim = VOCABULARY_DIM[self.tensor.ours] % out.ndim
+            new = slice(self.new_tokens.start, self.new_tokens.stop)
+            out[(*(slice(None),) * dim, new)] = np.expand_dims(self._mean_token(), dim)
+        return out
+
     def _on_device(self, device: Any, bounds: Slices, dtype: Any, pool: ThreadPoolExecutor) -> jax.Array:
         """One device's shard. A large one is read in pieces, which the device casts and transposes.
 

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from megajax.checkpoint import find_checkpoint, restore_model
@@ -17,6 +18,7 @@ from megajax.inference.language_model import LanguageModel
 from megajax.inference.weights import abstract_parameters, abstract_state
 from megajax.mesh import build_mesh
 from megajax.model import Transformer
+from megajax.model.lora import is_adapter, merge
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -42,10 +44,8 @@ def load_run(
     config = _for_inference(config, dtype or config.precision.compute)
     mesh = mesh or build_mesh({}, jax.devices()[:1])
     model = Transformer(config.model)
-    shapes = abstract_parameters(model, mesh, config.precision.compute), abstract_state(model, mesh)
-    path = str(run_dir / "checkpoints" / str(step))
     tokenizer = find_tokenizer(config, run_dir) if config.data.tokenizer else None
-    params, state = restore_model(path, *shapes, config.model, setting)
+    params, state = _restored(config, str(run_dir / "checkpoints" / str(step)), model, mesh, setting)
     stop = _stop_tokens(run_dir, tokenizer)
     if tokenizer is not None:
         last, name = tokenizer.end_of_document, config.data.end_of_document
@@ -57,6 +57,26 @@ def load_run(
     return LanguageModel(
         config, params, state, mesh, tokenizer=tokenizer, stop_tokens=stop, folder=run_dir, special_tokens=special
     )
+
+
+def _restored(config: Config, path: str, model: Transformer, mesh: Mesh, setting: str):
+    """(parameters, state) of a checkpoint; adapters are merged into their base."""
+    dtype, state = config.precision.compute, abstract_state(model, mesh)
+    base = abstract_parameters(model, mesh, dtype)
+    if config.lora.rank is None:
+        return restore_model(path, base, state, config.model, setting)
+    whole = abstract_parameters(Transformer(config.model, config.lora), mesh, jnp.float32)
+    adapters = {name: shape for name, shape in whole.items() if is_adapter(name)}
+    adapted, kept = restore_model(path, adapters, state, config.model, setting)
+    key, source = "checkpoint.init_from", config.checkpoint.init_from
+    assert source is not None
+    if is_hf_folder(source):
+        from megajax.hf.convert import load  # here, because it needs safetensors
+
+        params = load(source, config.model, base, key)
+    else:
+        params, _ = restore_model(source, base, {}, config.model, key)
+    return merge(params, adapted, config.lora), kept
 
 
 def from_hf(

@@ -22,6 +22,9 @@ from megajax.model.parts import BlockInputs, Metrics, Part, State, Weights, decl
 KINDS: dict[str, tuple[type[Part], ...]] = {"dense": (Attention, MLP), "moe": (Attention, MoE)}
 
 
+FIRST = "_lora_a"  # after a linear layer's name: its adapter's first matrix
+
+
 def register(kind: str, *parts: type[Part]) -> None:
     """Register blocks of these parts as `kind`, for `model.block_pattern`."""
     KINDS[kind] = parts
@@ -85,11 +88,13 @@ class Block(nnx.Module):
     @property
     def fused(self) -> dict[str, tuple[str, ...]]:
         """Fused weight → its stored parameters, for weights of several parameters."""
-        return {
+        fused = {
             f"{part}.{name}": tuple(f"{part}.{member}" for member in members)
             for part, module in self.parts.items()
             for name, members in module.FUSED.items()
         }
+        # The first matrices of their adapters (lora.py), where a model has them
+        return fused | {f"{n}{FIRST}": tuple(f"{member}{FIRST}" for member in own) for n, own in fused.items()}
 
     @property
     def linear_layers(self) -> tuple[str, ...]:

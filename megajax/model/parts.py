@@ -34,6 +34,7 @@ class BlockInputs:
     token_ids: jax.Array  # [T / tensor] uint32, index of each token in the global batch (dropout)
     dropout_key: jax.Array | None  # None: no dropout
     jitter_key: jax.Array | None = None  # None: no jitter of the routers' inputs
+    adapter_key: jax.Array | None = None  # None: no dropout of the adapters' inputs
     layer_loss_scale: jax.Array | None = None  # factor of the layers' own losses; None: no metrics
 
 

@@ -11,10 +11,11 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from megajax.config import ModelConfig
+from megajax.config import LoraConfig, ModelConfig
 from megajax.config.kinds import block_layers, layer_kinds
 from megajax.model.block import Block
 from megajax.model.comm import SingleDevice, TokenPositions
+from megajax.model.lora import add_adapters
 from megajax.model.parameters import declare, parameters, stack
 from megajax.model.parts import BlockInputs, State, Weights, declare_norm, normalise, scale_embeddings
 
@@ -33,11 +34,13 @@ class Embedding(nnx.Module):
 class Transformer(nnx.Module):
     """The whole model: its parameters, and its logits on one device."""
 
-    def __init__(self, config: ModelConfig):
+    def __init__(self, config: ModelConfig, lora: LoraConfig | None = None):
+        """`lora` adds adapters; they have no effect on `__call__`."""
         V, D = config.padded_vocab_size, config.hidden_size
-        self.config = config
+        self.config, lora = config, lora or LoraConfig()
         self.embedding = Embedding(config)
-        self.blocks = nnx.Dict({kind: stack(Block(config, kind), held) for kind, held in block_layers(config).items()})
+        blocks = {kind: add_adapters(Block(config, kind), lora) for kind in block_layers(config)}
+        self.blocks = nnx.Dict({kind: stack(blocks[kind], held) for kind, held in block_layers(config).items()})
         self.final_norm, self.final_norm_bias = declare_norm(config)
         self.head = None if config.tie_embeddings else declare((D, V), ("embed", "vocab"))
 

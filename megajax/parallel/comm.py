@@ -2,20 +2,25 @@
 
 import math
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
 from megajax import ops
 from megajax.config.fields import BATCH_AXES
 from megajax.model.comm import Comm, TokenPositions
+from megajax.model.lora import Adapted
+from megajax.model.parts import add_bias
 from megajax.ops import fp8
 from megajax.ops.fp8 import Fp8Weight
 from megajax.ops.partial_attention import Scores
 from megajax.parallel.context import attention as over_context
 from megajax.parallel.experts.dispatch import ExpertParallel
 from megajax.parallel.tensor import linear
+from megajax.parallel.tensor.adapters import TensorAdapters
 from megajax.parallel.tensor.ring import TensorRing
 from megajax.step_plan import Collectives, Kernels
 
@@ -40,7 +45,15 @@ class AttentionScales:
 class MeshComm(Comm):
     """The communication points as collectives, and those only for `parallel/`; the identity for axes of size 1."""
 
-    def __init__(self, sizes: Mapping[str, int], kernels: Kernels, collectives: Collectives, deterministic: bool):
+    def __init__(
+        self,
+        sizes: Mapping[str, int],
+        kernels: Kernels,
+        collectives: Collectives,
+        deterministic: bool,
+        frozen: bool = False,
+    ):
+        """`frozen`: the linear layers' weights have no gradients, except adapters."""
         self.sizes, self.kernels, self.collectives, self.deterministic = sizes, kernels, collectives, deterministic
         self.tensor_size, self.context_size = sizes["tensor"], sizes["context"]
         self.token_shards = math.prod(sizes[axis] for axis in TOKEN_AXES)
@@ -50,19 +63,31 @@ class MeshComm(Comm):
         self.tensor_parallel = linear.TensorParallel(
             ring, fp8.kernels(kernels.fp8), kernels.elementwise, self.max_over_devices, collectives.tied
         )
+        self.adapters = TensorAdapters(self.tensor_parallel)
+        self.tensor_parallel = replace(self.tensor_parallel, frozen=frozen)
         self.expert_parallel = ExpertParallel(collectives, kernels.experts, self.max_over_devices)
 
-    def column_linear(self, x: jax.Array, w: jax.Array | Fp8Weight) -> jax.Array:
+    def column_linear(self, x: jax.Array, w: jax.Array | Fp8Weight | Adapted) -> jax.Array:
+        if isinstance(w, Adapted):
+            return self.column_linear(x, w.base) + self.adapters.column(x, w)
         return linear.column_linear(self.tensor_parallel, x, w)
 
-    def row_linear(self, x: jax.Array, w: jax.Array | Fp8Weight) -> jax.Array:
+    def row_linear(self, x: jax.Array, w: jax.Array | Fp8Weight | Adapted) -> jax.Array:
+        if isinstance(w, Adapted):
+            return self.row_linear(x, w.base) + self.adapters.row(x, w)
         return linear.row_linear(self.tensor_parallel, x, w)
 
-    def own_linear(self, x: jax.Array, w: jax.Array | Fp8Weight) -> jax.Array:
+    def own_linear(self, x: jax.Array, w: jax.Array | Fp8Weight | Adapted) -> jax.Array:
+        if isinstance(w, Adapted):
+            return self.own_linear(x, w.base) + self.adapters.own(x, w)
         return linear.own_linear(self.tensor_parallel, x, w)
 
     def mlp(self, activation, x, w_up, bias, w_down) -> jax.Array:
-        if bias is not None:
+        if isinstance(w_down, Adapted):
+            # Its adapter needs the activation: recomputed, as in `linear.mlp`, not kept.
+            up = checkpoint_name(add_bias(self.column_linear(x, w_up), bias), "gate_up")
+            return jax.checkpoint(lambda up, w: self.row_linear(ops.activate(activation, up), w))(up, w_down)
+        if bias is not None or isinstance(w_up, Adapted):
             return super().mlp(activation, x, w_up, bias, w_down)
         return linear.mlp(self.tensor_parallel, activation, x, w_up, w_down)
 

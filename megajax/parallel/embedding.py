@@ -49,8 +49,10 @@ class MeshEmbedding:
 
     @jax.named_scope("embedding")
     def backward(self, gradients: Weights, weights: Weights, batch: Batch, inputs: BlockInputs, dx) -> dict:
-        """`gradients` plus the embedding's: a scatter-add into the accumulator, in place."""
+        """`gradients` plus the embedding's, if they have it: a scatter-add into the accumulator, in place."""
         out = dict(gradients)
+        if TOKENS not in out:
+            return out
         (dx,) = jax.vjp(partial(self._dropout, inputs=inputs), dx)[1](dx)
         updates = scale_embeddings(self.config.model, dx)
         if self.axes:

@@ -26,11 +26,12 @@ from megajax.sharding import BATCH_SPEC
 def gradient_function(local: LocalModel, mesh: Mesh) -> Callable:
     """(parameters, layer state, batch, step, loss scale) → (sums, gradients, norm, new layer state, metrics).
 
-    Parameters and gradients are in stored form, batch fields are `[M, B, S]`, the norm is that of the gradients over
-    all devices. `sums` holds `loss` (the language-model loss per valid token), `z_loss` and `tokens`. The layer state
-    is all state besides parameters, by kind of block and name `[L, ...]`, and the amax histories under the key FP8.
-    `metrics` of the layers, by kind and name `[L, ...]`, are means over the microbatches; counts are sums. Gradients
-    are those of `loss + z_loss` plus the layers' losses, without the loss scale.
+    Parameters and gradients are in stored form, gradients those of `LocalModel.trained`, batch fields are `[M, B, S]`,
+    the norm is that of the gradients over all devices. `sums` holds `loss` (the language-model loss per valid token),
+    `z_loss` and `tokens`. The layer state is all state besides parameters, by kind of block and name `[L, ...]`, and
+    the amax histories under the key FP8. `metrics` of the layers, by kind and name `[L, ...]`, are means over the
+    microbatches; counts are sums. Gradients are those of `loss + z_loss` plus the layers' losses, without the loss
+    scale.
     """
     specs = {name: placement.spec for name, placement in local.placements.items()}
     config, stack = local.config, local.layers
@@ -51,7 +52,7 @@ def gradient_function(local: LocalModel, mesh: Mesh) -> Callable:
 
         gradients = local.non_block.reduce(non_block_gradients)
         gradients |= stack.weights.collect(layer_gradients, only_microbatch)
-        gradients = {name: gradients[name] / loss_scale for name in params}
+        gradients = {name: gradients[name] / loss_scale for name in local.trained}
         if imbalance is not None:  # becomes the mean over the devices when `sums` are summed and divided
             sums["attention_imbalance"] = imbalance * tokens / mesh.size
         sums = {name: total / tokens for name, total in sum_over_all(sums, local.sizes).items()} | {"tokens": tokens}
@@ -70,7 +71,7 @@ def gradient_function(local: LocalModel, mesh: Mesh) -> Callable:
         _at_full_precision(compute, config),
         mesh=mesh,
         in_specs=(specs, P(), BATCH_SPEC, P(), P()),
-        out_specs=(P(), specs, P(), P(), P()),
+        out_specs=(P(), {name: specs[name] for name in local.trained}, P(), P(), P()),
         check_vma=False,
     )
 
@@ -135,7 +136,7 @@ def _over_microbatches(local: LocalModel, arrays: StepArrays, batch: Batch):
         non_block_gradients = local.non_block.backward(non_block_gradients, arrays.non_block, fields, inputs, dx)
         return non_block_gradients, layer_gradients, (sums, metrics), amax
 
-    zeros = jax.tree.map(lambda w: jnp.zeros(w.shape, jnp.float32), arrays.non_block)
+    zeros = local.non_block.zero_gradients(arrays.non_block)
     if count == 1:
         return microbatch(zeros, 0, {name: field[0] for name, field in batch.items()})
 

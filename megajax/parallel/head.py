@@ -46,8 +46,10 @@ class LossHead:
     def losses_and_gradients(self, weights, x, targets, mask, scale, accumulated: Mapping[str, jax.Array]):
         """(this device's shares of the summed losses, dx, `accumulated` plus the weights' gradients).
 
-        The gradients are those of `scale · (loss + z-loss)`, with z-loss = `model.z_loss · Σ lse²`.
+        The gradients are those of `scale · (loss + z-loss)`, with z-loss = `model.z_loss · Σ lse²`, of the weights in
+        `accumulated`.
         """
+        names = [name for name in self.names if name in accumulated]
         chunks = self._chunks(x, targets, mask)
 
         def body(carry, chunk):
@@ -55,14 +57,17 @@ class LossHead:
             chunk_loss, chunk_z, dlogits, (h, pull) = self._chunk(weights, chunk, scale, self.implementation)
             w = weights[self.weight_name]
             tied = self.model.tie_embeddings
-            dw = jnp.einsum("cv,cd->vd" if tied else "cv,cd->dv", dlogits, h, preferred_element_type=jnp.float32)
+            dw = {}
+            if self.weight_name in accumulated:
+                equation = "cv,cd->vd" if tied else "cv,cd->dv"
+                dw = {self.weight_name: jnp.einsum(equation, dlogits, h, preferred_element_type=jnp.float32)}
             dh = jnp.einsum("cv,vd->cd" if tied else "cv,dv->cd", dlogits, w)
             dnorms, dx = pull(self.comm.leave(dh))
-            gradients = {name: gradients[name] + {**dnorms, self.weight_name: dw}[name] for name in self.names}
+            gradients = {name: gradients[name] + {**dnorms, **dw}[name] for name in names}
             return (gradients, loss + chunk_loss, z_loss + chunk_z), dx
 
         zero = jnp.zeros((), jnp.float32)
-        (gradients, loss, z_loss), dx = lax.scan(body, ({n: accumulated[n] for n in self.names}, zero, zero), chunks)
+        (gradients, loss, z_loss), dx = lax.scan(body, ({n: accumulated[n] for n in names}, zero, zero), chunks)
         shares = self.comm.tensor_size
         sums = {"loss": loss / shares, "z_loss": z_loss / shares}
         return sums, dx.reshape(-1, dx.shape[-1])[: x.shape[0]], {**accumulated, **gradients}

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from megajax.config import Config
 from megajax.config.sentences import format_keys
+from megajax.model.lora import is_trained
 from megajax.model.parts import BlockInputs
 from megajax.model.transformer import Transformer
 from megajax.parallel.comm import MeshComm
@@ -21,7 +22,8 @@ from megajax.parallel.weights.fused import FusedWeights
 from megajax.sharding import BLOCKS, Placement
 from megajax.step_plan import StepPlan
 
-JITTER = 2**31  # folded into the step's key for jitter; dropout of layers and branches uses smaller numbers
+# Folded into the step's key for jitter and for adapters; dropout of layers and branches uses smaller numbers.
+JITTER, ADAPTERS = 2**31, 2**31 + 1
 Params = Mapping[str, jax.Array]
 Batch = Mapping[str, jax.Array]
 
@@ -50,7 +52,8 @@ class LocalModel:
     @classmethod
     def build(cls, plan: StepPlan, model: Transformer, placements: Mapping[str, Placement]):
         config, sizes = plan.config, plan.sizes
-        comm = MeshComm(sizes, plan.kernels, plan.collectives, config.run.deterministic)
+        frozen = config.lora.rank is not None
+        comm = MeshComm(sizes, plan.kernels, plan.collectives, config.run.deterministic, frozen)
         compute, gradients = jnp.dtype(config.precision.compute), jnp.dtype(config.precision.gradients)
         fused = {
             kind: FusedWeights(of_block(placements, kind), block.fused, sizes) for kind, block in model.blocks.items()
@@ -65,6 +68,11 @@ class LocalModel:
     @property
     def config(self) -> Config:
         return self.plan.config
+
+    @property
+    def trained(self) -> list[str]:
+        """The names of the stored parameters that have gradients."""
+        return [name for name in self.placements if is_trained(self.config.lora, name)]
 
     @property
     def sizes(self) -> Mapping[str, int]:
@@ -85,6 +93,7 @@ class LocalModel:
             self.comm.own_tokens(token_ids),
             dropout_key=key if model.dropout > 0 else None,
             jitter_key=None if key is None or not model.router.jitter else jax.random.fold_in(key, JITTER),
+            adapter_key=None if key is None or not self.config.lora.dropout else jax.random.fold_in(key, ADAPTERS),
             layer_loss_scale=layer_loss_scale,
         )
 
@@ -109,7 +118,7 @@ class LocalModel:
     def random_key(self, step: jax.Array) -> jax.Array | None:
         """The key of a step's dropout and jitter, if there are any."""
         config = self.config
-        if not config.model.dropout and not config.model.router.jitter:
+        if not any((config.model.dropout, config.model.router.jitter, config.lora.rank and config.lora.dropout)):
             return None
         return jax.random.fold_in(jax.random.key(config.run.seed + 1), step)
 

@@ -12,6 +12,7 @@ from typing import Protocol
 import jax
 import jax.numpy as jnp
 
+from megajax.model.lora import is_trained
 from megajax.model.parts import BlockInputs
 from megajax.parallel.comm import MeshComm
 from megajax.parallel.embedding import MeshEmbedding
@@ -35,7 +36,7 @@ class FirstPart(Protocol):
     def backward(
         self, gradients: Arrays, weights: Arrays, batch: Arrays, inputs: BlockInputs, dx: jax.Array
     ) -> dict[str, jax.Array]:
-        """`gradients` plus those of its weights; `dx` is the gradient of the residual stream."""
+        """`gradients` plus those of its weights that are in them; `dx` is the gradient of the residual stream."""
         ...
 
 
@@ -51,7 +52,10 @@ class LastPart(Protocol):
     def losses_and_gradients(
         self, weights: Arrays, x: jax.Array, targets: jax.Array, mask: jax.Array, scale: jax.Array, accumulated: Arrays
     ) -> tuple[dict[str, jax.Array], jax.Array, dict[str, jax.Array]]:
-        """(shares of the sums, dx, `accumulated` plus its weights' gradients); `scale` multiplies dx and gradients."""
+        """(shares of the sums, dx, `accumulated` plus the gradients of its weights that are in it).
+
+        `scale` multiplies dx and gradients.
+        """
         ...
 
 
@@ -59,7 +63,7 @@ class NonBlock:
     """The parts outside the blocks, and their weights."""
 
     def __init__(self, plan: StepPlan, comm: MeshComm, exchange: WeightExchange):
-        self.exchange = exchange
+        self.exchange, self.lora = exchange, plan.config.lora
         self.first: tuple[FirstPart, ...] = (MeshEmbedding(plan, comm),)
         self.last: tuple[LastPart, ...] = (LossHead(plan, comm),)
         self.as_stored = [name for part in self.first for name in part.as_stored]
@@ -74,6 +78,10 @@ class NonBlock:
         own = {name: w for name, w in params.items() if not name.startswith(BLOCKS)}
         gathered = {name: self.exchange.gather_once(name, w) for name, w in own.items() if name not in self.as_stored}
         return own | {name: row_major(self.exchange.gather_layer(name, w)) for name, w in gathered.items()}
+
+    def zero_gradients(self, weights: Arrays) -> dict[str, jax.Array]:
+        """FP32 zeros in the shapes of the gathered weights that have gradients."""
+        return {n: jnp.zeros(w.shape, jnp.float32) for n, w in weights.items() if is_trained(self.lora, n)}
 
     def reduce(self, gradients: Arrays) -> dict[str, jax.Array]:
         """Gradients of the weights from `gather` → complete FP32 gradients of the stored shards."""

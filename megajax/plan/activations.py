@@ -6,6 +6,7 @@ from functools import cache
 from megajax.config.fields import BATCH_AXES
 from megajax.config.segments import Segment
 from megajax.model.block import blocks_of
+from megajax.model.lora import adapted_inputs
 from megajax.model.parts import PartSizes, Shares
 from megajax.step_plan import StepPlan
 
@@ -28,6 +29,7 @@ class Activations:
             kind: [part.sizes(self.shares) for part in block.parts.values()]
             for kind, block in blocks_of(config.model).items()
         }
+        self.adapted = {kind: adapted_inputs(config, block) for kind, block in blocks_of(config.model).items()}
 
     def saved(self, block: str, segment: Segment, stacked: bool) -> int:
         """Bytes that a layer's forward pass saves under the segment's policy; see `values_of_block` for `stacked`."""
@@ -87,11 +89,14 @@ class Activations:
         into_stream = len(parts) * stream  # the parts' outputs, added to the residual stream
         after = into_stream if model.norm_placement == "both" else 0  # inputs of the norms after the parts
         in_fp8 = len(self.config.fp8_layers) / model.num_layers
-        norms = 0 if stacked and tensor == 1 and not in_fp8 else len(parts) * D
-        everything = kept + norms + into_stream + after  # with the norms' results and inputs
+        recomputed = stacked and tensor == 1 and not in_fp8
+        norms = 0 if recomputed else len(parts) * D
+        activations = (1 - in_fp8) * sum(part.activation for part in parts)
+        if self.config.lora.rank is not None:  # only own tokens, for adapters; activations are recomputed for theirs
+            norms, activations = 0 if recomputed else self.adapted[block] * stream, 0
+        everything = kept + norms + into_stream + after + activations  # with the norms' results and inputs
         if norms and model.norm == "layernorm":  # and the inputs minus their means, in FP32
             everything += len(parts) * 4 / compute * stream
-        everything += (1 - in_fp8) * sum(part.activation for part in parts)
         if in_fp8:  # the linear layers' inputs are kept in FP8 only
             arrived = sum(D if part.arrived is None else part.arrived for part in parts)
             inputs = arrived + sum(part.width for part in parts) / tensor

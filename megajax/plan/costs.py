@@ -6,6 +6,7 @@ from megajax.config import Config
 from megajax.config.kinds import layer_kinds
 from megajax.model import Transformer, parameters
 from megajax.model.block import blocks_of
+from megajax.model.lora import is_adapter
 
 PEAK_BF16_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "B200": 2250e12}  # dense, from NVIDIA
 
@@ -24,14 +25,22 @@ def flops_per_token(config: Config) -> float:
     """Floating-point operations per token, forward and backward, counted as in Megatron-LM.
 
     6 per active matmul parameter (with the head, without the embedding look-up) and 6·S·N·H per layer for causal
-    attention; local windows count with their real length; recomputation is not counted.
+    attention; local windows count with their real length; recomputation is not counted. A frozen parameter counts 4,
+    because it has no gradient.
     """
+    each = 6 if config.lora.rank is None else 4
     model, S, total = config.model, config.batch.sequence_length, 0.0
     parts = {kind: tuple(block.parts.values()) for kind, block in blocks_of(model).items()}
     for kind in layer_kinds(model):
-        total += 6 * sum(part.matmul_parameters() for part in parts[kind.block])
+        total += each * sum(part.matmul_parameters() for part in parts[kind.block])
         total += sum(part.attention_flops(_attended(S, kind.window)) for part in parts[kind.block])
-    return total + 6 * model.hidden_size * model.padded_vocab_size
+    total += each * model.hidden_size * model.padded_vocab_size
+    return total + 6 * adapter_parameter_count(Transformer(model, config.lora))
+
+
+def adapter_parameter_count(model: Transformer) -> int:
+    """Number of parameters of the adapters, the only trained ones if there are any."""
+    return sum(math.prod(p.shape) for name, p in parameters(model).items() if is_adapter(name))
 
 
 def active_parameter_count(model: Transformer) -> int:

@@ -12,6 +12,7 @@ from functools import cached_property
 
 from megajax.config.kinds import block_layers
 from megajax.config.segments import Segment
+from megajax.model.lora import is_trained
 from megajax.parallel.embedding import TOKENS
 from megajax.parallel.pipeline.buffers import choose_buffer_slots
 from megajax.parallel.pipeline.schedules import make_schedule
@@ -35,7 +36,7 @@ SCHEDULED = 114_541_026_649
 class MemoryEstimate:
     """Bytes on one device at the peak; the parts add up to the total."""
 
-    parameters: int  # FP32 master weights, as stored
+    parameters: int  # FP32 master weights and frozen weights, as stored
     optimizer: int
     gradients: int = 0  # of the layers whose backward pass is done, and sums over microbatches
     weights: int = 0  # in the compute dtype: gathered once a step, or for the current layers
@@ -86,7 +87,7 @@ class _Step:
             groups = self.parts(segment) if segment.loops == 1 else [self.slots_of(segment)]
             for slots in reversed(groups):
                 yield self.in_backward(segment, slots, gradients)
-                gradients += self.layers(slots)
+                gradients += self.layers(slots, trained=True)
         yield self.at_end()
 
     # The moments
@@ -109,14 +110,14 @@ class _Step:
         own, looped = self.layers(slots[: segment.group_size]), segment.loops > 1
         first, after = slots[0], slots[-1] + 1
         before = self.layers(range(max(first - segment.group_size, 0), first))
-        above = self.layers(range(after, min(after + segment.group_size, len(self.slots))))
+        above = self.layers(range(after, min(after + segment.group_size, len(self.slots))), trained=True)
         # The layer below is gathered at the same time. A loop casts its own weights.
-        weights = own.whole if looped else own.gathered + before.gathered
+        weights = own.whole if looped else own.gathered + before.gathered + self.fused(own)
         weights += self.non_block.whole if self.repeats else 0
         moment = replace(
             self.always,
             gradients=self.accumulated(
-                FP32 * self.non_block_as_stored.stored, done + self.layers(slots if looped else ())
+                FP32 * self.non_block_as_stored.stored, done + self.layers(slots if looped else (), trained=True)
             ),
             weights=self.cast(after) + self.compute * weights,
             activations=self.saved(after) + self.recomputed(segment, slots[: segment.group_size]),
@@ -132,9 +133,9 @@ class _Step:
 
     def at_end(self) -> MemoryEstimate:
         """All gradients, those outside the blocks before they are reduced."""
-        everything = self.layers(range(len(self.slots)))
-        stored = self.non_block_by_name[TOKENS].stored
-        table = stored if self.plan.embedding_axes else self.non_block_by_name[TOKENS].whole
+        everything = self.layers(range(len(self.slots)), trained=True)
+        embedding = self.non_block_by_name[TOKENS] if self.has_gradient(TOKENS) else Elements()
+        stored, table = embedding.stored, embedding.stored if self.plan.embedding_axes else embedding.whole
         gradients = self.accumulated(FP32 * (self.non_block_as_stored.stored - stored + table), everything)
         return replace(self.always, gradients=gradients, working=FP32 * stored if table > stored else 0)
 
@@ -147,22 +148,32 @@ class _Step:
     @cached_property
     def always(self) -> MemoryEstimate:
         """Parameters and the optimizer's moments."""
-        stored = FP32 * sum(self.elements(name).stored for name in self.placements)
+        stored = {name: self.elements(name).stored for name in self.placements}
+        trained = FP32 * sum(count for name, count in stored.items() if self.has_gradient(name))
+        frozen = sum(self.frozen_number(name) * n for name, n in stored.items() if not self.has_gradient(name))
         optimizer = self.config.optimizer
         moments = {"adamw": 2, "lion": 1, "sgd": 1 if optimizer.beta1 > 0 else 0}[optimizer.kind]
-        return MemoryEstimate(stored, moments * stored)
+        return MemoryEstimate(trained + frozen, moments * trained)
+
+    def has_gradient(self, name: str) -> bool:
+        return is_trained(self.config.lora, name)
+
+    def frozen_number(self, name: str) -> int:
+        """Bytes of a number of a frozen weight."""
+        return FP32 if self.placements[name].computes_in_fp32 else self.compute
 
     def accumulated(self, non_block: int, done: Elements | None = None) -> int:
         """Bytes of gradients so far: `non_block` and those of the layers `done`; with sums over microbatches all."""
         if self.repeats:
-            return FP32 * (self.non_block_whole.whole + self.rounds * self.layers(range(len(self.slots))).once)
+            layers = self.layers(range(len(self.slots)), trained=True)
+            return FP32 * (self.non_block_whole.whole + self.rounds * layers.once)
         done = done or Elements()
         return non_block + FP32 * (done.stored - done.left) + self.compute * done.left
 
     @property
     def head_gradient(self) -> int:
         """Bytes; XLA makes the zeros of the table's gradient at the same time if both are whole."""
-        return FP32 * self.non_block.whole
+        return FP32 * self.gathered_outside(trained=True).whole
 
     @property
     def non_block_in_head(self) -> int:
@@ -195,7 +206,7 @@ class _Step:
     def layer_working(self, segment: Segment, slots: Sequence[int]) -> int:
         """Bytes of the gradients of activations, and of a loop's copies."""
         blocks = {self.slots[slot].block for slot in slots}
-        own = {block: self.compute * self.block[block].whole for block in blocks}
+        own = {block: self.compute * self.block[block, True].whole for block in blocks}
         working = max(self.activations.working(block, own[block]) for block in blocks)
         return working + self.loop_copies(segment)
 
@@ -227,29 +238,45 @@ class _Step:
         """Bytes of the first `slots` layers' shards in the compute dtype; loops cast their weights when they run."""
         looped = {j for s in self.segments if s.loops > 1 for j in self.slots_of(s)} if self.plain else set()
         kept = [j for j in range(len(self.slots) if self.repeats else slots) if j not in looped]
-        return self.compute * self.rounds * self.layers(kept).once
+        return (
+            self.compute
+            * self.rounds
+            * (self.layers(kept, trained=True) if self.fuses_in_turn else self.layers(kept)).once
+        )
+
+    @property
+    def fuses_in_turn(self) -> bool:
+        """Whether each pass of a layer fuses its frozen weights, from stacks in the compute dtype."""
+        return self.plain and self.config.lora.rank is not None
+
+    def fused(self, own: Elements) -> int:
+        """Elements of the frozen weights of a layer that `fsdp` does not gather, while the layer computes with them."""
+        return own.whole - own.gathered if self.fuses_in_turn else 0
 
     @property
     def plain(self) -> bool:
         """Whether there is no once-a-step gather and no pipeline: then loops cast their own weights."""
         return all(self.sizes[axis] == 1 for axis in (*ONCE_AXES, "pipeline"))
 
-    def layers(self, slots: Sequence[int]) -> Elements:
-        """Elements of the weights in some slots."""
+    def layers(self, slots: Sequence[int], trained: bool = False) -> Elements:
+        """Elements of the weights in some slots; if `trained` only of those that have gradients."""
 
         def of_slot(slot: int) -> Elements:
-            own = self.block[self.slots[slot].block]
+            own = self.block[self.slots[slot].block, trained]
             return replace(own, once=own.whole, gathered=0, reduced=0) if slot in self.plan.gathered_slots else own
 
         return sum(map(of_slot, slots), Elements())
 
     @cached_property
-    def block(self) -> dict[str, Elements]:
-        """Elements of one layer, by kind."""
-        return {
-            kind: sum((self.elements(n, True) for n in self.placements if n.startswith(f"{BLOCKS}{kind}.")), Elements())
-            for kind in block_layers(self.config.model)
-        }
+    def block(self) -> dict[tuple[str, bool], Elements]:
+        """Elements of one layer, by kind and whether only weights with gradients count."""
+
+        def of_kind(kind: str, trained: bool) -> Elements:
+            names = [n for n in self.placements if n.startswith(f"{BLOCKS}{kind}.")]
+            return sum((self.elements(n, True) for n in names if self.has_gradient(n) or not trained), Elements())
+
+        kinds = block_layers(self.config.model)
+        return {(kind, trained): of_kind(kind, trained) for kind in kinds for trained in (False, True)}
 
     @cached_property
     def non_block_by_name(self) -> dict[str, Elements]:
@@ -258,20 +285,26 @@ class _Step:
 
     @property
     def non_block_as_stored(self) -> Elements:
-        return sum(self.non_block_by_name.values(), Elements())
+        """Elements of the gradients outside the blocks, as stored."""
+        return sum((e for name, e in self.non_block_by_name.items() if self.has_gradient(name)), Elements())
 
     @cached_property
     def non_block(self) -> Elements:
-        """Elements outside the blocks that are gathered: without an embedding that is looked up in its shards."""
+        """Elements outside the blocks that are gathered."""
+        return self.gathered_outside(trained=False)
+
+    def gathered_outside(self, trained: bool) -> Elements:
+        """Elements outside the blocks without an embedding that is looked up in its shards; as in `layers`."""
         rows = self.plan.embedding_axes
-        return sum((e for name, e in self.non_block_by_name.items() if not (name == TOKENS and rows)), Elements())
+        own = {n: e for n, e in self.non_block_by_name.items() if self.has_gradient(n) or not trained}
+        return sum((e for name, e in own.items() if not (name == TOKENS and rows)), Elements())
 
     @cached_property
     def non_block_whole(self) -> Elements:
         """Elements of the gradients outside the blocks: those of a looked-up embedding have the size of its shard."""
-        rows = self.plan.embedding_axes
+        rows = self.plan.embedding_axes and self.has_gradient(TOKENS)
         shard = self.non_block_by_name[TOKENS].stored if rows else 0
-        return self.non_block + Elements(shard, shard, shard)
+        return self.gathered_outside(trained=True) + Elements(shard, shard, shard)
 
     def elements(self, name: str, one_layer: bool = False) -> Elements:
         """Elements of a weight on this device: of its stage's layers, or of one layer."""

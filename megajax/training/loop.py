@@ -121,16 +121,21 @@ class Trainer:
                 self.saver.compare(self.checkpoints, self._resumed_step)
 
     def _other_weights(self) -> Weights | None:
-        """Another run's weights, read before this run writes anything; None if this run resumes."""
-        if self.config.checkpoint.init_from is None or self._resumed_step is not None:
+        """Weights from elsewhere, read before this run writes anything; None if this run resumes, except with LoRA."""
+        resumes = self._resumed_step is not None and self.config.lora.rank is None
+        if self.config.checkpoint.init_from is None or resumes:
             return None
         return self.saver.restore_weights(self.config.checkpoint.init_from)
 
     def _first_state(self) -> TrainState:
+        weights, self._first_weights = self._first_weights, None
         if self._resumed_step is not None:
             with self._damage_reported(self._resumed_step):
-                return self.saver.restore(self.checkpoints, self._resumed_step)
-        weights, self._first_weights = self._first_weights, None
+                state = self.saver.restore(self.checkpoints, self._resumed_step)
+            if self.config.lora.rank and weights is not None:  # the base of its adapters
+                state = self.saver.with_weights(state, (weights[0], {}))
+                self.saver.compare_base(self.checkpoints, self._resumed_step)
+            return state
         if weights is None:
             return self.program.init_state()
         return self.saver.with_weights(self.program.init_state(params=False), weights)
@@ -199,7 +204,7 @@ class Trainer:
         loss = tokens = 0.0
         source = batches(self.program, split, self.data[split])
         for batch in itertools.islice(source, self.config.run.eval_steps):
-            batch_loss, batch_tokens = self.program.eval_step(self.state.params, self.state.layer_state, batch)
+            batch_loss, batch_tokens = self.program.eval_step(self.state.weights, self.state.layer_state, batch)
             self._wait_for_devices(batch_loss)
             loss, tokens = loss + batch_loss, tokens + batch_tokens
         source.close()  # ends the loader's threads too

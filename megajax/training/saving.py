@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 from megajax.checkpoint import Checkpoints, complete_steps, restore_model
 from megajax.checkpoint.manager import (
     compare_descriptions,
+    describe_lora,
     describe_model,
     has_optimizer_state,
     loaded_layer_state,
@@ -33,7 +34,7 @@ from megajax.training.step import TrainProgram, TrainState
 
 LayerState = dict[str, dict[str, jax.Array]]
 Weights = tuple[dict[str, jax.Array], LayerState]  # parameters and layer state
-MUST_AGREE = ("model", "optimizer", "run", "batch")
+MUST_AGREE = ("model", "optimizer", "run", "batch", "lora")
 
 
 class StateSaver:
@@ -42,6 +43,7 @@ class StateSaver:
     def __init__(self, program: TrainProgram):
         self.program = program
         self.converts = not all(p.is_canonical for p in program.placements.values())
+        self.base_checksum: int | None = None  # of the frozen weights, if there are any
 
     def description(self, step: int) -> dict[str, Any]:
         """A checkpoint's description; its MUST_AGREE entries must equal those of the run that restores it."""
@@ -61,6 +63,8 @@ class StateSaver:
             "batch": {"global_size": config.batch.global_size, "sequence_length": config.batch.sequence_length},
             "precision": {"compute": config.precision.compute},
             "schedule": config.schedule.model_dump(mode="json"),
+            "lora": describe_lora(config),
+            "base": self.base_checksum,
             "fp8_history": _history_length(self._canonical_abstract.layer_state),
             "optimizer_state": config.checkpoint.save_optimizer,
             "data": data.model_dump(mode="json", include={"kind", "train", "split", "order"}) | samples,
@@ -68,7 +72,8 @@ class StateSaver:
 
     def save(self, checkpoints: Checkpoints, step: int, state: TrainState) -> None:
         """Start writing the state as the checkpoint of `step`."""
-        checkpoints.save(step, _as_tree(self._to_canonical(state)), self.description(step))
+        canonical = self._to_canonical(replace(state, frozen={}))
+        checkpoints.save(step, _as_tree(canonical), self.description(step))
 
     def require_optimizer_state(self, checkpoints: Checkpoints, step: int) -> None:
         """Raise InputError if a checkpoint has weights only, before any array is read."""
@@ -90,7 +95,7 @@ class StateSaver:
         Warns if this run reads other data than the run that saved the checkpoint.
         """
         name = f"the checkpoint of step {step} in {checkpoints.directory}"
-        saved, mine = checkpoints.describe(step), self.description(step)
+        saved, mine = {"lora": {}} | checkpoints.describe(step), self.description(step)
         compare_descriptions(saved, mine, name, MUST_AGREE, "choose another run.dir")
         if saved["data"] != mine["data"]:
             warnings.warn(f"{name} was saved by a run with other data, or with another order of it.", stacklevel=2)
@@ -117,14 +122,27 @@ class StateSaver:
             stacklevel=2,
         )
 
+    def compare_base(self, checkpoints: Checkpoints, step: int) -> None:
+        """Raise InputError if the frozen weights, which `with_weights` has set, differ from those of a checkpoint."""
+        saved, key = checkpoints.describe(step), "checkpoint.init_from"
+        config = self.program.config
+        if saved["precision"]["compute"] == config.precision.compute and saved["base"] != self.base_checksum:
+            raise InputError(
+                f"{key}={config.checkpoint.init_from} ({config.where(key)}) has other weights than the base of the "
+                f"adapters in {checkpoints.directory}: set it to the same weights, or choose another run.dir."
+            )
+
     def restore(self, checkpoints: Checkpoints, step: int) -> TrainState:
-        """The state of a checkpoint that `compare` accepts, independent of the mesh that wrote it."""
+        """The state of a checkpoint that `compare` accepts, independent of the mesh that wrote it.
+
+        It has no frozen weights.
+        """
         self.require_optimizer_state(checkpoints, step)
         saved, mine = checkpoints.describe(step), self.description(step)
         length = saved.get("fp8_history", 0)
         abstract = self._canonical_abstract
         kept = _without_history(abstract.layer_state) | self._abstract_history(length)
-        abstract = replace(abstract, layer_state=kept)
+        abstract = replace(abstract, layer_state=kept, frozen={})
         state = _from_tree(checkpoints.restore(step, _as_tree(abstract)))
         state = replace(state, layer_state=self._continued_history(state.layer_state))
         if saved["precision"] != mine["precision"]:  # a loss scale is of its compute dtype
@@ -160,29 +178,35 @@ class StateSaver:
         return others | {FP8: jax.device_put(filled, NamedSharding(self.program.mesh, P()))}
 
     def restore_weights(self, path: str) -> Weights:
-        """The model of another run's checkpoint, or of a folder in Hugging Face's format, in canonical shapes."""
+        """The model of another run's checkpoint, or of a folder in Hugging Face's format, in canonical shapes.
+
+        With LoRA they are the frozen weights, in their dtype.
+        """
         config, key = self.program.config, "checkpoint.init_from"
         abstract: Any = self._canonical_abstract
+        wanted = abstract.frozen or abstract.params
         location = f" ({config.where(key)})"
         if is_hf_folder(path):
             from megajax.hf.convert import load  # here, because it needs safetensors
 
-            return load(path, config.model, abstract.params, key, location), {}
+            return load(path, config.model, wanted, key, location), {}
         layer_state = _without_history(abstract.layer_state)
-        return restore_model(path, abstract.params, layer_state, config.model, key, location)
+        return restore_model(path, wanted, layer_state, config.model, key, location)
 
     def with_weights(self, state: TrainState, weights: Weights) -> TrainState:
-        """`state` with its model replaced by `weights`, which have canonical shapes."""
+        """`state` with its model replaced by `weights`, which have canonical shapes; with LoRA its frozen weights."""
         params, kept = weights
         state = replace(state, layer_state=state.layer_state | kept)
-        if not self.converts:
-            return replace(state, params=params)
-        placements = self.program.placements
-        pad = jax.jit(
-            lambda params: {name: self._stored(w, placements[name]) for name, w in params.items()},
-            out_shardings=self.program.state_shardings.params,
-        )
-        return replace(state, params=pad(params))
+        placements, which = self.program.placements, "frozen" if self.program.config.lora.rank else "params"
+        if self.converts:
+            pad = jax.jit(
+                lambda params: {name: self._stored(w, placements[name]) for name, w in params.items()},
+                out_shardings=getattr(self.program.state_shardings, which),
+            )
+            params = pad(params)
+        if which == "frozen":
+            self.base_checksum = int(_checksum(params))
+        return replace(state, **{which: params})
 
     @cached_property
     def _canonical_abstract(self) -> TrainState:
@@ -201,14 +225,14 @@ class StateSaver:
         kept = lambda state: state if self.program.config.checkpoint.save_optimizer else replace(state, optimizer=None)  # noqa: E731
         if not self.converts:
             return kept
-        target = kept(jax.tree.map(lambda s: s.sharding, self._canonical_abstract))
+        target = kept(jax.tree.map(lambda s: s.sharding, replace(self._canonical_abstract, frozen={})))
         return jax.jit(lambda state: kept(self._each(state, self._canonical)), out_shardings=target)
 
     @cached_property
     def _to_stored(self) -> Callable[[TrainState], TrainState]:
         if not self.converts:
             return lambda state: state
-        target = self.program.state_shardings
+        target = replace(self.program.state_shardings, frozen={})
         return jax.jit(lambda state: self._each(state, self._stored), out_shardings=target)
 
     def _canonical(self, x: jax.Array, placement: Placement) -> jax.Array:
@@ -227,6 +251,7 @@ class StateSaver:
     def _each(self, state: TrainState, change: Callable) -> TrainState:
         """`change(leaf, placement)` for each parameter and moment; other leaves unchanged."""
         placements = self.program.per_parameter(self.program.placements, None)
+        placements = placements if state.frozen else replace(placements, frozen={})
         leaves, treedef = jax.tree.flatten(state)
         which = jax.tree.leaves(placements, is_leaf=lambda node: node is None or isinstance(node, Placement))
         changed = [a if p is None else change(a, p) for a, p in zip(leaves, which, strict=True)]
@@ -235,7 +260,7 @@ class StateSaver:
 
 def _as_tree(state: TrainState) -> dict[str, Any]:
     """The state in a checkpoint's form: the layer state beside the other fields, named as in `saved_layer_state`."""
-    fields = {name: getattr(state, name) for name in TrainState.__dataclass_fields__}
+    fields = {name: getattr(state, name) for name in TrainState.__dataclass_fields__ if name != "frozen"}
     tree = {name: value for name, value in fields.items() if value is not None}
     return saved_layer_state(tree.pop("layer_state")) | tree
 
@@ -245,6 +270,14 @@ def _from_tree(tree: dict[str, Any]) -> TrainState:
     fields = {name: tree[name] for name in TrainState.__dataclass_fields__ if name in tree}
     kept = {name: own for name, own in tree.items() if name not in fields}
     return TrainState(layer_state=loaded_layer_state(kept), **fields)
+
+
+@jax.jit
+def _checksum(weights: Mapping[str, jax.Array]) -> jax.Array:
+    """The sum of the bits of all weights modulo 2^32; it does not depend on the mesh or on padding."""
+    unsigned = {2: jnp.uint16, 4: jnp.uint32}
+    bits = [jax.lax.bitcast_convert_type(w, unsigned[w.dtype.itemsize]) for w in weights.values()]
+    return sum((b.astype(jnp.uint32).sum(dtype=jnp.uint32) for b in bits), jnp.uint32(0))
 
 
 def _without_history[Leaf](state: Mapping[str, dict[str, Leaf]]) -> dict[str, dict[str, Leaf]]:

@@ -1,7 +1,7 @@
 """The train step: gradients from the mesh, then clip, update and bookkeeping on the stored shards."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -15,6 +15,7 @@ from megajax.config import Config
 from megajax.mesh import mesh_sizes
 from megajax.model import Transformer, init_parameters, parameters
 from megajax.model.block import Block, layer_state
+from megajax.model.lora import is_trained, targets
 from megajax.optim import make_optimizer, make_schedule
 from megajax.parallel.gradients import gradient_function, loss_function
 from megajax.parallel.local import LocalModel
@@ -37,7 +38,7 @@ LOSS_SCALE_GROWTH_STEPS = 2000  # as in NVIDIA's and Megatron's dynamic loss sca
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class TrainState:
-    """All state of a step, donated to it; parameters in their stored shapes, by name."""
+    """All state of a step, donated to it; parameters in their stored shapes, by name. Frozen ones pass through it."""
 
     params: dict[str, jax.Array]
     optimizer: Any
@@ -49,6 +50,13 @@ class TrainState:
     scale_age: jax.Array  # int32, steps since the loss scale changed
     skipped: jax.Array  # int32, updates skipped because of a non-finite loss or gradient
     skipped_in_row: jax.Array  # int32, the same since the last good step
+    # With `lora` the weights without gradients, in the dtype that the step computes with; `params` has the adapters.
+    frozen: dict[str, jax.Array] = field(default_factory=dict)
+
+    @property
+    def weights(self) -> dict[str, jax.Array]:
+        """All weights of the model, by name."""
+        return self.frozen | self.params
 
 
 @dataclass(frozen=True)
@@ -64,10 +72,15 @@ class TrainProgram:
 
     @classmethod
     def build(cls, config: Config, mesh: Mesh) -> "TrainProgram":
-        """The program of a checked config on a mesh. Raises ConfigError for a kernel that cannot run."""
-        model = Transformer(config.model)
+        """The program of a checked config on a mesh.
+
+        Raises ConfigError for a kernel that cannot run, and for `lora.targets` that the model does not have.
+        """
+        targets(config)
+        model = Transformer(config.model, config.lora)
         declared = parameters(model)
-        optimizer = make_optimizer(config.optimizer, {name: p.role for name, p in declared.items()})
+        roles = {name: p.role for name, p in declared.items() if is_trained(config.lora, name)}
+        optimizer = make_optimizer(config.optimizer, roles)
         sizes = mesh_sizes(mesh)
         rows = stored_rows(config, sizes["pipeline"])
         placements = place_all(declared, sizes, rows, config.mesh.experts_over)
@@ -114,12 +127,14 @@ class TrainProgram:
     def init_state(self, params: bool = True) -> TrainState:
         """The first state, made on the devices in its shards; no device or host ever holds whole arrays.
 
-        Without `params` it has none, and there is room for those from elsewhere.
+        Without `params` it lacks those that come from elsewhere, the frozen ones if there are any, and there is room
+        for them.
         """
         if params:
             return jax.jit(self._init, out_shardings=self.state_shardings)()
-        shardings = replace(self.state_shardings, params={})
-        return jax.jit(lambda: replace(self._init(), params={}), out_shardings=shardings)()
+        lacking: dict[str, Any] = {"frozen" if self.config.lora.rank else "params": {}}
+        shardings = replace(self.state_shardings, **lacking)
+        return jax.jit(lambda: replace(self._init(), **lacking), out_shardings=shardings)()
 
     @cached_property
     def train_step(self) -> Callable:
@@ -132,37 +147,49 @@ class TrainProgram:
 
     @cached_property
     def eval_step(self) -> Callable:
-        """Jitted (parameters, layer state, batch) → (summed loss, valid tokens)."""
+        """Jitted (`TrainState.weights`, layer state, batch) → (summed loss, valid tokens)."""
         return jax.jit(loss_function(self.local, self.mesh))
 
     def _init(self) -> TrainState:
         seed, std = self.config.run.seed, self.config.model.init_std
         weights = init_parameters(self.model, seed, std, {n: p.layers for n, p in self.placements.items()})
-        params = {name: pad_storage(w, self.placements[name]) for name, w in weights.items()}
+        stored = {name: pad_storage(w, self.placements[name]) for name, w in weights.items()}
+        params, frozen = self._divided(stored)
+        frozen = {name: w.astype(self.frozen_dtype(name)) for name, w in frozen.items()}
         zero = jnp.zeros((), jnp.int32)
         kept: dict[str, Any] = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), layer_state(self.config.model))
         if history := Scaling(self.config).first_history():
             kept[FP8] = history
-        return TrainState(params, self.optimizer.init(params), kept, zero, self.first_loss_scale, zero, zero, zero)
+        scale = self.first_loss_scale
+        return TrainState(params, self.optimizer.init(params), kept, zero, scale, zero, zero, zero, frozen)
+
+    def frozen_dtype(self, name: str) -> Any:
+        """The dtype of a frozen weight: that in which the step computes with it."""
+        return jnp.dtype("float32" if self.placements[name].computes_in_fp32 else self.config.precision.compute)
+
+    def _divided(self, values: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Values by parameter → those of trained and those of frozen parameters."""
+        trained = {name: value for name, value in values.items() if is_trained(self.config.lora, name)}
+        return trained, {name: value for name, value in values.items() if name not in trained}
 
     def per_parameter(self, values: dict[str, Any], scalar: Any) -> TrainState:
         """A state-shaped tree with each parameter's value at the parameter and its moments, `scalar` elsewhere."""
-        shapes = jax.eval_shape(self._init)
+        shapes, (trained, frozen) = jax.eval_shape(self._init), self._divided(values)
         optimizer = optax.tree_map_params(
             self.optimizer,
             lambda _, value: value,
             shapes.optimizer,
-            values,
+            trained,
             transform_non_params=lambda _: scalar,
         )
         kept = jax.tree.map(lambda _: scalar, shapes.layer_state)
-        return TrainState(values, optimizer, kept, scalar, scalar, scalar, scalar, scalar)
+        return TrainState(trained, optimizer, kept, scalar, scalar, scalar, scalar, scalar, frozen)
 
 
 def _train_step(program: TrainProgram, gradients_of: Callable, state: TrainState, batch):
     config = program.config
     sums, gradients, norm, kept, layers = gradients_of(
-        state.params, state.layer_state, batch, state.step, state.loss_scale
+        state.weights, state.layer_state, batch, state.step, state.loss_scale
     )
     finite = jnp.isfinite(sums["loss"]) & jnp.isfinite(norm)
     if config.optimizer.clip_norm > 0:

@@ -8,9 +8,16 @@ import jax
 from megajax.config.kinds import expert_layers
 from megajax.config.stages import virtual_stages
 from megajax.mesh import mesh_sizes
+from megajax.model.lora import targets
 from megajax.parallel.pipeline.schedules import make_schedule
 from megajax.parallel.pipeline.simulator import Costs, simulate
-from megajax.plan import active_parameter_count, estimate_memory, flops_per_token, parameter_count
+from megajax.plan import (
+    active_parameter_count,
+    adapter_parameter_count,
+    estimate_memory,
+    flops_per_token,
+    parameter_count,
+)
 from megajax.step_plan import StepPlan
 from megajax.training.step import TrainProgram
 
@@ -44,6 +51,10 @@ def summary(program: TrainProgram, flags: list[str], data: Sequence[str] = ()) -
     ]
     if sizes["pipeline"] > 1:
         lines[3:3] = _pipeline(plan)
+    if config.lora.rank:
+        count = adapter_parameter_count(program.model)
+        lora = f"rank {config.lora.rank}, alpha {config.lora.alpha:g}, {count:,} trained parameters in adapters of "
+        lines.insert(4, f"lora       {lora}{', '.join(targets(config))}; base: {config.checkpoint.init_from}")
     if config.model.num_experts and plan.collectives.expert_shards > 1:
         experts = config.model.num_experts // plan.collectives.expert_shards
         axes = " × ".join(axis for axis in config.mesh.experts_over if sizes[axis] > 1)

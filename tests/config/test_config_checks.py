@@ -35,6 +35,18 @@ REFUSED = {
         "mesh.expert=2 needs a model with experts (@):"
         " set model.num_experts, or use mesh.data or mesh.fsdp for the batch."
     ),
+    "lora.rank=8": (
+        "lora.rank=8 freezes the weights of a trained model, but checkpoint.init_from names none (@):"
+        " set checkpoint.init_from to a run or to a Hugging Face folder."
+    ),
+    "lora.rank=8 checkpoint.init_from=r precision.fp8.recipe=current": (
+        "lora.rank=8 cannot be combined with precision.fp8.recipe=current (the command line: lora.rank=8):"
+        " set precision.fp8.recipe=none."
+    ),
+    "lora.rank=8 checkpoint.init_from=r model.num_experts=4 model.router.expert_bias=true": (
+        "lora.rank=8 freezes the routers, but model.router.bias_update_rate=0.001 changes their bias"
+        " (the command line: lora.rank=8): set model.router.bias_update_rate=0."
+    ),
     "model.experts_per_token=4": ("model.experts_per_token=4 needs experts (@): set model.num_experts, or remove it."),
     "model.router.jitter=0.1": "model.router.jitter=0.1 needs experts (@): set model.num_experts, or remove it.",
     "model.num_experts=4 model.experts_per_token=8": (
@@ -256,6 +268,7 @@ WARNED = {
     "optimizer.beta2=0.99": ("optimizer.kind=sgd", "optimizer.kind=sgd"),
     "optimizer.epsilon=1.0e-06": ("optimizer.kind=lion", "optimizer.kind=lion"),
     "remat.layers=3": ("", "remat.policy=none"),
+    "lora.alpha=16.0": ("", "lora.rank=null"),
     "run.eval_interval=5": ("run.eval_steps=0", "run.eval_steps=0"),
     "logging.wandb_project=p": ("", "logging.wandb=false"),
     "logging.profile_steps=5": ("", "logging.profile_start=null"),

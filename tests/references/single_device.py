@@ -139,7 +139,7 @@ def train(config: Config, weights: Mapping[str, np.ndarray] | None = None) -> Tr
     sizes = check_mesh(config, count)
     program = TrainProgram.build(config, build_mesh(sizes, jax.devices()[:count]))
     state = program.init_state() if weights is None else first_state(program, weights)
-    initial, gradients = canonical(program, state.params), {}
+    initial, gradients = canonical(program, state.weights), {}
     losses, norms, router = [], [], {}
     for fields in make_batches(config):
         batch = to_global(program, fields)
@@ -163,9 +163,14 @@ def first_state(program: TrainProgram, weights: Mapping[str, np.ndarray]) -> Tra
     state = jax.tree.map(zeros, program.abstract_state)
     placements = program.placements
     stored = jax.jit(lambda: {name: to_stored(jax.numpy.asarray(w), placements[name]) for name, w in weights.items()})()
-    params = {name: jax.device_put(stored[name], old.sharding) for name, old in state.params.items()}
+    params, frozen = (
+        {name: jax.device_put(stored[name].astype(old.dtype), old.sharding) for name, old in own.items()}
+        for own in (state.params, state.frozen)
+    )
     scale = INITIAL_LOSS_SCALE if program.config.precision.compute == "float16" else 1.0
-    return replace(state, params=params, loss_scale=jax.device_put(np.float32(scale), state.loss_scale.sharding))
+    return replace(
+        state, params=params, frozen=frozen, loss_scale=jax.device_put(np.float32(scale), state.loss_scale.sharding)
+    )
 
 
 def canonical(program: TrainProgram, arrays: Mapping[str, jax.Array]) -> dict[str, np.ndarray]:

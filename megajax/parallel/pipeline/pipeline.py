@@ -357,7 +357,7 @@ class _Run:
             pending_heads=jnp.zeros((pending, *x.shape), x.dtype),
             activations=[empty_bank() for _ in range(self.banks)],
             deferred=[[group.deferred for group in segment] for segment in groups],
-            non_block_gradients=jax.tree.map(lambda w: jnp.zeros(w.shape, jnp.float32), dict(self.non_block)),
+            non_block_gradients=self.local.non_block.zero_gradients(self.non_block),
             layer_gradients=[gradients] * self.schedule.rounds,
             amax=[amax] * self.schedule.rounds,
             sums=dict.fromkeys(self.local.non_block.sums, jnp.zeros((), jnp.float32)),

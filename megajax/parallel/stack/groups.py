@@ -12,6 +12,7 @@ from megajax.model.block import Block
 from megajax.model.parts import BlockInputs
 from megajax.ops.fp8 import Fp8Weight
 from megajax.parallel.comm import MeshComm
+from megajax.parallel.stack.adapters import adapted
 from megajax.parallel.stack.vjp import Layout, Residuals, SplitBackward, with_policy
 from megajax.parallel.stack.weights import GroupProgram, GroupWeights, StackWeights
 from megajax.step_plan import StepPlan
@@ -90,50 +91,55 @@ class RematGroups:
 
     def _group_forward(self, weights: GroupWeights, x, inputs, layers, *, program: GroupProgram, save: bool):
         gathered, run = self.weights.gather(weights, program, backward=False), self._runner(inputs, layers, program)
+        trained, others = self._divided(gathered, program)
         if not save or program.policy == "full":
-            (y, _), metrics = run(gathered, x)
+            (y, _), metrics = run(trained, x, others)
             return y, (x if save else None), metrics
         names = dict.fromkeys(name for kind in program.kinds for name in self.blocks[kind.block].saved_names)
         run = with_policy(run, program.policy, [*names], self.attention_is_fused)
-        (y, _), pull, metrics = jax.vjp(run, gathered, x, has_aux=True)
+        (y, _), pull, metrics = jax.vjp(lambda trained, x: run(trained, x, others), trained, x, has_aux=True)
         return y, Residuals.of(pull, (gathered, inputs)), metrics
 
     def _group_backward(self, weights: GroupWeights, saved, dy, inputs: BlockInputs, layers, *, program: GroupProgram):
         gathered = self.weights.gather(weights, program, backward=True)
         if program.policy == "full":
             x, dy = lax.optimization_barrier((saved, dy))  # else XLA merges the recomputation with the forward pass
-            _, pull, _ = jax.vjp(self._runner(inputs, layers, program), gathered, x, has_aux=True)
+            (trained, others), run = self._divided(gathered, program), self._runner(inputs, layers, program)
+            _, pull, _ = jax.vjp(lambda trained, x: run(trained, x, others), trained, x, has_aux=True)
         else:
             pull = saved.pull((gathered, inputs))
         has_losses = any(self.blocks[kind.block].losses for kind in program.kinds)
         gradient, dx = pull((dy, inputs.layer_loss_scale if has_losses else None))
-        gradient = tuple(
-            {n: g for n, g in layer.items() if n not in self.weights.state_names[kind.block]}
-            for kind, layer in zip(program.kinds, gradient, strict=True)
-        )
         amax = tuple({n: g.amax for n, g in layer.items() if isinstance(g, Fp8Weight)} for layer in gradient)
         gradient = tuple(
             {n: g.gradient if isinstance(g, Fp8Weight) else g for n, g in layer.items()} for layer in gradient
         )
         return dx, gradient, amax
 
-    def _runner(self, inputs: BlockInputs, layers, program: GroupProgram) -> Callable:
-        """(a group's weights, x) → ((y, sum of the layers' losses), metrics); `layers` as in `Group`.
+    def _divided(self, group: GroupWeights, program: GroupProgram) -> tuple[GroupWeights, GroupWeights]:
+        """(the weights that have gradients, frozen weights and layer state) of a group."""
+        layers = [(layer, self.weights.trained[kind.block]) for kind, layer in zip(program.kinds, group, strict=True)]
+        trained = tuple({name: w for name, w in layer.items() if name in names} for layer, names in layers)
+        return trained, tuple({n: w for n, w in layer.items() if n not in names} for layer, names in layers)
 
-        The losses are this device's share, None if there are none. They are an output beside y, because their gradient
-        does not depend on that of y.
+    def _runner(self, inputs: BlockInputs, layers, program: GroupProgram) -> Callable:
+        """(weights with gradients, x, others as in `_divided`) → ((y, sum of the layers' losses), metrics).
+
+        `layers` as in `Group`. The losses are this device's share, None if there are none. They are an output beside y,
+        because their gradient does not depend on that of y.
         """
 
-        def run(weights: GroupWeights, x: jax.Array):
+        def run(trained: GroupWeights, x: jax.Array, others: GroupWeights):
             metrics: list[dict[str, jax.Array]] = []
-            for i, (kind, layer_weights) in enumerate(zip(program.kinds, weights, strict=True)):
-                state = self.weights.state_names[kind.block]
+            for i, (kind, own, other) in enumerate(zip(program.kinds, trained, others, strict=True)):
+                state, layer = self.weights.state_names[kind.block], layers[i] if jnp.ndim(layers) else layers + i
+                weights = own | {name: w for name, w in other.items() if name not in state}
                 x, measured = self.blocks[kind.block](
-                    {name: w for name, w in layer_weights.items() if name not in state},
+                    adapted(weights, self.weights.fused[kind.block], self.plan.config.lora, inputs, layer),
                     x,
                     inputs,
-                    layers[i] if jnp.ndim(layers) else layers + i,
-                    {name: a for name, a in layer_weights.items() if name in state},
+                    layer,
+                    {name: a for name, a in other.items() if name in state},
                     comm=self.comm,
                     kind=kind,
                     recompute=self._recomputed(program),

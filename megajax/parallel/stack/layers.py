@@ -19,7 +19,7 @@ from megajax.model.transformer import Transformer
 from megajax.parallel.comm import MeshComm
 from megajax.parallel.stack.groups import RematGroups
 from megajax.parallel.stack.keepers import BackwardKeeper, BackwardValues, ForwardKeeper, ForwardValues
-from megajax.parallel.stack.loops import loop_over_layers
+from megajax.parallel.stack.loops import loop_over_layers, tie_uncast
 from megajax.parallel.stack.weights import (
     Amax,
     ByGroup,
@@ -175,7 +175,10 @@ class LayerStack:
                 own, layers = keeper(s, index, state, saved), layers_of(first, segment, index)
                 entered, above = dx, None
                 for u in reversed(range(len(groups))):
-                    group, at = self.weights.group_at(groups[u], segment, index), self.groups.at(segment, u, layers)
+                    stored, at = groups[u], self.groups.at(segment, u, layers)
+                    if segment.loops == 1 and self._gathers_again(s, u):
+                        stored = tie_uncast(stored, entered)
+                    group = self.weights.group_at(stored, segment, index)
                     if self._gathers_again(s, u):
                         group, _ = self.weights.exchange.tie_gather((group, entered))
                     entered = dx

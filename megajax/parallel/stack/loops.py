@@ -14,15 +14,28 @@ from megajax.config.segments import Segment
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Uncast:
-    """A weight in a loop over layers, still in its FP32 stack: each iteration casts and fuses its own layer.
+    """A weight in a loop over layers, still in its stack: each iteration casts and fuses its own layer.
 
-    For weights that are not gathered once a step. A cast copy of all layers would live as long as the loop.
+    For weights that are not gathered once a step. A cast copy of all layers would live as long as the loop. Frozen
+    weights stay in their stack without a loop too: both passes of a layer fuse it.
     """
 
     parts: dict[str, jax.Array]  # the parameters to fuse, by name: `[n, ...]`
     kind: str = field(metadata={"static": True})  # of block
     row: int = field(metadata={"static": True})  # of the first iteration
     step: int = field(metadata={"static": True})  # rows from one iteration to the next
+
+
+def tie_uncast[Weights](weights: Weights, until: Any) -> Weights:
+    """A group's weights with those in stacks behind a barrier: none is fused before `until` is available.
+
+    Else XLA would keep the forward pass's copies for the backward pass.
+    """
+    leaves, structure = jax.tree.flatten(weights, is_leaf=lambda w: isinstance(w, Uncast))
+    stacks = {i: w for i, w in enumerate(leaves) if isinstance(w, Uncast)}
+    if stacks:
+        stacks, _ = lax.optimization_barrier((stacks, until))
+    return jax.tree.unflatten(structure, [stacks.get(i, w) for i, w in enumerate(leaves)])
 
 
 def loop_over_layers(body: Callable, carry, xs: tuple, segment: Segment, reverse: bool = False):

@@ -12,6 +12,7 @@ from jax import lax
 from megajax.config.kinds import LayerKind
 from megajax.config.segments import Segment
 from megajax.model.block import Block
+from megajax.model.lora import is_trained
 from megajax.ops import fp8
 from megajax.ops.fp8 import Fp8Weight
 from megajax.parallel.comm import MeshComm
@@ -66,6 +67,8 @@ class StackWeights:
         }
         # A layer's state that is not a parameter; it is passed among its group's weights.
         self.state_names = {kind: {*block.layer_state, *block.needs_filled} for kind, block in blocks.items()}
+        lora = plan.config.lora
+        self.trained = {kind: {n for n in own.parts if is_trained(lora, n)} for kind, own in fused.items()}
 
     @jax.named_scope("weights")
     def gather_once(
@@ -82,11 +85,12 @@ class StackWeights:
             kind = self.slots[segment.start + j].block
             rows, fused = self.kinds[kind], self.fused[kind]
             out: dict[str, Any] = {}
-            if segment.loops > 1 and len(self.table) == 1:
+            if len(self.table) == 1:
                 row, step = rows.first_row(segment, j)
                 for name, members in fused.parts.items():
                     in_fp8 = segment.fp8 and name in self.scaling.layers
-                    if not in_fp8 and not self.exchange.is_gathered_once(stored_name(kind, name)):
+                    wanted = (segment.loops > 1 or name not in self.trained[kind]) and not in_fp8
+                    if wanted and not self.exchange.is_gathered_once(stored_name(kind, name)):
                         out[name] = Uncast({member: blocks[kind][member] for member in members}, kind, row, step)
             cut = {part for weight in out.values() for part in weight.parts}
             stored = {name: rows.layer_of(w, segment, j) for name, w in blocks[kind].items() if name not in cut}
@@ -194,13 +198,12 @@ class StackWeights:
         return [slot.block for slot in self.slots[start : start + segment.group_size]]
 
     def group_at(self, group: GroupWeights, segment: Segment, index) -> GroupWeights:
-        """The weights of a group in iteration `index` of its segment's loop; without a loop the group itself."""
-        if segment.loops == 1:
-            return group
+        """The weights of a group in iteration `index` of its segment's loop, which is 0 without a loop."""
 
         def weight(name: str, w: Any) -> Any:
             if not isinstance(w, Uncast):
-                return jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, index, keepdims=False), w)
+                looped = segment.loops > 1
+                return jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, index, keepdims=False), w) if looped else w
             row = w.row + w.step * index
             # In their storage layout: XLA would transpose the whole stack into the layout of the gather.
             parts = {n: row_major(lax.dynamic_index_in_dim(a, row, keepdims=False)) for n, a in w.parts.items()}

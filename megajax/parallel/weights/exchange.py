@@ -19,7 +19,7 @@ from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 
 from megajax.mesh import AXES
-from megajax.sharding import COMPUTED_IN_FP32, ONCE_AXES, Placement
+from megajax.sharding import ONCE_AXES, Placement
 
 
 class WeightExchange:
@@ -35,7 +35,7 @@ class WeightExchange:
     def gather_once(self, name: str, stored: jax.Array) -> jax.Array:
         """Stored FP32 shard → `fsdp` shard in the compute dtype; norms, routers, sinks and FP8 keep their dtype."""
         placement = self.placements[name]
-        keep = placement.axes[-1] in COMPUTED_IN_FP32 or stored.dtype.itemsize == 1
+        keep = placement.computes_in_fp32 or stored.dtype.itemsize == 1
         w = stored if keep else stored.astype(self.compute)
         once = self._once(placement)
         if not once:

@@ -46,15 +46,20 @@ class FusedWeights:
 
     def split(self, name: str, gradient: jax.Array) -> dict[str, jax.Array]:
         """The gradient of a fused shard → gradients of the stored shards by name."""
+        out = {}
+        for part, columns in self.columns(name).items():
+            own = gradient[..., columns] if len(self.parts[name]) > 1 else gradient
+            out[part] = self._all_kv_heads(_unmerge_heads(own, self.stored[part]), self.stored[part])
+        return out
+
+    def columns(self, name: str) -> dict[str, slice]:
+        """The columns of each parameter in this device's share of a fused weight."""
         out, start = {}, 0
         for part in self.parts[name]:
-            placement, own = self.stored[part], gradient
-            if len(self.parts[name]) > 1:
-                merged = _merge_heads(placement, self.sizes)
-                width = merged.shape[-1] // (1 if merged.spec[-1] is None else self.sizes["tensor"])
-                own = gradient[..., start : start + width]
-                start += width
-            out[part] = self._all_kv_heads(_unmerge_heads(own, placement), placement)
+            merged = _merge_heads(self.stored[part], self.sizes)
+            width = merged.shape[-1] // (1 if merged.spec[-1] is None else self.sizes["tensor"])
+            out[part] = slice(start, start + width)
+            start += width
         return out
 
     def _own_kv_head(self, w: jax.Array, placement: Placement) -> jax.Array:

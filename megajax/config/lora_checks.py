@@ -1,0 +1,23 @@
+"""Checks of low-rank adapters: the base model, and settings that exclude them."""
+
+from megajax.config.schema import Config
+from megajax.config.sentences import fail, format_keys
+
+
+def check_lora(config: Config) -> None:
+    """Raise `ConfigError` for settings that `lora.rank` excludes. `model.lora.targets` checks the targets."""
+    rank, base = "lora.rank", "checkpoint.init_from"
+    if config.lora.rank is None:
+        return
+    if config.checkpoint.init_from is None:
+        problem = f"{format_keys(config, rank)} freezes the weights of a trained model, but {base} names none"
+        fail(config, problem, f"set {base} to a run or to a Hugging Face folder", rank)
+    if config.precision.fp8.recipe != "none":
+        recipe = "precision.fp8.recipe"
+        problem = f"{format_keys(config, rank)} cannot be combined with {format_keys(config, recipe)}"
+        fail(config, problem, f"set {recipe}=none", rank, recipe)
+    router = config.model.router
+    if router.expert_bias and router.bias_update_rate > 0:
+        rate = "model.router.bias_update_rate"
+        problem = f"{format_keys(config, rank)} freezes the routers, but {format_keys(config, rate)} changes their bias"
+        fail(config, problem, f"set {rate}=0", rank, rate)

@@ -1,0 +1,154 @@
+"""A run's low-rank adapters: merged into their base model, and as a folder in PEFT's format."""
+
+import contextlib
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors.numpy import save_file
+
+from megajax.checkpoint.manager import SUBDIRECTORY, find_checkpoint
+from megajax.checkpoint.weights import open_weights
+from megajax.config import Config
+from megajax.errors import InputError
+from megajax.hf import is_hf_folder
+from megajax.hf.convert import family_for, open_readers
+from megajax.hf.folder import new_folder
+from megajax.hf.reader import Reader
+from megajax.hf.tensors import Tensor, tensor_names
+from megajax.model import Transformer, parameters
+from megajax.model.lora import A, B, low_rank
+
+BASE = "checkpoint.init_from"
+PEFT_CONFIG, PEFT_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+
+
+@contextlib.contextmanager
+def open_merged(run_dir: Path, step: int, config: Config) -> Iterator[Mapping[str, Any]]:
+    """The canonical parameters of a checkpoint by name, read where they are indexed; adapters merged into their base.
+
+    Raises InputError if the base model, `checkpoint.init_from`, cannot be read or is another model.
+    """
+    weights, base = open_weights(run_dir / SUBDIRECTORY / str(step)), config.checkpoint.init_from
+    if config.lora.rank is None:
+        yield weights
+        return
+    assert base is not None
+    with contextlib.ExitStack() as stack:
+        shapes = {name: p.shape for name, p in parameters(Transformer(config.model)).items()}
+        if is_hf_folder(base):
+            readers = stack.enter_context(open_readers(base, config.model, shapes, BASE, f" ({run_dir}/config.yaml)"))
+            arrays: Mapping[str, Any] = {name: _Stored(reader) for name, reader in readers.items()}
+        else:
+            found, newest = find_checkpoint(base, BASE, f" ({run_dir}/config.yaml)")
+            arrays = open_weights(found / SUBDIRECTORY / str(newest))
+            if {name: tuple(array.shape) for name, array in arrays.items()} != shapes:
+                raise InputError(f"{BASE}={base} ({run_dir}/config.yaml) is not the adapters' base: restore the base.")
+        yield {name: _Merged(name, array, weights, config.lora.scale) for name, array in arrays.items()}
+
+
+class _Stored:
+    """A parameter of a folder; an index of its stacked dimensions reads that part."""
+
+    def __init__(self, reader: Reader):
+        self._reader, self.shape = reader, reader.padded
+
+    def __getitem__(self, at: tuple[int, ...]) -> np.ndarray:
+        return self._reader.part(at)
+
+
+class _Merged:
+    """`W + scale · A B` of a parameter; an index of its stacked dimensions reads and merges that part."""
+
+    def __init__(self, name: str, base: Any, weights: Mapping[str, Any], scale: float):
+        self._name, self._base, self._weights, self._scale, self.shape = name, base, weights, scale, base.shape
+
+    def __getitem__(self, at: tuple[int, ...]) -> np.ndarray:
+        base = np.asarray(self._base[at], np.float32)
+        if self._name + A not in self._weights:
+            return base
+        return base + self._scale * low_rank(*(self._weights[self._name + end][at] for end in (A, B)))
+
+
+def export_adapters(run_dir: Path, step: int, config: Config, folder: Path) -> None:
+    """Write the adapters of a checkpoint as a folder in PEFT's format: adapter_config.json, adapter_model.safetensors.
+
+    Weights that are one tensor in the family's model, such as GPT-2's queries, keys and values, become one adapter of
+    the sum of their ranks. Raises InputError for a run without adapters, for a model that no family has, and for a
+    folder that cannot be written.
+    """
+    lora = config.lora
+    if lora.rank is None or lora.alpha is None:
+        raise InputError(f"RUN={run_dir} has no adapters (lora.rank=null): write its weights with the command export.")
+    weights, model = open_weights(run_dir / SUBDIRECTORY / str(step)), config.model
+    tensors, declared = family_for(model).tensors(model), parameters(Transformer(model))
+    stored: dict[str, np.ndarray] = {}
+    ranks: dict[str, int] = {}
+    transposed = False
+    for theirs in dict.fromkeys(tensor.theirs for tensor in tensors if tensor.ours + A in weights):
+        parts = [tensor for tensor in tensors if tensor.theirs == theirs]
+        ours = next(tensor for tensor in parts if tensor.ours + A in weights)
+        transposed = _is_transposed(ours, *(weights[ours.ours + end][0] for end in (A, B)))
+        for at, name in tensor_names(parts[0], model).items():
+            module = name.removesuffix(".weight")
+            a, b = _of_module(parts, weights, at, {tensor.ours: declared[tensor.ours].shape[1:] for tensor in parts})
+            ranks[".".join(module.split(".")[-2:])] = len(a)
+            for which, matrix in (("A", a), ("B", b)):
+                stored[f"base_model.model.{module}.lora_{which}.weight"] = np.ascontiguousarray(matrix)
+    others = {module: rank for module, rank in ranks.items() if rank != lora.rank}
+    settings = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": config.checkpoint.init_from,
+        "r": lora.rank,
+        "lora_alpha": lora.alpha,
+        "lora_dropout": lora.dropout,
+        "target_modules": sorted(ranks),
+        "rank_pattern": others,
+        "alpha_pattern": {module: lora.scale * rank for module, rank in others.items()},
+        "bias": "none",
+        "fan_in_fan_out": transposed,
+        "inference_mode": True,
+    }
+    with new_folder(folder) as partial:
+        save_file(stored, partial / PEFT_WEIGHTS, metadata={"format": "pt"})
+        (partial / PEFT_CONFIG).write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n")
+
+
+def _of_module(
+    parts: Sequence[Tensor], weights: Mapping[str, Any], at: tuple[int, ...], shapes: Mapping[str, tuple[int, ...]]
+) -> tuple[np.ndarray, np.ndarray]:
+    """A `[R, in]` and B `[out, R]` of one tensor that `parts` share; each has its own rows of A, and columns of B."""
+    adapted = [tensor for tensor in parts if tensor.ours + A in weights]
+    matrices = [_of_part(t, weights[t.ours + A][at], weights[t.ours + B][at]) for t in adapted]
+    first = np.concatenate([a for a, _ in matrices])
+    if len(parts) == 1:
+        return first, matrices[0][1]
+    second = np.zeros((sum(math.prod(shapes[tensor.ours][1:]) for tensor in parts), len(first)), np.float32)
+    start = 0
+    for tensor, (_, b) in zip(adapted, matrices, strict=True):
+        second[tensor.in_fused(slice(0, len(b))), start : start + b.shape[1]] = b
+        start += b.shape[1]
+    return first, second
+
+
+def _of_part(tensor: Tensor, a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """A `[rank, in]` and B `[out, rank]` in the order of a tensor.
+
+    Its pattern holds for B of a column layer and for A of a row layer too, where the rank is the other dimension.
+    """
+    if a.ndim == 2:
+        theirs = tensor.to_theirs(b)
+        return a.T, theirs.T if _is_transposed(tensor, a, b) else theirs
+    theirs = tensor.to_theirs(a)
+    return theirs.T if _is_transposed(tensor, a, b) else theirs, b.T
+
+
+def _is_transposed(tensor: Tensor, a: np.ndarray, b: np.ndarray) -> bool:
+    """Whether the tensor is `[in, out]`, as in GPT-2, and not `[out, in]`, for a weight with these A and B."""
+    if a.ndim == 2:
+        return tensor.their_shape((1, *b.shape[1:]))[0] == 1
+    return tensor.their_shape((*a.shape[:-1], 1))[1] == 1

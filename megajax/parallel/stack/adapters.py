@@ -1,0 +1,40 @@
+"""The weights of a layer with their low-rank adapters, as the communication points take them."""
+
+import zlib
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from megajax.config import LoraConfig
+from megajax.model.lora import A, Adapted, B, adapters, is_adapter
+from megajax.model.parts import BlockInputs
+from megajax.parallel.weights.fused import FusedWeights
+
+
+def adapted(
+    weights: dict[str, Any], fused: FusedWeights, lora: LoraConfig, inputs: BlockInputs, layer: Any
+) -> dict[str, Any]:
+    """A layer's fused weights by name, those that have an adapter as `Adapted`; `layer` is the layer's index."""
+    if lora.rank is None:
+        return weights
+    out = {name: w for name, w in weights.items() if not is_adapter(name)}
+    for name in adapters(weights):
+        a, b = weights[name + A], lora.scale * _block_diagonal(name, weights, fused)
+        out[name] = Adapted(out[name], a, b)
+        if inputs.adapter_key is not None:
+            key = jax.random.fold_in(jax.random.fold_in(inputs.adapter_key, layer), zlib.crc32(name.encode()))
+            out[name] = Adapted(out[name].base, a, b, key, inputs.token_ids, lora.dropout)
+    return out
+
+
+def _block_diagonal(name: str, weights: dict[str, Any], fused: FusedWeights) -> jax.Array:
+    """`[R, out]` of a fused weight: each layer's B in its own rows and columns, zeros elsewhere."""
+    columns = fused.columns(name)
+    width = max(own.stop for own in columns.values())
+    rows = [
+        jnp.pad(weights[member + B], ((0, 0), (own.start, width - own.stop)))
+        for member, own in columns.items()
+        if member + B in weights
+    ]
+    return jnp.concatenate(rows)

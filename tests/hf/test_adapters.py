@@ -1,0 +1,146 @@
+"""Adapters of a Hugging Face model: trained, resumed, merged into the exported model, and in PEFT's format."""
+
+import json
+import zipfile
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from megajax.config import load_config
+from megajax.errors import InputError
+from megajax.hf.__main__ import main
+from megajax.hf.convert import load, read_model
+from megajax.hf.folder import SINGLE
+from megajax.inference.load import load_run
+from megajax.model import Transformer, bind, parameters
+from megajax.training.batches import batches
+from megajax.training.loop import Trainer
+
+FILES = Path(__file__).parents[1] / "data_files"
+TARGETS = {"tiny_llama": "[query, value, output, gate, down]", "tiny_gpt2": "[query, value, output, up]"}
+PEFT = {  # module of layer 0 → rank, in, out
+    "tiny_llama": {
+        "self_attn.q_proj": 2,
+        "self_attn.v_proj": 2,
+        "self_attn.o_proj": 2,
+        "mlp.gate_proj": 2,
+        "mlp.down_proj": 2,
+    },
+    "tiny_gpt2": {"attn.c_attn": 4, "attn.c_proj": 2, "mlp.c_fc": 2},
+}
+
+
+def make_config(folder: Path, run_dir: Path, name: str, *overrides: str):
+    path = run_dir.with_suffix(".yaml")
+    path.write_text(json.dumps({"model": read_model(folder) | {"vocab_multiple": 64}}))
+    settings = [
+        f"run={{dir: {run_dir}, steps: 4, eval_steps: 0}}",
+        "batch={global_size: 4, sequence_length: 16}",
+        "precision.compute=float32",
+        "schedule={kind: constant, learning_rate: 0.05}",
+        "mesh.fsdp=2",
+        "data.kind=synthetic",
+        "logging.tensorboard=false",
+        f"checkpoint={{init_from: {folder}, keep: 9}}",
+        f"lora={{rank: 2, alpha: 6.0, targets: {TARGETS[name]}, dropout: 0.1}}",
+    ]
+    return load_config(path, [*settings, *overrides])
+
+
+@pytest.fixture(scope="module", params=TARGETS)
+def run(request, tmp_path_factory):
+    """(name, folder of the base, trainer after four steps, saved after the second and the fourth)."""
+    directory = tmp_path_factory.mktemp(request.param)
+    with zipfile.ZipFile(FILES / f"{request.param}.zip") as archive:
+        archive.extractall(directory / "base")
+    config = make_config(directory / "base", directory / "run", request.param)
+    trainer = Trainer(config, devices=jax.devices()[:2])
+    for step in range(1, 5):
+        trainer.train_step(trainer.next_batch())
+        if step % 2 == 0:
+            trainer.save()
+    trainer.close()
+    return request.param, directory / "base", trainer
+
+
+def test_a_resumed_run_loads_its_base_again_and_goes_on_bit_for_bit(run):
+    name, base, trainer = run
+    config = make_config(base, trainer.run_dir, name, "checkpoint.resume_step=2")
+    again = Trainer(config, devices=jax.devices()[:2])
+    assert again.step == 2
+    saved = {n: np.asarray(w) for n, w in again.state.params.items()}
+    for _ in range(2):
+        again.train_step(again.next_batch())
+    for parameter, w in trainer.state.weights.items():
+        np.testing.assert_array_equal(again.state.weights[parameter], w, err_msg=parameter)
+    assert all((saved[n] != np.asarray(w)).any() for n, w in again.state.params.items())
+
+
+def test_the_merged_model_is_base_and_adapters_and_peft_has_its_names(run, tmp_path):
+    name, base, trainer = run
+    assert main(["export", str(trainer.run_dir), str(tmp_path / "merged")]) == 0
+    assert main(["adapters", str(trainer.run_dir), str(tmp_path / "peft")]) == 0
+    merged = load_file(next((tmp_path / "merged").glob("*.safetensors")))
+    plain, peft = load_file(base / SINGLE), load_file(tmp_path / "peft" / "adapter_model.safetensors")
+    settings = json.loads((tmp_path / "peft" / "adapter_config.json").read_text())
+    assert settings["target_modules"] == sorted(PEFT[name]) and settings["peft_type"] == "LORA"
+    assert settings["base_model_name_or_path"] == str(base)
+    adapted = {key.removesuffix(".lora_A.weight") for key in peft if key.endswith(".lora_A.weight")}
+    assert len(peft) == 2 * len(adapted)
+    for module in adapted:
+        a, b = peft[f"{module}.lora_A.weight"], peft[f"{module}.lora_B.weight"]
+        own = ".".join(module.split(".")[-2:])
+        rank = settings["rank_pattern"].get(own, settings["r"])
+        assert a.shape[0] == b.shape[1] == rank == PEFT[name][own]
+        scale = settings["alpha_pattern"].get(own, settings["lora_alpha"]) / rank
+        weight = f"{module.removeprefix('base_model.model.')}.weight"
+        change = scale * b @ a
+        assert np.abs(change).max() > 1e-2
+        change = change.T if settings["fan_in_fan_out"] else change
+        np.testing.assert_allclose(merged[weight], plain[weight] + change, atol=1e-5, err_msg=weight)
+        plain[weight] = merged[weight]
+    assert len(adapted) == len(PEFT[name]) * trainer.config.model.num_layers
+    for weight, w in plain.items():
+        np.testing.assert_array_equal(merged[weight], w, err_msg=weight)
+
+
+def test_the_merged_model_has_the_loss_of_the_adapted_one(run, tmp_path):
+    name, _, trainer = run
+    main(["export", str(trainer.run_dir), str(tmp_path / "merged")])
+    model, one = Transformer(trainer.config.model), jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    shapes = {n: jax.ShapeDtypeStruct(p.shape, jnp.float32, sharding=one) for n, p in parameters(model).items()}
+    weights = load(tmp_path / "merged", trainer.config.model, shapes, "folder")
+    batch = next(batches(trainer.program, "train", trainer.data["train"], 9))
+    loss, tokens = trainer.program.eval_step(trainer.state.weights, {}, batch)
+    logits = bind(model, weights)(np.asarray(batch["tokens"])[0])
+    each = -jnp.take_along_axis(jax.nn.log_softmax(logits), np.asarray(batch["targets"])[0, ..., None], -1)
+    assert float(loss / tokens) == pytest.approx(float(each.mean()), rel=1e-5)
+    loaded = load_run(trainer.run_dir)  # for generation, merged on the devices
+    np.testing.assert_allclose(loaded.weights.outer["embedding.tokens"], weights["embedding.tokens"])
+    query = weights["blocks.dense.attention.query"][1].reshape(len(weights["embedding.tokens"][0]), -1)
+    np.testing.assert_allclose(
+        loaded.weights.layers[1]["attention.qkv"][:, : query.shape[1]], query, atol=1e-6, err_msg=name
+    )
+
+
+@pytest.mark.parametrize("run", ["tiny_llama"], indirect=True)
+def test_another_base_and_adapters_as_a_base_are_refused(run, tmp_path):
+    name, base, trainer = run
+    other = tmp_path / "other"
+    other.mkdir()
+    tensors = load_file(base / SINGLE)
+    tensors["model.layers.1.mlp.up_proj.weight"][3, 4] += 1
+    save_file(tensors, other / SINGLE)
+    (other / "config.json").write_text((base / "config.json").read_text())
+    changed = make_config(other, trainer.run_dir, name, f"checkpoint.init_from={other}")
+    with pytest.raises(InputError, match=r"has other weights than the base of the adapters in .*: set it to the same"):
+        Trainer(changed, devices=jax.devices()[:2]).state  # noqa: B018
+    on_top = make_config(base, tmp_path / "run", name, f"checkpoint.init_from={trainer.run_dir}")
+    with pytest.raises(InputError, match=r"has adapters only: write the merged model with python -m megajax.hf export"):
+        Trainer(on_top, devices=jax.devices()[:2])
+    with pytest.raises(InputError, match=r"saved with lora.rank=2, but this run has 4: set lora.rank=2, or choose"):
+        Trainer(make_config(base, trainer.run_dir, name, "lora.rank=4"), devices=jax.devices()[:2])

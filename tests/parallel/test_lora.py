@@ -1,0 +1,165 @@
+"""Low-rank adapters: gradients of the plain formula, the same on every mesh, and nothing for what is frozen."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from megajax.config.checks import check_mesh
+from megajax.errors import ConfigError
+from megajax.mesh import build_mesh
+from megajax.model import Transformer, bind
+from megajax.model.lora import A, B, adapters
+from megajax.plan import estimate_memory, flops_per_token
+from megajax.training.batches import to_global
+from megajax.training.step import TrainProgram
+
+BASE = {"checkpoint": {"init_from": "a run"}}
+LLAMA = {"num_layers": 2, "hidden_size": 32, "num_heads": 4, "num_kv_heads": 2, "ffn_hidden_size": 48, "init_std": 0.1}
+LLAMA |= {"vocab_size": 250}
+DENSE_AND_MOE = LLAMA | {"num_experts": 4, "first_dense_layers": 1, "expert_ffn_hidden_size": 16}
+DENSE_AND_MOE |= {"shared_expert_ffn_hidden_size": 16, "router": {"global_loss": 0.1}}
+ALL = {"rank": 3, "alpha": 12.0, "dropout": 0.2}
+REFERENCES = {}  # by config
+MOE = ALL | {"targets": ["query", "value", "output", "up", "shared_up", "shared_down"]}
+
+
+def random_weights(program: TrainProgram) -> dict[str, np.ndarray]:
+    """All weights; B is not zero, or else A would have no gradient."""
+    rng = np.random.default_rng(3)
+    shapes = {name: placement.shape for name, placement in program.placements.items()}
+    return {n: (rng.normal(0, 0.1, shape) + ("norm" in n)).astype(np.float32) for n, shape in shapes.items()}
+
+
+def merged(weights: dict, scale: float) -> dict:
+    """W + scale · A B, without the adapters."""
+    out = {name: w for name, w in weights.items() if not name.endswith((A, B))}
+    for name in adapters(weights):
+        a, b = weights[name + A], weights[name + B]
+        low_rank = jnp.einsum("lir,lro->lio", a.reshape(len(a), -1, a.shape[-1]), b.reshape(*b.shape[:2], -1))
+        out[name] += scale * low_rank.reshape(out[name].shape)
+    return out
+
+
+def one_device(config) -> TrainProgram:
+    return TrainProgram.build(config, build_mesh(check_mesh(config, 1), jax.devices()[:1]))
+
+
+@pytest.fixture(scope="module")
+def steps(table) -> SimpleNamespace:
+    """One step on one device in FP32, without dropout, and the loss of the merged weights in plain jax."""
+    lora = ALL | {"dropout": 0.0, "targets": ["query", "value", "down"]}
+    config = table.make_config(LLAMA, lora=lora, **BASE)
+    program = one_device(config)
+    weights = random_weights(program)
+    fields = next(table.make_batches(config))
+    batch = to_global(program, fields)
+    state, metrics = program.train_step(table.first_state(program, weights), batch)
+    gradients = table.first_gradients(program, state, float(metrics["grad_norm"]))
+    model = Transformer(config.model)
+
+    def loss(trained):
+        logits = bind(model, merged(weights | trained, ALL["alpha"] / ALL["rank"]))(fields["tokens"])
+        each = -jnp.take_along_axis(jax.nn.log_softmax(logits), fields["targets"][..., None], -1)[..., 0]
+        return jnp.sum(each * fields["loss_mask"]) / fields["loss_mask"].sum()
+
+    expected = jax.jit(jax.value_and_grad(loss))
+    return SimpleNamespace(**locals())
+
+
+def test_loss_and_gradients_are_those_of_the_merged_weights(steps):
+    loss, expected = steps.expected({n: w for n, w in steps.weights.items() if n.endswith((A, B))})
+    assert float(steps.metrics["loss"]) == pytest.approx(float(loss), rel=1e-5)
+    assert steps.gradients.keys() == expected.keys() and len(expected) == 6
+    for name, gradient in expected.items():
+        error = np.linalg.norm(steps.gradients[name] - gradient) / np.linalg.norm(gradient)
+        assert error < 1e-4, f"{name}: {error:.1e}"
+
+
+def test_the_adapted_model_is_the_base_model_at_first(steps):
+    frozen = steps.table.first_state(steps.program, steps.weights).frozen
+    state = replace(steps.program.init_state(params=False), frozen=frozen)
+    first = {name: np.asarray(w) for name, w in state.params.items()}
+    assert all(w.any() != name.endswith(B) for name, w in first.items())
+    assert first["blocks.dense.mlp.down_lora_a"].std() == pytest.approx((3 * 48) ** -0.5, rel=0.1)
+    loss, _ = steps.expected({name: np.zeros_like(w) for name, w in first.items()})
+    _, metrics = steps.program.train_step(state, steps.batch)
+    assert float(metrics["loss"]) == pytest.approx(float(loss), rel=1e-5)
+
+
+def test_a_step_keeps_frozen_weights_bit_for_bit_and_has_no_moments_of_them(steps):
+    state, weights = steps.state, steps.weights
+    assert set(state.params) == {name for name in weights if name.endswith((A, B))} == weights.keys() - state.frozen
+    for name, w in state.frozen.items():
+        np.testing.assert_array_equal(w, weights[name], err_msg=name)
+    assert all((np.asarray(w) != weights[name]).any() for name, w in state.params.items())
+    sizes = {a.shape for a in jax.tree.leaves(state.optimizer) if a.ndim}
+    assert sizes == {w.shape for w in state.params.values()}
+
+
+def test_no_gradient_of_a_frozen_weight_is_computed(steps):
+    text = steps.program.train_step.lower(steps.state, steps.batch).compile().as_text()
+    D, F, V = 32, 48, 256
+    frozen = {f"f32[{shape}]" for shape in (f"{D},{2 * F}", f"{F},{D}", f"{D},{V}", f"{D},64", f"{D},{D}")}
+    made = [line.split(" dot(")[0].split("=")[1].split("{")[0].strip() for line in text.splitlines() if " dot(" in line]
+    assert f"f32[{D},6]" in made and not frozen.intersection(made)  # the first matrices of query and value have one
+
+
+@pytest.mark.parametrize(
+    "model, mesh, options",
+    [
+        (LLAMA, {"fsdp": 2, "tensor": 4}, {"lora": ALL}),  # two devices share a KV head
+        (LLAMA, {"pipeline": 2}, {"lora": ALL, "microbatches": 2, "pipeline": {"schedule": "zero_bubble"}}),
+        (DENSE_AND_MOE, {"expert": 2}, {"lora": MOE}),
+    ],
+    ids=["fsdp 2 × tensor 4", "pipeline 2", "expert 2"],
+)
+def test_steps_on_a_mesh_equal_those_on_one_device(table, model, mesh, options):
+    config = table.make_config(model, mesh, steps=2, **options, **BASE)
+    reference = table.reference_config(config)
+    weights = random_weights(one_device(reference))
+    if (key := reference.to_yaml()) not in REFERENCES:
+        REFERENCES[key] = table.train(reference, weights)
+    assert not table.compare(table.train(config, weights), REFERENCES[key]).problems()
+
+
+def test_the_plan_knows_what_is_frozen(steps, table):
+    sizes = {name: w.size for name, w in steps.weights.items()}
+    adapted = sum(size for name, size in sizes.items() if name.endswith((A, B)))
+    base = sum(sizes.values()) - adapted
+    memory = estimate_memory(steps.program.plan, steps.program.placements)
+    assert (memory.parameters, memory.optimizer) == (4 * (base + adapted), 8 * adapted)
+    lora = {"rank": 3, "targets": ["up"]}
+    half = one_device(table.make_config(LLAMA, precision={"compute": "bfloat16"}, lora=lora, **BASE))
+    dtypes = {(w.dtype.name, "norm" in name) for name, w in half.abstract_state.frozen.items()}
+    assert dtypes == {("bfloat16", False), ("float32", True)}
+    memory, own, norms = estimate_memory(half.plan, half.placements), 2 * 3 * (32 + 48), 5 * 32
+    assert memory.parameters == 4 * (own + norms) + 2 * (base - norms)
+    matrices = base - norms - 256 * 32  # with the head, without the embedding
+    difference = flops_per_token(table.make_config(LLAMA)) - flops_per_token(steps.program.config)
+    assert difference == 2 * matrices - 6 * adapted
+
+
+@pytest.mark.parametrize(
+    "lora, problem",
+    [
+        ({"targets": ["q_proj"]}, "has q_proj, which is not a linear layer that can have an adapter"),
+        ({"rank": 33}, "lora.rank=33 is above the width 32 of query (default): use 32 or less."),
+    ],
+)
+def test_targets_that_the_model_does_not_have_are_refused(table, lora, problem):
+    config = table.make_config(LLAMA, lora={"rank": 2, **lora}, **BASE)
+    with pytest.raises(ConfigError) as error:
+        one_device(config)
+    assert problem in str(error.value)
+    if "targets" in lora:
+        assert str(error.value).endswith("use down, gate, key, output, query, up or value.")
+
+
+def test_experts_are_no_targets(table):
+    config = table.make_config(DENSE_AND_MOE | {"first_dense_layers": 0}, lora={"rank": 2, "targets": ["up"]}, **BASE)
+    with pytest.raises(ConfigError, match=r"\(experts cannot\) \(default\): use key, output, query, shared_down"):
+        one_device(config)
