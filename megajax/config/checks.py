@@ -350,6 +350,8 @@ def _warn_without_effect(config: Config) -> None:
     """Warn about each key that differs from its default but is not read."""
     model, schedule, data, logging = config.model, config.schedule, config.data, config.logging
     fp8, pipeline, scaling = config.precision.fp8, config.pipeline, model.rope_scaling
+    has_local = "local" in (model.layer_pattern or ["local"])
+    unused = tuple(f"model.rope_scaling.{name}" for name in (scaling.unused if scaling else ()))
     evaluated = data.valid is not None or data.valid_sets
     chat, indexed = data.kind == "chat", data.kind == "indexed"
     document_keys = ("data.reset_attention", "data.reset_positions", "data.mask_end_of_document_loss")
@@ -360,17 +362,9 @@ def _warn_without_effect(config: Config) -> None:
             "model.position",
             tuple(f"model.rope_{name}" for name in ("theta", "scaling", "fraction", "local_theta", "pattern")),
         ),
-        (
-            scaling is not None,
-            "model.rope_scaling.kind",
-            tuple(f"model.rope_scaling.{name}" for name in (scaling.unused if scaling else ())),
-        ),
+        (scaling is not None, "model.rope_scaling.kind", unused),
         (model.position != "learned", "model.position", ("model.max_positions",)),
-        (
-            "local" not in (model.layer_pattern or ["local"]),
-            "model.layer_pattern",
-            ("model.sliding_window", "model.rope_local_theta"),
-        ),
+        (not has_local, "model.layer_pattern", ("model.sliding_window", "model.rope_local_theta")),
         (model.sliding_window is None, "model.sliding_window", ("model.rope_local_theta",)),
         (schedule.kind != "wsd", "schedule.kind", ("schedule.wsd_decay_steps",)),
         (schedule.kind == "constant", "schedule.kind", ("schedule.min_learning_rate",)),

@@ -114,6 +114,7 @@ LayerPattern = Annotated[
     Annotated[tuple[Literal["global", "local"], ...], Field(strict=False, min_length=1)] | None,
     AfterValidator(_shortest),
 ]
+RopeFactors = Annotated[tuple[Positive, ...], Field(strict=False, min_length=1)] | None
 RopePattern = Annotated[
     Annotated[tuple[Literal["rope", "none"], ...], Field(strict=False, min_length=1)] | None,
     AfterValidator(_shortest),

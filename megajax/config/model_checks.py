@@ -44,6 +44,12 @@ def _check_rope(config: Config) -> None:
         _check_limits(config, "low_freq_factor", "high_freq_factor", "use 1.0 and 4.0 as Llama 3.1 does")
     if kind == "yarn":
         _check_limits(config, "beta_slow", "beta_fast", "use 1.0 and 32.0, the defaults")
+    if scaling and kind == "longrope":
+        for key in ("short_factors", "long_factors"):
+            found, name = getattr(scaling, key) or (), f"model.rope_scaling.{key}"
+            if len(found) != whole // 2:
+                problem = f"model.rope_scaling.kind=longrope needs {whole // 2} numbers in {name}, not {len(found)}"
+                fail(config, problem, "give one for each rotated pair", name, "model.rope_scaling.kind")
     least = {"yarn": "model.rope_theta", "dynamic": "model.rope_fraction"}
     if (kind == "yarn" and model.rope_theta <= 1) or (kind == "dynamic" and whole == 2):
         problem = f"model.rope_scaling.kind={kind} cannot be combined with {format_keys(config, least[kind])}"

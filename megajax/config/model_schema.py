@@ -16,6 +16,7 @@ from megajax.config.fields import (
     MlpWidthOrZero,
     Positive,
     PositiveOrZero,
+    RopeFactors,
     RopePattern,
     Section,
     Tokens,
@@ -28,10 +29,11 @@ from megajax.config.fields import (
 class RopeScaling(Section):
     """Scaling of the rotary frequencies, for sequences that are longer than in the original training."""
 
-    kind: Literal["linear", "dynamic", "llama3", "yarn"] = Field(
+    kind: Literal["linear", "dynamic", "llama3", "yarn", "longrope"] = Field(
         default="llama3",
         description="Rule of the scaling. linear: all frequencies; dynamic: a larger rope_theta for sequences longer"
-        " than original_max_positions; llama3, yarn: the low frequencies.",
+        " than original_max_positions; llama3, yarn: the low frequencies; longrope: each by its own"
+        " factor.",
     )
     factor: Annotated[float, Field(ge=1)] = Field(description="Divisor of the low frequencies.")
     low_freq_factor: Positive = Field(
@@ -48,22 +50,27 @@ class RopeScaling(Section):
         default=1.0, description="yarn: frequencies with fewer turns in original_max_positions are divided by factor."
     )
     attention_factor: Positive | None = Field(
-        default=None, description="yarn: factor of the rotated queries and keys; null: 0.1 * ln(factor) + 1."
+        default=None,
+        description="yarn, longrope: factor of the rotated queries and keys; null: 0.1 * ln(factor) + 1, in longrope"
+        " sqrt(1 + ln(factor) / ln(original_max_positions)).",
     )
     truncate: bool = Field(default=True, description="yarn: round the indices of the limits beta_fast and beta_slow.")
+    short_factors: RopeFactors = Field(
+        default=None, description="longrope: divisor of each frequency, for sequences up to original_max_positions."
+    )
+    long_factors: RopeFactors = Field(default=None, description="longrope: the same for longer sequences.")
 
     @property
     def unused(self) -> tuple[str, ...]:
         """The keys that this kind does not read."""
-        llama3, yarn = (
-            ("low_freq_factor", "high_freq_factor"),
-            ("beta_fast", "beta_slow", "attention_factor", "truncate"),
-        )
+        llama3, yarn = ("low_freq_factor", "high_freq_factor"), ("beta_fast", "beta_slow", "truncate")
+        lists = ("short_factors", "long_factors")
         return {
-            "linear": ("original_max_positions", *llama3, *yarn),
-            "dynamic": (*llama3, *yarn),
-            "llama3": yarn,
-            "yarn": llama3,
+            "linear": ("original_max_positions", "attention_factor", *llama3, *yarn, *lists),
+            "dynamic": ("attention_factor", *llama3, *yarn, *lists),
+            "llama3": ("attention_factor", *yarn, *lists),
+            "yarn": (*llama3, *lists),
+            "longrope": (*llama3, *yarn),
         }[self.kind]
 
 

@@ -96,14 +96,14 @@ class Gemma3Text(Gemma2):
 
 
 class Phi3(Mistral):
-    """Phi-3 and Phi-4: queries, keys and values in one tensor, gate and up in one; partly rotated heads."""
+    """Phi-3, Phi-3.5 and Phi-4: queries, keys and values in one tensor, gate and up in one; partly rotated heads."""
 
     model_type, architecture = "phi3", "Phi3ForCausalLM"
     defaults: Json = Llama.defaults | {"rms_norm_eps": 1e-5}
     partial_rotary = True
 
     def write_rope(self, model: ModelConfig) -> Json:
-        if model.rope_scaling:
+        if model.rope_scaling and model.rope_scaling.kind != "longrope":
             raise ValueError("its only scaling is longrope")
         return super().write_rope(model)
 

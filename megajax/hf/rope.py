@@ -13,8 +13,9 @@ SCALING = {
     "original_max_position_embeddings": "original_max_positions",
     **{name: name for name in ("low_freq_factor", "high_freq_factor")},
     **{name: name for name in ("beta_fast", "beta_slow", "attention_factor", "truncate")},
+    **{f"{name}_factor": f"{name}_factors" for name in ("short", "long")},
 }
-KINDS = ("linear", "dynamic", "llama3", "yarn")
+KINDS = ("linear", "dynamic", "llama3", "yarn", "longrope")
 
 
 def read_rope(config: Json) -> Json:
@@ -25,6 +26,7 @@ def read_rope(config: Json) -> Json:
     if fraction not in (None, 1):
         model["rope_fraction"] = fraction
     kind = rope.get("rope_type", rope.get("type", "default"))
+    kind = "longrope" if kind == "su" else kind  # its older name
     if kind == "default":
         return model
     if kind not in KINDS:
@@ -32,14 +34,14 @@ def read_rope(config: Json) -> Json:
     given = {name: rope[name] for name in SCALING if rope.get(name) is not None}
     name, longest = "original_max_position_embeddings", config.get("max_position_embeddings") or 2048
     given[name] = longest if kind == "dynamic" else config.get(name) or given.get(name) or longest
-    if kind == "yarn":
-        given = _yarn(rope, given, config)
+    if kind in ("yarn", "longrope"):
+        given = _with_factors(rope, given, config)
     used = {theirs: ours for theirs, ours in SCALING.items() if ours not in unused(kind)}
     return model | {"rope_scaling": {"kind": kind} | {used[name]: given[name] for name in given if name in used}}
 
 
-def _yarn(rope: Json, given: Json, config: Json) -> Json:
-    """`given` with a factor, and with DeepSeek's pair of mscales as attention_factor."""
+def _with_factors(rope: Json, given: Json, config: Json) -> Json:
+    """`given` with a factor (LongRoPE's is the ratio of the lengths), and DeepSeek's mscales as attention_factor."""
     original = given["original_max_position_embeddings"]
     factor = given.get("factor") or config.get("max_position_embeddings", original) / original
     mscales = [rope.get(name) or 0 for name in ("mscale", "mscale_all_dim")]
@@ -68,6 +70,9 @@ def write_rope(model: ModelConfig, partial: bool) -> Json:
         values = {theirs: getattr(scaling, ours) for theirs, ours in SCALING.items() if ours not in scaling.unused}
         if scaling.kind == "dynamic":
             out["max_position_embeddings"] = values.pop("original_max_position_embeddings")
-        rope |= {name: value for name, value in values.items() if value is not None}
+        if scaling.kind == "longrope":  # Phi-3 has these beside it, and its factor is their ratio
+            out["original_max_position_embeddings"] = scaling.original_max_positions
+            out["max_position_embeddings"] = round(values.pop("factor") * scaling.original_max_positions)
+        rope |= {n: [*v] if isinstance(v, tuple) else v for n, v in values.items() if v is not None}
     # The first two are transformers' older layout, which other programs read; the last is the newer one.
     return out | {"rope_theta": model.rope_theta, "rope_scaling": rope if scaling else None, "rope_parameters": rope}

@@ -29,6 +29,8 @@ def rope_frequencies(
       scaling; transformers' rule);
     - llama3: low frequencies divided by `factor` (Llama 3.1);
     - yarn: the same with limits in turns (Peng et al. 2023); see also `rope_attention_factor`.
+    - longrope: each divided by its own factor; one list is for a `length` up to `original_max_positions`, one for a
+      longer one (Ding et al. 2024).
     Raises ConfigError for a fraction that rotates no even part of the head.
     """
     rotary_dim = round(head_dim * fraction)
@@ -46,14 +48,22 @@ def rope_frequencies(
         kept = {"linear": lambda *_: 0.0, "llama3": _kept_by_llama3, "yarn": _kept_by_yarn}[kind]
         share = kept(frequencies, theta, scaling)
         frequencies = frequencies * (share + (1.0 - share) / scaling["factor"])
+    if scaling and kind == "longrope":
+        long = length > scaling["original_max_positions"]
+        frequencies = frequencies / np.array(scaling["long_factors" if long else "short_factors"])
     return frequencies.astype(np.float32)
 
 
 def rope_attention_factor(scaling: Mapping[str, Any] | None) -> float:
-    """Factor of the rotated elements of queries and keys: YaRN's, 0.1 · ln(factor) + 1 if it is not set; else 1."""
-    if scaling is None or scaling["kind"] != "yarn":
+    """Factor of the rotated elements of queries and keys: YaRN's or LongRoPE's, by a rule if it is not set; else 1."""
+    if scaling is None or scaling["kind"] not in ("yarn", "longrope"):
         return 1.0
-    return scaling["attention_factor"] or 0.1 * math.log(scaling["factor"]) + 1
+    if scaling["attention_factor"]:
+        return scaling["attention_factor"]
+    growth = math.log(scaling["factor"])
+    if scaling["kind"] == "yarn":
+        return 0.1 * growth + 1
+    return math.sqrt(1 + growth / math.log(scaling["original_max_positions"]))
 
 
 def _kept_by_llama3(frequencies: np.ndarray, theta: float, scaling: Mapping[str, Any]) -> np.ndarray:

@@ -139,6 +139,10 @@ REFUSED = {
         "model.rope_scaling.beta_slow=40.0 is not below model.rope_scaling.beta_fast=32.0 (@): use 1.0 and 32.0, the"
         " defaults."
     ),
+    "model.rope_scaling={kind: longrope, factor: 4, short_factors: [1, 1, 1, 1], long_factors: [2]}": (
+        "model.rope_scaling.kind=longrope needs 4 numbers in model.rope_scaling.long_factors, not 1 (@): give one for"
+        " each rotated pair."
+    ),
     "model.rope_scaling={kind: yarn, factor: 4} model.rope_theta=1": (
         "model.rope_scaling.kind=yarn cannot be combined with model.rope_theta=1.0 (@): use more than 1."
     ),

@@ -161,9 +161,22 @@ def tiny_gemma3_text() -> Reference:
 
 
 def tiny_phi3() -> Reference:
-    """Six of eight elements of each head are rotated."""
-    model = section(hidden_size=32, head_dim=8, rope_fraction=0.75, sliding_window=7)
-    config = Phi3Config(rms_norm_eps=1e-5, sliding_window=7, **options(model, partial_rotary_factor=0.75))
+    """Six of eight elements of each head are rotated; the sequence is longer than in the original training."""
+    scaling = {"short_factors": [1.0, 1.5, 2.0], "long_factors": [1.2, 2.5, 6.0], "original_max_positions": 8}
+    model = section(
+        hidden_size=32,
+        head_dim=8,
+        rope_fraction=0.75,
+        sliding_window=7,
+        rope_scaling={"kind": "longrope", "factor": 1.5, **scaling},
+    )
+    rope = {"rope_type": "longrope", "short_factor": [1.0, 1.5, 2.0], "long_factor": [1.2, 2.5, 6.0]}
+    config = Phi3Config(
+        rms_norm_eps=1e-5,
+        sliding_window=7,
+        original_max_position_embeddings=8,
+        **options(model, partial_rotary_factor=0.75, **rope),
+    )
     return Phi3ForCausalLM(config), model, converter(LLAMA_NORMS)
 
 

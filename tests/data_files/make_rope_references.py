@@ -12,6 +12,8 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 YARN = {"beta_fast": 32.0, "beta_slow": 1.0, "attention_factor": None, "truncate": True}
+LONGROPE = {"short_factors": [1.0, 1.1, 1.5, 2.0], "long_factors": [1.2, 2.0, 5.0, 9.0], "attention_factor": None}
+THEIRS = {"short_factors": "short_factor", "long_factors": "long_factor"}
 CASES = (
     (128, 5e5, 1.0, {"kind": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}, 131072),
     (64, 1e4, 1.0, {"kind": "linear", "factor": 4.0}, 8192),
@@ -23,6 +25,9 @@ CASES = (
     (16, 100.0, 0.5, {"kind": "yarn", "factor": 1.5, **YARN, "beta_fast": 200.0, "beta_slow": 30.0}, 8192),
     (64, 1e4, 1.0, {"kind": "yarn", "factor": 40.0, **YARN, "attention_factor": 0.9}, 8192),
     (8, 1e4, 1.0, {"kind": "yarn", "factor": 2.0, **YARN, "beta_fast": 800.0, "beta_slow": 700.0}, 8192),
+    (8, 1e4, 1.0, {"kind": "longrope", "factor": 4.0, **LONGROPE}, 4096),
+    (8, 1e4, 1.0, {"kind": "longrope", "factor": 4.0, **LONGROPE}, 4097),
+    (8, 1e4, 1.0, {"kind": "longrope", "factor": 4.0, **LONGROPE, "attention_factor": 1.1}, 8192),
 )
 ORIGINAL = 4096
 
@@ -30,7 +35,7 @@ ORIGINAL = 4096
 def main() -> None:
     cases = []
     for head_dim, theta, fraction, scaling, length in CASES:
-        given = {name: value for name, value in scaling.items() if name != "kind" and value is not None}
+        given = {THEIRS.get(n, n): value for n, value in scaling.items() if n != "kind" and value is not None}
         rope = {"rope_type": scaling["kind"], "rope_theta": theta, "partial_rotary_factor": fraction, **given}
         config = LlamaConfig(
             hidden_size=head_dim,
