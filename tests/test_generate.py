@@ -1,5 +1,6 @@
 """`python -m megajax.generate`: from any directory, a run or one checkpoint; every mistake is one sentence."""
 
+import json
 import shutil
 
 import jax
@@ -12,6 +13,7 @@ from megajax import generate
 from megajax.checkpoint.weights import run_config
 from megajax.inference.load import find_tokenizer
 from megajax.model import bind
+from megajax.training.run_record import keep_tokenizer
 
 CONFIG = """
 run: {steps: 4, eval_steps: 0}
@@ -100,6 +102,16 @@ def test_the_tokenizer_is_found_from_anywhere(tmp_path, monkeypatch, error_of):
     assert found() == [0], "the run's own"
     words(*map(str, range(300))).save(str(run / "tokenizer.json"))
     assert "has 300 tokens, but the model has 257" in error_of(run, "--prompt", "a")
+    (run / "tokenizer.json").unlink()
+    (run / "config.yaml").write_text(CONFIG.replace("byte", str(tmp_path / "gpt2")))
+    (tmp_path / "gpt2").mkdir()
+    (tmp_path / "gpt2/vocab.json").write_text(json.dumps({"e": 0, "s": 1, "y": 2, "es": 3}))
+    (tmp_path / "gpt2/merges.txt").write_text("e s")
+    keep_tokenizer(run, run_config(run, "RUN"))
+    shutil.rmtree(tmp_path / "gpt2")
+    assert found() == [2, 3], "a copy of GPT-2's files"
+    (run / "config.yaml").write_text(CONFIG.replace("byte", "'null:256'"))
+    assert find_tokenizer(run_config(run, "RUN"), run).encode("7 8") == [7, 8]
     (run / "config.yaml").write_text(CONFIG.replace(", tokenizer: byte", ""))
     with pytest.raises(megajax.InputError, match="has no data.tokenizer"):
         found()

@@ -314,6 +314,9 @@ def _check_chat(config: Config) -> None:
     if data.tokenizer is None:
         cure = "set data.tokenizer to a model's tokenizer.json, whose folder has the chat template"
         fail(config, "data.kind=chat needs data.tokenizer", cure, "data.kind")
+    if data.tokenizer.startswith("null:"):
+        problem = f"{format_keys(config, 'data.tokenizer')} has no text for {format_keys(config, 'data.kind')}"
+        fail(config, problem, "set data.tokenizer to a model's tokenizer", "data.tokenizer", "data.kind")
     for key, used, cure in (
         ("data.split", data.split is not None, "give files to data.valid and data.test"),
         ("data.order", data.order == "megatron", "use shuffled or sequential"),

@@ -143,7 +143,7 @@ valid-data-path | data.valid
 test-data-path | data.test
 split | data.split | with no default; Megatron's is 969,30,1
 mock-data | data.kind=synthetic
-tokenizer-model, tokenizer-type, vocab-file | data.tokenizer | byte, a tokenizer.json or a SentencePiece .model
+tokenizer-model, tokenizer-type, vocab-file | data.tokenizer | byte, null:N, a folder or a file of a tokenizer
 num-workers | data.workers
 reset-attention-mask | data.reset_attention | with the ends of documents from the .idx file
 reset-position-ids | data.reset_positions

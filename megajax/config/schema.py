@@ -229,7 +229,9 @@ class DataConfig(Section):
         description="Weights that divide train's documents into train, valid and test: '969,30,1'.",
     )
     tokenizer: Text | None = Field(
-        default=None, description="byte, a tokenizer.json, or a SentencePiece .model; null: token ids only."
+        default=None,
+        description="byte; null:N for token ids below N; a tokenizer.json, a SentencePiece .model, a .tiktoken file, or"
+        " a folder with one of them or with vocab.json and merges.txt; null: none.",
     )
     end_of_document: Text | None = Field(
         default=None,

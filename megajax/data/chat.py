@@ -14,7 +14,7 @@ from megajax.data.index_cache import cached
 from megajax.data.json_lines import check_inputs, read_blocks
 from megajax.data.packing import pack
 from megajax.data.samples import Samples
-from megajax.data.tokenizers import Tokenizer, load_tokenizer
+from megajax.data.tokenizers import Tokenizer, load_tokenizer, tokenizer_files
 from megajax.errors import InputError
 
 if TYPE_CHECKING:
@@ -178,7 +178,8 @@ def open_chat(config: "Config", path: str) -> ChatSamples:
     data, length = config.data, config.batch.sequence_length
     check_inputs([path])
     assert data.tokenizer is not None  # checked with the config
-    folder = None if data.tokenizer == "byte" else Path(data.tokenizer).parent
+    files = tokenizer_files(data.tokenizer)
+    folder = files[0].parent if files else None
     given = None if data.chat_template is None else Path(data.chat_template)
     has_own = folder is not None and any(
         (folder / n).is_file() for n in ("chat_template.jinja", "tokenizer_config.json")
@@ -188,7 +189,7 @@ def open_chat(config: "Config", path: str) -> ChatSamples:
         "kind": "chat",
         "version": VERSION,
         "file": _digest(path),
-        "tokenizer": "byte" if folder is None else _digest(data.tokenizer),
+        "tokenizer": "_".join(map(_digest, files)) or data.tokenizer,
         "template": None if template is None else [template.source, template.special_tokens],
         "sequence_length": length,
         "too_long": data.too_long,
@@ -207,6 +208,6 @@ def open_chat(config: "Config", path: str) -> ChatSamples:
     return ChatSamples(path, cached(cache, key, ARRAYS, build), length, config.run.seed, data.order == "shuffled")
 
 
-def _digest(path: str) -> str:
+def _digest(path: str | Path) -> str:
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "blake2b").hexdigest()[:32]

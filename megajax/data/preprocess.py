@@ -157,7 +157,11 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         metavar="P",
         help="prefix of the output: data/my writes data/my_text_document.bin and .idx",
     )
-    add("--tokenizer", required=True, help="byte, a tokenizer.json, or a SentencePiece .model")
+    add(
+        "--tokenizer",
+        required=True,
+        help="byte, null:N, a folder, a tokenizer.json, a SentencePiece .model, or a .tiktoken file",
+    )
     add("--workers", type=_worker_count, default=1, metavar="N", help="processes (default: 1)")
     add("--append-eod", action="store_true", help="end each document with the tokenizer's end-of-document token")
     add("--eod-token", metavar="NAME", help="end each document with this token of the tokenizer instead")

@@ -1,11 +1,19 @@
-"""Tokenizers behind one small interface: bytes, a Hugging Face `tokenizer.json`, a SentencePiece model."""
+"""Tokenizers behind one small interface, by the name or the files that the user gives."""
 
+import re
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
+from megajax.data.byte_pairs import is_tiktoken, read_gpt2, read_tiktoken
 from megajax.errors import InputError
 
+if TYPE_CHECKING:
+    import tokenizers
+
+FILES = ("tokenizer.json", "tokenizer.model")  # of a folder, the first one counts
+GPT2_FILES = ("vocab.json", "merges.txt")
 END_OF_DOCUMENT_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
 NAMES_SHOWN = 10
 
@@ -44,21 +52,78 @@ class Tokenizer(Protocol):
 
 
 def load_tokenizer(spec: str) -> Tokenizer:
-    """The tokenizer `spec`: "byte", or the path of a tokenizer.json or of a SentencePiece .model; else InputError."""
+    """The tokenizer of `data.tokenizer` or `--tokenizer`; InputError if there is none.
+
+    `spec` is "byte"; "null:N", whose text is token ids; a tokenizer.json; a SentencePiece .model; a tiktoken file; or a
+    folder with one of these or with GPT-2's vocab.json and merges.txt.
+    """
     if spec == "byte":
         return ByteTokenizer()
-    kinds = {".json": HuggingFaceTokenizer, ".model": SentencePieceTokenizer}
+    if spec.split(":")[0] == "null":
+        return NullTokenizer(spec)
+    path = tokenizer_files(spec)[0]
+    if path.name == GPT2_FILES[0]:
+        return HuggingFaceTokenizer(read_gpt2(path.parent, END_OF_DOCUMENT_NAMES))
+    if path.suffix == ".json":
+        return HuggingFaceTokenizer(_read_json(path))
+    if path.suffix == ".tiktoken" or is_tiktoken(path):
+        return HuggingFaceTokenizer(read_tiktoken(path))
+    return SentencePieceTokenizer(str(path))
+
+
+def tokenizer_files(spec: str) -> list[Path]:
+    """The files of a tokenizer, none for "byte" and "null:N"; InputError if they do not exist."""
+    if has_no_file(spec):
+        return []
     path = Path(spec)
-    for name in ("tokenizer.json", "tokenizer.model"):
-        if (path / name).is_file():
-            raise InputError(f"{spec} is a directory: name the file in it, {path / name}.")
-    if path.suffix not in kinds:
+    if path.is_dir():
+        if found := files_in(path):
+            return found
         raise InputError(
-            f'{spec} is not a tokenizer: use "byte", or the path of a tokenizer.json or of a SentencePiece .model file.'
+            f"{spec} is a directory without a tokenizer: add {', '.join(FILES)}, a .tiktoken file, or "
+            f"{' and '.join(GPT2_FILES)}."
+        )
+    if path.suffix not in (".json", ".model", ".tiktoken"):
+        raise InputError(
+            f'{spec} is not a tokenizer: use "byte", "null:VOCABULARY_SIZE", a folder, or the path of a '
+            "tokenizer.json, a SentencePiece .model or a .tiktoken file."
         )
     if not path.is_file():
         raise InputError(f'{spec} does not exist: correct the path of the tokenizer, or use "byte".')
-    return kinds[path.suffix](spec)
+    return [path, path.parent / GPT2_FILES[1]] if path.name == GPT2_FILES[0] else [path]
+
+
+def has_no_file(spec: str) -> bool:
+    """Whether the tokenizer is made from its name alone: "byte" and "null:N"."""
+    return spec == "byte" or spec.split(":")[0] == "null"
+
+
+def files_in(folder: Path) -> list[Path]:
+    """The files of a folder's tokenizer; empty if it has none. tokenizer.json comes before the others."""
+    own = [folder / name for name in FILES if (folder / name).is_file()]
+    own += sorted(folder.glob("*.tiktoken"))
+    pair = [folder / name for name in GPT2_FILES]
+    return own[:1] or (pair if all(path.is_file() for path in pair) else [])
+
+
+def kept_name(source: Path) -> str:
+    """The name of a run's copy of a tokenizer whose first file is `source`."""
+    return FILES[source.suffix == ".model" and not is_tiktoken(source)]
+
+
+def keep_tokenizer(spec: str, folder: Path) -> None:
+    """Copy a tokenizer into a folder, as its `kept_name`: GPT-2's files and tiktoken's become a tokenizer.json.
+
+    Nothing is copied of a tokenizer without files.
+    """
+    for source in tokenizer_files(spec)[:1]:
+        target = folder / kept_name(source)
+        if source.suffix != target.suffix or source.name == GPT2_FILES[0]:
+            tokenizer = load_tokenizer(spec)
+            assert isinstance(tokenizer, HuggingFaceTokenizer)
+            tokenizer.save(target)
+        elif not target.exists() or not target.samefile(source):
+            shutil.copyfile(source, target)
 
 
 def end_of_document(tokenizer: Tokenizer, spec: str, name: str | None = None, setting: str = "--eod-token") -> int:
@@ -104,21 +169,66 @@ class ByteTokenizer:
         return bytes(i for i in ids if i < 256).decode(errors="replace")
 
 
+class NullTokenizer:
+    """Text that is token ids already: integers 0 to N-1 with white space between, and N as end of document.
+
+    As Megatron's NullTokenizer of the vocabulary size N.
+    """
+
+    special_tokens: list[str] = []
+
+    def __init__(self, spec: str):
+        size = spec.removeprefix("null:")
+        if not size.isdecimal() or not int(size):
+            raise InputError(f"{spec} has no vocabulary size: write null:50257 for the token ids 0 to 50256.")
+        self.end_of_document = int(size)
+        self.vocab_size = int(size) + 1
+
+    def token_id(self, name: str) -> int | None:
+        del name  # ids have no names
+        return None
+
+    def encode(self, text: str, special_tokens: bool = False) -> list[int]:
+        return [self._id(word) for word in text.split()]
+
+    def encode_with_offsets(self, texts: Sequence[str]) -> list[tuple[list[int], list[tuple[int, int]]]]:
+        return [(self.encode(text), [found.span() for found in re.finditer(r"\S+", text)]) for text in texts]
+
+    def decode(self, ids: list[int]) -> str:
+        return " ".join(map(str, ids))
+
+    def _id(self, word: str) -> int:
+        if not (word.isascii() and word.isdecimal() and int(word) < self.vocab_size):
+            raise InputError(
+                f"{word[:20]!r} is not a token id of null:{self.end_of_document}: write integers from 0 to "
+                f"{self.end_of_document} with spaces between, or use another tokenizer."
+            )
+        return int(word)
+
+
+def _read_json(path: Path) -> "tokenizers.Tokenizer":
+    import tokenizers
+
+    try:
+        return tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises plain Exception
+        raise InputError(f"{path} is not a Hugging Face tokenizer ({error}): give a tokenizer.json.") from None
+
+
 class HuggingFaceTokenizer:
-    """A `tokenizer.json`; its end of document is the first of END_OF_DOCUMENT_NAMES in the vocabulary."""
+    """A tokenizer of the library `tokenizers`; its end of document is the first of END_OF_DOCUMENT_NAMES in it."""
 
-    def __init__(self, path: str):
-        import tokenizers
-
-        try:
-            self._tokenizer = tokenizers.Tokenizer.from_file(path)
-        except Exception as error:  # the library raises plain Exception
-            raise InputError(f"{path} is not a Hugging Face tokenizer ({error}): give a tokenizer.json.") from None
+    def __init__(self, tokenizer: "tokenizers.Tokenizer"):
+        self._tokenizer = tokenizer
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocabulary.values()) + 1
         self.end_of_document = next((vocabulary[name] for name in END_OF_DOCUMENT_NAMES if name in vocabulary), None)
         added = self._tokenizer.get_added_tokens_decoder().values()
         self.special_tokens = [token.content for token in added if token.special]
+
+    def save(self, path: Path) -> None:
+        """Write the tokenizer as a tokenizer.json."""
+        self._tokenizer.save(str(path))
 
     def token_id(self, name: str) -> int | None:
         return self._tokenizer.token_to_id(name)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megajax.config import Config
-from megajax.data.tokenizers import ByteTokenizer, Tokenizer, load_tokenizer
+from megajax.data.tokenizers import FILES, Tokenizer, files_in, has_no_file, load_tokenizer, tokenizer_files
 from megajax.errors import InputError
 
 CONFIG, KEPT_CONFIG, GENERATION = "config.json", "hf_config.json", "generation_config.json"
@@ -41,8 +41,11 @@ def is_its_tokenizer(source: Path, spec: str | None) -> bool:
     """Whether `data.tokenizer=spec` is the tokenizer beside the weights in `source`; true for null (token ids only)."""
     if spec is None:
         return True
-    own = source / f"tokenizer{Path(spec).suffix}"
-    return own.is_file() and Path(spec).is_file() and filecmp.cmp(own, spec, shallow=False)
+    if has_no_file(spec) or not Path(spec).exists():
+        return False
+    given = tokenizer_files(spec)[0]
+    own = [source / name for name in FILES if (source / name).is_file()] + files_in(source)
+    return any(filecmp.cmp(path, given, shallow=False) for path in own)
 
 
 def collect(run_dir: Path, config: Config) -> tuple[dict[str, bytes], dict[str, Any]]:
@@ -97,11 +100,10 @@ def _kept(run_dir: Path) -> dict[str, Any]:
 
 
 def _tokenizer(run_dir: Path, config: Config) -> Tokenizer | None:
-    if config.data.tokenizer == "byte":
-        return ByteTokenizer()
-    found = (run_dir / name for name in ("tokenizer.json", "tokenizer.model"))
-    path = next((path for path in found if path.is_file()), None)
-    return None if path is None else load_tokenizer(str(path))
+    spec = config.data.tokenizer
+    if spec is not None and has_no_file(spec):
+        return load_tokenizer(spec)
+    return load_tokenizer(str(run_dir)) if files_in(run_dir) else None
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from jax.sharding import SingleDeviceSharding
 from megajax.checkpoint import Checkpoints
 from megajax.checkpoint.manager import describe_model, saved_layer_state
 from megajax.config import Config
-from megajax.data.tokenizers import load_tokenizer
+from megajax.data.tokenizers import files_in, keep_tokenizer, kept_name, load_tokenizer
 from megajax.errors import InputError
 from megajax.hf import beside
 from megajax.hf.convert import load, read_model
@@ -41,6 +41,8 @@ def import_folder(folder: Path, run_dir: Path) -> None:
         tree = {"params": params, "step": jnp.zeros((), jnp.int32, device=device)} | saved_layer_state(kept)
         _save(partial, run_dir, tree, config)
         beside.keep(folder, partial)
+        if files_in(folder):
+            keep_tokenizer(str(folder), partial)
         (partial / "config.yaml").write_text(config.to_yaml())
 
 
@@ -62,11 +64,10 @@ def _config(folder: Path, run_dir: Path) -> Config:
     theirs = read_config(folder)
     length = section.get("max_positions") or theirs.get("max_position_embeddings") or LENGTH
     dtype = theirs.get("dtype") or theirs.get("torch_dtype")
-    tokenizer = next((n for n in ("tokenizer.json", "tokenizer.model") if (folder / n).is_file()), None)
-    if tokenizer is not None:
-        data["tokenizer"] = str(run_dir / tokenizer)
+    for source in files_in(folder)[:1]:
+        data["tokenizer"] = str(run_dir / kept_name(source))
         name = beside.token_names(folder).get("eos_token")
-        if name is not None and load_tokenizer(str(folder / tokenizer)).token_id(name) is not None:
+        if name is not None and load_tokenizer(str(folder)).token_id(name) is not None:
             data["end_of_document"] = name
     return Config.model_validate(
         {

@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 from megajax.checkpoint import find_checkpoint, restore_model
 from megajax.checkpoint.weights import run_config
 from megajax.config import Config
-from megajax.data.tokenizers import Tokenizer, end_of_document, load_tokenizer
+from megajax.data.tokenizers import FILES, Tokenizer, end_of_document, files_in, has_no_file, load_tokenizer
 from megajax.errors import InputError
 from megajax.hf import is_hf_folder
 from megajax.inference.language_model import LanguageModel
@@ -105,8 +105,7 @@ def from_hf(
     mesh = mesh or build_mesh({}, jax.devices()[:1])
     shapes = abstract_parameters(Transformer(config.model), mesh, config.precision.compute)
     params = load(folder, config.model, shapes, setting, "")
-    names = [folder / name for name in ("tokenizer.json", "tokenizer.model") if (folder / name).is_file()]
-    tokenizer = load_tokenizer(str(names[0])) if names else None
+    tokenizer = load_tokenizer(str(folder)) if files_in(folder) else None
     stop = _stop_tokens(folder, tokenizer)
     return LanguageModel(
         config, params, {}, mesh, tokenizer=tokenizer, stop_tokens=stop, folder=folder, special_tokens=True
@@ -151,16 +150,18 @@ def _read_json(path: Path) -> dict[str, Any]:
 def find_tokenizer(config: Config, run_dir: Path) -> Tokenizer:
     """The tokenizer of a run's training, independent of the current directory if the run has a copy.
 
-    It is the run's copy `tokenizer.json` (or `.model`), else `data.tokenizer` relative to the current directory or to a
-    directory above the run. Raises InputError if there is none, or if it does not fit the model.
+    It is the run's copy, `tokenizer.json` or `tokenizer.model`, else `data.tokenizer` relative to the current directory
+    or to a directory above the run. Raises InputError if there is none, or if it does not fit the model.
     """
     spec = config.data.tokenizer
     if spec is None:
         raise InputError(f"{run_dir}/config.yaml has no data.tokenizer, so tokens cannot become text: add it.")
-    if spec != "byte":
-        copy = run_dir / f"tokenizer{Path(spec).suffix}"
-        candidates = [copy, Path(spec), *(directory / spec for directory in run_dir.resolve().parents)]
-        found = next((path for path in candidates if path.is_file()), None)
+    suffix = Path(spec).suffix
+    copies = sorted((run_dir / name for name in FILES), key=lambda path: path.suffix != suffix)
+    copy = copies[0]
+    if not has_no_file(spec):
+        candidates = [*copies, Path(spec), *(directory / spec for directory in run_dir.resolve().parents)]
+        found = next((path for path in candidates if path.exists()), None)
         if found is None:
             raise InputError(
                 f"data.tokenizer={spec} ({run_dir}/config.yaml) is neither in the current directory nor above the "
@@ -171,6 +172,6 @@ def find_tokenizer(config: Config, run_dir: Path) -> Tokenizer:
     if tokenizer.vocab_size > config.model.vocab_size:
         raise InputError(
             f"the tokenizer {spec} has {tokenizer.vocab_size} tokens, but the model has {config.model.vocab_size}: "
-            f"copy the tokenizer of the training to {run_dir / f'tokenizer{Path(spec).suffix}'}."
+            f"copy the tokenizer of the training to {copy}."
         )
     return tokenizer

@@ -11,6 +11,7 @@ import yaml
 from megajax.checkpoint.manager import SUBDIRECTORY
 from megajax.config import Config
 from megajax.config.tree import Loader, show
+from megajax.data import tokenizers
 from megajax.hf import beside
 
 CONFIG, CONFIGS, SET_ASIDE = "config.yaml", "configs", "set_aside"
@@ -51,12 +52,10 @@ def write_config(run_dir: Path, config: Config, step: int) -> None:
 
 
 def keep_tokenizer(run_dir: Path, config: Config) -> None:
-    """Copy the tokenizer's file into the run directory, where `generate` looks for it first."""
-    source = Path(config.data.tokenizer or "")
-    if source.is_file():
-        target = run_dir / f"tokenizer{source.suffix}"
-        if not target.exists() or not target.samefile(source):
-            shutil.copyfile(source, target)
+    """Copy the tokenizer into the run directory, where `generate` looks for it first."""
+    spec = config.data.tokenizer
+    if spec is not None and Path(spec).exists():
+        tokenizers.keep_tokenizer(spec, run_dir)
 
 
 def keep_model_files(run_dir: Path, config: Config) -> None:

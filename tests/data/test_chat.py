@@ -197,6 +197,7 @@ def test_a_template_is_found_where_transformers_writes_it(tmp_path):
 def test_settings_that_do_not_fit_are_sentences(folder):
     for data, sentence in {
         ("tokenizer", None): "data.kind=chat needs data.tokenizer",
+        ("tokenizer", "null:300"): "data.tokenizer=null:300",
         ("train", None): "data.kind=chat needs data.train .*: set data.train to JSON lines",
         ("split", "9,1,0"): "data.split=9,1,0.* cannot be combined with data.kind=chat.*: give files to data.valid",
         ("order", "megatron"): "data.order=megatron.* cannot be combined with data.kind=chat.*: use shuffled",

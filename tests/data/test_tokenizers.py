@@ -1,12 +1,16 @@
 """Tokenizers: decoding inverts encoding, and the ids agree with the files."""
 
+import base64
 import io
+import re
+import shutil
 
+import numpy as np
 import pytest
 import sentencepiece
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import ByteLevelBPETokenizer, Tokenizer, models, pre_tokenizers
 
-from megajax.data.tokenizers import end_of_document, load_tokenizer
+from megajax.data.tokenizers import end_of_document, files_in, keep_tokenizer, load_tokenizer
 from megajax.errors import InputError
 
 
@@ -82,11 +86,24 @@ def test_bad_tokenizers_are_refused_with_one_sentence(tmp_path):
     (tmp_path / "bad.json").write_text("{")
     (tmp_path / "bad.model").write_text("x")
     (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "tokenizer.json").write_text("{")
+    (tmp_path / "gpt2").mkdir()
+    (tmp_path / "gpt2" / "vocab.json").write_text("{}")
+    (tmp_path / "gpt2" / "merges.txt").write_text("a b c")
+    (tmp_path / "bad.tiktoken").write_text("YQ== 0\nYg 1\n")
+    (tmp_path / "short.tiktoken").write_text("AA== 0\n")
     sentences = {
-        "gpt2": 'gpt2 is not a tokenizer: use "byte", or the path of a tokenizer.json or of a SentencePiece .model '
-        "file.",
-        f"{tmp_path}/model": f"{tmp_path}/model is a directory: name the file in it, {tmp_path}/model/tokenizer.json.",
+        "gpt2": 'gpt2 is not a tokenizer: use "byte", "null:VOCABULARY_SIZE", a folder, or the path of a '
+        "tokenizer.json, a SentencePiece .model or a .tiktoken file.",
+        f"{tmp_path}/model": f"{tmp_path}/model is a directory without a tokenizer: add tokenizer.json, "
+        "tokenizer.model, a .tiktoken file, or vocab.json and merges.txt.",
+        f"{tmp_path}/bad.tiktoken": f"{tmp_path}/bad.tiktoken, line 2 is not a token in base64 and its rank: copy the "
+        "file again.",
+        f"{tmp_path}/short.tiktoken": f"{tmp_path}/short.tiktoken has no token for the byte 1, so it is not a tiktoken "
+        "file: copy it again.",
+        f"{tmp_path}/gpt2": f"{tmp_path}/gpt2 has a vocab.json and a merges.txt that are not GPT-2's (Error while "
+        "reading BPE files: Merges text file invalid at line 1): copy both again.",
+        "null": "null has no vocabulary size: write null:50257 for the token ids 0 to 50256.",
+        "null:0": "null:0 has no vocabulary size: write null:50257 for the token ids 0 to 50256.",
         f"{tmp_path}/no.json": f'{tmp_path}/no.json does not exist: correct the path of the tokenizer, or use "byte".',
         f"{tmp_path}/bad.model": f"{tmp_path}/bad.model is not a SentencePiece model: give the .model file "
         "of its trainer.",
@@ -97,3 +114,87 @@ def test_bad_tokenizers_are_refused_with_one_sentence(tmp_path):
         with pytest.raises(InputError) as caught:
             load_tokenizer(spec)
         assert str(caught.value) == sentence
+
+
+def test_null_reads_token_ids():
+    tokenizer = load_tokenizer("null:300")
+    assert tokenizer.encode(" 7 299\n0 ") == [7, 299, 0] and tokenizer.decode([7, 299, 0]) == "7 299 0"
+    assert (tokenizer.vocab_size, tokenizer.end_of_document) == (301, 300)  # as Megatron's NullTokenizer
+    assert tokenizer.encode_with_offsets(["7  299"]) == [([7, 299], [(0, 1), (3, 6)])]
+    for word in ("301", "-1", "x", "²"):
+        with pytest.raises(InputError) as caught:
+            tokenizer.encode(f"1 {word}")
+        assert str(caught.value) == (
+            f"{word!r} is not a token id of null:300: write integers from 0 to 300 with spaces between, or use another "
+            "tokenizer."
+        )
+
+
+def write_ranks(path, tokens):
+    path.write_bytes(b"".join(base64.b64encode(token) + b" %d\n" % rank for rank, token in enumerate(tokens)))
+    return str(path)
+
+
+def reference_bpe(word, ranks):
+    """tiktoken's definition: a whole word first, else the adjacent pair of the lowest rank, the leftmost of equals."""
+    if word in ranks:
+        return [ranks[word]]
+    parts = [bytes([byte]) for byte in word]
+    while pairs := [
+        (ranks[a + b], i) for i, (a, b) in enumerate(zip(parts, parts[1:], strict=False)) if a + b in ranks
+    ]:
+        at = min(pairs)[1]
+        parts[at : at + 2] = [parts[at] + parts[at + 1]]
+    return [ranks[part] for part in parts]
+
+
+def test_tiktoken_files_give_the_tokens_of_their_ranks(tmp_path):
+    generator = np.random.default_rng(0)
+    letters = [bytes([c]) for c in b" xyz"]
+    tokens = [bytes([byte]) for byte in generator.permutation(256)]
+    while len(tokens) < 330:  # random ones, also such that no order of merges reaches
+        pool = letters + [token for token in tokens[256:] if len(token) < 6]
+        new = pool[generator.integers(len(pool))] + pool[generator.integers(len(pool))]
+        if new not in tokens and b" " not in new[1:]:
+            tokens.append(new)
+    ranks = {token: rank for rank, token in enumerate(tokens)}
+    tokenizer = load_tokenizer(write_ranks(tmp_path / "t.tiktoken", tokens))
+    for _ in range(200):
+        text = re.sub(" +", " ", "".join(generator.choice(list(" xyzxyz"), 40)))
+        expected = [token for word in re.findall(" ?[xyz]+| $", text) for token in reference_bpe(word.encode(), ranks)]
+        assert tokenizer.encode(text) == expected
+        assert tokenizer.decode(expected) == text
+    ((ids, offsets),) = tokenizer.encode_with_offsets(["xé"])
+    assert ids == [ranks[b"x"], ranks[b"\xc3"], ranks[b"\xa9"]] and offsets == [(0, 1), (1, 2), (1, 2)]
+    assert tokenizer.vocab_size == 330 + 256 and tokenizer.end_of_document == 331  # Llama 3's special tokens
+    assert [tokenizer.token_id(f"<|{name}|>") for name in ("reserved_special_token_4", "eot_id")] == [338, 339]
+
+    keep_tokenizer(str(tmp_path / "t.tiktoken"), tmp_path)
+    assert load_tokenizer(str(tmp_path / "tokenizer.json")).encode("xyzzy xyz") == tokenizer.encode("xyzzy xyz")
+
+
+def test_the_name_of_a_tiktoken_file_gives_its_words(tmp_path):
+    tokens = [bytes([byte]) for byte in range(256)] + [b"12", b"34", b"123", b"1234", b"45", b"12345"]
+    own = load_tokenizer(write_ranks(tmp_path / "tokenizer.model", tokens))  # Llama 3's name for its file
+    assert own.encode("12345") == load_tokenizer(str(tmp_path)).encode("12345") == [258, 260]
+    gpt2 = load_tokenizer(write_ranks(tmp_path / "r50k_base.tiktoken", tokens))
+    assert gpt2.encode("12345") == [261] and gpt2.end_of_document == 50256
+
+
+def test_gpt2s_two_files_are_a_tokenizer(tmp_path):
+    trained = ByteLevelBPETokenizer()
+    lines = [f"don't jump over {i} lazy dogs, café" for i in range(30)]
+    trained.train_from_iterator(lines, vocab_size=300, special_tokens=["<|endoftext|>"], show_progress=False)
+    trained.save_model(str(tmp_path))
+    tokenizer, text = load_tokenizer(str(tmp_path)), "  don't jump the café\n\n 31<|endoftext|>"
+    ids = tokenizer.encode(text)
+    assert ids == trained.encode(text).ids and tokenizer.decode(ids[:-1]) == text.removesuffix("<|endoftext|>")
+    assert ids[-1] == tokenizer.end_of_document == 0
+    assert tokenizer.special_tokens == ["<|endoftext|>"]
+
+    run = tmp_path / "run"
+    run.mkdir()
+    keep_tokenizer(str(tmp_path), run)
+    assert files_in(run) == [run / "tokenizer.json"] and load_tokenizer(str(run)).encode(text) == ids
+    shutil.copy(run / "tokenizer.json", tmp_path)
+    assert files_in(tmp_path) == [tmp_path / "tokenizer.json"]
