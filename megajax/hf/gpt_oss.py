@@ -8,6 +8,8 @@ from megajax.hf.tensors import Tensor, in_turns
 from megajax.ops.mlp_kernel import CLAMP_LIMIT, CLAMP_SLOPE
 
 Json = dict[str, Any]
+# Of a config.json that says nothing of it, as in transformers.
+DEFAULT_ROPE = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096, "truncate": False}
 
 
 class GptOss(Llama):
@@ -16,18 +18,23 @@ class GptOss(Llama):
     model_type, architecture = "gpt_oss", "GptOssForCausalLM"
     defaults = Llama.defaults | {"rms_norm_eps": 1e-5, "rope_theta": 150000.0, "sliding_window": 128}
 
+    def read(self, config: Json) -> Json:
+        given = config.get("rope_parameters") or config.get("rope_scaling")
+        return super().read(config if given else config | {"rope_parameters": DEFAULT_ROPE})
+
     def read_options(self, config: Json) -> Json:
         for key, known in (("swiglu_alpha", CLAMP_SLOPE), ("swiglu_limit", CLAMP_LIMIT)):
             if config.get(key, known) != known:
                 raise ValueError(f"{key}={config[key]} is not {known}")
         kinds = config.get("layer_types") or ["sliding_attention", "full_attention"]
-        local = ["local" if kind == "sliding_attention" else "global" for kind in kinds]
+        window = config["sliding_window"]
+        local = ["local" if window and kind == "sliding_attention" else "global" for kind in kinds]
         return {
             "activation": "clamped_swiglu",
             "attention_bias": config.get("attention_bias", True),
             "attention_sinks": True,
             "mlp_bias": True,
-            "sliding_window": config["sliding_window"],
+            "sliding_window": window,
             "layer_pattern": local,
             "num_experts": config["num_local_experts"],
             "experts_per_token": config["num_experts_per_tok"],

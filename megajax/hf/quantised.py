@@ -139,7 +139,7 @@ def find(names: Mapping[str, Any], settings: Mapping[str, Any] | None, where: st
     """
     if not settings:
         return {}
-    method = settings.get("quant_method")
+    method = settings.get("quant_method") if isinstance(settings, Mapping) else settings
     if method not in METHODS:
         raise InputError(
             f"{where}: quantization_config.quant_method={method} is not known: megajax reads {' and '.join(METHODS)}; "
@@ -149,7 +149,13 @@ def find(names: Mapping[str, Any], settings: Mapping[str, Any] | None, where: st
         whole = [name.removesuffix("_blocks") for name in names if name.endswith("_blocks")]
         return {name: Mxfp4(name) for name in whole if f"{name}_scales" in names}
     sizes = settings.get("weight_block_size")
-    block = None if sizes is None else (int(sizes[0]), int(sizes[1]))
+    if sizes is not None and not (
+        isinstance(sizes, list) and [type(n) for n in sizes] == [int, int] and min(sizes) > 0
+    ):
+        raise InputError(
+            f"{where}: quantization_config.weight_block_size={sizes} is not a list of two sizes: copy it again."
+        )
+    block = None if sizes is None else (sizes[0], sizes[1])
     return {name: Fp8(name, block) for name in names if name + FP8_SCALE in names}
 
 

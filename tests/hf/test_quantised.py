@@ -170,6 +170,11 @@ MISTAKES = {
         {},
         "quantization_config.quant_method=gptq is not known: megajax reads fp8 and mxfp4",
     ),
+    "no block": (
+        FP8 | {"weight_block_size": [16]},
+        {},
+        "quantization_config.weight_block_size=[16] is not a list of two sizes",
+    ),
     "no scales": (FP8, {"w": W}, "w has dtype F8_E4M3: save the model in F32"),
     "other scales": (FP8, {"w": W, "w_scale_inv": SCALES.T.copy()}, "has the shape [4, 3], but by quantization_config"),
     "packed in bytes": (FP8, {"w": np.ones((40, 30), np.int8), "w_scale_inv": SCALES}, "w has dtype I8: save"),
