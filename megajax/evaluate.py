@@ -15,7 +15,7 @@ from megajax.errors import InputError
 from megajax.runtime import accept_missing_cuda
 
 ARGUMENT = "RUN"  # the argument's name, in errors
-SUFFIXES = (".jsonl", ".json", ".jsonl.gz", ".jsonl.xz", ".jsonl.bz2", ".jsonl.zst")
+SUFFIXES = (".jsonl", ".json", ".jsonl.gz", ".jsonl.xz", ".jsonl.bz2", ".jsonl.zst", ".parquet")
 DOCUMENTS_AT_ONCE = 1000
 
 
@@ -42,7 +42,7 @@ def documents(path: str, model: Any, json_key: str) -> Iterator[Document]:
     """The documents of JSON lines or of token files `PREFIX.bin` and `.idx`; errors as in preprocessing."""
     if path.endswith(SUFFIXES):
         check_inputs([path])
-        for block in read_blocks([path]):
+        for block in read_blocks([path], json_key):
             for _, text in texts(block, json_key):
                 if text:
                     yield Document(model.encode(text, special_tokens=False), len(text.encode()))

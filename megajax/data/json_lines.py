@@ -1,41 +1,80 @@
-"""JSON-lines files in blocks of whole lines; gzip, bzip2 and xz are decompressed while they are read."""
+"""JSON-lines files in blocks of whole lines, decompressed while they are read; rows of Parquet files as such lines."""
 
 import bz2
 import gzip
+import importlib.util
+import io
 import json
 import lzma
 import os
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import IO, NamedTuple, cast
+from typing import IO, Any, NamedTuple, cast
 
 from megajax.errors import InputError
 
 BLOCK_BYTES = 1 << 20  # of text, read together, plus the rest of the last line
+ROWS = 256  # of a Parquet file, read together
+STORED_BYTES = 1 << 17  # of a Zstandard file, decompressed together
 KEYS_SHOWN = 10
+PARQUET = b"PAR1"
+
+
+class Zstandard(io.RawIOBase):
+    """The text of a Zstandard file, frame after frame; EOFError if the last is incomplete, OSError for damage."""
+
+    def __init__(self, file: IO[bytes]):
+        import zstandard
+
+        self._file, self._new, self._damage = file, zstandard.ZstdDecompressor().decompressobj, zstandard.ZstdError
+        self._frame, self._ready = self._new(), b""
+        self._started = False
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._ready:
+            left = self._frame.unused_data if self._frame.eof else b""
+            stored = left or self._file.read(STORED_BYTES)
+            if not stored:
+                if self._started and not self._frame.eof:
+                    raise EOFError("the compressed file ends inside a frame")
+                return 0
+            if self._frame.eof:
+                self._frame = self._new()
+            self._started = True
+            try:
+                self._ready = self._frame.decompress(stored)
+            except self._damage as error:
+                raise OSError(str(error)) from None
+        size = min(len(buffer), len(self._ready))
+        buffer[:size], self._ready = self._ready[:size], self._ready[size:]
+        return size
+
 
 # Recognised by their first bytes, not by the name.
 DECOMPRESS: dict[bytes, Callable[[IO[bytes]], IO[bytes]]] = {
     b"\x1f\x8b": lambda file: cast(IO[bytes], gzip.open(file)),
     b"BZh": lambda file: bz2.open(file),
     b"\xfd7zXZ\0": lambda file: lzma.open(file),
+    b"\x28\xb5\x2f\xfd": lambda file: io.BufferedReader(Zstandard(file)),
 }
-REFUSED = {
-    b"\x28\xb5\x2f\xfd": "is compressed with Zstandard: decompress it first, with `zstd -d {path}`.",
-    b"PK\3\4": "is a ZIP archive: unpack it first, with `unzip {path}`.",
-    b"PAR1": "is a Parquet file: write it as JSON lines first, with pandas.read_parquet(...).to_json(..., "
-    'orient="records", lines=True).',
-}
+ZIP = b"PK\3\4"
 
 
 class Block(NamedTuple):
-    """Consecutive lines of a file: the number of the first one (from 1), and their bytes in the file."""
+    """Consecutive lines of a file: the number of the first one (from 1), and their bytes in the file.
+
+    Of a Parquet file each line is a row; `unit` is the word for errors.
+    """
 
     path: str
     first_line: int
     text: bytes
     stored_bytes: int
+    unit: str = "line"
 
 
 def check_inputs(paths: Sequence[str]) -> int:
@@ -52,41 +91,82 @@ def check_inputs(paths: Sequence[str]) -> int:
                 start = file.read(8)
         except OSError as error:
             raise InputError(f"--input: {path} cannot be read ({error.strerror}); change its permissions.") from None
-        for magic, sentence in REFUSED.items():
-            if start.startswith(magic):
-                raise InputError(f"--input: {path} {sentence.format(path=path)}")
+        if start.startswith(ZIP):
+            raise InputError(f"--input: {path} is a ZIP archive: unpack it first, with `unzip {path}`.")
+        if start.startswith(PARQUET) and importlib.util.find_spec("pyarrow") is None:
+            raise InputError(
+                f"--input: {path} is a Parquet file, but pyarrow is not installed: pip install 'megajax[parquet]'."
+            )
     return sum(os.path.getsize(path) for path in paths)
 
 
-def read_blocks(paths: Sequence[str]) -> Iterator[Block]:
-    """All lines of the files, in order."""
+def read_blocks(paths: Sequence[str], column: str | None = None) -> Iterator[Block]:
+    """All lines of the files, in order; of a Parquet file only the `column` of this name, None: all."""
     for path in paths:
         with open(path, "rb") as stored:
-            start = stored.read(8)
-            stored.seek(0)
-            decompress = next((DECOMPRESS[magic] for magic in DECOMPRESS if start.startswith(magic)), lambda file: file)
-            line, position = 1, 0
-            try:
-                lines = decompress(stored)
-                while text := lines.read(BLOCK_BYTES):
-                    text += b"" if text.endswith(b"\n") else lines.readline()
-                    yield Block(path, line, text, stored.tell() - position)
-                    line, position = line + text.count(b"\n"), stored.tell()
-            except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
+            is_parquet = stored.read(len(PARQUET)) == PARQUET
+        yield from _read_rows(path, column) if is_parquet else _read_lines(path)
+
+
+def _read_lines(path: str) -> Iterator[Block]:
+    with open(path, "rb") as stored:
+        start = stored.read(8)
+        stored.seek(0)
+        decompress = next((DECOMPRESS[magic] for magic in DECOMPRESS if start.startswith(magic)), lambda file: file)
+        line, position = 1, 0
+        try:
+            lines = decompress(stored)
+            while text := lines.read(BLOCK_BYTES):
+                text += b"" if text.endswith(b"\n") else lines.readline()
+                yield Block(path, line, text, stored.tell() - position)
+                line, position = line + text.count(b"\n"), stored.tell()
+        except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
+            raise InputError(
+                f"--input: {path} cannot be read beyond line {line} ({error}): it is damaged or incomplete; "
+                "copy or download it again."
+            ) from None
+
+
+def _read_rows(path: str, column: str | None) -> Iterator[Block]:
+    """The rows of a Parquet file as lines of JSON."""
+    import pyarrow
+    from pyarrow import parquet
+
+    row, size, passed = 0, os.path.getsize(path), 0
+    try:
+        with parquet.ParquetFile(path) as file:
+            names, total = file.schema_arrow.names, file.metadata.num_rows
+            if column is not None and column not in names:
                 raise InputError(
-                    f"--input: {path} cannot be read beyond line {line} ({error}): it is damaged or incomplete; "
-                    "copy or download it again."
-                ) from None
+                    f'--input: {path} has no column "{column}" (its columns: {", ".join(names[:KEYS_SHOWN])}): name '
+                    "the column of the text with --json-key."
+                )
+            for batch in file.iter_batches(ROWS, columns=None if column is None else [column]):
+                text = "".join(json.dumps(record, default=str) + "\n" for record in batch.to_pylist())
+                done = size * (row + batch.num_rows) // total
+                yield Block(path, row + 1, text.encode(), done - passed, "row")
+                row, passed = row + batch.num_rows, done
+    except (OSError, pyarrow.ArrowException) as error:
+        raise InputError(
+            f"--input: {path} cannot be read beyond row {row} ({error}): it is damaged or incomplete; copy or download "
+            "it again."
+        ) from None
 
 
-def texts(block: Block, json_key: str) -> Iterator[tuple[int, str]]:
-    """The line number and the text under `json_key` of each non-blank line; InputError if it has none."""
+def texts(block: Block, json_key: str, bad: list[str] | None = None) -> Iterator[tuple[int, str]]:
+    """The line number and the text under `json_key` of each non-blank line.
+
+    A line without a text is left out, and a sentence about it is added to `bad`; with None it is an InputError.
+    """
     for number, line in enumerate(block.text.split(b"\n"), start=block.first_line):
         if line.strip():
             try:
                 yield number, _text(line, json_key)
             except ValueError as error:
-                raise InputError(f"{block.path}, line {number} {error}.") from None
+                sentence = f"{block.path}, {block.unit} {number} {error}."
+                if bad is None:
+                    raise InputError(sentence) from None
+                bad.append(sentence)
 
 
 def _text(line: bytes, json_key: str) -> str:

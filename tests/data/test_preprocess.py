@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import yaml
+import zstandard
 
 from megajax.data import json_lines, progress
 from megajax.data import preprocess as preprocess_module
@@ -97,7 +98,7 @@ def test_one_and_two_workers_write_identical_bytes(tmp_path):
     assert read(tmp_path / "2_text_document") == [[*text.encode(), 256] if text else [] for text in texts]
 
 
-@pytest.mark.parametrize("compression", [gzip, bz2, lzma])
+@pytest.mark.parametrize("compression", [gzip, bz2, lzma, zstandard])
 def test_compressed_input_is_read(tmp_path, monkeypatch, compression):
     monkeypatch.setattr(json_lines, "BLOCK_BYTES", 64)
     plain = Path(write_lines(tmp_path / "a.jsonl", TEXTS)).read_bytes()
@@ -122,11 +123,11 @@ BAD_LINES = {
 
 
 @pytest.mark.parametrize("line", BAD_LINES)
-def test_a_bad_line_is_named_and_nothing_is_left_behind(tmp_path, monkeypatch, error_of, line):
+def test_the_first_bad_line_stops_a_strict_run_and_nothing_is_left_behind(tmp_path, monkeypatch, error_of, line):
     monkeypatch.setattr(json_lines, "BLOCK_BYTES", 40)
     source = tmp_path / "a.jsonl"
     source.write_bytes(b'{"text": "good"}\n' * 9 + b"\n" + line + b'\n{"text": "good"}\n')
-    assert error_of(["--input", str(source)]) == f"{source}, line 11 {BAD_LINES[line]}."
+    assert error_of(["--input", str(source), "--strict"]) == f"{source}, line 11 {BAD_LINES[line]}."
     assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
 
 
@@ -135,10 +136,53 @@ def test_a_bad_line_under_workers_keeps_the_old_output(tmp_path):
     bad = tmp_path / "bad.jsonl"
     bad.write_text('{"text": "new"}\n' * 100_000 + "[]\n")
     with pytest.raises(InputError) as caught:
-        preprocess([str(bad)], str(tmp_path / "p"), "byte", workers=2)
+        preprocess([str(bad)], str(tmp_path / "p"), "byte", workers=2, strict=True)
     assert str(caught.value) == f"{bad}, line 100001 is not a JSON object: {FORM}."
     assert read(prefix) == [list(text.encode()) for text in TEXTS]
     assert not list(tmp_path.glob("*.partial"))
+
+
+def test_bad_lines_are_left_out_counted_and_named(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(json_lines, "BLOCK_BYTES", 40)
+    source = tmp_path / "a.jsonl"
+    source.write_bytes(b"".join(line + b'\n{"text": "3 4"}\n' for line in [*BAD_LINES, b'{"text": "3 four"}']))
+    found = {}
+    for workers in "12":
+        prefix = str(tmp_path / workers)
+        command = ["--input", str(source), "--output-prefix", prefix, "--tokenizer", "null:9", "--workers", workers]
+        assert main(command) == 0
+        assert read(f"{prefix}_text_document") == [[3, 4]] * 7
+        found[workers] = capsys.readouterr().err
+    assert found["1"] == found["2"]
+    first, *lines = found["1"].splitlines()
+    assert first == "megajax: warning: 7 bad lines were left out; --strict stops at the first."
+    named = list(BAD_LINES.values())[:5]
+    assert lines == [f"  {source}, line {2 * i + 1} {named[i]}." for i in range(5)] + ["  and 2 more"]
+
+
+def test_parquet_rows_are_documents(tmp_path, monkeypatch, error_of, capsys):
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    monkeypatch.setattr(json_lines, "ROWS", 2)
+    source = str(tmp_path / "named as you like")
+    table = pyarrow.table({"id": range(7), "text": [*TEXTS, None]})
+    parquet.write_table(table, source, row_group_size=3)
+    for workers in "12":
+        arguments = ["--output-prefix", str(tmp_path / workers), "--tokenizer", "byte", "--workers", workers]
+        assert main(["--input", source, *arguments]) == 0
+        assert read(tmp_path / f"{workers}_text_document") == [list(text.encode()) for text in TEXTS]
+        assert f"  {source}, row 7 has NoneType instead of text" in capsys.readouterr().err
+    assert error_of(["--input", source, "--json-key", "body"]) == (
+        f'--input: {source} has no column "body" (its columns: id, text): name the column of the text with --json-key.'
+    )
+    assert sum(block.stored_bytes for block in json_lines.read_blocks([source])) == Path(source).stat().st_size
+    Path(source).write_bytes(Path(source).read_bytes()[:-9])
+    assert "cannot be read beyond row 0 " in error_of(["--input", source])
+    monkeypatch.setattr(json_lines.importlib.util, "find_spec", lambda _: None)
+    assert error_of(["--input", source]) == (
+        f"--input: {source} is a Parquet file, but pyarrow is not installed: pip install 'megajax[parquet]'."
+    )
 
 
 MISTAKES = {
@@ -147,7 +191,13 @@ MISTAKES = {
     "--input empty.jsonl": "--input: empty.jsonl has no documents; nothing is written.",
     "--input blank.jsonl": "--input: blank.jsonl has no documents; nothing is written.",
     "--input hollow.jsonl": '--input: hollow.jsonl has only empty text under "text"; nothing is written.',
-    "--input a.zst": "--input: a.zst is compressed with Zstandard: decompress it first, with `zstd -d a.zst`.",
+    "--input a.zip": "--input: a.zip is a ZIP archive: unpack it first, with `unzip a.zip`.",
+    "--input a.zst": "--input: a.zst cannot be read beyond line 1 (zstd decompressor error: Data corruption detected): "
+    "it is damaged or incomplete; copy or download it again.",
+    "--input a.jsonl --json-key body": "--input: every line is bad, 6 in all; nothing is written. The first: a.jsonl, "
+    'line 1 has no key "body" (its keys: id, text): name the key of the text with --json-key.',
+    "--input a.jsonl --tokenizer null:9 --strict": "a.jsonl, line 1: 'first' is not a token id of null:9: write "
+    "integers from 0 to 9 with spaces between, or use another tokenizer.",
     "--input a.jsonl --output-prefix dir/": "--output-prefix dir/ is a directory; add a name, such as dir/my.",
     "--input a.jsonl --output-prefix a.jsonl/p": "a.jsonl/p_text_document.bin and .idx cannot be written (File exists):"
     " choose another output prefix.",
@@ -167,7 +217,8 @@ def test_mistakes_are_answered_with_one_sentence(tmp_path, monkeypatch, error_of
     write_lines(tmp_path / "hollow.jsonl", [""])
     (tmp_path / "empty.jsonl").write_text("")
     (tmp_path / "blank.jsonl").write_text("\n \n")
-    (tmp_path / "a.zst").write_bytes(b"\x28\xb5\x2f\xfd123")
+    (tmp_path / "a.zst").write_bytes(zstandard.compress(b"x" * 500)[:9] + b"\xff" * 20)
+    (tmp_path / "a.zip").write_bytes(b"PK\3\4")
     assert error_of(arguments.split()) == MISTAKES[arguments]
     assert not list(tmp_path.rglob("*.bin*"))
 
