@@ -88,16 +88,20 @@ def export_adapters(run_dir: Path, step: int, config: Config, folder: Path) -> N
     stored: dict[str, np.ndarray] = {}
     ranks: dict[str, int] = {}
     transposed = False
-    for theirs in dict.fromkeys(tensor.theirs for tensor in tensors if tensor.ours + A in weights):
-        parts = [tensor for tensor in tensors if tensor.theirs == theirs]
-        ours = next(tensor for tensor in parts if tensor.ours + A in weights)
-        transposed = _is_transposed(ours, *(weights[ours.ours + end][0] for end in (A, B)))
-        for at, name in tensor_names(parts[0], model).items():
-            module = name.removesuffix(".weight")
-            a, b = _of_module(parts, weights, at, {tensor.ours: declared[tensor.ours].shape[1:] for tensor in parts})
-            ranks[".".join(module.split(".")[-2:])] = len(a)
-            for which, matrix in (("A", a), ("B", b)):
-                stored[f"base_model.model.{module}.lora_{which}.weight"] = np.ascontiguousarray(matrix)
+    parts: dict[tuple[str, tuple[int, ...]], list[Tensor]] = {}
+    for tensor in tensors:
+        for at, name in tensor_names(tensor, model).items():
+            parts.setdefault((name, at), []).append(tensor)
+    for (name, at), own in parts.items():
+        adapted = [tensor for tensor in own if tensor.ours + A in weights]
+        if not adapted:
+            continue
+        transposed = _is_transposed(adapted[0], *(weights[adapted[0].ours + end][at] for end in (A, B)))
+        module = name.removesuffix(".weight")
+        a, b = _of_module(own, weights, at, {tensor.ours: declared[tensor.ours].shape[1:] for tensor in own})
+        ranks[".".join(module.split(".")[-2:])] = len(a)
+        for which, matrix in (("A", a), ("B", b)):
+            stored[f"base_model.model.{module}.lora_{which}.weight"] = np.ascontiguousarray(matrix)
     others = {module: rank for module, rank in ranks.items() if rank != lora.rank}
     settings = {
         "peft_type": "LORA",

@@ -11,12 +11,15 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from megajax.config import load_config
+from megajax.config.kinds import block_layers
 from megajax.errors import InputError
+from megajax.hf import adapters
 from megajax.hf.__main__ import main
 from megajax.hf.convert import load, read_model
 from megajax.hf.folder import SINGLE
 from megajax.inference.load import load_run
 from megajax.model import Transformer, bind, parameters
+from megajax.model.lora import is_adapter
 from megajax.training.batches import batches
 from megajax.training.loop import Trainer
 
@@ -144,3 +147,22 @@ def test_another_base_and_adapters_as_a_base_are_refused(run, tmp_path):
         Trainer(on_top, devices=jax.devices()[:2])
     with pytest.raises(InputError, match=r"saved with lora.rank=2, but this run has 4: set lora.rank=2, or choose"):
         Trainer(make_config(base, trainer.run_dir, name, "lora.rank=4"), devices=jax.devices()[:2])
+
+
+def test_peft_has_each_layer_of_a_model_with_dense_and_moe_layers_once(tmp_path, monkeypatch):
+    with zipfile.ZipFile(FILES / "tiny_qwen3_moe_mixed.zip") as archive:
+        archive.extractall(tmp_path / "base")
+    config = make_config(tmp_path / "base", tmp_path / "run", "tiny_llama", "lora.targets=[output, up]")
+    rng = np.random.default_rng(0)
+    declared = parameters(Transformer(config.model, config.lora))
+    weights = {n: rng.normal(size=p.shape).astype(np.float32) for n, p in declared.items() if is_adapter(n)}
+    monkeypatch.setattr(adapters, "open_weights", lambda path: weights)
+    adapters.export_adapters(tmp_path / "run", 1, config, tmp_path / "peft")
+    peft = load_file(tmp_path / "peft" / "adapter_model.safetensors")
+    dense, moe = (block_layers(config.model)[kind] for kind in ("dense", "moe"))
+    modules = [f"{layer}.self_attn.o_proj" for layer in (*dense, *moe)] + [f"{layer}.mlp.up_proj" for layer in dense]
+    names = {f"base_model.model.model.layers.{m}.lora_{which}.weight" for m in modules for which in "AB"}
+    assert peft.keys() == names and dense and moe
+    found = peft[f"base_model.model.model.layers.{moe[-1]}.self_attn.o_proj.lora_A.weight"]
+    a = weights["blocks.moe.attention.output_lora_a"][-1]  # [N, H, rank]
+    np.testing.assert_array_equal(found, a.reshape(-1, 2).T)
