@@ -2,8 +2,8 @@
 
 import math
 from pathlib import Path
-from typing import Any
 
+from megajax.config.effects import ignores_decay_steps, warn_without_effect
 from megajax.config.expert_checks import check_experts, check_experts_on_mesh
 from megajax.config.fields import AXES, BATCH_AXES
 from megajax.config.kinds import is_gated, mlp_widths
@@ -33,7 +33,7 @@ def check(config: Config) -> None:
     _check_data(config)
     _check_run_dir(config)
     _check_exports(config)
-    _warn_without_effect(config)
+    warn_without_effect(config)
     _warn_about_kept_checkpoints(config)
     _warn_about_warmup(config)
 
@@ -261,7 +261,7 @@ def _check_schedule(config: Config) -> None:
         keys = ("schedule.min_learning_rate", "schedule.learning_rate")
         problem = f"{format_keys(config, keys[0])} is above {format_keys(config, keys[1])}"
         fail(config, problem, "lower it", *keys)
-    if not _ignores_decay_steps(config) and schedule.warmup_steps > schedule.decay_steps:
+    if not ignores_decay_steps(config) and schedule.warmup_steps > schedule.decay_steps:
         keys = ("schedule.warmup_steps", decay, "run.steps")
         problem = f"{format_keys(config, keys[0])} is more than {format_keys(config, decay)}"
         fail(config, problem, f"use {at_most(schedule.decay_steps)}", *keys)
@@ -270,11 +270,6 @@ def _check_schedule(config: Config) -> None:
         keys = ("schedule.wsd_decay_steps", "schedule.warmup_steps", decay)
         problem = f"{format_keys(config, *keys[:2])} together are more than {format_keys(config, decay)}"
         fail(config, problem, "shorten one of them", *keys)
-
-
-def _ignores_decay_steps(config: Config) -> bool:
-    """Whether the learning rate after the warm-up does not depend on `schedule.decay_steps`."""
-    return config.schedule.kind in ("constant", "inverse_sqrt")
 
 
 def _check_data(config: Config) -> None:
@@ -346,90 +341,6 @@ def _check_exports(config: Config) -> None:
         fail(config, problem, cure, *keys)
 
 
-# Settings without effect
-
-
-def _warn_without_effect(config: Config) -> None:
-    """Warn about each key that differs from its default but is not read."""
-    model, schedule, data, logging = config.model, config.schedule, config.data, config.logging
-    fp8, pipeline, scaling = config.precision.fp8, config.pipeline, model.rope_scaling
-    has_local = "local" in (model.layer_pattern or ["local"])
-    unused = tuple(f"model.rope_scaling.{name}" for name in (scaling.unused if scaling else ()))
-    evaluated = data.valid is not None or data.valid_sets
-    chat, indexed = data.kind == "chat", data.kind == "indexed"
-    document_keys = ("data.reset_attention", "data.reset_positions", "data.mask_end_of_document_loss")
-    no_valid_share = data.split is not None and float(data.split.split(",")[1]) == 0
-    rules = [
-        (
-            model.position != "rope",
-            "model.position",
-            tuple(f"model.rope_{name}" for name in ("theta", "scaling", "fraction", "local_theta", "pattern")),
-        ),
-        (scaling is not None, "model.rope_scaling.kind", unused),
-        (model.position != "learned", "model.position", ("model.max_positions",)),
-        (not has_local, "model.layer_pattern", ("model.sliding_window", "model.rope_local_theta")),
-        (model.sliding_window is None, "model.sliding_window", ("model.rope_local_theta",)),
-        (schedule.kind != "wsd", "schedule.kind", ("schedule.wsd_decay_steps",)),
-        (schedule.kind == "constant", "schedule.kind", ("schedule.min_learning_rate",)),
-        (_ignores_decay_steps(config), "schedule.kind", ("schedule.decay_steps",)),
-        (config.optimizer.kind == "sgd", "optimizer.kind", ("optimizer.beta2", "optimizer.epsilon")),
-        (config.optimizer.kind == "lion", "optimizer.kind", ("optimizer.epsilon",)),
-        (config.remat.policy == "none", "remat.policy", ("remat.layers",)),
-        (config.lora.rank is None, "lora.rank", tuple(f"lora.{name}" for name in ("alpha", "targets", "dropout"))),
-        (config.mesh.pipeline == 1, "mesh.pipeline", tuple(f"pipeline.{name}" for name in type(pipeline).model_fields)),
-        (_experts_undivided(config), f"mesh.{config.mesh.experts_over[0]}", ("kernels.dispatch", "mesh.experts_over")),
-        (model.num_experts is None, "model.num_experts", ("kernels.grouped_matmul",)),
-        (config.mesh.context == 1, "mesh.context", ("kernels.context",)),
-        (indexed and not evaluated and data.split is None, "data.valid", ("run.eval_interval",)),
-        (indexed and not evaluated and no_valid_share, "data.split", ("run.eval_interval",)),
-        (data.order != "megatron", "data.order", ("data.train_samples",)),
-        (data.order != "megatron" and not chat, "data.order", ("data.index_cache",)),
-        (not chat, "data.kind", ("data.chat_template", "data.pack", "data.too_long")),
-        (config.run.eval_steps == 0, "run.eval_steps", ("run.eval_interval",)),
-        (not logging.wandb, "logging.wandb", ("logging.wandb_project",)),
-        (
-            config.checkpoint.export_hf.dir is None,
-            "checkpoint.export_hf.dir",
-            ("checkpoint.export_hf.every", "checkpoint.export_hf.dtype"),
-        ),
-        (logging.profile_start is None, "logging.profile_start", ("logging.profile_steps",)),
-        (
-            fp8.recipe == "none",
-            "precision.fp8.recipe",
-            tuple(f"precision.fp8.{name}" for name in type(fp8).model_fields if name != "recipe"),
-        ),
-        (
-            fp8.recipe == "current",
-            "precision.fp8.recipe",
-            tuple(f"precision.fp8.{name}" for name in ("amax_history_length", "amax_algorithm", "margin")),
-        ),
-        ((logging.profile_start or 0) > config.run.steps, "run.steps", ("logging.profile_start",)),
-        (model.position == "none", "model.position", ("data.reset_positions",)),
-        (
-            not indexed and data.synthetic_documents is None,
-            "data.synthetic_documents",
-            document_keys,
-        ),
-        (not model.router.expert_bias, "model.router.expert_bias", ("model.router.bias_update_rate",)),
-        (model.router.num_groups == 1, "model.router.num_groups", ("model.router.groups_per_token",)),
-        (not any(value(config, key) for key in document_keys), "data.reset_attention", ("data.synthetic_documents",)),
-    ]
-    for applies, reason, keys in rules:
-        for key in keys if applies else ():
-            if config.where(key) != "default" and value(config, key) != _default(config, key):
-                warn(
-                    config,
-                    f"{format_keys(config, key)} has no effect with {format_keys(config, reason)}",
-                    "remove it",
-                    key,
-                )
-
-
-def _experts_undivided(config: Config) -> bool:
-    """Whether every device has all experts."""
-    return all(getattr(config.mesh, axis) == 1 for axis in config.mesh.experts_over)
-
-
 def _warn_about_kept_checkpoints(config: Config) -> None:
     interval, kept = config.run.checkpoint_interval, config.checkpoint.keep_every
     if interval and kept and kept % interval:
@@ -445,10 +356,3 @@ def _warn_about_warmup(config: Config) -> None:
         problem = f"{format_keys(config, warmup)} is more than {format_keys(config, steps)}"
         problem += f", so the run ends before it reaches {format_keys(config, 'schedule.learning_rate')}"
         warn(config, problem, f"lower {warmup}, or raise {steps}", warmup, steps)
-
-
-def _default(config: Config, key: str) -> Any:
-    if key == "schedule.decay_steps":
-        return max(config.run.steps, config.schedule.warmup_steps + 1)
-    section, name = key.rsplit(".", 1)
-    return type(value(config, section)).model_fields[name].default

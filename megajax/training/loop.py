@@ -26,6 +26,7 @@ from megajax.training import logs, run_record
 from megajax.training.batches import batches
 from megajax.training.exports import Exports
 from megajax.training.meter import Meter
+from megajax.training.profiling import Profile
 from megajax.training.run_lock import RunLock, on_first_process
 from megajax.training.saving import StateSaver, Weights
 from megajax.training.step import TrainProgram, TrainState
@@ -73,7 +74,8 @@ class Trainer:
         self._train_batches: Generator | None = None
         self._compiled_step = None
         self._ahead: deque[jax.Array] = deque()
-        self._writing = self._tracing = False
+        self._writing = False
+        self._profile = Profile(config.logging, self.run_dir, self._note)
         self._stop = StopSignals()
 
     @cached_property
@@ -330,7 +332,7 @@ class Trainer:
                 last_first.callback(self.progress.close)
             if self._train_batches is not None:
                 last_first.callback(self._train_batches.close)  # ends the loader's workers too
-            self._stop_profile()
+            self._profile.stop(lambda: self.state.step)
             self.progress = self._train_batches = None
 
     def _run(self, log: logs.MetricsLog) -> int:
@@ -339,7 +341,7 @@ class Trainer:
         while self.step < run.steps:
             batch = self.next_batch()
             compiling = self._compiled_step is None
-            with self._profile():
+            with self._profile.step(self.step + 1, lambda: self.state.step):
                 metrics = self.train_step(batch)
             if compiling:
                 meter.leave_out(self.compile_seconds)
@@ -435,22 +437,3 @@ class Trainer:
         """Print a line on the console while `run` runs."""
         if self.progress is not None:
             self.progress.print(text)
-
-    @contextlib.contextmanager
-    def _profile(self):
-        """Around each step: traces the steps of `logging.profile_start` and `profile_steps`."""
-        start, count = self.config.logging.profile_start, self.config.logging.profile_steps
-        if start is not None and not self._tracing and start <= self.step + 1 < start + count:
-            jax.profiler.start_trace(str(self.run_dir / "profile"))
-            self._tracing = True
-        yield
-        if start is not None and self.step + 1 >= start + count:
-            self._stop_profile()
-
-    def _stop_profile(self) -> None:
-        if self._tracing:
-            jax.block_until_ready(self.state.step)
-            jax.profiler.stop_trace()
-            self._tracing = False
-            path = self.run_dir / "profile"
-            self._note(f"trace written to {path}: pip install xprof, then xprof --port 8791 {path}")

@@ -1,0 +1,100 @@
+"""Warnings about settings without effect."""
+
+from typing import Any, NamedTuple
+
+from megajax.config.schema import Config
+from megajax.config.sentences import format_keys, value, warn
+
+
+class Rule(NamedTuple):
+    """Keys that are not read because of another one."""
+
+    applies: bool
+    reason: str  # the other key
+    keys: tuple[str, ...]
+
+
+def warn_without_effect(config: Config) -> None:
+    """Warn about each key that differs from its default but is not read."""
+    for applies, reason, keys in [*_of_the_model(config), *_of_the_data(config), *_of_the_run(config)]:
+        for key in keys if applies else ():
+            if config.where(key) != "default" and value(config, key) != _default(config, key):
+                problem = f"{format_keys(config, key)} has no effect with {format_keys(config, reason)}"
+                warn(config, problem, "remove it", key)
+
+
+def ignores_decay_steps(config: Config) -> bool:
+    """Whether the learning rate after the warm-up does not depend on `schedule.decay_steps`."""
+    return config.schedule.kind in ("constant", "inverse_sqrt")
+
+
+def _of_the_model(config: Config) -> list[Rule]:
+    model, scaling = config.model, config.model.rope_scaling
+    has_local = "local" in (model.layer_pattern or ["local"])
+    unused = tuple(f"model.rope_scaling.{name}" for name in (scaling.unused if scaling else ()))
+    rope = tuple(f"model.rope_{name}" for name in ("theta", "scaling", "fraction", "local_theta", "pattern"))
+    undivided = all(getattr(config.mesh, axis) == 1 for axis in config.mesh.experts_over)
+    return [
+        Rule(model.position != "rope", "model.position", rope),
+        Rule(scaling is not None, "model.rope_scaling.kind", unused),
+        Rule(model.position != "learned", "model.position", ("model.max_positions",)),
+        Rule(not has_local, "model.layer_pattern", ("model.sliding_window", "model.rope_local_theta")),
+        Rule(model.sliding_window is None, "model.sliding_window", ("model.rope_local_theta",)),
+        Rule(undivided, f"mesh.{config.mesh.experts_over[0]}", ("kernels.dispatch", "mesh.experts_over")),
+        Rule(model.num_experts is None, "model.num_experts", ("kernels.grouped_matmul",)),
+        Rule(not model.router.expert_bias, "model.router.expert_bias", ("model.router.bias_update_rate",)),
+        Rule(model.router.num_groups == 1, "model.router.num_groups", ("model.router.groups_per_token",)),
+    ]
+
+
+def _of_the_data(config: Config) -> list[Rule]:
+    data = config.data
+    evaluated = data.valid is not None or bool(data.valid_sets)
+    chat, indexed = data.kind == "chat", data.kind == "indexed"
+    separate = ("data.reset_attention", "data.reset_positions", "data.mask_end_of_document_loss")
+    no_valid_share = data.split is not None and float(data.split.split(",")[1]) == 0
+    one_document = data.kind == "synthetic" and data.synthetic_documents is None
+    together = not any(value(config, key) for key in separate)
+    return [
+        Rule(indexed and not evaluated and data.split is None, "data.valid", ("run.eval_interval",)),
+        Rule(indexed and not evaluated and no_valid_share, "data.split", ("run.eval_interval",)),
+        Rule(data.order != "megatron", "data.order", ("data.train_samples",)),
+        Rule(data.order != "megatron" and not chat, "data.order", ("data.index_cache",)),
+        Rule(not chat, "data.kind", ("data.chat_template", "data.pack", "data.too_long")),
+        Rule(config.model.position == "none", "model.position", ("data.reset_positions",)),
+        Rule(one_document, "data.synthetic_documents", separate),
+        Rule(together, "data.reset_attention", ("data.synthetic_documents",)),
+    ]
+
+
+def _of_the_run(config: Config) -> list[Rule]:
+    schedule, logging, fp8 = config.schedule, config.logging, config.precision.fp8
+    pipeline = tuple(f"pipeline.{name}" for name in type(config.pipeline).model_fields)
+    recipe, exports = "precision.fp8.recipe", "checkpoint.export_hf"
+    of_fp8 = tuple(f"precision.fp8.{name}" for name in type(fp8).model_fields if name != "recipe")
+    delayed = tuple(f"precision.fp8.{name}" for name in ("amax_history_length", "amax_algorithm", "margin"))
+    return [
+        Rule(schedule.kind != "wsd", "schedule.kind", ("schedule.wsd_decay_steps",)),
+        Rule(schedule.kind == "constant", "schedule.kind", ("schedule.min_learning_rate",)),
+        Rule(ignores_decay_steps(config), "schedule.kind", ("schedule.decay_steps",)),
+        Rule(config.optimizer.kind == "sgd", "optimizer.kind", ("optimizer.beta2", "optimizer.epsilon")),
+        Rule(config.optimizer.kind == "lion", "optimizer.kind", ("optimizer.epsilon",)),
+        Rule(config.remat.policy == "none", "remat.policy", ("remat.layers",)),
+        Rule(config.lora.rank is None, "lora.rank", ("lora.alpha", "lora.targets", "lora.dropout")),
+        Rule(config.mesh.pipeline == 1, "mesh.pipeline", pipeline),
+        Rule(config.mesh.context == 1, "mesh.context", ("kernels.context",)),
+        Rule(config.run.eval_steps == 0, "run.eval_steps", ("run.eval_interval",)),
+        Rule(not logging.wandb, "logging.wandb", ("logging.wandb_project",)),
+        Rule(config.checkpoint.export_hf.dir is None, f"{exports}.dir", (f"{exports}.every", f"{exports}.dtype")),
+        Rule(logging.profile_start is None, "logging.profile_start", ("logging.profile_steps",)),
+        Rule((logging.profile_start or 0) > config.run.steps, "run.steps", ("logging.profile_start",)),
+        Rule(fp8.recipe == "none", recipe, of_fp8),
+        Rule(fp8.recipe == "current", recipe, delayed),
+    ]
+
+
+def _default(config: Config, key: str) -> Any:
+    if key == "schedule.decay_steps":
+        return max(config.run.steps, config.schedule.warmup_steps + 1)
+    section, name = key.rsplit(".", 1)
+    return type(value(config, section)).model_fields[name].default
