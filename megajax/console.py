@@ -31,6 +31,7 @@ COMMANDS = {
     "plot": ("megajax.plot", "draw loss, learning rate and gradient norm of runs"),
     "bench": ("megajax.bench", "measure the speed of configs"),
     "preprocess": ("megajax.data.preprocess", "convert JSON lines to the token files for training"),
+    "inspect": ("megajax.data.inspect", "describe token files, or show samples of a config as text"),
     "hf": ("megajax.hf.__main__", "convert between runs and models in Hugging Face's format"),
     "schema": ("megajax.config.json_schema", "print the JSON schema of configs, for editors"),
 }

@@ -1,0 +1,230 @@
+"""`python -m megajax.data.inspect PREFIX|CONFIG`: figures about token files, and samples as the model gets them.
+
+A file is described by its documents: their number, lengths, first and last tokens. A config is described by its splits
+and sources, and by one sample as text.
+"""
+
+import argparse
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from megajax.config import load_config
+from megajax.console import CommandParser, user_errors
+from megajax.data.chat import ChatSamples
+from megajax.data.describe import SOURCES_SHOWN, describe_data
+from megajax.data.indexed import IndexedDataset
+from megajax.data.loader import datasets
+from megajax.data.megatron import wanted_samples
+from megajax.data.samples import BlendedSamples, DocumentSamples, Packing, Samples, make_batch
+from megajax.data.tokenizers import Tokenizer, load_tokenizer
+from megajax.errors import InputError
+from megajax.runtime import accept_missing_cuda
+
+if TYPE_CHECKING:
+    from megajax.config import Config
+
+FIRST = 32  # tokens by which documents are compared
+BAR = 40  # letters
+MEASURED = 256  # samples whose padding and counted tokens are counted
+AT_ONCE = 1 << 20  # documents
+MIXING = np.uint64(0x9E3779B97F4A7C15)  # odd, of the hash of a document's first tokens
+GREY, BOLD, PLAIN = "\033[90m", "\033[1m", "\033[0m"
+
+
+def describe_file(dataset: IndexedDataset, end: int | None = None) -> list[str]:
+    """Lines about token files; `end` is the end-of-document token, None: the most frequent last token."""
+    starts = dataset.document_starts()
+    lengths = np.diff(starts)
+    full = lengths > 0
+    count, with_tokens = lengths.size, int(full.sum())
+    lines = [
+        f"{dataset.prefix}: {count:,} documents, {len(dataset):,} sequences, {dataset.tokens.size:,} tokens, "
+        f"{dataset.dtype.name}"
+    ]
+    if not with_tokens:
+        return lines
+    lines += length_lines(lengths)
+    lines.append(f"  {_share(count - with_tokens, count)} of the documents are empty")
+    repeated = repeated_starts(dataset.tokens, starts)
+    lines.append(f"  {_share(repeated, with_tokens)} begin as an earlier one (the first {FIRST} tokens)")
+    tokens, counts = np.unique(dataset.tokens[starts[1:][full] - 1], return_counts=True)
+    which = "the end-of-document token" if end is not None else "the most frequent last token"
+    end = int(tokens[counts.argmax()]) if end is None else end
+    lines.append(f"  {_share(float(counts[tokens == end].sum()), with_tokens)} end with token {end}, {which}")
+    return lines
+
+
+def length_lines(lengths: np.ndarray) -> list[str]:
+    """The mean, quantiles and a histogram of lengths in tokens, by powers of two."""
+    median, most = np.quantile(lengths, [0.5, 0.9])
+    lines = [
+        f"  tokens per document: mean {lengths.mean():,.1f}, median {median:,.0f}, 90 % up to {most:,.0f}, longest "
+        f"{lengths.max():,}"
+    ]
+    powers = np.frexp(lengths)[1]  # 0 for 0, 1 for 1, 2 for 2 and 3, ...
+    first, counts = int(powers.min()), np.bincount(powers)
+    for power in range(first, counts.size):
+        low, high = (0, 0) if power == 0 else (1 << (power - 1), (1 << power) - 1)
+        name = f"{low:,}" if low == high else f"{low:,}-{high:,}"
+        bar = "#" * int(np.ceil(BAR * counts[power] / counts.max()))
+        lines.append(f"  {name:>27} {counts[power]:>13,} {bar}".rstrip())
+    return lines
+
+
+def repeated_starts(tokens: np.ndarray, starts: np.ndarray) -> int:
+    """The number of documents with tokens whose first 32 tokens are those of an earlier document."""
+    hashes = []
+    for first in range(0, starts.size - 1, AT_ONCE):
+        own = starts[first : first + AT_ONCE + 1]
+        lengths = np.diff(own)
+        own, lengths = own[:-1][lengths > 0], lengths[lengths > 0]
+        hashed = np.zeros(own.size, np.uint64)
+        for i in range(FIRST):
+            token = tokens[np.minimum(own + i, tokens.size - 1)].astype(np.uint64) + np.uint64(1)
+            hashed = (hashed + np.where(lengths > i, token, np.uint64(0))) * MIXING
+            hashed ^= hashed >> np.uint64(29)
+        hashes.append(hashed)
+    every = np.concatenate(hashes)
+    return every.size - np.unique(every).size
+
+
+def describe_samples(config: "Config", split: str, samples: Samples, colour: bool, number: int = 0) -> list[str]:
+    """Lines about a split's sources and the sample `number` as text; `colour` for a terminal."""
+    data = config.data
+    packing = Packing(data.reset_attention, data.reset_positions, data.mask_end_of_document_loss)
+    tokenizer = load_tokenizer(data.tokenizer) if data.tokenizer and data.kind != "synthetic" else None
+    sources = list(samples.sources) if isinstance(samples, BlendedSamples) else [samples]
+    lines: list[str] = []
+    if isinstance(samples, BlendedSamples) and (read := wanted_samples(config, split)):
+        lines.append(f"{split}: tokens of each source in {read:,} samples")
+        for source, weight in list(zip(sources, samples.weights, strict=True))[:SOURCES_SHOWN]:
+            lines.append(f"  {round(read * weight) * config.batch.sequence_length:>15,} {_name(source)}")
+    for source in sources[:SOURCES_SHOWN]:
+        if isinstance(source, DocumentSamples):
+            lines += describe_file(source.dataset, tokenizer.end_of_document if tokenizer else None)
+        elif isinstance(source, ChatSamples):
+            lines += [f"{source.path}:", *length_lines(np.diff(source.starts))]
+    checked = MEASURED if data.order != "megatron" else min(MEASURED, max(1, wanted_samples(config, split)))
+    counted = np.mean([make_batch(samples, [i], packing)["loss_mask"].mean() for i in range(checked)])
+    padding = sum(_padding(samples, i) for i in range(checked)) / checked / (config.batch.sequence_length + 1)
+    lines.append(f"first {checked:,} samples of {split}: padding {padding:.1%}, the loss counts {counted:.1%}")
+    return [*lines, "", *sample_lines(split, samples, number, packing, tokenizer, colour)]
+
+
+def sample_lines(
+    split: str, samples: Samples, number: int, packing: Packing, tokenizer: Tokenizer | None, colour: bool
+) -> list[str]:
+    """A sample's documents as text, each with its position; tokens that the loss does not count are marked.
+
+    The last token is a target only. Without a tokenizer the text is the token ids.
+    """
+    row, batch = samples[number], make_batch(samples, [number], packing)
+    counted = np.concatenate([[False], batch["loss_mask"][0] > 0])  # position i predicts token i + 1
+    source, rank = samples, number
+    if isinstance(samples, BlendedSamples):
+        which, rank = samples.locate(number)
+        source = samples.sources[which]
+    lengths, padding = samples.document_lengths(number), _padding(samples, number)
+    documents = len(lengths) - (padding > 0)
+    mark = "grey" if colour else "in ⟦⟧"
+    lines = [
+        f"sample {number:,} of {split}, number {rank:,} of {_name(source)}: {row.size:,} tokens, {documents} "
+        f"documents, {padding:,} tokens of padding; {mark}: not counted in the loss"
+    ]
+    ends = np.cumsum(lengths)
+    for i, (start, stop) in enumerate(list(zip(ends - lengths, ends, strict=True))[:documents]):
+        place = f"position {batch['positions'][0][start]:,}" if start < row.size - 1 else "a target only"
+        title = f"--- document {i + 1}: {stop - start:,} tokens, {place}"
+        lines.append(f"{BOLD}{title}{PLAIN}" if colour else title)
+        lines.append("".join(_marked(row[start:stop], counted[start:stop], tokenizer, colour)))
+    return lines
+
+
+def _marked(tokens: np.ndarray, counted: np.ndarray, tokenizer: Tokenizer | None, colour: bool) -> Iterator[str]:
+    """The text of each run of tokens that count, or that do not."""
+    before, after = (GREY, PLAIN) if colour else ("⟦", "⟧")
+    edges = [0, *(np.flatnonzero(np.diff(counted)) + 1).tolist(), tokens.size]
+    for start, stop in zip(edges, edges[1:], strict=False):
+        text = _text(tokens[start:stop].tolist(), tokenizer)
+        yield text if counted[start] else f"{before}{text}{after}"
+
+
+def _text(tokens: list[int], tokenizer: Tokenizer | None) -> str:
+    """The text of tokens, special ones by their names, control characters by their codes."""
+    if tokenizer is None:
+        return " ".join(map(str, tokens)) + " "
+    names = {tokenizer.end_of_document: "<end of document>"}
+    names |= {tokenizer.token_id(name): name for name in tokenizer.special_tokens}
+    edges = [i for i, token in enumerate(tokens) if token in names]
+    parts, start = [], 0
+    for edge in [*edges, len(tokens)]:
+        parts += [tokenizer.decode(tokens[start:edge]), *(names[token] for token in tokens[edge : edge + 1])]
+        start = edge + 1
+    return "".join(c if c.isprintable() or c in "\n\t" else f"\\x{ord(c):02x}" for c in "".join(parts))
+
+
+def _padding(samples: Samples, number: int) -> int:
+    if isinstance(samples, BlendedSamples):
+        which, number = samples.locate(number)
+        samples = samples.sources[which]
+    return samples.padding(number) if isinstance(samples, ChatSamples) else 0
+
+
+def _name(source: Samples) -> str:
+    if isinstance(source, DocumentSamples):
+        return source.dataset.prefix
+    return source.path if isinstance(source, ChatSamples) else "synthetic tokens"
+
+
+def _share(part: float, whole: float) -> str:
+    return f"{part / whole:.2%}"
+
+
+def _number(value: str) -> int:
+    if not value.isdecimal():
+        raise argparse.ArgumentTypeError(f"{value} is not the number of a sample (0 or more)")
+    return int(value)
+
+
+def _config_lines(options: argparse.Namespace, colour: bool) -> list[str]:
+    config = load_config(options.target, options.overrides)
+    accept_missing_cuda()
+    opened, split, number = datasets(config), options.split or "train", options.sample or 0
+    if split not in opened:
+        raise InputError(f"--split={split} is not in the config: choose {', '.join(opened)}.")
+    read = max(1, wanted_samples(config, split))
+    if config.data.order == "megatron" and number >= read:
+        raise InputError(f"--sample={number}: data.order=megatron has {read} samples of {split}: give 0 to {read - 1}.")
+    return describe_data(config, opened) + describe_samples(config, split, opened[split], colour, number)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit status."""
+    description = "Figures about token files, or about a config's data with one of its samples as text."
+    parser = CommandParser("megajax.data.inspect", description=description)
+    parser.add_argument("target", metavar="PREFIX|CONFIG", help="prefix of a .bin/.idx pair, or YAML file of a run")
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="settings instead of the config's")
+    parser.add_argument("--sample", type=_number, metavar="N", help="sample to show, of a config (default: 0)")
+    parser.add_argument("--split", help="train, valid, test or valid/NAME, of a config (default: train)")
+    with user_errors():
+        options = parser.parse_intermixed_args(arguments)
+        if options.target.endswith((".yaml", ".yml")):
+            colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+            lines = _config_lines(options, colour)
+        elif options.overrides or options.split or options.sample is not None:
+            raise InputError(
+                f"{options.target} is the prefix of token files, which have no samples: give a CONFIG (.yaml) for "
+                "--sample, --split and KEY=VALUE."
+            )
+        else:
+            lines = describe_file(IndexedDataset(options.target))
+        print("\n".join(lines))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
