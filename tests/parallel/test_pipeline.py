@@ -78,7 +78,7 @@ def weights_of(config) -> dict[str, np.ndarray]:
     """Numbers for every weight, biases and norms included, in the canonical shapes."""
     rng, out = np.random.default_rng(3), {}
     for name, declared in parameters(Transformer(config.model)).items():
-        around = 1.0 if name.endswith("norm") else 0.0
+        around = 1.0 if name.endswith("norm") and not config.model.norm_zero_centred else 0.0
         out[name] = (around + 0.05 * rng.standard_normal(tuple(declared.shape))).astype(np.float32)
     return out
 
