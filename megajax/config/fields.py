@@ -77,7 +77,7 @@ def _shortest(pattern: tuple[str, ...] | None, info: ValidationInfo) -> tuple[st
 
 
 def path_or_sources(value: Any) -> Any:
-    """`value`; for a list of paths in another form than {prefix, weight} an error with the correct list."""
+    """`value`; Megatron's "0.7 a 0.3 b" as a list of {prefix, weight}; for other forms an error with such a list."""
     words = value.split() if isinstance(value, str) else value
     if isinstance(words, dict) and "prefix" not in words and all(map(_number, words.values())):
         words = [word for path, weight in words.items() for word in (weight, path)]  # {path: weight}
@@ -86,6 +86,8 @@ def path_or_sources(value: Any) -> Any:
     if not isinstance(words, list) or not words:
         return value
     if len(words) % 2 == 0 and all(_number(weight) and isinstance(path, str) for weight, path in _pairs(words)):
+        if isinstance(value, str):
+            return [{"prefix": path, "weight": float(weight)} for weight, path in _pairs(words)]
         sources = [f"{{prefix: {path}, weight: {weight}}}" for weight, path in _pairs(words)]
     elif isinstance(value, str) or not all(isinstance(word, str) for word in words):
         return value

@@ -214,8 +214,8 @@ class DataConfig(Section):
     )
     train: Sources | None = Field(
         default=None,
-        description="Training data: the path prefix of a .bin/.idx pair, or a list of {prefix, weight}; chat: .jsonl"
-        " files.",
+        description="Training data: the path prefix of a .bin/.idx pair, a list of {prefix, weight}, or '0.7 a 0.3 b';"
+        " chat: .jsonl files.",
     )
     valid: Sources | None = Field(default=None, description="Evaluation data, written like train.")
     valid_sets: tuple[ValidationSet, ...] = Field(

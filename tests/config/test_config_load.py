@@ -191,3 +191,8 @@ def test_importing_the_config_does_not_import_jax():
     code = "import megajax.config.cli, megajax.config.checks, sys; sys.exit('jax' in sys.modules)"
     root = Path(__file__).parents[2]
     assert subprocess.run([sys.executable, "-c", code], cwd=root, timeout=60).returncode == 0
+
+
+def test_a_blend_may_be_written_as_megatron_does():
+    Path("x.yaml").write_text(MODEL + BATCH + "data: {train: 0.7 a 3 b}\n")
+    assert [(part.prefix, part.weight) for part in load_config("x.yaml").data.train] == [("a", 0.7), ("b", 3.0)]
