@@ -29,6 +29,7 @@ O200K_WORDS = (
     r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 LLAMA3_NAMED = {0: "begin_of_text", 1: "end_of_text", 6: "start_header_id", 7: "end_header_id", 9: "eot_id"}
+LLAMA3_FILES = ("tokenizer", "llama3")  # Meta publishes it as tokenizer.model
 LLAMA3_SPECIAL = 256  # after the ranks; those without a name are reserved
 
 
@@ -103,9 +104,7 @@ def read_tiktoken(path: Path) -> "tokenizers.Tokenizer":
     if missing is not None or len(set(ranks.values())) < len(ranks):
         problem = "gives one rank to two tokens" if missing is None else f"has no token for the byte {missing}"
         raise InputError(f"{path} {problem}, so it is not a tiktoken file: copy it again.")
-    words, special = ENCODINGS.get(path.name.split(".")[0]) or Encoding(
-        LLAMA3_WORDS, _llama3_special(max(ranks.values()) + 1)
-    )
+    words, special = _encoding(path, max(ranks.values()) + 1)
     letters = _letters()
     names = {token: "".join(letters[byte] for byte in token) for token in ranks}
     pairs = (pair for token in sorted(ranks, key=ranks.__getitem__) for pair in _pairs(token, ranks))
@@ -115,6 +114,20 @@ def read_tiktoken(path: Path) -> "tokenizers.Tokenizer":
     tokenizer = _byte_level(model, words)
     tokenizer.add_special_tokens(list(special))
     return tokenizer
+
+
+def _encoding(path: Path, size: int) -> Encoding:
+    """The encoding that the file's name says; InputError for another name, whose tokens would be wrong."""
+    name = path.name.split(".")[0]
+    if name in LLAMA3_FILES:
+        return Encoding(LLAMA3_WORDS, _llama3_special(size))
+    if name not in ENCODINGS:
+        known = ", ".join(f"{known}.tiktoken" for known in (*ENCODINGS, *LLAMA3_FILES[1:]))
+        raise InputError(
+            f"{path} names no known encoding, and a tiktoken file does not say how text is cut into words: call it "
+            f"{known}, or give the model's tokenizer.json."
+        )
+    return ENCODINGS[name]
 
 
 def _pairs(token: bytes, ranks: dict[bytes, int]) -> list[tuple[bytes, bytes]]:

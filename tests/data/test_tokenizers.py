@@ -91,6 +91,7 @@ def test_bad_tokenizers_are_refused_with_one_sentence(tmp_path):
     (tmp_path / "gpt2" / "merges.txt").write_text("a b c")
     (tmp_path / "bad.tiktoken").write_text("YQ== 0\nYg 1\n")
     (tmp_path / "short.tiktoken").write_text("AA== 0\n")
+    write_ranks(tmp_path / "qwen.tiktoken", [bytes([i]) for i in range(256)])
     sentences = {
         "gpt2": 'gpt2 is not a tokenizer: use "byte", "null:VOCABULARY_SIZE", a folder, or the path of a '
         "tokenizer.json, a SentencePiece .model or a .tiktoken file.",
@@ -100,6 +101,9 @@ def test_bad_tokenizers_are_refused_with_one_sentence(tmp_path):
         "file again.",
         f"{tmp_path}/short.tiktoken": f"{tmp_path}/short.tiktoken has no token for the byte 1, so it is not a tiktoken "
         "file: copy it again.",
+        f"{tmp_path}/qwen.tiktoken": f"{tmp_path}/qwen.tiktoken names no known encoding, and a tiktoken file does not "
+        "say how text is cut into words: call it r50k_base.tiktoken, p50k_base.tiktoken, cl100k_base.tiktoken, "
+        "o200k_base.tiktoken, llama3.tiktoken, or give the model's tokenizer.json.",
         f"{tmp_path}/gpt2": f"{tmp_path}/gpt2 has a vocab.json and a merges.txt that are not GPT-2's (Error while "
         "reading BPE files: Merges text file invalid at line 1): copy both again.",
         "null": "null has no vocabulary size: write null:50257 for the token ids 0 to 50256.",
@@ -158,7 +162,7 @@ def test_tiktoken_files_give_the_tokens_of_their_ranks(tmp_path):
         if new not in tokens and b" " not in new[1:]:
             tokens.append(new)
     ranks = {token: rank for rank, token in enumerate(tokens)}
-    tokenizer = load_tokenizer(write_ranks(tmp_path / "t.tiktoken", tokens))
+    tokenizer = load_tokenizer(write_ranks(tmp_path / "llama3.tiktoken", tokens))
     for _ in range(200):
         text = re.sub(" +", " ", "".join(generator.choice(list(" xyzxyz"), 40)))
         expected = [token for word in re.findall(" ?[xyz]+| $", text) for token in reference_bpe(word.encode(), ranks)]
@@ -169,7 +173,7 @@ def test_tiktoken_files_give_the_tokens_of_their_ranks(tmp_path):
     assert tokenizer.vocab_size == 330 + 256 and tokenizer.end_of_document == 331  # Llama 3's special tokens
     assert [tokenizer.token_id(f"<|{name}|>") for name in ("reserved_special_token_4", "eot_id")] == [338, 339]
 
-    keep_tokenizer(str(tmp_path / "t.tiktoken"), tmp_path)
+    keep_tokenizer(str(tmp_path / "llama3.tiktoken"), tmp_path)
     assert load_tokenizer(str(tmp_path / "tokenizer.json")).encode("xyzzy xyz") == tokenizer.encode("xyzzy xyz")
 
 
