@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from megajax.config import Config
-from megajax.data.samples import Packing, make_batch
+from megajax.data.samples import Packing, Samples, make_batch
 from megajax.mesh import AXES, build_mesh
 from megajax.model import Transformer, bind
 from megajax.parallel.gradients import gradient_function
@@ -25,7 +25,7 @@ LENGTHS = [[5, 1, 7], [1, 4, 8], [12, 1], [13]]  # of S + 1 = 13 tokens
 ROWS, S = 4, 12
 
 
-class Documents:
+class Documents(Samples):
     """Samples of random tokens with the documents of LENGTHS."""
 
     def __init__(self):

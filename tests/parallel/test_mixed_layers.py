@@ -11,6 +11,7 @@ from mesh_models import EVERY_SECOND, FIRST_DENSE
 from megajax.checkpoint import Checkpoints
 from megajax.config import Config
 from megajax.config.checks import check_mesh
+from megajax.config.kinds import LayerKind
 from megajax.mesh import AXES, build_mesh
 from megajax.model import Transformer, init_parameters, parameters
 from megajax.model.comm import SingleDevice, TokenPositions
@@ -97,7 +98,7 @@ def test_an_empty_slot_sends_no_token_to_an_expert(table):
 
     @jax.jit
     def run(weights, filled):
-        arguments = {"comm": SingleDevice(), "window": None}
+        arguments = {"comm": SingleDevice(), "kind": LayerKind("moe", None)}
         block = model.blocks["moe"]
         return block(block.fuse(weights), x, inputs, 1, {"moe.filled": filled}, **arguments)[0]
 
