@@ -1,5 +1,6 @@
 """A language model with its weights on devices: logits, scores and generation."""
 
+import warnings
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -14,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from megajax.config import AXES, Config
 from megajax.config.kinds import layer_kinds
 from megajax.data.tokenizers import Tokenizer
-from megajax.errors import InputError
+from megajax.errors import ConfigError, InputError
 from megajax.inference.comm import Decode, WholeSequences
 from megajax.inference.weights import ModelWeights, from_parameters
 from megajax.model import Transformer
@@ -50,8 +51,7 @@ class LanguageModel:
         self.max_length = config.batch.sequence_length
         self.stop_tokens, self.folder, self.special_tokens = tuple(stop_tokens), folder, special_tokens
         self.model = Transformer(config.model)
-        # Attention and experts run on whole heads and experts, as on a mesh without `tensor`.
-        self.kernels = Kernels.choose(config, dict.fromkeys(AXES, 1), Hardware.of(mesh))
+        self.kernels = choose_kernels(config, Hardware.of(mesh))
         self.weights = from_parameters(self.model, params, state, mesh)
 
     def __call__(self, tokens_bs: Any) -> jax.Array:
@@ -129,3 +129,19 @@ class LanguageModel:
             own, state = weights.layers[layer], weights.state[layer]
             x, _ = self.model.blocks[kind.block](own, x, inputs, layer, state, comm=comm, kind=kind)
         return x
+
+
+def choose_kernels(config: Config, hardware: Hardware) -> Kernels:
+    """The kernels of a model in use: attention and experts run on whole heads and experts, as without `tensor`.
+
+    Warns if a GPU's kernel for experts cannot run, because the reference multiplies by the weights of all experts.
+    """
+    whole = dict.fromkeys(AXES, 1)
+    try:
+        return Kernels.choose(config, whole, hardware)
+    except ConfigError as error:
+        if config.model.num_experts is None or config.kernels.grouped_matmul == "reference":
+            raise
+        warnings.warn(f"experts run slowly here, by kernels.grouped_matmul=reference: {error}", stacklevel=3)
+        kernels = config.kernels.model_copy(update={"grouped_matmul": "reference"})
+        return Kernels.choose(config.model_copy(update={"kernels": kernels}), whole, hardware)

@@ -8,7 +8,9 @@ import megajax
 from megajax.errors import InputError
 from megajax.inference import generation
 from megajax.inference.generation import Generator, continue_texts
+from megajax.inference.language_model import choose_kernels
 from megajax.inference.sampling import Sampling, choose, remaining
+from megajax.step_plan import HOPPER
 
 GREEDY = Sampling(temperature=0)
 
@@ -147,3 +149,13 @@ def test_samples_follow_the_distribution():
     expected = np.where(logits >= np.sort(logits)[-4], np.exp(logits / 0.5), 0)
     counts = np.bincount(np.asarray(found), minlength=99)
     assert np.abs(counts / 4000 - expected / expected.sum()).max() < 0.03
+
+
+@pytest.mark.smoke
+def test_experts_that_the_gpus_kernel_does_not_support_use_the_reference_with_a_warning():
+    model = {"num_layers": 1, "hidden_size": 16, "num_heads": 2, "vocab_size": 64, "num_experts": 4}
+    batch, data = {"global_size": 1, "sequence_length": 8}, {"kind": "synthetic"}
+    content = {"model": model, "mesh": {"data": 1}, "batch": batch, "data": data, "precision": {"compute": "float32"}}
+    with pytest.warns(UserWarning, match="experts run slowly here, by kernels.grouped_matmul=reference: .*float32"):
+        kernels = choose_kernels(megajax.Config.model_validate(content), HOPPER)
+    assert kernels.grouped_matmul == "reference" and kernels.attention == "reference"
