@@ -136,7 +136,7 @@ def choose_kernels(config: Config, hardware: Hardware) -> Kernels:
 
     Warns if a GPU's kernel for experts cannot run, because the reference multiplies by the weights of all experts.
     """
-    whole = dict.fromkeys(AXES, 1)
+    whole: dict[str, int] = dict.fromkeys(AXES, 1)
     try:
         return Kernels.choose(config, whole, hardware)
     except ConfigError as error:
