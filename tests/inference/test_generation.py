@@ -24,7 +24,6 @@ def last(pieces):
     return [*pieces][-1]
 
 
-@pytest.mark.smoke
 @pytest.mark.parametrize("name", ["tiny_llama", "tiny_mistral", "tiny_qwen3_local", "tiny_mixtral", "tiny_gpt_oss"])
 def test_the_likeliest_tokens_are_those_of_transformers(references, folder_of, name):
     model, expected = megajax.from_hf(folder_of(name)), references[name]
