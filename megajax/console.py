@@ -61,6 +61,13 @@ class CommandParser(argparse.ArgumentParser):
         raise InputError(f"{message}; {self.prog} --help lists the arguments.")
 
 
+def add_model_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of a command that uses a trained model; `inference.load.load_chosen` reads them."""
+    parser.add_argument("run", metavar="RUN_OR_HF_FOLDER", help="a run, RUN/checkpoints/STEP, or a Hugging Face folder")
+    parser.add_argument("--mesh", help="axes of the mesh, such as tensor=2,fsdp=2 (default: one device)")
+    parser.add_argument("--dtype", help="float32, bfloat16 or float16 (default: the model's)")
+
+
 @contextmanager
 def user_errors() -> Iterator[None]:
     """Around a command: a `UserError`, or a file that cannot be written, is one sentence on stderr and exit status 2.

@@ -8,13 +8,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megajax.console import CommandParser, user_errors
+from megajax.console import CommandParser, add_model_arguments, user_errors
 from megajax.data.indexed import IndexedDataset
 from megajax.data.json_lines import check_inputs, read_blocks, texts
 from megajax.errors import InputError
 from megajax.runtime import accept_missing_cuda
 
-ARGUMENT = "RUN"  # the argument's name, in errors
 SUFFIXES = (".jsonl", ".json", ".jsonl.gz", ".jsonl.xz", ".jsonl.bz2", ".jsonl.zst", ".parquet")
 DOCUMENTS_AT_ONCE = 1000
 
@@ -106,12 +105,10 @@ def report(results: dict[str, dict[str, Any]]) -> str:
 
 def run(options: argparse.Namespace) -> None:
     """Load the model, score the sets and print their table; `options` are those of the parser below."""
-    from megajax.inference.load import load_model
-    from megajax.mesh import named_mesh
+    from megajax.inference.load import load_chosen
 
     sets = data_sets(options.data)
-    mesh = named_mesh(options.mesh, "--mesh") if options.mesh else None
-    model = load_model(options.run, mesh, options.dtype, setting=ARGUMENT)
+    model = load_chosen(options)
     results = {name: evaluate(model, path, options.json_key, options.limit) for name, path in sets.items()}
     print(report(results))
     if options.output:
@@ -124,7 +121,7 @@ def run(options: argparse.Namespace) -> None:
 def main(argv: Sequence[str]) -> int:
     """Print the scores of sets of texts; returns the exit status."""
     parser = CommandParser("megajax.evaluate", description="Loss, perplexity and bits per byte of texts.")
-    parser.add_argument("run", metavar="RUN_OR_HF_FOLDER", help="a run, RUN/checkpoints/STEP, or a Hugging Face folder")
+    add_model_arguments(parser)
     parser.add_argument(
         "--data",
         action="append",
@@ -135,8 +132,6 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--json-key", default="text", help="key of the text in JSON lines (default: text)")
     parser.add_argument("--limit", type=int, help="only the first documents of each set")
     parser.add_argument("--output", metavar="FILE", help="write the figures as JSON too")
-    parser.add_argument("--mesh", help="axes of the mesh, such as tensor=2,fsdp=2 (default: one device)")
-    parser.add_argument("--dtype", help="float32, bfloat16 or float16 (default: the model's)")
     with user_errors():
         options = parser.parse_args(argv)
         if options.limit is not None and options.limit < 1:

@@ -3,12 +3,11 @@
 import json
 import sys
 from collections.abc import Sequence
+from functools import cache
 
-from megajax.console import CommandParser, user_errors
+from megajax.console import CommandParser, add_model_arguments, user_errors
 from megajax.errors import InputError
 from megajax.runtime import accept_missing_cuda
-
-ARGUMENT = "RUN"  # the argument's name, in errors
 
 
 def generate(options) -> None:
@@ -18,17 +17,16 @@ def generate(options) -> None:
     """
     from megajax.data.chat_template import load_chat_template
     from megajax.inference.generation import continue_texts
-    from megajax.inference.load import load_model
+    from megajax.inference.load import load_chosen
     from megajax.inference.prompts import read_prompts
     from megajax.inference.sampling import Sampling
-    from megajax.mesh import named_mesh
 
     sampling = Sampling(options.temperature, options.top_k, options.top_p, options.min_p)
     sampling.check()
     prompts = [options.prompt] if options.prompts is None else read_prompts(options.prompts)
-    mesh = named_mesh(options.mesh, "--mesh") if options.mesh else None
-    model = load_model(options.run, mesh, options.dtype, setting=ARGUMENT)
-    texts = [p if isinstance(p, str) else load_chat_template(model.folder).render(p, True) for p in prompts]
+    model = load_chosen(options)
+    template = cache(lambda: load_chat_template(model.folder))  # read once, if any prompt is a chat
+    texts = [p if isinstance(p, str) else template().render(p, True) for p in prompts]
     tokens = [
         model.encode(text, special_tokens=isinstance(prompt, str)) for text, prompt in zip(texts, prompts, strict=True)
     ]
@@ -58,7 +56,7 @@ def generate(options) -> None:
 def main(argv: Sequence[str]) -> int:
     """Print continuations of prompts; returns the exit status."""
     parser = CommandParser("megajax.generate", description="Continue text with a trained model.")
-    parser.add_argument("run", metavar="RUN_OR_HF_FOLDER", help="a run, RUN/checkpoints/STEP, or a Hugging Face folder")
+    add_model_arguments(parser)
     given = parser.add_mutually_exclusive_group(required=True)
     given.add_argument("--prompt", help="text to continue")
     given.add_argument(
@@ -73,8 +71,6 @@ def main(argv: Sequence[str]) -> int:
     )
     parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before TEXT; may be repeated")
     parser.add_argument("--seed", type=int, default=0, help="seed of the sampling (default: 0)")
-    parser.add_argument("--mesh", help="axes of the mesh, such as tensor=2,fsdp=2 (default: one device)")
-    parser.add_argument("--dtype", help="float32, bfloat16 or float16 (default: the model's)")
     with user_errors():
         options = parser.parse_args(argv)
         if options.tokens < 1:

@@ -1,7 +1,6 @@
 """Chats and instructions: JSON lines to packed samples with the loss on the assistant's tokens (`data.kind: chat`)."""
 
 import hashlib
-import json
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -11,7 +10,7 @@ import numpy as np
 
 from megajax.data.chat_template import ChatTemplate, Span, load_chat_template
 from megajax.data.index_cache import cached
-from megajax.data.json_lines import check_inputs, read_blocks
+from megajax.data.json_lines import check_inputs, parse, read_blocks
 from megajax.data.packing import pack
 from megajax.data.samples import Samples
 from megajax.data.tokenizers import Tokenizer, load_tokenizer, tokenizer_files
@@ -40,12 +39,7 @@ def conversation(line: bytes, template: ChatTemplate | None) -> Text:
     The loss counts the assistant's text with its ends of turns, or the completion and the end of document. Raises
     ValueError with the rest of a sentence for anything else.
     """
-    try:
-        record = json.loads(line.decode())
-    except UnicodeDecodeError:
-        raise ValueError("is not UTF-8: convert the file to UTF-8") from None
-    except ValueError as error:
-        raise ValueError(f'is not JSON ({error}): write {{"messages": [...]}} on a line of its own') from None
+    record = parse(line, 'write {"messages": [...]} on a line of its own')
     if isinstance(record, dict) and {"prompt", "completion"} <= record.keys():
         prompt, completion = record["prompt"], record["completion"]
         if not (isinstance(prompt, str) and isinstance(completion, str)):

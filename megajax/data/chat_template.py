@@ -9,6 +9,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from megajax.data.model_files import read_json, token_texts
 from megajax.errors import InputError
 
 Message = Mapping[str, Any]
@@ -109,12 +110,7 @@ def load_chat_template(folder: Path | None, file: Path | None = None) -> ChatTem
     The special tokens are those of tokenizer_config.json. Raises InputError if there is no template.
     """
     config_path = folder / "tokenizer_config.json" if folder else None
-    config: dict[str, Any] = {}
-    if config_path is not None and config_path.is_file():
-        try:
-            config = json.loads(config_path.read_text())
-        except ValueError as error:
-            raise InputError(f"{config_path} is damaged ({error}): copy it again.") from None
+    config = {} if config_path is None else read_json(config_path)
     own = file or (folder / "chat_template.jinja" if folder else None)
     try:
         source: Any = own.read_text() if own is not None and (file or own.is_file()) else config.get("chat_template")
@@ -125,6 +121,5 @@ def load_chat_template(folder: Path | None, file: Path | None = None) -> ChatTem
         source = next((entry["template"] for entry in source if entry.get("name") == "default"), None)
     if not isinstance(source, str):
         raise InputError(f"{folder} has no chat template: add chat_template.jinja to the folder, or give plain text.")
-    tokens = {name: config.get(name) for name in ("bos_token", "eos_token", "pad_token", "unk_token")}
-    names = {name: token["content"] if isinstance(token, dict) else token for name, token in tokens.items() if token}
+    names = token_texts(config, ("bos_token", "eos_token", "pad_token", "unk_token"))
     return ChatTemplate(source, names, location)

@@ -169,14 +169,19 @@ def texts(block: Block, json_key: str, bad: list[str] | None = None) -> Iterator
                 bad.append(sentence)
 
 
-def _text(line: bytes, json_key: str) -> str:
-    wanted = f'write each document on a line of its own, as {{"{json_key}": "its text"}}'
+def parse(line: bytes, wanted: str) -> Any:
+    """The value of a line of JSON; ValueError with the rest of a sentence, which ends with what is `wanted`."""
     try:
-        record = json.loads(line.decode())
+        return json.loads(line.decode())
     except UnicodeDecodeError:
         raise ValueError("is not UTF-8: convert the file to UTF-8") from None
     except ValueError as error:
         raise ValueError(f"is not JSON ({error}): {wanted}") from None
+
+
+def _text(line: bytes, json_key: str) -> str:
+    wanted = f'write each document on a line of its own, as {{"{json_key}": "its text"}}'
+    record = parse(line, wanted)
     if not isinstance(record, dict):
         raise ValueError(f"is not a JSON object: {wanted}")
     if json_key not in record:

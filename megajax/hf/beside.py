@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from megajax.config import Config
+from megajax.data.model_files import read_json, token_texts
 from megajax.data.tokenizers import FILES, Tokenizer, files_in, has_no_file, load_tokenizer, tokenizer_files
-from megajax.errors import InputError
 
 CONFIG, KEPT_CONFIG, GENERATION = "config.json", "hf_config.json", "generation_config.json"
 TOKENIZER_FILES = (
@@ -71,7 +71,7 @@ def token_ids(run_dir: Path, config: Config) -> dict[str, Any]:
 
     They are those of the folder that the run started from, else the tokenizer's.
     """
-    stored = _read(run_dir / GENERATION) | _kept(run_dir)
+    stored = read_json(run_dir / GENERATION) | _kept(run_dir)
     ids = {f"{name}_id": stored[f"{name}_id"] for name in TOKENS if stored.get(f"{name}_id") is not None}
     tokenizer = _tokenizer(run_dir, config)
     if ids or tokenizer is None:
@@ -87,14 +87,13 @@ def token_ids(run_dir: Path, config: Config) -> dict[str, Any]:
 
 def token_names(folder: Path) -> dict[str, str]:
     """`bos_token`, `eos_token` and `pad_token` by the tokenizer's configuration files in a folder."""
-    stored = _read(folder / "special_tokens_map.json") | _read(folder / "tokenizer_config.json")
-    given = {name: stored[name] for name in TOKENS if stored.get(name)}
-    return {name: value["content"] if isinstance(value, dict) else value for name, value in given.items()}
+    stored = read_json(folder / "special_tokens_map.json") | read_json(folder / "tokenizer_config.json")
+    return token_texts(stored, TOKENS)
 
 
 def _kept(run_dir: Path) -> dict[str, Any]:
     """The keys of the config.json that the run started from, without nulls; those of its language model too."""
-    config = _read(run_dir / KEPT_CONFIG)
+    config = read_json(run_dir / KEPT_CONFIG)
     everything = (config.get("text_config") or {}).items(), config.items()
     return {name: value for part in everything for name, value in part if value is not None}
 
@@ -104,13 +103,3 @@ def _tokenizer(run_dir: Path, config: Config) -> Tokenizer | None:
     if spec is not None and has_no_file(spec):
         return load_tokenizer(spec)
     return load_tokenizer(str(run_dir)) if files_in(run_dir) else None
-
-
-def _read(path: Path) -> dict[str, Any]:
-    """A JSON file; empty if there is none."""
-    if not path.is_file():
-        return {}
-    try:
-        return dict(json.loads(path.read_text()))
-    except (ValueError, TypeError) as error:
-        raise InputError(f"{path} is damaged ({error}): copy it again, or remove it.") from None

@@ -1,8 +1,7 @@
 """Models from a run's checkpoint or from a folder in Hugging Face's format."""
 
-import json
+from argparse import Namespace
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,12 +10,13 @@ from jax.sharding import Mesh
 from megajax.checkpoint import find_checkpoint, restore_model
 from megajax.checkpoint.weights import run_config
 from megajax.config import Config
+from megajax.data.model_files import read_json, token_texts
 from megajax.data.tokenizers import FILES, Tokenizer, end_of_document, files_in, has_no_file, load_tokenizer
 from megajax.errors import InputError
 from megajax.hf import is_hf_folder
 from megajax.inference.language_model import LanguageModel
 from megajax.inference.weights import abstract_parameters, abstract_state
-from megajax.mesh import build_mesh
+from megajax.mesh import build_mesh, named_mesh
 from megajax.model import Transformer
 from megajax.model.lora import is_adapter, merge
 
@@ -29,6 +29,12 @@ def load_model(
     """`from_hf` of a folder in Hugging Face's format, else `load_run`; `setting` gave the path, for errors."""
     load = from_hf if is_hf_folder(path) else load_run
     return load(path, mesh, dtype, setting=setting)
+
+
+def load_chosen(options: Namespace) -> LanguageModel:
+    """The model of a command's arguments (`console.add_model_arguments`)."""
+    mesh = named_mesh(options.mesh, "--mesh") if options.mesh else None
+    return load_model(options.run, mesh, options.dtype, setting="RUN")
 
 
 def load_run(
@@ -128,23 +134,11 @@ def _for_inference(config: Config, dtype: str) -> Config:
 def _stop_tokens(folder: Path, tokenizer: Tokenizer | None) -> tuple[int, ...]:
     """The tokens that end a text, from generation_config.json, else config.json, else tokenizer_config.json."""
     for name in ("generation_config.json", "config.json"):
-        if (tokens := _read_json(folder / name).get("eos_token_id")) is not None:
+        if (tokens := read_json(folder / name).get("eos_token_id")) is not None:
             return tuple(tokens) if isinstance(tokens, list) else (tokens,)
-    name = _read_json(folder / "tokenizer_config.json").get("eos_token")
-    name = name.get("content") if isinstance(name, dict) else name
+    name = token_texts(read_json(folder / "tokenizer_config.json"), ["eos_token"]).get("eos_token")
     token = tokenizer.token_id(name) if tokenizer is not None and name else None
     return () if token is None else (token,)
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    """A file of a model's folder; {} if there is none."""
-    try:
-        found = json.loads(path.read_text())
-    except FileNotFoundError:
-        return {}
-    except ValueError as error:
-        raise InputError(f"{path} is damaged ({error}): copy it again.") from None
-    return found if isinstance(found, dict) else {}
 
 
 def find_tokenizer(config: Config, run_dir: Path) -> Tokenizer:

@@ -10,9 +10,11 @@ from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 
 import numpy as np
+import pyarrow
 import pytest
 import yaml
 import zstandard
+from pyarrow import parquet
 
 from megajax.data import json_lines, progress
 from megajax.data import preprocess as preprocess_module
@@ -161,9 +163,6 @@ def test_bad_lines_are_left_out_counted_and_named(tmp_path, monkeypatch, capsys)
 
 
 def test_parquet_rows_are_documents(tmp_path, monkeypatch, error_of, capsys):
-    pyarrow = pytest.importorskip("pyarrow")
-    from pyarrow import parquet
-
     monkeypatch.setattr(json_lines, "ROWS", 2)
     source = str(tmp_path / "named as you like")
     table = pyarrow.table({"id": range(7), "text": [*TEXTS, None]})
