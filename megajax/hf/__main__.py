@@ -2,6 +2,7 @@
 
 import argparse
 import sys
+from argparse import Namespace
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -49,12 +50,8 @@ def _import(parser: CommandParser, argv: Sequence[str]) -> int:
 
 def _export(parser: CommandParser, argv: Sequence[str]) -> int:
     """write a run's weights as a folder"""
-    parser.add_argument("run", metavar="RUN", help="directory of a run, or RUN/checkpoints/STEP")
-    parser.add_argument("folder", metavar="HF_FOLDER", type=Path, help="the new folder")
-    parser.add_argument("--step", type=int, help="step of the checkpoint (default: the newest)")
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help="dtype of the tensors (default: float32)")
-    options = parser.parse_args(argv)
-    run_dir, step = find_checkpoint(_one(options.run, options.step), "RUN")
+    options, run_dir, step = _checkpoint(parser, argv, "HF_FOLDER")
     export_step(run_dir, step, run_config(run_dir, "RUN"), options.folder, options.dtype)
     print(f"wrote step {step} of {run_dir} to {options.folder}")
     return 0
@@ -62,14 +59,19 @@ def _export(parser: CommandParser, argv: Sequence[str]) -> int:
 
 def _adapters(parser: CommandParser, argv: Sequence[str]) -> int:
     """write the adapters of a run with `lora` as a folder in PEFT's format"""
-    parser.add_argument("run", metavar="RUN", help="directory of a run, or RUN/checkpoints/STEP")
-    parser.add_argument("folder", metavar="PEFT_FOLDER", type=Path, help="the new folder")
-    parser.add_argument("--step", type=int, help="step of the checkpoint (default: the newest)")
-    options = parser.parse_args(argv)
-    run_dir, step = find_checkpoint(_one(options.run, options.step), "RUN")
+    options, run_dir, step = _checkpoint(parser, argv, "PEFT_FOLDER")
     export_adapters(run_dir, step, run_config(run_dir, "RUN"), options.folder)
     print(f"wrote the adapters of step {step} of {run_dir} to {options.folder}")
     return 0
+
+
+def _checkpoint(parser: CommandParser, argv: Sequence[str], folder: str) -> tuple[Namespace, Path, int]:
+    """(arguments, run directory, step) of a command that writes a checkpoint's weights to the new folder `folder`."""
+    parser.add_argument("run", metavar="RUN", help="directory of a run, or RUN/checkpoints/STEP")
+    parser.add_argument("folder", metavar=folder, type=Path, help="the new folder")
+    parser.add_argument("--step", type=int, help="step of the checkpoint (default: the newest)")
+    options = parser.parse_args(argv)
+    return options, *find_checkpoint(_one(options.run, options.step), "RUN")
 
 
 def _compare(parser: CommandParser, argv: Sequence[str]) -> int:
