@@ -81,31 +81,30 @@ def check_inputs(paths: Sequence[str]) -> int:
     """The size of all files in bytes; InputError for one that is not a file or cannot be read."""
     for path in paths:
         if Path(path).is_dir():
-            raise InputError(
-                f"--input: {path} is a directory; name the files in it, such as {path.rstrip('/')}/*.jsonl."
-            )
+            raise InputError(f"{path} is a directory; name the files in it, such as {path.rstrip('/')}/*.jsonl.")
         if not Path(path).is_file():
-            raise InputError(f"--input: {path} does not exist or is not a file; correct the path.")
+            raise InputError(f"{path} does not exist or is not a file; correct the path.")
         try:
             with open(path, "rb") as file:
                 start = file.read(8)
         except OSError as error:
-            raise InputError(f"--input: {path} cannot be read ({error.strerror}); change its permissions.") from None
+            raise InputError(f"{path} cannot be read ({error.strerror}); change its permissions.") from None
         if start.startswith(ZIP):
-            raise InputError(f"--input: {path} is a ZIP archive: unpack it first, with `unzip {path}`.")
+            raise InputError(f"{path} is a ZIP archive: unpack it first, with `unzip {path}`.")
         if start.startswith(PARQUET) and importlib.util.find_spec("pyarrow") is None:
-            raise InputError(
-                f"--input: {path} is a Parquet file, but pyarrow is not installed: pip install 'megajax[parquet]'."
-            )
+            raise InputError(f"{path} is a Parquet file, but pyarrow is not installed: pip install 'megajax[parquet]'.")
     return sum(os.path.getsize(path) for path in paths)
 
 
-def read_blocks(paths: Sequence[str], column: str | None = None) -> Iterator[Block]:
-    """All lines of the files, in order; of a Parquet file only the `column` of this name, None: all."""
+def read_blocks(paths: Sequence[str], column: str | None = None, option: str = "--json-key") -> Iterator[Block]:
+    """All lines of the files, in order; of a Parquet file only the `column` of this name, None: all.
+
+    `option` is the setting that gave the column.
+    """
     for path in paths:
         with open(path, "rb") as stored:
             is_parquet = stored.read(len(PARQUET)) == PARQUET
-        yield from _read_rows(path, column) if is_parquet else _read_lines(path)
+        yield from _read_rows(path, column, option) if is_parquet else _read_lines(path)
 
 
 def _read_lines(path: str) -> Iterator[Block]:
@@ -122,12 +121,12 @@ def _read_lines(path: str) -> Iterator[Block]:
                 line, position = line + text.count(b"\n"), stored.tell()
         except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
             raise InputError(
-                f"--input: {path} cannot be read beyond line {line} ({error}): it is damaged or incomplete; "
+                f"{path} cannot be read beyond line {line} ({error}): it is damaged or incomplete; "
                 "copy or download it again."
             ) from None
 
 
-def _read_rows(path: str, column: str | None) -> Iterator[Block]:
+def _read_rows(path: str, column: str | None, option: str) -> Iterator[Block]:
     """The rows of a Parquet file as lines of JSON."""
     import pyarrow
     from pyarrow import parquet
@@ -138,8 +137,8 @@ def _read_rows(path: str, column: str | None) -> Iterator[Block]:
             names, total = file.schema_arrow.names, file.metadata.num_rows
             if column is not None and column not in names:
                 raise InputError(
-                    f'--input: {path} has no column "{column}" (its columns: {", ".join(names[:KEYS_SHOWN])}): name '
-                    "the column of the text with --json-key."
+                    f'{path} has no column "{column}" (its columns: {", ".join(names[:KEYS_SHOWN])}): name '
+                    f"the column of the text with {option}."
                 )
             for batch in file.iter_batches(ROWS, columns=None if column is None else [column]):
                 text = "".join(json.dumps(record, default=str) + "\n" for record in batch.to_pylist())
@@ -148,20 +147,22 @@ def _read_rows(path: str, column: str | None) -> Iterator[Block]:
                 row, passed = row + batch.num_rows, done
     except (OSError, pyarrow.ArrowException) as error:
         raise InputError(
-            f"--input: {path} cannot be read beyond row {row} ({error}): it is damaged or incomplete; copy or download "
-            "it again."
+            f"{path} cannot be read beyond row {row} ({error}): it is damaged or incomplete; copy or download it again."
         ) from None
 
 
-def texts(block: Block, json_key: str, bad: list[str] | None = None) -> Iterator[tuple[int, str]]:
+def texts(
+    block: Block, json_key: str, bad: list[str] | None = None, option: str = "--json-key"
+) -> Iterator[tuple[int, str]]:
     """The line number and the text under `json_key` of each non-blank line.
 
     A line without a text is left out, and a sentence about it is added to `bad`; with None it is an InputError.
+    `option` is the setting that gave the key.
     """
     for number, line in enumerate(block.text.split(b"\n"), start=block.first_line):
         if line.strip():
             try:
-                yield number, _text(line, json_key)
+                yield number, _text(line, json_key, option)
             except ValueError as error:
                 sentence = f"{block.path}, {block.unit} {number} {error}."
                 if bad is None:
@@ -179,14 +180,14 @@ def parse(line: bytes, wanted: str) -> Any:
         raise ValueError(f"is not JSON ({error}): {wanted}") from None
 
 
-def _text(line: bytes, json_key: str) -> str:
+def _text(line: bytes, json_key: str, option: str) -> str:
     wanted = f'write each document on a line of its own, as {{"{json_key}": "its text"}}'
     record = parse(line, wanted)
     if not isinstance(record, dict):
         raise ValueError(f"is not a JSON object: {wanted}")
     if json_key not in record:
         keys = ", ".join(list(record)[:KEYS_SHOWN]) or "none"
-        raise ValueError(f'has no key "{json_key}" (its keys: {keys}): name the key of the text with --json-key')
+        raise ValueError(f'has no key "{json_key}" (its keys: {keys}): name the key of the text with {option}')
     text = record[json_key]
     if not isinstance(text, str):
         raise ValueError(f'has {type(text).__name__} instead of text under "{json_key}": {wanted}')

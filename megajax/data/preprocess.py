@@ -1,75 +1,20 @@
 """`python -m megajax.data.preprocess`: encodes documents to `P_text_document.bin/.idx`, in input order."""
 
 import argparse
-import multiprocessing
-import signal
 import sys
 import time
 import warnings
-from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Sequence
 
-import numpy as np
 import yaml
 
 from megajax.console import CommandParser, user_errors
+from megajax.data.encoding import Encoder, encode_files
 from megajax.data.indexed import IndexedWriter, token_dtype
-from megajax.data.json_lines import Block, check_inputs, read_blocks, texts
+from megajax.data.json_lines import check_inputs
 from megajax.data.progress import show_progress
-from megajax.data.tokenizers import Tokenizer, end_of_document, load_tokenizer
+from megajax.data.tokenizers import end_of_document, load_tokenizer
 from megajax.errors import InputError
-
-BLOCKS_AHEAD = 4  # per worker
-BAD_SHOWN = 5  # lines that are left out and named
-
-
-class Encoded(NamedTuple):
-    """The tokens of consecutive documents, their lengths, and their bytes in the input file.
-
-    `bad` is the number of lines that were left out, with sentences about the first ones.
-    """
-
-    tokens: np.ndarray
-    lengths: np.ndarray
-    stored_bytes: int
-    bad: int
-    first_bad: list[str]
-
-
-@dataclass
-class Encoder:
-    """Encodes blocks of lines; each worker process has a copy."""
-
-    spec: str
-    end_of_document: int | None  # the token appended to each document
-    json_key: str
-    strict: bool = False
-    tokenizer: Tokenizer | None = None
-
-    def __call__(self, block: Block) -> Encoded:
-        self.tokenizer = self.tokenizer or load_tokenizer(self.spec)
-        dtype = token_dtype(self.tokenizer.vocab_size)
-        documents: list[np.ndarray] = []
-        bad: list[str] = []
-        for number, text in texts(block, self.json_key, None if self.strict else bad):
-            try:
-                ids = self.tokenizer.encode(text)
-            except InputError as error:  # only null:N does not take every text
-                bad.append(f"{block.path}, {block.unit} {number}: {error}")
-                if self.strict:
-                    raise InputError(bad[-1]) from None
-                continue
-            if ids and self.end_of_document is not None:
-                ids.append(self.end_of_document)
-            documents.append(np.asarray(ids, dtype))
-        lengths = np.asarray([document.size for document in documents], np.int64)
-        return Encoded(
-            np.concatenate([np.empty(0, dtype), *documents]), lengths, block.stored_bytes, len(bad), bad[:BAD_SHOWN]
-        )
 
 
 def preprocess(
@@ -98,69 +43,19 @@ def preprocess(
         raise InputError(f"--output-prefix {output_prefix} is a directory; add a name, such as {output_prefix}my.")
     prefix = f"{output_prefix}_{json_key}_document"
     encoder = Encoder(tokenizer, appended, json_key, strict)
-    bad, first_bad = 0, []
     with IndexedWriter(prefix, token_dtype(loaded.vocab_size)) as writer, show_progress(size) as progress:
-        for encoded in _map_in_order(encoder, read_blocks(inputs, json_key), workers):
-            writer.add_documents(encoded.tokens, encoded.lengths)
-            progress.advance(encoded.stored_bytes, encoded.lengths.size, encoded.tokens.size)
-            bad, first_bad = bad + encoded.bad, [*first_bad, *encoded.first_bad][:BAD_SHOWN]
-        if bad and not writer.num_documents:
+        bad = encode_files(encoder, inputs, writer, progress, workers)
+        if bad.count and not writer.num_documents:
             raise InputError(
-                f"--input: every line is bad, {bad:,} in all; nothing is written. The first: {first_bad[0]}"
+                f"--input: every line is bad, {bad.count:,} in all; nothing is written. The first: {bad.first[0]}"
             )
         if not writer.num_tokens:
             found = f'only empty text under "{json_key}"' if writer.num_documents else "no documents"
             raise InputError(f"--input: {', '.join(inputs)} has {found}; nothing is written.")
-    if bad:
-        more = [f"and {bad - len(first_bad):,} more"] * (bad > len(first_bad))
-        lines = "".join(f"\n  {line}" for line in [*first_bad, *more])
-        warnings.warn(f"{bad:,} bad lines were left out; --strict stops at the first.{lines}", stacklevel=2)
+    if bad.count:
+        left_out = f"{bad.count:,} bad lines were left out; --strict stops at the first."
+        warnings.warn(left_out + bad.named(), stacklevel=2)
     return prefix, writer.num_documents, writer.num_tokens
-
-
-_encoder: Encoder | None = None  # of a worker process
-
-
-def _set_encoder(encoder: Encoder) -> None:
-    global _encoder
-    _encoder = encoder
-
-
-def _encode(block: Block) -> Encoded:
-    assert _encoder is not None
-    return _encoder(block)
-
-
-def _map_in_order(encoder: Encoder, blocks: Iterable[Block], workers: int) -> Iterator[Encoded]:
-    """Encodes the blocks in worker processes, a bounded number ahead, and yields the results in input order."""
-    if workers == 1:
-        yield from map(encoder, blocks)
-        return
-    pending: deque[Future[Encoded]] = deque()
-    spawn = multiprocessing.get_context("spawn")  # a fork of a process with threads can hang
-    with ProcessPoolExecutor(workers, spawn, initializer=_set_encoder, initargs=(encoder,)) as pool:
-        try:
-            for block in blocks:
-                pending.append(_submit(pool, block))
-                if len(pending) >= workers * BLOCKS_AHEAD:
-                    yield pending.popleft().result()
-            while pending:
-                yield pending.popleft().result()
-        except BrokenProcessPool:
-            raise InputError(
-                "a worker process was killed, most likely because memory ran out: use fewer --workers."
-            ) from None
-        finally:
-            pool.shutdown(wait=True, cancel_futures=True)
-
-
-def _submit(pool: ProcessPoolExecutor, block: Block) -> Future[Encoded]:
-    """`pool.submit` with Ctrl-C blocked: it may start a worker, which inherits this and ends with this process."""
-    earlier = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
-    try:
-        return pool.submit(_encode, block)
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, earlier)
 
 
 def _worker_count(value: str) -> int:

@@ -44,6 +44,10 @@ class Tokenizer(Protocol):
         """The tokens of a text, with those that the tokenizer puts around it if `special_tokens`."""
         ...
 
+    def encode_all(self, texts: Sequence[str]) -> list[list[int]]:
+        """The tokens of each text; the library `tokenizers` uses all cores."""
+        ...
+
     def encode_with_offsets(self, texts: Sequence[str]) -> list[tuple[list[int], list[tuple[int, int]]]]:
         """The tokens of each text, and each token's range of characters."""
         ...
@@ -161,6 +165,9 @@ class ByteTokenizer:
     def encode(self, text: str, special_tokens: bool = False) -> list[int]:
         return list(text.encode())
 
+    def encode_all(self, texts: Sequence[str]) -> list[list[int]]:
+        return [self.encode(text) for text in texts]
+
     def encode_with_offsets(self, texts: Sequence[str]) -> list[tuple[list[int], list[tuple[int, int]]]]:
         spans = [[(i, i + 1) for i, letter in enumerate(text) for _ in letter.encode()] for text in texts]
         return [(self.encode(text), own) for text, own in zip(texts, spans, strict=True)]
@@ -191,6 +198,9 @@ class NullTokenizer:
     def encode(self, text: str, special_tokens: bool = False) -> list[int]:
         return [self._id(word) for word in text.split()]
 
+    def encode_all(self, texts: Sequence[str]) -> list[list[int]]:
+        return [self.encode(text) for text in texts]
+
     def encode_with_offsets(self, texts: Sequence[str]) -> list[tuple[list[int], list[tuple[int, int]]]]:
         return [(self.encode(text), [found.span() for found in re.finditer(r"\S+", text)]) for text in texts]
 
@@ -220,6 +230,8 @@ class HuggingFaceTokenizer:
 
     def __init__(self, tokenizer: "tokenizers.Tokenizer"):
         self._tokenizer = tokenizer
+        tokenizer.no_padding()  # a document is all of its tokens
+        tokenizer.no_truncation()
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocabulary.values()) + 1
         self.end_of_document = next((vocabulary[name] for name in END_OF_DOCUMENT_NAMES if name in vocabulary), None)
@@ -235,6 +247,9 @@ class HuggingFaceTokenizer:
 
     def encode(self, text: str, special_tokens: bool = False) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=special_tokens).ids
+
+    def encode_all(self, texts: Sequence[str]) -> list[list[int]]:
+        return [each.ids for each in self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)]
 
     def encode_with_offsets(self, texts: Sequence[str]) -> list[tuple[list[int], list[tuple[int, int]]]]:
         encoded = self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
@@ -266,6 +281,9 @@ class SentencePieceTokenizer:
     def encode(self, text: str, special_tokens: bool = False) -> list[int]:
         first = [self._model.bos_id()] if special_tokens and self._model.bos_id() >= 0 else []
         return first + self._model.EncodeAsIds(text)
+
+    def encode_all(self, texts: Sequence[str]) -> list[list[int]]:
+        return self._model.EncodeAsIds(list(texts))
 
     def encode_with_offsets(self, texts: Sequence[str]) -> list[tuple[list[int], list[tuple[int, int]]]]:
         out = []

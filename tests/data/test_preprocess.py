@@ -16,8 +16,7 @@ import yaml
 import zstandard
 from pyarrow import parquet
 
-from megajax.data import json_lines, progress
-from megajax.data import preprocess as preprocess_module
+from megajax.data import encoding, json_lines, progress
 from megajax.data.indexed import IndexedDataset
 from megajax.data.preprocess import main, preprocess
 from megajax.errors import InputError
@@ -173,25 +172,25 @@ def test_parquet_rows_are_documents(tmp_path, monkeypatch, error_of, capsys):
         assert read(tmp_path / f"{workers}_text_document") == [list(text.encode()) for text in TEXTS]
         assert f"  {source}, row 7 has NoneType instead of text" in capsys.readouterr().err
     assert error_of(["--input", source, "--json-key", "body"]) == (
-        f'--input: {source} has no column "body" (its columns: id, text): name the column of the text with --json-key.'
+        f'{source} has no column "body" (its columns: id, text): name the column of the text with --json-key.'
     )
     assert sum(block.stored_bytes for block in json_lines.read_blocks([source])) == Path(source).stat().st_size
     Path(source).write_bytes(Path(source).read_bytes()[:-9])
     assert "cannot be read beyond row 0 " in error_of(["--input", source])
     monkeypatch.setattr(json_lines.importlib.util, "find_spec", lambda _: None)
     assert error_of(["--input", source]) == (
-        f"--input: {source} is a Parquet file, but pyarrow is not installed: pip install 'megajax[parquet]'."
+        f"{source} is a Parquet file, but pyarrow is not installed: pip install 'megajax[parquet]'."
     )
 
 
 MISTAKES = {
-    "--input no.jsonl": "--input: no.jsonl does not exist or is not a file; correct the path.",
-    "--input dir": "--input: dir is a directory; name the files in it, such as dir/*.jsonl.",
+    "--input no.jsonl": "no.jsonl does not exist or is not a file; correct the path.",
+    "--input dir": "dir is a directory; name the files in it, such as dir/*.jsonl.",
     "--input empty.jsonl": "--input: empty.jsonl has no documents; nothing is written.",
     "--input blank.jsonl": "--input: blank.jsonl has no documents; nothing is written.",
     "--input hollow.jsonl": '--input: hollow.jsonl has only empty text under "text"; nothing is written.',
-    "--input a.zip": "--input: a.zip is a ZIP archive: unpack it first, with `unzip a.zip`.",
-    "--input a.zst": "--input: a.zst cannot be read beyond line 1 (zstd decompressor error: Data corruption detected): "
+    "--input a.zip": "a.zip is a ZIP archive: unpack it first, with `unzip a.zip`.",
+    "--input a.zst": "a.zst cannot be read beyond line 1 (zstd decompressor error: Data corruption detected): "
     "it is damaged or incomplete; copy or download it again.",
     "--input a.jsonl --json-key body": "--input: every line is bad, 6 in all; nothing is written. The first: a.jsonl, "
     'line 1 has no key "body" (its keys: id, text): name the key of the text with --json-key.',
@@ -244,9 +243,9 @@ def test_a_worker_that_dies_is_one_sentence(tmp_path, monkeypatch, error_of):
         def submit(self, *_):
             raise BrokenProcessPool
 
-    monkeypatch.setattr(preprocess_module, "ProcessPoolExecutor", Pool)
+    monkeypatch.setattr(encoding, "ProcessPoolExecutor", Pool)
     assert error_of(["--input", source, "--workers", "2"]) == (
-        "a worker process was killed, most likely because memory ran out: use fewer --workers."
+        "a worker process was killed, most likely because memory ran out: use fewer workers."
     )
     assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
 
@@ -255,7 +254,7 @@ def test_an_interrupt_ends_with_a_sentence_and_leaves_nothing(tmp_path, monkeypa
     def interrupt(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(preprocess_module.Encoder, "__call__", interrupt)
+    monkeypatch.setattr(encoding.Encoder, "__call__", interrupt)
     source = write_lines(tmp_path / "a.jsonl", TEXTS)
     with pytest.raises(SystemExit) as stopped:
         main(["--input", source, "--output-prefix", str(tmp_path / "p"), "--tokenizer", "byte"])
@@ -278,3 +277,16 @@ def test_logs_and_terminals_show_progress(tmp_path, monkeypatch, capsys):
     preprocess([source], str(tmp_path / "p"), "byte")
     bar = capsys.readouterr().err
     assert "100%" in bar and "10 documents, 80 tokens, " in bar and " left" not in bar
+
+
+def test_padding_and_truncation_of_a_tokenizer_change_no_document(tmp_path):
+    """One text at a time and many together give the same tokens, all of them."""
+    model = {"type": "WordLevel", "vocab": {"?": 0, "a": 1, "b": 2}, "unk_token": "?"}
+    content: dict = {"version": "1.0", "model": model, "pre_tokenizer": {"type": "Whitespace"}}
+    content["truncation"] = {"direction": "Right", "max_length": 2, "strategy": "LongestFirst", "stride": 0}
+    content["padding"] = {"strategy": "BatchLongest", "direction": "Right", "pad_to_multiple_of": None}
+    content["padding"] |= {"pad_id": 0, "pad_type_id": 0, "pad_token": "?"}
+    (tmp_path / "t.json").write_text(json.dumps(content))
+    source = write_lines(tmp_path / "a.jsonl", ["a b a b", "b"])
+    prefix, _, _ = preprocess([source], str(tmp_path / "p"), str(tmp_path / "t.json"))
+    assert read(prefix) == [[1, 2, 1, 2], [2]]

@@ -1,0 +1,146 @@
+"""Documents of JSON-lines and Parquet files to tokens: in worker processes, in the order of the input."""
+
+import multiprocessing
+import os
+import signal
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from megajax.data.indexed import IndexedWriter, token_dtype
+from megajax.data.json_lines import Block, read_blocks, texts
+from megajax.data.progress import Progress
+from megajax.data.tokenizers import Tokenizer, load_tokenizer
+from megajax.errors import InputError
+
+BLOCKS_AHEAD = 4  # per worker
+BAD_SHOWN = 5  # lines that are left out and named
+
+
+class BadLines(NamedTuple):
+    """The number of lines that were left out, and sentences about the first ones."""
+
+    count: int
+    first: list[str]
+
+    def named(self) -> str:
+        """The sentences, each on a line of its own."""
+        more = [f"and {self.count - len(self.first):,} more"] * (self.count > len(self.first))
+        return "".join(f"\n  {line}" for line in [*self.first, *more])
+
+
+class Encoded(NamedTuple):
+    """The tokens of consecutive documents, their lengths, and their bytes in the input file."""
+
+    tokens: np.ndarray
+    lengths: np.ndarray
+    stored_bytes: int
+    bad: BadLines
+
+
+@dataclass
+class Encoder:
+    """Encodes blocks of lines; each worker process has a copy. `key_option` is the setting that gave `json_key`."""
+
+    spec: str
+    end_of_document: int | None  # the token appended to each document
+    json_key: str
+    strict: bool = False
+    key_option: str = "--json-key"
+    tokenizer: Tokenizer | None = None
+
+    def __call__(self, block: Block) -> Encoded:
+        self.tokenizer = self.tokenizer or load_tokenizer(self.spec)
+        dtype = token_dtype(self.tokenizer.vocab_size)
+        bad: list[str] = []
+        numbered = list(texts(block, self.json_key, None if self.strict else bad, self.key_option))
+        documents: list[np.ndarray] = []
+        for ids in self._encode(self.tokenizer, block, numbered, bad):
+            if ids and self.end_of_document is not None:
+                ids.append(self.end_of_document)
+            documents.append(np.asarray(ids, dtype))
+        lengths = np.asarray([document.size for document in documents], np.int64)
+        tokens = np.concatenate([np.empty(0, dtype), *documents])
+        return Encoded(tokens, lengths, block.stored_bytes, BadLines(len(bad), bad[:BAD_SHOWN]))
+
+    def _encode(
+        self, tokenizer: Tokenizer, block: Block, numbered: Sequence[tuple[int, str]], bad: list[str]
+    ) -> Iterator[list[int]]:
+        try:
+            yield from tokenizer.encode_all([text for _, text in numbered])
+            return
+        except InputError:  # only null:N does not take every text
+            pass
+        for number, text in numbered:
+            try:
+                yield tokenizer.encode(text)
+            except InputError as error:
+                bad.append(f"{block.path}, {block.unit} {number}: {error}")
+                if self.strict:
+                    raise InputError(bad[-1]) from None
+
+
+def encode_files(
+    encoder: Encoder, inputs: Sequence[str], writer: IndexedWriter, progress: Progress, workers: int
+) -> BadLines:
+    """Writes the documents of the files, in order; returns the lines that were left out.
+
+    With one worker a tokenizer that has threads uses all cores; else each worker is a process with one thread.
+    """
+    count, first = 0, []
+    for encoded in _map_in_order(encoder, read_blocks(inputs, encoder.json_key, encoder.key_option), workers):
+        writer.add_documents(encoded.tokens, encoded.lengths)
+        progress.advance(encoded.stored_bytes, encoded.lengths.size, encoded.tokens.size)
+        count, first = count + encoded.bad.count, [*first, *encoded.bad.first][:BAD_SHOWN]
+    return BadLines(count, first)
+
+
+_encoder: Encoder | None = None  # of a worker process
+
+
+def _set_encoder(encoder: Encoder) -> None:
+    global _encoder
+    _encoder = encoder
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes share the cores already
+
+
+def _encode(block: Block) -> Encoded:
+    assert _encoder is not None
+    return _encoder(block)
+
+
+def _map_in_order(encoder: Encoder, blocks: Iterable[Block], workers: int) -> Iterator[Encoded]:
+    """Encodes the blocks in worker processes, a bounded number ahead, and yields the results in input order."""
+    if workers == 1:
+        yield from map(encoder, blocks)
+        return
+    pending: deque[Future[Encoded]] = deque()
+    spawn = multiprocessing.get_context("spawn")  # a fork of a process with threads can hang
+    with ProcessPoolExecutor(workers, spawn, initializer=_set_encoder, initargs=(encoder,)) as pool:
+        try:
+            for block in blocks:
+                pending.append(_submit(pool, block))
+                if len(pending) >= workers * BLOCKS_AHEAD:
+                    yield pending.popleft().result()
+            while pending:
+                yield pending.popleft().result()
+        except BrokenProcessPool:
+            raise InputError(
+                "a worker process was killed, most likely because memory ran out: use fewer workers."
+            ) from None
+        finally:
+            pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _submit(pool: ProcessPoolExecutor, block: Block) -> Future[Encoded]:
+    """`pool.submit` with Ctrl-C blocked: it may start a worker, which inherits this and ends with this process."""
+    earlier = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    try:
+        return pool.submit(_encode, block)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, earlier)
