@@ -3,6 +3,7 @@
 import math
 from pathlib import Path
 
+from megajax.config.batch_schedule import samples_before
 from megajax.config.effects import ignores_decay_steps, warn_without_effect
 from megajax.config.expert_checks import check_experts, check_experts_on_mesh
 from megajax.config.fields import AXES, BATCH_AXES
@@ -282,7 +283,7 @@ def _check_data(config: Config) -> None:
     if data.synthetic_documents is not None:
         problem = f"{format_keys(config, documents)} is for data.kind=synthetic only, not for data.kind={data.kind}"
         fail(config, problem, "remove it, or set data.kind=synthetic", documents, "data.kind")
-    samples, needed = data.train_samples, config.run.steps * config.batch.global_size
+    samples, needed = data.train_samples, samples_before(config, config.run.steps)
     if samples is not None and samples < needed:
         keys = ("data.train_samples", "run.steps", "batch.global_size")
         problem = f"{format_keys(config, keys[0])} is less than the {needed} samples of"

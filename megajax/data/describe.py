@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from megajax.config.batch_schedule import samples_before
 from megajax.data.chat import ChatSamples
 from megajax.data.loader import Split
 from megajax.data.samples import BlendedSamples, DocumentSamples, Samples
@@ -42,12 +43,11 @@ def _split_lines(config: "Config", split: Split, samples: Samples) -> list[str]:
         return _chat_lines(config, split, samples)
     shares = _shares(samples)
     tokens, length = sum(source.num_tokens for source, _ in shares), config.batch.sequence_length
-    steps = {"train": config.run.steps, "test": 0}.get(split, config.run.eval_steps)
-    read = steps * config.batch.global_size * length
+    read = _samples_read(config, split) * length
     size = f"{split}: {sum(source.num_documents for source, _ in shares):,} documents, {tokens:,} tokens"
     if not read:
         return [f"{size}; not evaluated by the run"]
-    reading = f"{steps:,} steps read" if split == "train" else "an evaluation reads"
+    reading = f"{config.run.steps:,} steps read" if split == "train" else "an evaluation reads"
     if len(shares) == 1:
         epochs = _epochs(read, tokens)
         return [f"{size}, {tokens // length:,} samples per epoch; {reading} {read:,} tokens, {epochs}"]
@@ -64,19 +64,25 @@ def _chat_lines(config: "Config", split: Split, samples: Samples) -> list[str]:
     """The conversations of each file of a split, how they fill the sequences, and the epochs that the run reads."""
     sources = samples.sources if isinstance(samples, BlendedSamples) else [samples]
     weights = samples.weights.tolist() if isinstance(samples, BlendedSamples) else [1.0]
-    steps = {"train": config.run.steps, "test": 0}.get(split, config.run.eval_steps)
     lines = []
     for source, weight in zip(sources, weights, strict=True):
         assert isinstance(source, ChatSamples)
         tokens, rows = len(source.tokens), len(source)
         full, counted = tokens / (rows * (source.sequence_length + 1)), float(source.counts.mean())
         out = f", {source.dropped:,} left out" if source.dropped else ""
-        epochs = steps * config.batch.global_size * weight / rows
+        epochs = _samples_read(config, split) * weight / rows
         lines.append(
             f"{split}: {source.path}: {len(source.order):,} conversations{out}, {tokens:,} tokens in {rows:,} "
             f"sequences ({full:.0%} full); the loss counts {counted:.0%} of the tokens; {epochs:.3g} epochs"
         )
     return lines
+
+
+def _samples_read(config: "Config", split: Split) -> int:
+    """The samples that the run reads of train, or one evaluation of a split; none of test."""
+    if split == "train":
+        return samples_before(config, config.run.steps)
+    return 0 if split == "test" else config.run.eval_steps * config.batch.global_size
 
 
 def _shares(samples: Samples) -> list[tuple[DocumentSamples, float]]:

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from megajax.config.batch_schedule import samples_before
 from megajax.data.chat import open_chat
 from megajax.data.indexed import IndexedDataset
 from megajax.data.megatron import open_samples, split_sequences
@@ -99,7 +100,7 @@ def make_loader(
     samples = open_split(config, split) if samples is None else samples
     data, size, prefetch = config.data, config.batch.global_size, config.data.prefetch
     packing = Packing(data.reset_attention, data.reset_positions, data.mask_end_of_document_loss)
-    indices = np.asarray(rows, np.int64) + start_step * size
+    indices = np.asarray(rows, np.int64) + samples_before(config, start_step)
     reading = grain.ReadOptions(num_threads=prefetch, prefetch_buffer_size=prefetch)
     batches = grain.MapDataset.source(BatchSource(samples, indices, size, packing)).to_iter_dataset(reading)
     if split == "train" and data.workers:

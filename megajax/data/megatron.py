@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from megajax.config.batch_schedule import samples_before
 from megajax.data.blend import blend_indices, normalise_weights
 from megajax.data.index_cache import cached, digest
 from megajax.data.indexed import IndexedDataset
@@ -23,11 +24,11 @@ VERSION = 1  # of the algorithms, part of the key of stored indices
 
 def wanted_samples(config: "Config", split: str) -> int:
     """The samples that a run reads of a split; they decide its order."""
-    run, size = config.run, config.batch.global_size
+    run = config.run
     if split == "train":
-        return config.data.train_samples or run.steps * size
+        return config.data.train_samples or samples_before(config, run.steps)
     evaluations = 1 if split == "test" else 1 + (run.steps // run.eval_interval if run.eval_interval else 0)
-    return evaluations * run.eval_steps * size
+    return evaluations * run.eval_steps * config.batch.global_size
 
 
 def member_samples(weights: Sequence[float], num_samples: int) -> list[int]:

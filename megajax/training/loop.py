@@ -390,10 +390,10 @@ class Trainer:
         in_row = values.pop("skipped_in_row")
         if not values["skipped"]:
             del values["skipped"]
-        values |= meter.measure(step)
+        measured, steps = meter.measure(step), self.config.run.steps
+        values |= measured
         log.write(step, values)
-        left = (self.config.run.steps - step) * values["step_seconds"]
-        self._note(logs.console_line(step, self.config.run.steps, values, left))
+        self._note(logs.console_line(step, steps, values, meter.seconds_left(steps, measured)))
         if in_row <= self.config.run.max_nonfinite_steps:
             return False
         newest = self.checkpoints.latest_step

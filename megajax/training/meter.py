@@ -7,6 +7,7 @@ from typing import Any
 import jax
 
 from megajax.config import Config
+from megajax.config.batch_schedule import samples_before
 from megajax.plan import flops_per_token, peak_flops
 
 
@@ -14,8 +15,7 @@ class Meter:
     """Measures the time from `restart(step)` to each `measure(step)`, without the seconds given to `leave_out`."""
 
     def __init__(self, config: Config, devices: Any, step: int):
-        self.devices = devices
-        self.step_tokens = config.batch.global_size * config.batch.sequence_length
+        self.config, self.devices = config, devices
         self.flops_per_token = flops_per_token(config)
         self.peak = peak_flops(devices.flat[0].device_kind)
         self.restart(step)
@@ -30,18 +30,27 @@ class Meter:
 
     def measure(self, step: int) -> dict[str, Any]:
         """The values for metrics.jsonl of the steps since the last measurement."""
-        seconds = (time.perf_counter() - self._time - self._left_out) / max(step - self._step, 1)
+        seconds, steps = time.perf_counter() - self._time - self._left_out, max(step - self._step, 1)
+        speed = (self._tokens(step) - self._tokens(self._step)) / seconds / self.devices.size
         self.restart(step)
-        speed = self.step_tokens / seconds / self.devices.size
         flops = speed * self.flops_per_token
         return {
-            "tokens": step * self.step_tokens,
-            "step_seconds": seconds,
+            "tokens": self._tokens(step),
+            "step_seconds": seconds / steps,
             "tokens_per_second_per_device": speed,
             "tflops_per_second_per_device": flops / 1e12,
             "mfu": flops / self.peak if self.peak else None,
             "peak_memory_gib": peak_memory_gib(),
         }
+
+    def seconds_left(self, steps: int, measured: dict[str, Any]) -> float:
+        """The time of the steps up to `steps` at the speed of `measured`, a result of `measure`."""
+        tokens = self._tokens(steps) - measured["tokens"]
+        return tokens / self.devices.size / measured["tokens_per_second_per_device"]
+
+    def _tokens(self, step: int) -> int:
+        """The number of tokens in the first `step` steps."""
+        return samples_before(self.config, step) * self.config.batch.sequence_length
 
 
 def peak_memory_gib() -> float:

@@ -23,6 +23,7 @@ from megajax.checkpoint.manager import (
     saved_layer_state,
 )
 from megajax.config import ScheduleConfig
+from megajax.config.batch_schedule import samples_before
 from megajax.data.megatron import wanted_samples
 from megajax.errors import InputError
 from megajax.hf import is_hf_folder
@@ -56,7 +57,7 @@ class StateSaver:
         return {
             "format": 1,
             "step": step,
-            "samples_consumed": step * config.batch.global_size,
+            "samples_consumed": samples_before(config, step),
             "run": {"seed": config.run.seed},  # another seed is another data order
             "model": describe_model(config.model),
             "optimizer": {"kind": optimizer.kind, "beta1": beta1},
