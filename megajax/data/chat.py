@@ -1,6 +1,5 @@
 """Chats and instructions: JSON lines to packed samples with the loss on the assistant's tokens (`data.kind: chat`)."""
 
-import hashlib
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -9,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from megajax.data.chat_template import ChatTemplate, Span, load_chat_template
-from megajax.data.index_cache import cached
+from megajax.data.index_cache import cached, file_digest
 from megajax.data.json_lines import check_inputs, parse, read_blocks
 from megajax.data.packing import pack
 from megajax.data.samples import Samples
@@ -186,8 +185,8 @@ def open_chat(config: "Config", path: str) -> ChatSamples:
     key = {
         "kind": "chat",
         "version": VERSION,
-        "file": _digest(path),
-        "tokenizer": "_".join(map(_digest, files)) or data.tokenizer,
+        "file": file_digest(path),
+        "tokenizer": "_".join(map(file_digest, files)) or data.tokenizer,
         "template": None if template is None else [template.source, template.special_tokens],
         "sequence_length": length,
         "too_long": data.too_long,
@@ -204,8 +203,3 @@ def open_chat(config: "Config", path: str) -> ChatSamples:
 
     cache = Path(data.index_cache or Path(config.run.dir) / "index_cache")
     return ChatSamples(path, cached(cache, key, ARRAYS, build), length, config.run.seed, data.order == "shuffled")
-
-
-def _digest(path: str | Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "blake2b").hexdigest()[:32]

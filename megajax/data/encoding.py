@@ -4,7 +4,7 @@ import multiprocessing
 import os
 import signal
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from megajax.data.indexed import IndexedWriter, token_dtype
-from megajax.data.json_lines import Block, read_blocks, texts
+from megajax.data.json_lines import Block, Position, read_blocks, texts
 from megajax.data.progress import Progress
 from megajax.data.tokenizers import Tokenizer, load_tokenizer
 from megajax.errors import InputError
@@ -28,6 +28,10 @@ class BadLines(NamedTuple):
     count: int
     first: list[str]
 
+    def plus(self, later: "BadLines") -> "BadLines":
+        """These lines and later ones."""
+        return BadLines(self.count + later.count, [*self.first, *later.first][:BAD_SHOWN])
+
     def named(self) -> str:
         """The sentences, each on a line of its own."""
         more = [f"and {self.count - len(self.first):,} more"] * (self.count > len(self.first))
@@ -35,12 +39,14 @@ class BadLines(NamedTuple):
 
 
 class Encoded(NamedTuple):
-    """The tokens of consecutive documents, their lengths, and their bytes in the input file."""
+    """The tokens of consecutive documents of a file, their lengths, their bytes in the file, and where they end."""
 
+    path: str
     tokens: np.ndarray
     lengths: np.ndarray
     stored_bytes: int
     bad: BadLines
+    end: Position
 
 
 @dataclass
@@ -66,7 +72,8 @@ class Encoder:
             documents.append(np.asarray(ids, dtype))
         lengths = np.asarray([document.size for document in documents], np.int64)
         tokens = np.concatenate([np.empty(0, dtype), *documents])
-        return Encoded(tokens, lengths, block.stored_bytes, BadLines(len(bad), bad[:BAD_SHOWN]))
+        left_out = BadLines(len(bad), bad[:BAD_SHOWN])
+        return Encoded(block.path, tokens, lengths, block.stored_bytes, left_out, block.end)
 
     def _encode(
         self, tokenizer: Tokenizer, block: Block, numbered: Sequence[tuple[int, str]], bad: list[str]
@@ -85,19 +92,24 @@ class Encoder:
                     raise InputError(bad[-1]) from None
 
 
+def write_documents(blocks: Iterable[Encoded], writer: IndexedWriter, progress: Progress) -> BadLines:
+    """Writes the documents of encoded blocks, in order; returns the lines that were left out."""
+    bad = BadLines(0, [])
+    for encoded in blocks:
+        writer.add_documents(encoded.tokens, encoded.lengths)
+        progress.advance(encoded.stored_bytes, encoded.lengths.size, encoded.tokens.size)
+        bad = bad.plus(encoded.bad)
+    return bad
+
+
 def encode_files(
-    encoder: Encoder, inputs: Sequence[str], writer: IndexedWriter, progress: Progress, workers: int
-) -> BadLines:
-    """Writes the documents of the files, in order; returns the lines that were left out.
+    encoder: Encoder, paths: Sequence[str], workers: int, start: Position | None = None
+) -> Generator[Encoded]:
+    """The documents of the files, in order, a block of lines at a time; `start` is the end of an earlier block.
 
     With one worker a tokenizer that has threads uses all cores; else each worker is a process with one thread.
     """
-    count, first = 0, []
-    for encoded in _map_in_order(encoder, read_blocks(inputs, encoder.json_key, encoder.key_option), workers):
-        writer.add_documents(encoded.tokens, encoded.lengths)
-        progress.advance(encoded.stored_bytes, encoded.lengths.size, encoded.tokens.size)
-        count, first = count + encoded.bad.count, [*first, *encoded.bad.first][:BAD_SHOWN]
-    return BadLines(count, first)
+    yield from _map_in_order(encoder, read_blocks(paths, encoder.json_key, encoder.key_option, start), workers)
 
 
 _encoder: Encoder | None = None  # of a worker process

@@ -22,6 +22,12 @@ def digest(array: np.ndarray) -> str:
     return hashlib.blake2b(np.ascontiguousarray(array).data, digest_size=16).hexdigest()
 
 
+def file_digest(path: str | Path) -> str:
+    """A hash of a file's content."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "blake2b").hexdigest()[:32]
+
+
 def cached(
     directory: Path, key: Mapping[str, Any], names: Sequence[str], build: Callable[[], Sequence[np.ndarray]]
 ) -> list[np.ndarray]:

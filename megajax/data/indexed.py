@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from difflib import get_close_matches
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import IO, Any, Self
 
 import numpy as np
 
@@ -212,34 +212,53 @@ def _nearest(folder: Path, name: str) -> Path | None:
     return next((folder / stem for stem in continued or get_close_matches(name, found)), None)
 
 
+@contextmanager
+def write_errors(prefix: str) -> Iterator[None]:
+    """Around writing files under an output prefix: an OSError becomes an InputError that names it."""
+    try:
+        yield
+    except OSError as error:
+        space = "free space, or " if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
+        raise InputError(
+            f"{prefix}.bin and .idx cannot be written ({error.strerror}): {space}choose another output prefix."
+        ) from None
+
+
+def _sync(file: IO[bytes]) -> None:
+    file.flush()
+    os.fsync(file.fileno())
+
+
 class IndexedWriter:
     """Writes `PREFIX.bin` document by document and `PREFIX.idx` at the end, both first under temporary names.
 
-    A context manager: a normal exit renames both files, an exception removes them; older files under the prefix are
-    unchanged until then. Raises InputError if the files cannot be written (no permission, disk full) or a token does
-    not fit `dtype`.
+    A context manager: a normal exit renames both files, an exception removes them, or with `keep` leaves the tokens;
+    older files under the prefix are unchanged until then. With `lengths` [documents] the writer goes on after these
+    documents of one sequence each in the tokens that an earlier one left. Raises InputError if the files cannot be
+    written (no permission, disk full) or a token does not fit `dtype`.
     """
 
-    def __init__(self, prefix: str | Path, dtype: np.dtype | type | str, *, multimodal: bool = False):
+    def __init__(
+        self,
+        prefix: str | Path,
+        dtype: np.dtype | type | str,
+        *,
+        multimodal: bool = False,
+        lengths: np.ndarray | None = None,
+    ):
         self.prefix = str(prefix)
         self.dtype: np.dtype = np.dtype(dtype).newbyteorder("<")
         self._code = CODES[self.dtype]
         self._lengths, self._boundaries = array("i"), array("q", [0])
         self._modes = array("b") if multimodal else None
-        self.num_tokens = 0
-        with self._os_errors():
+        self.num_tokens, self.keep = 0, lengths is not None
+        with write_errors(self.prefix):
             Path(self.prefix).parent.mkdir(parents=True, exist_ok=True)
-            self._file = open(self._partial("bin"), "wb")
-
-    @contextmanager
-    def _os_errors(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            space = "free space, or " if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
-            raise InputError(
-                f"{self.prefix}.bin and .idx cannot be written ({error.strerror}): {space}choose another output prefix."
-            ) from None
+            self._file = open(self._partial("bin"), "wb" if lengths is None else "r+b")
+            if lengths is not None:
+                self._add_lengths(lengths)
+                self._file.truncate(self.num_tokens * self.dtype.itemsize)
+                self._file.seek(0, os.SEEK_END)
 
     def _partial(self, kind: str) -> str:
         return f"{self.prefix}.{kind}.partial"
@@ -254,6 +273,7 @@ class IndexedWriter:
         lengths = np.asarray([tokens.size] if lengths is None else lengths, np.int32)
         assert lengths.sum() == tokens.size, "the sequences' lengths must add up to the document"
         self._write(tokens)
+        self.num_tokens += tokens.size
         self._lengths.frombytes(lengths.tobytes())
         self._boundaries.append(len(self._lengths))
         if self._modes is not None:
@@ -263,8 +283,16 @@ class IndexedWriter:
         """Appends many documents of one sequence each (none if its length is 0): tokens [sum(lengths)]."""
         assert self._modes is None and lengths.sum() == tokens.size
         self._write(tokens)
+        self._add_lengths(lengths)
+
+    def _add_lengths(self, lengths: np.ndarray) -> None:
         self._boundaries.frombytes((len(self._lengths) + np.cumsum(lengths > 0, dtype=np.int64)).tobytes())
         self._lengths.frombytes(lengths[lengths > 0].astype(np.int32).tobytes())
+        self.num_tokens += int(lengths.sum(dtype=np.int64))
+
+    def sync(self) -> None:
+        """Returns when the tokens so far are on the disk."""
+        _sync(self._file)
 
     def _write(self, tokens: np.ndarray) -> None:
         if tokens.size and self.dtype.kind in "iu":
@@ -275,9 +303,8 @@ class IndexedWriter:
                     f"{self.prefix}.bin: token {worst} does not fit {self.dtype.name}; use a wider dtype or "
                     "the tokenizer that the dtype was chosen for."
                 )
-        with self._os_errors():
+        with write_errors(self.prefix):
             self._file.write(tokens.astype(self.dtype).tobytes())
-        self.num_tokens += tokens.size
 
     def __enter__(self) -> Self:
         return self
@@ -285,12 +312,12 @@ class IndexedWriter:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None):
         try:
             if kind is None:
-                with self._os_errors():
+                with write_errors(self.prefix):
                     self._finish()
         finally:
-            with suppress(OSError):  # a full disk fails again here; the file is removed anyway
+            with suppress(OSError):  # a full disk fails again here
                 self._file.close()
-            for ending in ("bin", "idx"):
+            for ending in ("idx",) if self.keep else ("bin", "idx"):
                 Path(self._partial(ending)).unlink(missing_ok=True)
 
     def _finish(self) -> None:
@@ -304,7 +331,7 @@ class IndexedWriter:
             if self._modes is not None:
                 index.write(self._modes.tobytes())
             for file in (self._file, index):
-                file.flush()
-                os.fsync(file.fileno())
+                _sync(file)
+        Path(f"{self.prefix}.idx").unlink(missing_ok=True)  # an older one must not meet the new tokens
         os.replace(self._partial("bin"), f"{self.prefix}.bin")
         os.replace(self._partial("idx"), f"{self.prefix}.idx")

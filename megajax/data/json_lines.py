@@ -64,8 +64,19 @@ DECOMPRESS: dict[bytes, Callable[[IO[bytes]], IO[bytes]]] = {
 ZIP = b"PK\3\4"
 
 
+class Position(NamedTuple):
+    """A border between lines of several files: the file's index, the next line (from 1) and the bytes of text before.
+
+    Of a Parquet file lines are rows and the bytes do not count.
+    """
+
+    file: int = 0
+    line: int = 1
+    text_bytes: int = 0
+
+
 class Block(NamedTuple):
-    """Consecutive lines of a file: the number of the first one (from 1), and their bytes in the file.
+    """Consecutive lines of a file: the number of the first one (from 1), their bytes in the file, and where they end.
 
     Of a Parquet file each line is a row; `unit` is the word for errors.
     """
@@ -74,6 +85,7 @@ class Block(NamedTuple):
     first_line: int
     text: bytes
     stored_bytes: int
+    end: Position
     unit: str = "line"
 
 
@@ -96,29 +108,39 @@ def check_inputs(paths: Sequence[str]) -> int:
     return sum(os.path.getsize(path) for path in paths)
 
 
-def read_blocks(paths: Sequence[str], column: str | None = None, option: str = "--json-key") -> Iterator[Block]:
+def read_blocks(
+    paths: Sequence[str], column: str | None = None, option: str = "--json-key", start: Position | None = None
+) -> Iterator[Block]:
     """All lines of the files, in order; of a Parquet file only the `column` of this name, None: all.
 
-    `option` is the setting that gave the column.
+    `option` is the setting that gave the column. `start` is the end of an earlier block; compressed and Parquet files
+    are read up to it without use.
     """
-    for path in paths:
+    start = start or Position()
+    for number in range(start.file, len(paths)):
+        path, first = paths[number], start if number == start.file else Position(number)
         with open(path, "rb") as stored:
             is_parquet = stored.read(len(PARQUET)) == PARQUET
-        yield from _read_rows(path, column, option) if is_parquet else _read_lines(path)
+        yield from _read_rows(path, column, option, first) if is_parquet else _read_lines(path, first)
 
 
-def _read_lines(path: str) -> Iterator[Block]:
+def _read_lines(path: str, start: Position) -> Iterator[Block]:
     with open(path, "rb") as stored:
-        start = stored.read(8)
-        stored.seek(0)
-        decompress = next((DECOMPRESS[magic] for magic in DECOMPRESS if start.startswith(magic)), lambda file: file)
-        line, position = 1, 0
+        magic = stored.read(8)
+        decompress = next((DECOMPRESS[key] for key in DECOMPRESS if magic.startswith(key)), None)
+        stored.seek(start.text_bytes if decompress is None else 0)
+        line, text_bytes = start.line, start.text_bytes
         try:
-            lines = decompress(stored)
+            lines = stored if decompress is None else decompress(stored)
+            to_skip = 0 if decompress is None else text_bytes
+            while to_skip:
+                to_skip -= len(lines.read(min(to_skip, BLOCK_BYTES)))
+            position = stored.tell()
             while text := lines.read(BLOCK_BYTES):
                 text += b"" if text.endswith(b"\n") else lines.readline()
-                yield Block(path, line, text, stored.tell() - position)
-                line, position = line + text.count(b"\n"), stored.tell()
+                first, line, text_bytes = line, line + text.count(b"\n"), text_bytes + len(text)
+                yield Block(path, first, text, stored.tell() - position, Position(start.file, line, text_bytes))
+                position = stored.tell()
         except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
             raise InputError(
                 f"{path} cannot be read beyond line {line} ({error}): it is damaged or incomplete; "
@@ -126,12 +148,12 @@ def _read_lines(path: str) -> Iterator[Block]:
             ) from None
 
 
-def _read_rows(path: str, column: str | None, option: str) -> Iterator[Block]:
+def _read_rows(path: str, column: str | None, option: str, start: Position) -> Iterator[Block]:
     """The rows of a Parquet file as lines of JSON."""
     import pyarrow
     from pyarrow import parquet
 
-    row, size, passed = 0, os.path.getsize(path), 0
+    row, size = 0, os.path.getsize(path)
     try:
         with parquet.ParquetFile(path) as file:
             names, total = file.schema_arrow.names, file.metadata.num_rows
@@ -141,10 +163,16 @@ def _read_rows(path: str, column: str | None, option: str) -> Iterator[Block]:
                     f"the column of the text with {option}."
                 )
             for batch in file.iter_batches(ROWS, columns=None if column is None else [column]):
-                text = "".join(json.dumps(record, default=str) + "\n" for record in batch.to_pylist())
-                done = size * (row + batch.num_rows) // total
-                yield Block(path, row + 1, text.encode(), done - passed, "row")
-                row, passed = row + batch.num_rows, done
+                skipped = min(batch.num_rows, max(0, start.line - 1 - row))
+                row += skipped
+                if skipped == batch.num_rows:
+                    continue
+                records = batch.slice(skipped).to_pylist()
+                text = "".join(json.dumps(record, default=str) + "\n" for record in records)
+                before, after = size * row // total, size * (row + len(records)) // total
+                end = Position(start.file, row + len(records) + 1)
+                yield Block(path, row + 1, text.encode(), after - before, end, "row")
+                row += len(records)
     except (OSError, pyarrow.ArrowException) as error:
         raise InputError(
             f"{path} cannot be read beyond row {row} ({error}): it is damaged or incomplete; copy or download it again."

@@ -1,19 +1,23 @@
 """`python -m megajax.data.preprocess`: encodes documents to `P_text_document.bin/.idx`, in input order."""
 
 import argparse
+import os
 import sys
 import time
 import warnings
 from collections.abc import Sequence
+from typing import Any
 
 import yaml
 
 from megajax.console import CommandParser, user_errors
-from megajax.data.encoding import Encoder, encode_files
+from megajax.data.encoding import Encoder, encode_files, write_documents
+from megajax.data.index_cache import file_digest
 from megajax.data.indexed import IndexedWriter, token_dtype
+from megajax.data.journal import Journal
 from megajax.data.json_lines import check_inputs
 from megajax.data.progress import show_progress
-from megajax.data.tokenizers import end_of_document, load_tokenizer
+from megajax.data.tokenizers import end_of_document, load_tokenizer, tokenizer_files
 from megajax.errors import InputError
 
 
@@ -27,12 +31,14 @@ def preprocess(
     eod_token: str | None = None,
     json_key: str = "text",
     strict: bool = False,
+    resume: bool = False,
 ) -> tuple[str, int, int]:
     """Encodes the documents of JSON-lines or Parquet files, one per line or row, in order; blank lines are skipped.
 
     Lines without a text are left out, and a warning names the first ones; with `strict` they are InputErrors. A
     document whose text is empty is kept without tokens, as Megatron does. `append_eod` ends each document with the
-    tokenizer's end-of-document token, `eod_token` with the token of this name. Returns the prefix of the output,
+    tokenizer's end-of-document token, `eod_token` with the token of this name. `resume` goes on where an interrupted
+    run with the same arguments stopped, if there is one. Returns the prefix of the output,
     `{output_prefix}_{json_key}_document`, and the numbers of documents and tokens. After an InputError older files
     under the prefix are unchanged.
     """
@@ -42,9 +48,19 @@ def preprocess(
     if output_prefix.endswith("/"):
         raise InputError(f"--output-prefix {output_prefix} is a directory; add a name, such as {output_prefix}my.")
     prefix = f"{output_prefix}_{json_key}_document"
-    encoder = Encoder(tokenizer, appended, json_key, strict)
-    with IndexedWriter(prefix, token_dtype(loaded.vocab_size)) as writer, show_progress(size) as progress:
-        bad = encode_files(encoder, inputs, writer, progress, workers)
+    encoder, dtype = Encoder(tokenizer, appended, json_key, strict), token_dtype(loaded.vocab_size)
+    journal = Journal(prefix, _settings(inputs, encoder), dtype.itemsize, resume=resume)
+    start = journal.point
+    if start.documents:
+        print(f"going on after {start.documents:,} documents, {start.tokens:,} tokens", file=sys.stderr)
+    with (
+        journal,
+        IndexedWriter(prefix, dtype, lengths=journal.lengths) as writer,
+        show_progress(size - start.stored_bytes) as progress,
+    ):
+        blocks = encode_files(encoder, inputs, workers, start.position)
+        write_documents(journal.noting(blocks, writer), writer, progress)
+        bad = journal.point.bad
         if bad.count and not writer.num_documents:
             raise InputError(
                 f"--input: every line is bad, {bad.count:,} in all; nothing is written. The first: {bad.first[0]}"
@@ -56,6 +72,17 @@ def preprocess(
         left_out = f"{bad.count:,} bad lines were left out; --strict stops at the first."
         warnings.warn(left_out + bad.named(), stacklevel=2)
     return prefix, writer.num_documents, writer.num_tokens
+
+
+def _settings(inputs: Sequence[str], encoder: Encoder) -> dict[str, Any]:
+    """All that decides the output, by the names for a sentence."""
+    settings: dict[str, Any] = {"--input": list(inputs), "--json-key": encoder.json_key, "--strict": encoder.strict}
+    settings |= {"--tokenizer": encoder.spec, "the appended token": encoder.end_of_document}
+    settings |= {f"the hash of {path}": file_digest(path) for path in tokenizer_files(encoder.spec)}
+    for path in inputs:
+        status = os.stat(path)
+        settings[f"[size, time of change] of {path}"] = [status.st_size, status.st_mtime_ns]
+    return settings
 
 
 def _worker_count(value: str) -> int:
@@ -91,6 +118,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--eod-token", metavar="NAME", help="end each document with this token of the tokenizer instead")
     add("--json-key", default="text", metavar="KEY", help="key or column of the text (default: text)")
     add("--strict", action="store_true", help="stop at the first bad line instead of leaving it out")
+    add("--resume", action="store_true", help="go on where the same command was interrupted, if it was")
     return parser.parse_args(arguments)
 
 
@@ -107,6 +135,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             eod_token=options.eod_token,
             json_key=options.json_key,
             strict=options.strict,
+            resume=options.resume,
         )
     seconds = time.perf_counter() - start
     print(f"{prefix}.bin/.idx: {documents:,} documents, {tokens:,} tokens in {seconds:,.1f} s")

@@ -1,0 +1,202 @@
+"""Preprocessing that is stopped at any moment: nothing loads by halves, and --resume writes the same bytes.
+
+As a script this file kills a real process at each of its writes; see `main`.
+"""
+
+import gzip
+import json
+import os
+import signal
+import subprocess
+import sys
+import warnings
+from itertools import count
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megajax.data import journal, json_lines
+from megajax.data.indexed import IndexedDataset, IndexedWriter
+from megajax.data.preprocess import main as preprocess_main
+from megajax.data.preprocess import preprocess
+from megajax.errors import InputError
+
+TEXTS = [f"document {i} " + "x" * (i % 7) for i in range(12)]
+FILE_EVENTS = ("open", "os.rename", "os.remove", "os.truncate")
+
+
+def write_inputs(folder: Path) -> list[str]:
+    """A plain and a compressed file, with an empty document and bad lines."""
+    lines = [json.dumps({"text": text}).encode() + b"\n" for text in [*TEXTS[:4], "", *TEXTS[4:]]]
+    (folder / "a.jsonl").write_bytes(b"".join(lines[:7]) + b"[]\n")
+    (folder / "b.gz").write_bytes(gzip.compress(b"{oops\n" + b"".join(lines[7:])))
+    return [str(folder / "a.jsonl"), str(folder / "b.gz")]
+
+
+def pair(prefix: Path | str) -> list[bytes]:
+    return [Path(f"{prefix}.{ending}").read_bytes() for ending in ("bin", "idx")]
+
+
+def killed(event: int, run) -> bool:
+    """Whether `run`, in a process of its own, came to its `event`-th access to a file, where it is killed."""
+    child = os.fork()
+    if child:
+        return os.WIFSIGNALED(os.waitpid(child, 0)[1])
+    seen = count()
+
+    def stop(name: str = "os.fsync", arguments: tuple = ()) -> None:
+        if (name == "os.fsync" or (name in FILE_EVENTS and ".json" not in str(arguments))) and next(seen) == event:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    os.fsync = lambda _: stop()  # what was written survives the process
+    sys.addaudithook(stop)
+    run()
+    os._exit(0)
+
+
+def main(folder: Path) -> None:
+    """Kill a run at its 1st, 2nd, ... access to a file; each time resume it, and compare."""
+    inputs = write_inputs(folder)
+    json_lines.BLOCK_BYTES, journal.RECORD_SECONDS, os.fsync = 128, 0.0, lambda _: None
+    warnings.simplefilter("ignore")
+    prefix, documents, tokens = preprocess(inputs, str(folder / "whole"), "byte")
+    whole, out = pair(prefix), folder / "out_text_document"
+    with IndexedWriter(folder / "old", np.uint16) as writer:
+        writer.add_document(np.arange(tokens))  # as many tokens, in one document
+    old = pair(folder / "old")
+    resumed_later = 0
+    for event in count():
+        for ending, content in zip(("bin", "idx"), old, strict=True):
+            out.with_suffix(f".{ending}").write_bytes(content)
+        if not killed(event, lambda: preprocess(inputs, str(folder / "out"), "byte")):
+            break
+        try:
+            IndexedDataset(out)
+            assert pair(out) in (old, whole), event
+        except InputError:
+            pass
+        resumed_later += Path(f"{out}.resume.partial").exists()
+        if event % 4 == 0:  # and a resumed run
+            assert killed(event % 7 + 3, lambda: preprocess(inputs, str(folder / "out"), "byte", resume=True))
+        assert preprocess(inputs, str(folder / "out"), "byte", resume=True)[1:] == (documents, tokens)
+        assert pair(out) == whole, event
+        assert not list(folder.glob("out*.partial*")), event
+    print(event, resumed_later)
+
+
+def test_a_run_killed_at_any_moment_is_resumed_to_the_same_bytes(tmp_path):
+    done = subprocess.run([sys.executable, __file__, tmp_path], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    events, resumed_later = map(int, done.stdout.split())
+    assert events > 30 and resumed_later > 20
+
+
+@pytest.fixture
+def interrupted(tmp_path, monkeypatch, capsys):
+    """(the arguments of a command that was interrupted after its third block, the files of the whole run)."""
+    monkeypatch.setattr(json_lines, "BLOCK_BYTES", 64)
+    monkeypatch.setattr(journal, "RECORD_SECONDS", 0.0)
+    inputs = write_inputs(tmp_path)
+    with pytest.warns(UserWarning, match="2 bad lines were left out"):
+        whole = pair(preprocess(inputs, str(tmp_path / "whole"), "byte")[0])
+    arguments = ["--input", *inputs, "--output-prefix", str(tmp_path / "out"), "--tokenizer", "byte"]
+    add, blocks = IndexedWriter.add_documents, count()
+
+    def interrupt(*given):
+        if next(blocks) == 3:
+            raise KeyboardInterrupt
+        add(*given)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(IndexedWriter, "add_documents", interrupt)
+        with pytest.raises(SystemExit) as stopped:
+            preprocess_main(arguments)
+    kept = f"{tmp_path}/out_text_document.bin.partial is kept: the same command with --resume goes on after 7 documents"
+    assert stopped.value.code == 130
+    assert capsys.readouterr().err == f"megajax: warning: {kept}.\nmegajax: error: interrupted.\n"
+    return arguments, whole
+
+
+def test_an_interrupted_run_goes_on_and_names_all_its_bad_lines(interrupted, tmp_path, capsys):
+    arguments, whole = interrupted
+    assert preprocess_main([*arguments, "--resume"]) == 0
+    assert pair(tmp_path / "out_text_document") == whole
+    out, err = capsys.readouterr()
+    assert "out_text_document.bin/.idx: 13 documents, " in out
+    assert err.startswith("going on after 7 documents, ") and "2 bad lines were left out" in err
+    assert not list(tmp_path.glob("*.partial*"))
+
+
+def test_a_run_that_would_write_other_bytes_is_not_resumed(interrupted, tmp_path, capsys):
+    arguments, whole = interrupted
+
+    def sentence(*more):
+        with pytest.raises(SystemExit):
+            preprocess_main([*arguments, *more, "--resume"])
+        return capsys.readouterr().err.removeprefix("megajax: error: ").rstrip("\n")
+
+    way_out = "give the same again, or start without --resume."
+    assert sentence("--append-eod") == (
+        f"--resume: the appended token is 256, but was null in the interrupted run: {way_out}"
+    )
+    os.utime(tmp_path / "b.gz", (1, 1))
+    assert f"[size, time of change] of {tmp_path}/b.gz is [" in sentence()
+    partial = tmp_path / "out_text_document.bin.partial"
+    record = tmp_path / "out_text_document.resume.partial"
+    record.write_text(record.read_text().replace(str(json_lines.os.stat(tmp_path / "b.gz").st_mtime_ns), "0"))
+    assert "is [" in sentence()
+    assert preprocess_main(arguments) == 0  # from the start
+    assert pair(tmp_path / "out_text_document") == whole and not partial.exists() and not record.exists()
+
+
+def test_damaged_partial_files_are_not_resumed(interrupted, tmp_path, capsys):
+    arguments, _ = interrupted
+    partial = tmp_path / "out_text_document.bin.partial"
+    size = partial.stat().st_size
+    os.truncate(partial, 5)
+    with pytest.raises(SystemExit):
+        preprocess_main([*arguments, "--resume"])
+    assert capsys.readouterr().err == (
+        f"megajax: error: --resume: the partial files of {tmp_path}/out_text_document are damaged ({size} bytes of "
+        f"tokens were recorded, {partial} has 5): start again without --resume.\n"
+    )
+
+
+def test_every_file_format_is_read_on_from_every_block(tmp_path, monkeypatch):
+    import bz2
+    import lzma
+
+    import pyarrow
+    import zstandard
+    from pyarrow import parquet
+
+    monkeypatch.setattr(json_lines, "BLOCK_BYTES", 50)
+    monkeypatch.setattr(json_lines, "ROWS", 3)
+    lines = b"".join(json.dumps({"text": text}).encode() + b"\n" for text in TEXTS)
+    paths = [str(tmp_path / name) for name in ("plain", "gzip", "bz2", "lzma", "zstandard", "parquet")]
+    Path(paths[0]).write_bytes(lines)
+    for path, compression in zip(paths[1:5], (gzip, bz2, lzma, zstandard), strict=True):
+        Path(path).write_bytes(compression.compress(lines[:99]) + compression.compress(lines[99:]))
+    parquet.write_table(pyarrow.table({"text": TEXTS}), paths[5], row_group_size=5)
+    blocks = list(json_lines.read_blocks(paths, "text"))
+    assert len(blocks) > 20
+    for i, block in enumerate(blocks):
+        rest = [
+            (each.path, each.first_line, each.text) for each in json_lines.read_blocks(paths, "text", "", block.end)
+        ]
+        assert rest == [(each.path, each.first_line, each.text) for each in blocks[i + 1 :]]
+
+
+def test_lengths_of_documents_go_on_in_a_writer(tmp_path):
+    """What follows the given documents in the partial file is dropped."""
+    with IndexedWriter(tmp_path / "w", np.uint16) as writer:
+        writer.add_documents(np.arange(9), np.array([4, 0, 5]))
+    (tmp_path / "v.bin.partial").write_bytes(np.arange(7, dtype="<u2").tobytes())
+    with IndexedWriter(tmp_path / "v", np.uint16, lengths=np.array([4, 0])) as writer:
+        writer.add_documents(np.arange(4, 9), np.array([5]))
+    assert pair(tmp_path / "v") == pair(tmp_path / "w") and writer.num_tokens == 9
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
