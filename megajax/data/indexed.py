@@ -27,6 +27,7 @@ DTYPES = {code: np.dtype(name) for code, name in enumerate("u1 i1 <i2 <i4 <i8 <f
 CODES = {dtype: code for code, dtype in DTYPES.items()}
 HEADER = struct.Struct("<9sQBQQ")
 TEXT_SUFFIXES = (".jsonl", ".json", ".txt")
+COPIED = 1 << 24  # tokens of a data set that are copied together
 CHECK_BLOCK = 1 << 20  # table entries that are checked together when a file is opened
 
 
@@ -284,6 +285,18 @@ class IndexedWriter:
         assert self._modes is None and lengths.sum() == tokens.size
         self._write(tokens)
         self._add_lengths(lengths)
+
+    def add_dataset(self, dataset: IndexedDataset) -> None:
+        """Appends all documents of a data set of the same dtype, which has modes if this one is multimodal."""
+        assert dataset.dtype == self.dtype and (dataset.modes is None) == (self._modes is None)
+        with write_errors(self.prefix):
+            for start in range(0, dataset.tokens.size, COPIED):
+                self._file.write(dataset.tokens[start : start + COPIED].tobytes())
+        self._boundaries.frombytes((len(self._lengths) + dataset.boundaries[1:]).tobytes())
+        self._lengths.frombytes(dataset.lengths.tobytes())
+        if self._modes is not None and dataset.modes is not None:
+            self._modes.frombytes(dataset.modes.tobytes())
+        self.num_tokens += dataset.tokens.size
 
     def _add_lengths(self, lengths: np.ndarray) -> None:
         self._boundaries.frombytes((len(self._lengths) + np.cumsum(lengths > 0, dtype=np.int64)).tobytes())
