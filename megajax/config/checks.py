@@ -290,7 +290,7 @@ def _check_data(config: Config) -> None:
         problem += f" {' and '.join(format_keys(config, key) for key in keys[1:])}"
         fail(config, problem, f"set {keys[0]}={needed} or more, or remove it", *keys)
     if data.train is None:
-        files = "JSON lines" if data.kind == "chat" else "the prefix of a .bin/.idx pair"
+        files = "JSON lines" if data.kind in ("text", "chat") else "the prefix of a .bin/.idx pair"
         cure = f"set data.train to {files}, or data.kind=synthetic to try without data"
         fail(config, f"data.kind={data.kind} needs data.train", cure, "data.kind")
     names = [each.name for each in data.valid_sets]
@@ -299,6 +299,8 @@ def _check_data(config: Config) -> None:
         fail(config, f"data.valid_sets has two sets called {again}", "give each its own name", "data.valid_sets")
     if data.kind == "chat":
         _check_chat(config)
+    if data.kind == "text":
+        _check_text(config)
     for key in ("data.valid", "data.test"):
         if data.split is not None and value(config, key) is not None:
             problem = f"{format_keys(config, 'data.split')} cannot be combined with {format_keys(config, key)}"
@@ -320,6 +322,16 @@ def _check_chat(config: Config) -> None:
         if used:
             problem = f"{format_keys(config, key)} cannot be combined with {format_keys(config, 'data.kind')}"
             fail(config, problem, cure, key, "data.kind")
+
+
+def _check_text(config: Config) -> None:
+    if config.data.tokenizer is None:
+        cure = "set data.tokenizer to the model's tokenizer.json, or to byte"
+        fail(config, "data.kind=text needs data.tokenizer", cure, "data.kind")
+    if config.data.order == "megatron":
+        problem = f"{format_keys(config, 'data.order')} cannot be combined with {format_keys(config, 'data.kind')}"
+        cure = "write token files with megajax.data.preprocess, or use shuffled or sequential"
+        fail(config, problem, cure, "data.order", "data.kind")
 
 
 def _check_run_dir(config: Config) -> None:

@@ -50,16 +50,17 @@ def _of_the_model(config: Config) -> list[Rule]:
 def _of_the_data(config: Config) -> list[Rule]:
     data = config.data
     evaluated = data.valid is not None or bool(data.valid_sets)
-    chat, indexed = data.kind == "chat", data.kind == "indexed"
+    chat, text, files = data.kind == "chat", data.kind == "text", data.kind in ("indexed", "text")
     separate = ("data.reset_attention", "data.reset_positions", "data.mask_end_of_document_loss")
     no_valid_share = data.split is not None and float(data.split.split(",")[1]) == 0
     one_document = data.kind == "synthetic" and data.synthetic_documents is None
     together = not any(value(config, key) for key in separate)
     return [
-        Rule(indexed and not evaluated and data.split is None, "data.valid", ("run.eval_interval",)),
-        Rule(indexed and not evaluated and no_valid_share, "data.split", ("run.eval_interval",)),
+        Rule(files and not evaluated and data.split is None, "data.valid", ("run.eval_interval",)),
+        Rule(files and not evaluated and no_valid_share, "data.split", ("run.eval_interval",)),
         Rule(data.order != "megatron", "data.order", ("data.train_samples",)),
-        Rule(data.order != "megatron" and not chat, "data.order", ("data.index_cache",)),
+        Rule(data.order != "megatron" and not chat and not text, "data.order", ("data.index_cache",)),
+        Rule(not text, "data.kind", ("data.text_key",)),
         Rule(not chat, "data.kind", ("data.chat_template", "data.pack", "data.too_long")),
         Rule(config.model.position == "none", "model.position", ("data.reset_positions",)),
         Rule(one_document, "data.synthetic_documents", separate),

@@ -247,8 +247,10 @@ weight_dtype | | master weights and optimizer state are always float32
 quantization | precision.fp8.recipe | none, current or delayed
 remat_policy | remat.policy | none by default, in MaxText full
 scan_layers | | compile time decides whether layers run in loops; kernels.scan_unroll sets the layers of an iteration
-dataset_type | data.kind | indexed (Megatron's .bin/.idx files) or synthetic
-dataset_path, grain_train_files | data.train | the prefix of a .bin/.idx pair
+dataset_type | data.kind | indexed (Megatron's .bin/.idx files), text, chat or synthetic
+dataset_path, grain_train_files, hf_train_files | data.train | files of text with data.kind=text, or the prefix of a
+    .bin/.idx pair
+train_data_columns | data.text_key
 tokenizer_path | data.tokenizer
 grain_worker_count | data.workers
 enable_data_shuffling | data.order | shuffled or sequential
@@ -286,7 +288,8 @@ training.global_batch_size | batch.global_size
 training.seq_len | batch.sequence_length
 training.steps | run.steps
 training.max_norm | optimizer.clip_norm
-training.dataset, training.dataset_path | data.train | the prefix of a .bin/.idx pair
+training.dataset, training.dataset_path | data.train | files of text with data.kind=text, or the prefix of a .bin/.idx
+    pair
 training.mixed_precision_param, training.dtype | precision.compute
 training.mixed_precision_reduce | precision.gradients
 debug.seed | run.seed
@@ -362,6 +365,7 @@ save_total_limit | checkpoint.keep
 save_only_model | checkpoint.save_optimizer | the opposite: false for weights only
 resume_from_checkpoint | | the same command with the same run.dir resumes
 output_dir | run.dir
+dataset_text_field, text_column_name | data.text_key
 dataloader_num_workers | data.workers
 report_to | logging.wandb | or logging.tensorboard
 """)

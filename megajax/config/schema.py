@@ -181,7 +181,7 @@ class ScheduleConfig(Section):
 class DataSource(Section):
     """One data set of a blend."""
 
-    prefix: Text = Field(description="Path of the .bin/.idx pair without the file extension.")
+    prefix: Text = Field(description="Path of the .bin/.idx pair without the file extension, or of text or chats.")
     weight: Positive = Field(default=1.0, description="Share of the samples, relative to the other sources.")
 
 
@@ -189,7 +189,7 @@ class ValidationSet(Section):
     """A further evaluation set with a loss of its own."""
 
     name: Text = Field(description="Name in the logs: eval_loss/NAME.")
-    prefix: Text = Field(description="Path of the .bin/.idx pair without the file extension, or a chat file.")
+    prefix: Text = Field(description="Path of the .bin/.idx pair without the extension, or of a text or chat file.")
 
 
 def _source_form(value: Any) -> str | None:
@@ -207,15 +207,16 @@ Sources = Annotated[
 class DataConfig(Section):
     """The training and evaluation data, and the tokenizer."""
 
-    kind: Literal["indexed", "chat", "synthetic"] = Field(
+    kind: Literal["indexed", "text", "chat", "synthetic"] = Field(
         default="indexed",
-        description="indexed: read .bin/.idx files; chat: read conversations from JSON lines, the loss counts the"
-        " assistant's tokens; synthetic: random tokens, every path is ignored.",
+        description="indexed: read .bin/.idx files; text: read text from JSON lines or Parquet, tokenised before the"
+        " first step; chat: read conversations from JSON lines, the loss counts the assistant's tokens; synthetic:"
+        " random tokens, every path is ignored.",
     )
     train: Sources | None = Field(
         default=None,
         description="Training data: the path prefix of a .bin/.idx pair, a list of {prefix, weight}, or '0.7 a 0.3 b';"
-        " chat: .jsonl files.",
+        " text, chat: .jsonl files; text also Parquet, compressed files and globs such as 'web/*.jsonl.gz'.",
     )
     valid: Sources | None = Field(default=None, description="Evaluation data, written like train.")
     valid_sets: tuple[ValidationSet, ...] = Field(
@@ -228,6 +229,7 @@ class DataConfig(Section):
         default=None,
         description="Weights that divide train's documents into train, valid and test: '969,30,1'.",
     )
+    text_key: Text = Field(default="text", description="text: key or Parquet column of a document's text.")
     tokenizer: Text | None = Field(
         default=None,
         description="byte; null:N for token ids below N; a tokenizer.json, a SentencePiece .model, a .tiktoken file, or"
@@ -248,7 +250,7 @@ class DataConfig(Section):
     )
     index_cache: Text | None = Field(
         default=None,
-        description="megatron, chat: directory of the stored order and tokens; null: index_cache in run.dir.",
+        description="megatron, text, chat: directory of the stored order and tokens; null: index_cache in run.dir.",
     )
     reset_attention: bool = Field(default=False, description="Tokens attend within their document only.")
     reset_positions: bool = Field(default=False, description="Positions start at 0 in each document.")

@@ -7,6 +7,7 @@ from megajax.config.batch_schedule import samples_before
 from megajax.data.chat import ChatSamples
 from megajax.data.loader import Split
 from megajax.data.samples import BlendedSamples, DocumentSamples, Samples
+from megajax.data.text import TextDataset
 
 if TYPE_CHECKING:
     from megajax.config import Config
@@ -42,9 +43,11 @@ def _split_lines(config: "Config", split: Split, samples: Samples) -> list[str]:
     if config.data.kind == "chat":
         return _chat_lines(config, split, samples)
     shares = _shares(samples)
+    bad = sum(source.dataset.bad_lines for source, _ in shares if isinstance(source.dataset, TextDataset))
     tokens, length = sum(source.num_tokens for source, _ in shares), config.batch.sequence_length
     read = _samples_read(config, split) * length
     size = f"{split}: {sum(source.num_documents for source, _ in shares):,} documents, {tokens:,} tokens"
+    size += f" ({bad:,} bad lines of the text left out)" if bad else ""
     if not read:
         return [f"{size}; not evaluated by the run"]
     reading = f"{config.run.steps:,} steps read" if split == "train" else "an evaluation reads"

@@ -1,4 +1,4 @@
-"""`python -m megajax.data.index CONFIG`: make a run's order of samples ahead of time (`data.order: megatron`)."""
+"""`python -m megajax.data.index CONFIG`: make a run's order of samples ahead of time or the tokens of its text."""
 
 import sys
 import time
@@ -14,19 +14,25 @@ from megajax.runtime import accept_missing_cuda
 
 def main(argv: Sequence[str]) -> int:
     """Open and check a config's data and store its order; returns the exit status."""
-    parser = CommandParser("megajax.data.index", description="Make the order of a run's samples ahead of time.")
+    parser = CommandParser(
+        "megajax.data.index",
+        description="Store a run's order or tokens ahead of time.",
+    )
     parser.add_argument("config", metavar="CONFIG", help="YAML file of the run")
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="settings instead of the file's")
     with user_errors():
         options = parser.parse_args(argv)
         config = load_config(options.config, options.overrides)
-        if config.data.order != "megatron":
-            raise InputError(f"data.order={config.data.order} stores no order: set data.order=megatron.")
+        if config.data.order != "megatron" and config.data.kind not in ("text", "chat"):
+            raise InputError(
+                f"data.kind={config.data.kind} with data.order={config.data.order} stores nothing: this is for "
+                "data.order=megatron, data.kind=text and data.kind=chat."
+            )
         accept_missing_cuda()
         start = time.perf_counter()
         for line in describe_data(config, datasets(config)):
             print(line)
-        print(f"the order of the samples is stored after {time.perf_counter() - start:.1f} s")
+        print(f"everything is stored after {time.perf_counter() - start:.1f} s")
     return 0
 
 

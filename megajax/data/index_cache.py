@@ -1,4 +1,4 @@
-"""Arrays on disk under a hash of everything that decides them, built once and mapped into memory by every process."""
+"""Files on disk under a hash of everything that decides them, built once and mapped into memory by every process."""
 
 import fcntl
 import hashlib
@@ -31,20 +31,53 @@ def file_digest(path: str | Path) -> str:
 def cached(
     directory: Path, key: Mapping[str, Any], names: Sequence[str], build: Callable[[], Sequence[np.ndarray]]
 ) -> list[np.ndarray]:
-    """The arrays of `build`, in the order of `names`, mapped from files; built if `directory` does not have them.
+    """The arrays of `build`, in the order of `names`, mapped from files; see `cached_folder`."""
 
-    `key` has everything that decides them. The files appear under their final name when they are complete, and one
-    process builds while the others wait. Raises InputError if they cannot be written.
+    def write(folder: Path) -> None:
+        for name, array in zip(names, build(), strict=True):
+            np.save(folder / f"{name}.npy", array)
+
+    folder = cached_folder(directory, key, write)
+    with _errors(folder):
+        return [np.load(folder / f"{name}.npy", mmap_mode="r") for name in names]
+
+
+def cached_folder(directory: Path, key: Mapping[str, Any], write: Callable[[Path], None]) -> Path:
+    """The folder of `key` in `directory`; `write` fills it if it is not there.
+
+    `key` has everything that decides the files. They appear under their final name when they are complete, and one
+    process writes while the others wait. Raises InputError if they cannot be written.
     """
-    text = json.dumps(key, sort_keys=True)
-    folder = directory / hashlib.sha256(text.encode()).hexdigest()[:32]
-    try:
-        if not (folder / KEY_FILE).is_file():
+    folder = folder_of(directory, key)
+    with _errors(folder):
+        if not is_complete(folder):
             directory.mkdir(parents=True, exist_ok=True)
             with _locked(directory / f"{folder.name}.lock"):
-                if not (folder / KEY_FILE).is_file():
-                    _write(folder, text, dict(zip(names, build(), strict=True)))
-        return [np.load(folder / f"{name}.npy", mmap_mode="r") for name in names]
+                if not is_complete(folder):
+                    _write(folder, _text(key), write)
+    return folder
+
+
+def folder_of(directory: Path, key: Mapping[str, Any]) -> Path:
+    """The folder of `key`, whether it exists or not."""
+    return directory / hashlib.sha256(_text(key).encode()).hexdigest()[:32]
+
+
+def is_complete(folder: Path) -> bool:
+    """Whether a folder has its files."""
+    return (folder / KEY_FILE).is_file()
+
+
+def _text(key: Mapping[str, Any]) -> str:
+    return json.dumps(key, sort_keys=True)
+
+
+@contextmanager
+def _errors(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except InputError:
+        raise
     except (OSError, ValueError) as error:  # ValueError: np.load of a damaged file
         reason = getattr(error, "strerror", None) or error
         raise InputError(
@@ -53,13 +86,12 @@ def cached(
         ) from None
 
 
-def _write(folder: Path, key: str, arrays: Mapping[str, np.ndarray]) -> None:
+def _write(folder: Path, key: str, write: Callable[[Path], None]) -> None:
     partial = folder.with_name(f"{folder.name}.partial-{os.getpid()}")
     shutil.rmtree(folder, ignore_errors=True)  # without its key it was never complete
     try:
         partial.mkdir()
-        for name, array in arrays.items():
-            np.save(partial / f"{name}.npy", array)
+        write(partial)
         (partial / KEY_FILE).write_text(key)
         partial.rename(folder)
     finally:

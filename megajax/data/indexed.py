@@ -46,6 +46,7 @@ class IndexedDataset:
     def __init__(self, prefix: str | Path, *, check: bool = True):
         self.prefix = str(prefix)
         self._idx, self._bin = f"{prefix}.idx", f"{prefix}.bin"
+        self.token_file = self._bin
         if not os.path.exists(self._idx):
             raise InputError(_missing(self.prefix))
         index = _map(self._idx)
@@ -221,7 +222,8 @@ def write_errors(prefix: str) -> Iterator[None]:
     except OSError as error:
         space = "free space, or " if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
         raise InputError(
-            f"{prefix}.bin and .idx cannot be written ({error.strerror}): {space}choose another output prefix."
+            f"{prefix}.bin and .idx cannot be written ({error.strerror}): {space}choose another directory "
+            "(--output-prefix, or data.index_cache)."
         ) from None
 
 

@@ -20,6 +20,7 @@ from megajax.data.indexed import IndexedDataset
 from megajax.data.loader import datasets
 from megajax.data.megatron import wanted_samples
 from megajax.data.samples import BlendedSamples, DocumentSamples, Packing, Samples, make_batch
+from megajax.data.text import JoinedTokens, TextDataset
 from megajax.data.tokenizers import Tokenizer, load_tokenizer
 from megajax.errors import InputError
 from megajax.runtime import accept_missing_cuda
@@ -35,7 +36,7 @@ MIXING = np.uint64(0x9E3779B97F4A7C15)  # odd, of the hash of a document's first
 GREY, BOLD, PLAIN = "\033[90m", "\033[1m", "\033[0m"
 
 
-def describe_file(dataset: IndexedDataset, end: int | None = None) -> list[str]:
+def describe_file(dataset: IndexedDataset | TextDataset, end: int | None = None) -> list[str]:
     """Lines about token files; `end` is the end-of-document token, None: the most frequent last token."""
     starts = dataset.document_starts()
     lengths = np.diff(starts)
@@ -75,7 +76,7 @@ def length_lines(lengths: np.ndarray) -> list[str]:
     return lines
 
 
-def repeated_starts(tokens: np.ndarray, starts: np.ndarray) -> int:
+def repeated_starts(tokens: np.ndarray | JoinedTokens, starts: np.ndarray) -> int:
     """The number of documents with tokens whose first 32 tokens are those of an earlier document."""
     hashes = []
     for first in range(0, starts.size - 1, AT_ONCE):

@@ -11,6 +11,7 @@ from megajax.data.indexed import IndexedDataset
 from megajax.data.megatron import open_samples, split_sequences
 from megajax.data.samples import BlendedSamples, DocumentSamples, Packing, Samples, make_batch, split_documents
 from megajax.data.synthetic import SyntheticSamples
+from megajax.data.text import TextDataset, open_text
 from megajax.data.tokenizers import end_of_document, load_tokenizer
 from megajax.errors import InputError
 
@@ -34,16 +35,16 @@ def datasets(config: "Config") -> dict[Split, Samples]:
     """
     present: list[Split] = [split for split in SPLITS if _is_given(config, split)]
     present += [f"valid/{each.name}" for each in config.data.valid_sets]
-    files: dict[str, IndexedDataset] = {}
-    opened: dict[Split, Samples] = {split: open_split(config, split, files) for split in present}
+    files: dict[str, IndexedDataset | TextDataset] = {}
     if config.data.kind != "synthetic":
         _check_tokenizer(config)
+    opened: dict[Split, Samples] = {split: open_split(config, split, files) for split in present}
     for dataset in files.values():
         _check_token_ids(config, dataset)
     return opened
 
 
-def open_split(config: "Config", split: Split, files: dict[str, IndexedDataset] | None = None) -> Samples:
+def open_split(config: "Config", split: Split, files: dict[str, IndexedDataset | TextDataset] | None = None) -> Samples:
     """The samples of one split of the config; checks the files' structure, not the token ids.
 
     `files` are the open files by prefix; newly opened ones are added.
@@ -65,7 +66,7 @@ def open_split(config: "Config", split: Split, files: dict[str, IndexedDataset] 
         ranges = []
         for prefix, _ in parts:
             if prefix not in files:
-                files[prefix] = IndexedDataset(prefix)
+                files[prefix] = open_text(config, prefix) if data.kind == "text" else IndexedDataset(prefix)
             ranges.append((files[prefix], _range(config, split, files[prefix])))
         if data.order == "megatron":
             opened = open_samples(config, split, ranges, weights, _end_of_document(config))
@@ -148,7 +149,7 @@ def _shares(config: "Config") -> list[float]:
     return [float(share) for share in config.data.split.split(",")]
 
 
-def _range(config: "Config", split: Split, dataset: IndexedDataset) -> tuple[int, int]:
+def _range(config: "Config", split: Split, dataset: IndexedDataset | TextDataset) -> tuple[int, int]:
     """The documents of a data set that belong to a split; in Megatron's order its sequences."""
     megatron = config.data.order == "megatron"
     count = len(dataset) if megatron else dataset.num_documents
@@ -158,7 +159,7 @@ def _range(config: "Config", split: Split, dataset: IndexedDataset) -> tuple[int
     first, last = divide(count, _shares(config))[SPLITS.index(split)]
     if first == last:
         raise InputError(
-            f"{dataset.prefix}.idx has {count} {'sequences' if megatron else 'documents'}, and "
+            f"{dataset.prefix} has {count} {'sequences' if megatron else 'documents'}, and "
             f'data.split="{config.data.split}" leaves none for {split}: give {split} a larger share, or 0.'
         )
     return first, last
@@ -185,7 +186,7 @@ def _check_size(split: Split, source: Samples) -> None:
     if tokens < needed:
         shorter = f"set batch.sequence_length={tokens - 1} or less, or " if tokens > 1 else ""
         raise InputError(
-            f"{source.dataset.prefix}.bin has {tokens} token(s) for {split}, but a sample of "
+            f"{source.dataset.token_file} has {tokens} token(s) for {split}, but a sample of "
             f"batch.sequence_length={needed - 1} takes {needed}: {shorter}give more text."
         )
 
@@ -205,14 +206,14 @@ def _check_tokenizer(config: "Config") -> None:
         )
 
 
-def _check_token_ids(config: "Config", dataset: IndexedDataset) -> None:
+def _check_token_ids(config: "Config", dataset: IndexedDataset | TextDataset) -> None:
     tokens = dataset.tokens[:CHECKED_TOKENS]
     for worst in (int(tokens.max()), int(tokens.min())):
         if not 0 <= worst < config.model.vocab_size:
             size = f"model.vocab_size={config.model.vocab_size} ({config.where('model.vocab_size')})"
             if worst < 0:
-                raise InputError(f"{dataset.prefix}.bin holds the negative token id {worst}: write the file again.")
+                raise InputError(f"{dataset.token_file} holds the negative token id {worst}: write the file again.")
             raise InputError(
-                f"{dataset.prefix}.bin holds token id {worst}, outside {size}: set model.vocab_size={worst + 1} or "
+                f"{dataset.token_file} holds token id {worst}, outside {size}: set model.vocab_size={worst + 1} or "
                 "larger, preferably the vocabulary size of the tokenizer that wrote the file."
             )

@@ -8,12 +8,15 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
 from megajax.data.indexed import IndexedDataset
 from megajax.errors import InputError
+
+if TYPE_CHECKING:
+    from megajax.data.text import TextDataset
 
 CACHED_EPOCHS = 3  # a sample may span two epochs while another thread is one epoch ahead
 
@@ -158,7 +161,12 @@ class DocumentSamples(Samples):
     """
 
     def __init__(
-        self, dataset: IndexedDataset, documents: tuple[int, int], sequence_length: int, seed: int, order: str
+        self,
+        dataset: "IndexedDataset | TextDataset",
+        documents: tuple[int, int],
+        sequence_length: int,
+        seed: int,
+        order: str,
     ):
         self._arguments = (dataset, documents, sequence_length, seed, order)
         self.dataset, self.sequence_length = dataset, sequence_length

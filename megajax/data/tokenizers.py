@@ -143,8 +143,8 @@ def end_of_document(tokenizer: Tokenizer, spec: str, name: str | None = None, se
         own = "" if tokenizer.end_of_document is None else f", or use its own, token {tokenizer.end_of_document}"
         raise InputError(f"{setting}: {spec} has no token {name}: name one that it has (special: {special}){own}.")
     raise InputError(
-        f"--append-eod: {spec} has no end-of-document token of a known name ({', '.join(END_OF_DOCUMENT_NAMES)}); "
-        f"name its token with --eod-token NAME (its special tokens: {special}), or leave the option out."
+        f"{spec} has no end-of-document token of a known name ({', '.join(END_OF_DOCUMENT_NAMES)}): name its token "
+        f"with {setting} (its special tokens: {special})."
     )
 
 

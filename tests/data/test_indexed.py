@@ -289,7 +289,7 @@ def test_a_full_disk_is_one_sentence_and_damages_nothing(tmp_path, file, tokens)
             writer.add_document(np.ones(tokens))
     assert str(caught.value) == (
         f"{tmp_path}/w.bin and .idx cannot be written (No space left on device): free space, or choose another "
-        "output prefix."
+        "directory (--output-prefix, or data.index_cache)."
     )
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
@@ -310,5 +310,6 @@ def test_an_unwritable_place_is_refused(tmp_path):
     with pytest.raises(InputError) as caught:
         IndexedWriter(tmp_path / "file" / "w", np.uint16)
     assert str(caught.value) == (
-        f"{tmp_path}/file/w.bin and .idx cannot be written (File exists): choose another output prefix."
+        f"{tmp_path}/file/w.bin and .idx cannot be written (File exists): choose another directory "
+        "(--output-prefix, or data.index_cache)."
     )

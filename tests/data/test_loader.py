@@ -175,7 +175,7 @@ def test_a_missing_tokenizer_is_named_with_its_key(make_config, write_documents)
 def test_a_share_without_documents_is_refused(make_config, write_documents):
     prefix = write_documents(DOCUMENTS[:10])
     assert sentence_of(make_config(train=prefix, split="969,30,1")) == (
-        f'data.train (run.yaml, line 10): {prefix}.idx has 10 documents, and data.split="969,30,1" '
+        f'data.train (run.yaml, line 10): {prefix} has 10 documents, and data.split="969,30,1" '
         "leaves none for "
         "valid: give valid a larger share, or 0."
     )

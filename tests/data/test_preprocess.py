@@ -198,7 +198,7 @@ MISTAKES = {
     "integers from 0 to 9 with spaces between, or use another tokenizer.",
     "--input a.jsonl --output-prefix dir/": "--output-prefix dir/ is a directory; add a name, such as dir/my.",
     "--input a.jsonl --output-prefix a.jsonl/p": "a.jsonl/p_text_document.bin and .idx cannot be written (File exists):"
-    " choose another output prefix.",
+    " choose another directory (--output-prefix, or data.index_cache).",
     "--input a.jsonl --tokenizer no.json": 'no.json does not exist: correct the path of the tokenizer, or use "byte".',
     "--input a.jsonl --workers 0": f"argument --workers: 0 is not a number of processes (1 or more); {HELP}",
     "--input a.jsonl --workers two": f"argument --workers: two is not a number of processes (1 or more); {HELP}",

@@ -52,8 +52,8 @@ def test_without_a_known_name_the_end_of_document_is_named(tmp_path):
     with pytest.raises(InputError) as caught:
         end_of_document(tokenizer, "t.json")
     assert str(caught.value) == (
-        "--append-eod: t.json has no end-of-document token of a known name (<|endoftext|>, <|end_of_text|>, </s>, "
-        "<eos>); name its token with --eod-token NAME (its special tokens: <stop>, <pad>), or leave the option out."
+        "t.json has no end-of-document token of a known name (<|endoftext|>, <|end_of_text|>, </s>, "
+        "<eos>): name its token with --eod-token (its special tokens: <stop>, <pad>)."
     )
     with pytest.raises(InputError) as caught:
         end_of_document(load_tokenizer("byte"), "byte", "<stop>")

@@ -1,0 +1,167 @@
+"""Text as a data set (`data.kind: text`): each file is tokenised once, and its tokens are stored in `data.index_cache`.
+
+A file's tokens are a `.bin/.idx` pair, so text gives the samples of preprocessed files, in the same orders.
+"""
+
+import glob
+import hashlib
+import json
+import os
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, closing
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+import numpy as np
+
+from megajax.data.encoding import Encoded, Encoder, encode_files, write_documents
+from megajax.data.index_cache import cached_folder, file_digest, folder_of, is_complete
+from megajax.data.indexed import IndexedDataset, IndexedWriter, token_dtype
+from megajax.data.json_lines import check_inputs
+from megajax.data.progress import show_progress
+from megajax.data.tokenizers import end_of_document, load_tokenizer, tokenizer_files
+from megajax.errors import InputError
+
+if TYPE_CHECKING:
+    from megajax.config import Config
+
+VERSION = 1  # of the encoding, part of the key of the stored tokens
+COMPARED = 1 << 20  # bytes at both ends of a file that are part of the key
+TOKENS, BAD = "tokens", "bad_lines.json"  # files of a folder of the cache
+
+
+class JoinedTokens:
+    """Arrays one after the other, read as one by slices and by arrays of positions."""
+
+    def __init__(self, parts: Sequence[np.ndarray]):
+        self.parts, self.dtype = parts, parts[0].dtype
+        self.ends = np.cumsum([part.size for part in parts])
+        self.starts = self.ends - [part.size for part in parts]
+        self.size = int(self.ends[-1])
+
+    def __getitem__(self, key: slice | np.ndarray) -> np.ndarray:
+        if isinstance(key, np.ndarray):
+            owner, out = np.searchsorted(self.ends, key, side="right"), np.empty(key.shape, self.dtype)
+            for i in np.unique(owner):
+                out[owner == i] = self.parts[i][key[owner == i] - self.starts[i]]
+            return out
+        start, stop, _ = key.indices(self.size)
+        first, last = np.searchsorted(self.ends, [start, stop - 1], side="right")
+        pieces = [self.parts[i][max(start - self.starts[i], 0) : stop - self.starts[i]] for i in range(first, last + 1)]
+        return pieces[0] if len(pieces) == 1 else np.concatenate([self.parts[0][:0], *pieces])
+
+
+class TextDataset:
+    """The documents of several token files as one data set, called `prefix`; `bad_lines` of the text were left out."""
+
+    def __init__(self, prefix: str, parts: Sequence[IndexedDataset], bad_lines: int):
+        self._arguments = (prefix, parts, bad_lines)
+        self.prefix, self.bad_lines, self.token_file = prefix, bad_lines, prefix
+        self.parts, self.dtype = parts, parts[0].dtype
+        self.tokens = JoinedTokens([part.tokens for part in parts])
+        self.num_documents = sum(part.num_documents for part in parts)
+
+    def __reduce__(self) -> Any:
+        return TextDataset, self._arguments  # each process maps the files itself
+
+    def __len__(self) -> int:
+        return sum(map(len, self.parts))
+
+    def document_starts(self, first: int = 0, last: int | None = None) -> np.ndarray:
+        """As in `IndexedDataset`."""
+        own = [part.document_starts()[:-1] + start for part, start in zip(self.parts, self.tokens.starts, strict=True)]
+        last = self.num_documents if last is None else last
+        return np.concatenate([*own, [self.tokens.size]])[first : last + 1]
+
+
+def open_text(config: "Config", pattern: str) -> TextDataset:
+    """The documents of the files of `pattern`, a path or a glob, by name; files without stored tokens are tokenised.
+
+    Each document ends with the end-of-document token. `data.workers` processes tokenise, 0: threads of this one.
+    Bad lines are left out, with a warning. Raises InputError for a file that is missing or cannot be read, or that has
+    bad lines only; for files without text; and without an end-of-document token.
+    """
+    paths = sorted(glob.glob(pattern, recursive=True)) or [pattern]
+    check_inputs(paths)
+    data = config.data
+    assert data.tokenizer is not None  # checked with the config
+    same = {
+        "kind": "text",
+        "version": VERSION,
+        "tokenizer": [file_digest(path) for path in tokenizer_files(data.tokenizer)] or data.tokenizer,
+        "end_of_document": data.end_of_document,
+        "text_key": data.text_key,
+    }
+    cache = Path(data.index_cache or Path(config.run.dir) / "index_cache")
+    keys = {path: same | _identity(path) for path in paths}
+    missing = [path for path in paths if not is_complete(folder_of(cache, keys[path]))]
+    with _Tokenising(config, missing) as tokenising:
+        folders = [cached_folder(cache, keys[path], partial(tokenising.write, path)) for path in paths]
+    bad = sum(json.loads((folder / BAD).read_text()) for folder in folders)
+    dataset = TextDataset(pattern, [IndexedDataset(folder / TOKENS) for folder in folders], bad)
+    if not dataset.tokens.size:
+        found = f'only empty text under "{data.text_key}"' if dataset.num_documents else "no documents"
+        raise InputError(f"{pattern} has {found}: give other files, or another data.text_key.")
+    return dataset
+
+
+class _Tokenising:
+    """Writes files' tokens, a file after the other, with one set of worker processes; it starts with the first one."""
+
+    def __init__(self, config: "Config", paths: Sequence[str]):
+        self._config, self._paths = config, paths
+        self._place = {path: i for i, path in enumerate(paths)}
+        self._opened = ExitStack()
+        self._blocks: Iterator[Encoded] | None = None
+        self._next: Encoded | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._opened.close()
+
+    def write(self, path: str, folder: Path) -> None:
+        """Fill the folder with the tokens of a file and the number of its bad lines.
+
+        The files come in the order of `paths`; another process may have written some of them.
+        """
+        if self._blocks is None:
+            self._start(self._paths[self._place[path] :])
+        with IndexedWriter(folder / TOKENS, token_dtype(self._vocab_size)) as writer:
+            bad = write_documents(self._blocks_of(path), writer, self._progress)
+        if bad.count and not writer.num_documents:
+            raise InputError(f"{path}: every line is bad, {bad.count:,} in all. The first: {bad.first[0]}")
+        if bad.count:
+            warnings.warn(f"{path}: {bad.count:,} bad lines were left out.{bad.named()}", stacklevel=2)
+        (folder / BAD).write_text(json.dumps(bad.count))
+
+    def _start(self, paths: Sequence[str]) -> None:
+        data = self._config.data
+        tokenizer = load_tokenizer(str(data.tokenizer))
+        self._vocab_size = tokenizer.vocab_size
+        end = end_of_document(tokenizer, str(data.tokenizer), data.end_of_document, "data.end_of_document")
+        encoder = Encoder(str(data.tokenizer), end, data.text_key, key_option="data.text_key")
+        self._progress = self._opened.enter_context(show_progress(sum(map(os.path.getsize, paths))))
+        blocks = self._opened.enter_context(closing(encode_files(encoder, paths, max(1, data.workers))))
+        self._blocks, self._next = blocks, next(blocks, None)
+
+    def _blocks_of(self, path: str) -> Iterator[Encoded]:
+        """The blocks of a file; those of files before it are left out."""
+        assert self._blocks is not None
+        while self._next is not None and self._place[self._next.path] <= self._place[path]:
+            if self._next.path == path:
+                yield self._next
+            self._next = next(self._blocks, None)
+
+
+def _identity(path: str) -> dict[str, Any]:
+    """A file's size, time of change and both ends: to read all of the text at each start takes too long."""
+    status = os.stat(path)
+    with open(path, "rb") as file:
+        ends = file.read(COMPARED)
+        file.seek(max(0, status.st_size - COMPARED))
+        ends += file.read(COMPARED)
+    return {"size": status.st_size, "changed": status.st_mtime_ns, "ends": hashlib.blake2b(ends).hexdigest()[:32]}
