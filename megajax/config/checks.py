@@ -297,6 +297,9 @@ def _check_data(config: Config) -> None:
     if len(set(names)) < len(names):
         again = next(name for name in names if names.count(name) > 1)
         fail(config, f"data.valid_sets has two sets called {again}", "give each its own name", "data.valid_sets")
+    if data.fim_rate and data.tokenizer is None:
+        cure = "set data.tokenizer to the tokenizer that wrote the data"
+        fail(config, f"{format_keys(config, 'data.fim_rate')} needs data.tokenizer", cure, "data.fim_rate")
     if data.kind == "chat":
         _check_chat(config)
     if data.kind == "text":
@@ -318,6 +321,7 @@ def _check_chat(config: Config) -> None:
     for key, used, cure in (
         ("data.split", data.split is not None, "give files to data.valid and data.test"),
         ("data.order", data.order == "megatron", "use shuffled or sequential"),
+        ("data.fim_rate", data.fim_rate > 0, "remove it"),
     ):
         if used:
             problem = f"{format_keys(config, key)} cannot be combined with {format_keys(config, 'data.kind')}"

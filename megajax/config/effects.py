@@ -54,6 +54,7 @@ def _of_the_data(config: Config) -> list[Rule]:
     separate = ("data.reset_attention", "data.reset_positions", "data.mask_end_of_document_loss")
     no_valid_share = data.split is not None and float(data.split.split(",")[1]) == 0
     one_document = data.kind == "synthetic" and data.synthetic_documents is None
+    fim_tokens = tuple(f"data.fim_tokens.{part}" for part in type(data.fim_tokens).model_fields)
     together = not any(value(config, key) for key in separate)
     return [
         Rule(files and not evaluated and data.split is None, "data.valid", ("run.eval_interval",)),
@@ -61,6 +62,8 @@ def _of_the_data(config: Config) -> list[Rule]:
         Rule(data.order != "megatron", "data.order", ("data.train_samples",)),
         Rule(data.order != "megatron" and not chat and not text, "data.order", ("data.index_cache",)),
         Rule(not text, "data.kind", ("data.text_key",)),
+        Rule(data.kind == "synthetic", "data.kind", ("data.fim_rate",)),
+        Rule(not data.fim_rate, "data.fim_rate", ("data.fim_spm_rate", *fim_tokens)),
         Rule(not chat, "data.kind", ("data.chat_template", "data.pack", "data.too_long")),
         Rule(config.model.position == "none", "model.position", ("data.reset_positions",)),
         Rule(one_document, "data.synthetic_documents", separate),

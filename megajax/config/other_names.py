@@ -147,6 +147,11 @@ tokenizer-model, tokenizer-type, vocab-file | data.tokenizer | byte, null:N, a f
 num-workers | data.workers
 reset-attention-mask | data.reset_attention | with the ends of documents from the .idx file
 reset-position-ids | data.reset_positions
+fim-rate | data.fim_rate | of the documents, cut at tokens; --fim-data is fim_rate above 0
+fim-spm-rate | data.fim_spm_rate
+fim-prefix-token | data.fim_tokens.prefix
+fim-middle-token | data.fim_tokens.middle
+fim-suffix-token | data.fim_tokens.suffix
 eod-mask-loss | data.mask_end_of_document_loss
 save | run.dir
 ckpt-step | checkpoint.resume_step

@@ -24,6 +24,7 @@ from megajax.config.fields import (
     Section,
     Seed,
     Sequences,
+    Share,
     Split,
     Text,
     Tokens,
@@ -204,6 +205,14 @@ Sources = Annotated[
 ]
 
 
+class FimTokens(Section):
+    """Names of the special tokens of fill-in-the-middle."""
+
+    prefix: Text = Field(default="<|fim_prefix|>", description="Token before the prefix.")
+    middle: Text = Field(default="<|fim_middle|>", description="Token before the middle.")
+    suffix: Text = Field(default="<|fim_suffix|>", description="Token before the suffix.")
+
+
 class DataConfig(Section):
     """The training and evaluation data, and the tokenizer."""
 
@@ -264,6 +273,11 @@ class DataConfig(Section):
     too_long: Literal["truncate", "drop"] = Field(
         default="truncate", description="chat: conversations that are longer than a sequence are cut, or left out."
     )
+    fim_rate: Share = Field(
+        default=0.0, description="Fill-in-the-middle: share of the documents whose middle is moved to their end."
+    )
+    fim_spm_rate: Share = Field(default=0.5, description="Share of these with the suffix before the prefix.")
+    fim_tokens: FimTokens = Field(default_factory=FimTokens, description="Special tokens of fill-in-the-middle.")
     synthetic_documents: Count | None = Field(
         default=None, description="synthetic: number of documents in a sequence, cut at random positions; null: one."
     )

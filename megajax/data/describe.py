@@ -29,10 +29,11 @@ def describe_data(config: "Config", datasets: Mapping[Split, Samples]) -> list[s
     }
     separate = ", ".join(name for name, is_reset in reset.items() if is_reset)
     packed = f"; documents separate in {separate}" if separate else ""
+    filled = f"; fill-in-the-middle in {data.fim_rate:.0%} of the documents" if data.fim_rate else ""
     if data.kind == "synthetic":
         return [f"synthetic tokens{packed}"]
     train = data.train if isinstance(data.train, str) else f"a blend of {len(data.train or ())} data sets"
-    lines = [f"{train}, {data.order}, tokenizer {data.tokenizer or 'not given'}{packed}"]
+    lines = [f"{train}, {data.order}, tokenizer {data.tokenizer or 'not given'}{packed}{filled}"]
     for split, samples in datasets.items():
         lines += _split_lines(config, split, samples)
     return lines

@@ -16,6 +16,7 @@ from megajax.config import load_config
 from megajax.console import CommandParser, user_errors
 from megajax.data.chat import ChatSamples
 from megajax.data.describe import SOURCES_SHOWN, describe_data
+from megajax.data.fim import Infilling, open_infilling
 from megajax.data.indexed import IndexedDataset
 from megajax.data.loader import datasets
 from megajax.data.megatron import wanted_samples
@@ -113,17 +114,24 @@ def describe_samples(config: "Config", split: str, samples: Samples, colour: boo
     counted = np.mean([make_batch(samples, [i], packing)["loss_mask"].mean() for i in range(checked)])
     padding = sum(_padding(samples, i) for i in range(checked)) / checked / (config.batch.sequence_length + 1)
     lines.append(f"first {checked:,} samples of {split}: padding {padding:.1%}, the loss counts {counted:.1%}")
-    return [*lines, "", *sample_lines(split, samples, number, packing, tokenizer, colour)]
+    return [*lines, "", *sample_lines(split, samples, number, packing, tokenizer, colour, open_infilling(config))]
 
 
 def sample_lines(
-    split: str, samples: Samples, number: int, packing: Packing, tokenizer: Tokenizer | None, colour: bool
+    split: str,
+    samples: Samples,
+    number: int,
+    packing: Packing,
+    tokenizer: Tokenizer | None,
+    colour: bool,
+    infilling: Infilling | None = None,
 ) -> list[str]:
     """A sample's documents as text, each with its position; tokens that the loss does not count are marked.
 
     The last token is a target only. Without a tokenizer the text is the token ids.
     """
-    row, batch = samples[number], make_batch(samples, [number], packing)
+    batch = make_batch(samples, [number], packing, infilling)
+    row = np.append(batch["tokens"][0], batch["targets"][0, -1])
     counted = np.concatenate([[False], batch["loss_mask"][0] > 0])  # position i predicts token i + 1
     source, rank = samples, number
     if isinstance(samples, BlendedSamples):

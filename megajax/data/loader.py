@@ -7,6 +7,7 @@ import numpy as np
 
 from megajax.config.batch_schedule import samples_before
 from megajax.data.chat import open_chat
+from megajax.data.fim import Infilling, open_infilling
 from megajax.data.indexed import IndexedDataset
 from megajax.data.megatron import open_samples, split_sequences
 from megajax.data.samples import BlendedSamples, DocumentSamples, Packing, Samples, make_batch, split_documents
@@ -38,6 +39,7 @@ def datasets(config: "Config") -> dict[Split, Samples]:
     files: dict[str, IndexedDataset | TextDataset] = {}
     if config.data.kind != "synthetic":
         _check_tokenizer(config)
+        open_infilling(config)  # checks the tokens
     opened: dict[Split, Samples] = {split: open_split(config, split, files) for split in present}
     for dataset in files.values():
         _check_token_ids(config, dataset)
@@ -103,7 +105,8 @@ def make_loader(
     packing = Packing(data.reset_attention, data.reset_positions, data.mask_end_of_document_loss)
     indices = np.asarray(rows, np.int64) + samples_before(config, start_step)
     reading = grain.ReadOptions(num_threads=prefetch, prefetch_buffer_size=prefetch)
-    batches = grain.MapDataset.source(BatchSource(samples, indices, size, packing)).to_iter_dataset(reading)
+    source = BatchSource(samples, indices, size, packing, open_infilling(config))
+    batches = grain.MapDataset.source(source).to_iter_dataset(reading)
     if split == "train" and data.workers:
         from absl import flags
 
@@ -125,14 +128,17 @@ def _ignore_requests_to_stop(worker: int, num_workers: int) -> None:
 class BatchSource:
     """grain's data source: batch i holds the samples indices + i·stride; `indices` i64[rows]."""
 
-    def __init__(self, samples: Samples, indices: np.ndarray, stride: int, packing: Packing):
-        self.samples, self.indices, self.stride, self.packing = samples, indices, stride, packing
+    def __init__(
+        self, samples: Samples, indices: np.ndarray, stride: int, packing: Packing, infilling: Infilling | None
+    ):
+        self.samples, self.indices, self.stride = samples, indices, stride
+        self.packing, self.infilling = packing, infilling
 
     def __len__(self) -> int:
         return ENDLESS
 
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
-        return make_batch(self.samples, self.indices + index * self.stride, self.packing)
+        return make_batch(self.samples, self.indices + index * self.stride, self.packing, self.infilling)
 
 
 def _is_given(config: "Config", split: Split) -> bool:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
+from megajax.data.fim import Infilling
 from megajax.data.indexed import IndexedDataset
 from megajax.errors import InputError
 
@@ -56,13 +57,19 @@ class Packing:
 
 
 def make_batch(
-    samples: Samples, indices: Sequence[int] | np.ndarray, packing: Packing = Packing()
+    samples: Samples,
+    indices: Sequence[int] | np.ndarray,
+    packing: Packing = Packing(),
+    infilling: Infilling | None = None,
 ) -> dict[str, np.ndarray]:
     """The fields of a batch, each [len(indices), S]: `loss_mask` float32, the others int32.
 
     With `reset_attention` there are also `segment_ids`: 0, 1, ... by document of the sequence.
     """
-    block = np.stack([samples[int(index)] for index in indices])
+    rows = [samples[int(index)] for index in indices]
+    if infilling is not None:
+        rows = [infilling(row, samples.document_lengths(int(i)), int(i)) for row, i in zip(rows, indices, strict=True)]
+    block = np.stack(rows)
     shape = (block.shape[0], block.shape[1] - 1)
     fields = {
         "tokens": np.ascontiguousarray(block[:, :-1]),

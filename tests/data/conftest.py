@@ -15,7 +15,9 @@ def make_config():
         defaults = dict(
             kind="indexed", train=None, valid=None, test=None, split=None, tokenizer=None, synthetic_documents=None
         )
-        unpacked = dict(valid_sets=(), reset_attention=False, reset_positions=False, mask_end_of_document_loss=False)
+        unpacked = dict(
+            valid_sets=(), fim_rate=0.0, reset_attention=False, reset_positions=False, mask_end_of_document_loss=False
+        )
         return SimpleNamespace(
             run=SimpleNamespace(seed=seed, steps=10, eval_steps=2),
             model=SimpleNamespace(vocab_size=vocab_size),

@@ -1,0 +1,106 @@
+"""Fill-in-the-middle: hand-worked rearrangements, every token once, the same samples in any process."""
+
+import json
+
+import numpy as np
+import pytest
+
+import megajax
+from megajax.config.checks import check
+from megajax.data.fim import Infilling, rearranged
+from megajax.data.loader import datasets, make_loader
+from megajax.errors import ConfigError, InputError
+
+PRE, MID, SUF, END = 900, 901, 902, 903
+
+
+@pytest.mark.smoke
+def test_a_hand_worked_document():
+    document = np.array([10, 11, 12, 13, 14, 15, 16, 17, 18])  # its last three tokens make room
+    expected = [PRE, 10, 11, SUF, 15, MID, 12, 13, 14]
+    assert rearranged(document, [2, 5], False, (PRE, MID, SUF)).tolist() == expected
+    expected = [PRE, SUF, 15, MID, 10, 11, 12, 13, 14]
+    assert rearranged(document, [2, 5], True, (PRE, MID, SUF)).tolist() == expected
+    assert rearranged(document, [6, 6], False, (PRE, MID, SUF)).tolist() == [PRE, *range(10, 16), SUF, MID]
+
+
+def test_documents_keep_their_place_and_their_tokens():
+    lengths = [1, 4, 30, 4, 61]
+    sample = np.arange(100, dtype=np.int32)
+    sample[[4, 99]] = END
+    borders = np.cumsum(lengths)
+    chosen = suffix_first = 0
+    for index in range(400):
+        out = Infilling(0.5, 0.25, (PRE, MID, SUF), END, 7)(sample, lengths, index)
+        for length, stop in zip(lengths, borders, strict=True):
+            before, after = sample[stop - length : stop].tolist(), out[stop - length : stop].tolist()
+            ended = before[-1] == END
+            assert (after[-1] == END) == ended
+            if PRE not in after:
+                assert after == before
+                continue
+            assert length > 4 or not ended and length == 4
+            before, after = (tokens[:-1] if ended else tokens for tokens in (before, after))
+            first, last = after.index(SUF), after.index(MID)
+            assert after[0] == PRE and first < last
+            prefix, suffix, rest = after[1:first], after[first + 1 : last], after[last + 1 :]
+            # The rest is the middle, after the prefix if the suffix came first.
+            assert prefix + rest + suffix == before[: len(before) - 3]
+            chosen, suffix_first = chosen + (length > 20), suffix_first + (length > 20 and first == 1)
+    assert 340 < chosen < 460 and 0.15 < suffix_first / chosen < 0.45  # empty prefixes are among them
+
+
+@pytest.fixture
+def config_of(tmp_path):
+    names = ["<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>", "<|endoftext|>"]
+    vocabulary = {"?": 0} | {str(i): i for i in range(1, 100)} | {name: 100 + i for i, name in enumerate(names)}
+    model = {"type": "WordLevel", "vocab": vocabulary, "unk_token": "?"}
+    content = {"version": "1.0", "model": model, "pre_tokenizer": {"type": "Whitespace"}}
+    (tmp_path / "t.json").write_text(json.dumps(content))
+    texts = [" ".join(map(str, range(start, start + 40))) for start in range(1, 60, 7)]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+
+    def make(**data) -> megajax.Config:
+        files = {"kind": "text", "train": str(tmp_path / "a.jsonl"), "tokenizer": str(tmp_path / "t.json")}
+        content = {
+            "run": {"steps": 20, "dir": str(tmp_path / "run"), "seed": 5, "eval_steps": 1},
+            "model": {"num_layers": 1, "hidden_size": 16, "num_heads": 2, "vocab_size": 110},
+            "batch": {"global_size": 4, "sequence_length": 64},
+            "data": files | data,
+        }
+        return megajax.Config.model_validate(content)
+
+    return make
+
+
+def test_batches_are_a_function_of_seed_and_index(config_of):
+    plain, filled = config_of(reset_attention=True), config_of(reset_attention=True, fim_rate=1.0, fim_spm_rate=0.0)
+    opened = datasets(filled)["train"]
+    loader, unfilled = (make_loader(config, split="train", rows=np.arange(4)) for config in (filled, plain))
+    whole = [next(loader) for _ in range(6)]
+    for step, (batch, other) in enumerate(zip(whole, unfilled, strict=False)):
+        np.testing.assert_array_equal(batch["segment_ids"], other["segment_ids"])
+        for row in range(4):
+            lengths = opened.document_lengths(4 * step + row)
+            sample = Infilling(1.0, 0.0, (100, 101, 102), 103, 5)(opened[4 * step + row], lengths, 4 * step + row)
+            np.testing.assert_array_equal(batch["tokens"][row], sample[:-1])
+            np.testing.assert_array_equal(batch["targets"][row], sample[1:])
+            assert (sample == 100).sum() == (sample == 101).sum() == sum(lengths > 4)
+    resumed = make_loader(filled, split="train", rows=np.array([2]), start_step=4)  # another process
+    np.testing.assert_array_equal(next(resumed)["tokens"], whole[4]["tokens"][2:3])
+
+
+@pytest.mark.smoke
+def test_settings_that_do_not_fit_are_sentences(config_of):
+    with pytest.raises(InputError, match=r"data.fim_tokens.suffix=<SUF> \(default\) is no token of data.tokenizer="):
+        datasets(config_of(fim_rate=0.5, fim_tokens={"suffix": "<SUF>"}))
+    with pytest.raises(ConfigError, match=r"data.fim_rate=0.5 .*needs data.tokenizer"):
+        check(config_of(fim_rate=0.5, kind="indexed", tokenizer=None))
+    with pytest.raises(ConfigError, match=r"data.fim_rate=0.5 .*cannot be combined with data.kind=chat"):
+        check(config_of(fim_rate=0.5, kind="chat"))
+    for data in ({"fim_spm_rate": 0.1}, {"fim_tokens": {"middle": "<M>"}}):
+        config = config_of(**data)
+        (key,) = data
+        config._locations[f"data.{key}" if key != "fim_tokens" else "data.fim_tokens.middle"] = "run.yaml, line 1"
+        with pytest.warns(UserWarning, match="has no effect with data.fim_rate=0"):
+            check(config)
