@@ -56,11 +56,12 @@ def _of_the_data(config: Config) -> list[Rule]:
     one_document = data.kind == "synthetic" and data.synthetic_documents is None
     fim_tokens = tuple(f"data.fim_tokens.{part}" for part in type(data.fim_tokens).model_fields)
     together = not any(value(config, key) for key in separate)
+    stores = data.order == "megatron" or chat or text or data.is_remote
     return [
         Rule(files and not evaluated and data.split is None, "data.valid", ("run.eval_interval",)),
         Rule(files and not evaluated and no_valid_share, "data.split", ("run.eval_interval",)),
         Rule(data.order != "megatron", "data.order", ("data.train_samples",)),
-        Rule(data.order != "megatron" and not chat and not text, "data.order", ("data.index_cache",)),
+        Rule(not stores, "data.order", ("data.index_cache",)),
         Rule(not text, "data.kind", ("data.text_key",)),
         Rule(data.kind == "synthetic", "data.kind", ("data.fim_rate",)),
         Rule(not data.fim_rate, "data.fim_rate", ("data.fim_spm_rate", *fim_tokens)),

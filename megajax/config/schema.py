@@ -224,8 +224,9 @@ class DataConfig(Section):
     )
     train: Sources | None = Field(
         default=None,
-        description="Training data: the path prefix of a .bin/.idx pair, a list of {prefix, weight}, or '0.7 a 0.3 b';"
-        " text, chat: .jsonl files; text also Parquet, compressed files and globs such as 'web/*.jsonl.gz'.",
+        description="Training data: the path or URL prefix of a .bin/.idx pair, a list of {prefix, weight}, or"
+        " '0.7 a 0.3 b'; text, chat: .jsonl files; text also Parquet, compressed files and globs such as"
+        " 'web/*.jsonl.gz'.",
     )
     valid: Sources | None = Field(default=None, description="Evaluation data, written like train.")
     valid_sets: tuple[ValidationSet, ...] = Field(
@@ -259,7 +260,8 @@ class DataConfig(Section):
     )
     index_cache: Text | None = Field(
         default=None,
-        description="megatron, text, chat: directory of the stored order and tokens; null: index_cache in run.dir.",
+        description="megatron, text, chat, files at a URL: directory of the stored order, tokens and blocks; null:"
+        " index_cache in run.dir.",
     )
     reset_attention: bool = Field(default=False, description="Tokens attend within their document only.")
     reset_positions: bool = Field(default=False, description="Positions start at 0 in each document.")
@@ -283,6 +285,13 @@ class DataConfig(Section):
     )
     workers: Workers = Field(default=0, description="Loader processes; 0: threads of the trainer.")
     prefetch: Workers = Field(default=2, description="Number of batches read ahead, and of threads that read them.")
+
+    @property
+    def is_remote(self) -> bool:
+        """Whether some data is at a URL."""
+        sources = [source for source in (self.train, self.valid, self.test) if source is not None]
+        paths = [[each] if isinstance(each, str) else [part.prefix for part in each] for each in sources]
+        return any("://" in path for path in [*sum(paths, []), *(each.prefix for each in self.valid_sets)])
 
 
 class ExportConfig(Section):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from megajax.data.chat_template import ChatTemplate, Span, load_chat_template
-from megajax.data.index_cache import cached, file_digest
+from megajax.data.index_cache import cache_directory, cached, file_digest
 from megajax.data.json_lines import check_inputs, parse, read_blocks
 from megajax.data.packing import pack
 from megajax.data.samples import Samples
@@ -201,5 +201,5 @@ def open_chat(config: "Config", path: str) -> ChatSamples:
         order, ends = pack(np.diff(starts), length + 1) if data.pack else (np.arange(count), np.arange(1, count + 1))
         return tokens, counted, starts, order, ends, np.array(dropped)
 
-    cache = Path(data.index_cache or Path(config.run.dir) / "index_cache")
+    cache = cache_directory(config)
     return ChatSamples(path, cached(cache, key, ARRAYS, build), length, config.run.seed, data.order == "shuffled")

@@ -8,13 +8,21 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from megajax.errors import InputError
 
+if TYPE_CHECKING:
+    from megajax.config import Config
+
 KEY_FILE = "key.json"
+
+
+def cache_directory(config: "Config") -> Path:
+    """The directory of a run's stored orders, tokens and blocks of remote files."""
+    return Path(config.data.index_cache or Path(config.run.dir) / "index_cache")
 
 
 def digest(array: np.ndarray) -> str:

@@ -15,10 +15,11 @@ from contextlib import contextmanager, suppress
 from difflib import get_close_matches
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any, Self
+from typing import IO, Any, Protocol, Self
 
 import numpy as np
 
+from megajax.data.remote import RemoteFile, RemoteTokens, is_remote
 from megajax.errors import InputError
 
 MAGIC = b"MMIDIDX\x00\x00"
@@ -36,20 +37,30 @@ def token_dtype(vocab_size: int) -> np.dtype:
     return np.dtype("<u2") if vocab_size < 65500 else np.dtype("<i4")
 
 
+class Tokens(Protocol):
+    """All tokens of a data set, an array or what is read like one."""
+
+    @property
+    def size(self) -> int: ...
+    @property
+    def dtype(self) -> np.dtype: ...
+    def __getitem__(self, key: Any, /) -> Any: ...
+
+
 class IndexedDataset:
     """The tokens under `PREFIX.bin` and `PREFIX.idx`, mapped into memory; threads may share it.
 
-    `tokens` [all tokens] in file dtype; `lengths` i32[N], `offsets` i64[N] (bytes) and `modes` i8[N] or None
-    by sequence; `boundaries` i64[documents+1] as sequence indices. Raises InputError if the files are inconsistent.
+    The prefix may be a URL: then what is read is stored in the directory `cache`. `tokens` [all tokens] in file dtype
+    are an array, or `RemoteTokens`, of which slices can be read; `lengths` i32[N], `offsets` i64[N] (bytes) and `modes`
+    i8[N] or None by sequence; `boundaries` i64[documents+1] as sequence indices. Raises InputError if the files are
+    inconsistent, and as `RemoteFile`.
     """
 
-    def __init__(self, prefix: str | Path, *, check: bool = True):
-        self.prefix = str(prefix)
+    def __init__(self, prefix: str | Path, *, check: bool = True, cache: Path | None = None):
+        self.prefix, self._cache = str(prefix), cache
         self._idx, self._bin = f"{prefix}.idx", f"{prefix}.bin"
         self.token_file = self._bin
-        if not os.path.exists(self._idx):
-            raise InputError(_missing(self.prefix))
-        index = _map(self._idx)
+        index = self._map_index()
         if index.size < HEADER.size:
             raise InputError(
                 f"{self._idx} is truncated: it has {index.size} bytes, but its header takes {HEADER.size}; "
@@ -69,18 +80,37 @@ class IndexedDataset:
             )
         self.dtype = DTYPES[code]
         self._read_tables(index, count, num_boundaries)
-        if not os.path.exists(self._bin):
-            raise InputError(f"{self._bin} does not exist, although {self._idx} does: write both again.")
-        data = _map(self._bin)
-        if data.size % self.dtype.itemsize:
-            raise InputError(
-                f"{self._bin} has {data.size} bytes, which is not a multiple of {self._idx}'s token size "
-                f"{self.dtype.itemsize}; write both again."
-            )
-        self.tokens = data.view(self.dtype)
+        self.tokens, size = self._open_tokens()
         if check:
             self._check_boundaries()
-            self._check_offsets(data.size)
+            self._check_offsets(size)
+
+    def _map_index(self) -> np.ndarray:
+        if is_remote(self.prefix):
+            if self._cache is None:
+                raise InputError(f"{self.prefix} is remote, and only training reads from there: copy the files first.")
+            return _map(str(RemoteFile(self._idx, self._cache).whole()))
+        if not os.path.exists(self._idx):
+            raise InputError(_missing(self.prefix))
+        return _map(self._idx)
+
+    def _open_tokens(self) -> tuple[Tokens, int]:
+        """The tokens, and the size of `.bin` in bytes."""
+        if self._cache is not None and is_remote(self.prefix):
+            file = RemoteFile(self._bin, self._cache)
+            tokens, size = RemoteTokens(file, self.dtype), file.size
+        elif not os.path.exists(self._bin):
+            raise InputError(f"{self._bin} does not exist, although {self._idx} does: write both again.")
+        else:
+            data = _map(self._bin)
+            size = data.size
+            tokens = data[: size - size % self.dtype.itemsize].view(self.dtype)
+        if size % self.dtype.itemsize:
+            raise InputError(
+                f"{self._bin} has {size} bytes, which is not a multiple of {self._idx}'s token size "
+                f"{self.dtype.itemsize}; write both again."
+            )
+        return tokens, size
 
     def _read_tables(self, index: np.ndarray, count: int, num_boundaries: int) -> None:
         expected = HEADER.size + 12 * count + 8 * num_boundaries
@@ -141,13 +171,13 @@ class IndexedDataset:
             )
 
     def __reduce__(self) -> Any:
-        return _reopen, (self.prefix,)  # each process maps the file itself
+        return _reopen, (self.prefix, self._cache)  # each process maps the file itself
 
     def __len__(self) -> int:
         return self.lengths.size
 
     def __getitem__(self, sequence: int) -> np.ndarray:
-        """The tokens of one sequence [length], a view of the file."""
+        """The tokens of one sequence [length], a view of a local file."""
         if not 0 <= sequence < len(self):
             raise IndexError(f"sequence {sequence} of {len(self)}")
         start = int(self.offsets[sequence]) // self.dtype.itemsize
@@ -168,13 +198,13 @@ class IndexedDataset:
         return starts
 
     def document(self, document: int) -> np.ndarray:
-        """The tokens of one document [length], a view of the file."""
+        """The tokens of one document [length], a view of a local file."""
         start, stop = self.document_starts(document, document + 1)
         return self.tokens[start:stop]
 
 
-def _reopen(prefix: str) -> IndexedDataset:
-    return IndexedDataset(prefix, check=False)
+def _reopen(prefix: str, cache: Path | None) -> IndexedDataset:
+    return IndexedDataset(prefix, check=False, cache=cache)
 
 
 def _map(path: str) -> np.ndarray:
@@ -254,6 +284,8 @@ class IndexedWriter:
         self._code = CODES[self.dtype]
         self._lengths, self._boundaries = array("i"), array("q", [0])
         self._modes = array("b") if multimodal else None
+        if is_remote(self.prefix):
+            raise InputError(f"{prefix}: token files are written to local paths only: write them here, and copy them.")
         self.num_tokens, self.keep = 0, lengths is not None
         with write_errors(self.prefix):
             Path(self.prefix).parent.mkdir(parents=True, exist_ok=True)

@@ -8,6 +8,8 @@ import argparse
 import os
 import sys
 from collections.abc import Iterator, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -17,11 +19,12 @@ from megajax.console import CommandParser, user_errors
 from megajax.data.chat import ChatSamples
 from megajax.data.describe import SOURCES_SHOWN, describe_data
 from megajax.data.fim import Infilling, open_infilling
-from megajax.data.indexed import IndexedDataset
+from megajax.data.indexed import IndexedDataset, Tokens
 from megajax.data.loader import datasets
 from megajax.data.megatron import wanted_samples
+from megajax.data.remote import RemoteTokens
 from megajax.data.samples import BlendedSamples, DocumentSamples, Packing, Samples, make_batch
-from megajax.data.text import JoinedTokens, TextDataset
+from megajax.data.text import TextDataset
 from megajax.data.tokenizers import Tokenizer, load_tokenizer
 from megajax.errors import InputError
 from megajax.runtime import accept_missing_cuda
@@ -51,6 +54,8 @@ def describe_file(dataset: IndexedDataset | TextDataset, end: int | None = None)
         return lines
     lines += length_lines(lengths)
     lines.append(f"  {_share(count - with_tokens, count)} of the documents are empty")
+    if isinstance(dataset.tokens, RemoteTokens):
+        return [*lines, "  the documents' first and last tokens are not read, because the file is remote"]
     repeated = repeated_starts(dataset.tokens, starts)
     lines.append(f"  {_share(repeated, with_tokens)} begin as an earlier one (the first {FIRST} tokens)")
     tokens, counts = np.unique(dataset.tokens[starts[1:][full] - 1], return_counts=True)
@@ -77,7 +82,7 @@ def length_lines(lengths: np.ndarray) -> list[str]:
     return lines
 
 
-def repeated_starts(tokens: np.ndarray | JoinedTokens, starts: np.ndarray) -> int:
+def repeated_starts(tokens: Tokens, starts: np.ndarray) -> int:
     """The number of documents with tokens whose first 32 tokens are those of an earlier document."""
     hashes = []
     for first in range(0, starts.size - 1, AT_ONCE):
@@ -230,7 +235,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 "--sample, --split and KEY=VALUE."
             )
         else:
-            lines = describe_file(IndexedDataset(options.target))
+            with TemporaryDirectory() as cache:
+                lines = describe_file(IndexedDataset(options.target, cache=Path(cache)))
         print("\n".join(lines))
     return 0
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any, NamedTuple, cast
 
+from megajax.data.remote import is_remote
 from megajax.errors import InputError
 
 BLOCK_BYTES = 1 << 20  # of text, read together, plus the rest of the last line
@@ -92,6 +93,8 @@ class Block(NamedTuple):
 def check_inputs(paths: Sequence[str]) -> int:
     """The size of all files in bytes; InputError for one that is not a file or cannot be read."""
     for path in paths:
+        if is_remote(path):
+            raise InputError(f"{path} is remote, but only token files can be: copy it to this machine first.")
         if Path(path).is_dir():
             raise InputError(f"{path} is a directory; name the files in it, such as {path.rstrip('/')}/*.jsonl.")
         if not Path(path).is_file():

@@ -8,8 +8,10 @@ import numpy as np
 from megajax.config.batch_schedule import samples_before
 from megajax.data.chat import open_chat
 from megajax.data.fim import Infilling, open_infilling
+from megajax.data.index_cache import cache_directory
 from megajax.data.indexed import IndexedDataset
 from megajax.data.megatron import open_samples, split_sequences
+from megajax.data.remote import is_remote
 from megajax.data.samples import BlendedSamples, DocumentSamples, Packing, Samples, make_batch, split_documents
 from megajax.data.synthetic import SyntheticSamples
 from megajax.data.text import TextDataset, open_text
@@ -68,7 +70,7 @@ def open_split(config: "Config", split: Split, files: dict[str, IndexedDataset |
         ranges = []
         for prefix, _ in parts:
             if prefix not in files:
-                files[prefix] = open_text(config, prefix) if data.kind == "text" else IndexedDataset(prefix)
+                files[prefix] = _open_files(config, prefix)
             ranges.append((files[prefix], _range(config, split, files[prefix])))
         if data.order == "megatron":
             opened = open_samples(config, split, ranges, weights, _end_of_document(config))
@@ -81,6 +83,12 @@ def open_split(config: "Config", split: Split, files: dict[str, IndexedDataset |
     except InputError as error:
         raise InputError(f"data.{key} ({config.where(f'data.{key}')}): {error}") from None
     return sources[0] if len(sources) == 1 else BlendedSamples(sources, weights)
+
+
+def _open_files(config: "Config", prefix: str) -> IndexedDataset | TextDataset:
+    if config.data.kind == "text":
+        return open_text(config, prefix)
+    return IndexedDataset(prefix, cache=cache_directory(config) if is_remote(prefix) else None)
 
 
 def make_loader(

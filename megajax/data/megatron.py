@@ -10,7 +10,7 @@ import numpy as np
 
 from megajax.config.batch_schedule import samples_before
 from megajax.data.blend import blend_indices, normalise_weights
-from megajax.data.index_cache import cached, digest
+from megajax.data.index_cache import cache_directory, cached, digest
 from megajax.data.indexed import IndexedDataset
 from megajax.data.sample_order import GptIndices, gpt_indices
 from megajax.data.samples import BlendedSamples, DocumentSamples, Samples
@@ -131,7 +131,7 @@ def open_samples(
     end_of_document: int | None,
 ) -> Samples:
     """The samples of a split from data sets and the ranges of their sequences, one of each weight."""
-    cache = Path(config.data.index_cache or Path(config.run.dir) / "index_cache")
+    cache = cache_directory(config)
     wanted, length, seed = max(1, wanted_samples(config, split)), config.batch.sequence_length, config.run.seed
     weights = normalise_weights(weights)
     counts = [wanted]

@@ -6,6 +6,7 @@ reads the tokens there. A new order needs an entry in `ORDERS`.
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Protocol
@@ -14,6 +15,7 @@ import numpy as np
 
 from megajax.data.fim import Infilling
 from megajax.data.indexed import IndexedDataset
+from megajax.data.remote import RemoteTokens
 from megajax.errors import InputError
 
 if TYPE_CHECKING:
@@ -34,6 +36,14 @@ class Samples(Protocol):
     def counted(self, index: int) -> np.ndarray | None:
         """Whether the loss counts the prediction of each token, bool[S+1]; None: of all."""
         return None
+
+    def is_remote(self) -> bool:
+        """Whether some tokens are read over the network."""
+        return False
+
+    def fetch(self, indices: Sequence[int]) -> list[Future[None]]:
+        """Starts to read remote tokens of these samples, all at the same time; they are here when all results are."""
+        return []
 
 
 class SampleOrder(Protocol):
@@ -66,6 +76,9 @@ def make_batch(
 
     With `reset_attention` there are also `segment_ids`: 0, 1, ... by document of the sequence.
     """
+    if samples.is_remote():
+        for coming in samples.fetch([int(index) for index in indices]):
+            coming.result()
     rows = [samples[int(index)] for index in indices]
     if infilling is not None:
         rows = [infilling(row, samples.document_lengths(int(i)), int(i)) for row, i in zip(rows, indices, strict=True)]
@@ -205,6 +218,14 @@ class DocumentSamples(Samples):
     def document_lengths(self, index: int) -> np.ndarray:
         return np.array([stop - start for start, stop in self._order.pieces(index)])
 
+    def is_remote(self) -> bool:
+        return isinstance(self.dataset.tokens, RemoteTokens)
+
+    def fetch(self, indices: Sequence[int]) -> list[Future[None]]:
+        if not isinstance(self.dataset.tokens, RemoteTokens):
+            return []
+        return self.dataset.tokens.fetch(piece for index in indices for piece in self._order.pieces(index))
+
 
 class BlendedSamples(Samples):
     """Each sample comes from the source that is furthest behind its weight.
@@ -242,6 +263,13 @@ class BlendedSamples(Samples):
     def counted(self, index: int) -> np.ndarray | None:
         source, rank = self.locate(index)
         return self.sources[source].counted(rank)
+
+    def is_remote(self) -> bool:
+        return any(source.is_remote() for source in self.sources)
+
+    def fetch(self, indices: Sequence[int]) -> list[Future[None]]:
+        located = map(self.locate, indices)
+        return [coming for source, rank in located for coming in self.sources[source].fetch([rank])]
 
 
 def split_documents(num_documents: int, fractions: Sequence[float]) -> list[tuple[int, int]]:

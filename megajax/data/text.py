@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 
 from megajax.data.encoding import Encoded, Encoder, encode_files, write_documents
-from megajax.data.index_cache import cached_folder, file_digest, folder_of, is_complete
-from megajax.data.indexed import IndexedDataset, IndexedWriter, token_dtype
+from megajax.data.index_cache import cache_directory, cached_folder, file_digest, folder_of, is_complete
+from megajax.data.indexed import IndexedDataset, IndexedWriter, Tokens, token_dtype
 from megajax.data.json_lines import check_inputs
 from megajax.data.progress import show_progress
 from megajax.data.tokenizers import end_of_document, load_tokenizer, tokenizer_files
@@ -35,7 +35,7 @@ TOKENS, BAD = "tokens", "bad_lines.json"  # files of a folder of the cache
 class JoinedTokens:
     """Arrays one after the other, read as one by slices and by arrays of positions."""
 
-    def __init__(self, parts: Sequence[np.ndarray]):
+    def __init__(self, parts: Sequence[Tokens]):
         self.parts, self.dtype = parts, parts[0].dtype
         self.ends = np.cumsum([part.size for part in parts])
         self.starts = self.ends - [part.size for part in parts]
@@ -94,7 +94,7 @@ def open_text(config: "Config", pattern: str) -> TextDataset:
         "end_of_document": data.end_of_document,
         "text_key": data.text_key,
     }
-    cache = Path(data.index_cache or Path(config.run.dir) / "index_cache")
+    cache = cache_directory(config)
     keys = {path: same | _identity(path) for path in paths}
     missing = [path for path in paths if not is_complete(folder_of(cache, keys[path]))]
     with _Tokenising(config, missing) as tokenising:

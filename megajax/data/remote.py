@@ -1,0 +1,187 @@
+"""Files at a URL (gs://, s3://, ...) over fsspec, read by blocks that stay in a directory of this machine.
+
+A block is a file of its own that appears under its name when it is complete, so processes and hosts may share the
+directory. It belongs to one version of the remote file.
+"""
+
+import errno
+import hashlib
+import importlib.util
+import json
+import os
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megajax.errors import InputError
+
+BLOCK_BYTES = 1 << 18  # a sample takes a few kB of it; a larger block is fetched faster only if its neighbours are read
+BLOCKS_A_FOLDER = 1000
+THREADS = 32  # that fetch blocks, in each process
+ATTEMPTS, FIRST_WAIT = 5, 0.5  # seconds; each wait is twice the one before
+# What a store says of a file's version, the best first.
+VERSIONS = ("ETag", "etag", "md5Hash", "crc32c", "generation", "mtime", "LastModified", "last_modified", "created")
+
+LOCAL_PROBLEMS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
+
+
+def is_remote(path: str) -> bool:
+    """Whether a path is a URL."""
+    return "://" in path
+
+
+class RemoteFile:
+    """The file at a URL; what is read of it is kept under `cache`. `size` in bytes.
+
+    Raises InputError if it does not exist, may not be read, or cannot be read after several attempts, and if `cache`
+    cannot be written. Threads may share it.
+    """
+
+    def __init__(self, url: str, cache: Path):
+        self.url = url
+        self._system, self._path = _file_system(url)
+        info = self._retried(lambda: self._system.info(self._path))
+        self.size = int(info["size"])
+        version = next((str(info[name]) for name in VERSIONS if info.get(name) is not None), "")
+        key = json.dumps([url, self.size, version])
+        self._folder = cache / f"remote-{hashlib.sha256(key.encode()).hexdigest()[:32]}"
+        self._lock = threading.Lock()
+        self._here: set[int] = set()  # blocks that this process has seen in the folder
+        self._coming: dict[int, Future[None]] = {}
+
+    def whole(self) -> Path:
+        """A copy of the whole file."""
+        path = self._folder / "whole"
+        if not path.exists():
+            self._store(path, lambda partial: self._system.get_file(self._path, str(partial)), self.size)
+        return path
+
+    def fetch(self, first: int, last: int) -> list[Future[None]]:
+        """Starts to read bytes first..last-1; they are here when all results are."""
+        blocks = range(first // BLOCK_BYTES, -(-last // BLOCK_BYTES))
+        return [coming for block in blocks if (coming := self._fetch_block(block)) is not None]
+
+    def read(self, first: int, last: int) -> bytes:
+        """Bytes first..last-1."""
+        for coming in self.fetch(first, last):
+            coming.result()
+        parts = []
+        for block in range(first // BLOCK_BYTES, -(-last // BLOCK_BYTES)):
+            start = block * BLOCK_BYTES
+            with open(self._block_path(block), "rb") as file:
+                file.seek(max(0, first - start))
+                parts.append(file.read(min(last - start, BLOCK_BYTES) - file.tell()))
+        return b"".join(parts)
+
+    def _block_path(self, block: int) -> Path:
+        return self._folder / str(block // BLOCKS_A_FOLDER) / str(block % BLOCKS_A_FOLDER)
+
+    def _fetch_block(self, block: int) -> Future[None] | None:
+        """None if the block is here."""
+        if block in self._here:
+            return None
+        with self._lock:
+            if block in self._here:
+                return None
+            if block not in self._coming:
+                self._coming[block] = _threads().submit(self._get_block, block)
+            return self._coming[block]
+
+    def _get_block(self, block: int) -> None:
+        path, start = self._block_path(block), block * BLOCK_BYTES
+        stop = min(start + BLOCK_BYTES, self.size)
+        try:
+            if not path.exists():
+                read = self._system.cat_file
+                self._store(path, lambda partial: partial.write_bytes(read(self._path, start, stop)), stop - start)
+            self._here.add(block)
+        finally:
+            with self._lock:
+                del self._coming[block]
+
+    def _store(self, path: Path, write: Callable[[Path], Any], size: int) -> None:
+        """`path` appears when `write` has written a file of `size` bytes under another name."""
+        partial = path.with_name(f"{path.name}.{uuid.uuid4().hex}")
+
+        def write_all() -> None:
+            write(partial)
+            if partial.stat().st_size != size:
+                raise OSError(f"{partial.stat().st_size} bytes came instead of {size}")
+
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._retried(write_all)
+            os.replace(partial, path)
+        except OSError as error:
+            raise InputError(
+                f"{path.parent} cannot be written ({error.strerror}), for {self.url}: free space there, or set "
+                "data.index_cache to another directory."
+            ) from None
+        finally:
+            with suppress(OSError):
+                partial.unlink(missing_ok=True)
+
+    def _retried(self, read: Callable[[], Any]) -> Any:
+        for attempt in range(ATTEMPTS):
+            try:
+                return read()
+            except FileNotFoundError:
+                raise InputError(f"{self.url} does not exist: correct the prefix.") from None
+            except PermissionError as error:
+                raise InputError(
+                    f"{self.url} cannot be read ({error}): give this machine the credentials of the store."
+                ) from None
+            except Exception as error:  # the stores' libraries have their own
+                if isinstance(error, OSError) and error.errno in LOCAL_PROBLEMS:
+                    raise
+                if attempt + 1 == ATTEMPTS:
+                    raise InputError(
+                        f"{self.url} cannot be read after {ATTEMPTS} attempts ({type(error).__name__}: {error}): check "
+                        "the connection and the credentials, then start again."
+                    ) from None
+            time.sleep(FIRST_WAIT * 2**attempt)
+
+
+class RemoteTokens:
+    """The tokens of a remote `.bin`: slices of it are arrays of `dtype`."""
+
+    def __init__(self, file: RemoteFile, dtype: np.dtype):
+        self._file, self.dtype, self.size = file, dtype, file.size // dtype.itemsize
+
+    def __getitem__(self, key: slice) -> np.ndarray:
+        start, stop, step = key.indices(self.size)
+        assert step == 1
+        width = self.dtype.itemsize
+        return np.frombuffer(self._file.read(start * width, max(start, stop) * width), self.dtype)
+
+    def fetch(self, ranges: Iterable[tuple[int, int]]) -> list[Future[None]]:
+        """Starts to read ranges (start, stop) of tokens, all at the same time; they are here when all results are."""
+        width = self.dtype.itemsize
+        return [coming for start, stop in ranges for coming in self._file.fetch(start * width, stop * width)]
+
+
+@lru_cache
+def _threads() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(THREADS, "fetch")
+
+
+def _file_system(url: str) -> tuple[Any, str]:
+    """fsspec's file system of a URL, and the path in it."""
+    if importlib.util.find_spec("fsspec") is None:
+        raise InputError(f"{url} is remote, but fsspec is not installed: pip install 'megajax[remote]'.")
+    import fsspec
+
+    try:
+        return fsspec.url_to_fs(url)
+    except ImportError as error:
+        raise InputError(f"{url} needs a package for its protocol ({error}): install it with pip.") from None
+    except ValueError as error:
+        raise InputError(f"{url} cannot be opened ({error}): correct the URL.") from None

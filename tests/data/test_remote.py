@@ -1,0 +1,216 @@
+"""Token files at a URL give the samples of local ones; what fails on the way is retried, then a sentence."""
+
+import hashlib
+import pickle
+import re
+import threading
+import time
+from itertools import islice
+from pathlib import Path
+from types import SimpleNamespace
+from typing import ClassVar
+
+import fsspec
+import numpy as np
+import pytest
+from fsspec.spec import AbstractFileSystem
+
+from megajax.config.schema import DataConfig
+from megajax.data import remote
+from megajax.data.indexed import IndexedDataset, IndexedWriter
+from megajax.data.inspect import main as inspect_main
+from megajax.data.loader import datasets, make_loader, open_split
+from megajax.data.preprocess import preprocess
+from megajax.errors import InputError
+
+DOCUMENTS = [list(range(start, start + 7)) for start in range(0, 700, 7)]
+
+
+class Store(AbstractFileSystem):
+    """A store that notes the blocks that are read, and has the problem that a test gives it."""
+
+    protocol = "store"
+    files: ClassVar[dict[str, bytes]] = {}
+    reads: ClassVar[list[tuple[int, int]]] = []
+    problem = staticmethod(lambda attempt: None)
+
+    def info(self, path, **_):
+        if path not in self.files:
+            raise FileNotFoundError(path)
+        return {"size": len(self.files[path]), "etag": hashlib.md5(self.files[path]).hexdigest()}
+
+    def get_file(self, rpath, lpath, **_):
+        Path(lpath).write_bytes(self.files[rpath])
+
+    def cat_file(self, path, start=None, end=None, **_):
+        self.reads.append((start, end))
+        self.problem(self.reads.count((start, end)))
+        return self.files[path][start:end]
+
+
+@pytest.fixture
+def upload(write_documents, monkeypatch):
+    """Puts a token file into the store; returns (local prefix, URL)."""
+    fsspec.register_implementation("store", Store, clobber=True)
+    monkeypatch.setattr(remote, "BLOCK_BYTES", 64)
+    monkeypatch.setattr(remote, "FIRST_WAIT", 0.0)
+    Store.reads, Store.problem = [], staticmethod(lambda _: None)
+
+    def upload(documents=DOCUMENTS, name="tokens"):
+        prefix = write_documents(documents, name)
+        Store.files |= {f"{name}.{ending}": Path(f"{prefix}.{ending}").read_bytes() for ending in ("bin", "idx")}
+        return prefix, f"store://{name}"
+
+    return upload
+
+
+@pytest.fixture
+def make_remote(make_config, tmp_path):
+    def make(**settings):
+        defaults = {"index_cache": str(tmp_path / "cache"), "train_samples": None, "end_of_document": None}
+        config = make_config(**(defaults | settings))
+        config.run.dir, config.run.eval_interval = str(tmp_path / "run"), 4
+        return config
+
+    return make
+
+
+@pytest.mark.parametrize("order", ["shuffled", "megatron"])
+def test_samples_are_those_of_local_files(upload, make_remote, order):
+    (a, url_a), (b, url_b) = upload(), upload([[900 + i] * 20 for i in range(10)], "other")
+    batches = []
+    for first, second in ((a, b), (url_a, url_b)):
+        blend = [SimpleNamespace(prefix=first, weight=2.0), SimpleNamespace(prefix=second, weight=1.0)]
+        config = make_remote(train=blend, order=order, split="80,20,0")
+        loader = make_loader(config, split="train", rows=np.arange(4), start_step=2)
+        batches.append([batch["tokens"].tolist() for batch in islice(loader, 8)])
+        batches[-1].append(datasets(config)["valid"][1].tolist())
+        loader.close()
+    assert batches[0] == batches[1]
+
+
+def test_a_block_is_read_once_and_a_changed_file_again(upload, tmp_path):
+    prefix, url = upload()
+    local, opened = IndexedDataset(prefix), IndexedDataset(url, cache=tmp_path / "cache")
+    for document in (0, 99, 50, 0):
+        assert opened.document(document).tolist() == local.document(document).tolist() == DOCUMENTS[document]
+    assert len(set(Store.reads)) == len(Store.reads) <= 5
+    before = len(Store.reads)
+    again = IndexedDataset(url, cache=tmp_path / "cache")
+    assert again.document(99).tolist() == DOCUMENTS[99] and len(Store.reads) == before
+    assert opened.tokens[3:3].tolist() == [] and opened.tokens[-2:].tolist() == [698, 699]
+    upload([[9, 8], *DOCUMENTS[1:]])
+    assert IndexedDataset(url, cache=tmp_path / "cache").document(0).tolist() == [9, 8]
+
+
+def test_a_batch_waits_for_all_its_blocks_at_once(upload, make_remote):
+    """20 rows of several documents each take little longer than one read."""
+    _, url = upload([[i] * 40 for i in range(100)])
+    config = make_remote(train=url, global_size=20, sequence_length=100)
+    samples = open_split(config, "train")  # without a look at the token ids
+    running, most, lock = 0, 0, threading.Lock()
+
+    def wait(_):
+        nonlocal running, most
+        with lock:
+            running, most = running + 1, max(most, running + 1)
+        time.sleep(0.02)
+        with lock:
+            running -= 1
+
+    Store.problem = staticmethod(wait)
+    next(make_loader(config, split="train", rows=np.arange(20), samples=samples))
+    assert most >= 16
+
+
+def test_an_interrupted_connection_is_tried_again(upload, tmp_path):
+    prefix, url = upload()
+    opened = IndexedDataset(url, cache=tmp_path / "cache")
+
+    def fail(attempt):
+        if attempt < 3:
+            raise ConnectionResetError("reset by peer")
+
+    Store.problem = staticmethod(fail)
+    assert opened.tokens[:].tolist() == IndexedDataset(prefix).tokens.tolist()
+
+
+def sentence_of(url, cache):
+    with pytest.raises(InputError) as caught:
+        _ = IndexedDataset(url, cache=cache).tokens[:5]
+    return str(caught.value)
+
+
+def test_what_cannot_be_read_is_a_sentence(upload, tmp_path, monkeypatch):
+    (prefix, url), cache = upload(), tmp_path / "cache"
+
+    def fail_with(error):
+        def fail(_):
+            raise error
+
+        Store.problem = staticmethod(fail)
+
+    fail_with(TimeoutError("no answer"))
+    assert sentence_of(url, cache) == (
+        "store://tokens.bin cannot be read after 5 attempts (TimeoutError: no answer): check the connection and the "
+        "credentials, then start again."
+    )
+    fail_with(PermissionError("Forbidden"))
+    assert sentence_of(url, cache) == (
+        "store://tokens.bin cannot be read (Forbidden): give this machine the credentials of the store."
+    )
+    Store.problem = staticmethod(lambda _: None)
+    assert sentence_of("store://no", cache) == "store://no.idx does not exist: correct the prefix."
+    (tmp_path / "file").touch()
+    assert re.fullmatch(
+        f"{tmp_path}/file/cache/remote-[0-9a-f]+ cannot be written .Not a directory., for store://tokens.idx: free "
+        "space there, or set data.index_cache to another directory.",
+        sentence_of(url, tmp_path / "file" / "cache"),
+    )
+    assert sentence_of("no://tokens", cache) == (
+        "no://tokens.idx cannot be opened (Protocol not known: no): correct the URL."
+    )
+    Store.files["tokens.bin"] = Path(f"{prefix}.bin").read_bytes()[:-2]
+    assert sentence_of(url, cache) == (
+        "store://tokens.bin has 1398 bytes, but store://tokens.idx says 1400: the two do not belong together or one is "
+        "damaged; write both again."
+    )
+    monkeypatch.setattr(remote.importlib.util, "find_spec", lambda _: None)
+    assert sentence_of(url, cache) == (
+        "store://tokens.idx is remote, but fsspec is not installed: pip install 'megajax[remote]'."
+    )
+
+
+def test_only_token_files_are_read_from_a_url_and_none_are_written(tmp_path):
+    with pytest.raises(InputError, match="^s3://a/b.jsonl is remote, but only token files can be: copy it to this"):
+        preprocess(["s3://a/b.jsonl"], str(tmp_path / "p"), "byte")
+    with pytest.raises(InputError, match="^s3://a/b: token files are written to local paths only: write them here"):
+        IndexedWriter("s3://a/b", np.uint16)
+    with pytest.raises(InputError, match="^s3://a/b is remote, and only training reads from there: copy the files"):
+        IndexedDataset("s3://a/b")
+
+
+def test_a_remote_file_is_described_by_its_index(upload, capsys):
+    _, url = upload()
+    assert inspect_main([url]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("store://tokens: 100 documents, 100 sequences, 700 tokens, uint16\n")
+    assert out.endswith("  the documents' first and last tokens are not read, because the file is remote\n")
+    assert Store.reads == []
+
+
+def test_the_cache_has_an_effect_for_urls():
+    for paths in (
+        {"train": "s3://a/b"},
+        {"valid": "0.5 gs://a 0.5 b"},
+        {"valid_sets": [{"name": "x", "prefix": "s3://c"}]},
+    ):
+        assert DataConfig(**{"train": "a", **paths}).is_remote
+    assert not DataConfig(train="a", valid="b").is_remote
+
+
+def test_a_reader_process_opens_the_files_again(write_documents, make_remote):
+    """With file://, which fsspec has too."""
+    samples = open_split(make_remote(train=f"file://{write_documents(DOCUMENTS)}"), "train")
+    assert samples.is_remote()
+    assert pickle.loads(pickle.dumps(samples))[5].tolist() == samples[5].tolist()
