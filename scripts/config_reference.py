@@ -17,7 +17,7 @@ def reference() -> str:
     for line in help_text().splitlines()[1:]:
         if found := KEY.fullmatch(line):
             kind = found["type"].replace(" | ", ", ")
-            default = found["default"].removeprefix("default: ")
+            default = found["default"].removeprefix("default: ").replace("|", "\\|")
             default = default if default == "required" else f"`{default}`"
             lines.append(f"| `{found['key']}` | {found['meaning']} | {kind} | {default} |")
         elif line:

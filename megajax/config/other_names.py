@@ -149,9 +149,7 @@ reset-attention-mask | data.reset_attention | with the ends of documents from th
 reset-position-ids | data.reset_positions
 fim-rate | data.fim_rate | of the documents, cut at tokens; --fim-data is fim_rate above 0
 fim-spm-rate | data.fim_spm_rate
-fim-prefix-token | data.fim_tokens.prefix
-fim-middle-token | data.fim_tokens.middle
-fim-suffix-token | data.fim_tokens.suffix
+fim-prefix-token, fim-middle-token, fim-suffix-token | data.fim_tokens | prefix, middle and suffix
 eod-mask-loss | data.mask_end_of_document_loss
 save | run.dir
 ckpt-step | checkpoint.resume_step
@@ -253,8 +251,7 @@ quantization | precision.fp8.recipe | none, current or delayed
 remat_policy | remat.policy | none by default, in MaxText full
 scan_layers | | compile time decides whether layers run in loops; kernels.scan_unroll sets the layers of an iteration
 dataset_type | data.kind | indexed (Megatron's .bin/.idx files), text, chat or synthetic
-dataset_path, grain_train_files, hf_train_files | data.train | files of text with data.kind=text, or the prefix of a
-    .bin/.idx pair
+dataset_path, grain_train_files, hf_train_files | data.train | text files, or the prefix of a .bin/.idx pair
 train_data_columns | data.text_key
 tokenizer_path | data.tokenizer
 grain_worker_count | data.workers
@@ -293,8 +290,7 @@ training.global_batch_size | batch.global_size
 training.seq_len | batch.sequence_length
 training.steps | run.steps
 training.max_norm | optimizer.clip_norm
-training.dataset, training.dataset_path | data.train | files of text with data.kind=text, or the prefix of a .bin/.idx
-    pair
+training.dataset, training.dataset_path | data.train | text files, or the prefix of a .bin/.idx pair
 training.mixed_precision_param, training.dtype | precision.compute
 training.mixed_precision_reduce | precision.gradients
 debug.seed | run.seed
