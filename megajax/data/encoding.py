@@ -105,11 +105,8 @@ def write_documents(blocks: Iterable[Encoded], writer: IndexedWriter, progress: 
 def encode_files(
     encoder: Encoder, paths: Sequence[str], workers: int, start: Position | None = None
 ) -> Generator[Encoded]:
-    """The documents of the files, in order, a block of lines at a time; `start` is the end of an earlier block.
-
-    With one worker a tokenizer that has threads uses all cores; else each worker is a process with one thread.
-    """
-    yield from _map_in_order(encoder, read_blocks(paths, encoder.json_key, encoder.key_option, start), workers)
+    """The documents of the files, in order, a block of lines at a time; `start` is the end of an earlier block."""
+    yield from encode_blocks(encoder, read_blocks(paths, encoder.json_key, encoder.key_option, start), workers)
 
 
 _encoder: Encoder | None = None  # of a worker process
@@ -126,8 +123,11 @@ def _encode(block: Block) -> Encoded:
     return _encoder(block)
 
 
-def _map_in_order(encoder: Encoder, blocks: Iterable[Block], workers: int) -> Iterator[Encoded]:
-    """Encodes the blocks in worker processes, a bounded number ahead, and yields the results in input order."""
+def encode_blocks(encoder: Encoder, blocks: Iterable[Block], workers: int) -> Generator[Encoded]:
+    """Encodes the blocks in worker processes, a bounded number ahead, and yields the results in input order.
+
+    With one worker a tokenizer that has threads uses all cores; else each worker is a process with one thread.
+    """
     if workers == 1:
         yield from map(encoder, blocks)
         return

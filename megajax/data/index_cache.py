@@ -3,12 +3,12 @@
 import fcntl
 import hashlib
 import json
-import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from uuid import uuid4
 
 import numpy as np
 
@@ -56,14 +56,37 @@ def cached_folder(directory: Path, key: Mapping[str, Any], write: Callable[[Path
     `key` has everything that decides the files. They appear under their final name when they are complete, and one
     process writes while the others wait. Raises InputError if they cannot be written.
     """
+    with filling(directory, key) as partial:
+        if partial is not None:
+            write(partial)
+    return folder_of(directory, key)
+
+
+@contextmanager
+def filling(directory: Path, key: Mapping[str, Any], *, wait: bool = True) -> Iterator[Path | None]:
+    """Yields an empty folder that becomes the folder of `key`; None if this has its files.
+
+    Also None, without `wait`, while another process fills it. After an exception the folder is removed.
+    """
     folder = folder_of(directory, key)
     with _errors(folder):
-        if not is_complete(folder):
-            directory.mkdir(parents=True, exist_ok=True)
-            with _locked(directory / f"{folder.name}.lock"):
-                if not is_complete(folder):
-                    _write(folder, _text(key), write)
-    return folder
+        if is_complete(folder):
+            yield None
+            return
+        directory.mkdir(parents=True, exist_ok=True)
+        with _locked(directory / f"{folder.name}.lock", wait) as is_held:
+            if not is_held or is_complete(folder):
+                yield None
+                return
+            shutil.rmtree(folder, ignore_errors=True)  # without its key it was never complete
+            partial = folder.with_name(f"{folder.name}.partial-{uuid4().hex}")
+            try:
+                partial.mkdir()
+                yield partial
+                (partial / KEY_FILE).write_text(_text(key))
+                _move(partial, folder)
+            finally:
+                shutil.rmtree(partial, ignore_errors=True)
 
 
 def folder_of(directory: Path, key: Mapping[str, Any]) -> Path:
@@ -94,25 +117,27 @@ def _errors(folder: Path) -> Iterator[None]:
         ) from None
 
 
-def _write(folder: Path, key: str, write: Callable[[Path], None]) -> None:
-    partial = folder.with_name(f"{folder.name}.partial-{os.getpid()}")
-    shutil.rmtree(folder, ignore_errors=True)  # without its key it was never complete
+def _move(partial: Path, folder: Path) -> None:
     try:
-        partial.mkdir()
-        write(partial)
-        (partial / KEY_FILE).write_text(key)
         partial.rename(folder)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+    except OSError:
+        if not is_complete(folder):  # by another process, where the file system has no locks
+            raise
 
 
 @contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Holds a lock between processes; without one where the file system has none, which builds twice but right."""
+def _locked(path: Path, wait: bool) -> Iterator[bool]:
+    """Whether this process holds a lock, meanwhile; without `wait` another one may.
+
+    Where the file system has no locks every process builds, which is more work but right.
+    """
     with open(path, "w") as file:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX)
+            fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        except BlockingIOError:
+            yield False
+            return
         except OSError:
             pass
-        yield
+        yield True
     path.unlink(missing_ok=True)

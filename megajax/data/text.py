@@ -8,19 +8,19 @@ import hashlib
 import json
 import os
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
-from functools import partial
+from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from megajax.data.encoding import Encoded, Encoder, encode_files, write_documents
-from megajax.data.index_cache import cache_directory, cached_folder, file_digest, folder_of, is_complete
+from megajax.data.encoding import Encoded, Encoder, encode_blocks, write_documents
+from megajax.data.index_cache import cache_directory, file_digest, filling, folder_of, is_complete
 from megajax.data.indexed import IndexedDataset, IndexedWriter, Tokens, token_dtype
-from megajax.data.json_lines import check_inputs
-from megajax.data.progress import show_progress
+from megajax.data.json_lines import Block, check_inputs, read_blocks
+from megajax.data.progress import Progress, show_progress
 from megajax.data.tokenizers import end_of_document, load_tokenizer, tokenizer_files
 from megajax.errors import InputError
 
@@ -96,9 +96,9 @@ def open_text(config: "Config", pattern: str) -> TextDataset:
     }
     cache = cache_directory(config)
     keys = {path: same | _identity(path) for path in paths}
-    missing = [path for path in paths if not is_complete(folder_of(cache, keys[path]))]
-    with _Tokenising(config, missing) as tokenising:
-        folders = [cached_folder(cache, keys[path], partial(tokenising.write, path)) for path in paths]
+    folders = [folder_of(cache, keys[path]) for path in paths]
+    if missing := [path for path, folder in zip(paths, folders, strict=True) if not is_complete(folder)]:
+        _Tokenising(config, cache, keys).store(missing)
     bad = sum(json.loads((folder / BAD).read_text()) for folder in folders)
     dataset = TextDataset(pattern, [IndexedDataset(folder / TOKENS) for folder in folders], bad)
     if not dataset.tokens.size:
@@ -108,53 +108,58 @@ def open_text(config: "Config", pattern: str) -> TextDataset:
 
 
 class _Tokenising:
-    """Writes files' tokens, a file after the other, with one set of worker processes; it starts with the first one."""
+    """Stores the tokens of files; `keys` are those of the cache, by path."""
 
-    def __init__(self, config: "Config", paths: Sequence[str]):
-        self._config, self._paths = config, paths
-        self._place = {path: i for i, path in enumerate(paths)}
-        self._opened = ExitStack()
-        self._blocks: Iterator[Encoded] | None = None
-        self._next: Encoded | None = None
+    def __init__(self, config: "Config", cache: Path, keys: Mapping[str, Mapping[str, Any]]):
+        self._cache, self._keys, self._workers = cache, keys, max(1, config.data.workers)
+        spec, name = str(config.data.tokenizer), config.data.end_of_document
+        tokenizer = load_tokenizer(spec)
+        end = end_of_document(tokenizer, spec, name, "data.end_of_document")
+        self._dtype = token_dtype(tokenizer.vocab_size)
+        self._encoder = Encoder(spec, end, config.data.text_key, key_option="data.text_key")
 
-    def __enter__(self) -> Self:
-        return self
+    def store(self, paths: Sequence[str]) -> None:
+        """Tokenise the files; each process takes those that no other one has taken, and then waits for the others."""
+        self._pass(paths, wait=False)
+        for path in paths:
+            if not is_complete(folder_of(self._cache, self._keys[path])):
+                self._pass([path], wait=True)  # nothing is left to do, unless the other process has stopped
 
-    def __exit__(self, *_: object) -> None:
-        self._opened.close()
+    def _pass(self, paths: Sequence[str], wait: bool) -> None:
+        taken: dict[str, tuple[ExitStack, Path]] = {}
 
-    def write(self, path: str, folder: Path) -> None:
-        """Fill the folder with the tokens of a file and the number of its bad lines.
+        def blocks() -> Iterator[Block]:
+            for path in paths:
+                claim = ExitStack()
+                claims.push(claim)  # after an error its folder is removed
+                folder = claim.enter_context(filling(self._cache, self._keys[path], wait=wait))
+                if folder is not None:
+                    taken[path] = claim, folder
+                    yield from read_blocks([path], self._encoder.json_key, self._encoder.key_option)
 
-        The files come in the order of `paths`; another process may have written some of them.
-        """
-        if self._blocks is None:
-            self._start(self._paths[self._place[path] :])
-        with IndexedWriter(folder / TOKENS, token_dtype(self._vocab_size)) as writer:
-            bad = write_documents(self._blocks_of(path), writer, self._progress)
+        def finish(path: str, encoded: Iterable[Encoded]) -> None:
+            claim, folder = taken[path]
+            self._write(path, folder, encoded, progress)
+            claim.close()
+            del taken[path]
+
+        with ExitStack() as claims, show_progress(sum(map(os.path.getsize, paths))) as progress:
+            with closing(encode_blocks(self._encoder, blocks(), self._workers)) as stream:
+                for path, encoded in groupby(stream, lambda each: each.path):
+                    while (empty := next(iter(taken))) != path:  # files without lines
+                        finish(empty, ())
+                    finish(path, encoded)
+            for empty in list(taken):
+                finish(empty, ())
+
+    def _write(self, path: str, folder: Path, blocks: Iterable[Encoded], progress: Progress) -> None:
+        with IndexedWriter(folder / TOKENS, self._dtype) as writer:
+            bad = write_documents(blocks, writer, progress)
         if bad.count and not writer.num_documents:
             raise InputError(f"{path}: every line is bad, {bad.count:,} in all. The first: {bad.first[0]}")
         if bad.count:
             warnings.warn(f"{path}: {bad.count:,} bad lines were left out.{bad.named()}", stacklevel=2)
         (folder / BAD).write_text(json.dumps(bad.count))
-
-    def _start(self, paths: Sequence[str]) -> None:
-        data = self._config.data
-        tokenizer = load_tokenizer(str(data.tokenizer))
-        self._vocab_size = tokenizer.vocab_size
-        end = end_of_document(tokenizer, str(data.tokenizer), data.end_of_document, "data.end_of_document")
-        encoder = Encoder(str(data.tokenizer), end, data.text_key, key_option="data.text_key")
-        self._progress = self._opened.enter_context(show_progress(sum(map(os.path.getsize, paths))))
-        blocks = self._opened.enter_context(closing(encode_files(encoder, paths, max(1, data.workers))))
-        self._blocks, self._next = blocks, next(blocks, None)
-
-    def _blocks_of(self, path: str) -> Iterator[Encoded]:
-        """The blocks of a file; those of files before it are left out."""
-        assert self._blocks is not None
-        while self._next is not None and self._place[self._next.path] <= self._place[path]:
-            if self._next.path == path:
-                yield self._next
-            self._next = next(self._blocks, None)
 
 
 def _identity(path: str) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """Text gives the samples of preprocessed files, tokenises each file once, and resumes anywhere."""
 
+import fcntl
 import gzip
 import json
 import pickle
@@ -15,7 +16,7 @@ from pyarrow import parquet
 
 import megajax
 from megajax.config.checks import check
-from megajax.data import index, inspect, text
+from megajax.data import index, index_cache, inspect, text
 from megajax.data.describe import describe_data
 from megajax.data.loader import datasets, make_loader
 from megajax.data.preprocess import preprocess
@@ -90,24 +91,39 @@ def test_samples_are_those_of_preprocessed_files_at_any_step_and_in_any_process(
     assert len(encoded_files) == 4
 
 
-def test_only_new_files_are_tokenised_and_another_process_may_have_written_some(
-    tmp_path, shards, encoded_files, monkeypatch
-):
+def test_only_new_files_are_tokenised(tmp_path, shards, encoded_files):
     train = [{"prefix": shards[1], "weight": 1}, {"prefix": shards[3], "weight": 1}]
     datasets(config_of(tmp_path, {"train": train}))
     assert encoded_files == ["shard-1", "shard-3"]
-    monkeypatch.setattr(text, "is_complete", lambda _: False)  # as seen before the other process wrote them
-    samples = datasets(config_of(tmp_path, {"order": "sequential"}))["train"]
+    datasets(config_of(tmp_path))
+    assert encoded_files[2:] == ["shard-0", "shard-4"]
+    (tmp_path / "shard-0").write_text('{"body": "another text, long enough"}')
+    datasets(config_of(tmp_path))
+    assert encoded_files[4:] == ["shard-0"]
+    assert all(path.is_dir() and "partial" not in path.name for path in (tmp_path / "run/index_cache").iterdir())
+
+
+def test_processes_share_the_files(tmp_path, shards, encoded_files, monkeypatch):
+    """This one leaves the file that another one is at, waits for it, and does it if the other one stops."""
+    config, waiting = config_of(tmp_path, {"order": "sequential"}), []
+    key = {"kind": "text", "version": text.VERSION, "tokenizer": "byte", "end_of_document": None, "text_key": "body"}
+    cache, key = tmp_path / "run/index_cache", key | text._identity(shards[1])
+    other, lock = index_cache.filling(cache, key), f"{index_cache.folder_of(cache, key)}.lock"
+    assert other.__enter__() is not None
+
+    def flock(file, how):
+        if how == fcntl.LOCK_EX and file.name == lock:
+            waiting.append(list(encoded_files))
+            other.__exit__(KeyboardInterrupt, KeyboardInterrupt(), None)
+        real(file, how)
+
+    real = fcntl.flock
+    monkeypatch.setattr(fcntl, "flock", flock)
+    samples = datasets(config)["train"]
+    assert waiting == [["shard-0", "shard-3", "shard-4"]] and encoded_files[3:] == ["shard-1"]
     stream = b"".join(one.encode() + b"\xff" for one in TEXTS if one)
     tokens = np.concatenate([samples[i][:-1] for i in range(40)])
     assert np.where(tokens == 256, 255, tokens).tolist() == list(stream[: 40 * 16])
-    encoded_files.clear()
-    monkeypatch.undo()
-    cache = tmp_path / "run/index_cache"
-    before = len(list(cache.iterdir()))
-    (tmp_path / "shard-0").write_text('{"body": "another text, long enough"}')
-    datasets(config_of(tmp_path))
-    assert len(list(cache.iterdir())) == before + 1 and not list(cache.glob("*partial*"))
 
 
 def test_bad_lines_are_left_out_and_the_summary_and_the_commands_say_so(tmp_path, capsys):
