@@ -1,5 +1,6 @@
 """The config: its schema, its loading, and the checks before anything is compiled."""
 
+from megajax.config.data_schema import DataConfig, DataSource
 from megajax.config.fields import AXES
 from megajax.config.load import help_text, load_config
 from megajax.config.lora_schema import LoraConfig
@@ -8,8 +9,6 @@ from megajax.config.schema import (
     BatchConfig,
     CheckpointConfig,
     Config,
-    DataConfig,
-    DataSource,
     KernelsConfig,
     LoggingConfig,
     MeshConfig,

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from fsspec.spec import AbstractFileSystem
 
-from megajax.config.schema import DataConfig
+from megajax.config import DataConfig
 from megajax.data import remote
 from megajax.data.indexed import IndexedDataset, IndexedWriter
 from megajax.data.inspect import main as inspect_main

@@ -1,0 +1,122 @@
+"""The keys of the section `data`."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Discriminator, Field, Tag
+
+from megajax.config.fields import Count, Positive, Section, Share, Split, Text, Workers, path_or_sources
+
+
+class DataSource(Section):
+    """One data set of a blend."""
+
+    prefix: Text = Field(description="Path of the .bin/.idx pair without the file extension, or of text or chats.")
+    weight: Positive = Field(default=1.0, description="Share of the samples, relative to the other sources.")
+
+
+class ValidationSet(Section):
+    """A further evaluation set with a loss of its own."""
+
+    name: Text = Field(description="Name in the logs: eval_loss/NAME.")
+    prefix: Text = Field(description="Path of the .bin/.idx pair without the extension, or of a text or chat file.")
+
+
+def _source_form(value: Any) -> str | None:
+    return {str: "~text", list: "~list", tuple: "~list"}.get(type(value))
+
+
+# The tags start with ~ so that an error's location can leave them out.
+Sources = Annotated[
+    Annotated[Text, Tag("~text")] | Annotated[tuple[DataSource, ...], Field(strict=False, min_length=1), Tag("~list")],
+    Discriminator(_source_form),
+    BeforeValidator(path_or_sources),
+]
+
+
+class FimTokens(Section):
+    """Names of the special tokens of fill-in-the-middle."""
+
+    prefix: Text = Field(default="<|fim_prefix|>", description="Token before the prefix.")
+    middle: Text = Field(default="<|fim_middle|>", description="Token before the middle.")
+    suffix: Text = Field(default="<|fim_suffix|>", description="Token before the suffix.")
+
+
+class DataConfig(Section):
+    """The training and evaluation data, and the tokenizer."""
+
+    kind: Literal["indexed", "text", "chat", "synthetic"] = Field(
+        default="indexed",
+        description="indexed: read .bin/.idx files; text: read text from JSON lines or Parquet, tokenised before the"
+        " first step; chat: read conversations from JSON lines, the loss counts the assistant's tokens; synthetic:"
+        " random tokens, every path is ignored.",
+    )
+    train: Sources | None = Field(
+        default=None,
+        description="Training data: the path or URL prefix of a .bin/.idx pair, a list of {prefix, weight}, or"
+        " '0.7 a 0.3 b'; text, chat: .jsonl files; text also Parquet, compressed files and globs such as"
+        " 'web/*.jsonl.gz'.",
+    )
+    valid: Sources | None = Field(default=None, description="Evaluation data, written like train.")
+    valid_sets: tuple[ValidationSet, ...] = Field(
+        default=(),
+        strict=False,
+        description="Further evaluation sets: a list of {name, prefix}; each has its own loss, eval_loss/NAME.",
+    )
+    test: Sources | None = Field(default=None, description="Held-out data, written like train.")
+    split: Split | None = Field(
+        default=None,
+        description="Weights that divide train's documents into train, valid and test: '969,30,1'.",
+    )
+    text_key: Text = Field(default="text", description="text: key or Parquet column of a document's text.")
+    tokenizer: Text | None = Field(
+        default=None,
+        description="byte; null:N for token ids below N; a tokenizer.json, a SentencePiece .model, a .tiktoken file, or"
+        " a folder with one of them or with vocab.json and merges.txt; null: none.",
+    )
+    end_of_document: Text | None = Field(
+        default=None,
+        description="Name of the end-of-document token, at which generation stops; null: the tokenizer's own.",
+    )
+    order: Literal["shuffled", "sequential", "megatron"] = Field(
+        default="shuffled",
+        description="Order of documents and samples. megatron: number for number that of Megatron-Core's GPTDataset.",
+    )
+    train_samples: Count | None = Field(
+        default=None,
+        description="megatron: number of training samples for which the order is made, which depends on it; null:"
+        " run.steps * batch.global_size.",
+    )
+    index_cache: Text | None = Field(
+        default=None,
+        description="megatron, text, chat, files at a URL: directory of the stored order, tokens and blocks; null:"
+        " index_cache in run.dir.",
+    )
+    reset_attention: bool = Field(default=False, description="Tokens attend within their document only.")
+    reset_positions: bool = Field(default=False, description="Positions start at 0 in each document.")
+    mask_end_of_document_loss: bool = Field(
+        default=False, description="Exclude the prediction of the next document's first token from the loss."
+    )
+    chat_template: Text | None = Field(
+        default=None, description="chat: file of the chat template; null: that of the tokenizer's folder."
+    )
+    pack: bool = Field(default=True, description="chat: several conversations in a sequence; false: one.")
+    too_long: Literal["truncate", "drop"] = Field(
+        default="truncate", description="chat: conversations that are longer than a sequence are cut, or left out."
+    )
+    fim_rate: Share = Field(
+        default=0.0, description="Fill-in-the-middle: share of the documents whose middle is moved to their end."
+    )
+    fim_spm_rate: Share = Field(default=0.5, description="Share of these with the suffix before the prefix.")
+    fim_tokens: FimTokens = Field(default_factory=FimTokens, description="Special tokens of fill-in-the-middle.")
+    synthetic_documents: Count | None = Field(
+        default=None, description="synthetic: number of documents in a sequence, cut at random positions; null: one."
+    )
+    workers: Workers = Field(default=0, description="Loader processes; 0: threads of the trainer.")
+    prefetch: Workers = Field(default=2, description="Number of batches read ahead, and of threads that read them.")
+
+    @property
+    def is_remote(self) -> bool:
+        """Whether some data is at a URL."""
+        sources = [source for source in (self.train, self.valid, self.test) if source is not None]
+        paths = [[each] if isinstance(each, str) else [part.prefix for part in each] for each in sources]
+        return any("://" in path for path in [*sum(paths, []), *(each.prefix for each in self.valid_sets)])
