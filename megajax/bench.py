@@ -63,10 +63,11 @@ def config_path(name: str) -> Path:
 def synthetic_config(name: str, overrides: list[str], directory: str) -> Config:
     """The config of `config_path(name)` on synthetic tokens, without TensorBoard, with `directory` as run directory.
 
-    Weights are random, also those that adapters (`lora`) are trained beside.
+    Every step has `batch.global_size` sequences. Weights are random, also those that adapters (`lora`) are trained
+    beside.
     """
     fixed = ["data.kind=synthetic", f"run.dir={directory}", "logging.tensorboard=false", "checkpoint.init_from=random"]
-    config = load_config(config_path(name), [*fixed, *overrides])
+    config = load_config(config_path(name), [*fixed, *overrides, "batch.schedule=null"])
     return config.model_copy(update={"checkpoint": config.checkpoint.model_copy(update={"init_from": None})})
 
 

@@ -3,7 +3,7 @@
 import math
 from pathlib import Path
 
-from megajax.config.batch_schedule import samples_before
+from megajax.config.batch_schedule import BatchSizes, samples_before, sizes_by_tokens
 from megajax.config.effects import ignores_decay_steps, warn_without_effect
 from megajax.config.expert_checks import check_experts, check_experts_on_mesh
 from megajax.config.fields import AXES, BATCH_AXES
@@ -37,6 +37,7 @@ def check(config: Config) -> None:
     warn_without_effect(config)
     _warn_about_kept_checkpoints(config)
     _warn_about_warmup(config)
+    _warn_about_ramp_up(config)
 
 
 def check_mesh(config: Config, num_devices: int, num_processes: int = 1) -> dict[str, int]:
@@ -204,6 +205,7 @@ def _check_batch(config: Config) -> None:
         keys = ("batch.num_microbatches", "batch.global_size")
         problem = f"{format_keys(config, keys[0])} does not divide {format_keys(config, keys[1])}"
         fail(config, problem, f"use {listed(divisors(batch.global_size))}", *keys)
+    _check_ramp_up(config)
     tokens = batch.global_size * batch.sequence_length
     if tokens > MOST_TOKENS:
         keys = ("batch.global_size", "batch.sequence_length")
@@ -213,6 +215,23 @@ def _check_batch(config: Config) -> None:
         keys = ("batch.sequence_length", "model.max_positions")
         problem = f"{format_keys(config, keys[0])} is longer than {format_keys(config, keys[1])}"
         fail(config, problem, f"use {at_most(model.max_positions or 0)}, or raise model.max_positions", *keys)
+
+
+def _check_ramp_up(config: Config) -> None:
+    """Every size is a number of microbatches of the same size, and the last one is `batch.global_size`."""
+    batch, key, sizes = config.batch, "batch.schedule", [size for _, size in sizes_by_tokens(config)]
+    if sizes[-1] != batch.global_size:
+        problem = f"{format_keys(config, key)} ends with {sizes[-1]} sequences"
+        problem += f", not with {format_keys(config, 'batch.global_size')}"
+        fail(config, problem, f"set batch.global_size={sizes[-1]}, or change the last size", key, "batch.global_size")
+    microbatch = batch.global_size // batch.num_microbatches
+    for size in (size for size in sizes if size % microbatch):
+        usable = [n for n in divisors(batch.global_size) if all(s % (batch.global_size // n) == 0 for s in sizes)]
+        whole, parts = (format_keys(config, name) for name in ("batch.global_size", "batch.num_microbatches"))
+        problem = f"{format_keys(config, key)} has steps of {size} sequences, no multiple of the microbatches of"
+        problem += f" {whole} / {parts} = {microbatch}"
+        cure = f"set batch.num_microbatches to {listed(usable)}, or use multiples of {microbatch}"
+        fail(config, problem, cure, key, "batch.num_microbatches")
 
 
 def _check_remat(config: Config) -> None:
@@ -373,3 +392,13 @@ def _warn_about_warmup(config: Config) -> None:
         problem = f"{format_keys(config, warmup)} is more than {format_keys(config, steps)}"
         problem += f", so the run ends before it reaches {format_keys(config, 'schedule.learning_rate')}"
         warn(config, problem, f"lower {warmup}, or raise {steps}", warmup, steps)
+
+
+def _warn_about_ramp_up(config: Config) -> None:
+    start, size = BatchSizes.of(config).phases[-1]
+    if start.step >= config.run.steps:
+        problem = (
+            f"{format_keys(config, 'batch.schedule')} has {size} sequences from step {start.step + 1} on, which is"
+        )
+        problem += f" after {format_keys(config, 'run.steps')}"
+        warn(config, problem, "raise run.steps, or lower the number of tokens", "batch.schedule", "run.steps")

@@ -3,7 +3,9 @@
 from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, model_validator
+
+from megajax.config import batch_schedule
 
 AXES = ("pipeline", "data", "fsdp", "expert", "context", "tensor")
 BATCH_AXES = ("data", "fsdp", "expert")  # axes that divide the sequences of a batch
@@ -112,6 +114,11 @@ AxisSize = Annotated[int, Field(le=INT32), AfterValidator(_axis_size)]
 ExpertAxis = Literal["data", "fsdp", "expert", "context", "tensor"]
 ExpertAxes = Annotated[tuple[ExpertAxis, ...], Field(strict=False, min_length=1), AfterValidator(_in_order)]
 Split = Annotated[str, AfterValidator(_split_weights)]
+BatchSchedule = Annotated[
+    str,
+    BeforeValidator(batch_schedule.as_text, json_schema_input_type=str | dict[str, int]),
+    AfterValidator(batch_schedule.check_text),
+]
 BlockPattern = Annotated[tuple[str, ...], Field(strict=False, min_length=1)] | None
 LayerPattern = Annotated[
     Annotated[tuple[Literal["global", "local"], ...], Field(strict=False, min_length=1)] | None,

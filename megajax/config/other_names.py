@@ -42,6 +42,8 @@ use-torch-fsdp2, use-megatron-fsdp, data-parallel-sharding-strategy | mesh.fsdp 
 overlap-grad-reduce, overlap-param-gather, overlap-p2p-communication, tp-comm-overlap, moe-shared-expert-overlap,
     overlap-moe-expert-parallel-comm | | communication always overlaps with computation where possible
 global-batch-size | batch.global_size
+rampup-batch-size | batch.schedule | such as '0: START, T: START + INCREMENT' with the tokens T = samples of the ramp-up
+    * batch.sequence_length / number of increments
 micro-batch-size | batch.num_microbatches | which is batch.global_size / (micro-batch size * data * fsdp * expert)
 seq-length, encoder-seq-length, decoder-seq-length | batch.sequence_length
 train-iters | run.steps
@@ -169,7 +171,6 @@ profile-step-end | logging.profile_steps | the number of steps in the trace
 
 MEGATRON_WITHOUT = _rows("""
 attention-dropout | | there is no dropout of attention weights; model.dropout is hidden dropout
-rampup-batch-size | | the batch size is constant; batch.global_size sets it
 start-weight-decay, end-weight-decay, weight-decay-incr-style | | the weight decay is constant; optimizer.weight_decay
     sets it
 decoupled-lr, decoupled-min-lr | | all weights have one learning rate

@@ -1,5 +1,6 @@
 """Checks for the pipeline's stages: layers, microbatches, and settings that count the layers of a stage."""
 
+from megajax.config.batch_schedule import sizes_by_tokens
 from megajax.config.kinds import attention_kinds, is_mixed
 from megajax.config.schema import Config
 from megajax.config.sentences import at_most, counted, divisors, fail, format_axis, format_keys, listed, value
@@ -87,6 +88,27 @@ def _check_microbatches(config: Config, sizes: dict[str, int]) -> None:
         several = format_keys(config, "pipeline.rounds")
         problem = f"{format_keys(config, key)} is not a multiple of {name}, which {several} needs"
         fail(config, problem, cure, key, "mesh.pipeline", "pipeline.rounds")
+    _check_ramp_up(config, sizes)
+
+
+def _check_ramp_up(config: Config, sizes: dict[str, int]) -> None:
+    """The smaller batches of `batch.schedule` have enough microbatches too."""
+    stages, several = sizes["pipeline"], config.pipeline.rounds > 1
+    microbatch = config.batch.global_size // config.batch.num_microbatches
+    for size in (size for _, size in sizes_by_tokens(config)):
+        count = size // microbatch
+        if count >= stages and not (several and count % stages):
+            continue
+        problem = f"{format_keys(config, 'batch.schedule')} has steps of {size} sequences in {count} microbatch"
+        problem += "" if count == 1 else "es"
+        name, needed = format_axis(config, sizes, "pipeline"), stages * microbatch
+        if several:
+            problem += f", not a multiple of {name}, which {format_keys(config, 'pipeline.rounds')} needs"
+            cure = f"use multiples of {needed}"
+        else:
+            problem += f", fewer than {name}"
+            cure = f"use {needed} or more, or raise batch.num_microbatches"
+        fail(config, problem, cure, "batch.schedule", "mesh.pipeline")
 
 
 def _check_pattern(config: Config, sizes: dict[str, int]) -> None:

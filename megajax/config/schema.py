@@ -14,6 +14,7 @@ from megajax.config.data_schema import DataConfig
 from megajax.config.fields import (
     BATCH_AXES,
     AxisSize,
+    BatchSchedule,
     BelowOne,
     Count,
     CountOrZero,
@@ -137,6 +138,11 @@ class BatchConfig(Section):
         default=1, description="Number of parts of the global batch, computed one after the other."
     )
     sequence_length: Tokens = Field(description="Tokens per sequence.")
+    schedule: BatchSchedule | None = Field(
+        default=None,
+        description="Ramp-up of the batch: '0: 256, 50B: 512' is 256 sequences per step, and 512 from 50 billion tokens"
+        " on, in microbatches of the same size; the last number is global_size. null: always global_size.",
+    )
 
 
 class OptimizerConfig(Section):

@@ -143,7 +143,8 @@ def _nearest_file(path: Path) -> Path | None:
 
 # The beginning of a parser's message, and the correction.
 _YAML_CURES = {
-    "mapping values are not allowed here": "check the indentation and the space after each colon",
+    "mapping values are not allowed here": "check the indentation and the space after each colon, and quote text with"
+    " a colon",
     "found character '\\t'": "indent with spaces instead of tabs",
     "expected <block end>": "check the indentation",
     "could not find expected ':'": "write key: value, with a space after the colon",

@@ -1,11 +1,12 @@
 """Batches of a config's data: opens and checks the files, and reads ahead with grain."""
 
 import signal
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from megajax.config.batch_schedule import samples_before
+from megajax.config.batch_schedule import BatchSizes
 from megajax.data.chat import open_chat
 from megajax.data.fim import Infilling, open_infilling
 from megajax.data.index_cache import cache_directory
@@ -98,22 +99,25 @@ def make_loader(
     rows: np.ndarray,
     start_step: int = 0,
     samples: Samples | None = None,
+    sizes: BatchSizes | None = None,
 ) -> "grain.DatasetIterator[dict[str, np.ndarray]]":
     """Endless batches from `start_step` on: `rows` of the fields of `make_batch`, each [len(rows), S].
 
-    Row r of step t is sample t·global_size + r, for any number of processes, threads and workers. `samples` is the
-    split if `datasets` has already opened it. Evaluation starts at sample 0 and reads in threads, because starting
-    `data.workers` for a few batches takes longer than reading them.
+    Row r of step t is sample `sizes.samples_before(t)` + r, for any number of processes, threads and workers; a step
+    has those of `rows` that are below its number of sequences. `sizes` are by default `batch_sizes(config, split)`.
+    `samples` is the split if `datasets` has already opened it. Evaluation starts at sample 0 and reads in threads,
+    because starting `data.workers` for a few batches takes longer than reading them.
     """
     assert split == "train" or start_step == 0, "evaluation always reads from sample 0"
     import grain
 
     samples = open_split(config, split) if samples is None else samples
-    data, size, prefetch = config.data, config.batch.global_size, config.data.prefetch
+    data, prefetch = config.data, config.data.prefetch
     packing = Packing(data.reset_attention, data.reset_positions, data.mask_end_of_document_loss)
-    indices = np.asarray(rows, np.int64) + samples_before(config, start_step)
+    sizes = sizes or batch_sizes(config, split)
+    rows = np.asarray(rows, np.int64)
     reading = grain.ReadOptions(num_threads=prefetch, prefetch_buffer_size=prefetch)
-    source = BatchSource(samples, indices, size, packing, open_infilling(config))
+    source = BatchSource(samples, rows, sizes, start_step, packing, open_infilling(config))
     batches = grain.MapDataset.source(source).to_iter_dataset(reading)
     if split == "train" and data.workers:
         from absl import flags
@@ -126,6 +130,11 @@ def make_loader(
     return iter(batches)
 
 
+def batch_sizes(config: "Config", split: Split) -> BatchSizes:
+    """The numbers of sequences of a config's steps; an evaluation's are equal, so that its loss is comparable."""
+    return BatchSizes.of(config) if split == "train" else BatchSizes.constant(config.batch.global_size)
+
+
 def _ignore_requests_to_stop(worker: int, num_workers: int) -> None:
     """Runs in a worker: Slurm signals every process of a step, but the trainer needs data until it has saved."""
     del worker, num_workers
@@ -133,20 +142,24 @@ def _ignore_requests_to_stop(worker: int, num_workers: int) -> None:
         signal.signal(request, signal.SIG_IGN)
 
 
+@dataclass(frozen=True, eq=False)
 class BatchSource:
-    """grain's data source: batch i holds the samples indices + i·stride; `indices` i64[rows]."""
+    """grain's data source: batch i holds `rows` i64[rows] of the step after the first `start_step` + i ones."""
 
-    def __init__(
-        self, samples: Samples, indices: np.ndarray, stride: int, packing: Packing, infilling: Infilling | None
-    ):
-        self.samples, self.indices, self.stride = samples, indices, stride
-        self.packing, self.infilling = packing, infilling
+    samples: Samples
+    rows: np.ndarray
+    sizes: BatchSizes
+    start_step: int
+    packing: Packing
+    infilling: Infilling | None
 
     def __len__(self) -> int:
         return ENDLESS
 
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
-        return make_batch(self.samples, self.indices + index * self.stride, self.packing, self.infilling)
+        step = self.start_step + index
+        rows = self.rows[self.rows < self.sizes.size(step)]
+        return make_batch(self.samples, self.sizes.samples_before(step) + rows, self.packing, self.infilling)
 
 
 def _is_given(config: "Config", split: Split) -> bool:

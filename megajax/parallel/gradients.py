@@ -15,6 +15,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from megajax.config import Config
+from megajax.config.sentences import format_keys
 from megajax.parallel.local import Batch, LocalModel, Params, StepArrays
 from megajax.parallel.pipeline.pipeline import Pipeline
 from megajax.parallel.stack.weights import LayerState
@@ -39,6 +40,10 @@ def gradient_function(local: LocalModel, mesh: Mesh) -> Callable:
     only_microbatch = config.batch.num_microbatches == 1 and pipeline is None
 
     def compute(params: Params, state: LayerState, batch: Batch, step, loss_scale: jax.Array):
+        if len(batch["tokens"]) != config.batch.num_microbatches:
+            needed = format_keys(config, "batch.num_microbatches")
+            cure = "give it as many, or call the program of its size (TrainProgram.by_size)"
+            raise ValueError(f"the batch has {len(batch['tokens'])} microbatches, but {needed}: {cure}.")
         weight_amax, scaling, history = stack.weights.weight_amax(params), stack.weights.scaling, state.get(FP8, {})
         non_block = local.non_block.gather(params)
         scales = scaling.scales(stack.weights.all.of_stage(history), weight_amax, loss_scale)

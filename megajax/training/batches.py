@@ -7,6 +7,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
+from megajax.config.batch_schedule import BatchSizes
 from megajax.data import loader
 from megajax.data.samples import Samples
 from megajax.errors import InputError
@@ -58,24 +59,29 @@ def _part(local: np.ndarray, local_row: np.ndarray, index: Any) -> np.ndarray:
 
 
 def batches(
-    program: TrainProgram, split: loader.Split, samples: Samples, start_step: int = 0
+    program: TrainProgram,
+    split: loader.Split,
+    samples: Samples,
+    start_step: int = 0,
+    sizes: BatchSizes | None = None,
 ) -> Generator[dict[str, jax.Array]]:
     """Endless global batches of a split from `start_step` on, on the devices.
 
-    Raises InputError for a token outside the vocabulary.
+    `sizes` are the numbers of sequences of the steps, by default those of the config. Raises InputError for a token
+    outside the vocabulary.
     """
-    shape, sharding = program.plan.batch_shape, program.batch_sharding
-    rows = rows_of_process(sharding, shape)
-    fields = loader.make_loader(program.config, split=split, rows=rows, start_step=start_step, samples=samples)
-    size = program.config.model.vocab_size
+    config, rows = program.config, rows_of_process(program.batch_sharding, program.plan.batch_shape)
+    sizes = sizes or loader.batch_sizes(config, split)
+    fields = loader.make_loader(config, split=split, rows=rows, start_step=start_step, samples=samples, sizes=sizes)
+    vocabulary = config.model.vocab_size
     try:
-        for local in fields:
+        for step, local in enumerate(fields, start_step):
             worst = max(int(local["tokens"].max()), int(local["targets"].max()))
-            if worst >= size:
+            if worst >= vocabulary:
                 raise InputError(
-                    f"data.{split} holds token id {worst}, but model.vocab_size={size}: "
+                    f"data.{split} holds token id {worst}, but model.vocab_size={vocabulary}: "
                     f"set model.vocab_size={worst + 1} or larger."
                 )
-            yield to_global(program, local)
+            yield to_global(program.by_size[sizes.size(step)], local)
     finally:
         fields.close()  # type: ignore[attr-defined]

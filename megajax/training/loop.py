@@ -15,6 +15,7 @@ import jax
 from megajax.checkpoint import Checkpoints, SaveOutcome, complete_steps, reason
 from megajax.checkpoint.manager import has_optimizer_state
 from megajax.config import Config
+from megajax.config.batch_schedule import BatchSizes
 from megajax.config.checks import check_mesh
 from megajax.config.kinds import expert_layers
 from megajax.data.describe import describe_data
@@ -24,6 +25,7 @@ from megajax.mesh import build_mesh
 from megajax.runtime import keep_autotuning, prepare_environment
 from megajax.training import logs, run_record
 from megajax.training.batches import batches
+from megajax.training.compiled_steps import compile_steps
 from megajax.training.exports import Exports
 from megajax.training.meter import Meter
 from megajax.training.profiling import Profile
@@ -41,8 +43,9 @@ class Trainer:
     """A whole run: `Trainer(config).run()`; its parts are attributes, for notebooks.
 
     program: model, mesh and compiled functions; state: the TrainState; step: number of finished steps; data: samples by
-    split. Resumes from the newest checkpoint of `run.dir` if there is one, or from `checkpoint.resume_step`. Only
-    training and saving write there, so a Trainer may evaluate while another process trains.
+    split; sizes: the sequences of each step from this Trainer's first one on. Resumes from the newest checkpoint of
+    `run.dir` if there is one, or from `checkpoint.resume_step`. Only training and saving write there, so a Trainer may
+    evaluate while another process trains.
     """
 
     def __init__(
@@ -72,7 +75,7 @@ class Trainer:
         self._compare()
         self._first_weights = self._other_weights()
         self._train_batches: Generator | None = None
-        self._compiled_step = None
+        self._compiled_steps: dict[int, jax.stages.Compiled] = {}  # by number of microbatches
         self._ahead: deque[jax.Array] = deque()
         self._writing = False
         self._profile = Profile(config.logging, self.run_dir, self._note)
@@ -98,6 +101,7 @@ class Trainer:
         self._seen = complete_steps(self.run_dir)
         self._resumed_step = self._step_to_resume()
         self.step = self._recorded_step = self._resumed_step or 0  # the config applies after `_recorded_step`
+        self.sizes = BatchSizes.of(self.config)
 
     def _step_to_resume(self) -> int | None:
         """The step of the checkpoint from which this run resumes; None if there is none."""
@@ -120,7 +124,8 @@ class Trainer:
             with self._damage_reported(self._resumed_step):
                 if self.step < self.config.run.steps:  # else there is nothing to do
                     self.saver.require_optimizer_state(self.checkpoints, self._resumed_step)
-                self.saver.compare(self.checkpoints, self._resumed_step)
+                position = self.saver.compare(self.checkpoints, self._resumed_step)
+                self.sizes = BatchSizes.of(self.config, position)
 
     def _other_weights(self) -> Weights | None:
         """Weights from elsewhere, read before this run writes anything; None if this run resumes, except with LoRA."""
@@ -172,19 +177,18 @@ class Trainer:
     def next_batch(self) -> dict[str, jax.Array]:
         """The batch of the next step; the position in the data depends on the step only."""
         if self._train_batches is None:
-            self._train_batches = batches(self.program, "train", self.data["train"], self.step)
+            self._train_batches = batches(self.program, "train", self.data["train"], self.step, self.sizes)
         return next(self._train_batches)
 
     def train_step(self, batch: dict[str, jax.Array]) -> dict[str, jax.Array]:
         """One step on `batch`; the metrics are still on the device."""
-        if self._compiled_step is None:
-            self._note("compiling…")
-            start = time.perf_counter()
-            self._compiled_step = self.program.train_step.lower(self.state, batch).compile()
+        microbatches = len(batch["tokens"])
+        if microbatches not in self._compiled_steps:
+            start, sizes = time.perf_counter(), self.sizes.sizes(self.step, self.config.run.steps)
+            self._compiled_steps = compile_steps(self.program, self.state, batch, sizes, self._note)
             self.compile_seconds = time.perf_counter() - start
-            self._note(f"compiled in {self.compile_seconds:.1f} s")
             keep_autotuning(self.config)
-        self.state, metrics = self._compiled_step(self.state, batch)
+        self.state, metrics = self._compiled_steps[microbatches](self.state, batch)
         self.step += 1
         self._wait_for_devices(metrics["loss"])
         return metrics
@@ -221,7 +225,7 @@ class Trainer:
         self._report_save(self.checkpoints.outcome(wait=True))
         on_first_process(self._before_save)
         if self.checkpoints.latest_step != self.step:
-            self.saver.save(self.checkpoints, self.step, self.state)
+            self.saver.save(self.checkpoints, self.step, self.state, self.sizes.samples_before(self.step))
 
     def close(self) -> None:
         """Wait for the last save and release the run directory, as `run` does at its end.
@@ -302,7 +306,7 @@ class Trainer:
             self._lock()
             if self._is_done():  # the process that had the lock has finished the run
                 return DONE
-            logs.say(summary(self.program, self.flags, describe_data(self.config, self.data)))
+            logs.say(summary(self.program, self.flags, describe_data(self.config, self.data), self.sizes))
             self._start_writing()
             log = logs.MetricsLog(self.config, self.step, self.writer)
             self.progress = logs.Progress(self.step, self.config.run.steps, self.writer)
@@ -336,11 +340,11 @@ class Trainer:
             self.progress = self._train_batches = None
 
     def _run(self, log: logs.MetricsLog) -> int:
-        run, meter = self.config.run, Meter(self.config, self.program.mesh.devices, self.step)
+        run, meter = self.config.run, Meter(self.config, self.sizes, self.program.mesh.devices, self.step)
         pending: tuple[int, dict[str, jax.Array]] | None = None
         while self.step < run.steps:
             batch = self.next_batch()
-            compiling = self._compiled_step is None
+            compiling = not self._compiled_steps
             with self._profile.step(self.step + 1, lambda: self.state.step):
                 metrics = self.train_step(batch)
             if compiling:

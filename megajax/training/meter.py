@@ -7,15 +7,18 @@ from typing import Any
 import jax
 
 from megajax.config import Config
-from megajax.config.batch_schedule import samples_before
+from megajax.config.batch_schedule import BatchSizes
 from megajax.plan import flops_per_token, peak_flops
 
 
 class Meter:
-    """Measures the time from `restart(step)` to each `measure(step)`, without the seconds given to `leave_out`."""
+    """Measures the time from `restart(step)` to each `measure(step)`, without the seconds given to `leave_out`.
 
-    def __init__(self, config: Config, devices: Any, step: int):
-        self.config, self.devices = config, devices
+    `sizes` are the numbers of sequences of the steps.
+    """
+
+    def __init__(self, config: Config, sizes: BatchSizes, devices: Any, step: int):
+        self.sizes, self.length, self.devices = sizes, config.batch.sequence_length, devices
         self.flops_per_token = flops_per_token(config)
         self.peak = peak_flops(devices.flat[0].device_kind)
         self.restart(step)
@@ -50,7 +53,7 @@ class Meter:
 
     def _tokens(self, step: int) -> int:
         """The number of tokens in the first `step` steps."""
-        return samples_before(self.config, step) * self.config.batch.sequence_length
+        return self.sizes.samples_before(step) * self.length
 
 
 def peak_memory_gib() -> float:

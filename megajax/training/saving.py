@@ -23,7 +23,7 @@ from megajax.checkpoint.manager import (
     saved_layer_state,
 )
 from megajax.config import ScheduleConfig
-from megajax.config.batch_schedule import samples_before
+from megajax.config.batch_schedule import BatchSizes, Position, samples_before
 from megajax.data.megatron import wanted_samples
 from megajax.errors import InputError
 from megajax.hf import is_hf_folder
@@ -57,11 +57,10 @@ class StateSaver:
         return {
             "format": 1,
             "step": step,
-            "samples_consumed": samples_before(config, step),
             "run": {"seed": config.run.seed},  # another seed is another data order
             "model": describe_model(config.model),
             "optimizer": {"kind": optimizer.kind, "beta1": beta1},
-            "batch": {"global_size": config.batch.global_size, "sequence_length": config.batch.sequence_length},
+            "batch": {"sequence_length": config.batch.sequence_length},
             "precision": {"compute": config.precision.compute},
             "schedule": config.schedule.model_dump(mode="json"),
             "lora": describe_lora(config),
@@ -71,10 +70,11 @@ class StateSaver:
             "data": data.model_dump(mode="json", include={"kind", "train", "split", "order"}) | samples,
         }
 
-    def save(self, checkpoints: Checkpoints, step: int, state: TrainState) -> None:
-        """Start writing the state as the checkpoint of `step`."""
+    def save(self, checkpoints: Checkpoints, step: int, state: TrainState, samples: int | None = None) -> None:
+        """Start writing the state as the checkpoint of `step`, before which `samples` were read (default: config's)."""
         canonical = self._to_canonical(replace(state, frozen={}))
-        checkpoints.save(step, _as_tree(canonical), self.description(step))
+        samples = samples_before(self.program.config, step) if samples is None else samples
+        checkpoints.save(step, _as_tree(canonical), self.description(step) | {"samples_consumed": samples})
 
     def require_optimizer_state(self, checkpoints: Checkpoints, step: int) -> None:
         """Raise InputError if a checkpoint has weights only, before any array is read."""
@@ -90,16 +90,41 @@ class StateSaver:
             f"weights{back}."
         )
 
-    def compare(self, checkpoints: Checkpoints, step: int) -> None:
-        """Raise InputError if a checkpoint is of another model or run, before any array is read.
+    def compare(self, checkpoints: Checkpoints, step: int) -> Position:
+        """The position of a checkpoint; raises InputError if it is of another model or run, before any array is read.
 
         Warns if this run reads other data than the run that saved the checkpoint.
         """
         name = f"the checkpoint of step {step} in {checkpoints.directory}"
-        saved, mine = {"lora": {}} | checkpoints.describe(step), self.description(step)
+        saved: dict[str, Any] = {"lora": {}} | checkpoints.describe(step)
+        mine = self.description(step)
+        saved["batch"].pop("global_size", None)  # in older checkpoints; it may change
         compare_descriptions(saved, mine, name, MUST_AGREE, "choose another run.dir")
+        position = Position(step, saved["samples_consumed"])
+        if position.samples != samples_before(self.program.config, step):
+            self._check_order(position, saved["data"].get("samples"), name)
         if saved["data"] != mine["data"]:
             warnings.warn(f"{name} was saved by a run with other data, or with another order of it.", stacklevel=2)
+        return position
+
+    def _check_order(self, position: Position, saved: int | None, name: str) -> None:
+        """Raise InputError if the batch's size changed, and Megatron's order with it, which depends on `saved`."""
+        config = self.program.config
+        if config.data.order != "megatron" or saved is None:
+            return
+        mine, steps = wanted_samples(config, "train"), config.run.steps
+        if mine != saved:
+            raise InputError(
+                f"{name} was saved with another size of the batch, and data.order=megatron depends on the number of "
+                f"training samples, {saved} there and {mine} here: set data.train_samples={saved}, or write the change "
+                "as batch.schedule."
+            )
+        needed = BatchSizes.of(config, position).samples_before(steps)
+        if needed > mine:
+            raise InputError(
+                f"data.train_samples={mine} ({config.where('data.train_samples')}) is less than the {needed} samples "
+                f"that the run reads up to run.steps={steps} after {name}: lower run.steps."
+            )
 
     def warn_of_another_rate(self, checkpoints: Checkpoints, step: int) -> None:
         """Warn if the next step's learning rate differs from that of the run that saved the checkpoint.

@@ -12,6 +12,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from megajax.config import Config
+from megajax.config.batch_schedule import sizes_by_tokens
 from megajax.mesh import mesh_sizes
 from megajax.model import Transformer, init_parameters, parameters
 from megajax.model.block import Block, layer_state
@@ -104,6 +105,23 @@ class TrainProgram:
             shapes,
             self.state_shardings,
         )
+
+    @cached_property
+    def by_size(self) -> dict[int, "TrainProgram"]:
+        """The program of each number of sequences of `batch.schedule`; this one is that of `batch.global_size`.
+
+        They differ in the number of microbatches and have the same state.
+        """
+        config, microbatch = self.config, self.plan.batch_shape[1]
+
+        def of_size(size: int) -> TrainProgram:
+            changed = {"global_size": size, "num_microbatches": size // microbatch, "schedule": None}
+            smaller = config.model_copy(update={"batch": config.batch.model_copy(update=changed)})
+            plan = StepPlan.make(smaller, self.plan.sizes, self.plan.hardware, self.plan.kernels)
+            return replace(self, config=smaller, plan=plan)
+
+        *smaller, (_, whole) = sizes_by_tokens(config)
+        return {size: of_size(size) for _, size in smaller} | {whole: self}
 
     @property
     def batch_sharding(self) -> NamedSharding:

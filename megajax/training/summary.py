@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 import jax
 
+from megajax.config.batch_schedule import BatchSizes
 from megajax.config.kinds import expert_layers
 from megajax.config.stages import virtual_stages
 from megajax.mesh import mesh_sizes
@@ -24,8 +25,13 @@ from megajax.training.step import TrainProgram
 GIB = 2**30
 
 
-def summary(program: TrainProgram, flags: list[str], data: Sequence[str] = ()) -> str:
-    """Run directory, mesh, parameters, memory per device, precision and kernels; `data` describes the data sets."""
+def summary(
+    program: TrainProgram, flags: list[str], data: Sequence[str] = (), batch_sizes: BatchSizes | None = None
+) -> str:
+    """Run directory, mesh, parameters, memory per device, precision and kernels.
+
+    `data` describes the data sets; `batch_sizes` are those of the run's steps, by default the config's.
+    """
     config, sizes = program.config, mesh_sizes(program.mesh)
     plan, kernels, batch = program.plan, program.plan.kernels, config.batch
     memory, device = estimate_memory(plan.on_gpus(), program.placements), program.mesh.devices.flat[0]
@@ -44,6 +50,7 @@ def summary(program: TrainProgram, flags: list[str], data: Sequence[str] = ()) -
         f"total {memory.total / GIB:.3g} GiB",
         f"batch      {batch.global_size} sequences of {batch.sequence_length} tokens, {batch.num_microbatches} "
         f"microbatch(es) of {plan.sequences} sequences per device",
+        *_ramp_up(program, batch_sizes or BatchSizes.of(config)),
         f"precision  {config.precision.compute}, gradients reduced in {config.precision.gradients}, {_fp8(program)}",
         f"kernels    attention: {kernels.attention} ({kernels.attention_reason}); layers: {_layers(plan)}; "
         f"loss: {kernels.loss} in {plan.loss_chunks} chunks",
@@ -74,6 +81,16 @@ def summary(program: TrainProgram, flags: list[str], data: Sequence[str] = ()) -
     if flags:
         lines.append(f"set        {' '.join(flags)}")
     return "\n".join(lines)
+
+
+def _ramp_up(program: TrainProgram, sizes: BatchSizes) -> list[str]:
+    """The sizes of the batch with the steps from which they apply, if they change."""
+    length, parts = program.config.batch.sequence_length, []
+    for (step, samples), size in sizes.phases:
+        microbatches = program.by_size[size].plan.batch_shape[0]
+        from_step = f"from step {step + 1} ({samples * length:,} tokens) on " if parts else ""
+        parts.append(f"{from_step}{size} sequences in {microbatches} microbatch(es)")
+    return [f"ramp-up    {', '.join(parts)}"] if len(parts) > 1 else []
 
 
 def _layers(plan: StepPlan) -> str:

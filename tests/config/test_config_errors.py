@@ -106,7 +106,7 @@ FILES = {
     ),
     "model:\n  num_layers: 4: 5\n": (
         "not valid YAML (bad.yaml, line 2): mapping values are not allowed here; check the indentation and the space"
-        " after each colon."
+        " after each colon, and quote text with a colon."
     ),
     "run:\n  seed: !!python/name:os.system x\n": (
         "not valid YAML (bad.yaml, line 2): could not determine a constructor for the tag"

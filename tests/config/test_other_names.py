@@ -37,7 +37,11 @@ def test_every_row_names_a_key_of_ours_or_says_why_there_is_none():
         ("data.path", "use data.train, the prefix of a .bin/.idx pair."),
         ("mesh.ep", "did you mean mesh.expert?"),
         ("seq_length", "did you mean batch.sequence_length?"),
-        ("--rampup-batch-size", "the batch size is constant; batch.global_size sets it."),
+        (
+            "--rampup-batch-size",
+            "use batch.schedule, such as '0: START, T: START + INCREMENT' with the tokens T = samples of the ramp-up *"
+            " batch.sequence_length / number of increments.",
+        ),
         ("lr_scheduler.decay_type", "did you mean schedule.kind?"),
         # typing errors of ours, with and without the section
         ("model.num_leyers", "did you mean model.num_layers?"),

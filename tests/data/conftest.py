@@ -11,7 +11,7 @@ from megajax.data.indexed import IndexedWriter
 
 @pytest.fixture
 def make_config():
-    def make(*, global_size=4, sequence_length=8, seed=7, vocab_size=1000, **data):
+    def make(*, global_size=4, sequence_length=8, seed=7, vocab_size=1000, schedule=None, **data):
         defaults = dict(
             kind="indexed", train=None, valid=None, test=None, split=None, tokenizer=None, synthetic_documents=None
         )
@@ -21,7 +21,7 @@ def make_config():
         return SimpleNamespace(
             run=SimpleNamespace(seed=seed, steps=10, eval_steps=2),
             model=SimpleNamespace(vocab_size=vocab_size),
-            batch=SimpleNamespace(global_size=global_size, sequence_length=sequence_length),
+            batch=SimpleNamespace(global_size=global_size, sequence_length=sequence_length, schedule=schedule),
             data=SimpleNamespace(**(defaults | dict(order="shuffled", workers=0, prefetch=2) | unpacked | data)),
             where=lambda key: f"run.yaml, line {len(key)}",
         )

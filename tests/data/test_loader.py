@@ -52,6 +52,26 @@ def test_resuming_equals_reading_on(make_config, write_documents):
     assert_equal(take(make_loader(config, split="train", rows=np.arange(4), start_step=37), 23), whole[37:])
 
 
+def test_a_growing_batch_reads_the_next_samples_whatever_the_processes(make_config, write_documents):
+    config = make_config(train=write_documents(DOCUMENTS), global_size=6, schedule="0: 2, 30: 6")  # from step 3 on
+    plain = make_config(train=config.data.train, global_size=1)
+    one_by_one = take(make_loader(plain, split="train", rows=np.arange(1)), 16)
+    parts = [np.array(rows) for rows in ([0, 2, 4], [1, 3, 5])]
+    read = [take(make_loader(config, split="train", rows=rows), 4) for rows in parts]
+    sample = 0
+    for step, rows in enumerate((2, 2, 6, 6)):
+        assert [len(batches[step]["tokens"]) for batches in read] == [rows / 2, rows / 2]
+        for row in range(rows):
+            expected = one_by_one[sample]["tokens"][0].tolist()
+            assert read[row % 2][step]["tokens"][row // 2].tolist() == expected
+            sample += 1
+    resumed = [take(make_loader(config, split="train", rows=rows, start_step=3), 1) for rows in parts]
+    for one, other in zip(resumed, read, strict=True):
+        assert_equal(one, other[3:])
+    valid = make_config(train=None, valid=config.data.train, global_size=6, schedule="0: 2, 30: 6")
+    assert len(take(make_loader(valid, split="valid", rows=np.arange(6)), 1)[0]["tokens"]) == 6
+
+
 def test_rows_of_all_processes_make_the_whole_batch(make_config, write_documents):
     config = make_config(train=write_documents(DOCUMENTS), global_size=6)
     whole = take(make_loader(config, split="train", rows=np.arange(6)), 5)

@@ -138,7 +138,7 @@ def test_the_newest_checkpoints_and_each_kth_are_kept(tmp_path, make_config, che
     assert checkpoint_steps(tmp_path) == [4, 8, 9, 10, 11]
 
 
-@pytest.mark.parametrize("change", ["run.seed=5", "optimizer.kind=lion", "batch.global_size=16"])
+@pytest.mark.parametrize("change", ["run.seed=5", "optimizer.kind=lion", "batch.sequence_length=8"])
 def test_a_run_does_not_go_on_as_another_one(tmp_path, make_config, change):
     run_on(make_config(f"run.dir={tmp_path}", "run.steps=1"), {})
     key, value = change.split("=")

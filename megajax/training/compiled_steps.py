@@ -1,0 +1,60 @@
+"""A run's compiled train steps, one for each number of microbatches."""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+import jax
+
+from megajax.errors import InputError
+from megajax.training.step import TrainProgram, TrainState
+
+GIB = 2**30
+
+
+def compile_steps(
+    program: TrainProgram,
+    state: TrainState,
+    batch: Mapping[str, jax.Array],
+    sizes: Sequence[int],
+    note: Callable[[str], None],
+) -> dict[int, jax.stages.Compiled]:
+    """The compiled steps for global batches of `sizes` sequences, by number of microbatches.
+
+    `batch` is one of the first size. All are compiled before the first step, so that none fails in the middle of a run.
+    Raises InputError if a later one needs more memory than the devices have.
+    """
+    steps = {}
+    for size in sizes:
+        of_size, named = program.by_size[size], f" for {size} sequences" if len(sizes) > 1 else ""
+        microbatches = of_size.plan.batch_shape[0]
+        note(f"compiling{named}…")
+        start = time.perf_counter()
+        example = batch if size == sizes[0] else _with_microbatches(batch, microbatches)
+        steps[microbatches] = of_size.train_step.lower(state, example).compile()
+        note(f"compiled{named} in {time.perf_counter() - start:.1f} s")
+        if size != sizes[0]:
+            _check_memory(steps[microbatches], size, program)
+    return steps
+
+
+def _with_microbatches(batch: Mapping[str, jax.Array], count: int) -> dict[str, jax.ShapeDtypeStruct]:
+    """The fields `[count, B, S]` of a batch like `batch`."""
+    return {
+        name: jax.ShapeDtypeStruct((count, *a.shape[1:]), a.dtype, sharding=a.sharding) for name, a in batch.items()
+    }
+
+
+def _check_memory(step: jax.stages.Compiled, size: int, program: TrainProgram) -> None:
+    plan, device = step.memory_analysis(), program.mesh.local_devices[0]
+    limit = (device.memory_stats() or {}).get("bytes_limit")
+    if plan is None or limit is None:
+        return
+    needed = plan.argument_size_in_bytes + plan.output_size_in_bytes - plan.alias_size_in_bytes
+    needed += plan.temp_size_in_bytes
+    if needed > limit:
+        config = program.config
+        raise InputError(
+            f"batch.schedule={config.batch.schedule} ({config.where('batch.schedule')}): a step of {size} sequences "
+            f"needs {needed / GIB:.1f} GiB of memory per device, but there are {limit / GIB:.1f}: raise "
+            "batch.num_microbatches, or choose another remat.policy."
+        )
