@@ -15,14 +15,14 @@ def table() -> ModuleType:
 
 @pytest.fixture(scope="session")
 def reference(table) -> Callable:
-    """The single-device trace that a config is held to, made once."""
+    """The single-device trace that a config is held to, from the weights of `weights_of`, made once."""
     traces = {}
 
     def of(config):
         config = table.reference_config(config)
         key = config.to_yaml()
         if key not in traces:
-            traces[key] = table.train(config)
+            traces[key] = table.train(config, table.weights_of(config))
         return traces[key]
 
     return of

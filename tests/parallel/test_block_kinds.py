@@ -10,7 +10,7 @@ from megajax.checkpoint import Checkpoints
 from megajax.config.checks import check_mesh
 from megajax.errors import ConfigError
 from megajax.mesh import build_mesh
-from megajax.model import Part, Transformer, declare, parameters, register
+from megajax.model import Part, Transformer, declare, register
 from megajax.model.attention import Attention
 from megajax.model.block import KINDS
 from megajax.model.parts import PartSizes
@@ -79,15 +79,9 @@ def build(config, devices):
     return TrainProgram.build(config, build_mesh(check_mesh(config, devices), jax.devices()[:devices]))
 
 
-def weights_of(config):
-    rng = np.random.default_rng(3)
-    shapes = {name: declared.shape for name, declared in parameters(Transformer(config.model)).items()}
-    return {name: (name.endswith("norm") + 0.1 * rng.standard_normal(s)).astype("f4") for name, s in shapes.items()}
-
-
 def train(table, program):
     """(metrics of each step, last weights, last layer state)."""
-    state, steps = table.first_state(program, weights_of(program.config)), []
+    state, steps = table.first_state(program, table.weights_of(program.config)), []
     for fields in table.make_batches(program.config):
         state, metrics = program.train_step(state, to_global(program, fields))
         steps.append({name: float(value) for name, value in metrics.items()})
@@ -133,7 +127,7 @@ def test_its_state_and_its_loss_decide(table, expected):
     assert first["power"] > 0.01 and steps[-1]["power"] != pytest.approx(first["power"], rel=1e-3)
     program = build(make(table, {}), 1)
     batch = to_global(program, next(table.make_batches(program.config)))
-    state = table.first_state(program, weights_of(program.config))
+    state = table.first_state(program, table.weights_of(program.config))
     loss = [
         float(program.eval_step(state.params, kept, batch)[0]) for kept in (state.layer_state, expected[2].layer_state)
     ]

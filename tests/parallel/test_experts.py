@@ -83,10 +83,9 @@ def test_experts_train_on_a_mesh_as_on_one_device(table, reference, model, mesh,
 
 @pytest.fixture(scope="module")
 def biased(table):
-    """A trace on one device of GPT-OSS's layers, with biases that are not zero from the start."""
+    """A trace on one device of GPT-OSS's layers, with large biases."""
     config, rng = make(table, "gpt_oss", {}, 2, {}), np.random.default_rng(2)
-    program = TrainProgram.build(config, build_mesh(check_mesh(config, 1), jax.devices()[:1]))
-    weights = table.canonical(program, program.init_state().params)
+    weights = table.weights_of(config)
     for name in [name for name in weights if name.endswith(("_bias", "sinks"))]:
         weights[name] = rng.standard_normal(weights[name].shape).astype(np.float32)
     return table.train(config, weights)
@@ -106,10 +105,10 @@ def test_experts_with_biases_train_on_a_mesh_as_on_one_device(table, biased, mes
     assert not difference.problems(), difference
 
 
-def test_one_expert_may_take_every_token_and_others_none(table, reference):
+def test_one_expert_may_take_every_token_and_others_none(table):
     """A bias before the router that one column of it agrees with, and three do not."""
     config = make(table, "uneven", {"expert": 4, "tensor": 2}, 2, {})
-    weights = uneven_weights(reference(config).initial)
+    weights = uneven_weights(table.weights_of(config))
     expected = table.train(table.reference_config(config), weights)
     counts = expected.router["expert_counts"][0]
     assert (counts[:, 0] == 32 * 16).all() and not counts[:, 5:].any(), counts

@@ -35,16 +35,9 @@ def make(table, model, mesh, microbatches, **sections):
     return table.make_config(model, mesh, microbatches=microbatches, steps=STEPS, optimizer="sgd", **sections)
 
 
-def weights_of(config) -> dict[str, np.ndarray]:
-    """Numbers for every weight in canonical shapes, quickly made."""
-    rng = np.random.default_rng(3)
-    shapes = {name: declared.shape for name, declared in parameters(Transformer(config.model)).items()}
-    return {name: (name.endswith("norm") + 0.1 * rng.standard_normal(s)).astype("f4") for name, s in shapes.items()}
-
-
 def train(table, program):
     """What `table.train` does, and the last state."""
-    state, steps, gradients = table.first_state(program, weights_of(program.config)), [], {}
+    state, steps, gradients = table.first_state(program, table.weights_of(program.config)), [], {}
     initial = table.canonical(program, state.params)
     for fields in table.make_batches(program.config):
         state, metrics = program.train_step(state, to_global(program, fields))
@@ -57,7 +50,7 @@ def train(table, program):
 
 def reference(table, config):
     """One device, from the same weights."""
-    return table.train(table.reference_config(config), weights_of(config))
+    return table.train(table.reference_config(config), table.weights_of(config))
 
 
 def test_stages_with_empty_slots_train_as_one_device_does_and_leave_them_empty(table):
@@ -114,7 +107,7 @@ def test_a_remat_group_may_hold_layers_of_both_kinds(table):
     (segment,) = program.local.layers.segments
     assert (segment.loops, segment.unroll, segment.group_size) == (2, 2, 2)
 
-    params = table.first_state(program, weights_of(config)).params
+    params = table.first_state(program, table.weights_of(config)).params
     loss, tokens = program.eval_step(params, {}, to_global(program, next(table.make_batches(config))))
     assert float(loss / tokens) == pytest.approx(expected.losses[0], rel=table.SCALAR_TOLERANCE)
     difference = table.compare(train(table, program)[0], expected)
@@ -144,7 +137,7 @@ def test_any_stages_load_any_checkpoint(table, tmp_path):
     """From four stages to one device and to two rounds of two stages, weights and biases exactly."""
     run = {"run": {"dir": str(tmp_path)}}
     first = build(make(table, FIRST_DENSE, {"pipeline": 4}, 4, **run))
-    weights, bias = weights_of(first.config), np.random.default_rng(0).standard_normal((5, 8)).astype(np.float32)
+    weights, bias = table.weights_of(first.config), np.random.default_rng(0).standard_normal((5, 8)).astype(np.float32)
     state = table.first_state(first, weights)
     kept = state.layer_state["moe"]
     kept["moe.expert_bias"] = jax.device_put(bias, kept["moe.expert_bias"].sharding)

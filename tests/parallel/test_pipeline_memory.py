@@ -21,13 +21,12 @@ CONFIG = (
 D, F, V, S = 1024, 2816, 4096, 2048  # its sizes; 8 heads and 4 KV heads of 128, microbatches of two sequences
 # schedule, stages, layers: numbers of microbatches
 RUNS = {
-    ("1f1b", 2, 2): (32, 128),
+    ("1f1b", 4, 4): (32, 128),
     ("zero_bubble", 3, 3): (32, 128),
-    ("1f1b", 4, 4): (32,),
     # With this number of slots they have no operations of their own: residuals are copied into them.
     ("gpipe", 4, 4): (32,),
 }
-GROWTH = pytest.mark.parametrize("run", [("1f1b", 2, 2), ("zero_bubble", 3, 3)], ids=lambda run: run[0])
+GROWTH = pytest.mark.parametrize("run", [("1f1b", 4, 4), ("zero_bubble", 3, 3)], ids=lambda run: run[0])
 Rows = dict[tuple[str, int, int, int], pipeline_memory.Row]  # by run and microbatches
 
 

@@ -5,10 +5,11 @@ Only with recomputation: without it XLA's CPU compiler fuses unrolled layers' re
 
 import numpy as np
 import single_device
+from mesh_models import MODELS
 
 from megajax.config.segments import plan_segments
 
-LAYERS = 4
+LAYERS = 2
 CASES = {
     "fsdp 2": ({"fsdp": 2}, 1, {"policy": "selective"}),
     "data 2 x fsdp 2": ({"data": 2, "fsdp": 2}, 2, {"policy": "full"}),
@@ -17,7 +18,7 @@ CASES = {
 
 def run(mesh, microbatches, remat, unroll):
     config = single_device.make_config(
-        "llama",
+        MODELS["llama"] | {"num_layers": LAYERS},
         mesh,
         microbatches=microbatches,
         steps=2,

@@ -17,6 +17,7 @@ from mesh_models import MODELS
 from megajax.config import Config
 from megajax.config.checks import check, check_mesh
 from megajax.mesh import AXES, build_mesh
+from megajax.model import Transformer, parameters
 from megajax.model.moe import MoE
 from megajax.sharding import to_canonical, to_stored
 from megajax.training.batches import to_global
@@ -152,6 +153,15 @@ def train(config: Config, weights: Mapping[str, np.ndarray] | None = None) -> Tr
             gradients = first_gradients(program, state, norms[0])
     router = {name: np.array(values) for name, values in router.items()}
     return Trace(config, np.array(losses), np.array(norms), initial, gradients, router)
+
+
+def weights_of(config: Config) -> dict[str, np.ndarray]:
+    """Numbers for every weight in its canonical shape, biases and norms included: no initialisation is compiled."""
+    model, rng, out = config.model, np.random.default_rng(3), {}
+    for name, declared in parameters(Transformer(model)).items():
+        around = 1.0 if name.endswith("norm") and not model.norm_zero_centred else 0.0
+        out[name] = (around + model.init_std * rng.standard_normal(tuple(declared.shape))).astype(np.float32)
+    return out
 
 
 def first_state(program: TrainProgram, weights: Mapping[str, np.ndarray]) -> TrainState:

@@ -1,6 +1,7 @@
 """Two processes with four virtual devices each, joined by the explicit JAX_* variables."""
 
 import os
+import shutil
 import signal
 import socket
 from pathlib import Path
@@ -106,24 +107,28 @@ def test_two_processes_give_the_losses_of_one_only_the_first_logs_and_one_goes_o
     assert agree(read_metrics(tmp_path / "two", "loss", "grad_norm"), expected[0])
 
 
-def test_two_processes_go_on_from_the_checkpoint_of_one(
-    tmp_path, start, start_two, expected, read_metrics, checkpoint_steps
+def test_two_processes_with_experts_go_on_from_the_checkpoint_of_one(
+    tmp_path, start, start_two, read_metrics, checkpoint_steps
 ):
-    one = start(*OPTIONS, "run.steps=3", f"run.dir={tmp_path / 'two'}")
+    """Each sequence is divided over both processes, and the experts too: tokens are sent to those of the other."""
+    experts = ("model.num_experts=4", "model.router.global_loss=0.1", "run.eval_interval=6")
+    run_dir, folders = tmp_path / "two", tmp_path / "folders"
+    one = start(*OPTIONS, *experts, "checkpoint.keep=3", f"run.dir={tmp_path / 'one'}")
     assert one.finish() == 0, one.output
-    sequences = ("mesh.data=1", "mesh.fsdp=1", "mesh.context=4")  # each is divided over both processes
-    first, second = start_two(
-        *sequences, f"run.dir={tmp_path / 'two'}", f"checkpoint.export_hf.dir={tmp_path / 'folders'}"
-    )
+    shutil.copytree(tmp_path / "one", run_dir)
+    shutil.rmtree(run_dir / "checkpoints" / "6")
+    mesh = ("mesh.data=1", "mesh.fsdp=1", "mesh.context=4", "mesh.experts_over=[context]")
+    dispatch = ("kernels.dispatch=all_to_all", f"checkpoint.export_hf.dir={folders}")
+    first, second = start_two(*experts, *mesh, *dispatch, f"run.dir={run_dir}")
     assert (first.finish(), second.finish()) == (0, 0), first.output + second.output
     assert "resuming from the checkpoint of step 3" in first.output
-    assert not any(difference.absolute for difference in compare(tmp_path / "folders/step-6", str(tmp_path / "two")))
+    assert not any(difference.absolute for difference in compare(folders / "step-6", str(run_dir)))
     assert "folders" in (tmp_path / "written0").read_text()
     assert "folders" not in (tmp_path / "written1").read_text() and "wrote" not in second.output
-    assert checkpoint_steps(tmp_path / "two") == [3, 6]
-    assert agree(read_metrics(tmp_path / "two", "loss", "grad_norm"), expected[0])
-    evaluations = read_metrics(tmp_path / "two", "eval_loss")
-    assert evaluations[6] == pytest.approx(expected[1][6], rel=1e-5)
+    assert checkpoint_steps(run_dir) == [3, 6]
+    keys = ("loss", "grad_norm", "aux_loss", "expert_load_max")
+    assert agree(read_metrics(run_dir, *keys), read_metrics(tmp_path / "one", *keys))
+    assert agree(read_metrics(run_dir, "eval_loss"), read_metrics(tmp_path / "one", "eval_loss"))
 
 
 def test_stages_of_two_processes_give_the_losses_of_one_device(tmp_path, start_two, expected, read_metrics):
@@ -133,15 +138,3 @@ def test_stages_of_two_processes_give_the_losses_of_one_device(tmp_path, start_t
     assert (first.finish(), second.finish()) == (0, 0), first.output + second.output
     assert agree(read_metrics(tmp_path / "two", "loss", "grad_norm"), expected[0])
     assert read_metrics(tmp_path / "two", "eval_loss")[6] == pytest.approx(expected[1][6], rel=1e-5)
-
-
-def test_experts_of_two_processes_give_the_losses_of_one_device(tmp_path, start, start_two, read_metrics):
-    """Tokens of each process are sent to experts of the other."""
-    experts = ("model.num_experts=4", "model.router.global_loss=0.1", "run.steps=3")
-    one = start(*OPTIONS, *experts, f"run.dir={tmp_path / 'one'}")
-    assert one.finish() == 0, one.output
-    mesh = ("mesh.data=1", "mesh.fsdp=1", "mesh.expert=4", "kernels.dispatch=all_to_all")
-    first, second = start_two(*experts, *mesh, f"run.dir={tmp_path / 'two'}")
-    assert (first.finish(), second.finish()) == (0, 0), first.output + second.output
-    keys = ("loss", "grad_norm", "aux_loss", "expert_load_max")
-    assert agree(read_metrics(tmp_path / "two", *keys), read_metrics(tmp_path / "one", *keys))
