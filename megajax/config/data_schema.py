@@ -84,7 +84,7 @@ class DataConfig(Section):
     train_samples: Count | None = Field(
         default=None,
         description="megatron: number of training samples for which the order is made, which depends on it; null:"
-        " run.steps * batch.global_size.",
+        " those of run.steps.",
     )
     index_cache: Text | None = Field(
         default=None,

@@ -6,6 +6,7 @@ import jax
 import numpy as np
 import pytest
 
+from megajax.data.samples import Samples
 from megajax.errors import InputError
 from megajax.training.batches import batches, to_global
 from megajax.training.loop import Trainer
@@ -67,13 +68,13 @@ def test_momentum_that_is_not_in_the_checkpoint_is_refused_in_a_sentence(make_co
 def test_a_token_outside_the_vocabulary_far_into_the_data_is_refused(make_config, tmp_path):
     trainer = trainer_of(make_config(f"run.dir={tmp_path / 'run'}", *SHORT))
 
-    class Samples:
+    class Text(Samples):
         """Sample 40 on holds an id that the model does not have."""
 
         def __getitem__(self, index):
             return np.full(17, 125 if index >= 40 else 3, np.int32)
 
-    source = batches(trainer.program, "train", Samples())  # type: ignore[arg-type]
+    source = batches(trainer.program, "train", Text())
     for _ in range(5):
         next(source)
     with pytest.raises(InputError, match="data.train holds token id 125, but model.vocab_size=125"):
