@@ -33,7 +33,7 @@ def compile_steps(
         steps[microbatches] = of_size.train_step.lower(state, example).compile()
         note(f"compiled{named} in {time.perf_counter() - start:.1f} s")
         if size != sizes[0]:
-            _check_memory(steps[microbatches], size, program)
+            check_memory(steps[microbatches], size, program)
     return steps
 
 
@@ -44,7 +44,8 @@ def _with_microbatches(batch: Mapping[str, jax.Array], count: int) -> dict[str, 
     }
 
 
-def _check_memory(step: jax.stages.Compiled, size: int, program: TrainProgram) -> None:
+def check_memory(step: jax.stages.Compiled, size: int, program: TrainProgram) -> None:
+    """Raise InputError if the step for global batches of `size` sequences does not fit into the devices' memory."""
     plan, device = step.memory_analysis(), program.mesh.local_devices[0]
     limit = (device.memory_stats() or {}).get("bytes_limit")
     if plan is None or limit is None:
