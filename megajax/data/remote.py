@@ -71,6 +71,13 @@ class RemoteFile:
 
     def read(self, first: int, last: int) -> bytes:
         """Bytes first..last-1."""
+        try:
+            return self._read_blocks(first, last)
+        except FileNotFoundError:  # somebody has removed a block
+            self._here.clear()
+            return self._read_blocks(first, last)
+
+    def _read_blocks(self, first: int, last: int) -> bytes:
         for coming in self.fetch(first, last):
             coming.result()
         parts = []

@@ -3,6 +3,7 @@
 import hashlib
 import pickle
 import re
+import shutil
 import threading
 import time
 from itertools import islice
@@ -99,6 +100,8 @@ def test_a_block_is_read_once_and_a_changed_file_again(upload, tmp_path):
     again = IndexedDataset(url, cache=tmp_path / "cache")
     assert again.document(99).tolist() == DOCUMENTS[99] and len(Store.reads) == before
     assert opened.tokens[3:3].tolist() == [] and opened.tokens[-2:].tolist() == [698, 699]
+    shutil.rmtree(tmp_path / "cache")  # while it is in use
+    assert opened.document(99).tolist() == DOCUMENTS[99] and len(Store.reads) > before
     upload([[9, 8], *DOCUMENTS[1:]])
     assert IndexedDataset(url, cache=tmp_path / "cache").document(0).tolist() == [9, 8]
 
