@@ -1,6 +1,7 @@
 """Checks of combinations of settings, and of divisibility by the mesh."""
 
 import math
+from itertools import pairwise
 from pathlib import Path
 
 from megajax.config.batch_schedule import BatchSizes, samples_before, sizes_by_tokens
@@ -319,6 +320,7 @@ def _check_data(config: Config) -> None:
     if data.fim_rate and data.tokenizer is None:
         cure = "set data.tokenizer to the tokenizer that wrote the data"
         fail(config, f"{format_keys(config, 'data.fim_rate')} needs data.tokenizer", cure, "data.fim_rate")
+    _check_stages(config)
     if data.kind == "chat":
         _check_chat(config)
     if data.kind == "text":
@@ -327,6 +329,21 @@ def _check_data(config: Config) -> None:
         if data.split is not None and value(config, key) is not None:
             problem = f"{format_keys(config, 'data.split')} cannot be combined with {format_keys(config, key)}"
             fail(config, problem, "remove one of them", "data.split", key)
+
+
+def _check_stages(config: Config) -> None:
+    key, order = "data.stages", "data.order"
+    steps = [stage.from_step for stage in config.data.stages or ()]
+    if steps and config.data.order == "megatron":
+        problem = f"{key} cannot be combined with {format_keys(config, order)}, which is made for one blend"
+        fail(config, problem, "use shuffled or sequential, or remove the stages", key, order)
+    for i, (before, step) in enumerate(pairwise([0, *steps])):
+        if step <= before:
+            problem = f"{key}.{i}.from_step={step} is not after the stage before it, which begins at step {before}"
+            fail(config, problem, "write the stages in the order of their steps", key)
+    if steps and steps[-1] >= config.run.steps:
+        problem = f"the stage of {key} with from_step={steps[-1]} begins after {format_keys(config, 'run.steps')}"
+        warn(config, problem, "lower from_step, or raise run.steps", key, "run.steps")
 
 
 def _check_chat(config: Config) -> None:

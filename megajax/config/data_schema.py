@@ -33,6 +33,18 @@ Sources = Annotated[
 ]
 
 
+def sources_of(blend: Any) -> list[tuple[str, float]]:
+    """(path, weight) of each source of `Sources`."""
+    return [(blend, 1.0)] if isinstance(blend, str) else [(part.prefix, part.weight) for part in blend]
+
+
+class Stage(Section):
+    """A later stage of the training data."""
+
+    from_step: Count = Field(description="Number of steps before the stage.")
+    train: Sources = Field(description="Training data from then on, written like data.train.")
+
+
 class FimTokens(Section):
     """Names of the special tokens of fill-in-the-middle."""
 
@@ -55,6 +67,11 @@ class DataConfig(Section):
         description="Training data: the path or URL prefix of a .bin/.idx pair, a list of {prefix, weight}, or"
         " '0.7 a 0.3 b'; text, chat: .jsonl files; text also Parquet, compressed files and globs such as"
         " 'web/*.jsonl.gz'.",
+    )
+    stages: Annotated[tuple[Stage, ...], Field(strict=False, min_length=1)] | None = Field(
+        default=None,
+        description="Later stages of the training data, a list of {from_step, train}; a source of several stages"
+        " continues. null: train all the time.",
     )
     valid: Sources | None = Field(default=None, description="Evaluation data, written like train.")
     valid_sets: tuple[ValidationSet, ...] = Field(
@@ -117,6 +134,7 @@ class DataConfig(Section):
     @property
     def is_remote(self) -> bool:
         """Whether some data is at a URL."""
-        sources = [source for source in (self.train, self.valid, self.test) if source is not None]
-        paths = [[each] if isinstance(each, str) else [part.prefix for part in each] for each in sources]
-        return any("://" in path for path in [*sum(paths, []), *(each.prefix for each in self.valid_sets)])
+        later = [stage.train for stage in self.stages or ()]
+        given = [source for source in (self.train, *later, self.valid, self.test) if source is not None]
+        paths = [path for source in given for path, _ in sources_of(source)]
+        return any("://" in path for path in [*paths, *(each.prefix for each in self.valid_sets)])

@@ -1,5 +1,6 @@
 """Types of config values with their limits, and the base class of all sections."""
 
+import math
 from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
@@ -105,7 +106,7 @@ def _pairs(words: list[Any]) -> list[tuple[Any, Any]]:
 
 def _number(value: Any) -> bool:
     try:
-        return not isinstance(value, bool) and float(value) > 0
+        return not isinstance(value, bool) and math.isfinite(float(value))
     except (TypeError, ValueError):
         return False
 

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from megajax.config.batch_schedule import samples_before
+from megajax.config.data_schema import sources_of
 from megajax.data.chat import ChatSamples
 from megajax.data.loader import Split
 from megajax.data.samples import BlendedSamples, DocumentSamples, Samples
@@ -34,6 +35,12 @@ def describe_data(config: "Config", datasets: Mapping[Split, Samples]) -> list[s
         return [f"synthetic tokens{packed}"]
     train = data.train if isinstance(data.train, str) else f"a blend of {len(data.train or ())} data sets"
     lines = [f"{train}, {data.order}, tokenizer {data.tokenizer or 'not given'}{packed}{filled}"]
+    for stage in data.stages or ():
+        parts = sources_of(stage.train)
+        total = sum(weight for _, weight in parts)
+        blend = ", ".join(f"{weight / total:.1%} {path}" for path, weight in parts[:SOURCES_SHOWN])
+        more = f", and {len(parts) - SOURCES_SHOWN} more" if len(parts) > SOURCES_SHOWN else ""
+        lines.append(f"stage from step {stage.from_step:,}: {blend}{more}")
     for split, samples in datasets.items():
         lines += _split_lines(config, split, samples)
     return lines

@@ -1,19 +1,29 @@
 """Batches of a config's data: opens and checks the files, and reads ahead with grain."""
 
 import signal
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from megajax.config.batch_schedule import BatchSizes
-from megajax.data.chat import open_chat
+from megajax.config.batch_schedule import BatchSizes, samples_before
+from megajax.config.data_schema import sources_of
+from megajax.data.chat import ChatSamples, open_chat
 from megajax.data.fim import Infilling, open_infilling
 from megajax.data.index_cache import cache_directory
 from megajax.data.indexed import IndexedDataset
 from megajax.data.megatron import open_samples, split_sequences
 from megajax.data.remote import is_remote
-from megajax.data.samples import BlendedSamples, DocumentSamples, Packing, Samples, make_batch, split_documents
+from megajax.data.samples import (
+    BlendedSamples,
+    DocumentSamples,
+    Packing,
+    Samples,
+    StagedSamples,
+    make_batch,
+    split_documents,
+)
 from megajax.data.synthetic import SyntheticSamples
 from megajax.data.text import TextDataset, open_text
 from megajax.data.tokenizers import end_of_document, load_tokenizer
@@ -55,35 +65,81 @@ def open_split(config: "Config", split: Split, files: dict[str, IndexedDataset |
     `files` are the open files by prefix; newly opened ones are added.
     """
     data, files = config.data, {} if files is None else files
-    length, seed = config.batch.sequence_length, config.run.seed
     if data.kind == "synthetic":
-        documents = data.synthetic_documents or 1
+        documents, length, seed = data.synthetic_documents or 1, config.batch.sequence_length, config.run.seed
         return SyntheticSamples(config.model.vocab_size, length, seed, SPLITS.index(split), documents)
     name = split.partition("/")[2]
     key: Split = "valid_sets" if name else "train" if data.split is not None else split
     blend = next(each.prefix for each in data.valid_sets if each.name == name) if name else getattr(data, key)
-    parts = [(blend, 1.0)] if isinstance(blend, str) else [(part.prefix, part.weight) for part in blend]
-    weights = [weight for _, weight in parts]
     try:
-        if data.kind == "chat":
-            chats = [open_chat(config, path) for path, _ in parts]
-            return chats[0] if len(chats) == 1 else BlendedSamples(chats, weights)
-        ranges = []
-        for prefix, _ in parts:
-            if prefix not in files:
-                files[prefix] = _open_files(config, prefix)
-            ranges.append((files[prefix], _range(config, split, files[prefix])))
-        if data.order == "megatron":
-            opened = open_samples(config, split, ranges, weights, _end_of_document(config))
-            for source in opened.sources if isinstance(opened, BlendedSamples) else [opened]:
-                _check_size(split, source)
-            return opened
-        sources = [DocumentSamples(dataset, documents, length, seed, data.order) for dataset, documents in ranges]
-        for source in sources:
-            _check_size(split, source)
+        opened = _open_blend(config, split, sources_of(blend), files)
     except InputError as error:
         raise InputError(f"data.{key} ({config.where(f'data.{key}')}): {error}") from None
+    return _with_stages(config, opened, files) if split == "train" and data.stages else opened
+
+
+def _open_blend(
+    config: "Config", split: Split, parts: Sequence[tuple[str, float]], files: dict[str, IndexedDataset | TextDataset]
+) -> Samples:
+    """The samples of a blend of (path, weight)."""
+    data, weights = config.data, [weight for _, weight in parts]
+    if data.order == "megatron":
+        ranges: list[Any] = [_opened_range(config, split, path, files) for path, _ in parts]  # no text
+        opened = open_samples(config, split, ranges, weights, _end_of_document(config))
+        for source in opened.sources if isinstance(opened, BlendedSamples) else [opened]:
+            _check_size(split, source)
+        return opened
+    sources = [_open_source(config, split, path, files) for path, _ in parts]
     return sources[0] if len(sources) == 1 else BlendedSamples(sources, weights)
+
+
+def _open_source(
+    config: "Config", split: Split, path: str, files: dict[str, IndexedDataset | TextDataset]
+) -> ChatSamples | DocumentSamples:
+    """The samples of one path, in megajax's own orders."""
+    if config.data.kind == "chat":
+        return open_chat(config, path)
+    dataset, documents = _opened_range(config, split, path, files)
+    source = DocumentSamples(dataset, documents, config.batch.sequence_length, config.run.seed, config.data.order)
+    _check_size(split, source)
+    return source
+
+
+def _opened_range(
+    config: "Config", split: Split, path: str, files: dict[str, IndexedDataset | TextDataset]
+) -> tuple[IndexedDataset | TextDataset, tuple[int, int]]:
+    """The open files of a path, and their documents that belong to a split."""
+    if path not in files:
+        files[path] = _open_files(config, path)
+    return files[path], _range(config, split, files[path])
+
+
+def _with_stages(config: "Config", first: Samples, files: dict[str, IndexedDataset | TextDataset]) -> StagedSamples:
+    """The samples of train with its later stages; `first` are those of the first one.
+
+    A path is the same source in all stages; one that a blend names twice is two sources.
+    """
+    parts = sources_of(config.data.train)
+    opened = first.sources if isinstance(first, BlendedSamples) else [first]
+    sources = dict(zip(_numbered(parts), opened, strict=True))
+    stages = [(0, dict(zip(sources, (weight for _, weight in parts), strict=True)))]
+    for i, stage in enumerate(config.data.stages or ()):
+        parts = sources_of(stage.train)
+        weights = dict(zip(_numbered(parts), (weight for _, weight in parts), strict=True))
+        try:
+            sources |= {new: _open_source(config, "train", new[0], files) for new in weights if new not in sources}
+        except InputError as error:
+            key = f"data.stages.{i}.train"
+            raise InputError(f"{key} ({config.where(key)}): {error}") from None
+        stages.append((samples_before(config, stage.from_step), weights))
+    shares = [(start, [weights.get(source, 0.0) for source in sources]) for start, weights in stages]
+    return StagedSamples(list(sources.values()), shares, samples_before(config, config.run.steps))
+
+
+def _numbered(parts: Sequence[tuple[str, float]]) -> list[tuple[str, int]]:
+    """Each path of a blend, with the number of its earlier entries."""
+    paths = [path for path, _ in parts]
+    return [(path, paths[:i].count(path)) for i, path in enumerate(paths)]
 
 
 def _open_files(config: "Config", prefix: str) -> IndexedDataset | TextDataset:

@@ -5,6 +5,7 @@ reads the tokens there. A new order needs an entry in `ORDERS`.
 """
 
 import threading
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -241,6 +242,16 @@ class BlendedSamples(Samples):
 
     def locate(self, index: int) -> tuple[int, int]:
         """The source of sample `index`, and its index there."""
+        source, rank = self._from(index)[1:]
+        return int(source[0]), int(rank[0])
+
+    def taken(self, index: int) -> np.ndarray:
+        """The number of samples of each source before sample `index`, int64 [sources]."""
+        before, _, _ = self._from(index)
+        return before
+
+    def _from(self, index: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """(samples of each source before `index`, source and rank of some samples from `index` on, in order)."""
         # Before time t, source d has taken t·weight ± 1/2 samples, all D sources t ± D/2 in total. So the time of
         # sample n is in n+1-D/2 .. n+D/2. The candidates include one more sample on both sides, because of rounding.
         half = len(self.sources) / 2
@@ -249,8 +260,9 @@ class BlendedSamples(Samples):
         source = np.repeat(np.arange(len(self.sources)), last - first)
         rank = np.arange(source.size) - np.repeat(np.cumsum(last - first) - last, last - first)
         times = (rank + 0.5) / self.weights[source]
-        found = np.lexsort((source, times))[index - first.sum()]
-        return int(source[found]), int(rank[found])
+        order, known = np.lexsort((source, times)), index - int(first.sum())
+        before = first + np.bincount(source[order[:known]], minlength=first.size)
+        return before, source[order[known:]], rank[order[known:]]
 
     def __getitem__(self, index: int) -> np.ndarray:
         source, rank = self.locate(index)
@@ -270,6 +282,39 @@ class BlendedSamples(Samples):
     def fetch(self, indices: Sequence[int]) -> list[Future[None]]:
         located = map(self.locate, indices)
         return [coming for source, rank in located for coming in self.sources[source].fetch([rank])]
+
+
+class StagedSamples(BlendedSamples):
+    """Blends one after the other; a source continues where it ended in the earlier blends.
+
+    `stages` are (first sample, weight of each source, 0 for one that the stage does not read), the first from sample 0
+    on. `weights` are the shares of the sources in the first `num_samples` samples.
+    """
+
+    def __init__(self, sources: Sequence[Samples], stages: Sequence[tuple[int, Sequence[float]]], num_samples: int):
+        self.sources = sources
+        self.starts = [start for start, _ in stages]
+        self.numbers = [np.flatnonzero(weights) for _, weights in stages]
+        self.blends = [
+            BlendedSamples([sources[int(i)] for i in used], [weights[int(i)] for i in used])
+            for used, (_, weights) in zip(self.numbers, stages, strict=True)
+        ]
+        self.before = [np.zeros(len(sources), np.int64)]  # samples of each source before each stage
+        for start in self.starts[1:]:
+            self.before.append(self.taken(start))
+        self.weights = self.taken(num_samples) / num_samples
+
+    def taken(self, index: int) -> np.ndarray:
+        stage = bisect_left(self.starts, index, lo=1, hi=len(self.before)) - 1
+        counts = self.before[stage].copy()
+        counts[self.numbers[stage]] += self.blends[stage].taken(index - self.starts[stage])
+        return counts
+
+    def locate(self, index: int) -> tuple[int, int]:
+        stage = bisect_right(self.starts, index) - 1
+        place, rank = self.blends[stage].locate(index - self.starts[stage])
+        source = int(self.numbers[stage][place])
+        return source, int(self.before[stage][source]) + rank
 
 
 def split_documents(num_documents: int, fractions: Sequence[float]) -> list[tuple[int, int]]:

@@ -51,7 +51,10 @@ class StateSaver:
         config = self.program.config
         optimizer, data = config.optimizer, config.data
         # Megatron's order depends on the number of samples.
-        samples = {"samples": wanted_samples(config, "train")} if data.order == "megatron" else {}
+        samples: dict[str, Any] = {"samples": wanted_samples(config, "train")} if data.order == "megatron" else {}
+        # A later stage may change.
+        if past := [stage for stage in data.stages or () if stage.from_step < step]:
+            samples["stages"] = [[samples_before(config, s.from_step), s.model_dump(mode="json")] for s in past]
         # SGD without momentum has no moments to restore; other changes of beta1 are allowed.
         beta1 = "zero" if optimizer.kind == "sgd" and optimizer.beta1 == 0 else "above zero"
         return {

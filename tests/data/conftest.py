@@ -16,7 +16,12 @@ def make_config():
             kind="indexed", train=None, valid=None, test=None, split=None, tokenizer=None, synthetic_documents=None
         )
         unpacked = dict(
-            valid_sets=(), fim_rate=0.0, reset_attention=False, reset_positions=False, mask_end_of_document_loss=False
+            valid_sets=(),
+            stages=None,
+            fim_rate=0.0,
+            reset_attention=False,
+            reset_positions=False,
+            mask_end_of_document_loss=False,
         )
         return SimpleNamespace(
             run=SimpleNamespace(seed=seed, steps=10, eval_steps=2),

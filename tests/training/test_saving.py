@@ -34,10 +34,14 @@ def test_a_run_that_goes_on_in_float16_starts_with_a_fresh_loss_scale(make_confi
     trainer.checkpoints.close()
 
 
-def test_other_data_on_resume_is_said_and_the_same_is_not(make_config, trained):
+def test_other_data_on_resume_is_said_and_the_same_is_not(make_config, trained, text):
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
-        trainer_of(make_config(*trained)).checkpoints.close()
+        later = f"data.stages=[{{from_step: 2, train: {text}}}]"  # has not begun
+        trainer = trainer_of(make_config(*trained, "run.steps=3", later))
+    trainer.checkpoints.close()
+    (begun,) = trainer.saver.description(3)["data"]["stages"]
+    assert begun == [2 * trainer.config.batch.global_size, {"from_step": 2, "train": str(text)}]
     with pytest.warns(UserWarning, match="other data, or with another order"):
         trainer_of(make_config(*trained, "data.order=sequential")).checkpoints.close()
 
