@@ -99,11 +99,12 @@ def _kinds(op: hlo.Op) -> Iterable[tuple[str, int]]:
         yield "conversion above 1 MiB", op.result_bytes
 
 
-def golden() -> str:
+def golden(store: Path | None) -> str:
     """The text of every case, each compiled in its own process, two at a time."""
     require_plugin()
     with ThreadPoolExecutor(max_workers=2) as pool:
-        return "\n".join(pool.map(lambda case: run_apart("hlo_counts.py", case.split()), CASES))
+        stored = [] if store is None else ["--store", str(store)]
+        return "\n".join(pool.map(lambda case: run_apart("hlo_counts.py", [*case.split(), *stored]), CASES))
 
 
 def main(arguments: list[str]) -> int:
@@ -112,11 +113,12 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("overrides", nargs="*", help="section.key=value")
     parser.add_argument("--gpus", type=int, default=1)
     parser.add_argument("--text", type=Path, help="save the compiled text here")
+    parser.add_argument("--store", type=Path, help="directory of compiled steps, which are not compiled again")
     parser.add_argument("--write", action="store_true", help=f"write {GOLDEN.relative_to(ROOT)}")
     args = parser.parse_intermixed_args(arguments)
     with user_errors():
         if args.config is None:
-            text = golden()
+            text = golden(args.store)
             if args.write:
                 GOLDEN.write_text(text)
                 print(f"wrote {GOLDEN.relative_to(ROOT)}: look at its diff")
@@ -126,7 +128,7 @@ def main(arguments: list[str]) -> int:
         if args.text and not args.text.parent.is_dir():
             raise InputError(f"--text={args.text}: the directory {args.text.parent} does not exist: make it first.")
         start = time.perf_counter()
-        step = compile_for_h200(TrainProgram.build, load_config(args.config, args.overrides), args.gpus)
+        step = compile_for_h200(TrainProgram.build, load_config(args.config, args.overrides), args.gpus, args.store)
         text, memory = step.text, step.memory
         print(f"compiled in {time.perf_counter() - start:.0f} s; {verdict(memory['whole'])}", file=sys.stderr)
         if args.text:

@@ -12,6 +12,7 @@ import json
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
 import hlo
 
@@ -47,7 +48,7 @@ TITLE = """| schedule | microbatches | slots | saved, GiB | deferred, GiB | temp
 |---|---:|---:|---:|---:|---:|---:|"""
 
 
-def measure(path: str, overrides: list[str], gpus: int, schedule: str, microbatches: int) -> Row:
+def measure(path: str, overrides: list[str], gpus: int, schedule: str, microbatches: int, store: Path | None) -> Row:
     """Compiles the config's step with this schedule and number of microbatches of the config's size."""
     batch = load_config(path, overrides).batch
     own = [
@@ -56,7 +57,7 @@ def measure(path: str, overrides: list[str], gpus: int, schedule: str, microbatc
         f"batch.global_size={batch.global_size // batch.num_microbatches * microbatches}",
     ]
     config = load_config(path, [*overrides, *own])
-    step = compile_for_h200(TrainProgram.build, config, gpus)
+    step = compile_for_h200(TrainProgram.build, config, gpus, store)
     ops, memory = hlo.parse(step.text), step.memory
     slots = assign_buffer_slots(_schedule(config, gpus))
     saved = [array for op in ops if op.target == "AllocateBuffer" for array in op.results]
@@ -104,6 +105,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--gpus", type=int, required=True)
     parser.add_argument("--microbatches", type=int, nargs="+", default=[8, 32, 128])
     parser.add_argument("--schedules", nargs="+", choices=KINDS, default=list(KINDS))
+    parser.add_argument("--store", type=Path, help="directory of compiled steps, which are not compiled again")
     parser.add_argument("--json", action="store_true", help="print one JSON object a line instead")
     args = parser.parse_intermixed_args(arguments)
     with user_errors():
@@ -111,7 +113,7 @@ def main(arguments: list[str]) -> int:
             print(TITLE)
         for schedule in args.schedules:
             for microbatches in args.microbatches:
-                row = measure(args.config, args.overrides, args.gpus, schedule, microbatches)
+                row = measure(args.config, args.overrides, args.gpus, schedule, microbatches, args.store)
                 print(json.dumps(asdict(row)) if args.json else row.markdown, flush=True)
     return 0
 

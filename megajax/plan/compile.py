@@ -4,14 +4,20 @@ XLA's GPU compiler needs no GPU, only a description of one (h200_target_config.p
 CUDA plugin. The caller passes the function that builds the program, because this module may not import `training`.
 """
 
+import gzip
+import hashlib
+import json
+import os
 import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
+from importlib.metadata import distributions
 from importlib.resources import files
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, Protocol
 from unittest import mock
 
@@ -46,44 +52,27 @@ class StepProgram(Protocol):
 
 @dataclass(frozen=True)
 class CompiledStep[Program: StepProgram]:
-    """A train step compiled for H200s, and the seconds that each part of compiling took."""
+    """A train step compiled for H200s, and the seconds that each part of compiling took.
+
+    text: the compiled module in XLA's text form. memory: bytes per device by part, as `memory_of` gives them.
+    """
 
     program: Program
-    executable: jax.stages.Compiled
+    text: str
+    memory: dict[str, int]
     trace_seconds: float
     lower_seconds: float
     compile_seconds: float
 
-    @property
-    def text(self) -> str:
-        """The compiled module in XLA's text form."""
-        text = self.executable.as_text()
-        assert text is not None
-        return text
-
-    @property
-    def memory(self) -> dict[str, int]:
-        """Bytes per device that the step needs: argument, other output, temporary, and whole (their sum).
-
-        The buffer of a donated argument is reused for an output; "other output" is the rest of the output.
-        """
-        plan = self.executable.memory_analysis()
-        assert plan is not None
-        parts = {
-            "argument": plan.argument_size_in_bytes,
-            "other output": plan.output_size_in_bytes - plan.alias_size_in_bytes,
-            "temporary": plan.temp_size_in_bytes,
-        }
-        return {**parts, "whole": sum(parts.values())}
-
 
 def compile_for_h200[Program: StepProgram](
-    build: Callable[[Config, Mesh], Program], config: Config, gpus: int
+    build: Callable[[Config, Mesh], Program], config: Config, gpus: int, store: Path | None = None
 ) -> CompiledStep[Program]:
     """The compiled train step of `build(config, mesh)`, for a mesh of `gpus` H200s that need not exist.
 
     Call it once per process, before jax starts: XLA reads its flags once, and they depend on the config. jax itself
-    runs on the CPU. More than 8 GPUs form hosts of 8. `build` is `TrainProgram.build`.
+    runs on the CPU. More than 8 GPUs form hosts of 8. `build` is `TrainProgram.build`. `store` is a directory of
+    results: a program that was compiled with it before, by the same XLA with the same flags, is not compiled again.
 
     Raises InputError if jax's CUDA plugin is not installed or `gpus` is not a whole number of hosts, ConfigError if the
     config does not fit that number.
@@ -100,9 +89,47 @@ def compile_for_h200[Program: StepProgram](
         traced_at = time.perf_counter()
         lowered = traced.lower()
         lowered_at = time.perf_counter()
-        executable = lowered.compile()
+        text, memory = _compiled(lowered, store)
         end = time.perf_counter()
-    return CompiledStep(program, executable, traced_at - start, lowered_at - traced_at, end - lowered_at)
+    return CompiledStep(program, text, memory, traced_at - start, lowered_at - traced_at, end - lowered_at)
+
+
+def memory_of(executable: jax.stages.Compiled) -> dict[str, int]:
+    """Bytes per device that a program needs: argument, other output, temporary, and whole (their sum).
+
+    The buffer of a donated argument is reused for an output; "other output" is the rest of the output.
+    """
+    plan = executable.memory_analysis()
+    assert plan is not None
+    parts = {
+        "argument": plan.argument_size_in_bytes,
+        "other output": plan.output_size_in_bytes - plan.alias_size_in_bytes,
+        "temporary": plan.temp_size_in_bytes,
+    }
+    return {**parts, "whole": sum(parts.values())}
+
+
+def _compiled(lowered: jax.stages.Lowered, store: Path | None) -> tuple[str, dict[str, int]]:
+    """The text and memory of a lowered program, from `store` if it has them. jax's own cache leaves out programs of
+    devices that do not exist.
+    """
+    path = None
+    if store is not None:
+        compilers = [f"{each.name} {each.version}" for each in distributions() if each.name.startswith("jax")]
+        decides = [lowered.as_text(), sorted(compilers), os.environ.get("XLA_FLAGS", ""), _target()]
+        path = store / f"{hashlib.sha256(json.dumps(decides).encode()).hexdigest()}.json.gz"
+        if path.is_file():
+            found = json.loads(gzip.decompress(path.read_bytes()))
+            return found["text"], found["memory"]
+    executable = lowered.compile()
+    text, memory = executable.as_text(), memory_of(executable)
+    assert text is not None
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_suffix(f".{os.getpid()}")
+        partial.write_bytes(gzip.compress(json.dumps({"text": text, "memory": memory}).encode(), 1))
+        partial.rename(path)
+    return text, memory
 
 
 def h200_devices(gpus: int) -> list[Any]:

@@ -10,10 +10,10 @@ import hlo_counts
 ADVICE = "the counts have changed; if that is as it should be, run python scripts/hlo_counts.py --write"
 
 
-def test_the_compiled_steps_launch_what_is_written_down():
+def test_the_compiled_steps_launch_what_is_written_down(compiled_steps):
     flags = ("XLA_FLAGS", "JAX_DISABLE_MOST_OPTIMIZATIONS")  # those of the tests' virtual CPU devices
     environment = {name: value for name, value in os.environ.items() if name not in flags}
-    command = [sys.executable, hlo_counts.__file__]
+    command = [sys.executable, hlo_counts.__file__, *compiled_steps]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=600)
     assert done.returncode == 0, done.stderr
     written, now = hlo_counts.GOLDEN.read_text(), done.stdout

@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import compile_row
 import pipeline_memory
@@ -30,11 +31,11 @@ GROWTH = pytest.mark.parametrize("run", [("1f1b", 4, 4), ("zero_bubble", 3, 3)],
 Rows = dict[tuple[str, int, int, int], pipeline_memory.Row]  # by run and microbatches
 
 
-def measure(run: tuple[str, int, int]) -> list[pipeline_memory.Row]:
+def measure(compiled_steps: list[str], run: tuple[str, int, int]) -> list[pipeline_memory.Row]:
     """In a process of its own, with other flags than the tests' virtual CPU devices have."""
     schedule, stages, layers = run
     sizes = [f"mesh.pipeline={stages}", f"model.num_layers={layers}", "--gpus", str(stages)]
-    options = ["--json", "--schedules", schedule, "--microbatches", *map(str, RUNS[run])]
+    options = [*compiled_steps, "--json", "--schedules", schedule, "--microbatches", *map(str, RUNS[run])]
     environment = {**os.environ, "XLA_FLAGS": compile_row.FAST}
     command = [sys.executable, pipeline_memory.__file__, *CONFIG, *sizes, *options]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=compile_row.ROOT, timeout=600)
@@ -43,9 +44,9 @@ def measure(run: tuple[str, int, int]) -> list[pipeline_memory.Row]:
 
 
 @pytest.fixture(scope="module")
-def rows() -> Rows:
+def rows(compiled_steps) -> Rows:
     with ThreadPoolExecutor(max_workers=2) as pool:
-        measured = zip(RUNS, pool.map(measure, RUNS), strict=True)
+        measured = zip(RUNS, pool.map(partial(measure, compiled_steps), RUNS), strict=True)
         return {(*run, row.microbatches): row for run, rows in measured for row in rows}
 
 

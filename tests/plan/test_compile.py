@@ -36,6 +36,24 @@ def test_an_output_in_a_donated_buffer_counts_once():
     sizes = {"argument_size_in_bytes": 100, "output_size_in_bytes": 90, "alias_size_in_bytes": 80}
     plan = SimpleNamespace(**sizes, temp_size_in_bytes=7)
     executable: Any = SimpleNamespace(memory_analysis=lambda: plan)
-    program: Any = None
-    step = compile.CompiledStep(program, executable, 1.0, 2.0, 3.0)
-    assert step.memory == {"argument": 100, "other output": 10, "temporary": 7, "whole": 117}
+    assert compile.memory_of(executable) == {"argument": 100, "other output": 10, "temporary": 7, "whole": 117}
+
+
+def test_a_stored_program_is_not_compiled_again(tmp_path):
+    """One and the same program; another one, or other flags of XLA, have entries of their own."""
+    compiled = []
+
+    def lowered(text) -> Any:
+        sizes = dict.fromkeys(["argument_size_in_bytes", "output_size_in_bytes", "alias_size_in_bytes"], 1)
+        plan = SimpleNamespace(**sizes, temp_size_in_bytes=7)
+        executable = SimpleNamespace(memory_analysis=lambda: plan, as_text=lambda: f"{text} compiled")
+        return SimpleNamespace(as_text=lambda: text, compile=lambda: compiled.append(text) or executable)
+
+    for text in ("one", "two", "one"):
+        found = compile._compiled(lowered(text), tmp_path / "store")
+        assert found == (f"{text} compiled", {"argument": 1, "other output": 0, "temporary": 7, "whole": 8})
+    assert compiled == ["one", "two"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XLA_FLAGS", "--xla_other")
+        compile._compiled(lowered("one"), tmp_path / "store")
+    assert compiled == ["one", "two", "one"] and len(list((tmp_path / "store").iterdir())) == 3
