@@ -2,6 +2,8 @@
 
 import math
 import pickle
+from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,6 +18,7 @@ from megajax.data.loader import datasets, make_loader
 from megajax.data.sample_order import gpt_indices
 from megajax.errors import InputError
 
+GOLDEN = Path(__file__).parents[1] / "data_files" / "megatron_blend.txt"  # of make_megatron_blend.py
 SIZES = [7, 3, 12, 5, 1, 9, 4, 11]
 
 
@@ -164,6 +167,33 @@ def test_a_blend_of_splits_reads_the_samples_that_megatron_would(tmp_path, make_
     resumed = make_loader(config, split="train", rows=rows[2:], start_step=20)  # the second of two processes
     for batch in first[20:]:
         np.testing.assert_array_equal(next(resumed)["tokens"], batch[2:])
+
+
+def test_a_thousand_samples_of_a_blend_are_the_golden_ones(tmp_path, make_megatron):
+    """Three data sets over several epochs, also after a resume in the middle by two processes."""
+    header, *lines = GOLDEN.read_text().splitlines()
+    _, seed, _, length, _, *weights = header.split()
+    texts, parts, token = [], [], 0
+    for name, line, weight in zip("abc", lines, weights, strict=False):
+        sizes = list(map(int, line.split()[1:]))
+        ends = token + np.cumsum(sizes)
+        texts.append([np.arange(end - size, end) for end, size in zip(ends, sizes, strict=True)])
+        token = int(ends[-1])
+        parts.append(SimpleNamespace(prefix=written(tmp_path, name, texts[-1]), weight=float(weight)))
+    places = [tuple(map(int, place.split(","))) for line in lines[3:] for place in line.split()]
+    firsts = np.array([texts[d][sequence][offset] for d, sequence, offset in places])
+    config = make_megatron(
+        train=tuple(parts), seed=int(seed), global_size=20, sequence_length=int(length), vocab_size=token
+    )
+    config.run.steps = len(places) // 20
+    read = [np.empty((50, 20), int) for _ in range(2)]
+    for i, (start, processes) in enumerate(((0, [range(20)]), (23, [range(10), range(10, 20)]))):
+        for rows in processes:
+            loader = make_loader(config, split="train", rows=np.array(rows), start_step=start)
+            for step in range(start, 50):
+                read[i][step, rows] = next(loader)["tokens"][:, 0]
+    assert read[0].ravel().tolist() == firsts.tolist()
+    assert read[1][23:].tolist() == read[0][23:].tolist()
 
 
 def test_documents_end_at_their_token(tmp_path, make_megatron):
