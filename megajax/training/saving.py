@@ -111,8 +111,16 @@ class StateSaver:
         return position
 
     def _check_order(self, position: Position, saved: int | None, name: str) -> None:
-        """Raise InputError if the batch's size changed, and Megatron's order with it, which depends on `saved`."""
+        """Raise InputError if the order of the data changes with the size of the batch, as it did at `position`.
+
+        The samples at which stages begin do; Megatron's order does with the number of samples, which was `saved`.
+        """
         config = self.program.config
+        if config.data.stages:
+            raise InputError(
+                f"{name} was saved with another size of the batch, which changes the samples at which data.stages "
+                f"({config.where('data.stages')}) begin: write the change as batch.schedule, or keep the size."
+            )
         if config.data.order != "megatron" or saved is None:
             return
         mine, steps = wanted_samples(config, "train"), config.run.steps

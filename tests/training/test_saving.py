@@ -46,7 +46,7 @@ def test_other_data_on_resume_is_said_and_the_same_is_not(make_config, trained, 
         trainer_of(make_config(*trained, "data.order=sequential")).checkpoints.close()
 
 
-def test_another_batch_in_megatrons_order_keeps_the_number_of_samples(make_config, tmp_path):
+def test_another_batch_is_refused_where_it_changes_the_order_of_the_data(make_config, text, tmp_path):
     overrides = [f"run.dir={tmp_path / 'run'}", "run.eval_steps=0", "data.order=megatron"]
     trainer = trainer_of(make_config(*overrides, "run.steps=4"))
     trainer.step = 2
@@ -60,6 +60,9 @@ def test_another_batch_in_megatrons_order_keeps_the_number_of_samples(make_confi
     assert [resumed.sizes.samples_before(step) for step in (2, 4)] == [16, 24]
     with pytest.raises(InputError, match="32 .* is less than the 40 samples .* up to run.steps=8 .*: lower run.steps"):
         trainer_of(make_config(*smaller, "run.steps=8", "data.train_samples=32"))
+    stages = ("data.order=shuffled", f"data.stages=[{{from_step: 3, train: {text}}}]")
+    with pytest.raises(InputError, match="at which data.stages .* begin: write the change as batch.schedule, or keep"):
+        trainer_of(make_config(*smaller, "run.steps=4", *stages))
 
 
 def test_momentum_that_is_not_in_the_checkpoint_is_refused_in_a_sentence(make_config, tmp_path):
