@@ -149,9 +149,9 @@ TYPED = {
         "data.kind=indexed needs data.train (@): set data.train to the prefix of a .bin/.idx pair, or"
         " data.kind=synthetic to try without data."
     ),
-    "data.train=[a,b]": (
-        "data.train=[a, b] is not a path or a list of sources (@): write [{prefix: a, weight: 0.5}, {prefix:"
-        " b, weight: 0.5}]."
+    "data.train=[0.3,a,0.7,b]": (
+        "data.train=[0.3, a, 0.7, b] is not a path or a list of sources (@): write [{prefix: a, weight: 0.3}, {prefix:"
+        " b, weight: 0.7}]."
     ),
     "data.split=0.9,0.1": (
         "data.split=0.9,0.1 is not a split (@): write the weights of train, valid and test, such as '969,30,1'."

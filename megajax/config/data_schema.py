@@ -2,16 +2,29 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Discriminator, Field, Tag
+from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag
 
-from megajax.config.fields import Count, Positive, Section, Share, Split, Text, Workers, path_or_sources
+from megajax.config.fields import (
+    Count,
+    Positive,
+    Section,
+    Share,
+    Split,
+    Text,
+    Workers,
+    all_or_no_weights,
+    path_or_sources,
+)
 
 
 class DataSource(Section):
     """One data set of a blend."""
 
     prefix: Text = Field(description="Path of the .bin/.idx pair without the file extension, or of text or chats.")
-    weight: Positive = Field(default=1.0, description="Share of the samples, relative to the other sources.")
+    weight: Positive | None = Field(
+        default=1.0,
+        description="Share of the samples, relative to the other sources; null, for all of them: the source's size.",
+    )
 
 
 class ValidationSet(Section):
@@ -30,11 +43,12 @@ Sources = Annotated[
     Annotated[Text, Tag("~text")] | Annotated[tuple[DataSource, ...], Field(strict=False, min_length=1), Tag("~list")],
     Discriminator(_source_form),
     BeforeValidator(path_or_sources),
+    AfterValidator(all_or_no_weights),
 ]
 
 
-def sources_of(blend: Any) -> list[tuple[str, float]]:
-    """(path, weight) of each source of `Sources`."""
+def sources_of(blend: Any) -> list[tuple[str, float | None]]:
+    """(path, weight) of each source of `Sources`; without weights their sizes decide."""
     return [(blend, 1.0)] if isinstance(blend, str) else [(part.prefix, part.weight) for part in blend]
 
 
@@ -64,9 +78,9 @@ class DataConfig(Section):
     )
     train: Sources | None = Field(
         default=None,
-        description="Training data: the path or URL prefix of a .bin/.idx pair, a list of {prefix, weight}, or"
-        " '0.7 a 0.3 b'; text, chat: .jsonl files; text also Parquet, compressed files and globs such as"
-        " 'web/*.jsonl.gz'.",
+        description="Training data: the path or URL prefix of a .bin/.idx pair, a list of {prefix, weight},"
+        " '0.7 a 0.3 b', {file: PATH} of one, or [a, b] for shares by size; text, chat: .jsonl files; text also"
+        " Parquet, compressed files and globs such as 'web/*.jsonl.gz'.",
     )
     stages: Annotated[tuple[Stage, ...], Field(strict=False, min_length=1)] | None = Field(
         default=None,

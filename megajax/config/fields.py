@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, model_validator
@@ -81,7 +82,9 @@ def _shortest(pattern: tuple[str, ...] | None, info: ValidationInfo) -> tuple[st
 
 
 def path_or_sources(value: Any) -> Any:
-    """`value`; Megatron's "0.7 a 0.3 b" as a list of {prefix, weight}; for other forms an error with such a list."""
+    """`value`; "0.7 a 0.3 b" and [a, b] as a list of {prefix, weight}; for other forms an error with such a list."""
+    if isinstance(value, dict) and value.keys() == {"file"}:
+        return _sources_in(value["file"])
     words = value.split() if isinstance(value, str) else value
     if isinstance(words, dict) and "prefix" not in words and all(map(_number, words.values())):
         words = [word for path, weight in words.items() for word in (weight, path)]  # {path: weight}
@@ -95,9 +98,32 @@ def path_or_sources(value: Any) -> Any:
         sources = [f"{{prefix: {path}, weight: {weight}}}" for weight, path in _pairs(words)]
     elif isinstance(value, str) or not all(isinstance(word, str) for word in words):
         return value
+    elif any(map(_number, words)):
+        return value
     else:
-        sources = [f"{{prefix: {path}, weight: {round(1 / len(words), 3)}}}" for path in words]
+        return [{"prefix": path, "weight": None} for path in words]
     raise ValueError(f"is not a path or a list of sources: write [{', '.join(sources)}]")
+
+
+def _sources_in(file: Any) -> Any:
+    """The sources in a file as Megatron's --data-args-path has them: weights and paths, or paths, between spaces."""
+    try:
+        words = Path(file).read_text("utf-8").split()
+    except (OSError, TypeError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "no text"
+        raise ValueError(f"names a file that cannot be read ({reason}): correct the path") from None
+    if words and not any(map(_number, words)):
+        return [{"prefix": path, "weight": None} for path in words]
+    if not words or len(words) % 2 or not all(_number(w) and not _number(p) for w, p in _pairs(words)):
+        raise ValueError("names a file that has no blend, such as '0.7 a 0.3 b' or 'a b': write one into it")
+    return [{"prefix": path, "weight": float(weight)} for weight, path in _pairs(words)]
+
+
+def all_or_no_weights(sources: Any) -> Any:
+    """`sources`. Raises ValueError if some of them have a weight and some have null."""
+    if not isinstance(sources, str) and len({source.weight is None for source in sources}) > 1:
+        raise ValueError("has sources with and without a weight: give each a weight, or null to all")
+    return sources
 
 
 def _pairs(words: list[Any]) -> list[tuple[Any, Any]]:

@@ -26,18 +26,27 @@ def blend_indices(weights: Sequence[float], num_samples: int) -> tuple[np.ndarra
     Step t takes the data set d with the largest w_d · max(t, 1) - (samples taken from d), in float64, the first one of
     equals.
     """
+    return _blend(np.asarray(weights, np.float64), np.full(len(weights), num_samples), num_samples)
+
+
+def exhaustive_indices(sizes: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+    """The same with weights in proportion to `sizes`, of the data sets that are not exhausted: each sample once."""
+    limits = np.asarray(sizes, np.int64)
+    return _blend(limits / limits.sum(), limits, int(limits.sum()))
+
+
+def _blend(shares: np.ndarray, limits: np.ndarray, num_samples: int) -> tuple[np.ndarray, np.ndarray]:
     import jax
 
-    assert len(weights) <= np.iinfo(np.int16).max, len(weights)
-    shares = np.asarray(weights, np.float64)
+    assert len(shares) <= np.iinfo(np.int16).max, len(shares)
     datasets, samples = np.empty(num_samples, np.int16), np.empty(num_samples, np.int64)
     with jax.enable_x64(True), jax.default_device(jax.devices("cpu")[0]):
-        taken: Any = np.zeros(len(weights), np.int64)
+        taken: Any = np.zeros(len(shares), np.int64)
         for first in range(0, num_samples, CHUNK):
             last = min(first + CHUNK, num_samples)
             # Multiplied here: in the loop the compiler would fuse the product into the difference and round once.
             targets = np.maximum(np.arange(first, last, dtype=np.float64), 1.0)[:, None] * shares
-            taken, chosen = _program()(taken, targets)
+            taken, chosen = _program()(taken, targets, limits)
             datasets[first:last], samples[first:last] = chosen
     return datasets, samples
 
@@ -48,9 +57,9 @@ def _program() -> Any:
     import jax.numpy as jnp
 
     @jax.jit
-    def program(taken, targets):
+    def program(taken, targets, limits):
         def step(taken, target):
-            chosen = jnp.argmax(target - taken)
+            chosen = jnp.argmax(jnp.where(taken < limits, target - taken, -jnp.inf))
             return taken.at[chosen].add(1), (chosen.astype(jnp.int16), taken[chosen])
 
         return jax.lax.scan(step, taken, targets)

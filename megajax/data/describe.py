@@ -37,8 +37,10 @@ def describe_data(config: "Config", datasets: Mapping[Split, Samples]) -> list[s
     lines = [f"{train}, {data.order}, tokenizer {data.tokenizer or 'not given'}{packed}{filled}"]
     for stage in data.stages or ():
         parts = sources_of(stage.train)
-        total = sum(weight for _, weight in parts)
-        blend = ", ".join(f"{weight / total:.1%} {path}" for path, weight in parts[:SOURCES_SHOWN])
+        total = sum(weight or 0 for _, weight in parts)
+        shares = ["by size" if weight is None else f"{weight / total:.1%}" for _, weight in parts]
+        shown = zip(shares, (path for path, _ in parts[:SOURCES_SHOWN]), strict=False)
+        blend = ", ".join(f"{share} {path}" for share, path in shown)
         more = f", and {len(parts) - SOURCES_SHOWN} more" if len(parts) > SOURCES_SHOWN else ""
         lines.append(f"stage from step {stage.from_step:,}: {blend}{more}")
     for split, samples in datasets.items():

@@ -79,18 +79,27 @@ def open_split(config: "Config", split: Split, files: dict[str, IndexedDataset |
 
 
 def _open_blend(
-    config: "Config", split: Split, parts: Sequence[tuple[str, float]], files: dict[str, IndexedDataset | TextDataset]
+    config: "Config",
+    split: Split,
+    parts: Sequence[tuple[str, float | None]],
+    files: dict[str, IndexedDataset | TextDataset],
 ) -> Samples:
     """The samples of a blend of (path, weight)."""
-    data, weights = config.data, [weight for _, weight in parts]
-    if data.order == "megatron":
+    if config.data.order == "megatron":
+        weights = [weight for _, weight in parts if weight is not None] or None
         ranges: list[Any] = [_opened_range(config, split, path, files) for path, _ in parts]  # no text
         opened = open_samples(config, split, ranges, weights, _end_of_document(config))
         for source in opened.sources if isinstance(opened, BlendedSamples) else [opened]:
             _check_size(split, source)
         return opened
     sources = [_open_source(config, split, path, files) for path, _ in parts]
-    return sources[0] if len(sources) == 1 else BlendedSamples(sources, weights)
+    return sources[0] if len(sources) == 1 else BlendedSamples(sources, _weights(parts, sources))
+
+
+def _weights(parts: Sequence[tuple[str, float | None]], sources: Sequence[Any]) -> list[float]:
+    """The weight of each source, or its samples (of chats) or tokens in an epoch."""
+    sizes = [len(source) if isinstance(source, ChatSamples) else source.num_tokens for source in sources]
+    return [float(size) if weight is None else weight for (_, weight), size in zip(parts, sizes, strict=True)]
 
 
 def _open_source(
@@ -122,21 +131,22 @@ def _with_stages(config: "Config", first: Samples, files: dict[str, IndexedDatas
     parts = sources_of(config.data.train)
     opened = first.sources if isinstance(first, BlendedSamples) else [first]
     sources = dict(zip(_numbered(parts), opened, strict=True))
-    stages = [(0, dict(zip(sources, (weight for _, weight in parts), strict=True)))]
+    stages = [(0, dict(zip(sources, _weights(parts, opened), strict=True)))]
     for i, stage in enumerate(config.data.stages or ()):
         parts = sources_of(stage.train)
-        weights = dict(zip(_numbered(parts), (weight for _, weight in parts), strict=True))
+        names = _numbered(parts)
         try:
-            sources |= {new: _open_source(config, "train", new[0], files) for new in weights if new not in sources}
+            sources |= {new: _open_source(config, "train", new[0], files) for new in names if new not in sources}
         except InputError as error:
             key = f"data.stages.{i}.train"
             raise InputError(f"{key} ({config.where(key)}): {error}") from None
-        stages.append((samples_before(config, stage.from_step), weights))
+        weights = _weights(parts, [sources[name] for name in names])
+        stages.append((samples_before(config, stage.from_step), dict(zip(names, weights, strict=True))))
     shares = [(start, [weights.get(source, 0.0) for source in sources]) for start, weights in stages]
     return StagedSamples(list(sources.values()), shares, samples_before(config, config.run.steps))
 
 
-def _numbered(parts: Sequence[tuple[str, float]]) -> list[tuple[str, int]]:
+def _numbered(parts: Sequence[tuple[str, float | None]]) -> list[tuple[str, int]]:
     """Each path of a blend, with the number of its earlier entries."""
     paths = [path for path, _ in parts]
     return [(path, paths[:i].count(path)) for i, path in enumerate(paths)]

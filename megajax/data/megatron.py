@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator, Sequence
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -9,11 +10,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from megajax.config.batch_schedule import samples_before
-from megajax.data.blend import blend_indices, normalise_weights
+from megajax.data.blend import blend_indices, exhaustive_indices, normalise_weights
 from megajax.data.index_cache import cache_directory, cached, digest
 from megajax.data.indexed import IndexedDataset
 from megajax.data.sample_order import GptIndices, gpt_indices
 from megajax.data.samples import BlendedSamples, DocumentSamples, Samples
+from megajax.errors import InputError
 
 if TYPE_CHECKING:
     from megajax.config import Config
@@ -63,7 +65,7 @@ class MegatronOrder:
 
 
 class MegatronSamples(DocumentSamples):
-    """The samples of sequences first..last-1 of a data set, at least `num_samples`.
+    """The samples of sequences first..last-1 of a data set, at least `num_samples`, or for None of one epoch.
 
     With `end_of_document` documents end at this token, as with Megatron's --reset-attention-mask, else with their
     sequence. `num_documents` is the number of sequences. Raises InputError when there are no tokens or they are not
@@ -74,7 +76,7 @@ class MegatronSamples(DocumentSamples):
         self,
         dataset: IndexedDataset,
         sequences: tuple[int, int],
-        num_samples: int,
+        num_samples: int | None,
         sequence_length: int,
         seed: int,
         cache: Path,
@@ -97,6 +99,9 @@ class MegatronSamples(DocumentSamples):
     def __reduce__(self) -> Any:
         return MegatronSamples, self._arguments  # a reader process maps the stored indices
 
+    def __len__(self) -> int:
+        return len(self._order.indices.shuffle)
+
     def document_lengths(self, index: int) -> np.ndarray:
         if self.end_of_document is None:
             return super().document_lengths(index)
@@ -106,14 +111,28 @@ class MegatronSamples(DocumentSamples):
 
 
 class MegatronBlend(BlendedSamples):
-    """Samples of several sources, in the order of Megatron's blend of `num_samples`; `weights` have sum 1."""
+    """Samples of several sources, in the order of Megatron's blend of `num_samples`; `weights` have sum 1.
 
-    def __init__(self, sources: Sequence[Samples], weights: Sequence[float], num_samples: int, cache: Path):
+    Without weights they are in proportion to the numbers of the sources' samples, and each sample comes at most once.
+    """
+
+    def __init__(
+        self,
+        sources: Sequence[MegatronSamples],
+        weights: Sequence[float] | None,
+        num_samples: int,
+        cache: Path,
+    ):
         self._arguments = (sources, weights, num_samples, cache)
-        self.sources, self.weights = sources, np.asarray(weights)
-        size = sum(member_samples(weights, num_samples))
-        key = {"kind": "blend", "version": VERSION, "weights": list(weights), "samples": size}
-        self.datasets, self.samples = cached(cache, key, ("datasets", "samples"), lambda: blend_indices(weights, size))
+        self.sources, sizes = sources, [len(source) for source in sources]
+        shares = normalise_weights(sizes) if weights is None else list(weights)
+        self.weights = np.asarray(shares)
+        size = num_samples if weights is None else sum(member_samples(shares, num_samples))
+        key = {"kind": "blend", "version": VERSION, "weights": shares, "samples": size}
+        build = partial(blend_indices, shares, size)
+        if weights is None and size >= sum(sizes):
+            key, build = {"kind": "exhaustive", "version": VERSION, "sizes": sizes}, partial(exhaustive_indices, sizes)
+        self.datasets, self.samples = cached(cache, key, ("datasets", "samples"), build)
 
     def __reduce__(self) -> Any:
         return MegatronBlend, self._arguments
@@ -127,18 +146,31 @@ def open_samples(
     config: "Config",
     split: str,
     ranges: Sequence[tuple[IndexedDataset, tuple[int, int]]],
-    weights: Sequence[float],
+    weights: Sequence[float] | None,
     end_of_document: int | None,
 ) -> Samples:
-    """The samples of a split from data sets and the ranges of their sequences, one of each weight."""
+    """The samples of a split from data sets and the ranges of their sequences, one of each weight.
+
+    Without weights a blend has one epoch. Raises InputError if the run reads more of it.
+    """
     cache = cache_directory(config)
     wanted, length, seed = max(1, wanted_samples(config, split)), config.batch.sequence_length, config.run.seed
-    weights = normalise_weights(weights)
-    counts = [wanted]
-    if len(ranges) > 1:
+    counts: list[int | None] = [wanted]
+    if len(ranges) > 1 and weights is None:
+        counts = [None] * len(ranges)
+    elif len(ranges) > 1:
+        weights = normalise_weights(weights or ())
         counts = [math.ceil(count * SURPLUS) for count in member_samples(weights, wanted)]
     sources = [
         MegatronSamples(dataset, sequences, count, length, seed, cache, end_of_document)
         for (dataset, sequences), count in zip(ranges, counts, strict=True)
     ]
-    return sources[0] if len(sources) == 1 else MegatronBlend(sources, weights, wanted, cache)
+    if len(sources) == 1:
+        return sources[0]
+    there, needed = sum(map(len, sources)), samples_before(config, config.run.steps)
+    if weights is None and split == "train" and needed > there:
+        raise InputError(
+            f"the {len(sources)} sources without weights have {there} samples, each read once, but the run reads "
+            f"{needed}: give them weights, with which they are repeated, or lower run.steps."
+        )
+    return MegatronBlend(sources, weights, wanted, cache)

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megajax.data import megatron, sample_order
-from megajax.data.blend import blend_indices, normalise_weights
+from megajax.data.blend import blend_indices, exhaustive_indices, normalise_weights
 from megajax.data.index_cache import cached
 from megajax.data.indexed import IndexedWriter
 from megajax.data.loader import datasets, make_loader
@@ -77,10 +77,12 @@ def test_the_order_is_that_of_the_plain_algorithm(lengths, wanted, length, seed,
         assert ours.tolist() == theirs
 
 
-def plain_blend(weights, count):
+def plain_blend(weights, count, limits=None):
     taken, out = [0] * len(weights), []
     for t in range(count):
         behind = [w * max(float(t), 1.0) - taken[d] for d, w in enumerate(weights)]
+        if limits is not None:
+            behind = [b if taken[d] < limits[d] else -math.inf for d, b in enumerate(behind)]
         d = behind.index(max(behind))
         out.append((d, taken[d]))
         taken[d] += 1
@@ -92,6 +94,8 @@ def plain_blend(weights, count):
 def test_a_blend_is_that_of_the_plain_algorithm(numbers, count):
     weights = normalise_weights(numbers)
     assert list(zip(*map(np.ndarray.tolist, blend_indices(weights, count)), strict=True)) == plain_blend(weights, count)
+    every = list(zip(*map(np.ndarray.tolist, exhaustive_indices(numbers)), strict=True))
+    assert every == plain_blend(np.array(numbers) / sum(numbers), sum(numbers), numbers)
 
 
 @pytest.mark.smoke
@@ -194,6 +198,29 @@ def test_a_thousand_samples_of_a_blend_are_the_golden_ones(tmp_path, make_megatr
                 read[i][step, rows] = next(loader)["tokens"][:, 0]
     assert read[0].ravel().tolist() == firsts.tolist()
     assert read[1][23:].tolist() == read[0][23:].tolist()
+
+
+def test_a_blend_without_weights_reads_each_sample_once(tmp_path, make_megatron):
+    """Shares in proportion to the sizes of one epoch; of fewer samples as Megatron's blend with a size."""
+    sizes = {"a": [30, 41, 7], "b": [11, 5], "c": [90]}
+    parts, orders = [], []
+    for i, (name, own) in enumerate(sizes.items()):
+        texts = [np.arange(size) + 300 * i + 100 * k for k, size in enumerate(own)]
+        parts.append(SimpleNamespace(prefix=written(tmp_path, name, texts), weight=None))
+        documents, rows, shuffle = plain_gpt_indices(own, None, 4, 7)
+        orders.append([int(texts[documents[rows[k][0]]][rows[k][1]]) for k in shuffle])
+    counts = [len(order) for order in orders]
+    config = make_megatron(train=tuple(parts), global_size=1, sequence_length=4)
+    for steps, limits in ((sum(counts), counts), (20, None)):
+        config.run.steps = steps
+        samples = datasets(config)["train"]
+        expected = [orders[d][k] for d, k in plain_blend(normalise_weights(counts), steps, limits)]
+        assert [int(samples[i][0]) for i in range(steps)] == expected
+    config.run.steps = sum(counts) + 1
+    with pytest.raises(InputError, match=f"have {sum(counts)} samples, each .* the run reads {sum(counts) + 1}: give"):
+        datasets(config)
+    config.data.order = "shuffled"
+    np.testing.assert_allclose(datasets(config)["train"].weights, np.array([78, 16, 90]) / 184)
 
 
 def test_documents_end_at_their_token(tmp_path, make_megatron):

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from megajax.config.data_schema import sources_of
 from megajax.config.load import load_config
 from megajax.data.describe import describe_data
 from megajax.data.loader import datasets, make_loader
@@ -93,11 +94,16 @@ def test_a_missing_file_of_a_stage_is_named(staged):
         (["data.stages=[]"], "data.stages=[] is empty"),
         (["data.stages=[{from_step: 0, train: b}]"], "data.stages.0.from_step=0 is too small"),
         (["data.stages=[{from_step: 5, train: b}]", "data.order=megatron"], "data.stages cannot be combined with"),
+        (["data.train=[{prefix: a}, {prefix: b, weight: null}]"], "has sources with and without a weight"),
+        (["data.train={file: no.txt}"], "names a file that cannot be read (No such file or directory)"),
+        (["data.train={file: bad.txt}"], "names a file that has no blend, such as '0.7 a 0.3 b' or 'a b'"),
         (["data.train=-0.5 a 1.5 b"], "data.train.0.weight=-0.5 is too small"),
         (["data.train=0 a 0 b"], "data.train.0.weight=0.0 is too small"),
     ],
 )
-def test_mistakes_are_sentences(tmp_path, settings, sentence):
+def test_mistakes_are_sentences(tmp_path, monkeypatch, settings, sentence):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "bad.txt").write_text("0.7 a 0.3")
     path = tmp_path / "run.yaml"
     path.write_text("""\
 model: {num_layers: 2, hidden_size: 64, num_heads: 8, vocab_size: 1000}
@@ -107,3 +113,18 @@ data: {train: a}
     with pytest.raises(ConfigError) as caught:
         load_config(str(path), settings)
     assert sentence in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "sources"),
+    [("0.7 a\n0.3 b\n", [("a", 0.7), ("b", 0.3)]), ("a b", [("a", None), ("b", None)]), ("a", [("a", None)])],
+)
+def test_a_blend_is_read_from_a_file(tmp_path, content, sources):
+    (tmp_path / "blend.txt").write_text(content)
+    path = tmp_path / "run.yaml"
+    path.write_text(f"""\
+model: {{num_layers: 2, hidden_size: 64, num_heads: 8, vocab_size: 1000}}
+batch: {{global_size: 8, sequence_length: 32}}
+data: {{train: {{file: {tmp_path}/blend.txt}}}}
+""")
+    assert sources_of(load_config(str(path)).data.train) == sources

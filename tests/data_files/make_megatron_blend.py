@@ -1,4 +1,4 @@
-"""Writes tests/data_files/megatron_blend.txt: the first 1,000 samples of a blend of three data sets in Megatron's order.
+"""Writes megatron_blend.txt: the first 1,000 samples of a blend of three data sets in Megatron's order.
 
 Plain loops over tokens, independent of megajax's code. Token i of the three data sets together is the number i.
 """
