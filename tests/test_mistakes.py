@@ -168,7 +168,7 @@ EDITED = {
         "num_layers:4",
         (
             "not valid YAML (run.yaml, line 4): mapping values are not allowed here; check the indentation and"
-            " the space after each colon."
+            " the space after each colon, and quote text with a colon."
         ),
     ),
     "a tab": (
@@ -184,7 +184,7 @@ EDITED = {
         "   num_heads: 8",
         (
             "not valid YAML (run.yaml, line 5): mapping values are not allowed here; check the indentation and"
-            " the space after each colon."
+            " the space after each colon, and quote text with a colon."
         ),
     ),
     "a key twice": (
