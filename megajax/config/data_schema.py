@@ -117,6 +117,10 @@ class DataConfig(Section):
         description="megatron: number of training samples for which the order is made, which depends on it; null:"
         " those of run.steps.",
     )
+    drop_last_validation_sample: bool = Field(
+        default=True,
+        description="megatron: false: in evaluation sets the rest of the tokens is a sample too, padded to its length.",
+    )
     index_cache: Text | None = Field(
         default=None,
         description="megatron, text, chat, files at a URL: directory of the stored order, tokens and blocks; null:"

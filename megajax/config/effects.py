@@ -60,7 +60,7 @@ def _of_the_data(config: Config) -> list[Rule]:
     return [
         Rule(files and not evaluated and data.split is None, "data.valid", ("run.eval_interval",)),
         Rule(files and not evaluated and no_valid_share, "data.split", ("run.eval_interval",)),
-        Rule(data.order != "megatron", "data.order", ("data.train_samples",)),
+        Rule(data.order != "megatron", "data.order", ("data.train_samples", "data.drop_last_validation_sample")),
         Rule(not stores, "data.order", ("data.index_cache",)),
         Rule(not text, "data.kind", ("data.text_key",)),
         Rule(data.kind == "synthetic", "data.kind", ("data.fim_rate",)),

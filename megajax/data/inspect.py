@@ -21,7 +21,7 @@ from megajax.data.describe import SOURCES_SHOWN, describe_data
 from megajax.data.fim import Infilling, open_infilling
 from megajax.data.indexed import IndexedDataset, Tokens
 from megajax.data.loader import datasets
-from megajax.data.megatron import wanted_samples
+from megajax.data.megatron import MegatronSamples, wanted_samples
 from megajax.data.remote import RemoteTokens
 from megajax.data.samples import BlendedSamples, DocumentSamples, Packing, Samples, make_batch
 from megajax.data.text import TextDataset
@@ -185,7 +185,7 @@ def _padding(samples: Samples, number: int) -> int:
     if isinstance(samples, BlendedSamples):
         which, number = samples.locate(number)
         samples = samples.sources[which]
-    return samples.padding(number) if isinstance(samples, ChatSamples) else 0
+    return samples.padding(number) if isinstance(samples, ChatSamples | MegatronSamples) else 0
 
 
 def _name(source: Samples) -> str:

@@ -67,6 +67,8 @@ class MegatronOrder:
 class MegatronSamples(DocumentSamples):
     """The samples of sequences first..last-1 of a data set, at least `num_samples`, or for None of one epoch.
 
+    Without `drop_last` the rest of the tokens is a sample too; after it come zeros, which the loss does not count.
+
     With `end_of_document` documents end at this token, as with Megatron's --reset-attention-mask, else with their
     sequence. `num_documents` is the number of sequences. Raises InputError when there are no tokens or they are not
     integers, and if the indices cannot be stored in `cache`.
@@ -81,8 +83,10 @@ class MegatronSamples(DocumentSamples):
         seed: int,
         cache: Path,
         end_of_document: int | None,
+        drop_last: bool = True,
     ):
-        self._arguments = (dataset, sequences, num_samples, sequence_length, seed, cache, end_of_document)
+        self._arguments = (dataset, sequences, num_samples, sequence_length, seed, cache, end_of_document, drop_last)
+        self.drop_last = drop_last
         self.dataset, self.sequence_length, self.end_of_document = dataset, sequence_length, end_of_document
         lengths = dataset.lengths[slice(*sequences)]
         self.num_documents, self.num_tokens = len(lengths), int(lengths.sum(dtype=np.int64))
@@ -90,10 +94,9 @@ class MegatronSamples(DocumentSamples):
         first = int(dataset.offsets[sequences[0]]) // dataset.dtype.itemsize
         starts = first + np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
         key = {"kind": "gpt", "version": VERSION, "lengths": digest(lengths), "samples": num_samples}
-        key |= {"sequence_length": sequence_length, "seed": seed}
-        arrays = cached(
-            cache, key, GptIndices._fields, lambda: gpt_indices(lengths, num_samples, sequence_length, seed)
-        )
+        key |= {"sequence_length": sequence_length, "seed": seed} | ({} if drop_last else {"drop_last": False})
+        build = partial(gpt_indices, lengths, num_samples, sequence_length, seed, drop_last=drop_last)
+        arrays = cached(cache, key, GptIndices._fields, build)
         self._order = MegatronOrder(starts, GptIndices(*arrays))
 
     def __reduce__(self) -> Any:
@@ -102,12 +105,24 @@ class MegatronSamples(DocumentSamples):
     def __len__(self) -> int:
         return len(self._order.indices.shuffle)
 
+    def padding(self, index: int) -> int:
+        """The number of tokens at the end of a sample that are no text."""
+        return self.sequence_length + 1 - sum(stop - start for start, stop in self._order.pieces(index))
+
+    def counted(self, index: int) -> np.ndarray | None:
+        if self.drop_last:
+            return None
+        size = self.sequence_length + 1
+        return np.arange(size) < size - self.padding(index)
+
     def document_lengths(self, index: int) -> np.ndarray:
-        if self.end_of_document is None:
-            return super().document_lengths(index)
-        sample = self[index]
-        ends = np.flatnonzero(sample == self.end_of_document) + 1
-        return np.diff(np.unique(np.concatenate([[0], ends, [len(sample)]])))
+        padding, lengths = 0 if self.drop_last else self.padding(index), super().document_lengths(index)
+        if self.end_of_document is not None:
+            sample = self[index]
+            size = len(sample) - padding
+            ends = np.flatnonzero(sample[:size] == self.end_of_document) + 1
+            lengths = np.diff(np.unique(np.concatenate([[0], ends, [size]])))
+        return np.append(lengths, padding) if padding else lengths
 
 
 class MegatronBlend(BlendedSamples):
@@ -154,6 +169,7 @@ def open_samples(
     Without weights a blend has one epoch. Raises InputError if the run reads more of it.
     """
     cache = cache_directory(config)
+    drop_last = config.data.drop_last_validation_sample or split.partition("/")[0] != "valid"
     wanted, length, seed = max(1, wanted_samples(config, split)), config.batch.sequence_length, config.run.seed
     counts: list[int | None] = [wanted]
     if len(ranges) > 1 and weights is None:
@@ -162,7 +178,7 @@ def open_samples(
         weights = normalise_weights(weights or ())
         counts = [math.ceil(count * SURPLUS) for count in member_samples(weights, wanted)]
     sources = [
-        MegatronSamples(dataset, sequences, count, length, seed, cache, end_of_document)
+        MegatronSamples(dataset, sequences, count, length, seed, cache, end_of_document, drop_last)
         for (dataset, sequences), count in zip(ranges, counts, strict=True)
     ]
     if len(sources) == 1:

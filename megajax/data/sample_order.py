@@ -33,12 +33,18 @@ class Epochs(NamedTuple):
     samples: int  # in all of them
 
 
-def count_epochs(num_tokens: int, num_samples: int | None, sequence_length: int) -> Epochs:
-    """The epochs for `num_samples` samples (None: one epoch) of a data set with `num_tokens` tokens an epoch."""
+def count_epochs(num_tokens: int, num_samples: int | None, sequence_length: int, drop_last: bool) -> Epochs:
+    """The epochs for `num_samples` samples (None: one epoch) of a data set with `num_tokens` tokens an epoch.
+
+    Without `drop_last` the rest of the tokens is a shorter sample.
+    """
     count = 1
     if num_samples is not None:
         count = max(1, -(-(num_samples * sequence_length + EXTRA) // num_tokens))
-    samples = (count * num_tokens - EXTRA) // sequence_length
+    inputs = count * num_tokens - EXTRA
+    samples = inputs // sequence_length
+    if not drop_last:  # Megatron rounds in float32
+        samples = min(-(-inputs // sequence_length), int(np.ceil(np.float32(inputs) / np.float32(sequence_length))))
     if count == 1 or num_samples is None:
         return Epochs(count, False, samples, samples)
     before_last = ((count - 1) * num_tokens - EXTRA) // sequence_length
@@ -47,10 +53,13 @@ def count_epochs(num_tokens: int, num_samples: int | None, sequence_length: int)
     return Epochs(count, separated, before_last, samples)
 
 
-def gpt_indices(lengths: np.ndarray, num_samples: int | None, sequence_length: int, seed: int) -> GptIndices:
+def gpt_indices(
+    lengths: np.ndarray, num_samples: int | None, sequence_length: int, seed: int, *, drop_last: bool = True
+) -> GptIndices:
     """The order of the samples of S = `sequence_length` tokens from sequences of `lengths`, for at least `num_samples`.
 
-    `lengths` are those of the split's sequences, any integer dtype; `num_samples` None is one epoch. Source: the
+    `lengths` are those of the split's sequences, any integer dtype; `num_samples` None is one epoch. Without
+    `drop_last` the last row's sample is the rest of the tokens, shorter than the others. Source: the
     algorithm of Megatron-Core's GPTDataset. The sequences' ends are computed in pieces, so the memory is that of the
     result. Raises ValueError if the sequences have no tokens.
     """
@@ -58,10 +67,15 @@ def gpt_indices(lengths: np.ndarray, num_samples: int | None, sequence_length: i
     num_tokens = int(lengths.sum(dtype=np.int64))
     if num_tokens == 0:
         raise ValueError("the sequences have no tokens")
-    epochs = count_epochs(num_tokens, num_samples, sequence_length)
+    epochs = count_epochs(num_tokens, num_samples, sequence_length, drop_last)
     generator = np.random.RandomState(seed)
     documents = _shuffled_documents(len(lengths), epochs, generator)
-    rows = _rows(lengths, documents, epochs.samples, sequence_length)
+    if epochs.samples * sequence_length + EXTRA > epochs.count * num_tokens:
+        rows = _rows(lengths, documents, epochs.samples - 1, sequence_length)
+        end = [[len(documents) - 1, int(lengths[documents[-1]]) - EXTRA]]
+        rows = np.concatenate([rows, np.array(end, rows.dtype)])
+    else:
+        rows = _rows(lengths, documents, epochs.samples, sequence_length)
     return GptIndices(documents, rows, _shuffled_samples(epochs, generator))
 
 

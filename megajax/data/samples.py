@@ -91,6 +91,9 @@ def make_batch(
         "loss_mask": np.ones(shape, np.float32),
         "positions": np.tile(np.arange(shape[1], dtype=np.int32), (shape[0], 1)),
     }
+    counted = [samples.counted(int(index)) for index in indices]
+    if counted[0] is not None:
+        fields["loss_mask"] *= np.stack([mask for mask in counted if mask is not None])[:, 1:]
     if packing == Packing():
         return fields
     lengths = [samples.document_lengths(int(index)) for index in indices]
@@ -100,11 +103,8 @@ def make_batch(
     if packing.reset_positions:
         starts = np.stack([np.repeat(np.cumsum(each) - each, each) for each in lengths])
         fields["positions"] -= starts[:, :-1].astype(np.int32)
-    counted = [samples.counted(int(index)) for index in indices]
     if packing.mask_end_of_document_loss:
-        fields["loss_mask"] = (documents[:, :-1] == documents[:, 1:]).astype(np.float32)
-    if counted[0] is not None:
-        fields["loss_mask"] *= np.stack([mask for mask in counted if mask is not None])[:, 1:]
+        fields["loss_mask"] *= documents[:, :-1] == documents[:, 1:]
     return fields
 
 
@@ -209,7 +209,7 @@ class DocumentSamples(Samples):
         return DocumentSamples, self._arguments  # a reader process builds its own order instead of copying it
 
     def __getitem__(self, index: int) -> np.ndarray:
-        sample = np.empty(self.sequence_length + 1, np.int32)
+        sample = np.zeros(self.sequence_length + 1, np.int32)
         filled = 0
         for start, stop in self._order.pieces(index):
             sample[filled : filled + stop - start] = self.dataset.tokens[start:stop]

@@ -16,6 +16,7 @@ from megajax.data.index_cache import cached
 from megajax.data.indexed import IndexedWriter
 from megajax.data.loader import datasets, make_loader
 from megajax.data.sample_order import gpt_indices
+from megajax.data.samples import Packing, make_batch
 from megajax.errors import InputError
 
 GOLDEN = Path(__file__).parents[1] / "data_files" / "megatron_blend.txt"  # of make_megatron_blend.py
@@ -109,6 +110,7 @@ def test_weights_are_checked():
 def make_megatron(make_config, tmp_path):
     def make(**settings):
         defaults = {"order": "megatron", "index_cache": None, "train_samples": None, "end_of_document": None}
+        defaults["drop_last_validation_sample"] = True
         config = make_config(**(defaults | settings))
         config.run.dir, config.run.eval_interval = str(tmp_path / "run"), 4
         return config
@@ -223,6 +225,26 @@ def test_a_blend_without_weights_reads_each_sample_once(tmp_path, make_megatron)
     np.testing.assert_allclose(datasets(config)["train"].weights, np.array([78, 16, 90]) / 184)
 
 
+def test_the_rest_of_a_validation_set_is_a_padded_sample(tmp_path, make_megatron):
+    """Eight tokens in samples of three: two whole ones, and token 6 with its target, token 7."""
+    prefix = written(tmp_path, "a", [[10, 11, 12, 13, 14], [15, 16, 17]])
+    seed = next(s for s in range(9) if gpt_indices(np.array([5, 3]), None, 3, s).documents.tolist() == [0, 1])
+    found = gpt_indices(np.array([5, 3]), None, 3, seed, drop_last=False)
+    assert found.rows.tolist() == [[0, 0], [0, 3], [1, 1], [1, 2]]
+    assert sorted(found.shuffle.tolist()) == [0, 1, 2]
+    config = make_megatron(train=prefix, valid=prefix, seed=seed, sequence_length=3, global_size=1)
+    config.run.steps, config.run.eval_steps, config.data.drop_last_validation_sample = 1, 2, False
+    opened = datasets(config)
+    assert len(opened["valid"]) == 3 and len(opened["train"]) == 2
+    i = found.shuffle.tolist().index(2)
+    assert opened["valid"][i].tolist() == [16, 17, 0, 0]
+    assert opened["valid"].document_lengths(i).tolist() == [2, 2]
+    for packing in (Packing(), Packing(mask_end_of_document_loss=True)):
+        batch = make_batch(opened["valid"], [i], packing)
+        assert batch["loss_mask"].tolist() == [[1, 0, 0]]
+    assert gpt_indices(np.array([4, 3]), None, 3, 1, drop_last=False).rows.shape == (3, 2)  # no rest
+
+
 def test_documents_end_at_their_token(tmp_path, make_megatron):
     """As with --reset-attention-mask, wherever sequences end; 256 is the end of a document for bytes."""
     prefix = written(tmp_path, "eod", [[1, 2, 256, 3, 256], [256, 4, 5, 6], [7, 8, 9, 256]])
@@ -245,7 +267,7 @@ def test_an_index_is_built_once_and_mistakes_are_sentences(tmp_path, make_megatr
     expected = datasets(config)["train"][0]
     folder = next(path for path in (tmp_path / "cache").iterdir() if path.is_dir())
     assert {path.name for path in folder.iterdir()} == {"documents.npy", "rows.npy", "shuffle.npy", "key.json"}
-    monkeypatch.setattr(megatron, "gpt_indices", None)  # not built again
+    monkeypatch.setattr(megatron, "gpt_indices", lambda *_, **__: 1 / 0)  # not built again
     np.testing.assert_array_equal(datasets(config)["train"][0], expected)
     (folder / "rows.npy").write_bytes(b"damaged")
     with pytest.raises(InputError, match="cannot be written or read .*free space there, remove it, or set data.index"):
