@@ -140,8 +140,7 @@ cpu-offloading, fine-grained-activation-offloading | remat.policy=offload
 attention-backend, use-flash-attn | kernels.attention | auto (the default) is the fastest one
 cross-entropy-loss-fusion | | the loss is always fused
 data-path, train-data-path | data.train | a prefix, '0.3 a 0.7 b', or [a, b] for paths without weights
-data-args-path | data.train | which is {file: PATH}
-per-split-data-args-path | data.train | and data.valid and data.test, with the file's lists
+data-args-path, per-split-data-args-path | data.train | {file: PATH}; or the file's lists, in data.valid and .test too
 valid-data-path | data.valid
 test-data-path | data.test
 split | data.split | with no default; Megatron's is 969,30,1

@@ -18,6 +18,7 @@ def make_config():
         unpacked = dict(
             valid_sets=(),
             stages=None,
+            drop_last_validation_sample=True,
             fim_rate=0.0,
             reset_attention=False,
             reset_positions=False,

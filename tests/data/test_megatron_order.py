@@ -110,7 +110,6 @@ def test_weights_are_checked():
 def make_megatron(make_config, tmp_path):
     def make(**settings):
         defaults = {"order": "megatron", "index_cache": None, "train_samples": None, "end_of_document": None}
-        defaults["drop_last_validation_sample"] = True
         config = make_config(**(defaults | settings))
         config.run.dir, config.run.eval_interval = str(tmp_path / "run"), 4
         return config
