@@ -90,7 +90,7 @@ def plain_blend(weights, count, limits=None):
     return out
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=6), st.integers(1, 200))
 def test_a_blend_is_that_of_the_plain_algorithm(numbers, count):
     weights = normalise_weights(numbers)
