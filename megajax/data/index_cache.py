@@ -4,8 +4,9 @@ import fcntl
 import hashlib
 import json
 import shutil
+import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
@@ -42,11 +43,13 @@ def cached(
     """The arrays of `build`, in the order of `names`, mapped from files; see `cached_folder`."""
 
     def write(folder: Path) -> None:
-        for name, array in zip(names, build(), strict=True):
-            np.save(folder / f"{name}.npy", array)
+        arrays = build()
+        with storage_errors(folder):
+            for name, array in zip(names, arrays, strict=True):
+                np.save(folder / f"{name}.npy", array)
 
     folder = cached_folder(directory, key, write)
-    with _errors(folder):
+    with storage_errors(folder):
         return [np.load(folder / f"{name}.npy", mmap_mode="r") for name in names]
 
 
@@ -66,27 +69,25 @@ def cached_folder(directory: Path, key: Mapping[str, Any], write: Callable[[Path
 def filling(directory: Path, key: Mapping[str, Any], *, wait: bool = True) -> Iterator[Path | None]:
     """Yields an empty folder that becomes the folder of `key`; None if this has its files.
 
-    Also None, without `wait`, while another process fills it. After an exception the folder is removed.
+    Also None, without `wait`, while another process fills it. After an exception the folder is removed; the next
+    process of this host removes the folder of a killed one. Raises InputError if the files cannot be written.
     """
-    folder = folder_of(directory, key)
-    with _errors(folder):
-        if is_complete(folder):
-            yield None
-            return
-        directory.mkdir(parents=True, exist_ok=True)
-        with _locked(directory / f"{folder.name}.lock", wait) as is_held:
-            if not is_held or is_complete(folder):
-                yield None
-                return
-            shutil.rmtree(folder, ignore_errors=True)  # without its key it was never complete
-            partial = folder.with_name(f"{folder.name}.partial-{uuid4().hex}")
-            try:
-                partial.mkdir()
-                yield partial
+    folder, partial = folder_of(directory, key), None
+    with ExitStack() as stack:
+        with storage_errors(folder):
+            if not is_complete(folder):
+                directory.mkdir(parents=True, exist_ok=True)
+                is_held = stack.enter_context(_locked(folder, wait))
+                if is_held and not is_complete(folder):
+                    shutil.rmtree(folder, ignore_errors=True)  # without its key it was never complete
+                    partial = folder.with_name(f"{_partial_of(folder)}{uuid4().hex}")
+                    stack.callback(shutil.rmtree, partial, ignore_errors=True)
+                    partial.mkdir()
+        yield partial
+        if partial is not None:
+            with storage_errors(folder):
                 (partial / KEY_FILE).write_text(_text(key))
                 _move(partial, folder)
-            finally:
-                shutil.rmtree(partial, ignore_errors=True)
 
 
 def folder_of(directory: Path, key: Mapping[str, Any]) -> Path:
@@ -104,7 +105,8 @@ def _text(key: Mapping[str, Any]) -> str:
 
 
 @contextmanager
-def _errors(folder: Path) -> Iterator[None]:
+def storage_errors(folder: Path) -> Iterator[None]:
+    """Around the reading and writing of a folder of the cache: their errors become an InputError that names it."""
     try:
         yield
     except InputError:
@@ -112,9 +114,14 @@ def _errors(folder: Path) -> Iterator[None]:
     except (OSError, ValueError) as error:  # ValueError: np.load of a damaged file
         reason = getattr(error, "strerror", None) or error
         raise InputError(
-            f"the index of samples {folder} cannot be written or read ({reason}): free space there, remove it, or set "
+            f"the stored data {folder} cannot be written or read ({reason}): free space there, remove it, or set "
             "data.index_cache to another directory."
         ) from None
+
+
+def _partial_of(folder: Path) -> str:
+    """How the name of an unfinished folder begins: with the host, since some file systems lock within a host only."""
+    return f"{folder.name}.partial-{socket.gethostname()}-"
 
 
 def _move(partial: Path, folder: Path) -> None:
@@ -126,11 +133,12 @@ def _move(partial: Path, folder: Path) -> None:
 
 
 @contextmanager
-def _locked(path: Path, wait: bool) -> Iterator[bool]:
-    """Whether this process holds a lock, meanwhile; without `wait` another one may.
+def _locked(folder: Path, wait: bool) -> Iterator[bool]:
+    """Whether this process holds the lock of a folder, meanwhile; without `wait` another one may.
 
     Where the file system has no locks every process builds, which is more work but right.
     """
+    path = folder.with_name(f"{folder.name}.lock")
     with open(path, "w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
@@ -139,5 +147,8 @@ def _locked(path: Path, wait: bool) -> Iterator[bool]:
             return
         except OSError:
             pass
+        else:
+            for left in folder.parent.glob(f"{_partial_of(folder)}*"):  # by a killed process: it had the lock
+                shutil.rmtree(left, ignore_errors=True)
         yield True
     path.unlink(missing_ok=True)

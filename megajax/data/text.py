@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from megajax.data.encoding import Encoded, Encoder, encode_blocks, write_documents
-from megajax.data.index_cache import cache_directory, file_digest, filling, folder_of, is_complete
+from megajax.data.index_cache import cache_directory, file_digest, filling, folder_of, is_complete, storage_errors
 from megajax.data.indexed import IndexedDataset, IndexedWriter, Tokens, token_dtype
 from megajax.data.json_lines import Block, check_inputs, read_blocks
 from megajax.data.progress import Progress, show_progress
@@ -99,7 +99,10 @@ def open_text(config: "Config", pattern: str) -> TextDataset:
     folders = [folder_of(cache, keys[path]) for path in paths]
     if missing := [path for path, folder in zip(paths, folders, strict=True) if not is_complete(folder)]:
         _Tokenising(config, cache, keys).store(missing)
-    bad = sum(json.loads((folder / BAD).read_text()) for folder in folders)
+    bad = 0
+    for folder in folders:
+        with storage_errors(folder):
+            bad += json.loads((folder / BAD).read_text())
     dataset = TextDataset(pattern, [IndexedDataset(folder / TOKENS) for folder in folders], bad)
     if not dataset.tokens.size:
         found = f'only empty text under "{data.text_key}"' if dataset.num_documents else "no documents"
@@ -159,7 +162,8 @@ class _Tokenising:
             raise InputError(f"{path}: every line is bad, {bad.count:,} in all. The first: {bad.first[0]}")
         if bad.count:
             warnings.warn(f"{path}: {bad.count:,} bad lines were left out.{bad.named()}", stacklevel=2)
-        (folder / BAD).write_text(json.dumps(bad.count))
+        with storage_errors(folder):
+            (folder / BAD).write_text(json.dumps(bad.count))
 
 
 def _identity(path: str) -> dict[str, Any]:

@@ -5,6 +5,7 @@ import gzip
 import json
 import pickle
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pyarrow
@@ -124,6 +125,36 @@ def test_processes_share_the_files(tmp_path, shards, encoded_files, monkeypatch)
     stream = b"".join(one.encode() + b"\xff" for one in TEXTS if one)
     tokens = np.concatenate([samples[i][:-1] for i in range(40)])
     assert np.where(tokens == 256, 255, tokens).tolist() == list(stream[: 40 * 16])
+
+
+def test_an_error_while_text_is_tokenised_is_not_one_of_the_cache(tmp_path, shards, monkeypatch):
+    config = config_of(tmp_path)
+    for error in (OSError(5, "Input/output error"), ValueError("a tokenizer's own")):
+        monkeypatch.setattr(text.Encoder, "__call__", Mock(side_effect=error))
+        with pytest.raises(type(error)) as caught:
+            datasets(config)
+        assert caught.value is error
+    monkeypatch.undo()
+    monkeypatch.setattr(index_cache, "_move", Mock(side_effect=OSError(28, "No space left on device")))
+    with pytest.raises(InputError, match=r"the stored data .* cannot be written or read .No space left on device"):
+        datasets(config)
+
+
+def test_files_of_a_killed_process_are_removed_under_the_lock(tmp_path, monkeypatch):
+    def names():
+        return sorted(path.name.split("-")[0] for path in tmp_path.iterdir())
+
+    with monkeypatch.context() as patch:
+        patch.setattr(index_cache.shutil, "rmtree", Mock())  # as if killed
+        with pytest.raises(KeyboardInterrupt), index_cache.filling(tmp_path, {"a": 1}) as killed:
+            raise KeyboardInterrupt
+    with index_cache.filling(tmp_path, {"b": 2}):
+        assert killed.is_dir()  # of another key
+    with index_cache.filling(tmp_path, {"a": 1}) as folder:
+        assert folder.is_dir() and not killed.exists()
+        with index_cache.filling(tmp_path, {"a": 1}, wait=False) as other:
+            assert other is None and folder.is_dir()
+    assert not any("partial" in name for name in names()) and len(names()) == 2
 
 
 def test_bad_lines_are_left_out_and_the_summary_and_the_commands_say_so(tmp_path, capsys):
