@@ -47,6 +47,10 @@ def _represent_list(dumper: yaml.SafeDumper, value: list[Any]) -> yaml.Node:
 Dumper.add_representer(list, _represent_list)
 
 
+# Keys whose mapping is one value: a later one replaces it as a whole.
+_WHOLE = ("batch.schedule", "data.train", "data.valid", "data.test")
+
+
 @dataclass
 class Tree:
     """Nested values, and the location ("file, line n" or the override) of every dotted key in them."""
@@ -55,13 +59,14 @@ class Tree:
     locations: dict[str, str] = field(default_factory=dict)
 
     def merge(self, later: "Tree") -> None:
-        """Let `later` override: mappings are merged key by key, all other values are replaced."""
+        """Let `later` override: mappings are merged key by key but for those of `_WHOLE`, other values are replaced."""
         self._merge(self.values, later.values, "")
         self.locations.update(later.locations)
 
     def _merge(self, below: dict[str, Any], above: dict[str, Any], prefix: str) -> None:
         for key, value in above.items():
-            if isinstance(value, dict) and isinstance(below.get(key), dict):
+            both = isinstance(value, dict) and isinstance(below.get(key), dict)
+            if both and f"{prefix}{key}" not in _WHOLE:
                 self._merge(below[key], value, f"{prefix}{key}.")
             else:
                 gone = f"{prefix}{key}."

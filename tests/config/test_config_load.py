@@ -71,6 +71,17 @@ def test_mappings_merge_key_by_key_and_all_else_is_replaced():
     assert (whole_section.data, whole_section.tensor) == (3, 4)
 
 
+def test_a_mapping_that_is_one_value_is_replaced():
+    batch = "batch: {global_size: 8, sequence_length: 8, num_microbatches: 4, schedule: {0: 4, 1K: 8}}\n"
+    write("a.yaml", MODEL + batch + "data: {train: {prefix: a}}\n")
+    write("b.yaml", "include: a.yaml\nbatch: {schedule: {0: 2, 2K: 8}}\n")
+    write("blend.txt", "c d")
+    for override in ("data.train={file: blend.txt}", "data={train: {file: blend.txt}}"):
+        config = load_config("b.yaml", [override])
+        assert config.batch.schedule == "0: 2, 2K: 8" and [part.prefix for part in config.data.train] == ["c", "d"]
+        assert [config.where(f"batch.schedule.{tokens}") for tokens in ("1K", "2K")] == ["default", "b.yaml, line 2"]
+
+
 def test_where_names_file_and_line_the_override_or_default():
     write("model.yaml", MODEL + "  rope_scaling:\n    factor: 8\n")
     write("dir/main.yaml", f"include: ../model.yaml\n{BATCH}{DATA}run:\n\n  # the name\n  name: main\n")
