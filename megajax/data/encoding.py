@@ -144,7 +144,7 @@ def encode_blocks(encoder: Encoder, blocks: Iterable[Block], workers: int) -> Ge
         except BrokenProcessPool:
             raise InputError(
                 "a worker process was killed, most likely because memory ran out: use fewer workers. (A script of "
-                "your own must start the run under `if __name__ == \"__main__\":`, since workers import it.)"
+                'your own must start the run under `if __name__ == "__main__":`, since workers import it.)'
             ) from None
         finally:
             pool.shutdown(wait=True, cancel_futures=True)

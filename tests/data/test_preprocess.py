@@ -246,7 +246,7 @@ def test_a_worker_that_dies_is_one_sentence(tmp_path, monkeypatch, error_of):
     monkeypatch.setattr(encoding, "ProcessPoolExecutor", Pool)
     assert error_of(["--input", source, "--workers", "2"]) == (
         "a worker process was killed, most likely because memory ran out: use fewer workers. (A script of "
-        "your own must start the run under `if __name__ == \"__main__\":`, since workers import it.)"
+        'your own must start the run under `if __name__ == "__main__":`, since workers import it.)'
     )
     assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
 
