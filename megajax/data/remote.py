@@ -4,7 +4,6 @@ A block is a file of its own that appears under its name when it is complete, so
 directory. It belongs to one version of the remote file.
 """
 
-import errno
 import hashlib
 import importlib.util
 import json
@@ -12,9 +11,9 @@ import os
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -25,12 +24,11 @@ from megajax.errors import InputError
 
 BLOCK_BYTES = 1 << 18  # a sample takes a few kB of it; a larger block is fetched faster only if its neighbours are read
 BLOCKS_A_FOLDER = 1000
+PIECE_BYTES = 1 << 26  # of a file that is copied whole
 THREADS = 32  # that fetch blocks, in each process
 ATTEMPTS, FIRST_WAIT = 5, 0.5  # seconds; each wait is twice the one before
 # What a store says of a file's version, the best first.
 VERSIONS = ("ETag", "etag", "md5Hash", "crc32c", "generation", "mtime", "LastModified", "last_modified", "created")
-
-LOCAL_PROBLEMS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 
 
 def is_remote(path: str) -> bool:
@@ -48,7 +46,9 @@ class RemoteFile:
     def __init__(self, url: str, cache: Path):
         self.url = url
         self._system, self._path = _file_system(url)
-        info = self._retried(lambda: self._system.info(self._path))
+        info = self._retried(self._system.info, self._path)
+        if info.get("size") is None:
+            raise InputError(f"{url}: the store does not give its size: copy the file to this machine.")
         self.size = int(info["size"])
         version = next((str(info[name]) for name in VERSIONS if info.get(name) is not None), "")
         key = json.dumps([url, self.size, version])
@@ -60,8 +60,7 @@ class RemoteFile:
     def whole(self) -> Path:
         """A copy of the whole file."""
         path = self._folder / "whole"
-        if not path.exists():
-            self._store(path, lambda partial: self._system.get_file(self._path, str(partial)), self.size)
+        self._store(path, 0, self.size)
         return path
 
     def fetch(self, first: int, last: int) -> list[Future[None]]:
@@ -71,11 +70,12 @@ class RemoteFile:
 
     def read(self, first: int, last: int) -> bytes:
         """Bytes first..last-1."""
-        try:
-            return self._read_blocks(first, last)
-        except FileNotFoundError:  # somebody has removed a block
-            self._here.clear()
-            return self._read_blocks(first, last)
+        with self._cache_errors():
+            try:
+                return self._read_blocks(first, last)
+            except FileNotFoundError:  # somebody has removed a block
+                self._here.clear()
+                return self._read_blocks(first, last)
 
     def _read_blocks(self, first: int, last: int) -> bytes:
         for coming in self.fetch(first, last):
@@ -103,43 +103,50 @@ class RemoteFile:
             return self._coming[block]
 
     def _get_block(self, block: int) -> None:
-        path, start = self._block_path(block), block * BLOCK_BYTES
-        stop = min(start + BLOCK_BYTES, self.size)
+        start = block * BLOCK_BYTES
         try:
-            if not path.exists():
-                read = self._system.cat_file
-                self._store(path, lambda partial: partial.write_bytes(read(self._path, start, stop)), stop - start)
+            self._store(self._block_path(block), start, min(start + BLOCK_BYTES, self.size))
             self._here.add(block)
         finally:
             with self._lock:
                 del self._coming[block]
 
-    def _store(self, path: Path, write: Callable[[Path], Any], size: int) -> None:
-        """`path` appears when `write` has written a file of `size` bytes under another name."""
+    def _store(self, path: Path, first: int, last: int) -> None:
+        """`path` has bytes first..last-1; it appears when it is complete."""
         partial = path.with_name(f"{path.name}.{uuid.uuid4().hex}")
+        with self._cache_errors():
+            if path.exists():
+                return
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                with open(partial, "wb") as file:
+                    for start in range(first, last, PIECE_BYTES):
+                        file.write(self._retried(self._get, start, min(start + PIECE_BYTES, last)))
+                os.replace(partial, path)
+            finally:
+                with suppress(OSError):
+                    partial.unlink(missing_ok=True)
 
-        def write_all() -> None:
-            write(partial)
-            if partial.stat().st_size != size:
-                raise OSError(f"{partial.stat().st_size} bytes came instead of {size}")
+    def _get(self, first: int, last: int) -> bytes:
+        data = self._system.cat_file(self._path, first, last)
+        if len(data) != last - first:
+            raise OSError(f"{len(data)} bytes came instead of {last - first}")
+        return data
 
+    @contextmanager
+    def _cache_errors(self) -> Iterator[None]:
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self._retried(write_all)
-            os.replace(partial, path)
+            yield
         except OSError as error:
             raise InputError(
-                f"{path.parent} cannot be written ({error.strerror}), for {self.url}: free space there, or set "
-                "data.index_cache to another directory."
+                f"{self._folder} cannot be written or read ({error.strerror}), for {self.url}: free space there, "
+                "correct its permissions, or set data.index_cache to another directory."
             ) from None
-        finally:
-            with suppress(OSError):
-                partial.unlink(missing_ok=True)
 
-    def _retried(self, read: Callable[[], Any]) -> Any:
+    def _retried(self, read: Callable[..., Any], *arguments: Any) -> Any:
         for attempt in range(ATTEMPTS):
             try:
-                return read()
+                return read(*arguments)
             except FileNotFoundError:
                 raise InputError(f"{self.url} does not exist: correct the prefix.") from None
             except PermissionError as error:
@@ -147,8 +154,6 @@ class RemoteFile:
                     f"{self.url} cannot be read ({error}): give this machine the credentials of the store."
                 ) from None
             except Exception as error:  # the stores' libraries have their own
-                if isinstance(error, OSError) and error.errno in LOCAL_PROBLEMS:
-                    raise
                 if attempt + 1 == ATTEMPTS:
                     raise InputError(
                         f"{self.url} cannot be read after {ATTEMPTS} attempts ({type(error).__name__}: {error}): check "

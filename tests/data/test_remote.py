@@ -40,10 +40,9 @@ class Store(AbstractFileSystem):
             raise FileNotFoundError(path)
         return {"size": len(self.files[path]), "etag": hashlib.md5(self.files[path]).hexdigest()}
 
-    def get_file(self, rpath, lpath, **_):
-        Path(lpath).write_bytes(self.files[rpath])
-
     def cat_file(self, path, start=None, end=None, **_):
+        if path.endswith("idx"):
+            return self.files[path][start:end]
         self.reads.append((start, end))
         self.problem(self.reads.count((start, end)))
         return self.files[path][start:end]
@@ -54,6 +53,7 @@ def upload(write_documents, monkeypatch):
     """Puts a token file into the store; returns (local prefix, URL)."""
     fsspec.register_implementation("store", Store, clobber=True)
     monkeypatch.setattr(remote, "BLOCK_BYTES", 64)
+    monkeypatch.setattr(remote, "PIECE_BYTES", 100)
     monkeypatch.setattr(remote, "FIRST_WAIT", 0.0)
     Store.reads, Store.problem = [], staticmethod(lambda _: None)
 
@@ -166,8 +166,8 @@ def test_what_cannot_be_read_is_a_sentence(upload, tmp_path, monkeypatch):
     assert sentence_of("store://no", cache) == "store://no.idx does not exist: correct the prefix."
     (tmp_path / "file").touch()
     assert re.fullmatch(
-        f"{tmp_path}/file/cache/remote-[0-9a-f]+ cannot be written .Not a directory., for store://tokens.idx: free "
-        "space there, or set data.index_cache to another directory.",
+        f"{tmp_path}/file/cache/remote-[0-9a-f]+ cannot be written or read .Not a directory., for store://tokens.idx: "
+        "free space there, correct its permissions, or set data.index_cache to another directory.",
         sentence_of(url, tmp_path / "file" / "cache"),
     )
     assert sentence_of("no://tokens", cache) == (
@@ -181,6 +181,25 @@ def test_what_cannot_be_read_is_a_sentence(upload, tmp_path, monkeypatch):
     monkeypatch.setattr(remote.importlib.util, "find_spec", lambda _: None)
     assert sentence_of(url, cache) == (
         "store://tokens.idx is remote, but fsspec is not installed: pip install 'megajax[remote]'."
+    )
+
+
+def test_errors_of_the_cache_are_not_those_of_the_store(upload, tmp_path, monkeypatch):
+    (_, url), cache = upload(), tmp_path / "cache"
+
+    def denied(*_):
+        raise PermissionError(13, "Permission denied")
+
+    Store.problem = staticmethod(lambda _: shutil.rmtree(cache))
+    assert "cannot be written or read (No such file or directory), for store://tokens.bin: free" in sentence_of(
+        url, cache
+    )
+    Store.problem = staticmethod(lambda _: None)
+    monkeypatch.setattr(remote, "open", denied, raising=False)
+    assert "cannot be written or read (Permission denied), for store://tokens.idx: free" in sentence_of(url, cache)
+    monkeypatch.setattr(Store, "info", lambda *_: {"size": None})  # HTTP without Content-Length
+    assert sentence_of(url, cache) == (
+        "store://tokens.idx: the store does not give its size: copy the file to this machine."
     )
 
 
