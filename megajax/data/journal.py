@@ -68,7 +68,7 @@ class Journal:
             self._check_settings(values["settings"])
             self.point = Point(Position(*values["position"]), bad=BadLines(*values["bad"]), **values["sums"])
             partial, whole = Path(f"{self.prefix}.bin.partial"), Path(f"{self.prefix}.bin")
-            if not partial.exists() and whole.exists():  # stopped while the files got their final names
+            if values["finishing"] and not partial.exists() and whole.exists():  # stopped between the final names
                 Path(f"{self.prefix}.idx").unlink(missing_ok=True)
                 whole.rename(partial)
             self.lengths = np.fromfile(self._lengths_path, "<i4", self.point.documents)
@@ -109,17 +109,22 @@ class Journal:
                 self._file.write(encoded.lengths.astype("<i4").tobytes())
                 self.point = self.point.after(encoded)
                 if self.point.tokens and time.monotonic() - self._last >= RECORD_SECONDS:
-                    writer.sync()
-                    self._file.flush()
-                    os.fsync(self._file.fileno())
-                    writer.keep = True  # before the record: it needs the tokens
-                    self._write_record()
+                    self._write_record(writer)
+        if writer.keep:
+            with write_errors(self.prefix):
+                self._write_record(writer, finishing=True)
 
-    def _write_record(self) -> None:
+    def _write_record(self, writer: IndexedWriter, finishing: bool = False) -> None:
+        """`finishing`: from now on the files may get their final names."""
+        writer.sync()
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        writer.keep = True  # before the record: it needs the tokens
         point = self.point
         sums = {"stored_bytes": point.stored_bytes, "documents": point.documents, "tokens": point.tokens}
         with open(self._new_record, "w") as file:
-            json.dump({"settings": self.settings, "position": point.position, "bad": point.bad, "sums": sums}, file)
+            values = {"settings": self.settings, "position": point.position, "bad": point.bad, "sums": sums}
+            json.dump(values | {"finishing": finishing}, file)
             file.flush()
             os.fsync(file.fileno())
         self._new_record.replace(self._record)

@@ -163,6 +163,21 @@ def test_damaged_partial_files_are_not_resumed(interrupted, tmp_path, capsys):
     )
 
 
+def test_an_older_pair_is_not_taken_for_the_tokens_of_the_interrupted_run(interrupted, tmp_path, capsys):
+    arguments, whole = interrupted
+    out, partial = tmp_path / "out_text_document", tmp_path / "out_text_document.bin.partial"
+    for ending, content in zip(("bin", "idx"), whole, strict=True):
+        Path(f"{out}.{ending}").write_bytes(content)
+    partial.unlink()
+    with pytest.raises(SystemExit):
+        preprocess_main([*arguments, "--resume"])
+    assert capsys.readouterr().err == (
+        f"megajax: error: --resume: the partial files of {out} are damaged ([Errno 2] No such file or directory: "
+        f"'{partial}'): start again without --resume.\n"
+    )
+    assert pair(out) == whole and not partial.exists()
+
+
 def test_every_file_format_is_read_on_from_every_block(tmp_path, monkeypatch):
     import bz2
     import lzma
