@@ -28,7 +28,8 @@ def build(make_config, tmp_path):
 def without_a_step(trainer):
     """The Trainer with a step that changes nothing, which needs no compilation."""
     metrics = dict.fromkeys(("loss", "grad_norm", "learning_rate", "skipped", "skipped_in_row"), jax.numpy.ones(()))
-    trainer._compiled_step = lambda state, batch: (state, metrics)
+    microbatches = trainer.config.batch.num_microbatches
+    trainer._compiled_steps[microbatches] = lambda state, batch: (state, metrics)
     return trainer
 
 
@@ -59,13 +60,13 @@ def test_training_waits_for_a_folder_only_before_the_next_checkpoint(build, tmp_
     export, go_on, seen = exporting.export_step, threading.Event(), []
 
     def slow(*arguments):
-        go_on.wait()
+        assert go_on.wait(60)
         seen.append(trainer.step)
         export(*arguments)
 
     monkeypatch.setattr(exporting, "export_step", slow)
-    step = trainer._compiled_step
-    trainer._compiled_step = lambda *a: (trainer.step == 5 and go_on.set(), step(*a))[1]  # the sixth step
+    (step,) = trainer._compiled_steps.values()
+    trainer._compiled_steps[1] = lambda *a: (trainer.step == 5 and go_on.set(), step(*a))[1]  # the sixth step
     assert trainer.run() == 0
     assert names(tmp_path / "hf") == {"step-3", "step-6"}
     assert seen[0] >= 5

@@ -80,7 +80,7 @@ def test_the_newest_checkpoint_with_optimizer_state_is_named(build):
 @pytest.mark.parametrize("steps", [1, 9])
 def test_the_last_line_says_how_to_go_on(build, tmp_path, capsys, steps):
     trainer = build(f"run.steps={steps}", WEIGHTS_ONLY)
-    trainer._compiled_step = lambda state, batch: (state, dict.fromkeys(METRICS, np.float32(1)))
+    trainer._compiled_steps[1] = lambda state, batch: (state, dict.fromkeys(METRICS, np.float32(1)))
     trainer._wait_for_devices = lambda value: None
     trainer._stop.requested = lambda agree: True
     assert trainer.run() == (75 if steps > 1 else 0)
