@@ -116,7 +116,8 @@ def _compiled(lowered: jax.stages.Lowered, store: Path | None) -> tuple[str, dic
     path = None
     if store is not None:
         compilers = [f"{each.name} {each.version}" for each in distributions() if each.name.startswith("jax")]
-        decides = [lowered.as_text(), sorted(compilers), os.environ.get("XLA_FLAGS", ""), _target()]
+        names = set(re.findall(r'"([^"]+)"\(#loc', lowered.as_text(debug_info=True)))  # of scopes, not of source files
+        decides = [lowered.as_text(), sorted(names), sorted(compilers), os.environ.get("XLA_FLAGS", ""), _target()]
         path = store / f"{hashlib.sha256(json.dumps(decides).encode()).hexdigest()}.json.gz"
         if path.is_file():
             found = json.loads(gzip.decompress(path.read_bytes()))

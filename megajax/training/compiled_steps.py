@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 import jax
 
 from megajax.errors import InputError
+from megajax.plan.compile import memory_of
 from megajax.training.step import TrainProgram, TrainState
 
 GIB = 2**30
@@ -46,13 +47,8 @@ def _with_microbatches(batch: Mapping[str, jax.Array], count: int) -> dict[str, 
 
 def check_memory(step: jax.stages.Compiled, size: int, program: TrainProgram) -> None:
     """Raise InputError if the step for global batches of `size` sequences does not fit into the devices' memory."""
-    plan, device = step.memory_analysis(), program.mesh.local_devices[0]
-    limit = (device.memory_stats() or {}).get("bytes_limit")
-    if plan is None or limit is None:
-        return
-    needed = plan.argument_size_in_bytes + plan.output_size_in_bytes - plan.alias_size_in_bytes
-    needed += plan.temp_size_in_bytes
-    if needed > limit:
+    limit = (program.mesh.local_devices[0].memory_stats() or {}).get("bytes_limit")
+    if limit is not None and (needed := memory_of(step)["whole"]) > limit:
         config = program.config
         raise InputError(
             f"batch.schedule={config.batch.schedule} ({config.where('batch.schedule')}): a step of {size} sequences "
