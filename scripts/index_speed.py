@@ -27,7 +27,7 @@ def row(tokens: int, epochs: float, sequence_length: int) -> str:
     seconds = time.perf_counter() - start
     peak = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 2**20
     size = sum(array.nbytes for array in found) / 2**30
-    count = count_epochs(total, samples, sequence_length).count
+    count = count_epochs(total, samples, sequence_length, drop_last=True).count
     return f"| {total:.2g} | {len(lengths):,} | {count} | {samples:,} | {seconds:.1f} | {size:.2f} | {peak:.2f} |"
 
 
