@@ -52,6 +52,11 @@ def sources_of(blend: Any) -> list[tuple[str, float | None]]:
     return [(blend, 1.0)] if isinstance(blend, str) else [(part.prefix, part.weight) for part in blend]
 
 
+def is_remote(path: str) -> bool:
+    """Whether a path is a URL."""
+    return "://" in path
+
+
 class Stage(Section):
     """A later stage of the training data."""
 
@@ -155,4 +160,4 @@ class DataConfig(Section):
         later = [stage.train for stage in self.stages or ()]
         given = [source for source in (self.train, *later, self.valid, self.test) if source is not None]
         paths = [path for source in given for path, _ in sources_of(source)]
-        return any("://" in path for path in [*paths, *(each.prefix for each in self.valid_sets)])
+        return any(is_remote(path) for path in [*paths, *(each.prefix for each in self.valid_sets)])

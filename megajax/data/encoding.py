@@ -93,12 +93,17 @@ class Encoder:
 
 
 def write_documents(blocks: Iterable[Encoded], writer: IndexedWriter, progress: Progress) -> BadLines:
-    """Writes the documents of encoded blocks, in order; returns the lines that were left out."""
+    """Writes the documents of encoded blocks, in order; returns the lines that were left out.
+
+    Raises InputError if the writer has no document then, because every line is bad.
+    """
     bad = BadLines(0, [])
     for encoded in blocks:
         writer.add_documents(encoded.tokens, encoded.lengths)
         progress.advance(encoded.stored_bytes, encoded.lengths.size, encoded.tokens.size)
         bad = bad.plus(encoded.bad)
+    if bad.count and not writer.num_documents:
+        raise InputError(f"every line is bad, {bad.count:,} in all; nothing is written. The first: {bad.first[0]}")
     return bad
 
 

@@ -19,7 +19,8 @@ from typing import IO, Any, Protocol, Self
 
 import numpy as np
 
-from megajax.data.remote import RemoteFile, RemoteTokens, is_remote
+from megajax.config.data_schema import is_remote
+from megajax.data.remote import RemoteFile, RemoteTokens
 from megajax.errors import InputError
 
 MAGIC = b"MMIDIDX\x00\x00"
@@ -88,7 +89,7 @@ class IndexedDataset:
     def _map_index(self) -> np.ndarray:
         if is_remote(self.prefix):
             if self._cache is None:
-                raise InputError(f"{self.prefix} is remote, and only training reads from there: copy the files first.")
+                raise InputError(f"{self.prefix} is remote, but is needed on this machine: copy the files first.")
             return _map(str(RemoteFile(self._idx, self._cache).whole()))
         if not os.path.exists(self._idx):
             raise InputError(_missing(self.prefix))

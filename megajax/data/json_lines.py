@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any, NamedTuple, cast
 
-from megajax.data.remote import is_remote
+from megajax.config.data_schema import is_remote
 from megajax.errors import InputError
 
 BLOCK_BYTES = 1 << 20  # of text, read together, plus the rest of the last line
@@ -68,7 +68,7 @@ ZIP = b"PK\3\4"
 class Position(NamedTuple):
     """A border between lines of several files: the file's index, the next line (from 1) and the bytes of text before.
 
-    Of a Parquet file lines are rows and the bytes do not count.
+    In a Parquet file the lines are rows, and the bytes are not used.
     """
 
     file: int = 0

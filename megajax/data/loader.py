@@ -8,13 +8,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from megajax.config.batch_schedule import BatchSizes, samples_before
-from megajax.config.data_schema import sources_of
+from megajax.config.data_schema import is_remote, sources_of
 from megajax.data.chat import ChatSamples, open_chat
 from megajax.data.fim import Infilling, open_infilling
 from megajax.data.index_cache import cache_directory
 from megajax.data.indexed import IndexedDataset
 from megajax.data.megatron import open_samples, split_sequences
-from megajax.data.remote import is_remote
 from megajax.data.samples import (
     BlendedSamples,
     DocumentSamples,

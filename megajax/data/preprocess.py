@@ -61,10 +61,6 @@ def preprocess(
         blocks = encode_files(encoder, inputs, workers, start.position)
         write_documents(journal.noting(blocks, writer), writer, progress)
         bad = journal.point.bad
-        if bad.count and not writer.num_documents:
-            raise InputError(
-                f"--input: every line is bad, {bad.count:,} in all; nothing is written. The first: {bad.first[0]}"
-            )
         if not writer.num_tokens:
             found = f'only empty text under "{json_key}"' if writer.num_documents else "no documents"
             raise InputError(f"--input: {', '.join(inputs)} has {found}; nothing is written.")

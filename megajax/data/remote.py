@@ -31,11 +31,6 @@ ATTEMPTS, FIRST_WAIT = 5, 0.5  # seconds; each wait is twice the one before
 VERSIONS = ("ETag", "etag", "md5Hash", "crc32c", "generation", "mtime", "LastModified", "last_modified", "created")
 
 
-def is_remote(path: str) -> bool:
-    """Whether a path is a URL."""
-    return "://" in path
-
-
 class RemoteFile:
     """The file at a URL; what is read of it is kept under `cache`. `size` in bytes.
 

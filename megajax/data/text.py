@@ -158,8 +158,6 @@ class _Tokenising:
     def _write(self, path: str, folder: Path, blocks: Iterable[Encoded], progress: Progress) -> None:
         with IndexedWriter(folder / TOKENS, self._dtype) as writer:
             bad = write_documents(blocks, writer, progress)
-        if bad.count and not writer.num_documents:
-            raise InputError(f"{path}: every line is bad, {bad.count:,} in all. The first: {bad.first[0]}")
         if bad.count:
             warnings.warn(f"{path}: {bad.count:,} bad lines were left out.{bad.named()}", stacklevel=2)
         with storage_errors(folder):

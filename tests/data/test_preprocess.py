@@ -192,7 +192,7 @@ MISTAKES = {
     "--input a.zip": "a.zip is a ZIP archive: unpack it first, with `unzip a.zip`.",
     "--input a.zst": "a.zst cannot be read beyond line 1 (zstd decompressor error: Data corruption detected): "
     "it is damaged or incomplete; copy or download it again.",
-    "--input a.jsonl --json-key body": "--input: every line is bad, 6 in all; nothing is written. The first: a.jsonl, "
+    "--input a.jsonl --json-key body": "every line is bad, 6 in all; nothing is written. The first: a.jsonl, "
     'line 1 has no key "body" (its keys: id, text): name the key of the text with --json-key.',
     "--input a.jsonl --tokenizer null:9 --strict": "a.jsonl, line 1: 'first' is not a token id of null:9: write "
     "integers from 0 to 9 with spaces between, or use another tokenizer.",

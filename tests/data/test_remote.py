@@ -208,7 +208,7 @@ def test_only_token_files_are_read_from_a_url_and_none_are_written(tmp_path):
         preprocess(["s3://a/b.jsonl"], str(tmp_path / "p"), "byte")
     with pytest.raises(InputError, match="^s3://a/b: token files are written to local paths only: write them here"):
         IndexedWriter("s3://a/b", np.uint16)
-    with pytest.raises(InputError, match="^s3://a/b is remote, and only training reads from there: copy the files"):
+    with pytest.raises(InputError, match="^s3://a/b is remote, but is needed on this machine: copy the files first"):
         IndexedDataset("s3://a/b")
 
 
