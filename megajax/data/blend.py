@@ -30,7 +30,11 @@ def blend_indices(weights: Sequence[float], num_samples: int) -> tuple[np.ndarra
 
 
 def exhaustive_indices(sizes: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-    """The same with weights in proportion to `sizes`, of the data sets that are not exhausted: each sample once."""
+    """(data set int16, its sample int64) of all samples of data sets of these sizes, each once.
+
+    The data sets are chosen as in `blend_indices`, with weights in proportion to `sizes`; one that has no samples left
+    is passed over.
+    """
     limits = np.asarray(sizes, np.int64)
     return _blend(limits / limits.sum(), limits, int(limits.sum()))
 
@@ -40,7 +44,7 @@ def _blend(shares: np.ndarray, limits: np.ndarray, num_samples: int) -> tuple[np
 
     assert len(shares) <= np.iinfo(np.int16).max, len(shares)
     datasets, samples = np.empty(num_samples, np.int16), np.empty(num_samples, np.int64)
-    with jax.enable_x64(True), jax.default_device(jax.devices("cpu")[0]):
+    with jax.enable_x64(True), jax.default_device(jax.local_devices(backend="cpu")[0]):
         taken: Any = np.zeros(len(shares), np.int64)
         for first in range(0, num_samples, CHUNK):
             last = min(first + CHUNK, num_samples)

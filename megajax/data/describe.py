@@ -1,13 +1,12 @@
 """The summary's lines about a run's data."""
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from megajax.config.batch_schedule import samples_before
+from megajax.config.batch_schedule import BatchSizes
 from megajax.config.data_schema import sources_of
-from megajax.data.chat import ChatSamples
 from megajax.data.loader import Split
-from megajax.data.samples import BlendedSamples, DocumentSamples, Samples
+from megajax.data.samples import BlendedSamples, Samples, sources_in
 from megajax.data.text import TextDataset
 
 if TYPE_CHECKING:
@@ -16,11 +15,12 @@ if TYPE_CHECKING:
 SOURCES_SHOWN = 20  # at most, of a blend
 
 
-def describe_data(config: "Config", datasets: Mapping[Split, Samples]) -> list[str]:
+def describe_data(config: "Config", datasets: Mapping[Split, Samples], sizes: BatchSizes | None = None) -> list[str]:
     """Lines about the data that `loader.datasets` opened; reads no file.
 
     The first line names the source. Then each split has its documents, tokens and the epochs that the run reads, and
-    for a blend each source's share and epochs. Synthetic data has one line only.
+    for a blend each source's share and epochs. Synthetic data has one line only. `sizes` are those of the run's steps,
+    by default those of a run that begins with the config.
     """
     data = config.data
     reset = {
@@ -43,19 +43,20 @@ def describe_data(config: "Config", datasets: Mapping[Split, Samples]) -> list[s
         blend = ", ".join(f"{share} {path}" for share, path in shown)
         more = f", and {len(parts) - SOURCES_SHOWN} more" if len(parts) > SOURCES_SHOWN else ""
         lines.append(f"stage from step {stage.from_step:,}: {blend}{more}")
+    sizes = sizes or BatchSizes.of(config)
     for split, samples in datasets.items():
-        lines += _split_lines(config, split, samples)
+        lines += _split_lines(config, split, samples, _samples_read(config, split, sizes))
     return lines
 
 
-def _split_lines(config: "Config", split: Split, samples: Samples) -> list[str]:
+def _split_lines(config: "Config", split: Split, samples: Samples, samples_read: int) -> list[str]:
     """A split's size and the number of tokens that the run reads; for a blend, of each source too."""
     if config.data.kind == "chat":
-        return _chat_lines(config, split, samples)
+        return _chat_lines(split, samples, samples_read)
     shares = _shares(samples)
     bad = sum(source.dataset.bad_lines for source, _ in shares if isinstance(source.dataset, TextDataset))
     tokens, length = sum(source.num_tokens for source, _ in shares), config.batch.sequence_length
-    read = _samples_read(config, split) * length
+    read = samples_read * length
     size = f"{split}: {sum(source.num_documents for source, _ in shares):,} documents, {tokens:,} tokens"
     size += f" ({bad:,} bad lines of the text left out)" if bad else ""
     if not read:
@@ -73,17 +74,14 @@ def _split_lines(config: "Config", split: Split, samples: Samples) -> list[str]:
     return lines
 
 
-def _chat_lines(config: "Config", split: Split, samples: Samples) -> list[str]:
+def _chat_lines(split: Split, samples: Samples, samples_read: int) -> list[str]:
     """The conversations of each file of a split, how they fill the sequences, and the epochs that the run reads."""
-    sources = samples.sources if isinstance(samples, BlendedSamples) else [samples]
-    weights = samples.weights.tolist() if isinstance(samples, BlendedSamples) else [1.0]
     lines = []
-    for source, weight in zip(sources, weights, strict=True):
-        assert isinstance(source, ChatSamples)
+    for source, share in _shares(samples):
         tokens, rows = len(source.tokens), len(source)
         full, counted = tokens / (rows * (source.sequence_length + 1)), float(source.counts.mean())
         out = f", {source.dropped:,} left out" if source.dropped else ""
-        epochs = _samples_read(config, split) * weight / rows
+        epochs = samples_read * share / rows
         lines.append(
             f"{split}: {source.path}: {len(source.order):,} conversations{out}, {tokens:,} tokens in {rows:,} "
             f"sequences ({full:.0%} full); the loss counts {counted:.0%} of the tokens; {epochs:.3g} epochs"
@@ -91,23 +89,17 @@ def _chat_lines(config: "Config", split: Split, samples: Samples) -> list[str]:
     return lines
 
 
-def _samples_read(config: "Config", split: Split) -> int:
+def _samples_read(config: "Config", split: Split, sizes: BatchSizes) -> int:
     """The samples that the run reads of train, or one evaluation of a split; none of test."""
     if split == "train":
-        return samples_before(config, config.run.steps)
+        return sizes.samples_before(config.run.steps)
     return 0 if split == "test" else config.run.eval_steps * config.batch.global_size
 
 
-def _shares(samples: Samples) -> list[tuple[DocumentSamples, float]]:
-    """The data sets of a split, each with its share of the samples."""
-    parts = (
-        zip(samples.sources, samples.weights, strict=True) if isinstance(samples, BlendedSamples) else [(samples, 1)]
-    )
-    shares = []
-    for source, share in parts:
-        assert isinstance(source, DocumentSamples)
-        shares.append((source, float(share)))
-    return shares
+def _shares(samples: Samples) -> list[tuple[Any, float]]:
+    """The data sets of a split, DocumentSamples or ChatSamples, each with its share of the samples."""
+    weights = samples.weights.tolist() if isinstance(samples, BlendedSamples) else [1.0]
+    return list(zip(sources_in(samples), weights, strict=True))
 
 
 def _epochs(read: float, tokens: int) -> str:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from megajax.data.tokenizers import load_tokenizer
+from megajax.data.tokenizers import end_of_document, load_tokenizer
 from megajax.errors import InputError
 
 if TYPE_CHECKING:
@@ -42,11 +42,11 @@ class Infilling:
         out, start = sample.copy(), 0
         generator = np.random.Generator(np.random.PCG64((self.seed, STREAM, index)))
         for length in lengths:
-            chosen, order, *cuts = generator.random(4)
+            chosen, order, *shares = generator.random(4)
             stop = start + int(length) - (self.end is not None and int(sample[start + length - 1]) == self.end)
             if chosen < self.rate and stop - start > ADDED:
-                places = sorted(int(cut * (stop - start - ADDED + 1)) for cut in cuts)
-                out[start:stop] = rearranged(sample[start:stop], places, order < self.spm_rate, self.tokens)
+                cuts = sorted(int(share * (stop - start - ADDED + 1)) for share in shares)
+                out[start:stop] = rearranged(sample[start:stop], cuts, order < self.spm_rate, self.tokens)
             start += int(length)
         return out
 
@@ -84,4 +84,8 @@ def open_infilling(config: "Config") -> Infilling | None:
 def _token_ids(tokenizer: str, names: tuple[str, ...], end: str | None) -> tuple[list[int | None], int | None]:
     """The tokens with these names, and the end-of-document token; loaded once, not for each evaluation."""
     loaded = load_tokenizer(tokenizer)
-    return [loaded.token_id(name) for name in names], loaded.end_of_document if end is None else loaded.token_id(end)
+    if end is None:
+        own = loaded.end_of_document
+    else:
+        own = end_of_document(loaded, tokenizer, end, "data.end_of_document")
+    return [loaded.token_id(name) for name in names], own

@@ -21,9 +21,9 @@ from megajax.data.describe import SOURCES_SHOWN, describe_data
 from megajax.data.fim import Infilling, open_infilling
 from megajax.data.indexed import IndexedDataset, Tokens
 from megajax.data.loader import datasets
-from megajax.data.megatron import MegatronSamples, wanted_samples
+from megajax.data.megatron import MegatronBlend, MegatronSamples, wanted_samples
 from megajax.data.remote import RemoteTokens
-from megajax.data.samples import BlendedSamples, DocumentSamples, Packing, Samples, make_batch
+from megajax.data.samples import BlendedSamples, DocumentSamples, Packing, Samples, make_batch, sources_in
 from megajax.data.text import TextDataset
 from megajax.data.tokenizers import Tokenizer, load_tokenizer
 from megajax.errors import InputError
@@ -102,9 +102,9 @@ def repeated_starts(tokens: Tokens, starts: np.ndarray) -> int:
 def describe_samples(config: "Config", split: str, samples: Samples, colour: bool, number: int = 0) -> list[str]:
     """Lines about a split's sources and the sample `number` as text; `colour` for a terminal."""
     data = config.data
-    packing = Packing(data.reset_attention, data.reset_positions, data.mask_end_of_document_loss)
+    packing = Packing.of(config)
     tokenizer = load_tokenizer(data.tokenizer) if data.tokenizer and data.kind != "synthetic" else None
-    sources = list(samples.sources) if isinstance(samples, BlendedSamples) else [samples]
+    sources = sources_in(samples)
     lines: list[str] = []
     if isinstance(samples, BlendedSamples) and (read := wanted_samples(config, split)):
         lines.append(f"{split}: tokens of each source in {read:,} samples")
@@ -115,7 +115,7 @@ def describe_samples(config: "Config", split: str, samples: Samples, colour: boo
             lines += describe_file(source.dataset, tokenizer.end_of_document if tokenizer else None)
         elif isinstance(source, ChatSamples):
             lines += [f"{source.path}:", *length_lines(np.diff(source.starts))]
-    checked = MEASURED if data.order != "megatron" else min(MEASURED, max(1, wanted_samples(config, split)))
+    checked = min(MEASURED, len(samples)) if isinstance(samples, MegatronSamples | MegatronBlend) else MEASURED
     counted = np.mean([make_batch(samples, [i], packing)["loss_mask"].mean() for i in range(checked)])
     padding = sum(_padding(samples, i) for i in range(checked)) / checked / (config.batch.sequence_length + 1)
     lines.append(f"first {checked:,} samples of {split}: padding {padding:.1%}, the loss counts {counted:.1%}")
@@ -210,10 +210,12 @@ def _config_lines(options: argparse.Namespace, colour: bool) -> list[str]:
     opened, split, number = datasets(config), options.split or "train", options.sample or 0
     if split not in opened:
         raise InputError(f"--split={split} is not in the config: choose {', '.join(opened)}.")
-    read = max(1, wanted_samples(config, split))
-    if config.data.order == "megatron" and number >= read:
-        raise InputError(f"--sample={number}: data.order=megatron has {read} samples of {split}: give 0 to {read - 1}.")
-    return describe_data(config, opened) + describe_samples(config, split, opened[split], colour, number)
+    samples = opened[split]
+    if isinstance(samples, MegatronSamples | MegatronBlend) and number >= (count := len(samples)):
+        raise InputError(
+            f"--sample={number}: data.order=megatron has {count} samples of {split}: give 0 to {count - 1}."
+        )
+    return describe_data(config, opened) + describe_samples(config, split, samples, colour, number)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

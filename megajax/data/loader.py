@@ -13,7 +13,7 @@ from megajax.data.chat import ChatSamples, open_chat
 from megajax.data.fim import Infilling, open_infilling
 from megajax.data.index_cache import cache_directory
 from megajax.data.indexed import IndexedDataset
-from megajax.data.megatron import open_samples, split_sequences
+from megajax.data.megatron import MegatronSamples, open_samples, split_sequences
 from megajax.data.samples import (
     BlendedSamples,
     DocumentSamples,
@@ -21,6 +21,7 @@ from megajax.data.samples import (
     Samples,
     StagedSamples,
     make_batch,
+    sources_in,
     split_documents,
 )
 from megajax.data.synthetic import SyntheticSamples
@@ -47,9 +48,9 @@ def datasets(config: "Config") -> dict[Split, Samples]:
     million ids of each file are checked.
     """
     present: list[Split] = [split for split in SPLITS if _is_given(config, split)]
-    present += [f"valid/{each.name}" for each in config.data.valid_sets]
     files: dict[str, IndexedDataset | TextDataset] = {}
     if config.data.kind != "synthetic":
+        present += [f"valid/{each.name}" for each in config.data.valid_sets]
         _check_tokenizer(config)
         open_infilling(config)  # checks the tokens
     opened: dict[Split, Samples] = {split: open_split(config, split, files) for split in present}
@@ -88,7 +89,7 @@ def _open_blend(
         weights = [weight for _, weight in parts if weight is not None] or None
         ranges: list[Any] = [_opened_range(config, split, path, files) for path, _ in parts]  # no text
         opened = open_samples(config, split, ranges, weights, _end_of_document(config))
-        for source in opened.sources if isinstance(opened, BlendedSamples) else [opened]:
+        for source in sources_in(opened):
             _check_size(split, source)
         return opened
     sources = [_open_source(config, split, path, files) for path, _ in parts]
@@ -128,7 +129,7 @@ def _with_stages(config: "Config", first: Samples, files: dict[str, IndexedDatas
     A path is the same source in all stages; one that a blend names twice is two sources.
     """
     parts = sources_of(config.data.train)
-    opened = first.sources if isinstance(first, BlendedSamples) else [first]
+    opened = sources_in(first)
     sources = dict(zip(_numbered(parts), opened, strict=True))
     stages = [(0, dict(zip(sources, _weights(parts, opened), strict=True)))]
     for i, stage in enumerate(config.data.stages or ()):
@@ -178,11 +179,10 @@ def make_loader(
 
     samples = open_split(config, split) if samples is None else samples
     data, prefetch = config.data, config.data.prefetch
-    packing = Packing(data.reset_attention, data.reset_positions, data.mask_end_of_document_loss)
     sizes = sizes or batch_sizes(config, split)
     rows = np.asarray(rows, np.int64)
     reading = grain.ReadOptions(num_threads=prefetch, prefetch_buffer_size=prefetch)
-    source = BatchSource(samples, rows, sizes, start_step, packing, open_infilling(config))
+    source = BatchSource(samples, rows, sizes, start_step, Packing.of(config), open_infilling(config))
     batches = grain.MapDataset.source(source).to_iter_dataset(reading)
     if split == "train" and data.workers:
         from absl import flags
@@ -258,9 +258,9 @@ def _range(config: "Config", split: Split, dataset: IndexedDataset | TextDataset
 
 
 def _end_of_document(config: "Config") -> int | None:
-    """The token at which documents end in files that Megatron's tools wrote; None if documents are not separated."""
+    """The token at which documents end in files that Megatron's tools wrote; None if nothing depends on documents."""
     data = config.data
-    if not (data.reset_attention or data.reset_positions or data.mask_end_of_document_loss):
+    if Packing.of(config) == Packing() and not data.fim_rate:
         return None
     key = "data.end_of_document"
     if data.tokenizer is None:
@@ -274,12 +274,16 @@ def _end_of_document(config: "Config") -> int | None:
 def _check_size(split: Split, source: Samples) -> None:
     """Raise InputError if a split is shorter than a sample: it would repeat tokens, easy to copy."""
     assert isinstance(source, DocumentSamples)
-    tokens, needed = source.num_tokens, source.sequence_length + 1
+    tokens, needed, padded = source.num_tokens, source.sequence_length + 1, ""
+    if isinstance(source, MegatronSamples) and not source.drop_last:
+        if source.one_epoch and tokens > 1:
+            return  # a padded sample
+        padded = " (data.drop_last_validation_sample=false pads the last sample only, after the tokens are repeated)"
     if tokens < needed:
         shorter = f"set batch.sequence_length={tokens - 1} or less, or " if tokens > 1 else ""
         raise InputError(
             f"{source.dataset.token_file} has {tokens} token(s) for {split}, but a sample of "
-            f"batch.sequence_length={needed - 1} takes {needed}: {shorter}give more text."
+            f"batch.sequence_length={needed - 1} takes {needed}{padded}: {shorter}give more text."
         )
 
 

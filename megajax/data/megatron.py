@@ -56,10 +56,10 @@ class MegatronOrder:
         documents, rows, shuffle = self.indices
         row = int(shuffle[index % len(shuffle)])
         (first, skipped), (last, end) = rows[row : row + 2].tolist()
-        for place in range(first, last + 1):
-            sequence = int(documents[place])
+        for at in range(first, last + 1):
+            sequence = int(documents[at])
             start, stop = int(self.starts[sequence]), int(self.starts[sequence + 1])
-            start, stop = start + (skipped if place == first else 0), start + end + 1 if place == last else stop
+            start, stop = start + (skipped if at == first else 0), start + end + 1 if at == last else stop
             if start < stop:
                 yield start, stop
 
@@ -86,7 +86,7 @@ class MegatronSamples(DocumentSamples):
         drop_last: bool = True,
     ):
         self._arguments = (dataset, sequences, num_samples, sequence_length, seed, cache, end_of_document, drop_last)
-        self.drop_last = drop_last
+        self.drop_last, self.one_epoch = drop_last, num_samples is None
         self.dataset, self.sequence_length, self.end_of_document = dataset, sequence_length, end_of_document
         lengths = dataset.lengths[slice(*sequences)]
         self.num_documents, self.num_tokens = len(lengths), int(lengths.sum(dtype=np.int64))
@@ -151,6 +151,9 @@ class MegatronBlend(BlendedSamples):
 
     def __reduce__(self) -> Any:
         return MegatronBlend, self._arguments
+
+    def __len__(self) -> int:
+        return len(self.datasets)
 
     def locate(self, index: int) -> tuple[int, int]:
         index %= len(self.datasets)

@@ -17,10 +17,10 @@ CHUNK = 1 << 24  # sequences whose ends are in memory at a time
 class GptIndices(NamedTuple):
     """Arrays that together locate every sample."""
 
-    documents: np.ndarray  # int32 [E · sequences]: the sequence at each place of the stream
+    documents: np.ndarray  # int32 [E · sequences]: the sequences of the stream, in order
     rows: (
         np.ndarray
-    )  # [n + 1, 2]: (place in `documents`, token in it) where sample k begins; the last row ends sample n-1
+    )  # [n + 1, 2]: (index into `documents`, token in the sequence) where sample k begins; the last row ends sample n-1
     shuffle: np.ndarray  # [n]: the row at which the i-th sample begins
 
 
@@ -96,7 +96,7 @@ def _repeated(count: int, times: int) -> np.ndarray:
 
 
 def _rows(lengths: np.ndarray, documents: np.ndarray, samples: int, sequence_length: int) -> np.ndarray:
-    """The place in `documents`, and the token in that sequence, of every `sequence_length`-th token of the stream."""
+    """The index into `documents`, and the token in that sequence, of every `sequence_length`-th token of the stream."""
     largest = max(len(documents), int(lengths.max()))
     rows = np.empty((samples + 1, 2), np.int32 if largest <= np.iinfo(np.int32).max else np.int64)
     position = filled = 0  # tokens before the piece, rows that are done

@@ -20,6 +20,7 @@ from megajax.data.remote import RemoteTokens
 from megajax.errors import InputError
 
 if TYPE_CHECKING:
+    from megajax.config import Config
     from megajax.data.text import TextDataset
 
 CACHED_EPOCHS = 3  # a sample may span two epochs while another thread is one epoch ahead
@@ -65,6 +66,12 @@ class Packing:
     reset_attention: bool = False
     reset_positions: bool = False
     mask_end_of_document_loss: bool = False
+
+    @classmethod
+    def of(cls, config: "Config") -> "Packing":
+        """The separation that a config sets."""
+        data = config.data
+        return cls(data.reset_attention, data.reset_positions, data.mask_end_of_document_loss)
 
 
 def make_batch(
@@ -312,9 +319,14 @@ class StagedSamples(BlendedSamples):
 
     def locate(self, index: int) -> tuple[int, int]:
         stage = bisect_right(self.starts, index) - 1
-        place, rank = self.blends[stage].locate(index - self.starts[stage])
-        source = int(self.numbers[stage][place])
+        member, rank = self.blends[stage].locate(index - self.starts[stage])
+        source = int(self.numbers[stage][member])
         return source, int(self.before[stage][source]) + rank
+
+
+def sources_in(samples: Samples) -> Sequence[Samples]:
+    """The sources of a blend; samples that are no blend are their only source."""
+    return samples.sources if isinstance(samples, BlendedSamples) else [samples]
 
 
 def split_documents(num_documents: int, fractions: Sequence[float]) -> list[tuple[int, int]]:

@@ -306,7 +306,8 @@ class Trainer:
             self._lock()
             if self._is_done():  # the process that had the lock has finished the run
                 return DONE
-            logs.say(summary(self.program, self.flags, describe_data(self.config, self.data), self.sizes))
+            about_data = describe_data(self.config, self.data, self.sizes)
+            logs.say(summary(self.program, self.flags, about_data, self.sizes))
             self._start_writing()
             log = logs.MetricsLog(self.config, self.step, self.writer)
             self.progress = logs.Progress(self.step, self.config.run.steps, self.writer)

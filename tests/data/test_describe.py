@@ -2,6 +2,7 @@
 
 from types import SimpleNamespace
 
+from megajax.config.batch_schedule import BatchSizes, Position
 from megajax.data.describe import SOURCES_SHOWN, describe_data
 from megajax.data.loader import datasets
 
@@ -24,6 +25,8 @@ def test_a_split_file_is_described_with_the_epochs_that_the_run_reads(make_confi
         "valid: 3 documents, 30 tokens, 3 samples per epoch; an evaluation reads 64 tokens, 2.13 epochs",
         "test: 1 documents, 10 tokens; not evaluated by the run",
     ]
+    resumed = BatchSizes.of(config, Position(5, 10))  # 5 steps of 2 before the resume, 5 of 4 after it
+    assert "10 steps read 240 tokens, 0.3 epochs" in describe_data(config, datasets(config), resumed)[1]
     config.run.steps, config.run.eval_steps = 50_000, 0
     assert [line.split("; ")[1] for line in lines_of(config)[1:3]] == [
         "50,000 steps read 1,600,000 tokens, 2,000 epochs",

@@ -104,6 +104,16 @@ def test_a_blend_gives_each_sources_tokens_of_the_run(write_documents, shown):
     assert f"sample 3 of train, number 2 of {one}: " in lines[-3]  # one, one, two, one
 
 
+def test_the_samples_of_a_blend_in_one_epoch_are_those_of_its_sources(tmp_path, write_documents, shown, capsys):
+    one, two = write_documents(text("a" * 32), "one"), write_documents(text("b" * 16), "two")  # 4 + 2 samples of 8
+    data = f"train: {one}, valid: [{one}, {two}], index_cache: {tmp_path / 'cache'}"
+    more = ("--split", "valid", "data.order=megatron", "run.eval_steps=50")  # more than there are
+    assert any(line.startswith("sample 5 of valid, ") for line in shown(data, *more, "--sample", "5"))
+    with pytest.raises(SystemExit):
+        shown(data, *more, "--sample", "6")
+    assert "data.order=megatron has 6 samples of valid: give 0 to 5." in capsys.readouterr().err
+
+
 def test_chats_show_padding_and_the_assistants_tokens(tmp_path, shown):
     source = tmp_path / "c.jsonl"
     source.write_text("".join(json.dumps({"prompt": "ab", "completion": c}) + "\n" for c in ("c", "de")))

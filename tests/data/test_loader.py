@@ -134,7 +134,8 @@ def test_separate_files_and_blends_are_opened(make_config, write_documents):
 
 
 def test_synthetic_data_ignores_paths_and_stays_in_the_vocabulary(make_config):
-    config = make_config(kind="synthetic", train="nowhere", vocab_size=50)
+    valid_sets = (SimpleNamespace(name="wiki", prefix="nowhere"),)
+    config = make_config(kind="synthetic", train="nowhere", valid_sets=valid_sets, vocab_size=50)
     opened = datasets(config)
     assert set(opened) == {"train", "valid", "test"}
     assert opened["train"][0].tolist() != opened["valid"][0].tolist()

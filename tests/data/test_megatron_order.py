@@ -14,7 +14,7 @@ from megajax.data import megatron, sample_order
 from megajax.data.blend import blend_indices, exhaustive_indices, normalise_weights
 from megajax.data.index_cache import cached
 from megajax.data.indexed import IndexedWriter
-from megajax.data.loader import datasets, make_loader
+from megajax.data.loader import datasets, make_loader, open_split
 from megajax.data.sample_order import gpt_indices
 from megajax.data.samples import Packing, make_batch
 from megajax.errors import InputError
@@ -244,6 +244,23 @@ def test_the_rest_of_a_validation_set_is_a_padded_sample(tmp_path, make_megatron
     assert gpt_indices(np.array([4, 3]), None, 3, 1, drop_last=False).rows.shape == (3, 2)  # no rest
 
 
+def test_a_validation_source_shorter_than_a_sample_is_padded_in_one_epoch(tmp_path, make_megatron):
+    """Two sources without weights; with one source the evaluation would repeat the five tokens."""
+    long, short = written(tmp_path, "long", [range(100, 117)]), written(tmp_path, "short", [[10, 11, 12, 13, 14]])
+    blend = tuple(SimpleNamespace(prefix=prefix, weight=None) for prefix in (long, short))
+    config = make_megatron(train=long, valid=blend, sequence_length=8, global_size=1)
+    config.data.drop_last_validation_sample = False
+    valid = datasets(config)["valid"]
+    assert sorted(valid[i].tolist() for i in range(len(valid))) == [
+        [10, 11, 12, 13, 14, 0, 0, 0, 0],
+        list(range(100, 109)),
+        list(range(108, 117)),
+    ]
+    config.data.valid = short
+    with pytest.raises(InputError, match=r"has 5 token\(s\) for valid.* pads the last sample only, after .* repeated"):
+        datasets(config)
+
+
 def test_documents_end_at_their_token(tmp_path, make_megatron):
     """As with --reset-attention-mask, wherever sequences end; 256 is the end of a document for bytes."""
     prefix = written(tmp_path, "eod", [[1, 2, 256, 3, 256], [256, 4, 5, 6], [7, 8, 9, 256]])
@@ -255,7 +272,9 @@ def test_documents_end_at_their_token(tmp_path, make_megatron):
         ends = np.cumsum(lengths).tolist()
         assert ends[-1] == 6 and min(lengths) > 0
         assert ends[:-1] == [k + 1 for k, token in enumerate(sample) if token == 256 and k < 5]
-    config.data.tokenizer = None
+    config.data.reset_attention, config.data.fim_rate = False, 0.5  # depends on documents too
+    assert open_split(config, "train").document_lengths(1).tolist() == lengths
+    config.data.reset_attention, config.data.fim_rate, config.data.tokenizer = True, 0.0, None
     with pytest.raises(InputError, match="finds the ends of documents by their token.*set data.tokenizer"):
         datasets(config)
 
