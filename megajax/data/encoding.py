@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from megajax.data.indexed import IndexedWriter, token_dtype
-from megajax.data.json_lines import Block, Position, read_blocks, texts
+from megajax.data.json_lines import Block, TextPosition, read_blocks, texts
 from megajax.data.progress import Progress
 from megajax.data.tokenizers import Tokenizer, load_tokenizer
 from megajax.errors import InputError
@@ -46,7 +46,7 @@ class Encoded(NamedTuple):
     lengths: np.ndarray
     stored_bytes: int
     bad: BadLines
-    end: Position
+    end: TextPosition
 
 
 @dataclass
@@ -108,7 +108,7 @@ def write_documents(blocks: Iterable[Encoded], writer: IndexedWriter, progress: 
 
 
 def encode_files(
-    encoder: Encoder, paths: Sequence[str], workers: int, start: Position | None = None
+    encoder: Encoder, paths: Sequence[str], workers: int, start: TextPosition | None = None
 ) -> Generator[Encoded]:
     """The documents of the files, in order, a block of lines at a time; `start` is the end of an earlier block."""
     yield from encode_blocks(encoder, read_blocks(paths, encoder.json_key, encoder.key_option, start), workers)

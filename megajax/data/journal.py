@@ -15,7 +15,7 @@ import numpy as np
 
 from megajax.data.encoding import BadLines, Encoded
 from megajax.data.indexed import IndexedWriter, write_errors
-from megajax.data.json_lines import Position
+from megajax.data.json_lines import TextPosition
 from megajax.errors import InputError
 
 RECORD_SECONDS = 30.0  # between records, at least
@@ -25,7 +25,7 @@ RECORD_SECONDS = 30.0  # between records, at least
 class Point:
     """A border between blocks of the input, and the sums of the blocks before it."""
 
-    position: Position = Position()
+    position: TextPosition = TextPosition()
     stored_bytes: int = 0
     documents: int = 0
     tokens: int = 0
@@ -66,7 +66,7 @@ class Journal:
         try:
             values = json.loads(self._record.read_text())
             self._check_settings(values["settings"])
-            self.point = Point(Position(*values["position"]), bad=BadLines(*values["bad"]), **values["sums"])
+            self.point = Point(TextPosition(*values["position"]), bad=BadLines(*values["bad"]), **values["sums"])
             partial, whole = Path(f"{self.prefix}.bin.partial"), Path(f"{self.prefix}.bin")
             if values["finishing"] and not partial.exists() and whole.exists():  # stopped between the final names
                 Path(f"{self.prefix}.idx").unlink(missing_ok=True)

@@ -65,7 +65,7 @@ DECOMPRESS: dict[bytes, Callable[[IO[bytes]], IO[bytes]]] = {
 ZIP = b"PK\3\4"
 
 
-class Position(NamedTuple):
+class TextPosition(NamedTuple):
     """A border between lines of several files: the file's index, the next line (from 1) and the bytes of text before.
 
     In a Parquet file the lines are rows, and the bytes are not used.
@@ -86,7 +86,7 @@ class Block(NamedTuple):
     first_line: int
     text: bytes
     stored_bytes: int
-    end: Position
+    end: TextPosition
     unit: str = "line"
 
 
@@ -112,22 +112,22 @@ def check_inputs(paths: Sequence[str]) -> int:
 
 
 def read_blocks(
-    paths: Sequence[str], column: str | None = None, option: str = "--json-key", start: Position | None = None
+    paths: Sequence[str], column: str | None = None, option: str = "--json-key", start: TextPosition | None = None
 ) -> Iterator[Block]:
     """All lines of the files, in order; of a Parquet file only the `column` of this name, None: all.
 
     `option` is the setting that gave the column. `start` is the end of an earlier block; compressed and Parquet files
     are read up to it without use.
     """
-    start = start or Position()
+    start = start or TextPosition()
     for number in range(start.file, len(paths)):
-        path, first = paths[number], start if number == start.file else Position(number)
+        path, first = paths[number], start if number == start.file else TextPosition(number)
         with open(path, "rb") as stored:
             is_parquet = stored.read(len(PARQUET)) == PARQUET
         yield from _read_rows(path, column, option, first) if is_parquet else _read_lines(path, first)
 
 
-def _read_lines(path: str, start: Position) -> Iterator[Block]:
+def _read_lines(path: str, start: TextPosition) -> Iterator[Block]:
     with open(path, "rb") as stored:
         magic = stored.read(8)
         decompress = next((DECOMPRESS[key] for key in DECOMPRESS if magic.startswith(key)), None)
@@ -142,7 +142,7 @@ def _read_lines(path: str, start: Position) -> Iterator[Block]:
             while text := lines.read(BLOCK_BYTES):
                 text += b"" if text.endswith(b"\n") else lines.readline()
                 first, line, text_bytes = line, line + text.count(b"\n"), text_bytes + len(text)
-                yield Block(path, first, text, stored.tell() - position, Position(start.file, line, text_bytes))
+                yield Block(path, first, text, stored.tell() - position, TextPosition(start.file, line, text_bytes))
                 position = stored.tell()
         except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
             raise InputError(
@@ -151,7 +151,7 @@ def _read_lines(path: str, start: Position) -> Iterator[Block]:
             ) from None
 
 
-def _read_rows(path: str, column: str | None, option: str, start: Position) -> Iterator[Block]:
+def _read_rows(path: str, column: str | None, option: str, start: TextPosition) -> Iterator[Block]:
     """The rows of a Parquet file as lines of JSON."""
     import pyarrow
     from pyarrow import parquet
@@ -173,7 +173,7 @@ def _read_rows(path: str, column: str | None, option: str, start: Position) -> I
                 records = batch.slice(skipped).to_pylist()
                 text = "".join(json.dumps(record, default=str) + "\n" for record in records)
                 before, after = size * row // total, size * (row + len(records)) // total
-                end = Position(start.file, row + len(records) + 1)
+                end = TextPosition(start.file, row + len(records) + 1)
                 yield Block(path, row + 1, text.encode(), after - before, end, "row")
                 row += len(records)
     except (OSError, pyarrow.ArrowException) as error:

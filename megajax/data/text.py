@@ -76,6 +76,11 @@ class TextDataset:
         return np.concatenate([*own, [self.tokens.size]])[first : last + 1]
 
 
+def text_files(pattern: str) -> list[str]:
+    """The files of a path or a glob, by name; the path itself if there are none."""
+    return sorted(glob.glob(pattern, recursive=True)) or [pattern]
+
+
 def open_text(config: "Config", pattern: str) -> TextDataset:
     """The documents of the files of `pattern`, a path or a glob, by name; files without stored tokens are tokenised.
 
@@ -83,7 +88,7 @@ def open_text(config: "Config", pattern: str) -> TextDataset:
     Bad lines are left out, with a warning. Raises InputError for a file that is missing or cannot be read, or that has
     bad lines only; for files without text; and without an end-of-document token.
     """
-    paths = sorted(glob.glob(pattern, recursive=True)) or [pattern]
+    paths = text_files(pattern)
     check_inputs(paths)
     data = config.data
     assert data.tokenizer is not None  # checked with the config

@@ -1,6 +1,7 @@
 """The train state's canonical form, and its conversion to and from checkpoints."""
 
 import math
+import os
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -24,7 +25,9 @@ from megajax.checkpoint.manager import (
 )
 from megajax.config import ScheduleConfig
 from megajax.config.batch_schedule import BatchSizes, Position, samples_before
+from megajax.config.data_schema import sources_of
 from megajax.data.megatron import wanted_samples
+from megajax.data.text import text_files
 from megajax.errors import InputError
 from megajax.hf import is_hf_folder
 from megajax.mesh import mesh_sizes
@@ -53,7 +56,9 @@ class StateSaver:
         # Megatron's order depends on the number of samples.
         samples: dict[str, Any] = {"samples": wanted_samples(config, "train")} if data.order == "megatron" else {}
         # A later stage may change.
-        if past := [stage for stage in data.stages or () if stage.from_step < step]:
+        if self._text_files is not None:
+            samples["files"] = self._text_files
+        if data.kind != "synthetic" and (past := [each for each in data.stages or () if each.from_step < step]):
             samples["stages"] = [[samples_before(config, s.from_step), s.model_dump(mode="json")] for s in past]
         # SGD without momentum has no moments to restore; other changes of beta1 are allowed.
         beta1 = "zero" if optimizer.kind == "sgd" and optimizer.beta1 == 0 else "above zero"
@@ -72,6 +77,15 @@ class StateSaver:
             "optimizer_state": config.checkpoint.save_optimizer,
             "data": data.model_dump(mode="json", include={"kind", "train", "split", "order"}) | samples,
         }
+
+    @cached_property
+    def _text_files(self) -> list[list[Any]] | None:
+        """The files of `data.kind: text`, with their sizes: a pattern may match others at the next start."""
+        data = self.program.config.data
+        if data.kind != "text":
+            return None
+        paths = [path for pattern, _ in sources_of(data.train) for path in text_files(pattern)]
+        return [[path, os.path.getsize(path)] for path in paths]
 
     def save(self, checkpoints: Checkpoints, step: int, state: TrainState, samples: int | None = None) -> None:
         """Start writing the state as the checkpoint of `step`, before which `samples` were read (default: config's)."""
@@ -115,20 +129,27 @@ class StateSaver:
 
         The samples at which stages begin do; Megatron's order does with the number of samples, which was `saved`.
         """
-        config = self.program.config
-        if config.data.stages:
-            raise InputError(
-                f"{name} was saved with another size of the batch, which changes the samples at which data.stages "
-                f"({config.where('data.stages')}) begin: write the change as batch.schedule, or keep the size."
-            )
-        if config.data.order != "megatron" or saved is None:
+        config, data = self.program.config, self.program.config.data
+        if data.kind == "synthetic":
             return
+        grows = samples_before(config, position.step) > position.samples
+        cures = ["write the change as batch.schedule"] * grows + ["keep the size"]
+        problem, cure = f"{name} was saved with another size of the batch", ", or ".join(cures)
+        if data.stages:
+            where = f"data.stages ({config.where('data.stages')})"
+            raise InputError(f"{problem}, which changes the samples at which {where} begin: {cure}.")
+        if data.order != "megatron" or saved is None:
+            return
+        if any(weight is None for _, weight in sources_of(data.train)):
+            where = f"data.train ({config.where('data.train')})"
+            raise InputError(f"{problem}, and the sources of {where} have no weights, so each has one epoch: {cure}.")
         mine, steps = wanted_samples(config, "train"), config.run.steps
         if mine != saved:
+            if not grows:
+                cure = f"set data.train_samples={saved}, or {cure}"
             raise InputError(
-                f"{name} was saved with another size of the batch, and data.order=megatron depends on the number of "
-                f"training samples, {saved} there and {mine} here: set data.train_samples={saved}, or write the change "
-                "as batch.schedule."
+                f"{problem}, and data.order=megatron depends on the number of training samples, {saved} there and "
+                f"{mine} here: {cure}."
             )
         needed = BatchSizes.of(config, position).samples_before(steps)
         if needed > mine:

@@ -1,5 +1,6 @@
 """Allowed changes between a checkpoint and the run that resumes from it, and their messages."""
 
+import json
 import warnings
 
 import jax
@@ -53,16 +54,43 @@ def test_another_batch_is_refused_where_it_changes_the_order_of_the_data(make_co
     trainer.save()
     trainer.close()
 
-    smaller = [*overrides, "batch.global_size=4"]
-    with pytest.raises(InputError, match=r"32 there and 16 here: set data.train_samples=32, or .* batch.schedule[.]"):
+    smaller, larger = ([*overrides, f"batch.global_size={size}"] for size in (4, 16))
+    keep, write = ": keep the size", ": write the change as batch.schedule, or keep the size"
+    with pytest.raises(InputError, match="32 there and 16 here: set data.train_samples=32, or keep the size"):
         trainer_of(make_config(*smaller, "run.steps=4"))
+    with pytest.raises(InputError, match=f"32 there and 64 here{write}"):
+        trainer_of(make_config(*larger, "run.steps=4"))
     resumed = trainer_of(make_config(*smaller, "run.steps=4", "data.train_samples=32"))
     assert [resumed.sizes.samples_before(step) for step in (2, 4)] == [16, 24]
     with pytest.raises(InputError, match="32 .* is less than the 40 samples .* up to run.steps=8 .*: lower run.steps"):
         trainer_of(make_config(*smaller, "run.steps=8", "data.train_samples=32"))
     stages = ("data.order=shuffled", f"data.stages=[{{from_step: 3, train: {text}}}]")
-    with pytest.raises(InputError, match="at which data.stages .* begin: write the change as batch.schedule, or keep"):
-        trainer_of(make_config(*smaller, "run.steps=4", *stages))
+    for batch, cure in ((smaller, keep), (larger, write)):
+        with pytest.raises(InputError, match=f"at which data.stages .* begin{cure}"):
+            trainer_of(make_config(*batch, "run.steps=4", *stages))
+    unweighted = f"data.train=[{text}, {text}]"
+    with pytest.raises(InputError, match=f"data.train .* have no weights, so each has one epoch{keep}"):
+        trainer_of(make_config(*smaller, "run.steps=4", unweighted))
+    synthetic = trainer_of(make_config(*smaller, "run.steps=4", "data.kind=synthetic", *stages[1:]))
+    assert synthetic.sizes.samples_before(4) == 24
+
+
+def test_other_files_of_a_text_are_other_data(make_config, tmp_path):
+    def resumed():
+        return trainer_of(make_config(*overrides, f"data.train={tmp_path}/*.jsonl"))
+
+    overrides = [f"run.dir={tmp_path / 'run'}", *SHORT, "data.kind=text", "data.tokenizer=byte", "model.vocab_size=300"]
+    (tmp_path / "a.jsonl").write_text(json.dumps({"text": "a" * 100}))
+    trainer = resumed()
+    trainer.step = 1
+    trainer.save()
+    trainer.close()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        resumed()
+    (tmp_path / "b.jsonl").write_text(json.dumps({"text": "b" * 100}))
+    with pytest.warns(UserWarning, match="was saved by a run with other data"):
+        resumed()
 
 
 def test_momentum_that_is_not_in_the_checkpoint_is_refused_in_a_sentence(make_config, tmp_path):
