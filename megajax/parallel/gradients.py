@@ -42,7 +42,7 @@ def gradient_function(local: LocalModel, mesh: Mesh) -> Callable:
     def compute(params: Params, state: LayerState, batch: Batch, step, loss_scale: jax.Array):
         if len(batch["tokens"]) != config.batch.num_microbatches:
             needed = format_keys(config, "batch.num_microbatches")
-            cure = "give it as many, or call the program of its size (TrainProgram.by_size)"
+            cure = "cut the batch into that number, or call the program of its size (TrainProgram.by_size)"
             raise ValueError(f"the batch has {len(batch['tokens'])} microbatches, but {needed}: {cure}.")
         weight_amax, scaling, history = stack.weights.weight_amax(params), stack.weights.scaling, state.get(FP8, {})
         non_block = local.non_block.gather(params)

@@ -55,9 +55,9 @@ class StateSaver:
         optimizer, data = config.optimizer, config.data
         # Megatron's order depends on the number of samples.
         samples: dict[str, Any] = {"samples": wanted_samples(config, "train")} if data.order == "megatron" else {}
-        # A later stage may change.
         if self._text_files is not None:
             samples["files"] = self._text_files
+        # A later stage may change.
         if data.kind != "synthetic" and (past := [each for each in data.stages or () if each.from_step < step]):
             samples["stages"] = [[samples_before(config, s.from_step), s.model_dump(mode="json")] for s in past]
         # SGD without momentum has no moments to restore; other changes of beta1 are allowed.
@@ -140,7 +140,8 @@ class StateSaver:
             raise InputError(f"{problem}, which changes the samples at which {where} begin: {cure}.")
         if data.order != "megatron" or saved is None:
             return
-        if any(weight is None for _, weight in sources_of(data.train)):
+        weights = [weight for _, weight in sources_of(data.train)]
+        if len(weights) > 1 and None in weights:
             where = f"data.train ({config.where('data.train')})"
             raise InputError(f"{problem}, and the sources of {where} have no weights, so each has one epoch: {cure}.")
         mine, steps = wanted_samples(config, "train"), config.run.steps
