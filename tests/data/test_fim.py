@@ -7,7 +7,7 @@ import pytest
 
 import megajax
 from megajax.config.checks import check
-from megajax.data.fim import Infilling, rearranged
+from megajax.data.fim import Infilling, open_infilling, rearranged
 from megajax.data.loader import datasets, make_loader
 from megajax.errors import ConfigError, InputError
 
@@ -95,7 +95,7 @@ def test_settings_that_do_not_fit_are_sentences(config_of):
     with pytest.raises(InputError, match=r"data.fim_tokens.suffix=<SUF> \(default\) is no token of data.tokenizer="):
         datasets(config_of(fim_rate=0.5, fim_tokens={"suffix": "<SUF>"}))
     with pytest.raises(InputError, match=r"data.end_of_document: .* has no token <eod>: name one"):
-        datasets(config_of(fim_rate=0.5, end_of_document="<eod>"))
+        open_infilling(config_of(fim_rate=0.5, end_of_document="<eod>"))
     with pytest.raises(ConfigError, match=r"data.fim_rate=0.5 .*needs data.tokenizer"):
         check(config_of(fim_rate=0.5, kind="indexed", tokenizer=None))
     with pytest.raises(ConfigError, match=r"data.fim_rate=0.5 .*cannot be combined with data.kind=chat"):
