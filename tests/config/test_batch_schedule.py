@@ -10,18 +10,14 @@ from megajax.config.batch_schedule import BatchSizes, Position, samples_before, 
 from megajax.config.checks import check_mesh
 from megajax.errors import ConfigError
 
+pytestmark = pytest.mark.usefixtures("base_config")
+
 BASE = """\
 model: {num_layers: 4, hidden_size: 64, num_heads: 8, vocab_size: 1000}
 batch: {global_size: 12, num_microbatches: 6, sequence_length: 10}
 data: {kind: synthetic}
 run: {steps: 100}
 """
-
-
-@pytest.fixture(autouse=True)
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("x.yaml").write_text(BASE)
 
 
 def load(schedule: str, *others: str) -> Config:

@@ -9,6 +9,8 @@ import pytest
 from megajax.config import load_config
 from megajax.errors import ConfigError
 
+pytestmark = pytest.mark.usefixtures("base_config")
+
 BASE = """\
 model:
   num_layers: 12
@@ -19,12 +21,6 @@ batch: {global_size: 8, sequence_length: 32}
 data: {kind: synthetic}
 schedule: {decay_steps: 100}
 """
-
-
-@pytest.fixture(autouse=True)
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("x.yaml").write_text(BASE)
 
 
 REFUSED = {

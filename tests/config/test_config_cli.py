@@ -12,19 +12,15 @@ from megajax.config.load import keys
 from megajax.console import user_errors
 from megajax.errors import InputError
 
-TEXT = """\
+pytestmark = pytest.mark.usefixtures("base_config")
+
+BASE = """\
 model: {num_layers: 4, hidden_size: 64, num_heads: 8, vocab_size: 1000}
 batch: {global_size: 8, sequence_length: 32}
 data: {kind: synthetic}
 """
 USAGE = "python -m megajax.train CONFIG.yaml [section.key=value ...] [--print-config] [--diff [OTHER.yaml]]"
 USAGE += " [--help [SECTION]]"
-
-
-@pytest.fixture(autouse=True)
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("x.yaml").write_text(TEXT)
 
 
 def parse(*argv: str) -> Config:
@@ -76,7 +72,7 @@ def test_help_of_a_section_or_key_shows_its_keys_and_help_all_shows_every_key(ca
 
 
 def test_diff_prints_the_shortest_config_that_loads_to_the_same(capsys):
-    assert yaml.safe_load(printed("x.yaml --diff", capsys)) == yaml.safe_load(TEXT)
+    assert yaml.safe_load(printed("x.yaml --diff", capsys)) == yaml.safe_load(BASE)
     # run.dir follows from run.name, and the schedule's last two keys from run.steps and its kind.
     overrides = ["run.name=a", "run.steps=50", "schedule.kind=wsd", "model.position=learned"]
     difference = printed(f"--diff x.yaml {' '.join(overrides)}", capsys)
@@ -89,7 +85,7 @@ def test_diff_prints_the_shortest_config_that_loads_to_the_same(capsys):
 
 
 def test_diff_of_two_configs_shows_both_values(capsys):
-    Path("y.yaml").write_text(TEXT.replace("num_layers: 4", "num_layers: 6"))
+    Path("y.yaml").write_text(BASE.replace("num_layers: 4", "num_layers: 6"))
     shown = [line.split() for line in printed("x.yaml run.seed=7 --diff y.yaml", capsys).splitlines()]
     assert shown == [
         ["key", "x.yaml", "y.yaml"],

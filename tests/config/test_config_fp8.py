@@ -2,13 +2,14 @@
 
 import re
 import warnings
-from pathlib import Path
 
 import pytest
 
 from megajax.config import load_config
 from megajax.config.checks import check_mesh
 from megajax.errors import ConfigError
+
+pytestmark = pytest.mark.usefixtures("base_config")
 
 BASE = """\
 model:
@@ -23,12 +24,6 @@ batch: {global_size: 8, sequence_length: 32}
 data: {kind: synthetic}
 """
 FP8 = "precision.fp8."
-
-
-@pytest.fixture(autouse=True)
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("x.yaml").write_text(BASE)
 
 
 def test_the_fp8_layers_are_those_between_the_first_and_the_last():

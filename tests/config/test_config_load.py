@@ -11,6 +11,8 @@ import yaml
 from megajax.config import Config, help_text, load_config
 from megajax.config.load import keys
 
+pytestmark = pytest.mark.usefixtures("base_config")
+
 MODEL = """\
 model:
   num_layers: 4
@@ -20,13 +22,7 @@ model:
 """
 BATCH = "batch: {global_size: 8, sequence_length: 32}\n"
 DATA = "data: {kind: synthetic}\n"
-MINIMAL = MODEL + BATCH + DATA
-
-
-@pytest.fixture(autouse=True)
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("x.yaml").write_text(MINIMAL)
+BASE = MODEL + BATCH + DATA
 
 
 def write(name: str, text: str) -> None:
@@ -148,18 +144,18 @@ def test_derived_defaults_are_filled_in():
 
 
 def test_null_restores_a_derived_default_that_an_include_set():
-    write("part.yaml", MINIMAL + "run: {dir: elsewhere}\nschedule: {decay_steps: 5}\n")
+    write("part.yaml", BASE + "run: {dir: elsewhere}\nschedule: {decay_steps: 5}\n")
     config = load_config("part.yaml", ["run.dir=null", "schedule.decay_steps=null", "model.ffn_hidden_size=null"])
     assert (config.run.dir, config.schedule.decay_steps) == ("runs/run", 1000)
 
 
 def test_an_empty_section_is_all_defaults():
-    write("main.yaml", MINIMAL + "run:\nmesh: null\n")
+    write("main.yaml", BASE + "run:\nmesh: null\n")
     assert load_config("main.yaml").run == load_config("x.yaml").run
 
 
 def test_configs_are_equal_by_value_hashable_and_frozen():
-    write("y.yaml", "# moved down\n" + MINIMAL)
+    write("y.yaml", "# moved down\n" + BASE)
     one, other = load_config("x.yaml"), load_config("y.yaml")
     assert one == other and hash(one) == hash(other)
     assert one != load_config("x.yaml", ["run.seed=2"])
@@ -168,7 +164,7 @@ def test_configs_are_equal_by_value_hashable_and_frozen():
 
 
 def test_a_config_made_in_python_is_complete_too():
-    config = Config.model_validate(yaml.safe_load(MINIMAL))
+    config = Config.model_validate(yaml.safe_load(BASE))
     assert config == load_config("x.yaml")
     assert config.schedule.decay_steps == 1000 and config.where("model.num_layers") == "default"
 

@@ -4,7 +4,6 @@ import itertools
 import re
 import warnings
 from collections.abc import Sequence
-from pathlib import Path
 
 import pytest
 
@@ -12,6 +11,8 @@ from megajax.config import Config, load_config
 from megajax.config.checks import check_mesh
 from megajax.config.stages import count_layer_slots, first_slots, in_step, layout_in_step, virtual_stages
 from megajax.errors import ConfigError
+
+pytestmark = pytest.mark.usefixtures("base_config")
 
 BASE = """\
 model:
@@ -24,12 +25,6 @@ batch: {global_size: 24, num_microbatches: 12, sequence_length: 32}
 data: {kind: synthetic}
 """
 PATTERN = "model.layer_pattern=[local,global]"
-
-
-@pytest.fixture(autouse=True)
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("x.yaml").write_text(BASE)
 
 
 def load(overrides: str) -> Config:
