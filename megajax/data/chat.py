@@ -150,7 +150,6 @@ class ChatSamples(Samples):
         return np.array(lengths + [rest] * (rest > 0))
 
     def padding(self, index: int) -> int:
-        """The number of tokens at the end of a sample that are no conversation."""
         return self.sequence_length + 1 - sum(stop - start for start, stop in self._pieces(index))
 
     def _filled(self, values: np.ndarray, index: int, dtype: Any) -> np.ndarray:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from megajax.data.indexed import IndexedWriter, token_dtype
-from megajax.data.json_lines import Block, TextPosition, read_blocks, texts
+from megajax.data.json_lines import Block, TextPosition, texts
 from megajax.data.progress import Progress
 from megajax.data.tokenizers import Tokenizer, load_tokenizer
 from megajax.errors import InputError
@@ -105,13 +105,6 @@ def write_documents(blocks: Iterable[Encoded], writer: IndexedWriter, progress: 
     if bad.count and not writer.num_documents:
         raise InputError(f"every line is bad, {bad.count:,} in all; nothing is written. The first: {bad.first[0]}")
     return bad
-
-
-def encode_files(
-    encoder: Encoder, paths: Sequence[str], workers: int, start: TextPosition | None = None
-) -> Generator[Encoded]:
-    """The documents of the files, in order, a block of lines at a time; `start` is the end of an earlier block."""
-    yield from encode_blocks(encoder, read_blocks(paths, encoder.json_key, encoder.key_option, start), workers)
 
 
 _encoder: Encoder | None = None  # of a worker process

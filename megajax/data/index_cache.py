@@ -40,29 +40,20 @@ def file_digest(path: str | Path) -> str:
 def cached(
     directory: Path, key: Mapping[str, Any], names: Sequence[str], build: Callable[[], Sequence[np.ndarray]]
 ) -> list[np.ndarray]:
-    """The arrays of `build`, in the order of `names`, mapped from files; see `cached_folder`."""
+    """The arrays of `build`, in the order of `names`, mapped from files; built if `directory` does not have them.
 
-    def write(folder: Path) -> None:
-        arrays = build()
-        with storage_errors(folder):
-            for name, array in zip(names, arrays, strict=True):
-                np.save(folder / f"{name}.npy", array)
-
-    folder = cached_folder(directory, key, write)
-    with storage_errors(folder):
-        return [np.load(folder / f"{name}.npy", mmap_mode="r") for name in names]
-
-
-def cached_folder(directory: Path, key: Mapping[str, Any], write: Callable[[Path], None]) -> Path:
-    """The folder of `key` in `directory`; `write` fills it if it is not there.
-
-    `key` has everything that decides the files. They appear under their final name when they are complete, and one
-    process writes while the others wait. Raises InputError if they cannot be written.
+    `key` has everything that decides them. The files appear under their final name when they are complete, and one
+    process builds while the others wait. Raises InputError if they cannot be written or read.
     """
+    folder = folder_of(directory, key)
     with filling(directory, key) as partial:
         if partial is not None:
-            write(partial)
-    return folder_of(directory, key)
+            arrays = build()
+            with storage_errors(partial):
+                for name, array in zip(names, arrays, strict=True):
+                    np.save(partial / f"{name}.npy", array)
+    with storage_errors(folder):
+        return [np.load(folder / f"{name}.npy", mmap_mode="r") for name in names]
 
 
 @contextmanager

@@ -258,7 +258,8 @@ def write_errors(prefix: str) -> Iterator[None]:
         ) from None
 
 
-def _sync(file: IO[bytes]) -> None:
+def sync(file: IO[Any]) -> None:
+    """Returns when everything that was written to a file is on the disk."""
     file.flush()
     os.fsync(file.fileno())
 
@@ -340,7 +341,7 @@ class IndexedWriter:
 
     def sync(self) -> None:
         """Returns when the tokens so far are on the disk."""
-        _sync(self._file)
+        sync(self._file)
 
     def _write(self, tokens: np.ndarray) -> None:
         if tokens.size and self.dtype.kind in "iu":
@@ -379,7 +380,7 @@ class IndexedWriter:
             if self._modes is not None:
                 index.write(self._modes.tobytes())
             for file in (self._file, index):
-                _sync(file)
+                sync(file)
         Path(f"{self.prefix}.idx").unlink(missing_ok=True)  # an older one must not meet the new tokens
         os.replace(self._partial("bin"), f"{self.prefix}.bin")
         os.replace(self._partial("idx"), f"{self.prefix}.idx")

@@ -117,7 +117,7 @@ def describe_samples(config: "Config", split: str, samples: Samples, colour: boo
             lines += [f"{source.path}:", *length_lines(np.diff(source.starts))]
     checked = min(MEASURED, len(samples)) if isinstance(samples, MegatronSamples | MegatronBlend) else MEASURED
     counted = np.mean([make_batch(samples, [i], packing)["loss_mask"].mean() for i in range(checked)])
-    padding = sum(_padding(samples, i) for i in range(checked)) / checked / (config.batch.sequence_length + 1)
+    padding = sum(samples.padding(i) for i in range(checked)) / checked / (config.batch.sequence_length + 1)
     lines.append(f"first {checked:,} samples of {split}: padding {padding:.1%}, the loss counts {counted:.1%}")
     return [*lines, "", *sample_lines(split, samples, number, packing, tokenizer, colour, open_infilling(config))]
 
@@ -142,7 +142,7 @@ def sample_lines(
     if isinstance(samples, BlendedSamples):
         which, rank = samples.locate(number)
         source = samples.sources[which]
-    lengths, padding = samples.document_lengths(number), _padding(samples, number)
+    lengths, padding = samples.document_lengths(number), samples.padding(number)
     documents = len(lengths) - (padding > 0)
     mark = "grey" if colour else "in ⟦⟧"
     lines = [
@@ -179,13 +179,6 @@ def _text(tokens: list[int], tokenizer: Tokenizer | None) -> str:
         parts += [tokenizer.decode(tokens[start:edge]), *(names[token] for token in tokens[edge : edge + 1])]
         start = edge + 1
     return "".join(c if c.isprintable() or c in "\n\t" else f"\\x{ord(c):02x}" for c in "".join(parts))
-
-
-def _padding(samples: Samples, number: int) -> int:
-    if isinstance(samples, BlendedSamples):
-        which, number = samples.locate(number)
-        samples = samples.sources[which]
-    return samples.padding(number) if isinstance(samples, ChatSamples | MegatronSamples) else 0
 
 
 def _name(source: Samples) -> str:

@@ -14,7 +14,7 @@ from typing import Any, Self
 import numpy as np
 
 from megajax.data.encoding import BadLines, Encoded
-from megajax.data.indexed import IndexedWriter, write_errors
+from megajax.data.indexed import IndexedWriter, sync, write_errors
 from megajax.data.json_lines import TextPosition
 from megajax.errors import InputError
 
@@ -117,16 +117,14 @@ class Journal:
     def _write_record(self, writer: IndexedWriter, finishing: bool = False) -> None:
         """`finishing`: from now on the files may get their final names."""
         writer.sync()
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        sync(self._file)
         writer.keep = True  # before the record: it needs the tokens
         point = self.point
         sums = {"stored_bytes": point.stored_bytes, "documents": point.documents, "tokens": point.tokens}
         with open(self._new_record, "w") as file:
             values = {"settings": self.settings, "position": point.position, "bad": point.bad, "sums": sums}
             json.dump(values | {"finishing": finishing}, file)
-            file.flush()
-            os.fsync(file.fileno())
+            sync(file)
         self._new_record.replace(self._record)
         self._recorded, self._last = point, time.monotonic()
 

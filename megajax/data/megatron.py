@@ -106,8 +106,11 @@ class MegatronSamples(DocumentSamples):
         return len(self._order.indices.shuffle)
 
     def padding(self, index: int) -> int:
-        """The number of tokens at the end of a sample that are no text."""
-        return self.sequence_length + 1 - sum(stop - start for start, stop in self._order.pieces(index))
+        return (
+            0
+            if self.drop_last
+            else self.sequence_length + 1 - sum(stop - start for start, stop in self._order.pieces(index))
+        )
 
     def counted(self, index: int) -> np.ndarray | None:
         if self.drop_last:
@@ -116,8 +119,10 @@ class MegatronSamples(DocumentSamples):
         return np.arange(size) < size - self.padding(index)
 
     def document_lengths(self, index: int) -> np.ndarray:
-        padding, lengths = 0 if self.drop_last else self.padding(index), super().document_lengths(index)
-        if self.end_of_document is not None:
+        padding = self.padding(index)
+        if self.end_of_document is None:
+            lengths = super().document_lengths(index)
+        else:
             sample = self[index]
             size = len(sample) - padding
             ends = np.flatnonzero(sample[:size] == self.end_of_document) + 1

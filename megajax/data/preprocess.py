@@ -11,11 +11,11 @@ from typing import Any
 import yaml
 
 from megajax.console import CommandParser, user_errors
-from megajax.data.encoding import Encoder, encode_files, write_documents
+from megajax.data.encoding import Encoder, encode_blocks, write_documents
 from megajax.data.index_cache import file_digest
 from megajax.data.indexed import IndexedWriter, token_dtype
 from megajax.data.journal import Journal
-from megajax.data.json_lines import check_inputs
+from megajax.data.json_lines import check_inputs, read_blocks
 from megajax.data.progress import show_progress
 from megajax.data.tokenizers import end_of_document, load_tokenizer, tokenizer_files
 from megajax.errors import InputError
@@ -58,7 +58,7 @@ def preprocess(
         IndexedWriter(prefix, dtype, lengths=journal.lengths) as writer,
         show_progress(size - start.stored_bytes) as progress,
     ):
-        blocks = encode_files(encoder, inputs, workers, start.position)
+        blocks = encode_blocks(encoder, read_blocks(inputs, json_key, start=start.position), workers)
         write_documents(journal.noting(blocks, writer), writer, progress)
         bad = journal.point.bad
         if not writer.num_tokens:

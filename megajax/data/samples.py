@@ -39,6 +39,10 @@ class Samples(Protocol):
         """Whether the loss counts the prediction of each token, bool[S+1]; None: of all."""
         return None
 
+    def padding(self, index: int) -> int:
+        """The number of tokens at the end of a sample that are no text."""
+        return 0
+
     def is_remote(self) -> bool:
         """Whether some tokens are read over the network."""
         return False
@@ -282,6 +286,10 @@ class BlendedSamples(Samples):
     def counted(self, index: int) -> np.ndarray | None:
         source, rank = self.locate(index)
         return self.sources[source].counted(rank)
+
+    def padding(self, index: int) -> int:
+        source, rank = self.locate(index)
+        return self.sources[source].padding(rank)
 
     def is_remote(self) -> bool:
         return any(source.is_remote() for source in self.sources)

@@ -54,12 +54,12 @@ class StateSaver:
         config = self.program.config
         optimizer, data = config.optimizer, config.data
         # Megatron's order depends on the number of samples.
-        samples: dict[str, Any] = {"samples": wanted_samples(config, "train")} if data.order == "megatron" else {}
+        decisive: dict[str, Any] = {"samples": wanted_samples(config, "train")} if data.order == "megatron" else {}
         if self._text_files is not None:
-            samples["files"] = self._text_files
+            decisive["files"] = self._text_files
         # A later stage may change.
         if data.kind != "synthetic" and (past := [each for each in data.stages or () if each.from_step < step]):
-            samples["stages"] = [[samples_before(config, s.from_step), s.model_dump(mode="json")] for s in past]
+            decisive["stages"] = [[samples_before(config, s.from_step), s.model_dump(mode="json")] for s in past]
         # SGD without momentum has no moments to restore; other changes of beta1 are allowed.
         beta1 = "zero" if optimizer.kind == "sgd" and optimizer.beta1 == 0 else "above zero"
         return {
@@ -75,7 +75,7 @@ class StateSaver:
             "base": self.base_checksum,
             "fp8_history": _history_length(self._canonical_abstract.layer_state),
             "optimizer_state": config.checkpoint.save_optimizer,
-            "data": data.model_dump(mode="json", include={"kind", "train", "split", "order"}) | samples,
+            "data": data.model_dump(mode="json", include={"kind", "train", "split", "order"}) | decisive,
         }
 
     @cached_property
