@@ -99,13 +99,17 @@ class LocalModel:
 
     def add_token_positions(self, batch: Batch) -> tuple[dict[str, jax.Array], jax.Array | None]:
         """`token_order.add_token_positions` for this device's fields `[M, B, S]`."""
+        self.check_fields(batch)
+        return add_token_positions(batch, self.sizes["context"])
+
+    def check_fields(self, batch: Batch) -> None:
+        """Raise ValueError if a batch has segment_ids and the config does not, or the reverse."""
         if ("segment_ids" in batch) != self.config.data.reset_attention:
             problem = "has" if "segment_ids" in batch else "has no"
             raise ValueError(
                 f"the batch {problem} segment_ids and {format_keys(self.config, 'data.reset_attention')}: "
                 "give segment_ids if and only if data.reset_attention=true."
             )
-        return add_token_positions(batch, self.sizes["context"])
 
     def layer_loss_scale(self, loss_scale: jax.Array) -> jax.Array | None:
         """The factor of the layers' losses of one microbatch before differentiation: the microbatches' mean counts.

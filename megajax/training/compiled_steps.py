@@ -1,28 +1,24 @@
 """A run's compiled train steps, one for each number of microbatches."""
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 
 from megajax.errors import InputError
 from megajax.plan.compile import memory_of
-from megajax.training.step import TrainProgram, TrainState
+from megajax.training.step import TrainProgram
 
 GIB = 2**30
 
 
 def compile_steps(
-    program: TrainProgram,
-    state: TrainState,
-    batch: Mapping[str, jax.Array],
-    sizes: Sequence[int],
-    note: Callable[[str], None],
+    program: TrainProgram, sizes: Sequence[int], note: Callable[[str], None]
 ) -> dict[int, jax.stages.Compiled]:
     """The compiled steps for global batches of `sizes` sequences, by number of microbatches.
 
-    `batch` is one of the first size. All are compiled before the first step, so that none fails in the middle of a run.
-    Raises InputError if a later one needs more memory than the devices have.
+    They need no arrays, so another thread may read the state meanwhile. All are compiled before the first step, so that
+    none fails in the middle of a run. Raises InputError if a later one needs more memory than the devices have.
     """
     steps = {}
     for size in sizes:
@@ -30,19 +26,11 @@ def compile_steps(
         microbatches = of_size.plan.batch_shape[0]
         note(f"compiling{named}…")
         start = time.perf_counter()
-        example = batch if size == sizes[0] else _with_microbatches(batch, microbatches)
-        steps[microbatches] = of_size.train_step.lower(state, example).compile()
+        steps[microbatches] = of_size.train_step.lower(program.abstract_state, of_size.abstract_batch).compile()
         note(f"compiled{named} in {time.perf_counter() - start:.1f} s")
         if size != sizes[0]:
             check_memory(steps[microbatches], size, program)
     return steps
-
-
-def _with_microbatches(batch: Mapping[str, jax.Array], count: int) -> dict[str, jax.ShapeDtypeStruct]:
-    """The fields `[count, B, S]` of a batch like `batch`."""
-    return {
-        name: jax.ShapeDtypeStruct((count, *a.shape[1:]), a.dtype, sharding=a.sharding) for name, a in batch.items()
-    }
 
 
 def check_memory(step: jax.stages.Compiled, size: int, program: TrainProgram) -> None:

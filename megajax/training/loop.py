@@ -6,21 +6,20 @@ import time
 import warnings
 from collections import deque
 from collections.abc import Generator
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import jax
 
-from megajax.checkpoint import Checkpoints, SaveOutcome, complete_steps, reason
-from megajax.checkpoint.manager import has_optimizer_state
+from megajax.checkpoint import Checkpoints, SaveOutcome, complete_steps
 from megajax.config import Config
-from megajax.config.batch_schedule import BatchSizes
 from megajax.config.checks import check_mesh
 from megajax.config.kinds import expert_layers
 from megajax.data.describe import describe_data
 from megajax.data.loader import Split, datasets
-from megajax.errors import ConfigError, InputError, UserError
+from megajax.errors import ConfigError, InputError
 from megajax.mesh import build_mesh
 from megajax.runtime import keep_autotuning, prepare_environment
 from megajax.training import logs, run_record
@@ -29,8 +28,9 @@ from megajax.training.compiled_steps import compile_steps
 from megajax.training.exports import Exports
 from megajax.training.meter import Meter
 from megajax.training.profiling import Profile
+from megajax.training.resuming import Start
 from megajax.training.run_lock import RunLock, on_first_process
-from megajax.training.saving import StateSaver, Weights
+from megajax.training.saving import StateSaver
 from megajax.training.step import TrainProgram, TrainState
 from megajax.training.stop_signals import StopSignals
 from megajax.training.summary import summary
@@ -71,11 +71,11 @@ class Trainer:
         self.compile_seconds = 0.0
         self.progress: logs.Progress | None = None
         self._state: TrainState | None = None
-        self._find_start()
-        self._compare()
-        self._first_weights = self._other_weights()
+        self._start = Start(self.saver, lambda: self.checkpoints)
+        self._begin()
         self._train_batches: Generator | None = None
         self._compiled_steps: dict[int, jax.stages.Compiled] = {}  # by number of microbatches
+        self._compiling: Future[dict[int, jax.stages.Compiled]] | None = None
         self._ahead: deque[jax.Array] = deque()
         self._writing = False
         self._profile = Profile(config.logging, self.run_dir, self._note)
@@ -90,89 +90,25 @@ class Trainer:
     def state(self) -> TrainState:
         """The current state; its first use reads the checkpoint or initialises the state."""
         if self._state is None:
-            self._state = self._first_state()
+            self._state = self._start.state()
         return self._state
 
     @state.setter
     def state(self, state: TrainState) -> None:
         self._state = state
 
-    def _find_start(self) -> None:
-        self._seen = complete_steps(self.run_dir)
-        self._resumed_step = self._step_to_resume()
-        self.step = self._recorded_step = self._resumed_step or 0  # the config applies after `_recorded_step`
-        self.sizes = BatchSizes.of(self.config)
+    def _begin(self) -> None:
+        """Take over the position of the start: its step, and the sequences of the steps after it."""
+        self._seen, self.sizes = self._start.seen, self._start.sizes
+        self.step = self._recorded_step = self._start.step  # the config applies after `_recorded_step`
 
-    def _step_to_resume(self) -> int | None:
-        """The step of the checkpoint from which this run resumes; None if there is none."""
-        steps, wanted = complete_steps(self.run_dir), self.config.checkpoint.resume_step
-        before = run_record.previous_config(self.run_dir).get("checkpoint", {}).get("resume_step")
-        step = steps[-1] if steps else None
-        if wanted is not None and wanted != before:  # an earlier start with the same setting went back already
-            if wanted not in steps:
-                raise InputError(
-                    f"checkpoint.resume_step={wanted} ({self.config.where('checkpoint.resume_step')}): {self.run_dir} "
-                    f"has {'checkpoints of steps ' + ', '.join(map(str, steps)) if steps else 'no checkpoints'}: "
-                    "choose one of them, or unset it."
-                )
-            step = wanted
-        return step
-
-    def _compare(self) -> None:
-        """Raise InputError if the checkpoint from which this run resumes is of another run, or damaged."""
-        if self._resumed_step is not None:
-            with self._damage_reported(self._resumed_step):
-                if self.step < self.config.run.steps:  # else there is nothing to do
-                    self.saver.require_optimizer_state(self.checkpoints, self._resumed_step)
-                position = self.saver.compare(self.checkpoints, self._resumed_step)
-                self.sizes = BatchSizes.of(self.config, position)
-
-    def _other_weights(self) -> Weights | None:
-        """Weights from elsewhere, read before this run writes anything; None if this run resumes, except with LoRA."""
-        resumes = self._resumed_step is not None and self.config.lora.rank is None
-        if self.config.checkpoint.init_from is None or resumes:
-            return None
-        return self.saver.restore_weights(self.config.checkpoint.init_from)
-
-    def _first_state(self) -> TrainState:
-        weights, self._first_weights = self._first_weights, None
-        if self._resumed_step is not None:
-            with self._damage_reported(self._resumed_step):
-                state = self.saver.restore(self.checkpoints, self._resumed_step)
-            if self.config.lora.rank and weights is not None:  # the base of its adapters
-                state = self.saver.with_weights(state, (weights[0], {}))
-                self.saver.compare_base(self.checkpoints, self._resumed_step)
-            return state
-        if weights is None:
-            return self.program.init_state()
-        return self.saver.with_weights(self.program.init_state(params=False), weights)
-
-    @contextlib.contextmanager
-    def _damage_reported(self, step: int):
-        """Turns orbax's errors about a damaged checkpoint into a sentence that names the newest readable one."""
-        try:
-            yield
-        except (UserError, jax.errors.JaxRuntimeError):  # the latter: for example, out of memory
-            raise
-        except Exception as error:
-            older = (good for good in reversed(complete_steps(self.run_dir)) if good < step and self._reads(good))
-            good = next(older, None)
-            cure = "choose another run.dir, or remove that directory to start from step 0"
-            if good is not None:
-                cure = f"set checkpoint.resume_step={good} to resume from the newest readable one"
-            path = self.checkpoints.directory / str(step)
-            raise InputError(f"the checkpoint {path} is damaged ({reason(error)}): {cure}.") from None
-
-    def _reads(self, step: int) -> bool:
-        try:
-            if not has_optimizer_state(self.checkpoints.describe(step)):
-                return False
-            self.saver.restore(self.checkpoints, step)
-        except (UserError, jax.errors.JaxRuntimeError):
-            raise
-        except Exception:
-            return False
-        return True
+    def compile(self) -> None:
+        """Start to compile the steps in a thread; meanwhile the state and the first batch can be read."""
+        if self._compiling is None and not self._compiled_steps:
+            sizes = self.sizes.sizes(self.step, self.config.run.steps)
+            thread = ThreadPoolExecutor(1)
+            self._compiling = thread.submit(compile_steps, self.program, sizes, self._note)
+            thread.shutdown(wait=False)
 
     def next_batch(self) -> dict[str, jax.Array]:
         """The batch of the next step; the position in the data depends on the step only."""
@@ -183,9 +119,12 @@ class Trainer:
     def train_step(self, batch: dict[str, jax.Array]) -> dict[str, jax.Array]:
         """One step on `batch`; the metrics are still on the device."""
         microbatches = len(batch["tokens"])
+        self.program.local.check_fields(batch)
         if microbatches not in self._compiled_steps:
-            start, sizes = time.perf_counter(), self.sizes.sizes(self.step, self.config.run.steps)
-            self._compiled_steps = compile_steps(self.program, self.state, batch, sizes, self._note)
+            start = time.perf_counter()
+            self.compile()
+            assert self._compiling is not None
+            self._compiled_steps = self._compiling.result()
             self.compile_seconds = time.perf_counter() - start
             keep_autotuning(self.config)
         self.state, metrics = self._compiled_steps[microbatches](self.state, batch)
@@ -253,9 +192,9 @@ class Trainer:
             return
         if self._state is not None:
             raise InputError(f"another process trained in {self.run_dir} meanwhile: build the Trainer again.")
-        self._find_start()
         self.checkpoints.reload()
-        self._compare()
+        self._start.find()
+        self._begin()
 
     def _before_save(self) -> None:
         self._check_lock()
@@ -272,10 +211,10 @@ class Trainer:
             return
         self._lock()
         if self._state is None:
-            if self._resumed_step is not None:
+            if self._start.resumed_step is not None:
                 logs.say(f"resuming from the checkpoint of step {self.step} in {self.checkpoints.directory}")
-                self.saver.warn_of_another_rate(self.checkpoints, self._resumed_step)
-            self._state = self._first_state()
+                self.saver.warn_of_another_rate(self.checkpoints, self._start.resumed_step)
+            self._state = self._start.state()
         on_first_process(self._record)
         if self.exports is not None:
             on_first_process(self.exports.check_directory)
@@ -293,7 +232,7 @@ class Trainer:
             path = run_record.set_aside(self.run_dir, start, later)
             logs.say(f"checkpoints after step {start} were set aside in {path}")
         run_record.write_config(self.run_dir, self.config, start)
-        if self._resumed_step is None:
+        if self._start.resumed_step is None:
             run_record.keep_model_files(self.run_dir, self.config)
         run_record.keep_tokenizer(self.run_dir, self.config)
 
@@ -308,9 +247,10 @@ class Trainer:
                 return DONE
             about_data = describe_data(self.config, self.data, self.sizes)
             logs.say(summary(self.program, self.flags, about_data, self.sizes))
+            self.progress = logs.Progress(self.step, self.config.run.steps, self.writer)
+            self.compile()
             self._start_writing()
             log = logs.MetricsLog(self.config, self.step, self.writer)
-            self.progress = logs.Progress(self.step, self.config.run.steps, self.writer)
             with self._stop:
                 return self._run(log)
         finally:
