@@ -86,6 +86,16 @@ def keep_autotuning(config: Config) -> None:
         kept.with_suffix(".tmp").replace(kept)
 
 
+def keep_compiled(config: Config) -> None:
+    """Keep compiled programs in `run.compilation_cache`, for restarts; call it before jax starts.
+
+    jax names a program by its HLO, the flags and the versions, so another config never gets an older program.
+    """
+    if config.run.compilation_cache != "none" and not os.environ.get("JAX_COMPILATION_CACHE_DIR"):
+        os.environ["JAX_COMPILATION_CACHE_DIR"] = str(Path(config.run.compilation_cache).absolute())
+        os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
+
+
 def prepare_environment(config: Config) -> list[str]:
     """Set the flags and variables that the user has not set, and return them as `--flag=value` and `NAME=value`.
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from megajax.config.cli import parse_command_line
 from megajax.console import user_errors
-from megajax.runtime import prepare_environment, process_start_time
+from megajax.runtime import keep_compiled, prepare_environment, process_start_time
 
 
 def main(argv: list[str]) -> int:
@@ -15,6 +15,7 @@ def main(argv: list[str]) -> int:
     with user_errors(), _interrupts_end_the_process():
         config = parse_command_line(argv, "megajax.train")
         flags = prepare_environment(config)
+        keep_compiled(config)
 
         # jax reads its environment when it starts, so modules that import it are imported here.
         from megajax.mesh import start_processes

@@ -53,6 +53,12 @@ class RunConfig(Section):
     deterministic: bool = Field(
         default=False, description="Repeated runs on the same mesh give the same numbers, bit for bit."
     )
+    compilation_cache: Text = derived(
+        lambda run: f"{run['dir']}/compilation_cache",
+        "<run.dir>/compilation_cache",
+        "Directory of compiled programs, which a restart reads instead of compiling; none: no cache. The environment's"
+        " JAX_COMPILATION_CACHE_DIR has precedence.",
+    )
     max_nonfinite_steps: Count = Field(
         default=20,
         description="Stop after more than this many skipped steps in a row (loss or gradient not finite).",

@@ -1,10 +1,13 @@
-"""A run's compiled train steps, one for each number of microbatches."""
+"""A run's compiled train steps, one for each number of microbatches, and the directory that keeps them."""
 
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import jax
+from jax._src import compilation_cache
 
+from megajax.config import Config
 from megajax.errors import InputError
 from megajax.plan.compile import memory_of
 from megajax.training.step import TrainProgram
@@ -31,6 +34,18 @@ def compile_steps(
         if size != sizes[0]:
             check_memory(steps[microbatches], size, program)
     return steps
+
+
+def remove_damaged_programs(config: Config) -> None:
+    """Remove the files of `run.compilation_cache` that cannot be read, such as one whose writer was killed.
+
+    jax ignores them, but would neither replace them nor stop warning.
+    """
+    for path in Path(config.run.compilation_cache).glob("*-cache"):
+        try:
+            compilation_cache.decompress_executable(path.read_bytes())
+        except Exception:  # of the library that compresses
+            path.unlink(missing_ok=True)
 
 
 def check_memory(step: jax.stages.Compiled, size: int, program: TrainProgram) -> None:

@@ -24,7 +24,7 @@ from megajax.mesh import build_mesh
 from megajax.runtime import keep_autotuning, prepare_environment
 from megajax.training import logs, run_record
 from megajax.training.batches import batches
-from megajax.training.compiled_steps import compile_steps
+from megajax.training.compiled_steps import compile_steps, remove_damaged_programs
 from megajax.training.exports import Exports
 from megajax.training.meter import Meter
 from megajax.training.profiling import Profile
@@ -248,6 +248,7 @@ class Trainer:
             about_data = describe_data(self.config, self.data, self.sizes)
             logs.say(summary(self.program, self.flags, about_data, self.sizes))
             self.progress = logs.Progress(self.step, self.config.run.steps, self.writer)
+            on_first_process(lambda: remove_damaged_programs(self.config))
             self.compile()
             self._start_writing()
             log = logs.MetricsLog(self.config, self.step, self.writer)

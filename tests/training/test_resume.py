@@ -7,6 +7,7 @@ import time
 
 import jax
 import pytest
+from jax._src.compilation_cache import decompress_executable
 
 from megajax.errors import InputError
 from megajax.training.loop import Trainer
@@ -136,3 +137,21 @@ def test_a_run_does_not_go_on_as_another_one(tmp_path, make_config, change):
     key, value = change.split("=")
     with pytest.raises(InputError, match=f"{key}=.* {value}"):
         Trainer(make_config(f"run.dir={tmp_path}", "run.steps=2", change), jax.devices()[:1])
+
+
+def test_a_restart_reads_its_compiled_step_and_replaces_a_damaged_one(tmp_path, start):
+    short = ("run.steps=2", "run.checkpoint_interval=1", "run.eval_steps=0", f"run.dir={tmp_path / 'run'}")
+    cache = tmp_path / "run" / "compilation_cache"
+    first = start(*short, JAX_COMPILATION_CACHE_DIR="")
+    assert first.finish() == 0, first.output
+    (kept,) = cache.glob("jit__train_step-*")
+    whole = kept.read_bytes()
+    kept.write_bytes(whole[: len(whole) // 2])  # as if the process had been killed while it wrote
+
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "2")
+    again = start(*short, JAX_COMPILATION_CACHE_DIR="")
+    assert again.finish() == 0, again.output
+    assert "cache" not in again.output
+    assert decompress_executable(kept.read_bytes())
+    # Nothing was compiled twice: the program of the restart has the name of the first one.
+    assert list(cache.glob("jit__train_step-*")) == [kept]
