@@ -1,16 +1,23 @@
 """The mesh of six named axes, and the start of several processes."""
 
+import contextlib
+import functools
 import math
 import os
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
+from jax._src import distributed
 from jax.sharding import AxisType, Mesh
+from jaxlib import _jax  # type: ignore[attr-defined]
 
 from megajax.config import AXES
 from megajax.errors import ConfigError
+
+JOIN_SECONDS = 300  # all processes of a run start within this time
 
 
 def build_mesh(sizes: Mapping[str, int], devices: Sequence[Any] | None = None) -> Mesh:
@@ -57,6 +64,7 @@ def start_processes(environment: Mapping[str, str] = os.environ) -> None:
 
     Explicit variables have precedence (JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES, JAX_PROCESS_ID), then Slurm's
     (SLURM_NTASKS > 1) and Open MPI's (OMPI_COMM_WORLD_SIZE > 1), which jax reads itself. One process needs nothing.
+    Raises ConfigError for variables that do not fit, and if a process does not come within JOIN_SECONDS.
     """
     explicit = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
     given = [name for name in explicit if name in environment]
@@ -70,12 +78,53 @@ def start_processes(environment: Mapping[str, str] = os.environ) -> None:
                 f"JAX_NUM_PROCESSES={count} and JAX_PROCESS_ID={index} do not fit: "
                 "the ids are 0 to the number of processes - 1."
             )
-        jax.distributed.initialize(address, int(count), int(index))
+        _join(address, int(count), int(index))
     elif int(environment.get("SLURM_NTASKS", "1")) > 1 or int(environment.get("OMPI_COMM_WORLD_SIZE", "1")) > 1:
         try:
-            jax.distributed.initialize()
+            _join()
+        except ConfigError:
+            raise
         except (ValueError, RuntimeError) as error:
             raise ConfigError(
                 f"the environment has several processes, but jax could not join them ({str(error).splitlines()[0]}): "
                 f"start the processes with srun or mpirun, or set {', '.join(explicit)}."
             ) from None
+
+
+def _join(*arguments: Any) -> None:
+    """`jax.distributed.initialize(*arguments)`; ConfigError if a process does not come."""
+    state = distributed.global_state
+    try:
+        with _timeouts_are_errors():
+            jax.distributed.initialize(*arguments, initialization_timeout=JOIN_SECONDS + 5)
+    except RuntimeError:
+        if state.client is None:  # before the processes tried to meet
+            raise
+        reason = ""
+        try:
+            state.client.shutdown()
+        except jax.errors.JaxRuntimeError as error:
+            reason = str(error)
+        state.client = None  # else jax shuts it down again at exit, with a traceback
+        jax.distributed.shutdown()
+        missing = re.search(r"timed out task names:\s*((?:\d+\s+)+)", reason)
+        who = ", ".join(sorted(missing[1].split(), key=int)) if missing else "0, or another one,"
+        raise ConfigError(
+            f"process {who} of {state.num_processes} did not come to {state.coordinator_address} within "
+            f"{JOIN_SECONDS} s: look at its output, and at the address and port, which every host must reach."
+        ) from None
+
+
+@contextlib.contextmanager
+def _timeouts_are_errors() -> Iterator[None]:
+    """Make jax raise an error that names the missing processes; by default it aborts this process with a C++ trace.
+
+    The coordinator knows who is missing, so its time ends before that of the processes that wait for it.
+    """
+    service, client = _jax.get_distributed_runtime_service, _jax.get_distributed_runtime_client
+    _jax.get_distributed_runtime_service = functools.partial(service, cluster_register_timeout=JOIN_SECONDS)
+    _jax.get_distributed_runtime_client = functools.partial(client, missed_heartbeat_callback=lambda *_: None)
+    try:
+        yield
+    finally:
+        _jax.get_distributed_runtime_service, _jax.get_distributed_runtime_client = service, client

@@ -19,9 +19,13 @@ def main(argv: list[str]) -> int:
 
         # jax reads its environment when it starts, so modules that import it are imported here.
         from megajax.mesh import start_processes
-        from megajax.training.loop import Trainer
+        from megajax.start_checks import check_processes
 
         start_processes()
+        check_processes(config)
+
+        from megajax.training.loop import Trainer
+
         return Trainer(config, flags=flags, start_time=process_start_time()).run()
 
 

@@ -9,7 +9,7 @@ from jax.sharding import AxisType
 
 from megajax.config.fields import BATCH_AXES
 from megajax.errors import ConfigError
-from megajax.mesh import AXES, build_mesh, mesh_sizes, start_processes, within_processes
+from megajax.mesh import AXES, JOIN_SECONDS, build_mesh, mesh_sizes, start_processes, within_processes
 
 ONE = dict.fromkeys(AXES, 1)
 
@@ -70,19 +70,20 @@ def initialized(monkeypatch):
     return calls
 
 
+TIMEOUT = {"initialization_timeout": JOIN_SECONDS + 5}
 EXPLICIT = {"JAX_COORDINATOR_ADDRESS": "host:1234", "JAX_NUM_PROCESSES": "4", "JAX_PROCESS_ID": "3"}
 
 
 @pytest.mark.parametrize("extra", [{}, {"SLURM_NTASKS": "9"}, {"OMPI_COMM_WORLD_SIZE": "9"}], ids=str)
 def test_explicit_variables_name_the_coordinator_and_win(initialized, extra):
     start_processes({**extra, **EXPLICIT})
-    assert initialized == [(("host:1234", 4, 3), {})]
+    assert initialized == [(("host:1234", 4, 3), TIMEOUT)]
 
 
 @pytest.mark.parametrize("environment", [{"SLURM_NTASKS": "2"}, {"OMPI_COMM_WORLD_SIZE": "2"}], ids=str)
 def test_slurm_and_open_mpi_are_left_to_jax(initialized, environment):
     start_processes(environment)
-    assert initialized == [((), {})]
+    assert initialized == [((), TIMEOUT)]
 
 
 @pytest.mark.parametrize(

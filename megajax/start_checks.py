@@ -1,0 +1,257 @@
+"""Checks between the processes of a run before anything is compiled: the same code, packages and config, and GPUs of
+their own.
+
+Each process posts its facts, a small JSON object, to the key-value store of jax's coordinator; process 0 compares them
+and publishes one sentence. A process costs two messages, so thousands of them are checked in seconds.
+"""
+
+import ctypes
+import hashlib
+import json
+import platform
+import socket
+import time
+import uuid
+import warnings
+from collections.abc import Callable, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+from jax._src import distributed  # jax has no public functions for its key-value store
+
+from megajax.config import Config
+from megajax.config.tree import show
+from megajax.errors import ConfigError, InputError
+
+PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "megajax")
+ANSWER_SECONDS = 120  # all processes have joined before, so each answers within seconds
+
+
+class Facts(NamedTuple):
+    """One process: what it runs, and its GPUs by UUID (`gpus`: those that it uses, `visible`: those that CUDA has)."""
+
+    host: str
+    versions: dict[str, str]
+    code: str
+    config: dict[str, Any]
+    gpus: list[str]
+    visible: list[str]
+
+
+def check_processes(config: Config) -> None:
+    """Compare the processes of this run; call it after `start_processes`. One process has nothing to compare.
+
+    Raises ConfigError, with the same sentence on every process.
+    """
+    if jax.distributed.is_initialized() and distributed.global_state.num_processes > 1:
+        problem = decide("start", json.dumps(own_facts(config)), _problem_of_answers)
+        if problem:
+            raise ConfigError(problem)
+
+
+def decide(name: str, value: str, judge: Callable[[list[str]], str]) -> str:
+    """`judge(the values of all processes)`, called on process 0, its result on every process.
+
+    Works before jax's backend has started. Raises InputError if a process does not answer within ANSWER_SECONDS.
+    """
+    state = distributed.global_state
+    client, count, prefix = state.client, state.num_processes, f"megajax/{name}"
+    assert client is not None
+    if state.process_id != 0:
+        client.key_value_set(f"{prefix}/{state.process_id}", value)
+        verdict = _answer(f"{prefix}/verdict", 2 * ANSWER_SECONDS)
+        if verdict is None:
+            raise InputError(f"process 0 did not answer within {2 * ANSWER_SECONDS} s: look at its output.")
+        return json.loads(verdict)
+    end = time.monotonic() + ANSWER_SECONDS
+    answers = [value, *(_answer(f"{prefix}/{i}", max(0.1, end - time.monotonic())) for i in range(1, count))]
+    silent = [str(i) for i, answer in enumerate(answers) if answer is None]
+    verdict = f"process {', '.join(silent)} joined and did not answer within {ANSWER_SECONDS} s: look at its output."
+    if not silent:
+        verdict = judge([answer for answer in answers if answer is not None])
+    client.key_value_set(f"{prefix}/verdict", json.dumps(verdict))
+    if silent:
+        raise InputError(verdict)
+    return verdict
+
+
+def _answer(key: str, seconds: float) -> str | None:
+    """The value of a key that another process sets; None if it does not come in time."""
+    client = distributed.global_state.client
+    assert client is not None
+    try:
+        return client.blocking_key_value_get(key, int(1000 * seconds))
+    except jax.errors.JaxRuntimeError:
+        return None
+
+
+def own_facts(config: Config) -> Facts:
+    """The facts of this process."""
+    platforms = jax.config.values["jax_platforms"] or "cuda"
+    visible = cuda_devices() if {"cuda", "gpu"} & set(platforms.split(",")) else []
+    return Facts(
+        host=socket.gethostname(),
+        versions={"Python": platform.python_version(), **{name: _version(name) for name in PACKAGES}},
+        code=code_hash(),
+        config=config.model_dump(mode="json"),
+        gpus=used_devices(visible, jax.config.values["jax_cuda_visible_devices"]),
+        visible=visible,
+    )
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:  # megajax from its source directory
+        return "not installed"
+
+
+def code_hash(package: Path = Path(__file__).parent) -> str:
+    """A short hash of the names and contents of a package's Python files."""
+    total = hashlib.sha256()
+    for path in sorted(package.rglob("*.py")):
+        content = path.read_bytes()
+        total.update(f"{path.relative_to(package).as_posix()} {len(content)} ".encode() + content)
+    return total.hexdigest()[:12]
+
+
+def used_devices(visible: Sequence[str], jax_visible: str) -> list[str]:
+    """The devices that jax uses: jax_cuda_visible_devices is "all", or numbers of visible devices, comma-separated.
+
+    `jax.distributed.initialize` sets it: from JAX_LOCAL_DEVICE_IDS; else, under Slurm and Open MPI, to the process's
+    number on its host; else all processes use all devices.
+    """
+    if jax_visible == "all":
+        return list(visible)
+    return [visible[int(number)] for number in jax_visible.split(",") if int(number) < len(visible)]
+
+
+def cuda_devices() -> list[str]:
+    """UUIDs of the devices that CUDA shows this process, in its order; empty without CUDA.
+
+    The driver itself is asked, because CUDA_VISIBLE_DEVICES, CUDA_DEVICE_ORDER, MIG and containers change the list.
+    """
+    try:
+        cuda = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return []
+    count, device, identity = ctypes.c_int(), ctypes.c_int(), ctypes.create_string_buffer(16)
+    if cuda.cuInit(0) or cuda.cuDeviceGetCount(ctypes.byref(count)):
+        return []
+    found = []
+    for index in range(count.value):
+        if cuda.cuDeviceGet(ctypes.byref(device), index) or cuda.cuDeviceGetUuid_v2(identity, device):
+            return []
+        found.append(f"GPU-{uuid.UUID(bytes=identity.raw)}")
+    return found
+
+
+def _problem_of_answers(answers: list[str]) -> str:
+    everyone = [Facts(*json.loads(answer)) for answer in answers]
+    problem = find_problem(everyone)
+    unused = "" if problem else unused_gpus(everyone)
+    if unused:
+        warnings.warn(unused, stacklevel=2)
+    return problem
+
+
+def find_problem(everyone: Sequence[Facts]) -> str:
+    """The first difference between the processes that would stop the run or spoil it, as a sentence; or ""."""
+    return _other_code(everyone) or _other_config(everyone) or _same_gpu(everyone) or _other_number(everyone)
+
+
+def _other_code(everyone: Sequence[Facts]) -> str:
+    for package, version in everyone[0].versions.items():
+        if others := [i for i, facts in enumerate(everyone) if facts.versions.get(package) != version]:
+            other = everyone[others[0]].versions.get(package, "not installed")
+            return (
+                f"{package} is {other} in {_named(everyone, others)} and {version} in {_named(everyone, [0])}: "
+                "install the same packages everywhere (constraints.txt)."
+            )
+    code = everyone[0].code
+    if others := [i for i, facts in enumerate(everyone) if facts.code != code]:
+        return (
+            f"megajax's code in {_named(everyone, others)} differs from that in {_named(everyone, [0])} (hashes "
+            f"{everyone[others[0]].code} and {code}): start all processes from the same files."
+        )
+    return ""
+
+
+def _other_config(everyone: Sequence[Facts]) -> str:
+    mine = _flat(everyone[0].config)
+    others = [i for i, facts in enumerate(everyone) if facts.config != everyone[0].config]
+    if not others:
+        return ""
+    theirs = _flat(everyone[others[0]].config)
+    keys = [key for key in {**mine, **theirs} if mine.get(key) != theirs.get(key)]
+    shown = [f"{key}={show(theirs.get(key))} instead of {show(mine.get(key))}" for key in keys[:8]]
+    shown += [f"{len(keys) - 8} more keys"] if len(keys) > 8 else []
+    return (
+        f"{_named(everyone, others)} {'has' if len(others) == 1 else 'have'} another config than "
+        f"{_named(everyone, [0])} ({'; '.join(shown)}): start every process with the same config and overrides."
+    )
+
+
+def _flat(tree: Any, path: str = "") -> dict[str, Any]:
+    if not isinstance(tree, dict) or not tree:
+        return {path: tree}
+    below = (_flat(value, f"{path}.{key}" if path else key) for key, value in tree.items())
+    return {key: value for part in below for key, value in part.items()}
+
+
+def _same_gpu(everyone: Sequence[Facts]) -> str:
+    users: dict[str, list[int]] = {}
+    for i, facts in enumerate(everyone):
+        for gpu in facts.gpus:
+            users.setdefault(gpu, []).append(i)
+    shared = [gpu for gpu, found in users.items() if len(found) > 1]
+    if not shared:
+        return ""
+    first, second = users[shared[0]][:2]
+    return (
+        f"process {first} and process {second} on {everyone[first].host} use the same GPU ({shared[0]}; "
+        f"{len(shared)} of {len(users)} GPUs have two users): give each process its own with "
+        "JAX_LOCAL_DEVICE_IDS or CUDA_VISIBLE_DEVICES, or start one process on a host."
+    )
+
+
+def _other_number(everyone: Sequence[Facts]) -> str:
+    gpus = len(everyone[0].gpus)
+    if others := [i for i, facts in enumerate(everyone) if len(facts.gpus) != gpus]:
+        return (
+            f"{_named(everyone, others)} {'has' if len(others) == 1 else 'have'} {len(everyone[others[0]].gpus)} GPUs "
+            f"and {_named(everyone, [0])} has {gpus}: use hosts with the same number of working GPUs, or give each "
+            "process the same number with JAX_LOCAL_DEVICE_IDS."
+        )
+    hosts = [facts.host for facts in everyone]
+    counts = {host: gpus * hosts.count(host) for host in dict.fromkeys(hosts)}
+    odd = next((host for host in counts if counts[host] != counts[hosts[0]]), None)
+    if odd is None:
+        return ""
+    return (
+        f"the run uses {counts[odd]} GPUs of host {odd} and {counts[hosts[0]]} of host {hosts[0]}: use the same number "
+        "of GPUs, so of processes, on every host."
+    )
+
+
+def unused_gpus(everyone: Sequence[Facts]) -> str:
+    """A warning about the first host with GPUs that CUDA shows and no process uses; or ""."""
+    for host in dict.fromkeys(facts.host for facts in everyone):
+        here = [facts for facts in everyone if facts.host == host]
+        visible = {gpu for facts in here for gpu in facts.visible}
+        used = {gpu for facts in here for gpu in facts.gpus}
+        if visible - used:
+            numbers = ",".join(map(str, range(len(here[0].visible))))
+            return (
+                f"host {host} has {len(visible)} GPUs and the run uses {len(used)} of them: start a process for each, "
+                f"or set JAX_LOCAL_DEVICE_IDS={numbers} for one process on a host."
+            )
+    return ""
+
+
+def _named(everyone: Sequence[Facts], processes: Sequence[int]) -> str:
+    """ "process 3 on host b and 2 more" """
+    more = f" and {len(processes) - 1} more" if len(processes) > 1 else ""
+    return f"process {processes[0]} on {everyone[processes[0]].host}{more}"
