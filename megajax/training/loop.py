@@ -110,6 +110,10 @@ class Trainer:
             self._compiling = thread.submit(compile_steps, self.program, sizes, self._note)
             thread.shutdown(wait=False)
 
+    def _reserve_host_memory(self) -> None:
+        if self.config.run.checkpoint_interval:  # else nothing trains during a save
+            self.saver.reserve_host_memory()
+
     def next_batch(self) -> dict[str, jax.Array]:
         """The batch of the next step; the position in the data depends on the step only."""
         if self._train_batches is None:
@@ -250,7 +254,10 @@ class Trainer:
             self.progress = logs.Progress(self.step, self.config.run.steps, self.writer)
             on_first_process(lambda: remove_damaged_programs(self.config))
             self.compile()
-            self._start_writing()
+            with ThreadPoolExecutor(1) as thread:
+                reserved = thread.submit(self._reserve_host_memory)
+                self._start_writing()
+            reserved.result()
             log = logs.MetricsLog(self.config, self.step, self.writer)
             with self._stop:
                 return self._run(log)

@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from megajax.checkpoint import Checkpoints, complete_steps, restore_model
+from megajax.checkpoint import Checkpoints, complete_steps, host_memory, restore_model
 from megajax.checkpoint.manager import (
     compare_descriptions,
     describe_lora,
@@ -92,6 +92,11 @@ class StateSaver:
         canonical = self._to_canonical(replace(state, frozen={}))
         samples = samples_before(self.program.config, step) if samples is None else samples
         checkpoints.save(step, _as_tree(canonical), self.description(step) | {"samples_consumed": samples})
+
+    def reserve_host_memory(self) -> None:
+        """Allocate the pinned host memory that `save` needs, before training; it needs no state yet."""
+        kept = replace(self._canonical_abstract, frozen={})
+        host_memory.reserve(kept if self.program.config.checkpoint.save_optimizer else replace(kept, optimizer=None))
 
     def require_optimizer_state(self, checkpoints: Checkpoints, step: int) -> None:
         """Raise InputError if a checkpoint has weights only, before any array is read."""

@@ -1,0 +1,32 @@
+"""Pinned host memory for asynchronous saves."""
+
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import SingleDeviceSharding
+
+PINNED = "pinned_host"
+
+
+def reserve(tree: Any) -> None:
+    """Let this process allocate the pinned host memory that a save of `tree` needs; jax keeps it for later copies.
+
+    `tree` has arrays or `ShapeDtypeStruct`s with shardings. CUDA pins about 2 GB/s and no kernel starts meanwhile, so
+    this belongs before the first step and not into the first save. Only on GPUs.
+    """
+    copies = []
+    for number, array in enumerate(jax.tree.leaves(tree)):
+        holders: dict[str, list[Any]] = {}
+        for device, index in array.sharding.devices_indices_map(array.shape).items():
+            holders.setdefault(str(index), []).append(device)
+        empty = np.zeros(array.sharding.shard_shape(array.shape), array.dtype)
+        for replicas in holders.values():  # orbax divides their copies among the replicas
+            device = replicas[number % len(replicas)]
+            if device.process_index == jax.process_index() and _has_pinned_memory(device):
+                copies.append(jax.device_put(empty, SingleDeviceSharding(device, memory_kind=PINNED)))
+    jax.block_until_ready(copies)
+
+
+def _has_pinned_memory(device: Any) -> bool:
+    return device.platform == "gpu" and any(memory.kind == PINNED for memory in device.addressable_memories())
