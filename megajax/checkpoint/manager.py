@@ -17,28 +17,15 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 
-from megajax.config import Config, ModelConfig
-from megajax.config.fields import shortest_pattern
+from megajax.checkpoint.description import compare_descriptions, describe_model
+from megajax.config import ModelConfig
 from megajax.config.kinds import MOE
-from megajax.config.model_schema import RopeScaling, RouterConfig
-from megajax.config.tree import show
 from megajax.errors import InputError, UserError
-from megajax.model.lora import is_adapter, targets
+from megajax.model.lora import is_adapter
 
 EXPERTS = "experts"  # name of the MoE layers' state in a checkpoint
 SUBDIRECTORY = "checkpoints"
 LARGE_LAYER = 2**18  # bytes of a layer in one device's shard
-# Router keys that change the network's function; the others only balance the load in training.
-ROUTER_OF_NETWORK = (
-    "score_function",
-    "pre_softmax",
-    "normalise",
-    "scaling_factor",
-    "num_groups",
-    "groups_per_token",
-    "logit_bias",
-    "expert_bias",
-)
 
 
 @dataclass(frozen=True)
@@ -169,27 +156,6 @@ def reason(error: BaseException) -> str:
     return next((reason for reason in known if reason in text), text.splitlines()[0][:200])
 
 
-def describe_model(model: ModelConfig) -> dict[str, Any]:
-    """The settings that define the network; training rates are excluded, since they may change between runs."""
-    training_only = {"dropout", "init_std", "depth_scaled_init", "z_loss"}
-    description = model.model_dump(mode="json", exclude=training_only)
-    router = description.pop("router")
-    if model.num_experts is None:  # the form of dense models' descriptions before experts existed
-        return {name: value for name, value in description.items() if "expert" not in name}
-    return description | {f"router.{name}": router[name] for name in ROUTER_OF_NETWORK}
-
-
-def has_optimizer_state(description: Mapping[str, Any]) -> bool:
-    """Whether a checkpoint has optimizer state, and not only weights. Descriptions older than the key have no entry."""
-    return description.get("optimizer_state", True)
-
-
-def describe_lora(config: Config) -> dict[str, Any]:
-    """The settings that define the adapters; empty without any."""
-    lora = config.lora
-    return {"rank": lora.rank, "alpha": lora.alpha, "targets": targets(config)} if lora.rank else {}
-
-
 def complete_steps(run_dir: str | Path) -> list[int]:
     """The steps of a run directory's complete checkpoints, oldest first; nothing is created."""
     return sorted(int(path.name) for path in (Path(run_dir) / SUBDIRECTORY).glob("*") if path.name.isdigit())
@@ -211,30 +177,6 @@ def find_checkpoint(path: str | Path, setting: str, location: str = "") -> tuple
     if one and int(given.name) not in steps:
         raise InputError(f"{shown} does not exist: {run_dir} has checkpoints of steps {', '.join(map(str, steps))}.")
     return run_dir, int(given.name) if one else steps[-1]
-
-
-def compare_descriptions(
-    saved: dict[str, Any], mine: dict[str, Any], checkpoint: str, keys: tuple[str, ...], other: str
-) -> None:
-    """Raise InputError if a checkpoint's description differs from this run's in one of `keys`.
-
-    `checkpoint` names it in the error, `other` the correction besides changing the key.
-    """
-    # A checkpoint that is older than a model key was saved with the key's default.
-    defaults = {"model": {name: field.default for name, field in ModelConfig.model_fields.items()}}
-    defaults["model"] |= {f"router.{name}": field.default for name, field in RouterConfig.model_fields.items()}
-    for key in keys:
-        for name in {**saved[key], **mine[key]}:
-            theirs, ours = saved[key].get(name, defaults.get(key, {}).get(name)), mine[key].get(name)
-            if name == "rope_scaling" and theirs:  # older checkpoints lack the keys of newer kinds
-                theirs = RopeScaling.model_validate(theirs).model_dump(mode="json")
-            if name == "layer_pattern" and theirs:  # older checkpoints have the pattern as the user wrote it
-                theirs = list(shortest_pattern(tuple(theirs), saved[key]["num_layers"]))
-            if theirs != ours:
-                raise InputError(
-                    f"{checkpoint} was saved with {key}.{name}={show(theirs)}, but this run has {show(ours)}: "
-                    f"set {key}.{name}={show(theirs)}, or {other}."
-                )
 
 
 def restore_model(

@@ -5,6 +5,19 @@ from typing import Any, NamedTuple
 from megajax.config.schema import Config
 from megajax.config.sentences import format_keys, value, warn
 
+# Besides the model, a checkpoint's description has these.
+COMPARED_ON_RESUME = (
+    "model",
+    "optimizer.kind",
+    "optimizer.beta1",
+    "run.seed",
+    "batch.sequence_length",
+    "lora.rank",
+    "lora.alpha",
+    "lora.targets",
+    *(f"data.{name}" for name in ("kind", "train", "stages", "split", "order", "train_samples")),
+)
+
 
 class Rule(NamedTuple):
     """Keys that are not read because of another one."""
@@ -21,6 +34,15 @@ def warn_without_effect(config: Config) -> None:
             if config.where(key) != "default" and value(config, key) != _default(config, key):
                 problem = f"{format_keys(config, key)} has no effect with {format_keys(config, reason)}"
                 warn(config, problem, "remove it", key)
+    allowed = "checkpoint.allow_changes"
+    for entry in config.checkpoint.allow_changes:
+        if not any(_within(key, entry) for key in COMPARED_ON_RESUME) and not _within(entry, "model"):
+            problem = f"{allowed} names {entry}, which any resumed run may change"
+            warn(config, problem, "remove it", allowed)
+
+
+def _within(key: str, section: str) -> bool:
+    return f"{key}.".startswith(f"{section}.")
 
 
 def ignores_decay_steps(config: Config) -> bool:

@@ -35,8 +35,17 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     except ValidationError as error:
         raise ConfigError(_sentence(error, tree, str(path))) from None
     config._locations.update(tree.locations)
+    _check_allowed_changes(config)
     check(config)
     return config
+
+
+def _check_allowed_changes(config: Config) -> None:
+    """Raise ConfigError for a name in `checkpoint.allow_changes` that is neither a key nor a section."""
+    key, known = "checkpoint.allow_changes", [name for name, _ in keys()]
+    for entry in config.checkpoint.allow_changes:
+        if not any(f"{name}.".startswith(f"{entry}.") for name in known):
+            raise ConfigError(f"{key} names {entry}, which is no config key ({config.where(key)}): {suggestion(entry)}")
 
 
 def _drop_removed_key(tree: Tree) -> None:

@@ -216,6 +216,12 @@ class CheckpointConfig(Section):
     resume_step: Count | None = Field(
         default=None, description="Go back to the checkpoint of this step, once; null: resume from the newest."
     )
+    allow_changes: tuple[Text, ...] = Field(
+        default=(),
+        strict=False,
+        description="Keys or sections, such as data.train or data, that may differ from the checkpoint of a resumed run"
+        " though they change its numbers.",
+    )
     export_hf: ExportConfig = Field(
         default_factory=ExportConfig, description="Folders in Hugging Face's format, written while training continues."
     )

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 
-from megajax.checkpoint.manager import compare_descriptions, describe_model
+from megajax.checkpoint.description import compare_descriptions, describe_model
 from megajax.config import ModelConfig
 from megajax.config.tree import show
 from megajax.errors import ConfigError, InputError

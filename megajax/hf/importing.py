@@ -8,7 +8,8 @@ import jax.numpy as jnp
 from jax.sharding import SingleDeviceSharding
 
 from megajax.checkpoint import Checkpoints
-from megajax.checkpoint.manager import describe_model, saved_layer_state
+from megajax.checkpoint.description import describe_model
+from megajax.checkpoint.manager import saved_layer_state
 from megajax.config import Config
 from megajax.data.tokenizers import files_in, keep_tokenizer, kept_name, load_tokenizer
 from megajax.errors import InputError

@@ -217,6 +217,8 @@ class Trainer:
         if self._state is None:
             if self._start.resumed_step is not None:
                 logs.say(f"resuming from the checkpoint of step {self.step} in {self.checkpoints.directory}")
+                for change in self._start.allowed:
+                    logs.say(f"let through by checkpoint.allow_changes: {change}")
                 self.saver.warn_of_another_rate(self.checkpoints, self._start.resumed_step)
             self._state = self._start.state()
         on_first_process(self._record)

@@ -7,7 +7,7 @@ from pathlib import Path
 import jax
 
 from megajax.checkpoint import Checkpoints, complete_steps, reason
-from megajax.checkpoint.manager import has_optimizer_state
+from megajax.checkpoint.description import Difference, has_optimizer_state
 from megajax.config.batch_schedule import BatchSizes
 from megajax.errors import InputError, UserError
 from megajax.training import run_record
@@ -19,7 +19,8 @@ class Start:
     """The checkpoint from which a run resumes, if there is one, and the first state.
 
     resumed_step: the checkpoint's step or None; step: the same or 0; sizes: the sequences of each step from `step` on;
-    seen: the steps of all complete checkpoints at the time of `find`.
+    seen: the steps of all complete checkpoints at the time of `find`; allowed: the settings that changed since the
+    checkpoint and that `checkpoint.allow_changes` names.
     """
 
     def __init__(self, saver: StateSaver, checkpoints: Callable[[], Checkpoints]):
@@ -41,12 +42,13 @@ class Start:
         """Choose the checkpoint, and compare it with this run."""
         self.seen = complete_steps(self.run_dir)
         self.resumed_step, self.sizes = self._step_to_resume(), BatchSizes.of(self.config)
+        self.allowed: list[Difference] = []
         if self.resumed_step is None:
             return
         with self._damage_reported(self.resumed_step):
             if self.step < self.config.run.steps:  # else there is nothing to do
                 self.saver.require_optimizer_state(self._checkpoints(), self.resumed_step)
-            position = self.saver.compare(self._checkpoints(), self.resumed_step)
+            position, self.allowed = self.saver.compare(self._checkpoints(), self.resumed_step)
             self.sizes = BatchSizes.of(self.config, position)
 
     def state(self) -> TrainState:

@@ -15,14 +15,16 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from megajax.checkpoint import Checkpoints, complete_steps, host_memory, restore_model
-from megajax.checkpoint.manager import (
-    compare_descriptions,
+from megajax.checkpoint.description import (
+    Difference,
+    config_allows,
     describe_lora,
     describe_model,
+    differences,
     has_optimizer_state,
-    loaded_layer_state,
-    saved_layer_state,
+    refuse_changes,
 )
+from megajax.checkpoint.manager import loaded_layer_state, saved_layer_state
 from megajax.config import ScheduleConfig
 from megajax.config.batch_schedule import BatchSizes, Position, samples_before
 from megajax.config.data_schema import sources_of
@@ -38,7 +40,8 @@ from megajax.training.step import TrainProgram, TrainState
 
 LayerState = dict[str, dict[str, jax.Array]]
 Weights = tuple[dict[str, jax.Array], LayerState]  # parameters and layer state
-MUST_AGREE = ("model", "optimizer", "run", "batch", "lora")
+MUST_AGREE = ("model", "optimizer", "run", "batch", "lora", "data")
+ORDER_BY_SIZE = ("data.stages", "data.train_samples")  # they follow the size of the batch
 
 
 class StateSaver:
@@ -112,27 +115,27 @@ class StateSaver:
             f"weights{back}."
         )
 
-    def compare(self, checkpoints: Checkpoints, step: int) -> Position:
-        """The position of a checkpoint; raises InputError if it is of another model or run, before any array is read.
+    def compare(self, checkpoints: Checkpoints, step: int) -> tuple[Position, list[Difference]]:
+        """The position of a checkpoint, and the settings that changed since and that `checkpoint.allow_changes` names.
 
-        Warns if this run reads other data than the run that saved the checkpoint.
+        Raises InputError with all other changes of MUST_AGREE, before any array is read.
         """
-        name = f"the checkpoint of step {step} in {checkpoints.directory}"
+        config, name = self.program.config, f"the checkpoint of step {step} in {checkpoints.directory}"
         saved: dict[str, Any] = {"lora": {}} | checkpoints.describe(step)
-        mine = self.description(step)
         saved["batch"].pop("global_size", None)  # in older checkpoints; it may change
-        compare_descriptions(saved, mine, name, MUST_AGREE, "choose another run.dir")
+        found = differences(saved, self.description(step), MUST_AGREE)
         position = Position(step, saved["samples_consumed"])
-        if position.samples != samples_before(self.program.config, step):
+        others = [each for each in found if each.key not in ORDER_BY_SIZE and not config_allows(config, each)]
+        if not others and position.samples != samples_before(config, step):
             self._check_order(position, saved["data"].get("samples"), name)
-        if saved["data"] != mine["data"]:
-            warnings.warn(f"{name} was saved by a run with other data, or with another order of it.", stacklevel=2)
-        return position
+        refuse_changes(found, config, name)
+        return position, found
 
     def _check_order(self, position: Position, saved: int | None, name: str) -> None:
         """Raise InputError if the order of the data changes with the size of the batch, as it did at `position`.
 
-        The samples at which stages begin do; Megatron's order does with the number of samples, which was `saved`.
+        The samples at which stages begin do; Megatron's order does with the number of samples, which was `saved`,
+        unless `checkpoint.allow_changes` names it.
         """
         config, data = self.program.config, self.program.config.data
         if data.kind == "synthetic":
@@ -150,7 +153,7 @@ class StateSaver:
             where = f"data.train ({config.where('data.train')})"
             raise InputError(f"{problem}, and the sources of {where} have no weights, so each has one epoch: {cure}.")
         mine, steps = wanted_samples(config, "train"), config.run.steps
-        if mine != saved:
+        if mine != saved and not config_allows(config, Difference("data.train_samples", saved, mine)):
             if not grows:
                 cure = f"set data.train_samples={saved}, or {cure}"
             raise InputError(

@@ -321,6 +321,17 @@ def test_keep_every_that_misses_the_checkpoints_is_warned_about():
     assert caught[0].filename == __file__
 
 
+def test_an_allowed_change_that_needs_no_permission_is_warned_about():
+    override = "checkpoint.allow_changes=[data, model.rope_theta, optimizer, schedule.learning_rate]"
+    with pytest.warns(UserWarning) as caught:
+        load_config("x.yaml", [override])
+    assert [str(item.message) for item in caught] == [
+        "checkpoint.allow_changes names schedule.learning_rate, which any resumed run may change (the command line: "
+        f"{override}): remove it."
+    ]
+    assert caught[0].filename == __file__
+
+
 @pytest.mark.parametrize("kind", ["constant", "inverse_sqrt"])
 def test_a_key_that_nobody_set_is_never_warned_about(kind: str):
     """decay_steps is one past the warm-up here, another value than that of run.steps; nobody set it."""

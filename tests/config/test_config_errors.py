@@ -66,6 +66,9 @@ OVERRIDES = {
         "mesh.data=0 is not a mesh size (@): use 1 or more, or -1 on one axis to take all remaining devices."
     ),
     "data.train=3": "data.train=3 is not a data source (@): write a path prefix, or a list of {prefix, weight}.",
+    "checkpoint.allow_changes=[data, data.trian]": (
+        "checkpoint.allow_changes names data.trian, which is no config key (@): did you mean data.train?"
+    ),
     "model=3": "model=3 is not a mapping (@): set its keys, such as model.num_layers.",
     "model.rope_scaling={}": ("model.rope_scaling.factor is not set (@): add it (divisor of the low frequencies)."),
 }

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from megajax.checkpoint.manager import describe_model
+from megajax.checkpoint.description import describe_model
 from megajax.config import Config, ModelConfig, load_config
 from megajax.config.checks import check_mesh
 from megajax.errors import InputError

@@ -35,16 +35,56 @@ def test_a_run_that_goes_on_in_float16_starts_with_a_fresh_loss_scale(make_confi
     trainer.checkpoints.close()
 
 
-def test_other_data_on_resume_is_said_and_the_same_is_not(make_config, trained, text):
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", UserWarning)
-        later = f"data.stages=[{{from_step: 2, train: {text}}}]"  # has not begun
-        trainer = trainer_of(make_config(*trained, "run.steps=3", later))
+def test_a_later_stage_may_change_on_resume(make_config, trained, text):
+    later = f"data.stages=[{{from_step: 2, train: {text}}}]"  # has not begun
+    trainer = trainer_of(make_config(*trained, "run.steps=3", later))
     trainer.checkpoints.close()
     (begun,) = trainer.saver.description(3)["data"]["stages"]
     assert begun == [2 * trainer.config.batch.global_size, {"from_step": 2, "train": str(text)}]
-    with pytest.warns(UserWarning, match="other data, or with another order"):
-        trainer_of(make_config(*trained, "data.order=sequential")).checkpoints.close()
+
+
+def refusal(config) -> tuple[str, set[str]]:
+    """The error of a resume: its sentence, and its lines of changed settings."""
+    with pytest.raises(InputError) as caught:
+        trainer_of(config)
+    sentence, *lines = str(caught.value).splitlines()
+    assert "was saved with other settings: restore them, choose another run.dir" in sentence
+    return sentence, {line.strip() for line in lines}
+
+
+def test_changes_that_matter_are_refused_all_at_once_unless_they_are_named(make_config, trained, text, capsys):
+    changes = ("data.order=sequential", "run.seed=7", "model.rope_theta=500.0", "batch.sequence_length=32")
+    lines = {
+        "data.order=shuffled, but this run has sequential",
+        "run.seed=1234, but this run has 7",
+        "model.rope_theta=10000.0, but this run has 500.0",
+        "batch.sequence_length=16, but this run has 32",
+    }
+    sentence, found = refusal(make_config(*trained, *changes))
+    assert found == lines and sentence.endswith(", or name those that are meant in checkpoint.allow_changes.")
+    _, found = refusal(make_config(*trained, *changes, "checkpoint.allow_changes=[model, data, batch.sequence_length]"))
+    assert found == {"run.seed=1234, but this run has 7"}
+    names = "checkpoint.allow_changes=[model.rope_theta, data, batch.sequence_length, run.seed]"
+    trainer = trainer_of(make_config(*trained, *changes, names, "run.steps=3"))
+    capsys.readouterr()
+    assert trainer.run() == 0
+    start = "let through by checkpoint.allow_changes: "
+    printed = [line for line in capsys.readouterr().out.splitlines() if line.startswith(start)]
+    assert {line.removeprefix(start) for line in printed} == lines
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        trainer_of(make_config(*trained, *changes, "run.steps=3"))  # the new checkpoint has the new settings
+
+
+def test_a_change_that_gives_the_state_other_arrays_is_refused_though_it_is_named(make_config, trained):
+    named = "checkpoint.allow_changes=[model, optimizer, data]"
+    sentence, lines = refusal(make_config(*trained, "model.num_layers=3", "optimizer.kind=lion", named))
+    assert sentence.endswith(", choose another run.dir.")
+    other = "checkpoint.allow_changes can't let it through"
+    assert lines == {
+        f"model.num_layers=2, but this run has 3 ({other}: the model's arrays have other shapes)",
+        f"optimizer.kind=adamw, but this run has lion ({other}: the optimizer has other moments)",
+    }
 
 
 def test_another_batch_is_refused_where_it_changes_the_order_of_the_data(make_config, text, tmp_path):
@@ -64,20 +104,27 @@ def test_another_batch_is_refused_where_it_changes_the_order_of_the_data(make_co
     assert [resumed.sizes.samples_before(step) for step in (2, 4)] == [16, 24]
     with pytest.raises(InputError, match="32 .* is less than the 40 samples .* up to run.steps=8 .*: lower run.steps"):
         trainer_of(make_config(*smaller, "run.steps=8", "data.train_samples=32"))
-    stages = ("data.order=shuffled", f"data.stages=[{{from_step: 3, train: {text}}}]")
+    with pytest.raises(InputError, match="data.train_samples=32, but this run has 40"):
+        trainer_of(make_config(*overrides, "run.steps=5"))  # a longer run has another order too
+    named = "checkpoint.allow_changes=[data]"
+    resumed = trainer_of(make_config(*smaller, "run.steps=4", named, "data.train_samples=24"))
+    assert resumed.sizes.samples_before(4) == 24
+    stages = (named, "data.order=shuffled", f"data.stages=[{{from_step: 3, train: {text}}}]")
     for batch, cure in ((smaller, keep), (larger, write)):
         with pytest.raises(InputError, match=f"at which data.stages .* begin{cure}"):
             trainer_of(make_config(*batch, "run.steps=4", *stages))
     unweighted = f"data.train=[{text}, {text}]"
     with pytest.raises(InputError, match=f"data.train .* have no weights, so each has one epoch{keep}"):
-        trainer_of(make_config(*smaller, "run.steps=4", unweighted))
-    synthetic = trainer_of(make_config(*smaller, "run.steps=4", "data.kind=synthetic", *stages[1:]))
+        trainer_of(make_config(*smaller, "run.steps=4", unweighted, named))
+    synthetic = trainer_of(make_config(*smaller, "run.steps=4", "data.kind=synthetic", *stages[::2]))
     assert synthetic.sizes.samples_before(4) == 24
 
 
-def test_other_files_of_a_text_are_other_data(make_config, tmp_path):
+def test_other_files_of_a_text_are_other_data(make_config, tmp_path, monkeypatch):
     def resumed():
-        return trainer_of(make_config(*overrides, f"data.train={tmp_path}/*.jsonl"))
+        return trainer_of(make_config(*overrides, "data.train='*.jsonl'"))
+
+    monkeypatch.chdir(tmp_path)
 
     overrides = [f"run.dir={tmp_path / 'run'}", *SHORT, "data.kind=text", "data.tokenizer=byte", "model.vocab_size=300"]
     (tmp_path / "a.jsonl").write_text(json.dumps({"text": "a" * 100}))
@@ -89,14 +136,17 @@ def test_other_files_of_a_text_are_other_data(make_config, tmp_path):
         warnings.simplefilter("error")
         resumed()
     (tmp_path / "b.jsonl").write_text(json.dumps({"text": "b" * 100}))
-    with pytest.warns(UserWarning, match="was saved by a run with other data"):
+    (size,) = {(tmp_path / f"{name}.jsonl").stat().st_size for name in "ab"}
+    with pytest.raises(InputError, match=rf"files of data.train=\[\], but this run has \[\[b.jsonl, {size}\]\]$"):
         resumed()
+    overrides.append("checkpoint.allow_changes=[data.train]")
+    assert resumed().step == 1
 
 
 def test_momentum_that_is_not_in_the_checkpoint_is_refused_in_a_sentence(make_config, tmp_path):
     overrides = [f"run.dir={tmp_path / 'run'}", *SHORT, "optimizer.kind=sgd"]
     assert trainer_of(make_config(*overrides, "optimizer.beta1=0.0")).run() == 0
-    with pytest.raises(InputError, match="optimizer.beta1=zero, but this run has above zero: set optimizer.beta1=zero"):
+    with pytest.raises(InputError, match="optimizer.beta1=zero, but this run has above zero"):
         trainer_of(make_config(*overrides, "optimizer.beta1=0.9"))
 
 

@@ -1,0 +1,166 @@
+"""A checkpoint's description: the settings that it was saved with, compared with those of a run."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from pydantic_core import PydanticUndefined
+
+from megajax.config import Config, DataConfig, ModelConfig
+from megajax.config.fields import shortest_pattern
+from megajax.config.model_schema import RopeScaling, RouterConfig
+from megajax.config.tree import show
+from megajax.errors import InputError
+from megajax.model import Transformer, parameters
+from megajax.model.block import layer_state
+from megajax.model.lora import targets
+
+# Router keys that change the network's function; the others only balance the load in training.
+ROUTER_OF_NETWORK = (
+    "score_function",
+    "pre_softmax",
+    "normalise",
+    "scaling_factor",
+    "num_groups",
+    "groups_per_token",
+    "logit_bias",
+    "expert_bias",
+)
+OTHER_ARRAYS = ("optimizer.kind", "optimizer.beta1", "lora.rank", "lora.targets")  # changes give the state other arrays
+ALLOW = "checkpoint.allow_changes"
+_SECTIONS = {"model": ModelConfig, "model.router": RouterConfig, "data": DataConfig}
+_DEFAULTS = {
+    f"{at}.{n}": field.default for at, section in _SECTIONS.items() for n, field in section.model_fields.items()
+}
+
+
+class Difference(NamedTuple):
+    """A setting whose value in a checkpoint differs from this run's."""
+
+    key: str
+    saved: Any
+    mine: Any
+
+    def __str__(self) -> str:
+        """`key=value, but this run has value`; of two lists of files those that are not in both."""
+        key, saved, mine = self
+        if key == "data.train.files":
+            key, common = "files of data.train", [file for file in saved if file in mine]
+            if not len(saved) == len(mine) == len(common):  # else their order differs
+                saved, mine = ([file for file in files if file not in common] for files in (saved, mine))
+        return f"{key}={show(saved)}, but this run has {show(mine)}"
+
+
+def describe_model(model: ModelConfig) -> dict[str, Any]:
+    """The settings that define the network; training rates are excluded, since they may change between runs."""
+    training_only = {"dropout", "init_std", "depth_scaled_init", "z_loss"}
+    description = model.model_dump(mode="json", exclude=training_only)
+    router = description.pop("router")
+    if model.num_experts is None:  # the form of dense models' descriptions before experts existed
+        return {name: value for name, value in description.items() if "expert" not in name}
+    return description | {f"router.{name}": router[name] for name in ROUTER_OF_NETWORK}
+
+
+def has_optimizer_state(description: Mapping[str, Any]) -> bool:
+    """Whether a checkpoint has optimizer state, and not only weights. Descriptions older than the key have no entry."""
+    return description.get("optimizer_state", True)
+
+
+def describe_lora(config: Config) -> dict[str, Any]:
+    """The settings that define the adapters; empty without any."""
+    lora = config.lora
+    return {"rank": lora.rank, "alpha": lora.alpha, "targets": targets(config)} if lora.rank else {}
+
+
+def differences(saved: Mapping[str, Any], mine: Mapping[str, Any], sections: Sequence[str]) -> list[Difference]:
+    """All settings of `sections` that differ between a checkpoint's description and this run's."""
+    found = []
+    for section in sections:
+        theirs, ours = saved[section], mine[section]
+        if section == "data":
+            theirs, ours = _data(theirs, ours), _data(ours, theirs)
+        for name in {**theirs, **ours}:
+            difference = Difference(f"{section}.{name}", _value(theirs, section, name), _value(ours, section, name))
+            if difference.saved != difference.mine:
+                found.append(difference)
+    return found
+
+
+def compare_descriptions(
+    saved: Mapping[str, Any], mine: Mapping[str, Any], checkpoint: str, sections: Sequence[str], other: str
+) -> None:
+    """Raise InputError with all settings of `sections` in which a checkpoint's description differs from this run's.
+
+    `checkpoint` names it in the error, `other` the correction besides restoring the settings.
+    """
+    if lines := [str(each) for each in differences(saved, mine, sections)]:
+        raise _refusal(checkpoint, f"restore them, or {other}", lines)
+
+
+def refuse_changes(found: Sequence[Difference], config: Config, checkpoint: str) -> None:
+    """Raise InputError with the differences that `checkpoint.allow_changes` does not name, or cannot let through.
+
+    It cannot where the checkpoint's arrays are others than this run's.
+    """
+    reasons = [_reason(each, found, config.model) for each in found]
+    refused = [(each, why) for each, why in zip(found, reasons, strict=True) if why or not config_allows(config, each)]
+    if not refused:
+        return
+    named = "" if all(why for _, why in refused) else f", or name those that are meant in {ALLOW}"
+    lines = [f"{each} ({ALLOW} can't let it through: {why})" if why else str(each) for each, why in refused]
+    raise _refusal(checkpoint, f"restore them, choose another run.dir{named}", lines)
+
+
+def config_allows(config: Config, difference: Difference) -> bool:
+    """Whether `checkpoint.allow_changes` names a difference's key or its section."""
+    return any(f"{difference.key}.".startswith(f"{name}.") for name in config.checkpoint.allow_changes)
+
+
+def _refusal(checkpoint: str, cure: str, lines: Sequence[str]) -> InputError:
+    return InputError("\n  ".join([f"{checkpoint} was saved with other settings: {cure}.", *lines]))
+
+
+def _data(data: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
+    """A description's settings of the data, by config key, in comparison with another one.
+
+    Paths of synthetic data are ignored; what follows from other keys and from the files is compared if both have it.
+    """
+    if data["kind"] == other["kind"] == "synthetic":
+        return {}
+    keys = {"samples": "train_samples", "files": "train.files"}
+    return {keys.get(name, name): value for name, value in data.items() if name not in keys or name in other}
+
+
+def _value(description: Mapping[str, Any], section: str, name: str) -> Any:
+    """A setting in a description's section; a checkpoint that is older than a key was saved with its default."""
+    default = _DEFAULTS.get(f"{section}.{name}")
+    value = description.get(name, None if default is PydanticUndefined else default)
+    if name == "rope_scaling" and value:  # older checkpoints lack the keys of newer kinds
+        return RopeScaling.model_validate(value).model_dump(mode="json")
+    if name == "layer_pattern" and value:  # older checkpoints have the pattern as the user wrote it
+        return list(shortest_pattern(tuple(value), description["num_layers"]))
+    return value
+
+
+def _reason(difference: Difference, found: Sequence[Difference], model: ModelConfig) -> str:
+    """The reason why a state that was saved with a difference has other arrays than this run's; empty if it has not."""
+    section = difference.key.partition(".")[0]
+    if difference.key in OTHER_ARRAYS:
+        return {"optimizer": "the optimizer has other moments", "lora": "the adapters have other shapes"}[section]
+    if section == "model" and _shapes(_saved_model(found, model)) != _shapes(model):
+        return "the model's arrays have other shapes"
+    return ""
+
+
+def _saved_model(found: Sequence[Difference], model: ModelConfig) -> ModelConfig:
+    """The model of a checkpoint that differs from `model` in the differences `found`."""
+    values = model.model_dump(mode="json")
+    for key, saved, _ in found:
+        section, *parents, name = key.split(".")
+        if section == "model":
+            (values[parents[0]] if parents else values)[name] = saved
+    return ModelConfig.model_validate(values)
+
+
+def _shapes(model: ModelConfig) -> dict[str, Any]:
+    """The shapes of a model's parameters and of its layers' state."""
+    return {name: p.shape for name, p in parameters(Transformer(model)).items()} | layer_state(model)
