@@ -15,13 +15,14 @@ from contextlib import contextmanager, suppress
 from difflib import get_close_matches
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any, Protocol, Self
+from typing import Any, Protocol, Self
 
 import numpy as np
 
 from megajax.config.data_schema import is_remote
 from megajax.data.remote import RemoteFile, RemoteTokens
 from megajax.errors import InputError
+from megajax.files import sync
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
@@ -256,12 +257,6 @@ def write_errors(prefix: str) -> Iterator[None]:
             f"{prefix}.bin and .idx cannot be written ({error.strerror}): {space}choose another directory "
             "(--output-prefix, or data.index_cache)."
         ) from None
-
-
-def sync(file: IO[Any]) -> None:
-    """Returns when everything that was written to a file is on the disk."""
-    file.flush()
-    os.fsync(file.fileno())
 
 
 class IndexedWriter:

@@ -14,9 +14,10 @@ from typing import Any, Self
 import numpy as np
 
 from megajax.data.encoding import BadLines, Encoded
-from megajax.data.indexed import IndexedWriter, sync, write_errors
+from megajax.data.indexed import IndexedWriter, write_errors
 from megajax.data.json_lines import TextPosition
 from megajax.errors import InputError
+from megajax.files import sync
 
 RECORD_SECONDS = 30.0  # between records, at least
 

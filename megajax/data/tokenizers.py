@@ -1,13 +1,13 @@
 """Tokenizers behind one small interface, by the name or the files that the user gives."""
 
 import re
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from megajax.data.byte_pairs import is_tiktoken, read_gpt2, read_tiktoken
 from megajax.errors import InputError
+from megajax.files import replace_copy, replaced
 
 if TYPE_CHECKING:
     import tokenizers
@@ -125,9 +125,10 @@ def keep_tokenizer(spec: str, folder: Path) -> None:
         if source.suffix != target.suffix or source.name == GPT2_FILES[0]:
             tokenizer = load_tokenizer(spec)
             assert isinstance(tokenizer, HuggingFaceTokenizer)
-            tokenizer.save(target)
+            with replaced(target) as temporary:
+                tokenizer.save(temporary)
         elif not target.exists() or not target.samefile(source):
-            shutil.copyfile(source, target)
+            replace_copy(source, target)
 
 
 def end_of_document(tokenizer: Tokenizer, spec: str, name: str | None = None, setting: str = "--eod-token") -> int:

@@ -6,13 +6,13 @@ them.
 
 import filecmp
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
 from megajax.config import Config
 from megajax.data.model_files import read_json, token_texts
 from megajax.data.tokenizers import FILES, Tokenizer, files_in, has_no_file, load_tokenizer, tokenizer_files
+from megajax.files import replace_copy
 
 CONFIG, KEPT_CONFIG, GENERATION = "config.json", "hf_config.json", "generation_config.json"
 TOKENIZER_FILES = (
@@ -32,9 +32,9 @@ def keep(source: Path, run_dir: Path) -> None:
     """
     for name in (*TOKENIZER_FILES, GENERATION, KEPT_CONFIG):
         if (source / name).is_file():
-            shutil.copyfile(source / name, run_dir / name)
+            replace_copy(source / name, run_dir / name)
     if (source / CONFIG).is_file() and not (source / KEPT_CONFIG).is_file():
-        shutil.copyfile(source / CONFIG, run_dir / KEPT_CONFIG)
+        replace_copy(source / CONFIG, run_dir / KEPT_CONFIG)
 
 
 def is_its_tokenizer(source: Path, spec: str | None) -> bool:

@@ -17,6 +17,7 @@ from safetensors.numpy import save_file
 
 from megajax.checkpoint.manager import reason
 from megajax.errors import InputError
+from megajax.files import sync, sync_directory
 from megajax.hf import quantised
 from megajax.hf.quantised import Slices
 
@@ -208,9 +209,14 @@ def new_folder(folder: Path) -> Iterator[Path]:
     try:
         partial.mkdir(parents=True)
         yield partial
+        for path in partial.rglob("*"):
+            if path.is_file():
+                with path.open("rb") as file:
+                    sync(file)
         if folder.exists():
             folder.rmdir()
         partial.rename(folder)
+        sync_directory(folder.absolute().parent)
     except (OSError, SafetensorError) as error:
         raise InputError(
             f"{folder} could not be written ({reason(error)}): free disk space there, or give another folder."

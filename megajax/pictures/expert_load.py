@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
+from megajax.files import replace_text
 from megajax.svg import empty_picture, hexadecimal, rectangle, text, text_width, written
 
 NAME = "expert_load.svg"
@@ -23,11 +24,9 @@ def write_load_map(run_dir: Path, layers: Sequence[int]) -> None:
 
     `layers` are the model's layers with experts.
     """
-    temporary = run_dir / f"{NAME}.tmp"
     steps, loads = read_loads(run_dir / "metrics.jsonl")
     if steps:
-        temporary.write_text(load_map(steps, loads, layers))
-        temporary.replace(run_dir / NAME)
+        replace_text(run_dir / NAME, load_map(steps, loads, layers))
 
 
 def read_loads(path: Path) -> tuple[list[int], np.ndarray]:

@@ -1,5 +1,6 @@
 """Folders in Hugging Face's format that a training run writes from its checkpoints: `checkpoint.export_hf`."""
 
+import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -35,9 +36,14 @@ class Exports:
         self._result = ("", False)
 
     def check_directory(self) -> None:
-        """Make the directory of the folders. Raises InputError if it cannot be written."""
+        """Make the directory of the folders, and remove those that a killed process left unfinished.
+
+        Raises InputError if it cannot be written.
+        """
         try:
             Path(self._directory).mkdir(parents=True, exist_ok=True)
+            for partial in Path(self._directory).glob(".step-*.partial-*"):
+                shutil.rmtree(partial)
         except OSError as error:
             raise InputError(
                 f"{self._key} cannot be written ({error.strerror}): choose a directory that you may write to."

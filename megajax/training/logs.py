@@ -16,6 +16,7 @@ import numpy as np
 
 from megajax.config import Config
 from megajax.errors import ConfigError, InputError
+from megajax.files import replace_text
 from megajax.pictures.expert_load import write_load_map
 
 
@@ -147,9 +148,7 @@ def drop_lines_after(path: Path, step: int) -> None:
             continue  # incomplete, because the process was killed
         if entry["step"] <= step:
             kept.append(line + "\n")
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text("".join(kept))
-    temporary.replace(path)
+    replace_text(path, "".join(kept))
 
 
 def check_sinks(config: Config) -> None:
@@ -274,7 +273,7 @@ def _start_wandb(config: Config):
     # The same id after a restart; otherwise W&B would start another run.
     id_file = Path(config.run.dir) / "wandb_id"
     if not id_file.exists():
-        id_file.write_text(wandb.util.generate_id())
+        replace_text(id_file, wandb.util.generate_id())
     return wandb.init(
         id=id_file.read_text(),
         project=config.logging.wandb_project,

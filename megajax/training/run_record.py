@@ -12,6 +12,7 @@ from megajax.checkpoint.manager import SUBDIRECTORY
 from megajax.config import Config
 from megajax.config.tree import Loader, show
 from megajax.data import tokenizers
+from megajax.files import replace_copy, replace_text
 from megajax.hf import beside
 
 CONFIG, CONFIGS, SET_ASIDE = "config.yaml", "configs", "set_aside"
@@ -44,11 +45,11 @@ def write_config(run_dir: Path, config: Config, step: int) -> None:
     history.mkdir(exist_ok=True)
     if step == 0 or before != yaml.load(text, Loader):
         if before and step > 0 and not any(history.iterdir()):
-            shutil.copyfile(run_dir / CONFIG, history / "0.yaml")
+            replace_copy(run_dir / CONFIG, history / "0.yaml")
         for later in [path for path in history.glob("*.yaml") if path.stem.isdigit() and int(path.stem) > step]:
             later.unlink()  # these steps were lost and are now repeated
-        _write(history / f"{step}.yaml", text)
-        _write(run_dir / CONFIG, text)
+        replace_text(history / f"{step}.yaml", text)
+        replace_text(run_dir / CONFIG, text)
 
 
 def keep_tokenizer(run_dir: Path, config: Config) -> None:
@@ -94,9 +95,3 @@ def _leaves(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
             yield from _leaves(value, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}", value
-
-
-def _write(path: Path, text: str) -> None:
-    temporary = path.with_name(f"{path.name}.tmp")
-    temporary.write_text(text)
-    temporary.replace(path)

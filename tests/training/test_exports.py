@@ -92,6 +92,7 @@ def test_a_folder_that_fails_is_a_warning(build, tmp_path, monkeypatch, capsys):
 
 def test_ones_own_loop_gets_folders_and_warnings(build, tmp_path):
     trainer = build("run.steps=2", "run.checkpoint_interval=1")
+    (tmp_path / "hf/.step-1.partial-99").mkdir(parents=True)  # of a killed process
     trainer.step = 1
     trainer.save()
     trainer.step = 2
