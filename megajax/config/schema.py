@@ -63,6 +63,11 @@ class RunConfig(Section):
         default=20,
         description="Stop after more than this many skipped steps in a row (loss or gradient not finite).",
     )
+    replica_check_interval: CountOrZero = Field(
+        default=0,
+        description="Steps between checks that all copies of replicated state are equal, bit for bit; also before each"
+        " checkpoint; 0: no checks.",
+    )
 
 
 class MeshConfig(Section):

@@ -22,12 +22,13 @@ from megajax.data.loader import Split, datasets
 from megajax.errors import ConfigError, InputError
 from megajax.mesh import build_mesh
 from megajax.runtime import keep_autotuning, prepare_environment
-from megajax.training import logs, run_record
+from megajax.training import logs, replicas, run_record
 from megajax.training.batches import batches
 from megajax.training.compiled_steps import compile_steps, remove_damaged_programs
 from megajax.training.exports import Exports
 from megajax.training.meter import Meter
 from megajax.training.profiling import Profile
+from megajax.training.replicas import ReplicaCheck
 from megajax.training.resuming import Start
 from megajax.training.run_lock import RunLock, on_first_process
 from megajax.training.saving import StateSaver
@@ -80,6 +81,7 @@ class Trainer:
         self._writing = False
         self._profile = Profile(config.logging, self.run_dir, self._note)
         self._stop = StopSignals()
+        self._replicas = ReplicaCheck(self.program)
 
     @cached_property
     def checkpoints(self) -> Checkpoints:
@@ -108,6 +110,7 @@ class Trainer:
             sizes = self.sizes.sizes(self.step, self.config.run.steps)
             thread = ThreadPoolExecutor(1)
             self._compiling = thread.submit(compile_steps, self.program, sizes, self._note)
+            thread.submit(self._replicas.compile)
             thread.shutdown(wait=False)
 
     def _reserve_host_memory(self) -> None:
@@ -314,6 +317,7 @@ class Trainer:
             evaluation = run.eval_interval and self.step % run.eval_interval == 0
             saving = run.checkpoint_interval and self.step % run.checkpoint_interval == 0
             stopping = self._stop.requested(agree=pending is not None)
+            self._replicas.start(self.step, self.state, before_save=bool(saving or last or stopping))
             if pending and (last or evaluation or saving or stopping):
                 if self._log(log, meter, *pending):
                     return BAD_NUMBERS
@@ -321,6 +325,8 @@ class Trainer:
             if (evaluation or last) and run.eval_steps:
                 self._evaluate(log)
             if saving or last or stopping:
+                if self._copies_differ():
+                    return BAD_NUMBERS
                 self.save()
             ending = bool(last or stopping)
             self._report_save(self.checkpoints.outcome(wait=ending), ending)
@@ -349,6 +355,8 @@ class Trainer:
         values |= measured
         log.write(step, values)
         self._note(logs.console_line(step, steps, values, meter.seconds_left(steps, measured)))
+        if self._copies_differ():
+            return True
         if in_row <= self.config.run.max_nonfinite_steps:
             return False
         newest = self.checkpoints.latest_step
@@ -359,6 +367,12 @@ class Trainer:
             "lower schedule.learning_rate or inspect the data of these steps, then start again."
         )
         return True
+
+    def _copies_differ(self) -> bool:
+        """Whether a replica check since the last call has found damage; reports it."""
+        if found := self._replicas.damage():
+            self._note(replicas.sentence(*found, self.checkpoints.latest_step))
+        return bool(found)
 
     def _evaluate(self, log: logs.MetricsLog) -> None:
         losses = {split: self.evaluate(split) for split in self.data if split.partition("/")[0] == "valid"}

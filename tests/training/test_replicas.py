@@ -1,0 +1,103 @@
+"""The check that copies of replicated state are equal: silent data corruption is found and named."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from megajax.config.checks import check_mesh
+from megajax.mesh import build_mesh
+from megajax.training import replicas
+from megajax.training.loop import Trainer
+from megajax.training.replicas import ReplicaCheck
+from megajax.training.step import TrainProgram
+
+NAME = "blocks.dense.mlp.up"
+MESH = ("mesh.data=4", "mesh.tensor=2")
+
+
+def build(make_config, *overrides):
+    config = make_config(*overrides, "run.replica_check_interval=1", "batch.global_size=8", "model.num_layers=1")
+    return TrainProgram.build(config, build_mesh(check_mesh(config, 8), jax.devices()[:8]))
+
+
+def flipped(array, device, bit=0):
+    """The array with one bit of one element changed in the copy of one device only."""
+    shards = []
+    for shard in array.addressable_shards:
+        data = np.array(shard.data)
+        if shard.device == device:
+            data.view(np.uint32).reshape(-1)[-1] ^= np.uint32(1 << bit)
+        shards.append(jax.device_put(data, shard.device))
+    return jax.make_array_from_single_device_arrays(array.shape, array.sharding, shards)
+
+
+def with_damage(state, name, device, bit=0):
+    return replace(state, params=state.params | {name: flipped(state.params[name], device, bit)})
+
+
+def test_a_flipped_bit_of_one_copy_is_named_with_its_device(make_config):
+    program = build(make_config, *MESH)
+    check, state, devices = ReplicaCheck(program), program.init_state(), program.mesh.devices.ravel()
+    check.start(1, state)
+    assert check.damage() is None
+    norm = "blocks.dense.mlp.norm"  # replicated over all eight devices
+    for device, bit in ((devices[0], 31), (devices[5], 0)):
+        check.start(2, with_damage(state, norm, device, bit))
+        check.start(3, state)
+        step, found = check.damage()
+        assert step == 2 and [(d.array, d.devices) for d in found] == [(f"params.{norm}", [device])]
+        line = replicas.sentence(step, found, None)
+        assert f"params.{norm}" in line and f"devices {device.id} of process 0" in line and "no checkpoint" in line
+
+
+def test_of_two_copies_both_devices_are_named(make_config):
+    program = build(make_config, "mesh.fsdp=4", "mesh.tensor=2", "model.num_kv_heads=1")
+    check, state, devices = ReplicaCheck(program), program.init_state(), program.mesh.devices
+    key = "blocks.dense.attention.key"  # one head: fsdp shards it, both devices of tensor have it
+    check.start(1, with_damage(state, key, devices.ravel()[5]))
+    (_, found) = check.damage() or (0, [])
+    assert [(d.array, d.devices) for d in found] == [(f"params.{key}", list(devices[0, 0, 2, 0, 0]))]
+    assert "no majority" in replicas.sentence(1, found, 4)
+    # A weight that is sharded over all devices has no copy.
+    check.start(2, with_damage(state, NAME, devices.ravel()[5]))
+    assert check.damage() is None
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.int32, jnp.float8_e4m3fn])
+def test_the_checksum_sees_each_bit_and_the_order(dtype):
+    size = jnp.dtype(dtype).itemsize
+    values = np.random.default_rng(0).integers(0, 256, 64 * size, np.uint8)
+    number = lambda raw: int(replicas.checksum(jnp.asarray(raw.view(dtype))))  # noqa: E731
+    seen = {number(values)}
+    for bit in range(8 * size):
+        changed = values.copy()
+        changed[5 * size + bit // 8] ^= 1 << bit % 8
+        seen.add(number(changed))
+    order = np.arange(64)
+    order[[3, 40]] = 40, 3
+    seen.add(number(values.reshape(64, size)[order].reshape(-1)))
+    assert len(seen) == 8 * size + 2
+
+
+def test_a_run_with_damage_ends_with_status_3_and_saves_nothing(
+    tmp_path, make_config, monkeypatch, capsys, checkpoint_steps
+):
+    overrides = ("run.steps=6", "run.checkpoint_interval=2", "run.replica_check_interval=5", "run.log_interval=6")
+    config = make_config(f"run.dir={tmp_path}", *MESH, *overrides, "model.num_layers=1")
+    step = Trainer.train_step
+
+    def damaging(trainer, batch):
+        metrics = step(trainer, batch)
+        if trainer.step == 3:
+            trainer.state = with_damage(trainer.state, "final_norm", trainer.program.mesh.devices.ravel()[3])
+        return metrics
+
+    monkeypatch.setattr(Trainer, "train_step", damaging)
+    assert Trainer(config).run() == 3
+    assert checkpoint_steps(tmp_path) == [2]
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "error" in line]
+    assert "after step 4" in line and "params.final_norm" in line and "devices 3 of process 0" in line
+    assert "newest checkpoint is of step 2" in line
