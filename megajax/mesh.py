@@ -2,9 +2,11 @@
 
 import contextlib
 import functools
+import ipaddress
 import math
 import os
 import re
+import socket
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -59,6 +61,22 @@ def within_processes(mesh: Mesh, axis: str) -> bool:
     return all(len({device.process_index for device in line}) == 1 for line in lines)
 
 
+def bind_address(coordinator: str) -> str | None:
+    """The address on which the coordinator at HOST:PORT listens; None: jax's choice, all interfaces of the host.
+
+    The other processes reach an IP address of this host, or localhost, on that interface only, so no other one is
+    opened. A name may mean another address on other hosts.
+    """
+    host = coordinator.rpartition(":")[0]
+    try:
+        address = ipaddress.ip_address("127.0.0.1" if host == "localhost" else host.strip("[]"))
+        with socket.socket(socket.AF_INET if address.version == 4 else socket.AF_INET6) as probe:
+            probe.bind((str(address), 0))
+    except (OSError, ValueError):  # a name, or the address of a service in front of this host
+        return None
+    return coordinator
+
+
 def start_processes(environment: Mapping[str, str] = os.environ) -> None:
     """Join the other processes of this run, if there are any (`jax.distributed`).
 
@@ -78,7 +96,8 @@ def start_processes(environment: Mapping[str, str] = os.environ) -> None:
                 f"JAX_NUM_PROCESSES={count} and JAX_PROCESS_ID={index} do not fit: "
                 "the ids are 0 to the number of processes - 1."
             )
-        _join(address, int(count), int(index))
+        bound = environment.get("JAX_COORDINATOR_BIND_ADDRESS") or bind_address(address)
+        _join(address, int(count), int(index), bound=bound)
     elif int(environment.get("SLURM_NTASKS", "1")) > 1 or int(environment.get("OMPI_COMM_WORLD_SIZE", "1")) > 1:
         try:
             _join()
@@ -91,12 +110,15 @@ def start_processes(environment: Mapping[str, str] = os.environ) -> None:
             ) from None
 
 
-def _join(*arguments: Any) -> None:
-    """`jax.distributed.initialize(*arguments)`; ConfigError if a process does not come."""
+def _join(*arguments: Any, bound: str | None = None) -> None:
+    """`jax.distributed.initialize(*arguments)`, whose coordinator listens at `bound`; ConfigError if a process does not
+    come.
+    """
     state = distributed.global_state
     try:
         with _timeouts_are_errors():
-            jax.distributed.initialize(*arguments, initialization_timeout=JOIN_SECONDS + 5)
+            settings: Any = {"initialization_timeout": JOIN_SECONDS + 5, "coordinator_bind_address": bound}
+            jax.distributed.initialize(*arguments, **settings)
     except RuntimeError:
         if state.client is None:  # before the processes tried to meet
             raise

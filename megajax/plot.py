@@ -47,7 +47,7 @@ def read_records(run_dir: Path) -> list[Record]:
         try:
             record = json.loads(line)
             valid = isinstance(record["step"], int)
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             valid = False
         if not valid:
             raise InputError(f"{path}, line {number} is not a line of metrics ({line[:60]!r}): remove the line.")

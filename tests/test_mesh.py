@@ -70,20 +70,34 @@ def initialized(monkeypatch):
     return calls
 
 
-TIMEOUT = {"initialization_timeout": JOIN_SECONDS + 5}
+SETTINGS = {"initialization_timeout": JOIN_SECONDS + 5, "coordinator_bind_address": None}
 EXPLICIT = {"JAX_COORDINATOR_ADDRESS": "host:1234", "JAX_NUM_PROCESSES": "4", "JAX_PROCESS_ID": "3"}
 
 
 @pytest.mark.parametrize("extra", [{}, {"SLURM_NTASKS": "9"}, {"OMPI_COMM_WORLD_SIZE": "9"}], ids=str)
 def test_explicit_variables_name_the_coordinator_and_win(initialized, extra):
     start_processes({**extra, **EXPLICIT})
-    assert initialized == [(("host:1234", 4, 3), TIMEOUT)]
+    assert initialized == [(("host:1234", 4, 3), SETTINGS)]
+
+
+@pytest.mark.parametrize(
+    "address, more, bound",
+    [
+        ("localhost:1234", {}, "localhost:1234"),
+        ("127.0.0.1:1234", {}, "127.0.0.1:1234"),
+        ("192.0.2.1:1234", {}, None),  # no address of this host: a service in front of it
+        ("127.0.0.1:1234", {"JAX_COORDINATOR_BIND_ADDRESS": "0.0.0.0:9"}, "0.0.0.0:9"),
+    ],
+)
+def test_the_coordinator_listens_on_its_own_address_only(initialized, address, more, bound):
+    start_processes(EXPLICIT | {"JAX_COORDINATOR_ADDRESS": address} | more)
+    assert initialized == [((address, 4, 3), SETTINGS | {"coordinator_bind_address": bound})]
 
 
 @pytest.mark.parametrize("environment", [{"SLURM_NTASKS": "2"}, {"OMPI_COMM_WORLD_SIZE": "2"}], ids=str)
 def test_slurm_and_open_mpi_are_left_to_jax(initialized, environment):
     start_processes(environment)
-    assert initialized == [((), TIMEOUT)]
+    assert initialized == [((), SETTINGS)]
 
 
 @pytest.mark.parametrize(

@@ -11,11 +11,19 @@ import yaml
 
 from megajax.errors import ConfigError
 
+MAX_BRACKETS = 100  # one in the other
+MAX_VALUES = 50_000  # of a file; an alias counts as the values that it stands for
+
 
 class Loader(yaml.SafeLoader):
     """Reads plain scalars as YAML 1.2 does: 3e-4 is a number, yes and 010 are text."""
 
     yaml_implicit_resolvers = {}
+
+    def fetch_flow_collection_start(self, token: Any) -> None:
+        if self.flow_level == MAX_BRACKETS:  # the parser's time is quadratic in it
+            raise RecursionError
+        super().fetch_flow_collection_start(token)
 
 
 class Dumper(yaml.SafeDumper):
@@ -165,6 +173,8 @@ def _parse(text: str, source: str, key: str = "") -> tuple[Any, dict[str, str]]:
         node = loader.get_single_node()
         reader = _Reader(loader, source, bool(key))
         return (None if node is None else reader.read(node, key, ())), reader.locations
+    except RecursionError:
+        raise ConfigError(f"{source} is nested too deeply: write sections, keys and lists only.") from None
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         line = f", line {mark.line + 1}" if mark is not None and not key else ""
@@ -179,20 +189,30 @@ class _Reader:
     def __init__(self, loader: Loader, source: str, one_location: bool):
         self.loader, self.source, self.one_location = loader, source, one_location
         self.locations: dict[str, str] = {}
+        self.count = 0
 
     def read(self, node: yaml.Node, key: str, parents: tuple[yaml.Node, ...]) -> Any:
+        self.count += 1
+        if self.count > MAX_VALUES:
+            problem = f"{self.source} has more than {MAX_VALUES:,} values"
+            raise ConfigError(f"{problem}: write it without aliases of aliases.")
         if node in parents:
             raise ConfigError(f"{key} contains itself ({self.location(node)}): write it without the alias.")
         if isinstance(node, yaml.MappingNode):
             return self.mapping(node, key, (*parents, node))
         if isinstance(node, yaml.SequenceNode):
             return [self.item(child, f"{key}.{i}", (*parents, node)) for i, child in enumerate(node.value)]
+        return self.scalar(node, key)
+
+    def scalar(self, node: yaml.Node, key: str) -> Any:
         try:
-            return self.loader.construct_object(node)
-        except (ValueError, KeyError):  # an explicit tag such as !!int
-            raise ConfigError(
-                f"{key}={node.value} does not fit its tag ({self.location(node)}): remove the tag."
-            ) from None
+            value = self.loader.construct_object(node)
+        except (ValueError, KeyError, IndexError, AttributeError):  # a tag such as !!int, or thousands of digits
+            problem = f"{key}={node.value[:60]} does not fit its type ({self.location(node)})"
+            raise ConfigError(f"{problem}: correct it, or remove its tag.") from None
+        if isinstance(value, str) and re.search("[\0\ud800-\udfff]", value):  # no file name, and no text in UTF-8
+            raise ConfigError(f"{key} has a character that is not text ({self.location(node)}): remove it.")
+        return value
 
     def mapping(self, node: yaml.MappingNode, key: str, parents: tuple[yaml.Node, ...]) -> dict[str, Any]:
         values: dict[str, Any] = {}

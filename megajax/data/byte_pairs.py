@@ -5,6 +5,8 @@ they are here: those of OpenAI's encodings by file name, Llama 3's for every oth
 """
 
 import base64
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -30,6 +32,7 @@ O200K_WORDS = (
 )
 LLAMA3_NAMED = {0: "begin_of_text", 1: "end_of_text", 6: "start_header_id", 7: "end_header_id", 9: "eot_id"}
 LLAMA3_FILES = ("tokenizer", "llama3")  # Meta publishes it as tokenizer.model
+LONGEST_LINE = 1024  # letters of a token in base64; the time to find its merges is quadratic in it
 LLAMA3_SPECIAL = 256  # after the ranks; those without a name are reserved
 
 
@@ -61,15 +64,22 @@ def read_gpt2(folder: Path, end_names: tuple[str, ...]) -> "tokenizers.Tokenizer
     """The tokenizer of GPT-2's `vocab.json` and `merges.txt`; tokens of `end_names` are special. Raises InputError."""
     import tokenizers
 
-    try:
+    with damage_reported(f"{folder} has a vocab.json and a merges.txt that are not GPT-2's", "copy both again"):
         model = tokenizers.models.BPE.from_file(str(folder / "vocab.json"), str(folder / "merges.txt"))
-    except Exception as error:  # the library raises plain Exception
-        raise InputError(
-            f"{folder} has a vocab.json and a merges.txt that are not GPT-2's ({error}): copy both again."
-        ) from None
     tokenizer = _byte_level(model, None)
     tokenizer.add_special_tokens([name for name in end_names if model.token_to_id(name) is not None])
     return tokenizer
+
+
+@contextmanager
+def damage_reported(problem: str, cure: str) -> Iterator[None]:
+    """Turns the errors of the library `tokenizers` about a file into an InputError."""
+    try:
+        yield
+    except BaseException as error:  # plain Exception, or PanicException of Rust, which is no Exception
+        if isinstance(error, (KeyboardInterrupt, SystemExit)):
+            raise
+        raise InputError(f"{problem} ({str(error).partition(chr(10))[0][:200]}): {cure}.") from None
 
 
 def is_tiktoken(path: Path) -> bool:
@@ -95,7 +105,9 @@ def read_tiktoken(path: Path) -> "tokenizers.Tokenizer":
             continue
         try:
             token, rank = line.split()
-            ranks[base64.b64decode(token, validate=True)] = int(rank)
+            ranks[base64.b64decode(token[:LONGEST_LINE], validate=True)] = int(rank)
+            if len(token) > LONGEST_LINE or not 0 <= int(rank) < 2**31:
+                raise ValueError
         except ValueError:
             raise InputError(
                 f"{path}, line {number} is not a token in base64 and its rank: copy the file again."
@@ -110,7 +122,8 @@ def read_tiktoken(path: Path) -> "tokenizers.Tokenizer":
     pairs = (pair for token in sorted(ranks, key=ranks.__getitem__) for pair in _pairs(token, ranks))
     merges = [(names[first], names[second]) for first, second in pairs]
     vocabulary = {names[token]: rank for token, rank in ranks.items()} | special
-    model = tokenizers.models.BPE(vocab=vocabulary, merges=merges, ignore_merges=True)
+    with damage_reported(f"{path} is not a tiktoken file", "copy it again"):
+        model = tokenizers.models.BPE(vocab=vocabulary, merges=merges, ignore_merges=True)
     tokenizer = _byte_level(model, words)
     tokenizer.add_special_tokens(list(special))
     return tokenizer

@@ -1,6 +1,7 @@
 """Chat templates: messages to text, and the parts of the text that the assistant wrote.
 
-A template is a Jinja program from a model's folder. It runs in a sandbox and cannot reach Python or files.
+A template is a Jinja program from a model's folder. It runs in a sandbox and cannot reach Python or files. It can take
+time: loops in loops are not counted.
 """
 
 import json
@@ -9,7 +10,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from megajax.data.model_files import read_json, token_texts
+from megajax.data.model_files import inside, read_json, token_texts
 from megajax.errors import InputError
 
 Message = Mapping[str, Any]
@@ -17,6 +18,7 @@ Span = tuple[int, int]  # of characters
 
 # Unicode's noncharacters, which no text contains, around what a template marks as generated.
 START, END = "\ufdd0", "\ufdd1"
+LARGEST = 10**6  # length of a text or a list that a template makes by `*`, and the largest number
 
 
 class ChatTemplate:
@@ -28,22 +30,18 @@ class ChatTemplate:
     def __init__(self, source: str, special_tokens: Mapping[str, str], location: str):
         from jinja2 import TemplateError
         from jinja2.ext import loopcontrols
-        from jinja2.sandbox import ImmutableSandboxedEnvironment
 
         def fail(message: str) -> None:
             raise TemplateError(message)
 
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _generation_tag()]
-        )
+        environment = _sandbox()(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _generation_tag()])
         environment.filters["tojson"] = lambda value, indent=None: json.dumps(value, ensure_ascii=False, indent=indent)
         environment.globals["raise_exception"] = fail
         environment.globals["strftime_now"] = lambda pattern: datetime.now().strftime(pattern)
         self.source, self.location, self.special_tokens = source, location, dict(special_tokens)
-        self._failure = TemplateError
         try:
             self._template = environment.from_string(source)
-        except TemplateError as error:
+        except (TemplateError, ArithmeticError, RecursionError, SyntaxError, ValueError) as error:
             raise InputError(f"the chat template {location} is damaged ({error}): correct it.") from None
 
     def render(self, messages: Sequence[Message], add_generation_prompt: bool = False, **more: Any) -> str:
@@ -79,10 +77,26 @@ class ChatTemplate:
         arguments = {"messages": messages, "add_generation_prompt": add_generation_prompt} | self.special_tokens | more
         try:
             return self._template.render(**arguments)
-        except (self._failure, TypeError, KeyError) as error:
+        except Exception as error:  # a template is a program, which can fail in any way
             raise InputError(
                 f"the chat template {self.location} does not accept the messages ({error}): correct them."
             ) from None
+
+
+def _sandbox() -> Any:
+    """jinja's sandbox, with a limit on what `*` and `**` make."""
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class Sandbox(ImmutableSandboxedEnvironment):
+        intercepted_binops = frozenset(("*", "**"))
+
+        def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+            a, b = (abs(value) if isinstance(value, (int, float)) else len(value) for value in (left, right))
+            if max(a, b) > LARGEST or (a ** min(b, 100) if operator == "**" else a * b) > LARGEST:
+                raise OverflowError(f"{operator} makes more than {LARGEST:,}")
+            return super().call_binop(context, operator, left, right)
+
+    return Sandbox
 
 
 def _generation_tag() -> Any:
@@ -113,9 +127,12 @@ def load_chat_template(folder: Path | None, file: Path | None = None) -> ChatTem
     config = {} if config_path is None else read_json(config_path)
     own = file or (folder / "chat_template.jinja" if folder else None)
     try:
-        source: Any = own.read_text() if own is not None and (file or own.is_file()) else config.get("chat_template")
-    except OSError as error:
-        raise InputError(f"the chat template {own} cannot be read ({error.strerror}): correct the path.") from None
+        source: Any = config.get("chat_template")
+        if own is not None and (file or own.is_file()):
+            source = (file or inside(own)).read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "no text"
+        raise InputError(f"the chat template {own} cannot be read ({reason}): correct the path.") from None
     location = str(own if own is not None and own.is_file() else config_path)
     if isinstance(source, list):  # several named ones
         source = next((entry["template"] for entry in source if entry.get("name") == "default"), None)

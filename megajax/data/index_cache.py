@@ -102,7 +102,7 @@ def storage_errors(folder: Path) -> Iterator[None]:
         yield
     except InputError:
         raise
-    except (OSError, ValueError) as error:  # ValueError: np.load of a damaged file
+    except (OSError, ValueError, EOFError) as error:  # the last two: np.load of a damaged file
         reason = getattr(error, "strerror", None) or error
         raise InputError(
             f"the stored data {folder} cannot be written or read ({reason}): free space there, remove it, or set "

@@ -212,7 +212,8 @@ def _reopen(prefix: str, cache: Path | None) -> IndexedDataset:
 def _map(path: str) -> np.ndarray:
     """The bytes of a file, mapped read-only."""
     try:
-        with open(path, "rb") as file:
+        # A pipe is empty, instead of an endless wait.
+        with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
             if not os.fstat(file.fileno()).st_size:
                 return np.empty(0, np.uint8)  # an empty file cannot be mapped
             return np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), np.uint8)

@@ -207,7 +207,7 @@ def parse(line: bytes, wanted: str) -> Any:
         return json.loads(line.decode())
     except UnicodeDecodeError:
         raise ValueError("is not UTF-8: convert the file to UTF-8") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"is not JSON ({error}): {wanted}") from None
 
 

@@ -5,7 +5,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from megajax.data.byte_pairs import is_tiktoken, read_gpt2, read_tiktoken
+from megajax.data.byte_pairs import damage_reported, is_tiktoken, read_gpt2, read_tiktoken
+from megajax.data.model_files import inside
 from megajax.errors import InputError
 from megajax.files import replace_copy, replaced
 
@@ -103,11 +104,14 @@ def has_no_file(spec: str) -> bool:
 
 
 def files_in(folder: Path) -> list[Path]:
-    """The files of a folder's tokenizer; empty if it has none. tokenizer.json comes before the others."""
+    """The files of a folder's tokenizer; empty if it has none. tokenizer.json comes before the others.
+
+    Raises InputError as `model_files.inside`.
+    """
     own = [folder / name for name in FILES if (folder / name).is_file()]
     own += sorted(folder.glob("*.tiktoken"))
     pair = [folder / name for name in GPT2_FILES]
-    return own[:1] or (pair if all(path.is_file() for path in pair) else [])
+    return [inside(path) for path in own[:1] or (pair if all(path.is_file() for path in pair) else [])]
 
 
 def kept_name(source: Path) -> str:
@@ -220,10 +224,8 @@ class NullTokenizer:
 def _read_json(path: Path) -> "tokenizers.Tokenizer":
     import tokenizers
 
-    try:
+    with damage_reported(f"{path} is not a Hugging Face tokenizer", "give a tokenizer.json"):
         return tokenizers.Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises plain Exception
-        raise InputError(f"{path} is not a Hugging Face tokenizer ({error}): give a tokenizer.json.") from None
 
 
 class HuggingFaceTokenizer:
@@ -234,7 +236,7 @@ class HuggingFaceTokenizer:
         tokenizer.no_padding()  # a document is all of its tokens
         tokenizer.no_truncation()
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
-        self.vocab_size = max(vocabulary.values()) + 1
+        self.vocab_size = max(vocabulary.values(), default=-1) + 1
         self.end_of_document = next((vocabulary[name] for name in END_OF_DOCUMENT_NAMES if name in vocabulary), None)
         added = self._tokenizer.get_added_tokens_decoder().values()
         self.special_tokens = [token.content for token in added if token.special]

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megajax.config import Config
-from megajax.data.model_files import read_json, token_texts
+from megajax.data.model_files import inside, read_json, token_texts
 from megajax.data.tokenizers import FILES, Tokenizer, files_in, has_no_file, load_tokenizer, tokenizer_files
 from megajax.files import replace_copy
 
@@ -28,13 +28,14 @@ TOKENS = ("bos_token", "eos_token", "pad_token")
 def keep(source: Path, run_dir: Path) -> None:
     """Copy the files beside the weights in `source`, a Hugging Face folder or a run's directory, to a run's directory.
 
-    A folder's config.json gets the name hf_config.json there. Raises OSError if a file cannot be copied.
+    A folder's config.json gets the name hf_config.json there. Raises OSError if a file cannot be copied, and
+    as `model_files.inside`.
     """
     for name in (*TOKENIZER_FILES, GENERATION, KEPT_CONFIG):
         if (source / name).is_file():
-            replace_copy(source / name, run_dir / name)
+            replace_copy(inside(source / name), run_dir / name)
     if (source / CONFIG).is_file() and not (source / KEPT_CONFIG).is_file():
-        replace_copy(source / CONFIG, run_dir / KEPT_CONFIG)
+        replace_copy(inside(source / CONFIG), run_dir / KEPT_CONFIG)
 
 
 def is_its_tokenizer(source: Path, spec: str | None) -> bool:

@@ -65,8 +65,11 @@ def read_folder(folder: str | Path) -> tuple[Family, dict[str, Any], dict[str, A
         section = family.read(config)
     except KeyError as key:
         raise InputError(f"{path} has no {key}: copy it again.") from None
+    except (ArithmeticError, AttributeError, IndexError, TypeError) as problem:  # a value of a type that is not checked
+        raise InputError(f"{path} is damaged ({problem}): copy it again.") from None
     except ValueError as problem:
-        raise InputError(f"{path}: {problem}, which megajax's model does not have: use another model.") from None
+        shown = str(problem)[:200]
+        raise InputError(f"{path}: {shown}, which megajax's model does not have: use another model.") from None
     check_section(section, family.names, path)
     return family, section, config
 

@@ -16,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from megajax.checkpoint.manager import reason
+from megajax.data.model_files import inside, read_json
 from megajax.errors import InputError
 from megajax.files import sync, sync_directory
 from megajax.hf import quantised
@@ -59,15 +60,15 @@ class Weights:
         """The file of each tensor."""
         index = self.folder / INDEX
         if index.is_file():
-            try:
-                files = dict(json.loads(index.read_text())["weight_map"])
-            except (ValueError, KeyError, TypeError) as error:
-                raise InputError(f"{index} is damaged ({error}): copy it again.") from None
-            missing = sorted({name for name in files.values() if not (self.folder / name).is_file()})
-            if missing:
-                raise InputError(f"{self.folder} lacks {', '.join(missing)}, which its index names: copy it again.")
+            files = read_json(index).get("weight_map")
+            if not isinstance(files, dict) or not all(isinstance(name, str) for name in files.values()):
+                raise InputError(f"{index} is damaged (it has no weight_map of file names): copy it again.")
+            found = {path.name for path in self.folder.iterdir() if path.is_file()}  # so a path elsewhere is not found
+            if missing := sorted({*files.values()} - found):
+                names = ", ".join(name[:100] for name in missing[:5])
+                raise InputError(f"{self.folder} lacks {names}, which its index names: copy it again.")
             return files
-        found = sorted(self.folder.glob("*.safetensors"))
+        found = sorted(path for path in self.folder.glob("*.safetensors") if path.is_file())
         if not found:
             old = sorted([*self.folder.glob("*.bin"), *self.folder.glob("*.pt"), *self.folder.glob("*.pth")])
             if old:
@@ -81,7 +82,7 @@ class Weights:
     def _handle(self, file: str) -> Any:
         if file not in self._open:
             try:
-                self._open[file] = safe_open(self.folder / file, framework="np")
+                self._open[file] = safe_open(inside(self.folder / file), framework="np")
             except (SafetensorError, OSError) as error:
                 reason = str(error).splitlines()[0][:200]
                 raise InputError(
@@ -163,16 +164,13 @@ def folder_bytes(folder: Path) -> int:
 def read_config(folder: str | Path) -> dict[str, Any]:
     """The folder's config.json; of a model that also reads images, with the keys of its language model on top."""
     path = Path(folder) / "config.json"
-    try:
-        config = json.loads(path.read_text())
-    except FileNotFoundError:
-        raise InputError(f"{path} does not exist: give the folder of a model in Hugging Face's format.") from None
-    except (ValueError, OSError) as error:
-        raise InputError(f"{path} is damaged ({error}): copy it again.") from None
-    text = config.get("text_config") if isinstance(config, dict) else None
+    if not path.is_file():
+        raise InputError(f"{path} does not exist: give the folder of a model in Hugging Face's format.")
+    config = read_json(path)
+    text = config.get("text_config")
     if isinstance(text, dict) and "model_type" in text:
         config |= text
-    if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
+    if not isinstance(config.get("model_type"), str):
         raise InputError(f"{path} has no model_type: give the folder of a model in Hugging Face's format.")
     return config
 

@@ -28,7 +28,7 @@ def read_prompts(path: str) -> list[str | list[Message]]:
 def _prompt(line: str, location: str) -> str | list[Message]:
     try:
         value = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InputError(f"{location} is not JSON ({error}): write one JSON object a line.") from None
     if isinstance(value, dict) and isinstance(value.get("prompt"), str):
         return value["prompt"]

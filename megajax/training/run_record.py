@@ -10,8 +10,9 @@ import yaml
 
 from megajax.checkpoint.manager import SUBDIRECTORY
 from megajax.config import Config
-from megajax.config.tree import Loader, show
+from megajax.config.tree import Loader, read_file, show
 from megajax.data import tokenizers
+from megajax.errors import ConfigError
 from megajax.files import replace_copy, replace_text
 from megajax.hf import beside
 
@@ -21,10 +22,10 @@ CONFIG, CONFIGS, SET_ASIDE = "config.yaml", "configs", "set_aside"
 def previous_config(run_dir: Path) -> dict[str, Any]:
     """The values of the last start's `config.yaml`, by section; empty if there is no readable one."""
     try:
-        values = yaml.load((run_dir / CONFIG).read_text(), Loader)
-    except (OSError, yaml.YAMLError, UnicodeDecodeError):
+        values = read_file(run_dir / CONFIG).values
+    except ConfigError:
         return {}
-    return values if isinstance(values, dict) else {}
+    return {section: keys for section, keys in values.items() if isinstance(keys, dict)}
 
 
 def changed_keys(before: dict[str, Any], after: dict[str, Any]) -> list[str]:

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from pydantic import ValidationError
 
 from megajax.checkpoint import Checkpoints, complete_steps, host_memory, restore_model
 from megajax.checkpoint.description import (
@@ -175,7 +176,11 @@ class StateSaver:
         saved = checkpoints.describe(step)
         if "schedule" not in saved:
             return
-        before, now = ScheduleConfig(**saved["schedule"]), self.program.config.schedule
+        try:
+            before, now = ScheduleConfig.model_validate(saved["schedule"]), self.program.config.schedule
+        except ValidationError:
+            path = checkpoints.directory / str(step)
+            raise InputError(f"{path} is damaged (its schedule has no valid keys): remove {path}.") from None
         rates = [np.asarray(make_schedule(schedule)(step + 1)).item() for schedule in (before, now)]
         if math.isclose(*rates, rel_tol=1e-3):
             return

@@ -116,7 +116,7 @@ FILES = {
         " 'tag:yaml.org,2002:python/name:os.system'."
     ),
     "a: 1\n---\nb: 2\n": "not valid YAML (bad.yaml, line 2): but found another document; remove the line ---.",
-    "run:\n  seed: !!int x\n": "run.seed=x does not fit its tag (bad.yaml, line 2): remove the tag.",
+    "run:\n  seed: !!int x\n": "run.seed=x does not fit its type (bad.yaml, line 2): correct it, or remove its tag.",
     "run:\0\n": "not valid YAML (bad.yaml): special characters are not allowed.",
     "[1, 2]\n": "bad.yaml holds [1, 2] instead of sections: begin with a section such as model.",
     "? [a]\n: 1\n": "a key is not text (bad.yaml, line 1): write keys as plain words.",
