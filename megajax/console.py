@@ -21,11 +21,13 @@ CURES = {
     errno.EPERM: PERMISSION,
     errno.EROFS: PERMISSION,
 }
-INTERRUPTED = 130  # exit status after Ctrl-C, as in shells
+# Exit statuses: the last three mean a lost or hanging process, a stop on request after saving, and Ctrl-C as in shells.
+DONE, MISTAKE, BAD_NUMBERS, LOST, STOPPED, INTERRUPTED = 0, 2, 3, 4, 75, 130
 
 # subcommand: (the module whose main(arguments) it runs, its help)
 COMMANDS = {
     "train": ("megajax.train", "train the model of a config, or resume its run"),
+    "launch": ("megajax.launch", "train in several processes on this host, and restart after crashes"),
     "generate": ("megajax.generate", "continue text with a run or a Hugging Face model"),
     "evaluate": ("megajax.evaluate", "loss, perplexity and bits per byte of texts"),
     "plot": ("megajax.plot", "draw loss, learning rate and gradient norm of runs"),
@@ -80,14 +82,16 @@ def user_errors() -> Iterator[None]:
             yield
             sys.stdout.flush()
         except UserError as error:
-            _fail(str(error), 2)
+            _fail(str(error), MISTAKE)
         except BrokenPipeError:  # for example, a pager was closed
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             raise SystemExit(0) from None
         except OSError as error:
             if error.errno not in CURES:
                 raise
-            _fail(f"{error.filename or 'a file'} could not be written ({error.strerror}): {CURES[error.errno]}.", 2)
+            _fail(
+                f"{error.filename or 'a file'} could not be written ({error.strerror}): {CURES[error.errno]}.", MISTAKE
+            )
         except KeyboardInterrupt:
             _fail("interrupted.", INTERRUPTED)
 

@@ -16,6 +16,7 @@ from megajax.data.indexed import IndexedWriter, token_dtype
 from megajax.data.json_lines import Block, TextPosition, texts
 from megajax.data.progress import Progress
 from megajax.data.tokenizers import Tokenizer, load_tokenizer
+from megajax.data.workers import end_with_parent
 from megajax.errors import InputError
 
 BLOCKS_AHEAD = 4  # per worker
@@ -113,6 +114,7 @@ _encoder: Encoder | None = None  # of a worker process
 def _set_encoder(encoder: Encoder) -> None:
     global _encoder
     _encoder = encoder
+    end_with_parent()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes share the cores already
 
 

@@ -27,6 +27,7 @@ from megajax.data.samples import (
 from megajax.data.synthetic import SyntheticSamples
 from megajax.data.text import TextDataset, open_text
 from megajax.data.tokenizers import end_of_document, load_tokenizer
+from megajax.data.workers import end_with_parent
 from megajax.errors import InputError
 
 if TYPE_CHECKING:
@@ -191,7 +192,7 @@ def make_loader(
             flags.FLAGS.mark_as_parsed()  # grain passes its flags to the workers and requires parsed ones
         ahead = -(-max(prefetch, 1) // data.workers)
         options = grain.MultiprocessingOptions(data.workers, per_worker_buffer_size=ahead)
-        batches = batches.mp_prefetch(options, worker_init_fn=_ignore_requests_to_stop)
+        batches = batches.mp_prefetch(options, worker_init_fn=_start_worker)
     return iter(batches)
 
 
@@ -200,9 +201,10 @@ def batch_sizes(config: "Config", split: Split) -> BatchSizes:
     return BatchSizes.of(config) if split == "train" else BatchSizes.constant(config.batch.global_size)
 
 
-def _ignore_requests_to_stop(worker: int, num_workers: int) -> None:
+def _start_worker(worker: int, num_workers: int) -> None:
     """Runs in a worker: Slurm signals every process of a step, but the trainer needs data until it has saved."""
     del worker, num_workers
+    end_with_parent()
     for request in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
         signal.signal(request, signal.SIG_IGN)
 

@@ -17,6 +17,7 @@ from megajax.checkpoint import Checkpoints, SaveOutcome, complete_steps
 from megajax.config import Config
 from megajax.config.checks import check_mesh
 from megajax.config.kinds import expert_layers
+from megajax.console import BAD_NUMBERS, DONE, STOPPED
 from megajax.data.describe import describe_data
 from megajax.data.loader import Split, datasets
 from megajax.errors import ConfigError, InputError
@@ -36,7 +37,6 @@ from megajax.training.step import TrainProgram, TrainState
 from megajax.training.stop_signals import StopSignals
 from megajax.training.summary import summary
 
-DONE, BAD_NUMBERS, STOPPED = 0, 3, 75  # exit statuses
 STEPS_AHEAD = 4  # steps that the host may queue before the devices have finished them
 
 

@@ -11,13 +11,14 @@ from jax.sharding import PartitionSpec as P
 
 from megajax.config import AXES, load_config
 from megajax.config.checks import check_mesh
+from megajax.console import STOPPED
 from megajax.model import Transformer, parameters
 from megajax.pictures.expert_load import MOST_COLUMNS, NAME, load_map
 from megajax.plan import active_parameter_count, estimate_memory, flops_per_token, parameter_count
 from megajax.sharding import place, place_all
 from megajax.step_plan import HOPPER, StepPlan
 from megajax.training.logs import draw_load_map, expert_load
-from megajax.training.loop import STOPPED, Trainer
+from megajax.training.loop import Trainer
 
 ROOT = Path(__file__).parents[2]
 

@@ -1,13 +1,18 @@
 """Two processes with four virtual devices each, joined by the explicit JAX_* variables."""
 
 import os
+import re
 import shutil
 import signal
 import socket
+import threading
+import time
 from pathlib import Path
 
 import pytest
 
+from megajax import launch
+from megajax.config import load_config
 from megajax.hf.compare import compare
 
 OPTIONS = ("run.steps=6", "run.checkpoint_interval=3", "run.eval_steps=1", "data.split='8,2,0'")
@@ -138,3 +143,36 @@ def test_stages_of_two_processes_give_the_losses_of_one_device(tmp_path, start_t
     assert (first.finish(), second.finish()) == (0, 0), first.output + second.output
     assert agree(read_metrics(tmp_path / "two", "loss", "grad_norm"), expected[0])
     assert read_metrics(tmp_path / "two", "eval_loss")[6] == pytest.approx(expected[1][6], rel=1e-5)
+
+
+def test_the_launcher_resumes_on_fewer_devices_after_a_kill(
+    tmp_path, tiny, text, expected, read_metrics, checkpoint_steps, monkeypatch, capfd
+):
+    """A process with two devices is killed after step 2, and one of them does not come back."""
+    run_dir, left = tmp_path / "launched", iter((["0", "1"], ["0"]))
+    monkeypatch.setattr(launch, "working_devices", lambda: next(left))
+    monkeypatch.setenv("XLA_FLAGS", "--xla_backend_optimization_level=0")
+    arguments = [str(tiny), f"data.train={text}", *OPTIONS, "mesh.data=-1", f"run.dir={run_dir}"]
+    arguments.append("run.checkpoint_interval=2")
+    killers = []
+
+    class Child(launch.Child):
+        def __init__(self, *others, **named):
+            super().__init__(*others, **named)
+            if not killers:
+                killers.append(threading.Thread(target=self.kill_after, args=(run_dir / "checkpoints/2",)))
+                killers[0].start()
+
+        def kill_after(self, path: Path) -> None:
+            while not path.exists() and self.process.returncode is None:
+                time.sleep(0.01)
+            self.process.kill()
+
+    monkeypatch.setattr(launch, "Child", Child)
+    assert launch.Launcher(load_config(tiny, arguments[1:]), arguments, processes=1, max_restarts=1).run() == 0
+    killers[0].join()
+    errors = capfd.readouterr().err
+    assert "process 0 was ended by SIGKILL" in errors
+    assert re.search("restart from the checkpoint of step [24] in 1 s on 1 device", errors), errors
+    assert checkpoint_steps(run_dir)[-1] == 6
+    assert agree(read_metrics(run_dir, "loss", "grad_norm"), expected[0])

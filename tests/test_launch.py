@@ -1,0 +1,248 @@
+"""The launcher: which ends are restarted, on which devices, signals, output, and that it leaves no process behind."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from megajax import launch
+from megajax.config import load_config
+from megajax.errors import ConfigError, InputError
+
+CONFIG = """
+model: {num_layers: 1, hidden_size: 8, num_heads: 2, vocab_size: 9}
+mesh: {data: -1, tensor: 2}
+batch: {global_size: 12, sequence_length: 4}
+data: {kind: synthetic}
+"""
+CRASH = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
+
+
+@pytest.fixture
+def config(tmp_path):
+    path = tmp_path / "tiny.yaml"
+    path.write_text(CONFIG)
+    return load_config(path, [f"run.dir={tmp_path / 'run'}"])
+
+
+@pytest.fixture
+def run(config, monkeypatch, capfd):
+    """(ends, devices=[2], **settings) → (exit status, number of starts, stderr).
+
+    Start n runs the Python code `ends[n]` in each process, or exits with that number, on at most `devices[n]` devices.
+    `{save}` in the code saves a checkpoint of the next step.
+    """
+    monkeypatch.setattr(launch, "LONGEST_PAUSE", 0)
+
+    def run(*ends, devices=(2,), processes=1, max_restarts=3):
+        starts, left = iter(ends), iter(devices)
+        number = [0]
+        monkeypatch.setattr(launch, "working_devices", lambda: [str(n) for n in range(next(left, devices[-1]))])
+        launcher = launch.Launcher(config, [], processes, max_restarts)
+        begin = launcher._start
+
+        def start():
+            end = next(starts)
+            number[0] += 1
+            directory = Path(config.run.dir, "checkpoints")
+            save = f"import os; os.makedirs({str(directory / str(number[0]))!r}, exist_ok=True)"
+            code = f"raise SystemExit({end})" if isinstance(end, int) else end.replace("{save}", save)
+            launcher.command = lambda: [sys.executable, "-S", "-c", code]
+            return begin()
+
+        launcher._start = start
+        status = launcher.run()
+        run.output, errors = capfd.readouterr()
+        return status, number[0], errors
+
+    return run
+
+
+@pytest.mark.parametrize("status", [0, 2, 3, 130])
+def test_an_end_that_a_restart_would_repeat_is_passed_on(run, status):
+    assert run(status) == (status, 1, "")
+
+
+@pytest.mark.parametrize("end", [1, 4, 134, 75, CRASH], ids=str)
+def test_a_crash_a_lost_peer_and_a_stop_that_the_launcher_did_not_ask_for_are_restarted(run, end):
+    status, starts, errors = run(end, 0)
+    assert (status, starts) == (0, 2)
+    assert "restart from the beginning in 0 s on 2 devices" in errors
+    assert ("was ended by SIGKILL" in errors) == (end == CRASH)
+
+
+def test_it_gives_up_after_crashes_without_progress_and_a_checkpoint_resets_their_number(run):
+    assert run(4, 4, CRASH, max_restarts=2)[:2] == (137, 3)
+    status, starts, errors = run("{save}; raise SystemExit(4)", 4, "{save}; raise SystemExit(4)", 4, 4, max_restarts=2)
+    assert (status, starts) == (4, 5)
+    assert "restart from the checkpoint of step 3" in errors
+    assert "giving up: 3 starts ended early since the checkpoint of step 3 (--max-restarts=2)" in errors
+
+
+def test_a_process_with_a_mistake_is_not_restarted_when_it_takes_others_with_it(run):
+    code = "import os, time; os.environ['JAX_PROCESS_ID'] == '1' and os._exit(2); time.sleep(0.5); os._exit(134)"
+    assert run(code, processes=2)[:2] == (2, 1)
+
+
+def test_the_survivors_of_a_crash_are_ended(run, monkeypatch):
+    monkeypatch.setattr(launch, "CRASH_SECONDS", 0.1)
+    begin = time.monotonic()
+    code = "import os, time; os.environ['JAX_PROCESS_ID'] == '1' and os.abort(); time.sleep(60)"
+    assert run(code, 0, processes=2)[:2] == (0, 2)
+    assert time.monotonic() - begin < 20
+
+
+def test_a_restart_uses_as_many_of_the_remaining_devices_as_the_mesh_and_the_batch_allow(run, config):
+    status, starts, errors = run(4, 0, devices=(8, 7))
+    assert (status, starts) == (0, 2) and "1 of 8 devices are gone" in errors and "on 6 devices" in errors
+    assert len(launch.usable_devices(config, list("0123456"), 0)) == 6
+    status, starts, errors = run(4, devices=(8, 1))  # mesh.tensor=2 needs two
+    assert (status, starts) == (4, 1) and "no restart" in errors and "mesh.tensor=2" in errors
+    with pytest.raises(ConfigError, match="no device of this host is left"):
+        launch.usable_devices(config, [], 1)
+
+
+@pytest.mark.parametrize(("devices", "wanted", "number"), [(8, 1, 1), (8, 0, 8), (6, 4, 3), (7, 4, 1)])
+def test_processes_share_the_devices_evenly(devices, wanted, number):
+    assert launch.number_of_processes(devices, wanted) == number
+
+
+def test_each_process_gets_its_own_devices_and_the_coordinator_listens_on_this_host_only(monkeypatch):
+    first, second = launch.child_environments(["GPU-a", "GPU-b", "GPU-c", "GPU-d"], 2)
+    assert (first["JAX_LOCAL_DEVICE_IDS"], second["JAX_LOCAL_DEVICE_IDS"]) == ("0,1", "2,3")
+    assert first["CUDA_VISIBLE_DEVICES"] == second["CUDA_VISIBLE_DEVICES"] == "GPU-a,GPU-b,GPU-c,GPU-d"
+    assert [env["JAX_PROCESS_ID"] for env in (first, second)] == ["0", "1"] and first["JAX_NUM_PROCESSES"] == "2"
+    address = first["JAX_COORDINATOR_ADDRESS"]
+    assert address.startswith("127.0.0.1:") and second["JAX_COORDINATOR_BIND_ADDRESS"] == address
+    monkeypatch.setenv("XLA_FLAGS", "--a=1 --xla_force_host_platform_device_count=8")
+    assert launch.child_environments(list("012345"), 2)[1]["XLA_FLAGS"].endswith("--a=1 " + launch.CPU_DEVICES + "=3")
+    assert "JAX_NUM_PROCESSES" not in launch.child_environments(["0"], 1)[0]
+
+
+LISTED = """GPU 0: NVIDIA H200 (UUID: GPU-1111aaaa-0000)
+Unable to determine the device handle for gpu 0000:5D:00.0: GPU is lost.  Reboot the system to recover this GPU
+GPU 2: NVIDIA H200 (UUID: GPU-3333cccc-0000)
+"""
+
+
+@pytest.mark.parametrize(
+    ("environment", "working"),
+    [
+        ({}, ["GPU-1111aaaa-0000", "GPU-3333cccc-0000"]),
+        ({"CUDA_VISIBLE_DEVICES": "2,1"}, ["GPU-3333cccc-0000"]),
+        ({"CUDA_VISIBLE_DEVICES": "GPU-3333,GPU-1111"}, ["GPU-3333cccc-0000", "GPU-1111aaaa-0000"]),
+        ({"CUDA_VISIBLE_DEVICES": ""}, []),
+        ({"JAX_PLATFORMS": "cpu", "XLA_FLAGS": f"--x {launch.CPU_DEVICES}=3"}, ["0", "1", "2"]),
+        ({"JAX_PLATFORMS": "cpu"}, ["0"]),
+    ],
+    ids=str,
+)
+def test_devices_that_work_are_those_that_the_driver_lists(environment, working, monkeypatch):
+    monkeypatch.setattr(launch.shutil, "which", lambda name: name)
+    monkeypatch.setattr(launch.subprocess, "run", lambda *_, **__: subprocess.CompletedProcess([], 0, LISTED))
+    assert launch.working_devices(environment) == working
+
+
+def test_processes_that_cannot_share_the_devices_are_refused(config, monkeypatch):
+    monkeypatch.setattr(launch, "working_devices", lambda: list("0123"))
+    with pytest.raises(InputError, match="--processes=3 does not divide the 4 devices"):
+        launch.Launcher(config, [], 3, 1)
+    monkeypatch.setattr(launch, "working_devices", lambda: [])
+    with pytest.raises(InputError, match="no GPU of this host answers"):
+        launch.Launcher(config, [], 1, 1)
+
+
+@pytest.mark.parametrize("variable", ["JAX_NUM_PROCESSES", "SLURM_NTASKS"])
+def test_a_process_of_a_cluster_is_refused(variable, monkeypatch, capsys):
+    monkeypatch.setenv(variable, "2")
+    with pytest.raises(SystemExit) as stopped:
+        launch.main(["--", "none.yaml"])
+    assert stopped.value.code == 2 and f"{variable}=2: this command starts" in capsys.readouterr().err
+
+
+def test_lines_of_several_processes_begin_with_their_number(run, capfd):
+    status, _, errors = run("import sys; print('one\\ntwo'); print('end', end='', file=sys.stderr)", 0, processes=2)
+    assert status == 0 and sorted(errors.splitlines()) == ["[0] end", "[1] end"]
+    assert sorted(run.output.splitlines()) == ["[0] one", "[0] two", "[1] one", "[1] two"]
+
+
+@pytest.mark.parametrize(("number", "end", "status"), [("TERM", 75, 75), ("USR1", 75, 75), ("INT", 130, 130)])
+def test_signals_are_forwarded_and_the_answer_is_not_restarted(run, tmp_path, number, end, status):
+    ready = tmp_path / "ready"
+    code = (
+        f"import os, signal, time\nsignal.signal(signal.SIG{number}, lambda *_: os._exit({end}))\n"
+        f"open({str(ready)!r}, 'w').close()\ntime.sleep(60)"
+    )
+
+    def send():
+        while not ready.exists():
+            time.sleep(0.01)
+        os.kill(os.getpid(), getattr(signal, f"SIG{number}"))
+
+    thread = threading.Thread(target=send)
+    thread.start()
+    assert run(code)[:2] == (status, 1)
+    thread.join()
+
+
+def test_a_process_that_a_forwarded_signal_ends_before_its_first_step_was_stopped_on_request(run):
+    assert run("import os, signal, time; os.kill(os.getppid(), signal.SIGTERM); time.sleep(60)")[:2] == (75, 1)
+
+
+# A launcher whose process waits for ever, with a worker that does too.
+WAITING = """
+import multiprocessing, sys, time
+from megajax import launch
+from megajax.config import load_config
+from megajax.data.workers import end_with_parent
+
+def worker():
+    end_with_parent()
+    time.sleep(60)
+
+def train(_):
+    process = multiprocessing.get_context("spawn").Process(target=worker)
+    process.start()
+    print("started", process.pid, flush=True)
+    time.sleep(60)
+
+if __name__ == "__main__":
+    if "--child" in sys.argv:
+        import megajax.train
+        megajax.train.main = train
+        sys.exit(launch.main(sys.argv[1:]))
+    launcher = launch.Launcher(load_config(sys.argv[1]), [sys.argv[1]], 1, 0)
+    command = launcher.command()
+    launcher.command = lambda: [command[0], __file__, *command[3:]]
+    sys.exit(launcher.run())
+"""
+
+
+def running(process: int) -> bool:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    return False
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_no_process_is_left_when_the_launcher_is_killed(config, tmp_path):
+    script = tmp_path / "waiting.py"
+    script.write_text(WAITING)
+    launcher = subprocess.Popen([sys.executable, script, tmp_path / "tiny.yaml"], stdout=subprocess.PIPE, text=True)
+    assert launcher.stdout is not None
+    worker = int(launcher.stdout.readline().split()[1])
+    child = int(Path(f"/proc/{worker}/stat").read_text().rpartition(")")[2].split()[1])
+    assert child != launcher.pid and running(child) and running(worker)
+    launcher.kill()
+    launcher.wait()
+    launcher.stdout.close()
+    end = time.monotonic() + 20
+    while (running(child) or running(worker)) and time.monotonic() < end:
+        time.sleep(0.05)
+    assert not running(child) and not running(worker)
