@@ -59,6 +59,11 @@ class RunConfig(Section):
         "Directory of compiled programs, which a restart reads instead of compiling; none: no cache. The environment's"
         " JAX_COMPILATION_CACHE_DIR has precedence.",
     )
+    max_minutes: Positive | None = Field(
+        default=None,
+        description="Time limit, from the start of the process: the run then stops as on SIGTERM, so leave time for the"
+        " last save below the limit of the cluster; null: none.",
+    )
     max_nonfinite_steps: Count = Field(
         default=20,
         description="Stop after more than this many skipped steps in a row (loss or gradient not finite).",

@@ -80,7 +80,6 @@ class Trainer:
         self._ahead: deque[jax.Array] = deque()
         self._writing = False
         self._profile = Profile(config.logging, self.run_dir, self._note)
-        self._stop = StopSignals()
         self._replicas = ReplicaCheck(self.program)
 
     @cached_property
@@ -264,10 +263,15 @@ class Trainer:
                 self._start_writing()
             reserved.result()
             log = logs.MetricsLog(self.config, self.step, self.writer)
-            with self._stop:
-                return self._run(log)
+            with StopSignals(self.step, self._deadline()) as stop:
+                return self._run(log, stop)
         finally:
             self._end(log)
+
+    def _deadline(self) -> float | None:
+        """The end of `run.max_minutes`, as of time.monotonic()."""
+        minutes = self.config.run.max_minutes
+        return None if minutes is None else time.monotonic() - (time.time() - self.start_time) + 60 * minutes
 
     def _is_done(self) -> bool:
         steps = self.config.run.steps
@@ -293,7 +297,7 @@ class Trainer:
             self._profile.stop(lambda: self.state.step)
             self.progress = self._train_batches = None
 
-    def _run(self, log: logs.MetricsLog) -> int:
+    def _run(self, log: logs.MetricsLog, stop: StopSignals) -> int:
         run, meter = self.config.run, Meter(self.config, self.sizes, self.program.mesh.devices, self.step)
         pending: tuple[int, dict[str, jax.Array]] | None = None
         while self.step < run.steps:
@@ -316,7 +320,7 @@ class Trainer:
                 pending = self.step, metrics
             evaluation = run.eval_interval and self.step % run.eval_interval == 0
             saving = run.checkpoint_interval and self.step % run.checkpoint_interval == 0
-            stopping = self._stop.requested(agree=pending is not None)
+            stopping = stop.requested(self.step)
             self._replicas.start(self.step, self.state, before_save=bool(saving or last or stopping))
             if pending and (last or evaluation or saving or stopping):
                 if self._log(log, meter, *pending):

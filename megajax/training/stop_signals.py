@@ -1,27 +1,38 @@
-"""Requests to stop: SIGTERM, SIGUSR1 and Ctrl-C."""
+"""Requests to stop: SIGTERM, SIGUSR1, Ctrl-C and the end of `run.max_minutes`, and the step at which all stop."""
 
 import contextlib
+import itertools
 import signal
 import sys
+import threading
+import time
+from typing import Any
 
 import jax
-import numpy as np
+from jax._src import distributed  # jax has no public functions for its key-value store
+
+FOR_EVER = 365 * 24 * 3600 * 1000  # milliseconds
+RUNS = itertools.count()  # of this process; all processes of a job make the same runs
 
 
 class StopSignals:
-    """SIGTERM, SIGUSR1 and a first Ctrl-C request a stop with a checkpoint while this context is open.
+    """SIGTERM, SIGUSR1, a first Ctrl-C and the deadline request a stop with a checkpoint while this context is open.
 
     After the first Ctrl-C the handler from before the context is active again.
     """
 
     SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
-    def __init__(self):
+    def __init__(self, step: int = 0, deadline: float | None = None):
+        """`step`: number of steps so far; `deadline`: as of time.monotonic()."""
+        self._step, self._deadline = step, deadline
         self._asked = False
+        self._agreement: Agreement | None = None
 
     def __enter__(self) -> "StopSignals":
         self._before = {}
-        self._asked = False
+        if jax.process_count() > 1:
+            self._agreement = Agreement(self._step)
         with contextlib.suppress(ValueError):  # only the main thread may set handlers; a notebook may run in another
             self._before = {s: signal.signal(s, self._ask) for s in self.SIGNALS}
         return self
@@ -29,6 +40,8 @@ class StopSignals:
     def __exit__(self, *_: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
+        if self._agreement is not None:
+            self._agreement.close()
 
     def _ask(self, number: int, _: object) -> None:
         self._asked = True
@@ -37,12 +50,72 @@ class StopSignals:
             sentence = "saving and stopping; Ctrl-C again stops at once, without saving"
             print(f"\nmegajax: {sentence}", file=sys.stderr, flush=True)
 
-    def requested(self, agree: bool) -> bool:
-        """Whether to stop now. Several processes agree on it in calls with `agree`, which all make."""
-        if jax.process_count() == 1:
+    def requested(self, step: int) -> bool:
+        """Whether to stop after `step`, the last one that this process has started; the same step on all processes."""
+        if self._deadline is not None and time.monotonic() >= self._deadline:
+            self._asked = True
+        if self._agreement is None:
             return self._asked
-        if not agree:
-            return False
-        from jax.experimental import multihost_utils
+        if self._asked:
+            self._agreement.ask()
+        return self._agreement.reached(step)
 
-        return bool(multihost_utils.process_allgather(np.array(self._asked)).any())
+
+class Agreement:
+    """The step at which all processes of a run stop, agreed through the key-value store of jax's coordinator.
+
+    A thread of each process waits for a request, so a step costs nothing. When one comes, the thread posts the step
+    that its process is about to start, process 0 publishes the latest of them, and all run on to that step. Nobody is
+    past it: a process that the thread has told of the request starts no step before it knows the answer. Nobody waits
+    for ever: the threads answer even if their process waits for the devices, and so for steps that others have yet to
+    start.
+    """
+
+    def __init__(self, step: int):
+        self._client: Any = distributed.global_state.client
+        self._keys = f"megajax/stop/{next(RUNS)}"
+        self._index, self._count = jax.process_index(), jax.process_count()
+        self._next, self._at = step + 1, 0  # the step that this process may start; the agreed one
+        self._lock, self._agreed = threading.Lock(), threading.Event()
+        self._requested = self._posted = False
+        self._thread = threading.Thread(target=self._listen, daemon=True, name="stop")
+        self._thread.start()
+
+    def ask(self) -> None:
+        """Request a stop of all processes."""
+        if not self._posted:
+            self._posted = True
+            self._request("stop")
+
+    def reached(self, step: int) -> bool:
+        """Whether `step` is the agreed one; waits for the agreement if somebody has requested a stop."""
+        with self._lock:
+            if not self._requested:
+                self._next = step + 1
+                return False
+        self._agreed.wait()
+        return step >= self._at
+
+    def close(self) -> None:
+        """End the thread; the processes do this after the same step."""
+        self._request("over")
+        self._thread.join(timeout=10)
+
+    def _request(self, word: str) -> None:
+        with contextlib.suppress(jax.errors.JaxRuntimeError):  # another process was first
+            self._client.key_value_set(f"{self._keys}/request", word)
+
+    def _listen(self) -> None:
+        with contextlib.suppress(jax.errors.JaxRuntimeError):  # the coordinator is gone, which `watch.py` reports
+            if self._get("request") == "stop":
+                with self._lock:
+                    self._requested, own = True, self._next
+                self._client.key_value_set(f"{self._keys}/{self._index}", str(own))
+                if self._index == 0:
+                    latest = max(int(self._get(str(index))) for index in range(self._count))
+                    self._client.key_value_set(f"{self._keys}/at", str(latest))
+                self._at = int(self._get("at"))
+                self._agreed.set()
+
+    def _get(self, name: str) -> str:
+        return self._client.blocking_key_value_get(f"{self._keys}/{name}", FOR_EVER)

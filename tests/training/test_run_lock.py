@@ -2,7 +2,6 @@
 
 import json
 import os
-import signal
 import threading
 
 import jax
@@ -12,7 +11,6 @@ from megajax.errors import InputError
 from megajax.training import run_lock
 from megajax.training.loop import Trainer
 from megajax.training.run_lock import RunLock
-from megajax.training.stop_signals import StopSignals
 
 
 @pytest.fixture
@@ -106,15 +104,3 @@ def test_a_run_whose_lock_was_taken_over_knows_it_and_leaves_it(tmp_path, owner,
     assert lock.lost
     lock.release()
     assert json.loads((tmp_path / "lock").read_text())["process"] == os.getppid()
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
-def test_a_first_signal_asks_for_a_stop_and_a_second_ctrl_c_interrupts(number, capsys):
-    with StopSignals() as stop:
-        assert not stop.requested(agree=True)
-        os.kill(os.getpid(), number)
-        assert stop.requested(agree=True)
-        with pytest.raises(KeyboardInterrupt):
-            os.kill(os.getpid(), signal.SIGINT)
-            os.kill(os.getpid(), signal.SIGINT)
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
