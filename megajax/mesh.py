@@ -17,9 +17,11 @@ from jax.sharding import AxisType, Mesh
 from jaxlib import _jax  # type: ignore[attr-defined]
 
 from megajax.config import AXES
+from megajax.coordinator import through_a_relay
 from megajax.errors import ConfigError
 
 JOIN_SECONDS = 300  # all processes of a run start within this time
+JAX_HEARTBEAT_TIMEOUT = 600  # seconds, at least
 
 
 def build_mesh(sizes: Mapping[str, int], devices: Sequence[Any] | None = None) -> Mesh:
@@ -77,9 +79,11 @@ def bind_address(coordinator: str) -> str | None:
     return coordinator
 
 
-def start_processes(environment: Mapping[str, str] = os.environ) -> None:
+def start_processes(environment: Mapping[str, str] = os.environ, peer_timeout: float | None = None) -> None:
     """Join the other processes of this run, if there are any (`jax.distributed`).
 
+    `peer_timeout`: seconds after which `training/watch.py` ends a process whose peer is lost; jax's own reaction, which
+    is an abort, then has to come later. None: leave it to jax.
     Explicit variables have precedence (JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES, JAX_PROCESS_ID), then Slurm's
     (SLURM_NTASKS > 1) and Open MPI's (OMPI_COMM_WORLD_SIZE > 1), which jax reads itself. One process needs nothing.
     Raises ConfigError for variables that do not fit, and if a process does not come within JOIN_SECONDS.
@@ -97,10 +101,10 @@ def start_processes(environment: Mapping[str, str] = os.environ) -> None:
                 "the ids are 0 to the number of processes - 1."
             )
         bound = environment.get("JAX_COORDINATOR_BIND_ADDRESS") or bind_address(address)
-        _join(address, int(count), int(index), bound=bound)
+        _join(peer_timeout, address, int(count), int(index), bound=bound)
     elif int(environment.get("SLURM_NTASKS", "1")) > 1 or int(environment.get("OMPI_COMM_WORLD_SIZE", "1")) > 1:
         try:
-            _join()
+            _join(peer_timeout)
         except ConfigError:
             raise
         except (ValueError, RuntimeError) as error:
@@ -110,14 +114,18 @@ def start_processes(environment: Mapping[str, str] = os.environ) -> None:
             ) from None
 
 
-def _join(*arguments: Any, bound: str | None = None) -> None:
+def _join(peer_timeout: float | None, *arguments: Any, bound: str | None = None) -> None:
     """`jax.distributed.initialize(*arguments)`, whose coordinator listens at `bound`; ConfigError if a process does not
     come.
     """
     state = distributed.global_state
+    settings: Any = {"initialization_timeout": JOIN_SECONDS + 5, "coordinator_bind_address": bound}
+    relayed = contextlib.nullcontext()
+    if peer_timeout is not None:
+        settings["heartbeat_timeout_seconds"] = max(JAX_HEARTBEAT_TIMEOUT, 3 * int(peer_timeout))
+        relayed = through_a_relay()
     try:
-        with _timeouts_are_errors():
-            settings: Any = {"initialization_timeout": JOIN_SECONDS + 5, "coordinator_bind_address": bound}
+        with _timeouts_are_errors(), relayed:
             jax.distributed.initialize(*arguments, **settings)
     except RuntimeError:
         if state.client is None:  # before the processes tried to meet

@@ -20,13 +20,16 @@ def main(argv: list[str]) -> int:
         # jax reads its environment when it starts, so modules that import it are imported here.
         from megajax.mesh import start_processes
         from megajax.start_checks import check_processes
+        from megajax.training.watch import Watch
 
-        start_processes()
-        check_processes(config)
+        start_processes(peer_timeout=config.run.peer_timeout_seconds)
+        with Watch(config) as watch, user_errors():
+            check_processes(config)
 
-        from megajax.training.loop import Trainer
+            from megajax.training.loop import Trainer
 
-        return Trainer(config, flags=flags, start_time=process_start_time()).run()
+            watch.status = Trainer(config, flags=flags, start_time=process_start_time(), watch=watch).run()
+        return watch.status
 
 
 @contextlib.contextmanager

@@ -33,6 +33,8 @@ Workers = Annotated[int, Field(ge=0, le=1024)]
 Positive = Annotated[float, Field(gt=0)]
 PositiveOrZero = Annotated[float, Field(ge=0)]
 BelowOne = Annotated[float, Field(ge=0, lt=1)]
+AboveOne = Annotated[float, Field(gt=1)]
+Seconds = Annotated[float, Field(ge=1)]
 Text = Annotated[str, Field(min_length=1)]
 
 

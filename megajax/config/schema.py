@@ -13,6 +13,7 @@ from pydantic import Field, PrivateAttr, model_validator
 from megajax.config.data_schema import DataConfig
 from megajax.config.fields import (
     BATCH_AXES,
+    AboveOne,
     AxisSize,
     BatchSchedule,
     BelowOne,
@@ -23,6 +24,7 @@ from megajax.config.fields import (
     Positive,
     PositiveOrZero,
     PowerOfTwo,
+    Seconds,
     Section,
     Seed,
     Sequences,
@@ -63,6 +65,21 @@ class RunConfig(Section):
         default=None,
         description="Time limit, from the start of the process: the run then stops as on SIGTERM, so leave time for the"
         " last save below the limit of the cluster; null: none.",
+    )
+    peer_timeout_seconds: Seconds = Field(
+        default=60.0,
+        description="After the loss of a process (killed, stopped, host gone) the others end within this time, with"
+        " exit status 4.",
+    )
+    hang_factor: AboveOne | None = Field(
+        default=20.0,
+        description="A step that takes this multiple of the median of recent steps, and at least hang_min_seconds,"
+        " ends the run with exit status 4 and writes hang-PROCESS.txt; null: never.",
+    )
+    hang_min_seconds: Seconds = Field(
+        default=300.0,
+        description="Shortest time after which a step counts as hung; compilation, an evaluation and a save have 12"
+        " times as long.",
     )
     max_nonfinite_steps: Count = Field(
         default=20,

@@ -36,6 +36,7 @@ from megajax.training.saving import StateSaver
 from megajax.training.step import TrainProgram, TrainState
 from megajax.training.stop_signals import StopSignals
 from megajax.training.summary import summary
+from megajax.training.watch import Watch
 
 STEPS_AHEAD = 4  # steps that the host may queue before the devices have finished them
 
@@ -55,8 +56,12 @@ class Trainer:
         devices: list[Any] | None = None,
         flags: list[str] | None = None,
         start_time: float | None = None,
+        watch: Watch | None = None,
     ):
-        """`start_time` (as of time.time(), default now): start of the measured time to the first step."""
+        """`start_time` (as of time.time(), default now): start of the measured time to the first step.
+
+        `watch`: the context that ends the process if it hangs or its peers are gone; by default nothing does.
+        """
         self.start_time = time.time() if start_time is None else start_time
         self.config, self.flags = config, prepare_environment(config) if flags is None else flags
         count = len(jax.devices() if devices is None else devices)
@@ -81,6 +86,7 @@ class Trainer:
         self._writing = False
         self._profile = Profile(config.logging, self.run_dir, self._note)
         self._replicas = ReplicaCheck(self.program)
+        self._watch = watch or Watch(config)
 
     @cached_property
     def checkpoints(self) -> Checkpoints:
@@ -284,7 +290,10 @@ class Trainer:
         return True
 
     def _end(self, log: logs.MetricsLog | None) -> None:
-        with contextlib.ExitStack() as last_first:  # runs all callbacks, even if one of them raises
+        with (
+            self._watch.working("the end of the run"),
+            contextlib.ExitStack() as last_first,
+        ):  # runs all callbacks, even if one of them raises
             last_first.callback(self.close)
             if log is not None:
                 if self.writer and self.config.model.num_experts:
@@ -320,6 +329,7 @@ class Trainer:
                 pending = self.step, metrics
             evaluation = run.eval_interval and self.step % run.eval_interval == 0
             saving = run.checkpoint_interval and self.step % run.checkpoint_interval == 0
+            self._watch.stepped(self.step)
             stopping = stop.requested(self.step)
             self._replicas.start(self.step, self.state, before_save=bool(saving or last or stopping))
             if pending and (last or evaluation or saving or stopping):
@@ -327,15 +337,17 @@ class Trainer:
                     return BAD_NUMBERS
                 pending = None
             if (evaluation or last) and run.eval_steps:
-                self._evaluate(log)
-            if saving or last or stopping:
-                if self._copies_differ():
-                    return BAD_NUMBERS
-                self.save()
+                with self._watch.working("the evaluation"):
+                    self._evaluate(log)
             ending = bool(last or stopping)
-            self._report_save(self.checkpoints.outcome(wait=ending), ending)
-            if self.exports is not None:
-                self.exports.report(wait=ending)
+            with self._watch.working("the save") if saving or ending else contextlib.nullcontext():
+                if saving or ending:
+                    if self._copies_differ():
+                        return BAD_NUMBERS
+                    self.save()
+                self._report_save(self.checkpoints.outcome(wait=ending), ending)
+                if self.exports is not None:
+                    self.exports.report(wait=ending)
             if evaluation or saving:
                 meter.restart(self.step)
             if stopping and not last:

@@ -70,14 +70,18 @@ class Run:
         fcntl.fcntl(self.process.stdout, fcntl.F_SETPIPE_SZ, 4096)
         self.output = ""
 
-    def read_to_step(self, step: int) -> None:
-        """Read until the console line of `step`."""
+    def read_to(self, start: str) -> None:
+        """Read until a line that begins with `start`."""
         assert self.process.stdout is not None
         for line in self.process.stdout:
             self.output += line
-            if line.split()[:1] == ["step"] and line.split()[1].split("/")[0] == str(step):
+            if " ".join(line.split()).startswith(start):
                 return
-        raise AssertionError(f"ended before step {step}:\n{self.output}")
+        raise AssertionError(f"ended before {start}:\n{self.output}")
+
+    def read_to_step(self, step: int) -> None:
+        """Read until the console line of `step`."""
+        self.read_to(f"step {step}/")
 
     def finish(self) -> int:
         """Read to the end; the exit status."""

@@ -176,3 +176,14 @@ def test_the_launcher_resumes_on_fewer_devices_after_a_kill(
     assert re.search("restart from the checkpoint of step [24] in 1 s on 1 device", errors), errors
     assert checkpoint_steps(run_dir)[-1] == 6
     assert agree(read_metrics(run_dir, "loss", "grad_norm"), expected[0])
+
+
+def test_the_loss_of_process_0_while_compiling_ends_the_other_with_a_sentence(tmp_path, start_two):
+    first, second = start_two(f"run.dir={tmp_path / 'two'}", "run.peer_timeout_seconds=3")
+    first.read_to("compiling")
+    first.process.kill()
+    start = time.monotonic()
+    assert second.finish() == 4 and time.monotonic() - start < 3, second.output
+    assert second.output.splitlines()[-1].startswith(
+        f"megajax: error: process 0 on host {socket.gethostname()} was lost"
+    ), second.output

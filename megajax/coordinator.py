@@ -1,0 +1,74 @@
+"""The connection to jax's coordinator, the service in process 0 that joins the processes of a run.
+
+jax's client aborts its process with a C++ stack trace as soon as this connection breaks, so when process 0 dies. The
+client therefore connects to a relay in its own process, which keeps the client's side open; `training/peers.py` notices
+the loss and explains it.
+"""
+
+import contextlib
+import os
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from jaxlib import _jax  # type: ignore[attr-defined]  # jax.distributed has no option for the address
+
+LOST = threading.Event()  # set when the coordinator has closed a connection
+
+
+@contextlib.contextmanager
+def through_a_relay() -> Iterator[None]:
+    """Around `jax.distributed.initialize`: processes other than 0 reach the coordinator through a relay.
+
+    With jax's mutual TLS the client connects directly, because it compares the certificate with the address.
+    """
+    make_client: Callable[..., Any] = _jax.get_distributed_runtime_client
+
+    def make_relayed(address: str, process: int, **options: Any) -> Any:
+        tls = any(value for name, value in options.items() if name.startswith("mtls_"))
+        return make_client(address if process == 0 or tls else relay(address), process, **options)
+
+    _jax.get_distributed_runtime_client = make_relayed
+    try:
+        yield
+    finally:
+        _jax.get_distributed_runtime_client = make_client
+
+
+def relay(address: str) -> str:
+    """Start a relay to `host:port`; the address that a gRPC client in this process connects to instead.
+
+    It is a socket without a file, which proxies of the environment do not concern.
+    """
+    host, _, port = address.rpartition(":")
+    name = f"megajax-{os.getpid()}-{threading.get_native_id()}-{os.urandom(8).hex()}"
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(f"\0{name}")
+    listener.listen()
+
+    def serve() -> None:
+        while True:
+            client = listener.accept()[0]
+            try:
+                service = socket.create_connection((host.strip("[]"), int(port)))
+            except OSError:
+                client.close()  # not there yet: the client tries again
+                continue
+            service.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            _start(_carry, client, service, service.close)
+            _start(_carry, service, client, LOST.set)
+
+    _start(serve)
+    return f"unix-abstract:{name}"
+
+
+def _carry(source: socket.socket, target: socket.socket, at_end: Callable[[], None]) -> None:
+    with contextlib.suppress(OSError):
+        while data := source.recv(2**16):
+            target.sendall(data)
+    at_end()
+
+
+def _start(function: Callable[..., None], *arguments: Any) -> None:
+    threading.Thread(target=function, args=arguments, daemon=True, name="relay").start()

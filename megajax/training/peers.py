@@ -1,0 +1,147 @@
+"""The other processes of a run: signs of life through jax's key-value store, and a verdict about a lost process.
+
+Each process writes a sign at intervals: its host, its step, and how it ended. Process 0 reads all of them, the others
+read that of process 0, which also has the verdict. So the traffic grows linearly with the number of processes. A
+process is silent for the time, on this process's monotonic clock, in which its sign has not changed.
+"""
+
+import contextlib
+import json
+import socket
+import threading
+import time
+from typing import Any
+
+import jax
+from jax._src import distributed  # jax has no public functions for its key-value store
+
+from megajax import coordinator
+
+KEYS = "megajax/signs"
+IN_ORDER = (0, 3, 75)  # exit statuses on which all processes agree
+LOST = 4  # exit status after a loss or a hang
+INTERVALS = 12  # in the timeout
+LONGEST_INTERVAL = 5.0  # seconds
+OF_TIMEOUT = 0.5  # silence up to the verdict; the rest is for the way of the signs and of the verdict
+SUSPECT_INTERVALS = 3  # silence up to the verdict when a collective has failed
+GRACE_INTERVALS = 2  # until all processes have seen a verdict, or the end of another process
+
+
+class Peers:
+    """Watches the other processes from a thread that exchanges signs; `check` is called by another thread.
+
+    The exchange may wait for ever, for example on a process 0 that is stopped, so it decides nothing.
+    """
+
+    def __init__(self, timeout: float):
+        """`timeout`: seconds from a loss to the end of every other process."""
+        state = distributed.global_state
+        self.index, self.count, self.timeout = state.process_id, state.num_processes, timeout
+        self.interval = min(timeout / INTERVALS, LONGEST_INTERVAL)
+        self.step: int | None = None
+        self.own_seconds: dict[str, float] = {}
+        self._suspicious = False
+        self.signs: dict[int, dict[str, Any]] = {}  # the last ones, by process
+        self._client: Any = state.client
+        self._raw: dict[int, str] = {}
+        self._silent = dict.fromkeys(range(self.count) if self.index == 0 else [0], 0.0)
+        self._silent.pop(self.index, None)
+        self._ending: dict[str, Any] = {}  # how this process ends, added to its sign
+        self._number, self._exchanged = 0, threading.Condition()
+        self._wake, self._gone = threading.Event(), set[int]()
+        threading.Thread(target=self._exchange_at_intervals, daemon=True, name="peers").start()
+
+    def check(self, seconds: float) -> str | None:
+        """A sentence about a lost process, or None.
+
+        `seconds`: time since the last call, without the time in which this process itself was stopped.
+        """
+        if verdict := next((sign["verdict"] for sign in list(self.signs.values()) if sign.get("verdict")), None):
+            return verdict
+        suspicious = self._suspicious or any(sign.get("suspicious") for sign in list(self.signs.values()))
+        limit = self.interval * SUSPECT_INTERVALS if suspicious else self.timeout * OF_TIMEOUT
+        if coordinator.LOST.is_set():
+            limit = 2 * self.interval
+        for process in self._silent:
+            self._silent[process] += seconds
+            ended = self.signs.get(process, {}).get("status")
+            if ended is None and self._silent[process] > limit:
+                return self._lost(process)
+            if ended not in (None, *IN_ORDER) and self._silent[process] > GRACE_INTERVALS * self.interval:
+                return self._ended(process)  # unless this process was about to end in the same way
+        return None
+
+    def suspect(self) -> None:
+        """A collective has failed here: a short silence is enough for a verdict now."""
+        self._suspicious = True
+        self._wake.set()
+
+    def hung(self) -> bool:
+        """Whether another process ended because of a hang."""
+        return any(sign.get("hung") for sign in list(self.signs.values()))
+
+    def leave(self, status: int, verdict: str | None = None, hung: bool = False) -> None:
+        """Tell the others that this process ends, with a verdict if it has one.
+
+        Process 0, whose end is the end of the exchange, waits for the others: after an orderly end until all have ended
+        too, else until they can know.
+        """
+        self._ending = {"status": status, "verdict": verdict, "hung": hung}
+        wanted = self._number + 2  # the exchange that runs now may have begun before
+        self._wake.set()
+        grace = None if status in IN_ORDER and self.index == 0 else GRACE_INTERVALS * self.interval
+        with self._exchanged:
+            self._exchanged.wait_for(lambda: self._number >= wanted and self._others_have_ended(), grace)
+
+    def _others_have_ended(self) -> bool:
+        others = [self.signs.get(process, {}) for process in self._silent if process not in self._gone]
+        return self.index > 0 or all(sign.get("status") is not None for sign in others)
+
+    def _exchange_at_intervals(self) -> None:
+        while True:
+            with contextlib.suppress(jax.errors.JaxRuntimeError):  # no sign of process 0 yet, or it is gone
+                self._exchange()
+            if self._ending:  # soon this process is gone
+                time.sleep(min(0.01 * self.count, self.interval))
+            else:
+                self._wake.wait(self.interval)
+                self._wake.clear()
+
+    def _exchange(self) -> None:
+        own = {"host": socket.gethostname(), "step": self.step, "own_seconds": self.own_seconds}
+        own |= {"suspicious": self._suspicious, "number": self._number, **self._ending}
+        self._client.key_value_set(f"{KEYS}/{self.index}", json.dumps(own), allow_overwrite=True)
+        if self.index == 0:
+            found = {int(key.rpartition("/")[2]): value for key, value in self._client.key_value_dir_get(KEYS)}
+        else:
+            found = {0: self._client.key_value_try_get(f"{KEYS}/0")}
+        for process, raw in found.items():
+            if self._raw.get(process) != raw:
+                self._raw[process], self._silent[process] = raw, 0.0
+                self.signs[process] = json.loads(raw)
+        with self._exchanged:
+            self._number += 1
+            self._exchanged.notify_all()
+
+    def _lost(self, process: int) -> str:
+        self._gone.add(process)
+        return (
+            f"{self.named(process)} was lost{self._last_step(process)}: it has given no sign of life for "
+            f"{self._silent[process]:.0f} s, so this process ends too; start the same command again to resume from the "
+            "newest checkpoint."
+        )
+
+    def _ended(self, process: int) -> str:
+        return (
+            f"{self.named(process)} ended with status {self.signs[process]['status']}{self._last_step(process)}, so "
+            "this process ends too: its own output gives the reason."
+        )
+
+    def named(self, process: int) -> str:
+        """A process's number and host."""
+        host = self.signs.get(process, {}).get("host")
+        return f"process {process}" + (f" on host {host}" if host else "")
+
+    def _last_step(self, process: int) -> str:
+        step = self.signs.get(process, {}).get("step")
+        return "" if step is None else f" (last known step: {step})"

@@ -1,0 +1,165 @@
+"""Ends a training process that hangs, or whose peers are gone, with a sentence and exit status 4."""
+
+import faulthandler
+import multiprocessing
+import os
+import statistics
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax._src import distributed  # jax's public functions start its backend, which is too early here
+
+from megajax.config import Config
+from megajax.training.peers import LOST, Peers
+
+RECENT = 32  # steps whose median is compared
+TICK = 1.0  # seconds between looks at the clock, at most
+OTHER_WORK = 12  # limit of everything but steps, as a multiple of run.hang_min_seconds
+
+
+class Watch:
+    """Around a run, as a context: `stepped` after each step, `working` around everything else.
+
+    It watches this process and the others from a thread; outside the context it does nothing, so a notebook is never
+    ended. `status` is the run's exit status. A run of several processes ends with the context and without jax's own
+    shutdown, which waits for all processes, and aborts if one is gone.
+    """
+
+    def __init__(self, config: Config):
+        self.status = 0
+        self.peers: Peers | None = None
+        self._config = config
+        self._step: int | None = None
+        self._steps, self._last = deque[float](maxlen=RECENT), 0.0
+        self._work = "the start"  # what the process does instead of steps
+        self._since = 0.0  # seconds since the last step, or the begin of other work
+        self._over, self._ending = threading.Event(), threading.Lock()  # the lock is never released
+
+    def __enter__(self) -> "Watch":
+        if distributed.global_state.num_processes > 1:
+            self.peers = Peers(self._config.run.peer_timeout_seconds)
+        threading.Thread(target=self._watch, daemon=True, name="watch").start()
+        return self
+
+    def stepped(self, step: int) -> None:
+        """The host has started `step` and comes to the next one."""
+        now = time.monotonic()
+        if not self._work and self._last:
+            self._steps.append(now - self._last)
+        self._step, self._last, self._work, self._since = step, now, "", 0.0
+        if self.peers is not None:
+            self.peers.step = step
+
+    @contextmanager
+    def working(self, name: str) -> Iterator[None]:
+        """Around work that is no step, such as a save."""
+        self._work, self._since = name, 0.0
+        try:
+            yield
+        finally:
+            self._work, self._since, self._last = "", 0.0, 0.0
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if self.peers is not None:
+            if _collective_failed(error):
+                self._wait_for_verdict(self.peers)
+            status = self.status if error is None else 1
+            if isinstance(error, SystemExit):
+                status = error.code if isinstance(error.code, int) else 1
+            elif error is not None:
+                sys.excepthook(kind, error, trace)
+            self._work, self._since = "the end of the other processes", 0.0
+            self.peers.leave(status)
+            self._ending.acquire()
+            _exit(status)
+        self._over.set()
+
+    def _wait_for_verdict(self, peers: Peers) -> None:
+        """A collective that fails may mean that a process was lost: then the other thread ends this one."""
+        peers.suspect()
+        time.sleep(peers.timeout)
+
+    def _watch(self) -> None:
+        tick = min(self.peers.interval / 2, TICK) if self.peers else TICK
+        before = time.monotonic()
+        while not self._over.wait(tick):
+            now = time.monotonic()
+            seconds, before = min(now - before, 2 * tick), now  # more means that this process itself was stopped
+            if self.peers is not None and (verdict := self.peers.check(seconds)):
+                self._end(verdict, self.peers.hung())
+            self._since += seconds
+            limit = self._limit()
+            if limit is not None and self._since > limit:
+                self._end(self._hang(limit), hung=True)
+
+    def _limit(self) -> float | None:
+        """Seconds that the current step or other work may take; None if the watchdog is off."""
+        run = self._config.run
+        if run.hang_factor is None:
+            return None
+        if self._work or not self._steps:
+            return OTHER_WORK * run.hang_min_seconds
+        return max(run.hang_min_seconds, run.hang_factor * statistics.median(self._steps))
+
+    def _hang(self, limit: float) -> str:
+        process = f"process {distributed.global_state.process_id}: " if self.peers else ""
+        what = self._work or f"the step after step {self._step}"
+        usual = f", a usual step {statistics.median(self._steps):.3g} s" if self._steps and not self._work else ""
+        return (
+            f"{process}{what} has taken {self._since:.0f} s{usual}: it hangs. The stacks of all threads are in "
+            f"{self._stacks_file()}; start the same command again to resume from the newest checkpoint, and raise "
+            f"run.hang_factor or run.hang_min_seconds (limit: {limit:.0f} s) if it was only slow."
+        )
+
+    def _stacks_file(self) -> Path:
+        return Path(self._config.run.dir) / f"hang-{distributed.global_state.process_id}.txt"
+
+    def _write_stacks(self, sentence: str) -> None:
+        steps = {distributed.global_state.process_id: self._step}
+        if self.peers is not None:
+            steps = {process: sign["step"] for process, sign in self.peers.signs.items()} | steps
+        lines = [f"last known step of process {process}: {step}" for process, step in sorted(steps.items())]
+        self._stacks_file().parent.mkdir(parents=True, exist_ok=True)
+        with self._stacks_file().open("w") as file:
+            print(sentence, *lines, "", sep="\n", file=file, flush=True)
+            faulthandler.dump_traceback(file, all_threads=True)
+
+    def _end(self, sentence: str, hung: bool) -> None:
+        self._ending.acquire()
+        if hung:
+            _within_seconds(2, self._write_stacks, sentence)
+        _within_seconds(2, os.write, 2, f"\nmegajax: error: {sentence}\n".encode())
+        if self.peers is not None:
+            self.peers.leave(LOST, sentence, hung)
+        _exit(LOST)
+
+
+def _collective_failed(error: BaseException | None) -> bool:
+    """Whether an error may come from the loss of a process, itself or as the one during which it was raised."""
+    if isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" not in str(error):
+        return True
+    return error is not None and _collective_failed(error.__context__)
+
+
+def _within_seconds(seconds: float, function: Any, *arguments: Any) -> None:
+    """Call `function`, but don't wait longer: a file system or a pipe may hang, too."""
+    thread = threading.Thread(target=function, args=arguments, daemon=True)
+    thread.start()
+    thread.join(seconds)
+
+
+def _exit(status: int) -> None:
+    """End this process and its children now, whatever its other threads do."""
+    for child in multiprocessing.active_children():
+        child.kill()
+    if status != LOST:  # after a hang another thread may hold the lock of a stream
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(status)

@@ -1,0 +1,171 @@
+"""A process that hangs, or whose peers are gone, ends with a sentence."""
+
+import threading
+import time
+
+import jax
+import pytest
+
+from megajax import coordinator
+from megajax.training import peers, watch
+from megajax.training.peers import Peers
+from megajax.training.watch import Watch
+
+
+class Store:
+    """A key-value store with the functions of jax's client that `Peers` uses."""
+
+    def __init__(self):
+        self.values: dict[str, str] = {}
+
+    def key_value_set(self, key: str, value: str, allow_overwrite: bool) -> None:
+        self.values[key] = value
+
+    def key_value_dir_get(self, directory: str) -> list[tuple[str, str]]:
+        return [(key, value) for key, value in self.values.items() if key.startswith(directory)]
+
+    def key_value_try_get(self, key: str) -> str:
+        if key not in self.values:
+            raise jax.errors.JaxRuntimeError(f"NOT_FOUND: {key}")
+        return self.values[key]
+
+
+class Client:
+    """A process's access to the store; `lose` makes all calls hang, as those of a dead or stopped process."""
+
+    def __init__(self, store: Store):
+        self._store, self.lost = store, False
+
+    def __getattr__(self, name: str):
+        if self.lost:
+            threading.Event().wait()
+        return getattr(self._store, name)
+
+
+@pytest.fixture
+def processes(monkeypatch):
+    """(count, timeout) → the `Peers` of each process, and their clients."""
+
+    every: list[Client] = []
+
+    def make(count: int, timeout: float) -> tuple[list[Peers], list[Client]]:
+        store, made = Store(), []
+        clients = [Client(store) for _ in range(count)]
+        every.extend(clients)
+        for index, client in enumerate(clients):
+            monkeypatch.setattr(peers.distributed.global_state, "process_id", index)
+            monkeypatch.setattr(peers.distributed.global_state, "num_processes", count)
+            monkeypatch.setattr(peers.distributed.global_state, "client", client)
+            made.append(Peers(timeout))
+            made[-1].step = 7 + index
+        return made, clients
+
+    yield make
+    for client in every:
+        client.lost = True  # its thread waits for ever
+
+
+def verdicts(those: list[Peers], seconds: float) -> dict[int, str]:
+    """What the processes find within `seconds`, by number; each is asked as the watch does it."""
+    found, end = {}, time.monotonic() + seconds
+    while time.monotonic() < end and len(found) < len(those):
+        time.sleep(0.01)
+        for process in those:
+            if process.index not in found and (sentence := process.check(0.01)):
+                found[process.index] = sentence
+                process.leave(peers.LOST, sentence)
+    return found
+
+
+@pytest.mark.parametrize("lost", [0, 2])
+def test_all_others_end_with_the_number_host_and_last_step_of_a_lost_process(processes, lost):
+    those, clients = processes(3, timeout=0.9)
+    assert not verdicts(those, 0.7)  # longer than the silence that ends the run
+    clients[lost].lost = True
+    found = verdicts([process for process in those if process.index != lost], 2)
+    assert len(found) == 2
+    for sentence in found.values():
+        assert f"process {lost} on host {peers.socket.gethostname()} was lost (last known step: {7 + lost})" in sentence
+
+
+def test_time_in_which_a_process_itself_was_stopped_is_no_silence_of_the_others(processes):
+    those, clients = processes(2, timeout=60)
+    clients[1].lost = True
+    assert those[0].check(29) is None and those[0].check(29) is not None
+
+
+def test_a_failed_collective_or_a_closed_connection_shortens_the_wait(processes, monkeypatch):
+    those, clients = processes(2, timeout=60)
+    time.sleep(0.1)  # for the first signs
+    clients[0].lost = True
+    assert those[1].check(peers.SUSPECT_INTERVALS * 5 + 1) is None
+    those[1].suspect()
+    assert those[1].check(0.1) is not None
+    those, clients = processes(2, timeout=60)
+    clients[0].lost = True
+    assert those[1].check(11) is None
+    monkeypatch.setattr(coordinator, "LOST", threading.Event())
+    coordinator.LOST.set()
+    assert those[1].check(0.1) is not None
+
+
+@pytest.mark.parametrize("status", [0, 3, 75, 2])
+def test_a_process_that_ends_is_not_lost(processes, status):
+    those, clients = processes(2, timeout=0.6)
+    those[1].leave(status)
+    clients[1].lost = True
+    found = verdicts(those[:1], 0.6)
+    if status == 2:
+        assert "process 1 on host" in found[0] and "ended with status 2" in found[0]
+    else:
+        assert not found
+        those[0].leave(status)  # the other has left: no wait
+
+
+@pytest.fixture
+def ended(monkeypatch):
+    """Statuses with which the process would have ended."""
+    statuses, came = [], threading.Event()
+
+    def end(status: int) -> None:
+        statuses.append(status)
+        came.set()
+        threading.Event().wait()
+
+    monkeypatch.setattr(watch, "_exit", end)
+    monkeypatch.setattr(watch, "TICK", 0.02)
+    return lambda seconds: statuses if came.wait(seconds) else []
+
+
+def test_a_step_that_hangs_ends_the_process_with_the_stacks_of_all_threads(make_config, tmp_path, ended, capfd):
+    config = make_config(f"run.dir={tmp_path}", "run.hang_min_seconds=1")
+
+    def a_step_that_hangs(watched: Watch) -> list[int]:
+        for step in range(5):
+            watched.stepped(step)
+            time.sleep(0.01)
+        return ended(5)
+
+    with Watch(config) as watched:
+        assert a_step_that_hangs(watched) == [4]
+    sentence = capfd.readouterr().err
+    assert "the step after step 4 has taken 1 s" in sentence and f"{tmp_path}/hang-0.txt" in sentence
+    stacks = (tmp_path / "hang-0.txt").read_text()
+    assert "last known step of process 0: 4" in stacks and "in a_step_that_hangs" in stacks
+
+
+def test_the_limit_is_a_multiple_of_the_median_step_and_generous_for_other_work(make_config):
+    watched = Watch(make_config("run.hang_min_seconds=2", "run.hang_factor=3"))
+    assert watched._limit() == 24  # the start
+    for step, seconds in enumerate([1.0, 2.0, 1.0, 60.0]):
+        watched.stepped(step)
+        assert watched._last is not None
+        watched._last -= seconds
+    watched.stepped(4)
+    assert watched._limit() == pytest.approx(3 * 1.5, rel=0.01)
+    with watched.working("the save"):
+        assert watched._limit() == 24
+    watched.stepped(5)
+    watched.stepped(6)  # the time of the save is in no step
+    assert watched._limit() == pytest.approx(3 * 1.0, rel=0.01)
+    assert Watch(make_config("run.hang_factor=null"))._limit() is None
