@@ -19,6 +19,7 @@ from megajax.config.sentences import format_keys
 from megajax.parallel.local import Batch, LocalModel, Params, StepArrays
 from megajax.parallel.pipeline.pipeline import Pipeline
 from megajax.parallel.stack.weights import LayerState
+from megajax.parallel.traced import traced
 from megajax.parallel.weights.exchange import global_norm, sum_over_all, summed_dtype
 from megajax.parallel.weights.scaling import FP8
 from megajax.sharding import BATCH_SPEC
@@ -145,15 +146,16 @@ def _over_microbatches(local: LocalModel, arrays: StepArrays, batch: Batch):
     if count == 1:
         return microbatch(zeros, 0, {name: field[0] for name, field in batch.items()})
 
+    loops = (jnp.arange(count), dict(batch))
+    run, (_, *shapes) = traced(microbatch, zeros, *jax.tree.map(lambda a: a[0], loops))
+
     def body(carry, loop):
         non_block_gradients, layer_gradients, sums, amax = carry
-        non_block_gradients, new, new_sums, new_amax = microbatch(non_block_gradients, *loop)
+        non_block_gradients, new, new_sums, new_amax = run(non_block_gradients, *loop)
         layer_gradients = jax.tree.map(lambda total, g: total + g.astype(jnp.float32), layer_gradients, new)
         sums, amax = jax.tree.map(jnp.add, sums, new_sums), jax.tree.map(jnp.maximum, amax, new_amax)
         return (non_block_gradients, layer_gradients, sums, amax), None
 
-    loops = (jnp.arange(count), dict(batch))
-    _, *shapes = jax.eval_shape(microbatch, zeros, *jax.tree.map(lambda a: a[0], loops))
     carry = (zeros, *jax.tree.map(lambda s: jnp.zeros(s.shape, summed_dtype(s.dtype)), shapes))
     carry, _ = lax.scan(body, carry, loops)
     return carry

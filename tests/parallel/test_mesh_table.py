@@ -265,7 +265,9 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_the_table_sees_a_fault(table, difference, monkeypatch, fault):
+def test_the_table_sees_a_fault(table, reference, difference, monkeypatch, fault):
     mesh, *replaced = FAULTS[fault]
+    config = options_config(table, "dropout", mesh, 2)
+    reference(config)  # without the fault
     monkeypatch.setattr(*replaced)
-    assert difference(options_config(table, "dropout", mesh, 2)).problems()
+    assert difference(config).problems()

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from megajax.config.segments import Segment
+from megajax.parallel.traced import traced
 
 
 @jax.tree_util.register_dataclass
@@ -45,24 +46,17 @@ def loop_over_layers(body: Callable, carry, xs: tuple, segment: Segment, reverse
     if segment.policy == "offload":  # its residuals are in the host's memory
         return lax.scan(body, carry, (jnp.arange(segment.loops), *xs), reverse=reverse)
 
-    structure: Any = None  # of the body's outputs; known once the body is traced
-
-    def flat(carry, index, xs):
-        nonlocal structure
-        carry, out = body(carry, (index, *xs))
-        out, structure = jax.tree.flatten(out)
-        return carry, out
+    run, (_, shapes) = traced(body, carry, (jnp.int32(0), *jax.tree.map(lambda a: a[0], xs)))
 
     def iteration(i, state):
         carry, stacks = state
         index = segment.loops - 1 - i if reverse else i
-        carry, out = flat(carry, index, jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, index, 0, False), xs))
-        return carry, [lax.dynamic_update_index_in_dim(s, a, index, 0) for s, a in zip(stacks, out, strict=True)]
+        x = jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, index, 0, False), xs)
+        carry, out = run(carry, (index, *x))
+        return carry, jax.tree.map(lambda s, a: lax.dynamic_update_index_in_dim(s, a, index, 0), stacks, out)
 
     # A scan would fill its stacks with zeros, and XLA would fill those of all segments before the first one runs.
-    _, shapes = jax.eval_shape(flat, carry, jnp.int32(0), jax.tree.map(lambda a: a[0], xs))
-    stacks = [lax.empty((segment.loops, *a.shape), a.dtype) for a in shapes]
-    if stacks:  # without the barrier XLA would allocate them before they are needed
+    stacks = jax.tree.map(lambda a: lax.empty((segment.loops, *a.shape), a.dtype), shapes)
+    if jax.tree.leaves(stacks):  # without the barrier XLA would allocate them before they are needed
         carry, stacks = lax.optimization_barrier((carry, stacks))
-    carry, stacks = lax.fori_loop(0, segment.loops, iteration, (carry, stacks))
-    return carry, jax.tree.unflatten(structure, stacks)
+    return lax.fori_loop(0, segment.loops, iteration, (carry, stacks))
