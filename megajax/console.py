@@ -28,6 +28,7 @@ DONE, MISTAKE, BAD_NUMBERS, LOST, STOPPED, INTERRUPTED = 0, 2, 3, 4, 75, 130
 COMMANDS = {
     "train": ("megajax.train", "train the model of a config, or resume its run"),
     "launch": ("megajax.launch", "train in several processes on this host, and restart after crashes"),
+    "preflight": ("megajax.preflight", "measure GPUs, links and disk before a run"),
     "generate": ("megajax.generate", "continue text with a run or a Hugging Face model"),
     "evaluate": ("megajax.evaluate", "loss, perplexity and bits per byte of texts"),
     "plot": ("megajax.plot", "draw loss, learning rate and gradient norm of runs"),

@@ -199,7 +199,8 @@ class Launcher:
         with self._signals():
             while True:
                 status = self._start()
-                if status in FINAL or self._asked:
+                over = status == STOPPED and self.config.run.max_minutes is not None
+                if status in FINAL or self._asked or over:
                     return self._passed_on(status)
                 step = self._newest_step()
                 failures, newest = (failures + 1 if step == newest else 1), step

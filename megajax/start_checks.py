@@ -51,24 +51,24 @@ def check_processes(config: Config) -> None:
             raise ConfigError(problem)
 
 
-def decide(name: str, value: str, judge: Callable[[list[str]], str]) -> str:
+def decide(name: str, value: str, judge: Callable[[list[str]], str], seconds: float = ANSWER_SECONDS) -> str:
     """`judge(the values of all processes)`, called on process 0, its result on every process.
 
-    Works before jax's backend has started. Raises InputError if a process does not answer within ANSWER_SECONDS.
+    Works before jax's backend has started. Raises InputError if a process does not answer within `seconds`.
     """
     state = distributed.global_state
     client, count, prefix = state.client, state.num_processes, f"megajax/{name}"
     assert client is not None
     if state.process_id != 0:
         client.key_value_set(f"{prefix}/{state.process_id}", value)
-        verdict = _answer(f"{prefix}/verdict", 2 * ANSWER_SECONDS)
+        verdict = _answer(f"{prefix}/verdict", 2 * seconds)
         if verdict is None:
-            raise InputError(f"process 0 did not answer within {2 * ANSWER_SECONDS} s: look at its output.")
+            raise InputError(f"process 0 did not answer within {2 * seconds:g} s: look at its output.")
         return json.loads(verdict)
-    end = time.monotonic() + ANSWER_SECONDS
+    end = time.monotonic() + seconds
     answers = [value, *(_answer(f"{prefix}/{i}", max(0.1, end - time.monotonic())) for i in range(1, count))]
     silent = [str(i) for i, answer in enumerate(answers) if answer is None]
-    verdict = f"process {', '.join(silent)} joined and did not answer within {ANSWER_SECONDS} s: look at its output."
+    verdict = f"process {', '.join(silent)} joined and did not answer within {seconds:g} s: look at its output."
     if not silent:
         verdict = judge([answer for answer in answers if answer is not None])
     client.key_value_set(f"{prefix}/verdict", json.dumps(verdict))

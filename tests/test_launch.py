@@ -40,11 +40,12 @@ def run(config, monkeypatch, capfd):
     """
     monkeypatch.setattr(launch, "LONGEST_PAUSE", 0)
 
-    def run(*ends, devices=(2,), processes=1, max_restarts=3):
+    def run(*ends, devices=(2,), processes=1, max_restarts=3, max_minutes=None):
         starts, left = iter(ends), iter(devices)
         number = [0]
         monkeypatch.setattr(launch, "working_devices", lambda: [str(n) for n in range(next(left, devices[-1]))])
-        launcher = launch.Launcher(config, [], processes, max_restarts)
+        section = config.run.model_copy(update={"max_minutes": max_minutes})
+        launcher = launch.Launcher(config.model_copy(update={"run": section}), [], processes, max_restarts)
         begin = launcher._start
 
         def start():
@@ -75,6 +76,10 @@ def test_a_crash_a_lost_peer_and_a_stop_that_the_launcher_did_not_ask_for_are_re
     assert (status, starts) == (0, 2)
     assert "restart from the beginning in 0 s on 2 devices" in errors
     assert ("was ended by SIGKILL" in errors) == (end == CRASH)
+
+
+def test_the_end_of_the_time_limit_is_passed_on(run):
+    assert run(75, max_minutes=1)[:2] == (75, 1)
 
 
 def test_it_gives_up_after_crashes_without_progress_and_a_checkpoint_resets_their_number(run):

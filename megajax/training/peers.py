@@ -19,7 +19,6 @@ from megajax import coordinator
 
 KEYS = "megajax/signs"
 IN_ORDER = (0, 3, 75)  # exit statuses on which all processes agree
-LOST = 4  # exit status after a loss or a hang
 INTERVALS = 12  # in the timeout
 LONGEST_INTERVAL = 5.0  # seconds
 OF_TIMEOUT = 0.5  # silence up to the verdict; the rest is for the way of the signs and of the verdict

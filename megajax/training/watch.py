@@ -17,7 +17,8 @@ import jax
 from jax._src import distributed  # jax's public functions start its backend, which is too early here
 
 from megajax.config import Config
-from megajax.training.peers import LOST, Peers
+from megajax.console import LOST
+from megajax.training.peers import Peers
 
 RECENT = 32  # steps whose median is compared
 TICK = 1.0  # seconds between looks at the clock, at most

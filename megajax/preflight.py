@@ -1,0 +1,295 @@
+"""Measures a machine before a run: `python -m megajax.preflight [CONFIG [section.key=value ...]]`.
+
+The matmul rate of every device, the bandwidth of collectives within hosts, between hosts and along the axes of the
+config's mesh, and the disk of the run directory. Start it like `megajax.train`, with the same number of processes. A
+device, link or disk below `--threshold` times the median of its equals is marked, and the exit status is 1.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import socket
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from megajax.config import Config, load_config
+from megajax.console import CommandParser, user_errors
+from megajax.errors import InputError
+from megajax.runtime import accept_missing_cuda, prepare_environment
+
+if TYPE_CHECKING:
+    import jax
+
+OPERATIONS = ("all-reduce", "all-gather", "all-to-all")
+CALLS, ROUNDS = 5, 3  # the best round counts: other work on the machine only makes a round slower
+BLOCK = 8 * 2**20  # bytes written at a time
+LONGEST = 3600.0  # seconds that the slowest process may take longer than the first
+
+
+class Sample(NamedTuple):
+    """One measured rate; samples of a `kind` are equals. `where` names the device, group of devices or host."""
+
+    kind: str
+    where: str
+    rate: float
+    unit: str
+
+
+class Group(NamedTuple):
+    """Devices that communicate, in order; `kind` names their class of links."""
+
+    kind: str
+    where: str
+    devices: list[Any]
+
+
+# The report
+
+
+def report(samples: Sequence[Sample], threshold: float) -> tuple[str, list[str]]:
+    """(a table with a row per kind, a line for each sample below `threshold` times the median of its kind)."""
+    rows, outliers = [("", "measured", "median", "lowest", "")], []
+    for kind in dict.fromkeys(sample.kind for sample in samples):
+        equals = [sample for sample in samples if sample.kind == kind]
+        median = statistics.median(sample.rate for sample in equals)
+        lowest = min(equals, key=lambda sample: sample.rate)
+        slow = sorted((sample for sample in equals if sample.rate < threshold * median), key=lambda sample: sample.rate)
+        outliers += [
+            f"{kind}, {sample.where}: {_rate(sample)} is {sample.rate / median:.0%} of the median {median:.3g}"
+            for sample in slow
+        ]
+        note = f"{lowest.where}{'  <-- slow' if slow else ''}" if len(equals) > 1 else lowest.where
+        rows.append((kind, str(len(equals)), f"{median:.3g} {lowest.unit}", _rate(lowest), note))
+    widths = [max(len(row[column]) for row in rows) for column in range(4)]
+    lines = (
+        f"{row[0]:{widths[0]}}  {row[1]:>{widths[1]}}  {row[2]:>{widths[2]}}  {row[3]:>{widths[3]}}  {row[4]}".rstrip()
+        for row in rows
+    )
+    return "\n".join(lines), outliers
+
+
+def _rate(sample: Sample) -> str:
+    return f"{sample.rate:.3g} {sample.unit}"
+
+
+# Groups of devices
+
+
+def groups(devices: Sequence[Any], hosts: Sequence[str], mesh: Any = None) -> list[Group]:
+    """The groups to measure, in an order that keeps no process waiting for more than one other group at a time.
+
+    `hosts`: the host of each process; `mesh`: with it the lines of its axes too.
+    """
+    by_host: dict[str, list[Any]] = {}
+    for device in devices:
+        by_host.setdefault(hosts[int(device.process_index)], []).append(device)
+    names, first = list(by_host), next(iter(by_host.values()))
+    found = [Group(f"within a host ({len(own)})", host, own) for host, own in by_host.items() if len(own) > 1]
+    for host, own in by_host.items():
+        if len(own) > 2:
+            found += [
+                Group("pair within a host", f"{host} devices {i} and {i + 1}", [own[i], own[i + 1]])
+                for i in _even_first(len(own) - 1)
+            ]
+    if len(names) > 1 and len({len(own) for own in by_host.values()}) == 1:
+        found += [
+            Group(f"between hosts ({len(names)})", f"device {i} of each host", [own[i] for own in by_host.values()])
+            for i in range(len(first))
+        ]
+    if len(names) > 2:
+        found += [
+            Group("pair of hosts", f"{names[i]} and {names[i + 1]}", by_host[names[i]] + by_host[names[i + 1]])
+            for i in _even_first(len(names) - 1)
+        ]
+    return found + (_axis_groups(mesh) if mesh is not None else [])
+
+
+def _even_first(count: int) -> list[int]:
+    """Neighbouring pairs share a device, so every other one is measured at the same time."""
+    return [*range(0, count, 2), *range(1, count, 2)]
+
+
+def _axis_groups(mesh: Any) -> list[Group]:
+    import numpy as np
+
+    found = []
+    for index, axis in enumerate(mesh.axis_names):
+        size = mesh.devices.shape[index]
+        if size > 1:
+            for line in np.moveaxis(mesh.devices, index, -1).reshape(-1, size).tolist():
+                found.append(Group(f"mesh.{axis}={size}", f"devices {', '.join(str(d.id) for d in line)}", line))
+    return found
+
+
+# Measurements
+
+
+def seconds_per_call(function: Callable[[Any], Any], argument: Any) -> float:
+    """The shortest of ROUNDS mean times of CALLS calls, after a first one that compiles."""
+    function(argument).block_until_ready()
+    rounds = []
+    for _ in range(ROUNDS):
+        start = time.perf_counter()
+        for _ in range(CALLS):
+            result = function(argument)
+        result.block_until_ready()
+        rounds.append((time.perf_counter() - start) / CALLS)
+    return min(rounds)
+
+
+def matmul_rates(host: str, size: int) -> list[Sample]:
+    """The rate of a square matmul on each device of this process: BF16 on GPUs, FP32 on CPUs."""
+    import jax
+    import jax.numpy as jnp
+
+    dtype = jnp.bfloat16 if jax.default_backend() == "gpu" else jnp.float32
+    product = jax.jit(lambda x: x @ x)
+    samples = []
+    for device in jax.local_devices():
+        x = jax.random.normal(jax.random.key(0), (size, size), dtype).block_until_ready()
+        seconds = seconds_per_call(product, jax.device_put(x, device))
+        where = f"{host} device {device.id}"
+        samples.append(Sample(f"matmul {dtype.__name__} {size}", where, 2e-12 * size**3 / seconds, "TFLOP/s"))
+    return samples
+
+
+def collective(operation: str, devices: Sequence[Any], elements: int) -> tuple[Callable[[Any], Any], "jax.Array"]:
+    """(the compiled collective over `devices`, its argument f32[devices * devices, elements // devices]).
+
+    A device's part of the argument is [devices, elements // devices]; of the argument of all-gather, one of its rows.
+    Row r holds the number r. The results have the parts of all devices side by side along the first dimension.
+    """
+    import jax
+    import numpy as np
+    from jax import lax
+    from jax.sharding import Mesh, NamedSharding
+    from jax.sharding import PartitionSpec as P
+
+    n, mesh = len(devices), Mesh(np.array(devices), ("devices",))
+    rows = n if operation == "all-gather" else n * n
+    local = {
+        "all-reduce": lambda x: lax.psum(x, "devices"),
+        "all-gather": lambda x: lax.all_gather(x, "devices", tiled=True),
+        "all-to-all": lambda x: lax.all_to_all(x, "devices", 0, 0, tiled=True),
+    }[operation]
+    function = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=P("devices"), out_specs=P("devices"), check_vma=False))
+    shape = (rows, elements // n)
+
+    def part(index: Any) -> np.ndarray:
+        numbers = np.arange(rows, dtype=np.float32)[index[0]]
+        return np.broadcast_to(numbers[:, None], (len(numbers), shape[1]))
+
+    return function, jax.make_array_from_callback(shape, NamedSharding(mesh, P("devices")), part)
+
+
+def link_rates(found: Iterable[Group], megabytes: int) -> list[Sample]:
+    """GB/s per device of the collectives of the groups that this process takes part in; the group's first one reports.
+
+    `megabytes`: a device's buffer. The rate counts the bytes that a device must send: for an all-reduce 2 (n - 1) / n
+    times its buffer, else half of that (NVIDIA's nccl-tests call it bus bandwidth).
+    """
+    import jax
+
+    samples, me = [], jax.process_index()
+    for group in found:
+        if all(device.process_index != me for device in group.devices):
+            continue
+        for operation in OPERATIONS[: 1 if group.kind.startswith("pair") else None]:
+            function, argument = collective(operation, group.devices, megabytes * 2**20 // 4)
+            seconds = seconds_per_call(function, argument)
+            sent = (2 if operation == "all-reduce" else 1) * (1 - 1 / len(group.devices)) * megabytes * 2**20
+            if group.devices[0].process_index == me:
+                samples.append(Sample(f"{group.kind} {operation}", group.where, 1e-9 * sent / seconds, "GB/s"))
+    return samples
+
+
+def disk_rates(host: str, directory: Path, megabytes: int) -> list[Sample]:
+    """The rates of writing a file in `directory`, on the disk at the end, and of reading it without the page cache."""
+    directory.mkdir(parents=True, exist_ok=True)
+    path = directory / f"preflight-{host}-{os.getpid()}.tmp"
+    data, blocks = os.urandom(BLOCK), max(1, megabytes * 2**20 // BLOCK)  # compression would not help
+    try:
+        start = time.perf_counter()
+        with path.open("wb", buffering=0) as file:
+            for _ in range(blocks):
+                file.write(data)
+            os.fsync(file.fileno())
+        written = time.perf_counter() - start
+        with path.open("rb", buffering=0) as file:
+            with contextlib.suppress(AttributeError, OSError):  # not on every system
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            start = time.perf_counter()
+            while file.read(BLOCK):
+                pass
+        read = time.perf_counter() - start
+    finally:
+        path.unlink(missing_ok=True)
+    size = 1e-9 * BLOCK * blocks
+    return [Sample("disk write", host, size / written, "GB/s"), Sample("disk read", host, size / read, "GB/s")]
+
+
+# The command
+
+
+def preflight(config: Config | None, options: argparse.Namespace) -> int:
+    """Measure in all processes and print the report on the first one; the exit status."""
+    import jax
+
+    from megajax.config.checks import check_mesh
+    from megajax.mesh import build_mesh, start_processes
+    from megajax.start_checks import check_processes, decide
+
+    start_processes()
+    if config is not None:
+        check_processes(config)
+    host, several = socket.gethostname(), jax.process_count() > 1
+    hosts = json.loads(decide("hosts", host, json.dumps)) if several else [host]
+    on_gpu = jax.default_backend() == "gpu"
+    sizes = None if config is None else check_mesh(config, jax.device_count(), jax.process_count())
+    mesh = None if sizes is None else build_mesh(sizes)
+    samples = matmul_rates(host, options.matrix or (8192 if on_gpu else 512))
+    samples += link_rates(groups(jax.devices(), hosts, mesh), options.megabytes or (256 if on_gpu else 4))
+    if hosts.index(host) == jax.process_index():
+        directory = Path(options.directory or ("runs" if config is None else config.run.dir))
+        samples += disk_rates(host, directory, options.disk_megabytes)
+
+    def judge(answers: list[str]) -> str:
+        everything = [Sample(*sample) for answer in answers for sample in json.loads(answer)]
+        table, outliers = report(everything, options.threshold)
+        print(table)
+        print("\n".join(["", *outliers]) if outliers else f"\nnothing is below {options.threshold:g} of its median")
+        return str(int(bool(outliers)))
+
+    mine = json.dumps(samples)
+    return int(decide("preflight", mine, judge, LONGEST) if several else judge([mine]))
+
+
+def main(arguments: list[str]) -> int:
+    """Measure and report; the exit status: 1 if something is slow."""
+    parser = CommandParser("megajax.preflight", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("run", nargs="*", metavar="CONFIG [section.key=value ...]", help="as for megajax.train")
+    parser.add_argument("--threshold", type=float, default=0.8, help="part of the median of equals (default: 0.8)")
+    parser.add_argument("--megabytes", type=int, help="buffer of a device in a collective (default: 256; CPUs: 4)")
+    parser.add_argument("--matrix", type=int, help="size of the matrices (default: 8192; CPUs: 512)")
+    parser.add_argument("--disk-megabytes", type=int, default=1024, help="size of the file (default: 1024)")
+    parser.add_argument("--directory", help="where to write it (default: the config's run.dir, or runs)")
+    with user_errors():
+        options = parser.parse_intermixed_args(arguments)
+        for name in ("threshold", "megabytes", "matrix", "disk_megabytes"):
+            if (value := getattr(options, name)) is not None and value <= 0:
+                raise InputError(f"--{name.replace('_', '-')}={value} is not positive: give a larger number.")
+        config = load_config(options.run[0], options.run[1:]) if options.run else None
+        if config is None:
+            accept_missing_cuda()
+        else:
+            prepare_environment(config)
+        return preflight(config, options)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

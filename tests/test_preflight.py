@@ -1,0 +1,114 @@
+"""The measurements before a run: the report's verdict, the groups of devices, and what the collectives compute."""
+
+from types import SimpleNamespace
+
+import jax
+import numpy as np
+import pytest
+
+from megajax import preflight
+from megajax.mesh import build_mesh
+from megajax.preflight import Group, Sample, collective, disk_rates, groups, report
+
+
+def test_a_sample_far_below_its_equals_is_marked_and_others_are_not():
+    samples = [Sample("matmul", f"host{i}", rate, "TFLOP/s") for i, rate in enumerate((700, 710, 690, 420))]
+    samples += [Sample("disk write", "host0", 1, "GB/s"), Sample("disk write", "host1", 0.9, "GB/s")]
+    table, outliers = report(samples, 0.8)
+    assert outliers == ["matmul, host3: 420 TFLOP/s is 60% of the median 695"]
+    rows = [line.split() for line in table.splitlines()]
+    assert rows[0] == ["measured", "median", "lowest"]
+    assert rows[1] == ["matmul", "4", "695", "TFLOP/s", "420", "TFLOP/s", "host3", "<--", "slow"]
+    assert rows[2] == ["disk", "write", "2", "0.95", "GB/s", "0.9", "GB/s", "host1"]
+    assert not report(samples, 0.6)[1]
+    assert not report(samples[3:4], 0.8)[1]  # one has no equals
+
+
+def test_groups_cover_every_class_of_links():
+    devices = [SimpleNamespace(id=i, process_index=i // 2) for i in range(12)]  # two processes a host
+    found = [
+        (group.kind, [device.id for device in group.devices])
+        for group in groups(devices, ["a", "a", "b", "b", "c", "c"])
+    ]
+    assert found[:3] == [(f"within a host ({4})", list(range(start, start + 4))) for start in (0, 4, 8)]
+    assert found[3:6] == [("pair within a host", pair) for pair in ([0, 1], [2, 3], [1, 2])]
+    assert found[12:16] == [("between hosts (3)", [i, i + 4, i + 8]) for i in range(4)]
+    assert found[16:] == [("pair of hosts", list(range(start, start + 8))) for start in (0, 4)]
+    assert groups(devices[:1], ["a"]) == []
+
+
+def test_the_lines_of_each_axis_of_the_mesh_are_measured():
+    mesh = build_mesh({"fsdp": 2, "tensor": 4})
+    found = [group for group in groups(jax.devices(), ["a"], mesh) if group.kind.startswith("mesh")]
+    start = jax.devices()[0].id
+    lines = [[device.id - start for device in group.devices] for group in found]
+    assert lines == [[0, 4], [1, 5], [2, 6], [3, 7], [0, 1, 2, 3], [4, 5, 6, 7]]
+    assert [group.kind for group in found] == 4 * ["mesh.fsdp=2"] + 2 * ["mesh.tensor=4"]
+
+
+@pytest.mark.parametrize("operation", preflight.OPERATIONS)
+def test_a_collective_is_what_its_row_says(operation):
+    n, devices = 4, jax.devices()[2:6]
+    function, argument = collective(operation, devices, 8 * n)
+    rows = np.repeat(np.arange(len(argument))[:, None], 8, axis=1)
+    assert np.array_equal(argument, rows)
+    parts = rows.reshape(n, -1, 8)  # by device
+    expected = {
+        "all-reduce": np.stack([parts.sum(0)] * n),
+        "all-gather": np.stack([rows] * n),
+        "all-to-all": parts.reshape(n, -1, 8).swapaxes(0, 1),
+    }[operation]
+    result = function(argument)
+    assert np.array_equal(np.asarray(result).reshape(n, -1, 8), expected)
+    assert all(shard.data.nbytes == 8 * n * 4 for shard in result.addressable_shards)
+
+
+def test_rates_count_the_bytes_that_a_device_sends(monkeypatch):
+    monkeypatch.setattr(preflight, "seconds_per_call", lambda *_: 0.5)
+    group = Group("within a host (4)", "a", jax.devices()[:4])
+    rates = [sample.rate for sample in preflight.link_rates([group], 2)]
+    assert rates == pytest.approx([2 * 1.5 * 2**20 * 2e-9, 1.5 * 2**20 * 2e-9, 1.5 * 2**20 * 2e-9])
+    monkeypatch.setattr(preflight, "seconds_per_call", lambda *_: 1e-3)
+    assert preflight.matmul_rates("a", 100)[7].rate == pytest.approx(2 * 100**3 / 1e-3 / 1e12)
+
+
+def test_the_disk_is_measured_and_left_clean(tmp_path):
+    write, read = disk_rates("a", tmp_path / "new", 8)
+    assert write.rate > 0 and read.rate > 0
+    assert not list((tmp_path / "new").iterdir())
+
+
+SMALL = ["--megabytes=1", "--matrix=32", "--disk-megabytes=1"]
+
+
+def test_the_command_prints_a_table_and_a_slow_device_makes_its_status_1(tmp_path, monkeypatch, capsys):
+    config = tmp_path / "tiny.yaml"
+    config.write_text(
+        f"run: {{dir: {tmp_path / 'run'}}}\nmodel: {{num_layers: 1, hidden_size: 8, num_heads: 2, vocab_size: 9}}\n"
+        "mesh: {fsdp: -1}\nbatch: {global_size: 8, sequence_length: 4}\ndata: {kind: synthetic}\n"
+    )
+    monkeypatch.setattr(preflight, "seconds_per_call", lambda function, argument: 1e-3)
+    assert preflight.main([str(config), "mesh.tensor=2", *SMALL]) == 0
+    table = capsys.readouterr().out
+    kinds = ("matmul", "within a host (8)", "pair within", "mesh.fsdp=4", "mesh.tensor=2", "disk write", "disk read")
+    assert [kind for kind in kinds if kind not in table] == []
+    assert table.endswith("nothing is below 0.8 of its median\n")
+
+    def slow(function, argument):
+        return 2e-3 if argument.devices() == {jax.devices()[5]} else 1e-3
+
+    monkeypatch.setattr(preflight, "seconds_per_call", slow)
+    assert preflight.main([*SMALL, f"--directory={tmp_path}"]) == 1
+    assert f"device {jax.devices()[5].id}: 3.28e-05 TFLOP/s is 50% of the median" in capsys.readouterr().out
+
+
+def test_the_clock_takes_the_best_round(monkeypatch):
+    times = iter([0, 10, 10, 15, 15, 30])  # 10, 5 and 15 s for CALLS calls
+    monkeypatch.setattr(preflight.time, "perf_counter", lambda: next(times))
+    assert preflight.seconds_per_call(lambda x: x, jax.numpy.zeros(1)) == 5 / preflight.CALLS
+
+
+def test_bad_options_are_sentences(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        preflight.main(["--matrix=0"])
+    assert stopped.value.code == 2 and "--matrix=0 is not positive" in capsys.readouterr().err
