@@ -7,6 +7,7 @@ import jax
 import pytest
 
 from megajax import coordinator
+from megajax.console import LOST
 from megajax.training import peers, watch
 from megajax.training.peers import Peers
 from megajax.training.watch import Watch
@@ -73,7 +74,7 @@ def verdicts(those: list[Peers], seconds: float) -> dict[int, str]:
         for process in those:
             if process.index not in found and (sentence := process.check(0.01)):
                 found[process.index] = sentence
-                process.leave(peers.LOST, sentence)
+                process.leave(LOST, sentence)
     return found
 
 
