@@ -27,6 +27,7 @@ from megajax.training import logs, replicas, run_record
 from megajax.training.batches import batches
 from megajax.training.compiled_steps import compile_steps, remove_damaged_programs
 from megajax.training.exports import Exports
+from megajax.training.gpu_health import GpuHealth
 from megajax.training.meter import Meter
 from megajax.training.profiling import Profile
 from megajax.training.replicas import ReplicaCheck
@@ -34,6 +35,7 @@ from megajax.training.resuming import Start
 from megajax.training.run_lock import RunLock, on_first_process
 from megajax.training.saving import StateSaver
 from megajax.training.step import TrainProgram, TrainState
+from megajax.training.step_times import StepTimes
 from megajax.training.stop_signals import StopSignals
 from megajax.training.summary import summary
 from megajax.training.watch import Watch
@@ -87,6 +89,7 @@ class Trainer:
         self._profile = Profile(config.logging, self.run_dir, self._note)
         self._replicas = ReplicaCheck(self.program)
         self._watch = watch or Watch(config)
+        self._times, self._health = StepTimes(), GpuHealth()
 
     @cached_property
     def checkpoints(self) -> Checkpoints:
@@ -310,11 +313,13 @@ class Trainer:
         run, meter = self.config.run, Meter(self.config, self.sizes, self.program.mesh.devices, self.step)
         pending: tuple[int, dict[str, jax.Array]] | None = None
         while self.step < run.steps:
-            batch = self.next_batch()
+            with self._times.reading():
+                batch = self.next_batch()
             compiling = not self._compiled_steps
-            with self._profile.step(self.step + 1, lambda: self.state.step):
+            with self._profile.step(self.step + 1, lambda: self.state.step), self._times.starting():
                 metrics = self.train_step(batch)
             if compiling:
+                self._times.take()  # the first step's are left out
                 meter.leave_out(self.compile_seconds)
                 metrics["loss"].block_until_ready()
                 self._note(f"first step done {time.time() - self.start_time:.1f} s after the start")
@@ -350,6 +355,7 @@ class Trainer:
                     self.exports.report(wait=ending)
             if evaluation or saving:
                 meter.restart(self.step)
+                self._times.take()
             if stopping and not last:
                 self._note(logs.stopped_line(self.config, self.step))
                 return STOPPED
@@ -368,7 +374,8 @@ class Trainer:
         if not values["skipped"]:
             del values["skipped"]
         measured, steps = meter.measure(step), self.config.run.steps
-        values |= measured
+        values |= measured | self._slowest(measured["step_seconds"])
+        self._health.check()
         log.write(step, values)
         self._note(logs.console_line(step, steps, values, meter.seconds_left(steps, measured)))
         if self._copies_differ():
@@ -389,6 +396,13 @@ class Trainer:
         if found := self._replicas.damage():
             self._note(replicas.sentence(*found, self.checkpoints.latest_step))
         return bool(found)
+
+    def _slowest(self, step_seconds: float) -> dict[str, Any]:
+        """The values for metrics.jsonl about the slowest process; a line about it if it slows the others down."""
+        values, line = self._watch.slowest(self._times.take(), step_seconds)
+        if line:
+            self._note(line)
+        return values
 
     def _evaluate(self, log: logs.MetricsLog) -> None:
         losses = {split: self.evaluate(split) for split in self.data if split.partition("/")[0] == "valid"}

@@ -16,9 +16,10 @@ import jax
 from jax._src import distributed  # jax has no public functions for its key-value store
 
 from megajax import coordinator
+from megajax.console import BAD_NUMBERS, DONE, STOPPED
 
 KEYS = "megajax/signs"
-IN_ORDER = (0, 3, 75)  # exit statuses on which all processes agree
+IN_ORDER = (DONE, BAD_NUMBERS, STOPPED)  # exit statuses on which all processes agree
 INTERVALS = 12  # in the timeout
 LONGEST_INTERVAL = 5.0  # seconds
 OF_TIMEOUT = 0.5  # silence up to the verdict; the rest is for the way of the signs and of the verdict

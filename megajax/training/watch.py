@@ -19,6 +19,7 @@ from jax._src import distributed  # jax's public functions start its backend, wh
 from megajax.config import Config
 from megajax.console import LOST
 from megajax.training.peers import Peers
+from megajax.training.step_times import find_slowest
 
 RECENT = 32  # steps whose median is compared
 TICK = 1.0  # seconds between looks at the clock, at most
@@ -41,6 +42,7 @@ class Watch:
         self._steps, self._last = deque[float](maxlen=RECENT), 0.0
         self._work = "the start"  # what the process does instead of steps
         self._since = 0.0  # seconds since the last step, or the begin of other work
+        self._slow: int | None = None  # the process that stood out at the last logged step
         self._over, self._ending = threading.Event(), threading.Lock()  # the lock is never released
 
     def __enter__(self) -> "Watch":
@@ -66,6 +68,26 @@ class Watch:
             yield
         finally:
             self._work, self._since, self._last = "", 0.0, 0.0
+
+    def slowest(self, own: dict[str, float], step_seconds: float) -> tuple[dict[str, Any], str]:
+        """Post this process's times of its steps (`StepTimes.take`); on process 0 the slowest process.
+
+        The values for metrics.jsonl, and a line if the process stands out and is another one than in the last line. The
+        times of the others are those of their last signs. Nothing without peers.
+        """
+        if self.peers is None:
+            return {}, ""
+        self.peers.own_seconds = own
+        found = find_slowest({i: sign["own_seconds"] for i, sign in self.peers.signs.items()} | {self.peers.index: own})
+        if found is None or self.peers.index != 0:
+            return {}, ""
+        host = self.peers.signs[found.process]["host"]
+        values = {"slowest_process": found.process, "slowest_host": host}
+        values |= {"slowest_own_seconds": found.own, "others_own_seconds": found.others}
+        slow = found.process if found.stands_out(step_seconds) else None
+        before, self._slow = self._slow, slow
+        line = found.sentence(self.peers.named(found.process), step_seconds)
+        return values, line if slow is not None and slow != before else ""
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if self.peers is not None:

@@ -1,0 +1,107 @@
+"""The slowest process of a run, and warnings about GPUs."""
+
+import sys
+import time
+from types import SimpleNamespace
+
+import pytest
+
+from megajax.training import gpu_health
+from megajax.training.gpu_health import GpuHealth
+from megajax.training.step_times import Slowest, StepTimes, find_slowest
+
+
+def test_the_time_of_a_process_is_that_in_which_it_does_not_wait_for_the_devices():
+    times = StepTimes()
+    for _ in range(2):
+        with times.reading():
+            time.sleep(0.02)
+        with times.starting():
+            time.sleep(0.05)  # as if for the devices
+            start = time.thread_time()
+            while time.thread_time() - start < 0.01:
+                pass
+    own = times.take()
+    assert 0.02 <= own["data"] and 0.01 <= own["host"] < 0.03
+    assert times.take() == {"data": 0, "host": 0}
+
+
+def test_the_slowest_process_is_named_if_it_slows_down_the_others():
+    own = {0: {"data": 0.01, "host": 0.01}, 1: {"data": 0.3, "host": 0.02}, 2: {"data": 0.02, "host": 0.02}, 3: {}}
+    slowest = find_slowest(own)
+    assert slowest == Slowest(1, own[1], pytest.approx(0.03))
+    assert slowest.stands_out(0.35) and not slowest.stands_out(0.7)  # the devices hide it
+    assert not Slowest(1, {"data": 0.3}, 0.2).stands_out(0.35)
+    assert slowest.sentence("process 1 on host b", 0.35) == (
+        "slowest: process 1 on host b needs 0.32 s of its own for a step of 0.35 s (data 0.3 s, host 0.02 s); the "
+        "others need 0.03 s"
+    )
+    assert find_slowest({0: own[0]}) is None
+
+
+class Nvml(SimpleNamespace):
+    """pynvml with two GPUs: the first runs into its power limit and then reports an Xid."""
+
+    NVMLError = type("NVMLError", (Exception,), {})
+    NVML_CLOCK_SM, NVML_MEMORY_ERROR_TYPE_UNCORRECTED, NVML_VOLATILE_ECC, nvmlEventTypeXidCriticalError = 1, 1, 0, 8
+
+    def __init__(self):
+        self.xids, self.ecc = [], {"GPU-a": 0, "GPU-b": 0}
+
+    def __getattr__(self, name: str):
+        answers = {
+            "nvmlInit": lambda: None,
+            "nvmlEventSetCreate": lambda: "set",
+            "nvmlDeviceGetHandleByUUID": lambda uuid: uuid,
+            "nvmlDeviceGetUUID": lambda gpu: gpu,
+            "nvmlDeviceGetCurrentClocksEventReasons": lambda gpu: 0x5 if gpu == "GPU-a" else 0x1,
+            "nvmlDeviceGetClockInfo": lambda gpu, clock: 1200,
+            "nvmlDeviceGetMaxClockInfo": lambda gpu, clock: 1980,
+            "nvmlDeviceGetTotalEccErrors": lambda gpu, kind, counter: self.ecc[gpu],
+            "nvmlDeviceRegisterEvents": lambda gpu, kinds, events: None,
+            "nvmlEventSetWait_v2": self.wait,
+        }
+        return answers[name]
+
+    def wait(self, events, timeout):
+        if not self.xids:
+            raise self.NVMLError
+        return SimpleNamespace(device="GPU-a", eventData=self.xids.pop())
+
+
+@pytest.fixture
+def warnings_of(monkeypatch, capsys):
+    """(nvml or None) → a function that reads once and returns the warnings."""
+
+    def start(nvml):
+        monkeypatch.setitem(sys.modules, "pynvml", nvml)
+        monkeypatch.setattr(gpu_health, "cuda_devices", lambda: ["GPU-a", "GPU-b"])
+        health = GpuHealth()
+
+        def read() -> list[str]:
+            health.check()
+            if health._thread is not None:
+                health._thread.join()
+            return capsys.readouterr().err.splitlines()
+
+        return read
+
+    return start
+
+
+def test_problems_of_gpus_are_reported_once(warnings_of):
+    nvml = Nvml()
+    read = warnings_of(nvml)
+    (line,) = read()
+    assert line.startswith("megajax: warning: process 0 on host ")
+    assert line.endswith("GPU-a runs at 1200 of 1980 MHz because of its power limit")
+    assert not read()
+    nvml.xids, nvml.ecc["GPU-b"] = [79], 2
+    xid, ecc = sorted(read())
+    assert xid.endswith("GPU-a reported Xid 79")
+    assert ecc.endswith("GPU-b has had 2 uncorrected memory errors (ECC) since the driver started")
+    assert not read()
+
+
+def test_without_nvml_nothing_is_read(warnings_of):
+    assert not warnings_of(None)()  # an import that fails
