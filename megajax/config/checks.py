@@ -35,6 +35,7 @@ def check(config: Config) -> None:
     _check_data(config)
     _check_run_dir(config)
     _check_exports(config)
+    _check_local_checkpoints(config)
     warn_without_effect(config)
     _warn_about_kept_checkpoints(config)
     _warn_about_warmup(config)
@@ -392,6 +393,22 @@ def _check_exports(config: Config) -> None:
         problem += ", but a folder is written from a checkpoint"
         cure = f"set {keys[1]}={every}" + (f", or use a multiple of {interval}" if interval else "")
         fail(config, problem, cure, *keys)
+
+
+def _check_local_checkpoints(config: Config) -> None:
+    checkpoint, keys = config.checkpoint, ("checkpoint.local_dir", "checkpoint.local_interval")
+    if checkpoint.local_dir is None:
+        return
+    if checkpoint.local_interval is None:
+        fail(config, f"{format_keys(config, keys[0])} needs {keys[1]}", f"set {keys[1]} to a number of steps", keys[0])
+    if not checkpoint.save_optimizer:
+        optimizer = "checkpoint.save_optimizer"
+        problem = f"{format_keys(config, keys[0])} is to resume from, which {format_keys(config, optimizer)} excludes"
+        fail(config, problem, "remove one of them", keys[0], optimizer)
+    durable = "run.checkpoint_interval"
+    if config.run.checkpoint_interval and checkpoint.local_interval >= config.run.checkpoint_interval:
+        problem = f"{format_keys(config, keys[1])} is not less than {format_keys(config, durable)}"
+        fail(config, problem, "use a smaller interval, or remove checkpoint.local_dir", keys[1], durable)
 
 
 def _warn_about_kept_checkpoints(config: Config) -> None:

@@ -113,6 +113,7 @@ def _of_the_run(config: Config) -> list[Rule]:
         Rule(config.run.eval_steps == 0, "run.eval_steps", ("run.eval_interval",)),
         Rule(not logging.wandb, "logging.wandb", ("logging.wandb_project",)),
         Rule(config.checkpoint.export_hf.dir is None, f"{exports}.dir", (f"{exports}.every", f"{exports}.dtype")),
+        Rule(config.checkpoint.local_dir is None, "checkpoint.local_dir", ("checkpoint.local_interval",)),
         Rule(logging.profile_start is None, "logging.profile_start", ("logging.profile_steps",)),
         Rule((logging.profile_start or 0) > config.run.steps, "run.steps", ("logging.profile_start",)),
         Rule(fp8.recipe == "none", recipe, of_fp8),

@@ -243,6 +243,12 @@ class CheckpointConfig(Section):
     resume_step: Count | None = Field(
         default=None, description="Go back to the checkpoint of this step, once; null: resume from the newest."
     )
+    local_dir: Text | None = Field(
+        default=None,
+        description="Directory on each host, such as /dev/shm/megajax or one on its NVMe disk, for frequent checkpoints"
+        " from which the same processes restart; null: none.",
+    )
+    local_interval: Count | None = Field(default=None, description="Steps between checkpoints in local_dir.")
     allow_changes: tuple[Text, ...] = Field(
         default=(),
         strict=False,

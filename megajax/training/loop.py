@@ -28,6 +28,7 @@ from megajax.training.batches import batches
 from megajax.training.compiled_steps import compile_steps, remove_damaged_programs
 from megajax.training.exports import Exports
 from megajax.training.gpu_health import GpuHealth
+from megajax.training.local_saves import LocalSaves
 from megajax.training.meter import Meter
 from megajax.training.profiling import Profile
 from megajax.training.replicas import ReplicaCheck
@@ -79,7 +80,8 @@ class Trainer:
         self.compile_seconds = 0.0
         self.progress: logs.Progress | None = None
         self._state: TrainState | None = None
-        self._start = Start(self.saver, lambda: self.checkpoints)
+        self.local = LocalSaves(self.program, self._note) if config.checkpoint.local_dir is not None else None
+        self._start = Start(self.saver, lambda: self.checkpoints, self.local)
         self._begin()
         self._train_batches: Generator | None = None
         self._compiled_steps: dict[int, jax.stages.Compiled] = {}  # by number of microbatches
@@ -186,11 +188,13 @@ class Trainer:
 
         Raises InputError if that save failed.
         """
-        self._writing = False
+        writing, self._writing = self._writing, False
         try:
             if "checkpoints" in self.__dict__:
                 try:
                     self._report_save(self.checkpoints.outcome(wait=True), ending=True)
+                    if writing and self.local is not None:
+                        self.local.end(self.step, self.checkpoints.latest_step)
                 finally:
                     self.__dict__.pop("checkpoints").close()
         finally:
@@ -225,13 +229,17 @@ class Trainer:
         if self._writing:
             return
         self._lock()
+        kept = None
         if self._state is None:
             if self._start.resumed_step is not None:
-                logs.say(f"resuming from the checkpoint of step {self.step} in {self.checkpoints.directory}")
+                logs.say(f"resuming from {self._start.name}")
                 for change in self._start.allowed:
                     logs.say(f"let through by checkpoint.allow_changes: {change}")
-                self.saver.warn_of_another_rate(self.checkpoints, self._start.resumed_step)
+                self.saver.warn_of_another_rate(self._start.saved, self._start.name)
             self._state = self._start.state()
+            kept = None if self._start.local is None else self._start.local.step
+        if self.local is not None:
+            self.local.begin(kept)
         on_first_process(self._record)
         if self.exports is not None:
             on_first_process(self.exports.check_directory)
@@ -337,7 +345,8 @@ class Trainer:
             self._watch.stepped(self.step)
             stopping = stop.requested(self.step)
             self._replicas.start(self.step, self.state, before_save=bool(saving or last or stopping))
-            if pending and (last or evaluation or saving or stopping):
+            locally = self.local is not None and self.local.is_due(self.step)
+            if pending and (last or evaluation or saving or stopping or locally):
                 if self._log(log, meter, *pending):
                     return BAD_NUMBERS
                 pending = None
@@ -353,6 +362,10 @@ class Trainer:
                 self._report_save(self.checkpoints.outcome(wait=ending), ending)
                 if self.exports is not None:
                     self.exports.report(wait=ending)
+            if locally and self.local is not None and not (saving or ending):
+                about = self.saver.description(self.step, self.sizes.samples_before(self.step))
+                with self._watch.working("the local checkpoint"):
+                    self.local.save(self.step, self.state, about)
             if evaluation or saving:
                 meter.restart(self.step)
                 self._times.take()

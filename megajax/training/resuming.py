@@ -3,14 +3,17 @@
 import contextlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import jax
 
 from megajax.checkpoint import Checkpoints, complete_steps, reason
 from megajax.checkpoint.description import Difference, has_optimizer_state
+from megajax.checkpoint.local_tier import LocalCheckpoint
 from megajax.config.batch_schedule import BatchSizes
 from megajax.errors import InputError, UserError
 from megajax.training import run_record
+from megajax.training.local_saves import LocalSaves
 from megajax.training.saving import StateSaver, Weights
 from megajax.training.step import TrainState
 
@@ -20,16 +23,18 @@ class Start:
 
     resumed_step: the checkpoint's step or None; step: the same or 0; sizes: the sequences of each step from `step` on;
     seen: the steps of all complete checkpoints at the time of `find`; allowed: the settings that changed since the
-    checkpoint and that `checkpoint.allow_changes` names.
+    checkpoint and that `checkpoint.allow_changes` names; saved: its description; name: its name in messages; local: it,
+    if it is in `checkpoint.local_dir`.
     """
 
-    def __init__(self, saver: StateSaver, checkpoints: Callable[[], Checkpoints]):
+    def __init__(self, saver: StateSaver, checkpoints: Callable[[], Checkpoints], local: LocalSaves | None = None):
         """Find and compare the checkpoint, and read the weights of `checkpoint.init_from` if the run needs them.
 
-        `checkpoints` opens those of the run directory. Raises InputError for a checkpoint of another run, or a damaged
-        one, before any of its arrays is read.
+        `checkpoints` opens those of the run directory, `local` those of `checkpoint.local_dir`. Raises InputError for a
+        checkpoint of another run, or a damaged one, before any of its arrays is read.
         """
         self.saver, self.config, self._checkpoints = saver, saver.program.config, checkpoints
+        self._local_saves = local
         self.run_dir = Path(self.config.run.dir)
         self.find()
         self._weights = self._other_weights()
@@ -43,34 +48,56 @@ class Start:
         self.seen = complete_steps(self.run_dir)
         self.resumed_step, self.sizes = self._step_to_resume(), BatchSizes.of(self.config)
         self.allowed: list[Difference] = []
-        if self.resumed_step is None:
-            return
-        with self._damage_reported(self.resumed_step):
-            if self.step < self.config.run.steps:  # else there is nothing to do
-                self.saver.require_optimizer_state(self._checkpoints(), self.resumed_step)
-            position, self.allowed = self.saver.compare(self._checkpoints(), self.resumed_step)
-            self.sizes = BatchSizes.of(self.config, position)
+        self.saved: dict[str, Any] = {}
+        self.local = self._newer_local_one()
+        if self.local is not None:
+            self.resumed_step, self.saved = self.local.step, self.local.description
+            self._compare(f"the local checkpoint of step {self.step} in {self.local.directory.parent}")
+        elif self.resumed_step is not None:
+            with self._damage_reported(self.resumed_step):
+                if self.step < self.config.run.steps:  # else there is nothing to do
+                    self.saver.require_optimizer_state(self._checkpoints(), self.resumed_step)
+                self.saved = self._checkpoints().describe(self.resumed_step)
+                self._compare(f"the checkpoint of step {self.step} in {self._checkpoints().directory}")
+
+    def _compare(self, name: str) -> None:
+        self.name = name
+        position, self.allowed = self.saver.compare(self.saved, name)
+        self.sizes = BatchSizes.of(self.config, position)
+
+    def _newer_local_one(self) -> LocalCheckpoint | None:
+        if self._local_saves is None or self._goes_back:
+            return None
+        return self._local_saves.newest(self.resumed_step)
 
     def state(self) -> TrainState:
         """The first state; what was read for it is given away, so this may be called once."""
         weights, self._weights = self._weights, None
         if self.resumed_step is not None:
-            with self._damage_reported(self.resumed_step):
-                state = self.saver.restore(self._checkpoints(), self.resumed_step)
+            if self.local is not None and self._local_saves is not None:
+                state = self._local_saves.restore(self.local)
+            else:
+                with self._damage_reported(self.resumed_step):
+                    state = self.saver.restore(self._checkpoints(), self.resumed_step)
             if self.config.lora.rank and weights is not None:  # the base of its adapters
                 state = self.saver.with_weights(state, (weights[0], {}))
-                self.saver.compare_base(self._checkpoints(), self.resumed_step)
+                self.saver.compare_base(self.saved, self.name)
             return state
         program = self.saver.program
         if weights is None:
             return program.init_state()
         return self.saver.with_weights(program.init_state(params=False), weights)
 
+    @property
+    def _goes_back(self) -> bool:
+        """Whether `checkpoint.resume_step` is new; an earlier start with the same setting went back already."""
+        before = run_record.previous_config(self.run_dir).get("checkpoint", {}).get("resume_step")
+        return self.config.checkpoint.resume_step not in (None, before)
+
     def _step_to_resume(self) -> int | None:
         steps, wanted = self.seen, self.config.checkpoint.resume_step
-        before = run_record.previous_config(self.run_dir).get("checkpoint", {}).get("resume_step")
         step = steps[-1] if steps else None
-        if wanted is not None and wanted != before:  # an earlier start with the same setting went back already
+        if self._goes_back:
             if wanted not in steps:
                 raise InputError(
                     f"checkpoint.resume_step={wanted} ({self.config.where('checkpoint.resume_step')}): {self.run_dir} "

@@ -53,8 +53,11 @@ class StateSaver:
         self.converts = not all(p.is_canonical for p in program.placements.values())
         self.base_checksum: int | None = None  # of the frozen weights, if there are any
 
-    def description(self, step: int) -> dict[str, Any]:
-        """A checkpoint's description; its MUST_AGREE entries must equal those of the run that restores it."""
+    def description(self, step: int, samples: int | None = None) -> dict[str, Any]:
+        """A checkpoint's description; its MUST_AGREE entries must equal those of the run that restores it.
+
+        `samples` were read before the step.
+        """
         config = self.program.config
         optimizer, data = config.optimizer, config.data
         # Megatron's order depends on the number of samples.
@@ -69,6 +72,7 @@ class StateSaver:
         return {
             "format": 1,
             "step": step,
+            "samples_consumed": samples,
             "run": {"seed": config.run.seed},  # another seed is another data order
             "model": describe_model(config.model),
             "optimizer": {"kind": optimizer.kind, "beta1": beta1},
@@ -95,7 +99,7 @@ class StateSaver:
         """Start writing the state as the checkpoint of `step`, before which `samples` were read (default: config's)."""
         canonical = self._to_canonical(replace(state, frozen={}))
         samples = samples_before(self.program.config, step) if samples is None else samples
-        checkpoints.save(step, _as_tree(canonical), self.description(step) | {"samples_consumed": samples})
+        checkpoints.save(step, _as_tree(canonical), self.description(step, samples))
 
     def reserve_host_memory(self) -> None:
         """Allocate the pinned host memory that `save` needs, before training; it needs no state yet."""
@@ -116,14 +120,15 @@ class StateSaver:
             f"weights{back}."
         )
 
-    def compare(self, checkpoints: Checkpoints, step: int) -> tuple[Position, list[Difference]]:
+    def compare(self, description: Mapping[str, Any], name: str) -> tuple[Position, list[Difference]]:
         """The position of a checkpoint, and the settings that changed since and that `checkpoint.allow_changes` names.
 
-        Raises InputError with all other changes of MUST_AGREE, before any array is read.
+        `description` is the checkpoint's, `name` its name in errors. Raises InputError with all other changes of
+        MUST_AGREE, before any array is read.
         """
-        config, name = self.program.config, f"the checkpoint of step {step} in {checkpoints.directory}"
-        saved: dict[str, Any] = {"lora": {}} | checkpoints.describe(step)
-        saved["batch"].pop("global_size", None)  # in older checkpoints; it may change
+        config, step = self.program.config, description["step"]
+        batch = {key: value for key, value in description["batch"].items() if key != "global_size"}  # may change
+        saved = {"lora": {}, **description, "batch": batch}
         found = differences(saved, self.description(step), MUST_AGREE)
         position = Position(step, saved["samples_consumed"])
         others = [each for each in found if each.key not in ORDER_BY_SIZE and not config_allows(config, each)]
@@ -168,19 +173,19 @@ class StateSaver:
                 f"that the run reads up to run.steps={steps} after {name}: lower run.steps."
             )
 
-    def warn_of_another_rate(self, checkpoints: Checkpoints, step: int) -> None:
-        """Warn if the next step's learning rate differs from that of the run that saved the checkpoint.
+    def warn_of_another_rate(self, saved: Mapping[str, Any], name: str) -> None:
+        """Warn if the next step's learning rate differs from that of the run that saved a checkpoint.
 
-        A schedule whose decay_steps is run.steps changes when run.steps is raised.
+        `saved` is its description, `name` its name in errors. A schedule whose decay_steps is run.steps changes
+        when run.steps is raised.
         """
-        saved = checkpoints.describe(step)
         if "schedule" not in saved:
             return
+        step = saved["step"]
         try:
             before, now = ScheduleConfig.model_validate(saved["schedule"]), self.program.config.schedule
         except ValidationError:
-            path = checkpoints.directory / str(step)
-            raise InputError(f"{path} is damaged (its schedule has no valid keys): remove {path}.") from None
+            raise InputError(f"{name} is damaged (its schedule has no valid keys): remove it.") from None
         rates = [np.asarray(make_schedule(schedule)(step + 1)).item() for schedule in (before, now)]
         if math.isclose(*rates, rel_tol=1e-3):
             return
@@ -194,14 +199,16 @@ class StateSaver:
             stacklevel=2,
         )
 
-    def compare_base(self, checkpoints: Checkpoints, step: int) -> None:
-        """Raise InputError if the frozen weights, which `with_weights` has set, differ from those of a checkpoint."""
-        saved, key = checkpoints.describe(step), "checkpoint.init_from"
-        config = self.program.config
+    def compare_base(self, saved: Mapping[str, Any], name: str) -> None:
+        """Raise InputError if the frozen weights, which `with_weights` has set, differ from those of a checkpoint.
+
+        `saved` is its description, `name` its name in the error.
+        """
+        config, key = self.program.config, "checkpoint.init_from"
         if saved["precision"]["compute"] == config.precision.compute and saved["base"] != self.base_checksum:
             raise InputError(
                 f"{key}={config.checkpoint.init_from} ({config.where(key)}) has other weights than the base of the "
-                f"adapters in {checkpoints.directory}: set it to the same weights, or choose another run.dir."
+                f"adapters in {name}: set it to the same weights, or choose another run.dir."
             )
 
     def restore(self, checkpoints: Checkpoints, step: int) -> TrainState:

@@ -136,12 +136,24 @@ def test_two_processes_with_experts_go_on_from_the_checkpoint_of_one(
     assert agree(read_metrics(run_dir, "eval_loss"), read_metrics(tmp_path / "one", "eval_loss"))
 
 
-def test_stages_of_two_processes_give_the_losses_of_one_device(tmp_path, start_two, expected, read_metrics):
-    """The boundary between the processes is the one between the stages."""
-    stages = ("mesh.data=1", "mesh.pipeline=2", "batch.num_microbatches=2")
-    first, second = start_two(*stages, f"run.dir={tmp_path / 'two'}")
+def test_stages_of_two_processes_killed_on_the_way_give_the_losses_of_one_device(
+    tmp_path, start_two, expected, read_metrics
+):
+    """The boundary between the processes is the one between the stages; both go on from their local checkpoints."""
+    stages = ("mesh.data=1", "mesh.pipeline=2", "batch.num_microbatches=2", f"run.dir={tmp_path / 'two'}")
+    local = ("run.checkpoint_interval=0", f"checkpoint.local_dir={tmp_path / 'local'}", "checkpoint.local_interval=1")
+    first, second = start_two(*stages, *local)
+    first.read_to_step(4)
+    for run in (first, second):
+        run.process.kill()
+        run.finish()
+    steps = [{path.name for path in tmp_path.glob(f"local/*/process-{p}/*") if path.name.isdigit()} for p in range(2)]
+    newest = max(map(int, steps[0] & steps[1]))
+    first, second = start_two(*stages, *local)
     assert (first.finish(), second.finish()) == (0, 0), first.output + second.output
+    assert f"resuming from the local checkpoint of step {newest} " in first.output
     assert agree(read_metrics(tmp_path / "two", "loss", "grad_norm"), expected[0])
+    assert not [*tmp_path.glob("local/*/process-*/*")]  # the last step's durable checkpoint replaces them
     assert read_metrics(tmp_path / "two", "eval_loss")[6] == pytest.approx(expected[1][6], rel=1e-5)
 
 

@@ -1,0 +1,142 @@
+"""The saves of a run to `checkpoint.local_dir`, and the newest of them at a start."""
+
+import hashlib
+import json
+import uuid
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from megajax.checkpoint.local_tier import LocalCheckpoint, LocalTier
+from megajax.errors import InputError
+from megajax.files import replace_text
+from megajax.mesh import mesh_sizes
+from megajax.training import logs
+from megajax.training.run_lock import on_first_process
+from megajax.training.step import TrainProgram, TrainState
+
+RUN_ID = "run_id"  # file in the run directory; a new run in the same directory is another one
+
+
+class LocalSaves:
+    """The local checkpoints of a run: all processes call each method at the same step."""
+
+    def __init__(self, program: TrainProgram, note: Callable[[str], None]):
+        """`note` prints a line. Call it only with `checkpoint.local_dir` set."""
+        self.config, self._note = program.config, note
+        self._abstract = replace(program.abstract_state, frozen={})
+        self._layout = _layout(program)
+        self._tier: LocalTier | None = None
+        self._told = self._warned = False
+
+    def newest(self, durable: int | None) -> LocalCheckpoint | None:
+        """The local checkpoint to resume from, if it is newer than the durable one; a line gives the reason if not."""
+        if not self._find_tier():
+            return None
+        assert self._tier is not None
+        found, why = self._tier.newest(-1 if durable is None else durable, self._abstract)
+        if why:
+            other = "the run begins again" if durable is None else f"the run resumes from step {durable}"
+            logs.say(f"a local checkpoint is newer, but {why}: {other}")
+        return found
+
+    def restore(self, checkpoint: LocalCheckpoint) -> TrainState:
+        """The state of a checkpoint that `newest` gave, without frozen weights."""
+        return checkpoint.tree(self._abstract)
+
+    def begin(self, keep: int | None) -> None:
+        """Prepare the directory for a run that goes on from the local checkpoint of step `keep`, or from another one.
+
+        Raises InputError if it cannot be written.
+        """
+        path = Path(self.config.run.dir) / RUN_ID
+        on_first_process(lambda: None if path.exists() else replace_text(path, uuid.uuid4().hex))
+        self._find_tier()
+        assert self._tier is not None
+        try:
+            self._tier.prepare(keep)
+        except OSError as error:
+            key = f"checkpoint.local_dir={self.config.checkpoint.local_dir}"
+            raise InputError(
+                f"{key} ({self.config.where('checkpoint.local_dir')}): {self._tier.directory} cannot be written "
+                f"({error.strerror}): choose a directory that you may write to."
+            ) from None
+
+    def is_due(self, step: int) -> bool:
+        """Whether the state after `step` is saved."""
+        interval = self.config.checkpoint.local_interval
+        return interval is not None and step % interval == 0
+
+    def save(self, step: int, state: TrainState, description: Mapping[str, Any]) -> None:
+        """Start a save; it waits for the one before it."""
+        assert self._tier is not None
+        self.report()
+        if self._tier.is_writing and not self._warned:
+            self._warned = True
+            interval = self.config.checkpoint.local_interval
+            self._note(
+                f"megajax: warning: checkpoint.local_interval={interval} is too short: at step {step} the last local "
+                "checkpoint is not written yet, so training waits for it"
+            )
+        self.report(wait=True)
+        self._tier.save(step, replace(state, frozen={}), description)
+
+    def report(self, wait: bool = False) -> None:
+        """Report the end of a save: the first one with its speed, and every failure on its own process."""
+        done = None if self._tier is None else self._tier.outcome(wait)
+        if done is None:
+            return
+        assert self._tier is not None
+        if done.error is not None:
+            problem = f"the local checkpoint of step {done.step} could not be saved in {self._tier.directory}"
+            warnings.warn(f"{problem} ({done.error}); training continues.", stacklevel=2)
+        elif not self._told:
+            self._told = True
+            written = f"{logs.size(done.size)} in {done.seconds:.1f} s beside training"
+            self._note(f"saved step {done.step} in {self._tier.directory} ({written})")
+
+    def end(self, step: int, durable: int | None) -> None:
+        """At the end of a run at `step`: remove the local checkpoints if the newest durable one is of that step."""
+        self.report(wait=True)
+        if self._tier is not None and durable == step:
+            self._tier.remove()
+
+    def _find_tier(self) -> bool:
+        """Find the run's directory in `checkpoint.local_dir`; False if the run has none yet."""
+        run_dir, run_id = Path(self.config.run.dir).resolve(), ""
+        if jax.process_index() == 0 and (run_dir / RUN_ID).is_file():
+            run_id = (run_dir / RUN_ID).read_text()
+        run_id = _broadcast(run_id)
+        if run_id and self._tier is None:
+            # A copy of a run directory has the same id and another path.
+            own = hashlib.sha256(f"{run_id} {run_dir}".encode()).hexdigest()[:16]
+            assert self.config.checkpoint.local_dir is not None
+            self._tier = LocalTier(self.config.checkpoint.local_dir, f"{run_dir.name}-{own}", self._layout)
+        return bool(run_id)
+
+
+def _layout(program: TrainProgram) -> str:
+    """What decides the meaning of stored shards besides their shapes and slices."""
+    placements = {name: repr(placement) for name, placement in program.placements.items()}
+    return json.dumps(
+        {
+            "mesh": mesh_sizes(program.mesh),
+            "processes": jax.process_count(),
+            "compute": program.config.precision.compute,  # the loss scale is of it
+            "placements": hashlib.sha256(json.dumps(placements).encode()).hexdigest(),
+        }
+    )
+
+
+def _broadcast(text: str) -> str:
+    """Process 0's short text, on all processes."""
+    padded = np.zeros(64, np.uint8)
+    encoded = text.encode()[: padded.size]
+    padded[: len(encoded)] = np.frombuffer(encoded, np.uint8)
+    return bytes(np.asarray(multihost_utils.broadcast_one_to_all(padded))).rstrip(b"\0").decode()

@@ -1,0 +1,199 @@
+"""Local checkpoints: a run that crashes goes on from the newest one bit for bit, or from the durable one."""
+
+import re
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from megajax.checkpoint import local_tier
+from megajax.errors import ConfigError, InputError
+from megajax.training.loop import Trainer
+
+NUMBERS = ("loss", "grad_norm", "learning_rate", "tokens")
+STEPS = ("run.steps=8", "run.checkpoint_interval=4", "run.eval_steps=0")
+MESH = ("mesh.fsdp=2", "mesh.tensor=2")
+WIDE = ("model.hidden_size=64", "model.ffn_hidden_size=128")
+# All kinds of state: padding, amax histories, the routers' bias, and rows in a pipeline's order with empty slots.
+STATES = {
+    "padded": ("mesh.fsdp=4", "model.hidden_size=36", "model.head_dim=8"),
+    "fp8": (*MESH, *WIDE, "precision.fp8.recipe=delayed", "precision.fp8.amax_history_length=3"),
+    "experts": ("mesh.expert=2", "mesh.data=2", "model.num_experts=4", "model.router.expert_bias=true"),
+    "pipeline": ("mesh.pipeline=2", "mesh.data=2", "model.num_layers=3", "batch.num_microbatches=2"),
+}
+
+
+class Crash(Exception):
+    """The end of a process, as far as one process can show it."""
+
+
+@pytest.fixture
+def build(make_config, tmp_path):
+    """(overrides...) → a Trainer on four devices that saves locally every step."""
+
+    def build(*overrides, devices=4):
+        local = (f"checkpoint.local_dir={tmp_path / 'local'}", "checkpoint.local_interval=1")
+        config = make_config(f"run.dir={tmp_path / 'run'}", *STEPS, *local, *overrides)
+        return Trainer(config, jax.devices()[:devices])
+
+    return build
+
+
+def crash(trainer, step):
+    """Run until `step` is done and its local checkpoint written."""
+    take, trainer.next_batch = trainer.next_batch, lambda: crashing()
+
+    def crashing():
+        if trainer.step == step:
+            raise Crash
+        return take()
+
+    with pytest.raises(Crash):
+        trainer.run()
+
+
+def local_files(tmp_path) -> dict[int, Path]:
+    return {int(path.name): path for path in tmp_path.glob("local/run-*/process-0/*") if path.name.isdigit()}
+
+
+def assert_equal(mine, theirs):
+    jax.tree.map(lambda a, b: np.testing.assert_array_equal(np.asarray(a), np.asarray(b)), mine, theirs)
+    assert jax.tree.map(lambda a: a.sharding, mine) == jax.tree.map(lambda a: a.sharding, theirs)
+
+
+def quick(trainer):
+    """The Trainer with a step that changes nothing, which needs no compilation."""
+    metrics = dict.fromkeys(("loss", "grad_norm", "learning_rate", "skipped", "skipped_in_row"), jax.numpy.ones(()))
+    trainer._compiled_steps[1] = lambda state, batch: (state, metrics)
+    return trainer
+
+
+def test_a_crashed_run_goes_on_from_the_local_checkpoint_bit_for_bit(
+    build, tmp_path, read_metrics, checkpoint_steps, monkeypatch, capsys
+):
+    """Its shards are written when the next step has taken their memory."""
+    common = (*MESH, "model.dropout=0.1", "run.checkpoint_interval=0", "checkpoint.local_interval=3")
+    whole = build(*common, f"run.dir={tmp_path / 'whole'}")
+    assert whole.run() == 0
+    crashing, write = build(*common), local_tier.LocalTier._write
+
+    def late(self, step, *arguments):
+        while crashing.step == step:
+            time.sleep(0.01)
+        time.sleep(0.1)
+        return write(self, step, *arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(local_tier.LocalTier, "_write", late)
+        crash(crashing, 7)
+    assert sorted(local_files(tmp_path)) == [3, 6] and checkpoint_steps(tmp_path / "run") == []
+    capsys.readouterr()
+    again = build(*common)
+    assert again.step == 6
+    assert again.run() == 0
+    assert f"resuming from the local checkpoint of step 6 in {tmp_path / 'local'}/run-" in capsys.readouterr().out
+    assert read_metrics(tmp_path / "run", *NUMBERS) == read_metrics(tmp_path / "whole", *NUMBERS)
+    assert_equal(again.state, whole.state)
+    assert not [*tmp_path.glob("local/*")]  # the durable checkpoint of the last step replaces them
+
+
+@pytest.mark.parametrize("kind", STATES)
+def test_every_kind_of_state_comes_back_bit_for_bit(build, kind):
+    trainer, random = build(*STATES[kind]), np.random.default_rng(1)
+    trainer.state = jax.tree.map(
+        lambda a: jax.device_put(random.integers(1, 9, a.shape).astype(a.dtype), a.sharding), trainer.state
+    )
+    trainer._start_writing()
+    trainer.local.save(3, trainer.state, trainer.saver.description(3, 24))
+    trainer.local.report(wait=True)
+    trainer.lock.release()
+    again = build(*STATES[kind])
+    assert (again.step, again.sizes.samples_before(3)) == (3, 24)
+    assert_equal(again.state, trainer.state)
+
+
+def test_a_damaged_local_checkpoint_falls_back_with_a_warning(build, tmp_path, capsys):
+    crash(quick(build(*MESH)), 7)
+    newest = local_files(tmp_path)[7]
+    flip(newest / "data")
+    with pytest.warns(UserWarning, match=f"{newest} is damaged .data has other bits.*: it is not used"):
+        assert build(*MESH).step == 6
+    flip(local_files(tmp_path)[6] / "index.json")
+    with pytest.warns(UserWarning, match="is damaged .index.json has other bits"):
+        assert build(*MESH).step == 4
+    said = "a local checkpoint is newer, but that of step 7 is damaged on process 0: the run resumes from step 4"
+    assert said in capsys.readouterr().out
+
+
+def flip(path: Path) -> None:
+    """Change one bit in the middle of a file."""
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def test_another_mesh_or_another_course_of_the_run_uses_the_durable_checkpoint(build, tmp_path, capsys):
+    crash(quick(build(*MESH)), 6)
+    other = build("mesh.fsdp=4")
+    said = "that of step 6 is of another mesh, number of processes or precision: the run resumes from step 4"
+    assert other.step == 4 and said in capsys.readouterr().out
+    crash(quick(other), 5)
+    assert build(*MESH).step == 4  # step 6 is gone: the run took another course
+    crash(quick(build(*MESH)), 6)
+    back = build(*MESH, "checkpoint.resume_step=4")
+    assert back.step == 4
+    crash(quick(back), 5)
+    assert build(*MESH, "checkpoint.resume_step=4").step == 5
+
+
+def test_a_new_run_in_the_same_place_and_a_copy_do_not_see_the_local_checkpoints(build, tmp_path):
+    crash(quick(build(*MESH, "run.checkpoint_interval=0")), 3)
+    assert build(*MESH).step == 3
+    (tmp_path / "run").rename(tmp_path / "moved")
+    assert build(*MESH).step == 0
+    assert build(*MESH, f"run.dir={tmp_path / 'moved'}").step == 0
+    crash(quick(build(*MESH)), 2)
+    assert build(*MESH).step == 2
+
+
+def test_changed_settings_are_refused_as_with_a_durable_checkpoint(build):
+    crash(quick(build(*MESH)), 6)
+    with pytest.raises(InputError, match=r"the local checkpoint of step 6 in .*\n  run.seed=1234, but this run has 7$"):
+        build(*MESH, "run.seed=7")
+
+
+def test_a_full_directory_is_a_warning_and_keeps_the_last_good_one(build, tmp_path, monkeypatch):
+    def full(path, copies):
+        path.write_bytes(b"a part")
+        raise OSError(28, "No space left on device")
+
+    write = local_tier._write_shards
+    monkeypatch.setattr(local_tier, "_write_shards", lambda path, *a: (full if "7." in str(path) else write)(path, *a))
+    with pytest.warns(UserWarning, match=r"local checkpoint of step 7 could not be saved in .*\(No space left on dev"):
+        crash(quick(build(*MESH)), 7)
+    assert 6 in local_files(tmp_path)
+    assert not [*tmp_path.glob("local/run-*/process-0/*.partial")]
+    assert build(*MESH).step == 6
+
+
+@pytest.mark.smoke
+def test_mistakes_are_sentences(make_config, tmp_path):
+    local = "checkpoint.local_dir=/x"
+    for overrides, sentence in (
+        ([local], "checkpoint.local_dir=/x needs checkpoint.local_interval (@): set checkpoint.local_interval to a"),
+        ([local, "checkpoint.local_interval=5", "run.checkpoint_interval=5"], "is not less than run.checkpoint_interv"),
+        ([local, "checkpoint.local_interval=5", "checkpoint.save_optimizer=false"], "excludes (@): remove one of them"),
+    ):
+        with pytest.raises(ConfigError, match=re.escape(sentence.replace("@", f"the command line: {local}"))):
+            make_config(*overrides)
+    with pytest.warns(UserWarning, match="local_interval=5 has no effect with checkpoint.local_dir=null"):
+        make_config("checkpoint.local_interval=5")
+    (tmp_path / "file").touch()
+    config = make_config(f"run.dir={tmp_path / 'run'}", f"checkpoint.local_dir={tmp_path / 'file'}", *LAST)
+    with pytest.raises(InputError, match=r"local_dir=.*/file .*process-0 cannot be written .Not a directory.: choose"):
+        Trainer(config, jax.devices()[:1]).run()
+
+
+LAST = ("checkpoint.local_interval=1", "run.eval_steps=0", "run.steps=1")
