@@ -1,0 +1,124 @@
+"""The files for clusters: linted, and in agreement with the trainer's exit statuses, variables and packages."""
+
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+import yaml
+
+from megajax.console import BAD_NUMBERS, INTERRUPTED, LOST, MISTAKE, STOPPED
+
+ROOT = Path(__file__).parents[1]
+SBATCH, DOCKERFILE = ROOT / "scripts/slurm/train.sbatch", ROOT / "Dockerfile"
+JOB_SET = yaml.safe_load((ROOT / "scripts/kubernetes/train.yaml").read_text())
+AGAIN, NOT_AGAIN = (STOPPED, LOST, 134, 137), (0, MISTAKE, BAD_NUMBERS, INTERRUPTED, 1)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the linters are Linux programs here")
+@pytest.mark.parametrize(("linter", "path"), [("shellcheck", SBATCH), ("hadolint", DOCKERFILE)], ids=str)
+def test_linters_find_nothing(linter, path):
+    program = Path(sys.executable).with_name(linter)
+    assert program.exists(), "install the tools: source scripts/environment.sh dev"
+    linted = subprocess.run([program, path], capture_output=True, text=True)
+    assert linted.returncode == 0, linted.stdout + linted.stderr
+
+
+# Slurm
+
+
+@pytest.fixture
+def submit(tmp_path):
+    """(status, **environment) → (exit status, the commands that the script ran, by program)."""
+    for name in ("srun", "scontrol"):
+        (tmp_path / name).write_text(
+            f'#!/bin/sh\necho "{name} $* [$JAX_LOCAL_DEVICE_IDS]" >> "{tmp_path}/ran"\nexit ${{{name.upper()}:-0}}\n'
+        )
+        (tmp_path / name).chmod(0o755)
+
+    def submit(status, **environment):
+        (tmp_path / "ran").write_text("")
+        path = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", "SRUN": str(status)}
+        command = ["bash", SBATCH, "c.yaml", "mesh.fsdp=-1"]
+        done = subprocess.run(command, env=path | environment, capture_output=True, text=True)
+        return done.returncode, (tmp_path / "ran").read_text().splitlines()
+
+    return submit
+
+
+@pytest.mark.parametrize("status", AGAIN + NOT_AGAIN)
+def test_slurm_requeues_stops_and_lost_processes_only(submit, status):
+    returned, ran = submit(status, SLURM_NTASKS_PER_NODE="8")
+    assert returned == status
+    train = "srun --gpu-bind=none --kill-on-bad-exit=0 .venv/bin/python -m megajax.train c.yaml mesh.fsdp=-1 []"
+    assert ran == [train] + (["scontrol requeue 7 []"] if status in AGAIN else [])
+
+
+def test_a_slurm_task_alone_on_its_node_gets_all_gpus_and_requeues_end(submit):
+    _, ran = submit(4, SLURM_NTASKS_PER_NODE="1", SLURM_GPUS_ON_NODE="4", SLURM_RESTART_COUNT="5", MEGAJAX_REQUEUES="5")
+    assert len(ran) == 1 and ran[0].endswith("[0,1,2,3]")
+    _, ran = submit(0, MEGAJAX_IMAGE="image")
+    assert "--container-image=image" in ran[0] and " python -m megajax.train" in ran[0]
+
+
+def test_slurm_warns_with_a_signal_that_the_trainer_answers():
+    directives = re.findall(r"^#SBATCH (.*)", SBATCH.read_text(), re.M)
+    assert "--signal=USR1@300" in directives and "--requeue" in directives
+    assert not any("gpus-per-task" in directive for directive in directives)  # each task must see all GPUs
+
+
+# Kubernetes
+
+
+@pytest.fixture
+def job():
+    (replicated,) = JOB_SET["spec"]["replicatedJobs"]
+    assert replicated["replicas"] == 1
+    return replicated["template"]["spec"]
+
+
+def test_a_job_set_fails_at_once_only_on_what_a_restart_would_repeat(job):
+    (rule,) = job["podFailurePolicy"]["rules"]
+    codes = rule["onExitCodes"]
+    assert (rule["action"], codes["operator"]) == ("FailJob", "In")
+    assert codes["values"] == [MISTAKE, BAD_NUMBERS, INTERRUPTED]
+    assert codes["containerName"] == job["template"]["spec"]["containers"][0]["name"]
+    assert job["backoffLimit"] == 0 and job["template"]["spec"]["restartPolicy"] == "Never"
+    (policy,) = JOB_SET["spec"]["failurePolicy"]["rules"]
+    assert (policy["action"], policy["onJobFailureReasons"]) == ("FailJobSet", ["PodFailurePolicy"])
+    assert JOB_SET["spec"]["failurePolicy"]["maxRestarts"] > 0
+
+
+def test_the_pods_of_a_job_set_find_each_other(job):
+    (container,) = job["template"]["spec"]["containers"]
+    variables = {variable["name"]: variable.get("value") for variable in container["env"]}
+    name, train = JOB_SET["metadata"]["name"], JOB_SET["spec"]["replicatedJobs"][0]["name"]
+    port = container["ports"][0]["containerPort"]
+    assert variables["JAX_COORDINATOR_ADDRESS"] == f"{name}-{train}-0-0.{name}:{port}"
+    assert variables["JAX_NUM_PROCESSES"] == str(job["parallelism"]) == str(job["completions"])
+    assert "JAX_PROCESS_ID" in variables and job["completionMode"] == "Indexed"
+    gpus = container["resources"]["limits"]["nvidia.com/gpu"]
+    assert variables["JAX_LOCAL_DEVICE_IDS"] == ",".join(map(str, range(gpus)))
+    assert container["command"] == ["python", "-m", "megajax.train"] and (ROOT / container["args"][0]).exists()
+    volumes = {volume["name"] for volume in job["template"]["spec"]["volumes"]}
+    assert {mount["name"] for mount in container["volumeMounts"]} == volumes
+
+
+# The image
+
+
+def test_the_image_copies_files_that_exist_and_installs_extras_of_the_package():
+    text = DOCKERFILE.read_text()
+    copied = [name for line in re.findall(r"^COPY (.*) \S+$", text, re.M) for name in line.split()]
+    sent = re.findall(r"^!(.*)$", (ROOT / ".dockerignore").read_text(), re.M)
+    assert sorted(copied) == sorted(sent) and all((ROOT / name).exists() for name in copied)
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    (extras,) = re.findall(r"--constraint constraints.txt --editable \"\.\[(.*)\]\"", text)
+    default = re.findall(r"^ARG CUDA=(\w+)", text, re.M)[0]
+    assert set(extras.replace("${CUDA}", default).split(",")) <= set(project["optional-dependencies"])
+    (python,) = re.findall(r"^FROM python:(\d\.\d+)", text, re.M)
+    assert project["requires-python"] == f">={python}"
+    assert {project["readme"], *project["license-files"]} <= set(copied)
