@@ -56,8 +56,9 @@ def relay(address: str) -> str:
                 client.close()  # not there yet: the client tries again
                 continue
             service.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            _start(_carry, client, service, service.close)
-            _start(_carry, service, client, LOST.set)
+            left = threading.Event()  # set when the client has closed the connection
+            _start(_carry, client, service, lambda left=left, service=service: _leave(left, service))
+            _start(_carry, service, client, lambda left=left: left.is_set() or LOST.set())
 
     _start(serve)
     return f"unix-abstract:{name}"
@@ -68,6 +69,12 @@ def _carry(source: socket.socket, target: socket.socket, at_end: Callable[[], No
         while data := source.recv(2**16):
             target.sendall(data)
     at_end()
+
+
+def _leave(left: threading.Event, service: socket.socket) -> None:
+    left.set()
+    with contextlib.suppress(OSError):
+        service.shutdown(socket.SHUT_RDWR)
 
 
 def _start(function: Callable[..., None], *arguments: Any) -> None:

@@ -41,7 +41,7 @@ class Peers:
         self.step: int | None = None
         self.own_seconds: dict[str, float] = {}
         self._suspicious = False
-        self.signs: dict[int, dict[str, Any]] = {}  # the last ones, by process
+        self.signs: dict[int, dict[str, Any]] = {}  # the last ones of the others, by process
         self._client: Any = state.client
         self._raw: dict[int, str] = {}
         self._silent = dict.fromkeys(range(self.count) if self.index == 0 else [0], 0.0)
@@ -116,7 +116,7 @@ class Peers:
         else:
             found = {0: self._client.key_value_try_get(f"{KEYS}/0")}
         for process, raw in found.items():
-            if self._raw.get(process) != raw:
+            if process != self.index and self._raw.get(process) != raw:
                 self._raw[process], self._silent[process] = raw, 0.0
                 self.signs[process] = json.loads(raw)
         with self._exchanged:
@@ -139,8 +139,12 @@ class Peers:
 
     def named(self, process: int) -> str:
         """A process's number and host."""
-        host = self.signs.get(process, {}).get("host")
+        host = self.host(process)
         return f"process {process}" + (f" on host {host}" if host else "")
+
+    def host(self, process: int) -> str:
+        """A process's host; "" if it has given no sign yet."""
+        return socket.gethostname() if process == self.index else self.signs.get(process, {}).get("host", "")
 
     def _last_step(self, process: int) -> str:
         step = self.signs.get(process, {}).get("step")

@@ -9,7 +9,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,7 @@ class Watch:
         self._config = config
         self._step: int | None = None
         self._steps, self._last = deque[float](maxlen=RECENT), 0.0
+        self._usual = 0.0  # seconds of a step; 0: not known yet
         self._work = "the start"  # what the process does instead of steps
         self._since = 0.0  # seconds since the last step, or the begin of other work
         self._slow: int | None = None  # the process that stood out at the last logged step
@@ -56,6 +57,7 @@ class Watch:
         now = time.monotonic()
         if not self._work and self._last:
             self._steps.append(now - self._last)
+            self._usual = statistics.median(self._steps)
         self._step, self._last, self._work, self._since = step, now, "", 0.0
         if self.peers is not None:
             self.peers.step = step
@@ -78,11 +80,11 @@ class Watch:
         if self.peers is None:
             return {}, ""
         self.peers.own_seconds = own
-        found = find_slowest({i: sign["own_seconds"] for i, sign in self.peers.signs.items()} | {self.peers.index: own})
+        signs = dict(self.peers.signs)  # a copy, because another thread adds to it
+        found = find_slowest({i: sign["own_seconds"] for i, sign in signs.items()} | {self.peers.index: own})
         if found is None or self.peers.index != 0:
             return {}, ""
-        host = self.peers.signs[found.process]["host"]
-        values = {"slowest_process": found.process, "slowest_host": host}
+        values = {"slowest_process": found.process, "slowest_host": self.peers.host(found.process)}
         values |= {"slowest_own_seconds": found.own, "others_own_seconds": found.others}
         slow = found.process if found.stands_out(step_seconds) else None
         before, self._slow = self._slow, slow
@@ -127,14 +129,14 @@ class Watch:
         run = self._config.run
         if run.hang_factor is None:
             return None
-        if self._work or not self._steps:
+        if self._work or not self._usual:
             return OTHER_WORK * run.hang_min_seconds
-        return max(run.hang_min_seconds, run.hang_factor * statistics.median(self._steps))
+        return max(run.hang_min_seconds, run.hang_factor * self._usual)
 
     def _hang(self, limit: float) -> str:
         process = f"process {distributed.global_state.process_id}: " if self.peers else ""
         what = self._work or f"the step after step {self._step}"
-        usual = f", a usual step {statistics.median(self._steps):.3g} s" if self._steps and not self._work else ""
+        usual = f", a usual step {self._usual:.3g} s" if self._usual and not self._work else ""
         return (
             f"{process}{what} has taken {self._since:.0f} s{usual}: it hangs. The stacks of all threads are in "
             f"{self._stacks_file()}; start the same command again to resume from the newest checkpoint, and raise "
@@ -147,7 +149,7 @@ class Watch:
     def _write_stacks(self, sentence: str) -> None:
         steps = {distributed.global_state.process_id: self._step}
         if self.peers is not None:
-            steps = {process: sign["step"] for process, sign in self.peers.signs.items()} | steps
+            steps = {process: sign["step"] for process, sign in dict(self.peers.signs).items()} | steps
         lines = [f"last known step of process {process}: {step}" for process, step in sorted(steps.items())]
         self._stacks_file().parent.mkdir(parents=True, exist_ok=True)
         with self._stacks_file().open("w") as file:
@@ -183,6 +185,7 @@ def _exit(status: int) -> None:
     for child in multiprocessing.active_children():
         child.kill()
     if status != LOST:  # after a hang another thread may hold the lock of a stream
-        sys.stdout.flush()
-        sys.stderr.flush()
+        with suppress(OSError, ValueError):  # closed
+            sys.stdout.flush()
+            sys.stderr.flush()
     os._exit(status)

@@ -1,0 +1,57 @@
+"""The relay between jax's client and its coordinator."""
+
+import socket
+import threading
+
+import pytest
+
+from megajax import coordinator
+
+
+@pytest.fixture
+def service():
+    """A listening socket in the place of the coordinator, and its address."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        yield listener, f"127.0.0.1:{listener.getsockname()[1]}"
+
+
+def connected(listener: socket.socket, address: str) -> tuple[socket.socket, socket.socket]:
+    """(client's side, service's side) of a connection through a relay to `address`."""
+    scheme, _, name = coordinator.relay(address).partition(":")
+    assert scheme == "unix-abstract"
+    client = socket.socket(socket.AF_UNIX)
+    client.connect(f"\0{name}")
+    client.settimeout(10)
+    return client, listener.accept()[0]
+
+
+def test_bytes_pass_and_the_client_does_not_see_the_end_of_the_service(service, monkeypatch):
+    monkeypatch.setattr(coordinator, "LOST", threading.Event())
+    client, far = connected(*service)
+    client.sendall(b"question")
+    assert far.recv(100) == b"question"
+    far.sendall(b"answer")
+    assert client.recv(100) == b"answer"
+    far.close()
+    assert coordinator.LOST.wait(10)
+    client.settimeout(0.05)
+    with pytest.raises(TimeoutError):  # open, and silent
+        client.recv(100)
+
+
+def test_a_connection_that_the_client_ends_is_no_loss(service, monkeypatch):
+    monkeypatch.setattr(coordinator, "LOST", threading.Event())
+    client, far = connected(*service)
+    client.close()
+    assert far.recv(100) == b""
+    far.close()
+    assert not coordinator.LOST.wait(0.1)
+
+
+def test_without_a_service_the_client_is_turned_away_and_may_try_again(service):
+    listener, address = service
+    listener.close()
+    client = socket.socket(socket.AF_UNIX)
+    client.connect("\0" + coordinator.relay(address).partition(":")[2])
+    client.settimeout(10)
+    assert client.recv(100) == b""
