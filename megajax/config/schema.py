@@ -230,6 +230,11 @@ class ExportConfig(Section):
 class CheckpointConfig(Section):
     """Which checkpoints are kept, and where the initial weights come from."""
 
+    dir: Text | None = Field(
+        default=None,
+        description="Directory of the run's checkpoints, of no other run; null: checkpoints in run.dir, which otherwise"
+        " is a link to it.",
+    )
     keep: Count = Field(default=2, description="Number of newest checkpoints to keep.")
     keep_every: Count | None = Field(default=None, description="Also keep every checkpoint at a multiple of this step.")
     save_optimizer: bool = Field(

@@ -4,10 +4,9 @@ import hashlib
 import json
 import uuid
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
@@ -19,6 +18,7 @@ from megajax.files import replace_text
 from megajax.mesh import mesh_sizes
 from megajax.training import logs
 from megajax.training.run_lock import on_first_process
+from megajax.training.saving import StateSaver
 from megajax.training.step import TrainProgram, TrainState
 
 RUN_ID = "run_id"  # file in the run directory; a new run in the same directory is another one
@@ -27,9 +27,10 @@ RUN_ID = "run_id"  # file in the run directory; a new run in the same directory 
 class LocalSaves:
     """The local checkpoints of a run: all processes call each method at the same step."""
 
-    def __init__(self, program: TrainProgram, note: Callable[[str], None]):
+    def __init__(self, saver: StateSaver, note: Callable[[str], None]):
         """`note` prints a line. Call it only with `checkpoint.local_dir` set."""
-        self.config, self._note = program.config, note
+        program = saver.program
+        self.config, self._saver, self._note = program.config, saver, note
         self._abstract = replace(program.abstract_state, frozen={})
         self._layout = _layout(program)
         self._tier: LocalTier | None = None
@@ -73,8 +74,8 @@ class LocalSaves:
         interval = self.config.checkpoint.local_interval
         return interval is not None and step % interval == 0
 
-    def save(self, step: int, state: TrainState, description: Mapping[str, Any]) -> None:
-        """Start a save; it waits for the one before it."""
+    def save(self, step: int, state: TrainState, samples: int) -> None:
+        """Start a save of the state after `step`, which has read `samples`; it waits for the save before it."""
         assert self._tier is not None
         self.report()
         if self._tier.is_writing and not self._warned:
@@ -85,7 +86,7 @@ class LocalSaves:
                 "checkpoint is not written yet, so training waits for it"
             )
         self.report(wait=True)
-        self._tier.save(step, replace(state, frozen={}), description)
+        self._tier.save(step, replace(state, frozen={}), self._saver.description(step, samples))
 
     def report(self, wait: bool = False) -> None:
         """Report the end of a save: the first one with its speed, and every failure on its own process."""

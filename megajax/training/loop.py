@@ -80,7 +80,7 @@ class Trainer:
         self.compile_seconds = 0.0
         self.progress: logs.Progress | None = None
         self._state: TrainState | None = None
-        self.local = LocalSaves(self.program, self._note) if config.checkpoint.local_dir is not None else None
+        self.local = LocalSaves(self.saver, self._note) if config.checkpoint.local_dir is not None else None
         self._start = Start(self.saver, lambda: self.checkpoints, self.local)
         self._begin()
         self._train_batches: Generator | None = None
@@ -229,7 +229,7 @@ class Trainer:
         if self._writing:
             return
         self._lock()
-        kept = None
+        local_step = None
         if self._state is None:
             if self._start.resumed_step is not None:
                 logs.say(f"resuming from {self._start.name}")
@@ -237,9 +237,9 @@ class Trainer:
                     logs.say(f"let through by checkpoint.allow_changes: {change}")
                 self.saver.warn_of_another_rate(self._start.saved, self._start.name)
             self._state = self._start.state()
-            kept = None if self._start.local is None else self._start.local.step
+            local_step = self._start.local_step
         if self.local is not None:
-            self.local.begin(kept)
+            self.local.begin(local_step)
         on_first_process(self._record)
         if self.exports is not None:
             on_first_process(self.exports.check_directory)
@@ -363,9 +363,8 @@ class Trainer:
                 if self.exports is not None:
                     self.exports.report(wait=ending)
             if locally and self.local is not None and not (saving or ending):
-                about = self.saver.description(self.step, self.sizes.samples_before(self.step))
                 with self._watch.working("the local checkpoint"):
-                    self.local.save(self.step, self.state, about)
+                    self.local.save(self.step, self.state, self.sizes.samples_before(self.step))
             if evaluation or saving:
                 meter.restart(self.step)
                 self._times.take()

@@ -9,11 +9,13 @@ import jax
 
 from megajax.checkpoint import Checkpoints, complete_steps, reason
 from megajax.checkpoint.description import Difference, has_optimizer_state
+from megajax.checkpoint.elsewhere import link_checkpoints
 from megajax.checkpoint.local_tier import LocalCheckpoint
 from megajax.config.batch_schedule import BatchSizes
 from megajax.errors import InputError, UserError
 from megajax.training import run_record
 from megajax.training.local_saves import LocalSaves
+from megajax.training.run_lock import on_first_process
 from megajax.training.saving import StateSaver, Weights
 from megajax.training.step import TrainState
 
@@ -36,12 +38,19 @@ class Start:
         self.saver, self.config, self._checkpoints = saver, saver.program.config, checkpoints
         self._local_saves = local
         self.run_dir = Path(self.config.run.dir)
+        if self.config.checkpoint.dir is not None:
+            on_first_process(lambda: link_checkpoints(self.config))
         self.find()
         self._weights = self._other_weights()
 
     @property
     def step(self) -> int:
         return self.resumed_step or 0
+
+    @property
+    def local_step(self) -> int | None:
+        """The step of the local checkpoint from which the run resumes, if it does."""
+        return None if self.local is None else self.local.step
 
     def find(self) -> None:
         """Choose the checkpoint, and compare it with this run."""

@@ -79,14 +79,19 @@ def set_aside(run_dir: Path, step: int, later_steps: list[int]) -> Path:
     """
     numbers = [int(path.name) for path in (run_dir / SET_ASIDE).glob("*") if path.name.isdigit()]
     target = run_dir / SET_ASIDE / str(max(numbers, default=0) + 1)
-    (target / "checkpoints").mkdir(parents=True)
+    target.mkdir(parents=True)
+    kept, checkpoints = target / SUBDIRECTORY, run_dir / SUBDIRECTORY
+    if checkpoints.is_symlink():  # `checkpoint.dir` may be on another disk, so they stay there
+        kept = checkpoints.resolve() / SET_ASIDE / target.name
+        (target / SUBDIRECTORY).symlink_to(kept)
+    kept.mkdir(parents=True)
     for name in (CONFIG, "metrics.jsonl"):
         with contextlib.suppress(FileNotFoundError):
             shutil.copyfile(run_dir / name, target / name)
     with contextlib.suppress(FileNotFoundError):
         shutil.copytree(run_dir / CONFIGS, target / CONFIGS)
     for later in later_steps:
-        (run_dir / "checkpoints" / str(later)).rename(target / "checkpoints" / str(later))
+        (checkpoints / str(later)).rename(kept / str(later))
     return target
 
 

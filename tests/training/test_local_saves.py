@@ -106,7 +106,7 @@ def test_every_kind_of_state_comes_back_bit_for_bit(build, kind):
         lambda a: jax.device_put(random.integers(1, 9, a.shape).astype(a.dtype), a.sharding), trainer.state
     )
     trainer._start_writing()
-    trainer.local.save(3, trainer.state, trainer.saver.description(3, 24))
+    trainer.local.save(3, trainer.state, 24)
     trainer.local.report(wait=True)
     trainer.lock.release()
     again = build(*STATES[kind])
