@@ -8,8 +8,9 @@ orbax's thousand lines.
 import logging
 import math
 import shutil
+import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from megajax.model.lora import is_adapter
 
 EXPERTS = "experts"  # name of the MoE layers' state in a checkpoint
 SUBDIRECTORY = "checkpoints"
+LONGEST_SAVE = 10**6  # seconds; orbax measures them by the clock, which may jump
 LARGE_LAYER = 2**18  # bytes of a layer in one device's shard
 
 
@@ -46,9 +48,13 @@ class Checkpoints:
         asyncio_log = logging.getLogger("asyncio")
         asyncio_log.removeFilter(_is_news)
         asyncio_log.addFilter(_is_news)
+        sys.unraisablehook = _report_unraisable
         self.directory = (Path(run_dir) / SUBDIRECTORY).resolve()
         options = ocp.CheckpointManagerOptions(
-            max_to_keep=keep, keep_period=keep_every, enable_async_checkpointing=True
+            max_to_keep=keep,
+            keep_period=keep_every,
+            enable_async_checkpointing=True,
+            async_options=ocp.AsyncOptions(timeout_secs=LONGEST_SAVE),  # type: ignore[call-arg]
         )
         self._manager = ocp.CheckpointManager(self.directory, options=options)
         self._started: SaveOutcome | None = None
@@ -141,6 +147,12 @@ def _storage(path: tuple[Any, ...], array: jax.Array) -> ocp.SaveArgs:
 def _is_news(record: logging.LogRecord) -> bool:
     """Whether a line of asyncio's log is not about a further failed part of a save."""
     return "exception was never retrieved" not in record.getMessage()
+
+
+def _report_unraisable(unraisable: Any, report: Callable[[Any], object] = sys.unraisablehook) -> None:
+    """Leaves out the traceback of each other part of a failed save, whose event loop orbax has closed."""
+    if str(unraisable.exc_value) != "Event loop is closed":
+        report(unraisable)
 
 
 def reason(error: BaseException) -> str:

@@ -1,9 +1,6 @@
 """Runs that were killed, stopped or moved to another mesh go on as if nothing had happened."""
 
-import random
 import shutil
-import signal
-import time
 
 import jax
 import pytest
@@ -11,77 +8,6 @@ from jax._src.compilation_cache import decompress_executable
 
 from megajax.errors import InputError
 from megajax.training.loop import Trainer
-
-# Dropout and microbatches, so that a wrong random key or position in the data would show.
-MESH = ("mesh.data=2", "mesh.tensor=2")
-LONG = (
-    *MESH,
-    "run.steps=60",
-    "run.checkpoint_interval=7",
-    "run.eval_interval=20",
-    "run.eval_steps=1",
-    "model.dropout=0.1",
-    "batch.num_microbatches=2",
-    "data.split='8,2,0'",
-)
-NUMBERS = ("loss", "grad_norm", "learning_rate", "tokens")
-
-
-@pytest.fixture
-def start_long(start):
-    """(run directory) → the long run, in a process of its own with four devices."""
-    return lambda run_dir: start(*LONG, f"run.dir={run_dir}", devices=4)
-
-
-@pytest.fixture(scope="module")
-def uninterrupted(tmp_path_factory):
-    """Where the run that nobody disturbs is written; made by the first test that needs it."""
-    return tmp_path_factory.mktemp("uninterrupted") / "run"
-
-
-@pytest.fixture
-def expected(uninterrupted, start_long, read_metrics):
-    """The numbers of each step, and the evaluations, of the undisturbed run."""
-    if not uninterrupted.exists():
-        run = start_long(uninterrupted)
-        assert run.finish() == 0, run.output
-    numbers = read_metrics(uninterrupted, *NUMBERS)
-    assert list(numbers) == list(range(1, 61))
-    return numbers, read_metrics(uninterrupted, "eval_loss")
-
-
-def test_a_run_stopped_interrupted_and_killed_goes_on_bit_for_bit(
-    tmp_path, expected, start_long, read_metrics, checkpoint_steps
-):
-    """SIGTERM, Ctrl-C and SIGKILL, the last one at a random moment; the first two save and exit with 75."""
-    stopped_at = 0
-    for number in (signal.SIGTERM, signal.SIGINT):
-        run = start_long(tmp_path / "run")
-        run.read_to_step(stopped_at + 10)
-        run.process.send_signal(number)
-        assert run.finish() == 75, run.output
-        logged = list(read_metrics(tmp_path / "run", "loss"))
-        assert logged == list(range(1, logged[-1] + 1))
-        assert checkpoint_steps(tmp_path / "run")[-1] == logged[-1]
-        assert stopped_at + 10 <= logged[-1] < 35
-        stopped_at = logged[-1]
-
-    step, pause = random.SystemRandom().randint(36, 52), random.SystemRandom().uniform(0, 0.05)
-    print(f"SIGKILL {pause:.3f} s after step {step}")
-    run = start_long(tmp_path / "run")
-    run.read_to_step(step)
-    time.sleep(pause)
-    run.process.send_signal(signal.SIGKILL)
-    assert run.finish() == -signal.SIGKILL
-    saved = checkpoint_steps(tmp_path / "run")[-1]
-    assert stopped_at <= saved < 60
-
-    last = start_long(tmp_path / "run")
-    assert last.finish() == 0, last.output
-    assert f"resuming from the checkpoint of step {saved}" in last.output
-    assert f"step {saved + 1:>2}/60" in last.output and f"step {saved:>2}/60" not in last.output
-    assert read_metrics(tmp_path / "run", *NUMBERS) == expected[0]
-    assert read_metrics(tmp_path / "run", "eval_loss") == expected[1]
 
 
 def run_on(config, sizes: dict[str, int]) -> None:
