@@ -22,7 +22,9 @@ KEYS = "megajax/signs"
 IN_ORDER = (DONE, BAD_NUMBERS, STOPPED)  # exit statuses on which all processes agree
 INTERVALS = 12  # in the timeout
 LONGEST_INTERVAL = 5.0  # seconds
-OF_TIMEOUT = 0.5  # silence up to the verdict; the rest is for the way of the signs and of the verdict
+# Silence up to the verdict, of the timeout. The rest is for the way of signs and verdict; and XLA aborts a process
+# whose GPUs have waited 40 s for each other in the first step, because one of them waits for the lost process.
+OF_TIMEOUT = 1 / 3
 SUSPECT_INTERVALS = 3  # silence up to the verdict when a collective has failed
 GRACE_INTERVALS = 2  # until all processes have seen a verdict, or the end of another process
 

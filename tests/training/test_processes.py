@@ -191,11 +191,11 @@ def test_the_launcher_resumes_on_fewer_devices_after_a_kill(
 
 
 def test_the_loss_of_process_0_while_compiling_ends_the_other_with_a_sentence(tmp_path, start_two):
-    first, second = start_two(f"run.dir={tmp_path / 'two'}", "run.peer_timeout_seconds=3")
+    first, second = start_two(f"run.dir={tmp_path / 'two'}", "run.peer_timeout_seconds=10")
     first.read_to("compiling")
     first.process.kill()
     start = time.monotonic()
-    assert second.finish() == 4 and time.monotonic() - start < 3, second.output
+    assert second.finish() == 4 and time.monotonic() - start < 10, second.output
     assert second.output.splitlines()[-1].startswith(
         f"megajax: error: process 0 on host {socket.gethostname()} was lost"
     ), second.output
