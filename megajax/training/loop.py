@@ -386,7 +386,7 @@ class Trainer:
         if not values["skipped"]:
             del values["skipped"]
         measured, steps = meter.measure(step), self.config.run.steps
-        values |= measured | self._slowest(measured["step_seconds"])
+        values |= measured | self._watch.slowest(self._times.take(), measured["step_seconds"], self._note)
         self._health.check()
         log.write(step, values)
         self._note(logs.console_line(step, steps, values, meter.seconds_left(steps, measured)))
@@ -408,13 +408,6 @@ class Trainer:
         if found := self._replicas.damage():
             self._note(replicas.sentence(*found, self.checkpoints.latest_step))
         return bool(found)
-
-    def _slowest(self, step_seconds: float) -> dict[str, Any]:
-        """The values for metrics.jsonl about the slowest process; a line about it if it slows the others down."""
-        values, line = self._watch.slowest(self._times.take(), step_seconds)
-        if line:
-            self._note(line)
-        return values
 
     def _evaluate(self, log: logs.MetricsLog) -> None:
         losses = {split: self.evaluate(split) for split in self.data if split.partition("/")[0] == "valid"}

@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -71,25 +71,26 @@ class Watch:
         finally:
             self._work, self._since, self._last = "", 0.0, 0.0
 
-    def slowest(self, own: dict[str, float], step_seconds: float) -> tuple[dict[str, Any], str]:
-        """Post this process's times of its steps (`StepTimes.take`); on process 0 the slowest process.
+    def slowest(self, own: dict[str, float], step_seconds: float, note: Callable[[str], None]) -> dict[str, Any]:
+        """Post this process's times of its steps (`StepTimes.take`); process 0 gets the slowest, for metrics.jsonl.
 
-        The values for metrics.jsonl, and a line if the process stands out and is another one than in the last line. The
-        times of the others are those of their last signs. Nothing without peers.
+        Notes a line if that process stands out and is another one than in the last line. The times of the others are
+        those of their last signs. Nothing without peers.
         """
         if self.peers is None:
-            return {}, ""
+            return {}
         self.peers.own_seconds = own
         signs = dict(self.peers.signs)  # a copy, because another thread adds to it
         found = find_slowest({i: sign["own_seconds"] for i, sign in signs.items()} | {self.peers.index: own})
         if found is None or self.peers.index != 0:
-            return {}, ""
+            return {}
         values = {"slowest_process": found.process, "slowest_host": self.peers.host(found.process)}
         values |= {"slowest_own_seconds": found.own, "others_own_seconds": found.others}
         slow = found.process if found.stands_out(step_seconds) else None
         before, self._slow = self._slow, slow
-        line = found.sentence(self.peers.named(found.process), step_seconds)
-        return values, line if slow is not None and slow != before else ""
+        if slow is not None and slow != before:
+            note(found.sentence(self.peers.named(found.process), step_seconds))
+        return values
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if self.peers is not None:
