@@ -12,6 +12,7 @@ from megajax.config.kinds import is_gated, mlp_widths
 from megajax.config.lora_checks import check_lora
 from megajax.config.model_checks import check_model
 from megajax.config.pipeline_checks import check_stages
+from megajax.config.rollback_checks import check_rollbacks
 from megajax.config.schema import Config
 from megajax.config.sentences import at_most, counted, divisors, fail, format_axis, format_keys, listed, value, warn
 
@@ -36,6 +37,7 @@ def check(config: Config) -> None:
     _check_run_dir(config)
     _check_exports(config)
     _check_local_checkpoints(config)
+    check_rollbacks(config)
     warn_without_effect(config)
     _warn_about_kept_checkpoints(config)
     _warn_about_warmup(config)

@@ -111,6 +111,7 @@ def _of_the_run(config: Config) -> list[Rule]:
         Rule(config.mesh.pipeline == 1, "mesh.pipeline", pipeline),
         Rule(config.mesh.context == 1, "mesh.context", ("kernels.context",)),
         Rule(config.run.eval_steps == 0, "run.eval_steps", ("run.eval_interval",)),
+        Rule(config.run.spike_factor is None, "run.spike_factor", ("run.spike_window",)),
         Rule(not logging.wandb, "logging.wandb", ("logging.wandb_project",)),
         Rule(config.checkpoint.export_hf.dir is None, f"{exports}.dir", (f"{exports}.every", f"{exports}.dtype")),
         Rule(config.checkpoint.local_dir is None, "checkpoint.local_dir", ("checkpoint.local_interval",)),

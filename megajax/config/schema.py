@@ -85,6 +85,17 @@ class RunConfig(Section):
         default=20,
         description="Stop after more than this many skipped steps in a row (loss or gradient not finite).",
     )
+    spike_factor: AboveOne | None = Field(
+        default=None,
+        description="A loss above this multiple of the median of the last spike_window steps is a spike: it is reported"
+        " and counted. null: no loss is.",
+    )
+    spike_window: Count = Field(default=128, description="Number of losses in the median for spike_factor.")
+    max_rollbacks: CountOrZero = Field(
+        default=0,
+        description="Number of times that the run goes back to a checkpoint after a spike, or after more than"
+        " max_nonfinite_steps steps, and leaves out the batches up to that step; 0: never.",
+    )
     replica_check_interval: CountOrZero = Field(
         default=0,
         description="Steps between checks that all copies of replicated state are equal, bit for bit; also before each"

@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -74,8 +75,11 @@ class LocalSaves:
         interval = self.config.checkpoint.local_interval
         return interval is not None and step % interval == 0
 
-    def save(self, step: int, state: TrainState, samples: int) -> None:
-        """Start a save of the state after `step`, which has read `samples`; it waits for the save before it."""
+    def save(self, step: int, state: TrainState, samples: int, **more: Any) -> None:
+        """Start a save of the state after `step`, which has read `samples`; it waits for the save before it.
+
+        `more` are further entries of its description.
+        """
         assert self._tier is not None
         self.report()
         if self._tier.is_writing and not self._warned:
@@ -86,7 +90,7 @@ class LocalSaves:
                 "checkpoint is not written yet, so training waits for it"
             )
         self.report(wait=True)
-        self._tier.save(step, replace(state, frozen={}), self._saver.description(step, samples))
+        self._tier.save(step, replace(state, frozen={}), self._saver.description(step, samples) | more)
 
     def report(self, wait: bool = False) -> None:
         """Report the end of a save: the first one with its speed, and every failure on its own process."""

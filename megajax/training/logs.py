@@ -119,6 +119,17 @@ class TensorBoardLog:
             warnings.warn(f"TensorBoard files can't be written any more ({error.strerror}).", stacklevel=2)
 
 
+def values_of(metrics: dict[str, np.ndarray]) -> tuple[dict[str, Any], int]:
+    """The values of a logged step from a step's metrics, and the number of skipped steps in a row."""
+    counts, dropped = (metrics.pop(name, None) for name in ("expert_counts", "dropped_tokens"))
+    values = {name: array.item() for name, array in metrics.items()}
+    values |= {} if counts is None else expert_load(counts, dropped)
+    in_row = values.pop("skipped_in_row")
+    if not values["skipped"]:
+        del values["skipped"]
+    return values, in_row
+
+
 def expert_load(counts: np.ndarray, dropped: np.ndarray | None = None) -> dict[str, Any]:
     """The load of experts from the counts of assignments `[L, E]` in the MoE layers: the worst layer's and all layers'.
 
@@ -254,6 +265,11 @@ class Progress:
     def advance(self) -> None:
         if self._bar:
             self._bar.advance(self._task)
+
+    def go_back(self, step: int) -> None:
+        """Set the bar to an earlier step."""
+        if self._bar:
+            self._bar.update(self._task, completed=step)
 
     def print(self, text: str) -> None:
         """Print a line above the bar."""

@@ -17,22 +17,23 @@ from megajax.checkpoint import Checkpoints, SaveOutcome, complete_steps
 from megajax.config import Config
 from megajax.config.checks import check_mesh
 from megajax.config.kinds import expert_layers
-from megajax.console import BAD_NUMBERS, DONE, STOPPED
+from megajax.console import DONE, STOPPED
 from megajax.data.describe import describe_data
 from megajax.data.loader import Split, datasets
 from megajax.errors import ConfigError, InputError
 from megajax.mesh import build_mesh
 from megajax.runtime import keep_autotuning, prepare_environment
-from megajax.training import logs, replicas, run_record
+from megajax.training import logs, run_record
 from megajax.training.batches import batches
+from megajax.training.checks import End, NumberChecks
 from megajax.training.compiled_steps import compile_steps, remove_damaged_programs
 from megajax.training.exports import Exports
 from megajax.training.gpu_health import GpuHealth
 from megajax.training.local_saves import LocalSaves
 from megajax.training.meter import Meter
 from megajax.training.profiling import Profile
-from megajax.training.replicas import ReplicaCheck
 from megajax.training.resuming import Start
+from megajax.training.rollbacks import Rollback
 from megajax.training.run_lock import RunLock, on_first_process
 from megajax.training.saving import StateSaver
 from megajax.training.step import TrainProgram, TrainState
@@ -82,6 +83,7 @@ class Trainer:
         self._state: TrainState | None = None
         self.local = LocalSaves(self.saver, self._note) if config.checkpoint.local_dir is not None else None
         self._start = Start(self.saver, lambda: self.checkpoints, self.local)
+        self._checks = NumberChecks(self.program, self._note)
         self._begin()
         self._train_batches: Generator | None = None
         self._compiled_steps: dict[int, jax.stages.Compiled] = {}  # by number of microbatches
@@ -89,7 +91,6 @@ class Trainer:
         self._ahead: deque[jax.Array] = deque()
         self._writing = False
         self._profile = Profile(config.logging, self.run_dir, self._note)
-        self._replicas = ReplicaCheck(self.program)
         self._watch = watch or Watch(config)
         self._times, self._health = StepTimes(), GpuHealth()
 
@@ -112,15 +113,18 @@ class Trainer:
     def _begin(self) -> None:
         """Take over the position of the start: its step, and the sequences of the steps after it."""
         self._seen, self.sizes = self._start.seen, self._start.sizes
+        self._checks.begin(self._start)
         self.step = self._recorded_step = self._start.step  # the config applies after `_recorded_step`
 
     def compile(self) -> None:
         """Start to compile the steps in a thread; meanwhile the state and the first batch can be read."""
         if self._compiling is None and not self._compiled_steps:
-            sizes = self.sizes.sizes(self.step, self.config.run.steps)
+            # A rollback may come to sizes of batch.schedule that are too late for this run without one.
+            stop = 2**31 if self.config.run.max_rollbacks else self.config.run.steps
+            sizes = self.sizes.sizes(self.step, stop)
             thread = ThreadPoolExecutor(1)
             self._compiling = thread.submit(compile_steps, self.program, sizes, self._note)
-            thread.submit(self._replicas.compile)
+            thread.submit(self._checks.compile)
             thread.shutdown(wait=False)
 
     def _reserve_host_memory(self) -> None:
@@ -178,10 +182,11 @@ class Trainer:
         Raises InputError if the last one failed and there is no other.
         """
         self._start_writing()
-        self._report_save(self.checkpoints.outcome(wait=True))
+        self._saved()
         on_first_process(self._before_save)
         if self.checkpoints.latest_step != self.step:
-            self.saver.save(self.checkpoints, self.step, self.state, self.sizes.samples_before(self.step))
+            samples = self.sizes.samples_before(self.step)
+            self.saver.save(self.checkpoints, self.step, self.state, samples, **self._checks.losses.saved)
 
     def close(self) -> None:
         """Wait for the last save and release the run directory, as `run` does at its end.
@@ -240,6 +245,7 @@ class Trainer:
             local_step = self._start.local_step
         if self.local is not None:
             self.local.begin(local_step)
+        self._start.rollbacks.forget_after(self._recorded_step)
         on_first_process(self._record)
         if self.exports is not None:
             on_first_process(self.exports.check_directory)
@@ -279,9 +285,13 @@ class Trainer:
                 reserved = thread.submit(self._reserve_host_memory)
                 self._start_writing()
             reserved.result()
-            log = logs.MetricsLog(self.config, self.step, self.writer)
+            log = self._open_log()
             with StopSignals(self.step, self._deadline()) as stop:
-                return self._run(log, stop)
+                while not isinstance(ended := self._run(log, stop), int):
+                    self._roll_back(ended)
+                    log.close()
+                    log = self._open_log()
+                return ended
         finally:
             self._end(log)
 
@@ -289,6 +299,25 @@ class Trainer:
         """The end of `run.max_minutes`, as of time.monotonic()."""
         minutes = self.config.run.max_minutes
         return None if minutes is None else time.monotonic() - (time.time() - self.start_time) + 60 * minutes
+
+    def _open_log(self) -> logs.MetricsLog:
+        log = logs.MetricsLog(self.config, self.step, self.writer)
+        self._start.rollbacks.log(log)
+        return log
+
+    def _roll_back(self, rollback: Rollback) -> None:
+        """Return to the checkpoint of `rollback`."""
+        with self._watch.working("the rollback"):
+            if self.exports is not None:
+                self.exports.wait()  # it reads a checkpoint that may be moved
+            frozen, self._state = self.state.frozen, None  # so that there is room for another one
+            self._state = self._start.go_back(rollback, frozen)
+        self._begin()
+        if self._train_batches is not None:
+            self._train_batches.close()
+            self._train_batches = None
+        if self.progress is not None:
+            self.progress.go_back(self.step)
 
     def _is_done(self) -> bool:
         steps = self.config.run.steps
@@ -317,7 +346,8 @@ class Trainer:
             self._profile.stop(lambda: self.state.step)
             self.progress = self._train_batches = None
 
-    def _run(self, log: logs.MetricsLog, stop: StopSignals) -> int:
+    def _run(self, log: logs.MetricsLog, stop: StopSignals) -> End:
+        """Train until the run ends, with its exit status, or until it has to go back."""
         run, meter = self.config.run, Meter(self.config, self.sizes, self.program.mesh.devices, self.step)
         pending: tuple[int, dict[str, jax.Array]] | None = None
         while self.step < run.steps:
@@ -334,8 +364,8 @@ class Trainer:
             assert self.progress is not None
             self.progress.advance()
             if pending:  # read one step late, so that the device never waits for the host
-                if self._log(log, meter, *pending):
-                    return BAD_NUMBERS
+                if end := self._log(log, meter, *pending):
+                    return end
                 pending = None
             last = self.step == run.steps
             if self.step % run.log_interval == 0 or self.step == 1 or last:
@@ -344,27 +374,28 @@ class Trainer:
             saving = run.checkpoint_interval and self.step % run.checkpoint_interval == 0
             self._watch.stepped(self.step)
             stopping = stop.requested(self.step)
-            self._replicas.start(self.step, self.state, before_save=bool(saving or last or stopping))
+            ending = bool(last or stopping)
             locally = self.local is not None and self.local.is_due(self.step)
+            self._checks.stepped(self.step, self.state, metrics, before_save=bool(saving or ending or locally))
             if pending and (last or evaluation or saving or stopping or locally):
-                if self._log(log, meter, *pending):
-                    return BAD_NUMBERS
+                if end := self._log(log, meter, *pending):
+                    return end
                 pending = None
             if (evaluation or last) and run.eval_steps:
                 with self._watch.working("the evaluation"):
                     self._evaluate(log)
-            ending = bool(last or stopping)
+            if (saving or ending or locally) and (end := self._checks.examine(self.step, self.sizes, self._saved)):
+                return end
             with self._watch.working("the save") if saving or ending else contextlib.nullcontext():
                 if saving or ending:
-                    if self._copies_differ():
-                        return BAD_NUMBERS
                     self.save()
                 self._report_save(self.checkpoints.outcome(wait=ending), ending)
                 if self.exports is not None:
                     self.exports.report(wait=ending)
             if locally and self.local is not None and not (saving or ending):
+                samples = self.sizes.samples_before(self.step)
                 with self._watch.working("the local checkpoint"):
-                    self.local.save(self.step, self.state, self.sizes.samples_before(self.step))
+                    self.local.save(self.step, self.state, samples, **self._checks.losses.saved)
             if evaluation or saving:
                 meter.restart(self.step)
                 self._times.take()
@@ -374,40 +405,19 @@ class Trainer:
         self._note(logs.closing_line(self.config, self.step, time.time() - self.start_time))
         return DONE
 
-    def _log(self, log: logs.MetricsLog, meter: Meter, step: int, metrics: dict[str, jax.Array]) -> bool:
-        """Write a logged step; True after too many steps in a row with non-finite numbers."""
-        arrays = jax.device_get(metrics)
+    def _log(self, log: logs.MetricsLog, meter: Meter, step: int, metrics: dict[str, jax.Array]) -> End | None:
+        """Write a logged step; BAD_NUMBERS or a Rollback if the run cannot continue with its numbers."""
+        end = self._checks.examine(step, self.sizes, self._saved)
+        values, in_row = logs.values_of(jax.device_get(metrics))
         if jax.process_count() == 1:  # several processes check the lock when they save
             self._check_lock()
-        counts, dropped = (arrays.pop(name, None) for name in ("expert_counts", "dropped_tokens"))
-        values = {} if counts is None else logs.expert_load(counts, dropped)
-        values = {name: array.item() for name, array in arrays.items()} | values
-        in_row = values.pop("skipped_in_row")
-        if not values["skipped"]:
-            del values["skipped"]
         measured, steps = meter.measure(step), self.config.run.steps
         values |= measured | self._watch.slowest(self._times.take(), measured["step_seconds"], self._note)
+        values |= self._checks.losses.count
         self._health.check()
         log.write(step, values)
         self._note(logs.console_line(step, steps, values, meter.seconds_left(steps, measured)))
-        if self._copies_differ():
-            return True
-        if in_row <= self.config.run.max_nonfinite_steps:
-            return False
-        newest = self.checkpoints.latest_step
-        saved = "no checkpoint was saved" if newest is None else f"the checkpoint of step {newest} is from before"
-        self._note(
-            f"megajax: error: {in_row} steps in a row had a loss or gradient that is not finite, more than "
-            f"run.max_nonfinite_steps={self.config.run.max_nonfinite_steps}; {saved}: "
-            "lower schedule.learning_rate or inspect the data of these steps, then start again."
-        )
-        return True
-
-    def _copies_differ(self) -> bool:
-        """Whether a replica check since the last call has found damage; reports it."""
-        if found := self._replicas.damage():
-            self._note(replicas.sentence(*found, self.checkpoints.latest_step))
-        return bool(found)
+        return end or self._checks.examine_row(in_row, self.checkpoints)
 
     def _evaluate(self, log: logs.MetricsLog) -> None:
         losses = {split: self.evaluate(split) for split in self.data if split.partition("/")[0] == "valid"}
@@ -415,6 +425,11 @@ class Trainer:
             log.write(self.step, {split.replace("valid", "eval_loss"): loss for split, loss in losses.items()})
             named = (f"{split.partition('/')[2]} {loss:.4f}".strip() for split, loss in losses.items())
             self._note(f"step {self.step}  evaluation loss {', '.join(named)}")
+
+    def _saved(self) -> Checkpoints:
+        """The checkpoints, after the last save has ended and is reported."""
+        self._report_save(self.checkpoints.outcome(wait=True))
+        return self.checkpoints
 
     def _report_save(self, outcome: SaveOutcome | None, ending: bool = False) -> None:
         """Report the end of a save. Raises InputError if it failed and no older checkpoint exists, or the run ends."""

@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,11 @@ from megajax.checkpoint import Checkpoints, complete_steps, reason
 from megajax.checkpoint.description import Difference, has_optimizer_state
 from megajax.checkpoint.elsewhere import link_checkpoints
 from megajax.checkpoint.local_tier import LocalCheckpoint
-from megajax.config.batch_schedule import BatchSizes
+from megajax.config.batch_schedule import BatchSizes, Position
 from megajax.errors import InputError, UserError
 from megajax.training import run_record
 from megajax.training.local_saves import LocalSaves
+from megajax.training.rollbacks import Rollback, Rollbacks
 from megajax.training.run_lock import on_first_process
 from megajax.training.saving import StateSaver, Weights
 from megajax.training.step import TrainState
@@ -26,7 +28,7 @@ class Start:
     resumed_step: the checkpoint's step or None; step: the same or 0; sizes: the sequences of each step from `step` on;
     seen: the steps of all complete checkpoints at the time of `find`; allowed: the settings that changed since the
     checkpoint and that `checkpoint.allow_changes` names; saved: its description; name: its name in messages; local: it,
-    if it is in `checkpoint.local_dir`.
+    if it is in `checkpoint.local_dir`; rollbacks: those of the run so far.
     """
 
     def __init__(self, saver: StateSaver, checkpoints: Callable[[], Checkpoints], local: LocalSaves | None = None):
@@ -57,6 +59,7 @@ class Start:
         self.seen = complete_steps(self.run_dir)
         self.resumed_step, self.sizes = self._step_to_resume(), BatchSizes.of(self.config)
         self.allowed: list[Difference] = []
+        self.rollbacks = Rollbacks(self.config)
         self.saved: dict[str, Any] = {}
         self.local = self._newer_local_one()
         if self.local is not None:
@@ -72,12 +75,33 @@ class Start:
     def _compare(self, name: str) -> None:
         self.name = name
         position, self.allowed = self.saver.compare(self.saved, name)
-        self.sizes = BatchSizes.of(self.config, position)
+        self.sizes = BatchSizes.of(self.config, self.rollbacks.position(position))
 
     def _newer_local_one(self) -> LocalCheckpoint | None:
         if self._local_saves is None or self._goes_back:
             return None
         return self._local_saves.newest(self.resumed_step)
+
+    def go_back(self, rollback: Rollback, frozen: dict[str, jax.Array]) -> TrainState:
+        """The state from which a run continues after a rollback; `frozen` are the frozen weights of its last state.
+
+        Later checkpoints and the metrics are set aside. A process that is killed meanwhile starts at the same position,
+        or repeats the steps that led to the rollback.
+        """
+        step = rollback.step
+        if self._local_saves is not None:
+            self._local_saves.report(wait=True)
+            self._local_saves.begin(None)  # removes the later ones
+        later = [each for each in complete_steps(self.run_dir) if each > step]
+        on_first_process(lambda: run_record.set_aside(self.run_dir, step, later))
+        self.rollbacks.add(rollback)
+        self._checkpoints().reload()
+        self.resumed_step, self.local = step, None
+        self.saved = self._checkpoints().describe(step)
+        self.sizes = BatchSizes.of(self.config, Position(step, rollback.samples))
+        on_first_process(lambda: run_record.write_config(self.run_dir, self.config, step))
+        with self._damage_reported(step):
+            return replace(self.saver.restore(self._checkpoints(), step), frozen=frozen)
 
     def state(self) -> TrainState:
         """The first state; what was read for it is given away, so this may be called once."""

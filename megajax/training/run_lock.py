@@ -125,7 +125,7 @@ class RunLock:
                     os.utime(self.path)
 
 
-def on_first_process(action: Callable[[], None]) -> None:
+def on_first_process(action: Callable[[], object]) -> None:
     """Run `action` on process 0; its UserError or OSError becomes an InputError on every process."""
     message = ""
     if jax.process_index() == 0:

@@ -44,11 +44,12 @@ def write_config(run_dir: Path, config: Config, step: int) -> None:
     before, text = previous_config(run_dir), config.to_yaml()
     history = run_dir / CONFIGS
     history.mkdir(exist_ok=True)
-    if step == 0 or before != yaml.load(text, Loader):
+    later = [path for path in history.glob("*.yaml") if path.stem.isdigit() and int(path.stem) > step]
+    if step == 0 or later or before != yaml.load(text, Loader):
         if before and step > 0 and not any(history.iterdir()):
             replace_copy(run_dir / CONFIG, history / "0.yaml")
-        for later in [path for path in history.glob("*.yaml") if path.stem.isdigit() and int(path.stem) > step]:
-            later.unlink()  # these steps were lost and are now repeated
+        for path in later:
+            path.unlink()  # these steps were lost and are now repeated
         replace_text(history / f"{step}.yaml", text)
         replace_text(run_dir / CONFIG, text)
 

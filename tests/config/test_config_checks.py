@@ -24,6 +24,22 @@ schedule: {decay_steps: 100}
 
 
 REFUSED = {
+    "run.max_rollbacks=1": (
+        "run.max_rollbacks=1 needs checkpoints, but run.checkpoint_interval=0 (@):"
+        " set run.checkpoint_interval, or set run.max_rollbacks=0."
+    ),
+    "run.max_rollbacks=1 run.checkpoint_interval=9 checkpoint.save_optimizer=false": (
+        "run.max_rollbacks=1 needs checkpoints with optimizer state, but checkpoint.save_optimizer=false"
+        " (the command line: run.max_rollbacks=1): remove checkpoint.save_optimizer, or set run.max_rollbacks=0."
+    ),
+    "run.max_rollbacks=1 run.checkpoint_interval=9 data.kind=indexed data.train=t data.order=megatron": (
+        "run.max_rollbacks=1 leaves out batches, but data.order=megatron is made for a fixed number of samples"
+        " (the command line: run.max_rollbacks=1): use shuffled or sequential, or set run.max_rollbacks=0."
+    ),
+    "run.max_rollbacks=1 run.checkpoint_interval=9 data.kind=indexed data.train=t data.stages=[{from_step: 9, train: u}]": (  # noqa: E501
+        "run.max_rollbacks=1 leaves out batches, but the stages of data.stages begin at fixed samples"
+        " (the command line: run.max_rollbacks=1): remove the stages, or set run.max_rollbacks=0."
+    ),
     "mesh.data=-1 mesh.fsdp=-1": (
         "mesh.data=-1 and mesh.fsdp=-1 cannot share the remaining devices (@): keep -1 on one axis only."
     ),

@@ -1,0 +1,131 @@
+"""Rollback: after bad numbers a run goes back to a checkpoint, and leaves out the batches up to the bad step.
+
+PaLM (Chowdhery et al. 2022, section 5.1) was restarted about 100 steps before a spike, without the data around it: the
+same data later gave no spike, so it came from some batches together with some state of the model. Hence a second
+rollback to the same checkpoint, whose weights may be spoiled already, goes one checkpoint further back instead.
+
+`rollbacks.json` in the run directory has every rollback of the run's steps so far, and is on the disk before training
+continues. A checkpoint saved after a rollback holds the run's true position; only a start from the very checkpoint that
+the run went back to needs the record.
+"""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+from megajax.checkpoint import Checkpoints, complete_steps
+from megajax.config import Config
+from megajax.config.batch_schedule import BatchSizes, Position
+from megajax.files import replace_text
+from megajax.training.logs import MetricsLog
+from megajax.training.run_lock import on_first_process
+from megajax.training.spikes import BadStep, sentence
+
+RECORD = "rollbacks.json"
+
+
+class Rollback(NamedTuple):
+    """The `number`-th rollback, because of `bad_step`: training continues at `step` with sample `samples` of the data.
+
+    `left_out_samples` would have come next at the checkpoint of `step`. `bad_loss` is None if it was not finite, and
+    `loss_median` if the step was not a spike.
+    """
+
+    number: int
+    step: int
+    samples: int
+    bad_step: int
+    bad_loss: float | None
+    loss_median: float | None
+    left_out_samples: int
+
+
+class Rollbacks:
+    """The rollbacks of a run so far, and the choice of the next one; the same on all processes."""
+
+    def __init__(self, config: Config):
+        self.config, self.run_dir = config, Path(config.run.dir)
+        self._path = self.run_dir / RECORD
+        entries = json.loads(self._path.read_text()) if self._path.exists() else []
+        self.past = [Rollback(**entry) for entry in entries]
+
+    def position(self, checkpoint: Position) -> Position:
+        """The position at which a run continues from a checkpoint that was saved at another one."""
+        samples = [past.samples for past in self.past if past.step == checkpoint.step]
+        return Position(checkpoint.step, max([checkpoint.samples, *samples]))
+
+    def plan(
+        self, found: list[BadStep], sizes: BatchSizes, saved: Callable[[], Checkpoints]
+    ) -> tuple[Rollback | None, str]:
+        """The rollback because of the first of some bad steps, and a sentence about both.
+
+        None if all rollbacks are used up, or if there is no checkpoint from before that step. `saved` gives the
+        checkpoints after the last save has ended.
+        """
+        bad, problem, limit = found[0], sentence(found, self.config), self.config.run.max_rollbacks
+        if not limit:
+            return None, problem
+        if len(self.past) >= limit:
+            return None, f"{problem}; all rollbacks of run.max_rollbacks={limit} are used"
+        checkpoints = saved()
+        step = self._agreed(self._target(bad.step))
+        if step is None:
+            return None, f"{problem}; there is no checkpoint from before step {bad.step} to go back to"
+        number, samples = len(self.past) + 1, sizes.samples_before(bad.step)
+        left_out = samples - self.position(Position(step, checkpoints.describe(step)["samples_consumed"])).samples
+        loss = bad.loss if np.isfinite(bad.loss) else None
+        return Rollback(number, step, samples, bad.step, loss, bad.median, left_out), (
+            f"{problem}; rollback {number} of run.max_rollbacks={limit}: back to the checkpoint of step {step}, and "
+            f"the {left_out} samples up to step {bad.step} are left out"
+        )
+
+    def add(self, rollback: Rollback) -> None:
+        """Record a rollback, on the disk when this returns; all processes call it."""
+        self.past.append(rollback)
+        self._write()
+
+    def forget_after(self, step: int) -> None:
+        """Drop the rollbacks to later steps, since the run begins at `step` and repeats what led to them.
+
+        All processes call it.
+        """
+        kept = [past for past in self.past if past.step <= step]
+        if kept != self.past:
+            self.past = kept
+            self._write()
+
+    def log(self, metrics: MetricsLog) -> None:
+        """Write a line of metrics.jsonl for each rollback that has none: a killed process may not have come to it."""
+        if not self.past or not metrics.writer:
+            return
+        lines = map(json.loads, (self.run_dir / "metrics.jsonl").read_text().splitlines())
+        logged = {line.get("rollback") for line in lines}
+        for number, step, _, *values in (past for past in self.past if past.number not in logged):
+            metrics.write(step, {"rollback": number} | dict(zip(Rollback._fields[3:], values, strict=True)))
+
+    def _target(self, bad_step: int) -> int | None:
+        """The newest checkpoint before `bad_step`, of a regular step and not gone back to yet, if there is one.
+
+        A checkpoint of a requested stop counts only if there is no other, so a stop does not change the run's numbers.
+        """
+        earlier = [step for step in complete_steps(self.run_dir) if step < bad_step]
+        regular = [step for step in earlier if step % self.config.run.checkpoint_interval == 0]
+        untried = [step for step in regular if step not in [past.step for past in self.past]]
+        return max(untried or regular or earlier, default=None)
+
+    def _agreed(self, step: int | None) -> int | None:
+        """The choice of process 0."""
+        if jax.process_count() == 1:
+            return step
+        from jax.experimental import multihost_utils
+
+        agreed = int(multihost_utils.broadcast_one_to_all(np.int32(-1 if step is None else step)))
+        return None if agreed < 0 else agreed
+
+    def _write(self) -> None:
+        text = json.dumps([past._asdict() for past in self.past], indent=1)
+        on_first_process(lambda: replace_text(self._path, text))

@@ -1,0 +1,108 @@
+"""Loss spikes: the loss of every step is compared with the median of the steps before it."""
+
+import math
+import statistics
+from collections import deque
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+
+from megajax.config import Config
+
+
+class BadStep(NamedTuple):
+    """A step whose loss is a spike, or with `run.max_rollbacks` the first of too many in a row that are not finite."""
+
+    step: int
+    loss: float
+    median: float | None  # of the losses before a spike; None: not finite
+
+
+class LossWatch:
+    """Examines the loss of every step, not only of logged ones; the losses stay on the devices until `examine`.
+
+    A spike is a loss above `run.spike_factor` times the median of the last `run.spike_window` good steps, those whose
+    loss and gradient were finite. The median hardly depends on single spikes, and includes them: so after a lasting
+    rise, such as at other data, the steps are spikes for half a window, and not for ever. Before the window is full
+    nothing is a spike. Losses are equal on all processes, and so are the decisions.
+
+    Without `run.spike_factor` and `run.max_rollbacks` nothing is kept and nothing is found.
+    """
+
+    def __init__(self, config: Config, history: Mapping[str, Any] | None = None):
+        """`history` is that of an earlier LossWatch, as checkpoints hold it."""
+        history = history or {"last": [], "spikes": 0}
+        self.config, self.is_on = config, is_watched(config)
+        self.spikes: int = history["spikes"]  # found so far
+        self._last = deque[float](history["last"], maxlen=config.run.spike_window)
+        self._pending: list[tuple[int, jax.Array, jax.Array]] = []
+
+    @property
+    def saved(self) -> dict[str, Any]:
+        """The entry of a checkpoint's description with the history; empty if nothing is watched."""
+        return {"losses": self.history} if self.is_on else {}
+
+    @property
+    def history(self) -> dict[str, Any]:
+        """What a resumed run needs to find the same spikes, for JSON: the last losses, and the number of spikes."""
+        assert not self._pending, "examine the steps first"
+        return {"last": list(self._last), "spikes": self.spikes}
+
+    @property
+    def count(self) -> dict[str, int]:
+        """The number of spikes so far, for a logged step; empty without any."""
+        return {"spikes": self.spikes} if self.spikes else {}
+
+    def keep(self, step: int, metrics: Mapping[str, jax.Array]) -> None:
+        """Keep the loss of `step` for `examine`."""
+        if self.is_on:
+            self._pending.append((step, metrics["loss"], metrics["skipped_in_row"]))
+
+    def examine(self, step: int) -> list[BadStep]:
+        """The bad steps among those kept up to `step`; waits for them."""
+        ready = [entry for entry in self._pending if entry[0] <= step]
+        self._pending = self._pending[len(ready) :]
+        found = (self._judged(*entry) for entry in jax.device_get(ready))
+        return [bad for bad in found if bad is not None]
+
+    def _judged(self, step: int, loss: Any, skipped_in_row: Any) -> BadStep | None:
+        run, value = self.config.run, float(loss)
+        if skipped_in_row or not math.isfinite(value):
+            ends = run.max_rollbacks and skipped_in_row == run.max_nonfinite_steps + 1
+            return BadStep(step, value, None) if ends else None
+        full = len(self._last) == run.spike_window
+        median = statistics.median(self._last) if full else math.inf
+        self._last.append(value)
+        if run.spike_factor is None or value <= run.spike_factor * median:
+            return None
+        self.spikes += 1
+        return BadStep(step, value, median)
+
+
+def is_watched(config: Config) -> bool:
+    """Whether the loss of every step is examined."""
+    return config.run.spike_factor is not None or config.run.max_rollbacks > 0
+
+
+def nonfinite_sentence(in_row: int, config: Config, newest: int | None) -> str:
+    """The error about too many steps in a row that are not finite; `newest` is the newest checkpoint's step."""
+    saved = "no checkpoint was saved" if newest is None else f"the checkpoint of step {newest} is from before"
+    return (
+        f"megajax: error: {in_row} steps in a row had a loss or gradient that is not finite, more than "
+        f"run.max_nonfinite_steps={config.run.max_nonfinite_steps}; {saved}: "
+        "lower schedule.learning_rate or inspect the data of these steps, then start again."
+    )
+
+
+def sentence(found: list[BadStep], config: Config) -> str:
+    """The problem with the first of the bad steps that were found together."""
+    (step, loss, median), run = found[0], config.run
+    if median is None:
+        count = run.max_nonfinite_steps + 1
+        return f"{count} steps in a row, up to step {step}, had a loss or gradient that is not finite"
+    more = f"; {len(found) - 1} more up to step {found[-1].step}" if len(found) > 1 else ""
+    return (
+        f"loss spike at step {step}: {loss:.4f} is more than run.spike_factor={run.spike_factor:g} times "
+        f"{median:.4f}, the median of the last {run.spike_window} steps{more}"
+    )

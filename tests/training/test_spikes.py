@@ -1,0 +1,188 @@
+"""Loss spikes are found in all steps, and a run goes back and leaves out their batches, also if it is killed."""
+
+import json
+import math
+from types import SimpleNamespace
+
+import jax
+import numpy as np
+import pytest
+
+from megajax.config.batch_schedule import BatchSizes, Position
+from megajax.data.loader import datasets
+from megajax.mesh import build_mesh
+from megajax.training.batches import batches
+from megajax.training.loop import Trainer
+from megajax.training.resuming import Start
+from megajax.training.rollbacks import Rollbacks
+from megajax.training.spikes import BadStep, LossWatch
+from megajax.training.step import TrainProgram
+
+WATCHED = ("run.spike_factor=1.1", "run.spike_window=2", "run.max_rollbacks=2", "run.checkpoint_interval=3")
+SMALL = ("model.num_layers=1", "run.steps=9", "run.log_interval=4", "checkpoint.keep=3")
+BAD_SAMPLE = 7 * 8  # the first one of step 8
+
+
+def metrics(loss, in_row=0):
+    return {"loss": np.float32(loss), "skipped_in_row": np.int32(in_row)}
+
+
+def test_spikes_are_those_of_numpy_whatever_steps_are_logged_and_after_a_restart(make_config):
+    config = make_config("run.spike_factor=1.5", "run.spike_window=5")
+    random = np.random.default_rng(0)
+    losses = (3 + random.normal(0, 0.2, 60)).astype(np.float32)
+    losses[[2, 20, 21, 40]] = 9  # the window is not full at the first one
+    losses[[30, 31]] = math.nan, math.inf
+    expected, good = [], []
+    for step, loss in enumerate(losses, start=1):
+        if np.isfinite(loss):
+            if len(good) >= 5 and loss > 1.5 * np.median(good[-5:]):
+                expected.append(BadStep(step, float(loss), float(np.median(np.array(good[-5:], np.float64)))))
+            good.append(loss)
+    assert [bad.step for bad in expected] == [21, 22, 41]
+    for interval in (1, 7, 60):
+        watch, found = LossWatch(config), []
+        for step, loss in enumerate(losses, start=1):
+            watch.keep(step, metrics(loss, int(not np.isfinite(loss))))
+            if step % interval == 0:
+                found += watch.examine(step - 1)  # as the loop does, one step late
+            if step in (21, 30):
+                found += watch.examine(step)
+                watch = LossWatch(config, json.loads(json.dumps(watch.history)))
+        found += watch.examine(60)
+        assert found == expected and watch.spikes == 3
+
+
+def test_without_the_options_nothing_is_kept(make_config):
+    watch = LossWatch(make_config())
+    watch.keep(1, metrics(3))
+    assert not watch._pending and not watch.is_on
+
+
+def spoil(monkeypatch, spoiled):
+    """Make the batch with sample BAD_SAMPLE bad, at whatever step it comes."""
+    next_batch = Trainer.next_batch
+
+    def maybe(trainer):
+        bad = trainer.sizes.samples_before(trainer.step) == BAD_SAMPLE
+        batch = next_batch(trainer)
+        return spoiled(batch) if bad else batch
+
+    monkeypatch.setattr(Trainer, "next_batch", maybe)
+
+
+def shuffled_targets(batch):
+    return batch | {"targets": (batch["targets"] + 60) % 125}
+
+
+def no_number(batch):
+    return batch | {"loss_mask": batch["loss_mask"].at[0, 0, 0].set(math.nan)}
+
+
+def by_hand(config, order):
+    """(loss, norm) of plain steps on the batches `order`, numbers of steps from 0."""
+    program = TrainProgram.build(config, build_mesh({}, jax.devices()[:1]))
+    source = datasets(config)["train"]
+    state, curve = program.init_state(), []
+    for index in order:
+        state, found = program.train_step(state, next(batches(program, "train", source, index)))
+        curve.append((float(found["loss"]), float(found["grad_norm"])))
+    return curve
+
+
+def kill(monkeypatch, trainer, owner, name, applies=lambda *_: True):
+    """Run it until it calls `owner.name` in a way that `applies`, and no further."""
+    original = getattr(owner, name)
+
+    def maybe(*arguments):
+        if applies(*arguments):
+            raise KeyboardInterrupt
+        return original(*arguments)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(owner, name, maybe)
+        trainer.run()
+
+
+def test_a_rollback_leaves_out_the_batches_and_a_killed_run_repeats_it_bit_for_bit(
+    tmp_path, make_config, monkeypatch, read_metrics, capsys
+):
+    def trainer(name):
+        return Trainer(make_config(f"run.dir={tmp_path / name}", *SMALL, *WATCHED), jax.devices()[:1])
+
+    def events(name):
+        lines = map(json.loads, (tmp_path / name / "metrics.jsonl").read_text().splitlines())
+        return [{key: line[key] for key in line if key != "time"} for line in lines if "rollback" in line]
+
+    spoil(monkeypatch, shuffled_targets)
+    assert trainer("whole").run() == 0
+    printed = capsys.readouterr().out
+    assert (
+        "warning: loss spike at step 8" in printed
+        and "rollback 1 of run.max_rollbacks=2: back to the checkpoint of step 6, and the 16" in printed
+    )
+    numbers = ("loss", "grad_norm", "tokens")
+    expected = read_metrics(tmp_path / "whole", *numbers)
+    curve = by_hand(make_config(*SMALL), [*range(6), 8, 9, 10])
+    assert {step: values[:2] for step, values in expected.items()} == {s: curve[s - 1] for s in (1, 4, 8, 9)}
+    assert expected[8][2] == 10 * 8 * 16
+    (event,) = events("whole")
+    assert (event["rollback"], event["step"], event["bad_step"], event["left_out_samples"]) == (1, 6, 8, 16)
+    assert event["bad_loss"] > 1.1 * event["loss_median"]
+    assert '"step": 8' in (tmp_path / "whole/set_aside/1/metrics.jsonl").read_text()
+
+    again = lambda trainer, _: trainer.step == 7 and trainer._start.rollbacks.past  # noqa: E731
+    for name, place in {
+        "before the record": (Rollbacks, "add"),
+        "after the record": (Start, "go_back"),
+        "before a checkpoint": (Trainer, "train_step", again),
+    }.items():
+        kill(monkeypatch, trainer(name), *place)
+        assert trainer(name).run() == 0
+        assert read_metrics(tmp_path / name, *numbers) == expected, name
+        assert events(name) == [event], name
+
+
+def test_numbers_that_stay_bad_use_up_the_rollbacks_and_end_the_run(
+    tmp_path, make_config, monkeypatch, capsys, checkpoint_steps
+):
+    next_batch = Trainer.next_batch
+    monkeypatch.setattr(
+        Trainer, "next_batch", lambda t: (no_number if t.step >= 7 else lambda batch: batch)(next_batch(t))
+    )
+    watched = ("run.max_nonfinite_steps=1", "run.max_rollbacks=2", "run.checkpoint_interval=3", "run.steps=14")
+    run = Trainer(make_config(f"run.dir={tmp_path}", *SMALL, *watched), jax.devices()[:1])
+    assert run.run() == 3
+    assert [(past.step, past.bad_step, past.bad_loss) for past in run._start.rollbacks.past] == [
+        (6, 9, None),
+        (3, 9, None),
+    ]
+    assert checkpoint_steps(tmp_path) == [3, 6, 9]  # skipped steps change no weight
+    printed = capsys.readouterr().out
+    assert (
+        printed.count("2 steps in a row, up to step 9, had a loss") == 3
+        and "all rollbacks of run.max_rollbacks=2 are used" in printed
+    )
+
+
+def test_a_rollback_goes_to_the_newest_regular_checkpoint_that_was_not_tried(tmp_path, make_config):
+    config = make_config(f"run.dir={tmp_path}", *WATCHED, "run.max_rollbacks=9")
+    sizes, saved = BatchSizes.constant(8), SimpleNamespace(describe=lambda step: {"samples_consumed": 8 * step})
+
+    def plan(bad_step):
+        return Rollbacks(config).plan([BadStep(bad_step, 9.0, 3.0)], sizes, lambda: saved)[0]
+
+    assert plan(12) is None
+    for step in (3, 6, 8, 9):
+        (tmp_path / "checkpoints" / str(step)).mkdir(parents=True)
+    assert plan(3) is None  # its weights may be those of the spike
+    for bad_step, step, left_out in ((9, 6, 24), (9, 3, 48), (10, 9, 8), (13, 9, 24)):
+        found = plan(bad_step)
+        assert (found.step, found.samples, found.left_out_samples) == (step, 8 * bad_step, left_out)
+        Rollbacks(config).add(found)
+    assert [past.number for past in Rollbacks(config).past] == [1, 2, 3, 4]
+    record = Rollbacks(config)
+    record.forget_after(6)
+    assert [past.step for past in Rollbacks(config).past] == [6, 3]
+    assert Rollbacks(config).position(Position(6, 48)) == (6, 72)
+    assert Rollbacks(config).position(Position(9, 80)) == (9, 80)
