@@ -215,8 +215,8 @@ class Launcher:
                     _say(f"no restart, because too few devices are left: {error}")
                     return _shell_status(status)
                 pause = min(2 ** (failures - 1), LONGEST_PAUSE)
-                begin = "the beginning" if step is None else f"the checkpoint of step {step}"
-                _say(f"restart from {begin} in {pause} s on {_counted(len(self.devices), 'device', 'devices')}")
+                newest_is = "there is no checkpoint yet" if step is None else f"the newest checkpoint is of step {step}"
+                _say(f"restart in {pause} s on {_counted(len(self.devices), 'device', 'devices')}; {newest_is}")
                 end = time.monotonic() + pause
                 while time.monotonic() < end and not self._received:
                     time.sleep(0.05)
@@ -281,9 +281,16 @@ class Launcher:
         return STOPPED if -status in self._asked - {signal.SIGINT} else _shell_status(status)
 
     def _newest_step(self) -> int | None:
+        """The step of the newest checkpoint, durable or local."""
         from megajax.checkpoint import complete_steps  # here, because it imports jax
+        from megajax.training.local_saves import RUN_ID, tier_name
 
-        return (complete_steps(self.config.run.dir) or [None])[-1]
+        run_dir, local_dir = Path(self.config.run.dir).resolve(), self.config.checkpoint.local_dir
+        steps = complete_steps(run_dir)
+        if local_dir is not None and (run_dir / RUN_ID).is_file():
+            saved = Path(local_dir, tier_name(run_dir, (run_dir / RUN_ID).read_text())).glob("process-*/*")
+            steps += [int(path.name) for path in saved if path.name.isdigit()]
+        return max(steps, default=None)
 
     def _devices_left(self) -> list[str]:
         working = working_devices()

@@ -14,6 +14,7 @@ import pytest
 from megajax import launch
 from megajax.config import load_config
 from megajax.errors import ConfigError, InputError
+from megajax.training.local_saves import RUN_ID, tier_name
 
 CONFIG = """
 model: {num_layers: 1, hidden_size: 8, num_heads: 2, vocab_size: 9}
@@ -29,6 +30,21 @@ def config(tmp_path):
     path = tmp_path / "tiny.yaml"
     path.write_text(CONFIG)
     return load_config(path, [f"run.dir={tmp_path / 'run'}"])
+
+
+@pytest.mark.parametrize("local", [True, False])
+def test_a_local_checkpoint_is_progress(config, tmp_path, monkeypatch, local):
+    monkeypatch.setattr(launch, "working_devices", lambda: ["0"])
+    section = config.checkpoint.model_copy(update={"local_dir": str(tmp_path / "fast") if local else None})
+    launcher = launch.Launcher(config.model_copy(update={"checkpoint": section}), [], 1, 1)
+    assert launcher._newest_step() is None
+    run_dir = Path(config.run.dir)
+    (run_dir / "checkpoints/4").mkdir(parents=True)
+    (run_dir / RUN_ID).write_text("abc")
+    for step in ("6", "8.partial"):
+        (tmp_path / "fast" / tier_name(run_dir, "abc") / "process-0" / step).mkdir(parents=True)
+    (tmp_path / "fast" / tier_name(run_dir, "another") / "process-0" / "9").mkdir(parents=True)
+    assert launcher._newest_step() == (6 if local else 4)
 
 
 @pytest.fixture
@@ -74,7 +90,7 @@ def test_an_end_that_a_restart_would_repeat_is_passed_on(run, status):
 def test_a_crash_a_lost_peer_and_a_stop_that_the_launcher_did_not_ask_for_are_restarted(run, end):
     status, starts, errors = run(end, 0)
     assert (status, starts) == (0, 2)
-    assert "restart from the beginning in 0 s on 2 devices" in errors
+    assert "restart in 0 s on 2 devices; there is no checkpoint yet" in errors
     assert ("was ended by SIGKILL" in errors) == (end == CRASH)
 
 
@@ -86,7 +102,7 @@ def test_it_gives_up_after_crashes_without_progress_and_a_checkpoint_resets_thei
     assert run(4, 4, CRASH, max_restarts=2)[:2] == (137, 3)
     status, starts, errors = run("{save}; raise SystemExit(4)", 4, "{save}; raise SystemExit(4)", 4, 4, max_restarts=2)
     assert (status, starts) == (4, 5)
-    assert "restart from the checkpoint of step 3" in errors
+    assert "restart in 0 s on 2 devices; the newest checkpoint is of step 3" in errors
     assert "giving up: 3 starts ended early since the checkpoint of step 3 (--max-restarts=2)" in errors
 
 

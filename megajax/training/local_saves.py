@@ -119,11 +119,16 @@ class LocalSaves:
             run_id = (run_dir / RUN_ID).read_text()
         run_id = _broadcast(run_id)
         if run_id and self._tier is None:
-            # A copy of a run directory has the same id and another path.
-            own = hashlib.sha256(f"{run_id} {run_dir}".encode()).hexdigest()[:16]
             assert self.config.checkpoint.local_dir is not None
-            self._tier = LocalTier(self.config.checkpoint.local_dir, f"{run_dir.name}-{own}", self._layout)
+            self._tier = LocalTier(self.config.checkpoint.local_dir, tier_name(run_dir, run_id), self._layout)
         return bool(run_id)
+
+
+def tier_name(run_dir: Path, run_id: str) -> str:
+    """The name of a run's directory in `checkpoint.local_dir`; `run_dir` is resolved."""
+    # A copy of a run directory has the same id and another path.
+    own = hashlib.sha256(f"{run_id} {run_dir}".encode()).hexdigest()[:16]
+    return f"{run_dir.name}-{own}"
 
 
 def _layout(program: TrainProgram) -> str:
