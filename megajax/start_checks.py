@@ -5,6 +5,7 @@ Each process posts its facts, a small JSON object, to the key-value store of jax
 and publishes one sentence. A process costs two messages, so thousands of them are checked in seconds.
 """
 
+import contextlib
 import ctypes
 import hashlib
 import json
@@ -26,6 +27,7 @@ from megajax.config.tree import show
 from megajax.errors import ConfigError, InputError
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "megajax")
+READ_SECONDS = 10
 ANSWER_SECONDS = 120  # all processes have joined before, so each answers within seconds
 
 
@@ -64,6 +66,7 @@ def decide(name: str, value: str, judge: Callable[[list[str]], str], seconds: fl
         verdict = _answer(f"{prefix}/verdict", 2 * seconds)
         if verdict is None:
             raise InputError(f"process 0 did not answer within {2 * seconds:g} s: look at its output.")
+        _wait_for_readers(prefix)
         return json.loads(verdict)
     end = time.monotonic() + seconds
     answers = [value, *(_answer(f"{prefix}/{i}", max(0.1, end - time.monotonic())) for i in range(1, count))]
@@ -72,9 +75,18 @@ def decide(name: str, value: str, judge: Callable[[list[str]], str], seconds: fl
     if not silent:
         verdict = judge([answer for answer in answers if answer is not None])
     client.key_value_set(f"{prefix}/verdict", json.dumps(verdict))
+    _wait_for_readers(prefix)
     if silent:
         raise InputError(verdict)
     return verdict
+
+
+def _wait_for_readers(prefix: str) -> None:
+    """Wait until all processes have read the verdict: process 0 may end after it, and the key-value store with it."""
+    client = distributed.global_state.client
+    assert client is not None
+    with contextlib.suppress(jax.errors.JaxRuntimeError):  # one is gone, or silent
+        client.wait_at_barrier(f"{prefix}/read", 1000 * READ_SECONDS)
 
 
 def _answer(key: str, seconds: float) -> str | None:

@@ -23,9 +23,8 @@ def main(argv: list[str]) -> int:
         from megajax.training.watch import Watch
 
         start_processes(peer_timeout=config.run.peer_timeout_seconds)
+        check_processes(config)  # before the watch: it ends a process whose peer ends, and here all end alike
         with Watch(config) as watch, user_errors():
-            check_processes(config)
-
             from megajax.training.loop import Trainer
 
             watch.status = Trainer(config, flags=flags, start_time=process_start_time(), watch=watch).run()
