@@ -64,6 +64,8 @@ class Peers:
         limit = self.interval * SUSPECT_INTERVALS if suspicious else self.timeout * OF_TIMEOUT
         if coordinator.LOST.is_set():
             limit = 2 * self.interval
+        if self._ending and self.index > 0:  # process 0 goes as soon as it knows that this one ends too
+            return None
         for process in self._silent:
             self._silent[process] += seconds
             ended = self.signs.get(process, {}).get("status")

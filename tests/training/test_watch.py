@@ -7,7 +7,7 @@ import jax
 import pytest
 
 from megajax import coordinator
-from megajax.console import LOST
+from megajax.console import DONE, LOST
 from megajax.training import peers, watch
 from megajax.training.peers import Peers
 from megajax.training.watch import Watch
@@ -76,6 +76,14 @@ def verdicts(those: list[Peers], seconds: float) -> dict[int, str]:
                 found[process.index] = sentence
                 process.leave(LOST, sentence)
     return found
+
+
+def test_a_process_that_ends_in_order_does_not_take_the_end_of_process_0_for_a_loss(processes):
+    those, clients = processes(2, timeout=0.6)
+    time.sleep(0.2)
+    clients[0].lost = True  # it has gone
+    those[1].leave(DONE)
+    assert not verdicts(those[1:], 0.8)
 
 
 @pytest.mark.parametrize("lost", [0, 2])
