@@ -4,13 +4,13 @@ The user's flags have precedence. This module does not import jax.
 """
 
 import os
-import shutil
 import sys
 import time
 import warnings
 from pathlib import Path
 
 from megajax.config import Config
+from megajax.files import replace_copy
 
 LAYER_BYTES = 512 * 2**20  # combine collectives up to about a layer's weights
 PERMUTATIONS = "xla_gpu_collective_permute_mode"
@@ -82,8 +82,7 @@ def keep_autotuning(config: Config) -> None:
     """Copy the results that XLA has written so far, because XLA may be killed while it overwrites its file."""
     kept, new = autotune_files(config)
     if config.run.deterministic and new.exists():
-        shutil.copyfile(new, kept.with_suffix(".tmp"))
-        kept.with_suffix(".tmp").replace(kept)
+        replace_copy(new, kept)
 
 
 def keep_compiled(config: Config) -> None:

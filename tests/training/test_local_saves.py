@@ -99,6 +99,21 @@ def test_a_crashed_run_goes_on_from_the_local_checkpoint_bit_for_bit(
     assert not [*tmp_path.glob("local/*")]  # the durable checkpoint of the last step replaces them
 
 
+def test_layers_in_another_order_are_another_layout(build, capsys):
+    """Each device has rows of the same shapes with one round of stages or two."""
+    stages = ("mesh.pipeline=2", "mesh.data=2", "model.num_layers=4", "batch.num_microbatches=2")
+    trainer = build(*stages)
+    trainer._start_writing()
+    trainer.local.save(3, trainer.state, 24)
+    trainer.local.report(wait=True)
+    trainer.lock.release()
+    assert build(*stages, "pipeline.rounds=2").step == 0
+    assert (
+        "that of step 3 is of another mesh, number of processes or precision: the run begins" in capsys.readouterr().out
+    )
+    assert build(*stages).step == 3
+
+
 @pytest.mark.parametrize("kind", STATES)
 def test_every_kind_of_state_comes_back_bit_for_bit(build, kind):
     trainer, random = build(*STATES[kind]), np.random.default_rng(1)
