@@ -19,6 +19,7 @@ from megajax.sharding import place, place_all
 from megajax.step_plan import HOPPER, StepPlan
 from megajax.training.logs import draw_load_map, expert_load
 from megajax.training.loop import Trainer
+from megajax.training.stop_signals import StopSignals
 
 ROOT = Path(__file__).parents[2]
 
@@ -72,7 +73,7 @@ def test_experts_may_lie_over_several_axes_and_are_stored_over_the_others(over, 
     assert set(placement.replicated_axes) == set()
 
 
-def test_a_run_logs_and_draws_its_routers_losses_and_loads_also_after_a_stop(tmp_path, capsys):
+def test_a_run_logs_and_draws_its_routers_losses_and_loads_also_after_a_stop(tmp_path, capsys, monkeypatch):
     config = load_config(
         ROOT / "configs/quickstart.yaml",
         [
@@ -89,8 +90,7 @@ def test_a_run_logs_and_draws_its_routers_losses_and_loads_also_after_a_stop(tmp
 
     def run(stop: bool) -> tuple[int, list[dict]]:
         trainer = Trainer(config, jax.devices()[:2])
-        if stop:
-            trainer._stop.requested = lambda agree: True
+        monkeypatch.setattr(StopSignals, "requested", lambda _, step: stop)
         status = trainer.run()
         return status, [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
 

@@ -15,6 +15,7 @@ from megajax.config.tree import read_file
 from megajax.errors import InputError
 from megajax.training.logs import MetricsLog
 from megajax.training.loop import STEPS_AHEAD, Trainer
+from megajax.training.stop_signals import StopSignals
 
 
 def files(root: Path) -> dict[str, bytes]:
@@ -138,9 +139,9 @@ def test_damaged_weights_to_start_from_are_named_with_older_ones(run_dir, build,
     assert str(caught.value).endswith(f"): try {run_dir / 'checkpoints' / '2'}.")
 
 
-def test_a_trainer_that_was_stopped_goes_on_and_saves(run_dir, build, checkpoint_steps):
+def test_a_trainer_that_was_stopped_goes_on_and_saves(run_dir, build, checkpoint_steps, monkeypatch):
     trainer = build("run.steps=6")
-    trainer._stop.requested = lambda agree: trainer.step == 5
+    monkeypatch.setattr(StopSignals, "requested", lambda _, step: step == 5)
     assert trainer.run() == 75
     assert trainer.run() == 0
     assert checkpoint_steps(run_dir) == [5, 6]

@@ -10,6 +10,7 @@ import pytest
 import megajax
 from megajax.errors import InputError
 from megajax.training.loop import Trainer
+from megajax.training.stop_signals import StopSignals
 
 # A router's bias is layer state; a width of 36 is padded on 8 devices.
 SMALL = ("model.hidden_size=36", "model.head_dim=8", "run.eval_steps=0", "data.kind=synthetic")
@@ -78,11 +79,11 @@ def test_the_newest_checkpoint_with_optimizer_state_is_named(build):
 
 
 @pytest.mark.parametrize("steps", [1, 9])
-def test_the_last_line_says_how_to_go_on(build, tmp_path, capsys, steps):
+def test_the_last_line_says_how_to_go_on(build, tmp_path, capsys, steps, monkeypatch):
     trainer = build(f"run.steps={steps}", WEIGHTS_ONLY)
     trainer._compiled_steps[1] = lambda state, batch: (state, dict.fromkeys(METRICS, np.float32(1)))
     trainer._wait_for_devices = lambda value: None
-    trainer._stop.requested = lambda agree: True
+    monkeypatch.setattr(StopSignals, "requested", lambda _, step: True)
     assert trainer.run() == (75 if steps > 1 else 0)
     line = capsys.readouterr().out.splitlines()[-1]
     if steps > 1:
