@@ -1,5 +1,21 @@
-"""Saving and restoring: asynchronous, atomic, independent of the mesh."""
+"""Saving and restoring: asynchronous, atomic, verified, independent of the mesh."""
 
-from megajax.checkpoint.manager import Checkpoints, SaveOutcome, complete_steps, find_checkpoint, reason, restore_model
+from megajax.checkpoint.manager import (
+    Checkpoints,
+    SaveOutcome,
+    complete_steps,
+    find_checkpoint,
+    newest_good,
+    reason,
+    restore_model,
+)
 
-__all__ = ["Checkpoints", "SaveOutcome", "complete_steps", "find_checkpoint", "reason", "restore_model"]
+__all__ = [
+    "Checkpoints",
+    "SaveOutcome",
+    "complete_steps",
+    "find_checkpoint",
+    "newest_good",
+    "reason",
+    "restore_model",
+]

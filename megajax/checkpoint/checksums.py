@@ -50,7 +50,8 @@ def write(directory: Path, shares: Sequence[Sequence[Sequence[Any]]]) -> str:
     files: dict[str, Any] = {name: {"size": size, "crc32": []} for name, size in sizes.items()}
     for name, _, crc in found:
         files[name]["crc32"].append(crc)
-    replace_text(directory / NAME, json.dumps({"format": 1, "piece": PIECE, "files": files}, indent=0))
+    record = {"format": 1, "piece": PIECE, "crc32": _own(files), "files": files}
+    replace_text(directory / NAME, json.dumps(record, indent=0))
     return ""
 
 
@@ -88,7 +89,7 @@ def _recorded(directory: Path) -> dict[Piece, tuple[int, str]]:
     """The file's size and the CRC-32 of each recorded piece. Raises one of several errors for a damaged record."""
     record = json.loads((directory / NAME).read_text())
     files = {name: (entry["size"], entry["crc32"]) for name, entry in record["files"].items()}
-    if record["format"] != 1 or record["piece"] != PIECE or not files:
+    if record["format"] != 1 or record["piece"] != PIECE or record["crc32"] != _own(record["files"]):
         raise ValueError
     pieces = {}
     for name, (size, crcs) in files.items():
@@ -110,6 +111,11 @@ def _read(directory: Path, piece: Piece, size: int | None = None) -> tuple[str, 
         while left > 0 and (block := file.read(min(BLOCK, left))):
             crc, left = zlib.crc32(block, crc), left - len(block)
     return f"{crc:08x}", length
+
+
+def _own(files: dict[str, Any]) -> str:
+    """The CRC-32 of the record itself, so that its damage is not taken for that of another file."""
+    return f"{zlib.crc32(json.dumps(files, sort_keys=True).encode()):08x}"
 
 
 def _sizes(directory: Path) -> dict[str, int]:

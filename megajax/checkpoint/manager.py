@@ -5,39 +5,54 @@ is compared before any array is read, so that the error for a checkpoint of anot
 orbax's thousand lines.
 """
 
+import itertools
+import json
 import logging
 import math
 import shutil
 import sys
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
 
+from megajax.checkpoint import checksums
 from megajax.checkpoint.description import compare_descriptions, describe_model
 from megajax.config import ModelConfig
 from megajax.config.kinds import MOE
 from megajax.errors import InputError, UserError
 from megajax.model.lora import is_adapter
+from megajax.start_checks import decide
 
 EXPERTS = "experts"  # name of the MoE layers' state in a checkpoint
 SUBDIRECTORY = "checkpoints"
 LONGEST_SAVE = 10**6  # seconds; orbax measures them by the clock, which may jump
+SLOWEST = 3600.0  # seconds by which processes may differ in reading their shares of a checkpoint
 LARGE_LAYER = 2**18  # bytes of a layer in one device's shard
+
+
+_calls = {name: itertools.count() for name in ("checksums", "damage")}  # all processes make the same ones
 
 
 @dataclass(frozen=True)
 class SaveOutcome:
-    """The result of a save: its step, bytes of arrays, seconds that training waited for it, reason of a failure."""
+    """The result of a save.
+
+    size: bytes of arrays; seconds: from its start until it was on disk with its checksums; waited: the part of them in
+    which training stood; error: reason of a failure; unverified: reason why a complete checkpoint has no checksums.
+    """
 
     step: int
     size: int
     waited: float
+    seconds: float = 0.0
     error: str | None = None
+    unverified: str | None = None
 
 
 class Checkpoints:
@@ -57,7 +72,8 @@ class Checkpoints:
             async_options=ocp.AsyncOptions(timeout_secs=LONGEST_SAVE),  # type: ignore[call-arg]
         )
         self._manager = ocp.CheckpointManager(self.directory, options=options)
-        self._started: SaveOutcome | None = None
+        self._started: tuple[SaveOutcome, float] | None = None  # with the time of its start
+        self._completing: Future[tuple[str | None, float]] | None = None
 
     @property
     def latest_step(self) -> int | None:
@@ -67,6 +83,18 @@ class Checkpoints:
     def reload(self) -> None:
         """Read the directory again after a change by others."""
         self._manager.reload()
+
+    @property
+    def saving(self) -> int | None:
+        """The step of a save that has not ended yet."""
+        if self._started is None or self._completing is None or self._completing.done():
+            return None
+        return self._started[0].step
+
+    def remove_partial(self) -> None:
+        """Remove the remains of saves that were interrupted. Only for a process that alone writes here."""
+        for part in self.directory.glob("*.orbax-checkpoint-tmp*"):
+            shutil.rmtree(part, ignore_errors=True)
 
     def save(self, step: int, tree: Any, description: dict[str, Any]) -> None:
         """Start writing a tree of arrays and its description; returns as soon as the arrays are copied to the host.
@@ -85,27 +113,69 @@ class Checkpoints:
                 error = f"a checkpoint of step {self.latest_step} already exists"
         except Exception as problem:  # any error of orbax or the file system
             error = reason(problem)
-        self._started = SaveOutcome(step, size, time.perf_counter() - start, error)
+        self._started = SaveOutcome(step, size, time.perf_counter() - start, error=error), start
+        if error is None:
+            thread = ThreadPoolExecutor(1)
+            self._completing = thread.submit(self._complete, step, f"checksums/{next(_calls['checksums'])}")
+            thread.shutdown(wait=False)
+
+    def _complete(self, step: int, call: str) -> tuple[str | None, float]:
+        """Wait for orbax, and write the checksums; the reason if there are none, and the time."""
+        directory = self.directory / str(step)
+
+        def write(answers: list[str]) -> str:
+            found = [json.loads(answer) for answer in answers]
+            error = _first([answer["error"] for answer in found])
+            try:
+                return error or checksums.write(directory, [answer["share"] for answer in found])
+            except OSError as problem:
+                return reason(problem)
+
+        answer = {"error": "", "share": []}
+        try:
+            self._manager.wait_until_finished()
+            answer["share"] = checksums.compute(directory, jax.process_index(), jax.process_count())
+        except Exception as problem:  # every process answers, so that none waits for it
+            answer["error"] = reason(problem)
+        try:
+            error = decide(call, json.dumps(answer), write, SLOWEST)
+        except UserError as problem:
+            error = str(problem)
+        return error or None, time.perf_counter()
 
     def outcome(self, wait: bool = False) -> SaveOutcome | None:
         """The result of the last save, once; None while it runs (unless `wait`), or if there is no new result."""
-        if self._started is None:
+        if self._started is None or (self.saving is not None and not wait):
             return None
-        if not wait and self._started.error is None and self._manager.is_saving_in_progress():
-            return None
-        started, self._started, error = self._started, None, self._started.error
-        start = time.perf_counter()
+        (result, begin), start = self._started, time.perf_counter()
+        unverified, end = (None, start) if self._completing is None else self._completing.result()
+        error = result.error
         try:
-            self._manager.wait_until_finished()
+            self._manager.wait_until_finished()  # again, because orbax raises an error in each thread that waits
         except Exception as problem:
             error = error or reason(problem)
-        waited = started.waited + time.perf_counter() - start
+        self._started = self._completing = None
         if error is not None:
             if jax.process_index() == 0:
-                for part in self.directory.glob(f"{started.step}.orbax-checkpoint-tmp*"):
-                    shutil.rmtree(part, ignore_errors=True)  # otherwise it would keep filling the disk
+                self.remove_partial()  # otherwise it would keep filling the disk
             self._manager.reload()  # orbax has forgotten the old checkpoint that the failed save should replace
-        return SaveOutcome(started.step, started.size, waited, error)
+        waited = result.waited + time.perf_counter() - start
+        return replace(result, waited=waited, seconds=end - begin, error=error, unverified=unverified)
+
+    def damage(self, step: int, part: str = "") -> str:
+        """The first damaged file of a checkpoint, among those whose names begin with `part`, and what is wrong with it.
+
+        Empty if there is none, or if the checkpoint has no checksums. Each process reads a share of the files.
+        """
+        return self.agree(checksums.damage(self.directory / str(step), jax.process_index(), jax.process_count(), part))
+
+    def agree(self, problem: str) -> str:
+        """The problem of the first process that has one. All processes must call it."""
+        return decide(f"damage/{next(_calls['damage'])}", problem, _first, SLOWEST)
+
+    def has_checksums(self, step: int) -> bool:
+        """Whether the files of a checkpoint can be verified."""
+        return checksums.exist(self.directory / str(step))
 
     def describe(self, step: int) -> dict[str, Any]:
         """The description of a checkpoint."""
@@ -144,6 +214,10 @@ def _storage(path: tuple[Any, ...], array: jax.Array) -> ocp.SaveArgs:
     return ocp.SaveArgs(shard_axes=(0,) if in_block and layer >= LARGE_LAYER else ())
 
 
+def _first(problems: list[str]) -> str:
+    return next(filter(None, problems), "")
+
+
 def _is_news(record: logging.LogRecord) -> bool:
     """Whether a line of asyncio's log is not about a further failed part of a save."""
     return "exception was never retrieved" not in record.getMessage()
@@ -171,6 +245,12 @@ def reason(error: BaseException) -> str:
 def complete_steps(run_dir: str | Path) -> list[int]:
     """The steps of a run directory's complete checkpoints, oldest first; nothing is created."""
     return sorted(int(path.name) for path in (Path(run_dir) / SUBDIRECTORY).glob("*") if path.name.isdigit())
+
+
+def newest_good(run_dir: str | Path, steps: Sequence[int]) -> int | None:
+    """The newest of `steps` whose checkpoint has no damaged file, read by this process alone; None if there is none."""
+    path = Path(run_dir) / SUBDIRECTORY
+    return next((step for step in sorted(steps, reverse=True) if not checksums.damage(path / str(step))), None)
 
 
 def find_checkpoint(path: str | Path, setting: str, location: str = "") -> tuple[Path, int]:
@@ -217,6 +297,8 @@ def restore_model(
                 f"python -m megajax.hf export {path} HF_FOLDER, and give that folder."
             )
         compare_descriptions(saved, mine, f"{setting}={path}{location}", ("model",), "name another run")
+        if problem := checkpoints.damage(step):
+            raise ValueError(problem)
         with ocp.PyTreeCheckpointer() as reader:
             restore_args = ocp.checkpoint_utils.construct_restore_args(abstract)
             args = ocp.args.PyTreeRestore(abstract, restore_args=restore_args, partial_restore=True)  # type: ignore[call-arg]
@@ -224,8 +306,8 @@ def restore_model(
     except (UserError, jax.errors.JaxRuntimeError):
         raise
     except Exception as error:  # any error of orbax
-        older = [good for good in complete_steps(run_dir) if good < step]
-        cure = f"try {run_dir / SUBDIRECTORY / str(older[-1])}" if older else "name another run"
+        good = newest_good(run_dir, [other for other in complete_steps(run_dir) if other != step])
+        cure = "name another run" if good is None else f"try {run_dir / SUBDIRECTORY / str(good)}"
         raise InputError(f"{setting}={path}{location}: {item.parent} is damaged ({reason(error)}): {cure}.") from None
     finally:
         checkpoints.close()

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import tensorstore
 
+from megajax.checkpoint import checksums
 from megajax.checkpoint.manager import SUBDIRECTORY, find_checkpoint
 from megajax.config import Config, load_config
 from megajax.errors import InputError
@@ -56,7 +57,10 @@ def run_config(run_dir: Path, setting: str) -> Config:
 
 def _item(run_or_checkpoint: str | Path) -> Path:
     run_dir, step = find_checkpoint(run_or_checkpoint, "run_or_checkpoint")
-    return (run_dir / SUBDIRECTORY / str(step) / "state").resolve()
+    checkpoint = (run_dir / SUBDIRECTORY / str(step)).resolve()
+    if problem := checksums.damage(checkpoint):
+        raise InputError(f"{checkpoint} is damaged ({problem}): give another checkpoint.")
+    return checkpoint / "state"
 
 
 def _open(item: Path) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from megajax.checkpoint import SaveOutcome
 from megajax.config import Config
 from megajax.errors import ConfigError, InputError
 from megajax.files import replace_text
@@ -223,6 +224,13 @@ def stopped_line(config: Config, step: int) -> str:
     if not config.checkpoint.save_optimizer:
         cure = f"saved without optimizer state; start another run with checkpoint.init_from={config.run.dir}"
     return f"stopped on request at step {step}, {cure}"
+
+
+def saved_line(outcome: SaveOutcome) -> str:
+    """The line of a complete checkpoint: bytes, seconds until it was on disk with its checksums, wait of training."""
+    speed = f"{size(outcome.size / outcome.seconds)}/s"
+    figures = f"{size(outcome.size)} in {outcome.seconds:.1f} s, {speed}, training waited {outcome.waited:.1f} s"
+    return f"saved step {outcome.step} ({figures})"
 
 
 def size(count: float) -> str:

@@ -5,7 +5,7 @@ import itertools
 import time
 import warnings
 from collections import deque
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
@@ -103,7 +103,7 @@ class Trainer:
     def state(self) -> TrainState:
         """The current state; its first use reads the checkpoint or initialises the state."""
         if self._state is None:
-            self._state = self._start.state()
+            self._state = self._first_state(lambda _: None)
         return self._state
 
     @state.setter
@@ -116,14 +116,30 @@ class Trainer:
         self._checks.begin(self._start)
         self.step = self._recorded_step = self._start.step  # the config applies after `_recorded_step`
 
+    def _first_state(self, say: Callable[[str], None]) -> TrainState:
+        """The state of the start; this Trainer goes back with it if the newest checkpoint is damaged."""
+        expected, compiling = self._start.step, self._sizes_ahead() if self._compiling is not None else None
+        state = self._start.state(say)
+        if self._start.step != expected:
+            self._begin()
+            if self.progress is not None:
+                self.progress.go_back(self.step)
+            if compiling is not None and self._sizes_ahead() != compiling:
+                self._compiling = None
+                self.compile()
+        return state
+
+    def _sizes_ahead(self) -> list[int]:
+        """The numbers of sequences for which steps are compiled."""
+        # A rollback may come to sizes of batch.schedule that are too late for this run without one.
+        stop = 2**31 if self.config.run.max_rollbacks else self.config.run.steps
+        return self.sizes.sizes(self.step, stop)
+
     def compile(self) -> None:
         """Start to compile the steps in a thread; meanwhile the state and the first batch can be read."""
         if self._compiling is None and not self._compiled_steps:
-            # A rollback may come to sizes of batch.schedule that are too late for this run without one.
-            stop = 2**31 if self.config.run.max_rollbacks else self.config.run.steps
-            sizes = self.sizes.sizes(self.step, stop)
             thread = ThreadPoolExecutor(1)
-            self._compiling = thread.submit(compile_steps, self.program, sizes, self._note)
+            self._compiling = thread.submit(compile_steps, self.program, self._sizes_ahead(), self._note)
             thread.submit(self._checks.compile)
             thread.shutdown(wait=False)
 
@@ -236,17 +252,17 @@ class Trainer:
         self._lock()
         local_step = None
         if self._state is None:
+            self._state = self._first_state(logs.say)
             if self._start.resumed_step is not None:
-                logs.say(f"resuming from {self._start.name}")
                 for change in self._start.allowed:
                     logs.say(f"let through by checkpoint.allow_changes: {change}")
                 self.saver.warn_of_another_rate(self._start.saved, self._start.name)
-            self._state = self._start.state()
             local_step = self._start.local_step
         if self.local is not None:
             self.local.begin(local_step)
         self._start.rollbacks.forget_after(self._recorded_step)
         on_first_process(self._record)
+        on_first_process(self.checkpoints.remove_partial)  # all processes open the checkpoints together
         if self.exports is not None:
             on_first_process(self.exports.check_directory)
         self.checkpoints.reload()
@@ -436,7 +452,10 @@ class Trainer:
         if outcome is None:
             return
         if outcome.error is None:
-            self._note(f"saved step {outcome.step} ({logs.size(outcome.size)}, {outcome.waited:.1f} s)")
+            self._note(logs.saved_line(outcome))
+            if outcome.unverified is not None:
+                problem = f"the checkpoint of step {outcome.step} has no checksums ({outcome.unverified})"
+                self._report(f"{problem}: its files will not be verified", warning=True)
             if self.exports is not None and self.writer:
                 self.exports.start(outcome.step)
             return

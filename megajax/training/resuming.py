@@ -1,15 +1,15 @@
 """The start of a run: from its newest checkpoint, from other weights, or from new ones."""
 
-import contextlib
-from collections.abc import Callable, Iterator
+import warnings
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import jax
 
-from megajax.checkpoint import Checkpoints, complete_steps, reason
-from megajax.checkpoint.description import Difference, has_optimizer_state
+from megajax.checkpoint import Checkpoints, complete_steps, newest_good, reason
+from megajax.checkpoint.description import Difference
 from megajax.checkpoint.elsewhere import link_checkpoints
 from megajax.checkpoint.local_tier import LocalCheckpoint
 from megajax.config.batch_schedule import BatchSizes, Position
@@ -57,7 +57,14 @@ class Start:
     def find(self) -> None:
         """Choose the checkpoint, and compare it with this run."""
         self.seen = complete_steps(self.run_dir)
-        self.resumed_step, self.sizes = self._step_to_resume(), BatchSizes.of(self.config)
+        self._choose(self._step_to_resume())
+
+    def _choose(self, step: int | None) -> None:
+        """Resume from the checkpoint of `step`, a newer local one, or an older one if its description is damaged.
+
+        None: there is none.
+        """
+        self.resumed_step, self.sizes = step, BatchSizes.of(self.config)
         self.allowed: list[Difference] = []
         self.rollbacks = Rollbacks(self.config)
         self.saved: dict[str, Any] = {}
@@ -65,12 +72,16 @@ class Start:
         if self.local is not None:
             self.resumed_step, self.saved = self.local.step, self.local.description
             self._compare(f"the local checkpoint of step {self.step} in {self.local.directory.parent}")
-        elif self.resumed_step is not None:
-            with self._damage_reported(self.resumed_step):
-                if self.step < self.config.run.steps:  # else there is nothing to do
-                    self.saver.require_optimizer_state(self._checkpoints(), self.resumed_step)
-                self.saved = self._checkpoints().describe(self.resumed_step)
-                self._compare(f"the checkpoint of step {self.step} in {self._checkpoints().directory}")
+        elif step is not None:
+            problem = self._checkpoints().damage(step, "description") or self._problem(lambda: self._describe(step))
+            if problem:
+                self._choose(self._older(step, problem))
+
+    def _describe(self, step: int) -> None:
+        if step < self.config.run.steps:  # else there is nothing to do
+            self.saver.require_optimizer_state(self._checkpoints(), step)
+        self.saved = self._checkpoints().describe(step)
+        self._compare(f"the checkpoint of step {step} in {self._checkpoints().directory}")
 
     def _compare(self, name: str) -> None:
         self.name = name
@@ -100,18 +111,23 @@ class Start:
         self.saved = self._checkpoints().describe(step)
         self.sizes = BatchSizes.of(self.config, Position(step, rollback.samples))
         on_first_process(lambda: run_record.write_config(self.run_dir, self.config, step))
-        with self._damage_reported(step):
-            return replace(self.saver.restore(self._checkpoints(), step), frozen=frozen)
+        state, problem = self._read(step)
+        if state is None:
+            raise InputError(
+                f"the checkpoint {self._checkpoints().directory / str(step)} is damaged ({problem}), so the run can't "
+                "go back to it: start the same command again to resume from an older one."
+            )
+        return replace(state, frozen=frozen)
 
-    def state(self) -> TrainState:
-        """The first state; what was read for it is given away, so this may be called once."""
+    def state(self, say: Callable[[str], None] = lambda _: None) -> TrainState:
+        """The first state; what was read for it is given away, so this may be called once.
+
+        The files of the checkpoint are verified before they are read. If it is damaged, `step` and `sizes` are
+        afterwards those of the newest good one before it. `say` tells the user which one is read.
+        """
         weights, self._weights = self._weights, None
         if self.resumed_step is not None:
-            if self.local is not None and self._local_saves is not None:
-                state = self._local_saves.restore(self.local)
-            else:
-                with self._damage_reported(self.resumed_step):
-                    state = self.saver.restore(self._checkpoints(), self.resumed_step)
+            state = self._restored(say)
             if self.config.lora.rank and weights is not None:  # the base of its adapters
                 state = self.saver.with_weights(state, (weights[0], {}))
                 self.saver.compare_base(self.saved, self.name)
@@ -120,6 +136,42 @@ class Start:
         if weights is None:
             return program.init_state()
         return self.saver.with_weights(program.init_state(params=False), weights)
+
+    def _restored(self, say: Callable[[str], None]) -> TrainState:
+        """The state of the newest good checkpoint, from `resumed_step` backwards."""
+        while self.local is None:
+            checkpoints = self._checkpoints()
+            verified = "" if checkpoints.has_checksums(self.step) else ", which has no checksums, so it is not verified"
+            say(f"resuming from {self.name}{verified}")
+            state, problem = self._read(self.step)
+            if state is not None:
+                return state
+            self._choose(self._older(self.step, problem))
+        assert self._local_saves is not None
+        say(f"resuming from {self.name}")
+        return self._local_saves.restore(self.local)
+
+    def _read(self, step: int) -> tuple[TrainState | None, str]:
+        """The state of a checkpoint whose files have no damage on any process; or None and the problem."""
+        checkpoints, states = self._checkpoints(), []
+        problem = checkpoints.damage(step)
+        problem = problem or self._problem(lambda: states.append(self.saver.restore(checkpoints, step)))
+        return (None, problem) if problem else (states[0], "")
+
+    def _older(self, step: int, problem: str) -> int:
+        """The checkpoint before a damaged one. Raises InputError if there is none, or if the user chose `step`."""
+        damaged = f"the checkpoint {self._checkpoints().directory / str(step)} is damaged ({problem})"
+        if self._goes_back:
+            good = newest_good(self.run_dir, [other for other in self.seen if other != step])
+            cure = "choose another run.dir" if good is None else f"set it to {good}, the newest good one"
+            key = f"checkpoint.resume_step={step} ({self.config.where('checkpoint.resume_step')})"
+            raise InputError(f"{key}: {damaged}: {cure}.")
+        older = [other for other in self.seen if other < step]
+        if not older:
+            cure = "choose another run.dir, or remove that directory to start from step 0"
+            raise InputError(f"{damaged}, and there is no older one: {cure}.")
+        warnings.warn(f"{damaged}: the run resumes from an older one.", stacklevel=2)
+        return older[-1]
 
     @property
     def _goes_back(self) -> bool:
@@ -147,29 +199,13 @@ class Start:
             return None
         return self.saver.restore_weights(self.config.checkpoint.init_from)
 
-    @contextlib.contextmanager
-    def _damage_reported(self, step: int) -> Iterator[None]:
-        """Turns orbax's errors about a damaged checkpoint into a sentence that names the newest readable one."""
+    def _problem(self, action: Callable[[], None]) -> str:
+        """The reason why `action` fails on any process because of a damaged checkpoint; empty if it succeeds."""
+        problem = ""
         try:
-            yield
+            action()
         except (UserError, jax.errors.JaxRuntimeError):  # the latter: for example, out of memory
             raise
-        except Exception as error:
-            older = (good for good in reversed(complete_steps(self.run_dir)) if good < step and self._reads(good))
-            good = next(older, None)
-            cure = "choose another run.dir, or remove that directory to start from step 0"
-            if good is not None:
-                cure = f"set checkpoint.resume_step={good} to resume from the newest readable one"
-            path = self._checkpoints().directory / str(step)
-            raise InputError(f"the checkpoint {path} is damaged ({reason(error)}): {cure}.") from None
-
-    def _reads(self, step: int) -> bool:
-        try:
-            if not has_optimizer_state(self._checkpoints().describe(step)):
-                return False
-            self.saver.restore(self._checkpoints(), step)
-        except (UserError, jax.errors.JaxRuntimeError):
-            raise
-        except Exception:
-            return False
-        return True
+        except Exception as error:  # any error of orbax
+            problem = reason(error)
+        return self._checkpoints().agree(problem)

@@ -120,14 +120,53 @@ def damage(run_dir: Path, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["arrays", "metadata", "description"])
-def test_a_damaged_checkpoint_is_named_with_the_newest_one_that_reads(run_dir, build, kind):
+@pytest.mark.parametrize("verified", [True, False], ids=["with checksums", "without"])
+def test_a_run_resumes_from_the_checkpoint_before_a_damaged_one(run_dir, build, kind, verified, read_metrics, capsys):
     damage(run_dir, kind)
+    if not verified:  # saved by an older version
+        for path in run_dir.glob("checkpoints/*/checksums.json"):
+            path.unlink()
+    damaged = files(run_dir / "checkpoints" / "4")
+    (run_dir / "checkpoints" / "6.orbax-checkpoint-tmp" / "state").mkdir(parents=True)
+    expected = read_metrics(run_dir, "loss")
+    file = {"arrays": "state/(ocdbt.process_0/)?d/.* bytes instead of", "metadata": "state/_METADATA is missing"}
+    why = file.get(kind, "description/.* is missing") if verified else ".*"
+    with pytest.warns(UserWarning, match=rf"checkpoints/4 is damaged \({why}.*\): the run resumes from an older"):
+        assert build("run.steps=5").run() == 0
+    losses = read_metrics(run_dir, "loss")
+    assert losses.pop(5) and losses == expected
+    assert files(run_dir / "set_aside" / "1" / "checkpoints" / "4") == damaged
+    assert digits(run_dir / "checkpoints") == [2, 5]
+    printed = capsys.readouterr().out
+    line = f"resuming from the checkpoint of step 2 in {run_dir / 'checkpoints'}"
+    line += "" if verified else ", which has no checksums, so it is not verified"
+    assert f"{line}\n" in printed
+
+
+def test_an_evaluation_uses_the_checkpoint_before_a_damaged_one_and_writes_nothing(run_dir, build):
+    shutil.rmtree(run_dir / "checkpoints" / "4" / "state" / "d")
+    before = files(run_dir)
+    trainer = build("run.steps=6")
+    assert trainer.step == 4
+    with pytest.warns(UserWarning, match=r"4 is damaged \(state/d/.* is missing\): the run"):
+        trainer.evaluate()
+    assert trainer.step == 2 and files(run_dir) == before
+
+
+def test_a_damaged_checkpoint_that_was_chosen_or_is_the_only_one_is_a_sentence(run_dir, build):
+    shutil.rmtree(run_dir / "checkpoints" / "2" / "state" / "d")
     before = files(run_dir)
     with pytest.raises(InputError) as caught:
-        build("run.steps=6").run()
-    assert str(caught.value).startswith(f"the checkpoint {run_dir / 'checkpoints' / '4'} is damaged (")
-    assert str(caught.value).endswith("): set checkpoint.resume_step=2 to resume from the newest readable one.")
+        build("run.steps=6", "checkpoint.resume_step=2").run()
+    path = run_dir / "checkpoints" / "2"
+    assert str(caught.value).startswith("checkpoint.resume_step=2 (") and f"the checkpoint {path} is" in str(
+        caught.value
+    )
+    assert str(caught.value).endswith(" is missing): set it to 4, the newest good one.")
     assert files(run_dir) == before
+    shutil.rmtree(run_dir / "checkpoints" / "4")
+    with pytest.raises(InputError, match=r"2 is damaged \(state/d/.*\), and there is no older one: choose another run"):
+        build("run.steps=6").run()
 
 
 @pytest.mark.parametrize("kind", ["arrays", "description"])
