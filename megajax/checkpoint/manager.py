@@ -20,6 +20,7 @@ from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
+from orbax.checkpoint.checkpoint_managers import preservation_policy as policies
 
 from megajax.checkpoint import checksums
 from megajax.checkpoint.description import compare_descriptions, describe_model
@@ -58,16 +59,27 @@ class SaveOutcome:
 class Checkpoints:
     """The checkpoints of one run directory."""
 
-    def __init__(self, run_dir: str | Path, keep: int, keep_every: int | None):
+    def __init__(self, run_dir: str | Path, keep: int, keep_every: int | None, keep_best: int | None = None):
+        """Open or make the directory.
+
+        A save deletes all but the newest `keep`, every `keep_every`-th, and the `keep_best` with the lowest evaluation
+        loss.
+        """
         logging.getLogger("absl").setLevel(logging.CRITICAL)  # orbax reports every file, and each failure many times
         asyncio_log = logging.getLogger("asyncio")
         asyncio_log.removeFilter(_is_news)
         asyncio_log.addFilter(_is_news)
         sys.unraisablehook = _report_unraisable
         self.directory = (Path(run_dir) / SUBDIRECTORY).resolve()
+        kept: list[Any] = [policies.LatestN(keep)]
+        if keep_every:
+            kept.append(policies.EveryNSteps(keep_every))
+        if keep_best:
+            by_loss = {"get_metric_fn": _loss, "reverse": True, "keep_checkpoints_without_metrics": False}
+            kept.append(policies.BestN(n=keep_best, **by_loss))
         options = ocp.CheckpointManagerOptions(
-            max_to_keep=keep,
-            keep_period=keep_every,
+            preservation_policy=policies.AnyPreservationPolicy(kept),
+            best_fn=_loss if keep_best else None,  # orbax saves metrics only with it
             enable_async_checkpointing=True,
             async_options=ocp.AsyncOptions(timeout_secs=LONGEST_SAVE),  # type: ignore[call-arg]
         )
@@ -96,10 +108,11 @@ class Checkpoints:
         for part in self.directory.glob("*.orbax-checkpoint-tmp*"):
             shutil.rmtree(part, ignore_errors=True)
 
-    def save(self, step: int, tree: Any, description: dict[str, Any]) -> None:
+    def save(self, step: int, tree: Any, description: dict[str, Any], eval_loss: float | None = None) -> None:
         """Start writing a tree of arrays and its description; returns as soon as the arrays are copied to the host.
 
-        `outcome` has the result; it must have been called for the previous save.
+        `eval_loss` decides which checkpoints are the best; None: this one is not among them. `outcome` has the result;
+        it must have been called for the previous save.
         """
         assert self._started is None, "ask for the outcome of the last save first"
         args = ocp.args.Composite(
@@ -109,7 +122,7 @@ class Checkpoints:
         size = sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
         start, error = time.perf_counter(), None
         try:
-            if not self._manager.save(step, args=args):
+            if not self._manager.save(step, args=args, metrics=None if eval_loss is None else {"eval_loss": eval_loss}):
                 error = f"a checkpoint of step {self.latest_step} already exists"
         except Exception as problem:  # any error of orbax or the file system
             error = reason(problem)
@@ -216,6 +229,11 @@ def _storage(path: tuple[Any, ...], array: jax.Array) -> ocp.SaveArgs:
 
 def _first(problems: list[str]) -> str:
     return next(filter(None, problems), "")
+
+
+def _loss(metrics: Mapping[str, float]) -> float:
+    """The evaluation loss of a checkpoint, by which the best are kept."""
+    return math.inf if math.isnan(metrics["eval_loss"]) else metrics["eval_loss"]
 
 
 def _is_news(record: logging.LogRecord) -> bool:

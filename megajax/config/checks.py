@@ -5,6 +5,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from megajax.config.batch_schedule import BatchSizes, samples_before, sizes_by_tokens
+from megajax.config.checkpoint_checks import check_checkpoints, warn_about_kept_checkpoints
 from megajax.config.effects import ignores_decay_steps, warn_without_effect
 from megajax.config.expert_checks import check_experts, check_experts_on_mesh
 from megajax.config.fields import AXES, BATCH_AXES
@@ -35,11 +36,10 @@ def check(config: Config) -> None:
     _check_schedule(config)
     _check_data(config)
     _check_run_dir(config)
-    _check_exports(config)
-    _check_local_checkpoints(config)
+    check_checkpoints(config)
     check_rollbacks(config)
     warn_without_effect(config)
-    _warn_about_kept_checkpoints(config)
+    warn_about_kept_checkpoints(config)
     _warn_about_warmup(config)
     _warn_about_ramp_up(config)
 
@@ -385,41 +385,6 @@ def _check_run_dir(config: Config) -> None:
         problem = f"{deterministic} passes a path in {run_dir} to XLA as a flag, but a flag"
         problem += f" cannot contain the space in {path}"
         fail(config, problem, "choose a run.dir without spaces", "run.dir", "run.deterministic")
-
-
-def _check_exports(config: Config) -> None:
-    every, interval = config.checkpoint.export_hf.every, config.run.checkpoint_interval
-    if config.checkpoint.export_hf.dir is not None and every and (not interval or every % interval):
-        keys = ("checkpoint.export_hf.every", "run.checkpoint_interval")
-        problem = f"{format_keys(config, keys[0])} is not a multiple of {format_keys(config, keys[1])}"
-        problem += ", but a folder is written from a checkpoint"
-        cure = f"set {keys[1]}={every}" + (f", or use a multiple of {interval}" if interval else "")
-        fail(config, problem, cure, *keys)
-
-
-def _check_local_checkpoints(config: Config) -> None:
-    checkpoint, keys = config.checkpoint, ("checkpoint.local_dir", "checkpoint.local_interval")
-    if checkpoint.local_dir is None:
-        return
-    if checkpoint.local_interval is None:
-        fail(config, f"{format_keys(config, keys[0])} needs {keys[1]}", f"set {keys[1]} to a number of steps", keys[0])
-    if not checkpoint.save_optimizer:
-        optimizer = "checkpoint.save_optimizer"
-        problem = f"{format_keys(config, keys[0])} is to resume from, which {format_keys(config, optimizer)} excludes"
-        fail(config, problem, "remove one of them", keys[0], optimizer)
-    durable = "run.checkpoint_interval"
-    if config.run.checkpoint_interval and checkpoint.local_interval >= config.run.checkpoint_interval:
-        problem = f"{format_keys(config, keys[1])} is not less than {format_keys(config, durable)}"
-        fail(config, problem, "use a smaller interval, or remove checkpoint.local_dir", keys[1], durable)
-
-
-def _warn_about_kept_checkpoints(config: Config) -> None:
-    interval, kept = config.run.checkpoint_interval, config.checkpoint.keep_every
-    if interval and kept and kept % interval:
-        keys = ("checkpoint.keep_every", "run.checkpoint_interval")
-        problem = f"{format_keys(config, keys[0])} is not a multiple of {format_keys(config, keys[1])}"
-        problem += f", so only steps that are a multiple of {math.lcm(interval, kept)} are both saved and kept"
-        warn(config, problem, f"use a multiple of {interval}", *keys)
 
 
 def _warn_about_warmup(config: Config) -> None:

@@ -248,6 +248,9 @@ class CheckpointConfig(Section):
     )
     keep: Count = Field(default=2, description="Number of newest checkpoints to keep.")
     keep_every: Count | None = Field(default=None, description="Also keep every checkpoint at a multiple of this step.")
+    keep_best: Count | None = Field(
+        default=None, description="Also keep this number of checkpoints with the lowest evaluation loss on data.valid."
+    )
     save_optimizer: bool = Field(
         default=True,
         description="false: checkpoints have no optimizer state; they are a third of the size, and no run resumes from"

@@ -35,6 +35,7 @@ from megajax.training.profiling import Profile
 from megajax.training.resuming import Start
 from megajax.training.rollbacks import Rollback
 from megajax.training.run_lock import RunLock, on_first_process
+from megajax.training.save_reports import SaveReports
 from megajax.training.saving import StateSaver
 from megajax.training.step import TrainProgram, TrainState
 from megajax.training.step_times import StepTimes
@@ -71,8 +72,12 @@ class Trainer:
         count = len(jax.devices() if devices is None else devices)
         sizes = check_mesh(config, count, jax.process_count())
         logs.check_sinks(config)
+        self._reports = SaveReports(config, self._report)
         self.exports = Exports(config, self._report) if config.checkpoint.export_hf.dir is not None else None
         self.data = datasets(config)
+        if config.checkpoint.keep_best is not None and "valid" not in self.data:
+            key = f"checkpoint.keep_best={config.checkpoint.keep_best} ({config.where('checkpoint.keep_best')})"
+            raise ConfigError(f"{key} needs an evaluation loss, but there is no data.valid: set it, or data.split.")
         self.program = TrainProgram.build(config, build_mesh(sizes, devices))
         self.saver = StateSaver(self.program)
         self.run_dir = Path(config.run.dir)
@@ -97,7 +102,8 @@ class Trainer:
     @cached_property
     def checkpoints(self) -> Checkpoints:
         """The run directory's checkpoints; makes the directory if it does not exist."""
-        return Checkpoints(self.run_dir, self.config.checkpoint.keep, self.config.checkpoint.keep_every)
+        kept = self.config.checkpoint
+        return Checkpoints(self.run_dir, kept.keep, kept.keep_every, kept.keep_best)
 
     @property
     def state(self) -> TrainState:
@@ -202,7 +208,8 @@ class Trainer:
         on_first_process(self._before_save)
         if self.checkpoints.latest_step != self.step:
             samples = self.sizes.samples_before(self.step)
-            self.saver.save(self.checkpoints, self.step, self.state, samples, **self._checks.losses.saved)
+            loss, losses = self._reports.eval_loss(self.step), self._checks.losses.saved
+            self.saver.save(self.checkpoints, self.step, self.state, samples, loss, **losses)
 
     def close(self) -> None:
         """Wait for the last save and release the run directory, as `run` does at its end.
@@ -406,6 +413,8 @@ class Trainer:
                 if saving or ending:
                     self.save()
                 self._report_save(self.checkpoints.outcome(wait=ending), ending)
+                if ending and (figures := self._reports.take()):
+                    log.write(self.step, figures)
                 if self.exports is not None:
                     self.exports.report(wait=ending)
             if locally and self.local is not None and not (saving or ending):
@@ -429,7 +438,7 @@ class Trainer:
             self._check_lock()
         measured, steps = meter.measure(step), self.config.run.steps
         values |= measured | self._watch.slowest(self._times.take(), measured["step_seconds"], self._note)
-        values |= self._checks.losses.count
+        values |= self._checks.losses.count | self._reports.take()
         self._health.check()
         log.write(step, values)
         self._note(logs.console_line(step, steps, values, meter.seconds_left(steps, measured)))
@@ -438,6 +447,7 @@ class Trainer:
     def _evaluate(self, log: logs.MetricsLog) -> None:
         losses = {split: self.evaluate(split) for split in self.data if split.partition("/")[0] == "valid"}
         if losses:
+            self._reports.evaluated(self.step, losses)
             log.write(self.step, {split.replace("valid", "eval_loss"): loss for split, loss in losses.items()})
             named = (f"{split.partition('/')[2]} {loss:.4f}".strip() for split, loss in losses.items())
             self._note(f"step {self.step}  evaluation loss {', '.join(named)}")
@@ -451,20 +461,9 @@ class Trainer:
         """Report the end of a save. Raises InputError if it failed and no older checkpoint exists, or the run ends."""
         if outcome is None:
             return
-        if outcome.error is None:
-            self._note(logs.saved_line(outcome))
-            if outcome.unverified is not None:
-                problem = f"the checkpoint of step {outcome.step} has no checksums ({outcome.unverified})"
-                self._report(f"{problem}: its files will not be verified", warning=True)
-            if self.exports is not None and self.writer:
-                self.exports.start(outcome.step)
-            return
-        problem = f"the checkpoint of step {outcome.step} could not be saved in {self.run_dir} ({outcome.error})"
-        newest = self.checkpoints.latest_step
-        older = "there is no older one" if newest is None else f"the newest one is of step {newest}"
-        if newest is None or ending:
-            raise InputError(f"{problem}, and {older}: free disk space, then start the same command again.")
-        self._report(f"{problem}: {older}", warning=True)
+        self._reports.report(outcome, self.checkpoints.latest_step, ending)
+        if outcome.error is None and self.exports is not None and self.writer:
+            self.exports.start(outcome.step)
 
     def _report(self, text: str, warning: bool) -> None:
         if warning and self.progress is None:  # the user's own loop

@@ -96,15 +96,21 @@ class StateSaver:
         return [[path, os.path.getsize(path)] for path in paths]
 
     def save(
-        self, checkpoints: Checkpoints, step: int, state: TrainState, samples: int | None = None, **more: Any
+        self,
+        checkpoints: Checkpoints,
+        step: int,
+        state: TrainState,
+        samples: int | None = None,
+        eval_loss: float | None = None,
+        **more: Any,
     ) -> None:
         """Start writing the state as the checkpoint of `step`, before which `samples` were read (default: config's).
 
-        `more` are further entries of its description.
+        `eval_loss` is the evaluation loss of its model, `more` are further entries of its description.
         """
         canonical = self._to_canonical(replace(state, frozen={}))
         samples = samples_before(self.program.config, step) if samples is None else samples
-        checkpoints.save(step, _as_tree(canonical), self.description(step, samples) | more)
+        checkpoints.save(step, _as_tree(canonical), self.description(step, samples) | more, eval_loss)
 
     def reserve_host_memory(self) -> None:
         """Allocate the pinned host memory that `save` needs, before training; it needs no state yet."""

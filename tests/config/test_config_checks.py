@@ -251,6 +251,7 @@ ALLOWED = [
     "schedule.kind=inverse_sqrt schedule.decay_steps=null schedule.warmup_steps=1000",
     "run.checkpoint_interval=50 checkpoint.keep_every=200",
     "checkpoint.keep_every=200",
+    "run.checkpoint_interval=50 run.eval_interval=25 checkpoint.keep_best=3",
     "logging.profile_start=1000",
     "kernels.attention=cudnn precision.compute=float16",
     "data.kind=indexed data.train=a data.split=9,1,0 run.eval_interval=5",

@@ -1,0 +1,84 @@
+"""What a run says about its saves: their size, speed and cost, a save that has to wait, and a failure."""
+
+import time
+from collections.abc import Callable, Mapping
+from math import ceil
+from typing import Any
+
+from megajax.checkpoint import Checkpoints, SaveOutcome
+from megajax.config import Config
+from megajax.errors import InputError
+from megajax.training import logs
+
+
+class SaveReports:
+    """Reports the saves of one run, and keeps their figures for metrics.jsonl.
+
+    `say(text, whether it is a warning)` tells the user.
+    """
+
+    def __init__(self, config: Config, say: Callable[[str, bool], None]):
+        self.config, self._say = config, say
+        self._figures: dict[str, Any] = {}
+        self._evaluation: tuple[int, float] | None = None  # the last one's step and loss
+        self._last_start: float | None = None
+        self._warned = False
+
+    def evaluated(self, step: int, losses: Mapping[str, float]) -> None:
+        """Remember the loss on `data.valid`, by which `checkpoint.keep_best` chooses."""
+        if "valid" in losses:
+            self._evaluation = step, losses["valid"]
+
+    def eval_loss(self, step: int) -> float | None:
+        """The evaluation loss of a checkpoint of `step`; None if the model of this step was not evaluated."""
+        return self._evaluation[1] if self._evaluation is not None and self._evaluation[0] == step else None
+
+    def wait_for_last(self, checkpoints: Checkpoints, step: int) -> SaveOutcome | None:
+        """The result of the last save, before that of `step` starts; says so if training has to wait for it."""
+        now, waits = time.perf_counter(), checkpoints.saving
+        between, self._last_start = None if self._last_start is None else now - self._last_start, now
+        if waits is None:
+            return checkpoints.outcome(wait=True)
+        self._say(f"step {step}: the save of step {waits} is not complete yet; training waits for it", False)
+        outcome = checkpoints.outcome(wait=True)
+        self._last_start = time.perf_counter()
+        interval, key = self.config.run.checkpoint_interval, "run.checkpoint_interval"
+        if between and outcome is not None and outcome.error is None and interval and not self._warned:
+            self._warned = True
+            self._say(
+                f"{key}={interval} ({self.config.where(key)}) is too short for this disk: a save takes "
+                f"{outcome.seconds:.1f} s, and after {between:.1f} s the next one began, so training waits for it: set "
+                f"it to {ceil(interval * outcome.seconds / between * 1.1)} or more",
+                True,
+            )
+        return outcome
+
+    def report(self, outcome: SaveOutcome, newest: int | None, ending: bool) -> None:
+        """Report the end of a save; `newest` is the step of the newest checkpoint.
+
+        Raises InputError if it failed and no older checkpoint exists, or the run ends.
+        """
+        if outcome.error is None:
+            self._say(logs.saved_line(outcome), False)
+            if outcome.unverified is not None:
+                problem = f"the checkpoint of step {outcome.step} has no checksums ({outcome.unverified})"
+                self._say(f"{problem}: its files will not be verified", True)
+            self._figures = {
+                "checkpoint_step": outcome.step,
+                "checkpoint_gb": round(outcome.size / 1e9, 6),
+                "checkpoint_seconds": round(outcome.seconds, 3),
+                "checkpoint_gb_per_second": round(outcome.size / 1e9 / max(outcome.seconds, 1e-9), 6),
+                "checkpoint_stall_seconds": round(outcome.waited, 3),
+            }
+            return
+        run_dir = self.config.run.dir
+        problem = f"the checkpoint of step {outcome.step} could not be saved in {run_dir} ({outcome.error})"
+        older = "there is no older one" if newest is None else f"the newest one is of step {newest}"
+        if newest is None or ending:
+            raise InputError(f"{problem}, and {older}: free disk space, then start the same command again.")
+        self._say(f"{problem}: {older}", True)
+
+    def take(self) -> dict[str, Any]:
+        """The figures of a save that ended since the last call, for metrics.jsonl."""
+        figures, self._figures = self._figures, {}
+        return figures

@@ -1,0 +1,75 @@
+"""What a run says about its saves, and which checkpoints it keeps."""
+
+import json
+import time
+
+import jax
+import pytest
+
+from megajax.checkpoint import SaveOutcome
+from megajax.training.loop import Trainer
+from megajax.training.save_reports import SaveReports
+
+
+@pytest.fixture
+def build(tmp_path, make_config):
+    return lambda *overrides: Trainer(make_config(f"run.dir={tmp_path / 'run'}", *overrides), jax.devices()[:1])
+
+
+class Slow:
+    """Checkpoints whose last save, of step 5, takes 0.2 s longer."""
+
+    saving = 5
+
+    def outcome(self, wait):
+        assert wait
+        time.sleep(0.2)
+        return SaveOutcome(5, 2 * 10**9, waited=0.3, seconds=4.0)
+
+
+def test_a_save_that_waits_says_so_and_once_that_the_interval_is_too_short(make_config):
+    lines = []
+    config = make_config("run.checkpoint_interval=5")
+    reports = SaveReports(config, lambda text, warning: lines.append((text, warning)))
+    checkpoints = Slow()
+    checkpoints.saving = None
+    reports.wait_for_last(checkpoints, 5)
+    assert not lines
+
+    checkpoints.saving = 5
+    time.sleep(0.1)
+    assert reports.wait_for_last(checkpoints, 10).step == 5
+    (waits, _), (warning, is_warning) = lines
+    assert waits == "step 10: the save of step 5 is not complete yet; training waits for it"
+    assert is_warning and "run.checkpoint_interval=5" in warning and "a save takes 4.0 s" in warning
+    # 5 steps take 0.3 s or more here, and a save 4: at most 5·4 / 0.3 · 1.1 steps.
+    assert 5 < int(warning.split("set it to ")[1].split()[0]) <= 74
+
+    reports.wait_for_last(checkpoints, 15)
+    assert len(lines) == 3 and not lines[-1][1]
+
+    reports.report(checkpoints.outcome(wait=True), newest=5, ending=False)
+    assert reports.take() == {
+        "checkpoint_step": 5,
+        "checkpoint_gb": 2.0,
+        "checkpoint_seconds": 4.0,
+        "checkpoint_gb_per_second": 0.5,
+        "checkpoint_stall_seconds": 0.3,
+    }
+    assert not reports.take()
+
+
+def test_the_best_by_evaluation_loss_and_the_newest_are_kept(build, tmp_path, monkeypatch, checkpoint_steps):
+    losses = iter([3.0, 1.0, float("nan"), 2.0, 4.0, 5.0])
+    monkeypatch.setattr(Trainer, "evaluate", lambda self, split: next(losses))
+    every = ("run.checkpoint_interval=2", "run.eval_interval=2", "run.steps=12", "run.log_interval=3")
+    trainer = build("data.split='8,2,0'", *every, "checkpoint.keep=1", "checkpoint.keep_best=2")
+    assert trainer.run() == 0
+    assert checkpoint_steps(tmp_path / "run") == [4, 8, 12]
+
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    saves = [line for line in lines if "checkpoint_gb" in line]
+    size = sum(leaf.nbytes for leaf in jax.tree.leaves(trainer.state))
+    assert saves[-1]["checkpoint_step"] == saves[-1]["step"] == 12
+    assert all(line["checkpoint_gb"] == pytest.approx(size / 1e9, abs=1e-6) for line in saves)
+    assert all(line["checkpoint_seconds"] >= line["checkpoint_stall_seconds"] > 0 for line in saves)
