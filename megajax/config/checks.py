@@ -38,6 +38,7 @@ def check(config: Config) -> None:
     _check_run_dir(config)
     check_checkpoints(config)
     check_rollbacks(config)
+    _check_norms(config)
     warn_without_effect(config)
     warn_about_kept_checkpoints(config)
     _warn_about_warmup(config)
@@ -385,6 +386,13 @@ def _check_run_dir(config: Config) -> None:
         problem = f"{deterministic} passes a path in {run_dir} to XLA as a flag, but a flag"
         problem += f" cannot contain the space in {path}"
         fail(config, problem, "choose a run.dir without spaces", "run.dir", "run.deterministic")
+
+
+def _check_norms(config: Config) -> None:
+    norms, logs = "logging.norms_interval", "run.log_interval"
+    if config.logging.norms_interval % config.run.log_interval:
+        problem = f"{format_keys(config, norms)} is not a multiple of {format_keys(config, logs)}"
+        fail(config, problem, "choose one, since norms are part of a logged line, or 0 for no norms", norms, logs)
 
 
 def _warn_about_warmup(config: Config) -> None:

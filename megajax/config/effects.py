@@ -117,6 +117,7 @@ def _of_the_run(config: Config) -> list[Rule]:
         Rule(config.checkpoint.local_dir is None, "checkpoint.local_dir", ("checkpoint.local_interval",)),
         Rule(logging.profile_start is None, "logging.profile_start", ("logging.profile_steps",)),
         Rule((logging.profile_start or 0) > config.run.steps, "run.steps", ("logging.profile_start",)),
+        Rule(logging.norms_interval > config.run.steps, "run.steps", ("logging.norms_interval",)),
         Rule(fp8.recipe == "none", recipe, of_fp8),
         Rule(fp8.recipe == "current", recipe, delayed),
     ]

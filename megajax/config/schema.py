@@ -330,6 +330,11 @@ class LoggingConfig(Section):
     wandb_project: Text | None = Field(default=None, description="Name of the Weights & Biases project.")
     profile_start: Count | None = Field(default=None, description="First step of a jax.profiler trace; null: none.")
     profile_steps: Count = Field(default=3, description="Number of steps in the trace.")
+    norms_interval: CountOrZero = Field(
+        default=0,
+        description="Steps between logged norms of gradients and weights, and update / weight ratios, by parameter and"
+        " layer; a multiple of run.log_interval; 0: none.",
+    )
 
 
 class Config(Section):

@@ -1,6 +1,6 @@
 """The checks of the numbers of each step, and what follows from them: a warning, a rollback, or the end of the run."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import jax
 
@@ -8,6 +8,7 @@ from megajax.checkpoint import Checkpoints
 from megajax.config.batch_schedule import BatchSizes
 from megajax.console import BAD_NUMBERS
 from megajax.training import replicas, spikes
+from megajax.training.norms import Norms
 from megajax.training.replicas import ReplicaCheck
 from megajax.training.resuming import Start
 from megajax.training.rollbacks import Rollback
@@ -20,20 +21,21 @@ type End = int | Rollback  # of some steps: the run's exit status, or the checkp
 class NumberChecks:
     """Keeps numbers of each step on the devices, and examines them at log points and before a save.
 
-    losses: the LossWatch of the steps since `begin`.
+    losses: the LossWatch of the steps since `begin`. norms: the Norms that are logged.
     """
 
     def __init__(self, program: TrainProgram, note: Callable[[str], None]):
         self.config, self._note = program.config, note
-        self._replicas = ReplicaCheck(program)
+        self._replicas, self.norms = ReplicaCheck(program), Norms(program)
 
     def begin(self, start: Start) -> None:
         """The run begins, or continues after a rollback, at the step of `start`."""
         self.losses, self._rollbacks = LossWatch(self.config, start.saved.get("losses")), start.rollbacks
 
-    def compile(self) -> None:
-        """Compile the programs that the options need."""
+    def compile(self, sizes: Sequence[int]) -> None:
+        """Compile the programs that the options need for global batches of `sizes` sequences."""
         self._replicas.compile()
+        self.norms.compile(sizes)
 
     def stepped(self, step: int, state: TrainState, metrics: Mapping[str, jax.Array], before_save: bool) -> None:
         """Keep the numbers of `step`, which led to `state`; the host does not wait."""

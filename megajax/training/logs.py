@@ -47,10 +47,13 @@ class MetricsLog:
         if not self.writer:
             return
         # JSON has no NaN: numbers that are not finite become null.
-        entry = {n: None if isinstance(v, float) and not math.isfinite(v) else v for n, v in values.items()}
+        entry = {name: _finite(value) for name, value in values.items()}
         self._unwritten += json.dumps({"step": step, "time": round(time.time(), 3), **entry}).encode() + b"\n"
         self._write_lines()
         numbers = {name: value for name, value in values.items() if isinstance(value, int | float)}
+        for name in values.keys() - numbers.keys():
+            if "/" in name and isinstance(values[name], list):  # a norm of each layer
+                numbers |= {f"{name}/{i}": value for i, value in enumerate(values[name])}
         if self._tensorboard:
             self._tensorboard.write(step, numbers)
         if self._wandb:
@@ -123,12 +126,19 @@ class TensorBoardLog:
 def values_of(metrics: dict[str, np.ndarray]) -> tuple[dict[str, Any], int]:
     """The values of a logged step from a step's metrics, and the number of skipped steps in a row."""
     counts, dropped = (metrics.pop(name, None) for name in ("expert_counts", "dropped_tokens"))
-    values = {name: array.item() for name, array in metrics.items()}
+    values = {name: array.tolist() for name, array in metrics.items()}
     values |= {} if counts is None else expert_load(counts, dropped)
     in_row = values.pop("skipped_in_row")
     if not values["skipped"]:
         del values["skipped"]
     return values, in_row
+
+
+def _finite(value: Any) -> Any:
+    """A logged value with None instead of numbers that are not finite."""
+    if isinstance(value, list):
+        return [_finite(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def expert_load(counts: np.ndarray, dropped: np.ndarray | None = None) -> dict[str, Any]:

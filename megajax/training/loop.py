@@ -146,7 +146,7 @@ class Trainer:
         if self._compiling is None and not self._compiled_steps:
             thread = ThreadPoolExecutor(1)
             self._compiling = thread.submit(compile_steps, self.program, self._sizes_ahead(), self._note)
-            thread.submit(self._checks.compile)
+            thread.submit(self._checks.compile, self._sizes_ahead())
             thread.shutdown(wait=False)
 
     def _reserve_host_memory(self) -> None:
@@ -170,10 +170,11 @@ class Trainer:
             self._compiled_steps = self._compiling.result()
             self.compile_seconds = time.perf_counter() - start
             keep_autotuning(self.config)
+        norms = self._checks.norms.before(self.step + 1, self.state, batch)  # the step takes the state's memory
         self.state, metrics = self._compiled_steps[microbatches](self.state, batch)
         self.step += 1
         self._wait_for_devices(metrics["loss"])
-        return metrics
+        return metrics | norms
 
     def _wait_for_devices(self, value: jax.Array) -> None:
         """Keep the host at most STEPS_AHEAD steps ahead; `value` is a result of one step.

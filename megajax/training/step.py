@@ -210,12 +210,8 @@ def _train_step(program: TrainProgram, gradients_of: Callable, state: TrainState
         state.weights, state.layer_state, batch, state.step, state.loss_scale
     )
     finite = jnp.isfinite(sums["loss"]) & jnp.isfinite(norm)
-    if config.optimizer.clip_norm > 0:
-        clip = jnp.minimum(1.0, config.optimizer.clip_norm / (norm + 1e-6))
-        gradients = jax.tree.map(lambda g: g * clip, gradients)
+    learning_rate, directions, optimizer = directions_of(program, state, gradients, norm)
     with jax.named_scope("optimizer"):
-        learning_rate = make_schedule(config.schedule)(state.step + 1)
-        directions, optimizer = program.optimizer.update(gradients, state.optimizer, state.params)
         params = jax.tree.map(lambda p, d: p - learning_rate * d, state.params, directions)
 
         # A step with non-finite numbers changes no weight, moment or layer state.
@@ -250,6 +246,24 @@ def _train_step(program: TrainProgram, gradients_of: Callable, state: TrainState
         metrics["loss_scale"] = state.loss_scale
         state = _update_loss_scale(state, finite)
     return state, metrics
+
+
+def directions_of(
+    program: TrainProgram, state: TrainState, gradients: dict[str, jax.Array], norm: jax.Array
+) -> tuple[jax.Array, dict[str, jax.Array], Any]:
+    """(learning rate, directions, new optimizer state): a step subtracts the rate times the direction from a weight.
+
+    The gradients are not clipped yet; `norm` is the norm of all of them.
+    """
+    config = program.config
+    if config.optimizer.clip_norm > 0:
+        clip = jnp.minimum(1.0, config.optimizer.clip_norm / (norm + 1e-6))
+        gradients = jax.tree.map(lambda g: g * clip, gradients)
+    with jax.named_scope("optimizer"):
+        learning_rate: Any = make_schedule(config.schedule)(state.step + 1)
+        directions: Any
+        directions, optimizer = program.optimizer.update(gradients, state.optimizer, state.params)
+    return learning_rate, directions, optimizer
 
 
 def _layer_metrics(block: Block, measured: dict[str, jax.Array]) -> dict[str, jax.Array]:

@@ -24,6 +24,10 @@ schedule: {decay_steps: 100}
 
 
 REFUSED = {
+    "logging.norms_interval=25": (
+        "logging.norms_interval=25 is not a multiple of run.log_interval=10 (@): choose one, since norms are part of"
+        " a logged line, or 0 for no norms."
+    ),
     "run.max_rollbacks=1": (
         "run.max_rollbacks=1 needs checkpoints, but run.checkpoint_interval=0 (@):"
         " set run.checkpoint_interval, or set run.max_rollbacks=0."
@@ -290,6 +294,7 @@ WARNED = {
     "logging.wandb_project=p": ("", "logging.wandb=false"),
     "logging.profile_steps=5": ("", "logging.profile_start=null"),
     "logging.profile_start=1001": ("", "run.steps=1000"),
+    "logging.norms_interval=2000": ("", "run.steps=1000"),
     "data.reset_attention=true": ("", "data.synthetic_documents=null"),
     "data.mask_end_of_document_loss=true": ("", "data.synthetic_documents=null"),
     "data.synthetic_documents=4": ("", "data.reset_attention=false"),

@@ -1,0 +1,90 @@
+"""Norms by parameter and layer: equal to NumPy's on one device, the same on a mesh, and without effect on training."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+
+from megajax.config.checks import check_mesh
+from megajax.mesh import build_mesh
+from megajax.parallel.gradients import gradient_function
+from megajax.training.batches import to_global
+from megajax.training.loop import Trainer
+from megajax.training.norms import Norms
+from megajax.training.step import TrainProgram
+
+# Clipping is active.
+RUN = (
+    *("model.num_layers=4", "batch.num_microbatches=2", "logging.norms_interval=2"),
+    *("optimizer.clip_norm=0.05", "optimizer.weight_decay=0.1", "schedule.learning_rate=1e-2"),
+)
+MESH = ("mesh.pipeline=2", "pipeline.rounds=2", "mesh.fsdp=2")  # stores layers 0, 2, 1, 3
+
+
+def prepared(make_config, devices, *overrides):
+    """A program, its first state, and a batch of random tokens that is the same on any mesh."""
+    config = make_config(*RUN, *overrides)
+    program = TrainProgram.build(config, build_mesh(check_mesh(config, devices), jax.devices()[:devices]))
+    M, B, S = program.plan.batch_shape
+    tokens = np.random.default_rng(1).integers(0, 125, (M * B, S + 1), np.int32)
+    fields = {
+        "tokens": tokens[:, :-1],
+        "targets": tokens[:, 1:],
+        "loss_mask": np.ones((M * B, S), np.float32),
+        "positions": np.broadcast_to(np.arange(S, dtype=np.int32), (M * B, S)),
+    }
+    return program, program.init_state(), to_global(program, fields)
+
+
+def numpy_norms(arrays):
+    """The norm of each array, by layer for those of blocks, and of all parameters of each layer."""
+    norms, layers = {}, np.zeros(4)
+    for name, array in arrays.items():
+        in_block = name.startswith("blocks.")
+        squares = np.square(np.asarray(array, np.float64)).reshape(len(array) if in_block else 1, -1).sum(axis=1)
+        layers += squares if in_block else 0
+        norms[name] = np.sqrt(squares if in_block else squares[0])
+    return norms | {"layers": np.sqrt(layers)}
+
+
+def test_norms_equal_numpy_on_one_device_and_on_a_mesh(make_config):
+    program, state, batch = prepared(make_config, 1)
+    norms = Norms(program)
+    assert norms.before(3, state, batch) == {}
+    logged = jax.device_get(norms.before(2, state, batch))
+
+    gradients_of = jax.jit(gradient_function(program.local, program.mesh))
+    _, gradients, norm, *_ = gradients_of(state.weights, {}, batch, state.step, state.loss_scale)
+    before = jax.device_get(state.params)
+    after, metrics = program.train_step(state, batch)
+    change = {name: before[name].astype(np.float64) - np.asarray(array) for name, array in after.params.items()}
+    weights = numpy_norms(before)
+    ratios = {name: own / weights[name] for name, own in numpy_norms(change).items()}
+    expected = {"grad_norm": numpy_norms(gradients), "weight_norm": weights, "update_ratio": ratios}
+    names = {f"{kind}/{name}" for kind, own in expected.items() for name in own}
+    assert logged.keys() == names and float(norm) > 0.05
+    for kind, tolerance in (("grad_norm", 1e-5), ("weight_norm", 1e-5), ("update_ratio", 1e-4)):  # FP32 weights
+        for name, own in expected[kind].items():
+            np.testing.assert_allclose(logged[f"{kind}/{name}"], own, rtol=tolerance, err_msg=f"{kind}/{name}")
+    total = sum(np.square(logged[f"grad_norm/{name}"]).sum() for name in before)
+    assert np.sqrt(total) == pytest.approx(float(metrics["grad_norm"]), rel=1e-5)
+
+    program, state, batch = prepared(make_config, 4, *MESH)
+    assert any(placement.reordered for placement in program.placements.values())
+    for name, own in jax.device_get(Norms(program).before(2, state, batch)).items():
+        np.testing.assert_allclose(own, logged[name], rtol=1e-5, err_msg=name)
+
+
+def test_norms_are_logged_at_their_steps_and_change_no_loss(tmp_path, make_config, read_metrics):
+    losses = {}
+    for interval in (0, 2):
+        overrides = (*RUN, "run.steps=3", f"logging.norms_interval={interval}", "model.num_layers=1")
+        assert Trainer(make_config(*overrides, f"run.dir={tmp_path / str(interval)}"), jax.devices()[:1]).run() == 0
+        losses[interval] = read_metrics(tmp_path / str(interval), "loss", "grad_norm")
+    assert losses[0] == losses[2] and len(losses[0]) == 3
+    lines = [json.loads(line) for line in (tmp_path / "2" / "metrics.jsonl").read_text().splitlines()]
+    lines = [line for line in lines if "loss" in line]
+    assert ["grad_norm/head" in line for line in lines] == [False, True, False]
+    assert len(lines[1]["update_ratio/layers"]) == len(lines[1]["weight_norm/blocks.dense.mlp.up"]) == 1
+    assert isinstance(lines[1]["weight_norm/final_norm"], float)
