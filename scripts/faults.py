@@ -124,6 +124,8 @@ def numbers_of(run_dir: Path) -> Numbers:
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     found: Numbers = {}
     for line in lines:
+        if not {"loss", "eval_loss"} & line.keys():  # figures of the last save
+            continue
         names = ("eval_loss",) if "eval_loss" in line else NUMBERS
         key = (line["step"], names[0])
         assert key not in found, key

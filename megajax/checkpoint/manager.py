@@ -127,13 +127,15 @@ class Checkpoints:
         except Exception as problem:  # any error of orbax or the file system
             error = reason(problem)
         self._started = SaveOutcome(step, size, time.perf_counter() - start, error=error), start
-        if error is None:
-            thread = ThreadPoolExecutor(1)
-            self._completing = thread.submit(self._complete, step, f"checksums/{next(_calls['checksums'])}")
-            thread.shutdown(wait=False)
+        thread = ThreadPoolExecutor(1)
+        self._completing = thread.submit(self._complete, step, f"checksums/{next(_calls['checksums'])}", error)
+        thread.shutdown(wait=False)
 
-    def _complete(self, step: int, call: str) -> tuple[str | None, float]:
-        """Wait for orbax, and write the checksums; the reason if there are none, and the time."""
+    def _complete(self, step: int, call: str, error: str | None) -> tuple[str | None, float]:
+        """Wait for orbax, and write the checksums; the reason if there are none, and the time.
+
+        `error`: why this process could not start the save, for the others.
+        """
         directory = self.directory / str(step)
 
         def write(answers: list[str]) -> str:
@@ -144,10 +146,11 @@ class Checkpoints:
             except OSError as problem:
                 return reason(problem)
 
-        answer = {"error": "", "share": []}
+        answer = {"error": error or "", "share": []}
         try:
             self._manager.wait_until_finished()
-            answer["share"] = checksums.compute(directory, jax.process_index(), jax.process_count())
+            if error is None:
+                answer["share"] = checksums.compute(directory, jax.process_index(), jax.process_count())
         except Exception as problem:  # every process answers, so that none waits for it
             answer["error"] = reason(problem)
         try:

@@ -217,6 +217,12 @@ def console_line(step: int, steps: int, values: Mapping[str, Any], seconds_left:
     return "  ".join(parts)
 
 
+def nothing_line(config: Config, step: int) -> str:
+    """The only line of a run that is complete already."""
+    steps, run = config.run.steps, config.run.dir
+    return f"nothing to do: {run} is at step {step} of run.steps={steps}; raise run.steps, or choose another run.dir"
+
+
 def closing_line(config: Config, step: int, seconds: float) -> str:
     """The last line of a complete run: its duration, and the next commands."""
     run = config.run.dir

@@ -39,7 +39,7 @@ from megajax.training.save_reports import SaveReports
 from megajax.training.saving import StateSaver
 from megajax.training.step import TrainProgram, TrainState
 from megajax.training.step_times import StepTimes
-from megajax.training.stop_signals import StopSignals
+from megajax.training.stop_signals import StopSignals, deadline
 from megajax.training.summary import summary
 from megajax.training.watch import Watch
 
@@ -72,12 +72,9 @@ class Trainer:
         count = len(jax.devices() if devices is None else devices)
         sizes = check_mesh(config, count, jax.process_count())
         logs.check_sinks(config)
-        self._reports = SaveReports(config, self._report)
         self.exports = Exports(config, self._report) if config.checkpoint.export_hf.dir is not None else None
         self.data = datasets(config)
-        if config.checkpoint.keep_best is not None and "valid" not in self.data:
-            key = f"checkpoint.keep_best={config.checkpoint.keep_best} ({config.where('checkpoint.keep_best')})"
-            raise ConfigError(f"{key} needs an evaluation loss, but there is no data.valid: set it, or data.split.")
+        self._reports = SaveReports(config, "valid" in self.data, self._report)
         self.program = TrainProgram.build(config, build_mesh(sizes, devices))
         self.saver = StateSaver(self.program)
         self.run_dir = Path(config.run.dir)
@@ -86,8 +83,8 @@ class Trainer:
         self.compile_seconds = 0.0
         self.progress: logs.Progress | None = None
         self._state: TrainState | None = None
-        self.local = LocalSaves(self.saver, self._note) if config.checkpoint.local_dir is not None else None
-        self._start = Start(self.saver, lambda: self.checkpoints, self.local)
+        self.local_saves = LocalSaves(self.saver, self._note) if config.checkpoint.local_dir is not None else None
+        self._start = Start(self.saver, lambda: self.checkpoints, self.local_saves)
         self._checks = NumberChecks(self.program, self._note)
         self._begin()
         self._train_batches: Generator | None = None
@@ -148,10 +145,6 @@ class Trainer:
             self._compiling = thread.submit(compile_steps, self.program, self._sizes_ahead(), self._note)
             thread.submit(self._checks.compile, self._sizes_ahead())
             thread.shutdown(wait=False)
-
-    def _reserve_host_memory(self) -> None:
-        if self.config.run.checkpoint_interval:  # else nothing trains during a save
-            self.saver.reserve_host_memory()
 
     def next_batch(self) -> dict[str, jax.Array]:
         """The batch of the next step; the position in the data depends on the step only."""
@@ -222,8 +215,8 @@ class Trainer:
             if "checkpoints" in self.__dict__:
                 try:
                     self._report_save(self.checkpoints.outcome(wait=True), ending=True)
-                    if writing and self.local is not None:
-                        self.local.end(self.step, self.checkpoints.latest_step)
+                    if writing and self.local_saves is not None:
+                        self.local_saves.end(self.step, self.checkpoints.latest_step)
                 finally:
                     self.__dict__.pop("checkpoints").close()
         finally:
@@ -258,38 +251,24 @@ class Trainer:
         if self._writing:
             return
         self._lock()
-        local_step = None
+        local_step = self._start.local_step if self.step == self._start.step else None
         if self._state is None:
             self._state = self._first_state(logs.say)
             if self._start.resumed_step is not None:
                 for change in self._start.allowed:
                     logs.say(f"let through by checkpoint.allow_changes: {change}")
                 self.saver.warn_of_another_rate(self._start.saved, self._start.name)
-            local_step = self._start.local_step
-        if self.local is not None:
-            self.local.begin(local_step)
+            local_step = self._start.local_step  # reading it may have led to another checkpoint
+        if self.local_saves is not None:
+            self.local_saves.begin(local_step)
         self._start.rollbacks.forget_after(self._recorded_step)
-        on_first_process(self._record)
+        new, step = self._start.resumed_step is None, self._recorded_step
+        on_first_process(lambda: run_record.record_start(self.run_dir, self.config, step, new, logs.say))
         on_first_process(self.checkpoints.remove_partial)  # all processes open the checkpoints together
         if self.exports is not None:
             on_first_process(self.exports.check_directory)
         self.checkpoints.reload()
         self._writing = True
-
-    def _record(self) -> None:
-        before = run_record.previous_config(self.run_dir)
-        changed = run_record.changed_keys(before, self.config.model_dump(mode="json")) if before else []
-        start = self._recorded_step
-        if start and changed:
-            logs.say(f"changed since the last start: {'; '.join(changed)}")
-        later = [step for step in complete_steps(self.run_dir) if step > start]
-        if later:
-            path = run_record.set_aside(self.run_dir, start, later)
-            logs.say(f"checkpoints after step {start} were set aside in {path}")
-        run_record.write_config(self.run_dir, self.config, start)
-        if self._start.resumed_step is None:
-            run_record.keep_model_files(self.run_dir, self.config)
-        run_record.keep_tokenizer(self.run_dir, self.config)
 
     def run(self) -> int:
         """Train to `run.steps`; the exit status."""
@@ -306,11 +285,11 @@ class Trainer:
             on_first_process(lambda: remove_damaged_programs(self.config))
             self.compile()
             with ThreadPoolExecutor(1) as thread:
-                reserved = thread.submit(self._reserve_host_memory)
+                reserved = thread.submit(self.saver.reserve_host_memory)
                 self._start_writing()
             reserved.result()
             log = self._open_log()
-            with StopSignals(self.step, self._deadline()) as stop:
+            with StopSignals(self.step, deadline(self.config.run.max_minutes, self.start_time)) as stop:
                 while not isinstance(ended := self._run(log, stop), int):
                     self._roll_back(ended)
                     log.close()
@@ -318,11 +297,6 @@ class Trainer:
                 return ended
         finally:
             self._end(log)
-
-    def _deadline(self) -> float | None:
-        """The end of `run.max_minutes`, as of time.monotonic()."""
-        minutes = self.config.run.max_minutes
-        return None if minutes is None else time.monotonic() - (time.time() - self.start_time) + 60 * minutes
 
     def _open_log(self) -> logs.MetricsLog:
         log = logs.MetricsLog(self.config, self.step, self.writer)
@@ -347,10 +321,7 @@ class Trainer:
         steps = self.config.run.steps
         if self.step < steps:
             return False
-        logs.say(
-            f"nothing to do: {self.run_dir} is at step {self.step} of run.steps={steps}; raise run.steps, or choose "
-            "another run.dir"
-        )
+        logs.say(logs.nothing_line(self.config, self.step))
         return True
 
     def _end(self, log: logs.MetricsLog | None) -> None:
@@ -399,7 +370,7 @@ class Trainer:
             self._watch.stepped(self.step)
             stopping = stop.requested(self.step)
             ending = bool(last or stopping)
-            locally = self.local is not None and self.local.is_due(self.step)
+            locally = self.local_saves is not None and self.local_saves.is_due(self.step)
             self._checks.stepped(self.step, self.state, metrics, before_save=bool(saving or ending or locally))
             if pending and (last or evaluation or saving or stopping or locally):
                 if end := self._log(log, meter, *pending):
@@ -414,14 +385,16 @@ class Trainer:
                 if saving or ending:
                     self.save()
                 self._report_save(self.checkpoints.outcome(wait=ending), ending)
+                if self.local_saves is not None:
+                    self.local_saves.report()
                 if ending and (figures := self._reports.take()):
                     log.write(self.step, figures)
                 if self.exports is not None:
                     self.exports.report(wait=ending)
-            if locally and self.local is not None and not (saving or ending):
+            if locally and self.local_saves is not None and not (saving or ending):
                 samples = self.sizes.samples_before(self.step)
                 with self._watch.working("the local checkpoint"):
-                    self.local.save(self.step, self.state, samples, **self._checks.losses.saved)
+                    self.local_saves.save(self.step, self.state, samples, **self._checks.losses.saved)
             if evaluation or saving:
                 meter.restart(self.step)
                 self._times.take()
@@ -455,7 +428,8 @@ class Trainer:
 
     def _saved(self) -> Checkpoints:
         """The checkpoints, after the last save has ended and is reported."""
-        self._report_save(self.checkpoints.outcome(wait=True))
+        with self._watch.working("the save"):
+            self._report_save(self.checkpoints.outcome(wait=True))
         return self.checkpoints
 
     def _report_save(self, outcome: SaveOutcome | None, ending: bool = False) -> None:

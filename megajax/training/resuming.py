@@ -49,11 +49,6 @@ class Start:
     def step(self) -> int:
         return self.resumed_step or 0
 
-    @property
-    def local_step(self) -> int | None:
-        """The step of the local checkpoint from which the run resumes, if it does."""
-        return None if self.local is None else self.local.step
-
     def find(self) -> None:
         """Choose the checkpoint, and compare it with this run."""
         self.seen = complete_steps(self.run_dir)
@@ -68,10 +63,11 @@ class Start:
         self.allowed: list[Difference] = []
         self.rollbacks = Rollbacks(self.config)
         self.saved: dict[str, Any] = {}
-        self.local = self._newer_local_one()
-        if self.local is not None:
-            self.resumed_step, self.saved = self.local.step, self.local.description
-            self._compare(f"the local checkpoint of step {self.step} in {self.local.directory.parent}")
+        self._local = self._newer_local_one()
+        self.local_step = None if self._local is None else self._local.step
+        if self._local is not None:
+            self.resumed_step, self.saved = self._local.step, self._local.description
+            self._compare(f"the local checkpoint of step {self.step} in {self._local.directory.parent}")
         elif step is not None:
             problem = self._checkpoints().damage(step, "description") or self._problem(lambda: self._describe(step))
             if problem:
@@ -107,7 +103,7 @@ class Start:
         on_first_process(lambda: run_record.set_aside(self.run_dir, step, later))
         self.rollbacks.add(rollback)
         self._checkpoints().reload()
-        self.resumed_step, self.local = step, None
+        self.resumed_step, self.local_step = step, None
         self.saved = self._checkpoints().describe(step)
         self.sizes = BatchSizes.of(self.config, Position(step, rollback.samples))
         on_first_process(lambda: run_record.write_config(self.run_dir, self.config, step))
@@ -139,7 +135,7 @@ class Start:
 
     def _restored(self, say: Callable[[str], None]) -> TrainState:
         """The state of the newest good checkpoint, from `resumed_step` backwards."""
-        while self.local is None:
+        while self._local is None:
             checkpoints = self._checkpoints()
             verified = "" if checkpoints.has_checksums(self.step) else ", which has no checksums, so it is not verified"
             say(f"resuming from {self.name}{verified}")
@@ -149,7 +145,8 @@ class Start:
             self._choose(self._older(self.step, problem))
         assert self._local_saves is not None
         say(f"resuming from {self.name}")
-        return self._local_saves.restore(self.local)
+        state, self._local = self._local_saves.restore(self._local), None  # its file would stay mapped
+        return state
 
     def _read(self, step: int) -> tuple[TrainState | None, str]:
         """The state of a checkpoint whose files have no damage on any process; or None and the problem."""

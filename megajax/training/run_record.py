@@ -2,13 +2,13 @@
 
 import contextlib
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from megajax.checkpoint.manager import SUBDIRECTORY
+from megajax.checkpoint.manager import SUBDIRECTORY, complete_steps
 from megajax.config import Config
 from megajax.config.tree import Loader, read_file, show
 from megajax.data import tokenizers
@@ -34,6 +34,24 @@ def changed_keys(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
     return [
         f"{key} {show(old.get(key))} → {show(new.get(key))}" for key in {**new, **old} if old.get(key) != new.get(key)
     ]
+
+
+def record_start(run_dir: Path, config: Config, step: int, new: bool, say: Callable[[str], None]) -> None:
+    """Record a start at `step`: set newer checkpoints aside, write the config, and copy the tokenizer.
+
+    A `new` run does not resume; it also keeps the files beside its first weights. `say` prints a line.
+    """
+    before = previous_config(run_dir)
+    changed = changed_keys(before, config.model_dump(mode="json")) if before else []
+    if step and changed:
+        say(f"changed since the last start: {'; '.join(changed)}")
+    later = [other for other in complete_steps(run_dir) if other > step]
+    if later:
+        say(f"checkpoints after step {step} were set aside in {set_aside(run_dir, step, later)}")
+    write_config(run_dir, config, step)
+    if new:
+        keep_model_files(run_dir, config)
+    keep_tokenizer(run_dir, config)
 
 
 def write_config(run_dir: Path, config: Config, step: int) -> None:

@@ -7,17 +7,22 @@ from typing import Any
 
 from megajax.checkpoint import Checkpoints, SaveOutcome
 from megajax.config import Config
-from megajax.errors import InputError
+from megajax.errors import ConfigError, InputError
 from megajax.training import logs
 
 
 class SaveReports:
-    """Reports the saves of one run, and keeps their figures for metrics.jsonl.
+    """Reports the saves of one run, and keeps their figures for metrics.jsonl."""
 
-    `say(text, whether it is a warning)` tells the user.
-    """
+    def __init__(self, config: Config, evaluates: bool, say: Callable[[str, bool], None]):
+        """`evaluates`: whether there is a split `valid`; `say(text, whether it is a warning)` tells the user.
 
-    def __init__(self, config: Config, say: Callable[[str, bool], None]):
+        Raises ConfigError if `checkpoint.keep_best` lacks a loss to choose by.
+        """
+        key, best = "checkpoint.keep_best", config.checkpoint.keep_best
+        if best is not None and not evaluates:
+            problem = f"{key}={best} ({config.where(key)}) needs an evaluation loss, but there is no data.valid"
+            raise ConfigError(f"{problem}: set it, or data.split.")
         self.config, self._say = config, say
         self._figures: dict[str, Any] = {}
         self._evaluation: tuple[int, float] | None = None  # the last one's step and loss

@@ -113,7 +113,9 @@ class StateSaver:
         checkpoints.save(step, _as_tree(canonical), self.description(step, samples) | more, eval_loss)
 
     def reserve_host_memory(self) -> None:
-        """Allocate the pinned host memory that `save` needs, before training; it needs no state yet."""
+        """Allocate the pinned host memory that a `save` beside training needs; it needs no state yet."""
+        if not self.program.config.run.checkpoint_interval:
+            return
         kept = replace(self._canonical_abstract, frozen={})
         host_memory.reserve(kept if self.program.config.checkpoint.save_optimizer else replace(kept, optimizer=None))
 

@@ -15,6 +15,11 @@ FOR_EVER = 365 * 24 * 3600 * 1000  # milliseconds
 RUNS = itertools.count()  # of this process; all processes of a job make the same runs
 
 
+def deadline(minutes: float | None, start_time: float) -> float | None:
+    """The end of `run.max_minutes`, as of time.monotonic(); `start_time` is that of the process, as of time.time()."""
+    return None if minutes is None else time.monotonic() - (time.time() - start_time) + 60 * minutes
+
+
 class StopSignals:
     """SIGTERM, SIGUSR1, a first Ctrl-C and the deadline request a stop with a checkpoint while this context is open.
 
@@ -106,7 +111,7 @@ class Agreement:
             self._client.key_value_set(f"{self._keys}/request", word)
 
     def _listen(self) -> None:
-        with contextlib.suppress(jax.errors.JaxRuntimeError):  # the coordinator is gone, which `watch.py` reports
+        try:
             if self._get("request") == "stop":
                 with self._lock:
                     self._requested, own = True, self._next
@@ -115,7 +120,10 @@ class Agreement:
                     latest = max(int(self._get(str(index))) for index in range(self._count))
                     self._client.key_value_set(f"{self._keys}/at", str(latest))
                 self._at = int(self._get("at"))
-                self._agreed.set()
+        except jax.errors.JaxRuntimeError:
+            pass  # the coordinator is gone, which `watch.py` reports; nobody waits for its answer
+        finally:
+            self._agreed.set()
 
     def _get(self, name: str) -> str:
         return self._client.blocking_key_value_get(f"{self._keys}/{name}", FOR_EVER)

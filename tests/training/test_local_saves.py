@@ -104,8 +104,8 @@ def test_layers_in_another_order_are_another_layout(build, capsys):
     stages = ("mesh.pipeline=2", "mesh.data=2", "model.num_layers=4", "batch.num_microbatches=2")
     trainer = build(*stages)
     trainer._start_writing()
-    trainer.local.save(3, trainer.state, 24)
-    trainer.local.report(wait=True)
+    trainer.local_saves.save(3, trainer.state, 24)
+    trainer.local_saves.report(wait=True)
     trainer.lock.release()
     assert build(*stages, "pipeline.rounds=2").step == 0
     assert (
@@ -121,8 +121,8 @@ def test_every_kind_of_state_comes_back_bit_for_bit(build, kind):
         lambda a: jax.device_put(random.integers(1, 9, a.shape).astype(a.dtype), a.sharding), trainer.state
     )
     trainer._start_writing()
-    trainer.local.save(3, trainer.state, 24)
-    trainer.local.report(wait=True)
+    trainer.local_saves.save(3, trainer.state, 24)
+    trainer.local_saves.report(wait=True)
     trainer.lock.release()
     again = build(*STATES[kind])
     assert (again.step, again.sizes.samples_before(3)) == (3, 24)

@@ -7,6 +7,7 @@ import jax
 import pytest
 
 from megajax.checkpoint import SaveOutcome
+from megajax.errors import ConfigError
 from megajax.training.loop import Trainer
 from megajax.training.save_reports import SaveReports
 
@@ -30,7 +31,7 @@ class Slow:
 def test_a_save_that_waits_says_so_and_once_that_the_interval_is_too_short(make_config):
     lines = []
     config = make_config("run.checkpoint_interval=5")
-    reports = SaveReports(config, lambda text, warning: lines.append((text, warning)))
+    reports = SaveReports(config, True, lambda text, warning: lines.append((text, warning)))
     checkpoints = Slow()
     checkpoints.saving = None
     reports.wait_for_last(checkpoints, 5)
@@ -57,6 +58,12 @@ def test_a_save_that_waits_says_so_and_once_that_the_interval_is_too_short(make_
         "checkpoint_stall_seconds": 0.3,
     }
     assert not reports.take()
+
+
+def test_the_best_need_a_split_to_evaluate(build):
+    every = ("run.checkpoint_interval=2", "run.eval_interval=2")
+    with pytest.raises(ConfigError, match="checkpoint.keep_best=2 .* there is no data.valid: set it, or data.split"):
+        build("data.split='1,0,0'", *every, "checkpoint.keep_best=2")
 
 
 def test_the_best_by_evaluation_loss_and_the_newest_are_kept(build, tmp_path, monkeypatch, checkpoint_steps):
