@@ -61,8 +61,9 @@ def error_of(place, capsys):
         printed = capsys.readouterr()
         assert caught.value.code == 2
         assert printed.out == ""
-        assert len(printed.err.splitlines()) == 1, printed.err
-        assert printed.err.startswith("megajax: error: ") and printed.err.endswith((".\n", "?\n"))
+        sentence, *listed = printed.err.splitlines()
+        assert sentence.startswith("megajax: error: ") and sentence.endswith((".", "?"))
+        assert all(line.startswith("  ") for line in listed), printed.err
         assert everything(place) == before
         return printed.err
 

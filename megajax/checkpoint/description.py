@@ -105,9 +105,11 @@ def refuse_changes(found: Sequence[Difference], config: Config, checkpoint: str)
     refused = [(each, why) for each, why in zip(found, reasons, strict=True) if why or not config_allows(config, each)]
     if not refused:
         return
-    named = "" if all(why for _, why in refused) else f", or name those that are meant in {ALLOW}"
+    cure = "restore them, or choose another run.dir"
+    if not all(why for _, why in refused):
+        cure = f"restore them, choose another run.dir, or name those that are meant in {ALLOW}"
     lines = [f"{each} ({ALLOW} can't let it through: {why})" if why else str(each) for each, why in refused]
-    raise _refusal(checkpoint, f"restore them, choose another run.dir{named}", lines)
+    raise _refusal(checkpoint, cure, lines)
 
 
 def config_allows(config: Config, difference: Difference) -> bool:

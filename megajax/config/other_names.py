@@ -410,7 +410,7 @@ grad_clip, max_norm, clip, gradient_clipping, grad_norm, grad_clip_norm, gradien
 num_steps, train_steps, iters, iterations, max_iters, train_iterations | run.steps
 epochs, num_epochs, max_epochs | run.steps | which is epochs * tokens / (global_size * sequence_length)
 random_seed | run.seed
-save_dir, checkpoint_dir, ckpt_dir, checkpoint.dir, checkpoint.path, out_dir, logdir, log_dir | run.dir
+save_dir, checkpoint_dir, ckpt_dir, checkpoint.path, out_dir, logdir, log_dir | run.dir
 save_every, ckpt_interval, checkpoint_every, checkpoint.every, save_freq | run.checkpoint_interval
 checkpoint.load, init_checkpoint, pretrained, load_from | checkpoint.init_from
 resume | | the same command with the same run.dir resumes

@@ -318,8 +318,7 @@ class Trainer:
             self.progress.go_back(self.step)
 
     def _is_done(self) -> bool:
-        steps = self.config.run.steps
-        if self.step < steps:
+        if self.step < self.config.run.steps:
             return False
         logs.say(logs.nothing_line(self.config, self.step))
         return True

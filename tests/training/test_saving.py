@@ -79,7 +79,7 @@ def test_changes_that_matter_are_refused_all_at_once_unless_they_are_named(make_
 def test_a_change_that_gives_the_state_other_arrays_is_refused_though_it_is_named(make_config, trained):
     named = "checkpoint.allow_changes=[model, optimizer, data]"
     sentence, lines = refusal(make_config(*trained, "model.num_layers=3", "optimizer.kind=lion", named))
-    assert sentence.endswith(", choose another run.dir.")
+    assert sentence.endswith(": restore them, or choose another run.dir.")
     other = "checkpoint.allow_changes can't let it through"
     assert lines == {
         f"model.num_layers=2, but this run has 3 ({other}: the model's arrays have other shapes)",
