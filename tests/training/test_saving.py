@@ -48,7 +48,7 @@ def refusal(config) -> tuple[str, set[str]]:
     with pytest.raises(InputError) as caught:
         trainer_of(config)
     sentence, *lines = str(caught.value).splitlines()
-    assert "was saved with other settings: restore them, choose another run.dir" in sentence
+    assert "was saved with other settings: restore them, " in sentence and "choose another run.dir" in sentence
     return sentence, {line.strip() for line in lines}
 
 
