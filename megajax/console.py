@@ -31,6 +31,7 @@ COMMANDS = {
     "preflight": ("megajax.preflight", "measure GPUs, links and disk before a run"),
     "generate": ("megajax.generate", "continue text with a run or a Hugging Face model"),
     "evaluate": ("megajax.evaluate", "loss, perplexity and bits per byte of texts"),
+    "checkpoints": ("megajax.checkpoint.inspect", "list a run's checkpoints, or verify them"),
     "plot": ("megajax.plot", "draw loss, learning rate and gradient norm of runs"),
     "bench": ("megajax.bench", "measure the speed of configs"),
     "preprocess": ("megajax.data.preprocess", "convert JSON lines to the token files for training"),
@@ -69,6 +70,15 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", metavar="RUN_OR_HF_FOLDER", help="a run, RUN/checkpoints/STEP, or a Hugging Face folder")
     parser.add_argument("--mesh", help="axes of the mesh, such as tensor=2,fsdp=2 (default: one device)")
     parser.add_argument("--dtype", help="float32, bfloat16 or float16 (default: the model's)")
+
+
+def size(count: float) -> str:
+    """A number of bytes as text: 1.23 GB."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.3g} TB"
 
 
 @contextmanager

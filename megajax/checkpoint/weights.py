@@ -63,15 +63,25 @@ def _item(run_or_checkpoint: str | Path) -> Path:
     return checkpoint / "state"
 
 
-def _open(item: Path) -> dict[str, Any]:
+def array_headers(checkpoint: Path) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
+    """(shape, dtype) of all arrays of `RUN/checkpoints/STEP`, optimizer state too, by name; no array is read.
+
+    Raises InputError if it is damaged.
+    """
+    item = checkpoint.resolve() / "state"
+    with _damage_reported(item):
+        return {name: (tuple(array.shape), array.dtype.numpy_dtype) for name, array in _open(item, "").items()}
+
+
+def _open(item: Path, prefix: str = PREFIX) -> dict[str, Any]:
     # Without orbax, because it starts jax, which reserves GPU memory.
     store = {"driver": "ocdbt", "base": {"driver": "file", "path": f"{item}/"}}
     keys = tensorstore.KvStore.open(store).result().list().result()
     paths = [key.decode().removesuffix(HEADER) for key in keys if key.endswith(HEADER.encode())]
     opened = {
-        path.removeprefix(PREFIX): tensorstore.open({"driver": "zarr", "kvstore": store | {"path": f"{path}/"}})
+        path.removeprefix(prefix): tensorstore.open({"driver": "zarr", "kvstore": store | {"path": f"{path}/"}})
         for path in paths
-        if path.startswith(PREFIX)
+        if path.startswith(prefix)
     }
     if not opened:
         raise InputError(f"{item.parent} is damaged (it has no parameters): give another checkpoint.")

@@ -14,6 +14,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from megajax.checkpoint.local_tier import LocalCheckpoint, LocalTier
+from megajax.console import size
 from megajax.errors import InputError
 from megajax.files import replace_text
 from megajax.mesh import mesh_sizes
@@ -103,7 +104,7 @@ class LocalSaves:
             warnings.warn(f"{problem} ({done.error}); training continues.", stacklevel=2)
         elif not self._told:
             self._told = True
-            written = f"{logs.size(done.size)} in {done.seconds:.1f} s beside training"
+            written = f"{size(done.size)} in {done.seconds:.1f} s beside training"
             self._note(f"saved step {done.step} in {self._tier.directory} ({written})")
 
     def end(self, step: int, durable: int | None) -> None:

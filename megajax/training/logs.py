@@ -16,6 +16,7 @@ import numpy as np
 
 from megajax.checkpoint import SaveOutcome
 from megajax.config import Config
+from megajax.console import size
 from megajax.errors import ConfigError, InputError
 from megajax.files import replace_text
 from megajax.pictures.expert_load import write_load_map
@@ -247,15 +248,6 @@ def saved_line(outcome: SaveOutcome) -> str:
     speed = f"{size(outcome.size / outcome.seconds)}/s"
     figures = f"{size(outcome.size)} in {outcome.seconds:.1f} s, {speed}, training waited {outcome.waited:.1f} s"
     return f"saved step {outcome.step} ({figures})"
-
-
-def size(count: float) -> str:
-    """A number of bytes as text: 1.23 GB."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 1000:
-            return f"{count:.3g} {unit}"
-        count /= 1000
-    return f"{count:.3g} TB"
 
 
 def draw_load_map(run_dir: Path, layers: Sequence[int]) -> None:

@@ -83,6 +83,11 @@ class StateSaver:
             "base": self.base_checksum,
             "fp8_history": _history_length(self._canonical_abstract.layer_state),
             "optimizer_state": config.checkpoint.save_optimizer,
+            "saved_on": {  # information only
+                "mesh": {axis: size for axis, size in mesh_sizes(self.program.mesh).items() if size > 1},
+                "devices": self.program.mesh.size,
+                "processes": jax.process_count(),
+            },
             "data": data.model_dump(mode="json", include={"kind", "train", "split", "order"}) | decisive,
         }
 

@@ -1,0 +1,84 @@
+"""`python -m megajax.checkpoint.inspect RUN`: a run's checkpoints, their sizes and meshes, and their damage."""
+
+import json
+import math
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from megajax.checkpoint import checksums, complete_steps, find_checkpoint
+from megajax.checkpoint.manager import SUBDIRECTORY
+from megajax.checkpoint.weights import array_headers
+from megajax.console import CommandParser, size, user_errors
+from megajax.errors import UserError
+
+COLUMNS = ("step", "saved", "arrays", "on disk", "saved on", "files")
+DAMAGED = 1  # exit status
+
+
+def row(checkpoint: Path, verify: bool) -> tuple[list[str], bool]:
+    """The cells of `RUN/checkpoints/STEP`, and whether it is damaged; with `verify` its files are read and compared."""
+    files = [path for path in checkpoint.resolve().rglob("*") if path.is_file()]
+    date = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(checkpoint.stat().st_mtime))
+    arrays, where, problem = "?", "?", ""
+    try:
+        arrays = size(sum(math.prod(shape) * dtype.itemsize for shape, dtype in array_headers(checkpoint).values()))
+        where = _saved_on(checkpoint)
+    except (UserError, OSError, ValueError) as error:
+        problem = str(error) or type(error).__name__
+    if verify:
+        problem = checksums.damage(checkpoint) or problem
+    state = "verified" if verify else "with checksums, not verified"
+    if not checksums.exist(checkpoint):
+        state = "without checksums"
+    if problem:
+        state = f"DAMAGED: {problem}"
+    on_disk = size(sum(path.stat().st_size for path in files))
+    return [checkpoint.name, date, arrays, on_disk, where, state], bool(problem)
+
+
+def _saved_on(checkpoint: Path) -> str:
+    """The mesh and the number of devices and processes that saved a checkpoint."""
+    described: dict[str, Any] = json.loads((checkpoint / "description" / "metadata").read_text())
+    found = described.get("saved_on")
+    if found is None:  # an older version
+        return "unknown"
+    mesh = " × ".join(f"{axis} {count}" for axis, count in found["mesh"].items()) or "one device"
+    return mesh if found["processes"] == 1 else f"{mesh}, {found['processes']} processes"
+
+
+def array_lines(checkpoint: Path) -> Iterator[str]:
+    """A line for each array of a checkpoint: name, shape, dtype, bytes."""
+    headers = array_headers(checkpoint)
+    width = max(map(len, headers))
+    for name, (shape, dtype) in sorted(headers.items()):
+        count = math.prod(shape) * dtype.itemsize
+        yield f"{name:<{width}}  {dtype!s:<9} {size(count):>8}  {list(shape)}"
+
+
+def main(argv: list[str]) -> int:
+    """Print the table; the exit status, DAMAGED if a checkpoint is."""
+    with user_errors():
+        parser = CommandParser(
+            "megajax.checkpoint.inspect", description="List the checkpoints of a run; no array is read, no GPU needed."
+        )
+        parser.add_argument("run", metavar="RUN", help="directory of a run, or RUN/checkpoints/STEP")
+        parser.add_argument("--arrays", action="store_true", help="list the arrays of STEP, or of the newest one")
+        parser.add_argument("--verify", action="store_true", help="compare all files with their checksums")
+        options = parser.parse_args(argv)
+        run_dir, newest = find_checkpoint(options.run, "RUN")
+        chosen = [newest] if Path(options.run).parent.name == SUBDIRECTORY else complete_steps(run_dir)
+        rows = [row(run_dir / SUBDIRECTORY / str(step), options.verify) for step in chosen]
+        table = [list(COLUMNS), *(cells for cells, _ in rows)]
+        widths = [max(len(line[i]) for line in table) for i in range(len(COLUMNS))]
+        for line in table:
+            print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
+        if options.arrays:
+            print("", *array_lines(run_dir / SUBDIRECTORY / str(newest)), sep="\n")
+    return DAMAGED if any(damaged for _, damaged in rows) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
