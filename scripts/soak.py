@@ -1,51 +1,108 @@
-"""Long training on CPUs with random kills: it ends with the same weights, bit for bit, as a run that nobody disturbs.
+"""Long training on CPUs with random kills beside a run that nobody disturbs: both have the same weights, bit for bit.
 
-`python scripts/soak.py --minutes 120` trains a tiny model on four virtual devices, kills it at random times (SIGKILL,
-sometimes SIGTERM) and starts the same command again, until the time is over. Then it trains once more, in a new
-directory and undisturbed, for the same number of steps, and compares all weights and all logged numbers.
+`python scripts/soak.py --minutes 120` trains a tiny model on four virtual devices, twice at the same time. One of the
+runs is killed at random times (SIGKILL, sometimes SIGTERM or Ctrl-C) and started again by the same command. When the
+time is over both are stopped. All numbers that both have logged must be equal, and all weights of the newest step of
+which both have a checkpoint.
 """
 
 import argparse
+import itertools
 import random
 import signal
 import sys
 import tempfile
+import threading
 import time
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import numpy as np
-from faults import Lab, numbers_of, resumed_in, saved_in
+from lab import Lab, Run, numbers_of, resumed_in, saved_in
 
 from megajax import load_weights
+from megajax.checkpoint import complete_steps
 
+INTERVAL, KEPT = 200, 2000  # steps between checkpoints, and between those that are never deleted
 SETTINGS = (
-    *("run.log_interval=20", "run.checkpoint_interval=200", "model.dropout=0.1", "batch.num_microbatches=2"),
-    "data.split='8,2,0'",
+    *("run.steps=100000000", "run.log_interval=20", f"run.checkpoint_interval={INTERVAL}"),
+    *(f"checkpoint.keep_every={KEPT}", "model.dropout=0.1", "batch.num_microbatches=2", "data.split='8,2,0'"),
 )
-STOPPED = 75  # exit status after SIGTERM
+SIGNALS = (*[signal.SIGKILL] * 6, signal.SIGTERM, signal.SIGINT)
+STOPPED = 75  # exit status after SIGTERM and SIGINT
+LONGEST = 1800.0  # seconds without output, of a process with low priority on a busy machine
 
 
-def disturb(lab: Lab, run_dir: Path, seconds: float, every: float) -> tuple[int, int]:
-    """Train with kills for some time; (the last step, the number of kills)."""
-    end, saved, number = time.monotonic() + seconds, 0, 0
-    while True:
-        [run] = lab.start(run_dir, "run.steps=100000000")
-        pause = time.monotonic() + lab.random.uniform(0.2, 1.8) * every
-        last = pause >= end
-        until = min(pause, end)
-        run.read_until(lambda until=until: time.monotonic() >= until)
-        if last:
-            run.read_until(lambda run=run: "\nstep" in run.output)  # asked before, it would exit without a save
-        kind = signal.SIGTERM if last or lab.random.random() < 0.2 else signal.SIGKILL
-        run.process.send_signal(kind)
+def disturb(
+    lab: Lab, run_dir: Path, signals: Iterable[signal.Signals], seconds: float, every: float, may_end: Callable
+) -> int:
+    """Train in `run_dir`, and end each start by the next of `signals` after about `every` seconds; the number of them.
+
+    After `seconds`, or when there are no more signals, the run is stopped as soon as `may_end()`. Raises AssertionError
+    if something that was reported saved is lost.
+    """
+    end, saved = time.monotonic() + seconds, 0
+    for number, kind in enumerate(itertools.chain(signals, [None])):
+        [run] = lab.start(run_dir)
+        pause = lab.random.uniform(0.2, 1.8) * every
+        if kind is not None and time.monotonic() + pause < end:
+            wait(run, time.monotonic() + pause)
+            if "\nstep" not in run.output:  # SIGTERM would end it without a save
+                kind = signal.SIGKILL
+        else:
+            wait(run, end if kind else 0.0, lambda run=run: "\nstep" in run.output and may_end())
+            kind = None
+        run.process.send_signal(kind or signal.SIGTERM)
         status = run.finish()
-        assert status in (-kind, STOPPED), run.output
-        assert saved <= resumed_in(run.output) or "resuming" not in run.output, f"step {saved} is lost"
-        saved, number = max(saved, saved_in(run.output)), number + (not last)
-        print(f"{kind.name} at step {saved} or later, status {status}", flush=True)
-        if last:
-            assert status == STOPPED, run.output
-            return saved, number
+        assert status == (-kind if kind == signal.SIGKILL else STOPPED), f"status {status}\n{run.output}"
+        assert saved <= resumed_in(run.output) or "resuming" not in run.output, f"step {saved} is lost\n{run.output}"
+        saved = max(saved, saved_in(run.output))
+        print(f"{(kind or signal.SIGTERM).name} at step {saved} or later, status {status}", flush=True)
+        if kind is None:
+            return number
+    raise AssertionError
+
+
+def wait(run: Run, end: float, ready: Callable[[], object] = lambda: True) -> None:
+    """Read the output until time `end`, and until `ready()`."""
+    reached = run.read_until(lambda: time.monotonic() >= end and ready(), pause=0.1, longest=LONGEST)
+    assert reached, f"ended by itself\n{run.output}"
+
+
+def soak(lab: Lab, signals: Iterable[signal.Signals], seconds: float, every: float, kept: int) -> str:
+    """A disturbed and a quiet run side by side (`disturb`), and their comparison; a sentence about it.
+
+    Both keep the checkpoints of every `kept` steps. Raises AssertionError if they differ.
+    """
+    ours, theirs = lab.root / "disturbed", lab.root / "quiet"
+    [quiet] = lab.start(theirs)
+    reader = threading.Thread(target=quiet.finish)
+    reader.start()
+
+    def common() -> set[int]:
+        assert reader.is_alive(), f"the quiet run has ended\n{quiet.output}"
+        return {step for step in set(complete_steps(ours)) & set(complete_steps(theirs)) if step % kept == 0}
+
+    try:
+        kills = disturb(lab, ours, signals, seconds, every, common)
+        step = max(common())
+        quiet.process.send_signal(signal.SIGTERM)
+        reader.join()
+        assert quiet.process.returncode == STOPPED, quiet.output
+    finally:
+        quiet.process.kill()
+        reader.join()
+    weights, others = (load_weights(run_dir / "checkpoints" / str(step)) for run_dir in (ours, theirs))
+    assert weights.keys() == others.keys()
+    assert all(np.array_equal(weights[name], others[name]) for name in weights), f"the weights of step {step} differ"
+    logged, expected = numbers_of(ours), numbers_of(theirs)
+    last = min(max(step for step, _ in numbers) for numbers in (logged, expected))
+    wanted = {key for key in logged | expected if key[0] <= last}
+    assert not (bad := sorted(key for key in wanted if logged.get(key) != expected.get(key))), f"{bad} differ"
+    return (
+        f"{kills} kills: {len(wanted)} lines of logged numbers up to step {last} and the weights of step {step} are the "
+        "same bit for bit"
+    )
 
 
 def main() -> int:
@@ -57,22 +114,13 @@ def main() -> int:
     start = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         lab = Lab(Path(folder), random.Random(options.seed), SETTINGS)
+        signals = (lab.random.choice(SIGNALS) for _ in itertools.count())
         try:
-            last, kills = disturb(lab, lab.root / "soak", 60 * options.minutes, options.every)
-            minutes = (time.monotonic() - start) / 60
-            lab.end(lab.start(lab.root / "quiet", f"run.steps={last}"))
+            outcome = soak(lab, signals, 60 * options.minutes, options.every, KEPT)
         finally:
             lab.close()
-        ours, theirs = (load_weights(lab.root / name) for name in ("soak", "quiet"))
-        same = ours.keys() == theirs.keys() and all(np.array_equal(ours[name], theirs[name]) for name in ours)
-        logged, expected = numbers_of(lab.root / "soak"), numbers_of(lab.root / "quiet")
-        same_numbers = all(logged[step] == expected[step] for step in logged.keys() & expected.keys())
-    print(
-        f"{minutes:.0f} minutes, {kills} kills, {last} steps (seed {options.seed}): "
-        f"weights {'are the same bit for bit' if same else 'DIFFER'}, "
-        f"{len(logged)} logged steps {'too' if same_numbers else 'DIFFER'}"
-    )
-    return 0 if same and same_numbers else 1
+    print(f"{(time.monotonic() - start) / 60:.0f} minutes, {outcome} (seed {options.seed})")
+    return 0
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ import os
 from pathlib import Path
 
 import pytest
-from faults import TINY, Run, write_text
+from lab import TINY, Run, write_text
 
 from megajax.config import load_config
 
