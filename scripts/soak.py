@@ -45,6 +45,8 @@ def disturb(
     for number, kind in enumerate(itertools.chain(signals, [None])):
         [run] = lab.start(run_dir)
         pause = lab.random.uniform(0.2, 1.8) * every
+        if lab.random.random() < 0.8:  # the others come at any moment of the start, too
+            wait(run, 0.0, lambda run=run: "\nstep" in run.output)
         if kind is not None and time.monotonic() + pause < end:
             wait(run, time.monotonic() + pause)
             if "\nstep" not in run.output:  # SIGTERM would end it without a save
@@ -100,8 +102,8 @@ def soak(lab: Lab, signals: Iterable[signal.Signals], seconds: float, every: flo
     wanted = {key for key in logged | expected if key[0] <= last}
     assert not (bad := sorted(key for key in wanted if logged.get(key) != expected.get(key))), f"{bad} differ"
     return (
-        f"{kills} kills: {len(wanted)} lines of logged numbers up to step {last} and the weights of step {step} are the "
-        "same bit for bit"
+        f"{kills} kills: {len(wanted)} lines of logged numbers up to step {last} and the weights of step {step} are "
+        "the same bit for bit"
     )
 
 
