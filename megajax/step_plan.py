@@ -74,6 +74,7 @@ class Kernels:
             capability=capability,
             dtype=config.precision.compute,
             head_dim=model.head_dim,
+            value_dim=model.value_dim,
             softcap=model.attention_softcap,
             packed=config.data.reset_attention,
             sequence_length=config.batch.sequence_length,

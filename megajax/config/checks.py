@@ -173,12 +173,7 @@ def _check_fp8_shapes(config: Config, sizes: dict[str, int]) -> None:
     recipe, mesh = "precision.fp8.recipe", format_axis(config, sizes, "tensor")
     widths = {
         format_keys(config, "model.hidden_size"): model.hidden_size,
-        f"{format_keys(config, 'model.num_heads')} x {format_keys(config, 'model.head_dim')} / {mesh}": (
-            model.num_heads * model.head_dim // tensor
-        ),
-        f"{format_keys(config, 'model.num_kv_heads')} x {format_keys(config, 'model.head_dim')} / {mesh}": (
-            max(model.num_kv_heads // tensor, 1) * model.head_dim
-        ),
+        **_attention_widths(config, tensor, mesh),
         f"the tokens of a microbatch on one device / {mesh}": tokens // tensor,
     }
     for key in mlp_widths(model):
@@ -191,7 +186,7 @@ def _check_fp8_shapes(config: Config, sizes: dict[str, int]) -> None:
             problem = f"{format_keys(config, recipe)} needs multiples of 16, but {shape} {found}"
             fail(config, problem, f"change it, or set {recipe}=none", recipe)
     gated = 1 + is_gated(model)
-    attention = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
+    attention = model.num_heads * model.head_dim + model.num_kv_heads * (model.head_dim + model.value_dim)
     # The kernels of experts do not have this limit.
     mlp = max([0, *(getattr(model, key) for key in mlp_widths(model) if key != "expert_ffn_hidden_size")])
     widest = max(gated * mlp, attention) // tensor
@@ -199,6 +194,24 @@ def _check_fp8_shapes(config: Config, sizes: dict[str, int]) -> None:
         problem = f"{format_keys(config, recipe)} can quantise fewer than 2^31 numbers at once, but a microbatch"
         problem += f" on one device has {tokens} tokens of {widest} numbers"
         fail(config, problem, "raise batch.num_microbatches", recipe)
+
+
+def _attention_widths(config: Config, tensor: int, mesh: str) -> dict[str, int]:
+    """The widths of attention's matmuls on one device, by the settings that they follow from."""
+    model, heads = config.model, format_keys(config, "model.num_heads")
+    if not model.is_latent:
+        width, kv_heads = format_keys(config, "model.head_dim"), format_keys(config, "model.num_kv_heads")
+        return {
+            f"{heads} x {width} / {mesh}": model.num_heads * model.head_dim // tensor,
+            f"{kv_heads} x {width} / {mesh}": max(model.num_kv_heads // tensor, 1) * model.head_dim,
+        }
+    latents = [f"model.{name}" for name in ("q_lora_rank", "kv_lora_rank", "qk_rope_head_dim")]
+    parts = [f"model.{name}" for name in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")]
+    widths = {format_keys(config, key): value(config, key) or 0 for key in latents}
+    return widths | {
+        f"{heads} x {format_keys(config, key)} / {mesh}": model.num_heads * value(config, key) // tensor
+        for key in parts
+    }
 
 
 # Combinations that no mesh can run

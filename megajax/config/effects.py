@@ -2,6 +2,7 @@
 
 from typing import Any, NamedTuple
 
+from megajax.config.kinds import LATENT
 from megajax.config.schema import Config
 from megajax.config.sentences import format_keys, value, warn
 
@@ -55,10 +56,12 @@ def _of_the_model(config: Config) -> list[Rule]:
     has_local = "local" in (model.layer_pattern or ["local"])
     unused = tuple(f"model.rope_scaling.{name}" for name in (scaling.unused if scaling else ()))
     rope = tuple(f"model.rope_{name}" for name in ("theta", "scaling", "fraction", "local_theta", "pattern"))
+    latent = tuple(f"model.{name}" for name in LATENT)
     undivided = all(getattr(config.mesh, axis) == 1 for axis in config.mesh.experts_over)
     return [
         Rule(model.position != "rope", "model.position", rope),
         Rule(scaling is not None, "model.rope_scaling.kind", unused),
+        Rule(not model.is_latent, "model.kv_lora_rank", latent),
         Rule(model.position != "learned", "model.position", ("model.max_positions",)),
         Rule(not has_local, "model.layer_pattern", ("model.sliding_window", "model.rope_local_theta")),
         Rule(model.sliding_window is None, "model.sliding_window", ("model.rope_local_theta",)),

@@ -6,6 +6,7 @@ from megajax.config.fields import shortest_pattern
 from megajax.config.model_schema import ModelConfig
 
 DENSE, MOE = "dense", "moe"
+LATENT = ("q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")  # keys of latent attention
 
 
 class LayerKind(NamedTuple):

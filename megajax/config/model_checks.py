@@ -6,14 +6,46 @@ from megajax.config.sentences import divisors, fail, format_keys, listed, value
 
 def check_model(config: Config) -> None:
     """Raise `ConfigError` for combinations of model settings that can run on no mesh."""
+    _check_latent(config)
     _check_heads(config)
     _check_rope(config)
     _check_layers(config)
 
 
+def _check_latent(config: Config) -> None:
+    """Latent attention (DeepSeek-V2) has its own widths, and one kind of positions, norms and biases."""
+    model, latent = config.model, "model.kv_lora_rank"
+    if not model.is_latent:
+        return
+    for name, published in (("qk_nope_head_dim", 128), ("qk_rope_head_dim", 64), ("v_head_dim", 128)):
+        if getattr(model, name) is None:
+            fail(
+                config, f"{format_keys(config, latent)} needs model.{name}", f"set it; DeepSeek has {published}", latent
+            )
+    parts = ("model.qk_nope_head_dim", "model.qk_rope_head_dim")
+    if model.head_dim != sum(value(config, key) for key in parts):
+        problem = f"{format_keys(config, 'model.head_dim')} is not the sum of {format_keys(config, *parts)}"
+        fail(config, problem, "remove model.head_dim", "model.head_dim", *parts)
+    if value(config, parts[1]) % 2:
+        problem = f"{format_keys(config, parts[1])} is odd, but pairs of dimensions are rotated"
+        fail(config, problem, "make it even", parts[1])
+    plain = {
+        "model.num_kv_heads": (model.num_kv_heads == model.num_heads, "remove it: each head has its own keys"),
+        "model.position": (model.position == "rope", "use rope"),
+        "model.rope_fraction": (model.rope_fraction == 1, "set model.qk_rope_head_dim instead"),
+        "model.qk_norm": (not model.qk_norm, "remove it: the latents are normalised"),
+        "model.attention_sinks": (not model.attention_sinks, "remove it"),
+        "model.attention_bias": (not model.attention_bias, "remove it"),
+    }
+    for key in (key for key, (fits, _) in plain.items() if not fits):
+        problem = f"{format_keys(config, latent)} (latent attention) cannot be combined with {format_keys(config, key)}"
+        fail(config, problem, plain[key][1], latent, key)
+
+
 def _check_heads(config: Config) -> None:
     model = config.model
-    if "head_dim" not in model.model_fields_set and model.hidden_size % model.num_heads:
+    computed = "head_dim" not in model.model_fields_set and not model.is_latent
+    if computed and model.hidden_size % model.num_heads:
         problem = f"{format_keys(config, 'model.num_heads')} does not divide {format_keys(config, 'model.hidden_size')}"
         fail(config, problem, "change one of them, or set model.head_dim", "model.num_heads")
     if model.num_heads % model.num_kv_heads:
@@ -28,7 +60,7 @@ def _check_rope(config: Config) -> None:
     model = config.model
     if model.position != "rope":
         return
-    rotated = model.rope_fraction * model.head_dim
+    rotated = model.rope_fraction * model.rotary_dim
     whole = round(rotated)
     if abs(rotated - whole) > 1e-6 or whole % 2 or whole < 2:
         keys = ("model.rope_fraction", "model.head_dim")

@@ -1,6 +1,6 @@
 """The keys of the section `model`: the network's shapes and options."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -54,6 +54,15 @@ class RopeScaling(Section):
         description="yarn, longrope: factor of the rotated queries and keys; null: 0.1 * ln(factor) + 1, in longrope"
         " sqrt(1 + ln(factor) / ln(original_max_positions)).",
     )
+    mscale: Positive | None = Field(
+        default=None,
+        description="yarn: with mscale_all_dim, attention_factor=null means"
+        " (0.1 * mscale * ln(factor) + 1) / (0.1 * mscale_all_dim * ln(factor) + 1), as in DeepSeek.",
+    )
+    mscale_all_dim: Positive | None = Field(
+        default=None,
+        description="yarn: latent attention multiplies its scores by (0.1 * mscale_all_dim * ln(factor) + 1)^2.",
+    )
     truncate: bool = Field(default=True, description="yarn: round the indices of the limits beta_fast and beta_slow.")
     short_factors: RopeFactors = Field(
         default=None, description="longrope: divisor of each frequency, for sequences up to original_max_positions."
@@ -63,7 +72,10 @@ class RopeScaling(Section):
     @property
     def unused(self) -> tuple[str, ...]:
         """The keys that this kind does not read."""
-        llama3, yarn = ("low_freq_factor", "high_freq_factor"), ("beta_fast", "beta_slow", "truncate")
+        llama3, yarn = (
+            ("low_freq_factor", "high_freq_factor"),
+            ("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
+        )
         lists = ("short_factors", "long_factors")
         return {
             "linear": ("original_max_positions", "attention_factor", *llama3, *yarn, *lists),
@@ -124,6 +136,12 @@ class RouterConfig(Section):
         return self.sequence_loss > 0 or self.global_loss > 0 or self.z_loss > 0
 
 
+def _head_dim(model: dict[str, Any]) -> int:
+    if model["kv_lora_rank"]:
+        return (model["qk_nope_head_dim"] or 0) + (model["qk_rope_head_dim"] or 0)
+    return model["hidden_size"] // model["num_heads"]
+
+
 class ModelConfig(Section):
     """The network: shapes and options, independent of mesh and kernels."""
 
@@ -135,10 +153,25 @@ class ModelConfig(Section):
         "num_heads",
         "Number of key/value heads; fewer than num_heads is GQA.",
     )
+    kv_lora_rank: Width | None = Field(
+        default=None,
+        description="Width of the latent from which keys and values are computed (multi-head latent attention,"
+        " DeepSeek-V2); null: keys and values are computed from the residual stream.",
+    )
+    q_lora_rank: Width | None = Field(
+        default=None, description="Latent attention: width of the queries' latent; null: queries have none."
+    )
+    qk_nope_head_dim: Width | None = Field(
+        default=None, description="Latent attention: width of a query's and a key's part without positions."
+    )
+    qk_rope_head_dim: Width | None = Field(
+        default=None, description="Latent attention: width of the rotated part; all heads share that of the keys."
+    )
+    v_head_dim: Width | None = Field(default=None, description="Latent attention: width of a value.")
     head_dim: Width = derived(
-        lambda model: model["hidden_size"] // model["num_heads"],
-        "hidden_size / num_heads",
-        "Width of a head.",
+        _head_dim,
+        "hidden_size / num_heads, or qk_nope_head_dim + qk_rope_head_dim",
+        "Width of a query and a key.",
     )
     ffn_hidden_size: MlpWidth = derived(lambda model: 4 * model["hidden_size"], "4 * hidden_size", "Width of the MLP.")
     vocab_size: Vocabulary = Field(description="Number of tokens in the vocabulary.")
@@ -246,6 +279,21 @@ class ModelConfig(Section):
         default=False, description="Multiply the shared expert's output by a learned sigmoid."
     )
     router: RouterConfig = Field(default_factory=RouterConfig, description="Routing of MoE layers.")
+
+    @property
+    def is_latent(self) -> bool:
+        """Whether attention is multi-head latent attention."""
+        return self.kv_lora_rank is not None
+
+    @property
+    def value_dim(self) -> int:
+        """Width of a head's value."""
+        return self.v_head_dim if self.is_latent and self.v_head_dim else self.head_dim
+
+    @property
+    def rotary_dim(self) -> int:
+        """Width of the part of a head that `rope_fraction` is a fraction of."""
+        return self.qk_rope_head_dim if self.is_latent and self.qk_rope_head_dim else self.head_dim
 
     @property
     def padded_vocab_size(self) -> int:

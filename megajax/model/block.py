@@ -13,6 +13,7 @@ from megajax.config import ModelConfig
 from megajax.config.kinds import LayerKind, block_layers
 from megajax.errors import ConfigError
 from megajax.model.attention import Attention
+from megajax.model.latent_attention import LatentAttention
 from megajax.model.mlp import MLP
 from megajax.model.moe import MoE
 from megajax.model.parameters import parameters
@@ -41,8 +42,9 @@ class Block(nnx.Module):
             known = ", ".join(sorted(KINDS))
             raise ConfigError(f"model.block_pattern has {kind!r}, which is not a kind of block: use {known}.")
         self.config, self.kind = config, kind
-        self.names = tuple(part.NAME for part in KINDS[kind])
-        for part in KINDS[kind]:
+        parts = [LatentAttention if part is Attention and config.is_latent else part for part in KINDS[kind]]
+        self.names = tuple(part.NAME for part in parts)
+        for part in parts:
             module = part(config)
             module.post_norm, module.post_norm_bias = declare_norm(config, config.norm_placement != "before")
             setattr(self, part.NAME, module)

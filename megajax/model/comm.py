@@ -76,6 +76,10 @@ class Comm(Protocol):
         """
         ...
 
+    def enter(self, x: jax.Array) -> jax.Array:
+        """`[T / tensor, F]` → `[T, F]`: the tokens of all devices of `tensor`, differentiated."""
+        ...
+
     def local_kv_heads(self, num_kv_heads: int) -> int:
         """The number of the model's KV heads on this device."""
         ...
@@ -136,4 +140,4 @@ class SingleDevice(Comm):
     def own_tokens[Arrays](self, x: Arrays) -> Arrays:
         return x
 
-    of_all_tokens = sum_over_tokens = sum_over_sequence = own_heads = mean_over_heads = own_tokens
+    enter = of_all_tokens = sum_over_tokens = sum_over_sequence = own_heads = mean_over_heads = own_tokens

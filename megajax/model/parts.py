@@ -59,6 +59,7 @@ class PartSizes:
     kept_width: float = 0  # kept input of the last linear layer
     rows: float = 0  # rows of the residual stream's width that experts receive, on all devices of `tensor`
     arrived: float | None = None  # input of the first linear layer; None: the residual stream's width
+    recomputed: float = 0  # part of `kept` that the policy `selective` recomputes
     activation: float = 0  # an activation that is kept because its layer has a bias
 
 

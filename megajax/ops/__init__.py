@@ -11,7 +11,7 @@ from megajax.ops.grouped_matmul import GroupedImplementation, choose_grouped_mat
 from megajax.ops.mlp import ElementwiseImplementation, activate
 from megajax.ops.norms import layer_norm, rms_norm
 from megajax.ops.partial_attention import Implementation
-from megajax.ops.rope import apply_rope, rope_attention_factor, rope_frequencies
+from megajax.ops.rope import apply_rope, rope_attention_factor, rope_frequencies, rope_score_factor
 
 __all__ = [
     "Biases",
@@ -35,5 +35,6 @@ __all__ = [
     "rms_norm",
     "rope_attention_factor",
     "rope_frequencies",
+    "rope_score_factor",
     "router",
 ]

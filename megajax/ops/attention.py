@@ -168,6 +168,7 @@ def choose_attention(
     capability: str | None,
     dtype: Any,
     head_dim: int,
+    value_dim: int,
     softcap: float | None,
     packed: bool,
     sequence_length: int,
@@ -188,8 +189,9 @@ def choose_attention(
             return "reference", f"a fused kernel needs a GPU and this is {platform}"
         _fail(requested, (f"{requested} needs a GPU and this is {platform}", "use kernels.attention=auto or reference"))
     dtype, widest = jnp.dtype(dtype), _CUDNN_WIDEST_ANYWHERE if requested == "auto" else _CUDNN_WIDEST
-    cudnn = _cudnn_obstacle(dtype, head_dim, softcap, packed, sequence_length, widest, parts_with)
-    pallas = _pallas_obstacle(capability, dtype, head_dim)
+    unequal = _unequal_widths(head_dim, value_dim)
+    cudnn = unequal or _cudnn_obstacle(dtype, head_dim, softcap, packed, sequence_length, widest, parts_with)
+    pallas = unequal or _pallas_obstacle(capability, dtype, head_dim)
     if requested != "auto":
         obstacle = cudnn if requested == "cudnn" else pallas
         if obstacle is not None:
@@ -206,6 +208,13 @@ def choose_attention(
             "kernels.attention=reference if they fit."
         )
     return "reference", cudnn[0]
+
+
+def _unequal_widths(head_dim: int, value_dim: int) -> tuple[str, str] | None:
+    """(why no fused kernel can run, the cure) for latent attention's widths; None for equal ones."""
+    if head_dim == value_dim:
+        return None
+    return f"it needs values as wide as keys, not {value_dim} and {head_dim}", "use kernels.attention=reference"
 
 
 def _fail(requested: str, obstacle: tuple[str, str]) -> NoReturn:

@@ -60,10 +60,23 @@ def rope_attention_factor(scaling: Mapping[str, Any] | None) -> float:
         return 1.0
     if scaling["attention_factor"]:
         return scaling["attention_factor"]
-    growth = math.log(scaling["factor"])
     if scaling["kind"] == "yarn":
-        return 0.1 * growth + 1
-    return math.sqrt(1 + growth / math.log(scaling["original_max_positions"]))
+        above, below = scaling.get("mscale"), scaling.get("mscale_all_dim")
+        if above and below:
+            return _mscale(scaling, above) / _mscale(scaling, below)
+        return _mscale(scaling, 1)
+    return math.sqrt(1 + math.log(scaling["factor"]) / math.log(scaling["original_max_positions"]))
+
+
+def rope_score_factor(scaling: Mapping[str, Any] | None) -> float:
+    """Factor of latent attention's scores: with YaRN the square of the factor for all elements (DeepSeek-V2)."""
+    if scaling is None or scaling["kind"] != "yarn" or not scaling.get("mscale_all_dim"):
+        return 1.0
+    return _mscale(scaling, scaling["mscale_all_dim"]) ** 2
+
+
+def _mscale(scaling: Mapping[str, Any], weight: float) -> float:
+    return 0.1 * weight * math.log(scaling["factor"]) + 1
 
 
 def _kept_by_llama3(frequencies: np.ndarray, theta: float, scaling: Mapping[str, Any]) -> np.ndarray:

@@ -105,7 +105,7 @@ class Activations:
         outputs = kept - sum(part.kept_width for part in parts) + len(parts) * D
         return {
             "none": everything,
-            "selective": everything,
+            "selective": everything - sum(part.recomputed for part in parts),
             "full": stream / self.config.remat.group,
             "save_matmuls": kept + into_stream + stream,
             "offload": stream,

@@ -279,6 +279,7 @@ WARNED = {
     "model.rope_fraction=0.5": ("model.position=none", "model.position=none"),
     "model.max_positions=64": ("", "model.position=rope"),
     "model.rope_scaling.beta_fast=16.0": ("model.rope_scaling={factor: 8}", "model.rope_scaling.kind=llama3"),
+    "model.v_head_dim=16": ("", "model.kv_lora_rank=null"),
     "model.rope_local_theta=500.0": ("", "model.sliding_window=null"),
     "model.rope_pattern=[rope, none]": ("model.position=none", "model.position=none"),
     "model.sliding_window=8": ("model.layer_pattern=[global]", "model.layer_pattern=[global]"),

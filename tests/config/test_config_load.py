@@ -184,7 +184,8 @@ def test_help_lists_every_key_with_a_one_line_doc_type_and_default():
     assert "  run.steps  Number of optimizer steps. [int, default: 1000]\n" in text
     assert "  model.num_layers  Number of blocks (attention and MLP). [int, required]\n" in text
     assert (
-        "  model.head_dim  Width of a head. [int, default: hidden_size / num_heads]\n"
+        "  model.head_dim  Width of a query and a key. [int, default: hidden_size / num_heads,"
+        " or qk_nope_head_dim + qk_rope_head_dim]\n"
         "  model.ffn_hidden_size  Width of the MLP. [int, default: 4 * hidden_size]\n"
     ) in text
     assert "[rmsnorm | layernorm, default: rmsnorm]" in text

@@ -225,11 +225,18 @@ FITS: dict[str, Any] = {
     "sequence_length": 8192,
     "parts_with": (),
 }
+
+
+def choose(requested: str, **settings: Any):
+    return choose_attention(requested, **{"value_dim": settings["head_dim"], **settings})
+
+
 OBSTACLES = [
     ({"platform": "cpu"}, "needs a GPU"),
     ({"dtype": jnp.float32}, "float32"),
     ({"head_dim": 100}, "model.head_dim=100"),
     ({"head_dim": 264}, "model.head_dim=264"),
+    ({"head_dim": 192, "value_dim": 128}, "values as wide as keys, not 128 and 192"),
     ({"sequence_length": 37}, "batch.sequence_length=37"),
     ({"softcap": 50.0}, "model.attention_softcap=50.0"),
     ({"packed": True}, "packed documents"),
@@ -239,40 +246,40 @@ OBSTACLES = [
 
 @pytest.mark.parametrize("change", [{}, {"platform": "cuda"}, {"dtype": jnp.float16}, {"head_dim": 40}])
 def test_auto_takes_cudnn_where_it_fits(change: dict[str, Any]):
-    assert choose_attention("auto", **FITS | change)[0] == "cudnn"
-    assert choose_attention("cudnn", **FITS | change)[0] == "cudnn"
+    assert choose("auto", **FITS | change)[0] == "cudnn"
+    assert choose("cudnn", **FITS | change)[0] == "cudnn"
 
 
 @pytest.mark.parametrize(("change", "reason"), OBSTACLES)
 def test_auto_falls_back_with_the_reason_and_cudnn_by_name_is_refused(change, reason):
-    name, why = choose_attention("auto", **FITS | change)
+    name, why = choose("auto", **FITS | change)
     assert name == "reference" and reason in why
     with pytest.raises(ConfigError, match=reason) as refused:
-        choose_attention("cudnn", **FITS | change)
+        choose("cudnn", **FITS | change)
     assert str(refused.value).startswith("kernels.attention=cudnn cannot run") and "\n" not in str(refused.value)
 
 
 @pytest.mark.parametrize("change", [{"softcap": 50.0}, {"packed": True}, {"parts_with": ("run.deterministic",)}])
 def test_long_sequences_are_not_left_to_the_reference(change):
     short: dict[str, Any] = FITS | change
-    assert choose_attention("auto", **short)[0] == "reference"
+    assert choose("auto", **short)[0] == "reference"
     long: dict[str, Any] = short | {"sequence_length": 16384}
     with pytest.raises(ConfigError, match="scores of all pairs of batch.sequence_length=16384") as refused:
-        choose_attention("auto", **long)
+        choose("auto", **long)
     assert str(refused.value).endswith("or set kernels.attention=reference if they fit.")
-    assert choose_attention("reference", **long)[0] == "reference"
-    assert choose_attention("auto", **long | {"platform": "cpu"})[0] == "reference"
+    assert choose("reference", **long)[0] == "reference"
+    assert choose("auto", **long | {"platform": "cpu"})[0] == "reference"
 
 
 @pytest.mark.parametrize("change", [{"softcap": 50.0}, {"packed": True}, {"parts_with": ("run.deterministic",)}])
 def test_what_cudnn_cannot_do_is_our_own_kernels_on_hopper(change):
     hopper: dict[str, Any] = FITS | change | {"capability": "9.0", "sequence_length": 131072}
-    name, why = choose_attention("auto", **hopper)
+    name, why = choose("auto", **hopper)
     assert name == "pallas" and "cuDNN" in why
-    assert choose_attention("auto", **FITS | {"capability": "9.0"})[0] == "cudnn"
-    assert choose_attention("pallas", **hopper)[0] == "pallas"
+    assert choose("auto", **FITS | {"capability": "9.0"})[0] == "cudnn"
+    assert choose("pallas", **hopper)[0] == "pallas"
     with pytest.raises(ConfigError, match="scores of all pairs"):
-        choose_attention("auto", **hopper | {"head_dim": 256})
+        choose("auto", **hopper | {"head_dim": 256})
 
 
 @pytest.mark.parametrize(
@@ -286,15 +293,15 @@ def test_what_cudnn_cannot_do_is_our_own_kernels_on_hopper(change):
 )
 def test_our_own_kernel_by_name_is_refused_where_it_cannot_run(change, reason):
     with pytest.raises(ConfigError, match=reason) as refused:
-        choose_attention("pallas", **FITS | {"capability": "9.0"} | change)
+        choose("pallas", **FITS | {"capability": "9.0"} | change)
     assert str(refused.value).startswith("kernels.attention=pallas cannot run") and "\n" not in str(refused.value)
 
 
 def test_heads_up_to_256_need_cudnn_by_name():
     wide: dict[str, Any] = FITS | {"head_dim": 256}
-    assert choose_attention("auto", **wide)[0] == "reference"
-    assert choose_attention("cudnn", **wide)[0] == "cudnn"
+    assert choose("auto", **wide)[0] == "reference"
+    assert choose("cudnn", **wide)[0] == "cudnn"
 
 
 def test_reference_by_name_runs_anywhere():
-    assert choose_attention("reference", **FITS) == ("reference", "kernels.attention=reference")
+    assert choose("reference", **FITS) == ("reference", "kernels.attention=reference")

@@ -68,6 +68,29 @@ FIRST_DENSE = DEEPSEEK | {"num_layers": 6, "first_dense_layers": 1, "ffn_hidden_
 EVERY_SECOND = MIXTRAL | {"num_layers": 4, "moe_layer_interval": 2, "ffn_hidden_size": 64, "expert_ffn_hidden_size": 48}
 MIXED_MODELS = {"first dense": FIRST_DENSE, "every second": EVERY_SECOND}
 
+# Latent attention (DeepSeek-V2 and V3): every width differs from the others, values are narrower than keys.
+LATENT = {
+    "num_layers": 2,
+    "hidden_size": 32,
+    "num_heads": 4,
+    "q_lora_rank": 20,
+    "kv_lora_rank": 12,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 6,
+    "rope_scaling": {"kind": "yarn", "factor": 4.0, "original_max_positions": 8, "mscale": 0.7, "mscale_all_dim": 1.0},
+    "ffn_hidden_size": 48,
+    "vocab_size": 250,
+    "init_std": 0.1,
+}
+ROUTED = {name: DEEPSEEK[name] for name in ("num_experts", "experts_per_token", "router")}
+ROUTED |= {"expert_ffn_hidden_size": 24, "shared_expert_ffn_hidden_size": 16, "first_dense_layers": 1}
+LATENT_MODELS = {
+    "v2": LATENT | {"q_lora_rank": None},  # without a latent of the queries
+    "v3": LATENT | ROUTED | {"num_layers": 3},
+    "dense": LATENT,
+}
+
 
 def uneven_weights(weights: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Weights of UNEVEN with which every token chooses the first expert, and none the last three."""

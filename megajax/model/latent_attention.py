@@ -1,0 +1,166 @@
+"""Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434)."""
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name, checkpoint_policies
+
+from megajax import ops
+from megajax.config import ModelConfig
+from megajax.config.kinds import LayerKind
+from megajax.model.comm import Comm
+from megajax.model.parameters import declare
+from megajax.model.parts import (
+    BlockInputs,
+    Metrics,
+    Part,
+    PartSizes,
+    Shares,
+    State,
+    Weights,
+    declare_norm,
+    declare_norm_weight,
+    normalise,
+    residual_scale,
+)
+
+EPSILON = 1e-6  # of the latents' norms, whatever `model.norm_epsilon` is, as in the authors' code
+
+
+class LatentAttention(Part):
+    """Causal self-attention whose keys and values are computed from a latent: `[T, D]` → `[T, D]`.
+
+    A query and a key are R rotated elements, then those without positions; the paper has them in the other order. All
+    heads share the rotated part of the key. The down-projections run on a device's own tokens, so the collective over
+    `tensor` sends latents instead of the residual stream.
+    """
+
+    NAME = "attention"
+    FUSED = {
+        "down": ("query_down", "key_value_down", "rotary_key"),
+        "key_value": ("key", "value"),
+    }
+    USED_FIRST, USED_LAST = "down", "output"
+    SAVED = ("latents", "queries", "keys_values", "attention", "exchanged", "leave")
+
+    def __init__(self, config: ModelConfig):
+        D, N, H = config.hidden_size, config.num_heads, config.head_dim
+        latent, of_queries = config.kv_lora_rank, config.q_lora_rank
+        nope, rotary, value = config.qk_nope_head_dim, config.qk_rope_head_dim, config.v_head_dim
+        assert latent and nope and rotary and value
+        self.config = config
+        self.norm, self.norm_bias = declare_norm(config, config.norm_placement != "after")
+        self.query_down = declare((D, of_queries), ("embed", "rank")) if of_queries else None
+        self.key_value_down = declare((D, latent), ("embed", "rank"))
+        self.rotary_key = declare((D, rotary), ("embed", "rank"))
+        self.query_norm = declare_norm_weight(config, of_queries) if of_queries else None
+        self.key_value_norm = declare_norm_weight(config, latent)
+        self.query = declare((of_queries or D, N, H), ("embed", "heads", "head"))
+        self.key = declare((latent, N, nope), ("embed", "heads", "head"))
+        self.value = declare((latent, N, value), ("embed", "heads", "head"))
+        self.output = declare((N, value, D), ("heads", "head", "embed"), scale=residual_scale(config))
+
+    @jax.named_scope("attention")
+    def __call__(
+        self, w: Weights, x, inputs: BlockInputs, layer, state: State, *, comm: Comm, kind: LayerKind, recompute
+    ) -> tuple[jax.Array, Metrics]:
+        """Down-projections → latents → queries, keys and values → core → output.
+
+        To recompute "attention" means the up-projections: the latents and the core's output are kept.
+        """
+        query_input, down = self.project(w, x, comm, "norms" in recompute)
+
+        def core(query_input, down):
+            q, latent, rotary = self.latents(w, query_input, down, inputs, comm, kind)
+            scale, c = self.score_scale(), self.config
+            k, v = self.keys_values(w, latent, rotary, comm)
+            settings = {"window": kind.window, "softcap": c.attention_softcap, "scale": scale}
+            out = comm.attend(q, k, v, inputs.token_positions, sinks=None, **settings)
+            return checkpoint_name(out, "attention")
+
+        if "attention" in recompute:
+            core = jax.checkpoint(core, policy=checkpoint_policies.save_only_these_names("attention"))
+        out = core(query_input, down)
+        y = comm.row_linear(out.reshape(-1, out.shape[-2] * out.shape[-1]), w["output"])
+        return checkpoint_name(y, "leave"), {}
+
+    def project(self, w: Weights, x: jax.Array, comm: Comm, recompute_norm: bool) -> tuple[jax.Array, jax.Array]:
+        """`[T / tensor, D]` → (input of the queries' projection, latents and rotary key side by side), own tokens.
+
+        The first is the queries' latent, or `[T / tensor, D]` without one.
+        """
+        c = self.config
+
+        def compute(x, norm, norm_bias, weight):
+            h = normalise(c, x, norm, norm_bias)
+            return h, comm.own_linear(h, weight)
+
+        compute = jax.checkpoint(compute, prevent_cse=False) if recompute_norm else compute
+        h, down = compute(x, w.get("norm"), w.get("norm_bias"), w["down"])
+        down = checkpoint_name(down, "latents")
+        return (h, down) if c.q_lora_rank is None else (down[:, : c.q_lora_rank], down[:, c.q_lora_rank :])
+
+    def latents(self, w: Weights, query_input, down, inputs: BlockInputs, comm: Comm, kind: LayerKind):
+        """Outputs of `project` → queries `[B, S, N, H]`, normalised latents `[T / tensor, R]`, rotary keys `[B, S, R]`.
+
+        The rotary keys are those of all tokens, the same on all devices of `tensor`.
+        """
+        c, (B, S) = self.config, inputs.positions.shape
+        assert c.kv_lora_rank is not None
+        latent, rotary = jnp.split(down, (c.kv_lora_rank,), axis=-1)
+        if c.q_lora_rank is not None:
+            query_input = self._normalise(query_input, w["query_norm"])
+        q = checkpoint_name(comm.column_linear(query_input, w["query"]), "queries").reshape(B, S, -1, c.head_dim)
+        rotary = comm.enter(rotary).reshape(B, S, 1, -1)
+        if kind.rope:
+            scaling = c.rope_scaling.model_dump() if c.rope_scaling else None
+            frequencies = ops.rope_frequencies(c.rotary_dim, c.rope_theta, 1.0, scaling, comm.sequence_length(S))
+            factor = ops.rope_attention_factor(scaling)
+            q, rotary = (ops.apply_rope(a, inputs.positions, frequencies, factor) for a in (q, rotary))
+        return q, self._normalise(latent, w["key_value_norm"]), rotary[:, :, 0]
+
+    def keys_values(self, w: Weights, latent: jax.Array, rotary: jax.Array, comm: Comm) -> tuple[jax.Array, jax.Array]:
+        """Latents `[T / tensor, R]` and rotary keys `[B, S, R]` → keys `[B, S, N, H]`, values `[B, S, N, W]`."""
+        c, (B, S, _) = self.config, rotary.shape
+        assert c.qk_nope_head_dim is not None
+        up = checkpoint_name(comm.column_linear(latent, w["key_value"]), "keys_values")
+        heads = up.shape[-1] // (c.qk_nope_head_dim + c.value_dim)
+        key, value = jnp.split(up, (heads * c.qk_nope_head_dim,), axis=-1)
+        key, value = key.reshape(B, S, heads, -1), value.reshape(B, S, heads, -1)
+        rotary = jnp.broadcast_to(rotary[:, :, None], (B, S, heads, rotary.shape[-1]))
+        return jnp.concatenate([rotary, key], axis=-1), value
+
+    def score_scale(self) -> float:
+        """Factor of the scores."""
+        c = self.config
+        scaling = c.rope_scaling.model_dump() if c.rope_scaling else None
+        return c.attention_scale or c.head_dim**-0.5 * ops.rope_score_factor(scaling)
+
+    def linear_layers(self) -> tuple[str, ...]:
+        return "down", "query", "key_value", "output"
+
+    def matmul_parameters(self) -> int:
+        c = self.config
+        assert c.kv_lora_rank and c.qk_nope_head_dim and c.qk_rope_head_dim
+        down = c.hidden_size * ((c.q_lora_rank or 0) + c.kv_lora_rank + c.qk_rope_head_dim)
+        queries = (c.q_lora_rank or c.hidden_size) * c.head_dim
+        return down + c.num_heads * (
+            queries + c.kv_lora_rank * (c.qk_nope_head_dim + c.value_dim) + c.value_dim * c.hidden_size
+        )
+
+    def attention_flops(self, attended: float) -> float:
+        c = self.config
+        return 6 * attended * c.num_heads * (c.head_dim + c.value_dim)
+
+    def sizes(self, shares: Shares) -> PartSizes:
+        c, tensor = self.config, shares.tensor
+        assert c.kv_lora_rank and c.qk_nope_head_dim and c.qk_rope_head_dim
+        down = (c.q_lora_rank or 0) + c.kv_lora_rank + c.qk_rope_head_dim
+        output = c.num_heads * c.value_dim
+        # Queries and keys with their rotated parts, the up-projections' outputs, and the normalised latents
+        heads = c.num_heads * (2 * c.head_dim + c.value_dim) + output
+        kept = (down + heads) / tensor + down
+        recomputed = (heads - output) / tensor + down
+        return PartSizes(kept, output, kept_width=output / tensor, recomputed=recomputed)
+
+    def _normalise(self, x: jax.Array, weight: jax.Array) -> jax.Array:
+        return ops.rms_norm(x, weight, EPSILON, self.config.norm_zero_centred)

@@ -1,0 +1,72 @@
+"""Multi-head latent attention trains on any mesh as on one device."""
+
+import math
+
+import pytest
+from mesh_models import LATENT_MODELS
+
+from megajax.config import ModelConfig
+from megajax.errors import ConfigError
+from megajax.model.block import Block
+from megajax.model.parameters import parameters
+
+STEPS = 2
+DOCUMENTS = {"synthetic_documents": 5, "reset_attention": True, "reset_positions": True}
+# model, mesh, microbatches, other sections
+CASES = [
+    pytest.param("v2", {"data": 2, "fsdp": 2, "tensor": 2}, 1, {}, marks=pytest.mark.smoke),
+    ("dense", {"context": 2, "tensor": 2}, 1, {"kernels": {"context": "ring"}, "remat": {"policy": "selective"}}),
+    ("v2", {"context": 4}, 1, {"kernels": {"context": "all_to_all"}, "data": DOCUMENTS, "remat": {"policy": "full"}}),
+    ("dense", {"context": 2}, 1, {"kernels": {"context": "all_gather"}, "data": DOCUMENTS}),
+    ("v3", {"expert": 2, "tensor": 2, "fsdp": 2}, 2, {"remat": {"policy": "save_matmuls"}}),
+    ("v3", {"pipeline": 2, "expert": 2}, 2, {"pipeline": {"schedule": "zero_bubble"}}),
+]
+
+
+def name_of(value) -> str | None:
+    if isinstance(value, dict):
+        return "-".join(f"{key}{size}" for key, size in value.items()) or "plain"
+    return None
+
+
+@pytest.mark.parametrize(("model", "mesh", "microbatches", "sections"), CASES, ids=name_of)
+def test_latent_attention_trains_on_a_mesh_as_on_one_device(table, difference, model, mesh, microbatches, sections):
+    settings = {"microbatches": microbatches, "steps": STEPS, "optimizer": "sgd"}
+    config = table.make_config(LATENT_MODELS[model], mesh, **settings, **sections)
+    assert not (found := difference(config)).problems(), found
+
+
+@pytest.mark.smoke
+def test_deepseek_v3_attention_has_its_published_parameters_and_flops():
+    """From the paper's widths: 7168 x (1536 + 512 + 64), 1536 x 128 x 192, 512 x 128 x 256, 128 x 128 x 7168."""
+    model = ModelConfig.model_validate(
+        {
+            **{"num_layers": 1, "hidden_size": 7168, "num_heads": 128, "vocab_size": 128, "ffn_hidden_size": 8},
+            **{"q_lora_rank": 1536, "kv_lora_rank": 512},
+            **{"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128},
+        }
+    )
+    attention = Block(model, "dense").parts["attention"]
+    matmul = 7168 * 2112 + 1536 * 24576 + 512 * 32768 + 16384 * 7168
+    assert attention.matmul_parameters() == matmul
+    norms = 7168 + 1536 + 512
+    sizes = {name: math.prod(p.shape) for name, p in parameters(attention).items()}
+    assert sum(sizes.values()) == matmul + norms
+    assert attention.attention_flops(2048) == 3 * 4096 * 128 * (192 + 128)
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"v_head_dim": None}, r"model.kv_lora_rank=12 needs model.v_head_dim .*: set it; DeepSeek has 128"),
+        ({"head_dim": 16}, r"model.head_dim=16 is not the sum of model.qk_nope_head_dim=8 .*: remove model.head_dim"),
+        ({"qk_rope_head_dim": 3}, r"model.qk_rope_head_dim=3 is odd"),
+        ({"num_kv_heads": 2}, r"cannot be combined with model.num_kv_heads=2 .*: remove it: each head"),
+        ({"rope_fraction": 0.5}, r"cannot be combined with model.rope_fraction=0.5 .*set model.qk_rope_head_dim"),
+        ({"attention_bias": True}, r"cannot be combined with model.attention_bias=true"),
+    ],
+)
+def test_what_latent_attention_does_not_have_is_refused(table, change, sentence):
+    with pytest.raises(ConfigError, match=sentence):
+        table.make_config(LATENT_MODELS["dense"] | change)
