@@ -16,15 +16,18 @@ from jax.sharding import PartitionSpec as P
 from megajax import ops
 from megajax.inference.weights import EXPERT_AXES, SHARED_AXES, dividing
 from megajax.mesh import mesh_sizes
-from megajax.model.comm import SingleDevice
+from megajax.model.comm import LatentKeys, SingleDevice
 from megajax.step_plan import Kernels
 
 
 class LayerCache(NamedTuple):
-    """Keys and values of one layer. Position p of a sequence is in slot p mod W; a window's layer keeps a window."""
+    """Keys and values of one layer. Position p of a sequence is in slot p mod W; a window's layer keeps a window.
+
+    Latent attention keeps the rotary key and the latent of a token as one head's key; its values are the latents.
+    """
 
     keys: jax.Array  # [B, K, W, H]
-    values: jax.Array  # [B, K, W, H of the values]
+    values: jax.Array | None  # [B, K, W, H of the values]
 
 
 class WholeSequences(SingleDevice):
@@ -91,16 +94,20 @@ class Prefill(WholeSequences):
         self.caches: list[LayerCache] = []
 
     def attend(self, q, k, v, positions, *, window, softcap, scale=None, sinks=None) -> jax.Array:
+        self.caches.append(LayerCache(self.cached(k, window), self.cached(v, window)))
+        return super().attend(q, k, v, positions, window=window, softcap=softcap, scale=scale, sinks=sinks)
+
+    def attend_latent(self, q, keys: LatentKeys, positions, *, window, softcap, scale) -> jax.Array:
+        self.caches.append(LayerCache(self.cached(_as_one_head(keys), window), None))
+        settings = {"window": window, "softcap": softcap, "scale": scale}
+        return super().attend(q, *keys.heads(self.column_linear), positions, **settings)
+
+    def cached(self, x: jax.Array, window: int | None) -> jax.Array:
+        """Keys or values `[B, S, K, H]` of the prompts as the cache keeps them, `[B, K, W, H]`."""
         slots = jnp.arange(min(self.size, window or self.size))
         newest = newest_position(slots, self.lengths - 1)  # [B, W]; negative in slots that are still empty
-        spec = P(self.sequences(len(q)), self.heads(k.shape[2]))
-
-        def cached(x: jax.Array) -> jax.Array:
-            kept = jnp.take_along_axis(x, jnp.maximum(newest, 0)[:, :, None, None], axis=1)
-            return self.place(kept.transpose(0, 2, 1, 3), spec)
-
-        self.caches.append(LayerCache(cached(k), cached(v)))
-        return super().attend(q, k, v, positions, window=window, softcap=softcap, scale=scale, sinks=sinks)
+        kept = jnp.take_along_axis(x, jnp.maximum(newest, 0)[:, :, None, None], axis=1)
+        return self.place(kept.transpose(0, 2, 1, 3), P(self.sequences(len(x)), self.heads(x.shape[2])))
 
 
 class Decode(WholeSequences):
@@ -121,17 +128,48 @@ class Decode(WholeSequences):
         self.caches.append(cache)
         return out
 
+    def attend_latent(self, q, keys: LatentKeys, positions, *, window, softcap, scale) -> jax.Array:
+        """The up-projection of the keys is applied to the queries, and that of the values to the output.
+
+        So the cache is read as one head, and no key or value of an earlier token is computed again (DeepSeek-V2).
+        """
+        cache, position = next(self.before), positions.index[:, 0]
+        N, (R, _) = q.shape[2], keys.up.shape
+        up_keys, up_values = jnp.split(keys.up, (N * keys.nope,), axis=-1)
+        rotary, nope = jnp.split(q, (q.shape[-1] - keys.nope,), axis=-1)
+        absorbed = jnp.einsum("bsnh,rnh->bsnr", nope, up_keys.reshape(R, N, -1))
+        q = jnp.concatenate([rotary, absorbed.astype(q.dtype)], axis=-1)
+        attention = partial(_attend_to_cache, softcap=softcap, scale=scale, shared=rotary.shape[-1])
+        token, stored = P(self.sequences(len(q)), None, self.heads(N)), P(self.sequences(len(q)))
+        specs = (token, stored, P(), stored, P(self.sequences(len(q))), P())
+        out, cache = self.divided(attention, specs, (token, stored))(q, _as_one_head(keys), None, cache, position, None)
+        self.caches.append(cache)
+        return jnp.einsum("bsnr,rnh->bsnh", out, up_values.reshape(R, N, -1)).astype(q.dtype)
+
+
+def _as_one_head(keys: LatentKeys) -> jax.Array:
+    """The rotary keys and latents of whole sequences, side by side, `[B, S, 1, rotary + R]`."""
+    return jnp.concatenate([keys.rotary, keys.latent.reshape(*keys.rotary.shape[:2], -1)], axis=-1)[:, :, None]
+
 
 def newest_position(slots: jax.Array, last: jax.Array) -> jax.Array:
     """The newest position up to `last [B]` in each of all W `slots` of a cache, `[B, W]`; negative: none yet."""
     return last[:, None] - (last[:, None] - slots) % len(slots)
 
 
-def _attend_to_cache(q, k, v, cache: LayerCache, position, sinks, *, softcap, scale) -> tuple[jax.Array, LayerCache]:
-    """Puts one token per sequence into the cache and attends to it: q [B, 1, N, H] -> ([B, 1, N, H], the cache)."""
+def _attend_to_cache(
+    q, k, v, cache: LayerCache, position, sinks, *, softcap, scale, shared: int = 0
+) -> tuple[jax.Array, LayerCache]:
+    """Puts one token per sequence into the cache and attends to it: q [B, 1, N, H] -> ([B, 1, N, H], the cache).
+
+    Without values in the cache they are the keys from the element `shared` on.
+    """
     width = cache.keys.shape[2]
     rows, slot = jnp.arange(len(q)), position % width
-    cache = LayerCache(cache.keys.at[rows, :, slot].set(k[:, 0]), cache.values.at[rows, :, slot].set(v[:, 0]))
+    keys, values = cache.keys.at[rows, :, slot].set(k[:, 0]), cache.values
+    if values is not None:
+        values = values.at[rows, :, slot].set(v[:, 0])
     visible = newest_position(jnp.arange(width), position) >= 0
-    out = ops.cached_attention(q[:, 0], *cache, visible, softcap=softcap, scale=scale, sinks=sinks)
-    return out[:, None], cache
+    read = keys[..., shared:] if values is None else values
+    out = ops.cached_attention(q[:, 0], keys, read, visible, softcap=softcap, scale=scale, sinks=sinks)
+    return out[:, None], LayerCache(keys, values)

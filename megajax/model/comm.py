@@ -1,9 +1,11 @@
 """The communication points of the model, and their implementation on one device; parallel/comm.py has the mesh's."""
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import jax
+import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from megajax import ops
@@ -17,6 +19,27 @@ class TokenPositions:
     index: jax.Array  # [B, S] int32, each token's index in its sequence
     document_starts: jax.Array | None = None  # [B, S] int32, first index of its document; None: one document
     chunks: jax.Array | None = None  # first index of each chunk of each device of `context`, if they vary
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class LatentKeys:
+    """Keys and values in the form of latent attention: a latent, and a rotated part that all heads share."""
+
+    latent: jax.Array  # [T / tensor, R], normalised
+    rotary: jax.Array  # [B, S, rotary width], rotated
+    up: jax.Array  # weight [R, N·(nope + W)]: keys without positions of this device's heads, then their values
+    nope: int = field(metadata={"static": True})  # width of a key's part without positions
+    value: int = field(metadata={"static": True})  # width of a value, W
+
+    def heads(self, column_linear: Callable[[jax.Array, jax.Array], jax.Array]) -> tuple[jax.Array, jax.Array]:
+        """Keys `[B, S, N, rotary + nope]` and values `[B, S, N, W]` of this device's heads."""
+        B, S, rotary = self.rotary.shape
+        up = checkpoint_name(column_linear(self.latent, self.up), "keys_values")
+        N = up.shape[-1] // (self.nope + self.value)
+        key, value = jnp.split(up, (N * self.nope,), axis=-1)
+        shared = jnp.broadcast_to(self.rotary[:, :, None], (B, S, N, rotary))
+        return jnp.concatenate([shared, key.reshape(B, S, N, -1)], axis=-1), value.reshape(B, S, N, -1)
 
 
 class Comm(Protocol):
@@ -75,6 +98,20 @@ class Comm(Protocol):
         `scale` multiplies the scores; None: `H ** -0.5`.
         """
         ...
+
+    def attend_latent(
+        self,
+        q,
+        keys: LatentKeys,
+        positions: TokenPositions,
+        *,
+        window: int | None,
+        softcap: float | None,
+        scale: float,
+    ) -> jax.Array:
+        """`attend` to keys and values that are computed from latents: `[B, S, N, H]` → `[B, S, N, W]`."""
+        settings = {"window": window, "softcap": softcap, "scale": scale}
+        return self.attend(q, *keys.heads(self.column_linear), positions, **settings)
 
     def enter(self, x: jax.Array) -> jax.Array:
         """`[T / tensor, F]` → `[T, F]`: the tokens of all devices of `tensor`, differentiated."""

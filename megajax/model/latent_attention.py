@@ -7,7 +7,7 @@ from jax.ad_checkpoint import checkpoint_name, checkpoint_policies
 from megajax import ops
 from megajax.config import ModelConfig
 from megajax.config.kinds import LayerKind
-from megajax.model.comm import Comm
+from megajax.model.comm import Comm, LatentKeys
 from megajax.model.parameters import declare
 from megajax.model.parts import (
     BlockInputs,
@@ -70,11 +70,9 @@ class LatentAttention(Part):
         query_input, down = self.project(w, x, comm, "norms" in recompute)
 
         def core(query_input, down):
-            q, latent, rotary = self.latents(w, query_input, down, inputs, comm, kind)
-            scale, c = self.score_scale(), self.config
-            k, v = self.keys_values(w, latent, rotary, comm)
-            settings = {"window": kind.window, "softcap": c.attention_softcap, "scale": scale}
-            out = comm.attend(q, k, v, inputs.token_positions, sinks=None, **settings)
+            q, keys = self.heads(w, query_input, down, inputs, comm, kind)
+            settings = {"window": kind.window, "softcap": self.config.attention_softcap, "scale": self.score_scale()}
+            out = comm.attend_latent(q, keys, inputs.token_positions, **settings)
             return checkpoint_name(out, "attention")
 
         if "attention" in recompute:
@@ -99,11 +97,10 @@ class LatentAttention(Part):
         down = checkpoint_name(down, "latents")
         return (h, down) if c.q_lora_rank is None else (down[:, : c.q_lora_rank], down[:, c.q_lora_rank :])
 
-    def latents(self, w: Weights, query_input, down, inputs: BlockInputs, comm: Comm, kind: LayerKind):
-        """Outputs of `project` → queries `[B, S, N, H]`, normalised latents `[T / tensor, R]`, rotary keys `[B, S, R]`.
-
-        The rotary keys are those of all tokens, the same on all devices of `tensor`.
-        """
+    def heads(
+        self, w: Weights, query_input, down, inputs: BlockInputs, comm: Comm, kind: LayerKind
+    ) -> tuple[jax.Array, LatentKeys]:
+        """Outputs of `project` → queries `[B, S, N, H]` and the keys, with rotary positions."""
         c, (B, S) = self.config, inputs.positions.shape
         assert c.kv_lora_rank is not None
         latent, rotary = jnp.split(down, (c.kv_lora_rank,), axis=-1)
@@ -116,18 +113,9 @@ class LatentAttention(Part):
             frequencies = ops.rope_frequencies(c.rotary_dim, c.rope_theta, 1.0, scaling, comm.sequence_length(S))
             factor = ops.rope_attention_factor(scaling)
             q, rotary = (ops.apply_rope(a, inputs.positions, frequencies, factor) for a in (q, rotary))
-        return q, self._normalise(latent, w["key_value_norm"]), rotary[:, :, 0]
-
-    def keys_values(self, w: Weights, latent: jax.Array, rotary: jax.Array, comm: Comm) -> tuple[jax.Array, jax.Array]:
-        """Latents `[T / tensor, R]` and rotary keys `[B, S, R]` → keys `[B, S, N, H]`, values `[B, S, N, W]`."""
-        c, (B, S, _) = self.config, rotary.shape
         assert c.qk_nope_head_dim is not None
-        up = checkpoint_name(comm.column_linear(latent, w["key_value"]), "keys_values")
-        heads = up.shape[-1] // (c.qk_nope_head_dim + c.value_dim)
-        key, value = jnp.split(up, (heads * c.qk_nope_head_dim,), axis=-1)
-        key, value = key.reshape(B, S, heads, -1), value.reshape(B, S, heads, -1)
-        rotary = jnp.broadcast_to(rotary[:, :, None], (B, S, heads, rotary.shape[-1]))
-        return jnp.concatenate([rotary, key], axis=-1), value
+        latent = self._normalise(latent, w["key_value_norm"])
+        return q, LatentKeys(latent, rotary[:, :, 0], w["key_value"], c.qk_nope_head_dim, c.value_dim)
 
     def score_scale(self) -> float:
         """Factor of the scores."""
