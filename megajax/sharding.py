@@ -31,6 +31,7 @@ BLOCKS = "blocks."  # prefix of the names of block parameters; the kind of block
 
 LOGICAL_TO_MESH: dict[str, str | tuple[str, ...] | None] = {
     "layers": "pipeline",  # stage by stage: `stored_layers`
+    "modules": None,  # multi-token prediction modules: all stages compute them, as they do the head
     "vocab": "tensor",
     "heads": "tensor",
     "kv_heads": "tensor",  # replicated where there are fewer KV heads than devices on `tensor`
@@ -168,7 +169,7 @@ def place_all(
     def layers(name: str, parameter: Any) -> tuple[int, ...] | None:
         if not name.startswith(BLOCKS):
             return None
-        return rows[name.split(".")[1]] if rows else parameter.layers
+        return rows.get(name.split(".")[1]) if rows else parameter.layers
 
     return {name: place(tuple(p.shape), p.axes, sizes, layers(name, p), experts_over) for name, p in parameters.items()}
 

@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 
 from megajax import ops
 from megajax.config import Config
-from megajax.config.kinds import LayerKind, layer_windows
+from megajax.config.kinds import LayerKind, layer_windows, prediction_kind, prediction_layers
 from megajax.config.segments import Segment, Unrolling, choose_unrolling, plan_segments
 from megajax.config.stages import gathered_slots, slot_kinds
 from megajax.mesh import mesh_sizes, within_processes
@@ -231,6 +231,20 @@ class StepPlan:
         in_loops = any(segment.loops > 1 for segment in self.segments)
         return self.sizes["fsdp"] > 1 and not self.is_pipelined and in_loops and self.config.lora.rank is None
 
+    @cached_property
+    def prediction(self) -> "PredictionPlan | None":
+        """The plan of the multi-token prediction modules; None without any.
+
+        Each is a segment with the remat policy and the precision of the last layer.
+        """
+        count, last = self.config.model.mtp_layers, self.segments[-1]
+        if not count:
+            return None
+        slots = (prediction_kind(self.config.model),) * count
+        segments = tuple(Segment(k, 1, 1, 1, last.policy, last.fp8) for k in range(count))
+        sizes = {**self.sizes, "pipeline": 1}
+        return PredictionPlan(self.config, sizes, self.hardware, self.kernels, slots, self.unrolling, segments)
+
     # Collectives
 
     @property
@@ -249,6 +263,14 @@ class StepPlan:
     def embedding_axes(self) -> tuple[str, ...]:
         """The axes over which the embedding is looked up in its shards; empty: the table is gathered."""
         return _embedding_axes(self.config, self.sizes)
+
+
+class PredictionPlan(StepPlan):
+    """The plan of the multi-token prediction modules: layers without stages, after those of the model."""
+
+    @cached_property
+    def layer_table(self) -> np.ndarray:
+        return np.array(prediction_layers(self.config.model))[None, None]
 
 
 def loss_chunks(config: Config, tokens: int, tensor: int) -> int:

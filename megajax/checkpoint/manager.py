@@ -303,7 +303,8 @@ def restore_model(
     """Parameters by name, and the layer state by kind of block and name.
 
     They are from the newest checkpoint of a run, or from `RUN/checkpoints/STEP`. `setting` is the setting that gave
-    `path`, `location` where it was set. Raises InputError if there is no checkpoint, or if it is of another model.
+    `path`, `location` where it was set. The checkpoint's multi-token prediction modules are left out if `model` has
+    none. Raises InputError if there is no checkpoint, or if it is of another model.
     """
     run_dir, step = find_checkpoint(path, setting, location)
     checkpoints = Checkpoints(run_dir, keep=2**31, keep_every=None)
@@ -317,6 +318,8 @@ def restore_model(
                 f"{setting}={path}{location} has adapters only: write the merged model with "
                 f"python -m megajax.hf export {path} HF_FOLDER, and give that folder."
             )
+        if not model.mtp_layers:
+            saved = saved | {"model": saved["model"] | {"mtp_layers": 0}}
         compare_descriptions(saved, mine, f"{setting}={path}{location}", ("model",), "name another run")
         if problem := checkpoints.damage(step):
             raise ValueError(problem)

@@ -66,6 +66,7 @@ def _of_the_model(config: Config) -> list[Rule]:
         Rule(not has_local, "model.layer_pattern", ("model.sliding_window", "model.rope_local_theta")),
         Rule(model.sliding_window is None, "model.sliding_window", ("model.rope_local_theta",)),
         Rule(undivided, f"mesh.{config.mesh.experts_over[0]}", ("kernels.dispatch", "mesh.experts_over")),
+        Rule(not model.mtp_layers, "model.mtp_layers", ("model.mtp_loss_weight",)),
         Rule(model.num_experts is None, "model.num_experts", ("kernels.grouped_matmul",)),
         Rule(not model.router.expert_bias, "model.router.expert_bias", ("model.router.bias_update_rate",)),
         Rule(model.router.num_groups == 1, "model.router.num_groups", ("model.router.groups_per_token",)),

@@ -7,6 +7,7 @@ from megajax.config.model_schema import ModelConfig
 
 DENSE, MOE = "dense", "moe"
 LATENT = ("q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")  # keys of latent attention
+MTP = "mtp"  # the blocks of the multi-token prediction modules
 
 
 class LayerKind(NamedTuple):
@@ -33,9 +34,25 @@ def block_layers(model: ModelConfig) -> dict[str, tuple[int, ...]]:
     return {name: tuple(i for i, block in enumerate(blocks) if block == name) for name in sorted(set(blocks))}
 
 
+def prediction_layers(model: ModelConfig) -> tuple[int, ...]:
+    """The layer of each multi-token prediction module: they continue those of the model."""
+    return tuple(range(model.num_layers, model.num_layers + model.mtp_layers))
+
+
+def prediction_kind(model: ModelConfig) -> LayerKind:
+    """The kind of the blocks of these modules: they have the parts and the attention of the last layer."""
+    return layer_kinds(model)[-1]._replace(block=MTP)
+
+
+def stacked_layers(model: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """The layers in each stack of parameters: those of each kind of block, and the multi-token prediction modules."""
+    return block_layers(model) | ({MTP: prediction_layers(model)} if model.mtp_layers else {})
+
+
 def expert_layers(model: ModelConfig) -> tuple[int, ...]:
-    """The layers with experts."""
-    return block_layers(model).get(MOE, ())
+    """The layers with experts, prediction modules included."""
+    own = block_layers(model).get(MOE, ())
+    return (*own, *prediction_layers(model)) if layer_kinds(model)[-1].has_experts else own
 
 
 def mlp_widths(model: ModelConfig) -> tuple[str, ...]:

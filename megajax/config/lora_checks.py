@@ -16,6 +16,11 @@ def check_lora(config: Config) -> None:
         recipe = "precision.fp8.recipe"
         problem = f"{format_keys(config, rank)} cannot be combined with {format_keys(config, recipe)}"
         fail(config, problem, f"set {recipe}=none", rank, recipe)
+    if config.model.mtp_layers:
+        modules = "model.mtp_layers"
+        problem = f"{format_keys(config, rank)} trains adapters of the model's layers only, but"
+        problem += f" {format_keys(config, modules)} adds prediction modules"
+        fail(config, problem, f"set {modules}=0; the base may have modules", rank, modules)
     router = config.model.router
     if router.expert_bias and router.bias_update_rate > 0:
         rate = "model.router.bias_update_rate"

@@ -259,6 +259,13 @@ class ModelConfig(Section):
         description="Divide init_std by sqrt(2 * num_layers) for projections into the residual stream.",
     )
     z_loss: PositiveOrZero = Field(default=0.0, description="Weight of the squared log-sum-exp of the output logits.")
+    mtp_layers: CountOrZero = Field(
+        default=0, description="Number of multi-token prediction modules; module k predicts the token k + 1 ahead."
+    )
+    mtp_loss_weight: Positive = Field(
+        default=0.3,
+        description="Weight of the mean of their losses; DeepSeek-V3 trained with 0.3 for 10T tokens, then with 0.1.",
+    )
     num_experts: Experts | None = Field(
         default=None, description="Number of experts in each MoE layer; null: a dense model."
     )

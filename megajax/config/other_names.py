@@ -93,6 +93,8 @@ moe-layer-freq | model.moe_layer_interval | where the last of n layers has exper
 moe-aux-loss-coeff, moe-router-load-balancing-type | model.router.global_loss | or model.router.sequence_loss for
     seq_aux_loss, or model.router.sinkhorn=true
 moe-z-loss-coeff | model.router.z_loss
+mtp-num-layers | model.mtp_layers
+mtp-loss-scaling-factor | model.mtp_loss_weight | Megatron's default is 0.1
 moe-input-jitter-eps | model.router.jitter
 moe-router-score-function | model.router.score_function
 moe-router-pre-softmax | model.router.pre_softmax
@@ -179,7 +181,6 @@ loss-scale, initial-loss-scale, min-loss-scale, loss-scale-window, hysteresis | 
 add-qkv-bias | model.attention_bias | =qkv
 apply-query-key-layer-scaling, rotary-interleaved | | it has no counterpart
 multi-latent-attention, q-lora-rank, kv-lora-rank | | multi-latent attention is not implemented yet
-mtp-num-layers | | multi-token prediction is not implemented yet
 recompute-modules | | remat.policy selects the activations to recompute
 optimizer-cpu-offload | | the optimizer state stays on the devices; shard it with mesh.fsdp
 exit-duration-in-mins, exit-interval | | send SIGTERM to save and stop
@@ -223,6 +224,8 @@ final_logits_soft_cap | model.logit_softcap
 attention_sink | model.attention_sinks
 use_qk_norm | model.qk_norm
 z_loss_multiplier | model.z_loss
+mtp_num_layers | model.mtp_layers
+mtp_loss_scaling_factor | model.mtp_loss_weight | MaxText's default is 0.1
 num_experts_per_tok | model.experts_per_token
 base_moe_mlp_dim | model.expert_ffn_hidden_size
 first_num_dense_layers | model.first_dense_layers

@@ -18,6 +18,7 @@ def check_stages(config: Config, sizes: dict[str, int]) -> None:
         _check_pattern(config, sizes)
         _check_precision(config, sizes)
         _check_offload(config, sizes)
+        _check_prediction(config, sizes)
     _check_unroll(config, sizes)
     _check_remat(config, sizes)
 
@@ -164,6 +165,13 @@ def _check_offload(config: Config, sizes: dict[str, int]) -> None:
         )
         problem += " because a pipeline keeps its saved activations on the GPU"
         fail(config, problem, "use full, selective or save_matmuls", "remat.policy", "mesh.pipeline")
+
+
+def _check_prediction(config: Config, sizes: dict[str, int]) -> None:
+    if config.model.mtp_layers:
+        keys = ("model.mtp_layers", "mesh.pipeline")
+        problem = f"{format_keys(config, keys[0])} cannot be combined with {format_axis(config, sizes, 'pipeline')} yet"
+        fail(config, problem, "set model.mtp_layers=0, or mesh.pipeline=1", *keys)
 
 
 # Settings of the loop over the slots of a virtual stage, or over all layers without a pipeline

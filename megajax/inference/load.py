@@ -119,11 +119,13 @@ def from_hf(
 
 
 def _for_inference(config: Config, dtype: str) -> Config:
-    """The config with this compute dtype and without a capacity of experts: padding would use it up."""
+    """The config with this compute dtype, without multi-token prediction modules, which only training runs, and without
+    a capacity of experts: padding would use it up.
+    """
     if dtype not in DTYPES:
         raise InputError(f"dtype={dtype} is not one of {', '.join(DTYPES)}: give one of them.")
     router = config.model.router.model_copy(update={"capacity_factor": None})
-    model = config.model.model_copy(update={"router": router})
+    model = config.model.model_copy(update={"router": router, "mtp_layers": 0})
     fp8 = config.precision.fp8.model_copy(update={"recipe": "none"})
     precision = config.precision.model_copy(update={"compute": dtype, "fp8": fp8})
     kernels = config.kernels.model_copy(update={"attention": "auto", "grouped_matmul": "auto"})

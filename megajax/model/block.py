@@ -10,7 +10,7 @@ from jax import lax
 
 from megajax import ops
 from megajax.config import ModelConfig
-from megajax.config.kinds import LayerKind, block_layers
+from megajax.config.kinds import MTP, LayerKind, block_layers, layer_kinds, stacked_layers
 from megajax.errors import ConfigError
 from megajax.model.attention import Attention
 from megajax.model.latent_attention import LatentAttention
@@ -18,6 +18,7 @@ from megajax.model.mlp import MLP
 from megajax.model.moe import MoE
 from megajax.model.parameters import parameters
 from megajax.model.parts import BlockInputs, Metrics, Part, State, Weights, declare_norm, normalise
+from megajax.model.prediction import Join
 
 # The parts of each kind of block, in order; `register` adds kinds from outside.
 KINDS: dict[str, tuple[type[Part], ...]] = {"dense": (Attention, MLP), "moe": (Attention, MoE)}
@@ -154,9 +155,41 @@ class Block(nnx.Module):
         return ops.dropout(y, self.config.dropout, key, inputs.token_ids)
 
 
+class PredictionBlock(Block):
+    """A multi-token prediction module without embedding and head, which it shares with the model.
+
+    It has the parts of the model's last layer, a projection before them, and a norm of its own after them.
+    """
+
+    def __init__(self, config: ModelConfig):
+        super().__init__(config, layer_kinds(config)[-1].block)
+        self.join = Join(config)
+        self.final_norm, self.final_norm_bias = declare_norm(config)
+
+    def __call__(
+        self,
+        weights: Weights,
+        x: jax.Array,
+        inputs: BlockInputs,
+        layer,
+        state: State,
+        *,
+        comm,
+        kind: LayerKind,
+        recompute: Collection[str] = (),
+    ) -> tuple[jax.Array, Metrics]:
+        """`x [T / tensor, 2D]`, the embedding beside the module's input → (its normalised output `[T / tensor, D]`,
+        metrics).
+        """
+        x = self.join(_of_part(weights, "join"), x, comm)
+        x, metrics = super().__call__(weights, x, inputs, layer, state, comm=comm, kind=kind, recompute=recompute)
+        return normalise(self.config, x, weights["final_norm"], weights.get("final_norm_bias")), metrics
+
+
 def blocks_of(config: ModelConfig) -> dict[str, Block]:
-    """One block of each kind in the model."""
-    return {kind: Block(config, kind) for kind in block_layers(config)}
+    """One block of each kind in the model, and of its multi-token prediction modules."""
+    blocks = {kind: Block(config, kind) for kind in block_layers(config)}
+    return blocks | ({MTP: PredictionBlock(config)} if config.mtp_layers else {})
 
 
 def linear_layers(config: ModelConfig) -> tuple[str, ...]:
@@ -166,7 +199,7 @@ def linear_layers(config: ModelConfig) -> tuple[str, ...]:
 
 def layer_state(config: ModelConfig) -> dict[str, dict[str, jax.ShapeDtypeStruct]]:
     """The layers' state that is not a parameter, by kind of block and name, `[L, ...]`; it starts as zeros."""
-    layers = block_layers(config)
+    layers = stacked_layers(config)
     states = {kind: block.layer_state for kind, block in blocks_of(config).items()}
     return {
         kind: {name: jax.ShapeDtypeStruct((len(layers[kind]), *a.shape), a.dtype) for name, a in state.items()}

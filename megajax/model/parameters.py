@@ -24,11 +24,14 @@ def declare(shape: tuple[int, ...], axes: tuple[str, ...], role: str = "matrix",
     return nnx.Param(jax.ShapeDtypeStruct(shape, jnp.float32), axes=axes, role=role, scale=scale)
 
 
-def stack[Module: nnx.Module](block: Module, layers: tuple[int, ...]) -> Module:
-    """The same block with every parameter stacked in place to `[L, ...]`, one row for each of the model's `layers`."""
+def stack[Module: nnx.Module](block: Module, layers: tuple[int, ...], axis: str = "layers") -> Module:
+    """The same block with every parameter stacked in place to `[L, ...]`, one row for each of the model's `layers`.
+
+    `axis` is the logical axis of the rows.
+    """
     for parameter in parameters(block).values():
         parameter.set_value(jax.ShapeDtypeStruct((len(layers), *parameter.shape), parameter.dtype))
-        parameter.set_metadata(axes=("layers", *parameter.axes), layers=layers)
+        parameter.set_metadata(axes=(axis, *parameter.axes), layers=layers)
     return block
 
 

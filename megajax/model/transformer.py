@@ -12,8 +12,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from megajax.config import LoraConfig, ModelConfig
-from megajax.config.kinds import block_layers, layer_kinds
-from megajax.model.block import Block
+from megajax.config.kinds import MTP, block_layers, layer_kinds, stacked_layers
+from megajax.model.block import blocks_of
 from megajax.model.comm import SingleDevice, TokenPositions
 from megajax.model.lora import add_adapters
 from megajax.model.parameters import declare, parameters, stack
@@ -32,15 +32,19 @@ class Embedding(nnx.Module):
 
 
 class Transformer(nnx.Module):
-    """The whole model: its parameters, and its logits on one device."""
+    """The whole model: its parameters, and its logits on one device.
+
+    Multi-token prediction modules (`model.mtp_layers`) are the blocks of the kind MTP; only training runs them.
+    """
 
     def __init__(self, config: ModelConfig, lora: LoraConfig | None = None):
         """`lora` adds adapters; they have no effect on `__call__`."""
         V, D = config.padded_vocab_size, config.hidden_size
         self.config, lora = config, lora or LoraConfig()
         self.embedding = Embedding(config)
-        blocks = {kind: add_adapters(Block(config, kind), lora) for kind in block_layers(config)}
-        self.blocks = nnx.Dict({kind: stack(blocks[kind], held) for kind, held in block_layers(config).items()})
+        blocks = {kind: add_adapters(block, lora) for kind, block in blocks_of(config).items()}
+        axes = {kind: "modules" if kind == MTP else "layers" for kind in blocks}
+        self.blocks = nnx.Dict({k: stack(blocks[k], held, axes[k]) for k, held in stacked_layers(config).items()})
         self.final_norm, self.final_norm_bias = declare_norm(config)
         self.head = None if config.tie_embeddings else declare((D, V), ("embed", "vocab"))
 

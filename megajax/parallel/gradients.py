@@ -5,8 +5,9 @@ microbatches run one after the other, or through the stages of a pipeline. Gradi
 ONCE_AXES reduce them once per step.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +19,8 @@ from megajax.config import Config
 from megajax.config.sentences import format_keys
 from megajax.parallel.local import Batch, LocalModel, Params, StepArrays
 from megajax.parallel.pipeline.pipeline import Pipeline
+from megajax.parallel.prediction import ModuleArrays
+from megajax.parallel.stack.layers import LayerStack
 from megajax.parallel.stack.weights import LayerState
 from megajax.parallel.traced import traced
 from megajax.parallel.weights.exchange import global_norm, sum_over_all, summed_dtype
@@ -30,13 +33,13 @@ def gradient_function(local: LocalModel, mesh: Mesh) -> Callable:
 
     Parameters and gradients are in stored form, gradients those of `LocalModel.trained`, batch fields are `[M, B, S]`,
     the norm is that of the gradients over all devices. `sums` holds `loss` (the language-model loss per valid token),
-    `z_loss` and `tokens`. The layer state is all state besides parameters, by kind of block and name `[L, ...]`, and
-    the amax histories under the key FP8. `metrics` of the layers, by kind and name `[L, ...]`, are means over the
-    microbatches; counts are sums. Gradients are those of `loss + z_loss` plus the layers' losses, without the loss
-    scale.
+    `z_loss`, `tokens`, and with prediction modules `mtp_loss [depth]`, their losses. The layer state is all state
+    besides parameters, by kind of block and name `[L, ...]`, and the amax histories under the key FP8. `metrics` of the
+    layers, by kind and name `[L, ...]`, are means over the microbatches; counts are sums. Gradients are those of
+    `loss + z_loss` plus the layers' losses and the modules' mean times `model.mtp_loss_weight`, without the loss scale.
     """
     specs = {name: placement.spec for name, placement in local.placements.items()}
-    config, stack = local.config, local.layers
+    config, stacks, scaling = local.config, local.stacks, local.layers.weights.scaling
     pipeline = Pipeline(local) if local.plan.is_pipelined else None
     only_microbatch = config.batch.num_microbatches == 1 and pipeline is None
 
@@ -45,33 +48,44 @@ def gradient_function(local: LocalModel, mesh: Mesh) -> Callable:
             needed = format_keys(config, "batch.num_microbatches")
             cure = "cut the batch into that number, or call the program of its size (TrainProgram.by_size)"
             raise ValueError(f"the batch has {len(batch['tokens'])} microbatches, but {needed}: {cure}.")
-        weight_amax, scaling, history = stack.weights.weight_amax(params), stack.weights.scaling, state.get(FP8, {})
+        history, weight_amax = state.get(FP8, {}), [stack.weights.weight_amax(params) for stack in stacks]
         non_block = local.non_block.gather(params)
-        scales = scaling.scales(stack.weights.all.of_stage(history), weight_amax, loss_scale)
-        layers = stack.weights.gather_once(params, scales, state)
-        tokens, (batch, imbalance) = local.valid_tokens(batch), local.add_token_positions(batch)
-        scale, layer_loss_scale = loss_scale / tokens, local.layer_loss_scale(loss_scale)
-        arrays = StepArrays(non_block, layers, local.random_key(step), scale, layer_loss_scale)
+
+        def gather_once(stack: LayerStack, amax: Mapping[str, jax.Array]):
+            scales = scaling.scales(stack.weights.history_of_stage(history), amax, loss_scale)
+            return stack.weights.gather_once(params, scales, state)
+
+        layers, *modules = map(gather_once, stacks, weight_amax)
+        counts, (batch, imbalance) = local.valid_tokens(batch), local.add_token_positions(batch)
+        tokens, layer_loss_scale = counts["loss"], local.layer_loss_scale(loss_scale)
+        arrays = StepArrays(non_block, layers, local.random_key(step), loss_scale / tokens, layer_loss_scale)
+        if local.prediction is not None:
+            scales = local.prediction.weight * loss_scale / counts["mtp_loss"]
+            arrays = arrays._replace(modules=ModuleArrays(modules[0], scales))
 
         run = pipeline.gradients if pipeline is not None else partial(_over_microbatches, local)
         non_block_gradients, layer_gradients, (sums, metrics), amax = run(arrays, batch)
 
         gradients = local.non_block.reduce(non_block_gradients)
-        gradients |= stack.weights.collect(layer_gradients, only_microbatch)
+        for stack, own in zip(stacks, layer_gradients, strict=True):
+            gradients |= stack.weights.collect(own, only_microbatch)
         gradients = {name: gradients[name] / loss_scale for name in local.trained}
         if imbalance is not None:  # becomes the mean over the devices when `sums` are summed and divided
             sums["attention_imbalance"] = imbalance * tokens / mesh.size
-        sums = {name: total / tokens for name, total in sum_over_all(sums, local.sizes).items()} | {"tokens": tokens}
+        sums = {name: total / counts.get(name, tokens) for name, total in sum_over_all(sums, local.sizes).items()}
         norm = global_norm(gradients, local.placements, local.sizes)
-        metrics, microbatches = stack.collect_metrics(metrics), config.batch.num_microbatches
-        metrics = jax.tree.map(lambda a: a if jnp.issubdtype(a.dtype, jnp.integer) else a / microbatches, metrics)
-        state = stack.updated_state(state, metrics)
+        metrics, state = _collect_metrics(local, metrics), dict(state)
+        for stack in stacks:
+            state = stack.updated_state(state, metrics)
         if history:
-            newest = stack.weights.all.of_all_layers((weight_amax, stack.collect_amax(amax)))
-            state[FP8] = scaling.record(dict(history), *newest, loss_scale)
+            pairs = zip(stacks, weight_amax, amax, strict=True)
+            newest = [stack.weights.all.of_all_layers((own, stack.collect_amax(a))) for stack, own, a in pairs]
+            if len(newest) > 1:
+                newest = [jax.tree.map(lambda *rows: jnp.concatenate(rows), *newest)]
+            state[FP8] = scaling.record(dict(history), newest[0][0], newest[0][1], loss_scale)
             # Quantisation clips infinities, so only the amax shows that a value was not finite.
             norm = jnp.where(all_finite(state[FP8]), norm, jnp.nan)
-        return sums, gradients, norm, state, metrics
+        return sums | {"tokens": tokens}, gradients, norm, state, metrics
 
     return jax.shard_map(
         _at_full_precision(compute, config),
@@ -88,12 +102,12 @@ def loss_function(local: LocalModel, mesh: Mesh) -> Callable:
     stack, pipeline = local.layers, Pipeline(local) if local.plan.is_pipelined else None
 
     def compute(params: Params, state: LayerState, batch: Batch):
-        history = stack.weights.all.of_stage(state.get(FP8, {}))
+        history = stack.weights.history_of_stage(state.get(FP8, {}))
         scales = stack.weights.scaling.scales(history, stack.weights.weight_amax(params))
         arrays = StepArrays(local.non_block.gather(params), stack.weights.gather_once(params, scales, state))
         tokens, (batch, _) = local.valid_tokens(batch), local.add_token_positions(batch)
         run = pipeline.loss if pipeline is not None else partial(_loss_over_microbatches, local)
-        return sum_over_all(run(arrays, batch), local.sizes), tokens
+        return sum_over_all(run(arrays, batch), local.sizes), tokens["loss"]
 
     return jax.shard_map(
         _at_full_precision(compute, local.config),
@@ -102,6 +116,18 @@ def loss_function(local: LocalModel, mesh: Mesh) -> Callable:
         out_specs=(P(), P()),
         check_vma=False,
     )
+
+
+def _collect_metrics(local: LocalModel, metrics: Sequence[Any]) -> dict[str, dict[str, jax.Array]]:
+    """Metrics of all stacks, summed over the microbatches → over all devices, by kind and name `[L, ...]`.
+
+    Counts remain sums; the others become means over the microbatches.
+    """
+    collected: dict[str, dict[str, jax.Array]] = {}
+    for stack, own in zip(local.stacks, metrics, strict=True):
+        collected |= stack.collect_metrics(own)
+    microbatches = local.config.batch.num_microbatches
+    return jax.tree.map(lambda a: a if jnp.issubdtype(a.dtype, jnp.integer) else a / microbatches, collected)
 
 
 def all_finite(arrays: Mapping[str, jax.Array]) -> jax.Array:
@@ -124,9 +150,9 @@ def _at_full_precision(compute: Callable, config: Config) -> Callable:
 def _over_microbatches(local: LocalModel, arrays: StepArrays, batch: Batch):
     """Run the microbatches; a single one runs without a loop and without accumulation of its layers' gradients.
 
-    Returns (gradients outside the blocks, gradients of the layers, (sums, metrics), amaxes). Gradients outside the
-    blocks accumulate in place. Gradients of the layers and sums are added up (in FP32, counts as integers). Amaxes are
-    maxima.
+    Returns (gradients outside the blocks, gradients of the layers, (sums, metrics), amaxes), those of layers as tuples
+    by stack. Gradients outside the blocks accumulate in place. Gradients of the layers and sums are added up (in FP32,
+    counts as integers). Amaxes are maxima.
     """
     count, scale = batch["tokens"].shape[0], arrays.scale
     assert scale is not None
@@ -138,9 +164,13 @@ def _over_microbatches(local: LocalModel, arrays: StepArrays, batch: Batch):
         sums, dx, non_block_gradients = local.non_block.losses_and_gradients(
             arrays.non_block, x, *_targets(fields), scale, non_block_gradients
         )
+        dx, non_block_gradients, mtp_sums, predicted = local.predict(
+            arrays, x, dx, fields, inputs, non_block_gradients, count == 1
+        )
         dx, layer_gradients, amax = local.layers.backward_values(arrays.layers, residuals, dx, inputs, count == 1)
         non_block_gradients = local.non_block.backward(non_block_gradients, arrays.non_block, fields, inputs, dx)
-        return non_block_gradients, layer_gradients, (sums, metrics), amax
+        gradients, metrics, amax = zip((layer_gradients, metrics, amax), *predicted, strict=True)
+        return non_block_gradients, gradients, (sums | mtp_sums, metrics), amax
 
     zeros = local.non_block.zero_gradients(arrays.non_block)
     if count == 1:

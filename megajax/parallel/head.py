@@ -20,7 +20,8 @@ class LossHead:
 
     SUMS: tuple[str, ...] = ("loss", "z_loss")
 
-    def __init__(self, plan: StepPlan, comm: MeshComm):
+    def __init__(self, plan: StepPlan, comm: MeshComm, norms: tuple[str, ...] = NORMS):
+        """`norms` are the final norm's weights; without any, the input is normalised already."""
         config = plan.config
         self.model: ModelConfig = config.model
         self.config, self.comm = config, comm
@@ -28,7 +29,7 @@ class LossHead:
         # FP32 logits would take a tenth of the head's time; Megatron and MaxText round them to BF16 too.
         self.logits_dtype = jnp.bfloat16 if config.precision.compute == "bfloat16" else jnp.float32
         self.weight_name = "embedding.tokens" if config.model.tie_embeddings else "head"
-        self.names = (self.weight_name, *NORMS[: 1 if config.model.norm == "rmsnorm" else 2])
+        self.names = (self.weight_name, *norms[: 1 if config.model.norm == "rmsnorm" else 2])
 
     @jax.named_scope("head")
     def losses(self, weights: Mapping[str, jax.Array], x: jax.Array, targets: jax.Array, mask: jax.Array) -> jax.Array:
@@ -98,7 +99,7 @@ class LossHead:
         return loss, z_loss, dlogits, (h, pull)
 
     def _norm(self, norms: Mapping[str, jax.Array], x: jax.Array) -> jax.Array:
-        return normalise(self.model, x, norms["final_norm"], norms.get("final_norm_bias"))
+        return normalise(self.model, x, norms.get("final_norm"), norms.get("final_norm_bias"))
 
     def _chunks(self, x: jax.Array, targets: jax.Array, mask: jax.Array):
         """Chunks of tokens: chunk j has the j-th part of every `tensor` rank's own tokens, in the order of `enter`.

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from megajax.config import Config
+from megajax.config.kinds import MTP
 from megajax.config.sentences import format_keys
 from megajax.model.lora import is_trained
 from megajax.model.parts import BlockInputs
@@ -15,6 +16,7 @@ from megajax.model.transformer import Transformer
 from megajax.parallel.comm import MeshComm
 from megajax.parallel.context.token_order import add_token_positions, token_positions_of
 from megajax.parallel.non_block import NonBlock
+from megajax.parallel.prediction import ModuleArrays, MultiTokenPrediction, Predicted
 from megajax.parallel.stack.layers import LayerStack
 from megajax.parallel.stack.weights import ByGroup, GroupWeights, of_block
 from megajax.parallel.weights.exchange import WeightExchange, sum_over_all
@@ -36,6 +38,7 @@ class StepArrays(NamedTuple):
     key: jax.Array | None = None  # for dropout and jitter
     scale: jax.Array | None = None  # factor of the summed loss before differentiation; None: forward pass only
     layer_loss_scale: jax.Array | None = None  # factor of the layers' losses of one microbatch
+    modules: ModuleArrays | None = None  # of the prediction modules
 
 
 @dataclass(frozen=True)
@@ -48,6 +51,7 @@ class LocalModel:
     exchange: WeightExchange
     layers: LayerStack
     non_block: NonBlock
+    prediction: MultiTokenPrediction | None = None
 
     @classmethod
     def build(cls, plan: StepPlan, model: Transformer, placements: Mapping[str, Placement]):
@@ -62,8 +66,16 @@ class LocalModel:
         for kind, own in fused.items():
             computed |= {f"{BLOCKS}{kind}.{name}": placement for name, placement in own.placements.items()}
         exchange = WeightExchange(computed, sizes, compute, gradients)
-        layers = LayerStack(plan, comm, model, exchange, fused)
-        return cls(plan, placements, comm, exchange, layers, NonBlock(plan, comm, exchange))
+        of_modules, prediction = fused.pop(MTP, None), None
+        if of_modules is not None:
+            prediction = MultiTokenPrediction(plan, comm, model.blocks[MTP], exchange, of_modules)
+        layers = LayerStack(plan, comm, {kind: model.blocks[kind] for kind in fused}, exchange, fused)
+        return cls(plan, placements, comm, exchange, layers, NonBlock(plan, comm, exchange), prediction)
+
+    @property
+    def stacks(self) -> tuple[LayerStack, ...]:
+        """The layers, and the prediction modules if there are any."""
+        return (self.layers, self.prediction.stack) if self.prediction else (self.layers,)
 
     @property
     def config(self) -> Config:
@@ -126,8 +138,34 @@ class LocalModel:
             return None
         return jax.random.fold_in(jax.random.key(config.run.seed + 1), step)
 
-    def valid_tokens(self, batch: Batch) -> jax.Array:
-        """The number of tokens in the loss mask, over all devices and microbatches; at least 1."""
+    def valid_tokens(self, batch: Batch) -> dict[str, jax.Array]:
+        """The number of tokens of each loss over all devices and microbatches, at least 1.
+
+        `loss` is that of the loss mask, `mtp_loss` `[depth]` those of the prediction modules, if there are any.
+        """
         copies = self.sizes["tensor"] * self.sizes["pipeline"]  # devices that hold the same tokens
-        count = batch["loss_mask"].astype(jnp.float32).sum() / copies
-        return jnp.maximum(sum_over_all(count, self.sizes), 1)
+        counts = {"loss": batch["loss_mask"].astype(jnp.float32).sum() / copies}
+        if self.prediction is not None:
+            counts["mtp_loss"] = batch["mtp_mask"].astype(jnp.float32).sum((0, 1, 2)) / copies
+        return {name: jnp.maximum(count, 1) for name, count in sum_over_all(counts, self.sizes).items()}
+
+    def predict(
+        self,
+        arrays: StepArrays,
+        x: jax.Array,
+        dx: jax.Array,
+        fields: Batch,
+        inputs: BlockInputs,
+        non_block_gradients: dict[str, jax.Array],
+        only_microbatch: bool,
+    ) -> tuple[jax.Array, dict[str, jax.Array], dict[str, jax.Array], list[Predicted]]:
+        """Run the prediction modules on the output `x` of the layers, whose gradient is `dx` so far.
+
+        Returns (dx, gradients outside the blocks, sums, the modules' results); without modules nothing changes.
+        """
+        if self.prediction is None or arrays.modules is None:
+            return dx, non_block_gradients, {}, []
+        dx, non_block_gradients, losses, predicted = self.prediction.losses_and_gradients(
+            arrays.modules, arrays.non_block, x, dx, fields, inputs, non_block_gradients, only_microbatch
+        )
+        return dx, non_block_gradients, {"mtp_loss": losses}, [predicted]

@@ -3,7 +3,7 @@
 import math
 
 from megajax.config import Config
-from megajax.config.kinds import layer_kinds
+from megajax.config.kinds import layer_kinds, prediction_kind
 from megajax.model import Transformer, parameters
 from megajax.model.block import blocks_of
 from megajax.model.lora import is_adapter
@@ -26,15 +26,17 @@ def flops_per_token(config: Config) -> float:
 
     6 per active matmul parameter (with the head, without the embedding look-up) and 6·S·N·H per layer for causal
     attention; local windows count with their real length; recomputation is not counted. A frozen parameter counts 4,
-    because it has no gradient.
+    because it has no gradient. Each multi-token prediction module counts as a layer, its projection and a head.
     """
     each = 6 if config.lora.rank is None else 4
     model, S, total = config.model, config.batch.sequence_length, 0.0
     parts = {kind: tuple(block.parts.values()) for kind, block in blocks_of(model).items()}
-    for kind in layer_kinds(model):
+    modules = [prediction_kind(model)] * model.mtp_layers
+    for kind in (*layer_kinds(model), *modules):
         total += each * sum(part.matmul_parameters() for part in parts[kind.block])
         total += sum(part.attention_flops(_attended(S, kind.window)) for part in parts[kind.block])
-    total += each * model.hidden_size * model.padded_vocab_size
+    total += each * model.hidden_size * model.padded_vocab_size * (1 + model.mtp_layers)
+    total += each * 2 * model.hidden_size**2 * model.mtp_layers  # the modules' projections
     return total + 6 * adapter_parameter_count(Transformer(model, config.lora))
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 
-from megajax.config.kinds import block_layers
+from megajax.config.kinds import MTP, prediction_layers, stacked_layers
 from megajax.config.segments import Segment
 from megajax.model.lora import is_trained
 from megajax.parallel.embedding import TOKENS
@@ -30,6 +30,10 @@ LOOP_COPIES = 0.75
 # own message. Measured on GPT-3 over `tensor`, Mixtral 8x22B and Qwen3 235B, which fit, and DeepSeek-V3, which does
 # not.
 SCHEDULED = 114_541_026_649
+
+
+# Residual streams that a module keeps besides its block: both inputs, the same normalised, their projection, its output
+JOINED = 6
 
 
 @dataclass(frozen=True)
@@ -82,7 +86,8 @@ class _Step:
     def moments(self) -> Iterator[MemoryEstimate]:
         """The moments with a possible peak, in the order of the step."""
         yield self.in_head()
-        gradients = Elements()
+        yield from self.in_modules()
+        gradients = self.modules
         for segment in reversed(self.segments):
             groups = self.parts(segment) if segment.loops == 1 else [self.slots_of(segment)]
             for slots in reversed(groups):
@@ -103,6 +108,21 @@ class _Step:
             weights=self.cast(len(self.slots)) + self.compute * (self.non_block_in_head + held.gathered),
             activations=self.saved(len(self.slots)),
             working=self.head_working,
+        )
+
+    def in_modules(self) -> Iterator[MemoryEstimate]:
+        """The backward pass of the last multi-token prediction module, with the values of all of them."""
+        if self.plan.prediction is None:
+            return
+        head, module = self.in_head(), self.block[MTP, True]
+        segments, own = self.plan.prediction.segments, self.activations
+        saved = sum(own.saved(MTP, segment, False) + JOINED * own.stream for segment in segments)
+        yield replace(
+            head,
+            gradients=head.gradients + (0 if self.repeats else FP32 * self.modules.stored),
+            weights=head.weights + self.compute * (self.modules.once + module.gathered),
+            activations=head.activations + saved + own.recomputed(MTP, segments[-1], False),
+            working=max(head.working, own.working(MTP, self.compute * module.whole)),
         )
 
     def in_backward(self, segment: Segment, slots: Sequence[int], done: Elements) -> MemoryEstimate:
@@ -133,7 +153,7 @@ class _Step:
 
     def at_end(self) -> MemoryEstimate:
         """All gradients, those outside the blocks before they are reduced."""
-        everything = self.layers(range(len(self.slots)), trained=True)
+        everything = self.layers(range(len(self.slots)), trained=True) + self.modules
         embedding = self.non_block_by_name[TOKENS] if self.has_gradient(TOKENS) else Elements()
         stored, table = embedding.stored, embedding.stored if self.plan.embedding_axes else embedding.whole
         gradients = self.accumulated(FP32 * (self.non_block_as_stored.stored - stored + table), everything)
@@ -166,7 +186,7 @@ class _Step:
         """Bytes of gradients so far: `non_block` and those of the layers `done`; with sums over microbatches all."""
         if self.repeats:
             layers = self.layers(range(len(self.slots)), trained=True)
-            return FP32 * (self.non_block_whole.whole + self.rounds * layers.once)
+            return FP32 * (self.non_block_whole.whole + self.rounds * layers.once + self.modules.once)
         done = done or Elements()
         return non_block + FP32 * (done.stored - done.left) + self.compute * done.left
 
@@ -275,8 +295,13 @@ class _Step:
             names = [n for n in self.placements if n.startswith(f"{BLOCKS}{kind}.")]
             return sum((self.elements(n, True) for n in names if self.has_gradient(n) or not trained), Elements())
 
-        kinds = block_layers(self.config.model)
+        kinds = stacked_layers(self.config.model)
         return {(kind, trained): of_kind(kind, trained) for kind in kinds for trained in (False, True)}
+
+    @property
+    def modules(self) -> Elements:
+        """Elements of the multi-token prediction modules."""
+        return sum((self.block[MTP, True] for _ in prediction_layers(self.config.model)), Elements())
 
     @cached_property
     def non_block_by_name(self) -> dict[str, Elements]:
@@ -313,7 +338,7 @@ class _Step:
         stored = math.prod(placement.stored_shape) // shards
         in_block = name.startswith(BLOCKS)
         if in_block and one_layer:
-            stored //= placement.stored_shape[0] // sizes["pipeline"]
+            stored //= placement.stored_shape[0] // (1 if placement.layers is None else sizes["pipeline"])
         gathered = placement.storage_axes
         once = stored * math.prod(sizes[axis] for axis in gathered if axis != "fsdp")
         whole = once * (sizes["fsdp"] if "fsdp" in gathered else 1)
@@ -337,6 +362,7 @@ class _Pipelined(_Step):
     def moments(self) -> Iterator[MemoryEstimate]:
         """A tick's head, and its layers' backward passes; sums and buffers are always live."""
         yield self.in_head()
+        yield from self.in_modules()
         for segment in self.segments:
             for slots in self.parts(segment):
                 yield self.in_backward(segment, slots, Elements())

@@ -28,8 +28,10 @@ def to_global(program: TrainProgram, fields: Mapping[str, np.ndarray]) -> dict[s
     """Fields `[rows, S]` of this process's rows → global arrays `[M, B, S]` by name, for the train step.
 
     With `context` each device gets some chunks of a sequence (`parallel/context/token_order.py`), so the tokens are in
-    another order along S; if the order depends on the documents, the field `order` holds it.
+    another order along S; if the order depends on the documents, the field `order` holds it. Fields of prediction
+    modules are added.
     """
+    fields = {**fields, **fields_of_modules(fields, program.config.model.mtp_layers)}
     sharding, shape = program.batch_sharding, program.plan.batch_shape
     M, B, S = shape
     size, rows = sharding.mesh.shape["context"], len(next(iter(fields.values())))
@@ -46,11 +48,33 @@ def to_global(program: TrainProgram, fields: Mapping[str, np.ndarray]) -> dict[s
     local_row[held] = np.arange(len(held))
 
     def field(name: str) -> jax.Array:
-        stored = np.take_along_axis(fields[name], order, axis=1).astype(BATCH_DTYPES[name])
-        local = stored.reshape(M, len(held), S)
-        return jax.make_array_from_callback(shape, sharding, lambda index: _part(local, local_row, index))
+        own = fields[name]
+        lead = order.reshape(*order.shape, *(1,) * (own.ndim - 2))
+        stored = np.take_along_axis(own, lead, axis=1).astype(BATCH_DTYPES[name])
+        local = stored.reshape(M, len(held), *own.shape[1:])
+        whole = (*shape, *own.shape[2:])
+        return jax.make_array_from_callback(whole, sharding, lambda index: _part(local, local_row, index))
 
     return {name: field(name) for name in fields}
+
+
+def fields_of_modules(fields: Mapping[str, np.ndarray], depth: int) -> dict[str, np.ndarray]:
+    """`mtp_targets` and `mtp_mask` `[rows, S, depth]` of whole rows; nothing without prediction modules.
+
+    Module k predicts the target k tokens later, if it is in the same document; elsewhere its target is 0 and does not
+    count. Without `segment_ids` a row is one document.
+    """
+    if not depth:
+        return {}
+    token, counts = fields["targets"], np.asarray(fields["loss_mask"])
+    documents = fields.get("segment_ids", np.zeros_like(token))
+    same, end = documents[:, 1:] == documents[:, :-1], ((0, 0), (0, 1))
+    targets, masks = [], []
+    for _ in range(depth):
+        token, counts = (np.pad(np.where(same, a[:, 1:], 0), end) for a in (token, counts))
+        targets.append(token)
+        masks.append(counts)
+    return {"mtp_targets": np.stack(targets, axis=2), "mtp_mask": np.stack(masks, axis=2)}
 
 
 def _part(local: np.ndarray, local_row: np.ndarray, index: Any) -> np.ndarray:

@@ -251,10 +251,9 @@ class StateSaver:
         """The amax histories of a checkpoint with `length` steps, as part of the layer state."""
         if not length:
             return {}
-        names = Scaling(self.program.config).names
-        shape = (self.program.config.model.num_layers, length)
-        everywhere = NamedSharding(self.program.mesh, P())
-        return {FP8: {name: jax.ShapeDtypeStruct(shape, jnp.float32, sharding=everywhere) for name in names}}
+        scaling, everywhere = Scaling(self.program.config), NamedSharding(self.program.mesh, P())
+        kept = jax.ShapeDtypeStruct((scaling.num_layers, length), jnp.float32, sharding=everywhere)
+        return {FP8: dict.fromkeys(scaling.names, kept)}
 
     def _continued_history(self, saved: LayerState) -> LayerState:
         """A checkpoint's layer state, with this run's length of amax histories: the newest steps, none, or zeros.

@@ -11,8 +11,9 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from megajax.config import Config
+from megajax.config import Config, ModelConfig
 from megajax.config.batch_schedule import sizes_by_tokens
+from megajax.config.kinds import MTP, layer_kinds
 from megajax.mesh import mesh_sizes
 from megajax.model import Transformer, init_parameters, parameters
 from megajax.model.block import Block, layer_state
@@ -31,7 +32,11 @@ BATCH_DTYPES = {
     "positions": jnp.int32,
     "segment_ids": jnp.int32,  # with `data.reset_attention` only
     "order": jnp.int32,  # the index of each token in its sequence, if `StepPlan.balances_context`
+    # With `model.mtp_layers` [M, B, S, depth]: the token that each prediction module predicts, and whether it counts.
+    "mtp_targets": jnp.int32,
+    "mtp_mask": jnp.float32,
 }
+OF_MODULES = ("mtp_targets", "mtp_mask")
 INITIAL_LOSS_SCALE = 2.0**16
 LOSS_SCALE_GROWTH_STEPS = 2000  # as in NVIDIA's and Megatron's dynamic loss scaling
 
@@ -130,8 +135,11 @@ class TrainProgram:
 
     @property
     def abstract_batch(self) -> dict[str, jax.ShapeDtypeStruct]:
-        shape, sharding = self.plan.batch_shape, self.batch_sharding
-        fields = {n: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding) for n, dtype in BATCH_DTYPES.items()}
+        shape, depth, sharding = self.plan.batch_shape, self.config.model.mtp_layers, self.batch_sharding
+        shapes = {name: (*shape, depth) if name in OF_MODULES else shape for name in BATCH_DTYPES}
+        fields = {n: jax.ShapeDtypeStruct(shapes[n], t, sharding=sharding) for n, t in BATCH_DTYPES.items()}
+        if not depth:
+            fields = {name: field for name, field in fields.items() if name not in OF_MODULES}
         if not self.config.data.reset_attention:
             del fields["segment_ids"]
         if not self.plan.balances_context:
@@ -240,7 +248,11 @@ def _train_step(program: TrainProgram, gradients_of: Callable, state: TrainState
         metrics["z_loss"] = sums["z_loss"]
     if "attention_imbalance" in sums:
         metrics["attention_imbalance"] = sums["attention_imbalance"]
-    for kind, own in layers.items():
+    if "mtp_loss" in sums:
+        metrics["mtp_loss"] = sums["mtp_loss"].mean()
+        if config.model.mtp_layers > 1:
+            metrics["mtp_loss/module"] = sums["mtp_loss"]
+    for kind, own in with_modules(config.model, layers).items():
         metrics |= _layer_metrics(program.model.blocks[kind], own)
     if config.precision.compute == "float16":
         metrics["loss_scale"] = state.loss_scale
@@ -264,6 +276,15 @@ def directions_of(
         directions: Any
         directions, optimizer = program.optimizer.update(gradients, state.optimizer, state.params)
     return learning_rate, directions, optimizer
+
+
+def with_modules(model: ModelConfig, layers: dict[str, dict[str, jax.Array]]) -> dict[str, dict[str, jax.Array]]:
+    """Metrics by kind and name `[L, ...]`, those of prediction modules after those of the last layer's kind."""
+    if MTP not in layers:
+        return layers
+    last = layer_kinds(model)[-1].block
+    joined = {name: jnp.concatenate([own, layers[MTP][name]]) for name, own in layers[last].items()}
+    return {kind: joined if kind == last else own for kind, own in layers.items() if kind != MTP}
 
 
 def _layer_metrics(block: Block, measured: dict[str, jax.Array]) -> dict[str, jax.Array]:

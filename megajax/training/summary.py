@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import jax
 
 from megajax.config.batch_schedule import BatchSizes
-from megajax.config.kinds import expert_layers
+from megajax.config.kinds import MOE, block_layers
 from megajax.config.stages import virtual_stages
 from megajax.mesh import mesh_sizes
 from megajax.model.lora import targets
@@ -56,6 +56,9 @@ def summary(
         f"loss: {kernels.loss} in {plan.loss_chunks} chunks",
         *(f"{'data' if index == 0 else '':<10} {line}" for index, line in enumerate(data)),
     ]
+    if modules := config.model.mtp_layers:
+        weight = f"{config.model.mtp_loss_weight:g} × the mean of their losses"
+        lines.insert(4, f"modules    {modules} for multi-token prediction; {weight} is added to the loss")
     if sizes["pipeline"] > 1:
         lines[3:3] = _pipeline(plan)
     if config.lora.rank:
@@ -138,7 +141,7 @@ def _experts(program: TrainProgram) -> str:
         return ""
     active, factor = active_parameter_count(program.model), model.router.capacity_factor
     limit = "" if factor is None else f", capacity factor {factor:g}"
-    which, count = f"{model.experts_per_token} of {model.num_experts} experts", len(expert_layers(model))
+    which, count = f"{model.experts_per_token} of {model.num_experts} experts", len(block_layers(model).get(MOE, ()))
     layers = f" in {count} of {model.num_layers} layers" if count < model.num_layers else ""
     return f", {active:,} active per token ({which}{layers}{limit})"
 

@@ -44,13 +44,14 @@ class Trace:
     initial: dict[str, np.ndarray]
     gradients: dict[str, np.ndarray]  # of the first step, before clipping
     router: dict[str, np.ndarray] = field(default_factory=dict)  # metrics of experts, [steps, ...]
+    mtp_losses: np.ndarray = field(default_factory=lambda: np.zeros(0))  # of the prediction modules, [steps]
 
 
 @dataclass(frozen=True)
 class Difference:
     """How far a run is from its reference."""
 
-    loss: float  # worst relative difference over the steps
+    loss: float  # worst relative difference over the steps, that of prediction modules included
     norm: float  # the same of the gradient norm
     gradients: dict[str, float]  # ‖Δ‖ / ‖g‖ by name, of the worst layer
     zeros: dict[str, float]  # gradients whose true value is zero: the larger norm, over the whole gradient's
@@ -141,18 +142,19 @@ def train(config: Config, weights: Mapping[str, np.ndarray] | None = None) -> Tr
     program = TrainProgram.build(config, build_mesh(sizes, jax.devices()[:count]))
     state = program.init_state() if weights is None else first_state(program, weights)
     initial, gradients = canonical(program, state.weights), {}
-    losses, norms, router = [], [], {}
+    losses, norms, router, mtp_losses = [], [], {}, []
     for fields in make_batches(config):
         batch = to_global(program, fields)
         state, metrics = program.train_step(state, batch)
         losses.append(float(metrics["loss"]))
         norms.append(float(metrics["grad_norm"]))
+        mtp_losses += [float(metrics["mtp_loss"])] if config.model.mtp_layers else []
         for name in ROUTER_METRICS & metrics.keys():
             router.setdefault(name, []).append(np.asarray(metrics[name]))
         if not gradients:
             gradients = first_gradients(program, state, norms[0])
     router = {name: np.array(values) for name, values in router.items()}
-    return Trace(config, np.array(losses), np.array(norms), initial, gradients, router)
+    return Trace(config, np.array(losses), np.array(norms), initial, gradients, router, np.array(mtp_losses))
 
 
 def weights_of(config: Config) -> dict[str, np.ndarray]:
@@ -214,7 +216,7 @@ def zero_gradients(config: Config) -> set[str]:
     return (
         set()
         if turned or model.attention_sinks
-        else {"blocks.dense.attention.key_bias", "blocks.moe.attention.key_bias"}
+        else {f"blocks.{kind}.attention.key_bias" for kind in ("dense", "moe", "mtp")}
     )
 
 
@@ -235,8 +237,9 @@ def compare(trace: Trace, reference: Trace) -> Difference:
         assert norms.all(), f"the reference's gradient of {name} is zero: it tests nothing"
         worst[name] = float(np.max(np.linalg.norm(found - expected, axis=1) / norms))
     changed = [n for n, w in reference.initial.items() if w.tobytes() != trace.initial[n].tobytes()]
+    losses, expected = (np.concatenate([each.losses, each.mtp_losses]) for each in (trace, reference))
     return Difference(
-        loss=float(np.max(np.abs(trace.losses / reference.losses - 1))),
+        loss=float(np.max(np.abs(losses / expected - 1))),
         norm=float(np.max(np.abs(trace.norms / reference.norms - 1))),
         gradients=worst,
         zeros=zero,

@@ -58,12 +58,12 @@ class Pipeline:
     def gradients(self, arrays: StepArrays, batch: Batch):
         """(gradients outside the blocks, gradients of the layers, (sums, metrics), amaxes) of all microbatches.
 
-        Gradients of layers have the form of `LayerStack`. `batch` is `[M, B, S]`.
+        Gradients of layers have the form of `LayerStack`, those of layers are tuples by stack. `batch` is `[M, B, S]`.
         """
         run = _Run(self, self.schedule, arrays, batch)
         carry = run.loop(run.first_carry(), lambda flags: True)
         layer_gradients, metrics, amax = map(run.join_rounds, (carry.layer_gradients, carry.metrics, carry.amax))
-        return carry.non_block_gradients, layer_gradients, (carry.sums, metrics), amax
+        return carry.non_block_gradients, (layer_gradients,), (carry.sums, (metrics,)), (amax,)
 
     def loss(self, arrays: StepArrays, batch: Batch) -> jax.Array:
         """This device's share of the summed loss, forward operations only, without dropout."""

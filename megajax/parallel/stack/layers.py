@@ -14,8 +14,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from megajax.config.segments import Segment
+from megajax.model.block import Block
 from megajax.model.parts import BlockInputs
-from megajax.model.transformer import Transformer
 from megajax.parallel.comm import MeshComm
 from megajax.parallel.stack.groups import RematGroups
 from megajax.parallel.stack.keepers import BackwardKeeper, BackwardValues, ForwardKeeper, ForwardValues
@@ -45,11 +45,11 @@ class LayerStack:
         self,
         plan: StepPlan,
         comm: MeshComm,
-        model: Transformer,
+        blocks: Mapping[str, Block],
         exchange: WeightExchange,
         fused: Mapping[str, FusedWeights],
     ):
-        self.plan, self.comm, self.blocks, self.segments = plan, comm, dict(model.blocks), plan.segments
+        self.plan, self.comm, self.blocks, self.segments = plan, comm, dict(blocks), plan.segments
         self.weights = StackWeights(plan, comm, self.blocks, exchange, fused)
         self.groups = RematGroups(plan, comm, self.blocks, self.weights)
 

@@ -112,7 +112,7 @@ class StackWeights:
     @jax.named_scope("weights")
     def weight_amax(self, params: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
         """The amax of each linear layer's weight, `[R·slots]`, over all devices; empty without FP8."""
-        if not any(segment.fp8 for segment in self.segments):
+        if self.scaling.settings.recipe == "none":
             return {}
         blocks = {kind: of_block(params, kind) for kind in self.kinds}
         local = {}
@@ -124,6 +124,11 @@ class StackWeights:
                     found[kind] = jnp.stack([jnp.abs(w).max(axis=range(1, w.ndim)) for w in parts]).max(axis=0)
             local[name] = self._over_slots(found)
         return self.comm.max_over_devices(local)
+
+    def history_of_stage(self, history: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+        """Amax histories of the train state `[layers, length]` → those of this stage's slots `[R·slots, length]`."""
+        first, last = int(self.all.layers[0]), int(self.all.layers[-1])
+        return self.all.of_stage({name: a[first : last + 1] for name, a in history.items()})
 
     @jax.named_scope("gradients")
     def collect(self, gradients: Sequence[tuple[GroupWeights, ...]], only_microbatch: bool) -> dict[str, jax.Array]:
@@ -268,7 +273,7 @@ class StackWeights:
 
     def _over_slots(self, found: Mapping[str, jax.Array]) -> jax.Array:
         """By kind of block `[R·n]` → `[R·slots]`; zeros for kinds that are not in `found`."""
-        if len(self.kinds) == 1:
+        if len(self.kinds) == 1 and found:
             (own,) = found.values()
             return own
         out = jnp.zeros((self.rounds, len(self.slots)), jnp.float32)

@@ -25,7 +25,8 @@ class Scaling:
     """Scales and histories of one config."""
 
     def __init__(self, config: Config):
-        self.settings, self.num_layers = config.precision.fp8, config.model.num_layers
+        self.settings = config.precision.fp8
+        self.num_layers = config.model.num_layers + config.model.mtp_layers  # modules after the layers
         self.layers = linear_layers(config.model)
         self.gradient_dtype = fp8.E5M2 if self.settings.format == "hybrid" else fp8.E4M3
         # Guesses for empty histories, too large rather than too small: saturation is worse than small values.

@@ -1,0 +1,33 @@
+"""The input of a multi-token prediction module (DeepSeek-AI 2024, section 2.2)."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+
+from megajax.config import ModelConfig
+from megajax.model.comm import Comm
+from megajax.model.parameters import declare
+from megajax.model.parts import Weights, declare_norm, normalise
+
+
+class Join(nnx.Module):
+    """Norms of both inputs of a module, and the projection of the pair: `[T, 2D]` → `[T, D]`.
+
+    The embedding's half comes first, as in the released weights of DeepSeek-V3. The projection is not quantised.
+    """
+
+    def __init__(self, config: ModelConfig):
+        D = config.hidden_size
+        self.config = config
+        self.embedding_norm, self.embedding_norm_bias = declare_norm(config)
+        self.stream_norm, self.stream_norm_bias = declare_norm(config)
+        self.projection = declare((2 * D, D), ("embed", "residual"))
+
+    @jax.named_scope("join")
+    def __call__(self, w: Weights, pair: jax.Array, comm: Comm) -> jax.Array:
+        """`pair [T / tensor, 2D]`: embedded tokens, and the output of the model or of the module before."""
+        embedded, x = jnp.split(pair, 2, axis=1)
+        embedded = normalise(self.config, embedded, w["embedding_norm"], w.get("embedding_norm_bias"))
+        x = normalise(self.config, x, w["stream_norm"], w.get("stream_norm_bias"))
+        return checkpoint_name(comm.own_linear(jnp.concatenate([embedded, x], axis=1), w["projection"]), "leave")

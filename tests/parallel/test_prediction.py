@@ -1,0 +1,164 @@
+"""Multi-token prediction: the modules against the paper's formulas in float64, and the same on any mesh."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from mesh_models import DEEPSEEK, MODELS
+
+from megajax.config import Config
+from megajax.mesh import AXES, build_mesh
+from megajax.model import parameters
+from megajax.parallel.gradients import gradient_function
+from megajax.training.batches import fields_of_modules, to_global
+from megajax.training.step import TrainProgram
+
+# A dense and a MoE layer, so the modules have experts
+MIXED = {
+    "num_layers": 2,
+    "first_dense_layers": 1,
+    "hidden_size": 16,
+    "num_heads": 2,
+    "ffn_hidden_size": 24,
+    "vocab_size": 40,
+    "vocab_multiple": 1,
+    "position": "none",
+    "num_experts": 4,
+    "experts_per_token": 2,
+    "expert_ffn_hidden_size": 12,
+    "tie_embeddings": True,
+    "z_loss": 0.01,
+    "mtp_layers": 2,
+    "mtp_loss_weight": 0.7,
+}
+ROWS, S, EPSILON = 3, 12, 1e-5
+DOCUMENTS = [[5, 1, 6], [2, 10], [12]]  # lengths, of S input tokens
+
+
+def norm(x, scale):
+    return x / jnp.sqrt(jnp.mean(x**2, axis=-1, keepdims=True) + EPSILON) * scale
+
+
+def swiglu(x, gate, up, down):
+    g = x @ gate
+    return g / (1 + jnp.exp(-g)) * (x @ up) @ down
+
+
+def block(w, x):
+    """One block of one document `[T, D]`."""
+    h, at = norm(x, w["attention.norm"]), np.arange(len(x))
+    q, k, v = (jnp.einsum("td,dnh->nth", h, w[f"attention.{name}"]) for name in ("query", "key", "value"))
+    scores = jnp.einsum("nqh,nkh->nqk", q, k) / np.sqrt(q.shape[-1])
+    weights = jax.nn.softmax(jnp.where(at[:, None] >= at, scores, -jnp.inf))
+    x = x + jnp.einsum("nqk,nkh,nhd->qd", weights, v, w["attention.output"])
+    if "mlp.norm" in w:
+        return x + swiglu(norm(x, w["mlp.norm"]), w["mlp.gate"], w["mlp.up"], w["mlp.down"])
+    h = norm(x, w["moe.norm"])
+    logits = h @ w["moe.router"]
+    chosen = logits >= jnp.sort(logits, axis=-1)[:, -2:-1]
+    weights = jax.nn.softmax(jnp.where(chosen, logits, -jnp.inf))
+    outputs = jax.vmap(lambda *matrices: swiglu(h, *matrices))(w["moe.gate"], w["moe.up"], w["moe.down"])
+    return x + jnp.einsum("te,etd->td", weights, outputs)
+
+
+def losses(w, h, targets, mask):
+    """(summed cross-entropy, summed squared log-sum-exp) of the shared head over normalised `h [T, D]`."""
+    logits = h @ w["embedding.tokens"].T
+    total = jax.nn.logsumexp(logits, axis=-1)
+    return jnp.stack([((total - logits[np.arange(len(h)), targets]) * mask).sum(), (total**2 * mask).sum()])
+
+
+def by_the_paper(w, tokens, mask):
+    """(loss that is differentiated, language model's loss, modules' losses): each document by itself.
+
+    `tokens [ROWS, S + 1]`; `mask [ROWS, S]` counts the predictions of tokens 1 to S.
+    """
+    depth = MIXED["mtp_layers"]
+    sums, counts = [jnp.zeros(2)] * (depth + 1), np.zeros(depth + 1)
+
+    def of(prefix, row):
+        return {n.removeprefix(prefix): a[row] for n, a in w.items() if n.startswith(prefix)}
+
+    for row, lengths in enumerate(DOCUMENTS):
+        for start, length in zip(np.cumsum([0, *lengths]), lengths, strict=False):
+            t, m = tokens[row, start : start + length + 1], mask[row, start : start + length]
+            x = w["embedding.tokens"][t[:-1]]
+            h = norm(block(of("blocks.moe.", 0), block(of("blocks.dense.", 0), x)), w["final_norm"])
+            for k in range(min(depth + 1, length)):  # positions i with i + k in the document
+                if k:
+                    own, ahead = of("blocks.mtp.", k - 1), w["embedding.tokens"][t[k:-1]]
+                    pair = [norm(ahead, own["join.embedding_norm"]), norm(h[:-1], own["join.stream_norm"])]
+                    h = block(own, jnp.concatenate(pair, axis=-1) @ own["join.projection"])
+                    h = norm(h, own["final_norm"])
+                sums[k] += losses(w, h, t[k + 1 :], m[k:])
+                counts[k] += m[k:].sum()
+    means = [total / count for total, count in zip(sums, counts, strict=True)]
+    weights = [1, *[MIXED["mtp_loss_weight"] / depth] * depth]
+    total = sum(a * (mean[0] + MIXED["z_loss"] * mean[1]) for a, mean in zip(weights, means, strict=True))
+    return total, (means[0][0], jnp.stack([mean[0] for mean in means[1:]]))
+
+
+def test_losses_and_gradients_are_those_of_the_paper():
+    settings = {
+        "model": MIXED,
+        "batch": {"global_size": ROWS, "sequence_length": S},
+        "precision": {"compute": "float32"},
+        "data": {"kind": "synthetic", "synthetic_documents": 3, "reset_attention": True},
+    }
+    program = TrainProgram.build(Config.model_validate(settings), build_mesh(dict.fromkeys(AXES, 1), jax.devices()[:1]))
+    rng = np.random.default_rng(5)
+    around = {name: 1.0 if name.endswith("norm") else 0.0 for name in program.placements}
+    weights = {n: around[n] + rng.normal(0, 0.3, p.shape) for n, p in parameters(program.model).items()}
+    tokens = rng.integers(0, MIXED["vocab_size"], (ROWS, S + 1))
+    mask = rng.random((ROWS, S)) < 0.8
+    fields = {
+        "tokens": tokens[:, :-1],
+        "targets": tokens[:, 1:],
+        "loss_mask": mask,
+        "positions": np.broadcast_to(np.arange(S), (ROWS, S)),
+        "segment_ids": np.array([np.repeat(np.arange(len(each)), each) for each in DOCUMENTS]),
+    }
+    params = {name: jnp.asarray(w, jnp.float32) for name, w in weights.items()}
+    sums, found, *_ = jax.jit(gradient_function(program.local, program.mesh))(
+        params, {}, to_global(program, fields), jnp.int32(0), jnp.float32(1)
+    )
+    with jax.enable_x64(True):
+        exact = {name: jnp.asarray(w, jnp.float64) for name, w in params.items()}
+        run = jax.jit(jax.value_and_grad(lambda w: by_the_paper(w, tokens, mask), has_aux=True))
+        (_, (loss, modules)), expected = jax.device_get(run(exact))
+    np.testing.assert_allclose([sums["loss"], *sums["mtp_loss"]], [loss, *modules], rtol=1e-5)
+    for name, gradient in expected.items():
+        assert np.linalg.norm(found[name] - gradient) <= 1e-5 * np.linalg.norm(gradient), name
+
+
+def test_targets_shift_within_a_document_and_nowhere_else():
+    fields = {
+        "targets": np.arange(1, 8)[None],
+        "loss_mask": np.array([[1, 1, 1, 0, 1, 1, 1.0]]),
+        "segment_ids": np.array([[0, 0, 0, 1, 1, 1, 1]]),
+    }
+    found = fields_of_modules(fields, 2)
+    np.testing.assert_array_equal(found["mtp_targets"][0].T, [[2, 3, 0, 5, 6, 7, 0], [3, 0, 0, 6, 7, 0, 0]])
+    np.testing.assert_array_equal(found["mtp_mask"][0].T, [[1, 1, 0, 1, 1, 1, 0], [1, 0, 0, 1, 1, 0, 0]])
+    del fields["segment_ids"]
+    found = fields_of_modules(fields, 1)
+    np.testing.assert_array_equal(found["mtp_targets"][0, :, 0], [2, 3, 4, 5, 6, 7, 0])
+    np.testing.assert_array_equal(found["mtp_mask"][0, :, 0], [1, 1, 0, 1, 1, 1, 0])
+
+
+DENSE = {**MODELS["llama"], "num_layers": 2, "hidden_size": 32, "ffn_hidden_size": 64}
+PACKED = {"data": {"synthetic_documents": 5, "reset_attention": True, "reset_positions": True}}
+# model, depth, mesh, microbatches, other sections
+MESHES = {
+    "documents": (DENSE, 2, {"data": 2, "fsdp": 2, "tensor": 2}, 1, PACKED),
+    "context": (DENSE, 2, {"context": 2, "tensor": 2}, 2, {"batch": {"sequence_length": 48}, **PACKED}),
+    "experts": (DEEPSEEK, 1, {"expert": 2, "fsdp": 2}, 2, {"remat": {"policy": "full"}}),
+}
+
+
+@pytest.mark.parametrize("case", MESHES)
+def test_the_modules_train_on_a_mesh_as_on_one_device(table, difference, case):
+    model, depth, mesh, microbatches, sections = MESHES[case]
+    settings = {"microbatches": microbatches, "steps": 2, "optimizer": "sgd", **sections}
+    found = difference(table.make_config({**model, "mtp_layers": depth}, mesh, **settings))
+    assert not found.problems(), found

@@ -1,0 +1,65 @@
+"""A run with multi-token prediction: its logs and counts, its checkpoints on another mesh, its model in use."""
+
+import shutil
+
+import jax
+import numpy as np
+import pytest
+
+from megajax import load_run
+from megajax.errors import ConfigError
+from megajax.model import Transformer
+from megajax.plan import flops_per_token, parameter_count
+from megajax.training.loop import Trainer
+
+MODEL = (
+    "model={mtp_layers: 2, num_experts: 4, expert_ffn_hidden_size: 16}",
+    "model.router={score_function: sigmoid, expert_bias: true, global_loss: 0.01}",
+)
+NAMES = ("loss", "mtp_loss", "mtp_loss/module", "expert_load", "grad_norm")
+
+
+def test_a_run_resumes_on_another_mesh_and_its_model_is_used_without_modules(
+    make_config, read_metrics, tmp_path, capsys
+):
+    def run(name: str, *overrides: str, devices: int = 1) -> dict[int, tuple]:
+        settings = (f"run.dir={tmp_path / name}", "run.steps=4", "run.checkpoint_interval=2", *MODEL, *overrides)
+        trainer = Trainer(make_config(*settings), jax.devices()[:devices])
+        assert trainer.run() == 0
+        assert np.abs(trainer.state.layer_state["mtp"]["moe.expert_bias"]).max() > 0
+        return read_metrics(tmp_path / name, *NAMES)
+
+    expected = run("whole", "data.split='8,2,0'", "run.eval_interval=4", "run.eval_steps=1")
+    (evaluated,) = read_metrics(tmp_path / "whole", "eval_loss").values()
+    assert abs(evaluated[0] - expected[4][0]) < 0.5
+    assert (
+        "2 for multi-token prediction; 0.3 × the mean of their losses is added to the loss" in capsys.readouterr().out
+    )
+    for loss, modules, each, load, _ in expected.values():
+        assert modules == pytest.approx(np.mean(each)) and len(each) == 2 and loss not in each
+        assert len(load) == 4, "two layers, then two modules"
+    shutil.copytree(tmp_path / "whole", tmp_path / "moved")
+    shutil.rmtree(tmp_path / "moved/checkpoints/4")
+    moved = run("moved", "data.split='8,2,0'", "mesh.fsdp=2", devices=2)
+    for step in (3, 4):
+        for found, value in zip(moved[step], expected[step], strict=True):
+            np.testing.assert_allclose(found, value, rtol=1e-5)
+
+    model = load_run(tmp_path / "whole")
+    assert not model.config.mtp_layers and np.isfinite(model(np.arange(6)[None])).all()
+
+
+@pytest.mark.smoke
+def test_a_module_counts_as_a_layer_a_projection_and_a_head(make_config):
+    plain, extended = (make_config(f"model.mtp_layers={n}") for n in (0, 1))
+    deeper = make_config("model.num_layers=3")
+    D, V = 32, 128
+    added = flops_per_token(extended) - flops_per_token(plain)
+    assert added == flops_per_token(deeper) - flops_per_token(plain) + 6 * (2 * D * D + D * V)
+    plain, extended, deeper = (parameter_count(Transformer(each.model)) for each in (plain, extended, deeper))
+    assert extended - plain == deeper - plain + 2 * D * D + 3 * D
+
+
+def test_adapters_exclude_modules(tmp_path, make_config):
+    with pytest.raises(ConfigError, match=r"lora.rank=4 .* model.mtp_layers=1 .*: set model.mtp_layers=0"):
+        make_config("lora.rank=4", f"checkpoint.init_from={tmp_path}", "model.mtp_layers=1")
