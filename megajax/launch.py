@@ -31,6 +31,7 @@ from megajax.errors import ConfigError, InputError
 FINAL = (DONE, MISTAKE, BAD_NUMBERS, INTERRUPTED)  # never restarted
 FORWARDED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 CRASH_SECONDS, MISTAKE_SECONDS = 5, 60  # for the other processes to end, after the first
+DRAIN_SECONDS = 5  # for the rest of their output
 LONGEST_PAUSE = 60  # seconds before a restart: 1, 2, 4, ... up to this
 CPU_DEVICES = "--xla_force_host_platform_device_count"
 OF_A_CLUSTER = {"JAX_NUM_PROCESSES": 0, "SLURM_NTASKS": 1, "OMPI_COMM_WORLD_SIZE": 1}  # the largest value without one
@@ -161,9 +162,10 @@ class Output:
             self._write(index, target, lines)
 
     def close(self) -> None:
-        """Copy the rest; the pipes end with the processes."""
-        while self._selector.get_map():
-            self.copy(1)
+        """Copy the rest. The pipes end with the processes, unless a foreign process has inherited them."""
+        end = time.monotonic() + DRAIN_SECONDS
+        while self._selector.get_map() and time.monotonic() < end:
+            self.copy(0.1)
         self._selector.close()
 
     def _write(self, index: int, target: IO[str], lines: list[bytes]) -> None:
@@ -221,7 +223,7 @@ class Launcher:
                 while time.monotonic() < end and not self._received:
                     time.sleep(0.05)
                 if self._received:
-                    return STOPPED
+                    return INTERRUPTED if signal.SIGINT in self._received else STOPPED
 
     def command(self) -> list[str]:
         """The command of a process."""
@@ -265,7 +267,7 @@ class Launcher:
             number = self._received.pop(0)
             self._asked.add(number)
             for child in running:
-                child.process.send_signal(number)
+                os.kill(child.process.pid, number)  # Popen.send_signal may reap it, and its workers would be left
 
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:

@@ -193,6 +193,48 @@ def test_lines_of_several_processes_begin_with_their_number(run, capfd):
     assert sorted(run.output.splitlines()) == ["[0] one", "[0] two", "[1] one", "[1] two"]
 
 
+def test_a_foreign_process_that_keeps_the_output_open_does_not_hold_the_launcher(run, monkeypatch, tmp_path):
+    monkeypatch.setattr(launch, "DRAIN_SECONDS", 0.2)
+    note = tmp_path / "pid"
+    code = (
+        "import subprocess, sys\n"
+        "other = subprocess.Popen(['sleep', '60'], start_new_session=True)\n"
+        f"print('said', flush=True); open({str(note)!r}, 'a').write(f'{{other.pid}} ')"
+    )
+    begin = time.monotonic()
+    try:
+        assert run(code, processes=2)[:2] == (0, 1)
+    finally:
+        for process in note.read_text().split():
+            os.kill(int(process), signal.SIGKILL)
+    assert time.monotonic() - begin < 30 and sorted(run.output.splitlines()) == ["[0] said", "[1] said"]
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 75), (signal.SIGINT, 130)])
+def test_a_signal_in_the_pause_before_a_restart_ends_the_launcher(run, monkeypatch, number, status):
+    monkeypatch.setattr(launch, "LONGEST_PAUSE", 60)
+    monkeypatch.setattr(launch, "_say", lambda text: os.kill(os.getpid(), number) if "restart in" in text else None)
+    assert run(4)[:2] == (status, 1)
+
+
+def test_the_workers_of_a_process_end_with_it_though_a_signal_was_forwarded_after_its_end(config, monkeypatch):
+    monkeypatch.setattr(launch, "working_devices", lambda: ["0"])
+    launcher = launch.Launcher(config, [], 1, 1)
+    child = launch.Child(0, ["sh", "-c", "sleep 60 & echo $!"], {}, prefixed=True)
+    assert child.process.stdout is not None and child.process.stderr is not None
+    worker = int(child.process.stdout.readline())
+    os.waitid(os.P_PID, child.process.pid, os.WEXITED | os.WNOWAIT)
+    launcher._received = [signal.SIGTERM]
+    launcher._forward([child])
+    assert child.has_ended()
+    end = time.monotonic() + 20
+    while running(worker) and time.monotonic() < end:
+        time.sleep(0.01)
+    assert not running(worker)
+    child.process.stdout.close()
+    child.process.stderr.close()
+
+
 @pytest.mark.parametrize(("number", "end", "status"), [("TERM", 75, 75), ("USR1", 75, 75), ("INT", 130, 130)])
 def test_signals_are_forwarded_and_the_answer_is_not_restarted(run, tmp_path, number, end, status):
     ready = tmp_path / "ready"
