@@ -145,6 +145,7 @@ class Trainer:
             self._compiling = thread.submit(compile_steps, self.program, self._sizes_ahead(), self._note)
             thread.submit(self._checks.compile, self._sizes_ahead())
             thread.shutdown(wait=False)
+            self._watch.end_with(thread)
 
     def next_batch(self) -> dict[str, jax.Array]:
         """The batch of the next step; the position in the data depends on the step only."""
@@ -198,11 +199,11 @@ class Trainer:
         Raises InputError if the last one failed and there is no other.
         """
         self._start_writing()
-        self._saved()
+        self._report_save(self._reports.wait_for_last(self.checkpoints, self.step))
         on_first_process(self._before_save)
         if self.checkpoints.latest_step != self.step:
             samples = self.sizes.samples_before(self.step)
-            loss, losses = self._reports.eval_loss(self.step), self._checks.losses.saved
+            loss, losses = self._reports.eval_loss(self.step), self._checks.losses.saved(self.step)
             self.saver.save(self.checkpoints, self.step, self.state, samples, loss, **losses)
 
     def close(self) -> None:
@@ -292,6 +293,7 @@ class Trainer:
             with StopSignals(self.step, deadline(self.config.run.max_minutes, self.start_time)) as stop:
                 while not isinstance(ended := self._run(log, stop), int):
                     self._roll_back(ended)
+                    stop.go_back(self.step)
                     log.close()
                     log = self._open_log()
                 return ended
@@ -393,7 +395,7 @@ class Trainer:
             if locally and self.local_saves is not None and not (saving or ending):
                 samples = self.sizes.samples_before(self.step)
                 with self._watch.working("the local checkpoint"):
-                    self.local_saves.save(self.step, self.state, samples, **self._checks.losses.saved)
+                    self.local_saves.save(self.step, self.state, samples, **self._checks.losses.saved(self.step))
             if evaluation or saving:
                 meter.restart(self.step)
                 self._times.take()

@@ -2,6 +2,7 @@
 
 import math
 import statistics
+import warnings
 from collections import deque
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -38,10 +39,16 @@ class LossWatch:
         self._last = deque[float](history["last"], maxlen=config.run.spike_window)
         self._pending: list[tuple[int, jax.Array, jax.Array]] = []
 
-    @property
-    def saved(self) -> dict[str, Any]:
-        """The entry of a checkpoint's description with the history; empty if nothing is watched."""
-        return {"losses": self.history} if self.is_on else {}
+    def saved(self, step: int) -> dict[str, Any]:
+        """The entry of the description of the checkpoint of `step`; empty if nothing is watched.
+
+        A bad step that nobody has examined is a warning: a notebook may save after an interrupted run.
+        """
+        if not self.is_on:
+            return {}
+        if bad := self.examine(step):
+            warnings.warn(f"{sentence(bad, self.config)}.", stacklevel=2)
+        return {"losses": self.history}
 
     @property
     def history(self) -> dict[str, Any]:

@@ -18,6 +18,9 @@ class StepTimes:
     """Adds up this process's own seconds in its steps."""
 
     def __init__(self):
+        self._reset()
+
+    def _reset(self) -> None:
         self._data = self._host = 0.0
         self._steps = 0
 
@@ -40,7 +43,7 @@ class StepTimes:
         """Seconds per step since the last call: "data" for the batch, "host" for the start of the step."""
         steps = max(self._steps, 1)
         own = {"data": round(self._data / steps, 6), "host": round(self._host / steps, 6)}
-        self.__init__()
+        self._reset()
         return own
 
 

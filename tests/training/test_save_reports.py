@@ -6,7 +6,7 @@ import time
 import jax
 import pytest
 
-from megajax.checkpoint import SaveOutcome
+from megajax.checkpoint import Checkpoints, SaveOutcome
 from megajax.errors import ConfigError
 from megajax.training.loop import Trainer
 from megajax.training.save_reports import SaveReports
@@ -58,6 +58,18 @@ def test_a_save_that_waits_says_so_and_once_that_the_interval_is_too_short(make_
         "checkpoint_stall_seconds": 0.3,
     }
     assert not reports.take()
+
+
+def test_a_trainer_that_has_to_wait_for_its_last_save_says_so(build, monkeypatch):
+    complete, lines = Checkpoints._complete, []
+    monkeypatch.setattr(Checkpoints, "_complete", lambda *arguments: time.sleep(0.3) or complete(*arguments))
+    trainer = build("run.checkpoint_interval=2")
+    trainer._reports._say = lambda text, warning: lines.append(text)
+    trainer.save()
+    trainer.step += 1
+    trainer.save()
+    trainer.close()
+    assert lines[0] == "step 1: the save of step 0 is not complete yet; training waits for it"
 
 
 def test_the_best_need_a_split_to_evaluate(build):

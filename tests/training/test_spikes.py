@@ -53,6 +53,15 @@ def test_spikes_are_those_of_numpy_whatever_steps_are_logged_and_after_a_restart
         assert found == expected and watch.spikes == 3
 
 
+def test_a_save_between_log_points_examines_the_steps_that_wait(make_config):
+    """As in a notebook, after an interrupted run."""
+    watch = LossWatch(make_config("run.spike_factor=1.5", "run.spike_window=2"))
+    for step, loss in enumerate([3, 3, 9], start=1):
+        watch.keep(step, metrics(loss))
+    with pytest.warns(UserWarning, match="loss spike at step 3: 9.0000 is more than"):
+        assert watch.saved(3) == {"losses": {"last": [3, 9], "spikes": 1}}
+
+
 def test_without_the_options_nothing_is_kept(make_config):
     watch = LossWatch(make_config())
     watch.keep(1, metrics(3))
