@@ -1,34 +1,30 @@
 """Checks between the processes of a run before anything is compiled: the same code, packages and config, and GPUs of
 their own.
 
-Each process posts its facts, a small JSON object, to the key-value store of jax's coordinator; process 0 compares them
-and publishes one sentence. A process costs two messages, so thousands of them are checked in seconds.
+Each process posts its facts, a small JSON object; process 0 compares them and publishes one sentence
+(`messages.decide`). A process costs two messages, so thousands of them are checked in seconds.
 """
 
-import contextlib
 import ctypes
 import hashlib
 import json
 import platform
 import socket
-import time
 import uuid
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-from jax._src import distributed  # jax has no public functions for its key-value store
 
 from megajax.config import Config
 from megajax.config.tree import show
-from megajax.errors import ConfigError, InputError
+from megajax.errors import ConfigError
+from megajax.messages import Messages, decide
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "megajax")
-READ_SECONDS = 10
-ANSWER_SECONDS = 120  # all processes have joined before, so each answers within seconds
 
 
 class Facts(NamedTuple):
@@ -47,58 +43,8 @@ def check_processes(config: Config) -> None:
 
     Raises ConfigError, with the same sentence on every process.
     """
-    if jax.distributed.is_initialized() and distributed.global_state.num_processes > 1:
-        problem = decide("start", json.dumps(own_facts(config)), _problem_of_answers)
-        if problem:
-            raise ConfigError(problem)
-
-
-def decide(name: str, value: str, judge: Callable[[list[str]], str], seconds: float = ANSWER_SECONDS) -> str:
-    """`judge(the values of all processes)`, called on process 0, its result on every process.
-
-    Works before jax's backend has started, and in any thread; a `name` may be used once. Raises InputError if a process
-    does not answer within `seconds`.
-    """
-    state = distributed.global_state
-    client, count, prefix = state.client, state.num_processes, f"megajax/{name}"
-    if client is None or count == 1:
-        return judge([value])
-    if state.process_id != 0:
-        client.key_value_set(f"{prefix}/{state.process_id}", value)
-        verdict = _answer(f"{prefix}/verdict", 2 * seconds)
-        if verdict is None:
-            raise InputError(f"process 0 did not answer within {2 * seconds:g} s: look at its output.")
-        _wait_for_readers(prefix)
-        return json.loads(verdict)
-    end = time.monotonic() + seconds
-    answers = [value, *(_answer(f"{prefix}/{i}", max(0.1, end - time.monotonic())) for i in range(1, count))]
-    silent = [str(i) for i, answer in enumerate(answers) if answer is None]
-    verdict = f"process {', '.join(silent)} joined and did not answer within {seconds:g} s: look at its output."
-    if not silent:
-        verdict = judge([answer for answer in answers if answer is not None])
-    client.key_value_set(f"{prefix}/verdict", json.dumps(verdict))
-    _wait_for_readers(prefix)
-    if silent:
-        raise InputError(verdict)
-    return verdict
-
-
-def _wait_for_readers(prefix: str) -> None:
-    """Wait until all processes have read the verdict: process 0 may end after it, and the key-value store with it."""
-    client = distributed.global_state.client
-    assert client is not None
-    with contextlib.suppress(jax.errors.JaxRuntimeError):  # one is gone, or silent
-        client.wait_at_barrier(f"{prefix}/read", 1000 * READ_SECONDS)
-
-
-def _answer(key: str, seconds: float) -> str | None:
-    """The value of a key that another process sets; None if it does not come in time."""
-    client = distributed.global_state.client
-    assert client is not None
-    try:
-        return client.blocking_key_value_get(key, int(1000 * seconds))
-    except jax.errors.JaxRuntimeError:
-        return None
+    if Messages("start").count > 1 and (problem := decide("start", json.dumps(own_facts(config)), _problem_of_answers)):
+        raise ConfigError(problem)
 
 
 def own_facts(config: Config) -> Facts:

@@ -60,10 +60,14 @@ def damage(directory: Path, index: int = 0, count: int = 1, part: str = "") -> s
 
     Reads the `index`-th of `count` equal shares of the pieces, of files whose names begin with `part`.
     """
-    if not exist(directory):
-        return ""
     try:
+        if not exist(directory):
+            return ""
         recorded = _recorded(directory)
+    except PermissionError:
+        raise _forbidden(directory / NAME) from None
+    except OSError as error:
+        return f"{NAME} cannot be read: {error.strerror}"
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
         return f"{NAME} cannot be read"
     share = [piece for piece in recorded if piece.name.startswith(part)][index::count]
@@ -72,17 +76,21 @@ def damage(directory: Path, index: int = 0, count: int = 1, part: str = "") -> s
 
 
 def _problem(directory: Path, piece: Piece, size: int, crc: str) -> str:
-    if not (directory / piece.name).is_file():  # a pipe would block
-        return f"{piece.name} is missing"
     try:
+        if not (directory / piece.name).is_file():  # a pipe would block
+            return f"{piece.name} is missing"
         found, length = _read(directory, piece, size)
     except PermissionError:
-        raise InputError(f"{directory / piece.name} cannot be read: give yourself the permission.") from None
+        raise _forbidden(directory / piece.name) from None
     except OSError as error:
         return f"{piece.name} cannot be read: {error.strerror}"
     if length != size:
         return f"{piece.name} has {length} bytes instead of {size}"
     return "" if found == crc else f"{piece.name} has other bits than when it was saved"
+
+
+def _forbidden(path: Path) -> InputError:
+    return InputError(f"{path} cannot be read: give yourself the permission.")
 
 
 def _recorded(directory: Path) -> dict[Piece, tuple[int, str]]:

@@ -22,19 +22,20 @@ from typing import Any
 
 import jax
 import numpy as np
-import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 from jax.sharding import SingleDeviceSharding
 
 from megajax.checkpoint import checksums
 from megajax.checkpoint.host_memory import PINNED
-from megajax.checkpoint.manager import reason
+from megajax.checkpoint.manager import first_problem, reason
+from megajax.errors import UserError
+from megajax.messages import decide
 
 DATA, INDEX, PARTIAL = "data", "index.json", ".partial"
 ALIGNMENT = 64  # bytes
 WRITERS = 8  # threads of a process that write shards
 MOST = 8  # complete steps that a process offers at a start; there are two or three
-BARRIER_SECONDS = 60
+SLOWEST = 60.0  # seconds by which processes may differ in writing
 FITS, DAMAGED, OTHER_LAYOUT = range(3)
 _saves = itertools.count()  # the same on all processes, since they save the same steps
 
@@ -89,7 +90,6 @@ class LocalTier:
         self._thread = ThreadPoolExecutor(1, "local checkpoint")
         self._writing: Future[LocalOutcome] | None = None
         self._common: int | None = None  # the newest step that every process has
-        self._meet = ocp.multihost.get_barrier_sync_fn()
 
     def newest(self, after: int, abstract: Any) -> tuple[LocalCheckpoint | None, str]:
         """The newest step above `after` that every process has undamaged and in the form of `abstract`.
@@ -170,13 +170,14 @@ class LocalTier:
         except Exception as problem:  # a full disk, or an error of a device
             error = reason(problem)
             shutil.rmtree(partial, ignore_errors=True)
-        try:
-            self._meet(key=f"local checkpoint {number}", timeout_ms=BARRIER_SECONDS * 1000)
-        except Exception as problem:  # another process is slower, or gone
-            error = error or f"another process has not written it after {BARRIER_SECONDS} s ({reason(problem)})"
-        if error is None:
+        try:  # one answer for all, so that they keep the same step
+            own = f"process {jax.process_index()}: {error}" if error else ""
+            verdict = decide(f"local checkpoint/{number}", own, first_problem, SLOWEST)
+        except UserError as problem:  # one is slower, or gone
+            verdict = str(problem)
+        if not verdict:
             self._common = step
-        return LocalOutcome(step, size, time.perf_counter() - start, error)
+        return LocalOutcome(step, size, time.perf_counter() - start, error or verdict or None)
 
     def _steps(self) -> list[int]:
         return [int(path.name) for path in self.directory.glob("*") if path.name.isdigit()]
@@ -192,7 +193,7 @@ class LocalTier:
             damage = checksums.damage(directory) if checksums.exist(directory) else f"{checksums.NAME} is missing"
             if not damage:
                 index = json.loads((directory / INDEX).read_text())
-        except OSError as error:  # such as a disk with errors
+        except (OSError, UserError) as error:  # such as a disk with errors
             damage = reason(error)
         if damage:
             warnings.warn(f"the local checkpoint {directory} is damaged ({damage}): it is not used.", stacklevel=2)

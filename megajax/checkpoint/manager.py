@@ -12,7 +12,7 @@ import math
 import shutil
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -27,8 +27,8 @@ from megajax.checkpoint.description import compare_descriptions, describe_model
 from megajax.config import ModelConfig
 from megajax.config.kinds import MOE
 from megajax.errors import InputError, UserError
+from megajax.messages import decide
 from megajax.model.lora import is_adapter
-from megajax.start_checks import decide
 
 EXPERTS = "experts"  # name of the MoE layers' state in a checkpoint
 SUBDIRECTORY = "checkpoints"
@@ -140,7 +140,7 @@ class Checkpoints:
 
         def write(answers: list[str]) -> str:
             found = [json.loads(answer) for answer in answers]
-            error = _first([answer["error"] for answer in found])
+            error = first_problem([answer["error"] for answer in found])
             try:
                 return error or checksums.write(directory, [answer["share"] for answer in found])
             except OSError as problem:
@@ -183,11 +183,25 @@ class Checkpoints:
 
         Empty if there is none, or if the checkpoint has no checksums. Each process reads a share of the files.
         """
-        return self.agree(checksums.damage(self.directory / str(step), jax.process_index(), jax.process_count(), part))
+        directory, index, count = self.directory / str(step), jax.process_index(), jax.process_count()
+        return self.agree(lambda: checksums.damage(directory, index, count, part))
 
-    def agree(self, problem: str) -> str:
-        """The problem of the first process that has one. All processes must call it."""
-        return decide(f"damage/{next(_calls['damage'])}", problem, _first, SLOWEST)
+    def agree(self, find: Callable[[], str]) -> str:
+        """The problem that the first process that has one finds; all processes must call this.
+
+        A UserError of one process is an InputError on every process.
+        """
+        mistake = problem = ""
+        try:
+            problem = find()
+        except UserError as error:
+            mistake = str(error)
+        call, mine = f"damage/{next(_calls['damage'])}", json.dumps([mistake, problem])
+        found = decide(call, mine, lambda answers: f"[{','.join(answers)}]", SLOWEST)
+        mistakes, problems = zip(*json.loads(found), strict=True)
+        if mistake := first_problem(mistakes):
+            raise InputError(mistake)
+        return first_problem(problems)
 
     def has_checksums(self, step: int) -> bool:
         """Whether the files of a checkpoint can be verified."""
@@ -230,7 +244,8 @@ def _storage(path: tuple[Any, ...], array: jax.Array) -> ocp.SaveArgs:
     return ocp.SaveArgs(shard_axes=(0,) if in_block and layer >= LARGE_LAYER else ())
 
 
-def _first(problems: list[str]) -> str:
+def first_problem(problems: Iterable[str]) -> str:
+    """The first text that is not empty; empty if there is none."""
     return next(filter(None, problems), "")
 
 

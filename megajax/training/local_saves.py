@@ -1,6 +1,7 @@
 """The saves of a run to `checkpoint.local_dir`, and the newest of them at a start."""
 
 import hashlib
+import itertools
 import json
 import uuid
 import warnings
@@ -10,20 +11,20 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
-from jax.experimental import multihost_utils
 
 from megajax.checkpoint.local_tier import LocalCheckpoint, LocalTier
 from megajax.console import size
 from megajax.errors import InputError
 from megajax.files import replace_text
 from megajax.mesh import mesh_sizes
+from megajax.messages import FOR_EVER, decide
 from megajax.training import logs
 from megajax.training.run_lock import on_first_process
 from megajax.training.saving import StateSaver
 from megajax.training.step import TrainProgram, TrainState
 
 RUN_ID = "run_id"  # file in the run directory; a new run in the same directory is another one
+_calls = itertools.count()  # all processes make the same ones
 
 
 class LocalSaves:
@@ -118,7 +119,7 @@ class LocalSaves:
         run_dir, run_id = Path(self.config.run.dir).resolve(), ""
         if jax.process_index() == 0 and (run_dir / RUN_ID).is_file():
             run_id = (run_dir / RUN_ID).read_text()
-        run_id = _broadcast(run_id)
+        run_id = decide(f"run id/{next(_calls)}", run_id, lambda ids: ids[0], FOR_EVER)
         if run_id and self._tier is None:
             assert self.config.checkpoint.local_dir is not None
             self._tier = LocalTier(self.config.checkpoint.local_dir, tier_name(run_dir, run_id), self._layout)
@@ -143,11 +144,3 @@ def _layout(program: TrainProgram) -> str:
             "placements": hashlib.sha256(json.dumps(placements).encode()).hexdigest(),
         }
     )
-
-
-def _broadcast(text: str) -> str:
-    """Process 0's short text, on all processes."""
-    padded = np.zeros(64, np.uint8)
-    encoded = text.encode()[: padded.size]
-    padded[: len(encoded)] = np.frombuffer(encoded, np.uint8)
-    return bytes(np.asarray(multihost_utils.broadcast_one_to_all(padded))).rstrip(b"\0").decode()

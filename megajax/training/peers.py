@@ -1,4 +1,4 @@
-"""The other processes of a run: signs of life through jax's key-value store, and a verdict about a lost process.
+"""The other processes of a run: their signs of life, and a verdict about a lost process.
 
 Each process writes a sign at intervals: its host, its step, and how it ended. Process 0 reads all of them, the others
 read that of process 0, which also has the verdict. So the traffic grows linearly with the number of processes. A
@@ -12,13 +12,10 @@ import threading
 import time
 from typing import Any
 
-import jax
-from jax._src import distributed  # jax has no public functions for its key-value store
-
 from megajax import coordinator
 from megajax.console import BAD_NUMBERS, DONE, STOPPED
+from megajax.messages import Failure, Messages
 
-KEYS = "megajax/signs"
 IN_ORDER = (DONE, BAD_NUMBERS, STOPPED)  # exit statuses on which all processes agree
 INTERVALS = 12  # in the timeout
 LONGEST_INTERVAL = 5.0  # seconds
@@ -37,14 +34,13 @@ class Peers:
 
     def __init__(self, timeout: float):
         """`timeout`: seconds from a loss to the end of every other process."""
-        state = distributed.global_state
-        self.index, self.count, self.timeout = state.process_id, state.num_processes, timeout
+        self._messages, self.timeout = Messages("signs"), timeout
+        self.index, self.count = self._messages.index, self._messages.count
         self.interval = min(timeout / INTERVALS, LONGEST_INTERVAL)
         self.step: int | None = None
         self.own_seconds: dict[str, float] = {}
         self._suspicious = False
         self.signs: dict[int, dict[str, Any]] = {}  # the last ones of the others, by process
-        self._client: Any = state.client
         self._raw: dict[int, str] = {}
         self._silent = dict.fromkeys(range(self.count) if self.index == 0 else [0], 0.0)
         self._silent.pop(self.index, None)
@@ -68,10 +64,10 @@ class Peers:
             return None
         for process in self._silent:
             self._silent[process] += seconds
-            ended = self.signs.get(process, {}).get("status")
-            if ended is None and self._silent[process] > limit:
+            in_order = self.signs.get(process, {}).get("in_order")  # None: it has not ended
+            if in_order is None and self._silent[process] > limit:
                 return self._lost(process)
-            if ended not in (None, *IN_ORDER) and self._silent[process] > GRACE_INTERVALS * self.interval:
+            if in_order is False and self._silent[process] > GRACE_INTERVALS * self.interval:
                 return self._ended(process)  # unless this process was about to end in the same way
         return None
 
@@ -84,26 +80,27 @@ class Peers:
         """Whether another process ended because of a hang."""
         return any(sign.get("hung") for sign in list(self.signs.values()))
 
-    def leave(self, status: int, verdict: str | None = None, hung: bool = False) -> None:
+    def leave(self, status: int, verdict: str | None = None, hung: bool = False, agreed: bool = True) -> None:
         """Tell the others that this process ends, with a verdict if it has one.
 
-        Process 0, whose end is the end of the exchange, waits for the others: after an orderly end until all have ended
-        too, else until they can know.
+        `agreed`: a run's status on which all processes agree is no error of this one. Process 0, whose end is the end
+        of the exchange, waits for the others: after an orderly end until all have ended too, else until they can know.
         """
-        self._ending = {"status": status, "verdict": verdict, "hung": hung}
+        in_order = agreed and status in IN_ORDER
+        self._ending = {"status": status, "in_order": in_order, "verdict": verdict, "hung": hung}
         wanted = self._number + 2  # the exchange that runs now may have begun before
         self._wake.set()
-        grace = None if status in IN_ORDER and self.index == 0 else GRACE_INTERVALS * self.interval
+        grace = None if in_order and self.index == 0 else GRACE_INTERVALS * self.interval
         with self._exchanged:
             self._exchanged.wait_for(lambda: self._number >= wanted and self._others_have_ended(), grace)
 
     def _others_have_ended(self) -> bool:
         others = [self.signs.get(process, {}) for process in self._silent if process not in self._gone]
-        return self.index > 0 or all(sign.get("status") is not None for sign in others)
+        return self.index > 0 or all("status" in sign for sign in others)
 
     def _exchange_at_intervals(self) -> None:
         while True:
-            with contextlib.suppress(jax.errors.JaxRuntimeError):  # no sign of process 0 yet, or it is gone
+            with contextlib.suppress(Failure):  # no sign of process 0 yet, or it is gone
                 self._exchange()
             if self._ending:  # soon this process is gone
                 time.sleep(min(0.01 * self.count, self.interval))
@@ -114,12 +111,10 @@ class Peers:
     def _exchange(self) -> None:
         own = {"host": socket.gethostname(), "step": self.step, "own_seconds": self.own_seconds}
         own |= {"suspicious": self._suspicious, "number": self._number, **self._ending}
-        self._client.key_value_set(f"{KEYS}/{self.index}", json.dumps(own), allow_overwrite=True)
-        if self.index == 0:
-            found = {int(key.rpartition("/")[2]): value for key, value in self._client.key_value_dir_get(KEYS)}
-        else:
-            found = {0: self._client.key_value_try_get(f"{KEYS}/0")}
-        for process, raw in found.items():
+        self._messages.post(str(self.index), json.dumps(own), again=True)
+        found = self._messages.read_all() if self.index == 0 else {"0": self._messages.read("0")}
+        for name, raw in found.items():
+            process = int(name)
             if process != self.index and self._raw.get(process) != raw:
                 self._raw[process], self._silent[process] = raw, 0.0
                 self.signs[process] = json.loads(raw)

@@ -198,11 +198,14 @@ class Start:
 
     def _problem(self, action: Callable[[], None]) -> str:
         """The reason why `action` fails on any process because of a damaged checkpoint; empty if it succeeds."""
-        problem = ""
-        try:
-            action()
-        except (UserError, jax.errors.JaxRuntimeError):  # the latter: for example, out of memory
-            raise
-        except Exception as error:  # any error of orbax
-            problem = reason(error)
-        return self._checkpoints().agree(problem)
+
+        def find() -> str:
+            try:
+                action()
+            except (UserError, jax.errors.JaxRuntimeError):  # the latter: for example, out of memory
+                raise
+            except Exception as error:  # any error of orbax
+                return reason(error)
+            return ""
+
+        return self._checkpoints().agree(find)

@@ -6,13 +6,12 @@ import signal
 import sys
 import threading
 import time
-from typing import Any
 
 import jax
-from jax._src import distributed  # jax has no public functions for its key-value store
 
-FOR_EVER = 365 * 24 * 3600 * 1000  # milliseconds
-RUNS = itertools.count()  # of this process; all processes of a job make the same runs
+from megajax.messages import Failure, Messages
+
+AGREEMENTS = itertools.count()  # of this process; all processes of a job make the same ones
 
 
 def deadline(minutes: float | None, start_time: float) -> float | None:
@@ -55,6 +54,16 @@ class StopSignals:
             sentence = "saving and stopping; Ctrl-C again stops at once, without saving"
             print(f"\nmegajax: {sentence}", file=sys.stderr, flush=True)
 
+    def go_back(self, step: int) -> None:
+        """The run continues at an earlier `step`; all processes call this.
+
+        A step on which they have agreed lies ahead of it. So they agree again, on one soon after `step`, if a stop was
+        requested: the process that did so asks again after its next step.
+        """
+        if self._agreement is not None:
+            self._agreement.close()
+            self._agreement = Agreement(step)
+
     def requested(self, step: int) -> bool:
         """Whether to stop after `step`, the last one that this process has started; the same step on all processes."""
         if self._deadline is not None and time.monotonic() >= self._deadline:
@@ -67,7 +76,7 @@ class StopSignals:
 
 
 class Agreement:
-    """The step at which all processes of a run stop, agreed through the key-value store of jax's coordinator.
+    """The step at which all processes of a run stop.
 
     A thread of each process waits for a request, so a step costs nothing. When one comes, the thread posts the step
     that its process is about to start, process 0 publishes the latest of them, and all run on to that step. Nobody is
@@ -77,9 +86,7 @@ class Agreement:
     """
 
     def __init__(self, step: int):
-        self._client: Any = distributed.global_state.client
-        self._keys = f"megajax/stop/{next(RUNS)}"
-        self._index, self._count = jax.process_index(), jax.process_count()
+        self._messages = Messages(f"stop/{next(AGREEMENTS)}")
         self._next, self._at = step + 1, 0  # the step that this process may start; the agreed one
         self._lock, self._agreed = threading.Lock(), threading.Event()
         self._requested = self._posted = False
@@ -107,23 +114,21 @@ class Agreement:
         self._thread.join(timeout=10)
 
     def _request(self, word: str) -> None:
-        with contextlib.suppress(jax.errors.JaxRuntimeError):  # another process was first
-            self._client.key_value_set(f"{self._keys}/request", word)
+        with contextlib.suppress(Failure):  # another process was first
+            self._messages.post("request", word)
 
     def _listen(self) -> None:
         try:
-            if self._get("request") == "stop":
+            messages = self._messages
+            if messages.wait("request") == "stop":
                 with self._lock:
                     self._requested, own = True, self._next
-                self._client.key_value_set(f"{self._keys}/{self._index}", str(own))
-                if self._index == 0:
-                    latest = max(int(self._get(str(index))) for index in range(self._count))
-                    self._client.key_value_set(f"{self._keys}/at", str(latest))
-                self._at = int(self._get("at"))
-        except jax.errors.JaxRuntimeError:
+                messages.post(str(messages.index), str(own))
+                if messages.index == 0:
+                    latest = max(int(messages.wait(str(index))) for index in range(messages.count))
+                    messages.post("at", str(latest))
+                self._at = int(messages.wait("at"))
+        except Failure:
             pass  # the coordinator is gone, which `watch.py` reports; nobody waits for its answer
         finally:
             self._agreed.set()
-
-    def _get(self, name: str) -> str:
-        return self._client.blocking_key_value_get(f"{self._keys}/{name}", FOR_EVER)

@@ -9,15 +9,16 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import Executor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import jax
-from jax._src import distributed  # jax's public functions start its backend, which is too early here
 
 from megajax.config import Config
 from megajax.console import LOST
+from megajax.messages import Messages
 from megajax.training.peers import Peers
 from megajax.training.step_times import find_slowest
 
@@ -44,10 +45,11 @@ class Watch:
         self._work = "the start"  # what the process does instead of steps
         self._since = 0.0  # seconds since the last step, or the begin of other work
         self._slow: int | None = None  # the process that stood out at the last logged step
+        self._executors: list[Executor] = []
         self._over, self._ending = threading.Event(), threading.Lock()  # the lock is never released
 
     def __enter__(self) -> "Watch":
-        if distributed.global_state.num_processes > 1:
+        if Messages("signs").count > 1:
             self.peers = Peers(self._config.run.peer_timeout_seconds)
         threading.Thread(target=self._watch, daemon=True, name="watch").start()
         return self
@@ -102,10 +104,17 @@ class Watch:
             elif error is not None:
                 sys.excepthook(kind, error, trace)
             self._work, self._since = "the end of the other processes", 0.0
-            self.peers.leave(status)
+            self.peers.leave(status, agreed=error is None)  # a closed pipe ends this process alone with status 0
             self._ending.acquire()
             _exit(status)
+        with self.working("the end of the process"):
+            for executor in self._executors:
+                executor.shutdown()
         self._over.set()
+
+    def end_with(self, executor: Executor) -> None:
+        """Python waits for the threads of `executor` before the process ends: so that this has a limit, too."""
+        self._executors.append(executor)
 
     def _wait_for_verdict(self, peers: Peers) -> None:
         """A collective that fails may mean that a process was lost: then the other thread ends this one."""
@@ -135,7 +144,7 @@ class Watch:
         return max(run.hang_min_seconds, run.hang_factor * self._usual)
 
     def _hang(self, limit: float) -> str:
-        process = f"process {distributed.global_state.process_id}: " if self.peers else ""
+        process = f"process {self.peers.index}: " if self.peers else ""
         what = self._work or f"the step after step {self._step}"
         usual = f", a usual step {self._usual:.3g} s" if self._usual and not self._work else ""
         return (
@@ -145,12 +154,13 @@ class Watch:
         )
 
     def _stacks_file(self) -> Path:
-        return Path(self._config.run.dir) / f"hang-{distributed.global_state.process_id}.txt"
+        return Path(self._config.run.dir) / f"hang-{self.peers.index if self.peers else 0}.txt"
 
     def _write_stacks(self, sentence: str) -> None:
-        steps = {distributed.global_state.process_id: self._step}
+        steps = {0: self._step}
         if self.peers is not None:
-            steps = {process: sign["step"] for process, sign in dict(self.peers.signs).items()} | steps
+            others = {process: sign["step"] for process, sign in dict(self.peers.signs).items()}
+            steps = others | {self.peers.index: self._step}
         lines = [f"last known step of process {process}: {step}" for process, step in sorted(steps.items())]
         self._stacks_file().parent.mkdir(parents=True, exist_ok=True)
         with self._stacks_file().open("w") as file:

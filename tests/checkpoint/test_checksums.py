@@ -2,11 +2,13 @@
 
 import json
 import zlib
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from megajax.checkpoint import checksums
+from megajax.checkpoint import Checkpoints, checksums, manager
+from megajax.errors import InputError
 
 FILES = {"state/d/large": 1000, "state/d/exact": 256, "state/small": 3, "description/metadata": 40, "empty": 0}
 
@@ -93,3 +95,38 @@ def test_processes_that_see_other_files_write_no_record(checkpoint):
     shares = [checksums.compute(checkpoint, index, 2) for index in range(2)]
     assert "see different files" in checksums.write(checkpoint, [shares[0], shares[1][1:]])
     assert not checksums.exist(checkpoint) and checksums.damage(checkpoint) == ""
+
+
+@pytest.mark.parametrize("name", ["checksums.json", "state/small"])
+def test_a_file_that_may_not_be_read_is_a_mistake_and_no_damage(checkpoint, monkeypatch, name):
+    opened = Path.open
+
+    def forbid(self, *arguments, **more):
+        if self == checkpoint / name:
+            raise PermissionError(13, "Permission denied")
+        return opened(self, *arguments, **more)
+
+    monkeypatch.setattr(Path, "open", forbid)
+    with pytest.raises(InputError, match=f"{name} cannot be read: give yourself the permission"):
+        checksums.damage(checkpoint)
+
+
+def test_a_mistake_that_one_process_finds_is_an_error_of_all(tmp_path, monkeypatch):
+    """Otherwise the others would wait for its answer."""
+    other = '["/there/data cannot be read", ""]'
+    monkeypatch.setattr(manager, "decide", lambda name, mine, judge, seconds: judge([mine, other]))
+    checkpoints = Checkpoints(tmp_path, keep=1, keep_every=None)
+    with pytest.raises(InputError, match="/there/data cannot be read"):
+        checkpoints.agree(lambda: "a problem")
+    other = '["", "another problem"]'
+    assert checkpoints.agree(lambda: "") == "another problem"
+    answers = []
+    monkeypatch.setattr(manager, "decide", lambda name, mine, judge, seconds: judge(answers.append(mine) or [mine]))
+
+    def mistaken() -> str:
+        raise InputError("mine cannot be read")
+
+    with pytest.raises(InputError, match="mine cannot be read"):
+        checkpoints.agree(mistaken)
+    assert answers == ['["mine cannot be read", ""]']
+    checkpoints.close()

@@ -1,5 +1,6 @@
 """Local checkpoints: a run that crashes goes on from the newest one bit for bit, or from the durable one."""
 
+import itertools
 import re
 import time
 from pathlib import Path
@@ -191,6 +192,19 @@ def test_a_full_directory_is_a_warning_and_keeps_the_last_good_one(build, tmp_pa
     assert 6 in local_files(tmp_path)
     assert not [*tmp_path.glob("local/run-*/process-0/*.partial")]
     assert build(*MESH).step == 6
+
+
+def test_a_step_that_another_process_could_not_write_replaces_nothing(build, tmp_path, monkeypatch):
+    """So all processes have a step in common, whichever of them writes the next one."""
+
+    def decide(name, mine, judge, seconds):
+        return judge([mine, "process 1: No space left on device" if name.endswith("/4") else ""])
+
+    monkeypatch.setattr(local_tier, "_saves", itertools.count())  # the steps 1, 2, 3, 5, 6, 7
+    monkeypatch.setattr(local_tier, "decide", decide)
+    with pytest.warns(UserWarning, match=r"local checkpoint of step 6 could not be saved in .*.process 1: No space"):
+        crash(quick(build(*MESH)), 7)
+    assert sorted(local_files(tmp_path)) == [5, 7]
 
 
 @pytest.mark.smoke

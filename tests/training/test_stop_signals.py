@@ -10,6 +10,7 @@ import time
 import jax
 import pytest
 
+from megajax import messages
 from megajax.training import stop_signals
 from megajax.training.stop_signals import Agreement, StopSignals
 
@@ -34,15 +35,15 @@ def test_a_deadline_asks_for_a_stop_when_it_is_reached():
 
 
 class Store:
-    """A key-value store with the functions of jax's client that `Agreement` uses; each call takes a random time."""
+    """A key-value store with the functions of jax's client that an agreement uses; each call takes a random time."""
 
     def __init__(self, slowest: float = 0.003):
         self._values, self._changed, self._slowest = {}, threading.Condition(), slowest
 
-    def key_value_set(self, key: str, value: str) -> None:
+    def key_value_set(self, key: str, value: str, allow_overwrite: bool) -> None:
         time.sleep(random.random() * self._slowest)
         with self._changed:
-            if key in self._values:
+            if key in self._values and not allow_overwrite:
                 raise jax.errors.JaxRuntimeError(f"ALREADY_EXISTS: {key}")
             self._values[key] = value
             self._changed.notify_all()
@@ -69,26 +70,43 @@ class Devices:
             return self.started[process]
 
 
-def test_processes_that_run_ahead_of_each_other_stop_at_the_same_step(monkeypatch):
-    for _ in range(15):
-        store, devices, count = Store(), Devices(3, ahead=4), 3
-        asks, asks_at = random.randrange(count), random.randrange(1, 30)
-        with monkeypatch.context() as patch:
-            patch.setattr(stop_signals.distributed.global_state, "client", store)
-            patch.setattr(stop_signals, "RUNS", itertools.repeat(7))
-            patch.setattr(jax, "process_count", lambda count=count: count)
-            agreements = []
-            for index in range(count):
-                patch.setattr(jax, "process_index", lambda index=index: index)
-                agreements.append(Agreement(0))
+class Process(threading.local):
+    """What `jax.distributed` knows of a process; each thread is one."""
 
-        def run(index: int, agreements=agreements, devices=devices, asks=asks, asks_at=asks_at):
+    client, process_id, num_processes = None, 0, 3
+
+
+@pytest.fixture
+def stopped_at(monkeypatch):
+    """(go_back_at=0) → the started steps of three processes until they stop, and the one at which a stop is requested.
+
+    After step `go_back_at` all go back by 1000 steps, once, which shows in the steps that they count.
+    """
+
+    def run_all(go_back_at: int = 0) -> tuple[list[int], int]:
+        store, devices, count, me = Store(), Devices(3, ahead=4), 3, Process()
+        asks = random.randrange(count)
+        asks_at = go_back_at - random.randrange(5) if go_back_at else random.randrange(1, 30)
+        together = threading.Barrier(count)
+        monkeypatch.setattr(messages.distributed, "global_state", me)
+        monkeypatch.setattr(jax, "process_count", lambda: count)
+        numbers = [itertools.count() for _ in range(count)]
+        monkeypatch.setattr(stop_signals, "AGREEMENTS", map(lambda _: next(numbers[me.process_id]), itertools.count()))
+
+        def run(index: int):
+            me.client, me.process_id, back = store, index, 0
+            stop = StopSignals()
+            stop._agreement = Agreement(0)
             while True:
                 time.sleep(random.random() * (0.004 if index == 1 else 0.0005))  # one is slow
-                step = devices.start(index)
-                if index == asks and step >= asks_at:
-                    agreements[index].ask()
-                if agreements[index].reached(step):
+                started = devices.start(index)
+                if go_back_at and started == go_back_at + 1 and not back:
+                    together.wait(20)  # a rollback is a collective
+                    back = 1000
+                    stop.go_back(started - back)
+                    continue
+                stop._asked = stop._asked or index == asks and started >= asks_at
+                if stop.requested(started - back):
                     return
 
         hosts = [threading.Thread(target=run, args=(index,)) for index in range(count)]
@@ -96,4 +114,19 @@ def test_processes_that_run_ahead_of_each_other_stop_at_the_same_step(monkeypatc
             host.start()
         for host in hosts:
             host.join(timeout=20)
-        assert len(set(devices.started)) == 1 and asks_at <= devices.started[0] <= asks_at + 40, devices.started
+        return devices.started, asks_at
+
+    return run_all
+
+
+def test_processes_that_run_ahead_of_each_other_stop_at_the_same_step(stopped_at):
+    for _ in range(15):
+        started, asks_at = stopped_at()
+        assert len(set(started)) == 1 and asks_at <= started[0] <= asks_at + 40, started
+
+
+def test_a_stop_that_is_requested_before_a_rollback_comes_soon_after_it(stopped_at):
+    """It would come 1000 steps later, at the step on which the processes agreed before."""
+    for _ in range(15):
+        started, asks_at = stopped_at(go_back_at=20)
+        assert len(set(started)) == 1 and asks_at <= started[0] <= 20 + 40, started

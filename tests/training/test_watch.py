@@ -2,11 +2,12 @@
 
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import pytest
 
-from megajax import coordinator
+from megajax import coordinator, messages
 from megajax.console import DONE, LOST
 from megajax.training import peers, watch
 from megajax.training.peers import Peers
@@ -54,9 +55,9 @@ def processes(monkeypatch):
         clients = [Client(store) for _ in range(count)]
         every.extend(clients)
         for index, client in enumerate(clients):
-            monkeypatch.setattr(peers.distributed.global_state, "process_id", index)
-            monkeypatch.setattr(peers.distributed.global_state, "num_processes", count)
-            monkeypatch.setattr(peers.distributed.global_state, "client", client)
+            monkeypatch.setattr(messages.distributed.global_state, "process_id", index)
+            monkeypatch.setattr(messages.distributed.global_state, "num_processes", count)
+            monkeypatch.setattr(messages.distributed.global_state, "client", client)
             made.append(Peers(timeout))
             made[-1].step = 7 + index
         return made, clients
@@ -118,14 +119,15 @@ def test_a_failed_collective_or_a_closed_connection_shortens_the_wait(processes,
     assert those[1].check(0.1) is not None
 
 
-@pytest.mark.parametrize("status", [0, 3, 75, 2])
-def test_a_process_that_ends_is_not_lost(processes, status):
+@pytest.mark.parametrize(("status", "agreed"), [(0, True), (3, True), (75, True), (2, True), (0, False)])
+def test_a_process_that_ends_is_not_lost(processes, status, agreed):
+    """With a status on which all processes agree; another one, or the end of one alone, ends the others."""
     those, clients = processes(2, timeout=1.2)
-    those[1].leave(status)
+    those[1].leave(status, agreed=agreed)
     clients[1].lost = True
     found = verdicts(those[:1], 0.8)
-    if status == 2:
-        assert "process 1 on host" in found[0] and "ended with status 2" in found[0]
+    if status == 2 or not agreed:
+        assert "process 1 on host" in found[0] and f"ended with status {status}" in found[0]
     else:
         assert not found
         those[0].leave(status)  # the other has left: no wait
@@ -161,6 +163,30 @@ def test_a_step_that_hangs_ends_the_process_with_the_stacks_of_all_threads(make_
     assert "the step after step 4 has taken 1 s" in sentence and f"{tmp_path}/hang-0.txt" in sentence
     stacks = (tmp_path / "hang-0.txt").read_text()
     assert "last known step of process 0: 4" in stacks and "in a_step_that_hangs" in stacks
+
+
+@pytest.mark.parametrize(("error", "agreed"), [(None, True), (SystemExit(0), False)])
+def test_only_the_status_of_a_run_is_one_on_which_all_agree(make_config, monkeypatch, processes, error, agreed):
+    """After a closed pipe a process ends with status 0, and the others would wait for it."""
+    those, _ = processes(2, timeout=60)
+    left = {}
+    monkeypatch.setattr(those[1], "leave", lambda status, **more: left.update(status=status, **more))
+    monkeypatch.setattr(watch, "_exit", lambda status: None)
+    watched = Watch(make_config())
+    watched.peers = those[1]
+    watched.__exit__(type(error), error, None)
+    assert left == {"status": 0, "agreed": agreed}
+
+
+def test_a_thread_that_holds_the_end_of_the_process_hangs_too(make_config, tmp_path, ended, monkeypatch, capfd):
+    monkeypatch.setattr(watch, "OTHER_WORK", 1)
+    free, executor = threading.Event(), ThreadPoolExecutor(1)
+    executor.submit(free.wait, 20)
+    statuses = []
+    threading.Thread(target=lambda: (statuses.extend(ended(10)), free.set())).start()
+    with Watch(make_config(f"run.dir={tmp_path}", "run.hang_min_seconds=1")) as watched:
+        watched.end_with(executor)
+    assert statuses == [4] and "the end of the process has taken 1 s" in capfd.readouterr().err
 
 
 def test_the_limit_is_a_multiple_of_the_median_step_and_generous_for_other_work(make_config):
