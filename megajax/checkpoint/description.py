@@ -22,6 +22,7 @@ ROUTER_OF_NETWORK = (
     "scaling_factor",
     "num_groups",
     "groups_per_token",
+    "group_score",
     "logit_bias",
     "expert_bias",
 )

@@ -10,9 +10,10 @@ import numpy as np
 import tensorstore
 
 from megajax.checkpoint import checksums
-from megajax.checkpoint.manager import SUBDIRECTORY, find_checkpoint
-from megajax.config import Config, load_config
+from megajax.checkpoint.manager import SUBDIRECTORY, find_checkpoint, saved_layer_state
+from megajax.config import Config, ModelConfig, load_config
 from megajax.errors import InputError
+from megajax.model.block import layer_state
 
 PREFIX, HEADER = "params.", "/.zarray"  # in orbax's key of an array's header
 
@@ -33,6 +34,24 @@ def open_weights(run_or_checkpoint: str | Path) -> dict[str, "StoredArray"]:
     """The same parameters, read when they are indexed. Raises InputError as `load_weights` does."""
     with _damage_reported(item := _item(run_or_checkpoint)):
         return {name: StoredArray(item, array) for name, array in _open(item).items()}
+
+
+def open_layer_state(run_or_checkpoint: str | Path, model: ModelConfig) -> dict[str, "StoredArray"]:
+    """The layers' state that is not a parameter, by names as in `state_by_name`, read when it is indexed.
+
+    Raises InputError as `load_weights` does.
+    """
+    kept = layer_state(model)
+    ours = saved_layer_state({kind: {name: f"{kind}.{name}" for name in own} for kind, own in kept.items()})
+    if not ours:
+        return {}
+    with _damage_reported(item := _item(run_or_checkpoint)):
+        stored = _open(item, "")
+        return {
+            f"blocks.{name}": StoredArray(item, stored[f"{group}.{own}"])
+            for group, names in ours.items()
+            for own, name in names.items()
+        }
 
 
 class StoredArray:

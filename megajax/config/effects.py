@@ -69,7 +69,11 @@ def _of_the_model(config: Config) -> list[Rule]:
         Rule(not model.mtp_layers, "model.mtp_layers", ("model.mtp_loss_weight",)),
         Rule(model.num_experts is None, "model.num_experts", ("kernels.grouped_matmul",)),
         Rule(not model.router.expert_bias, "model.router.expert_bias", ("model.router.bias_update_rate",)),
-        Rule(model.router.num_groups == 1, "model.router.num_groups", ("model.router.groups_per_token",)),
+        Rule(
+            model.router.num_groups == 1,
+            "model.router.num_groups",
+            ("model.router.groups_per_token", "model.router.group_score"),
+        ),
     ]
 
 

@@ -99,6 +99,11 @@ class RouterConfig(Section):
     scaling_factor: Positive = Field(default=1.0, description="Factor of the chosen experts' weights.")
     num_groups: Count = Field(default=1, description="Number of expert groups; a token uses only some of them.")
     groups_per_token: Count = Field(default=1, description="Number of groups from which a token chooses its experts.")
+    group_score: Literal["sum", "max"] = Field(
+        default="sum",
+        description="Score of a group: the sum of its best experts_per_token / groups_per_token scores (DeepSeek-V3),"
+        " or its largest score (DeepSeek-V2).",
+    )
     logit_bias: bool = Field(default=False, description="Learned bias of the router logits; it starts at 0.")
     jitter: BelowOne = Field(
         default=0.0, description="Multiply the router's input by random numbers between 1 - jitter and 1 + jitter."

@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,14 +10,14 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from megajax.checkpoint.manager import SUBDIRECTORY, find_checkpoint
-from megajax.checkpoint.weights import open_weights
+from megajax.checkpoint.weights import open_layer_state, open_weights
 from megajax.config import Config
 from megajax.errors import InputError
 from megajax.hf import is_hf_folder
 from megajax.hf.convert import family_for, open_readers
 from megajax.hf.folder import new_folder
 from megajax.hf.reader import Reader
-from megajax.hf.tensors import Tensor, tensor_names
+from megajax.hf.tensors import Tensor, tensor_names, whole_shape
 from megajax.model import Transformer, parameters
 from megajax.model.lora import A, B, low_rank
 
@@ -30,24 +29,27 @@ PEFT_CONFIG, PEFT_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 def open_merged(run_dir: Path, step: int, config: Config) -> Iterator[Mapping[str, Any]]:
     """The canonical parameters of a checkpoint by name, read where they are indexed; adapters merged into their base.
 
+    The layers' state is among them, by names as in `state_by_name`.
+
     Raises InputError if the base model, `checkpoint.init_from`, cannot be read or is another model.
     """
-    weights, base = open_weights(run_dir / SUBDIRECTORY / str(step)), config.checkpoint.init_from
+    checkpoint, base = run_dir / SUBDIRECTORY / str(step), config.checkpoint.init_from
+    weights, kept = open_weights(checkpoint), open_layer_state(checkpoint, config.model)
     if config.lora.rank is None:
-        yield weights
+        yield weights | kept
         return
     assert base is not None
     with contextlib.ExitStack() as stack:
         shapes = {name: p.shape for name, p in parameters(Transformer(config.model)).items()}
         if is_hf_folder(base):
             readers = stack.enter_context(open_readers(base, config.model, shapes, BASE, f" ({run_dir}/config.yaml)"))
-            arrays: Mapping[str, Any] = {name: _Stored(reader) for name, reader in readers.items()}
+            arrays: Mapping[str, Any] = {name: _Stored(readers[name]) for name in shapes}
         else:
             found, newest = find_checkpoint(base, BASE, f" ({run_dir}/config.yaml)")
             arrays = open_weights(found / SUBDIRECTORY / str(newest))
             if {name: tuple(array.shape) for name, array in arrays.items()} != shapes:
                 raise InputError(f"{BASE}={base} ({run_dir}/config.yaml) is not the adapters' base: restore the base.")
-        yield {name: _Merged(name, array, weights, config.lora.scale) for name, array in arrays.items()}
+        yield {name: _Merged(name, array, weights, config.lora.scale) for name, array in arrays.items()} | kept
 
 
 class _Stored:
@@ -125,30 +127,26 @@ def export_adapters(run_dir: Path, step: int, config: Config, folder: Path) -> N
 def _of_module(
     parts: Sequence[Tensor], weights: Mapping[str, Any], at: tuple[int, ...], shapes: Mapping[str, tuple[int, ...]]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """A `[R, in]` and B `[out, R]` of one tensor that `parts` share; each has its own rows of A, and columns of B."""
-    adapted = [tensor for tensor in parts if tensor.ours + A in weights]
-    matrices = [_of_part(t, weights[t.ours + A][at], weights[t.ours + B][at]) for t in adapted]
-    first = np.concatenate([a for a, _ in matrices])
-    if len(parts) == 1:
-        return first, matrices[0][1]
-    second = np.zeros((sum(math.prod(shapes[tensor.ours][1:]) for tensor in parts), len(first)), np.float32)
-    start = 0
-    for tensor, (_, b) in zip(adapted, matrices, strict=True):
-        second[tensor.in_fused(slice(0, len(b))), start : start + b.shape[1]] = b
-        start += b.shape[1]
-    return first, second
+    """A `[R, in]` and B `[out, R]` of one tensor that `parts` share; each has its own rows of A, and columns of B.
 
-
-def _of_part(tensor: Tensor, a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """A `[rank, in]` and B `[out, rank]` in the order of a tensor.
-
-    Its pattern holds for B of a column layer and for A of a row layer too, where the rank is the other dimension.
+    `shapes` are those of the weights. A pattern holds for a weight, and so for B of a column layer and for A of a row
+    layer, where the rank is the other dimension.
     """
-    if a.ndim == 2:
-        theirs = tensor.to_theirs(b)
-        return a.T, theirs.T if _is_transposed(tensor, a, b) else theirs
-    theirs = tensor.to_theirs(a)
-    return theirs.T if _is_transposed(tensor, a, b) else theirs, b.T
+    firsts, seconds = [], []
+    for tensor in parts:
+        if tensor.ours + A not in weights:
+            continue
+        a, b = (np.asarray(weights[tensor.ours + end][at]) for end in (A, B))
+        if a.ndim == 2:
+            own, factor = {t.ours: (b.shape[0], *shapes[t.ours][1:]) for t in parts}, b
+        else:
+            own, factor = {t.ours: (*shapes[t.ours][:-1], a.shape[-1]) for t in parts}, a
+        theirs = np.zeros(whole_shape((t, own[t.ours]) for t in parts), np.float32)
+        tensor.put(theirs, factor)
+        theirs = theirs.T if _is_transposed(tensor, a, b) else theirs
+        firsts.append(a.T if a.ndim == 2 else theirs)
+        seconds.append(theirs if a.ndim == 2 else b.T)
+    return np.concatenate(firsts), np.concatenate(seconds, axis=1)
 
 
 def _is_transposed(tensor: Tensor, a: np.ndarray, b: np.ndarray) -> bool:

@@ -9,7 +9,7 @@ from jax.sharding import SingleDeviceSharding
 
 from megajax.checkpoint import restore_model
 from megajax.checkpoint.manager import SUBDIRECTORY, find_checkpoint
-from megajax.checkpoint.weights import open_weights, run_config
+from megajax.checkpoint.weights import open_layer_state, open_weights, run_config
 from megajax.config import ModelConfig
 from megajax.errors import InputError
 from megajax.hf.convert import in_order, open_readers
@@ -64,7 +64,8 @@ def compare(folder: Path, run: str) -> list[Difference]:
     model = config.model
     if config.lora.rank is not None:
         raise InputError(f"RUN_DIR={run} has adapters only (lora.rank={config.lora.rank}): export it, then compare.")
-    ours = open_weights(run_dir / SUBDIRECTORY / str(step))
+    checkpoint = run_dir / SUBDIRECTORY / str(step)
+    ours = open_weights(checkpoint) | open_layer_state(checkpoint, model)
     found: dict[str, Difference] = {}
     with open_readers(folder, model, {name: a.shape for name, a in ours.items()}, "HF_FOLDER") as readers:
         for name, reader in readers.items():

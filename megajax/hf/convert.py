@@ -13,14 +13,16 @@ from megajax.checkpoint.description import compare_descriptions, describe_model
 from megajax.config import ModelConfig
 from megajax.config.tree import show
 from megajax.errors import ConfigError, InputError
+from megajax.hf.deepseek import DeepseekV2, DeepseekV3, KimiK2
 from megajax.hf.families import Gemma2, Gemma3Text, Nemotron, Olmo2, Phi3, SmolLm3
 from megajax.hf.folder import Weights, read_config, write_folder
 from megajax.hf.gpt2 import Gpt2
 from megajax.hf.gpt_oss import GptOss
 from megajax.hf.llama import Llama, Mistral, Mixtral, Qwen2, Qwen3, Qwen3Moe
 from megajax.hf.reader import Reader, check_tensors, unpadded
-from megajax.hf.tensors import Tensor, fused, tensor_names
+from megajax.hf.tensors import Tensor, assembled, tensor_names
 from megajax.hf.values import check_section, check_values
+from megajax.model.block import layer_state, state_by_name
 
 
 class Family(Protocol):
@@ -38,7 +40,13 @@ class Family(Protocol):
 
     def write(self, model: ModelConfig) -> dict[str, Any]: ...
 
-    def tensors(self, model: ModelConfig) -> list[Tensor]: ...
+    def tensors(self, model: ModelConfig) -> list[Tensor]:
+        """An entry of each parameter, and of the layers' state that the family's model has."""
+        ...
+
+    def unused(self, config: dict[str, Any]) -> tuple[str, ...]:
+        """Beginnings of the names of tensors that config.json promises and megajax's model does not have."""
+        ...
 
 
 FAMILIES: dict[str, Family] = {
@@ -46,6 +54,7 @@ FAMILIES: dict[str, Family] = {
     for family in (
         *(Gpt2(), GptOss(), Llama(), Mistral(), Mixtral(), Qwen2(), Qwen3(), Qwen3Moe()),
         *(Gemma2(), Gemma3Text(), Phi3(), Olmo2(), Nemotron(), SmolLm3()),
+        *(DeepseekV2(), DeepseekV3(), KimiK2()),
     )
 }
 
@@ -86,26 +95,37 @@ def _describe(section: Mapping[str, Any], model: ModelConfig) -> dict[str, Any]:
 
 def load(
     folder: str | Path,
+    params: Mapping[str, jax.ShapeDtypeStruct],
+    layer_state: Mapping[str, Mapping[str, jax.ShapeDtypeStruct]],
     model: ModelConfig,
-    abstract: Mapping[str, jax.ShapeDtypeStruct],
     setting: str,
     location: str = "",
-) -> dict[str, jax.Array]:
-    """The parameters of a folder in the canonical shapes, with the dtypes and the shardings of `abstract`.
+) -> tuple[dict[str, jax.Array], dict[str, dict[str, jax.Array]]]:
+    """The parameters of a folder in the canonical shapes, and the layer state, as `checkpoint.restore_model`.
 
-    Each process reads only the blocks of tensors that its devices hold, in pieces (`Reader`). Errors as in
-    `open_readers`.
+    They have the dtypes and the shardings of `params` and `layer_state`. Each process reads only the blocks of tensors
+    that its devices hold, in pieces (`Reader`). Errors as in `open_readers`.
     """
-    shapes = {name: array.shape for name, array in abstract.items()}
+
+    def on_devices(name: str, array: jax.ShapeDtypeStruct) -> jax.Array:
+        return readers[name].on_devices(array.sharding, array.dtype)
+
+    shapes = {name: array.shape for name, array in params.items()}
     with open_readers(folder, model, shapes, setting, location) as readers:
-        return {name: readers[name].on_devices(array.sharding, array.dtype) for name, array in abstract.items()}
+        kept = {
+            kind: {name: on_devices(f"blocks.{kind}.{name}", array) for name, array in own.items()}
+            for kind, own in layer_state.items()
+        }
+        return {name: on_devices(name, array) for name, array in params.items()}, kept
 
 
 @contextlib.contextmanager
 def open_readers(
     folder: str | Path, model: ModelConfig, shapes: Mapping[str, Sequence[int]], setting: str, location: str = ""
 ) -> Iterator[dict[str, Reader]]:
-    """A reader of each parameter, by name; `shapes` are canonical. `setting` gave the folder, at `location`.
+    """A reader of each parameter, by name, and of the layers' state, by names as in `state_by_name`.
+
+    `shapes` are the parameters' canonical ones. `setting` gave the folder, at `location`.
 
     `model` may have more tokens than the folder. Raises InputError if the folder is of another model than `model`, or
     if a tensor is missing or misshaped.
@@ -116,11 +136,12 @@ def open_readers(
     saved, mine = {"model": _describe(shown, model)}, {"model": describe_model(model)}
     compare_descriptions(saved, mine, f"{setting}={folder}{location}", ("model",), "name another folder")
     entries = {tensor.ours: tensor for tensor in family.tensors(model)}
+    shapes = {**shapes, **{name: array.shape for name, array in state_by_name(layer_state(model)).items()}}
     assert entries.keys() == shapes.keys(), entries.keys() ^ shapes.keys()
     theirs = model.model_copy(update={"vocab_size": section["vocab_size"]})
     with Weights(folder, config.get("quantization_config")) as weights:
         readers = {name: Reader(weights, entries[name], theirs, shape, new_tokens) for name, shape in shapes.items()}
-        check_tensors(weights, [*readers.values()])
+        check_tensors(weights, [*readers.values()], family.unused(config))
         yield readers
 
 
@@ -151,7 +172,7 @@ def export(
     extra: Mapping[str, Any],
     files: Mapping[str, bytes] = MappingProxyType({}),
 ) -> None:
-    """Write the parameters `weights`, canonical arrays that are read layer by layer, as a folder.
+    """Write the parameters and the layers' state `weights`, canonical arrays read layer by layer, as a folder.
 
     `extra` are further keys of config.json, `files` the contents of further files. Raises InputError if no family fits,
     or if the folder cannot be written.
@@ -164,7 +185,8 @@ def export(
 def _exported(
     weights: Mapping[str, Any], entries: Sequence[Tensor], model: ModelConfig, dtype: np.dtype
 ) -> Iterator[tuple[str, np.ndarray]]:
-    """Each tensor with its name, in the order of the layers."""
+    """Each tensor with its name, in the order of the layers; the layers' state keeps its dtype."""
+    kept = state_by_name(layer_state(model))
     parts: dict[str, list[tuple[Tensor, tuple[int, ...]]]] = {}
     for tensor in entries:
         for at, name in tensor_names(tensor, model).items():
@@ -174,8 +196,8 @@ def _exported(
         for tensor, at in parts[name]:
             array = np.asarray(weights[tensor.ours][at])
             array = array[tuple(map(slice, unpadded(tensor.ours, weights[tensor.ours].shape, model)[len(at) :]))]
-            arrays.append(tensor.to_theirs(array).astype(dtype))
-        yield name, fused([tensor for tensor, _ in parts[name]], arrays)
+            arrays.append((tensor, array.astype(kept[tensor.ours].dtype if tensor.ours in kept else dtype)))
+        yield name, assembled(arrays)
 
 
 def in_order(name: str) -> list[tuple[int, int | str]]:

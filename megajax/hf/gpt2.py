@@ -53,6 +53,9 @@ class Gpt2:
             "tie_word_embeddings": model.tie_embeddings,
         }
 
+    def unused(self, config: Json) -> tuple[str, ...]:
+        return ()
+
     def tensors(self, model: ModelConfig) -> list[Tensor]:
         """All parameters' entries."""
         width = model.num_heads * model.head_dim

@@ -34,12 +34,12 @@ def import_folder(folder: Path, run_dir: Path) -> None:
     declared = parameters(Transformer(config.model))
     shapes = {name: jax.ShapeDtypeStruct(p.shape, jnp.float32, sharding=device) for name, p in declared.items()}
     kept = {
-        kind: {name: jnp.zeros(a.shape, a.dtype, device=device) for name, a in own.items()}
+        kind: {name: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=device) for name, a in own.items()}
         for kind, own in layer_state(config.model).items()
     }
     with new_folder(run_dir) as partial:
-        params = load(folder, config.model, shapes, "HF_FOLDER", "")
-        tree = {"params": params, "step": jnp.zeros((), jnp.int32, device=device)} | saved_layer_state(kept)
+        params, state = load(folder, shapes, kept, config.model, "HF_FOLDER")
+        tree = {"params": params, "step": jnp.zeros((), jnp.int32, device=device)} | saved_layer_state(state)
         _save(partial, run_dir, tree, config)
         beside.keep(folder, partial)
         if files_in(folder):

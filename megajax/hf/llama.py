@@ -86,6 +86,9 @@ class Llama:
             out += self.moe(model) if kind == "moe" else self.mlp(model)
         return out
 
+    def unused(self, config: Json) -> tuple[str, ...]:
+        return ()
+
     def attention(self, model: ModelConfig, ours: str) -> list[Tensor]:
         theirs = "model.layers.{layer}.self_attn."
         out = [Tensor(f"{ours}output", f"{theirs}o_proj.weight", "embed (heads head) -> heads head embed")]

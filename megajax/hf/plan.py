@@ -34,10 +34,11 @@ def plan(config: Config, sizes: Mapping[str, int], folder: Path, per_process: in
     total = np.zeros((math.prod(sizes.values()) // per_process, 2), np.int64)
     with open_readers(folder, config.model, {n: p.shape for n, p in placements.items()}, "HF_FOLDER") as readers:
         for name, reader in readers.items():
-            spec = unpadded_spec(placements[name], sizes)
+            # A layer's state is on all devices.
+            spec = unpadded_spec(placements[name], sizes) if name in placements else PartitionSpec()
             costs: dict[Bounds, Reads] = {}
             seen: set[tuple[int, Bounds]] = set()
-            for device, bounds in enumerate(shards(spec, placements[name].shape, sizes)):
+            for device, bounds in enumerate(shards(spec, reader.padded, sizes)):
                 process = device // per_process
                 if (process, bounds) not in seen:  # a process reads a shard once for all its devices
                     seen.add((process, bounds))

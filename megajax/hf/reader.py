@@ -15,7 +15,7 @@ from jax import lax
 from megajax.config import ModelConfig
 from megajax.errors import InputError
 from megajax.hf.folder import Weights
-from megajax.hf.tensors import Slices, Tensor, tensor_names
+from megajax.hf.tensors import Slices, Tensor, tensor_names, whole_shape
 
 PIECE_BYTES = 2**28  # of a piece in FP32
 READERS = 4  # pieces that are read at the same time
@@ -182,24 +182,26 @@ def _with_piece(shard, block, start, tensor: Tensor, rest, wanted, lengths) -> j
     return lax.dynamic_update_slice(shard, piece, tuple(start))
 
 
-def check_tensors(weights: Weights, readers: Sequence[Reader]) -> None:
-    """Raise InputError for tensors that are missing, have another shape, or that no parameter needs."""
-    expected: dict[str, list[int]] = {}
+def check_tensors(weights: Weights, readers: Sequence[Reader], unused: tuple[str, ...]) -> None:
+    """Raise InputError for tensors that are missing, have another shape, or that no parameter needs.
+
+    Tensors whose names begin with one of `unused` are allowed.
+    """
+    parts: dict[str, list[tuple[Tensor, Sequence[int]]]] = {}
     for reader in readers:
-        tensor, part = reader.tensor, reader.tensor.their_shape(reader.rest)
         for name in reader.names.values():
-            shape = expected.setdefault(name, list(part))
-            if tensor.fused is not None:
-                shape[tensor.fused] = max(shape[tensor.fused], tensor.in_fused(slice(0, part[tensor.fused])).stop)
+            parts.setdefault(name, []).append((reader.tensor, reader.rest))
+    expected = {name: whole_shape(own) for name, own in parts.items()}
     for name, shape in expected.items():
         if name not in weights.files:
             raise InputError(f"{weights.folder} has no tensor {name}: copy the whole model.")
-        if (found := weights.shape(name)) != tuple(shape):
+        if (found := weights.shape(name)) != shape:
             raise InputError(
                 f"{weights.folder / weights.files[name]}: {name} has the shape {list(found)}, but by config.json "
-                f"it has {shape}: copy both files of the same model."
+                f"it has {[*shape]}: copy both files of the same model."
             )
-    extra = [n for n in weights.files if n not in expected and not n.endswith(UNUSED) and n != "lm_head.weight"]
+    extra = [n for n in weights.files if n not in expected and not n.startswith(unused) and not n.endswith(UNUSED)]
+    extra = [name for name in extra if name != "lm_head.weight"]
     if extra:
         raise InputError(f"{weights.folder} has the tensor {extra[0]}, which its model_type does not have.")
 

@@ -1,6 +1,5 @@
 """Rotary positions in config.json: transformers' older layout (`rope_theta`, `rope_scaling`) and its newer one."""
 
-import math
 from typing import Any
 
 from megajax.config import ModelConfig
@@ -12,7 +11,7 @@ SCALING = {
     "factor": "factor",
     "original_max_position_embeddings": "original_max_positions",
     **{name: name for name in ("low_freq_factor", "high_freq_factor")},
-    **{name: name for name in ("beta_fast", "beta_slow", "attention_factor", "truncate")},
+    **{name: name for name in ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "truncate")},
     **{f"{name}_factor": f"{name}_factors" for name in ("short", "long")},
 }
 KINDS = ("linear", "dynamic", "llama3", "yarn", "longrope")
@@ -32,23 +31,14 @@ def read_rope(config: Json) -> Json:
     if kind not in KINDS:
         raise ValueError(f"rope_type={kind} is not default, {', '.join(KINDS)}")
     given = {name: rope[name] for name in SCALING if rope.get(name) is not None}
+    given = {name: number for name, number in given.items() if number or not name.startswith("mscale")}  # 0: unset
     name, longest = "original_max_position_embeddings", config.get("max_position_embeddings") or 2048
     given[name] = longest if kind == "dynamic" else config.get(name) or given.get(name) or longest
     if kind in ("yarn", "longrope"):
-        given = _with_factors(rope, given, config)
+        original = given["original_max_position_embeddings"]
+        given["factor"] = given.get("factor") or config.get("max_position_embeddings", original) / original
     used = {theirs: ours for theirs, ours in SCALING.items() if ours not in unused(kind)}
     return model | {"rope_scaling": {"kind": kind} | {used[name]: given[name] for name in given if name in used}}
-
-
-def _with_factors(rope: Json, given: Json, config: Json) -> Json:
-    """`given` with a factor (LongRoPE's is the ratio of the lengths), and DeepSeek's mscales as attention_factor."""
-    original = given["original_max_position_embeddings"]
-    factor = given.get("factor") or config.get("max_position_embeddings", original) / original
-    mscales = [rope.get(name) or 0 for name in ("mscale", "mscale_all_dim")]
-    if "attention_factor" not in given and all(mscales):
-        above, below = (0.1 * scale * math.log(factor) + 1 for scale in mscales)
-        given = given | {"attention_factor": above / below}
-    return given | {"factor": factor}
 
 
 def unused(kind: Any) -> tuple[str, ...]:

@@ -6,10 +6,10 @@ its own inverse, and a slice of a parameter is read from the slice of a tensor t
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -19,12 +19,21 @@ from megajax.config.kinds import block_layers
 Slices = tuple[slice, ...]
 
 
+class Selected(NamedTuple):
+    """The numbers of a tensor's axis that a parameter has, in the parameter's order."""
+
+    axis: str  # its name in the pattern
+    indices: tuple[int, ...]
+    length: int  # of the axis in the tensor
+
+
 @dataclass(frozen=True)
 class Tensor:
     """One parameter, or one layer's and expert's part of it, and the tensor that holds it.
 
-    `theirs` may contain {layer} and {expert}: then each layer of the parameter's first dimension, and each expert of
-    the second, is a tensor of its own.
+    `ours` is a parameter's name, or that of a layer's state (`model.block.state_by_name`). `theirs` may contain {layer}
+    and {expert}: then each layer of the parameter's first dimension, and each expert of the second, is a tensor of its
+    own.
     """
 
     ours: str
@@ -33,6 +42,7 @@ class Tensor:
     fused: int | None = None  # the dimension of the tensor that several parameters share
     start: int = 0  # where this one begins in it
     step: int = 1  # from one of its indices to the next: 1 if the parameters are side by side, else they take turns
+    selected: Selected | None = None  # None: the parameter has its axes of the tensor whole and in the same order
 
     @property
     def stacked(self) -> int:
@@ -57,40 +67,55 @@ class Tensor:
         return groups, right.split()
 
     @property
+    def _whole(self) -> set[str]:
+        """The axes that are read whole: a block of a tensor is cut along the first axis of a dimension only."""
+        inner = {axis for group in self._axes[0] for axis in group[1:]}
+        return inner | ({self.selected.axis} if self.selected else set())
+
+    def _sizes(self, shape: Sequence[int]) -> dict[str, int]:
+        """The lengths of the axes in the tensor, for the parameter's `shape` without its stacked dimensions."""
+        sizes = dict(zip(self._axes[1], shape, strict=True))
+        return sizes | ({self.selected.axis: self.selected.length} if self.selected else {})
+
+    @property
     def leading_axis(self) -> int:
-        """The parameter's dimension, without the stacked ones, that the tensor's first dimension begins with."""
+        """The parameter's dimension, without the stacked ones, along which a tensor is cut; the outermost if possible.
+
+        A selected axis is not cut.
+        """
         if not self.pattern:
             return 0
         groups, ours = self._axes
-        return ours.index(groups[0][0])
+        return ours.index(next(group[0] for group in groups if group[0] not in self._whole))
 
     def without_starts(self, wanted: Slices) -> Slices:
         """`wanted` for `to_ours`, the same for all blocks of one shape."""
-        groups, ours = self._axes if self.pattern else ([], [])
-        inner = {axis for group in groups for axis in group[1:]}
+        ours, whole = (self._axes[1], self._whole) if self.pattern else ([], set())
         return tuple(
-            s if i < len(ours) and ours[i] in inner else slice(0, s.stop - s.start) for i, s in enumerate(wanted)
+            s if i < len(ours) and ours[i] in whole else slice(0, s.stop - s.start) for i, s in enumerate(wanted)
         )
 
     def their_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """The shape of this part of a tensor, for the parameter's `shape` without its stacked dimensions."""
+        """The shape of this part of a tensor, for the parameter's `shape` without its stacked dimensions.
+
+        With `selected`, other parameters' numbers may be between this one's.
+        """
         if not self.pattern:
             return tuple(shape)
-        groups, ours = self._axes
-        sizes = dict(zip(ours, shape, strict=True))
-        return tuple(math.prod(sizes[axis] for axis in group) for group in groups)
+        sizes = self._sizes(shape)
+        return tuple(math.prod(sizes[axis] for axis in group) for group in self._axes[0])
 
     def their_slices(self, shape: Sequence[int], wanted: Slices) -> Slices:
-        """The smallest block of the tensor that holds the slices `wanted` of the parameter."""
+        """The smallest block of the tensor that holds the slices `wanted` of the parameter, with axes read whole."""
         if not self.pattern:
             slices = list(wanted)
         else:
-            groups, ours = self._axes
-            sizes, want = dict(zip(ours, shape, strict=True)), dict(zip(ours, wanted, strict=True))
+            (groups, ours), sizes = self._axes, self._sizes(shape)
+            want = dict(zip(ours, wanted, strict=True)) | {axis: slice(0, sizes[axis]) for axis in self._whole}
             slices = []
-            for group in groups:
-                first, inner = group[0], math.prod(sizes[axis] for axis in group[1:])
-                slices.append(slice(want[first].start * inner, want[first].stop * inner))
+            for first, *inner in groups:
+                size = math.prod(sizes[axis] for axis in inner)
+                slices.append(slice(want[first].start * size, want[first].stop * size))
         if self.fused is not None:
             slices[self.fused] = self.in_fused(slices[self.fused])
         return tuple(slices)
@@ -104,21 +129,31 @@ class Tensor:
         """A block of the tensor (NumPy or jax), as `their_slices` names it → the slices `wanted` of the parameter."""
         if not self.pattern:
             return block
-        groups, ours = self._axes
-        sizes, want = dict(zip(ours, shape, strict=True)), dict(zip(ours, wanted, strict=True))
-        whole = {axis for group in groups for axis in group[1:]}  # read whole: only the first of a group is cut
+        (groups, ours), sizes, whole = self._axes, self._sizes(shape), self._whole
+        want = dict(zip(ours, wanted, strict=True))
         lengths = {axis: sizes[axis] if axis in whole else want[axis].stop - want[axis].start for axis in ours}
         flat = [axis for group in groups for axis in group]
         block = block.reshape([lengths[axis] for axis in flat]).transpose([flat.index(axis) for axis in ours])
+        if self.selected is not None:
+            axis = self.selected.axis
+            block = block.take(np.array(self.selected.indices[want[axis]]), ours.index(axis))
+            whole.remove(axis)
         return block[tuple(want[axis] if axis in whole else slice(None) for axis in ours)]
 
-    def to_theirs(self, array: np.ndarray) -> np.ndarray:
-        """The parameter, or one layer's and expert's part → its part of the tensor."""
+    def put(self, tensor: np.ndarray, array: np.ndarray) -> None:
+        """Write the parameter `array`, or one layer's and expert's part, into its numbers of the whole `tensor`."""
+        if self.fused is not None:
+            own = slice(0, self.their_shape(array.shape)[self.fused])
+            tensor = tensor[(slice(None),) * self.fused + (self.in_fused(own),)]
         if not self.pattern:
-            return array
-        groups, ours = self._axes
+            tensor[...] = array
+            return
+        (groups, ours), sizes = self._axes, self._sizes(array.shape)
         flat = [axis for group in groups for axis in group]
-        return array.transpose([ours.index(axis) for axis in flat]).reshape(self.their_shape(array.shape))
+        parts = tensor.reshape([sizes[axis] for axis in flat], copy=False)
+        indices = {self.selected.axis: np.array(self.selected.indices)} if self.selected else {}
+        part = tuple(indices.get(axis, slice(None)) for axis in flat)
+        parts[part] = array.transpose([ours.index(axis) for axis in flat])
 
 
 def tensor_names(tensor: Tensor, model: ModelConfig) -> dict[tuple[int, ...], str]:
@@ -135,16 +170,22 @@ def tensor_names(tensor: Tensor, model: ModelConfig) -> dict[tuple[int, ...], st
     }
 
 
-def fused(parts: Sequence[Tensor], arrays: Sequence[np.ndarray]) -> np.ndarray:
-    """The tensor of these parts, which are all of it."""
-    dimension = parts[0].fused
-    if dimension is None:
-        return arrays[0]
-    shape = list(arrays[0].shape)
-    shape[dimension] = sum(array.shape[dimension] for array in arrays)
-    out = np.empty(shape, arrays[0].dtype)
-    for part, array in zip(parts, arrays, strict=True):
-        out[(slice(None),) * dimension + (part.in_fused(slice(0, array.shape[dimension])),)] = array
+def whole_shape(parts: Iterable[tuple[Tensor, Sequence[int]]]) -> tuple[int, ...]:
+    """The shape of a tensor whose parts are those of parameters with these shapes, without stacked dimensions."""
+    shape: list[int] = []
+    for tensor, own in parts:
+        part = tensor.their_shape(own)
+        shape = shape or [*part]
+        if tensor.fused is not None:
+            shape[tensor.fused] = max(shape[tensor.fused], tensor.in_fused(slice(0, part[tensor.fused])).stop)
+    return tuple(shape)
+
+
+def assembled(parts: Sequence[tuple[Tensor, np.ndarray]]) -> np.ndarray:
+    """The tensor whose parts these parameters are, together all of it."""
+    out = np.empty(whole_shape((tensor, array.shape) for tensor, array in parts), parts[0][1].dtype)
+    for tensor, array in parts:
+        tensor.put(out, array)
     return out
 
 

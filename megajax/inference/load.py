@@ -79,7 +79,7 @@ def _restored(config: Config, path: str, model: Transformer, mesh: Mesh, setting
     if is_hf_folder(source):
         from megajax.hf.convert import load  # here, because it needs safetensors
 
-        params = load(source, config.model, base, key)
+        params, _ = load(source, base, {}, config.model, key)
     else:
         params, _ = restore_model(source, base, {}, config.model, key)
     return merge(params, adapted, config.lora), kept
@@ -109,12 +109,13 @@ def from_hf(
     )
     config = _for_inference(config, given)
     mesh = mesh or build_mesh({}, jax.devices()[:1])
-    shapes = abstract_parameters(Transformer(config.model), mesh, config.precision.compute)
-    params = load(folder, config.model, shapes, setting, "")
+    model = Transformer(config.model)
+    shapes = abstract_parameters(model, mesh, config.precision.compute)
+    params, state = load(folder, shapes, abstract_state(model, mesh), config.model, setting)
     tokenizer = load_tokenizer(str(folder)) if files_in(folder) else None
     stop = _stop_tokens(folder, tokenizer)
     return LanguageModel(
-        config, params, {}, mesh, tokenizer=tokenizer, stop_tokens=stop, folder=folder, special_tokens=True
+        config, params, state, mesh, tokenizer=tokenizer, stop_tokens=stop, folder=folder, special_tokens=True
     )
 
 

@@ -208,6 +208,11 @@ def layer_state(config: ModelConfig) -> dict[str, dict[str, jax.ShapeDtypeStruct
     }
 
 
+def state_by_name[Leaf](state: Mapping[str, Mapping[str, Leaf]]) -> dict[str, Leaf]:
+    """Layer state by kind of block and name → by names like those of parameters, `blocks.KIND.NAME`."""
+    return {f"blocks.{kind}.{name}": leaf for kind, own in state.items() for name, leaf in own.items()}
+
+
 def fuse(
     stored: Weights, axes: Mapping[str, tuple[str, ...]], fused: Mapping[str, tuple[str, ...]]
 ) -> dict[str, jax.Array]:

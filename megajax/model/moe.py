@@ -107,7 +107,7 @@ class MoE(Part):
             bias = state.get("expert_bias")
             values = ops.router.scores(logits, r.score_function)
             values = values if bias is None else values + bias
-            experts = ops.router.choose(values, k, r.num_groups, r.groups_per_token)
+            experts = ops.router.choose(values, k, r.num_groups, r.groups_per_token, r.group_score)
         experts = checkpoint_name(experts, "routing")
         weights = ops.router.routing_weights(
             logits, experts, r.score_function, r.pre_softmax, r.normalise, r.scaling_factor

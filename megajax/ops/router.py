@@ -16,6 +16,7 @@ from jax import lax
 from megajax.ops.numerics import wide
 
 ScoreFunction = Literal["softmax", "sigmoid"]
+GroupScore = Literal["sum", "max"]
 PRIORITY_BITS = 10
 
 
@@ -40,17 +41,20 @@ def scores(logits: jax.Array, function: ScoreFunction) -> jax.Array:
     return jax.nn.softmax(logits, axis=-1) if function == "softmax" else jax.nn.sigmoid(logits)
 
 
-def choose(values: jax.Array, k: int, num_groups: int = 1, groups_per_token: int = 1) -> jax.Array:
+def choose(
+    values: jax.Array, k: int, num_groups: int = 1, groups_per_token: int = 1, group_score: GroupScore = "sum"
+) -> jax.Array:
     """`values [T, E]` → the k experts of each token, best first, `[T, k]` int32; of equal values the lower index.
 
-    With groups, experts are chosen from the `groups_per_token` groups with the largest sums of their best
-    k / groups_per_token values.
+    With groups, experts are chosen from the `groups_per_token` groups with the largest scores: the sum of a group's
+    best k / groups_per_token values (DeepSeek-V3), or its largest value (DeepSeek-V2).
     """
     values = lax.stop_gradient(values)
     if num_groups > 1:
         tokens, experts = values.shape
         in_groups = values.reshape(tokens, num_groups, -1)
-        best = lax.top_k(in_groups, max(k // groups_per_token, 1))[0].sum(axis=-1)
+        counted = 1 if group_score == "max" else max(k // groups_per_token, 1)
+        best = lax.top_k(in_groups, counted)[0].sum(axis=-1)
         groups = lax.top_k(best, groups_per_token)[1]
         allowed = (groups[..., None] == jnp.arange(num_groups)).any(axis=1)
         values = jnp.where(allowed[..., None], in_groups, -jnp.inf).reshape(tokens, experts)

@@ -282,11 +282,11 @@ class StateSaver:
         abstract: Any = self._canonical_abstract
         wanted = abstract.frozen or abstract.params
         location = f" ({config.where(key)})"
+        layer_state = _without_history(abstract.layer_state)
         if is_hf_folder(path):
             from megajax.hf.convert import load  # here, because it needs safetensors
 
-            return load(path, config.model, wanted, key, location), {}
-        layer_state = _without_history(abstract.layer_state)
+            return load(path, wanted, layer_state, config.model, key, location)
         return restore_model(path, wanted, layer_state, config.model, key, location)
 
     def with_weights(self, state: TrainState, weights: Weights) -> TrainState:

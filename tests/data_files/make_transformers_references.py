@@ -2,11 +2,13 @@
 
 Needs an environment of its own, on the CPU (no torch for the CPU alone is published for Python 3.12):
 Python 3.11 with torch 2.13.0, transformers 5.23.0 and numpy 2.4.6. Run it as
-`python tests/data_files/make_transformers_references.py`; it writes beside itself, the same bytes each time.
+`python tests/data_files/make_transformers_references.py`; it writes beside itself, the same bytes each time. With names
+as arguments (`tiny_llama tiny_gpt2`) it makes these files only.
 
 Each file holds
 - `model`: JSON, the `model` section of the config that describes the network;
-- the weights under their canonical names and layouts, float32, the vocabulary not padded;
+- the weights under their canonical names and layouts, float32, the vocabulary not padded; the layers' state too, as
+  `blocks.KIND.NAME`;
 - `tokens` [2, 17] int32, `logits` [2, 17, V] float32, and `loss`, the mean cross-entropy (nats) over the
   2·16 predictions of a next token;
 - `gradient:NAME`, the loss's gradient with respect to the weight NAME, for some telling weights.
@@ -19,11 +21,13 @@ except where transformers itself goes to float32 (RMSNorm, softmax, RoPE's angle
 """
 
 import json
+import sys
 import tempfile
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
+import deepseek_references as deepseek
 import family_references as families
 import llama_references as llama
 import numpy as np
@@ -64,14 +68,23 @@ FOLDERS = (
     "tiny_olmo2",
     "tiny_nemotron",
     "tiny_smollm3",
+    "tiny_deepseek_v2",
+    "tiny_deepseek_v3",
+)
+LATENT = tuple(
+    f"blocks.moe.attention.{name}"
+    for name in ("query_down", "key_value_down", "rotary_key", "query_norm", "key_value_norm", "key", "value", "output")
 )
 # Gradients of norms that other models lack; the other families have the logits only.
 TELLING_OF_FAMILY = {
     "tiny_gpt_oss": TELLING,
     "tiny_gemma3_text": (*TELLING, "blocks.dense.attention.post_norm", "blocks.dense.attention.query_norm"),
     "tiny_olmo2": (*TELLING, "blocks.dense.mlp.post_norm", "blocks.dense.attention.key_norm"),
+    "tiny_deepseek_v2": (*TELLING, *LATENT, "blocks.moe.moe.shared_up"),
+    "tiny_deepseek_v3": (*TELLING, *LATENT, "blocks.moe.moe.shared_up"),
 }
 SEQUENCES, LENGTH = 2, 17
+STATE = "e_score_correction_bias"  # of layers, not a parameter
 
 
 def randomise(network: PreTrainedModel, generator: torch.Generator, centre: float) -> None:
@@ -83,6 +96,14 @@ def randomise(network: PreTrainedModel, generator: torch.Generator, centre: floa
         if name.endswith("gate_up_proj_bias"):
             values *= 50  # beyond the limit of GPT-OSS's activation
         parameter.data.copy_(torch.round(values * 2**12) / 2**12)
+    for state in layer_state(network).values():
+        values = 0.1 * torch.randn(state.shape, generator=generator, dtype=torch.float64)
+        state.copy_(torch.round(values * 2**12) / 2**12)
+
+
+def layer_state(network: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """The layers' state by name."""
+    return {name: buffer for name, buffer in network.named_buffers() if name.endswith(STATE)}
 
 
 def write_folder(network: PreTrainedModel, path: Path) -> None:
@@ -104,10 +125,11 @@ def make(build: Callable[[], Reference], seed: int) -> tuple[PreTrainedModel, Ar
     loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
     loss.backward()
 
-    parameters = dict(network.named_parameters())
-    weights = convert({name: parameter.detach() for name, parameter in parameters.items()}, model)
-    assert sum(weight.numel() for weight in weights.values()) == sum(p.numel() for p in parameters.values())
-    gradients = convert({name: parameter.grad for name, parameter in parameters.items()}, model)
+    parameters, state = dict(network.named_parameters()), layer_state(network)
+    tensors = {name: parameter.detach() for name, parameter in parameters.items()} | state
+    weights = convert(tensors, model)
+    assert sum(weight.numel() for weight in weights.values()) == sum(tensor.numel() for tensor in tensors.values())
+    gradients = convert({name: parameter.grad for name, parameter in parameters.items()} | state, model)
     outputs = {"logits": logits.detach(), "loss": loss.detach()}
     telling = TELLING_OF_FAMILY.get(build.__name__, () if build.__module__ == families.__name__ else TELLING)
     floats = weights | outputs | {f"gradient:{name}": gradients[name] for name in telling if name in gradients}
@@ -138,8 +160,12 @@ def main() -> None:
         families.tiny_olmo2,
         families.tiny_nemotron,
         families.tiny_smollm3,
+        deepseek.tiny_deepseek_v2,
+        deepseek.tiny_deepseek_v3,
     )
     for seed, build in enumerate(builders):
+        if build.__name__ not in (sys.argv[1:] or [build.__name__]):
+            continue
         path = Path(__file__).parent / f"{build.__name__}.npz"
         network, arrays = make(build, seed)
         np.savez_compressed(path, **arrays)

@@ -116,7 +116,7 @@ def test_the_merged_model_has_the_loss_of_the_adapted_one(run, tmp_path):
     main(["export", str(trainer.run_dir), str(tmp_path / "merged")])
     model, one = Transformer(trainer.config.model), jax.sharding.SingleDeviceSharding(jax.devices()[0])
     shapes = {n: jax.ShapeDtypeStruct(p.shape, jnp.float32, sharding=one) for n, p in parameters(model).items()}
-    weights = load(tmp_path / "merged", trainer.config.model, shapes, "folder")
+    weights = load(tmp_path / "merged", shapes, {}, trainer.config.model, "folder")[0]
     batch = next(batches(trainer.program, "train", trainer.data["train"], 9))
     loss, tokens = trainer.program.eval_step(trainer.state.weights, {}, batch)
     logits = bind(model, weights)(np.asarray(batch["tokens"])[0])

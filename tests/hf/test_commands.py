@@ -217,10 +217,13 @@ def test_logits_are_compared_with_those_of_transformers(imported, monkeypatch):
 MESHES = [{"fsdp": 4, "tensor": 2}, {"expert": 2, "tensor": 2, "pipeline": 2}, {"data": 8}]
 
 
-@pytest.mark.parametrize("mesh", MESHES, ids=str)
-def test_the_plan_counts_what_reading_reads(unpack, tmp_path, monkeypatch, capsys, mesh):
+PLANNED = [*(("tiny_mixtral", mesh) for mesh in MESHES), ("tiny_deepseek_v3", {"fsdp": 4, "tensor": 2})]
+
+
+@pytest.mark.parametrize(("name", "mesh"), PLANNED, ids=str)
+def test_the_plan_counts_what_reading_reads(unpack, tmp_path, monkeypatch, capsys, name, mesh):
     """On eight devices of one process; and the shards of a plan are those of jax."""
-    folder = unpack("tiny_mixtral")
+    folder = unpack(name)
     monkeypatch.setattr(reader, "PIECE_BYTES", 2000)
     assert main(["config", str(folder)]) == 0
     path = tmp_path / "c.yaml"

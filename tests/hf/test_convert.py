@@ -20,6 +20,7 @@ from megajax.hf.folder import INDEX, SINGLE, Weights, write_folder
 from megajax.hf.gpt_oss import GptOss
 from megajax.mesh import build_mesh
 from megajax.model import Transformer, parameters
+from megajax.model.block import layer_state, state_by_name
 from megajax.training.saving import StateSaver
 from megajax.training.step import TrainProgram
 
@@ -29,6 +30,7 @@ MESHES = {
     "tiny_mixtral": {"expert": 2, "tensor": 2},
     "tiny_gpt_oss": {"expert": 2, "tensor": 2},
     "tiny_qwen3_local": {"pipeline": 2, "fsdp": 2},
+    "tiny_deepseek_v3": {"expert": 2, "tensor": 2},
 }
 
 
@@ -61,10 +63,11 @@ def stored_weights(name: str) -> dict[str, np.ndarray]:
 
 
 def read(folder: Path, config: Config) -> dict[str, jax.Array]:
-    """The parameters of a folder on the mesh of `config`."""
+    """The parameters of a folder on the mesh of `config`, and the layers' state."""
     count = int(np.prod([size for size in config.mesh.model_dump().values() if isinstance(size, int)]))
     program = TrainProgram.build(config, build_mesh(check_mesh(config, count), jax.devices()[:count]))
-    return StateSaver(program).restore_weights(str(folder))[0]
+    params, state = StateSaver(program).restore_weights(str(folder))
+    return params | state_by_name(state)
 
 
 @pytest.mark.smoke
@@ -126,7 +129,8 @@ def test_a_replicated_shard_is_read_once(unpack, monkeypatch):
 def test_an_exported_folder_has_the_tensors_of_transformers(unpack, tmp_path, name):
     folder, stored = unpack(name), stored_weights(name)
     model = config_for(read_model(folder)).model
-    shapes = {n: p.shape for n, p in parameters(Transformer(model)).items()}
+    arrays = parameters(Transformer(model)) | state_by_name(layer_state(model))
+    shapes = {n: p.shape for n, p in arrays.items()}
     padded = {
         n: np.pad(stored[n], [(0, size - own) for size, own in zip(shapes[n], stored[n].shape, strict=True)])
         for n in shapes
@@ -238,7 +242,7 @@ Q = "model.layers.1.self_attn.q_proj.weight"
 MISTAKES = {
     "another family": (
         lambda f: change_config(f, model_type="bert"),
-        "model_type=bert is not known: megajax reads gemma2",
+        "model_type=bert is not known: megajax reads deepseek_v2",
     ),
     "another activation": (lambda f: change_config(f, hidden_act="gelu"), "hidden_act=gelu is not silu"),
     "a negative size": (

@@ -64,7 +64,7 @@ def test_the_language_model_of_a_folder_with_images_is_read(tmp_path, prefix):
     declared = parameters(Transformer(model)).items()
     shapes = {name: jax.ShapeDtypeStruct(p.shape, np.float32, sharding=device) for name, p in declared}
     stored = np.load(FILES / "tiny_gemma3_text.npz")
-    for name, array in load(tmp_path, model, shapes, "folder").items():
+    for name, array in load(tmp_path, shapes, {}, model, "folder")[0].items():
         np.testing.assert_array_equal(array, stored[name], err_msg=name)
 
 

@@ -1,7 +1,5 @@
 """Rotary positions in config.json, in transformers' older and newer layout."""
 
-import math
-
 import pytest
 
 from megajax.config import ModelConfig
@@ -41,7 +39,8 @@ CONFIGS = {
                 "kind": "yarn",
                 "factor": 4.0,
                 "original_max_positions": 64,
-                "attention_factor": (0.2 * math.log(4) + 1) / (0.1 * math.log(4) + 1),
+                "mscale": 2.0,
+                "mscale_all_dim": 1.0,
             }
         },
     ),

@@ -12,6 +12,7 @@ import pytest
 from megajax.config import Config
 from megajax.mesh import AXES, build_mesh
 from megajax.model import Transformer, bind, parameters
+from megajax.model.block import layer_state
 from megajax.sharding import to_canonical, to_stored
 from megajax.training.batches import to_global
 from megajax.training.step import TrainProgram
@@ -39,7 +40,11 @@ def load(path):
         # The stored vocabulary is not padded; the padding gets values that would change every result.
         widths = [(0, ours - theirs) for ours, theirs in zip(parameter.shape, stored[name].shape, strict=True)]
         weights[name] = np.pad(stored[name], widths, constant_values=3.0)
-    return stored, config, weights
+    state = {
+        kind: {name: jnp.asarray(stored[f"blocks.{kind}.{name}"]) for name in own}
+        for kind, own in layer_state(config.model).items()
+    }
+    return stored, config, weights, state
 
 
 def relative(ours, theirs):
@@ -49,9 +54,11 @@ def relative(ours, theirs):
 @pytest.mark.smoke
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_logits_are_those_of_transformers(path):
-    stored, config, weights = load(path)
+    stored, config, weights, state = load(path)
     model = bind(Transformer(config.model), {name: jnp.asarray(w) for name, w in weights.items()})
-    assert relative(jax.jit(lambda m, t: m(t))(model, stored["tokens"]), stored["logits"]) < TOLERANCE
+    assert (
+        relative(jax.jit(lambda m, t, s: m(t, state=s))(model, stored["tokens"], state), stored["logits"]) < TOLERANCE
+    )
 
 
 @pytest.mark.parametrize(
@@ -63,7 +70,7 @@ def test_the_step_has_the_loss_and_gradients_of_transformers(path, on_mesh):
     """Every model on a mesh; one device runs the same layers, with its own embedding, head and experts."""
     from megajax.parallel.gradients import gradient_function
 
-    stored, config, weights = load(path)
+    stored, config, weights, state = load(path)
     sizes = dict.fromkeys(AXES, 1)
     if on_mesh:  # two rows; three heads are not divided
         sizes |= {"fsdp": 2, "tensor": 2 if config.model.num_kv_heads % 2 == 0 else 1}
@@ -83,7 +90,7 @@ def test_the_step_has_the_loss_and_gradients_of_transformers(path, on_mesh):
     }
     batch = to_global(program, fields)
     sums, gradients, *_ = jax.jit(gradient_function(program.local, mesh))(
-        params, {}, batch, jnp.int32(0), jnp.float32(1)
+        params, state, batch, jnp.int32(0), jnp.float32(1)
     )
     assert abs(float(sums["loss"]) - stored["loss"]) / stored["loss"] < TOLERANCE
     checked = [key.removeprefix("gradient:") for key in stored.files if key.startswith("gradient:")]

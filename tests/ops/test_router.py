@@ -35,14 +35,15 @@ def test_equal_scores_choose_the_lower_index():
     assert router.choose(jnp.zeros((1, 4)), 2).tolist() == [[0, 1]]
 
 
+@pytest.mark.parametrize("score", ["sum", "max"])
 @pytest.mark.parametrize(("k", "groups", "chosen"), [(2, 4, 1), (4, 4, 2), (3, 2, 1), (2, 2, 2)])
-def test_groups_limit_the_choice(logits, k, groups, chosen):
-    """DeepSeek-V3: the groups with the largest sum of their best k / chosen."""
+def test_groups_limit_the_choice(logits, k, groups, chosen, score):
+    """The groups with the largest sum of their best k / chosen (DeepSeek-V3), or with the largest value (V2)."""
     values = sigmoid(logits)
     size = EXPERTS // groups
-    for token, found in zip(values, np.asarray(router.choose(values, k, groups, chosen)), strict=True):
+    for token, found in zip(values, np.asarray(router.choose(values, k, groups, chosen, score)), strict=True):
         in_groups = token.reshape(groups, size)
-        best = np.sort(in_groups, axis=1)[:, -max(k // chosen, 1) :].sum(1)
+        best = in_groups.max(1) if score == "max" else np.sort(in_groups, axis=1)[:, -max(k // chosen, 1) :].sum(1)
         allowed = np.argsort(-best)[:chosen]
         candidates = [(-token[e], e) for g in allowed for e in range(g * size, (g + 1) * size)]
         assert found.tolist() == [e for _, e in sorted(candidates)[:k]]

@@ -1,0 +1,162 @@
+"""DeepSeek-V2 and V3, and the models with V3's architecture (Moonlight, Kimi-K2): config.json and tensors.
+
+Latent attention (`model.latent_attention`) has each head's rotated part first, with pairs (i, i + R/2); in the folders
+it is last, with pairs (2i, 2i + 1). A head's key and value are in one tensor, and so are the latent of keys and values
+and the rotary key.
+"""
+
+from typing import Any
+
+from megajax.config import ModelConfig
+from megajax.hf.llama import HEADS, LINEAR, NAMES, Llama
+from megajax.hf.tensors import Selected, Tensor
+
+Json = dict[str, Any]
+LATENT = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+MOE = ("n_routed_experts", "num_experts_per_tok", "moe_intermediate_size")
+MATRICES = ("gate", "up", "down")
+MTP_LAYERS = ("num_nextn_predict_layers", "num_mtp_layers")  # the published name, and that of transformers
+
+
+class DeepseekV2(Llama):
+    """DeepSeek-V2 and V2-Lite: softmax over all experts, groups of experts by their largest score."""
+
+    model_type, architecture = "deepseek_v2", "DeepseekV2ForCausalLM"
+    names = {theirs: ours for theirs, ours in NAMES.items() if theirs != "head_dim"} | {
+        **{name: name for name in LATENT},
+        "n_routed_experts": "num_experts",
+        "num_experts_per_tok": "experts_per_token",
+        "moe_intermediate_size": "expert_ffn_hidden_size",
+        "first_k_dense_replace": "first_dense_layers",
+    }
+    defaults = Llama.defaults | {"q_lora_rank": 1536, "n_shared_experts": 2, "topk_method": "greedy"}
+    score_function = "softmax"
+
+    def read_options(self, config: Json) -> Json:
+        kept = {"attention_bias": False, "mlp_bias": False, "moe_layer_freq": 1, "rope_interleave": True}
+        kept |= {"scoring_func": self.score_function, "num_key_value_heads": config["num_attention_heads"]}
+        for key, known in kept.items():
+            if config.get(key) not in (None, known):
+                raise ValueError(f"{key}={config[key]} is not {known}")
+        if missing := [name for name in (*LATENT[1:], *MOE) if config[name] is None]:
+            raise ValueError(f"{missing[0]}=null")
+        shared = (config.get("n_shared_experts") or 0) * config["moe_intermediate_size"]
+        return {"shared_expert_ffn_hidden_size": shared, "router": self.read_router(config)}
+
+    def read_router(self, config: Json) -> Json:
+        """config.json → the section `model.router`."""
+        method = config["topk_method"]
+        if method not in ("greedy", "group_limited_greedy"):
+            raise ValueError(f"topk_method={method} is not greedy or group_limited_greedy")
+        if config.get("norm_topk_prob"):  # the authors' program normalises, transformers does not
+            raise ValueError("norm_topk_prob=true")
+        groups = read_groups(config) if method == "group_limited_greedy" else {}
+        groups |= {"group_score": "max"} if groups else {}
+        factor = config.get("routed_scaling_factor", 1.0)
+        return {"pre_softmax": True, "normalise": False, "scaling_factor": factor} | groups
+
+    def write_options(self, model: ModelConfig) -> Json:
+        return {
+            "attention_bias": False,
+            "moe_layer_freq": 1,
+            "n_shared_experts": model.shared_expert_ffn_hidden_size // (model.expert_ffn_hidden_size or 1),
+            "n_group": model.router.num_groups,
+            "topk_group": model.router.groups_per_token,
+            "routed_scaling_factor": model.router.scaling_factor,
+            "scoring_func": self.score_function,
+        } | self.write_router(model)
+
+    def write_router(self, model: ModelConfig) -> Json:
+        """The section `model` → the router's keys that only this family has."""
+        method = "greedy" if model.router.num_groups == 1 else "group_limited_greedy"
+        return {"mlp_bias": False, "norm_topk_prob": False, "topk_method": method}
+
+    def unused(self, config: Json) -> tuple[str, ...]:
+        """The modules of multi-token prediction, which are stored as layers after the last."""
+        first, count = config["num_hidden_layers"], next((config[key] for key in MTP_LAYERS if config.get(key)), 0)
+        return tuple(f"model.layers.{layer}." for layer in range(first, first + count))
+
+    def attention(self, model: ModelConfig, ours: str) -> list[Tensor]:
+        theirs, down = "model.layers.{layer}.self_attn.", "kv_a_proj_with_mqa.weight"
+        latent, nope = model.kv_lora_rank or 0, model.qk_nope_head_dim or 0
+        rotary, value = model.qk_rope_head_dim or 0, model.value_dim
+        pairs = (*range(0, rotary, 2), *range(1, rotary, 2))  # the order of the rotated elements
+        query = Selected("head", (*(nope + i for i in pairs), *range(nope)), nope + rotary)
+        key = Selected("head", tuple(range(nope)), nope + value)
+        values = Selected("head", tuple(range(nope, nope + value)), nope + value)
+        out = [
+            Tensor(f"{ours}output", f"{theirs}o_proj.weight", "embed (heads head) -> heads head embed"),
+            Tensor(f"{ours}key_value_down", theirs + down, LINEAR, 0),
+            Tensor(f"{ours}rotary_key", theirs + down, LINEAR, 0, latent, selected=Selected("out", pairs, rotary)),
+            Tensor(f"{ours}key_value_norm", f"{theirs}kv_a_layernorm.weight"),
+            Tensor(f"{ours}key", f"{theirs}kv_b_proj.weight", HEADS, selected=key),
+            Tensor(f"{ours}value", f"{theirs}kv_b_proj.weight", HEADS, selected=values),
+        ]
+        if not model.q_lora_rank:
+            return [*out, Tensor(f"{ours}query", f"{theirs}q_proj.weight", HEADS, selected=query)]
+        return [
+            *out,
+            Tensor(f"{ours}query_down", f"{theirs}q_a_proj.weight", LINEAR),
+            Tensor(f"{ours}query_norm", f"{theirs}q_a_layernorm.weight"),
+            Tensor(f"{ours}query", f"{theirs}q_b_proj.weight", HEADS, selected=query),
+        ]
+
+    def moe(self, model: ModelConfig) -> list[Tensor]:
+        ours, theirs = "blocks.moe.moe.", "model.layers.{layer}.mlp."
+        out = [Tensor(f"{ours}router", f"{theirs}gate.weight", LINEAR)]
+        out += [Tensor(f"{ours}{name}", f"{theirs}experts.{{expert}}.{name}_proj.weight", LINEAR) for name in MATRICES]
+        if model.shared_expert_ffn_hidden_size:
+            shared = f"{theirs}shared_experts."
+            out += [Tensor(f"{ours}shared_{name}", f"{shared}{name}_proj.weight", LINEAR) for name in MATRICES]
+        if model.router.expert_bias:
+            out.append(Tensor(f"{ours}expert_bias", f"{theirs}gate.e_score_correction_bias"))
+        return out
+
+
+class DeepseekV3(DeepseekV2):
+    """DeepSeek-V3 and R1, Moonlight: sigmoid scores with a bias for the choice, groups by their two best scores."""
+
+    model_type, architecture = "deepseek_v3", "DeepseekV3ForCausalLM"
+    defaults = Llama.defaults | {
+        "q_lora_rank": 1536,
+        "n_shared_experts": 1,
+        "topk_method": "noaux_tc",
+        "norm_topk_prob": True,
+        "n_group": 8,
+        "topk_group": 4,
+        "routed_scaling_factor": 2.5,
+    }
+    score_function = "sigmoid"
+
+    def read_router(self, config: Json) -> Json:
+        if (method := config["topk_method"]) != "noaux_tc":
+            raise ValueError(f"topk_method={method} is not noaux_tc")
+        groups, chosen = read_groups(config), config["num_experts_per_tok"]
+        if groups and max(chosen // config["topk_group"], 1) != 2:
+            raise ValueError(f"num_experts_per_tok={chosen} is not twice topk_group={config['topk_group']}")
+        normalised = bool(config["norm_topk_prob"])
+        if normalised and chosen == 1:
+            raise ValueError("norm_topk_prob=true with num_experts_per_tok=1")
+        options = {"score_function": "sigmoid", "normalise": normalised, "expert_bias": True}
+        return options | {"scaling_factor": config["routed_scaling_factor"]} | groups
+
+    def write_router(self, model: ModelConfig) -> Json:
+        return {
+            "norm_topk_prob": model.router.normalise,
+            "num_nextn_predict_layers": 0,
+            "rope_interleave": True,
+            "topk_method": "noaux_tc",
+        }
+
+
+class KimiK2(DeepseekV3):
+    """Kimi-K2: V3's architecture under its own name."""
+
+    model_type = "kimi_k2"
+
+
+def read_groups(config: Json) -> Json:
+    """Keys of `model.router` for groups of experts; none for one group."""
+    if (config.get("n_group") or 1) == 1:
+        return {}
+    return {"num_groups": config["n_group"], "groups_per_token": config["topk_group"]}

@@ -1,0 +1,178 @@
+"""DeepSeek's folders: the router's bias, quantised tensors, MTP modules, adapters, and what is refused."""
+
+import json
+import zipfile
+from pathlib import Path
+
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+import megajax
+from megajax.checkpoint.weights import open_layer_state
+from megajax.config import Config, load_config
+from megajax.config.checks import check_mesh
+from megajax.errors import InputError
+from megajax.hf import reader
+from megajax.hf.__main__ import main
+from megajax.hf.adapters import _of_module
+from megajax.hf.convert import FAMILIES, read_model
+from megajax.hf.folder import SINGLE
+from megajax.hf.tensors import assembled
+from megajax.mesh import build_mesh
+from megajax.model.block import state_by_name
+from megajax.model.lora import A, B, low_rank
+from megajax.training.saving import StateSaver
+from megajax.training.step import TrainProgram
+
+FILES = Path(__file__).parents[1] / "data_files"
+V3 = dict(np.load(FILES / "tiny_deepseek_v3.npz"))
+BIAS = "blocks.moe.moe.expert_bias"
+RUN = {"batch": {"global_size": 8, "num_microbatches": 2, "sequence_length": 16}, "data": {"kind": "synthetic"}}
+BLOCK = (16, 8)
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    with zipfile.ZipFile(FILES / "tiny_deepseek_v3.zip") as archive:
+        archive.extractall(tmp_path / "folder")
+    return tmp_path / "folder"
+
+
+def change_config(folder: Path, **changes) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def read(folder: Path, **mesh: int) -> dict[str, jax.Array]:
+    """The parameters and the layers' state of a folder on a mesh of four devices."""
+    config = Config.model_validate(RUN | {"model": read_model(folder), "mesh": {"data": 1} | mesh})
+    program = TrainProgram.build(config, build_mesh(check_mesh(config, 4), jax.devices()[:4]))
+    params, state = StateSaver(program).restore_weights(str(folder))
+    return params | state_by_name(state)
+
+
+@pytest.mark.smoke
+def test_the_bias_of_the_choice_is_imported_compared_used_and_exported(folder, tmp_path, capsys):
+    run_dir = tmp_path / "run"
+    assert main(["import", str(folder), str(run_dir)]) == 0
+    config = load_config(run_dir / "config.yaml")
+    np.testing.assert_array_equal(open_layer_state(run_dir, config.model)[BIAS][:], V3[BIAS])
+    for model in (megajax.from_hf(folder), megajax.load_run(run_dir)):
+        np.testing.assert_array_equal([layer["moe.expert_bias"] for layer in model.weights.state[1:]], V3[BIAS])
+
+    assert main(["export", str(run_dir), str(tmp_path / "out"), "--dtype", "bfloat16"]) == 0
+    name = "model.layers.2.mlp.gate.e_score_correction_bias"
+    out = load_file(next((tmp_path / "out").glob("*.safetensors")))
+    assert out[name].dtype == np.float32 and out["model.norm.weight"].dtype.name == "bfloat16"
+    np.testing.assert_array_equal(out[name], V3[BIAS][1])
+
+    assert main(["compare", str(folder), str(run_dir)]) == 0
+    tensors = load_file(folder / SINGLE)
+    tensors[name][5] += 1
+    save_file(tensors, folder / SINGLE)
+    capsys.readouterr()
+    assert main(["compare", str(folder), str(run_dir)]) == 1
+    assert f"{name}  [12] float32  1  " in capsys.readouterr().out
+
+
+def quantise(w: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(E4M3 values, scales, the numbers that both stand for) of a matrix in blocks of BLOCK."""
+    rows, columns = (np.arange(size) // block for size, block in zip(w.shape, BLOCK, strict=True))
+    scales = np.zeros((rows[-1] + 1, columns[-1] + 1), np.float32)
+    np.maximum.at(scales, np.ix_(rows, columns), np.abs(w) / np.float32(448))
+    each = scales[np.ix_(rows, columns)]
+    values = (w / each).astype(ml_dtypes.float8_e4m3fn)
+    return values, scales, values.astype(np.float32) * each
+
+
+def test_fp8_blocks_have_their_numbers_in_all_parameters_on_a_mesh(folder, monkeypatch):
+    """The parameters of the dequantised folder are those of the quantised one."""
+    monkeypatch.setattr(reader, "PIECE_BYTES", 1000)
+    tensors, whole = load_file(folder / SINGLE), {}
+    for name in [*tensors]:
+        if name.endswith("_proj.weight") or name.endswith("with_mqa.weight"):
+            tensors[name], tensors[f"{name}_scale_inv"], whole[name] = quantise(tensors[name])
+    plain = {name: w for name, w in tensors.items() if not name.endswith("_scale_inv")}
+    save_file(plain | whole, folder / SINGLE)
+    expected = read(folder, fsdp=2, tensor=2)
+    save_file(tensors, folder / SINGLE)
+    change_config(folder, quantization_config={"quant_method": "fp8", "weight_block_size": [*BLOCK]})
+    for name, found in read(folder, fsdp=2, tensor=2).items():
+        np.testing.assert_array_equal(found, expected[name], err_msg=name)
+    assert not np.array_equal(expected["blocks.moe.attention.value"], V3["blocks.moe.attention.value"])
+
+
+@pytest.mark.smoke
+def test_modules_of_multi_token_prediction_are_left_out_where_config_json_names_them(folder):
+    tensors = load_file(folder / SINGLE)
+    others = {name.replace("layers.2.", "layers.3."): w + 1 for name, w in tensors.items() if "layers.2." in name}
+    others["model.layers.3.eh_proj.weight"] = np.ones((32, 64), np.float32)
+    save_file(tensors | others, folder / SINGLE)
+    with pytest.raises(InputError, match=r"has the tensor model\.layers\.3\..*, which its model_type does not have"):
+        read(folder, fsdp=4)
+    change_config(folder, num_nextn_predict_layers=1)
+    found = read(folder, fsdp=4)
+    np.testing.assert_array_equal(found["final_norm"], V3["final_norm"])
+    np.testing.assert_array_equal(found[BIAS], V3[BIAS])
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize(
+    "name", ["kv_b_proj", "kv_a_proj_with_mqa", "q_b_proj", "o_proj"], ids=lambda name: name.removesuffix("_proj")
+)
+def test_adapters_of_weights_that_share_a_tensor_are_its_adapter(folder, name):
+    """The tensor of the merged weights is the tensor of the weights plus B A."""
+    model = Config.model_validate(RUN | {"model": read_model(folder)}).model
+    parts = [t for t in FAMILIES["deepseek_v3"].tensors(model) if name in t.theirs and t.ours.startswith("blocks.moe.")]
+    rng, weights, merged = np.random.default_rng(0), {}, []
+    for tensor in parts:
+        w = V3[tensor.ours][1]
+        inside = w.ndim - 1 if tensor.ours.endswith("output") else 1
+        a, b = rng.normal(size=(2, *w.shape[:inside], 3)), rng.normal(size=(2, 3, *w.shape[inside:]))
+        weights |= {tensor.ours + A: a, tensor.ours + B: b}
+        merged.append((tensor, w + low_rank(a[1], b[1])))
+    a, b = _of_module(parts, weights, (1,), {tensor.ours: V3[tensor.ours].shape[1:] for tensor in parts})
+    assert a.shape[0] == b.shape[1] == 3 * len(parts)
+    plain = assembled([(tensor, V3[tensor.ours][1]) for tensor in parts])
+    np.testing.assert_array_equal(plain, load_file(folder / SINGLE)[f"model.layers.2.self_attn.{name}.weight"])
+    np.testing.assert_allclose(assembled(merged), plain + b @ a, atol=1e-5)
+
+
+REFUSED = {
+    "groups by more than two scores": (
+        {"num_experts_per_tok": 6},
+        "num_experts_per_tok=6 is not twice topk_group=2",
+    ),
+    "one expert, normalised": (
+        {"num_experts_per_tok": 1, "n_group": 1},
+        "norm_topk_prob=true with num_experts_per_tok=1",
+    ),
+    "another choice": ({"topk_method": "greedy"}, "topk_method=greedy is not noaux_tc"),
+    "other scores": ({"scoring_func": "softmax"}, "scoring_func=softmax is not sigmoid"),
+    "biases": ({"attention_bias": True}, "attention_bias=True is not False"),
+    "a part of the layers": ({"moe_layer_freq": 2}, "moe_layer_freq=2 is not 1"),
+    "rotated halves": ({"rope_interleave": False}, "rope_interleave=False is not True"),
+    "grouped keys": ({"num_key_value_heads": 2}, "num_key_value_heads=2 is not 4"),
+    "no latent": ({"kv_lora_rank": None}, "kv_lora_rank=null"),
+    "V2 normalised": (
+        {"model_type": "deepseek_v2", "topk_method": "greedy", "norm_topk_prob": True},
+        "norm_topk_prob=true",
+    ),
+    "V2 by another choice": (
+        {"model_type": "deepseek_v2", "topk_method": "noaux_tc"},
+        "topk_method=noaux_tc is not greedy",
+    ),
+}
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_model_that_megajax_does_not_have_is_refused(folder, case):
+    changes, sentence = REFUSED[case]
+    change_config(folder, **changes)
+    with pytest.raises(InputError) as error:
+        read_model(folder)
+    assert sentence in str(error.value) and "megajax's model does not have" in str(error.value)
