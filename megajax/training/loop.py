@@ -1,4 +1,4 @@
-"""The training loop: steps, logs, evaluations, checkpoints and stops on request."""
+"""A whole training run: its parts, its start, rollbacks and its end."""
 
 import contextlib
 import itertools
@@ -7,38 +7,34 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Generator
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import jax
 
-from megajax.checkpoint import Checkpoints, SaveOutcome, complete_steps
+from megajax.checkpoint import Checkpoints, complete_steps
 from megajax.config import Config
 from megajax.config.checks import check_mesh
 from megajax.config.kinds import expert_layers
-from megajax.console import DONE, STOPPED
+from megajax.console import DONE
 from megajax.data.describe import describe_data
 from megajax.data.loader import Split, datasets
 from megajax.errors import ConfigError, InputError
 from megajax.mesh import build_mesh
 from megajax.runtime import keep_autotuning, prepare_environment
-from megajax.training import logs, run_record
+from megajax.training import logs
 from megajax.training.batches import batches
-from megajax.training.checks import End, NumberChecks
+from megajax.training.checks import NumberChecks
 from megajax.training.compiled_steps import compile_steps, remove_damaged_programs
 from megajax.training.exports import Exports
-from megajax.training.gpu_health import GpuHealth
-from megajax.training.local_saves import LocalSaves
-from megajax.training.meter import Meter
 from megajax.training.profiling import Profile
 from megajax.training.resuming import Start
 from megajax.training.rollbacks import Rollback
-from megajax.training.run_lock import RunLock, on_first_process
+from megajax.training.run_directory import RunDirectory
+from megajax.training.run_lock import on_first_process
 from megajax.training.save_reports import SaveReports
 from megajax.training.saving import StateSaver
 from megajax.training.step import TrainProgram, TrainState
-from megajax.training.step_times import StepTimes
+from megajax.training.steps import Steps
 from megajax.training.stop_signals import StopSignals, deadline
 from megajax.training.summary import summary
 from megajax.training.watch import Watch
@@ -50,9 +46,9 @@ class Trainer:
     """A whole run: `Trainer(config).run()`; its parts are attributes, for notebooks.
 
     program: model, mesh and compiled functions; state: the TrainState; step: number of finished steps; data: samples by
-    split; sizes: the sequences of each step from this Trainer's first one on. Resumes from the newest checkpoint of
-    `run.dir` if there is one, or from `checkpoint.resume_step`. Only training and saving write there, so a Trainer may
-    evaluate while another process trains.
+    split; sizes: the sequences of each step from this Trainer's first one on; checkpoints: those of `run.dir`. Resumes
+    from the newest of them if there is one, or from `checkpoint.resume_step`. Only training and saving write there, so
+    a Trainer may evaluate while another process trains.
     """
 
     def __init__(
@@ -72,35 +68,30 @@ class Trainer:
         count = len(jax.devices() if devices is None else devices)
         sizes = check_mesh(config, count, jax.process_count())
         logs.check_sinks(config)
-        self.exports = Exports(config, self._report) if config.checkpoint.export_hf.dir is not None else None
+        exports = Exports(config, self._report) if config.checkpoint.export_hf.dir is not None else None
         self.data = datasets(config)
-        self._reports = SaveReports(config, "valid" in self.data, self._report)
+        self.reports = SaveReports(config, "valid" in self.data, self._report)
         self.program = TrainProgram.build(config, build_mesh(sizes, devices))
         self.saver = StateSaver(self.program)
-        self.run_dir = Path(config.run.dir)
-        self.lock = RunLock(self.run_dir)
-        self.writer = jax.process_index() == 0
+        self.directory = RunDirectory(self.saver, exports, self.reports, self.note)
+        self.run_dir, self.writer = self.directory.path, jax.process_index() == 0
         self.compile_seconds = 0.0
         self.progress: logs.Progress | None = None
         self._state: TrainState | None = None
-        self.local_saves = LocalSaves(self.saver, self._note) if config.checkpoint.local_dir is not None else None
-        self._start = Start(self.saver, lambda: self.checkpoints, self.local_saves)
-        self._checks = NumberChecks(self.program, self._note)
+        self._start = Start(self.saver, lambda: self.checkpoints, self.directory.local_saves)
+        self.checks = NumberChecks(self.program, self.note)
         self._begin()
         self._train_batches: Generator | None = None
         self._compiled_steps: dict[int, jax.stages.Compiled] = {}  # by number of microbatches
         self._compiling: Future[dict[int, jax.stages.Compiled]] | None = None
         self._ahead: deque[jax.Array] = deque()
-        self._writing = False
-        self._profile = Profile(config.logging, self.run_dir, self._note)
-        self._watch = watch or Watch(config)
-        self._times, self._health = StepTimes(), GpuHealth()
+        self.profile = Profile(config.logging, self.run_dir, self.note)
+        self.watch = watch or Watch(config)
 
-    @cached_property
+    @property
     def checkpoints(self) -> Checkpoints:
         """The run directory's checkpoints; makes the directory if it does not exist."""
-        kept = self.config.checkpoint
-        return Checkpoints(self.run_dir, kept.keep, kept.keep_every, kept.keep_best)
+        return self.directory.checkpoints
 
     @property
     def state(self) -> TrainState:
@@ -116,7 +107,7 @@ class Trainer:
     def _begin(self) -> None:
         """Take over the position of the start: its step, and the sequences of the steps after it."""
         self._seen, self.sizes = self._start.seen, self._start.sizes
-        self._checks.begin(self._start)
+        self.checks.begin(self._start)
         self.step = self._recorded_step = self._start.step  # the config applies after `_recorded_step`
 
     def _first_state(self, say: Callable[[str], None]) -> TrainState:
@@ -142,10 +133,15 @@ class Trainer:
         """Start to compile the steps in a thread; meanwhile the state and the first batch can be read."""
         if self._compiling is None and not self._compiled_steps:
             thread = ThreadPoolExecutor(1)
-            self._compiling = thread.submit(compile_steps, self.program, self._sizes_ahead(), self._note)
-            thread.submit(self._checks.compile, self._sizes_ahead())
+            self._compiling = thread.submit(compile_steps, self.program, self._sizes_ahead(), self.note)
+            thread.submit(self.checks.compile, self._sizes_ahead())
             thread.shutdown(wait=False)
-            self._watch.end_with(thread)
+            self.watch.end_with(thread)
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether a step can start without waiting for its compilation."""
+        return bool(self._compiled_steps)
 
     def next_batch(self) -> dict[str, jax.Array]:
         """The batch of the next step; the position in the data depends on the step only."""
@@ -164,7 +160,7 @@ class Trainer:
             self._compiled_steps = self._compiling.result()
             self.compile_seconds = time.perf_counter() - start
             keep_autotuning(self.config)
-        norms = self._checks.norms.before(self.step + 1, self.state, batch)  # the step takes the state's memory
+        norms = self.checks.norms.before(self.step + 1, self.state, batch)  # the step takes the state's memory
         self.state, metrics = self._compiled_steps[microbatches](self.state, batch)
         self.step += 1
         self._wait_for_devices(metrics["loss"])
@@ -199,38 +195,33 @@ class Trainer:
         Raises InputError if the last one failed and there is no other.
         """
         self._start_writing()
-        self._report_save(self._reports.wait_for_last(self.checkpoints, self.step))
-        on_first_process(self._before_save)
-        if self.checkpoints.latest_step != self.step:
-            samples = self.sizes.samples_before(self.step)
-            loss, losses = self._reports.eval_loss(self.step), self._checks.losses.saved(self.step)
-            self.saver.save(self.checkpoints, self.step, self.state, samples, loss, **losses)
+        samples = self.sizes.samples_before(self.step)
+        self.directory.save(self.step, self.state, samples, **self.checks.losses.saved(self.step))
+
+    def save_locally(self) -> None:
+        """Start a save of the current step to `checkpoint.local_dir`, while `run` runs."""
+        assert self.directory.local_saves is not None
+        samples = self.sizes.samples_before(self.step)
+        self.directory.local_saves.save(self.step, self.state, samples, **self.checks.losses.saved(self.step))
+
+    def saved(self) -> Checkpoints:
+        """The checkpoints, after the last save has ended and is reported."""
+        with self.watch.working("the save"):
+            return self.directory.saved()
 
     def close(self) -> None:
         """Wait for the last save and release the run directory, as `run` does at its end.
 
         Raises InputError if that save failed.
         """
-        writing, self._writing = self._writing, False
         try:
-            if "checkpoints" in self.__dict__:
-                try:
-                    self._report_save(self.checkpoints.outcome(wait=True), ending=True)
-                    if writing and self.local_saves is not None:
-                        self.local_saves.end(self.step, self.checkpoints.latest_step)
-                finally:
-                    self.__dict__.pop("checkpoints").close()
+            self.directory.close(self.step)
         finally:
-            if self.exports is not None:
-                self.exports.wait()
-            self.lock.release()
             self._seen, self._recorded_step = complete_steps(self.run_dir), self.step
 
     def _lock(self) -> None:
         """Take the run directory, and adapt to changes by its last owner since this Trainer was built."""
-        logs.make_run_dir(self.config)
-        self.lock.acquire(logs.say)
-        if self._writing or complete_steps(self.run_dir) == self._seen:  # new checkpoints are this Trainer's own
+        if not self.directory.take(self._seen):
             return
         if self._state is not None:
             raise InputError(f"another process trained in {self.run_dir} meanwhile: build the Trainer again.")
@@ -238,18 +229,9 @@ class Trainer:
         self._start.find()
         self._begin()
 
-    def _before_save(self) -> None:
-        self._check_lock()
-        if self.exports is not None:
-            self.exports.wait()  # it reads a checkpoint that this save may replace
-
-    def _check_lock(self) -> None:
-        if self.lock.lost:
-            raise InputError(f"another process took over run.dir={self.run_dir}: this one stops at step {self.step}.")
-
     def _start_writing(self) -> None:
         """Before the first write: take the lock, read the state, and record the config of the following steps."""
-        if self._writing:
+        if self.directory.writing:
             return
         self._lock()
         local_step = self._start.local_step if self.step == self._start.step else None
@@ -260,16 +242,7 @@ class Trainer:
                     logs.say(f"let through by checkpoint.allow_changes: {change}")
                 self.saver.warn_of_another_rate(self._start.saved, self._start.name)
             local_step = self._start.local_step  # reading it may have led to another checkpoint
-        if self.local_saves is not None:
-            self.local_saves.begin(local_step)
-        self._start.rollbacks.forget_after(self._recorded_step)
-        new, step = self._start.resumed_step is None, self._recorded_step
-        on_first_process(lambda: run_record.record_start(self.run_dir, self.config, step, new, logs.say))
-        on_first_process(self.checkpoints.remove_partial)  # all processes open the checkpoints together
-        if self.exports is not None:
-            on_first_process(self.exports.check_directory)
-        self.checkpoints.reload()
-        self._writing = True
+        self.directory.begin(self._start, self._recorded_step, local_step)
 
     def run(self) -> int:
         """Train to `run.steps`; the exit status."""
@@ -291,7 +264,8 @@ class Trainer:
             reserved.result()
             log = self._open_log()
             with StopSignals(self.step, deadline(self.config.run.max_minutes, self.start_time)) as stop:
-                while not isinstance(ended := self._run(log, stop), int):
+                steps = Steps(self, stop)
+                while not isinstance(ended := steps.run(log), int):
                     self._roll_back(ended)
                     stop.go_back(self.step)
                     log.close()
@@ -307,9 +281,8 @@ class Trainer:
 
     def _roll_back(self, rollback: Rollback) -> None:
         """Return to the checkpoint of `rollback`."""
-        with self._watch.working("the rollback"):
-            if self.exports is not None:
-                self.exports.wait()  # it reads a checkpoint that may be moved
+        with self.watch.working("the rollback"):
+            self.directory.wait_for_exports()
             frozen, self._state = self.state.frozen, None  # so that there is room for another one
             self._state = self._start.go_back(rollback, frozen)
         self._begin()
@@ -327,7 +300,7 @@ class Trainer:
 
     def _end(self, log: logs.MetricsLog | None) -> None:
         with (
-            self._watch.working("the end of the run"),
+            self.watch.working("the end of the run"),
             contextlib.ExitStack() as last_first,
         ):  # runs all callbacks, even if one of them raises
             last_first.callback(self.close)
@@ -339,114 +312,15 @@ class Trainer:
                 last_first.callback(self.progress.close)
             if self._train_batches is not None:
                 last_first.callback(self._train_batches.close)  # ends the loader's workers too
-            self._profile.stop(lambda: self.state.step)
+            self.profile.stop(lambda: self.state.step)
             self.progress = self._train_batches = None
-
-    def _run(self, log: logs.MetricsLog, stop: StopSignals) -> End:
-        """Train until the run ends, with its exit status, or until it has to go back."""
-        run, meter = self.config.run, Meter(self.config, self.sizes, self.program.mesh.devices, self.step)
-        pending: tuple[int, dict[str, jax.Array]] | None = None
-        while self.step < run.steps:
-            with self._times.reading():
-                batch = self.next_batch()
-            compiling = not self._compiled_steps
-            with self._profile.step(self.step + 1, lambda: self.state.step), self._times.starting():
-                metrics = self.train_step(batch)
-            if compiling:
-                self._times.take()  # the first step's are left out
-                meter.leave_out(self.compile_seconds)
-                metrics["loss"].block_until_ready()
-                self._note(f"first step done {time.time() - self.start_time:.1f} s after the start")
-            assert self.progress is not None
-            self.progress.advance()
-            if pending:  # read one step late, so that the device never waits for the host
-                if end := self._log(log, meter, *pending):
-                    return end
-                pending = None
-            last = self.step == run.steps
-            if self.step % run.log_interval == 0 or self.step == 1 or last:
-                pending = self.step, metrics
-            evaluation = run.eval_interval and self.step % run.eval_interval == 0
-            saving = run.checkpoint_interval and self.step % run.checkpoint_interval == 0
-            self._watch.stepped(self.step)
-            stopping = stop.requested(self.step)
-            ending = bool(last or stopping)
-            locally = self.local_saves is not None and self.local_saves.is_due(self.step)
-            self._checks.stepped(self.step, self.state, metrics, before_save=bool(saving or ending or locally))
-            if pending and (last or evaluation or saving or stopping or locally):
-                if end := self._log(log, meter, *pending):
-                    return end
-                pending = None
-            if (evaluation or last) and run.eval_steps:
-                with self._watch.working("the evaluation"):
-                    self._evaluate(log)
-            if (saving or ending or locally) and (end := self._checks.examine(self.step, self.sizes, self._saved)):
-                return end
-            with self._watch.working("the save") if saving or ending else contextlib.nullcontext():
-                if saving or ending:
-                    self.save()
-                self._report_save(self.checkpoints.outcome(wait=ending), ending)
-                if self.local_saves is not None:
-                    self.local_saves.report()
-                if ending and (figures := self._reports.take()):
-                    log.write(self.step, figures)
-                if self.exports is not None:
-                    self.exports.report(wait=ending)
-            if locally and self.local_saves is not None and not (saving or ending):
-                samples = self.sizes.samples_before(self.step)
-                with self._watch.working("the local checkpoint"):
-                    self.local_saves.save(self.step, self.state, samples, **self._checks.losses.saved(self.step))
-            if evaluation or saving:
-                meter.restart(self.step)
-                self._times.take()
-            if stopping and not last:
-                self._note(logs.stopped_line(self.config, self.step))
-                return STOPPED
-        self._note(logs.closing_line(self.config, self.step, time.time() - self.start_time))
-        return DONE
-
-    def _log(self, log: logs.MetricsLog, meter: Meter, step: int, metrics: dict[str, jax.Array]) -> End | None:
-        """Write a logged step; BAD_NUMBERS or a Rollback if the run cannot continue with its numbers."""
-        end = self._checks.examine(step, self.sizes, self._saved)
-        values, in_row = logs.values_of(jax.device_get(metrics))
-        if jax.process_count() == 1:  # several processes check the lock when they save
-            self._check_lock()
-        measured, steps = meter.measure(step), self.config.run.steps
-        values |= measured | self._watch.slowest(self._times.take(), measured["step_seconds"], self._note)
-        values |= self._checks.losses.count | self._reports.take()
-        self._health.check()
-        log.write(step, values)
-        self._note(logs.console_line(step, steps, values, meter.seconds_left(steps, measured)))
-        return end or self._checks.examine_row(in_row, self.checkpoints)
-
-    def _evaluate(self, log: logs.MetricsLog) -> None:
-        losses = {split: self.evaluate(split) for split in self.data if split.partition("/")[0] == "valid"}
-        if losses:
-            self._reports.evaluated(self.step, losses)
-            log.write(self.step, {split.replace("valid", "eval_loss"): loss for split, loss in losses.items()})
-            named = (f"{split.partition('/')[2]} {loss:.4f}".strip() for split, loss in losses.items())
-            self._note(f"step {self.step}  evaluation loss {', '.join(named)}")
-
-    def _saved(self) -> Checkpoints:
-        """The checkpoints, after the last save has ended and is reported."""
-        with self._watch.working("the save"):
-            self._report_save(self.checkpoints.outcome(wait=True))
-        return self.checkpoints
-
-    def _report_save(self, outcome: SaveOutcome | None, ending: bool = False) -> None:
-        """Report the end of a save. Raises InputError if it failed and no older checkpoint exists, or the run ends."""
-        if outcome is None:
-            return
-        self._reports.report(outcome, self.checkpoints.latest_step, ending)
-        if outcome.error is None and self.exports is not None and self.writer:
-            self.exports.start(outcome.step)
 
     def _report(self, text: str, warning: bool) -> None:
         if warning and self.progress is None:  # the user's own loop
             warnings.warn(f"{text}.", stacklevel=3)
-        self._note(f"megajax: warning: {text}; training continues" if warning else text)
+        self.note(f"megajax: warning: {text}; training continues" if warning else text)
 
-    def _note(self, text: str) -> None:
+    def note(self, text: str) -> None:
         """Print a line on the console while `run` runs."""
         if self.progress is not None:
             self.progress.print(text)

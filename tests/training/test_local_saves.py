@@ -105,9 +105,9 @@ def test_layers_in_another_order_are_another_layout(build, capsys):
     stages = ("mesh.pipeline=2", "mesh.data=2", "model.num_layers=4", "batch.num_microbatches=2")
     trainer = build(*stages)
     trainer._start_writing()
-    trainer.local_saves.save(3, trainer.state, 24)
-    trainer.local_saves.report(wait=True)
-    trainer.lock.release()
+    trainer.directory.local_saves.save(3, trainer.state, 24)
+    trainer.directory.local_saves.report(wait=True)
+    trainer.directory.lock.release()
     assert build(*stages, "pipeline.rounds=2").step == 0
     assert (
         "that of step 3 is of another mesh, number of processes or precision: the run begins" in capsys.readouterr().out
@@ -122,9 +122,9 @@ def test_every_kind_of_state_comes_back_bit_for_bit(build, kind):
         lambda a: jax.device_put(random.integers(1, 9, a.shape).astype(a.dtype), a.sharding), trainer.state
     )
     trainer._start_writing()
-    trainer.local_saves.save(3, trainer.state, 24)
-    trainer.local_saves.report(wait=True)
-    trainer.lock.release()
+    trainer.directory.local_saves.save(3, trainer.state, 24)
+    trainer.directory.local_saves.report(wait=True)
+    trainer.directory.lock.release()
     again = build(*STATES[kind])
     assert (again.step, again.sizes.samples_before(3)) == (3, 24)
     assert_equal(again.state, trainer.state)

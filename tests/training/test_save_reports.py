@@ -64,7 +64,7 @@ def test_a_trainer_that_has_to_wait_for_its_last_save_says_so(build, monkeypatch
     complete, lines = Checkpoints._complete, []
     monkeypatch.setattr(Checkpoints, "_complete", lambda *arguments: time.sleep(0.3) or complete(*arguments))
     trainer = build("run.checkpoint_interval=2")
-    trainer._reports._say = lambda text, warning: lines.append(text)
+    trainer.reports._say = lambda text, warning: lines.append(text)
     trainer.save()
     trainer.step += 1
     trainer.save()

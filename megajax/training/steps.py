@@ -1,0 +1,159 @@
+"""The steps of a run and what follows each of them: logs, evaluations, saves, checks of numbers, a stop on request."""
+
+import contextlib
+import time
+from typing import TYPE_CHECKING, NamedTuple
+
+import jax
+
+from megajax.console import DONE, STOPPED
+from megajax.training import logs
+from megajax.training.checks import End
+from megajax.training.gpu_health import GpuHealth
+from megajax.training.meter import Meter
+from megajax.training.step_times import StepTimes
+from megajax.training.stop_signals import StopSignals
+
+if TYPE_CHECKING:
+    from megajax.training.loop import Trainer
+
+
+class Due(NamedTuple):
+    """What follows a step: its line in the log, and evaluations and saves at their intervals.
+
+    last: it is the last step of the run; stopping: a stop was requested.
+    """
+
+    log: bool
+    evaluation: bool
+    save: bool
+    local_save: bool
+    last: bool
+    stopping: bool
+
+    @property
+    def ending(self) -> bool:
+        """Whether the run ends after the step."""
+        return self.last or self.stopping
+
+    @property
+    def saving(self) -> bool:
+        """Whether a durable checkpoint is saved."""
+        return self.save or self.ending
+
+
+class Steps:
+    """Runs the steps of a Trainer."""
+
+    def __init__(self, trainer: "Trainer", stop: StopSignals):
+        self.trainer, self.stop = trainer, stop
+        self._times, self._health = StepTimes(), GpuHealth()
+
+    def run(self, log: logs.MetricsLog) -> End:
+        """Train until the run ends, with its exit status, or until it has to go back."""
+        trainer, self._log = self.trainer, log
+        self._meter = Meter(trainer.config, trainer.sizes, trainer.program.mesh.devices, trainer.step)
+        self._unlogged: tuple[int, dict[str, jax.Array]] | None = None  # the last step to log, with its metrics
+        while trainer.step < trainer.config.run.steps:
+            if (end := self._step()) is not None:
+                return end
+        trainer.note(logs.closing_line(trainer.config, trainer.step, time.time() - trainer.start_time))
+        return DONE
+
+    def _step(self) -> End | None:
+        """One step and what follows it; the end, if the run stops or goes back after it."""
+        trainer = self.trainer
+        metrics = self._train()
+        if (end := self._write_log()) is not None:  # one step late, so that the device never waits for the host
+            return end
+        trainer.watch.stepped(trainer.step)
+        due = self._due()
+        if due.log:
+            self._unlogged = trainer.step, metrics
+        saves = due.saving or due.local_save
+        trainer.checks.stepped(trainer.step, trainer.state, metrics, before_save=saves)
+        if (due.evaluation or saves) and (end := self._write_log()) is not None:
+            return end
+        if (due.evaluation or due.last) and trainer.config.run.eval_steps:
+            with trainer.watch.working("the evaluation"):
+                self._evaluate()
+        if saves and (end := trainer.checks.examine(trainer.step, trainer.sizes, trainer.saved)) is not None:
+            return end
+        self._save(due)
+        if due.evaluation or due.save:
+            self._meter.restart(trainer.step)
+            self._times.take()
+        if due.stopping and not due.last:
+            trainer.note(logs.stopped_line(trainer.config, trainer.step))
+            return STOPPED
+        return None
+
+    def _train(self) -> dict[str, jax.Array]:
+        """Read the batch and start the step; its metrics."""
+        trainer = self.trainer
+        with self._times.reading():
+            batch = trainer.next_batch()
+        compiling = not trainer.is_compiled
+        with trainer.profile.step(trainer.step + 1, lambda: trainer.state.step), self._times.starting():
+            metrics = trainer.train_step(batch)
+        if compiling:
+            self._times.take()  # the first step's are left out
+            self._meter.leave_out(trainer.compile_seconds)
+            metrics["loss"].block_until_ready()
+            trainer.note(f"first step done {time.time() - trainer.start_time:.1f} s after the start")
+        assert trainer.progress is not None
+        trainer.progress.advance()
+        return metrics
+
+    def _due(self) -> Due:
+        """What follows the step that has just been started."""
+        trainer, run, step = self.trainer, self.trainer.config.run, self.trainer.step
+        last, local_saves = step == run.steps, trainer.directory.local_saves
+        return Due(
+            log=step % run.log_interval == 0 or step == 1 or last,
+            evaluation=bool(run.eval_interval) and step % run.eval_interval == 0,
+            save=bool(run.checkpoint_interval) and step % run.checkpoint_interval == 0,
+            local_save=local_saves is not None and local_saves.is_due(step),
+            last=last,
+            stopping=self.stop.requested(step),
+        )
+
+    def _write_log(self) -> End | None:
+        """Log the step that waits for it, if one does; the end, if the run cannot continue with its numbers."""
+        if self._unlogged is None:
+            return None
+        (step, metrics), self._unlogged, trainer = self._unlogged, None, self.trainer
+        end = trainer.checks.examine(step, trainer.sizes, trainer.saved)
+        values, in_row = logs.values_of(jax.device_get(metrics))
+        if jax.process_count() == 1:  # several processes check the lock when they save
+            trainer.directory.check_lock(trainer.step)
+        measured, steps = self._meter.measure(step), trainer.config.run.steps
+        values |= measured
+        values |= trainer.watch.slowest(self._times.take(), measured["step_seconds"], trainer.note)
+        values |= trainer.checks.losses.count | trainer.reports.take()
+        self._health.check()
+        self._log.write(step, values)
+        trainer.note(logs.console_line(step, steps, values, self._meter.seconds_left(steps, measured)))
+        return trainer.checks.examine_row(in_row, trainer.checkpoints) if end is None else end
+
+    def _evaluate(self) -> None:
+        trainer = self.trainer
+        splits = [split for split in trainer.data if split.partition("/")[0] == "valid"]
+        if losses := {split: trainer.evaluate(split) for split in splits}:
+            trainer.reports.evaluated(trainer.step, losses)
+            self._log.write(trainer.step, {split.replace("valid", "eval_loss"): loss for split, loss in losses.items()})
+            named = (f"{split.partition('/')[2]} {loss:.4f}".strip() for split, loss in losses.items())
+            trainer.note(f"step {trainer.step}  evaluation loss {', '.join(named)}")
+
+    def _save(self, due: Due) -> None:
+        """Start the save that is due, and report those that have ended; at the end of the run wait for them."""
+        trainer = self.trainer
+        with trainer.watch.working("the save") if due.saving else contextlib.nullcontext():
+            if due.saving:
+                trainer.save()
+            trainer.directory.report(due.ending)
+            if due.ending and (figures := trainer.reports.take()):
+                self._log.write(trainer.step, figures)
+        if due.local_save and not due.saving:
+            with trainer.watch.working("the local checkpoint"):
+                trainer.save_locally()
