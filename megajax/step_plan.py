@@ -105,6 +105,7 @@ class Collectives:
     """The choice of a layer's collectives."""
 
     context: str = "ring"  # for keys and values, `kernels.context`
+    latents: bool = False  # send latents instead, and compute keys and values from them on every device
     dispatch: str = "all_gather"  # or "all_to_all", for tokens to experts on other devices
     ragged: bool = False  # use `lax.ragged_all_to_all`, which CPUs do not support
     experts_over: tuple[str, ...] = ("expert",)  # mesh axes that divide the experts
@@ -251,6 +252,7 @@ class StepPlan:
     def collectives(self) -> Collectives:
         return Collectives(
             context=self.config.kernels.context,
+            latents=self.sends_latents,
             dispatch=self.config.dispatch(self.sizes),
             ragged=self.hardware.platform != "cpu",
             experts_over=self.config.mesh.experts_over,
@@ -258,6 +260,17 @@ class StepPlan:
             copied=self.hardware.copied_permutations,
             tied=self.ties_gradients,
         )
+
+    @property
+    def sends_latents(self) -> bool:
+        """Whether `context` sends the latents of latent attention instead of keys and values.
+
+        Not with all-to-all, where each device needs some of the heads only, and not with up-projections in FP8 or with
+        adapters.
+        """
+        config, gathers = self.config, self.config.kernels.context != "all_to_all"
+        plain = config.precision.fp8.recipe == "none" and config.lora.rank is None
+        return config.model.is_latent and self.sizes["context"] > 1 and gathers and plain
 
     @cached_property
     def embedding_axes(self) -> tuple[str, ...]:

@@ -11,13 +11,15 @@ from jax.ad_checkpoint import checkpoint_name
 
 from megajax import ops
 from megajax.config.fields import BATCH_AXES
-from megajax.model.comm import Comm, TokenPositions
+from megajax.model.comm import Comm, LatentKeys, TokenPositions
 from megajax.model.lora import Adapted
 from megajax.model.parts import add_bias
 from megajax.ops import fp8
 from megajax.ops.fp8 import Fp8Weight
 from megajax.ops.partial_attention import Scores
 from megajax.parallel.context import attention as over_context
+from megajax.parallel.context import latents
+from megajax.parallel.context.ring import Strategy
 from megajax.parallel.experts.dispatch import ExpertParallel
 from megajax.parallel.tensor import linear
 from megajax.parallel.tensor.adapters import TensorAdapters
@@ -108,6 +110,16 @@ class MeshComm(Comm):
         if window is not None and window >= q.shape[1] * size:
             window = None  # it includes every earlier token
         return over_context.attention(strategy, size, scores, window, q, k, v, positions, sinks)
+
+    def attend_latent(self, q, keys: LatentKeys, positions: TokenPositions, *, window, softcap, scale) -> jax.Array:
+        if not self.collectives.latents:
+            return super().attend_latent(q, keys, positions, window=window, softcap=softcap, scale=scale)
+        if window is not None and window >= q.shape[1] * self.context_size:
+            window = None  # it includes every earlier token
+        scores = Scores(self.scales.next(scale), softcap, self.kernels.attention)
+        whole = positions.chunks is None
+        strategy = Strategy(self.collectives.context, self.context_size, scores, window, whole)
+        return latents.attention(strategy, self.column_linear, q, keys, positions)
 
     @property
     def attention_is_fused(self) -> bool:
