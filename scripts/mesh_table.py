@@ -12,6 +12,8 @@ on one device with one microbatch. Prints a markdown table; exit status 1 if a r
   routers like Mixtral's and DeepSeek-V3's, and one that sends every token to the same expert. The reference has the
   same number of microbatches on one device; the routers' losses have the tolerance of gradient norms, assignments are
   equal exactly. Models of dense and MoE layers on some meshes, with up to four stages and two rounds.
+- `latent`: latent attention (DeepSeek-V2 and V3) on two devices of every axis, every pair and some triples, with and
+  without documents, experts and MTP modules, under each remat policy; `kernels.context` takes turns.
 """
 
 import argparse
@@ -33,11 +35,13 @@ from mesh_models import (
     DEEP_MODELS,
     DEEP_OPTIMIZERS,
     EXPERT_MODELS,
+    LATENT_VARIANTS,
     MIXED_MODELS,
     MODELS,
     all_meshes,
     context_meshes,
     expert_meshes,
+    latent_meshes,
     mixed_meshes,
     pipeline_meshes,
     uneven_weights,
@@ -63,9 +67,11 @@ SETTINGS = {
     "pipeline": ("model", "optimizer", "mesh", "schedule", "R", "M"),
     "context": ("model", "optimizer", "mesh", "context", "documents", "M"),
     "experts": ("model", "optimizer", "mesh", "dispatch", "M"),
+    "latent": ("model", "mesh", "context", "documents", "remat", "M"),
 }
+DOCUMENTS = {"synthetic_documents": 5, "reset_attention": True, "reset_positions": True}
 RESULTS = ("loss", "gradient norm", "worst gradient", "initial weights")
-STEPS = {"mesh": 20, "pipeline": 10, "context": 10, "experts": 10}
+STEPS = {"mesh": 20, "pipeline": 10, "context": 10, "experts": 10, "latent": 10}
 
 
 def mesh_name(mesh: Mapping[str, int]) -> str:
@@ -92,9 +98,10 @@ def table_row(table: str, config: Config, optimizer: str, model: str, difference
         + (f", {config.pipeline.rounds} rounds" if table == "experts" and config.pipeline.rounds > 1 else ""),
         "schedule": config.pipeline.schedule,
         "R": config.pipeline.rounds,
-        "context": config.kernels.context,
+        "context": config.kernels.context if sizes["context"] > 1 else "",
         "dispatch": config.dispatch(sizes) if config.expert_shards(sizes) > 1 else "",
         "documents": "packed" if config.data.reset_attention else "",
+        "remat": config.remat.policy,
         "M": config.batch.num_microbatches,
     }
     results = (
@@ -131,6 +138,12 @@ def introduction(table: str, steps: int) -> str:
             " --table experts",
             f"{steps} steps in FP32",
             "(dispatch: `kernels.dispatch`, M: microbatches, the reference's too)",
+        ),
+        "latent": (
+            "Latent attention mesh table",
+            " --table latent",
+            f"{steps} steps in FP32",
+            "(context: `kernels.context`, remat: `remat.policy`, M: microbatches, with experts the reference's too)",
         ),
     }[table]
     return f"""# {title}
@@ -185,7 +198,7 @@ def context_configs(args: argparse.Namespace) -> Iterator[tuple[str, str, Config
     """The same for sequences over several devices."""
     meshes = parse_meshes(args.meshes) if args.meshes else context_meshes()
     for model, packed in itertools.product(args.model or MODELS, (False, True)):
-        documents = {"synthetic_documents": 5, "reset_attention": True, "reset_positions": True} if packed else {}
+        documents = DOCUMENTS if packed else {}
         strategies = ("ring", "all_gather", "all_to_all") if model == "llama" else ("ring",)
         for mesh, strategy in itertools.product(meshes, strategies):
             config = make_config(
@@ -223,6 +236,26 @@ def expert_configs(args: argparse.Namespace) -> Iterator[tuple[str, str, Config]
                 yield model, "sgd", make_config(EXPERT_MODELS[model], mesh, **settings)
 
 
+def latent_configs(args: argparse.Namespace) -> Iterator[tuple[str, str, Config]]:
+    """The same for latent attention; every mesh has one model with experts, and without `expert` one without."""
+    meshes = parse_meshes(args.meshes) if args.meshes else latent_meshes()
+    for variant, (model, packed, policy) in LATENT_VARIANTS.items():
+        if args.model and variant not in args.model:
+            continue
+        routed, turn = "num_experts" in model, list(LATENT_VARIANTS).index(variant) % 2
+        for i, mesh in enumerate(meshes):
+            if (i % 2 != turn and len(mesh) == 2) or (not routed and "expert" in mesh):
+                continue
+            divided = mesh.get("context", 1) * mesh.get("tensor", 1)  # all-to-all divides the four heads
+            strategy = ("ring", "all_gather", "all_to_all")[i % (3 if divided <= 4 else 2)]
+            microbatches = max(2 * routed, mesh.get("pipeline", 1))
+            settings = {"steps": args.steps, "optimizer": "sgd", "kernels": {"context": strategy}}
+            settings |= {"data": DOCUMENTS} if packed else {}
+            own = model | ({"mtp_layers": 0} if "pipeline" in mesh else {})
+            config = make_config(own, mesh, microbatches=microbatches, remat={"policy": policy}, **settings)
+            yield variant, "sgd", config
+
+
 def first_weights(model: str, config: Config) -> dict[str, np.ndarray] | None:
     """Initial weights, if those of the seed give too even a load."""
     if model != "uneven":
@@ -238,6 +271,7 @@ def rows(args: argparse.Namespace) -> Iterator[tuple[str, list[str]]]:
         "pipeline": pipeline_configs,
         "context": context_configs,
         "experts": expert_configs,
+        "latent": latent_configs,
     }[args.table](args)
 
     def held_to(row: tuple[str, str, Config]) -> tuple[str, str, int]:
@@ -259,7 +293,10 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Every mesh against the single device, as a markdown table.")
     parser.add_argument("--table", choices=SETTINGS, default="mesh", help="default: mesh")
     parser.add_argument(
-        "--model", choices=[*MODELS, *EXPERT_MODELS, *MIXED_MODELS], action="append", help="only this; may be repeated"
+        "--model",
+        choices=[*MODELS, *EXPERT_MODELS, *MIXED_MODELS, *LATENT_VARIANTS],
+        action="append",
+        help="only this; may be repeated",
     )
     parser.add_argument("--meshes", help='only these meshes: "data=2,tensor=4;fsdp=8"')
     parser.add_argument("--microbatches", type=int, nargs="+", help="default: 1 2 4, P 2P 4P, or P, or with experts 2")

@@ -16,7 +16,7 @@ from megajax.model import transformer
 from megajax.model.parameters import declare
 from megajax.ops.partial_attention import Scores
 from megajax.parallel.context import attention as context
-from megajax.parallel.context import token_order
+from megajax.parallel.context import ring, token_order
 from megajax.training.step import TrainProgram
 
 B, S, H = 2, 48, 8
@@ -191,16 +191,16 @@ def test_the_ring_visits_every_device_and_returns(window):
     """Coded by rank: a device gets the code of each other device once, and adds its own code to each sum."""
     size, chunk = 8, 2
     mesh = Mesh(np.array(jax.devices()[:size]), ("context",))
-    strategy = context._Strategy("ring", size, Scores(1.0, None, "reference"), window, zigzag=True)
+    strategy = ring.Strategy("ring", size, Scores(1.0, None, "reference"), window, zigzag=True)
 
     def local(codes):
-        work = context._Work(
+        work = ring.Work(
             own=lambda: codes,
             start=lambda own: (own, own),
             compute=lambda other, codes: (other, codes),
             combine=lambda other, results, added, seen: (added + codes, seen + 100.0 * results[1]),
         )
-        return context._go_round(strategy, 2 * chunk, codes, work)
+        return ring.go_round(strategy, 2 * chunk, codes, work)
 
     codes = 2.0 ** np.arange(size)  # a sum identifies its devices
     specs = {"in_specs": P("context"), "out_specs": P("context")}
@@ -215,7 +215,7 @@ def test_the_ring_visits_every_device_and_returns(window):
 
 def test_narrow_windows_skip_steps_of_the_ring():
     def sweeps(window, size=8, length=12, zigzag=True):
-        return context._sweeps(context._Strategy("ring", size, Scores(1.0, None, "reference"), window, zigzag), length)
+        return ring._sweeps(ring.Strategy("ring", size, Scores(1.0, None, "reference"), window, zigzag), length)
 
     assert sweeps(None) == [(1, 7)]
     assert sweeps(1) == []  # itself alone

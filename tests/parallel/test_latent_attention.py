@@ -1,17 +1,25 @@
 """Multi-head latent attention trains on any mesh as on one device."""
 
 import math
+import re
 
+import jax
 import pytest
 from mesh_models import LATENT_MODELS
 
 from megajax.config import ModelConfig
+from megajax.config.checks import check_mesh
 from megajax.errors import ConfigError
+from megajax.mesh import build_mesh
 from megajax.model.block import Block
 from megajax.model.parameters import parameters
+from megajax.training.step import TrainProgram
 
 STEPS = 2
 DOCUMENTS = {"synthetic_documents": 5, "reset_attention": True, "reset_positions": True}
+# All multiples of 16
+FP8_WIDTHS = {"hidden_size": 64, "num_heads": 8, "q_lora_rank": 48, "kv_lora_rank": 32, "ffn_hidden_size": 64}
+FP8_WIDTHS |= {"qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 32}
 # model, mesh, microbatches, other sections
 CASES = [
     pytest.param("v2", {"data": 2, "fsdp": 2, "tensor": 2}, 1, {}, marks=pytest.mark.smoke),
@@ -34,6 +42,25 @@ def test_latent_attention_trains_on_a_mesh_as_on_one_device(table, difference, m
     settings = {"microbatches": microbatches, "steps": STEPS, "optimizer": "sgd"}
     config = table.make_config(LATENT_MODELS[model], mesh, **settings, **sections)
     assert not (found := difference(config)).problems(), found
+
+
+@pytest.mark.parametrize(
+    ("sections", "numbers"),
+    [
+        ({}, 12 + 4),  # the latent and the rotary key
+        # With up-projections in FP8: keys and values of all heads
+        ({"precision": {"fp8": {"recipe": "current"}}, "batch": {"sequence_length": 32}}, 8 * (32 + 32)),
+    ],
+    ids=["fp32", "fp8"],
+)
+def test_the_ring_sends_latents_where_it_can(table, sections, numbers):
+    model = LATENT_MODELS["dense"] | (FP8_WIDTHS if "precision" in sections else {})
+    config = table.make_config(model, {"context": 2}, **sections)
+    program = TrainProgram.build(config, build_mesh(check_mesh(config, 2), jax.devices()[:2]))
+    text = program.train_step.lower(program.abstract_state, program.abstract_batch).as_text()
+    messages = re.findall(r"collective_permute.*-> tensor<(\d+)xui16>", text)
+    tokens = config.batch.global_size * config.batch.sequence_length // 2
+    assert min(int(words) for words in messages if int(words)) == 2 * numbers * tokens, "two words for a number"
 
 
 @pytest.mark.smoke

@@ -91,6 +91,14 @@ LATENT_MODELS = {
     "dense": LATENT,
 }
 
+# Variants of the table: the model, its MTP modules, documents in its sequences, and what is recomputed.
+LATENT_VARIANTS: dict[str, tuple[dict[str, Any], bool, str]] = {
+    "v3, MTP 1": (LATENT_MODELS["v3"] | {"mtp_layers": 1}, False, "none"),
+    "v3, MTP 2": (LATENT_MODELS["v3"] | {"mtp_layers": 2}, True, "selective"),
+    "v2": (LATENT_MODELS["v2"], True, "full"),
+    "dense, MTP 1": (LATENT_MODELS["dense"] | {"mtp_layers": 1}, False, "save_matmuls"),
+}
+
 
 def uneven_weights(weights: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Weights of UNEVEN with which every token chooses the first expert, and none the last three."""
@@ -131,6 +139,16 @@ def expert_meshes() -> list[dict[str, Any]]:
     folded = [{"expert": 2, "context": 2, "tensor": 2}, {"context": 2, "tensor": 4}, {"fsdp": 4, "tensor": 2}]
     folded += [{"pipeline": 2, "expert": 2, "tensor": 2}, {"data": 2, "fsdp": 2, "context": 2}]
     return [*meshes, *({**mesh, "experts_over": [axis for axis in mesh if axis != "pipeline"]} for mesh in folded)]
+
+
+def latent_meshes() -> list[dict[str, int]]:
+    """Two devices on every axis, on every pair of axes, and on some three; and four on some."""
+    axes = ("data", "fsdp", "tensor", "context", "expert", "pipeline")
+    triples = (("fsdp", "tensor", "context"), ("tensor", "context", "pipeline"), ("fsdp", "expert", "pipeline"))
+    triples += (("data", "fsdp", "tensor"), ("expert", "tensor", "context"), ("expert", "context", "pipeline"))
+    groups = [*((axis,) for axis in axes), *itertools.combinations(axes, 2), *triples]
+    meshes = [dict.fromkeys(group, 2) for group in groups]
+    return [*meshes, {"context": 4, "tensor": 2}, {"tensor": 4}, {"context": 8}]
 
 
 def mixed_meshes() -> list[tuple[dict[str, int], int]]:
