@@ -89,11 +89,11 @@ class Rollbacks:
         self._write()
 
     def forget_after(self, step: int) -> None:
-        """Drop the rollbacks to later steps, since the run begins at `step` and repeats what led to them.
+        """Drop the rollbacks after the last one to `step` or before, since the run begins there and repeats the rest.
 
-        All processes call it.
+        Earlier ones stay, even to later steps: they came before that one. All processes call it.
         """
-        kept = [past for past in self.past if past.step <= step]
+        kept = self.past[: max((i for i, past in enumerate(self.past, start=1) if past.step <= step), default=0)]
         if kept != self.past:
             self.past = kept
             self._write()

@@ -95,10 +95,11 @@ def is_watched(config: Config) -> bool:
 def nonfinite_sentence(in_row: int, config: Config, newest: int | None) -> str:
     """The error about too many steps in a row that are not finite; `newest` is the newest checkpoint's step."""
     saved = "no checkpoint was saved" if newest is None else f"the checkpoint of step {newest} is from before"
+    weights = " and the weights of checkpoint.init_from" if config.checkpoint.init_from is not None else ""
     return (
         f"megajax: error: {in_row} steps in a row had a loss or gradient that is not finite, more than "
         f"run.max_nonfinite_steps={config.run.max_nonfinite_steps}; {saved}: "
-        "lower schedule.learning_rate or inspect the data of these steps, then start again."
+        f"lower schedule.learning_rate or inspect the data of these steps{weights}, then start again."
     )
 
 

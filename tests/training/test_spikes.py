@@ -15,7 +15,7 @@ from megajax.training.batches import batches
 from megajax.training.loop import Trainer
 from megajax.training.resuming import Start
 from megajax.training.rollbacks import Rollbacks
-from megajax.training.spikes import BadStep, LossWatch
+from megajax.training.spikes import BadStep, LossWatch, nonfinite_sentence
 from megajax.training.step import TrainProgram
 
 WATCHED = ("run.spike_factor=1.1", "run.spike_window=2", "run.max_rollbacks=2", "run.checkpoint_interval=3")
@@ -60,6 +60,12 @@ def test_a_save_between_log_points_examines_the_steps_that_wait(make_config):
         watch.keep(step, metrics(loss))
     with pytest.warns(UserWarning, match="loss spike at step 3: 9.0000 is more than"):
         assert watch.saved(3) == {"losses": {"last": [3, 9], "spikes": 1}}
+
+
+def test_weights_from_elsewhere_may_be_the_cause_of_bad_numbers(make_config):
+    cause = "inspect the data of these steps and the weights of checkpoint.init_from, then start again."
+    assert nonfinite_sentence(21, make_config("checkpoint.init_from=folder"), None).endswith(cause)
+    assert "init_from" not in nonfinite_sentence(21, make_config(), None)
 
 
 def test_without_the_options_nothing_is_kept(make_config):
@@ -195,3 +201,7 @@ def test_a_rollback_goes_to_the_newest_regular_checkpoint_that_was_not_tried(tmp
     assert [past.step for past in Rollbacks(config).past] == [6, 3]
     assert Rollbacks(config).position(Position(6, 48)) == (6, 72)
     assert Rollbacks(config).position(Position(9, 80)) == (9, 80)
+    record.forget_after(3)  # the one to step 6 came before the one to step 3
+    assert [past.step for past in Rollbacks(config).past] == [6, 3]
+    record.forget_after(2)
+    assert not Rollbacks(config).past
