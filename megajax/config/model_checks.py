@@ -75,7 +75,7 @@ def _check_rope(config: Config) -> None:
     if kind == "llama3":
         _check_limits(config, "low_freq_factor", "high_freq_factor", "use 1.0 and 4.0 as Llama 3.1 does")
     if kind == "yarn":
-        _check_limits(config, "beta_slow", "beta_fast", "use 1.0 and 32.0, the defaults")
+        _check_limits(config, "beta_slow", "beta_fast", "use 1.0 and 32.0, the defaults", may_be_equal=True)
     if scaling and kind == "longrope":
         for key in ("short_factors", "long_factors"):
             found, name = getattr(scaling, key) or (), f"model.rope_scaling.{key}"
@@ -89,11 +89,14 @@ def _check_rope(config: Config) -> None:
         fail(config, problem, cure, "model.rope_scaling.kind", least[kind])
 
 
-def _check_limits(config: Config, lower: str, upper: str, cure: str) -> None:
+def _check_limits(config: Config, lower: str, upper: str, cure: str, may_be_equal: bool = False) -> None:
     """The key `lower` of `model.rope_scaling` must be below `upper`."""
     low, high = (f"model.rope_scaling.{name}" for name in (lower, upper))
-    if value(config, low) >= value(config, high):
-        fail(config, f"{format_keys(config, low)} is not below {format_keys(config, high)}", cure, low, high)
+    if value(config, low) > value(config, high) or (value(config, low) == value(config, high) and not may_be_equal):
+        problem = (
+            f"{format_keys(config, low)} is {'above' if may_be_equal else 'not below'} {format_keys(config, high)}"
+        )
+        fail(config, problem, cure, low, high)
 
 
 def _check_layers(config: Config) -> None:

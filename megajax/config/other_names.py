@@ -58,6 +58,13 @@ hidden-size | model.hidden_size
 num-attention-heads | model.num_heads
 num-query-groups, group-query-attention | model.num_kv_heads
 kv-channels | model.head_dim
+multi-latent-attention, kv-lora-rank | model.kv_lora_rank | which alone means latent attention
+q-lora-rank | model.q_lora_rank
+qk-head-dim | model.qk_nope_head_dim
+qk-pos-emb-head-dim | model.qk_rope_head_dim
+v-head-dim | model.v_head_dim
+rotary-scaling-factor, mscale, mscale-all-dim | model.rope_scaling | a mapping such as {kind: yarn, factor: 40,
+    original_max_positions: 4096, mscale: 1.0, mscale_all_dim: 1.0}
 ffn-hidden-size | model.ffn_hidden_size | with another default for SwiGLU, so set it explicitly
 vocab-size, padded-vocab-size | model.vocab_size
 make-vocab-size-divisible-by | model.vocab_multiple | which does not depend on mesh.tensor; Megatron multiplies it by
@@ -73,7 +80,7 @@ use-rope-scaling, rope-scaling-factor | model.rope_scaling | a mapping such as {
 normalization | model.norm | rmsnorm (the default) or layernorm
 norm-epsilon, layernorm-epsilon | model.norm_epsilon
 apply-layernorm-1p | model.norm_zero_centred
-qk-layernorm | model.qk_norm
+qk-layernorm | model.qk_norm | not for latent attention, whose latents are always normalised
 swiglu | model.activation=swiglu | the default; set model.ffn_hidden_size too, since its default differs
 squared-relu | model.activation=relu2
 disable-bias-linear, add-bias-linear | model.attention_bias | and model.mlp_bias; both are false by default
@@ -180,7 +187,6 @@ loss-scale, initial-loss-scale, min-loss-scale, loss-scale-window, hysteresis | 
     scales the loss dynamically
 add-qkv-bias | model.attention_bias | =qkv
 apply-query-key-layer-scaling, rotary-interleaved | | it has no counterpart
-multi-latent-attention, q-lora-rank, kv-lora-rank | | multi-latent attention is not implemented yet
 recompute-modules | | remat.policy selects the activations to recompute
 optimizer-cpu-offload | | the optimizer state stays on the devices; shard it with mesh.fsdp
 exit-duration-in-mins, exit-interval | | send SIGTERM to save and stop

@@ -11,11 +11,12 @@ import numpy as np
 
 from megajax.checkpoint.description import compare_descriptions, describe_model
 from megajax.config import ModelConfig
+from megajax.config.kinds import MTP
 from megajax.config.tree import show
 from megajax.errors import ConfigError, InputError
 from megajax.hf.deepseek import DeepseekV2, DeepseekV3, KimiK2
 from megajax.hf.families import Gemma2, Gemma3Text, Nemotron, Olmo2, Phi3, SmolLm3
-from megajax.hf.folder import Weights, read_config, write_folder
+from megajax.hf.folder import Weights, read_config, stored_names, write_folder
 from megajax.hf.gpt2 import Gpt2
 from megajax.hf.gpt_oss import GptOss
 from megajax.hf.llama import Llama, Mistral, Mixtral, Qwen2, Qwen3, Qwen3Moe
@@ -45,7 +46,11 @@ class Family(Protocol):
         ...
 
     def unused(self, config: dict[str, Any]) -> tuple[str, ...]:
-        """Beginnings of the names of tensors that config.json promises and megajax's model does not have."""
+        """Beginnings of the names of tensors that config.json promises and a run may leave out."""
+        ...
+
+    def copies(self, model: ModelConfig) -> list[Tensor]:
+        """Entries of tensors that repeat parameters: they are written, not read."""
         ...
 
 
@@ -80,7 +85,17 @@ def read_folder(folder: str | Path) -> tuple[Family, dict[str, Any], dict[str, A
         shown = str(problem)[:200]
         raise InputError(f"{path}: {shown}, which megajax's model does not have: use another model.") from None
     check_section(section, family.names, path)
+    if section.get("mtp_layers") and not _has_modules(folder, family, section):
+        del section["mtp_layers"]  # transformers writes the number, but not the modules
     return family, section, config
+
+
+def _has_modules(folder: str | Path, family: Family, section: Mapping[str, Any]) -> bool:
+    """Whether a folder has the multi-token prediction modules of its config.json; true if it has no weights at all."""
+    model = ModelConfig.model_validate(section)
+    modules = [tensor for tensor in family.tensors(model) if tensor.ours.startswith(f"blocks.{MTP}.")]
+    stored = stored_names(Path(folder))
+    return not stored or any(name in stored for tensor in modules for name in tensor_names(tensor, model).values())
 
 
 def read_model(folder: str | Path) -> dict[str, Any]:
@@ -127,12 +142,13 @@ def open_readers(
 
     `shapes` are the parameters' canonical ones. `setting` gave the folder, at `location`.
 
-    `model` may have more tokens than the folder. Raises InputError if the folder is of another model than `model`, or
-    if a tensor is missing or misshaped.
+    `model` may have more tokens than the folder, and no multi-token prediction modules. Raises InputError if the folder
+    is of another model than `model`, or if a tensor is missing or misshaped.
     """
     family, section, config = read_folder(folder)
     new_tokens = range(section["vocab_size"], model.vocab_size)
     shown = section | ({"vocab_size": model.vocab_size} if new_tokens else {})
+    shown |= {} if model.mtp_layers else {"mtp_layers": 0}
     saved, mine = {"model": _describe(shown, model)}, {"model": describe_model(model)}
     compare_descriptions(saved, mine, f"{setting}={folder}{location}", ("model",), "name another folder")
     entries = {tensor.ours: tensor for tensor in family.tensors(model)}
@@ -179,7 +195,12 @@ def export(
     """
     family = family_for(model)
     config = {"pad_token_id": None, **extra, **family.write(model), "dtype": dtype, "torch_dtype": dtype}
-    write_folder(folder, config, _exported(weights, family.tensors(model), model, np.dtype(dtype)), files)
+    write_folder(
+        folder,
+        config,
+        _exported(weights, [*family.tensors(model), *family.copies(model)], model, np.dtype(dtype)),
+        files,
+    )
 
 
 def _exported(

@@ -5,9 +5,11 @@ it is last, with pairs (2i, 2i + 1). A head's key and value are in one tensor, a
 and the rotary key.
 """
 
+from dataclasses import replace
 from typing import Any
 
 from megajax.config import ModelConfig
+from megajax.config.kinds import MTP, layer_kinds, prediction_layers
 from megajax.hf.llama import HEADS, LINEAR, NAMES, Llama
 from megajax.hf.tensors import Selected, Tensor
 
@@ -15,7 +17,13 @@ Json = dict[str, Any]
 LATENT = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 MOE = ("n_routed_experts", "num_experts_per_tok", "moe_intermediate_size")
 MATRICES = ("gate", "up", "down")
-MTP_LAYERS = ("num_nextn_predict_layers", "num_mtp_layers")  # the published name, and that of transformers
+# Of modules of multi-token prediction, which are stored as layers after the last
+MODULE = {
+    "join.embedding_norm": ("enorm.weight", ""),
+    "join.stream_norm": ("hnorm.weight", ""),
+    "join.projection": ("eh_proj.weight", LINEAR),
+    "final_norm": ("shared_head.norm.weight", ""),
+}
 
 
 class DeepseekV2(Llama):
@@ -70,11 +78,6 @@ class DeepseekV2(Llama):
         """The section `model` → the router's keys that only this family has."""
         method = "greedy" if model.router.num_groups == 1 else "group_limited_greedy"
         return {"mlp_bias": False, "norm_topk_prob": False, "topk_method": method}
-
-    def unused(self, config: Json) -> tuple[str, ...]:
-        """The modules of multi-token prediction, which are stored as layers after the last."""
-        first, count = config["num_hidden_layers"], next((config[key] for key in MTP_LAYERS if config.get(key)), 0)
-        return tuple(f"model.layers.{layer}." for layer in range(first, first + count))
 
     def attention(self, model: ModelConfig, ours: str) -> list[Tensor]:
         theirs, down = "model.layers.{layer}.self_attn.", "kv_a_proj_with_mqa.weight"
@@ -137,13 +140,39 @@ class DeepseekV3(DeepseekV2):
         normalised = bool(config["norm_topk_prob"])
         if normalised and chosen == 1:
             raise ValueError("norm_topk_prob=true with num_experts_per_tok=1")
-        options = {"score_function": "sigmoid", "normalise": normalised, "expert_bias": True}
+        options: Json = {"score_function": "sigmoid", "normalise": normalised, "expert_bias": True}
         return options | {"scaling_factor": config["routed_scaling_factor"]} | groups
+
+    def read_options(self, config: Json) -> Json:
+        modules = config.get("num_nextn_predict_layers") or 0
+        return super().read_options(config) | ({"mtp_layers": modules} if modules else {})
+
+    def unused(self, config: Json) -> tuple[str, ...]:
+        """Modules that a run does not have, and their copies of embedding and head."""
+        first, count = config["num_hidden_layers"], config.get("num_nextn_predict_layers") or 0
+        return tuple(f"model.layers.{layer}." for layer in range(first, first + count))
+
+    def tensors(self, model: ModelConfig) -> list[Tensor]:
+        out, last = super().tensors(model), f"blocks.{layer_kinds(model)[-1].block}."
+        if not model.mtp_layers:
+            return out
+        modules = [replace(t, ours=t.ours.replace(last, f"blocks.{MTP}.")) for t in out if t.ours.startswith(last)]
+        for ours, (theirs, pattern) in MODULE.items():
+            modules.append(Tensor(f"blocks.{MTP}.{ours}", f"model.layers.{{layer}}.{theirs}", pattern))
+        return out + modules
+
+    def copies(self, model: ModelConfig) -> list[Tensor]:
+        out = []
+        for layer in prediction_layers(model):
+            module, head = f"model.layers.{layer}.", "embedding.tokens" if model.tie_embeddings else "head"
+            out.append(Tensor("embedding.tokens", f"{module}embed_tokens.weight"))
+            out.append(Tensor(head, f"{module}shared_head.head.weight", "" if model.tie_embeddings else LINEAR))
+        return out
 
     def write_router(self, model: ModelConfig) -> Json:
         return {
             "norm_topk_prob": model.router.normalise,
-            "num_nextn_predict_layers": 0,
+            "num_nextn_predict_layers": model.mtp_layers,
             "rope_interleave": True,
             "topk_method": "noaux_tc",
         }

@@ -155,6 +155,15 @@ def text_names(names: Iterable[str]) -> dict[str, str]:
     return {name: name for name in names}
 
 
+def stored_names(folder: Path) -> set[str]:
+    """The names of the tensors in a folder's files; empty if there are none, or if they cannot be read."""
+    try:
+        with Weights(folder) as weights:
+            return {*weights.files}
+    except InputError:  # reading them reports it
+        return set()
+
+
 def folder_bytes(folder: Path) -> int:
     """Bytes of the files with weights."""
     with Weights(folder) as weights:

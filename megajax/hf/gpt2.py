@@ -56,6 +56,9 @@ class Gpt2:
     def unused(self, config: Json) -> tuple[str, ...]:
         return ()
 
+    def copies(self, model: ModelConfig) -> list[Tensor]:
+        return []
+
     def tensors(self, model: ModelConfig) -> list[Tensor]:
         """All parameters' entries."""
         width = model.num_heads * model.head_dim

@@ -89,6 +89,9 @@ class Llama:
     def unused(self, config: Json) -> tuple[str, ...]:
         return ()
 
+    def copies(self, model: ModelConfig) -> list[Tensor]:
+        return []
+
     def attention(self, model: ModelConfig, ours: str) -> list[Tensor]:
         theirs = "model.layers.{layer}.self_attn."
         out = [Tensor(f"{ours}output", f"{theirs}o_proj.weight", "embed (heads head) -> heads head embed")]

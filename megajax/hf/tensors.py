@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from megajax.config import ModelConfig
-from megajax.config.kinds import block_layers
+from megajax.config.kinds import stacked_layers
 
 Slices = tuple[slice, ...]
 
@@ -160,7 +160,7 @@ def tensor_names(tensor: Tensor, model: ModelConfig) -> dict[tuple[int, ...], st
     """The tensors of a parameter, by the indices (row, expert) of the dimensions that are spread over tensors."""
     if "{layer}" not in tensor.theirs:
         return {(): tensor.theirs}
-    layers = block_layers(model)[tensor.ours.split(".")[1]]
+    layers = stacked_layers(model)[tensor.ours.split(".")[1]]
     if "{expert}" not in tensor.theirs:
         return {(row,): tensor.theirs.format(layer=layer) for row, layer in enumerate(layers)}
     return {

@@ -152,7 +152,7 @@ REFUSED = {
         " use 1.0 and 4.0 as Llama 3.1 does."
     ),
     "model.rope_scaling={kind: yarn, factor: 4, beta_slow: 40}": (
-        "model.rope_scaling.beta_slow=40.0 is not below model.rope_scaling.beta_fast=32.0 (@): use 1.0 and 32.0, the"
+        "model.rope_scaling.beta_slow=40.0 is above model.rope_scaling.beta_fast=32.0 (@): use 1.0 and 32.0, the"
         " defaults."
     ),
     "model.rope_scaling={kind: longrope, factor: 4, short_factors: [1, 1, 1, 1], long_factors: [2]}": (

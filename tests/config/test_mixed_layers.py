@@ -141,8 +141,11 @@ def test_what_does_not_fit_is_refused_in_a_sentence(overrides, tmp_path, monkeyp
 def test_a_token_meets_the_mlp_of_dense_layers_and_a_few_experts_of_the_others():
     run = ["batch.global_size=1", "batch.sequence_length=4096", "data.kind=synthetic"]
     config = load_config(ROOT / "configs/models/deepseek_v2_lite.yaml", run)
-    attention, expert, shared = 4 * 2048 * 2048, 3 * 2048 * 1408, 3 * 2048 * 2816
+    attention = 2048 * 16 * 192 + 2048 * (512 + 64) + 512 * 16 * 256 + 16 * 128 * 2048
+    expert, shared = 3 * 2048 * 1408, 3 * 2048 * 2816
     moe, dense, head = 6 * expert + shared + 2048 * 64, 3 * 2048 * 10944, 2048 * 102400
     matmuls = 27 * attention + 26 * moe + dense + head
-    assert flops_per_token(config) == 6 * matmuls + 27 * 6 * 4096 * 16 * 128
-    assert parameter_count(Transformer(config.model)) == matmuls + 26 * 58 * expert + head + (2 * 27 + 1) * 2048
+    assert flops_per_token(config) == 6 * matmuls + 27 * 3 * 4096 * 16 * (192 + 128)
+    assert (
+        parameter_count(Transformer(config.model)) == matmuls + 26 * 58 * expert + head + (2 * 27 + 1) * 2048 + 27 * 512
+    )

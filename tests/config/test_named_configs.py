@@ -38,9 +38,6 @@ RECIPES = {
     "qwen3_235b": (256,),
     "qwen3_30b_l6": (1, 2, 4),
 }
-# Of a layer: queries; 512 latent numbers and 64 for positions; from the former keys and values; the output.
-LATENT_V2_LITE = 2048 * 16 * 192 + 2048 * (512 + 64) + 512 + 512 * 16 * 256 + 16 * 128 * 2048
-LATENT_V3 = 7168 * 1536 + 1536 + 1536 * 128 * 192 + 7168 * (512 + 64) + 512 + 512 * 128 * 256 + 128 * 128 * 7168
 # The sizes of the published weights: those of the tensors in the models' folders on Hugging Face.
 PARAMETERS = {
     "llama2_7b": 6_738_415_616,
@@ -60,9 +57,9 @@ PARAMETERS = {
     "qwen3_235b_a22b": 235_093_634_560,
     "gpt_oss_20b": 20_914_757_184,
     "gpt_oss_120b": 116_829_156_672,
-    # Less their latent attention, and with four full projections in each layer.
-    "deepseek_v2_lite": 15_706_484_224 - 27 * LATENT_V2_LITE + 27 * 4 * 2048 * 2048,
-    "deepseek_v3": 671_026_404_352 - 61 * LATENT_V3 + 61 * 4 * 7168 * 16384,
+    # DeepSeek-V3 without its module of multi-token prediction and without the bias of the experts' choice.
+    "deepseek_v2_lite": 15_706_484_224,
+    "deepseek_v3": 671_026_404_352,
     "llama3_8b_l16": 8_030_261_248 - 16 * 218_112_000 - 2 * (128_256 - 32_768) * 4096,
 }
 # (as printed, tolerance of the rounding)
@@ -74,6 +71,10 @@ ROUNDED_PARAMETERS = {
     "gpt3_175b": (175e9, 0.015),
     # Nemotron-4 340B: 9.4 and 331.6 billion, of the embeddings and of all else, in section 2 of its report
     "nemotron4_340b": (9.4e9 + 331.6e9, 0.0003),
+    # The folders on Hugging Face
+    "deepseek_v2": (235.7e9, 0.0003),
+    "moonlight_16b_a3b": (15.96e9, 0.0003),
+    "kimi_k2": (1.026e12, 0.001),
 }
 
 
@@ -124,6 +125,13 @@ def test_nemotron4_has_the_two_published_counts_of_parameters():
     sizes = parameters(load_model("nemotron4_340b"))
     embeddings = sizes.pop("embedding.tokens") + sizes.pop("head")
     assert (round(embeddings / 1e9, 1), round(sum(sizes.values()) / 1e9, 1)) == (9.4, 331.6)
+
+
+def test_deepseek_v3_has_the_published_parameters_with_its_module():
+    """685 billion: the folder repeats embedding and head in the module of multi-token prediction."""
+    sizes = parameters(load_model("deepseek_v3"), mtp_layers=1)
+    repeated = sizes["embedding.tokens"] + sizes["head"]
+    assert sum(sizes.values()) + repeated == pytest.approx(685e9, rel=1e-3)
 
 
 def test_rotary_positions_are_as_published():

@@ -25,6 +25,8 @@ CASES = (
     (16, 100.0, 0.5, {"kind": "yarn", "factor": 1.5, **YARN, "beta_fast": 200.0, "beta_slow": 30.0}, 8192),
     (64, 1e4, 1.0, {"kind": "yarn", "factor": 40.0, **YARN, "attention_factor": 0.9}, 8192),
     (8, 1e4, 1.0, {"kind": "yarn", "factor": 2.0, **YARN, "beta_fast": 800.0, "beta_slow": 700.0}, 8192),
+    # Kimi-K2
+    (64, 5e4, 1.0, {"kind": "yarn", "factor": 32.0, **YARN, "beta_fast": 1.0}, 8192),
     (8, 1e4, 1.0, {"kind": "longrope", "factor": 4.0, **LONGROPE}, 4096),
     (8, 1e4, 1.0, {"kind": "longrope", "factor": 4.0, **LONGROPE}, 4097),
     (8, 1e4, 1.0, {"kind": "longrope", "factor": 4.0, **LONGROPE, "attention_factor": 1.1}, 8192),

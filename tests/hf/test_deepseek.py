@@ -2,7 +2,9 @@
 
 import json
 import zipfile
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import jax
 import ml_dtypes
@@ -11,14 +13,16 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import megajax
+from megajax.checkpoint.description import describe_model
 from megajax.checkpoint.weights import open_layer_state
-from megajax.config import Config, load_config
+from megajax.config import Config, ModelConfig, load_config
 from megajax.config.checks import check_mesh
 from megajax.errors import InputError
 from megajax.hf import reader
 from megajax.hf.__main__ import main
 from megajax.hf.adapters import _of_module
-from megajax.hf.convert import FAMILIES, read_model
+from megajax.hf.convert import FAMILIES, family_for, read_model
+from megajax.hf.deepseek import MODULE
 from megajax.hf.folder import SINGLE
 from megajax.hf.tensors import assembled
 from megajax.mesh import build_mesh
@@ -46,9 +50,9 @@ def change_config(folder: Path, **changes) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
-def read(folder: Path, **mesh: int) -> dict[str, jax.Array]:
-    """The parameters and the layers' state of a folder on a mesh of four devices."""
-    config = Config.model_validate(RUN | {"model": read_model(folder), "mesh": {"data": 1} | mesh})
+def read(folder: Path, *, model: Mapping[str, int] = MappingProxyType({}), **mesh: int) -> dict[str, jax.Array]:
+    """The parameters and the layers' state of a folder on a mesh of four devices; `model` changes the model's keys."""
+    config = Config.model_validate(RUN | {"model": {**read_model(folder), **model}, "mesh": {"data": 1} | mesh})
     program = TrainProgram.build(config, build_mesh(check_mesh(config, 4), jax.devices()[:4]))
     params, state = StateSaver(program).restore_weights(str(folder))
     return params | state_by_name(state)
@@ -105,18 +109,57 @@ def test_fp8_blocks_have_their_numbers_in_all_parameters_on_a_mesh(folder, monke
     assert not np.array_equal(expected["blocks.moe.attention.value"], V3["blocks.moe.attention.value"])
 
 
-@pytest.mark.smoke
-def test_modules_of_multi_token_prediction_are_left_out_where_config_json_names_them(folder):
+@pytest.fixture
+def with_module(folder) -> Path:
+    """The folder with a module of multi-token prediction: its block has the numbers of the last layer plus 1."""
     tensors = load_file(folder / SINGLE)
-    others = {name.replace("layers.2.", "layers.3."): w + 1 for name, w in tensors.items() if "layers.2." in name}
-    others["model.layers.3.eh_proj.weight"] = np.ones((32, 64), np.float32)
-    save_file(tensors | others, folder / SINGLE)
-    with pytest.raises(InputError, match=r"has the tensor model\.layers\.3\..*, which its model_type does not have"):
-        read(folder, fsdp=4)
+    module = {name.replace("layers.2.", "layers.3."): w + 1 for name, w in tensors.items() if "layers.2." in name}
+    rng = np.random.default_rng(0)
+    for name, shape in {"enorm": 32, "hnorm": 32, "shared_head.norm": 32, "eh_proj": (32, 64)}.items():
+        module[f"model.layers.3.{name}.weight"] = rng.normal(size=shape).astype(np.float32)
+    module["model.layers.3.embed_tokens.weight"] = tensors["model.embed_tokens.weight"].copy()
+    module["model.layers.3.shared_head.head.weight"] = tensors["lm_head.weight"].copy()
+    save_file(tensors | module, folder / SINGLE)
     change_config(folder, num_nextn_predict_layers=1)
-    found = read(folder, fsdp=4)
+    return folder
+
+
+@pytest.mark.smoke
+def test_modules_of_multi_token_prediction_are_read_and_written(with_module, tmp_path):
+    expected = load_file(with_module / SINGLE)
+    assert main(["import", str(with_module), str(tmp_path / "run")]) == 0
+    found = megajax.load_weights(tmp_path / "run")
+    names = {name for name in found if name.startswith("blocks.mtp.")}
+    for name in names - {f"blocks.mtp.{own}" for own in MODULE}:
+        np.testing.assert_array_equal(found[name][0], V3[name.replace(".mtp.", ".moe.", 1)][1] + 1, err_msg=name)
+    np.testing.assert_array_equal(found["blocks.mtp.join.projection"][0], expected["model.layers.3.eh_proj.weight"].T)
+    for ours, theirs in {"join.embedding_norm": "enorm", "join.stream_norm": "hnorm"}.items():
+        np.testing.assert_array_equal(found[f"blocks.mtp.{ours}"][0], expected[f"model.layers.3.{theirs}.weight"])
+
+    assert main(["export", str(tmp_path / "run"), str(tmp_path / "out")]) == 0
+    written = load_file(next((tmp_path / "out").glob("*.safetensors")))
+    assert written.keys() == expected.keys()
+    for name, w in expected.items():
+        np.testing.assert_array_equal(written[name], w, err_msg=name)
+    assert json.loads((tmp_path / "out/config.json").read_text())["num_nextn_predict_layers"] == 1
+    assert main(["compare", str(with_module), str(tmp_path / "run")]) == 0
+
+
+@pytest.mark.smoke
+def test_a_run_may_leave_the_modules_out(with_module):
+    found = read(with_module, model={"mtp_layers": 0}, fsdp=4)
     np.testing.assert_array_equal(found["final_norm"], V3["final_norm"])
     np.testing.assert_array_equal(found[BIAS], V3[BIAS])
+    change_config(with_module, num_nextn_predict_layers=0)
+    with pytest.raises(InputError, match=r"has the tensor model\.layers\.3\..*, which its model_type does not have"):
+        read(with_module, fsdp=4)
+
+
+@pytest.mark.smoke
+def test_a_config_json_that_promises_modules_that_are_not_there_has_none(folder):
+    """transformers writes the number of modules, but not the modules."""
+    change_config(folder, num_nextn_predict_layers=1)
+    assert "mtp_layers" not in read_model(folder)
 
 
 @pytest.mark.smoke
@@ -176,3 +219,139 @@ def test_a_model_that_megajax_does_not_have_is_refused(folder, case):
     with pytest.raises(InputError) as error:
         read_model(folder)
     assert sentence in str(error.value) and "megajax's model does not have" in str(error.value)
+
+
+# The keys of the published folders' config.json that describe the network
+V2_LITE = {
+    "attention_bias": False,
+    "first_k_dense_replace": 1,
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "intermediate_size": 10944,
+    "kv_lora_rank": 512,
+    "moe_intermediate_size": 1408,
+    "moe_layer_freq": 1,
+    "n_group": 1,
+    "n_routed_experts": 64,
+    "n_shared_experts": 2,
+    "norm_topk_prob": False,
+    "num_attention_heads": 16,
+    "num_experts_per_tok": 6,
+    "num_hidden_layers": 27,
+    "num_key_value_heads": 16,
+    "q_lora_rank": None,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": {
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "factor": 40,
+        "mscale": 0.707,
+        "mscale_all_dim": 0.707,
+        "original_max_position_embeddings": 4096,
+        "type": "yarn",
+    },
+    "rope_theta": 10000,
+    "routed_scaling_factor": 1.0,
+    "scoring_func": "softmax",
+    "tie_word_embeddings": False,
+    "topk_group": 1,
+    "topk_method": "greedy",
+    "v_head_dim": 128,
+    "vocab_size": 102400,
+}
+BY_BIAS = {"norm_topk_prob": True, "scoring_func": "sigmoid", "topk_method": "noaux_tc"}
+SCALED = V2_LITE["rope_scaling"] | {"mscale": 1.0, "mscale_all_dim": 1.0}
+LARGE = {"num_attention_heads": 128, "num_key_value_heads": 128, "q_lora_rank": 1536}
+PUBLISHED = {
+    "deepseek_v2_lite": ("deepseek_v2", V2_LITE),
+    "deepseek_v2": (
+        "deepseek_v2",
+        V2_LITE
+        | LARGE
+        | {
+            "hidden_size": 5120,
+            "intermediate_size": 12288,
+            "moe_intermediate_size": 1536,
+            "n_group": 8,
+            "n_routed_experts": 160,
+            "num_hidden_layers": 60,
+            "routed_scaling_factor": 16.0,
+            "topk_group": 3,
+            "topk_method": "group_limited_greedy",
+        },
+    ),
+    "deepseek_v3": (
+        "deepseek_v3",
+        V2_LITE
+        | LARGE
+        | BY_BIAS
+        | {
+            "first_k_dense_replace": 3,
+            "hidden_size": 7168,
+            "intermediate_size": 18432,
+            "moe_intermediate_size": 2048,
+            "n_group": 8,
+            "n_routed_experts": 256,
+            "n_shared_experts": 1,
+            "num_experts_per_tok": 8,
+            "num_hidden_layers": 61,
+            "num_nextn_predict_layers": 1,
+            "rope_scaling": SCALED,
+            "routed_scaling_factor": 2.5,
+            "topk_group": 4,
+            "vocab_size": 129280,
+        },
+    ),
+    "moonlight_16b_a3b": (
+        "deepseek_v3",
+        V2_LITE
+        | BY_BIAS
+        | {
+            "intermediate_size": 11264,
+            "num_nextn_predict_layers": 0,
+            "rms_norm_eps": 1e-05,
+            "rope_scaling": None,
+            "rope_theta": 50000.0,
+            "routed_scaling_factor": 2.446,
+            "vocab_size": 163840,
+        },
+    ),
+    "kimi_k2": (
+        "kimi_k2",
+        V2_LITE
+        | BY_BIAS
+        | {
+            "hidden_size": 7168,
+            "intermediate_size": 18432,
+            "moe_intermediate_size": 2048,
+            "n_routed_experts": 384,
+            "n_shared_experts": 1,
+            "num_attention_heads": 64,
+            "num_experts_per_tok": 8,
+            "num_hidden_layers": 61,
+            "num_key_value_heads": 64,
+            "num_nextn_predict_layers": 0,
+            "q_lora_rank": 1536,
+            "rope_scaling": SCALED | {"beta_fast": 1.0, "factor": 32.0},
+            "rope_theta": 50000.0,
+            "routed_scaling_factor": 2.827,
+            "vocab_size": 163840,
+        },
+    ),
+}
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_published_config_json_is_that_of_configs(tmp_path, name):
+    model_type, published = PUBLISHED[name]
+    (tmp_path / "config.json").write_text(json.dumps(published | {"model_type": model_type}))
+    found = ModelConfig.model_validate(read_model(tmp_path) | {"mtp_layers": 0})
+    path = Path(__file__).parents[2] / f"configs/models/{name}.yaml"
+    ours = load_config(path, ["batch.global_size=1", "batch.sequence_length=128", "data.kind=synthetic"]).model
+    assert describe_model(found) == describe_model(ours)
+    assert read_model(tmp_path).get("mtp_layers", 0) == published.get("num_nextn_predict_layers", 0)
+    family = FAMILIES["deepseek_v3" if model_type == "kimi_k2" else model_type]
+    assert family_for(ours) is family
