@@ -3,12 +3,12 @@
 from megajax.checkpoint.manager import (
     Checkpoints,
     SaveOutcome,
-    complete_steps,
     find_checkpoint,
     newest_good,
     reason,
     restore_model,
 )
+from megajax.checkpoint.storage import complete_steps
 
 __all__ = [
     "Checkpoints",

@@ -9,11 +9,11 @@ import math
 import zlib
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 from typing import Any, NamedTuple
 
+from megajax.checkpoint.storage import Folder, sizes, store_errors, write_text
 from megajax.errors import InputError
-from megajax.files import replace_text
 
 NAME = "checksums.json"
 PIECE = 2**26  # bytes; large files are divided among threads and processes
@@ -28,12 +28,12 @@ class Piece(NamedTuple):
     number: int
 
 
-def exist(directory: Path) -> bool:
+def exist(directory: Folder) -> bool:
     """Whether a checkpoint has checksums; those of older versions have none."""
     return (directory / NAME).exists()
 
 
-def compute(directory: Path, index: int = 0, count: int = 1) -> list[tuple[str, int, str]]:
+def compute(directory: Folder, index: int = 0, count: int = 1) -> list[tuple[str, int, str]]:
     """(file, piece, CRC-32 in hexadecimal) for the `index`-th of `count` equal shares of a checkpoint's pieces."""
     share = _pieces(_sizes(directory))[index::count]
     with ThreadPoolExecutor(THREADS) as threads:
@@ -41,7 +41,7 @@ def compute(directory: Path, index: int = 0, count: int = 1) -> list[tuple[str, 
         return [(piece.name, piece.number, crc) for piece, (crc, _) in zip(share, found, strict=True)]
 
 
-def write(directory: Path, shares: Sequence[Sequence[Sequence[Any]]]) -> str:
+def write(directory: Folder, shares: Sequence[Sequence[Sequence[Any]]]) -> str:
     """Write `checksums.json` from the shares of all processes; a problem if they do not cover all files, else empty."""
     sizes = _sizes(directory)
     found = sorted(tuple(piece) for share in shares for piece in share)
@@ -51,23 +51,26 @@ def write(directory: Path, shares: Sequence[Sequence[Sequence[Any]]]) -> str:
     for name, _, crc in found:
         files[name]["crc32"].append(crc)
     record = {"format": 1, "piece": PIECE, "crc32": _own(files), "files": files}
-    replace_text(directory / NAME, json.dumps(record, indent=0))
+    write_text(directory / NAME, json.dumps(record, indent=0))
     return ""
 
 
-def damage(directory: Path, index: int = 0, count: int = 1, part: str = "") -> str:
+def damage(directory: Folder, index: int = 0, count: int = 1, part: str = "") -> str:
     """The first damaged file of a checkpoint and what is wrong with it; empty if there is none, or no checksums.
 
     Reads the `index`-th of `count` equal shares of the pieces, of files whose names begin with `part`.
     """
     try:
-        if not exist(directory):
-            return ""
-        recorded = _recorded(directory)
+        with store_errors(directory):
+            if not exist(directory):
+                return ""
+            recorded = _recorded(directory)
+    except InputError:  # a ValueError
+        raise
     except PermissionError:
         raise _forbidden(directory / NAME) from None
     except OSError as error:
-        return f"{NAME} cannot be read: {error.strerror}"
+        return f"{NAME} cannot be read: {error.strerror or error}"
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
         return f"{NAME} cannot be read"
     share = [piece for piece in recorded if piece.name.startswith(part)][index::count]
@@ -75,25 +78,26 @@ def damage(directory: Path, index: int = 0, count: int = 1, part: str = "") -> s
         return next(filter(None, threads.map(lambda piece: _problem(directory, piece, *recorded[piece]), share)), "")
 
 
-def _problem(directory: Path, piece: Piece, size: int, crc: str) -> str:
+def _problem(directory: Folder, piece: Piece, size: int, crc: str) -> str:
     try:
-        if not (directory / piece.name).is_file():  # a pipe would block
-            return f"{piece.name} is missing"
-        found, length = _read(directory, piece, size)
+        with store_errors(directory):
+            if not (directory / piece.name).is_file():  # a pipe would block
+                return f"{piece.name} is missing"
+            found, length = _read(directory, piece, size)
     except PermissionError:
         raise _forbidden(directory / piece.name) from None
     except OSError as error:
-        return f"{piece.name} cannot be read: {error.strerror}"
+        return f"{piece.name} cannot be read: {error.strerror or error}"
     if length != size:
         return f"{piece.name} has {length} bytes instead of {size}"
     return "" if found == crc else f"{piece.name} has other bits than when it was saved"
 
 
-def _forbidden(path: Path) -> InputError:
+def _forbidden(path: Folder) -> InputError:
     return InputError(f"{path} cannot be read: give yourself the permission.")
 
 
-def _recorded(directory: Path) -> dict[Piece, tuple[int, str]]:
+def _recorded(directory: Folder) -> dict[Piece, tuple[int, str]]:
     """The file's size and the CRC-32 of each recorded piece. Raises one of several errors for a damaged record."""
     record = json.loads((directory / NAME).read_text())
     files = {name: (entry["size"], entry["crc32"]) for name, entry in record["files"].items()}
@@ -108,9 +112,9 @@ def _recorded(directory: Path) -> dict[Piece, tuple[int, str]]:
     return pieces
 
 
-def _read(directory: Path, piece: Piece, size: int | None = None) -> tuple[str, int]:
+def _read(directory: Folder, piece: Piece, size: int | None = None) -> tuple[str, int]:
     """A piece's CRC-32, and the size of its file; nothing is read if that is not `size`."""
-    with (directory / piece.name).open("rb", buffering=0) as file:
+    with (directory / piece.name).open("rb") as file:
         length = file.seek(0, 2)
         if size not in (None, length):
             return "", length
@@ -126,10 +130,9 @@ def _own(files: dict[str, Any]) -> str:
     return f"{zlib.crc32(json.dumps(files, sort_keys=True).encode()):08x}"
 
 
-def _sizes(directory: Path) -> dict[str, int]:
-    """The size of each file of a checkpoint, by its path in the directory."""
-    files = [path for path in directory.rglob("*") if path.is_file() and not path.name.startswith(NAME)]
-    return {path.relative_to(directory).as_posix(): path.stat().st_size for path in files}
+def _sizes(directory: Folder) -> dict[str, int]:
+    """The size of each file that has checksums, by its path in the directory."""
+    return {name: size for name, size in sizes(directory).items() if not PurePosixPath(name).name.startswith(NAME)}
 
 
 def _pieces(sizes: dict[str, int]) -> list[Piece]:

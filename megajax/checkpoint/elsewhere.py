@@ -1,56 +1,78 @@
-"""Checkpoints in another directory than the run's own: `checkpoint.dir`.
+"""Checkpoints elsewhere than in the run's own directory: `checkpoint.dir`.
 
-`RUN/checkpoints` becomes a link to it, so that everything that finds checkpoints by their run works as before.
+`RUN/checkpoints` leads there, so that everything that finds checkpoints by their run works as before.
 """
 
 from pathlib import Path
 
-from megajax.checkpoint.manager import SUBDIRECTORY
+import tensorstore
+
+from megajax.checkpoint.storage import (
+    SUBDIRECTORY,
+    Folder,
+    bucket_folder,
+    checkpoint_folder,
+    is_in_bucket,
+    key_value_store,
+    lead_to,
+    leads_elsewhere,
+    store_problem,
+)
 from megajax.config import Config
-from megajax.config.data_schema import is_remote
 from megajax.errors import InputError
 from megajax.files import replace_text
 
 OWNER = "run"  # file in `checkpoint.dir` with the path of the run directory whose checkpoints are there
+RETRIES = 3  # of a request to a bucket at the start; a save waits longer
 
 
 def link_checkpoints(config: Config) -> None:
-    """Make `checkpoint.dir` and the link to it, if they are not there; the first process calls it at each start.
+    """Make `checkpoint.dir` and `RUN/checkpoints`, if they are not there; the first process calls it at each start.
 
-    Raises InputError for a URL, if the directory cannot be written or belongs to another run, or if the run has
+    Raises InputError if the directory or bucket cannot be written or belongs to another run, or if the run has
     checkpoints elsewhere.
     """
     wanted = config.checkpoint.dir
     if wanted is None:
         return
-    key = f"checkpoint.dir={wanted} ({config.where('checkpoint.dir')})"
-    if is_remote(wanted):
+    key, run_dir = f"checkpoint.dir={wanted} ({config.where('checkpoint.dir')})", Path(config.run.dir).resolve()
+    folder: Folder = bucket_folder(wanted) if is_in_bucket(wanted) else Path(wanted).resolve()
+    link, here = run_dir / SUBDIRECTORY, checkpoint_folder(run_dir)
+    if here != folder and (leads_elsewhere(run_dir) or link.is_dir() and any(link.iterdir())):
         raise InputError(
-            f"{key} is a URL, but checkpoints are written to directories: give one, such as a bucket that is mounted "
-            "by a file system that can rename directories."
-        )
-    directory, link = Path(wanted).resolve(), Path(config.run.dir).resolve() / SUBDIRECTORY
-    owner = directory / OWNER
-    if link.resolve() != directory and (link.is_symlink() or link.is_dir() and any(link.iterdir())):
-        raise InputError(
-            f"{key}: the run's checkpoints are in {link.resolve()}: move them to checkpoint.dir and remove {link}, or "
+            f"{key}: the run's checkpoints are in {here}: move them to checkpoint.dir and remove {link}, or "
             "restore checkpoint.dir."
         )
     try:
         link.parent.mkdir(parents=True, exist_ok=True)
-        directory.mkdir(parents=True, exist_ok=True)
-        if not owner.exists():
-            replace_text(owner, f"{link.parent}\n")
-        if (name := owner.read_text().strip()) != str(link.parent):
+        if (name := _owner(folder, run_dir)) != str(run_dir):
             raise InputError(
-                f"{key} has the checkpoints of run.dir={name}: choose another directory, or write {link.parent} into "
-                f"{owner} if that run was moved."
+                f"{key} has the checkpoints of run.dir={name}: choose another directory, or write {run_dir} into "
+                f"{folder / OWNER} if that run was moved."
             )
-        if not link.is_symlink():
+        if not leads_elsewhere(run_dir):
             if link.exists():
                 link.rmdir()
-            link.symlink_to(directory)
+            lead_to(folder, link)
     except OSError as error:
         raise InputError(
-            f"{key}: {error.filename or directory} cannot be written ({error.strerror}): choose another directory."
+            f"{key}: {error.filename or folder} cannot be written ({error.strerror}): choose another directory."
         ) from None
+
+
+def _owner(folder: Folder, run_dir: Path) -> str:
+    """The run directory whose checkpoints are in a folder; `run_dir` if it had none."""
+    if isinstance(folder, Path):
+        folder.mkdir(parents=True, exist_ok=True)
+        if not (folder / OWNER).exists():
+            replace_text(folder / OWNER, f"{run_dir}\n")
+        return (folder / OWNER).read_text().strip()
+    context = tensorstore.Context({"gcs_request_retries": {"max_retries": RETRIES}})
+    try:
+        store = tensorstore.KvStore.open(key_value_store(folder), context=context).result()
+        # Written again at each start, which shows at once whether a save can write.
+        name = store.read(OWNER).result().value.decode().strip() or str(run_dir)
+        store.write(OWNER, f"{name}\n").result()
+    except ValueError as error:  # tensorstore raises it for all failures
+        raise store_problem(folder, error) from None
+    return name

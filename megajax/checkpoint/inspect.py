@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megajax.checkpoint import checksums, complete_steps, find_checkpoint
-from megajax.checkpoint.manager import SUBDIRECTORY
+from megajax.checkpoint.storage import SUBDIRECTORY, Folder, checkpoint_folder, saved_at, sizes, store_errors
 from megajax.checkpoint.weights import array_headers
 from megajax.console import CommandParser, size, user_errors
 from megajax.errors import UserError
@@ -18,10 +18,9 @@ COLUMNS = ("step", "saved", "arrays", "on disk", "saved on", "files")
 DAMAGED = 1  # exit status
 
 
-def row(checkpoint: Path, verify: bool) -> tuple[list[str], bool]:
+def row(checkpoint: Folder, verify: bool) -> tuple[list[str], bool]:
     """The cells of `RUN/checkpoints/STEP`, and whether it is damaged; with `verify` its files are read and compared."""
-    files = [path for path in checkpoint.resolve().rglob("*") if path.is_file()]
-    date = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(checkpoint.stat().st_mtime))
+    date = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(saved_at(checkpoint)))
     arrays, where, problem = "?", "?", ""
     try:
         arrays = size(sum(math.prod(shape) * dtype.itemsize for shape, dtype in array_headers(checkpoint).values()))
@@ -35,11 +34,11 @@ def row(checkpoint: Path, verify: bool) -> tuple[list[str], bool]:
         state = "without checksums"
     if problem:
         state = f"DAMAGED: {problem}"
-    on_disk = size(sum(path.stat().st_size for path in files))
+    on_disk = size(sum(sizes(checkpoint).values()))
     return [checkpoint.name, date, arrays, on_disk, where, state], bool(problem)
 
 
-def _saved_on(checkpoint: Path) -> str:
+def _saved_on(checkpoint: Folder) -> str:
     """The mesh and the number of devices and processes that saved a checkpoint."""
     described: dict[str, Any] = json.loads((checkpoint / "description" / "metadata").read_text())
     found = described.get("saved_on")
@@ -49,7 +48,7 @@ def _saved_on(checkpoint: Path) -> str:
     return mesh if found["processes"] == 1 else f"{mesh}, {found['processes']} processes"
 
 
-def array_lines(checkpoint: Path) -> Iterator[str]:
+def array_lines(checkpoint: Folder) -> Iterator[str]:
     """A line for each array of a checkpoint: name, shape, dtype, bytes."""
     headers = array_headers(checkpoint)
     width = max(map(len, headers))
@@ -70,13 +69,15 @@ def main(argv: list[str]) -> int:
         options = parser.parse_args(argv)
         run_dir, newest = find_checkpoint(options.run, "RUN")
         chosen = [newest] if Path(options.run).parent.name == SUBDIRECTORY else complete_steps(run_dir)
-        rows = [row(run_dir / SUBDIRECTORY / str(step), options.verify) for step in chosen]
+        folder = checkpoint_folder(run_dir)
+        with store_errors(folder):
+            rows = [row(folder / str(step), options.verify) for step in chosen]
         table = [list(COLUMNS), *(cells for cells, _ in rows)]
         widths = [max(len(line[i]) for line in table) for i in range(len(COLUMNS))]
         for line in table:
             print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
         if options.arrays:
-            print("", *array_lines(run_dir / SUBDIRECTORY / str(newest)), sep="\n")
+            print("", *array_lines(folder / str(newest)), sep="\n")
     return DAMAGED if any(damaged for _, damaged in rows) else 0
 
 

@@ -5,11 +5,11 @@ is compared before any array is read, so that the error for a checkpoint of anot
 orbax's thousand lines.
 """
 
+import contextlib
 import itertools
 import json
 import logging
 import math
-import shutil
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -24,6 +24,14 @@ from orbax.checkpoint.checkpoint_managers import preservation_policy as policies
 
 from megajax.checkpoint import checksums
 from megajax.checkpoint.description import compare_descriptions, describe_model
+from megajax.checkpoint.storage import (
+    SUBDIRECTORY,
+    checkpoint_folder,
+    complete_steps,
+    is_in_bucket,
+    remove_partial,
+    store_errors,
+)
 from megajax.config import ModelConfig
 from megajax.config.kinds import MOE
 from megajax.errors import InputError, UserError
@@ -31,7 +39,6 @@ from megajax.messages import decide
 from megajax.model.lora import is_adapter
 
 EXPERTS = "experts"  # name of the MoE layers' state in a checkpoint
-SUBDIRECTORY = "checkpoints"
 LONGEST_SAVE = 10**6  # seconds; orbax measures them by the clock, which may jump
 SLOWEST = 3600.0  # seconds by which processes may differ in reading their shares of a checkpoint
 LARGE_LAYER = 2**18  # bytes of a layer in one device's shard
@@ -70,7 +77,7 @@ class Checkpoints:
         asyncio_log.removeFilter(_is_news)
         asyncio_log.addFilter(_is_news)
         sys.unraisablehook = _report_unraisable
-        self.directory = (Path(run_dir) / SUBDIRECTORY).resolve()
+        self.directory = checkpoint_folder(run_dir)
         kept: list[Any] = [policies.LatestN(keep)]
         if keep_every:
             kept.append(policies.EveryNSteps(keep_every))
@@ -92,6 +99,10 @@ class Checkpoints:
         """The newest complete checkpoint's step; None if there is none."""
         return self._manager.latest_step()
 
+    def complete_steps(self) -> list[int]:
+        """The steps of all complete checkpoints, oldest first."""
+        return sorted(self._manager.all_steps())
+
     def reload(self) -> None:
         """Read the directory again after a change by others."""
         self._manager.reload()
@@ -105,8 +116,7 @@ class Checkpoints:
 
     def remove_partial(self) -> None:
         """Remove the remains of saves that were interrupted. Only for a process that alone writes here."""
-        for part in self.directory.glob("*.orbax-checkpoint-tmp*"):
-            shutil.rmtree(part, ignore_errors=True)
+        remove_partial(self.directory)
 
     def save(self, step: int, tree: Any, description: dict[str, Any], eval_loss: float | None = None) -> None:
         """Start writing a tree of arrays and its description; returns as soon as the arrays are copied to the host.
@@ -174,7 +184,8 @@ class Checkpoints:
         if error is not None:
             if jax.process_index() == 0:
                 self.remove_partial()  # otherwise it would keep filling the disk
-            self._manager.reload()  # orbax has forgotten the old checkpoint that the failed save should replace
+            with contextlib.suppress(Exception) if is_in_bucket(self.directory) else contextlib.nullcontext():
+                self._manager.reload()  # orbax has forgotten the old checkpoint that the failed save should replace
         waited = result.waited + time.perf_counter() - start
         return replace(result, waited=waited, seconds=end - begin, error=error, unverified=unverified)
 
@@ -221,9 +232,10 @@ class Checkpoints:
         """Wait until the last save is on disk. Raises InputError if it failed."""
         outcome = self.outcome(wait=True)
         if outcome is not None and outcome.error is not None:
+            cure = "check the bucket" if is_in_bucket(self.directory) else "free disk space there"
             raise InputError(
                 f"the checkpoint of step {outcome.step} could not be saved in {self.directory} ({outcome.error}): "
-                "free disk space there, or choose another run.dir."
+                f"{cure}, or choose another run.dir."
             )
 
     def close(self) -> None:
@@ -278,14 +290,9 @@ def reason(error: BaseException) -> str:
     return next((reason for reason in known if reason in text), text.splitlines()[0][:200])
 
 
-def complete_steps(run_dir: str | Path) -> list[int]:
-    """The steps of a run directory's complete checkpoints, oldest first; nothing is created."""
-    return sorted(int(path.name) for path in (Path(run_dir) / SUBDIRECTORY).glob("*") if path.name.isdigit())
-
-
 def newest_good(run_dir: str | Path, steps: Sequence[int]) -> int | None:
     """The newest of `steps` whose checkpoint has no damaged file, read by this process alone; None if there is none."""
-    path = Path(run_dir) / SUBDIRECTORY
+    path = checkpoint_folder(run_dir)
     return next((step for step in sorted(steps, reverse=True) if not checksums.damage(path / str(step))), None)
 
 
@@ -297,7 +304,7 @@ def find_checkpoint(path: str | Path, setting: str, location: str = "") -> tuple
     given, shown = Path(path), f"{setting}={path}{location}"
     one = given.parent.name == SUBDIRECTORY and given.name.isdigit()
     run_dir = given.parent.parent if one else given
-    if not (run_dir / SUBDIRECTORY).is_dir():
+    if not (run_dir / SUBDIRECTORY).exists():
         raise InputError(f"{shown} has no {SUBDIRECTORY}: give the directory of a run, or RUN/{SUBDIRECTORY}/STEP.")
     steps = complete_steps(run_dir)
     if not steps:
@@ -327,7 +334,8 @@ def restore_model(
     item = checkpoints.directory / str(step) / "state"
     abstract = {"params": params} | saved_layer_state(layer_state)
     try:
-        saved = checkpoints.describe(step)
+        with store_errors(checkpoints.directory):
+            saved = checkpoints.describe(step)
         if saved.get("lora") and not any(map(is_adapter, params)):
             raise InputError(
                 f"{setting}={path}{location} has adapters only: write the merged model with "
@@ -341,7 +349,8 @@ def restore_model(
         with ocp.PyTreeCheckpointer() as reader:
             restore_args = ocp.checkpoint_utils.construct_restore_args(abstract)
             args = ocp.args.PyTreeRestore(abstract, restore_args=restore_args, partial_restore=True)  # type: ignore[call-arg]
-            restored = reader.restore(item, args=args)
+            with store_errors(item):
+                restored = reader.restore(item, args=args)
     except (UserError, jax.errors.JaxRuntimeError):
         raise
     except Exception as error:  # any error of orbax

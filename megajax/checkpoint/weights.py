@@ -10,7 +10,8 @@ import numpy as np
 import tensorstore
 
 from megajax.checkpoint import checksums
-from megajax.checkpoint.manager import SUBDIRECTORY, find_checkpoint, saved_layer_state
+from megajax.checkpoint.manager import find_checkpoint, saved_layer_state
+from megajax.checkpoint.storage import Folder, checkpoint_folder, key_value_store, store_errors
 from megajax.config import Config, ModelConfig, load_config
 from megajax.errors import InputError
 from megajax.model.block import layer_state
@@ -57,7 +58,7 @@ def open_layer_state(run_or_checkpoint: str | Path, model: ModelConfig) -> dict[
 class StoredArray:
     """One array of a checkpoint; an index reads that part of it."""
 
-    def __init__(self, item: Path, array: Any):
+    def __init__(self, item: Folder, array: Any):
         self._item, self._array, self.shape = item, array, tuple(array.shape)
 
     def __getitem__(self, index: Any) -> np.ndarray:
@@ -74,27 +75,27 @@ def run_config(run_dir: Path, setting: str) -> Config:
         return load_config(path)
 
 
-def _item(run_or_checkpoint: str | Path) -> Path:
+def _item(run_or_checkpoint: str | Path) -> Folder:
     run_dir, step = find_checkpoint(run_or_checkpoint, "run_or_checkpoint")
-    checkpoint = (run_dir / SUBDIRECTORY / str(step)).resolve()
+    checkpoint = checkpoint_folder(run_dir) / str(step)
     if problem := checksums.damage(checkpoint):
         raise InputError(f"{checkpoint} is damaged ({problem}): give another checkpoint.")
     return checkpoint / "state"
 
 
-def array_headers(checkpoint: Path) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
+def array_headers(checkpoint: Folder) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
     """(shape, dtype) of all arrays of `RUN/checkpoints/STEP`, optimizer state too, by name; no array is read.
 
     Raises InputError if it is damaged.
     """
-    item = checkpoint.resolve() / "state"
+    item = checkpoint / "state"
     with _damage_reported(item):
         return {name: (tuple(array.shape), array.dtype.numpy_dtype) for name, array in _open(item, "").items()}
 
 
-def _open(item: Path, prefix: str = PREFIX) -> dict[str, Any]:
+def _open(item: Folder, prefix: str = PREFIX) -> dict[str, Any]:
     # Without orbax, because it starts jax, which reserves GPU memory.
-    store = {"driver": "ocdbt", "base": {"driver": "file", "path": f"{item}/"}}
+    store = {"driver": "ocdbt", "base": key_value_store(item)}
     keys = tensorstore.KvStore.open(store).result().list().result()
     paths = [key.decode().removesuffix(HEADER) for key in keys if key.endswith(HEADER.encode())]
     opened = {
@@ -108,9 +109,10 @@ def _open(item: Path, prefix: str = PREFIX) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def _damage_reported(item: Path) -> Iterator[None]:
+def _damage_reported(item: Folder) -> Iterator[None]:
     try:
-        yield
+        with store_errors(item):
+            yield
     except ValueError as error:  # tensorstore raises it for all failures
         if isinstance(error, InputError):
             raise

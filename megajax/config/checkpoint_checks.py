@@ -1,16 +1,27 @@
 """Checks of the section `checkpoint`."""
 
 import math
+import re
 
+from megajax.config.data_schema import is_remote
 from megajax.config.schema import Config
 from megajax.config.sentences import fail, format_keys, warn
 
 
 def check_checkpoints(config: Config) -> None:
     """Raise `ConfigError` for checkpoints, or folders made of them, that could not be written as asked."""
+    _check_directory(config)
     _check_exports(config)
     _check_local_checkpoints(config)
     _check_best(config)
+
+
+def _check_directory(config: Config) -> None:
+    directory, key = config.checkpoint.dir, "checkpoint.dir"
+    if directory is not None and is_remote(directory) and not re.fullmatch(r"gs://[^/]+(/[^/]+)+/?", directory):
+        problem = f"{format_keys(config, key)} is a URL, but not of the form gs://BUCKET/FOLDER"
+        cure = "give one, or a directory, such as a bucket of another store that is mounted (docs/checkpoints.md)"
+        fail(config, problem, cure, key)
 
 
 def _check_exports(config: Config) -> None:

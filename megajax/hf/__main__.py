@@ -8,7 +8,8 @@ from pathlib import Path
 
 import yaml
 
-from megajax.checkpoint.manager import SUBDIRECTORY, find_checkpoint
+from megajax.checkpoint.manager import find_checkpoint
+from megajax.checkpoint.storage import SUBDIRECTORY
 from megajax.checkpoint.weights import run_config
 from megajax.config import load_config
 from megajax.config.checks import check_mesh

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save_file
 
-from megajax.checkpoint.manager import SUBDIRECTORY, find_checkpoint
+from megajax.checkpoint.manager import find_checkpoint
+from megajax.checkpoint.storage import SUBDIRECTORY
 from megajax.checkpoint.weights import open_layer_state, open_weights
 from megajax.config import Config
 from megajax.errors import InputError

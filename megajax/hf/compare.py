@@ -8,7 +8,8 @@ import numpy as np
 from jax.sharding import SingleDeviceSharding
 
 from megajax.checkpoint import restore_model
-from megajax.checkpoint.manager import SUBDIRECTORY, find_checkpoint
+from megajax.checkpoint.manager import find_checkpoint
+from megajax.checkpoint.storage import SUBDIRECTORY
 from megajax.checkpoint.weights import open_layer_state, open_weights, run_config
 from megajax.config import ModelConfig
 from megajax.errors import InputError

@@ -12,6 +12,7 @@ from megajax.checkpoint import Checkpoints, complete_steps, newest_good, reason
 from megajax.checkpoint.description import Difference
 from megajax.checkpoint.elsewhere import link_checkpoints
 from megajax.checkpoint.local_tier import LocalCheckpoint
+from megajax.checkpoint.storage import store_errors
 from megajax.config.batch_schedule import BatchSizes, Position
 from megajax.errors import InputError, UserError
 from megajax.training import run_record
@@ -201,7 +202,8 @@ class Start:
 
         def find() -> str:
             try:
-                action()
+                with store_errors(self._checkpoints().directory):
+                    action()
             except (UserError, jax.errors.JaxRuntimeError):  # the latter: for example, out of memory
                 raise
             except Exception as error:  # any error of orbax

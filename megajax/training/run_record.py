@@ -8,7 +8,14 @@ from typing import Any
 
 import yaml
 
-from megajax.checkpoint.manager import SUBDIRECTORY, complete_steps
+from megajax.checkpoint.storage import (
+    SUBDIRECTORY,
+    checkpoint_folder,
+    complete_steps,
+    lead_to,
+    leads_elsewhere,
+    move,
+)
 from megajax.config import Config
 from megajax.config.tree import Loader, read_file, show
 from megajax.data import tokenizers
@@ -96,21 +103,24 @@ def set_aside(run_dir: Path, step: int, later_steps: list[int]) -> Path:
 
     metrics.jsonl and the configs are copied there too, since the run overwrites its logs after `step`.
     """
-    numbers = [int(path.name) for path in (run_dir / SET_ASIDE).glob("*") if path.name.isdigit()]
+    checkpoints, elsewhere = checkpoint_folder(run_dir), leads_elsewhere(run_dir)
+    places = [run_dir / SET_ASIDE, *([checkpoints / SET_ASIDE] if elsewhere else [])]
+    numbers = [int(path.name) for place in places for path in place.glob("*") if path.name.isdigit()]
     target = run_dir / SET_ASIDE / str(max(numbers, default=0) + 1)
     target.mkdir(parents=True)
-    kept, checkpoints = target / SUBDIRECTORY, run_dir / SUBDIRECTORY
-    if checkpoints.is_symlink():  # `checkpoint.dir` may be on another disk, so they stay there
-        kept = checkpoints.resolve() / SET_ASIDE / target.name
-        (target / SUBDIRECTORY).symlink_to(kept)
-    kept.mkdir(parents=True)
+    kept = target / SUBDIRECTORY
+    if elsewhere:  # `checkpoint.dir` may be on another disk, so they stay there
+        kept = checkpoints / SET_ASIDE / target.name
+        lead_to(kept, target / SUBDIRECTORY)
+    if isinstance(kept, Path):  # a bucket has no directories
+        kept.mkdir(parents=True)
     for name in (CONFIG, "metrics.jsonl"):
         with contextlib.suppress(FileNotFoundError):
             shutil.copyfile(run_dir / name, target / name)
     with contextlib.suppress(FileNotFoundError):
         shutil.copytree(run_dir / CONFIGS, target / CONFIGS)
     for later in later_steps:
-        (checkpoints / str(later)).rename(kept / str(later))
+        move(checkpoints / str(later), kept / str(later))
     return target
 
 

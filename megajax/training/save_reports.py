@@ -6,6 +6,7 @@ from math import ceil
 from typing import Any
 
 from megajax.checkpoint import Checkpoints, SaveOutcome
+from megajax.checkpoint.storage import is_in_bucket
 from megajax.config import Config
 from megajax.errors import ConfigError, InputError
 from megajax.training import logs
@@ -76,11 +77,13 @@ class SaveReports:
                 "checkpoint_stall_seconds": round(outcome.waited, 3),
             }
             return
-        run_dir = self.config.run.dir
-        problem = f"the checkpoint of step {outcome.step} could not be saved in {run_dir} ({outcome.error})"
+        where, cure = self.config.run.dir, "free disk space"
+        if self.config.checkpoint.dir is not None and is_in_bucket(self.config.checkpoint.dir):
+            where, cure = self.config.checkpoint.dir, "check the bucket, its permissions and the connection"
+        problem = f"the checkpoint of step {outcome.step} could not be saved in {where} ({outcome.error})"
         older = "there is no older one" if newest is None else f"the newest one is of step {newest}"
         if newest is None or ending:
-            raise InputError(f"{problem}, and {older}: free disk space, then start the same command again.")
+            raise InputError(f"{problem}, and {older}: {cure}, then start the same command again.")
         self._say(f"{problem}: {older}", True)
 
     def take(self) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from pydantic import ValidationError
 
-from megajax.checkpoint import Checkpoints, complete_steps, host_memory, restore_model
+from megajax.checkpoint import Checkpoints, host_memory, restore_model
 from megajax.checkpoint.description import (
     Difference,
     config_allows,
@@ -129,7 +129,7 @@ class StateSaver:
         if has_optimizer_state(checkpoints.describe(step)):
             return
         path = checkpoints.directory / str(step)
-        older = [good for good in complete_steps(checkpoints.directory.parent) if good < step]
+        older = [good for good in checkpoints.complete_steps() if good < step]
         whole = next((good for good in reversed(older) if has_optimizer_state(checkpoints.describe(good))), None)
         back = "" if whole is None else f", or set checkpoint.resume_step={whole}, the newest one that has it"
         raise InputError(

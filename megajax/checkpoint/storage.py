@@ -1,0 +1,172 @@
+"""The folder of a run's checkpoints: a directory, or the objects in a bucket whose names begin with a `gs://` URL.
+
+On a disk a checkpoint appears under its name when its directory is renamed. A bucket has no directories and renames
+objects one by one. There a checkpoint is complete when orbax has written its last object, COMMITTED, and everything
+without it is the rest of an interrupted save. `RUN/checkpoints` is then a text file with the URL.
+"""
+
+import contextlib
+import logging
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from etils import epath
+
+from megajax.errors import InputError
+from megajax.files import replace_text
+
+SUBDIRECTORY = "checkpoints"
+BUCKET = "gs://"
+COMMITTED = "commit_success.txt"  # orbax's name
+
+type Folder = Path | epath.Path
+
+
+def is_in_bucket(folder: Folder | str) -> bool:
+    """Whether a folder or URL is in a bucket."""
+    return str(folder).startswith(BUCKET)
+
+
+def bucket_folder(url: str) -> epath.Path:
+    """The folder at a URL. Raises InputError if the package that reads and writes there is not installed."""
+    try:
+        from fsspec import config, get_filesystem_class
+
+        get_filesystem_class("gcs")
+    except ImportError:
+        raise InputError(f"{url} is in a bucket, but gcsfs is not installed: pip install 'megajax[gcs]'.") from None
+    # Orbax, tensorstore and other processes write there too, so a listing is old at once.
+    config.conf.setdefault("gcs", {})["use_listings_cache"] = False
+    logging.getLogger("gcsfs").setLevel(logging.CRITICAL)  # it writes a traceback for each request that fails
+    return epath.Path(url)
+
+
+def checkpoint_folder(run_dir: str | Path) -> Folder:
+    """The folder of a run's checkpoints, to which `RUN/checkpoints` leads; nothing is created."""
+    path = Path(run_dir) / SUBDIRECTORY
+    return bucket_folder(path.read_text().strip()) if path.is_file() else path.resolve()
+
+
+def leads_elsewhere(run_dir: str | Path) -> bool:
+    """Whether the checkpoints of a run are not in its own directory."""
+    path = Path(run_dir) / SUBDIRECTORY
+    return path.is_symlink() or path.is_file()
+
+
+def lead_to(folder: Folder, path: Path) -> None:
+    """Make `path` a link to a directory, or a file with the URL of a folder in a bucket."""
+    if isinstance(folder, Path):
+        path.symlink_to(folder)
+    else:
+        replace_text(path, f"{folder}\n")
+
+
+def complete_steps(run_dir: str | Path) -> list[int]:
+    """The steps of a run's complete checkpoints, oldest first; nothing is created.
+
+    Raises InputError if they are in a bucket that cannot be read.
+    """
+    folder = checkpoint_folder(run_dir)
+    if not is_in_bucket(folder):
+        return sorted(int(path.name) for path in folder.glob("*") if path.name.isdigit())
+    with store_errors(folder):
+        return sorted(int(path.name) for path in _steps_in_bucket(folder) if (path / COMMITTED).exists())
+
+
+def _steps_in_bucket(folder: Folder) -> list[Folder]:
+    with contextlib.suppress(FileNotFoundError):  # there are no objects
+        return [path for path in folder.iterdir() if path.name.isdigit()]
+    return []
+
+
+def remove_partial(folder: Folder) -> None:
+    """Remove the remains of interrupted saves, as far as possible. Only for a process that alone writes there."""
+    if not is_in_bucket(folder):
+        for part in folder.glob("*.orbax-checkpoint-tmp*"):
+            shutil.rmtree(part, ignore_errors=True)
+        return
+    with contextlib.suppress(Exception):  # the store may not answer: a later start removes them
+        for part in _steps_in_bucket(folder):
+            if not (part / COMMITTED).exists():
+                epath.Path(part).rmtree()
+
+
+def move(source: Folder, target: Folder) -> None:
+    """Move a checkpoint; in a bucket its objects are copied there, and then removed."""
+    if isinstance(source, Path):
+        source.rename(target)
+    else:
+        system, path = _system(source)
+        system.mv(path, _system(target)[1], recursive=True)
+
+
+def sizes(folder: Folder) -> dict[str, int]:
+    """The size in bytes of each file of a checkpoint, by its path in the folder."""
+    if isinstance(folder, Path):
+        files = [path for path in folder.rglob("*") if path.is_file()]
+        return {path.relative_to(folder).as_posix(): path.stat().st_size for path in files}
+    system, top = _system(folder)
+    return {path.removeprefix(f"{top}/"): entry["size"] for path, entry in system.find(top, detail=True).items()}
+
+
+def saved_at(checkpoint: Folder) -> float:
+    """When a checkpoint became complete, in seconds since 1970."""
+    return checkpoint.stat().st_mtime if isinstance(checkpoint, Path) else (checkpoint / COMMITTED).stat().mtime
+
+
+def write_text(path: Folder, text: str) -> None:
+    """Write a file, which appears whole or not at all."""
+    if isinstance(path, Path):
+        replace_text(path, text)
+    else:
+        path.write_text(text)
+
+
+def key_value_store(folder: Folder) -> dict[str, Any]:
+    """Tensorstore's specification of a folder."""
+    if not is_in_bucket(folder):
+        return {"driver": "file", "path": f"{folder}/"}
+    bucket, _, path = str(folder).removeprefix(BUCKET).partition("/")
+    return {"driver": "gcs", "bucket": bucket, "path": f"{path}/"}
+
+
+def _system(folder: Folder) -> tuple[Any, str]:
+    """fsspec's file system of a folder in a bucket, and the path there."""
+    import fsspec
+
+    return fsspec.url_to_fs(str(folder))
+
+
+SILENT = ("UNAVAILABLE", "DEADLINE_EXCEEDED", "ABORTED", "RESOURCE_EXHAUSTED", "INTERNAL")  # statuses of tensorstore
+DENIED = ("PERMISSION_DENIED", "UNAUTHENTICATED", "Forbidden", "Anonymous caller", "credentials")
+CLIENTS = ("gcsfs", "aiohttp", "google", "requests", "asyncio")  # packages whose errors are the store's
+
+
+@contextlib.contextmanager
+def store_errors(folder: Folder) -> Iterator[None]:
+    """Raises InputError if a bucket doesn't answer, or not to this user; lets all other errors through.
+
+    So a store that doesn't answer is not taken for a damaged checkpoint.
+    """
+    try:
+        yield
+    except InputError:
+        raise
+    except Exception as error:
+        text, client = str(error), type(error).__module__.partition(".")[0] in CLIENTS
+        if not is_in_bucket(folder) or not (client or any(word in text for word in (*SILENT, *DENIED))):
+            raise
+        raise store_problem(folder, error) from None
+
+
+def store_problem(folder: Folder, error: Exception) -> InputError:
+    """The sentence for a bucket that cannot be read or written."""
+    text, cure = str(error).strip() or type(error).__name__, "check the connection"
+    if any(word in text for word in DENIED):
+        cure = "give this machine credentials that may list, read, write and delete there (gcloud auth "
+        cure += "application-default login, or GOOGLE_APPLICATION_CREDENTIALS)"
+    elif "NOT_FOUND" in text or "404" in text:
+        cure = "create the bucket, or correct its name"
+    return InputError(f"{folder} cannot be read or written ({text.splitlines()[0][:200]}): {cure}, then start again.")
