@@ -45,7 +45,7 @@ def attention(
 ) -> jax.Array:
     """softmax(scale · q·k) v over the visible keys: q [B,S,N,H], k [B,S,K,H], v [B,S,K,W] -> [B,S,N,W] in q's dtype.
 
-    K divides N; query head n reads KV head n // (N/K). Only the reference supports W != H. Position i sees the
+    K divides N; query head n reads KV head n // (N/K). "pallas" does not support W != H. Position i sees the
     positions up to i; with `window` only i-window+1 … i; with `document_starts` [B,S] (see the function) only those of
     its document. `softcap` bounds scores to ±softcap by tanh, before the mask. The default of `scale` is 1/sqrt(H).
     `sinks [N]` are one logit per head in the softmax denominator (attention sinks, GPT-OSS, OpenAI 2025); neither scale
@@ -62,10 +62,7 @@ def attention(
             raise ValueError('implementation="cudnn" has no document mask: use "pallas" or "reference".')
         if softcap is not None:
             raise ValueError(f'implementation="cudnn" has no soft-cap, softcap={softcap}: use "pallas" or "reference".')
-        if k_bskh.shape[-1] != v_bskh.shape[-1]:
-            widths = f"values are {v_bskh.shape[-1]} wide and keys {k_bskh.shape[-1]}"
-            raise ValueError(f'implementation="cudnn" needs equal widths, {widths}: use "reference".')
-        if sinks is not None:
+        if sinks is not None or k_bskh.shape[-1] != v_bskh.shape[-1]:  # jax.nn has neither
             return _whole(scores, window, q_bsnh, k_bskh, v_bskh, None, sinks)
         return jax.nn.dot_product_attention(
             q_bsnh,
@@ -189,9 +186,17 @@ def choose_attention(
             return "reference", f"a fused kernel needs a GPU and this is {platform}"
         _fail(requested, (f"{requested} needs a GPU and this is {platform}", "use kernels.attention=auto or reference"))
     dtype, widest = jnp.dtype(dtype), _CUDNN_WIDEST_ANYWHERE if requested == "auto" else _CUDNN_WIDEST
-    unequal = _unequal_widths(head_dim, value_dim)
-    cudnn = unequal or _cudnn_obstacle(dtype, head_dim, softcap, packed, sequence_length, widest, parts_with)
-    pallas = unequal or _pallas_obstacle(capability, dtype, head_dim)
+    unequal = head_dim != value_dim
+    if unequal:  # only where its limit is the larger one
+        widest = _CUDNN_WIDEST
+    cudnn = _cudnn_obstacle(dtype, max(head_dim, value_dim), softcap, packed, sequence_length, widest, parts_with)
+    if unequal and float(capability or 0) < 9:
+        problem = f"cuDNN needs a GPU of compute capability 9.0 for values of {value_dim} and keys of {head_dim}"
+        cudnn = problem, "use kernels.attention=reference"
+    pallas = _pallas_obstacle(capability, dtype, head_dim)
+    if unequal:
+        problem = f"megajax's own kernel needs values as wide as keys, not {value_dim} and {head_dim}"
+        pallas = problem, "use kernels.attention=reference"
     if requested != "auto":
         obstacle = cudnn if requested == "cudnn" else pallas
         if obstacle is not None:
@@ -208,13 +213,6 @@ def choose_attention(
             "kernels.attention=reference if they fit."
         )
     return "reference", cudnn[0]
-
-
-def _unequal_widths(head_dim: int, value_dim: int) -> tuple[str, str] | None:
-    """(why no fused kernel can run, the cure) for latent attention's widths; None for equal ones."""
-    if head_dim == value_dim:
-        return None
-    return f"it needs values as wide as keys, not {value_dim} and {head_dim}", "use kernels.attention=reference"
 
 
 def _fail(requested: str, obstacle: tuple[str, str]) -> NoReturn:

@@ -109,14 +109,12 @@ def test_value_and_gradients_for_other_head_counts_and_widths(check_op, qkv, N, 
 
 @pytest.mark.parametrize("width", [3, 12])
 def test_values_may_be_of_another_width_than_keys(check_op, rng, width):
-    """Materialised, and as one part of the keys, whose backward pass is written out; fused kernels say no."""
+    """Materialised, and as one part of the keys, whose backward pass is written out."""
     q, k, v = (rng.normal(size=(1, S, heads, H)) for heads, H in ((4, 8), (2, 8), (2, width)))
     check_op(lambda *qkv: attention(*qkv, implementation="reference"), numpy_attention, [q, k, v])
     ranges = causal_ranges(jnp.arange(S)[None], None, None)
     scores = Scores(8**-0.5, None, "reference")
     check_op(lambda *qkv: _whole(scores, None, *qkv, ranges, None), numpy_attention, [q, k, v], thorough=False)
-    with pytest.raises(ValueError, match=f"equal widths, values are {width} wide and keys 8"):
-        attention(q, k, v, implementation="cudnn")
 
 
 def test_scores_and_softmax_are_float32_for_bfloat16_inputs(error, qkv):
@@ -145,12 +143,15 @@ def lowered_for_cuda(monkeypatch):
     # jax asks the installed cuDNN for its version while tracing; nothing else needs the library.
     monkeypatch.setattr(fused_attention_stablehlo, "check_cudnn_version", lambda: 91900)
 
-    def lower(dtype="bfloat16", S=64, H=64, **options) -> str:
+    monkeypatch.setattr(fused_attention_stablehlo, "check_compute_capability", lambda least: True)
+
+    def lower(dtype="bfloat16", S=64, H=64, W=None, **options) -> str:
         def loss(q, k, v):
             return attention(q, k, v, implementation="cudnn", **options).astype(jnp.float32).sum()
 
         q, k = (jax.ShapeDtypeStruct((2, S, heads, H), dtype) for heads in (6, 2))
-        traced = jax.jit(jax.value_and_grad(loss, (0, 1, 2))).trace(q, k, k)
+        v = jax.ShapeDtypeStruct((*k.shape[:-1], W or H), dtype)
+        traced = jax.jit(jax.value_and_grad(loss, (0, 1, 2))).trace(q, k, v)
         return traced.lower(lowering_platforms=("cuda",)).as_text()
 
     return lower
@@ -202,6 +203,12 @@ def test_cudnn_takes_the_scale_and_any_multiple_of_8(lowered_for_cuda):
     assert cudnn_calls(text) == (1, 1) and text.count("fmha_scale\\22: 0.25") == 2
 
 
+def test_cudnn_takes_the_widths_of_latent_attention(lowered_for_cuda):
+    text = lowered_for_cuda(H=192, W=128)
+    assert cudnn_calls(text) == (1, 1) and "64x64x64" not in text
+    assert re.search(r"tensor<2x64x6x192xbf16>, tensor<2x64x2x192xbf16>, tensor<2x64x2x128xbf16>", text)
+
+
 def test_jax_still_refuses_to_train_on_odd_lengths(lowered_for_cuda):
     """If this fails, the even-length rule of choose_attention can go."""
     with pytest.raises(NotImplementedError, match="Unsupported sequence length"):
@@ -236,7 +243,7 @@ OBSTACLES = [
     ({"dtype": jnp.float32}, "float32"),
     ({"head_dim": 100}, "model.head_dim=100"),
     ({"head_dim": 264}, "model.head_dim=264"),
-    ({"head_dim": 192, "value_dim": 128}, "values as wide as keys, not 128 and 192"),
+    ({"head_dim": 192, "value_dim": 128}, "cuDNN needs a GPU of compute capability 9.0 for values of 128"),
     ({"sequence_length": 37}, "batch.sequence_length=37"),
     ({"softcap": 50.0}, "model.attention_softcap=50.0"),
     ({"packed": True}, "packed documents"),
@@ -244,7 +251,10 @@ OBSTACLES = [
 ]
 
 
-@pytest.mark.parametrize("change", [{}, {"platform": "cuda"}, {"dtype": jnp.float16}, {"head_dim": 40}])
+HOPPER_LATENT = {"capability": "9.0", "head_dim": 192, "value_dim": 128}
+
+
+@pytest.mark.parametrize("change", [{}, {"platform": "cuda"}, {"dtype": jnp.float16}, {"head_dim": 40}, HOPPER_LATENT])
 def test_auto_takes_cudnn_where_it_fits(change: dict[str, Any]):
     assert choose("auto", **FITS | change)[0] == "cudnn"
     assert choose("cudnn", **FITS | change)[0] == "cudnn"
