@@ -32,6 +32,7 @@ from megajax.mesh import build_mesh
 from megajax.runtime import MEMORY_FRACTION, prepare_environment
 
 HOST = 8  # GPUs
+HOPPER = 9.0  # the compute capability of H200s
 CUDNN_VERSION = 91900  # 9.19, the version that the step is compiled for
 NO_PLUGIN = (
     "compiling for H200 needs jax's CUDA plugin, which is not installed: "
@@ -150,13 +151,14 @@ def h200_devices(gpus: int) -> list[Any]:
 
 @contextmanager
 def no_gpu_needed() -> Iterator[None]:
-    """Patches two functions of jax that need a running GPU without reason (jax issue 23971)."""
+    """Patches three functions of jax that need a running GPU without reason (jax issue 23971)."""
     from jax._src import xla_bridge
     from jax._src.cudnn import fused_attention_stablehlo
 
     with (
         mock.patch.object(xla_bridge, "canonicalize_platform", lambda platform: platform),
         mock.patch.object(fused_attention_stablehlo, "check_cudnn_version", lambda: CUDNN_VERSION),
+        mock.patch.object(fused_attention_stablehlo, "check_compute_capability", lambda least: float(least) <= HOPPER),
     ):
         yield
 
