@@ -21,6 +21,8 @@ GOLDEN = Path(__file__).with_name("named_configs.txt")
 RECIPES = {
     # name, device counts from its comment
     "deepseek_v3": (1024,),
+    "dsv2lite_l6": (1, 2, 4),
+    "dsv3_l4_e16": (1, 2),
     "gpt3_125m": (1, 2, 4, 8),
     "gpt3_175b": (128,),
     "llama_100m": (1,),
