@@ -45,7 +45,7 @@ def link_checkpoints(config: Config) -> None:
         )
     try:
         link.parent.mkdir(parents=True, exist_ok=True)
-        if (name := _owner(folder, run_dir)) != str(run_dir):
+        if (name := _owner(folder, run_dir, key)) != str(run_dir):
             raise InputError(
                 f"{key} has the checkpoints of run.dir={name}: choose another directory, or write {run_dir} into "
                 f"{folder / OWNER} if that run was moved."
@@ -60,8 +60,8 @@ def link_checkpoints(config: Config) -> None:
         ) from None
 
 
-def _owner(folder: Folder, run_dir: Path) -> str:
-    """The run directory whose checkpoints are in a folder; `run_dir` if it had none."""
+def _owner(folder: Folder, run_dir: Path, key: str) -> str:
+    """The run directory whose checkpoints are in a folder; `run_dir` if it had none. `key` is for errors."""
     if isinstance(folder, Path):
         folder.mkdir(parents=True, exist_ok=True)
         if not (folder / OWNER).exists():
@@ -74,5 +74,5 @@ def _owner(folder: Folder, run_dir: Path) -> str:
         name = store.read(OWNER).result().value.decode().strip() or str(run_dir)
         store.write(OWNER, f"{name}\n").result()
     except ValueError as error:  # tensorstore raises it for all failures
-        raise store_problem(folder, error) from None
+        raise store_problem(key, error) from None
     return name

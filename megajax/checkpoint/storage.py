@@ -140,7 +140,7 @@ def _system(folder: Folder) -> tuple[Any, str]:
 
 
 SILENT = ("UNAVAILABLE", "DEADLINE_EXCEEDED", "ABORTED", "RESOURCE_EXHAUSTED", "INTERNAL")  # statuses of tensorstore
-DENIED = ("PERMISSION_DENIED", "UNAUTHENTICATED", "Forbidden", "Anonymous caller", "credentials")
+DENIED = ("PERMISSION_DENIED", "UNAUTHENTICATED", "Forbidden", "Anonymous caller", "credentials", ", 401")
 CLIENTS = ("gcsfs", "aiohttp", "google", "requests", "asyncio")  # packages whose errors are the store's
 
 
@@ -158,15 +158,16 @@ def store_errors(folder: Folder) -> Iterator[None]:
         text, client = str(error), type(error).__module__.partition(".")[0] in CLIENTS
         if not is_in_bucket(folder) or not (client or any(word in text for word in (*SILENT, *DENIED))):
             raise
-        raise store_problem(folder, error) from None
+        raise store_problem(str(folder), error) from None
 
 
-def store_problem(folder: Folder, error: Exception) -> InputError:
-    """The sentence for a bucket that cannot be read or written."""
+def store_problem(name: str, error: Exception) -> InputError:
+    """The sentence for a bucket that cannot be read or written; `name` is the URL, or the setting that has it."""
     text, cure = str(error).strip() or type(error).__name__, "check the connection"
     if any(word in text for word in DENIED):
         cure = "give this machine credentials that may list, read, write and delete there (gcloud auth "
         cure += "application-default login, or GOOGLE_APPLICATION_CREDENTIALS)"
-    elif "NOT_FOUND" in text or "404" in text:
+    elif "NOT_FOUND" in text or "Invalid GCS bucket" in text:
         cure = "create the bucket, or correct its name"
-    return InputError(f"{folder} cannot be read or written ({text.splitlines()[0][:200]}): {cure}, then start again.")
+    text = text.splitlines()[0].partition(" [")[0][:200]  # tensorstore adds the answer in brackets
+    return InputError(f"{name} cannot be read or written ({text}): {cure}, then start again.")
