@@ -173,6 +173,15 @@ class StepPlan:
         return -(-self.tokens // self.sizes["pipeline"])
 
     @property
+    def shared_tokens(self) -> int:
+        """Length of the pieces of a device's residual stream that the stages divide: all, or parts of one sequence.
+
+        With prediction modules each stage has a part of every sequence.
+        """
+        own = self.tokens // self.sizes["tensor"]
+        return math.gcd(own, self.batch_shape[2] // self.sizes["context"]) if self.config.model.mtp_layers else own
+
+    @property
     def loss_chunks(self) -> int:
         """The number of chunks in which head and loss of a microbatch run."""
         return loss_chunks(self.config, self.head_tokens, self.sizes["tensor"])

@@ -1,5 +1,7 @@
 """Checks for the pipeline's stages: layers, microbatches, and settings that count the layers of a stage."""
 
+import math
+
 from megajax.config.batch_schedule import sizes_by_tokens
 from megajax.config.kinds import attention_kinds, is_mixed
 from megajax.config.schema import Config
@@ -168,10 +170,17 @@ def _check_offload(config: Config, sizes: dict[str, int]) -> None:
 
 
 def _check_prediction(config: Config, sizes: dict[str, int]) -> None:
-    if config.model.mtp_layers:
-        keys = ("model.mtp_layers", "mesh.pipeline")
-        problem = f"{format_keys(config, keys[0])} cannot be combined with {format_axis(config, sizes, 'pipeline')} yet"
-        fail(config, problem, "set model.mtp_layers=0, or mesh.pipeline=1", *keys)
+    """The stages divide every sequence, and with `tensor` the part of it that a device holds."""
+    stages, batch = sizes["pipeline"], config.batch
+    length = batch.sequence_length // sizes["context"]
+    sequences = batch.global_size // batch.num_microbatches // config.batch_shards(sizes)
+    piece = math.gcd(length, sequences * length // sizes["tensor"])
+    if config.model.mtp_layers and piece % stages:
+        keys = ("model.mtp_layers", "mesh.pipeline", "batch.sequence_length")
+        problem = f"{format_keys(config, keys[0])} shares the tokens of a sequence among the stages, but"
+        problem += f" {format_axis(config, sizes, 'pipeline')} does not divide the {piece} tokens that a device has of"
+        problem += f" {format_keys(config, keys[2])}"
+        fail(config, problem, f"make it a multiple of {stages * batch.sequence_length // piece}", *keys)
 
 
 # Settings of the loop over the slots of a virtual stage, or over all layers without a pipeline

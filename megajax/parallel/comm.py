@@ -47,6 +47,9 @@ class AttentionScales:
 class MeshComm(Comm):
     """The communication points as collectives, and those only for `parallel/`; the identity for axes of size 1."""
 
+    token_axes: tuple[str, ...] = TOKEN_AXES
+    sequence_axes: tuple[str, ...] = ("context", "tensor")  # of TOKEN_AXES, those that divide a sequence
+
     def __init__(
         self,
         sizes: Mapping[str, int],
@@ -58,7 +61,7 @@ class MeshComm(Comm):
         """`frozen`: the linear layers' weights have no gradients, except adapters."""
         self.sizes, self.kernels, self.collectives, self.deterministic = sizes, kernels, collectives, deterministic
         self.tensor_size, self.context_size = sizes["tensor"], sizes["context"]
-        self.token_shards = math.prod(sizes[axis] for axis in TOKEN_AXES)
+        self.token_shards = math.prod(sizes[axis] for axis in self.token_axes)
         self.scales = AttentionScales(distinct=deterministic and kernels.attention == "cudnn")
         ring = TensorRing(self.tensor_size, collectives.copied)
         self.enter, self.leave = ring.enter, ring.leave
@@ -150,15 +153,15 @@ class MeshComm(Comm):
         return lax.dynamic_slice_in_dim(x, lax.axis_index("tensor") * own, own, 0)
 
     def of_all_tokens[Arrays](self, x: Arrays) -> Arrays:
-        axes = self._present(TOKEN_AXES)
+        axes = self._present(self.token_axes)
         return jax.tree.map(lambda a: lax.all_gather(a, axes, tiled=True), x) if axes else x
 
     def sum_over_tokens[Arrays](self, x: Arrays) -> Arrays:
-        axes = self._present(TOKEN_AXES)
+        axes = self._present(self.token_axes)
         return lax.psum(x, axes) if axes else x
 
     def sum_over_sequence(self, x: jax.Array) -> jax.Array:
-        axes = self._present(("context", "tensor"))
+        axes = self._present(self.sequence_axes)
         return lax.psum(x, axes) if axes else x
 
     def _present(self, axes: Iterable[str]) -> tuple[str, ...]:
@@ -181,6 +184,6 @@ class MeshComm(Comm):
         return lax.psum(x, "tensor") if self.tensor_size > 1 else x
 
     def max_over_devices[Arrays](self, x: Arrays) -> Arrays:
-        """The maximum of each array over all devices except other pipeline stages."""
-        axes = self._present(axis for axis in self.sizes if axis != "pipeline")
+        """The maximum of each array over all devices; other pipeline stages only if they share the tokens."""
+        axes = self._present(axis for axis in self.sizes if axis != "pipeline" or axis in self.token_axes)
         return lax.pmax(x, axes) if axes else x

@@ -16,6 +16,7 @@ from megajax.model.transformer import Transformer
 from megajax.parallel.comm import MeshComm
 from megajax.parallel.context.token_order import add_token_positions, token_positions_of
 from megajax.parallel.non_block import NonBlock
+from megajax.parallel.pipeline.shared_tokens import SharedTokens
 from megajax.parallel.prediction import ModuleArrays, MultiTokenPrediction, Predicted
 from megajax.parallel.stack.layers import LayerStack
 from megajax.parallel.stack.weights import ByGroup, GroupWeights, of_block
@@ -68,7 +69,8 @@ class LocalModel:
         exchange = WeightExchange(computed, sizes, compute, gradients)
         of_modules, prediction = fused.pop(MTP, None), None
         if of_modules is not None:
-            prediction = MultiTokenPrediction(plan, comm, model.blocks[MTP], exchange, of_modules)
+            shared = SharedTokens(comm, plan) if plan.is_pipelined else comm
+            prediction = MultiTokenPrediction(plan, shared, model.blocks[MTP], exchange, of_modules)
         layers = LayerStack(plan, comm, {kind: model.blocks[kind] for kind in fused}, exchange, fused)
         return cls(plan, placements, comm, exchange, layers, NonBlock(plan, comm, exchange), prediction)
 

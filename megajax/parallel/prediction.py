@@ -43,6 +43,12 @@ class Predicted(NamedTuple):
     metrics: ByGroup[Metrics]
     amax: ByGroup[tuple[Amax, ...]]
 
+    def plus(self, other: "Predicted") -> "Predicted":
+        """Sums of gradients, in the dtype of these, and of metrics; maxima of the amaxes."""
+        gradients = jax.tree.map(lambda total, g: total + g.astype(total.dtype), self.gradients, other.gradients)
+        metrics = jax.tree.map(jnp.add, self.metrics, other.metrics)
+        return Predicted(gradients, metrics, jax.tree.map(jnp.maximum, self.amax, other.amax))
+
 
 class _Forward(NamedTuple):
     """A module's forward pass."""

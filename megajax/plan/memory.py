@@ -111,18 +111,18 @@ class _Step:
         )
 
     def in_modules(self) -> Iterator[MemoryEstimate]:
-        """The backward pass of the last multi-token prediction module, with the values of all of them."""
+        """The backward pass of the last multi-token prediction module, with the values of all; stages share tokens."""
         if self.plan.prediction is None:
             return
         head, module = self.in_head(), self.block[MTP, True]
-        segments, own = self.plan.prediction.segments, self.activations
+        segments, own, stages = self.plan.prediction.segments, self.activations, self.sizes["pipeline"]
         saved = sum(own.saved(MTP, segment, False) + JOINED * own.stream for segment in segments)
         yield replace(
             head,
             gradients=head.gradients + (0 if self.repeats else FP32 * self.modules.stored),
             weights=head.weights + self.compute * (self.modules.once + module.gathered),
-            activations=head.activations + saved + own.recomputed(MTP, segments[-1], False),
-            working=max(head.working, own.working(MTP, self.compute * module.whole)),
+            activations=head.activations + (saved + own.recomputed(MTP, segments[-1], False)) // stages,
+            working=max(head.working, own.working(MTP, self.compute * module.whole) // stages),
         )
 
     def in_backward(self, segment: Segment, slots: Sequence[int], done: Elements) -> MemoryEstimate:

@@ -4,16 +4,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from mesh_models import DEEPSEEK, MODELS
+from mesh_models import MIXTRAL, MODELS
 
 from megajax.config import Config
+from megajax.config.pipeline_checks import check_stages
+from megajax.errors import ConfigError
 from megajax.mesh import AXES, build_mesh
 from megajax.model import parameters
 from megajax.parallel.gradients import gradient_function
 from megajax.training.batches import fields_of_modules, to_global
 from megajax.training.step import TrainProgram
 
-# A dense and a MoE layer, so the modules have experts
+# A dense and a MoE layer: the modules have experts
 MIXED = {
     "num_layers": 2,
     "first_dense_layers": 1,
@@ -31,8 +33,8 @@ MIXED = {
     "mtp_layers": 2,
     "mtp_loss_weight": 0.7,
 }
-ROWS, S, EPSILON = 3, 12, 1e-5
-DOCUMENTS = [[5, 1, 6], [2, 10], [12]]  # lengths, of S input tokens
+ROWS, S, EPSILON = 2, 9, 1e-5
+DOCUMENTS = [[4, 1, 4], [2, 7]]  # lengths, of S input tokens
 
 
 def norm(x, scale):
@@ -148,11 +150,12 @@ def test_targets_shift_within_a_document_and_nowhere_else():
 
 DENSE = {**MODELS["llama"], "num_layers": 2, "hidden_size": 32, "ffn_hidden_size": 64}
 PACKED = {"data": {"synthetic_documents": 5, "reset_attention": True, "reset_positions": True}}
+PACKED["batch"] = {"sequence_length": 48}
+EXPERTS = MIXTRAL | {"router": {"score_function": "sigmoid", "expert_bias": True, "sequence_loss": 0.05}}
 # model, depth, mesh, microbatches, other sections
 MESHES = {
-    "documents": (DENSE, 2, {"data": 2, "fsdp": 2, "tensor": 2}, 1, PACKED),
-    "context": (DENSE, 2, {"context": 2, "tensor": 2}, 2, {"batch": {"sequence_length": 48}, **PACKED}),
-    "experts": (DEEPSEEK, 1, {"expert": 2, "fsdp": 2}, 2, {"remat": {"policy": "full"}}),
+    "context and stages": (DENSE, 2, {"context": 2, "tensor": 2, "pipeline": 2}, 2, PACKED),
+    "experts and stages": (EXPERTS, 1, {"expert": 2, "fsdp": 2, "pipeline": 2}, 2, {"remat": {"policy": "full"}}),
 }
 
 
@@ -162,3 +165,10 @@ def test_the_modules_train_on_a_mesh_as_on_one_device(table, difference, case):
     settings = {"microbatches": microbatches, "steps": 2, "optimizer": "sgd", **sections}
     found = difference(table.make_config({**model, "mtp_layers": depth}, mesh, **settings))
     assert not found.problems(), found
+
+
+def test_stages_must_divide_the_tokens_of_a_sequence(table):
+    with pytest.raises(ConfigError, match=r"pipeline=4 does not divide the 6 tokens .* of batch.sequence_length=12"):
+        model = DENSE | {"num_layers": 4, "mtp_layers": 1}
+        config = table.make_config(model, batch={"sequence_length": 12}, microbatches=4)
+        check_stages(config, dict.fromkeys(AXES, 1) | {"pipeline": 4, "context": 2})

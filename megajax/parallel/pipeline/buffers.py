@@ -10,6 +10,7 @@ from jax import lax
 from megajax.config.segments import Segment
 from megajax.model.parts import BlockInputs
 from megajax.parallel.pipeline.schedules import BufferSlots, Schedule, assign_buffer_slots
+from megajax.parallel.prediction import Predicted
 from megajax.parallel.stack.groups import Group, RematGroups
 from megajax.parallel.stack.weights import Amax, ByGroup, GroupWeights, Metrics
 from megajax.step_plan import StepPlan
@@ -44,6 +45,7 @@ class Carry(NamedTuple):
     amax: list[ByGroup[tuple[Amax, ...]]]  # by round: FP8's largest magnitudes
     sums: dict[str, jax.Array]  # this device's shares of the losses, not divided by the tokens
     metrics: list[ByGroup[Metrics]]  # by round: the layers' metrics, summed over the microbatches
+    predicted: tuple[Predicted, ...] = ()  # results of the prediction modules, summed over the microbatches
 
 
 class ForwardBuffers:

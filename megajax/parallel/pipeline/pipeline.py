@@ -36,6 +36,8 @@ from megajax.parallel.pipeline.buffers import (
     switch,
 )
 from megajax.parallel.pipeline.schedules import Flags, Schedule, Table, check, make_schedule
+from megajax.parallel.pipeline.shared_tokens import TokenShares
+from megajax.parallel.prediction import Predicted
 from megajax.parallel.stack.layers import layers_of
 from megajax.parallel.stack.loops import loop_over_layers
 from megajax.parallel.stack.vjp import SplitBackward
@@ -63,7 +65,8 @@ class Pipeline:
         run = _Run(self, self.schedule, arrays, batch)
         carry = run.loop(run.first_carry(), lambda flags: True)
         layer_gradients, metrics, amax = map(run.join_rounds, (carry.layer_gradients, carry.metrics, carry.amax))
-        return carry.non_block_gradients, (layer_gradients,), (carry.sums, (metrics,)), (amax,)
+        layer_gradients, metrics, amax = zip((layer_gradients, metrics, amax), *carry.predicted, strict=True)
+        return carry.non_block_gradients, layer_gradients, (carry.sums, metrics), amax
 
     def loss(self, arrays: StepArrays, batch: Batch) -> jax.Array:
         """This device's share of the summed loss, forward operations only, without dropout."""
@@ -100,6 +103,7 @@ class _Run:
         self.stage = lax.axis_index("pipeline")
         self.last_stage = self.stage == schedule.stages - 1
         self.first_layers = jnp.asarray(self.stack.plan.first_layers)[self.stage]
+        self.shares = TokenShares(self.stack.plan)
 
     # The loop over ticks
 
@@ -150,6 +154,19 @@ class _Run:
         fields = {n: lax.dynamic_index_in_dim(f, index, keepdims=False) for n, f in self.batch.items()}
         return fields, self.local.inputs(fields, index, self.arrays)
 
+    def shared(self, fields: dict[str, jax.Array], inputs: BlockInputs) -> tuple[dict[str, jax.Array], BlockInputs]:
+        """(targets and masks, blocks' inputs) of this stage's share of a microbatch's tokens.
+
+        Fields are `[T, ...]`; positions are `[B, S / P]` with prediction modules, which alone read them.
+        """
+        of_stage = self.shares.of_stage
+        names = [name for name in fields if name.endswith(("targets", "mask"))]
+        own = {name: of_stage(fields[name].reshape(-1, *fields[name].shape[2:])) for name in names}
+        if self.local.prediction is None:
+            return own, inputs
+        positions = of_stage(inputs.positions.reshape(-1)).reshape(len(inputs.positions), -1)
+        return own, replace(inputs, positions=positions, token_ids=of_stage(inputs.token_ids))
+
     def send(self, x: jax.Array, step: int) -> jax.Array:
         """Send `x` to the next (`step` 1) or previous (-1) stage; between last and first stage only with rounds."""
         P = self.schedule.stages
@@ -195,17 +212,9 @@ class _Run:
         Returns the gradient of `y` on every stage.
         """
         index = jnp.asarray(self.schedule.forward.microbatch)[tick, self.schedule.stages - 1]
-        fields, _ = self.microbatch(index)
-        own, P, tensor = y.shape[0], self.schedule.stages, self.local.sizes["tensor"]
-        padding = -own % P
-        y = jnp.pad(jnp.where(self.last_stage, y, 0), ((0, padding), (0, 0)))
-        y = lax.psum_scatter(y, "pipeline", scatter_dimension=0, tiled=True)
-
-        def share(field: jax.Array) -> jax.Array:
-            field = jnp.pad(field.reshape(tensor, own), ((0, 0), (0, padding)))
-            return lax.dynamic_slice_in_dim(field, self.stage * len(y), len(y), 1).reshape(-1)
-
-        targets, mask = share(fields["targets"]), share(fields["loss_mask"])
+        fields, inputs = self.shared(*self.microbatch(index))
+        y = self.shares.scatter(jnp.where(self.last_stage, y, 0))
+        targets, mask = fields["targets"], fields["loss_mask"]
         if not self.training:
             loss = self.local.non_block.losses(self.non_block, y, targets, mask)
             return carry._replace(sums={"loss": carry.sums["loss"] + loss}), None
@@ -213,9 +222,13 @@ class _Run:
         sums, dy, non_block_gradients = self.local.non_block.losses_and_gradients(
             self.non_block, y, targets, mask, self.arrays.scale, carry.non_block_gradients
         )
-        sums = {name: carry.sums[name] + own for name, own in sums.items()}
-        dy = lax.all_gather(dy, "pipeline", axis=0, tiled=True)[:own]
-        carry = carry._replace(non_block_gradients=non_block_gradients, sums=sums)
+        dy, non_block_gradients, mtp_sums, predicted = self.local.predict(
+            self.arrays, y, dy, fields, inputs, non_block_gradients, False
+        )
+        predicted = tuple(total.plus(own) for total, own in zip(carry.predicted, predicted, strict=True))
+        sums = {name: carry.sums[name] + own for name, own in (sums | mtp_sums).items()}
+        dy = self.shares.gather(dy)
+        carry = carry._replace(non_block_gradients=non_block_gradients, sums=sums, predicted=predicted)
         if self.pipeline.has_pending_heads:
             slot = jnp.asarray(self.buffer_slots.head)[tick]
             carry = carry._replace(pending_heads=lax.dynamic_update_index_in_dim(carry.pending_heads, dy, slot, 0))
@@ -346,6 +359,8 @@ class _Run:
             for name in ("gradients", "amax", "metrics")
         )
 
+        mtp_sums, predicted = self.no_predictions(x)
+
         def empty_bank() -> Buffers:
             # Not initialised: every slot is written before it is read, if only by an idle operation (`replay`).
             return [[[lax.empty(a.shape, a.dtype) for a in group.saved] for group in segment] for segment in groups]
@@ -360,9 +375,22 @@ class _Run:
             non_block_gradients=self.local.non_block.zero_gradients(self.non_block),
             layer_gradients=[gradients] * self.schedule.rounds,
             amax=[amax] * self.schedule.rounds,
-            sums=dict.fromkeys(self.local.non_block.sums, jnp.zeros((), jnp.float32)),
+            sums=dict.fromkeys(self.local.non_block.sums, jnp.zeros((), jnp.float32)) | mtp_sums,
             metrics=[metrics] * self.schedule.rounds,
+            predicted=predicted,
         )
+
+    def no_predictions(self, x: jax.Array) -> tuple[dict[str, jax.Array], tuple[Predicted, ...]]:
+        """Zeros for the sums and the other results of the prediction modules; `x` is any residual stream."""
+
+        def predict(x: jax.Array):
+            (fields, inputs), y = self.shared(*self.microbatch(jnp.int32(0))), self.shares.scatter(x)
+            gradients = self.local.non_block.zero_gradients(self.non_block)
+            return self.local.predict(self.arrays, y, y, fields, inputs, gradients, False)[2:]
+
+        sums, predicted = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), jax.eval_shape(predict, x))
+        in_fp32 = [jax.tree.map(lambda g: g.astype(jnp.float32), each.gradients) for each in predicted]
+        return sums, tuple(each._replace(gradients=g) for each, g in zip(predicted, in_fp32, strict=True))
 
     def empty_group(self, s: int, u: int, x: jax.Array, inputs: BlockInputs) -> EmptyGroup:
         """Group `u` of segment `s` before the first tick; `x` is any residual stream."""

@@ -1,0 +1,103 @@
+"""The tokens that leave the last virtual stage, shared by all stages: each computes head and loss of 1/P of them.
+
+With prediction modules each stage has 1/P of every sequence, so to the modules the stages are like devices of
+`context`. During attention the stages share the heads instead (DeepSpeed Ulysses), so the work is balanced.
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+
+from megajax.model.comm import Comm, LatentKeys, TokenPositions
+from megajax.parallel.comm import TOKEN_AXES, MeshComm
+from megajax.step_plan import StepPlan
+
+
+class TokenShares:
+    """Division of the tokens of a device's residual stream: `pieces` of equal length, each divided over the stages.
+
+    The tokens of a stage are in the order of the whole; the last part of a piece may be padding.
+    """
+
+    def __init__(self, plan: StepPlan):
+        self.stages, self.own = plan.sizes["pipeline"], plan.tokens // plan.sizes["tensor"]
+        self.pieces = self.own // plan.shared_tokens
+        self.length = -(-plan.shared_tokens // self.stages)  # of a piece on one stage
+
+    def scatter(self, x: jax.Array) -> jax.Array:
+        """`[T / tensor, D]`, summed over the stages → this stage's tokens."""
+        x = self._divided(x).swapaxes(0, 1)
+        return lax.psum_scatter(x.reshape(-1, x.shape[-1]), "pipeline", scatter_dimension=0, tiled=True)
+
+    def gather(self, x: jax.Array) -> jax.Array:
+        """This stage's tokens → those of all stages `[T / tensor, D]`."""
+        x = lax.all_gather(x, "pipeline", axis=0, tiled=True)
+        x = x.reshape(self.stages, self.pieces, self.length, -1).swapaxes(0, 1)
+        return x.reshape(self.pieces, -1, x.shape[-1])[:, : self.own // self.pieces].reshape(self.own, -1)
+
+    def of_stage(self, field: jax.Array) -> jax.Array:
+        """`[T, ...]` or `[T / tensor, ...]`, the same on all stages → those of this stage's tokens."""
+        divided = self._divided(field)
+        own = lax.dynamic_index_in_dim(divided, lax.axis_index("pipeline"), axis=1, keepdims=False)
+        return own.reshape(-1, *field.shape[1:])
+
+    def _divided(self, x: jax.Array) -> jax.Array:
+        """`[T, ...]` → `[pieces, P, length, ...]`, padded with zeros."""
+        piece, rest = self.own // self.pieces, x.shape[1:]
+        x = x.reshape(-1, piece, *rest)
+        x = jnp.pad(x, ((0, 0), (0, self.stages * self.length - piece), *((0, 0) for _ in rest)))
+        return x.reshape(-1, self.stages, self.length, *rest)
+
+
+class SharedTokens(MeshComm):
+    """The communication points of blocks whose tokens all stages share: `[B, S / P]` of a device's `[B, S]`.
+
+    Weights are whole on every stage. `TokenPositions` are those of the device's `[B, S]` tokens.
+    """
+
+    token_axes = (*TOKEN_AXES, "pipeline")
+    sequence_axes = ("context", "tensor", "pipeline")
+
+    def __init__(self, whole: MeshComm, plan: StepPlan):
+        """`whole` has the communication points for all tokens of a device."""
+        super().__init__(plan.sizes, plan.kernels, plan.collectives, plan.config.run.deterministic)
+        self.whole, self.stages = whole, plan.sizes["pipeline"]
+        self.context_size *= self.stages
+        self.length = plan.shared_tokens // self.stages  # of consecutive tokens on a stage
+
+    @property
+    def attention_is_fused(self) -> bool:
+        return self.whole.attention_is_fused
+
+    def attend(self, q, k, v, positions: TokenPositions, *, window, softcap, scale=None, sinks=None) -> jax.Array:
+        heads, P = q.shape[2], self.stages
+        if heads % P:  # each query head with its own key, and empty heads
+            k, v = (jnp.repeat(a, heads // a.shape[2], axis=2) for a in (k, v))
+            q, k, v = (jnp.pad(a, ((0, 0), (0, 0), (0, -heads % P), (0, 0))) for a in (q, k, v))
+            sinks = sinks if sinks is None else jnp.pad(sinks, (0, -heads % P))
+        elif k.shape[2] % P:  # some stages have the same key
+            copies = P // math.gcd(P, k.shape[2])
+            k, v = (jnp.repeat(a, copies, axis=2) for a in (k, v))
+        q, k, v = map(self._to_heads, (q, k, v))
+        if sinks is not None:
+            sinks = lax.dynamic_slice_in_dim(sinks, lax.axis_index("pipeline") * q.shape[2], q.shape[2])
+        settings = {"window": window, "softcap": softcap, "scale": scale, "sinks": sinks}
+        return self._to_tokens(self.whole.attend(q, k, v, positions, **settings))[:, :, :heads]
+
+    def attend_latent(self, q, keys: LatentKeys, positions: TokenPositions, **settings) -> jax.Array:
+        return Comm.attend_latent(self, q, keys, positions, **settings)
+
+    def _to_heads(self, a: jax.Array) -> jax.Array:
+        """`[B, S / P, N, H]` of this stage's tokens → `[B, S, N / P, H]` of its heads."""
+        B, _, N, H = a.shape
+        a = lax.all_to_all(a.reshape(B, -1, self.length, N, H), "pipeline", 3, 2, tiled=True)
+        return checkpoint_name(a.reshape(B, -1, *a.shape[3:]), "exchanged")
+
+    def _to_tokens(self, a: jax.Array) -> jax.Array:
+        """Inverse of `_to_heads`."""
+        B, _, N, H = a.shape
+        a = lax.all_to_all(a.reshape(B, -1, self.stages * self.length, N, H), "pipeline", 2, 3, tiled=True)
+        return checkpoint_name(a.reshape(B, -1, *a.shape[3:]), "exchanged")
