@@ -136,6 +136,10 @@ def test_modules_of_multi_token_prediction_are_read_and_written(with_module, tmp
     for ours, theirs in {"join.embedding_norm": "enorm", "join.stream_norm": "hnorm"}.items():
         np.testing.assert_array_equal(found[f"blocks.mtp.{ours}"][0], expected[f"model.layers.3.{theirs}.weight"])
 
+    on_mesh = read(with_module, fsdp=2, tensor=2)
+    for name in names:
+        np.testing.assert_array_equal(on_mesh[name], found[name], err_msg=name)
+
     assert main(["export", str(tmp_path / "run"), str(tmp_path / "out")]) == 0
     written = load_file(next((tmp_path / "out").glob("*.safetensors")))
     assert written.keys() == expected.keys()
