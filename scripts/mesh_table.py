@@ -251,8 +251,7 @@ def latent_configs(args: argparse.Namespace) -> Iterator[tuple[str, str, Config]
             microbatches = max(2 * routed, mesh.get("pipeline", 1))
             settings = {"steps": args.steps, "optimizer": "sgd", "kernels": {"context": strategy}}
             settings |= {"data": DOCUMENTS} if packed else {}
-            own = model | ({"mtp_layers": 0} if "pipeline" in mesh else {})
-            config = make_config(own, mesh, microbatches=microbatches, remat={"policy": policy}, **settings)
+            config = make_config(model, mesh, microbatches=microbatches, remat={"policy": policy}, **settings)
             yield variant, "sgd", config
 
 

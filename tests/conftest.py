@@ -15,6 +15,14 @@ os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_p
 os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
 
 
+def _size_of(caches: Path) -> int:
+    """Bytes of the cached programs, 0 while another run deletes them."""
+    try:
+        return sum(path.stat().st_size for path in caches.rglob("*-cache"))
+    except FileNotFoundError:
+        return 0
+
+
 def keep_compiled_programs() -> None:
     """Share a cache with all processes of all test runs: a run that finds its programs takes a third of the time.
 
@@ -25,7 +33,7 @@ def keep_compiled_programs() -> None:
     cache = caches / f"jaxlib-{version('jaxlib')}"
     if "PYTEST_XDIST_WORKER" not in os.environ:
         # Not by jax's own limit, which reads the whole directory at every entry that it writes.
-        if sum(path.stat().st_size for path in caches.rglob("*-cache")) > CACHE_BYTES:
+        if _size_of(caches) > CACHE_BYTES:
             shutil.rmtree(caches, ignore_errors=True)
     try:
         cache.mkdir(parents=True, exist_ok=True)
