@@ -74,10 +74,11 @@ class SharedTokens(MeshComm):
 
     def attend(self, q, k, v, positions: TokenPositions, *, window, softcap, scale=None, sinks=None) -> jax.Array:
         heads, P = q.shape[2], self.stages
-        if heads % P:  # each query head with its own key, and empty heads
+        shares = P * (self.whole.context_size if self.collectives.context == "all_to_all" else 1)
+        if missing := -heads % shares:  # each query head with its own key, and empty heads
             k, v = (jnp.repeat(a, heads // a.shape[2], axis=2) for a in (k, v))
-            q, k, v = (jnp.pad(a, ((0, 0), (0, 0), (0, -heads % P), (0, 0))) for a in (q, k, v))
-            sinks = sinks if sinks is None else jnp.pad(sinks, (0, -heads % P))
+            q, k, v = (jnp.pad(a, ((0, 0), (0, 0), (0, missing), (0, 0))) for a in (q, k, v))
+            sinks = sinks if sinks is None else jnp.pad(sinks, (0, missing))
         elif k.shape[2] % P:  # some stages have the same key
             copies = P // math.gcd(P, k.shape[2])
             k, v = (jnp.repeat(a, copies, axis=2) for a in (k, v))
