@@ -78,11 +78,7 @@ def gradient_function(local: LocalModel, mesh: Mesh) -> Callable:
         for stack in stacks:
             state = stack.updated_state(state, metrics)
         if history:
-            pairs = zip(stacks, weight_amax, amax, strict=True)
-            newest = [stack.weights.all.of_all_layers((own, stack.collect_amax(a))) for stack, own, a in pairs]
-            if len(newest) > 1:
-                newest = [jax.tree.map(lambda *rows: jnp.concatenate(rows), *newest)]
-            state[FP8] = scaling.record(dict(history), newest[0][0], newest[0][1], loss_scale)
+            state[FP8] = scaling.record(dict(history), *_newest_amax(stacks, weight_amax, amax), loss_scale)
             # Quantisation clips infinities, so only the amax shows that a value was not finite.
             norm = jnp.where(all_finite(state[FP8]), norm, jnp.nan)
         return sums | {"tokens": tokens}, gradients, norm, state, metrics
@@ -116,6 +112,13 @@ def loss_function(local: LocalModel, mesh: Mesh) -> Callable:
         out_specs=(P(), P()),
         check_vma=False,
     )
+
+
+def _newest_amax(stacks: Sequence[LayerStack], weight_amax: Sequence[Any], amax: Sequence[Any]) -> tuple[Any, Any]:
+    """This step's amaxes of all layers' weights, and of their inputs and gradients, for `Scaling.record`."""
+    pairs = zip(stacks, weight_amax, amax, strict=True)
+    newest = [stack.weights.all.of_all_layers((own, stack.collect_amax(a))) for stack, own, a in pairs]
+    return newest[0] if len(newest) == 1 else jax.tree.map(lambda *rows: jnp.concatenate(rows), *newest)
 
 
 def _collect_metrics(local: LocalModel, metrics: Sequence[Any]) -> dict[str, dict[str, jax.Array]]:
