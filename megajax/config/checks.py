@@ -176,6 +176,9 @@ def _check_fp8_shapes(config: Config, sizes: dict[str, int]) -> None:
         **_attention_widths(config, tensor, mesh),
         f"the tokens of a microbatch on one device / {mesh}": tokens // tensor,
     }
+    if model.mtp_layers and sizes["pipeline"] > 1:  # the stages share the tokens of prediction modules
+        stages = format_axis(config, sizes, "pipeline")
+        widths[f"the tokens of a microbatch on one device / {mesh} / {stages}"] = tokens // tensor // sizes["pipeline"]
     for key in mlp_widths(model):
         whole = key == "expert_ffn_hidden_size" and "tensor" in config.mesh.experts_over
         shape = format_keys(config, f"model.{key}")

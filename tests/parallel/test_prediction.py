@@ -7,6 +7,7 @@ import pytest
 from mesh_models import MIXTRAL, MODELS
 
 from megajax.config import Config
+from megajax.config.checks import check_mesh
 from megajax.config.pipeline_checks import check_stages
 from megajax.errors import ConfigError
 from megajax.mesh import AXES, build_mesh
@@ -174,3 +175,8 @@ def test_stages_must_divide_the_tokens_of_a_sequence(table):
         model = DENSE | {"num_layers": 4, "mtp_layers": 1}
         config = table.make_config(model, batch={"sequence_length": 12}, microbatches=4)
         check_stages(config, dict.fromkeys(AXES, 1) | {"pipeline": 4, "context": 2})
+    with pytest.raises(ConfigError, match=r"mesh.tensor=1 / mesh.pipeline=2 is 8 .*: change it, or set precision.fp8"):
+        fp8 = {"compute": "bfloat16", "fp8": {"recipe": "current"}}
+        model = MODELS["llama"] | {"head_dim": 16, "mtp_layers": 1}
+        batch = {"sequence_length": 16, "global_size": 2}
+        check_mesh(table.make_config(model, {"pipeline": 2}, batch=batch, microbatches=2, precision=fp8), 2)
