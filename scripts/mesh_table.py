@@ -143,13 +143,13 @@ def introduction(table: str, steps: int) -> str:
             "Latent attention mesh table",
             " --table latent",
             f"{steps} steps in FP32",
-            "(context: `kernels.context`, remat: `remat.policy`, M: microbatches, with experts the reference's too)",
+            "(M: microbatches, the reference's too with experts)",
         ),
     }[table]
     return f"""# {title}
 
 `python scripts/mesh_table.py{option}` with jax {jax.__version__} on 8 virtual CPU devices: {runs}, each row
-against the same config on one device{"" if table == "experts" else " with one microbatch"} {letters}.
+against the same config on one device{"" if table in ("experts", "latent") else " with one microbatch"} {letters}.
 
 - *loss*, *gradient norm*: worst relative difference over the steps, at most {SCALAR_TOLERANCE:g}.
 - *worst gradient*: largest ‖Δ‖/‖g‖ of the first step over all weights, layer by layer, at most {GRADIENT_TOLERANCE:g}.
