@@ -204,7 +204,11 @@ class Launcher:
                 over = status == STOPPED and self.config.run.max_minutes is not None
                 if status in FINAL or self._asked or over:
                     return self._passed_on(status)
-                step = self._newest_step()
+                try:
+                    step = self._newest_step()
+                except InputError as error:  # a bucket that does not answer may do so again at the restart
+                    _say(str(error))
+                    step = newest
                 failures, newest = (failures + 1 if step == newest else 1), step
                 if failures > self.max_restarts:
                     since = "without a checkpoint" if step is None else f"since the checkpoint of step {step}"

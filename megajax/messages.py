@@ -63,7 +63,8 @@ class Messages:
 def decide(name: str, text: str, judge: Callable[[list[str]], str], seconds: float = ANSWER_SECONDS) -> str:
     """`judge(the texts of all processes)`, called on process 0, its result on every process.
 
-    All processes use a `name` once. Raises InputError on every process if one does not answer within `seconds`.
+    All processes use a `name` once. Raises InputError on every process if one does not answer within `seconds`, or if
+    `judge` fails.
     """
     messages = Messages(name)
     if messages.count == 1:
@@ -82,6 +83,8 @@ def decide(name: str, text: str, judge: Callable[[list[str]], str], seconds: flo
         messages.meet(READ_SECONDS)
         if messages.index == 0:
             messages.remove()
+    if "failed" in verdict:
+        raise InputError(verdict["failed"])
     if "silent" in verdict:
         raise InputError(f"process {verdict['silent']} did not answer within {seconds:g} s: look at its output.")
     return verdict["judged"]
@@ -95,4 +98,9 @@ def _collect(messages: Messages, text: str, judge: Callable[[list[str]], str], s
             texts.append(messages.wait(str(index), max(0.1, end - time.monotonic())))
         except Failure:
             silent.append(str(index))
-    return {"silent": ", ".join(silent)} if silent else {"judged": judge(texts)}
+    if silent:
+        return {"silent": ", ".join(silent)}
+    try:
+        return {"judged": judge(texts)}
+    except Exception as error:  # the others wait for an answer
+        return {"failed": str(error) or type(error).__name__}

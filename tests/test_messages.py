@@ -57,6 +57,14 @@ def test_all_get_the_verdict_of_process_0_and_nothing_stays_in_the_store(togethe
     assert together(lambda index: Messages("question").read_all()) == [{}] * COUNT
 
 
+def test_all_hear_of_a_failure_of_process_0(together):
+    def fail(texts):
+        raise OSError("the store is silent")
+
+    for error in together(lambda index: decide("question", "text", fail)):
+        assert isinstance(error, InputError) and str(error) == "the store is silent"
+
+
 def test_all_name_a_process_that_does_not_answer(together, monkeypatch):
     monkeypatch.setattr(messages, "READ_SECONDS", 0.1)
     answer = lambda index: index == 1 or decide("question", "text", lambda texts: "", seconds=0.3)  # noqa: E731

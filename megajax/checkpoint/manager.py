@@ -153,7 +153,7 @@ class Checkpoints:
             error = first_problem([answer["error"] for answer in found])
             try:
                 return error or checksums.write(directory, [answer["share"] for answer in found])
-            except OSError as problem:
+            except Exception as problem:  # a bucket's client has errors of its own
                 return reason(problem)
 
         answer = {"error": error or "", "share": []}
@@ -165,8 +165,8 @@ class Checkpoints:
             answer["error"] = reason(problem)
         try:
             error = decide(call, json.dumps(answer), write, SLOWEST)
-        except UserError as problem:
-            error = str(problem)
+        except Exception as problem:  # also of jax's coordinator; the save itself is complete
+            error = reason(problem)
         return error or None, time.perf_counter()
 
     def outcome(self, wait: bool = False) -> SaveOutcome | None:

@@ -87,19 +87,28 @@ def remove_partial(folder: Folder) -> None:
         for part in folder.glob("*.orbax-checkpoint-tmp*"):
             shutil.rmtree(part, ignore_errors=True)
         return
+    parts: list[Folder] = []
     with contextlib.suppress(Exception):  # the store may not answer: a later start removes them
-        for part in _steps_in_bucket(folder):
-            if not (part / COMMITTED).exists():
-                epath.Path(part).rmtree()
+        parts = [part for part in _steps_in_bucket(folder) if not (part / COMMITTED).exists()]
+    for part in parts:
+        with contextlib.suppress(Exception):  # one that may not be removed does not keep the others
+            epath.Path(part).rmtree()
 
 
 def move(source: Folder, target: Folder) -> None:
-    """Move a checkpoint; in a bucket its objects are copied there, and then removed."""
+    """Move a checkpoint; in a bucket its objects are copied there, and then removed.
+
+    COMMITTED is copied last and removed first, so no part of a checkpoint looks complete if this is interrupted.
+    """
     if isinstance(source, Path):
         source.rename(target)
-    else:
-        system, path = _system(source)
-        system.mv(path, _system(target)[1], recursive=True)
+        return
+    (system, top), (_, new) = _system(source), _system(target)
+    names = sorted(system.find(top), key=lambda name: name == f"{top}/{COMMITTED}")
+    for name in names:
+        system.cp_file(name, new + name.removeprefix(top))
+    for name in reversed(names):
+        system.rm_file(name)
 
 
 def sizes(folder: Folder) -> dict[str, int]:
@@ -141,7 +150,7 @@ def _system(folder: Folder) -> tuple[Any, str]:
 
 SILENT = ("UNAVAILABLE", "DEADLINE_EXCEEDED", "ABORTED", "RESOURCE_EXHAUSTED", "INTERNAL")  # statuses of tensorstore
 DENIED = ("PERMISSION_DENIED", "UNAUTHENTICATED", "Forbidden", "Anonymous caller", "credentials", ", 401")
-CLIENTS = ("gcsfs", "aiohttp", "google", "requests", "asyncio")  # packages whose errors are the store's
+CLIENTS = ("gcsfs", "fsspec", "aiohttp", "google", "requests", "asyncio")  # packages whose errors are the store's
 
 
 @contextlib.contextmanager
@@ -156,7 +165,10 @@ def store_errors(folder: Folder) -> Iterator[None]:
         raise
     except Exception as error:
         text, client = str(error), type(error).__module__.partition(".")[0] in CLIENTS
-        if not is_in_bucket(folder) or not (client or any(word in text for word in (*SILENT, *DENIED))):
+        # Time-outs and lost connections are OSErrors; a missing object may be damage.
+        client |= isinstance(error, OSError) and not isinstance(error, FileNotFoundError)
+        said = any(f"{status}:" in text for status in SILENT) or any(word in text for word in DENIED)
+        if not is_in_bucket(folder) or not (client or said):
             raise
         raise store_problem(str(folder), error) from None
 

@@ -126,15 +126,21 @@ class RunLock:
 
 
 def on_first_process(action: Callable[[], object]) -> None:
-    """Run `action` on process 0; its UserError or OSError becomes an InputError on every process."""
-    message = ""
+    """Run `action` on process 0; an error becomes an InputError on the other processes.
+
+    Process 0 raises an InputError too, or the error itself if it is neither a UserError nor an OSError.
+    """
+    message, unexpected = "", None
     if jax.process_index() == 0:
         try:
             action()
         except UserError as error:
             message = str(error)
         except OSError as error:
-            message = f"{error.filename or 'a file'} could not be written ({error.strerror}): choose another run.dir."
+            where, why = error.filename or "a file", error.strerror or str(error) or type(error).__name__
+            message = f"{where} could not be written ({why}): choose another run.dir."
+        except Exception as error:  # the others must not wait for it
+            message, unexpected = f"process 0 failed ({error or type(error).__name__}): look at its output.", error
     if jax.process_count() > 1:
         from jax.experimental import multihost_utils
 
@@ -142,6 +148,8 @@ def on_first_process(action: Callable[[], object]) -> None:
         encoded = message.encode()[: padded.size]
         padded[: len(encoded)] = np.frombuffer(encoded, np.uint8)
         message = bytes(multihost_utils.broadcast_one_to_all(padded)).rstrip(b"\0").decode(errors="ignore")
+    if unexpected is not None:
+        raise unexpected
     if message:
         raise InputError(message)
 

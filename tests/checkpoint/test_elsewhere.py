@@ -6,6 +6,7 @@ Google's stores against a server.
 
 import os
 import sys
+from unittest.mock import Mock
 
 import jax
 import numpy as np
@@ -94,9 +95,9 @@ def bucket(tmp_path, monkeypatch):
         def glob(self, path, **options):
             return [found.removeprefix(f"{root}/") for found in super().glob(path, **options)]
 
-        def mv(self, source, target, recursive):
-            self.copy(source, target, recursive=recursive)
-            self.rm(source, recursive=recursive)
+        def cp_file(self, source, target, **options):  # a bucket has no directories
+            os.makedirs(os.path.dirname(self._strip_protocol(target)), exist_ok=True)
+            super().cp_file(source, target, **options)
 
         def rename(self, *_, **__):
             raise NotImplementedError
@@ -159,13 +160,15 @@ def test_damage_in_a_bucket_is_not_confused_with_a_store_that_does_not_answer(bu
     for step in (2, 3):
         save(build(IN_BUCKET), step)
 
-    def forbid(*_, **__):
-        raise OSError("Forbidden: b/x")
-
-    with monkeypatch.context() as patched:
-        patched.setattr(LocalFileSystem, "open", forbid)
-        with pytest.raises(InputError, match=r"gs://b/x/3 cannot be read or written \(Forbidden.*: give this machine"):
-            build(IN_BUCKET).state  # noqa: B018
+    sentence = r"gs://b/x/3 cannot be read or written "
+    for error, rest in (
+        (OSError("Forbidden: b/x"), r"\(Forbidden.*: give this machine"),
+        (TimeoutError(), r"\(TimeoutError\): check the connection"),
+    ):
+        with monkeypatch.context() as patched:
+            patched.setattr(LocalFileSystem, "open", Mock(side_effect=error))
+            with pytest.raises(InputError, match=sentence + rest):
+                build(IN_BUCKET).state  # noqa: B018
     path = max((bucket / "x/3/state").rglob("d/*"), key=lambda path: path.stat().st_size)
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1

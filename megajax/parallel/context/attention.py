@@ -46,7 +46,7 @@ def attention(
 ) -> jax.Array:
     """Causal attention of this device's queries: `q [B, S / context, N, H]`, `k` and `v` `[B, S / context, K, H]`.
 
-    With the reference kernel values may have another width. `sinks [N]` are the same on all devices; each device
+    Values may have another width, except with "pallas". `sinks [N]` are the same on all devices; each device
     returns its share of their gradient.
     """
     if strategy == "all_to_all":
