@@ -91,4 +91,5 @@ def test_the_best_by_evaluation_loss_and_the_newest_are_kept(build, tmp_path, mo
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(trainer.state))
     assert saves[-1]["checkpoint_step"] == saves[-1]["step"] == 12
     assert all(line["checkpoint_gb"] == pytest.approx(size / 1e9, abs=1e-6) for line in saves)
-    assert all(line["checkpoint_seconds"] >= line["checkpoint_stall_seconds"] > 0 for line in saves)
+    # A save that training waits for as a whole may end before training notices, so neither bounds the other.
+    assert all(line["checkpoint_seconds"] > 0 and line["checkpoint_stall_seconds"] > 0 for line in saves)
