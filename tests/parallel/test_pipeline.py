@@ -44,7 +44,6 @@ CASES = [
     ("gpt2", {"pipeline": 4, "data": 2}, "gpipe", 1, 8, {"pipeline": {"layout": (5, 3, 1, 4)}}),
     # On CPUs each slot has operations of its own only if `kernels.scan_unroll` asks for unrolled layers.
     ("tiny of 3", {"pipeline": 2, "fsdp": 2}, "zero_bubble", 1, 4, {"kernels": {"scan_unroll": 2}}),
-    ("tiny", {"pipeline": 2, "tensor": 2}, "1f1b", 2, 32, {"kernels": {"scan_unroll": 1}}),
     # The last virtual stage is empty.
     ("tiny of 3", {"pipeline": 2, "data": 2}, "1f1b", 2, 4, {"remat": {"policy": "selective"}}),
     ("gemma", {"pipeline": 2, "fsdp": 4}, "1f1b", 2, 2, {"remat": {"policy": "full", "layers": 1}}),
