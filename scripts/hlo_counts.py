@@ -29,7 +29,7 @@ from megajax.plan.compile import compile_for_h200, require_plugin, usable_bytes
 from megajax.training.step import TrainProgram
 
 GOLDEN = ROOT / "tests/data/h200_hlo_counts.txt"
-# The benchmark shapes at their full widths; two layers represent all layers. The last two cases have loops over layers.
+# The benchmark shapes at their full widths; two layers represent all layers. The last case has loops over layers.
 CASES = (
     "configs/llama3_8b_l8.yaml mesh.fsdp=1 model.num_layers=2",
     "configs/llama3_8b_l8.yaml batch.global_size=16 model.num_layers=2 --gpus 4",

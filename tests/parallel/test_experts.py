@@ -56,7 +56,8 @@ CASES = [
         {"remat": {"policy": "full", "group": 2}, "kernels": {"dispatch": "all_to_all"}},
     ),
     ("mixtral", {"data": 2, "context": 2, "fsdp": 2, "experts_over": ("fsdp", "data", "context")}, 2, {}),
-    ("position", {"expert": 2, "tensor": 2, "data": 2}, 2, {"kernels": {"dispatch": "all_to_all"}}),
+    ("capacity", {"expert": 2, "tensor": 2, "data": 2}, 2, {"kernels": {"dispatch": "all_to_all"}}),
+    ("position", {"expert": 2, "context": 2}, 1, {"kernels": {"dispatch": "all_gather"}}),
 ]
 
 
