@@ -22,6 +22,7 @@ from megajax.model.parts import (
     declare_norm_weight,
     normalise,
     residual_scale,
+    rotate,
 )
 
 
@@ -87,13 +88,7 @@ class Attention(Part):
         q, k, v = jnp.split(qkv, (N, (N + qkv.shape[2]) // 2), axis=2)
         if c.qk_norm:
             q, k = (self.normalise_heads(a, w[f"{name}_norm"], comm) for a, name in ((q, "query"), (k, "key")))
-        if c.position == "rope" and kind.rope:
-            theta, scaling = c.rope_theta, c.rope_scaling.model_dump() if c.rope_scaling else None
-            if kind.window is not None and c.rope_local_theta is not None:
-                theta, scaling = c.rope_local_theta, None
-            frequencies = ops.rope_frequencies(c.head_dim, theta, c.rope_fraction, scaling, comm.sequence_length(S))
-            factor = ops.rope_attention_factor(scaling)
-            q, k = (ops.apply_rope(a, inputs.positions, frequencies, factor) for a in (q, k))
+        q, k = rotate(c, kind, inputs.positions, comm.sequence_length(S), q, k)
         return q, k, v
 
     def normalise_heads(self, x: jax.Array, weight: jax.Array, comm: Comm) -> jax.Array:

@@ -21,6 +21,7 @@ from megajax.model.parts import (
     declare_norm_weight,
     normalise,
     residual_scale,
+    rotate,
 )
 
 EPSILON = 1e-6  # of the latents' norms, whatever `model.norm_epsilon` is, as in the authors' code
@@ -108,11 +109,7 @@ class LatentAttention(Part):
             query_input = self._normalise(query_input, w["query_norm"])
         q = checkpoint_name(comm.column_linear(query_input, w["query"]), "queries").reshape(B, S, -1, c.head_dim)
         rotary = comm.enter(rotary).reshape(B, S, 1, -1)
-        if kind.rope:
-            scaling = c.rope_scaling.model_dump() if c.rope_scaling else None
-            frequencies = ops.rope_frequencies(c.rotary_dim, c.rope_theta, 1.0, scaling, comm.sequence_length(S))
-            factor = ops.rope_attention_factor(scaling)
-            q, rotary = (ops.apply_rope(a, inputs.positions, frequencies, factor) for a in (q, rotary))
+        q, rotary = rotate(c, kind, inputs.positions, comm.sequence_length(S), q, rotary)
         assert c.qk_nope_head_dim is not None
         latent = self._normalise(latent, w["key_value_norm"])
         return q, LatentKeys(latent, rotary[:, :, 0], w["key_value"], c.qk_nope_head_dim, c.value_dim)

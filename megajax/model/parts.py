@@ -163,6 +163,23 @@ def normalise(config: ModelConfig, x: jax.Array, weight: jax.Array | None, bias:
     return ops.layer_norm(x, weight, bias, config.norm_epsilon, config.norm_zero_centred)
 
 
+def rotate(
+    config: ModelConfig, kind: LayerKind, positions: jax.Array, length: int, *arrays: jax.Array
+) -> tuple[jax.Array, ...]:
+    """Queries and keys `[B, S, heads, width]` with the layer's rotary positions, or as they are if it has none.
+
+    `length` is that of a whole sequence, in tokens.
+    """
+    if config.position != "rope" or not kind.rope:
+        return arrays
+    theta, scaling = config.rope_theta, config.rope_scaling.model_dump() if config.rope_scaling else None
+    if kind.window is not None and config.rope_local_theta is not None:
+        theta, scaling = config.rope_local_theta, None
+    frequencies = ops.rope_frequencies(config.rotary_dim, theta, config.rope_fraction, scaling, length)
+    factor = ops.rope_attention_factor(scaling)
+    return tuple(ops.apply_rope(a, positions, frequencies, factor) for a in arrays)
+
+
 def scale_embeddings(config: ModelConfig, x: jax.Array) -> jax.Array:
     """Rows of the token table → their part of the residual stream; the same for gradients, in the other direction."""
     return x * math.sqrt(config.hidden_size) if config.scale_embeddings else x
