@@ -4,6 +4,7 @@ They need no devices, so they work before jax's backend has started, in any thre
 """
 
 import contextlib
+import itertools
 import json
 import time
 from collections.abc import Callable
@@ -17,6 +18,9 @@ from megajax.errors import InputError
 FOR_EVER = 365 * 24 * 3600.0  # seconds
 ANSWER_SECONDS = 120.0  # all processes have joined before, so each answers within seconds
 READ_SECONDS = 10.0
+SLOWEST = 3600.0  # by which processes may differ in what they did before
+
+_found = itertools.count()  # all processes make the same calls of `from_first_process`
 
 Failure = jax.errors.JaxRuntimeError  # of each method: there is no such value (in time), or the coordinator is gone
 
@@ -88,6 +92,14 @@ def decide(name: str, text: str, judge: Callable[[list[str]], str], seconds: flo
     if "silent" in verdict:
         raise InputError(f"process {verdict['silent']} did not answer within {seconds:g} s: look at its output.")
     return verdict["judged"]
+
+
+def from_first_process(find: Callable[[], Any]) -> Any:
+    """`find()` of process 0 on every process, a value that JSON can hold; the others do not call it.
+
+    All processes must call this in their main threads. Raises InputError on every process if `find` fails.
+    """
+    return json.loads(decide(f"found/{next(_found)}", "", lambda _: json.dumps(find()), SLOWEST))
 
 
 def _collect(messages: Messages, text: str, judge: Callable[[list[str]], str], seconds: float) -> dict[str, str]:

@@ -263,10 +263,10 @@ def clock(lab: Lab) -> str:
     folder.mkdir()
     (folder / "sitecustomize.py").write_text(CLOCK)
     path = os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])
-    [run] = lab.start(run_dir, PYTHONPATH=path)
+    [run] = lab.start(run_dir, environment={"PYTHONPATH": path})
     run.read_until(lambda: steps_logged(run_dir) >= 30)
     run.kill()
-    [run] = lab.start(run_dir, PYTHONPATH=path)
+    [run] = lab.start(run_dir, environment={"PYTHONPATH": path})
     assert run.finish() == 0 and "Traceback" not in run.output, run.output
     assert numbers_of(run_dir) == lab.quiet(), "the numbers differ"
     return "killed and resumed with a jumping clock"

@@ -140,14 +140,16 @@ class Lab:
         self._quiet: dict[tuple[str, ...], Numbers] = {}
         self._open: list[Run] = []
 
-    def start(self, run_dir: Path, *overrides: str, processes: int = 1, **environment: str) -> list[Run]:
-        """The processes of a run: one, or two that are joined."""
+    def start(
+        self, run_dir: Path, *overrides: str, processes: int = 1, environment: dict[str, str] | None = None
+    ) -> list[Run]:
+        """The processes of a run, one or two that are joined, with these environment variables beside their own."""
         variables = {
             **os.environ,
             "JAX_PLATFORMS": "cpu",
             "JAX_COMPILATION_CACHE_DIR": os.environ.get("JAX_COMPILATION_CACHE_DIR", str(self.root / "compiled")),
             "XLA_FLAGS": "--xla_force_host_platform_device_count=4 --xla_backend_optimization_level=0",
-            **environment,
+            **(environment or {}),
         }
         with socket.socket() as free:
             free.bind(("localhost", 0))

@@ -4,6 +4,12 @@
     fake-gcs-server -scheme http -backend memory -host 127.0.0.1 -port 9023 -external-url http://127.0.0.1:9023 &
     python scripts/remote_checkpoints.py --server http://127.0.0.1:9023
 
+or
+
+    pip install 'megajax[s3]' 'moto[server]'
+    moto_server -H 127.0.0.1 -p 9023 &
+    python scripts/remote_checkpoints.py --scheme s3 --server http://127.0.0.1:9023
+
 Prints a table of what was done and seen; the first difference from a run with local checkpoints is an error.
 """
 
@@ -19,6 +25,7 @@ import time
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
+from xml.etree import ElementTree
 
 import numpy as np
 from lab import Lab, numbers_of, resumed_in, saved_in
@@ -36,7 +43,9 @@ OTHER_MESH = ("mesh.data=1", "mesh.tensor=1", "mesh.fsdp=4")
 
 
 class Bucket:
-    """A bucket on the server, seen without megajax, gcsfs or tensorstore."""
+    """A bucket of `gs://` on the server, seen without megajax, gcsfs or tensorstore."""
+
+    scheme, server_setting, headers = "gs", "TENSORSTORE_GCS_HTTP_URL", {"Content-Type": "application/json"}
 
     def __init__(self, server: str):
         self.server = server
@@ -45,10 +54,14 @@ class Bucket:
         os.environ["GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT"] = "false"  # asks Google for the kind of the bucket
         self._call("/storage/v1/b?project=trial", json.dumps({"name": BUCKET}).encode())
 
-    def _call(self, path: str, data: bytes | None = None) -> bytes:
-        request = urllib.request.Request(self.server + path, data, {"Content-Type": "application/json"})
+    def _call(self, path: str, data: bytes | None = None, method: str | None = None) -> bytes:
+        request = urllib.request.Request(self.server + path, data, self.headers, method=method)
         with urllib.request.urlopen(request, timeout=30) as answer:
             return answer.read()
+
+    def url(self, folder: str, bucket: str = BUCKET) -> str:
+        """The setting of `checkpoint.dir` for a folder."""
+        return f"checkpoint.dir={self.scheme}://{bucket}/{folder}"
 
     def names(self, folder: str) -> list[str]:
         """The objects of a folder, by their names in it."""
@@ -62,10 +75,42 @@ class Bucket:
         return complete, {int(step) for step, *_ in parts} - complete
 
     def flip_a_bit(self, folder: str, name: str) -> None:
-        path = f"{folder}/{name}".replace("/", "%2F")
-        data = bytearray(self._call(f"/storage/v1/b/{BUCKET}/o/{path}?alt=media"))
+        path = f"{folder}/{name}"
+        data = bytearray(self.read(path))
         data[len(data) // 2] ^= 1
-        self._call(f"/upload/storage/v1/b/{BUCKET}/o?uploadType=media&name={path}", bytes(data))
+        self.write(path, bytes(data))
+
+    def read(self, name: str) -> bytes:
+        return self._call(f"/storage/v1/b/{BUCKET}/o/{name.replace('/', '%2F')}?alt=media")
+
+    def write(self, name: str, data: bytes) -> None:
+        path = name.replace("/", "%2F")
+        self._call(f"/upload/storage/v1/b/{BUCKET}/o?uploadType=media&name={path}", data)
+
+
+class S3Bucket(Bucket):
+    """The same of `s3://`; the server must not verify signatures."""
+
+    scheme, server_setting = "s3", "AWS_ENDPOINT_URL"
+    headers = {"Authorization": "AWS4-HMAC-SHA256 Credential=trial/20260101/us-east-1/s3/aws4_request"}
+    headers |= {"Content-Type": "application/octet-stream"}
+
+    def __init__(self, server: str):
+        self.server = server
+        os.environ |= {"AWS_ENDPOINT_URL": server, "AWS_REGION": "us-east-1"}
+        os.environ |= {"AWS_ACCESS_KEY_ID": "trial", "AWS_SECRET_ACCESS_KEY": "trial"}
+        self._call(f"/{BUCKET}", method="PUT")
+
+    def names(self, folder: str) -> list[str]:
+        listed = ElementTree.fromstring(self._call(f"/{BUCKET}?list-type=2&prefix={folder}/"))
+        assert listed.findtext("{*}IsTruncated") == "false"
+        return [str(key.text).removeprefix(f"{folder}/") for key in listed.iterfind("{*}Contents/{*}Key")]
+
+    def read(self, name: str) -> bytes:
+        return self._call(f"/{BUCKET}/{name}")
+
+    def write(self, name: str, data: bytes) -> None:
+        self._call(f"/{BUCKET}/{name}", data, "PUT")
 
 
 class Trials:
@@ -92,7 +137,7 @@ class Trials:
     def kills(self, count: int, processes: int = 1) -> str:
         """SIGKILL while a save has written a part of its objects, again and again."""
         name, saved, partial = f"killed{processes}", 0, 0
-        run_dir, elsewhere = self.lab.root / name, f"checkpoint.dir=gs://{BUCKET}/{name}"
+        run_dir, elsewhere = self.lab.root / name, self.bucket.url(name)
         for _ in range(count):
             runs = self.lab.start(run_dir, elsewhere, processes=processes)
             runs[0].read_until(lambda run=runs[0]: "\nstep" in run.output)
@@ -119,7 +164,7 @@ class Trials:
     def damage(self) -> str:
         """A flipped bit in the newest of several checkpoints."""
         run_dir, name = self.lab.root / "damaged", "damaged"
-        elsewhere = f"checkpoint.dir=gs://{BUCKET}/{name}"
+        elsewhere = self.bucket.url(name)
         [run] = self.lab.start(run_dir, elsewhere)
         run.read_until(lambda: saved_in(run.output) >= 8)
         run.kill()
@@ -136,7 +181,7 @@ class Trials:
 
     def other_mesh(self) -> str:
         """Back to an older checkpoint, on another mesh."""
-        run_dir, elsewhere = self.lab.root / "killed1", f"checkpoint.dir=gs://{BUCKET}/killed1"
+        run_dir, elsewhere = self.lab.root / "killed1", self.bucket.url("killed1")
         back = ("checkpoint.resume_step=16", *OTHER_MESH)
         output = self.lab.end(self.lab.start(run_dir, elsewhere, *back))
         assert resumed_in(output) == 16, output
@@ -158,7 +203,7 @@ class Trials:
     def local_tier(self) -> str:
         """SIGKILL between durable checkpoints, with `checkpoint.local_dir`."""
         run_dir = self.lab.root / "tiers"
-        settings = (f"checkpoint.dir=gs://{BUCKET}/tiers", f"checkpoint.local_dir={self.lab.root}/memory")
+        settings = (self.bucket.url("tiers"), f"checkpoint.local_dir={self.lab.root}/memory")
         settings = (*settings, "checkpoint.local_interval=1", "run.checkpoint_interval=10")
         [run] = self.lab.start(run_dir, *settings)
         run.read_to_step(16)
@@ -170,15 +215,16 @@ class Trials:
 
     def sentences(self) -> list[tuple[str, str]]:
         """Mistakes, and the last line that they give."""
-        missing = self.mistake(self.lab.root / "missing", "gs://nowhere/run")
-        silent = self.mistake(self.lab.root / "silent", f"gs://{BUCKET}/silent", CLOSED)
-        taken = self.mistake(self.lab.root / "second", f"gs://{BUCKET}/tiers")
-        scheme = self.mistake(self.lab.root / "scheme", "s3://bucket/run")
-        return [("no such bucket", missing), ("no connection", silent), ("another run's", taken), ("s3", scheme)]
+        missing = self.mistake("missing", self.bucket.url("run", "nowhere"))
+        silent = self.mistake("silent", self.bucket.url("silent"), CLOSED)
+        taken = self.mistake("second", self.bucket.url("tiers"))
+        scheme = self.mistake("scheme", "checkpoint.dir=az://bucket/run")
+        return [("no such bucket", missing), ("no connection", silent), ("another run's", taken), ("az", scheme)]
 
-    def mistake(self, run_dir: Path, url: str, server: str | None = None) -> str:
+    def mistake(self, name: str, setting: str, server: str | None = None) -> str:
         server = server or self.bucket.server
-        [run] = self.lab.start(run_dir, f"checkpoint.dir={url}", TENSORSTORE_GCS_HTTP_URL=server)
+        environment = {self.bucket.server_setting: server}
+        [run] = self.lab.start(self.lab.root / name, setting, environment=environment)
         assert run.finish() == 2, run.output
         return run.output.strip().splitlines()[-1]
 
@@ -190,11 +236,12 @@ class Trials:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--server", required=True, help="URL of a server with the interface of Google Cloud Storage")
+    parser.add_argument("--server", required=True, help="URL of a server with the interface of the store")
+    parser.add_argument("--scheme", choices=("gs", "s3"), default="gs")
     parser.add_argument("--kills", type=int, default=12)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
-    bucket = Bucket(options.server)
+    bucket = {"gs": Bucket, "s3": S3Bucket}[options.scheme](options.server)
     with tempfile.TemporaryDirectory() as root:
         lab = Lab(Path(root), random.Random(options.seed), SETTINGS)
         try:

@@ -1,5 +1,6 @@
 """Messages and decisions of several processes: real clients of jax's coordinator, here in threads of one process."""
 
+import itertools
 import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -9,7 +10,7 @@ from jaxlib import _jax
 
 from megajax import messages
 from megajax.errors import InputError
-from megajax.messages import Failure, Messages, decide
+from megajax.messages import Failure, Messages, decide, from_first_process
 
 COUNT = 3
 
@@ -55,6 +56,13 @@ def test_all_get_the_verdict_of_process_0_and_nothing_stays_in_the_store(togethe
     assert together(lambda index: decide("question", f"text {index}", judge)) == ["verdict"] * COUNT
     assert judged == [["text 0", "text 1", "text 2"]]
     assert together(lambda index: Messages("question").read_all()) == [{}] * COUNT
+
+
+def test_only_process_0_looks_and_all_get_what_it_found(together, monkeypatch):
+    monkeypatch.setattr(messages, "_found", itertools.repeat(0))  # these processes share the counter
+    asked = []
+    assert together(lambda index: from_first_process(lambda: asked.append(index) or [3, index])) == [[3, 0]] * COUNT
+    assert asked == [0]
 
 
 def test_all_hear_of_a_failure_of_process_0(together):

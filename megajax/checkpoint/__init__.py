@@ -3,6 +3,7 @@
 from megajax.checkpoint.manager import (
     Checkpoints,
     SaveOutcome,
+    agreed_steps,
     find_checkpoint,
     newest_good,
     reason,
@@ -13,6 +14,7 @@ from megajax.checkpoint.storage import complete_steps
 __all__ = [
     "Checkpoints",
     "SaveOutcome",
+    "agreed_steps",
     "complete_steps",
     "find_checkpoint",
     "newest_good",

@@ -67,12 +67,17 @@ def _owner(folder: Folder, run_dir: Path, key: str) -> str:
         if not (folder / OWNER).exists():
             replace_text(folder / OWNER, f"{run_dir}\n")
         return (folder / OWNER).read_text().strip()
-    context = tensorstore.Context({"gcs_request_retries": {"max_retries": RETRIES}})
+    context = tensorstore.Context({f"{store}_request_retries": {"max_retries": RETRIES} for store in ("gcs", "s3")})
     try:
         store = tensorstore.KvStore.open(key_value_store(folder), context=context).result()
-        # Written again at each start, which shows at once whether a save can write.
-        name = store.read(OWNER).result().value.decode().strip() or str(run_dir)
-        store.write(OWNER, f"{name}\n").result()
+        found = store.read(OWNER).result()
+        name = found.value.decode().strip() or str(run_dir)
+        # Written again at each start, which shows at once whether a save can write; but only over what was read.
+        written = store.write(OWNER, f"{name}\n", if_equal=found.stamp.generation).result()
+        if not written.generation:  # another run took the folder meanwhile, or nothing can be there
+            name = store.read(OWNER).result().value.decode().strip()
+            if not name:
+                raise ValueError("NOT_FOUND: there is no such bucket")
     except ValueError as error:  # tensorstore raises it for all failures
         raise store_problem(key, error) from None
     return name

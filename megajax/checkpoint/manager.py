@@ -35,12 +35,11 @@ from megajax.checkpoint.storage import (
 from megajax.config import ModelConfig
 from megajax.config.kinds import MOE
 from megajax.errors import InputError, UserError
-from megajax.messages import decide
+from megajax.messages import SLOWEST, decide, from_first_process
 from megajax.model.lora import is_adapter
 
 EXPERTS = "experts"  # name of the MoE layers' state in a checkpoint
 LONGEST_SAVE = 10**6  # seconds; orbax measures them by the clock, which may jump
-SLOWEST = 3600.0  # seconds by which processes may differ in reading their shares of a checkpoint
 LARGE_LAYER = 2**18  # bytes of a layer in one device's shard
 
 
@@ -90,7 +89,8 @@ class Checkpoints:
             enable_async_checkpointing=True,
             async_options=ocp.AsyncOptions(timeout_secs=LONGEST_SAVE),  # type: ignore[call-arg]
         )
-        self._manager = ocp.CheckpointManager(self.directory, options=options)
+        with store_errors(self.directory):
+            self._manager = ocp.CheckpointManager(self.directory, options=options)
         self._started: tuple[SaveOutcome, float] | None = None  # with the time of its start
         self._completing: Future[tuple[str | None, float]] | None = None
 
@@ -105,7 +105,8 @@ class Checkpoints:
 
     def reload(self) -> None:
         """Read the directory again after a change by others."""
-        self._manager.reload()
+        with store_errors(self.directory):
+            self._manager.reload()
 
     @property
     def saving(self) -> int | None:
@@ -216,12 +217,15 @@ class Checkpoints:
 
     def has_checksums(self, step: int) -> bool:
         """Whether the files of a checkpoint can be verified."""
-        return checksums.exist(self.directory / str(step))
+        directory = self.directory / str(step)
+        with store_errors(directory):
+            return checksums.exist(directory)
 
     def describe(self, step: int) -> dict[str, Any]:
         """The description of a checkpoint."""
         args = ocp.args.Composite(description=ocp.args.JsonRestore())  # type: ignore[call-arg]
-        return self._manager.restore(step, args=args)["description"]
+        with store_errors(self.directory):
+            return self._manager.restore(step, args=args)["description"]
 
     def restore(self, step: int, abstract: Any) -> Any:
         """The tree of a checkpoint, in the shapes, dtypes and shardings of `abstract`."""
@@ -290,6 +294,14 @@ def reason(error: BaseException) -> str:
     return next((reason for reason in known if reason in text), text.splitlines()[0][:200])
 
 
+def agreed_steps(run_dir: str | Path) -> list[int]:
+    """`complete_steps` as process 0 finds them; all processes must call this.
+
+    The others do not ask a bucket, and see nothing that another writer changes meanwhile.
+    """
+    return from_first_process(lambda: complete_steps(run_dir))
+
+
 def newest_good(run_dir: str | Path, steps: Sequence[int]) -> int | None:
     """The newest of `steps` whose checkpoint has no damaged file, read by this process alone; None if there is none."""
     path = checkpoint_folder(run_dir)
@@ -334,8 +346,7 @@ def restore_model(
     item = checkpoints.directory / str(step) / "state"
     abstract = {"params": params} | saved_layer_state(layer_state)
     try:
-        with store_errors(checkpoints.directory):
-            saved = checkpoints.describe(step)
+        saved = checkpoints.describe(step)
         if saved.get("lora") and not any(map(is_adapter, params)):
             raise InputError(
                 f"{setting}={path}{location} has adapters only: write the merged model with "

@@ -1,4 +1,4 @@
-"""The folder of a run's checkpoints: a directory, or the objects in a bucket whose names begin with a `gs://` URL.
+"""The folder of a run's checkpoints: a directory, or the objects of a bucket whose names begin with a URL.
 
 On a disk a checkpoint appears under its name when its directory is renamed. A bucket has no directories and renames
 objects one by one. There a checkpoint is complete when orbax has written its last object, COMMITTED, and everything
@@ -14,11 +14,12 @@ from typing import Any
 
 from etils import epath
 
+from megajax.checkpoint import s3
 from megajax.errors import InputError
 from megajax.files import replace_text
 
 SUBDIRECTORY = "checkpoints"
-BUCKET = "gs://"
+PACKAGES = {"gs://": ("gcsfs", "gcs"), s3.SCHEME: ("s3fs", "s3")}  # by scheme of a URL: package, and megajax's extra
 COMMITTED = "commit_success.txt"  # orbax's name
 
 type Folder = Path | epath.Path
@@ -26,20 +27,26 @@ type Folder = Path | epath.Path
 
 def is_in_bucket(folder: Folder | str) -> bool:
     """Whether a folder or URL is in a bucket."""
-    return str(folder).startswith(BUCKET)
+    return str(folder).startswith(tuple(PACKAGES))
 
 
 def bucket_folder(url: str) -> epath.Path:
     """The folder at a URL. Raises InputError if the package that reads and writes there is not installed."""
+    scheme = url[:5]
+    package, extra = PACKAGES[scheme]
     try:
         from fsspec import config, get_filesystem_class
 
-        get_filesystem_class("gcs")
+        get_filesystem_class(scheme[:2])
     except ImportError:
-        raise InputError(f"{url} is in a bucket, but gcsfs is not installed: pip install 'megajax[gcs]'.") from None
+        raise InputError(
+            f"{url} is in a bucket, but {package} is not installed: pip install 'megajax[{extra}]'."
+        ) from None
     # Orbax, tensorstore and other processes write there too, so a listing is old at once.
-    config.conf.setdefault("gcs", {})["use_listings_cache"] = False
-    logging.getLogger("gcsfs").setLevel(logging.CRITICAL)  # it writes a traceback for each request that fails
+    config.conf.setdefault(scheme[:2], {})["use_listings_cache"] = False
+    logging.getLogger(package).setLevel(logging.CRITICAL)  # it writes a traceback for each request that fails
+    if scheme == s3.SCHEME:
+        s3.prepare()
     return epath.Path(url)
 
 
@@ -122,7 +129,10 @@ def sizes(folder: Folder) -> dict[str, int]:
 
 def saved_at(checkpoint: Folder) -> float:
     """When a checkpoint became complete, in seconds since 1970."""
-    return checkpoint.stat().st_mtime if isinstance(checkpoint, Path) else (checkpoint / COMMITTED).stat().mtime
+    if isinstance(checkpoint, Path):
+        return checkpoint.stat().st_mtime
+    system, last = _system(checkpoint / COMMITTED)
+    return system.modified(last).timestamp()
 
 
 def write_text(path: Folder, text: str) -> None:
@@ -137,7 +147,9 @@ def key_value_store(folder: Folder) -> dict[str, Any]:
     """Tensorstore's specification of a folder."""
     if not is_in_bucket(folder):
         return {"driver": "file", "path": f"{folder}/"}
-    bucket, _, path = str(folder).removeprefix(BUCKET).partition("/")
+    if str(folder).startswith(s3.SCHEME):
+        return s3.key_value_store(f"{folder}/")
+    bucket, _, path = str(folder).removeprefix("gs://").partition("/")
     return {"driver": "gcs", "bucket": bucket, "path": f"{path}/"}
 
 
@@ -150,7 +162,8 @@ def _system(folder: Folder) -> tuple[Any, str]:
 
 SILENT = ("UNAVAILABLE", "DEADLINE_EXCEEDED", "ABORTED", "RESOURCE_EXHAUSTED", "INTERNAL")  # statuses of tensorstore
 DENIED = ("PERMISSION_DENIED", "UNAUTHENTICATED", "Forbidden", "Anonymous caller", "credentials", ", 401")
-CLIENTS = ("gcsfs", "fsspec", "aiohttp", "google", "requests", "asyncio")  # packages whose errors are the store's
+DENIED += ("Unauthorized", "Access Denied", "AccessDenied", "InvalidAccessKeyId", "SignatureDoesNotMatch")  # of S3
+CLIENTS = ("gcsfs", "s3fs", "botocore", "aiobotocore", "fsspec", "aiohttp", "google", "requests", "asyncio")  # packages
 
 
 @contextlib.contextmanager
@@ -174,12 +187,14 @@ def store_errors(folder: Folder) -> Iterator[None]:
 
 
 def store_problem(name: str, error: Exception) -> InputError:
-    """The sentence for a bucket that cannot be read or written; `name` is the URL, or the setting that has it."""
+    """The sentence for a bucket that cannot be read or written; `name` has the URL, first or in a setting."""
     text, cure = str(error).strip() or type(error).__name__, "check the connection"
-    if any(word in text for word in DENIED):
-        cure = "give this machine credentials that may list, read, write and delete there (gcloud auth "
-        cure += "application-default login, or GOOGLE_APPLICATION_CREDENTIALS)"
-    elif "NOT_FOUND" in text or "Invalid GCS bucket" in text:
+    if isinstance(error, PermissionError) or any(word in text for word in DENIED):
+        keys = "gcloud auth application-default login, or GOOGLE_APPLICATION_CREDENTIALS"
+        if s3.SCHEME in name:
+            keys = "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE"
+        cure = f"give this machine credentials that may list, read, write and delete there ({keys})"
+    elif any(word in text for word in ("NOT_FOUND", "Invalid GCS bucket", "NoSuchBucket")):
         cure = "create the bucket, or correct its name"
     text = text.splitlines()[0].partition(" [")[0][:200]  # tensorstore adds the answer in brackets
     return InputError(f"{name} cannot be read or written ({text}): {cure}, then start again.")

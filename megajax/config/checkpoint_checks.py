@@ -18,8 +18,8 @@ def check_checkpoints(config: Config) -> None:
 
 def _check_directory(config: Config) -> None:
     directory, key = config.checkpoint.dir, "checkpoint.dir"
-    if directory is not None and is_remote(directory) and not re.fullmatch(r"gs://[^/]+(/[^/]+)+/?", directory):
-        problem = f"{format_keys(config, key)} is a URL, but not of the form gs://BUCKET/FOLDER"
+    if directory is not None and is_remote(directory) and not re.fullmatch(r"(gs|s3)://[^/]+(/[^/]+)+/?", directory):
+        problem = f"{format_keys(config, key)} is a URL, but not of the form gs://BUCKET/FOLDER or s3://BUCKET/FOLDER"
         cure = "give one, or a directory, such as a bucket of another store that is mounted (docs/checkpoints.md)"
         fail(config, problem, cure, key)
 

@@ -243,8 +243,8 @@ class CheckpointConfig(Section):
 
     dir: Text | None = Field(
         default=None,
-        description="Directory, or gs://BUCKET/FOLDER, of the run's checkpoints, of no other run; null: checkpoints in"
-        " run.dir, which otherwise leads to it.",
+        description="Directory, gs://BUCKET/FOLDER or s3://BUCKET/FOLDER of the run's checkpoints, of no other run;"
+        " null: checkpoints in run.dir, which otherwise leads to it.",
     )
     keep: Count = Field(default=2, description="Number of newest checkpoints to keep.")
     keep_every: Count | None = Field(default=None, description="Also keep every checkpoint at a multiple of this step.")

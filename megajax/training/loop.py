@@ -217,7 +217,9 @@ class Trainer:
         try:
             self.directory.close(self.step)
         finally:
-            self._seen, self._recorded_step = complete_steps(self.run_dir), self.step
+            self._recorded_step = self.step
+            if jax.process_index() == 0:  # it compares them when this run writes again
+                self._seen = complete_steps(self.run_dir)
 
     def _lock(self) -> None:
         """Take the run directory, and adapt to changes by its last owner since this Trainer was built."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from megajax.checkpoint import Checkpoints, complete_steps, newest_good, reason
+from megajax.checkpoint import Checkpoints, agreed_steps, newest_good, reason
 from megajax.checkpoint.description import Difference
 from megajax.checkpoint.elsewhere import link_checkpoints
 from megajax.checkpoint.local_tier import LocalCheckpoint
@@ -52,7 +52,7 @@ class Start:
 
     def find(self) -> None:
         """Choose the checkpoint, and compare it with this run."""
-        self.seen = complete_steps(self.run_dir)
+        self.seen = agreed_steps(self.run_dir)
         self._choose(self._step_to_resume())
 
     def _choose(self, step: int | None) -> None:
@@ -100,7 +100,7 @@ class Start:
         if self._local_saves is not None:
             self._local_saves.report(wait=True)
             self._local_saves.begin(None)  # removes the later ones
-        later = [each for each in complete_steps(self.run_dir) if each > step]
+        later = [each for each in agreed_steps(self.run_dir) if each > step]
         on_first_process(lambda: run_record.set_aside(self.run_dir, step, later))
         self.rollbacks.add(rollback)
         self._checkpoints().reload()

@@ -14,10 +14,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-import jax
 import numpy as np
 
-from megajax.checkpoint import Checkpoints, complete_steps
+from megajax.checkpoint import Checkpoints, agreed_steps
 from megajax.config import Config
 from megajax.config.batch_schedule import BatchSizes, Position
 from megajax.files import replace_text
@@ -72,7 +71,7 @@ class Rollbacks:
         if len(self.past) >= limit:
             return None, f"{problem}; all rollbacks of run.max_rollbacks={limit} are used"
         checkpoints = saved()
-        step = self._agreed(self._target(bad.step))
+        step = self._target(bad.step)
         if step is None:
             return None, f"{problem}; there is no checkpoint from before step {bad.step} to go back to"
         number, samples = len(self.past) + 1, sizes.samples_before(bad.step)
@@ -112,19 +111,10 @@ class Rollbacks:
 
         A checkpoint of a requested stop counts only if there is no other, so a stop does not change the run's numbers.
         """
-        earlier = [step for step in complete_steps(self.run_dir) if step < bad_step]
+        earlier = [step for step in agreed_steps(self.run_dir) if step < bad_step]
         regular = [step for step in earlier if step % self.config.run.checkpoint_interval == 0]
         untried = [step for step in regular if step not in [past.step for past in self.past]]
         return max(untried or regular or earlier, default=None)
-
-    def _agreed(self, step: int | None) -> int | None:
-        """The choice of process 0."""
-        if jax.process_count() == 1:
-            return step
-        from jax.experimental import multihost_utils
-
-        agreed = int(multihost_utils.broadcast_one_to_all(np.int32(-1 if step is None else step)))
-        return None if agreed < 0 else agreed
 
     def _write(self) -> None:
         text = json.dumps([past._asdict() for past in self.past], indent=1)

@@ -9,6 +9,7 @@ import jax
 
 from megajax.checkpoint import Checkpoints, SaveOutcome, complete_steps
 from megajax.errors import InputError
+from megajax.messages import from_first_process
 from megajax.training import logs, run_record
 from megajax.training.exports import Exports
 from megajax.training.local_saves import LocalSaves
@@ -40,13 +41,15 @@ class RunDirectory:
         return Checkpoints(self.path, kept.keep, kept.keep_every, kept.keep_best)
 
     def take(self, seen: list[int]) -> bool:
-        """Take the lock; whether another process has written since there were checkpoints of the steps `seen`.
+        """Take the lock; whether another process has written since process 0 had `seen` checkpoints of these steps.
 
         Raises InputError if another process trains here, or if the directory cannot be written.
         """
         logs.make_run_dir(self.config)
         self.lock.acquire(logs.say)
-        return not self.writing and complete_steps(self.path) != seen  # while writing, new ones are this run's own
+        if self.writing:  # new ones are this run's own
+            return False
+        return from_first_process(lambda: complete_steps(self.path) != seen)
 
     def begin(self, start: Start, step: int, local_step: int | None) -> None:
         """The run goes on from `start`, or from the local checkpoint of `local_step`.

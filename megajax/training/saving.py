@@ -276,7 +276,8 @@ class StateSaver:
     def restore_weights(self, path: str) -> Weights:
         """The model of another run's checkpoint, or of a folder in Hugging Face's format, in canonical shapes.
 
-        With LoRA they are the frozen weights, in their dtype.
+        With LoRA they are the frozen weights, in their dtype. Raises InputError if one is not finite: no step would
+        have a gradient that is.
         """
         config, key = self.program.config, "checkpoint.init_from"
         abstract: Any = self._canonical_abstract
@@ -286,8 +287,12 @@ class StateSaver:
         if is_hf_folder(path):
             from megajax.hf.convert import load  # here, because it needs safetensors
 
-            return load(path, wanted, layer_state, config.model, key, location)
-        return restore_model(path, wanted, layer_state, config.model, key, location)
+            weights = load(path, wanted, layer_state, config.model, key, location)
+        else:
+            weights = restore_model(path, wanted, layer_state, config.model, key, location)
+        if bad := _not_finite(weights):
+            raise InputError(f"{key}={path}{location}: {', '.join(bad)} has NaN or Inf: give weights without them.")
+        return weights
 
     def with_weights(self, state: TrainState, weights: Weights) -> TrainState:
         """`state` with its model replaced by `weights`, which have canonical shapes; with LoRA its frozen weights."""
@@ -374,6 +379,14 @@ def _checksum(weights: Mapping[str, jax.Array]) -> jax.Array:
     unsigned = {2: jnp.uint16, 4: jnp.uint32}
     bits = [jax.lax.bitcast_convert_type(w, unsigned[w.dtype.itemsize]) for w in weights.values()]
     return sum((b.astype(jnp.uint32).sum(dtype=jnp.uint32) for b in bits), jnp.uint32(0))
+
+
+def _not_finite(weights: Weights) -> list[str]:
+    """The names of the first arrays with NaN or Inf, at most three; they are checked on the devices."""
+    params, state = weights
+    arrays = params | {f"{kind}.{name}": array for kind, own in state.items() for name, array in own.items()}
+    finite = jax.jit(lambda arrays: {name: jnp.isfinite(array).all() for name, array in arrays.items()})(arrays)
+    return [name for name, good in finite.items() if not good][:3]
 
 
 def _without_history[Leaf](state: Mapping[str, dict[str, Leaf]]) -> dict[str, dict[str, Leaf]]:

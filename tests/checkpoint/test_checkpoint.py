@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -176,6 +177,19 @@ def test_weights_come_from_a_run_or_from_one_checkpoint(make_trainer, tmp_path):
             np.testing.assert_array_equal(array, weights[f"params/{name}"])
         assert not any(a.any() for a in found[len(CANONICAL) :])  # weights only: the moments start anew
         assert trainer.step == int(trainer.state.step) == 0
+
+
+@pytest.mark.parametrize("value", [np.nan, -np.inf])
+def test_weights_that_are_not_finite_are_refused_by_name(make_trainer, tmp_path, value):
+    source = make_trainer("source", fsdp=8)
+    params = source.state.params
+    bad = {"head": params["head"].at[3, 5].set(value), "blocks.dense.mlp.up": params["blocks.dense.mlp.up"] + value}
+    source._state = replace(source.state, params=params | bad)
+    save(source)
+    sentence = rf"checkpoint.init_from={tmp_path / 'source'} .*: blocks.dense.mlp.up, head has NaN or Inf: give weights"
+    for mesh in ({"tensor": 2, "fsdp": 2}, {}):
+        with pytest.raises(InputError, match=sentence):
+            make_trainer("run", f"checkpoint.init_from={tmp_path / 'source'}", **mesh)
 
 
 def test_weights_come_from_a_run_whose_name_is_a_number(make_trainer, tmp_path):

@@ -1,23 +1,26 @@
 """`checkpoint.dir`: the checkpoints of a run in another directory than its own, or in a bucket.
 
 A directory plays the bucket: object by object, without renames. `scripts/remote_checkpoints.py` tries the clients of
-Google's stores against a server.
+Google's and Amazon's stores against a server.
 """
 
 import os
+import re
 import sys
+import time
 from unittest.mock import Mock
 
 import jax
 import numpy as np
 import pytest
+import tensorstore
 from etils.epath import backend
 from fsspec.implementations.local import LocalFileSystem
 from fsspec.registry import _registry
 from orbax.checkpoint._src.path import gcs_utils
 
 import megajax
-from megajax.checkpoint import complete_steps, elsewhere, inspect, weights
+from megajax.checkpoint import complete_steps, elsewhere, inspect, s3, weights
 from megajax.config import load_config
 from megajax.errors import ConfigError, InputError
 from megajax.training.loop import Trainer
@@ -78,15 +81,15 @@ def test_a_lost_run_directory_does_not_lose_the_checkpoints(build, tmp_path):
 
 @pytest.fixture
 def bucket(tmp_path, monkeypatch):
-    """The directory that plays the bucket `gs://b`."""
+    """The directory that plays the buckets `gs://b` and `s3://b`."""
     root = tmp_path / "stores"
     (root / "b").mkdir(parents=True)
 
     def local(path):
-        return os.fspath(path).replace("gs://", f"{root}/")
+        return re.sub("^(gs|s3)://", f"{root}/", os.fspath(path))
 
     class Store(LocalFileSystem):
-        protocol, cachable, auto_mkdir = ("gs", "gcs"), False, True
+        protocol, cachable, auto_mkdir = ("gs", "gcs", "s3"), False, True
 
         @classmethod
         def _strip_protocol(cls, path):
@@ -108,7 +111,8 @@ def bucket(tmp_path, monkeypatch):
     for protocol in Store.protocol:
         monkeypatch.setitem(_registry, protocol, Store)
     monkeypatch.setattr(backend.fsspec_backend, "_get_filesystem", lambda name: Store(auto_mkdir=True))
-    monkeypatch.setattr(gcs_utils, "get_kvstore_for_gcs", lambda path: {"driver": "file", "path": local(path)})
+    for module, name in ((gcs_utils, "get_kvstore_for_gcs"), (s3, "key_value_store")):  # orbax calls them
+        monkeypatch.setattr(module, name, lambda path: {"driver": "file", "path": local(path)})
     monkeypatch.setattr(gcs_utils, "is_hierarchical_namespace_enabled", lambda path: False)
     for module in (elsewhere, weights):
         monkeypatch.setattr(module, "key_value_store", key_value_store)
@@ -118,14 +122,15 @@ def bucket(tmp_path, monkeypatch):
 IN_BUCKET = "checkpoint.dir=gs://b/x"
 
 
-def test_checkpoints_in_a_bucket(build, bucket, tmp_path, capsys):
-    run, folder = tmp_path / "run", bucket / "x"
-    first = save(build(IN_BUCKET), 2)
-    assert (run / "checkpoints").read_text() == "gs://b/x\n"
+@pytest.mark.parametrize("scheme", ["gs", "s3"])
+def test_checkpoints_in_a_bucket(build, bucket, tmp_path, capsys, scheme):
+    run, folder, in_bucket = tmp_path / "run", bucket / "x", f"checkpoint.dir={scheme}://b/x"
+    first = save(build(in_bucket), 2)
+    assert (run / "checkpoints").read_text() == f"{scheme}://b/x\n"
     assert (folder / "run").read_text() == f"{run}\n"
     loaded = megajax.load_weights(run)
     np.testing.assert_array_equal(loaded["head"], first.state.params["head"])
-    again = build(IN_BUCKET)
+    again = build(in_bucket)
     assert again.step == 2
     np.testing.assert_array_equal(again.state.params["head"], loaded["head"])
     save(again, 3)
@@ -134,12 +139,13 @@ def test_checkpoints_in_a_bucket(build, bucket, tmp_path, capsys):
     )
     np.testing.assert_array_equal(other.state.params["head"], loaded["head"])
     assert inspect.main([str(run), "--verify"]) == 0
-    assert capsys.readouterr().out.count("verified") == 2
-    save(build(IN_BUCKET, "checkpoint.resume_step=2"), 4)
+    shown = capsys.readouterr().out
+    assert shown.count("verified") == 2 and shown.count(time.strftime("%Y-")) == 2
+    save(build(in_bucket, "checkpoint.resume_step=2"), 4)
     assert complete_steps(run) == [2, 4]
     assert steps_in(folder / "set_aside/1") == ["3"]
-    assert (run / "set_aside/1/checkpoints").read_text() == "gs://b/x/set_aside/1\n"
-    save(build(IN_BUCKET), 5)
+    assert (run / "set_aside/1/checkpoints").read_text() == f"{scheme}://b/x/set_aside/1\n"
+    save(build(in_bucket), 5)
     assert complete_steps(run) == [4, 5]  # checkpoint.keep=2
 
 
@@ -181,14 +187,68 @@ def test_damage_in_a_bucket_is_not_confused_with_a_store_that_does_not_answer(bu
     assert inspect.main([str(tmp_path / "run"), "--verify"]) == inspect.DAMAGED
 
 
+def test_of_two_runs_that_take_a_folder_of_a_bucket_at_once_one_is_refused(build, bucket, tmp_path, monkeypatch):
+    (bucket / "x").mkdir()
+    real = tensorstore.KvStore.read
+
+    def read(store, key):
+        found = real(store, key)
+        found.result()
+        if not (bucket / "x/run").exists():  # now the other run writes its name
+            (bucket / "x/run").write_text("/the/other\n")
+        return found
+
+    monkeypatch.setattr(elsewhere.tensorstore.KvStore, "read", read)
+    with pytest.raises(InputError, match="gs://b/x .* has the checkpoints of run.dir=/the/other: choose"):
+        build(IN_BUCKET)
+    assert (bucket / "x/run").read_text() == "/the/other\n"
+    assert not (tmp_path / "run/checkpoints").exists()
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "region", "profile", "keys", "expected"),
+    [
+        ("https://s3.amazonaws.com", "aws-global", None, False, {"type": "default", "profile": "default"}),
+        ("https://s3.eu-west-1.amazonaws.com", "eu-west-1", "mine", False, {"type": "default", "profile": "mine"}),
+        ("http://minio:9000", "aws-global", "mine", True, {"type": "environment"}),
+        ("http://minio:9000", "eu-west-1", None, True, {"type": "environment"}),
+    ],
+)
+def test_tensorstore_meets_the_server_and_credentials_of_s3fs(monkeypatch, endpoint, region, profile, keys, expected):
+    client = Mock(meta=Mock(endpoint_url=endpoint, region_name=region))
+    session = Mock(profile=profile, create_client=lambda service: client)
+    monkeypatch.setitem(sys.modules, "botocore", Mock())
+    monkeypatch.setitem(sys.modules, "botocore.session", Mock(Session=lambda: session))
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID", raising=False)
+    if keys:
+        monkeypatch.setenv("AWS_ACCESS_KEY_ID", "a")
+    monkeypatch.setattr(s3, "_server", s3._server.__wrapped__)
+    own = {"endpoint": endpoint, "aws_region": region.replace("aws-global", "us-east-1")} if "minio" in endpoint else {}
+    spec = s3.key_value_store("s3://bucket/a/b/")
+    assert spec == {"driver": "s3", "bucket": "bucket", "path": "a/b/", "aws_credentials": expected} | own
+    tensorstore.KvStore.Spec(spec)  # it knows these keys
+
+
+def test_a_bucket_that_is_not_there_is_named(build, bucket, monkeypatch):
+    store = Mock()  # as tensorstore answers when a condition is not met: so it reads a missing bucket's status 404
+    store.read.return_value.result.return_value.value = b""
+    store.write.return_value.result.return_value.generation = b""
+    monkeypatch.setattr(elsewhere.tensorstore.KvStore, "open", lambda *_, **__: Mock(result=lambda: store))
+    with pytest.raises(InputError, match="gs://b/x .*(NOT_FOUND: .*): create the bucket, or correct its name"):
+        build(IN_BUCKET)
+
+
 @pytest.mark.smoke
 def test_mistakes_are_sentences(build, tmp_path, monkeypatch):
-    for url in ("s3://b/x", "gs://b"):
+    for url in ("az://b/x", "gs://b", "s3://b"):
         with pytest.raises(ConfigError, match=f"checkpoint.dir={url} is a URL, but not of the form gs://BUCKET/F"):
             build(f"checkpoint.dir={url}")
     monkeypatch.setitem(sys.modules, "gcsfs", None)
-    with pytest.raises(InputError, match=r"gs://b/x is in a bucket, but gcsfs is not installed: pip install"):
-        build(IN_BUCKET)
+    monkeypatch.setitem(sys.modules, "s3fs", None)
+    for scheme, package, extra in (("gs", "gcsfs", "gcs"), ("s3", "s3fs", "s3")):
+        sentence = rf"{scheme}://b/x is in a bucket, but {package} is not installed: pip install 'megajax\[{extra}\]'"
+        with pytest.raises(InputError, match=sentence):
+            build(f"checkpoint.dir={scheme}://b/x")
     build()
     with pytest.raises(InputError, match=f"has the checkpoints of run.dir={tmp_path / 'run'}: choose another"):
         build(f"run.dir={tmp_path / 'second'}")

@@ -90,6 +90,15 @@ def test_weights_on_a_mesh_are_those_of_transformers_bit_for_bit(unpack, name, m
         assert np.abs(ours).sum(dtype=np.float64) == pytest.approx(np.abs(theirs).sum(dtype=np.float64)), parameter
 
 
+def test_weights_that_are_not_finite_are_refused_by_name(unpack):
+    folder = unpack("tiny_llama")
+    weights = load_file(folder / SINGLE)
+    weights["model.layers.1.mlp.up_proj.weight"][2, 3] = np.nan
+    save_file(weights, folder / SINGLE)
+    with pytest.raises(InputError, match=r"init_from=.*tiny_llama.*: blocks.dense.mlp.up has NaN or Inf: give weights"):
+        read(folder, config_for(read_model(folder), {"fsdp": 2}))
+
+
 def test_new_tokens_start_with_the_mean_of_the_others_on_any_mesh(unpack, monkeypatch):
     monkeypatch.setattr(reader, "PIECE_BYTES", 2000)
     folder = unpack("tiny_llama")
