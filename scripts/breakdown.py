@@ -3,8 +3,9 @@
 Traces three steps with jax.profiler, finds each kernel's operation in the compiled module, and compares the time of
 each part with its roofline, the shortest possible time on an H200:
 
-- a matmul: 2·M·N·K operations at 989 TFLOP/s, in FP8 at 1979;
-- attention: 2·B·N·S²·H operations forward (causal counted once), twice that backward, at 989 TFLOP/s;
+- a matmul: 2·M·N·K operations at 989 TFLOP/s, in FP8 at 1979; a grouped matmul of experts likewise, for all rows;
+- attention: B·N·S²·(H + W) operations forward for keys of width H and values of width W (causal counted once), twice
+  that backward, at 989 TFLOP/s;
 - a collective over n GPUs: the bytes that a GPU sends at 450 GB/s (18 NVLinks), (n−1)/n of the whole array, twice that
   for an all-reduce;
 - everything else: bytes read and written at 4.8 TB/s; a plain copy reaches 4.2.
@@ -34,7 +35,7 @@ from megajax.runtime import prepare_environment
 WARMUP_STEPS, TRACED_STEPS = 3, 3
 BF16_FLOPS, FP8_FLOPS, MEMORY_BYTES, NVLINK_BYTES = 989e12, 1979e12, 4.8e12, 450e9  # a second
 # Names of the step's parts (`jax.named_scope`); the innermost one counts.
-SCOPES = ("embedding", "attention", "mlp", "norm", "head", "weights", "gradients", "optimizer")
+SCOPES = ("embedding", "attention", "mlp", "moe", "router", "norm", "head", "weights", "gradients", "optimizer")
 GROUPS = ("attention", "matmuls", "head and loss", "norms and elementwise", "optimizer", "copies", "collectives")
 UNKNOWN = "not in the module"
 COLUMNS = ("part", "kernels a step", "ms a step", "share", "roofline ms", "reached")
@@ -74,8 +75,9 @@ def part_of(op: hlo.Op) -> tuple[str, str]:
         return "collectives", op.kind
     if op.target.startswith("__cudnn$fmha"):
         return "attention", "backward" if "Backward" in op.target else "forward"
-    if op.target.startswith("__cublas"):
-        shape = "×".join(map(str, matmul_shape(op))) + (" FP8" if op.target.endswith("$f8") else "")
+    if op.target.startswith("__cublas") or is_grouped(op):
+        shape = "×".join(map(str, matmul_shape(op))) + (" FP8" if is_fp8(op) else "")
+        shape = f"experts {shape}" if is_grouped(op) else shape
         return ("head and loss", f"matmul {shape}") if scope == "head" else ("matmuls", shape)
     if scope == "head":
         return "head and loss", "elementwise"
@@ -86,8 +88,23 @@ def part_of(op: hlo.Op) -> tuple[str, str]:
     return "norms and elementwise", "conversions" if op.only_converts else scope
 
 
+def is_grouped(op: hlo.Op) -> bool:
+    """Whether it is one of megajax's kernels for the matmuls of experts."""
+    return op.target.startswith("mosaic_gpu") and any(scope.startswith("grouped_") for scope in op.scopes)
+
+
+def is_fp8(op: hlo.Op) -> bool:
+    """Whether a matmul reads FP8."""
+    return op.operands[-1].dtype.startswith("f8") if is_grouped(op) else op.target.endswith("$f8")
+
+
 def matmul_shape(op: hlo.Op) -> tuple[int, int, int]:
-    """M, N, K of a cuBLAS call; batches count as rows."""
+    """M, N, K of a cuBLAS call or a grouped matmul; batches count as rows, and the rows of all experts together."""
+    if is_grouped(op):
+        left, result = math.prod(op.operands[-2].dims), op.results[0].dims
+        if len(result) == 3:  # the weights' gradient, [experts, M, N]
+            return result[1], result[2], left // result[1]
+        return result[0], result[1], left // result[0]
     left = op.operands[0].dims
     contracted = math.prod(left[d] for d in _numbers(op, "lhs_contracting_dimensions"))
     rows = math.prod(left) // contracted
@@ -96,8 +113,8 @@ def matmul_shape(op: hlo.Op) -> tuple[int, int, int]:
 
 def roofline_ms(op: hlo.Op) -> float:
     """The roofline of one run of an operation, as in the module's docstring."""
-    if op.target.startswith("__cublas"):
-        return 2e3 * math.prod(matmul_shape(op)) / (FP8_FLOPS if op.target.endswith("$f8") else BF16_FLOPS)
+    if op.target.startswith("__cublas") or is_grouped(op):
+        return 2e3 * math.prod(matmul_shape(op)) / (FP8_FLOPS if is_fp8(op) else BF16_FLOPS)
     if op.target.startswith("__cudnn$fmha"):
         B, N, S, keys = _numbers(op, "intermediate_tensor_shape.*?dimensions")
         window = _numbers(op, "sliding_window_length")[0]
@@ -105,7 +122,7 @@ def roofline_ms(op: hlo.Op) -> float:
             keys = window - window * window / (2 * S)
         elif '"CAUSAL"' in op.attributes:
             keys /= 2
-        flops = 4 * B * N * S * keys * op.results[0].dims[-1]
+        flops = 2 * B * N * S * keys * (op.operands[0].dims[-1] + op.operands[2].dims[-1])
         return 1e3 * flops * (2 if "Backward" in op.target else 1) / BF16_FLOPS
     if op.kind in hlo.COLLECTIVES:
         others = 1 if op.kind == "collective-permute" else (op.group_size - 1) / op.group_size

@@ -20,6 +20,7 @@ ROOT = Path(__file__).parents[2]
 GOLDEN = Path(__file__).with_name("named_configs.txt")
 RECIPES = {
     # name, device counts from its comment
+    "deepseek_500m": (1,),
     "deepseek_v3": (1024,),
     "dsv2lite_l6": (1, 2, 4),
     "dsv3_l4_e16": (1, 2),
