@@ -1,7 +1,8 @@
 """Attention to ranges of keys, on one Hopper GPU: `python scripts/attention_bench.py`.
 
-Prints the kernels' errors against FP32 arithmetic, then a table that compares them with cuDNN. TFLOP/s count 4 · H · N
-for each visible pair of positions, and 2.5 times that backward. Without a GPU the kernels are interpreted, on tiny
+Prints the kernels' errors against FP32 arithmetic, then a table that compares them with cuDNN. TFLOP/s count the five
+matmuls of a visible pair of positions: 2 · (H + W) · N forward and 2 · (3 H + 2 W) · N backward, for keys of width H
+and values of width W. Without a GPU the kernels are interpreted, on tiny
 shapes: then the figures are meaningless.
 """
 
@@ -16,7 +17,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from megajax.ops.ranged_attention import attend, attend_backward
+from megajax.ops import attention
+from megajax.ops.ranged_attention import WIDTHS, attend, attend_backward
 
 TOLERANCE = 1e-2
 SECONDS_OF_A_MEASUREMENT = 0.15
@@ -29,15 +31,22 @@ class Shape:
     S: int
     N: int
     K: int
-    H: int
+    H: int  # of keys
+    W: int  # of values
 
     def __str__(self) -> str:
-        return f"B{self.B} S{self.S} N{self.N} K{self.K} H{self.H}"
+        return f"B{self.B} S{self.S} N{self.N} K{self.K} {self.widths}"
+
+    @property
+    def widths(self) -> str:
+        return f"H{self.H}" if self.H == self.W else f"H{self.H}/{self.W}"
 
 
-TINY_TABLE = [Shape(1, 256, 2, 1, 64)]
-TABLE = [Shape(4, 4096, 32, 8, 64)] + [Shape(B, S, 32, 8, 128) for B, S in ((4, 4096), (2, 8192), (1, 32768))]
-TABLE.append(Shape(1, 131072, 8, 2, 128))
+TINY_TABLE = [Shape(1, 256, 2, 1, 64, 64)]
+TABLE = [Shape(4, 4096, 32, 8, 64, 64)] + [Shape(B, S, 32, 8, 128, 128) for B, S in ((4, 4096), (2, 8192), (1, 32768))]
+TABLE += [Shape(1, 131072, 8, 2, 128, 128), Shape(4, 4096, 16, 16, 192, 128), Shape(2, 4096, 128, 128, 192, 128)]
+TABLE += [Shape(1, 32768, 16, 16, 192, 128)]
+KINDS = {4096: ["document", "16 documents"], 32768: ["document", "64 documents", "window 4096"]}  # by length
 
 
 @functools.cache
@@ -48,7 +57,8 @@ def on_cpu() -> bool:
 
 def tensors(shape: Shape) -> list[jax.Array]:
     """q, k, v and the output's gradient."""
-    shapes = [(shape.B, shape.S, heads, shape.H) for heads in (shape.N, shape.K, shape.K, shape.N)]
+    B, S, N, K, H, W = shape.B, shape.S, shape.N, shape.K, shape.H, shape.W
+    shapes = (B, S, N, H), (B, S, K, H), (B, S, K, W), (B, S, N, W)
     return [jax.random.normal(jax.random.key(i), s, jnp.bfloat16) for i, s in enumerate(shapes)]
 
 
@@ -135,14 +145,14 @@ def check(label: str, shape: Shape, kind: str, softcap: float | None = None, par
 def check_all() -> None:
     print(f"Relative errors, below {TOLERANCE} each:")
     S = 250 if on_cpu() else 1000
-    for H in (64,) if on_cpu() else (64, 128):
-        shape = Shape(1 if on_cpu() else 2, S, 4, 2, H)
+    for H, W in ((64, 64),) if on_cpu() else WIDTHS:
+        shape = Shape(1 if on_cpu() else 2, S, 4, 2, H, W)
         for kind in ("document", "9 documents", "window 100", "prefix", "later", "nothing"):
-            check(f"{kind} H{H}", shape, kind)
-        check(f"softcap H{H}", shape, "9 documents", softcap=2.0)
-        check(f"two parts H{H}", shape, "document", parts=2)
+            check(f"{kind} {shape.widths}", shape, kind)
+        check(f"softcap {shape.widths}", shape, "9 documents", softcap=2.0)
+        check(f"two parts {shape.widths}", shape, "document", parts=2)
     if not on_cpu():
-        long = Shape(1, 8192, 4, 1, 128)
+        long = Shape(1, 8192, 4, 1, 128, 128)
         for kind in ("document", "window 1000"):
             check(f"{kind} {long}", long, kind)
 
@@ -162,10 +172,12 @@ def milliseconds(function: Callable[..., Any], *arguments: Any) -> float:
     return min(seconds(calls) for _ in range(3)) * 1e3
 
 
-def teraflops(shape: Shape, kind: str) -> float:
-    """Operations of the forward pass, in TFLOP."""
+def teraflops(shape: Shape, kind: str) -> tuple[float, float]:
+    """Operations of the forward pass, and of both, in TFLOP."""
     first, end = ranges(kind, shape.S)
-    return 4 * shape.H * shape.N * shape.B * float(np.maximum(end - first, 0).sum()) / 1e12
+    pairs = shape.N * shape.B * float(np.maximum(end - first, 0).sum()) / 1e12
+    forward, backward = 2 * (shape.H + shape.W), 2 * (3 * shape.H + 2 * shape.W)
+    return forward * pairs, (forward + backward) * pairs
 
 
 def table_rows(shape: Shape) -> None:
@@ -173,18 +185,18 @@ def table_rows(shape: Shape) -> None:
     forward, backward = jitted(shape.H)
 
     def row(name: str, kind: str, forward_ms: float, both_ms: float) -> None:
-        work = teraflops(shape, kind) * 1e3
-        rates = f"{work / forward_ms:6.0f} | {3.5 * work / both_ms:6.0f}"
+        one, both = teraflops(shape, kind)
+        rates = f"{one * 1e3 / forward_ms:6.0f} | {both * 1e3 / both_ms:6.0f}"
         print(f"| {shape} | {kind} | {name} | {forward_ms:.3f} | {both_ms:.3f} | {rates} |", flush=True)
 
-    for kind in ["document", "64 documents", "window 4096"] if shape.S == 32768 else ["document"]:
+    for kind in KINDS.get(shape.S, ["document"]):
         arrays = (q, k, v, *as_arrays(*ranges(kind, shape.S), shape.B))
         out, lse = forward(*arrays)
         forward_ms = milliseconds(forward, *arrays)
         row("ranged", kind, forward_ms, forward_ms + milliseconds(backward, *arrays, out, lse, dout))
     if on_cpu():
         return
-    cudnn = functools.partial(jax.nn.dot_product_attention, is_causal=True, implementation="cudnn")
+    cudnn = functools.partial(attention, implementation="cudnn")
     both = jax.jit(lambda q, k, v, dout: jax.vjp(cudnn, q, k, v)[1](dout))
     row("cuDNN", "document", milliseconds(jax.jit(cudnn), q, k, v), milliseconds(both, q, k, v, dout))
 

@@ -45,9 +45,10 @@ def attention(
 ) -> jax.Array:
     """softmax(scale · q·k) v over the visible keys: q [B,S,N,H], k [B,S,K,H], v [B,S,K,W] -> [B,S,N,W] in q's dtype.
 
-    K divides N; query head n reads KV head n // (N/K). "pallas" does not support W != H. Position i sees the
-    positions up to i; with `window` only i-window+1 … i; with `document_starts` [B,S] (see the function) only those of
-    its document. `softcap` bounds scores to ±softcap by tanh, before the mask. The default of `scale` is 1/sqrt(H).
+    K divides N; query head n reads KV head n // (N/K). "pallas" supports the widths (H, W) of
+    `ranged_attention.WIDTHS`. Position i sees the positions up to i; with `window` only i-window+1 … i; with
+    `document_starts` [B,S] (see the function) only those of its document. `softcap` bounds scores to ±softcap by tanh,
+    before the mask. The default of `scale` is 1/sqrt(H).
     `sinks [N]` are one logit per head in the softmax denominator (attention sinks, GPT-OSS, OpenAI 2025); neither scale
     nor soft-cap applies to them. Raises ValueError for arguments that the implementation does not support.
     """
@@ -193,15 +194,14 @@ def choose_attention(
     if unequal and float(capability or 0) < 9:
         problem = f"cuDNN needs a GPU of compute capability 9.0 for values of {value_dim} and keys of {head_dim}"
         cudnn = problem, "use kernels.attention=reference"
-    pallas = _pallas_obstacle(capability, dtype, head_dim)
-    if unequal:
-        problem = f"megajax's own kernel needs values as wide as keys, not {value_dim} and {head_dim}"
-        pallas = problem, "use kernels.attention=reference"
+    pallas = _pallas_obstacle(capability, dtype, head_dim, value_dim)
     if requested != "auto":
         obstacle = cudnn if requested == "cudnn" else pallas
         if obstacle is not None:
             _fail(requested, obstacle)
         return cast(Implementation, requested), f"kernels.attention={requested}"
+    if unequal and pallas is None:
+        return "pallas", f"it is faster than cuDNN for keys and values of widths {head_dim} and {value_dim}"
     if cudnn is None:
         return "cudnn", "the fused kernel fits this model"
     if pallas is None:
@@ -219,7 +219,7 @@ def _fail(requested: str, obstacle: tuple[str, str]) -> NoReturn:
     raise ConfigError(f"kernels.attention={requested} cannot run, {obstacle[0]}: {obstacle[1]}.")
 
 
-def _pallas_obstacle(capability: str | None, dtype: Any, head_dim: int) -> tuple[str, str] | None:
+def _pallas_obstacle(capability: str | None, dtype: Any, head_dim: int, value_dim: int) -> tuple[str, str] | None:
     """(why megajax's own kernel cannot run, the cure); None if it can."""
     instead = "use kernels.attention=reference"
     if capability != "9.0":
@@ -229,9 +229,13 @@ def _pallas_obstacle(capability: str | None, dtype: Any, head_dim: int) -> tuple
             f"megajax's own kernel does not support {dtype}",
             f"set precision.compute to bfloat16 or float16, or {instead}",
         )
-    if head_dim not in ranged_attention.HEAD_DIMS:
-        widths = " or ".join(map(str, ranged_attention.HEAD_DIMS))
-        return f"megajax's own kernel needs heads of {widths} and model.head_dim={head_dim}", f"change it, or {instead}"
+    if (head_dim, value_dim) not in ranged_attention.WIDTHS:
+        ours = ", ".join(f"{key}/{value}" for key, value in ranged_attention.WIDTHS)
+        theirs = f"model.head_dim={head_dim}"
+        if head_dim != value_dim:
+            theirs = f"model.qk_nope_head_dim + model.qk_rope_head_dim={head_dim} with model.v_head_dim={value_dim}"
+        problem = f"megajax's own kernel is for keys/values of widths {ours} and the model has {theirs}"
+        return problem, f"change them, or {instead}"
     return None
 
 

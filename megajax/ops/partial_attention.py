@@ -43,10 +43,10 @@ def attend(
 ) -> Part:
     """Attention of `q [B, Sq, N, H]` to the keys in each query's range: `k [B, Sk, K, H]`, `v [B, Sk, K, W]`.
 
-    "pallas" does not support W != H. The bounds of ranges never decrease along the queries. cuDNN supports three
-    kinds of ranges: "causal", where queries and keys are the same tokens, optionally with a `window`; "full", all keys;
-    "prefix", the keys before an end that all queries of a sequence share in `ranges`. A query without keys has an
-    output of 0 and a log-sum-exp of -inf.
+    "pallas" supports the widths (H, W) of `ranged_attention.WIDTHS`. The bounds of ranges never decrease along the
+    queries. cuDNN supports three kinds of ranges: "causal", where queries and keys are the same tokens, optionally with
+    a `window`; "full", all keys; "prefix", the keys before an end that all queries of a sequence share in `ranges`. A
+    query without keys has an output of 0 and a log-sum-exp of -inf.
     """
     if scores.implementation == "cudnn":
         return _cudnn(scores, kind, q, k, v, ranges, window)

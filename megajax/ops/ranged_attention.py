@@ -20,7 +20,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from megajax.ops import ranged_attention_kernels as kernels
 from megajax.ops.ranged_attention_gradients import KeyValueGradient, QueryGradient
 
-HEAD_DIMS = (64, 128)
+WIDTHS = ((64, 64), (128, 128), (192, 128))  # of keys and values
 STATIC = ("scale", "softcap", "interpret")  # of jit, which compiles the kernels of equal layers once
 
 
@@ -38,16 +38,18 @@ def attend(
 ) -> tuple[jax.Array, jax.Array]:
     """softmax(softcap(scale · q·k)) v over the keys [first, end) → (out in q's dtype, log-sum-exp `[B, N, Sq]` FP32).
 
-    q is `[B, Sq, N, H]`, k and v `[B, Sk, K, H]` in BF16 or FP16, H is 64 or 128; query head n reads KV head
-    n // (N/K). `first` and `end` are `[B, Sq]` int32 and never decrease along Sq; they are clipped to 0…Sk. A query
-    without keys has an output of 0 and a log-sum-exp of -inf. `interpret` runs it on any device, slowly.
+    q is `[B, Sq, N, H]`, k `[B, Sk, K, H]` and v `[B, Sk, K, W]` in BF16 or FP16, (H, W) one of WIDTHS; query head n
+    reads KV head n // (N/K). `first` and `end` are `[B, Sq]` int32 and never decrease along Sq; they are clipped to
+    0…Sk. A query without keys has an output of 0 and a log-sum-exp of -inf. `interpret` runs it on any device, slowly.
     """
     _check(q, k, v)
-    B, Sq, N, _ = q.shape
-    kernel = kernels.Forward(scale, softcap, N // k.shape[2], interpret)
+    B, Sq, N, H = q.shape
+    W = v.shape[-1]
+    kernel = kernels.Forward(scale, softcap, N // k.shape[2], (H, W), interpret)
     q, first, end = _pad_queries(kernels.BLOCK_ROWS, q, k, first, end)
     k, v = (_pad(a, kernel.columns) for a in (k, v))
-    out_shape = [q, jax.ShapeDtypeStruct((B, N, q.shape[1]), jnp.float32)]
+    shape = (B, q.shape[1], N, W)
+    out_shape = [jax.ShapeDtypeStruct(shape, q.dtype), jax.ShapeDtypeStruct((B, N, q.shape[1]), jnp.float32)]
     out, lse = _launch(kernel, "ranged_attention", (q, k, v, first, end), out_shape, q.shape[1])
     return out[:, :Sq], lse[:, :, :Sq]
 
@@ -72,19 +74,19 @@ def attend_backward(
     If k and v are a part of the keys, `out` and `lse` are those of all parts, and dq is this part's share.
     """
     _check(q, k, v)
-    (_, Sq, N, _), (_, Sk, K, _) = q.shape, k.shape
+    (_, Sq, N, H), (_, Sk, K, W) = q.shape, v.shape
     delta = jnp.sum(out.astype(jnp.float32) * dout.astype(jnp.float32), axis=-1).swapaxes(1, 2)
     # In units of exp2. A query without keys has p = exp2(s - inf) = 0.
     log2_sum = jnp.where(lse == -jnp.inf, jnp.inf, lse * kernels.LOG2_E)
     dout = dout.astype(q.dtype)
 
-    kernel, block = QueryGradient(scale, softcap, N // K, interpret), kernels.BLOCK_ROWS
+    kernel, block = QueryGradient(scale, softcap, N // K, (H, W), interpret), kernels.BLOCK_ROWS
     rows = _pad_queries(block, q, k, first, end)
     arrays = (rows[0], _pad(k, kernel.columns), _pad(v, kernel.columns), *rows[1:], _pad(dout, block))
     arrays += (_pad(log2_sum, block, 2), _pad(delta, block, 2))
     [dq] = _launch(kernel, "ranged_attention_dq", arrays, [rows[0]], rows[0].shape[1])
 
-    kernel = KeyValueGradient(scale, softcap, N // K, interpret)
+    kernel = KeyValueGradient(scale, softcap, N // K, (H, W), interpret)
     block = kernel.columns
     rows = _pad_queries(block, q, k, first, end)
     keys = tuple(_pad(a, kernels.BLOCK_ROWS) for a in (k, v))
@@ -97,10 +99,8 @@ def attend_backward(
 def _check(q: jax.Array, k: jax.Array, v: jax.Array) -> None:
     if q.dtype not in (jnp.bfloat16, jnp.float16) or not q.dtype == k.dtype == v.dtype:
         raise ValueError(f"q, k and v are {q.dtype}, {k.dtype} and {v.dtype}: make all bfloat16 or all float16.")
-    if k.shape[-1] != v.shape[-1]:
-        raise ValueError(f"Keys are {k.shape[-1]} wide and values {v.shape[-1]}: this kernel needs equal widths.")
-    if q.shape[-1] not in HEAD_DIMS:
-        raise ValueError(f"A head is {q.shape[-1]} wide: this kernel needs {' or '.join(map(str, HEAD_DIMS))}.")
+    if (q.shape[-1], v.shape[-1]) not in WIDTHS:
+        raise ValueError(f"Keys are {q.shape[-1]} wide and values {v.shape[-1]}: this kernel needs one of {WIDTHS}.")
     if q.shape[2] % k.shape[2]:
         raise ValueError(f"{k.shape[2]} KV heads do not divide {q.shape[2]} query heads.")
 
@@ -145,7 +145,7 @@ def _launch(kernel: Any, name: str, arrays: tuple, outputs: Sequence[Any], lengt
     return plgpu.kernel(
         kernel,
         out_type=[jax.ShapeDtypeStruct(o.shape, o.dtype) for o in outputs],
-        scratch_types=kernel.scratch(q.shape[-1], q.dtype),
+        scratch_types=kernel.scratch(q.dtype),
         grid=tuple(grid.values()),
         grid_names=tuple(grid),
         num_threads=kernels.WARPGROUPS + 1,

@@ -59,12 +59,17 @@ class _Gradient(Kernel):
 class QueryGradient(_Gradient):
     """dq. Rows are queries, columns keys."""
 
-    def scratch(self, H: int, dtype: Any) -> dict[str, Any]:
+    @property
+    def columns(self) -> int:
+        return 64 if self.widths[0] > 128 else 128  # as many as fit into shared memory
+
+    def scratch(self, dtype: Any) -> dict[str, Any]:
+        H, W = self.widths
         return {
             "q_dq": plgpu.SMEM((WARPGROUPS, ROWS, H), dtype),  # the queries, at the end their gradient
-            "dout_rows": plgpu.SMEM((WARPGROUPS, ROWS, H), dtype),
+            "dout_rows": plgpu.SMEM((WARPGROUPS, ROWS, W), dtype),
             "k_ring": plgpu.SMEM((self.stages, self.columns, H), dtype),
-            "v_ring": plgpu.SMEM((self.stages, self.columns, H), dtype),
+            "v_ring": plgpu.SMEM((self.stages, self.columns, W), dtype),
             "rows_ready": plgpu.Barrier(num_arrivals=2, num_barriers=WARPGROUPS),
             "ready": self.ring(arrivals=2),
             "free": self.ring(WARPGROUPS),
@@ -139,12 +144,13 @@ class KeyValueGradient(_Gradient):
         """Tiles are the slowest axis: this was 6 % faster for packed documents, and not slower for one document."""
         return {"tile": length // BLOCK_ROWS, "batch": batch, "kv_head": kv_heads, "member": 1}
 
-    def scratch(self, H: int, dtype: Any) -> dict[str, Any]:
+    def scratch(self, dtype: Any) -> dict[str, Any]:
+        H, W = self.widths
         return {
             "k_dk": plgpu.SMEM((WARPGROUPS, ROWS, H), dtype),  # the keys, at the end their gradient
-            "v_dv": plgpu.SMEM((WARPGROUPS, ROWS, H), dtype),
+            "v_dv": plgpu.SMEM((WARPGROUPS, ROWS, W), dtype),
             "q_ring": plgpu.SMEM((self.stages, self.columns, H), dtype),
-            "dout_ring": plgpu.SMEM((self.stages, self.columns, H), dtype),
+            "dout_ring": plgpu.SMEM((self.stages, self.columns, W), dtype),
             "log2_sum_ring": plgpu.SMEM((self.stages, self.columns), jnp.float32),
             "delta_ring": plgpu.SMEM((self.stages, self.columns), jnp.float32),
             "rows_ready": plgpu.Barrier(num_arrivals=2, num_barriers=WARPGROUPS),
@@ -186,7 +192,7 @@ class KeyValueGradient(_Gradient):
                 self.each_step(steps, free, body)
                 return dk_acc[...], dv_acc[...]
 
-            dk_sum, dv_sum = pl.run_scoped(all_steps, *[accumulator(*k_mine.shape)] * 2)
+            dk_sum, dv_sum = pl.run_scoped(all_steps, accumulator(*k_mine.shape), accumulator(*v_mine.shape))
             k_mine[...] = (dk_sum * self.scale).astype(dk.dtype)
             v_mine[...] = dv_sum.astype(dv.dtype)
             plgpu.commit_smem()
@@ -231,12 +237,17 @@ class KeyValueGradient(_Gradient):
         log2_sum = plgpu.load(log2_sum_ring, layout=PER_COLUMN)
         p, slope = self.weights(s, mask, whole, per_column(log2_sum, s))
 
+        rounded, wide = p.astype(k.dtype), self.widths[0] > 128
+        if wide:  # FP32 weights beside both accumulators would be spilled: 16 % slower
+            p = rounded = lax.optimization_barrier(rounded)
+
         def rest(dp_acc):
             plgpu.wgmma(dp_acc, v, dout_ring.transpose((1, 0)))
-            self.multiply_registers(dv_acc, p.astype(k.dtype), dout_ring)
-            return plgpu.wgmma_accumulator_load(dp_acc, wait_n=1)  # dv may still run
+            self.multiply_registers(dv_acc, rounded, dout_ring)
+            # dv may still run; not with wide keys, whose registers are needed: 5 % faster.
+            return plgpu.wgmma_accumulator_load(dp_acc, wait_n=0 if wide else 1)
 
         dp = pl.run_scoped(rest, shape)
         delta = plgpu.load(delta_ring, layout=PER_COLUMN)
-        ds = self.score_gradient(p, dp, per_column(delta, dp), slope)
+        ds = self.score_gradient(p.astype(jnp.float32), dp, per_column(delta, dp), slope)
         self.multiply_registers(dk_acc, ds.astype(k.dtype), q_ring)

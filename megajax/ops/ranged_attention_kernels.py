@@ -63,6 +63,7 @@ class Kernel:
     scale: float
     softcap: float | None
     group: int
+    widths: tuple[int, int]  # of a key, of a value
     interpret: bool
 
     def grid(self, length: int, batch: int, kv_heads: int) -> dict[str, int]:
@@ -172,11 +173,12 @@ def keep_range(x: jax.Array, first: jax.Array, end: jax.Array, start: jax.Array,
 class Forward(Kernel):
     """The output and the log-sum-exp. Rows are queries, columns keys."""
 
-    def scratch(self, H: int, dtype: Any) -> dict[str, Any]:
+    def scratch(self, dtype: Any) -> dict[str, Any]:
+        H, W = self.widths
         return {
-            "q_out": plgpu.SMEM((WARPGROUPS, ROWS, H), dtype),  # the queries, at the end the output
+            "q_rows": plgpu.SMEM((WARPGROUPS, ROWS, H), dtype),
             "k_ring": plgpu.SMEM((self.stages, self.columns, H), dtype),
-            "v_ring": plgpu.SMEM((self.stages, self.columns, H), dtype),
+            "v_ring": plgpu.SMEM((self.stages, self.columns, W), dtype),
             "lse_rows": plgpu.SMEM((WARPGROUPS, ROWS), jnp.float32),
             "q_ready": plgpu.Barrier(num_barriers=WARPGROUPS),
             "k_ready": self.ring(),
@@ -186,22 +188,24 @@ class Forward(Kernel):
             "turn": plgpu.Barrier(num_arrivals=WARPGROUPS),
         }
 
-    def __call__(self, q, k, v, first, end, out, lse, *, q_out, lse_rows, q_ready, turn, **rings) -> None:
+    def __call__(self, q, k, v, first, end, out, lse, *, q_rows, lse_rows, q_ready, turn, **rings) -> None:
         warpgroup, batch, kv_head, head = self.indices()
         _, _, rows = self.own_rows()
         bounds = self.query_bounds(first, end, batch)
         start, steps = bounds.tiles(self.columns)
 
         def compute():
-            q_mine = q_out.at[warpgroup]
+            q_mine = q_rows.at[warpgroup]
             plgpu.copy_gmem_to_smem(q.at[batch, rows, head], q_mine, q_ready.at[warpgroup])
             own_range = tuple(plgpu.load(a.at[batch, rows], layout=PER_ROW, optimized=False) for a in (first, end))
             plgpu.barrier_wait(q_ready.at[warpgroup])
             output, log_sum = self._attend(q_mine, bounds, own_range, turn, rings)
-            q_mine[...] = output.astype(out.dtype)
+            # All tiles of values are used: one is as large as the block's output.
+            out_mine = rings["v_ring"].at[0, pl.ds(warpgroup * ROWS, ROWS)]
+            out_mine[...] = output.astype(out.dtype)
             lse_rows[warpgroup] = log_sum
             plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(q_mine, out.at[batch, rows, head])
+            plgpu.copy_smem_to_gmem(out_mine, out.at[batch, rows, head])
             plgpu.copy_smem_to_gmem(lse_rows.at[warpgroup], lse.at[batch, head, rows])
             plgpu.wait_smem_to_gmem(0)
 
@@ -216,7 +220,7 @@ class Forward(Kernel):
         self.run_warpgroups(compute, steps, [loads_of(k, "k"), loads_of(v, "v")])
 
     def _attend(self, q, bounds: Bounds, own_range, turn, rings) -> tuple[jax.Array, jax.Array]:
-        """The output [rows, H] and log-sum-exp [rows] of a warpgroup's queries."""
+        """The output [rows, W] and log-sum-exp [rows] of a warpgroup's queries."""
         first, end = own_range
         start, steps = bounds.tiles(self.columns)
         second = lax.axis_index("warpgroup") == 1
@@ -258,10 +262,11 @@ class Forward(Kernel):
 
         empty = plgpu.layout_cast(jnp.full((ROWS,), LOWEST, jnp.float32), PER_ROW)
         zero = plgpu.layout_cast(jnp.zeros((ROWS,), jnp.float32), PER_ROW)
-        acc = plgpu.layout_cast(jnp.zeros(q.shape, jnp.float32), MATRIX)
+        acc = plgpu.layout_cast(jnp.zeros((ROWS, self.widths[1]), jnp.float32), MATRIX)
         pass_turn(second)
         acc, maximum, total = lax.fori_loop(0, steps, step, (acc, empty, zero))
         pass_turn(~second)
+        pass_turn()  # both have used all tiles
         acc *= per_row(1 / jnp.where(total == 0, 1.0, total), acc)
         return acc, maximum * (1 / LOG2_E) + jnp.log(total)
 

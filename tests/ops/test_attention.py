@@ -252,9 +252,10 @@ OBSTACLES = [
 
 
 HOPPER_LATENT = {"capability": "9.0", "head_dim": 192, "value_dim": 128}
+OTHER_WIDTHS = {"capability": "9.0", "head_dim": 96, "value_dim": 64}
 
 
-@pytest.mark.parametrize("change", [{}, {"platform": "cuda"}, {"dtype": jnp.float16}, {"head_dim": 40}, HOPPER_LATENT])
+@pytest.mark.parametrize("change", [{}, {"platform": "cuda"}, {"dtype": jnp.float16}, {"head_dim": 40}, OTHER_WIDTHS])
 def test_auto_takes_cudnn_where_it_fits(change: dict[str, Any]):
     assert choose("auto", **FITS | change)[0] == "cudnn"
     assert choose("cudnn", **FITS | change)[0] == "cudnn"
@@ -281,7 +282,12 @@ def test_long_sequences_are_not_left_to_the_reference(change):
     assert choose("auto", **long | {"platform": "cpu"})[0] == "reference"
 
 
-@pytest.mark.parametrize("change", [{"softcap": 50.0}, {"packed": True}, {"parts_with": ("run.deterministic",)}])
+PACKED_LATENT = HOPPER_LATENT | {"packed": True}
+
+
+@pytest.mark.parametrize(
+    "change", [{"softcap": 50.0}, {"packed": True}, PACKED_LATENT, {"parts_with": ("run.deterministic",)}]
+)
 def test_what_cudnn_cannot_do_is_our_own_kernels_on_hopper(change):
     hopper: dict[str, Any] = FITS | change | {"capability": "9.0", "sequence_length": 131072}
     name, why = choose("auto", **hopper)
@@ -297,6 +303,7 @@ def test_what_cudnn_cannot_do_is_our_own_kernels_on_hopper(change):
     [
         ({"capability": "10.0"}, "compute capability 9.0 and this is 10.0"),
         ({"head_dim": 96}, "model.head_dim=96"),
+        ({"head_dim": 192, "value_dim": 64}, "qk_rope_head_dim=192 with model.v_head_dim=64"),
         ({"dtype": jnp.float32}, "float32"),
         ({"platform": "cpu"}, "needs a GPU"),
     ],
@@ -305,6 +312,12 @@ def test_our_own_kernel_by_name_is_refused_where_it_cannot_run(change, reason):
     with pytest.raises(ConfigError, match=reason) as refused:
         choose("pallas", **FITS | {"capability": "9.0"} | change)
     assert str(refused.value).startswith("kernels.attention=pallas cannot run") and "\n" not in str(refused.value)
+
+
+def test_latent_attention_takes_our_own_kernel_on_hopper():
+    name, why = choose("auto", **FITS | HOPPER_LATENT)
+    assert name == "pallas" and "faster than cuDNN for keys and values of widths 192 and 128" in why
+    assert choose("cudnn", **FITS | HOPPER_LATENT)[0] == "cudnn"
 
 
 def test_heads_up_to_256_need_cudnn_by_name():

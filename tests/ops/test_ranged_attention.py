@@ -55,14 +55,15 @@ def expected(q, k, v, first, end, softcap, dout, whole_lse=None, whole_out=None)
         out_of_all = out
     delta = np.einsum("bqnh,bqnh->bnq", out_of_all, dout)
     ds = p * (np.einsum("bqnh,bknh->bnqk", dout, v) - delta[..., None]) * slope * SCALE
-    dk, dv = (np.einsum("bnqk,bqnh->bknh", a, b).reshape(B, -1, K, G, H).sum(3) for a, b in ((ds, q), (p, dout)))
+    dk, dv = (np.einsum("bnqk,bqnh->bknh", *pair) for pair in ((ds, q), (p, dout)))
+    dk, dv = (a.reshape(B, -1, K, G, a.shape[-1]).sum(3) for a in (dk, dv))
     return out, lse, np.einsum("bnqk,bknh->bqnh", ds, k), dk, dv
 
 
-def tensors(rng, N=1, K=1, SK=SK) -> list[jax.Array]:
-    """q, k, v and dout."""
-    shapes = (SQ, N), (SK, K), (SK, K), (SQ, N)
-    return [jnp.asarray(rng.normal(size=(B, length, heads, H)), jnp.bfloat16) for length, heads in shapes]
+def tensors(rng, N=1, K=1, SK=SK, H=H, W=H) -> list[jax.Array]:
+    """q, k, v and dout; values are W wide."""
+    shapes = (SQ, N, H), (SK, K, H), (SK, K, W), (SQ, N, W)
+    return [jnp.asarray(rng.normal(size=(B, *shape)), jnp.bfloat16) for shape in shapes]
 
 
 @functools.cache
@@ -87,6 +88,11 @@ def test_query_heads_share_kv_heads_and_scores_may_have_a_softcap(rng, error):
     first, end = ranges("window")
     short = q[:, :90], k[:, :100], v[:, :100], dout[:, :90]  # a block, for four heads
     check(short, error, first[:90], end[:90], softcap=1.5)
+
+
+def test_keys_may_be_wider_than_values_as_in_latent_attention(rng, error):
+    first, end = ranges("documents")
+    check(tensors(rng, N=2, K=2, SK=SQ, H=192, W=128), error, first, end, softcap=None)
 
 
 def test_heads_may_have_sinks(rng, error, monkeypatch):
@@ -148,7 +154,7 @@ def test_what_the_kernels_do_not_take_is_refused(rng):
     first, end = as_arrays(*ranges("causal"))
     with pytest.raises(ValueError, match="float32"):
         attend(q.astype(jnp.float32), k, v, first, end, scale=SCALE)
-    with pytest.raises(ValueError, match="32 wide"):
-        attend(q[..., :32], k[..., :32], v[..., :32], first, end, scale=SCALE)
+    with pytest.raises(ValueError, match="64 wide and values 32"):
+        attend(q, k, v[..., :32], first, end, scale=SCALE)
     with pytest.raises(ValueError, match="3 query heads"):
         attend(q[:, :, :3], k, v, first, end, scale=SCALE)
