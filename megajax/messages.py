@@ -18,7 +18,7 @@ from megajax.errors import InputError
 FOR_EVER = 365 * 24 * 3600.0  # seconds
 ANSWER_SECONDS = 120.0  # all processes have joined before, so each answers within seconds
 READ_SECONDS = 10.0
-SLOWEST = 3600.0  # by which processes may differ in what they did before
+SLOWEST = 3600.0  # seconds that one process may be behind the others
 
 _found = itertools.count()  # all processes make the same calls of `from_first_process`
 

@@ -5,7 +5,7 @@ each part with its roofline, the shortest possible time on an H200:
 
 - a matmul: 2·M·N·K operations at 989 TFLOP/s, in FP8 at 1979; a grouped matmul of experts likewise, for all rows;
 - attention: B·N·S²·(H + W) operations forward for keys of width H and values of width W (causal counted once), twice
-  that backward, at 989 TFLOP/s;
+  that backward, at 989 TFLOP/s; megajax's own kernels always count half of all pairs, also with documents or windows;
 - a collective over n GPUs: the bytes that a GPU sends at 450 GB/s (18 NVLinks), (n−1)/n of the whole array, twice that
   for an all-reduce;
 - everything else: bytes read and written at 4.8 TB/s; a plain copy reaches 4.2.
@@ -75,7 +75,9 @@ def part_of(op: hlo.Op) -> tuple[str, str]:
         return "collectives", op.kind
     if op.target.startswith("__cudnn$fmha"):
         return "attention", "backward" if "Backward" in op.target else "forward"
-    if op.target.startswith("__cublas") or is_grouped(op):
+    if kernel := ranged_attention(op):
+        return "attention", "forward" if kernel == "ranged_attention" else "backward"
+    if is_matmul(op):
         shape = "×".join(map(str, matmul_shape(op))) + (" FP8" if is_fp8(op) else "")
         shape = f"experts {shape}" if is_grouped(op) else shape
         return ("head and loss", f"matmul {shape}") if scope == "head" else ("matmuls", shape)
@@ -86,6 +88,17 @@ def part_of(op: hlo.Op) -> tuple[str, str]:
     if op.only_moves:
         return "copies", scope
     return "norms and elementwise", "conversions" if op.only_converts else scope
+
+
+def ranged_attention(op: hlo.Op) -> str | None:
+    """The name of megajax's attention kernel that an operation is."""
+    ours = op.target.startswith("mosaic_gpu")
+    return next((scope for scope in op.scopes if scope.startswith("ranged_attention")), None) if ours else None
+
+
+def is_matmul(op: hlo.Op) -> bool:
+    """Whether it is a call of cuBLAS or a grouped matmul."""
+    return op.target.startswith("__cublas") or is_grouped(op)
 
 
 def is_grouped(op: hlo.Op) -> bool:
@@ -113,7 +126,7 @@ def matmul_shape(op: hlo.Op) -> tuple[int, int, int]:
 
 def roofline_ms(op: hlo.Op) -> float:
     """The roofline of one run of an operation, as in the module's docstring."""
-    if op.target.startswith("__cublas") or is_grouped(op):
+    if is_matmul(op):
         return 2e3 * math.prod(matmul_shape(op)) / (FP8_FLOPS if is_fp8(op) else BF16_FLOPS)
     if op.target.startswith("__cudnn$fmha"):
         B, N, S, keys = _numbers(op, "intermediate_tensor_shape.*?dimensions")
@@ -124,6 +137,9 @@ def roofline_ms(op: hlo.Op) -> float:
             keys /= 2
         flops = 2 * B * N * S * keys * (op.operands[0].dims[-1] + op.operands[2].dims[-1])
         return 1e3 * flops * (2 if "Backward" in op.target else 1) / BF16_FLOPS
+    if ranged_attention(op):
+        (B, S, N, H), (_, keys, _, W) = op.operands[0].dims, op.operands[2].dims
+        return 1e3 * B * N * S * keys * (H + W) / BF16_FLOPS
     if op.kind in hlo.COLLECTIVES:
         others = 1 if op.kind == "collective-permute" else (op.group_size - 1) / op.group_size
         sent = max(op.operand_bytes, op.result_bytes) * others * (2 if op.kind == "all-reduce" else 1)

@@ -19,7 +19,8 @@ from megajax.errors import InputError
 from megajax.files import replace_text
 
 SUBDIRECTORY = "checkpoints"
-PACKAGES = {"gs://": ("gcsfs", "gcs"), s3.SCHEME: ("s3fs", "s3")}  # by scheme of a URL: package, and megajax's extra
+GCS = "gs://"
+PACKAGES = {GCS: ("gcsfs", "gcs"), s3.SCHEME: ("s3fs", "s3")}  # by scheme of a URL: package, and megajax's extra
 COMMITTED = "commit_success.txt"  # orbax's name
 
 type Folder = Path | epath.Path
@@ -32,20 +33,20 @@ def is_in_bucket(folder: Folder | str) -> bool:
 
 def bucket_folder(url: str) -> epath.Path:
     """The folder at a URL. Raises InputError if the package that reads and writes there is not installed."""
-    scheme = url[:5]
-    package, extra = PACKAGES[scheme]
+    protocol = url.partition(":")[0]
+    package, extra = PACKAGES[f"{protocol}://"]
     try:
         from fsspec import config, get_filesystem_class
 
-        get_filesystem_class(scheme[:2])
+        get_filesystem_class(protocol)
     except ImportError:
         raise InputError(
             f"{url} is in a bucket, but {package} is not installed: pip install 'megajax[{extra}]'."
         ) from None
     # Orbax, tensorstore and other processes write there too, so a listing is old at once.
-    config.conf.setdefault(scheme[:2], {})["use_listings_cache"] = False
+    config.conf.setdefault(protocol, {})["use_listings_cache"] = False
     logging.getLogger(package).setLevel(logging.CRITICAL)  # it writes a traceback for each request that fails
-    if scheme == s3.SCHEME:
+    if url.startswith(s3.SCHEME):
         s3.prepare()
     return epath.Path(url)
 
@@ -149,7 +150,7 @@ def key_value_store(folder: Folder) -> dict[str, Any]:
         return {"driver": "file", "path": f"{folder}/"}
     if str(folder).startswith(s3.SCHEME):
         return s3.key_value_store(f"{folder}/")
-    bucket, _, path = str(folder).removeprefix("gs://").partition("/")
+    bucket, _, path = str(folder).removeprefix(GCS).partition("/")
     return {"driver": "gcs", "bucket": bucket, "path": f"{path}/"}
 
 
@@ -161,9 +162,12 @@ def _system(folder: Folder) -> tuple[Any, str]:
 
 
 SILENT = ("UNAVAILABLE", "DEADLINE_EXCEEDED", "ABORTED", "RESOURCE_EXHAUSTED", "INTERNAL")  # statuses of tensorstore
-DENIED = ("PERMISSION_DENIED", "UNAUTHENTICATED", "Forbidden", "Anonymous caller", "credentials", ", 401")
-DENIED += ("Unauthorized", "Access Denied", "AccessDenied", "InvalidAccessKeyId", "SignatureDoesNotMatch")  # of S3
-CLIENTS = ("gcsfs", "s3fs", "botocore", "aiobotocore", "fsspec", "aiohttp", "google", "requests", "asyncio")  # packages
+DENIED = (
+    *("PERMISSION_DENIED", "UNAUTHENTICATED", "Forbidden", "Anonymous caller", "credentials", ", 401"),  # of GCS
+    *("Unauthorized", "Access Denied", "AccessDenied", "InvalidAccessKeyId", "SignatureDoesNotMatch"),  # of S3
+)
+# Packages whose errors come from the store or the way there.
+CLIENTS = ("gcsfs", "s3fs", "botocore", "aiobotocore", "fsspec", "aiohttp", "google", "requests", "asyncio")
 
 
 @contextlib.contextmanager
