@@ -1,4 +1,4 @@
-"""The model's communication points in use: whole sequences, and tokens one by one with a cache of keys and values.
+"""The model's communication points in use: whole sequences, and new tokens with a cache of keys and values.
 
 XLA partitions everything else; attention and experts are divided by hand, so that GPUs run the kernels of training.
 """
@@ -21,8 +21,9 @@ from megajax.step_plan import Kernels
 
 
 class LayerCache(NamedTuple):
-    """Keys and values of one layer. Position p of a sequence is in slot p mod W; a window's layer keeps a window.
+    """Keys and values of one layer. Position p of a sequence is in slot p mod W.
 
+    A window's layer keeps a window, and as many positions more as a step may write after its first.
     Latent attention keeps the rotary key and the latent of a token as one head's key; its values are the latents.
     """
 
@@ -78,6 +79,10 @@ class WholeSequences(SingleDevice):
         """The axes that divide the heads."""
         return dividing(num_kv_heads, ("tensor",), self.sizes)
 
+    def token_spec(self, count: int) -> P:
+        """The placement of the residual stream `[T, D]` of `count` sequences."""
+        return P(self.sequences(count))
+
     def place(self, x: jax.Array, spec: P) -> jax.Array:
         return lax.with_sharding_constraint(x, NamedSharding(self.mesh, spec))
 
@@ -85,12 +90,13 @@ class WholeSequences(SingleDevice):
 class Prefill(WholeSequences):
     """Whole prompts, padded at their end; `caches` has each layer's keys and values afterwards.
 
-    `lengths [B]` are the prompts' lengths; the caches have `size` slots, or a window's.
+    `lengths [B]` are the prompts' lengths; the caches have `size` slots, or those of a window for steps that write
+    `new` tokens.
     """
 
-    def __init__(self, mesh: Mesh, kernels: Kernels, max_length: int, lengths: jax.Array, size: int):
+    def __init__(self, mesh: Mesh, kernels: Kernels, max_length: int, lengths: jax.Array, size: int, new: int):
         super().__init__(mesh, kernels, max_length)
-        self.lengths, self.size = lengths, size
+        self.lengths, self.size, self.new = lengths, size, new
         self.caches: list[LayerCache] = []
 
     def attend(self, q, k, v, positions, *, window, softcap, scale=None, sinks=None) -> jax.Array:
@@ -104,27 +110,33 @@ class Prefill(WholeSequences):
 
     def cached(self, x: jax.Array, window: int | None) -> jax.Array:
         """Keys or values `[B, S, K, H]` of the prompts as the cache keeps them, `[B, K, W, H]`."""
-        slots = jnp.arange(min(self.size, window or self.size))
+        slots = jnp.arange(min(self.size, window + self.new - 1) if window else self.size)
         newest = newest_position(slots, self.lengths - 1)  # [B, W]; negative in slots that are still empty
         kept = jnp.take_along_axis(x, jnp.maximum(newest, 0)[:, :, None, None], axis=1)
         return self.place(kept.transpose(0, 2, 1, 3), P(self.sequences(len(x)), self.heads(x.shape[2])))
 
 
 class Decode(WholeSequences):
-    """One new token per sequence; `caches` of all layers are replaced by those that contain it."""
+    """New tokens of each sequence, at consecutive positions; `caches` of all layers are replaced by those with them.
+
+    Tokens that the caches already have at these positions, or after them, are overwritten or not attended to.
+    """
 
     def __init__(self, mesh: Mesh, kernels: Kernels, max_length: int, caches: Sequence[LayerCache]):
         super().__init__(mesh, kernels, max_length)
         self.before, self.caches = iter(caches), []
 
+    def token_spec(self, count: int) -> P:
+        return P()  # so few tokens are on all devices, with a part of the weights on each
+
     def attend(self, q, k, v, positions, *, window, softcap, scale=None, sinks=None) -> jax.Array:
-        cache, position = next(self.before), positions.index[:, 0]
-        attention = partial(_attend_to_cache, softcap=softcap, scale=scale)
+        cache = next(self.before)
+        attention = partial(_attend_to_cache, window=window, softcap=softcap, scale=scale)
         heads = self.heads(k.shape[2])
         rows = self.sequences(len(q))
         token, stored = P(rows, None, heads), P(rows, heads)
         specs = (token, token, token, stored, P(rows), P(heads))
-        out, cache = self.divided(attention, specs, (token, stored))(q, k, v, cache, position, sinks)
+        out, cache = self.divided(attention, specs, (token, stored))(q, k, v, cache, positions.index, sinks)
         self.caches.append(cache)
         return out
 
@@ -133,16 +145,18 @@ class Decode(WholeSequences):
 
         So the cache is read as one head, and no key or value of an earlier token is computed again (DeepSeek-V2).
         """
-        cache, position = next(self.before), positions.index[:, 0]
+        cache = next(self.before)
         N, (R, _) = q.shape[2], keys.up.shape
         up_keys, up_values = jnp.split(keys.up, (N * keys.nope,), axis=-1)
         rotary, nope = jnp.split(q, (q.shape[-1] - keys.nope,), axis=-1)
         absorbed = jnp.einsum("bsnh,rnh->bsnr", nope, up_keys.reshape(R, N, -1))
         q = jnp.concatenate([rotary, absorbed.astype(q.dtype)], axis=-1)
-        attention = partial(_attend_to_cache, softcap=softcap, scale=scale, shared=rotary.shape[-1])
+        shared = rotary.shape[-1]
+        attention = partial(_attend_to_cache, window=window, softcap=softcap, scale=scale, shared=shared)
         token, stored = P(self.sequences(len(q)), None, self.heads(N)), P(self.sequences(len(q)))
         specs = (token, stored, P(), stored, P(self.sequences(len(q))), P())
-        out, cache = self.divided(attention, specs, (token, stored))(q, _as_one_head(keys), None, cache, position, None)
+        arguments = q, _as_one_head(keys), None, cache, positions.index, None
+        out, cache = self.divided(attention, specs, (token, stored))(*arguments)
         self.caches.append(cache)
         return jnp.einsum("bsnr,rnh->bsnh", out, up_values.reshape(R, N, -1)).astype(q.dtype)
 
@@ -158,18 +172,22 @@ def newest_position(slots: jax.Array, last: jax.Array) -> jax.Array:
 
 
 def _attend_to_cache(
-    q, k, v, cache: LayerCache, position, sinks, *, softcap, scale, shared: int = 0
+    q, k, v, cache: LayerCache, positions, sinks, *, window, softcap, scale, shared: int = 0
 ) -> tuple[jax.Array, LayerCache]:
-    """Puts one token per sequence into the cache and attends to it: q [B, 1, N, H] -> ([B, 1, N, H], the cache).
+    """Puts new tokens into the cache and attends to it: q [B, S, N, H], positions [B, S] -> ([B, S, N, ·], the cache).
 
     Without values in the cache they are the keys from the element `shared` on.
     """
     width = cache.keys.shape[2]
-    rows, slot = jnp.arange(len(q)), position % width
-    keys, values = cache.keys.at[rows, :, slot].set(k[:, 0]), cache.values
+    rows, slots = jnp.arange(len(q))[:, None], positions % width
+    keys, values = cache.keys.at[rows, :, slots].set(k), cache.values
     if values is not None:
-        values = values.at[rows, :, slot].set(v[:, 0])
-    visible = newest_position(jnp.arange(width), position) >= 0
+        values = values.at[rows, :, slots].set(v)
+    stored = newest_position(jnp.arange(width), positions[:, -1])[:, None]
+    own = positions[..., None]
+    visible = (stored >= 0) & (stored <= own)
+    if window is not None:
+        visible &= stored > own - window
     read = keys[..., shared:] if values is None else values
-    out = ops.cached_attention(q[:, 0], keys, read, visible, softcap=softcap, scale=scale, sinks=sinks)
-    return out[:, None], LayerCache(keys, values)
+    out = ops.cached_attention(q, keys, read, visible, softcap=softcap, scale=scale, sinks=sinks)
+    return out, LayerCache(keys, values)

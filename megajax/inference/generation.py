@@ -25,10 +25,14 @@ class Progress(NamedTuple):
 
     caches: tuple[LayerCache, ...]
     tokens: jax.Array  # [B, N] int32, the new tokens; NONE after the end
-    count: jax.Array  # [] int32, how many of them there are
+    count: jax.Array  # [B] int32, how many of them there are
     position: jax.Array  # [B] int32, of the newest token
     done: jax.Array  # [B] bool
     keys: jax.Array  # [B] random keys
+
+    def active(self, end: jax.Array) -> jax.Array:
+        """The sequences that go on before they have `end` new tokens, `[B]`."""
+        return ~self.done & (self.count < end)
 
 
 class Generator:
@@ -62,14 +66,14 @@ class Generator:
         room = -(-max_tokens // LENGTH_MULTIPLE) * LENGTH_MULTIPLE
         progress = self._prefill(self.model.weights, tokens, lengths, np.uint32(seed), size=size, room=room)
         while True:
-            count, done = int(progress.count), bool(progress.done.all()) or int(progress.count) >= max_tokens
-            if done or chunk is not None:
-                rows = np.asarray(progress.tokens)[:, : min(count, max_tokens)]
+            active = np.asarray(progress.active(max_tokens))
+            if chunk is not None or not active.any():
+                rows = np.asarray(progress.tokens)[:, :max_tokens]
                 yield [[int(token) for token in row if token != NONE] for row in rows]
-            if done:
+            if not active.any():
                 return
-            steps = min(max_tokens - count, chunk or max_tokens)
-            progress = self._decode(self.model.weights, progress, np.int32(steps))
+            end = min(max_tokens, np.asarray(progress.count)[active].min() + (chunk or max_tokens))
+            progress = self._decode(self.model.weights, progress, np.int32(end))
 
     def _check(self, prompts: Sequence[Sequence[int]], longest: int, max_tokens: int) -> None:
         assert max_tokens >= 1, max_tokens
@@ -83,34 +87,42 @@ class Generator:
 
     def _prefill_program(self, weights: ModelWeights, tokens, lengths, seed, *, size: int, room: int) -> Progress:
         """Prompts `[B, P]` padded at their ends → the state with the first new token; caches of `size` slots."""
-        B, P = tokens.shape
-        comm = Prefill(self.model.mesh, self.model.kernels, self.model.max_length, lengths, size)
-        x = self.model.whole_sequences(weights, tokens, comm).reshape(B, P, -1)
-        last = jnp.take_along_axis(x, (lengths - 1)[:, None, None], axis=1)[:, 0]
+        comm = Prefill(self.model.mesh, self.model.kernels, self.model.max_length, lengths, size, new=1)
+        h = self.model.whole_sequences(weights, tokens, comm)
+        progress = self._started(tuple(comm.caches), lengths, seed, room)
+        return self._with_token(progress, self._logits_at(weights, h, lengths - 1))
+
+    def _started(self, caches: tuple[LayerCache, ...], lengths, seed, room: int) -> Progress:
+        """The state without a new token."""
+        B = len(lengths)
         keys = jax.vmap(partial(jax.random.fold_in, jax.random.key(seed)))(jnp.arange(B))
-        empty = jnp.full((B, room), NONE, jnp.int32)
-        start = Progress(tuple(comm.caches), empty, jnp.int32(0), lengths - 1, jnp.zeros(B, bool), keys)
-        return self._with_token(weights, start, last)
+        none = jnp.zeros(B, jnp.int32)
+        return Progress(caches, jnp.full((B, room), NONE, jnp.int32), none, lengths - 1, jnp.zeros(B, bool), keys)
 
-    def _decode_program(self, weights: ModelWeights, progress: Progress, steps: jax.Array) -> Progress:
-        """Up to `steps` tokens more."""
-        end = progress.count + steps
+    def _logits_at(self, weights: ModelWeights, h: jax.Array, index: jax.Array) -> jax.Array:
+        """The logits `[B, V]` of the output `h [B, S, D]` of one token per sequence."""
+        return self.model.model.logits(weights.outer, jnp.take_along_axis(h, index[:, None, None], axis=1)[:, 0])
 
-        def one(progress: Progress) -> Progress:
-            comm = Decode(self.model.mesh, self.model.kernels, self.model.max_length, progress.caches)
-            newest = lax.dynamic_index_in_dim(progress.tokens, progress.count - 1, axis=1, keepdims=False)
-            x = self.model.next_tokens(weights, jnp.maximum(newest, 0), progress.position, comm)
-            return self._with_token(weights, progress._replace(caches=tuple(comm.caches)), x)
+    def _decode_program(self, weights: ModelWeights, progress: Progress, end: jax.Array) -> Progress:
+        """The state after steps for all sequences until each has `end` new tokens, or more, or is done."""
+        return lax.while_loop(lambda p: p.active(end).any(), partial(self._step, weights), progress)
 
-        return lax.while_loop(lambda p: (p.count < end) & ~p.done.all(), one, progress)
+    def _step(self, weights: ModelWeights, progress: Progress) -> Progress:
+        """One token more."""
+        comm = Decode(self.model.mesh, self.model.kernels, self.model.max_length, progress.caches)
+        newest = jnp.take_along_axis(progress.tokens, progress.count[:, None] - 1, axis=1)
+        h = self.model.new_tokens(weights, jnp.maximum(newest, 0), progress.position, comm)
+        logits = self.model.model.logits(weights.outer, h[:, 0])
+        return self._with_token(progress._replace(caches=tuple(comm.caches)), logits)
 
-    def _with_token(self, weights: ModelWeights, progress: Progress, x: jax.Array) -> Progress:
-        """The state with one token more, chosen by the residual stream `x [B, D]` of the newest position."""
+    def _with_token(self, progress: Progress, logits: jax.Array) -> Progress:
+        """The state with one token more, chosen by the `logits [B, V]` of the newest position."""
         position = progress.position + 1
         keys = jax.vmap(jax.random.fold_in)(progress.keys, position)
-        token = choose(self.model.model.logits(weights.outer, x), self.sampling, keys)
+        token = choose(logits, self.sampling, keys)
         done = progress.done | (token[:, None] == self.stop).any(axis=1)
-        tokens = lax.dynamic_update_index_in_dim(progress.tokens, jnp.where(done, NONE, token), progress.count, axis=1)
+        rows = jnp.arange(len(token))
+        tokens = progress.tokens.at[rows, progress.count].set(jnp.where(done, NONE, token))
         return progress._replace(tokens=tokens, count=progress.count + 1, position=position, done=done)
 
 

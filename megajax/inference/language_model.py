@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
-from jax.sharding import PartitionSpec as P
 
 from megajax.config import AXES, Config
 from megajax.config.kinds import layer_kinds
@@ -102,33 +101,41 @@ class LanguageModel:
     @cached_property
     def _logits(self):
         def logits(weights: ModelWeights, tokens: jax.Array) -> jax.Array:
-            x = self.whole_sequences(weights, tokens)
-            return self.model.logits(weights.outer, x).reshape(*tokens.shape, -1)
+            return self.model.logits(weights.outer, self.whole_sequences(weights, tokens))
 
         return jax.jit(logits)
 
     def whole_sequences(
         self, weights: ModelWeights, tokens_bs: jax.Array, comm: WholeSequences | None = None
     ) -> jax.Array:
-        """Token ids `[B, S]` → the residual stream after the blocks `[B·S, D]`; to be traced."""
+        """Token ids `[B, S]` → the model's output after its final norm `[B, S, D]`; to be traced."""
         comm = comm or WholeSequences(self.mesh, self.kernels, self.max_length)
         positions = jnp.broadcast_to(jnp.arange(tokens_bs.shape[1]), tokens_bs.shape)
-        return self._run(weights, tokens_bs, positions, comm, P(comm.sequences(len(tokens_bs))))
+        return self._run(weights, tokens_bs, positions, comm)
 
-    def next_tokens(
-        self, weights: ModelWeights, tokens_b: jax.Array, positions_b: jax.Array, comm: Decode
-    ) -> jax.Array:
-        """One token per sequence, at its position → the residual stream after the blocks `[B, D]`; to be traced."""
-        return self._run(weights, tokens_b[:, None], positions_b[:, None], comm, P())
+    def new_tokens(self, weights: ModelWeights, tokens_bs: jax.Array, first_b: jax.Array, comm: Decode) -> jax.Array:
+        """Tokens from the positions `first_b` on → the model's output `[B, S, D]`; to be traced."""
+        return self._run(weights, tokens_bs, positions_from(first_b, tokens_bs.shape[1]), comm)
 
-    def _run(self, weights: ModelWeights, tokens, positions, comm: WholeSequences, spec: P) -> jax.Array:
-        count = tokens.size
-        inputs = BlockInputs(positions, TokenPositions(positions), jnp.arange(count, dtype=jnp.uint32), None)
-        x = comm.place(self.model.embed(weights.outer, tokens.reshape(-1), positions.reshape(-1)), spec)
+    def _run(self, weights: ModelWeights, tokens, positions, comm: WholeSequences) -> jax.Array:
+        inputs = block_inputs(positions)
+        x = self.model.embed(weights.outer, tokens.reshape(-1), positions.reshape(-1))
+        x = comm.place(x, comm.token_spec(len(tokens)))
         for layer, kind in enumerate(layer_kinds(self.config)):
             own, state = weights.layers[layer], weights.state[layer]
             x, _ = self.model.blocks[kind.block](own, x, inputs, layer, state, comm=comm, kind=kind)
-        return x
+        return self.model.output(weights.outer, x).reshape(*tokens.shape, -1)
+
+
+def positions_from(first_b: jax.Array, count: int) -> jax.Array:
+    """`count` consecutive positions of each sequence, `[B, count]`."""
+    return first_b[:, None] + jnp.arange(count)
+
+
+def block_inputs(positions_bs: jax.Array) -> BlockInputs:
+    """The blocks' inputs for tokens at these positions."""
+    token_ids = jnp.arange(positions_bs.size, dtype=jnp.uint32)
+    return BlockInputs(positions_bs, TokenPositions(positions_bs), token_ids, None)
 
 
 def choose_kernels(config: Config, hardware: Hardware) -> Kernels:

@@ -91,7 +91,7 @@ class Scorer:
     def _predictions(self, weights: ModelWeights, inputs, targets) -> tuple[jax.Array, jax.Array]:
         """(log-probability of each target `[B, S]`, whether it is the most likely token)."""
         model = self.model
-        x = model.whole_sequences(weights, inputs)
+        x = model.whole_sequences(weights, inputs).reshape(inputs.size, -1)
         tokens, vocabulary = len(x), model.config.padded_vocab_size
         pieces = -(-tokens * vocabulary * 4 // CHUNK_BYTES)
         while tokens % pieces:

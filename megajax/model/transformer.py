@@ -34,7 +34,8 @@ class Embedding(nnx.Module):
 class Transformer(nnx.Module):
     """The whole model: its parameters, and its logits on one device.
 
-    Multi-token prediction modules (`model.mtp_layers`) are the blocks of the kind MTP; only training runs them.
+    Multi-token prediction modules (`model.mtp_layers`) are the blocks of the kind MTP; training runs them, and
+    generation for its drafts.
     """
 
     def __init__(self, config: ModelConfig, lora: LoraConfig | None = None):
@@ -64,17 +65,24 @@ class Transformer(nnx.Module):
             kept = {name: a[row] for name, a in (state or {}).get(kind.block, {}).items()}
             block = self.blocks[kind.block]
             x, _ = block(block.fuse(own), x, inputs, layer, kept, comm=SingleDevice(), kind=kind)
-        return self.logits(weights, x).reshape(B, S, -1)
+        return self.logits(weights, self.output(weights, x)).reshape(B, S, -1)
 
     def embed(self, weights: Weights, tokens: jax.Array, positions: jax.Array) -> jax.Array:
         """Token ids and their positions `[T]` → the residual stream `[T, D]`; `weights` by canonical name."""
-        x = scale_embeddings(self.config, weights["embedding.tokens"][tokens])
+        x = self.embed_tokens(weights, tokens)
         return x if self.embedding.positions is None else x + weights["embedding.positions"][positions]
 
-    def logits(self, weights: Weights, x: jax.Array) -> jax.Array:
-        """The residual stream after the blocks `[T, D]` → FP32 logits `[T, V]`, without the vocabulary's padding."""
+    def embed_tokens(self, weights: Weights, tokens: jax.Array) -> jax.Array:
+        """Token ids `[T]` → their rows of the scaled token table `[T, D]`, without positions."""
+        return scale_embeddings(self.config, weights["embedding.tokens"][tokens])
+
+    def output(self, weights: Weights, x: jax.Array) -> jax.Array:
+        """The residual stream after the blocks `[T, D]` → the model's output, after the final norm."""
+        return normalise(self.config, x, weights["final_norm"], weights.get("final_norm_bias"))
+
+    def logits(self, weights: Weights, h: jax.Array) -> jax.Array:
+        """`output`, or that of a module `[..., D]` → FP32 logits `[..., V]`, without the vocabulary's padding."""
         c = self.config
-        x = normalise(c, x, weights["final_norm"], weights.get("final_norm_bias"))
         head = weights["embedding.tokens"].T if self.head is None else weights["head"]
-        logits = jnp.dot(x, head, preferred_element_type=jnp.float32)[:, : c.vocab_size]
+        logits = jnp.dot(h, head, preferred_element_type=jnp.float32)[..., : c.vocab_size]
         return logits if c.logit_softcap is None else c.logit_softcap * jnp.tanh(logits / c.logit_softcap)

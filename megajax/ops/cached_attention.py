@@ -1,4 +1,4 @@
-"""Attention of one new token per sequence to the keys and values of a cache."""
+"""Attention of a few new tokens per sequence to the keys and values of a cache."""
 
 import math
 
@@ -9,34 +9,34 @@ from megajax.ops.numerics import wide
 
 
 def cached_attention(
-    q_bnh: jax.Array,
+    q_bsnh: jax.Array,
     keys_bkwh: jax.Array,
     values_bkwh: jax.Array,
-    visible_bw: jax.Array,
+    visible_bsw: jax.Array,
     *,
     softcap: float | None = None,
     scale: float | None = None,
     sinks: jax.Array | None = None,
 ) -> jax.Array:
-    """softmax(scale · q·k) v over the visible slots: q [B,N,H], caches [B,K,W,·], visible [B,W] bool -> [B,N,·].
+    """softmax(scale · q·k) v over the visible slots: q [B,S,N,H], caches [B,K,W,·], visible [B,S,W] bool -> [B,S,N,·].
 
     Scores and softmax are in float32 (float64 for float64 inputs), the probabilities in q's dtype. `softcap`,
-    `scale` and `sinks [N]` are those of `attention`. Raises nothing; a row without a visible slot is undefined.
+    `scale` and `sinks [N]` are those of `attention`. Raises nothing; a token without a visible slot is undefined.
     """
-    B, N, H = q_bnh.shape
-    K, dtype = keys_bkwh.shape[1], wide(q_bnh.dtype)
-    q = q_bnh.reshape(B, K, N // K, H)
-    scores = jnp.einsum("bkgh,bkwh->bkgw", q, keys_bkwh, preferred_element_type=dtype)
+    B, S, N, H = q_bsnh.shape
+    K, dtype = keys_bkwh.shape[1], wide(q_bsnh.dtype)
+    q = q_bsnh.reshape(B, S, K, -1, H).transpose(0, 2, 1, 3, 4)
+    scores = jnp.einsum("bksgh,bkwh->bksgw", q, keys_bkwh, preferred_element_type=dtype)
     scores = scores / math.sqrt(H) if scale is None else scores * scale
     if softcap is not None:
         scores = softcap * jnp.tanh(scores / softcap)
-    scores = jnp.where(visible_bw[:, None, None], scores, -jnp.inf)
+    scores = jnp.where(visible_bsw[:, None, :, None], scores, -jnp.inf)
     top = scores.max(-1, keepdims=True)
     if sinks is not None:
-        sinks = sinks.astype(dtype).reshape(K, -1, 1)
+        sinks = sinks.astype(dtype).reshape(K, 1, -1, 1)
         top = jnp.maximum(top, sinks)
     weights = jnp.exp(scores - top)
     total = weights.sum(-1, keepdims=True) + (0 if sinks is None else jnp.exp(sinks - top))
-    weights = (weights / total).astype(q_bnh.dtype)
-    out = jnp.einsum("bkgw,bkwh->bkgh", weights, values_bkwh, preferred_element_type=dtype)
-    return out.reshape(B, N, -1).astype(q_bnh.dtype)
+    weights = (weights / total).astype(q_bsnh.dtype)
+    out = jnp.einsum("bksgw,bkwh->bskgh", weights, values_bkwh, preferred_element_type=dtype)
+    return out.reshape(B, S, N, -1).astype(q_bsnh.dtype)
