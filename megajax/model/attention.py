@@ -104,6 +104,9 @@ class Attention(Part):
         c = self.config
         return c.hidden_size * c.head_dim * (2 * c.num_heads + 2 * c.num_kv_heads)
 
+    def width(self) -> int:
+        return self.config.num_heads * self.config.head_dim
+
     def attention_flops(self, attended: float) -> float:
         c = self.config
         return 6 * attended * c.num_heads * (c.head_dim + c.head_dim)  # scores, and probabilities times values

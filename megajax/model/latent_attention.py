@@ -132,6 +132,9 @@ class LatentAttention(Part):
             queries + c.kv_lora_rank * (c.qk_nope_head_dim + c.value_dim) + c.value_dim * c.hidden_size
         )
 
+    def width(self) -> int:
+        return self.config.num_heads * self.config.value_dim
+
     def attention_flops(self, attended: float) -> float:
         c = self.config
         return 6 * attended * c.num_heads * (c.head_dim + c.value_dim)

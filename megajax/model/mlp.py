@@ -71,6 +71,9 @@ class MLP(Part):
         c = self.config
         return (1 + products(self.config)) * c.hidden_size * c.ffn_hidden_size
 
+    def width(self) -> int:
+        return self.config.ffn_hidden_size
+
     def sizes(self, shares: Shares) -> PartSizes:
         width = self.config.ffn_hidden_size
         activation = width / shares.tensor if self.config.mlp_bias else 0

@@ -29,6 +29,7 @@ class MoE(Part):
     """Mixture of experts with the norm before it and an optional shared expert: `[T, D]` → `[T, D]`."""
 
     NAME = "moe"
+    HAS_EXPERTS = True
     FUSED = {
         "gate_up": ("gate", "up"),
         "gate_up_bias": ("gate_bias", "up_bias"),
@@ -191,6 +192,10 @@ class MoE(Part):
         c = self.config
         width = c.experts_per_token * (c.expert_ffn_hidden_size or 0) + c.shared_expert_ffn_hidden_size
         return c.hidden_size * ((1 + products(self.config)) * width + (c.num_experts or 0) + c.shared_expert_gate)
+
+    def width(self) -> int:
+        """Of one expert."""
+        return self.config.expert_ffn_hidden_size or 0
 
     def sizes(self, shares: Shares) -> PartSizes:
         """With experts on several devices, buffers hold the largest number of rows that can arrive."""

@@ -79,6 +79,7 @@ class Part(nnx.Module):
     SAVED: ClassVar[tuple[str, ...]] = ()  # names that `save_matmuls` and `offload` keep (`checkpoint_name`)
     METRICS: ClassVar[tuple[str, ...]] = ()  # names of its metrics in training
     LOSSES: ClassVar[tuple[str, ...]] = ()  # the METRICS that are added to the loss and differentiated
+    HAS_EXPERTS: ClassVar[bool] = False  # whether its weights are divided over `mesh.experts_over`
     NEEDS_FILLED: ClassVar[bool] = False  # whether its state has `filled`, which is False in an empty layer slot
     # The norm of its output, which the block declares and applies.
     post_norm: nnx.Param | None
@@ -128,6 +129,10 @@ class Part(nnx.Module):
 
     def matmul_parameters(self) -> int:
         """Number of matmul parameters that are active per token."""
+        raise NotImplementedError
+
+    def width(self) -> int:
+        """The input width of its last linear layer; matmuls with narrow weights are slower."""
         raise NotImplementedError
 
     def attention_flops(self, attended: float) -> float:

@@ -34,7 +34,7 @@ def flops_per_token(config: Config) -> float:
     modules = [prediction_kind(model)] * model.mtp_layers
     for kind in (*layer_kinds(model), *modules):
         total += each * sum(part.matmul_parameters() for part in parts[kind.block])
-        total += sum(part.attention_flops(_attended(S, kind.window)) for part in parts[kind.block])
+        total += sum(part.attention_flops(attended_keys(S, kind.window)) for part in parts[kind.block])
     total += each * model.hidden_size * model.padded_vocab_size * (1 + model.mtp_layers)
     total += each * 2 * model.hidden_size**2 * model.mtp_layers  # the modules' projections
     return total + 6 * adapter_parameter_count(Transformer(model, config.lora))
@@ -52,7 +52,7 @@ def active_parameter_count(model: Transformer) -> int:
     return parameter_count(model) - (experts - experts * config.experts_per_token // (config.num_experts or 1))
 
 
-def _attended(S: int, window: int | None) -> float:
+def attended_keys(S: int, window: int | None) -> float:
     """Mean number of keys that a query attends to; S/2 for plain causal attention, as usual."""
     if window is None or window >= S:
         return S / 2

@@ -1,0 +1,50 @@
+"""One way to run a config on N GPUs, with its estimated memory and time."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from megajax.config import Config
+from megajax.model import Transformer, parameters
+from megajax.plan.memory import MemoryEstimate, estimate_memory
+from megajax.plan.rates import Rates
+from megajax.plan.step_time import StepTime, estimate_time
+from megajax.sharding import Placement, place_all, stored_rows
+from megajax.step_plan import HOPPER, StepPlan
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A checked config with the sizes of its mesh."""
+
+    config: Config
+    plan: StepPlan
+
+    @classmethod
+    def of(cls, config: Config, sizes: Mapping[str, int]) -> "Candidate":
+        """The candidate of a config that `check_mesh` accepts on these sizes. ConfigError: a kernel cannot run."""
+        return cls(config, StepPlan.make(config, sizes, HOPPER))
+
+    @cached_property
+    def placements(self) -> dict[str, Placement]:
+        config, sizes = self.config, self.plan.sizes
+        model = parameters(Transformer(config.model, config.lora))
+        return place_all(model, sizes, stored_rows(config, sizes["pipeline"]), config.mesh.experts_over)
+
+    @cached_property
+    def parameters(self) -> int:
+        """Number of parameters that a device stores."""
+        total = 0
+        for placement in self.placements.values():
+            shards = math.prod(n for axis, n in self.plan.sizes.items() if axis not in placement.replicated_axes)
+            total += math.prod(placement.stored_shape) // shards
+        return total
+
+    @cached_property
+    def memory(self) -> MemoryEstimate:
+        return estimate_memory(self.plan, self.placements)
+
+    def time(self, rates: Rates) -> StepTime:
+        """The estimated time of a step."""
+        return estimate_time(self.plan, rates, self.parameters)

@@ -1,0 +1,99 @@
+"""The speeds of GPUs and links, for the estimate of a step's time.
+
+Rates are those that large operations reach, not data sheets' peaks. H200's come from docs/performance.md and
+docs/log.md; the others are an H200's, scaled by the ratio of the data sheets' peaks, and are not measured.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Self
+
+from megajax.errors import InputError
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Rates:
+    """One kind of GPU. Rates are per GPU and second, bandwidths in one direction."""
+
+    name: str
+    memory_gib: float  # that a run can use
+    peak_flops: float  # dense BF16, of the data sheet, for MFU
+    bf16_flops: float  # of a matmul whose dimensions are large
+    fp8_flops: float
+    attention_flops: tuple[tuple[int, float], ...]  # forward and backward, by width of a head, for long sequences
+    memory_bytes: float
+    link_bytes: float  # between the GPUs of a host
+    network_bytes: float  # between hosts, for each GPU
+    hosts_of: int  # GPUs of a host
+
+    def matmul_flops(self, narrowest: float, fp8: bool) -> float:
+        """The rate of matmuls whose weight's smallest dimension is `narrowest`."""
+        rate, half = (self.fp8_flops, FP8_HALF_RATE) if fp8 else (self.bf16_flops, BF16_HALF_RATE)
+        return rate * narrowest / (narrowest + half)
+
+    def attention(self, width: int, length: int) -> float:
+        """The rate of attention with heads of this width (queries; values may be narrower) over `length` tokens."""
+        rate = min(self.attention_flops, key=lambda entry: abs(entry[0] - width))[1]
+        return rate * length / (length + ATTENTION_HALF_RATE)
+
+    def group_bytes(self, size: int, stride: int) -> float:
+        """The bandwidth of a GPU in a collective over `size` GPUs that are `stride` apart.
+
+        A group that crosses hosts uses the network cards of all its GPUs in a host.
+        """
+        if size * stride <= self.hosts_of:
+            return self.link_bytes
+        return min(self.link_bytes, self.network_bytes * max(1, self.hosts_of // stride))
+
+    def with_links(self, hosts_of: int | None, network_gbps: float | None) -> Self:
+        """The same GPUs in other hosts; `network_gbps` is a network card's rate in Gbit/s, one card per GPU."""
+        network = self.network_bytes if network_gbps is None else NETWORK_SHARE * network_gbps * 1e9 / 8
+        return replace(self, hosts_of=hosts_of or self.hosts_of, network_bytes=network)
+
+
+# Dimensions at which a matmul, and attention, reaches half of its rate.
+BF16_HALF_RATE, FP8_HALF_RATE, ATTENTION_HALF_RATE = 280.0, 690.0, 800.0
+NETWORK_SHARE = 0.8  # of a card's rate that collectives reach; not measured
+
+H200 = Rates(
+    name="H200",
+    memory_gib=128.6,
+    peak_flops=989e12,
+    bf16_flops=711e12,
+    fp8_flops=1330e12,
+    attention_flops=((64, 380e12), (128, 490e12), (192, 440e12), (256, 400e12)),
+    memory_bytes=4.2e12,
+    link_bytes=350e9,
+    network_bytes=NETWORK_SHARE * 400e9 / 8,
+    hosts_of=8,
+)
+
+
+def _scaled(name: str, memory_gib: float, flops: float, memory: float, links: float) -> Rates:
+    """A GPU by the ratios of its data sheet to an H200's."""
+    return replace(
+        H200,
+        name=name,
+        memory_gib=memory_gib,
+        peak_flops=H200.peak_flops * flops,
+        bf16_flops=H200.bf16_flops * flops,
+        fp8_flops=H200.fp8_flops * flops,
+        attention_flops=tuple((width, rate * flops) for width, rate in H200.attention_flops),
+        memory_bytes=H200.memory_bytes * memory,
+        link_bytes=H200.link_bytes * links,
+    )
+
+
+DEVICES = {
+    "h200": H200,
+    "h100": _scaled("H100", 73.2, 1.0, 3.35 / 4.8, 1.0),
+    "b200": _scaled("B200", 164.0, 2250 / 989, 8.0 / 4.8, 2.0),
+}
+
+
+def rates_of(name: str) -> Rates:
+    """The rates of a device by its name. Raises InputError for an unknown one."""
+    if name.lower() not in DEVICES:
+        raise InputError(f"--device={name} is not known: use {', '.join(DEVICES)}.")
+    return DEVICES[name.lower()]
