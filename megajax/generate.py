@@ -13,10 +13,11 @@ from megajax.runtime import accept_missing_cuda
 def generate(options) -> None:
     """Load the model, continue the prompts and print them; `options` are those of the parser below.
 
-    One prompt is printed with its continuation as it grows; several as JSON lines {"prompt", "text"} at the end.
+    One prompt is printed with its continuation as it grows; several as JSON lines {"prompt", "text"} at the end. Counts
+    of verified drafts follow on stderr.
     """
     from megajax.data.chat_template import load_chat_template
-    from megajax.inference.generation import continue_texts
+    from megajax.inference.generation import continue_texts, generator
     from megajax.inference.load import load_chosen
     from megajax.inference.prompts import read_prompts
     from megajax.inference.sampling import Sampling
@@ -24,7 +25,7 @@ def generate(options) -> None:
     sampling = Sampling(options.temperature, options.top_k, options.top_p, options.min_p)
     sampling.check()
     prompts = [options.prompt] if options.prompts is None else read_prompts(options.prompts)
-    model = load_chosen(options)
+    model = load_chosen(options, options.speculate)
     template = cache(lambda: load_chat_template(model.folder))  # read once, if any prompt is a chat
     texts = [p if isinstance(p, str) else template().render(p, True) for p in prompts]
     tokens = [
@@ -48,9 +49,11 @@ def generate(options) -> None:
     )
     if alone:
         print()
-        return
-    for prompt, text in zip(prompts, found, strict=True):
-        print(json.dumps({"prompt": prompt, "text": text}, ensure_ascii=False))
+    else:
+        for prompt, text in zip(prompts, found, strict=True):
+            print(json.dumps({"prompt": prompt, "text": text}, ensure_ascii=False))
+    if verified := generator(model, sampling).verified:
+        print(verified.sentence(), file=sys.stderr)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -70,6 +73,13 @@ def main(argv: Sequence[str]) -> int:
         "--min-p", type=float, default=0.0, help="and at least this share of the likeliest (default: 0)"
     )
     parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before TEXT; may be repeated")
+    parser.add_argument(
+        "--speculate",
+        type=int,
+        default=0,
+        metavar="N",
+        help="draft N tokens in each step with the multi-token prediction modules (default: 0, none)",
+    )
     parser.add_argument("--seed", type=int, default=0, help="seed of the sampling (default: 0)")
     with user_errors():
         options = parser.parse_args(argv)

@@ -1,6 +1,7 @@
 """`python -m megajax.generate`: from any directory, a run or one checkpoint; every mistake is one sentence."""
 
 import json
+import re
 import shutil
 
 import jax
@@ -17,7 +18,7 @@ from megajax.training.run_record import keep_tokenizer
 
 CONFIG = """
 run: {steps: 4, eval_steps: 0}
-model: {num_layers: 1, hidden_size: 16, num_heads: 2, vocab_size: 257, init_std: 0.5}
+model: {num_layers: 1, hidden_size: 16, num_heads: 2, vocab_size: 257, init_std: 0.5, mtp_layers: 1}
 batch: {global_size: 2, sequence_length: 8}
 precision: {compute: float32}
 data: {kind: synthetic, tokenizer: byte}
@@ -62,8 +63,25 @@ def test_a_run_and_one_of_its_checkpoints_go_on_with_the_likeliest_token(trainer
         assert capsys.readouterr().out == f"{expected}\n"
 
 
+def test_drafts_give_the_same_text_and_their_counts_are_printed(trainer, capsys):
+    arguments = [str(trainer.run_dir), "--prompt", "ab", "--tokens", "4", "--temperature", "0"]
+    assert generate.main(arguments) == 0
+    plain = capsys.readouterr()
+    assert generate.main([*arguments, "--speculate", "2"]) == 0
+    found = capsys.readouterr()
+    assert found.out == plain.out and plain.err == ""
+    assert re.fullmatch(r"speculation: [1-3]\.\d\d tokens per step; drafts 1 to 2 were accepted .*\.\n", found.err)
+
+
 def test_numbers_below_0_and_no_numbers_are_refused(trainer, error_of):
-    for option in ("--temperature=-1.0", "--temperature=nan", "--temperature=inf", "--seed=-3", "--top-k=-1"):
+    for option in (
+        "--temperature=-1.0",
+        "--temperature=nan",
+        "--temperature=inf",
+        "--seed=-3",
+        "--top-k=-1",
+        "--speculate=-1",
+    ):
         assert f"{option} is not a number of 0 or more" in error_of(trainer.run_dir, "--prompt", "a", option)
     assert "invalid int value: 'many'" in error_of(trainer.run_dir, "--prompt", "a", "--tokens", "many")
 
@@ -74,6 +92,10 @@ def test_what_is_not_a_run_and_what_is_not_text_are_refused(trainer, error_of, t
     assert "has checkpoints of steps 0." in error_of(run / "checkpoints/7", "--prompt", "a")
     assert "the prompt '' has no tokens" in error_of(run, "--prompt", "")
     assert "is not UTF-8" in error_of(run, "--prompt", "\udcff")
+    (tmp_path / "plain/checkpoints/1").mkdir(parents=True)
+    (tmp_path / "plain/config.yaml").write_text(CONFIG.replace(", mtp_layers: 1", ""))
+    error = error_of(tmp_path / "plain", "--prompt", "a", "--speculate", "2")
+    assert "--speculate=2 drafts with multi-token prediction modules, but RUN=" in error and "has none" in error
     assert "--tokens=0 is not a positive number" in error_of(run, "--prompt", "a", "--tokens", "0")
     (tmp_path / "run/checkpoints/1").mkdir(parents=True)
     assert "has no config.yaml" in error_of(tmp_path / "run", "--prompt", "a")

@@ -184,7 +184,7 @@ def _attend_to_cache(
     if values is not None:
         values = values.at[rows, :, slots].set(v)
     stored = newest_position(jnp.arange(width), positions[:, -1])[:, None]
-    own = positions[..., None]
+    own = jnp.maximum(positions, 0)[..., None]  # a token before the first is never read, but must not become NaN
     visible = (stored >= 0) & (stored <= own)
     if window is not None:
         visible &= stored > own - window

@@ -11,8 +11,9 @@ from jax import lax
 
 from megajax.errors import InputError
 from megajax.inference.comm import Decode, LayerCache, Prefill
-from megajax.inference.language_model import LanguageModel
+from megajax.inference.language_model import LanguageModel, positions_from
 from megajax.inference.sampling import DEFAULT, Sampling, choose
+from megajax.inference.speculation import Drafter, Drafts, Verified, Window
 from megajax.inference.weights import ModelWeights
 
 # Lengths are rounded up to a multiple, so that prompts of similar lengths share compiled programs.
@@ -29,6 +30,8 @@ class Progress(NamedTuple):
     position: jax.Array  # [B] int32, of the newest token
     done: jax.Array  # [B] bool
     keys: jax.Array  # [B] random keys
+    drafts: Drafts | None = None  # with speculation
+    verified: Verified | None = None
 
     def active(self, end: jax.Array) -> jax.Array:
         """The sequences that go on before they have `end` new tokens, `[B]`."""
@@ -36,11 +39,15 @@ class Progress(NamedTuple):
 
 
 class Generator:
-    """The two compiled programs of a model, for one setting of the sampling."""
+    """The two compiled programs of a model, for one setting of the sampling.
+
+    `verified` counts the drafts of the newest call of `tokens`, with speculation.
+    """
 
     def __init__(self, model: LanguageModel, sampling: Sampling = DEFAULT):
         sampling.check()
         self.model, self.sampling = model, sampling
+        self.drafter, self.verified = Drafter(model, sampling) if model.speculate else None, None
         self.stop = jnp.array([*model.stop_tokens, NONE], jnp.int32)
         self._prefill = jax.jit(self._prefill_program, static_argnames=("size", "room"))
         self._decode = jax.jit(self._decode_program, donate_argnames="progress")
@@ -52,13 +59,15 @@ class Generator:
 
         A sequence ends before a stop token, after `max_tokens`, or at the model's context. One seed gives a prompt the
         same tokens on every mesh and beside any prompts after it. The caller may stop early. Raises InputError for a
-        prompt that is empty, has unknown tokens, or leaves no room in the context.
+        prompt that is empty, has unknown tokens, or leaves no room in the context. With speculation, pieces may be up
+        to as many tokens longer as are drafted in a step.
         """
         longest = max(map(len, prompts))
         self._check(prompts, longest, max_tokens)
         max_tokens = min(max_tokens, self.model.max_length - longest)
         padded = -(-longest // LENGTH_MULTIPLE) * LENGTH_MULTIPLE
-        size = -(-(padded + max_tokens) // LENGTH_MULTIPLE) * LENGTH_MULTIPLE
+        written = self.drafter.written if self.drafter else 1
+        size = -(-(padded + max_tokens + written - 1) // LENGTH_MULTIPLE) * LENGTH_MULTIPLE
         tokens = np.zeros((len(prompts), min(padded, self.model.max_length)), np.int32)
         for row, prompt in zip(tokens, prompts, strict=True):
             row[: len(prompt)] = prompt
@@ -66,7 +75,7 @@ class Generator:
         room = -(-max_tokens // LENGTH_MULTIPLE) * LENGTH_MULTIPLE
         progress = self._prefill(self.model.weights, tokens, lengths, np.uint32(seed), size=size, room=room)
         while True:
-            active = np.asarray(progress.active(max_tokens))
+            active, self.verified = np.asarray(progress.active(max_tokens)), jax.device_get(progress.verified)
             if chunk is not None or not active.any():
                 rows = np.asarray(progress.tokens)[:, :max_tokens]
                 yield [[int(token) for token in row if token != NONE] for row in rows]
@@ -87,25 +96,25 @@ class Generator:
 
     def _prefill_program(self, weights: ModelWeights, tokens, lengths, seed, *, size: int, room: int) -> Progress:
         """Prompts `[B, P]` padded at their ends → the state with the first new token; caches of `size` slots."""
-        comm = Prefill(self.model.mesh, self.model.kernels, self.model.max_length, lengths, size, new=1)
+        B, written = len(tokens), self.drafter.written if self.drafter else 1
+        comm = Prefill(self.model.mesh, self.model.kernels, self.model.max_length, lengths, size, written)
         h = self.model.whole_sequences(weights, tokens, comm)
-        progress = self._started(tuple(comm.caches), lengths, seed, room)
-        return self._with_token(progress, self._logits_at(weights, h, lengths - 1))
-
-    def _started(self, caches: tuple[LayerCache, ...], lengths, seed, room: int) -> Progress:
-        """The state without a new token."""
-        B = len(lengths)
+        newest = jnp.take_along_axis(h, (lengths - 1)[:, None, None], axis=1)[:, 0]
         keys = jax.vmap(partial(jax.random.fold_in, jax.random.key(seed)))(jnp.arange(B))
-        none = jnp.zeros(B, jnp.int32)
-        return Progress(caches, jnp.full((B, room), NONE, jnp.int32), none, lengths - 1, jnp.zeros(B, bool), keys)
-
-    def _logits_at(self, weights: ModelWeights, h: jax.Array, index: jax.Array) -> jax.Array:
-        """The logits `[B, V]` of the output `h [B, S, D]` of one token per sequence."""
-        return self.model.model.logits(weights.outer, jnp.take_along_axis(h, index[:, None, None], axis=1)[:, 0])
+        empty, none = jnp.full((B, room), NONE, jnp.int32), jnp.zeros(B, jnp.int32)
+        start = Progress(tuple(comm.caches), empty, none, lengths - 1, jnp.zeros(B, bool), keys)
+        progress, token = self._with_token(start, self.model.model.logits(weights.outer, newest))
+        if self.drafter is None:
+            return progress
+        window = Window(h, tokens, none, lengths - 1)
+        drafts, caches = self.drafter.draft(weights, window, token, keys, comm)
+        verified = Verified(jnp.int32(0), jnp.zeros(self.drafter.count, jnp.int32))
+        return progress._replace(caches=(*start.caches, *caches), drafts=drafts, verified=verified)
 
     def _decode_program(self, weights: ModelWeights, progress: Progress, end: jax.Array) -> Progress:
         """The state after steps for all sequences until each has `end` new tokens, or more, or is done."""
-        return lax.while_loop(lambda p: p.active(end).any(), partial(self._step, weights), progress)
+        step = self._step if self.drafter is None else partial(self._speculative_step, self.drafter, end)
+        return lax.while_loop(lambda p: p.active(end).any(), partial(step, weights), progress)
 
     def _step(self, weights: ModelWeights, progress: Progress) -> Progress:
         """One token more."""
@@ -113,17 +122,51 @@ class Generator:
         newest = jnp.take_along_axis(progress.tokens, progress.count[:, None] - 1, axis=1)
         h = self.model.new_tokens(weights, jnp.maximum(newest, 0), progress.position, comm)
         logits = self.model.model.logits(weights.outer, h[:, 0])
-        return self._with_token(progress._replace(caches=tuple(comm.caches)), logits)
+        return self._with_token(progress._replace(caches=tuple(comm.caches)), logits)[0]
 
-    def _with_token(self, progress: Progress, logits: jax.Array) -> Progress:
-        """The state with one token more, chosen by the `logits [B, V]` of the newest position."""
+    def _with_token(self, progress: Progress, logits: jax.Array) -> tuple[Progress, jax.Array]:
+        """(the state with one token more, the token), chosen by the `logits [B, V]` of the newest position."""
         position = progress.position + 1
         keys = jax.vmap(jax.random.fold_in)(progress.keys, position)
         token = choose(logits, self.sampling, keys)
-        done = progress.done | (token[:, None] == self.stop).any(axis=1)
-        rows = jnp.arange(len(token))
-        tokens = progress.tokens.at[rows, progress.count].set(jnp.where(done, NONE, token))
-        return progress._replace(tokens=tokens, count=progress.count + 1, position=position, done=done)
+        every = jnp.ones_like(progress.done)
+        return self._with_tokens(progress, token[:, None], jnp.zeros_like(position), every), token
+
+    def _with_tokens(self, progress: Progress, tokens: jax.Array, last: jax.Array, active: jax.Array) -> Progress:
+        """The state of the `active` sequences with the new `tokens [B, S]` up to the index `last [B]`."""
+        new = jnp.arange(tokens.shape[1]) <= last[:, None]
+        stopped = new & (tokens[..., None] == self.stop).any(axis=2)
+        ended = progress.done[:, None] | (jnp.cumsum(stopped, axis=1) > 0)
+        kept = jnp.where(active[:, None] & new & ~ended, tokens, NONE)
+        rows, added = jnp.arange(len(tokens))[:, None], jnp.where(active, last + 1, 0)
+        return progress._replace(
+            tokens=progress.tokens.at[rows, positions_from(progress.count, tokens.shape[1])].set(kept),
+            count=progress.count + added,
+            position=progress.position + added,
+            done=progress.done | active & stopped.any(axis=1),
+        )
+
+    def _speculative_step(self, drafter: Drafter, end, weights: ModelWeights, progress: Progress) -> Progress:
+        """The accepted drafts and the token after them, then the next drafts; other sequences than the active stay."""
+        active, drafts, verified = progress.active(end), progress.drafts, progress.verified
+        assert drafts is not None and verified is not None
+        comm = Decode(self.model.mesh, self.model.kernels, self.model.max_length, progress.caches)
+        accepted, token, window = drafter.verify(weights, drafts, progress.position, progress.keys, comm)
+        of_model = tuple(comm.caches)
+        following, of_modules = drafter.draft(weights, window, token, progress.keys, comm)
+        offered = jnp.pad(drafts.tokens, ((0, 0), (0, 1)))
+        tokens = jnp.where(jnp.arange(drafter.count + 1) == accepted[:, None], token[:, None], offered)
+        counted = (jnp.arange(drafter.count) < accepted[:, None]) & active[:, None]
+        return self._with_tokens(progress, tokens, accepted, active)._replace(
+            caches=(*of_model, *of_modules),
+            drafts=jax.tree.map(partial(_where_rows, active), following, drafts),
+            verified=Verified(verified.steps + active.sum(), verified.accepted + counted.sum(axis=0)),
+        )
+
+
+def _where_rows(active: jax.Array, new: jax.Array, old: jax.Array) -> jax.Array:
+    """`new [B, ...]` in the rows that are active, else `old`."""
+    return jnp.where(active.reshape(-1, *[1] * (new.ndim - 1)), new, old)
 
 
 @lru_cache(maxsize=8)

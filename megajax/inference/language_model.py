@@ -41,12 +41,15 @@ class LanguageModel:
         stop_tokens: Sequence[int] = (),
         folder: Path | None = None,
         special_tokens: bool = False,
+        speculate: int = 0,
     ):
         """`params` are canonical, in the compute dtype, and the dictionary is emptied; `folder` has the tokenizer.
 
-        `special_tokens`: the tokenizer adds its own, such as the beginning of a text.
+        `special_tokens`: the tokenizer adds its own, such as the beginning of a text. `speculate` is the number of
+        tokens that generation drafts in each step, with the multi-token prediction modules; 0: none.
         """
-        self.config, self.mesh, self.tokenizer = config.model, mesh, tokenizer
+        assert config.model.mtp_layers or not speculate
+        self.config, self.mesh, self.tokenizer, self.speculate = config.model, mesh, tokenizer, speculate
         self.max_length = config.batch.sequence_length
         self.stop_tokens, self.folder, self.special_tokens = tuple(stop_tokens), folder, special_tokens
         self.model = Transformer(config.model)

@@ -24,14 +24,22 @@ MAX_TOKENS = 256  # of an answer, if the task does not say
 class MegajaxLM(TemplateLM):
     """A run or a folder in Hugging Face's format as lm-eval's model."""
 
-    def __init__(self, path: str, mesh: str | None = None, dtype: str | None = None, batch_size: Any = None, **_: Any):
+    def __init__(
+        self,
+        path: str,
+        mesh: str | None = None,
+        dtype: str | None = None,
+        speculate: int = 0,
+        batch_size: Any = None,
+        **_: Any,
+    ):
         """`mesh` is written `tensor:2+fsdp:2`, because lm-eval separates arguments by commas and equal signs.
 
-        `batch_size` is the number of prompts that are continued together (default 8).
+        `batch_size` is the number of prompts that are continued together (default 8). For `speculate` see `load_run`.
         """
         super().__init__()
         sizes = named_mesh(mesh.replace(":", "=").replace("+", ","), "mesh") if mesh else None
-        self.model = load_model(path, sizes, dtype)
+        self.model = load_model(path, sizes, dtype, speculate=int(speculate))
         self.scorer = Scorer(self.model)
         self.batch = int(batch_size) if str(batch_size).isdigit() else 8
 

@@ -9,7 +9,7 @@ from jax.sharding import Mesh
 
 from megajax.checkpoint import find_checkpoint, restore_model
 from megajax.checkpoint.weights import run_config
-from megajax.config import Config
+from megajax.config import Config, ModelConfig
 from megajax.data.model_files import read_json, token_texts
 from megajax.data.tokenizers import FILES, Tokenizer, end_of_document, files_in, has_no_file, load_tokenizer
 from megajax.errors import InputError
@@ -24,30 +24,32 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 
 def load_model(
-    path: str | Path, mesh: Mesh | None = None, dtype: str | None = None, *, setting: str = "path"
+    path: str | Path, mesh: Mesh | None = None, dtype: str | None = None, *, setting: str = "path", speculate: int = 0
 ) -> LanguageModel:
     """`from_hf` of a folder in Hugging Face's format, else `load_run`; `setting` gave the path, for errors."""
     load = from_hf if is_hf_folder(path) else load_run
-    return load(path, mesh, dtype, setting=setting)
+    return load(path, mesh, dtype, setting=setting, speculate=speculate)
 
 
-def load_chosen(options: Namespace) -> LanguageModel:
+def load_chosen(options: Namespace, speculate: int = 0) -> LanguageModel:
     """The model of a command's arguments (`console.add_model_arguments`)."""
     mesh = named_mesh(options.mesh, "--mesh") if options.mesh else None
-    return load_model(options.run, mesh, options.dtype, setting="RUN")
+    return load_model(options.run, mesh, options.dtype, setting="RUN", speculate=speculate)
 
 
 def load_run(
-    run: str | Path, mesh: Mesh | None = None, dtype: str | None = None, *, setting: str = "run"
+    run: str | Path, mesh: Mesh | None = None, dtype: str | None = None, *, setting: str = "run", speculate: int = 0
 ) -> LanguageModel:
     """The model of a run's newest checkpoint, or of `RUN/checkpoints/STEP`, and the run's tokenizer if it has one.
 
     The weights are laid out for `mesh` (None: the first device), whatever mesh trained them, in `dtype` (None: the
-    run's compute dtype). The context is the run's sequence length. Raises InputError for an unusable checkpoint.
+    run's compute dtype). The context is the run's sequence length. Generation drafts `speculate` tokens in each step.
+    Raises InputError for an unusable checkpoint, and for drafts without multi-token prediction modules.
     """
     run_dir, step = find_checkpoint(run, setting)
     config = run_config(run_dir, setting)
-    config = _for_inference(config, dtype or config.precision.compute)
+    _check_modules(config.model, speculate, f"{setting}={run}")
+    config = _for_inference(config, dtype or config.precision.compute, speculate)
     mesh = mesh or build_mesh({}, jax.devices()[:1])
     model = Transformer(config.model)
     tokenizer = find_tokenizer(config, run_dir) if config.data.tokenizer else None
@@ -60,9 +62,8 @@ def load_run(
         stop = stop if last is None or last in stop else (last, *stop)
     # A run that began with a Hugging Face model keeps its files: the beginning of a text is part of its prompts.
     special = (run_dir / "hf_config.json").is_file()
-    return LanguageModel(
-        config, params, state, mesh, tokenizer=tokenizer, stop_tokens=stop, folder=run_dir, special_tokens=special
-    )
+    about_text = {"tokenizer": tokenizer, "stop_tokens": stop, "folder": run_dir, "special_tokens": special}
+    return LanguageModel(config, params, state, mesh, **about_text, speculate=speculate)
 
 
 def _restored(config: Config, path: str, model: Transformer, mesh: Mesh, setting: str):
@@ -86,13 +87,19 @@ def _restored(config: Config, path: str, model: Transformer, mesh: Mesh, setting
 
 
 def from_hf(
-    folder: str | Path, mesh: Mesh | None = None, dtype: str | None = None, *, setting: str = "folder"
+    folder: str | Path,
+    mesh: Mesh | None = None,
+    dtype: str | None = None,
+    *,
+    setting: str = "folder",
+    speculate: int = 0,
 ) -> LanguageModel:
     """The model of a folder in Hugging Face's format, with its tokenizer and stop tokens.
 
     The weights are laid out for `mesh` (None: the first device) in `dtype` (None: that of config.json). The context is
-    `max_position_embeddings`. Each process reads only what its devices hold. Raises InputError for a family or an
-    option that megajax does not have, and for missing or damaged files.
+    `max_position_embeddings`. Each process reads only what its devices hold. Generation drafts `speculate` tokens in
+    each step. Raises InputError for a family or an option that megajax does not have, for missing or damaged files,
+    and for drafts without multi-token prediction modules.
     """
     from megajax.hf.convert import load, read_folder  # here, because it needs safetensors
 
@@ -107,26 +114,40 @@ def from_hf(
             "data": {"kind": "synthetic"},
         }
     )
-    config = _for_inference(config, given)
+    _check_modules(config.model, speculate, f"{setting}={folder}")
+    config = _for_inference(config, given, speculate)
     mesh = mesh or build_mesh({}, jax.devices()[:1])
     model = Transformer(config.model)
     shapes = abstract_parameters(model, mesh, config.precision.compute)
     params, state = load(folder, shapes, abstract_state(model, mesh), config.model, setting)
     tokenizer = load_tokenizer(str(folder)) if files_in(folder) else None
     stop = _stop_tokens(folder, tokenizer)
-    return LanguageModel(
-        config, params, state, mesh, tokenizer=tokenizer, stop_tokens=stop, folder=folder, special_tokens=True
-    )
+    about_text = {"tokenizer": tokenizer, "stop_tokens": stop, "folder": folder, "special_tokens": True}
+    return LanguageModel(config, params, state, mesh, **about_text, speculate=speculate)
 
 
-def _for_inference(config: Config, dtype: str) -> Config:
-    """The config with this compute dtype, without multi-token prediction modules, which only training runs, and without
-    a capacity of experts: padding would use it up.
+def _check_modules(model: ModelConfig, speculate: int, source: str) -> None:
+    """Raises InputError if `speculate` is not a number of drafts that the model of `source` can make."""
+    if speculate < 0:
+        raise InputError(f"--speculate={speculate} is not a number of 0 or more: give one such as 1.")
+    if speculate and not model.mtp_layers:
+        raise InputError(
+            f"--speculate={speculate} drafts with multi-token prediction modules, but {source} has none: give 0, or a "
+            "model that was trained with model.mtp_layers=1."
+        )
+
+
+def _for_inference(config: Config, dtype: str, speculate: int) -> Config:
+    """The config with this compute dtype and without a capacity of experts: padding would use it up.
+
+    It has multi-token prediction modules only if they draft tokens.
     """
     if dtype not in DTYPES:
         raise InputError(f"dtype={dtype} is not one of {', '.join(DTYPES)}: give one of them.")
     router = config.model.router.model_copy(update={"capacity_factor": None})
-    model = config.model.model_copy(update={"router": router, "mtp_layers": 0})
+    model = config.model.model_copy(
+        update={"router": router, "mtp_layers": config.model.mtp_layers if speculate else 0}
+    )
     fp8 = config.precision.fp8.model_copy(update={"recipe": "none"})
     precision = config.precision.model_copy(update={"compute": dtype, "fp8": fp8})
     kernels = config.kernels.model_copy(update={"attention": "auto", "grouped_matmul": "auto"})

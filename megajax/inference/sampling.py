@@ -55,3 +55,27 @@ def remaining(logits_bv: jax.Array, sampling: Sampling) -> jax.Array:
     keep = (before < sampling.top_p) & (probabilities >= sampling.min_p * probabilities[:, :1]) & jnp.isfinite(ordered)
     smallest = jnp.min(jnp.where(keep.at[:, 0].set(True), ordered, jnp.inf), axis=-1, keepdims=True)
     return jnp.where(logits_bv >= smallest, logits_bv, -jnp.inf)
+
+
+def distribution(logits: jax.Array, sampling: Sampling) -> jax.Array:
+    """The probabilities `[..., V]` with which `choose` takes each token: float32, of FP32 logits."""
+    if sampling.temperature == 0:
+        return jax.nn.one_hot(jnp.argmax(logits, axis=-1), logits.shape[-1], dtype=jnp.float32)
+    kept = remaining(logits.reshape(-1, logits.shape[-1]) / sampling.temperature, sampling)
+    return jax.nn.softmax(kept, axis=-1).reshape(logits.shape)
+
+
+def verify(p: jax.Array, q: jax.Array, drafts: jax.Array, uniform: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Speculative sampling (Leviathan et al. 2023): (number of accepted drafts `[B]`, distribution of the next token).
+
+    Drafts `[B, N]` were drawn from `q [B, N, V]`; `p [B, N + 1, V]` are the model's distributions at their positions
+    and after them, `uniform [B, N]` random numbers from [0, 1). A draft is accepted with probability min(1, p / q), if
+    those before it were. The next token `[B, V]` is from the normalised max(p - q, 0), or p after the last draft.
+    """
+    drawn = [jnp.take_along_axis(a, drafts[..., None], axis=2)[..., 0] for a in (p[:, :-1], q)]
+    accepted = jnp.cumprod(uniform * drawn[1] < drawn[0], axis=1).sum(axis=1)
+    rows = jnp.arange(len(p))
+    model, draft = p[rows, accepted], jnp.pad(q, ((0, 0), (0, 1), (0, 0)))[rows, accepted]
+    rest = jnp.maximum(model - draft, 0)
+    rest = jnp.where(rest.sum(-1, keepdims=True) > 0, rest, model)  # p = q up to rounding
+    return accepted, rest / rest.sum(-1, keepdims=True)

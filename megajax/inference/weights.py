@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from megajax.config.kinds import block_layers
+from megajax.config.kinds import stacked_layers
 from megajax.mesh import mesh_sizes
 from megajax.model import Block, Transformer, parameters
 from megajax.model.block import layer_state
@@ -26,8 +26,8 @@ class ModelWeights(NamedTuple):
     """A pytree with all arrays of a model."""
 
     outer: dict[str, jax.Array]  # embedding, final norm and head, by canonical name
-    layers: tuple[dict[str, jax.Array], ...]  # of each layer, from `Block.fuse`
-    state: tuple[dict[str, jax.Array], ...]  # of each layer
+    layers: tuple[dict[str, jax.Array], ...]  # of each layer, then of each prediction module, from `Block.fuse`
+    state: tuple[dict[str, jax.Array], ...]  # of the same
 
 
 def dividing(size: int, axes: tuple[str, ...], sizes: Mapping[str, int]) -> tuple[str, ...]:
@@ -80,10 +80,10 @@ def from_parameters(
 ) -> ModelWeights:
     """The weights of canonical parameters; `params` is emptied, so that each is freed when it has been fused."""
     outer = {name: params.pop(name) for name in [*params] if not name.startswith(BLOCKS)}
-    count = model.config.num_layers
+    count = model.config.num_layers + model.config.mtp_layers
     layers: list[dict[str, jax.Array]] = [{} for _ in range(count)]
     kept: list[dict[str, jax.Array]] = [{} for _ in range(count)]
-    for kind, held in block_layers(model.config).items():
+    for kind, held in stacked_layers(model.config).items():
         block = model.blocks[kind]
         axes = {name: parameter.axes for name, parameter in parameters(block).items()}  # with "layers" first
         fused = {member: name for name, members in block.fused.items() for member in members}

@@ -25,18 +25,21 @@ def cached_attention(
     """
     B, S, N, H = q_bsnh.shape
     K, dtype = keys_bkwh.shape[1], wide(q_bsnh.dtype)
-    q = q_bsnh.reshape(B, S, K, -1, H).transpose(0, 2, 1, 3, 4)
-    scores = jnp.einsum("bksgh,bkwh->bksgw", q, keys_bkwh, preferred_element_type=dtype)
+    # All queries of a KV head in one dimension: one new token has the matmuls of one query, without transpositions.
+    q = q_bsnh.reshape(B, S, K, -1, H).transpose(0, 2, 1, 3, 4).reshape(B, K, -1, H)
+    scores = jnp.einsum("bkqh,bkwh->bkqw", q, keys_bkwh, preferred_element_type=dtype)
     scores = scores / math.sqrt(H) if scale is None else scores * scale
     if softcap is not None:
         scores = softcap * jnp.tanh(scores / softcap)
-    scores = jnp.where(visible_bsw[:, None, :, None], scores, -jnp.inf)
+    visible = visible_bsw if S == 1 else jnp.repeat(visible_bsw, N // K, axis=1)
+    scores = jnp.where(visible[:, None], scores, -jnp.inf)
     top = scores.max(-1, keepdims=True)
     if sinks is not None:
-        sinks = sinks.astype(dtype).reshape(K, 1, -1, 1)
+        sinks = jnp.tile(sinks.astype(dtype).reshape(K, -1), (1, S))[..., None]
         top = jnp.maximum(top, sinks)
     weights = jnp.exp(scores - top)
     total = weights.sum(-1, keepdims=True) + (0 if sinks is None else jnp.exp(sinks - top))
     weights = (weights / total).astype(q_bsnh.dtype)
-    out = jnp.einsum("bksgw,bkwh->bskgh", weights, values_bkwh, preferred_element_type=dtype)
+    out = jnp.einsum("bkqw,bkwh->bkqh", weights, values_bkwh, preferred_element_type=dtype)
+    out = out.reshape(B, K, S, N // K, -1).transpose(0, 2, 1, 3, 4)
     return out.reshape(B, S, N, -1).astype(q_bsnh.dtype)

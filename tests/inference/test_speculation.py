@@ -1,0 +1,144 @@
+"""Speculation: the tokens and their distribution are the model's own, and the drafts are the modules' predictions."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from mesh_models import COMMON, LATENT_MODELS
+from models_in_use import build, greedy_tokens
+
+from megajax.config.kinds import prediction_kind
+from megajax.inference.generation import Generator
+from megajax.inference.language_model import block_inputs
+from megajax.inference.sampling import Sampling, distribution, verify
+from megajax.model.comm import SingleDevice
+
+PROMPTS, NEW = [[3, 5, 9, 11, 17], [100, 7], [1] * 9, [8]], 14
+LATENT = LATENT_MODELS["v3"] | {"mtp_layers": 2}
+WINDOWS = COMMON | {"num_kv_heads": 4, "sliding_window": 6, "layer_pattern": ["global", "local"], "mtp_layers": 1}
+CASES = pytest.mark.parametrize(("settings", "drafts"), [(LATENT, 3), (WINDOWS, 2)], ids=["latent", "windows"])
+
+
+def agreeing(params):
+    """Larger embeddings: the newest token decides most, for the model and for its modules, which often agree."""
+    params = {name: np.array(array) for name, array in params.items()}
+    params["embedding.tokens"] *= 20
+    projections = params["blocks.mtp.join.projection"]
+    projections[:, : projections.shape[2]] += 3 * np.eye(projections.shape[2])
+    return params
+
+
+@CASES
+def test_greedy_tokens_are_those_without_drafts(settings, drafts):
+    expected = greedy_tokens(build(settings, {}, agreeing), PROMPTS, NEW)
+    model = build(settings, {"fsdp": 2, "tensor": 2}, agreeing, drafts)
+    generator = Generator(model, Sampling(temperature=0))
+    assert [*generator.tokens(PROMPTS, NEW)][-1] == expected
+    steps, accepted = generator.verified
+    tokens = len(PROMPTS) * (NEW - 1)
+    assert 0 < accepted[-1] < accepted[0] < steps, "all drafts of a step are accepted, none, and some"
+    assert tokens <= steps + accepted.sum() <= tokens + drafts * len(PROMPTS), "a last step may go beyond NEW"
+
+    generator.stop = jnp.array([expected[0][5], -1])  # in the middle of a step's tokens or at its end
+    cut = [tokens[: tokens.index(expected[0][5])] if expected[0][5] in tokens else tokens for tokens in expected]
+    generator._decode.clear_cache()
+    assert [*generator.tokens(PROMPTS, NEW)][-1] == cut
+
+
+def module_outputs(model, k: int, outputs, tokens):
+    """Module k on one device: outputs `[S, D]` of the one before, the tokens `[S]` after theirs → its outputs."""
+    layer, transformer = model.config.num_layers + k, model.model
+    pair = jnp.concatenate([transformer.embed_tokens(model.weights.outer, tokens), outputs], axis=1)
+    inputs, kind = block_inputs(jnp.arange(len(tokens))[None]), prediction_kind(model.config)
+    block, weights, state = transformer.blocks["mtp"], model.weights.layers[layer], model.weights.state[layer]
+    return block(weights, pair, inputs, layer, state, comm=SingleDevice(), kind=kind)[0]
+
+
+def draft_distributions(model, programs, text: list[int], drafts: list[int], sampling) -> list[np.ndarray]:
+    """The distribution of each of the `drafts` after `text`, from modules that run on whole sequences."""
+    size, found = 40, []
+
+    def padded(tokens):
+        return np.array(tokens + [0] * (size - len(tokens)))
+
+    whole, modules = programs
+    last, following, y = len(text) - 2, text[1:], whole(model.weights, padded(text)[None])[0]
+    x = y
+    for i in range(len(drafts)):
+        k = min(i, len(modules) - 1)
+        if i > k:  # the last module moves on by a token, with its own output in place of one that is not known
+            following, last = [*following, drafts[i - 1]], last + 1
+            x = x.at[last].set(y[last - 1])
+        elif i:
+            following, x = [*following[1:], drafts[i - 1]], y
+        y = modules[k](x, padded(following))
+        found.append(np.asarray(distribution(model.model.logits(model.weights.outer, y[last]), sampling)))
+    return found
+
+
+@CASES
+def test_drafts_are_the_predictions_of_modules_on_whole_sequences(settings, drafts):
+    """After each step, with random weights: caches, positions and rejected drafts leave no trace."""
+    sampling, states = Sampling(temperature=1.0, top_k=50), []
+    model = build(settings, {}, None, drafts)
+    generator = Generator(model, sampling)
+    decode, prefill = generator._decode, generator._prefill
+
+    def recorded(program):
+        def run(*arguments, **settings):
+            progress = program(*arguments, **settings)
+            states.append(jax.device_get((progress.tokens, progress.count, progress.drafts)))
+            return progress
+
+        return run
+
+    generator._prefill, generator._decode = recorded(prefill), recorded(decode)
+    assert len([*generator.tokens(PROMPTS, 8, chunk=1)][-1][0]) == 8
+    modules = [
+        jax.jit(lambda x, tokens, k=k: module_outputs(model, k, x, tokens)) for k in range(settings["mtp_layers"])
+    ]
+    programs = jax.jit(model.whole_sequences), modules
+    assert len(states) > 4
+    for tokens, count, state in states:
+        for row, prompt in enumerate(PROMPTS):
+            text = [*prompt, *tokens[row, : count[row]].tolist()]
+            expected = draft_distributions(model, programs, text, state.tokens[row].tolist(), sampling)
+            for draft in range(drafts):
+                np.testing.assert_allclose(state.distributions[row, draft], expected[draft], atol=2e-5)
+
+
+@pytest.mark.smoke
+def test_verified_drafts_have_the_distribution_of_the_model():
+    """Exactly, by all drafts and all random numbers in eighths: two drafts of three tokens."""
+    p1, p2, p3 = np.array([4, 3, 1]) / 8, np.array([[2, 2, 4], [1, 7, 0], [8, 0, 0]]) / 8, np.array([1, 0, 7]) / 8
+    q1, q2 = np.array([2, 4, 2]) / 8, np.array([[4, 2, 2], [2, 2, 4], [4, 4, 0]]) / 8
+    rows = [*itertools.product(range(3), range(3), range(8), range(8))]
+    drafts = np.array([row[:2] for row in rows])
+    uniform = (np.array([row[2:] for row in rows]) + 0.5) / 8
+    first, second = drafts.T
+    weight = q1[first] * q2[first, second] / 64
+    p = np.stack([np.broadcast_to(p1, (len(rows), 3)), p2[first], np.broadcast_to(p3, (len(rows), 3))], axis=1)
+    q = np.stack([np.broadcast_to(q1, (len(rows), 3)), q2[first]], axis=1)
+    accepted, rest = (np.asarray(a) for a in verify(*map(jnp.asarray, (p, q, drafts, uniform))))
+
+    # The first token: the accepted draft, or one from the rest. The second likewise, where the first was accepted.
+    one = np.eye(3)
+    tokens = np.where((accepted > 0)[:, None], one[first], rest)
+    np.testing.assert_allclose(weight @ tokens, p1, atol=1e-6)
+    for token in range(3):
+        here = (accepted > 0) & (first == token)
+        tokens = np.where((accepted > 1)[here, None], one[second[here]], rest[here])
+        np.testing.assert_allclose(weight[here] @ tokens / weight[here].sum(), p2[token], atol=1e-6)
+    np.testing.assert_allclose(rest[accepted == 2], np.broadcast_to(p3, ((accepted == 2).sum(), 3)), atol=1e-6)
+    np.testing.assert_allclose(weight @ (accepted > 0), np.minimum(p1, q1).sum(), atol=1e-6)
+
+
+@pytest.mark.smoke
+def test_equal_distributions_accept_every_draft():
+    p = jnp.array([[[0.25, 0.75], [1.0, 0.0], [0.5, 0.5]]])
+    accepted, rest = verify(p, p[:, :2], jnp.array([[1, 0]]), jnp.full((1, 2), 1 - 2**-24))
+    assert accepted.tolist() == [2] and rest.tolist() == [[0.5, 0.5]]
+    greedy = distribution(jnp.array([[1.0, 3.0, 2.0]]), Sampling(temperature=0))
+    assert greedy.tolist() == [[0, 1, 0]]
