@@ -136,6 +136,8 @@ def test_modules_of_multi_token_prediction_are_read_and_written(with_module, tmp
     for ours, theirs in {"join.embedding_norm": "enorm", "join.stream_norm": "hnorm"}.items():
         np.testing.assert_array_equal(found[f"blocks.mtp.{ours}"][0], expected[f"model.layers.3.{theirs}.weight"])
 
+    own = megajax.from_hf(with_module, speculate=1).weights.layers[3]
+    np.testing.assert_array_equal(own["join.projection"], found["blocks.mtp.join.projection"][0])
     on_mesh = read(with_module, fsdp=2, tensor=2)
     for name in names:
         np.testing.assert_array_equal(on_mesh[name], found[name], err_msg=name)
@@ -164,6 +166,10 @@ def test_a_config_json_that_promises_modules_that_are_not_there_has_none(folder)
     """transformers writes the number of modules, but not the modules."""
     change_config(folder, num_nextn_predict_layers=1)
     assert "mtp_layers" not in read_model(folder)
+    with pytest.raises(
+        InputError, match="--speculate=1 drafts with multi-token prediction modules, but folder=.* none"
+    ):
+        megajax.from_hf(folder, speculate=1)
 
 
 @pytest.mark.smoke

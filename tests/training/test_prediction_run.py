@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from megajax import load_run
+from megajax import load_run, load_weights
 from megajax.errors import ConfigError
 from megajax.model import Transformer
 from megajax.plan import flops_per_token, parameter_count
@@ -47,6 +47,10 @@ def test_a_run_resumes_on_another_mesh_and_its_model_is_used_without_modules(
 
     model = load_run(tmp_path / "whole")
     assert not model.config.mtp_layers and np.isfinite(model(np.arange(6)[None])).all()
+    drafting, whole = load_run(tmp_path / "whole", speculate=1).weights, load_weights(tmp_path / "whole")
+    for k, module in enumerate(drafting.layers[1:]):
+        np.testing.assert_array_equal(module["final_norm"], whole["blocks.mtp.final_norm"][k])
+    assert len(drafting.layers) == len(drafting.state) == 3
 
 
 @pytest.mark.smoke
