@@ -29,6 +29,7 @@ COMMANDS = {
     "train": ("megajax.train", "train the model of a config, or resume its run"),
     "launch": ("megajax.launch", "train in several processes on this host, and restart after crashes"),
     "preflight": ("megajax.preflight", "measure GPUs, links and disk before a run"),
+    "plan": ("megajax.plan.__main__", "find the fastest mesh of a config for N GPUs, without a GPU"),
     "generate": ("megajax.generate", "continue text with a run or a Hugging Face model"),
     "evaluate": ("megajax.evaluate", "loss, perplexity and bits per byte of texts"),
     "checkpoints": ("megajax.checkpoint.inspect", "list a run's checkpoints, or verify them"),

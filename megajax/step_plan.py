@@ -226,7 +226,7 @@ class StepPlan:
         chosen = self.hardware.platform != "cpu" or self.config.kernels.scan_unroll is not None
         return chosen and all(segment.loops == 1 for segment in self.segments)
 
-    @property
+    @cached_property
     def gathered_slots(self) -> tuple[int, ...]:
         """The slots whose layers `fsdp` gathers and reduces once a step."""
         return gathered_slots(self.config, self.sizes["pipeline"]) if self.is_unrolled else ()

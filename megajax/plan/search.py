@@ -15,6 +15,7 @@ from pathlib import Path
 from megajax.config import Config, load_config
 from megajax.config.checks import check_mesh
 from megajax.config.sentences import divisors
+from megajax.config.tree import read_override
 from megajax.errors import ConfigError, InputError
 from megajax.plan.candidates import Candidate
 from megajax.plan.rates import GIB, Rates
@@ -23,7 +24,7 @@ from megajax.plan.step_time import StepTime
 TENSOR = "mesh.tensor"
 MESHES_EXPANDED = 24  # fastest pairs of mesh and microbatches of the first pass, of each remat policy
 FEWEST_TOKENS = 2048  # of a sequence on a device of `context`
-MOST_SEQUENCES = 8  # of a microbatch on a device
+MOST_TOKENS = 2**17  # of a microbatch on a device
 MOST_EXPERT_SHARDS = 64
 VARIED = (
     *("mesh.pipeline", "mesh.data", "mesh.fsdp", "mesh.expert", "mesh.context", TENSOR, "batch.num_microbatches"),
@@ -48,7 +49,7 @@ class Found:
     @property
     def overrides(self) -> list[str]:
         """The settings for a command line."""
-        return [f"{key}={'null' if value is None else value}" for key, value in self.settings.items()]
+        return _as_overrides(self.settings)
 
 
 @dataclass
@@ -63,27 +64,36 @@ class Search:
     refusals: Counter = field(default_factory=Counter)
 
     def __post_init__(self):
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            self.base = load_config(self.path, self.pinned)
-        if self.gpus > self.rates.hosts_of and self.gpus % self.rates.hosts_of:
-            near = self.gpus // self.rates.hosts_of * self.rates.hosts_of
-            size = self.rates.hosts_of
+        size = self.rates.hosts_of
+        if self.gpus > size and self.gpus % size:
+            near = self.gpus // size * size
             raise InputError(
                 f"--gpus={self.gpus} is not a whole number of hosts of {size}: use {near} or {near + size}."
             )
-        self.fixed = {key for key in VARIED if any(override.startswith(f"{key}=") for override in self.pinned)}
+        chosen = {key: value for override in self.pinned for key, value in _values_of(override).items()}
+        self.fixed = {key: value for key, value in chosen.items() if key in VARIED and value != -1}
+        # The config of everything else: pinned keys may be legal with other values of the varied keys only.
+        self.kept = [override for override in self.pinned if not _values_of(override).keys() & set(VARIED)]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            self.base = load_config(self.path, self.kept)
 
     def best(self, count: int) -> list[Found]:
-        """The fastest candidates that fit, at most `count`. Raises InputError if there is none."""
+        """The fastest candidates that fit, at most `count`, one of each mesh. Raises InputError if there is none."""
         found = sorted(self._expanded(), key=lambda each: each.time.total)
         if not found:
-            [(reason, _)] = self.refusals.most_common(1) or [("no mesh was tried", 0)]
+            if not self.refusals:
+                pinned = " ".join(_as_overrides(self.fixed)) or f"batch.global_size={self.base.batch.global_size}"
+                raise InputError(
+                    f"{pinned} leaves no mesh of {self.gpus} GPUs: choose another number, or leave it out."
+                )
+            reason = self.refusals.most_common(1)[0][0]
             raise InputError(f"no mesh of {self.gpus} GPUs is possible; the most frequent reason: {reason}")
-        fitting: list[Found] = []
+        fitting: dict[tuple[int, ...], Found] = {}
         for each in found:
-            if each.gib <= self.rates.memory_gib:
-                fitting.append(each)
+            mesh = tuple(each.candidate.plan.sizes.values())
+            if mesh not in fitting and each.gib <= self.rates.memory_gib:
+                fitting[mesh] = each
                 if len(fitting) == count:
                     break
         if not fitting:
@@ -93,16 +103,15 @@ class Search:
                 f"no mesh of {self.gpus} {self.rates.name}s holds this: the closest needs {closest.gib:.1f} GiB, "
                 f"{lacking:.1f} more than a GPU has ({' '.join(closest.overrides)}): use more GPUs, or a smaller batch."
             )
-        return fitting
+        return list(fitting.values())
 
     def evaluate(self, settings: Settings) -> Found | None:
         """The candidate with these settings; None if it is refused, with the reason in `refusals`."""
         self.tried += 1
-        overrides = [f"{key}={'null' if value is None else value}" for key, value in settings.items()]
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                config = load_config(self.path, [*self.pinned, *overrides])
+                config = load_config(self.path, [*self.kept, *_as_overrides({**self.fixed, **settings})])
             candidate = Candidate.of(config, check_mesh(config, self.gpus))
         except ConfigError as error:
             self.refusals[str(error)] += 1
@@ -112,26 +121,27 @@ class Search:
     def _expanded(self) -> Iterator[Found]:
         """The candidates of the second pass."""
         chosen: dict[tuple, Settings] = {}
-        for policy in dict.fromkeys((self._values("remat.policy", ["none"])[0], "full")):
+        for policy in self._values("remat.policy", ["none", "full"]):
             first = [found for settings in self._first_pass(policy) if (found := self.evaluate(settings))]
-            if policy == "full":  # what does not fit with all recomputed does not fit at all
-                first = self._fitting(first)
-            for found in sorted(first, key=lambda each: each.time.total)[:MESHES_EXPANDED]:
-                chosen[tuple(found.settings.items())[: len(VARIED) - 4]] = found.settings
+            first.sort(key=lambda each: each.time.total)
+            # The fastest that fit, and of those that may fit with some recomputation the fastest.
+            some = [] if policy == "full" else first[:MESHES_EXPANDED]
+            for found in [*some, *self._fitting(first)]:
+                plan = found.candidate.plan
+                chosen[*plan.sizes.values(), plan.batch_shape[0]] = found.settings
         for settings in chosen.values():
-            for change in self._second_pass(settings):
-                if found := self.evaluate({**settings, **change}):
-                    yield found
+            for change in self._schedules(settings):
+                for remat in self._remats(change):
+                    found = self.evaluate({**settings, **change, **remat})
+                    if found:
+                        yield found
+                        if found.gib <= self.rates.memory_gib:
+                            break  # those that follow recompute more
 
     def _fitting(self, found: list[Found]) -> list[Found]:
-        """The fastest that fit, as many as are needed; all if none fits."""
-        fitting: list[Found] = []
-        for each in sorted(found, key=lambda each: each.time.total):
-            if each.gib <= self.rates.memory_gib:
-                fitting.append(each)
-                if len(fitting) == MESHES_EXPANDED:
-                    break
-        return fitting or found
+        """The first that fit, as many as are needed; if none fits the one that needs least."""
+        fitting = list(itertools.islice((each for each in found if each.gib <= self.rates.memory_gib), MESHES_EXPANDED))
+        return fitting or sorted(found, key=lambda each: each.gib)[:1]
 
     def _first_pass(self, policy: str) -> Iterator[Settings]:
         """Meshes and numbers of microbatches, with the plainest schedule."""
@@ -148,24 +158,27 @@ class Search:
                     }
                 )
 
-    def _second_pass(self, settings: Settings) -> Iterator[Settings]:
-        """Schedules, rounds and remat policies for a mesh."""
-        stages, layers = int(str(settings.get("mesh.pipeline", self.base.mesh.pipeline))), self.base.model.num_layers
+    def _schedules(self, settings: Settings) -> Iterator[Settings]:
+        """Schedules and rounds for a mesh."""
+        stages = self._stages(settings)
+        per_stage = -(-self.base.model.num_layers // stages)
         schedules = self._values("pipeline.schedule", ["1f1b", "zero_bubble"] if stages > 1 else ["1f1b"])
-        per_stage = -(-layers // stages)
         rounds = self._values("pipeline.rounds", [r for r in (1, 2, 4, 8) if r <= per_stage] if stages > 1 else [1])
-        policies = self._values("remat.policy", ["none", "selective", "full"])
-        for schedule, r, policy in itertools.product(schedules, rounds, policies):
-            of_stage = -(-per_stage // int(str(r)))
-            some = sorted({max(1, of_stage * k // 4) for k in (1, 2, 3)} - {of_stage}) if policy == "full" else []
-            for recomputed in self._values("remat.layers", [None, *some]):
-                change = {
-                    "pipeline.schedule": schedule,
-                    "pipeline.rounds": r,
-                    "remat.policy": policy,
-                    "remat.layers": recomputed,
-                }
-                yield self._varied(change)
+        for schedule, number in itertools.product(schedules, rounds):
+            change: Settings = {"pipeline.schedule": schedule, "pipeline.rounds": number}
+            yield {**settings, **self._varied(change)}
+
+    def _remats(self, settings: Settings) -> Iterator[Settings]:
+        """Remat policies, those that recompute least first."""
+        rounds = int(str(settings.get("pipeline.rounds", self.fixed.get("pipeline.rounds", 1))))
+        layers = -(-self.base.model.num_layers // (self._stages(settings) * rounds))
+        for policy in self._values("remat.policy", ["none", "selective", "full"]):
+            some = sorted({max(1, layers * k // 4) for k in (1, 2, 3)} - {layers}) if policy == "full" else []
+            for recomputed in self._values("remat.layers", [*some, None]):
+                yield self._varied({"remat.policy": policy, "remat.layers": recomputed})
+
+    def _stages(self, settings: Settings) -> int:
+        return int(str({**self.fixed, **settings}["mesh.pipeline"]))
 
     def _meshes(self) -> Iterator[dict[str, int]]:
         """Sizes of all axes with the product `gpus`. `tensor` stays within a host."""
@@ -196,20 +209,27 @@ class Search:
         """Numbers of microbatches with 1 to MOST_SEQUENCES sequences of each on a device."""
         shards = mesh["data"] * mesh["fsdp"] * mesh["expert"]
         per_device, beyond = divmod(self.base.batch.global_size, shards)
-        counts = [] if beyond else [per_device // s for s in divisors(per_device) if s <= MOST_SEQUENCES]
+        most = MOST_TOKENS * mesh["context"] // self.base.batch.sequence_length
+        counts = [] if beyond else [per_device // s for s in divisors(per_device) if s <= max(1, most)]
         return [int(n) for n in self._values("batch.num_microbatches", counts)]
 
     def _values(self, key: str, values: list) -> list:
-        """The values of a key to try: the config's own if it is pinned, and not -1."""
-        if key not in self.fixed:
-            return values
-        section, _, name = key.partition(".")
-        own = getattr(getattr(self.base, section), name)
-        return values if own == -1 else [own]
+        """The values of a key to try: its own if it is pinned."""
+        return [self.fixed[key]] if key in self.fixed else values
 
     def _varied(self, settings: Settings) -> Settings:
-        """Without pinned keys, except axes of -1, and without keys that have no effect."""
-        return {key: value for key, value in settings.items() if key not in self.fixed or value is None}
+        """The settings of keys that are not pinned."""
+        return {key: value for key, value in settings.items() if key not in self.fixed}
+
+
+def _as_overrides(settings: Settings) -> list[str]:
+    return [f"{key}={'null' if value is None else value}" for key, value in settings.items()]
+
+
+def _values_of(override: str) -> Settings:
+    """The keys and values of an override: one, or those of a section in braces."""
+    [(section, own)] = read_override(override).values.items()
+    return {f"{section}.{name}": value for name, value in own.items()} if isinstance(own, dict) else {}
 
 
 def _shares(rest: int, local: int) -> list[int]:

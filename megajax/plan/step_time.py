@@ -211,19 +211,21 @@ class _Step:
         exposed, held = {}, float(self.parameters)
         # From the storage shards outwards: fsdp layer by layer, the other axes once a step.
         microbatches = self.config.batch.num_microbatches
+        free = HIDING * computation * microbatches  # of computation that hides nothing yet
         for axis in ("fsdp", "data", "expert", "context"):
             if self.sizes[axis] == 1 or (axis == "expert" and self.config.model.num_experts):
                 continue
             held *= self.sizes[axis]
             layer_by_layer = axis == "fsdp" and not self.plan.is_pipelined
             times = microbatches if layer_by_layer else 1
-            hidden = HIDING * computation * (times if layer_by_layer else 1)
+            hidden = free if layer_by_layer else min(free, HIDING * computation)
             forward = times * self.sent(axis, gather * held)
             backward = times * self.sent(axis, (reduce + (gather if layer_by_layer else 0)) * held)
             first = (forward + backward) / max(len(self.plan.layer_slots), 1) / times
             late = max(0.0, forward - hidden * FORWARD) + max(0.0, backward - hidden * (1 - FORWARD))
             share = self.rates.group_bytes(self.sizes[axis], self.stride(axis)) / self.rates.link_bytes
             exposed[axis] = max(late, first, INTERFERENCE * share * (forward + backward))
+            free = max(0.0, free - (forward + backward - late))
         return exposed
 
     # The step
