@@ -30,6 +30,7 @@ COMMANDS = {
     "launch": ("megajax.launch", "train in several processes on this host, and restart after crashes"),
     "preflight": ("megajax.preflight", "measure GPUs, links and disk before a run"),
     "plan": ("megajax.plan.__main__", "find the fastest mesh of a config for N GPUs, without a GPU"),
+    "verify": ("megajax.verify.__main__", "compare meshes with one device, on the CPU, with a small model"),
     "generate": ("megajax.generate", "continue text with a run or a Hugging Face model"),
     "evaluate": ("megajax.evaluate", "loss, perplexity and bits per byte of texts"),
     "checkpoints": ("megajax.checkpoint.inspect", "list a run's checkpoints, or verify them"),

@@ -29,7 +29,7 @@ def test_help_has_a_line_for_each_command(arguments, capsys):
     assert lines[0] == "usage: megajax COMMAND ..."
     listed = [line.split()[0] for line in lines if line.startswith("  ")]
     others = ["generate", "evaluate", "checkpoints", "plot", "bench", "preprocess", "inspect", "hf", "schema"]
-    assert listed == ["train", "launch", "preflight", *others]
+    assert listed == ["train", "launch", "preflight", "plan", "verify", *others]
 
 
 def test_an_unknown_command_is_refused_with_the_nearest_one(capsys):
@@ -37,7 +37,7 @@ def test_an_unknown_command_is_refused_with_the_nearest_one(capsys):
     first, second = capsys.readouterr().err.splitlines()
     assert first == "megajax: error: trian is not a command of megajax: did you mean train?"
     others = "generate, evaluate, checkpoints, plot, bench, preprocess, inspect, hf, schema"
-    assert second.endswith(f"choose train, launch, preflight, {others}.")
+    assert second.endswith(f"choose train, launch, preflight, plan, verify, {others}.")
 
 
 def test_the_exit_status_is_that_of_the_command(tmp_path):

@@ -1,0 +1,121 @@
+"""Does a mesh train the same model as one device? Compares both on virtual CPU devices.
+
+    python -m megajax.verify CONFIG [section.key=value ...] [--mesh tensor=4,pipeline=2] [--mesh ...]
+
+The config is made small first: it keeps the structure and the options of the model; sizes are reduced. Everything is
+computed in FP32, also where the config uses BF16 or FP8, so that any difference above rounding is an error. The exit
+status is 0 if all meshes agree with one device, 1 if one differs, 2 for a mistake in the input.
+"""
+
+import argparse
+import math
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from megajax.config import AXES, Config, load_config
+from megajax.config.checks import check_mesh
+from megajax.console import CommandParser, user_errors
+from megajax.errors import ConfigError, InputError
+from megajax.verify.runs import Difference, compare, train
+from megajax.verify.shrink import shrink
+
+DEVICES = 16
+HEAD = ("mesh", "loss", "gradient norm", "largest gradient difference", "largest update difference", "verdict")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print the table; the exit status."""
+    parser = CommandParser(
+        "megajax.verify.__main__", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("config", type=Path, help="YAML file")
+    parser.add_argument("overrides", nargs="*", help="section.key=value")
+    parser.add_argument("--mesh", action="append", help="mesh to compare; default: the config's, sizes reduced to 2")
+    parser.add_argument("--steps", type=int, default=3, help="number of steps (default: 3)")
+    with user_errors():
+        options = parser.parse_intermixed_args(arguments)
+        os.environ["JAX_PLATFORMS"] = "cpu"
+        flags = os.environ.get("XLA_FLAGS", "")
+        if "xla_force_host_platform_device_count" not in flags:
+            os.environ["XLA_FLAGS"] = f"{flags} --xla_force_host_platform_device_count={DEVICES}"
+        if options.steps < 1:
+            raise InputError(f"--steps={options.steps} is below 1.")
+        config = load_config(options.config, options.overrides)
+        meshes = [read_mesh(text) for text in options.mesh] if options.mesh else [own_mesh(config)]
+        for sizes in meshes:
+            with_mesh = config.model_copy(update={"mesh": config.mesh.model_copy(update=sizes)})
+            check_mesh(with_mesh, math.prod(sizes.values()))
+        return report(config, meshes, options.steps)
+    return 0
+
+
+def read_mesh(text: str) -> dict[str, int]:
+    """`tensor=4,pipeline=2` → the size of each axis. Raises ConfigError."""
+    sizes: dict[str, int] = dict.fromkeys(AXES, 1)
+    for entry in text.split(","):
+        axis, _, size = entry.strip().partition("=")
+        if axis not in AXES or not (size.isascii() and size.isdigit()) or int(size) < 1:
+            raise ConfigError(f"--mesh={text} is not a mesh: give sizes of {', '.join(AXES)}, such as tensor=2,fsdp=2.")
+        sizes[axis] = int(size)
+    return limited(sizes, f"--mesh={text}", "make it smaller")
+
+
+def own_mesh(config: Config) -> dict[str, int]:
+    """The config's mesh with 2 in place of -1 and larger sizes; stages of a `pipeline.layout` keep their number."""
+    sizes: dict[str, int] = {axis: 1 if getattr(config.mesh, axis) == 1 else 2 for axis in AXES}
+    if config.pipeline.layout:
+        sizes["pipeline"] = config.mesh.pipeline
+    if math.prod(sizes.values()) == 1:
+        raise InputError("the config's mesh is one device: give a mesh to compare, such as --mesh tensor=2,fsdp=2.")
+    return limited(sizes, "the config's mesh, with sizes of 2,", "give a smaller one with --mesh")
+
+
+def limited(sizes: dict[str, int], name: str, cure: str) -> dict[str, int]:
+    """The sizes, if DEVICES are enough for them. Raises ConfigError."""
+    count = math.prod(sizes.values())
+    if count > DEVICES:
+        raise ConfigError(f"{name} needs {count} devices; verify has {DEVICES} virtual ones: {cure}.")
+    return sizes
+
+
+def report(config: Config, meshes: Sequence[Mapping[str, int]], steps: int) -> int:
+    """Train and print, a line as soon as it is known; the exit status."""
+    small, changes = shrink(config, meshes, steps)
+    print("\n".join(["The small version of the config:", *(f"  {line}" for line in changes), ""]))
+    expected = train(small, dict.fromkeys(AXES, 1))
+    print("\n".join([row(HEAD), row(["---"] * len(HEAD))]), flush=True)
+    wrong = []
+    for sizes in meshes:
+        difference = compare(train(small, sizes), expected)
+        print(row(cells(sizes, difference)), flush=True)
+        wrong += [f"{mesh_name(sizes)}: {difference.first}."] if difference.first else []
+    count = f"{len(meshes)} mesh" + "es" * (len(meshes) > 1)
+    print("\n".join(["", *(wrong or [f"{count}: the same as one device after {steps} steps, up to rounding."])]))
+    return 1 if wrong else 0
+
+
+def mesh_name(sizes: Mapping[str, int]) -> str:
+    """The axes above 1."""
+    return " × ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1) or "one device"
+
+
+def cells(sizes: Mapping[str, int], difference: Difference) -> list[str]:
+    """A row of the table."""
+    worst = [
+        f"{value:.1e} {name}"
+        for values in (difference.gradients, difference.updates)
+        for name, value in [max(values.items(), key=lambda item: math.inf if math.isnan(item[1]) else item[1])]
+    ]
+    verdict = "differs" if difference.first else "agrees"
+    return [mesh_name(sizes), f"{difference.loss:.1e}", f"{difference.norm:.1e}", *worst, verdict]
+
+
+def row(entries: Sequence[str]) -> str:
+    """A line of a Markdown table."""
+    return f"| {' | '.join(entries)} |"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,162 @@
+"""A small config with the structure and the options of a large one, whose sizes the given meshes divide."""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pydantic import ValidationError
+
+from megajax.config import Config, ModelConfig
+from megajax.config.checks import check
+from megajax.errors import ConfigError
+
+VOCABULARY, WIDTH, HEAD, TOKENS, WINDOW, INIT_STD, LEARNING_RATE = 250, 64, 16, 32, 8, 0.1, 1e-3
+Sizes = Mapping[str, int]
+
+
+def shrink(config: Config, meshes: Sequence[Sizes], steps: int) -> tuple[Config, list[str]]:
+    """(small config on one device, a line `key: from → to` per changed key); `meshes` give the size of every axis.
+
+    It computes in FP32 on synthetic data, without warm-up, so that any difference above FP32's rounding is an error.
+    Raises ConfigError if the small sizes are refused.
+    """
+    units = _Units.of(config, meshes)
+    rounds, layout = config.pipeline.rounds, config.pipeline.layout
+    length = _multiple(2 * units.context * units.tensor, TOKENS)
+    microbatches = math.lcm(2, units.pipeline) if config.batch.num_microbatches > 1 else 1
+    packed = config.data.reset_attention
+    small: dict[str, dict[str, Any]] = {
+        "run": {"steps": steps},
+        "model": _small_model(config, units, length),
+        "mesh": dict.fromkeys(("pipeline", "data", "fsdp", "expert", "context", "tensor"), 1),
+        "precision": {"compute": "float32", "fp8": {"recipe": "none"}},
+        "batch": {
+            "global_size": 2 * microbatches * units.batch,
+            "num_microbatches": microbatches,
+            "sequence_length": length,
+            "schedule": None,
+        },
+        "schedule": {"kind": "constant", "learning_rate": LEARNING_RATE, "min_learning_rate": 0.0, "warmup_steps": 0},
+        "data": {"kind": "synthetic", "synthetic_documents": 3 if packed else None},
+        "logging": {"norms_interval": 0},
+    }
+    if layout:
+        small["pipeline"] = {"layout": [min(n, 1) for n in layout], "rounds": rounds}
+        small["model"]["num_layers"] = sum(small["pipeline"]["layout"])
+    if config.lora.rank:
+        small["lora"] = {"rank": min(config.lora.rank, 4)}
+    if config.optimizer.kind == "sgd" and not config.optimizer.beta1:
+        small["optimizer"] = {"beta1": 0.9}  # the first step's gradients are read from the momentum
+    settings, lines = config.model_dump(), []
+    settings["data"] = {
+        key: settings["data"][key] for key in ("reset_attention", "reset_positions") if config.data.kind != "chat"
+    } | ({"reset_attention": packed, "reset_positions": packed} if config.data.kind == "chat" else {})
+    before = config.model_dump()
+    for section, changes in small.items():
+        lines += _replace(settings[section], before[section], changes, section)
+    for derived in ("decay_steps", "wsd_decay_steps"):
+        settings["schedule"].pop(derived, None)
+    try:
+        made = Config.model_validate(settings)
+        check(made)
+    except (ValidationError, ConfigError) as error:
+        reason = error.errors()[0]["msg"] if isinstance(error, ValidationError) else error
+        raise ConfigError(f"the config cannot be made small: {reason}") from None
+    return made, lines
+
+
+class _Units:
+    """The numbers that the sizes of a config must be multiples of."""
+
+    def __init__(self, sizes: dict[str, int]):
+        self.pipeline, self.batch, self.context = sizes["pipeline"], sizes["batch"], sizes["context"]
+        self.tensor, self.heads, self.experts = sizes["tensor"], sizes["heads"], sizes["experts"]
+
+    @classmethod
+    def of(cls, config: Config, meshes: Sequence[Sizes]) -> "_Units":
+        divided = config.kernels.context == "all_to_all"
+        each = {
+            "pipeline": [m["pipeline"] for m in meshes],
+            "batch": [config.batch_shards(m) for m in meshes],
+            "context": [m["context"] for m in meshes],
+            "tensor": [m["tensor"] for m in meshes],
+            "heads": [m["tensor"] * (m["context"] if divided else 1) for m in meshes],
+            "experts": [config.expert_shards(m) for m in meshes],
+        }
+        return cls({name: math.lcm(*numbers) for name, numbers in each.items()})
+
+
+def _small_model(config: Config, units: _Units, length: int) -> dict[str, Any]:
+    model = config.model
+    kv_heads = 1 if model.num_kv_heads == 1 else min(model.num_kv_heads, max(2, units.heads))
+    heads = kv_heads * min(model.num_heads // model.num_kv_heads, 2 if kv_heads > 1 else max(4, units.heads))
+    width = _multiple(units.tensor, WIDTH)
+    small: dict[str, Any] = {
+        "num_layers": _layers(config, units),
+        "first_dense_layers": min(model.first_dense_layers, 1),
+        "hidden_size": min(model.hidden_size, WIDTH),
+        "num_heads": math.lcm(heads, units.heads),
+        "num_kv_heads": math.lcm(heads, units.heads) if model.num_kv_heads == model.num_heads else kv_heads,
+        "head_dim": HEAD,
+        "ffn_hidden_size": width,
+        "vocab_size": min(model.vocab_size, VOCABULARY),
+        "vocab_multiple": min(model.vocab_multiple, 128),
+        "init_std": INIT_STD,
+    }
+    if model.is_latent:
+        small |= {"kv_lora_rank": 16, "qk_nope_head_dim": HEAD, "qk_rope_head_dim": 8, "v_head_dim": HEAD}
+        small |= {"q_lora_rank": 24 if model.q_lora_rank else None, "head_dim": HEAD + 8}
+    if model.sliding_window:
+        small["sliding_window"] = min(model.sliding_window, WINDOW)
+    if model.max_positions is not None:
+        small["max_positions"] = length
+    if model.rope_scaling:
+        small["rope_scaling"] = _rope_scaling(model, small, length / config.batch.sequence_length)
+    if model.num_experts:
+        groups = min(model.router.num_groups, 4)
+        chosen = min(model.experts_per_token, 2)
+        small |= {
+            "num_experts": _multiple(math.lcm(groups, units.experts), min(model.num_experts, max(4, 2 * groups))),
+            "experts_per_token": chosen,
+            "expert_ffn_hidden_size": _multiple(units.tensor, WIDTH // 2),
+            "shared_expert_ffn_hidden_size": _multiple(units.tensor, 32) if model.shared_expert_ffn_hidden_size else 0,
+            "router": {"num_groups": groups, "groups_per_token": min(model.router.groups_per_token, chosen)},
+        }
+    return small
+
+
+def _layers(config: Config, units: _Units) -> int:
+    """The layers of each virtual stage, one at least, and each pattern once at least."""
+    model = config.model
+    patterns = (model.block_pattern, model.layer_pattern, model.rope_pattern)
+    period = math.lcm(model.moe_layer_interval, *(len(pattern) for pattern in patterns if pattern))
+    stages = units.pipeline * config.pipeline.rounds
+    return min(model.num_layers, max(2, stages, period + min(model.first_dense_layers, 1)))
+
+
+def _rope_scaling(model: ModelConfig, small: Mapping[str, Any], ratio: float) -> dict[str, Any]:
+    assert model.rope_scaling is not None
+    scaling = model.rope_scaling
+    changes: dict[str, Any] = {"original_max_positions": max(2, round(scaling.original_max_positions * ratio))}
+    dims = small.get("qk_rope_head_dim", small["head_dim"])
+    for name in ("short_factors", "long_factors"):
+        if factors := getattr(scaling, name):
+            changes[name] = list(factors[: int(dims * model.rope_fraction) // 2])
+    return changes
+
+
+def _multiple(unit: int, least: int) -> int:
+    return -(-least // unit) * unit
+
+
+def _replace(values: dict[str, Any], before: Mapping[str, Any], changes: Mapping[str, Any], name: str) -> list[str]:
+    """Put `changes` into `values`; the line of each key that is no longer as `before`."""
+    lines = []
+    for key, value in changes.items():
+        if isinstance(value, dict):
+            lines += _replace(values[key], before[key], value, f"{name}.{key}")
+            continue
+        values[key] = value
+        if name != "mesh" and before[key] != value:
+            lines.append(f"{name}.{key}: {before[key]} → {value}")
+    return lines

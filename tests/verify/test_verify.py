@@ -1,0 +1,109 @@
+"""`megajax verify` agrees with correct code, and names the parameter of a planted error."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from megajax import ops
+from megajax.config import AXES, Config
+from megajax.parallel.weights import exchange
+from megajax.verify import __main__ as command
+from megajax.verify import runs as comparison
+from megajax.verify.shrink import shrink
+
+SIZES = dict.fromkeys(AXES, 1) | {"context": 2, "tensor": 2}
+LARGE = {
+    "run": {"steps": 1000},
+    "model": {
+        "num_layers": 12,
+        "hidden_size": 512,
+        "num_heads": 8,
+        "num_kv_heads": 4,
+        "vocab_size": 5000,
+        "num_experts": 8,
+        "router": {"expert_bias": True},
+    },
+    "batch": {"global_size": 64, "num_microbatches": 8, "sequence_length": 512},
+    "data": {"kind": "synthetic"},
+}
+
+
+def steps_on(sizes):
+    return comparison.train(shrink(Config.model_validate(LARGE), [SIZES], 2)[0], sizes)
+
+
+@pytest.fixture(scope="module")
+def expected():
+    return steps_on(dict.fromkeys(AXES, 1))
+
+
+def unsummed_gradient(patch):
+    complete = exchange.WeightExchange.complete
+
+    def lacking(self, name, gradient):
+        return gradient.astype(jnp.float32) if name == "final_norm" else complete(self, name, gradient)
+
+    patch.setattr(exchange.WeightExchange, "complete", lacking)
+
+
+def bias_of_a_rank(patch):
+    updated = ops.router.updated_bias
+    patch.setattr(
+        ops.router,
+        "updated_bias",
+        lambda b, counts, rate: updated(b, counts, rate * (1 + jax.lax.axis_index("tensor"))),
+    )
+
+
+def changed_fields(patch, change):
+    to_global = comparison.to_global
+    patch.setattr(comparison, "to_global", lambda program, fields: to_global(program, fields | change(fields)))
+
+
+def wrong_offset(patch):
+    """The second half of a sequence starts again at position 0."""
+    changed_fields(patch, lambda fields: {"positions": fields["positions"] % (fields["positions"].shape[1] // 2)})
+
+
+def dropped_microbatch(patch):
+    """The second of two microbatches does not count."""
+    changed_fields(patch, lambda fields: {"loss_mask": fields["loss_mask"] * (np.arange(4)[:, None] < 2)})
+
+
+@pytest.mark.parametrize(
+    ("plant", "named"),
+    [
+        (unsummed_gradient, "final_norm differs between devices"),
+        (bias_of_a_rank, "expert_bias differs between devices"),
+        (wrong_offset, "the gradient of blocks.moe.attention.key differs"),
+        (dropped_microbatch, "the gradient of blocks.moe.attention.key differs"),
+        (None, None),
+    ],
+    ids=["unsummed-gradient", "bias-of-a-rank", "wrong-offset", "dropped-microbatch", "correct"],
+)
+def test_it_names_the_parameter_of_an_error(plant, named, expected, monkeypatch):
+    if plant:
+        plant(monkeypatch)
+    first = comparison.compare(steps_on(SIZES), expected).first
+    assert first is None if named is None else named in (first or ""), first
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--mesh", "tensor=-1"], "--mesh=tensor=-1 is not a mesh"),
+        (["--mesh", "rows=2"], "--mesh=rows=2 is not a mesh"),
+        (["--mesh", "data=32"], "needs 32 devices; verify has 16"),
+        (["--mesh", "tensor=3"], "mesh.tensor=3 does not divide"),
+        (["--steps", "0"], "--steps=0 is below 1"),
+        ([], "the config's mesh is one device"),
+    ],
+)
+def test_a_mistake_is_a_sentence(arguments, sentence, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
+    path = tmp_path / "large.yaml"
+    path.write_text(Config.model_validate(LARGE).to_yaml())
+    with pytest.raises(SystemExit) as stopped:
+        command.main([str(path), *arguments])
+    assert stopped.value.code == 2 and sentence in capsys.readouterr().err
