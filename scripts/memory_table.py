@@ -2,10 +2,13 @@
 
     python scripts/memory_table.py
     python scripts/memory_table.py --write
+    python scripts/memory_table.py --random 8 --seed 2
 
-The first command reads XLA's figures from tests/data/memory_rows.txt and computes the estimates, which takes seconds.
-The second command compiles each row for H200s, without a GPU, in its own process, which takes minutes, and writes XLA's
-figures to that file; a test compares the estimates with them. A row is GiB per device, a config, overrides and `--gpus
+The first command reads XLA's figures from tests/data/memory_rows.txt and tests/data/random_memory_rows.txt, computes
+the estimates, which takes seconds, and writes docs/memory_table.md. The second command compiles each row of the first
+file for H200s, without a GPU, in its own process, which takes minutes, and writes XLA's figures to that file; a test
+compares the estimates with them. The third command draws and compiles legal rows and adds them to the second file: the
+estimate was not fitted to them. A row is GiB per device, a config, overrides and `--gpus
 N`: to add one, write any figure and run `--write`. Compiling needs jax's CUDA plugin (in the extra `dev`).
 """
 
@@ -16,11 +19,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from compile_row import ROOT, compile_apart
+from random_rows import draw_rows
 
 from megajax.config import load_config
 from megajax.config.checks import check_mesh
 from megajax.console import user_errors
-from megajax.errors import InputError
+from megajax.errors import InputError, UserError
 from megajax.model import Transformer, parameters
 from megajax.plan import MemoryEstimate, estimate_memory
 from megajax.plan.compile import require_plugin
@@ -28,6 +32,9 @@ from megajax.sharding import place_all, stored_rows
 from megajax.step_plan import HOPPER, StepPlan
 
 ROWS = ROOT / "tests/data/memory_rows.txt"
+RANDOM_ROWS = ROOT / "tests/data/random_memory_rows.txt"
+TABLE = ROOT / "docs/memory_table.md"
+SIZES = (8, 130)  # estimated GiB of a random row
 GIB = 2**30
 
 
@@ -75,27 +82,80 @@ def planned(row: Row) -> float:
     return compile_apart(row.config, row.overrides, row.gpus)["device_memory"]["whole"] / GIB
 
 
+def is_drawn(config: str, overrides: tuple[str, ...], gpus: int) -> bool:
+    """Whether a step can be planned for a random row, with an estimate in SIZES."""
+    try:
+        return SIZES[0] <= estimate(Row(0, config, overrides, gpus)).total / GIB <= SIZES[1]
+    except UserError:
+        return False
+
+
+def add_random(number: int, seed: int) -> None:
+    """Draws and compiles rows and adds each to RANDOM_ROWS when it is done; prints the rows that do not compile."""
+    for case in draw_rows(number, seed, is_drawn):
+        row = Row(0, *case)
+        try:
+            line = f"{planned(row):.2f} {row.case}\n"
+        except InputError as error:
+            print(error, file=sys.stderr)
+            continue
+        with RANDOM_ROWS.open("a") as file:
+            file.write(line)
+
+
 def table(rows: list[Row]) -> str:
-    """A Markdown table, one line per row."""
-    lines = ["| config | GPUs | XLA GiB | estimate GiB | ratio |", "|---|---:|---:|---:|---:|"]
-    for row in rows:
-        ours = estimate(row).total / GIB
+    """A summary, and a Markdown table, one line per row."""
+    ratios = [estimate(row).total / GIB / row.gib for row in rows]
+    errors = [abs(ratio - 1) for ratio in ratios]
+    within = sum(error <= 0.05 for error in errors)
+    lines = [
+        f"{len(rows)} rows, {within} within 5 %; mean difference {sum(errors) / len(errors):.1%}, worst "
+        f"{max(errors):.1%}.",
+        "",
+        "| config | GPUs | XLA GiB | estimate GiB | ratio |",
+        "|---|---:|---:|---:|---:|",
+    ]
+    for row, ratio in zip(rows, ratios, strict=True):
         name = " ".join([Path(row.config).stem, *row.overrides])
-        lines.append(f"| {name} | {row.gpus} | {row.gib:.2f} | {ours:.2f} | {ours / row.gib:.3f} |")
+        lines.append(f"| {name} | {row.gpus} | {row.gib:.2f} | {ratio * row.gib:.2f} | {ratio:.3f} |")
     return "\n".join(lines)
+
+
+def page() -> str:
+    """The text of TABLE."""
+    return f"""# The memory estimate and XLA's figure
+
+GiB per device, written by `python scripts/memory_table.py`. XLA compiled each step for H200s without a GPU. The summary
+of a run prints this estimate; `megajax plan` searches with it.
+
+## Rows that the estimate was fitted to
+
+{table(read_rows())}
+
+## Random rows
+
+Legal rows of `--random` with an estimate of {SIZES[0]} to {SIZES[1]} GiB. The estimate was not fitted to them.
+
+{table(read_rows(RANDOM_ROWS))}
+"""
 
 
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true", help=f"compile each row and write {ROWS.relative_to(ROOT)}")
+    parser.add_argument("--random", type=int, metavar="N", help="draw and compile N random legal rows")
+    parser.add_argument("--seed", type=int, default=1, help="seed of the random rows")
     args = parser.parse_args(arguments)
     with user_errors():
-        rows = read_rows()
         if args.write:
             require_plugin()
-            rows = [Row(planned(row), row.config, row.overrides, row.gpus) for row in rows]
+            rows = [Row(planned(row), row.config, row.overrides, row.gpus) for row in read_rows()]
             ROWS.write_text("".join(f"{row.gib:.2f} {row.case}\n" for row in rows))
-        print(table(rows))
+        if args.random:
+            require_plugin()
+            add_random(args.random, args.seed)
+        TABLE.write_text(page())
+        print(TABLE.read_text())
     return 0
 
 
