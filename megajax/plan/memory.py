@@ -353,10 +353,10 @@ class _Pipelined(_Step):
 
     def __init__(self, plan: StepPlan, placements: Mapping[str, Placement]):
         super().__init__(plan, placements)
-        config, settings = plan.config, plan.config.pipeline
-        schedule = make_schedule(
-            settings.schedule, plan.sizes["pipeline"], config.batch.num_microbatches, settings.rounds
-        )
+        settings, stages, microbatches = plan.config.pipeline, plan.sizes["pipeline"], plan.batch_shape[0]
+        if settings.schedule != "gpipe":  # the others need no more buffers for more microbatches
+            microbatches = min(microbatches, 4 * stages)
+        schedule = make_schedule(settings.schedule, stages, microbatches, settings.rounds)
         self.kept, _ = choose_buffer_slots(plan, schedule)
 
     def moments(self) -> Iterator[MemoryEstimate]:

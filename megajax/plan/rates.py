@@ -27,10 +27,10 @@ class Rates:
     network_bytes: float  # between hosts, for each GPU
     hosts_of: int  # GPUs of a host
 
-    def matmul_flops(self, narrowest: float, fp8: bool) -> float:
-        """The rate of matmuls whose weight's smallest dimension is `narrowest`."""
+    def matmul_flops(self, smallest: float, fp8: bool) -> float:
+        """The rate of matmuls whose smallest dimension, of tokens or of the weight, has this size."""
         rate, half = (self.fp8_flops, FP8_HALF_RATE) if fp8 else (self.bf16_flops, BF16_HALF_RATE)
-        return rate * narrowest / (narrowest + half)
+        return rate * smallest / (smallest + half)
 
     def attention(self, width: int, length: int) -> float:
         """The rate of attention with heads of this width (queries; values may be narrower) over `length` tokens."""

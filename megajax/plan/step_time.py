@@ -147,8 +147,8 @@ class _Step:
         D, T, S = config.model.hidden_size, plan.tokens, config.batch.sequence_length
         weights = part.matmul_parameters() / tensor
         whole = part.HAS_EXPERTS and "tensor" in config.mesh.experts_over
-        narrowest = min(D, part.width() / (1 if whole else tensor))
-        matmuls = 6 * T * weights / self.rates.matmul_flops(narrowest, fp8)
+        smallest = min(D, T, part.width() / (1 if whole else tensor))
+        matmuls = 6 * T * weights / self.rates.matmul_flops(smallest, fp8)
         keys = attended_keys(S, kind.window)
         rate = self.rates.attention(config.model.head_dim, S)
         if self.sizes["context"] > 1:

@@ -41,6 +41,8 @@ def test_greedy_tokens_are_those_without_drafts(settings, drafts):
     assert 0 < accepted[-1] < accepted[0] < steps, "all drafts of a step are accepted, none, and some"
     assert tokens <= steps + accepted.sum() <= tokens + drafts * len(PROMPTS), "a last step may go beyond NEW"
 
+    if settings is LATENT:  # stopping does not depend on the kind of attention
+        return
     generator.stop = jnp.array([expected[0][5], -1])  # in the middle of a step's tokens or at its end
     cut = [tokens[: tokens.index(expected[0][5])] if expected[0][5] in tokens else tokens for tokens in expected]
     generator._decode.clear_cache()

@@ -4,6 +4,8 @@ import memory_table
 import pytest
 from memory_table import GIB, Row
 
+from megajax.parallel.pipeline.schedules import assign_buffer_slots, make_schedule
+
 # Nine layers of one shape on two devices: D = 64, 4 heads of 16, 2 KV heads, F = 256, V = 4096; 2 sequences of 128.
 SMALL = (
     "model={num_layers: 9, hidden_size: 64, num_heads: 4, num_kv_heads: 2, head_dim: 16, ffn_hidden_size: 256}",
@@ -82,3 +84,12 @@ def test_a_line_of_the_table_is_a_figure_a_config_overrides_and_gpus():
     assert row.case == "configs/llama3_8b.yaml mesh.fsdp=8 model.num_layers=4 --gpus 8"
     with pytest.raises(memory_table.InputError, match=r"is no row: write GiB"):
         Row.parse("10.75 configs/llama3_8b.yaml --gpu 8")
+
+
+@pytest.mark.parametrize(("kind", "rounds"), [("1f1b", 1), ("1f1b", 2), ("zero_bubble", 1), ("zero_bubble", 2)])
+def test_four_microbatches_a_stage_need_the_buffers_of_any_more(kind, rounds):
+    few, more = (make_schedule(kind, 4, microbatches, rounds) for microbatches in (16, 52))
+    for per_round in (False, True):
+        one, other = assign_buffer_slots(few, per_round), assign_buffer_slots(more, per_round)
+        assert one.activations == other.activations and one.pending_heads == other.pending_heads
+        assert one.deferred_slots == other.deferred_slots

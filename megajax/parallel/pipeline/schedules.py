@@ -9,7 +9,7 @@ Training"). `python -m megajax.pictures.schedule` draws schedules.
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -61,7 +61,7 @@ class Phase:
         return sum(run.length for run in self.runs)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # a key of caches by its identity
 class Schedule:
     """A pipeline schedule. Build it with `make_schedule`; call `check` on any other before use."""
 
@@ -122,6 +122,7 @@ class Schedule:
         return tuple(phases)
 
 
+@lru_cache(maxsize=256)  # the planner asks for the same ones many times
 def make_schedule(kind: Kind, stages: int, microbatches: int, rounds: int = 1) -> Schedule:
     """A schedule of a known kind.
 
@@ -236,6 +237,7 @@ class BufferSlots:
     backward_head: np.ndarray  # [ticks]: the last virtual stage's backward operation reads this one
 
 
+@lru_cache(maxsize=256)
 def assign_buffer_slots(schedule: Schedule, per_round: bool = False) -> BufferSlots:
     """Buffer slots for a checked schedule; a slot is free again after its last use.
 
