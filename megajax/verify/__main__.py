@@ -92,7 +92,8 @@ def report(config: Config, meshes: Sequence[Mapping[str, int]], steps: int) -> i
         print(row(cells(sizes, difference)), flush=True)
         wrong += [f"{mesh_name(sizes)}: {difference.first}."] if difference.first else []
     count = f"{len(meshes)} mesh" + "es" * (len(meshes) > 1)
-    print("\n".join(["", *(wrong or [f"{count}: the same as one device after {steps} steps, up to rounding."])]))
+    number = f"{steps} step" + "s" * (steps > 1)
+    print("\n".join(["", *(wrong or [f"{count}: the same as one device after {number}, up to rounding."])]))
     return 1 if wrong else 0
 
 

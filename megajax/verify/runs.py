@@ -24,7 +24,7 @@ NEGLIGIBLE = 1e-6  # of the whole norm: a smaller gradient is rounding, such as 
 
 @dataclass(frozen=True)
 class Trace:
-    """A run: numbers per step, and gradients and updates by parameter, in the order of their names."""
+    """A run: numbers per step, and gradients and updates by parameter, in the model's order."""
 
     losses: np.ndarray
     norms: np.ndarray
@@ -35,7 +35,7 @@ class Trace:
 
 @dataclass(frozen=True)
 class Difference:
-    """How far a mesh's run is from one device's: relative differences, in the order of their names."""
+    """How far a mesh's run is from one device's: relative differences, in the model's order."""
 
     loss: float
     norm: float
@@ -52,9 +52,14 @@ class Difference:
             ("gradient", self.gradients, GRADIENT_TOLERANCE),
             ("update", self.updates, UPDATE_TOLERANCE),
         ):
-            for name, value in values.items():
-                if not value <= limit:
-                    return f"the {kind} of {name} differs by {value:.1e}; rounding explains {limit:.0e}"
+            wrong = {name: value for name, value in values.items() if not value <= limit}
+            if wrong:
+                name = next(iter(wrong))
+                worst = max(wrong, key=lambda name: math.inf if math.isnan(wrong[name]) else wrong[name])
+                return (
+                    f"the {kind} of {name} differs by {wrong[name]:.1e} where rounding explains {limit:.0e}; "
+                    f"{len(wrong)} of {len(values)} {kind}s differ, most that of {worst}, by {wrong[worst]:.1e}"
+                )
         for kind, value in (("loss", self.loss), ("gradient norm", self.norm)):
             if not value <= SCALAR_TOLERANCE:
                 return f"the {kind} differs by {value:.1e}; rounding explains {SCALAR_TOLERANCE:.0e}"
@@ -93,7 +98,8 @@ def train(config: Config, sizes: Mapping[str, int]) -> Trace:
     last = _canonical(program, state.params)
     updates = {name: last[name] - weight for name, weight in initial.items()}
     kept = {f"blocks.{kind}.{name}": x for kind, own in state.layer_state.items() for name, x in own.items()}
-    unequal = tuple(name for name, x in (state.params | kept).items() if not _copies_agree(x))
+    names = sorted(arrays := state.params | kept, key=position_in_model)
+    unequal = tuple(name for name in names if not _copies_agree(arrays[name]))
     return Trace(np.array(losses), np.array(norms), gradients, updates, unequal)
 
 
@@ -132,10 +138,17 @@ def _first_gradients(program: TrainProgram, optimizer: Any, norm: float) -> dict
 
 
 def _canonical(program: TrainProgram, arrays: Mapping[str, jax.Array]) -> dict[str, np.ndarray]:
-    """Stored arrays by name → whole arrays on the host in FP64, without padding, in the order of their names."""
-    whole: dict[str, Any] = {name: np.asarray(x, np.float64) for name, x in arrays.items()}
-    placements = program.placements
-    return {name: np.asarray(to_canonical(whole[name], placements[name])) for name in placements if name in whole}
+    """Stored arrays by name → whole arrays on the host in FP64, without padding, in the model's order."""
+    whole: dict[str, Any] = {
+        name: np.asarray(arrays[name], np.float64) for name in sorted(arrays, key=position_in_model)
+    }
+    return {name: np.asarray(to_canonical(x, program.placements[name])) for name, x in whole.items()}
+
+
+def position_in_model(name: str) -> tuple[int, str]:
+    """The place of a parameter in the forward pass; within a block by name."""
+    order = ("embedding", "blocks", "final_norm", "blocks.mtp", "head")
+    return max(range(len(order)), key=lambda i: len(order[i]) if name.startswith(order[i]) else 0), name
 
 
 def _copies_agree(x: jax.Array) -> bool:

@@ -1,6 +1,7 @@
 """A small config with the structure and the options of a large one, whose sizes the given meshes divide."""
 
 import math
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -41,7 +42,8 @@ def shrink(config: Config, meshes: Sequence[Sizes], steps: int) -> tuple[Config,
         "logging": {"norms_interval": 0},
     }
     if layout:
-        small["pipeline"] = {"layout": [min(n, 1) for n in layout], "rounds": rounds}
+        least = min(n for n in layout if n)
+        small["pipeline"] = {"layout": [min(n, 1) + (n > least) for n in layout], "rounds": rounds}
         small["model"]["num_layers"] = sum(small["pipeline"]["layout"])
     if config.lora.rank:
         small["lora"] = {"rank": min(config.lora.rank, 4)}
@@ -58,7 +60,9 @@ def shrink(config: Config, meshes: Sequence[Sizes], steps: int) -> tuple[Config,
         settings["schedule"].pop(derived, None)
     try:
         made = Config.model_validate(settings)
-        check(made)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # its mesh is one device, so some settings have no effect
+            check(made)
     except (ValidationError, ConfigError) as error:
         reason = error.errors()[0]["msg"] if isinstance(error, ValidationError) else error
         raise ConfigError(f"the config cannot be made small: {reason}") from None
