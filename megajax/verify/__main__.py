@@ -11,18 +11,16 @@ import argparse
 import math
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from megajax.config import AXES, Config, load_config
 from megajax.config.checks import check_mesh
 from megajax.console import CommandParser, user_errors
 from megajax.errors import ConfigError, InputError
-from megajax.verify.runs import Difference, compare, train
-from megajax.verify.shrink import shrink
+from megajax.runtime import accept_missing_cuda
 
 DEVICES = 16
-HEAD = ("mesh", "loss", "gradient norm", "largest gradient difference", "largest update difference", "verdict")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -36,7 +34,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=3, help="number of steps (default: 3)")
     with user_errors():
         options = parser.parse_intermixed_args(arguments)
+        # jax reads its environment when it is imported, so modules that import it are imported below.
         os.environ["JAX_PLATFORMS"] = "cpu"
+        accept_missing_cuda()
         flags = os.environ.get("XLA_FLAGS", "")
         if "xla_force_host_platform_device_count" not in flags:
             os.environ["XLA_FLAGS"] = f"{flags} --xla_force_host_platform_device_count={DEVICES}"
@@ -47,8 +47,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for sizes in meshes:
             with_mesh = config.model_copy(update={"mesh": config.mesh.model_copy(update=sizes)})
             check_mesh(with_mesh, math.prod(sizes.values()))
+        from megajax.verify.report import report
+
         return report(config, meshes, options.steps)
-    return 0
 
 
 def read_mesh(text: str) -> dict[str, int]:
@@ -78,44 +79,6 @@ def limited(sizes: dict[str, int], name: str, cure: str) -> dict[str, int]:
     if count > DEVICES:
         raise ConfigError(f"{name} needs {count} devices; verify has {DEVICES} virtual ones: {cure}.")
     return sizes
-
-
-def report(config: Config, meshes: Sequence[Mapping[str, int]], steps: int) -> int:
-    """Train and print, a line as soon as it is known; the exit status."""
-    small, changes = shrink(config, meshes, steps)
-    print("\n".join(["The small version of the config:", *(f"  {line}" for line in changes), ""]))
-    expected = train(small, dict.fromkeys(AXES, 1))
-    print("\n".join([row(HEAD), row(["---"] * len(HEAD))]), flush=True)
-    wrong = []
-    for sizes in meshes:
-        difference = compare(train(small, sizes), expected)
-        print(row(cells(sizes, difference)), flush=True)
-        wrong += [f"{mesh_name(sizes)}: {difference.first}."] if difference.first else []
-    count = f"{len(meshes)} mesh" + "es" * (len(meshes) > 1)
-    number = f"{steps} step" + "s" * (steps > 1)
-    print("\n".join(["", *(wrong or [f"{count}: the same as one device after {number}, up to rounding."])]))
-    return 1 if wrong else 0
-
-
-def mesh_name(sizes: Mapping[str, int]) -> str:
-    """The axes above 1."""
-    return " × ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1) or "one device"
-
-
-def cells(sizes: Mapping[str, int], difference: Difference) -> list[str]:
-    """A row of the table."""
-    worst = [
-        f"{value:.1e} {name}"
-        for values in (difference.gradients, difference.updates)
-        for name, value in [max(values.items(), key=lambda item: math.inf if math.isnan(item[1]) else item[1])]
-    ]
-    verdict = "differs" if difference.first else "agrees"
-    return [mesh_name(sizes), f"{difference.loss:.1e}", f"{difference.norm:.1e}", *worst, verdict]
-
-
-def row(entries: Sequence[str]) -> str:
-    """A line of a Markdown table."""
-    return f"| {' | '.join(entries)} |"
 
 
 if __name__ == "__main__":

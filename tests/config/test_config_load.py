@@ -195,8 +195,9 @@ def test_help_lists_every_key_with_a_one_line_doc_type_and_default():
     assert "[text or list of (mapping) or null, default: null]" in text
 
 
-def test_importing_the_config_does_not_import_jax():
-    code = "import megajax.config.cli, megajax.config.checks, sys; sys.exit('jax' in sys.modules)"
+def test_importing_the_config_or_verify_does_not_import_jax():
+    modules = "megajax.config.cli, megajax.config.checks, megajax.verify.__main__"
+    code = f"import {modules}, sys; sys.exit('jax' in sys.modules)"
     root = Path(__file__).parents[2]
     assert subprocess.run([sys.executable, "-c", code], cwd=root, timeout=60).returncode == 0
 
