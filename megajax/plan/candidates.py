@@ -33,13 +33,14 @@ class Candidate:
         return place_all(model, sizes, stored_rows(config, sizes["pipeline"]), config.mesh.experts_over)
 
     @cached_property
-    def parameters(self) -> int:
-        """Number of parameters that a device stores."""
-        total = 0
+    def parameters(self) -> dict[tuple[str, ...], int]:
+        """Number of parameters that a device stores, by the axes that shard them in storage only."""
+        numbers: dict[tuple[str, ...], int] = {}
         for placement in self.placements.values():
             shards = math.prod(n for axis, n in self.plan.sizes.items() if axis not in placement.replicated_axes)
-            total += math.prod(placement.stored_shape) // shards
-        return total
+            axes = placement.storage_axes
+            numbers[axes] = numbers.get(axes, 0) + math.prod(placement.stored_shape) // shards
+        return numbers
 
     @cached_property
     def memory(self) -> MemoryEstimate:

@@ -104,8 +104,11 @@ class StepTime:
         return dict(sorted(((k, v) for k, v in named.items() if v > 0), key=lambda item: -item[1]))
 
 
-def estimate_time(plan: StepPlan, rates: Rates, parameters: int) -> StepTime:
-    """The time of a step with this plan; `parameters` are those that a device stores."""
+def estimate_time(plan: StepPlan, rates: Rates, parameters: Mapping[tuple[str, ...], int]) -> StepTime:
+    """The time of a step with this plan.
+
+    `parameters`: number of those that a device stores, by the axes that shard them in storage only.
+    """
     return _Step(plan, rates, parameters).time()
 
 
@@ -125,9 +128,9 @@ def utilization(plan: StepPlan, rates: Rates, seconds: float) -> float:
 class _Step:
     """The time of a step, from the times of its layers."""
 
-    def __init__(self, plan: StepPlan, rates: Rates, parameters: int):
+    def __init__(self, plan: StepPlan, rates: Rates, parameters: Mapping[tuple[str, ...], int]):
         self.plan, self.config, self.sizes, self.rates = plan, plan.config, plan.sizes, rates
-        self.parameters = parameters
+        self.stored, self.parameters = parameters, sum(parameters.values())
         self.number = 4 if self.config.precision.compute == "float32" else 2
         self.blocks = blocks_of(self.config.model)
         self._layers: dict[tuple[LayerKind, bool], Work] = {}
@@ -208,19 +211,21 @@ class _Step:
     def weights(self, computation: float) -> dict[str, float]:
         """Exposed seconds of gathers and reductions of weights; `computation`: seconds of a microbatch's layers."""
         gather, reduce = self.weight_bytes
-        exposed, held = {}, float(self.parameters)
+        exposed, held = {}, dict(self.stored)
         # From the storage shards outwards: fsdp layer by layer, the other axes once a step.
         microbatches = self.config.batch.num_microbatches
         free = HIDING * computation * microbatches  # of computation that hides nothing yet
         for axis in ("fsdp", "data", "expert", "context"):
-            if self.sizes[axis] == 1 or (axis == "expert" and self.config.model.num_experts):
+            # Weights of experts that an axis divides stay on their devices.
+            held = {axes: number * (self.sizes[axis] if axis in axes else 1) for axes, number in held.items()}
+            gathered = sum(number for axes, number in held.items() if axis in axes)
+            if self.sizes[axis] == 1 or not gathered:
                 continue
-            held *= self.sizes[axis]
             layer_by_layer = axis == "fsdp" and not self.plan.is_pipelined
             times = microbatches if layer_by_layer else 1
             hidden = free if layer_by_layer else min(free, HIDING * computation)
-            forward = times * self.sent(axis, gather * held)
-            backward = times * self.sent(axis, (reduce + (gather if layer_by_layer else 0)) * held)
+            forward = times * self.sent(axis, gather * gathered)
+            backward = times * self.sent(axis, (reduce + (gather if layer_by_layer else 0)) * gathered)
             first = (forward + backward) / max(len(self.plan.layer_slots), 1) / times
             late = max(0.0, forward - hidden * FORWARD) + max(0.0, backward - hidden * (1 - FORWARD))
             share = self.rates.group_bytes(self.sizes[axis], self.stride(axis)) / self.rates.link_bytes
