@@ -23,7 +23,8 @@ class Rates:
     fp8_flops: float
     attention_flops: tuple[tuple[int, float], ...]  # forward and backward, by width of a head, for long sequences
     memory_bytes: float
-    link_bytes: float  # between the GPUs of a host
+    link_bytes: float  # between the GPUs of a host, copies
+    nccl_bytes: float  # the same, gathers and reductions by NCCL
     network_bytes: float  # between hosts, for each GPU
     hosts_of: int  # GPUs of a host
 
@@ -65,6 +66,7 @@ H200 = Rates(
     attention_flops=((64, 380e12), (128, 490e12), (192, 440e12), (256, 400e12)),
     memory_bytes=4.2e12,
     link_bytes=350e9,
+    nccl_bytes=240e9,
     network_bytes=NETWORK_SHARE * 400e9 / 8,
     hosts_of=8,
 )
@@ -82,6 +84,7 @@ def _scaled(name: str, memory_gib: float, flops: float, memory: float, links: fl
         attention_flops=tuple((width, rate * flops) for width, rate in H200.attention_flops),
         memory_bytes=H200.memory_bytes * memory,
         link_bytes=H200.link_bytes * links,
+        nccl_bytes=H200.nccl_bytes * links,
     )
 
 

@@ -37,7 +37,7 @@ IMBALANCE = 0.15  # work of the most loaded device's experts above the mean, for
 PACE = 0.0127  # the slowest of several GPUs sets the pace: slower for each doubling, up to those of a host
 # Collectives of weights take multiprocessors, memory and power from the computation that hides them: this part of their
 # time at the bandwidth within a host.
-INTERFERENCE = 0.92
+INTERFERENCE = 0.62
 LOOP_COST = {"none": 0.06, "full": 0.02}  # slower than unrolled layers
 TICK_SECONDS = 150e-6  # of a tick's sends and loop
 
@@ -201,7 +201,10 @@ class _Step:
     def sent(self, axis: str, whole: float) -> float:
         """Seconds of a gather or a reduction of `whole` bytes over an axis."""
         size = self.sizes[axis]
-        return whole * (size - 1) / size / self.rates.group_bytes(size, self.stride(axis)) if size > 1 else 0
+        bandwidth = self.rates.group_bytes(size, self.stride(axis))
+        # Transfers over `tensor` are copies, the others are NCCL's.
+        bandwidth = bandwidth if axis == "tensor" else min(bandwidth, self.rates.nccl_bytes)
+        return whole * (size - 1) / size / bandwidth if size > 1 else 0
 
     @cached_property
     def weight_bytes(self) -> tuple[float, float]:
@@ -229,7 +232,8 @@ class _Step:
             first = (forward + backward) / max(len(self.plan.layer_slots), 1) / times
             late = max(0.0, forward - hidden * FORWARD) + max(0.0, backward - hidden * (1 - FORWARD))
             share = self.rates.group_bytes(self.sizes[axis], self.stride(axis)) / self.rates.link_bytes
-            exposed[axis] = max(late, first, INTERFERENCE * share * (forward + backward))
+            # The first layer's gathers and the last reductions have no computation beside them.
+            exposed[axis] = max(late, first + INTERFERENCE * share * (forward + backward - first))
             free = max(0.0, free - (forward + backward - late))
         return exposed
 

