@@ -32,6 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("overrides", nargs="*", help="section.key=value")
     parser.add_argument("--mesh", action="append", help="mesh to compare; default: the config's, sizes reduced to 2")
     parser.add_argument("--steps", type=int, default=3, help="number of steps (default: 3)")
+    parser.add_argument("--checkpoint", action="store_true", help="also change between one device and mesh in between")
     with user_errors():
         options = parser.parse_intermixed_args(arguments)
         # jax reads its environment when it is imported, so modules that import it are imported below.
@@ -43,13 +44,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.steps < 1:
             raise InputError(f"--steps={options.steps} is below 1.")
         config = load_config(options.config, options.overrides)
+        if options.checkpoint:
+            check_checkpoint(config, options.steps)
         meshes = [read_mesh(text) for text in options.mesh] if options.mesh else [own_mesh(config)]
         for sizes in meshes:
             with_mesh = config.model_copy(update={"mesh": config.mesh.model_copy(update=sizes)})
             check_mesh(with_mesh, math.prod(sizes.values()))
         from megajax.verify.report import report
 
-        return report(config, meshes, options.steps)
+        return report(config, meshes, options.steps, options.checkpoint)
 
 
 def read_mesh(text: str) -> dict[str, int]:
@@ -61,6 +64,18 @@ def read_mesh(text: str) -> dict[str, int]:
             raise ConfigError(f"--mesh={text} is not a mesh: give sizes of {', '.join(AXES)}, such as tensor=2,fsdp=2.")
         sizes[axis] = int(size)
     return limited(sizes, f"--mesh={text}", "make it smaller")
+
+
+def check_checkpoint(config: Config, steps: int) -> None:
+    """Raises ConfigError or InputError if no step can follow a checkpoint."""
+    if steps < 2:
+        raise InputError(f"--checkpoint saves between steps, and --steps={steps}: use 2 or more.")
+    if not config.checkpoint.save_optimizer:
+        where = config.where("checkpoint.save_optimizer")
+        raise ConfigError(
+            f"checkpoint.save_optimizer=false ({where}) saves weights only, so --checkpoint has nothing to continue: "
+            "add checkpoint.save_optimizer=true to the command."
+        )
 
 
 def own_mesh(config: Config) -> dict[str, int]:

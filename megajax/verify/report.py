@@ -1,30 +1,46 @@
-"""Trains a small version of a config on one device and on meshes, and prints a table of the differences."""
+"""Trains a small version of a config on one device and on meshes, and prints the differences."""
 
-import math
-from collections.abc import Mapping, Sequence
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 
 from megajax.config import AXES, Config
-from megajax.verify.runs import Difference, compare, train
+from megajax.verify.differences import Difference, compare
+from megajax.verify.runs import Run, Trace
 from megajax.verify.shrink import shrink
 
-HEAD = ("mesh", "loss", "gradient norm", "largest gradient difference", "largest update difference", "verdict")
+ONE_DEVICE: Mapping[str, int] = dict.fromkeys(AXES, 1)
+HEAD = "Largest differences from one device, ‖a − b‖ / ‖b‖, each of the largest that rounding explains:"
 
 
-def report(config: Config, meshes: Sequence[Mapping[str, int]], steps: int) -> int:
+def report(config: Config, meshes: Sequence[Mapping[str, int]], steps: int, checkpoint: bool) -> int:
     """Train and print, a line as soon as it is known; the exit status."""
     small, changes = shrink(config, meshes, steps)
     print("\n".join(["The small version of the config:", *(f"  {line}" for line in changes), ""]))
-    expected = train(small, dict.fromkeys(AXES, 1))
-    print("\n".join([row(HEAD), row(["---"] * len(HEAD))]), flush=True)
-    wrong = []
-    for sizes in meshes:
-        difference = compare(train(small, sizes), expected)
-        print(row(cells(sizes, difference)), flush=True)
-        wrong += [f"{mesh_name(sizes)}: {difference.first}."] if difference.first else []
-    count = f"{len(meshes)} mesh" + "es" * (len(meshes) > 1)
-    number = f"{steps} step" + "s" * (steps > 1)
-    print("\n".join(["", *(wrong or [f"{count}: the same as one device after {number}, up to rounding."])]))
+    one, runs, wrong = Run(small, ONE_DEVICE), 0, 0
+    with tempfile.TemporaryDirectory() as scratch:
+        own = Path(scratch) if checkpoint else None
+        expected = one.train(own)
+        print(HEAD, flush=True)
+        for sizes in meshes:
+            for name, found in traces(one, Run(small, sizes), mesh_name(sizes), own):
+                difference = compare(found, expected)
+                print("\n".join(["", *lines(name, difference)]), flush=True)
+                runs, wrong = runs + 1, wrong + (difference.first is not None)
+    verdict = "all agree with one device, up to rounding" if not wrong else f"{wrong} differ from one device"
+    print(f"\nruns: {runs}, steps: {steps}; {verdict}.")
     return 1 if wrong else 0
+
+
+def traces(one: Run, mesh: Run, name: str, saved: Path | None) -> Iterator[tuple[str, Trace]]:
+    """The mesh's run; with `saved`, one device's checkpoint, also the runs that change to and from one device."""
+    if saved is None:
+        yield name, mesh.train()
+        return
+    with tempfile.TemporaryDirectory() as own:
+        yield name, mesh.train(Path(own))
+        yield f"one device, then {name}", mesh.resume(saved, one.saved)
+        yield f"{name}, then one device", one.resume(Path(own), mesh.saved)
 
 
 def mesh_name(sizes: Mapping[str, int]) -> str:
@@ -32,17 +48,11 @@ def mesh_name(sizes: Mapping[str, int]) -> str:
     return " × ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1) or "one device"
 
 
-def cells(sizes: Mapping[str, int], difference: Difference) -> list[str]:
-    """A row of the table."""
-    worst = [
-        f"{value:.1e} {name}"
-        for values in (difference.gradients, difference.updates)
-        for name, value in [max(values.items(), key=lambda item: math.inf if math.isnan(item[1]) else item[1])]
-    ]
-    verdict = "differs" if difference.first else "agrees"
-    return [mesh_name(sizes), f"{difference.loss:.1e}", f"{difference.norm:.1e}", *worst, verdict]
-
-
-def row(entries: Sequence[str]) -> str:
-    """A line of a Markdown table."""
-    return f"| {' | '.join(entries)} |"
+def lines(name: str, difference: Difference) -> list[str]:
+    """The verdict on a run, and a line for each kind of difference."""
+    out = [f"{name} differs: {difference.first}." if difference.first else f"{name} agrees"]
+    for kind in difference.values:
+        if worst := difference.worst(kind):
+            value, limit = difference.values[kind][worst], difference.limits[kind][worst]
+            out.append(f"  {kind:13}  {value:.1e} of {limit:.1e}  {worst}")
+    return out

@@ -11,7 +11,6 @@ from typing import Any
 
 import jax
 import numpy as np
-import optax
 from mesh_models import MODELS
 
 from megajax.config import Config
@@ -19,9 +18,10 @@ from megajax.config.checks import check, check_mesh
 from megajax.mesh import AXES, build_mesh
 from megajax.model import Transformer, parameters
 from megajax.model.moe import MoE
-from megajax.sharding import to_canonical, to_stored
+from megajax.sharding import to_stored
 from megajax.training.batches import to_global
 from megajax.training.step import INITIAL_LOSS_SCALE, TrainProgram, TrainState
+from megajax.verify.runs import batches, canonical, first_gradients
 
 SCALAR_TOLERANCE = 1e-5  # loss and gradient norm of every step, relative
 GRADIENT_TOLERANCE = 1e-4  # each first-step gradient, ‖Δ‖ / ‖g‖, layer by layer
@@ -112,27 +112,8 @@ def reference_config(config: Config) -> Config:
 
 
 def make_batches(config: Config) -> Iterator[dict[str, np.ndarray]]:
-    """Fields `[global_size, S]` of each step.
-
-    Every sequence masks another part of its tokens, the first all of them: a mean over devices or microbatches instead
-    of over tokens would show. With `data.reset_attention`, sequences hold up to four documents with positions of their
-    own.
-    """
-    rows, S = config.batch.global_size, config.batch.sequence_length
-    rng = np.random.default_rng(7)
-    for _ in range(config.run.steps):
-        tokens = rng.integers(0, config.model.vocab_size, (rows, S + 1))
-        fields = {
-            "tokens": tokens[:, :-1],
-            "targets": tokens[:, 1:],
-            "loss_mask": rng.random((rows, S)) < np.linspace(0, 1, rows)[:, None],
-            "positions": np.broadcast_to(np.arange(S), (rows, S)),
-        }
-        if config.data.reset_attention:
-            documents = np.sort(rng.integers(0, 4, (rows, S)), axis=1)
-            fields["segment_ids"] = documents
-            fields["positions"] = np.arange(S) - [np.searchsorted(row, row) for row in documents]
-        yield fields
+    """The same batches for every seed of the weights."""
+    return batches(config, seed=7)
 
 
 def train(config: Config, weights: Mapping[str, np.ndarray] | None = None) -> Trace:
@@ -183,26 +164,6 @@ def first_state(program: TrainProgram, weights: Mapping[str, np.ndarray]) -> Tra
     return replace(
         state, params=params, frozen=frozen, loss_scale=jax.device_put(np.float32(scale), state.loss_scale.sharding)
     )
-
-
-def canonical(program: TrainProgram, arrays: Mapping[str, jax.Array]) -> dict[str, np.ndarray]:
-    """Stored arrays by name → whole arrays on the host, without padding."""
-    placements = program.placements
-    whole: dict[str, Any] = {name: np.asarray(x) for name, x in arrays.items()}  # NumPy: nothing is compiled
-    return {name: np.asarray(to_canonical(x, placements[name])) for name, x in whole.items()}
-
-
-def first_gradients(program: TrainProgram, state: TrainState, norm: float) -> dict[str, np.ndarray]:
-    """The gradients of the first step, from the moments that it left: so no second function is compiled for them."""
-    optimizer = program.config.optimizer
-    field, share = {
-        "adamw": ("mu", 1 - optimizer.beta1),
-        "lion": ("mu", 1 - optimizer.beta2),
-        "sgd": ("trace", 1.0),
-    }[optimizer.kind]
-    clip = min(1.0, optimizer.clip_norm / (norm + 1e-6)) if optimizer.clip_norm else 1.0
-    moments = canonical(program, optax.tree_utils.tree_get(state.optimizer, field))
-    return {name: moment.astype(np.float64) / (share * clip) for name, moment in moments.items()}
 
 
 def zero_gradients(config: Config) -> set[str]:

@@ -1,6 +1,7 @@
 """`megajax verify` agrees with correct code, and names the parameter of a planted error."""
 
 import re
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -11,8 +12,10 @@ from megajax.config import AXES, Config
 from megajax.model import attention
 from megajax.parallel import gradients
 from megajax.parallel.weights import exchange
+from megajax.training import saving
 from megajax.verify import __main__ as command
-from megajax.verify import runs as comparison
+from megajax.verify.differences import compare
+from megajax.verify.runs import Run, position_in_model
 from megajax.verify.shrink import shrink
 
 SIZES = dict.fromkeys(AXES, 1) | {"context": 2, "tensor": 2}
@@ -32,13 +35,24 @@ LARGE = {
 }
 
 
-def steps_on(sizes):
-    return comparison.train(shrink(Config.model_validate(LARGE), [SIZES], 2)[0], sizes)
+def run_on(sizes):
+    return Run(shrink(Config.model_validate(LARGE), [SIZES], 2)[0], sizes)
 
 
 @pytest.fixture(scope="module")
-def expected():
-    return steps_on(dict.fromkeys(AXES, 1))
+def one():
+    return run_on(dict.fromkeys(AXES, 1))
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    """The directory of one device's checkpoint after step 1 of 2."""
+    return tmp_path_factory.mktemp("one")
+
+
+@pytest.fixture(scope="module")
+def expected(one, checkpoint):
+    return one.train(checkpoint)
 
 
 def unsummed_gradient(patch):
@@ -85,16 +99,34 @@ def dropped_microbatch(patch):
         (unsummed_gradient, "^final_norm differs between devices"),
         (bias_of_a_rank, r"^blocks\.moe\.moe\.expert_bias differs between devices"),
         (wrong_offset, r"embedding.tokens differs .* most that of blocks\.moe\.attention\.(query|key|norm)"),
-        (dropped_microbatch, r"embedding.tokens differs .* (\d+) of \1 gradients differ"),
-        (None, None),
+        (dropped_microbatch, r"embedding.tokens differs .* (\d+) of \1 differ"),
     ],
-    ids=["unsummed-gradient", "bias-of-a-rank", "wrong-offset", "dropped-microbatch", "correct"],
+    ids=["unsummed-gradient", "bias-of-a-rank", "wrong-offset", "dropped-microbatch"],
 )
 def test_it_names_the_parameter_of_an_error(plant, named, expected, monkeypatch):
-    if plant:
-        plant(monkeypatch)
-    first = comparison.compare(steps_on(SIZES), expected).first
-    assert first is None if named is None else re.search(named, first or ""), first
+    plant(monkeypatch)
+    first = compare(run_on(SIZES).train(), expected).first
+    assert re.search(named, first or ""), first
+
+
+def test_a_correct_mesh_agrees_also_through_checkpoints(one, expected, checkpoint, tmp_path):
+    mesh = run_on(SIZES)
+    runs = mesh.train(tmp_path), mesh.resume(checkpoint, one.saved), one.resume(tmp_path, mesh.saved)
+    differences = [compare(run, expected) for run in runs]
+    assert [each.first for each in differences] == [None] * 3
+    assert [run.first for run in runs] == [1, 2, 2] and [len(run.losses) for run in runs] == [2, 1, 1]
+    for each in differences:
+        assert "blocks.moe.moe.expert_bias after step 2" in each.values["layer state"]
+        assert each.values["update"].keys() == expected.gradients.keys()
+    assert differences[0].values["gradient"].keys() == expected.gradients.keys()
+
+
+def test_a_checkpoint_that_loses_layer_state_is_named(one, expected, checkpoint, monkeypatch):
+    load = saving.loaded_layer_state
+    monkeypatch.setattr(saving, "loaded_layer_state", lambda tree: jax.tree.map(lambda x: 0 * x, load(tree)))
+    difference = compare(one.resume(checkpoint, one.saved), expected)
+    assert difference.first == "layer_state.moe.moe.expert_bias is restored with other values"
+    assert "the layer state of blocks.moe.moe.expert_bias after step 2" in replace(difference, problems=()).first
 
 
 def test_uneven_stages_stay_uneven_and_parameters_are_in_the_models_order():
@@ -103,7 +135,7 @@ def test_uneven_stages_stay_uneven_and_parameters_are_in_the_models_order():
     assert small.pipeline.layout == (1, 2, 2, 2) and small.model.num_layers == 7
     assert "pipeline.layout: (1, 4, 5, 2) → [1, 2, 2, 2]" in changes
     names = ["blocks.mtp.mlp.up", "head", "final_norm", "blocks.dense.mlp.up", "embedding.tokens"]
-    assert sorted(names, key=comparison.position_in_model) == [names[4], names[3], names[2], names[0], names[1]]
+    assert sorted(names, key=position_in_model) == [names[4], names[3], names[2], names[0], names[1]]
 
 
 @pytest.mark.parametrize(
@@ -114,6 +146,8 @@ def test_uneven_stages_stay_uneven_and_parameters_are_in_the_models_order():
         (["--mesh", "data=32"], "needs 32 devices; verify has 16"),
         (["--mesh", "tensor=3"], "mesh.tensor=3 does not divide"),
         (["--steps", "0"], "--steps=0 is below 1"),
+        (["--steps", "1", "--checkpoint"], "--checkpoint saves between steps, and --steps=1: use 2 or more"),
+        (["checkpoint.save_optimizer=false", "--checkpoint"], "saves weights only, so --checkpoint has nothing to"),
         ([], "the config's mesh is one device"),
     ],
 )
