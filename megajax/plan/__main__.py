@@ -107,6 +107,9 @@ def mesh_text(found: Found) -> str:
     """The axes above 1, with the schedule of a pipeline."""
     sizes, pipeline = found.candidate.plan.sizes, found.candidate.config.pipeline
     text = " × ".join(f"{axis} {sizes[axis]}" for axis in AXES_SHOWN if sizes[axis] > 1) or "one GPU"
+    others = [axis for axis in found.candidate.config.mesh.experts_over if axis != "expert" and sizes[axis] > 1]
+    if found.candidate.config.model.num_experts and others:
+        text += f", experts over {' and '.join(['expert', *others] if sizes['expert'] > 1 else others)}"
     if sizes["pipeline"] > 1:
         text += f", {pipeline.schedule}" + (f", {pipeline.rounds} rounds" if pipeline.rounds > 1 else "")
     return text

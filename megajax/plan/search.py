@@ -1,8 +1,9 @@
 """The search for the fastest way to run a config on N GPUs.
 
 First every legal mesh and number of microbatches is timed with nothing and with everything recomputed. The fastest
-are then tried with each pipeline schedule, number of rounds and remat policy. Memory is estimated in the order of time,
-until enough of them fit. Nothing that changes numbers is varied: model, batch, sequence length, precision, optimizer.
+are then tried with each pipeline schedule, number of rounds, remat policy and axes of the experts. Memory is estimated
+in the order of time, until enough of them fit. Nothing that changes numbers is varied: model, batch, sequence length,
+precision, optimizer.
 """
 
 import itertools
@@ -21,14 +22,14 @@ from megajax.plan.candidates import Candidate
 from megajax.plan.rates import GIB, Rates
 from megajax.plan.step_time import StepTime
 
-TENSOR = "mesh.tensor"
+TENSOR, EXPERTS_OVER = "mesh.tensor", "mesh.experts_over"
 MESHES_EXPANDED = 24  # fastest pairs of mesh and microbatches of the first pass, of each remat policy
 FEWEST_TOKENS = 2048  # of a sequence on a device of `context`
 MOST_TOKENS = 2**17  # of a microbatch on a device
 MOST_EXPERT_SHARDS = 64
 VARIED = (
-    *("mesh.pipeline", "mesh.data", "mesh.fsdp", "mesh.expert", "mesh.context", TENSOR, "batch.num_microbatches"),
-    *("pipeline.schedule", "pipeline.rounds", "remat.policy", "remat.layers"),
+    *("mesh.pipeline", "mesh.data", "mesh.fsdp", "mesh.expert", "mesh.context", TENSOR, EXPERTS_OVER),
+    *("batch.num_microbatches", "pipeline.schedule", "pipeline.rounds", "remat.policy", "remat.layers"),
 )
 type Settings = dict[str, object]
 
@@ -130,9 +131,9 @@ class Search:
                 plan = found.candidate.plan
                 chosen[*plan.sizes.values(), plan.batch_shape[0]] = found.settings
         for settings in chosen.values():
-            for change in self._schedules(settings):
+            for experts, change in itertools.product(self._experts_over(settings), self._schedules(settings)):
                 for remat in self._remats(change):
-                    found = self.evaluate({**settings, **change, **remat})
+                    found = self.evaluate({**settings, **change, **experts, **remat})
                     if found:
                         yield found
                         if found.gib <= self.rates.memory_gib:
@@ -204,6 +205,17 @@ class Search:
                     yield {
                         k: int(v) for k, v in {**mesh, "expert": expert, "context": context, "tensor": tensor}.items()
                     }
+
+    def _experts_over(self, settings: Settings) -> Iterator[Settings]:
+        """Axes that divide the experts: `expert`, and with it one other axis of the mesh. None for a dense model."""
+        number, sizes = self.base.model.num_experts, {**self.fixed, **settings}
+        yield self._varied({EXPERTS_OVER: "[expert]"}) if number else {}
+        for axis in ("data", "fsdp", "context", "tensor"):
+            size, experts = int(str(sizes[f"mesh.{axis}"])), int(str(sizes["mesh.expert"]))
+            shards = size * experts
+            if number and size > 1 and number % shards == 0 and shards <= MOST_EXPERT_SHARDS:
+                if EXPERTS_OVER not in self.fixed:
+                    yield {EXPERTS_OVER: f"[expert,{axis}]"}
 
     def _microbatches(self, mesh: dict[str, int]) -> list[int]:
         """Numbers of microbatches with 1 to MOST_SEQUENCES sequences of each on a device."""

@@ -52,6 +52,19 @@ def test_no_other_mesh_is_faster(config):
     assert len(times) > 20 and fastest.time.total <= min(times)
 
 
+def test_the_axes_of_experts_are_varied_too(config):
+    experts = ["model.num_experts=8", "model.ffn_hidden_size=4096", "mesh.context=2", "batch.global_size=2"]
+    [best] = Search(config, experts, 2, H200).best(1)
+    [whole] = Search(config, [*experts, "mesh.experts_over=[expert]"], 2, H200).best(1)
+    assert best.candidate.config.mesh.experts_over == ("expert", "context")
+    assert whole.candidate.config.mesh.experts_over == ("expert",) and best.time.total < whole.time.total
+    # 8 layers of 8 experts with three matrices of 4096 x 4096, half of them on a device, are gathered over no axis.
+    gathered, all_weights = (
+        sum(f.candidate.parameters[axes] for axes in f.candidate.parameters if axes) for f in (best, whole)
+    )
+    assert all_weights - gathered == 8 * 8 * 3 * 4096 * 4096 / 2
+
+
 def test_pinned_keys_are_kept_and_what_changes_numbers_is_not_varied(config):
     pinned = ["mesh={tensor: 4, fsdp: -1}", "remat.policy=full", "precision.gradients=bfloat16"]
     for found in Search(config, pinned, 8, H200).best(2):
