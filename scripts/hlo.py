@@ -9,6 +9,8 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 COLLECTIVES = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute", "collective-broadcast")
 # Instructions that launch no kernel.
 SILENT = ("parameter", "constant", "get-tuple-element", "tuple", "bitcast", "after-all", "partition-id", "replica-id")
@@ -100,6 +102,24 @@ class Op:
             return int(iota[1])
         listed = re.search(r"replica_groups=\{\{([\d,]*)\}", self.attributes)
         return len(listed[1].split(",")) if listed else 1
+
+    def between_hosts(self, hosts_of: int) -> float:
+        """Bytes that a host of `hosts_of` devices sends to others in a gather or a reduction; 0 for other operations.
+
+        A group of n devices that is on several hosts forms a ring, so each of its hosts sends (n − 1)/n of the whole
+        array, twice that for an all-reduce. Devices are numbered host by host.
+        """
+        passes = {"all-gather": 1, "reduce-scatter": 1, "all-reduce": 2}.get(self.kind, 0)
+        mesh = re.search(r"replica_groups=mesh\[(.*?)\] \{(.*?)\}", self.attributes)
+        if not passes or not mesh:
+            return 0.0
+        names, shape = zip(*re.findall(r"'(\w+)'=(\d+)", mesh[1]), strict=True)
+        axes = [names.index(axis) for axis in re.findall(r"\w+", mesh[2])]
+        devices = np.arange(math.prod(map(int, shape))).reshape([int(n) for n in shape])
+        groups = np.moveaxis(devices, axes, range(-len(axes), 0)).reshape(-1, self.group_size) // hosts_of
+        sending = sum(1 for hosts in groups if 0 in hosts and len(set(hosts.tolist())) > 1)  # groups of host 0
+        whole = max(self.operand_bytes, self.result_bytes)
+        return sending * passes * whole * (self.group_size - 1) / self.group_size
 
 
 def parse(text: str) -> list[Op]:

@@ -25,7 +25,7 @@ from megajax.config import load_config
 from megajax.console import user_errors
 from megajax.errors import InputError
 from megajax.plan import estimate_memory
-from megajax.plan.compile import compile_for_h200, require_plugin, usable_bytes
+from megajax.plan.compile import HOST, compile_for_h200, require_plugin, usable_bytes
 from megajax.training.step import TrainProgram
 
 GOLDEN = ROOT / "tests/data/h200_hlo_counts.txt"
@@ -56,8 +56,10 @@ def describe(ops: Iterable[hlo.Op], memory: dict[str, int]) -> list[str]:
     """One line per kind of operation: their number, their bytes, and the number in loops; then memory.
 
     A loop's body counts once, twice where XLA has unrolled it. The bytes of a collective are those of the whole array.
+    With several hosts, a line has what one sends to others in gathers and reductions outside loops.
     """
     counts, sizes, looped = Counter(), Counter(), Counter()
+    ops = list(ops)
     for op in ops:
         for kind, size in _kinds(op):
             counts[kind] += 1
@@ -68,6 +70,8 @@ def describe(ops: Iterable[hlo.Op], memory: dict[str, int]) -> list[str]:
         size = f"{sizes[kind] / 2**20:,.1f} MiB" if sizes[kind] else ""
         loops = f"{looped[kind]} in loops" if looped[kind] else ""
         lines.append(f"  {kind:<28}{counts[kind]:>5}{size:>14}{loops:>14}".rstrip())
+    if sent := sum(op.between_hosts(HOST) for op in ops):
+        lines.append(f"  {'sent by a host to others':<28}{'':>5}{f'{sent / 2**20:,.1f} MiB':>14}")
     return lines + [f"  {part + ' memory':<28}{size / 2**30:>15.1f} GiB" for part, size in memory.items()]
 
 
