@@ -11,7 +11,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
 from megajax.config.checks import check
-from megajax.config.other_names import counterpart, plain
+from megajax.config.counterparts import counterpart, plain
 from megajax.config.schema import Config
 from megajax.config.sentences import listed
 from megajax.config.tree import Tree, read_file, read_override, show
