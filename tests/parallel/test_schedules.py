@@ -1,27 +1,15 @@
-"""Pipeline schedules: tables written by hand, times by formula, and errors of `check` and `replay`."""
+"""Pipeline schedules: tables written by hand, times by formula, and errors of `check`."""
 
-import itertools
-import subprocess
-import sys
-import xml.etree.ElementTree as ElementTree
-from collections import Counter
 from dataclasses import replace
 
 import numpy as np
 import pytest
+from schedule_cases import CASES, SIZES
 
-from megajax.parallel.pipeline.schedules import IDLE, KINDS, Schedule, Table, assign_buffer_slots, check, make_schedule
-from megajax.parallel.pipeline.simulator import Costs, replay, sends, simulate
-from megajax.pictures.schedule import draw, main, svg
+from megajax.parallel.pipeline.schedules import IDLE, KINDS, Schedule, Table, check, make_schedule
+from megajax.parallel.pipeline.simulator import Costs, sends, simulate
 
 COSTS = (Costs(), Costs(1.0, 1.3, 0.7), Costs(2.0, 0.5, 3.0))
-# (stages, microbatches, rounds): fewer and more microbatches than stages, whole groups of stages in rounds
-SIZES = [
-    (P, M, R)
-    for P, M, R in itertools.product((1, 2, 3, 4, 8), (1, 2, 3, 4, 7, 8, 12, 16, 24), (1, 2, 3))
-    if R == 1 or M % P == 0
-]
-CASES = list(itertools.product(KINDS, SIZES))
 
 
 def rows(schedule: Schedule, operation: str) -> list[str]:
@@ -260,105 +248,6 @@ def test_the_number_of_phases_does_not_grow_with_microbatches(kind, rounds):
     assert numbers[0] == (3 if rounds == 1 else 5) + splits
 
 
-# Memory
-
-
-@pytest.mark.smoke
-@pytest.mark.parametrize("P", [1, 2, 4, 8])
-def test_microbatches_in_flight_of_one_round(P):
-    for M in (2 * P - 1, 2 * P, 64):
-        in_flight = {kind: simulate(make_schedule(kind, P, M), Costs()).in_flight for kind in KINDS}
-        assert in_flight["1f1b"] == [2 * (P - s) - 1 for s in range(P)]
-        assert in_flight["zero_bubble"] == in_flight["1f1b"]
-        assert in_flight["gpipe"] == P * [M]
-
-
-@pytest.mark.parametrize("R", [2, 3])
-def test_microbatches_in_flight_of_rounds_do_not_grow_with_microbatches(R):
-    P = 4
-    for kind in ("1f1b", "zero_bubble"):
-        few, many = (simulate(make_schedule(kind, P, M, R), Costs()) for M in (4 * P, 16 * P))
-        assert few.in_flight == many.in_flight and few.buffer_slots == many.buffer_slots
-        # The first stage keeps its microbatches until the first one is back, R·P + P - 2 ticks later.
-        assert few.in_flight[0] == (R * P + P - 2 + 1) / R <= 2 * P - 1
-
-
-def test_slots_are_at_most_one_more_than_live_microbatches():
-    for kind, (P, M, R) in CASES:
-        schedule = make_schedule(kind, P, M, R)
-        report = simulate(schedule, Costs())  # replays the slots
-        alive = round(max(report.in_flight) * R)
-        assert alive <= report.buffer_slots.activations <= alive + 1
-        assert report.buffer_slots.pending_heads == (M if kind == "gpipe" else 1)
-        # Deferred operands of the last stage while the pipeline fills, and one slot for a backward operation at the end
-        deferred = kind == "zero_bubble" and P > 1
-        assert report.buffer_slots.deferred_slots == (min(P - 1, M * R) + 1 if deferred else 0)
-
-
-SLOT_FIELDS = {
-    "forward": "activations",
-    "backward": "activations",
-    "deferred": "deferred_slots",
-    "weight": "deferred_slots",
-    "head": "pending_heads",
-    "backward_head": "pending_heads",
-}
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("P", "M", "R"), [(1, 3, 2), (2, 4, 1), (2, 8, 2), (4, 8, 2), (4, 16, 4)])
-def test_rounds_may_have_slots_of_their_own(kind, P, M, R):
-    schedule = make_schedule(kind, P, M, R)
-    slots = assign_buffer_slots(schedule, per_round=True)
-    replay(schedule, slots)
-    assert len(slots.rounds) == slots.activations and set(slots.rounds) == set(range(R))
-    owner = np.array(slots.rounds)
-    for table, accessed in ((schedule.forward, slots.forward), (schedule.backward, slots.backward)):
-        used = table.active
-        assert (owner[accessed[used]] == table.round[used]).all()
-    if R == 1:
-        assert np.array_equal(slots.forward, assign_buffer_slots(schedule).forward)
-
-
-@pytest.mark.parametrize(
-    ("kind", "field"),
-    [
-        *itertools.product(["gpipe", "1f1b"], ["forward", "backward", "head", "backward_head"]),
-        *itertools.product(["zero_bubble"], SLOT_FIELDS),
-    ],
-)
-def test_replay_catches_every_slot_that_is_off_by_one(kind, field):
-    schedule = make_schedule(kind, 3, 6, 2)
-    slots = assign_buffer_slots(schedule)
-    replay(schedule, slots)
-    table = schedule.tables.get({"deferred": "backward"}.get(field, field.split("_")[0]), schedule.forward)
-    used = table.active
-    if "head" in field:
-        used = (used & (table.round == schedule.rounds - 1))[:, -1]
-    flag = {"weight": "weight", "deferred": "split"}.get(field)
-    if flag:
-        used = used & np.array([getattr(flags, flag) for flags in schedule.flags])[:, None]
-    assert used.any()
-    count = getattr(slots, SLOT_FIELDS[field])
-    for cell in np.argwhere(used):
-        wrong = getattr(slots, field).copy()
-        wrong[tuple(cell)] = (wrong[tuple(cell)] + 1) % max(count, 2)
-        with pytest.raises(ValueError, match=r"^tick \d+, stage \d: the \w+ operation of .* slot \d+ of the \w+.*\.$"):
-            replay(schedule, replace(slots, **{field: wrong}))
-
-
-@pytest.mark.smoke
-def test_replay_catches_an_idle_operation_that_overwrites_what_is_needed():
-    schedule = make_schedule("gpipe", 2, 3)
-    slots = assign_buffer_slots(schedule)
-    assert schedule.forward.microbatch[3, 0] == IDLE and schedule.flags[3].forward
-    wrong = slots.forward.copy()
-    wrong[3, 0] = slots.forward[1, 0]
-    sentence = "tick 6, stage 0: the backward operation of microbatch 1, round 0 reads slot 1 of the activations, "
-    with pytest.raises(ValueError, match=f"^{sentence}which holds no microbatch.$"):
-        replay(schedule, replace(slots, forward=wrong))
-
-
 # Broken tables
 
 
@@ -508,119 +397,3 @@ def test_sending_is_paid_once_at_each_tick_that_sends():
 def test_costs_are_finite_and_not_negative(bad, sentence):
     with pytest.raises(ValueError, match=f"^{sentence}"):
         Costs(**bad)
-
-
-# Pictures
-
-
-@pytest.mark.smoke
-def test_the_drawing_of_a_small_schedule():
-    assert draw(make_schedule("zero_bubble", 2, 2, 2)).splitlines() == [
-        "tick       0  1  2  3  4  5  6  7",
-        "stage 0 F 0a 1a 0b 1b  .  .  .  .",
-        "        B  .  .  .  . 0b 1b 0a 1a",
-        "        W  .  .  .  . 0b 1b 0a 1a",
-        "stage 1 F  . 0a 1a 0b 1b  .  .  .",
-        "        B  .  .  . 0b 1b 0a 1a  .",
-        "        W  .  .  .  . 1b 0a 1a 0b",
-        "",
-        "F: forward, B: gradients of inputs, W: gradients of weights",
-        "number: microbatch; a to b: round 0 to 1; dot: no such operation",
-    ]
-
-
-def test_a_drawing_wider_than_the_terminal_is_broken_into_blocks():
-    schedule = make_schedule("1f1b", 4, 32)
-    whole, broken = draw(schedule).split("\n\n"), draw(schedule, width=80).split("\n\n")
-    assert len(whole) == 2 and whole[-1] == broken[-1]
-    assert all(len(line) <= 80 for block in broken for line in block.splitlines())
-    left = len("stage 0 F")
-    by_row = zip(*(block.splitlines() for block in broken[:-1]), strict=True)
-    joined = [lines[0][:left] + "".join(line[left:] for line in lines) for lines in by_row]
-    assert joined == whole[0].splitlines()
-
-
-SVG = "{http://www.w3.org/2000/svg}"
-
-
-@pytest.mark.parametrize("costs", [Costs(), Costs(1.0, 1.5, 0.0), Costs(1.0, 2.0, 0.5, send=0.25)])
-@pytest.mark.parametrize(("kind", "size"), [("gpipe", (2, 3, 1)), ("1f1b", (4, 8, 2)), ("zero_bubble", (3, 6, 2))])
-def test_the_svg_has_each_operation_once_and_no_two_boxes_overlap(kind, size, costs):
-    P, M, R = size
-    schedule = make_schedule(kind, P, M, R)
-    picture = ElementTree.fromstring(svg(schedule, costs))
-    boxes = [box for box in picture.iter(f"{SVG}rect") if box.get("class")]
-    named = Counter(box.findtext(f"{SVG}title", "").rpartition(", tick")[0] for box in boxes)
-    operations = ("forward", "backward", "weight") if kind == "zero_bubble" else ("forward", "backward")
-    assert named == Counter(
-        f"{operation}, microbatch {m}, round {r}, stage {s}"
-        for operation, m, r, s in itertools.product(operations, range(M), range(R), range(P))
-    )
-    by_row: dict[str, list[tuple[float, float]]] = {}
-    for box in boxes:
-        x, width = float(box.get("x", "")), float(box.get("width", ""))
-        by_row.setdefault(box.get("y", ""), []).append((x, x + width))
-    assert len(by_row) == P
-    for spans in by_row.values():
-        spans.sort()
-        assert all(end <= start + 0.03 for (_, end), (start, _) in itertools.pairwise(spans))
-        assert spans[-1][1] <= float(picture.get("width", ""))
-    backward = costs.backward + (0 if kind == "zero_bubble" else costs.weight)
-    whole = {"forward": costs.forward, "backward": backward, "weight": costs.weight}
-    widths = {name: {float(box.get("width", "")) for box in boxes if box.get("class") == name} for name in operations}
-    (unit,) = widths["forward"]
-    for name in operations:
-        assert list(widths[name]) == [pytest.approx(unit * whole[name] / whole["forward"], abs=0.05)]
-
-
-# The command line
-
-
-def test_the_command_prints_a_drawing_and_writes_the_picture(tmp_path):
-    command = [sys.executable, "-m", "megajax.pictures.schedule"]
-    arguments = "--stages 4 --microbatches 8 --schedule 1f1b --rounds 2".split()
-    done = subprocess.run([*command, *arguments], capture_output=True, text=True, cwd=tmp_path, timeout=60)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert draw(make_schedule("1f1b", 4, 8, 2)) in done.stdout
-    assert "ticks      26\n" in done.stdout
-    assert "bubble     15.8% of the time\n" in done.stdout  # 3/2 of 9 and a half
-    assert "in flight  5.5 4.5 3.5 2.5 " in done.stdout
-    assert "slots      11 for activations, 0 deferred, 1 for the head\n" in done.stdout
-    assert done.stdout.endswith("Picture: 1f1b_p4_m8_r2.svg\n")
-    ElementTree.parse(tmp_path / "1f1b_p4_m8_r2.svg")
-
-
-def test_drawing_needs_no_jax():
-    code = "import sys, megajax.pictures.schedule; sys.exit('jax' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
-
-
-def test_the_command_takes_costs_and_a_file(tmp_path, capsys):
-    path = tmp_path / "picture.svg"
-    costs = "--forward 1 --backward 2 --weight 0.5 --send 0.1".split()
-    assert main(["--stages", "2", "--microbatches", "2", "--schedule", "zero_bubble", *costs, "--svg", str(path)]) == 0
-    assert f"Picture: {path}\n" in capsys.readouterr().out
-    assert path.read_text() == svg(make_schedule("zero_bubble", 2, 2), Costs(1.0, 2.0, 0.5, 0.1))
-
-
-@pytest.mark.parametrize(
-    ("arguments", "sentence"),
-    [
-        ("--stages 0", "stages=0 is below 1."),
-        ("--schedule dualpipe", "schedule=dualpipe is not known"),
-        ("--stages 4 --microbatches 6 --rounds 2", "with rounds=2, microbatches=6 must be a multiple of stages=4"),
-        ("--stages four", "argument --stages: invalid int value: 'four'"),
-        ("--send -1", "send=-1 is not a cost"),
-        ("--forward nan", "forward=nan is not a cost"),
-        ("--colour red", "unrecognized arguments: --colour red"),
-        ("--svg nowhere/a.svg", "--svg=nowhere/a.svg: No such file or directory"),
-    ],
-)
-def test_bad_input_is_one_sentence_and_status_2(arguments, sentence, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(SystemExit) as raised:
-        main(arguments.split())
-    assert raised.value.code == 2
-    error = capsys.readouterr().err
-    assert error.startswith(f"megajax: error: {sentence}") and error.endswith(".\n") and error.count("\n") == 1
-    assert not list(tmp_path.iterdir())

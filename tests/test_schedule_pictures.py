@@ -1,0 +1,123 @@
+"""Pictures of pipeline schedules as text and as SVG, and the command that makes them."""
+
+import itertools
+import subprocess
+import sys
+import xml.etree.ElementTree as ElementTree
+from collections import Counter
+
+import pytest
+
+from megajax.parallel.pipeline.schedules import make_schedule
+from megajax.parallel.pipeline.simulator import Costs
+from megajax.pictures.schedule import draw, main, svg
+
+
+@pytest.mark.smoke
+def test_the_drawing_of_a_small_schedule():
+    assert draw(make_schedule("zero_bubble", 2, 2, 2)).splitlines() == [
+        "tick       0  1  2  3  4  5  6  7",
+        "stage 0 F 0a 1a 0b 1b  .  .  .  .",
+        "        B  .  .  .  . 0b 1b 0a 1a",
+        "        W  .  .  .  . 0b 1b 0a 1a",
+        "stage 1 F  . 0a 1a 0b 1b  .  .  .",
+        "        B  .  .  . 0b 1b 0a 1a  .",
+        "        W  .  .  .  . 1b 0a 1a 0b",
+        "",
+        "F: forward, B: gradients of inputs, W: gradients of weights",
+        "number: microbatch; a to b: round 0 to 1; dot: no such operation",
+    ]
+
+
+def test_a_drawing_wider_than_the_terminal_is_broken_into_blocks():
+    schedule = make_schedule("1f1b", 4, 32)
+    whole, broken = draw(schedule).split("\n\n"), draw(schedule, width=80).split("\n\n")
+    assert len(whole) == 2 and whole[-1] == broken[-1]
+    assert all(len(line) <= 80 for block in broken for line in block.splitlines())
+    left = len("stage 0 F")
+    by_row = zip(*(block.splitlines() for block in broken[:-1]), strict=True)
+    joined = [lines[0][:left] + "".join(line[left:] for line in lines) for lines in by_row]
+    assert joined == whole[0].splitlines()
+
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+@pytest.mark.parametrize("costs", [Costs(), Costs(1.0, 1.5, 0.0), Costs(1.0, 2.0, 0.5, send=0.25)])
+@pytest.mark.parametrize(("kind", "size"), [("gpipe", (2, 3, 1)), ("1f1b", (4, 8, 2)), ("zero_bubble", (3, 6, 2))])
+def test_the_svg_has_each_operation_once_and_no_two_boxes_overlap(kind, size, costs):
+    P, M, R = size
+    schedule = make_schedule(kind, P, M, R)
+    picture = ElementTree.fromstring(svg(schedule, costs))
+    boxes = [box for box in picture.iter(f"{SVG}rect") if box.get("class")]
+    named = Counter(box.findtext(f"{SVG}title", "").rpartition(", tick")[0] for box in boxes)
+    operations = ("forward", "backward", "weight") if kind == "zero_bubble" else ("forward", "backward")
+    assert named == Counter(
+        f"{operation}, microbatch {m}, round {r}, stage {s}"
+        for operation, m, r, s in itertools.product(operations, range(M), range(R), range(P))
+    )
+    by_row: dict[str, list[tuple[float, float]]] = {}
+    for box in boxes:
+        x, width = float(box.get("x", "")), float(box.get("width", ""))
+        by_row.setdefault(box.get("y", ""), []).append((x, x + width))
+    assert len(by_row) == P
+    for spans in by_row.values():
+        spans.sort()
+        assert all(end <= start + 0.03 for (_, end), (start, _) in itertools.pairwise(spans))
+        assert spans[-1][1] <= float(picture.get("width", ""))
+    backward = costs.backward + (0 if kind == "zero_bubble" else costs.weight)
+    whole = {"forward": costs.forward, "backward": backward, "weight": costs.weight}
+    widths = {name: {float(box.get("width", "")) for box in boxes if box.get("class") == name} for name in operations}
+    (unit,) = widths["forward"]
+    for name in operations:
+        assert list(widths[name]) == [pytest.approx(unit * whole[name] / whole["forward"], abs=0.05)]
+
+
+def test_the_command_prints_a_drawing_and_writes_the_picture(tmp_path):
+    command = [sys.executable, "-m", "megajax.pictures.schedule"]
+    arguments = "--stages 4 --microbatches 8 --schedule 1f1b --rounds 2".split()
+    done = subprocess.run([*command, *arguments], capture_output=True, text=True, cwd=tmp_path, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert draw(make_schedule("1f1b", 4, 8, 2)) in done.stdout
+    assert "ticks      26\n" in done.stdout
+    assert "bubble     15.8% of the time\n" in done.stdout  # 3/2 of 9 and a half
+    assert "in flight  5.5 4.5 3.5 2.5 " in done.stdout
+    assert "slots      11 for activations, 0 deferred, 1 for the head\n" in done.stdout
+    assert done.stdout.endswith("Picture: 1f1b_p4_m8_r2.svg\n")
+    ElementTree.parse(tmp_path / "1f1b_p4_m8_r2.svg")
+
+
+def test_drawing_needs_no_jax():
+    code = "import sys, megajax.pictures.schedule; sys.exit('jax' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+
+
+def test_the_command_takes_costs_and_a_file(tmp_path, capsys):
+    path = tmp_path / "picture.svg"
+    costs = "--forward 1 --backward 2 --weight 0.5 --send 0.1".split()
+    assert main(["--stages", "2", "--microbatches", "2", "--schedule", "zero_bubble", *costs, "--svg", str(path)]) == 0
+    assert f"Picture: {path}\n" in capsys.readouterr().out
+    assert path.read_text() == svg(make_schedule("zero_bubble", 2, 2), Costs(1.0, 2.0, 0.5, 0.1))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ("--stages 0", "stages=0 is below 1."),
+        ("--schedule dualpipe", "schedule=dualpipe is not known"),
+        ("--stages 4 --microbatches 6 --rounds 2", "with rounds=2, microbatches=6 must be a multiple of stages=4"),
+        ("--stages four", "argument --stages: invalid int value: 'four'"),
+        ("--send -1", "send=-1 is not a cost"),
+        ("--forward nan", "forward=nan is not a cost"),
+        ("--colour red", "unrecognized arguments: --colour red"),
+        ("--svg nowhere/a.svg", "--svg=nowhere/a.svg: No such file or directory"),
+    ],
+)
+def test_bad_input_is_one_sentence_and_status_2(arguments, sentence, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as raised:
+        main(arguments.split())
+    assert raised.value.code == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"megajax: error: {sentence}") and error.endswith(".\n") and error.count("\n") == 1
+    assert not list(tmp_path.iterdir())
