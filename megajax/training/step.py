@@ -104,10 +104,9 @@ class TrainProgram:
     @cached_property
     def abstract_state(self) -> TrainState:
         """The state as `ShapeDtypeStruct`s with shardings."""
-        shapes = jax.eval_shape(self._init)
         return jax.tree.map(
             lambda s, sharding: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=sharding),
-            shapes,
+            self._state_shapes,
             self.state_shardings,
         )
 
@@ -179,7 +178,10 @@ class TrainProgram:
     def _init(self) -> TrainState:
         seed, std = self.config.run.seed, self.config.model.init_std
         weights = init_parameters(self.model, seed, std, {n: p.layers for n, p in self.placements.items()})
-        stored = {name: pad_storage(w, self.placements[name]) for name, w in weights.items()}
+        return self._first_state({name: pad_storage(w, self.placements[name]) for name, w in weights.items()})
+
+    def _first_state(self, stored: dict[str, jax.Array]) -> TrainState:
+        """The state of step 0 with the FP32 weights `stored`."""
         params, frozen = self._divided(stored)
         frozen = {name: w.astype(self.frozen_dtype(name)) for name, w in frozen.items()}
         zero = jnp.zeros((), jnp.int32)
@@ -188,6 +190,12 @@ class TrainProgram:
             kept[FP8] = history
         scale = self.first_loss_scale
         return TrainState(params, self.optimizer.init(params), kept, zero, scale, zero, zero, zero, frozen)
+
+    @cached_property
+    def _state_shapes(self) -> TrainState:
+        """The state as `ShapeDtypeStruct`s; no random numbers are traced."""
+        shapes = {name: jax.ShapeDtypeStruct(p.stored_shape, jnp.float32) for name, p in self.placements.items()}
+        return jax.eval_shape(self._first_state, shapes)
 
     def frozen_dtype(self, name: str) -> Any:
         """The dtype of a frozen weight: that in which the step computes with it."""
@@ -200,7 +208,7 @@ class TrainProgram:
 
     def per_parameter(self, values: dict[str, Any], scalar: Any) -> TrainState:
         """A state-shaped tree with each parameter's value at the parameter and its moments, `scalar` elsewhere."""
-        shapes, (trained, frozen) = jax.eval_shape(self._init), self._divided(values)
+        shapes, (trained, frozen) = self._state_shapes, self._divided(values)
         optimizer = optax.tree_map_params(
             self.optimizer,
             lambda _, value: value,
