@@ -18,7 +18,7 @@ from megajax.config.checks import check, check_mesh
 from megajax.mesh import AXES, build_mesh
 from megajax.model import Transformer, parameters
 from megajax.model.moe import MoE
-from megajax.sharding import to_stored
+from megajax.sharding import Placement
 from megajax.training.batches import to_global
 from megajax.training.step import INITIAL_LOSS_SCALE, TrainProgram, TrainState
 from megajax.verify.runs import batches, canonical, first_gradients
@@ -148,22 +148,32 @@ def weights_of(config: Config) -> dict[str, np.ndarray]:
 
 
 def first_state(program: TrainProgram, weights: Mapping[str, np.ndarray]) -> TrainState:
-    """The state of step 0 with given weights; quick, for no random numbers are compiled."""
+    """The state of step 0 with given weights; quick, for nothing is compiled."""
 
     def zeros(leaf: jax.ShapeDtypeStruct) -> jax.Array:
         return jax.device_put(np.zeros(leaf.shape, leaf.dtype), leaf.sharding)
 
     state = jax.tree.map(zeros, program.abstract_state)
-    placements = program.placements
-    stored = jax.jit(lambda: {name: to_stored(jax.numpy.asarray(w), placements[name]) for name, w in weights.items()})()
-    params, frozen = (
-        {name: jax.device_put(stored[name].astype(old.dtype), old.sharding) for name, old in own.items()}
-        for own in (state.params, state.frozen)
-    )
+
+    def given(name: str, leaf: jax.Array) -> jax.Array:
+        return jax.device_put(stored(weights[name], program.placements[name], leaf.dtype), leaf.sharding)
+
+    params, frozen = ({name: given(name, leaf) for name, leaf in own.items()} for own in (state.params, state.frozen))
     scale = INITIAL_LOSS_SCALE if program.config.precision.compute == "float16" else 1.0
     return replace(
         state, params=params, frozen=frozen, loss_scale=jax.device_put(np.float32(scale), state.loss_scale.sharding)
     )
+
+
+def stored(weight: np.ndarray, placement: Placement, dtype: np.dtype) -> np.ndarray:
+    """A whole weight as a device stores it, in NumPy: layers in the order of the stages, zeros elsewhere."""
+    out = np.zeros(placement.stored_shape, dtype)
+    rows = list(range(len(weight)))
+    if placement.reordered:
+        assert placement.layers is not None
+        rows = [placement.layers.index(layer) for layer in placement.canonical_layers]
+    out[(rows, *map(slice, weight.shape[1:]))] = weight
+    return out
 
 
 def zero_gradients(config: Config) -> set[str]:
