@@ -2,12 +2,13 @@
 
     python -m megajax.verify CONFIG [section.key=value ...] [--mesh tensor=4,pipeline=2] [--mesh ...]
 
-The config is made small first: it keeps the structure and the options of the model; sizes are reduced. Everything is
-computed in FP32, also where the config uses BF16 or FP8, so that any difference above rounding is an error. The exit
-status is 0 if all meshes agree with one device, 1 if one differs, 2 for a mistake in the input.
+The config is made small first: it keeps the structure and the options of the model; sizes are reduced. FP8 is kept;
+everything else is computed in FP32, also where the config uses BF16, so that any difference above rounding is an error.
+The exit status is 0 if all meshes agree with one device, 1 if one differs, 2 for a mistake in the input.
 """
 
 import argparse
+import importlib
 import math
 import os
 import sys
@@ -33,6 +34,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--mesh", action="append", help="mesh to compare; default: the config's, sizes reduced to 2")
     parser.add_argument("--steps", type=int, default=3, help="number of steps (default: 3)")
     parser.add_argument("--checkpoint", action="store_true", help="also change between one device and mesh in between")
+    help_of_precision = "linear layers in FP8, or all in one format (default: fp8 if the config has it, else float32)"
+    parser.add_argument("--precision", choices=("fp8", "float32", "bfloat16"), help=help_of_precision)
+    parser.add_argument(
+        "--import", action="append", default=[], dest="modules", metavar="MODULE", help="module that registers blocks"
+    )
     with user_errors():
         options = parser.parse_intermixed_args(arguments)
         # jax reads its environment when it is imported, so modules that import it are imported below.
@@ -46,13 +52,35 @@ def main(arguments: Sequence[str] | None = None) -> int:
         config = load_config(options.config, options.overrides)
         if options.checkpoint:
             check_checkpoint(config, options.steps)
+        precision = options.precision or ("float32" if config.precision.fp8.recipe == "none" else "fp8")
+        if precision == "fp8" and config.precision.fp8.recipe == "none":
+            where = config.where("precision.fp8.recipe")
+            raise ConfigError(
+                f"--precision=fp8, but precision.fp8.recipe=none ({where}): set it to current or delayed."
+            )
         meshes = [read_mesh(text) for text in options.mesh] if options.mesh else [own_mesh(config)]
         for sizes in meshes:
             with_mesh = config.model_copy(update={"mesh": config.mesh.model_copy(update=sizes)})
             check_mesh(with_mesh, math.prod(sizes.values()))
+        import_modules(options.modules)
         from megajax.verify.report import report
 
-        return report(config, meshes, options.steps, options.checkpoint)
+        return report(config, meshes, options.steps, precision, options.checkpoint)
+
+
+def import_modules(names: Sequence[str]) -> None:
+    """Import the user's modules, also from the working directory. Raises InputError if there is none of a name."""
+    sys.path.append(os.getcwd())
+    for name in names:
+        try:
+            importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+                raise
+            raise InputError(
+                f"--import={name}: there is no module {error.name} on Python's path: start in its directory, or "
+                "add that to PYTHONPATH."
+            ) from None
 
 
 def read_mesh(text: str) -> dict[str, int]:

@@ -3,7 +3,7 @@
 import math
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import ValidationError
 
@@ -12,25 +12,33 @@ from megajax.config.checks import check
 from megajax.errors import ConfigError
 
 VOCABULARY, WIDTH, HEAD, TOKENS, WINDOW, INIT_STD, LEARNING_RATE = 250, 64, 16, 32, 8, 0.1, 1e-3
+FP8_MULTIPLE = 16  # of the widths of FP8's matmuls on a device
 Sizes = Mapping[str, int]
+Precision = Literal[
+    "float32", "bfloat16", "fp8"
+]  # of fp8 the linear layers, with the config's recipe; the rest is FP32
 
 
-def shrink(config: Config, meshes: Sequence[Sizes], steps: int) -> tuple[Config, list[str]]:
+def shrink(
+    config: Config, meshes: Sequence[Sizes], steps: int, precision: Precision = "float32"
+) -> tuple[Config, list[str]]:
     """(small config on one device, a line `key: from → to` per changed key); `meshes` give the size of every axis.
 
-    It computes in FP32 on synthetic data, without warm-up, so that any difference above FP32's rounding is an error.
-    Raises ConfigError if the small sizes are refused.
+    It trains on synthetic data, without warm-up. Only what `precision` names is not FP32, so that any difference above
+    its rounding is an error. Raises ConfigError if the small sizes are refused.
     """
     units = _Units.of(config, meshes)
     rounds, layout = config.pipeline.rounds, config.pipeline.layout
-    length = _multiple(2 * units.context * units.tensor, TOKENS)
+    # FP8 needs multiples of 16 tokens on a device, which has two sequences of a microbatch.
+    stages = units.pipeline if config.model.mtp_layers else 1
+    length = _multiple((8 * stages if precision == "fp8" else 2) * units.context * units.tensor, TOKENS)
     microbatches = math.lcm(2, units.pipeline) if config.batch.num_microbatches > 1 else 1
     packed = config.data.reset_attention
     small: dict[str, dict[str, Any]] = {
         "run": {"steps": steps},
         "model": _small_model(config, units, length),
         "mesh": dict.fromkeys(("pipeline", "data", "fsdp", "expert", "context", "tensor"), 1),
-        "precision": {"compute": "float32", "fp8": {"recipe": "none"}},
+        "precision": _small_precision(config, precision),
         "batch": {
             "global_size": 2 * microbatches * units.batch,
             "num_microbatches": microbatches,
@@ -69,6 +77,23 @@ def shrink(config: Config, meshes: Sequence[Sizes], steps: int) -> tuple[Config,
     return made, lines
 
 
+def in_fp32(small: Config) -> Config:
+    """The same in FP32; only `precision` differs, so it has the same weights and batches."""
+    fp8 = small.precision.fp8.model_copy(update={"recipe": "none"})
+    precision = small.precision.model_copy(update={"compute": "float32", "fp8": fp8})
+    return small.model_copy(update={"precision": precision})
+
+
+def _small_precision(config: Config, precision: Precision) -> dict[str, Any]:
+    fp8 = config.precision.fp8
+    small: dict[str, Any] = {"recipe": fp8.recipe if precision == "fp8" else "none"}
+    if precision == "fp8":
+        small |= {"backend": "xla", "amax_history_length": min(fp8.amax_history_length, 4)}
+        small |= {key: min(getattr(fp8, key), config.remat.group) for key in ("first_bf16_layers", "last_bf16_layers")}
+    compute = "bfloat16" if precision == "bfloat16" else "float32"
+    return {"compute": compute, "gradients": "float32", "fp8": small}
+
+
 class _Units:
     """The numbers that the sizes of a config must be multiples of."""
 
@@ -94,7 +119,7 @@ def _small_model(config: Config, units: _Units, length: int) -> dict[str, Any]:
     model = config.model
     kv_heads = 1 if model.num_kv_heads == 1 else min(model.num_kv_heads, max(2, units.heads))
     heads = kv_heads * min(model.num_heads // model.num_kv_heads, 2 if kv_heads > 1 else max(4, units.heads))
-    width = _multiple(units.tensor, WIDTH)
+    width = _multiple(FP8_MULTIPLE * units.tensor, WIDTH)
     small: dict[str, Any] = {
         "num_layers": _layers(config, units),
         "first_dense_layers": min(model.first_dense_layers, 1),
@@ -108,8 +133,8 @@ def _small_model(config: Config, units: _Units, length: int) -> dict[str, Any]:
         "init_std": INIT_STD,
     }
     if model.is_latent:
-        small |= {"kv_lora_rank": 16, "qk_nope_head_dim": HEAD, "qk_rope_head_dim": 8, "v_head_dim": HEAD}
-        small |= {"q_lora_rank": 24 if model.q_lora_rank else None, "head_dim": HEAD + 8}
+        small |= {"kv_lora_rank": 16, "qk_nope_head_dim": HEAD, "qk_rope_head_dim": HEAD, "v_head_dim": HEAD}
+        small |= {"q_lora_rank": 32 if model.q_lora_rank else None, "head_dim": 2 * HEAD}
     if model.sliding_window:
         small["sliding_window"] = min(model.sliding_window, WINDOW)
     if model.max_positions is not None:
@@ -122,8 +147,10 @@ def _small_model(config: Config, units: _Units, length: int) -> dict[str, Any]:
         small |= {
             "num_experts": _multiple(math.lcm(groups, units.experts), min(model.num_experts, max(4, 2 * groups))),
             "experts_per_token": chosen,
-            "expert_ffn_hidden_size": _multiple(units.tensor, WIDTH // 2),
-            "shared_expert_ffn_hidden_size": _multiple(units.tensor, 32) if model.shared_expert_ffn_hidden_size else 0,
+            "expert_ffn_hidden_size": _multiple(FP8_MULTIPLE * units.tensor, WIDTH // 2),
+            "shared_expert_ffn_hidden_size": _multiple(FP8_MULTIPLE * units.tensor, WIDTH // 2)
+            if model.shared_expert_ffn_hidden_size
+            else 0,
             "router": {"num_groups": groups, "groups_per_token": min(model.router.groups_per_token, chosen)},
         }
     return small
@@ -134,8 +161,9 @@ def _layers(config: Config, units: _Units) -> int:
     model = config.model
     patterns = (model.block_pattern, model.layer_pattern, model.rope_pattern)
     period = math.lcm(model.moe_layer_interval, *(len(pattern) for pattern in patterns if pattern))
-    stages = units.pipeline * config.pipeline.rounds
-    return min(model.num_layers, max(2, stages, period + min(model.first_dense_layers, 1)))
+    stages, fp8 = units.pipeline * config.pipeline.rounds, config.precision.fp8
+    without_fp8 = sum(min(n, config.remat.group) for n in (fp8.first_bf16_layers, fp8.last_bf16_layers))
+    return min(model.num_layers, max(2, stages, period + min(model.first_dense_layers, 1), without_fp8 + 1))
 
 
 def _rope_scaling(model: ModelConfig, small: Mapping[str, Any], ratio: float) -> dict[str, Any]:

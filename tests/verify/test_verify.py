@@ -10,6 +10,7 @@ import pytest
 from megajax import ops
 from megajax.config import AXES, Config
 from megajax.model import attention
+from megajax.model.block import KINDS
 from megajax.parallel import gradients
 from megajax.parallel.weights import exchange
 from megajax.training import saving
@@ -129,6 +130,42 @@ def test_a_checkpoint_that_loses_layer_state_is_named(one, expected, checkpoint,
     assert "the layer state of blocks.moe.moe.expert_bias after step 2" in replace(difference, problems=()).first
 
 
+def test_fp8_and_a_block_from_outside(tmp_path, capsys, monkeypatch):
+    """Rounding moves FP8's runs by the measured distance; histories and the block's own state are compared."""
+    monkeypatch.setattr("megajax.model.block.KINDS", dict(KINDS))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
+    code = "from test_block_kinds import Attention, Squared, register\nregister('squared', Attention, Squared)\n"
+    (tmp_path / "my_blocks.py").write_text(code)
+    model = {name: value for name, value in LARGE["model"].items() if name not in ("num_experts", "router")}
+    settings = LARGE | {"model": model | {"block_pattern": ["dense", "squared"]}}
+    settings["precision"] = {"fp8": {"recipe": "delayed", "first_bf16_layers": 3}}
+    (tmp_path / "toy.yaml").write_text(Config.model_validate(settings).to_yaml())
+    arguments = ["toy.yaml", "--import", "my_blocks", "--mesh", "fsdp=2,tensor=2", "--steps", "1"]
+    assert command.main(arguments) == 0
+    shown = capsys.readouterr().out
+    assert "precision.fp8.amax_history_length: 1024 → 4" in shown
+    assert "precision.fp8.first_bf16_layers: 3 → 1" in shown
+    assert "Linear layers compute in FP8, all else in FP32." in shown
+    assert re.search(r"layer state .* (fp8\.|blocks\.squared\.mlp\.mean_power).* after step 1", shown), shown
+
+
+def test_rounding_explains_twice_its_distance_from_fp32(expected):
+    """By hand: the reference's gradient is 3 % from FP32's, so runs up to 6 % from the reference agree."""
+    name = "final_norm"
+
+    def moved(share):
+        gradients = expected.gradients | {name: expected.gradients[name] * (1 + share)}
+        return replace(expected, gradients=gradients, losses=expected.losses * 1.001)
+
+    reference = moved(0.03)
+    for share, agrees in ((-0.029, True), (0.09, True), (-0.04, False), (0.1, False), (float("nan"), False)):
+        difference = compare(moved(share), reference, expected)
+        assert difference.limits["gradient"][name] == pytest.approx(0.06 + 1e-4, rel=1e-6)
+        assert difference.limits["loss"]["step 1"] == pytest.approx(2e-3 + 1e-5, rel=1e-6)
+        assert (difference.first is None) == agrees and (agrees or f"the gradient of {name} " in difference.first)
+
+
 def test_uneven_stages_stay_uneven_and_parameters_are_in_the_models_order():
     settings = LARGE | {"pipeline": {"layout": [1, 4, 5, 2]}, "mesh": {"pipeline": 4}}
     small, changes = shrink(Config.model_validate(settings), [dict.fromkeys(AXES, 1) | {"pipeline": 4}], 2)
@@ -147,6 +184,8 @@ def test_uneven_stages_stay_uneven_and_parameters_are_in_the_models_order():
         (["--mesh", "tensor=3"], "mesh.tensor=3 does not divide"),
         (["--steps", "0"], "--steps=0 is below 1"),
         (["--steps", "1", "--checkpoint"], "--checkpoint saves between steps, and --steps=1: use 2 or more"),
+        (["--precision", "fp8", "--mesh", "fsdp=2"], "--precision=fp8, but precision.fp8.recipe=none"),
+        (["--import", "no_such_blocks", "--mesh", "fsdp=2"], "there is no module no_such_blocks on Python's path"),
         (["checkpoint.save_optimizer=false", "--checkpoint"], "saves weights only, so --checkpoint has nothing to"),
         ([], "the config's mesh is one device"),
     ],
