@@ -1,5 +1,6 @@
 """Types of config values with their limits, and the base class of all sections."""
 
+import functools
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -36,6 +37,12 @@ PositiveOrZero = Annotated[float, Field(ge=0)]
 BelowOne = Annotated[float, Field(ge=0, lt=1)]
 Seconds = Annotated[float, Field(ge=1)]
 Text = Annotated[str, Field(min_length=1)]
+
+
+def cached[**P, R](function: Callable[P, R]) -> Callable[P, R]:
+    """`function`, which remembers its last results; its arguments are sections of configs, which are frozen."""
+    remembered: Any = functools.lru_cache(maxsize=64)(function)
+    return remembered
 
 
 def derived(rule: Callable[[dict[str, Any]], Any], shown: str, description: str) -> Any:

@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from megajax.config.fields import shortest_pattern
+from megajax.config.fields import cached, shortest_pattern
 from megajax.config.model_schema import ModelConfig
 
 DENSE, MOE = "dense", "moe"
@@ -22,6 +22,7 @@ class LayerKind(NamedTuple):
         return self.block == MOE
 
 
+@cached
 def layer_kinds(model: ModelConfig) -> tuple[LayerKind, ...]:
     """The kind of each layer."""
     attention = attention_kinds(model)

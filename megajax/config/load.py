@@ -42,8 +42,9 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 
 def _check_allowed_changes(config: Config) -> None:
     """Raise ConfigError for a name in `checkpoint.allow_changes` that is neither a key nor a section."""
-    key, known = "checkpoint.allow_changes", [name for name, _ in keys()]
-    for entry in config.checkpoint.allow_changes:
+    key, entries = "checkpoint.allow_changes", config.checkpoint.allow_changes
+    known = [name for name, _ in keys()] if entries else []
+    for entry in entries:
         if not any(f"{name}.".startswith(f"{entry}.") for name in known):
             raise ConfigError(f"{key} names {entry}, which is no config key ({config.where(key)}): {suggestion(entry)}")
 

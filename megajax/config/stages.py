@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from megajax.config.fields import cached
 from megajax.config.kinds import LayerKind, is_mixed, layer_kinds
 from megajax.config.model_schema import ModelConfig
 from megajax.config.schema import Config
@@ -66,6 +67,7 @@ def first_slots(config: Config, stages: int) -> tuple[int, ...]:
     return _first_slots([len(layers) for layers in virtual_stages(config, stages)])
 
 
+@cached
 def default_layout(model: ModelConfig, count: int) -> tuple[int, ...]:
     """Number of layers of each of `count` virtual stages: even; with layers of two kinds, the fewest slots.
 

@@ -1,6 +1,8 @@
 """YAML files and overrides as one tree of values with the location of each."""
 
+import copy
 import difflib
+import functools
 import os
 import re
 from dataclasses import dataclass, field
@@ -168,6 +170,11 @@ _YAML_CURES = {
 
 def _parse(text: str, source: str, key: str = "") -> tuple[Any, dict[str, str]]:
     """Value and locations of YAML `text`; with `key`, the value of this key from the override `source`."""
+    return copy.deepcopy(_parsed(text, source, key))
+
+
+@functools.lru_cache(maxsize=1024)  # the planner reads the same file and overrides thousands of times
+def _parsed(text: str, source: str, key: str) -> tuple[Any, dict[str, str]]:
     try:
         loader = Loader(text)
         node = loader.get_single_node()

@@ -6,6 +6,9 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from megajax.config import Config
+from megajax.config.fields import cached
+from megajax.config.lora_schema import LoraConfig
+from megajax.config.model_schema import ModelConfig
 from megajax.model import Transformer, parameters
 from megajax.plan.memory import MemoryEstimate, estimate_memory
 from megajax.plan.rates import Rates
@@ -29,8 +32,8 @@ class Candidate:
     @cached_property
     def placements(self) -> dict[str, Placement]:
         config, sizes = self.config, self.plan.sizes
-        model = parameters(Transformer(config.model, config.lora))
-        return place_all(model, sizes, stored_rows(config, sizes["pipeline"]), config.mesh.experts_over)
+        model, rows = _parameters_of(config.model, config.lora), stored_rows(config, sizes["pipeline"])
+        return place_all(model, sizes, rows, config.mesh.experts_over)
 
     @cached_property
     def parameters(self) -> dict[tuple[str, ...], int]:
@@ -49,3 +52,9 @@ class Candidate:
     def time(self, rates: Rates) -> StepTime:
         """The estimated time of a step."""
         return estimate_time(self.plan, rates, self.parameters)
+
+
+@cached
+def _parameters_of(model: ModelConfig, lora: LoraConfig):
+    """`parameters` of the model; all candidates of a search have the same."""
+    return parameters(Transformer(model, lora))

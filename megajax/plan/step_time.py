@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 
-from megajax.config.fields import AXES
+from megajax.config.fields import AXES, cached
 from megajax.config.kinds import LayerKind, prediction_kind, prediction_layers
 from megajax.config.segments import Segment
 from megajax.model.block import blocks_of
@@ -40,6 +40,9 @@ PACE = 0.0127  # the slowest of several GPUs sets the pace: slower for each doub
 INTERFERENCE = 0.62
 LOOP_COST = {"none": 0.06, "full": 0.02}  # slower than unrolled layers
 TICK_SECONDS = 150e-6  # of a tick's sends and loop
+
+
+_blocks_of = cached(blocks_of)  # all candidates of a search have the same
 
 
 @dataclass
@@ -132,7 +135,7 @@ class _Step:
         self.plan, self.config, self.sizes, self.rates = plan, plan.config, plan.sizes, rates
         self.stored, self.parameters = parameters, sum(parameters.values())
         self.number = 4 if self.config.precision.compute == "float32" else 2
-        self.blocks = blocks_of(self.config.model)
+        self.blocks = _blocks_of(self.config.model)
         self._layers: dict[tuple[LayerKind, bool], Work] = {}
 
     # One layer
