@@ -18,22 +18,27 @@ ROOT = Path(__file__).parents[1]
 FAST = "--xla_gpu_autotune_level=0"  # compiles in half the time to the same operations
 
 
-def run_apart(script: str, case: Sequence[str]) -> str:
+def run_apart(script: str, case: Sequence[str], seconds: float | None = None) -> str:
     """The stdout of a script of this directory for a config, overrides and `--gpus N`, run in its own process.
 
-    Flags that the user has set win over FAST. Raises InputError, with the script's stderr, if it fails.
+    Flags that the user has set win over FAST. Raises InputError, with the script's stderr, if it fails, or if it runs
+    longer than `seconds`, when it is killed.
     """
     command = [sys.executable, str(ROOT / "scripts" / script), *case]
     environment = {"XLA_FLAGS": FAST, **os.environ}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT)
+    name = f"python scripts/{script} {' '.join(case)}"
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT, timeout=seconds)
+    except subprocess.TimeoutExpired:
+        raise InputError(f"{name} was killed after {seconds:.0f} s.") from None
     if done.returncode:
-        raise InputError(f"python scripts/{script} {' '.join(case)} failed: {done.stderr.strip()}")
+        raise InputError(f"{name} failed: {done.stderr.strip()}")
     return done.stdout
 
 
-def compile_apart(config: str, overrides: Sequence[str], gpus: int) -> dict:
-    """The result of `measure` in its own process. Raises InputError if the config does not compile."""
-    return json.loads(run_apart("compile_row.py", [config, *overrides, "--gpus", str(gpus)]).splitlines()[-1])
+def compile_apart(config: str, overrides: Sequence[str], gpus: int, seconds: float | None = None) -> dict:
+    """The result of `measure` in its own process. Raises InputError if the config does not compile in `seconds`."""
+    return json.loads(run_apart("compile_row.py", [config, *overrides, "--gpus", str(gpus)], seconds).splitlines()[-1])
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from megajax.errors import UserError
 Case = tuple[str, tuple[str, ...], int]  # config, overrides, GPUs
 ROOT = Path(__file__).parents[1]
 AXES = ("fsdp", "fsdp", "data", "tensor", "pipeline", "context", "expert")  # fsdp is twice as likely
-SECONDS = 25  # limit of the estimated compile time of the layers
+SECONDS = 10  # limit of the estimated compile time of the layers
 
 
 def draw_rows(number: int, seed: int, legal: Callable[[str, tuple[str, ...], int], bool]) -> Iterator[Case]:

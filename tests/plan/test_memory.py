@@ -86,6 +86,10 @@ def test_a_line_of_the_table_is_a_figure_a_config_overrides_and_gpus():
         Row.parse("10.75 configs/llama3_8b.yaml --gpu 8")
 
 
+def test_the_page_of_the_table_is_up_to_date():
+    assert memory_table.TABLE.read_text() == memory_table.page(), "run python scripts/memory_table.py"
+
+
 @pytest.mark.parametrize(("kind", "rounds"), [("1f1b", 1), ("1f1b", 2), ("zero_bubble", 1), ("zero_bubble", 2)])
 def test_four_microbatches_a_stage_need_the_buffers_of_any_more(kind, rounds):
     few, more = (make_schedule(kind, 4, microbatches, rounds) for microbatches in (16, 52))
