@@ -44,10 +44,7 @@ def gradient_function(local: LocalModel, mesh: Mesh) -> Callable:
     only_microbatch = config.batch.num_microbatches == 1 and pipeline is None
 
     def compute(params: Params, state: LayerState, batch: Batch, step, loss_scale: jax.Array):
-        if len(batch["tokens"]) != config.batch.num_microbatches:
-            needed = format_keys(config, "batch.num_microbatches")
-            cure = "cut the batch into that number, or call the program of its size (TrainProgram.by_size)"
-            raise ValueError(f"the batch has {len(batch['tokens'])} microbatches, but {needed}: {cure}.")
+        _check_microbatches(config, len(batch["tokens"]))
         history, weight_amax = state.get(FP8, {}), [stack.weights.weight_amax(params) for stack in stacks]
         non_block = local.non_block.gather(params)
 
@@ -90,6 +87,13 @@ def gradient_function(local: LocalModel, mesh: Mesh) -> Callable:
         out_specs=(P(), {name: specs[name] for name in local.trained}, P(), P(), P()),
         check_vma=False,
     )
+
+
+def _check_microbatches(config: Config, count: int) -> None:
+    if count != config.batch.num_microbatches:
+        needed = format_keys(config, "batch.num_microbatches")
+        cure = "cut the batch into that number, or call the program of its size (TrainProgram.by_size)"
+        raise ValueError(f"the batch has {count} microbatches, but {needed}: {cure}.")
 
 
 def loss_function(local: LocalModel, mesh: Mesh) -> Callable:
