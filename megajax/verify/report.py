@@ -32,7 +32,7 @@ def report(
                 difference = compare(found, expected, exact)
                 print("\n".join(["", *lines(name, difference)]), flush=True)
                 runs, wrong = runs + 1, wrong + (difference.first is not None)
-    verdict = "all agree with one device, up to rounding" if not wrong else f"{wrong} differ from one device"
+    verdict = "all agree with one device, up to rounding" if not wrong else f"runs that differ from one device: {wrong}"
     print(f"\nruns: {runs}, steps: {steps}; {verdict}.")
     return 1 if wrong else 0
 
@@ -66,7 +66,8 @@ def mesh_name(sizes: Mapping[str, int]) -> str:
 
 def lines(name: str, difference: Difference) -> list[str]:
     """The verdict on a run, and a line for each kind of difference."""
-    out = [f"{name} differs: {difference.first}." if difference.first else f"{name} agrees"]
+    first = (difference.first or "").replace("; ", ";\n  ")
+    out = [f"{name} differs:\n  {first}." if first else f"{name} agrees"]
     for kind in difference.values:
         if worst := difference.worst(kind):
             value, limit = difference.values[kind][worst], difference.limits[kind][worst]
