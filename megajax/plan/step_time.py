@@ -86,11 +86,16 @@ class StepTime:
     communication: Mapping[str, float]  # exposed, by axis
     bubble: float
     waiting: float  # for the slowest GPU
+    between_hosts: frozenset[str] = frozenset()  # axes whose groups are on several hosts
 
     @property
     def total(self) -> float:
-        own = (getattr(self, f.name) for f in fields(self) if f.name != "communication")
+        own = (getattr(self, f.name) for f in fields(self) if f.name not in ("communication", "between_hosts"))
         return sum(own) + sum(self.communication.values())
+
+    def link(self, axis: str) -> str:
+        """An axis, and whether its groups are on several hosts."""
+        return f"{axis} between hosts" if axis in self.between_hosts else axis
 
     @property
     def losses(self) -> dict[str, float]:
@@ -102,7 +107,7 @@ class StepTime:
             "loops": self.loops,
             "optimizer": self.optimizer,
             "waiting for the slowest GPU": self.waiting,
-            **{f"communication over {axis}": seconds for axis, seconds in self.communication.items()},
+            **{f"communication over {self.link(axis)}": seconds for axis, seconds in self.communication.items()},
         }
         return dict(sorted(((k, v) for k, v in named.items() if v > 0), key=lambda item: -item[1]))
 
@@ -289,6 +294,9 @@ class _Step:
             optimizer=update,
             communication={axis: seconds for axis, seconds in communication.items() if seconds},
             bubble=bubble,
+            between_hosts=frozenset(
+                a for a, n in self.sizes.items() if n > 1 and n * self.stride(a) > self.rates.hosts_of
+            ),
         )
 
     def pipelined(self, layers: Work, again: float, head: Work) -> float:

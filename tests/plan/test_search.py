@@ -89,6 +89,12 @@ def test_the_link_class_decides_how_fast_a_group_is():
     assert H200.with_links(4, 800).group_bytes(2, 4) == 2 * H200.network_bytes
 
 
+def test_losses_are_named_by_axis_and_link(config):
+    found = explained(config, ["mesh.data=-1", "mesh.fsdp=4", "mesh.tensor=2", "batch.global_size=16"], 32, H200)
+    assert found.time.between_hosts == {"data"}
+    assert {"communication over data between hosts", "communication over tensor"} <= found.time.losses.keys()
+
+
 def test_the_table_names_the_losses_and_the_overrides(config, capsys):
     assert main([str(config), "--gpus", "2", "mesh.pipeline=2", "--tokens", "1e12"]) == 0
     printed = capsys.readouterr().out
