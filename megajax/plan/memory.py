@@ -6,12 +6,14 @@ arrays at these moments. XLA's figure differs by a few per cent (scripts/memory_
 """
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 
 from megajax.config.kinds import MTP, prediction_layers, stacked_layers
 from megajax.config.segments import Segment
+from megajax.model.block import blocks_of
 from megajax.model.lora import is_trained
 from megajax.parallel.embedding import TOKENS
 from megajax.parallel.pipeline.buffers import choose_buffer_slots
@@ -79,7 +81,7 @@ class _Step:
     def __init__(self, plan: StepPlan, placements: Mapping[str, Placement]):
         self.plan, self.config, self.sizes, self.placements = plan, plan.config, plan.sizes, placements
         self.slots, self.segments, self.activations = plan.layer_slots, plan.segments, Activations(plan)
-        self.compute = self.activations.compute
+        self.compute, self.blocks = self.activations.compute, blocks_of(plan.config.model)
         self.rounds = plan.layer_table.shape[1]  # each with layers in all slots
         self.repeats = plan.config.batch.num_microbatches > 1 or plan.is_pipelined
 
@@ -130,19 +132,21 @@ class _Step:
         own, looped = self.layers(slots[: segment.group_size]), segment.loops > 1
         first, after = slots[0], slots[-1] + 1
         before = self.layers(range(max(first - segment.group_size, 0), first))
-        above = self.layers(range(after, min(after + segment.group_size, len(self.slots))), trained=True)
+        above_slots = range(after, min(after + segment.group_size, len(self.slots)))
+        above = self.layers(above_slots, trained=True)
         # The layer below is gathered at the same time. A loop casts its own weights.
         weights = own.whole if looped else own.gathered + before.gathered + self.fused(own)
         weights += self.non_block.whole if self.repeats else 0
         moment = replace(
             self.always,
             gradients=self.accumulated(
-                FP32 * self.non_block_as_stored.stored, done + self.layers(slots if looped else (), trained=True)
+                FP32 * (self.non_block_as_stored.stored - self.last_gradient),
+                done + self.layers(slots if looped else (), trained=True),
             ),
             weights=self.cast(after) + self.compute * weights,
             activations=self.saved(after) + self.recomputed(segment, slots[: segment.group_size]),
-            # The gradients of the layer above are unsharded FP32 while they are reduced.
-            working=self.layer_working(segment, slots) + FP32 * above.reduced + self.pending(above),
+            # The gradients of the layer above are unsharded FP32 while they are reduced, one fused weight at a time.
+            working=self.layer_working(segment, slots) + FP32 * self.reduced_at_once(above_slots) + self.pending(above),
         )
         late = (
             0
@@ -160,6 +164,31 @@ class _Step:
         return replace(self.always, gradients=gradients, working=FP32 * stored if table > stored else 0)
 
     # The live arrays at these moments
+
+    @property
+    def last_gradient(self) -> int:
+        """Elements of the embedding's gradient if it is made at the end of the backward pass only, not in the head."""
+        own = self.has_gradient(TOKENS) and not self.config.model.tie_embeddings
+        return self.non_block_by_name[TOKENS].stored if own else 0
+
+    def reduced_at_once(self, slots: Sequence[int]) -> int:
+        """Elements of the largest fused weight in these slots whose gradient is reduced right after its layer."""
+        kinds = {self.slots[slot].block for slot in slots if slot not in self.plan.gathered_slots}
+        return max((self.largest_reduced[kind] for kind in kinds), default=0)
+
+    @cached_property
+    def largest_reduced(self) -> dict[str, int]:
+        """Elements of the largest fused weight of one layer whose gradient is reduced right after it, by kind."""
+
+        def of_kind(kind: str) -> int:
+            fused = {member: name for name, members in self.blocks[kind].fused.items() for member in members}
+            sizes = Counter[str]()
+            for name in self.names_of(kind, True):
+                own = name.removeprefix(f"{BLOCKS}{kind}.")
+                sizes[fused.get(own, own)] += self.elements(name, True).reduced
+            return max(sizes.values(), default=0)
+
+        return {kind: of_kind(kind) for kind in self.blocks}
 
     def pending(self, above: Elements) -> int:
         """Bytes of the layer above's gradients that are not reduced and not yet added to the sums."""
@@ -292,11 +321,15 @@ class _Step:
         """Elements of one layer, by kind and whether only weights with gradients count."""
 
         def of_kind(kind: str, trained: bool) -> Elements:
-            names = [n for n in self.placements if n.startswith(f"{BLOCKS}{kind}.")]
-            return sum((self.elements(n, True) for n in names if self.has_gradient(n) or not trained), Elements())
+            return sum((self.elements(n, True) for n in self.names_of(kind, trained)), Elements())
 
         kinds = stacked_layers(self.config.model)
         return {(kind, trained): of_kind(kind, trained) for kind in kinds for trained in (False, True)}
+
+    def names_of(self, kind: str, trained: bool) -> list[str]:
+        """Names of the weights of a kind of layer; if `trained` only of those that have gradients."""
+        names = (name for name in self.placements if name.startswith(f"{BLOCKS}{kind}."))
+        return [name for name in names if self.has_gradient(name) or not trained]
 
     @property
     def modules(self) -> Elements:

@@ -44,10 +44,10 @@ def test_with_recomputation_it_needs_most_in_the_backward_pass_of_the_first_laye
     # The second layer's: its input and the first's, and the recomputed activations
     assert memory.activations == 2 * T * (2 * D + saved)
     assert memory.weights == 2 * (2 * stored + 2 * LAYER)  # the first's are gathered in the meantime
-    assert memory.gradients == 4 * (98 * stored + 2 * V * D // 2 + D)
-    # Gradients: of the residual stream, of the products and the activation, and the activation; in FP32 those of the
-    # third layer's weights, which are reduced
-    assert memory.working == 2 * T * (2 * D + 4 * F) + 4 * LAYER
+    assert memory.gradients == 4 * (98 * stored + V * D // 2 + D)  # the embedding's is made later
+    # Gradients: of the residual stream, of the products and the activation, and the activation; in FP32 that of the
+    # third layer's largest fused weight, which is reduced
+    assert memory.working == 2 * T * (2 * D + 4 * F) + 4 * 2 * D * F
 
 
 def test_the_parts_add_up_to_the_total():
@@ -61,7 +61,6 @@ def test_the_parts_add_up_to_the_total():
 LOOSE = (
     "configs/llama3_8b.yaml mesh.fsdp=2 batch.num_microbatches=1 batch.global_size=2 kernels.scan_unroll=1 --gpus 2",
     "configs/llama3_8b.yaml mesh.fsdp=8 batch.num_microbatches=1 batch.global_size=8 kernels.scan_unroll=4 --gpus 8",
-    "configs/llama3_8b_l8.yaml mesh.fsdp=2 mesh.tensor=2 kernels.scan_unroll=4 --gpus 4",
     "configs/gpt3_175b.yaml --gpus 128",
 )
 # Whether XLA keeps the operands of the last layer's weight gradients (10 GiB; 40 GiB with 64 devices for the experts)
@@ -70,10 +69,10 @@ LOOSER = ("configs/deepseek_v3.yaml --gpus 1024", "configs/deepseek_v3.yaml mesh
 
 
 @pytest.mark.parametrize("row", memory_table.read_rows(), ids=lambda row: row.case.removeprefix("configs/"))
-def test_the_estimate_is_within_a_twentieth_of_what_xla_plans_but_for_six_rows(row):
+def test_the_estimate_is_within_a_twentieth_of_what_xla_plans_but_for_five_rows(row):
     ours, tolerance = (
         memory_table.estimate(row).total / GIB,
-        0.15 if row.case in LOOSER else 0.11 if row.case in LOOSE else 0.05,
+        0.15 if row.case in LOOSER else 0.12 if row.case in LOOSE else 0.05,
     )
     assert ours == pytest.approx(row.gib, rel=tolerance), f"XLA plans {row.gib} GiB, the estimate is {ours:.2f} GiB"
 
