@@ -156,12 +156,17 @@ class _Step:
         return replace(moment, working=moment.working + (late if moment.total + late < SCHEDULED else 0))
 
     def at_end(self) -> MemoryEstimate:
-        """All gradients, those outside the blocks before they are reduced."""
+        """All gradients, those outside the blocks before they are reduced.
+
+        Tokens' gradients are added to zeros that XLA does not reuse, while the first layer's last gradient is reduced.
+        """
         everything = self.layers(range(len(self.slots)), trained=True) + self.modules
         embedding = self.non_block_by_name[TOKENS] if self.has_gradient(TOKENS) else Elements()
         stored, table = embedding.stored, embedding.stored if self.plan.embedding_axes else embedding.whole
         gradients = self.accumulated(FP32 * (self.non_block_as_stored.stored - stored + table), everything)
-        return replace(self.always, gradients=gradients, working=FP32 * stored if table > stored else 0)
+        reduced = 0 if self.repeats else self.reduced_at_once(self.parts(self.segments[0])[0])
+        zeros = stored if table > stored or not self.repeats else 0
+        return replace(self.always, gradients=gradients, working=FP32 * (zeros + reduced))
 
     # The live arrays at these moments
 

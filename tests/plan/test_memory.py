@@ -50,6 +50,14 @@ def test_with_recomputation_it_needs_most_in_the_backward_pass_of_the_first_laye
     assert memory.working == 2 * T * (2 * D + 4 * F) + 4 * 2 * D * F
 
 
+def test_with_few_tokens_it_needs_most_at_the_end_when_the_embedding_gets_its_gradient():
+    memory = small("remat.policy=full", "model={num_layers: 100}", "kernels.scan_unroll=100", "batch.sequence_length=8")
+    assert (memory.weights, memory.activations) == (0, 0)
+    assert memory.gradients == 4 * (100 * (LAYER // 2 + NORMS) + 2 * V * D // 2 + D)
+    # The embedding's zeros, and the first layer's largest fused weight
+    assert memory.working == 4 * (V * D // 2 + 2 * D * F)
+
+
 def test_the_parts_add_up_to_the_total():
     memory = small()
     parts = (memory.parameters, memory.optimizer, memory.gradients, memory.weights, memory.activations, memory.working)
