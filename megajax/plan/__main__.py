@@ -19,7 +19,7 @@ from pathlib import Path
 from megajax.console import CommandParser, user_errors
 from megajax.errors import InputError
 from megajax.plan.compile import require_plugin
-from megajax.plan.rates import DEVICES, GIB, Rates, rates_of
+from megajax.plan.rates import DEVICES, GIB, Rates, rates_of, read_rates
 from megajax.plan.search import Found, Search, explained
 from megajax.plan.step_time import tokens_per_second, utilization
 
@@ -37,6 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("overrides", nargs="*", help="section.key=value, kept as they are")
     parser.add_argument("--gpus", type=int, help="number of GPUs; with --fewest the largest number to try")
     parser.add_argument("--device", default="h200", help=f"{', '.join(DEVICES)} (default: h200)")
+    parser.add_argument("--rates", type=Path, metavar="FILE", help="JSON file of rates in place of the device's own")
     parser.add_argument("--hosts-of", type=int, metavar="N", help="GPUs of a host (default: 8)")
     parser.add_argument("--network-gbps", type=float, metavar="RATE", help="Gbit/s of a GPU's network card (400)")
     parser.add_argument("--top", type=int, default=5, help="rows (default: 5)")
@@ -47,7 +48,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with user_errors():
         options = parser.parse_intermixed_args(arguments)
         os.environ.setdefault("JAX_PLATFORMS", "cpu")
-        rates = rates_of(options.device).with_links(options.hosts_of, options.network_gbps)
+        rates = rates_of(options.device)
+        if options.rates is not None:
+            rates = read_rates(options.rates, rates)
+        rates = rates.with_links(options.hosts_of, options.network_gbps)
         check(options)
         if options.explain is not None:
             print(explain(options, rates))

@@ -4,8 +4,11 @@ Rates are those that large operations reach, not data sheets' peaks. H200's come
 docs/log.md; the others are an H200's, scaled by the ratio of the data sheets' peaks, and are not measured.
 """
 
+import json
+import math
 from dataclasses import dataclass, replace
-from typing import Self
+from pathlib import Path
+from typing import Any, Self
 
 from megajax.errors import InputError
 
@@ -100,3 +103,46 @@ def rates_of(name: str) -> Rates:
     if name.lower() not in DEVICES:
         raise InputError(f"--device={name} is not known: use {', '.join(DEVICES)}.")
     return DEVICES[name.lower()]
+
+
+NUMBERS = (
+    *("memory_gib", "peak_flops", "bf16_flops", "fp8_flops", "memory_bytes"),
+    *("link_bytes", "nccl_bytes", "network_bytes", "hosts_of"),
+)
+
+
+def read_rates(path: Path, device: Rates) -> Rates:
+    """The device's rates, with those of a JSON file in place of its own.
+
+    Keys are the fields of Rates; `attention_flops` is an object from the width of a head to the rate. Raises
+    InputError with the file and the key.
+    """
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise InputError(f"--rates={path} cannot be read ({error}): give a JSON file of rates.") from None
+    if not isinstance(found, dict):
+        raise InputError(f'--rates={path} is no JSON object: write {{"bf16_flops": 7e14}}, for example.')
+    known, values = ("name", *NUMBERS, "attention_flops"), {}
+    for key, value in found.items():
+        if key not in known:
+            raise InputError(f"{path}: {key} is no rate: use {', '.join(known)}.")
+        if key == "name":
+            if not isinstance(value, str):
+                raise InputError(f"{path}: name={value} is no text.")
+            values[key] = value
+        elif key == "attention_flops":
+            if not isinstance(value, dict) or not value or not all(width.isdecimal() for width in value):
+                raise InputError(f'{path}: {key} maps widths of heads to rates: write {{"128": 4.9e14}}.')
+            values[key] = tuple((int(width), _positive(path, f"{key}.{width}", rate)) for width, rate in value.items())
+        else:
+            values[key] = _positive(path, key, value)
+    if values.get("hosts_of", 1) % 1:
+        raise InputError(f"{path}: hosts_of={values['hosts_of']:g} is no whole number of GPUs.")
+    return replace(device, **values)
+
+
+def _positive(path: Path, key: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise InputError(f"{path}: {key}={value} is no positive number.")
+    return value

@@ -1,0 +1,46 @@
+"""A file of rates replaces the device's; a bad one is a sentence with the file and the key."""
+
+import json
+
+import pytest
+
+from megajax.errors import InputError
+from megajax.plan import __main__ as command
+from megajax.plan.rates import H200, read_rates
+
+
+def test_a_file_replaces_the_rates_that_it_names(tmp_path):
+    file = tmp_path / "rates.json"
+    file.write_text('{"bf16_flops": 7e14, "hosts_of": 4, "attention_flops": {"64": 3e14, "128": 4e14}}')
+    rates = read_rates(file, H200)
+    assert rates.matmul_flops(280, fp8=False) == 3.5e14  # half of the rate, at 280
+    assert rates.attention(128, 800) == 2e14
+    assert (rates.hosts_of, rates.fp8_flops, rates.memory_bytes) == (4, H200.fp8_flops, H200.memory_bytes)
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ({"bf16": 1.0}, "bf16 is no rate"),
+        ({"memory_bytes": -1}, "memory_bytes=-1 is no positive number"),
+        ({"nccl_bytes": "fast"}, "nccl_bytes=fast"),
+        ({"hosts_of": 1.5}, "hosts_of=1.5"),
+        ({"attention_flops": {"128": 0}}, "attention_flops.128=0"),
+        ({"attention_flops": 4e14}, "attention_flops"),
+        ([1], "no JSON object"),
+    ],
+)
+def test_a_bad_file_is_a_sentence(tmp_path, content, words):
+    file = tmp_path / "rates.json"
+    file.write_text(json.dumps(content))
+    with pytest.raises(InputError) as error:
+        read_rates(file, H200)
+    assert str(file) in str(error.value) and words in str(error.value)
+
+
+def test_the_plan_uses_the_file_and_then_the_links(tmp_path, monkeypatch):
+    file, used = tmp_path / "rates.json", []
+    file.write_text('{"bf16_flops": 7e14, "hosts_of": 4}')
+    monkeypatch.setattr(command, "plan", lambda options, rates: used.append(rates) or "")
+    assert command.main(["x.yaml", "--gpus=8", f"--rates={file}", "--hosts-of=2"]) == 0
+    assert (used[0].bf16_flops, used[0].hosts_of) == (7e14, 2)
