@@ -93,11 +93,20 @@ class Op:
         return sum(array.bytes for array in self.operands)
 
     @property
+    def mesh_axes(self) -> tuple[dict[str, int], list[str]] | None:
+        """(the size of each axis of the mesh, the axes of a collective); None if the text lists its devices."""
+        found = re.search(r"replica_groups=mesh\[(.*?)\] \{(.*?)\}", self.attributes)
+        if not found:
+            return None
+        sizes = {axis: int(size) for axis, size in re.findall(r"'(\w+)'=(\d+)", found[1])}
+        return sizes, re.findall(r"\w+", found[2])
+
+    @property
     def group_size(self) -> int:
         """Number of devices of a collective."""
-        if mesh := re.search(r"replica_groups=mesh\[(.*?)\] \{(.*?)\}", self.attributes):
-            sizes = dict(re.findall(r"'(\w+)'=(\d+)", mesh[1]))
-            return math.prod(int(sizes[axis]) for axis in re.findall(r"\w+", mesh[2]))
+        if self.mesh_axes:
+            sizes, axes = self.mesh_axes
+            return math.prod(sizes[axis] for axis in axes)
         if iota := re.search(r"replica_groups=\[\d+,(\d+)\]<=", self.attributes):
             return int(iota[1])
         listed = re.search(r"replica_groups=\{\{([\d,]*)\}", self.attributes)
@@ -110,12 +119,11 @@ class Op:
         array, twice that for an all-reduce. Devices are numbered host by host.
         """
         passes = {"all-gather": 1, "reduce-scatter": 1, "all-reduce": 2}.get(self.kind, 0)
-        mesh = re.search(r"replica_groups=mesh\[(.*?)\] \{(.*?)\}", self.attributes)
-        if not passes or not mesh:
+        if not passes or not self.mesh_axes:
             return 0.0
-        names, shape = zip(*re.findall(r"'(\w+)'=(\d+)", mesh[1]), strict=True)
-        axes = [names.index(axis) for axis in re.findall(r"\w+", mesh[2])]
-        devices = np.arange(math.prod(map(int, shape))).reshape([int(n) for n in shape])
+        sizes, names = self.mesh_axes
+        axes = [list(sizes).index(axis) for axis in names]
+        devices = np.arange(math.prod(sizes.values())).reshape(list(sizes.values()))
         groups = np.moveaxis(devices, axes, range(-len(axes), 0)).reshape(-1, self.group_size) // hosts_of
         sending = sum(1 for hosts in groups if 0 in hosts and len(set(hosts.tolist())) > 1)  # groups of host 0
         whole = max(self.operand_bytes, self.result_bytes)

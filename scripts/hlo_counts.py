@@ -56,7 +56,7 @@ def describe(ops: Iterable[hlo.Op], memory: dict[str, int]) -> list[str]:
     """One line per kind of operation: their number, their bytes, and the number in loops; then memory.
 
     A loop's body counts once, twice where XLA has unrolled it. The bytes of a collective are those of the whole array.
-    With several hosts, a line has what one sends to others in gathers and reductions outside loops.
+    With several hosts, a line has what one sends to others in gathers and reductions.
     """
     counts, sizes, looped = Counter(), Counter(), Counter()
     ops = list(ops)

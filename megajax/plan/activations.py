@@ -25,11 +25,11 @@ class Activations:
         experts = plan.collectives.expert_shards if config.model.num_experts else 1
         divided = math.prod(sizes[axis] for axis in other_axes)
         self.shares = Shares(sizes["tensor"], divided, experts, over_tensor, self.compute)
+        self.blocks = blocks_of(config.model)
         self.parts = {
-            kind: [part.sizes(self.shares) for part in block.parts.values()]
-            for kind, block in blocks_of(config.model).items()
+            kind: [part.sizes(self.shares) for part in block.parts.values()] for kind, block in self.blocks.items()
         }
-        self.adapted = {kind: adapted_inputs(config, block) for kind, block in blocks_of(config.model).items()}
+        self.adapted = {kind: adapted_inputs(config, block) for kind, block in self.blocks.items()}
 
     def saved(self, block: str, segment: Segment, stacked: bool) -> int:
         """Bytes that a layer's forward pass saves under the segment's policy; see `values_of_block` for `stacked`."""

@@ -13,7 +13,6 @@ from functools import cached_property
 
 from megajax.config.kinds import MTP, prediction_layers, stacked_layers
 from megajax.config.segments import Segment
-from megajax.model.block import blocks_of
 from megajax.model.lora import is_trained
 from megajax.parallel.embedding import TOKENS
 from megajax.parallel.pipeline.buffers import choose_buffer_slots
@@ -81,7 +80,7 @@ class _Step:
     def __init__(self, plan: StepPlan, placements: Mapping[str, Placement]):
         self.plan, self.config, self.sizes, self.placements = plan, plan.config, plan.sizes, placements
         self.slots, self.segments, self.activations = plan.layer_slots, plan.segments, Activations(plan)
-        self.compute, self.blocks = self.activations.compute, blocks_of(plan.config.model)
+        self.compute, self.blocks = self.activations.compute, self.activations.blocks
         self.rounds = plan.layer_table.shape[1]  # each with layers in all slots
         self.repeats = plan.config.batch.num_microbatches > 1 or plan.is_pipelined
 

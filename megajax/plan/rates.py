@@ -6,7 +6,7 @@ docs/log.md; the others are an H200's, scaled by the ratio of the data sheets' p
 
 import json
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -105,12 +105,6 @@ def rates_of(name: str) -> Rates:
     return DEVICES[name.lower()]
 
 
-NUMBERS = (
-    *("memory_gib", "peak_flops", "bf16_flops", "fp8_flops", "memory_bytes"),
-    *("link_bytes", "nccl_bytes", "network_bytes", "hosts_of"),
-)
-
-
 def read_rates(path: Path, device: Rates) -> Rates:
     """The device's rates, with those of a JSON file in place of its own.
 
@@ -123,7 +117,7 @@ def read_rates(path: Path, device: Rates) -> Rates:
         raise InputError(f"--rates={path} cannot be read ({error}): give a JSON file of rates.") from None
     if not isinstance(found, dict):
         raise InputError(f'--rates={path} is no JSON object: write {{"bf16_flops": 7e14}}, for example.')
-    known, values = ("name", *NUMBERS, "attention_flops"), {}
+    known, values = [field.name for field in fields(Rates)], {}
     for key, value in found.items():
         if key not in known:
             raise InputError(f"{path}: {key} is no rate: use {', '.join(known)}.")

@@ -207,15 +207,17 @@ class Search:
                     }
 
     def _experts_over(self, settings: Settings) -> Iterator[Settings]:
-        """Axes that divide the experts: `expert`, and with it one other axis of the mesh. None for a dense model."""
+        """Axes that divide the experts: `expert`, and with it one other axis of the mesh. Nothing for a dense model."""
         number, sizes = self.base.model.num_experts, {**self.fixed, **settings}
-        yield self._varied({EXPERTS_OVER: "[expert]"}) if number else {}
+        if not number or EXPERTS_OVER in self.fixed:
+            yield {}
+            return
+        yield {EXPERTS_OVER: "[expert]"}
         for axis in ("data", "fsdp", "context", "tensor"):
             size, experts = int(str(sizes[f"mesh.{axis}"])), int(str(sizes["mesh.expert"]))
             shards = size * experts
-            if number and size > 1 and number % shards == 0 and shards <= MOST_EXPERT_SHARDS:
-                if EXPERTS_OVER not in self.fixed:
-                    yield {EXPERTS_OVER: f"[expert,{axis}]"}
+            if size > 1 and number % shards == 0 and shards <= MOST_EXPERT_SHARDS:
+                yield {EXPERTS_OVER: f"[expert,{axis}]"}
 
     def _microbatches(self, mesh: dict[str, int]) -> list[int]:
         """Numbers of microbatches with 1 to MOST_SEQUENCES sequences of each on a device."""
