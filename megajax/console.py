@@ -36,6 +36,7 @@ COMMANDS = {
     "checkpoints": ("megajax.checkpoint.inspect", "list a run's checkpoints, or verify them"),
     "plot": ("megajax.plot", "draw loss, learning rate and gradient norm of runs"),
     "bench": ("megajax.bench", "measure the speed of configs"),
+    "profile": ("megajax.profile.__main__", "show where the time of a step goes, beside the planner's estimate"),
     "preprocess": ("megajax.data.preprocess", "convert JSON lines to the token files for training"),
     "inspect": ("megajax.data.inspect", "describe token files, or show samples of a config as text"),
     "hf": ("megajax.hf.__main__", "convert between runs and models in Hugging Face's format"),

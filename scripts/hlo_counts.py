@@ -18,7 +18,6 @@ from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import hlo
 from compile_row import ROOT, run_apart
 
 from megajax.config import load_config
@@ -26,6 +25,7 @@ from megajax.console import user_errors
 from megajax.errors import InputError
 from megajax.plan import estimate_memory
 from megajax.plan.compile import HOST, compile_for_h200, require_plugin, usable_bytes
+from megajax.profile import hlo
 from megajax.training.step import TrainProgram
 
 GOLDEN = ROOT / "tests/data/h200_hlo_counts.txt"

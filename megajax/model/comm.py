@@ -164,6 +164,7 @@ class SingleDevice(Comm):
         arguments = activation, x, experts, weights, w_up, w_down, capacity, biases
         return ops.apply_experts(*arguments, kernels=ops.ExpertKernels(), max_over_devices=lambda amax: amax)
 
+    @jax.named_scope("core_attention")
     def attend(self, q, k, v, positions, *, window, softcap, scale=None, sinks=None) -> jax.Array:
         settings = {"window": window, "softcap": softcap, "scale": scale, "sinks": sinks, "implementation": "reference"}
         return ops.attention(q, k, v, document_starts=positions.document_starts, **settings)

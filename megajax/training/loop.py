@@ -83,9 +83,10 @@ class Trainer:
         self._begin()
         self._train_batches: Generator | None = None
         self._compiled_steps: dict[int, jax.stages.Compiled] = {}  # by number of microbatches
+        self._running: jax.stages.Compiled | None = None  # that of the last step
         self._compiling: Future[dict[int, jax.stages.Compiled]] | None = None
         self._ahead: deque[jax.Array] = deque()
-        self.profile = Profile(config.logging, self.run_dir, self.note)
+        self.profile = Profile(self)
         self.watch = watch or Watch(config)
 
     @property
@@ -143,6 +144,10 @@ class Trainer:
         """Whether a step can start without waiting for its compilation."""
         return bool(self._compiled_steps)
 
+    def running_text(self) -> str:
+        """The compiled module of the last step, in XLA's text form; empty before the first step."""
+        return (self._running.as_text() or "") if self._running is not None else ""
+
     def next_batch(self) -> dict[str, jax.Array]:
         """The batch of the next step; the position in the data depends on the step only."""
         if self._train_batches is None:
@@ -161,7 +166,8 @@ class Trainer:
             self.compile_seconds = time.perf_counter() - start
             keep_autotuning(self.config)
         norms = self.checks.norms.before(self.step + 1, self.state, batch)  # the step takes the state's memory
-        self.state, metrics = self._compiled_steps[microbatches](self.state, batch)
+        self._running = self._compiled_steps[microbatches]
+        self.state, metrics = self._running(self.state, batch)
         self.step += 1
         self._wait_for_devices(metrics["loss"])
         return metrics | norms
@@ -314,7 +320,7 @@ class Trainer:
                 last_first.callback(self.progress.close)
             if self._train_batches is not None:
                 last_first.callback(self._train_batches.close)  # ends the loader's workers too
-            self.profile.stop(lambda: self.state.step)
+            self.profile.stop()
             self.progress = self._train_batches = None
 
     def _report(self, text: str, warning: bool) -> None:

@@ -94,7 +94,7 @@ class Steps:
         with self._times.reading():
             batch = trainer.next_batch()
         compiling = not trainer.is_compiled
-        with trainer.profile.step(trainer.step + 1, lambda: trainer.state.step), self._times.starting():
+        with trainer.profile.step(trainer.step + 1), self._times.starting():
             metrics = trainer.train_step(batch)
         if compiling:
             self._times.take()  # the first step's are left out

@@ -1,6 +1,5 @@
 """Bytes that the compiled step sends between hosts of eight H200s, against the formula of docs/parallelism.md."""
 
-import hlo
 import jax
 import pytest
 
@@ -8,6 +7,7 @@ from megajax.config import load_config
 from megajax.config.checks import check_mesh
 from megajax.mesh import build_mesh
 from megajax.plan.compile import h200_devices, no_gpu_needed
+from megajax.profile import hlo
 from megajax.training.step import TrainProgram
 
 BF16, FP32 = 2, 4

@@ -6,7 +6,7 @@ iterations.
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -111,6 +111,31 @@ class Op:
             return int(iota[1])
         listed = re.search(r"replica_groups=\{\{([\d,]*)\}", self.attributes)
         return len(listed[1].split(",")) if listed else 1
+
+    def axes_of(self, sizes: Mapping[str, int]) -> tuple[str, ...]:
+        """The axes of a mesh of `sizes`, outermost first, that a collective communicates over."""
+        if self.mesh_axes:
+            return tuple(axis for axis in sizes if axis in self.mesh_axes[1] and sizes[axis] > 1)
+        devices = math.prod(sizes.values())
+        groups = self._groups or [list(range(devices))]
+        if max(map(max, groups)) >= devices:
+            return ()
+        changing: set[int] = set()
+        for group in groups:
+            positions = np.unravel_index(group, list(sizes.values()))
+            changing |= {i for i, along in enumerate(positions) if len(set(along.tolist())) > 1}
+        return tuple(axis for i, axis in enumerate(sizes) if i in changing)
+
+    @property
+    def _groups(self) -> list[list[int]]:
+        """The devices of each group of a collective, or of each pair of a permutation; empty if the text has none."""
+        if iota := re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", self.attributes):
+            shape, dims, order = ([int(n) for n in part.split(",")] if part else None for part in iota.groups())
+            assert dims is not None
+            return np.arange(math.prod(dims)).reshape(dims).transpose(order).reshape(shape).tolist()
+        listed = re.search(r"(?:replica_groups|source_target_pairs)=\{(\{[\d,{} ]*\})\}", self.attributes)
+        found = re.findall(r"\{([\d,]+)\}", listed[1]) if listed else []
+        return [[int(number) for number in group.split(",")] for group in found]
 
     def between_hosts(self, hosts_of: int) -> float:
         """Bytes that a host of `hosts_of` devices sends to others in a gather or a reduction; 0 for other operations.

@@ -1,0 +1,112 @@
+"""Operations of a made-up module: shapes, traffic, scopes, the part that each belongs to, and rooflines by hand."""
+
+from pathlib import Path
+
+import hlo_counts
+import pytest
+
+from megajax.profile import hlo, operations
+
+# Its sizes make rooflines round numbers of ms: a matmul's 2·M·N·K is 2 ms · 989 TFLOP/s, and so on.
+MODULE = (Path(__file__).parents[1] / "data/small_step.hlo").read_text()
+
+
+@pytest.fixture
+def ops() -> dict[str, hlo.Op]:
+    return {op.name: op for op in hlo.parse(MODULE)}
+
+
+def test_operations_are_read_with_their_loops_shapes_and_traffic(ops):
+    assert list(ops) == ["matmul", "gather-start", "attend", "turned", "loop", "on_a_slice", "experts", "latent", "sum"]
+    assert {name: op.loops for name, op in ops.items() if op.loops} == {"turned": 1}
+    gather, turned = ops["gather-start"], ops["turned"]
+    assert (gather.kind, gather.group_size, gather.operand_bytes, gather.result_bytes) == ("all-gather", 4, 15e7, 6e8)
+    assert turned.only_moves and not ops["sum"].only_moves
+    assert turned.traffic == 2 * 4 * 500_000 + 4, "an eighth of the stack is read"
+    assert ops["sum"].traffic == 3 * 1.6e9
+    assert ops["matmul"].scopes == ("_train_step", "mlp", "dot_general")
+
+
+def test_a_library_call_inside_a_fusion_is_the_call(ops):
+    call = ops["on_a_slice"]
+    assert (call.kind, call.target) == ("custom-call", "__cublas$lt$matmul$f8")
+    assert operations.part_of(call) == ("head and loss", "matmul 200×300×100 FP8")
+    assert operations.roofline_ms(call) == pytest.approx(2e3 * 200 * 300 * 100 / 1979e12)
+
+
+@pytest.mark.parametrize(
+    ("name", "part", "ms"),
+    [
+        ("matmul", ("matmuls", "10000×10000×9890"), 2),
+        ("experts", ("matmuls", "experts 10000×10000×9890"), 2),
+        ("attend", ("attention", "backward"), 2),
+        ("latent", ("attention", "backward"), 1e3 * 4096**2 * 16 * 320 / 989e12),
+        ("gather-start", ("collectives", "all-gather"), 1),
+        ("sum", ("norms and elementwise", "norm"), 1),
+        ("turned", ("copies", "other"), 4e6 / 4.8e9),
+    ],
+)
+def test_each_operation_has_its_part_and_roofline(ops, name, part, ms):
+    assert operations.part_of(ops[name]) == part
+    assert operations.roofline_ms(ops[name]) == pytest.approx(ms)
+
+
+def test_counts_of_a_module_are_one_line_a_kind(ops):
+    lines = [" ".join(line.split()) for line in hlo_counts.describe(ops.values(), {"temporary": 3 * 2**29})]
+    assert lines == [
+        "all-gather 1 572.2 MiB",
+        "copy above 1 MiB 1 1.9 MiB 1 in loops",
+        "cuBLASLt FP8 matmul 1",
+        "cuBLASLt matmul 1",
+        "cuDNN attention, backward 1",
+        "mosaic_gpu_v2 mpmd_map 2",
+        "while loop 1",
+        "temporary memory 1.5 GiB",
+    ]
+
+
+AXES = {"pipeline": 1, "data": 2, "fsdp": 1, "expert": 1, "context": 2, "tensor": 2}
+
+
+@pytest.mark.parametrize(
+    ("groups", "axes"),
+    [
+        ("replica_groups=mesh['data'=2,'context'=2,'tensor'=2] {'tensor','data'}", ("data", "tensor")),
+        ("replica_groups={{0,1},{2,3},{4,5},{6,7}}", ("tensor",)),
+        ("replica_groups={{0,2,4,6},{1,3,5,7}}", ("data", "context")),
+        ("replica_groups={}", ("data", "context", "tensor")),
+        ("replica_groups=[4,2]<=[8]", ("tensor",)),
+        ("replica_groups=[4,2]<=[2,4]T(1,0)", ("data",)),
+        ("replica_groups=[4,2]<=[2,2,2]T(0,2,1)", ("context",)),
+        ("source_target_pairs={{0,2},{2,0},{1,3},{3,1},{4,6},{6,4},{5,7},{7,5}}", ("context",)),
+        ("replica_groups={{0,8}}", ()),  # of more devices than the mesh has
+    ],
+)
+def test_a_collective_is_one_of_the_axes_along_which_its_groups_differ(groups, axes):
+    op = hlo.Op("gather", "all-gather", (), (), f"), {groups}, dimensions={{0}}", 0, frozenset(), 0)
+    assert op.axes_of(AXES) == axes
+
+
+@pytest.mark.parametrize(
+    ("name", "group"),
+    [
+        ("ncclDevKernel_AllGather_RING_LL", "collectives"),
+        ("nvjet_sm90_tst_128x160_v_bz_NNT", "matmuls"),
+        ("cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma", "attention"),
+        ("cross_entropy_backward", "head and loss"),
+        ("MemcpyD2D", "copies"),
+        ("loop_add_fusion", "norms and elementwise"),
+    ],
+)
+def test_a_kernel_without_an_operation_has_the_group_of_its_name(name, group):
+    assert operations.group_of_kernel(name) == group
+
+
+def test_attention_without_a_library_is_what_is_in_its_scope():
+    def part(scope: str, kind: str) -> tuple[str, str]:
+        metadata = f'metadata={{op_name="jit(_train_step)/jvp(attention)/{scope}dot_general"}}'
+        return operations.part_of(hlo.Op("x", kind, (), (), metadata, 0, frozenset(), 0))
+
+    assert part("core_attention/", "dot") == ("attention", "matmuls")
+    assert part("core_attention/", "exponential") == ("attention", "elementwise")
+    assert part("", "dot") == ("matmuls", "attention")

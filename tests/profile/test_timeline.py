@@ -1,0 +1,211 @@
+"""Traces of made-up GPUs: exposed time, waiting, gaps and bubbles worked out by hand."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import jax.profiler
+import pytest
+
+from megajax.bench import config_path
+from megajax.config import load_config
+from megajax.config.checks import check_mesh
+from megajax.parallel.pipeline.schedules import make_schedule
+from megajax.plan.candidates import Candidate
+from megajax.plan.rates import H200
+from megajax.profile import hlo, parts, timeline, trace
+from megajax.profile.prediction import joined, predict
+from megajax.profile.report import largest_gap
+
+MODULE = (Path(__file__).parents[1] / "data/small_step.hlo").read_text()
+STEP, STEPS = "jit__train_step", 2
+SIZES = {"pipeline": 1, "data": 2, "fsdp": 4, "expert": 1, "context": 1, "tensor": 1}
+
+
+class Event(NamedTuple):
+    """An event of a line; times in ms."""
+
+    name: str
+    start: float
+    end: float
+    stats: dict[str, str | int] = {}
+
+
+def space(planes: dict[str, dict[str, Sequence[Event]]]) -> jax.profiler.ProfileData:
+    """A trace of these planes and lines, as the profiler stores it."""
+    text = ""
+    for plane, lines in planes.items():
+        names = sorted({event.name for events in lines.values() for event in events})
+        stats = sorted({stat for events in lines.values() for event in events for stat in event.stats})
+        text += f'planes {{ name: "{plane}"\n'
+        for line, events in lines.items():
+            text += f'lines {{ name: "{line}"\n'
+            for e in events:
+                values = "".join(
+                    f"stats {{ metadata_id: {stats.index(stat) + 1} "
+                    + (f'str_value: "{value}" }}' if isinstance(value, str) else f"uint64_value: {value} }}")
+                    for stat, value in e.stats.items()
+                )
+                times = f"offset_ps: {round(e.start * 1e9)} duration_ps: {round((e.end - e.start) * 1e9)}"
+                text += f"events {{ metadata_id: {names.index(e.name) + 1} {times} {values} }}\n"
+            text += "}\n"
+        for kind, known in (("event_metadata", names), ("stat_metadata", stats)):
+            for i, name in enumerate(known, 1):
+                text += f'{kind} {{ key: {i} value {{ id: {i} name: "{name}" }} }}\n'
+        text += "}\n"
+    serialized = jax.profiler.ProfileData.text_proto_to_serialized_xspace(text)
+    return jax.profiler.ProfileData.from_serialized_xspace(serialized)
+
+
+def two_gpus() -> jax.profiler.ProfileData:
+    """Two steps on two GPUs, 12 ms apart and 10 ms long; the matmul of GPU 1 takes longer than that of GPU 0.
+
+    The host launches the second step 1.5 ms after the first one has ended.
+    """
+    planes: dict[str, dict[str, Sequence[Event]]] = {}
+    launches = []
+    for gpu, matmul in ((0, 4), (1, 5)):
+        events = []
+        for begin in (0, 12):
+            for name, op, start, ms in (
+                ("nvjet_tst", "matmul", 0, matmul),
+                ("ncclDevKernel_AllGather_RING_LL", "gather-start", 3, 3),
+                ("sdpa_bprop", "attend", 6, 2),
+                ("convert_dq", "attend", 8, 0.5),
+                ("convert_dq", "attend", 8.5, 0.5),
+                ("loop_add_fusion", "sum", 9, 1),
+            ):
+                call = 100 * gpu + len(events)
+                stats = {"hlo_op": op, "hlo_module": STEP, "correlation_id": call}
+                events.append(Event(name, begin + start, begin + start + ms, stats))
+                launched = 11.5 if begin else 0
+                launches.append(
+                    Event("cuLaunchKernel", launched - 0.1 if begin else 0, launched, {"correlation_id": call})
+                )
+        planes[f"/device:GPU:{gpu}"] = {"Stream #1(Compute)": events, "XLA Ops": events}
+    return space({**planes, "/host:CPU": {"python": launches}})
+
+
+@pytest.fixture
+def reading() -> timeline.Reading:
+    return timeline.Reading(STEP, trace.named(hlo.parse(MODULE)), SIZES)
+
+
+@pytest.fixture(scope="module")
+def kernels() -> dict[str, list[trace.Kernel]]:
+    return trace.by_device(trace.read_kernels(two_gpus()))
+
+
+def test_a_step_is_divided_into_work_exposed_collectives_and_gaps(kernels, reading):
+    """Of each gather of 3 ms, 2 have no kernel beside them on GPU 0, and 1 on GPU 1. Half of the 11 ms is a step."""
+    assert {device: len(own) for device, own in kernels.items()} == {"GPU 0": 12, "GPU 1": 12}
+    shared = {"attention": 3, "norms and elementwise": 1, "host gaps": 0.75, "idle between kernels": 0.25}
+    measured = timeline.measure(kernels, reading, STEPS)
+    assert measured.devices["GPU 0"] == pytest.approx({**shared, "matmuls": 4, "collectives over fsdp": 2})
+    assert measured.devices["GPU 1"] == pytest.approx({**shared, "matmuls": 5, "collectives over fsdp": 1})
+    # GPU 0 computes 1 ms less than GPU 1, so 1 of its 2 exposed ms is waiting.
+    mean = {**shared, "matmuls": 4.5, "collectives over fsdp": 1, "waiting for the slowest device": 0.5}
+    assert measured.mean == pytest.approx(mean)
+    assert measured.step == pytest.approx(11)
+
+
+def test_kernels_without_an_operation_or_of_other_programs_have_rows_of_their_own(reading):
+    def kernel(name: str, start: float, end: float, **names: str) -> trace.Kernel:
+        return trace.Kernel("GPU 0", name, **{"op": "", "module": "", **names}, start=start, end=end)
+
+    own = [
+        kernel("nvjet_tst", 0, 4),
+        kernel("loop", 0, 20, op="loop", module=STEP),  # contains others
+        kernel("ncclDevKernel_SendRecv", 2, 7),
+        kernel("copy", 8, 9, op="sum", module="jit_other"),  # of the same name as an operation of this one
+        kernel("slow", 9, 12, op="sum", module=STEP),
+        kernel("inside", 10, 11, op="matmul", module=STEP),  # began last
+    ]
+    assert timeline.rows_of(own, reading) == {
+        "matmuls": 4 + 1,
+        "collectives over axes that the trace does not name": 3,
+        "idle between kernels": 1,
+        "other programs": 1,
+        "norms and elementwise": 2,
+    }
+    assert timeline.unnamed_share({"GPU 0": own}, reading) == (4 + 5) / (4 + 20 + 5 + 3 + 1)
+
+
+@pytest.mark.parametrize(
+    ("kind", "stages", "microbatches", "rounds", "share"),
+    [
+        # The idle time of docs/pipeline.md, with F = I = W, beside the useful M (F + I + W).
+        ("1f1b", 2, 4, 1, 1 / 5),
+        ("gpipe", 4, 8, 1, 3 / 11),
+        ("1f1b", 4, 8, 2, (3 / 2) / (8 + 3 / 2)),
+        ("zero_bubble", 4, 8, 1, 2 * 3 / (3 * 8 + 2 * 3)),
+    ],
+)
+def test_the_bubble_is_the_schedules_share_of_the_layers(kind, stages, microbatches, rounds, share):
+    schedule = make_schedule(kind, stages, microbatches, rounds)
+    assert timeline.idle_share(schedule) == pytest.approx(share)
+    rows = {"matmuls": 60.0, "attention": 30.0, "head and loss": 5.0}
+    found = timeline.without_bubble(rows, schedule)
+    assert found == pytest.approx(
+        {
+            "matmuls": 60 * (1 - share),
+            "attention": 30 * (1 - share),
+            "head and loss": 5,
+            "pipeline bubble": 90 * share,
+        }
+    )
+
+
+def test_the_parts_have_rooflines_and_a_call_of_several_kernels_counts_once(kernels, reading):
+    attention = parts.parts(kernels, reading, STEPS)["attention", "backward"]
+    assert (attention.kernels, attention.ms, attention.roofline) == pytest.approx((3, 3, 2))
+    lines = parts.table(kernels, reading, STEPS, step=11)
+    assert lines[2:] == [
+        "| attention | 3 | 3.00 | 27.3% | 2.00 | 67% | 3.00 (GPU 0) |",
+        "| matmuls | 1 | 4.50 | 40.9% | 2.00 | 44% | 5.00 (GPU 1) |",
+        "| norms and elementwise | 1 | 1.00 | 9.1% | 1.00 | 100% | 1.00 (GPU 0) |",
+        "| collectives | 1 | 3.00 | 27.3% | 1.00 | 33% | 3.00 (GPU 0) |",
+    ]
+    longest = parts.operations(kernels, reading, STEPS, 1)
+    assert longest[2:] == ["| matmul | matmuls, 10000×10000×9890 | mlp | 4.50 |"]
+
+
+def test_the_largest_gap_is_the_one_above_the_prediction_or_without_it_the_largest_loss():
+    measured = timeline.Measured({"matmuls": 70.0, "optimizer": 10.0, "collectives over tensor": 20.0}, {})
+    assert largest_gap(measured, None).startswith(
+        "The largest gap: exposed collectives over tensor (20.00 ms, 20.0% of the step): no computation hides them:"
+    )
+    predicted = {"matmuls": 69.0, "optimizer": 4.0, "collectives over tensor": 19.0}
+    assert largest_gap(measured, predicted).startswith(
+        "The largest gap: optimizer (10.00 ms in place of 4.00, 6.0% of the step): "
+    )
+    assert largest_gap(measured, measured.mean).startswith("No gap: ")
+
+
+def test_a_prediction_for_one_axis_counts_in_a_row_of_several_axes_if_it_has_none_of_its_own():
+    predicted = {
+        "matmuls": 1.0,
+        "collectives over data": 2.0,
+        "collectives over fsdp": 3.0,
+        "collectives over tensor": 4.0,
+    }
+    rows = joined(predicted, ["matmuls", "collectives over data and fsdp", "collectives over fsdp"])
+    assert rows == {
+        "matmuls": 1,
+        "collectives over data and fsdp": 2,
+        "collectives over fsdp": 3,
+        "collectives over tensor": 4,
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides"),
+    [
+        ("llama3_8b_l16_pipeline", ["mesh.pipeline=2", "mesh.tensor=2", "remat.policy=full"]),
+        ("mixtral_l2", ["mesh.data=1", "mesh.expert=4", "batch.global_size=16"]),
+    ],
+)
+def test_the_rows_of_the_prediction_add_up_to_the_planners_time(name, overrides):
+    config = load_config(config_path(name), overrides)
+    rows, time = predict(config, 4, H200), Candidate.of(config, check_mesh(config, 4)).time(H200)
+    assert sum(rows.values()) == pytest.approx(1e3 * time.total)
