@@ -17,6 +17,7 @@ from megajax.model.parts import add_bias
 from megajax.ops import fp8
 from megajax.ops.fp8 import Fp8Weight
 from megajax.ops.partial_attention import Scores
+from megajax.parallel import collectives
 from megajax.parallel.context import attention as over_context
 from megajax.parallel.context import latents
 from megajax.parallel.context.ring import Strategy
@@ -105,6 +106,7 @@ class MeshComm(Comm):
             biases = biases._replace(down=jnp.where(lax.axis_index("tensor") == 0, biases.down, 0))
         return self.leave(apply(activation, x, experts, weights, w_up, w_down, capacity, biases))
 
+    @jax.named_scope("core_attention")
     def attend(self, q, k, v, positions: TokenPositions, *, window, softcap, scale=None, sinks=None) -> jax.Array:
         scores = Scores(self.scales.next(scale or q.shape[-1] ** -0.5), softcap, self.kernels.attention)
         strategy, size, starts = self.collectives.context, self.context_size, positions.document_starts
@@ -154,15 +156,15 @@ class MeshComm(Comm):
 
     def of_all_tokens[Arrays](self, x: Arrays) -> Arrays:
         axes = self._present(self.token_axes)
-        return jax.tree.map(lambda a: lax.all_gather(a, axes, tiled=True), x) if axes else x
+        return jax.tree.map(lambda a: collectives.all_gather(a, axes, tiled=True), x) if axes else x
 
     def sum_over_tokens[Arrays](self, x: Arrays) -> Arrays:
         axes = self._present(self.token_axes)
-        return lax.psum(x, axes) if axes else x
+        return collectives.psum(x, axes) if axes else x
 
     def sum_over_sequence(self, x: jax.Array) -> jax.Array:
         axes = self._present(self.sequence_axes)
-        return lax.psum(x, axes) if axes else x
+        return collectives.psum(x, axes) if axes else x
 
     def _present(self, axes: Iterable[str]) -> tuple[str, ...]:
         return tuple(axis for axis in axes if self.sizes[axis] > 1)
@@ -178,12 +180,12 @@ class MeshComm(Comm):
         return lax.axis_index("tensor") * local_size if self.tensor_size > 1 else 0
 
     def max_over_tensor(self, x: jax.Array) -> jax.Array:
-        return lax.pmax(x, "tensor") if self.tensor_size > 1 else x
+        return collectives.pmax(x, "tensor") if self.tensor_size > 1 else x
 
     def sum_over_tensor(self, x: jax.Array) -> jax.Array:
-        return lax.psum(x, "tensor") if self.tensor_size > 1 else x
+        return collectives.psum(x, "tensor") if self.tensor_size > 1 else x
 
     def max_over_devices[Arrays](self, x: Arrays) -> Arrays:
         """The maximum of each array over all devices; other pipeline stages only if they share the tokens."""
         axes = self._present(axis for axis in self.sizes if axis != "pipeline" or axis in self.token_axes)
-        return lax.pmax(x, axes) if axes else x
+        return collectives.pmax(x, axes) if axes else x

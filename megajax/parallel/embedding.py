@@ -16,6 +16,7 @@ from jax import lax
 
 from megajax import ops
 from megajax.model.parts import BlockInputs, scale_embeddings
+from megajax.parallel import collectives
 from megajax.parallel.comm import MeshComm
 from megajax.parallel.weights.exchange import row_major
 from megajax.step_plan import StepPlan
@@ -40,7 +41,7 @@ class MeshEmbedding:
         rows, ours = self._vocabulary_rows(table, batch["tokens"])
         x = self.comm.leave(jnp.where(ours, table[rows], 0).astype(self.config.precision.compute))
         if self.axes:  # own columns for all tokens → whole rows for own tokens, without padding
-            x = lax.all_to_all(x, self.axes, 1, 2, tiled=True)
+            x = collectives.all_to_all(x, self.axes, 1, 2, tiled=True)
             x = row_major(x.reshape(x.shape[0], -1)[:, :width])
         x = scale_embeddings(self.config.model, x)
         if POSITIONS in weights:
@@ -58,7 +59,7 @@ class MeshEmbedding:
         if self.axes:
             shards = math.prod(self.comm.sizes[axis] for axis in self.axes)
             padded = jnp.pad(updates, ((0, 0), (0, shards * weights[TOKENS].shape[1] - dx.shape[1])))
-            updates = lax.all_to_all(padded[:, None], self.axes, 2, 1, tiled=True)
+            updates = collectives.all_to_all(padded[:, None], self.axes, 2, 1, tiled=True)
         updates = self.comm.enter(updates)
         rows, ours = self._vocabulary_rows(weights[TOKENS], batch["tokens"])
         # Without the barrier XLA would scatter into the layout of the reduction.
@@ -76,7 +77,7 @@ class MeshEmbedding:
         """
         tokens = tokens.reshape(-1)
         if self.axes:
-            tokens = lax.all_gather(tokens[:, None], self.axes, axis=1, tiled=True)
+            tokens = collectives.all_gather(tokens[:, None], self.axes, axis=1, tiled=True)
         rows = tokens - self.comm.vocabulary_start(table.shape[0])
         ours = (rows >= 0) & (rows < table.shape[0])
         return jnp.where(ours, rows, 0), ours[..., None]

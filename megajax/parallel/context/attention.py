@@ -29,6 +29,7 @@ from megajax.ops.partial_attention import (
     backward_with_sinks,
     merge,
 )
+from megajax.parallel import collectives
 from megajax.parallel.context.ring import Block, Strategy, Work, go_round, half_of, in_half
 from megajax.parallel.context.token_order import chunk_order, key_ranges, sequence_ranges
 
@@ -72,18 +73,18 @@ def _all_to_all(
 
     # The remat policies that keep matmuls keep arrays with this name too.
     def to_heads(a: jax.Array) -> jax.Array:
-        a = lax.all_to_all(a, "context", split_axis=2, concat_axis=1, tiled=True)
+        a = collectives.all_to_all(a, "context", split_axis=2, concat_axis=1, tiled=True)
         return checkpoint_name(_to_sequence(a, context), "exchanged")
 
     starts = positions.document_starts
     if starts is not None:
-        starts = _to_sequence(lax.all_gather(starts, "context", axis=1, tiled=True), context)
+        starts = _to_sequence(collectives.all_gather(starts, "context", axis=1, tiled=True), context)
     q, k, v = (to_heads(a) for a in (q, k, v))
     if sinks is not None:  # select those of this device's heads
         own = q.shape[2]
         sinks = lax.dynamic_slice_in_dim(sinks, lax.axis_index("context") * own, own)
     out = ops.attention(q, k, v, window=window, document_starts=starts, sinks=sinks, **vars(scores))
-    out = lax.all_to_all(_to_stored(out, context), "context", split_axis=1, concat_axis=2, tiled=True)
+    out = collectives.all_to_all(_to_stored(out, context), "context", split_axis=1, concat_axis=2, tiled=True)
     return checkpoint_name(out, "exchanged")
 
 
@@ -216,7 +217,7 @@ def _gathered(strategy: Strategy, q, k, v, positions: TokenPositions) -> Part:
 def _gathered_backward(strategy: Strategy, q, k, v, positions: TokenPositions, whole: Part, dout):
     def to_owners(g: jax.Array) -> jax.Array:
         g = _as_stored(strategy, g.astype(whole[1].dtype), positions)
-        return lax.psum_scatter(g, "context", scatter_dimension=1, tiled=True)
+        return collectives.psum_scatter(g, "context", scatter_dimension=1, tiled=True)
 
     of_all = _gather(strategy, (k, v), positions)
     dq, own, theirs = attend_to_all_backward(strategy, q, (k, v), of_all, positions, whole, dout)
@@ -263,7 +264,7 @@ def _gather(strategy: Strategy, arrays: Any, positions: TokenPositions) -> Any:
     """This device's keys and values `[B, S / context, ...]` → those of whole sequences, in the sequence's order."""
 
     def one(a: jax.Array) -> jax.Array:
-        return as_sequence(strategy, lax.all_gather(a, "context", axis=1, tiled=True), positions)
+        return as_sequence(strategy, collectives.all_gather(a, "context", axis=1, tiled=True), positions)
 
     return jax.tree.map(one, arrays)
 

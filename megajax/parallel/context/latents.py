@@ -16,6 +16,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from megajax.model.comm import LatentKeys, TokenPositions
 from megajax.ops.partial_attention import Part, attend_backward
+from megajax.parallel import collectives
 from megajax.parallel.context.attention import (
     Keys,
     Sent,
@@ -126,7 +127,7 @@ def _gathered_backward(
     of_all, pull_all = jax.vjp(heads_of_all, _gather(keys), keys.up)
     dq, down, dall = attend_to_all_backward(strategy, q, own, of_all, positions, whole, dout)
     dsent, dup = pull_all(tuple(g.astype(a.dtype) for g, a in zip(dall, of_all, strict=True)))
-    dsent = [lax.psum_scatter(g.astype(dtype), "context", scatter_dimension=0) for g in dsent]
+    dsent = [collectives.psum_scatter(g.astype(dtype), "context", scatter_dimension=0) for g in dsent]
     if down is None:
         return dq, dsent, dup
     of_own, up = pull_own(tuple(g.astype(a.dtype) for g, a in zip(down, own, strict=True)))
@@ -135,7 +136,7 @@ def _gathered_backward(
 
 def _gather(keys: LatentKeys) -> Sent:
     """The latents `[context, T / tensor, R]` and rotary keys `[context, B, S / context, ...]` of all devices."""
-    return lax.all_gather(keys.latent, "context"), lax.all_gather(keys.rotary, "context")
+    return collectives.all_gather(keys.latent, "context"), collectives.all_gather(keys.rotary, "context")
 
 
 def _heads_of_all(

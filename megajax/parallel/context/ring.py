@@ -13,6 +13,7 @@ import numpy as np
 from jax import lax
 
 from megajax.ops.partial_attention import Scores
+from megajax.parallel import collectives
 
 UNROLLED_STEPS = 7  # with more steps around the ring they run in a loop
 
@@ -105,7 +106,7 @@ def go_round(strategy: Strategy, length: int, fixed: Any, work: Work) -> Any:
     sweeps = _sweeps(strategy, length)
 
     def send(message: jax.Array, by: int) -> jax.Array:
-        return lax.ppermute(message, "context", [(r, (r + by) % C) for r in range(C)])
+        return collectives.ppermute(message, "context", [(r, (r + by) % C) for r in range(C)])
 
     own_message = _words(fixed)
     first, own = lax.optimization_barrier(([send(own_message, direction) for direction, _ in sweeps], work.own()))

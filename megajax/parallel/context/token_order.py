@@ -15,6 +15,7 @@ from jax import lax
 from megajax import ops
 from megajax.model.comm import TokenPositions
 from megajax.ops.partial_attention import Ranges
+from megajax.parallel import collectives
 
 MOST_CHUNKS = 8  # per device, if chunks are distributed by work
 
@@ -79,7 +80,7 @@ def add_token_positions(batch: Mapping[str, jax.Array], context: int) -> tuple[d
         return fields | {"document_starts": ops.document_starts(segments).reshape(M, B, length)}, None
     order = batch.get("order")
     own = jnp.broadcast_to(own_index(length, context), segments.shape) if order is None else order.reshape(M * B, -1)
-    both = lax.all_gather(jnp.stack([own, segments]), "context", axis=2, tiled=True)
+    both = collectives.all_gather(jnp.stack([own, segments]), "context", axis=2, tiled=True)
     indices, segments = both  # [M·B, S] as stored
     rows = jnp.arange(M * B)[:, None]
     starts = ops.document_starts(jnp.zeros_like(segments).at[rows, indices].set(segments, unique_indices=True))

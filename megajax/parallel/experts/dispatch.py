@@ -24,6 +24,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from megajax.ops import experts as ops
 from megajax.ops.expert_mlp import num_experts
+from megajax.parallel import collectives
 from megajax.parallel.weights.exchange import gather_tiles
 from megajax.step_plan import Collectives
 
@@ -56,7 +57,7 @@ class ExpertParallel:
         own = experts - lax.axis_index(axes) * local
         own = jnp.where((own >= 0) & (own < local), own, local)  # `local`: an expert of another device
         y = self._on_device(activation, x, own, weights, w_up, w_down, capacity, biases)
-        return lax.psum_scatter(y, axes, scatter_dimension=0, tiled=True)
+        return collectives.psum_scatter(y, axes, scatter_dimension=0, tiled=True)
 
     def _exchanged(self, activation: str, x, experts, weights, w_up, w_down, capacity: int | None, biases) -> jax.Array:
         (T, k), local, size = experts.shape, num_experts(w_up), self.collectives.expert_shards
@@ -99,7 +100,7 @@ def plan(axes: Axes, counts: jax.Array, size: int, pieces: int = 1) -> Routes:
 
     Each expert's rows from one device to another are cut into `pieces` slices of nearly equal size.
     """
-    counts = lax.all_gather(counts, axes)  # [senders, E]
+    counts = collectives.all_gather(counts, axes)  # [senders, E]
     rank, E = lax.axis_index(axes), counts.shape[1]
     sent_from = jnp.cumsum(counts, axis=1) - counts
     by_receiver = counts.reshape(size, size, -1).transpose(1, 2, 0)  # [receivers, own experts, senders]
@@ -134,7 +135,8 @@ def _cut(slices: Slices, pieces: int) -> Slices:
 def exchange(axes: Axes, rows: int, ragged: bool, slices: Slices, reverse: Slices, x: jax.Array) -> jax.Array:
     """Move slices of `x [R, D]` → `[rows, D]`, zeros in other rows; `reverse` moves gradients back."""
     if ragged:
-        return lax.ragged_all_to_all(x, jnp.zeros((rows, *x.shape[1:]), x.dtype), *slices, axis_name=axes)
+        with jax.named_scope(collectives.scope(axes)):
+            return lax.ragged_all_to_all(x, jnp.zeros((rows, *x.shape[1:]), x.dtype), *slices, axis_name=axes)
     return _exchange_by_gather(axes, rows, slices, x)
 
 
@@ -155,7 +157,7 @@ def _exchange_by_gather(axes: Axes, rows: int, slices: Slices, x: jax.Array) -> 
     rank = lax.axis_index(axes)
 
     def to_me(table: jax.Array) -> jax.Array:
-        tables = lax.all_gather(table, axes)  # [senders, receivers · slices]
+        tables = collectives.all_gather(table, axes)  # [senders, receivers · slices]
         width = tables.shape[1] // tables.shape[0]
         return lax.dynamic_slice_in_dim(tables, rank * width, width, 1)
 

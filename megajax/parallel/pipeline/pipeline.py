@@ -21,6 +21,7 @@ from jax import lax
 
 from megajax.config.segments import Segment
 from megajax.model.parts import BlockInputs
+from megajax.parallel import collectives
 from megajax.parallel.local import Batch, LocalModel, StepArrays
 from megajax.parallel.pipeline.buffers import (
     BackwardBuffers,
@@ -173,7 +174,7 @@ class _Run:
         pairs = [(s, (s + step) % P) for s in range(P)]
         if self.schedule.rounds == 1:
             pairs = [(a, b) for a, b in pairs if b == a + step]
-        return lax.ppermute(x, "pipeline", pairs)
+        return collectives.ppermute(x, "pipeline", pairs)
 
     # Operations
 

@@ -12,6 +12,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from megajax.model.comm import Comm, LatentKeys, TokenPositions
+from megajax.parallel import collectives
 from megajax.parallel.comm import TOKEN_AXES, MeshComm
 from megajax.step_plan import StepPlan
 
@@ -30,11 +31,11 @@ class TokenShares:
     def scatter(self, x: jax.Array) -> jax.Array:
         """`[T / tensor, D]`, summed over the stages → this stage's tokens."""
         x = self._divided(x).swapaxes(0, 1)
-        return lax.psum_scatter(x.reshape(-1, x.shape[-1]), "pipeline", scatter_dimension=0, tiled=True)
+        return collectives.psum_scatter(x.reshape(-1, x.shape[-1]), "pipeline", scatter_dimension=0, tiled=True)
 
     def gather(self, x: jax.Array) -> jax.Array:
         """This stage's tokens → those of all stages `[T / tensor, D]`."""
-        x = lax.all_gather(x, "pipeline", axis=0, tiled=True)
+        x = collectives.all_gather(x, "pipeline", axis=0, tiled=True)
         x = x.reshape(self.stages, self.pieces, self.length, -1).swapaxes(0, 1)
         return x.reshape(self.pieces, -1, x.shape[-1])[:, : self.own // self.pieces].reshape(self.own, -1)
 
@@ -94,11 +95,11 @@ class SharedTokens(MeshComm):
     def _to_heads(self, a: jax.Array) -> jax.Array:
         """`[B, S / P, N, H]` of this stage's tokens → `[B, S, N / P, H]` of its heads."""
         B, _, N, H = a.shape
-        a = lax.all_to_all(a.reshape(B, -1, self.length, N, H), "pipeline", 3, 2, tiled=True)
+        a = collectives.all_to_all(a.reshape(B, -1, self.length, N, H), "pipeline", 3, 2, tiled=True)
         return checkpoint_name(a.reshape(B, -1, *a.shape[3:]), "exchanged")
 
     def _to_tokens(self, a: jax.Array) -> jax.Array:
         """Inverse of `_to_heads`."""
         B, _, N, H = a.shape
-        a = lax.all_to_all(a.reshape(B, -1, self.stages * self.length, N, H), "pipeline", 2, 3, tiled=True)
+        a = collectives.all_to_all(a.reshape(B, -1, self.stages * self.length, N, H), "pipeline", 2, 3, tiled=True)
         return checkpoint_name(a.reshape(B, -1, *a.shape[3:]), "exchanged")

@@ -8,6 +8,7 @@ import numpy as np
 from jax import lax
 
 from megajax.config.segments import Segment
+from megajax.parallel import collectives
 from megajax.sharding import EMPTY
 
 
@@ -79,7 +80,7 @@ class Rows:
         L = len(self.layers)
         rows = jnp.where(rows == EMPTY, L, rows)  # out of bounds: dropped
         placed = jax.tree.map(lambda a: jnp.zeros((L, *a.shape[1:]), a.dtype).at[rows].set(a, mode="drop"), arrays)
-        return lax.pmax(placed, "pipeline")
+        return collectives.pmax(placed, "pipeline")
 
     def without_empty(self, gradient: jax.Array) -> jax.Array:
         """`[R·n, ...]` with zeros in empty slots, where a bias of the residual stream has a gradient too."""

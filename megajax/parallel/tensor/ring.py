@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from megajax.parallel import collectives
 from megajax.parallel.weights.exchange import as_bytes, gather_tiles
 
 
@@ -37,20 +38,20 @@ class TensorRing:
 
     def leave(self, y: jax.Array) -> jax.Array:
         """`[T, D]` partial sums → `[T / tensor, D]`: summed over `tensor`, own tokens kept."""
-        return lax.psum_scatter(y, "tensor", scatter_dimension=0, tiled=True) if self.size > 1 else y
+        return collectives.psum_scatter(y, "tensor", scatter_dimension=0, tiled=True) if self.size > 1 else y
 
     def leave_pieces(self, pieces: Sequence[jax.Array]) -> jax.Array:
         """`leave` for partial sums in pieces: each is sent to the device of its tokens and summed there in FP32."""
         if len(pieces) == 1:
             return self.leave(pieces[0])
         steps = range(1, self.size)
-        received = [lax.ppermute(pieces[step], "tensor", self._pairs(self.size - step)) for step in steps]
+        received = [collectives.ppermute(pieces[step], "tensor", self._pairs(self.size - step)) for step in steps]
         total = reduce(jnp.add, [piece.astype(jnp.float32) for piece in (pieces[0], *received)])
         return total.astype(pieces[0].dtype)
 
     def receive(self, x: jax.Array) -> jax.Array:
         """The previous device's `x`."""
-        return as_bytes(lambda x: lax.ppermute(x, "tensor", self._pairs(1)), x)
+        return as_bytes(lambda x: collectives.ppermute(x, "tensor", self._pairs(1)), x)
 
     def _pairs(self, step: int) -> list[tuple[int, int]]:
         """(source, destination) of each device, `step` ranks further."""

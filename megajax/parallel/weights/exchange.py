@@ -19,6 +19,7 @@ from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 
 from megajax.mesh import AXES
+from megajax.parallel import collectives
 from megajax.sharding import ONCE_AXES, Placement
 
 
@@ -64,7 +65,7 @@ class WeightExchange:
             gradient = jnp.pad(gradient, [(0, padding if d == dim else 0) for d in range(gradient.ndim)])
         if self._layer_by_layer(placement):
             gradient = gradient.astype(self.gradients)
-            gradient = lax.psum_scatter(gradient, "fsdp", scatter_dimension=dim, tiled=True)
+            gradient = collectives.psum_scatter(gradient, "fsdp", scatter_dimension=dim, tiled=True)
         return gradient
 
     def reduce_once(self, name: str, gradient: jax.Array) -> jax.Array:
@@ -79,12 +80,12 @@ class WeightExchange:
             return gradient
         assert placement.storage_dim is not None
         dim = _dim(placement.storage_dim, gradient, placement)
-        return lax.psum_scatter(gradient.astype(self.gradients), once, scatter_dimension=dim, tiled=True)
+        return collectives.psum_scatter(gradient.astype(self.gradients), once, scatter_dimension=dim, tiled=True)
 
     def complete(self, name: str, gradient: jax.Array) -> jax.Array:
         """Gradients after `scatter_once`, of one layer or stacked → FP32, summed over the other axes too."""
         rest = tuple(axis for axis in self.placements[name].replicated_axes if self.sizes[axis] > 1)
-        gradient = lax.psum(gradient.astype(self.gradients), rest) if rest else gradient
+        gradient = collectives.psum(gradient.astype(self.gradients), rest) if rest else gradient
         return row_major(gradient.astype(jnp.float32))
 
     def is_gathered_once(self, name: str) -> bool:
@@ -161,7 +162,7 @@ def as_bytes(move: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
 
 def gather_tiles(x: jax.Array, axes: tuple[str, ...], dim: int) -> jax.Array:
     """The shards of `x` on all devices of `axes`, side by side along `dim`."""
-    return as_bytes(lambda x: lax.all_gather(x, axes, axis=dim, tiled=True), x)
+    return as_bytes(lambda x: collectives.all_gather(x, axes, axis=dim, tiled=True), x)
 
 
 def summed_dtype(dtype: Any) -> Any:
@@ -172,7 +173,7 @@ def summed_dtype(dtype: Any) -> Any:
 def sum_over_all(x, sizes: Mapping[str, int]):
     """Sum of a pytree over all devices of the mesh."""
     axes = tuple(axis for axis in AXES if sizes[axis] > 1)
-    return lax.psum(x, axes) if axes else x
+    return collectives.psum(x, axes) if axes else x
 
 
 def _dim(dim: int, x: jax.Array, placement: Placement) -> int:

@@ -11,6 +11,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from megajax.model.block import fuse
+from megajax.parallel import collectives
 from megajax.sharding import Placement
 
 
@@ -74,7 +75,7 @@ class FusedWeights:
         shape = (*gradient.shape[:-2], placement.shape[-2], gradient.shape[-1])
         zeros = jnp.zeros(shape, gradient.dtype)
         placed = lax.dynamic_update_slice_in_dim(zeros, gradient, self._kv_head(placement), gradient.ndim - 2)
-        return lax.psum(placed, "tensor")
+        return collectives.psum(placed, "tensor")
 
     def _kv_head(self, placement: Placement) -> jax.Array:
         return lax.axis_index("tensor") // placement.kv_groups
