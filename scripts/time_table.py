@@ -1,7 +1,8 @@
-"""A markdown table that compares estimated with measured speeds: `python scripts/time_table.py`.
+"""A markdown table that compares estimated with measured speeds: `python scripts/time_table.py [--rates FILE]`.
 
 Reads tests/data/time_rows.txt: `fitted` or `checked` (whether the row was used to fit the constants of
 `plan/step_time.py`), the measured TFLOP/s of a GPU (docs/performance.md), a config, overrides and `--gpus N`. H200s.
+`--rates`: a file of `megajax preflight --rates` or your own, as for `megajax plan`, in place of the shipped rates.
 """
 
 import argparse
@@ -16,7 +17,7 @@ from megajax.config.checks import check_mesh
 from megajax.console import user_errors
 from megajax.plan.candidates import Candidate
 from megajax.plan.costs import flops_per_token
-from megajax.plan.rates import H200
+from megajax.plan.rates import H200, Rates, read_rates
 from megajax.plan.step_time import StepTime, tokens_per_second
 
 ROOT = Path(__file__).parents[1]
@@ -44,18 +45,18 @@ def read_rows() -> list[Row]:
     return [Row.parse(line) for line in ROWS.read_text().splitlines() if line.strip()]
 
 
-def estimate(row: Row) -> tuple[float, StepTime]:
+def estimate(row: Row, rates: Rates = H200) -> tuple[float, StepTime]:
     """(TFLOP/s of a GPU, the parts of the step)."""
     config = load_config(ROOT / row.config, list(row.overrides))
     candidate = Candidate.of(config, check_mesh(config, row.gpus))
-    step = candidate.time(H200)
+    step = candidate.time(rates)
     return flops_per_token(config) * tokens_per_second(candidate.plan, step.total) / 1e12, step
 
 
-def table(rows: list[Row]) -> str:
+def table(rows: list[Row], rates: Rates = H200) -> str:
     """A line per row, then the errors and the share of pairs in the right order."""
     lines = ["| config | GPUs | measured TFLOP/s | estimate | difference | |", "|---|---:|---:|---:|---:|---|"]
-    estimates = {row: estimate(row)[0] for row in rows}
+    estimates = {row: estimate(row, rates)[0] for row in rows}
     for row, ours in estimates.items():
         name, use = " ".join([Path(row.config).stem, *row.overrides]), "fitted" if row.fitted else ""
         lines.append(
@@ -72,9 +73,10 @@ def table(rows: list[Row]) -> str:
 
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.parse_args(arguments)
+    parser.add_argument("--rates", type=Path, metavar="FILE", help="JSON file of rates in place of an H200's")
+    options = parser.parse_args(arguments)
     with user_errors():
-        print(table(read_rows()))
+        print(table(read_rows(), H200 if options.rates is None else read_rates(options.rates, H200)))
     return 0
 
 

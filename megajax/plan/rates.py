@@ -1,7 +1,8 @@
 """The speeds of GPUs and links, for the estimate of a step's time.
 
 Rates are those that large operations reach, not data sheets' peaks. H200's come from docs/performance.md and
-docs/log.md; the others are an H200's, scaled by the ratio of the data sheets' peaks, and are not measured.
+docs/log.md; the others are an H200's, scaled by the ratio of the data sheets' peaks, and are not measured. A file of
+`megajax preflight --rates` replaces them; the constants of `step_time` were fitted to measured steps and stay.
 """
 
 import json
@@ -24,7 +25,10 @@ class Rates:
     peak_flops: float  # dense BF16, of the data sheet, for MFU
     bf16_flops: float  # of a matmul whose dimensions are large
     fp8_flops: float
+    bf16_half_rate: float  # smallest dimension at which a matmul reaches half of `bf16_flops`
+    fp8_half_rate: float
     attention_flops: tuple[tuple[int, float], ...]  # forward and backward, by width of a head, for long sequences
+    attention_half_rate: float  # tokens at which attention reaches half of its rate
     memory_bytes: float
     link_bytes: float  # between the GPUs of a host, copies
     nccl_bytes: float  # the same, gathers and reductions by NCCL
@@ -33,13 +37,13 @@ class Rates:
 
     def matmul_flops(self, smallest: float, fp8: bool) -> float:
         """The rate of matmuls whose smallest dimension, of tokens or of the weight, has this size."""
-        rate, half = (self.fp8_flops, FP8_HALF_RATE) if fp8 else (self.bf16_flops, BF16_HALF_RATE)
+        rate, half = (self.fp8_flops, self.fp8_half_rate) if fp8 else (self.bf16_flops, self.bf16_half_rate)
         return rate * smallest / (smallest + half)
 
     def attention(self, width: int, length: int) -> float:
         """The rate of attention with heads of this width (queries; values may be narrower) over `length` tokens."""
         rate = min(self.attention_flops, key=lambda entry: abs(entry[0] - width))[1]
-        return rate * length / (length + ATTENTION_HALF_RATE)
+        return rate * length / (length + self.attention_half_rate)
 
     def group_bytes(self, size: int, stride: int) -> float:
         """The bandwidth of a GPU in a collective over `size` GPUs that are `stride` apart.
@@ -56,8 +60,6 @@ class Rates:
         return replace(self, hosts_of=hosts_of or self.hosts_of, network_bytes=network)
 
 
-# Dimensions at which a matmul, and attention, reaches half of its rate.
-BF16_HALF_RATE, FP8_HALF_RATE, ATTENTION_HALF_RATE = 280.0, 690.0, 800.0
 NETWORK_SHARE = 0.8  # of a card's rate that collectives reach; not measured
 
 H200 = Rates(
@@ -66,7 +68,10 @@ H200 = Rates(
     peak_flops=989e12,
     bf16_flops=711e12,
     fp8_flops=1330e12,
+    bf16_half_rate=280.0,
+    fp8_half_rate=690.0,
     attention_flops=((64, 380e12), (128, 490e12), (192, 440e12), (256, 400e12)),
+    attention_half_rate=800.0,
     memory_bytes=4.2e12,
     link_bytes=350e9,
     nccl_bytes=240e9,

@@ -11,10 +11,11 @@ from megajax.plan.rates import H200, read_rates
 
 def test_a_file_replaces_the_rates_that_it_names(tmp_path):
     file = tmp_path / "rates.json"
-    file.write_text('{"bf16_flops": 7e14, "hosts_of": 4, "attention_flops": {"64": 3e14, "128": 4e14}}')
+    own = {"bf16_flops": 7e14, "bf16_half_rate": 100, "hosts_of": 4, "attention_flops": {"64": 3e14, "128": 4e14}}
+    file.write_text(json.dumps(own | {"attention_half_rate": 500}))
     rates = read_rates(file, H200)
-    assert rates.matmul_flops(280, fp8=False) == 3.5e14  # half of the rate, at 280
-    assert rates.attention(128, 800) == 2e14
+    assert rates.matmul_flops(100, fp8=False) == 3.5e14  # half of the rate
+    assert rates.attention(128, 500) == 2e14
     assert (rates.hosts_of, rates.fp8_flops, rates.memory_bytes) == (4, H200.fp8_flops, H200.memory_bytes)
 
 

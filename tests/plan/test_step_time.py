@@ -1,6 +1,7 @@
 """The estimate of a step's time against steps that were measured on H200s (docs/performance.md)."""
 
 import itertools
+import json
 
 import pytest
 import time_table
@@ -43,3 +44,17 @@ def test_the_parts_of_a_step_add_up_and_losses_are_named(speeds):
     useful = step.matmuls + step.attention + step.head
     assert step.total == pytest.approx(useful + sum(step.losses.values()))
     assert step.losses["bubble"] > 0 and "communication over tensor" not in step.losses
+
+
+def test_the_table_is_of_a_file_of_rates(speeds, tmp_path, monkeypatch, capsys):
+    """With half of all rates of computation, one GPU takes twice the time."""
+    file, rates = tmp_path / "rates.json", time_table.H200
+    names = ("bf16_flops", "fp8_flops", "memory_bytes")
+    halves = {name: getattr(rates, name) / 2 for name in names}
+    attention = {str(width): rate / 2 for width, rate in rates.attention_flops}
+    file.write_text(json.dumps(halves | {"attention_flops": attention}))
+    rows = [next(row for row in speeds if row.gpus == 1 and row.fitted == fitted) for fitted in (True, False)]
+    monkeypatch.setattr(time_table, "read_rows", lambda: rows)
+    assert time_table.main([f"--rates={file}"]) == 0
+    estimates = [int(line.split("|")[4]) for line in capsys.readouterr().out.splitlines()[2:4]]
+    assert estimates == pytest.approx([speeds[row] / 2 for row in rows], abs=0.5)
