@@ -128,7 +128,7 @@ def device_lines(measured: Measured) -> list[str]:
         gaps = rows.get(HOST, 0.0) + rows.get(IDLE, 0.0)
         lines.append(
             f"{device}: {sum(rows.values()):.2f} ms a step: computing {computing(rows):.2f}, exposed collectives "
-            f"{exposed(rows):.2f}, idle {gaps:.2f}, of that held back by the host {rows.get(HOST, 0.0):.2f}"
+            f"{exposed(rows):.2f}, idle {gaps:.2f} (host gaps {rows.get(HOST, 0.0):.2f})"
         )
     return lines
 
