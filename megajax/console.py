@@ -28,7 +28,7 @@ DONE, MISTAKE, BAD_NUMBERS, LOST, STOPPED, INTERRUPTED = 0, 2, 3, 4, 75, 130
 COMMANDS = {
     "train": ("megajax.train", "train the model of a config, or resume its run"),
     "launch": ("megajax.launch", "train in several processes on this host, and restart after crashes"),
-    "preflight": ("megajax.preflight", "measure GPUs, links and disk before a run"),
+    "preflight": ("megajax.preflight.__main__", "measure GPUs, links and disk before a run"),
     "plan": ("megajax.plan.__main__", "find the fastest mesh of a config for N GPUs, without a GPU"),
     "verify": ("megajax.verify.__main__", "compare meshes with one device, on the CPU, with a small model"),
     "generate": ("megajax.generate", "continue text with a run or a Hugging Face model"),

@@ -6,9 +6,10 @@ import jax
 import numpy as np
 import pytest
 
-from megajax import preflight
 from megajax.mesh import build_mesh
-from megajax.preflight import Group, Sample, collective, disk_rates, groups, report
+from megajax.preflight import __main__ as command
+from megajax.preflight import measurements
+from megajax.preflight.measurements import Group, Sample, collective, disk_rates, groups, report
 
 
 def test_a_sample_far_below_its_equals_is_marked_and_others_are_not():
@@ -46,7 +47,7 @@ def test_the_lines_of_each_axis_of_the_mesh_are_measured():
     assert [group.kind for group in found] == 4 * ["mesh.fsdp=2"] + 2 * ["mesh.tensor=4"]
 
 
-@pytest.mark.parametrize("operation", preflight.OPERATIONS)
+@pytest.mark.parametrize("operation", ["all-reduce", "all-gather", "reduce-scatter", "all-to-all", "permute"])
 def test_a_collective_is_what_its_row_says(operation):
     n, devices = 4, jax.devices()[2:6]
     function, argument = collective(operation, devices, 8 * n)
@@ -56,20 +57,23 @@ def test_a_collective_is_what_its_row_says(operation):
     expected = {
         "all-reduce": np.stack([parts.sum(0)] * n),
         "all-gather": np.stack([rows] * n),
+        "reduce-scatter": parts.sum(0)[:, None],
+        "permute": np.roll(parts, 1, axis=0),
         "all-to-all": parts.reshape(n, -1, 8).swapaxes(0, 1),
     }[operation]
     result = function(argument)
     assert np.array_equal(np.asarray(result).reshape(n, -1, 8), expected)
-    assert all(shard.data.nbytes == 8 * n * 4 for shard in result.addressable_shards)
+    size = 8 * 4 * (1 if operation == "reduce-scatter" else n)
+    assert all(shard.data.nbytes == size for shard in result.addressable_shards)
 
 
 def test_rates_count_the_bytes_that_a_device_sends(monkeypatch):
-    monkeypatch.setattr(preflight, "seconds_per_call", lambda *_: 0.5)
+    monkeypatch.setattr(measurements, "seconds_per_call", lambda *_: 0.5)
     group = Group("within a host (4)", "a", jax.devices()[:4])
-    rates = [sample.rate for sample in preflight.link_rates([group], 2)]
+    rates = [sample.rate for sample in measurements.link_rates([group], 2)]
     assert rates == pytest.approx([2 * 1.5 * 2**20 * 2e-9, 1.5 * 2**20 * 2e-9, 1.5 * 2**20 * 2e-9])
-    monkeypatch.setattr(preflight, "seconds_per_call", lambda *_: 1e-3)
-    assert preflight.matmul_rates("a", 100)[7].rate == pytest.approx(2 * 100**3 / 1e-3 / 1e12)
+    monkeypatch.setattr(measurements, "seconds_per_call", lambda *_: 1e-3)
+    assert measurements.matmul_rates("a", 100)[7].rate == pytest.approx(2 * 100**3 / 1e-3 / 1e12)
 
 
 def test_the_disk_is_measured_and_left_clean(tmp_path):
@@ -87,8 +91,8 @@ def test_the_command_prints_a_table_and_a_slow_device_makes_its_status_1(tmp_pat
         f"run: {{dir: {tmp_path / 'run'}}}\nmodel: {{num_layers: 1, hidden_size: 8, num_heads: 2, vocab_size: 9}}\n"
         "mesh: {fsdp: -1}\nbatch: {global_size: 8, sequence_length: 4}\ndata: {kind: synthetic}\n"
     )
-    monkeypatch.setattr(preflight, "seconds_per_call", lambda function, argument: 1e-3)
-    assert preflight.main([str(config), "mesh.tensor=2", *SMALL]) == 0
+    monkeypatch.setattr(measurements, "seconds_per_call", lambda function, argument: 1e-3)
+    assert command.main([str(config), "mesh.tensor=2", *SMALL]) == 0
     table = capsys.readouterr().out
     kinds = ("matmul", "within a host (8)", "pair within", "mesh.fsdp=4", "mesh.tensor=2", "disk write", "disk read")
     assert [kind for kind in kinds if kind not in table] == []
@@ -97,18 +101,18 @@ def test_the_command_prints_a_table_and_a_slow_device_makes_its_status_1(tmp_pat
     def slow(function, argument):
         return 2e-3 if argument.devices() == {jax.devices()[5]} else 1e-3
 
-    monkeypatch.setattr(preflight, "seconds_per_call", slow)
-    assert preflight.main([*SMALL, f"--directory={tmp_path}"]) == 1
+    monkeypatch.setattr(measurements, "seconds_per_call", slow)
+    assert command.main([*SMALL, f"--directory={tmp_path}"]) == 1
     assert f"device {jax.devices()[5].id}: 3.28e-05 TFLOP/s is 50% of the median" in capsys.readouterr().out
 
 
 def test_the_clock_takes_the_best_round(monkeypatch):
     times = iter([0, 10, 10, 15, 15, 30])  # 10, 5 and 15 s for CALLS calls
-    monkeypatch.setattr(preflight.time, "perf_counter", lambda: next(times))
-    assert preflight.seconds_per_call(lambda x: x, jax.numpy.zeros(1)) == 5 / preflight.CALLS
+    monkeypatch.setattr(measurements.time, "perf_counter", lambda: next(times))
+    assert measurements.seconds_per_call(lambda x: x, jax.numpy.zeros(1)) == 5 / measurements.CALLS
 
 
 def test_bad_options_are_sentences(capsys):
     with pytest.raises(SystemExit) as stopped:
-        preflight.main(["--matrix=0"])
+        command.main(["--matrix=0"])
     assert stopped.value.code == 2 and "--matrix=0 is not positive" in capsys.readouterr().err

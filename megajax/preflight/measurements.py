@@ -1,26 +1,13 @@
-"""Measures a machine before a run: `python -m megajax.preflight [CONFIG [section.key=value ...]]`.
+"""Timed matmuls, collectives and files, the groups of devices that communicate, and the report on slow ones."""
 
-The matmul rate of every device, the bandwidth of collectives within hosts, between hosts and along the axes of the
-config's mesh, and the disk of the run directory. Start it like `megajax.train`, with the same number of processes. A
-device, link or disk below `--threshold` times the median of its equals is marked, and the exit status is 1.
-"""
-
-import argparse
 import contextlib
-import json
 import os
-import socket
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
-
-from megajax.config import Config, load_config
-from megajax.console import CommandParser, user_errors
-from megajax.errors import InputError
-from megajax.runtime import accept_missing_cuda, prepare_environment
 
 if TYPE_CHECKING:
     import jax
@@ -28,7 +15,6 @@ if TYPE_CHECKING:
 OPERATIONS = ("all-reduce", "all-gather", "all-to-all")
 CALLS, ROUNDS = 5, 3  # the best round counts: other work on the machine only makes a round slower
 BLOCK = 8 * 2**20  # bytes written at a time
-LONGEST = 3600.0  # seconds that the slowest process may take longer than the first
 
 
 class Sample(NamedTuple):
@@ -85,9 +71,7 @@ def groups(devices: Sequence[Any], hosts: Sequence[str], mesh: Any = None) -> li
 
     `hosts`: the host of each process; `mesh`: with it the lines of its axes too.
     """
-    by_host: dict[str, list[Any]] = {}
-    for device in devices:
-        by_host.setdefault(hosts[int(device.process_index)], []).append(device)
+    by_host = devices_by_host(devices, hosts)
     names, first = list(by_host), next(iter(by_host.values()))
     found = [Group(f"within a host ({len(own)})", host, own) for host, own in by_host.items() if len(own) > 1]
     for host, own in by_host.items():
@@ -107,6 +91,14 @@ def groups(devices: Sequence[Any], hosts: Sequence[str], mesh: Any = None) -> li
             for i in _even_first(len(names) - 1)
         ]
     return found + (_axis_groups(mesh) if mesh is not None else [])
+
+
+def devices_by_host(devices: Sequence[Any], hosts: Sequence[str]) -> dict[str, list[Any]]:
+    """The devices of each host; `hosts`: the host of each process."""
+    by_host: dict[str, list[Any]] = {}
+    for device in devices:
+        by_host.setdefault(hosts[int(device.process_index)], []).append(device)
+    return by_host
 
 
 def _even_first(count: int) -> list[int]:
@@ -131,13 +123,15 @@ def _axis_groups(mesh: Any) -> list[Group]:
 
 def seconds_per_call(function: Callable[[Any], Any], argument: Any) -> float:
     """The shortest of ROUNDS mean times of CALLS calls, after a first one that compiles."""
-    function(argument).block_until_ready()
+    import jax
+
+    jax.block_until_ready(function(argument))
     rounds = []
     for _ in range(ROUNDS):
         start = time.perf_counter()
         for _ in range(CALLS):
             result = function(argument)
-        result.block_until_ready()
+        jax.block_until_ready(result)
         rounds.append((time.perf_counter() - start) / CALLS)
     return min(rounds)
 
@@ -165,33 +159,43 @@ def collective(operation: str, devices: Sequence[Any], elements: int) -> tuple[C
     Row r holds the number r. The results have the parts of all devices side by side along the first dimension.
     """
     import jax
+    import jax.numpy as jnp
     import numpy as np
     from jax import lax
     from jax.sharding import Mesh, NamedSharding
     from jax.sharding import PartitionSpec as P
 
     n, mesh = len(devices), Mesh(np.array(devices), ("devices",))
-    rows = n if operation == "all-gather" else n * n
     local = {
         "all-reduce": lambda x: lax.psum(x, "devices"),
         "all-gather": lambda x: lax.all_gather(x, "devices", tiled=True),
+        "reduce-scatter": lambda x: lax.psum_scatter(x, "devices", tiled=True),
         "all-to-all": lambda x: lax.all_to_all(x, "devices", 0, 0, tiled=True),
+        "permute": lambda x: lax.ppermute(x, "devices", [(i, (i + 1) % n) for i in range(n)]),
     }[operation]
     function = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=P("devices"), out_specs=P("devices"), check_vma=False))
-    shape = (rows, elements // n)
+    shape = (n if operation == "all-gather" else n * n, elements // n)
 
-    def part(index: Any) -> np.ndarray:
-        numbers = np.arange(rows, dtype=np.float32)[index[0]]
-        return np.broadcast_to(numbers[:, None], (len(numbers), shape[1]))
+    @partial(jax.jit, out_shardings=NamedSharding(mesh, P("devices")))
+    def rows() -> jax.Array:
+        return lax.broadcasted_iota(jnp.float32, shape, 0)
 
-    return function, jax.make_array_from_callback(shape, NamedSharding(mesh, P("devices")), part)
+    return function, rows()
+
+
+def sent_bytes(operation: str, devices: int, buffer: float) -> float:
+    """The bytes that a device must send: for an all-reduce 2 (n - 1) / n times its buffer, for a permutation all of it,
+    else half of the first (NVIDIA's nccl-tests call it bus bandwidth).
+    """
+    if operation == "permute":
+        return buffer
+    return (2 if operation == "all-reduce" else 1) * (1 - 1 / devices) * buffer
 
 
 def link_rates(found: Iterable[Group], megabytes: int) -> list[Sample]:
     """GB/s per device of the collectives of the groups that this process takes part in; the group's first one reports.
 
-    `megabytes`: a device's buffer. The rate counts the bytes that a device must send: for an all-reduce 2 (n - 1) / n
-    times its buffer, else half of that (NVIDIA's nccl-tests call it bus bandwidth).
+    `megabytes`: a device's buffer. The rate counts `sent_bytes`.
     """
     import jax
 
@@ -202,7 +206,7 @@ def link_rates(found: Iterable[Group], megabytes: int) -> list[Sample]:
         for operation in OPERATIONS[: 1 if group.kind.startswith("pair") else None]:
             function, argument = collective(operation, group.devices, megabytes * 2**20 // 4)
             seconds = seconds_per_call(function, argument)
-            sent = (2 if operation == "all-reduce" else 1) * (1 - 1 / len(group.devices)) * megabytes * 2**20
+            sent = sent_bytes(operation, len(group.devices), megabytes * 2**20)
             if group.devices[0].process_index == me:
                 samples.append(Sample(f"{group.kind} {operation}", group.where, 1e-9 * sent / seconds, "GB/s"))
     return samples
@@ -231,65 +235,3 @@ def disk_rates(host: str, directory: Path, megabytes: int) -> list[Sample]:
         path.unlink(missing_ok=True)
     size = 1e-9 * BLOCK * blocks
     return [Sample("disk write", host, size / written, "GB/s"), Sample("disk read", host, size / read, "GB/s")]
-
-
-# The command
-
-
-def preflight(config: Config | None, options: argparse.Namespace) -> int:
-    """Measure in all processes and print the report on the first one; the exit status."""
-    import jax
-
-    from megajax.config.checks import check_mesh
-    from megajax.mesh import build_mesh, start_processes
-    from megajax.start_checks import check_processes, decide
-
-    start_processes()
-    if config is not None:
-        check_processes(config)
-    host, several = socket.gethostname(), jax.process_count() > 1
-    hosts = json.loads(decide("hosts", host, json.dumps)) if several else [host]
-    on_gpu = jax.default_backend() == "gpu"
-    sizes = None if config is None else check_mesh(config, jax.device_count(), jax.process_count())
-    mesh = None if sizes is None else build_mesh(sizes)
-    samples = matmul_rates(host, options.matrix or (8192 if on_gpu else 512))
-    samples += link_rates(groups(jax.devices(), hosts, mesh), options.megabytes or (256 if on_gpu else 4))
-    if hosts.index(host) == jax.process_index():
-        directory = Path(options.directory or ("runs" if config is None else config.run.dir))
-        samples += disk_rates(host, directory, options.disk_megabytes)
-
-    def judge(answers: list[str]) -> str:
-        everything = [Sample(*sample) for answer in answers for sample in json.loads(answer)]
-        table, outliers = report(everything, options.threshold)
-        print(table)
-        print("\n".join(["", *outliers]) if outliers else f"\nnothing is below {options.threshold:g} of its median")
-        return str(int(bool(outliers)))
-
-    mine = json.dumps(samples)
-    return int(decide("preflight", mine, judge, LONGEST) if several else judge([mine]))
-
-
-def main(arguments: list[str]) -> int:
-    """Measure and report; the exit status: 1 if something is slow."""
-    parser = CommandParser("megajax.preflight", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("run", nargs="*", metavar="CONFIG [section.key=value ...]", help="as for megajax.train")
-    parser.add_argument("--threshold", type=float, default=0.8, help="part of the median of equals (default: 0.8)")
-    parser.add_argument("--megabytes", type=int, help="buffer of a device in a collective (default: 256; CPUs: 4)")
-    parser.add_argument("--matrix", type=int, help="size of the matrices (default: 8192; CPUs: 512)")
-    parser.add_argument("--disk-megabytes", type=int, default=1024, help="size of the file (default: 1024)")
-    parser.add_argument("--directory", help="where to write it (default: the config's run.dir, or runs)")
-    with user_errors():
-        options = parser.parse_intermixed_args(arguments)
-        for name in ("threshold", "megabytes", "matrix", "disk_megabytes"):
-            if (value := getattr(options, name)) is not None and value <= 0:
-                raise InputError(f"--{name.replace('_', '-')}={value} is not positive: give a larger number.")
-        config = load_config(options.run[0], options.run[1:]) if options.run else None
-        if config is None:
-            accept_missing_cuda()
-        else:
-            prepare_environment(config)
-        return preflight(config, options)
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

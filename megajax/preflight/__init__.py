@@ -1,0 +1,1 @@
+"""Measures a machine: GPUs, links and disk before a run (`measurements`), and the rates for `megajax plan`."""

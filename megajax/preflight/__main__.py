@@ -1,0 +1,81 @@
+"""Measures a machine before a run: `python -m megajax.preflight [CONFIG [section.key=value ...]]`.
+
+The matmul rate of every device, the bandwidth of collectives within hosts, between hosts and along the axes of the
+config's mesh, and the disk of the run directory. Start it like `megajax.train`, with the same number of processes. A
+device, link or disk below `--threshold` times the median of its equals is marked, and the exit status is 1.
+"""
+
+import argparse
+import json
+import socket
+import sys
+from pathlib import Path
+
+from megajax.config import Config, load_config
+from megajax.console import CommandParser, user_errors
+from megajax.errors import InputError
+from megajax.preflight.measurements import Sample, disk_rates, groups, link_rates, matmul_rates, report
+from megajax.runtime import accept_missing_cuda, prepare_environment
+
+LONGEST = 3600.0  # seconds that the slowest process may take longer than the first
+
+
+def preflight(config: Config | None, options: argparse.Namespace) -> int:
+    """Measure in all processes and print the report on the first one; the exit status."""
+    import jax
+
+    from megajax.config.checks import check_mesh
+    from megajax.mesh import build_mesh, start_processes
+    from megajax.start_checks import check_processes, decide
+
+    start_processes()
+    if config is not None:
+        check_processes(config)
+    host, several = socket.gethostname(), jax.process_count() > 1
+    hosts = json.loads(decide("hosts", host, json.dumps)) if several else [host]
+    on_gpu = jax.default_backend() == "gpu"
+    sizes = None if config is None else check_mesh(config, jax.device_count(), jax.process_count())
+    mesh = None if sizes is None else build_mesh(sizes)
+    samples = matmul_rates(host, options.matrix or (8192 if on_gpu else 512))
+    samples += link_rates(groups(jax.devices(), hosts, mesh), options.megabytes or (256 if on_gpu else 4))
+    if hosts.index(host) == jax.process_index():
+        directory = Path(options.directory or ("runs" if config is None else config.run.dir))
+        samples += disk_rates(host, directory, options.disk_megabytes)
+
+    def judge(answers: list[str]) -> str:
+        everything = [Sample(*sample) for answer in answers for sample in json.loads(answer)]
+        table, outliers = report(everything, options.threshold)
+        print(table)
+        print("\n".join(["", *outliers]) if outliers else f"\nnothing is below {options.threshold:g} of its median")
+        return str(int(bool(outliers)))
+
+    mine = json.dumps(samples)
+    return int(decide("preflight", mine, judge, LONGEST) if several else judge([mine]))
+
+
+def main(arguments: list[str]) -> int:
+    """Measure and report; the exit status: 1 if something is slow."""
+    parser = CommandParser(
+        "megajax.preflight.__main__", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("run", nargs="*", metavar="CONFIG [section.key=value ...]", help="as for megajax.train")
+    parser.add_argument("--threshold", type=float, default=0.8, help="part of the median of equals (default: 0.8)")
+    parser.add_argument("--megabytes", type=int, help="buffer of a device in a collective (default: 256; CPUs: 4)")
+    parser.add_argument("--matrix", type=int, help="size of the matrices (default: 8192; CPUs: 512)")
+    parser.add_argument("--disk-megabytes", type=int, default=1024, help="size of the file (default: 1024)")
+    parser.add_argument("--directory", help="where to write it (default: the config's run.dir, or runs)")
+    with user_errors():
+        options = parser.parse_intermixed_args(arguments)
+        for name in ("threshold", "megabytes", "matrix", "disk_megabytes"):
+            if (value := getattr(options, name)) is not None and value <= 0:
+                raise InputError(f"--{name.replace('_', '-')}={value} is not positive: give a larger number.")
+        config = load_config(options.run[0], options.run[1:]) if options.run else None
+        if config is None:
+            accept_missing_cuda()
+        else:
+            prepare_environment(config)
+        return preflight(config, options)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
