@@ -27,6 +27,7 @@ from megajax.console import user_errors
 from megajax.errors import InputError
 from megajax.parallel.pipeline.schedules import KINDS, Schedule
 from megajax.parallel.pipeline.simulator import Costs, simulate, tick_starts
+from megajax.profile import trace
 
 
 class Kernel(NamedTuple):
@@ -34,7 +35,6 @@ class Kernel(NamedTuple):
 
     start: float
     duration: float
-    stream: str
     name: str
     op: str  # the HLO operation that launched it
 
@@ -51,7 +51,7 @@ class Box(NamedTuple):
     end: float
 
 
-Rows = dict[str, list[Kernel]]  # by GPU, such as /device:GPU:0
+Rows = dict[str, list[Kernel]]  # by GPU, such as "GPU 0"
 
 
 # Reading
@@ -59,50 +59,35 @@ Rows = dict[str, list[Kernel]]  # by GPU, such as /device:GPU:0
 
 def read(path: Path) -> Rows:
     """The kernels of each GPU in order of time, from the last trace in a directory or from a file of rows."""
-    file = path
-    if path.is_dir():
-        traces = sorted(path.rglob("*.trace.json.gz"))
-        if not traces:
-            raise InputError(f"{path} has no *.trace.json.gz: give a directory that jax.profiler wrote.")
-        file = traces[-1]
-    try:
-        content = json.loads(gzip.decompress(file.read_bytes()))
-        rows = read_events(content["traceEvents"]) if "traceEvents" in content else read_rows(content)
-    except OSError as error:
-        raise InputError(f"{file}: {error.strerror or error}; give a trace directory or a file of rows.") from error
-    except (EOFError, zlib.error, ValueError, LookupError, TypeError, AttributeError) as error:
-        raise InputError(f"{file} is neither a trace of jax.profiler nor a file of --save-rows.") from error
+    rows = read_traces(path) if path.is_dir() else read_file(path)
     if not any(rows.values()):
-        raise InputError(f"{file} has no kernels of GPUs: trace a step on a machine with GPUs.")
+        raise InputError(f"{path} has no kernels of GPUs: trace a step on a machine with GPUs.")
     return rows
 
 
-def read_events(events: Sequence[Mapping]) -> Rows:
-    """Kernels of a trace's events: the other threads of a GPU repeat its streams by operation, module and step."""
-    gpus = {e["pid"]: e["args"]["name"] for e in events if e.get("name") == "process_name"}
-    gpus = {pid: name for pid, name in gpus.items() if "GPU" in name}
-    threads = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e.get("name") == "thread_name"}
-    rows: Rows = {name: [] for name in gpus.values()}
-    for e in events:
-        if e.get("ph") == "X" and e["pid"] in gpus:
-            stream = threads.get((e["pid"], e["tid"]), "")
-            if stream.startswith("Stream"):
-                op = e.get("args", {}).get("hlo_op", "")
-                rows[gpus[e["pid"]]].append(Kernel(e["ts"], e["dur"], stream, e["name"], op))
-    return _in_order(rows)
+def read_traces(path: Path) -> Rows:
+    """The kernels of a directory that jax.profiler wrote."""
+    kernels = trace.read_files(trace.newest(path), path)
+    by_gpu = {gpu: own for gpu, own in trace.by_device(kernels).items() if "GPU" in gpu}
+    return {gpu: [Kernel(1e3 * k.start, 1e3 * (k.end - k.start), k.name, k.op) for k in by_gpu[gpu]] for gpu in by_gpu}
+
+
+def read_file(path: Path) -> Rows:
+    """The kernels of a file of rows."""
+    try:
+        return read_rows(json.loads(gzip.decompress(path.read_bytes())))
+    except OSError as error:
+        raise InputError(f"{path}: {error.strerror or error}; give a trace directory or a file of rows.") from error
+    except (EOFError, zlib.error, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise InputError(f"{path} is no file of --save-rows: give one, or a trace directory.") from error
 
 
 def read_rows(content: Mapping[str, Iterable[Sequence]]) -> Rows:
-    """Kernels of a file of rows: by GPU, each with start, duration, stream, name and operation."""
+    """Kernels of a file of rows: by GPU, each with start, duration, name and operation."""
     rows = {}
     for gpu, own in content.items():
-        rows[gpu] = [Kernel(float(s), float(d), str(stream), str(name), str(op)) for s, d, stream, name, op in own]
-    return _in_order(rows)
-
-
-def _in_order(rows: Rows) -> Rows:
-    by_number = sorted(rows, key=lambda gpu: int(re.findall(r"\d+", gpu)[-1]))
-    return {gpu: sorted(rows[gpu]) for gpu in by_number}
+        rows[gpu] = sorted(Kernel(float(s), float(d), str(name), str(op)) for s, d, name, op in own)
+    return {gpu: rows[gpu] for gpu in sorted(rows, key=lambda gpu: int(re.findall(r"\d+", gpu)[-1]))}
 
 
 def save_rows(rows: Rows, path: Path) -> None:
@@ -283,8 +268,7 @@ def _draw_axis(root: ElementTree.Element, length: float, scale: float, rows: tup
 
 
 def _draw_gpu(root: ElementTree.Element, gpu: str, own: Sequence[Box], y: float, scale: float) -> None:
-    name = gpu.removeprefix("/device:").replace(":", " ")
-    svg.text(root, drawing.LEFT - 10, y + drawing.ROW / 2 + 4, name, text_anchor="end")
+    svg.text(root, drawing.LEFT - 10, y + drawing.ROW / 2 + 4, gpu, text_anchor="end")
     svg.rectangle(root, drawing.LEFT, y, PLOT, drawing.ROW, fill="none", stroke=svg.FAINT)
     for kind, color in SHADES.items():
         group = ElementTree.SubElement(root, "g", {"class": f"traced-{kind}", "fill": color})

@@ -1,12 +1,12 @@
 """The picture of a traced pipeline: a small made-up trace gives the boxes worked out by hand."""
 
 import gzip
-import json
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
 import pipeline_picture
 import pytest
+from made_up_trace import Event, space
 from pipeline_picture import Box
 
 # (start, duration, name) in µs; the trace starts at 1000. The name nvjet_… does not identify a matmul.
@@ -47,24 +47,23 @@ BOXES = [
 
 @pytest.fixture
 def trace_dir(tmp_path: Path) -> Path:
-    events: list[dict] = [{"ph": "M", "name": "process_name", "pid": 9, "args": {"name": "/host:CPU"}}]
+    planes: dict[str, dict[str, list[Event]]] = {"/host:CPU": {}}
     for gpu in (1, 0):  # the trace is in no order
-        events.append({"ph": "M", "name": "process_name", "pid": gpu, "args": {"name": f"/device:GPU:{gpu}"}})
-        for tid, name in enumerate(("Stream #7(Compute)", "Stream #8(Compute)", "XLA Ops")):
-            events.append({"ph": "M", "name": "thread_name", "pid": gpu, "tid": tid, "args": {"name": name}})
+        streams: dict[str, list[Event]] = {"Stream #7(Compute)": [], "Stream #8(Compute)": [], "XLA Ops": []}
         for start, duration, name in reversed(KERNELS):
-            for tid in (int(name.startswith("nccl")), 2):  # the last repeats what the streams have
-                event = {"ph": "X", "pid": gpu, "tid": tid, "ts": 1000 + start, "dur": duration, "name": name}
-                events.append(event | {"args": {"hlo_op": "fusion.1"}})
-    file = tmp_path / "trace/plugins/profile/run/host.trace.json.gz"
+            event = Event(name, 1 + start / 1e3, 1 + (start + duration) / 1e3, {"hlo_op": "fusion.1"})
+            streams[f"Stream #{8 if name.startswith('nccl') else 7}(Compute)"].append(event)
+            streams["XLA Ops"].append(event)  # repeats what the streams have
+        planes[f"/device:GPU:{gpu}"] = streams
+    file = tmp_path / "trace/plugins/profile/run/host.xplane.pb"
     file.parent.mkdir(parents=True)
-    file.write_bytes(gzip.compress(json.dumps({"traceEvents": events}).encode()))
+    file.write_bytes(space(planes))
     return tmp_path / "trace"
 
 
 def test_kernels_become_boxes_of_what_they_belong_to(trace_dir: Path):
     rows = pipeline_picture.read(trace_dir)
-    assert list(rows) == ["/device:GPU:0", "/device:GPU:1"]
+    assert list(rows) == ["GPU 0", "GPU 1"]
     found, length = pipeline_picture.step_of(rows)
     assert length == pytest.approx(5.4)
     for own in found.values():
@@ -97,10 +96,10 @@ def test_picture_has_a_row_for_each_gpu_in_the_colours_of_the_schedule(trace_dir
     [
         (None, [], "No such file"),
         (b"no gzip", [], "gzip"),
-        (gzip.compress(b"no json", mtime=0), [], "is neither a trace"),
-        (gzip.compress(b'{"GPU:0": [[1, 2]]}', mtime=0), [], "is neither a trace"),
-        (gzip.compress(b'{"traceEvents": []}', mtime=0), [], "has no kernels of GPUs"),
-        (gzip.compress(b'{"GPU:0": [[1, 2, "Stream", "k", ""]]}', mtime=0), [], "--stages=4 does not divide"),
+        (gzip.compress(b"no json", mtime=0), [], "is no file of --save-rows"),
+        (gzip.compress(b'{"GPU 0": [[1, 2]]}', mtime=0), [], "is no file of --save-rows"),
+        (gzip.compress(b"{}", mtime=0), [], "has no kernels of GPUs"),
+        (gzip.compress(b'{"GPU 0": [[1, 2, "k", ""]]}', mtime=0), [], "--stages=4 does not divide"),
         (None, ["--rounds=2", "--microbatches=3"], "with rounds=2, microbatches=3 must be a multiple of stages=4"),
         (None, ["--schedule=none"], "schedule=none"),
     ],
@@ -119,4 +118,4 @@ def test_bad_input_gives_a_sentence(tmp_path: Path, capsys, content: bytes | Non
 def test_a_directory_without_a_trace_is_named(tmp_path: Path, capsys):
     with pytest.raises(SystemExit):
         pipeline_picture.main([str(tmp_path), "--output=picture.svg"])
-    assert f"{tmp_path} has no *.trace.json.gz" in capsys.readouterr().err
+    assert f"{tmp_path} has no trace (no *.xplane.pb)" in capsys.readouterr().err

@@ -8,7 +8,7 @@ import gzip
 import json
 import re
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -53,18 +53,10 @@ class Trace:
 def read(folder: Path) -> Trace:
     """The newest trace in a run directory. Raises InputError if there is none."""
     traces, facts = newest(folder / FOLDER), folder / FOLDER / FACTS
-    if not traces:
-        raise InputError(f"{folder} has no trace (no *.xplane.pb in {folder / FOLDER}): {CURE}.")
     for file in (facts, folder / FOLDER / MODULE, folder / CONFIG):
         if not file.is_file():
             raise InputError(f"{file} is missing, which megajax writes with a trace: {CURE}.")
-    kernels: list[Kernel] = []
-    for file in traces:
-        try:
-            data = jax.profiler.ProfileData.from_file(str(file))
-            kernels += read_kernels(data, f"{file.name.removesuffix('.xplane.pb')} " if len(traces) > 1 else "")
-        except (RuntimeError, ValueError, OSError) as error:
-            raise InputError(f"{file} is no trace of jax.profiler ({error}): {CURE}.") from None
+    kernels = read_files(traces, folder / FOLDER)
     if not kernels:
         raise InputError(f"{folder / FOLDER} has no operation of a device: {CURE}.")
     try:
@@ -82,6 +74,20 @@ def read(folder: Path) -> Trace:
 def named(ops: Iterable[hlo.Op]) -> dict[str, hlo.Op]:
     """Operations by the names that traces have for them."""
     return {name: op for op in ops for name in (op.name, op.inner) if name}
+
+
+def read_files(traces: Sequence[Path], folder: Path) -> list[Kernel]:
+    """The kernels of a folder's traces, one of each host. Raises InputError if there is none, or one is damaged."""
+    if not traces:
+        raise InputError(f"{folder} has no trace (no *.xplane.pb): {CURE}.")
+    kernels: list[Kernel] = []
+    for file in traces:
+        try:
+            data = jax.profiler.ProfileData.from_file(str(file))
+            kernels += read_kernels(data, f"{file.name.removesuffix('.xplane.pb')} " if len(traces) > 1 else "")
+        except (RuntimeError, ValueError, OSError) as error:
+            raise InputError(f"{file} is no trace of jax.profiler ({error}): {CURE}.") from None
+    return kernels
 
 
 def newest(folder: Path) -> list[Path]:

@@ -64,7 +64,7 @@ def test_a_folder_is_read_again_with_a_prediction_and_its_parts(folder, capsys):
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        ("profile/plugins", "has no trace (no *.xplane.pb in"),
+        ("profile/plugins", "has no trace (no *.xplane.pb)"),
         ("profile/trace.json", "trace.json is missing, which megajax writes with a trace"),
         ("config.yaml", "config.yaml is missing"),
     ],

@@ -2,10 +2,10 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import jax.profiler
 import pytest
+from made_up_trace import Event, space
 
 from megajax.bench import config_path
 from megajax.config import load_config
@@ -20,41 +20,6 @@ from megajax.profile.report import largest_gap
 MODULE = (Path(__file__).parents[1] / "data/small_step.hlo").read_text()
 STEP, STEPS = "jit__train_step", 2
 SIZES = {"pipeline": 1, "data": 2, "fsdp": 4, "expert": 1, "context": 1, "tensor": 1}
-
-
-class Event(NamedTuple):
-    """An event of a line; times in ms."""
-
-    name: str
-    start: float
-    end: float
-    stats: dict[str, str | int] = {}
-
-
-def space(planes: dict[str, dict[str, Sequence[Event]]]) -> jax.profiler.ProfileData:
-    """A trace of these planes and lines, as the profiler stores it."""
-    text = ""
-    for plane, lines in planes.items():
-        names = sorted({event.name for events in lines.values() for event in events})
-        stats = sorted({stat for events in lines.values() for event in events for stat in event.stats})
-        text += f'planes {{ name: "{plane}"\n'
-        for line, events in lines.items():
-            text += f'lines {{ name: "{line}"\n'
-            for e in events:
-                values = "".join(
-                    f"stats {{ metadata_id: {stats.index(stat) + 1} "
-                    + (f'str_value: "{value}" }}' if isinstance(value, str) else f"uint64_value: {value} }}")
-                    for stat, value in e.stats.items()
-                )
-                times = f"offset_ps: {round(e.start * 1e9)} duration_ps: {round((e.end - e.start) * 1e9)}"
-                text += f"events {{ metadata_id: {names.index(e.name) + 1} {times} {values} }}\n"
-            text += "}\n"
-        for kind, known in (("event_metadata", names), ("stat_metadata", stats)):
-            for i, name in enumerate(known, 1):
-                text += f'{kind} {{ key: {i} value {{ id: {i} name: "{name}" }} }}\n'
-        text += "}\n"
-    serialized = jax.profiler.ProfileData.text_proto_to_serialized_xspace(text)
-    return jax.profiler.ProfileData.from_serialized_xspace(serialized)
 
 
 def two_gpus() -> jax.profiler.ProfileData:
@@ -83,7 +48,8 @@ def two_gpus() -> jax.profiler.ProfileData:
                     Event("cuLaunchKernel", launched - 0.1 if begin else 0, launched, {"correlation_id": call})
                 )
         planes[f"/device:GPU:{gpu}"] = {"Stream #1(Compute)": events, "XLA Ops": events}
-    return space({**planes, "/host:CPU": {"python": launches}})
+    file = space({**planes, "/host:CPU": {"python": launches}})
+    return jax.profiler.ProfileData.from_serialized_xspace(file)
 
 
 @pytest.fixture
