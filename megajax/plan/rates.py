@@ -7,13 +7,16 @@ docs/log.md; the others are an H200's, scaled by the ratio of the data sheets' p
 
 import json
 import math
-from dataclasses import dataclass, fields, replace
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Self
 
 from megajax.errors import InputError
+from megajax.files import replace_text
 
 GIB = 2**30
+NOTES = "measured"  # the key of a file of rates with the device, the date and the rest that is no rate
 
 
 @dataclass(frozen=True)
@@ -113,8 +116,8 @@ def rates_of(name: str) -> Rates:
 def read_rates(path: Path, device: Rates) -> Rates:
     """The device's rates, with those of a JSON file in place of its own.
 
-    Keys are the fields of Rates; `attention_flops` is an object from the width of a head to the rate. Raises
-    InputError with the file and the key.
+    Keys are the fields of Rates; `attention_flops` is an object from the width of a head to the rate; NOTES is not
+    read. Raises InputError with the file and the key.
     """
     try:
         found = json.loads(path.read_text())
@@ -123,6 +126,7 @@ def read_rates(path: Path, device: Rates) -> Rates:
     if not isinstance(found, dict):
         raise InputError(f'--rates={path} is no JSON object: write {{"bf16_flops": 7e14}}, for example.')
     known, values = [field.name for field in fields(Rates)], {}
+    found.pop(NOTES, None)
     for key, value in found.items():
         if key not in known:
             raise InputError(f"{path}: {key} is no rate: use {', '.join(known)}.")
@@ -139,6 +143,12 @@ def read_rates(path: Path, device: Rates) -> Rates:
     if values.get("hosts_of", 1) % 1:
         raise InputError(f"{path}: hosts_of={values['hosts_of']:g} is no whole number of GPUs.")
     return replace(device, **values)
+
+
+def write_rates(path: Path, rates: Rates, notes: Mapping[str, Any]) -> None:
+    """Write a file that `read_rates` reads, with all fields and the notes."""
+    values = asdict(rates) | {"attention_flops": {str(width): rate for width, rate in rates.attention_flops}}
+    replace_text(path, json.dumps(values | {NOTES: notes}, indent=2) + "\n")
 
 
 def _positive(path: Path, key: str, value: Any) -> float:

@@ -3,12 +3,14 @@
 The matmul rate of every device, the bandwidth of collectives within hosts, between hosts and along the axes of the
 config's mesh, and the disk of the run directory. Start it like `megajax.train`, with the same number of processes. A
 device, link or disk below `--threshold` times the median of its equals is marked, and the exit status is 1.
+`--rates FILE` then measures the rates that `megajax plan --rates FILE` reads.
 """
 
 import argparse
 import json
 import socket
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from megajax.config import Config, load_config
@@ -26,9 +28,13 @@ def preflight(config: Config | None, options: argparse.Namespace) -> int:
 
     from megajax.config.checks import check_mesh
     from megajax.mesh import build_mesh, start_processes
+    from megajax.messages import from_first_process
+    from megajax.preflight.rates import check_new
     from megajax.start_checks import check_processes, decide
 
     start_processes()
+    if options.rates is not None:
+        from_first_process(lambda: check_new(options.rates))
     if config is not None:
         check_processes(config)
     host, several = socket.gethostname(), jax.process_count() > 1
@@ -50,7 +56,34 @@ def preflight(config: Config | None, options: argparse.Namespace) -> int:
         return str(int(bool(outliers)))
 
     mine = json.dumps(samples)
-    return int(decide("preflight", mine, judge, LONGEST) if several else judge([mine]))
+    status = int(decide("preflight", mine, judge, LONGEST) if several else judge([mine]))
+    if options.rates is not None:
+        measure_rates(options.rates, hosts)
+    return status
+
+
+def config_of_rates() -> Config:
+    """A config whose XLA flags the measurements need: with a `tensor` axis, permutations are copies."""
+    model = {"num_layers": 1, "hidden_size": 8, "num_heads": 1, "vocab_size": 8}
+    batch = {"global_size": 1, "sequence_length": 8}
+    values = {"model": model, "batch": batch, "data": {"kind": "synthetic"}, "mesh": {"data": 1, "tensor": -1}}
+    return Config.model_validate(values)
+
+
+def measure_rates(path: Path, hosts: Sequence[str]) -> None:
+    """Measure the rates in all processes; the first one writes the file and prints the report."""
+    import jax
+
+    from megajax.messages import decide
+    from megajax.preflight import rates
+
+    machine = rates.Machine(jax.devices()[0].device_kind, jax.device_count(), len(set(hosts)))
+
+    def finish(answers: list[str]) -> str:
+        print(rates.finish(path, machine, [rates.from_json(answer) for answer in answers]))
+        return ""
+
+    decide("rates", rates.to_json(rates.measure(hosts)), finish, LONGEST)
 
 
 def main(arguments: list[str]) -> int:
@@ -64,13 +97,18 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--matrix", type=int, help="size of the matrices (default: 8192; CPUs: 512)")
     parser.add_argument("--disk-megabytes", type=int, default=1024, help="size of the file (default: 1024)")
     parser.add_argument("--directory", help="where to write it (default: the config's run.dir, or runs)")
+    parser.add_argument("--rates", type=Path, metavar="FILE", help="also write the rates for megajax plan (2 to 3 min)")
     with user_errors():
         options = parser.parse_intermixed_args(arguments)
         for name in ("threshold", "megabytes", "matrix", "disk_megabytes"):
             if (value := getattr(options, name)) is not None and value <= 0:
                 raise InputError(f"--{name.replace('_', '-')}={value} is not positive: give a larger number.")
         config = load_config(options.run[0], options.run[1:]) if options.run else None
-        if config is None:
+        if options.rates is not None:
+            if config is not None:
+                raise InputError(f"--rates={options.rates} needs no config: leave {options.run[0]} out.")
+            prepare_environment(config_of_rates())
+        elif config is None:
             accept_missing_cuda()
         else:
             prepare_environment(config)

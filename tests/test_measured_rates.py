@@ -1,0 +1,188 @@
+"""megajax preflight --rates: fits recover known rates, programs compute what they count, the plan reads the file."""
+
+import json
+from dataclasses import replace
+from types import SimpleNamespace
+
+import jax
+import numpy as np
+import pytest
+
+from megajax.plan.rates import H200, read_rates
+from megajax.preflight import __main__ as command
+from megajax.preflight import measurements, rates
+from megajax.preflight.fits import Timing, linear_rate, saturating_rate, shared_half
+from megajax.preflight.measurements import Group
+from megajax.preflight.programs import COPY, MATMUL, Sizes, attention_kind, programs, random_arguments
+from megajax.step_plan import Hardware
+
+
+def saturating(rate, half, sizes=(512, 2048, 8192)):
+    return [Timing("", n, n**2, n**2 * (n + half) / (rate * n)) for n in sizes]
+
+
+def test_fits_recover_the_rates_that_made_the_times():
+    assert saturating_rate(saturating(7e14, 280)) == pytest.approx((7e14, 280))
+    times = [Timing("", 0, work, 3e-5 + work / 2e11) for work in (1e6, 1e7, 1e9)]
+    assert linear_rate(times) == pytest.approx((2e11, 3e-5))
+    found, half = shared_half({64: saturating(3e14, 800), 128: saturating(5e14, 800)})
+    assert (found[64], found[128], half) == pytest.approx((3e14, 5e14, 800))
+    noise = np.random.default_rng(0).normal(1, 0.01, 5)
+    noisy = saturating(7e14, 280, (512, 1024, 2048, 4096, 8192))
+    noisy = [t._replace(seconds=t.seconds * factor) for t, factor in zip(noisy, noise, strict=True)]
+    assert saturating_rate(noisy).rate == pytest.approx(7e14, rel=0.05)
+
+
+def test_times_that_follow_no_rate_give_the_best_one():
+    falling = [Timing("", n, n, n**2 / 1e12) for n in (1, 2, 4)]
+    assert saturating_rate(falling) == (1e12, 1)
+    assert linear_rate(falling) == (1e12, 0)
+    assert saturating_rate(falling[:1]) == (1e12, 1)
+
+
+TINY = Sizes(8, (4,), 8, (4,), 4, 64, (1,), 0.0)
+
+
+def test_programs_compute_what_they_count():
+    bf16, fp8, *attention, copy = programs(TINY, Hardware("cpu"))
+    for program in (bf16, fp8):
+        arrays, factor = random_arguments(program), 1.0
+        x, w, dy = (np.asarray(arrays[i], np.float32) for i in ((0, 1, 2) if program is bf16 else (0, 1, 4)))
+        if program is fp8:  # a tensor is quantised with its transpose
+            arrays, factor = (
+                (*arrays[:2], arrays[0].T, arrays[1].T, arrays[4], arrays[4].T, arrays[6]),
+                float(arrays[6]),
+            )
+        for ours, expected in zip(program.function(arrays), (x @ w, dy @ w.T, x.T @ dy), strict=True):
+            np.testing.assert_allclose(np.asarray(ours, np.float32), factor * expected, rtol=0.02, atol=0.05)
+        assert program.work == 2 * (8 * 4 * 8) * 3 and (x.shape, w.shape) == ((8, 4), (4, 8))
+    assert [program.kind for program in attention] == [attention_kind(width) for width in (64, 128, 192, 256)]
+    [out, (dq, dk, dv)] = jax.eval_shape(attention[2].function, attention[2].arguments)
+    assert (out.shape, dq.shape, dk.shape, dv.shape) == ((2, 4, 4, 128), (2, 4, 4, 192), (2, 4, 4, 192), (2, 4, 4, 128))
+    # Two sequences of 4 tokens, half of 16 pairs, four heads: scores and values forward, twice that backward.
+    assert attention[2].work == 3 * (2 * 8 * 4 * 2 * (192 + 128))
+    assert copy.work == 2 * copy.arguments[0].size * 2
+    old = Hardware("gpu", "8.0")  # no FP8, cuDNN's attention with equal widths up to 128
+    kinds = {program.kind for program in programs(TINY, old)}
+    assert MATMUL[True] not in kinds and {MATMUL[False], attention_kind(128), COPY} <= kinds
+
+
+def test_groups_of_links_grow_to_all_devices():
+    devices = [SimpleNamespace(id=i, process_index=i // 6) for i in range(18)]
+    found = [(group.kind, [d.id for d in group.devices]) for group in rates.link_groups(devices, ["a", "b", "c"])]
+    assert found[:3] == [(f"within a host ({n})", list(range(n))) for n in (2, 4, 6)]
+    assert found[9:] == [("between hosts (2)", [0, 6]), ("between hosts (3)", [0, 6, 12])]
+    assert rates.link_groups(devices[:1], ["a"]) == []
+
+
+KNOWN = replace(
+    H200,
+    name="cpu",
+    bf16_flops=6e14,
+    bf16_half_rate=200.0,
+    fp8_half_rate=500.0,
+    attention_half_rate=700.0,
+    memory_bytes=4e12,
+    link_bytes=3e11,
+    nccl_bytes=2e11,
+    hosts_of=8,
+)
+
+
+def known_timing(program, sizes) -> Timing:
+    """The time of a program on a GPU with the rates KNOWN."""
+    width = next((width for width, _ in KNOWN.attention_flops if program.kind == attention_kind(width)), None)
+    if width is not None:
+        rate = KNOWN.attention(width, program.size)
+    else:
+        rate = KNOWN.memory_bytes if program.kind == COPY else KNOWN.matmul_flops(program.size, "FP8" in program.kind)
+    return Timing(program.kind, program.size, program.work, program.work / rate)
+
+
+def known_links(group: Group, sizes) -> list[Timing]:
+    """A smaller group is slower, so that the largest one is recognised."""
+    found, part = [], len(group.devices) / 8
+    for operation in rates.LINKS:
+        rate = part * (KNOWN.link_bytes if operation == "permute" else KNOWN.nccl_bytes)
+        work = [measurements.sent_bytes(operation, len(group.devices), size * 2**20) for size in sizes.megabytes]
+        found += [Timing(f"{operation} {group.kind}", 0, each, 2e-5 + each / rate) for each in work]
+    return found
+
+
+@pytest.fixture
+def known(monkeypatch):
+    monkeypatch.setattr(rates, "_timed", known_timing)
+    monkeypatch.setattr(rates, "_timed_links", known_links)
+    monkeypatch.setattr(measurements, "seconds_per_call", lambda *_: 1e-3)
+
+
+def test_the_plan_reads_the_file_of_the_command(known, tmp_path, capsys):
+    file = tmp_path / "rates.json"
+    arguments = [f"--rates={file}", "--megabytes=1", "--matrix=8", "--disk-megabytes=1", f"--directory={tmp_path}"]
+    assert command.main(arguments) == 0
+    read = read_rates(file, H200)
+    assert dict(read.attention_flops) == pytest.approx(dict(KNOWN.attention_flops))
+    assert read.attention_half_rate == pytest.approx(KNOWN.attention_half_rate)
+    for name in ("bf16_flops", "bf16_half_rate", "fp8_flops", "fp8_half_rate", "memory_bytes", "link_bytes"):
+        assert getattr(read, name) == pytest.approx(getattr(KNOWN, name), rel=1e-6), name
+    assert (read.nccl_bytes, read.hosts_of, read.name) == (pytest.approx(2e11, rel=1e-6), 8, "cpu")
+    notes = json.loads(file.read_text())["measured"]
+    assert (notes["device"], notes["devices"], notes["hosts"], notes["jax"]) == ("cpu", 8, 1, jax.__version__)
+    assert notes["not_measured"] == ["memory_gib", "peak_flops", "network_bytes"]
+    table = capsys.readouterr().out
+    assert ["permute", "within", "a", "host", "(8)", "300", "20"] in [line.split() for line in table.splitlines()]
+    assert f"{file}: not measured, so the shipped figures: memory_gib, peak_flops, network_bytes" in table
+    with pytest.raises(SystemExit) as stopped:  # a second time
+        command.main(arguments)
+    assert stopped.value.code == 2 and f"--rates={file} exists" in capsys.readouterr().err
+
+
+def test_a_rate_below_the_shipped_one_is_a_sentence():
+    own = replace(H200, memory_bytes=0.8 * H200.memory_bytes, link_bytes=0.92 * H200.link_bytes, network_bytes=1.0)
+    table, [slow] = rates.compared(own, ["memory_bytes", "link_bytes", "bf16_flops"], H200)
+    assert slow.startswith("copy in memory: 3360 GB/s is 80% of the shipped rate (H200)")
+    assert table.splitlines()[-1].split() == "gathers and reductions between hosts not measured 40 GB/s".split()
+    assert not rates.compared(own, ["memory_bytes"], None)[1]
+    shipped = rates.shipped_rates("NVIDIA H100 80GB HBM3")
+    assert shipped is not None and shipped.name == "H100" and rates.shipped_rates("NVIDIA A100") is None
+
+
+def test_several_hosts_give_their_median_and_the_rate_between_them():
+    def answer(factor, links):
+        copy = Timing(COPY, 1, 4e12, factor)
+        return rates.Answer([copy, *links], 70.0 + factor)
+
+    between = [Timing(f"{name} between hosts (2)", n, n, 1e-5 + n / 4e10) for name in rates.GATHERS for n in (1e8, 4e8)]
+    answers = [answer(1.0, between), answer(2.0, []), answer(1.1, [])]
+    answers = [rates.from_json(rates.to_json(each)) for each in answers]
+    found, measured = rates.machine_rates(rates.Machine("NVIDIA H100 80GB HBM3", 24, 3), answers)
+    assert (found.memory_bytes, found.network_bytes) == (pytest.approx(4e12 / 1.1), pytest.approx(4e10))
+    assert (found.memory_gib, found.hosts_of, found.name) == (71.0, 8, "H100")
+    assert sorted(measured) == ["hosts_of", "memory_bytes", "memory_gib", "network_bytes"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [(["--rates=nowhere/rates.json"], "no directory nowhere"), (["x.yaml", "--rates=r.json"], "leave x.yaml out")],
+)
+def test_bad_arguments_are_sentences_before_anything_is_measured(arguments, words, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "x.yaml").write_text(
+        "model: {num_layers: 1, hidden_size: 8, num_heads: 2, vocab_size: 9}\nbatch: {global_size: 8, "
+        "sequence_length: 4}\ndata: {kind: synthetic}\n"
+    )
+    with pytest.raises(SystemExit) as stopped:
+        command.main(arguments)
+    assert stopped.value.code == 2 and words in capsys.readouterr().err
+
+
+def test_a_program_that_cannot_run_is_left_out_with_a_warning():
+    [program] = [program for program in programs(TINY, Hardware("cpu")) if program.kind == COPY]
+
+    def fails(arrays):
+        raise RuntimeError("cuDNN is not detected.")
+
+    with pytest.warns(UserWarning, match=r"copy, size 64, was not measured: cuDNN is not detected\."):
+        assert rates._timed(program._replace(function=fails), TINY) is None
+    timing = rates._timed(program, TINY)
+    assert timing is not None and timing[:3] == (COPY, 64, 128)
