@@ -97,7 +97,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--matrix", type=int, help="size of the matrices (default: 8192; CPUs: 512)")
     parser.add_argument("--disk-megabytes", type=int, default=1024, help="size of the file (default: 1024)")
     parser.add_argument("--directory", help="where to write it (default: the config's run.dir, or runs)")
-    parser.add_argument("--rates", type=Path, metavar="FILE", help="also write the rates for megajax plan (2 to 3 min)")
+    parser.add_argument("--rates", type=Path, metavar="FILE", help="also write the measured rates for megajax plan")
     with user_errors():
         options = parser.parse_intermixed_args(arguments)
         for name in ("threshold", "megabytes", "matrix", "disk_megabytes"):
