@@ -115,7 +115,14 @@ moe-expert-capacity-factor | model.router.capacity_factor | for a microbatch ove
 moe-token-drop-policy | model.router.drop_policy | probability for probs, or position
 moe-token-dispatcher-type | kernels.dispatch | all_to_all, all_gather or auto
 moe-grouped-gemm | | experts always use a grouped matmul
-optimizer | optimizer.kind | adamw for adam, sgd or lion
+optimizer | optimizer.kind | adamw for adam, sgd, lion, or muon for muon and dist_muon
+muon-momentum | optimizer.muon.momentum
+muon-use-nesterov, muon-no-use-nesterov | optimizer.muon.nesterov
+muon-num-ns-steps | optimizer.muon.steps
+muon-scale-mode, muon-extra-scale-factor | optimizer.muon.scale | match_adamw for spectral with a factor of 0.2,
+    spectral for shape_scaling
+muon-no-split-qkv, muon-split-qkv | | queries, keys and values are always matrices of their own
+muon-tp-mode | | the update never depends on mesh.tensor
 lr | schedule.learning_rate
 min-lr | schedule.min_learning_rate
 lr-decay-style | schedule.kind | wsd for WSD, inverse_sqrt for inverse-square-root

@@ -16,7 +16,6 @@ from megajax.config.fields import (
     AboveOne,
     AxisSize,
     BatchSchedule,
-    BelowOne,
     Count,
     CountOrZero,
     ExpertAxes,
@@ -34,6 +33,7 @@ from megajax.config.fields import (
 )
 from megajax.config.lora_schema import LoraConfig
 from megajax.config.model_schema import ModelConfig
+from megajax.config.optimizer_schema import OptimizerConfig
 from megajax.config.tree import Dumper
 
 
@@ -187,22 +187,6 @@ class BatchConfig(Section):
         description="Ramp-up of the batch: '0: 256, 50B: 512' is 256 sequences per step, and 512 from 50 billion tokens"
         " on, in microbatches of the same size; the last number is global_size. null: always global_size.",
     )
-
-
-class OptimizerConfig(Section):
-    """The optimizer and its settings."""
-
-    kind: Literal["adamw", "sgd", "lion"] = Field(default="adamw", description="Kind of optimizer.")
-    weight_decay: PositiveOrZero = Field(
-        default=0.1, description="Decoupled weight decay; it is multiplied by the learning rate."
-    )
-    beta1: BelowOne = Field(default=0.9, description="Decay rate of the first moment; sgd: momentum.")
-    beta2: BelowOne = Field(default=0.95, description="Decay rate of the second moment; lion: of the stored momentum.")
-    epsilon: Positive = Field(default=1e-8, description="Added to the square root of the second moment.")
-    clip_norm: PositiveOrZero = Field(default=1.0, description="Clip the gradient to this global norm; 0: do not clip.")
-    decay_norms: bool = Field(default=False, description="Apply weight decay to normalisation scales too.")
-    decay_biases: bool = Field(default=False, description="Apply weight decay to biases too.")
-    decay_embeddings: bool = Field(default=True, description="Apply weight decay to embedding tables too.")
 
 
 class ScheduleConfig(Section):

@@ -49,7 +49,7 @@ class MoE(Part):
         gated = is_gated(config)
         self.config = config
         self.norm, self.norm_bias = declare_norm(config, config.norm_placement != "after")
-        self.router = declare((D, E), ("embed", "router"))
+        self.router = declare((D, E), ("embed", "router"), muon=False)
         self.router_bias = declare((E,), ("router",), "bias") if config.router.logit_bias else None
         self.gate = declare((E, D, F), ("experts", "embed", "expert_mlp")) if gated else None
         self.up = declare((E, D, F), ("experts", "embed", "expert_mlp"))
@@ -61,7 +61,7 @@ class MoE(Part):
         self.shared_gate = declare((D, shared), ("embed", "mlp")) if gated and shared else None
         self.shared_up = declare((D, shared), ("embed", "mlp")) if shared else None
         self.shared_down = declare((shared, D), ("mlp", "embed"), scale=scale) if shared else None
-        self.shared_router = declare((D,), ("embed",)) if config.shared_expert_gate else None
+        self.shared_router = declare((D,), ("embed",), muon=False) if config.shared_expert_gate else None
 
     @jax.named_scope("moe")
     def __call__(

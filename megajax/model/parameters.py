@@ -14,14 +14,18 @@ from flax import nnx
 ROLES = ("matrix", "embedding", "norm", "bias")
 
 
-def declare(shape: tuple[int, ...], axes: tuple[str, ...], role: str = "matrix", scale: float = 1.0) -> nnx.Param:
+def declare(
+    shape: tuple[int, ...], axes: tuple[str, ...], role: str = "matrix", scale: float = 1.0, muon: bool = True
+) -> nnx.Param:
     """A parameter without an array.
 
     `axes` names each dimension for sharding.py's table. `role` sets the initial values (matrix and embedding: normal
-    with std `model.init_std * scale`; norm: `scale`; bias: zeros) and whether weight decay applies.
+    with std `model.init_std * scale`; norm: `scale`; bias: zeros) and whether weight decay applies. `muon`: whether the
+    optimizer Muon updates it as a matrix, if that is its role; AdamW updates all others.
     """
     assert len(shape) == len(axes) and role in ROLES
-    return nnx.Param(jax.ShapeDtypeStruct(shape, jnp.float32), axes=axes, role=role, scale=scale)
+    of_muon = muon and role == "matrix"
+    return nnx.Param(jax.ShapeDtypeStruct(shape, jnp.float32), axes=axes, role=role, scale=scale, muon=of_muon)
 
 
 def stack[Module: nnx.Module](block: Module, layers: tuple[int, ...], axis: str = "layers") -> Module:

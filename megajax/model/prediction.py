@@ -22,7 +22,7 @@ class Join(nnx.Module):
         self.config = config
         self.embedding_norm, self.embedding_norm_bias = declare_norm(config)
         self.stream_norm, self.stream_norm_bias = declare_norm(config)
-        self.projection = declare((2 * D, D), ("embed", "residual"))
+        self.projection = declare((2 * D, D), ("embed", "residual"), muon=False)
 
     @jax.named_scope("join")
     def __call__(self, w: Weights, pair: jax.Array, comm: Comm) -> jax.Array:

@@ -47,7 +47,7 @@ class Transformer(nnx.Module):
         axes = {kind: "modules" if kind == MTP else "layers" for kind in blocks}
         self.blocks = nnx.Dict({k: stack(blocks[k], held, axes[k]) for k, held in stacked_layers(config).items()})
         self.final_norm, self.final_norm_bias = declare_norm(config)
-        self.head = None if config.tie_embeddings else declare((D, V), ("embed", "vocab"))
+        self.head = None if config.tie_embeddings else declare((D, V), ("embed", "vocab"), muon=False)
 
     def __call__(self, tokens_bs: jax.Array, state: Mapping[str, State] | None = None) -> jax.Array:
         """FP32 logits `[B, S, V]` of whole sequences on one device, without the vocabulary's padding.

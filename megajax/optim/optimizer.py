@@ -1,28 +1,77 @@
 """The update direction; the step multiplies it by the learning rate."""
 
 from collections.abc import Mapping
+from functools import partial
+from typing import Any
 
+import jax.numpy as jnp
 import optax
+from jax.sharding import Mesh
 
-from megajax.config import OptimizerConfig
+from megajax.config import Config, OptimizerConfig
+from megajax.mesh import mesh_sizes
+from megajax.optim.muon import newton_schulz, update_scale
+from megajax.parallel.weights.matrices import Layout, on_whole_matrices
+from megajax.sharding import Placement
 
 
-def make_optimizer(config: OptimizerConfig, roles: Mapping[str, str]) -> optax.GradientTransformation:
-    """Gradients by name → directions by name, decoupled weight decay included.
+def make_optimizer(
+    config: Config, declared: Mapping[str, Any], placements: Mapping[str, Placement], mesh: Mesh
+) -> optax.GradientTransformation:
+    """Gradients by name → directions by name, in stored form, decoupled weight decay included.
 
-    `roles` are the parameters' roles (`model.parameters.ROLES`); weight decay depends on them. AdamW is
-    Loshchilov and Hutter 2019, Lion is Chen et al. 2023, SGD is heavy-ball momentum.
+    `declared` are the trained parameters (`model.parameters.declare`). AdamW is Loshchilov and Hutter 2019, Lion is
+    Chen et al. 2023, SGD is heavy-ball momentum, Muon is Jordan et al. 2024.
     """
+    own = config.optimizer
+    adamw = optax.scale_by_adam(own.beta1, own.beta2, own.epsilon)
+    decay = optax.add_decayed_weights(own.weight_decay, {name: _decays(own, p.role) for name, p in declared.items()})
+    if own.kind == "muon":
+        muon = {name: placements[name] for name, p in declared.items() if p.muon}
+        direction = optax.partition(
+            {
+                "muon": optax.chain(optax.trace(own.muon.momentum, own.muon.nesterov), _orthogonal(config, muon, mesh)),
+                "adamw": adamw,
+            },
+            {name: "muon" if name in muon else "adamw" for name in declared},
+        )
+        rates = {name: 1.0 if name in muon else own.muon.adamw_rate for name in declared}
+        return optax.chain(direction, decay, _multiply(rates))
     direction = {
-        "adamw": lambda: optax.scale_by_adam(config.beta1, config.beta2, config.epsilon),
-        "lion": lambda: optax.scale_by_lion(config.beta1, config.beta2),
-        "sgd": lambda: optax.trace(config.beta1) if config.beta1 > 0 else optax.identity(),
-    }[config.kind]()
+        "adamw": lambda: adamw,
+        "lion": lambda: optax.scale_by_lion(own.beta1, own.beta2),
+        "sgd": lambda: optax.trace(own.beta1) if own.beta1 > 0 else optax.identity(),
+    }[own.kind]()
+    return optax.chain(direction, decay)
+
+
+def _decays(config: OptimizerConfig, role: str) -> bool:
     decayed = {
         "matrix": True,
         "embedding": config.decay_embeddings,
         "norm": config.decay_norms,
         "bias": config.decay_biases,
     }
-    mask = {name: decayed[role] for name, role in roles.items()}
-    return optax.chain(direction, optax.add_decayed_weights(config.weight_decay, mask))
+    return decayed[role]
+
+
+def _orthogonal(config: Config, placements: Mapping[str, Placement], mesh: Mesh) -> optax.GradientTransformation:
+    """Momenta by name → orthogonal updates of their matrices, scaled; computed in BF16 unless the step is in FP32."""
+    muon, sizes = config.optimizer.muon, mesh_sizes(mesh)
+    layouts = {name: Layout.of(placement, sizes, muon.per_head) for name, placement in placements.items()}
+    scales = {name: update_scale(muon, layout.inputs, layout.outputs) for name, layout in layouts.items()}
+    dtype = jnp.float32 if config.precision.compute == "float32" else jnp.bfloat16
+    orthogonal = on_whole_matrices(partial(newton_schulz, config=muon), layouts, mesh, dtype)
+
+    def update(momenta: Any, _: Any) -> Any:
+        whole = orthogonal({name: momenta[name] for name in layouts})
+        return momenta | {name: scales[name] * whole[name].astype(jnp.float32) for name in layouts}
+
+    return optax.stateless(update)
+
+
+def _multiply(factors: Mapping[str, float]) -> optax.GradientTransformation:
+    def update(directions: Any, _: Any) -> Any:
+        return {name: factors[name] * d if factors[name] != 1.0 else d for name, d in directions.items()}
+
+    return optax.stateless(update)

@@ -6,11 +6,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from megajax.config import Config
-from megajax.config.fields import cached
-from megajax.config.lora_schema import LoraConfig
-from megajax.config.model_schema import ModelConfig
-from megajax.model import Transformer, parameters
 from megajax.plan.memory import MemoryEstimate, estimate_memory
+from megajax.plan.optimizer import declared, newton_schulz_flops
 from megajax.plan.rates import Rates
 from megajax.plan.step_time import StepTime, estimate_time
 from megajax.sharding import Placement, place_all, stored_rows
@@ -32,7 +29,7 @@ class Candidate:
     @cached_property
     def placements(self) -> dict[str, Placement]:
         config, sizes = self.config, self.plan.sizes
-        model, rows = _parameters_of(config.model, config.lora), stored_rows(config, sizes["pipeline"])
+        model, rows = declared(config.model, config.lora), stored_rows(config, sizes["pipeline"])
         return place_all(model, sizes, rows, config.mesh.experts_over)
 
     @cached_property
@@ -51,10 +48,4 @@ class Candidate:
 
     def time(self, rates: Rates) -> StepTime:
         """The estimated time of a step."""
-        return estimate_time(self.plan, rates, self.parameters)
-
-
-@cached
-def _parameters_of(model: ModelConfig, lora: LoraConfig):
-    """`parameters` of the model; all candidates of a search have the same."""
-    return parameters(Transformer(model, lora))
+        return estimate_time(self.plan, rates, self.parameters, newton_schulz_flops(self.plan, self.placements))

@@ -112,12 +112,15 @@ class StepTime:
         return dict(sorted(((k, v) for k, v in named.items() if v > 0), key=lambda item: -item[1]))
 
 
-def estimate_time(plan: StepPlan, rates: Rates, parameters: Mapping[tuple[str, ...], int]) -> StepTime:
+def estimate_time(
+    plan: StepPlan, rates: Rates, parameters: Mapping[tuple[str, ...], int], muon: Mapping[int, float]
+) -> StepTime:
     """The time of a step with this plan.
 
-    `parameters`: number of those that a device stores, by the axes that shard them in storage only.
+    `parameters`: number of those that a device stores, by the axes that shard them in storage only. `muon`: operations
+    of the optimizer's matmuls on a device, by their smallest dimension.
     """
-    return _Step(plan, rates, parameters).time()
+    return _Step(plan, rates, parameters, muon).time()
 
 
 def tokens_per_second(plan: StepPlan, seconds: float) -> float:
@@ -136,7 +139,10 @@ def utilization(plan: StepPlan, rates: Rates, seconds: float) -> float:
 class _Step:
     """The time of a step, from the times of its layers."""
 
-    def __init__(self, plan: StepPlan, rates: Rates, parameters: Mapping[tuple[str, ...], int]):
+    def __init__(
+        self, plan: StepPlan, rates: Rates, parameters: Mapping[tuple[str, ...], int], muon: Mapping[int, float]
+    ):
+        self.muon = muon
         self.plan, self.config, self.sizes, self.rates = plan, plan.config, plan.sizes, rates
         self.stored, self.parameters = parameters, sum(parameters.values())
         self.number = 4 if self.config.precision.compute == "float32" else 2
@@ -279,6 +285,7 @@ class _Step:
         for axis, seconds in self.weights(R * (layers.total + again) + head.total).items():
             communication[axis] = communication.get(axis, 0) + seconds
         update = UPDATE_BYTES * self.parameters / self.rates.memory_bytes
+        update += sum(flops / self.rates.matmul_flops(size, False) for size, flops in self.muon.items())
         if M > 1:
             shards = self.sizes["fsdp"] * self.sizes["data"]
             update += (M - 1) * ACCUMULATED_BYTES * self.parameters * shards / self.rates.memory_bytes

@@ -85,11 +85,11 @@ class TrainProgram:
         targets(config)
         model = Transformer(config.model, config.lora)
         declared = parameters(model)
-        roles = {name: p.role for name, p in declared.items() if is_trained(config.lora, name)}
-        optimizer = make_optimizer(config.optimizer, roles)
         sizes = mesh_sizes(mesh)
         rows = stored_rows(config, sizes["pipeline"])
         placements = place_all(declared, sizes, rows, config.mesh.experts_over)
+        trained = {name: p for name, p in declared.items() if is_trained(config.lora, name)}
+        optimizer = make_optimizer(config, trained, placements, mesh)
         return cls(config, mesh, model, placements, optimizer, StepPlan.of(config, mesh))
 
     @cached_property
@@ -209,13 +209,11 @@ class TrainProgram:
     def per_parameter(self, values: dict[str, Any], scalar: Any) -> TrainState:
         """A state-shaped tree with each parameter's value at the parameter and its moments, `scalar` elsewhere."""
         shapes, (trained, frozen) = self._state_shapes, self._divided(values)
-        optimizer = optax.tree_map_params(
-            self.optimizer,
-            lambda _, value: value,
-            shapes.optimizer,
-            trained,
-            transform_non_params=lambda _: scalar,
-        )
+
+        def of(path, _) -> Any:
+            return trained.get(getattr(path[-1], "key", ""), scalar)  # moments are kept by the parameters' names
+
+        optimizer = jax.tree_util.tree_map_with_path(of, shapes.optimizer)
         kept = jax.tree.map(lambda _: scalar, shapes.layer_state)
         return TrainState(trained, optimizer, kept, scalar, scalar, scalar, scalar, scalar, frozen)
 

@@ -141,12 +141,15 @@ def batches(config: Config, seed: int) -> Iterator[dict[str, np.ndarray]]:
 def first_gradients(program: TrainProgram, state: TrainState, norm: float) -> Arrays:
     """The first step's gradients in FP64, from the moments that it left: so no second function is compiled."""
     settings = program.config.optimizer
-    field, share = {"adamw": ("mu", 1 - settings.beta1), "lion": ("mu", 1 - settings.beta2), "sgd": ("trace", 1.0)}[
-        settings.kind
-    ]
     clip = min(1.0, settings.clip_norm / (norm + 1e-6)) if settings.clip_norm else 1.0
-    moments = canonical(program, optax.tree_utils.tree_get(state.optimizer, field))
-    return {name: moment.astype(np.float64) / (share * clip) for name, moment in moments.items()}
+    mean, momentum = ("mu", 1 - settings.beta1), ("trace", 1.0)  # fields of the state, and the gradient's share
+    fields = {"adamw": [mean], "lion": [("mu", 1 - settings.beta2)], "sgd": [momentum], "muon": [mean, momentum]}
+    gradients: Arrays = {}
+    for field, share in fields[settings.kind]:
+        kept = optax.tree_utils.tree_get(state.optimizer, field)
+        own = canonical(program, {name: a for name, a in kept.items() if isinstance(a, jax.Array)})
+        gradients |= {name: moment.astype(np.float64) / (share * clip) for name, moment in own.items()}
+    return gradients
 
 
 def canonical(program: TrainProgram, arrays: Mapping[str, jax.Array]) -> Arrays:

@@ -33,7 +33,7 @@ TRIPLE = {"data": 2, "fsdp": 2, "tensor": 2}
 MESHES = [
     ("llama", "adamw", {}, 4),
     ("llama", "adamw", {"tensor": 8}, 2),  # twice as many devices as KV heads
-    ("llama", "adamw", {"fsdp": 2, "tensor": 4}, 2),
+    ("llama", "muon", {"fsdp": 2, "tensor": 4}, 2),
     ("llama", "sgd", {"data": 8}, 1),
     pytest.param("llama", "sgd", TRIPLE, 2, marks=pytest.mark.smoke),
     ("gpt2", "adamw", TRIPLE, 4),

@@ -30,6 +30,7 @@ ZERO_TOLERANCE = 1e-6  # gradients whose true value is zero, over the norm of th
 
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "adamw": {"optimizer": {"kind": "adamw"}, "schedule": {"kind": "constant", "learning_rate": 1e-3}},
+    "muon": {"optimizer": {"kind": "muon"}, "schedule": {"kind": "constant", "learning_rate": 1e-3}},
     "sgd": {"optimizer": {"kind": "sgd", "clip_norm": 0.0}, "schedule": {"kind": "constant", "learning_rate": 2e-2}},
 }
 
@@ -80,7 +81,7 @@ def make_config(
     *,
     microbatches: int = 1,
     steps: int = 20,
-    optimizer: str = "adamw",
+    optimizer: str | Mapping[str, Any] = "adamw",
     **sections: Mapping[str, Any],
 ) -> Config:
     """A checked config of one of MODELS, or of other `model` settings; `sections` add to or replace single keys."""
@@ -91,7 +92,7 @@ def make_config(
         "precision": {"compute": "float32"},
         "batch": {"global_size": 32, "sequence_length": 16, "num_microbatches": microbatches},
         "data": {"kind": "synthetic"},
-        **{name: dict(section) for name, section in OPTIMIZERS[optimizer].items()},
+        **({"optimizer": optimizer} if isinstance(optimizer, Mapping) else OPTIMIZERS[optimizer]),
     }
     for name, section in sections.items():
         settings[name] = {**settings.get(name, {}), **section}

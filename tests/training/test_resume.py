@@ -28,7 +28,8 @@ def test_a_run_saved_on_one_mesh_goes_on_on_others(tmp_path, make_config, read_m
 
     def config(run_dir):
         run_dir = tmp_path / str(run_dir)
-        return make_config(*WIDTH, f"run.dir={run_dir}", "run.steps=8", "run.checkpoint_interval=4")
+        muon = "optimizer.kind=muon"  # with AdamW's state too
+        return make_config(*WIDTH, muon, f"run.dir={run_dir}", "run.steps=8", "run.checkpoint_interval=4")
 
     run_on(config("whole"), first)
     expected = read_metrics(tmp_path / "whole", "loss", "grad_norm")

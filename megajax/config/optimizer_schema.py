@@ -1,0 +1,56 @@
+"""Keys of the optimizer."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from megajax.config.fields import BelowOne, Count, Positive, PositiveOrZero, Section
+
+Coefficients = tuple[float, float, float]
+OfSteps = Annotated[tuple[Coefficients, ...], Field(min_length=1)]
+
+
+class MuonConfig(Section):
+    """Muon (Jordan et al. 2024): momentum, made orthogonal by Newton–Schulz, for each matrix of the layers."""
+
+    momentum: BelowOne = Field(default=0.95, description="Decay rate of the momentum.")
+    nesterov: bool = Field(default=True, description="Use Nesterov momentum.")
+    coefficients: Literal["quintic", "polar_express"] | OfSteps = Field(
+        default="quintic",
+        description="Coefficients (a, b, c) of a step of Newton–Schulz, X ← aX + bXXᵀX + c(XXᵀ)²X: quintic (Jordan et"
+        " al. 2024), polar_express (Amsel et al. 2025), or a list with three numbers for each step; the last are"
+        " repeated.",
+    )
+    steps: Count = Field(default=5, description="Steps of Newton–Schulz.")
+    scale: Literal["match_adamw", "spectral"] = Field(
+        default="match_adamw",
+        description="Size of an update of a matrix [in, out]: match_adamw 0.2·√max(in, out), so that AdamW's learning"
+        " rate and weight decay fit (Moonlight), or spectral √max(1, out / in).",
+    )
+    per_head: bool = Field(
+        default=False, description="Each head of queries, keys and values is a matrix by itself; false: all together."
+    )
+    adamw_rate: Positive = Field(
+        default=1.0,
+        description="Learning rate of the parameters that AdamW updates, as a multiple of schedule.learning_rate.",
+    )
+
+
+class OptimizerConfig(Section):
+    """The optimizer and its settings."""
+
+    kind: Literal["adamw", "sgd", "lion", "muon"] = Field(
+        default="adamw",
+        description="Kind of optimizer; muon updates the matrices of the layers, and AdamW all other parameters.",
+    )
+    weight_decay: PositiveOrZero = Field(
+        default=0.1, description="Decoupled weight decay; it is multiplied by the learning rate."
+    )
+    beta1: BelowOne = Field(default=0.9, description="Decay rate of the first moment; sgd: momentum.")
+    beta2: BelowOne = Field(default=0.95, description="Decay rate of the second moment; lion: of the stored momentum.")
+    epsilon: Positive = Field(default=1e-8, description="Added to the square root of the second moment.")
+    clip_norm: PositiveOrZero = Field(default=1.0, description="Clip the gradient to this global norm; 0: do not clip.")
+    decay_norms: bool = Field(default=False, description="Apply weight decay to normalisation scales too.")
+    decay_biases: bool = Field(default=False, description="Apply weight decay to biases too.")
+    decay_embeddings: bool = Field(default=True, description="Apply weight decay to embedding tables too.")
+    muon: MuonConfig = Field(default_factory=MuonConfig)

@@ -1,0 +1,41 @@
+"""Memory and work of the optimizer."""
+
+from collections.abc import Mapping
+
+from megajax.config.fields import cached
+from megajax.config.lora_schema import LoraConfig
+from megajax.config.model_schema import ModelConfig
+from megajax.model import Transformer, parameters
+from megajax.model.lora import is_trained
+from megajax.parallel.weights.matrices import Layout, groups, rounds
+from megajax.sharding import Placement
+from megajax.step_plan import StepPlan
+
+
+@cached
+def declared(model: ModelConfig, lora: LoraConfig):
+    """`parameters` of the model; all candidates of a search have the same."""
+    return parameters(Transformer(model, lora))
+
+
+def moments(plan: StepPlan, name: str) -> int:
+    """The number of FP32 moments that the optimizer keeps of a trained parameter."""
+    optimizer, lora = plan.config.optimizer, plan.config.lora
+    if optimizer.kind == "muon":
+        return 1 if declared(plan.config.model, lora)[name].muon else 2
+    return {"adamw": 2, "lion": 1, "sgd": 1 if optimizer.beta1 > 0 else 0}[optimizer.kind]
+
+
+def newton_schulz_flops(plan: StepPlan, placements: Mapping[str, Placement]) -> dict[int, float]:
+    """The operations of Muon on one device in a step, by the smaller dimension of the matrices."""
+    config, work = plan.config, {}
+    if config.optimizer.kind != "muon":
+        return work
+    own = declared(config.model, config.lora)
+    trained = {name: p for name, p in placements.items() if own[name].muon and is_trained(config.lora, name)}
+    layouts = {name: Layout.of(p, plan.sizes, config.optimizer.muon.per_head) for name, p in trained.items()}
+    for shape, names in groups(layouts).items():
+        count, each = rounds(shape, plan.sizes, sum(layouts[name].count for name in names))
+        step = 4 * shape.rows**2 * shape.columns + 2 * shape.rows**3
+        work[shape.rows] = work.get(shape.rows, 0.0) + config.optimizer.muon.steps * count * each * step
+    return work
