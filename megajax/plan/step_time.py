@@ -80,18 +80,20 @@ class StepTime:
     attention: float
     head: float
     elementwise: float
-    recomputed: float
+    recomputed: Work
     loops: float  # slower than unrolled layers
     optimizer: float
     communication: Mapping[str, float]  # exposed, by axis
     bubble: float
+    sends: float  # of a pipeline's ticks
     waiting: float  # for the slowest GPU
     between_hosts: frozenset[str] = frozenset()  # axes whose groups are on several hosts
 
     @property
     def total(self) -> float:
-        own = (getattr(self, f.name) for f in fields(self) if f.name not in ("communication", "between_hosts"))
-        return sum(own) + sum(self.communication.values())
+        others = ("recomputed", "communication", "between_hosts")
+        own = (getattr(self, f.name) for f in fields(self) if f.name not in others)
+        return sum(own) + self.recomputed.total + sum(self.communication.values())
 
     def link(self, axis: str) -> str:
         """An axis, and whether its groups are on several hosts."""
@@ -101,8 +103,8 @@ class StepTime:
     def losses(self) -> dict[str, float]:
         """Seconds that are no useful matmuls or attention, by reason, the largest first."""
         named = {
-            "bubble": self.bubble,
-            "recomputation": self.recomputed,
+            "bubble": self.bubble + self.sends,
+            "recomputation": self.recomputed.total,
             "elementwise": self.elementwise,
             "loops": self.loops,
             "optimizer": self.optimizer,
@@ -261,16 +263,17 @@ class _Step:
                 found.append((self.layer(self.plan.layer_slots[slot], segment.fp8), segment))
         return found
 
-    def recomputed(self, work: Work, policy: str) -> float:
-        """Seconds of a layer's recomputation."""
-        forward = {"none": 0.0, "full": work.total, "selective": work.attention}
-        return FORWARD * forward.get(policy, work.elementwise)
+    def recomputed(self, work: Work, policy: str) -> Work:
+        """A layer's recomputation."""
+        forward = {"none": Work(), "full": work, "selective": Work(attention=work.attention)}
+        return forward.get(policy, Work(elementwise=work.elementwise)) * FORWARD
 
     def time(self) -> StepTime:
         """The parts of the step."""
         config, slots = self.config, self.slots()
         layers = sum((work for work, _ in slots), Work())
-        again = sum(self.recomputed(work, segment.policy) for work, segment in slots)
+        remat = sum((self.recomputed(work, segment.policy) for work, segment in slots), Work())
+        again = remat.total
         loops = sum(LOOP_COST.get(s.policy, 0.04) * work.total for work, s in slots if s.loops > 1)
         modules = len(prediction_layers(config.model))
         if modules:
@@ -280,7 +283,7 @@ class _Step:
         head = self.head()
         stage = layers * (M * R)
         useful = M * R * (layers.total + again + loops) + M * head.total
-        bubble = self.pipelined(layers, again + loops, head) - useful if self.plan.is_pipelined else 0.0
+        ticks, sends = self.pipelined(layers, again + loops, head) if self.plan.is_pipelined else (useful, 0.0)
         communication = dict(stage.exchange)
         for axis, seconds in self.weights(R * (layers.total + again) + head.total).items():
             communication[axis] = communication.get(axis, 0) + seconds
@@ -291,23 +294,24 @@ class _Step:
             update += (M - 1) * ACCUMULATED_BYTES * self.parameters * shards / self.rates.memory_bytes
         gpus = min(math.prod(self.sizes.values()), self.rates.hosts_of)
         return StepTime(
-            waiting=PACE * math.log2(gpus) * (useful + bubble),
+            waiting=PACE * math.log2(gpus) * (ticks + sends),
             matmuls=stage.matmuls,
             attention=stage.attention,
             head=M * head.total,
             elementwise=stage.elementwise,
-            recomputed=M * R * again,
+            recomputed=remat * (M * R),
             loops=M * R * loops,
             optimizer=update,
             communication={axis: seconds for axis, seconds in communication.items() if seconds},
-            bubble=bubble,
+            bubble=ticks - useful,
+            sends=sends,
             between_hosts=frozenset(
                 a for a, n in self.sizes.items() if n > 1 and n * self.stride(a) > self.rates.hosts_of
             ),
         )
 
-    def pipelined(self, layers: Work, again: float, head: Work) -> float:
-        """Seconds of all ticks; `again`: what the backward pass recomputes, and the loops' cost."""
+    def pipelined(self, layers: Work, again: float, head: Work) -> tuple[float, float]:
+        """Seconds of all ticks, and of their sends; `again`: what the backward pass recomputes, and the loops' cost."""
         settings, stages = self.config.pipeline, self.sizes["pipeline"]
         schedule = make_schedule(settings.schedule, stages, self.config.batch.num_microbatches, settings.rounds)
         third = FORWARD * layers.total
@@ -315,6 +319,6 @@ class _Step:
         tick = TICK_SECONDS + send / self.rates.group_bytes(2, self.stride("pipeline"))
         total = 0.0
         for flags in schedule.flags:
-            total += tick + third * flags.forward + head.total * flags.head
+            total += third * flags.forward + head.total * flags.head
             total += (third * (1 if flags.split else 2) + again) * flags.backward + third * flags.weight
-        return total
+        return total, tick * len(schedule.flags)

@@ -18,22 +18,19 @@ def rates_of_kind(device_kind: str) -> Rates | None:
 def predict(config: Config, devices: int, rates: Rates) -> Rows:
     """The ms of each row of a step on `devices` GPUs. What is computed again counts in the rows of its kind."""
     time = Candidate.of(config, check_mesh(config, devices)).time(rates)
+    axes = {*time.communication, *time.recomputed.exchange}
     seconds = {
-        MATMULS: time.matmuls,
-        ATTENTION: time.attention,
+        MATMULS: time.matmuls + time.recomputed.matmuls,
+        ATTENTION: time.attention + time.recomputed.attention,
         HEAD: time.head,
-        ELEMENTWISE: time.elementwise + time.loops,
+        ELEMENTWISE: time.elementwise + time.recomputed.elementwise + time.loops,
         OPTIMIZER: time.optimizer,
         WAITING: time.waiting,
         BUBBLE: time.bubble,
-        **{EXPOSED + axis: own for axis, own in time.communication.items()},
+        f"{EXPOSED}pipeline": time.sends,
     }
-    kinds = {"full": (MATMULS, ATTENTION, ELEMENTWISE), "selective": (ATTENTION,)}.get(
-        config.remat.policy, (ELEMENTWISE,)
-    )
-    whole = sum(seconds[row] for row in kinds)
-    for row in kinds:
-        seconds[row] *= 1 + (time.recomputed / whole if whole else 0.0)
+    for axis in axes:
+        seconds[EXPOSED + axis] = time.communication.get(axis, 0.0) + time.recomputed.exchange.get(axis, 0.0)
     return {row: 1e3 * own for row, own in seconds.items() if own}
 
 

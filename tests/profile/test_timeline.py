@@ -175,3 +175,8 @@ def test_the_rows_of_the_prediction_add_up_to_the_planners_time(name, overrides)
     config = load_config(config_path(name), overrides)
     rows, time = predict(config, 4, H200), Candidate.of(config, check_mesh(config, 4)).time(H200)
     assert sum(rows.values()) == pytest.approx(1e3 * time.total)
+    # A layer's forward pass, which is computed again, is a third of its time.
+    again = 4 / 3 if config.remat.policy == "full" else 1
+    assert rows["attention"] == pytest.approx(1e3 * again * time.attention)
+    assert rows["matmuls"] == pytest.approx(1e3 * again * time.matmuls)
+    assert ("pipeline bubble" in rows) == ("collectives over pipeline" in rows) == (time.sends > 0)
