@@ -92,7 +92,7 @@ def make_config(
         "precision": {"compute": "float32"},
         "batch": {"global_size": 32, "sequence_length": 16, "num_microbatches": microbatches},
         "data": {"kind": "synthetic"},
-        **({"optimizer": optimizer} if isinstance(optimizer, Mapping) else OPTIMIZERS[optimizer]),
+        **({"optimizer": dict(optimizer)} if isinstance(optimizer, Mapping) else OPTIMIZERS[optimizer]),
     }
     for name, section in sections.items():
         settings[name] = {**settings.get(name, {}), **section}

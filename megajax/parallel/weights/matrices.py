@@ -4,10 +4,7 @@ A matrix is stored in shards: its rows over the axes of storage, its columns ove
 devices that store a matrix distribute the matrices among themselves: an all-to-all gives each device some of them
 whole, in the compute dtype, and a second one returns the results to the shards. Where devices hold copies of a shard,
 each computes a part of the matrices and gathers the others. So each matrix is on one device only, and its result does
-not depend on the mesh.
-
-Bytes that a device sends in a step, for N parameters in matrices of which it stores N / n: 2 · 2 · N / n · (n - 1) / n
-in BF16, about as much as one gather of its layers' weights over all axes of storage would bring it times 2 / n.
+not depend on the mesh. docs/optimizers.md counts the bytes.
 """
 
 import math
