@@ -53,4 +53,4 @@ class OptimizerConfig(Section):
     decay_norms: bool = Field(default=False, description="Apply weight decay to normalisation scales too.")
     decay_biases: bool = Field(default=False, description="Apply weight decay to biases too.")
     decay_embeddings: bool = Field(default=True, description="Apply weight decay to embedding tables too.")
-    muon: MuonConfig = Field(default_factory=MuonConfig)
+    muon: MuonConfig = Field(default_factory=MuonConfig, description="Settings of the optimizer muon.")
