@@ -119,10 +119,8 @@ optimizer | optimizer.kind | adamw for adam, sgd, lion, or muon for muon and dis
 muon-momentum | optimizer.muon.momentum
 muon-use-nesterov, muon-no-use-nesterov | optimizer.muon.nesterov
 muon-num-ns-steps | optimizer.muon.steps
-muon-scale-mode, muon-extra-scale-factor | optimizer.muon.scale | match_adamw for spectral with a factor of 0.2,
-    spectral for shape_scaling
-muon-no-split-qkv, muon-split-qkv | | queries, keys and values are always matrices of their own
-muon-tp-mode | | the update never depends on mesh.tensor
+muon-scale-mode, muon-extra-scale-factor | optimizer.muon.scale | match_adamw: spectral times 0.2
+muon-no-split-qkv, muon-split-qkv, muon-tp-mode | | queries, keys and values are always matrices of their own, whole
 lr | schedule.learning_rate
 min-lr | schedule.min_learning_rate
 lr-decay-style | schedule.kind | wsd for WSD, inverse_sqrt for inverse-square-root

@@ -10,6 +10,7 @@ not depend on the mesh. docs/optimizers.md counts the bytes.
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import jax
@@ -121,9 +122,9 @@ def on_whole_matrices(
             if done is not None:  # independent collectives must not overlap: devices may order them differently
                 matrices, done = lax.optimization_barrier((matrices, done))
             done = _group(compute, shape, sizes, jnp.concatenate(matrices))
-            ends = _ends([len(m) for m in matrices])
-            for name, start, end in zip(names, [0, *ends], ends, strict=False):
-                out[name] = layouts[name].shard(done[start:end], shards[name].shape)
+            parts = jnp.split(done, [*accumulate(len(m) for m in matrices)][:-1])
+            for name, part in zip(names, parts, strict=True):
+                out[name] = layouts[name].shard(part, shards[name].shape)
         return out
 
     specs = {name: layout.placement.spec for name, layout in layouts.items()}
@@ -213,7 +214,3 @@ class _Exchange:
 def _batch_dims(axes: Sequence[str]) -> int:
     """The number of leading dimensions whose rows are matrices by themselves."""
     return next(dim for dim, axis in enumerate(axes) if axis not in ROWS_OF_MATRICES)
-
-
-def _ends(lengths: Sequence[int]) -> list[int]:
-    return [sum(lengths[: i + 1]) for i in range(len(lengths))]
