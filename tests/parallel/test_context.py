@@ -250,8 +250,8 @@ MESHES = [
 def random_sinks(monkeypatch):
     """Sinks that start anywhere, so that it shows which head has which."""
 
-    def declare_random(shape, axes, role="matrix", scale=1.0):
-        return declare(shape, axes, *(("matrix", 20.0) if axes == ("sinks",) else (role, scale)))
+    def declare_random(shape, axes, *args, **kwargs):
+        return declare(shape, axes, "matrix", 20.0) if axes == ("sinks",) else declare(shape, axes, *args, **kwargs)
 
     monkeypatch.setattr(transformer, "declare", declare_random)
 
