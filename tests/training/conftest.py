@@ -5,7 +5,7 @@ import os
 from pathlib import Path
 
 import pytest
-from lab import TINY, Run, write_text
+from lab import FLAGS, TINY, Run, write_text
 
 from megajax.config import load_config
 
@@ -41,8 +41,7 @@ def start(tiny, text):
         variables = {
             **os.environ,
             "JAX_PLATFORMS": "cpu",
-            # Unoptimised code compiles three times faster, and is as deterministic.
-            "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices} --xla_backend_optimization_level=0",
+            "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices} {FLAGS}",
             **environment,
         }
         runs.append(Run([str(tiny), f"data.train={text}", *overrides], variables))

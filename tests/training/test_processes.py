@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+from lab import FLAGS
 
 from megajax import launch
 from megajax.config import load_config
@@ -163,7 +164,7 @@ def test_the_launcher_resumes_on_fewer_devices_after_a_kill(
     """A process with two devices is killed after step 2, and one of them does not come back."""
     run_dir, left = tmp_path / "launched", iter((["0", "1"], ["0"]))
     monkeypatch.setattr(launch, "working_devices", lambda: next(left))
-    monkeypatch.setenv("XLA_FLAGS", "--xla_backend_optimization_level=0")
+    monkeypatch.setenv("XLA_FLAGS", FLAGS)
     arguments = [str(tiny), f"data.train={text}", *OPTIONS, "mesh.data=-1", f"run.dir={run_dir}"]
     arguments.append("run.checkpoint_interval=2")
     killers = []
