@@ -263,7 +263,7 @@ def test_a_mesh_with_context_trains_as_one_device_does(table, model, mesh, micro
         MODELS[model],
         mesh,
         microbatches=microbatches,
-        steps=3,
+        steps=2,
         optimizer="sgd",
         kernels={"context": strategy},
         **sections,

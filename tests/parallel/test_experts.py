@@ -22,7 +22,7 @@ from megajax.training.batches import to_global
 from megajax.training.saving import StateSaver
 from megajax.training.step import TrainProgram
 
-STEPS = 3
+STEPS = 2
 SINKHORN = MIXTRAL | {"activation": "relu2", "router": {"sinkhorn": True, "pre_softmax": True, "normalise": False}}
 CAPACITY = MIXTRAL | {"router": MIXTRAL["router"] | {"capacity_factor": 0.75}}
 POSITION = MIXTRAL | {"router": CAPACITY["router"] | {"drop_policy": "position"}}

@@ -10,7 +10,7 @@ from megajax.model.block import linear_layers
 from megajax.training.batches import to_global
 from megajax.training.step import TrainProgram
 
-STEPS = 3
+STEPS = 2
 MODEL = {
     "num_layers": 2,
     "hidden_size": 128,
@@ -44,7 +44,7 @@ def run(table, recipe, mesh, microbatches, weights=None, **sections):
         steps=STEPS,
         optimizer="sgd",
         precision={"fp8": fp8},
-        batch={"sequence_length": 32},
+        batch={"global_size": 16, "sequence_length": 32},
         **sections,
     )
     count = int(np.prod(list(mesh.values()) or [1]))

@@ -20,7 +20,7 @@ from megajax.parallel.tensor.ring import TensorRing
 from megajax.training.batches import to_global
 from megajax.training.step import TrainProgram
 
-STEPS, LENGTH = 5, 8  # the history is longer than the run, so at the end it holds all steps
+STEPS, LENGTH = 3, 4  # the history is longer than the run, so at the end it holds all steps
 MODEL = {
     "num_layers": 2,
     "hidden_size": 128,
@@ -172,7 +172,7 @@ def assert_same_amaxes(found: np.ndarray, expected: np.ndarray) -> None:
     np.testing.assert_allclose(found, expected, rtol=0.25)  # of E5M2 the next number is up to 25 % away
 
 
-@pytest.mark.parametrize("size", [2, 4, 8])
+@pytest.mark.parametrize("size", [2, 8])
 def test_transfers_in_pieces_change_no_number_without_fp8(table, difference, monkeypatch, size):
     monkeypatch.setattr(TensorRing, "overlap_width", 0)
     model = {**table.MODELS["llama"], "num_layers": 2}

@@ -21,13 +21,13 @@ def run(mesh, microbatches, remat, unroll):
         MODELS["llama"] | {"num_layers": LAYERS},
         mesh,
         microbatches=microbatches,
-        steps=2,
+        steps=1,
         optimizer="sgd",
         remat=remat,
         kernels={"scan_unroll": unroll},
     )
     assert [s.loops for s in plan_segments(config, "cpu")] == [LAYERS // unroll]
-    return single_device.train(config)
+    return single_device.train(config, single_device.weights_of(config))
 
 
 if __name__ == "__main__":
