@@ -8,6 +8,7 @@ from pydantic_core import PydanticUndefined
 from megajax.config import Config, DataConfig, ModelConfig
 from megajax.config.fields import shortest_pattern
 from megajax.config.model_schema import RopeScaling, RouterConfig
+from megajax.config.optimizer_schema import OptimizerConfig
 from megajax.config.tree import show
 from megajax.errors import InputError
 from megajax.model import Transformer, parameters
@@ -26,9 +27,15 @@ ROUTER_OF_NETWORK = (
     "logit_bias",
     "expert_bias",
 )
-OTHER_ARRAYS = ("optimizer.kind", "optimizer.beta1", "lora.rank", "lora.targets")  # changes give the state other arrays
+OTHER_ARRAYS = (
+    "optimizer.kind",
+    "optimizer.state",
+    "optimizer.beta1",
+    "lora.rank",
+    "lora.targets",
+)  # changes give the state other arrays
 ALLOW = "checkpoint.allow_changes"
-_SECTIONS = {"model": ModelConfig, "model.router": RouterConfig, "data": DataConfig}
+_SECTIONS = {"model": ModelConfig, "optimizer": OptimizerConfig, "model.router": RouterConfig, "data": DataConfig}
 _DEFAULTS = {
     f"{at}.{n}": field.default for at, section in _SECTIONS.items() for n, field in section.model_fields.items()
 }

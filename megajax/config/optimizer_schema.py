@@ -43,6 +43,11 @@ class OptimizerConfig(Section):
         default="adamw",
         description="Kind of optimizer; muon updates the matrices of the layers, and AdamW all other parameters.",
     )
+    state: Literal["float32", "bfloat16", "int8"] = Field(
+        default="float32",
+        description="Form of the moments between steps: bfloat16 by stochastic rounding, or int8 by blocks with a"
+        " scale each. A step computes with them in FP32.",
+    )
     weight_decay: PositiveOrZero = Field(
         default=0.1, description="Decoupled weight decay; it is multiplied by the learning rate."
     )

@@ -11,6 +11,7 @@ from jax.sharding import Mesh
 from megajax.config import Config, OptimizerConfig
 from megajax.mesh import mesh_sizes
 from megajax.optim.muon import newton_schulz, update_scale
+from megajax.optim.states import small_states
 from megajax.parallel.weights.matrices import Layout, on_whole_matrices
 from megajax.sharding import Placement
 
@@ -23,7 +24,7 @@ def make_optimizer(
     `declared` are the trained parameters (`model.parameters.declare`). AdamW is Loshchilov and Hutter 2019, Lion is
     Chen et al. 2023, SGD is heavy-ball momentum, Muon is Jordan et al. 2024.
     """
-    own = config.optimizer
+    own, trained = config.optimizer, {name: placements[name] for name in declared}
     adamw = optax.scale_by_adam(own.beta1, own.beta2, own.epsilon)
     decay = optax.add_decayed_weights(own.weight_decay, {name: _decays(own, p.role) for name, p in declared.items()})
     if own.kind == "muon":
@@ -35,6 +36,7 @@ def make_optimizer(
             },
             {name: "muon" if name in muon else "adamw" for name in declared},
         )
+        direction = small_states(direction, own.state, trained)
         rates = {name: 1.0 if name in muon else own.muon.adamw_rate for name in declared}
         return optax.chain(direction, decay, _multiply(rates))
     direction = {
@@ -42,7 +44,7 @@ def make_optimizer(
         "lion": lambda: optax.scale_by_lion(own.beta1, own.beta2),
         "sgd": lambda: optax.trace(own.beta1) if own.beta1 > 0 else optax.identity(),
     }[own.kind]()
-    return optax.chain(direction, decay)
+    return optax.chain(small_states(direction, own.state, trained), decay)
 
 
 def _decays(config: OptimizerConfig, role: str) -> bool:

@@ -18,7 +18,7 @@ from megajax.parallel.embedding import TOKENS
 from megajax.parallel.pipeline.buffers import choose_buffer_slots
 from megajax.parallel.pipeline.schedules import make_schedule
 from megajax.plan.activations import Activations
-from megajax.plan.optimizer import moments
+from megajax.plan.optimizer import moment_bytes
 from megajax.sharding import BLOCKS, ONCE_AXES, Placement
 from megajax.step_plan import StepPlan
 
@@ -205,8 +205,8 @@ class _Step:
         stored = {name: self.elements(name).stored for name in self.placements}
         trained = FP32 * sum(count for name, count in stored.items() if self.has_gradient(name))
         frozen = sum(self.frozen_number(name) * n for name, n in stored.items() if not self.has_gradient(name))
-        kept = FP32 * sum(moments(self.plan, name) * n for name, n in stored.items() if self.has_gradient(name))
-        return MemoryEstimate(trained + frozen, kept)
+        of = {name: moment_bytes(self.plan, self.placements[name], name) for name in stored if self.has_gradient(name)}
+        return MemoryEstimate(trained + frozen, int(sum(stored[name] * each for name, each in of.items())))
 
     def has_gradient(self, name: str) -> bool:
         return is_trained(self.config.lora, name)

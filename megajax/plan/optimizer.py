@@ -7,6 +7,7 @@ from megajax.config.lora_schema import LoraConfig
 from megajax.config.model_schema import ModelConfig
 from megajax.model import Transformer, parameters
 from megajax.model.lora import is_trained
+from megajax.parallel.weights.blocks import bytes_per_number
 from megajax.parallel.weights.matrices import Layout, groups, rounds
 from megajax.sharding import Placement
 from megajax.step_plan import StepPlan
@@ -18,8 +19,13 @@ def declared(model: ModelConfig, lora: LoraConfig):
     return parameters(Transformer(model, lora))
 
 
+def moment_bytes(plan: StepPlan, placement: Placement, name: str) -> float:
+    """Bytes that the optimizer keeps per number of a trained parameter."""
+    return moments(plan, name) * bytes_per_number(plan.config.optimizer.state, placement)
+
+
 def moments(plan: StepPlan, name: str) -> int:
-    """The number of FP32 moments that the optimizer keeps of a trained parameter."""
+    """The number of moments that the optimizer keeps of a trained parameter."""
     optimizer, lora = plan.config.optimizer, plan.config.lora
     if optimizer.kind == "muon":
         return 1 if declared(plan.config.model, lora)[name].muon else 2

@@ -75,7 +75,7 @@ class StateSaver:
             "samples_consumed": samples,
             "run": {"seed": config.run.seed},  # another seed is another data order
             "model": describe_model(config.model),
-            "optimizer": {"kind": optimizer.kind, "beta1": beta1},
+            "optimizer": {"kind": optimizer.kind, "state": optimizer.state, "beta1": beta1},
             "batch": {"sequence_length": config.batch.sequence_length},
             "precision": {"compute": config.precision.compute},
             "schedule": config.schedule.model_dump(mode="json"),
@@ -351,7 +351,7 @@ class StateSaver:
 
     def _each(self, state: TrainState, change: Callable) -> TrainState:
         """`change(leaf, placement)` for each parameter and moment; other leaves unchanged."""
-        placements = self.program.per_parameter(self.program.placements, None)
+        placements = self.program.per_parameter(lambda placement: placement, None)
         placements = placements if state.frozen else replace(placements, frozen={})
         leaves, treedef = jax.tree.flatten(state)
         which = jax.tree.leaves(placements, is_leaf=lambda node: node is None or isinstance(node, Placement))

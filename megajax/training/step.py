@@ -19,10 +19,11 @@ from megajax.model import Transformer, init_parameters, parameters
 from megajax.model.block import Block, layer_state
 from megajax.model.lora import is_trained, targets
 from megajax.optim import make_optimizer, make_schedule
+from megajax.optim.states import placement_of
 from megajax.parallel.gradients import gradient_function, loss_function
 from megajax.parallel.local import LocalModel
 from megajax.parallel.weights.scaling import FP8, Scaling
-from megajax.sharding import BATCH_SPEC, Placement, pad_storage, place_all, shardings, stored_rows
+from megajax.sharding import BATCH_SPEC, Placement, pad_storage, place_all, stored_rows
 from megajax.step_plan import StepPlan
 
 BATCH_DTYPES = {
@@ -99,7 +100,7 @@ class TrainProgram:
     @cached_property
     def state_shardings(self) -> TrainState:
         """A TrainState of shardings: moments are sharded like their parameters, scalars are replicated."""
-        return self.per_parameter(shardings(self.placements, self.mesh), NamedSharding(self.mesh, P()))
+        return self.per_parameter(lambda p: NamedSharding(self.mesh, p.spec), NamedSharding(self.mesh, P()))
 
     @cached_property
     def abstract_state(self) -> TrainState:
@@ -206,15 +207,17 @@ class TrainProgram:
         trained = {name: value for name, value in values.items() if is_trained(self.config.lora, name)}
         return trained, {name: value for name, value in values.items() if name not in trained}
 
-    def per_parameter(self, values: dict[str, Any], scalar: Any) -> TrainState:
-        """A state-shaped tree with each parameter's value at the parameter and its moments, `scalar` elsewhere."""
-        shapes, (trained, frozen) = self._state_shapes, self._divided(values)
+    def per_parameter[T](self, value: Callable[[Placement], T], scalar: Any) -> TrainState:
+        """A state-shaped tree with `value(placement)` for parameters and their moments, `scalar` elsewhere."""
+        shapes, sizes, (placed, _) = self._state_shapes, mesh_sizes(self.mesh), self._divided(self.placements)
 
         def of(path, _) -> Any:
-            return trained.get(getattr(path[-1], "key", ""), scalar)  # moments are kept by the parameters' names
+            placement = placement_of(path, placed, sizes)
+            return scalar if placement is None else value(placement)
 
         optimizer = jax.tree_util.tree_map_with_path(of, shapes.optimizer)
         kept = jax.tree.map(lambda _: scalar, shapes.layer_state)
+        trained, frozen = self._divided({name: value(placement) for name, placement in self.placements.items()})
         return TrainState(trained, optimizer, kept, scalar, scalar, scalar, scalar, scalar, frozen)
 
 

@@ -104,7 +104,7 @@ class Run:
     def _whole(self, state: TrainState) -> Arrays:
         """Everything that a checkpoint holds, by its name in the train state."""
         state = replace(state, frozen={})
-        placements = replace(self.program.per_parameter(dict(self.program.placements), None), frozen={})
+        placements = replace(self.program.per_parameter(lambda placement: placement, None), frozen={})
         leaves = jax.tree_util.tree_flatten_with_path(state)[0]
         which = jax.tree.structure(state).flatten_up_to(placements)
         named = [(jax.tree_util.keystr(path, simple=True, separator="."), x) for path, x in leaves]

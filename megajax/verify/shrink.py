@@ -48,6 +48,7 @@ def shrink(
         "schedule": {"kind": "constant", "learning_rate": LEARNING_RATE, "min_learning_rate": 0.0, "warmup_steps": 0},
         "data": {"kind": "synthetic", "synthetic_documents": 3 if packed else None},
         "logging": {"norms_interval": 0},
+        "optimizer": {"state": "float32"},  # the first step's gradients are read from the moments
     }
     if layout:
         least = min(n for n in layout if n)
@@ -56,7 +57,7 @@ def shrink(
     if config.lora.rank:
         small["lora"] = {"rank": min(config.lora.rank, 4)}
     if config.optimizer.kind == "sgd" and not config.optimizer.beta1:
-        small["optimizer"] = {"beta1": 0.9}  # the first step's gradients are read from the momentum
+        small["optimizer"]["beta1"] = 0.9
     settings, lines = config.model_dump(), []
     settings["data"] = {
         key: settings["data"][key] for key in ("reset_attention", "reset_positions") if config.data.kind != "chat"

@@ -28,8 +28,8 @@ def test_a_run_saved_on_one_mesh_goes_on_on_others(tmp_path, make_config, read_m
 
     def config(run_dir):
         run_dir = tmp_path / str(run_dir)
-        muon = "optimizer.kind=muon"  # with AdamW's state too
-        return make_config(*WIDTH, muon, f"run.dir={run_dir}", "run.steps=8", "run.checkpoint_interval=4")
+        muon = ("optimizer.kind=muon", "optimizer.state=int8")  # with AdamW's state too
+        return make_config(*WIDTH, *muon, f"run.dir={run_dir}", "run.steps=8", "run.checkpoint_interval=4")
 
     run_on(config("whole"), first)
     expected = read_metrics(tmp_path / "whole", "loss", "grad_norm")
@@ -58,7 +58,9 @@ def test_the_newest_checkpoints_and_each_kth_are_kept(tmp_path, make_config, che
     assert checkpoint_steps(tmp_path) == [4, 8, 9, 10, 11]
 
 
-@pytest.mark.parametrize("change", ["run.seed=5", "optimizer.kind=lion", "batch.sequence_length=8"])
+@pytest.mark.parametrize(
+    "change", ["run.seed=5", "optimizer.kind=lion", "optimizer.state=int8", "batch.sequence_length=8"]
+)
 def test_a_run_does_not_go_on_as_another_one(tmp_path, make_config, change):
     run_on(make_config(f"run.dir={tmp_path}", "run.steps=1"), {})
     key, value = change.split("=")
