@@ -79,6 +79,6 @@ def pytest_collection_modifyitems(items: list) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Collect garbage seldom, and never among the modules: by default it took 2.6 of 36 CPU seconds of warm mesh tests."""
+    """Collect garbage seldom, and never among the modules: by default it took 2.6 of 36 CPU seconds of mesh tests."""
     gc.freeze()
     gc.set_threshold(50_000, 20, 100)

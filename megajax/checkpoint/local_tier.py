@@ -16,6 +16,7 @@ import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -151,7 +152,7 @@ class LocalTier:
         """Remove all steps: the durable checkpoint is as new."""
         self.outcome(wait=True)
         shutil.rmtree(self.directory, ignore_errors=True)
-        if self.directory.parent.is_dir() and not any(self.directory.parent.iterdir()):
+        with suppress(OSError):  # not empty, or another process of this host has removed it
             self.directory.parent.rmdir()
 
     def _write(self, step: int, copies: list, description: Mapping[str, Any], number: int) -> LocalOutcome:

@@ -44,7 +44,7 @@ def is_collective(op: hlo.Op) -> bool:
 
 def part_of(op: hlo.Op) -> tuple[str, str]:
     """The group of an operation, one of GROUPS, and its detail within the group."""
-    scope = scope_of(op)
+    scope, apart = scope_of(op), {"head": HEAD, "optimizer": OPTIMIZER}  # scopes with rows of their own
     if is_collective(op):
         return COLLECTIVES, op.kind
     if op.target.startswith("__cudnn$fmha"):
@@ -56,12 +56,12 @@ def part_of(op: hlo.Op) -> tuple[str, str]:
     if is_matmul(op):
         shape = "×".join(map(str, matmul_shape(op))) + (" FP8" if is_fp8(op) else "")
         shape = f"experts {shape}" if is_grouped(op) else shape
-        return (HEAD, f"matmul {shape}") if scope == "head" else (MATMULS, shape)
+        return (apart[scope], f"matmul {shape}") if scope in apart else (MATMULS, shape)
     if is_plain_matmul(op):
-        return (HEAD, "matmul") if scope == "head" else (MATMULS, scope)
+        return (apart[scope], "matmul") if scope in apart else (MATMULS, scope)
     if scope == "head":
         return HEAD, "elementwise"
-    if scope == "optimizer":
+    if scope == "optimizer":  # with Muon it has the matmuls of Newton–Schulz too
         return OPTIMIZER, "update"
     if op.only_moves:
         return COPIES, scope

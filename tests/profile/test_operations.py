@@ -1,5 +1,6 @@
 """Operations of a made-up module: shapes, traffic, scopes, the part that each belongs to, and rooflines by hand."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import hlo_counts
@@ -49,6 +50,12 @@ def test_a_library_call_inside_a_fusion_is_the_call(ops):
 def test_each_operation_has_its_part_and_roofline(ops, name, part, ms):
     assert operations.part_of(ops[name]) == part
     assert operations.roofline_ms(ops[name]) == pytest.approx(ms)
+
+
+def test_matmuls_of_the_optimizer_belong_to_it(ops):
+    op = replace(ops["matmul"], attributes=ops["matmul"].attributes.replace("mlp", "optimizer"))
+    assert op.scopes == ("_train_step", "optimizer", "dot_general")
+    assert operations.part_of(op) == ("optimizer", "matmul 10000×10000×9890")
 
 
 def test_counts_of_a_module_are_one_line_a_kind(ops):
