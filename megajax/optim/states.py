@@ -74,7 +74,9 @@ def small_states(
         return jax.tree_util.tree_map_with_path(of, state, is_leaf=lambda node: isinstance(node, Blocks))
 
     def init(params: Any) -> SmallState:
-        return SmallState(jnp.zeros((), jnp.int32), encode(inner.init(params), jnp.int32(0)))
+        # Behind a barrier: XLA would compute the codes of zeros while it compiles, for a minute.
+        first = jax.lax.optimization_barrier(inner.init(params))
+        return SmallState(jnp.zeros((), jnp.int32), encode(first, jnp.int32(0)))
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, SmallState]:
         directions, new = inner.update(updates, decode(state.inner), params)
