@@ -181,11 +181,16 @@ def shardings(placements: Mapping[str, Placement], mesh: Mesh) -> dict[str, Name
 
 def to_stored(x: jax.Array, placement: Placement) -> jax.Array:
     """Canonical form → stored form: layers in the order of the stages, zeros for empty slots and padding."""
-    if placement.reordered:
-        layers = np.array(placement.layers)
-        empty = (layers == EMPTY).reshape(-1, *(1,) * (x.ndim - 1))
-        x = jnp.where(empty, 0, x[np.searchsorted(placement.canonical_layers, layers)])
-    return pad_storage(x, placement)
+    return pad_storage(in_stored_rows(x, placement), placement)
+
+
+def in_stored_rows(x: jax.Array, placement: Placement) -> jax.Array:
+    """`[L, ...]` in the model's order → the rows of a stored weight, zeros for empty slots."""
+    if not placement.reordered:
+        return x
+    layers = np.array(placement.layers)
+    empty = (layers == EMPTY).reshape(-1, *(1,) * (x.ndim - 1))
+    return jnp.where(empty, 0, x[np.searchsorted(placement.canonical_layers, layers)])
 
 
 def pad_storage(x: jax.Array, placement: Placement) -> jax.Array:

@@ -8,7 +8,6 @@ positions and 2.5 times that backward. On CPUs the shapes are tiny and the figur
 # ruff: noqa: E402 (XLA reads its flags when jax starts)
 import argparse
 from collections.abc import Callable, Mapping
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -70,7 +69,11 @@ def step(comm: MeshComm, context: int) -> Callable:
     def run(fields: Mapping[str, jax.Array], q, k, v, dout):
         fields, _ = add_token_positions(fields, context)
         positions = token_positions_of({name: field[0] for name, field in fields.items()}, context)
-        return jax.vjp(partial(comm.attend, positions=positions, window=None, softcap=None), q, k, v)[1](dout)
+
+        def attend(q, k, v):
+            return comm.attend(q, k, v, positions, window=None, softcap=None)[0]
+
+        return jax.vjp(attend, q, k, v)[1](dout)
 
     return run
 

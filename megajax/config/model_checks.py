@@ -7,6 +7,7 @@ from megajax.config.sentences import divisors, fail, format_keys, listed, value
 def check_model(config: Config) -> None:
     """Raise `ConfigError` for combinations of model settings that can run on no mesh."""
     _check_latent(config)
+    _check_qk_clip(config)
     _check_heads(config)
     _check_rope(config)
     _check_layers(config)
@@ -40,6 +41,20 @@ def _check_latent(config: Config) -> None:
     for key in (key for key, (fits, _) in plain.items() if not fits):
         problem = f"{format_keys(config, latent)} (latent attention) cannot be combined with {format_keys(config, key)}"
         fail(config, problem, plain[key][1], latent, key)
+
+
+def _check_qk_clip(config: Config) -> None:
+    model, key = config.model, "model.qk_clip"
+    if model.qk_clip is None:
+        return
+    others = {
+        "model.qk_norm": (bool(model.qk_norm), "normalised queries and keys undo it, and bound the scores themselves"),
+        "model.attention_softcap": (model.attention_softcap is not None, "the soft-cap bounds the scores itself"),
+        "lora.rank": (bool(config.lora.rank), "the weights of queries and keys are frozen"),
+    }
+    for other in (other for other, (found, _) in others.items() if found):
+        problem = f"{format_keys(config, key)} cannot be combined with {format_keys(config, other)}"
+        fail(config, problem, f"remove one of them: {others[other][1]}", key, other)
 
 
 def _check_heads(config: Config) -> None:

@@ -235,6 +235,11 @@ class ModelConfig(Section):
     attention_softcap: Positive | None = Field(
         default=None, description="Limit the attention scores to ±this value with tanh."
     )
+    qk_clip: Positive | None = Field(
+        default=None,
+        description="QK-clip (Kimi K2): after each update, rescale the query and key weights of heads whose largest"
+        " attention score in the step was above this threshold; Kimi K2 has 100. Also logs max_attention_score.",
+    )
     attention_sinks: bool = Field(
         default=False,
         description="One learned logit per head in the softmax denominator (attention sink); it starts at 0.",

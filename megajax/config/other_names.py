@@ -80,6 +80,7 @@ use-rope-scaling, rope-scaling-factor | model.rope_scaling | a mapping such as {
 normalization | model.norm | rmsnorm (the default) or layernorm
 norm-epsilon, layernorm-epsilon | model.norm_epsilon
 apply-layernorm-1p | model.norm_zero_centred
+qk-clip, qk-clip-threshold, qk-clip-alpha | model.qk_clip | the threshold; alpha is 0.5
 qk-layernorm | model.qk_norm | not for latent attention, whose latents are always normalised
 swiglu | model.activation=swiglu | the default; set model.ffn_hidden_size too, since its default differs
 squared-relu | model.activation=relu2

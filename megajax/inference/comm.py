@@ -41,14 +41,14 @@ class WholeSequences(SingleDevice):
     def sequence_length(self, own: int) -> int:
         return self.max_length  # new tokens have the rotary positions of those in the cache
 
-    def attend(self, q, k, v, positions, *, window, softcap, scale=None, sinks=None) -> jax.Array:
+    def attend(self, q, k, v, positions, *, window, softcap, scale=None, sinks=None, measured=False):
         def attention(q, k, v, sinks):
             settings = {"window": window, "softcap": softcap, "scale": scale, "sinks": sinks}
             return ops.attention(q, k, v, **settings, implementation=self.kernels.attention)
 
         heads = P(self.heads(k.shape[2]))
         whole = P(self.sequences(len(q)), None, *heads)
-        return self.divided(attention, (whole, whole, whole, heads), whole)(q, k, v, sinks)
+        return self.divided(attention, (whole, whole, whole, heads), whole)(q, k, v, sinks), None
 
     def experts(self, activation, x, experts, weights, w_up, w_down, capacity, biases=None) -> jax.Array:
         over = dividing(w_up.shape[0], EXPERT_AXES, self.sizes)
@@ -99,11 +99,11 @@ class Prefill(WholeSequences):
         self.lengths, self.size, self.new = lengths, size, new
         self.caches: list[LayerCache] = []
 
-    def attend(self, q, k, v, positions, *, window, softcap, scale=None, sinks=None) -> jax.Array:
+    def attend(self, q, k, v, positions, *, window, softcap, scale=None, sinks=None, measured=False):
         self.caches.append(LayerCache(self.cached(k, window), self.cached(v, window)))
         return super().attend(q, k, v, positions, window=window, softcap=softcap, scale=scale, sinks=sinks)
 
-    def attend_latent(self, q, keys: LatentKeys, positions, *, window, softcap, scale) -> jax.Array:
+    def attend_latent(self, q, keys: LatentKeys, positions, *, window, softcap, scale, measured=False):
         self.caches.append(LayerCache(self.cached(_as_one_head(keys), window), None))
         settings = {"window": window, "softcap": softcap, "scale": scale}
         return super().attend(q, *keys.heads(self.column_linear), positions, **settings)
@@ -129,7 +129,7 @@ class Decode(WholeSequences):
     def token_spec(self, count: int) -> P:
         return P()  # so few tokens are on all devices, with a part of the weights on each
 
-    def attend(self, q, k, v, positions, *, window, softcap, scale=None, sinks=None) -> jax.Array:
+    def attend(self, q, k, v, positions, *, window, softcap, scale=None, sinks=None, measured=False):
         cache = next(self.before)
         attention = partial(_attend_to_cache, window=window, softcap=softcap, scale=scale)
         heads = self.heads(k.shape[2])
@@ -138,9 +138,9 @@ class Decode(WholeSequences):
         specs = (token, token, token, stored, P(rows), P(heads))
         out, cache = self.divided(attention, specs, (token, stored))(q, k, v, cache, positions.index, sinks)
         self.caches.append(cache)
-        return out
+        return out, None
 
-    def attend_latent(self, q, keys: LatentKeys, positions, *, window, softcap, scale) -> jax.Array:
+    def attend_latent(self, q, keys: LatentKeys, positions, *, window, softcap, scale, measured=False):
         """The up-projection of the keys is applied to the queries, and that of the values to the output.
 
         So the cache is read as one head, and no key or value of an earlier token is computed again (DeepSeek-V2).
@@ -158,7 +158,7 @@ class Decode(WholeSequences):
         arguments = q, _as_one_head(keys), None, cache, positions.index, None
         out, cache = self.divided(attention, specs, (token, stored))(*arguments)
         self.caches.append(cache)
-        return jnp.einsum("bsnr,rnh->bsnh", out, up_values.reshape(R, N, -1)).astype(q.dtype)
+        return jnp.einsum("bsnr,rnh->bsnh", out, up_values.reshape(R, N, -1)).astype(q.dtype), None
 
 
 def _as_one_head(keys: LatentKeys) -> jax.Array:

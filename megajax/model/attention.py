@@ -10,6 +10,7 @@ from megajax.config.kinds import LayerKind
 from megajax.model.comm import Comm
 from megajax.model.parameters import declare
 from megajax.model.parts import (
+    MAX_SCORE,
     BlockInputs,
     Metrics,
     Part,
@@ -18,6 +19,7 @@ from megajax.model.parts import (
     State,
     Weights,
     add_bias,
+    clip_factor,
     declare_norm,
     declare_norm_weight,
     normalise,
@@ -64,12 +66,15 @@ class Attention(Part):
             q, k, v = self.heads(w, projected, inputs, comm, kind)
             c = self.config
             settings = {"window": kind.window, "softcap": c.attention_softcap, "scale": c.attention_scale}
-            return comm.attend(q, k, v, inputs.token_positions, sinks=w.get("sinks"), **settings)
+            settings |= {"sinks": w.get("sinks"), "measured": c.qk_clip is not None and inputs.measures}
+            return comm.attend(q, k, v, inputs.token_positions, **settings)
 
         core = jax.checkpoint(core) if "attention" in recompute else core
-        out = checkpoint_name(core(projected), "attention")
+        out, largest = core(projected)
+        out = checkpoint_name(out, "attention")
         y = checkpoint_name(comm.row_linear(out.reshape(-1, out.shape[-2] * out.shape[-1]), w["output"]), "leave")
-        return add_bias(y, w.get("output_bias")), {}
+        metrics = {} if largest is None else {MAX_SCORE: comm.among_all_heads(largest, self.config.num_heads)}
+        return add_bias(y, w.get("output_bias")), metrics
 
     def project(self, w: Weights, x: jax.Array, comm: Comm, recompute_norm: bool) -> jax.Array:
         """`[T / tensor, D]` → `[T, (N + 2K)·H]`: queries, keys and values of this device's heads, side by side."""
@@ -99,6 +104,21 @@ class Attention(Part):
         own = comm.own_heads(weight.reshape(-1, c.head_dim)).reshape(-1)
         flat = x.reshape(*x.shape[:2], -1)
         return ops.rms_norm(flat, own, c.norm_epsilon, c.norm_zero_centred, comm.mean_over_heads).reshape(x.shape)
+
+    def measures(self) -> bool:
+        return self.config.qk_clip is not None
+
+    def rescaled(self, metrics: State) -> dict[str, jax.Array]:
+        """Queries and keys by √γ. Heads that share keys have the smallest γ of them, as in Megatron."""
+        if MAX_SCORE not in metrics:
+            return {}
+        K = self.config.num_kv_heads
+        shared = jnp.sqrt(
+            clip_factor(self.config, metrics[MAX_SCORE]).reshape(-1, K, self.config.num_heads // K).min(-1)
+        )
+        of_heads = {"query": jnp.repeat(shared, self.config.num_heads // K, axis=1), "key": shared}
+        biases = {f"{name}_bias": f[:, :, None] for name, f in of_heads.items() if self.config.attention_bias}
+        return {name: f[:, None, :, None] for name, f in of_heads.items()} | biases
 
     def matmul_parameters(self) -> int:
         c = self.config

@@ -129,7 +129,7 @@ class Block(nnx.Module):
     @property
     def measures(self) -> bool:
         """Whether the block has metrics."""
-        return any(part.METRICS for part in self.parts.values())
+        return any(part.measures() for part in self.parts.values())
 
     @property
     def layer_state(self) -> dict[str, jax.ShapeDtypeStruct]:
@@ -147,6 +147,11 @@ class Block(nnx.Module):
         for name, part in self.parts.items():
             out |= {f"{name}.{n}": a for n, a in part.updated_state(_of_part(state, name), metrics).items()}
         return out
+
+    def rescaled(self, metrics: State) -> dict[str, jax.Array]:
+        """Factors of parameters after an update, by name, for this kind's metrics `[L, ...]`; see `Part.rescaled`."""
+        own = {name: part.rescaled(metrics) for name, part in self.parts.items()}
+        return {f"{name}.{n}": factor for name, factors in own.items() for n, factor in factors.items()}
 
     def _dropout(self, y: jax.Array, inputs: BlockInputs, layer, branch: int) -> jax.Array:
         if inputs.dropout_key is None:

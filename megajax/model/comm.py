@@ -92,10 +92,13 @@ class Comm(Protocol):
         softcap: float | None,
         scale: float | None = None,
         sinks=None,
-    ) -> jax.Array:
+        measured: bool = False,
+    ) -> tuple[jax.Array, jax.Array | None]:
         """Causal attention of queries `[B, S, N, H]` to the whole sequence; `sinks [N]` are for the same heads.
 
-        `scale` multiplies the scores; None: `H ** -0.5`.
+        `scale` multiplies the scores; None: `H ** -0.5`. If `measured`, the second result bounds the largest score of
+        each head over this device's tokens (`ops.partial_attention.largest_score`), `[N]` FP32, 0 for heads that
+        another device has; else None.
         """
         ...
 
@@ -108,9 +111,10 @@ class Comm(Protocol):
         window: int | None,
         softcap: float | None,
         scale: float,
-    ) -> jax.Array:
+        measured: bool = False,
+    ) -> tuple[jax.Array, jax.Array | None]:
         """`attend` to keys and values that are computed from latents: `[B, S, N, H]` → `[B, S, N, W]`."""
-        settings = {"window": window, "softcap": softcap, "scale": scale}
+        settings = {"window": window, "softcap": softcap, "scale": scale, "measured": measured}
         return self.attend(q, *keys.heads(self.column_linear), positions, **settings)
 
     def enter(self, x: jax.Array) -> jax.Array:
@@ -127,6 +131,10 @@ class Comm(Protocol):
 
     def own_heads(self, x: jax.Array) -> jax.Array:
         """`[N, ...]` or `[K, ...]` of all query or KV heads → the part of this device's heads."""
+        ...
+
+    def among_all_heads(self, x: jax.Array, num_heads: int) -> jax.Array:
+        """Values of this device's query heads → those of all heads `[num_heads]`, 0 for heads of other devices."""
         ...
 
     def mean_over_heads(self, x: jax.Array) -> jax.Array:
@@ -165,9 +173,13 @@ class SingleDevice(Comm):
         return ops.apply_experts(*arguments, kernels=ops.ExpertKernels(), max_over_devices=lambda amax: amax)
 
     @jax.named_scope("core_attention")
-    def attend(self, q, k, v, positions, *, window, softcap, scale=None, sinks=None) -> jax.Array:
+    def attend(self, q, k, v, positions, *, window, softcap, scale=None, sinks=None, measured=False):
         settings = {"window": window, "softcap": softcap, "scale": scale, "sinks": sinks, "implementation": "reference"}
-        return ops.attention(q, k, v, document_starts=positions.document_starts, **settings)
+        starts = positions.document_starts
+        return ops.measured_attention(q, k, v, document_starts=starts, **settings, measured=measured)
+
+    def among_all_heads(self, x, num_heads) -> jax.Array:
+        return x
 
     def local_kv_heads(self, num_kv_heads: int) -> int:
         return num_kv_heads

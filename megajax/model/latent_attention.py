@@ -10,6 +10,7 @@ from megajax.config.kinds import LayerKind
 from megajax.model.comm import Comm, LatentKeys
 from megajax.model.parameters import declare
 from megajax.model.parts import (
+    MAX_SCORE,
     BlockInputs,
     Metrics,
     Part,
@@ -17,6 +18,7 @@ from megajax.model.parts import (
     Shares,
     State,
     Weights,
+    clip_factor,
     declare_norm,
     declare_norm_weight,
     normalise,
@@ -73,14 +75,16 @@ class LatentAttention(Part):
         def core(query_input, down):
             q, keys = self.heads(w, query_input, down, inputs, comm, kind)
             settings = {"window": kind.window, "softcap": self.config.attention_softcap, "scale": self.score_scale()}
-            out = comm.attend_latent(q, keys, inputs.token_positions, **settings)
-            return checkpoint_name(out, "attention")
+            settings |= {"measured": self.config.qk_clip is not None and inputs.measures}
+            out, largest = comm.attend_latent(q, keys, inputs.token_positions, **settings)
+            return checkpoint_name(out, "attention"), largest
 
         if "attention" in recompute:
             core = jax.checkpoint(core, policy=checkpoint_policies.save_only_these_names("attention"))
-        out = core(query_input, down)
+        out, largest = core(query_input, down)
         y = comm.row_linear(out.reshape(-1, out.shape[-2] * out.shape[-1]), w["output"])
-        return checkpoint_name(y, "leave"), {}
+        metrics = {} if largest is None else {MAX_SCORE: comm.among_all_heads(largest, self.config.num_heads)}
+        return checkpoint_name(y, "leave"), metrics
 
     def project(self, w: Weights, x: jax.Array, comm: Comm, recompute_norm: bool) -> tuple[jax.Array, jax.Array]:
         """`[T / tensor, D]` → (input of the queries' projection, latents and rotary key side by side), own tokens.
@@ -119,6 +123,17 @@ class LatentAttention(Part):
         c = self.config
         scaling = c.rope_scaling.model_dump() if c.rope_scaling else None
         return c.attention_scale or c.head_dim**-0.5 * ops.rope_score_factor(scaling)
+
+    def measures(self) -> bool:
+        return self.config.qk_clip is not None
+
+    def rescaled(self, metrics: State) -> dict[str, jax.Array]:
+        """Queries and keys by √γ; the rotated part of queries by γ, because all heads share that of the key."""
+        if MAX_SCORE not in metrics:
+            return {}
+        factor = clip_factor(self.config, metrics[MAX_SCORE])[:, None, :, None]
+        rotated = jnp.arange(self.config.head_dim) < (self.config.qk_rope_head_dim or 0)
+        return {"query": jnp.where(rotated, factor, jnp.sqrt(factor)), "key": jnp.sqrt(factor)}
 
     def linear_layers(self) -> tuple[str, ...]:
         return "down", "query", "key_value", "output"

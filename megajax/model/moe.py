@@ -95,7 +95,7 @@ class MoE(Part):
         """`h [T / tensor, D]` → (experts and their weights, both `[T / tensor, k]`; this device's metrics)."""
         c, r, k = self.config, self.config.router, self.config.experts_per_token
         assert c.num_experts is not None
-        training, tokens = inputs.layer_loss_scale is not None, h.shape[0] * comm.token_shards
+        training, tokens = inputs.measures, h.shape[0] * comm.token_shards
         if inputs.jitter_key is not None:
             h = ops.router.jitter(h, r.jitter, jax.random.fold_in(inputs.jitter_key, layer), inputs.token_ids)
         logits = add_bias(ops.router.router_logits(h, w["router"]), w.get("router_bias"))

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
 from megajax import ops
@@ -22,6 +23,7 @@ from megajax.model.parameters import declare
 Weights = Mapping[str, Any]  # by name within the part: arrays, or Fp8Weights for the communication points
 State = Mapping[str, jax.Array]
 Metrics = dict[str, jax.Array]
+MAX_SCORE = "max_attention_score"  # the metric of attention that QK-clip reads: [N] of a layer, see `clip_factor`
 
 
 @jax.tree_util.register_dataclass
@@ -36,6 +38,11 @@ class BlockInputs:
     jitter_key: jax.Array | None = None  # None: no jitter of the routers' inputs
     adapter_key: jax.Array | None = None  # None: no dropout of the adapters' inputs
     layer_loss_scale: jax.Array | None = None  # factor of the layers' own losses; None: no metrics
+
+    @property
+    def measures(self) -> bool:
+        """Whether parts compute their metrics: in training only."""
+        return self.layer_loss_scale is not None
 
 
 @dataclass(frozen=True)
@@ -105,7 +112,7 @@ class Part(nnx.Module):
         `w` are the weights from `Block.fuse`, `layer` is the layer's index (may be traced), `state` is declared by
         `layer_state`, `kind` has the layer's window and positions. Metrics are this device's shares of sums over the
         tokens of a microbatch. A step reports floats as the mean over microbatches and layers (LOSSES as the sum over
-        layers), and int counts as sums by layer.
+        layers), and int counts as sums by layer. A metric `max_...` is a maximum of numbers that are not negative.
         `recompute` names the values that the backward pass recomputes: "attention", from queries, keys and values;
         "norms".
         """
@@ -114,6 +121,10 @@ class Part(nnx.Module):
     def linear_layers(self) -> tuple[str, ...]:
         """The weights of LINEAR in this model."""
         return self.LINEAR
+
+    def measures(self) -> bool:
+        """Whether it has metrics in this model."""
+        return bool(self.METRICS)
 
     def losses(self) -> tuple[str, ...]:
         """The names of LOSSES in this model."""
@@ -126,6 +137,10 @@ class Part(nnx.Module):
     def updated_state(self, state: State, metrics: State) -> dict[str, jax.Array]:
         """The state `[L, ...]` of all layers after a step; `metrics [L, ...]` are summed over all devices."""
         return dict(state)
+
+    def rescaled(self, metrics: State) -> dict[str, jax.Array]:
+        """Factors of its parameters after an update, by name, for metrics `[L, ...]`: `[L, ...]`, broadcast to them."""
+        return {}
 
     def matmul_parameters(self) -> int:
         """Number of matmul parameters that are active per token."""
@@ -142,6 +157,31 @@ class Part(nnx.Module):
     def sizes(self, shares: Shares) -> PartSizes:
         """Numbers per token, for the estimate of memory."""
         raise NotImplementedError
+
+
+def is_maximum(metric: str) -> bool:
+    """Whether microbatches, devices and layers are combined by the maximum, not the sum; 0 is then the least value."""
+    return metric.startswith("max_")
+
+
+def add_metric(name: str, total: jax.Array, new: jax.Array) -> jax.Array:
+    """A metric of two microbatches: the sum, or the maximum."""
+    return jnp.maximum(total, new) if is_maximum(name) else total + new
+
+
+def add_metrics[Tree](total: Tree, new: Tree) -> Tree:
+    """`add_metric` for trees with metrics in dictionaries by name."""
+    return jax.tree_util.tree_map_with_path(lambda path, *two: add_metric(path[-1].key, *two), total, new)
+
+
+def clip_factor(config: ModelConfig, largest: jax.Array) -> jax.Array:
+    """QK-clip (Kimi K2, arXiv 2507.20534): the factor γ of the scores of each head, `[L, N]` for MAX_SCORE `[L, N]`.
+
+    γ brings the largest score down to `model.qk_clip`; heads below it have 1. `largest` is a bound, so the largest
+    score may be lower than that by the logarithm of the number of keys.
+    """
+    assert config.qk_clip is not None
+    return jnp.minimum(1.0, config.qk_clip / jnp.maximum(largest, config.qk_clip))
 
 
 def declare_norm(config: ModelConfig, present: bool = True) -> tuple[nnx.Param | None, nnx.Param | None]:

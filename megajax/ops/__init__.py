@@ -1,7 +1,7 @@
 """Functions on arrays with plain arguments: no config, no collectives, no modules."""
 
 from megajax.ops import router
-from megajax.ops.attention import attention, causal_ranges, choose_attention, document_starts
+from megajax.ops.attention import attention, causal_ranges, choose_attention, document_starts, measured_attention
 from megajax.ops.cached_attention import cached_attention
 from megajax.ops.cross_entropy import LossImplementation, chunk_loss_and_grad
 from megajax.ops.dropout import dropout
@@ -32,6 +32,7 @@ __all__ = [
     "document_starts",
     "dropout",
     "layer_norm",
+    "measured_attention",
     "rms_norm",
     "rope_attention_factor",
     "rope_frequencies",

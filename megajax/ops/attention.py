@@ -21,6 +21,7 @@ from megajax.ops.partial_attention import (
     attend,
     attend_backward,
     backward_with_sinks,
+    largest_score,
 )
 
 # jax refuses cuDNN attention with heads wider than 128 before Hopper, and wider than 256 on any GPU. `auto` stays below
@@ -43,6 +44,24 @@ def attention(
     sinks: jax.Array | None = None,
     implementation: Implementation,
 ) -> jax.Array:
+    """`measured_attention`'s first result."""
+    settings = {"window": window, "document_starts": document_starts, "softcap": softcap, "scale": scale}
+    return measured_attention(q_bsnh, k_bskh, v_bskh, **settings, sinks=sinks, implementation=implementation)[0]
+
+
+def measured_attention(
+    q_bsnh: jax.Array,
+    k_bskh: jax.Array,
+    v_bskh: jax.Array,
+    *,
+    window: int | None = None,
+    document_starts: jax.Array | None = None,
+    softcap: float | None = None,
+    scale: float | None = None,
+    sinks: jax.Array | None = None,
+    implementation: Implementation,
+    measured: bool = False,
+) -> tuple[jax.Array, jax.Array | None]:
     """softmax(scale · q·k) v over the visible keys: q [B,S,N,H], k [B,S,K,H], v [B,S,K,W] -> [B,S,N,W] in q's dtype.
 
     K divides N; query head n reads KV head n // (N/K). "pallas" supports the widths (H, W) of
@@ -50,22 +69,23 @@ def attention(
     `document_starts` [B,S] (see the function) only those of its document. `softcap` bounds scores to ±softcap by tanh,
     before the mask. The default of `scale` is 1/sqrt(H).
     `sinks [N]` are one logit per head in the softmax denominator (attention sinks, GPT-OSS, OpenAI 2025); neither scale
-    nor soft-cap applies to them. Raises ValueError for arguments that the implementation does not support.
+    nor soft-cap applies to them. The second result is `largest_score` without the sinks, None if not `measured`.
+    Raises ValueError for arguments that the implementation does not support.
     """
     if window is not None and window < 1:
         raise ValueError(f"window={window} is not a positive number of tokens.")
     if window is not None and window >= q_bsnh.shape[1]:
         window = None  # it contains every earlier position
     scale = 1.0 / math.sqrt(q_bsnh.shape[-1]) if scale is None else scale
-    scores = Scores(scale, softcap, implementation)
+    scores = Scores(scale, softcap, implementation, measured)
     if implementation == "cudnn":
         if document_starts is not None:
             raise ValueError('implementation="cudnn" has no document mask: use "pallas" or "reference".')
         if softcap is not None:
             raise ValueError(f'implementation="cudnn" has no soft-cap, softcap={softcap}: use "pallas" or "reference".')
-        if sinks is not None or k_bskh.shape[-1] != v_bskh.shape[-1]:  # jax.nn has neither
+        if sinks is not None or measured or k_bskh.shape[-1] != v_bskh.shape[-1]:  # jax.nn has none of these
             return _whole(scores, window, q_bsnh, k_bskh, v_bskh, None, sinks)
-        return jax.nn.dot_product_attention(
+        out = jax.nn.dot_product_attention(
             q_bsnh,
             k_bskh,
             v_bskh,
@@ -74,6 +94,7 @@ def attention(
             local_window_size=None if window is None else (window - 1, 0),
             implementation="cudnn",
         )
+        return out, None
     if implementation == "pallas":
         index = jnp.broadcast_to(jnp.arange(q_bsnh.shape[1], dtype=jnp.int32), q_bsnh.shape[:2])
         ranges = causal_ranges(index, document_starts, window)
@@ -91,28 +112,30 @@ def causal_ranges(
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _whole(scores: Scores, window: int | None, q, k, v, ranges: Ranges | None, sinks) -> jax.Array:
+def _whole(scores: Scores, window: int | None, q, k, v, ranges: Ranges | None, sinks):
     """Attention to all keys by the functions for a part of the keys, which also return the log-sum-exp in FP32."""
     return _whole_forward(scores, window, q, k, v, ranges, sinks)[0]
 
 
 def _whole_forward(scores: Scores, window: int | None, q, k, v, ranges: Ranges | None, sinks):
     out, lse = attend(scores, "causal", q, k, v, ranges, window)
+    largest = largest_score(scores, lse)
     if sinks is not None:
         out, lse = add_sinks((out, lse), sinks)
     # Remat policies that keep attention find the residuals of its backward pass by this name.
     out, lse = (checkpoint_name(a, "attention") for a in (out.astype(q.dtype), lse))
-    return out, (q, k, v, ranges, sinks, out, lse)
+    return (out, largest), (q, k, v, ranges, sinks, out, lse)
 
 
-def _whole_backward(scores: Scores, window: int | None, saved, dout):
+def _whole_backward(scores: Scores, window: int | None, saved, gradients):
+    dout, _ = gradients
     q, k, v, ranges, sinks, *whole = saved
 
     def backward(whole: Part, dout: jax.Array):
         return attend_backward(scores, "causal", q, k, v, ranges, whole, dout, window)
 
-    gradients, dsinks = backward_with_sinks(backward, sinks, tuple(whole), dout)
-    return *gradients, None, dsinks
+    (dq, dk, dv), dsinks = backward_with_sinks(backward, sinks, tuple(whole), dout)
+    return dq, dk, dv, None, dsinks
 
 
 _whole.defvjp(_whole_forward, _whole_backward)
@@ -125,7 +148,9 @@ def document_starts(segment_ids_bs: jax.Array) -> jax.Array:
     return lax.cummax(jnp.where(changed, index, 0), axis=1)
 
 
-def _reference(scores: Scores, q_bsnh, k_bskh, v_bskh, visible: jax.Array, sinks: jax.Array | None) -> jax.Array:
+def _reference(
+    scores: Scores, q_bsnh, k_bskh, v_bskh, visible: jax.Array, sinks: jax.Array | None
+) -> tuple[jax.Array, jax.Array | None]:
     """Attention by materialised scores, in float32 (float64 for float64 inputs)."""
     dtype = wide(q_bsnh.dtype)
     B, S, N, H = q_bsnh.shape
@@ -138,6 +163,10 @@ def _reference(scores: Scores, q_bsnh, k_bskh, v_bskh, visible: jax.Array, sinks
     if scores.softcap is not None:
         s = scores.softcap * jnp.tanh(s / scores.softcap)
     s = jnp.where(visible, s, -jnp.inf)
+    largest = None
+    if scores.measured:
+        lse = jax.nn.logsumexp(lax.stop_gradient(s), axis=-1)
+        largest = largest_score(scores, lse.reshape(B, N, S))
     if sinks is not None:
         logits = jnp.broadcast_to(sinks.astype(dtype).reshape(K, G, 1, 1), (B, K, G, S, 1))
         weights = jax.nn.softmax(jnp.concatenate([s, logits], axis=-1), axis=-1)[..., :S]
@@ -145,7 +174,7 @@ def _reference(scores: Scores, q_bsnh, k_bskh, v_bskh, visible: jax.Array, sinks
         weights = jax.nn.softmax(s, axis=-1)
     weights = weights.reshape(B, K, G * S, S)
     out = jnp.einsum("bkrs,bksw->bkrw", weights, v).reshape(B, K, G, S, W)
-    return out.transpose(0, 3, 1, 2, 4).reshape(B, S, N, W).astype(q_bsnh.dtype)
+    return out.transpose(0, 3, 1, 2, 4).reshape(B, S, N, W).astype(q_bsnh.dtype), largest
 
 
 def _visible(S: int, window: int | None, document_starts: jax.Array | None) -> jax.Array:

@@ -27,6 +27,7 @@ class Scores:
     scale: float
     softcap: float | None
     implementation: Implementation
+    measured: bool = False  # whether `largest_score` is wanted
 
 
 Part = tuple[jax.Array, jax.Array]  # output [B, Sq, N, W], log-sum-exp [B, N, Sq] FP32
@@ -91,6 +92,17 @@ def attend_backward(
     ds = p * (dp - jnp.einsum("bqkgh,bqkgh->bkgq", dout, out)[..., None]) * slope * scores.scale
     dq = jnp.einsum("bkgqs,bskh->bqkgh", ds, k.astype(s.dtype)).reshape(B, Sq, N, H)
     return dq, jnp.einsum("bkgqs,bqkgh->bskh", ds, q), dv
+
+
+def largest_score(scores: Scores, lse: jax.Array) -> jax.Array | None:
+    """The log-sum-exp of scores `[B, N, Sq]` → its largest value for each head, at least 0; None if not `measured`.
+
+    It is a bound of the largest score: above it by at most the logarithm of the number of keys. `[N]` FP32, without
+    gradients.
+    """
+    if not scores.measured:
+        return None
+    return lax.stop_gradient(jnp.maximum(lse.astype(jnp.float32).max(axis=(0, 2)), 0))
 
 
 def merge(one: Part, other: Part) -> Part:

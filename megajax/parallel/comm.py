@@ -107,21 +107,24 @@ class MeshComm(Comm):
         return self.leave(apply(activation, x, experts, weights, w_up, w_down, capacity, biases))
 
     @jax.named_scope("core_attention")
-    def attend(self, q, k, v, positions: TokenPositions, *, window, softcap, scale=None, sinks=None) -> jax.Array:
-        scores = Scores(self.scales.next(scale or q.shape[-1] ** -0.5), softcap, self.kernels.attention)
+    def attend(self, q, k, v, positions: TokenPositions, *, window, softcap, scale=None, sinks=None, measured=False):
+        scores = Scores(self.scales.next(scale or q.shape[-1] ** -0.5), softcap, self.kernels.attention, measured)
         strategy, size, starts = self.collectives.context, self.context_size, positions.document_starts
         if size == 1:
-            return ops.attention(q, k, v, window=window, document_starts=starts, sinks=sinks, **vars(scores))
+            return ops.measured_attention(q, k, v, window=window, document_starts=starts, sinks=sinks, **vars(scores))
         if window is not None and window >= q.shape[1] * size:
             window = None  # it includes every earlier token
         return over_context.attention(strategy, size, scores, window, q, k, v, positions, sinks)
 
-    def attend_latent(self, q, keys: LatentKeys, positions: TokenPositions, *, window, softcap, scale) -> jax.Array:
+    def attend_latent(
+        self, q, keys: LatentKeys, positions: TokenPositions, *, window, softcap, scale, measured=False
+    ) -> tuple[jax.Array, jax.Array | None]:
         if not self.collectives.latents:
-            return super().attend_latent(q, keys, positions, window=window, softcap=softcap, scale=scale)
+            settings = {"window": window, "softcap": softcap, "scale": scale, "measured": measured}
+            return super().attend_latent(q, keys, positions, **settings)
         if window is not None and window >= q.shape[1] * self.context_size:
             window = None  # it includes every earlier token
-        scores = Scores(self.scales.next(scale), softcap, self.kernels.attention)
+        scores = Scores(self.scales.next(scale), softcap, self.kernels.attention, measured)
         whole = positions.chunks is None
         strategy = Strategy(self.collectives.context, self.context_size, scores, window, whole)
         return latents.attention(strategy, self.column_linear, q, keys, positions)
@@ -144,6 +147,12 @@ class MeshComm(Comm):
         heads = len(x)  # fewer KV heads than devices: several devices have the same one
         start = lax.axis_index("tensor") * heads // self.tensor_size
         return lax.dynamic_slice_in_dim(x, start, max(1, heads // self.tensor_size), 0)
+
+    def among_all_heads(self, x: jax.Array, num_heads: int) -> jax.Array:
+        if self.tensor_size == 1:
+            return x
+        first = lax.axis_index("tensor") * len(x)
+        return lax.dynamic_update_slice_in_dim(jnp.zeros(num_heads, x.dtype), x, first, 0)
 
     def mean_over_heads(self, x: jax.Array) -> jax.Array:
         return lax.pmean(x, "tensor") if self.tensor_size > 1 else x

@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 from megajax.config import Config
 from megajax.config.sentences import format_keys
+from megajax.model.parts import add_metrics, is_maximum
 from megajax.parallel.local import Batch, LocalModel, Params, StepArrays
 from megajax.parallel.pipeline.pipeline import Pipeline
 from megajax.parallel.prediction import ModuleArrays
@@ -35,8 +36,9 @@ def gradient_function(local: LocalModel, mesh: Mesh) -> Callable:
     the norm is that of the gradients over all devices. `sums` holds `loss` (the language-model loss per valid token),
     `z_loss`, `tokens`, and with prediction modules `mtp_loss [depth]`, their losses. The layer state is all state
     besides parameters, by kind of block and name `[L, ...]`, and the amax histories under the key FP8. `metrics` of the
-    layers, by kind and name `[L, ...]`, are means over the microbatches; counts are sums. Gradients are those of
-    `loss + z_loss` plus the layers' losses and the modules' mean times `model.mtp_loss_weight`, without the loss scale.
+    layers, by kind and name `[L, ...]`, are means over the microbatches; counts are sums, `max_...` are maxima.
+    Gradients are those of `loss + z_loss` plus the layers' losses and the modules' mean times `model.mtp_loss_weight`,
+    without the loss scale.
     """
     specs = {name: placement.spec for name, placement in local.placements.items()}
     config, stacks, scaling = local.config, local.stacks, local.layers.weights.scaling
@@ -128,13 +130,17 @@ def _newest_amax(stacks: Sequence[LayerStack], weight_amax: Sequence[Any], amax:
 def _collect_metrics(local: LocalModel, metrics: Sequence[Any]) -> dict[str, dict[str, jax.Array]]:
     """Metrics of all stacks, summed over the microbatches → over all devices, by kind and name `[L, ...]`.
 
-    Counts remain sums; the others become means over the microbatches.
+    Counts remain sums, and maxima remain maxima; the others become means over the microbatches.
     """
     collected: dict[str, dict[str, jax.Array]] = {}
     for stack, own in zip(local.stacks, metrics, strict=True):
         collected |= stack.collect_metrics(own)
-    microbatches = local.config.batch.num_microbatches
-    return jax.tree.map(lambda a: a if jnp.issubdtype(a.dtype, jnp.integer) else a / microbatches, collected)
+    count = local.config.batch.num_microbatches
+
+    def mean(name: str, a: jax.Array) -> jax.Array:
+        return a if is_maximum(name) or jnp.issubdtype(a.dtype, jnp.integer) else a / count
+
+    return {kind: {name: mean(name, a) for name, a in own.items()} for kind, own in collected.items()}
 
 
 def all_finite(arrays: Mapping[str, jax.Array]) -> jax.Array:
@@ -190,7 +196,7 @@ def _over_microbatches(local: LocalModel, arrays: StepArrays, batch: Batch):
         non_block_gradients, layer_gradients, sums, amax = carry
         non_block_gradients, new, new_sums, new_amax = run(non_block_gradients, *loop)
         layer_gradients = jax.tree.map(lambda total, g: total + g.astype(jnp.float32), layer_gradients, new)
-        sums, amax = jax.tree.map(jnp.add, sums, new_sums), jax.tree.map(jnp.maximum, amax, new_amax)
+        sums, amax = add_metrics(sums, new_sums), jax.tree.map(jnp.maximum, amax, new_amax)
         return (non_block_gradients, layer_gradients, sums, amax), None
 
     carry = (zeros, *jax.tree.map(lambda s: jnp.zeros(s.shape, summed_dtype(s.dtype)), shapes))

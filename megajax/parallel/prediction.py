@@ -15,7 +15,7 @@ from jax import lax
 
 from megajax.config.kinds import MTP, prediction_layers
 from megajax.model.block import Block
-from megajax.model.parts import BlockInputs, normalise
+from megajax.model.parts import BlockInputs, add_metrics, normalise
 from megajax.parallel.comm import MeshComm
 from megajax.parallel.embedding import TOKENS, MeshEmbedding
 from megajax.parallel.head import NORMS, LossHead
@@ -46,7 +46,7 @@ class Predicted(NamedTuple):
     def plus(self, other: "Predicted") -> "Predicted":
         """Sums of gradients, in the dtype of these, and of metrics; maxima of the amaxes."""
         gradients = jax.tree.map(lambda total, g: total + g.astype(total.dtype), self.gradients, other.gradients)
-        metrics = jax.tree.map(jnp.add, self.metrics, other.metrics)
+        metrics = add_metrics(self.metrics, other.metrics)
         return Predicted(gradients, metrics, jax.tree.map(jnp.maximum, self.amax, other.amax))
 
 

@@ -18,12 +18,21 @@ from megajax.mesh import mesh_sizes
 from megajax.model import Transformer, init_parameters, parameters
 from megajax.model.block import Block, layer_state
 from megajax.model.lora import is_trained, targets
+from megajax.model.parts import is_maximum
 from megajax.optim import make_optimizer, make_schedule
 from megajax.optim.states import placement_of
 from megajax.parallel.gradients import gradient_function, loss_function
 from megajax.parallel.local import LocalModel
 from megajax.parallel.weights.scaling import FP8, Scaling
-from megajax.sharding import BATCH_SPEC, Placement, pad_storage, place_all, stored_rows
+from megajax.sharding import (
+    BATCH_SPEC,
+    BLOCKS,
+    Placement,
+    in_stored_rows,
+    pad_storage,
+    place_all,
+    stored_rows,
+)
 from megajax.step_plan import StepPlan
 
 BATCH_DTYPES = {
@@ -230,6 +239,7 @@ def _train_step(program: TrainProgram, gradients_of: Callable, state: TrainState
     learning_rate, directions, optimizer = directions_of(program, state, gradients, norm)
     with jax.named_scope("optimizer"):
         params = jax.tree.map(lambda p, d: p - learning_rate * d, state.params, directions)
+        params |= _rescaled(program, params, layers)
 
         # A step with non-finite numbers changes no weight, moment or layer state.
         before = state.params, state.optimizer, state.layer_state
@@ -287,6 +297,18 @@ def directions_of(
     return learning_rate, directions, optimizer
 
 
+def _rescaled(
+    program: TrainProgram, params: dict[str, jax.Array], layers: dict[str, dict[str, jax.Array]]
+) -> dict[str, jax.Array]:
+    """The parameters that a kind of block rescales after an update; its layers' metrics are `[L, ...]`."""
+    found = {}
+    for kind, metrics in layers.items():
+        for own, factor in program.model.blocks[kind].rescaled(metrics).items():
+            name = f"{BLOCKS}{kind}.{own}"
+            found[name] = params[name] * in_stored_rows(factor, program.placements[name])
+    return found
+
+
 def with_modules(model: ModelConfig, layers: dict[str, dict[str, jax.Array]]) -> dict[str, dict[str, jax.Array]]:
     """Metrics by kind and name `[L, ...]`, those of prediction modules after those of the last layer's kind."""
     if MTP not in layers:
@@ -297,11 +319,16 @@ def with_modules(model: ModelConfig, layers: dict[str, dict[str, jax.Array]]) ->
 
 
 def _layer_metrics(block: Block, measured: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    """The logged metrics of a kind's layers `[L, ...]`: losses are summed, counts kept per layer, others averaged."""
+    """The logged metrics of a kind's layers `[L, ...]`: losses are summed, counts kept per layer, others averaged.
+
+    Of a metric `max_...` it is the maximum.
+    """
 
     def logged(name: str, values: jax.Array) -> jax.Array:
         if jnp.issubdtype(values.dtype, jnp.integer):
             return values
+        if is_maximum(name):
+            return values.max()
         return values.sum() if name in block.losses else values.mean()
 
     return {name: logged(name, values) for name, values in measured.items()}

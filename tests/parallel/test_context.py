@@ -84,7 +84,7 @@ def on_devices(strategy: str, size: int, scores: Scores, window, q, k, v, sinks,
         positions = token_order.token_positions_of({name: field[0] for name, field in batch.items()}, size)
 
         def attention(q, k, v, sinks):
-            return context.attention(strategy, size, scores, window, q, k, v, positions, sinks)
+            return context.attention(strategy, size, scores, window, q, k, v, positions, sinks)[0]
 
         out, pull = jax.vjp(attention, q, k, v, sinks)
         return out, *pull(dout)

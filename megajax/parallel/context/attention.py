@@ -27,6 +27,7 @@ from megajax.ops.partial_attention import (
     attend,
     attend_backward,
     backward_with_sinks,
+    largest_score,
     merge,
 )
 from megajax.parallel import collectives
@@ -44,11 +45,11 @@ def attention(
     v: jax.Array,
     positions: TokenPositions,
     sinks: jax.Array | None = None,
-) -> jax.Array:
+) -> tuple[jax.Array, jax.Array | None]:
     """Causal attention of this device's queries: `q [B, S / context, N, H]`, `k` and `v` `[B, S / context, K, H]`.
 
     Values may have another width, except with "pallas". `sinks [N]` are the same on all devices; each device
-    returns its share of their gradient.
+    returns its share of their gradient. The second result is `largest_score`, 0 for heads of other devices.
     """
     if strategy == "all_to_all":
         return _all_to_all(context, scores, window, q, k, v, positions, sinks)
@@ -66,8 +67,8 @@ Sent = tuple[jax.Array, jax.Array]  # the same, or latents and rotary keys
 
 def _all_to_all(
     context: int, scores: Scores, window: int | None, q, k, v, positions: TokenPositions, sinks
-) -> jax.Array:
-    copies = context // np.gcd(context, k.shape[2])
+) -> tuple[jax.Array, jax.Array | None]:
+    heads, copies = q.shape[2], context // np.gcd(context, k.shape[2])
     if copies > 1:  # fewer KV heads than devices: some devices have the same head
         k, v = (jnp.repeat(a, copies, axis=2) for a in (k, v))
 
@@ -80,12 +81,17 @@ def _all_to_all(
     if starts is not None:
         starts = _to_sequence(collectives.all_gather(starts, "context", axis=1, tiled=True), context)
     q, k, v = (to_heads(a) for a in (q, k, v))
-    if sinks is not None:  # select those of this device's heads
-        own = q.shape[2]
-        sinks = lax.dynamic_slice_in_dim(sinks, lax.axis_index("context") * own, own)
-    out = ops.attention(q, k, v, window=window, document_starts=starts, sinks=sinks, **vars(scores))
+    first = lax.axis_index("context") * q.shape[2]  # of this device's heads
+    if sinks is not None:
+        sinks = lax.dynamic_slice_in_dim(sinks, first, q.shape[2])
+    out, largest = ops.measured_attention(q, k, v, window=window, document_starts=starts, sinks=sinks, **vars(scores))
     out = collectives.all_to_all(_to_stored(out, context), "context", split_axis=1, concat_axis=2, tiled=True)
-    return checkpoint_name(out, "exchanged")
+    return checkpoint_name(out, "exchanged"), among_heads(largest, first, heads)
+
+
+def among_heads(largest: jax.Array | None, first: jax.Array | int, heads: int) -> jax.Array | None:
+    """`largest_score` of a device's heads, the first of which is `first` → of all `heads`, 0 for the others."""
+    return None if largest is None else lax.dynamic_update_slice_in_dim(jnp.zeros(heads), largest, first, 0)
 
 
 def _to_sequence(a: jax.Array, context: int) -> jax.Array:
@@ -106,21 +112,23 @@ def _take_chunks(a: jax.Array, chunks: np.ndarray) -> jax.Array:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _distributed(strategy: Strategy, q, k, v, positions: TokenPositions, sinks: jax.Array | None) -> jax.Array:
+def _distributed(strategy: Strategy, q, k, v, positions: TokenPositions, sinks: jax.Array | None):
     return _distributed_forward(strategy, q, k, v, positions, sinks)[0]
 
 
 def _distributed_forward(strategy: Strategy, q, k, v, positions: TokenPositions, sinks: jax.Array | None):
     forward = {"ring": _ring, "all_gather": _gathered}[strategy.name]
     out, lse = forward(strategy, q, k, v, positions)
+    largest = largest_score(strategy.scores, lse)
     if sinks is not None:
         out, lse = add_sinks((out, lse), sinks)
     # The remat policies that keep attention keep these residuals by name.
     out, lse = (checkpoint_name(a, "attention") for a in (out.astype(q.dtype), lse))
-    return out, (q, k, v, positions, sinks, out, lse)
+    return (out, largest), (q, k, v, positions, sinks, out, lse)
 
 
-def _distributed_backward(strategy: Strategy, saved, dout):
+def _distributed_backward(strategy: Strategy, saved, gradients_of):
+    dout, _ = gradients_of
     q, k, v, positions, sinks, out, lse = saved
     backward = {"ring": _ring_backward, "all_gather": _gathered_backward}[strategy.name]
     gradients, dsinks = backward_with_sinks(partial(backward, strategy, q, k, v, positions), sinks, (out, lse), dout)

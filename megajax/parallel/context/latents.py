@@ -15,7 +15,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from megajax.model.comm import LatentKeys, TokenPositions
-from megajax.ops.partial_attention import Part, attend_backward
+from megajax.ops.partial_attention import Part, attend_backward, largest_score
 from megajax.parallel import collectives
 from megajax.parallel.context.attention import (
     Keys,
@@ -35,10 +35,10 @@ Linear = Callable[[jax.Array, jax.Array], jax.Array]  # `Comm.column_linear`
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def attention(
     strategy: Strategy, column_linear: Linear, q: jax.Array, keys: LatentKeys, positions: TokenPositions
-) -> jax.Array:
+) -> tuple[jax.Array, jax.Array | None]:
     """Causal attention of this device's queries `[B, S / context, N, H]` to the whole sequence, by ring or all-gather.
 
-    `keys.up` is an array, not a quantised weight.
+    `keys.up` is an array, not a quantised weight. The second result is `largest_score`.
     """
     return _forward(strategy, column_linear, q, keys, positions)[0]
 
@@ -46,11 +46,13 @@ def attention(
 def _forward(strategy: Strategy, column_linear: Linear, q, keys: LatentKeys, positions: TokenPositions):
     run = {"ring": _ring, "all_gather": _gathered}[strategy.name]
     out, lse = run(strategy, column_linear, q, keys, positions)
+    largest = largest_score(strategy.scores, lse)
     out, lse = (checkpoint_name(a, "attention") for a in (out.astype(q.dtype), lse))
-    return out, (q, keys, positions, out, lse)
+    return (out, largest), (q, keys, positions, out, lse)
 
 
-def _backward(strategy: Strategy, column_linear: Linear, saved, dout):
+def _backward(strategy: Strategy, column_linear: Linear, saved, gradients):
+    dout, _ = gradients
     q, keys, positions, *whole = saved
     run = {"ring": _ring_backward, "all_gather": _gathered_backward}[strategy.name]
     dq, (latent, rotary), up = run(strategy, column_linear, q, keys, positions, tuple(whole), dout)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from megajax.config.segments import Segment
-from megajax.model.parts import BlockInputs
+from megajax.model.parts import BlockInputs, add_metric
 from megajax.parallel.pipeline.schedules import BufferSlots, Schedule, assign_buffer_slots
 from megajax.parallel.prediction import Predicted
 from megajax.parallel.stack.groups import Group, RematGroups
@@ -61,7 +61,7 @@ class ForwardBuffers:
         self.buffers[u] = write(self.buffers[u], saved, self.position)
         if (active := self.active) is not None:
             metrics = jax.tree.map(lambda a: jnp.where(active, a, 0), metrics)
-        self.metrics[u] = combine(jnp.add, self.metrics[u], metrics, self.segment, self.loop)
+        self.metrics[u] = combine(add_metric, self.metrics[u], metrics, self.segment, self.loop)
 
     def close(self):
         return (self.buffers, self.metrics), ()
@@ -89,7 +89,7 @@ class BackwardBuffers:
         else:
             dx, gradient, amax = groups.backward(at, weights, saved, dx, inputs)
         amax = jax.tree.map(lambda a: jnp.where(own.active, a, 0), amax)
-        self.amax[u] = combine(jnp.maximum, self.amax[u], amax, self.segment, self.loop)
+        self.amax[u] = combine(lambda _, *two: jnp.maximum(*two), self.amax[u], amax, self.segment, self.loop)
         return dx, gradient
 
     def add(self, u: int, gradient: GroupWeights) -> GroupWeights:
@@ -144,21 +144,23 @@ def write(buffers: Arrays, values: Arrays, at: jax.Array) -> Arrays:
 
 def accumulate(totals: GroupWeights, gradient: GroupWeights, segment: Segment, loop: jax.Array | int) -> GroupWeights:
     """FP32 sums of gradients, with one more microbatch's added in a loop's rows."""
-    return combine(jnp.add, totals, jax.tree.map(lambda g: g.astype(jnp.float32), gradient), segment, loop)
+    return combine(
+        lambda _, *two: jnp.add(*two), totals, jax.tree.map(lambda g: g.astype(jnp.float32), gradient), segment, loop
+    )
 
 
 def combine(
     operation: Callable, totals: GroupWeights, values: GroupWeights, segment: Segment, loop: jax.Array | int
 ) -> GroupWeights:
-    """Totals after `operation(total, value)` at iteration `loop`; totals without a value are unchanged."""
+    """Totals after `operation(name, total, value)` at iteration `loop`; totals without a value are unchanged."""
 
-    def one(total: jax.Array, value: jax.Array) -> jax.Array:
+    def one(name: str, total: jax.Array, value: jax.Array) -> jax.Array:
         if segment.loops == 1:
-            return operation(total, value)
-        new = operation(lax.dynamic_index_in_dim(total, loop, keepdims=False), value)
+            return operation(name, total, value)
+        new = operation(name, lax.dynamic_index_in_dim(total, loop, keepdims=False), value)
         return lax.dynamic_update_index_in_dim(total, new, loop, 0)
 
     return tuple(
-        {name: one(total, value[name]) if name in value else total for name, total in layer.items()}
+        {name: one(name, total, value[name]) if name in value else total for name, total in layer.items()}
         for layer, value in zip(totals, values, strict=True)
     )

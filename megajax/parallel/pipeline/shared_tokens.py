@@ -14,6 +14,7 @@ from jax.ad_checkpoint import checkpoint_name
 from megajax.model.comm import Comm, LatentKeys, TokenPositions
 from megajax.parallel import collectives
 from megajax.parallel.comm import TOKEN_AXES, MeshComm
+from megajax.parallel.context.attention import among_heads
 from megajax.step_plan import StepPlan
 
 
@@ -73,7 +74,7 @@ class SharedTokens(MeshComm):
     def attention_is_fused(self) -> bool:
         return self.whole.attention_is_fused
 
-    def attend(self, q, k, v, positions: TokenPositions, *, window, softcap, scale=None, sinks=None) -> jax.Array:
+    def attend(self, q, k, v, positions: TokenPositions, *, window, softcap, scale=None, sinks=None, measured=False):
         heads, P = q.shape[2], self.stages
         shares = P * (self.whole.context_size if self.collectives.context == "all_to_all" else 1)
         if missing := -heads % shares:  # each query head with its own key, and empty heads
@@ -84,12 +85,15 @@ class SharedTokens(MeshComm):
             copies = P // math.gcd(P, k.shape[2])
             k, v = (jnp.repeat(a, copies, axis=2) for a in (k, v))
         q, k, v = map(self._to_heads, (q, k, v))
+        first = lax.axis_index("pipeline") * q.shape[2]  # of this stage's heads
         if sinks is not None:
-            sinks = lax.dynamic_slice_in_dim(sinks, lax.axis_index("pipeline") * q.shape[2], q.shape[2])
-        settings = {"window": window, "softcap": softcap, "scale": scale, "sinks": sinks}
-        return self._to_tokens(self.whole.attend(q, k, v, positions, **settings))[:, :, :heads]
+            sinks = lax.dynamic_slice_in_dim(sinks, first, q.shape[2])
+        settings = {"window": window, "softcap": softcap, "scale": scale, "sinks": sinks, "measured": measured}
+        out, largest = self.whole.attend(q, k, v, positions, **settings)
+        largest = among_heads(largest, first, heads + missing)
+        return self._to_tokens(out)[:, :, :heads], largest if largest is None else largest[:heads]
 
-    def attend_latent(self, q, keys: LatentKeys, positions: TokenPositions, **settings) -> jax.Array:
+    def attend_latent(self, q, keys: LatentKeys, positions: TokenPositions, **settings):
         return Comm.attend_latent(self, q, keys, positions, **settings)
 
     def _to_heads(self, a: jax.Array) -> jax.Array:

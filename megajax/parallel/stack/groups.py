@@ -31,7 +31,8 @@ class RematGroups:
     def __init__(self, plan: StepPlan, comm: MeshComm, blocks: Mapping[str, Block], weights: StackWeights):
         self.plan, self.comm, self.blocks, self.weights = plan, comm, blocks, weights
         # With sinks, cuDNN's call is one step of an operation, and the operation's result has a checkpoint name.
-        self.attention_is_fused = comm.attention_is_fused and not plan.config.model.attention_sinks
+        model = plan.config.model
+        self.attention_is_fused = comm.attention_is_fused and not model.attention_sinks and model.qk_clip is None
         # All equal groups share one function: jax traces and lowers it once, XLA inlines its calls. Not if every call
         # of attention must be different (`AttentionScales`).
         shared = (lambda f, **_: f) if comm.deterministic else jax.jit

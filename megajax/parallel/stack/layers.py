@@ -15,7 +15,7 @@ from jax import lax
 
 from megajax.config.segments import Segment
 from megajax.model.block import Block
-from megajax.model.parts import BlockInputs
+from megajax.model.parts import BlockInputs, is_maximum
 from megajax.parallel.comm import MeshComm
 from megajax.parallel.stack.groups import RematGroups
 from megajax.parallel.stack.keepers import BackwardKeeper, BackwardValues, ForwardKeeper, ForwardValues
@@ -64,7 +64,7 @@ class LayerStack:
         return self.comm.max_over_devices({name: self.weights.all.join(parts) for name, parts in out.items()})
 
     def collect_metrics(self, metrics: Sequence[tuple[Metrics, ...]]) -> dict[str, dict[str, jax.Array]]:
-        """Metrics from `forward`, summed over the microbatches → by kind and name `[L, ...]`, over all devices."""
+        """Metrics from `forward`, of all microbatches → by kind and name `[L, ...]`, over all devices."""
         out: dict[str, dict[str, list[jax.Array]]] = {}
         rows = self.weights.kinds
         for segment, groups in zip(self.segments, metrics, strict=True):
@@ -77,8 +77,10 @@ class LayerStack:
         }
         if not joined:
             return {}
-        summed = self.comm.sum_over_tokens(joined)
-        return {kind: rows[kind].of_all_layers(own) for kind, own in summed.items()}
+        maxima = {kind: {n: a for n, a in own.items() if is_maximum(n)} for kind, own in joined.items()}
+        sums = {kind: {n: a for n, a in own.items() if not is_maximum(n)} for kind, own in joined.items()}
+        sums, maxima = self.comm.sum_over_tokens(sums), self.comm.max_over_devices(maxima)
+        return {kind: rows[kind].of_all_layers(sums[kind] | maxima[kind]) for kind in joined}
 
     def updated_state(self, state: LayerState, metrics: LayerState) -> dict[str, dict[str, jax.Array]]:
         """The layers' state after a step with these metrics, both `[L, ...]`."""

@@ -1,0 +1,139 @@
+"""QK-clip (Kimi K2) against plain NumPy on one device, and on meshes against one device."""
+
+import math
+from functools import cache
+
+import jax
+import numpy as np
+import pytest
+from mesh_models import LATENT, LATENT_MODELS, MIXTRAL, MODELS
+from single_device import first_state, make_batches, make_config, weights_of
+
+from megajax.config.checks import check_mesh
+from megajax.errors import ConfigError
+from megajax.mesh import AXES, build_mesh
+from megajax.training.batches import to_global
+from megajax.training.step import TrainProgram
+from megajax.verify.runs import canonical
+
+SCORE = "max_attention_score"
+WITHOUT_ROPE = {"num_layers": 1, "rope_pattern": ["none"]}
+CASES = {
+    "grouped": MODELS["llama"] | WITHOUT_ROPE | {"attention_bias": True},
+    "latent": LATENT | WITHOUT_ROPE | {"rope_scaling": None},
+    "five layers": MODELS["llama"] | {"num_layers": 5},
+    "sinks": MODELS["llama"]
+    | {"num_layers": 2, "attention_sinks": True, "sliding_window": 5, "layer_pattern": ["local", "global"]},
+    "mixtral": MIXTRAL,
+    "predicting": LATENT_MODELS["dense"] | {"mtp_layers": 1},
+}
+
+
+def make(model, mesh=None, threshold: float | None = 3.5, microbatches=1, steps=2, **sections):
+    settings = CASES[model] | ({"qk_clip": threshold} if threshold else {})
+    return make_config(settings, mesh, microbatches=microbatches, steps=steps, optimizer="sgd", **sections)
+
+
+def steep(config):
+    """Weights with larger scores than those of a first step."""
+    weights = weights_of(config)
+    return {name: 3 * w if name.endswith(("attention.query", "attention.key")) else w for name, w in weights.items()}
+
+
+def run(config):
+    """(weights after the last step, the logged score of each step)."""
+    count = math.prod(getattr(config.mesh, axis) for axis in AXES)
+    program = TrainProgram.build(config, build_mesh(check_mesh(config, count), jax.devices()[:count]))
+    state, scores = first_state(program, steep(config)), []
+    for fields in make_batches(config):
+        state, metrics = program.train_step(state, to_global(program, fields))
+        scores.append(float(metrics.get(SCORE, 0.0)))
+    return canonical(program, state.weights), scores
+
+
+@cache
+def on_one_device(model, microbatches=1, threshold: float | None = 3.5, steps=2):
+    return run(make(model, None, threshold, microbatches, steps))
+
+
+def rms_norm(x, weight, epsilon):
+    return x / np.sqrt(np.mean(x**2, axis=-1, keepdims=True) + epsilon) * weight
+
+
+def bounds(config, w, tokens):
+    """The log-sum-exp of the scores of each head, its largest over all tokens: `[N]`, in float64."""
+    prefix = "blocks.dense.attention."
+    layer = {name.removeprefix(prefix): np.float64(a[0]) for name, a in w.items() if name.startswith(prefix)}
+    x = rms_norm(np.float64(w["embedding.tokens"])[tokens], layer["norm"], config.model.norm_epsilon)
+    if config.model.is_latent:
+        q = rms_norm(x @ layer["query_down"], layer["query_norm"], 1e-6)
+        q = np.einsum("bsd,dnh->bsnh", q, layer["query"])
+        latent = rms_norm(x @ layer["key_value_down"], layer["key_value_norm"], 1e-6)
+        k = np.einsum("bsd,dnh->bsnh", latent, layer["key"])
+        rotary = np.broadcast_to((x @ layer["rotary_key"])[:, :, None], (*k.shape[:3], 4))
+        k = np.concatenate([rotary, k], axis=-1)
+    else:
+        q, k = (np.einsum("bsd,dnh->bsnh", x, layer[n]) + layer[f"{n}_bias"] for n in ("query", "key"))
+        k = np.repeat(k, q.shape[2] // k.shape[2], axis=2)
+    scores = np.einsum("bqnh,bknh->bnqk", q, k) / math.sqrt(q.shape[-1])
+    visible = np.tril(np.ones(scores.shape[-2:], bool))
+    return np.log(np.where(visible, np.exp(scores), 0).sum(-1)).max(axis=(0, 2))
+
+
+@pytest.mark.parametrize(("model", "threshold"), [("grouped", 25.0), ("latent", 5.0)])
+def test_weights_of_heads_above_the_threshold_are_rescaled(model, threshold):
+    plain, (clipped, scores) = on_one_device(model, threshold=None, steps=1)[0], on_one_device(model, 1, threshold, 1)
+    config = make(model, steps=1)
+    [fields] = make_batches(config)
+    largest = bounds(config, steep(config), fields["tokens"].reshape(-1, fields["tokens"].shape[-1]))
+    np.testing.assert_allclose(scores, largest.max(), rtol=1e-5)
+    assert largest.min() < threshold < largest.max(), "some heads are clipped, and some are not"
+    factor, expected = np.minimum(1, threshold / largest), dict(plain)
+    query, key = "blocks.dense.attention.query", "blocks.dense.attention.key"
+    if model == "latent":  # four rotated elements, then those without positions
+        expected[query] = plain[query] * np.sqrt(factor)[:, None]
+        expected[query][..., :4] = plain[query][..., :4] * factor[:, None]
+        expected[key] = plain[key] * np.sqrt(factor)[:, None]
+    else:  # two query heads share a key
+        shared = np.sqrt(factor.reshape(-1, 2).min(axis=1))
+        for bias in ("", "_bias"):
+            expected[query + bias] = plain[query + bias] * np.repeat(shared, 2)[:, None]
+            expected[key + bias] = plain[key + bias] * shared[:, None]
+    for name, weight in expected.items():
+        np.testing.assert_allclose(clipped[name], weight, rtol=2e-5, atol=1e-7, err_msg=name)
+
+
+@pytest.mark.parametrize(
+    ("model", "mesh", "microbatches", "kernels"),
+    [
+        ("sinks", {"tensor": 8}, 2, {}),  # twice as many devices as KV heads
+        ("sinks", {"context": 2, "tensor": 2}, 1, {"context": "ring"}),
+        ("sinks", {"context": 4}, 1, {"context": "all_to_all"}),
+        ("five layers", {"pipeline": 2, "data": 2}, 4, {}),  # an empty slot
+        ("mixtral", {"expert": 2, "context": 2}, 2, {"context": "all_gather"}),
+        ("predicting", {"pipeline": 2, "tensor": 2}, 4, {}),  # stages share the tokens of the module
+        ("predicting", {"context": 2, "fsdp": 2}, 1, {"context": "ring"}),
+    ],
+)
+def test_a_mesh_rescales_as_one_device_does(model, mesh, microbatches, kernels):
+    of_experts = microbatches if model == "mixtral" else 1  # their losses are those of a microbatch
+    expected, its_scores = on_one_device(model, of_experts)
+    found, scores = run(make(model, mesh, microbatches=microbatches, kernels=kernels))
+    np.testing.assert_allclose(scores, its_scores, rtol=1e-5)
+    assert its_scores[0] > its_scores[1], "the first step clips"
+    for name, weight in expected.items():
+        assert np.linalg.norm(found[name] - weight) <= 1e-6 * np.linalg.norm(weight), name
+
+
+@pytest.mark.parametrize(
+    ("model", "sections", "other"),
+    [
+        ({"qk_norm": True}, {}, "model.qk_norm=true"),
+        ({"attention_softcap": 30.0}, {}, "model.attention_softcap=30"),
+        ({}, {"lora": {"rank": 4}}, "lora.rank=4"),
+    ],
+)
+def test_what_bounds_or_freezes_the_scores_is_refused(model, sections, other):
+    with pytest.raises(ConfigError) as error:
+        make_config(CASES["mixtral"] | {"qk_clip": 100.0} | model, **sections)
+    assert f"model.qk_clip=100.0 cannot be combined with {other}" in str(error.value)
