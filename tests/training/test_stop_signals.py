@@ -17,14 +17,19 @@ from megajax.training.stop_signals import Agreement, StopSignals
 
 
 @pytest.fixture
-def no_collection():
-    """No garbage collection: Python drops an interrupt that comes during a callback of one (hypothesis has such)."""
+def interruptible():
+    """Ctrl-C interrupts, which a shell's job in the background ignores, and no garbage is collected.
+
+    Python drops an interrupt that comes during a callback of a collection (hypothesis has such).
+    """
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     gc.disable()
     yield
     gc.enable()
+    signal.signal(signal.SIGINT, before)
 
 
-@pytest.mark.usefixtures("no_collection")
+@pytest.mark.usefixtures("interruptible")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
 def test_a_first_signal_asks_for_a_stop_and_a_second_ctrl_c_interrupts(number, capsys):
     with StopSignals() as stop:
