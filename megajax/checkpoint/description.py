@@ -60,7 +60,15 @@ class Difference(NamedTuple):
 
 def describe_model(model: ModelConfig) -> dict[str, Any]:
     """The settings that define the network; training rates are excluded, since they may change between runs."""
-    training_only = {"dropout", "init_std", "depth_scaled_init", "z_loss", "mtp_loss_weight", "qk_clip"}
+    training_only = {
+        "dropout",
+        "init_std",
+        "depth_scaled_init",
+        "z_loss",
+        "mtp_loss_weight",
+        "qk_clip",
+        "mup_base_width",
+    }
     description = model.model_dump(mode="json", exclude=training_only)
     router = description.pop("router")
     if model.num_experts is None:  # the form of dense models' descriptions before experts existed

@@ -179,7 +179,8 @@ def suggestion(key: str) -> str:
     section, _, leaf = _with_n(plain(key)).rpartition(".")
     known = [name for name, _ in keys()]
     siblings = {name.rpartition(".")[2]: name for name in known if name.rpartition(".")[0] == section}
-    elsewhere = {name.rpartition(".")[2]: name for name in reversed(known)}
+    plain_last = sorted(reversed(known), key=lambda name: ".N." not in name)  # before the keys of lists' items
+    elsewhere = {name.rpartition(".")[2]: name for name in plain_last}
     near = [siblings[name] for name in difflib.get_close_matches(leaf, siblings, 1, 0.7)]
     near += [elsewhere[name] for name in difflib.get_close_matches(leaf, elsewhere, 1, 0.8)]
     if near:

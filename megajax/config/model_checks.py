@@ -8,6 +8,7 @@ def check_model(config: Config) -> None:
     """Raise `ConfigError` for combinations of model settings that can run on no mesh."""
     _check_latent(config)
     _check_qk_clip(config)
+    _check_width(config)
     _check_heads(config)
     _check_rope(config)
     _check_layers(config)
@@ -55,6 +56,21 @@ def _check_qk_clip(config: Config) -> None:
     for other in (other for other, (found, _) in others.items() if found):
         problem = f"{format_keys(config, key)} cannot be combined with {format_keys(config, other)}"
         fail(config, problem, f"remove one of them: {others[other][1]}", key, other)
+
+
+def _check_width(config: Config) -> None:
+    """µP: what its table does not have."""
+    key = "model.mup_base_width"
+    if config.model.mup_base_width is None:
+        return
+    others = {
+        "model.tie_embeddings": (config.model.tie_embeddings, "embeddings and head are scaled in another way"),
+        "optimizer.kind": (config.optimizer.kind == "sgd", "the rates are those of AdamW, Lion and Muon"),
+        "lora.rank": (bool(config.lora.rank), "the rates are those of training all weights"),
+    }
+    for other in (other for other, (found, _) in others.items() if found):
+        problem = f"{format_keys(config, key)} cannot be combined with {format_keys(config, other)}"
+        fail(config, problem, f"change one of them: {others[other][1]}", key, other)
 
 
 def _check_heads(config: Config) -> None:

@@ -235,6 +235,11 @@ class ModelConfig(Section):
     attention_softcap: Positive | None = Field(
         default=None, description="Limit the attention scores to ±this value with tanh."
     )
+    mup_base_width: Count | None = Field(
+        default=None,
+        description="Hidden size at which init_std and the learning rate were tuned; µP (Yang et al. 2022) scales both"
+        " to hidden_size; null: no scaling.",
+    )
     qk_clip: Positive | None = Field(
         default=None,
         description="QK-clip (Kimi K2): after each update, rescale the query and key weights of heads whose largest"

@@ -4,9 +4,10 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from megajax.config.fields import BelowOne, Count, Positive, PositiveOrZero, Section
+from megajax.config.fields import BelowOne, Count, Positive, PositiveOrZero, Section, Text
 
 Coefficients = tuple[float, float, float]
+LayerDecay = Annotated[float, Field(gt=0, le=1)]
 OfSteps = Annotated[tuple[Coefficients, ...], Field(min_length=1)]
 
 
@@ -36,6 +37,21 @@ class MuonConfig(Section):
     )
 
 
+class OptimizerGroup(Section):
+    """Parameters with their own learning rate, weight decay or clipping."""
+
+    parameters: Annotated[tuple[Text, ...], Field(strict=False, min_length=1)] = Field(
+        description="Patterns of whole names of parameters, as of files in a shell: '*.attention.*', 'embedding.*'."
+    )
+    learning_rate: PositiveOrZero = Field(default=1.0, description="Factor of the learning rate; 0: frozen.")
+    weight_decay: PositiveOrZero = Field(default=1.0, description="Factor of optimizer.weight_decay; 0: none.")
+    clip_norm: PositiveOrZero | None = Field(
+        default=None,
+        description="Clip the gradient of this group to this norm of its own; 0: do not clip; null: clip it together"
+        " with the parameters outside such groups, by optimizer.clip_norm.",
+    )
+
+
 class OptimizerConfig(Section):
     """The optimizer and its settings."""
 
@@ -58,4 +74,15 @@ class OptimizerConfig(Section):
     decay_norms: bool = Field(default=False, description="Apply weight decay to normalisation scales too.")
     decay_biases: bool = Field(default=False, description="Apply weight decay to biases too.")
     decay_embeddings: bool = Field(default=True, description="Apply weight decay to embedding tables too.")
+    groups: tuple[OptimizerGroup, ...] = Field(
+        default=(),
+        strict=False,
+        description="Parameters with their own settings: a list of {parameters, learning_rate, weight_decay,"
+        " clip_norm}; a parameter is in the first group that has its name.",
+    )
+    layer_decay: LayerDecay = Field(
+        default=1.0,
+        description="Factor of the learning rate for each layer further from the output, for fine-tuning (ELECTRA,"
+        " BEiT): 1 in the head, this in the last layer, the lowest in the embeddings.",
+    )
     muon: MuonConfig = Field(default_factory=MuonConfig, description="Settings of the optimizer muon.")

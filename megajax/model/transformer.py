@@ -18,6 +18,7 @@ from megajax.model.comm import SingleDevice, TokenPositions
 from megajax.model.lora import add_adapters
 from megajax.model.parameters import declare, parameters, stack
 from megajax.model.parts import BlockInputs, State, Weights, declare_norm, normalise, scale_embeddings
+from megajax.model.width import std_factor
 
 
 class Embedding(nnx.Module):
@@ -48,6 +49,8 @@ class Transformer(nnx.Module):
         self.blocks = nnx.Dict({k: stack(blocks[k], held, axes[k]) for k, held in stacked_layers(config).items()})
         self.final_norm, self.final_norm_bias = declare_norm(config)
         self.head = None if config.tie_embeddings else declare((D, V), ("embed", "vocab"), muon=False)
+        for parameter in parameters(self).values():
+            parameter.set_metadata(scale=parameter.scale * std_factor(config, parameter))
 
     def __call__(self, tokens_bs: jax.Array, state: Mapping[str, State] | None = None) -> jax.Array:
         """FP32 logits `[B, S, V]` of whole sequences on one device, without the vocabulary's padding.

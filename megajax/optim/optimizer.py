@@ -8,8 +8,9 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
 
-from megajax.config import Config, OptimizerConfig
+from megajax.config import Config
 from megajax.mesh import mesh_sizes
+from megajax.optim.groups import decays, rates
 from megajax.optim.muon import newton_schulz, update_scale
 from megajax.optim.states import small_states
 from megajax.parallel.weights.matrices import Layout, on_whole_matrices
@@ -26,7 +27,7 @@ def make_optimizer(
     """
     own, trained = config.optimizer, {name: placements[name] for name in declared}
     adamw = optax.scale_by_adam(own.beta1, own.beta2, own.epsilon)
-    decay = optax.add_decayed_weights(own.weight_decay, {name: _decays(own, p.role) for name, p in declared.items()})
+    after = optax.chain(_add_decay(decays(config, declared)), _multiply(rates(config, declared, placements)))
     if own.kind == "muon":
         muon = {name: placements[name] for name, p in declared.items() if p.muon}
         direction = optax.partition(
@@ -37,24 +38,13 @@ def make_optimizer(
             {name: "muon" if name in muon else "adamw" for name in declared},
         )
         direction = small_states(direction, own.state, trained)
-        rates = {name: 1.0 if name in muon else own.muon.adamw_rate for name in declared}
-        return optax.chain(direction, decay, _multiply(rates))
+        return optax.chain(direction, after)
     direction = {
         "adamw": lambda: adamw,
         "lion": lambda: optax.scale_by_lion(own.beta1, own.beta2),
         "sgd": lambda: optax.trace(own.beta1) if own.beta1 > 0 else optax.identity(),
     }[own.kind]()
-    return optax.chain(small_states(direction, own.state, trained), decay)
-
-
-def _decays(config: OptimizerConfig, role: str) -> bool:
-    decayed = {
-        "matrix": True,
-        "embedding": config.decay_embeddings,
-        "norm": config.decay_norms,
-        "bias": config.decay_biases,
-    }
-    return decayed[role]
+    return optax.chain(small_states(direction, own.state, trained), after)
 
 
 def _orthogonal(config: Config, placements: Mapping[str, Placement], mesh: Mesh) -> optax.GradientTransformation:
@@ -72,8 +62,18 @@ def _orthogonal(config: Config, placements: Mapping[str, Placement], mesh: Mesh)
     return optax.stateless(update)
 
 
-def _multiply(factors: Mapping[str, float]) -> optax.GradientTransformation:
+def _add_decay(decays: Mapping[str, float]) -> optax.GradientTransformation:
+    def update(directions: Any, params: Any) -> Any:
+        return {name: d + decays[name] * params[name] if decays[name] else d for name, d in directions.items()}
+
+    return optax.stateless(update)
+
+
+def _multiply(factors: Mapping[str, Any]) -> optax.GradientTransformation:
     def update(directions: Any, _: Any) -> Any:
-        return {name: factors[name] * d if factors[name] != 1.0 else d for name, d in directions.items()}
+        return {
+            name: d if isinstance(factors[name], float) and factors[name] == 1.0 else factors[name] * d
+            for name, d in directions.items()
+        }
 
     return optax.stateless(update)

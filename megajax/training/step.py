@@ -20,6 +20,7 @@ from megajax.model.block import Block, layer_state
 from megajax.model.lora import is_trained, targets
 from megajax.model.parts import is_maximum
 from megajax.optim import make_optimizer, make_schedule
+from megajax.optim.groups import clip
 from megajax.optim.states import placement_of
 from megajax.parallel.gradients import gradient_function, loss_function
 from megajax.parallel.local import LocalModel
@@ -286,10 +287,7 @@ def directions_of(
 
     The gradients are not clipped yet; `norm` is the norm of all of them.
     """
-    config = program.config
-    if config.optimizer.clip_norm > 0:
-        clip = jnp.minimum(1.0, config.optimizer.clip_norm / (norm + 1e-6))
-        gradients = jax.tree.map(lambda g: g * clip, gradients)
+    config, gradients = program.config, clip(program.config, gradients, norm)
     with jax.named_scope("optimizer"):
         learning_rate: Any = make_schedule(config.schedule)(state.step + 1)
         directions: Any

@@ -1,0 +1,114 @@
+"""Learning rates, weight decay and clipping of single parameters: `optimizer.groups`, `optimizer.layer_decay`, µP."""
+
+import difflib
+import fnmatch
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from megajax.config import Config
+from megajax.config.optimizer_schema import OptimizerGroup
+from megajax.config.sentences import fail
+from megajax.model.width import rate_factor
+from megajax.sharding import EMPTY, Placement
+
+KEY = "optimizer.groups"
+
+
+def group_of(config: Config, names: Sequence[str]) -> dict[str, int]:
+    """The index of the first of `optimizer.groups` with a pattern that matches the name, for the names of groups.
+
+    Patterns are those of shells, and match whole names: `*.attention.*`. Raises ConfigError for a pattern that matches
+    no name of a trained parameter, and for a group whose parameters are all in groups before it.
+    """
+    found: dict[str, int] = {}
+    for index, group in enumerate(config.optimizer.groups):
+        where = f"{KEY}.{index}.parameters"
+        own: set[str] = set()
+        for pattern in group.parameters:
+            matched = fnmatch.filter(names, pattern)
+            if not matched:
+                near = difflib.get_close_matches(pattern, names, 1, 0) or names[:1]
+                fail(
+                    config, f"{where} has {pattern!r}, which matches no trained parameter", f"a name is {near[0]}", KEY
+                )
+            own |= set(matched)
+        if own <= found.keys():
+            problem = f"all parameters of {where}={list(group.parameters)} are in groups before it"
+            fail(config, problem, "put the narrower group first, or remove this one", KEY)
+        found |= {name: index for name in own - found.keys()}
+    return found
+
+
+def rates(config: Config, declared: Mapping[str, Any], placements: Mapping[str, Placement]) -> dict[str, Any]:
+    """The learning rate of each parameter as a multiple of the schedule's: a number, or one for each stored row."""
+    groups, own = _groups(config, declared), config.optimizer
+    out: dict[str, Any] = {}
+    for name, parameter in declared.items():
+        rate = groups[name].learning_rate if name in groups else 1.0
+        if own.kind == "muon" and not parameter.muon:
+            rate *= own.muon.adamw_rate
+        rate *= rate_factor(config.model, parameter, by_muon=own.kind == "muon" and parameter.muon, muon=own.muon)
+        out[name] = rate * _depth_factor(config, name, parameter, placements[name])
+    return out
+
+
+def decays(config: Config, declared: Mapping[str, Any]) -> dict[str, float]:
+    """The weight decay of each parameter."""
+    own, groups = config.optimizer, _groups(config, declared)
+    of_role = {
+        "matrix": True,
+        "embedding": own.decay_embeddings,
+        "norm": own.decay_norms,
+        "bias": own.decay_biases,
+    }
+    return {
+        name: own.weight_decay * of_role[p.role] * (groups[name].weight_decay if name in groups else 1.0)
+        for name, p in declared.items()
+    }
+
+
+def clip(config: Config, gradients: Mapping[str, jax.Array], norm: jax.Array) -> dict[str, jax.Array]:
+    """Gradients in stored form, clipped: those of a group with `clip_norm` to their own norm, the others together.
+
+    `norm` is that of all gradients.
+    """
+    own, groups = config.optimizer, group_of(config, list(gradients))
+    apart = {name: index for name, index in groups.items() if own.groups[index].clip_norm is not None}
+    limits = {None: own.clip_norm} | {index: own.groups[index].clip_norm or 0.0 for index in apart.values()}
+    out = {}
+    for index, limit in limits.items():
+        together = {name: g for name, g in gradients.items() if apart.get(name) == index}
+        if limit > 0 and together:
+            factor = jnp.minimum(1.0, limit / ((_norm(together) if apart else norm) + 1e-6))
+            together = {name: g * factor for name, g in together.items()}
+        out |= together
+    return out
+
+
+def _norm(gradients: Mapping[str, jax.Array]) -> jax.Array:
+    return jnp.sqrt(sum((jnp.sum(jnp.square(g)) for g in gradients.values()), jnp.float32(0)))
+
+
+def _groups(config: Config, declared: Mapping[str, Any]) -> dict[str, OptimizerGroup]:
+    return {name: config.optimizer.groups[index] for name, index in group_of(config, list(declared)).items()}
+
+
+def _depth_factor(config: Config, name: str, parameter: Any, placement: Placement) -> Any:
+    """`optimizer.layer_decay` (Clark et al. 2020): the power of a layer's distance from the output, by stored row.
+
+    The head, the last norm and prediction modules have distance 0, the last layer 1, the embeddings L + 1.
+    """
+    decay, layers = config.optimizer.layer_decay, config.model.num_layers
+    if decay == 1.0:
+        return 1.0
+    if name.startswith("embedding."):
+        return decay ** (layers + 1)
+    if parameter.axes[0] != "layers":
+        return 1.0
+    assert placement.layers is not None
+    rows = np.array([0.0 if layer == EMPTY else decay ** (layers - layer) for layer in placement.layers], np.float32)
+    return rows.reshape(-1, *(1,) * (len(parameter.axes) - 1))
