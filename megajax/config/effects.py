@@ -107,6 +107,7 @@ def _of_the_run(config: Config) -> list[Rule]:
     pipeline = tuple(f"pipeline.{name}" for name in type(config.pipeline).model_fields)
     recipe, exports = "precision.fp8.recipe", "checkpoint.export_hf"
     of_fp8 = tuple(f"precision.fp8.{name}" for name in type(fp8).model_fields if name != "recipe")
+    of_ademamix = tuple(f"optimizer.ademamix.{name}" for name in type(config.optimizer.ademamix).model_fields)
     of_muon = tuple(f"optimizer.muon.{name}" for name in type(config.optimizer.muon).model_fields)
     delayed = tuple(f"precision.fp8.{name}" for name in ("amax_history_length", "amax_algorithm", "margin"))
     return [
@@ -115,6 +116,7 @@ def _of_the_run(config: Config) -> list[Rule]:
         Rule(ignores_decay_steps(config), "schedule.kind", ("schedule.decay_steps",)),
         Rule(config.optimizer.kind == "sgd", "optimizer.kind", ("optimizer.beta2", "optimizer.epsilon")),
         Rule(config.optimizer.kind == "lion", "optimizer.kind", ("optimizer.epsilon",)),
+        Rule(config.optimizer.kind != "ademamix", "optimizer.kind", of_ademamix),
         Rule(config.optimizer.kind != "muon", "optimizer.kind", of_muon),
         Rule(config.remat.policy == "none", "remat.policy", ("remat.layers",)),
         Rule(config.lora.rank is None, "lora.rank", ("lora.alpha", "lora.targets", "lora.dropout")),

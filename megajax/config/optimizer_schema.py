@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from megajax.config.fields import BelowOne, Count, Positive, PositiveOrZero, Section, Text
+from megajax.config.fields import BelowOne, Count, CountOrZero, Positive, PositiveOrZero, Section, Text
 
 Coefficients = tuple[float, float, float]
 LayerDecay = Annotated[float, Field(gt=0, le=1)]
@@ -52,10 +52,21 @@ class OptimizerGroup(Section):
     )
 
 
+class AdemamixConfig(Section):
+    """AdEMAMix (Pagliardini et al. 2024): its slow mean of the gradients."""
+
+    beta3: Annotated[float, Field(gt=0, lt=1)] = Field(default=0.9999, description="Decay rate of the slow mean.")
+    alpha: PositiveOrZero = Field(default=5.0, description="Weight of the slow mean beside the first moment.")
+    warmup_steps: CountOrZero | None = Field(
+        default=None,
+        description="Steps in which alpha rises from 0, and the slow mean's decay rate from beta1; null: run.steps.",
+    )
+
+
 class OptimizerConfig(Section):
     """The optimizer and its settings."""
 
-    kind: Literal["adamw", "sgd", "lion", "muon"] = Field(
+    kind: Literal["adamw", "ademamix", "sgd", "lion", "muon"] = Field(
         default="adamw",
         description="Kind of optimizer; muon updates the matrices of the layers, and AdamW all other parameters.",
     )
@@ -85,4 +96,5 @@ class OptimizerConfig(Section):
         description="Factor of the learning rate for each layer further from the output, for fine-tuning (ELECTRA,"
         " BEiT): 1 in the head, this in the last layer, the lowest in the embeddings.",
     )
+    ademamix: AdemamixConfig = Field(default_factory=AdemamixConfig, description="Settings of the optimizer ademamix.")
     muon: MuonConfig = Field(default_factory=MuonConfig, description="Settings of the optimizer muon.")

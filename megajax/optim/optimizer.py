@@ -10,6 +10,7 @@ from jax.sharding import Mesh
 
 from megajax.config import Config
 from megajax.mesh import mesh_sizes
+from megajax.optim.ademamix import ademamix
 from megajax.optim.groups import decays, rates
 from megajax.optim.muon import newton_schulz, update_scale
 from megajax.optim.states import small_states
@@ -41,6 +42,7 @@ def make_optimizer(
         return optax.chain(direction, after)
     direction = {
         "adamw": lambda: adamw,
+        "ademamix": lambda: ademamix(config),
         "lion": lambda: optax.scale_by_lion(own.beta1, own.beta2),
         "sgd": lambda: optax.trace(own.beta1) if own.beta1 > 0 else optax.identity(),
     }[own.kind]()

@@ -29,7 +29,7 @@ def moments(plan: StepPlan, name: str) -> int:
     optimizer, lora = plan.config.optimizer, plan.config.lora
     if optimizer.kind == "muon":
         return 1 if declared(plan.config.model, lora)[name].muon else 2
-    return {"adamw": 2, "lion": 1, "sgd": 1 if optimizer.beta1 > 0 else 0}[optimizer.kind]
+    return {"adamw": 2, "ademamix": 3, "lion": 1, "sgd": 1 if optimizer.beta1 > 0 else 0}[optimizer.kind]
 
 
 def newton_schulz_flops(plan: StepPlan, placements: Mapping[str, Placement]) -> dict[int, float]:

@@ -143,7 +143,13 @@ def first_gradients(program: TrainProgram, state: TrainState, norm: float) -> Ar
     settings = program.config.optimizer
     clip = min(1.0, settings.clip_norm / (norm + 1e-6)) if settings.clip_norm else 1.0
     mean, momentum = ("mu", 1 - settings.beta1), ("trace", 1.0)  # fields of the state, and the gradient's share
-    fields = {"adamw": [mean], "lion": [("mu", 1 - settings.beta2)], "sgd": [momentum], "muon": [mean, momentum]}
+    fields = {
+        "adamw": [mean],
+        "ademamix": [("m1", 1 - settings.beta1)],
+        "lion": [("mu", 1 - settings.beta2)],
+        "sgd": [momentum],
+        "muon": [mean, momentum],
+    }
     gradients: Arrays = {}
     for field, share in fields[settings.kind]:
         kept = optax.tree_utils.tree_get(state.optimizer, field)

@@ -288,6 +288,7 @@ WARNED = {
     "schedule.decay_steps=901": ("schedule.kind=constant", "schedule.kind=constant"),
     "schedule.min_learning_rate=1.0e-05": ("schedule.kind=constant", "schedule.kind=constant"),
     "optimizer.beta2=0.99": ("optimizer.kind=sgd", "optimizer.kind=sgd"),
+    "optimizer.ademamix.alpha=8.0": ("", "optimizer.kind=adamw"),
     "optimizer.epsilon=1.0e-06": ("optimizer.kind=lion", "optimizer.kind=lion"),
     "remat.layers=3": ("", "remat.policy=none"),
     "lora.alpha=16.0": ("", "lora.rank=null"),

@@ -76,6 +76,20 @@ class AdamW:
         return m / (np.sqrt(v) + self.epsilon)
 
 
+class AdEMAMix(AdamW):
+    """Pagliardini et al. 2024, algorithm 1, with beta3 0.95, alpha 4, and both schedules over 2 steps."""
+
+    slow = 0.0
+
+    def __call__(self, g, t):
+        share = min(t / 2, 1.0)
+        first, last = np.log(self.beta1), np.log(0.95)
+        beta3 = min(np.exp(first * last / ((1 - share) * last + share * first)), 0.95)
+        self.slow = beta3 * self.slow + (1 - beta3) * g
+        adam = super().__call__(g, t)
+        return adam + share * 4 * self.slow / (np.sqrt(self.v / (1 - self.beta2**t)) + self.epsilon)
+
+
 class Lion:
     """Chen et al. 2023, algorithm 2."""
 
@@ -102,13 +116,16 @@ class Momentum:
 BETAS = ("optimizer.beta1=0.8", "optimizer.beta2=0.9", "optimizer.epsilon=1e-6")
 OPTIMIZERS = {
     "adamw": (AdamW, BETAS),
+    "ademamix": (AdEMAMix, (*BETAS, "optimizer.ademamix={beta3: 0.95, alpha: 4.0, warmup_steps: 2}")),
     "lion": (Lion, BETAS[:2]),
     "sgd": (Momentum, BETAS[:1]),
     "sgd without momentum": (lambda: Momentum(0.0), ("optimizer.beta1=0.0",)),
 }
 
 
-@pytest.mark.parametrize("kind, clip", [("adamw", 0.5), ("lion", 0.5), ("sgd", 0.0), ("sgd without momentum", 0.5)])
+@pytest.mark.parametrize(
+    "kind, clip", [("adamw", 0.5), ("ademamix", 0.5), ("lion", 0.5), ("sgd", 0.0), ("sgd without momentum", 0.5)]
+)
 def test_three_steps_equal_plain_numpy(make_program, kind, clip):
     reference, settings = OPTIMIZERS[kind]
     flags = {"norms": clip > 0, "biases": clip == 0, "embeddings": clip == 0}
