@@ -7,6 +7,7 @@ from pydantic import Field
 from megajax.config.fields import BelowOne, Count, CountOrZero, Positive, PositiveOrZero, Section, Text
 
 Coefficients = tuple[float, float, float]
+EmaDecay = Annotated[float, Field(gt=0, lt=1)]
 LayerDecay = Annotated[float, Field(gt=0, le=1)]
 OfSteps = Annotated[tuple[Coefficients, ...], Field(min_length=1)]
 
@@ -95,6 +96,11 @@ class OptimizerConfig(Section):
         default=1.0,
         description="Factor of the learning rate for each layer further from the output, for fine-tuning (ELECTRA,"
         " BEiT): 1 in the head, this in the last layer, the lowest in the embeddings.",
+    )
+    ema_decay: EmaDecay | None = Field(
+        default=None,
+        description="Decay rate of an exponential moving average of the weights, kept beside them and evaluated with"
+        " them; null: none.",
     )
     ademamix: AdemamixConfig = Field(default_factory=AdemamixConfig, description="Settings of the optimizer ademamix.")
     muon: MuonConfig = Field(default_factory=MuonConfig, description="Settings of the optimizer muon.")

@@ -20,8 +20,10 @@ def declared(model: ModelConfig, lora: LoraConfig):
 
 
 def moment_bytes(plan: StepPlan, placement: Placement, name: str) -> float:
-    """Bytes that the optimizer keeps per number of a trained parameter."""
-    return moments(plan, name) * bytes_per_number(plan.config.optimizer.state, placement)
+    """Bytes that the optimizer keeps per number of a trained parameter, the moving average included."""
+    optimizer = plan.config.optimizer
+    average = 4 if optimizer.ema_decay else 0
+    return moments(plan, name) * bytes_per_number(optimizer.state, placement) + average
 
 
 def moments(plan: StepPlan, name: str) -> int:

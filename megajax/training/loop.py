@@ -182,14 +182,18 @@ class Trainer:
         if len(self._ahead) > STEPS_AHEAD:
             self._ahead.popleft().block_until_ready()
 
-    def evaluate(self, split: Split = "valid") -> float:
-        """Mean loss per token over `run.eval_steps` batches of a split, always the same ones."""
+    def evaluate(self, split: Split = "valid", averaged: bool = False) -> float:
+        """Mean loss per token over `run.eval_steps` batches of a split, always the same ones.
+
+        `averaged`: of the moving averages of the weights (`optimizer.ema_decay`).
+        """
         if split not in self.data or not self.config.run.eval_steps:
             raise ConfigError(f"there is nothing to evaluate: set data.{split} and run.eval_steps above 0.")
         loss = tokens = 0.0
+        weights = self.state.averaged if averaged else self.state.weights
         source = batches(self.program, split, self.data[split])
         for batch in itertools.islice(source, self.config.run.eval_steps):
-            batch_loss, batch_tokens = self.program.eval_step(self.state.weights, self.state.layer_state, batch)
+            batch_loss, batch_tokens = self.program.eval_step(weights, self.state.layer_state, batch)
             self._wait_for_devices(batch_loss)
             loss, tokens = loss + batch_loss, tokens + batch_tokens
         source.close()  # ends the loader's threads too

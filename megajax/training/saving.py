@@ -41,6 +41,7 @@ from megajax.training.step import TrainProgram, TrainState
 
 LayerState = dict[str, dict[str, jax.Array]]
 Weights = tuple[dict[str, jax.Array], LayerState]  # parameters and layer state
+EMA_DECAY = "optimizer.ema_decay"
 MUST_AGREE = ("model", "optimizer", "run", "batch", "lora", "data")
 ORDER_BY_SIZE = ("data.stages", "data.train_samples")  # they follow the size of the batch
 
@@ -83,6 +84,7 @@ class StateSaver:
             "base": self.base_checksum,
             "fp8_history": _history_length(self._canonical_abstract.layer_state),
             "optimizer_state": config.checkpoint.save_optimizer,
+            "ema": optimizer.ema_decay is not None,
             "saved_on": {  # information only
                 "mesh": {axis: size for axis, size in mesh_sizes(self.program.mesh).items() if size > 1},
                 "devices": self.program.mesh.size,
@@ -153,6 +155,11 @@ class StateSaver:
         if not others and position.samples != samples_before(config, step):
             self._check_order(position, saved["data"].get("samples"), name)
         refuse_changes(found, config, name)
+        if description.get("ema") and config.optimizer.ema_decay is None:
+            raise InputError(
+                f"{name} has averages of the weights, but optimizer.ema_decay=null ({config.where(EMA_DECAY)}): set it,"
+                " or choose another run.dir."
+            )
         return position, found
 
     def _check_order(self, position: Position, saved: int | None, name: str) -> None:
@@ -240,7 +247,10 @@ class StateSaver:
         abstract = self._canonical_abstract
         kept = _without_history(abstract.layer_state) | self._abstract_history(length)
         abstract = replace(abstract, layer_state=kept, frozen={})
+        begins = bool(abstract.ema) and not saved.get("ema")  # an average begins here
+        abstract = replace(abstract, ema={}) if begins else abstract
         state = _from_tree(checkpoints.restore(step, _as_tree(abstract)))
+        state = replace(state, ema=self.program.first_ema(state.params)) if begins else state
         state = replace(state, layer_state=self._continued_history(state.layer_state))
         if saved["precision"] != mine["precision"]:  # a loss scale is of its compute dtype
             fresh = self.program.first_loss_scale
@@ -307,6 +317,8 @@ class StateSaver:
             params = pad(params)
         if which == "frozen":
             self.base_checksum = int(_checksum(params))
+        elif self.program.config.optimizer.ema_decay:
+            state = replace(state, ema=self.program.first_ema(params))
         return replace(state, **{which: params})
 
     @cached_property
@@ -362,7 +374,7 @@ class StateSaver:
 def _as_tree(state: TrainState) -> dict[str, Any]:
     """The state in a checkpoint's form: the layer state beside the other fields, named as in `saved_layer_state`."""
     fields = {name: getattr(state, name) for name in TrainState.__dataclass_fields__ if name != "frozen"}
-    tree = {name: value for name, value in fields.items() if value is not None}
+    tree = {name: value for name, value in fields.items() if value is not None and not (name == "ema" and not value)}
     return saved_layer_state(tree.pop("layer_state")) | tree
 
 

@@ -69,11 +69,18 @@ class TrainState:
     skipped_in_row: jax.Array  # int32, the same since the last good step
     # With `lora` the weights without gradients, in the dtype that the step computes with; `params` has the adapters.
     frozen: dict[str, jax.Array] = field(default_factory=dict)
+    # With `optimizer.ema_decay` the moving averages of `params`.
+    ema: dict[str, jax.Array] = field(default_factory=dict)
 
     @property
     def weights(self) -> dict[str, jax.Array]:
         """All weights of the model, by name."""
         return self.frozen | self.params
+
+    @property
+    def averaged(self) -> dict[str, jax.Array]:
+        """All weights of the model, averaged where they are trained."""
+        return self.frozen | self.ema
 
 
 @dataclass(frozen=True)
@@ -168,7 +175,7 @@ class TrainProgram:
         """
         if params:
             return jax.jit(self._init, out_shardings=self.state_shardings)()
-        lacking: dict[str, Any] = {"frozen" if self.config.lora.rank else "params": {}}
+        lacking: dict[str, Any] = {"frozen": {}} if self.config.lora.rank else {"params": {}, "ema": {}}
         shardings = replace(self.state_shardings, **lacking)
         return jax.jit(lambda: replace(self._init(), **lacking), out_shardings=shardings)()
 
@@ -200,7 +207,12 @@ class TrainProgram:
         if history := Scaling(self.config).first_history():
             kept[FP8] = history
         scale = self.first_loss_scale
-        return TrainState(params, self.optimizer.init(params), kept, zero, scale, zero, zero, zero, frozen)
+        ema = self.first_ema(params)
+        return TrainState(params, self.optimizer.init(params), kept, zero, scale, zero, zero, zero, frozen, ema)
+
+    def first_ema(self, params: dict[str, jax.Array]) -> dict[str, jax.Array]:
+        """The first moving averages, in arrays of their own, because the state is donated; empty without them."""
+        return {name: jnp.copy(w) for name, w in params.items()} if self.config.optimizer.ema_decay else {}
 
     @cached_property
     def _state_shapes(self) -> TrainState:
@@ -228,7 +240,8 @@ class TrainProgram:
         optimizer = jax.tree_util.tree_map_with_path(of, shapes.optimizer)
         kept = jax.tree.map(lambda _: scalar, shapes.layer_state)
         trained, frozen = self._divided({name: value(placement) for name, placement in self.placements.items()})
-        return TrainState(trained, optimizer, kept, scalar, scalar, scalar, scalar, scalar, frozen)
+        ema = trained if self.config.optimizer.ema_decay else {}
+        return TrainState(trained, optimizer, kept, scalar, scalar, scalar, scalar, scalar, frozen, ema)
 
 
 def _train_step(program: TrainProgram, gradients_of: Callable, state: TrainState, batch):
@@ -242,15 +255,18 @@ def _train_step(program: TrainProgram, gradients_of: Callable, state: TrainState
         params = jax.tree.map(lambda p, d: p - learning_rate * d, state.params, directions)
         params |= _rescaled(program, params, layers)
 
-        # A step with non-finite numbers changes no weight, moment or layer state.
-        before = state.params, state.optimizer, state.layer_state
-        params, optimizer, kept = jax.tree.map(
-            lambda new, old: jnp.where(finite, new, old), (params, optimizer, kept), before
+        ema = _averaged(config, state, params)
+
+        # A step with non-finite numbers changes no weight, average, moment or layer state.
+        before = state.params, state.ema, state.optimizer, state.layer_state
+        params, ema, optimizer, kept = jax.tree.map(
+            lambda new, old: jnp.where(finite, new, old), (params, ema, optimizer, kept), before
         )
     skipped = (~finite).astype(jnp.int32)
     state = replace(
         state,
         params=params,
+        ema=ema,
         optimizer=optimizer,
         layer_state=kept,
         step=state.step + 1,
@@ -293,6 +309,20 @@ def directions_of(
         directions: Any
         directions, optimizer = program.optimizer.update(gradients, state.optimizer, state.params)
     return learning_rate, directions, optimizer
+
+
+def _averaged(config: Config, state: TrainState, params: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    """The moving averages after a step with the new weights `params`.
+
+    In early steps the decay rate is lower, (1 + t) / (10 + t) in step t as in TensorFlow's, so that the first weights
+    are soon forgotten.
+    """
+    if not state.ema:
+        return {}
+    assert config.optimizer.ema_decay is not None
+    t = (state.step + 1).astype(jnp.float32)
+    share = 1 - jnp.minimum(config.optimizer.ema_decay, (1 + t) / (10 + t))
+    return jax.tree.map(lambda average, w: average + share * (w - average), state.ema, params)
 
 
 def _rescaled(

@@ -15,6 +15,7 @@ from megajax.training.step_times import StepTimes
 from megajax.training.stop_signals import StopSignals
 
 if TYPE_CHECKING:
+    from megajax.data.loader import Split
     from megajax.training.loop import Trainer
 
 
@@ -139,11 +140,20 @@ class Steps:
     def _evaluate(self) -> None:
         trainer = self.trainer
         splits = [split for split in trainer.data if split.partition("/")[0] == "valid"]
-        if losses := {split: trainer.evaluate(split) for split in splits}:
-            trainer.reports.evaluated(trainer.step, losses)
-            self._log.write(trainer.step, {split.replace("valid", "eval_loss"): loss for split, loss in losses.items()})
-            named = (f"{split.partition('/')[2]} {loss:.4f}".strip() for split, loss in losses.items())
-            trainer.note(f"step {trainer.step}  evaluation loss {', '.join(named)}")
+        if not splits:
+            return
+        losses = {split: trainer.evaluate(split) for split in splits}
+        trainer.reports.evaluated(trainer.step, losses)
+        self._report_losses(losses, "eval_loss", "evaluation loss")
+        if trainer.config.optimizer.ema_decay:
+            losses = {split: trainer.evaluate(split, averaged=True) for split in splits}
+            self._report_losses(losses, "ema_eval_loss", "evaluation loss of the averaged weights")
+
+    def _report_losses(self, losses: "dict[Split, float]", name: str, title: str) -> None:
+        trainer = self.trainer
+        self._log.write(trainer.step, {split.replace("valid", name): loss for split, loss in losses.items()})
+        named = (f"{split.partition('/')[2]} {loss:.4f}".strip() for split, loss in losses.items())
+        trainer.note(f"step {trainer.step}  {title} {', '.join(named)}")
 
     def _save(self, due: Due) -> None:
         """Start the save that is due, and report those that have ended; at the end of the run wait for them."""

@@ -3,6 +3,7 @@
 import shutil
 
 import jax
+import numpy as np
 import pytest
 from jax._src.compilation_cache import decompress_executable
 
@@ -19,6 +20,8 @@ def run_on(config, sizes: dict[str, int]) -> None:
     assert Trainer(config, jax.devices()[:devices]).run() == 0
 
 
+EMA = "ema_eval_loss"
+LONG = ("run.steps=8", "run.checkpoint_interval=4", "run.eval_steps=1", "data.split='8,2,0'")
 # A width of 36 needs padding on 8 storage shards.
 WIDTH = ("model.hidden_size=36", "model.head_dim=8")
 
@@ -28,11 +31,13 @@ def test_a_run_saved_on_one_mesh_goes_on_on_others(tmp_path, make_config, read_m
 
     def config(run_dir):
         run_dir = tmp_path / str(run_dir)
-        muon = ("optimizer.kind=muon", "optimizer.state=int8")  # with AdamW's state too
-        return make_config(*WIDTH, *muon, f"run.dir={run_dir}", "run.steps=8", "run.checkpoint_interval=4")
+        muon = ("optimizer.kind=muon", "optimizer.state=int8", "optimizer.ema_decay=0.3")  # with AdamW's state too
+        return make_config(*WIDTH, *muon, f"run.dir={run_dir}", *LONG)
 
     run_on(config("whole"), first)
-    expected = read_metrics(tmp_path / "whole", "loss", "grad_norm")
+    expected, averaged = (read_metrics(tmp_path / "whole", *names) for names in (("loss", "grad_norm"), (EMA,)))
+    [(step, evaluated)] = averaged.items()
+    assert step == 8 and evaluated != read_metrics(tmp_path / "whole", "eval_loss")[8]
     for index, sizes in enumerate(others):
         shutil.copytree(tmp_path / "whole", tmp_path / str(index))
         shutil.rmtree(tmp_path / str(index) / "checkpoints" / "8")
@@ -42,6 +47,22 @@ def test_a_run_saved_on_one_mesh_goes_on_on_others(tmp_path, make_config, read_m
         assert list(numbers) == [5, 6, 7, 8]
         for step, values in numbers.items():
             assert values == pytest.approx(expected[step], rel=1e-5), (sizes, step)
+        assert read_metrics(tmp_path / str(index), EMA)[8] == pytest.approx(evaluated, rel=1e-5)
+
+
+def test_an_average_of_the_weights_may_begin_at_a_checkpoint_but_not_end(tmp_path, make_config, read_metrics):
+    def config(*overrides):
+        return make_config(*WIDTH, f"run.dir={tmp_path}", *overrides)
+
+    run_on(config("run.steps=2"), {"fsdp": 8})
+    trainer = Trainer(config("run.steps=3", "optimizer.ema_decay=0.5"), jax.devices()[:1])
+    before, share = {name: np.asarray(w) for name, w in trainer.state.params.items()}, 1 - 4 / 13  # of step 3
+    assert trainer.run() == 0
+    for name, average in trainer.state.ema.items():
+        expected = before[name] + share * (np.asarray(trainer.state.params[name]) - before[name])
+        np.testing.assert_allclose(average, expected, rtol=1e-5, atol=1e-7, err_msg=name)
+    with pytest.raises(InputError, match="has averages of the weights, but optimizer.ema_decay=null"):
+        Trainer(config("run.steps=4"), jax.devices()[:1])
 
 
 def test_the_newest_checkpoints_and_each_kth_are_kept(tmp_path, make_config, checkpoint_steps):

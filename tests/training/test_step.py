@@ -208,6 +208,18 @@ def test_the_state_is_donated_and_keeps_its_place(make_program):
     assert memory.alias_size_in_bytes >= stored  # every array is written where it was read
 
 
+def test_averages_of_weights_forget_the_first_ones_sooner(make_program):
+    program = make_program("optimizer.ema_decay=0.3", devices=4, fsdp=2, tensor=2)
+    state = program.init_state()
+    averages = to_numpy(state.params)
+    for t, rate in enumerate((2 / 11, 3 / 12, 0.3), start=1):  # (1 + t) / (10 + t), up to 0.3
+        state, _ = program.train_step(state, random_batch(program, t))
+        for name, weight in to_numpy(state.params).items():
+            averages[name] = rate * averages[name] + (1 - rate) * weight
+    for name, found in to_numpy(state.ema).items():
+        np.testing.assert_allclose(found, averages[name], rtol=1e-5, atol=1e-7, err_msg=name)
+
+
 def test_the_logged_loss_is_the_language_model_loss_alone(make_program):
     plain, weighted = (make_program(f"model.z_loss={z}") for z in (0.0, 0.1))
     losses = []
