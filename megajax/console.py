@@ -34,6 +34,7 @@ COMMANDS = {
     "generate": ("megajax.generate", "continue text with a run or a Hugging Face model"),
     "evaluate": ("megajax.evaluate", "loss, perplexity and bits per byte of texts"),
     "checkpoints": ("megajax.checkpoint.inspect", "list a run's checkpoints, or verify them"),
+    "average": ("megajax.average", "average checkpoints of a run, or write its moving average"),
     "plot": ("megajax.plot", "draw loss, learning rate and gradient norm of runs"),
     "bench": ("megajax.bench", "measure the speed of configs"),
     "profile": ("megajax.profile.__main__", "show where the time of a step goes, beside the planner's estimate"),

@@ -139,6 +139,14 @@ def accept_missing_cuda() -> None:
         os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
 
 
+def use_cpu() -> None:
+    """Keep jax from reserving the memory of GPUs."""
+    import jax
+
+    accept_missing_cuda()
+    jax.config.update("jax_platforms", "cpu")
+
+
 def _has_nvidia_driver() -> bool:
     # The second path is for containers that hide the first, the third for Windows.
     return any(Path(path).exists() for path in ("/proc/driver/nvidia", "/dev/nvidiactl", "/dev/dxg"))

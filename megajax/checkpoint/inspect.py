@@ -1,16 +1,14 @@
 """`python -m megajax.checkpoint.inspect RUN`: a run's checkpoints, their sizes and meshes, and their damage."""
 
-import json
 import math
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from megajax.checkpoint import checksums, complete_steps, find_checkpoint
 from megajax.checkpoint.storage import SUBDIRECTORY, Folder, checkpoint_folder, saved_at, sizes, store_errors
-from megajax.checkpoint.weights import array_headers
+from megajax.checkpoint.weights import array_headers, description
 from megajax.console import CommandParser, size, user_errors
 from megajax.errors import UserError
 
@@ -40,8 +38,7 @@ def row(checkpoint: Folder, verify: bool) -> tuple[list[str], bool]:
 
 def _saved_on(checkpoint: Folder) -> str:
     """The mesh and the number of devices and processes that saved a checkpoint."""
-    described: dict[str, Any] = json.loads((checkpoint / "description" / "metadata").read_text())
-    found = described.get("saved_on")
+    found = description(checkpoint).get("saved_on")
     if found is None:  # an older version
         return "unknown"
     mesh = " × ".join(f"{axis} {count}" for axis, count in found["mesh"].items()) or "one device"

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 import orbax.checkpoint as ocp
 from orbax.checkpoint.checkpoint_managers import preservation_policy as policies
 
@@ -371,6 +372,26 @@ def restore_model(
     finally:
         checkpoints.close()
     return restored.pop("params"), loaded_layer_state(restored)
+
+
+def save_weights(
+    run_dir: Path,
+    params: Mapping[str, jax.Array],
+    layer_state: Mapping[str, Mapping[str, jax.Array]],
+    description: Mapping[str, Any],
+) -> None:
+    """Write the first checkpoint of a run directory, without optimizer state, and wait until it is on disk.
+
+    `layer_state` is by kind of block and name; the description has the step. Raises OSError if it could not be written.
+    """
+    step = jax.device_put(np.int32(description["step"]), jax.devices("cpu")[0])
+    tree = {"params": params, "step": step} | saved_layer_state(layer_state)
+    checkpoints = Checkpoints(run_dir, keep=1, keep_every=None)
+    checkpoints.save(description["step"], tree, {**description, "optimizer_state": False})
+    outcome = checkpoints.outcome(wait=True)
+    checkpoints.close()
+    if outcome is not None and outcome.error is not None:
+        raise OSError(outcome.error)
 
 
 def saved_layer_state(state: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:

@@ -1,6 +1,7 @@
 """Parameters of a checkpoint as NumPy arrays, independent of the devices that wrote them and of those here."""
 
 import contextlib
+import json
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +17,8 @@ from megajax.config import Config, ModelConfig, load_config
 from megajax.errors import InputError
 from megajax.model.block import layer_state
 
-PREFIX, HEADER = "params.", "/.zarray"  # in orbax's key of an array's header
+PARAMS, EMA = "params.", "ema."  # beginnings of the names of parameters, and of their moving averages
+HEADER = "/.zarray"  # end of orbax's key of an array's header
 
 
 def load_weights(run_or_checkpoint: str | Path) -> dict[str, np.ndarray]:
@@ -31,10 +33,13 @@ def load_weights(run_or_checkpoint: str | Path) -> dict[str, np.ndarray]:
         return {name: read.result() for name, read in reads.items()}
 
 
-def open_weights(run_or_checkpoint: str | Path) -> dict[str, "StoredArray"]:
-    """The same parameters, read when they are indexed. Raises InputError as `load_weights` does."""
+def open_weights(run_or_checkpoint: str | Path, which: str = PARAMS) -> dict[str, "StoredArray"]:
+    """The same parameters, or with `which=EMA` their moving averages, read when they are indexed.
+
+    Raises InputError as `load_weights` does.
+    """
     with _damage_reported(item := _item(run_or_checkpoint)):
-        return {name: StoredArray(item, array) for name, array in _open(item).items()}
+        return {name: StoredArray(item, array) for name, array in _open(item, which).items()}
 
 
 def open_layer_state(run_or_checkpoint: str | Path, model: ModelConfig) -> dict[str, "StoredArray"]:
@@ -83,6 +88,15 @@ def _item(run_or_checkpoint: str | Path) -> Folder:
     return checkpoint / "state"
 
 
+def description(checkpoint: Folder) -> dict[str, Any]:
+    """The description of `RUN/checkpoints/STEP`. Raises InputError if it is damaged."""
+    with _damage_reported(checkpoint / "state"):
+        try:
+            return json.loads((checkpoint / "description" / "metadata").read_text())
+        except FileNotFoundError:
+            raise InputError(f"{checkpoint} is damaged (it has no description): give another checkpoint.") from None
+
+
 def array_headers(checkpoint: Folder) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
     """(shape, dtype) of all arrays of `RUN/checkpoints/STEP`, optimizer state too, by name; no array is read.
 
@@ -93,7 +107,7 @@ def array_headers(checkpoint: Folder) -> dict[str, tuple[tuple[int, ...], np.dty
         return {name: (tuple(array.shape), array.dtype.numpy_dtype) for name, array in _open(item, "").items()}
 
 
-def _open(item: Folder, prefix: str = PREFIX) -> dict[str, Any]:
+def _open(item: Folder, prefix: str = PARAMS) -> dict[str, Any]:
     # Without orbax, because it starts jax, which reserves GPU memory.
     store = {"driver": "ocdbt", "base": key_value_store(item)}
     keys = tensorstore.KvStore.open(store).result().list().result()

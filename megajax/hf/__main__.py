@@ -23,7 +23,7 @@ from megajax.hf.exporting import export_step
 from megajax.hf.folder import folder_bytes
 from megajax.hf.importing import import_folder
 from megajax.hf.plan import plan, report
-from megajax.runtime import accept_missing_cuda
+from megajax.runtime import use_cpu
 
 MODULE = "megajax.hf.__main__"
 DTYPES = ("float32", "bfloat16", "float16")
@@ -43,7 +43,7 @@ def _import(parser: CommandParser, argv: Sequence[str]) -> int:
     parser.add_argument("folder", metavar="HF_FOLDER", type=Path)
     parser.add_argument("run", metavar="RUN_DIR", type=Path, help="the new run directory")
     options = parser.parse_args(argv)
-    _use_cpu()
+    use_cpu()
     import_folder(options.folder, options.run)
     print(f"wrote the weights of {options.folder} to {options.run}")
     return 0
@@ -84,7 +84,7 @@ def _compare(parser: CommandParser, argv: Sequence[str]) -> int:
         "--logits", action="store_true", help="also run both models on a few tokens; needs torch and transformers"
     )
     options = parser.parse_args(argv)
-    _use_cpu()
+    use_cpu()
     run = _one(options.run, options.step)
     differences = compare(options.folder, run)
     print("tensor  [shape] dtype  largest absolute difference  largest relative difference")
@@ -129,14 +129,6 @@ COMMANDS: dict[str, Callable[[CommandParser, Sequence[str]], int]] = {
 
 def _one(run: str, step: int | None) -> str:
     return run if step is None else str(Path(run) / SUBDIRECTORY / str(step))
-
-
-def _use_cpu() -> None:
-    """Keep jax from reserving the memory of GPUs."""
-    import jax
-
-    accept_missing_cuda()
-    jax.config.update("jax_platforms", "cpu")
 
 
 def main(argv: Sequence[str]) -> int:

@@ -1,18 +1,15 @@
 """`hf import`: a Hugging Face folder becomes a run directory."""
 
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import SingleDeviceSharding
 
-from megajax.checkpoint import Checkpoints
 from megajax.checkpoint.description import describe_model
-from megajax.checkpoint.manager import saved_layer_state
+from megajax.checkpoint.manager import save_weights
 from megajax.config import Config
 from megajax.data.tokenizers import files_in, keep_tokenizer, kept_name, load_tokenizer
-from megajax.errors import InputError
 from megajax.hf import beside
 from megajax.hf.convert import load, read_model
 from megajax.hf.folder import new_folder, read_config
@@ -39,24 +36,11 @@ def import_folder(folder: Path, run_dir: Path) -> None:
     }
     with new_folder(run_dir) as partial:
         params, state = load(folder, shapes, kept, config.model, "HF_FOLDER")
-        tree = {"params": params, "step": jnp.zeros((), jnp.int32, device=device)} | saved_layer_state(state)
-        _save(partial, run_dir, tree, config)
+        save_weights(partial, params, state, {"format": 1, "step": 0, "model": describe_model(config.model)})
         beside.keep(folder, partial)
         if files_in(folder):
             keep_tokenizer(str(folder), partial)
         (partial / "config.yaml").write_text(config.to_yaml())
-
-
-def _save(partial: Path, run_dir: Path, tree: dict[str, Any], config: Config) -> None:
-    checkpoints = Checkpoints(partial, keep=1, keep_every=None)
-    model = describe_model(config.model)
-    checkpoints.save(0, tree, {"format": 1, "step": 0, "model": model, "optimizer_state": False})
-    outcome = checkpoints.outcome(wait=True)
-    checkpoints.close()
-    if outcome is not None and outcome.error is not None:
-        raise InputError(
-            f"{run_dir} could not be written ({outcome.error}): free disk space there, or give another folder."
-        )
 
 
 def _config(folder: Path, run_dir: Path) -> Config:
