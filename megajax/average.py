@@ -28,9 +28,9 @@ def average(run_dir: Path, steps: Sequence[int], ema: bool, out: Path) -> None:
     """Write a run directory with the mean of the checkpoints of `steps`: config.yaml, a checkpoint, tokenizer files.
 
     The mean is taken of each parameter, with `ema` of its moving average, and of the layers' state. The checkpoint has
-    the last step and FP32 weights only. They are in host memory once, and of each checkpoint one layer. Raises
-    InputError if a checkpoint is of another model, has no moving average or is damaged, or if `out` exists or cannot be
-    written; nothing remains then.
+    the last step and FP32 weights only. Host memory holds the mean, one layer of a checkpoint, and in the end orbax's
+    copy of the mean. Raises InputError if a checkpoint is of another model, has no moving average or is damaged, or if
+    `out` exists or cannot be written; nothing remains then.
     """
     config = run_config(run_dir, "RUN")
     described = [_checked(run_dir, step, config, ema) for step in steps]
