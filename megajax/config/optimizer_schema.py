@@ -9,6 +9,7 @@ from megajax.config.fields import BelowOne, Count, CountOrZero, Positive, Positi
 Coefficients = tuple[float, float, float]
 EmaDecay = Annotated[float, Field(gt=0, lt=1)]
 LayerDecay = Annotated[float, Field(gt=0, le=1)]
+Share = Annotated[float, Field(ge=0, le=1)]
 OfSteps = Annotated[tuple[Coefficients, ...], Field(min_length=1)]
 
 
@@ -75,6 +76,11 @@ class OptimizerConfig(Section):
         default="float32",
         description="Form of the moments between steps: bfloat16 by stochastic rounding, or int8 by blocks with a"
         " scale each. A step computes with them in FP32.",
+    )
+    offload: Share = Field(
+        default=0.0,
+        description="Share of the bytes of moments and averages that is kept in pinned memory of the host, and comes to"
+        " the device for the update, parameter by parameter.",
     )
     weight_decay: PositiveOrZero = Field(
         default=0.1, description="Decoupled weight decay; it is multiplied by the learning rate."

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
@@ -36,7 +37,7 @@ def make_optimizer(
                 "muon": optax.chain(optax.trace(own.muon.momentum, own.muon.nesterov), _orthogonal(config, muon, mesh)),
                 "adamw": adamw,
             },
-            {name: "muon" if name in muon else "adamw" for name in declared},
+            lambda some: {name: "muon" if name in muon else "adamw" for name in some},
         )
         direction = small_states(direction, own.state, trained)
         return optax.chain(direction, after)
@@ -58,7 +59,10 @@ def _orthogonal(config: Config, placements: Mapping[str, Placement], mesh: Mesh)
     orthogonal = on_whole_matrices(partial(newton_schulz, config=muon), layouts, mesh, dtype)
 
     def update(momenta: Any, _: Any) -> Any:
-        whole = orthogonal({name: momenta[name] for name in layouts})
+        own = {name: momenta[name] for name in layouts if isinstance(momenta.get(name), jax.Array)}
+        if not own:  # of parameters without matrices only
+            return momenta
+        whole = orthogonal(own)
         return momenta | {name: scales[name] * whole[name].astype(jnp.float32) for name in layouts}
 
     return optax.stateless(update)

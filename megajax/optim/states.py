@@ -88,11 +88,18 @@ def small_states(
 
 def placement_of(path: Any, placements: Mapping[str, Placement], sizes: Mapping[str, int]) -> Placement | None:
     """The placement of a leaf of an optimizer's state; None for leaves that are no moments, such as counts."""
+    own = moment_path(path)
+    placement = placements.get(_name(own))
+    if placement is not None and own != path and path[-1].name == "scales":
+        return scales_of(placement, sizes)
+    return placement
+
+
+def moment_path(path: Any) -> Any:
+    """The path of the moment that a leaf of a state belongs to: without the last key of `Blocks`."""
     *above, last = path
-    if above and isinstance(last, GetAttrKey) and last.name in Blocks.__dataclass_fields__:
-        placement = placements.get(_name(above))
-        return scales_of(placement, sizes) if placement and last.name == "scales" else placement
-    return placements.get(_name(path))
+    in_blocks = above and isinstance(last, GetAttrKey) and last.name in Blocks.__dataclass_fields__
+    return tuple(above) if in_blocks else tuple(path)
 
 
 def seed_of(name: str, step: jax.Array) -> jax.Array:

@@ -10,18 +10,20 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from jax.tree_util import keystr
 
 from megajax.config import Config, ModelConfig
 from megajax.config.batch_schedule import sizes_by_tokens
 from megajax.config.kinds import MTP, layer_kinds
+from megajax.config.sentences import fail
 from megajax.mesh import mesh_sizes
 from megajax.model import Transformer, init_parameters, parameters
 from megajax.model.block import Block, layer_state
 from megajax.model.lora import is_trained, targets
 from megajax.model.parts import is_maximum
-from megajax.optim import make_optimizer, make_schedule
-from megajax.optim.groups import clip
-from megajax.optim.states import placement_of
+from megajax.optim import make_optimizer
+from megajax.optim.offload import largest_share, on_device, on_host
+from megajax.optim.states import moment_path, placement_of
 from megajax.parallel.gradients import gradient_function, loss_function
 from megajax.parallel.local import LocalModel
 from megajax.parallel.weights.scaling import FP8, Scaling
@@ -35,6 +37,7 @@ from megajax.sharding import (
     stored_rows,
 )
 from megajax.step_plan import StepPlan
+from megajax.training.update import updated
 
 BATCH_DTYPES = {
     "tokens": jnp.int32,
@@ -47,6 +50,7 @@ BATCH_DTYPES = {
     "mtp_targets": jnp.int32,
     "mtp_mask": jnp.float32,
 }
+OFFLOADED = ("matrix", "embedding")  # roles of the parameters that `optimizer.offload` moves
 OF_MODULES = ("mtp_targets", "mtp_mask")
 INITIAL_LOSS_SCALE = 2.0**16
 LOSS_SCALE_GROWTH_STEPS = 2000  # as in NVIDIA's and Megatron's dynamic loss scaling
@@ -117,7 +121,53 @@ class TrainProgram:
     @cached_property
     def state_shardings(self) -> TrainState:
         """A TrainState of shardings: moments are sharded like their parameters, scalars are replicated."""
-        return self.per_parameter(lambda p: NamedSharding(self.mesh, p.spec), NamedSharding(self.mesh, P()))
+        plain = self.per_parameter(lambda p: NamedSharding(self.mesh, p.spec), NamedSharding(self.mesh, P()))
+        away = self._offloaded
+
+        def of(path: Any, sharding: NamedSharding) -> NamedSharding:
+            return on_host(sharding) if keystr(moment_path(path)) in away else sharding
+
+        return jax.tree_util.tree_map_with_path(of, plain) if away else plain
+
+    @cached_property
+    def update_turns(self) -> list[list[str]]:
+        """The trained parameters, by what is updated together: one turn, or more if `optimizer.offload` is set.
+
+        A parameter with arrays on the host has a turn of its own; Muon's matrices have one together.
+        """
+        names, _ = self._divided(self.placements)
+        away = {moment_path(path)[-1].key for path, _ in self._moments if keystr(moment_path(path)) in self._offloaded}
+        declared, muon = parameters(self.model), self.config.optimizer.kind == "muon"
+        together = {name: "muon" if muon and declared[name].muon else name for name in names if name in away}
+        turns = {turn: [name for name in names if together.get(name) == turn] for turn in together.values()}
+        if rest := [name for name in names if name not in together]:
+            turns[""] = rest
+        return list(turns.values())
+
+    @cached_property
+    def _offloaded(self) -> set[str]:
+        """The moments and averages in the host's memory, by their path in the state."""
+        config, declared = self.config, parameters(self.model)
+        if not (share := config.optimizer.offload):
+            return set()
+        sizes = dict[str, int]()
+        for path, leaf in self._moments:
+            own = moment_path(path)
+            if declared[own[-1].key].role in OFFLOADED:
+                sizes[keystr(own)] = sizes.get(keystr(own), 0) + leaf.size * leaf.dtype.itemsize
+        chosen = largest_share(sizes, share)
+        if not chosen:
+            key, least = "optimizer.offload", min(sizes.values(), default=0) / max(sum(sizes.values()), 1)
+            cure = f"raise it to at least {least:.2g}" if sizes else "remove it, or keep moments"
+            fail(config, f"{key}={share} moves no array to the host", cure, key)
+        return chosen
+
+    @cached_property
+    def _moments(self) -> list[tuple[Any, jax.ShapeDtypeStruct]]:
+        """The moments and averages of the state, with their paths."""
+        own, sizes = replace(self._state_shapes, params={}, frozen={}, layer_state={}), mesh_sizes(self.mesh)
+        leaves = jax.tree_util.tree_flatten_with_path(own)[0]
+        return [(path, leaf) for path, leaf in leaves if placement_of(path, self.placements, sizes) is not None]
 
     @cached_property
     def abstract_state(self) -> TrainState:
@@ -191,7 +241,8 @@ class TrainProgram:
     @cached_property
     def eval_step(self) -> Callable:
         """Jitted (`TrainState.weights`, layer state, batch) → (summed loss, valid tokens)."""
-        return jax.jit(loss_function(self.local, self.mesh))
+        loss = loss_function(self.local, self.mesh)
+        return jax.jit(lambda weights, state, batch: loss(on_device(weights), state, batch))
 
     def _init(self) -> TrainState:
         seed, std = self.config.run.seed, self.config.model.init_std
@@ -250,18 +301,9 @@ def _train_step(program: TrainProgram, gradients_of: Callable, state: TrainState
         state.weights, state.layer_state, batch, state.step, state.loss_scale
     )
     finite = jnp.isfinite(sums["loss"]) & jnp.isfinite(norm)
-    learning_rate, directions, optimizer = directions_of(program, state, gradients, norm)
-    with jax.named_scope("optimizer"):
-        params = jax.tree.map(lambda p, d: p - learning_rate * d, state.params, directions)
-        params |= _rescaled(program, params, layers)
-
-        ema = _averaged(config, state, params)
-
-        # A step with non-finite numbers changes no weight, average, moment or layer state.
-        before = state.params, state.ema, state.optimizer, state.layer_state
-        params, ema, optimizer, kept = jax.tree.map(
-            lambda new, old: jnp.where(finite, new, old), (params, ema, optimizer, kept), before
-        )
+    learning_rate, (params, ema, optimizer) = updated(program, state, gradients, norm, layers, finite)
+    # A step with non-finite numbers changes no layer state either.
+    kept = jax.tree.map(lambda new, old: jnp.where(finite, new, old), kept, state.layer_state)
     skipped = (~finite).astype(jnp.int32)
     state = replace(
         state,
@@ -294,47 +336,6 @@ def _train_step(program: TrainProgram, gradients_of: Callable, state: TrainState
         metrics["loss_scale"] = state.loss_scale
         state = _update_loss_scale(state, finite)
     return state, metrics
-
-
-def directions_of(
-    program: TrainProgram, state: TrainState, gradients: dict[str, jax.Array], norm: jax.Array
-) -> tuple[jax.Array, dict[str, jax.Array], Any]:
-    """(learning rate, directions, new optimizer state): a step subtracts the rate times the direction from a weight.
-
-    The gradients are not clipped yet; `norm` is the norm of all of them.
-    """
-    config, gradients = program.config, clip(program.config, gradients, norm)
-    with jax.named_scope("optimizer"):
-        learning_rate: Any = make_schedule(config.schedule)(state.step + 1)
-        directions: Any
-        directions, optimizer = program.optimizer.update(gradients, state.optimizer, state.params)
-    return learning_rate, directions, optimizer
-
-
-def _averaged(config: Config, state: TrainState, params: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    """The moving averages after a step with the new weights `params`.
-
-    In early steps the decay rate is lower, (1 + t) / (10 + t) in step t as in TensorFlow's, so that the first weights
-    are soon forgotten.
-    """
-    if not state.ema:
-        return {}
-    assert config.optimizer.ema_decay is not None
-    t = (state.step + 1).astype(jnp.float32)
-    share = 1 - jnp.minimum(config.optimizer.ema_decay, (1 + t) / (10 + t))
-    return jax.tree.map(lambda average, w: average + share * (w - average), state.ema, params)
-
-
-def _rescaled(
-    program: TrainProgram, params: dict[str, jax.Array], layers: dict[str, dict[str, jax.Array]]
-) -> dict[str, jax.Array]:
-    """The parameters that a kind of block rescales after an update; its layers' metrics are `[L, ...]`."""
-    found = {}
-    for kind, metrics in layers.items():
-        for own, factor in program.model.blocks[kind].rescaled(metrics).items():
-            name = f"{BLOCKS}{kind}.{own}"
-            found[name] = params[name] * in_stored_rows(factor, program.placements[name])
-    return found
 
 
 def with_modules(model: ModelConfig, layers: dict[str, dict[str, jax.Array]]) -> dict[str, dict[str, jax.Array]]:

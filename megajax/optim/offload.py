@@ -1,0 +1,82 @@
+"""`optimizer.offload`: moments and averages in pinned memory of the host, which pass through the device in an update.
+
+The parameters with such arrays are updated one after another. While one is computed, the arrays of the next one arrive
+and those of the last one return, so a device holds those of a few parameters at a time. The numbers are the same as
+without offloading. A step takes longer by about the bytes divided by the bandwidth of the link, because the gradients'
+norm, which clipping needs, is known only after the backward pass.
+"""
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding
+
+HOST = "pinned_host"
+AHEAD = 2  # updates whose arrays may be on the device at the same time
+
+
+def largest_share[Key](sizes: Mapping[Key, float], share: float) -> set[Key]:
+    """The arrays, from the largest to the smallest, that fit into `share` of the sum of their `sizes`."""
+    room, chosen = share * sum(sizes.values()) * (1 + 1e-9), set[Key]()
+    for key, size in sorted(sizes.items(), key=lambda item: -item[1]):
+        if size <= room:
+            room -= size
+            chosen.add(key)
+    return chosen
+
+
+def on_host(sharding: NamedSharding) -> NamedSharding:
+    """The same sharding in pinned memory of the hosts."""
+    return NamedSharding(sharding.mesh, sharding.spec, memory_kind=HOST)
+
+
+def on_device(tree: Any) -> Any:
+    """A copy on the device of what is in the host's memory, inside a jitted function; the rest as it is."""
+    return jax.tree.map(lambda x: jax.device_put(x, jax.memory.Space.Device) if _is_on_host(x) else x, tree)
+
+
+def as_before(new: Any, old: Any) -> Any:
+    """`new`, with a copy in the host's memory of each array that is there in `old`."""
+
+    def move(x: jax.Array, before: jax.Array) -> jax.Array:
+        return jax.device_put(x, jax.memory.Space.Host) if _is_on_host(before) else x
+
+    return jax.tree.map(move, new, old)
+
+
+def in_turn(update: Callable[[Any, Any], Any], kept: Sequence[Any], others: Sequence[Any]) -> list[Any]:
+    """`update(kept, other)`, which returns the new `kept`, of each part; arrays of `kept` may be on the host.
+
+    Those of a part come to the device when those of the second part before it are back.
+    """
+    done: list[Any] = []
+    for index, (before, other) in enumerate(zip(kept, others, strict=True)):
+        if index >= AHEAD:
+            before, done[index - AHEAD] = jax.lax.optimization_barrier((before, done[index - AHEAD]))
+        done.append(as_before(update(on_device(before), other), before))
+    return done
+
+
+def select(tree: Any, names: Collection[str], chosen: Collection[str]) -> Any:
+    """A tree with only the `chosen` keys in each dictionary whose keys are `names`."""
+    by_name = _has_keys(names)
+    return jax.tree.map(lambda node: {n: node[n] for n in chosen} if by_name(node) else node, tree, is_leaf=by_name)
+
+
+def merged(trees: Sequence[Any], chosen: Sequence[Collection[str]]) -> Any:
+    """The inverse of `select`: one tree from the trees with the `chosen` keys; other leaves are those of the last."""
+    by_name = _has_keys(chosen[0])
+
+    def join(*nodes: Any) -> Any:
+        return {n: own for node in nodes for n, own in node.items()} if by_name(nodes[0]) else nodes[-1]
+
+    return jax.tree.map(join, *trees, is_leaf=by_name)
+
+
+def _has_keys(names: Collection[str]) -> Callable[[Any], bool]:
+    return lambda node: isinstance(node, dict) and node.keys() == set(names)
+
+
+def _is_on_host(x: Any) -> bool:
+    return jax.typeof(x).memory_space == jax.memory.Space.Host

@@ -1,0 +1,94 @@
+"""The update of a step: new weights, averages and moments from the gradients."""
+
+from collections.abc import Collection, Mapping
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+
+from megajax.config import Config
+from megajax.optim import make_schedule
+from megajax.optim.groups import clip
+from megajax.optim.offload import in_turn, merged, on_device, select
+from megajax.sharding import BLOCKS, in_stored_rows
+
+if TYPE_CHECKING:
+    from megajax.training.step import TrainProgram, TrainState
+
+
+def updated(
+    program: "TrainProgram",
+    state: "TrainState",
+    gradients: Mapping[str, jax.Array],
+    norm: jax.Array,
+    layers: Mapping[str, Mapping[str, jax.Array]],
+    finite: jax.Array,
+) -> tuple[jax.Array, tuple[dict[str, jax.Array], dict[str, jax.Array], Any]]:
+    """(learning rate, (parameters, averages, optimizer state)) after a step; unchanged if it is not `finite`.
+
+    The gradients are not clipped yet; `norm` is the norm of all of them. `layers` are the metrics of the layers.
+    """
+    rate, names = learning_rate(program.config, state), list(gradients)
+    clipped, factors = clip(program.config, gradients, norm), _rescaling(program, layers)
+
+    def update(kept: Any, other: Any) -> Any:
+        (params, ema, optimizer), (gradients, factors) = kept, other
+        directions, after = program.optimizer.update(gradients, optimizer, params)
+        new = jax.tree.map(lambda p, d: p - rate * d, params, directions)
+        new |= {name: new[name] * factor for name, factor in factors.items()}
+        averages = _averaged(program.config, state.step, ema, new)
+        return jax.tree.map(lambda new, old: jnp.where(finite, new, old), (new, averages, after), kept)
+
+    def part(chosen: Collection[str]) -> tuple[Any, Any]:
+        own = {name: factors[name] for name in chosen if name in factors}
+        return select(whole, names, chosen), ({name: clipped[name] for name in chosen}, own)
+
+    with jax.named_scope("optimizer"):
+        whole, turns = (state.params, state.ema, state.optimizer), program.update_turns
+        kept, others = zip(*map(part, turns), strict=True)
+        return rate, merged(in_turn(update, kept, others), turns)
+
+
+def directions_of(
+    program: "TrainProgram", state: "TrainState", gradients: Mapping[str, jax.Array], norm: jax.Array
+) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """(learning rate, directions): a step subtracts the rate times the direction from a weight.
+
+    The gradients are not clipped yet; `norm` is the norm of all of them.
+    """
+    directions: Any
+    clipped, optimizer = clip(program.config, gradients, norm), on_device(state.optimizer)
+    directions, _ = program.optimizer.update(clipped, optimizer, state.params)
+    return learning_rate(program.config, state), directions
+
+
+def learning_rate(config: Config, state: "TrainState") -> jax.Array:
+    """The schedule's learning rate of the step that trains `state`."""
+    rate: Any = make_schedule(config.schedule)(state.step + 1)
+    return rate
+
+
+def _averaged(
+    config: Config, step: jax.Array, averages: dict[str, jax.Array], params: dict[str, jax.Array]
+) -> dict[str, jax.Array]:
+    """The moving averages after step `step` + 1 with the new weights `params`.
+
+    In early steps the decay rate is lower, (1 + t) / (10 + t) in step t as in TensorFlow's, so that the first weights
+    are soon forgotten.
+    """
+    if not averages:
+        return {}
+    assert config.optimizer.ema_decay is not None
+    t = (step + 1).astype(jnp.float32)
+    share = 1 - jnp.minimum(config.optimizer.ema_decay, (1 + t) / (10 + t))
+    return jax.tree.map(lambda average, w: average + share * (w - average), averages, params)
+
+
+def _rescaling(program: "TrainProgram", layers: Mapping[str, Mapping[str, jax.Array]]) -> dict[str, jax.Array]:
+    """Factors, in stored rows, of the parameters that a kind of block rescales after an update."""
+    found = {}
+    for kind, metrics in layers.items():
+        for own, factor in program.model.blocks[kind].rescaled(metrics).items():
+            name = f"{BLOCKS}{kind}.{own}"
+            found[name] = in_stored_rows(factor, program.placements[name])
+    return found
