@@ -12,6 +12,8 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding
 
+Space = jax.memory.Space
+
 HOST = "pinned_host"
 AHEAD = 2  # updates whose arrays may be on the device at the same time
 
@@ -33,29 +35,31 @@ def on_host(sharding: NamedSharding) -> NamedSharding:
 
 def on_device(tree: Any) -> Any:
     """A copy on the device of what is in the host's memory, inside a jitted function; the rest as it is."""
-    return jax.tree.map(lambda x: jax.device_put(x, jax.memory.Space.Device) if _is_on_host(x) else x, tree)
+
+    def move(x: jax.Array) -> jax.Array:
+        return jax.device_put(x, Space.Device) if jax.typeof(x).memory_space == Space.Host else x
+
+    return jax.tree.map(move, tree)
 
 
-def as_before(new: Any, old: Any) -> Any:
-    """`new`, with a copy in the host's memory of each array that is there in `old`."""
+def in_turn(
+    update: Callable[[Any, Any], Any], kept: Sequence[Any], others: Sequence[Any], away: Sequence[Any]
+) -> list[Any]:
+    """`update(kept, other)`, which returns the new `kept`, of each part; `away` says what of `kept` is on the host.
 
-    def move(x: jax.Array, before: jax.Array) -> jax.Array:
-        return jax.device_put(x, jax.memory.Space.Host) if _is_on_host(before) else x
-
-    return jax.tree.map(move, new, old)
-
-
-def in_turn(update: Callable[[Any, Any], Any], kept: Sequence[Any], others: Sequence[Any]) -> list[Any]:
-    """`update(kept, other)`, which returns the new `kept`, of each part; arrays of `kept` may be on the host.
-
-    Those of a part come to the device when those of the second part before it are back.
+    It comes to the device when that of the second part before it is back.
     """
     done: list[Any] = []
-    for index, (before, other) in enumerate(zip(kept, others, strict=True)):
+    for index, (before, other, own) in enumerate(zip(kept, others, away, strict=True)):
         if index >= AHEAD:
             before, done[index - AHEAD] = jax.lax.optimization_barrier((before, done[index - AHEAD]))
-        done.append(as_before(update(on_device(before), other), before))
+        after = update(_moved(before, own, Space.Device), other)
+        done.append(_moved(after, own, Space.Host))
     return done
+
+
+def _moved(tree: Any, which: Any, to: Space) -> Any:
+    return jax.tree.map(lambda x, moves: jax.device_put(x, to) if moves else x, tree, which)
 
 
 def select(tree: Any, names: Collection[str], chosen: Collection[str]) -> Any:
@@ -76,7 +80,3 @@ def merged(trees: Sequence[Any], chosen: Sequence[Collection[str]]) -> Any:
 
 def _has_keys(names: Collection[str]) -> Callable[[Any], bool]:
     return lambda node: isinstance(node, dict) and node.keys() == set(names)
-
-
-def _is_on_host(x: Any) -> bool:
-    return jax.typeof(x).memory_space == jax.memory.Space.Host

@@ -34,6 +34,7 @@ from megajax.runtime import MEMORY_FRACTION, prepare_environment
 HOST = 8  # GPUs
 HOPPER = 9.0  # the compute capability of H200s
 CUDNN_VERSION = 91900  # 9.19, the version that the step is compiled for
+HOST_MEMORY = "pinned_host"
 NO_PLUGIN = (
     "compiling for H200 needs jax's CUDA plugin, which is not installed: "
     "pip install --editable '.[dev]' --constraint constraints.txt"
@@ -49,6 +50,8 @@ class StepProgram(Protocol):
     def abstract_state(self) -> Any: ...
     @property
     def abstract_batch(self) -> Any: ...
+    @property
+    def is_on_host(self) -> Any: ...  # bools in the tree of the state
 
 
 @dataclass(frozen=True)
@@ -89,6 +92,7 @@ def compile_for_h200[Program: StepProgram](
         traced = program.train_step.trace(program.abstract_state, program.abstract_batch)
         traced_at = time.perf_counter()
         lowered = traced.lower()
+        _place_on_host(lowered, jax.tree.leaves(program.is_on_host))
         lowered_at = time.perf_counter()
         text, memory = _compiled(lowered, store)
         end = time.perf_counter()
@@ -108,6 +112,26 @@ def memory_of(executable: jax.stages.Compiled) -> dict[str, int]:
         "temporary": plan.temp_size_in_bytes,
     }
     return {**parts, "whole": sum(parts.values())}
+
+
+def _place_on_host(lowered: jax.stages.Lowered, on_host: list[bool]) -> None:
+    """Say in a lowered step which leaves of its state are in the host's memory.
+
+    Shardings over devices that do not exist have no kind of memory.
+    """
+    if not any(on_host):
+        return
+    from jax._src.interpreters.mlir import ir
+
+    module: Any = lowered.compiler_ir()
+    main = ir.SymbolTable(module.operation)["main"]
+    with module.context:
+        for attributes in ("arg_attrs", "res_attrs"):
+            own = [dict((a.name, a.attr) for a in each) for each in main.attributes[attributes]]
+            for each, away in zip(own, on_host, strict=False):  # the state comes first
+                if away:
+                    each["mhlo.memory_kind"] = ir.StringAttr.get(HOST_MEMORY)
+            main.attributes[attributes] = ir.ArrayAttr.get([ir.DictAttr.get(each) for each in own])
 
 
 def _compiled(lowered: jax.stages.Lowered, store: Path | None) -> tuple[str, dict[str, int]]:
@@ -151,11 +175,14 @@ def h200_devices(gpus: int) -> list[Any]:
 
 @contextmanager
 def no_gpu_needed() -> Iterator[None]:
-    """Patches three functions of jax that need a running GPU without reason (jax issue 23971)."""
+    """Patches four functions of jax that need a running GPU without reason (jax issue 23971)."""
     from jax._src import xla_bridge
     from jax._src.cudnn import fused_attention_stablehlo
+    from jax._src.interpreters import pxla
 
     with (
+        # Else transfers between memories are dropped from a program whose arguments are all on the device.
+        mock.patch.object(pxla, "are_all_shardings_default_mem_kind", lambda _: False),
         mock.patch.object(xla_bridge, "canonicalize_platform", lambda platform: platform),
         mock.patch.object(fused_attention_stablehlo, "check_cudnn_version", lambda: CUDNN_VERSION),
         mock.patch.object(fused_attention_stablehlo, "check_compute_capability", lambda least: float(least) <= HOPPER),

@@ -122,12 +122,13 @@ class TrainProgram:
     def state_shardings(self) -> TrainState:
         """A TrainState of shardings: moments are sharded like their parameters, scalars are replicated."""
         plain = self.per_parameter(lambda p: NamedSharding(self.mesh, p.spec), NamedSharding(self.mesh, P()))
-        away = self._offloaded
+        return jax.tree.map(lambda sharding, away: on_host(sharding) if away else sharding, plain, self.is_on_host)
 
-        def of(path: Any, sharding: NamedSharding) -> NamedSharding:
-            return on_host(sharding) if keystr(moment_path(path)) in away else sharding
-
-        return jax.tree_util.tree_map_with_path(of, plain) if away else plain
+    @cached_property
+    def is_on_host(self) -> TrainState:
+        """A TrainState of bools: what `optimizer.offload` keeps in the host's memory."""
+        nowhere = self.per_parameter(lambda _: False, False)
+        return jax.tree_util.tree_map_with_path(lambda path, _: keystr(moment_path(path)) in self._offloaded, nowhere)
 
     @cached_property
     def update_turns(self) -> list[list[str]]:

@@ -44,9 +44,10 @@ def updated(
         return select(whole, names, chosen), ({name: clipped[name] for name in chosen}, own)
 
     with jax.named_scope("optimizer"):
-        whole, turns = (state.params, state.ema, state.optimizer), program.update_turns
+        turns, away = program.update_turns, program.is_on_host
+        whole, on_host = ((tree.params, tree.ema, tree.optimizer) for tree in (state, away))
         kept, others = zip(*map(part, turns), strict=True)
-        return rate, merged(in_turn(update, kept, others), turns)
+        return rate, merged(in_turn(update, kept, others, [select(on_host, names, own) for own in turns]), turns)
 
 
 def directions_of(
