@@ -14,6 +14,8 @@ from megajax.files import replace_copy
 
 LAYER_BYTES = 512 * 2**20  # combine collectives up to about a layer's weights
 PERMUTATIONS = "xla_gpu_collective_permute_mode"
+# GB of pinned memory that jax may take; its default of 64 is too little for moments. The host's memory is the limit.
+HOST_MEMORY_LIMIT = "16384"
 MEMORY_FRACTION = "0.92"  # jax's default of 0.75 causes unnecessary out-of-memory errors
 
 
@@ -63,11 +65,14 @@ def permutations_are_copied() -> bool:
 
 def variables(config: Config) -> dict[str, str]:
     """Environment variables for this config besides XLA's flags."""
-    if config.mesh.tensor == 1 and config.mesh.context == 1:
-        return {}
-    # Kernels start in launch order: a transfer gets its multiprocessors before the kernel that hides it takes all of
-    # them. Otherwise it would wait for the end of the matmul. Megatron sets this variable for the same reason.
-    return {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    found = {}
+    if config.mesh.tensor > 1 or config.mesh.context > 1:
+        # Kernels start in launch order: a transfer gets its multiprocessors before the kernel that hides it takes all
+        # of them. Otherwise it would wait for the end of the matmul. Megatron sets this variable for the same reason.
+        found["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
+    if config.optimizer.offload:
+        found["XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"] = HOST_MEMORY_LIMIT
+    return found
 
 
 def autotune_files(config: Config) -> tuple[Path, Path]:

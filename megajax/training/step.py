@@ -1,5 +1,6 @@
 """The train step: gradients from the mesh, then clip, update and bookkeeping on the stored shards."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -141,9 +142,10 @@ class TrainProgram:
         declared, muon = parameters(self.model), self.config.optimizer.kind == "muon"
         together = {name: "muon" if muon and declared[name].muon else name for name in names if name in away}
         turns = {turn: [name for name in names if together.get(name) == turn] for turn in together.values()}
-        if rest := [name for name in names if name not in together]:
-            turns[""] = rest
-        return list(turns.values())
+        order = sorted(turns.values(), key=lambda own: -sum(math.prod(self.placements[n].stored_shape) for n in own))
+        order = [turn for pair in zip(order, reversed(order)) for turn in pair][: len(order)]  # a large one, a small one
+        rest = [name for name in names if name not in together]
+        return [*order, rest] if rest else order
 
     @cached_property
     def _offloaded(self) -> set[str]:
