@@ -7,7 +7,7 @@ from functools import cached_property
 
 from megajax.config import Config
 from megajax.plan.memory import MemoryEstimate, estimate_memory
-from megajax.plan.optimizer import declared, newton_schulz_flops
+from megajax.plan.optimizer import declared, host_bytes, newton_schulz_flops
 from megajax.plan.rates import Rates
 from megajax.plan.step_time import StepTime, estimate_time
 from megajax.sharding import Placement, place_all, stored_rows
@@ -48,4 +48,5 @@ class Candidate:
 
     def time(self, rates: Rates) -> StepTime:
         """The estimated time of a step."""
-        return estimate_time(self.plan, rates, self.parameters, newton_schulz_flops(self.plan, self.placements))
+        muon, host = newton_schulz_flops(self.plan, self.placements), host_bytes(self.plan, self.placements)
+        return estimate_time(self.plan, rates, self.parameters, muon, host)

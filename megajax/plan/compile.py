@@ -121,13 +121,13 @@ def _place_on_host(lowered: jax.stages.Lowered, on_host: list[bool]) -> None:
     """
     if not any(on_host):
         return
-    from jax._src.interpreters.mlir import ir
+    from jaxlib.mlir import ir
 
     module: Any = lowered.compiler_ir()
     main = ir.SymbolTable(module.operation)["main"]
     with module.context:
         for attributes in ("arg_attrs", "res_attrs"):
-            own = [dict((a.name, a.attr) for a in each) for each in main.attributes[attributes]]
+            own = [{a.name: a.attr for a in ir.DictAttr(each)} for each in ir.ArrayAttr(main.attributes[attributes])]
             for each, away in zip(own, on_host, strict=False):  # the state comes first
                 if away:
                     each["mhlo.memory_kind"] = ir.StringAttr.get(HOST_MEMORY)

@@ -96,6 +96,8 @@ class _Step:
                 yield self.in_backward(segment, slots, gradients)
                 gradients += self.layers(slots, trained=True)
         yield self.at_end()
+        if self.config.optimizer.offload:
+            yield self.in_update()
 
     # The moments
 
@@ -168,6 +170,12 @@ class _Step:
         zeros = stored if table > stored or not self.repeats else 0
         return replace(self.always, gradients=gradients, working=FP32 * (zeros + reduced))
 
+    def in_update(self) -> MemoryEstimate:
+        """All gradients, and moments from the host: of the largest parameter before and after its update."""
+        _, host = moment_bytes(self.plan, self.placements)
+        moving = max(self.elements(name).stored * each for name, each in host.items())
+        return replace(self.at_end(), working=2 * int(moving))
+
     # The live arrays at these moments
 
     @property
@@ -205,8 +213,8 @@ class _Step:
         stored = {name: self.elements(name).stored for name in self.placements}
         trained = FP32 * sum(count for name, count in stored.items() if self.has_gradient(name))
         frozen = sum(self.frozen_number(name) * n for name, n in stored.items() if not self.has_gradient(name))
-        of = {name: moment_bytes(self.plan, self.placements[name], name) for name in stored if self.has_gradient(name)}
-        return MemoryEstimate(trained + frozen, int(sum(stored[name] * each for name, each in of.items())))
+        device, _ = moment_bytes(self.plan, self.placements)
+        return MemoryEstimate(trained + frozen, int(sum(stored[name] * each for name, each in device.items())))
 
     def has_gradient(self, name: str) -> bool:
         return is_trained(self.config.lora, name)

@@ -1,14 +1,17 @@
 """Memory and work of the optimizer."""
 
+import math
 from collections.abc import Mapping
 
 from megajax.config.fields import cached
 from megajax.config.lora_schema import LoraConfig
 from megajax.config.model_schema import ModelConfig
+from megajax.mesh import AXES
 from megajax.model import Transformer, parameters
 from megajax.model.lora import is_trained
 from megajax.parallel.weights.blocks import bytes_per_number
 from megajax.parallel.weights.matrices import Layout, groups, rounds
+from megajax.parallel.weights.offload import OFFLOADED, largest_share
 from megajax.sharding import Placement
 from megajax.step_plan import StepPlan
 
@@ -19,11 +22,35 @@ def declared(model: ModelConfig, lora: LoraConfig):
     return parameters(Transformer(model, lora))
 
 
-def moment_bytes(plan: StepPlan, placement: Placement, name: str) -> float:
-    """Bytes that the optimizer keeps per number of a trained parameter, the moving average included."""
-    optimizer = plan.config.optimizer
-    average = 4 if optimizer.ema_decay else 0
-    return moments(plan, name) * bytes_per_number(optimizer.state, placement) + average
+def moment_bytes(plan: StepPlan, placements: Mapping[str, Placement]) -> tuple[dict[str, float], dict[str, float]]:
+    """Bytes that the optimizer keeps per number of each trained parameter, moving averages included.
+
+    On the device, and in the host's memory (`optimizer.offload`).
+    """
+    optimizer, own = plan.config.optimizer, declared(plan.config.model, plan.config.lora)
+    trained = {name: p for name, p in placements.items() if is_trained(plan.config.lora, name)}
+    device, host, sizes = dict.fromkeys(trained, 0.0), dict.fromkeys(trained, 0.0), dict[tuple[str, int], float]()
+    each = dict[tuple[str, int], float]()
+    for name, placement in trained.items():
+        kept = [bytes_per_number(optimizer.state, placement)] * moments(plan, name) + [4.0] * bool(optimizer.ema_decay)
+        each |= {(name, index): size for index, size in enumerate(kept)}
+    for (name, index), size in each.items():
+        if own[name].role in OFFLOADED:
+            sizes[name, index] = size * math.prod(trained[name].stored_shape)
+    away = largest_share(sizes, optimizer.offload)
+    for (name, index), size in each.items():
+        (host if (name, index) in away else device)[name] += size
+    return device, host
+
+
+def host_bytes(plan: StepPlan, placements: Mapping[str, Placement]) -> float:
+    """Bytes of one device's moments and averages in the host's memory; an update moves them there and back."""
+    _, host = moment_bytes(plan, placements)
+
+    def shards(placement: Placement) -> int:
+        return math.prod(plan.sizes[axis] for axis in AXES if axis not in placement.replicated_axes)
+
+    return sum(each * math.prod(placements[n].stored_shape) / shards(placements[n]) for n, each in host.items())
 
 
 def moments(plan: StepPlan, name: str) -> int:

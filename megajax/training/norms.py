@@ -63,7 +63,7 @@ def _norms(program: TrainProgram, gradients_of: Callable, state: TrainState, bat
     The step subtracts the update: the learning rate times the optimizer's direction, with clipping and weight decay.
     """
     sums, gradients, norm, _, _ = gradients_of(state.weights, state.layer_state, batch, state.step, state.loss_scale)
-    rate, directions = directions_of(program, state, gradients, norm)
+    rate, directions, _ = directions_of(program, state, gradients, norm)
     finite = jnp.isfinite(sums["loss"]) & jnp.isfinite(norm)  # else the step changes no weight
     updates = {name: jnp.where(finite, rate * d, 0.0) for name, d in directions.items()}
     squares, places = [], program.placements

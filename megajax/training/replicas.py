@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from megajax.mesh import AXES
+from megajax.parallel.weights.offload import on_device
 from megajax.training.step import TrainProgram, TrainState
 
 UNSIGNED = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
@@ -86,7 +87,7 @@ class ReplicaCheck:
     def _checksums(self, state: TrainState) -> jax.Array:
         """The checksums `[devices, arrays]` of the replicated arrays, in the order of the mesh."""
         leaves = {_name(path): leaf for path, leaf in jax.tree_util.tree_flatten_with_path(state)[0]}
-        replicated = {name: leaves[name] for name in self._replicated}
+        replicated = on_device({name: leaves[name] for name in self._replicated})
 
         def local(arrays: dict[str, jax.Array]) -> jax.Array:
             return lax.all_gather(jnp.stack([checksum(arrays[name]) for name in self._replicated]), AXES)

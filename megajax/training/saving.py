@@ -35,6 +35,7 @@ from megajax.errors import InputError
 from megajax.hf import is_hf_folder
 from megajax.mesh import mesh_sizes
 from megajax.optim import make_schedule
+from megajax.parallel.weights.offload import HOST, on_device, on_host
 from megajax.parallel.weights.scaling import FP8, Scaling
 from megajax.sharding import Placement, to_canonical, to_stored, unpadded_spec
 from megajax.training.step import TrainProgram, TrainState
@@ -329,6 +330,7 @@ class StateSaver:
 
         def canonical(leaf: jax.Array, placement: Placement) -> jax.ShapeDtypeStruct:
             sharding = NamedSharding(mesh, unpadded_spec(placement, mesh_sizes(mesh)))
+            sharding = on_host(sharding) if leaf.sharding.memory_kind == HOST else sharding
             return jax.ShapeDtypeStruct(placement.shape, leaf.dtype, sharding=sharding)
 
         return self._each(self.program.abstract_state, canonical)
@@ -349,10 +351,10 @@ class StateSaver:
         return jax.jit(lambda state: self._each(state, self._stored), out_shardings=target)
 
     def _canonical(self, x: jax.Array, placement: Placement) -> jax.Array:
-        return to_canonical(self._with_whole_rows(x, placement), placement)
+        return to_canonical(self._with_whole_rows(on_device(x), placement), placement)
 
     def _stored(self, x: jax.Array, placement: Placement) -> jax.Array:
-        return self._with_whole_rows(to_stored(x, placement), placement)
+        return self._with_whole_rows(to_stored(on_device(x), placement), placement)
 
     def _with_whole_rows(self, x: jax.Array, placement: Placement) -> jax.Array:
         """Reorder layers while a device has a share of each; sharded over `pipeline`, every device would gather all."""

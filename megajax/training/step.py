@@ -23,16 +23,14 @@ from megajax.model.block import Block, layer_state
 from megajax.model.lora import is_trained, targets
 from megajax.model.parts import is_maximum
 from megajax.optim import make_optimizer
-from megajax.optim.offload import largest_share, on_device, on_host
 from megajax.optim.states import moment_path, placement_of
 from megajax.parallel.gradients import gradient_function, loss_function
 from megajax.parallel.local import LocalModel
+from megajax.parallel.weights.offload import OFFLOADED, largest_share, on_device, on_host
 from megajax.parallel.weights.scaling import FP8, Scaling
 from megajax.sharding import (
     BATCH_SPEC,
-    BLOCKS,
     Placement,
-    in_stored_rows,
     pad_storage,
     place_all,
     stored_rows,
@@ -51,7 +49,6 @@ BATCH_DTYPES = {
     "mtp_targets": jnp.int32,
     "mtp_mask": jnp.float32,
 }
-OFFLOADED = ("matrix", "embedding")  # roles of the parameters that `optimizer.offload` moves
 OF_MODULES = ("mtp_targets", "mtp_mask")
 INITIAL_LOSS_SCALE = 2.0**16
 LOSS_SCALE_GROWTH_STEPS = 2000  # as in NVIDIA's and Megatron's dynamic loss scaling
@@ -140,11 +137,13 @@ class TrainProgram:
         names, _ = self._divided(self.placements)
         away = {moment_path(path)[-1].key for path, _ in self._moments if keystr(moment_path(path)) in self._offloaded}
         declared, muon = parameters(self.model), self.config.optimizer.kind == "muon"
-        together = {name: "muon" if muon and declared[name].muon else name for name in names if name in away}
-        turns = {turn: [name for name in names if together.get(name) == turn] for turn in together.values()}
+        turn_of = {name: "muon" if muon and declared[name].muon else name for name in names}
+        moving = dict.fromkeys(turn_of[name] for name in names if name in away)
+        turns = {turn: [name for name in names if turn_of[name] == turn] for turn in moving}
         order = sorted(turns.values(), key=lambda own: -sum(math.prod(self.placements[n].stored_shape) for n in own))
-        order = [turn for pair in zip(order, reversed(order)) for turn in pair][: len(order)]  # a large one, a small one
-        rest = [name for name in names if name not in together]
+        # A large one and a small one, so that two large ones are not on the device together.
+        order = [order[index // 2 if index % 2 == 0 else -(index // 2) - 1] for index in range(len(order))]
+        rest = [name for name in names if turn_of[name] not in moving]
         return [*order, rest] if rest else order
 
     @cached_property

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from megajax.config import Config
 from megajax.optim import make_schedule
 from megajax.optim.groups import clip
-from megajax.optim.offload import in_turn, merged, on_device, select
+from megajax.parallel.weights.offload import in_turn, merged, on_device, select
 from megajax.sharding import BLOCKS, in_stored_rows
 
 if TYPE_CHECKING:
@@ -52,15 +52,15 @@ def updated(
 
 def directions_of(
     program: "TrainProgram", state: "TrainState", gradients: Mapping[str, jax.Array], norm: jax.Array
-) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """(learning rate, directions): a step subtracts the rate times the direction from a weight.
+) -> tuple[jax.Array, dict[str, jax.Array], Any]:
+    """(learning rate, directions, new optimizer state): a step subtracts the rate times the direction from a weight.
 
     The gradients are not clipped yet; `norm` is the norm of all of them.
     """
     directions: Any
     clipped, optimizer = clip(program.config, gradients, norm), on_device(state.optimizer)
-    directions, _ = program.optimizer.update(clipped, optimizer, state.params)
-    return learning_rate(program.config, state), directions
+    directions, optimizer = program.optimizer.update(clipped, optimizer, state.params)
+    return learning_rate(program.config, state), directions, optimizer
 
 
 def learning_rate(config: Config, state: "TrainState") -> jax.Array:

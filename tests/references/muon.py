@@ -19,7 +19,8 @@ from single_device import first_state, make_config, stored, weights_of
 from megajax.config.checks import check_mesh
 from megajax.mesh import AXES, build_mesh
 from megajax.parallel.weights import matrices as matrices_module
-from megajax.training.step import TrainProgram, directions_of
+from megajax.training.step import TrainProgram
+from megajax.training.update import directions_of
 from megajax.verify.runs import canonical
 
 # Names whose matrices [in, out] are [D, heads · width], or [heads · width, D]; with three more for each expert.

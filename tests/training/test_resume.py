@@ -29,12 +29,12 @@ WIDTH = ("model.hidden_size=36", "model.head_dim=8")
 def test_a_run_saved_on_one_mesh_goes_on_on_others(tmp_path, make_config, read_metrics):
     first, others = {"data": 2, "tensor": 2}, [{}, {"fsdp": 8}, {"data": 2, "fsdp": 2, "tensor": 2}]
 
-    def config(run_dir):
+    def config(run_dir, offload):
         run_dir = tmp_path / str(run_dir)
         muon = ("optimizer.kind=muon", "optimizer.state=int8", "optimizer.ema_decay=0.3")  # with AdamW's state too
-        return make_config(*WIDTH, *muon, f"run.dir={run_dir}", *LONG)
+        return make_config(*WIDTH, *muon, f"run.dir={run_dir}", f"optimizer.offload={offload}", *LONG)
 
-    run_on(config("whole"), first)
+    run_on(config("whole", 1), first)
     expected, averaged = (read_metrics(tmp_path / "whole", *names) for names in (("loss", "grad_norm"), (EMA,)))
     [(step, evaluated)] = averaged.items()
     assert step == 8 and evaluated != read_metrics(tmp_path / "whole", "eval_loss")[8]
@@ -42,7 +42,7 @@ def test_a_run_saved_on_one_mesh_goes_on_on_others(tmp_path, make_config, read_m
         shutil.copytree(tmp_path / "whole", tmp_path / str(index))
         shutil.rmtree(tmp_path / str(index) / "checkpoints" / "8")
         (tmp_path / str(index) / "metrics.jsonl").unlink()
-        run_on(config(index), sizes)
+        run_on(config(index, index / 2), sizes)
         numbers = read_metrics(tmp_path / str(index), "loss", "grad_norm")
         assert list(numbers) == [5, 6, 7, 8]
         for step, values in numbers.items():

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from megajax.config.checks import check_mesh
+from megajax.errors import ConfigError
 from megajax.mesh import build_mesh
 from megajax.parallel.gradients import gradient_function
 from megajax.training.batches import to_global
@@ -218,6 +219,34 @@ def test_averages_of_weights_forget_the_first_ones_sooner(make_program):
             averages[name] = rate * averages[name] + (1 - rate) * weight
     for name, found in to_numpy(state.ema).items():
         np.testing.assert_allclose(found, averages[name], rtol=1e-5, atol=1e-7, err_msg=name)
+
+
+def test_offloaded_moments_and_averages_are_on_the_host_and_change_no_number(make_program):
+    programs = [
+        make_program("optimizer.ema_decay=0.3", f"optimizer.offload={share}", devices=4, fsdp=2, tensor=2)
+        for share in (0, 0.6)
+    ]
+    plain, offloaded = (program.init_state() for program in programs)
+    for step in range(2):
+        batch = random_batch(programs[0], step)
+        plain, offloaded = (
+            program.train_step(state, batch)[0] for program, state in zip(programs, (plain, offloaded), strict=True)
+        )
+    moments = jax.tree.leaves((offloaded.optimizer, offloaded.ema))
+    on_host = sum(leaf.nbytes for leaf in moments if leaf.sharding.memory_kind == "pinned_host")
+    assert 0.5 < on_host / sum(leaf.nbytes for leaf in moments) <= 0.6
+    assert not any(leaf.sharding.memory_kind == "pinned_host" for leaf in offloaded.params.values())
+    for expected, found in zip(jax.tree.leaves(plain), jax.tree.leaves(offloaded), strict=True):
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_share_too_small_for_any_array_is_refused(make_program):
+    with pytest.raises(
+        ConfigError, match="optimizer.offload=0.001 moves no array to the host .*: raise it to at least"
+    ):
+        _ = make_program("optimizer.offload=0.001", devices=1).abstract_state
+    with pytest.raises(ConfigError, match="moves no array to the host .*: remove it, or keep moments"):
+        _ = make_program("optimizer.kind=sgd", "optimizer.beta1=0", "optimizer.offload=1", devices=1).abstract_state
 
 
 def test_the_logged_loss_is_the_language_model_loss_alone(make_program):

@@ -15,6 +15,7 @@ from jax.sharding import NamedSharding
 Space = jax.memory.Space
 
 HOST = "pinned_host"
+OFFLOADED = ("matrix", "embedding")  # roles of the parameters whose moments and averages are moved
 AHEAD = 2  # updates whose arrays may be on the device at the same time
 
 
