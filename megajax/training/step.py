@@ -141,8 +141,8 @@ class TrainProgram:
         moving = dict.fromkeys(turn_of[name] for name in names if name in away)
         turns = {turn: [name for name in names if turn_of[name] == turn] for turn in moving}
         order = sorted(turns.values(), key=lambda own: -sum(math.prod(self.placements[n].stored_shape) for n in own))
-        # A large one and a small one, so that two large ones are not on the device together.
-        order = [order[index // 2 if index % 2 == 0 else -(index // 2) - 1] for index in range(len(order))]
+        # A small one and a large one, so that two large ones are not on the device together.
+        order = [order[index // 2 if index % 2 else -(index // 2) - 1] for index in range(len(order))]
         rest = [name for name in names if turn_of[name] not in moving]
         return [*order, rest] if rest else order
 
