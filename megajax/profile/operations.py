@@ -30,12 +30,26 @@ KERNELS = (
     (MATMULS, ("nvjet", "gemm", "cutlass", "grouped_")),
     (COPIES, ("memcpy", "memset", "transpose", "copy")),
 )
+# Operations that a kernel of NCCL, or a copy between GPUs, can belong to, by a part of the kernel's name.
+TRANSFERS = (
+    ("allgather", ("all-gather",)),
+    ("reducescatter", ("reduce-scatter",)),
+    ("allreduce", ("all-reduce",)),
+    ("sendrecv", ("collective-permute", "all-to-all", "ragged-all-to-all")),
+    ("memcpyp2p", ("collective-permute", "all-to-all", "ragged-all-to-all")),
+)
 
 
 def group_of_kernel(name: str) -> str:
     """The group of a kernel from its name only."""
     lower = name.lower()
     return next((group for group, parts in KERNELS if any(part in lower for part in parts)), ELEMENTWISE)
+
+
+def kinds_of_kernel(name: str) -> tuple[str, ...]:
+    """The kinds of operations that a collective's kernel can belong to, from its name only."""
+    lower = name.lower()
+    return next((kinds for part, kinds in TRANSFERS if part in lower), ())
 
 
 def is_collective(op: hlo.Op) -> bool:

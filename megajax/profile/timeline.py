@@ -8,6 +8,7 @@ kernels of a kind run, the moment belongs to the one that began last. So the row
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 
 from megajax.parallel.pipeline.schedules import Schedule
@@ -20,6 +21,7 @@ from megajax.profile.operations import (
     MATMULS,
     group_of_kernel,
     is_collective,
+    kinds_of_kernel,
     part_of,
 )
 from megajax.profile.trace import Kernel
@@ -58,9 +60,26 @@ class Reading:
         op = self.ops.get(kernel.op)
         group = part_of(op)[0] if op else group_of_kernel(kernel.name)
         if group == COLLECTIVES:
-            axes = op.axes_of(self.sizes) if op else ()
+            axes = op.axes_of(self.sizes) if op else self.only_axes(kernel.name)
             return EXPOSED + (" and ".join(axes) or UNKNOWN_AXIS)
         return ELEMENTWISE if group == COPIES else group
+
+    def only_axes(self, name: str) -> tuple[str, ...]:
+        """The axes of a kernel whose operation the trace does not name, if all that it can belong to have the same.
+
+        So it is with NCCL's asynchronous collectives, which XLA launches from a thread of their own.
+        """
+        found = {axes for kind in kinds_of_kernel(name) for axes in self._axes_by_kind.get(kind, ())}
+        return found.pop() if len(found) == 1 else ()
+
+    @cached_property
+    def _axes_by_kind(self) -> dict[str, set[tuple[str, ...]]]:
+        """The axes of the module's collectives, by kind; those of one device are left out."""
+        found: dict[str, set[tuple[str, ...]]] = defaultdict(set)
+        for op in self.ops.values():
+            if is_collective(op) and (axes := op.axes_of(self.sizes)):
+                found[op.kind].add(axes)
+        return found
 
     def communicates(self, kernel: Kernel) -> bool:
         op = self.ops.get(kernel.op) if self.is_own(kernel) else None
@@ -171,8 +190,9 @@ def without_bubble(rows: Rows, schedule: Schedule | None) -> Rows:
 
 
 def unnamed_share(kernels: Mapping[str, Sequence[Kernel]], reading: Reading) -> float:
-    """The share of the kernels' time whose operation the trace does not name."""
+    """The share of the kernels' time whose operation the trace does not name, and whose row is not certain."""
     own = [kernel for of_device in kernels.values() for kernel in of_device if reading.is_own(kernel)]
-    unnamed = sum(kernel.end - kernel.start for kernel in own if not reading.names(kernel))
+    uncertain = [kernel for kernel in own if not reading.names(kernel) and not reading.only_axes(kernel.name)]
+    unnamed = sum(kernel.end - kernel.start for kernel in uncertain)
     whole = sum(kernel.end - kernel.start for kernel in own)
     return unnamed / whole if whole else 0.0

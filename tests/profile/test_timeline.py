@@ -1,6 +1,7 @@
 """Traces of made-up GPUs: exposed time, waiting, gaps and bubbles worked out by hand."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import jax.profiler
@@ -95,6 +96,22 @@ def test_kernels_without_an_operation_or_of_other_programs_have_rows_of_their_ow
         "norms and elementwise": 2,
     }
     assert timeline.unnamed_share({"GPU 0": own}, reading) == (4 + 5) / (4 + 20 + 5 + 3 + 1)
+
+
+def test_a_collective_without_an_operation_has_the_axes_that_all_of_its_kind_have(reading):
+    """The module gathers over fsdp only and reduces nothing; with a gather over data too the axes are not known."""
+
+    def row(name: str, reading: timeline.Reading) -> str:
+        return reading.row(trace.Kernel("GPU 0", name, op="", module="", start=0, end=1))
+
+    gather = reading.ops["gather-start"]
+    assert row("ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage)", reading) == "collectives over fsdp"
+    assert row("ncclDevKernel_ReduceScatter_Sum_f32_RING_LL", reading).endswith("does not name")
+    over_data = replace(gather, name="other-start", attributes=gather.attributes.replace("{'fsdp'}", "{'data'}"))
+    several = timeline.Reading(STEP, {**reading.ops, "other-start": over_data}, SIZES)
+    assert row("ncclDevKernel_AllGather_RING_LL", several).endswith("does not name")
+    permuted = replace(gather, kind="collective-permute")
+    assert row("MemcpyP2P", timeline.Reading(STEP, {"send": permuted}, SIZES)) == "collectives over fsdp"
 
 
 @pytest.mark.parametrize(
