@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import ipaddress
+import json
 import math
 import os
 import re
@@ -19,21 +20,69 @@ from jaxlib import _jax  # type: ignore[attr-defined]
 from megajax.config import AXES
 from megajax.coordinator import through_a_relay
 from megajax.errors import ConfigError
+from megajax.messages import SLOWEST, decide
 
 JOIN_SECONDS = 300  # all processes of a run start within this time
 JAX_HEARTBEAT_TIMEOUT = 600  # seconds, at least
 
 
 def build_mesh(sizes: Mapping[str, int], devices: Sequence[Any] | None = None) -> Mesh:
-    """The mesh with all six axes, slowest links first: `tensor` is innermost in device order.
+    """The mesh with all six axes, slowest links first: `tensor` is innermost, and hosts follow each other.
 
     `sizes` are resolved (`config.checks.check_mesh`), 1 for axes that are not named; `devices` default to all devices
-    of all processes.
+    of all processes. Each host's devices are neighbours, whatever the numbers of its processes, so inner axes whose
+    product divides a host's devices lie inside hosts.
     """
-    devices = jax.devices() if devices is None else devices
+    devices = list(jax.devices() if devices is None else devices)
     shape = tuple(sizes.get(axis, 1) for axis in AXES)
     assert math.prod(shape) == len(devices), (sizes, len(devices))
-    return Mesh(np.array(devices).reshape(shape), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+    hosts = hosts_of(devices)
+    by_host = [devices[i] for i in sorted(range(len(devices)), key=hosts.__getitem__)]
+    return Mesh(np.array(by_host).reshape(shape), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def hosts_of(devices: Sequence[Any]) -> list[int]:
+    """The host of each device, numbered as they first occur."""
+    names = process_hosts()
+    # In a run of one process other ones' devices are those of a topology, which has one process on a host.
+    own = [names[d.process_index] if len(names) > 1 else d.process_index for d in devices]
+    numbers = {host: number for number, host in enumerate(dict.fromkeys(own))}
+    return [numbers[host] for host in own]
+
+
+@functools.cache
+def process_hosts() -> list[str]:
+    """The name of each process's host. All processes must make the first call."""
+    return json.loads(decide("hosts", socket.gethostname(), json.dumps, SLOWEST))
+
+
+def axes_across(sizes: Mapping[str, int], owners: Sequence[int] | np.ndarray) -> tuple[str, ...]:
+    """The axes along which neighbours have different owners, such as hosts; `owners`: of each device, in mesh order."""
+    grid = np.asarray(owners).reshape([sizes.get(axis, 1) for axis in AXES])
+    return tuple(axis for i, axis in enumerate(AXES) if (grid != grid.take([0], i)).any())
+
+
+def describe_hosts(sizes: Mapping[str, int], hosts: Sequence[int] | np.ndarray) -> list[str]:
+    """Lines on the axes between and inside hosts, with a warning if `tensor` is between them; none for one host.
+
+    `hosts`: of each device, in mesh order.
+    """
+    numbers, counts = np.unique(np.asarray(hosts), return_counts=True)
+    if len(numbers) == 1:
+        return []
+    between = axes_across(sizes, hosts)
+    inside = [axis for axis in AXES if sizes.get(axis, 1) > 1 and axis not in between]
+    least, most = int(counts.min()), int(counts.max())
+    of = f"{most} devices" if least == most else f"{least} to {most} devices"
+    lines = [
+        f"hosts      {len(numbers)} of {of}; between hosts: {', '.join(between)}; inside: {', '.join(inside) or '-'}"
+    ]
+    if "tensor" in between:
+        lines.append(
+            f"warning    groups of mesh.tensor={sizes['tensor']} are on several hosts, so every layer waits for the "
+            f"network: choose a size that divides the {least} devices of a host"
+        )
+    return lines
 
 
 def named_mesh(sizes: str, setting: str) -> Mesh:
@@ -59,8 +108,7 @@ def mesh_sizes(mesh: Mesh) -> dict[str, int]:
 
 def within_processes(mesh: Mesh, axis: str) -> bool:
     """Whether devices that differ only along `axis` belong to one process."""
-    lines = np.moveaxis(mesh.devices, mesh.axis_names.index(axis), -1).reshape(-1, mesh.shape[axis])
-    return all(len({device.process_index for device in line}) == 1 for line in lines)
+    return axis not in axes_across(mesh_sizes(mesh), [device.process_index for device in mesh.devices.flat])
 
 
 def bind_address(coordinator: str) -> str | None:

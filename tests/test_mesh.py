@@ -1,15 +1,27 @@
 """The mesh: axes, device order, and joining the other processes of a run."""
 
 from types import SimpleNamespace
+from typing import Any
 
 import jax
 import numpy as np
 import pytest
 from jax.sharding import AxisType
 
+from megajax import mesh as mesh_module
 from megajax.config.fields import BATCH_AXES
 from megajax.errors import ConfigError
-from megajax.mesh import AXES, JOIN_SECONDS, build_mesh, mesh_sizes, start_processes, within_processes
+from megajax.mesh import (
+    AXES,
+    JOIN_SECONDS,
+    axes_across,
+    build_mesh,
+    describe_hosts,
+    hosts_of,
+    mesh_sizes,
+    start_processes,
+    within_processes,
+)
 
 ONE = dict.fromkeys(AXES, 1)
 
@@ -39,6 +51,38 @@ def test_sizes_read_back_in_the_order_of_the_axes_however_they_were_given():
     sizes = {**ONE, "expert": 2, "context": 4}
     mesh = build_mesh(dict(reversed(sizes.items())))
     assert list(mesh_sizes(mesh).items()) == list(sizes.items())
+
+
+@pytest.mark.parametrize("of_process", [1, 2, 8], ids="{} devices a process".format)
+@pytest.mark.parametrize("hosts", ["host by host", "in turn"])
+def test_inner_axes_lie_inside_a_host_however_processes_are_numbered(monkeypatch, hosts, of_process):
+    """Two hosts of eight devices. Slurm's --distribution=cyclic and mpirun --map-by node number processes in turn."""
+    count = 16 // of_process
+    names = [f"host {p % 2 if hosts == 'in turn' else p * of_process // 8}" for p in range(count)]
+    monkeypatch.setattr(mesh_module, "process_hosts", lambda: names)
+    monkeypatch.setattr(mesh_module, "Mesh", lambda devices, *_, **__: devices)  # jax wants devices of its own
+    devices = [SimpleNamespace(id=i, process_index=i // of_process) for i in range(16)]
+    sizes: dict[str, int] = {**ONE, "data": 2, "expert": 2, "context": 2, "tensor": 2}
+    grid: Any = build_mesh(sizes, devices)
+    assert all(len({names[d.process_index] for d in host.flat}) == 1 for host in (grid[:, 0], grid[:, 1]))
+    placed = hosts_of(list(grid.flat))
+    assert axes_across(sizes, placed) == ("data",)
+    assert describe_hosts(sizes, placed) == [
+        "hosts      2 of 8 devices; between hosts: data; inside: expert, context, tensor"
+    ]
+    assert sorted(d.id for d in grid.flat) == list(range(16))
+
+
+def test_tensor_between_hosts_is_named_with_a_warning():
+    hosts = [0] * 8 + [1] * 8
+    assert axes_across({"fsdp": 4, "tensor": 4}, hosts) == ("fsdp",)
+    assert axes_across({"fsdp": 8, "tensor": 2}, hosts) == ("fsdp",)
+    assert axes_across({"data": 2, "pipeline": 2, "context": 4}, hosts) == ("pipeline",)
+    assert axes_across({"tensor": 3, "data": 4}, [i // 8 for i in range(12)]) == ("data", "tensor"), "6, 7 and 8"
+    where, warning = describe_hosts({"tensor": 16}, hosts)
+    assert where == "hosts      2 of 8 devices; between hosts: tensor; inside: -"
+    assert "mesh.tensor=16" in warning and "divides the 8 devices of a host" in warning
+    assert describe_hosts({"tensor": 8}, [0] * 8) == []
 
 
 def test_an_axis_lies_within_processes_if_no_line_along_it_leaves_one():

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from megajax.console import CommandParser, user_errors
 from megajax.errors import InputError
+from megajax.mesh import describe_hosts
 from megajax.plan.compile import require_plugin
 from megajax.plan.rates import DEVICES, GIB, Rates, rates_of, read_rates
 from megajax.plan.search import Found, Search, explained
@@ -151,7 +152,8 @@ def explain(options: argparse.Namespace, rates: Rates) -> str:
     found = explained(options.config, overrides, options.gpus, rates)
     time, memory = found.time, found.candidate.memory
     parts = {"matmuls": time.matmuls, "attention": time.attention, "head and loss": time.head, **time.losses}
-    lines = [*table([cells(found, rates)]), "", "Time of a step:"]
+    sizes, hosts = found.candidate.plan.sizes, [gpu // rates.hosts_of for gpu in range(options.gpus)]
+    lines = [*table([cells(found, rates)]), *describe_hosts(sizes, hosts), "", "Time of a step:"]
     lines += [f"  {name:32} {1e3 * s:10,.1f} ms {s / time.total:6.1%}" for name, s in parts.items()]
     names = ("parameters", "optimizer", "gradients", "weights", "activations", "working")
     lines += ["", f"Memory of a GPU, {found.gib:.1f} of {rates.memory_gib:.1f} GiB:"]

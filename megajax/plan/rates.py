@@ -48,12 +48,12 @@ class Rates:
         rate = min(self.attention_flops, key=lambda entry: abs(entry[0] - width))[1]
         return rate * length / (length + self.attention_half_rate)
 
-    def group_bytes(self, size: int, stride: int) -> float:
-        """The bandwidth of a GPU in a collective over `size` GPUs that are `stride` apart.
+    def group_bytes(self, between_hosts: bool, stride: int) -> float:
+        """The bandwidth of a GPU in a collective over GPUs that are `stride` apart.
 
-        A group that crosses hosts uses the network cards of all its GPUs in a host.
+        A group on several hosts uses the network cards of all its GPUs in a host.
         """
-        if size * stride <= self.hosts_of:
+        if not between_hosts:
             return self.link_bytes
         return min(self.link_bytes, self.network_bytes * max(1, self.hosts_of // stride))
 

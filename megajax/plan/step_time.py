@@ -10,9 +10,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 
+import numpy as np
+
 from megajax.config.fields import AXES, cached
 from megajax.config.kinds import LayerKind, prediction_kind, prediction_layers
 from megajax.config.segments import Segment
+from megajax.mesh import axes_across
 from megajax.model.block import blocks_of
 from megajax.model.parts import Part
 from megajax.parallel.pipeline.schedules import make_schedule
@@ -200,7 +203,8 @@ class _Step:
         """Seconds to send rows of `stream` bytes to experts and back, forward and backward; nothing hides them."""
         shards, axes = self.plan.collectives.expert_shards, self.config.mesh.experts_over
         axis = max((axis for axis in axes if self.sizes[axis] > 1), key=self.stride, default="expert")
-        bandwidth = self.rates.group_bytes(shards, min(self.stride(a) for a in axes))
+        between = any(a in self.between_hosts for a in axes)
+        bandwidth = self.rates.group_bytes(between, min(self.stride(a) for a in axes))
         rows = shards if self.plan.collectives.dispatch == "all_gather" else self.config.model.experts_per_token
         return 4.5 * stream * rows * (shards - 1) / shards / bandwidth if axis else 0
 
@@ -221,10 +225,19 @@ class _Step:
             stride *= self.sizes[inner]
         raise AssertionError(axis)
 
+    @cached_property
+    def between_hosts(self) -> frozenset[str]:
+        """The axes whose groups are on several hosts."""
+        return frozenset(axes_across(self.sizes, np.arange(math.prod(self.sizes.values())) // self.rates.hosts_of))
+
+    def bandwidth(self, axis: str) -> float:
+        """The bandwidth of a GPU in a collective over an axis."""
+        return self.rates.group_bytes(axis in self.between_hosts, self.stride(axis))
+
     def sent(self, axis: str, whole: float) -> float:
         """Seconds of a gather or a reduction of `whole` bytes over an axis."""
         size = self.sizes[axis]
-        bandwidth = self.rates.group_bytes(size, self.stride(axis))
+        bandwidth = self.bandwidth(axis)
         # Transfers over `tensor` are copies, the others are NCCL's.
         bandwidth = bandwidth if axis == "tensor" else min(bandwidth, self.rates.nccl_bytes)
         return whole * (size - 1) / size / bandwidth if size > 1 else 0
@@ -254,7 +267,7 @@ class _Step:
             backward = times * self.sent(axis, (reduce + (gather if layer_by_layer else 0)) * gathered)
             first = (forward + backward) / max(len(self.plan.layer_slots), 1) / times
             late = max(0.0, forward - hidden * FORWARD) + max(0.0, backward - hidden * (1 - FORWARD))
-            share = self.rates.group_bytes(self.sizes[axis], self.stride(axis)) / self.rates.link_bytes
+            share = self.bandwidth(axis) / self.rates.link_bytes
             # The first layer's gathers and the last reductions have no computation beside them.
             exposed[axis] = max(late, first + INTERFERENCE * share * (forward + backward - first))
             free = max(0.0, free - (forward + backward - late))
@@ -313,9 +326,7 @@ class _Step:
             communication={axis: seconds for axis, seconds in communication.items() if seconds},
             bubble=ticks - useful,
             sends=sends,
-            between_hosts=frozenset(
-                a for a, n in self.sizes.items() if n > 1 and n * self.stride(a) > self.rates.hosts_of
-            ),
+            between_hosts=self.between_hosts,
         )
 
     def pipelined(self, layers: Work, again: float, head: Work) -> tuple[float, float]:
@@ -324,7 +335,7 @@ class _Step:
         schedule = make_schedule(settings.schedule, stages, self.config.batch.num_microbatches, settings.rounds)
         third = FORWARD * layers.total
         send = self.number * self.plan.tokens * self.config.model.hidden_size / self.sizes["tensor"]
-        tick = TICK_SECONDS + send / self.rates.group_bytes(2, self.stride("pipeline"))
+        tick = TICK_SECONDS + send / self.bandwidth("pipeline")
         total = 0.0
         for flags in schedule.flags:
             total += third * flags.forward + head.total * flags.head

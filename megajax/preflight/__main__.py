@@ -27,7 +27,7 @@ def preflight(config: Config | None, options: argparse.Namespace) -> int:
     import jax
 
     from megajax.config.checks import check_mesh
-    from megajax.mesh import build_mesh, start_processes
+    from megajax.mesh import build_mesh, process_hosts, start_processes
     from megajax.messages import from_first_process
     from megajax.preflight.rates import check_new
     from megajax.start_checks import check_processes, decide
@@ -38,7 +38,7 @@ def preflight(config: Config | None, options: argparse.Namespace) -> int:
     if config is not None:
         check_processes(config)
     host, several = socket.gethostname(), jax.process_count() > 1
-    hosts = json.loads(decide("hosts", host, json.dumps)) if several else [host]
+    hosts = process_hosts()
     on_gpu = jax.default_backend() == "gpu"
     sizes = None if config is None else check_mesh(config, jax.device_count(), jax.process_count())
     mesh = None if sizes is None else build_mesh(sizes)

@@ -8,7 +8,7 @@ import jax
 from megajax.config.batch_schedule import BatchSizes
 from megajax.config.kinds import MOE, block_layers
 from megajax.config.stages import virtual_stages
-from megajax.mesh import mesh_sizes
+from megajax.mesh import describe_hosts, hosts_of, mesh_sizes
 from megajax.model.lora import targets
 from megajax.parallel.pipeline.schedules import make_schedule
 from megajax.parallel.pipeline.simulator import Costs, simulate
@@ -65,6 +65,7 @@ def summary(
         count = adapter_parameter_count(program.model)
         lora = f"rank {config.lora.rank}, alpha {config.lora.alpha:g}, {count:,} trained parameters in adapters of "
         lines.insert(4, f"lora       {lora}{', '.join(targets(config))}; base: {config.checkpoint.init_from}")
+    lines[3:3] = describe_hosts(sizes, hosts_of(list(program.mesh.devices.flat)))
     if config.model.num_experts and plan.collectives.expert_shards > 1:
         experts = config.model.num_experts // plan.collectives.expert_shards
         axes = " × ".join(axis for axis in config.mesh.experts_over if sizes[axis] > 1)

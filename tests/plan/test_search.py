@@ -83,10 +83,10 @@ def test_the_overrides_give_the_candidate_again(config, best):
 
 
 def test_the_link_class_decides_how_fast_a_group_is():
-    assert H200.group_bytes(8, 1) == H200.group_bytes(4, 2) == H200.link_bytes
-    assert H200.group_bytes(2, 8) == H200.network_bytes, "one GPU of each host"
-    assert H200.group_bytes(16, 1) == 8 * H200.network_bytes, "all cards of a host"
-    assert H200.with_links(4, 800).group_bytes(2, 4) == 2 * H200.network_bytes
+    assert H200.group_bytes(False, 1) == H200.group_bytes(False, 2) == H200.link_bytes
+    assert H200.group_bytes(True, 8) == H200.network_bytes, "one GPU of each host"
+    assert H200.group_bytes(True, 1) == 8 * H200.network_bytes, "all cards of a host"
+    assert H200.with_links(4, 800).group_bytes(True, 4) == 2 * H200.network_bytes
 
 
 def test_losses_are_named_by_axis_and_link(config):
