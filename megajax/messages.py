@@ -97,9 +97,32 @@ def decide(name: str, text: str, judge: Callable[[list[str]], str], seconds: flo
 def from_first_process(find: Callable[[], Any]) -> Any:
     """`find()` of process 0 on every process, a value that JSON can hold; the others do not call it.
 
-    All processes must call this in their main threads. Raises InputError on every process if `find` fails.
+    All processes must call this in their main threads, and one message each way is enough, so it suits values that
+    thousands of processes would otherwise read from the same files. It stays in the store: keep it small. Raises
+    InputError on every process if `find` fails.
     """
-    return json.loads(decide(f"found/{next(_found)}", "", lambda _: json.dumps(find()), SLOWEST))
+    messages = Messages(f"found/{next(_found)}")
+    if messages.index == 0:
+        try:
+            answer = {"found": find()}
+        except Exception as error:  # the others wait for an answer
+            if messages.count == 1:
+                raise
+            answer = {"failed": str(error) or type(error).__name__}
+        text = json.dumps(answer)
+        if messages.count > 1:
+            messages.post("answer", text)
+    else:
+        try:
+            text = messages.wait("answer", 2 * SLOWEST)
+        except Failure:
+            raise InputError(f"process 0 did not answer within {2 * SLOWEST:g} s: look at its output.") from None
+    answer = json.loads(text)
+    if "failed" in answer:
+        with contextlib.suppress(Failure):  # process 0 may end after this, and the store with it
+            messages.meet(READ_SECONDS)
+        raise InputError(answer["failed"])
+    return answer["found"]
 
 
 def _collect(messages: Messages, text: str, judge: Callable[[list[str]], str], seconds: float) -> dict[str, str]:

@@ -8,6 +8,7 @@ Each process posts its facts, a small JSON object; process 0 compares them and p
 import ctypes
 import hashlib
 import json
+import os
 import platform
 import socket
 import uuid
@@ -36,6 +37,7 @@ class Facts(NamedTuple):
     config: dict[str, Any]
     gpus: list[str]
     visible: list[str]
+    flags: list[str]  # of XLA, without those that may differ
 
 
 def check_processes(config: Config) -> None:
@@ -58,7 +60,13 @@ def own_facts(config: Config) -> Facts:
         config=config.model_dump(mode="json"),
         gpus=used_devices(visible, jax.config.values["jax_cuda_visible_devices"]),
         visible=visible,
+        flags=sorted(flag for flag in os.environ.get("XLA_FLAGS", "").split() if not _may_differ(flag)),
     )
+
+
+def _may_differ(flag: str) -> bool:
+    """Whether a flag may differ between processes that run the same program: it names files, or counts devices."""
+    return flag.startswith(("--xla_dump", "--xla_force_host_platform_device_count")) or "autotune_results" in flag
 
 
 def _version(package: str) -> str:
@@ -119,7 +127,13 @@ def _problem_of_answers(answers: list[str]) -> str:
 
 def find_problem(everyone: Sequence[Facts]) -> str:
     """The first difference between the processes that would stop the run or spoil it, as a sentence; or ""."""
-    return _other_code(everyone) or _other_config(everyone) or _same_gpu(everyone) or _other_number(everyone)
+    return (
+        _other_code(everyone)
+        or _other_config(everyone)
+        or _other_flags(everyone)
+        or _same_gpu(everyone)
+        or _other_number(everyone)
+    )
 
 
 def _other_code(everyone: Sequence[Facts]) -> str:
@@ -151,6 +165,18 @@ def _other_config(everyone: Sequence[Facts]) -> str:
     return (
         f"{_named(everyone, others)} {'has' if len(others) == 1 else 'have'} another config than "
         f"{_named(everyone, [0])} ({'; '.join(shown)}): start every process with the same config and overrides."
+    )
+
+
+def _other_flags(everyone: Sequence[Facts]) -> str:
+    mine = set(everyone[0].flags)
+    others = [i for i, facts in enumerate(everyone) if set(facts.flags) != mine]
+    if not others:
+        return ""
+    different = " ".join(sorted(set(everyone[others[0]].flags) ^ mine))
+    return (
+        f"XLA_FLAGS in {_named(everyone, others)} and in {_named(everyone, [0])} differ in {different}: set the same "
+        "flags for every process, since all must run the same program."
     )
 
 

@@ -4,15 +4,23 @@ import itertools
 import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from unittest import mock
 
 import pytest
 from jaxlib import _jax
 
 from megajax import messages
+from megajax.config import load_config
+from megajax.data import text
+from megajax.data.indexed import IndexedDataset, open_checked
+from megajax.data.loader import datasets
 from megajax.errors import InputError
 from megajax.messages import Failure, Messages, decide, from_first_process
 
 COUNT = 3
+
+
+self_check = IndexedDataset.check_sizes
 
 
 class State(threading.local):
@@ -63,6 +71,48 @@ def test_only_process_0_looks_and_all_get_what_it_found(together, monkeypatch):
     asked = []
     assert together(lambda index: from_first_process(lambda: asked.append(index) or [3, index])) == [[3, 0]] * COUNT
     assert asked == [0]
+
+
+class Calls(threading.local):
+    """The number of the next call of each process."""
+
+    def __init__(self):
+        self.numbers = itertools.count()
+
+    def __next__(self) -> int:
+        return next(self.numbers)
+
+
+def test_process_0_reads_the_files_of_a_run_for_all(together, monkeypatch, tmp_path):
+    """Text that it identifies, token files that it checks; the others open files of the same sizes."""
+    monkeypatch.setattr(messages, "_found", Calls())
+    (tmp_path / "text.jsonl").write_text('{"text": "one two"}\n{"text": "three"}\n')
+    (tmp_path / "model.yaml").write_text(
+        f"""
+run: {{name: model, dir: {tmp_path / "run"}, steps: 1}}
+model: {{num_layers: 1, hidden_size: 8, num_heads: 1, ffn_hidden_size: 8, vocab_size: 260}}
+batch: {{global_size: 1, sequence_length: 4}}
+data: {{kind: text, train: {tmp_path}/*.jsonl, tokenizer: byte}}
+"""
+    )
+    config = load_config(tmp_path / "model.yaml", [])
+    identified, checked = mock.Mock(wraps=text._identity), mock.Mock(wraps=IndexedDataset._check_offsets)
+    monkeypatch.setattr(text, "_identity", identified)
+    monkeypatch.setattr(IndexedDataset, "_check_offsets", lambda *arguments: checked(*arguments))
+    found = together(lambda _: datasets(config)["train"])
+    assert [samples.dataset.tokens.size for samples in found] == [found[0].dataset.tokens.size] * COUNT
+    assert identified.call_count == checked.call_count == 1
+
+    [tokens] = tmp_path.glob("run/index_cache/*/tokens.idx")
+    prefix = str(tokens.with_suffix(""))
+    assert [len(opened[0]) for opened in together(lambda _: open_checked([prefix]))] == [2] * COUNT
+    size = tokens.stat().st_size
+    monkeypatch.setattr(IndexedDataset, "check_sizes", lambda self, _: self_check(self, [size + 8, 0]))
+    first, *others = together(lambda _: open_checked([prefix]))
+    assert not isinstance(first, Exception)
+    assert all(f"{tokens} has {size} bytes on host" in str(error) for error in others)
+    tokens.write_bytes(tokens.read_bytes()[:-8])
+    assert all("tokens.idx is truncated" in str(error) for error in together(lambda _: open_checked([prefix])))
 
 
 def test_all_hear_of_a_failure_of_process_0(together):

@@ -25,6 +25,7 @@ def processes(*gpus: list[str], hosts: tuple[str, ...] = ("one", "two"), visible
             config={"mesh": {"tensor": 2}, "run": {"seed": 1}, "lora": {}},
             gpus=mine,
             visible=mine if visible is None else visible,
+            flags=["--xla_gpu_autotune_level=4"],
         )
         for i, mine in enumerate(gpus)
     ]
@@ -57,6 +58,7 @@ def test_hosts_with_different_numbers_of_gpus_are_named(gpus, hosts, sentence):
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
+        ({"flags": ["--xla_gpu_autotune_level=0"]}, "differ in --xla_gpu_autotune_level=0 --xla_gpu_autotune_level=4"),
         ({"versions": {"Python": "3.12.1", "jax": "0.11.1"}}, "jax is 0.11.1 in process 1 on one and 0.11.2"),
         ({"versions": {"Python": "3.12.1"}}, "jax is not installed in process 1 on one"),
         ({"code": "ba9876543210"}, "megajax's code in process 1 on one differs"),

@@ -30,6 +30,7 @@ from megajax.checkpoint.storage import (
     checkpoint_folder,
     complete_steps,
     is_in_bucket,
+    read_description,
     remove_partial,
     store_errors,
 )
@@ -194,10 +195,13 @@ class Checkpoints:
     def damage(self, step: int, part: str = "") -> str:
         """The first damaged file of a checkpoint, among those whose names begin with `part`, and what is wrong with it.
 
-        Empty if there is none, or if the checkpoint has no checksums. Each process reads a share of the files.
+        Empty if there is none, or if the checkpoint has no checksums. Each process reads a share of all files; process
+        0 those of a part, which are few.
         """
         directory, index, count = self.directory / str(step), jax.process_index(), jax.process_count()
-        return self.agree(lambda: checksums.damage(directory, index, count, part))
+        if part:
+            return from_first_process(lambda: checksums.damage(directory, part=part))
+        return self.agree(lambda: checksums.damage(directory, index, count))
 
     def agree(self, find: Callable[[], str]) -> str:
         """The problem that the first process that has one finds; all processes must call this.
@@ -223,10 +227,24 @@ class Checkpoints:
             return checksums.exist(directory)
 
     def describe(self, step: int) -> dict[str, Any]:
-        """The description of a checkpoint."""
-        args = ocp.args.Composite(description=ocp.args.JsonRestore())  # type: ignore[call-arg]
-        with store_errors(self.directory):
-            return self._manager.restore(step, args=args)["description"]
+        """The description of a checkpoint, which process 0 reads; all processes must call this.
+
+        Raises ValueError with the reason if it is damaged.
+        """
+
+        def find() -> dict[str, Any]:
+            try:
+                with store_errors(self.directory):
+                    return {"description": read_description(self.directory / str(step))}
+            except UserError:
+                raise
+            except Exception as error:  # of a bucket's client too
+                return {"damage": reason(error)}
+
+        found = from_first_process(find)
+        if "damage" in found:
+            raise ValueError(found["damage"])
+        return found["description"]
 
     def restore(self, step: int, abstract: Any) -> Any:
         """The tree of a checkpoint, in the shapes, dtypes and shardings of `abstract`."""

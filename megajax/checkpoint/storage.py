@@ -6,6 +6,7 @@ without it is the rest of an interrupted save. `RUN/checkpoints` is then a text 
 """
 
 import contextlib
+import json
 import logging
 import shutil
 from collections.abc import Iterator
@@ -134,6 +135,11 @@ def saved_at(checkpoint: Folder) -> float:
         return checkpoint.stat().st_mtime
     system, last = _system(checkpoint / COMMITTED)
     return system.modified(last).timestamp()
+
+
+def read_description(checkpoint: Folder) -> dict[str, Any]:
+    """The description of `RUN/checkpoints/STEP`, without orbax, for which all processes would have to read it."""
+    return json.loads((checkpoint / "description" / "metadata").read_text())
 
 
 def write_text(path: Folder, text: str) -> None:

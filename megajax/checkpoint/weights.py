@@ -1,7 +1,6 @@
 """Parameters of a checkpoint as NumPy arrays, independent of the devices that wrote them and of those here."""
 
 import contextlib
-import json
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +11,7 @@ import tensorstore
 
 from megajax.checkpoint import checksums
 from megajax.checkpoint.manager import find_checkpoint, saved_layer_state
-from megajax.checkpoint.storage import Folder, checkpoint_folder, key_value_store, store_errors
+from megajax.checkpoint.storage import Folder, checkpoint_folder, key_value_store, read_description, store_errors
 from megajax.config import Config, ModelConfig, load_config
 from megajax.errors import InputError
 from megajax.model.block import layer_state
@@ -92,7 +91,7 @@ def description(checkpoint: Folder) -> dict[str, Any]:
     """The description of `RUN/checkpoints/STEP`. Raises InputError if it is damaged."""
     with _damage_reported(checkpoint / "state"):
         try:
-            return json.loads((checkpoint / "description" / "metadata").read_text())
+            return read_description(checkpoint)
         except FileNotFoundError:
             raise InputError(f"{checkpoint} is damaged (it has no description): give another checkpoint.") from None
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from megajax.data.chat_template import ChatTemplate, Span, load_chat_template
-from megajax.data.index_cache import cache_directory, cached, file_digest
+from megajax.data.index_cache import cache_directory, cached, file_digest, read_once
 from megajax.data.json_lines import check_inputs, parse, read_blocks
 from megajax.data.packing import pack
 from megajax.data.samples import Samples
@@ -172,9 +172,14 @@ class ChatSamples(Samples):
 def open_chat(config: "Config", path: str) -> ChatSamples:
     """The samples of a file of conversations; tokens and packing are stored in `data.index_cache`."""
     data, length = config.data, config.batch.sequence_length
-    check_inputs([path])
     assert data.tokenizer is not None  # checked with the config
     files = tokenizer_files(data.tokenizer)
+
+    def find() -> list[str | None]:
+        check_inputs([path])
+        return [file_digest(path), "_".join(map(file_digest, files)) or data.tokenizer]
+
+    content, of_tokenizer = read_once(find)
     folder = files[0].parent if files else None
     given = None if data.chat_template is None else Path(data.chat_template)
     has_own = folder is not None and any(
@@ -184,8 +189,8 @@ def open_chat(config: "Config", path: str) -> ChatSamples:
     key = {
         "kind": "chat",
         "version": VERSION,
-        "file": file_digest(path),
-        "tokenizer": "_".join(map(file_digest, files)) or data.tokenizer,
+        "file": content,
+        "tokenizer": of_tokenizer,
         "template": None if template is None else [template.source, template.special_tokens],
         "sequence_length": length,
         "too_long": data.too_long,

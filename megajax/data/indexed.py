@@ -8,9 +8,10 @@ indices, optional i8[N] modes. `.bin`: the tokens of all sequences, one after th
 import errno
 import mmap
 import os
+import socket
 import struct
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from difflib import get_close_matches
 from pathlib import Path
@@ -20,6 +21,7 @@ from typing import Any, Protocol, Self
 import numpy as np
 
 from megajax.config.data_schema import is_remote
+from megajax.data.index_cache import read_once
 from megajax.data.remote import RemoteFile, RemoteTokens
 from megajax.errors import InputError
 from megajax.files import sync
@@ -59,6 +61,7 @@ class IndexedDataset:
     """
 
     def __init__(self, prefix: str | Path, *, check: bool = True, cache: Path | None = None):
+        """`check` reads the whole index and compares its entries with each other and with the size of `.bin`."""
         self.prefix, self._cache = str(prefix), cache
         self._idx, self._bin = f"{prefix}.idx", f"{prefix}.bin"
         self.token_file = self._bin
@@ -83,9 +86,19 @@ class IndexedDataset:
         self.dtype = DTYPES[code]
         self._read_tables(index, count, num_boundaries)
         self.tokens, size = self._open_tokens()
+        self.sizes = [index.size, size]  # of both files, in bytes
         if check:
             self._check_boundaries()
             self._check_offsets(size)
+
+    def check_sizes(self, expected: Sequence[int]) -> None:
+        """Raises InputError if this process sees files of other sizes than process 0, which has checked them."""
+        for name, mine, first in zip((self._idx, self._bin), self.sizes, expected, strict=True):
+            if mine != first:
+                raise InputError(
+                    f"{name} has {mine} bytes on host {socket.gethostname()} and {first} for process 0: give every "
+                    "host the same files."
+                )
 
     def _map_index(self) -> np.ndarray:
         if is_remote(self.prefix):
@@ -203,6 +216,25 @@ class IndexedDataset:
         """The tokens of one document [length], a view of a local file."""
         start, stop = self.document_starts(document, document + 1)
         return self.tokens[start:stop]
+
+
+def open_checked(prefixes: Sequence[str | Path], cache: Path | None = None) -> list[IndexedDataset]:
+    """The data sets of a run: process 0 checks them, the others open files of the same sizes.
+
+    All processes must call this. Raises InputError as `IndexedDataset`.
+    """
+    checked: list[IndexedDataset] = []
+
+    def check() -> list[list[int]]:
+        checked.extend(IndexedDataset(prefix, cache=cache) for prefix in prefixes)
+        return [dataset.sizes for dataset in checked]
+
+    expected = read_once(check)
+    if not checked:
+        checked = [IndexedDataset(prefix, check=False, cache=cache) for prefix in prefixes]
+        for dataset, sizes in zip(checked, expected, strict=True):
+            dataset.check_sizes(sizes)
+    return checked
 
 
 def _reopen(prefix: str, cache: Path | None) -> IndexedDataset:

@@ -11,8 +11,8 @@ from megajax.config.batch_schedule import BatchSizes, samples_before
 from megajax.config.data_schema import is_remote, sources_of
 from megajax.data.chat import ChatSamples, open_chat
 from megajax.data.fim import Infilling, open_infilling
-from megajax.data.index_cache import cache_directory
-from megajax.data.indexed import IndexedDataset
+from megajax.data.index_cache import cache_directory, read_once
+from megajax.data.indexed import IndexedDataset, open_checked
 from megajax.data.megatron import MegatronSamples, open_samples, split_sequences
 from megajax.data.samples import (
     BlendedSamples,
@@ -46,7 +46,7 @@ def datasets(config: "Config") -> dict[Split, Samples]:
 
     Synthetic data has all three splits. Raises InputError for a missing or damaged file, a split without documents or
     with less than one sample, a tokenizer larger than the model's vocabulary, or a token id outside it; only the first
-    million ids of each file are checked.
+    million ids of each file are checked. Of several processes, which must all call this, the first one checks.
     """
     present: list[Split] = [split for split in SPLITS if _is_given(config, split)]
     files: dict[str, IndexedDataset | TextDataset] = {}
@@ -55,8 +55,7 @@ def datasets(config: "Config") -> dict[Split, Samples]:
         _check_tokenizer(config)
         open_infilling(config)  # checks the tokens
     opened: dict[Split, Samples] = {split: open_split(config, split, files) for split in present}
-    for dataset in files.values():
-        _check_token_ids(config, dataset)
+    read_once(lambda: [_check_token_ids(config, dataset) for dataset in files.values()])
     return opened
 
 
@@ -156,7 +155,8 @@ def _numbered(parts: Sequence[tuple[str, float | None]]) -> list[tuple[str, int]
 def _open_files(config: "Config", prefix: str) -> IndexedDataset | TextDataset:
     if config.data.kind == "text":
         return open_text(config, prefix)
-    return IndexedDataset(prefix, cache=cache_directory(config) if is_remote(prefix) else None)
+    [dataset] = open_checked([prefix], cache_directory(config) if is_remote(prefix) else None)
+    return dataset
 
 
 def make_loader(
@@ -293,7 +293,7 @@ def _check_tokenizer(config: "Config") -> None:
     if config.data.tokenizer is None:
         return
     try:
-        size = load_tokenizer(config.data.tokenizer).vocab_size
+        size = read_once(lambda: load_tokenizer(str(config.data.tokenizer)).vocab_size)
     except InputError as error:
         raise InputError(f"data.tokenizer ({config.where('data.tokenizer')}): {error}") from None
     if size > config.model.vocab_size:

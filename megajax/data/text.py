@@ -17,8 +17,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from megajax.data.encoding import Encoded, Encoder, encode_blocks, write_documents
-from megajax.data.index_cache import cache_directory, file_digest, filling, folder_of, is_complete, storage_errors
-from megajax.data.indexed import IndexedDataset, IndexedWriter, Tokens, token_dtype
+from megajax.data.index_cache import (
+    cache_directory,
+    file_digest,
+    filling,
+    folder_of,
+    is_complete,
+    read_once,
+    storage_errors,
+)
+from megajax.data.indexed import IndexedDataset, IndexedWriter, Tokens, open_checked, token_dtype
 from megajax.data.json_lines import Block, check_inputs, read_blocks
 from megajax.data.progress import Progress, show_progress
 from megajax.data.tokenizers import end_of_document, load_tokenizer, tokenizer_files
@@ -88,27 +96,30 @@ def open_text(config: "Config", pattern: str) -> TextDataset:
     Bad lines are left out, with a warning. Raises InputError for a file that is missing or cannot be read, or that has
     bad lines only; for files without text; and without an end-of-document token.
     """
-    paths = text_files(pattern)
-    check_inputs(paths)
-    data = config.data
+    cache, data = cache_directory(config), config.data
     assert data.tokenizer is not None  # checked with the config
-    same = {
-        "kind": "text",
-        "version": VERSION,
-        "tokenizer": [file_digest(path) for path in tokenizer_files(data.tokenizer)] or data.tokenizer,
-        "end_of_document": data.end_of_document,
-        "text_key": data.text_key,
-    }
-    cache = cache_directory(config)
-    keys = {path: same | _identity(path) for path in paths}
-    folders = [folder_of(cache, keys[path]) for path in paths]
-    if missing := [path for path, folder in zip(paths, folders, strict=True) if not is_complete(folder)]:
-        _Tokenising(config, cache, keys).store(missing)
-    bad = 0
-    for folder in folders:
-        with storage_errors(folder):
-            bad += json.loads((folder / BAD).read_text())
-    dataset = TextDataset(pattern, [IndexedDataset(folder / TOKENS) for folder in folders], bad)
+
+    def find() -> list[tuple[str, dict[str, Any] | str]]:
+        """Each file with the folder of its tokens, or if it has none, the folder's key."""
+        paths = text_files(pattern)
+        check_inputs(paths)
+        same = {
+            "kind": "text",
+            "version": VERSION,
+            "tokenizer": [file_digest(path) for path in tokenizer_files(str(data.tokenizer))] or data.tokenizer,
+            "end_of_document": data.end_of_document,
+            "text_key": data.text_key,
+        }
+        keys = {path: same | _identity(path) for path in paths}
+        folders = {path: folder_of(cache, key) for path, key in keys.items()}
+        return [(path, folders[path].name if is_complete(folders[path]) else keys[path]) for path in paths]
+
+    found = read_once(find)
+    folders = [cache / key if isinstance(key, str) else folder_of(cache, key) for _, key in found]
+    if missing := {path: key for path, key in found if isinstance(key, dict)}:
+        _Tokenising(config, cache, missing).store(list(missing))
+    bad = read_once(lambda: sum(map(_bad_lines, folders)))
+    dataset = TextDataset(pattern, open_checked([folder / TOKENS for folder in folders]), bad)
     if not dataset.tokens.size:
         found = f'only empty text under "{data.text_key}"' if dataset.num_documents else "no documents"
         raise InputError(f"{pattern} has {found}: give other files, or another data.text_key.")
@@ -167,6 +178,11 @@ class _Tokenising:
             warnings.warn(f"{path}: {bad.count:,} bad lines were left out.{bad.named()}", stacklevel=2)
         with storage_errors(folder):
             (folder / BAD).write_text(json.dumps(bad.count))
+
+
+def _bad_lines(folder: Path) -> int:
+    with storage_errors(folder):
+        return json.loads((folder / BAD).read_text())
 
 
 def _identity(path: str) -> dict[str, Any]:

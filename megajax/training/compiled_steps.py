@@ -10,13 +10,14 @@ from jax._src import compilation_cache
 from megajax.config import Config
 from megajax.errors import InputError
 from megajax.plan.compile import memory_of
+from megajax.training.shared_programs import SharedCompiler
 from megajax.training.step import TrainProgram
 
 GIB = 2**30
 
 
 def compile_steps(
-    program: TrainProgram, sizes: Sequence[int], note: Callable[[str], None]
+    program: TrainProgram, sizes: Sequence[int], note: Callable[[str], None], compiler: SharedCompiler
 ) -> dict[int, jax.stages.Compiled]:
     """The compiled steps for global batches of `sizes` sequences, by number of microbatches.
 
@@ -29,7 +30,8 @@ def compile_steps(
         microbatches = of_size.plan.batch_shape[0]
         note(f"compiling{named}…")
         start = time.perf_counter()
-        steps[microbatches] = of_size.train_step.lower(program.abstract_state, of_size.abstract_batch).compile()
+        lowered = of_size.train_step.lower(program.abstract_state, of_size.abstract_batch)
+        steps[microbatches] = compiler.compile(lowered, f"step of {size}")
         note(f"compiled{named} in {time.perf_counter() - start:.1f} s")
         if size != sizes[0]:
             check_memory(steps[microbatches], size, program)

@@ -33,6 +33,7 @@ from megajax.training.run_directory import RunDirectory
 from megajax.training.run_lock import on_first_process
 from megajax.training.save_reports import SaveReports
 from megajax.training.saving import StateSaver
+from megajax.training.shared_programs import SharedCompiler
 from megajax.training.step import TrainProgram, TrainState
 from megajax.training.steps import Steps
 from megajax.training.stop_signals import StopSignals, deadline
@@ -133,8 +134,8 @@ class Trainer:
     def compile(self) -> None:
         """Start to compile the steps in a thread; meanwhile the state and the first batch can be read."""
         if self._compiling is None and not self._compiled_steps:
-            thread = ThreadPoolExecutor(1)
-            self._compiling = thread.submit(compile_steps, self.program, self._sizes_ahead(), self.note)
+            thread, compiler = ThreadPoolExecutor(1), SharedCompiler(self.config)
+            self._compiling = thread.submit(compile_steps, self.program, self._sizes_ahead(), self.note, compiler)
             thread.submit(self.checks.compile, self._sizes_ahead())
             thread.shutdown(wait=False)
             self.watch.end_with(thread)

@@ -15,6 +15,7 @@ from megajax.checkpoint.local_tier import LocalCheckpoint
 from megajax.checkpoint.storage import store_errors
 from megajax.config.batch_schedule import BatchSizes, Position
 from megajax.errors import InputError, UserError
+from megajax.messages import from_first_process
 from megajax.training import run_record
 from megajax.training.local_saves import LocalSaves
 from megajax.training.rollbacks import Rollback, Rollbacks
@@ -53,6 +54,9 @@ class Start:
     def find(self) -> None:
         """Choose the checkpoint, and compare it with this run."""
         self.seen = agreed_steps(self.run_dir)
+        # Whether `checkpoint.resume_step` is new: an earlier start with the same setting went back already.
+        last = from_first_process(lambda: run_record.previous_config(self.run_dir).get("checkpoint", {}))
+        self._goes_back = self.config.checkpoint.resume_step not in (None, last.get("resume_step"))
         self._choose(self._step_to_resume())
 
     def _choose(self, step: int | None) -> None:
@@ -170,12 +174,6 @@ class Start:
             raise InputError(f"{damaged}, and there is no older one: {cure}.")
         warnings.warn(f"{damaged}: the run resumes from an older one.", stacklevel=2)
         return older[-1]
-
-    @property
-    def _goes_back(self) -> bool:
-        """Whether `checkpoint.resume_step` is new; an earlier start with the same setting went back already."""
-        before = run_record.previous_config(self.run_dir).get("checkpoint", {}).get("resume_step")
-        return self.config.checkpoint.resume_step not in (None, before)
 
     def _step_to_resume(self) -> int | None:
         steps, wanted = self.seen, self.config.checkpoint.resume_step

@@ -20,27 +20,30 @@ OPTIONS = ("run.steps=6", "run.checkpoint_interval=3", "run.eval_steps=1", "data
 MESH = ("mesh.data=2", "mesh.fsdp=2", "mesh.tensor=2")
 
 
-# Notes every file that a process opens for writing.
+# Notes the files that a process opens: those for writing, and for reading those of the tests and compiled programs.
 SPY = """
 import sys
 def note(event, arguments):
-    if event == "open" and isinstance(arguments[0], str) and set(arguments[1] or "") & set("wax+"):
-        if arguments[0] != {notes!r}:
-            with open({notes!r}, "a") as notes:
+    if event == "open" and isinstance(arguments[0], str) and arguments[0] not in {notes!r}:
+        writes = bool(set(arguments[1] or "") & set("wax+"))
+        if writes or arguments[0].startswith({root!r}) or arguments[0].endswith("-cache"):
+            with open({notes!r}[writes], "a") as notes:
                 notes.write(arguments[0] + chr(10))
 sys.addaudithook(note)
 """
 
 
 @pytest.fixture
-def start_two(tmp_path, start):
+def start_two(tmp_path, text, start):
     """(overrides...) → two `Run`s of one mesh of eight devices.
 
-    `tmp_path/written{0,1}` gets the names of the files that each of them opens for writing.
+    `tmp_path/written{0,1}` gets the names of the files that each of them opens for writing, `tmp_path/read{0,1}` those
+    for reading, of the tests.
     """
     for index in range(2):
         (tmp_path / f"spy{index}").mkdir()
-        spy = SPY.format(notes=str(tmp_path / f"written{index}"))
+        notes = [str(tmp_path / f"{kind}{index}") for kind in ("read", "written")]
+        spy = SPY.format(notes=notes, root=os.path.commonpath([tmp_path, text]))
         (tmp_path / f"spy{index}" / "sitecustomize.py").write_text(spy)
 
     def start_two(*overrides):
@@ -92,6 +95,12 @@ def logs_written(tmp_path: Path, index: int) -> set[str]:
     return names & {"metrics.jsonl", "config.yaml", "tensorboard"}
 
 
+def names_read(tmp_path: Path, index: int) -> list[str]:
+    """The files that a process has read, each by its name and folder; a checkpoint's arrays are left out."""
+    lines = (tmp_path / f"read{index}").read_text().splitlines()
+    return sorted({"/".join(Path(line).parts[-2:]) for line in lines if "/state" not in line})
+
+
 def test_two_processes_give_the_losses_of_one_only_the_first_logs_and_one_goes_on_from_them(
     tmp_path, start, start_two, expected, read_metrics, checkpoint_steps
 ):
@@ -128,6 +137,9 @@ def test_two_processes_with_experts_go_on_from_the_checkpoint_of_one(
     first, second = start_two(*experts, *mesh, *dispatch, f"run.dir={run_dir}")
     assert (first.finish(), second.finish()) == (0, 0), first.output + second.output
     assert "resuming from the checkpoint of step 3" in first.output
+    read = names_read(tmp_path, 1)
+    assert not {"description/metadata", "two/config.yaml"} & set(read), "process 0 reads them for all"
+    assert sum("jit__train_step" in name for name in read) == 1, "process 0 has compiled the step"
     assert not any(difference.absolute for difference in compare(folders / "step-6", str(run_dir)))
     assert "folders" in (tmp_path / "written0").read_text()
     assert "folders" not in (tmp_path / "written1").read_text() and "wrote" not in second.output
