@@ -3,13 +3,13 @@
 They are the matmuls of experts, with or without a capacity. The group sizes are known only at run time.
 """
 
+from types import ModuleType
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 
 from megajax.errors import ConfigError
-from megajax.ops import grouped_matmul_kernel as kernel
 from megajax.ops.grouped_rows import step_bounds
 from megajax.ops.numerics import wide
 
@@ -30,7 +30,7 @@ def rows_times_weights(
     of rows after the last group are zeros. w is cast to x's dtype; sums are in float32 (float64 for float64).
     """
     if implementation == "pallas":
-        return kernel.matmul(x_tk, w, group_sizes_e, transpose_w=transpose_w, blocks=_multiprocessors())
+        return _kernel().matmul(x_tk, w, group_sizes_e, transpose_w=transpose_w, blocks=_multiprocessors())
     dtype = wide(x_tk.dtype)
     w = w.astype(x_tk.dtype)
     parts = jnp.where(_members(group_sizes_e, x_tk.shape[0])[..., None], x_tk, 0)
@@ -51,7 +51,7 @@ def weight_gradient(
     Rows after the last group do not count, but must be finite.
     """
     if implementation == "pallas":
-        return kernel.weight_gradient(x_tm, dy_tn, group_sizes_e, dtype, blocks=_multiprocessors())
+        return _kernel().weight_gradient(x_tm, dy_tn, group_sizes_e, dtype, blocks=_multiprocessors())
     parts = jnp.where(_members(group_sizes_e, x_tm.shape[0])[..., None], x_tm, 0)
     return jnp.einsum("etm,tn->emn", parts, dy_tn, preferred_element_type=wide(x_tm.dtype)).astype(dtype)
 
@@ -72,7 +72,7 @@ def fp8_rows_times_weights(
     """
     if implementation == "pallas":
         how = {"rows": rows, "blocks": _multiprocessors()}
-        return kernel.fp8_matmul(x_tk, w_enk, inverse_scale, group_sizes_e, dtype, **how)
+        return _kernel().fp8_matmul(x_tk, w_enk, inverse_scale, group_sizes_e, dtype, **how)
     x, w = x_tk[:rows].astype(jnp.float32), w_enk.astype(jnp.float32)
     out = rows_times_weights(x, w, group_sizes_e, transpose_w=True, implementation="reference")
     return (out * inverse_scale).astype(dtype)
@@ -92,7 +92,7 @@ def fp8_weight_gradient(
     Groups are aligned to steps (`grouped_rows`), with zeros after each. Zeros for empty groups.
     """
     if implementation == "pallas":
-        return kernel.fp8_weight_gradient(x_mp, dy_np, inverse_scale, group_sizes_e, dtype, blocks=_multiprocessors())
+        return _kernel().fp8_weight_gradient(x_mp, dy_np, inverse_scale, group_sizes_e, dtype, blocks=_multiprocessors())
     P = min(x_mp.shape[1], dy_np.shape[1])
     bounds = step_bounds(group_sizes_e)
     members = _between(bounds[:, 0], bounds[:, 1], P)[:, None]
@@ -111,9 +111,16 @@ def _between(starts_e: jax.Array, ends_e: jax.Array, T: int) -> jax.Array:
     return (rows >= starts_e[:, None]) & (rows < ends_e[:, None])
 
 
+def _kernel() -> ModuleType:
+    """The module of the Hopper kernel, imported where it is used: Mosaic takes half a second."""
+    from megajax.ops import grouped_matmul_kernel
+
+    return grouped_matmul_kernel
+
+
 def _multiprocessors() -> int:
     """Their number on this GPU; an H200's without a GPU, as when compiling for one."""
-    return getattr(jax.devices()[0], "core_count", kernel.MULTIPROCESSORS)
+    return getattr(jax.devices()[0], "core_count", _kernel().MULTIPROCESSORS)
 
 
 def choose_grouped_matmul(
@@ -157,7 +164,7 @@ def _obstacle(
         return f"the kernel needs a Hopper GPU and this one has compute capability {capability}", instead
     if dtype not in (jnp.bfloat16, jnp.float16):
         return f"the kernel does not support {dtype}", f"set precision.compute to bfloat16 or float16, or {instead}"
-    multiple = kernel.columns(fp8)
+    multiple = _kernel().columns(fp8)
     if any(width % multiple for width in widths):
         instead = f"add tensor to mesh.experts_over, or {instead}" if over_tensor else instead
         name, instead = ("FP8 kernel", f"set precision.fp8.recipe=none or {instead}") if fp8 else ("kernel", instead)

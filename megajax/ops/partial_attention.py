@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from megajax.ops import ranged_attention
 from megajax.ops.numerics import wide
 
 Implementation = Literal["reference", "cudnn", "pallas"]
@@ -53,6 +52,8 @@ def attend(
         return _cudnn(scores, kind, q, k, v, ranges, window)
     assert ranges is not None
     if scores.implementation == "pallas":
+        from megajax.ops import ranged_attention  # here: Mosaic takes half a second
+
         return ranged_attention.attend(q, k, v, *ranges, scale=scores.scale, softcap=scores.softcap)
     s, _ = _scores(scores, q, k, ranges)
     largest = s.max(-1, keepdims=True)
@@ -80,6 +81,8 @@ def attend_backward(
         return _cudnn_backward(scores, kind, q, k, v, ranges, whole, dout, window)
     assert ranges is not None
     if scores.implementation == "pallas":
+        from megajax.ops import ranged_attention
+
         arguments = (q, k, v, *ranges, whole[0].astype(q.dtype), whole[1], dout)
         return ranged_attention.attend_backward(*arguments, scale=scores.scale, softcap=scores.softcap)
     out, lse = whole
