@@ -6,27 +6,22 @@ arrays at these moments. XLA's figure differs by a few per cent (scripts/memory_
 """
 
 import math
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 
-from megajax.config.kinds import MTP, prediction_layers, stacked_layers
+from megajax.config.kinds import MTP
 from megajax.config.segments import Segment
-from megajax.model.lora import is_trained
 from megajax.parallel.embedding import TOKENS
 from megajax.parallel.pipeline.buffers import choose_buffer_slots
 from megajax.parallel.pipeline.schedules import make_schedule
 from megajax.plan.activations import Activations
 from megajax.plan.optimizer import moment_bytes
-from megajax.sharding import BLOCKS, ONCE_AXES, Placement
+from megajax.plan.weights import Elements, Weights
+from megajax.sharding import ONCE_AXES, Placement
 from megajax.step_plan import StepPlan
 
 FP32 = 4  # bytes
-# A loop needs more than its arrays: this multiple of the bytes that it saves. Measured on Llama 3 8B: 3.0 on
-# 8 × (4 × 1) layers, 1.3 on 8 × (8 × 1), 1.6 on 4 × (2 × 4), 0.6 with `tensor` on 1 × (2 × 4), 1.0 with 16
-# microbatches.
-LOOP_COPIES = 0.75
 # The gradients of the last layer's weights are not tied to that layer. XLA's scheduler computes them during the layer
 # below and keeps their operands, if these fit into the scheduler's memory limit: these bytes for an H200, from XLA's
 # own message. Measured on GPT-3 over `tensor`, Mixtral 8x22B and Qwen3 235B, which fit, and DeepSeek-V3, which does
@@ -54,21 +49,6 @@ class MemoryEstimate:
         return self.parameters + self.optimizer + self.gradients + self.weights + self.activations + self.working
 
 
-@dataclass(frozen=True)
-class Elements:
-    """Numbers of elements of some weights on one device."""
-
-    stored: int = 0
-    once: int = 0  # after the once-a-step gather
-    whole: int = 0  # after the gather over `fsdp` too, as used in matmuls
-    gathered: int = 0  # part of `whole` that `fsdp` gathers when a layer needs it
-    reduced: int = 0  # part of `whole` whose gradients are reduced right after their layer
-    left: int = 0  # part of `stored` whose gradients are not, and stay in the compute dtype until the end
-
-    def __add__(self, other: "Elements") -> "Elements":
-        return Elements(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
-
-
 def estimate_memory(plan: StepPlan, placements: Mapping[str, Placement]) -> MemoryEstimate:
     """Bytes per device for a train step with this plan, as in XLA's programs for GPUs."""
     step = _Pipelined(plan, placements) if plan.is_pipelined else _Step(plan, placements)
@@ -81,20 +61,21 @@ class _Step:
     def __init__(self, plan: StepPlan, placements: Mapping[str, Placement]):
         self.plan, self.config, self.sizes, self.placements = plan, plan.config, plan.sizes, placements
         self.slots, self.segments, self.activations = plan.layer_slots, plan.segments, Activations(plan)
-        self.compute, self.blocks = self.activations.compute, self.activations.blocks
+        self.compute = self.activations.compute
         self.rounds = plan.layer_table.shape[1]  # each with layers in all slots
-        self.repeats = plan.config.batch.num_microbatches > 1 or plan.is_pipelined
+        self.weights = Weights(plan, placements, self.activations.blocks, self.compute)
+        self.repeats = self.weights.repeats
 
     def moments(self) -> Iterator[MemoryEstimate]:
         """The moments with a possible peak, in the order of the step."""
         yield self.in_head()
         yield from self.in_modules()
-        gradients = self.modules
+        gradients = self.weights.modules
         for segment in reversed(self.segments):
             groups = self.parts(segment) if segment.loops == 1 else [self.slots_of(segment)]
             for slots in reversed(groups):
                 yield self.in_backward(segment, slots, gradients)
-                gradients += self.layers(slots, trained=True)
+                gradients += self.weights.layers(slots if segment.loops == 1 else (), trained=True)
         yield self.at_end()
         if self.config.optimizer.offload:
             yield self.in_update()
@@ -104,12 +85,12 @@ class _Step:
     def in_head(self) -> MemoryEstimate:
         """All saved activations, and a chunk's logits with their gradient; the last layer keeps its weights."""
         turn = self.segments[-1]
-        held = self.layers(self.parts(turn)[-1]) if turn.loops == 1 else Elements()
-        gradients = self.accumulated(self.head_gradient)
+        held = self.weights.layers(self.parts(turn)[-1]) if turn.loops == 1 else Elements()
+        gradients = self.accumulated(self.head_gradient) + self.gradient_stacks
         return replace(
             self.always,
             gradients=gradients,
-            weights=self.cast(len(self.slots)) + self.compute * (self.non_block_in_head + held.gathered),
+            weights=self.cast(len(self.slots)) + self.compute * self.non_block_in_head + held.gathered_bytes,
             activations=self.saved(len(self.slots)),
             working=self.head_working,
         )
@@ -118,37 +99,37 @@ class _Step:
         """The backward pass of the last multi-token prediction module, with the values of all; stages share tokens."""
         if self.plan.prediction is None:
             return
-        head, module = self.in_head(), self.block[MTP, True]
+        head, module = self.in_head(), self.weights.module
         segments, own, stages = self.plan.prediction.segments, self.activations, self.sizes["pipeline"]
         saved = sum(own.saved(MTP, segment, False) + JOINED * own.stream for segment in segments)
         yield replace(
             head,
-            gradients=head.gradients + (0 if self.repeats else FP32 * self.modules.stored),
-            weights=head.weights + self.compute * (self.modules.once + module.gathered),
+            gradients=head.gradients + (0 if self.repeats else FP32 * self.weights.modules.stored),
+            weights=head.weights + self.weights.modules.once_bytes + module.gathered_bytes,
             activations=head.activations + (saved + own.recomputed(MTP, segments[-1], False)) // stages,
             working=max(head.working, own.working(MTP, self.compute * module.whole) // stages),
         )
 
     def in_backward(self, segment: Segment, slots: Sequence[int], done: Elements) -> MemoryEstimate:
         """The backward pass of a remat group, or of a loop over groups, with gradients of the layers above, `done`."""
-        own, looped = self.layers(slots[: segment.group_size]), segment.loops > 1
+        own, looped = self.weights.layers(slots[: segment.group_size]), segment.loops > 1
         first, after = slots[0], slots[-1] + 1
-        before = self.layers(range(max(first - segment.group_size, 0), first))
+        before = self.weights.layers(range(max(first - segment.group_size, 0), first))
         above_slots = range(after, min(after + segment.group_size, len(self.slots)))
-        above = self.layers(above_slots, trained=True)
+        above = self.weights.layers(above_slots, trained=True)
         # The layer below is gathered at the same time. A loop casts its own weights.
-        weights = own.whole if looped else own.gathered + before.gathered + self.fused(own)
-        weights += self.non_block.whole if self.repeats else 0
+        weights = self.compute * own.whole if looped else own.gathered_bytes + before.gathered_bytes + self.fused(own)
+        weights += self.compute * self.weights.non_block.whole if self.repeats else 0
         moment = replace(
             self.always,
-            gradients=self.accumulated(
-                FP32 * (self.non_block_as_stored.stored - self.last_gradient),
-                done + self.layers(slots if looped else (), trained=True),
-            ),
-            weights=self.cast(after) + self.compute * weights,
+            gradients=self.accumulated(FP32 * (self.weights.non_block_as_stored.stored - self.last_gradient), done)
+            + self.gradient_stacks,
+            weights=self.cast(after) + weights,
             activations=self.saved(after) + self.recomputed(segment, slots[: segment.group_size]),
             # The gradients of the layer above are unsharded FP32 while they are reduced, one fused weight at a time.
-            working=self.layer_working(segment, slots) + FP32 * self.reduced_at_once(above_slots) + self.pending(above),
+            working=self.layer_working(segment, slots)
+            + FP32 * self.weights.reduced_at_once(above_slots)
+            + self.pending(above),
         )
         late = (
             0
@@ -162,18 +143,18 @@ class _Step:
 
         Tokens' gradients are added to zeros that XLA does not reuse, while the first layer's last gradient is reduced.
         """
-        everything = self.layers(range(len(self.slots)), trained=True) + self.modules
-        embedding = self.non_block_by_name[TOKENS] if self.has_gradient(TOKENS) else Elements()
+        everything = self.weights.layers(range(len(self.slots)), trained=True) + self.weights.modules
+        embedding = self.weights.non_block_by_name[TOKENS] if self.weights.has_gradient(TOKENS) else Elements()
         stored, table = embedding.stored, embedding.stored if self.plan.embedding_axes else embedding.whole
-        gradients = self.accumulated(FP32 * (self.non_block_as_stored.stored - stored + table), everything)
-        reduced = 0 if self.repeats else self.reduced_at_once(self.parts(self.segments[0])[0])
+        gradients = self.accumulated(FP32 * (self.weights.non_block_as_stored.stored - stored + table), everything)
+        reduced = 0 if self.repeats else self.weights.reduced_at_once(self.parts(self.segments[0])[0])
         zeros = stored if table > stored or not self.repeats else 0
         return replace(self.always, gradients=gradients, working=FP32 * (zeros + reduced))
 
     def in_update(self) -> MemoryEstimate:
         """All gradients, and moments from the host: of the largest parameter before and after its update."""
         _, host = moment_bytes(self.plan, self.placements)
-        moving = max(self.elements(name).stored * each for name, each in host.items())
+        moving = max(self.weights.elements(name).stored * each for name, each in host.items())
         return replace(self.at_end(), working=2 * int(moving))
 
     # The live arrays at these moments
@@ -181,27 +162,8 @@ class _Step:
     @property
     def last_gradient(self) -> int:
         """Elements of the embedding's gradient if it is made at the end of the backward pass only, not in the head."""
-        own = self.has_gradient(TOKENS) and not self.config.model.tie_embeddings
-        return self.non_block_by_name[TOKENS].stored if own else 0
-
-    def reduced_at_once(self, slots: Sequence[int]) -> int:
-        """Elements of the largest fused weight in these slots whose gradient is reduced right after its layer."""
-        kinds = {self.slots[slot].block for slot in slots if slot not in self.plan.gathered_slots}
-        return max((self.largest_reduced[kind] for kind in kinds), default=0)
-
-    @cached_property
-    def largest_reduced(self) -> dict[str, int]:
-        """Elements of the largest fused weight of one layer whose gradient is reduced right after it, by kind."""
-
-        def of_kind(kind: str) -> int:
-            fused = {member: name for name, members in self.blocks[kind].fused.items() for member in members}
-            sizes = Counter[str]()
-            for name in self.names_of(kind, True):
-                own = name.removeprefix(f"{BLOCKS}{kind}.")
-                sizes[fused.get(own, own)] += self.elements(name, True).reduced
-            return max(sizes.values(), default=0)
-
-        return {kind: of_kind(kind) for kind in self.blocks}
+        own = self.weights.has_gradient(TOKENS) and not self.config.model.tie_embeddings
+        return self.weights.non_block_by_name[TOKENS].stored if own else 0
 
     def pending(self, above: Elements) -> int:
         """Bytes of the layer above's gradients that are not reduced and not yet added to the sums."""
@@ -210,14 +172,11 @@ class _Step:
     @cached_property
     def always(self) -> MemoryEstimate:
         """Parameters and the optimizer's moments."""
-        stored = {name: self.elements(name).stored for name in self.placements}
-        trained = FP32 * sum(count for name, count in stored.items() if self.has_gradient(name))
-        frozen = sum(self.frozen_number(name) * n for name, n in stored.items() if not self.has_gradient(name))
+        stored = {name: self.weights.elements(name).stored for name in self.placements}
+        trained = FP32 * sum(count for name, count in stored.items() if self.weights.has_gradient(name))
+        frozen = sum(self.frozen_number(name) * n for name, n in stored.items() if not self.weights.has_gradient(name))
         device, _ = moment_bytes(self.plan, self.placements)
         return MemoryEstimate(trained + frozen, int(sum(stored[name] * each for name, each in device.items())))
-
-    def has_gradient(self, name: str) -> bool:
-        return is_trained(self.config.lora, name)
 
     def frozen_number(self, name: str) -> int:
         """Bytes of a number of a frozen weight."""
@@ -226,21 +185,32 @@ class _Step:
     def accumulated(self, non_block: int, done: Elements | None = None) -> int:
         """Bytes of gradients so far: `non_block` and those of the layers `done`; with sums over microbatches all."""
         if self.repeats:
-            layers = self.layers(range(len(self.slots)), trained=True)
-            return FP32 * (self.non_block_whole.whole + self.rounds * layers.once + self.modules.once)
+            layers = self.weights.layers(range(len(self.slots)), trained=True)
+            return FP32 * (self.weights.non_block_whole.whole + self.rounds * layers.once + self.weights.modules.once)
         done = done or Elements()
         return non_block + FP32 * (done.stored - done.left) + self.compute * done.left
+
+    @cached_property
+    def gradient_stacks(self) -> int:
+        """Bytes of the arrays in which the loops stack the gradients of a microbatch.
+
+        They depend on nothing, so XLA allocates those of all loops before the first one runs.
+        """
+        slots = [j for segment in self.segments if segment.loops > 1 for j in self.slots_of(segment)]
+        return self.weights.layers(slots, trained=True).stack_bytes
 
     @property
     def head_gradient(self) -> int:
         """Bytes; XLA makes the zeros of the table's gradient at the same time if both are whole."""
-        return FP32 * self.gathered_outside(trained=True).whole
+        return FP32 * self.weights.gathered_outside(trained=True).whole
 
     @property
     def non_block_in_head(self) -> int:
         """Elements of the weights outside the blocks that are whole in the head: with the embedding if it is reused."""
-        table = self.non_block.whole - sum(e.whole for name, e in self.non_block_by_name.items() if name != TOKENS)
-        return self.non_block.whole - (0 if self.repeats or self.config.model.tie_embeddings else table)
+        table = self.weights.non_block.whole - sum(
+            e.whole for name, e in self.weights.non_block_by_name.items() if name != TOKENS
+        )
+        return self.weights.non_block.whole - (0 if self.repeats or self.config.model.tie_embeddings else table)
 
     @property
     def head_working(self) -> int:
@@ -267,7 +237,7 @@ class _Step:
     def layer_working(self, segment: Segment, slots: Sequence[int]) -> int:
         """Bytes of the gradients of activations, and of a loop's copies."""
         blocks = {self.slots[slot].block for slot in slots}
-        own = {block: self.compute * self.block[block, True].whole for block in blocks}
+        own = {block: self.compute * self.weights.block[block, True, False].whole for block in blocks}
         working = max(self.activations.working(block, own[block]) for block in blocks)
         return working + self.loop_copies(segment)
 
@@ -276,10 +246,10 @@ class _Step:
         return sum(self.activations.operands(self.slots[slot].block) for slot in slots)
 
     def loop_copies(self, segment: Segment) -> int:
-        """Bytes of a loop's copies, in addition to its arrays."""
+        """Bytes of a layer's saved activations, which a loop copies out of its stacks."""
         if segment.loops == 1:
             return 0
-        return int(LOOP_COPIES * sum(self.saved_by(slot, segment) for slot in self.slots_of(segment)))
+        return max(self.saved_by(slot, segment) for slot in self.slots_of(segment))
 
     def is_stacked(self, segment: Segment) -> bool:
         """Whether residuals are copied into arrays of several iterations or microbatches."""
@@ -299,11 +269,7 @@ class _Step:
         """Bytes of the first `slots` layers' shards in the compute dtype; loops cast their weights when they run."""
         looped = {j for s in self.segments if s.loops > 1 for j in self.slots_of(s)} if self.plain else set()
         kept = [j for j in range(len(self.slots) if self.repeats else slots) if j not in looped]
-        return (
-            self.compute
-            * self.rounds
-            * (self.layers(kept, trained=True) if self.fuses_in_turn else self.layers(kept)).once
-        )
+        return self.rounds * self.weights.layers(kept, trained=self.fuses_in_turn).once_bytes
 
     @property
     def fuses_in_turn(self) -> bool:
@@ -311,86 +277,13 @@ class _Step:
         return self.plain and self.config.lora.rank is not None
 
     def fused(self, own: Elements) -> int:
-        """Elements of the frozen weights of a layer that `fsdp` does not gather, while the layer computes with them."""
-        return own.whole - own.gathered if self.fuses_in_turn else 0
+        """Bytes of the weights of a layer that `fsdp` does not gather, while the layer fuses and computes with them."""
+        return self.compute * own.whole - own.gathered_bytes if self.fuses_in_turn else 0
 
     @property
     def plain(self) -> bool:
         """Whether there is no once-a-step gather and no pipeline: then loops cast their own weights."""
         return all(self.sizes[axis] == 1 for axis in (*ONCE_AXES, "pipeline"))
-
-    def layers(self, slots: Sequence[int], trained: bool = False) -> Elements:
-        """Elements of the weights in some slots; if `trained` only of those that have gradients."""
-
-        def of_slot(slot: int) -> Elements:
-            own = self.block[self.slots[slot].block, trained]
-            return replace(own, once=own.whole, gathered=0, reduced=0) if slot in self.plan.gathered_slots else own
-
-        return sum(map(of_slot, slots), Elements())
-
-    @cached_property
-    def block(self) -> dict[tuple[str, bool], Elements]:
-        """Elements of one layer, by kind and whether only weights with gradients count."""
-
-        def of_kind(kind: str, trained: bool) -> Elements:
-            return sum((self.elements(n, True) for n in self.names_of(kind, trained)), Elements())
-
-        kinds = stacked_layers(self.config.model)
-        return {(kind, trained): of_kind(kind, trained) for kind in kinds for trained in (False, True)}
-
-    def names_of(self, kind: str, trained: bool) -> list[str]:
-        """Names of the weights of a kind of layer; if `trained` only of those that have gradients."""
-        names = (name for name in self.placements if name.startswith(f"{BLOCKS}{kind}."))
-        return [name for name in names if self.has_gradient(name) or not trained]
-
-    @property
-    def modules(self) -> Elements:
-        """Elements of the multi-token prediction modules."""
-        return sum((self.block[MTP, True] for _ in prediction_layers(self.config.model)), Elements())
-
-    @cached_property
-    def non_block_by_name(self) -> dict[str, Elements]:
-        """Elements of each weight outside the blocks."""
-        return {name: self.elements(name) for name in self.placements if not name.startswith(BLOCKS)}
-
-    @property
-    def non_block_as_stored(self) -> Elements:
-        """Elements of the gradients outside the blocks, as stored."""
-        return sum((e for name, e in self.non_block_by_name.items() if self.has_gradient(name)), Elements())
-
-    @cached_property
-    def non_block(self) -> Elements:
-        """Elements outside the blocks that are gathered."""
-        return self.gathered_outside(trained=False)
-
-    def gathered_outside(self, trained: bool) -> Elements:
-        """Elements outside the blocks without an embedding that is looked up in its shards; as in `layers`."""
-        rows = self.plan.embedding_axes
-        own = {n: e for n, e in self.non_block_by_name.items() if self.has_gradient(n) or not trained}
-        return sum((e for name, e in own.items() if not (name == TOKENS and rows)), Elements())
-
-    @cached_property
-    def non_block_whole(self) -> Elements:
-        """Elements of the gradients outside the blocks: those of a looked-up embedding have the size of its shard."""
-        rows = self.plan.embedding_axes and self.has_gradient(TOKENS)
-        shard = self.non_block_by_name[TOKENS].stored if rows else 0
-        return self.gathered_outside(trained=True) + Elements(shard, shard, shard)
-
-    def elements(self, name: str, one_layer: bool = False) -> Elements:
-        """Elements of a weight on this device: of its stage's layers, or of one layer."""
-        placement, sizes = self.placements[name], self.sizes
-        shards = math.prod(n for axis, n in sizes.items() if axis not in placement.replicated_axes)
-        stored = math.prod(placement.stored_shape) // shards
-        in_block = name.startswith(BLOCKS)
-        if in_block and one_layer:
-            stored //= placement.stored_shape[0] // (1 if placement.layers is None else sizes["pipeline"])
-        gathered = placement.storage_axes
-        once = stored * math.prod(sizes[axis] for axis in gathered if axis != "fsdp")
-        whole = once * (sizes["fsdp"] if "fsdp" in gathered else 1)
-        is_reduced = whole > (once if self.repeats else stored)
-        gathered, reduced = (whole if applies else 0 for applies in (whole > once, is_reduced))
-        in_fp32 = is_reduced or placement.storage_dim is None  # vectors are always in FP32
-        return Elements(stored, once, whole, gathered, reduced, 0 if in_fp32 else stored)
 
 
 class _Pipelined(_Step):
@@ -423,3 +316,7 @@ class _Pipelined(_Step):
 
     def is_stacked(self, segment: Segment) -> bool:
         return True
+
+    @property
+    def gradient_stacks(self) -> int:
+        return 0  # loops add to the sums

@@ -1,0 +1,161 @@
+"""Numbers of elements of the weights on one device: as stored, and after the gathers of a step."""
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+
+from megajax.config.kinds import MTP, prediction_layers, stacked_layers
+from megajax.model.block import Block, linear_layers
+from megajax.model.lora import is_trained
+from megajax.parallel.embedding import TOKENS
+from megajax.sharding import BLOCKS, Placement
+from megajax.step_plan import StepPlan
+
+
+@dataclass(frozen=True)
+class Elements:
+    """Numbers of elements of some weights on one device; `once_bytes` and `gathered_bytes` are bytes."""
+
+    stored: int = 0
+    once: int = 0  # after the once-a-step gather
+    whole: int = 0  # after the gather over `fsdp` too, as used in matmuls
+    once_bytes: int = 0  # of `once` in the format that a step keeps: the compute dtype, or FP8
+    gathered_bytes: int = 0  # of the part of `whole` that `fsdp` gathers when a layer needs it, in that format
+    reduced: int = 0  # part of `whole` whose gradients are reduced right after their layer
+    stack_bytes: int = 0  # of the gradients as a loop stacks them: after the reduction over `fsdp` only
+    left: int = 0  # part of `stored` whose gradients are not, and stay in the compute dtype until the end
+
+    def __add__(self, other: "Elements") -> "Elements":
+        return Elements(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
+
+
+class Weights:
+    """The weights of a step by name and by kind of layer."""
+
+    def __init__(self, plan: StepPlan, placements: Mapping[str, Placement], blocks: Mapping[str, Block], compute: int):
+        """`compute` is the number of bytes of the compute dtype."""
+        self.plan, self.config, self.sizes, self.placements = plan, plan.config, plan.sizes, placements
+        self.blocks, self.compute = blocks, compute
+        self.repeats = plan.config.batch.num_microbatches > 1 or plan.is_pipelined
+        self.linear = linear_layers(plan.config.model)
+        self.fp8_slots = {j for s in plan.segments if s.fp8 for j in range(s.start, s.start + s.count)}
+
+    def has_gradient(self, name: str) -> bool:
+        return is_trained(self.config.lora, name)
+
+    def layers(self, slots: Sequence[int], trained: bool = False) -> Elements:
+        """Elements of the weights in some slots; if `trained` only of those that have gradients."""
+        return sum((self.slot(slot, trained) for slot in slots), Elements())
+
+    def slot(self, slot: int, trained: bool = False) -> Elements:
+        """Elements of the weights in one slot."""
+        own = self.block[self.plan.layer_slots[slot].block, trained, slot in self.fp8_slots]
+        if slot not in self.plan.gathered_slots:
+            return own
+        # In FP8 with the transposed weights
+        return replace(own, once=own.whole, once_bytes=self.compute * own.whole, gathered_bytes=0, reduced=0)
+
+    @cached_property
+    def block(self) -> dict[tuple[str, bool, bool], Elements]:
+        """Elements of one layer, by kind, whether only weights with gradients count, and whether it runs in FP8."""
+        return {
+            (kind, trained, in_fp8): sum(
+                (self.elements(n, kind, in_fp8) for n in self.names_of(kind, trained)), Elements()
+            )
+            for kind in stacked_layers(self.config.model)
+            for trained in (False, True)
+            for in_fp8 in (False, True)
+        }
+
+    def names_of(self, kind: str, trained: bool) -> list[str]:
+        """Names of the weights of a kind of layer; if `trained` only of those that have gradients."""
+        names = (name for name in self.placements if name.startswith(f"{BLOCKS}{kind}."))
+        return [name for name in names if self.has_gradient(name) or not trained]
+
+    @property
+    def module(self) -> Elements:
+        """Elements of one multi-token prediction module."""
+        return self.block[MTP, True, self.plan.segments[-1].fp8]
+
+    @property
+    def modules(self) -> Elements:
+        """Elements of the multi-token prediction modules."""
+        return sum((self.module for _ in prediction_layers(self.config.model)), Elements())
+
+    @cached_property
+    def non_block_by_name(self) -> dict[str, Elements]:
+        """Elements of each weight outside the blocks."""
+        return {name: self.elements(name) for name in self.placements if not name.startswith(BLOCKS)}
+
+    @property
+    def non_block_as_stored(self) -> Elements:
+        """Elements of the gradients outside the blocks, as stored."""
+        return sum((e for name, e in self.non_block_by_name.items() if self.has_gradient(name)), Elements())
+
+    @cached_property
+    def non_block(self) -> Elements:
+        """Elements outside the blocks that are gathered."""
+        return self.gathered_outside(trained=False)
+
+    def gathered_outside(self, trained: bool) -> Elements:
+        """Elements outside the blocks without an embedding that is looked up in its shards; as in `layers`."""
+        rows = self.plan.embedding_axes
+        own = {n: e for n, e in self.non_block_by_name.items() if self.has_gradient(n) or not trained}
+        return sum((e for name, e in own.items() if not (name == TOKENS and rows)), Elements())
+
+    @cached_property
+    def non_block_whole(self) -> Elements:
+        """Elements of the gradients outside the blocks: those of a looked-up embedding have the size of its shard."""
+        rows = self.plan.embedding_axes and self.has_gradient(TOKENS)
+        shard = self.non_block_by_name[TOKENS].stored if rows else 0
+        return self.gathered_outside(trained=True) + Elements(shard, shard, shard)
+
+    def elements(self, name: str, kind: str | None = None, in_fp8: bool = False) -> Elements:
+        """Elements of a weight on this device: of its stage's layers, or of one layer of a `kind`."""
+        placement, sizes = self.placements[name], self.sizes
+        shards = math.prod(n for axis, n in sizes.items() if axis not in placement.replicated_axes)
+        stored = math.prod(placement.stored_shape) // shards
+        if kind is not None:
+            stored //= placement.stored_shape[0] // (1 if placement.layers is None else sizes["pipeline"])
+        gathered = placement.storage_axes
+        once = stored * math.prod(sizes[axis] for axis in gathered if axis != "fsdp")
+        whole = once * (sizes["fsdp"] if "fsdp" in gathered else 1)
+        number = once_number = self.compute
+        if kind is not None and in_fp8 and self.fused_name(kind, name) in self.linear:
+            number, once_number = 1, 1 if whole > once else 2  # a weight that is whole is kept transposed too
+        is_reduced = whole > (once if self.repeats else stored)
+        in_fp32 = is_reduced or placement.storage_dim is None  # vectors are always in FP32
+        return Elements(
+            stored,
+            once,
+            whole,
+            once_number * once,
+            number * whole if whole > once else 0,
+            whole if is_reduced else 0,
+            once * (4 if whole > once or placement.storage_dim is None else self.compute),
+            0 if in_fp32 else stored,
+        )
+
+    def fused_name(self, kind: str, name: str) -> str:
+        """The name within a block of the fused weight that a parameter is a part of."""
+        own = name.removeprefix(f"{BLOCKS}{kind}.")
+        return next((fused for fused, members in self.blocks[kind].fused.items() if own in members), own)
+
+    def reduced_at_once(self, slots: Sequence[int]) -> int:
+        """Elements of the largest fused weight in these slots whose gradient is reduced right after its layer."""
+        kinds = {self.plan.layer_slots[slot].block for slot in slots if slot not in self.plan.gathered_slots}
+        return max((self.largest_reduced[kind] for kind in kinds), default=0)
+
+    @cached_property
+    def largest_reduced(self) -> dict[str, int]:
+        """Elements of the largest fused weight of one layer whose gradient is reduced right after it, by kind."""
+
+        def of_kind(kind: str) -> int:
+            sizes = Counter[str]()
+            for name in self.names_of(kind, True):
+                sizes[self.fused_name(kind, name)] += self.elements(name, kind).reduced
+            return max(sizes.values(), default=0)
+
+        return {kind: of_kind(kind) for kind in self.blocks}
