@@ -51,17 +51,18 @@ class Activations:
         """Bytes of a microbatch's residual stream."""
         return self.compute * self.tokens * self.config.model.hidden_size // self.shares.tensor
 
-    def working(self, block: str, weight_gradients: int) -> int:
+    def working(self, block: str, weight_gradients: int, reduced: int = 0) -> int:
         """Peak bytes of temporary arrays in a layer's backward pass, which is in its MLP.
 
         At first the gradients of the output, of the activation and of its input products are live, and the activation;
-        at the end those of the products, of the input and of the weights (`weight_gradients` bytes). Rows that are sent
+        at the end those of the products, of the input and of the weights (`weight_gradients` bytes). By then the
+        gradients of another layer (`reduced` bytes), which are live at first, are reduced. Rows that are sent
         to experts arrive in zeroed arrays, and XLA keeps a copy of these. The residual stream always has a gradient.
         """
         mlp, D, number = self.parts[block][-1], self.config.model.hidden_size, self.compute * self.tokens
         width, row = number * mlp.width / self.shares.tensor, number * self._row(mlp)
         zeros = row if row and self.plan.collectives.dispatch == "all_to_all" else 0
-        return int(2 * number * D + zeros + row + mlp.products * width + max(2 * width, weight_gradients))
+        return int(2 * number * D + zeros + row + mlp.products * width + max(2 * width + reduced, weight_gradients))
 
     def operands(self, block: str) -> int:
         """Bytes of the operands of the MLP's weight gradients: inputs and output gradients of its matmuls.

@@ -22,6 +22,7 @@ from megajax.sharding import ONCE_AXES, Placement
 from megajax.step_plan import StepPlan
 
 FP32 = 4  # bytes
+HEAD = "head"  # name of the head's weight
 # The gradients of the last layer's weights are not tied to that layer. XLA's scheduler computes them during the layer
 # below and keeps their operands, if these fit into the scheduler's memory limit: these bytes for an H200, from XLA's
 # own message. Measured on GPT-3 over `tensor`, Mixtral 8x22B and Qwen3 235B, which fit, and DeepSeek-V3, which does
@@ -68,6 +69,7 @@ class _Step:
 
     def moments(self) -> Iterator[MemoryEstimate]:
         """The moments with a possible peak, in the order of the step."""
+        yield from (self.in_forward(segment) for segment in self.segments if segment.loops > 1)
         yield self.in_head()
         yield from self.in_modules()
         gradients = self.weights.modules
@@ -76,17 +78,35 @@ class _Step:
             for slots in reversed(groups):
                 yield self.in_backward(segment, slots, gradients)
                 gradients += self.weights.layers(slots if segment.loops == 1 else (), trained=True)
+        if self.late_head:
+            yield self.in_late_head()
         yield self.at_end()
         if self.config.optimizer.offload:
             yield self.in_update()
 
     # The moments
 
+    def in_forward(self, segment: Segment) -> MemoryEstimate:
+        """The forward pass of a loop: its body's activations are copied to the loop's stacks when the body ends.
+
+        The arrays for gradients depend on nothing, so they exist already.
+        """
+        slots = self.slots_of(segment)
+        body = slots[: segment.unroll]
+        return replace(
+            self.always,
+            gradients=self.accumulated(0 if self.late_head else self.head_gradient) + self.gradient_stacks,
+            weights=self.cast(slots.stop)
+            + self.compute * (self.weights.layers(body[:1]).whole + self.non_block_in_head),
+            activations=self.saved(slots.stop),
+            working=sum(self.activations.saved(self.slots[slot].block, segment, False) for slot in body),
+        )
+
     def in_head(self) -> MemoryEstimate:
         """All saved activations, and a chunk's logits with their gradient; the last layer keeps its weights."""
         turn = self.segments[-1]
         held = self.weights.layers(self.parts(turn)[-1]) if turn.loops == 1 else Elements()
-        gradients = self.accumulated(self.head_gradient) + self.gradient_stacks
+        gradients = self.accumulated(0 if self.late_head else self.head_gradient) + self.gradient_stacks
         return replace(
             self.always,
             gradients=gradients,
@@ -115,27 +135,30 @@ class _Step:
         own, looped = self.weights.layers(slots[: segment.group_size]), segment.loops > 1
         first, after = slots[0], slots[-1] + 1
         before = self.weights.layers(range(max(first - segment.group_size, 0), first))
-        above_slots = range(after, min(after + segment.group_size, len(self.slots)))
-        above = self.weights.layers(above_slots, trained=True)
+        above = range(after, min(after + segment.group_size, len(self.slots)))
         # The layer below is gathered at the same time. A loop casts its own weights.
         weights = self.compute * own.whole if looped else own.gathered_bytes + before.gathered_bytes + self.fused(own)
         weights += self.compute * self.weights.non_block.whole if self.repeats else 0
+        non_block = FP32 * (self.weights.non_block_as_stored.stored - self.last_gradients)
+        working = self.layer_working(segment, slots, FP32 * self.weights.reduced_at_once(above))
         moment = replace(
             self.always,
-            gradients=self.accumulated(FP32 * (self.weights.non_block_as_stored.stored - self.last_gradient), done)
-            + self.gradient_stacks,
+            gradients=self.accumulated(non_block, done) + self.gradient_stacks,
             weights=self.cast(after) + weights,
             activations=self.saved(after) + self.recomputed(segment, slots[: segment.group_size]),
-            # The gradients of the layer above are unsharded FP32 while they are reduced, one fused weight at a time.
-            working=self.layer_working(segment, slots)
-            + FP32 * self.weights.reduced_at_once(above_slots)
-            + self.pending(above),
+            working=working + (self.head_operands if self.late_head else 0),
         )
-        late = (
-            0
-            if looped or after + segment.group_size < len(self.slots)
-            else self.deferred(range(after, len(self.slots)))
+        later = range(after, len(self.slots))
+        if self.defers and not looped:
+            operands = sum(self.activations.deferred(self.slots[slot].block) for slot in later)
+            return replace(moment, gradients=self.accumulated(non_block), working=moment.working + operands)
+        gradients = self.weights.layers(above, trained=True)
+        moment = replace(
+            moment,
+            gradients=moment.gradients + self.waiting(done, gradients),
+            working=moment.working + self.pending(gradients),
         )
+        late = 0 if looped or after + segment.group_size < len(self.slots) else self.deferred(later)
         return replace(moment, working=moment.working + (late if moment.total + late < SCHEDULED else 0))
 
     def at_end(self) -> MemoryEstimate:
@@ -146,10 +169,25 @@ class _Step:
         everything = self.weights.layers(range(len(self.slots)), trained=True) + self.weights.modules
         embedding = self.weights.non_block_by_name[TOKENS] if self.weights.has_gradient(TOKENS) else Elements()
         stored, table = embedding.stored, embedding.stored if self.plan.embedding_axes else embedding.whole
-        gradients = self.accumulated(FP32 * (self.weights.non_block_as_stored.stored - stored + table), everything)
+        non_block = self.weights.non_block_as_stored.stored - stored + table
+        gradients = self.accumulated(FP32 * non_block, everything)
         reduced = 0 if self.repeats else self.weights.reduced_at_once(self.parts(self.segments[0])[0])
         zeros = stored if table > stored or not self.repeats else 0
         return replace(self.always, gradients=gradients, working=FP32 * (zeros + reduced))
+
+    def in_late_head(self) -> MemoryEstimate:
+        """A late head's gradient before and between its reductions, and the first group's before they are reduced."""
+        first, head = self.parts(self.segments[0])[0], self.weights.non_block_by_name[HEAD]
+        once = head.whole // self.sizes["fsdp"]
+        late = head.whole + (once if head.stored < once < head.whole else 0)
+        others = self.weights.non_block_as_stored.stored - self.last_gradients
+        everything = self.weights.layers(range(len(self.slots)), trained=True) + self.weights.modules
+        return replace(
+            self.always,
+            gradients=self.accumulated(FP32 * (others + late), everything),
+            weights=self.cast(first.stop) + self.weights.layers(first).gathered_bytes,
+            working=FP32 * self.weights.reduced_at_once(first),
+        )
 
     def in_update(self) -> MemoryEstimate:
         """All gradients, and moments from the host: of the largest parameter before and after its update."""
@@ -160,10 +198,45 @@ class _Step:
     # The live arrays at these moments
 
     @property
-    def last_gradient(self) -> int:
-        """Elements of the embedding's gradient if it is made at the end of the backward pass only, not in the head."""
-        own = self.weights.has_gradient(TOKENS) and not self.config.model.tie_embeddings
-        return self.weights.non_block_by_name[TOKENS].stored if own else 0
+    def last_gradients(self) -> int:
+        """Elements of the gradients, as stored, that are made at the end of the backward pass only, not in the head."""
+        names = [TOKENS] if self.weights.has_gradient(TOKENS) and not self.config.model.tie_embeddings else []
+        names += [HEAD] if self.late_head else []
+        return sum(self.weights.non_block_by_name[name].stored for name in names)
+
+    @property
+    def late_head(self) -> bool:
+        """Whether the head's gradient is computed last: a single chunk is no loop, so nothing waits for it."""
+        single = self.plan.loss_chunks == 1 and not self.repeats
+        return single and HEAD in self.placements and self.weights.has_gradient(HEAD)
+
+    @property
+    def head_operands(self) -> int:
+        """Bytes of the operands of the head's gradient: the logits' gradient, and the rows."""
+        width = self.config.model.padded_vocab_size // self.sizes["tensor"] + self.config.model.hidden_size
+        return self.compute * self.plan.head_tokens * width
+
+    @property
+    def defers(self) -> bool:
+        """Whether XLA computes the gradients of all layers' weights at the end, and keeps their operands until then.
+
+        It does where nothing ties them to their layers (`WeightExchange.tie_reduction`), and they can hide or add
+        something: the moments that come from the host, or the sums over microbatches; in a pipeline, whose layers add
+        to the sums themselves, the exchanges of `context`.
+        """
+        tied = any(self.sizes[axis] > 1 for axis in ("fsdp", "expert", "tensor"))
+        if not self.repeats:
+            tied = tied or any(self.sizes[axis] > 1 for axis in ONCE_AXES)
+        if self.plan.is_pipelined:
+            return not tied and self.sizes["context"] > 1
+        return not tied and (self.repeats or self.config.optimizer.offload > 0)
+
+    def waiting(self, done: Elements, above: Elements) -> int:
+        """Bytes of a microbatch's reduced gradients, which XLA adds to the sums at its end; `above` is not reduced yet.
+
+        A pipeline adds the gradients of each layer.
+        """
+        return max(done.stack_bytes - above.stack_bytes, 0) if self.repeats else 0
 
     def pending(self, above: Elements) -> int:
         """Bytes of the layer above's gradients that are not reduced and not yet added to the sums."""
@@ -234,11 +307,11 @@ class _Step:
         blocks = [self.slots[slot].block for slot in group]
         return sum(self.activations.recomputed(block, segment, self.is_stacked(segment)) for block in blocks)
 
-    def layer_working(self, segment: Segment, slots: Sequence[int]) -> int:
-        """Bytes of the gradients of activations, and of a loop's copies."""
+    def layer_working(self, segment: Segment, slots: Sequence[int], reduced: int) -> int:
+        """Bytes of the gradients of activations, of a loop's copies, and of the layer above's gradients (`reduced`)."""
         blocks = {self.slots[slot].block for slot in slots}
         own = {block: self.compute * self.weights.block[block, True, False].whole for block in blocks}
-        working = max(self.activations.working(block, own[block]) for block in blocks)
+        working = max(self.activations.working(block, own[block], reduced) for block in blocks)
         return working + self.loop_copies(segment)
 
     def deferred(self, slots: Sequence[int]) -> int:

@@ -10,6 +10,7 @@ from megajax.config.kinds import MTP, prediction_layers, stacked_layers
 from megajax.model.block import Block, linear_layers
 from megajax.model.lora import is_trained
 from megajax.parallel.embedding import TOKENS
+from megajax.runtime import LAYER_BYTES
 from megajax.sharding import BLOCKS, Placement
 from megajax.step_plan import StepPlan
 
@@ -144,18 +145,23 @@ class Weights:
         return next((fused for fused, members in self.blocks[kind].fused.items() if own in members), own)
 
     def reduced_at_once(self, slots: Sequence[int]) -> int:
-        """Elements of the largest fused weight in these slots whose gradient is reduced right after its layer."""
+        """Elements of the gradients in these slots that are reduced in one collective, right after their layer."""
         kinds = {self.plan.layer_slots[slot].block for slot in slots if slot not in self.plan.gathered_slots}
-        return max((self.largest_reduced[kind] for kind in kinds), default=0)
+        return max((self.most_reduced[kind] for kind in kinds), default=0)
 
     @cached_property
-    def largest_reduced(self) -> dict[str, int]:
-        """Elements of the largest fused weight of one layer whose gradient is reduced right after it, by kind."""
+    def most_reduced(self) -> dict[str, int]:
+        """By kind of layer the elements that XLA reduces in one collective: all if the results are small enough.
+
+        Otherwise the largest fused weight.
+        """
 
         def of_kind(kind: str) -> int:
-            sizes = Counter[str]()
+            sizes, results = Counter[str](), 0
             for name in self.names_of(kind, True):
-                sizes[self.fused_name(kind, name)] += self.elements(name, kind).reduced
-            return max(sizes.values(), default=0)
+                own = self.elements(name, kind)
+                sizes[self.fused_name(kind, name)] += own.reduced
+                results += own.once if own.reduced else 0
+            return sizes.total() if 4 * results <= LAYER_BYTES else max(sizes.values(), default=0)
 
         return {kind: of_kind(kind) for kind in self.blocks}

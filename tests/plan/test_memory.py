@@ -12,6 +12,7 @@ SMALL = (
     "model={vocab_size: 4096, vocab_multiple: 1}",
     "mesh.fsdp=2",
     "batch={global_size: 2, num_microbatches: 1, sequence_length: 128}",
+    "kernels.loss_chunk_tokens=64",
 )
 T, D, F, V = 128, 64, 256, 4096  # tokens of a device
 QKV, ATTENTION = 64 * 16 * (4 + 2 * 2), 64 * 64
@@ -19,8 +20,8 @@ LAYER = QKV + ATTENTION + 3 * D * F
 NORMS = 2 * D  # of a layer, on every device
 
 
-def small(*overrides: str):
-    return memory_table.estimate(Row(0, "configs/llama3_8b.yaml", (*SMALL, *overrides), 2))
+def small(*overrides: str, gpus: int = 2):
+    return memory_table.estimate(Row(0, "configs/llama3_8b.yaml", (*SMALL, *overrides), gpus))
 
 
 def test_a_step_needs_most_in_the_head_when_all_layers_have_saved_what_they_computed():
@@ -33,8 +34,8 @@ def test_a_step_needs_most_in_the_head_when_all_layers_have_saved_what_they_comp
     # All layers' shards, the head whole, and the last layer, which goes backward next
     assert memory.weights == 2 * (9 * (LAYER // 2 + NORMS) + V * D + D + LAYER)
     assert memory.gradients == 4 * (V * D + D)
-    # One chunk: logits and their gradient, four arrays of its rows, and the gradient of all rows
-    assert memory.working == 2 * (T * (2 * V + 4 * D) + T * D)
+    # One of two chunks: logits and their gradient, four arrays of its rows, and the gradient of all rows
+    assert memory.working == 2 * (T // 2 * (2 * V + 4 * D) + T * D)
 
 
 def test_with_recomputation_it_needs_most_in_the_backward_pass_of_the_first_layers():
@@ -45,17 +46,46 @@ def test_with_recomputation_it_needs_most_in_the_backward_pass_of_the_first_laye
     assert memory.activations == 2 * T * (2 * D + saved)
     assert memory.weights == 2 * (2 * stored + 2 * LAYER)  # the first's are gathered in the meantime
     assert memory.gradients == 4 * (98 * stored + V * D // 2 + D)  # the embedding's is made later
-    # Gradients: of the residual stream, of the products and the activation, and the activation; in FP32 that of the
-    # third layer's largest fused weight, which is reduced
-    assert memory.working == 2 * T * (2 * D + 4 * F) + 4 * 2 * D * F
+    # Gradients: of the residual stream, of the products and the activation, and the activation; in FP32 those of the
+    # third layer, which are reduced together
+    assert memory.working == 2 * T * (2 * D + 4 * F) + 4 * LAYER
 
 
 def test_with_few_tokens_it_needs_most_at_the_end_when_the_embedding_gets_its_gradient():
-    memory = small("remat.policy=full", "model={num_layers: 100}", "kernels.scan_unroll=100", "batch.sequence_length=8")
+    few = ("remat.policy=full", "model={num_layers: 100}", "batch.sequence_length=8", "kernels.loss_chunk_tokens=4")
+    memory = small(*few, "kernels.scan_unroll=100")
     assert (memory.weights, memory.activations) == (0, 0)
     assert memory.gradients == 4 * (100 * (LAYER // 2 + NORMS) + 2 * V * D // 2 + D)
-    # The embedding's zeros, and the first layer's largest fused weight
-    assert memory.working == 4 * (V * D // 2 + 2 * D * F)
+    # The embedding's zeros, and the first layer, which is reduced
+    assert memory.working == 4 * (V * D // 2 + LAYER)
+
+
+def test_a_head_of_one_chunk_gets_its_gradient_last_beside_the_first_layers():
+    four = ("mesh.fsdp=4", "batch={global_size: 4, sequence_length: 8}", "model={vocab_size: 65536}")
+    memory = small(*four, "remat.policy=full", gpus=4)
+    stored, V = LAYER // 4 + NORMS, 65536
+    assert memory.gradients == 4 * (9 * stored + V * D + D)
+    assert memory.weights == 2 * (stored + LAYER)
+    assert memory.working == 4 * LAYER
+
+
+def test_a_loop_stacks_all_gradients_and_copies_the_activations_that_it_reads():
+    memory = small("model={vocab_size: 512}", "kernels.scan_unroll=1")
+    saved = 16 * (2 * 4 + 2 * 2) + 2 * F + 2 * D
+    assert memory.activations == 2 * T * (9 * saved + 2 * D)  # results of norms are recomputed
+    assert memory.gradients == 4 * (9 * (LAYER // 2 + NORMS) + 512 * D // 2 + D)
+    assert memory.weights == 2 * (LAYER + NORMS)
+    assert memory.working == 2 * T * (2 * D + 4 * F) + 2 * T * saved
+
+
+def test_moments_on_the_host_keep_the_operands_of_all_weight_gradients():
+    one = ("mesh.fsdp=1", "batch={global_size: 1, sequence_length: 512}", "model={vocab_size: 512}")
+    memory = small(*one, "remat.policy=full", "optimizer.offload=1", "kernels.scan_unroll=9", gpus=1)
+    # Of eight layers the inputs and the output gradients of the matmuls
+    inputs, outputs = 2 * D + 64 + F, 16 * (4 + 2 * 2) + 2 * F + 2 * D
+    assert memory.working == 2 * 512 * (2 * D + 4 * F) + 8 * 2 * 512 * (inputs + outputs)
+    assert memory.optimizer == 8 * (9 * NORMS + D)  # vectors stay on the device
+    assert memory.gradients == 4 * (512 * D + D)
 
 
 def test_the_parts_add_up_to_the_total():
