@@ -39,7 +39,7 @@ ROWS = ROOT / "tests/data/memory_rows.txt"
 RANDOM_ROWS = ROOT / "tests/data/random_memory_rows.txt"
 TABLE = ROOT / "docs/memory_table.md"
 SIZES = (8, 130)  # estimated GiB of a random row
-LIMIT = 60  # seconds to trace and compile a random row
+LIMIT = 150  # seconds to trace and compile a random row
 NICENESS = 10
 GIB = 2**30
 
@@ -121,7 +121,7 @@ def table(rows: list[Row]) -> str:
     lines = [
         f"{len(rows)} rows, {within} within 5 %; mean difference {sum(errors) / len(errors):.1%}, worst "
         f"{max(errors):.1%}."
-        + (f" {drawn - len(rows)} more did not compile in {LIMIT} s." if drawn > len(rows) else ""),
+        + (f" {drawn - len(rows)} more did not compile in time." if drawn > len(rows) else ""),
         "",
         "| config | GPUs | XLA GiB | estimate GiB | ratio |",
         "|---|---:|---:|---:|---:|",
@@ -145,10 +145,9 @@ of a run prints this estimate; `megajax plan` searches with it.
 
 ## Random rows
 
-Legal rows of `--random` with an estimate of {SIZES[0]} to {SIZES[1]} GiB. No constant was fitted to them, but two rules
-come from the buffers of the row of llama3_70b on 2 GPUs: one fused weight's gradient is reduced at a time, and the
-embedding's is made last. Before, the estimate was 8.4 % above XLA's figure there. Only rows that compile quickly are
-here: most have few layers, and none has a pipeline.
+Legal rows of `--random` with an estimate of {SIZES[0]} to {SIZES[1]} GiB, compiled after the last change of a rule. A
+random row that was looked at to make a rule is in the first table: these are the rows with `data.kind=synthetic`. Only
+rows that compile quickly are here, so most have few layers.
 
 {table(read_rows(RANDOM_ROWS))}
 """

@@ -310,7 +310,7 @@ class _Step:
     def layer_working(self, segment: Segment, slots: Sequence[int], reduced: int) -> int:
         """Bytes of the gradients of activations, of a loop's copies, and of the layer above's gradients (`reduced`)."""
         blocks = {self.slots[slot].block for slot in slots}
-        own = {block: self.compute * self.weights.block[block, True, False].whole for block in blocks}
+        own = {block: self.compute * self.weights.layer(block, True).whole for block in blocks}
         working = max(self.activations.working(block, own[block], reduced) for block in blocks)
         return working + self.loop_copies(segment)
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 
-from megajax.config.kinds import MTP, prediction_layers, stacked_layers
+from megajax.config.kinds import MTP, prediction_layers
 from megajax.model.block import Block, linear_layers
 from megajax.model.lora import is_trained
 from megajax.parallel.embedding import TOKENS
@@ -40,7 +40,8 @@ class Weights:
         self.plan, self.config, self.sizes, self.placements = plan, plan.config, plan.sizes, placements
         self.blocks, self.compute = blocks, compute
         self.repeats = plan.config.batch.num_microbatches > 1 or plan.is_pipelined
-        self.linear = linear_layers(plan.config.model)
+        self.linear = frozenset(linear_layers(plan.config.model)) if plan.config.fp8_layers else frozenset[str]()
+        self._layers = dict[tuple[str, bool, bool], Elements]()
         self.fp8_slots = {j for s in plan.segments if s.fp8 for j in range(s.start, s.start + s.count)}
 
     def has_gradient(self, name: str) -> bool:
@@ -52,23 +53,18 @@ class Weights:
 
     def slot(self, slot: int, trained: bool = False) -> Elements:
         """Elements of the weights in one slot."""
-        own = self.block[self.plan.layer_slots[slot].block, trained, slot in self.fp8_slots]
+        own = self.layer(self.plan.layer_slots[slot].block, trained, slot in self.fp8_slots)
         if slot not in self.plan.gathered_slots:
             return own
         # In FP8 with the transposed weights
         return replace(own, once=own.whole, once_bytes=self.compute * own.whole, gathered_bytes=0, reduced=0)
 
-    @cached_property
-    def block(self) -> dict[tuple[str, bool, bool], Elements]:
-        """Elements of one layer, by kind, whether only weights with gradients count, and whether it runs in FP8."""
-        return {
-            (kind, trained, in_fp8): sum(
-                (self.elements(n, kind, in_fp8) for n in self.names_of(kind, trained)), Elements()
-            )
-            for kind in stacked_layers(self.config.model)
-            for trained in (False, True)
-            for in_fp8 in (False, True)
-        }
+    def layer(self, kind: str, trained: bool = False, in_fp8: bool = False) -> Elements:
+        """Elements of one layer of a kind; if `trained` only of the weights that have gradients."""
+        key = kind, trained, in_fp8
+        if key not in self._layers:
+            self._layers[key] = sum((self.elements(n, kind, in_fp8) for n in self.names_of(kind, trained)), Elements())
+        return self._layers[key]
 
     def names_of(self, kind: str, trained: bool) -> list[str]:
         """Names of the weights of a kind of layer; if `trained` only of those that have gradients."""
@@ -78,7 +74,7 @@ class Weights:
     @property
     def module(self) -> Elements:
         """Elements of one multi-token prediction module."""
-        return self.block[MTP, True, self.plan.segments[-1].fp8]
+        return self.layer(MTP, True, self.plan.segments[-1].fp8)
 
     @property
     def modules(self) -> Elements:
@@ -124,7 +120,7 @@ class Weights:
         once = stored * math.prod(sizes[axis] for axis in gathered if axis != "fsdp")
         whole = once * (sizes["fsdp"] if "fsdp" in gathered else 1)
         number = once_number = self.compute
-        if kind is not None and in_fp8 and self.fused_name(kind, name) in self.linear:
+        if in_fp8 and kind is not None and self.fused_name(kind, name) in self.linear:
             number, once_number = 1, 1 if whole > once else 2  # a weight that is whole is kept transposed too
         is_reduced = whole > (once if self.repeats else stored)
         in_fp32 = is_reduced or placement.storage_dim is None  # vectors are always in FP32
