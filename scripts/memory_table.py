@@ -120,8 +120,7 @@ def table(rows: list[Row]) -> str:
     within = sum(error <= 0.05 for error in errors)
     lines = [
         f"{len(rows)} rows, {within} within 5 %; mean difference {sum(errors) / len(errors):.1%}, worst "
-        f"{max(errors):.1%}."
-        + (f" {drawn - len(rows)} more did not compile in time." if drawn > len(rows) else ""),
+        f"{max(errors):.1%}." + (f" {drawn - len(rows)} more did not compile in time." if drawn > len(rows) else ""),
         "",
         "| config | GPUs | XLA GiB | estimate GiB | ratio |",
         "|---|---:|---:|---:|---:|",

@@ -92,7 +92,9 @@ def fp8_weight_gradient(
     Groups are aligned to steps (`grouped_rows`), with zeros after each. Zeros for empty groups.
     """
     if implementation == "pallas":
-        return _kernel().fp8_weight_gradient(x_mp, dy_np, inverse_scale, group_sizes_e, dtype, blocks=_multiprocessors())
+        return _kernel().fp8_weight_gradient(
+            x_mp, dy_np, inverse_scale, group_sizes_e, dtype, blocks=_multiprocessors()
+        )
     P = min(x_mp.shape[1], dy_np.shape[1])
     bounds = step_bounds(group_sizes_e)
     members = _between(bounds[:, 0], bounds[:, 1], P)[:, None]
