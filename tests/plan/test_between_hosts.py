@@ -1,4 +1,10 @@
-"""Bytes that the compiled step sends between hosts of eight H200s, against the formula of docs/parallelism.md."""
+"""Hosts of eight H200s: the compiled step's bytes between them, against the formula of docs/parallelism.md, and
+tracing, which does not depend on their number.
+"""
+
+import cProfile
+import pstats
+from pathlib import Path
 
 import jax
 import pytest
@@ -13,11 +19,9 @@ from megajax.training.step import TrainProgram
 BF16, FP32 = 2, 4
 
 
-@pytest.mark.parametrize(("over", "hosts"), [("fsdp", 2), ("fsdp", 8), ("data", 8)])
-def test_a_host_sends_weights_and_gradients_once(tmp_path, over, hosts):
-    """`fsdp` in a host and `data` between hosts: each shard passes a ring of the hosts. `data` alone: a ring of all."""
-    gpus = 8 * hosts
-    path = tmp_path / "model.yaml"
+def build(directory: Path, over: str, gpus: int) -> TrainProgram:
+    """The step of a tiny model: `fsdp` in a host and `data` between hosts, or `data` over all GPUs."""
+    path = directory / "model.yaml"
     path.write_text(
         f"""
 run: {{name: model, steps: 1}}
@@ -28,8 +32,16 @@ data: {{kind: synthetic}}
 """
     )
     config = load_config(path, [])
+    return TrainProgram.build(config, build_mesh(check_mesh(config, gpus), h200_devices(gpus)))
+
+
+@pytest.mark.parametrize("hosts", [2, 8])
+@pytest.mark.parametrize("over", ["fsdp", "data"])
+def test_a_host_sends_weights_and_gradients_once(tmp_path, over, hosts):
+    """HSDP: each shard passes a ring of the hosts. `data` alone: all of it passes a ring of all GPUs."""
+    gpus = 8 * hosts
     with no_gpu_needed():
-        program = TrainProgram.build(config, build_mesh(check_mesh(config, gpus), h200_devices(gpus)))
+        program = build(tmp_path, over, gpus)
         lowered = program.train_step.lower(program.abstract_state, program.abstract_batch)
         ops = hlo.parse(lowered.compile().as_text() or "")
     sent = {kind: sum(op.between_hosts(8) for op in ops if op.kind == kind) for kind in hlo.COLLECTIVES}
@@ -46,3 +58,17 @@ data: {{kind: synthetic}}
     assert sent["all-gather"] == pytest.approx(BF16 * parameters, rel=0.02)
     assert sent["reduce-scatter"] == pytest.approx(FP32 * parameters, rel=0.02)
     assert sum(sent.values()) == pytest.approx((BF16 + FP32) * parameters, rel=0.02)
+
+
+def test_tracing_does_not_grow_with_the_number_of_gpus(tmp_path):
+    """The calls of Python functions, which a loaded machine does not change, and the size of the module."""
+    calls, sizes = [], []
+    with no_gpu_needed():
+        for gpus in (8, 16, 512):  # the first one fills jax's caches; 512 still divide the weights
+            program, profile = build(tmp_path, "fsdp", gpus), cProfile.Profile()
+            with profile:
+                lowered = program.train_step.lower(program.abstract_state, program.abstract_batch)
+            calls.append(pstats.Stats(profile).total_calls)  # type: ignore[attr-defined]
+            sizes.append(len(lowered.as_text()))
+    assert calls[2] == pytest.approx(calls[1], rel=0.02)
+    assert sizes[2] == pytest.approx(sizes[1], rel=0.02)
