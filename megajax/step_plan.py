@@ -221,6 +221,16 @@ class StepPlan:
         return self.sizes["pipeline"] > 1
 
     @property
+    def sums_gradients(self) -> bool:
+        """Whether gradients are added to sums over microbatches, as a pipeline always does."""
+        return self.config.batch.num_microbatches > 1 or self.is_pipelined
+
+    @property
+    def accumulation(self) -> jnp.dtype:
+        """The dtype of sums of gradients over microbatches; FP32 if nothing is summed."""
+        return jnp.dtype(self.config.precision.accumulation if self.sums_gradients else "float32")
+
+    @property
     def is_unrolled(self) -> bool:
         """Whether no layers run in loops. On CPUs True only if `kernels.scan_unroll` is set."""
         chosen = self.hardware.platform != "cpu" or self.config.kernels.scan_unroll is not None

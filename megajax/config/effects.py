@@ -106,6 +106,7 @@ def _of_the_run(config: Config) -> list[Rule]:
     schedule, logging, fp8 = config.schedule, config.logging, config.precision.fp8
     pipeline = tuple(f"pipeline.{name}" for name in type(config.pipeline).model_fields)
     recipe, exports = "precision.fp8.recipe", "checkpoint.export_hf"
+    one_microbatch = config.batch.num_microbatches == 1 and config.mesh.pipeline == 1
     of_fp8 = tuple(f"precision.fp8.{name}" for name in type(fp8).model_fields if name != "recipe")
     of_ademamix = tuple(f"optimizer.ademamix.{name}" for name in type(config.optimizer.ademamix).model_fields)
     of_muon = tuple(f"optimizer.muon.{name}" for name in type(config.optimizer.muon).model_fields)
@@ -118,6 +119,7 @@ def _of_the_run(config: Config) -> list[Rule]:
         Rule(config.optimizer.kind == "lion", "optimizer.kind", ("optimizer.epsilon",)),
         Rule(config.optimizer.kind != "ademamix", "optimizer.kind", of_ademamix),
         Rule(config.optimizer.kind != "muon", "optimizer.kind", of_muon),
+        Rule(one_microbatch, "batch.num_microbatches", ("precision.accumulation",)),
         Rule(config.remat.policy == "none", "remat.policy", ("remat.layers",)),
         Rule(config.lora.rank is None, "lora.rank", ("lora.alpha", "lora.targets", "lora.dropout")),
         Rule(config.mesh.pipeline == 1, "mesh.pipeline", pipeline),

@@ -138,8 +138,9 @@ clip-grad | optimizer.clip_norm
 calculate-per-token-loss | | the loss is always the mean over all tokens of the step
 bf16 | precision.compute=bfloat16 | the default
 fp16 | precision.compute=float16 | with dynamic loss scaling
-accumulate-allreduce-grads-in-fp32 | precision.gradients=float32 | the default
-grad-reduce-in-bf16 | precision.gradients=bfloat16
+accumulate-allreduce-grads-in-fp32 | precision.accumulation=float32 | the default, as precision.gradients=float32
+grad-reduce-in-bf16 | precision.gradients=bfloat16 | and precision.accumulation=bfloat16 for the sums over microbatches
+main-grads-dtype | precision.accumulation | float32 for fp32, bfloat16 for bf16
 fp8-format | precision.fp8.format | together with precision.fp8.recipe
 fp8-recipe | precision.fp8.recipe | current for tensorwise, or delayed
 fp8-margin | precision.fp8.margin

@@ -171,6 +171,10 @@ class PrecisionConfig(Section):
     gradients: Literal["float32", "bfloat16"] = Field(
         default="float32", description="Format in which gradients are reduced across devices."
     )
+    accumulation: Literal["float32", "bfloat16"] = Field(
+        default="float32",
+        description="Format of the sums of gradients over microbatches; those of norms, routers and sinks are float32.",
+    )
     fp8: Fp8Config = Field(default_factory=Fp8Config, description="FP8 matmuls of the linear layers.")
 
 

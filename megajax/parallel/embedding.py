@@ -19,6 +19,7 @@ from megajax.model.parts import BlockInputs, scale_embeddings
 from megajax.parallel import collectives
 from megajax.parallel.comm import MeshComm
 from megajax.parallel.weights.exchange import row_major
+from megajax.parallel.weights.sums import after_microbatch, of_microbatch
 from megajax.step_plan import StepPlan
 
 TOKENS, POSITIONS = "embedding.tokens", "embedding.positions"
@@ -62,13 +63,15 @@ class MeshEmbedding:
             updates = collectives.all_to_all(padded[:, None], self.axes, 2, 1, tiled=True)
         updates = self.comm.enter(updates)
         rows, ours = self._vocabulary_rows(weights[TOKENS], batch["tokens"])
+        totals = {name: out[name] for name in (TOKENS, POSITIONS) if name in weights}
+        own = of_microbatch(totals)
         # Without the barrier XLA would scatter into the layout of the reduction.
-        table = row_major(out[TOKENS].at[rows].add(jnp.where(ours, updates, 0).astype(jnp.float32)))
-        out[TOKENS] = lax.optimization_barrier(table)
+        table = row_major(own[TOKENS].at[rows].add(jnp.where(ours, updates, 0).astype(jnp.float32)))
+        own[TOKENS] = lax.optimization_barrier(table)
         if POSITIONS in weights:
-            own = self.comm.own_tokens(batch["positions"].reshape(-1))
-            out[POSITIONS] = out[POSITIONS].at[own].add(dx.astype(jnp.float32))
-        return out
+            positions = self.comm.own_tokens(batch["positions"].reshape(-1))
+            own[POSITIONS] = own[POSITIONS].at[positions].add(dx.astype(jnp.float32))
+        return out | after_microbatch(totals, own)
 
     def _vocabulary_rows(self, table: jax.Array, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
         """(the rows to look up in this device's part of the vocabulary, whether they are in it `[..., 1]`).

@@ -1,8 +1,8 @@
 """Loss and gradients of one global batch: the part of the step that is local to a device.
 
 One shard_map, manual over all six axes, contains forward, backward and gradient reduction. Weights are gathered. The
-microbatches run one after the other, or through the stages of a pipeline. Gradients accumulate in FP32; the axes of
-ONCE_AXES reduce them once per step.
+microbatches run one after the other, or through the stages of a pipeline. Their gradients are summed
+(`weights/sums.py`); the axes of ONCE_AXES reduce the sums once per step.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -24,8 +24,9 @@ from megajax.parallel.prediction import ModuleArrays
 from megajax.parallel.stack.layers import LayerStack
 from megajax.parallel.stack.weights import LayerState
 from megajax.parallel.traced import traced
-from megajax.parallel.weights.exchange import global_norm, sum_over_all, summed_dtype
+from megajax.parallel.weights.exchange import global_norm, sum_over_all
 from megajax.parallel.weights.scaling import FP8
+from megajax.parallel.weights.sums import added
 from megajax.sharding import BATCH_SPEC
 
 
@@ -164,8 +165,8 @@ def _over_microbatches(local: LocalModel, arrays: StepArrays, batch: Batch):
     """Run the microbatches; a single one runs without a loop and without accumulation of its layers' gradients.
 
     Returns (gradients outside the blocks, gradients of the layers, (sums, metrics), amaxes), those of layers as tuples
-    by stack. Gradients outside the blocks accumulate in place. Gradients of the layers and sums are added up (in FP32,
-    counts as integers). Amaxes are maxima.
+    by stack. Gradients outside the blocks accumulate in place. Gradients of the layers, losses and metrics are summed.
+    Amaxes are maxima.
     """
     count, scale = batch["tokens"].shape[0], arrays.scale
     assert scale is not None
@@ -190,16 +191,18 @@ def _over_microbatches(local: LocalModel, arrays: StepArrays, batch: Batch):
         return microbatch(zeros, 0, {name: field[0] for name, field in batch.items()})
 
     loops = (jnp.arange(count), dict(batch))
-    run, (_, *shapes) = traced(microbatch, zeros, *jax.tree.map(lambda a: a[0], loops))
+    run, (_, shapes, *others) = traced(microbatch, zeros, *jax.tree.map(lambda a: a[0], loops))
 
     def body(carry, loop):
         non_block_gradients, layer_gradients, sums, amax = carry
         non_block_gradients, new, new_sums, new_amax = run(non_block_gradients, *loop)
-        layer_gradients = jax.tree.map(lambda total, g: total + g.astype(jnp.float32), layer_gradients, new)
+        layer_gradients = jax.tree.map(added, layer_gradients, new)
         sums, amax = add_metrics(sums, new_sums), jax.tree.map(jnp.maximum, amax, new_amax)
         return (non_block_gradients, layer_gradients, sums, amax), None
 
-    carry = (zeros, *jax.tree.map(lambda s: jnp.zeros(s.shape, summed_dtype(s.dtype)), shapes))
+    stacks = zip(local.stacks, shapes, strict=True)
+    of_layers = tuple(stack.weights.zero_gradients(own) for stack, own in stacks)
+    carry = (zeros, of_layers, *jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), others))
     carry, _ = lax.scan(body, carry, loops)
     return carry
 

@@ -10,6 +10,7 @@ from megajax import ops
 from megajax.config import ModelConfig
 from megajax.model.parts import normalise
 from megajax.parallel.comm import MeshComm
+from megajax.parallel.weights.sums import after_microbatch, of_microbatch
 from megajax.step_plan import StepPlan, loss_chunks
 
 NORMS = ("final_norm", "final_norm_bias")
@@ -50,7 +51,7 @@ class LossHead:
         The gradients are those of `scale · (loss + z-loss)`, with z-loss = `model.z_loss · Σ lse²`, of the weights in
         `accumulated`.
         """
-        names = [name for name in self.names if name in accumulated]
+        totals = {name: accumulated[name] for name in self.names if name in accumulated}
         chunks = self._chunks(x, targets, mask)
 
         def body(carry, chunk):
@@ -64,14 +65,14 @@ class LossHead:
                 dw = {self.weight_name: jnp.einsum(equation, dlogits, h, preferred_element_type=jnp.float32)}
             dh = jnp.einsum("cv,vd->cd" if tied else "cv,dv->cd", dlogits, w)
             dnorms, dx = pull(self.comm.leave(dh))
-            gradients = {name: gradients[name] + {**dnorms, **dw}[name] for name in names}
+            gradients = {name: gradients[name] + {**dnorms, **dw}[name] for name in totals}
             return (gradients, loss + chunk_loss, z_loss + chunk_z), dx
 
         zero = jnp.zeros((), jnp.float32)
-        (gradients, loss, z_loss), dx = lax.scan(body, ({n: accumulated[n] for n in names}, zero, zero), chunks)
+        (gradients, loss, z_loss), dx = lax.scan(body, (of_microbatch(totals), zero, zero), chunks)
         shares = self.comm.tensor_size
         sums = {"loss": loss / shares, "z_loss": z_loss / shares}
-        return sums, dx.reshape(-1, dx.shape[-1])[: x.shape[0]], {**accumulated, **gradients}
+        return sums, dx.reshape(-1, dx.shape[-1])[: x.shape[0]], {**accumulated, **after_microbatch(totals, gradients)}
 
     def _chunk(self, weights, chunk, scale: jax.Array | float, implementation: ops.LossImplementation):
         x_cd, targets_c, mask_c = chunk

@@ -66,7 +66,7 @@ class LocalModel:
         computed = {n: p for n, p in placements.items() if not n.startswith(BLOCKS)}
         for kind, own in fused.items():
             computed |= {f"{BLOCKS}{kind}.{name}": placement for name, placement in own.placements.items()}
-        exchange = WeightExchange(computed, sizes, compute, gradients)
+        exchange = WeightExchange(computed, sizes, compute, gradients, plan.accumulation)
         of_modules, prediction = fused.pop(MTP, None), None
         if of_modules is not None:
             shared = SharedTokens(comm, plan) if plan.is_pipelined else comm

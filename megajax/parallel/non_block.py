@@ -80,8 +80,9 @@ class NonBlock:
         return own | {name: row_major(self.exchange.gather_layer(name, w)) for name, w in gathered.items()}
 
     def zero_gradients(self, weights: Arrays) -> dict[str, jax.Array]:
-        """FP32 zeros in the shapes of the gathered weights that have gradients."""
-        return {n: jnp.zeros(w.shape, jnp.float32) for n, w in weights.items() if is_trained(self.lora, n)}
+        """Zeros in the shapes of the gathered weights that have gradients, in the dtype of their sums."""
+        trained = {n: w for n, w in weights.items() if is_trained(self.lora, n)}
+        return {n: jnp.zeros(w.shape, self.exchange.sum_dtype(n)) for n, w in trained.items()}
 
     def reduce(self, gradients: Arrays) -> dict[str, jax.Array]:
         """Gradients of the weights from `gather` → complete FP32 gradients of the stored shards."""

@@ -23,6 +23,7 @@ from megajax.parallel.stack.layers import LayerStack
 from megajax.parallel.stack.weights import Amax, ByGroup, GroupWeights, Metrics
 from megajax.parallel.weights.exchange import WeightExchange
 from megajax.parallel.weights.fused import FusedWeights
+from megajax.parallel.weights.sums import added
 from megajax.step_plan import StepPlan
 
 DROPOUT = 2**31 + 2  # and the depth: folded into the step's key for the dropout of a module's embedded tokens
@@ -45,7 +46,7 @@ class Predicted(NamedTuple):
 
     def plus(self, other: "Predicted") -> "Predicted":
         """Sums of gradients, in the dtype of these, and of metrics; maxima of the amaxes."""
-        gradients = jax.tree.map(lambda total, g: total + g.astype(total.dtype), self.gradients, other.gradients)
+        gradients = jax.tree.map(added, self.gradients, other.gradients)
         metrics = add_metrics(self.metrics, other.metrics)
         return Predicted(gradients, metrics, jax.tree.map(jnp.maximum, self.amax, other.amax))
 
@@ -114,7 +115,7 @@ class MultiTokenPrediction:
             gradients.insert(0, (gradient,))
             amax.insert(0, (largest,))
         dnorms, dx_of_modules = pull(dh)
-        accumulated = {**accumulated, **{name: accumulated[name] + g for name, g in dnorms.items()}}
+        accumulated = {**accumulated, **{name: added(accumulated[name], g) for name, g in dnorms.items()}}
         predicted = Predicted(gradients, [(each.metrics,) for each in passes], amax)
         return dx + dx_of_modules, accumulated, jnp.stack(losses), predicted
 

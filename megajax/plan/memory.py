@@ -112,7 +112,7 @@ class _Step:
             gradients=gradients,
             weights=self.cast(len(self.slots)) + self.compute * self.non_block_in_head + held.gathered_bytes,
             activations=self.saved(len(self.slots)),
-            working=self.head_working,
+            working=self.head_working + self.of_microbatch(TOKENS if self.config.model.tie_embeddings else HEAD),
         )
 
     def in_modules(self) -> Iterator[MemoryEstimate]:
@@ -173,7 +173,7 @@ class _Step:
         gradients = self.accumulated(FP32 * non_block, everything)
         reduced = 0 if self.repeats else self.weights.reduced_at_once(self.parts(self.segments[0])[0])
         zeros = stored if table > stored or not self.repeats else 0
-        return replace(self.always, gradients=gradients, working=FP32 * (zeros + reduced))
+        return replace(self.always, gradients=gradients, working=FP32 * (zeros + reduced) + self.of_microbatch(TOKENS))
 
     def in_late_head(self) -> MemoryEstimate:
         """A late head's gradient before and between its reductions, and the first group's before they are reduced."""
@@ -258,10 +258,16 @@ class _Step:
     def accumulated(self, non_block: int, done: Elements | None = None) -> int:
         """Bytes of gradients so far: `non_block` and those of the layers `done`; with sums over microbatches all."""
         if self.repeats:
-            layers = self.weights.layers(range(len(self.slots)), trained=True)
-            return FP32 * (self.weights.non_block_whole.whole + self.rounds * layers.once + self.weights.modules.once)
+            layers, number = self.weights.layers(range(len(self.slots)), trained=True), self.plan.accumulation.itemsize
+            return number * (self.weights.non_block_whole.whole + self.rounds * layers.once + self.weights.modules.once)
         done = done or Elements()
         return non_block + FP32 * (done.stored - done.left) + self.compute * done.left
+
+    def of_microbatch(self, name: str) -> int:
+        """Bytes of the FP32 gradient of a table outside the blocks, in addition to a sum that is not FP32."""
+        in_place = self.plan.accumulation.itemsize == FP32 or not self.weights.has_gradient(name)
+        table, rows = self.weights.non_block_by_name[name], name == TOKENS and self.plan.embedding_axes
+        return 0 if in_place else FP32 * (table.stored if rows else table.whole)
 
     @cached_property
     def gradient_stacks(self) -> int:

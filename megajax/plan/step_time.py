@@ -31,7 +31,6 @@ ROUTED_PASSES = 17.0  # over the rows of the residual stream that are sorted by 
 UPDATE_BYTES = 38  # per parameter: gradient, its norm, both moments and the weight, read and written; casts
 # Bytes of moments on the host that an update moves to the device and back in a second: 22.1 GB took 674 ms on an H200.
 HOST_BYTES = 33e9
-ACCUMULATED_BYTES = 10  # per parameter and microbatch, if gradients are summed over several
 FORWARD = 1 / 3  # share of the forward pass in a layer's time
 HIDING = 0.9  # part of the computation that hides collectives of weights and gradients
 TENSOR_EXPOSED = 0.38  # part of the time of collectives over `tensor` that their matmuls do not hide
@@ -312,7 +311,8 @@ class _Step:
         update += self.host / HOST_BYTES
         if M > 1:
             shards = self.sizes["fsdp"] * self.sizes["data"]
-            update += (M - 1) * ACCUMULATED_BYTES * self.parameters * shards / self.rates.memory_bytes
+            moved = 2 + 2 * self.plan.accumulation.itemsize  # a gradient is read, its sum is read and written
+            update += (M - 1) * moved * self.parameters * shards / self.rates.memory_bytes
         gpus = min(math.prod(self.sizes.values()), self.rates.hosts_of)
         return StepTime(
             waiting=PACE * math.log2(gpus) * (ticks + sends),

@@ -51,7 +51,8 @@ def summary(
         f"batch      {batch.global_size} sequences of {batch.sequence_length} tokens, {batch.num_microbatches} "
         f"microbatch(es) of {plan.sequences} sequences per device",
         *_ramp_up(program, batch_sizes or BatchSizes.of(config)),
-        f"precision  {config.precision.compute}, gradients reduced in {config.precision.gradients}, {_fp8(program)}",
+        f"precision  {config.precision.compute}, gradients {_sums(plan)}reduced in {config.precision.gradients}, "
+        f"{_fp8(program)}",
         f"kernels    attention: {kernels.attention} ({kernels.attention_reason}); layers: {_layers(plan)}; "
         f"loss: {kernels.loss} in {plan.loss_chunks} chunks",
         *(f"{'data' if index == 0 else '':<10} {line}" for index, line in enumerate(data)),
@@ -145,6 +146,10 @@ def _experts(program: TrainProgram) -> str:
     which, count = f"{model.experts_per_token} of {model.num_experts} experts", len(block_layers(model).get(MOE, ()))
     layers = f" in {count} of {model.num_layers} layers" if count < model.num_layers else ""
     return f", {active:,} active per token ({which}{layers}{limit})"
+
+
+def _sums(plan: StepPlan) -> str:
+    return f"summed over microbatches in {plan.accumulation}, " if plan.sums_gradients else ""
 
 
 def _fp8(program: TrainProgram) -> str:

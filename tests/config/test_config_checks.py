@@ -291,6 +291,7 @@ WARNED = {
     "optimizer.ademamix.alpha=8.0": ("", "optimizer.kind=adamw"),
     "optimizer.epsilon=1.0e-06": ("optimizer.kind=lion", "optimizer.kind=lion"),
     "remat.layers=3": ("", "remat.policy=none"),
+    "precision.accumulation=bfloat16": ("", "batch.num_microbatches=1"),
     "lora.alpha=16.0": ("", "lora.rank=null"),
     "run.eval_interval=5": ("run.eval_steps=0", "run.eval_steps=0"),
     "logging.wandb_project=p": ("", "logging.wandb=false"),

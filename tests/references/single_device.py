@@ -102,11 +102,12 @@ def make_config(
 
 
 def reference_config(config: Config) -> Config:
-    """The same mathematics on one device: one microbatch, nothing recomputed, the plain layer loop.
+    """The same mathematics on one device: one microbatch, nothing recomputed, the plain layer loop, FP32 sums.
 
     With experts the reference has the same number of microbatches, since their losses are nonlinear in a microbatch.
     """
     settings = config.model_dump(exclude={"mesh", "pipeline", "remat", "kernels"})
+    settings["precision"]["accumulation"] = "float32"
     if config.model.num_experts is None:
         settings["batch"]["num_microbatches"] = 1
     return Config.model_validate(settings)

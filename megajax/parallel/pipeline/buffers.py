@@ -13,6 +13,7 @@ from megajax.parallel.pipeline.schedules import BufferSlots, Schedule, assign_bu
 from megajax.parallel.prediction import Predicted
 from megajax.parallel.stack.groups import Group, RematGroups
 from megajax.parallel.stack.weights import Amax, ByGroup, GroupWeights, Metrics
+from megajax.parallel.weights.sums import added
 from megajax.step_plan import StepPlan
 
 # Largest number of programs, and of layers in all of them, for which each slot gets its own program: XLA compiles each
@@ -40,8 +41,8 @@ class Carry(NamedTuple):
     pending_heads: jax.Array  # [slots, T / tensor, D]: pending head gradients; 0 slots if none is pending
     activations: list[Buffers]  # residuals of forward operations, by bank
     deferred: Buffers  # arrays from backward operations for weight operations
-    non_block_gradients: dict[str, jax.Array]  # of the weights outside the blocks, FP32
-    layer_gradients: list[ByGroup[GroupWeights]]  # by round: FP32, [loops, ...], without a loop [...]
+    non_block_gradients: dict[str, jax.Array]  # of the weights outside the blocks: sums over the microbatches
+    layer_gradients: list[ByGroup[GroupWeights]]  # by round: sums, [loops, ...], without a loop [...]
     amax: list[ByGroup[tuple[Amax, ...]]]  # by round: FP8's largest magnitudes
     sums: dict[str, jax.Array]  # this device's shares of the losses, not divided by the tokens
     metrics: list[ByGroup[Metrics]]  # by round: the layers' metrics, summed over the microbatches
@@ -143,10 +144,8 @@ def write(buffers: Arrays, values: Arrays, at: jax.Array) -> Arrays:
 
 
 def accumulate(totals: GroupWeights, gradient: GroupWeights, segment: Segment, loop: jax.Array | int) -> GroupWeights:
-    """FP32 sums of gradients, with one more microbatch's added in a loop's rows."""
-    return combine(
-        lambda _, *two: jnp.add(*two), totals, jax.tree.map(lambda g: g.astype(jnp.float32), gradient), segment, loop
-    )
+    """Sums of gradients, with one more microbatch's added in a loop's rows."""
+    return combine(lambda _, *two: added(*two), totals, gradient, segment, loop)
 
 
 def combine(

@@ -390,8 +390,9 @@ class _Run:
             return self.local.predict(self.arrays, y, y, fields, inputs, gradients, False)[2:]
 
         sums, predicted = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), jax.eval_shape(predict, x))
-        in_fp32 = [jax.tree.map(lambda g: g.astype(jnp.float32), each.gradients) for each in predicted]
-        return sums, tuple(each._replace(gradients=g) for each, g in zip(predicted, in_fp32, strict=True))
+        _, *modules = self.local.stacks
+        pairs = zip(modules, predicted, strict=True)
+        return sums, tuple(p._replace(gradients=s.weights.zero_gradients(p.gradients)) for s, p in pairs)
 
     def empty_group(self, s: int, u: int, x: jax.Array, inputs: BlockInputs) -> EmptyGroup:
         """Group `u` of segment `s` before the first tick; `x` is any residual stream."""
@@ -406,9 +407,9 @@ class _Run:
             _, gradient, amax = stack.groups.backward(at, group, saved, x, inputs)
             return stack.weights.reduce(gradient, segment, u), amax
 
-        def zeros(shapes: Any, lead: int | None, dtype: Any = None) -> Any:
+        def zeros(shapes: Any, lead: int | None) -> Any:
             leading = () if lead is None else (lead,)
-            return jax.tree.map(lambda a: jnp.zeros((*leading, *a.shape), dtype or a.dtype), shapes)
+            return jax.tree.map(lambda a: jnp.zeros((*leading, *a.shape), a.dtype), shapes)
 
         saved, metrics = jax.eval_shape(forward, group, x)
         gradient, amax = jax.eval_shape(backward, group, saved, x)
@@ -422,7 +423,7 @@ class _Run:
             split,
             [jax.ShapeDtypeStruct((rows, *a.shape), a.dtype) for a in saved],
             zeros(deferred, self.buffer_slots.deferred_slots * segment.loops),
-            zeros(gradient, loops, jnp.float32),
+            stack.weights.zeros_of(gradient, segment, u, () if loops is None else (loops,)),
             zeros(amax, loops),
             zeros(metrics, loops),
         )

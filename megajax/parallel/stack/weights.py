@@ -147,6 +147,19 @@ class StackWeights:
         joined = {(kind, part): self.kinds[kind].join(gradients) for (kind, part), gradients in parts.items()}
         return {stored_name(*key): self.kinds[key[0]].without_empty(g) for key, g in joined.items()}
 
+    def zero_gradients(self, gradients: Sequence[tuple[GroupWeights, ...]]) -> list[tuple[GroupWeights, ...]]:
+        """Zeros in the shapes of gradients from `reduce` of all groups, in the dtype of their sums."""
+        segments = zip(self.segments, gradients, strict=True)
+        return [tuple(self.zeros_of(own, segment, u) for u, own in enumerate(groups)) for segment, groups in segments]
+
+    def zeros_of(self, gradient: GroupWeights, segment: Segment, u: int, lead: tuple[int, ...] = ()) -> GroupWeights:
+        """`zero_gradients` of group `u`, with the dimensions `lead` in front of the gradients' own."""
+        dtype = self.exchange.sum_dtype
+        return tuple(
+            {name: jnp.zeros((*lead, *g.shape), dtype(stored_name(kind, name))) for name, g in layer.items()}
+            for kind, layer in zip(self._kinds_of(segment, u), gradient, strict=True)
+        )
+
     @jax.named_scope("gradients")
     def reduce(self, gradient: GroupWeights, segment: Segment, u: int, on_the_way: bool = False) -> GroupWeights:
         """The gradients of group `u`, summed over `fsdp`, and over the once-a-step axes too if `on_the_way`.

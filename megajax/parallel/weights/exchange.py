@@ -29,9 +29,16 @@ class WeightExchange:
     Arrays may lack the leading `layers` dimension of their placement, because dimensions are counted from the last.
     """
 
-    def __init__(self, placements: Mapping[str, Placement], sizes: Mapping[str, int], compute, gradients):
+    def __init__(
+        self, placements: Mapping[str, Placement], sizes: Mapping[str, int], compute, gradients, sums=jnp.float32
+    ):
+        """Dtypes: of matmuls, of reductions of gradients, and of their sums over microbatches."""
         self.placements, self.sizes = placements, sizes
-        self.compute, self.gradients = compute, gradients
+        self.compute, self.gradients, self._sums = compute, gradients, jnp.dtype(sums)
+
+    def sum_dtype(self, name: str) -> jnp.dtype:
+        """The dtype of the sum of a weight's gradients over microbatches: FP32 if the step computes with it in FP32."""
+        return jnp.dtype(jnp.float32) if self.placements[name].computes_in_fp32 else self._sums
 
     def gather_once(self, name: str, stored: jax.Array) -> jax.Array:
         """Stored FP32 shard → `fsdp` shard in the compute dtype; norms, routers, sinks and FP8 keep their dtype."""
@@ -163,11 +170,6 @@ def as_bytes(move: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
 def gather_tiles(x: jax.Array, axes: tuple[str, ...], dim: int) -> jax.Array:
     """The shards of `x` on all devices of `axes`, side by side along `dim`."""
     return as_bytes(lambda x: collectives.all_gather(x, axes, axis=dim, tiled=True), x)
-
-
-def summed_dtype(dtype: Any) -> Any:
-    """The dtype in which microbatches are added up: integers keep theirs, all else FP32."""
-    return dtype if jnp.issubdtype(dtype, jnp.integer) else jnp.float32
 
 
 def sum_over_all(x, sizes: Mapping[str, int]):

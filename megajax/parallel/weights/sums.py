@@ -1,0 +1,27 @@
+"""Sums of gradients over microbatches, in FP32 or in BF16 (`precision.accumulation`).
+
+A BF16 sum is rounded once for each microbatch: terms within a microbatch (chunks of the head, rows of the embedding)
+are added in FP32.
+"""
+
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+
+Arrays = Mapping[str, jax.Array]
+
+
+def added(total: jax.Array, gradient: jax.Array) -> jax.Array:
+    """`total + gradient`, added in FP32 and rounded to the dtype of `total`."""
+    return (total.astype(jnp.float32) + gradient.astype(jnp.float32)).astype(total.dtype)
+
+
+def of_microbatch(totals: Arrays) -> dict[str, jax.Array]:
+    """FP32 arrays to which a microbatch adds its terms: the totals themselves, or zeros if these are not FP32."""
+    return {n: t if t.dtype == jnp.float32 else jnp.zeros(t.shape, jnp.float32) for n, t in totals.items()}
+
+
+def after_microbatch(totals: Arrays, own: Arrays) -> dict[str, jax.Array]:
+    """The new totals from the arrays of `of_microbatch` with all terms of the microbatch."""
+    return {n: own[n] if total.dtype == jnp.float32 else added(total, own[n]) for n, total in totals.items()}

@@ -1,0 +1,73 @@
+"""Sums of gradients over microbatches in BF16 (`precision.accumulation`)."""
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from mesh_models import COMMON, MIXTRAL
+from single_device import make_batches, make_config
+
+from megajax.mesh import AXES, build_mesh
+from megajax.parallel.gradients import gradient_function
+from megajax.training.batches import to_global
+from megajax.training.step import TrainProgram
+
+SMALL = {**COMMON, "num_layers": 2, "hidden_size": 32, "num_heads": 4, "num_kv_heads": 2, "ffn_hidden_size": 48}
+BATCH = {"global_size": 16, "sequence_length": 16, "num_microbatches": 4}
+BF16 = {"compute": "float32", "accumulation": "bfloat16"}
+
+
+def gradient_fn(config):
+    """(first state, batch → gradients by name) on one device."""
+    program = TrainProgram.build(config, build_mesh(dict.fromkeys(AXES, 1), jax.devices()[:1]))
+    state, run = program.init_state(), jax.jit(gradient_function(program.local, program.mesh))
+
+    def gradients(fields: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        batch = to_global(program, fields)
+        found = run(state.weights, state.layer_state, batch, jnp.int32(0), jnp.float32(1))[1]
+        return {name: np.asarray(g) for name, g in found.items()}
+
+    return gradients
+
+
+def test_each_microbatch_is_added_in_fp32_and_rounded_once():
+    """Bit for bit NumPy's sums, but for numbers at the limit between two: with 4 chunks in the head and all tokens.
+
+    The sums of norms, and of any weight that is computed with in FP32, stay FP32.
+    """
+    kernels = {"loss_chunk_tokens": 8}
+    config = make_config(SMALL, precision=BF16, batch=BATCH, kernels=kernels)
+    one = make_config(SMALL, precision=BF16, batch=BATCH | {"global_size": 4, "num_microbatches": 1}, kernels=kernels)
+    fields = next(make_batches(config))
+    fields["loss_mask"] = np.ones_like(fields["loss_mask"])
+    summed, of_one = gradient_fn(config)(fields), gradient_fn(one)
+    parts = [of_one({name: f[k : k + 4] for name, f in fields.items()}) for k in range(0, 16, 4)]
+    for name, found in summed.items():
+        own = [part[name] / 4 for part in parts]
+        if name.endswith("norm"):
+            np.testing.assert_allclose(found, np.sum(own, axis=0, dtype=np.float64), rtol=1e-4, atol=1e-6)
+            continue
+        total = np.zeros_like(own[0])
+        for g in own:
+            total = (total + g).astype(ml_dtypes.bfloat16).astype(np.float32)
+        assert np.mean(found == total) > 0.98, name
+        # A BF16 number has 8 bits: each of 4 roundings is at most 2^-8 of a sum, which is at most that of magnitudes.
+        limit = 4 * 2**-8 * np.sum(np.abs(own), axis=0)
+        assert (np.abs(found - np.sum(own, axis=0, dtype=np.float64)) <= limit + 1e-7).all(), name
+
+
+@pytest.mark.parametrize(
+    ("model", "mesh"),
+    [
+        (SMALL, {"data": 2, "fsdp": 2, "tensor": 2}),
+        (MIXTRAL | {"mtp_layers": 1}, {"pipeline": 2, "expert": 2}),
+    ],
+    ids=["dense", "experts"],
+)
+def test_meshes_differ_from_fp32_sums_by_the_roundings(table, difference, model, mesh):
+    """Devices of `data` and `expert` each round their own sums: four roundings of at most 2^-8 make 2^-6."""
+    config = table.make_config(model, mesh, steps=2, precision=BF16, batch=BATCH)
+    found = difference(config)
+    assert not found.problems(scalar=1e-3, gradient=2**-6), found
+    assert found.worst[1] > 2**-11  # the sums are not FP32
