@@ -115,6 +115,18 @@ def test_the_estimate_is_within_a_twentieth_of_what_xla_plans_but_for_five_rows(
     assert ours == pytest.approx(row.gib, rel=tolerance), f"XLA plans {row.gib} GiB, the estimate is {ours:.2f} GiB"
 
 
+def test_bf16_sums_of_gradients_save_two_bytes_for_each_number_of_a_stage():
+    """XLA saves a quarter more, in copies of the sums."""
+    case = "configs/llama3_8b_l16_pipeline.yaml mesh.pipeline=2{} --gpus 2"
+    found = {row.case: row for row in memory_table.read_rows()}
+    fp32, bf16 = found[case.format("")], found[case.format(" precision.accumulation=bfloat16")]
+    layer = 4096 * 128 * (32 + 2 * 8) + 4096 * 4096 + 3 * 4096 * 14336
+    numbers = 8 * layer + 2 * 32768 * 4096
+    ours = memory_table.estimate(fp32).gradients - memory_table.estimate(bf16).gradients
+    assert ours == pytest.approx(2 * numbers, rel=0.01)
+    assert (fp32.gib - bf16.gib) * GIB == pytest.approx(2 * numbers, rel=0.3)
+
+
 def test_a_line_of_the_table_is_a_figure_a_config_overrides_and_gpus():
     row = Row.parse("10.75 configs/llama3_8b.yaml mesh.fsdp=8 model.num_layers=4 --gpus 8")
     assert row == Row(10.75, "configs/llama3_8b.yaml", ("mesh.fsdp=8", "model.num_layers=4"), 8)
