@@ -28,6 +28,7 @@ def check(config: Config) -> None:
     check_model(config)
     _check_batch(config)
     _check_remat(config)
+    _check_master(config)
     if config.mesh.pipeline != -1:
         check_stages(config, sizes)
     _check_attention_kernel(config)
@@ -260,6 +261,14 @@ def _check_remat(config: Config) -> None:
     if remat.group > 1 and remat.policy != "full":
         problem = f"{format_keys(config, 'remat.group')} needs remat.policy=full, not {remat.policy}"
         fail(config, problem, "set remat.group=1, or remat.policy=full", "remat.group", "remat.policy")
+
+
+def _check_master(config: Config) -> None:
+    master, compute = "optimizer.master", "precision.compute"
+    if config.optimizer.master == "split" and config.precision.compute != "bfloat16":
+        problem = f"{format_keys(config, master)} stores the BF16 numbers that a step computes with, but"
+        problem += f" {format_keys(config, compute)}"
+        fail(config, problem, f"set {compute}=bfloat16, or {master}=float32", master, compute)
 
 
 def _check_attention_kernel(config: Config) -> None:

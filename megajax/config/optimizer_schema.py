@@ -77,10 +77,15 @@ class OptimizerConfig(Section):
         description="Form of the moments between steps: bfloat16 by stochastic rounding, or int8 by blocks with a"
         " scale each. A step computes with them in FP32.",
     )
+    master: Literal["float32", "split"] = Field(
+        default="float32",
+        description="Form of the FP32 master weights between steps: split into a BF16 number, with which the step"
+        " computes, and the other 16 bits, which only the update needs.",
+    )
     offload: Share = Field(
         default=0.0,
-        description="Share of the bytes of moments and averages that is kept in pinned memory of the host, and comes to"
-        " the device for the update, parameter by parameter.",
+        description="Share of the bytes of moments, averages and 16-bit rests of split master weights that is kept in"
+        " pinned memory of the host, and comes to the device for the update, parameter by parameter.",
     )
     weight_decay: PositiveOrZero = Field(
         default=0.1, description="Decoupled weight decay; it is multiplied by the learning rate."

@@ -141,6 +141,11 @@ fp16 | precision.compute=float16 | with dynamic loss scaling
 accumulate-allreduce-grads-in-fp32 | precision.accumulation=float32 | the default, as precision.gradients=float32
 grad-reduce-in-bf16 | precision.gradients=bfloat16 | and precision.accumulation=bfloat16 for the sums over microbatches
 main-grads-dtype | precision.accumulation | float32 for fp32, bfloat16 for bf16
+use-precision-aware-optimizer | optimizer.master=split | its BF16 weights and 16-bit remainders of FP32 master weights
+main-params-dtype | optimizer.master | split or float32 for fp32; master weights are always FP32 numbers
+exp-avg-dtype, exp-avg-sq-dtype | optimizer.state | float32 for fp32, bfloat16 for bf16; int8 for fp8
+optimizer-cpu-offload | optimizer.offload | 1.0, or the value of --optimizer-offload-fraction
+optimizer-offload-fraction | optimizer.offload
 fp8-format | precision.fp8.format | together with precision.fp8.recipe
 fp8-recipe | precision.fp8.recipe | current for tensorwise, or delayed
 fp8-margin | precision.fp8.margin
@@ -195,7 +200,6 @@ loss-scale, initial-loss-scale, min-loss-scale, loss-scale-window, hysteresis | 
 add-qkv-bias | model.attention_bias | =qkv
 apply-query-key-layer-scaling, rotary-interleaved | | it has no counterpart
 recompute-modules | | remat.policy selects the activations to recompute
-optimizer-cpu-offload | | the optimizer state stays on the devices; shard it with mesh.fsdp
 exit-duration-in-mins, exit-interval | | send SIGTERM to save and stop
 distributed-backend, distributed-timeout-minutes, local-rank | | jax starts the processes; see the README, Several
     processes
@@ -263,7 +267,9 @@ adam_eps | optimizer.epsilon
 adam_weight_decay | optimizer.weight_decay
 gradient_clipping_threshold | optimizer.clip_norm
 grad_dtype | precision.gradients
-weight_dtype | | master weights and optimizer state are always float32
+weight_dtype | | master weights are always FP32 numbers; optimizer.state is the form of the moments
+mu_dtype | optimizer.state | of both moments
+optimizer_memory_host_offload | optimizer.offload | 1.0 for true
 quantization | precision.fp8.recipe | none, current or delayed
 remat_policy | remat.policy | none by default, in MaxText full
 scan_layers | | compile time decides whether layers run in loops; kernels.scan_unroll sets the layers of an iteration
@@ -438,7 +444,7 @@ data.path, data.paths, data.prefix, data.dataset, data_dir, train_data, train_pa
 val_data, data.val, data.validation, data.eval | data.valid
 tokenizer_name, tokenizer_file | data.tokenizer
 dtype, precision.dtype, mixed_precision, amp | precision.compute
-precision.params | | master weights and optimizer state are always float32
+precision.params | | master weights are always FP32 numbers; optimizer.state is the form of the moments
 fp8 | precision.fp8.recipe | current or delayed
 activation_checkpointing, recompute, checkpoint_activations, remat | remat.policy
 flash_attention, use_flash_attention, attn_implementation | kernels.attention

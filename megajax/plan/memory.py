@@ -15,6 +15,7 @@ from megajax.config.segments import Segment
 from megajax.parallel.embedding import TOKENS
 from megajax.parallel.pipeline.buffers import choose_buffer_slots
 from megajax.parallel.pipeline.schedules import make_schedule
+from megajax.parallel.weights.masters import is_split
 from megajax.plan.activations import Activations
 from megajax.plan.optimizer import moment_bytes
 from megajax.plan.weights import Elements, Weights
@@ -38,8 +39,8 @@ JOINED = 6
 class MemoryEstimate:
     """Bytes on one device at the peak; the parts add up to the total."""
 
-    parameters: int  # FP32 master weights and frozen weights, as stored
-    optimizer: int
+    parameters: int  # master weights and frozen weights, as stored
+    optimizer: int  # and the other 16 bits of split master weights
     gradients: int = 0  # of the layers whose backward pass is done, and sums over microbatches
     weights: int = 0  # in the compute dtype: gathered once a step, or for the current layers
     activations: int = 0  # saved for the backward pass: of a microbatch, or of those in the pipeline
@@ -246,14 +247,15 @@ class _Step:
     def always(self) -> MemoryEstimate:
         """Parameters and the optimizer's moments."""
         stored = {name: self.weights.elements(name).stored for name in self.placements}
-        trained = FP32 * sum(count for name, count in stored.items() if self.weights.has_gradient(name))
-        frozen = sum(self.frozen_number(name) * n for name, n in stored.items() if not self.weights.has_gradient(name))
+        weights = sum(self.number(name) * count for name, count in stored.items())
         device, _ = moment_bytes(self.plan, self.placements)
-        return MemoryEstimate(trained + frozen, int(sum(stored[name] * each for name, each in device.items())))
+        return MemoryEstimate(weights, int(sum(stored[name] * each for name, each in device.items())))
 
-    def frozen_number(self, name: str) -> int:
-        """Bytes of a number of a frozen weight."""
-        return FP32 if self.placements[name].computes_in_fp32 else self.compute
+    def number(self, name: str) -> int:
+        """Bytes of a number of a stored weight; of split master weights, of the half that a step computes with."""
+        placement, trained = self.placements[name], self.weights.has_gradient(name)
+        in_fp32 = placement.computes_in_fp32 or (trained and not is_split(self.config, placement))
+        return FP32 if in_fp32 else self.compute
 
     def accumulated(self, non_block: int, done: Elements | None = None) -> int:
         """Bytes of gradients so far: `non_block` and those of the layers `done`; with sums over microbatches all."""
@@ -348,12 +350,16 @@ class _Step:
         """Bytes of the first `slots` layers' shards in the compute dtype; loops cast their weights when they run."""
         looped = {j for s in self.segments if s.loops > 1 for j in self.slots_of(s)} if self.plain else set()
         kept = [j for j in range(len(self.slots) if self.repeats else slots) if j not in looped]
+        if self.fuses_in_turn and self.config.optimizer.master == "split":
+            return 0  # all are stored in the compute dtype
         return self.rounds * self.weights.layers(kept, trained=self.fuses_in_turn).once_bytes
 
     @property
     def fuses_in_turn(self) -> bool:
-        """Whether each pass of a layer fuses its frozen weights, from stacks in the compute dtype."""
-        return self.plain and self.config.lora.rank is not None
+        """Whether each pass of a layer fuses the weights that are stored in the compute dtype."""
+        config = self.config
+        halves = config.optimizer.master == "split" and config.precision.fp8.recipe == "none"
+        return self.plain and (config.lora.rank is not None or halves)
 
     def fused(self, own: Elements) -> int:
         """Bytes of the weights of a layer that `fsdp` does not gather, while the layer fuses and computes with them."""

@@ -10,6 +10,7 @@ from megajax.mesh import AXES
 from megajax.model import Transformer, parameters
 from megajax.model.lora import is_trained
 from megajax.parallel.weights.blocks import bytes_per_number
+from megajax.parallel.weights.masters import is_split
 from megajax.parallel.weights.matrices import Layout, groups, rounds
 from megajax.parallel.weights.offload import OFFLOADED, largest_share
 from megajax.sharding import Placement
@@ -23,9 +24,9 @@ def declared(model: ModelConfig, lora: LoraConfig):
 
 
 def moment_bytes(plan: StepPlan, placements: Mapping[str, Placement]) -> tuple[dict[str, float], dict[str, float]]:
-    """Bytes that the optimizer keeps per number of each trained parameter, moving averages included.
+    """Bytes that only the update needs per number of each trained parameter, on the device and in the host's memory.
 
-    On the device, and in the host's memory (`optimizer.offload`).
+    They are moments, moving averages and the rests of split master weights; `optimizer.offload` divides them.
     """
     optimizer, own = plan.config.optimizer, declared(plan.config.model, plan.config.lora)
     trained = {name: p for name, p in placements.items() if is_trained(plan.config.lora, name)}
@@ -33,6 +34,7 @@ def moment_bytes(plan: StepPlan, placements: Mapping[str, Placement]) -> tuple[d
     each = dict[tuple[str, int], float]()
     for name, placement in trained.items():
         kept = [bytes_per_number(optimizer.state, placement)] * moments(plan, name) + [4.0] * bool(optimizer.ema_decay)
+        kept += [2.0] * is_split(plan.config, placement)
         each |= {(name, index): size for index, size in enumerate(kept)}
     for (name, index), size in each.items():
         if own[name].role in OFFLOADED:
@@ -44,7 +46,7 @@ def moment_bytes(plan: StepPlan, placements: Mapping[str, Placement]) -> tuple[d
 
 
 def host_bytes(plan: StepPlan, placements: Mapping[str, Placement]) -> float:
-    """Bytes of one device's moments and averages in the host's memory; an update moves them there and back."""
+    """Bytes of `moment_bytes` of one device in the host's memory; an update moves them there and back."""
     _, host = moment_bytes(plan, placements)
 
     def shards(placement: Placement) -> int:

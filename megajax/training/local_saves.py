@@ -136,8 +136,10 @@ def tier_name(run_dir: Path, run_id: str) -> str:
 def _layout(program: TrainProgram) -> str:
     """What decides the meaning of stored shards besides their shapes and slices."""
     placements = {name: repr(placement) for name, placement in program.placements.items()}
+    split = {"master": "split"} if program.config.optimizer.master == "split" else {}
     return json.dumps(
         {
+            **split,
             "mesh": mesh_sizes(program.mesh),
             "processes": jax.process_count(),
             "compute": program.config.precision.compute,  # the loss scale is of it

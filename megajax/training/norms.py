@@ -67,7 +67,7 @@ def _norms(program: TrainProgram, gradients_of: Callable, state: TrainState, bat
     finite = jnp.isfinite(sums["loss"]) & jnp.isfinite(norm)  # else the step changes no weight
     updates = {name: jnp.where(finite, rate * d, 0.0) for name, d in directions.items()}
     squares, places = [], program.placements
-    for arrays in (gradients, state.params, updates):
+    for arrays in (gradients, state.masters, updates):
         by_name = {name: _squares(array, places[name]) for name, array in arrays.items()}
         layers = jnp.zeros(program.config.model.num_layers)
         for name, own in by_name.items():

@@ -116,7 +116,7 @@ class StateSaver:
 
         `eval_loss` is the evaluation loss of its model, `more` are further entries of its description.
         """
-        canonical = self._to_canonical(replace(state, frozen={}))
+        canonical = self._to_canonical(self._joined(replace(state, frozen={})))
         samples = samples_before(self.program.config, step) if samples is None else samples
         checkpoints.save(step, _as_tree(canonical), self.description(step, samples) | more, eval_loss)
 
@@ -256,7 +256,7 @@ class StateSaver:
         if saved["precision"] != mine["precision"]:  # a loss scale is of its compute dtype
             fresh = self.program.first_loss_scale
             state = replace(state, loss_scale=jax.device_put(fresh, state.loss_scale.sharding))
-        return self._to_stored(state)
+        return self._halved(self._to_stored(state))
 
     def _abstract_history(self, length: int) -> dict[str, dict[str, jax.ShapeDtypeStruct]]:
         """The amax histories of a checkpoint with `length` steps, as part of the layer state."""
@@ -318,14 +318,39 @@ class StateSaver:
             params = pad(params)
         if which == "frozen":
             self.base_checksum = int(_checksum(params))
-        elif self.program.config.optimizer.ema_decay:
+            return replace(state, frozen=params)
+        if self.program.config.optimizer.ema_decay:
             state = replace(state, ema=self.program.first_ema(params))
-        return replace(state, **{which: params})
+        return self._halved(replace(state, params=params))
+
+    def _joined(self, state: TrainState) -> TrainState:
+        """The state with FP32 master weights in one piece (`optimizer.master`)."""
+        return replace(state, params=self._masters(state), rest={}) if state.rest else state
+
+    @cached_property
+    def _masters(self) -> Callable[[TrainState], dict[str, jax.Array]]:
+        return jax.jit(lambda state: state.masters, out_shardings=self.program.state_shardings.params)
+
+    def _halved(self, state: TrainState) -> TrainState:
+        """The inverse of `_joined`."""
+        target = self.program.state_shardings
+        if not target.rest:
+            return state
+        params, rest = jax.jit(self.program.halves, out_shardings=(target.params, target.rest))(state.params)
+        return replace(state, params=params, rest=rest)
+
+    @cached_property
+    def _abstract(self) -> TrainState:
+        """The program's state with master weights in one piece."""
+        state = self.program.abstract_state
+        shapes = {name: (w.shape, w.sharding) for name, w in state.params.items()}
+        params = {n: jax.ShapeDtypeStruct(own, jnp.float32, sharding=at) for n, (own, at) in shapes.items()}
+        return replace(state, params=params, rest={})
 
     @cached_property
     def _canonical_abstract(self) -> TrainState:
         if not self.converts:
-            return self.program.abstract_state
+            return self._abstract
         mesh = self.program.mesh
 
         def canonical(leaf: jax.Array, placement: Placement) -> jax.ShapeDtypeStruct:
@@ -333,7 +358,7 @@ class StateSaver:
             sharding = on_host(sharding) if leaf.sharding.memory_kind == HOST else sharding
             return jax.ShapeDtypeStruct(placement.shape, leaf.dtype, sharding=sharding)
 
-        return self._each(self.program.abstract_state, canonical)
+        return self._each(self._abstract, canonical)
 
     @cached_property
     def _to_canonical(self) -> Callable[[TrainState], TrainState]:
@@ -347,7 +372,7 @@ class StateSaver:
     def _to_stored(self) -> Callable[[TrainState], TrainState]:
         if not self.converts:
             return lambda state: state
-        target = replace(self.program.state_shardings, frozen={})
+        target = replace(self.program.state_shardings, frozen={}, rest={})
         return jax.jit(lambda state: self._each(state, self._stored), out_shardings=target)
 
     def _canonical(self, x: jax.Array, placement: Placement) -> jax.Array:
@@ -364,8 +389,8 @@ class StateSaver:
         return jax.lax.with_sharding_constraint(x, NamedSharding(self.program.mesh, spec))
 
     def _each(self, state: TrainState, change: Callable) -> TrainState:
-        """`change(leaf, placement)` for each parameter and moment; other leaves unchanged."""
-        placements = self.program.per_parameter(lambda placement: placement, None)
+        """`change(leaf, placement)` for each parameter, in one piece, and moment; other leaves unchanged."""
+        placements = replace(self.program.per_parameter(lambda placement: placement, None), rest={})
         placements = placements if state.frozen else replace(placements, frozen={})
         leaves, treedef = jax.tree.flatten(state)
         which = jax.tree.leaves(placements, is_leaf=lambda node: node is None or isinstance(node, Placement))
@@ -375,7 +400,7 @@ class StateSaver:
 
 def _as_tree(state: TrainState) -> dict[str, Any]:
     """The state in a checkpoint's form: the layer state beside the other fields, named as in `saved_layer_state`."""
-    fields = {name: getattr(state, name) for name in TrainState.__dataclass_fields__ if name != "frozen"}
+    fields = {name: getattr(state, name) for name in TrainState.__dataclass_fields__ if name not in ("frozen", "rest")}
     tree = {name: value for name, value in fields.items() if value is not None and not (name == "ema" and not value)}
     return saved_layer_state(tree.pop("layer_state")) | tree
 

@@ -26,6 +26,7 @@ from megajax.optim import make_optimizer
 from megajax.optim.states import moment_path, placement_of
 from megajax.parallel.gradients import gradient_function, loss_function
 from megajax.parallel.local import LocalModel
+from megajax.parallel.weights.masters import is_split, join_all, split
 from megajax.parallel.weights.offload import OFFLOADED, largest_share, on_device, on_host
 from megajax.parallel.weights.scaling import FP8, Scaling
 from megajax.sharding import (
@@ -73,11 +74,18 @@ class TrainState:
     frozen: dict[str, jax.Array] = field(default_factory=dict)
     # With `optimizer.ema_decay` the moving averages of `params`.
     ema: dict[str, jax.Array] = field(default_factory=dict)
+    # With `optimizer.master: split` the lower 16 bits of the master weights, whose BF16 halves are then in `params`.
+    rest: dict[str, jax.Array] = field(default_factory=dict)
 
     @property
     def weights(self) -> dict[str, jax.Array]:
         """All weights of the model, by name."""
         return self.frozen | self.params
+
+    @property
+    def masters(self) -> dict[str, jax.Array]:
+        """The FP32 master weights by name, inside a jitted function."""
+        return join_all(self.params, on_device(self.rest))
 
     @property
     def averaged(self) -> dict[str, jax.Array]:
@@ -148,7 +156,7 @@ class TrainProgram:
 
     @cached_property
     def _offloaded(self) -> set[str]:
-        """The moments and averages in the host's memory, by their path in the state."""
+        """Those of `_moments` in the host's memory, by their path in the state."""
         config, declared = self.config, parameters(self.model)
         if not (share := config.optimizer.offload):
             return set()
@@ -166,7 +174,7 @@ class TrainProgram:
 
     @cached_property
     def _moments(self) -> list[tuple[Any, jax.ShapeDtypeStruct]]:
-        """The moments and averages of the state, with their paths."""
+        """What only the update needs: moments, averages and rests of master weights, with their paths."""
         own, sizes = replace(self._state_shapes, params={}, frozen={}, layer_state={}), mesh_sizes(self.mesh)
         leaves = jax.tree_util.tree_flatten_with_path(own)[0]
         return [(path, leaf) for path, leaf in leaves if placement_of(path, self.placements, sizes) is not None]
@@ -227,7 +235,7 @@ class TrainProgram:
         """
         if params:
             return jax.jit(self._init, out_shardings=self.state_shardings)()
-        lacking: dict[str, Any] = {"frozen": {}} if self.config.lora.rank else {"params": {}, "ema": {}}
+        lacking: dict[str, Any] = {"frozen": {}} if self.config.lora.rank else {"params": {}, "ema": {}, "rest": {}}
         shardings = replace(self.state_shardings, **lacking)
         return jax.jit(lambda: replace(self._init(), **lacking), out_shardings=shardings)()
 
@@ -260,8 +268,14 @@ class TrainProgram:
         if history := Scaling(self.config).first_history():
             kept[FP8] = history
         scale = self.first_loss_scale
-        ema = self.first_ema(params)
-        return TrainState(params, self.optimizer.init(params), kept, zero, scale, zero, zero, zero, frozen, ema)
+        ema, optimizer = self.first_ema(params), self.optimizer.init(params)
+        params, rest = self.halves(params)
+        return TrainState(params, optimizer, kept, zero, scale, zero, zero, zero, frozen, ema, rest)
+
+    def halves(self, masters: dict[str, jax.Array]) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
+        """FP32 master weights → (`TrainState.params`, `TrainState.rest`)."""
+        own = {n: split(w) for n, w in masters.items() if is_split(self.config, self.placements[n])}
+        return masters | {n: half for n, (half, _) in own.items()}, {n: rest for n, (_, rest) in own.items()}
 
     def first_ema(self, params: dict[str, jax.Array]) -> dict[str, jax.Array]:
         """The first moving averages, in arrays of their own, because the state is donated; empty without them."""
@@ -293,8 +307,8 @@ class TrainProgram:
         optimizer = jax.tree_util.tree_map_with_path(of, shapes.optimizer)
         kept = jax.tree.map(lambda _: scalar, shapes.layer_state)
         trained, frozen = self._divided({name: value(placement) for name, placement in self.placements.items()})
-        ema = trained if self.config.optimizer.ema_decay else {}
-        return TrainState(trained, optimizer, kept, scalar, scalar, scalar, scalar, scalar, frozen, ema)
+        ema, rest = trained if self.config.optimizer.ema_decay else {}, {name: trained[name] for name in shapes.rest}
+        return TrainState(trained, optimizer, kept, scalar, scalar, scalar, scalar, scalar, frozen, ema, rest)
 
 
 def _train_step(program: TrainProgram, gradients_of: Callable, state: TrainState, batch):
@@ -303,13 +317,14 @@ def _train_step(program: TrainProgram, gradients_of: Callable, state: TrainState
         state.weights, state.layer_state, batch, state.step, state.loss_scale
     )
     finite = jnp.isfinite(sums["loss"]) & jnp.isfinite(norm)
-    learning_rate, (params, ema, optimizer) = updated(program, state, gradients, norm, layers, finite)
+    learning_rate, (params, ema, optimizer), rest = updated(program, state, gradients, norm, layers, finite)
     # A step with non-finite numbers changes no layer state either.
     kept = jax.tree.map(lambda new, old: jnp.where(finite, new, old), kept, state.layer_state)
     skipped = (~finite).astype(jnp.int32)
     state = replace(
         state,
         params=params,
+        rest=rest,
         ema=ema,
         optimizer=optimizer,
         layer_state=kept,

@@ -51,8 +51,7 @@ def summary(
         f"batch      {batch.global_size} sequences of {batch.sequence_length} tokens, {batch.num_microbatches} "
         f"microbatch(es) of {plan.sequences} sequences per device",
         *_ramp_up(program, batch_sizes or BatchSizes.of(config)),
-        f"precision  {config.precision.compute}, gradients {_sums(plan)}reduced in {config.precision.gradients}, "
-        f"{_fp8(program)}",
+        f"precision  {config.precision.compute}, {_weights_and_gradients(plan)}, {_fp8(program)}",
         f"kernels    attention: {kernels.attention} ({kernels.attention_reason}); layers: {_layers(plan)}; "
         f"loss: {kernels.loss} in {plan.loss_chunks} chunks",
         *(f"{'data' if index == 0 else '':<10} {line}" for index, line in enumerate(data)),
@@ -148,8 +147,10 @@ def _experts(program: TrainProgram) -> str:
     return f", {active:,} active per token ({which}{layers}{limit})"
 
 
-def _sums(plan: StepPlan) -> str:
-    return f"summed over microbatches in {plan.accumulation}, " if plan.sums_gradients else ""
+def _weights_and_gradients(plan: StepPlan) -> str:
+    masters = "FP32 master weights in two halves, " if plan.config.optimizer.master == "split" else ""
+    sums = f"summed over microbatches in {plan.accumulation}, " if plan.sums_gradients else ""
+    return f"{masters}gradients {sums}reduced in {plan.config.precision.gradients}"
 
 
 def _fp8(program: TrainProgram) -> str:

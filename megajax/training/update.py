@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from megajax.config import Config
 from megajax.optim import make_schedule
 from megajax.optim.groups import clip
+from megajax.parallel.weights.masters import join_all
 from megajax.parallel.weights.offload import in_turn, merged, on_device, select
 from megajax.sharding import BLOCKS, in_stored_rows
 
@@ -23,8 +24,10 @@ def updated(
     norm: jax.Array,
     layers: Mapping[str, Mapping[str, jax.Array]],
     finite: jax.Array,
-) -> tuple[jax.Array, tuple[dict[str, jax.Array], dict[str, jax.Array], Any]]:
-    """(learning rate, (parameters, averages, optimizer state)) after a step; unchanged if it is not `finite`.
+) -> tuple[jax.Array, tuple[dict[str, jax.Array], dict[str, jax.Array], Any], dict[str, jax.Array]]:
+    """(learning rate, (parameters, averages, optimizer state), rests of parameters) after a step.
+
+    All but the rate are unchanged if the step is not `finite`.
 
     The gradients are not clipped yet; `norm` is the norm of all of them. `layers` are the metrics of the layers.
     """
@@ -32,22 +35,30 @@ def updated(
     clipped, factors = clip(program.config, gradients, norm), _rescaling(program, layers)
 
     def update(kept: Any, other: Any) -> Any:
-        (params, ema, optimizer), (gradients, factors) = kept, other
+        ((params, ema, optimizer), rest), (gradients, factors) = kept, other
+        params = join_all(params, rest)
         directions, after = program.optimizer.update(gradients, optimizer, params)
         new = jax.tree.map(lambda p, d: p - rate * d, params, directions)
         new |= {name: new[name] * factor for name, factor in factors.items()}
         averages = _averaged(program.config, state.step, ema, new)
-        return jax.tree.map(lambda new, old: jnp.where(finite, new, old), (new, averages, after), kept)
+        before, after = (params, ema, optimizer), (new, averages, after)
+        new, *others = jax.tree.map(lambda new, old: jnp.where(finite, new, old), after, before)
+        halves, rest = program.halves(new)
+        return (halves, *others), rest
 
-    def part(chosen: Collection[str]) -> tuple[Any, Any]:
-        own = {name: factors[name] for name in chosen if name in factors}
-        return select(whole, names, chosen), ({name: clipped[name] for name in chosen}, own)
+    def part(tree: "TrainState", chosen: Collection[str]) -> tuple[Any, dict[str, Any]]:
+        own = select((tree.params, tree.ema, tree.optimizer), names, chosen)
+        return own, {name: tree.rest[name] for name in chosen if name in tree.rest}
+
+    def other(chosen: Collection[str]) -> tuple[Any, Any]:
+        return {name: clipped[name] for name in chosen}, {name: factors[name] for name in chosen if name in factors}
 
     with jax.named_scope("optimizer"):
         turns, away = program.update_turns, program.is_on_host
-        whole, on_host = ((tree.params, tree.ema, tree.optimizer) for tree in (state, away))
-        kept, others = zip(*map(part, turns), strict=True)
-        return rate, merged(in_turn(update, kept, others, [select(on_host, names, own) for own in turns]), turns)
+        kept = [part(state, turn) for turn in turns]
+        done = in_turn(update, kept, [*map(other, turns)], [part(away, turn) for turn in turns])
+        rest = {name: own for _, rests in done for name, own in rests.items()}
+        return rate, merged([own for own, _ in done], turns), rest
 
 
 def directions_of(
@@ -59,7 +70,7 @@ def directions_of(
     """
     directions: Any
     clipped, optimizer = clip(program.config, gradients, norm), on_device(state.optimizer)
-    directions, optimizer = program.optimizer.update(clipped, optimizer, state.params)
+    directions, optimizer = program.optimizer.update(clipped, optimizer, state.masters)
     return learning_rate(program.config, state), directions, optimizer
 
 

@@ -48,7 +48,7 @@ def shrink(
         "schedule": {"kind": "constant", "learning_rate": LEARNING_RATE, "min_learning_rate": 0.0, "warmup_steps": 0},
         "data": {"kind": "synthetic", "synthetic_documents": 3 if packed else None},
         "logging": {"norms_interval": 0},
-        "optimizer": {"state": "float32"},  # the first step's gradients are read from the moments
+        "optimizer": {"state": "float32", "master": "float32"},  # the first step's gradients are read from the moments
     }
     if layout:
         least = min(n for n in layout if n)

@@ -176,7 +176,7 @@ def test_a_removed_key_of_an_earlier_versions_config_yaml_is_dropped():
     assert config == load_config("good.yaml", ["precision.compute=float32"])
     assert message("good.yaml", "precision.params=bfloat16") == (
         "precision.params is not a config key (the command line: precision.params=bfloat16): "
-        "master weights and optimizer state are always float32."
+        "master weights are always FP32 numbers; optimizer.state is the form of the moments."
     )
 
 

@@ -18,7 +18,8 @@ class Uncast:
     """A weight in a loop over layers, still in its stack: each iteration casts and fuses its own layer.
 
     For weights that are not gathered once a step. A cast copy of all layers would live as long as the loop. Frozen
-    weights stay in their stack without a loop too: both passes of a layer fuse it.
+    weights and halves of master weights, which are stored in the compute dtype, stay in their stack without a loop too:
+    both passes of a layer fuse it.
     """
 
     parts: dict[str, jax.Array]  # the parameters to fuse, by name: `[n, ...]`

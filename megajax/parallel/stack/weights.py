@@ -20,6 +20,7 @@ from megajax.parallel.stack.loops import Uncast
 from megajax.parallel.stack.rows import Rows
 from megajax.parallel.weights.exchange import WeightExchange, in_turn, row_major
 from megajax.parallel.weights.fused import FusedWeights
+from megajax.parallel.weights.masters import is_split
 from megajax.parallel.weights.scaling import Scales, Scaling
 from megajax.sharding import BLOCKS
 from megajax.step_plan import StepPlan
@@ -69,6 +70,11 @@ class StackWeights:
         self.state_names = {kind: {*block.layer_state, *block.needs_filled} for kind, block in blocks.items()}
         lora = plan.config.lora
         self.trained = {kind: {n for n in own.parts if is_trained(lora, n)} for kind, own in fused.items()}
+        # Those that are stored in the dtype of the step's matmuls.
+        halves = {
+            kind: {n for n in own.parts if is_split(plan.config, own.placements[n])} for kind, own in fused.items()
+        }
+        self.stored = {kind: own.parts.keys() - (self.trained[kind] - halves[kind]) for kind, own in fused.items()}
 
     @jax.named_scope("weights")
     def gather_once(
@@ -89,8 +95,8 @@ class StackWeights:
                 row, step = rows.first_row(segment, j)
                 for name, members in fused.parts.items():
                     in_fp8 = segment.fp8 and name in self.scaling.layers
-                    wanted = (segment.loops > 1 or name not in self.trained[kind]) and not in_fp8
-                    if wanted and not self.exchange.is_gathered_once(stored_name(kind, name)):
+                    wanted = segment.loops > 1 or (name in self.stored[kind] and segment.start + j not in self.gathered)
+                    if wanted and not in_fp8 and not self.exchange.is_gathered_once(stored_name(kind, name)):
                         out[name] = Uncast({member: blocks[kind][member] for member in members}, kind, row, step)
             cut = {part for weight in out.values() for part in weight.parts}
             stored = {name: rows.layer_of(w, segment, j) for name, w in blocks[kind].items() if name not in cut}
@@ -122,6 +128,7 @@ class StackWeights:
                 parts = [own[part] for part in self.fused[kind].parts.get(name, ())]
                 if parts:
                     found[kind] = jnp.stack([jnp.abs(w).max(axis=range(1, w.ndim)) for w in parts]).max(axis=0)
+                    found[kind] = found[kind].astype(jnp.float32)
             local[name] = self._over_slots(found)
         return self.comm.max_over_devices(local)
 
