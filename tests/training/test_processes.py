@@ -96,9 +96,9 @@ def logs_written(tmp_path: Path, index: int) -> set[str]:
 
 
 def names_read(tmp_path: Path, index: int) -> list[str]:
-    """The files that a process has read, each by its name and folder; a checkpoint's arrays are left out."""
+    """Each file that a process has opened for reading, by name and folder; a checkpoint's arrays are left out."""
     lines = (tmp_path / f"read{index}").read_text().splitlines()
-    return sorted({"/".join(Path(line).parts[-2:]) for line in lines if "/state" not in line})
+    return ["/".join(Path(line).parts[-2:]) for line in lines if "/state" not in line]
 
 
 def test_two_processes_give_the_losses_of_one_only_the_first_logs_and_one_goes_on_from_them(
@@ -138,7 +138,7 @@ def test_two_processes_with_experts_go_on_from_the_checkpoint_of_one(
     assert (first.finish(), second.finish()) == (0, 0), first.output + second.output
     assert "resuming from the checkpoint of step 3" in first.output
     read = names_read(tmp_path, 1)
-    assert not {"description/metadata", "two/config.yaml"} & set(read), "process 0 reads them for all"
+    assert "two/config.yaml" not in read and read.count("description/metadata") <= 1, "only to verify its share"
     assert sum("jit__train_step" in name for name in read) == 1, "process 0 has compiled the step"
     assert not any(difference.absolute for difference in compare(folders / "step-6", str(run_dir)))
     assert "folders" in (tmp_path / "written0").read_text()
