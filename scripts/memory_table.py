@@ -138,6 +138,24 @@ def page() -> str:
 GiB per device, written by `python scripts/memory_table.py`. XLA compiled each step for H200s without a GPU. The summary
 of a run prints this estimate; `megajax plan` searches with it.
 
+The estimate adds up the arrays that are live at each moment that can be the peak, and takes the largest sum. XLA's
+buffer assignment (`--xla_dump_to`) shows which arrays these are:
+
+- *Head*: saved activations of all layers, the last layer's gathered weights, a chunk's logits with their gradient, and
+  the head's FP32 gradient. With one chunk the gradient is computed last: then its operands wait, and it is live before
+  and between its two reductions beside the first layer's gradients.
+- *Backward pass of a layer*: its recomputed activations, their gradients, its weights and those of the next layer, the
+  gradients of the layers that are done, and the FP32 gradients of the layer before, which are reduced together up to
+  512 MiB of results. With several microbatches the reduced gradients wait for the end of the microbatch, beside the
+  sums.
+- *Weight gradients that nothing ties to their layer* (moments on the host; several microbatches without `fsdp`,
+  `tensor` and `expert`; in a pipeline with `context`): XLA computes those of all layers last and keeps their operands.
+- *Loops over layers*: the stacked activations; the stacked gradients of all loops, which exist before the first one
+  runs; one layer's activations, copied out of the stack; in the forward pass the activations of a whole body.
+- *Pipelines*: a buffer slot for each microbatch under way and one more; sums of gradients.
+- *FP8*: weights that are gathered once a step need one byte, or two if no axis gathers them again, because the
+  transposed weights are kept too; inputs of linear layers are saved in FP8.
+
 ## Rows that the estimate was fitted to
 
 {table(read_rows())}

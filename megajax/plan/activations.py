@@ -64,6 +64,10 @@ class Activations:
         zeros = row if row and self.plan.collectives.dispatch == "all_to_all" else 0
         return int(2 * number * D + zeros + row + mlp.products * width + max(2 * width + reduced, weight_gradients))
 
+    def at_weight_gradients(self, block: str, weight_gradient: int) -> int:
+        """Bytes of temporary arrays when an MLP's weight gradients are computed: their operands and one of them."""
+        return self.operands(block) + weight_gradient
+
     def operands(self, block: str) -> int:
         """Bytes of the operands of the MLP's weight gradients: inputs and output gradients of its matmuls.
 

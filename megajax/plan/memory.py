@@ -133,33 +133,69 @@ class _Step:
 
     def in_backward(self, segment: Segment, slots: Sequence[int], done: Elements) -> MemoryEstimate:
         """The backward pass of a remat group, or of a loop over groups, with gradients of the layers above, `done`."""
-        own, looped = self.weights.layers(slots[: segment.group_size]), segment.loops > 1
-        first, after = slots[0], slots[-1] + 1
-        before = self.weights.layers(range(max(first - segment.group_size, 0), first))
-        above = range(after, min(after + segment.group_size, len(self.slots)))
-        # The layer below is gathered at the same time. A loop casts its own weights.
-        weights = self.compute * own.whole if looped else own.gathered_bytes + before.gathered_bytes + self.fused(own)
+        group, looped = slots[: segment.group_size], segment.loops > 1
+        own, after = self.weights.layers(group), slots[-1] + 1
+        later = range(after, len(self.slots))
+        above = later[: segment.group_size]
+        # A loop casts its own weights.
+        weights = self.compute * own.whole if looped else own.gathered_bytes + self.fused(own)
         weights += self.compute * self.weights.non_block.whole if self.repeats else 0
-        non_block = FP32 * (self.weights.non_block_as_stored.stored - self.last_gradients)
-        working = self.layer_working(segment, slots, FP32 * self.weights.reduced_at_once(above))
+        # The head's gradient is reduced at the end.
+        head = self.weights.non_block_by_name[HEAD] if self.has_head and not self.late_head else Elements()
+        non_block = self.weights.non_block_as_stored.stored - self.last_gradients + head.whole - head.stored
+        gradients = self.accumulated(FP32 * non_block, done) + self.gradient_stacks
         moment = replace(
             self.always,
-            gradients=self.accumulated(non_block, done) + self.gradient_stacks,
+            gradients=gradients,
             weights=self.cast(after) + weights,
-            activations=self.saved(after) + self.recomputed(segment, slots[: segment.group_size]),
-            working=working + (self.head_operands if self.late_head else 0),
+            activations=self.saved(after) + self.recomputed(segment, group),
+            working=self.layer_working(segment, slots) + (self.head_operands if self.late_head else 0),
         )
-        later = range(after, len(self.slots))
-        if self.defers and not looped:
+        if looped:
+            return moment
+        if self.defers:
             operands = sum(self.activations.deferred(self.slots[slot].block) for slot in later)
-            return replace(moment, gradients=self.accumulated(non_block), working=moment.working + operands)
-        gradients = self.weights.layers(above, trained=True)
+            return replace(moment, gradients=self.accumulated(FP32 * non_block), working=moment.working + operands)
+        if self.sizes["fsdp"] > 1 and not self.repeats:
+            return self.while_reducing(moment, slots, above)
+        return self.with_layer_above(moment, segment, slots, above, done)
+
+    def while_reducing(self, moment: MemoryEstimate, slots: Sequence[int], above: range) -> MemoryEstimate:
+        """A group's backward pass: the larger of its start and of its end, which reduces the gradients of the group above.
+
+        At its start these gradients are in the compute dtype, or the operands of the last layer's are kept.
+        """
+        waiting = self.compute * self.weights.layers(above, trained=True).reduced
+        if above.stop == len(self.slots):
+            waiting = max(waiting, self.deferred(above))
+        start = replace(moment, working=moment.working + waiting)
+        block = self.slots[slots[0]].block
+        largest = self.compute * self.weights.largest(block)
+        end = replace(
+            moment,
+            weights=self.cast(slots[-1] + 1),
+            activations=self.saved(slots[-1] + 1),
+            working=self.activations.at_weight_gradients(block, largest) + FP32 * self.weights.reduced_at_once(above),
+        )
+        return max(start, end, key=lambda each: each.total)
+
+    def with_layer_above(
+        self, moment: MemoryEstimate, segment: Segment, slots: Sequence[int], above: range, done: Elements
+    ) -> MemoryEstimate:
+        """A group's backward pass with the gradients of the group above, which are reduced, or added to the sums.
+
+        The last layer's weight gradients may wait for it, with their operands.
+        """
+        gradients, reduced = self.weights.layers(above, trained=True), FP32 * self.weights.reduced_at_once(above)
+        before = self.weights.layers(range(max(slots[0] - segment.group_size, 0), slots[0]))
         moment = replace(
             moment,
             gradients=moment.gradients + self.waiting(done, gradients),
-            working=moment.working + self.pending(gradients),
+            weights=moment.weights + before.gathered_bytes,  # gathered at the same time
+            working=moment.working - self.layer_working(segment, slots) + self.layer_working(segment, slots, reduced),
         )
-        late = 0 if looped or after + segment.group_size < len(self.slots) else self.deferred(later)
+        moment = replace(moment, working=moment.working + self.pending(gradients))
+        late = self.deferred(above) if above.stop == len(self.slots) and self.sizes["fsdp"] == 1 else 0
         return replace(moment, working=moment.working + (late if moment.total + late < SCHEDULED else 0))
 
     def at_end(self) -> MemoryEstimate:
@@ -206,10 +242,14 @@ class _Step:
         return sum(self.weights.non_block_by_name[name].stored for name in names)
 
     @property
+    def has_head(self) -> bool:
+        """Whether there is a head with a gradient, besides the embedding."""
+        return HEAD in self.placements and self.weights.has_gradient(HEAD)
+
+    @property
     def late_head(self) -> bool:
         """Whether the head's gradient is computed last: a single chunk is no loop, so nothing waits for it."""
-        single = self.plan.loss_chunks == 1 and not self.repeats
-        return single and HEAD in self.placements and self.weights.has_gradient(HEAD)
+        return self.has_head and self.plan.loss_chunks == 1 and not self.repeats
 
     @property
     def head_operands(self) -> int:
@@ -275,9 +315,10 @@ class _Step:
     def gradient_stacks(self) -> int:
         """Bytes of the arrays in which the loops stack the gradients of a microbatch.
 
-        They depend on nothing, so XLA allocates those of all loops before the first one runs.
+        They depend on nothing, so XLA allocates those of all loops but the last before the first one runs.
         """
-        slots = [j for segment in self.segments if segment.loops > 1 for j in self.slots_of(segment)]
+        loops = [segment for segment in self.segments if segment.loops > 1]
+        slots = [j for segment in loops[len(loops) > 1 :] for j in self.slots_of(segment)]
         return self.weights.layers(slots, trained=True).stack_bytes
 
     @property
@@ -315,7 +356,7 @@ class _Step:
         blocks = [self.slots[slot].block for slot in group]
         return sum(self.activations.recomputed(block, segment, self.is_stacked(segment)) for block in blocks)
 
-    def layer_working(self, segment: Segment, slots: Sequence[int], reduced: int) -> int:
+    def layer_working(self, segment: Segment, slots: Sequence[int], reduced: int = 0) -> int:
         """Bytes of the gradients of activations, of a loop's copies, and of the layer above's gradients (`reduced`)."""
         blocks = {self.slots[slot].block for slot in slots}
         own = {block: self.compute * self.weights.layer(block, True).whole for block in blocks}

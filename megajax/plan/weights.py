@@ -151,13 +151,16 @@ class Weights:
 
         Otherwise the largest fused weight.
         """
+        own = {kind: [self.elements(n, kind) for n in self.names_of(kind, True)] for kind in self.blocks}
+        results = {kind: 4 * sum(e.once for e in each if e.reduced) for kind, each in own.items()}
+        return {
+            kind: sum(e.reduced for e in each) if results[kind] <= LAYER_BYTES else self.largest(kind)
+            for kind, each in own.items()
+        }
 
-        def of_kind(kind: str) -> int:
-            sizes, results = Counter[str](), 0
-            for name in self.names_of(kind, True):
-                own = self.elements(name, kind)
-                sizes[self.fused_name(kind, name)] += own.reduced
-                results += own.once if own.reduced else 0
-            return sizes.total() if 4 * results <= LAYER_BYTES else max(sizes.values(), default=0)
-
-        return {kind: of_kind(kind) for kind in self.blocks}
+    def largest(self, kind: str) -> int:
+        """Elements of the largest fused weight of a layer whose gradient is reduced right after it."""
+        sizes = Counter[str]()
+        for name in self.names_of(kind, True):
+            sizes[self.fused_name(kind, name)] += self.elements(name, kind).reduced
+        return max(sizes.values(), default=0)
