@@ -56,12 +56,13 @@ class Activations:
 
         At first the gradients of the output, of the activation and of its input products are live, and the activation;
         at the end those of the products, of the input and of the weights (`weight_gradients` bytes). By then the
-        gradients of another layer (`reduced` bytes), which are live at first, are reduced. Rows that are sent
-        to experts arrive in zeroed arrays, and XLA keeps a copy of these. The residual stream always has a gradient.
+        gradients of another layer (`reduced` bytes), which are live at first, are reduced. Rows that
+        are sent to experts arrive in zeroed arrays. XLA keeps a copy of these, and has a pool for what is exchanged, of
+        four such arrays: the layer's input, its gradients, and both copies. The residual stream always has a gradient.
         """
         mlp, D, number = self.parts[block][-1], self.config.model.hidden_size, self.compute * self.tokens
         width, row = number * mlp.width / self.shares.tensor, number * self._row(mlp)
-        zeros = row if row and self.plan.collectives.dispatch == "all_to_all" else 0
+        zeros = 2 * row if row and self.plan.collectives.dispatch == "all_to_all" else 0
         return int(2 * number * D + zeros + row + mlp.products * width + max(2 * width + reduced, weight_gradients))
 
     def at_weight_gradients(self, block: str, weight_gradient: int) -> int:

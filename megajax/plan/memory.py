@@ -161,7 +161,7 @@ class _Step:
         return self.with_layer_above(moment, segment, slots, above, done)
 
     def while_reducing(self, moment: MemoryEstimate, slots: Sequence[int], above: range) -> MemoryEstimate:
-        """A group's backward pass: the larger of its start and of its end, which reduces the gradients of the group above.
+        """A group's backward pass: the larger of its start and its end, which reduces the gradients of the group above.
 
         At its start these gradients are in the compute dtype, or the operands of the last layer's are kept.
         """
@@ -195,7 +195,9 @@ class _Step:
             working=moment.working - self.layer_working(segment, slots) + self.layer_working(segment, slots, reduced),
         )
         moment = replace(moment, working=moment.working + self.pending(gradients))
-        late = self.deferred(above) if above.stop == len(self.slots) and self.sizes["fsdp"] == 1 else 0
+        is_last = above.stop == len(self.slots) and self.sizes["fsdp"] == 1
+        exchanges = self.plan.collectives.dispatch == "all_to_all"  # the operands would be in its pool
+        late = self.deferred(above) if is_last and not exchanges else 0
         return replace(moment, working=moment.working + (late if moment.total + late < SCHEDULED else 0))
 
     def at_end(self) -> MemoryEstimate:

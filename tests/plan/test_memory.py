@@ -38,18 +38,18 @@ def test_a_step_needs_most_in_the_head_when_all_layers_have_saved_what_they_comp
     assert memory.working == 2 * (T // 2 * (2 * V + 4 * D) + T * D)
 
 
-def test_with_recomputation_it_needs_most_in_the_backward_pass_of_the_first_layers():
+def test_with_recomputation_it_needs_most_in_the_backward_pass_of_the_first_layer():
     memory = small("remat.policy=full", "model={num_layers: 100, vocab_size: 512}", "kernels.scan_unroll=100")
     stored, V = LAYER // 2 + NORMS, 512
     saved = 16 * (2 * 4 + 2 * 2) + 2 * F + 2 * D + 2 * D
-    # The second layer's: its input and the first's, and the recomputed activations
-    assert memory.activations == 2 * T * (2 * D + saved)
-    assert memory.weights == 2 * (2 * stored + 2 * LAYER)  # the first's are gathered in the meantime
+    # The first layer's input, and what it recomputes
+    assert memory.activations == 2 * T * (D + saved)
+    assert memory.weights == 2 * (stored + LAYER)
     # The head's is reduced at the end, the embedding's is made later
-    assert memory.gradients == 4 * (98 * stored + V * D + D)
-    # Gradients: of the residual stream, of the products and the activation, and the activation; in FP32 those of the
-    # third layer, which are reduced together
-    assert memory.working == 2 * T * (2 * D + 4 * F) + 4 * LAYER
+    assert memory.gradients == 4 * (99 * stored + V * D + D)
+    # Gradients: of the residual stream, of the products and the activation, and the activation; those of the second
+    # layer, which are not reduced yet
+    assert memory.working == 2 * T * (2 * D + 4 * F) + 2 * LAYER
 
 
 def test_with_few_tokens_it_needs_most_at_the_end_when_the_embedding_gets_its_gradient():
@@ -96,24 +96,13 @@ def test_the_parts_add_up_to_the_total():
     assert memory.total == sum(parts)
 
 
-# Loops, for which XLA plans between half and three times what one saves beside its arrays; GPT-3 over `fsdp` and
-# `tensor`, which is low unrolled too, and not understood.
-LOOSE = (
-    "configs/llama3_8b.yaml mesh.fsdp=2 batch.num_microbatches=1 batch.global_size=2 kernels.scan_unroll=1 --gpus 2",
-    "configs/llama3_8b.yaml mesh.fsdp=8 batch.num_microbatches=1 batch.global_size=8 kernels.scan_unroll=4 --gpus 8",
-    "configs/gpt3_175b.yaml --gpus 128",
-)
-# Whether XLA keeps the operands of the last layer's weight gradients (10 GiB; 40 GiB with 64 devices for the experts)
-# is not foreseen.
-LOOSER = ("configs/deepseek_v3.yaml --gpus 1024", "configs/deepseek_v3.yaml mesh.expert=64 --gpus 1024")
+# XLA could keep the operands of the last layer's weight gradients (10 GiB), as it does for qwen3_235b, and does not.
+LOOSE = ("configs/deepseek_v3.yaml --gpus 1024",)
 
 
 @pytest.mark.parametrize("row", memory_table.read_rows(), ids=lambda row: row.case.removeprefix("configs/"))
-def test_the_estimate_is_within_a_twentieth_of_what_xla_plans_but_for_five_rows(row):
-    ours, tolerance = (
-        memory_table.estimate(row).total / GIB,
-        0.15 if row.case in LOOSER else 0.12 if row.case in LOOSE else 0.05,
-    )
+def test_the_estimate_is_within_a_twentieth_of_what_xla_plans_but_for_one_row(row):
+    ours, tolerance = memory_table.estimate(row).total / GIB, 0.14 if row.case in LOOSE else 0.05
     assert ours == pytest.approx(row.gib, rel=tolerance), f"XLA plans {row.gib} GiB, the estimate is {ours:.2f} GiB"
 
 
