@@ -149,7 +149,7 @@ class _Step:
             gradients=gradients,
             weights=self.cast(after) + weights,
             activations=self.saved(after) + self.recomputed(segment, group),
-            working=self.layer_working(segment, slots) + (self.head_operands if self.late_head else 0),
+            working=self.layer_working(segment, slots) + (self.head_operands if self.head_waits else 0),
         )
         if looped:
             return moment
@@ -250,8 +250,13 @@ class _Step:
 
     @property
     def late_head(self) -> bool:
+        """Whether the head's gradient is made last; with several microbatches it is added to a sum, which exists."""
+        return self.head_waits and not self.repeats
+
+    @property
+    def head_waits(self) -> bool:
         """Whether the head's gradient is computed last: a single chunk is no loop, so nothing waits for it."""
-        return self.has_head and self.plan.loss_chunks == 1 and not self.repeats
+        return self.has_head and self.plan.loss_chunks == 1 and not self.plan.is_pipelined
 
     @property
     def head_operands(self) -> int:
@@ -275,11 +280,11 @@ class _Step:
         return not tied and (self.repeats or self.config.optimizer.offload > 0)
 
     def waiting(self, done: Elements, above: Elements) -> int:
-        """Bytes of a microbatch's reduced gradients, which XLA adds to the sums at its end; `above` is not reduced yet.
+        """Bytes of a microbatch's reduced gradients, which XLA adds to the sums at its end.
 
-        A pipeline adds the gradients of each layer.
+        Those of the layer above are allocated when its reduction starts. A pipeline adds the gradients of each layer.
         """
-        return max(done.stack_bytes - above.stack_bytes, 0) if self.repeats else 0
+        return max(done.stack_bytes - self.pending(above), 0) if self.repeats else 0
 
     def pending(self, above: Elements) -> int:
         """Bytes of the layer above's gradients that are not reduced and not yet added to the sums."""
