@@ -56,10 +56,12 @@ class LocalCheckpoint:
         """The arrays in the form of `abstract`, `ShapeDtypeStruct`s with shardings. All processes call it."""
 
         def build(path: Any, leaf: jax.ShapeDtypeStruct) -> jax.Array:
-            on_devices = [
-                jax.device_put(self.shards[shard], device, may_alias=False) for device, shard in _needed(path, leaf)
-            ]
             assert leaf.sharding is not None
+            kind = leaf.sharding.memory_kind
+            on_devices = [
+                jax.device_put(self.shards[shard], SingleDeviceSharding(device, memory_kind=kind), may_alias=False)
+                for device, shard in _needed(path, leaf)
+            ]
             return jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, on_devices)
 
         return jax.tree_util.tree_map_with_path(build, abstract)
@@ -252,9 +254,12 @@ def _slice(index: tuple[slice, ...], shape: tuple[int, ...]) -> str:
 
 
 def _on_host(shard: Any) -> Any:
-    """A copy of a shard in the host's memory: an array, in pinned memory when the device gets there."""
-    if shard.device.platform == "cpu":
-        return np.array(shard.data)  # not a view: the step is given the buffer
+    """A copy of a shard in the host's memory: an array, in pinned memory when the device gets there.
+
+    Of what is in the host's memory already the copy is made now, when the step that wrote it is done.
+    """
+    if shard.device.platform == "cpu" or shard.data.sharding.memory_kind == PINNED:
+        return np.array(shard.data)  # not a view: the next step is given the buffer
     return jax.device_put(shard.data, SingleDeviceSharding(shard.device, memory_kind=PINNED))
 
 

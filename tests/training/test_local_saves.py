@@ -17,9 +17,11 @@ NUMBERS = ("loss", "grad_norm", "learning_rate", "tokens")
 STEPS = ("run.steps=8", "run.checkpoint_interval=4", "run.eval_steps=0")
 MESH = ("mesh.fsdp=2", "mesh.tensor=2")
 WIDE = ("model.hidden_size=64", "model.ffn_hidden_size=128")
-# All kinds of state: padding, amax histories, the routers' bias, and rows in a pipeline's order with empty slots.
+HALVES = ("precision.compute=bfloat16", "optimizer.master=split", "optimizer.offload=1.0")
+# All kinds of state: padding, halves of master weights, arrays on the host, amax histories, the routers' bias, and rows
+# in a pipeline's order with empty slots.
 STATES = {
-    "padded": ("mesh.fsdp=4", "model.hidden_size=36", "model.head_dim=8"),
+    "padded": ("mesh.fsdp=4", "model.hidden_size=36", "model.head_dim=8", *HALVES),
     "fp8": (*MESH, *WIDE, "precision.fp8.recipe=delayed", "precision.fp8.amax_history_length=3"),
     "experts": ("mesh.expert=2", "mesh.data=2", "model.num_experts=4", "model.router.expert_bias=true"),
     "pipeline": ("mesh.pipeline=2", "mesh.data=2", "model.num_layers=3", "batch.num_microbatches=2"),
