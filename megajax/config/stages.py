@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from megajax.config.fields import cached
-from megajax.config.kinds import LayerKind, is_mixed, layer_kinds
+from megajax.config.kinds import LayerKind, attention_kinds, is_mixed, layer_kinds
 from megajax.config.model_schema import ModelConfig
 from megajax.config.schema import Config
 
@@ -75,21 +75,12 @@ def default_layout(model: ModelConfig, count: int) -> tuple[int, ...]:
     virtual stages have only a few of these layers, and the next one has the rest; the other layers are spread evenly.
     Ties go to the layout with fewer MoE slots.
     """
-    even, L, interval = even_layout(model.num_layers, count), model.num_layers, model.moe_layer_interval
+    even = even_layout(model.num_layers, count)
     if not is_mixed(model):
         return even
-    layouts = [even, even_layout(L, count, interval)]
-    start = model.first_dense_layers // interval * interval  # the kinds repeat from this layer on
-    for dense in range(1, start + 1):
-        alone = -(-start // dense) - 1
-        if alone < count:
-            first, *others = even_layout(L - start, count - alone, interval)
-            layouts.append((*[dense] * alone, first + start - dense * alone, *others))
-    usable = [layout for layout in layouts if sum(layout) == L and 0 not in layout[1:-1]]
-
     kinds = layer_kinds(model)
-    best, least = even, (L + 1, 0)
-    for layout in usable:
+    best, least = even, (model.num_layers + 1, 0)
+    for layout in _layouts_of_mixed(model, count):
         counts = [Counter(kinds[layer] for layer in layers) for layers in _ranges(layout)]
         if functools.reduce(operator.or_, counts).total() > least[0]:
             continue  # the slots for the largest count of each kind are already too many
@@ -98,6 +89,41 @@ def default_layout(model: ModelConfig, count: int) -> tuple[int, ...]:
         if cost < least:
             best, least = layout, cost
     return best
+
+
+@cached
+def layouts_to_try(model: ModelConfig, count: int) -> tuple[tuple[int, ...], ...]:
+    """Legal layouts of `count` virtual stages that may be the fastest, `default_layout` first if it is legal.
+
+    All stages run the slots of the largest, empty or not, and share the embedding and the head. So the time depends on
+    the slots only, and fewer layers on some stages than the default has cost more slots on all of them. With layers of
+    two kinds no layout has fewer slots of each kind; with a pattern of layers the slots have it on all stages.
+    """
+    default, period = default_layout(model, count), len(attention_kinds(model))
+    if sum(default) != model.num_layers or 0 in default[1:-1]:
+        return ()
+    if not is_mixed(model):
+        layout = default if in_step(default, period) else layout_in_step(model.num_layers, count, period)
+        return () if layout is None else (layout,)
+    slots = {layout: Counter(_slot_kinds(model, _ranges(layout))) for layout in _layouts_of_mixed(model, count)}
+    found = {frozenset(slots[default].items()): default}
+    for layout, own in slots.items():
+        if not any(other < own for other in slots.values()):  # a part of its slots
+            found.setdefault(frozenset(own.items()), layout)
+    return tuple(found.values())
+
+
+def _layouts_of_mixed(model: ModelConfig, count: int) -> list[tuple[int, ...]]:
+    """Legal layouts of a model with layers of two kinds: even, or with the dense layers at the start by themselves."""
+    L, interval = model.num_layers, model.moe_layer_interval
+    layouts = [even_layout(L, count), even_layout(L, count, interval)]
+    start = model.first_dense_layers // interval * interval  # the kinds repeat from this layer on
+    for dense in range(1, start + 1):
+        alone = -(-start // dense) - 1
+        if alone < count:
+            first, *others = even_layout(L - start, count - alone, interval)
+            layouts.append((*[dense] * alone, first + start - dense * alone, *others))
+    return [layout for layout in layouts if sum(layout) == L and 0 not in layout[1:-1]]
 
 
 def even_layout(layers: int, count: int, unit: int = 1) -> tuple[int, ...]:

@@ -1,9 +1,9 @@
 """The search for the fastest way to run a config on N GPUs.
 
 First every legal mesh and number of microbatches is timed with nothing and with everything recomputed. The fastest
-are then tried with each pipeline schedule, number of rounds, remat policy and axes of the experts. Memory is estimated
-in the order of time, until enough of them fit. Nothing that changes numbers is varied: model, batch, sequence length,
-precision, optimizer.
+are then tried with each pipeline schedule, number of rounds, layout, remat policy and axes of the experts. Memory is
+estimated in the order of time, until enough of them fit. Nothing that changes numbers is varied: model, batch, sequence
+length, optimizer, and precision unless FP8 is asked for.
 """
 
 import itertools
@@ -13,23 +13,28 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import yaml
+
 from megajax.config import Config, load_config
 from megajax.config.checks import check_mesh
 from megajax.config.sentences import divisors
-from megajax.config.tree import read_override
+from megajax.config.stages import default_layout, layouts_to_try
+from megajax.config.tree import Dumper, read_override
 from megajax.errors import ConfigError, InputError
 from megajax.plan.candidates import Candidate
 from megajax.plan.rates import GIB, Rates
 from megajax.plan.step_time import StepTime
 
-TENSOR, EXPERTS_OVER = "mesh.tensor", "mesh.experts_over"
+TENSOR, EXPERTS_OVER, LAYOUT, FP8 = "mesh.tensor", "mesh.experts_over", "pipeline.layout", "precision.fp8.recipe"
 MESHES_EXPANDED = 24  # fastest pairs of mesh and microbatches of the first pass, of each remat policy
 FEWEST_TOKENS = 2048  # of a sequence on a device of `context`
 MOST_TOKENS = 2**17  # of a microbatch on a device
 MOST_EXPERT_SHARDS = 64
+MOST_ROUNDS, EMPTY_SLOTS = 20, 0.1  # of a pipeline: rounds; part of its layer slots that may be empty for more rounds
+SMALLEST = 24  # candidates with the fewest bytes that are asked whether anything fits without a pinned key
 VARIED = (
     *("mesh.pipeline", "mesh.data", "mesh.fsdp", "mesh.expert", "mesh.context", TENSOR, EXPERTS_OVER),
-    *("batch.num_microbatches", "pipeline.schedule", "pipeline.rounds", "remat.policy", "remat.layers"),
+    *("batch.num_microbatches", "pipeline.schedule", "pipeline.rounds", LAYOUT, "remat.policy", "remat.layers"),
 )
 type Settings = dict[str, object]
 
@@ -52,15 +57,24 @@ class Found:
         """The settings for a command line."""
         return _as_overrides(self.settings)
 
+    @property
+    def in_fp8(self) -> bool:
+        return self.candidate.config.precision.fp8.recipe != "none"
+
 
 @dataclass
 class Search:
-    """A search for one config and number of GPUs; keys of `pinned` overrides are not varied."""
+    """A search for one config and number of GPUs; keys of `pinned` overrides are not varied.
+
+    `fp8`: try FP8 too, which changes the training. Raises InputError for GPUs that are no whole hosts, and for `fp8` if
+    the recipe is set.
+    """
 
     path: Path
     pinned: Sequence[str]
     gpus: int
     rates: Rates
+    fp8: bool = False
     tried: int = 0
     refusals: Counter = field(default_factory=Counter)
 
@@ -74,37 +88,86 @@ class Search:
         chosen = {key: value for override in self.pinned for key, value in _values_of(override).items()}
         self.fixed = {key: value for key, value in chosen.items() if key in VARIED and value != -1}
         # The config of everything else: pinned keys may be legal with other values of the varied keys only.
-        self.kept = [override for override in self.pinned if not _values_of(override).keys() & set(VARIED)]
+        self.kept = [each for override in self.pinned for each in _without_varied(override)]
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            self.base = load_config(self.path, self.kept)
+            policy = {
+                key: value for key, value in self.fixed.items() if key == "remat.policy"
+            }  # remat.group needs full
+            self.base = load_config(self.path, [*self.kept, f"{LAYOUT}=null", *_as_overrides(policy)])
+        where = self.base.where(FP8)
+        if self.fp8 and where != "default":
+            recipe = self.base.precision.fp8.recipe
+            raise InputError(f"--fp8 tries {FP8}, but it is set to {recipe} ({where}): leave one of them out.")
 
     def best(self, count: int) -> list[Found]:
-        """The fastest candidates that fit, at most `count`, one of each mesh. Raises InputError if there is none."""
+        """The fastest candidates that fit, at most `count`, one of each mesh and precision.
+
+        With `fp8` the fastest without it is one of them. Raises InputError if there is none.
+        """
         found = sorted(self._expanded(), key=lambda each: each.time.total)
         if not found:
-            if not self.refusals:
-                pinned = " ".join(_as_overrides(self.fixed)) or f"batch.global_size={self.base.batch.global_size}"
-                raise InputError(
-                    f"{pinned} leaves no mesh of {self.gpus} GPUs: choose another number, or leave it out."
-                )
-            reason = self.refusals.most_common(1)[0][0]
-            raise InputError(f"no mesh of {self.gpus} GPUs is possible; the most frequent reason: {reason}")
-        fitting: dict[tuple[int, ...], Found] = {}
+            raise InputError(self._no_mesh())
+        fitting: dict[tuple, Found] = {}
         for each in found:
-            mesh = tuple(each.candidate.plan.sizes.values())
-            if mesh not in fitting and each.gib <= self.rates.memory_gib:
+            mesh = (each.in_fp8, *each.candidate.plan.sizes.values())
+            enough = len(fitting) >= count and (each.in_fp8 or any(not other.in_fp8 for other in fitting.values()))
+            if mesh not in fitting and not enough and each.gib <= self.rates.memory_gib:
                 fitting[mesh] = each
-                if len(fitting) == count:
-                    break
         if not fitting:
-            closest = min(found, key=lambda each: each.gib)
-            lacking = closest.gib - self.rates.memory_gib
-            raise InputError(
-                f"no mesh of {self.gpus} {self.rates.name}s holds this: the closest needs {closest.gib:.1f} GiB, "
-                f"{lacking:.1f} more than a GPU has ({' '.join(closest.overrides)}): use more GPUs, or a smaller batch."
-            )
+            raise InputError(self._nothing_fits(min(found, key=lambda each: each.gib)))
         return list(fitting.values())
+
+    def _no_mesh(self) -> str:
+        """The sentence if no candidate is legal: the pinned key to blame, and the most frequent reason."""
+        reason = self.refusals.most_common(1)[0][0] if self.refusals else "choose another value, or leave it out."
+        for key in self.fixed:
+            if next(self._without(key)._legal(), None):
+                return f"{self._named(key)} rules out every mesh of {self.gpus} GPUs: {reason}"
+        pinned = " ".join(_as_overrides(self.fixed)) or f"batch.global_size={self.base.batch.global_size}"
+        if self.fixed or not self.refusals:
+            return f"{pinned} leaves no mesh of {self.gpus} GPUs: {reason}"
+        return f"no mesh of {self.gpus} GPUs is possible; the most frequent reason: {reason}"
+
+    def _nothing_fits(self, closest: Found) -> str:
+        """The sentence if nothing fits: the closest, what it lacks, and a pinned key that rules out what would fit."""
+        lacking = closest.gib - self.rates.memory_gib
+        needs = f"the closest needs {closest.gib:.1f} GiB, {lacking:.1f} more than a GPU has"
+        for key in self.fixed:
+            other = self._without(key)
+            if any(each.gib <= self.rates.memory_gib for each in other._smallest()):
+                return (
+                    f"{self._named(key)} rules out every mesh of {self.gpus} {self.rates.name}s that holds this: "
+                    f"{needs}. Without it some fit: choose another value, or leave it out."
+                )
+        settings = " ".join(_as_overrides({**self.fixed, **closest.settings}))
+        return (
+            f"no mesh of {self.gpus} {self.rates.name}s holds this: {needs} ({settings}): "
+            "use more GPUs, or a smaller batch."
+        )
+
+    def _without(self, key: str) -> "Search":
+        """The same search with a pinned key varied."""
+        fixed = {other: value for other, value in self.fixed.items() if other != key}
+        return Search(self.path, [*self.kept, *_as_overrides(fixed)], self.gpus, self.rates, self.fp8)
+
+    def _named(self, key: str) -> str:
+        return " ".join(_as_overrides({key: self.fixed[key]}))
+
+    def _legal(self) -> Iterator[Found]:
+        """The legal candidates of the first pass, with the policy that recomputes most."""
+        for policy in self._values("remat.policy", ["full"]):
+            yield from (found for settings in self._first_pass(policy) if (found := self.evaluate(settings)))
+
+    def _smallest(self) -> list[Found]:
+        """The legal candidates that probably need the least memory: by their weights and the inputs of their layers."""
+        state, stream = 16, 2 * self.base.model.hidden_size * self.base.model.num_layers  # bytes
+
+        def size(found: Found) -> float:
+            plan = found.candidate.plan
+            return state * sum(found.candidate.parameters.values()) + stream * plan.tokens / plan.sizes["tensor"]
+
+        return sorted(self._legal(), key=size)[:SMALLEST]
 
     def evaluate(self, settings: Settings) -> Found | None:
         """The candidate with these settings; None if it is refused, with the reason in `refusals`."""
@@ -121,9 +184,14 @@ class Search:
 
     def _expanded(self) -> Iterator[Found]:
         """The candidates of the second pass."""
+        for recipe in ("none", "current") if self.fp8 else (None,):
+            yield from self._expanded_in(recipe)
+
+    def _expanded_in(self, recipe: str | None) -> Iterator[Found]:
+        """The candidates of the second pass with a recipe of FP8; None: that of the config."""
         chosen: dict[tuple, Settings] = {}
         for policy in self._values("remat.policy", ["none", "full"]):
-            first = [found for settings in self._first_pass(policy) if (found := self.evaluate(settings))]
+            first = [found for settings in self._first_pass(policy, recipe) if (found := self.evaluate(settings))]
             first.sort(key=lambda each: each.time.total)
             # The fastest that fit, and of those that may fit with some recomputation the fastest.
             some = [] if policy == "full" else first[:MESHES_EXPANDED]
@@ -144,30 +212,50 @@ class Search:
         fitting = list(itertools.islice((each for each in found if each.gib <= self.rates.memory_gib), MESHES_EXPANDED))
         return fitting or sorted(found, key=lambda each: each.gib)[:1]
 
-    def _first_pass(self, policy: str) -> Iterator[Settings]:
+    def _first_pass(self, policy: str, recipe: str | None = None) -> Iterator[Settings]:
         """Meshes and numbers of microbatches, with the plainest schedule."""
         for mesh in self._meshes():
-            for microbatches in self._microbatches(mesh):
-                yield self._varied(
-                    {
-                        **{f"mesh.{axis}": size for axis, size in mesh.items()},
-                        "batch.num_microbatches": microbatches,
-                        "pipeline.schedule": "1f1b",
-                        "pipeline.rounds": 1,
-                        "remat.policy": policy,
-                        "remat.layers": None,
-                    }
-                )
+            sizes: Settings = {f"mesh.{axis}": size for axis, size in mesh.items()}
+            layouts = self._layouts(sizes, int(str(self.fixed.get("pipeline.rounds", 1))))
+            for microbatches, layout in itertools.product(self._microbatches(mesh), layouts[:1]):
+                settings: Settings = {
+                    **sizes,
+                    "batch.num_microbatches": microbatches,
+                    "pipeline.schedule": "1f1b",
+                    "pipeline.rounds": 1,
+                    LAYOUT: layout,
+                    "remat.policy": policy,
+                    "remat.layers": None,
+                }
+                yield self._varied(settings if recipe is None else {**settings, FP8: recipe})
 
     def _schedules(self, settings: Settings) -> Iterator[Settings]:
-        """Schedules and rounds for a mesh."""
+        """Schedules, rounds and layouts for a mesh."""
         stages = self._stages(settings)
-        per_stage = -(-self.base.model.num_layers // stages)
         schedules = self._values("pipeline.schedule", ["1f1b", "zero_bubble"] if stages > 1 else ["1f1b"])
-        rounds = self._values("pipeline.rounds", [r for r in (1, 2, 4, 8) if r <= per_stage] if stages > 1 else [1])
+        rounds = self._values("pipeline.rounds", self._rounds(stages))
         for schedule, number in itertools.product(schedules, rounds):
-            change: Settings = {"pipeline.schedule": schedule, "pipeline.rounds": number}
-            yield {**settings, **self._varied(change)}
+            for layout in self._layouts(settings, number):
+                change: Settings = {"pipeline.schedule": schedule, "pipeline.rounds": number, LAYOUT: layout}
+                yield {**settings, **self._varied(change)}
+
+    def _rounds(self, stages: int) -> list[int]:
+        """Numbers of rounds: for each size of a virtual stage the fewest rounds that hold all layers."""
+        layers = self.base.model.num_layers
+        if stages == 1:
+            return [1]
+        fewest = -(-layers // stages)
+        slots = {r: -(-layers // (stages * r)) for r in range(1, min(fewest, MOST_ROUNDS) + 1)}
+        first = {slots[r]: r for r in reversed(slots)}.values()
+        return sorted(r for r in first if r * slots[r] <= (1 + EMPTY_SLOTS) * fewest)
+
+    def _layouts(self, settings: Settings, rounds: int) -> list[list[int] | None]:
+        """Layouts of the stages of a mesh; None for the default."""
+        model, stages = self.base.model, self._stages(settings)
+        if stages == 1 or LAYOUT in self.fixed:
+            return [None]
+        default = default_layout(model, stages * rounds)
+        return [None if layout == default else list(layout) for layout in layouts_to_try(model, stages * rounds)]
 
     def _remats(self, settings: Settings) -> Iterator[Settings]:
         """Remat policies, those that recompute least first."""
@@ -212,12 +300,12 @@ class Search:
         if not number or EXPERTS_OVER in self.fixed:
             yield {}
             return
-        yield {EXPERTS_OVER: "[expert]"}
+        yield {EXPERTS_OVER: ["expert"]}
         for axis in ("data", "fsdp", "context", "tensor"):
             size, experts = int(str(sizes[f"mesh.{axis}"])), int(str(sizes["mesh.expert"]))
             shards = size * experts
             if size > 1 and number % shards == 0 and shards <= MOST_EXPERT_SHARDS:
-                yield {EXPERTS_OVER: f"[expert,{axis}]"}
+                yield {EXPERTS_OVER: ["expert", axis]}
 
     def _microbatches(self, mesh: dict[str, int]) -> list[int]:
         """Numbers of microbatches with 1 to MOST_SEQUENCES sequences of each on a device."""
@@ -237,13 +325,26 @@ class Search:
 
 
 def _as_overrides(settings: Settings) -> list[str]:
-    return [f"{key}={'null' if value is None else value}" for key, value in settings.items()]
+    """Settings for a command line, without spaces."""
+
+    def shown(value: object) -> str:
+        text = yaml.dump(value, Dumper=Dumper, default_flow_style=True, width=10**6, sort_keys=False)
+        return text.removesuffix("\n").removesuffix("\n...").replace(", ", ",")
+
+    return [f"{key}={shown(value)}" for key, value in settings.items()]
 
 
 def _values_of(override: str) -> Settings:
     """The keys and values of an override: one, or those of a section in braces."""
     [(section, own)] = read_override(override).values.items()
     return {f"{section}.{name}": value for name, value in own.items()} if isinstance(own, dict) else {}
+
+
+def _without_varied(override: str) -> list[str]:
+    """The override without the keys that the search varies."""
+    values = _values_of(override)
+    others = {key: value for key, value in values.items() if key not in VARIED}
+    return [override] if len(others) == len(values) else _as_overrides(others)
 
 
 def _shares(rest: int, local: int) -> list[int]:

@@ -2,9 +2,13 @@
 
 import itertools
 import math
+from collections import Counter
 
 import pytest
 
+from megajax.config import load_config
+from megajax.config.stages import layouts_to_try, slot_kinds
+from megajax.errors import InputError
 from megajax.plan.__main__ import main
 from megajax.plan.rates import rates_of
 from megajax.plan.search import Found, Search, explained
@@ -75,6 +79,60 @@ def test_pinned_keys_are_kept_and_what_changes_numbers_is_not_varied(config):
         assert not any("tensor" in override or "policy" in override for override in found.overrides)
 
 
+def test_keys_beside_a_pinned_one_in_braces_are_kept(config):
+    [found] = Search(
+        config, ["batch={num_microbatches: 2, global_size: 4}", "remat={policy: full, group: 2}"], 2, H200
+    ).best(1)
+    assert found.candidate.config.batch.global_size == 4 and found.candidate.plan.batch_shape[0] == 2
+    assert found.candidate.config.remat.group == 2
+
+
+def test_fp8_is_tried_if_asked_for_and_nothing_sets_its_recipe(config, tmp_path):
+    pinned = ["mesh={pipeline: 1, context: 1, tensor: 2}", "batch.num_microbatches=1"]
+    found = Search(config, pinned, 4, H200, fp8=True).best(2)
+    assert found[0].in_fp8 and "precision.fp8.recipe=current" in found[0].overrides
+    assert not found[-1].in_fp8 and found[-1].time.total > found[0].time.total
+    [plain] = Search(config, pinned, 4, H200).best(1)
+    assert found[-1].time.total == plain.time.total and not any("fp8" in override for override in plain.overrides)
+    own = tmp_path / "own.yaml"
+    own.write_text(f"include: {config}\nprecision: {{fp8: {{recipe: none}}}}\n")
+    for path, pinned in ((config, ["precision.fp8.recipe=current"]), (own, [])):
+        with pytest.raises(InputError, match=r"--fp8 tries precision\.fp8\.recipe, but it is set to"):
+            Search(path, pinned, 4, H200, fp8=True)
+
+
+def test_layers_that_no_even_layout_holds_have_pipelines_too(config):
+    """Seven layers on four stages; a pattern of layers that only a layout of its own keeps."""
+    pinned = ["mesh.pipeline=4", "batch.num_microbatches=8"]
+    [found] = Search(config, [*pinned, "model.num_layers=7"], 4, H200).best(1)
+    assert found.candidate.config.pipeline.rounds == 2 and found.candidate.plan.layer_table.shape[2] == 1
+    pattern = ["model.num_layers=12", "model.layer_pattern=[local,local,global]", "model.sliding_window=1024"]
+    [found] = Search(config, [*pinned[1:], *pattern, "mesh.pipeline=2", "pipeline.rounds=1"], 2, H200).best(1)
+    assert found.candidate.config.pipeline.layout is None  # six layers on each
+    pattern[0] = "model.num_layers=10"
+    [found] = Search(config, [*pinned[1:], *pattern, "mesh.pipeline=2", "pipeline.rounds=1"], 2, H200).best(1)
+    assert found.candidate.config.pipeline.layout == (6, 4) and "pipeline.layout=[6,4]" in found.overrides
+
+
+def test_no_other_layout_of_equal_layers_is_faster(config):
+    search = Search(config, ["model.num_layers=7", "mesh.pipeline=2", "mesh.data=1"], 2, H200)
+    layouts = [None, *([first, 7 - first] for first in range(1, 7))]
+    found = [search.evaluate({"batch.num_microbatches": 4, "pipeline.layout": layout}) for layout in layouts]
+    default, *times = [each.time.total for each in found if each]
+    assert default == min(times) == times[2] == times[3] and len(times) == 6
+
+
+def test_layouts_of_dense_and_moe_layers_differ_in_their_slots(config):
+    """Three dense layers before 29 MoE layers: fewer slots of one kind need more of the other."""
+    mixed = ["model.num_layers=32", "model.num_experts=8", "model.first_dense_layers=3", "batch.num_microbatches=8"]
+    layouts = layouts_to_try(load_config(config, mixed).model, 8)
+    assert len(layouts) > 1 and all(sum(layout) == 32 for layout in layouts)
+    found = [load_config(config, [*mixed, "mesh.pipeline=8", f"pipeline.layout={list(layout)}"]) for layout in layouts]
+    slots = [Counter(kind.has_experts for kind in slot_kinds(each, 8)) for each in found]
+    assert slots[0].total() == min(own.total() for own in slots)
+    assert not any(one <= other for one, other in itertools.permutations(slots, 2))
+
+
 def test_the_overrides_give_the_candidate_again(config, best):
     for found in best[:2]:
         again = explained(config, found.overrides, 4, H200)
@@ -114,14 +172,21 @@ def test_one_mesh_is_explained(config, capsys):
     [
         (["--gpus", "12"], "--gpus=12 is not a whole number of hosts of 8: use 8 or 16."),
         (["--gpus", "8", "--device", "x100"], "--device=x100 is not known: use h200, h100, b200."),
-        (["--gpus", "8", "mesh.tensor=3"], "mesh.tensor=3 leaves no mesh of 8 GPUs"),
+        (["--gpus", "8", "mesh.tensor=3"], "mesh.tensor=3 rules out every mesh of 8 GPUs: choose"),
         (
             ["--gpus", "64", "mesh.tensor=64"],
-            "the most frequent reason: mesh.tensor=64 does not divide model.num_heads",
+            "mesh.tensor=64 rules out every mesh of 64 GPUs: mesh.tensor=64 does not divide model.num_heads",
         ),
         (
             ["--gpus", "1", "model.num_layers=80", "batch.global_size=1"],
             "no mesh of 1 H200s holds this: the closest needs",
+        ),
+        (
+            [
+                *("--gpus", "2", "model.num_layers=16", "mesh.tensor=2", "mesh.pipeline=1"),
+                *("remat={policy: none, group: 1}", "batch={global_size: 32, num_microbatches: 1}"),
+            ],
+            "remat.policy=none rules out every mesh of 2 H200s that holds this: the closest needs",
         ),
         (["--gpus", "8", "--explain", "width=2"], "width=2 is no axis with a size"),
         (["--gpus", "8", "--top", "0"], "--top=0 is below 1."),
