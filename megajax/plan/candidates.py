@@ -9,8 +9,8 @@ from megajax.config import Config
 from megajax.plan.memory import MemoryEstimate, estimate_memory
 from megajax.plan.optimizer import declared, host_bytes, newton_schulz_flops
 from megajax.plan.rates import Rates
-from megajax.plan.step_time import StepTime, estimate_time
-from megajax.sharding import Placement, place_all, stored_rows
+from megajax.plan.step_time import StepTime, Stored, estimate_time
+from megajax.sharding import BLOCKS, Placement, place_all, stored_rows
 from megajax.step_plan import HOPPER, StepPlan
 
 
@@ -36,11 +36,16 @@ class Candidate:
     def parameters(self) -> dict[tuple[str, ...], int]:
         """Number of parameters that a device stores, by the axes that shard them in storage only."""
         numbers: dict[tuple[str, ...], int] = {}
-        for placement in self.placements.values():
-            shards = math.prod(n for axis, n in self.plan.sizes.items() if axis not in placement.replicated_axes)
+        for name, placement in self.placements.items():
             axes = placement.storage_axes
-            numbers[axes] = numbers.get(axes, 0) + math.prod(placement.stored_shape) // shards
+            numbers[axes] = numbers.get(axes, 0) + self.stored(name)
         return numbers
+
+    def stored(self, name: str) -> int:
+        """Number of elements of a parameter that a device stores."""
+        placement = self.placements[name]
+        shards = math.prod(n for axis, n in self.plan.sizes.items() if axis not in placement.replicated_axes)
+        return math.prod(placement.stored_shape) // shards
 
     @cached_property
     def memory(self) -> MemoryEstimate:
@@ -49,4 +54,5 @@ class Candidate:
     def time(self, rates: Rates) -> StepTime:
         """The estimated time of a step."""
         muon, host = newton_schulz_flops(self.plan, self.placements), host_bytes(self.plan, self.placements)
-        return estimate_time(self.plan, rates, self.parameters, muon, host)
+        in_layers = sum(self.stored(name) for name in self.placements if name.startswith(BLOCKS))
+        return estimate_time(self.plan, rates, Stored(self.parameters, in_layers, muon, host))

@@ -18,7 +18,8 @@ def rates_of_kind(device_kind: str) -> Rates | None:
 def predict(config: Config, devices: int, rates: Rates) -> Rows:
     """The ms of each row of a step on `devices` GPUs. What is computed again counts in the rows of its kind."""
     time = Candidate.of(config, check_mesh(config, devices)).time(rates)
-    axes = {*time.communication, *time.recomputed.exchange}
+    again = {axis: each.exposed for axis, each in time.recomputed.traffic.items()}
+    axes = {*time.communication, *again}
     seconds = {
         MATMULS: time.matmuls + time.recomputed.matmuls,
         ATTENTION: time.attention + time.recomputed.attention,
@@ -27,10 +28,10 @@ def predict(config: Config, devices: int, rates: Rates) -> Rows:
         OPTIMIZER: time.optimizer,
         WAITING: time.waiting,
         BUBBLE: time.bubble,
-        f"{EXPOSED}pipeline": time.sends,
+        f"{EXPOSED}pipeline": time.ticks,
     }
     for axis in axes:
-        seconds[EXPOSED + axis] = time.communication.get(axis, 0.0) + time.recomputed.exchange.get(axis, 0.0)
+        seconds[EXPOSED + axis] = time.communication.get(axis, 0.0) + again.get(axis, 0.0)
     return {row: 1e3 * own for row, own in seconds.items() if own}
 
 

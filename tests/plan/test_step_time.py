@@ -6,17 +6,8 @@ import json
 import pytest
 import time_table
 
-# More than 7 % off: DeepSeek-V3's layers, estimated 6 % too fast on one GPU of the same host, one row of Mixtral, and
-# two zero-bubble pipelines with long sequences or experts.
-EXCEPTIONS = {
-    ("configs/dsv3_l4_e16.yaml", "precision.fp8.recipe=current"),
-    ("configs/dsv3_l4_e16.yaml", "mesh.tensor=2"),
-    ("configs/dsv3_l4_e16.yaml", "mesh.context=2"),
-    ("configs/dsv3_l4_e16.yaml", "mesh.pipeline=2"),
-    ("configs/mixtral_l2.yaml", "mesh.tensor=2"),
-    ("configs/mixtral_l2.yaml", "mesh.pipeline=2"),
-    ("configs/llama3_8b_l8_context.yaml", "mesh.pipeline=2"),
-}
+# More than 7 % off: measured before copies sent the pieces over `tensor`, which are 6.5 % faster at these widths.
+EXCEPTIONS = {("configs/llama3_8b_l8.yaml", "mesh.tensor=4")}
 
 
 def is_exception(row: time_table.Row) -> bool:
@@ -30,9 +21,11 @@ def speeds() -> dict:
 
 def test_rows_that_were_not_fitted_are_within_seven_per_cent(speeds):
     others = [row for row in speeds if not row.fitted]
-    assert sum(not is_exception(row) for row in others) >= 35
+    assert sum(not is_exception(row) for row in others) >= 50
     for row in others:
-        assert speeds[row] == pytest.approx(row.teraflops, rel=0.12 if is_exception(row) else 0.07), row
+        assert speeds[row] == pytest.approx(row.teraflops, rel=0.08 if is_exception(row) else 0.07), row
+    errors = [abs(speeds[row] / row.teraflops - 1) for row in others]
+    assert sum(errors) / len(errors) < 0.03
 
 
 def test_nine_of_ten_pairs_that_differ_are_in_the_right_order(speeds):
@@ -47,6 +40,45 @@ def test_the_parts_of_a_step_add_up_and_losses_are_named(speeds):
     useful = step.matmuls + step.attention + step.head
     assert step.total == pytest.approx(useful + sum(step.losses.values()))
     assert step.losses["bubble"] > 0 and "communication over tensor" not in step.losses
+
+
+def parts_of(*overrides: str, config: str = "configs/llama3_8b_l8.yaml", gpus: int = 1):
+    return time_table.estimate(time_table.Row(False, 1.0, config, overrides, gpus))[1]
+
+
+def test_the_parts_of_a_traced_step_are_near_the_estimate():
+    """One H200 with 8 sequences, docs/profiling.md; the whole step took 1,678 ms."""
+    step = parts_of("batch.global_size=8")
+    found = {"matmuls": step.matmuls, "attention": step.attention, "head": step.head, "elementwise": step.elementwise}
+    measured = {"matmuls": 0.990, "attention": 0.289, "head": 0.325, "elementwise": 0.0747}
+    assert found == pytest.approx(measured, rel=0.08) and step.total == pytest.approx(1.678, rel=0.02)
+
+
+def test_traffic_is_the_bytes_that_collectives_send():
+    """Llama 3 8B's eight layers: three gathers and two reductions of a stream of 32,768 × 4096 BF16 for each part."""
+    step = parts_of("mesh.fsdp=1", "mesh.tensor=2", gpus=2)
+    assert step.traffic.keys() == {"tensor"}
+    sent = step.traffic["tensor"]
+    assert sent.sent == 8 * 2 * 5 * 32768 * 4096 * 2 / 2
+    assert sent.seconds == pytest.approx(sent.sent / time_table.H200.link_bytes)
+    assert 0 < sent.exposed < sent.seconds
+    step = parts_of("mesh.fsdp=2", gpus=2)  # weights gathered twice in BF16, gradients reduced in FP32
+    assert step.traffic["fsdp"].sent == pytest.approx((2 + 2 + 4) * (8 * 218.1e6 + 2 * 128256 * 4096) / 2, rel=0.01)
+
+
+def test_recomputation_leaves_out_the_last_matmul_of_a_layer():
+    plain, full = parts_of(), parts_of("remat.policy=full")
+    linear = 4096 * (4096 + 2 * 1024 + 4096 + 2 * 14336)  # parameters of a layer without the down-projection
+    share = linear / (linear + 4096 * 14336)
+    assert full.recomputed.matmuls == pytest.approx(plain.matmuls / 3 * share, rel=0.01)
+
+
+def test_devices_of_context_project_the_keys_of_the_others_from_latents():
+    latent = parts_of("mesh.context=2", config="configs/dsv3_l4_e16.yaml", gpus=2)
+    heads = parts_of("mesh.context=2", "kernels.context=all_to_all", config="configs/dsv3_l4_e16.yaml", gpus=2)
+    tokens, up = 4096, 512 * 128 * 256  # of a device; parameters of the up-projection
+    extra = 4 * tokens * up * (8 + 2) / time_table.H200.matmul_flops(512, False)
+    assert latent.matmuls == pytest.approx(heads.matmuls + extra, rel=1e-6)
 
 
 def test_the_table_is_of_a_file_of_rates(speeds, tmp_path, monkeypatch, capsys):
