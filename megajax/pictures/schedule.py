@@ -108,8 +108,8 @@ def boxes(schedule: Schedule, costs: Costs) -> Iterator[_Box]:
                     start += cost[operation]
 
 
-def svg(schedule: Schedule, costs: Costs) -> str:
-    """A picture of a schedule: time from left to right, one row per stage, one box per operation.
+def svg(schedule: Schedule, costs: Costs, unit: str = "") -> str:
+    """A picture of a schedule: time from left to right, one row per stage, one box per operation; `unit`: of costs.
 
     The colour is the operation, its shade the round, the number the microbatch; white is idle, grey is sending. Dashed
     lines mark the starts of ticks.
@@ -120,14 +120,16 @@ def svg(schedule: Schedule, costs: Costs) -> str:
     width = max(LEFT + report.time * scale + RIGHT, NARROWEST_PICTURE)
     height = TOP + schedule.stages * (ROW + GAP) + BELOW
     picture = empty_picture(width, height)
-    draw_heading(picture, schedule, costs, report)
+    draw_heading(picture, schedule, costs, report, unit)
     draw_ticks(picture, schedule, costs, LEFT + scale * starts)
     for box in boxes(schedule, costs):
         draw_box(picture, schedule, box, scale)
     return written(picture)
 
 
-def draw_heading(picture: ElementTree.Element, schedule: Schedule, costs: Costs, report: Report) -> None:
+def draw_heading(
+    picture: ElementTree.Element, schedule: Schedule, costs: Costs, report: Report, unit: str = ""
+) -> None:
     """Title, figures and legend."""
     text(picture, LEFT, 24, _title(schedule), font_size="16", font_weight="600")
     prices = {"forward": costs.forward, "backward": costs.backward + costs.weight}
@@ -135,7 +137,7 @@ def draw_heading(picture: ElementTree.Element, schedule: Schedule, costs: Costs,
         prices |= {"backward": costs.backward, "weight": costs.weight}
     if costs.send:
         prices["send"] = costs.send
-    named = ", ".join(f"{name} {price:g}" for name, price in prices.items())
+    named = ", ".join(f"{name} {price:g} {unit}".rstrip() for name, price in prices.items())
     text(picture, LEFT, 44, f"{report.ticks} ticks, idle {report.bubble:.1%} of the time; costs: {named}")
     x, y = LEFT, 58
     for operation in schedule.tables:

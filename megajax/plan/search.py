@@ -79,12 +79,7 @@ class Search:
     refusals: Counter = field(default_factory=Counter)
 
     def __post_init__(self):
-        size = self.rates.hosts_of
-        if self.gpus > size and self.gpus % size:
-            near = self.gpus // size * size
-            raise InputError(
-                f"--gpus={self.gpus} is not a whole number of hosts of {size}: use {near} or {near + size}."
-            )
+        check_hosts(self.gpus, self.rates)
         chosen = {key: value for override in self.pinned for key, value in _values_of(override).items()}
         self.fixed = {key: value for key, value in chosen.items() if key in VARIED and value != -1}
         # The config of everything else: pinned keys may be legal with other values of the varied keys only.
@@ -350,6 +345,14 @@ def _without_varied(override: str) -> list[str]:
 def _shares(rest: int, local: int) -> list[int]:
     """Sizes of `fsdp`: none, the GPUs that are left in a host, and all."""
     return sorted({1, rest, *(n for n in (local, 2 * local, 8 * local) if n > 1 and rest % n == 0)})
+
+
+def check_hosts(gpus: int, rates: Rates) -> None:
+    """Raises InputError for more GPUs than a host has that are no whole hosts."""
+    size = rates.hosts_of
+    if gpus > size and gpus % size:
+        near = gpus // size * size
+        raise InputError(f"--gpus={gpus} is not a whole number of hosts of {size}: use {near} or {near + size}.")
 
 
 def explained(path: Path, overrides: Sequence[str], gpus: int, rates: Rates) -> Found:

@@ -45,7 +45,8 @@ class StepTime:
     recomputed: Work
     loops: float  # copies of saved activations in loops and pipelines, casts in loops
     optimizer: float
-    traffic: Mapping[str, Traffic]  # collectives of activations and weights, by axis
+    activations: Mapping[str, Traffic]  # their collectives, by axis
+    weights: Mapping[str, Traffic]  # collectives of weights and their gradients
     bubble: float
     ticks: float  # of a pipeline: sends to the next stage, and the loop
     sends: Traffic
@@ -54,12 +55,28 @@ class StepTime:
 
     @property
     def communication(self) -> dict[str, float]:
-        """Exposed seconds, by axis."""
-        return {axis: each.exposed for axis, each in self.traffic.items() if each.exposed}
+        """Exposed seconds, by axis, without those that are recomputed."""
+        return {axis: each.exposed for axis, each in added(self.activations, self.weights).items() if each.exposed}
+
+    @property
+    def traffic(self) -> dict[str, Traffic]:
+        """All collectives, and the sends of a pipeline, by axis."""
+        own = added(added(self.activations, self.weights), self.recomputed.traffic)
+        return {axis: each for axis, each in added(own, {"pipeline": self.sends}).items() if each.sent}
+
+    @property
+    def layers(self) -> float:
+        """Seconds of all layers, without recomputation: their computation, and the exposed part of its collectives."""
+        return self.computation + sum(each.exposed for each in self.activations.values())
+
+    @property
+    def computation(self) -> float:
+        """Seconds of computation in all layers, without recomputation."""
+        return self.matmuls + self.attention + self.elementwise
 
     @property
     def total(self) -> float:
-        others = ("recomputed", "traffic", "sends", "between_hosts")
+        others = ("recomputed", "activations", "weights", "sends", "between_hosts")
         own = (getattr(self, f.name) for f in fields(self) if f.name not in others)
         return sum(own) + self.recomputed.total + sum(self.communication.values())
 
@@ -201,7 +218,6 @@ class _Step:
         busy, ticks, sends = useful, 0.0, Traffic()
         if self.plan.is_pipelined:
             busy, ticks, sends = self.pipelined(layers, again + loops, head)
-        traffic = added(stage.traffic, self.weights(R * (layers.total + again) + head))
         gpus = min(math.prod(self.sizes.values()), self.rates.hosts_of)
         return StepTime(
             waiting=PACE * math.log2(gpus) * (busy + ticks),
@@ -212,7 +228,8 @@ class _Step:
             recomputed=remat * (M * R),
             loops=M * R * loops,
             optimizer=self.update(),
-            traffic={axis: each for axis, each in traffic.items() if each.sent},
+            activations={axis: each for axis, each in stage.traffic.items() if each.sent},
+            weights=self.weights(R * (layers.total + again) + head),
             bubble=busy - useful,
             ticks=ticks,
             sends=sends,

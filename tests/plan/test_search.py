@@ -189,7 +189,7 @@ def test_one_mesh_is_explained(config, capsys):
             "remat.policy=none rules out every mesh of 2 H200s that holds this: the closest needs",
         ),
         (["--gpus", "8", "--explain", "width=2"], "width=2 is no axis with a size"),
-        (["--gpus", "8", "--top", "0"], "--top=0 is below 1."),
+        (["--gpus", "8", "--top", "0"], "--top=0 is not above 0."),
         ([], "--gpus is missing"),
     ],
 )

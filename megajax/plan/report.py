@@ -1,0 +1,82 @@
+"""The planner's table of candidates, and the YAML file of one."""
+
+import argparse
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import yaml
+
+from megajax.config.tree import Dumper, Tree, read_override
+from megajax.files import replace_text
+from megajax.plan.rates import Rates
+from megajax.plan.search import Found
+from megajax.plan.step_time import tokens_per_second, utilization
+
+HEAD = ("mesh", "between hosts", "microbatches", "recomputed", "GiB", "ms a step", "tokens/s a GPU", "MFU", "lost to")
+AXES_SHOWN = ("pipeline", "data", "fsdp", "expert", "context", "tensor")
+
+
+def mesh_text(found: Found) -> str:
+    """The axes above 1, with the schedule of a pipeline, the axes that divide the experts, and FP8."""
+    sizes, config = found.candidate.plan.sizes, found.candidate.config
+    text = " × ".join(f"{axis} {sizes[axis]}" for axis in AXES_SHOWN if sizes[axis] > 1) or "one GPU"
+    others = [axis for axis in config.mesh.experts_over if axis != "expert" and sizes[axis] > 1]
+    if config.model.num_experts and others:
+        text += f", experts over {' and '.join(['expert', *others] if sizes['expert'] > 1 else others)}"
+    if sizes["pipeline"] > 1:
+        pipeline = config.pipeline
+        text += f", {pipeline.schedule}" + (f", {pipeline.rounds} rounds" if pipeline.rounds > 1 else "")
+        text += f", layers {_layout_text(pipeline.layout)}" if pipeline.layout else ""
+    return text + (", FP8" if found.in_fp8 else "")
+
+
+def _layout_text(layout: Sequence[int]) -> str:
+    """2 4 4 4 3 as 2 3×4 3."""
+    groups: list[list[int]] = []
+    for layers in layout:
+        if groups and groups[-1][1] == layers:
+            groups[-1][0] += 1
+        else:
+            groups.append([1, layers])
+    return " ".join(f"{count}×{layers}" if count > 1 else str(layers) for count, layers in groups)
+
+
+def between_hosts(found: Found) -> str:
+    """The axes whose groups are on several hosts."""
+    return ", ".join(axis for axis in AXES_SHOWN if axis in found.time.between_hosts) or "–"
+
+
+def cells(found: Found, rates: Rates, compiled: float | None = None) -> tuple[str, ...]:
+    """A row of the table; `compiled`: XLA's GiB in place of the estimate."""
+    config, seconds = found.candidate.config, found.time.total
+    remat = config.remat.policy + (f", {config.remat.layers} layers" if config.remat.layers else "")
+    losses = ", ".join(f"{name} {s / seconds:.0%}" for name, s in list(found.time.losses.items())[:3])
+    speed = tokens_per_second(found.candidate.plan, seconds)
+    gib = f"{found.gib:.1f}" if compiled is None else f"{compiled:.1f}*"
+    mfu, batch = utilization(found.candidate.plan, rates, seconds), str(config.batch.num_microbatches)
+    times = gib, f"{1e3 * seconds:,.0f}", f"{speed:,.0f}", f"{mfu:.1%}"
+    return mesh_text(found), between_hosts(found), batch, remat, *times, losses
+
+
+def table(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Lines of a Markdown table."""
+    return [f"| {' | '.join(row)} |" for row in (HEAD, ["---"] * len(HEAD), *rows)]
+
+
+def budget(options: argparse.Namespace, found: Found) -> list[str]:
+    """Days and GPU-hours for a number of tokens."""
+    if not options.tokens:
+        return []
+    rate = options.gpus * tokens_per_second(found.candidate.plan, found.time.total)
+    hours = options.tokens / rate / 3600
+    return [f"{options.tokens:.3g} tokens: {hours / 24:,.1f} days, {hours * options.gpus:,.0f} GPU-hours"]
+
+
+def write_config(path: Path, config: Path, overrides: Sequence[str], note: str) -> None:
+    """Write a config file that includes `config` and sets the keys of the overrides; `note` is its comment."""
+    tree = Tree({"include": os.path.relpath(config, path.parent)})
+    for override in overrides:
+        tree.merge(read_override(override))
+    body = yaml.dump(tree.values, Dumper=Dumper, sort_keys=False, width=10**6)
+    replace_text(path, f"# {note}\n{body}")

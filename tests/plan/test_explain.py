@@ -1,0 +1,113 @@
+"""One mesh in detail, its picture, and the config file of a plan."""
+
+import xml.etree.ElementTree as ElementTree
+
+import pytest
+
+from megajax.config import load_config
+from megajax.plan.__main__ import main
+from megajax.plan.picture import COLORS, LEFT, RIGHT, WIDTH, of_phases, phases_of
+from megajax.plan.rates import rates_of
+from megajax.plan.search import explained
+
+H200 = rates_of("h200")
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory):
+    path = tmp_path_factory.mktemp("configs") / "model.yaml"
+    path.write_text(
+        """
+run: {name: model, steps: 10}
+model: {num_layers: 8, hidden_size: 4096, num_heads: 32, num_kv_heads: 8, ffn_hidden_size: 14336, vocab_size: 32000}
+mesh: {data: -1}
+batch: {global_size: 16, sequence_length: 4096}
+data: {kind: synthetic}
+"""
+    )
+    return path
+
+
+def test_communication_is_shown_by_axis_and_link(config, capsys):
+    assert main([str(config), "--gpus", "16", "--explain", "fsdp=4,tensor=2"]) == 0
+    printed = capsys.readouterr().out
+    assert "| data 2 × fsdp 4 × tensor 2 | data |" in printed
+    rows = {line.split()[0]: line.split() for line in printed.splitlines() if line.endswith(tuple("0123456789"))}
+    assert rows["data"][1:3] == ["between", "hosts"] and rows["tensor"][1:4] == ["within", "a", "host"]
+    # Of each part of eight layers five collectives of a stream of 8 × 4096 × 4096 numbers, half of it over two GPUs.
+    assert float(rows["tensor"][4]) == pytest.approx(8 * 2 * 5 * 8192 * 4096 * 2 / 2 / 1e9, abs=0.005)
+    assert float(rows["tensor"][6]) < float(rows["tensor"][5])
+
+
+def test_a_picture_has_the_phases_and_the_collectives_of_each_axis(config):
+    overrides = ["mesh.fsdp=2", "mesh.tensor=2", "batch.num_microbatches=2", "remat.policy=full"]
+    found = explained(config, overrides, 8, H200)
+    phases = list(phases_of(found))
+    assert sum(phase.seconds for phase in phases) == pytest.approx(found.time.total)
+    assert [phase.name for phase in phases] == [*["forward", "head", "backward"] * 2, "update", "waiting"]
+    boxes = [box for box in ElementTree.fromstring(of_phases(found)).iter() if box.tag.endswith("rect")]
+    widths = {
+        color: sum(float(box.get("width", 0)) for box in boxes if box.get("fill") == color) for color in COLORS.values()
+    }
+    scale = (WIDTH - LEFT - RIGHT) / found.time.total
+    exposed = sum(each.exposed for each in found.time.traffic.values())
+    recomputed = sum(each.exposed for each in found.time.recomputed.traffic.values())
+    # 14 pixels of each colour are the legend; what is recomputed is a part of the backward pass.
+    assert widths[COLORS["exposed"]] - 14 == pytest.approx(scale * (exposed - recomputed), abs=0.2)
+    assert widths[COLORS["head"]] - 14 == pytest.approx(scale * found.time.head, abs=0.2)
+
+
+def test_the_picture_of_a_pipeline_has_its_stages(config, tmp_path, capsys):
+    picture = tmp_path / "step.svg"
+    arguments = ["--explain", "pipeline=4", "batch.num_microbatches=16", "pipeline.schedule=zero_bubble"]
+    assert main([str(config), "--gpus", "4", *arguments, f"--picture={picture}"]) == 0
+    assert f"Picture: {picture}" in capsys.readouterr().out
+    texts = [
+        node.text or "" for node in ElementTree.fromstring(picture.read_text()).iter() if node.tag.endswith("text")
+    ]
+    assert "zero_bubble: 4 stages, 16 microbatches, 1 round" in texts and "stage 3" in texts
+    assert any("costs: forward" in each and each.endswith(" ms") for each in texts)
+
+
+def test_the_written_file_is_the_config_with_the_settings_of_the_first_row(config, tmp_path, capsys):
+    file = tmp_path / "plan.yaml"
+    own = [
+        "batch={global_size: 8}",
+        "mesh.pipeline=2",
+        "model.layer_pattern=[local,global]",
+        "model.sliding_window=512",
+    ]
+    assert main([str(config), "--gpus", "2", *own, f"--write={file}"]) == 0
+    printed = capsys.readouterr().out.splitlines()
+    settings = next(line for line in printed if line.startswith("The fastest: ")).split()[2:]
+    assert load_config(file) == load_config(config, [*own, *settings])
+    assert load_config(file).mesh.pipeline == 2 and printed[-1] == f"Written: {file}, for megajax train"
+    with pytest.raises(SystemExit):
+        main([str(config), "--gpus", "2", *own, f"--write={file}"])
+    assert f"--write={file} exists" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--explain", "tensor=2,fsdp=2"], "mesh.fsdp=2 x mesh.tensor=2 does not divide 6 devices"),
+        (["--explain", "tensor=2,tensor=4"], "--explain=tensor=2,tensor=4 has tensor twice"),
+        (["--explain", "tensor=2", "--fp8"], "--fp8 has no effect with --explain"),
+        (["--fewest", "--compile", "1"], "--compile has no effect with --fewest"),
+        (["--compile", "3", "--top", "2"], "--compile=3 is not from 0 to --top=2"),
+        (["--hosts-of", "0"], "--hosts-of=0 is not above 0"),
+        (["--explain", "tensor=2", "--hosts-of", "4"], "--gpus=6 is not a whole number of hosts of 4: use 4 or 8."),
+        (["--picture", "step.svg"], "--picture=step.svg is for one mesh: add --explain."),
+        (["--write", "nowhere/plan.yaml"], "--write=nowhere/plan.yaml: there is no directory nowhere."),
+    ],
+)
+def test_arguments_that_contradict_each_other_are_sentences(config, capsys, arguments, sentence):
+    with pytest.raises(SystemExit) as stopped:
+        main([str(config), "--gpus", "6", *arguments])
+    assert stopped.value.code == 2 and sentence in capsys.readouterr().err
+
+
+def test_a_missing_config_is_a_sentence(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        main([str(tmp_path / "none.yaml"), "--gpus", "8"])
+    assert "none.yaml does not exist" in capsys.readouterr().err
