@@ -79,8 +79,12 @@ def check(options: argparse.Namespace) -> None:
         value, shown = getattr(options, name), name.replace("_", "-")
         if value is not None and not value > 0:
             raise InputError(f"--{shown}={value:g} is not above 0.")
-    if not 0 <= options.compile <= options.top:
-        raise InputError(f"--compile={options.compile} is not from 0 to --top={options.top}, the number of rows.")
+    if options.compile < 0:
+        raise InputError(f"--compile={options.compile} is below 0.")
+    if options.compile > options.top:
+        raise InputError(
+            f"--compile={options.compile} is more than the rows, --top={options.top}: compile fewer, or raise --top."
+        )
     if options.explain is not None or options.fewest:
         other = "--fewest" if options.explain is None else "--explain"
         for name in ("compile", "fp8", *(("fewest",) if options.explain is not None else ())):
@@ -107,9 +111,12 @@ def check_new(option: str, path: Path | None) -> None:
 def plan(options: argparse.Namespace, rates: Rates) -> str:
     """The table of the fastest candidates, and the overrides of the first."""
     search = Search(options.config, options.overrides, options.gpus, rates, options.fp8)
-    best, compiled = search.best(options.top), {}
+    best, compiled, notes = search.best(options.top), dict[int, float](), list[str]()
     for number, found in enumerate(best[: options.compile]):
-        compiled[number] = xla_gib(options, found)
+        try:
+            compiled[number] = xla_gib(options, found)
+        except InputError as error:
+            notes.append(f"Its memory is an estimate: {error}")
     fitting = [n for n in range(len(best)) if compiled.get(n, 0) <= rates.memory_gib]
     if not fitting:
         raise InputError("none of the compiled candidates fits by XLA's figures: raise --compile and --top.")
@@ -117,6 +124,7 @@ def plan(options: argparse.Namespace, rates: Rates) -> str:
     lines = [f"{search.tried} candidates on {options.gpus} {rates.name}s, hosts of {rates.hosts_of}", "", *table(rows)]
     if compiled:
         lines.append("GiB marked * are XLA's; the others are estimates.")
+    lines += notes
     if options.fp8:
         lines.append("FP8 changes the training. One row at least is without it.")
     winner = best[fitting[0]]

@@ -79,9 +79,14 @@ def longer(options: argparse.Namespace, overrides: list[str], found: Found, rate
     """The sentence on sequences of twice the length, half as many."""
     batch = found.candidate.config.batch
     changed = [f"batch.sequence_length={2 * batch.sequence_length}", f"batch.global_size={batch.global_size // 2}"]
+    changed = [*overrides, *changed]
     try:
-        other = explained(options.config, [*overrides, *changed], options.gpus, rates)
+        other = explained(options.config, changed, options.gpus, rates)
     except ValueError as error:
-        return f"Sequences of twice the length, half as many, are refused: {error}"
+        try:  # as many sequences of a microbatch
+            fewer = f"batch.num_microbatches={max(1, batch.num_microbatches // 2)}"
+            other = explained(options.config, [*changed, fewer], options.gpus, rates)
+        except ValueError:
+            return f"Sequences of twice the length, half as many, are refused: {error}"
     slower = other.time.total / found.time.total - 1
     return f"Sequences of twice the length, half as many: {slower:+.0%} time, {other.gib:.1f} GiB"

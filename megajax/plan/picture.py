@@ -112,7 +112,7 @@ def phases_of(found: Found) -> Iterator[Phase]:
                 factor = shares[name] / count if axis == "fsdp" else shares[name] * edge[name]
                 traffic[axis] = traffic.get(axis, Traffic()) + each * factor
             yield Phase(name, own * shares[name] + (again if name == "backward" else 0), traffic)
-    yield Phase("update", time.optimizer)
+    yield Phase("update", time.optimizer + time.conversions)
     yield Phase("waiting", time.waiting)
 
 

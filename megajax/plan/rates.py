@@ -122,7 +122,8 @@ def read_rates(path: Path, device: Rates) -> Rates:
     try:
         found = json.loads(path.read_text())
     except (OSError, ValueError) as error:
-        raise InputError(f"--rates={path} cannot be read ({error}): give a JSON file of rates.") from None
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise InputError(f"--rates={path} cannot be read ({reason}): give a JSON file of rates.") from None
     if not isinstance(found, dict):
         raise InputError(f'--rates={path} is no JSON object: write {{"bf16_flops": 7e14}}, for example.')
     known, values = [field.name for field in fields(Rates)], {}

@@ -45,6 +45,7 @@ class StepTime:
     recomputed: Work
     loops: float  # copies of saved activations in loops and pipelines, casts in loops
     optimizer: float
+    conversions: float  # casts of weights and gradients, sums of gradients over microbatches
     activations: Mapping[str, Traffic]  # their collectives, by axis
     weights: Mapping[str, Traffic]  # collectives of weights and their gradients
     bubble: float
@@ -93,6 +94,7 @@ class StepTime:
             "elementwise": self.elementwise,
             "copies of saved activations": self.loops,
             "optimizer": self.optimizer,
+            "casts and sums of gradients": self.conversions,
             "waiting for the slowest GPU": self.waiting,
             **{f"communication over {self.link(axis)}": seconds for axis, seconds in self.communication.items()},
         }
@@ -228,6 +230,7 @@ class _Step:
             recomputed=remat * (M * R),
             loops=M * R * loops,
             optimizer=self.update(),
+            conversions=self.conversions(),
             activations={axis: each for axis, each in stage.traffic.items() if each.sent},
             weights=self.weights(R * (layers.total + again) + head),
             bubble=busy - useful,
@@ -236,16 +239,19 @@ class _Step:
             between_hosts=self.device.between_hosts,
         )
 
-    def update(self) -> float:
-        """Seconds of the optimizer, and of adding up the gradients of microbatches."""
-        update = (UPDATE_BYTES * self.parameters + WHOLE_BYTES * self.whole) / self.rates.memory_bytes
-        if self.config.precision.fp8.recipe != "none":
-            update += FP8_BYTES * self.stored.in_layers / self.rates.memory_bytes
-        update += sum(flops / self.rates.matmul_flops(size, False) for size, flops in self.stored.muon.items())
-        update += self.stored.on_host / HOST_BYTES
+    def conversions(self) -> float:
+        """Seconds of casts of weights and gradients, and of the sums of microbatches' gradients."""
         again = self.config.batch.num_microbatches - 1
-        moved = 2 + 2 * self.plan.accumulation.itemsize  # a gradient is read, its sum is read and written
-        return update + again * moved * self.whole / self.rates.memory_bytes
+        summed = 2 + 2 * self.plan.accumulation.itemsize  # a gradient is read, its sum is read and written
+        moved = (WHOLE_BYTES + again * summed) * self.whole
+        if self.config.precision.fp8.recipe != "none":
+            moved += FP8_BYTES * self.stored.in_layers
+        return moved / self.rates.memory_bytes
+
+    def update(self) -> float:
+        """Seconds of the optimizer."""
+        matmuls = sum(flops / self.rates.matmul_flops(size, False) for size, flops in self.stored.muon.items())
+        return UPDATE_BYTES * self.parameters / self.rates.memory_bytes + matmuls + self.stored.on_host / HOST_BYTES
 
     def pipelined(self, layers: Work, again: float, head: float) -> tuple[float, float, Traffic]:
         """(seconds of all ticks without sends, of their sends and loop, sends).

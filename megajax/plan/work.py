@@ -26,6 +26,7 @@ FP32 = 4  # bytes
 STREAM_PASSES = 11.0  # of the residual stream for a part of a layer: its norm and the addition of its output
 KEPT_PASSES = 3.3  # of the outputs of its matmuls and the input of its last one: activations, rotary positions
 ROUTED_PASSES = 8.7  # of the rows that experts receive: permutations and the sum over a token's experts
+ZEROED_PASSES = 2  # of the buffers that an all-to-all fills, set to zero before
 QUANTISE_PASSES = 1.6  # in FP8, of the inputs and outputs of its matmuls
 TILE = 128  # rows of a grouped matmul's tile: half of an expert's last one is empty
 LOGIT_BYTES = 3.5  # of elementwise work for a logit
@@ -162,10 +163,14 @@ class Device:
     def passes(self, part: Part, fp8: bool) -> float:
         """Bytes of a part's elementwise work for a token."""
         D, tensor, sizes = self.config.model.hidden_size, self.sizes["tensor"], self.part_sizes(part)
-        # The permutations include unused rows: a device's buffers have room for all assignments of its group.
+        # A device's buffers have room for all assignments of its group. An all-gather permutes the unused rows too.
         rows, received = self.rows(part), self.rows(part, self.plan.collectives.expert_shards)
         kept = sizes.kept - rows + sizes.width / tensor
-        numbers = STREAM_PASSES * D / tensor + KEPT_PASSES * kept + ROUTED_PASSES * received
+        numbers = STREAM_PASSES * D / tensor + KEPT_PASSES * kept
+        if self.plan.collectives.dispatch == "all_gather":
+            numbers += ROUTED_PASSES * received
+        else:
+            numbers += ROUTED_PASSES * rows + (ZEROED_PASSES * received if received > rows else 0)
         if fp8:
             numbers += QUANTISE_PASSES * (kept + (rows or D) + D / tensor)
         return self.number * numbers

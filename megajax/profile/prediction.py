@@ -24,7 +24,7 @@ def predict(config: Config, devices: int, rates: Rates) -> Rows:
         MATMULS: time.matmuls + time.recomputed.matmuls,
         ATTENTION: time.attention + time.recomputed.attention,
         HEAD: time.head,
-        ELEMENTWISE: time.elementwise + time.recomputed.elementwise + time.loops,
+        ELEMENTWISE: time.elementwise + time.recomputed.elementwise + time.loops + time.conversions,
         OPTIMIZER: time.optimizer,
         WAITING: time.waiting,
         BUBBLE: time.bubble,

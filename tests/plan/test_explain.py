@@ -94,7 +94,7 @@ def test_the_written_file_is_the_config_with_the_settings_of_the_first_row(confi
         (["--explain", "tensor=2,tensor=4"], "--explain=tensor=2,tensor=4 has tensor twice"),
         (["--explain", "tensor=2", "--fp8"], "--fp8 has no effect with --explain"),
         (["--fewest", "--compile", "1"], "--compile has no effect with --fewest"),
-        (["--compile", "3", "--top", "2"], "--compile=3 is not from 0 to --top=2"),
+        (["--compile", "3", "--top", "2"], "--compile=3 is more than the rows, --top=2: compile fewer"),
         (["--hosts-of", "0"], "--hosts-of=0 is not above 0"),
         (["--explain", "tensor=2", "--hosts-of", "4"], "--gpus=6 is not a whole number of hosts of 4: use 4 or 8."),
         (["--picture", "step.svg"], "--picture=step.svg is for one mesh: add --explain."),
