@@ -30,7 +30,7 @@ ZEROED_PASSES = 2  # of the buffers that an all-to-all fills, set to zero before
 QUANTISE_PASSES = 1.6  # in FP8, of the inputs and outputs of its matmuls
 TILE = 128  # rows of a grouped matmul's tile: half of an expert's last one is empty
 LOGIT_BYTES = 3.5  # of elementwise work for a logit
-TENSOR_EXPOSED = 0.36  # part of the time of collectives over `tensor` that their matmuls do not hide
+TENSOR_EXPOSED = 0.40  # part of the time of collectives over `tensor` that their matmuls do not hide
 CONTEXT_EXPOSED = 0.29
 # Collectives over `tensor` of the input of a part of a layer (gathered in both passes, its gradient reduced), and of
 # its output (reduced, its gradient gathered).

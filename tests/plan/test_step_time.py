@@ -6,13 +6,6 @@ import json
 import pytest
 import time_table
 
-# More than 7 % off: measured before copies sent the pieces over `tensor`, which are 6.5 % faster at these widths.
-EXCEPTIONS = {("configs/llama3_8b_l8.yaml", "mesh.tensor=4")}
-
-
-def is_exception(row: time_table.Row) -> bool:
-    return any(row.config == config and override in row.overrides for config, override in EXCEPTIONS)
-
 
 @pytest.fixture(scope="module")
 def speeds() -> dict:
@@ -21,9 +14,9 @@ def speeds() -> dict:
 
 def test_rows_that_were_not_fitted_are_within_seven_per_cent(speeds):
     others = [row for row in speeds if not row.fitted]
-    assert sum(not is_exception(row) for row in others) >= 50
+    assert len(others) >= 70
     for row in others:
-        assert speeds[row] == pytest.approx(row.teraflops, rel=0.08 if is_exception(row) else 0.07), row
+        assert speeds[row] == pytest.approx(row.teraflops, rel=0.07), row
     errors = [abs(speeds[row] / row.teraflops - 1) for row in others]
     assert sum(errors) / len(errors) < 0.03
 
