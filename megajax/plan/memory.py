@@ -26,8 +26,7 @@ FP32 = 4  # bytes
 HEAD = "head"  # name of the head's weight
 # The gradients of the last layer's weights are not tied to that layer. XLA's scheduler computes them during the layer
 # below and keeps their operands, if these fit into the scheduler's memory limit: these bytes for an H200, from XLA's
-# own message. Measured on GPT-3 over `tensor`, Mixtral 8x22B and Qwen3 235B, which fit, and DeepSeek-V3, which does
-# not.
+# own message. Seen on GPT-3 over `tensor` and Qwen3 235B.
 SCHEDULED = 114_541_026_649
 
 
@@ -96,7 +95,7 @@ class _Step:
         body = slots[: segment.unroll]
         return replace(
             self.always,
-            gradients=self.accumulated(0 if self.late_head else self.head_gradient) + self.gradient_stacks,
+            gradients=self.gradients_in_head,
             weights=self.cast(slots.stop)
             + self.compute * (self.weights.layers(body[:1]).whole + self.non_block_in_head),
             activations=self.saved(slots.stop),
@@ -107,10 +106,9 @@ class _Step:
         """All saved activations, and a chunk's logits with their gradient; the last layer keeps its weights."""
         turn = self.segments[-1]
         held = self.weights.layers(self.parts(turn)[-1]) if turn.loops == 1 else Elements()
-        gradients = self.accumulated(0 if self.late_head else self.head_gradient) + self.gradient_stacks
         return replace(
             self.always,
-            gradients=gradients,
+            gradients=self.gradients_in_head,
             weights=self.cast(len(self.slots)) + self.compute * self.non_block_in_head + held.gathered_bytes,
             activations=self.saved(len(self.slots)),
             working=self.head_working + self.of_microbatch(TOKENS if self.config.model.tie_embeddings else HEAD),
@@ -155,7 +153,8 @@ class _Step:
             return moment
         if self.defers:
             operands = sum(self.activations.deferred(self.slots[slot].block) for slot in later)
-            return replace(moment, gradients=self.accumulated(FP32 * non_block), working=moment.working + operands)
+            working = moment.working + max(operands - self.uncopied, 0)  # not at the same time
+            return replace(moment, gradients=self.accumulated(FP32 * non_block), working=working)
         if self.sizes["fsdp"] > 1 and not self.repeats:
             return self.while_reducing(moment, slots, above)
         return self.with_layer_above(moment, segment, slots, above, done)
@@ -188,13 +187,13 @@ class _Step:
         """
         gradients, reduced = self.weights.layers(above, trained=True), FP32 * self.weights.reduced_at_once(above)
         before = self.weights.layers(range(max(slots[0] - segment.group_size, 0), slots[0]))
+        more = self.layer_working(segment, slots, reduced) - self.layer_working(segment, slots)
         moment = replace(
             moment,
             gradients=moment.gradients + self.waiting(done, gradients),
             weights=moment.weights + before.gathered_bytes,  # gathered at the same time
-            working=moment.working - self.layer_working(segment, slots) + self.layer_working(segment, slots, reduced),
+            working=moment.working + more + self.pending(gradients),
         )
-        moment = replace(moment, working=moment.working + self.pending(gradients))
         is_last = above.stop == len(self.slots) and self.sizes["fsdp"] == 1
         exchanges = self.plan.collectives.dispatch == "all_to_all"  # the operands would be in its pool
         late = self.deferred(above) if is_last and not exchanges else 0
@@ -329,9 +328,10 @@ class _Step:
         return self.weights.layers(slots, trained=True).stack_bytes
 
     @property
-    def head_gradient(self) -> int:
+    def gradients_in_head(self) -> int:
         """Bytes; XLA makes the zeros of the table's gradient at the same time if both are whole."""
-        return FP32 * self.weights.gathered_outside(trained=True).whole
+        head = 0 if self.late_head else self.weights.gathered_outside(trained=True).whole
+        return self.accumulated(FP32 * head) + self.gradient_stacks
 
     @property
     def non_block_in_head(self) -> int:
@@ -353,6 +353,11 @@ class _Step:
         """Bytes that the forward pass of the first `slots` layers saves; a loop keeps all until it ends."""
         layers = ((slot, segment) for segment in self.segments for slot in self.slots_of(segment) if slot < slots)
         return sum(self.saved_by(slot, segment) for slot, segment in layers)
+
+    @property
+    def uncopied(self) -> int:
+        """Bytes of saved activations besides their buffers."""
+        return 0
 
     def saved_by(self, slot: int, segment: Segment) -> int:
         """Bytes that one layer of a segment saves."""
@@ -440,12 +445,17 @@ class _Pipelined(_Step):
 
     def saved(self, slots: int) -> int:
         """Bytes of the buffers, independent of `slots`."""
-        # One more than the number of buffer slots: results of a forward operation before the copy to its slot
-        saved = super().saved(len(self.slots)) * (self.kept.activations + 1)
+        saved = super().saved(len(self.slots)) * self.kept.activations + self.uncopied
         deferred = sum(self.activations.deferred(slot.block) for slot in self.slots) * self.kept.deferred_slots
         # The carry between ticks, and pending head gradients
         streams = 2 + (self.kept.pending_heads if self.kept.pending_heads > 1 else 0)
         return saved + deferred + streams * self.activations.stream
+
+    @property
+    def uncopied(self) -> int:
+        """Bytes of a forward operation's results before the copy to its slot; a loop copies those of each body."""
+        bodies = [(slot, s) for s in self.segments for slot in self.slots_of(s)[: s.unroll]]
+        return sum(self.saved_by(slot, segment) for slot, segment in bodies)
 
     def is_stacked(self, segment: Segment) -> bool:
         return True
