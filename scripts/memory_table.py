@@ -154,6 +154,8 @@ buffer assignment (`--xla_dump_to`) shows which arrays these are:
 - *Loops over layers*: the stacked activations; the stacked gradients of all loops but the last, which exist before the
   first one runs; one layer's activations, copied out of the stack; in the forward pass the activations of a whole body.
 - *Pipelines*: a buffer slot for each microbatch under way and one more; sums of gradients.
+- *Attention without a kernel* (head sizes that cuDNN does not support): the scores in FP32, before and after the
+  softmax, saved for each layer, and two more such arrays in the backward pass.
 - *FP8*: weights that are gathered once a step need one byte, or two if no axis gathers them again, because the
   transposed weights are kept too; inputs of linear layers are saved in FP8.
 - *Experts*: the rows that a device can receive at most. With all-to-all XLA has a pool for what is exchanged, of four

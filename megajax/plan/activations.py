@@ -63,7 +63,15 @@ class Activations:
         mlp, D, number = self.parts[block][-1], self.config.model.hidden_size, self.compute * self.tokens
         width, row = number * mlp.width / self.shares.tensor, number * self._row(mlp)
         zeros = 2 * row if row and self.plan.collectives.dispatch == "all_to_all" else 0
-        return int(2 * number * D + zeros + row + mlp.products * width + max(2 * width + reduced, weight_gradients))
+        of_mlp = 2 * number * D + zeros + row + mlp.products * width + max(2 * width + reduced, weight_gradients)
+        return int(max(of_mlp, number * self.scores))
+
+    @property
+    def scores(self) -> float:
+        """Numbers per token in attention's scores before and after the softmax, in FP32, if no kernel computes it."""
+        if self.plan.kernels.attention != "reference":
+            return 0
+        return 2 * 4 / self.compute * self.config.model.num_heads / self.shares.tensor * self.plan.batch_shape[2]
 
     def at_weight_gradients(self, block: str, weight_gradient: int) -> int:
         """Bytes of temporary arrays when an MLP's weight gradients are computed: their operands and one of them."""
@@ -103,6 +111,7 @@ class Activations:
         everything = kept + norms + into_stream + after + activations  # with the norms' results and inputs
         if norms and model.norm == "layernorm":  # and the inputs minus their means, in FP32
             everything += len(parts) * 4 / compute * stream
+        everything += self.scores
         if in_fp8:  # the linear layers' inputs are kept in FP8 only
             arrived = sum(D if part.arrived is None else part.arrived for part in parts)
             inputs = arrived + sum(part.width for part in parts) / tensor
@@ -111,9 +120,9 @@ class Activations:
         outputs = kept - sum(part.kept_width for part in parts) + len(parts) * D
         return {
             "none": everything,
-            "selective": everything - sum(part.recomputed for part in parts),
+            "selective": everything - self.scores - sum(part.recomputed for part in parts),
             "full": stream / self.config.remat.group,
             "save_matmuls": kept + into_stream + stream,
             "offload": stream,
-            "deferred": inputs + outputs,
+            "deferred": (inputs + outputs) * (1 - in_fp8 + in_fp8 / compute),
         }

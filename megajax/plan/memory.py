@@ -166,7 +166,7 @@ class _Step:
         """
         waiting = self.compute * self.weights.layers(above, trained=True).reduced
         if above.stop == len(self.slots):
-            waiting = max(waiting, self.deferred(above))
+            waiting = max(waiting, sum(self.activations.operands(self.slots[slot].block) for slot in above))
         start = replace(moment, working=moment.working + waiting)
         block = self.slots[slots[0]].block
         largest = self.compute * self.weights.largest(block)
@@ -196,7 +196,7 @@ class _Step:
         )
         is_last = above.stop == len(self.slots) and self.sizes["fsdp"] == 1
         exchanges = self.plan.collectives.dispatch == "all_to_all"  # the operands would be in its pool
-        late = self.deferred(above) if is_last and not exchanges else 0
+        late = sum(self.activations.operands(self.slots[slot].block) for slot in above if is_last and not exchanges)
         return replace(moment, working=moment.working + (late if moment.total + late < SCHEDULED else 0))
 
     def at_end(self) -> MemoryEstimate:
@@ -374,10 +374,6 @@ class _Step:
         own = {block: self.compute * self.weights.layer(block, True).whole for block in blocks}
         working = max(self.activations.working(block, own[block], reduced) for block in blocks)
         return working + self.loop_copies(segment)
-
-    def deferred(self, slots: Sequence[int]) -> int:
-        """Bytes of the operands of the weight gradients in these slots."""
-        return sum(self.activations.operands(self.slots[slot].block) for slot in slots)
 
     def loop_copies(self, segment: Segment) -> int:
         """Bytes of a layer's saved activations, which a loop copies out of its stacks."""

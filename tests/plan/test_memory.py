@@ -90,6 +90,11 @@ def test_moments_on_the_host_keep_the_operands_of_all_weight_gradients():
     assert memory.gradients == 4 * (512 * D + D)
 
 
+def test_attention_without_a_kernel_saves_its_scores_in_fp32():
+    kernel, none = small(), small("kernels.attention=reference")
+    assert none.activations - kernel.activations == 9 * 2 * 4 * (4 * T * T)  # before and after the softmax, 4 heads
+
+
 def test_the_parts_add_up_to_the_total():
     memory = small()
     parts = (memory.parameters, memory.optimizer, memory.gradients, memory.weights, memory.activations, memory.working)
