@@ -169,7 +169,7 @@ class _Step:
             waiting = max(waiting, sum(self.activations.operands(self.slots[slot].block) for slot in above))
         start = replace(moment, working=moment.working + waiting)
         block = self.slots[slots[0]].block
-        largest = self.compute * self.weights.largest(block)
+        largest = self.compute * self.weights.largest[block]
         end = replace(
             moment,
             weights=self.cast(slots[-1] + 1),

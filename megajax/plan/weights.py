@@ -154,13 +154,15 @@ class Weights:
         own = {kind: [self.elements(n, kind) for n in self.names_of(kind, True)] for kind in self.blocks}
         results = {kind: 4 * sum(e.once for e in each if e.reduced) for kind, each in own.items()}
         return {
-            kind: sum(e.reduced for e in each) if results[kind] <= LAYER_BYTES else self.largest(kind)
+            kind: sum(e.reduced for e in each) if results[kind] <= LAYER_BYTES else self.largest[kind]
             for kind, each in own.items()
         }
 
-    def largest(self, kind: str) -> int:
-        """Elements of the largest fused weight of a layer whose gradient is reduced right after it."""
-        sizes = Counter[str]()
-        for name in self.names_of(kind, True):
-            sizes[self.fused_name(kind, name)] += self.elements(name, kind).reduced
-        return max(sizes.values(), default=0)
+    @cached_property
+    def largest(self) -> dict[str, int]:
+        """By kind of layer the elements of the largest fused weight whose gradient is reduced right after its layer."""
+        sizes = {kind: Counter[str]() for kind in self.blocks}
+        for kind, counted in sizes.items():
+            for name in self.names_of(kind, True):
+                counted[self.fused_name(kind, name)] += self.elements(name, kind).reduced
+        return {kind: max(counted.values(), default=0) for kind, counted in sizes.items()}
