@@ -136,7 +136,7 @@ class _Step:
         later = range(after, len(self.slots))
         above = later[: segment.group_size]
         # A loop casts its own weights.
-        weights = self.compute * own.whole if looped else own.gathered_bytes + self.fused(own)
+        weights = self.compute * own.whole if looped else own.gathered_bytes + self.weights.fused(own)
         weights += self.compute * self.weights.non_block.whole if self.repeats else 0
         # The head's gradient is reduced at the end.
         head = self.weights.non_block_by_name[HEAD] if self.has_head and not self.late_head else Elements()
@@ -397,27 +397,11 @@ class _Step:
 
     def cast(self, slots: int) -> int:
         """Bytes of the first `slots` layers' shards in the compute dtype; loops cast their weights when they run."""
-        looped = {j for s in self.segments if s.loops > 1 for j in self.slots_of(s)} if self.plain else set()
+        looped = {j for s in self.segments if s.loops > 1 for j in self.slots_of(s)} if self.weights.plain else set()
         kept = [j for j in range(len(self.slots) if self.repeats else slots) if j not in looped]
-        if self.fuses_in_turn and self.config.optimizer.master == "split":
+        if self.weights.fuses_in_turn and self.config.optimizer.master == "split":
             return 0  # all are stored in the compute dtype
-        return self.rounds * self.weights.layers(kept, trained=self.fuses_in_turn).once_bytes
-
-    @property
-    def fuses_in_turn(self) -> bool:
-        """Whether each pass of a layer fuses the weights that are stored in the compute dtype."""
-        config = self.config
-        halves = config.optimizer.master == "split" and config.precision.fp8.recipe == "none"
-        return self.plain and (config.lora.rank is not None or halves)
-
-    def fused(self, own: Elements) -> int:
-        """Bytes of the weights of a layer that `fsdp` does not gather, while the layer fuses and computes with them."""
-        return self.compute * own.whole - own.gathered_bytes if self.fuses_in_turn else 0
-
-    @property
-    def plain(self) -> bool:
-        """Whether there is no once-a-step gather and no pipeline: then loops cast their own weights."""
-        return all(self.sizes[axis] == 1 for axis in (*ONCE_AXES, "pipeline"))
+        return self.rounds * self.weights.layers(kept, trained=self.weights.fuses_in_turn).once_bytes
 
 
 class _Pipelined(_Step):

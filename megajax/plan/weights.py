@@ -11,7 +11,7 @@ from megajax.model.block import Block, linear_layers
 from megajax.model.lora import is_trained
 from megajax.parallel.embedding import TOKENS
 from megajax.runtime import LAYER_BYTES
-from megajax.sharding import BLOCKS, Placement
+from megajax.sharding import BLOCKS, ONCE_AXES, Placement
 from megajax.step_plan import StepPlan
 
 
@@ -65,6 +65,22 @@ class Weights:
         if key not in self._layers:
             self._layers[key] = sum((self.elements(n, kind, in_fp8) for n in self.names_of(kind, trained)), Elements())
         return self._layers[key]
+
+    @property
+    def fuses_in_turn(self) -> bool:
+        """Whether each pass of a layer fuses the weights that are stored in the compute dtype."""
+        config = self.config
+        halves = config.optimizer.master == "split" and config.precision.fp8.recipe == "none"
+        return self.plain and (config.lora.rank is not None or halves)
+
+    def fused(self, own: Elements) -> int:
+        """Bytes of the weights of a layer that `fsdp` does not gather, while the layer fuses and computes with them."""
+        return self.compute * own.whole - own.gathered_bytes if self.fuses_in_turn else 0
+
+    @property
+    def plain(self) -> bool:
+        """Whether there is no once-a-step gather and no pipeline: then loops cast their own weights."""
+        return all(self.sizes[axis] == 1 for axis in (*ONCE_AXES, "pipeline"))
 
     def names_of(self, kind: str, trained: bool) -> list[str]:
         """Names of the weights of a kind of layer; if `trained` only of those that have gradients."""
