@@ -192,8 +192,7 @@ profile-step-end | logging.profile_steps | the number of steps in the trace
 
 MEGATRON_WITHOUT = _rows("""
 attention-dropout | | there is no dropout of attention weights; model.dropout is hidden dropout
-start-weight-decay, end-weight-decay, weight-decay-incr-style | | the weight decay is constant; optimizer.weight_decay
-    sets it
+start-weight-decay, end-weight-decay, weight-decay-incr-style | | the weight decay is constant: optimizer.weight_decay
 decoupled-lr, decoupled-min-lr | | all weights have one learning rate
 loss-scale, initial-loss-scale, min-loss-scale, loss-scale-window, hysteresis | | precision.compute=float16 always
     scales the loss dynamically
@@ -201,8 +200,7 @@ add-qkv-bias | model.attention_bias | =qkv
 apply-query-key-layer-scaling, rotary-interleaved | | it has no counterpart
 recompute-modules | | remat.policy selects the activations to recompute
 exit-duration-in-mins, exit-interval | | send SIGTERM to save and stop
-distributed-backend, distributed-timeout-minutes, local-rank | | jax starts the processes; see the README, Several
-    processes
+distributed-backend, distributed-timeout-minutes, local-rank | | jax starts the processes; see README, Several processes
 data-cache-path | data.index_cache | for data.order=megatron
 use-mcore-models, no-masked-softmax-fusion, no-bias-swiglu-fusion, no-gradient-accumulation-fusion | | the compiler
     fuses operations; leave it out
