@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -26,15 +27,13 @@ from megajax.parallel.weights.fused import FusedWeights
 from megajax.training.batches import to_global
 from megajax.training.step import TrainProgram
 
-# A step after the first update, and after Adam's second, whose length depends on the gradients'.
-STEPS = {"adamw": 3, "muon": 3, "sgd": 2}
+# A step after the first update, and after Adam's second, whose length depends on the gradients'. Muon: test_muon.py.
+STEPS = {"adamw": 3, "sgd": 2}
 
 TRIPLE = {"data": 2, "fsdp": 2, "tensor": 2}
 # model, optimizer, mesh, microbatches
 MESHES = [
-    ("llama", "adamw", {}, 4),
     ("llama", "adamw", {"tensor": 8}, 2),  # twice as many devices as KV heads
-    ("llama", "muon", {"fsdp": 2, "tensor": 4}, 2),
     ("llama", "sgd", {"data": 8}, 1),
     pytest.param("llama", "sgd", TRIPLE, 2, marks=pytest.mark.smoke),
     ("gpt2", "adamw", TRIPLE, 4),
@@ -42,12 +41,9 @@ MESHES = [
 
 # mesh, microbatches, remat, kernels
 RECOMPUTED = [
-    ({"fsdp": 2, "tensor": 2}, 2, {"policy": "full"}, {}),
     ({"fsdp": 2}, 2, {"policy": "full", "group": 2}, {"scan_unroll": 4}),
-    ({"fsdp": 2, "tensor": 2}, 1, {"policy": "save_matmuls"}, {"scan_unroll": 4}),
+    ({"fsdp": 2, "tensor": 2}, 1, {"policy": "save_matmuls"}, {"scan_unroll": 2, "loss_chunk_tokens": 7}),
     ({"data": 2, "fsdp": 2}, 2, {"policy": "offload"}, {}),
-    (TRIPLE, 2, {}, {"scan_unroll": 2, "loss_chunk_tokens": 7}),
-    ({"fsdp": 4, "tensor": 2}, 1, {}, {"scan_unroll": 4, "loss_chunk_tokens": 4096}),
 ]
 
 OPTIONS = {
@@ -69,7 +65,6 @@ OPTIONS = {
 # options, mesh, microbatches, remat
 OPTION_CASES = [
     ("dropout", {}, 2, {"policy": "full"}),
-    ("dropout", TRIPLE, 2, {"policy": "selective", "layers": 2}),
     ("padded", {"data": 2, "fsdp": 4}, 4, {"policy": "full", "layers": 1}),
     ("padded_gpt2", {"data": 4, "tensor": 2}, 2, {}),
     ("olmo", {"fsdp": 2, "tensor": 4}, 2, {"policy": "save_matmuls"}),
@@ -83,8 +78,10 @@ def case_name(value) -> str | None:
 
 
 def make(table, model, mesh=None, microbatches=1, optimizer="sgd", steps=None, **sections):
-    steps = steps or STEPS[optimizer]
-    return table.make_config(model, mesh, microbatches=microbatches, steps=steps, optimizer=optimizer, **sections)
+    sections["batch"] = {"sequence_length": 8}  # half the table's: every step takes its time on virtual devices
+    return table.make_config(
+        model, mesh, microbatches=microbatches, steps=steps or STEPS[optimizer], optimizer=optimizer, **sections
+    )
 
 
 def options_config(table, options, mesh, microbatches, **sections):
@@ -114,13 +111,13 @@ def test_looped_and_unrolled_layers_agree_bit_for_bit():
     environment = os.environ | {"XLA_FLAGS": flags, "PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, str(Path(__file__).parents[1] / "references/loops_bit_for_bit.py")]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert (done.returncode, done.stdout) == (0, "fsdp 2: equal\ndata 2 x fsdp 2: equal\n"), done.stderr
+    assert (done.returncode, done.stdout) == (0, "equal\n"), done.stderr
 
 
 def test_transfers_cut_into_pieces_change_no_number(table, difference, monkeypatch):
     """As where the layers are wide; biases and a plain MLP. Gated ones, up to eight pieces: test_fp8_mesh.py."""
     monkeypatch.setattr(TensorRing, "overlap_width", 1)
-    mesh, remat = {"data": 2, "tensor": 4}, {"policy": "selective"}
+    mesh, remat = {"fsdp": 2, "tensor": 4}, {"policy": "selective", "layers": 2}
     assert_agrees(difference(options_config(table, "dropout", mesh, 1, remat=remat)))
 
 
@@ -168,16 +165,15 @@ def initial(table):
 
 
 @pytest.mark.parametrize(
-    ("model", "meshes"),
-    [("llama", (TRIPLE, {"tensor": 8})), ("gpt2", ({"fsdp": 8},)), ("padded", ({"data": 2, "fsdp": 4},))],
+    ("model", "mesh"),
+    [("llama", {"tensor": 8}), ("padded", TRIPLE)],
     ids=case_name,
 )
-def test_initial_weights_are_the_same_bit_for_bit_on_every_mesh(table, initial, model, meshes):
+def test_initial_weights_are_the_same_bit_for_bit_on_every_mesh(table, initial, model, mesh):
     expected = initial(table.reference_config(of_mesh(table, model, {})))
-    for mesh in meshes:
-        found = initial(of_mesh(table, model, mesh))
-        for name, weight in expected.items():
-            assert np.array_equal(found[name].view(np.uint32), weight.view(np.uint32)), (mesh, name)
+    found = initial(of_mesh(table, model, mesh))
+    for name, weight in expected.items():
+        assert np.array_equal(found[name].view(np.uint32), weight.view(np.uint32)), name
 
 
 @pytest.mark.smoke
@@ -238,12 +234,6 @@ FAULTS = {
         "complete",
         complete_without_replicated,
     ),
-    "a gradient counts twice": (
-        ON_TENSOR,
-        WeightExchange,
-        "complete",
-        lambda self, name, g: correct_complete(self, name, g) * (2.0 if "mlp.gate_up" in name else 1.0),
-    ),
     "the wrong KV head is used": (
         ON_TENSOR,
         FusedWeights,
@@ -267,3 +257,9 @@ def test_the_table_sees_a_fault(table, reference, difference, monkeypatch, fault
     reference(config)  # without the fault
     monkeypatch.setattr(*replaced)
     assert difference(config).problems()
+
+
+def test_the_table_sees_a_gradient_that_counts_twice(table, reference):
+    expected = reference(make(table, "llama"))
+    doubled = {name: g * (2 if name.endswith("mlp.gate") else 1) for name, g in expected.gradients.items()}
+    assert len(table.compare(replace(expected, gradients=doubled), expected).problems()) == 1
