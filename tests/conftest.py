@@ -3,10 +3,17 @@
 import gc
 import os
 import shutil
+import sys
 from importlib.metadata import version
 from pathlib import Path
 
+import pytest
+
 CACHE_BYTES = 2**30
+
+# Else each process, children too, would compile megajax's sources again: a second of four until it has imported all.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 # XLA's older emitters of fused loops compile a train step in about half the time of its new ones.
@@ -50,25 +57,35 @@ def keep_compiled_programs() -> None:
 
 keep_compiled_programs()
 
+REUSED = pytest.StashKey()  # the ReusedPrograms of the process
+OF_RUNS = ("training", "checkpoint", "data", "hf", "inference", "faults", "profile")  # directories
+
 # Files that take longest, the longest first: started last, one would keep a worker busy after all others are done.
 LONGEST = (
     "test_mesh_table.py",
     "test_processes.py",
     "test_h200_counts.py",
+    "test_experts.py",
     "test_pipeline.py",
     "test_pipeline_memory.py",
-    "test_experts.py",
-    "test_transformers_references.py",
-    "test_faults.py",
     "test_hlo_facts.py",
-    "test_checkpoint.py",
+    "test_resume.py",
+    "test_transformers_references.py",
     "test_step.py",
     "test_context.py",
-    "test_fp8_experts.py",
-    "test_prediction.py",
+    "test_checkpoint.py",
+    "test_qk_clip.py",
+    "test_faults.py",
     "test_latent_attention.py",
+    "test_fp8_experts.py",
+    "test_nonfinite.py",
+    "test_prediction.py",
     "test_loop.py",
     "test_fp8_mesh.py",
+    "test_expert_mlp.py",
+    "test_ranged_attention.py",
+    "test_local_saves.py",
+    "test_run_directory.py",
 )
 ORDER = {name: index for index, name in enumerate(LONGEST)}
 
@@ -78,7 +95,17 @@ def pytest_collection_modifyitems(items: list) -> None:
     items.sort(key=lambda item: ORDER.get(item.path.name, len(LONGEST)))
 
 
-def pytest_collection_finish() -> None:
+def pytest_collection_finish(session: pytest.Session) -> None:
     """Collect garbage seldom, and never among the modules: by default it took 2.6 of 36 CPU seconds of mesh tests."""
     gc.freeze()
     gc.set_threshold(50_000, 20, 100)
+    if step := sys.modules.get("megajax.training.step"):  # imported by a test module
+        from reused_programs import ReusedPrograms
+
+        session.stash[REUSED] = ReusedPrograms(step.TrainProgram)
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Tests of runs reuse each other's programs."""
+    if reused := item.session.stash.get(REUSED, None):
+        reused.active = item.path.parent.name in OF_RUNS

@@ -1,0 +1,81 @@
+"""Train programs of equal settings share what jax has traced and compiled for them, within a test process.
+
+A test that continues a run, or restores its checkpoint, builds the same program again and again: traced each time, it
+takes about a second. A test that replaces what a program may have traced has programs of its own.
+"""
+
+import json
+from collections import OrderedDict
+from collections.abc import Callable
+from functools import cached_property
+from types import ModuleType
+from typing import Any
+
+import jax
+import pytest
+
+KEPT = 64  # functions; each holds its compiled program
+# A test that replaces something here has programs of its own.
+TRACED = ("jax", "optax", *(f"megajax.{name}" for name in ("mesh", "model", "ops", "optim", "parallel", "sharding")))
+TRACED += ("megajax.step_plan", "megajax.training.step", "megajax.training.update")
+
+
+class ReusedPrograms:
+    """Replaces the jitted functions of `TrainProgram`; they are shared only while `active`."""
+
+    def __init__(self, kind: type):
+        self.active = False
+        self._known: OrderedDict[str, Any] = OrderedDict()
+        for name in ("train_step", "eval_step"):
+            self._share(kind, name)
+        own = kind.init_state
+
+        def init_state(program, params: bool = True):
+            if not (self.active and params):
+                return own(program, params)
+            return self._of(program, "init", lambda p: jax.jit(p._init, out_shardings=p.state_shardings))()
+
+        kind.init_state = init_state
+        replace = pytest.MonkeyPatch.setattr
+
+        def setattr_alone(patch, target, *args, **options):
+            self.active &= not f"{module_of(target)}.".startswith(tuple(f"{name}." for name in TRACED))
+            return replace(patch, target, *args, **options)
+
+        pytest.MonkeyPatch.setattr = setattr_alone
+
+    def _share(self, kind: type, name: str) -> None:
+        own = vars(kind)[name].func
+        shared = cached_property(lambda program: self._of(program, name, own) if self.active else own(program))
+        shared.__set_name__(kind, name)
+        setattr(kind, name, shared)
+
+    def _of(self, program: Any, name: str, make: Callable) -> Any:
+        key = json.dumps([name, settings_of(program.config), str(program.mesh), str(program.mesh.devices.flatten())])
+        if key not in self._known:
+            self._known[key] = make(program)
+        self._known.move_to_end(key)
+        while len(self._known) > KEPT:
+            self._known.popitem(last=False)
+        return self._known[key]
+
+
+def module_of(target: Any) -> str:
+    """The module of what `MonkeyPatch.setattr` changes: a module, a class, an object or a dotted path."""
+    if isinstance(target, str):
+        return target
+    return target.__name__ if isinstance(target, ModuleType) else getattr(target, "__module__", "jax")
+
+
+def settings_of(config: Any) -> dict[str, Any]:
+    """What the jitted functions depend on: not the run's directory, its length or its texts."""
+    settings = config.model_dump(mode="json", exclude={"checkpoint", "logging"})
+    run, schedule = settings["run"], settings["schedule"]
+    kept = ["seed", "deterministic"]
+    if schedule["kind"] == "constant":
+        del schedule["decay_steps"]  # by default run.steps
+    if config.optimizer.ademamix:
+        kept.append("steps")
+    settings["run"] = {name: run[name] for name in kept}
+    settings["data"] = {name: value for name, value in settings["data"].items() if name.startswith("reset_")}
+    return settings
