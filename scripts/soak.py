@@ -8,7 +8,9 @@ which both have a checkpoint.
 
 import argparse
 import itertools
+import os
 import random
+import select
 import signal
 import sys
 import tempfile
@@ -18,7 +20,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import numpy as np
-from lab import Lab, Run, numbers_of, resumed_in, saved_in
+from lab import Lab, Run, numbers_of, resumed_in, saved_in, steps_logged
 
 from megajax import load_weights
 from megajax.checkpoint import complete_steps
@@ -71,6 +73,16 @@ def wait(run: Run, end: float, ready: Callable[[], object] = lambda: True) -> No
     assert reached, f"ended by itself\n{run.output}"
 
 
+def follow(run: Run, ahead: Callable[[], bool], over: threading.Event) -> None:
+    """Read the output of a run unless it is `ahead`, where it waits: its pipe holds a page. To the end once `over`."""
+    while not over.is_set() and run.process.poll() is None:
+        if ahead() or not select.select([run.stdout], [], [], 0.1)[0]:
+            over.wait(0.1)
+        else:
+            run.output += os.read(run.stdout.fileno(), 4096).decode(errors="replace")
+    run.finish()
+
+
 def soak(lab: Lab, signals: Iterable[signal.Signals], seconds: float, every: float, kept: int) -> str:
     """A disturbed and a quiet run side by side (`disturb`), and their comparison; a sentence about it.
 
@@ -78,7 +90,8 @@ def soak(lab: Lab, signals: Iterable[signal.Signals], seconds: float, every: flo
     """
     ours, theirs = lab.root / "disturbed", lab.root / "quiet"
     [quiet] = lab.start(theirs)
-    reader = threading.Thread(target=quiet.finish)
+    over = threading.Event()
+    reader = threading.Thread(target=follow, args=(quiet, lambda: steps_logged(theirs) > steps_logged(ours), over))
     reader.start()
 
     def common() -> set[int]:
@@ -88,10 +101,12 @@ def soak(lab: Lab, signals: Iterable[signal.Signals], seconds: float, every: flo
     try:
         kills = disturb(lab, ours, signals, seconds, every, common)
         step = max(common())
+        over.set()
         quiet.process.send_signal(signal.SIGTERM)
         reader.join()
         assert quiet.process.returncode == STOPPED, quiet.output
     finally:
+        over.set()
         quiet.process.kill()
         reader.join()
     weights, others = (load_weights(run_dir / "checkpoints" / str(step)) for run_dir in (ours, theirs))

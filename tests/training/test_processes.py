@@ -9,12 +9,14 @@ import threading
 import time
 from pathlib import Path
 
+import jax
 import pytest
 from lab import FLAGS
 
 from megajax import launch
 from megajax.config import load_config
 from megajax.hf.compare import compare
+from megajax.training.loop import Trainer
 
 OPTIONS = ("run.steps=6", "run.checkpoint_interval=3", "run.eval_steps=1", "data.split='8,2,0'")
 MESH = ("mesh.data=2", "mesh.fsdp=2", "mesh.tensor=2")
@@ -74,11 +76,20 @@ def alone(tmp_path_factory):
 
 
 @pytest.fixture
-def expected(alone, start, read_metrics):
+def train_here(make_config):
+    """(overrides...) trains to the end in this process, on one device."""
+
+    def train(*overrides):
+        assert Trainer(make_config(*OPTIONS, *overrides), jax.devices()[:1]).run() == 0
+
+    return train
+
+
+@pytest.fixture
+def expected(alone, train_here, read_metrics):
     """Losses and gradient norms, and evaluations, of one process with one device."""
     if not alone.exists():
-        run = start(*OPTIONS, f"run.dir={alone}")
-        assert run.finish() == 0, run.output
+        train_here(f"run.dir={alone}")
     losses = read_metrics(alone, "loss", "grad_norm")
     assert list(losses) == list(range(1, 7))
     return losses, read_metrics(alone, "eval_loss")
@@ -102,7 +113,7 @@ def names_read(tmp_path: Path, index: int) -> list[str]:
 
 
 def test_two_processes_give_the_losses_of_one_only_the_first_logs_and_one_goes_on_from_them(
-    tmp_path, start, start_two, expected, read_metrics, checkpoint_steps
+    tmp_path, train_here, start_two, expected, read_metrics, checkpoint_steps, capsys
 ):
     first, second = start_two(f"run.dir={tmp_path / 'two'}", "logging.tensorboard=true")
     # Steps 1 to 6 in two processes, but asked to stop on the way: only the second one is told.
@@ -116,20 +127,18 @@ def test_two_processes_give_the_losses_of_one_only_the_first_logs_and_one_goes_o
     assert stopped_at < 6 and checkpoint_steps(tmp_path / "two")[-1] == stopped_at
     assert agree(numbers, {step: values for step, values in expected[0].items() if step <= stopped_at})
 
-    one = start(*OPTIONS, f"run.dir={tmp_path / 'two'}")
-    assert one.finish() == 0, one.output
-    assert f"resuming from the checkpoint of step {stopped_at}" in one.output
+    train_here(f"run.dir={tmp_path / 'two'}")
+    assert f"resuming from the checkpoint of step {stopped_at}" in capsys.readouterr().out
     assert agree(read_metrics(tmp_path / "two", "loss", "grad_norm"), expected[0])
 
 
 def test_two_processes_with_experts_go_on_from_the_checkpoint_of_one(
-    tmp_path, start, start_two, read_metrics, checkpoint_steps
+    tmp_path, train_here, start_two, read_metrics, checkpoint_steps
 ):
     """Each sequence is divided over both processes, and the experts too: tokens are sent to those of the other."""
     experts = ("model.num_experts=4", "model.router.global_loss=0.1", "run.eval_interval=6")
     run_dir, folders = tmp_path / "two", tmp_path / "folders"
-    one = start(*OPTIONS, *experts, "checkpoint.keep=3", f"run.dir={tmp_path / 'one'}")
-    assert one.finish() == 0, one.output
+    train_here(*experts, "checkpoint.keep=3", f"run.dir={tmp_path / 'one'}")
     shutil.copytree(tmp_path / "one", run_dir)
     shutil.rmtree(run_dir / "checkpoints" / "6")
     mesh = ("mesh.data=1", "mesh.fsdp=1", "mesh.context=4", "mesh.experts_over=[context]")
