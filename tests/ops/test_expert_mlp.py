@@ -199,14 +199,11 @@ def test_biases_and_their_gradients_are_those_of_a_loop_over_experts(rng, error)
 
 
 def test_it_compiles_for_hopper():
-    """By the GPU's compiler, without a GPU: the widths of Mixtral 8x7B and Qwen3 30B-A3B with all their experts."""
+    """By the GPU's compiler, without a GPU: the widths of Qwen3 30B-A3B with all its experts."""
     flags = ("XLA_FLAGS", "JAX_DISABLE_MOST_OPTIMIZATIONS")  # those of the tests' virtual CPU devices
     environment = {n: v for n, v in os.environ.items() if n not in flags} | {"XLA_FLAGS": "--xla_gpu_autotune_level=0"}
-    command = [sys.executable, grouped_matmul_bench.__file__, "--compile", "--only", "FP8 current MLP"]
+    command = [sys.executable, grouped_matmul_bench.__file__, "--compile", "--only", "FP8 current MLP.*128 experts"]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=600)
     assert done.returncode == 0, done.stderr
     found = [line.split(" experts ") for line in done.stdout.splitlines() if line.endswith(" compiled")]
-    assert [(before.split()[-1], after.split()[0]) for before, after in found] == [
-        ("8", "32768x4096x14336"),
-        ("128", "131072x2048x768"),
-    ]
+    assert [(before.split()[-1], after.split()[0]) for before, after in found] == [("128", "131072x2048x768")]
