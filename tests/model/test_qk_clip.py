@@ -112,7 +112,6 @@ def test_weights_of_heads_above_the_threshold_are_rescaled(model, threshold):
         ("five layers", {"pipeline": 2, "data": 2}, 4, {}),  # an empty slot
         ("mixtral", {"expert": 2, "context": 2}, 2, {"context": "all_gather"}),
         ("predicting", {"pipeline": 2, "tensor": 2}, 4, {}),  # stages share the tokens of the module
-        ("predicting", {"context": 2, "fsdp": 2}, 1, {"context": "ring"}),
     ],
 )
 def test_a_mesh_rescales_as_one_device_does(model, mesh, microbatches, kernels):

@@ -172,11 +172,10 @@ def assert_same_amaxes(found: np.ndarray, expected: np.ndarray) -> None:
     np.testing.assert_allclose(found, expected, rtol=0.25)  # of E5M2 the next number is up to 25 % away
 
 
-@pytest.mark.parametrize("size", [2, 8])
-def test_transfers_in_pieces_change_no_number_without_fp8(table, difference, monkeypatch, size):
+def test_transfers_in_pieces_change_no_number_without_fp8(table, difference, monkeypatch):
     monkeypatch.setattr(TensorRing, "overlap_width", 0)
     model = {**table.MODELS["llama"], "num_layers": 2}
-    found = difference(table.make_config(model, {"tensor": size}, steps=2, optimizer="sgd"))
+    found = difference(table.make_config(model, {"tensor": 8}, steps=2, optimizer="sgd"))
     assert not found.problems(), found
 
 

@@ -22,7 +22,6 @@ FP8_WIDTHS = {"hidden_size": 64, "num_heads": 8, "q_lora_rank": 48, "kv_lora_ran
 FP8_WIDTHS |= {"qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 32}
 # model, mesh, microbatches, other sections
 CASES = [
-    ("v2", {"data": 2, "fsdp": 2, "tensor": 2}, 1, {}),
     ("dense", {"context": 2, "tensor": 2}, 1, {"kernels": {"context": "ring"}, "remat": {"policy": "selective"}}),
     ("v2", {"context": 4}, 1, {"kernels": {"context": "all_to_all"}, "data": DOCUMENTS, "remat": {"policy": "full"}}),
     ("dense", {"context": 2}, 1, {"kernels": {"context": "all_gather"}, "data": DOCUMENTS}),
