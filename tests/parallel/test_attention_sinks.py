@@ -12,10 +12,11 @@ from megajax.training.step import TrainProgram
 MODEL = {"num_layers": 1, "hidden_size": 32, "num_heads": 4, "num_kv_heads": 2, "vocab_size": 250}
 
 
-@pytest.mark.parametrize(
-    ("policy", "forward"), [("none", 1), ("save_matmuls", 1), ("offload", 1), ("selective", 2), ("full", 2)]
-)
-@pytest.mark.parametrize("mesh", [{}, {"context": 2}], ids=["whole", "all_to_all"])
+ONE_DEVICE = [("none", 1), ("save_matmuls", 1), ("offload", 1), ("selective", 2), ("full", 2)]
+CASES = [*(({}, *case) for case in ONE_DEVICE), ({"context": 2}, "save_matmuls", 1), ({"context": 2}, "selective", 2)]
+
+
+@pytest.mark.parametrize(("mesh", "policy", "forward"), CASES, ids=str)
 def test_attention_runs_again_where_the_policy_says_so_alone(table, monkeypatch, policy, forward, mesh):
     monkeypatch.setattr(fused_attention_stablehlo, "check_cudnn_version", lambda: 91900)
     kernels = Kernels("cudnn")

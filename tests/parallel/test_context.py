@@ -12,8 +12,6 @@ from mesh_models import GPT2
 
 from megajax.config.checks import check_mesh
 from megajax.mesh import build_mesh
-from megajax.model import transformer
-from megajax.model.parameters import declare
 from megajax.ops.partial_attention import Scores
 from megajax.parallel.context import attention as context
 from megajax.parallel.context import ring, token_order
@@ -107,8 +105,6 @@ DOCUMENTS = np.stack([np.repeat(np.arange(6), (5, 1, 13, 17, 9, 3)), np.repeat(n
 )
 SINKS = np.linspace(-2, 3, 8)
 OPTIONS = {
-    "plain": {},
-    "packed": {"segments": DOCUMENTS},
     "packed, with sinks": {"segments": DOCUMENTS, "sinks": SINKS},
     "packed, in zig-zag": {"segments": DOCUMENTS},
     "narrow window": {"window": 3},
@@ -118,7 +114,8 @@ OPTIONS = {
     "packed, window and soft-cap": {"segments": DOCUMENTS, "window": 17, "softcap": 2.0},
 }
 CASES = [
-    *(("ring", 8, name) for name in OPTIONS if name not in ("packed, with sinks", "narrow values")),
+    *(("ring", 8, name) for name in ("packed, in zig-zag", "narrow window", "packed, wide values")),
+    ("ring", 8, "packed, window and soft-cap"),
     ("ring", 2, "packed, with sinks"),
     ("ring", 4, "window, with sinks"),
     *(("all_gather", 4, name) for name in ("narrow values", "packed, window and soft-cap")),
@@ -246,18 +243,7 @@ MESHES = [
 ]
 
 
-@pytest.fixture
-def random_sinks(monkeypatch):
-    """Sinks that start anywhere, so that it shows which head has which."""
-
-    def declare_random(shape, axes, *args, **kwargs):
-        return declare(shape, axes, "matrix", 20.0) if axes == ("sinks",) else declare(shape, axes, *args, **kwargs)
-
-    monkeypatch.setattr(transformer, "declare", declare_random)
-
-
 @pytest.mark.parametrize(("model", "mesh", "microbatches", "strategy", "sections"), MESHES)
-@pytest.mark.usefixtures("random_sinks")
 def test_a_mesh_with_context_trains_as_one_device_does(table, model, mesh, microbatches, strategy, sections):
     config = table.make_config(
         MODELS[model],
@@ -268,13 +254,15 @@ def test_a_mesh_with_context_trains_as_one_device_does(table, model, mesh, micro
         kernels={"context": strategy},
         **sections,
     )
-    reference = table.reference_config(config)
-    found, expected = table.train(config), table.train(reference)
-    difference = table.compare(found, expected)
+    weights = table.weights_of(config)
+    # Sinks that start anywhere, so that it shows which head has which
+    weights = {name: 20 * w if name.endswith("sinks") else w for name, w in weights.items()}
+    expected = table.train(table.reference_config(config), weights)
+    difference = table.compare(table.train(config, weights), expected)
     assert not difference.problems(), difference
 
 
-@pytest.mark.parametrize("strategy", ["ring", "all_gather", "all_to_all"])
+@pytest.mark.parametrize("strategy", ["ring", "all_to_all"])
 def test_keeping_attention_is_enough_for_its_backward_pass(table, strategy):
     """The policy keeps the sum over the parts: keys are sent again for the backward pass only."""
 

@@ -27,7 +27,7 @@ WIDTH = ("model.hidden_size=36", "model.head_dim=8")
 
 
 def test_a_run_saved_on_one_mesh_goes_on_on_others(tmp_path, make_config, read_metrics):
-    first, others = {"data": 2, "tensor": 2}, [{}, {"fsdp": 8}, {"data": 2, "fsdp": 2, "tensor": 2}]
+    first, others = {"data": 2, "tensor": 2}, [{"fsdp": 8}, {"data": 2, "fsdp": 2, "tensor": 2}]
 
     def config(run_dir, offload):
         run_dir = tmp_path / str(run_dir)

@@ -120,13 +120,10 @@ OPTIMIZERS = {
     "ademamix": (AdEMAMix, (*BETAS, "optimizer.ademamix={beta3: 0.95, alpha: 4.0, warmup_steps: 2}")),
     "lion": (Lion, BETAS[:2]),
     "sgd": (Momentum, BETAS[:1]),
-    "sgd without momentum": (lambda: Momentum(0.0), ("optimizer.beta1=0.0",)),
 }
 
 
-@pytest.mark.parametrize(
-    "kind, clip", [("adamw", 0.5), ("ademamix", 0.5), ("lion", 0.5), ("sgd", 0.0), ("sgd without momentum", 0.5)]
-)
+@pytest.mark.parametrize("kind, clip", [("adamw", 0.5), ("ademamix", 0.5), ("lion", 0.5), ("sgd", 0.0)])
 def test_three_steps_equal_plain_numpy(make_program, kind, clip):
     reference, settings = OPTIMIZERS[kind]
     flags = {"norms": clip > 0, "biases": clip == 0, "embeddings": clip == 0}
@@ -134,7 +131,7 @@ def test_three_steps_equal_plain_numpy(make_program, kind, clip):
         *GPT,
         *SCHEDULE,
         *settings,
-        f"optimizer.kind={kind.split()[0]}",
+        f"optimizer.kind={kind}",
         f"optimizer.clip_norm={clip}",
         "optimizer.weight_decay=0.3",
         *(f"optimizer.decay_{name}={str(value).lower()}" for name, value in flags.items()),
@@ -180,17 +177,12 @@ def test_half_precision_keeps_fp32_masters_that_move_by_less_than_half_precision
     assert np.mean(np.abs(moved) > 0.5e-6) > 0.9
     half = [np.asarray(jnp.asarray(w, compute)) for w in (state.params[name], before[name])]
     assert np.mean(half[0] == half[1]) > 0.9
-
-
-def test_half_precision_computes_in_it_and_stays_near_single(make_program):
-    losses = {}
-    for compute in ("float32", "bfloat16", "float16"):
-        program = make_program(f"precision.compute={compute}")
-        state = program.init_state()
-        losses[compute] = float(program.train_step(state, random_batch(program, 0))[1]["loss"])
-    assert losses["bfloat16"] != losses["float32"] != losses["float16"]
-    assert losses["bfloat16"] == pytest.approx(losses["float32"], rel=1e-2)
-    assert losses["float16"] == pytest.approx(losses["float32"], rel=1e-3)
+    # It computes in half precision and stays near single.
+    single = make_program("precision.compute=float32")
+    total, tokens = single.eval_step(single.init_state().params, {}, random_batch(single, 0))
+    assert float(metrics["loss"]) != float(total / tokens)
+    near = {"bfloat16": 1e-2, "float16": 1e-3}[compute]
+    assert float(metrics["loss"]) == pytest.approx(float(total / tokens), rel=near)
 
 
 @pytest.mark.smoke
