@@ -16,8 +16,8 @@ import pytest
 
 KEPT = 64  # functions; each holds its compiled program
 # A test that replaces something here has programs of its own.
-TRACED = ("jax", "optax", *(f"megajax.{name}" for name in ("mesh", "model", "ops", "optim", "parallel", "sharding")))
-TRACED += ("megajax.step_plan", "megajax.training.step", "megajax.training.update")
+TRACED = ("jax", "optax", *(f"megajax.{name}" for name in ("config", "mesh", "model", "ops", "optim", "parallel")))
+TRACED += ("megajax.sharding", "megajax.step_plan", "megajax.training.step", "megajax.training.update")
 
 
 class ReusedPrograms:
