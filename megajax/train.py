@@ -23,7 +23,7 @@ def main(argv: list[str]) -> int:
         from megajax.training.watch import Watch
 
         start_processes(peer_timeout=config.run.peer_timeout_seconds)
-        check_processes(config)  # before the watch: it ends a process whose peer ends, and here all end alike
+        check_processes(config)  # before the watch, which reports a lost peer: here all end with the same error
         with Watch(config) as watch, user_errors():
             from megajax.training.loop import Trainer
 

@@ -158,6 +158,8 @@ recompute-granularity | remat.policy | full or selective
 recompute-activations | remat.policy=selective
 recompute-num-layers, recompute-method | remat.layers | for the method block; remat.group for uniform
 cpu-offloading, fine-grained-activation-offloading | remat.policy=offload
+optimizer-cpu-offload, optimizer-offload-fraction | optimizer.offload | which is the share of the moments on the host
+decoupled-lr | optimizer.groups | with parameters [embedding.*, head] and learning_rate, a multiple of the schedule's
 attention-backend, use-flash-attn | kernels.attention | auto (the default) is the fastest one
 cross-entropy-loss-fusion | | the loss is always fused
 data-path, train-data-path | data.train | a prefix, '0.3 a 0.7 b', or [a, b] for paths without weights
@@ -193,7 +195,6 @@ profile-step-end | logging.profile_steps | the number of steps in the trace
 MEGATRON_WITHOUT = _rows("""
 attention-dropout | | there is no dropout of attention weights; model.dropout is hidden dropout
 start-weight-decay, end-weight-decay, weight-decay-incr-style | | the weight decay is constant: optimizer.weight_decay
-decoupled-lr, decoupled-min-lr | | all weights have one learning rate
 loss-scale, initial-loss-scale, min-loss-scale, loss-scale-window, hysteresis | | precision.compute=float16 always
     scales the loss dynamically
 add-qkv-bias | model.attention_bias | =qkv
