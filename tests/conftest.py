@@ -58,7 +58,8 @@ def keep_compiled_programs() -> None:
 keep_compiled_programs()
 
 REUSED = pytest.StashKey()  # the ReusedPrograms of the process
-OF_RUNS = ("training", "checkpoint", "data", "hf", "inference", "faults", "profile")  # directories
+# Directories; "tests" itself has those of commands and of the library.
+OF_RUNS = ("tests", "training", "checkpoint", "data", "hf", "inference", "faults", "profile")
 
 # Files that take longest, the longest first: started last, one would keep a worker busy after all others are done.
 LONGEST = (
