@@ -36,13 +36,14 @@ class ReusedPrograms:
             return self._of(program, "init", lambda p: jax.jit(p._init, out_shardings=p.state_shardings))()
 
         kind.init_state = init_state
-        replace = pytest.MonkeyPatch.setattr
+        monkey_patch: Any = pytest.MonkeyPatch
+        replace = monkey_patch.setattr
 
         def setattr_alone(patch, target, *args, **options):
             self.active &= not f"{module_of(target)}.".startswith(tuple(f"{name}." for name in TRACED))
             return replace(patch, target, *args, **options)
 
-        pytest.MonkeyPatch.setattr = setattr_alone
+        monkey_patch.setattr = setattr_alone
 
     def _share(self, kind: type, name: str) -> None:
         own = vars(kind)[name].func
