@@ -1,17 +1,17 @@
-"""Writes the tables of docs/migration.md from megajax/config/other_names.py and the config's defaults."""
+"""Writes the tables of docs/migration.md from megajax/config/other_names.py and megatron_names.py."""
 
 import argparse
 from pathlib import Path
 
-from megajax.config import other_names
+from megajax.config import megatron_names, other_names
 from megajax.config.load import keys
-from megajax.config.other_names import OtherName
+from megajax.config.other_name import OtherName
 from megajax.config.tree import show
 
 PAGE = Path(__file__).parents[1] / "docs/migration.md"
 TABLES = {
-    "Megatron-LM": ("--", other_names.MEGATRON),
-    "Megatron-LM, without counterpart": ("--", other_names.MEGATRON_WITHOUT),
+    "Megatron-LM": ("--", megatron_names.MEGATRON),
+    "Megatron-LM, without counterpart": ("--", megatron_names.MEGATRON_WITHOUT),
     "MaxText": ("", other_names.MAXTEXT),
     "torchtitan": ("", other_names.TORCHTITAN),
     "Hugging Face": ("", other_names.HUGGING_FACE),

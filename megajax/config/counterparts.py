@@ -1,6 +1,7 @@
 """Our counterpart of another framework's name, for "did you mean"."""
 
-from megajax.config.other_names import ALL, OtherName
+from megajax.config.other_name import OtherName
+from megajax.config.other_names import ALL
 
 
 def plain(name: str) -> str:
