@@ -8,6 +8,7 @@ from megajax.config.segments import Segment
 from megajax.model.block import blocks_of
 from megajax.model.lora import adapted_inputs
 from megajax.model.parts import PartSizes, Shares
+from megajax.parallel.context.ring import UNROLLED_STEPS
 from megajax.step_plan import StepPlan
 
 
@@ -34,7 +35,10 @@ class Activations:
     def saved(self, block: str, segment: Segment, stacked: bool) -> int:
         """Bytes that a layer's forward pass saves under the segment's policy; see `values_of_block` for `stacked`."""
         number = self.compute * self.tokens
-        return int(number * self._values(block, stacked and segment.policy in ("none", "selective"))[segment.policy])
+        ring = 0 if stacked or segment.policy != "none" else self.ring
+        return int(
+            number * (ring + self._values(block, stacked and segment.policy in ("none", "selective"))[segment.policy])
+        )
 
     def recomputed(self, block: str, segment: Segment, stacked: bool) -> int:
         """Bytes that a layer recomputes before its backward pass starts."""
@@ -67,9 +71,23 @@ class Activations:
         return int(max(of_mlp, number * self.scores))
 
     @property
+    def ring(self) -> float:
+        """Numbers per token that the ring over `context` keeps because the backward pass computes them again.
+
+        Both halves of the queries, and the first keys and values that arrive; with a loop around the ring, whose inputs
+        are prepared before it, halves of the output and of its projection's input too.
+        """
+        model, context = self.config.model, self.plan.sizes["context"]
+        if context == 1 or self.plan.collectives.context != "ring" or model.is_latent:
+            return 0
+        queries = model.num_heads * model.head_dim / self.shares.tensor
+        keys = model.num_kv_heads * (model.head_dim + model.value_dim) / self.shares.tensor
+        return queries * (1 if context - 1 <= UNROLLED_STEPS else 3) + keys
+
+    @property
     def scores(self) -> float:
         """Numbers per token in attention's scores before and after the softmax, in FP32, if no kernel computes it."""
-        if self.plan.kernels.attention != "reference":
+        if self.plan.kernels.attention != "reference" or self.plan.sizes["context"] > 1:  # then in small blocks
             return 0
         return 2 * 4 / self.compute * self.config.model.num_heads / self.shares.tensor * self.plan.batch_shape[2]
 

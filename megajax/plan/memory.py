@@ -371,8 +371,10 @@ class _Step:
     def layer_working(self, segment: Segment, slots: Sequence[int], reduced: int = 0) -> int:
         """Bytes of the gradients of activations, of a loop's copies, and of the layer above's gradients (`reduced`)."""
         blocks = {self.slots[slot].block for slot in slots}
-        own = {block: self.compute * self.weights.layer(block, True).whole for block in blocks}
-        working = max(self.activations.working(block, own[block], reduced) for block in blocks)
+        # In FP8 each piece that arrives over `tensor` has its own product, and they are added at the end.
+        more = self.sizes["tensor"] - 1 if segment.fp8 else 0
+        sizes = {kind: self.weights.layer(kind, True).whole + more * self.weights.linear_of[kind] for kind in blocks}
+        working = max(self.activations.working(kind, self.compute * n, reduced) for kind, n in sizes.items())
         return working + self.loop_copies(segment)
 
     def loop_copies(self, segment: Segment) -> int:

@@ -82,6 +82,16 @@ class Weights:
         """Whether there is no once-a-step gather and no pipeline: then loops cast their own weights."""
         return all(self.sizes[axis] == 1 for axis in (*ONCE_AXES, "pipeline"))
 
+    @cached_property
+    def linear_of(self) -> dict[str, int]:
+        """By kind of layer the elements of the linear layers of one layer that FP8 quantises, without experts."""
+
+        def of_kind(kind: str) -> int:
+            linear = (n for n in self.names_of(kind, True) if self.fused_name(kind, n) in self.linear)
+            return sum(self.elements(n, kind).whole for n in linear if "experts" not in self.placements[n].axes)
+
+        return {kind: of_kind(kind) for kind in self.blocks}
+
     def names_of(self, kind: str, trained: bool) -> list[str]:
         """Names of the weights of a kind of layer; if `trained` only of those that have gradients."""
         names = (name for name in self.placements if name.startswith(f"{BLOCKS}{kind}."))
