@@ -73,14 +73,14 @@ def test_only_process_0_looks_and_all_get_what_it_found(together, monkeypatch):
     assert asked == [0]
 
 
-class Calls(threading.local):
-    """The number of the next call of each process."""
+class Calls:
+    """The number of the next call of each process; a thread may play two of them, one after the other."""
 
     def __init__(self):
-        self.numbers = itertools.count()
+        self.numbers = [itertools.count() for _ in range(COUNT)]
 
     def __next__(self) -> int:
-        return next(self.numbers)
+        return next(self.numbers[messages.distributed.global_state.process_id])
 
 
 def test_process_0_reads_the_files_of_a_run_for_all(together, monkeypatch, tmp_path):
