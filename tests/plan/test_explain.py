@@ -14,18 +14,8 @@ H200 = rates_of("h200")
 
 
 @pytest.fixture(scope="module")
-def config(tmp_path_factory):
-    path = tmp_path_factory.mktemp("configs") / "model.yaml"
-    path.write_text(
-        """
-run: {name: model, steps: 10}
-model: {num_layers: 8, hidden_size: 4096, num_heads: 32, num_kv_heads: 8, ffn_hidden_size: 14336, vocab_size: 32000}
-mesh: {data: -1}
-batch: {global_size: 16, sequence_length: 4096}
-data: {kind: synthetic}
-"""
-    )
-    return path
+def config(eight_layers):
+    return eight_layers(16)
 
 
 def test_communication_is_shown_by_axis_and_link(config, capsys):

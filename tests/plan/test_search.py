@@ -17,19 +17,9 @@ H200 = rates_of("h200")
 
 
 @pytest.fixture(scope="module")
-def config(tmp_path_factory):
-    """Eight layers of Llama 3 8B; 80 do not fit on a GPU."""
-    path = tmp_path_factory.mktemp("configs") / "model.yaml"
-    path.write_text(
-        """
-run: {name: model, steps: 10}
-model: {num_layers: 8, hidden_size: 4096, num_heads: 32, num_kv_heads: 8, ffn_hidden_size: 14336, vocab_size: 32000}
-mesh: {data: -1}
-batch: {global_size: 8, sequence_length: 4096}
-data: {kind: synthetic}
-"""
-    )
-    return path
+def config(eight_layers):
+    """80 of its layers do not fit on a GPU."""
+    return eight_layers(8)
 
 
 @pytest.fixture(scope="module")
