@@ -1,6 +1,7 @@
 """Options of the model that several tables of meshes are made with."""
 
-# Two KV heads; alternating windows; all optional operations between the matmuls, as Gemma 2 and 3 have them and more.
+# Two KV heads; alternating windows, and global layers without RoPE; all optional operations between the matmuls, as
+# Gemma 2 and 3 have them and more.
 GEMMA = {
     "num_kv_heads": 2,
     "activation": "geglu",
@@ -11,6 +12,7 @@ GEMMA = {
     "attention_sinks": True,
     "sliding_window": 5,
     "layer_pattern": ["local", "global"],
+    "rope_pattern": ["rope", "none"],
     "tie_embeddings": True,
     "z_loss": 1e-2,
     "norm_placement": "both",

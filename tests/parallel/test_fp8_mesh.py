@@ -129,9 +129,8 @@ def single_device(make_config, train) -> Callable:
 
 # recipe, mesh, microbatches, whether transfers over `tensor` are cut into pieces, layers of a loop
 CASES = [
-    ("current", {"data": 2, "fsdp": 2, "tensor": 2}, 1, True, 1),
-    ("delayed", {"context": 2, "fsdp": 2, "tensor": 2}, 2, False, 1),
-    ("delayed", {"tensor": 4}, 1, True, 2),
+    ("current", {"data": 2, "tensor": 4}, 1, True, 1),
+    ("delayed", {"context": 2, "fsdp": 2, "tensor": 2}, 2, False, 2),
 ]
 
 
@@ -170,13 +169,6 @@ def assert_same_amaxes(found: np.ndarray, expected: np.ndarray) -> None:
     """Almost equal in the first step, the oldest; each is a single value, which later may be some FP8 numbers away."""
     np.testing.assert_allclose(found[:, -1], expected[:, -1], rtol=2e-2)
     np.testing.assert_allclose(found, expected, rtol=0.25)  # of E5M2 the next number is up to 25 % away
-
-
-def test_transfers_in_pieces_change_no_number_without_fp8(table, difference, monkeypatch):
-    monkeypatch.setattr(TensorRing, "overlap_width", 0)
-    model = {**table.MODELS["llama"], "num_layers": 2}
-    found = difference(table.make_config(model, {"tensor": 8}, steps=2, optimizer="sgd"))
-    assert not found.problems(), found
 
 
 @pytest.mark.parametrize("recipe", ["current", "delayed"])

@@ -31,44 +31,29 @@ from megajax.training.step import TrainProgram
 STEPS = {"adamw": 3, "sgd": 2}
 
 TRIPLE = {"data": 2, "fsdp": 2, "tensor": 2}
-# model, optimizer, mesh, microbatches
+# model, optimizer, mesh, microbatches, remat
 MESHES = [
-    ("llama", "adamw", {"tensor": 8}, 2),  # twice as many devices as KV heads
-    ("llama", "sgd", {"data": 8}, 1),
-    pytest.param("llama", "sgd", TRIPLE, 2, marks=pytest.mark.smoke),
-    ("gpt2", "adamw", TRIPLE, 4),
-]
-
-# mesh, microbatches, remat, kernels
-RECOMPUTED = [
-    ({"fsdp": 2}, 2, {"policy": "full", "group": 2}, {"scan_unroll": 4}),
-    ({"fsdp": 2, "tensor": 2}, 1, {"policy": "save_matmuls"}, {"scan_unroll": 2, "loss_chunk_tokens": 7}),
-    ({"data": 2, "fsdp": 2}, 2, {"policy": "offload"}, {}),
+    ("llama", "sgd", {"tensor": 8}, 2, {}),  # twice as many devices as KV heads
+    pytest.param("llama", "sgd", TRIPLE, 2, {"policy": "offload"}, marks=pytest.mark.smoke),
+    ("gpt2", "adamw", TRIPLE, 4, {}),
 ]
 
 OPTIONS = {
     "gemma": GEMMA,
-    "dropout": {"num_kv_heads": 4, "dropout": 0.2, "sliding_window": 3, "attention_bias": True},
-    # 36 = 4.5 · 8: the stored arrays are padded.
-    "padded": {"hidden_size": 36, "num_heads": 4, "head_dim": 8, "ffn_hidden_size": 72, "activation": "relu2"},
-    "padded_gpt2": {"hidden_size": 36, "num_heads": 4, "dropout": 0.1, "z_loss": 1e-2},
-    # Norms after the parts, and of all heads together; layers without RoPE.
-    "olmo": {
+    # The stored arrays of an odd width are padded.
+    "padded_gpt2": {
+        "hidden_size": 35,
+        "num_heads": 4,
         "num_kv_heads": 2,
-        "norm_placement": "after",
-        "qk_norm": "all_heads",
-        "rope_pattern": ["rope", "none"],
-        "rope_scaling": {"kind": "yarn", "factor": 4.0, "original_max_positions": 8},
+        "head_dim": 8,
+        "ffn_hidden_size": 72,
+        "activation": "relu2",
+        "dropout": 0.2,
+        "z_loss": 1e-2,
     },
+    # KV heads that two devices share
+    "narrow": {"num_layers": 1, "num_kv_heads": 2, "dropout": 0.2},
 }
-
-# options, mesh, microbatches, remat
-OPTION_CASES = [
-    ("dropout", {}, 2, {"policy": "full"}),
-    ("padded", {"data": 2, "fsdp": 4}, 4, {"policy": "full", "layers": 1}),
-    ("padded_gpt2", {"data": 4, "tensor": 2}, 2, {}),
-    ("olmo", {"fsdp": 2, "tensor": 4}, 2, {"policy": "save_matmuls"}),
-]
 
 
 def case_name(value) -> str | None:
@@ -95,14 +80,14 @@ def assert_agrees(difference, **tolerances):
     assert not difference.problems(**tolerances), difference
 
 
-@pytest.mark.parametrize(("model", "optimizer", "mesh", "microbatches"), MESHES, ids=case_name)
-def test_a_mesh_trains_as_one_device_does(table, difference, model, optimizer, mesh, microbatches):
-    assert_agrees(difference(make(table, model, mesh, microbatches, optimizer)))
+@pytest.mark.parametrize(("model", "optimizer", "mesh", "microbatches", "remat"), MESHES, ids=case_name)
+def test_a_mesh_trains_as_one_device_does(table, difference, model, optimizer, mesh, microbatches, remat):
+    assert_agrees(difference(make(table, model, mesh, microbatches, optimizer, remat=remat)))
 
 
-@pytest.mark.parametrize(("mesh", "microbatches", "remat", "kernels"), RECOMPUTED, ids=case_name)
-def test_recomputation_and_unrolling_change_no_number(table, difference, mesh, microbatches, remat, kernels):
-    assert_agrees(difference(make(table, "llama", mesh, microbatches, remat=remat, kernels=kernels)))
+def test_recomputed_groups_of_an_unrolled_stack_change_no_number(table, difference):
+    remat = {"policy": "full", "group": 2}
+    assert_agrees(difference(make(table, "llama", {"fsdp": 2}, 2, remat=remat, kernels={"scan_unroll": 4})))
 
 
 def test_looped_and_unrolled_layers_agree_bit_for_bit():
@@ -114,16 +99,22 @@ def test_looped_and_unrolled_layers_agree_bit_for_bit():
     assert (done.returncode, done.stdout) == (0, "equal\n"), done.stderr
 
 
-def test_transfers_cut_into_pieces_change_no_number(table, difference, monkeypatch):
-    """As where the layers are wide; biases and a plain MLP. Gated ones, up to eight pieces: test_fp8_mesh.py."""
+@pytest.mark.parametrize(
+    ("model", "optimizer", "mesh", "remat"),
+    [
+        ("llama", "sgd", {"tensor": 4}, {}),
+        ("gpt2", "adamw", {"fsdp": 2, "tensor": 2}, {"policy": "selective", "layers": 2}),
+    ],
+    ids=case_name,
+)
+def test_transfers_cut_into_pieces_change_no_number(table, difference, monkeypatch, model, optimizer, mesh, remat):
+    """As where the layers are wide. In FP8: test_fp8_mesh.py."""
     monkeypatch.setattr(TensorRing, "overlap_width", 1)
-    mesh, remat = {"fsdp": 2, "tensor": 4}, {"policy": "selective", "layers": 2}
-    assert_agrees(difference(options_config(table, "dropout", mesh, 1, remat=remat)))
+    assert_agrees(difference(make(table, model, mesh, 1, optimizer, remat=remat)))
 
 
-@pytest.mark.parametrize(("options", "mesh", "microbatches", "remat"), OPTION_CASES, ids=case_name)
-def test_every_option_of_the_model_is_the_same_on_a_mesh(table, difference, options, mesh, microbatches, remat):
-    assert_agrees(difference(options_config(table, options, mesh, microbatches, remat=remat)))
+def test_padded_weights_and_dropout_train_on_a_mesh_as_on_one_device(table, difference):
+    assert_agrees(difference(options_config(table, "padded_gpt2", TRIPLE, 2, remat={"policy": "full"})))
 
 
 def test_packed_documents_train_on_a_mesh_as_on_one_device(table, difference):
@@ -132,24 +123,20 @@ def test_packed_documents_train_on_a_mesh_as_on_one_device(table, difference):
 
 
 @pytest.mark.parametrize(
-    ("compute", "mesh"), [("bfloat16", {"fsdp": 2, "tensor": 4}), ("float16", TRIPLE)], ids=case_name
+    ("compute", "mesh"), [("bfloat16", {"fsdp": 2, "tensor": 2}), ("float16", {"data": 2, "fsdp": 2})], ids=case_name
 )
 def test_low_precision_trains_as_one_device_does_within_its_rounding(table, difference, compute, mesh):
-    config = make(table, "llama", mesh, 2, precision={"compute": compute})
+    config = make(table, table.MODELS["llama"] | {"num_layers": 1}, mesh, 2, precision={"compute": compute})
     coarse = {"bfloat16": 8, "float16": 1}[compute]  # 8 against 11 bits
     assert_agrees(difference(config), scalar=5e-4 * coarse, gradient=1e-2 * coarse)
 
 
 def test_gradients_reduced_in_bfloat16_are_close(table, reference):
-    config = make(table, "llama", TRIPLE, precision={"gradients": "bfloat16"})
+    config = make(table, "llama", {"data": 2, "fsdp": 2}, precision={"gradients": "bfloat16"})
     expected = reference(make(table, "llama"))
     found = table.compare(table.train(config, expected.initial), expected)
     assert_agrees(found, gradient=1e-2, scalar=1e-2)
     assert found.worst[1] > table.GRADIENT_TOLERANCE, "they were not reduced in bfloat16"
-
-
-def of_mesh(table, model, mesh):
-    return options_config(table, model, mesh, 1) if model in OPTIONS else make(table, model, mesh)
 
 
 @pytest.fixture
@@ -164,14 +151,9 @@ def initial(table):
     return of
 
 
-@pytest.mark.parametrize(
-    ("model", "mesh"),
-    [("llama", {"tensor": 8}), ("padded", TRIPLE)],
-    ids=case_name,
-)
-def test_initial_weights_are_the_same_bit_for_bit_on_every_mesh(table, initial, model, mesh):
-    expected = initial(table.reference_config(of_mesh(table, model, {})))
-    found = initial(of_mesh(table, model, mesh))
+def test_initial_weights_are_the_same_bit_for_bit_on_a_mesh(table, initial):
+    config = options_config(table, "padded_gpt2", {"fsdp": 2, "tensor": 4}, 1)
+    expected, found = initial(table.reference_config(config)), initial(config)
     for name, weight in expected.items():
         assert np.array_equal(found[name].view(np.uint32), weight.view(np.uint32)), name
 
@@ -179,7 +161,7 @@ def test_initial_weights_are_the_same_bit_for_bit_on_every_mesh(table, initial, 
 @pytest.mark.smoke
 @pytest.mark.parametrize("model", ["llama", "gpt2"])
 def test_the_single_device_step_has_the_gradients_of_the_plain_model(table, reference, model):
-    trace = reference(config := make(table, model, optimizer="adamw"))
+    trace = reference(config := make(table, model, optimizer={"llama": "sgd", "gpt2": "adamw"}[model]))
     batch = {name: jnp.asarray(field) for name, field in next(table.make_batches(config)).items()}
     transformer = Transformer(config.model)
 
@@ -209,14 +191,14 @@ def test_the_evaluation_loss_does_not_depend_on_the_mesh(table):
         loss, tokens = program.eval_step(state.params, {}, to_global(program, fields))
         return float(loss / tokens)
 
-    config = options_config(table, "dropout", TRIPLE, 2)
+    config = options_config(table, "padded_gpt2", TRIPLE, 2)
     weights = table.weights_of(config)
     expected = evaluation_loss(table.reference_config(config), 1)
     assert evaluation_loss(config, 8) == pytest.approx(expected, rel=table.SCALAR_TOLERANCE)
 
 
 correct_complete = WeightExchange.complete
-ON_TENSOR = {"tensor": 8}
+ON_TENSOR = {"tensor": 4}
 
 
 def complete_without_replicated(self, name, gradient):
@@ -229,7 +211,7 @@ def complete_without_replicated(self, name, gradient):
 # fault: the mesh that reveals it, and the replaced function
 FAULTS = {
     "gradients of replicated weights are not summed": (
-        TRIPLE,
+        {"data": 2},
         WeightExchange,
         "complete",
         complete_without_replicated,
@@ -240,7 +222,7 @@ FAULTS = {
         "_kv_head",
         lambda self, placement: jax.lax.axis_index("tensor") % placement.shape[placement.axes.index("kv_heads")],
     ),
-    "the dropout of another device's sequences": (TRIPLE, MeshComm, "sequence_ids", lambda self, n: jnp.arange(n)),
+    "the dropout of another device's sequences": ({"data": 2}, MeshComm, "sequence_ids", lambda self, n: jnp.arange(n)),
     "the dropout of another device's tokens": (
         ON_TENSOR,
         MeshComm,
@@ -253,7 +235,7 @@ FAULTS = {
 @pytest.mark.parametrize("fault", FAULTS)
 def test_the_table_sees_a_fault(table, reference, difference, monkeypatch, fault):
     mesh, *replaced = FAULTS[fault]
-    config = options_config(table, "dropout", mesh, 2, steps=1)
+    config = options_config(table, "narrow", mesh, 2)
     reference(config)  # without the fault
     monkeypatch.setattr(*replaced)
     assert difference(config).problems()
