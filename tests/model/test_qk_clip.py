@@ -21,11 +21,16 @@ WITHOUT_ROPE = {"num_layers": 1, "rope_pattern": ["none"]}
 CASES = {
     "grouped": MODELS["llama"] | WITHOUT_ROPE | {"attention_bias": True},
     "latent": LATENT | WITHOUT_ROPE | {"rope_scaling": None},
-    "five layers": MODELS["llama"] | {"num_layers": 5},
     "sinks": MODELS["llama"]
-    | {"num_layers": 2, "attention_sinks": True, "sliding_window": 5, "layer_pattern": ["local", "global"]},
+    | {
+        "num_layers": 2,
+        "num_kv_heads": 2,
+        "attention_sinks": True,
+        "sliding_window": 5,
+        "layer_pattern": ["local", "global"],
+    },
     "mixtral": MIXTRAL,
-    "predicting": LATENT_MODELS["dense"] | {"mtp_layers": 1},
+    "predicting": LATENT_MODELS["dense"] | {"num_layers": 3, "mtp_layers": 1},
 }
 
 
@@ -106,12 +111,11 @@ def test_weights_of_heads_above_the_threshold_are_rescaled(model, threshold):
 @pytest.mark.parametrize(
     ("model", "mesh", "microbatches", "kernels"),
     [
-        ("sinks", {"tensor": 8}, 2, {}),  # twice as many devices as KV heads
-        ("sinks", {"context": 2, "tensor": 2}, 1, {"context": "ring"}),
+        ("sinks", {"context": 2, "tensor": 4}, 2, {"context": "ring"}),  # twice as many devices as KV heads
         ("sinks", {"context": 4}, 1, {"context": "all_to_all"}),
-        ("five layers", {"pipeline": 2, "data": 2}, 4, {}),  # an empty slot
         ("mixtral", {"expert": 2, "context": 2}, 2, {"context": "all_gather"}),
-        ("predicting", {"pipeline": 2, "tensor": 2}, 4, {}),  # stages share the tokens of the module
+        # An empty slot; stages share the tokens of the module
+        ("predicting", {"pipeline": 2, "tensor": 2}, 2, {}),
     ],
 )
 def test_a_mesh_rescales_as_one_device_does(model, mesh, microbatches, kernels):

@@ -60,14 +60,14 @@ def test_each_microbatch_is_added_in_fp32_and_rounded_once():
 @pytest.mark.parametrize(
     ("model", "mesh"),
     [
-        (SMALL, {"data": 2, "fsdp": 2, "tensor": 2}),
-        (MIXTRAL | {"mtp_layers": 1}, {"pipeline": 2, "expert": 2}),
+        (SMALL, {"data": 2, "pipeline": 2, "tensor": 2}),
+        (MIXTRAL | {"mtp_layers": 1}, {"fsdp": 2, "expert": 2}),
     ],
-    ids=["dense", "experts"],
+    ids=["stages", "experts"],
 )
 def test_meshes_differ_from_fp32_sums_by_the_roundings(table, difference, model, mesh):
     """Devices of `data` and `expert` each round their own sums: four roundings of at most 2^-8 make 2^-6."""
-    config = table.make_config(model, mesh, steps=2, precision=BF16, batch=BATCH)
+    config = table.make_config(model, mesh, steps=1, optimizer="sgd", precision=BF16, batch=BATCH)
     found = difference(config)
     assert not found.problems(scalar=1e-3, gradient=2**-6), found
     assert found.worst[1] > 2**-11  # the sums are not FP32

@@ -24,9 +24,13 @@ FP8_WIDTHS |= {"qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 32}
 CASES = [
     ("dense", {"context": 2, "tensor": 2}, 1, {"kernels": {"context": "ring"}, "remat": {"policy": "selective"}}),
     ("v2", {"context": 4}, 1, {"kernels": {"context": "all_to_all"}, "data": DOCUMENTS, "remat": {"policy": "full"}}),
-    ("dense", {"context": 2}, 1, {"kernels": {"context": "all_gather"}, "data": DOCUMENTS}),
-    ("v3", {"expert": 2, "tensor": 2, "fsdp": 2}, 2, {"remat": {"policy": "save_matmuls"}}),
-    ("v3", {"pipeline": 2, "expert": 2}, 2, {"pipeline": {"schedule": "zero_bubble"}}),
+    (
+        "v3",
+        {"expert": 2, "tensor": 2, "context": 2},
+        2,
+        {"kernels": {"context": "all_gather"}, "data": DOCUMENTS, "remat": {"policy": "save_matmuls"}},
+    ),
+    ("dense", {"pipeline": 2, "fsdp": 2}, 2, {"pipeline": {"schedule": "zero_bubble"}}),
 ]
 
 
