@@ -110,17 +110,21 @@ OPTIONS = {
     "narrow window": {"window": 3},
     "window, with sinks": {"window": 11, "sinks": SINKS},
     "narrow values": {"value_width": 5},
-    "packed, wide values": {"segments": DOCUMENTS, "value_width": 11},
-    "packed, window and soft-cap": {"segments": DOCUMENTS, "window": 17, "softcap": 2.0},
+    "packed, window, soft-cap, wide values": {
+        "segments": DOCUMENTS,
+        "window": 17,
+        "softcap": 2.0,
+        "value_width": 11,
+    },
 }
 CASES = [
-    *(("ring", 8, name) for name in ("packed, in zig-zag", "narrow window", "packed, wide values")),
-    ("ring", 8, "packed, window and soft-cap"),
+    ("ring", 4, "packed, in zig-zag"),
+    *(("ring", 8, name) for name in ("narrow window", "packed, window, soft-cap, wide values")),
     ("ring", 2, "packed, with sinks"),
     ("ring", 4, "window, with sinks"),
-    *(("all_gather", 4, name) for name in ("narrow values", "packed, window and soft-cap")),
+    *(("all_gather", 4, name) for name in ("narrow values", "packed, window, soft-cap, wide values")),
     ("all_gather", 8, "packed, with sinks"),
-    ("all_to_all", 2, "packed, window and soft-cap"),
+    ("all_to_all", 2, "packed, window, soft-cap, wide values"),
     ("all_to_all", 4, "packed, with sinks"),
     ("all_to_all", 8, "narrow values"),
 ]
@@ -224,7 +228,7 @@ def test_narrow_windows_skip_steps_of_the_ring():
 
 # Training
 
-SMALL = {"num_layers": 4, "hidden_size": 32, "ffn_hidden_size": 64, "vocab_size": 250, "init_std": 0.05}
+SMALL = {"num_layers": 2, "hidden_size": 32, "ffn_hidden_size": 64, "vocab_size": 250, "init_std": 0.05}
 MODELS = {
     "llama": {**SMALL, "num_heads": 8, "num_kv_heads": 2, "attention_sinks": True},
     "gpt2": {**SMALL, **GPT2, "num_heads": 8, "dropout": 0.2},
@@ -232,7 +236,7 @@ MODELS = {
 PACKED = {"synthetic_documents": 4, "reset_attention": True, "reset_positions": True}
 MESHES = [
     ("llama", {"context": 2, "tensor": 2, "fsdp": 2}, 1, "ring", {"data": PACKED}),
-    ("gpt2", {"context": 4, "data": 2}, 2, "all_gather", {"remat": {"policy": "save_matmuls"}}),
+    ("gpt2", {"context": 4}, 2, "all_gather", {"remat": {"policy": "save_matmuls"}}),
     (
         "llama",
         {"context": 2, "pipeline": 2},
@@ -243,8 +247,16 @@ MESHES = [
 ]
 
 
+@pytest.fixture(scope="module")
+def references() -> dict:
+    """Runs on one device, by config."""
+    return {}
+
+
 @pytest.mark.parametrize(("model", "mesh", "microbatches", "strategy", "sections"), MESHES)
-def test_a_mesh_with_context_trains_as_one_device_does(table, model, mesh, microbatches, strategy, sections):
+def test_a_mesh_with_context_trains_as_one_device_does(
+    table, references, model, mesh, microbatches, strategy, sections
+):
     config = table.make_config(
         MODELS[model],
         mesh,
@@ -257,8 +269,10 @@ def test_a_mesh_with_context_trains_as_one_device_does(table, model, mesh, micro
     weights = table.weights_of(config)
     # Sinks that start anywhere, so that it shows which head has which
     weights = {name: 20 * w if name.endswith("sinks") else w for name, w in weights.items()}
-    expected = table.train(table.reference_config(config), weights)
-    difference = table.compare(table.train(config, weights), expected)
+    key = (reference := table.reference_config(config)).model_dump_json(exclude={"kernels"})
+    if key not in references:
+        references[key] = table.train(reference, weights)
+    difference = table.compare(table.train(config, weights), references[key])
     assert not difference.problems(), difference
 
 
@@ -268,7 +282,8 @@ def test_keeping_attention_is_enough_for_its_backward_pass(table, strategy):
 
     def transfers(policy: str) -> int:
         sections = {"kernels": {"context": strategy}, "remat": {"policy": policy}}
-        config = table.make_config(MODELS["llama"], {"context": 2}, steps=1, **sections)
+        model = MODELS["llama"] | {"num_layers": 1}
+        config = table.make_config(model, {"context": 2}, steps=1, optimizer="sgd", **sections)
         program = TrainProgram.build(config, build_mesh(check_mesh(config, 2), jax.devices()[:2]))
         text = program.train_step.lower(program.abstract_state, program.abstract_batch).as_text()
         return len(re.findall(r"stablehlo\.(?:collective_permute|all_gather|all_to_all)\b", text))

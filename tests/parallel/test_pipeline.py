@@ -27,11 +27,9 @@ SMALL = {"num_heads": 8, "hidden_size": 32, "ffn_hidden_size": 64, "vocab_size":
 # Where layers do not fill the stages, some slots are empty: gpt2's biases would show it if they did anything.
 MODELS = {
     "llama": {**SMALL, "num_layers": 8, "num_kv_heads": 2},
-    "gpt2 of 7": {**SMALL, **GPT2, "num_layers": 7},
-    "gemma": {**SMALL, **GEMMA, "num_layers": 8},
-    "tiny": {**SMALL, **GPT2, "num_layers": 4, "dropout": 0.2},
-    "tiny of 3": {**SMALL, **GPT2, "num_layers": 3},
-    "tiny of 5": {**SMALL, **GPT2, "num_layers": 5, "dropout": 0.2},
+    "llama of 2": {**SMALL, "num_layers": 2, "num_kv_heads": 2},
+    "gpt2 of 3": {**SMALL, **GPT2, "num_layers": 3, "dropout": 0.2},
+    "gemma": {**SMALL, **GEMMA, "num_layers": 4},
 }
 
 PACKED = {"synthetic_documents": 4, "reset_attention": True, "reset_positions": True}
@@ -40,20 +38,20 @@ PACKED = {"synthetic_documents": 4, "reset_attention": True, "reset_positions": 
 CASES = [
     ("llama", {"pipeline": 4, "fsdp": 2}, "zero_bubble", 2, 8, {}),
     ("llama", {"pipeline": 2, "fsdp": 2, "tensor": 2}, "zero_bubble", 1, 4, {"remat": {"policy": "full", "group": 2}}),
-    ("tiny of 5", {"pipeline": 4, "data": 2}, "gpipe", 1, 4, {"pipeline": {"layout": (2, 1, 1, 1)}}),
-    # On CPUs each slot has operations of its own only if `kernels.scan_unroll` asks for unrolled layers.
-    ("tiny of 3", {"pipeline": 2, "fsdp": 2}, "zero_bubble", 1, 2, {"kernels": {"scan_unroll": 2}}),
+    ("gpt2 of 3", {"pipeline": 2, "data": 2}, "gpipe", 1, 2, {"pipeline": {"layout": (1, 2)}}),
+    # Each slot has operations of its own, on CPUs only if `kernels.scan_unroll` asks for it.
+    ("llama of 2", {"pipeline": 2, "fsdp": 2}, "zero_bubble", 1, 2, {"kernels": {"scan_unroll": 1}}),
     # The last virtual stage is empty.
     pytest.param(
-        "tiny of 3",
+        "gpt2 of 3",
         {"pipeline": 2, "data": 2},
         "1f1b",
         2,
-        4,
+        2,
         {"remat": {"policy": "selective"}},
         marks=pytest.mark.smoke,
     ),
-    ("gemma", {"pipeline": 2, "fsdp": 4}, "1f1b", 2, 2, {"remat": {"policy": "full", "layers": 1}, "data": PACKED}),
+    ("gemma", {"pipeline": 2, "fsdp": 2}, "1f1b", 1, 2, {"remat": {"policy": "full", "layers": 1}, "data": PACKED}),
 ]
 
 
@@ -70,8 +68,8 @@ def make_config(table):
     def make(model, mesh, schedule="1f1b", rounds=1, microbatches=1, sections=None):
         sections = dict(sections or {})
         sections["pipeline"] = {"schedule": schedule, "rounds": rounds, **sections.get("pipeline", {})}
-        # Half the tables' length: without LLVM's optimisations every write to a pipeline's buffer copies all of it.
-        sections["batch"] = {"sequence_length": 8, **sections.get("batch", {})}
+        # Shorter than the tables': without LLVM's optimisations every write to a pipeline's buffer copies all of it.
+        sections["batch"] = {"sequence_length": 10}
         return table.make_config(
             MODELS[model], mesh, microbatches=microbatches, steps=STEPS, optimizer="sgd", **sections
         )
@@ -79,8 +77,8 @@ def make_config(table):
     return make
 
 
-def assert_agrees(difference, **tolerances):
-    assert not difference.problems(**tolerances), difference
+def assert_agrees(difference):
+    assert not difference.problems(), difference
 
 
 @pytest.mark.parametrize(("model", "mesh", "schedule", "rounds", "microbatches", "sections"), CASES, ids=case_name)
@@ -91,12 +89,10 @@ def test_stages_train_as_one_device_does(
 
 
 def test_stages_need_not_divide_the_tokens_of_a_microbatch(make_config, difference):
-    """In BF16, within its rounding. No token of the first of 32 microbatches is valid."""
-    sections = {"batch": {"sequence_length": 10}, "precision": {"compute": "bfloat16"}}
-    config = make_config("tiny", {"pipeline": 4, "tensor": 2}, "1f1b", 1, 32, sections)
-    assert config.batch.global_size // 32 * 10 // 2 % 4, "they divide them"
-    coarse = 8  # 8 bits against FP16's 11
-    assert_agrees(difference(config), scalar=5e-4 * coarse, gradient=1e-2 * coarse)
+    """No token of the first of 32 microbatches is valid."""
+    config = make_config("gpt2 of 3", {"pipeline": 2, "tensor": 2}, "1f1b", 1, 32)
+    assert config.batch.global_size // 32 * config.batch.sequence_length // 2 % 2, "they divide them"
+    assert_agrees(difference(config))
 
 
 def build(config) -> TrainProgram:
@@ -105,7 +101,7 @@ def build(config) -> TrainProgram:
 
 
 def test_initial_weights_are_the_same_bit_for_bit_and_empty_slots_are_zero(table, make_config):
-    config = make_config("gpt2 of 7", {"pipeline": 2, "tensor": 2}, rounds=2, microbatches=2)
+    config = make_config("gpt2 of 3", {"pipeline": 2, "tensor": 2}, rounds=2, microbatches=2)
     single, staged = build(table.reference_config(config)), build(config)
     params = staged.init_state().params
     found, expected = table.canonical(staged, params), table.canonical(single, single.init_state().params)
@@ -117,12 +113,7 @@ def test_initial_weights_are_the_same_bit_for_bit_and_empty_slots_are_zero(table
     assert not any(np.asarray(w)[empty].any() for name, w in params.items() if name.startswith("blocks."))
 
 
-@pytest.mark.parametrize(
-    ("mesh", "rounds", "microbatches"),
-    [({"pipeline": 2, "data": 2, "tensor": 2}, 2, 4)],
-    ids=case_name,
-)
-def test_the_evaluation_loss_does_not_depend_on_the_stages(table, make_config, mesh, rounds, microbatches):
+def test_the_evaluation_loss_does_not_depend_on_the_stages(table, make_config):
     def evaluation_loss(config):
         program = build(config)
         state = table.first_state(program, table.weights_of(config))
@@ -131,7 +122,7 @@ def test_the_evaluation_loss_does_not_depend_on_the_stages(table, make_config, m
         loss, tokens = program.eval_step(state.params, {}, batch)
         return float(loss), float(tokens)
 
-    config = make_config("tiny", mesh, "zero_bubble", rounds, microbatches)
+    config = make_config("gpt2 of 3", {"pipeline": 2, "data": 2, "tensor": 2}, "zero_bubble", 2, 4)
     loss, tokens = evaluation_loss(config)
     expected, count = evaluation_loss(table.reference_config(config))
     assert tokens == count
@@ -141,25 +132,21 @@ def test_the_evaluation_loss_does_not_depend_on_the_stages(table, make_config, m
 # Faults
 
 correct_work = _Run.work
-NO_ROUNDS = {"pipeline": 4, "tensor": 2}, 1
 
 
 def always_active(self, table, tick):
     return jnp.bool_(True), *correct_work(self, table, tick)[1:]
 
 
-# fault: mesh and rounds that reveal it, and the replaced function
 FAULTS = {
-    "an idle stage's gradients count": (*NO_ROUNDS, _Run, "work", always_active),
-    "empty slots train": (*NO_ROUNDS, Rows, "without_empty", lambda self, gradient: gradient),
+    "an idle stage's gradients count": (_Run, "work", always_active),
+    "empty slots train": (Rows, "without_empty", lambda self, gradient: gradient),
 }
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_the_table_sees_a_fault(make_config, reference, difference, monkeypatch, fault):
-    mesh, rounds, *replaced = FAULTS[fault]
-    model = "tiny of 5" if fault == "empty slots train" else "tiny"
-    config = make_config(model, mesh, "gpipe", rounds, 4)
+    config = make_config("gpt2 of 3", {"pipeline": 2}, "gpipe", 1, 2)
     reference(config)  # without the fault
-    monkeypatch.setattr(*replaced)
+    monkeypatch.setattr(*FAULTS[fault])
     assert difference(config).problems()
