@@ -1,7 +1,9 @@
 """Train programs of equal settings share what jax has traced and compiled for them, within a test process.
 
 A test that continues a run, or restores its checkpoint, builds the same program again and again: traced each time, it
-takes about a second. A test that replaces what a program may have traced has programs of its own.
+takes about a second. The random numbers of first weights, whose program takes longer than a small train step's, are
+drawn once for each model, on one device: other meshes get them from there. A test that replaces what a program may
+have traced has programs of its own.
 """
 
 import json
@@ -12,9 +14,13 @@ from types import ModuleType
 from typing import Any
 
 import jax
+import numpy as np
 import pytest
+from single_device import stored
 
-KEPT = 64  # functions; each holds its compiled program
+from megajax.model import init_parameters
+
+KEPT = 64  # functions, each holds its compiled program, or weights
 # A test that replaces something here has programs of its own.
 TRACED = ("jax", "optax", *(f"megajax.{name}" for name in ("config", "mesh", "model", "ops", "optim", "parallel")))
 TRACED += ("megajax.sharding", "megajax.step_plan", "megajax.training.step", "megajax.training.update")
@@ -33,7 +39,9 @@ class ReusedPrograms:
         def init_state(program, params: bool = True):
             if not (self.active and params):
                 return own(program, params)
-            return self._of(program, "init", lambda p: jax.jit(p._init, out_shardings=p.state_shardings))()
+            make = self._of(program, "init", lambda p: jax.jit(p._first_state, out_shardings=p.state_shardings))
+            weights, places = self._weights(program), program.placements
+            return make({name: stored(w, places[name], np.dtype(np.float32)) for name, w in weights.items()})
 
         kind.init_state = init_state
         monkey_patch: Any = pytest.MonkeyPatch
@@ -53,8 +61,22 @@ class ReusedPrograms:
 
     def _of(self, program: Any, name: str, make: Callable) -> Any:
         key = json.dumps([name, settings_of(program.config), str(program.mesh), str(program.mesh.devices.flatten())])
+        return self._kept(key, lambda: make(program))
+
+    def _weights(self, program: Any) -> dict[str, np.ndarray]:
+        """The first weights of a program's model in their canonical shapes."""
+        config = program.config
+        settings = config.model_dump(mode="json", include={"model", "lora"})
+
+        def draw() -> dict[str, np.ndarray]:
+            drawn = jax.jit(lambda: init_parameters(program.model, config.run.seed, config.model.init_std))()
+            return jax.tree.map(np.asarray, drawn)
+
+        return self._kept(json.dumps(["weights", config.run.seed, settings]), draw)
+
+    def _kept(self, key: str, make: Callable[[], Any]) -> Any:
         if key not in self._known:
-            self._known[key] = make(program)
+            self._known[key] = make()
         self._known.move_to_end(key)
         while len(self._known) > KEPT:
             self._known.popitem(last=False)
