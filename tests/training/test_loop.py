@@ -89,10 +89,10 @@ def test_flops_of_a_window_count_the_keys_that_queries_see(make_config):
 
 
 def test_flops_of_a_plain_tied_model_are_worked_out_by_hand(make_config):
-    # D=32, N=4, K=2, H=8, F=64, V=128, L=2, S=16; two MLP matrices, the tied head still multiplies.
+    # D=32, N=4, K=2, H=8, F=64, V=128, L=1, S=16; two MLP matrices, the tied head still multiplies.
     config = make_config("model.activation=gelu", "model.tie_embeddings=true")
     layer = 2 * 32 * 32 + 2 * 32 * 16 + 2 * 32 * 64
-    assert flops_per_token(config) == 6 * (2 * layer + 32 * 128) + 6 * 2 * 16 * 4 * 8
+    assert flops_per_token(config) == 6 * (layer + 32 * 128) + 6 * 16 * 4 * 8
 
 
 def test_evaluations_stand_at_their_interval_and_at_the_end(run, text):

@@ -49,7 +49,7 @@ def numpy_norms(arrays):
 
 
 def test_norms_equal_numpy_on_one_device_and_on_a_mesh(make_config):
-    program, state, batch = prepared(make_config, 1)
+    program, state, batch = prepared(make_config, 1, "batch.num_microbatches=1")
     norms = Norms(program)
     assert norms.before(3, state, batch) == {}
     logged = jax.device_get(norms.before(2, state, batch))

@@ -56,7 +56,7 @@ def test_a_run_resumes_on_another_mesh_and_its_model_is_used_without_modules(
 @pytest.mark.smoke
 def test_a_module_counts_as_a_layer_a_projection_and_a_head(make_config):
     plain, extended = (make_config(f"model.mtp_layers={n}") for n in (0, 1))
-    deeper = make_config("model.num_layers=3")
+    deeper = make_config("model.num_layers=2")
     D, V = 32, 128
     added = flops_per_token(extended) - flops_per_token(plain)
     assert added == flops_per_token(deeper) - flops_per_token(plain) + 6 * (2 * D * D + D * V)

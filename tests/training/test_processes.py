@@ -18,7 +18,9 @@ from megajax.config import load_config
 from megajax.hf.compare import compare
 from megajax.training.loop import Trainer
 
-OPTIONS = ("run.steps=6", "run.checkpoint_interval=3", "run.eval_steps=1", "data.split='8,2,0'")
+STEPS = 12
+OPTIONS = (f"run.steps={STEPS}", "run.checkpoint_interval=6", "run.eval_interval=2", "run.eval_steps=1")
+OPTIONS += ("data.split='8,2,0'", "model.num_layers=2")
 MESH = ("mesh.data=2", "mesh.fsdp=2", "mesh.tensor=2")
 
 
@@ -91,7 +93,7 @@ def expected(alone, train_here, read_metrics):
     if not alone.exists():
         train_here(f"run.dir={alone}")
     losses = read_metrics(alone, "loss", "grad_norm")
-    assert list(losses) == list(range(1, 7))
+    assert list(losses) == list(range(1, STEPS + 1))
     return losses, read_metrics(alone, "eval_loss")
 
 
@@ -112,71 +114,65 @@ def names_read(tmp_path: Path, index: int) -> list[str]:
     return ["/".join(Path(line).parts[-2:]) for line in lines if "/state" not in line]
 
 
-def test_two_processes_give_the_losses_of_one_only_the_first_logs_and_one_goes_on_from_them(
+def test_two_processes_killed_and_stopped_give_the_losses_of_one_device_which_goes_on_from_them(
     tmp_path, train_here, start_two, expected, read_metrics, checkpoint_steps, capsys
 ):
-    first, second = start_two(f"run.dir={tmp_path / 'two'}", "logging.tensorboard=true")
-    # Steps 1 to 6 in two processes, but asked to stop on the way: only the second one is told.
-    first.read_to_step(1)
+    """The boundary between the processes is the one between the stages; only the first process logs."""
+    run_dir, stages = tmp_path / "two", ("mesh.data=1", "mesh.pipeline=2", "batch.num_microbatches=2")
+    local = ("run.checkpoint_interval=0", f"checkpoint.local_dir={tmp_path / 'local'}", "checkpoint.local_interval=1")
+    command = (f"run.dir={run_dir}", "logging.tensorboard=true", *stages, *local)
+    first, second = start_two(*command)
+    first.read_to_step(3)
+    for run in (first, second):
+        run.process.kill()
+        run.finish()
+    steps = [{path.name for path in tmp_path.glob(f"local/*/process-{p}/*") if path.name.isdigit()} for p in range(2)]
+    newest = max(map(int, steps[0] & steps[1]))
+    first, second = start_two(*command)
+    # Asked to stop on the way: only the second one is told.
+    first.read_to_step(newest + 1)
     second.process.send_signal(signal.SIGTERM)
     assert (first.finish(), second.finish()) == (75, 75), first.output + second.output
+    assert f"resuming from the local checkpoint of step {newest} " in first.output
     assert logs_written(tmp_path, 0) == {"metrics.jsonl", "config.yaml", "tensorboard"}
     assert not logs_written(tmp_path, 1) and "loss" not in second.output
-    numbers = read_metrics(tmp_path / "two", "loss", "grad_norm")
-    stopped_at = list(numbers)[-1]
-    assert stopped_at < 6 and checkpoint_steps(tmp_path / "two")[-1] == stopped_at
-    assert agree(numbers, {step: values for step, values in expected[0].items() if step <= stopped_at})
+    losses, evaluations = (read_metrics(run_dir, *names) for names in (("loss", "grad_norm"), ("eval_loss",)))
+    stopped_at = list(losses)[-1]
+    assert newest < stopped_at < STEPS and checkpoint_steps(run_dir) == [stopped_at]
+    assert not [*tmp_path.glob("local/*/process-*/*")]  # the durable checkpoint replaces them
+    before = [{step: values for step, values in each.items() if step <= stopped_at} for each in expected]
+    assert evaluations and agree(losses, before[0]) and agree(evaluations, before[1])
 
-    train_here(f"run.dir={tmp_path / 'two'}")
+    train_here(f"run.dir={run_dir}")
     assert f"resuming from the checkpoint of step {stopped_at}" in capsys.readouterr().out
-    assert agree(read_metrics(tmp_path / "two", "loss", "grad_norm"), expected[0])
+    assert agree(read_metrics(run_dir, "loss", "grad_norm"), expected[0])
 
 
 def test_two_processes_with_experts_go_on_from_the_checkpoint_of_one(
     tmp_path, train_here, start_two, read_metrics, checkpoint_steps
 ):
     """Each sequence is divided over both processes, and the experts too: tokens are sent to those of the other."""
-    experts = ("model.num_experts=4", "model.router.global_loss=0.1", "run.eval_interval=6")
+    experts = ("model.num_experts=4", "model.router.global_loss=0.1", "model.num_layers=1")
+    experts += ("run.steps=4", "run.checkpoint_interval=2")
     run_dir, folders = tmp_path / "two", tmp_path / "folders"
     train_here(*experts, "checkpoint.keep=3", f"run.dir={tmp_path / 'one'}")
     shutil.copytree(tmp_path / "one", run_dir)
-    shutil.rmtree(run_dir / "checkpoints" / "6")
+    shutil.rmtree(run_dir / "checkpoints" / "4")
     mesh = ("mesh.data=1", "mesh.fsdp=1", "mesh.context=4", "mesh.experts_over=[context]")
     dispatch = ("kernels.dispatch=all_to_all", f"checkpoint.export_hf.dir={folders}")
     first, second = start_two(*experts, *mesh, *dispatch, f"run.dir={run_dir}")
     assert (first.finish(), second.finish()) == (0, 0), first.output + second.output
-    assert "resuming from the checkpoint of step 3" in first.output
+    assert "resuming from the checkpoint of step 2" in first.output
     read = names_read(tmp_path, 1)
     assert "two/config.yaml" not in read and read.count("description/metadata") <= 1, "only to verify its share"
     assert sum("jit__train_step" in name for name in read) == 1, "process 0 has compiled the step"
-    assert not any(difference.absolute for difference in compare(folders / "step-6", str(run_dir)))
+    assert not any(difference.absolute for difference in compare(folders / "step-4", str(run_dir)))
     assert "folders" in (tmp_path / "written0").read_text()
     assert "folders" not in (tmp_path / "written1").read_text() and "wrote" not in second.output
-    assert checkpoint_steps(run_dir) == [3, 6]
+    assert checkpoint_steps(run_dir) == [2, 4]
     keys = ("loss", "grad_norm", "aux_loss", "expert_load_max")
     assert agree(read_metrics(run_dir, *keys), read_metrics(tmp_path / "one", *keys))
     assert agree(read_metrics(run_dir, "eval_loss"), read_metrics(tmp_path / "one", "eval_loss"))
-
-
-def test_stages_of_two_processes_killed_on_the_way_give_the_losses_of_one_device(
-    tmp_path, start_two, expected, read_metrics
-):
-    """The boundary between the processes is the one between the stages; both go on from their local checkpoints."""
-    stages = ("mesh.data=1", "mesh.pipeline=2", "batch.num_microbatches=2", f"run.dir={tmp_path / 'two'}")
-    local = ("run.checkpoint_interval=0", f"checkpoint.local_dir={tmp_path / 'local'}", "checkpoint.local_interval=1")
-    first, second = start_two(*stages, *local)
-    first.read_to_step(4)
-    for run in (first, second):
-        run.process.kill()
-        run.finish()
-    steps = [{path.name for path in tmp_path.glob(f"local/*/process-{p}/*") if path.name.isdigit()} for p in range(2)]
-    newest = max(map(int, steps[0] & steps[1]))
-    first, second = start_two(*stages, *local)
-    assert (first.finish(), second.finish()) == (0, 0), first.output + second.output
-    assert f"resuming from the local checkpoint of step {newest} " in first.output
-    assert agree(read_metrics(tmp_path / "two", "loss", "grad_norm"), expected[0])
-    assert not [*tmp_path.glob("local/*/process-*/*")]  # the last step's durable checkpoint replaces them
-    assert read_metrics(tmp_path / "two", "eval_loss")[6] == pytest.approx(expected[1][6], rel=1e-5)
 
 
 def test_the_launcher_resumes_on_fewer_devices_after_a_kill(
@@ -208,7 +204,7 @@ def test_the_launcher_resumes_on_fewer_devices_after_a_kill(
     errors = capfd.readouterr().err
     assert "process 0 was ended by SIGKILL" in errors
     assert re.search("restart in 1 s on 1 device; the newest checkpoint is of step [24]", errors), errors
-    assert checkpoint_steps(run_dir)[-1] == 6
+    assert checkpoint_steps(run_dir)[-1] == STEPS
     assert agree(read_metrics(run_dir, "loss", "grad_norm"), expected[0])
 
 

@@ -82,7 +82,7 @@ def test_a_change_that_gives_the_state_other_arrays_is_refused_though_it_is_name
     assert sentence.endswith(": restore them, or choose another run.dir.")
     other = "checkpoint.allow_changes can't let it through"
     assert lines == {
-        f"model.num_layers=2, but this run has 3 ({other}: the model's arrays have other shapes)",
+        f"model.num_layers=1, but this run has 3 ({other}: the model's arrays have other shapes)",
         f"optimizer.kind=adamw, but this run has lion ({other}: the optimizer has other moments)",
     }
 
