@@ -24,6 +24,7 @@ model: {num_layers: 2, hidden_size: 36, num_heads: 4, num_kv_heads: 2, head_dim:
         vocab_size: 70, vocab_multiple: 128}
 batch: {global_size: 8, sequence_length: 16}
 precision: {compute: float32}
+kernels: {scan_unroll: 2}
 data: {kind: synthetic}
 logging: {tensorboard: false}
 """
@@ -91,7 +92,11 @@ def canonical(trainer) -> list[np.ndarray]:
 def test_names_and_shapes_on_disk_are_canonical_on_every_mesh(make_trainer):
     first = None
     for index, sizes in enumerate(MESHES):
-        found = read(save(make_trainer(f"run{index}", **sizes)))
+        trainer = make_trainer(f"run{index}", **sizes)
+        adam, *rest = trainer.state.optimizer
+        moved = adam._replace(**{name: {n: w * w for n, w in trainer.state.params.items()} for name in ("mu", "nu")})
+        trainer.state = replace(trainer.state, optimizer=(moved, *rest))
+        found = read(save(trainer))
         params = {path.removeprefix("params/"): a for path, a in found.items() if path.startswith("params/")}
         assert {name: a.shape for name, a in params.items()} == CANONICAL
         for moment in ("mu", "nu"):
@@ -147,9 +152,9 @@ def test_step_samples_and_seed_are_in_the_checkpoint(make_trainer):
     assert read(trainer.checkpoints.directory / "2")["step"] == 2
 
 
-@pytest.mark.parametrize("source", [{"data": 2, "tensor": 4}, {"fsdp": 8}], ids=["plain", "padded"])
-def test_every_mesh_restores_every_mesh_bit_for_bit(make_trainer, source):
-    trainer = make_trainer("run", **source)
+def test_every_mesh_restores_the_checkpoint_of_another_bit_for_bit(make_trainer):
+    """Of a mesh that pads: on disk, it is like that of any mesh."""
+    trainer = make_trainer("run", fsdp=8)
     assert trainer.run() == 0
     saved = canonical(trainer)
     assert any(a.any() for a in saved[len(CANONICAL) :])  # the moments have moved
@@ -225,7 +230,7 @@ def test_reading_weights_leaves_the_other_run_as_it_is(make_trainer, tmp_path):
 
 @pytest.mark.parametrize(
     "change",
-    ["model.num_layers=3", "model.hidden_size=40", "model.tie_embeddings=true", "model.vocab_size=60"],
+    ["model.num_layers=4", "model.hidden_size=40", "model.tie_embeddings=true", "model.vocab_size=60"],
 )
 def test_a_checkpoint_of_another_model_is_refused(make_trainer, tmp_path, change):
     save(make_trainer("run"))

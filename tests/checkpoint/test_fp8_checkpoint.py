@@ -11,6 +11,7 @@ TINY = """
 run: {log_interval: 1}
 model: {num_layers: 2, hidden_size: 32, num_heads: 2, head_dim: 16, ffn_hidden_size: 64, vocab_size: 70,
         vocab_multiple: 128, init_std: 0.1}
+kernels: {scan_unroll: 2}
 batch: {global_size: 8, sequence_length: 16}
 schedule: {kind: constant, learning_rate: 1.0e-3}
 data: {kind: synthetic}
