@@ -16,8 +16,9 @@ from megajax.inference.sampling import Sampling, distribution, verify
 from megajax.model.comm import SingleDevice
 
 PROMPTS, NEW = [[3, 5, 9, 11, 17], [100, 7], [1] * 9, [8]], 14
-LATENT = LATENT_MODELS["v3"] | {"mtp_layers": 2}
-WINDOWS = COMMON | {"num_kv_heads": 4, "sliding_window": 6, "layer_pattern": ["global", "local"], "mtp_layers": 1}
+LATENT = LATENT_MODELS["v3"] | {"num_layers": 2, "mtp_layers": 2}
+WINDOWS = COMMON | {"num_layers": 2, "num_kv_heads": 4, "mtp_layers": 1}
+WINDOWS |= {"sliding_window": 6, "layer_pattern": ["global", "local"]}
 CASES = pytest.mark.parametrize(("settings", "drafts"), [(LATENT, 3), (WINDOWS, 2)], ids=["latent", "windows"])
 
 
