@@ -122,7 +122,7 @@ def test_groups_without_parameters_are_refused(groups, sentence):
 
 def growth(width, base, **optimizer):
     """How much the logits of the right tokens grow by three steps on one batch, and their size before them."""
-    model = {"num_layers": 2, "hidden_size": width, "num_heads": width // 16, "ffn_hidden_size": 2 * width}
+    model = {"num_layers": 1, "hidden_size": width, "num_heads": width // 16, "ffn_hidden_size": 2 * width}
     model |= {"vocab_size": 250, "init_std": 0.05, "mup_base_width": base}
     program = build(make(model=model, batch={"global_size": 4}, steps=3, optimizer={"weight_decay": 0.0} | optimizer))
     state, [batch, *_] = program.init_state(), make_batches(program.config)

@@ -4,6 +4,7 @@ tracing, which does not depend on their number.
 
 import cProfile
 import pstats
+from contextlib import nullcontext
 from pathlib import Path
 
 import jax
@@ -35,8 +36,7 @@ data: {{kind: synthetic}}
     return TrainProgram.build(config, build_mesh(check_mesh(config, gpus), h200_devices(gpus)))
 
 
-@pytest.mark.parametrize("hosts", [2, 8])
-@pytest.mark.parametrize("over", ["fsdp", "data"])
+@pytest.mark.parametrize(("over", "hosts"), [("fsdp", 8), ("data", 2)])
 def test_a_host_sends_weights_and_gradients_once(tmp_path, over, hosts):
     """HSDP: each shard passes a ring of the hosts. `data` alone: all of it passes a ring of all GPUs."""
     gpus = 8 * hosts
@@ -68,9 +68,10 @@ def test_tracing_does_not_grow_with_the_number_of_gpus(tmp_path):
         for gpus in (8, 16, 512):  # the first one fills caches of Python; 512 still divide the weights
             jax.clear_caches()  # else a mesh that another test has traced takes fewer calls
             program, profile = build(tmp_path, "fsdp", gpus), cProfile.Profile()
-            with profile:
+            with profile if gpus > 8 else nullcontext():
                 lowered = program.train_step.lower(program.abstract_state, program.abstract_batch)
-            calls.append(pstats.Stats(profile).total_calls)  # type: ignore[attr-defined]
-            sizes.append(len(lowered.as_text()))
-    assert calls[2] == pytest.approx(calls[1], rel=0.02)
-    assert sizes[2] == pytest.approx(sizes[1], rel=0.02)
+            if gpus > 8:
+                calls.append(pstats.Stats(profile).total_calls)  # type: ignore[attr-defined]
+                sizes.append(len(lowered.as_text()))
+    assert calls[1] == pytest.approx(calls[0], rel=0.02)
+    assert sizes[1] == pytest.approx(sizes[0], rel=0.02)
