@@ -14,7 +14,7 @@ from megajax.model import bind
 
 CONFIG = """
 run: {steps: 4, log_interval: 1, eval_steps: 2}
-model: {num_layers: 2, hidden_size: 16, num_heads: 4, num_kv_heads: 2, ffn_hidden_size: 32, vocab_size: 50,
+model: {num_layers: 1, hidden_size: 16, num_heads: 4, num_kv_heads: 2, ffn_hidden_size: 32, vocab_size: 50,
         vocab_multiple: 64, init_std: 0.1}
 batch: {global_size: 8, sequence_length: 16}
 mesh: {data: 2, tensor: 2}

@@ -43,7 +43,7 @@ def folder(reference, tmp_path) -> Path:
 def config_of(folder: Path, data: dict | None = None, length: int = 512, **sections):
     content = {
         "run": {"steps": 3, "dir": str(folder / "run"), "seed": 5},
-        "model": {"num_layers": 2, "hidden_size": 16, "num_heads": 2, "vocab_size": 512},
+        "model": {"num_layers": 1, "hidden_size": 16, "num_heads": 2, "vocab_size": 512},
         "mesh": {"data": 1},
         "batch": {"global_size": 2, "sequence_length": length},
         "precision": {"compute": "float32"},
@@ -220,7 +220,7 @@ def test_a_model_learns_to_answer_and_generates_the_answers(tmp_path):
         tmp_path,
         {"tokenizer": "byte", "chat_template": str(tmp_path / "t.jinja")},
         run={"steps": 50, "dir": str(tmp_path / "run"), "eval_steps": 0, "seed": 1},
-        model={"num_layers": 2, "hidden_size": 32, "num_heads": 4, "vocab_size": 257},
+        model={"num_layers": 1, "hidden_size": 32, "num_heads": 4, "vocab_size": 257},
         batch={"global_size": 16, "sequence_length": 48},
         schedule={"learning_rate": 0.01, "warmup_steps": 10},
         logging={"tensorboard": False},

@@ -17,7 +17,7 @@ EVERY = 7  # steps between the checkpoints of LONG
 
 @pytest.fixture
 def lab(tmp_path):
-    settings = ("run.steps=20000", "run.eval_interval=20", f"checkpoint.keep_every={EVERY}")
+    settings = ("run.steps=20000", "run.eval_interval=20", f"checkpoint.keep_every={EVERY}", "model.num_layers=1")
     lab = Lab(tmp_path, random.Random(SEED), (*LONG, *settings))
     yield lab
     lab.close()
@@ -27,7 +27,7 @@ def test_a_run_killed_interrupted_and_stopped_goes_on_bit_for_bit(lab):
     """SIGKILL and Ctrl-C at random moments, and SIGTERM at the end; the last two save and exit with 75."""
     signals = lab.random.sample([signal.SIGKILL, signal.SIGINT], 2)
     print(f"seed {SEED}: {signals}")
-    outcome = soak(lab, signals, seconds=600, every=1, kept=EVERY)
+    outcome = soak(lab, signals, seconds=600, every=0.4, kept=EVERY)
     assert outcome.startswith("2 kills")
     run_dir = lab.root / "disturbed"
     steps = [step for step, name in numbers_of(run_dir) if name == "loss"]

@@ -70,6 +70,7 @@ def run(request, tmp_path_factory):
     return request.param, directory / "base", trainer
 
 
+@pytest.mark.parametrize("run", ["tiny_llama"], indirect=True)
 def test_a_resumed_run_loads_its_base_again_and_goes_on_bit_for_bit(run):
     name, base, trainer = run
     config = make_config(base, trainer.run_dir, name, "checkpoint.resume_step=2")

@@ -139,6 +139,7 @@ def test_fp8_and_a_block_from_outside(tmp_path, capsys, monkeypatch):
     (tmp_path / "my_blocks.py").write_text(code)
     model = {name: value for name, value in LARGE["model"].items() if name not in ("num_experts", "router")}
     settings = LARGE | {"model": model | {"block_pattern": ["dense", "squared"]}}
+    settings["batch"] = LARGE["batch"] | {"num_microbatches": 1}
     settings["precision"] = {"fp8": {"recipe": "delayed", "first_bf16_layers": 3}}
     (tmp_path / "toy.yaml").write_text(Config.model_validate(settings).to_yaml())
     arguments = ["toy.yaml", "--import", "my_blocks", "--mesh", "fsdp=2,tensor=2", "--steps", "1"]
