@@ -238,7 +238,6 @@ def test_a_bucket_that_is_not_there_is_named(build, bucket, monkeypatch):
         build(IN_BUCKET)
 
 
-@pytest.mark.smoke
 def test_mistakes_are_sentences(build, tmp_path, monkeypatch):
     for url in ("az://b/x", "gs://b", "s3://b"):
         with pytest.raises(ConfigError, match=f"checkpoint.dir={url} is a URL, but not of the form gs://BUCKET/F"):

@@ -90,7 +90,6 @@ def visible(directory: Path) -> set[str]:
     return {path.name for path in directory.iterdir()}
 
 
-@pytest.mark.smoke
 def test_an_imported_run_has_the_weights_generates_and_starts_another_run(unpack, tmp_path, capsys):
     folder, run_dir = unpack("tiny_mixtral"), tmp_path / "run"
     change_json(folder / "config.json", max_position_embeddings=65536, bos_token_id=1, eos_token_id=[3, 4])

@@ -124,7 +124,6 @@ def with_module(folder) -> Path:
     return folder
 
 
-@pytest.mark.smoke
 def test_modules_of_multi_token_prediction_are_read_and_written(with_module, tmp_path):
     expected = load_file(with_module / SINGLE)
     assert main(["import", str(with_module), str(tmp_path / "run")]) == 0

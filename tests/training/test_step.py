@@ -175,8 +175,7 @@ def test_three_steps_equal_plain_numpy(make_program, gpt_gradients, kind, clip):
             weights[name] = found  # each step on its own: small differences do not add up
 
 
-@pytest.mark.smoke
-@pytest.mark.parametrize("compute", ["bfloat16", "float16"])
+@pytest.mark.parametrize("compute", [pytest.param("bfloat16", marks=pytest.mark.smoke), "float16"])
 def test_half_precision_keeps_fp32_masters_that_move_by_less_than_half_precision_sees(make_program, compute):
     program = make_program(f"precision.compute={compute}", "schedule.learning_rate=1e-6", "optimizer.weight_decay=0.0")
     state = program.init_state()
