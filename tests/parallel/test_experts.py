@@ -224,9 +224,9 @@ def test_rows_arrive_in_the_order_of_their_experts_in_however_many_rounds_they_a
         rows[sender, : own.sum()] = 1 + 1000 * np.repeat(np.arange(8), own) + 100 * sender + np.arange(own.sum())
 
     def run(room, counts, rows):
-        routes = plan(("expert",), counts[0], 4, room, (13, 24))
-        there = exchange(("expert",), room, routes.rounds, routes.sent, routes.arrived, rows[0, :, None])
-        back = exchange(("expert",), room, routes.rounds, routes.arrived, routes.sent, there)
+        routes = plan(("expert",), counts[0], 4, room)
+        there = exchange(("expert",), 24, room, routes.rounds, routes.sent, routes.arrived, rows[0, :, None])
+        back = exchange(("expert",), 13, room, routes.rounds, routes.arrived, routes.sent, there)
         return there[None, :, 0], back[None, :, 0], routes.group_sizes[None], routes.rounds[None]
 
     mesh, spec = build_mesh({axis: 4 if axis == "expert" else 1 for axis in AXES}, jax.devices()[:4]), jax.P("expert")

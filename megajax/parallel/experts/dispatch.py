@@ -65,18 +65,19 @@ class ExpertParallel:
         (T, k), local, size = experts.shape, num_experts(w_up), self.collectives.expert_shards
         axes, room = self.collectives.experts_over, math.ceil(min(1, ROOM / size) * T * k)
         permutation = ops.sort_by_expert(experts, local * size, T * k)
-        routes = plan(axes, permutation.group_sizes, size, room, (T * k, ops.most_rows(size * T, k, local, capacity)))
+        routes = plan(axes, permutation.group_sizes, size, room)
         permutation, routes = jax.tree.map(lambda a: checkpoint_name(a, "routing"), (permutation, routes))
+        max_rows = ops.most_rows(size * T, k, local, capacity)
 
         def to_experts(rows: jax.Array) -> jax.Array:
-            return exchange(axes, room, routes.rounds, routes.sent, routes.arrived, rows)
+            return exchange(axes, max_rows, room, routes.rounds, routes.sent, routes.arrived, rows)
 
         received = checkpoint_name(to_experts(ops.dispatch(x, permutation, k)), "dispatched")
         own_weights: jax.Array = ops.permute(weights.reshape(-1), permutation)
         row_weights = checkpoint_name(to_experts(own_weights[:, None]), "routing")[:, 0]
         arguments = activation, self.kernels, received, row_weights, w_up, w_down, routes.group_sizes
         y: jax.Array = ops.expert_mlp(*arguments, self.max_over_devices, biases)
-        y = exchange(axes, room, routes.rounds, routes.arrived, routes.sent, y)
+        y = exchange(axes, T * k, room, routes.rounds, routes.arrived, routes.sent, y)
         return ops.combine(y, permutation, k)
 
 
@@ -88,25 +89,28 @@ class Segments(NamedTuple):
 
     starts: jax.Array  # [n, L]
     sizes: jax.Array
-    device: jax.Array  # [rows]: the other device
-    number: jax.Array  # [rows], in the order of sending; -1 if the row is in no segment
 
-    @classmethod
-    def of(cls, starts: jax.Array, sizes: jax.Array, rows: int) -> "Segments":
-        """The segments with these `starts` and `sizes`, both `[n, L]`, among `rows` rows."""
-        first, size, row = starts.reshape(-1), sizes.reshape(-1), jnp.arange(rows)
-        order = jnp.argsort(2 * first + (size > 0))  # a segment with rows is after the empty ones at its start
-        segment = order[jnp.searchsorted(first[order], row, side="right", method="scan_unrolled") - 1]
-        offset, before = row - first[segment], (jnp.cumsum(sizes, axis=1) - sizes).reshape(-1)
-        number = jnp.where(offset < size[segment], offset + before[segment], -1)
-        return cls(starts, sizes, segment // starts.shape[1], number)
+    @property
+    def before(self) -> jax.Array:
+        """Number of the pair's rows for its experts before each, `[n, L]`."""
+        return jnp.cumsum(self.sizes, axis=1) - self.sizes
 
     def of_pairs(self, numbers: jax.Array) -> jax.Array:
         """The rows of each pair with these `numbers [N]` in the order of sending → `[n, N]`; any row past its last."""
-        ends = jnp.cumsum(self.sizes, axis=1)
+        ends = self.before + self.sizes
         expert = jnp.sum(numbers[None, :, None] >= ends[:, None, :], axis=2)
         expert = jnp.minimum(expert, ends.shape[1] - 1)
-        return numbers + jnp.take_along_axis(self.starts + self.sizes - ends, expert, axis=1)
+        return numbers + jnp.take_along_axis(self.starts - self.before, expert, axis=1)
+
+    def of_rows(self, rows: int) -> tuple[jax.Array, jax.Array]:
+        """For each row of `[rows]`: the pair's device, and the row's number in the order of sending, or -1."""
+        starts, sizes = self.starts.reshape(-1), self.sizes.reshape(-1)
+        order = jnp.argsort(2 * starts + (sizes > 0))  # a segment with rows is after the empty ones at its start
+        row = jnp.arange(rows)
+        segment = order[jnp.searchsorted(starts[order], row, side="right", method="scan_unrolled") - 1]
+        offset = row - starts[segment]
+        number = jnp.where(offset < sizes[segment], offset + self.before.reshape(-1)[segment], -1)
+        return segment // self.starts.shape[1], number
 
 
 class Routes(NamedTuple):
@@ -118,10 +122,10 @@ class Routes(NamedTuple):
     group_sizes: jax.Array  # number of rows received for each own expert
 
 
-def plan(axes: Axes, counts: jax.Array, size: int, room: int, rows: tuple[int, int]) -> Routes:
+def plan(axes: Axes, counts: jax.Array, size: int, room: int) -> Routes:
     """The routes of this device's `counts [E]` rows for each expert; `size` devices have E / size experts each.
 
-    An all-to-all has `room` rows for each pair of devices. `rows`: those of own assignments, and for those that arrive.
+    An all-to-all has `room` rows for each pair of devices.
     """
     rank = lax.axis_index(axes)
     counts = collectives.all_gather(counts, axes).reshape(size, size, -1)  # [senders, receivers, own experts]
@@ -131,17 +135,18 @@ def plan(axes: Axes, counts: jax.Array, size: int, room: int, rows: tuple[int, i
     by_expert = arrived.T.reshape(-1)
     arrives_at = (jnp.cumsum(by_expert) - by_expert).reshape(arrived.T.shape).T
     rounds = -(-jnp.max(counts.sum(axis=2)) // room)
-    sides = Segments.of(starts, sent, rows[0]), Segments.of(arrives_at, arrived, rows[1])
-    return Routes(*sides, rounds, arrived.sum(axis=0))
+    return Routes(Segments(starts, sent), Segments(arrives_at, arrived), rounds, arrived.sum(axis=0))
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def exchange(axes: Axes, room: int, rounds: jax.Array, source: Segments, target: Segments, x: jax.Array) -> jax.Array:
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def exchange(
+    axes: Axes, rows: int, room: int, rounds: jax.Array, source: Segments, target: Segments, x: jax.Array
+) -> jax.Array:
     """Send the rows of `x [R, D]` from the segments `source` to `target` → `[rows, D]`, zeros in other rows.
 
     `rounds` all-to-alls send `room` rows from each device to each other.
     """
-    device, number = target.device, target.number
+    device, number = target.of_rows(rows)
 
     def sent(first: jax.Array | int, y: jax.Array) -> jax.Array:
         """`y` with the rows whose numbers are from `first` to `first + room - 1`."""
@@ -151,17 +156,17 @@ def exchange(axes: Axes, room: int, rounds: jax.Array, source: Segments, target:
         now = (number >= first) & (number < first + room)
         return jnp.where(now[:, None], arrived, y)
 
-    y = sent(0, jnp.zeros((len(number), *x.shape[1:]), x.dtype))
+    y = sent(0, jnp.zeros((rows, *x.shape[1:]), x.dtype))
     return lax.fori_loop(1, rounds, lambda number, y: sent(number * room, y), y)
 
 
-def _exchange_forward(axes, room, rounds, source, target, x):
-    return exchange(axes, room, rounds, source, target, x), (rounds, source, target)
+def _exchange_forward(axes, rows, room, rounds, source, target, x):
+    return exchange(axes, rows, room, rounds, source, target, x), (rounds, source, target, x.shape[0])
 
 
-def _exchange_backward(axes, room, residuals, dy):
-    rounds, source, target = residuals
-    return None, None, None, exchange(axes, room, rounds, target, source, dy)
+def _exchange_backward(axes, rows, room, residuals, dy):
+    rounds, source, target, sent = residuals
+    return None, None, None, exchange(axes, sent, room, rounds, target, source, dy)
 
 
 exchange.defvjp(_exchange_forward, _exchange_backward)
