@@ -5,18 +5,14 @@ experts.
 
 - `all_gather`: every device gets all tokens of its group and computes the assignments to its own experts; the sums are
   reduce-scattered. A device sends its T tokens to each of the n - 1 others.
-- `all_to_all`: every assignment's row is sent to its expert's device, where rows are sorted by expert (Lepikhin et al.
-  2020). The all-to-all has blocks of equal size, with `ROOM` times an even share of the k·T rows, and is repeated until
-  the rows of the fullest pair of devices have been sent. With balanced devices that is once: ROOM·k·T·(n - 1)/n rows.
+- `all_to_all`: every assignment's row is sent to its expert's device, where rows arrive sorted by expert (Lepikhin et
+  al. 2020, with rows instead of capacity). A device sends k·T·(n - 1)/n rows.
 
-No assignment is dropped here: the buffer of arrived rows has room for the worst case, all assignments to one device, or
-for the experts' capacity. Assignments that the router has dropped have the expert index E: their rows are not sent and
-add nothing.
-
-Why not `lax.ragged_all_to_all`, which sends the k·T·(n - 1)/n rows at once: docs/log.md, 2026-11-25.
+No assignment is dropped here: the receive buffer has room for the worst case, all assignments to one device, or for the
+experts' capacity. Assignments that the router has dropped have the expert index E: their rows are not sent and add
+nothing.
 """
 
-import math
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -33,7 +29,9 @@ from megajax.parallel.weights.exchange import gather_tiles
 from megajax.step_plan import Collectives
 
 Axes = tuple[str, ...]
-ROOM = 1.25  # rows for another device in one all-to-all, as a multiple of an even share
+# Smallest number of slices that a device sends. XLA's kernel for GPUs of one host copies a slice with one block of
+# threads; few blocks would leave most of the links' bandwidth unused.
+SLICES = 512
 
 
 @dataclass(frozen=True)
@@ -63,110 +61,111 @@ class ExpertParallel:
 
     def _exchanged(self, activation: str, x, experts, weights, w_up, w_down, capacity: int | None, biases) -> jax.Array:
         (T, k), local, size = experts.shape, num_experts(w_up), self.collectives.expert_shards
-        axes, room = self.collectives.experts_over, math.ceil(min(1, ROOM / size) * T * k)
+        axes, ragged = self.collectives.experts_over, self.collectives.ragged
         permutation = ops.sort_by_expert(experts, local * size, T * k)
-        routes = plan(axes, permutation.group_sizes, size, room)
+        routes = plan(axes, permutation.group_sizes, size, -(-SLICES // (local * size)) if ragged else 1)
         permutation, routes = jax.tree.map(lambda a: checkpoint_name(a, "routing"), (permutation, routes))
         max_rows = ops.most_rows(size * T, k, local, capacity)
 
         def to_experts(rows: jax.Array) -> jax.Array:
-            return exchange(axes, max_rows, room, routes.rounds, routes.sent, routes.arrived, rows)
+            return exchange(axes, max_rows, ragged, routes.there, routes.back, rows)
 
         received = checkpoint_name(to_experts(ops.dispatch(x, permutation, k)), "dispatched")
         own_weights: jax.Array = ops.permute(weights.reshape(-1), permutation)
         row_weights = checkpoint_name(to_experts(own_weights[:, None]), "routing")[:, 0]
         arguments = activation, self.kernels, received, row_weights, w_up, w_down, routes.group_sizes
         y: jax.Array = ops.expert_mlp(*arguments, self.max_over_devices, biases)
-        y = exchange(axes, T * k, room, routes.rounds, routes.arrived, routes.sent, y)
-        return ops.combine(y, permutation, k)
+        return ops.combine(exchange(axes, T * k, ragged, routes.back, routes.there, y), permutation, k)
 
 
-class Segments(NamedTuple):
-    """Where a device has the rows that it exchanges with each of n devices for each of that pair's L experts.
+class Slices(NamedTuple):
+    """Arguments of `lax.ragged_all_to_all`, `[n]` each: one or more slices per peer device and expert."""
 
-    The rows of one pair and expert are together. A pair's rows are sent in the order of their experts.
-    """
-
-    starts: jax.Array  # [n, L]
-    sizes: jax.Array
-
-    @property
-    def before(self) -> jax.Array:
-        """Number of the pair's rows for its experts before each, `[n, L]`."""
-        return jnp.cumsum(self.sizes, axis=1) - self.sizes
-
-    def of_pairs(self, numbers: jax.Array) -> jax.Array:
-        """The rows of each pair with these `numbers [N]` in the order of sending → `[n, N]`; any row past its last."""
-        ends = self.before + self.sizes
-        expert = jnp.sum(numbers[None, :, None] >= ends[:, None, :], axis=2)
-        expert = jnp.minimum(expert, ends.shape[1] - 1)
-        return numbers + jnp.take_along_axis(self.starts - self.before, expert, axis=1)
-
-    def of_rows(self, rows: int) -> tuple[jax.Array, jax.Array]:
-        """For each row of `[rows]`: the pair's device, and the row's number in the order of sending, or -1."""
-        starts, sizes = self.starts.reshape(-1), self.sizes.reshape(-1)
-        order = jnp.argsort(2 * starts + (sizes > 0))  # a segment with rows is after the empty ones at its start
-        row = jnp.arange(rows)
-        segment = order[jnp.searchsorted(starts[order], row, side="right", method="scan_unrolled") - 1]
-        offset = row - starts[segment]
-        number = jnp.where(offset < sizes[segment], offset + self.before.reshape(-1)[segment], -1)
-        return segment // self.starts.shape[1], number
+    input_offsets: jax.Array
+    send_sizes: jax.Array
+    output_offsets: jax.Array  # on the receiving device
+    recv_sizes: jax.Array
 
 
 class Routes(NamedTuple):
     """Rows sorted by expert on every device ↔ rows on their experts' devices, sorted by expert, then by sender."""
 
-    sent: Segments  # own assignments
-    arrived: Segments  # those of own experts
-    rounds: jax.Array  # number of all-to-alls: the same on all devices of a group
+    there: Slices  # to the experts' devices
+    back: Slices
     group_sizes: jax.Array  # number of rows received for each own expert
 
 
-def plan(axes: Axes, counts: jax.Array, size: int, room: int) -> Routes:
+def plan(axes: Axes, counts: jax.Array, size: int, pieces: int = 1) -> Routes:
     """The routes of this device's `counts [E]` rows for each expert; `size` devices have E / size experts each.
 
-    An all-to-all has `room` rows for each pair of devices.
+    Each expert's rows from one device to another are cut into `pieces` slices of nearly equal size.
     """
-    rank = lax.axis_index(axes)
-    counts = collectives.all_gather(counts, axes).reshape(size, size, -1)  # [senders, receivers, own experts]
-    sent = counts[rank]
-    starts = (jnp.cumsum(sent) - sent.reshape(-1)).reshape(sent.shape)
-    arrived = counts[:, rank]
-    by_expert = arrived.T.reshape(-1)
-    arrives_at = (jnp.cumsum(by_expert) - by_expert).reshape(arrived.T.shape).T
-    rounds = -(-jnp.max(counts.sum(axis=2)) // room)
-    return Routes(Segments(starts, sent), Segments(arrives_at, arrived), rounds, arrived.sum(axis=0))
+    counts = collectives.all_gather(counts, axes)  # [senders, E]
+    rank, E = lax.axis_index(axes), counts.shape[1]
+    sent_from = jnp.cumsum(counts, axis=1) - counts
+    by_receiver = counts.reshape(size, size, -1).transpose(1, 2, 0)  # [receivers, own experts, senders]
+    flat = by_receiver.reshape(size, -1)
+    arrives_at = (jnp.cumsum(flat, axis=1) - flat).reshape(by_receiver.shape)
+
+    def own(table: jax.Array) -> jax.Array:
+        """`[senders, E]` → the columns of own experts, flat."""
+        return lax.dynamic_slice_in_dim(table, rank * (E // size), E // size, 1).reshape(-1)
+
+    there = Slices(sent_from[rank], counts[rank], arrives_at[:, :, rank].reshape(-1), own(counts))
+    back = Slices(arrives_at[rank].T.reshape(-1), own(counts), own(sent_from), counts[rank])
+    return Routes(_cut(there, pieces), _cut(back, pieces), by_receiver[rank].sum(axis=1))
+
+
+def _cut(slices: Slices, pieces: int) -> Slices:
+    """Cut each slice into `pieces`."""
+
+    def parts(sizes: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Sizes of slices `[n]` → (each piece's offset in its slice, its size), both `[n, pieces]`."""
+        bounds = sizes[:, None] * jnp.arange(pieces + 1) // pieces
+        return bounds[:, :-1], jnp.diff(bounds)
+
+    begins, sent = parts(slices.send_sizes)
+    _, received = parts(slices.recv_sizes)
+    starts = (offsets[:, None] + begins for offsets in (slices.input_offsets, slices.output_offsets))
+    first, arrives = (a.reshape(-1) for a in starts)
+    return Slices(first, sent.reshape(-1), arrives, received.reshape(-1))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def exchange(
-    axes: Axes, rows: int, room: int, rounds: jax.Array, source: Segments, target: Segments, x: jax.Array
-) -> jax.Array:
-    """Send the rows of `x [R, D]` from the segments `source` to `target` → `[rows, D]`, zeros in other rows.
-
-    `rounds` all-to-alls send `room` rows from each device to each other.
-    """
-    device, number = target.of_rows(rows)
-
-    def sent(first: jax.Array | int, y: jax.Array) -> jax.Array:
-        """`y` with the rows whose numbers are from `first` to `first + room - 1`."""
-        blocks = x.at[source.of_pairs(first + jnp.arange(room)).reshape(-1)].get(mode="clip")
-        blocks = collectives.all_to_all(blocks, axes, 0, 0, tiled=True)
-        arrived = blocks.at[device * room + number - first].get(mode="clip")
-        now = (number >= first) & (number < first + room)
-        return jnp.where(now[:, None], arrived, y)
-
-    y = sent(0, jnp.zeros((rows, *x.shape[1:]), x.dtype))
-    return lax.fori_loop(1, rounds, lambda number, y: sent(number * room, y), y)
+def exchange(axes: Axes, rows: int, ragged: bool, slices: Slices, reverse: Slices, x: jax.Array) -> jax.Array:
+    """Move slices of `x [R, D]` → `[rows, D]`, zeros in other rows; `reverse` moves gradients back."""
+    if ragged:
+        with jax.named_scope(collectives.scope(axes)):
+            return lax.ragged_all_to_all(x, jnp.zeros((rows, *x.shape[1:]), x.dtype), *slices, axis_name=axes)
+    return _exchange_by_gather(axes, rows, slices, x)
 
 
-def _exchange_forward(axes, rows, room, rounds, source, target, x):
-    return exchange(axes, rows, room, rounds, source, target, x), (rounds, source, target, x.shape[0])
+def _exchange_forward(axes, rows, ragged, slices, reverse, x):
+    return exchange(axes, rows, ragged, slices, reverse, x), (slices, reverse, x.shape[0])
 
 
-def _exchange_backward(axes, rows, room, residuals, dy):
-    rounds, source, target, sent = residuals
-    return None, None, None, exchange(axes, sent, room, rounds, target, source, dy)
+def _exchange_backward(axes, rows, ragged, residuals, dy):
+    slices, reverse, sent = residuals
+    return None, None, exchange(axes, sent, ragged, reverse, slices, dy)
 
 
 exchange.defvjp(_exchange_forward, _exchange_backward)
+
+
+def _exchange_by_gather(axes: Axes, rows: int, slices: Slices, x: jax.Array) -> jax.Array:
+    """`exchange` for CPUs, which have no ragged all-to-all: each device selects its rows from those of all devices."""
+    rank = lax.axis_index(axes)
+
+    def to_me(table: jax.Array) -> jax.Array:
+        tables = collectives.all_gather(table, axes)  # [senders, receivers · slices]
+        width = tables.shape[1] // tables.shape[0]
+        return lax.dynamic_slice_in_dim(tables, rank * width, width, 1)
+
+    starts, sizes, arrivals = (to_me(a) for a in (slices.input_offsets, slices.send_sizes, slices.output_offsets))
+    senders = jnp.arange(len(starts))[:, None] * x.shape[0]
+    row = jnp.arange(rows)[:, None]
+    first, end, source = arrivals.reshape(-1), (arrivals + sizes).reshape(-1), (starts + senders).reshape(-1)
+    inside = (row >= first) & (row < end)
+    index = jnp.sum(jnp.where(inside, source + row - first, 0), axis=1)
+    picked = gather_tiles(x, axes, 0)[index]
+    return jnp.where(inside.any(axis=1)[:, None], picked, 0)
