@@ -8,7 +8,6 @@ steps), the evaluation loss at the end, and their mean and standard deviation ov
 """
 
 import argparse
-import json
 import os
 import queue
 import statistics
@@ -20,6 +19,7 @@ from pathlib import Path
 
 from megajax.console import user_errors
 from megajax.errors import InputError
+from megajax.plot import read_records
 
 ROOT = Path(__file__).parents[1]
 OPTIMIZERS = {
@@ -33,10 +33,10 @@ OPTIMIZERS = {
 
 def losses(run: Path, steps: int) -> tuple[float, float] | None:
     """(training loss, evaluation loss) at the end of a run; None if it has not ended."""
-    path = run / "metrics.jsonl"
-    records = (
-        [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")] if path.exists() else []
-    )
+    try:
+        records = read_records(run)
+    except InputError:
+        return None  # not begun, or no step yet
     evaluated = [record["eval_loss"] for record in records if record["step"] == steps and "eval_loss" in record]
     first = steps - max(1, min(100, steps // 10))
     trained = [record["loss"] for record in records if record["step"] > first and "loss" in record]
@@ -47,7 +47,7 @@ def train(options: argparse.Namespace, gpus: "queue.Queue[str]", run: Path, over
     """Train one run on the next free GPU. Raises InputError if it fails."""
     steps, text = options.steps, options.text.resolve()
     settings = (
-        *(f"run.steps={steps}", f"run.dir={run}", f"run.eval_interval={steps // 4}", "run.eval_steps=50"),
+        *(f"run.steps={steps}", f"run.dir={run}", f"run.eval_interval={max(1, steps // 4)}", "run.eval_steps=50"),
         *("data.kind=indexed", f"data.train={text}/train_text_document", f"data.valid={text}/valid_text_document"),
         f"data.tokenizer={text}/tokenizer.json",
         *("logging.tensorboard=false", f"run.compilation_cache={run.parent}/compiled"),

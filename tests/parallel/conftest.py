@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
+import numpy as np
 import pytest
 import single_device
 
@@ -24,14 +25,14 @@ def table() -> ModuleType:
 
 @pytest.fixture(scope="session")
 def reference(table) -> Callable:
-    """The single-device trace that a config is held to, from the weights of `weights_of`, made once."""
+    """The single-device trace that a config is held to, from the weights of `weights_of` or others, made once."""
     traces = {}
 
-    def of(config):
+    def of(config, weights=None):
         config = table.reference_config(config)
-        key = config.to_yaml()
+        key = config.to_yaml(), weights and tuple((name, np.asarray(w).tobytes()) for name, w in weights.items())
         if key not in traces:
-            traces[key] = table.train(config, table.weights_of(config))
+            traces[key] = table.train(config, table.weights_of(config) if weights is None else weights)
         return traces[key]
 
     return of

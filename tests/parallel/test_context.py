@@ -247,16 +247,8 @@ MESHES = [
 ]
 
 
-@pytest.fixture(scope="module")
-def references() -> dict:
-    """Runs on one device, by config."""
-    return {}
-
-
 @pytest.mark.parametrize(("model", "mesh", "microbatches", "strategy", "sections"), MESHES)
-def test_a_mesh_with_context_trains_as_one_device_does(
-    table, references, model, mesh, microbatches, strategy, sections
-):
+def test_a_mesh_with_context_trains_as_one_device_does(table, reference, model, mesh, microbatches, strategy, sections):
     config = table.make_config(
         MODELS[model],
         mesh,
@@ -269,10 +261,7 @@ def test_a_mesh_with_context_trains_as_one_device_does(
     weights = table.weights_of(config)
     # Sinks that start anywhere, so that it shows which head has which
     weights = {name: 20 * w if name.endswith("sinks") else w for name, w in weights.items()}
-    key = (reference := table.reference_config(config)).model_dump_json(exclude={"kernels"})
-    if key not in references:
-        references[key] = table.train(reference, weights)
-    difference = table.compare(table.train(config, weights), references[key])
+    difference = table.compare(table.train(config, weights), reference(config, weights))
     assert not difference.problems(), difference
 
 

@@ -61,17 +61,21 @@ def test_a_host_sends_weights_and_gradients_once(tmp_path, over, hosts):
     assert sum(sent.values()) == pytest.approx((BF16 + FP32) * parameters, rel=0.02)
 
 
+def lowered(tmp_path, gpus, profile):
+    jax.clear_caches()  # else a mesh that another test has traced takes fewer calls
+    program = build(tmp_path, "fsdp", gpus)
+    with profile:
+        return program.train_step.lower(program.abstract_state, program.abstract_batch)
+
+
 def test_tracing_does_not_grow_with_the_number_of_gpus(tmp_path):
     """The calls of Python functions, which a loaded machine does not change, and the size of the module."""
     calls, sizes = [], []
     with no_gpu_needed():
-        for gpus in (8, 16, 512):  # the first one fills caches of Python; 512 still divide the weights
-            jax.clear_caches()  # else a mesh that another test has traced takes fewer calls
-            program, profile = build(tmp_path, "fsdp", gpus), cProfile.Profile()
-            with profile if gpus > 8 else nullcontext():
-                lowered = program.train_step.lower(program.abstract_state, program.abstract_batch)
-            if gpus > 8:
-                calls.append(pstats.Stats(profile).total_calls)  # type: ignore[attr-defined]
-                sizes.append(len(lowered.as_text()))
+        lowered(tmp_path, 8, nullcontext())  # fills caches of Python
+        for gpus in (16, 512):  # 512 still divide the weights
+            profile = cProfile.Profile()
+            sizes.append(len(lowered(tmp_path, gpus, profile).as_text()))
+            calls.append(pstats.Stats(profile).total_calls)  # type: ignore[attr-defined]
     assert calls[1] == pytest.approx(calls[0], rel=0.02)
     assert sizes[1] == pytest.approx(sizes[0], rel=0.02)
