@@ -4,10 +4,12 @@ TEXT is a directory of scripts/prepare_text.py. Each run of `--config` has a GPU
 RUNS/OPTIMIZER_SEED, and as many runs as there are GPUs (`--jobs`) are at work at the same time. A run that has ended is
 not repeated, so the command can be killed and started again. At the end, or at once with `--table`, it prints a line
 for each optimizer: the training loss of each seed (mean of the log points of the last tenth of the steps, at most 100
-steps), the evaluation loss at the end, and their mean and standard deviation over the seeds.
+steps), the evaluation loss at the end, and their mean and standard deviation over the seeds. RUNS/means/OPTIMIZER has
+the mean of each logged value over the seeds, for megajax.plot and scripts/pictures.py.
 """
 
 import argparse
+import json
 import os
 import queue
 import statistics
@@ -75,6 +77,16 @@ def row(name: str, ended: Sequence[tuple[float, float]]) -> str:
     return "| " + " | ".join(cells) + " |"
 
 
+def write_means(runs: Sequence[Path], to: Path) -> None:
+    """Write the means of each value over the lines of all `runs` at the same place to the run directory `to`."""
+    lines = zip(*map(read_records, runs), strict=True)
+    to.mkdir(parents=True, exist_ok=True)
+    with open(to / "metrics.jsonl", "w") as file:
+        for same in lines:
+            means = {key: statistics.mean(line[key] for line in same) for key in same[0]}
+            file.write(json.dumps(means | {"step": same[0]["step"]}) + "\n")
+
+
 def main(arguments: Sequence[str]) -> int:
     """Train what has not ended, and print the table; the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -108,9 +120,10 @@ def main(arguments: Sequence[str]) -> int:
                 each.result()
         print("| optimizer | training loss | mean | evaluation loss | mean |\n| --- | --- | --- | --- | --- |")
         for name in options.only:
-            ended = [found for other, _, run in cases if other == name and (found := losses(run, options.steps))]
+            ended = {run: found for other, _, run in cases if other == name and (found := losses(run, options.steps))}
             if ended:
-                print(row(name, ended))
+                print(row(name, list(ended.values())))
+                write_means(list(ended), options.runs / "means" / name)
     return 0
 
 
