@@ -107,7 +107,6 @@ class Collectives:
     context: str = "ring"  # for keys and values, `kernels.context`
     latents: bool = False  # send latents instead, and compute keys and values from them on every device
     dispatch: str = "all_gather"  # or "all_to_all", for tokens to experts on other devices
-    ragged: bool = False  # use `lax.ragged_all_to_all`, which CPUs do not support
     experts_over: tuple[str, ...] = ("expert",)  # mesh axes that divide the experts
     expert_shards: int = 1  # number of devices along `experts_over`
     copied: bool = False  # copy engines send the pieces over `tensor`
@@ -273,7 +272,6 @@ class StepPlan:
             context=self.config.kernels.context,
             latents=self.sends_latents,
             dispatch=self.config.dispatch(self.sizes),
-            ragged=self.hardware.platform != "cpu",
             experts_over=self.config.mesh.experts_over,
             expert_shards=self.config.expert_shards(self.sizes),
             copied=self.hardware.copied_permutations,

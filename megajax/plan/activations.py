@@ -55,19 +55,19 @@ class Activations:
         """Bytes of a microbatch's residual stream."""
         return self.compute * self.tokens * self.config.model.hidden_size // self.shares.tensor
 
-    def working(self, block: str, weight_gradients: int, reduced: int = 0) -> int:
+    def working(self, block: str, policy: str, weight_gradients: int, reduced: int = 0) -> int:
         """Peak bytes of temporary arrays in a layer's backward pass, which is in its MLP.
 
         At first the gradients of the output, of the activation and of its input products are live, and the activation;
         at the end those of the products, of the input and of the weights (`weight_gradients` bytes). By then the
-        gradients of another layer (`reduced` bytes), which are live at first, are reduced. Rows that
-        are sent to experts arrive in zeroed arrays. XLA keeps a copy of these, and has a pool for what is exchanged, of
-        four such arrays: the layer's input, its gradients, and both copies. The residual stream always has a gradient.
+        gradients of another layer (`reduced` bytes), which are live at first, are reduced. The residual stream always
+        has a gradient. Where all is recomputed, XLA exchanges the rows of the next layer's experts early: then two
+        layers' rows and their gradients are live.
         """
         mlp, D, number = self.parts[block][-1], self.config.model.hidden_size, self.compute * self.tokens
         width, row = number * mlp.width / self.shares.tensor, number * self._row(mlp)
-        zeros = 2 * row if row and self.plan.collectives.dispatch == "all_to_all" else 0
-        of_mlp = 2 * number * D + zeros + row + mlp.products * width + max(2 * width + reduced, weight_gradients)
+        early = 3 * row if policy == "full" and self.plan.collectives.dispatch == "all_to_all" else 0
+        of_mlp = 2 * number * D + early + row + mlp.products * width + max(2 * width + reduced, weight_gradients)
         return int(max(of_mlp, number * self.scores))
 
     @property

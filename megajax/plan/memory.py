@@ -126,7 +126,7 @@ class _Step:
             gradients=head.gradients + (0 if self.repeats else FP32 * self.weights.modules.stored),
             weights=head.weights + self.weights.modules.once_bytes + module.gathered_bytes,
             activations=head.activations + (saved + own.recomputed(MTP, segments[-1], False)) // stages,
-            working=max(head.working, own.working(MTP, self.compute * module.whole) // stages),
+            working=max(head.working, own.working(MTP, segments[-1].policy, self.compute * module.whole) // stages),
         )
 
     def in_backward(self, segment: Segment, slots: Sequence[int], done: Elements) -> MemoryEstimate:
@@ -374,7 +374,9 @@ class _Step:
         # In FP8 each piece that arrives over `tensor` has its own product, and they are added at the end.
         more = self.sizes["tensor"] - 1 if segment.fp8 else 0
         sizes = {kind: self.weights.layer(kind, True).whole + more * self.weights.linear_of[kind] for kind in blocks}
-        working = max(self.activations.working(kind, self.compute * n, reduced) for kind, n in sizes.items())
+        working = max(
+            self.activations.working(kind, segment.policy, self.compute * n, reduced) for kind, n in sizes.items()
+        )
         return working + self.loop_copies(segment)
 
     def loop_copies(self, segment: Segment) -> int:

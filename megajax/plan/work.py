@@ -17,6 +17,7 @@ from megajax.config.kinds import LayerKind
 from megajax.mesh import axes_across
 from megajax.model.block import blocks_of
 from megajax.model.parts import Part, PartSizes, Shares
+from megajax.parallel.experts.dispatch import ROOM
 from megajax.plan.costs import attended_keys
 from megajax.plan.rates import Rates
 from megajax.step_plan import StepPlan
@@ -26,7 +27,7 @@ FP32 = 4  # bytes
 STREAM_PASSES = 11.0  # of the residual stream for a part of a layer: its norm and the addition of its output
 KEPT_PASSES = 3.3  # of the outputs of its matmuls and the input of its last one: activations, rotary positions
 ROUTED_PASSES = 8.7  # of the rows that experts receive: permutations and the sum over a token's experts
-ZEROED_PASSES = 2  # of the buffers that an all-to-all fills, set to zero before
+ZEROED_PASSES = 2  # of the buffers of arrived rows, which are written whole
 QUANTISE_PASSES = 1.6  # in FP8, of the inputs and outputs of its matmuls
 TILE = 128  # rows of a grouped matmul's tile: half of an expert's last one is empty
 LOGIT_BYTES = 3.5  # of elementwise work for a logit
@@ -224,7 +225,8 @@ class Device:
         stream = self.number * self.plan.tokens * self.config.model.hidden_size / self.sizes["tensor"]
         between = any(axis in self.between_hosts for axis in axes)
         bandwidth = self.rates.group_bytes(between, min(self.stride(axis) for axis in axes))
-        rows = shards if self.plan.collectives.dispatch == "all_gather" else self.config.model.experts_per_token
+        gathers = self.plan.collectives.dispatch == "all_gather"
+        rows = shards if gathers else min(shards, ROOM) * self.config.model.experts_per_token
         sent = 4.5 * stream * rows * (shards - 1) / shards
         return Traffic(sent, sent / bandwidth, sent / bandwidth)
 

@@ -35,8 +35,8 @@ TRANSFERS = (
     ("allgather", ("all-gather",)),
     ("reducescatter", ("reduce-scatter",)),
     ("allreduce", ("all-reduce",)),
-    ("sendrecv", ("collective-permute", "all-to-all", "ragged-all-to-all")),
-    ("memcpyp2p", ("collective-permute", "all-to-all", "ragged-all-to-all")),
+    ("sendrecv", ("collective-permute", "all-to-all")),
+    ("memcpyp2p", ("collective-permute", "all-to-all")),
 )
 
 
@@ -53,7 +53,7 @@ def kinds_of_kernel(name: str) -> tuple[str, ...]:
 
 
 def is_collective(op: hlo.Op) -> bool:
-    return op.kind in (*hlo.COLLECTIVES, "ragged-all-to-all")
+    return op.kind in hlo.COLLECTIVES
 
 
 def part_of(op: hlo.Op) -> tuple[str, str]:

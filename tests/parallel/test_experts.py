@@ -216,25 +216,29 @@ def test_what_is_kept_is_neither_routed_nor_exchanged_again(table):
     assert operations("save_matmuls") == operations("none") != operations("full")
 
 
-def test_rows_arrive_in_the_order_of_their_experts_however_they_are_cut():
+def test_rows_arrive_in_the_order_of_their_experts_in_however_many_rounds_they_are_sent():
     """Of 4 devices with 2 experts each: the rows of an expert by sender, and back to where they came from."""
     counts = np.array([[3, 0, 1, 7, 0, 0, 2, 0], [0, 0, 0, 0, 0, 0, 0, 9], [1] * 8, [0, 5, 0, 0, 4, 0, 0, 1]])
     rows = np.zeros((4, 13), np.float32)  # of each device, with numbers that rise with expert, sender and row
     for sender, own in enumerate(counts):
         rows[sender, : own.sum()] = 1 + 1000 * np.repeat(np.arange(8), own) + 100 * sender + np.arange(own.sum())
 
-    def run(pieces, counts, rows):
-        routes = plan(("expert",), counts[0], 4, pieces)
-        there = exchange(("expert",), 24, False, routes.there, routes.back, rows[0, :, None])
-        back = exchange(("expert",), 13, False, routes.back, routes.there, there)
-        return there[None, :, 0], back[None, :, 0], routes.group_sizes[None]
+    def run(room, counts, rows):
+        routes = plan(("expert",), counts[0], 4, room, (13, 24))
+        arrays = jnp.tile(rows[0, :, None], 3), -rows[0, :, None]  # as tokens and their weights
+        there = exchange(("expert",), room, routes.rounds, routes.sent, routes.arrived, arrays)
+        back = exchange(("expert",), room, routes.rounds, routes.arrived, routes.sent, there)
+        return jax.tree.map(lambda a: a[None], ((there, back), routes.group_sizes, routes.rounds))
 
     mesh, spec = build_mesh({axis: 4 if axis == "expert" else 1 for axis in AXES}, jax.devices()[:4]), jax.P("expert")
-    for pieces in (1, 3):
-        mapped = jax.shard_map(partial(run, pieces), mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
-        there, back, sizes = jax.jit(mapped)(counts, rows)
-        np.testing.assert_array_equal(back, rows)
+    for room, rounds in ((3, 3), (13, 1)):
+        mapped = jax.shard_map(partial(run, room), mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+        ((there, weights), (back, weights_back)), sizes, sent = jax.jit(mapped)(counts, rows)
+        np.testing.assert_array_equal(sent, rounds)
+        np.testing.assert_array_equal(back, np.repeat(rows[..., None], 3, axis=2))
+        np.testing.assert_array_equal(weights_back, -rows[..., None])
+        np.testing.assert_array_equal(weights, -there[..., :1])
         np.testing.assert_array_equal(sizes, counts.sum(axis=0).reshape(4, 2))
-        for device, arrived in enumerate(np.asarray(there)):
+        for device, arrived in enumerate(np.asarray(there[..., 0])):
             own = np.sort(rows[(rows > 1000 * 2 * device) & (rows < 1000 * 2 * (device + 1))])
             np.testing.assert_array_equal(arrived, np.pad(own, (0, 24 - len(own))))

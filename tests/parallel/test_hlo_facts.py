@@ -307,7 +307,7 @@ def test_over_data_stages_communicate_once_a_step(compiled, table):
 # In the sources
 
 CALLS = {"psum", "pmean", "pmax", "pmin", "all_gather", "psum_scatter", "ppermute", "pshuffle", "pswapaxes"}
-CALLS |= {"all_to_all", "ragged_all_to_all", "axis_index"}
+CALLS |= {"all_to_all", "axis_index"}
 
 
 def called_names(path: Path) -> set[str]:

@@ -5,14 +5,18 @@ experts.
 
 - `all_gather`: every device gets all tokens of its group and computes the assignments to its own experts; the sums are
   reduce-scattered. A device sends its T tokens to each of the n - 1 others.
-- `all_to_all`: every assignment's row is sent to its expert's device, where rows arrive sorted by expert (Lepikhin et
-  al. 2020, with rows instead of capacity). A device sends k·T·(n - 1)/n rows.
+- `all_to_all`: every assignment's row is sent to its expert's device, where rows are sorted by expert (Lepikhin et al.
+  2020). The all-to-all has blocks of equal size, with `ROOM` times an even share of the k·T rows, and is repeated until
+  the rows of the fullest pair of devices have been sent. With balanced devices that is once: ROOM·k·T·(n - 1)/n rows.
 
-No assignment is dropped here: the receive buffer has room for the worst case, all assignments to one device, or for the
-experts' capacity. Assignments that the router has dropped have the expert index E: their rows are not sent and add
-nothing.
+No assignment is dropped here: the buffer of arrived rows has room for the worst case, all assignments to one device, or
+for the experts' capacity. Assignments that the router has dropped have the expert index E: their rows are not sent and
+add nothing.
+
+Why not `lax.ragged_all_to_all`, which sends the k·T·(n - 1)/n rows at once: docs/log.md, 2026-11-25.
 """
 
+import math
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -29,9 +33,8 @@ from megajax.parallel.weights.exchange import gather_tiles
 from megajax.step_plan import Collectives
 
 Axes = tuple[str, ...]
-# Smallest number of slices that a device sends. XLA's kernel for GPUs of one host copies a slice with one block of
-# threads; few blocks would leave most of the links' bandwidth unused.
-SLICES = 512
+Arrays = tuple[jax.Array, ...]
+ROOM = 1.25  # rows for another device in one all-to-all, as a multiple of an even share
 
 
 @dataclass(frozen=True)
@@ -61,111 +64,109 @@ class ExpertParallel:
 
     def _exchanged(self, activation: str, x, experts, weights, w_up, w_down, capacity: int | None, biases) -> jax.Array:
         (T, k), local, size = experts.shape, num_experts(w_up), self.collectives.expert_shards
-        axes, ragged = self.collectives.experts_over, self.collectives.ragged
+        axes, room = self.collectives.experts_over, math.ceil(min(1, ROOM / size) * T * k)
         permutation = ops.sort_by_expert(experts, local * size, T * k)
-        routes = plan(axes, permutation.group_sizes, size, -(-SLICES // (local * size)) if ragged else 1)
+        routes = plan(axes, permutation.group_sizes, size, room, (T * k, ops.most_rows(size * T, k, local, capacity)))
         permutation, routes = jax.tree.map(lambda a: checkpoint_name(a, "routing"), (permutation, routes))
-        max_rows = ops.most_rows(size * T, k, local, capacity)
 
-        def to_experts(rows: jax.Array) -> jax.Array:
-            return exchange(axes, max_rows, ragged, routes.there, routes.back, rows)
+        def send(source: Segments, target: Segments, *arrays: jax.Array) -> Arrays:
+            return exchange(axes, room, routes.rounds, source, target, arrays)
 
-        received = checkpoint_name(to_experts(ops.dispatch(x, permutation, k)), "dispatched")
         own_weights: jax.Array = ops.permute(weights.reshape(-1), permutation)
-        row_weights = checkpoint_name(to_experts(own_weights[:, None]), "routing")[:, 0]
+        rows: jax.Array = ops.dispatch(x, permutation, k)
+        received, row_weights = send(routes.sent, routes.arrived, rows, own_weights[:, None])
+        received, row_weights = checkpoint_name(received, "dispatched"), checkpoint_name(row_weights, "routing")[:, 0]
         arguments = activation, self.kernels, received, row_weights, w_up, w_down, routes.group_sizes
         y: jax.Array = ops.expert_mlp(*arguments, self.max_over_devices, biases)
-        return ops.combine(exchange(axes, T * k, ragged, routes.back, routes.there, y), permutation, k)
+        (y,) = send(routes.arrived, routes.sent, y)
+        return ops.combine(y, permutation, k)
 
 
-class Slices(NamedTuple):
-    """Arguments of `lax.ragged_all_to_all`, `[n]` each: one or more slices per peer device and expert."""
+class Segments(NamedTuple):
+    """Where a device has the rows that it exchanges with each of n devices for each of that pair's L experts.
 
-    input_offsets: jax.Array
-    send_sizes: jax.Array
-    output_offsets: jax.Array  # on the receiving device
-    recv_sizes: jax.Array
+    The rows of one pair and expert are together. A pair's rows are sent in the order of their experts.
+    """
+
+    starts: jax.Array  # [n, L]
+    sizes: jax.Array
+    device: jax.Array  # [rows]: the other device
+    number: jax.Array  # [rows], in the order of sending; -1 if the row is in no segment
+
+    @classmethod
+    def of(cls, starts: jax.Array, sizes: jax.Array, rows: int) -> "Segments":
+        """The segments with these `starts` and `sizes`, both `[n, L]`, among `rows` rows."""
+        first, size, row = starts.reshape(-1), sizes.reshape(-1), jnp.arange(rows)
+        order = jnp.argsort(2 * first + (size > 0))  # a segment with rows is after the empty ones at its start
+        segment = order[jnp.searchsorted(first[order], row, side="right", method="scan_unrolled") - 1]
+        offset, before = row - first[segment], (jnp.cumsum(sizes, axis=1) - sizes).reshape(-1)
+        number = jnp.where(offset < size[segment], offset + before[segment], -1)
+        return cls(starts, sizes, segment // starts.shape[1], number)
+
+    def of_pairs(self, numbers: jax.Array) -> jax.Array:
+        """The rows of each pair with these `numbers [N]` in the order of sending → `[n, N]`; any row past its last."""
+        ends = jnp.cumsum(self.sizes, axis=1)
+        expert = jnp.sum(numbers[None, :, None] >= ends[:, None, :], axis=2)
+        expert = jnp.minimum(expert, ends.shape[1] - 1)
+        return numbers + jnp.take_along_axis(self.starts + self.sizes - ends, expert, axis=1)
 
 
 class Routes(NamedTuple):
     """Rows sorted by expert on every device ↔ rows on their experts' devices, sorted by expert, then by sender."""
 
-    there: Slices  # to the experts' devices
-    back: Slices
+    sent: Segments  # own assignments
+    arrived: Segments  # those of own experts
+    rounds: jax.Array  # number of all-to-alls: the same on all devices of a group
     group_sizes: jax.Array  # number of rows received for each own expert
 
 
-def plan(axes: Axes, counts: jax.Array, size: int, pieces: int = 1) -> Routes:
+def plan(axes: Axes, counts: jax.Array, size: int, room: int, rows: tuple[int, int]) -> Routes:
     """The routes of this device's `counts [E]` rows for each expert; `size` devices have E / size experts each.
 
-    Each expert's rows from one device to another are cut into `pieces` slices of nearly equal size.
+    An all-to-all has `room` rows for each pair of devices. `rows`: those of own assignments, and for those that arrive.
     """
-    counts = collectives.all_gather(counts, axes)  # [senders, E]
-    rank, E = lax.axis_index(axes), counts.shape[1]
-    sent_from = jnp.cumsum(counts, axis=1) - counts
-    by_receiver = counts.reshape(size, size, -1).transpose(1, 2, 0)  # [receivers, own experts, senders]
-    flat = by_receiver.reshape(size, -1)
-    arrives_at = (jnp.cumsum(flat, axis=1) - flat).reshape(by_receiver.shape)
-
-    def own(table: jax.Array) -> jax.Array:
-        """`[senders, E]` → the columns of own experts, flat."""
-        return lax.dynamic_slice_in_dim(table, rank * (E // size), E // size, 1).reshape(-1)
-
-    there = Slices(sent_from[rank], counts[rank], arrives_at[:, :, rank].reshape(-1), own(counts))
-    back = Slices(arrives_at[rank].T.reshape(-1), own(counts), own(sent_from), counts[rank])
-    return Routes(_cut(there, pieces), _cut(back, pieces), by_receiver[rank].sum(axis=1))
+    rank = lax.axis_index(axes)
+    counts = collectives.all_gather(counts, axes).reshape(size, size, -1)  # [senders, receivers, own experts]
+    sent = counts[rank]
+    starts = (jnp.cumsum(sent) - sent.reshape(-1)).reshape(sent.shape)
+    arrived = counts[:, rank]
+    by_expert = arrived.T.reshape(-1)
+    arrives_at = (jnp.cumsum(by_expert) - by_expert).reshape(arrived.T.shape).T
+    rounds = -(-jnp.max(counts.sum(axis=2)) // room)
+    sides = Segments.of(starts, sent, rows[0]), Segments.of(arrives_at, arrived, rows[1])
+    return Routes(*sides, rounds, arrived.sum(axis=0))
 
 
-def _cut(slices: Slices, pieces: int) -> Slices:
-    """Cut each slice into `pieces`."""
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def exchange(axes: Axes, room: int, rounds: jax.Array, source: Segments, target: Segments, arrays: Arrays) -> Arrays:
+    """Send the rows of all `arrays [R, ...]` from the segments `source` to `target` → `[rows, ...]`, other rows zero.
 
-    def parts(sizes: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Sizes of slices `[n]` → (each piece's offset in its slice, its size), both `[n, pieces]`."""
-        bounds = sizes[:, None] * jnp.arange(pieces + 1) // pieces
-        return bounds[:, :-1], jnp.diff(bounds)
+    `rounds` all-to-alls of each array send `room` rows from each device to each other. The arrays share a loop because
+    XLA may run independent loops at once on CPUs, and then their collectives meet each other's (docs/log.md).
+    """
+    device, number = target.device, target.number
 
-    begins, sent = parts(slices.send_sizes)
-    _, received = parts(slices.recv_sizes)
-    starts = (offsets[:, None] + begins for offsets in (slices.input_offsets, slices.output_offsets))
-    first, arrives = (a.reshape(-1) for a in starts)
-    return Slices(first, sent.reshape(-1), arrives, received.reshape(-1))
+    def sent(first: jax.Array | int, arrived: Arrays) -> Arrays:
+        """`arrived` with the rows whose numbers are from `first` to `first + room - 1`."""
+        rows = source.of_pairs(first + jnp.arange(room)).reshape(-1)
+        place, now = device * room + number - first, (number >= first) & (number < first + room)
+        done = []
+        for x, y in zip(arrays, arrived, strict=True):
+            blocks = collectives.all_to_all(x.at[rows].get(mode="clip"), axes, 0, 0, tiled=True)
+            done.append(jnp.where(now[:, None], blocks.at[place].get(mode="clip"), y))
+        return tuple(done)
 
-
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def exchange(axes: Axes, rows: int, ragged: bool, slices: Slices, reverse: Slices, x: jax.Array) -> jax.Array:
-    """Move slices of `x [R, D]` → `[rows, D]`, zeros in other rows; `reverse` moves gradients back."""
-    if ragged:
-        with jax.named_scope(collectives.scope(axes)):
-            return lax.ragged_all_to_all(x, jnp.zeros((rows, *x.shape[1:]), x.dtype), *slices, axis_name=axes)
-    return _exchange_by_gather(axes, rows, slices, x)
-
-
-def _exchange_forward(axes, rows, ragged, slices, reverse, x):
-    return exchange(axes, rows, ragged, slices, reverse, x), (slices, reverse, x.shape[0])
+    arrived = sent(0, tuple(jnp.zeros((len(number), *x.shape[1:]), x.dtype) for x in arrays))
+    return lax.fori_loop(1, rounds, lambda round, arrived: sent(round * room, arrived), arrived)
 
 
-def _exchange_backward(axes, rows, ragged, residuals, dy):
-    slices, reverse, sent = residuals
-    return None, None, exchange(axes, sent, ragged, reverse, slices, dy)
+def _exchange_forward(axes, room, rounds, source, target, arrays):
+    return exchange(axes, room, rounds, source, target, arrays), (rounds, source, target)
+
+
+def _exchange_backward(axes, room, residuals, dy):
+    rounds, source, target = residuals
+    return None, None, None, exchange(axes, room, rounds, target, source, dy)
 
 
 exchange.defvjp(_exchange_forward, _exchange_backward)
-
-
-def _exchange_by_gather(axes: Axes, rows: int, slices: Slices, x: jax.Array) -> jax.Array:
-    """`exchange` for CPUs, which have no ragged all-to-all: each device selects its rows from those of all devices."""
-    rank = lax.axis_index(axes)
-
-    def to_me(table: jax.Array) -> jax.Array:
-        tables = collectives.all_gather(table, axes)  # [senders, receivers · slices]
-        width = tables.shape[1] // tables.shape[0]
-        return lax.dynamic_slice_in_dim(tables, rank * width, width, 1)
-
-    starts, sizes, arrivals = (to_me(a) for a in (slices.input_offsets, slices.send_sizes, slices.output_offsets))
-    senders = jnp.arange(len(starts))[:, None] * x.shape[0]
-    row = jnp.arange(rows)[:, None]
-    first, end, source = arrivals.reshape(-1), (arrivals + sizes).reshape(-1), (starts + senders).reshape(-1)
-    inside = (row >= first) & (row < end)
-    index = jnp.sum(jnp.where(inside, source + row - first, 0), axis=1)
-    picked = gather_tiles(x, axes, 0)[index]
-    return jnp.where(inside.any(axis=1)[:, None], picked, 0)
