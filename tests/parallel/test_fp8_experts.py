@@ -62,7 +62,13 @@ def run(table, recipe, model, mesh, microbatches, weights=None, **sections):
 @pytest.mark.parametrize(
     ("recipe", "model", "mesh", "microbatches", "sections"),
     [
-        ("current", MODEL, {"expert": 2, "tensor": 2}, 1, {"kernels": {"dispatch": "all_to_all"}}),
+        (
+            "current",
+            EXPERTS_ALONE | {"num_layers": 1},
+            {"expert": 2, "tensor": 2},
+            1,
+            {"kernels": {"dispatch": "all_to_all"}},
+        ),
         ("delayed", EXPERTS_ALONE, {"pipeline": 2, "expert": 2}, 2, {"pipeline": {"schedule": "zero_bubble"}}),
     ],
     ids=["current", "delayed"],

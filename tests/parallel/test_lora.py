@@ -110,7 +110,7 @@ def test_no_gradient_of_a_frozen_weight_is_computed(steps):
 @pytest.mark.parametrize(
     "model, mesh, options",
     [
-        (LLAMA, {"fsdp": 2, "tensor": 4}, {"lora": ALL}),  # two devices share a KV head
+        (LLAMA | {"num_layers": 1}, {"fsdp": 2, "tensor": 4}, {"lora": ALL}),  # two devices share a KV head
         (LLAMA, {"pipeline": 2}, {"lora": ALL, "microbatches": 2, "pipeline": {"schedule": "zero_bubble"}}),
         (DENSE_AND_MOE, {"expert": 2}, {"lora": MOE}),
     ],
