@@ -344,22 +344,28 @@ def measure(section: Section, tiny: bool) -> None:
         print(f"{section.title:<44} {tiling:<16} {op:<14} {speed}", flush=True)
 
 
-def compile_for_h200(section: Section) -> None:
+def lowered_for_h200(section: Section) -> Iterator[tuple[str, str, jax.stages.Lowered]]:
+    """Each tiling and operation of a section, lowered for an H200; to be used inside `no_gpu_needed`."""
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+    mesh, whole = Mesh(np.array(h200_devices(1)), ("data",)), PartitionSpec()
+    with_sharding = partial(jax.ShapeDtypeStruct, sharding=NamedSharding(mesh, whole))
+    shapes = jax.tree.map(lambda a: with_sharding(a.shape, a.dtype), jax.eval_shape(section.make))
+    for (tiling, op), operation in section.lines.items():
+        local = jax.shard_map(
+            lambda arguments, f=operation: f(**arguments),
+            mesh=mesh,
+            in_specs=whole,
+            out_specs=whole,
+            check_vma=False,
+        )
+        yield tiling, op, jax.jit(local).lower(shapes)
+
+
+def compile_for_h200(section: Section) -> None:
     with no_gpu_needed():
-        mesh, whole = Mesh(np.array(h200_devices(1)), ("data",)), PartitionSpec()
-        with_sharding = partial(jax.ShapeDtypeStruct, sharding=NamedSharding(mesh, whole))
-        shapes = jax.tree.map(lambda a: with_sharding(a.shape, a.dtype), jax.eval_shape(section.make))
-        for (tiling, op), operation in section.lines.items():
-            local = jax.shard_map(
-                lambda arguments, f=operation: f(**arguments),
-                mesh=mesh,
-                in_specs=whole,
-                out_specs=whole,
-                check_vma=False,
-            )
-            jax.jit(local).lower(shapes).compile()
+        for tiling, op, lowered in lowered_for_h200(section):
+            lowered.compile()
             print(f"{section.title:<44} {tiling:<16} {op:<14} compiled", flush=True)
 
 
