@@ -16,9 +16,9 @@ EVERY = 7  # steps between the checkpoints of LONG
 
 
 @pytest.fixture
-def lab(tmp_path):
+def lab(tmp_path, forks):
     settings = ("run.steps=20000", "run.eval_interval=20", f"checkpoint.keep_every={EVERY}", "model.num_layers=1")
-    lab = Lab(tmp_path, random.Random(SEED), (*LONG, *settings))
+    lab = Lab(tmp_path, random.Random(SEED), (*LONG, *settings), forks.start)
     yield lab
     lab.close()
 
