@@ -112,10 +112,9 @@ def test_weights_of_heads_above_the_threshold_are_rescaled(model, threshold):
     ("model", "mesh", "microbatches", "kernels"),
     [
         ("sinks", {"context": 2, "tensor": 4}, 2, {"context": "ring"}),  # twice as many devices as KV heads
-        ("sinks", {"context": 4}, 1, {"context": "all_to_all"}),
         ("mixtral", {"expert": 2, "context": 2}, 2, {"context": "all_gather"}),
         # An empty slot; stages share the tokens of the module
-        ("predicting", {"pipeline": 2, "tensor": 2}, 2, {}),
+        ("predicting", {"pipeline": 2, "context": 2}, 2, {"context": "all_to_all"}),
     ],
 )
 def test_a_mesh_rescales_as_one_device_does(model, mesh, microbatches, kernels):

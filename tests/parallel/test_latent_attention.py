@@ -20,12 +20,13 @@ DOCUMENTS = {"synthetic_documents": 5, "reset_attention": True, "reset_positions
 # All multiples of 16
 FP8_WIDTHS = {"hidden_size": 64, "num_heads": 8, "q_lora_rank": 48, "kv_lora_rank": 32, "ffn_hidden_size": 64}
 FP8_WIDTHS |= {"qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 32}
+MODELS = LATENT_MODELS | {"v3 of 2": LATENT_MODELS["v3"] | {"num_layers": 2}}  # a layer of each kind
 # model, mesh, microbatches, other sections
 CASES = [
     ("dense", {"context": 2, "tensor": 2}, 1, {"kernels": {"context": "ring"}, "remat": {"policy": "selective"}}),
     ("v2", {"context": 4}, 1, {"kernels": {"context": "all_to_all"}, "data": DOCUMENTS, "remat": {"policy": "full"}}),
     (
-        "v3",
+        "v3 of 2",
         {"expert": 2, "tensor": 2, "context": 2},
         2,
         {"kernels": {"context": "all_gather"}, "data": DOCUMENTS, "remat": {"policy": "save_matmuls"}},
@@ -43,7 +44,7 @@ def name_of(value) -> str | None:
 @pytest.mark.parametrize(("model", "mesh", "microbatches", "sections"), CASES, ids=name_of)
 def test_latent_attention_trains_on_a_mesh_as_on_one_device(table, difference, model, mesh, microbatches, sections):
     settings = {"microbatches": microbatches, "steps": STEPS, "optimizer": "sgd"}
-    config = table.make_config(LATENT_MODELS[model], mesh, **settings, **sections)
+    config = table.make_config(MODELS[model], mesh, **settings, **sections)
     assert not (found := difference(config)).problems(), found
 
 
@@ -57,7 +58,7 @@ def test_latent_attention_trains_on_a_mesh_as_on_one_device(table, difference, m
     ids=["fp32", "fp8"],
 )
 def test_the_ring_sends_latents_where_it_can(table, sections, numbers):
-    model = LATENT_MODELS["dense"] | (FP8_WIDTHS if "precision" in sections else {})
+    model = LATENT_MODELS["dense"] | {"num_layers": 1} | (FP8_WIDTHS if "precision" in sections else {})
     config = table.make_config(model, {"context": 2}, **sections)
     program = TrainProgram.build(config, build_mesh(check_mesh(config, 2), jax.devices()[:2]))
     text = program.train_step.lower(program.abstract_state, program.abstract_batch).as_text()
