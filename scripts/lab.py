@@ -17,7 +17,6 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -58,12 +57,6 @@ def write_text(prefix: str, documents: int = 60) -> None:
             writer.add_document(np.frombuffer((words * 3)[start : start + generator.integers(30, 90)], np.uint8))
 
 
-def started(arguments: Sequence[str], environment: dict[str, str]) -> subprocess.Popen:
-    """A process of `python -m megajax.train`."""
-    command = [sys.executable, "-m", "megajax.train", *arguments]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
-
-
 class Run:
     """`python -m megajax.train` in a process of its own; its output is read line by line.
 
@@ -71,13 +64,14 @@ class Run:
     the line of step n arrives soon after step n, however fast or slow the machine is.
     """
 
-    def __init__(
-        self,
-        arguments: Sequence[str],
-        environment: dict[str, str],
-        start: Callable[[Sequence[str], dict[str, str]], Any] = started,
-    ):
-        self.process = start(arguments, environment)
+    def __init__(self, arguments: Sequence[str], environment: dict[str, str]):
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "megajax.train", *arguments],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=environment,
+        )
         assert self.process.stdout is not None
         self.stdout = self.process.stdout
         fcntl.fcntl(self.stdout, fcntl.F_SETPIPE_SZ, 4096)
@@ -143,8 +137,8 @@ def numbers_of(run_dir: Path) -> Numbers:
 class Lab:
     """A text, a config, a shared cache of compiled steps, and runs of them below one directory."""
 
-    def __init__(self, root: Path, random: random.Random, settings: Sequence[str] = LONG, started: Callable = started):
-        self.root, self.random, self.settings, self.started = root, random, settings, started
+    def __init__(self, root: Path, random: random.Random, settings: Sequence[str] = LONG):
+        self.root, self.random, self.settings = root, random, settings
         self.prefix = str(root / "text")
         write_text(self.prefix)
         (root / "tiny.yaml").write_text(TINY)
@@ -175,9 +169,7 @@ class Lab:
         runs = []
         for index in range(processes):
             joined = {"JAX_COORDINATOR_ADDRESS": address, "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": str(index)}
-            runs.append(
-                Run([*arguments, f"run.dir={run_dir}"], variables | (joined if processes > 1 else {}), self.started)
-            )
+            runs.append(Run([*arguments, f"run.dir={run_dir}"], variables | (joined if processes > 1 else {})))
         self._open += runs
         return runs
 

@@ -135,13 +135,3 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     """Tests of runs reuse each other's programs."""
     if reused := item.session.stash.get(REUSED, None):
         reused.active = item.path.parent.name in OF_RUNS
-
-
-@pytest.fixture(scope="session")
-def forks():
-    """A server that forks processes of `megajax.train`."""
-    from forked_runs import Server
-
-    server = Server()
-    yield server
-    server.close()

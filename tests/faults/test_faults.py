@@ -16,9 +16,9 @@ EVERY = 7  # steps between the checkpoints of LONG
 
 
 @pytest.fixture
-def lab(tmp_path, forks):
+def lab(tmp_path):
     settings = ("run.steps=20000", "run.eval_interval=20", f"checkpoint.keep_every={EVERY}", "model.num_layers=1")
-    lab = Lab(tmp_path, random.Random(SEED), (*LONG, *settings), forks.start)
+    lab = Lab(tmp_path, random.Random(SEED), (*LONG, *settings))
     yield lab
     lab.close()
 

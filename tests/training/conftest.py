@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 
 import pytest
-from lab import FLAGS, TINY, Run, started, write_text
+from lab import FLAGS, TINY, Run, write_text
 
 from megajax.config import load_config
 
@@ -37,17 +37,17 @@ def make_config(tiny, text):
 
 @pytest.fixture
 def start(tiny, text):
-    """(overrides..., devices=1, started=..., **environment) → a `Run`, ended with the test if it is still there."""
+    """(overrides..., devices=1, **environment) → a `Run`, ended with the test if it is still there."""
     runs = []
 
-    def start(*overrides: str, devices: int = 1, started=started, **environment: str) -> Run:
+    def start(*overrides: str, devices: int = 1, **environment: str) -> Run:
         variables = {
             **os.environ,
             "JAX_PLATFORMS": "cpu",
             "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices} {FLAGS}",
             **environment,
         }
-        runs.append(Run([str(tiny), f"data.train={text}", *overrides], variables, started))
+        runs.append(Run([str(tiny), f"data.train={text}", *overrides], variables))
         return runs[-1]
 
     yield start

@@ -38,7 +38,7 @@ sys.addaudithook(note)
 
 
 @pytest.fixture
-def start_two(tmp_path, text, start, forks):
+def start_two(tmp_path, text, start):
     """(overrides...) → two `Run`s of one mesh of eight devices.
 
     `tmp_path/written{0,1}` gets the names of the files that each of them opens for writing, `tmp_path/read{0,1}` those
@@ -60,7 +60,6 @@ def start_two(tmp_path, text, start, forks):
                 *MESH,
                 *overrides,
                 devices=4,
-                started=forks.start,
                 JAX_COORDINATOR_ADDRESS=address,
                 JAX_NUM_PROCESSES="2",
                 JAX_PROCESS_ID=str(index),
