@@ -67,14 +67,14 @@ def test_the_newest_checkpoints_and_each_kth_are_kept(tmp_path, make_config, che
     run_on(
         make_config(
             f"run.dir={tmp_path}",
-            "run.steps=11",
+            "run.steps=8",
             "run.checkpoint_interval=1",
-            "checkpoint.keep=3",
-            "checkpoint.keep_every=4",
+            "checkpoint.keep=2",
+            "checkpoint.keep_every=3",
         ),
         {},
     )
-    assert checkpoint_steps(tmp_path) == [4, 8, 9, 10, 11]
+    assert checkpoint_steps(tmp_path) == [3, 6, 7, 8]
 
 
 @pytest.mark.parametrize(
