@@ -137,3 +137,10 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     """Tests of runs reuse each other's programs."""
     if reused := item.session.stash.get(REUSED, None):
         reused.active = item.path.parent.name in OF_RUNS
+
+
+@pytest.fixture(scope="session")
+def h200_store() -> Path | None:
+    """Directory of programs compiled for H200s, kept from run to run as other compiled programs are."""
+    kept = os.environ.get("JAX_COMPILATION_CACHE_DIR")
+    return Path(kept) / "h200" if kept else None

@@ -10,7 +10,7 @@ import json
 import os
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -94,7 +94,7 @@ def compile_for_h200[Program: StepProgram](
         lowered = traced.lower()
         _place_on_host(lowered, jax.tree.leaves(program.is_on_host))
         lowered_at = time.perf_counter()
-        text, memory = _compiled(lowered, store)
+        text, memory = compiled(lowered, store)
         end = time.perf_counter()
     return CompiledStep(program, text, memory, traced_at - start, lowered_at - traced_at, end - lowered_at)
 
@@ -134,20 +134,24 @@ def _place_on_host(lowered: jax.stages.Lowered, on_host: list[bool]) -> None:
             main.attributes[attributes] = ir.ArrayAttr.get([ir.DictAttr.get(each) for each in own])
 
 
-def _compiled(lowered: jax.stages.Lowered, store: Path | None) -> tuple[str, dict[str, int]]:
-    """The text and memory of a lowered program, from `store` if it has them. jax's own cache leaves out programs of
-    devices that do not exist.
+def compiled(
+    lowered: jax.stages.Lowered, store: Path | None, options: Mapping[str, str] | None = None
+) -> tuple[str, dict[str, int]]:
+    """The text and memory of a program lowered for H200s and compiled with XLA's `options`; from `store` if there.
+
+    To be used inside `no_gpu_needed`. jax's own cache leaves out programs of devices that do not exist.
     """
     path = None
     if store is not None:
         compilers = [f"{each.name} {each.version}" for each in distributions() if each.name.startswith("jax")]
         names = set(re.findall(r'"([^"]+)"\(#loc', lowered.as_text(debug_info=True)))  # of scopes, not of source files
-        decides = [lowered.as_text(), sorted(names), sorted(compilers), os.environ.get("XLA_FLAGS", ""), _target()]
+        flags = [os.environ.get("XLA_FLAGS", ""), jax.config.read("jax_disable_most_optimizations"), options]
+        decides = [lowered.as_text(), sorted(names), sorted(compilers), flags, _target()]
         path = store / f"{hashlib.sha256(json.dumps(decides).encode()).hexdigest()}.json.gz"
         if path.is_file():
             found = json.loads(gzip.decompress(path.read_bytes()))
             return found["text"], found["memory"]
-    executable = lowered.compile()
+    executable = lowered.compile(options and {**options})
     text, memory = executable.as_text(), memory_of(executable)
     assert text is not None
     if path is not None:

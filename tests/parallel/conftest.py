@@ -1,8 +1,6 @@
 """What the tests of parallelism share: runs held to a single device's, and traces kept for several tests."""
 
-import os
 from collections.abc import Callable
-from pathlib import Path
 from types import ModuleType
 
 import numpy as np
@@ -11,10 +9,9 @@ import single_device
 
 
 @pytest.fixture(scope="session")
-def compiled_steps() -> list[str]:
-    """Options of scripts that compile for H200s: steps are kept from run to run, as other compiled programs are."""
-    kept = os.environ.get("JAX_COMPILATION_CACHE_DIR")
-    return ["--store", str(Path(kept) / "h200")] if kept else []
+def compiled_steps(h200_store) -> list[str]:
+    """Options of scripts that compile for H200s: what they have compiled is kept in `h200_store`."""
+    return ["--store", str(h200_store)] if h200_store else []
 
 
 @pytest.fixture(scope="session")
