@@ -78,13 +78,16 @@ def row(name: str, ended: Sequence[tuple[float, float]]) -> str:
 
 
 def write_means(runs: Sequence[Path], to: Path) -> None:
-    """Write the means of each value over the lines of all `runs` at the same place to the run directory `to`."""
-    lines = zip(*map(read_records, runs), strict=True)
+    """Write the mean over `runs` of each number that all have logged at a step to the run directory `to`."""
+    # By step and name; a run that was killed has logged some steps twice.
+    values = [{(line["step"], key): line[key] for line in read_records(run) for key in line} for run in runs]
+    lines: dict[int, dict[str, float]] = {}
+    for step, key in values[0]:
+        same = [number for run in values if isinstance(number := run.get((step, key)), int | float)]
+        if key != "step" and len(same) == len(runs):
+            lines.setdefault(step, {"step": step})[key] = statistics.mean(same)
     to.mkdir(parents=True, exist_ok=True)
-    with open(to / "metrics.jsonl", "w") as file:
-        for same in lines:
-            means = {key: statistics.mean(line[key] for line in same) for key in same[0]}
-            file.write(json.dumps(means | {"step": same[0]["step"]}) + "\n")
+    (to / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines.values()))
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -151,7 +151,7 @@ def compiled(
         if path.is_file():
             found = json.loads(gzip.decompress(path.read_bytes()))
             return found["text"], found["memory"]
-    executable = lowered.compile(options and {**options})
+    executable = lowered.compile({**options} if options else None)
     text, memory = executable.as_text(), memory_of(executable)
     assert text is not None
     if path is not None:

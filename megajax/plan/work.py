@@ -27,7 +27,7 @@ FP32 = 4  # bytes
 STREAM_PASSES = 11.0  # of the residual stream for a part of a layer: its norm and the addition of its output
 KEPT_PASSES = 3.3  # of the outputs of its matmuls and the input of its last one: activations, rotary positions
 ROUTED_PASSES = 8.7  # of the rows that experts receive: permutations and the sum over a token's experts
-ZEROED_PASSES = 2  # of the buffers of arrived rows, which are written whole
+ARRIVED_PASSES = 2  # of the buffers of arrived rows, which are written whole
 QUANTISE_PASSES = 1.6  # in FP8, of the inputs and outputs of its matmuls
 TILE = 128  # rows of a grouped matmul's tile: half of an expert's last one is empty
 LOGIT_BYTES = 3.5  # of elementwise work for a logit
@@ -171,7 +171,7 @@ class Device:
         if self.plan.collectives.dispatch == "all_gather":
             numbers += ROUTED_PASSES * received
         else:
-            numbers += ROUTED_PASSES * rows + (ZEROED_PASSES * received if received > rows else 0)
+            numbers += ROUTED_PASSES * rows + (ARRIVED_PASSES * received if received > rows else 0)
         if fp8:
             numbers += QUANTISE_PASSES * (kept + (rows or D) + D / tensor)
         return self.number * numbers

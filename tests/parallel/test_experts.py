@@ -23,15 +23,11 @@ from megajax.training.saving import StateSaver
 from megajax.training.step import TrainProgram
 
 STEPS = 2
-SINKHORN = MIXTRAL | {
-    "num_layers": 1,
-    "activation": "relu2",
-    "router": {"sinkhorn": True, "pre_softmax": True, "normalise": False},
-}
-CAPACITY = MIXTRAL | {"num_layers": 1, "router": MIXTRAL["router"] | {"capacity_factor": 0.75}}
-POSITION = MIXTRAL | {"num_layers": 1, "router": CAPACITY["router"] | {"drop_policy": "position"}}
-GPT_OSS = MIXTRAL | {
-    "num_layers": 1,
+ONE_LAYER = MIXTRAL | {"num_layers": 1}
+SINKHORN = ONE_LAYER | {"activation": "relu2", "router": {"sinkhorn": True, "pre_softmax": True, "normalise": False}}
+CAPACITY = ONE_LAYER | {"router": MIXTRAL["router"] | {"capacity_factor": 0.75}}
+POSITION = ONE_LAYER | {"router": CAPACITY["router"] | {"drop_policy": "position"}}
+GPT_OSS = ONE_LAYER | {
     "activation": "clamped_swiglu",
     "attention_bias": True,
     "attention_sinks": True,
