@@ -40,20 +40,22 @@ def test_an_output_in_a_donated_buffer_counts_once():
 
 
 def test_a_stored_program_is_not_compiled_again(tmp_path):
-    """One and the same program; another one, or other flags of XLA, have entries of their own."""
+    """One and the same program; another one, or other flags or options of XLA, have entries of their own."""
     compiled = []
 
     def lowered(text) -> Any:
         sizes = dict.fromkeys(["argument_size_in_bytes", "output_size_in_bytes", "alias_size_in_bytes"], 1)
         plan = SimpleNamespace(**sizes, temp_size_in_bytes=7)
         executable = SimpleNamespace(memory_analysis=lambda: plan, as_text=lambda: f"{text} compiled")
-        return SimpleNamespace(as_text=lambda **_: text, compile=lambda: compiled.append(text) or executable)
+        return SimpleNamespace(as_text=lambda **_: text, compile=lambda options: compiled.append((text, options)) or executable)
 
     for text in ("one", "two", "one"):
-        found = compile._compiled(lowered(text), tmp_path / "store")
+        found = compile.compiled(lowered(text), tmp_path / "store")
         assert found == (f"{text} compiled", {"argument": 1, "other output": 0, "temporary": 7, "whole": 8})
-    assert compiled == ["one", "two"]
+    assert compiled == [("one", None), ("two", None)]
+    compile.compiled(lowered("one"), tmp_path / "store", {"xla_option": "1"})
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XLA_FLAGS", "--xla_other")
-        compile._compiled(lowered("one"), tmp_path / "store")
-    assert compiled == ["one", "two", "one"] and len(list((tmp_path / "store").iterdir())) == 3
+        compile.compiled(lowered("one"), tmp_path / "store")
+    assert compiled[2:] == [("one", {"xla_option": "1"}), ("one", None)]
+    assert len(list((tmp_path / "store").iterdir())) == 4
