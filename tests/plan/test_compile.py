@@ -47,7 +47,12 @@ def test_a_stored_program_is_not_compiled_again(tmp_path):
         sizes = dict.fromkeys(["argument_size_in_bytes", "output_size_in_bytes", "alias_size_in_bytes"], 1)
         plan = SimpleNamespace(**sizes, temp_size_in_bytes=7)
         executable = SimpleNamespace(memory_analysis=lambda: plan, as_text=lambda: f"{text} compiled")
-        return SimpleNamespace(as_text=lambda **_: text, compile=lambda options: compiled.append((text, options)) or executable)
+
+        def made(options) -> Any:
+            compiled.append((text, options))
+            return executable
+
+        return SimpleNamespace(as_text=lambda **_: text, compile=made)
 
     for text in ("one", "two", "one"):
         found = compile.compiled(lowered(text), tmp_path / "store")
