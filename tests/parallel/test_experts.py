@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from mesh_models import EXPERT_MODELS, MIXTRAL, uneven_weights
+from mesh_models import EXPERT_MODELS, MIXTRAL, UNEVEN, uneven_weights
 
 from megajax import ops
 from megajax.checkpoint import Checkpoints
@@ -36,11 +36,12 @@ GPT_OSS = ONE_LAYER | {
     "router": {"logit_bias": True, "capacity_factor": 1.5},
 }
 MODELS = EXPERT_MODELS | {"gpt_oss": GPT_OSS} | {"sinkhorn": SINKHORN, "capacity": CAPACITY, "position": POSITION}
+MODELS["uneven"] = {**UNEVEN, "mlp_bias": True}
 
 # model, mesh, microbatches, other sections
 CASES = [
     pytest.param("mixtral", {"data": 2, "fsdp": 2, "tensor": 2}, 2, {}, marks=pytest.mark.smoke),
-    ("sinkhorn", {"context": 2, "tensor": 2}, 1, {"remat": {"policy": "selective"}}),
+    ("sinkhorn", {"context": 2, "tensor": 2, "fsdp": 2}, 1, {"remat": {"policy": "selective"}}),
     ("mixtral", {"expert": 4, "fsdp": 2}, 2, {"kernels": {"dispatch": "all_gather", "scan_unroll": 2}}),
     ("mixtral", {"expert": 2, "pipeline": 2}, 2, {"pipeline": {"schedule": "zero_bubble"}}),
     # Folded: experts over several axes, with their width whole or over `tensor`.
@@ -57,7 +58,7 @@ CASES = [
         {"remat": {"policy": "full"}, "kernels": {"dispatch": "all_to_all"}},
     ),
     ("mixtral", {"data": 2, "context": 2, "fsdp": 2, "experts_over": ("fsdp", "data", "context")}, 2, {}),
-    ("position", {"expert": 2, "context": 2}, 1, {"kernels": {"dispatch": "all_gather"}}),
+    ("position", {"expert": 2, "context": 2, "data": 2}, 1, {"kernels": {"dispatch": "all_gather"}}),
 ]
 
 
@@ -119,18 +120,19 @@ def test_what_is_above_an_experts_capacity_is_dropped(table, reference):
 
 
 def test_the_gradients_are_those_of_the_loss_and_the_routers_losses(table, reference):
-    """The sum of the plain model's loss and of its blocks' losses, differentiated as one function."""
-    config = make(table, "mixtral", {}, 1, {})
+    """The sum of the plain model's loss and of the mean of its microbatches' losses, differentiated as one function."""
+    config = make(table, "mixtral", {}, M := 2, {})
     trace = reference(config)
     batch = {name: jnp.asarray(field) for name, field in next(table.make_batches(config)).items()}
-    model, (B, S) = Transformer(config.model), batch["tokens"].shape
-    inputs = BlockInputs(
-        batch["positions"], TokenPositions(batch["positions"]), jnp.arange(B * S), None, layer_loss_scale=jnp.float32(1)
-    )
+    microbatches = [{name: jnp.split(field, M)[m] for name, field in batch.items()} for m in range(M)]
+    model = Transformer(config.model)
 
-    def total(weights):
-        x = weights["embedding.tokens"][batch["tokens"].reshape(-1)]
-        balance = 0.0
+    def losses(weights, batch):
+        """The sum of the tokens' losses, and the loss of the layers."""
+        positions, (B, S) = batch["positions"], batch["tokens"].shape
+        tokens = jnp.arange(B * S)
+        inputs = BlockInputs(positions, TokenPositions(positions), tokens, None, layer_loss_scale=jnp.float32(1))
+        x, balance = weights["embedding.tokens"][batch["tokens"].reshape(-1)], 0.0
         stacked = {n.removeprefix("blocks.moe."): w for n, w in weights.items() if n.startswith("blocks.")}
         for layer in range(config.model.num_layers):
             block = model.blocks["moe"]
@@ -140,8 +142,11 @@ def test_the_gradients_are_those_of_the_loss_and_the_routers_losses(table, refer
         x = ops.rms_norm(x, weights["final_norm"], config.model.norm_epsilon)
         logits = (x @ weights["head"])[:, : config.model.vocab_size]
         chosen = jnp.take_along_axis(jax.nn.log_softmax(logits), batch["targets"].reshape(-1, 1), axis=-1)[:, 0]
-        mask = batch["loss_mask"].reshape(-1)
-        return -jnp.sum(chosen * mask) / mask.sum() + balance
+        return -jnp.sum(chosen * batch["loss_mask"].reshape(-1)), balance
+
+    def total(weights):
+        own = [losses(weights, microbatch) for microbatch in microbatches]
+        return sum(loss for loss, _ in own) / batch["loss_mask"].sum() + sum(balance for _, balance in own) / M
 
     weights = {name: jnp.asarray(w) for name, w in trace.initial.items()}
     gradients = jax.jit(jax.grad(total))(weights)

@@ -2,17 +2,20 @@
 
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from megajax.config import LoraConfig
 from megajax.config.checks import check_mesh
 from megajax.errors import ConfigError
 from megajax.mesh import build_mesh
 from megajax.model import Transformer, bind
 from megajax.model.lora import A, B, adapters
+from megajax.parallel.stack.adapters import adapted
 from megajax.plan import estimate_memory, flops_per_token
 from megajax.training.batches import to_global
 from megajax.training.step import TrainProgram
@@ -23,7 +26,14 @@ LLAMA |= {"vocab_size": 250}
 DENSE_AND_MOE = LLAMA | {"num_experts": 4, "first_dense_layers": 1, "expert_ffn_hidden_size": 16}
 DENSE_AND_MOE |= {"shared_expert_ffn_hidden_size": 16, "router": {"global_loss": 0.1}}
 ALL = {"rank": 3, "alpha": 12.0, "dropout": 0.2}
-MOE = ALL | {"targets": ["query", "value", "output", "up", "shared_up", "shared_down"]}
+DENSE_AND_LATENT_MOE = {name: value for name, value in DENSE_AND_MOE.items() if name != "num_kv_heads"}
+DENSE_AND_LATENT_MOE |= {
+    "q_lora_rank": 20,
+    "kv_lora_rank": 12,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 6,
+}
 
 
 def random_weights(program: TrainProgram) -> dict[str, np.ndarray]:
@@ -112,7 +122,7 @@ def test_no_gradient_of_a_frozen_weight_is_computed(steps):
     [
         (LLAMA | {"num_layers": 1}, {"fsdp": 2, "tensor": 4}, {"lora": ALL}),  # two devices share a KV head
         (LLAMA, {"pipeline": 2}, {"lora": ALL, "microbatches": 2, "pipeline": {"schedule": "zero_bubble"}}),
-        (DENSE_AND_MOE, {"expert": 2}, {"lora": MOE}),
+        (DENSE_AND_LATENT_MOE, {"expert": 2}, {"lora": ALL}),
     ],
     ids=["fsdp 2 × tensor 4", "pipeline 2", "expert 2"],
 )
@@ -120,6 +130,16 @@ def test_steps_on_a_mesh_equal_those_on_one_device(table, reference, model, mesh
     config = table.make_config(model, mesh, steps=2, optimizer="sgd", **options, **BASE)
     weights = random_weights(one_device(table.reference_config(config)))
     assert not table.compare(table.train(config, weights), reference(config, weights)).problems()
+
+
+def test_the_dropout_of_an_adapter_is_the_same_in_every_process():
+    """Its key is made from the layer and the weight's CRC-32; Python's hash differs between processes."""
+    weights = {name: jnp.ones((2, 2)) for name in ("mlp.down", "mlp.down_lora_a", "mlp.down_lora_b")}
+    fused: Any = SimpleNamespace(columns=lambda name: {name: slice(0, 2)})
+    inputs: Any = SimpleNamespace(adapter_key=jax.random.key(0), token_ids=jnp.arange(2))
+    found = adapted(weights, fused, LoraConfig(**ALL), inputs, layer=5)["mlp.down"].key
+    expected = jax.random.fold_in(jax.random.fold_in(inputs.adapter_key, 5), 0x2AB29F11)
+    assert found == expected
 
 
 def test_the_plan_knows_what_is_frozen(steps, table):
