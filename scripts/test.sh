@@ -3,9 +3,9 @@ set -euo pipefail
 
 help="usage: ./scripts/test.sh [pytest arguments]
 
-Without arguments: lint, types, import rules and all tests, about 15 minutes on two cores the first time. With
-arguments: only pytest with these arguments, for example -m smoke for the fastest tests, or tests/config. Installs their
-packages into .venv."
+Without arguments: lint, types, import rules and all tests, on two cores 8 to 16 minutes the first time and about half
+of that later. With arguments: only pytest with these arguments, for example -m smoke for the fastest tests, or
+tests/config. Installs their packages into .venv."
 
 case "${1:-}" in -h | --help) echo "$help" && exit ;; esac
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh" dev

@@ -1,15 +1,20 @@
 """Generated tokens are transformers', on one device and on meshes; sampling is that of a plain NumPy loop."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from mesh_models import COMMON
+from models_in_use import build
 
 import megajax
 from megajax.errors import InputError
 from megajax.inference import generation
+from megajax.inference.comm import Decode, Prefill
 from megajax.inference.generation import Generator, continue_texts
 from megajax.inference.language_model import choose_kernels
 from megajax.inference.sampling import Sampling, choose, remaining
+from megajax.model import bind
 from megajax.step_plan import HOPPER
 
 GREEDY = Sampling(temperature=0)
@@ -48,6 +53,33 @@ def llama(folder_of):
 def test_the_likeliest_tokens_are_those_of_transformers(references, llama):
     expected = references["tiny_llama"]
     assert last(Generator(llama, GREEDY).tokens(expected["prompts"], 50, chunk=20)) == expected["tokens"]
+
+
+def test_logits_from_caches_are_those_of_the_plain_model():
+    """Those of a prompt, of one token and of three at once, with a large sink of each head, windows and a soft-cap."""
+    settings = COMMON | {"num_layers": 2, "num_kv_heads": 4, "attention_sinks": True, "attention_softcap": 4.0}
+    settings |= {"sliding_window": 4, "layer_pattern": ["global", "local"]}
+    tokens, plain = np.random.default_rng(0).integers(250, size=(4, 14)), {}
+
+    def with_sinks(weights):
+        sinks = 4 * jax.random.normal(jax.random.key(1), weights["blocks.dense.attention.sinks"].shape)
+        plain.update(weights | {"blocks.dense.attention.sinks": sinks})
+        return plain
+
+    model = build(settings, {"fsdp": 2, "tensor": 2}, with_sinks)
+
+    @jax.jit
+    def cached(weights, tokens):
+        common, longest = (model.mesh, model.kernels, model.max_length), 3
+        comm = Prefill(*common, jnp.full(4, 10), 64, longest)
+        outputs = [model.whole_sequences(weights, tokens[:, :10], comm)]
+        for first, last in ((10, 11), (11, 11 + longest)):
+            comm = Decode(*common, comm.caches)
+            outputs.append(model.new_tokens(weights, tokens[:, first:last], jnp.full(4, first), comm))
+        return model.model.logits(weights.outer, jnp.concatenate(outputs, axis=1))
+
+    expected = jax.jit(bind(model.model, plain))(tokens)
+    np.testing.assert_allclose(cached(model.weights, tokens), expected, atol=2e-5)
 
 
 def test_a_sample_depends_on_the_seed_only(references, llama):
