@@ -1,9 +1,14 @@
-"""Newton–Schulz with whole and with symmetric products, on one GPU: `python scripts/newton_schulz_bench.py`.
+"""Newton–Schulz with fewer operations, speed and accuracy: `python scripts/newton_schulz_bench.py` on one GPU.
 
-X·Xᵀ and its square are symmetric. With n blocks only the n (n + 1) / 2 blocks on and below the diagonal of n × n are
-computed, and the others are their transposes; 1 is what `optim.muon` does. Prints a line for each shape, number of
-matrices at once and number of blocks: ms a matrix for all steps, the same in TFLOP/s of whole products, and the
-largest difference from whole products as a part of the largest element. Without a GPU the matrices are tiny, and the
+- whole: as in `optim.muon`, three products a step.
+- 2 blocks, 4 blocks: X·Xᵀ and its square are symmetric. Of n × n blocks only those on and below the diagonal are
+  computed, and the others are their transposes.
+- Gram: a step multiplies X by a polynomial P of G = X·Xᵀ. So the next G is P·G·P, the polynomials are multiplied first,
+  and X last. Rounding grows with this product, so X and G are computed before the last two steps too.
+
+The first table has ms a matrix for all steps, and the same in TFLOP/s of the operations of `whole`. The second one has
+‖Y - W‖ / ‖W‖ of the result Y, where W is that of `whole` in FP32, and Y's largest singular value, for matrices with
+some distributions of singular values. All else is in BF16. Without a GPU the first table's matrices are tiny, and its
 times are meaningless.
 """
 
@@ -14,15 +19,22 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from megajax.config.optimizer_schema import MuonConfig
 from megajax.optim.muon import EPSILON, coefficients, newton_schulz
 
 # Rows and columns of Llama 3 8B's matrices, rows ≤ columns: MLP, queries and output, keys and values.
 SHAPES = ((4096, 14336), (4096, 4096), (1024, 4096))
-TINY = ((32, 80),)
-AT_ONCE, BLOCKS, ROUNDS, CALLS = (1, 3), (1, 2, 4), 3, 10
-HEAD = "| rows × columns | at once | blocks | ms a matrix | TFLOP/s | difference |\n|---|---|---|---|---|---|"
+TINY, OF_ACCURACY = ((32, 80),), (512, 1792)
+AT_ONCE, ROUNDS, CALLS = (1, 3), 3, 10
+LAST = 2  # steps of "Gram" after X is computed anew
+CONFIG = MuonConfig()
+
+
+def normalised(x: jax.Array) -> jax.Array:
+    norm = jnp.sqrt(jnp.sum(jnp.square(x.astype(jnp.float32)), axis=(-2, -1), keepdims=True))
+    return (x / (norm + EPSILON)).astype(x.dtype)
 
 
 def symmetric(a: jax.Array, b: jax.Array, blocks: int) -> jax.Array:
@@ -37,14 +49,34 @@ def symmetric(a: jax.Array, b: jax.Array, blocks: int) -> jax.Array:
     return jnp.concatenate([jnp.concatenate(row, axis=-1) for row in rows], axis=-2)
 
 
-def by_blocks(x: jax.Array, config: MuonConfig, blocks: int) -> jax.Array:
-    """`newton_schulz` with symmetric products."""
-    norm = jnp.sqrt(jnp.sum(jnp.square(x.astype(jnp.float32)), axis=(-2, -1), keepdims=True))
-    x = (x / (norm + EPSILON)).astype(x.dtype)
-    for a, b, c in coefficients(config):
+def by_blocks(blocks: int, x: jax.Array) -> jax.Array:
+    x = normalised(x)
+    for a, b, c in coefficients(CONFIG):
         gram = symmetric(x, x.mT, blocks)
         x = a * x + (b * gram + c * symmetric(gram, gram, blocks)) @ x
     return x
+
+
+def by_gram(x: jax.Array) -> jax.Array:
+    x, steps = normalised(x), coefficients(CONFIG)
+    for part in (steps[:-LAST], steps[-LAST:]):
+        gram, product = x @ x.mT, None
+        for a, b, c in part:
+            square = (gram @ gram).astype(jnp.float32)
+            polynomial = (a * jnp.eye(x.shape[-2]) + b * gram.astype(jnp.float32) + c * square).astype(x.dtype)
+            product = polynomial if product is None else product @ polynomial
+            gram = polynomial @ gram @ polynomial  # the last one is not used, so not computed
+        assert product is not None
+        x = product @ x
+    return x
+
+
+METHODS: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "whole": partial(newton_schulz, config=CONFIG),
+    "2 blocks": partial(by_blocks, 2),
+    "4 blocks": partial(by_blocks, 4),
+    "Gram": by_gram,
+}
 
 
 def seconds(function: Callable[[], jax.Array]) -> float:
@@ -58,22 +90,50 @@ def seconds(function: Callable[[], jax.Array]) -> float:
     return sorted(rounds)[ROUNDS // 2]
 
 
-def main() -> None:
-    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
-    config, has_gpu = MuonConfig(), jax.default_backend() == "gpu"
-    print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}, {time.strftime('%Y-%m-%d')}, BF16\n\n{HEAD}")
-    for rows, columns in SHAPES if has_gpu else TINY:
-        operations = config.steps * (4 * rows**2 * columns + 2 * rows**3)
+def print_speed(shapes: tuple[tuple[int, int], ...]) -> None:
+    print("| rows × columns | at once | method | ms a matrix | TFLOP/s |\n|---|---|---|---|---|")
+    for rows, columns in shapes:
+        operations = CONFIG.steps * (4 * rows**2 * columns + 2 * rows**3)
         for count in AT_ONCE:
             x = jax.random.normal(jax.random.key(0), (count, rows, columns), jnp.bfloat16)
-            whole = newton_schulz(x, config).astype(jnp.float32)
-            for blocks in BLOCKS:
-                method = newton_schulz if blocks == 1 else partial(by_blocks, blocks=blocks)
-                run = jax.jit(partial(method, config=config))
-                difference = jnp.max(jnp.abs(run(x).astype(jnp.float32) - whole)) / jnp.max(jnp.abs(whole))
-                each = seconds(partial(run, x)) / count
-                figures = f"{1e3 * each:.3f} | {operations / each / 1e12:.1f} | {float(difference):.1e}"
-                print(f"| {rows} × {columns} | {count} | {blocks} | {figures} |", flush=True)
+            for name, method in METHODS.items():
+                each = seconds(partial(jax.jit(method), x)) / count
+                figures = f"{1e3 * each:.3f} | {operations / each / 1e12:.1f}"
+                print(f"| {rows} × {columns} | {count} | {name} | {figures} |", flush=True)
+
+
+def with_singular_values(values: np.ndarray, columns: int) -> jax.Array:
+    """A random matrix `[len(values), columns]` with these singular values."""
+    rng, rows = np.random.default_rng(0), len(values)
+    left, _ = np.linalg.qr(rng.standard_normal((rows, rows)))
+    right, _ = np.linalg.qr(rng.standard_normal((columns, rows)))
+    return jnp.asarray(left * values @ right.T, jnp.float32)
+
+
+def print_accuracy(rows: int, columns: int) -> None:
+    i = np.arange(rows)
+    matrices = {
+        "normal numbers": jax.random.normal(jax.random.key(0), (rows, columns), jnp.float32),
+        "1 / i": with_singular_values(1 / (1 + i), columns),
+        "1 / i²": with_singular_values(1 / (1 + i) ** 2, columns),
+        "exp(-i / 40)": with_singular_values(np.exp(-i / 40), columns),
+        "20 are 1, the others 1e-3": with_singular_values(np.where(i < 20, 1, 1e-3), columns),
+    }
+    print(f"\n| singular values, {rows} × {columns} | method | difference | largest |\n|---|---|---|---|")
+    for title, x in matrices.items():
+        expected = jax.jit(METHODS["whole"])(x)
+        for name, method in METHODS.items():
+            found = jax.jit(method)(x.astype(jnp.bfloat16)).astype(jnp.float32)
+            difference = jnp.linalg.norm(found - expected) / jnp.linalg.norm(expected)
+            largest = np.linalg.norm(np.asarray(found), 2)
+            print(f"| {title} | {name} | {float(difference):.3f} | {largest:.2f} |", flush=True)
+
+
+def main() -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}, {time.strftime('%Y-%m-%d')}\n")
+    print_speed(SHAPES if jax.default_backend() == "gpu" else TINY)
+    print_accuracy(*OF_ACCURACY)
 
 
 if __name__ == "__main__":
