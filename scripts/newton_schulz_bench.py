@@ -1,15 +1,14 @@
 """Newton–Schulz with fewer operations, speed and accuracy: `python scripts/newton_schulz_bench.py` on one GPU.
 
-- whole: as in `optim.muon`, three products a step.
-- 2 blocks, 4 blocks: X·Xᵀ and its square are symmetric. Of n × n blocks only those on and below the diagonal are
-  computed, and the others are their transposes.
-- Gram: a step multiplies X by a polynomial P of G = X·Xᵀ. So the next G is P·G·P, the polynomials are multiplied first,
-  and X last. Rounding grows with this product, so X and G are computed before the last two steps too.
+- published: three products a step, X ← aX + (bG + cG²)X with G = X·Xᵀ.
+- 4 blocks: X·Xᵀ and its square are symmetric. Of 4 × 4 blocks only those on and below the diagonal are computed, and
+  the others are their transposes.
+- used: `ops.newton_schulz`, which computes X once for several steps if that needs fewer operations.
 
-The first table has ms a matrix for all steps, and the same in TFLOP/s of the operations of `whole`. The second one has
-‖Y - W‖ / ‖W‖ of the result Y, where W is that of `whole` in FP32, and Y's largest singular value, for matrices with
-some distributions of singular values. All else is in BF16. Without a GPU the first table's matrices are tiny, and its
-times are meaningless.
+The first table has ms a matrix for all steps, and the same in TFLOP/s of the operations of `published`. The second one
+has ‖Y - W‖ / ‖W‖ of the result Y, where W is that of `published` in FP32, and Y's largest singular value, for matrices
+with some distributions of singular values. All else is in BF16. Without a GPU the first table's matrices are tiny, and
+its times are meaningless.
 """
 
 import argparse
@@ -21,15 +20,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from megajax.config.optimizer_schema import MuonConfig
-from megajax.optim.muon import EPSILON, coefficients, newton_schulz
+from megajax.ops.newton_schulz import EPSILON, coefficients, newton_schulz
 
 # Rows and columns of Llama 3 8B's matrices, rows ≤ columns: MLP, queries and output, keys and values.
 SHAPES = ((4096, 14336), (4096, 4096), (1024, 4096))
 TINY, OF_ACCURACY = ((32, 80),), (512, 1792)
 AT_ONCE, ROUNDS, CALLS = (1, 3), 3, 10
-LAST = 2  # steps of "Gram" after X is computed anew
-CONFIG = MuonConfig()
+STEPS = coefficients("quintic", 5)
 
 
 def normalised(x: jax.Array) -> jax.Array:
@@ -49,33 +46,18 @@ def symmetric(a: jax.Array, b: jax.Array, blocks: int) -> jax.Array:
     return jnp.concatenate([jnp.concatenate(row, axis=-1) for row in rows], axis=-2)
 
 
-def by_blocks(blocks: int, x: jax.Array) -> jax.Array:
+def published(product_of_symmetric: Callable[[jax.Array, jax.Array], jax.Array], x: jax.Array) -> jax.Array:
     x = normalised(x)
-    for a, b, c in coefficients(CONFIG):
-        gram = symmetric(x, x.mT, blocks)
-        x = a * x + (b * gram + c * symmetric(gram, gram, blocks)) @ x
-    return x
-
-
-def by_gram(x: jax.Array) -> jax.Array:
-    x, steps = normalised(x), coefficients(CONFIG)
-    for part in (steps[:-LAST], steps[-LAST:]):
-        gram, product = x @ x.mT, None
-        for a, b, c in part:
-            square = (gram @ gram).astype(jnp.float32)
-            polynomial = (a * jnp.eye(x.shape[-2]) + b * gram.astype(jnp.float32) + c * square).astype(x.dtype)
-            product = polynomial if product is None else product @ polynomial
-            gram = polynomial @ gram @ polynomial  # the last one is not used, so not computed
-        assert product is not None
-        x = product @ x
+    for a, b, c in STEPS:
+        gram = product_of_symmetric(x, x.mT)
+        x = a * x + (b * gram + c * product_of_symmetric(gram, gram)) @ x
     return x
 
 
 METHODS: dict[str, Callable[[jax.Array], jax.Array]] = {
-    "whole": partial(newton_schulz, config=CONFIG),
-    "2 blocks": partial(by_blocks, 2),
-    "4 blocks": partial(by_blocks, 4),
-    "Gram": by_gram,
+    "published": partial(published, jnp.matmul),
+    "4 blocks": partial(published, partial(symmetric, blocks=4)),
+    "used": partial(newton_schulz, steps=STEPS),
 }
 
 
@@ -93,7 +75,7 @@ def seconds(function: Callable[[], jax.Array]) -> float:
 def print_speed(shapes: tuple[tuple[int, int], ...]) -> None:
     print("| rows × columns | at once | method | ms a matrix | TFLOP/s |\n|---|---|---|---|---|")
     for rows, columns in shapes:
-        operations = CONFIG.steps * (4 * rows**2 * columns + 2 * rows**3)
+        operations = len(STEPS) * (4 * rows**2 * columns + 2 * rows**3)
         for count in AT_ONCE:
             x = jax.random.normal(jax.random.key(0), (count, rows, columns), jnp.bfloat16)
             for name, method in METHODS.items():
@@ -121,7 +103,7 @@ def print_accuracy(rows: int, columns: int) -> None:
     }
     print(f"\n| singular values, {rows} × {columns} | method | difference | largest |\n|---|---|---|---|")
     for title, x in matrices.items():
-        expected = jax.jit(METHODS["whole"])(x)
+        expected = jax.jit(METHODS["published"])(x)
         for name, method in METHODS.items():
             found = jax.jit(method)(x.astype(jnp.bfloat16)).astype(jnp.float32)
             difference = jnp.linalg.norm(found - expected) / jnp.linalg.norm(expected)

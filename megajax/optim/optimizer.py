@@ -1,5 +1,6 @@
 """The update direction; the step multiplies it by the learning rate."""
 
+import math
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
@@ -10,10 +11,11 @@ import optax
 from jax.sharding import Mesh
 
 from megajax.config import Config
+from megajax.config.optimizer_schema import MuonConfig
 from megajax.mesh import mesh_sizes
+from megajax.ops.newton_schulz import coefficients, newton_schulz
 from megajax.optim.ademamix import ademamix
 from megajax.optim.groups import decays, rates
-from megajax.optim.muon import newton_schulz, update_scale
 from megajax.optim.states import small_states
 from megajax.parallel.weights.matrices import Layout, on_whole_matrices
 from megajax.sharding import Placement
@@ -54,9 +56,10 @@ def _orthogonal(config: Config, placements: Mapping[str, Placement], mesh: Mesh)
     """Momenta by name → orthogonal updates of their matrices, scaled; computed in BF16 unless the step is in FP32."""
     muon, sizes = config.optimizer.muon, mesh_sizes(mesh)
     layouts = {name: Layout.of(placement, sizes, muon.per_head) for name, placement in placements.items()}
-    scales = {name: update_scale(muon, layout.inputs, layout.outputs) for name, layout in layouts.items()}
+    scales = {name: _update_scale(muon, layout.inputs, layout.outputs) for name, layout in layouts.items()}
     dtype = jnp.float32 if config.precision.compute == "float32" else jnp.bfloat16
-    orthogonal = on_whole_matrices(partial(newton_schulz, config=muon), layouts, mesh, dtype)
+    steps = coefficients(muon.coefficients, muon.steps)
+    orthogonal = on_whole_matrices(partial(newton_schulz, steps=steps), layouts, mesh, dtype)
 
     def update(momenta: Any, _: Any) -> Any:
         own = {name: momenta[name] for name in layouts if isinstance(momenta.get(name), jax.Array)}
@@ -66,6 +69,16 @@ def _orthogonal(config: Config, placements: Mapping[str, Placement], mesh: Mesh)
         return momenta | {name: scales[name] * whole[name].astype(jnp.float32) for name in layouts}
 
     return optax.stateless(update)
+
+
+def _update_scale(config: MuonConfig, inputs: int, outputs: int) -> float:
+    """The factor of an orthogonal update of a matrix `[inputs, outputs]`.
+
+    `match_adamw` is that of Moonlight (Liu et al. 2025): the mean square of the update is then 0.2², as AdamW's is.
+    """
+    if config.scale == "spectral":
+        return math.sqrt(max(1.0, outputs / inputs))
+    return 0.2 * math.sqrt(max(inputs, outputs))
 
 
 def _add_decay(decays: Mapping[str, float]) -> optax.GradientTransformation:

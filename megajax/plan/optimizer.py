@@ -9,6 +9,7 @@ from megajax.config.model_schema import ModelConfig
 from megajax.mesh import AXES
 from megajax.model import Transformer, parameters
 from megajax.model.lora import is_trained
+from megajax.ops.newton_schulz import coefficients, operations
 from megajax.parallel.weights.blocks import bytes_per_number
 from megajax.parallel.weights.masters import is_split
 from megajax.parallel.weights.matrices import Layout, groups, rounds
@@ -68,11 +69,12 @@ def newton_schulz_flops(plan: StepPlan, placements: Mapping[str, Placement]) -> 
     config, work = plan.config, {}
     if config.optimizer.kind != "muon":
         return work
-    own = declared(config.model, config.lora)
+    muon, own = config.optimizer.muon, declared(config.model, config.lora)
+    steps = coefficients(muon.coefficients, muon.steps)
     trained = {name: p for name, p in placements.items() if own[name].muon and is_trained(config.lora, name)}
-    layouts = {name: Layout.of(p, plan.sizes, config.optimizer.muon.per_head) for name, p in trained.items()}
+    layouts = {name: Layout.of(p, plan.sizes, muon.per_head) for name, p in trained.items()}
     for shape, names in groups(layouts).items():
         count, each = rounds(shape, plan.sizes, sum(layouts[name].count for name in names))
-        step = 4 * shape.rows**2 * shape.columns + 2 * shape.rows**3
-        work[shape.rows] = work.get(shape.rows, 0.0) + config.optimizer.muon.steps * count * each * step
+        one = operations(steps, shape.rows, shape.columns)
+        work[shape.rows] = work.get(shape.rows, 0.0) + count * each * one
     return work

@@ -1,0 +1,96 @@
+"""Newton–Schulz: matrices made orthogonal by polynomials of themselves, for Muon (Jordan et al. 2024)."""
+
+import math
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+
+Step = tuple[float, float, float]  # (a, b, c) of X ← aX + b(XXᵀ)X + c(XXᵀ)²X
+EPSILON = 1e-7  # added to the norm, so that a matrix of zeros stays one
+
+QUINTIC: tuple[Step, ...] = ((3.4445, -4.7750, 2.0315),)
+# Amsel et al. 2025, for singular values from 1e-3 to 1. The last step converges to 1; those before are for values up
+# to SAFETY, which rounding in BF16 may reach.
+SAFETY = 1.01
+POLAR_EXPRESS: tuple[Step, ...] = (
+    (8.28721201814563, -23.595886519098837, 17.300387312530933),
+    (4.107059111542203, -2.9478499167379106, 0.5448431082926601),
+    (3.9486908534822946, -2.908902115962949, 0.5518191394370137),
+    (3.3184196573706015, -2.488488024314874, 0.51004894012372),
+    (2.300652019954817, -1.6689039845747493, 0.4188073119525673),
+    (1.891301407787398, -1.2679958271945868, 0.37680408948524835),
+    (1.8750014808534479, -1.2500016453999487, 0.3750001645474248),
+    (1.875, -1.25, 0.375),
+)
+
+# Largest products of the coefficients a in a part of the steps. docs/log.md, 2026-11-25, has the errors with others.
+LARGEST_IN_FIRST, LARGEST_IN_OTHERS = 45.0, 12.0
+
+
+def coefficients(named: str | Sequence[Step], count: int) -> list[Step]:
+    """The steps of `quintic`, of `polar_express`, or the given ones; the last one is repeated up to `count`."""
+    if named == "polar_express":
+        *before, last = POLAR_EXPRESS
+        published = [*((a / SAFETY, b / SAFETY**3, c / SAFETY**5) for a, b, c in before), last]
+        a, b, c = published[0]  # whose X is divided by SAFETY too
+        published[0] = (a / SAFETY, b / SAFETY**3, c / SAFETY**5)
+    else:
+        published = QUINTIC if isinstance(named, str) else named
+    return [published[min(step, len(published) - 1)] for step in range(count)]
+
+
+def newton_schulz(x: jax.Array, steps: Sequence[Step]) -> jax.Array:
+    """The matrices `x [..., R, C]`, R ≤ C, with all singular values near 1; zeros stay zeros. In the dtype of `x`.
+
+    A step multiplies X by a polynomial P = aI + bG + cG² of G = XXᵀ. So the steps of a part need only R × R matrices:
+    the next G is PGP, and X is multiplied by the product of the polynomials once. Sums and the norm are in FP32, all
+    matmuls in the dtype of `x`; FP32 in full precision.
+    """
+    precision = "highest" if x.dtype == jnp.float32 else None
+    identity = jnp.eye(x.shape[-2], dtype=jnp.float32)
+
+    def product(a: jax.Array, b: jax.Array) -> jax.Array:
+        return jnp.matmul(a, b, precision=precision)
+
+    norm = jnp.sqrt(jnp.sum(jnp.square(x.astype(jnp.float32)), axis=(-2, -1), keepdims=True))
+    x = (x / (norm + EPSILON)).astype(x.dtype)
+    for part in parts(steps, *x.shape[-2:]):
+        gram, polynomials = product(x, x.mT), None
+        for a, b, c in part:
+            terms = b * gram.astype(jnp.float32) + c * product(gram, gram).astype(jnp.float32)
+            polynomial = (a * identity + terms).astype(x.dtype)
+            polynomials = polynomial if polynomials is None else product(polynomials, polynomial)
+            gram = product(product(polynomial, gram), polynomial)  # XLA leaves out the last one, which nobody uses
+        assert polynomials is not None
+        x = product(polynomials, x)
+    return x
+
+
+def parts(steps: Sequence[Step], rows: int, columns: int) -> Sequence[Sequence[Step]]:
+    """The steps in parts, each of which begins with XXᵀ: single ones, or long ones if they need fewer operations.
+
+    The rounding of a product of polynomials grows with the product of their coefficients a. Later steps correct most of
+    the first part's error.
+    """
+    single, long = [[step] for step in steps], []
+    while steps:
+        most = LARGEST_IN_FIRST if long and _growth(steps) <= LARGEST_IN_FIRST else LARGEST_IN_OTHERS
+        count = max(n for n in range(1, len(steps) + 1) if n == 1 or _growth(steps[-n:]) <= most)
+        long.insert(0, steps[-count:])
+        steps = steps[:-count]
+    return min(single, long, key=lambda found: _operations(found, rows, columns))
+
+
+def operations(steps: Sequence[Step], rows: int, columns: int) -> int:
+    """Floating-point operations of `newton_schulz` for one matrix, rows ≤ columns."""
+    return _operations(parts(steps, rows, columns), rows, columns)
+
+
+def _operations(found: Sequence[Sequence[Step]], rows: int, columns: int) -> int:
+    """XXᵀ and the product with X in each part; a square a step, and three more R × R products between two steps."""
+    return sum(4 * rows**2 * columns + 2 * rows**3 * (4 * len(part) - 3) for part in found)
+
+
+def _growth(steps: Sequence[Step]) -> float:
+    return math.prod(abs(a) for a, _, _ in steps)
