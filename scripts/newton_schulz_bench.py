@@ -103,7 +103,8 @@ def print_accuracy(rows: int, columns: int) -> None:
     }
     print(f"\n| singular values, {rows} × {columns} | method | difference | largest |\n|---|---|---|---|")
     for title, x in matrices.items():
-        expected = jax.jit(METHODS["published"])(x)
+        with jax.default_matmul_precision("highest"):
+            expected = jax.jit(METHODS["published"])(x)
         for name, method in METHODS.items():
             found = jax.jit(method)(x.astype(jnp.bfloat16)).astype(jnp.float32)
             difference = jnp.linalg.norm(found - expected) / jnp.linalg.norm(expected)

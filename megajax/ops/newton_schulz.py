@@ -24,8 +24,8 @@ POLAR_EXPRESS: tuple[Step, ...] = (
     (1.875, -1.25, 0.375),
 )
 
-# Largest products of the coefficients a in a part of the steps. docs/log.md, 2026-11-25, has the errors with others.
-LARGEST_IN_FIRST, LARGEST_IN_OTHERS = 45.0, 12.0
+# Largest product of the coefficients a in a part of the steps. docs/log.md, 2026-11-25, has the errors with others.
+LARGEST_GROWTH = 12.0
 
 
 def coefficients(named: str | Sequence[Step], count: int) -> list[Step]:
@@ -70,13 +70,11 @@ def newton_schulz(x: jax.Array, steps: Sequence[Step]) -> jax.Array:
 def parts(steps: Sequence[Step], rows: int, columns: int) -> Sequence[Sequence[Step]]:
     """The steps in parts, each of which begins with XXᵀ: single ones, or long ones if they need fewer operations.
 
-    The rounding of a product of polynomials grows with the product of their coefficients a. Later steps correct most of
-    the first part's error.
+    The rounding of a product of polynomials grows with the product of their coefficients a.
     """
     single, long = [[step] for step in steps], []
-    while steps:
-        most = LARGEST_IN_FIRST if long and _growth(steps) <= LARGEST_IN_FIRST else LARGEST_IN_OTHERS
-        count = max(n for n in range(1, len(steps) + 1) if n == 1 or _growth(steps[-n:]) <= most)
+    while steps:  # from the last one
+        count = max(n for n in range(1, len(steps) + 1) if n == 1 or _growth(steps[-n:]) <= LARGEST_GROWTH)
         long.insert(0, steps[-count:])
         steps = steps[:-count]
     return min(single, long, key=lambda found: _operations(found, rows, columns))

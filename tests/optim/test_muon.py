@@ -1,5 +1,6 @@
 """Muon against plain NumPy, on meshes; scripts/muon_table.py has all meshes and more steps."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -28,22 +29,21 @@ def test_a_mesh_updates_weights_as_numpy_does(model, mesh):
 @pytest.mark.parametrize("named", ["quintic", "polar_express"])
 @pytest.mark.parametrize(("columns", "several"), [(224, True), (64, False)])
 def test_newton_schulz_is_numpys_in_parts_of_one_or_several_steps(named, columns, several):
-    """In FP32. In BF16, also with small singular values, its error is like NumPy's, no singular value is too large."""
-    random, steps = np.random.default_rng(0), coefficients(named, 5)
+    """In FP32; in BF16 its error is less than twice that of the published form in NumPy, for many singular values."""
+    random, steps, i = np.random.default_rng(0), coefficients(named, 5), 1 + np.arange(64)
     assert (len(parts(steps, 64, columns)) < 5) == several
     left, _ = np.linalg.qr(random.standard_normal((64, 64)))
     right, _ = np.linalg.qr(random.standard_normal((columns, 64)))
-    i = 1 + np.arange(64)
-    values = 1 / i, 1 / i**2, np.exp(-i / 5)
+    values = 1 / i, 1 / i**2, np.exp(-i / 5), np.where(i < 3, 1, 3e-3), np.where(i < 3, 1, 3e-2)
     x = np.stack([random.standard_normal((64, columns)), *((left * own) @ right.T for own in values)])
-    expected = np.stack([orthogonal(matrix, named) for matrix in x])
-    found = newton_schulz(jnp.asarray(x, jnp.float32), steps)
-    np.testing.assert_allclose(found, expected, atol=2e-5)
-    found = newton_schulz(jnp.asarray(x, jnp.bfloat16), steps).astype(jnp.float32)
+    expected, compute = np.stack([orthogonal(matrix, named) for matrix in x]), jax.jit(newton_schulz, static_argnums=1)
+    found = compute(jnp.asarray(x, jnp.float32), tuple(steps))
+    np.testing.assert_allclose(found, expected, atol=3e-5)
+    found = compute(jnp.asarray(x, jnp.bfloat16), tuple(steps)).astype(jnp.float32)
     for matrix, own, exact in zip(x, found, expected, strict=True):
         rounded = orthogonal_in_bf16(matrix, steps)
-        assert np.linalg.norm(own - exact) < 3 * np.linalg.norm(rounded - exact) < np.linalg.norm(exact)
-        assert np.linalg.norm(own, 2) < 1.02 * np.linalg.norm(exact, 2)
+        assert np.linalg.norm(own - exact) < 2 * np.linalg.norm(rounded - exact) < 0.6 * np.linalg.norm(exact)
+        assert np.linalg.norm(own, 2) < 1.03 * max(np.linalg.norm(rounded, 2), np.linalg.norm(exact, 2))
 
 
 def orthogonal_in_bf16(x, steps):
@@ -59,14 +59,13 @@ def orthogonal_in_bf16(x, steps):
     return x
 
 
-def test_operations_count_every_product():
-    """Of one matrix and one part of three steps, by hand: XXᵀ; three squares; P₁P₀, P₂P₁P₀ and two PGP; the last XP."""
-    steps, R, C = coefficients("quintic", 5), 4, 14
-    whole, square = 2 * R * R * C, 2 * R**3
-    assert [len(part) for part in parts(steps, R, C)] == [3, 2]
-    first, second = whole + 3 * square + 2 * square + 4 * square + whole, whole + 2 * square + 3 * square + whole
-    assert operations(steps, R, C) == first + second
-    assert operations(steps, R, R) == 5 * (2 * 2 * R**3 + square)
+@pytest.mark.parametrize("columns", [256, 64])
+def test_operations_are_those_of_the_compiled_program(columns):
+    steps = tuple(coefficients("quintic", 5))
+    x = jnp.zeros((64, columns), jnp.bfloat16)
+    cost = jax.jit(newton_schulz, static_argnums=1).lower(x, steps).compile().cost_analysis()
+    assert cost is not None
+    assert cost["flops"] == pytest.approx(operations(steps, 64, columns), rel=0.05)  # it counts sums and factors too
 
 
 def test_the_singular_values_of_an_update_are_near_one():
