@@ -19,19 +19,15 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
+from grouped_matmul_bench import seconds
 
-from megajax.ops.newton_schulz import EPSILON, coefficients, newton_schulz
+from megajax.ops.newton_schulz import coefficients, newton_schulz, normalised
 
 # Rows and columns of Llama 3 8B's matrices, rows ≤ columns: MLP, queries and output, keys and values.
 SHAPES = ((4096, 14336), (4096, 4096), (1024, 4096))
 TINY, OF_ACCURACY = ((32, 80),), (512, 1792)
-AT_ONCE, ROUNDS, CALLS = (1, 3), 3, 10
+AT_ONCE, CALLS = (1, 3), 10
 STEPS = coefficients("quintic", 5)
-
-
-def normalised(x: jax.Array) -> jax.Array:
-    norm = jnp.sqrt(jnp.sum(jnp.square(x.astype(jnp.float32)), axis=(-2, -1), keepdims=True))
-    return (x / (norm + EPSILON)).astype(x.dtype)
 
 
 def symmetric(a: jax.Array, b: jax.Array, blocks: int) -> jax.Array:
@@ -61,17 +57,6 @@ METHODS: dict[str, Callable[[jax.Array], jax.Array]] = {
 }
 
 
-def seconds(function: Callable[[], jax.Array]) -> float:
-    """Time of one call, the median of several rounds."""
-    function().block_until_ready()
-    rounds = []
-    for _ in range(ROUNDS):
-        start = time.perf_counter()
-        jax.block_until_ready([function() for _ in range(CALLS)])
-        rounds.append((time.perf_counter() - start) / CALLS)
-    return sorted(rounds)[ROUNDS // 2]
-
-
 def print_speed(shapes: tuple[tuple[int, int], ...]) -> None:
     print("| rows × columns | at once | method | ms a matrix | TFLOP/s |\n|---|---|---|---|---|")
     for rows, columns in shapes:
@@ -79,7 +64,7 @@ def print_speed(shapes: tuple[tuple[int, int], ...]) -> None:
         for count in AT_ONCE:
             x = jax.random.normal(jax.random.key(0), (count, rows, columns), jnp.bfloat16)
             for name, method in METHODS.items():
-                each = seconds(partial(jax.jit(method), x)) / count
+                each = seconds(partial(jax.jit(method), x), CALLS) / count
                 figures = f"{1e3 * each:.3f} | {operations / each / 1e12:.1f}"
                 print(f"| {rows} × {columns} | {count} | {name} | {figures} |", flush=True)
 

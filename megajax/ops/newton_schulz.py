@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from functools import reduce
 
 import jax
 import jax.numpy as jnp
@@ -32,9 +33,8 @@ def coefficients(named: str | Sequence[Step], count: int) -> list[Step]:
     """The steps of `quintic`, of `polar_express`, or the given ones; the last one is repeated up to `count`."""
     if named == "polar_express":
         *before, last = POLAR_EXPRESS
-        published = [*((a / SAFETY, b / SAFETY**3, c / SAFETY**5) for a, b, c in before), last]
-        a, b, c = published[0]  # whose X is divided by SAFETY too
-        published[0] = (a / SAFETY, b / SAFETY**3, c / SAFETY**5)
+        first, *others = map(_for_larger_values, before)
+        published = [_for_larger_values(first), *others, last]  # the first X is divided by SAFETY too
     else:
         published = QUINTIC if isinstance(named, str) else named
     return [published[min(step, len(published) - 1)] for step in range(count)]
@@ -53,18 +53,22 @@ def newton_schulz(x: jax.Array, steps: Sequence[Step]) -> jax.Array:
     def product(a: jax.Array, b: jax.Array) -> jax.Array:
         return jnp.matmul(a, b, precision=precision)
 
-    norm = jnp.sqrt(jnp.sum(jnp.square(x.astype(jnp.float32)), axis=(-2, -1), keepdims=True))
-    x = (x / (norm + EPSILON)).astype(x.dtype)
+    x = normalised(x)
     for part in parts(steps, *x.shape[-2:]):
-        gram, polynomials = product(x, x.mT), None
+        gram, polynomials = product(x, x.mT), []
         for a, b, c in part:
+            if polynomials:
+                gram = product(product(polynomials[-1], gram), polynomials[-1])
             terms = b * gram.astype(jnp.float32) + c * product(gram, gram).astype(jnp.float32)
-            polynomial = (a * identity + terms).astype(x.dtype)
-            polynomials = polynomial if polynomials is None else product(polynomials, polynomial)
-            gram = product(product(polynomial, gram), polynomial)  # XLA leaves out the last one, which nobody uses
-        assert polynomials is not None
-        x = product(polynomials, x)
+            polynomials.append((a * identity + terms).astype(x.dtype))
+        x = product(reduce(product, polynomials), x)
     return x
+
+
+def normalised(x: jax.Array) -> jax.Array:
+    """The matrices `x [..., R, C]` divided by their Frobenius norm, which is computed in FP32."""
+    norm = jnp.sqrt(jnp.sum(jnp.square(x.astype(jnp.float32)), axis=(-2, -1), keepdims=True))
+    return (x / (norm + EPSILON)).astype(x.dtype)
 
 
 def parts(steps: Sequence[Step], rows: int, columns: int) -> Sequence[Sequence[Step]]:
@@ -83,6 +87,12 @@ def parts(steps: Sequence[Step], rows: int, columns: int) -> Sequence[Sequence[S
 def operations(steps: Sequence[Step], rows: int, columns: int) -> int:
     """Floating-point operations of `newton_schulz` for one matrix, rows ≤ columns."""
     return _operations(parts(steps, rows, columns), rows, columns)
+
+
+def _for_larger_values(step: Step) -> Step:
+    """The step for an X that is divided by SAFETY."""
+    a, b, c = step
+    return a / SAFETY, b / SAFETY**3, c / SAFETY**5
 
 
 def _operations(found: Sequence[Sequence[Step]], rows: int, columns: int) -> int:
