@@ -21,7 +21,7 @@ from megajax.mesh import mesh_sizes, within_processes
 from megajax.ops import fp8
 from megajax.ops.fp8 import Implementation as Fp8Implementation
 from megajax.runtime import permutations_are_copied
-from megajax.sharding import EMPTY, NON_BLOCK_AXES, stored_layers
+from megajax.sharding import EMPTY, NON_BLOCK_AXES, ONCE_AXES, stored_layers
 
 CHUNK_BYTES = 2**31  # limit of a chunk's FP32 logits
 
@@ -249,6 +249,19 @@ class StepPlan:
         """
         in_loops = any(segment.loops > 1 for segment in self.segments)
         return self.sizes["fsdp"] > 1 and not self.is_pipelined and in_loops and self.config.lora.rank is None
+
+    def ties_reductions(self, complete: bool) -> bool:
+        """Whether a layer's weight gradients, and reductions of those above it, end before the next backward pass.
+
+        They do where reductions over `fsdp`, or `complete` ones, are hidden behind that pass. Where nothing ties them,
+        XLA may compute the weight gradients of all layers last and keep their operands until then. With `tensor` and
+        `expert`, and with moments on the host or in int8, this costs memory and gains no speed; with sums over
+        microbatches it is 1 % faster (docs/log.md, 2026-11-25).
+        """
+        optimizer = self.config.optimizer
+        small = (optimizer.offload > 0 or optimizer.state == "int8") and not self.is_pipelined
+        once = complete and any(self.sizes[axis] > 1 for axis in ONCE_AXES)
+        return small or once or any(self.sizes[axis] > 1 for axis in ("fsdp", "expert", "tensor"))
 
     @cached_property
     def prediction(self) -> "PredictionPlan | None":

@@ -150,8 +150,8 @@ buffer assignment (`--xla_dump_to`) shows which arrays these are:
   512 MiB of results. Over `fsdp` with one microbatch the two phases are compared. The last layer's weight gradients may
   wait for the layer below, with their operands. With several microbatches reduced gradients wait for the end of the
   microbatch, beside the sums.
-- *Weight gradients that nothing ties to their layer* (moments on the host; several microbatches without `fsdp`,
-  `tensor` and `expert`; in a pipeline with `context`): XLA computes those of all layers last and keeps their operands.
+- *Weight gradients that nothing ties to their layer* (several microbatches without `fsdp`, `tensor` and `expert`; in a
+  pipeline with `context`): XLA computes those of all layers last and keeps their operands.
 - *Loops over layers*: the stacked activations; the stacked gradients of all loops but the last, which exist before the
   first one runs; one layer's activations, copied out of the stack; in the forward pass the activations of a whole body.
 - *Pipelines*: a buffer slot for each microbatch under way and one more; sums of gradients.

@@ -19,7 +19,7 @@ from megajax.parallel.weights.masters import is_split
 from megajax.plan.activations import Activations
 from megajax.plan.optimizer import moment_bytes
 from megajax.plan.weights import Elements, Weights
-from megajax.sharding import ONCE_AXES, Placement
+from megajax.sharding import Placement
 from megajax.step_plan import StepPlan
 
 FP32 = 4  # bytes
@@ -267,16 +267,12 @@ class _Step:
     def defers(self) -> bool:
         """Whether XLA computes the gradients of all layers' weights at the end, and keeps their operands until then.
 
-        It does where nothing ties them to their layers (`WeightExchange.tie_reduction`), and they can hide or add
-        something: the moments that come from the host, or the sums over microbatches; in a pipeline, whose layers add
-        to the sums themselves, the exchanges of `context`.
+        It does where nothing ties them to their layers and they are added to sums over microbatches; in a pipeline,
+        whose layers add to the sums themselves, where they can hide the exchanges of `context`.
         """
-        tied = any(self.sizes[axis] > 1 for axis in ("fsdp", "expert", "tensor"))
-        if not self.repeats:
-            tied = tied or any(self.sizes[axis] > 1 for axis in ONCE_AXES)
-        if self.plan.is_pipelined:
-            return not tied and self.sizes["context"] > 1
-        return not tied and (self.repeats or self.config.optimizer.offload > 0)
+        if self.plan.ties_reductions(complete=not self.repeats):
+            return False
+        return self.sizes["context"] > 1 if self.plan.is_pipelined else self.repeats
 
     def waiting(self, done: Elements, above: Elements) -> int:
         """Bytes of a microbatch's reduced gradients, which XLA adds to the sums at its end.

@@ -80,14 +80,19 @@ def test_loops_stack_gradients_before_they_run_and_copy_the_activations_that_the
     assert memory.working == 2 * T * (2 * D + 4 * F) + 2 * T * saved
 
 
-def test_moments_on_the_host_keep_the_operands_of_all_weight_gradients():
-    one = ("mesh.fsdp=1", "batch={global_size: 1, sequence_length: 512}", "model={vocab_size: 512}")
-    memory = small(*one, "remat.policy=full", "optimizer.offload=1", "kernels.scan_unroll=9", gpus=1)
+def test_weight_gradients_that_are_added_to_sums_keep_the_operands_of_all_layers_unless_moments_are_small():
+    two = ("mesh.fsdp=1", "batch={global_size: 2, num_microbatches: 2, sequence_length: 512}")
+    two += ("model={vocab_size: 512}", "remat.policy=full", "kernels.scan_unroll=9")
+    memory, offloaded, in_int8 = (
+        small(*two, *chosen, gpus=1) for chosen in ((), ("optimizer.offload=1",), ("optimizer.state=int8",))
+    )
     # Of eight layers the inputs and the output gradients of the matmuls
     inputs, outputs = 2 * D + 64 + F, 16 * (4 + 2 * 2) + 2 * F + 2 * D
-    assert memory.working == 2 * 512 * (2 * D + 4 * F) + 8 * 2 * 512 * (inputs + outputs)
-    assert memory.optimizer == 8 * (9 * NORMS + D)  # vectors stay on the device
-    assert memory.gradients == 4 * (512 * D + D)
+    in_layer = 2 * 512 * (2 * D + 4 * F)
+    assert memory.working == in_layer + 8 * 2 * 512 * (inputs + outputs)
+    assert memory.gradients == 4 * (9 * (LAYER + NORMS) + 2 * 512 * D + D)
+    assert in_layer < offloaded.working == in_int8.working < 2 * in_layer
+    assert offloaded.optimizer == 8 * (9 * NORMS + D)  # vectors stay on the device
 
 
 def test_attention_without_a_kernel_saves_its_scores_in_fp32():

@@ -244,6 +244,18 @@ def test_offloaded_moments_and_averages_are_on_the_host_and_change_no_number(mak
         np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("overrides, ties", [("", 0), ("optimizer.offload=1", 2), ("optimizer.state=int8", 2)])
+def test_small_moments_tie_the_weight_gradients_of_each_layer_to_it(make_program, overrides, ties):
+    def barriers(layers):
+        program = make_program(
+            f"model.num_layers={layers}", f"kernels.scan_unroll={layers}", *overrides.split(), devices=1
+        )
+        text = program.train_step.lower(program.abstract_state, program.abstract_batch).as_text()
+        return text.count("stablehlo.optimization_barrier")
+
+    assert barriers(4) - barriers(2) == ties
+
+
 def test_a_share_too_small_for_any_array_is_refused(make_program):
     with pytest.raises(
         ConfigError, match="optimizer.offload=0.001 moves no array to the host .*: raise it to at least"

@@ -215,10 +215,11 @@ class LayerStack:
 
         Without loops and pipeline, dx of the first group waits for no weight gradient.
         """
-        exchange = self.weights.exchange
+        if not self.plan.ties_reductions(on_the_way):
+            return values
         if (s, u) == (0, 0) and self.segments[0].loops == 1 and not self.plan.is_pipelined:
-            return values[0], *exchange.tie_reduction(values[1:], on_the_way)
-        return exchange.tie_reduction(values, on_the_way)
+            return values[0], *lax.optimization_barrier(values[1:])
+        return lax.optimization_barrier(values)
 
 
 def layers_of(first: Any, segment: Segment, loop: Any) -> Any:

@@ -20,7 +20,7 @@ from jax.experimental.layout import Layout, with_layout_constraint
 
 from megajax.mesh import AXES
 from megajax.parallel import collectives
-from megajax.sharding import ONCE_AXES, Placement
+from megajax.sharding import Placement
 
 
 class WeightExchange:
@@ -110,16 +110,6 @@ class WeightExchange:
     def tie_gather(self, values: Any) -> Any:
         """`values` behind a barrier: none is available before all are, so a gather of one waits for the others."""
         return lax.optimization_barrier(values) if self.sizes["fsdp"] > 1 else values
-
-    def tie_reduction(self, values: Any, complete: bool) -> Any:
-        """The same for reductions over `fsdp`, and if they are `complete`, over the axes of ONCE_AXES too.
-
-        With `tensor` and `expert` it also keeps weight-gradient matmuls in their layers. Untied, XLA delays those of
-        many layers to hide transfers behind them, and keeps all their operands.
-        """
-        once = any(self.sizes[axis] > 1 for axis in ONCE_AXES)
-        communicates = any(self.sizes[axis] > 1 for axis in ("fsdp", "expert", "tensor"))
-        return lax.optimization_barrier(values) if communicates or (complete and once) else values
 
     def _layer_by_layer(self, placement: Placement) -> bool:
         """Whether a weight is gathered over `fsdp`; not if that axis divides the experts."""
