@@ -11,6 +11,7 @@ from megajax.verify.runs import Arrays, Trace
 
 # FP32's rounding, relative; docs/verify.md derives these figures. The first difference is looked for in this order.
 TOLERANCES = {"gradient": 1e-4, "layer state": 1e-4, "update": 1e-2, "loss": 1e-5, "gradient norm": 1e-5}
+ROUNDING = 1e-5  # of the root mean square of a gradient: smaller numbers of it are rounding
 NEGLIGIBLE = 1e-6  # of the whole norm: a smaller gradient is rounding, such as that of GPT-2's key biases
 Measures = dict[str, dict[str, float]]  # relative differences by kind, of TOLERANCES, and name
 
@@ -77,7 +78,7 @@ def _measure(found: Trace, expected: Trace, exact: Trace) -> Measures:
         for own, others in ((found.losses, expected.losses), (found.norms, expected.norms))
     ]
     states = zip(steps, found.states, expected.states[skipped:], exact.states[skipped:], strict=True)
-    a, b, c = (_update(trace, expected.weights[0]) for trace in (found, expected, exact))
+    a, b, c = (_update(trace, expected) for trace in (found, expected, exact))
     counted = [name for name in expected.gradients if _counts(exact.gradients, name)]
     return {
         "gradient": _relative(found.gradients, expected.gradients, exact.gradients, found.gradients),
@@ -92,8 +93,18 @@ def _measure(found: Trace, expected: Trace, exact: Trace) -> Measures:
     }
 
 
-def _update(trace: Trace, initial: Arrays) -> Arrays:
-    return {name: weight.astype(np.float64) - initial[name] for name, weight in trace.weights[1].items()}
+def _update(trace: Trace, expected: Trace) -> Arrays:
+    """What a run added to each weight, zeros where the gradient of the run on one device is rounding.
+
+    The true gradient is zero there, such as that of a key's bias where rotary positions turn only a part of a head.
+    AdamW and Lion make a step of any sign of it.
+    """
+    out = {}
+    for name, weight in trace.weights[1].items():
+        gradient = np.abs(expected.gradients[name])
+        is_rounding = (gradient > 0) & (gradient < ROUNDING * np.sqrt(np.mean(np.square(gradient))))
+        out[name] = np.where(is_rounding, 0, weight.astype(np.float64) - expected.weights[0][name])
+    return out
 
 
 def _relative(found: Arrays, expected: Arrays, exact: Arrays, names: Iterable[str]) -> dict[str, float]:

@@ -50,9 +50,11 @@ def shrink(
         "logging": {"norms_interval": 0},
         "optimizer": {"state": "float32", "master": "float32"},  # the first step's gradients are read from the moments
     }
+    remat, kernels, depth = _loops(config, units)
+    small |= {"remat": remat, "kernels": kernels}
     if layout:
         least = min(n for n in layout if n)
-        small["pipeline"] = {"layout": [min(n, 1) + (n > least) for n in layout], "rounds": rounds}
+        small["pipeline"] = {"layout": [depth * (min(n, 1) + (n > least)) for n in layout], "rounds": rounds}
         small["model"]["num_layers"] = sum(small["pipeline"]["layout"])
     if config.lora.rank:
         small["lora"] = {"rank": min(config.lora.rank, 4)}
@@ -90,7 +92,8 @@ def _small_precision(config: Config, precision: Precision) -> dict[str, Any]:
     small: dict[str, Any] = {"recipe": fp8.recipe if precision == "fp8" else "none"}
     if precision == "fp8":
         small |= {"backend": "xla", "amax_history_length": min(fp8.amax_history_length, 4)}
-        small |= {key: min(getattr(fp8, key), config.remat.group) for key in ("first_bf16_layers", "last_bf16_layers")}
+        edges = ("first_bf16_layers", "last_bf16_layers")
+        small |= {key: min(getattr(fp8, key), config.remat.group, 2) for key in edges}
     compute = "bfloat16" if precision == "bfloat16" else "float32"
     return {"compute": compute, "gradients": "float32", "fp8": small}
 
@@ -158,13 +161,29 @@ def _small_model(config: Config, units: _Units, length: int) -> dict[str, Any]:
 
 
 def _layers(config: Config, units: _Units) -> int:
-    """The layers of each virtual stage, one at least, and each pattern once at least."""
+    """The layers of each virtual stage, one at least, each pattern once at least, and whole bodies of loops."""
     model = config.model
     patterns = (model.block_pattern, model.layer_pattern, model.rope_pattern)
     period = math.lcm(model.moe_layer_interval, *(len(pattern) for pattern in patterns if pattern))
     stages, fp8 = units.pipeline * config.pipeline.rounds, config.precision.fp8
-    without_fp8 = sum(min(n, config.remat.group) for n in (fp8.first_bf16_layers, fp8.last_bf16_layers))
-    return min(model.num_layers, max(2, stages, period + min(model.first_dense_layers, 1), without_fp8 + 1))
+    without_fp8 = sum(min(n, config.remat.group, 2) for n in (fp8.first_bf16_layers, fp8.last_bf16_layers))
+    layers = min(model.num_layers, max(2, stages, period + min(model.first_dense_layers, 1), without_fp8 + 1))
+    depth = _loops(config, units)[2]
+    return _multiple(stages * depth, layers) if depth > 1 else layers
+
+
+def _loops(config: Config, units: _Units) -> tuple[dict[str, Any], dict[str, Any], int]:
+    """The small settings of `remat` and `kernels`, and the layers of a virtual stage that they need, or a multiple.
+
+    A group, or a loop's body, of several layers has two; of some recomputed layers there is one group, and others too;
+    several bodies are two.
+    """
+    chosen, of_stage = config.kernels.scan_unroll, config.model.num_layers // (units.pipeline * config.pipeline.rounds)
+    unroll, group, partly = min(chosen or 1, 2), min(config.remat.group, 2), config.remat.layers is not None
+    bodies = 2 if unroll > 1 and of_stage > (chosen or 1) else 1
+    depth = max(bodies * unroll, (group // unroll + 1) * unroll if partly else group)
+    remat = {"group": group, "layers": group if partly else None}
+    return remat, {"scan_unroll": None if chosen is None else unroll}, depth
 
 
 def _rope_scaling(model: ModelConfig, small: Mapping[str, Any], ratio: float) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from mesh_models import MODELS
+from mesh_models import EXPERT_MODELS
 from single_device import make_config, train, weights_of
 
 from megajax.mesh import AXES
@@ -91,7 +91,11 @@ def test_int8_is_right_on_average_and_keeps_small_second_moments(second):
 def test_a_mesh_rounds_as_one_device_does():
     """A number of the hash that depended on the mesh would change a moment by a unit of 2^-8, and losses with it."""
     losses = []
-    model = MODELS["llama"] | {"num_layers": 1}
+    model = EXPERT_MODELS["mixtral"] | {
+        "num_layers": 1,
+        "shared_expert_ffn_hidden_size": 16,
+        "shared_expert_gate": True,
+    }
     weights = weights_of(make_config(model))
     for mesh in ({}, {"fsdp": 4, "tensor": 2}):
         config = make_config(

@@ -5,10 +5,12 @@ from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from megajax import ops
 from megajax.config import AXES, Config
+from megajax.config.checks import check_mesh
 from megajax.model import attention
 from megajax.model.block import KINDS
 from megajax.parallel import gradients
@@ -170,6 +172,43 @@ def test_rounding_explains_twice_its_distance_from_fp32(expected):
         assert difference.limits["gradient"][name] == pytest.approx(0.06 + 1e-4, rel=1e-6)
         assert difference.limits["loss"]["step 1"] == pytest.approx(2e-3 + 1e-5, rel=1e-6)
         assert (difference.first is None) == agrees and (agrees or f"the gradient of {name} " in difference.first)
+
+
+@pytest.mark.parametrize(
+    "remat, unroll, layers, small_remat, small_unroll",
+    [
+        ({"policy": "full", "group": 3}, None, 8, {"group": 2}, None),
+        ({"policy": "full", "layers": 1}, None, 8, {"layers": 1}, None),  # and a layer that is not recomputed
+        ({"policy": "full", "layers": 2, "group": 2}, 3, 16, {"layers": 2, "group": 2}, 2),
+        ({}, 3, 8, {}, 2),  # the body of a stage
+        ({}, 1, 4, {}, 1),
+    ],
+)
+def test_groups_and_loops_stay_in_the_small_config(remat, unroll, layers, small_remat, small_unroll):
+    settings = LARGE | {"remat": remat, "kernels": {"scan_unroll": unroll}, "mesh": {"pipeline": 4}}
+    small, _ = shrink(Config.model_validate(settings), [ONE | {"pipeline": 4}], 2)
+    assert (small.model.num_layers, small.kernels.scan_unroll) == (layers, small_unroll)
+    assert small.remat.model_dump(exclude_defaults=True) == {**remat, **small_remat}
+    check_mesh(small.model_copy(update={"mesh": small.mesh.model_copy(update={"pipeline": 4})}), 4)
+
+
+def test_the_sign_of_a_step_counts_only_where_the_gradient_is_no_rounding(expected):
+    """By hand: a gradient of 1, but 1e-7 in the first half, where the true one is zero, and steps of one size."""
+    name = "final_norm"
+    gradient, step = np.ones_like(expected.gradients[name]), np.full_like(expected.gradients[name], 1e-3)
+    half = len(gradient) // 2
+    gradient[:half] = 1e-7
+    before = expected.weights[0]
+
+    def with_steps(steps):
+        weights = before, expected.weights[1] | {name: before[name] + steps}
+        return replace(expected, gradients=expected.gradients | {name: gradient}, weights=weights)
+
+    signs = np.ones_like(step)
+    signs[:half] = -1
+    assert compare(with_steps(signs * step), with_steps(step)).first is None
+    signs[half] = -1
+    assert f"the update of {name} " in compare(with_steps(signs * step), with_steps(step)).first
 
 
 def test_uneven_stages_stay_uneven_and_parameters_are_in_the_models_order():

@@ -24,10 +24,12 @@ _NOT_BLOCKED = ("layers", "modules", "experts", "embed")  # dimensions that a me
 def block_of(placement: Placement) -> tuple[int, int]:
     """(dimension, size) of a parameter's blocks; they depend on its logical shape only.
 
-    The size is the largest divisor up to BLOCK; along a dimension over `tensor` one of an eighth of it.
+    The size is the largest divisor up to BLOCK; along a dimension over `tensor` one of an eighth of it; 1 if a mesh may
+    divide all dimensions into single indices.
     """
     dims = [dim for dim, axis in enumerate(placement.axes) if axis not in _NOT_BLOCKED]
-    assert dims, placement.axes
+    if not dims:
+        return len(placement.axes) - 1, 1
     dim = max(dims, key=lambda dim: (LOGICAL_TO_MESH[placement.axes[dim]] is None, placement.shape[dim]))
     size = placement.shape[dim]
     whole = size if LOGICAL_TO_MESH[placement.axes[dim]] is None else size // math.gcd(size, SHARDS)
@@ -42,6 +44,8 @@ def bytes_per_number(kind: Kind, placement: Placement) -> float:
 def scales_of(placement: Placement, sizes: Mapping[str, int]) -> Placement:
     """The placement of the scales: sharded like the parameter, but whole where its mesh axes do not divide them."""
     dim, size = block_of(placement)
+    if size == 1:
+        return placement
     spec, entry = list(placement.spec), placement.spec[dim]
     count = placement.shape[dim] // size
     axes = (entry,) if isinstance(entry, str) else entry or ()
