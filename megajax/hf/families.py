@@ -53,7 +53,7 @@ class Gemma2(Llama):
         return {
             "attention_bias": model.attention_bias,
             "query_pre_attn_scalar": model.head_dim if scale is None else round(scale**-2),
-            "sliding_window": model.sliding_window,
+            "sliding_window": model.sliding_window or self.defaults["sliding_window"],  # transformers reads it always
             "layer_types": layer_types(model),
         }
 
@@ -72,6 +72,8 @@ class Gemma3Text(Gemma2):
     }
 
     def read_options(self, config: Json) -> Json:
+        if (softcap := config["attn_logit_softcapping"]) is not None:  # transformers does not use it
+            raise ValueError(f"attn_logit_softcapping={softcap} is not null")
         return super().read_options(config) | {"qk_norm": True}
 
     def read_rope(self, config: Json) -> Json:

@@ -40,6 +40,7 @@ class Gpt2:
             "attention_bias": True,
             "mlp_bias": True,
             "tie_embeddings": config.get("tie_word_embeddings", True),
+            "attention_scale": None if config.get("scale_attn_weights", True) else 1.0,
         }
 
     def write(self, model: ModelConfig) -> Json:
@@ -50,6 +51,7 @@ class Gpt2:
             "architectures": [self.architecture],
             "activation_function": "gelu_new",
             "n_inner": model.ffn_hidden_size,
+            "scale_attn_weights": model.attention_scale != 1.0,
             "tie_word_embeddings": model.tie_embeddings,
         }
 

@@ -186,11 +186,13 @@ class Qwen3(Qwen2):
     """Qwen3: norms of queries and keys."""
 
     model_type, architecture = "qwen3", "Qwen3ForCausalLM"
+    default_head_dim: int | None = 128  # None: hidden_size / num_attention_heads
 
     def read_options(self, config: Json) -> Json:
         if config.get("attention_bias"):
             raise ValueError("attention_bias=true")
-        return {"qk_norm": True, "head_dim": config.get("head_dim", 128)} | self.read_windows(config)
+        head = {} if self.default_head_dim is None else {"head_dim": config.get("head_dim", self.default_head_dim)}
+        return {"qk_norm": True} | head | self.read_windows(config)
 
     def write_options(self, model: ModelConfig) -> Json:
         return super().write_options(model) | {"attention_bias": False}
@@ -200,8 +202,17 @@ class Qwen3Moe(Qwen3, Mixtral):
     """Qwen3-MoE: experts in every n-th layer, but not in `mlp_only_layers`."""
 
     model_type, architecture = "qwen3_moe", "Qwen3MoeForCausalLM"
+    default_head_dim = None
     experts, router = "mlp.experts.{expert}.", "mlp.gate.weight"
     expert_names = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
+
+    def read_windows(self, config: Json) -> Json:
+        """A window in all layers: older versions of transformers begin at `max_window_layers`, newer ones at 0."""
+        if not config.get("use_sliding_window") or config.get("sliding_window") is None:
+            return {}
+        if first := config.get("max_window_layers", 28):
+            raise ValueError(f"use_sliding_window=true with max_window_layers={first}")
+        return {"sliding_window": config["sliding_window"]}
 
     def read_options(self, config: Json) -> Json:
         plain = sorted(config.get("mlp_only_layers") or [])

@@ -11,7 +11,8 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from megajax.config import ModelConfig
-from megajax.hf.convert import load, read_model
+from megajax.errors import InputError
+from megajax.hf.convert import family_for, load, read_model
 from megajax.hf.folder import SINGLE
 from megajax.model import Transformer, parameters
 
@@ -29,6 +30,9 @@ GEMMA3_4B = {
         "sliding_window": 1024,
     },
 }
+
+
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 
 
 def write_config(folder: Path, config: dict) -> Path:
@@ -77,6 +81,8 @@ def test_the_language_model_of_a_folder_with_images_is_read(tmp_path, prefix):
         ({"model_type": "smollm3", "num_hidden_layers": 8}, {"rope_pattern": ("rope", "rope", "rope", "none")}),
         ({"model_type": "nemotron", "num_hidden_layers": 2}, {"rope_fraction": 0.5, "activation": "relu2"}),
         ({"model_type": "olmo2", "num_hidden_layers": 2, "num_key_value_heads": None}, {"num_kv_heads": 4}),
+        ({"model_type": "qwen3", "num_hidden_layers": 2}, {"head_dim": 128}),
+        ({"model_type": "qwen3_moe", "num_hidden_layers": 2} | EXPERTS, {"head_dim": 16, "sliding_window": None}),
     ],
     ids=lambda value: value.get("model_type"),
 )
@@ -84,3 +90,29 @@ def test_keys_that_config_json_leaves_out_have_the_family_s_defaults(tmp_path, c
     sizes = {"hidden_size": 64, "num_attention_heads": 4, "vocab_size": 50, "intermediate_size": 96}
     model = ModelConfig.model_validate(read_model(write_config(tmp_path, sizes | config)))
     assert {name: getattr(model, name) for name in expected} == expected
+
+
+@pytest.mark.smoke
+def test_options_of_published_families_that_few_models_set_are_kept_or_refused(tmp_path):
+    """Expected is what transformers 5 computes with these keys."""
+
+    def model_of(**config):
+        sizes = {"hidden_size": 64, "num_attention_heads": 4, "vocab_size": 50, "intermediate_size": 96}
+        return ModelConfig.model_validate(read_model(write_config(tmp_path, sizes | config)))
+
+    # Scores that are not divided by the root of the width
+    unscaled = {"n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": 50, "scale_attn_weights": False}
+    gpt2 = ModelConfig.model_validate(read_model(write_config(tmp_path, {"model_type": "gpt2"} | unscaled)))
+    assert gpt2.attention_scale == 1.0 and family_for(gpt2).write(gpt2)["scale_attn_weights"] is False
+    with pytest.raises(InputError, match="attention_scale=0.5"):
+        family_for(gpt2.model_copy(update={"attention_scale": 0.5}))
+    # transformers needs a window also where no layer has one
+    gemma2 = model_of(model_type="gemma2", num_hidden_layers=2, layer_types=["full_attention"] * 2)
+    assert gemma2.sliding_window is None and family_for(gemma2).write(gemma2)["sliding_window"] == 4096
+    with pytest.raises(InputError, match="attn_logit_softcapping=20.0 is not null"):
+        model_of(model_type="gemma3_text", num_hidden_layers=2, attn_logit_softcapping=20.0)
+    # Versions of transformers differ in which layers of Qwen3-MoE have the window, unless all have it
+    windows = {"model_type": "qwen3_moe", "num_hidden_layers": 2, "use_sliding_window": True, "sliding_window": 8}
+    assert model_of(**windows, **EXPERTS, max_window_layers=0).sliding_window == 8
+    with pytest.raises(InputError, match="use_sliding_window=true with max_window_layers=1"):
+        model_of(**windows, **EXPERTS, max_window_layers=1)
