@@ -131,6 +131,8 @@ class Olmo2(Llama):
     norms = {"attention.post_norm": "post_attention_layernorm", "mlp.post_norm": "post_feedforward_layernorm"}
 
     def read_options(self, config: Json) -> Json:
+        if config.get("mlp_bias"):  # transformers has none
+            raise ValueError("mlp_bias=true")
         return super().read_options(config) | {"norm_placement": "after", "qk_norm": "all_heads"}
 
 

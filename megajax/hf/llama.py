@@ -142,6 +142,11 @@ class Mixtral(Mistral):
         counts = {"num_experts": config["num_local_experts"], "experts_per_token": config["num_experts_per_tok"]}
         return super().read_options(config) | counts
 
+    def write(self, model: ModelConfig) -> Json:
+        if model.num_experts is None:
+            raise ValueError("it has experts")
+        return super().write(model)
+
     def write_options(self, model: ModelConfig) -> Json:
         counts = {"num_local_experts": model.num_experts, "num_experts_per_tok": model.experts_per_token}
         return super().write_options(model) | counts | {"intermediate_size": model.expert_ffn_hidden_size}
@@ -250,9 +255,11 @@ def norm(model: ModelConfig, ours: str, theirs: str) -> list[Tensor]:
 
 
 def windows(kinds: list[str], window: int | None) -> Json:
-    """transformers' `layer_types` → windows in the section `model`."""
+    """transformers' `layer_types` → windows in the section `model`; no pattern if all layers have them."""
     local = ["local" if kind == "sliding_attention" else "global" for kind in kinds]
-    return {"sliding_window": window, "layer_pattern": local} if "local" in local and window else {}
+    if "local" not in local or not window:
+        return {}
+    return {"sliding_window": window} | ({"layer_pattern": local} if "global" in local else {})
 
 
 def layer_types(model: ModelConfig) -> list[str]:
