@@ -159,7 +159,10 @@ def test_fp8_and_a_block_from_outside(tmp_path, capsys, monkeypatch):
 
 
 def test_rounding_explains_twice_its_distance_from_fp32(expected):
-    """By hand: the reference's gradient is 3 % from FP32's, so runs up to 6 % from the reference agree."""
+    """By hand: the reference's gradient is 3 % from FP32's, so runs up to 6 % from the reference agree.
+
+    Its loss is 1e-3 from FP32's, and may be four times as far from another run's.
+    """
     name = "final_norm"
 
     def moved(share):
@@ -170,7 +173,7 @@ def test_rounding_explains_twice_its_distance_from_fp32(expected):
     for share, agrees in ((-0.029, True), (0.09, True), (-0.04, False), (0.1, False), (float("nan"), False)):
         difference = compare(moved(share), reference, expected)
         assert difference.limits["gradient"][name] == pytest.approx(0.06 + 1e-4, rel=1e-6)
-        assert difference.limits["loss"]["step 1"] == pytest.approx(2e-3 + 1e-5, rel=1e-6)
+        assert difference.limits["loss"]["step 1"] == pytest.approx(4e-3 + 1e-5, rel=1e-6)
         assert (difference.first is None) == agrees and (agrees or f"the gradient of {name} " in difference.first)
 
 
