@@ -55,8 +55,8 @@ def rounding_line(precision: Precision, rounding: Difference) -> str:
     return (
         f"{computed[precision]} On one device this rounding changes a gradient by at most {most['gradient']},\n"
         f"an update by {most['update']}, and a loss by {most['loss']}, compared with FP32. Two runs may differ by "
-        "twice that,\nmeasured name by name, and in losses and norms by four times the worst step's. Smaller errors show "
-        "with\n--precision float32.\n"
+        "twice that,\nmeasured name by name, and in losses and norms by four times the worst step's. "
+        "Smaller errors show with\n--precision float32.\n"
     )
 
 
