@@ -27,12 +27,13 @@ os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"  # each program runs for a fe
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {FLAGS} --xla_force_host_platform_device_count=8"
 
 import jax
+from pydantic import ValidationError
 
 from megajax.config import AXES, Config
 from megajax.config.checks import check, check_mesh
 from megajax.errors import UserError
 from megajax.verify.report import report
-from megajax.verify.shrink import Precision, shrink
+from megajax.verify.shrink import Precision
 
 STEPS = 3
 Settings = dict[str, Any]
@@ -178,21 +179,19 @@ def draw_settings(draw: random.Random) -> Settings:
 
 def outcome(settings: Settings, precision: Precision, checkpoint: bool) -> tuple[str, str]:
     """(a word, what `megajax verify` printed or the traceback)."""
-    shown = io.StringIO()
+    shown, sizes = io.StringIO(), {axis: settings["mesh"][axis] for axis in AXES}
     try:
-        sizes = {axis: settings["mesh"][axis] for axis in AXES}
-        try:
-            config = Config.model_validate(settings)
-            check(config)
-            check_mesh(config, math.prod(sizes.values()))
-            shrink(config, [sizes], STEPS, precision)
-        except (UserError, ValueError) as error:  # pydantic's errors are ValueErrors
-            return "refused", str(error)
+        config = Config.model_validate(settings)
+        check(config)
+        check_mesh(config, math.prod(sizes.values()))
+    except (UserError, ValidationError) as error:
+        return "refused", str(error)
+    try:
         with contextlib.redirect_stdout(shown):
             status = report(config, [sizes], STEPS, precision, checkpoint)
         return "differs" if status else "agrees", shown.getvalue()
     except UserError as error:
-        return "refused later", str(error)  # by the small config, whose sizes are others
+        return "refused by verify", str(error)
     except Exception:
         return "crashes", traceback.format_exc()
     finally:

@@ -110,8 +110,8 @@ def smollm3(draw: Draw) -> Json:
 
 def gemma(draw: Draw) -> Json:
     config = common(draw) | {"head_dim": 16, "query_pre_attn_scalar": draw.choice((16, 24)), "sliding_window": 6}
-    del_rope = {key: value for key, value in config.items() if key != "rope_parameters"}
-    config = del_rope | maybe(draw, 0.4, layer_types=kinds(draw, config["num_hidden_layers"]))
+    config.pop("rope_parameters", None)  # its layout has one for each kind of layer
+    config |= maybe(draw, 0.4, layer_types=kinds(draw, config["num_hidden_layers"]))
     config |= maybe(draw, 0.3, attention_bias=True) | maybe(draw, 0.2, attn_logit_softcapping=draw.choice((None, 20.0)))
     return config | maybe(draw, 0.3, final_logit_softcapping=draw.choice((None, 10.0)))
 

@@ -191,13 +191,12 @@ class Qwen3(Qwen2):
     """Qwen3: norms of queries and keys."""
 
     model_type, architecture = "qwen3", "Qwen3ForCausalLM"
-    default_head_dim: int | None = 128  # None: hidden_size / num_attention_heads
+    defaults: Json = Llama.defaults | {"head_dim": 128}
 
     def read_options(self, config: Json) -> Json:
         if config.get("attention_bias"):
             raise ValueError("attention_bias=true")
-        head = {} if self.default_head_dim is None else {"head_dim": config.get("head_dim", self.default_head_dim)}
-        return {"qk_norm": True} | head | self.read_windows(config)
+        return {"qk_norm": True} | self.read_windows(config)
 
     def write_options(self, model: ModelConfig) -> Json:
         return super().write_options(model) | {"attention_bias": False}
@@ -207,7 +206,7 @@ class Qwen3Moe(Qwen3, Mixtral):
     """Qwen3-MoE: experts in every n-th layer, but not in `mlp_only_layers`."""
 
     model_type, architecture = "qwen3_moe", "Qwen3MoeForCausalLM"
-    default_head_dim = None
+    defaults: Json = Llama.defaults  # heads of hidden_size / num_attention_heads
     experts, router = "mlp.experts.{expert}.", "mlp.gate.weight"
     expert_names = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
 

@@ -79,7 +79,8 @@ def _measure(found: Trace, expected: Trace, exact: Trace) -> Measures:
         for own, others in ((found.losses, expected.losses), (found.norms, expected.norms))
     ]
     states = zip(steps, found.states, expected.states[skipped:], exact.states[skipped:], strict=True)
-    a, b, c = (_update(trace, expected) for trace in (found, expected, exact))
+    is_rounding = {name: _is_rounding(gradient) for name, gradient in expected.gradients.items()}
+    a, b, c = (_update(trace, expected.weights[0], is_rounding) for trace in (found, expected, exact))
     counted = [name for name in expected.gradients if _counts(exact.gradients, name)]
     return {
         "gradient": _relative(found.gradients, expected.gradients, exact.gradients, found.gradients),
@@ -94,18 +95,21 @@ def _measure(found: Trace, expected: Trace, exact: Trace) -> Measures:
     }
 
 
-def _update(trace: Trace, expected: Trace) -> Arrays:
-    """What a run added to each weight, zeros where the gradient of the run on one device is rounding.
+def _update(trace: Trace, initial: Arrays, is_rounding: Arrays) -> Arrays:
+    """What a run added to each weight, and zeros where its gradient is rounding."""
+    return {
+        name: np.where(is_rounding[name], 0, weight.astype(np.float64) - initial[name])
+        for name, weight in trace.weights[1].items()
+    }
 
-    The true gradient is zero there, such as that of a key's bias where rotary positions turn only a part of a head.
-    AdamW and Lion make a step of any sign of it.
+
+def _is_rounding(gradient: np.ndarray) -> np.ndarray:
+    """Where the true gradient is zero, such as that of a key's bias where rotary positions turn a part of a head.
+
+    AdamW and Lion make a step of any sign of such a number.
     """
-    out = {}
-    for name, weight in trace.weights[1].items():
-        gradient = np.abs(expected.gradients[name])
-        is_rounding = (gradient > 0) & (gradient < ROUNDING * np.sqrt(np.mean(np.square(gradient))))
-        out[name] = np.where(is_rounding, 0, weight.astype(np.float64) - expected.weights[0][name])
-    return out
+    size = np.abs(gradient)
+    return (size > 0) & (size < ROUNDING * np.sqrt(np.mean(np.square(size))))
 
 
 def _relative(found: Arrays, expected: Arrays, exact: Arrays, names: Iterable[str]) -> dict[str, float]:

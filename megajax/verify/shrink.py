@@ -92,10 +92,19 @@ def _small_precision(config: Config, precision: Precision) -> dict[str, Any]:
     small: dict[str, Any] = {"recipe": fp8.recipe if precision == "fp8" else "none"}
     if precision == "fp8":
         small |= {"backend": "xla", "amax_history_length": min(fp8.amax_history_length, 4)}
-        edges = ("first_bf16_layers", "last_bf16_layers")
-        small |= {key: min(getattr(fp8, key), config.remat.group, 2) for key in edges}
+        small |= _bf16_layers(config)
     compute = "bfloat16" if precision == "bfloat16" else "float32"
     return {"compute": compute, "gradients": "float32", "fp8": small}
+
+
+def _bf16_layers(config: Config) -> dict[str, int]:
+    """The layers at both ends that do not use FP8, at most one remat group each."""
+    group, fp8 = _group(config), config.precision.fp8
+    return {key: min(getattr(fp8, key), group) for key in ("first_bf16_layers", "last_bf16_layers")}
+
+
+def _group(config: Config) -> int:
+    return min(config.remat.group, 2)
 
 
 class _Units:
@@ -165,8 +174,7 @@ def _layers(config: Config, units: _Units) -> int:
     model = config.model
     patterns = (model.block_pattern, model.layer_pattern, model.rope_pattern)
     period = math.lcm(model.moe_layer_interval, *(len(pattern) for pattern in patterns if pattern))
-    stages, fp8 = units.pipeline * config.pipeline.rounds, config.precision.fp8
-    without_fp8 = sum(min(n, config.remat.group, 2) for n in (fp8.first_bf16_layers, fp8.last_bf16_layers))
+    stages, without_fp8 = units.pipeline * config.pipeline.rounds, sum(_bf16_layers(config).values())
     layers = min(model.num_layers, max(2, stages, period + min(model.first_dense_layers, 1), without_fp8 + 1))
     depth = _loops(config, units)[2]
     return _multiple(stages * depth, layers) if depth > 1 else layers
@@ -179,7 +187,7 @@ def _loops(config: Config, units: _Units) -> tuple[dict[str, Any], dict[str, Any
     several bodies are two.
     """
     chosen, of_stage = config.kernels.scan_unroll, config.model.num_layers // (units.pipeline * config.pipeline.rounds)
-    unroll, group, partly = min(chosen or 1, 2), min(config.remat.group, 2), config.remat.layers is not None
+    unroll, group, partly = min(chosen or 1, 2), _group(config), config.remat.layers is not None
     bodies = 2 if unroll > 1 and of_stage > (chosen or 1) else 1
     depth = max(bodies * unroll, (group // unroll + 1) * unroll if partly else group)
     remat = {"group": group, "layers": group if partly else None}
