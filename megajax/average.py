@@ -46,7 +46,7 @@ def average(run_dir: Path, steps: Sequence[int], ema: bool, out: Path) -> None:
         about |= {"averaged": {"steps": list(steps), "ema": ema}}
         save_weights(partial, params, _by_kind(_means(kept)), about)
         beside.keep(run_dir, partial)
-        (partial / "config.yaml").write_text(_config(config, out).to_yaml())
+        (partial / "config.yaml").write_text(_config(config, out).to_yaml(), encoding="utf-8")
 
 
 def _checked(run_dir: Path, step: int, config: Config, ema: bool) -> dict[str, Any]:

@@ -113,7 +113,7 @@ def run(options: argparse.Namespace) -> None:
     print(report(results))
     if options.output:
         try:
-            Path(options.output).write_text(json.dumps(results, indent=2) + "\n")
+            Path(options.output).write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
         except OSError as error:
             raise InputError(f"--output={options.output} cannot be written ({error.strerror}): give another.") from None
 

@@ -1,4 +1,4 @@
-"""Files that a crash leaves either as they were or whole."""
+"""Text as users write it, and files that a crash leaves either as they were or whole."""
 
 import contextlib
 import os
@@ -6,6 +6,20 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
+
+
+def read_text(path: Path) -> str:
+    """A text file in UTF-8, with or without a byte order mark, whatever the locale is.
+
+    Every file that a user may have written is read here, except lines of data (`json_lines`). Raises OSError and
+    UnicodeDecodeError.
+    """
+    return path.read_text(encoding="utf-8-sig")
+
+
+def why_unreadable(error: OSError | UnicodeDecodeError) -> str | None:
+    """The reason of an error of `read_text`, for a sentence."""
+    return error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
 
 
 @contextlib.contextmanager
@@ -29,7 +43,7 @@ def replaced(path: Path) -> Iterator[Path]:
 def replace_text(path: Path, text: str) -> None:
     """Write a text file as `replaced` does."""
     with replaced(path) as temporary:
-        temporary.write_text(text)
+        temporary.write_text(text, encoding="utf-8")
 
 
 def replace_copy(source: Path, path: Path) -> None:

@@ -294,7 +294,9 @@ class Launcher:
         run_dir, local_dir = Path(self.config.run.dir).resolve(), self.config.checkpoint.local_dir
         steps = complete_steps(run_dir)
         if local_dir is not None and (run_dir / RUN_ID).is_file():
-            saved = Path(local_dir, tier_name(run_dir, (run_dir / RUN_ID).read_text())).glob("process-*/*")
+            saved = Path(local_dir, tier_name(run_dir, (run_dir / RUN_ID).read_text(encoding="utf-8"))).glob(
+                "process-*/*"
+            )
             steps += [int(path.name) for path in saved if path.name.isdigit()]
         return max(steps, default=None)
 

@@ -38,7 +38,7 @@ def read_records(run_dir: Path) -> list[Record]:
     """
     path = run_dir / "metrics.jsonl"
     try:
-        lines = path.read_text().split("\n")[:-1]
+        lines = path.read_text(encoding="utf-8").split("\n")[:-1]
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "not text"
         raise InputError(f"{path} cannot be read ({reason}): give the directory of a run with metrics.") from None

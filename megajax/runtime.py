@@ -129,7 +129,7 @@ def prepare_environment(config: Config) -> list[str]:
 def process_start_time() -> float:
     """The start time of this process, as of time.time(); now if the system has no such figure."""
     try:
-        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+        ticks = int(Path("/proc/self/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[19])
         return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + ticks / os.sysconf("SC_CLK_TCK")
     except (OSError, AttributeError):
         return time.time()

@@ -213,7 +213,10 @@ def bad_gradients(lab: Lab) -> str:
     run.read_until(lambda: steps_logged(run_dir) >= 5)
     run.kill()
     lab.finish(run_dir, *settings)
-    skipped = [json.loads(line).get("skipped", 0) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    skipped = [
+        json.loads(line).get("skipped", 0)
+        for line in (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
     assert max(skipped) > 1, "no gradient overflowed"
     return f"the updates of {max(skipped)} steps were skipped, the same ones"
 
@@ -261,7 +264,7 @@ def clock(lab: Lab) -> str:
     """The clock jumps by hours and days, forwards and back."""
     folder, run_dir = lab.root / "clock", lab.root / "clocked"
     folder.mkdir()
-    (folder / "sitecustomize.py").write_text(CLOCK)
+    (folder / "sitecustomize.py").write_text(CLOCK, encoding="utf-8")
     path = os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])
     [run] = lab.start(run_dir, environment={"PYTHONPATH": path})
     run.read_until(lambda: steps_logged(run_dir) >= 30)

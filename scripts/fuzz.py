@@ -197,7 +197,7 @@ class ConfigFile:
 
     def __init__(self, folder: Path):
         self.files = [folder / "config.yaml"]
-        self.files[0].write_text(CONFIG)
+        self.files[0].write_text(CONFIG, encoding="utf-8")
 
     def read(self) -> None:
         from megajax.config import load_config
@@ -218,7 +218,7 @@ class Checkpoint:
         from megajax.training.step import TrainProgram
 
         path = folder / "tiny.yaml"
-        path.write_text(re.sub(r"data:\n(  .*\n)*", "data: {kind: synthetic}\n", CONFIG))
+        path.write_text(re.sub(r"data:\n(  .*\n)*", "data: {kind: synthetic}\n", CONFIG), encoding="utf-8")
         config = load_config(path, [f"run.dir={folder / 'run'}"])
         self.saver = StateSaver(TrainProgram.build(config, build_mesh({}, jax.devices()[:1])))
         self.checkpoints = Checkpoints(folder / "run", keep=2, keep_every=None)
@@ -251,14 +251,17 @@ class TokenizerFiles:
         tokenizer.save(str(folder / "tokenizer.json"))
         (folder / "gpt2").mkdir()
         model.save(str(folder / "gpt2"))
-        (folder / "gpt2" / "vocab.json").write_text('{"a": 0, "b": 1, "ab": 2}')
+        (folder / "gpt2" / "vocab.json").write_text('{"a": 0, "b": 1, "ab": 2}', encoding="utf-8")
         tokens = [*(bytes([byte]) for byte in range(256)), b"ab", b"abab"]
         lines = (base64.b64encode(token) + b" %d\n" % rank for rank, token in enumerate(tokens))
         (folder / "llama3.tiktoken").write_bytes(b"".join(lines))
-        (folder / "tokenizer_config.json").write_text('{"eos_token": {"content": "<eos>"}, "pad_token": "<eos>"}')
+        (folder / "tokenizer_config.json").write_text(
+            '{"eos_token": {"content": "<eos>"}, "pad_token": "<eos>"}', encoding="utf-8"
+        )
         (folder / "chat_template.jinja").write_text(
             "{{ bos_token }}{% for m in messages %}<{{ m['role'] }}>{{ m['content'] | trim }}"
-            "{% if 1 + 2 * 3 > 2 %}!{% endif %}{% endfor %}"
+            "{% if 1 + 2 * 3 > 2 %}!{% endif %}{% endfor %}",
+            encoding="utf-8",
         )
         names = ("tokenizer.json", "gpt2/vocab.json", "gpt2/merges.txt", "llama3.tiktoken")
         self.folder, self.files = folder, [folder / name for name in names]
@@ -342,7 +345,7 @@ def work(kind: str, seed: int, first: int, count: int, results: Any) -> None:
     warnings.simplefilter("ignore")
 
     def limit() -> None:
-        in_use = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        in_use = int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_AS, (in_use + HEADROOM, resource.RLIM_INFINITY))
 
     for case in cases(kind, seed, first, count, limit):

@@ -66,7 +66,7 @@ def tensors(config: Config) -> Iterator[tuple[str, np.ndarray]]:
 
 def anonymous_bytes() -> int:
     """Anonymous memory of this process."""
-    lines = Path("/proc/self/status").read_text().splitlines()
+    lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
     return 1024 * int(next(line.split()[1] for line in lines if line.startswith("RssAnon:")))
 
 

@@ -116,7 +116,7 @@ def main(arguments: list[str]) -> int:
         if args.config is None:
             text = golden(args.store)
             if args.write:
-                GOLDEN.write_text(text)
+                GOLDEN.write_text(text, encoding="utf-8")
                 print(f"wrote {GOLDEN.relative_to(ROOT)}: look at its diff")
             else:
                 print(text, end="")
@@ -128,7 +128,7 @@ def main(arguments: list[str]) -> int:
         text, memory = step.text, step.memory
         print(f"compiled in {time.perf_counter() - start:.0f} s; {verdict(memory['whole'])}", file=sys.stderr)
         if args.text:
-            args.text.write_text(text)
+            args.text.write_text(text, encoding="utf-8")
         memory["estimated"] = estimate_of(step.program)
         print(" ".join([Path(args.config).stem, *args.overrides, f"on {args.gpus} GPU{'s' * (args.gpus > 1)}"]))
         print("\n".join(describe(hlo.parse(text), memory)))

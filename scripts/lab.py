@@ -122,7 +122,7 @@ class Run:
 
 def numbers_of(run_dir: Path) -> Numbers:
     """The logged values of each step and of each evaluation, after a check that none occurs twice."""
-    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     found: Numbers = {}
     for line in lines:
         if not {"loss", "eval_loss"} & line.keys():  # figures of the last save
@@ -141,7 +141,7 @@ class Lab:
         self.root, self.random, self.settings = root, random, settings
         self.prefix = str(root / "text")
         write_text(self.prefix)
-        (root / "tiny.yaml").write_text(TINY)
+        (root / "tiny.yaml").write_text(TINY, encoding="utf-8")
         self._quiet: dict[tuple[str, ...], Numbers] = {}
         self._open: list[Run] = []
 
@@ -211,5 +211,5 @@ def resumed_in(output: str) -> int:
 
 def steps_logged(run_dir: Path) -> int:
     with contextlib.suppress(OSError):
-        return (run_dir / "metrics.jsonl").read_text().count('"loss"')
+        return (run_dir / "metrics.jsonl").read_text(encoding="utf-8").count('"loss"')
     return 0

@@ -38,12 +38,15 @@ def generate(folder: Path, tokens: int) -> None:
     """Write token files, text whose words are token ids, and chats of letters."""
     rng = np.random.default_rng(0)
     lengths = rng.integers(1, 2 * DOCUMENT, tokens // DOCUMENT)
-    with IndexedWriter(folder / "tokens", np.uint16) as writer, open(folder / "text.jsonl", "w") as text:
+    with (
+        IndexedWriter(folder / "tokens", np.uint16) as writer,
+        open(folder / "text.jsonl", "w", encoding="utf-8") as text,
+    ):
         for length in lengths:
             ids = rng.integers(0, VOCABULARY, length)
             writer.add_document(ids)
             text.write(json.dumps({"text": " ".join(map(str, ids))}) + "\n")
-    with open(folder / "chats.jsonl", "w") as chats:
+    with open(folder / "chats.jsonl", "w", encoding="utf-8") as chats:
         for length in lengths[: len(lengths) // 10]:
             letters = rng.integers(97, 123, length + 1, dtype=np.uint8).tobytes().decode()
             middle = length // 2

@@ -72,7 +72,7 @@ class Row:
 
 def read_rows(path: Path = ROWS) -> list[Row]:
     """The rows of the file."""
-    return [Row.parse(line) for line in path.read_text().splitlines() if line.strip()]
+    return [Row.parse(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
 
 
 @cache
@@ -109,7 +109,7 @@ def add_random(number: int, seed: int) -> None:
             row = Row(planned(row, LIMIT), *case)
         except InputError as error:
             print(error, file=sys.stderr)
-        with RANDOM_ROWS.open("a") as file:
+        with RANDOM_ROWS.open("a", encoding="utf-8") as file:
             file.write(f"{row.gib:.2f} {row.case}\n")
 
 
@@ -198,12 +198,12 @@ def main(arguments: list[str]) -> int:
         if args.write:
             require_plugin()
             rows = [Row(planned(row), row.config, row.overrides, row.gpus) for row in read_rows()]
-            ROWS.write_text("".join(f"{row.gib:.2f} {row.case}\n" for row in rows))
+            ROWS.write_text("".join(f"{row.gib:.2f} {row.case}\n" for row in rows), encoding="utf-8")
         if args.random:
             require_plugin()
             add_random(args.random, args.seed)
-        TABLE.write_text(page())
-        print(TABLE.read_text())
+        TABLE.write_text(page(), encoding="utf-8")
+        print(TABLE.read_text(encoding="utf-8"))
     return 0
 
 

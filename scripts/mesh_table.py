@@ -320,7 +320,7 @@ def main() -> int:
     print("\n".join(lines[count + 1 :]))
     print(f"{time.perf_counter() - start:.0f} seconds", file=sys.stderr)
     if args.output:
-        args.output.write_text("\n".join(lines) + "\n")
+        args.output.write_text("\n".join(lines) + "\n", encoding="utf-8")
     return 1 if wrong else 0
 
 

@@ -79,5 +79,5 @@ def updated(page: str) -> str:
 
 if __name__ == "__main__":
     argparse.ArgumentParser(description=__doc__).parse_args()
-    PAGE.write_text(updated(PAGE.read_text()))
+    PAGE.write_text(updated(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
     print(f"wrote {PAGE}")

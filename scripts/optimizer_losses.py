@@ -59,7 +59,7 @@ def train(options: argparse.Namespace, gpus: "queue.Queue[str]", run: Path, over
         environment = {**os.environ, "CUDA_VISIBLE_DEVICES": gpu}
         command = [sys.executable, "-m", "megajax.train", str(options.config), *settings, *overrides]
         run.parent.mkdir(parents=True, exist_ok=True)
-        with open(f"{run}.log", "w") as log:
+        with open(f"{run}.log", "w", encoding="utf-8") as log:
             done = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, env=environment, cwd=ROOT)
         if done.returncode:
             raise InputError(f"the run in {run} ended with status {done.returncode}: see {run}.log.")
@@ -87,7 +87,7 @@ def write_means(runs: Sequence[Path], to: Path) -> None:
         if key != "step" and len(same) == len(runs):
             lines.setdefault(step, {"step": step})[key] = statistics.mean(same)
     to.mkdir(parents=True, exist_ok=True)
-    (to / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines.values()))
+    (to / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines.values()), encoding="utf-8")
 
 
 def main(arguments: Sequence[str]) -> int:

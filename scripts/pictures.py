@@ -38,19 +38,19 @@ def record(images: Path, name: str, run_dirs: list[Path], settings: dict) -> Non
     body = ",\n".join(f"{json.dumps(run)}: [\n{',\n'.join(lines)}\n]" for run, lines in kept.items())
     path = images / "data" / f"{name}.json"
     path.parent.mkdir(exist_ok=True)
-    path.write_text(f'{{"settings": {json.dumps(settings)},\n"runs": {{\n{body}\n}}}}\n')
+    path.write_text(f'{{"settings": {json.dumps(settings)},\n"runs": {{\n{body}\n}}}}\n', encoding="utf-8")
 
 
 def draw_all(images: Path) -> list[Path]:
     """Write every picture with stored data, and those of schedules; returns their paths."""
     written = []
     for path in sorted(images.glob("data/*.json")):
-        kept = json.loads(path.read_text())
+        kept = json.loads(path.read_text(encoding="utf-8"))
         written += plot.write(plot.draw(kept["runs"], **kept["settings"]), images / path.stem)
     for name, (kind, rounds) in SCHEDULES.items():
         schedule = make_schedule(kind, 4, 8, rounds)
         written.append(images / f"{name}.svg")
-        written[-1].write_text(schedule_drawing.svg(schedule, Costs()))
+        written[-1].write_text(schedule_drawing.svg(schedule, Costs()), encoding="utf-8")
     return written
 
 

@@ -307,7 +307,7 @@ def main(arguments: list[str]) -> int:
         try:
             if options.save_rows:
                 save_rows(rows, options.save_rows)
-            options.output.write_text(picture(schedule, costs, rows))
+            options.output.write_text(picture(schedule, costs, rows), encoding="utf-8")
         except OSError as error:
             raise InputError(f"{error.filename}: {error.strerror}; name a file that can be written.") from error
     print(f"{described(rows)}\nPicture: {options.output}")

@@ -18,6 +18,7 @@ import numpy as np
 from megajax.data.indexed import IndexedDataset
 from megajax.data.preprocess import preprocess
 from megajax.errors import UserError
+from megajax.files import read_text
 
 SKIPPED = {"test", "tests", "idle_test", "site-packages", "__pycache__"}
 VALID_EVERY = 20
@@ -45,7 +46,7 @@ def documents(site_packages: bool) -> Iterator[tuple[str, str]]:
     for root in map(Path, roots):
         for path in source_files(root):
             try:
-                text = path.read_text(encoding="utf-8")
+                text = read_text(path)
             except (UnicodeDecodeError, OSError):
                 continue
             if text.strip():
@@ -54,7 +55,10 @@ def documents(site_packages: bool) -> Iterator[tuple[str, str]]:
 
 def write_text(out: Path, site_packages: bool) -> None:
     """Writes train.jsonl and valid.jsonl."""
-    with open(out / "train.jsonl", "w") as train, open(out / "valid.jsonl", "w") as valid:
+    with (
+        open(out / "train.jsonl", "w", encoding="utf-8") as train,
+        open(out / "valid.jsonl", "w", encoding="utf-8") as valid,
+    ):
         for number, (name, text) in enumerate(documents(site_packages), start=1):
             file = train if number % VALID_EVERY else valid
             file.write(json.dumps({"source": name, "text": text}) + "\n")
@@ -74,7 +78,7 @@ def train_tokenizer(out: Path, vocab_size: int) -> None:
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    with open(out / "train.jsonl") as lines:
+    with open(out / "train.jsonl", encoding="utf-8") as lines:
         chosen = (json.loads(line)["text"] for number, line in enumerate(lines) if number % step == 0)
         tokenizer.train_from_iterator(chosen, trainer)
     tokenizer.save(str(out / "tokenizer.json"))
@@ -98,7 +102,7 @@ def prepare(out: Path, options: dict, workers: int) -> dict:
     """Writes the files unless OUT already has them; returns the summary."""
     summary_path = out / "summary.json"
     if summary_path.is_file() and all((out / name).is_file() for name in FILES):
-        summary = json.loads(summary_path.read_text())
+        summary = json.loads(summary_path.read_text(encoding="utf-8"))
         if summary["options"] == options:
             return summary
     out.mkdir(parents=True, exist_ok=True)
@@ -118,7 +122,7 @@ def prepare(out: Path, options: dict, workers: int) -> dict:
         tokens[split] = IndexedDataset(prefix).tokens
         summary |= {f"{split}_documents": count, f"{split}_tokens": tokens[split].size}
     summary["unigram_entropy"] = unigram_entropy(tokens["train"], tokens["valid"], options["vocab_size"])
-    summary_path.write_text(json.dumps(summary, indent=2) + "\n")
+    summary_path.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
     return summary
 
 

@@ -37,7 +37,7 @@ def write_text(path: Path, size: int) -> None:
     words = ["".join(generator.choice(letters, length)) for length in generator.integers(2, 12, WORDS)]
     shares = 1 / np.arange(1, WORDS + 1)
     written = 0
-    with open(path, "w") as file:
+    with open(path, "w", encoding="utf-8") as file:
         while written < size:
             length = generator.integers(1, 2 * WORDS_A_DOCUMENT)
             text = " ".join(words[i] for i in generator.choice(WORDS, length, p=shares / shares.sum()))
@@ -56,7 +56,7 @@ def write_tokenizer(path: Path, source: Path) -> None:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    with open(source) as file:
+    with open(source, encoding="utf-8") as file:
         texts = [json.loads(line)["text"] for line in file.readlines(TRAINED_ON)]
     tokenizer.train_from_iterator(texts, trainer)
     tokenizer.save(str(path))
@@ -79,7 +79,7 @@ def _encode(line: str) -> list[int]:
 def loop(source: Path, spec: str, prefix: Path, workers: int) -> float:
     """The seconds of the plain loop, which writes `PREFIX.bin`."""
     start, lengths = time.perf_counter(), []
-    with open(source) as lines, open(f"{prefix}.bin", "wb") as out:
+    with open(source, encoding="utf-8") as lines, open(f"{prefix}.bin", "wb") as out:
         for ids in _encoded(lines, spec, workers):
             out.write(np.array(ids, np.uint16).tobytes(order="C"))
             lengths.append(len(ids))

@@ -42,7 +42,7 @@ class Row:
 
 def read_rows() -> list[Row]:
     """The rows of the file."""
-    return [Row.parse(line) for line in ROWS.read_text().splitlines() if line.strip()]
+    return [Row.parse(line) for line in ROWS.read_text(encoding="utf-8").splitlines() if line.strip()]
 
 
 def estimate(row: Row, rates: Rates = H200) -> tuple[float, StepTime]:

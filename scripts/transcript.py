@@ -118,9 +118,11 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as directory:
         subprocess.run(["git", "clone", "--quiet", str(ROOT), "megajax"], cwd=directory, check=True)
         clone = Path(directory, "megajax")
-        commands = readme_commands((clone / "README.md").read_text(), arguments.steps)
+        commands = readme_commands((clone / "README.md").read_text(encoding="utf-8"), arguments.steps)
         page = follow(commands, clone, {directory: "~", str(Path.home()): "~"})
-    arguments.output.write_text(f"{HEAD.format(**facts)}\n```text\n$ git clone REPOSITORY && cd megajax\n```\n\n{page}")
+    arguments.output.write_text(
+        f"{HEAD.format(**facts)}\n```text\n$ git clone REPOSITORY && cd megajax\n```\n\n{page}", encoding="utf-8"
+    )
     print(f"written: {arguments.output}")
     return 0
 

@@ -1,20 +1,30 @@
-"""Files of a run directory: a crash while one is written leaves the old one."""
+"""Text is read in one way, and a crash while a file of a run directory is written leaves the old one."""
 
+import ast
 import errno
+import gzip
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from megajax import files
-from megajax.config import Config
+from megajax.config import Config, load_config
+from megajax.data import json_lines
+from megajax.data.chat_template import load_chat_template
+from megajax.data.json_lines import read_blocks, texts
+from megajax.data.model_files import read_json
 from megajax.data.tokenizers import keep_tokenizer
 from megajax.files import replace_copy, replace_text
 from megajax.hf import beside
+from megajax.inference.prompts import read_prompts
 from megajax.pictures.expert_load import NAME, write_load_map
+from megajax.plan.rates import DEVICES, read_rates
 from megajax.training.logs import drop_lines_after
 from megajax.training.run_record import write_config
 
+ROOT = Path(__file__).parents[1]
 MODEL = {"num_layers": 1, "hidden_size": 8, "num_heads": 1, "vocab_size": 8}
 
 
@@ -73,3 +83,92 @@ def test_a_writer_that_stops_leaves_the_old_files(run, monkeypatch, writer):
     assert contents() == before
     WRITERS[writer](run)
     assert contents() != before
+
+
+YAML = (
+    "model: {num_layers: 1, hidden_size: 8, num_heads: 1, vocab_size: 8}\nbatch: {global_size: 1, sequence_length: 8}\n"
+)
+
+
+def blend(path: Path) -> list[str]:
+    sections = {
+        "model": MODEL,
+        "batch": {"global_size": 1, "sequence_length": 8},
+        "data": {"train": {"file": str(path)}},
+    }
+    return [part.prefix for part in Config.model_validate(sections).data.train]
+
+
+# file name: (its text, its reader)
+READERS = {
+    "run.yaml": (YAML + "data: {kind: synthetic}\n", lambda path: load_config(path).to_yaml()),
+    "blend.txt": ("é b", blend),
+    "prompts.txt": ("é\nb\n", lambda path: read_prompts(str(path))),
+    "prompts.jsonl": ('{"prompt": "é"}\n', lambda path: read_prompts(str(path))),
+    "config.json": ('{"é": 1}', read_json),
+    "template.jinja": ("é{{ messages }}", lambda path: load_chat_template(None, path).source),
+    "rates.json": ('{"bf16_flops": 7e14}', lambda path: read_rates(path, DEVICES["h200"])),
+    "data.jsonl": ('{"text": "é"}\n', lambda path: [*texts([*read_blocks([str(path)])][0], "text")]),
+}
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("name", READERS)
+def test_a_byte_order_mark_and_line_ends_of_windows_are_no_text(tmp_path, name):
+    text, read = READERS[name]
+    path = tmp_path / name
+    path.write_bytes(text.encode())
+    expected = read(path)
+    path.write_bytes(text.replace("\n", "\r\n").encode("utf-8-sig"))
+    assert read(path) == expected
+
+
+def test_lines_after_a_byte_order_mark_are_those_of_the_plain_file(tmp_path, monkeypatch):
+    """Compressed, in blocks, and from the end of every block on."""
+    monkeypatch.setattr(json_lines, "BLOCK_BYTES", 16)
+    plain, marked, packed = (str(tmp_path / name) for name in ("plain", "marked", "packed"))
+    lines = "".join(json.dumps({"text": "é" * i}) + "\n" for i in range(1, 9))
+    for path, content in (
+        (plain, lines.encode()),
+        (marked, lines.encode("utf-8-sig")),
+        (packed, gzip.compress(lines.encode("utf-8-sig"))),
+    ):
+        Path(path).write_bytes(content)
+    expected = [text for block in read_blocks([plain]) for text in texts(block, "text")]
+    assert len(expected) == 8
+    for path in (marked, packed):
+        blocks = [*read_blocks([path, plain])]
+        assert [text for block in blocks for text in texts(block, "text")] == expected * 2
+        for i, block in enumerate(blocks):
+            after = read_blocks([path, plain], start=block.end)
+            assert [rest.text for rest in after] == [rest.text for rest in blocks[i + 1 :]]
+
+
+def unspecified(source: str) -> Iterator[int]:
+    """The lines that open a text file in the encoding of the locale."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Call) and "encoding" not in [keyword.arg for keyword in node.keywords]:
+            name = node.func.attr if isinstance(node.func, ast.Attribute) else ast.unparse(node.func)
+            method, count = isinstance(node.func, ast.Attribute), len(node.args)
+            modes = [a.value if isinstance(a, ast.Constant) else None for a in node.args[not method :][:1]] or ["r"]
+            opens = name == "open" and isinstance(modes[0], str) and "b" not in modes[0]
+            if opens or (method and (name, count) in (("read_text", 0), ("write_text", 1))):
+                yield node.lineno
+
+
+@pytest.mark.smoke
+def test_every_text_file_is_opened_in_utf8():
+    """Not in the encoding of the locale: by `files.read_text` what users write, else with `encoding="utf-8"`."""
+    examples = [
+        "open(x)",
+        "p.read_text()",
+        "p.write_text(a)",
+        'p.open("w")',
+        "p.open()",
+        'open(x, "rb")',
+        'p.open("rb")',
+    ]
+    assert [*unspecified("\n".join(examples))] == [1, 2, 3, 4, 5]
+    paths = [path for folder in ("megajax", "scripts") for path in sorted((ROOT / folder).rglob("*.py"))]
+    found = [f"{path}:{line}" for path in paths for line in unspecified(path.read_text("utf-8"))]
+    assert len(paths) > 200 and found == []

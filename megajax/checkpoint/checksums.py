@@ -99,7 +99,7 @@ def _forbidden(path: Folder) -> InputError:
 
 def _recorded(directory: Folder) -> dict[Piece, tuple[int, str]]:
     """The file's size and the CRC-32 of each recorded piece. Raises one of several errors for a damaged record."""
-    record = json.loads((directory / NAME).read_text())
+    record = json.loads((directory / NAME).read_text(encoding="utf-8"))
     files = {name: (entry["size"], entry["crc32"]) for name, entry in record["files"].items()}
     if record["format"] != 1 or record["piece"] != PIECE or record["crc32"] != _own(record["files"]):
         raise ValueError

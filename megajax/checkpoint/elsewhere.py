@@ -66,7 +66,7 @@ def _owner(folder: Folder, run_dir: Path, key: str) -> str:
         folder.mkdir(parents=True, exist_ok=True)
         if not (folder / OWNER).exists():
             replace_text(folder / OWNER, f"{run_dir}\n")
-        return (folder / OWNER).read_text().strip()
+        return (folder / OWNER).read_text(encoding="utf-8").strip()
     context = tensorstore.Context({f"{store}_request_retries": {"max_retries": RETRIES} for store in ("gcs", "s3")})
     try:
         store = tensorstore.KvStore.open(key_value_store(folder), context=context).result()

@@ -165,7 +165,7 @@ class LocalTier:
             partial.mkdir()
             entries = _write_shards(partial / DATA, copies)
             index = {"layout": self._layout, "description": description, "shards": entries}
-            (partial / INDEX).write_text(json.dumps(index))
+            (partial / INDEX).write_text(json.dumps(index), encoding="utf-8")
             # Nothing is synced: a host that stops loses its memory anyway, and torn files do not fit their checksums.
             if problem := checksums.write(partial, [checksums.compute(partial)]):
                 raise OSError(problem)
@@ -195,7 +195,7 @@ class LocalTier:
         try:
             damage = checksums.damage(directory) if checksums.exist(directory) else f"{checksums.NAME} is missing"
             if not damage:
-                index = json.loads((directory / INDEX).read_text())
+                index = json.loads((directory / INDEX).read_text(encoding="utf-8"))
         except (OSError, UserError) as error:  # such as a disk with errors
             damage = reason(error)
         if damage:

@@ -55,7 +55,7 @@ def bucket_folder(url: str) -> epath.Path:
 def checkpoint_folder(run_dir: str | Path) -> Folder:
     """The folder of a run's checkpoints, to which `RUN/checkpoints` leads; nothing is created."""
     path = Path(run_dir) / SUBDIRECTORY
-    return bucket_folder(path.read_text().strip()) if path.is_file() else path.resolve()
+    return bucket_folder(path.read_text(encoding="utf-8").strip()) if path.is_file() else path.resolve()
 
 
 def leads_elsewhere(run_dir: str | Path) -> bool:
@@ -139,7 +139,7 @@ def saved_at(checkpoint: Folder) -> float:
 
 def read_description(checkpoint: Folder) -> dict[str, Any]:
     """The description of `RUN/checkpoints/STEP`, without orbax, for which all processes would have to read it."""
-    return json.loads((checkpoint / "description" / "metadata").read_text())
+    return json.loads((checkpoint / "description" / "metadata").read_text(encoding="utf-8"))
 
 
 def write_text(path: Folder, text: str) -> None:
@@ -147,7 +147,7 @@ def write_text(path: Folder, text: str) -> None:
     if isinstance(path, Path):
         replace_text(path, text)
     else:
-        path.write_text(text)
+        path.write_text(text, encoding="utf-8")
 
 
 def key_value_store(folder: Folder) -> dict[str, Any]:

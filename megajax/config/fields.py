@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, model_validator
 
 from megajax.config import batch_schedule
+from megajax.files import read_text, why_unreadable
 
 AXES = ("pipeline", "data", "fsdp", "expert", "context", "tensor")
 BATCH_AXES = ("data", "fsdp", "expert")  # axes that divide the sequences of a batch
@@ -117,10 +118,11 @@ def path_or_sources(value: Any) -> Any:
 def _sources_in(file: Any) -> Any:
     """The sources in a file as Megatron's --data-args-path has them: weights and paths, or paths, between spaces."""
     try:
-        words = Path(file).read_text("utf-8").split()
-    except (OSError, TypeError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "no text"
-        raise ValueError(f"names a file that cannot be read ({reason}): correct the path") from None
+        words = read_text(Path(file)).split()
+    except TypeError:
+        raise ValueError("is not the path of a file: write one") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"names a file that cannot be read ({why_unreadable(error)}): correct the path") from None
     if words and not any(map(_number, words)):
         return [{"prefix": path, "weight": None} for path in words]
     if not words or len(words) % 2 or not all(_number(w) and not _number(p) for w, p in _pairs(words)):

@@ -12,6 +12,7 @@ from typing import Any
 import yaml
 
 from megajax.errors import ConfigError
+from megajax.files import read_text, why_unreadable
 
 MAX_BRACKETS = 100  # one in the other
 MAX_VALUES = 50_000  # of a file; an alias counts as the values that it stands for
@@ -135,14 +136,15 @@ def _beside(path: Path, item: str) -> Path:
 
 def _read_text(path: Path, location: str) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return read_text(path)
     except FileNotFoundError:
         near = _nearest_file(path)
         cure = f"did you mean {near}?" if near else "give the path of a YAML file."
         raise ConfigError(f"config file {path} does not exist{location}: {cure}") from None
     except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        raise ConfigError(f"config file {path} cannot be read{location}, {reason}: give a YAML file.") from None
+        raise ConfigError(
+            f"config file {path} cannot be read{location}, {why_unreadable(error)}: give a YAML file."
+        ) from None
 
 
 def _nearest_file(path: Path) -> Path | None:

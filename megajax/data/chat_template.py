@@ -12,6 +12,7 @@ from typing import Any
 
 from megajax.data.model_files import inside, read_json, token_texts
 from megajax.errors import InputError
+from megajax.files import read_text, why_unreadable
 
 Message = Mapping[str, Any]
 Span = tuple[int, int]  # of characters
@@ -129,10 +130,11 @@ def load_chat_template(folder: Path | None, file: Path | None = None) -> ChatTem
     try:
         source: Any = config.get("chat_template")
         if own is not None and (file or own.is_file()):
-            source = (file or inside(own)).read_text()
+            source = read_text(file or inside(own))
     except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "no text"
-        raise InputError(f"the chat template {own} cannot be read ({reason}): correct the path.") from None
+        raise InputError(
+            f"the chat template {own} cannot be read ({why_unreadable(error)}): give a file of text."
+        ) from None
     location = str(own if own is not None and own.is_file() else config_path)
     if isinstance(source, list):  # several named ones
         source = next((entry["template"] for entry in source if entry.get("name") == "default"), None)

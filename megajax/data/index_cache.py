@@ -90,7 +90,7 @@ def filling(directory: Path, key: Mapping[str, Any], *, wait: bool = True) -> It
         yield partial
         if partial is not None:
             with storage_errors(folder):
-                (partial / KEY_FILE).write_text(_text(key))
+                (partial / KEY_FILE).write_text(_text(key), encoding="utf-8")
                 _move(partial, folder)
 
 
@@ -143,7 +143,7 @@ def _locked(folder: Path, wait: bool) -> Iterator[bool]:
     Where the file system has no locks every process builds, which is more work but right.
     """
     path = folder.with_name(f"{folder.name}.lock")
-    with open(path, "w") as file:
+    with open(path, "wb") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
         except BlockingIOError:

@@ -65,7 +65,7 @@ class Journal:
 
     def _load(self) -> None:
         try:
-            values = json.loads(self._record.read_text())
+            values = json.loads(self._record.read_text(encoding="utf-8"))
             self._check_settings(values["settings"])
             self.point = Point(TextPosition(*values["position"]), bad=BadLines(*values["bad"]), **values["sums"])
             partial, whole = Path(f"{self.prefix}.bin.partial"), Path(f"{self.prefix}.bin")
@@ -122,7 +122,7 @@ class Journal:
         writer.keep = True  # before the record: it needs the tokens
         point = self.point
         sums = {"stored_bytes": point.stored_bytes, "documents": point.documents, "tokens": point.tokens}
-        with open(self._new_record, "w") as file:
+        with open(self._new_record, "w", encoding="utf-8") as file:
             values = {"settings": self.settings, "position": point.position, "bad": point.bad, "sums": sums}
             json.dump(values | {"finishing": finishing}, file)
             sync(file)

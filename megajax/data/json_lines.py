@@ -20,6 +20,7 @@ ROWS = 256  # of a Parquet file, read together
 STORED_BYTES = 1 << 17  # of a Zstandard file, decompressed together
 KEYS_SHOWN = 10
 PARQUET = b"PAR1"
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
 class Zstandard(io.RawIOBase):
@@ -141,8 +142,9 @@ def _read_lines(path: str, start: TextPosition) -> Iterator[Block]:
             position = stored.tell()
             while text := lines.read(BLOCK_BYTES):
                 text += b"" if text.endswith(b"\n") else lines.readline()
+                own = text if text_bytes else text.removeprefix(BYTE_ORDER_MARK)
                 first, line, text_bytes = line, line + text.count(b"\n"), text_bytes + len(text)
-                yield Block(path, first, text, stored.tell() - position, TextPosition(start.file, line, text_bytes))
+                yield Block(path, first, own, stored.tell() - position, TextPosition(start.file, line, text_bytes))
                 position = stored.tell()
         except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
             raise InputError(

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from megajax.errors import InputError
+from megajax.files import read_text
 
 
 def inside(path: Path) -> Path:
@@ -26,7 +27,7 @@ def read_json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        return dict(json.loads(inside(path).read_text()))
+        return dict(json.loads(read_text(inside(path))))
     except InputError:
         raise
     except (ValueError, TypeError, OSError, RecursionError) as error:

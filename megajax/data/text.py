@@ -177,12 +177,12 @@ class _Tokenising:
         if bad.count:
             warnings.warn(f"{path}: {bad.count:,} bad lines were left out.{bad.named()}", stacklevel=2)
         with storage_errors(folder):
-            (folder / BAD).write_text(json.dumps(bad.count))
+            (folder / BAD).write_text(json.dumps(bad.count), encoding="utf-8")
 
 
 def _bad_lines(folder: Path) -> int:
     with storage_errors(folder):
-        return json.loads((folder / BAD).read_text())
+        return json.loads((folder / BAD).read_text(encoding="utf-8"))
 
 
 def _identity(path: str) -> dict[str, Any]:

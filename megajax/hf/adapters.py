@@ -122,7 +122,7 @@ def export_adapters(run_dir: Path, step: int, config: Config, folder: Path) -> N
     }
     with new_folder(folder) as partial:
         save_file(stored, partial / PEFT_WEIGHTS, metadata={"format": "pt"})
-        (partial / PEFT_CONFIG).write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n")
+        (partial / PEFT_CONFIG).write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def _of_module(

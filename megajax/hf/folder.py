@@ -199,7 +199,7 @@ def write_folder(
         shards, total = _write_shards(partial, tensors, shard_bytes)
         index = {"metadata": {"total_size": total}, "weight_map": shards}
         for name, values in ((INDEX, index), ("config.json", config)):
-            (partial / name).write_text(json.dumps(values, indent=2, sort_keys=True) + "\n")
+            (partial / name).write_text(json.dumps(values, indent=2, sort_keys=True) + "\n", encoding="utf-8")
         for name, content in files.items():
             (partial / name).write_bytes(content)
 

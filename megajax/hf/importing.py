@@ -40,7 +40,7 @@ def import_folder(folder: Path, run_dir: Path) -> None:
         beside.keep(folder, partial)
         if files_in(folder):
             keep_tokenizer(str(folder), partial)
-        (partial / "config.yaml").write_text(config.to_yaml())
+        (partial / "config.yaml").write_text(config.to_yaml(), encoding="utf-8")
 
 
 def _config(folder: Path, run_dir: Path) -> Config:

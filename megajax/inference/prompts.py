@@ -5,6 +5,7 @@ from pathlib import Path
 
 from megajax.data.chat_template import Message
 from megajax.errors import InputError
+from megajax.files import read_text, why_unreadable
 
 
 def read_prompts(path: str) -> list[str | list[Message]]:
@@ -13,9 +14,9 @@ def read_prompts(path: str) -> list[str | list[Message]]:
     Raises InputError for a file that cannot be read, and for a line that is neither.
     """
     try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
+        lines = read_text(Path(path)).split("\n")  # other line ends, such as U+2028, are text
     except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"--prompts={path} cannot be read ({error}): give a text file in UTF-8.") from None
+        raise InputError(f"--prompts={path} cannot be read ({why_unreadable(error)}): give a text file.") from None
     if not path.endswith(".jsonl"):
         prompts: list[str | list[Message]] = [line for line in lines if line]
     else:

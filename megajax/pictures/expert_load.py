@@ -31,7 +31,9 @@ def write_load_map(run_dir: Path, layers: Sequence[int]) -> None:
 
 def read_loads(path: Path) -> tuple[list[int], np.ndarray]:
     """(the steps with a logged `expert_load`, the loads `[steps, L]`)."""
-    entries = [entry for entry in map(json.loads, path.read_text().splitlines()) if "expert_load" in entry]
+    entries = [
+        entry for entry in map(json.loads, path.read_text(encoding="utf-8").splitlines()) if "expert_load" in entry
+    ]
     return [entry["step"] for entry in entries], np.array([entry["expert_load"] for entry in entries])
 
 

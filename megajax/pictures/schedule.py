@@ -222,7 +222,7 @@ def main(arguments: list[str]) -> int:
         default = f"{schedule.kind}_p{schedule.stages}_m{schedule.microbatches}_r{schedule.rounds}.svg"
         path = getattr(options, "svg", Path(default))
         try:
-            path.write_text(svg(schedule, costs))
+            path.write_text(svg(schedule, costs), encoding="utf-8")
         except OSError as error:
             raise InputError(f"--svg={path}: {error.strerror}; name a file that can be written.") from error
         print(f"Picture: {path}")

@@ -222,4 +222,4 @@ def usable_bytes() -> float:
 @cache
 def _target() -> str:
     """The description of an H200 for XLA's compiler."""
-    return files("megajax.plan").joinpath("h200_target_config.pbtxt").read_text()
+    return files("megajax.plan").joinpath("h200_target_config.pbtxt").read_text(encoding="utf-8")

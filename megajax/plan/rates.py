@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from megajax.errors import InputError
-from megajax.files import replace_text
+from megajax.files import read_text, replace_text
 
 GIB = 2**30
 NOTES = "measured"  # the key of a file of rates with the device, the date and the rest that is no rate
@@ -120,7 +120,7 @@ def read_rates(path: Path, device: Rates) -> Rates:
     read. Raises InputError with the file and the key.
     """
     try:
-        found = json.loads(path.read_text())
+        found = json.loads(read_text(path))
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise InputError(f"--rates={path} cannot be read ({reason}): give a JSON file of rates.") from None

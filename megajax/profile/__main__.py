@@ -85,7 +85,7 @@ def trace_steps(options: argparse.Namespace, folder: Path) -> None:
 
     trainer = Trainer(config, flags=flags)
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / CONFIG).write_text(config.to_yaml())
+    (folder / CONFIG).write_text(config.to_yaml(), encoding="utf-8")
     for _ in range(WARMUP_STEPS + options.steps):
         batch = trainer.next_batch()
         with trainer.profile.step(trainer.step + 1):

@@ -60,7 +60,7 @@ def read(folder: Path) -> Trace:
     if not kernels:
         raise InputError(f"{folder / FOLDER} has no operation of a device: {CURE}.")
     try:
-        known: dict[str, Any] = json.loads(facts.read_text())
+        known: dict[str, Any] = json.loads(facts.read_text(encoding="utf-8"))
         text = gzip.decompress((folder / FOLDER / MODULE).read_bytes()).decode()
         numbers = {name: known[name] for name in ("steps", "devices", "device_kind")}
     except (OSError, EOFError, ValueError, KeyError, TypeError) as error:

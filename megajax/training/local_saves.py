@@ -118,7 +118,7 @@ class LocalSaves:
         """Find the run's directory in `checkpoint.local_dir`; False if the run has none yet."""
         run_dir, run_id = Path(self.config.run.dir).resolve(), ""
         if jax.process_index() == 0 and (run_dir / RUN_ID).is_file():
-            run_id = (run_dir / RUN_ID).read_text()
+            run_id = (run_dir / RUN_ID).read_text(encoding="utf-8")
         run_id = decide(f"run id/{next(_calls)}", run_id, lambda ids: ids[0], FOR_EVER)
         if run_id and self._tier is None:
             assert self.config.checkpoint.local_dir is not None

@@ -164,7 +164,7 @@ def drop_lines_after(path: Path, step: int) -> None:
     if not path.exists():
         return
     kept = []
-    for line in path.read_text().splitlines():
+    for line in path.read_text(encoding="utf-8").splitlines():
         try:
             entry = json.loads(line)
         except json.JSONDecodeError:
@@ -307,7 +307,7 @@ def _start_wandb(config: Config):
     if not id_file.exists():
         replace_text(id_file, wandb.util.generate_id())
     return wandb.init(
-        id=id_file.read_text(),
+        id=id_file.read_text(encoding="utf-8"),
         project=config.logging.wandb_project,
         name=config.run.name,
         dir=config.run.dir,

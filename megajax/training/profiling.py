@@ -54,5 +54,5 @@ class Profile:
             devices = trainer.program.mesh.devices
             facts = {"steps": steps, "devices": devices.size, "device_kind": devices.flat[0].device_kind}
             (self.directory / MODULE).write_bytes(gzip.compress(trainer.running_text().encode(), 1))
-            (self.directory / FACTS).write_text(json.dumps(facts))
+            (self.directory / FACTS).write_text(json.dumps(facts), encoding="utf-8")
         trainer.note(f"trace written to {self.directory}: megajax profile {trainer.run_dir} reads it")

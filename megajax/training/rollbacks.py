@@ -49,7 +49,7 @@ class Rollbacks:
     def __init__(self, config: Config):
         self.config, self.run_dir = config, Path(config.run.dir)
         self._path = self.run_dir / RECORD
-        entries = json.loads(self._path.read_text()) if self._path.exists() else []
+        entries = json.loads(self._path.read_text(encoding="utf-8")) if self._path.exists() else []
         self.past = [Rollback(**entry) for entry in entries]
 
     def position(self, checkpoint: Position) -> Position:
@@ -101,7 +101,7 @@ class Rollbacks:
         """Write a line of metrics.jsonl for each rollback that has none: a killed process may not have come to it."""
         if not self.past or not metrics.writer:
             return
-        lines = map(json.loads, (self.run_dir / "metrics.jsonl").read_text().splitlines())
+        lines = map(json.loads, (self.run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines())
         logged = {line.get("rollback") for line in lines}
         for number, step, _, *values in (past for past in self.past if past.number not in logged):
             metrics.write(step, {"rollback": number} | dict(zip(Rollback._fields[3:], values, strict=True)))

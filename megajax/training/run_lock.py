@@ -80,7 +80,7 @@ class RunLock:
 
     def _created(self) -> bool:
         try:
-            with self.path.open("x") as file:
+            with self.path.open("x", encoding="utf-8") as file:
                 file.write(json.dumps(self._mine))
         except FileExistsError:
             return False
@@ -158,7 +158,7 @@ def _this_process() -> dict[str, Any]:
     """A unique description of this process."""
     boot, processes = "", ""
     with contextlib.suppress(OSError):  # not on Linux: then only the host
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
         processes = os.readlink("/proc/self/ns/pid")  # containers have process numbers of their own
     return {
         "host": socket.gethostname(),
@@ -182,7 +182,7 @@ def _started(process: int) -> int | None:
     except PermissionError:
         pass  # another user's process, but it exists
     try:
-        state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+        state = Path(f"/proc/{process}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
     except OSError:
         return 0
     return None if state[0] == "Z" else int(state[19])
@@ -190,7 +190,7 @@ def _started(process: int) -> int | None:
 
 def _read(path: Path) -> dict[str, Any] | None:
     try:
-        value = json.loads(path.read_text())
+        value = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None  # gone, or its writer was killed before it wrote
     return value if isinstance(value, dict) else None

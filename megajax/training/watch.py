@@ -163,7 +163,7 @@ class Watch:
             steps = others | {self.peers.index: self._step}
         lines = [f"last known step of process {process}: {step}" for process, step in sorted(steps.items())]
         self._stacks_file().parent.mkdir(parents=True, exist_ok=True)
-        with self._stacks_file().open("w") as file:
+        with self._stacks_file().open("w", encoding="utf-8") as file:
             print(sentence, *lines, "", sep="\n", file=file, flush=True)
             faulthandler.dump_traceback(file, all_threads=True)
 

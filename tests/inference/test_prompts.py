@@ -13,11 +13,12 @@ CHAT = [{"role": "system", "content": " be brief"}, {"role": "user", "content": 
 
 @pytest.mark.smoke
 def test_prompts_are_lines_or_json_objects(tmp_path):
-    (tmp_path / "a.txt").write_text("one\n\ntwo two\n")
-    assert read_prompts(str(tmp_path / "a.txt")) == ["one", "two two"]
+    other_line_ends = "one\u2028\u2029\x85\f\v\x1c"  # of which no other program makes lines
+    (tmp_path / "a.txt").write_text(f"{other_line_ends}1\n\ntwo two\n")
+    assert read_prompts(str(tmp_path / "a.txt")) == [f"{other_line_ends}1", "two two"]
     path = tmp_path / "a.jsonl"
-    path.write_text('{"prompt": "one"}\n' + json.dumps({"messages": CHAT}) + "\n" + json.dumps(CHAT) + "\n")
-    assert read_prompts(str(path)) == ["one", CHAT, CHAT]
+    path.write_text('{"prompt": "one\u2028\x85"}\n' + json.dumps({"messages": CHAT}) + "\n" + json.dumps(CHAT) + "\n")
+    assert read_prompts(str(path)) == ["one\u2028\x85", CHAT, CHAT]
     for line, sentence in {
         "{": "a.jsonl:1 is not JSON",
         '{"text": "a"}': 'a.jsonl:1 has neither a "prompt" nor "messages"',
@@ -26,7 +27,7 @@ def test_prompts_are_lines_or_json_objects(tmp_path):
         path.write_text(line)
         with pytest.raises(InputError, match=sentence):
             read_prompts(str(path))
-    with pytest.raises(InputError, match="cannot be read"):
+    with pytest.raises(InputError, match="cannot be read .No such file.*: give a text file"):
         read_prompts(str(tmp_path / "missing"))
 
 
