@@ -26,10 +26,16 @@ class Document(NamedTuple):
 
 
 def data_sets(arguments: Sequence[str]) -> dict[str, str]:
-    """Paths by name from `[NAME=]PATH`; the name of a bare path is its last part."""
+    """Paths by name from `[NAME=]PATH`; the name of a bare path is its last part.
+
+    Paths may have equal signs (`date=2024/x.jsonl`): an argument that exists is a path, and names have no slash.
+    """
     found: dict[str, str] = {}
     for argument in arguments:
-        name, _, path = argument.rpartition("=")
+        name, _, path = argument.partition("=")
+        exists = Path(argument).exists() or Path(f"{argument}.idx").exists()
+        if exists or "/" in name or not path:
+            name, path = "", argument
         name = name or Path(path).name
         if name in found:
             raise InputError(f"--data={argument}: another set is called {name}: write NAME={path}.")

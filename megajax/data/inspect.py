@@ -25,7 +25,7 @@ from megajax.data.megatron import MegatronBlend, MegatronSamples, wanted_samples
 from megajax.data.remote import RemoteTokens
 from megajax.data.samples import BlendedSamples, DocumentSamples, Packing, Samples, make_batch, sources_in
 from megajax.data.text import TextDataset
-from megajax.data.tokenizers import Tokenizer, load_tokenizer
+from megajax.data.tokenizers import Tokenizer, decode_after, load_tokenizer
 from megajax.errors import InputError
 from megajax.runtime import accept_missing_cuda
 
@@ -163,12 +163,12 @@ def _marked(tokens: np.ndarray, counted: np.ndarray, tokenizer: Tokenizer | None
     before, after = (GREY, PLAIN) if colour else ("⟦", "⟧")
     edges = [0, *(np.flatnonzero(np.diff(counted)) + 1).tolist(), tokens.size]
     for start, stop in zip(edges, edges[1:], strict=False):
-        text = _text(tokens[start:stop].tolist(), tokenizer)
+        text = _text(tokens[:start].tolist(), tokens[start:stop].tolist(), tokenizer)
         yield text if counted[start] else f"{before}{text}{after}"
 
 
-def _text(tokens: list[int], tokenizer: Tokenizer | None) -> str:
-    """The text of tokens, special ones by their names, control characters by their codes."""
+def _text(before: list[int], tokens: list[int], tokenizer: Tokenizer | None) -> str:
+    """The text of tokens after others: special ones by their names, control characters by their codes."""
     if tokenizer is None:
         return " ".join(map(str, tokens)) + " "
     names = {tokenizer.end_of_document: "<end of document>"}
@@ -176,7 +176,8 @@ def _text(tokens: list[int], tokenizer: Tokenizer | None) -> str:
     edges = [i for i, token in enumerate(tokens) if token in names]
     parts, start = [], 0
     for edge in [*edges, len(tokens)]:
-        parts += [tokenizer.decode(tokens[start:edge]), *(names[token] for token in tokens[edge : edge + 1])]
+        text = decode_after(tokenizer, [*before, *tokens[:start]], tokens[start:edge])
+        parts += [text, *(names[token] for token in tokens[edge : edge + 1])]
         start = edge + 1
     return "".join(c if c.isprintable() or c in "\n\t" else f"\\x{ord(c):02x}" for c in "".join(parts))
 

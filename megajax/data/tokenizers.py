@@ -1,5 +1,6 @@
 """Tokenizers behind one small interface, by the name or the files that the user gives."""
 
+import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -151,6 +152,14 @@ def end_of_document(tokenizer: Tokenizer, spec: str, name: str | None = None, se
         f"{spec} has no end-of-document token of a known name ({', '.join(END_OF_DOCUMENT_NAMES)}): name its token "
         f"with {setting} (its special tokens: {special})."
     )
+
+
+def decode_after(tokenizer: Tokenizer, before: list[int], tokens: list[int]) -> str:
+    """The text of `tokens` after the tokens `before`: alone, the first of many tokenizers loses its space."""
+    start, whole = tokenizer.decode(before), tokenizer.decode([*before, *tokens])
+    if not whole.startswith(start):  # a character begins in one part and ends in the other
+        start = os.path.commonprefix([start, whole])
+    return whole[len(start) :]
 
 
 class ByteTokenizer:

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from megajax.data.tokenizers import decode_after
 from megajax.errors import InputError
 from megajax.inference.comm import Decode, LayerCache, Prefill
 from megajax.inference.language_model import LanguageModel, positions_from
@@ -33,9 +34,9 @@ class Progress(NamedTuple):
     drafts: Drafts | None = None  # with speculation
     verified: Verified | None = None
 
-    def active(self, end: jax.Array) -> jax.Array:
-        """The sequences that go on before they have `end` new tokens, `[B]`."""
-        return ~self.done & (self.count < end)
+    def active(self, ends: jax.Array | np.ndarray) -> jax.Array:
+        """The sequences that go on before they have `ends [B]` new tokens, `[B]`."""
+        return ~self.done & (self.count < ends)
 
 
 class Generator:
@@ -64,25 +65,27 @@ class Generator:
         """
         longest = max(map(len, prompts))
         self._check(prompts, longest, max_tokens)
-        max_tokens = min(max_tokens, self.model.max_length - longest)
+        limits = np.array([min(max_tokens, self.model.max_length - len(prompt)) for prompt in prompts], np.int32)
+        most = int(limits.max())
         padded = -(-longest // LENGTH_MULTIPLE) * LENGTH_MULTIPLE
         written = self.drafter.written if self.drafter else 1
-        size = -(-(padded + max_tokens + written - 1) // LENGTH_MULTIPLE) * LENGTH_MULTIPLE
+        slots = min(padded + most, self.model.max_length) + written - 1
+        size = -(-slots // LENGTH_MULTIPLE) * LENGTH_MULTIPLE
         tokens = np.zeros((len(prompts), min(padded, self.model.max_length)), np.int32)
         for row, prompt in zip(tokens, prompts, strict=True):
             row[: len(prompt)] = prompt
         lengths = np.array([len(prompt) for prompt in prompts], np.int32)
-        room = -(-max_tokens // LENGTH_MULTIPLE) * LENGTH_MULTIPLE
+        room = -(-most // LENGTH_MULTIPLE) * LENGTH_MULTIPLE
         progress = self._prefill(self.model.weights, tokens, lengths, np.uint32(seed), size=size, room=room)
         while True:
-            active, self.verified = np.asarray(progress.active(max_tokens)), jax.device_get(progress.verified)
+            active, self.verified = np.asarray(progress.active(limits)), jax.device_get(progress.verified)
             if chunk is not None or not active.any():
-                rows = np.asarray(progress.tokens)[:, :max_tokens]
-                yield [[int(token) for token in row if token != NONE] for row in rows]
+                rows = zip(np.asarray(progress.tokens), limits, strict=True)
+                yield [[int(token) for token in row[:limit] if token != NONE] for row, limit in rows]
             if not active.any():
                 return
-            end = min(max_tokens, np.asarray(progress.count)[active].min() + (chunk or max_tokens))
-            progress = self._decode(self.model.weights, progress, np.int32(end))
+            ends = np.minimum(limits, np.asarray(progress.count)[active].min() + (chunk or most))
+            progress = self._decode(self.model.weights, progress, ends)
 
     def _check(self, prompts: Sequence[Sequence[int]], longest: int, max_tokens: int) -> None:
         assert max_tokens >= 1, max_tokens
@@ -103,7 +106,7 @@ class Generator:
         keys = jax.vmap(partial(jax.random.fold_in, jax.random.key(seed)))(jnp.arange(B))
         empty, none = jnp.full((B, room), NONE, jnp.int32), jnp.zeros(B, jnp.int32)
         start = Progress(tuple(comm.caches), empty, none, lengths - 1, jnp.zeros(B, bool), keys)
-        progress, token = self._with_token(start, self.model.model.logits(weights.outer, newest))
+        progress, token = self._with_token(start, self.model.model.logits(weights.outer, newest), ~start.done)
         if self.drafter is None:
             return progress
         window = Window(h, tokens, none, lengths - 1)
@@ -111,26 +114,26 @@ class Generator:
         verified = Verified(jnp.int32(0), jnp.zeros(self.drafter.count, jnp.int32))
         return progress._replace(caches=(*start.caches, *caches), drafts=drafts, verified=verified)
 
-    def _decode_program(self, weights: ModelWeights, progress: Progress, end: jax.Array) -> Progress:
-        """The state after steps for all sequences until each has `end` new tokens, or more, or is done."""
-        step = self._step if self.drafter is None else partial(self._speculative_step, self.drafter, end)
-        return lax.while_loop(lambda p: p.active(end).any(), partial(step, weights), progress)
+    def _decode_program(self, weights: ModelWeights, progress: Progress, ends: jax.Array) -> Progress:
+        """The state after steps until each sequence has its `ends [B]` new tokens, or more with drafts, or is done."""
+        step = self._step if self.drafter is None else partial(self._speculative_step, self.drafter)
+        return lax.while_loop(lambda p: p.active(ends).any(), partial(step, ends, weights), progress)
 
-    def _step(self, weights: ModelWeights, progress: Progress) -> Progress:
-        """One token more."""
+    def _step(self, ends: jax.Array, weights: ModelWeights, progress: Progress) -> Progress:
+        """One token more of the sequences that go on."""
         comm = Decode(self.model.mesh, self.model.kernels, self.model.max_length, progress.caches)
         newest = jnp.take_along_axis(progress.tokens, progress.count[:, None] - 1, axis=1)
         h = self.model.new_tokens(weights, jnp.maximum(newest, 0), progress.position, comm)
         logits = self.model.model.logits(weights.outer, h[:, 0])
-        return self._with_token(progress._replace(caches=tuple(comm.caches)), logits)[0]
+        active = progress.active(ends)
+        return self._with_token(progress._replace(caches=tuple(comm.caches)), logits, active)[0]
 
-    def _with_token(self, progress: Progress, logits: jax.Array) -> tuple[Progress, jax.Array]:
-        """(the state with one token more, the token), chosen by the `logits [B, V]` of the newest position."""
+    def _with_token(self, progress: Progress, logits: jax.Array, active: jax.Array) -> tuple[Progress, jax.Array]:
+        """(the state with one token more of the `active` sequences, the tokens), chosen by `logits [B, V]`."""
         position = progress.position + 1
         keys = jax.vmap(jax.random.fold_in)(progress.keys, position)
         token = choose(logits, self.sampling, keys)
-        every = jnp.ones_like(progress.done)
-        return self._with_tokens(progress, token[:, None], jnp.zeros_like(position), every), token
+        return self._with_tokens(progress, token[:, None], jnp.zeros_like(position), active), token
 
     def _with_tokens(self, progress: Progress, tokens: jax.Array, last: jax.Array, active: jax.Array) -> Progress:
         """The state of the `active` sequences with the new `tokens [B, S]` up to the index `last [B]`."""
@@ -146,9 +149,9 @@ class Generator:
             done=progress.done | active & stopped.any(axis=1),
         )
 
-    def _speculative_step(self, drafter: Drafter, end, weights: ModelWeights, progress: Progress) -> Progress:
+    def _speculative_step(self, drafter: Drafter, ends, weights: ModelWeights, progress: Progress) -> Progress:
         """The accepted drafts and the token after them, then the next drafts; other sequences than the active stay."""
-        active, drafts, verified = progress.active(end), progress.drafts, progress.verified
+        active, drafts, verified = progress.active(ends), progress.drafts, progress.verified
         assert drafts is not None and verified is not None
         comm = Decode(self.model.mesh, self.model.kernels, self.model.max_length, progress.caches)
         accepted, token, window = drafter.verify(weights, drafts, progress.position, progress.keys, comm)
@@ -195,7 +198,7 @@ def continue_texts(
     chunk = 8 if on_text else LENGTH_MULTIPLE if stop else None
     printed, texts = 0, [""] * len(prompts)
     for rows in generator(model, sampling).tokens(encoded, max_tokens, seed, chunk):
-        texts = [tokenizer.decode(row) for row in rows]
+        texts = [decode_after(tokenizer, *each) for each in zip(encoded, rows, strict=True)]
         cut = [min((text.find(end) for end in stop if end in text), default=-1) for text in texts]
         texts = [text if end < 0 else text[:end] for text, end in zip(texts, cut, strict=True)]
         if on_text:

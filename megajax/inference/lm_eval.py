@@ -81,12 +81,12 @@ class MegajaxLM(TemplateLM):
         out = [""] * len(requests)
         groups: dict[tuple, list[int]] = {}
         for i, request in enumerate(requests):
-            groups.setdefault(_settings(request.args[1]), []).append(i)
+            groups.setdefault(self._settings(request.args[1]), []).append(i)
         for (stop, sampling, count), members in groups.items():
+            room = self.model.max_length - count
             members.sort(key=lambda i: len(requests[i].args[0]))
             for first in range(0, len(members), self.batch):
                 chosen = members[first : first + self.batch]
-                room = self.model.max_length - count
                 prompts = [self.tok_encode(requests[i].args[0])[-room:] for i in chosen]
                 for i, text in zip(
                     chosen, continue_texts(self.model, prompts, count, sampling, stop=stop), strict=True
@@ -97,22 +97,25 @@ class MegajaxLM(TemplateLM):
     def apply_chat_template(self, chat_history, add_generation_prompt: bool = True) -> str:
         return load_chat_template(self.model.folder).render(chat_history, add_generation_prompt)
 
+    def _settings(self, arguments: dict[str, Any]) -> tuple[tuple[str, ...], Sampling, int]:
+        """(texts that end an answer, the sampling, largest number of tokens) of a request.
 
-def _settings(arguments: dict[str, Any]) -> tuple[tuple[str, ...], Sampling, int]:
-    """(texts that end an answer, the sampling, largest number of tokens) of a request."""
-    until = arguments.get("until") or ()
-    sampled = arguments.get("do_sample", arguments.get("temperature", 0) > 0)
-    sampling = Sampling(
-        temperature=float(arguments.get("temperature", 1.0)) if sampled else 0.0,
-        top_k=int(arguments.get("top_k", 0) or 0),
-        top_p=float(arguments.get("top_p", 1.0)),
-        min_p=float(arguments.get("min_p", 0.0) or 0.0),
-    )
-    return (
-        (until,) if isinstance(until, str) else tuple(until),
-        sampling,
-        int(arguments.get("max_gen_toks", MAX_TOKENS)),
-    )
+        As with lm-eval's `hf`, contexts are cut to make room for the answer, and one token of them must remain.
+        """
+        until, count = arguments.get("until") or (), int(arguments.get("max_gen_toks", MAX_TOKENS))
+        if not 0 < count < self.model.max_length:
+            raise InputError(
+                f"max_gen_toks={count} leaves no room in the model's context of {self.model.max_length} tokens: give "
+                f"1 to {self.model.max_length - 1} with --gen_kwargs."
+            )
+        sampled = arguments.get("do_sample", arguments.get("temperature", 0) > 0)
+        sampling = Sampling(
+            temperature=float(arguments.get("temperature", 1.0)) if sampled else 0.0,
+            top_k=int(arguments.get("top_k", 0) or 0),
+            top_p=float(arguments.get("top_p", 1.0)),
+            min_p=float(arguments.get("min_p", 0.0) or 0.0),
+        )
+        return (until,) if isinstance(until, str) else tuple(until), sampling, count
 
 
 if __name__ == "__main__":

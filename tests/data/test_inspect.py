@@ -5,6 +5,7 @@ import sys
 
 import numpy as np
 import pytest
+import tokenizers
 
 from megajax.data.indexed import IndexedDataset
 from megajax.data.inspect import describe_file, main, repeated_starts
@@ -126,6 +127,12 @@ def test_chats_show_padding_and_the_assistants_tokens(tmp_path, shown):
     ]
     # 4 and 5 of 9 tokens are no padding; 2 and 3 of 8 predictions count.
     assert "first 256 samples of train: padding 50.0%, the loss counts 31.2%" in lines
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"▁a": 0, "▁b": 1}, "▁a"))
+    words.pre_tokenizer, words.decoder = tokenizers.pre_tokenizers.Metaspace(), tokenizers.decoders.Metaspace()
+    words.save(str(tmp_path / "words.json"))
+    source.write_text('{"prompt": "a b", "completion": " a b"}')
+    lines = shown(f"kind: chat, train: {source}, index_cache: {tmp_path}", f"data.tokenizer={tmp_path}/words.json")
+    assert lines[-1].startswith("⟦a b⟧ a b"), "the parts of a sample are its text"
 
 
 def test_mistakes_are_answered_with_one_sentence(tmp_path, write_documents, capsys, monkeypatch):

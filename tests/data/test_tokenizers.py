@@ -8,9 +8,9 @@ import shutil
 import numpy as np
 import pytest
 import sentencepiece
-from tokenizers import ByteLevelBPETokenizer, Tokenizer, models, pre_tokenizers
+from tokenizers import ByteLevelBPETokenizer, Tokenizer, decoders, models, pre_tokenizers
 
-from megajax.data.tokenizers import end_of_document, files_in, keep_tokenizer, load_tokenizer
+from megajax.data.tokenizers import decode_after, end_of_document, files_in, keep_tokenizer, load_tokenizer
 from megajax.errors import InputError
 
 
@@ -34,6 +34,33 @@ def word_level(path, vocabulary, special=()):
     tokenizer.add_special_tokens(list(special))
     tokenizer.save(str(path))
     return load_tokenizer(str(path))
+
+
+LLAMA_2 = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+WORDS = {"<s>": 0, "▁a": 1, "▁": 2, "b": 3, "▁▁": 4, "<0xC3>": 5, "<0xA9>": 6}
+
+
+@pytest.mark.parametrize(
+    "decoder",
+    [decoders.Metaspace(), decoders.Sequence(LLAMA_2), decoders.WordPiece(cleanup=False), None, "null", "byte"],
+)
+def test_parts_are_decoded_as_the_whole(tmp_path, decoder):
+    if isinstance(decoder, str):
+        tokenizer, ids = {
+            "null": (load_tokenizer("null:9"), [1, 2, 3]),
+            "byte": (load_tokenizer("byte"), [*"a € é".encode()]),
+        }[decoder]
+    else:
+        made = Tokenizer(models.WordLevel(WORDS, "b"))
+        made.add_special_tokens(["<s>"])
+        if decoder is not None:
+            made.decoder = decoder
+        made.save(str(tmp_path / "t.json"))
+        tokenizer, ids = load_tokenizer(str(tmp_path / "t.json")), [0, 1, 3, 4, 2, 1, 0, 1, 5, 6, 1, 5, 6, 5, 6]
+    whole = tokenizer.decode(ids)
+    for i in range(len(ids) + 1):
+        before = tokenizer.decode(ids[:i]).rstrip("\ufffd")  # a part of a character belongs to the tokens after it
+        assert before + decode_after(tokenizer, ids[:i], ids[i:]) == whole, i
 
 
 def test_hugging_face_ids_come_from_the_vocabulary(tmp_path):

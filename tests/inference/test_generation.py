@@ -91,7 +91,7 @@ def test_a_sample_depends_on_the_seed_only(references, llama):
     assert last(generator.tokens(prompts, 12, seed=4)) != together
 
 
-def test_a_stop_token_ends_one_sequence_and_the_context_ends_all(references, folder_of, llama, monkeypatch):
+def test_a_stop_token_and_the_context_end_each_sequence_by_itself(references, folder_of, llama, monkeypatch):
     expected, prompts = references["tiny_llama"]["tokens"], references["tiny_llama"]["prompts"]
     monkeypatch.setattr(llama, "stop_tokens", (expected[0][4],))
     cut = expected[0].index(expected[0][4])
@@ -100,7 +100,10 @@ def test_a_stop_token_ends_one_sequence_and_the_context_ends_all(references, fol
     assert found[1] == expected[1][:10] or expected[0][4] in expected[1]
     monkeypatch.setattr(llama, "stop_tokens", ())
     monkeypatch.setattr(llama, "max_length", 20)
-    assert last(Generator(llama, GREEDY).tokens(prompts[2:], 10)) == [expected[2][:3]]
+    monkeypatch.setattr(generation, "LENGTH_MULTIPLE", 8)
+    for chunk in (None, 4):
+        found = last(Generator(llama, GREEDY).tokens(prompts, 14, chunk=chunk))
+        assert found == [expected[0][:14], expected[1][:11], expected[2][:3]]
     monkeypatch.setattr(llama, "max_length", 17)
     with pytest.raises(InputError, match="a prompt has 17 tokens, which leaves no room in the model's context of 17"):
         last(Generator(llama, GREEDY).tokens(prompts[2:], 10))
@@ -108,31 +111,37 @@ def test_a_stop_token_ends_one_sequence_and_the_context_ends_all(references, fol
         last(Generator(llama, GREEDY).tokens([[3, 99]], 10))
 
 
-class Letters:
-    """A tokenizer of one letter per token."""
+# Of each token: half of them begin a word, 24 and 3 are the two bytes of é.
+PIECES = [(" " * (i % 2 == 0) + chr(32 + i)).encode() for i in range(99)]
+PIECES[24], PIECES[3] = b"\xc3", b"\xa9"
+
+
+class Pieces:
+    """A tokenizer as SentencePiece's, which decodes the first word without its space."""
 
     special_tokens: list[str] = []
     vocab_size, end_of_document = 99, None
 
-    def encode(self, text: str, special_tokens: bool = False) -> list[int]:
-        return [ord(letter) - 32 for letter in text]
-
     def decode(self, ids: list[int]) -> str:
-        return "".join(chr(32 + i) for i in ids)
+        return b"".join(PIECES[i] for i in ids).decode(errors="replace").removeprefix(" ")
 
 
 def test_stop_texts_end_a_text_and_a_single_text_is_streamed(references, llama, monkeypatch):
-    monkeypatch.setattr(llama, "tokenizer", Letters())
+    """A text is what its tokens add to the prompt's text: with its first space, and with characters of two tokens."""
+    monkeypatch.setattr(llama, "tokenizer", Pieces())
     monkeypatch.setattr(generation, "LENGTH_MULTIPLE", 16)
     prompts = references["tiny_llama"]["prompts"]
-    whole = [Letters().decode(tokens) for tokens in references["tiny_llama"]["tokens"]]
+    tokens = references["tiny_llama"]["tokens"]
+    whole = [b"".join(PIECES[i] for i in row).decode(errors="replace") for row in tokens]
+    assert all(text.startswith(" ") for text in whole) and "é" in whole[2]
     assert continue_texts(llama, prompts, 50, GREEDY) == whole
     stop = whole[0][20:23]
     cut = [text.partition(stop)[0] for text in whole]
     assert continue_texts(llama, prompts, 50, GREEDY, stop=[stop]) == cut
-    pieces: list[str] = []
-    assert continue_texts(llama, prompts[:1], 50, GREEDY, stop=[stop], on_text=pieces.append) == cut[:1]
-    assert "".join(pieces) == cut[0] and len(pieces) > 2
+    for prompt, text, ends in ((prompts[0], cut[0], [stop]), (prompts[2], whole[2], [])):
+        pieces: list[str] = []
+        assert continue_texts(llama, [prompt], 50, GREEDY, stop=ends, on_text=pieces.append) == [text]
+        assert "".join(pieces) == text and len(pieces) > 2
 
 
 def plain_remaining(logits: np.ndarray, sampling: Sampling) -> set[int]:

@@ -10,6 +10,8 @@ from collections import namedtuple
 
 import pytest
 
+from megajax.errors import InputError
+
 Request = namedtuple("Request", "args")
 
 
@@ -48,6 +50,11 @@ def test_requests_are_answered_as_by_the_reference(references, adapter, monkeypa
         adapter.generate_until([Request(("c", {"until": until, "max_gen_toks": 6}))])[0] for until in ([], ["?", "a"])
     )
     assert cut == whole.partition("a")[0]
+    for count in (0, 64, 300):  # lm-eval's hf asserts that a token of the context remains
+        with pytest.raises(InputError, match=f"max_gen_toks={count} leaves no room .*: give 1 to 63"):
+            adapter.generate_until([Request(("c", {"max_gen_toks": count}))])
+    long = [Request(("abcdefgh" * 20, {"max_gen_toks": 60})), Request(("xefgh", {"max_gen_toks": 60}))]
+    assert adapter.generate_until(long[:1]) == adapter.generate_until(long[1:]), "the last tokens that leave room"
     text = "hello there"
     assert adapter.tok_encode(text) == [0, *adapter.tok_encode(text, add_special_tokens=False)]
     (rolling,) = adapter.loglikelihood_rolling([Request((text,))])

@@ -10,6 +10,7 @@ import pytest
 import megajax
 from megajax import evaluate
 from megajax.data.indexed import IndexedWriter
+from megajax.errors import InputError
 from megajax.inference.scoring import Scorer, Window, windows
 
 
@@ -38,6 +39,24 @@ def test_windows_predict_each_token_once_with_all_the_context_there_is(count, le
 
 
 TEXTS = ["hello world", "é", "a much longer text of several windows"]
+
+
+def test_a_path_may_have_equal_signs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("date=2024/x.jsonl", "date=2024/tokens.idx", "lang=en.jsonl"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    sets = ["date=2024/x.jsonl", "date=2024/tokens", "lang=en.jsonl", "a=b.jsonl", "other=date=2024/x.jsonl", "/d=1/y"]
+    assert evaluate.data_sets(sets) == {
+        "x.jsonl": "date=2024/x.jsonl",
+        "tokens": "date=2024/tokens",
+        "lang=en.jsonl": "lang=en.jsonl",
+        "a": "b.jsonl",
+        "other": "date=2024/x.jsonl",
+        "y": "/d=1/y",
+    }
+    with pytest.raises(InputError, match="--data=d/a: another set is called a: write NAME=d/a"):
+        evaluate.data_sets(["a=b.jsonl", "d/a"])
 
 
 def test_files_are_evaluated_as_by_hand(letters_folder, tmp_path, capsys):
