@@ -32,6 +32,7 @@ COMMANDS = {
     "plan": ("megajax.plan.__main__", "find the fastest mesh of a config for N GPUs, without a GPU"),
     "verify": ("megajax.verify.__main__", "compare meshes with one device, on the CPU, with a small model"),
     "generate": ("megajax.generate", "continue text with a run or a Hugging Face model"),
+    "chat": ("megajax.chat", "talk with a run or a Hugging Face model in the terminal"),
     "evaluate": ("megajax.evaluate", "loss, perplexity and bits per byte of texts"),
     "checkpoints": ("megajax.checkpoint.inspect", "list a run's checkpoints, or verify them"),
     "average": ("megajax.average", "average checkpoints of a run, or write its moving average"),
@@ -74,6 +75,28 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", metavar="RUN_OR_HF_FOLDER", help="a run, RUN/checkpoints/STEP, or a Hugging Face folder")
     parser.add_argument("--mesh", help="axes of the mesh, such as tensor=2,fsdp=2 (default: one device)")
     parser.add_argument("--dtype", help="float32, bfloat16 or float16 (default: the model's)")
+
+
+def add_sampling_arguments(parser: argparse.ArgumentParser, tokens: int) -> None:
+    """The arguments of a command that generates text; `inference.sampling.chosen_sampling` checks them."""
+    parser.add_argument(
+        "--tokens", type=int, default=tokens, help=f"largest number of new tokens of a text (default: {tokens})"
+    )
+    parser.add_argument("--temperature", type=float, default=0.8, help="0 takes the most likely token (default: 0.8)")
+    parser.add_argument("--top-k", type=int, default=0, help="choose among this many likely tokens (default: 0, all)")
+    parser.add_argument("--top-p", type=float, default=1.0, help="and among those of this probability (default: 1)")
+    parser.add_argument(
+        "--min-p", type=float, default=0.0, help="and at least this share of the likeliest (default: 0)"
+    )
+    parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before TEXT; may be repeated")
+    parser.add_argument(
+        "--speculate",
+        type=int,
+        default=0,
+        metavar="N",
+        help="draft N tokens in each step with the multi-token prediction modules (default: 0, none)",
+    )
+    parser.add_argument("--seed", type=int, default=0, help="seed of the sampling (default: 0)")
 
 
 def size(count: float) -> str:

@@ -54,28 +54,33 @@ class Generator:
         self._decode = jax.jit(self._decode_program, donate_argnames="progress")
 
     def tokens(
-        self, prompts: Sequence[Sequence[int]], max_tokens: int, seed: int = 0, chunk: int | None = None
+        self,
+        prompts: Sequence[Sequence[int]],
+        max_tokens: int,
+        seed: int = 0,
+        chunk: int | None = None,
+        growing: bool = False,
     ) -> Iterator[list[list[int]]]:
         """The new tokens of each prompt so far, every `chunk` tokens (None: once), until all are complete.
 
         A sequence ends before a stop token, after `max_tokens`, or at the model's context. One seed gives a prompt the
         same tokens on every mesh and beside any prompts after it. The caller may stop early. Raises InputError for a
         prompt that is empty, has unknown tokens, or leaves no room in the context. With speculation, pieces may be up
-        to as many tokens longer as are drafted in a step.
+        to as many tokens longer as are drafted in a step. Of `growing` prompts, those of a conversation, few lengths
+        are distinguished, so that most calls need no new programs.
         """
         longest = max(map(len, prompts))
         self._check(prompts, longest, max_tokens)
         limits = np.array([min(max_tokens, self.model.max_length - len(prompt)) for prompt in prompts], np.int32)
         most = int(limits.max())
-        padded = -(-longest // LENGTH_MULTIPLE) * LENGTH_MULTIPLE
+        padded = _rounded(longest, growing)
         written = self.drafter.written if self.drafter else 1
-        slots = min(padded + most, self.model.max_length) + written - 1
-        size = -(-slots // LENGTH_MULTIPLE) * LENGTH_MULTIPLE
+        size = _rounded(min(padded + most, self.model.max_length) + written - 1, growing)
         tokens = np.zeros((len(prompts), min(padded, self.model.max_length)), np.int32)
         for row, prompt in zip(tokens, prompts, strict=True):
             row[: len(prompt)] = prompt
         lengths = np.array([len(prompt) for prompt in prompts], np.int32)
-        room = -(-most // LENGTH_MULTIPLE) * LENGTH_MULTIPLE
+        room = _rounded(min(max_tokens, self.model.max_length), growing)
         progress = self._prefill(self.model.weights, tokens, lengths, np.uint32(seed), size=size, room=room)
         while True:
             active, self.verified = np.asarray(progress.active(limits)), jax.device_get(progress.verified)
@@ -167,6 +172,12 @@ class Generator:
         )
 
 
+def _rounded(length: int, growing: bool) -> int:
+    """A length rounded up, for shared programs: to a multiple, or if `growing` to a multiple by a power of two."""
+    pieces = -(-length // LENGTH_MULTIPLE)
+    return LENGTH_MULTIPLE * (1 << (pieces - 1).bit_length() if growing else pieces)
+
+
 def _where_rows(active: jax.Array, new: jax.Array, old: jax.Array) -> jax.Array:
     """`new [B, ...]` in the rows that are active, else `old`."""
     return jnp.where(active.reshape(-1, *[1] * (new.ndim - 1)), new, old)
@@ -187,17 +198,18 @@ def continue_texts(
     stop: Sequence[str] = (),
     seed: int = 0,
     on_text: Callable[[str], None] | None = None,
+    growing: bool = False,
 ) -> list[str]:
     """The continuation of each prompt (a text, or its tokens), cut before the first of the texts `stop`.
 
-    `on_text` gets the text of a single prompt piece by piece. Raises InputError as `Generator.tokens`.
+    `on_text` gets the text of a single prompt piece by piece. For `growing` and errors see `Generator.tokens`.
     """
     tokenizer = model.tokenizer
     assert tokenizer is not None, "the model has no tokenizer"
     encoded = [model.encode(prompt) if isinstance(prompt, str) else list(prompt) for prompt in prompts]
     chunk = 8 if on_text else LENGTH_MULTIPLE if stop else None
     printed, texts = 0, [""] * len(prompts)
-    for rows in generator(model, sampling).tokens(encoded, max_tokens, seed, chunk):
+    for rows in generator(model, sampling).tokens(encoded, max_tokens, seed, chunk, growing):
         texts = [decode_after(tokenizer, *each) for each in zip(encoded, rows, strict=True)]
         cut = [min((text.find(end) for end in stop if end in text), default=-1) for text in texts]
         texts = [text if end < 0 else text[:end] for text, end in zip(texts, cut, strict=True)]

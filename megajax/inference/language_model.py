@@ -73,9 +73,10 @@ class LanguageModel:
         if self.tokenizer is None:
             raise InputError(f"{self.folder} has no tokenizer, so text cannot become tokens: add tokenizer.json.")
         try:
-            tokens = self.tokenizer.encode(text, self.special_tokens and special_tokens)
+            text.encode()  # the library `tokenizers` has no error of its own for this
         except UnicodeEncodeError:
             raise InputError(f"the prompt {text!r} is not UTF-8: write it in UTF-8.") from None
+        tokens = self.tokenizer.encode(text, self.special_tokens and special_tokens)
         if not tokens:
             raise InputError(f"the prompt {text!r} has no tokens: give at least one character.")
         return tokens

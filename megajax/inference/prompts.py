@@ -26,6 +26,14 @@ def read_prompts(path: str) -> list[str | list[Message]]:
     return prompts
 
 
+def as_chat(prompt: str | list[Message], system: str | None) -> list[Message]:
+    """A prompt as a chat: a text is the user's message; `system` begins a chat without a message of the system."""
+    messages: list[Message] = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    if system is None or messages[0]["role"] in ("system", "developer"):
+        return messages
+    return [{"role": "system", "content": system}, *messages]
+
+
 def _prompt(line: str, location: str) -> str | list[Message]:
     try:
         value = json.loads(line)

@@ -1,6 +1,7 @@
 """The choice of the next token."""
 
 import math
+from argparse import Namespace
 from typing import NamedTuple
 
 import jax
@@ -30,6 +31,17 @@ class Sampling(NamedTuple):
 
 
 DEFAULT = Sampling()
+
+
+def chosen_sampling(options: Namespace) -> Sampling:
+    """The sampling of a command's arguments (`console.add_sampling_arguments`), whose numbers are checked."""
+    if options.tokens < 1:
+        raise InputError(f"--tokens={options.tokens} is not a positive number: give at least 1.")
+    if options.seed < 0:
+        raise InputError(f"--seed={options.seed} is not a number of 0 or more: give one such as 0.")
+    sampling = Sampling(options.temperature, options.top_k, options.top_p, options.min_p)
+    sampling.check()
+    return sampling
 
 
 def choose(logits_bv: jax.Array, sampling: Sampling, keys_b: jax.Array) -> jax.Array:

@@ -82,13 +82,22 @@ def test_logits_from_caches_are_those_of_the_plain_model():
     np.testing.assert_allclose(cached(model.weights, tokens), expected, atol=2e-5)
 
 
-def test_a_sample_depends_on_the_seed_only(references, llama):
+def test_a_sample_depends_on_the_seed_only(references, llama, monkeypatch):
     prompts, settings = references["tiny_llama"]["prompts"], Sampling(temperature=1.0, top_k=20)
     generator = Generator(llama, settings)
     together = last(generator.tokens(prompts, 12, seed=3))
     assert last(generator.tokens(prompts[:1], 12, seed=3)) == together[:1], "another batch"
     assert last(generator.tokens(prompts, 12, seed=3, chunk=5)) == together, "in pieces"
     assert last(generator.tokens(prompts, 12, seed=4)) != together
+    monkeypatch.setattr(generation, "LENGTH_MULTIPLE", 8)
+    programs = [
+        last(generator.tokens([prompts[2][:length]], 12, seed=3, growing=True)) and generator._prefill._cache_size()
+        for length in (9, 17, 16, 12)
+    ]
+    assert programs[-1] == programs[1], "growing prompts share programs"
+    assert last(generator.tokens(prompts[2:], 12, seed=3, growing=True)) == last(
+        generator.tokens(prompts[2:], 12, seed=3)
+    )
 
 
 def test_a_stop_token_and_the_context_end_each_sequence_by_itself(references, folder_of, llama, monkeypatch):

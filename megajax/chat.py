@@ -1,0 +1,126 @@
+"""`python -m megajax.chat RUN_OR_HF_FOLDER`: a conversation with a model in the terminal."""
+
+import sys
+from collections.abc import Iterator, Sequence
+
+from megajax.console import CommandParser, add_model_arguments, add_sampling_arguments, user_errors
+from megajax.errors import InputError
+from megajax.runtime import accept_missing_cuda
+
+EXIT, RESET = "/exit", "/reset"
+HELP = (
+    f"{RESET} begins a new conversation, {EXIT} or Ctrl-D ends; Ctrl-C stops an answer; \\ at a line's end continues it"
+)
+
+
+def chat(options) -> None:
+    """Load the model and answer each line of stdin as it comes; `options` are those of the parser below."""
+    from megajax.inference.load import load_chosen
+    from megajax.inference.sampling import chosen_sampling
+
+    sampling = chosen_sampling(options)
+    conversation = Conversation(load_chosen(options, options.speculate), sampling, options)
+    terminal = sys.stdin.isatty()
+    if terminal:
+        print(f"{HELP}.", file=sys.stderr)
+    for message in _messages(terminal):
+        if message == EXIT:
+            return
+        if message == RESET:
+            conversation.reset()
+            continue
+        try:
+            conversation.ask(message)
+        except InputError as error:
+            if not terminal:
+                raise
+            print(f"megajax: {error} {RESET} begins a new conversation.", file=sys.stderr)
+
+
+class Conversation:
+    """A conversation with a model; answers are printed as they grow."""
+
+    def __init__(self, model, sampling, options):
+        from megajax.data.chat_template import load_chat_template
+
+        self._model, self._sampling, self._options = model, sampling, options
+        self._template, self._count = load_chat_template(model.folder), 0
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget all messages but the system's."""
+        system = self._options.system
+        self.messages = [] if system is None else [{"role": "system", "content": system}]
+
+    def ask(self, message: str) -> None:
+        """Print the answer to a message. Ctrl-C stops it: its text so far is the answer.
+
+        Raises InputError for what the model cannot answer, which is no part of the conversation then.
+        """
+        from megajax.inference.generation import continue_texts
+
+        model, options = self._model, self._options
+        asked, pieces = [*self.messages, {"role": "user", "content": message}], []
+
+        def show(text: str) -> None:
+            pieces.append(text)
+            print(text, end="", flush=True)
+
+        tokens = model.encode(self._template.render(asked, True), special_tokens=False)
+        settings = {"stop": options.stop, "seed": options.seed + self._count, "on_text": show, "growing": True}
+        try:
+            continue_texts(model, [tokens], options.tokens, self._sampling, **settings)
+        except KeyboardInterrupt:
+            pass
+        print()
+        self._count += 1  # another seed for the next answer
+        if any(pieces):
+            self.messages = [*asked, {"role": "assistant", "content": "".join(pieces)}]
+
+
+def _messages(terminal: bool) -> Iterator[str]:
+    """The messages of stdin, a line each; a backslash at its end continues a line."""
+    if terminal:
+        try:
+            import readline  # noqa: F401 (input() then has a history, and lines can be edited)
+        except ImportError:
+            pass
+    else:
+        sys.stdin.reconfigure(encoding="utf-8-sig", errors="surrogateescape")  # pyright: ignore[reportAttributeAccessIssue]
+    message = ""
+    while True:
+        try:
+            message += input(("… " if message else "> ") if terminal else "")
+        except EOFError:
+            if terminal:
+                print()
+            return
+        except KeyboardInterrupt:  # as in a shell, the line is given up
+            if not terminal:
+                raise
+            print()
+            message = ""
+            continue
+        if message.endswith("\\"):
+            message = message[:-1] + "\n"
+            continue
+        if message.strip():
+            yield message
+        message = ""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Talk with a model; returns the exit status."""
+    parser = CommandParser("megajax.chat", description=f"A conversation with a model, a line a message. {HELP}.")
+    add_model_arguments(parser)
+    parser.add_argument("--system", metavar="TEXT", help="the conversation's system message")
+    add_sampling_arguments(parser, tokens=1024)
+    with user_errors():
+        options = parser.parse_args(argv)
+        accept_missing_cuda()
+        chat(options)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,109 @@
+"""Conversations: the command's answers are those of the written-out prompts, and Ctrl-C keeps what was said."""
+
+import io
+import json
+import signal
+import sys
+
+import pytest
+
+import megajax
+from megajax import chat, generate
+from megajax.inference.generation import continue_texts
+from megajax.inference.sampling import Sampling
+
+TEMPLATE = (
+    "{% for m in messages %}{{ m.role[0] }} {{ m.content }}é{% endfor %}{% if add_generation_prompt %}a {% endif %}"
+)
+GREEDY = ["--temperature", "0", "--tokens", "6"]
+
+
+@pytest.fixture(scope="module")
+def folder(letters_folder, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("chat")
+    for path in letters_folder.iterdir():
+        (folder / path.name).write_bytes(path.read_bytes())
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    config = json.loads((folder / "config.json").read_text()) | {"max_position_embeddings": 64}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def answer(folder):
+    """Text → its likeliest continuation, without the tokenizer's first token."""
+    model = megajax.from_hf(folder)
+
+    def answer(text: str) -> str:
+        tokens = model.encode(text, special_tokens=False)
+        return continue_texts(model, [tokens], 6, Sampling(temperature=0))[0]
+
+    return answer
+
+
+@pytest.fixture
+def talk(folder, monkeypatch, capsys):
+    """(bytes of stdin, options...) → (exit status, stdout, stderr)."""
+
+    def talk(said: bytes, *options: str):
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(said)))
+        try:
+            status = chat.main([str(folder), *GREEDY, *options])
+        except SystemExit as stopped:
+            status = stopped.code
+        return status, *capsys.readouterr()
+
+    return talk
+
+
+def test_each_answer_follows_the_conversation_before_it(talk, answer):
+    first = answer("s be niceéu hello\nyouéa ")
+    second = answer(f"s be niceéu hello\nyouéa {first}éu goéa ")
+    again = answer("s be niceéu goéa ")
+    assert len({first, second, again}) == 3
+    said = "\ufeffhello\\\nyou\n\ngo\n/reset\ngo\n/exit\nmore\n".encode()
+    assert talk(said, "--system", "be nice") == (0, f"{first}\n{second}\n{again}\n", "")
+
+
+def test_what_cannot_be_answered_is_a_sentence(talk, folder):
+    status, out, error = talk(b"a" * 70)
+    assert (status, out) == (2, "") and "the model's context has 64: shorten it" in error
+    assert talk(b"\xff")[0] == 2
+    assert "--tokens=0 is not a positive number" in talk(b"", "--tokens", "0")[2]
+    (folder / "chat_template.jinja").rename(folder / "away")
+    assert "has no chat template: add chat_template.jinja" in talk(b"a\n")[2]
+    (folder / "away").rename(folder / "chat_template.jinja")
+
+
+class Interrupting(io.StringIO):
+    """An output that gets Ctrl-C with the first piece of an answer."""
+
+    def write(self, text: str) -> int:
+        written = super().write(text)
+        if self.getvalue() and "\n" not in self.getvalue():
+            signal.raise_signal(signal.SIGINT)
+        return written
+
+
+def test_ctrl_c_stops_an_answer_and_keeps_its_text(talk, answer, monkeypatch):
+    printed = Interrupting()
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", printed)
+        assert talk(b"hello\ngo\n", "--tokens", "40")[0] == 0
+    stopped, after = printed.getvalue().splitlines()
+    assert 0 < len(stopped) < 40
+    expected = answer(f"u helloéa {stopped}éu goéa ")
+    assert after.startswith(expected)
+
+
+def test_generate_answers_messages(folder, answer, tmp_path, capsys):
+    """A prompt with --chat or --system is a message; a chat that has a system's message keeps it."""
+    assert generate.main([str(folder), "--prompt", "hello", "--chat", *GREEDY]) == 0
+    assert capsys.readouterr().out == answer("u helloéa ") + "\n"
+    chats = [[{"role": "system", "content": "x"}, {"role": "user", "content": "hello"}]]
+    (tmp_path / "p.jsonl").write_text('{"prompt": "hello"}\n' + json.dumps({"messages": chats[0]}))
+    options = ["--prompts", str(tmp_path / "p.jsonl"), "--system", "be nice"]
+    assert generate.main([str(folder), *options, *GREEDY]) == 0
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [line["text"] for line in lines] == [answer("s be niceéu helloéa "), answer("s xéu helloéa ")]
+    assert lines[0]["prompt"][0] == {"role": "system", "content": "be nice"} and lines[1]["prompt"] == chats[0]
