@@ -4,6 +4,7 @@ import contextlib
 import json
 import math
 import os
+import secrets
 import sys
 import time
 import warnings
@@ -305,7 +306,7 @@ def _start_wandb(config: Config):
     # The same id after a restart; otherwise W&B would start another run.
     id_file = Path(config.run.dir) / "wandb_id"
     if not id_file.exists():
-        replace_text(id_file, wandb.util.generate_id())
+        replace_text(id_file, secrets.token_hex(4))
     return wandb.init(
         id=id_file.read_text(encoding="utf-8"),
         project=config.logging.wandb_project,
