@@ -2,6 +2,7 @@
 
 import argparse
 import errno
+import io
 import os
 import sys
 import warnings
@@ -112,8 +113,11 @@ def size(count: float) -> str:
 def user_errors() -> Iterator[None]:
     """Around a command: a `UserError`, or a file that cannot be written, is one sentence on stderr and exit status 2.
 
-    A warning is one line on stderr. Ctrl-C ends the command with status 130.
+    A warning is one line on stderr. Ctrl-C ends the command with status 130. Characters that stdout's encoding does not
+    have are printed by their codes.
     """
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
     with warnings.catch_warnings():
         warnings.showwarning = _warn_in_a_line
         try:

@@ -65,6 +65,12 @@ class MegajaxLM(TemplateLM):
         return self.model.encode(string, add_special_tokens is not False) if string else []
 
     def _loglikelihood_tokens(self, requests, **_: Any) -> list[tuple[float, bool]]:
+        longest = max((len(rest) for _, _, rest in requests), default=0)
+        if longest > self.model.max_length:
+            raise InputError(
+                f"an answer to score has {longest} tokens, but the model's context has {self.model.max_length}: choose "
+                "another task."
+            )
         found = self.scorer.scores([Window([*context, *rest], len(context)) for _, context, rest in requests])
         return [(score.log_likelihood, score.is_greedy) for score in found]
 
@@ -115,7 +121,8 @@ class MegajaxLM(TemplateLM):
             top_p=float(arguments.get("top_p", 1.0)),
             min_p=float(arguments.get("min_p", 0.0) or 0.0),
         )
-        return (until,) if isinstance(until, str) else tuple(until), sampling, count
+        texts = (until,) if isinstance(until, str) else tuple(until)
+        return tuple(text for text in texts if text), sampling, count  # lm-eval ends no answer before an empty text
 
 
 if __name__ == "__main__":

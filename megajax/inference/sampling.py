@@ -39,6 +39,8 @@ def chosen_sampling(options: Namespace) -> Sampling:
         raise InputError(f"--tokens={options.tokens} is not a positive number: give at least 1.")
     if options.seed < 0:
         raise InputError(f"--seed={options.seed} is not a number of 0 or more: give one such as 0.")
+    if "" in options.stop:
+        raise InputError("--stop='' is in every text, so each would end at once: give a text, or leave it out.")
     sampling = Sampling(options.temperature, options.top_k, options.top_p, options.min_p)
     sampling.check()
     return sampling

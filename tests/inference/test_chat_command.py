@@ -70,9 +70,17 @@ def test_what_cannot_be_answered_is_a_sentence(talk, folder):
     assert (status, out) == (2, "") and "the model's context has 64: shorten it" in error
     assert talk(b"\xff")[0] == 2
     assert "--tokens=0 is not a positive number" in talk(b"", "--tokens", "0")[2]
+    assert "--stop='' is in every text" in talk(b"", "--stop", "")[2]
     (folder / "chat_template.jinja").rename(folder / "away")
     assert "has no chat template: add chat_template.jinja" in talk(b"a\n")[2]
     (folder / "away").rename(folder / "chat_template.jinja")
+
+
+def test_characters_that_a_terminal_does_not_have_are_codes(folder, monkeypatch):
+    printed = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(printed, encoding="ascii"))
+    assert generate.main([str(folder), "--prompt", "é", *GREEDY]) == 0
+    assert printed.getvalue().startswith(b"\\xe9")
 
 
 class Interrupting(io.StringIO):

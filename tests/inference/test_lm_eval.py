@@ -45,9 +45,12 @@ def test_requests_are_answered_as_by_the_reference(references, adapter, monkeypa
         adapter._loglikelihood_tokens(requests), expected["scores"], strict=True
     ):
         assert found == (pytest.approx(likelihood, abs=1e-4), greedy)
+    with pytest.raises(InputError, match="an answer to score has 65 tokens, but the model's context has 64"):
+        adapter._loglikelihood_tokens([(("", ""), [1], [2] * 65)])
     # Tokens 1 to 26 are letters: the likeliest ones after "c" (a prompt of the beginning of a text and one letter).
     whole, cut = (
-        adapter.generate_until([Request(("c", {"until": until, "max_gen_toks": 6}))])[0] for until in ([], ["?", "a"])
+        adapter.generate_until([Request(("c", {"until": until, "max_gen_toks": 6}))])[0]
+        for until in ([], ["?", "", "a"])
     )
     assert cut == whole.partition("a")[0]
     for count in (0, 64, 300):  # lm-eval's hf asserts that a token of the context remains
