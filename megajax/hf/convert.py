@@ -1,7 +1,9 @@
 """Weights from a Hugging Face folder onto the devices of a mesh, and from a run into a folder."""
 
 import contextlib
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Protocol
@@ -15,8 +17,9 @@ from megajax.config.kinds import MTP
 from megajax.config.tree import show
 from megajax.errors import ConfigError, InputError
 from megajax.hf.deepseek import DeepseekV2, DeepseekV3, KimiK2
+from megajax.hf.defaults import DEFAULTS
 from megajax.hf.families import Gemma2, Gemma3Text, Nemotron, Olmo2, Phi3, SmolLm3
-from megajax.hf.folder import Weights, read_config, stored_names, write_folder
+from megajax.hf.folder import HEAD, Weights, read_config, write_folder
 from megajax.hf.gpt2 import Gpt2
 from megajax.hf.gpt_oss import GptOss
 from megajax.hf.llama import Llama, Mistral, Mixtral, Qwen2, Qwen3, Qwen3Moe
@@ -50,7 +53,7 @@ class Family(Protocol):
         ...
 
     def copies(self, model: ModelConfig) -> list[Tensor]:
-        """Entries of tensors that repeat parameters: they are written, not read."""
+        """Entries of tensors that repeat parameters: they are written, and must be equal where a folder has them."""
         ...
 
 
@@ -65,7 +68,7 @@ FAMILIES: dict[str, Family] = {
 
 
 def read_folder(folder: str | Path) -> tuple[Family, dict[str, Any], dict[str, Any]]:
-    """(family, section `model`, config.json) of a folder.
+    """(family, section `model`, config.json with the family's defaults) of a folder.
 
     Raises InputError for a family that is not known, a value that no model has, and a model that megajax does not have.
     """
@@ -73,7 +76,7 @@ def read_folder(folder: str | Path) -> tuple[Family, dict[str, Any], dict[str, A
     name = config["model_type"]
     if name not in FAMILIES:
         raise InputError(f"{path}: model_type={name} is not known: megajax reads {', '.join(sorted(FAMILIES))}.")
-    family = FAMILIES[name]
+    family, config = FAMILIES[name], DEFAULTS[name] | config
     check_values(config, family.names, path)
     try:
         section = family.read(config)
@@ -85,17 +88,33 @@ def read_folder(folder: str | Path) -> tuple[Family, dict[str, Any], dict[str, A
         shown = str(problem)[:200]
         raise InputError(f"{path}: {shown}, which megajax's model does not have: use another model.") from None
     check_section(section, family.names, path)
-    if section.get("mtp_layers") and not _has_modules(folder, family, section):
-        del section["mtp_layers"]  # transformers writes the number, but not the modules
-    return family, section, config
+    return family, _as_stored(Path(folder), family, section, config), config
 
 
-def _has_modules(folder: str | Path, family: Family, section: Mapping[str, Any]) -> bool:
-    """Whether a folder has the multi-token prediction modules of its config.json; true if it has no weights at all."""
+def _as_stored(folder: Path, family: Family, section: dict[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
+    """`section` with what the folder's tensors decide, as in transformers; unchanged if they cannot be read.
+
+    A head that differs from the token embedding is used, whatever config.json says.
+    """
+    if not section["tie_embeddings"] and not section.get("mtp_layers"):
+        return section
     model = ModelConfig.model_validate(section)
-    modules = [tensor for tensor in family.tensors(model) if tensor.ours.startswith(f"blocks.{MTP}.")]
-    stored = stored_names(Path(folder))
-    return not stored or any(name in stored for tensor in modules for name in tensor_names(tensor, model).values())
+    tensors = {tensor.ours: tensor for tensor in family.tensors(model)}
+    modules = [tensor for ours, tensor in tensors.items() if ours.startswith(f"blocks.{MTP}.")]
+    names = {name for tensor in modules for name in tensor_names(tensor, model).values()}
+    changed = dict(section)
+    with contextlib.suppress(InputError), Weights(folder, config.get("quantization_config")) as weights:
+        if names and names.isdisjoint(weights.files):
+            del changed["mtp_layers"]  # transformers writes the number, but not the modules
+        embedding = tensors["embedding.tokens"].theirs
+        if model.tie_embeddings and {embedding, HEAD} <= weights.files.keys() and not weights.equal(embedding, HEAD):
+            changed["tie_embeddings"] = False
+            warnings.warn(
+                f"{folder}: tie_word_embeddings=true in config.json, but {HEAD} and {embedding} differ: both are read, "
+                "as transformers 5 does; write false there.",
+                stacklevel=2,
+            )
+    return changed
 
 
 def read_model(folder: str | Path) -> dict[str, Any]:
@@ -152,11 +171,20 @@ def open_readers(
     saved, mine = {"model": _describe(shown, model)}, {"model": describe_model(model)}
     compare_descriptions(saved, mine, f"{setting}={folder}{location}", ("model",), "name another folder")
     entries = {tensor.ours: tensor for tensor in family.tensors(model)}
+    copies: dict[str, list[str]] = {}
+    for tensor in family.copies(model):
+        copies.setdefault(tensor.ours, []).append(tensor.theirs)
     shapes = {**shapes, **{name: array.shape for name, array in state_by_name(layer_state(model)).items()}}
     assert entries.keys() == shapes.keys(), entries.keys() ^ shapes.keys()
     theirs = model.model_copy(update={"vocab_size": section["vocab_size"]})
     with Weights(folder, config.get("quantization_config")) as weights:
-        readers = {name: Reader(weights, entries[name], theirs, shape, new_tokens) for name, shape in shapes.items()}
+        embedding = entries["embedding.tokens"]
+        if model.tie_embeddings and embedding.theirs not in weights.files and HEAD in weights.files:
+            entries["embedding.tokens"] = replace(embedding, theirs=HEAD)
+        readers = {
+            name: Reader(weights, entries[name], theirs, shape, new_tokens, copies.get(name, ()))
+            for name, shape in shapes.items()
+        }
         check_tensors(weights, [*readers.values()], family.unused(config))
         yield readers
 

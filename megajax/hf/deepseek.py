@@ -37,7 +37,6 @@ class DeepseekV2(Llama):
         "moe_intermediate_size": "expert_ffn_hidden_size",
         "first_k_dense_replace": "first_dense_layers",
     }
-    defaults = Llama.defaults | {"q_lora_rank": 1536, "n_shared_experts": 2, "topk_method": "greedy"}
     score_function = "softmax"
 
     def read_options(self, config: Json) -> Json:
@@ -120,15 +119,6 @@ class DeepseekV3(DeepseekV2):
     """DeepSeek-V3 and R1, Moonlight: sigmoid scores with a bias for the choice, groups by their two best scores."""
 
     model_type, architecture = "deepseek_v3", "DeepseekV3ForCausalLM"
-    defaults = Llama.defaults | {
-        "q_lora_rank": 1536,
-        "n_shared_experts": 1,
-        "topk_method": "noaux_tc",
-        "norm_topk_prob": True,
-        "n_group": 8,
-        "topk_group": 4,
-        "routed_scaling_factor": 2.5,
-    }
     score_function = "sigmoid"
 
     def read_router(self, config: Json) -> Json:

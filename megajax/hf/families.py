@@ -4,6 +4,7 @@ from typing import Any
 
 from megajax.config import ModelConfig
 from megajax.config.kinds import layer_kinds
+from megajax.hf.defaults import DEFAULTS
 from megajax.hf.llama import HEADS, LINEAR, NAMES, Llama, Mistral, Qwen2, layer_types, windows
 from megajax.hf.rope import read_rope
 from megajax.hf.tensors import Tensor, side_by_side
@@ -17,17 +18,6 @@ class Gemma2(Llama):
 
     model_type, architecture = "gemma2", "Gemma2ForCausalLM"
     names = NAMES | {"final_logit_softcapping": "logit_softcap", "attn_logit_softcapping": "attention_softcap"}
-    defaults: Json = {
-        "tie_word_embeddings": True,
-        "rms_norm_eps": 1e-6,
-        "head_dim": 256,
-        "query_pre_attn_scalar": 256,
-        "sliding_window": 4096,
-        "sliding_window_pattern": 2,  # every n-th layer has no window
-        "hidden_activation": "gelu_pytorch_tanh",
-        "final_logit_softcapping": 30.0,
-        "attn_logit_softcapping": 50.0,
-    }
     activations = {"gelu_pytorch_tanh": "geglu"}
     activation_key = "hidden_activation"
     norms = {
@@ -53,7 +43,8 @@ class Gemma2(Llama):
         return {
             "attention_bias": model.attention_bias,
             "query_pre_attn_scalar": model.head_dim if scale is None else round(scale**-2),
-            "sliding_window": model.sliding_window or self.defaults["sliding_window"],  # transformers reads it always
+            "sliding_window": model.sliding_window
+            or DEFAULTS[self.model_type]["sliding_window"],  # transformers reads it always
             "layer_types": layer_types(model),
         }
 
@@ -62,14 +53,6 @@ class Gemma3Text(Gemma2):
     """Gemma 3's language model: norms of queries and keys, and another RoPE base in the layers with windows."""
 
     model_type, architecture = "gemma3_text", "Gemma3ForCausalLM"
-    defaults: Json = Gemma2.defaults | {
-        "sliding_window_pattern": 6,
-        "vocab_size": 262_208,  # with the next two, published models leave them out
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "final_logit_softcapping": None,
-        "attn_logit_softcapping": None,
-    }
 
     def read_options(self, config: Json) -> Json:
         if (softcap := config["attn_logit_softcapping"]) is not None:  # transformers does not use it
@@ -77,12 +60,16 @@ class Gemma3Text(Gemma2):
         return super().read_options(config) | {"qk_norm": True}
 
     def read_rope(self, config: Json) -> Json:
-        """`rope_parameters` by kind of layer, or the older `rope_local_base_freq` beside that of global layers."""
-        by_kind = config.get("rope_parameters") or {}
-        local = by_kind.get(LOCAL) or {"rope_theta": config.get("rope_local_base_freq", 10000.0)}
-        older = {"rope_theta": config.get("rope_theta", 1e6)} | (config.get("rope_scaling") or {})
-        everywhere = by_kind.get(GLOBAL) or older
-        model = read_rope(config | {"rope_parameters": everywhere})
+        """`rope_parameters` by kind of layer; without them `rope_theta` and the older `rope_local_base_freq`.
+
+        `rope_scaling` is of global layers, also beside `rope_parameters`.
+        """
+        by_kind, scaling = config.get("rope_parameters") or {}, config.get("rope_scaling") or {}
+        if (by_kind and not {GLOBAL, LOCAL} <= by_kind.keys()) or GLOBAL in scaling:  # transformers ignores them
+            raise ValueError(f"rope_parameters without {GLOBAL} and {LOCAL}, or rope_scaling with them")
+        local = {"rope_theta": config.get("rope_local_base_freq", 10000.0)} | (by_kind.get(LOCAL) or {})
+        everywhere = {"rope_theta": config["rope_theta"]} | (by_kind.get(GLOBAL) or {}) | scaling
+        model = read_rope(config | {"rope_scaling": everywhere})
         if local == everywhere:
             return model
         if local.get("rope_type", "default") != "default":
@@ -101,7 +88,6 @@ class Phi3(Mistral):
     """Phi-3, Phi-3.5 and Phi-4: queries, keys and values in one tensor, gate and up in one; partly rotated heads."""
 
     model_type, architecture = "phi3", "Phi3ForCausalLM"
-    defaults: Json = Llama.defaults | {"rms_norm_eps": 1e-5}
     partial_rotary = True
 
     def write_rope(self, model: ModelConfig) -> Json:
@@ -127,7 +113,6 @@ class Olmo2(Llama):
     """OLMo 2: norms after the parts only, and norms of all heads' queries and keys together."""
 
     model_type, architecture = "olmo2", "Olmo2ForCausalLM"
-    defaults: Json = Llama.defaults | {"rms_norm_eps": 1e-5}
     norms = {"attention.post_norm": "post_attention_layernorm", "mlp.post_norm": "post_feedforward_layernorm"}
 
     def read_options(self, config: Json) -> Json:
@@ -141,8 +126,6 @@ class Nemotron(Llama):
 
     model_type, architecture = "nemotron", "NemotronForCausalLM"
     names = {theirs: ours for theirs, ours in NAMES.items() if theirs != "rms_norm_eps"} | {"norm_eps": "norm_epsilon"}
-    defaults: Json = {"tie_word_embeddings": False, "norm_eps": 1e-5, "hidden_act": "relu2"}
-    defaults |= {"partial_rotary_factor": 0.5}
     activations = {"relu2": "relu2"}
     partial_rotary = True
 
@@ -154,7 +137,6 @@ class SmolLm3(Qwen2):
     """SmolLM3: no RoPE in the layers that `no_rope_layers` marks with 0."""
 
     model_type, architecture = "smollm3", "SmolLM3ForCausalLM"
-    defaults: Json = Llama.defaults | {"tie_word_embeddings": True, "rope_theta": 2e6, "no_rope_layer_interval": 4}
 
     def read_options(self, config: Json) -> Json:
         layers, interval = range(config["num_hidden_layers"]), config["no_rope_layer_interval"]

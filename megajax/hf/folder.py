@@ -5,6 +5,7 @@ import json
 import math
 import os
 import shutil
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -22,8 +23,14 @@ from megajax.files import sync, sync_directory
 from megajax.hf import quantised
 from megajax.hf.quantised import Slices
 
+HEAD = "lm_head.weight"  # of all families
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+# Keys of a config.json beside its text_config that count for the language model
+WHOLE_MODEL = ("tie_word_embeddings", "quantization_config", "dtype", "torch_dtype", "transformers_weights")
 SHARD_BYTES = 5 * 10**9
+BLOCK_BYTES = 2**24  # of tensors that are compared, in FP32
+# The embedding of a model without its head, and what its tensors' names lack
+BASES = {"embed_tokens.weight": "model.", "wte.weight": "transformer."}
 READABLE = ("F32", "F16", "BF16")
 BYTES = {"F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E8M0": 1, "U8": 1}  # of a number
 # Dtypes of quantised tensors; safetensors does not read FP8 as NumPy arrays.
@@ -41,8 +48,8 @@ class Weights:
         self.folder = Path(folder)
         self._open: dict[str, Any] = {}
         self._offsets: dict[str, dict[str, int]] = {}  # of tensors by file
-        files = self._find_files()
-        self._names = text_names(files)  # of tensors as they are stored
+        files = self._find_tensors(self._find_files())
+        self._names = text_names(files, self.folder)  # of tensors as they are stored
         self._stored_in = {name: files[stored] for name, stored in self._names.items()}
         where = str(self.folder / "config.json")
         self._quantised = quantised.find(self._stored_in, quantization_config, where)
@@ -56,28 +63,48 @@ class Weights:
     def __exit__(self, *_: object) -> None:
         self._open.clear()
 
-    def _find_files(self) -> dict[str, str]:
-        """The file of each tensor."""
-        index = self.folder / INDEX
-        if index.is_file():
-            files = read_json(index).get("weight_map")
+    def _find_files(self) -> list[str]:
+        """The files with the model, those that transformers takes: model.safetensors alone, else the index's files."""
+        found = {path.name for path in self.folder.iterdir() if path.is_file()}  # so a path elsewhere is not found
+        if SINGLE in found:
+            if INDEX in found:
+                warnings.warn(
+                    f"{self.folder}: {SINGLE} is read, and not the files of {INDEX}: remove one.", stacklevel=2
+                )
+            return [SINGLE]
+        if INDEX in found:
+            files = read_json(self.folder / INDEX).get("weight_map")
             if not isinstance(files, dict) or not all(isinstance(name, str) for name in files.values()):
-                raise InputError(f"{index} is damaged (it has no weight_map of file names): copy it again.")
-            found = {path.name for path in self.folder.iterdir() if path.is_file()}  # so a path elsewhere is not found
+                raise InputError(
+                    f"{self.folder / INDEX} is damaged (it has no weight_map of file names): copy it again."
+                )
             if missing := sorted({*files.values()} - found):
                 names = ", ".join(name[:100] for name in missing[:5])
                 raise InputError(f"{self.folder} lacks {names}, which its index names: copy it again.")
-            return files
-        found = sorted(path for path in self.folder.glob("*.safetensors") if path.is_file())
-        if not found:
-            old = sorted([*self.folder.glob("*.bin"), *self.folder.glob("*.pt"), *self.folder.glob("*.pth")])
-            if old:
-                raise InputError(
-                    f"{old[0]} is a pickle, which can run any program when it is read: save the model as safetensors "
-                    "with transformers' save_pretrained and give that folder."
-                )
-            raise InputError(f"{self.folder} has no *.safetensors file: give the folder of a model with its weights.")
-        return {name: path.name for path in found for name in self._handle(path.name).keys()}  # noqa: SIM118
+            return sorted({*files.values()})
+        if other := sorted(name for name in found if name.endswith(".safetensors")):
+            raise InputError(
+                f"{self.folder} has {other[0]}, but neither {SINGLE} nor {INDEX}, which names a model's files: copy "
+                "the whole model, or rename its only file."
+            )
+        if old := sorted(name for name in found if name.endswith((".bin", ".pt", ".pth"))):
+            raise InputError(
+                f"{self.folder / old[0]} is a pickle, which can run any program when it is read: save the model as "
+                "safetensors with transformers' save_pretrained and give that folder."
+            )
+        raise InputError(f"{self.folder} has no {SINGLE}: give the folder of a model with its weights.")
+
+    def _find_tensors(self, files: Iterable[str]) -> dict[str, str]:
+        """The file of each tensor, by the headers of `files`."""
+        found: dict[str, str] = {}
+        for file in files:
+            for name in self._handle(file).keys():  # noqa: SIM118
+                if name in found:
+                    raise InputError(
+                        f"{self.folder}: {name} is in {found[name]} and in {file}: copy the whole model again."
+                    )
+                found[name] = file
+        return found
 
     def _handle(self, file: str) -> Any:
         if file not in self._open:
@@ -91,11 +118,7 @@ class Weights:
         return self._open[file]
 
     def _slice(self, name: str) -> Any:
-        try:
-            return self._handle(self._stored_in[name]).get_slice(self._names[name])
-        except SafetensorError:
-            path = self.folder / self._stored_in[name]
-            raise InputError(f"{path} has no tensor {name}, which {INDEX} says it has: copy both again.") from None
+        return self._handle(self._stored_in[name]).get_slice(self._names[name])
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape of a tensor; InputError for a dtype that is not read."""
@@ -131,6 +154,14 @@ class Weights:
             block = found[whole] if slices else self._handle(self._stored_in[name]).get_tensor(self._names[name])
         return block[tuple(slice(None, None, s.step) for s in slices)]
 
+    def equal(self, first: str, second: str) -> bool:
+        """Whether two matrices have the same numbers; read in blocks of rows up to the first that differs."""
+        if (shape := self.shape(first)) != self.shape(second):
+            return False
+        rows = max(1, BLOCK_BYTES // (4 * math.prod(shape[1:])))
+        blocks = ((slice(start, min(start + rows, shape[0])), slice(0, shape[1])) for start in range(0, shape[0], rows))
+        return all(np.array_equal(self.read(first, block), self.read(second, block)) for block in blocks)
+
     def _offset(self, file: str, name: str) -> int:
         """The first byte of a tensor in a file, whose header counts bytes from its own end."""
         if file not in self._offsets:
@@ -143,25 +174,26 @@ class Weights:
         return self._offsets[file][self._names[name]]
 
 
-def text_names(names: Iterable[str]) -> dict[str, str]:
+def text_names(names: Iterable[str], folder: Path) -> dict[str, str]:
     """The name of each tensor of a language model → its name in the folder.
 
-    In the folder of a model that also reads images the language model's names have a prefix, and there are others.
+    In the folder of a model that also reads images the language model's names have a prefix, and there are others. In
+    that of a model without its head, as transformers' base classes save it, they lack one: also GPT-2 as published.
     """
+    found = {name: name for name in names}
     for prefix, own in (("language_model.", ""), ("model.language_model.", "model.")):
-        found = {own + name.removeprefix(prefix): name for name in names if name.startswith(prefix)}
-        if found:
-            return found | {name: name for name in names if name.startswith("lm_head.")}
-    return {name: name for name in names}
-
-
-def stored_names(folder: Path) -> set[str]:
-    """The names of the tensors in a folder's files; empty if there are none, or if they cannot be read."""
-    try:
-        with Weights(folder) as weights:
-            return {*weights.files}
-    except InputError:  # reading them reports it
-        return set()
+        if text := {own + name.removeprefix(prefix): name for name in found if name.startswith(prefix)}:
+            found = text | {name: name for name in found if name.startswith("lm_head.")}
+            break
+    for embedding, prefix in BASES.items():
+        if embedding in found:
+            bare = [name for name in found if not name.startswith(("lm_head.", prefix))]
+            if both := [name for name in bare if prefix + name in found]:
+                raise InputError(
+                    f"{folder} has the tensors {both[0]} and {prefix}{both[0]}: copy the whole model again."
+                )
+            found |= {prefix + name: found.pop(name) for name in bare}
+    return found
 
 
 def folder_bytes(folder: Path) -> int:
@@ -171,17 +203,34 @@ def folder_bytes(folder: Path) -> int:
 
 
 def read_config(folder: str | Path) -> dict[str, Any]:
-    """The folder's config.json; of a model that also reads images, with the keys of its language model on top."""
+    """The folder's config.json; of a model that also reads images, that of its language model."""
     path = Path(folder) / "config.json"
+    if (adapters := path.with_name("adapter_config.json")).is_file():
+        raise InputError(
+            f"{adapters}: adapters are in this folder, which transformers adds to the model if PEFT is installed: give "
+            "a folder of the merged model, or of the base model alone."
+        )
     if not path.is_file():
         raise InputError(f"{path} does not exist: give the folder of a model in Hugging Face's format.")
     config = read_json(path)
     text = config.get("text_config")
     if isinstance(text, dict) and "model_type" in text:
-        config |= text
+        config = _text_config(config, text, path)
+    if (named := config.get("transformers_weights")) not in (None, SINGLE, INDEX):
+        raise InputError(f"{path}: transformers_weights={named} is not {SINGLE}: rename the file, and remove the key.")
     if not isinstance(config.get("model_type"), str):
         raise InputError(f"{path} has no model_type: give the folder of a model in Hugging Face's format.")
     return config
+
+
+def _text_config(config: Mapping[str, Any], text: Mapping[str, Any], path: Path) -> dict[str, Any]:
+    """The language model's config, with the keys of the whole model's that are about both."""
+    whole, own = (part.get("tie_word_embeddings") for part in (config, text))
+    if None not in (whole, own) and whole != own:
+        raise InputError(
+            f"{path}: tie_word_embeddings is true and false, one of them in text_config: remove the wrong."
+        )
+    return {key: config[key] for key in WHOLE_MODEL if key in config} | dict(text)
 
 
 def write_folder(

@@ -3,6 +3,7 @@
 from typing import Any
 
 from megajax.config import ModelConfig
+from megajax.hf.defaults import DEFAULTS
 from megajax.hf.tensors import Tensor, side_by_side
 
 Json = dict[str, Any]
@@ -25,12 +26,12 @@ class Gpt2:
 
     def read(self, config: Json) -> Json:
         """config.json → the section `model`; ValueError for an option that megajax's model does not have."""
-        if (activation := config.get("activation_function", "gelu_new")) not in ACTIVATIONS:
+        config = DEFAULTS[self.model_type] | config
+        if (activation := config["activation_function"]) not in ACTIVATIONS:
             raise ValueError(f"activation_function={activation} is not one of {', '.join(ACTIVATIONS)}")
         for key in ("scale_attn_by_inverse_layer_idx", "add_cross_attention"):
             if config.get(key):
                 raise ValueError(f"{key}=true")
-        config = {"layer_norm_epsilon": 1e-5, "n_positions": 1024} | config
         model = {ours: config[theirs] for theirs, ours in NAMES.items()}
         return model | {
             "ffn_hidden_size": config.get("n_inner") or 4 * config["n_embd"],
@@ -39,7 +40,7 @@ class Gpt2:
             "position": "learned",
             "attention_bias": True,
             "mlp_bias": True,
-            "tie_embeddings": config.get("tie_word_embeddings", True),
+            "tie_embeddings": config["tie_word_embeddings"],
             "attention_scale": None if config.get("scale_attn_weights", True) else 1.0,
         }
 

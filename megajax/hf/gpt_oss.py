@@ -9,14 +9,14 @@ from megajax.ops.mlp_kernel import CLAMP_LIMIT, CLAMP_SLOPE
 
 Json = dict[str, Any]
 # Of a config.json that says nothing of it, as in transformers.
-DEFAULT_ROPE = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096, "truncate": False}
+DEFAULT_ROPE = {"rope_type": "yarn", "rope_theta": 150_000.0, "factor": 32.0, "truncate": False}
+DEFAULT_ROPE |= {"original_max_position_embeddings": 4096}
 
 
 class GptOss(Llama):
     """GPT-OSS: attention sinks, windows in some layers, experts with biases and a clamped SwiGLU."""
 
     model_type, architecture = "gpt_oss", "GptOssForCausalLM"
-    defaults = Llama.defaults | {"rms_norm_eps": 1e-5, "rope_theta": 150000.0, "sliding_window": 128}
 
     def read(self, config: Json) -> Json:
         given = config.get("rope_parameters") or config.get("rope_scaling")

@@ -1,6 +1,7 @@
 """`hf import`: a Hugging Face folder becomes a run directory."""
 
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,13 +12,12 @@ from megajax.checkpoint.manager import save_weights
 from megajax.config import Config
 from megajax.data.tokenizers import files_in, keep_tokenizer, kept_name, load_tokenizer
 from megajax.hf import beside
-from megajax.hf.convert import load, read_model
-from megajax.hf.folder import new_folder, read_config
+from megajax.hf.convert import load, read_folder
+from megajax.hf.folder import new_folder
 from megajax.model import Transformer, parameters
 from megajax.model.block import layer_state
 
 DTYPES = ("float32", "bfloat16", "float16")
-LENGTH = 2048  # of sequences, for a model whose config.json does not say
 
 
 def import_folder(folder: Path, run_dir: Path) -> None:
@@ -45,9 +45,9 @@ def import_folder(folder: Path, run_dir: Path) -> None:
 
 def _config(folder: Path, run_dir: Path) -> Config:
     """A config whose section `model` describes the folder, for `generate`, `export` and `init_from`."""
-    section, data = read_model(folder), {"kind": "synthetic"}
-    theirs = read_config(folder)
-    length = section.get("max_positions") or theirs.get("max_position_embeddings") or LENGTH
+    _, section, theirs = read_folder(folder)
+    data: dict[str, Any] = {"kind": "synthetic"}
+    length = section.get("max_positions") or theirs["max_position_embeddings"]
     dtype = theirs.get("dtype") or theirs.get("torch_dtype")
     for source in files_in(folder)[:1]:
         data["tokenizer"] = str(run_dir / kept_name(source))

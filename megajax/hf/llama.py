@@ -7,6 +7,7 @@ from typing import Any
 
 from megajax.config import ModelConfig
 from megajax.config.kinds import block_layers, layer_kinds
+from megajax.hf.defaults import DEFAULTS
 from megajax.hf.rope import read_rope, write_rope
 from megajax.hf.tensors import Tensor
 from megajax.model.parts import is_gated
@@ -33,7 +34,6 @@ class Llama:
 
     model_type, architecture = "llama", "LlamaForCausalLM"
     names = NAMES
-    defaults: Json = {"tie_word_embeddings": False, "rms_norm_eps": 1e-6, "hidden_act": "silu"}
     activations = {"silu": "swiglu", "swish": "swiglu"}  # names of transformers, the first of which is written
     activation_key = "hidden_act"
     partial_rotary = False
@@ -41,7 +41,7 @@ class Llama:
 
     def read(self, config: Json) -> Json:
         """config.json → the section `model`; ValueError for an option that megajax's model does not have."""
-        config = self.defaults | config
+        config = DEFAULTS[self.model_type] | config
         if (activation := config[self.activation_key]) not in self.activations:
             raise ValueError(f"{self.activation_key}={activation} is not {next(iter(self.activations))}")
         model = {ours: config[theirs] for theirs, ours in self.names.items() if config.get(theirs) is not None}
@@ -191,7 +191,6 @@ class Qwen3(Qwen2):
     """Qwen3: norms of queries and keys."""
 
     model_type, architecture = "qwen3", "Qwen3ForCausalLM"
-    defaults: Json = Llama.defaults | {"head_dim": 128}
 
     def read_options(self, config: Json) -> Json:
         if config.get("attention_bias"):
@@ -206,7 +205,6 @@ class Qwen3Moe(Qwen3, Mixtral):
     """Qwen3-MoE: experts in every n-th layer, but not in `mlp_only_layers`."""
 
     model_type, architecture = "qwen3_moe", "Qwen3MoeForCausalLM"
-    defaults: Json = Llama.defaults  # heads of hidden_size / num_attention_heads
     experts, router = "mlp.experts.{expert}.", "mlp.gate.weight"
     expert_names = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
 

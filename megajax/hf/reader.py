@@ -2,7 +2,7 @@
 
 import math
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, NamedTuple
@@ -14,7 +14,7 @@ from jax import lax
 
 from megajax.config import ModelConfig
 from megajax.errors import InputError
-from megajax.hf.folder import Weights
+from megajax.hf.folder import HEAD, Weights
 from megajax.hf.tensors import Slices, Tensor, tensor_names, whole_shape
 
 PIECE_BYTES = 2**28  # of a piece in FP32
@@ -28,16 +28,23 @@ class Reader:
     """Reads blocks of one parameter from the tensors that hold it.
 
     `model` is the folder's. The `new_tokens` of a vocabulary that is larger than the folder's start with the mean of
-    the others.
+    the others. Of the tensors `copies` those that the folder has must be equal to the parameter's only tensor.
     """
 
     def __init__(
-        self, weights: Weights, tensor: Tensor, model: ModelConfig, padded: Sequence[int], new_tokens: range = range(0)
+        self,
+        weights: Weights,
+        tensor: Tensor,
+        model: ModelConfig,
+        padded: Sequence[int],
+        new_tokens: range = range(0),
+        copies: Iterable[str] = (),
     ):
         self.weights, self.tensor = weights, tensor
         self.new_tokens = new_tokens if tensor.ours in VOCABULARY_DIM else range(0)
         self.padded, self.shape = tuple(padded), unpadded(tensor.ours, padded, model)
         self.names = tensor_names(tensor, model)
+        self._copies = [copy for copy in copies if copy in weights.files]
         self.rest = self.shape[tensor.stacked :]  # of the part in one tensor
         self._widths: dict[Slices, tuple[int, float]] = {}  # of stacked dimensions: number of tensors, bytes a number
 
@@ -131,7 +138,17 @@ class Reader:
         return (total / rows).astype(np.float32)
 
     def _read(self, piece: "Piece") -> np.ndarray:
-        return self.weights.read(piece.name, self.tensor.their_slices(self.rest, piece.wanted))
+        slices = self.tensor.their_slices(self.rest, piece.wanted)
+        block = self.weights.read(piece.name, slices)
+        for copy in self._copies:
+            if self.weights.shape(copy) != self.weights.shape(piece.name) or not np.array_equal(
+                self.weights.read(copy, slices), block
+            ):
+                raise InputError(
+                    f"{self.weights.folder}: {copy} differs from {piece.name}, but a prediction module shares it: set "
+                    "model.mtp_layers=0, or copy the whole model again."
+                )
+        return block
 
     def _read_ours(self, piece: "Piece") -> np.ndarray:
         return self.tensor.to_ours(self._read(piece), self.rest, piece.wanted)
@@ -201,7 +218,7 @@ def check_tensors(weights: Weights, readers: Sequence[Reader], unused: tuple[str
                 f"it has {[*shape]}: copy both files of the same model."
             )
     extra = [n for n in weights.files if n not in expected and not n.startswith(unused) and not n.endswith(UNUSED)]
-    extra = [name for name in extra if name != "lm_head.weight"]
+    extra = [name for name in extra if name != HEAD]  # equal to the embedding, or it were a parameter
     if extra:
         raise InputError(f"{weights.folder} has the tensor {extra[0]}, which its model_type does not have.")
 

@@ -19,8 +19,8 @@ KINDS = ("linear", "dynamic", "llama3", "yarn", "longrope")
 
 def read_rope(config: Json) -> Json:
     """config.json's rotary positions → keys of the section `model`; ValueError for a kind that megajax lacks."""
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    model: Json = {"rope_theta": rope.get("rope_theta") or config.get("rope_theta") or 10000.0}
+    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}  # if both, transformers takes the first
+    model: Json = {"rope_theta": rope.get("rope_theta") or config["rope_theta"]}
     fraction = rope.get("partial_rotary_factor") or config.get("partial_rotary_factor")
     if fraction not in (None, 1):
         model["rope_fraction"] = fraction
@@ -32,7 +32,7 @@ def read_rope(config: Json) -> Json:
         raise ValueError(f"rope_type={kind} is not default, {', '.join(KINDS)}")
     given = {name: rope[name] for name in SCALING if rope.get(name) is not None}
     given = {name: number for name, number in given.items() if number or not name.startswith("mscale")}  # 0: unset
-    name, longest = "original_max_position_embeddings", config.get("max_position_embeddings") or 2048
+    name, longest = "original_max_position_embeddings", config["max_position_embeddings"]
     given[name] = longest if kind == "dynamic" else config.get(name) or given.get(name) or longest
     if kind in ("yarn", "longrope"):
         original = given["original_max_position_embeddings"]

@@ -10,6 +10,7 @@ from megajax.config import ModelConfig
 from megajax.config.load import describe_problem
 from megajax.config.tree import show
 from megajax.errors import InputError
+from megajax.hf.defaults import DEFAULTS, NULLABLE
 
 # Keys that a family computes with before they become keys of the section `model`.
 TYPES: dict[type, tuple[str, ...]] = {
@@ -31,7 +32,13 @@ SMALLEST = {"num_layers": 1, "hidden_size": 1, "num_heads": 1, "vocab_size": 1}
 
 
 def check_values(config: Mapping[str, Any], names: Mapping[str, str], path: Path) -> None:
-    """Raise InputError for a value of config.json that no model has; `names` are its keys for those of `model`."""
+    """Raise InputError for a value of config.json that no model has; `names` are its keys for those of `model`.
+
+    `config` has the family's defaults.
+    """
+    for key, default in DEFAULTS[config["model_type"]].items():
+        if config[key] is None and default is not None and key not in NULLABLE:
+            raise InputError(f"{path}: {key}=null, but a model of this model_type has a value: copy it again.")
     for kind, keys in TYPES.items():
         for key in keys:
             found = config.get(key)

@@ -21,7 +21,7 @@ from megajax.hf import compare as comparison
 from megajax.hf import reader
 from megajax.hf.__main__ import main
 from megajax.hf.convert import read_folder, read_model
-from megajax.hf.folder import SINGLE, Weights
+from megajax.hf.folder import INDEX, SINGLE, Weights
 from megajax.hf.plan import plan, shards
 from megajax.hf.reader import unpadded
 from megajax.hf.tensors import tensor_names
@@ -93,6 +93,7 @@ def visible(directory: Path) -> set[str]:
 def test_an_imported_run_has_the_weights_generates_and_starts_another_run(unpack, tmp_path, capsys):
     folder, run_dir = unpack("tiny_mixtral"), tmp_path / "run"
     change_json(folder / "config.json", max_position_embeddings=65536, bos_token_id=1, eos_token_id=[3, 4])
+    change_json(folder / "config.json", dtype="float32", torch_dtype="bfloat16")  # the first counts
     assert main(["import", str(folder), str(run_dir)]) == 0
     stored, found = dict(np.load(FILES / "tiny_mixtral.npz")), megajax.load_weights(run_dir)
     for parameter, array in found.items():
@@ -291,11 +292,14 @@ def write_sparse_folder(folder: Path, config: dict) -> int:
             header[name] = {"dtype": "BF16", "shape": theirs, "data_offsets": [start, end]}
             if end > 10**11:
                 files, header, end = [*files, (header, end)], {}, 0
+    weight_map: dict[str, str] = {}
     for i, (content, length) in enumerate([*files, (header, end)]):
         text = json.dumps(content).encode()
         with (folder / f"model-{i:05d}.safetensors").open("wb") as file:
             file.write(len(text).to_bytes(8, "little") + text)
             file.truncate(8 + len(text) + length)
+        weight_map |= dict.fromkeys(content, f"model-{i:05d}.safetensors")
+    (folder / INDEX).write_text(json.dumps({"weight_map": weight_map}))
     return sum(path.stat().st_size for path in folder.glob("*.safetensors"))
 
 

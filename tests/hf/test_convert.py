@@ -241,6 +241,7 @@ def lie_about_offsets(folder: Path) -> None:
 def make_index(folder: Path) -> None:
     names = load_file(folder / SINGLE)
     (folder / INDEX).write_text(json.dumps({"weight_map": dict.fromkeys(names, "model-00001-of-00002.safetensors")}))
+    (folder / SINGLE).unlink()
 
 
 def only_a_pickle(folder: Path) -> None:
@@ -308,7 +309,7 @@ MISTAKES = {
     "lying offsets": (lie_about_offsets, "is damaged or not a safetensors file"),
     "a missing file": (make_index, "lacks model-00001-of-00002.safetensors, which its index names"),
     "a pickle": (only_a_pickle, "is a pickle, which can run any program"),
-    "no weights": (lambda f: (f / SINGLE).unlink(), "has no *.safetensors file"),
+    "no weights": (lambda f: (f / SINGLE).unlink(), "has no model.safetensors"),
 }
 
 

@@ -150,6 +150,15 @@ def test_modules_of_multi_token_prediction_are_read_and_written(with_module, tmp
     assert main(["compare", str(with_module), str(tmp_path / "run")]) == 0
 
 
+@pytest.mark.parametrize("copy", ["embed_tokens", "shared_head.head"])
+def test_a_module_s_own_embedding_or_head_is_refused(with_module, copy):
+    tensors = load_file(with_module / SINGLE)
+    tensors[f"model.layers.3.{copy}.weight"][-1, -1] += 1
+    save_file(tensors, with_module / SINGLE)
+    with pytest.raises(InputError, match=rf"model.layers.3.{copy}.weight differs from .*: set model.mtp_layers=0"):
+        read(with_module, fsdp=2, tensor=2)
+
+
 @pytest.mark.smoke
 def test_a_run_may_leave_the_modules_out(with_module):
     found = read(with_module, model={"mtp_layers": 0}, fsdp=4)
@@ -208,7 +217,6 @@ REFUSED = {
     "a part of the layers": ({"moe_layer_freq": 2}, "moe_layer_freq=2 is not 1"),
     "rotated halves": ({"rope_interleave": False}, "rope_interleave=False is not True"),
     "grouped keys": ({"num_key_value_heads": 2}, "num_key_value_heads=2 is not 4"),
-    "no latent": ({"kv_lora_rank": None}, "kv_lora_rank=null"),
     "V2 normalised": (
         {"model_type": "deepseek_v2", "topk_method": "greedy", "norm_topk_prob": True},
         "norm_topk_prob=true",

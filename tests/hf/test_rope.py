@@ -3,6 +3,8 @@
 import pytest
 
 from megajax.config import ModelConfig
+from megajax.hf.defaults import DEFAULTS, LLAMA
+from megajax.hf.families import Gemma3Text
 from megajax.hf.rope import read_rope, write_rope
 
 SHAPE = {"num_layers": 1, "hidden_size": 8, "num_heads": 1, "vocab_size": 8}
@@ -44,6 +46,18 @@ CONFIGS = {
             }
         },
     ),
+    "both layouts: the older counts, with its base": (
+        {
+            "rope_scaling": {"type": "linear", "factor": 2.0},
+            "rope_theta": 10000.0,
+            "rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 5.0},
+        },
+        {"rope_scaling": {"kind": "linear", "factor": 2.0}},
+    ),
+    "the newer layout beside another base": (
+        {"rope_scaling": None, "rope_theta": 7.0, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}},
+        {},
+    ),
     "a part of each head": (
         {"partial_rotary_factor": 0.5, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}},
         {"rope_fraction": 0.5},
@@ -55,7 +69,7 @@ CONFIGS = {
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_config_json_of_either_layout_is_read(name):
     config, expected = CONFIGS[name]
-    assert read_rope(config) == {"rope_theta": 10000.0} | expected
+    assert read_rope(LLAMA | config) == {"rope_theta": 10000.0} | expected
 
 
 @pytest.mark.smoke
@@ -72,10 +86,28 @@ def test_all_keys_of_a_kind_are_written_and_read_in_both_layouts(kind, layout):
     del written["rope_parameters" if layout == "older" else "rope_scaling"]
     if layout == "newer":
         del written["rope_theta"]
-    read = ModelConfig.model_validate(SHAPE | read_rope(written))
+    read = ModelConfig.model_validate(SHAPE | read_rope(LLAMA | written))
     assert read == model
 
 
 def test_an_unknown_kind_is_refused():
     with pytest.raises(ValueError, match="rope_type=axial is not default, linear, dynamic, llama3, yarn, longrope"):
-        read_rope({"rope_scaling": {"type": "axial"}})
+        read_rope(LLAMA | {"rope_scaling": {"type": "axial"}})
+
+
+@pytest.mark.smoke
+def test_of_gemma_3_the_older_scaling_counts_beside_positions_by_kind_of_layer():
+    def read(**config):
+        return Gemma3Text().read_rope(DEFAULTS["gemma3_text"] | config)
+
+    scaling = {"rope_type": "linear", "factor": 8.0}
+    by_kind = {"full_attention": {"rope_theta": 3.0}, "sliding_attention": {"rope_theta": 4.0}}
+    linear = {"rope_scaling": {"kind": "linear", "factor": 8.0}}
+    older = {"rope_theta": 33.0, "rope_local_base_freq": 44.0}
+    assert read() == {"rope_theta": 1e6, "rope_local_theta": 1e4}
+    assert read(rope_scaling=scaling, **older) == {"rope_theta": 33.0, "rope_local_theta": 44.0} | linear
+    both = read(rope_scaling=scaling, rope_parameters=by_kind, **older)
+    assert both == {"rope_theta": 3.0, "rope_local_theta": 4.0} | linear
+    for wrong in ({"rope_parameters": scaling}, {"rope_scaling": by_kind}):  # transformers ignores them
+        with pytest.raises(ValueError, match="rope_parameters without full_attention"):
+            read(**wrong)

@@ -1,0 +1,99 @@
+"""Values of the keys that a family's config.json may lack: those of transformers 5, which leaves equal ones out.
+
+Keys that are not here have no effect when they are absent. A null stands for a value only in NULLABLE.
+"""
+
+from typing import Any
+
+Json = dict[str, Any]
+NULLABLE = ("num_key_value_heads", "sliding_window", "final_logit_softcapping", "attn_logit_softcapping")
+NULLABLE += ("q_lora_rank", "n_group", "topk_group")
+
+
+def _sizes(layers: int, width: int, heads: int, ffn: int, vocabulary: int, positions: int) -> Json:
+    return {
+        "num_hidden_layers": layers,
+        "hidden_size": width,
+        "num_attention_heads": heads,
+        "intermediate_size": ffn,
+        "vocab_size": vocabulary,
+        "max_position_embeddings": positions,
+    }
+
+
+LLAMA: Json = {"tie_word_embeddings": False, "rms_norm_eps": 1e-6, "hidden_act": "silu", "rope_theta": 1e4}
+LLAMA |= _sizes(32, 4096, 32, 11008, 32000, 2048)
+MISTRAL: Json = LLAMA | {"intermediate_size": 14336, "max_position_embeddings": 131_072, "num_key_value_heads": 8}
+QWEN2: Json = LLAMA | _sizes(32, 4096, 32, 22016, 151_936, 32_768) | {"num_key_value_heads": 32}
+QWEN2 |= {"sliding_window": 4096, "max_window_layers": 28}
+GEMMA2: Json = _sizes(26, 2304, 8, 9216, 256_000, 8192) | {
+    "num_key_value_heads": 4,
+    "tie_word_embeddings": True,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e4,
+    "head_dim": 256,
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+    "sliding_window_pattern": 2,  # every n-th layer has no window
+    "hidden_activation": "gelu_pytorch_tanh",
+    "final_logit_softcapping": 30.0,
+    "attn_logit_softcapping": 50.0,
+}
+# Of both DeepSeek families
+LATENT: Json = {"q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64}
+LATENT |= {"v_head_dim": 128}
+DEEPSEEK_V3: Json = LLAMA | _sizes(61, 7168, 128, 18432, 129_280, 4096) | LATENT
+DEEPSEEK_V3 |= {
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 2048,
+    "first_k_dense_replace": 3,
+    "num_key_value_heads": 128,
+    "num_nextn_predict_layers": 1,
+    "topk_method": "noaux_tc",
+    "norm_topk_prob": True,
+    "n_group": 8,
+    "topk_group": 4,
+    "routed_scaling_factor": 2.5,
+}
+
+DEFAULTS: dict[str, Json] = {
+    "gpt2": {
+        **{"n_layer": 12, "n_embd": 768, "n_head": 12, "vocab_size": 50257, "n_positions": 1024},
+        **{"layer_norm_epsilon": 1e-5, "activation_function": "gelu_new", "tie_word_embeddings": True},
+    },
+    "llama": LLAMA,
+    "mistral": MISTRAL | {"sliding_window": 4096},
+    "mixtral": MISTRAL | {"rms_norm_eps": 1e-5, "rope_theta": 1e6, "num_local_experts": 8, "num_experts_per_tok": 2},
+    "qwen2": QWEN2,
+    "qwen3": QWEN2 | {"head_dim": 128},
+    "qwen3_moe": LLAMA
+    | _sizes(24, 2048, 32, 6144, 151_936, 32_768)
+    | {"num_key_value_heads": 4, "sliding_window": 4096, "num_experts": 128, "num_experts_per_tok": 8}
+    | {"moe_intermediate_size": 768},
+    "gemma2": GEMMA2,
+    "gemma3_text": GEMMA2
+    | {"vocab_size": 262_208, "max_position_embeddings": 131_072, "rope_theta": 1e6, "sliding_window_pattern": 6}
+    | {"final_logit_softcapping": None, "attn_logit_softcapping": None},
+    "phi3": LLAMA
+    | _sizes(32, 3072, 32, 8192, 32_064, 4096)
+    | {"rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096},
+    "olmo2": LLAMA | {"vocab_size": 50_304, "rms_norm_eps": 1e-5},
+    "nemotron": _sizes(32, 6144, 48, 24_576, 256_000, 4096)
+    | {"tie_word_embeddings": False, "norm_eps": 1e-5, "hidden_act": "relu2", "rope_theta": 1e4}
+    | {"partial_rotary_factor": 0.5},
+    "smollm3": LLAMA
+    | _sizes(36, 2048, 16, 11008, 128_256, 32_768)
+    | {"num_key_value_heads": 4, "tie_word_embeddings": True, "rope_theta": 2e6, "no_rope_layer_interval": 4},
+    "deepseek_v2": LLAMA
+    | LATENT
+    | {"vocab_size": 102_400, "n_routed_experts": 64, "n_shared_experts": 2, "moe_intermediate_size": 1407}
+    | {"first_k_dense_replace": 0, "topk_method": "greedy"},
+    "deepseek_v3": DEEPSEEK_V3,
+    "kimi_k2": DEEPSEEK_V3,
+    "gpt_oss": LLAMA
+    | _sizes(36, 2880, 64, 2880, 201_088, 131_072)
+    | {"head_dim": 64, "num_key_value_heads": 8, "sliding_window": 128, "rms_norm_eps": 1e-5, "rope_theta": 150_000.0}
+    | {"num_local_experts": 128, "num_experts_per_tok": 4},
+}

@@ -1,0 +1,69 @@
+"""Makes hf_defaults.json: what transformers reads of a config.json that lacks keys, for tests/hf/test_defaults.py.
+
+Needs the environment of make_transformers_references.py; it writes beside itself, the same bytes each time. For each
+model_type `default` are the keys of a config.json with nothing else. `removed` and `null` begin with the config.json of
+a tiny model in this directory: for each key that is taken away, or null, the keys whose values change (null: refused).
+"""
+
+import json
+import tempfile
+import zipfile
+from pathlib import Path
+
+from transformers import AutoConfig, PreTrainedConfig
+from transformers.utils import logging
+
+HERE = Path(__file__).parent
+TINY = {"qwen3": "qwen3_local", "qwen3_moe": "qwen3_moe_mixed"}
+FAMILIES = "gpt2 llama mistral mixtral qwen2 qwen3 qwen3_moe gemma2 gemma3_text phi3 olmo2 nemotron smollm3"
+FAMILIES += " deepseek_v2 deepseek_v3 gpt_oss"
+COMMON = PreTrainedConfig().to_dict().keys() - {"tie_word_embeddings"}
+# Of training, of ids, or of layouts that only the program uses
+OTHERS = {"use_cache", "initializer_range", "pretraining_tp", "output_router_logits", "reorder_and_upcast_attn"}
+
+
+def is_read(key: str) -> bool:
+    others = ("drop", "summary_", "router_", "token_id", "transformers", "_attn_")
+    return key not in COMMON | OTHERS and not any(word in key for word in others)
+
+
+def resolve(config: dict) -> dict | None:
+    """The keys that transformers has of a config.json; None if it refuses them."""
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(config))
+        try:
+            found = AutoConfig.from_pretrained(folder).to_dict()
+        except Exception:  # of several kinds
+            return None
+    return {key: value for key, value in found.items() if is_read(key)}
+
+
+def changes(config: dict, whole: dict) -> dict | None:
+    found = resolve(config)
+    return found and {key: found.get(key) for key in found.keys() | whole.keys() if found.get(key) != whole.get(key)}
+
+
+def main() -> None:
+    logging.set_verbosity_error()
+    out = {}
+    for family in FAMILIES.split():
+        with zipfile.ZipFile(HERE / f"tiny_{TINY.get(family, family)}.zip") as archive:
+            config = json.loads(archive.read("config.json"))
+        whole = resolve(config)
+        assert whole is not None
+        keys = sorted(key for key in config if is_read(key))
+        without = {key: {k: v for k, v in config.items() if k != key} for key in keys}
+        out[family] = {
+            "default": resolve({"model_type": family}),
+            "removed": {key: changes(without[key], whole) for key in keys},
+            "null": {key: changes(config | {key: None}, whole) for key in keys},
+        }
+    lines = []
+    for family, kinds in out.items():
+        parts = (f"  {json.dumps(kind)}: {json.dumps(values, sort_keys=True)}" for kind, values in kinds.items())
+        lines.append(f"{json.dumps(family)}: {{\n" + ",\n".join(parts) + "\n}")
+    (HERE / "hf_defaults.json").write_text("{\n" + ",\n".join(lines) + "\n}\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,179 @@
+"""Folders that offer two of a thing: what counts is what transformers 5.24 takes, as seen by loading such folders."""
+
+import json
+import warnings
+import zipfile
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from megajax.config import ModelConfig
+from megajax.errors import InputError
+from megajax.hf.convert import load, read_model
+from megajax.hf.folder import HEAD, INDEX, SINGLE, Weights
+from megajax.model import Transformer, parameters
+
+FILES = Path(__file__).parents[1] / "data_files"
+FOLDERS = sorted(path.stem for path in FILES.glob("tiny_*.zip"))
+EMBEDDING = "model.embed_tokens.weight"
+TWO_FILES = {"one.safetensors": 0, "two.safetensors": 1}
+
+
+@pytest.fixture
+def unpack(tmp_path):
+    """(folder, its tensors) by name."""
+
+    def unpack(name: str) -> tuple[Path, dict[str, np.ndarray]]:
+        with zipfile.ZipFile(FILES / f"{name}.zip") as archive:
+            archive.extractall(tmp_path)
+        return tmp_path, load_file(tmp_path / SINGLE)
+
+    return unpack
+
+
+def read(folder: Path) -> dict[str, jax.Array]:
+    """The folder's parameters by the model of its config.json; warnings are errors, unless a test expects them."""
+    model = ModelConfig.model_validate(read_model(folder) | {"vocab_multiple": 1})
+    device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    declared = parameters(Transformer(model)).items()
+    shapes = {name: jax.ShapeDtypeStruct(p.shape, np.float32, sharding=device) for name, p in declared}
+    return load(folder, shapes, {}, model, "folder")[0]
+
+
+def plus(tensors: dict[str, np.ndarray], number: float) -> dict[str, np.ndarray]:
+    return {name: array + np.float32(number) for name, array in tensors.items()}
+
+
+def write_index(folder: Path, files: dict[str, str]) -> None:
+    (folder / INDEX).write_text(json.dumps({"weight_map": files}))
+
+
+def change_config(folder: Path, **changes) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def error_of(folder: Path) -> str:
+    with pytest.raises(InputError) as error:
+        read(folder)
+    assert str(folder) in str(error.value)
+    return str(error.value)
+
+
+# Files
+
+
+@pytest.mark.smoke
+def test_model_safetensors_counts_alone_beside_other_files(unpack):
+    folder, tensors = unpack("tiny_llama")
+    for stray in ("zz.safetensors", "consolidated.safetensors", "adapter_model.safetensors", "a.safetensors"):
+        save_file(plus(tensors, 1) | {"more": tensors[HEAD]}, folder / stray)
+    (folder / "pytorch_model.bin").write_bytes(b"not read")
+    with warnings.catch_warnings(action="error"):
+        np.testing.assert_array_equal(read(folder)["embedding.tokens"], tensors[EMBEDDING])
+    write_index(folder, dict.fromkeys(tensors, "zz.safetensors"))
+    with pytest.warns(UserWarning, match=f"{SINGLE} is read, and not the files of {INDEX}: remove one"):
+        np.testing.assert_array_equal(read(folder)["embedding.tokens"], tensors[EMBEDDING])
+    (folder / SINGLE).unlink()
+    (folder / INDEX).unlink()
+    assert f"has a.safetensors, but neither {SINGLE} nor {INDEX}" in error_of(folder)
+
+
+@pytest.mark.smoke
+def test_an_index_s_files_count_beside_other_files(unpack):
+    folder, tensors = unpack("tiny_llama")
+    (folder / SINGLE).unlink()
+    names = [*tensors]
+    files = {name: "two.safetensors" if names.index(name) % 2 else "one.safetensors" for name in names}
+    for file in TWO_FILES:
+        save_file({name: tensors[name] for name in names if files[name] == file}, folder / file)
+    save_file(plus(tensors, 1), folder / "zz.safetensors")
+    (folder / "pytorch_model.bin").write_bytes(b"not read")
+    write_index(folder, files)
+    with Weights(folder) as weights:
+        assert weights.files == files
+    np.testing.assert_array_equal(read(folder)["embedding.tokens"], tensors[EMBEDDING])
+    # transformers takes the last file, against the index
+    save_file({EMBEDDING: tensors[EMBEDDING] + 1, **load_file(folder / "two.safetensors")}, folder / "two.safetensors")
+    save_file({EMBEDDING: tensors[EMBEDDING], **load_file(folder / "one.safetensors")}, folder / "one.safetensors")
+    assert f"{EMBEDDING} is in one.safetensors and in two.safetensors" in error_of(folder)
+
+
+@pytest.mark.smoke
+def test_adapters_beside_a_model_and_a_named_file_are_refused(unpack):
+    folder, _ = unpack("tiny_llama")
+    change_config(folder, transformers_weights="b.safetensors")
+    assert f"transformers_weights=b.safetensors is not {SINGLE}: rename" in error_of(folder)
+    (folder / "adapter_config.json").write_text("{}")  # whether they count depends on what is installed
+    assert "adapters are in this folder" in error_of(folder)
+
+
+# Tensors
+
+
+@pytest.mark.smoke
+def test_the_head_of_a_tied_model_counts_if_it_differs(unpack):
+    folder, tensors = unpack("tiny_llama_tied")
+    assert HEAD not in tensors
+    save_file(tensors | {HEAD: tensors[EMBEDDING]}, folder / SINGLE)
+    with warnings.catch_warnings(action="error"):
+        assert "head" not in read(folder)
+    own = tensors[EMBEDDING].copy()
+    own[-1, -1] += 1
+    save_file(tensors | {HEAD: own}, folder / SINGLE)
+    with pytest.warns(UserWarning, match=f"tie_word_embeddings=true in config.json, but {HEAD} and {EMBEDDING} differ"):
+        found = read(folder)
+    np.testing.assert_array_equal(found["head"], own.T)
+    np.testing.assert_array_equal(found["embedding.tokens"], tensors[EMBEDDING])
+    save_file({n: a for n, a in tensors.items() if n != EMBEDDING} | {HEAD: own}, folder / SINGLE)
+    found = read(folder)
+    np.testing.assert_array_equal(found["embedding.tokens"], own)
+    assert "head" not in found
+    change_config(folder, tie_word_embeddings=False)
+    assert f"has no tensor {EMBEDDING}" in error_of(folder)
+    save_file(tensors, folder / SINGLE)
+    assert f"has no tensor {HEAD}" in error_of(folder)  # transformers makes a random one
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("name", FOLDERS)
+def test_names_of_a_model_without_its_head_are_read(unpack, name):
+    """As transformers' base classes save them, and GPT-2 was published."""
+    folder, tensors = unpack(name)
+    prefix = "transformer." if name == "tiny_gpt2" else "model."
+    save_file({tensor.removeprefix(prefix): array for tensor, array in tensors.items()}, folder / SINGLE)
+    with Weights(folder) as weights:
+        assert weights.files.keys() == tensors.keys()
+        for tensor, array in tensors.items():
+            found = weights.read(tensor, tuple(slice(0, size) for size in array.shape))
+            np.testing.assert_array_equal(found, array)
+
+
+@pytest.mark.smoke
+def test_both_names_of_a_tensor_are_refused(unpack):
+    folder, tensors = unpack("tiny_llama")  # transformers takes one of GPT-2's and the other of Llama's
+    save_file(tensors | {"embed_tokens.weight": tensors[EMBEDDING]}, folder / SINGLE)
+    assert f"has the tensors embed_tokens.weight and {EMBEDDING}" in error_of(folder)
+
+
+# Keys of config.json
+
+
+@pytest.mark.smoke
+def test_of_a_model_with_images_the_language_model_s_keys_count(tmp_path):
+    def model_of(text: dict, **config) -> ModelConfig:
+        whole = {"model_type": "gemma3", "text_config": {"model_type": "gemma3_text"} | text, **config}
+        (tmp_path / "config.json").write_text(json.dumps(whole))
+        return ModelConfig.model_validate(read_model(tmp_path))
+
+    alone = model_of({})
+    assert alone.hidden_size == 2304 and alone.tie_embeddings
+    # of the part for images, or of nothing
+    assert model_of({}, hidden_size=77, sliding_window=9, rope_theta=5.0, head_dim=3) == alone
+    untied = alone.model_copy(update={"tie_embeddings": False})
+    assert model_of({}, tie_word_embeddings=False) == model_of({"tie_word_embeddings": False}) == untied
+    with pytest.raises(InputError, match=r"config.json: tie_word_embeddings is true and false"):
+        model_of({"tie_word_embeddings": False}, tie_word_embeddings=True)
