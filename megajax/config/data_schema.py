@@ -111,7 +111,13 @@ class DataConfig(Section):
     )
     end_of_document: Text | None = Field(
         default=None,
-        description="Name of the end-of-document token, at which generation stops; null: the tokenizer's own.",
+        description="Name of the token that ends a document or a completion, at which generation stops; null: the"
+        " tokenizer's own.",
+    )
+    begin_of_document: bool = Field(
+        default=False,
+        description="text: documents begin with the token that begins a text; prompts then do too, and with token files"
+        " that have it.",
     )
     order: Literal["shuffled", "sequential", "megatron"] = Field(
         default="shuffled",

@@ -93,6 +93,7 @@ def _of_the_data(config: Config) -> list[Rule]:
         Rule(data.order != "megatron", "data.order", ("data.train_samples", "data.drop_last_validation_sample")),
         Rule(not stores, "data.order", ("data.index_cache",)),
         Rule(not text, "data.kind", ("data.text_key",)),
+        Rule(not files, "data.kind", ("data.begin_of_document",)),
         Rule(data.kind == "synthetic", "data.kind", ("data.fim_rate",)),
         Rule(not data.fim_rate, "data.fim_rate", ("data.fim_spm_rate", *fim_tokens)),
         Rule(not chat, "data.kind", ("data.chat_template", "data.pack", "data.too_long")),

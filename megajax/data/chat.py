@@ -7,19 +7,21 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from megajax.data.chat_template import ChatTemplate, Span, load_chat_template
+from megajax.data.chat_template import ChatTemplate, Span, find_chat_template
 from megajax.data.index_cache import cache_directory, cached, file_digest, read_once
 from megajax.data.json_lines import check_inputs, parse, read_blocks
 from megajax.data.packing import pack
 from megajax.data.samples import Samples
-from megajax.data.tokenizers import Tokenizer, load_tokenizer, tokenizer_files
+from megajax.data.special_tokens import document_end, framed, usual_first_token
+from megajax.data.tokenizers import Tokenizer, deciding_files, load_tokenizer, tokenizer_files
 from megajax.errors import InputError
 
 if TYPE_CHECKING:
     from megajax.config import Config
+    from megajax.config.data_schema import DataConfig
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
-VERSION = 1  # of the encoding, part of the key of the stored tokens
+VERSION = 2  # of the encoding, part of the key of the stored tokens
 AT_ONCE = 1000  # conversations that are tokenised together
 ARRAYS = ("tokens", "counted", "starts", "order", "ends", "dropped")
 
@@ -29,13 +31,13 @@ class Text(NamedTuple):
 
     text: str
     spans: list[Span]
-    ended: bool  # whether the end-of-document token follows, and counts
+    bare: bool  # a prompt and its completion: the tokens around a text are missing, and its end counts
 
 
 def conversation(line: bytes, template: ChatTemplate | None) -> Text:
     """A line: {"messages": [{"role", "content"}, ...]} by the template, or {"prompt": TEXT, "completion": TEXT}.
 
-    The loss counts the assistant's text with its ends of turns, or the completion and the end of document. Raises
+    The loss counts the assistant's text with its ends of turns, or the completion and its end. Raises
     ValueError with the rest of a sentence for anything else.
     """
     record = parse(line, 'write {"messages": [...]} on a line of its own')
@@ -74,22 +76,25 @@ def counted_tokens(offsets: Sequence[Span], spans: Sequence[Span]) -> np.ndarray
 
 
 def encode_file(
-    path: str, tokenizer: Tokenizer, template: ChatTemplate | None, capacity: int, drop_long: bool
+    path: str, data: "DataConfig", tokenizer: Tokenizer, template: ChatTemplate | None, capacity: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, int]:
     """(all tokens int32, whether each counts, start of each conversation and the end int64, number left out).
 
-    A conversation longer than `capacity` is cut, or left out if `drop_long`; one is left out if nothing that counts
-    remains of it. Raises InputError, with file and line, for a line that is not a conversation.
+    A conversation longer than `capacity` is cut or left out, as `data` says; one is left out if nothing that counts
+    remains of it. Raises InputError, with file and line, for a line that is not a conversation, and for a completion if
+    no token ends a text.
     """
     tokens, counted, lengths, dropped = [], [], [], 0
     for texts in _texts(path, template):
         encoded = tokenizer.encode_with_offsets([text.text for text in texts])
         for text, (ids, offsets) in zip(texts, encoded, strict=True):
             mask = counted_tokens(offsets, text.spans)
-            if text.ended and tokenizer.end_of_document is not None:
-                ids, mask = [*ids, tokenizer.end_of_document], np.append(mask, True)
+            if text.bare:
+                begun = framed(ids, usual_first_token(tokenizer))
+                uncounted, ids = len(begun) - len(ids), framed(begun, None, document_end(data, tokenizer))
+                mask = np.concatenate([[False] * uncounted, mask, [True] * (len(ids) - len(begun))]).astype(bool)
             kept = mask[1:capacity]  # the first token is never predicted
-            if (drop_long and len(ids) > capacity) or not kept.any():
+            if (data.too_long == "drop" and len(ids) > capacity) or not kept.any():
                 dropped += 1
                 continue
             tokens.append(np.array(ids[:capacity], np.int32))
@@ -177,20 +182,18 @@ def open_chat(config: "Config", path: str) -> ChatSamples:
 
     def find() -> list[str | None]:
         check_inputs([path])
-        return [file_digest(path), "_".join(map(file_digest, files)) or data.tokenizer]
+        return [file_digest(path), "_".join(map(file_digest, deciding_files(str(data.tokenizer)))) or data.tokenizer]
 
     content, of_tokenizer = read_once(find)
     folder = files[0].parent if files else None
     given = None if data.chat_template is None else Path(data.chat_template)
-    has_own = folder is not None and any(
-        (folder / n).is_file() for n in ("chat_template.jinja", "tokenizer_config.json")
-    )
-    template = load_chat_template(folder, given) if given or has_own else None
+    template = find_chat_template(folder, given)
     key = {
         "kind": "chat",
         "version": VERSION,
         "file": content,
         "tokenizer": of_tokenizer,
+        "end_of_document": data.end_of_document,
         "template": None if template is None else [template.source, template.special_tokens],
         "sequence_length": length,
         "too_long": data.too_long,
@@ -199,8 +202,7 @@ def open_chat(config: "Config", path: str) -> ChatSamples:
 
     def build() -> Sequence[np.ndarray]:
         tokenizer = load_tokenizer(str(data.tokenizer))
-        encoded = encode_file(path, tokenizer, template, length + 1, data.too_long == "drop")
-        tokens, counted, starts, dropped = encoded
+        tokens, counted, starts, dropped = encode_file(path, data, tokenizer, template, length + 1)
         count = len(starts) - 1
         order, ends = pack(np.diff(starts), length + 1) if data.pack else (np.arange(count), np.arange(1, count + 1))
         return tokens, counted, starts, order, ends, np.array(dropped)

@@ -5,6 +5,7 @@ time: loops in loops are not counted.
 """
 
 import json
+import secrets
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -17,8 +18,8 @@ from megajax.files import read_text, why_unreadable
 Message = Mapping[str, Any]
 Span = tuple[int, int]  # of characters
 
-# Unicode's noncharacters, which no text contains, around what a template marks as generated.
-START, END = "\ufdd0", "\ufdd1"
+# Around what a template marks as generated: with random digits, because a message may contain any character.
+START, END = (f"{letter}{secrets.randbits(64)}{letter}" for letter in "\ufdd0\ufdd1")
 LARGEST = 10**6  # length of a text or a list that a template makes by `*`, and the largest number
 
 
@@ -120,9 +121,17 @@ def _generation_tag() -> Any:
 
 
 def load_chat_template(folder: Path | None, file: Path | None = None) -> ChatTemplate:
+    """`find_chat_template`; raises InputError if there is none."""
+    template = find_chat_template(folder, file)
+    if template is None:
+        raise InputError(f"{folder} has no chat template: add chat_template.jinja to the folder, or give plain text.")
+    return template
+
+
+def find_chat_template(folder: Path | None, file: Path | None = None) -> ChatTemplate | None:
     """The template `file`, else that of a model's folder: chat_template.jinja, or in tokenizer_config.json.
 
-    The special tokens are those of tokenizer_config.json. Raises InputError if there is no template.
+    The special tokens are those of tokenizer_config.json. None: there is no template.
     """
     config_path = folder / "tokenizer_config.json" if folder else None
     config = {} if config_path is None else read_json(config_path)
@@ -139,6 +148,6 @@ def load_chat_template(folder: Path | None, file: Path | None = None) -> ChatTem
     if isinstance(source, list):  # several named ones
         source = next((entry["template"] for entry in source if entry.get("name") == "default"), None)
     if not isinstance(source, str):
-        raise InputError(f"{folder} has no chat template: add chat_template.jinja to the folder, or give plain text.")
+        return None
     names = token_texts(config, ("bos_token", "eos_token", "pad_token", "unk_token"))
     return ChatTemplate(source, names, location)

@@ -55,7 +55,8 @@ class Encoder:
     """Encodes blocks of lines; each worker process has a copy. `key_option` is the setting that gave `json_key`."""
 
     spec: str
-    end_of_document: int | None  # the token appended to each document
+    begin_of_document: int | None  # the tokens around each document
+    end_of_document: int | None
     json_key: str
     strict: bool = False
     key_option: str = "--json-key"
@@ -67,10 +68,9 @@ class Encoder:
         bad: list[str] = []
         numbered = list(texts(block, self.json_key, None if self.strict else bad, self.key_option))
         documents: list[np.ndarray] = []
+        before, after = ([] if token is None else [token] for token in (self.begin_of_document, self.end_of_document))
         for ids in self._encode(self.tokenizer, block, numbered, bad):
-            if ids and self.end_of_document is not None:
-                ids.append(self.end_of_document)
-            documents.append(np.asarray(ids, dtype))
+            documents.append(np.asarray([*before, *ids, *after] if ids else ids, dtype))
         lengths = np.asarray([document.size for document in documents], np.int64)
         tokens = np.concatenate([np.empty(0, dtype), *documents])
         left_out = BadLines(len(bad), bad[:BAD_SHOWN])

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from megajax.data.tokenizers import end_of_document, load_tokenizer
+from megajax.data.special_tokens import known_end
+from megajax.data.tokenizers import load_tokenizer
 from megajax.errors import InputError
 
 if TYPE_CHECKING:
@@ -25,7 +26,8 @@ ADDED = 3  # special tokens
 class Infilling:
     """Moves the middle of a share `rate` of the documents of a sample, `spm_rate` of them suffix first.
 
-    `tokens` are those of prefix, middle and suffix; `end` is the end-of-document token, which stays at the end.
+    `tokens` are those of prefix, middle and suffix; `end` is the end-of-document token, which stays at the end, and
+    `begin` the one that may begin a document, which stays first.
     """
 
     rate: float
@@ -33,6 +35,7 @@ class Infilling:
     tokens: tuple[int, ...]
     end: int | None
     seed: int
+    begin: int | None = None
 
     def __call__(self, sample: np.ndarray, lengths: Iterable[int], index: int) -> np.ndarray:
         """Sample `index`, int32[S+1], whose documents have these lengths; each keeps its length.
@@ -43,11 +46,12 @@ class Infilling:
         generator = np.random.Generator(np.random.PCG64((self.seed, STREAM, index)))
         for length in lengths:
             chosen, order, *shares = generator.random(4)
-            stop = start + int(length) - (self.end is not None and int(sample[start + length - 1]) == self.end)
-            if chosen < self.rate and stop - start > ADDED:
-                cuts = sorted(int(share * (stop - start - ADDED + 1)) for share in shares)
-                out[start:stop] = rearranged(sample[start:stop], cuts, order < self.spm_rate, self.tokens)
-            start += int(length)
+            after = start + int(length)
+            first, stop = start + int(sample[start] == self.begin), after - int(sample[after - 1] == self.end)
+            if chosen < self.rate and stop - first > ADDED:
+                cuts = sorted(int(share * (stop - first - ADDED + 1)) for share in shares)
+                out[first:stop] = rearranged(sample[first:stop], cuts, order < self.spm_rate, self.tokens)
+            start = after
         return out
 
 
@@ -67,9 +71,10 @@ def open_infilling(config: "Config") -> Infilling | None:
         return None
     assert data.tokenizer is not None  # checked with the config
     names = data.fim_tokens.model_dump()
-    found, end = _token_ids(data.tokenizer, tuple(names.values()), data.end_of_document)
+    loaded = _loaded(data.tokenizer)
     tokens = []
-    for (part, name), token in zip(names.items(), found, strict=True):
+    for part, name in names.items():
+        token = loaded.token_id(name)
         if token is None:
             key = f"data.fim_tokens.{part}"
             raise InputError(
@@ -77,15 +82,8 @@ def open_infilling(config: "Config") -> Infilling | None:
                 "has, or add it to the tokenizer."
             )
         tokens.append(token)
-    return Infilling(data.fim_rate, data.fim_spm_rate, tuple(tokens), end, config.run.seed)
+    end = known_end(data, loaded)  # none is needed: the documents' lengths are known
+    return Infilling(data.fim_rate, data.fim_spm_rate, tuple(tokens), end, config.run.seed, loaded.begin_of_text)
 
 
-@lru_cache(1)
-def _token_ids(tokenizer: str, names: tuple[str, ...], end: str | None) -> tuple[list[int | None], int | None]:
-    """The tokens with these names, and the end-of-document token; loaded once, not for each evaluation."""
-    loaded = load_tokenizer(tokenizer)
-    if end is None:
-        own = loaded.end_of_document
-    else:
-        own = end_of_document(loaded, tokenizer, end, "data.end_of_document")
-    return [loaded.token_id(name) for name in names], own
+_loaded = lru_cache(1)(load_tokenizer)  # once, not for each evaluation

@@ -24,9 +24,10 @@ from megajax.data.samples import (
     sources_in,
     split_documents,
 )
+from megajax.data.special_tokens import check_ends, document_end
 from megajax.data.synthetic import SyntheticSamples
 from megajax.data.text import TextDataset, open_text
-from megajax.data.tokenizers import end_of_document, load_tokenizer
+from megajax.data.tokenizers import load_tokenizer
 from megajax.data.workers import end_with_parent
 from megajax.errors import InputError
 
@@ -88,7 +89,7 @@ def _open_blend(
     if config.data.order == "megatron":
         weights = [weight for _, weight in parts if weight is not None] or None
         ranges: list[Any] = [_opened_range(config, split, path, files) for path, _ in parts]  # no text
-        opened = open_samples(config, split, ranges, weights, _end_of_document(config))
+        opened = open_samples(config, split, ranges, weights, _end_of_document(config, [data for data, _ in ranges]))
         for source in sources_in(opened):
             _check_size(split, source)
         return opened
@@ -259,18 +260,21 @@ def _range(config: "Config", split: Split, dataset: IndexedDataset | TextDataset
     return first, last
 
 
-def _end_of_document(config: "Config") -> int | None:
+def _end_of_document(config: "Config", files: Sequence[IndexedDataset]) -> int | None:
     """The token at which documents end in files that Megatron's tools wrote; None if nothing depends on documents."""
     data = config.data
     if Packing.of(config) == Packing() and not data.fim_rate:
         return None
-    key = "data.end_of_document"
     if data.tokenizer is None:
         raise InputError(
             "data.order=megatron finds the ends of documents by their token, for data.reset_attention and the like: "
-            f"set data.tokenizer, and {key} if the tokenizer has another name for it."
+            "set data.tokenizer, and data.end_of_document if the tokenizer has another name for it."
         )
-    return end_of_document(load_tokenizer(data.tokenizer), data.tokenizer, data.end_of_document, key)
+    tokenizer = load_tokenizer(data.tokenizer)
+    end = document_end(data, tokenizer)
+    for dataset in files:
+        check_ends(dataset, tokenizer, end)
+    return end
 
 
 def _check_size(split: Split, source: Samples) -> None:

@@ -17,7 +17,8 @@ from megajax.data.indexed import IndexedWriter, token_dtype
 from megajax.data.journal import Journal
 from megajax.data.json_lines import check_inputs, read_blocks
 from megajax.data.progress import show_progress
-from megajax.data.tokenizers import end_of_document, load_tokenizer, tokenizer_files
+from megajax.data.special_tokens import begin_of_document, end_of_document
+from megajax.data.tokenizers import load_tokenizer, tokenizer_files
 from megajax.errors import InputError
 
 
@@ -29,6 +30,7 @@ def preprocess(
     workers: int = 1,
     append_eod: bool = False,
     eod_token: str | None = None,
+    prepend_bos: bool = False,
     json_key: str = "text",
     strict: bool = False,
     resume: bool = False,
@@ -37,18 +39,20 @@ def preprocess(
 
     Lines without a text are left out, and a warning names the first ones; with `strict` they are InputErrors. A
     document whose text is empty is kept without tokens, as Megatron does. `append_eod` ends each document with the
-    tokenizer's end-of-document token, `eod_token` with the token of this name. `resume` goes on where an interrupted
-    run with the same arguments stopped, if there is one. Returns the prefix of the output,
+    tokenizer's end-of-document token, `eod_token` with the token of this name; `prepend_bos` begins each one with the
+    token that begins a text. `resume` goes on where an interrupted run with the same arguments stopped, if there is
+    one. Returns the prefix of the output,
     `{output_prefix}_{json_key}_document`, and the numbers of documents and tokens. After an InputError older files
     under the prefix are unchanged.
     """
     loaded = load_tokenizer(tokenizer)
+    prepended = begin_of_document(loaded, tokenizer) if prepend_bos else None
     appended = end_of_document(loaded, tokenizer, eod_token) if append_eod or eod_token else None
     size = check_inputs(inputs)
     if output_prefix.endswith("/"):
         raise InputError(f"--output-prefix {output_prefix} is a directory; add a name, such as {output_prefix}my.")
     prefix = f"{output_prefix}_{json_key}_document"
-    encoder, dtype = Encoder(tokenizer, appended, json_key, strict), token_dtype(loaded.vocab_size)
+    encoder, dtype = Encoder(tokenizer, prepended, appended, json_key, strict), token_dtype(loaded.vocab_size)
     journal = Journal(prefix, _settings(inputs, encoder), dtype.itemsize, resume=resume)
     start = journal.point
     if start.documents:
@@ -74,6 +78,7 @@ def _settings(inputs: Sequence[str], encoder: Encoder) -> dict[str, Any]:
     """All that decides the output, by the names for a sentence."""
     settings: dict[str, Any] = {"--input": list(inputs), "--json-key": encoder.json_key, "--strict": encoder.strict}
     settings |= {"--tokenizer": encoder.spec, "the appended token": encoder.end_of_document}
+    settings |= {"the prepended token": encoder.begin_of_document}
     settings |= {f"the hash of {path}": file_digest(path) for path in tokenizer_files(encoder.spec)}
     for path in inputs:
         status = os.stat(path)
@@ -112,6 +117,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--workers", type=_worker_count, default=1, metavar="N", help="processes (default: 1)")
     add("--append-eod", action="store_true", help="end each document with the tokenizer's end-of-document token")
     add("--eod-token", metavar="NAME", help="end each document with this token of the tokenizer instead")
+    add("--prepend-bos", action="store_true", help="begin each document with the tokenizer's beginning of a text")
     add("--json-key", default="text", metavar="KEY", help="key or column of the text (default: text)")
     add("--strict", action="store_true", help="stop at the first bad line instead of leaving it out")
     add("--resume", action="store_true", help="go on where the same command was interrupted, if it was")
@@ -129,6 +135,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             workers=options.workers,
             append_eod=options.append_eod,
             eod_token=options.eod_token,
+            prepend_bos=options.prepend_bos,
             json_key=options.json_key,
             strict=options.strict,
             resume=options.resume,
@@ -136,9 +143,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     seconds = time.perf_counter() - start
     print(f"{prefix}.bin/.idx: {documents:,} documents, {tokens:,} tokens in {seconds:,.1f} s")
     print("To train on these files, add to the config:")
-    data = {"train": prefix, "tokenizer": options.tokenizer}
+    data: dict[str, Any] = {"train": prefix, "tokenizer": options.tokenizer}
     if options.eod_token:
         data["end_of_document"] = options.eod_token
+    if options.prepend_bos:
+        data["begin_of_document"] = True
     print(yaml.safe_dump({"data": data}, sort_keys=False), end="")
     return 0
 

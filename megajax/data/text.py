@@ -10,6 +10,7 @@ import os
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
+from functools import lru_cache
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,7 +30,8 @@ from megajax.data.index_cache import (
 from megajax.data.indexed import IndexedDataset, IndexedWriter, Tokens, open_checked, token_dtype
 from megajax.data.json_lines import Block, check_inputs, read_blocks
 from megajax.data.progress import Progress, show_progress
-from megajax.data.tokenizers import end_of_document, load_tokenizer, tokenizer_files
+from megajax.data.special_tokens import document_tokens
+from megajax.data.tokenizers import Tokenizer, deciding_files, load_tokenizer, tokenizer_files
 from megajax.errors import InputError
 
 if TYPE_CHECKING:
@@ -98,6 +100,7 @@ def open_text(config: "Config", pattern: str) -> TextDataset:
     """
     cache, data = cache_directory(config), config.data
     assert data.tokenizer is not None  # checked with the config
+    spec = data.tokenizer
 
     def find() -> list[tuple[str, dict[str, Any] | str]]:
         """Each file with the folder of its tokens, or if it has none, the folder's key."""
@@ -106,8 +109,8 @@ def open_text(config: "Config", pattern: str) -> TextDataset:
         same = {
             "kind": "text",
             "version": VERSION,
-            "tokenizer": [file_digest(path) for path in tokenizer_files(str(data.tokenizer))] or data.tokenizer,
-            "end_of_document": data.end_of_document,
+            "tokenizer": [file_digest(path) for path in tokenizer_files(spec)] or spec,
+            "around_documents": document_tokens(data, _loaded(spec, tuple(map(file_digest, deciding_files(spec))))),
             "text_key": data.text_key,
         }
         keys = {path: same | _identity(path) for path in paths}
@@ -126,16 +129,23 @@ def open_text(config: "Config", pattern: str) -> TextDataset:
     return dataset
 
 
+@lru_cache(1)
+def _loaded(spec: str, of_files: tuple[str, ...]) -> Tokenizer:
+    """A tokenizer, once for many sources, unless its files change."""
+    del of_files
+    return load_tokenizer(spec)
+
+
 class _Tokenising:
     """Stores the tokens of files; `keys` are those of the cache, by path."""
 
     def __init__(self, config: "Config", cache: Path, keys: Mapping[str, Mapping[str, Any]]):
         self._cache, self._keys, self._workers = cache, keys, max(1, config.data.workers)
-        spec, name = str(config.data.tokenizer), config.data.end_of_document
+        spec = str(config.data.tokenizer)
         tokenizer = load_tokenizer(spec)
-        end = end_of_document(tokenizer, spec, name, "data.end_of_document")
+        begin, end = document_tokens(config.data, tokenizer)
         self._dtype = token_dtype(tokenizer.vocab_size)
-        self._encoder = Encoder(spec, end, config.data.text_key, key_option="data.text_key")
+        self._encoder = Encoder(spec, begin, end, config.data.text_key, key_option="data.text_key")
 
     def store(self, paths: Sequence[str]) -> None:
         """Tokenise the files; each process takes those that no other one has taken, and then waits for the others."""

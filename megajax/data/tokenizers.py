@@ -2,12 +2,23 @@
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from megajax.data.byte_pairs import damage_reported, is_tiktoken, read_gpt2, read_tiktoken
 from megajax.data.model_files import inside
+from megajax.data.special_tokens import (
+    ADDED,
+    CONFIG,
+    ID_FILES,
+    KNOWN_ENDS,
+    NAMES,
+    AddedToken,
+    FolderTokens,
+    read_folder_tokens,
+)
 from megajax.errors import InputError
 from megajax.files import replace_copy, replaced
 
@@ -16,8 +27,8 @@ if TYPE_CHECKING:
 
 FILES = ("tokenizer.json", "tokenizer.model")  # of a folder, the first one counts
 GPT2_FILES = ("vocab.json", "merges.txt")
-END_OF_DOCUMENT_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
-NAMES_SHOWN = 10
+BESIDE = (CONFIG, NAMES, ADDED, "chat_template.jinja")  # files that belong to a tokenizer's
+NO_DUMMY_PREFIX = b"\x1a\x02\x18\x00"  # after a SentencePiece model's bytes: normalizer_spec.add_dummy_prefix is false
 
 
 class Tokenizer(Protocol):
@@ -30,7 +41,17 @@ class Tokenizer(Protocol):
 
     @property
     def end_of_document(self) -> int | None:
-        """The token that separates documents; None if the vocabulary has none of a known name."""
+        """The token that ends a text; None if nothing says which one does."""
+        ...
+
+    @property
+    def begin_of_text(self) -> int | None:
+        """The token that begins a text; None if there is none."""
+        ...
+
+    @property
+    def adds_begin(self) -> bool:
+        """Whether `begin_of_text` belongs before every text."""
         ...
 
     @property
@@ -38,20 +59,25 @@ class Tokenizer(Protocol):
         """Names of the tokens that are not text."""
         ...
 
+    @property
+    def added_tokens(self) -> list[str]:
+        """Names of the tokens that are found in a text before the rest of it is cut into tokens, special or not."""
+        ...
+
     def token_id(self, name: str) -> int | None:
         """The token with this name; None if there is none."""
         ...
 
-    def encode(self, text: str, special_tokens: bool = False) -> list[int]:
-        """The tokens of a text, with those that the tokenizer puts around it if `special_tokens`."""
+    def encode(self, text: str) -> list[int]:
+        """The tokens of a text such as a prompt, without the one that begins texts; names of tokens become these."""
         ...
 
     def encode_all(self, texts: Sequence[str]) -> list[list[int]]:
-        """The tokens of each text; the library `tokenizers` uses all cores."""
+        """The tokens of each document; the library `tokenizers` uses all cores."""
         ...
 
     def encode_with_offsets(self, texts: Sequence[str]) -> list[tuple[list[int], list[tuple[int, int]]]]:
-        """The tokens of each text, and each token's range of characters."""
+        """`encode` of each text, and each token's range of characters, white space included."""
         ...
 
     def decode(self, ids: list[int]) -> str: ...
@@ -68,13 +94,14 @@ def load_tokenizer(spec: str) -> Tokenizer:
     if spec.split(":")[0] == "null":
         return NullTokenizer(spec)
     path = tokenizer_files(spec)[0]
+    found = read_folder_tokens(path.parent)
     if path.name == GPT2_FILES[0]:
-        return HuggingFaceTokenizer(read_gpt2(path.parent, END_OF_DOCUMENT_NAMES))
+        return HuggingFaceTokenizer(read_gpt2(path.parent, (*KNOWN_ENDS, *found.names.values())), found)
     if path.suffix == ".json":
-        return HuggingFaceTokenizer(_read_json(path))
+        return HuggingFaceTokenizer(_read_json(path), found)
     if path.suffix == ".tiktoken" or is_tiktoken(path):
-        return HuggingFaceTokenizer(read_tiktoken(path))
-    return SentencePieceTokenizer(str(path))
+        return HuggingFaceTokenizer(read_tiktoken(path), found)
+    return SentencePieceTokenizer(str(path), found)
 
 
 def tokenizer_files(spec: str) -> list[Path]:
@@ -97,6 +124,13 @@ def tokenizer_files(spec: str) -> list[Path]:
     if not path.is_file():
         raise InputError(f'{spec} does not exist: correct the path of the tokenizer, or use "byte".')
     return [path, path.parent / GPT2_FILES[1]] if path.name == GPT2_FILES[0] else [path]
+
+
+def deciding_files(spec: str) -> list[Path]:
+    """All files that decide a tokenizer's tokens: its own, and those beside it that name special ones."""
+    own = tokenizer_files(spec)
+    names = (CONFIG, NAMES, ADDED, *ID_FILES)
+    return own + [path for name in names if own and (path := own[0].parent / name).is_file()]
 
 
 def has_no_file(spec: str) -> bool:
@@ -123,7 +157,8 @@ def kept_name(source: Path) -> str:
 def keep_tokenizer(spec: str, folder: Path) -> None:
     """Copy a tokenizer into a folder, as its `kept_name`: GPT-2's files and tiktoken's become a tokenizer.json.
 
-    Nothing is copied of a tokenizer without files.
+    The files beside it that name its special tokens, and its chat template, are copied too. Nothing is copied of a
+    tokenizer without files.
     """
     for source in tokenizer_files(spec)[:1]:
         target = folder / kept_name(source)
@@ -132,26 +167,16 @@ def keep_tokenizer(spec: str, folder: Path) -> None:
             assert isinstance(tokenizer, HuggingFaceTokenizer)
             with replaced(target) as temporary:
                 tokenizer.save(temporary)
-        elif not target.exists() or not target.samefile(source):
-            replace_copy(source, target)
+        else:
+            _copy(source, target)
+        for name in BESIDE:
+            if (source.parent / name).is_file():
+                _copy(inside(source.parent / name), folder / name)
 
 
-def end_of_document(tokenizer: Tokenizer, spec: str, name: str | None = None, setting: str = "--eod-token") -> int:
-    """The end-of-document token: the one called `name`, by default the tokenizer's own; InputError if there is none.
-
-    `setting` is the key or option that gave the name.
-    """
-    token = tokenizer.end_of_document if name is None else tokenizer.token_id(name)
-    if token is not None:
-        return token
-    special = ", ".join(tokenizer.special_tokens[:NAMES_SHOWN]) or "none"
-    if name is not None:
-        own = "" if tokenizer.end_of_document is None else f", or use its own, token {tokenizer.end_of_document}"
-        raise InputError(f"{setting}: {spec} has no token {name}: name one that it has (special: {special}){own}.")
-    raise InputError(
-        f"{spec} has no end-of-document token of a known name ({', '.join(END_OF_DOCUMENT_NAMES)}): name its token "
-        f"with {setting} (its special tokens: {special})."
-    )
+def _copy(source: Path, target: Path) -> None:
+    if not target.exists() or not target.samefile(source):
+        replace_copy(source, target)
 
 
 def decode_after(tokenizer: Tokenizer, before: list[int], tokens: list[int]) -> str:
@@ -167,16 +192,15 @@ class ByteTokenizer:
 
     vocab_size = 257
     end_of_document = 256
-
-    @property
-    def special_tokens(self) -> list[str]:
-        return []
+    begin_of_text, adds_begin = None, False
+    special_tokens: list[str] = []
+    added_tokens: list[str] = []
 
     def token_id(self, name: str) -> int | None:
         del name  # bytes have no names
         return None
 
-    def encode(self, text: str, special_tokens: bool = False) -> list[int]:
+    def encode(self, text: str) -> list[int]:
         return list(text.encode())
 
     def encode_all(self, texts: Sequence[str]) -> list[list[int]]:
@@ -196,7 +220,9 @@ class NullTokenizer:
     As Megatron's NullTokenizer of the vocabulary size N.
     """
 
+    begin_of_text, adds_begin = None, False
     special_tokens: list[str] = []
+    added_tokens: list[str] = []
 
     def __init__(self, spec: str):
         size = spec.removeprefix("null:")
@@ -209,7 +235,7 @@ class NullTokenizer:
         del name  # ids have no names
         return None
 
-    def encode(self, text: str, special_tokens: bool = False) -> list[int]:
+    def encode(self, text: str) -> list[int]:
         return [self._id(word) for word in text.split()]
 
     def encode_all(self, texts: Sequence[str]) -> list[list[int]]:
@@ -238,27 +264,38 @@ def _read_json(path: Path) -> "tokenizers.Tokenizer":
 
 
 class HuggingFaceTokenizer:
-    """A tokenizer of the library `tokenizers`; its end of document is the first of END_OF_DOCUMENT_NAMES in it."""
+    """A tokenizer of the library `tokenizers`."""
 
-    def __init__(self, tokenizer: "tokenizers.Tokenizer"):
+    def __init__(self, tokenizer: "tokenizers.Tokenizer", found: FolderTokens):
         self._tokenizer = tokenizer
         tokenizer.no_padding()  # a document is all of its tokens
         tokenizer.no_truncation()
-        vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
+        vocabulary = tokenizer.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocabulary.values(), default=-1) + 1
-        self.end_of_document = next((vocabulary[name] for name in END_OF_DOCUMENT_NAMES if name in vocabulary), None)
-        added = self._tokenizer.get_added_tokens_decoder().values()
+        added = tokenizer.get_added_tokens_decoder().values()
+        self.added_tokens = [token.content for token in added]
         self.special_tokens = [token.content for token in added if token.special]
+        self.end_of_document = found.end(self.token_id, self.special_tokens, None)
+        self._post_processor = tokenizer.post_processor
+        self.begin_of_text, self.adds_begin = found.begin(self.token_id, self._first_token())
+        tokenizer.post_processor = None  # it adds tokens, and may cut white space from offsets
+
+    def _first_token(self) -> int | None:
+        """The token that the tokenizer's file puts before a text."""
+        encoded = self._tokenizer.encode("a")
+        return encoded.ids[0] if encoded.ids and encoded.special_tokens_mask[0] else None
 
     def save(self, path: Path) -> None:
         """Write the tokenizer as a tokenizer.json."""
+        self._tokenizer.post_processor = self._post_processor
         self._tokenizer.save(str(path))
+        self._tokenizer.post_processor = None
 
     def token_id(self, name: str) -> int | None:
         return self._tokenizer.token_to_id(name)
 
-    def encode(self, text: str, special_tokens: bool = False) -> list[int]:
-        return self._tokenizer.encode(text, add_special_tokens=special_tokens).ids
+    def encode(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text, add_special_tokens=False).ids
 
     def encode_all(self, texts: Sequence[str]) -> list[list[int]]:
         return [each.ids for each in self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)]
@@ -271,10 +308,23 @@ class HuggingFaceTokenizer:
         return self._tokenizer.decode(ids)
 
 
-class SentencePieceTokenizer:
-    """A SentencePiece `.model`; its end of document is the end-of-sentence piece."""
+class _Part(NamedTuple):
+    """A part of a text: a special token, or what is between two of them."""
 
-    def __init__(self, path: str):
+    start: int  # in characters
+    text: str
+    token: int | None
+
+
+class SentencePieceTokenizer:
+    """A SentencePiece `.model`, with the tokens that the files beside it add.
+
+    As in transformers, names of special tokens in prompts and chats are these tokens, and the text behind one begins
+    without the space that SentencePiece puts before a text, unless tokenizer_config.json says `legacy`. Documents are
+    SentencePiece's alone, as for Megatron.
+    """
+
+    def __init__(self, path: str, found: FolderTokens):
         import sentencepiece
 
         self._model = sentencepiece.SentencePieceProcessor()
@@ -282,17 +332,30 @@ class SentencePieceTokenizer:
             self._model.LoadFromFile(path)
         except (OSError, RuntimeError):
             raise InputError(f"{path} is not a SentencePiece model: give the .model file of its trainer.") from None
-        self.vocab_size = self._model.vocab_size()
-        self.end_of_document = self._model.eos_id() if self._model.eos_id() >= 0 else None
-        self.special_tokens = [self._model.IdToPiece(i) for i in range(self.vocab_size) if self._model.IsControl(i)]
+        model, pieces = self._model, range(self._model.vocab_size())
+        without_prefix = model.serialized_model_proto() + NO_DUMMY_PREFIX
+        self._behind = model if found.legacy else sentencepiece.SentencePieceProcessor(model_proto=without_prefix)
+        self._added = {token: added for token, added in found.added.items() if token not in pieces}
+        self.vocab_size = max([*pieces, *self._added]) + 1
+        own = {i: AddedToken(model.IdToPiece(i)) for i in pieces if model.IsControl(i) or model.IsUnknown(i)}
+        named = own | dict(found.added)
+        self._ids = {token.content: i for i, token in named.items()}
+        self.added_tokens = list(self._ids)
+        controls = [model.IdToPiece(i) for i in pieces if model.IsControl(i)]
+        self.special_tokens = controls + [token.content for token in self._added.values() if token.special]
+        self._names = sorted(named.values(), key=lambda token: -len(token.content))  # the longest one that fits
+        self._cut = re.compile("|".join(map(_pattern, self._names)))
+        self.end_of_document = found.end(self.token_id, self.special_tokens, _known(model.eos_id()))
+        self.begin_of_text, self.adds_begin = found.begin(self.token_id, _known(model.bos_id()))
 
     def token_id(self, name: str) -> int | None:
+        if name in self._ids:
+            return self._ids[name]
         token = self._model.PieceToId(name)  # the unknown token's id if there is none
         return token if self._model.IdToPiece(token) == name else None
 
-    def encode(self, text: str, special_tokens: bool = False) -> list[int]:
-        first = [self._model.bos_id()] if special_tokens and self._model.bos_id() >= 0 else []
-        return first + self._model.EncodeAsIds(text)
+    def encode(self, text: str) -> list[int]:
+        return [token for part in self._parts(text) for token in self._tokens(part)]
 
     def encode_all(self, texts: Sequence[str]) -> list[list[int]]:
         return self._model.EncodeAsIds(list(texts))
@@ -300,10 +363,53 @@ class SentencePieceTokenizer:
     def encode_with_offsets(self, texts: Sequence[str]) -> list[tuple[list[int], list[tuple[int, int]]]]:
         out = []
         for text in texts:
-            pieces = self._model.encode(text, return_type="proto").pieces
-            letters = [i for i, letter in enumerate(text) for _ in letter.encode()] + [len(text)]  # of each byte
-            out.append(([p.id for p in pieces], [(letters[p.begin], letters[p.end]) for p in pieces]))
+            ids, spans = [], []
+            for part in self._parts(text):
+                ids += self._tokens(part)
+                spans += self._offsets(part)
+            out.append((ids, spans))
         return out
 
     def decode(self, ids: list[int]) -> str:
-        return self._model.DecodeIds(ids)
+        texts = []
+        for added, group in groupby(ids, self._added.get):
+            if added is None:
+                texts.append(self._model.DecodeIds(list(group)))
+            elif not added.special:
+                texts += [added.content for _ in group]
+        return "".join(texts)
+
+    def _parts(self, text: str) -> Iterator[_Part]:
+        start = 0
+        for found in self._cut.finditer(text):
+            if found.start() > start:
+                yield _Part(start, text[start : found.start()], None)
+            assert found.lastindex is not None  # each pattern has a group
+            yield _Part(found.start(), found[0], self._ids[self._names[found.lastindex - 1].content])
+            start = found.end()
+        if start < len(text):
+            yield _Part(start, text[start:], None)
+
+    def _tokens(self, part: _Part) -> list[int]:
+        if part.token is not None:
+            return [part.token]
+        return (self._behind if part.start else self._model).EncodeAsIds(part.text)
+
+    def _offsets(self, part: _Part) -> list[tuple[int, int]]:
+        if part.token is not None:
+            return [(part.start, part.start + len(part.text))]
+        letters = [part.start + i for i, letter in enumerate(part.text) for _ in letter.encode()]  # of each byte
+        letters.append(part.start + len(part.text))
+        pieces = (self._behind if part.start else self._model).encode(part.text, return_type="proto").pieces
+        return [(letters[piece.begin], letters[piece.end]) for piece in pieces]
+
+
+def _pattern(token: AddedToken) -> str:
+    """The regular expression of a token in a text, with a group."""
+    before, behind = (r"\s*" if strips else "" for strips in (token.lstrip, token.rstrip))
+    return f"{before}({re.escape(token.content)}){behind}"
+
+
+def _known(token: int) -> int | None:
+    """SentencePiece's -1 is no token."""
+    return None if token < 0 else token

@@ -11,6 +11,7 @@ from typing import Any
 
 from megajax.config import Config
 from megajax.data.model_files import inside, read_json, token_texts
+from megajax.data.special_tokens import known_end, stop_tokens, stored_ids
 from megajax.data.tokenizers import FILES, Tokenizer, files_in, has_no_file, load_tokenizer, tokenizer_files
 from megajax.files import replace_copy
 
@@ -20,6 +21,7 @@ TOKENIZER_FILES = (
     "tokenizer.model",
     "tokenizer_config.json",
     "special_tokens_map.json",
+    "added_tokens.json",
     "chat_template.jinja",
 )
 TOKENS = ("bos_token", "eos_token", "pad_token")
@@ -56,10 +58,11 @@ def collect(run_dir: Path, config: Config) -> tuple[dict[str, bytes], dict[str, 
     """
     files = {name: (run_dir / name).read_bytes() for name in TOKENIZER_FILES if (run_dir / name).is_file()}
     ids = token_ids(run_dir, config)
-    if (run_dir / GENERATION).is_file():
+    kept = read_json(run_dir / GENERATION)
+    if kept and kept.get("eos_token_id") in (None, ids.get("eos_token_id")):
         files[GENERATION] = (run_dir / GENERATION).read_bytes()
     elif ids:
-        files[GENERATION] = (json.dumps(ids, indent=2, sort_keys=True) + "\n").encode()
+        files[GENERATION] = (json.dumps(kept | ids, indent=2, sort_keys=True) + "\n").encode()
     keys = {name: None for name in ("bos_token_id", "eos_token_id")} | ids  # absent: transformers' defaults
     if config.model.position != "learned":
         longest = _kept(run_dir).get("max_position_embeddings", 0)
@@ -70,20 +73,19 @@ def collect(run_dir: Path, config: Config) -> tuple[dict[str, bytes], dict[str, 
 def token_ids(run_dir: Path, config: Config) -> dict[str, Any]:
     """`bos_token_id`, `eos_token_id` and `pad_token_id` of a run, as far as they are known.
 
-    They are those of the folder that the run started from, else the tokenizer's.
+    They are those of the folder that the run started from, else the tokenizer's; texts end at all tokens at which
+    generation stops.
     """
-    stored = read_json(run_dir / GENERATION) | _kept(run_dir)
-    ids = {f"{name}_id": stored[f"{name}_id"] for name in TOKENS if stored.get(f"{name}_id") is not None}
     tokenizer = _tokenizer(run_dir, config)
-    if ids or tokenizer is None:
-        return ids
-    names = token_names(run_dir)
-    if config.data.end_of_document is not None:
-        names["eos_token"] = config.data.end_of_document
-    found = {f"{name}_id": tokenizer.token_id(names[name]) for name in TOKENS if name in names}
-    if found.get("eos_token_id") is None:
-        found["eos_token_id"] = tokenizer.end_of_document
-    return {name: number for name, number in found.items() if number is not None}
+    ids = {name: stored_ids(run_dir, name) for name in TOKENS}
+    if tokenizer is not None:
+        pad = tokenizer.token_id(token_names(run_dir).get("pad_token", ""))
+        for name, own in (("bos_token", tokenizer.begin_of_text), ("pad_token", pad)):
+            ids[name] = ids[name] or [token for token in [own] if token is not None]
+        stops = stop_tokens(run_dir, tokenizer, known_end(config.data, tokenizer), chat=config.data.kind == "chat")
+        if set(stops) != set(ids["eos_token"]):
+            ids["eos_token"] = list(stops)
+    return {f"{name}_id": found[0] if len(found) == 1 else found for name, found in ids.items() if found}
 
 
 def token_names(folder: Path) -> dict[str, str]:

@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 
 from megajax.config import AXES, Config
 from megajax.config.kinds import layer_kinds
+from megajax.data.special_tokens import framed
 from megajax.data.tokenizers import Tokenizer
 from megajax.errors import ConfigError, InputError
 from megajax.inference.comm import Decode, WholeSequences
@@ -40,18 +41,18 @@ class LanguageModel:
         tokenizer: Tokenizer | None = None,
         stop_tokens: Sequence[int] = (),
         folder: Path | None = None,
-        special_tokens: bool = False,
+        begin_token: int | None = None,
         speculate: int = 0,
     ):
         """`params` are canonical, in the compute dtype, and the dictionary is emptied; `folder` has the tokenizer.
 
-        `special_tokens`: the tokenizer adds its own, such as the beginning of a text. `speculate` is the number of
-        tokens that generation drafts in each step, with the multi-token prediction modules; 0: none.
+        `begin_token` begins its texts; None: nothing does. `speculate` is the number of tokens that generation drafts
+        in each step, with the multi-token prediction modules; 0: none.
         """
         assert config.model.mtp_layers or not speculate
         self.config, self.mesh, self.tokenizer, self.speculate = config.model, mesh, tokenizer, speculate
         self.max_length = config.batch.sequence_length
-        self.stop_tokens, self.folder, self.special_tokens = tuple(stop_tokens), folder, special_tokens
+        self.stop_tokens, self.begin_token, self.folder = tuple(stop_tokens), begin_token, folder
         self.model = Transformer(config.model)
         self.kernels = choose_kernels(config, Hardware.of(mesh))
         self.weights = from_parameters(self.model, params, state, mesh)
@@ -66,7 +67,7 @@ class LanguageModel:
         return self._logits(self.weights, tokens)
 
     def encode(self, text: str, special_tokens: bool = True) -> list[int]:
-        """The tokens of a text, with those that the model's tokenizer adds if `special_tokens`.
+        """The tokens of a text, with `special_tokens` behind `begin_token`, unless the text has it already.
 
         Raises InputError if there is no tokenizer, or if the text has no tokens.
         """
@@ -76,7 +77,7 @@ class LanguageModel:
             text.encode()  # the library `tokenizers` has no error of its own for this
         except UnicodeEncodeError:
             raise InputError(f"the prompt {text!r} is not UTF-8: write it in UTF-8.") from None
-        tokens = self.tokenizer.encode(text, self.special_tokens and special_tokens)
+        tokens = framed(self.tokenizer.encode(text), self.begin_token if special_tokens else None)
         if not tokens:
             raise InputError(f"the prompt {text!r} has no tokens: give at least one character.")
         return tokens
@@ -84,8 +85,8 @@ class LanguageModel:
     @property
     def prefix_token(self) -> int | None:
         """The token before a text whose first token is predicted: the beginning of a text, else the end of one."""
-        if self.special_tokens and self.tokenizer is not None and (first := self.tokenizer.encode("", True)):
-            return first[0]
+        if self.begin_token is not None:
+            return self.begin_token
         return self.stop_tokens[0] if self.stop_tokens else None
 
     def check_tokens(self, tokens: np.ndarray) -> None:

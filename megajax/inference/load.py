@@ -10,8 +10,8 @@ from jax.sharding import Mesh
 from megajax.checkpoint import find_checkpoint, restore_model
 from megajax.checkpoint.weights import run_config
 from megajax.config import Config, ModelConfig
-from megajax.data.model_files import read_json, token_texts
-from megajax.data.tokenizers import FILES, Tokenizer, end_of_document, files_in, has_no_file, load_tokenizer
+from megajax.data.special_tokens import first_token, known_end, stop_tokens, usual_first_token
+from megajax.data.tokenizers import FILES, Tokenizer, files_in, has_no_file, load_tokenizer
 from megajax.errors import InputError
 from megajax.hf import is_hf_folder
 from megajax.inference.language_model import LanguageModel
@@ -54,15 +54,13 @@ def load_run(
     model = Transformer(config.model)
     tokenizer = find_tokenizer(config, run_dir) if config.data.tokenizer else None
     params, state = _restored(config, str(run_dir / "checkpoints" / str(step)), model, mesh, setting)
-    stop = _stop_tokens(run_dir, tokenizer)
+    about_text = {"tokenizer": tokenizer, "folder": run_dir}
+    about_text["stop_tokens"] = stop_tokens(
+        run_dir, tokenizer, known_end(config.data, tokenizer) if tokenizer else None
+    )
     if tokenizer is not None:
-        last, name = tokenizer.end_of_document, config.data.end_of_document
-        if name is not None:
-            last = end_of_document(tokenizer, str(config.data.tokenizer), name, f"data.end_of_document={name}")
-        stop = stop if last is None or last in stop else (last, *stop)
-    # A run that began with a Hugging Face model keeps its files: the beginning of a text is part of its prompts.
-    special = (run_dir / "hf_config.json").is_file()
-    about_text = {"tokenizer": tokenizer, "stop_tokens": stop, "folder": run_dir, "special_tokens": special}
+        # A run that began with a Hugging Face model keeps its config: its texts begin as those of that model.
+        about_text["begin_token"] = first_token(config.data, tokenizer, (run_dir / "hf_config.json").is_file())
     return LanguageModel(config, params, state, mesh, **about_text, speculate=speculate)
 
 
@@ -121,8 +119,9 @@ def from_hf(
     shapes = abstract_parameters(model, mesh, config.precision.compute)
     params, state = load(folder, shapes, abstract_state(model, mesh), config.model, setting)
     tokenizer = load_tokenizer(str(folder)) if files_in(folder) else None
-    stop = _stop_tokens(folder, tokenizer)
-    about_text = {"tokenizer": tokenizer, "stop_tokens": stop, "folder": folder, "special_tokens": True}
+    about_text = {"tokenizer": tokenizer, "folder": folder}
+    about_text["stop_tokens"] = stop_tokens(folder, tokenizer, tokenizer.end_of_document if tokenizer else None)
+    about_text["begin_token"] = None if tokenizer is None else usual_first_token(tokenizer)
     return LanguageModel(config, params, state, mesh, **about_text, speculate=speculate)
 
 
@@ -153,16 +152,6 @@ def _for_inference(config: Config, dtype: str, speculate: int) -> Config:
     kernels = config.kernels.model_copy(update={"attention": "auto", "grouped_matmul": "auto"})
     data = config.data.model_copy(update={"reset_attention": False})
     return config.model_copy(update={"model": model, "precision": precision, "kernels": kernels, "data": data})
-
-
-def _stop_tokens(folder: Path, tokenizer: Tokenizer | None) -> tuple[int, ...]:
-    """The tokens that end a text, from generation_config.json, else config.json, else tokenizer_config.json."""
-    for name in ("generation_config.json", "config.json"):
-        if (tokens := read_json(folder / name).get("eos_token_id")) is not None:
-            return tuple(tokens) if isinstance(tokens, list) else (tokens,)
-    name = token_texts(read_json(folder / "tokenizer_config.json"), ["eos_token"]).get("eos_token")
-    token = tokenizer.token_id(name) if tokenizer is not None and name else None
-    return () if token is None else (token,)
 
 
 def find_tokenizer(config: Config, run_dir: Path) -> Tokenizer:

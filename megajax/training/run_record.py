@@ -80,10 +80,12 @@ def write_config(run_dir: Path, config: Config, step: int) -> None:
 
 
 def keep_tokenizer(run_dir: Path, config: Config) -> None:
-    """Copy the tokenizer into the run directory, where `generate` looks for it first."""
-    spec = config.data.tokenizer
+    """Copy the tokenizer and the chat template into the run directory, where `generate` looks for them first."""
+    spec, template = config.data.tokenizer, config.data.chat_template
     if spec is not None and Path(spec).exists():
         tokenizers.keep_tokenizer(spec, run_dir)
+    if config.data.kind == "chat" and template is not None and Path(template).exists():
+        replace_copy(Path(template), run_dir / "chat_template.jinja")
 
 
 def keep_model_files(run_dir: Path, config: Config) -> None:

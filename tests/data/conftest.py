@@ -19,6 +19,7 @@ def make_config():
             valid_sets=(),
             stages=None,
             drop_last_validation_sample=True,
+            begin_of_document=False,
             fim_rate=0.0,
             reset_attention=False,
             reset_positions=False,

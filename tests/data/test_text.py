@@ -107,8 +107,8 @@ def test_only_new_files_are_tokenised(tmp_path, shards, encoded_files):
 def test_processes_share_the_files(tmp_path, shards, encoded_files, monkeypatch):
     """This one leaves the file that another one is at, waits for it, and does it if the other one stops."""
     config, waiting = config_of(tmp_path, {"order": "sequential"}), []
-    key = {"kind": "text", "version": text.VERSION, "tokenizer": "byte", "end_of_document": None, "text_key": "body"}
-    cache, key = tmp_path / "run/index_cache", key | text._identity(shards[1])
+    key = {"kind": "text", "version": text.VERSION, "tokenizer": "byte", "around_documents": [None, 256]}
+    cache, key = tmp_path / "run/index_cache", key | {"text_key": "body"} | text._identity(shards[1])
     other, lock = index_cache.filling(cache, key), f"{index_cache.folder_of(cache, key)}.lock"
     assert other.__enter__() is not None
 
@@ -222,7 +222,7 @@ def test_settings_that_do_not_fit_are_sentences(tmp_path):
         datasets(config_of(tmp_path, {"tokenizer": "null:300"}))
     model = {"type": "WordLevel", "vocab": {"?": 0, "<stop>": 1}, "unk_token": "?"}
     (tmp_path / "t.json").write_text(json.dumps({"version": "1.0", "model": model}))
-    with pytest.raises(InputError, match="has no end-of-document token .*: name its token with data.end_of_document"):
+    with pytest.raises(InputError, match="no end-of-document token .*: name its token with data.end_of_document"):
         datasets(config_of(tmp_path, {"tokenizer": str(tmp_path / "t.json")}))
     config = config_of(tmp_path, {"tokenizer": str(tmp_path / "t.json"), "end_of_document": "<stop>"})
     config = config.model_copy(update={"batch": config.batch.model_copy(update={"sequence_length": 1})})

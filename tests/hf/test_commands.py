@@ -158,7 +158,7 @@ def test_special_tokens_come_from_the_tokenizer_if_nothing_else_names_them(impor
     (run_dir / "hf_config.json").write_text(json.dumps(kept))
     (run_dir / "generation_config.json").write_text('{"bos_token_id": 4}')
     assert main(["export", str(run_dir), str(tmp_path / "out3")]) == 0
-    expected = {"bos_token_id": 4, "eos_token_id": 2, "max_position_embeddings": 9999}
+    expected = {"bos_token_id": 4, "eos_token_id": [3, 2], "max_position_embeddings": 9999}
     assert expected.items() <= json.loads((tmp_path / "out3/config.json").read_text()).items()
     for name in ("hf_config.json", "generation_config.json", "tokenizer_config.json"):
         (run_dir / name).unlink()

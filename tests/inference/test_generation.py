@@ -129,7 +129,7 @@ class Pieces:
     """A tokenizer as SentencePiece's, which decodes the first word without its space."""
 
     special_tokens: list[str] = []
-    vocab_size, end_of_document = 99, None
+    vocab_size, end_of_document, begin_of_text, adds_begin = 99, None, None, False
 
     def decode(self, ids: list[int]) -> str:
         return b"".join(PIECES[i] for i in ids).decode(errors="replace").removeprefix(" ")
