@@ -45,7 +45,7 @@ class FolderTokens:
 
     names: Mapping[str, str] = field(default_factory=dict)  # of bos_token and eos_token; "": null, there is none
     ids: Mapping[str, list[int]] = field(default_factory=dict)  # of the same
-    adds_begin: bool | None = None  # whether texts get the token; None: the tokenizer's own file decides
+    adds_begin: bool | None = None  # whether it belongs before a text; None: the tokenizer's own file decides
     added: Mapping[int, AddedToken] = field(default_factory=dict)
     legacy: bool = False  # SentencePiece: the text behind a special token begins like a text of its own
 

@@ -3,6 +3,7 @@
 import os
 import re
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Protocol
@@ -97,8 +98,8 @@ def load_tokenizer(spec: str) -> Tokenizer:
     found = read_folder_tokens(path.parent)
     if path.name == GPT2_FILES[0]:
         return HuggingFaceTokenizer(read_gpt2(path.parent, (*KNOWN_ENDS, *found.names.values())), found)
-    if path.suffix == ".json":
-        return HuggingFaceTokenizer(_read_json(path), found)
+    if path.suffix == ".json":  # it says itself what it puts before a text
+        return HuggingFaceTokenizer(_read_json(path), replace(found, adds_begin=None))
     if path.suffix == ".tiktoken" or is_tiktoken(path):
         return HuggingFaceTokenizer(read_tiktoken(path), found)
     return SentencePieceTokenizer(str(path), found)
@@ -276,14 +277,22 @@ class HuggingFaceTokenizer:
         self.added_tokens = [token.content for token in added]
         self.special_tokens = [token.content for token in added if token.special]
         self.end_of_document = found.end(self.token_id, self.special_tokens, None)
-        self._post_processor = tokenizer.post_processor
         self.begin_of_text, self.adds_begin = found.begin(self.token_id, self._first_token())
+        self._post_processor = tokenizer.post_processor or self._begin_processor()
         tokenizer.post_processor = None  # it adds tokens, and may cut white space from offsets
 
     def _first_token(self) -> int | None:
         """The token that the tokenizer's file puts before a text."""
         encoded = self._tokenizer.encode("a")
         return encoded.ids[0] if encoded.ids and encoded.special_tokens_mask[0] else None
+
+    def _begin_processor(self) -> "tokenizers.processors.PostProcessor | None":
+        from tokenizers.processors import TemplateProcessing
+
+        if not self.adds_begin or self.begin_of_text is None:
+            return None
+        begin = self._tokenizer.id_to_token(self.begin_of_text)
+        return TemplateProcessing(single=f"{begin} $A", special_tokens=[(begin, self.begin_of_text)])
 
     def save(self, path: Path) -> None:
         """Write the tokenizer as a tokenizer.json."""

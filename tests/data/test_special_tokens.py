@@ -1,0 +1,185 @@
+"""Which token ends a text and which begins it: every caller of eight tokenizers does as transformers."""
+
+import base64
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import megajax
+from megajax.data.chat_template import find_chat_template
+from megajax.data.fim import open_infilling
+from megajax.data.indexed import IndexedDataset
+from megajax.data.loader import datasets
+from megajax.data.preprocess import preprocess
+from megajax.data.special_tokens import first_token, framed, stop_tokens, turn_end, usual_first_token
+from megajax.data.tokenizers import keep_tokenizer, load_tokenizer
+from megajax.errors import InputError
+from megajax.hf import beside
+
+FILES = Path(__file__).parents[1] / "data_files"
+sys.path.append(str(FILES))
+from token_families import CHAT, CHATML, COMPLETION, FAMILIES, TEXT, write_family  # noqa: E402
+
+REFERENCES = json.loads((FILES / "tokens.json").read_text())
+MODEL = base64.b64decode(REFERENCES["model"])
+TURN_ENDS = dict(zip(FAMILIES, [None, 262, 104, 259, 258, 2, 2, 361], strict=True))  # read from the templates
+
+
+@pytest.fixture(params=FAMILIES)
+def family(request, tmp_path):
+    """(a tokenizer's folder, what transformers makes of it)."""
+    write_family(request.param, tmp_path / request.param, MODEL)
+    return tmp_path / request.param, REFERENCES["families"][request.param]
+
+
+def config_of(folder: Path, lines: list, length: int = 8, **data):
+    file = folder.parent / "data.jsonl"
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    content = {
+        "run": {"steps": 3, "dir": str(folder.parent / "run")},
+        "model": {"num_layers": 1, "hidden_size": 16, "num_heads": 2, "vocab_size": 400},
+        "mesh": {"data": 1},
+        "batch": {"global_size": 1, "sequence_length": length},
+        "data": {"train": str(file), "tokenizer": str(folder), "order": "sequential"} | data,
+    }
+    return megajax.Config.model_validate(content)
+
+
+@pytest.mark.smoke
+def test_documents_end_as_transformers_says(family):
+    folder, expected = family
+    tokenizer = load_tokenizer(str(folder))
+    assert (tokenizer.end_of_document, tokenizer.begin_of_text) == (expected["end"], expected["begin"])
+    whole = [*expected["plain"], expected["end"]]
+    config = config_of(folder, [{"text": TEXT}], kind="text")
+    text = datasets(config)["train"].dataset.tokens[:]
+    files = [str(folder.parent / "data.jsonl")], str(folder.parent / "p"), str(folder)
+    prefix, *_ = preprocess(*files, append_eod=True)
+    assert text.tolist() == IndexedDataset(prefix).document(0).tolist() == whole
+    if expected["begin"] is not None:
+        begun = [expected["begin"], *whole]
+        config = config_of(folder, [{"text": TEXT}], kind="text", begin_of_document=True)
+        assert datasets(config)["train"].dataset.tokens[:].tolist() == begun
+        preprocess(*files, append_eod=True, prepend_bos=True)
+        assert IndexedDataset(prefix).document(0).tolist() == begun
+        assert first_token(config.data, tokenizer, from_folder=False) == expected["begin"]
+    else:
+        with pytest.raises(InputError, match="data.begin_of_document: .* has no token that begins a text"):
+            datasets(config_of(folder, [{"text": TEXT}], kind="text", begin_of_document=True))
+
+    # Files of Megatron's order are cut at it, and it stays the last one where the middle of a document is moved.
+    files = {"kind": "indexed", "train": prefix, "reset_attention": True}
+    names = dict(zip(("prefix", "middle", "suffix"), "abc", strict=True))
+    config = config_of(folder, [], **files | {"order": "megatron", "fim_rate": 0.5, "fim_tokens": names})
+    assert datasets(config)["train"].end_of_document == open_infilling(config).end == expected["end"]
+
+
+@pytest.mark.smoke
+def test_prompts_and_completions_begin_as_prompts_and_end_as_answers(family):
+    """Training data, and the prompt that `generate`, `evaluate` and lm-eval give the model."""
+    folder, expected = family
+    begins = expected["prompt"][0] == expected["begin"] and expected["prompt"] != expected["plain"]
+    config = config_of(folder, [{"prompt": TEXT, "completion": COMPLETION}], kind="chat", length=80)
+    tokenizer, samples = load_tokenizer(str(folder)), datasets(config)["train"]
+    whole = [*expected["completed"], expected["end"]]
+    assert samples[0][: len(whole)].tolist() == whole
+    uncounted = len(tokenizer.encode(TEXT)) + begins
+    assert not samples.counted(0)[:uncounted].any() and samples.counted(0)[uncounted : len(whole)].all()
+    assert samples.counted(0).sum() == len(whole) - uncounted  # the last spaces count too
+    begin = first_token(config.data, tokenizer, from_folder=False)
+    assert begin == usual_first_token(tokenizer) == (expected["begin"] if begins else None)
+    assert framed(tokenizer.encode(TEXT), begin) == expected["prompt"]
+    assert framed(expected["prompt"], begin) == expected["prompt"]  # a rendered chat has the token already
+    # Texts that have both tokens already do not get them again.
+    names = json.loads((folder / "tokenizer_config.json").read_text())
+    texts = [names[name] or "" for name in ("bos_token", "eos_token")]
+    first, last = (text["content"] if isinstance(text, dict) else text for text in texts)
+    line = {"prompt": first * begins + TEXT, "completion": COMPLETION + last}
+    config = config_of(folder, [line], kind="chat", length=80)
+    found = datasets(config)["train"]
+    assert (found[0] == expected["end"]).sum() == whole.count(expected["end"]) and found[0][0] == whole[0]
+
+
+@pytest.mark.smoke
+def test_chats_have_the_tokens_of_transformers_and_stop_at_their_template_s_end(family):
+    folder, expected = family
+    tokenizer = load_tokenizer(str(folder))
+    ended = turn_end(folder, tokenizer)
+    assert ended == TURN_ENDS[folder.name]
+    stops = stop_tokens(folder, tokenizer, tokenizer.end_of_document)
+    assert stops[0] == expected["end"] and set(stops) == {expected["end"], *expected.get("stops", ()), ended} - {None}
+    if "chat" in expected:
+        config = config_of(folder, [{"messages": CHAT}], kind="chat", length=120)
+        samples = datasets(config)["train"]
+        assert samples[0][: len(expected["chat"])].tolist() == expected["chat"]
+        assert ended in samples[0][samples.counted(0)]
+        rendered = find_chat_template(folder).render(CHAT)
+        begin = usual_first_token(tokenizer)  # in a prompt for lm-eval, a text
+        assert framed(tokenizer.encode(rendered), begin) == framed(expected["chat"], begin)
+
+
+@pytest.mark.smoke
+def test_exports_and_runs_keep_the_tokens(family):
+    """A run's copy of the tokenizer says the same, and an exported folder stops where `generate` does."""
+    folder, expected = family
+    run, tokenizer = folder.parent / "run", load_tokenizer(str(folder))
+    run.mkdir()
+    keep_tokenizer(str(folder), run)
+    kept = load_tokenizer(str(run))
+    for name in ("end_of_document", "begin_of_text", "adds_begin", "added_tokens", "vocab_size"):
+        assert getattr(kept, name) == getattr(tokenizer, name), name
+    for kind in ("text", "chat"):
+        config = config_of(folder, [], kind=kind)
+        _, keys = beside.collect(run, config)
+        ends = [expected["end"]] if kind == "text" else stop_tokens(run, kept, expected["end"])
+        assert np.atleast_1d(keys["eos_token_id"]).tolist() == list(ends)
+        assert keys["bos_token_id"] == expected["begin"]
+
+
+def test_a_setting_wins_over_the_folder(tmp_path):
+    folder = tmp_path / "qwen3"
+    write_family("qwen3", folder, MODEL)
+    lines = [{"prompt": "a", "completion": "b", "text": "ab"}]
+    config = config_of(folder, lines, kind="chat", end_of_document="<|endoftext|>")
+    assert datasets(config)["train"][0][:3].tolist() == [64, 65, 257]
+    config = config_of(folder, lines, kind="text", end_of_document="<|endoftext|>", length=2)
+    assert datasets(config)["train"].dataset.tokens[:].tolist() == [64, 65, 257]
+    # Files that end with another special token than the one they are cut at are an error, not one long document.
+    name, texts = "<|endoftext|>", [config.data.train] * 2
+    prefix, *_ = preprocess(texts, str(tmp_path / "p"), str(folder), eod_token=name)
+    files = {"kind": "indexed", "train": prefix, "order": "megatron", "reset_attention": True}
+    with pytest.raises(InputError, match=r"end with <\|endoftext\|> .*: set data.end_of_document=<\|endoftext\|>"):
+        datasets(config_of(folder, [], length=2, **files))
+    assert datasets(config_of(folder, [], length=2, **files, end_of_document=name))["train"].end_of_document == 257
+
+
+def test_without_a_tokenizer_config_known_names_end_a_text(tmp_path):
+    for name, expected in {"gemma": 1, "llama3": 258, "qwen3": 257, "deepseek": 258, "llama2": 2, "gpt2": 257}.items():
+        write_family(name, tmp_path / name, MODEL)
+        for file in ("tokenizer_config.json", "generation_config.json", "config.json"):
+            (tmp_path / name / file).unlink(missing_ok=True)
+        assert load_tokenizer(str(tmp_path / name)).end_of_document == expected, name
+    (tmp_path / "gemma/config.json").write_text('{"text_config": {"eos_token_id": [104, 1]}}')
+    assert load_tokenizer(str(tmp_path / "gemma")).end_of_document == 104
+
+
+def test_data_of_a_base_model_need_no_template(tmp_path):
+    """A folder without a template reads prompts and completions; a template of the data's own gives the stop token."""
+    folder = tmp_path / "qwen3"
+    write_family("qwen3", folder, MODEL)
+    names = json.loads((folder / "tokenizer_config.json").read_text())
+    del names["chat_template"]
+    (folder / "tokenizer_config.json").write_text(json.dumps(names | {"eos_token": "<|endoftext|>"}))
+    (folder / "generation_config.json").unlink()
+    config = config_of(folder, [{"prompt": "a", "completion": "b"}], kind="chat")
+    assert datasets(config)["train"][0][:3].tolist() == [64, 65, 257]
+    tokenizer = load_tokenizer(str(folder))
+    assert stop_tokens(folder, tokenizer, 257) == (257,)
+    (folder / "chat_template.jinja").write_text(CHATML)
+    assert stop_tokens(folder, tokenizer, 257) == (257, 259)
+    assert stop_tokens(folder, tokenizer, 257, chat=False) == (257,)
+    (folder / "chat_template.jinja").write_text("{{ raise_exception('only with tools') }}")
+    assert stop_tokens(folder, tokenizer, 257) == (257,)
