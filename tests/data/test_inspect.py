@@ -127,7 +127,7 @@ def test_chats_show_padding_and_the_assistants_tokens(tmp_path, shown):
     ]
     # 4 and 5 of 9 tokens are no padding; 2 and 3 of 8 predictions count.
     assert "first 256 samples of train: padding 50.0%, the loss counts 31.2%" in lines
-    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"▁a": 0, "▁b": 1}, "▁a"))
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"▁a": 0, "▁b": 1, "</s>": 2}, "▁a"))
     words.pre_tokenizer, words.decoder = tokenizers.pre_tokenizers.Metaspace(), tokenizers.decoders.Metaspace()
     words.save(str(tmp_path / "words.json"))
     source.write_text('{"prompt": "a b", "completion": " a b"}')
