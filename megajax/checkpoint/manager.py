@@ -24,6 +24,7 @@ import orbax.checkpoint as ocp
 from orbax.checkpoint.checkpoint_managers import preservation_policy as policies
 
 from megajax.checkpoint import checksums
+from megajax.checkpoint.best import BestByLoss
 from megajax.checkpoint.description import compare_descriptions, describe_model
 from megajax.checkpoint.storage import (
     SUBDIRECTORY,
@@ -82,12 +83,11 @@ class Checkpoints:
         kept: list[Any] = [policies.LatestN(keep)]
         if keep_every:
             kept.append(policies.EveryNSteps(keep_every))
-        if keep_best:
-            by_loss = {"get_metric_fn": _loss, "reverse": True, "keep_checkpoints_without_metrics": False}
-            kept.append(policies.BestN(n=keep_best, **by_loss))
+        self._best = BestByLoss(self.directory, keep_best) if keep_best else None
+        if self._best is not None:
+            kept.append(self._best)
         options = ocp.CheckpointManagerOptions(
             preservation_policy=policies.AnyPreservationPolicy(kept),
-            best_fn=_loss if keep_best else None,  # orbax saves metrics only with it
             enable_async_checkpointing=True,
             async_options=ocp.AsyncOptions(timeout_secs=LONGEST_SAVE),  # type: ignore[call-arg]
         )
@@ -121,11 +121,10 @@ class Checkpoints:
         """Remove the remains of saves that were interrupted. Only for a process that alone writes here."""
         remove_partial(self.directory)
 
-    def save(self, step: int, tree: Any, description: dict[str, Any], eval_loss: float | None = None) -> None:
+    def save(self, step: int, tree: Any, description: dict[str, Any]) -> None:
         """Start writing a tree of arrays and its description; returns as soon as the arrays are copied to the host.
 
-        `eval_loss` decides which checkpoints are the best; None: this one is not among them. `outcome` has the result;
-        it must have been called for the previous save.
+        `outcome` has the result; it must have been called for the previous save.
         """
         assert self._started is None, "ask for the outcome of the last save first"
         args = ocp.args.Composite(
@@ -134,8 +133,10 @@ class Checkpoints:
         )
         size = sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
         start, error = time.perf_counter(), None
+        if self._best is not None:
+            self._best.forget(step)
         try:
-            if not self._manager.save(step, args=args, metrics=None if eval_loss is None else {"eval_loss": eval_loss}):
+            if not self._manager.save(step, args=args):
                 error = f"a checkpoint of step {self.latest_step} already exists"
         except Exception as problem:  # any error of orbax or the file system
             error = reason(problem)
@@ -143,6 +144,11 @@ class Checkpoints:
         thread = ThreadPoolExecutor(1)
         self._completing = thread.submit(self._complete, step, f"checksums/{next(_calls['checksums'])}", error)
         thread.shutdown(wait=False)
+
+    def evaluated(self, step: int, loss: float) -> None:
+        """The evaluation loss of the checkpoint of `step`, by which the best are chosen."""
+        if self._best is not None:
+            self._best.set(step, loss)
 
     def _complete(self, step: int, call: str, error: str | None) -> tuple[str | None, float]:
         """Wait for orbax, and write the checksums; the reason if there are none, and the time.
@@ -282,11 +288,6 @@ def _storage(path: tuple[Any, ...], array: jax.Array) -> ocp.SaveArgs:
 def first_problem(problems: Iterable[str]) -> str:
     """The first text that is not empty; empty if there is none."""
     return next(filter(None, problems), "")
-
-
-def _loss(metrics: Mapping[str, float]) -> float:
-    """The evaluation loss of a checkpoint, by which the best are kept."""
-    return math.inf if math.isnan(metrics["eval_loss"]) else metrics["eval_loss"]
 
 
 def _is_news(record: logging.LogRecord) -> bool:

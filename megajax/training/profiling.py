@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 
 import jax
 
+from megajax.checkpoint import reason
+
 if TYPE_CHECKING:
     from megajax.training.loop import Trainer
 
@@ -33,10 +35,11 @@ class Profile:
         """Around step `number` (from 1)."""
         if self.start is not None and self.traced is None and self.start <= number < self.start + self.count:
             jax.block_until_ready(self.trainer.state.step)  # the trace has no part of an earlier step
-            options = jax.profiler.ProfileOptions()
-            options.python_tracer_level = 0  # it would slow the host down
-            jax.profiler.start_trace(str(self.directory), profiler_options=options)
-            self.traced = 0
+            with self._warning():
+                options = jax.profiler.ProfileOptions()
+                options.python_tracer_level = 0  # it would slow the host down
+                jax.profiler.start_trace(str(self.directory), profiler_options=options)
+                self.traced = 0
         yield
         if self.traced is not None:
             self.traced += 1
@@ -49,10 +52,20 @@ class Profile:
             return
         trainer, steps, self.traced = self.trainer, self.traced, None
         jax.block_until_ready(trainer.state.step)
-        jax.profiler.stop_trace()
-        if trainer.writer and steps:
-            devices = trainer.program.mesh.devices
-            facts = {"steps": steps, "devices": devices.size, "device_kind": devices.flat[0].device_kind}
-            (self.directory / MODULE).write_bytes(gzip.compress(trainer.running_text().encode(), 1))
-            (self.directory / FACTS).write_text(json.dumps(facts), encoding="utf-8")
-        trainer.note(f"trace written to {self.directory}: megajax profile {trainer.run_dir} reads it")
+        with self._warning():
+            jax.profiler.stop_trace()
+            if trainer.writer and steps:
+                devices = trainer.program.mesh.devices
+                facts = {"steps": steps, "devices": devices.size, "device_kind": devices.flat[0].device_kind}
+                (self.directory / MODULE).write_bytes(gzip.compress(trainer.running_text().encode(), 1))
+                (self.directory / FACTS).write_text(json.dumps(facts), encoding="utf-8")
+            trainer.note(f"trace written to {self.directory}: megajax profile {trainer.run_dir} reads it")
+
+    @contextlib.contextmanager
+    def _warning(self) -> Iterator[None]:
+        """Around what may fail, such as on a full disk: a trace must not lose the step that it shows."""
+        try:
+            yield
+        except Exception as error:
+            self.start = None
+            self.trainer.note(f"megajax: warning: no trace was written to {self.directory} ({reason(error)})")

@@ -75,7 +75,7 @@ class RunDirectory:
         self._report(self._reports.wait_for_last(self.checkpoints, step))
         on_first_process(lambda: self._before_save(step))
         if self.checkpoints.latest_step != step:
-            self._saver.save(self.checkpoints, step, state, samples, self._reports.eval_loss(step), **more)
+            self._saver.save(self.checkpoints, step, state, samples, **more)
 
     def saved(self) -> Checkpoints:
         """The checkpoints, after the last save has ended and is reported."""

@@ -1,7 +1,7 @@
 """What a run says about its saves: their size, speed and cost, a save that has to wait, and a failure."""
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from math import ceil
 from typing import Any
 
@@ -26,18 +26,8 @@ class SaveReports:
             raise ConfigError(f"{problem}: set it, or data.split.")
         self.config, self._say = config, say
         self._figures: dict[str, Any] = {}
-        self._evaluation: tuple[int, float] | None = None  # the last one's step and loss
         self._last_start: float | None = None
         self._warned = False
-
-    def evaluated(self, step: int, losses: Mapping[str, float]) -> None:
-        """Remember the loss on `data.valid`, by which `checkpoint.keep_best` chooses."""
-        if "valid" in losses:
-            self._evaluation = step, losses["valid"]
-
-    def eval_loss(self, step: int) -> float | None:
-        """The evaluation loss of a checkpoint of `step`; None if the model of this step was not evaluated."""
-        return self._evaluation[1] if self._evaluation is not None and self._evaluation[0] == step else None
 
     def wait_for_last(self, checkpoints: Checkpoints, step: int) -> SaveOutcome | None:
         """The result of the last save, before that of `step` starts; says so if training has to wait for it."""

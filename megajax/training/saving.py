@@ -109,16 +109,15 @@ class StateSaver:
         step: int,
         state: TrainState,
         samples: int | None = None,
-        eval_loss: float | None = None,
         **more: Any,
     ) -> None:
         """Start writing the state as the checkpoint of `step`, before which `samples` were read (default: config's).
 
-        `eval_loss` is the evaluation loss of its model, `more` are further entries of its description.
+        `more` are further entries of its description.
         """
         canonical = self._to_canonical(self._joined(replace(state, frozen={})))
         samples = samples_before(self.program.config, step) if samples is None else samples
-        checkpoints.save(step, _as_tree(canonical), self.description(step, samples) | more, eval_loss)
+        checkpoints.save(step, _as_tree(canonical), self.description(step, samples) | more)
 
     def reserve_host_memory(self) -> None:
         """Allocate the pinned host memory that a `save` beside training needs; it needs no state yet."""

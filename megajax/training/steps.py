@@ -2,7 +2,7 @@
 
 import contextlib
 import time
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 
@@ -55,6 +55,8 @@ class Steps:
         trainer, self._log = self.trainer, log
         self._meter = Meter(trainer.config, trainer.sizes, trainer.program.mesh.devices, trainer.step)
         self._unlogged: tuple[int, dict[str, jax.Array]] | None = None  # the last step to log, with its metrics
+        # A step that was read: its values, and the seconds that the run has left.
+        self._unwritten: tuple[int, dict[str, Any], float] | None = None
         while trainer.step < trainer.config.run.steps:
             if (end := self._step()) is not None:
                 return end
@@ -65,7 +67,9 @@ class Steps:
         """One step and what follows it; the end, if the run stops or goes back after it."""
         trainer = self.trainer
         metrics = self._train()
-        if (end := self._write_log()) is not None:  # one step late, so that the device never waits for the host
+        end = self._read_metrics()  # one step late, so that the device never waits for the host
+        self._write_line()
+        if end is not None:
             return end
         trainer.watch.stepped(trainer.step)
         due = self._due()
@@ -73,14 +77,19 @@ class Steps:
             self._unlogged = trainer.step, metrics
         saves = due.saving or due.local_save
         trainer.checks.stepped(trainer.step, trainer.state, metrics, before_save=saves)
-        if (due.evaluation or saves) and (end := self._write_log()) is not None:
+        evaluates = (due.evaluation or due.last) and bool(trainer.config.run.eval_steps)
+        end = self._read_metrics() if saves or evaluates else None
+        if end is None and saves:
+            end = trainer.checks.examine(trainer.step, trainer.sizes, trainer.saved)
+        if end is None:
+            self._save(due)  # before the line of the log and the evaluation, since both may fail
+        self._write_line()
+        if end is not None:
             return end
-        if (due.evaluation or due.last) and trainer.config.run.eval_steps:
+        self._report_saves(due)
+        if evaluates:
             with trainer.watch.working("the evaluation"):
-                self._evaluate()
-        if saves and (end := trainer.checks.examine(trainer.step, trainer.sizes, trainer.saved)) is not None:
-            return end
-        self._save(due)
+                self._evaluate(due.saving)
         if due.evaluation or due.save:
             self._meter.restart(trainer.step)
             self._times.take()
@@ -119,8 +128,8 @@ class Steps:
             stopping=self.stop.requested(step),
         )
 
-    def _write_log(self) -> End | None:
-        """Log the step that waits for it, if one does; the end, if the run cannot continue with its numbers."""
+    def _read_metrics(self) -> End | None:
+        """Read the step that waits for its line in the log, if one does; the end, if its numbers must not stand."""
         if self._unlogged is None:
             return None
         (step, metrics), self._unlogged, trainer = self._unlogged, None, self.trainer
@@ -128,22 +137,31 @@ class Steps:
         values, in_row = logs.values_of(jax.device_get(metrics))
         if jax.process_count() == 1:  # several processes check the lock when they save
             trainer.directory.check_lock(trainer.step)
-        measured, steps = self._meter.measure(step), trainer.config.run.steps
+        measured = self._meter.measure(step)
         values |= measured
         values |= trainer.watch.slowest(self._times.take(), measured["step_seconds"], trainer.note)
         values |= trainer.checks.losses.count | trainer.reports.take()
-        self._health.check()
-        self._log.write(step, values)
-        trainer.note(logs.console_line(step, steps, values, self._meter.seconds_left(steps, measured)))
+        self._unwritten = step, values, self._meter.seconds_left(trainer.config.run.steps, measured)
         return trainer.checks.examine_row(in_row, trainer.checkpoints) if end is None else end
 
-    def _evaluate(self) -> None:
+    def _write_line(self) -> None:
+        """Write the line of the step that was read, if there is one."""
+        if self._unwritten is None:
+            return
+        (step, values, seconds_left), self._unwritten = self._unwritten, None
+        self._log.write(step, values)
+        self.trainer.note(logs.console_line(step, self.trainer.config.run.steps, values, seconds_left))
+        self._health.check()
+
+    def _evaluate(self, saved: bool) -> None:
+        """Evaluate the model; `saved`: there is a checkpoint of it."""
         trainer = self.trainer
         splits = [split for split in trainer.data if split.partition("/")[0] == "valid"]
         if not splits:
             return
         losses = {split: trainer.evaluate(split) for split in splits}
-        trainer.reports.evaluated(trainer.step, losses)
+        if saved and "valid" in losses:
+            trainer.checkpoints.evaluated(trainer.step, losses["valid"])
         self._report_losses(losses, "eval_loss", "evaluation loss")
         if trainer.config.optimizer.ema_decay:
             losses = {split: trainer.evaluate(split, averaged=True) for split in splits}
@@ -156,14 +174,18 @@ class Steps:
         trainer.note(f"step {trainer.step}  {title} {', '.join(named)}")
 
     def _save(self, due: Due) -> None:
-        """Start the save that is due, and report those that have ended; at the end of the run wait for them."""
+        """Start the save that is due."""
+        if due.saving:
+            with self.trainer.watch.working("the save"):
+                self.trainer.save()
+        elif due.local_save:
+            with self.trainer.watch.working("the local checkpoint"):
+                self.trainer.save_locally()
+
+    def _report_saves(self, due: Due) -> None:
+        """Report the saves that have ended; at the end of the run wait for them."""
         trainer = self.trainer
         with trainer.watch.working("the save") if due.saving else contextlib.nullcontext():
-            if due.saving:
-                trainer.save()
             trainer.directory.report(due.ending)
             if due.ending and (figures := trainer.reports.take()):
                 self._log.write(trainer.step, figures)
-        if due.local_save and not due.saving:
-            with trainer.watch.working("the local checkpoint"):
-                trainer.save_locally()

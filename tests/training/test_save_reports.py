@@ -2,12 +2,14 @@
 
 import json
 import time
+from pathlib import Path
 
 import jax
+import numpy as np
 import pytest
 
 from megajax.checkpoint import Checkpoints, SaveOutcome
-from megajax.errors import ConfigError
+from megajax.errors import ConfigError, InputError
 from megajax.training.loop import Trainer
 from megajax.training.save_reports import SaveReports
 
@@ -93,3 +95,23 @@ def test_the_best_by_evaluation_loss_and_the_newest_are_kept(build, tmp_path, mo
     assert all(line["checkpoint_gb"] == pytest.approx(size / 1e9, abs=1e-6) for line in saves)
     # A save that training waits for as a whole may end before training notices, so neither bounds the other.
     assert all(line["checkpoint_seconds"] > 0 and line["checkpoint_stall_seconds"] > 0 for line in saves)
+
+
+@pytest.mark.parametrize("every", [("run.eval_interval=2", "run.checkpoint_interval=2"), ()], ids=["interval", "last"])
+def test_an_evaluation_that_fails_does_not_lose_the_step_before_it(build, tmp_path, text, checkpoint_steps, every):
+    (tmp_path / "valid.bin").write_bytes(Path(f"{text}.bin").read_bytes())
+    (tmp_path / "valid.idx").write_bytes(Path(f"{text}.idx").read_bytes())
+    trainer = build(f"data.valid={tmp_path / 'valid'}", "run.steps=3", *every)
+    # A start checks the first tokens of a file; this one stands for a later one.
+    np.memmap(tmp_path / "valid.bin", np.uint16, "r+")[:] = 60_000
+    with pytest.raises(InputError, match="60000"):
+        trainer.run()
+    assert checkpoint_steps(tmp_path / "run") == [2 if every else 3]
+
+
+def test_a_failed_trace_of_the_last_step_does_not_lose_it(build, tmp_path, capsys, checkpoint_steps):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "profile").write_text("a file where the folder of traces should be")
+    trainer = build("run.steps=2", "logging.profile_start=2", "logging.profile_steps=1")
+    assert trainer.run() == 0 and checkpoint_steps(tmp_path / "run") == [2]
+    assert "no trace was written to" in capsys.readouterr().out
