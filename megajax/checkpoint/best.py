@@ -20,7 +20,7 @@ NAME = "eval_losses.json"
 
 
 class BestByLoss(policies.PreservationPolicy):
-    """Orbax's policy that keeps the `count` checkpoints with the lowest loss; those without a loss are not among them."""
+    """Orbax's policy that keeps the `count` checkpoints with the lowest loss; one without a loss is not among them."""
 
     def __init__(self, folder: Folder, count: int):
         """All processes call this together."""

@@ -17,11 +17,12 @@ from etils import epath
 
 from megajax.checkpoint import s3
 from megajax.errors import InputError
+from megajax.extras import EXTRAS, require
 from megajax.files import replace_text
 
 SUBDIRECTORY = "checkpoints"
 GCS = "gs://"
-PACKAGES = {GCS: ("gcsfs", "gcs"), s3.SCHEME: ("s3fs", "s3")}  # by scheme of a URL: package, and megajax's extra
+EXTRA_OF = {GCS: "gcs", s3.SCHEME: "s3"}  # by scheme of a URL
 COMMITTED = "commit_success.txt"  # orbax's name
 
 type Folder = Path | epath.Path
@@ -29,24 +30,19 @@ type Folder = Path | epath.Path
 
 def is_in_bucket(folder: Folder | str) -> bool:
     """Whether a folder or URL is in a bucket."""
-    return str(folder).startswith(tuple(PACKAGES))
+    return str(folder).startswith(tuple(EXTRA_OF))
 
 
 def bucket_folder(url: str) -> epath.Path:
     """The folder at a URL. Raises InputError if the package that reads and writes there is not installed."""
     protocol = url.partition(":")[0]
-    package, extra = PACKAGES[f"{protocol}://"]
-    try:
-        from fsspec import config, get_filesystem_class
-
-        get_filesystem_class(protocol)
-    except ImportError:
-        raise InputError(
-            f"{url} is in a bucket, but {package} is not installed: pip install 'megajax[{extra}]'."
-        ) from None
+    extra, needed_by = EXTRA_OF[f"{protocol}://"], f"{url}, which is in a bucket,"
+    fsspec = require("remote", needed_by)
+    if protocol not in fsspec.registry:
+        require(extra, needed_by)
     # Orbax, tensorstore and other processes write there too, so a listing is old at once.
-    config.conf.setdefault(protocol, {})["use_listings_cache"] = False
-    logging.getLogger(package).setLevel(logging.CRITICAL)  # it writes a traceback for each request that fails
+    fsspec.config.conf.setdefault(protocol, {})["use_listings_cache"] = False
+    logging.getLogger(EXTRAS[extra][1]).setLevel(logging.CRITICAL)  # it writes a traceback for each request that fails
     if url.startswith(s3.SCHEME):
         s3.prepare()
     return epath.Path(url)

@@ -128,6 +128,8 @@ def _of_the_run(config: Config) -> list[Rule]:
         Rule(config.run.eval_steps == 0, "run.eval_steps", ("run.eval_interval",)),
         Rule(config.run.spike_factor is None, "run.spike_factor", ("run.spike_window",)),
         Rule(not logging.wandb, "logging.wandb", ("logging.wandb_project",)),
+        Rule(logging.mlflow is None, "logging.mlflow", ("logging.mlflow_experiment",)),
+        Rule(logging.prometheus_port is None, "logging.prometheus_port", ("logging.prometheus_host",)),
         Rule(config.checkpoint.export_hf.dir is None, f"{exports}.dir", (f"{exports}.every", f"{exports}.dtype")),
         Rule(config.checkpoint.local_dir is None, "checkpoint.local_dir", ("checkpoint.local_interval",)),
         Rule(logging.profile_start is None, "logging.profile_start", ("logging.profile_steps",)),

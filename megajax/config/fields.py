@@ -18,6 +18,7 @@ BATCH_AXES = ("data", "fsdp", "expert")  # axes that divide the sequences of a b
 # the host's memory, or make a check run for minutes.
 INT32 = 2**31 - 1
 Count = Annotated[int, Field(ge=1, le=INT32)]
+Port = Annotated[int, Field(ge=1, le=65535)]
 CountOrZero = Annotated[int, Field(ge=0, le=INT32)]
 Seed = Annotated[int, Field(ge=0, le=2**32 - 2)]  # dropout uses the seed plus 1
 Layers = Annotated[int, Field(ge=1, le=1000)]

@@ -20,6 +20,7 @@ from megajax.config.fields import (
     CountOrZero,
     ExpertAxes,
     HistoryLength,
+    Port,
     Positive,
     PositiveOrZero,
     PowerOfTwo,
@@ -316,6 +317,21 @@ class LoggingConfig(Section):
     tensorboard: bool = Field(default=True, description="Write TensorBoard files.")
     wandb: bool = Field(default=False, description="Log to Weights & Biases.")
     wandb_project: Text | None = Field(default=None, description="Name of the Weights & Biases project.")
+    mlflow: Text | None = Field(
+        default=None, description="Log to MLflow: the URL of its server, or file:DIRECTORY; null: do not."
+    )
+    mlflow_experiment: Text | None = Field(default=None, description="Name of the MLflow experiment; null: Default.")
+    prometheus_port: Port | None = Field(
+        default=None, description="Serve the newest numbers to Prometheus on this port, at /metrics; null: do not."
+    )
+    prometheus_host: Text = Field(
+        default="127.0.0.1", description="Address of that port; 0.0.0.0: all addresses of the host, without a password."
+    )
+    on_event: Text | None = Field(
+        default=None,
+        description="Command that gets a JSON object as its input, or http(s) URL to which it is posted, on a loss"
+        " spike, a rollback, a hang, a lost process and the end of the run; $NAME: a variable of the environment.",
+    )
     profile_start: Count | None = Field(default=None, description="First step of a jax.profiler trace; null: none.")
     profile_steps: Count = Field(default=3, description="Number of steps in the trace.")
     norms_interval: CountOrZero = Field(

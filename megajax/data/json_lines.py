@@ -2,7 +2,6 @@
 
 import bz2
 import gzip
-import importlib.util
 import io
 import json
 import lzma
@@ -14,6 +13,7 @@ from typing import IO, Any, NamedTuple, cast
 
 from megajax.config.data_schema import is_remote
 from megajax.errors import InputError
+from megajax.extras import require
 
 BLOCK_BYTES = 1 << 20  # of text, read together, plus the rest of the last line
 ROWS = 256  # of a Parquet file, read together
@@ -107,8 +107,8 @@ def check_inputs(paths: Sequence[str]) -> int:
             raise InputError(f"{path} cannot be read ({error.strerror}); change its permissions.") from None
         if start.startswith(ZIP):
             raise InputError(f"{path} is a ZIP archive: unpack it first, with `unzip {path}`.")
-        if start.startswith(PARQUET) and importlib.util.find_spec("pyarrow") is None:
-            raise InputError(f"{path} is a Parquet file, but pyarrow is not installed: pip install 'megajax[parquet]'.")
+        if start.startswith(PARQUET):
+            require("parquet", f"{path}, a Parquet file,")
     return sum(os.path.getsize(path) for path in paths)
 
 

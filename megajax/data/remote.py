@@ -5,7 +5,6 @@ directory. It belongs to one version of the remote file.
 """
 
 import hashlib
-import importlib.util
 import json
 import os
 import threading
@@ -21,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from megajax.errors import InputError
+from megajax.extras import require
 
 BLOCK_BYTES = 1 << 18  # a sample takes a few kB of it; a larger block is fetched faster only if its neighbours are read
 BLOCKS_A_FOLDER = 1000
@@ -182,10 +182,7 @@ def _threads() -> ThreadPoolExecutor:
 
 def _file_system(url: str) -> tuple[Any, str]:
     """fsspec's file system of a URL, and the path in it."""
-    if importlib.util.find_spec("fsspec") is None:
-        raise InputError(f"{url} is remote, but fsspec is not installed: pip install 'megajax[remote]'.")
-    import fsspec
-
+    fsspec = require("remote", f"{url}, which is remote,")
     try:
         return fsspec.url_to_fs(url)
     except ImportError as error:

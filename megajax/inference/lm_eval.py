@@ -4,18 +4,23 @@ lm-eval 0.4 has no plug-ins: importing this module registers the model class "me
 own command line. `--model_args path=RUN_OR_HF_FOLDER,mesh=tensor:2+fsdp:2,dtype=bfloat16`.
 """
 
+import contextlib
 from typing import Any
 
-from lm_eval.api.model import TemplateLM  # type: ignore[import-not-found]
-from lm_eval.api.registry import register_model  # type: ignore[import-not-found]
-
+from megajax.console import user_errors
 from megajax.data.chat_template import load_chat_template
 from megajax.errors import InputError
+from megajax.extras import loading
 from megajax.inference.generation import continue_texts
 from megajax.inference.load import load_model
 from megajax.inference.sampling import Sampling
 from megajax.inference.scoring import Scorer, Window, windows
 from megajax.mesh import named_mesh
+
+_as_command = __name__ == "__main__"
+with user_errors() if _as_command else contextlib.nullcontext(), loading("eval", "megajax.inference.lm_eval"):
+    from lm_eval.api.model import TemplateLM  # type: ignore[import-not-found]
+    from lm_eval.api.registry import register_model  # type: ignore[import-not-found]
 
 MAX_TOKENS = 256  # of an answer, if the task does not say
 

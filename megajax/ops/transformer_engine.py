@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from megajax.errors import ConfigError
+from megajax.extras import loading
 from megajax.ops.fp8_reference import gated_amax, gated_backward_amax
 
 __all__ = [
@@ -31,27 +32,16 @@ __all__ = [
 
 _ACTIVATIONS = {"swiglu": ("silu", "linear"), "geglu": ("gelu", "linear")}
 _KEY = "precision.fp8.backend=transformer_engine"
-_NOT_INSTALLED = (
-    f"{_KEY} needs NVIDIA Transformer Engine, which is not installed: install it "
-    '(pip install "transformer-engine[jax]==2.12.*") or use precision.fp8.backend=xla.'
-)
+_OTHERWISE = "use precision.fp8.backend=xla"
 
 
 @functools.cache
 def _te() -> SimpleNamespace:
     """The parts of Transformer Engine that this module uses. Raises ConfigError if it cannot be imported."""
-    try:
+    with loading("te", _KEY, _OTHERWISE, ConfigError):
         from transformer_engine.jax.cpp_extensions import activation, quantization  # pyright: ignore
         from transformer_engine.jax.cpp_extensions.gemm import CollectiveOp, GemmPrimitive  # pyright: ignore
         from transformer_engine.jax.quantize import QuantizeLayout, ScalingMode  # pyright: ignore
-    except (ImportError, OSError, RuntimeError, AssertionError) as error:
-        if isinstance(error, ModuleNotFoundError) and (error.name or "").startswith("transformer_engine"):
-            raise ConfigError(_NOT_INSTALLED) from error
-        reason = str(error).strip().rstrip(".")
-        raise ConfigError(
-            f"{_KEY} cannot load NVIDIA Transformer Engine ({reason}): repair its installation "
-            "or use precision.fp8.backend=xla."
-        ) from error
     return SimpleNamespace(
         ActivationEnum=activation.ActivationEnum,
         ActivationParams=activation.ActivationParams,

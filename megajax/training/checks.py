@@ -24,8 +24,9 @@ class NumberChecks:
     losses: the LossWatch of the steps since `begin`. norms: the Norms that are logged.
     """
 
-    def __init__(self, program: TrainProgram, note: Callable[[str], None]):
-        self.config, self._note = program.config, note
+    def __init__(self, program: TrainProgram, note: Callable[[str], None], event: Callable[[str, int, str], None]):
+        """`note` prints a line; `event(kind, step, text)` tells others of it."""
+        self.config, self._note, self._event = program.config, note, event
         self._replicas, self.norms = ReplicaCheck(program), Norms(program)
 
     def begin(self, start: Start) -> None:
@@ -54,6 +55,7 @@ class NumberChecks:
             return None
         rollback, line = self._rollbacks.plan(bad, sizes, saved)
         self._note(f"megajax: warning: {line}")
+        self._event("spike" if rollback is None else "rollback", bad[0].step, line)
         return rollback
 
     def examine_row(self, skipped_in_row: int, checkpoints: Checkpoints) -> int | None:

@@ -1,15 +1,18 @@
 """Warnings about this process's GPUs: reduced clocks, memory errors and Xids, as far as NVML reports them.
 
-It needs the optional package nvidia-ml-py (module pynvml); without it, or without a driver, nothing is read.
+It needs the optional package nvidia-ml-py (module pynvml); without it a warning says so, and nothing is read.
 """
 
 import socket
 import sys
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import jax
 
+from megajax.errors import InputError
+from megajax.extras import require
 from megajax.start_checks import cuda_devices, used_devices
 
 # The bits of NVML's reasons for lower clocks that are faults or limits. Others, such as an idle GPU, are none.
@@ -25,18 +28,25 @@ REASONS = {
 class GpuHealth:
     """Reads NVML in a thread, started by `check` at logged steps; prints each new problem once, as a warning."""
 
-    def __init__(self):
+    def __init__(self, note: Callable[[str], None]):
+        """`note` prints a line: that GPUs are not watched without the package."""
         self._reported: set[tuple[str, Any]] = set()
         self._thread: threading.Thread | None = None
         self._gpus: dict[str, Any] = {}  # NVML's handles by UUID
+        devices = used_devices(cuda_devices(), jax.config.values["jax_cuda_visible_devices"])
+        if not devices:
+            return
         try:
-            import pynvml  # type: ignore[import-not-found]
-
+            pynvml = require("nvml", "the watch over the GPUs' clocks and memory errors")
+        except InputError as missing:
+            note(f"megajax: warning: {missing}")
+            return
+        try:
             pynvml.nvmlInit()
             self._nvml, self._events = pynvml, pynvml.nvmlEventSetCreate()
-            for uuid in used_devices(cuda_devices(), jax.config.values["jax_cuda_visible_devices"]):
+            for uuid in devices:
                 self._gpus[uuid] = pynvml.nvmlDeviceGetHandleByUUID(uuid)
-        except Exception:  # not installed, no driver, or a GPU that NVML does not show here
+        except Exception:  # no driver, or a GPU that NVML does not show here
             self._gpus = {}
 
     def check(self) -> None:

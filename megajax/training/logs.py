@@ -1,15 +1,13 @@
-"""Logging to metrics.jsonl, TensorBoard, Weights & Biases and the console."""
+"""Logging to metrics.jsonl and the console."""
 
-import contextlib
 import json
+import logging
 import math
 import os
-import secrets
 import sys
 import time
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from importlib.util import find_spec
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +16,14 @@ import numpy as np
 from megajax.checkpoint import SaveOutcome
 from megajax.config import Config
 from megajax.console import size
-from megajax.errors import ConfigError, InputError
+from megajax.errors import InputError
 from megajax.files import replace_text
 from megajax.pictures.expert_load import write_load_map
+from megajax.training.tags import tag
+from megajax.training.tensorboard import TensorBoardLog
+
+CONSOLE = logging.getLogger("megajax.console")  # every line that a run prints
+CONSOLE.propagate = False
 
 
 class MetricsLog:
@@ -29,9 +32,16 @@ class MetricsLog:
     A full disk does not stop a run: lines that do not fit into metrics.jsonl are written when there is space again.
     """
 
-    def __init__(self, config: Config, start_step: int, writer: bool):
-        self.writer = writer
-        self._tensorboard = self._wandb = None
+    def __init__(
+        self,
+        config: Config,
+        start_step: int,
+        writer: bool,
+        send: Callable[[int, Mapping[str, float]], None] = lambda step, numbers: None,
+    ):
+        """`send(step, numbers by tag)` passes them to the services that follow the run."""
+        self.writer, self._send = writer, send
+        self._tensorboard = None
         self._unwritten = b""
         if not writer:
             return
@@ -40,9 +50,7 @@ class MetricsLog:
         drop_lines_after(path, start_step)
         self._file = path.open("ab", buffering=0)
         if config.logging.tensorboard:
-            self._tensorboard = TensorBoardLog(run_dir / "tensorboard", start_step)
-        if config.logging.wandb:
-            self._wandb = _start_wandb(config)
+            self._tensorboard = TensorBoardLog(run_dir / "tensorboard", start_step, config.to_yaml())
 
     def write(self, step: int, values: Mapping[str, Any]) -> None:
         """Write one line for `step`, with the time in seconds since 1970; the values are Python numbers."""
@@ -56,10 +64,10 @@ class MetricsLog:
         for name in values.keys() - numbers.keys():
             if "/" in name and isinstance(values[name], list):  # a norm of each layer
                 numbers |= {f"{name}/{i}": value for i, value in enumerate(values[name])}
+        tagged = {tag(name): value for name, value in numbers.items()}
         if self._tensorboard:
-            self._tensorboard.write(step, numbers)
-        if self._wandb:
-            self._wandb.log(numbers, step=step)
+            self._tensorboard.write(step, tagged)
+        self._send(step, tagged)
 
     def _write_lines(self) -> None:
         try:
@@ -77,52 +85,6 @@ class MetricsLog:
         self._file.close()
         if self._tensorboard:
             self._tensorboard.close()
-        if self._wandb:
-            self._wandb.finish()
-
-
-class TensorBoardLog:
-    """Scalars for TensorBoard, written in this thread: tensorboardX's own thread hangs the run if the disk is full."""
-
-    def __init__(self, directory: Path, start_step: int):
-        from tensorboardX.event_file_writer import EventsWriter
-        from tensorboardX.proto.event_pb2 import Event, SessionLog  # type: ignore[attr-defined]
-
-        directory.mkdir(exist_ok=True)
-        self._writer = EventsWriter(str(directory / "events"))
-        # TensorBoard then ignores the steps that an interrupted run logged after its last checkpoint.
-        self._add(Event(step=start_step + 1, file_version="brain.Event:2"))
-        self._add(Event(step=start_step + 1, session_log=SessionLog(status=SessionLog.START)))
-
-    def write(self, step: int, numbers: Mapping[str, float]) -> None:
-        """Write the numbers of a step, by name."""
-        from tensorboardX.proto.event_pb2 import Event  # type: ignore[attr-defined]
-        from tensorboardX.summary import scalar
-
-        for name, number in numbers.items():
-            self._add(Event(wall_time=time.time(), step=step, summary=scalar(name, number)))
-        with self._warning():
-            if self._writer is not None:
-                self._writer.flush()
-
-    def close(self) -> None:
-        with self._warning():
-            if self._writer is not None:
-                self._writer.close()
-
-    def _add(self, event: Any) -> None:
-        with self._warning():
-            if self._writer is not None:
-                self._writer.write_event(event)
-
-    @contextlib.contextmanager
-    def _warning(self) -> Iterator[None]:
-        """Around each write: a failed write is the last, since it may have left half a record."""
-        try:
-            yield
-        except OSError as error:
-            self._writer = None
-            warnings.warn(f"TensorBoard files can't be written any more ({error.strerror}).", stacklevel=2)
 
 
 def values_of(metrics: dict[str, np.ndarray]) -> tuple[dict[str, Any], int]:
@@ -173,15 +135,6 @@ def drop_lines_after(path: Path, step: int) -> None:
         if entry["step"] <= step:
             kept.append(line + "\n")
     replace_text(path, "".join(kept))
-
-
-def check_sinks(config: Config) -> None:
-    """Raise ConfigError if the package of a configured sink is not installed."""
-    if config.logging.wandb and find_spec("wandb") is None:
-        raise ConfigError(
-            f"logging.wandb=true ({config.where('logging.wandb')}), but wandb is not installed: "
-            "pip install wandb, or set logging.wandb=false."
-        )
 
 
 def make_run_dir(config: Config) -> Path:
@@ -265,6 +218,7 @@ def say(text: str) -> None:
 
     if jax.process_index() == 0:
         print(text, flush=True)
+        CONSOLE.info(text)
 
 
 class Progress:
@@ -292,29 +246,13 @@ class Progress:
         """Print a line above the bar."""
         if self._bar:
             self._bar.console.print(text, highlight=False, markup=False)
+            CONSOLE.info(text)
         else:
             say(text)
 
     def close(self) -> None:
         if self._bar:
             self._bar.stop()
-
-
-def _start_wandb(config: Config):
-    import wandb  # type: ignore[import-not-found]
-
-    # The same id after a restart; otherwise W&B would start another run.
-    id_file = Path(config.run.dir) / "wandb_id"
-    if not id_file.exists():
-        replace_text(id_file, secrets.token_hex(4))
-    return wandb.init(
-        id=id_file.read_text(encoding="utf-8"),
-        project=config.logging.wandb_project,
-        name=config.run.name,
-        dir=config.run.dir,
-        config=config.model_dump(mode="json"),
-        resume="allow",
-    )
 
 
 def _duration(seconds: float) -> str:

@@ -2,6 +2,7 @@
 
 import contextlib
 import itertools
+import sys
 import time
 import warnings
 from collections import deque
@@ -26,6 +27,7 @@ from megajax.training.batches import batches
 from megajax.training.checks import NumberChecks
 from megajax.training.compiled_steps import compile_steps, remove_damaged_programs
 from megajax.training.exports import Exports
+from megajax.training.monitoring import Monitoring
 from megajax.training.profiling import Profile
 from megajax.training.resuming import Start
 from megajax.training.rollbacks import Rollback
@@ -68,7 +70,7 @@ class Trainer:
         self.config, self.flags = config, prepare_environment(config) if flags is None else flags
         count = len(jax.devices() if devices is None else devices)
         sizes = check_mesh(config, count, jax.process_count())
-        logs.check_sinks(config)
+        self.monitoring = Monitoring(config, self._tell)
         exports = Exports(config, self._report) if config.checkpoint.export_hf.dir is not None else None
         self.data = datasets(config)
         self.reports = SaveReports(config, "valid" in self.data, self._report)
@@ -80,7 +82,7 @@ class Trainer:
         self.progress: logs.Progress | None = None
         self._state: TrainState | None = None
         self._start = Start(self.saver, lambda: self.checkpoints, self.directory.local_saves)
-        self.checks = NumberChecks(self.program, self.note)
+        self.checks = NumberChecks(self.program, self.note, self.monitoring.event)
         self._begin()
         self._train_batches: Generator | None = None
         self._compiled_steps: dict[int, jax.stages.Compiled] = {}  # by number of microbatches
@@ -261,11 +263,12 @@ class Trainer:
         """Train to `run.steps`; the exit status."""
         if self._is_done():
             return DONE
-        log = None
+        log = ended = None
         try:
             self._lock()
             if self._is_done():  # the process that had the lock has finished the run
                 return DONE
+            on_first_process(lambda: self.monitoring.start(logs.say))
             about_data = describe_data(self.config, self.data, self.sizes)
             logs.say(summary(self.program, self.flags, about_data, self.sizes))
             self.progress = logs.Progress(self.step, self.config.run.steps, self.writer)
@@ -285,10 +288,10 @@ class Trainer:
                     log = self._open_log()
                 return ended
         finally:
-            self._end(log)
+            self._end(log, ended if isinstance(ended, int) else None)
 
     def _open_log(self) -> logs.MetricsLog:
-        log = logs.MetricsLog(self.config, self.step, self.writer)
+        log = logs.MetricsLog(self.config, self.step, self.writer, self.monitoring.write)
         self._start.rollbacks.log(log)
         return log
 
@@ -311,12 +314,15 @@ class Trainer:
         logs.say(logs.nothing_line(self.config, self.step))
         return True
 
-    def _end(self, log: logs.MetricsLog | None) -> None:
+    def _end(self, log: logs.MetricsLog | None, status: int | None) -> None:
+        """Close everything, after the run has ended with `status` or with an error."""
+        error = sys.exception()
         with (
             self.watch.working("the end of the run"),
             contextlib.ExitStack() as last_first,
         ):  # runs all callbacks, even if one of them raises
             last_first.callback(self.close)
+            last_first.callback(self.monitoring.end, self.step, status, error)
             if log is not None:
                 if self.writer and self.config.model.num_experts:
                     last_first.callback(logs.draw_load_map, self.run_dir, expert_layers(self.config.model))
@@ -337,3 +343,7 @@ class Trainer:
         """Print a line on the console while `run` runs."""
         if self.progress is not None:
             self.progress.print(text)
+
+    def _tell(self, text: str) -> None:
+        """Print a line on the console."""
+        logs.say(text) if self.progress is None else self.progress.print(text)

@@ -80,6 +80,11 @@ class Peers:
         """Whether another process ended because of a hang."""
         return any(sign.get("hung") for sign in list(self.signs.values()))
 
+    @property
+    def speaks_for_all(self) -> bool:
+        """Whether this process tells the user of a verdict: process 0, or process 1 if that one is lost."""
+        return self.index == 0 or self.index == 1 and 0 in self._gone
+
     def leave(self, status: int, verdict: str | None = None, hung: bool = False, agreed: bool = True) -> None:
         """Tell the others that this process ends, with a verdict if it has one.
 

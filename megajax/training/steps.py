@@ -48,7 +48,7 @@ class Steps:
 
     def __init__(self, trainer: "Trainer", stop: StopSignals):
         self.trainer, self.stop = trainer, stop
-        self._times, self._health = StepTimes(), GpuHealth()
+        self._times, self._health = StepTimes(), GpuHealth(trainer.note)
 
     def run(self, log: logs.MetricsLog) -> End:
         """Train until the run ends, with its exit status, or until it has to go back."""

@@ -19,6 +19,7 @@ import jax
 from megajax.config import Config
 from megajax.console import LOST
 from megajax.messages import Messages
+from megajax.training import events
 from megajax.training.peers import Peers
 from megajax.training.step_times import find_slowest
 
@@ -174,6 +175,9 @@ class Watch:
         _within_seconds(2, os.write, 2, f"\nmegajax: error: {sentence}\n".encode())
         if self.peers is not None:
             self.peers.leave(LOST, sentence, hung)
+        if self._config.logging.on_event is not None and (self.peers is None or self.peers.speaks_for_all):
+            found = events.event(self._config, "hang" if hung else "lost", self._step, sentence, LOST)
+            _within_seconds(events.SECONDS, events.deliver, self._config, found)
         _exit(LOST)
 
 

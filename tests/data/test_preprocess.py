@@ -177,9 +177,9 @@ def test_parquet_rows_are_documents(tmp_path, monkeypatch, error_of, capsys):
     assert sum(block.stored_bytes for block in json_lines.read_blocks([source])) == Path(source).stat().st_size
     Path(source).write_bytes(Path(source).read_bytes()[:-9])
     assert "cannot be read beyond row 0 " in error_of(["--input", source])
-    monkeypatch.setattr(json_lines.importlib.util, "find_spec", lambda _: None)
+    monkeypatch.setitem(sys.modules, "pyarrow", None)  # import raises ModuleNotFoundError
     assert error_of(["--input", source]) == (
-        f"{source} is a Parquet file, but pyarrow is not installed: pip install 'megajax[parquet]'."
+        f"{source}, a Parquet file, needs pyarrow, which is not installed: pip install 'megajax[parquet]'."
     )
 
 

@@ -4,6 +4,7 @@ import hashlib
 import pickle
 import re
 import shutil
+import sys
 import threading
 import time
 from itertools import islice
@@ -178,9 +179,9 @@ def test_what_cannot_be_read_is_a_sentence(upload, tmp_path, monkeypatch):
         "store://tokens.bin has 1398 bytes, but store://tokens.idx says 1400: the two do not belong together or one is "
         "damaged; write both again."
     )
-    monkeypatch.setattr(remote.importlib.util, "find_spec", lambda _: None)
+    monkeypatch.setitem(sys.modules, "fsspec", None)  # import raises ModuleNotFoundError
     assert sentence_of(url, cache) == (
-        "store://tokens.idx is remote, but fsspec is not installed: pip install 'megajax[remote]'."
+        "store://tokens.idx, which is remote, needs fsspec, which is not installed: pip install 'megajax[remote]'."
     )
 
 

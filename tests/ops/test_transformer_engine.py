@@ -39,7 +39,7 @@ def test_a_missing_transformer_engine_is_a_sentence_that_names_the_key_and_both_
         call(name)
     assert str(raised.value) == (
         "precision.fp8.backend=transformer_engine needs NVIDIA Transformer Engine, which is not installed: "
-        'install it (pip install "transformer-engine[jax]==2.12.*") or use precision.fp8.backend=xla.'
+        "pip install 'megajax[te]', or use precision.fp8.backend=xla."
     )
 
 
@@ -61,5 +61,5 @@ def test_one_that_does_not_load_is_a_sentence_with_the_reason(forget, monkeypatc
         call("cast_transpose")
     assert str(raised.value) == (
         f"precision.fp8.backend=transformer_engine cannot load NVIDIA Transformer Engine ({reason}): repair its "
-        "installation or use precision.fp8.backend=xla."
+        "installation, or use precision.fp8.backend=xla."
     )

@@ -167,8 +167,8 @@ def test_tensorboard_holds_the_numbers_of_metrics(run):
         "run.eval_steps=1",
     )
     found = scalars(trainer.run_dir / "tensorboard")
-    assert {("loss", 2), ("loss", 4), ("learning_rate", 4), ("eval_loss", 4)} <= found
-    assert ("loss", 3) not in found
+    assert {("train/loss", 2), ("train/loss", 4), ("memory/peak_memory_gib", 4), ("eval/loss", 4)} <= found
+    assert ("train/loss", 3) not in found and ("config/text_summary", 0) in found
 
 
 def test_lines_after_the_checkpoint_are_dropped_when_a_run_goes_on(run):

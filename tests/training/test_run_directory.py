@@ -19,7 +19,8 @@ from megajax.training.stop_signals import StopSignals
 
 
 def files(root: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(root)): path.read_bytes() for path in sorted(root.rglob("*")) if path.is_file()}
+    found = [path for path in sorted(root.rglob("*")) if path.is_file() and path.name != "console.log"]
+    return {str(path.relative_to(root)): path.read_bytes() for path in found}
 
 
 def digits(root: Path) -> list[int]:

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from types import SimpleNamespace
 
 import jax
@@ -130,7 +131,9 @@ def test_a_rollback_leaves_out_the_batches_and_a_killed_run_repeats_it_bit_for_b
         return [{key: line[key] for key in line if key != "time"} for line in lines if "rollback" in line]
 
     spoil(monkeypatch, shuffled_targets)
-    assert trainer("whole").run() == 0
+    hook = f"logging.on_event=tee -a {tmp_path / 'events'}"
+    assert Trainer(make_config(f"run.dir={tmp_path / 'whole'}", *SMALL, *WATCHED, hook), jax.devices()[:1]).run() == 0
+    assert re.findall('"event": "(.*?)"', (tmp_path / "events").read_text()) == ["rollback", "end"]
     printed = capsys.readouterr().out
     assert (
         "warning: loss spike at step 8" in printed

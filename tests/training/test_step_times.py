@@ -61,6 +61,8 @@ class Nvml(SimpleNamespace):
             "nvmlDeviceRegisterEvents": lambda gpu, kinds, events: None,
             "nvmlEventSetWait_v2": self.wait,
         }
+        if name not in answers:
+            raise AttributeError(name)
         return answers[name]
 
     def wait(self, events, timeout):
@@ -76,7 +78,7 @@ def warnings_of(monkeypatch, capsys):
     def start(nvml):
         monkeypatch.setitem(sys.modules, "pynvml", nvml)
         monkeypatch.setattr(gpu_health, "cuda_devices", lambda: ["GPU-a", "GPU-b"])
-        health = GpuHealth()
+        health = GpuHealth(print)
 
         def read() -> list[str]:
             health.check()
@@ -103,5 +105,7 @@ def test_problems_of_gpus_are_reported_once(warnings_of):
     assert not read()
 
 
-def test_without_nvml_nothing_is_read(warnings_of):
-    assert not warnings_of(None)()  # an import that fails
+def test_without_the_package_a_line_says_so(warnings_of, capsys):
+    read = warnings_of(None)  # an import that fails
+    assert "pip install 'megajax[nvml]'" in capsys.readouterr().out
+    assert not read()

@@ -1,5 +1,6 @@
 """A process that hangs, or whose peers are gone, ends with a sentence."""
 
+import json
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -149,7 +150,8 @@ def ended(monkeypatch):
 
 
 def test_a_step_that_hangs_ends_the_process_with_the_stacks_of_all_threads(make_config, tmp_path, ended, capfd):
-    config = make_config(f"run.dir={tmp_path}", "run.hang_min_seconds=1")
+    hook = f"logging.on_event=tee {tmp_path / 'event'}"
+    config = make_config(f"run.dir={tmp_path}", "run.hang_min_seconds=1", hook)
 
     def a_step_that_hangs(watched: Watch) -> list[int]:
         for step in range(5):
@@ -163,6 +165,8 @@ def test_a_step_that_hangs_ends_the_process_with_the_stacks_of_all_threads(make_
     assert "the step after step 4 has taken 1 s" in sentence and f"{tmp_path}/hang-0.txt" in sentence
     stacks = (tmp_path / "hang-0.txt").read_text()
     assert "last known step of process 0: 4" in stacks and "in a_step_that_hangs" in stacks
+    event = json.loads((tmp_path / "event").read_text())
+    assert (event["event"], event["step"], event["status"]) == ("hang", 4, LOST) and event["text"] in sentence
 
 
 @pytest.mark.parametrize(("error", "agreed"), [(None, True), (SystemExit(0), False)])

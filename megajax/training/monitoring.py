@@ -1,0 +1,111 @@
+"""What tells others about a run while it trains: trackers, events, and the console's text in the run directory."""
+
+import logging
+import os
+import socket
+import time
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from megajax.config import Config
+from megajax.console import DONE, INTERRUPTED, MISTAKE, STOPPED
+from megajax.errors import UserError
+from megajax.training import events
+from megajax.training.background import Background
+from megajax.training.logs import CONSOLE
+from megajax.training.trackers import Tracker, check_trackers, start_trackers
+
+NAME = "console.log"
+CLOSING_SECONDS = 60.0  # for what W&B or MLflow has not been sent yet
+
+
+class Monitoring:
+    """Started after the lock is taken and ended with the run; on process 0 only, and nothing here ends a run."""
+
+    def __init__(self, config: Config, note: Callable[[str], None]):
+        """Raises ConfigError for a missing package or program."""
+        self.config, self._note = config, note
+        self._trackers: list[Tracker] = []
+        self._services: Background | None = None
+        self._events: Background | None = None
+        self._kept: KeptConsole | None = None
+        check_trackers(config)
+        events.check_target(config)
+
+    def start(self, say: Callable[[str], None]) -> None:
+        """Begin, on process 0. Raises InputError if a tracker cannot start."""
+        self._kept = KeptConsole(Path(self.config.run.dir) / NAME)
+        self._services, self._events = Background(self._note), Background(self._note)
+        self._trackers.extend(start_trackers(self.config, say))
+
+    def write(self, step: int, numbers: Mapping[str, float]) -> None:
+        """The numbers of a step, by tag."""
+        for tracker in self._trackers:
+            assert self._services is not None
+            self._services.submit(tracker.name, lambda tracker=tracker: tracker.write(step, numbers))
+
+    def event(self, kind: str, step: int, text: str, status: int | None = None) -> None:
+        """Send an event, if `logging.on_event` is set."""
+        if self._events is not None and self.config.logging.on_event is not None:
+            found = events.event(self.config, kind, step, text, status)
+            self._events.submit("logging.on_event", lambda: events.deliver(self.config, found))
+
+    def end(self, step: int, status: int | None, error: BaseException | None) -> None:
+        """The run ends with a status or an error."""
+        if self._kept is None or self._services is None or self._events is None:
+            return
+        text = self._kept.last
+        if error is not None:
+            status = MISTAKE if isinstance(error, UserError) else INTERRUPTED if _is_interrupt(error) else 1
+            text = f"megajax: error: {str(error) or type(error).__name__}"
+            CONSOLE.info(text)
+        failed = status not in (DONE, STOPPED)
+        self.event("end", step, text, status)
+        for tracker in self._trackers:
+            self._services.submit(tracker.name, lambda tracker=tracker: tracker.close(failed))
+        self._services.close(CLOSING_SECONDS)
+        self._events.close(events.SECONDS)
+        self._kept.close()
+        self._trackers, self._services, self._events, self._kept = [], None, None, None
+
+
+def _is_interrupt(error: BaseException) -> bool:
+    return isinstance(error, KeyboardInterrupt)
+
+
+class KeptConsole(logging.Handler):
+    """Appends the console's lines, and warnings, to a file; `last` is the last line. A full disk stops it silently."""
+
+    def __init__(self, path: Path):
+        super().__init__()
+        self.last = ""
+        self._file = path.open("a", encoding="utf-8", buffering=1)
+        self._show = warnings.showwarning
+        warnings.showwarning = self._keep_warning
+        CONSOLE.setLevel(logging.INFO)
+        CONSOLE.addHandler(self)
+        self._write(f"--- {time.strftime('%Y-%m-%d %H:%M:%S %z')} process {os.getpid()} on {socket.gethostname()}")
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.last = record.getMessage()
+        self._write(self.last)
+
+    def close(self) -> None:
+        CONSOLE.removeHandler(self)
+        warnings.showwarning = self._show
+        try:
+            self._file.close()
+        except OSError:
+            pass
+        super().close()
+
+    def _keep_warning(self, message, category, filename, lineno, file=None, line=None) -> None:
+        self._write(f"{category.__name__}: {message}")
+        self._show(message, category, filename, lineno, file, line)
+
+    def _write(self, text: str) -> None:
+        try:
+            self._file.write(f"{text}\n")
+        except OSError:
+            pass

@@ -1,0 +1,231 @@
+"""What follows a run: W&B, MLflow, Prometheus, events and the console's text. None of them ends or delays a run."""
+
+import http.server
+import json
+import socket
+import struct
+import sys
+import threading
+import urllib.request
+from importlib.util import find_spec
+
+import jax
+import pytest
+
+from megajax.errors import ConfigError, InputError
+from megajax.training import trackers
+from megajax.training.background import Background
+from megajax.training.loop import Trainer
+from megajax.training.tags import tag
+
+
+@pytest.fixture
+def build(tmp_path, make_config):
+    return lambda *overrides: Trainer(
+        make_config(f"run.dir={tmp_path / 'run'}", "run.steps=2", "run.log_interval=1", *overrides), jax.devices()[:1]
+    )
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@pytest.fixture
+def receiver():
+    """(the URL of a webhook, the objects that it was sent)."""
+    received = []
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_POST(self):
+            received.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, *_):
+            pass
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}/hook", received
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("loss", "train/loss"),
+        ("grad_norm", "train/grad_norm"),
+        ("grad_norm/layers/0", "norms/grad_norm/layers/0"),
+        ("mtp_loss/module", "train/mtp_loss/module"),
+        ("eval_loss/all", "eval/loss/all"),
+        ("ema_eval_loss", "eval/ema_loss"),
+        ("mfu", "throughput/mfu"),
+        ("peak_memory_gib", "memory/peak_memory_gib"),
+        ("expert_load_max", "moe/expert_load_max"),
+        ("checkpoint_seconds", "checkpoint/seconds"),
+        ("bad_step", "rollback/bad_step"),
+    ],
+)
+def test_tags_have_a_group(name, expected):
+    assert tag(name) == expected
+
+
+def records_of(log: bytes) -> list[bytes]:
+    """The records of W&B's file of a run: LevelDB's log format after 7 bytes of W&B's own."""
+    found, position = [b""], 7
+    while position + 7 <= len(log):
+        left = -position % 2**15  # a record does not cross blocks of 32 KiB
+        if 0 < left < 7:
+            position += left
+            continue
+        size, kind = struct.unpack_from("<HB", log, position + 4)
+        found[-1] += log[position + 7 : position + 7 + size]
+        if kind in (1, 4):  # a whole record, or the last part of one
+            found.append(b"")
+        position += 7 + size
+    return found[:-1]
+
+
+@pytest.mark.skipif(find_spec("wandb") is None, reason="the extra wandb is not installed")
+def test_wandb_logs_offline_without_a_key_and_goes_on_with_the_same_run(build, tmp_path, monkeypatch, capsys):
+    from wandb.proto import wandb_internal_pb2
+
+    for name in ("WANDB_MODE", "WANDB_API_KEY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("NETRC", str(tmp_path / "none"))
+    assert build("logging.wandb=true").run() == 0
+    assert "W&B logs offline to" in capsys.readouterr().out
+    assert build("logging.wandb=true", "run.steps=4").run() == 0
+    files = sorted((tmp_path / "run" / "wandb").glob("offline-run-*/*.wandb"))
+    assert len(files) == 2 and len({file.name for file in files}) == 1  # the same id
+    logged = {}
+    for file in files:
+        for data in records_of(file.read_bytes()):
+            record = wandb_internal_pb2.Record.FromString(data)
+            items = {(i.key or "/".join(i.nested_key)): json.loads(i.value_json) for i in record.history.item}
+            if "train/loss" in items:
+                logged[items["step"]] = items["train/loss"]
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert logged == {line["step"]: line["loss"] for line in lines if "loss" in line} and len(logged) == 4
+
+
+@pytest.mark.skipif(find_spec("mlflow") is None, reason="the extra mlflow is not installed")
+def test_mlflow_has_the_numbers_the_config_and_the_status(build, tmp_path):
+    import mlflow
+
+    uri = f"logging.mlflow=file:{tmp_path / 'mlruns'}"
+    assert build(uri, "logging.mlflow_experiment=tiny").run() == 0
+    build(uri, "logging.mlflow_experiment=tiny", "run.steps=3").run()
+    client = mlflow.MlflowClient(tracking_uri=f"file:{tmp_path / 'mlruns'}")
+    found = client.get_run((tmp_path / "run" / "mlflow_id").read_text())
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    history = client.get_metric_history(found.info.run_id, "train/loss")
+    assert [(entry.step, entry.value) for entry in history] == [(a["step"], a["loss"]) for a in lines if "loss" in a]
+    assert found.info.status == "FINISHED" and found.data.params["batch.sequence_length"] == "16"
+    assert client.get_experiment(found.info.experiment_id).name == "tiny"
+
+
+def test_an_mlflow_server_that_is_gone_refuses_a_new_run_but_not_one_that_resumes(make_config, tmp_path, monkeypatch):
+    pytest.importorskip("mlflow")
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    config = make_config(f"run.dir={tmp_path}", f"logging.mlflow=http://127.0.0.1:{free_port()}")
+    with pytest.raises(InputError, match="logging.mlflow=http://127.0.0.1:.* cannot be used .*: start its server"):
+        list(trackers.start_trackers(config, print))
+    (tmp_path / "mlflow_id").write_text("0123")
+    said = []
+    assert list(trackers.start_trackers(config, said.append)) == []
+    assert "the run goes on without it" in said[0]
+
+
+def test_prometheus_reads_the_newest_numbers(build, monkeypatch):
+    port, page = free_port(), []
+    end = trackers.PrometheusPage.close
+
+    def read(self, failed):
+        page.append(urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics").read().decode())
+        end(self, failed)
+
+    monkeypatch.setattr(trackers.PrometheusPage, "close", read)
+    trainer = build(f"logging.prometheus_port={port}")
+    assert trainer.run() == 0
+    numbers = dict(line.rsplit(" ", 1) for line in page[0].splitlines() if not line.startswith("#"))
+    lines = [json.loads(line) for line in (trainer.run_dir / "metrics.jsonl").read_text().splitlines()]
+    loss = [line["loss"] for line in lines if "loss" in line][-1]
+    run = trainer.config.run.name
+    assert float(numbers[f'megajax_step{{run="{run}"}}']) == 2
+    assert float(numbers[f'megajax_train_loss{{run="{run}"}}']) == loss
+    assert f'megajax_checkpoint_seconds{{run="{run}"}}' in numbers
+
+
+def test_a_port_in_use_is_a_sentence_before_anything_is_compiled(build):
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        trainer = build(f"logging.prometheus_port={port}")
+        with pytest.raises(InputError, match=f"logging.prometheus_port={port} .* cannot be opened .*another port"):
+            trainer.run()
+    assert trainer._compiling is None
+
+
+def test_events_reach_a_webhook_with_the_end_of_the_run(build, receiver, monkeypatch):
+    url, received = receiver
+    monkeypatch.setenv("HOOK", url)
+    trainer = build("logging.on_event=$HOOK", "run.name=tiny")
+    assert trainer.run() == 0
+    (event,) = received
+    assert (event["event"], event["run"], event["step"], event["status"]) == ("end", "tiny", 2, 0)
+    assert event["text"].startswith("done: at step 2")
+    assert url not in (trainer.run_dir / "config.yaml").read_text()
+
+
+def test_events_reach_a_command_with_the_error(build, tmp_path, monkeypatch):
+    script = tmp_path / "hook.py"
+    script.write_text(f"import sys; open({str(tmp_path / 'events')!r}, 'a').write(sys.stdin.read() + chr(10))")
+    trainer = build(f"logging.on_event={sys.executable} {script}")
+
+    def fail():
+        raise InputError("a shard is gone.")
+
+    monkeypatch.setattr(trainer, "next_batch", fail)
+    with pytest.raises(InputError, match="a shard is gone"):
+        trainer.run()
+    event = json.loads((tmp_path / "events").read_text())
+    assert (event["event"], event["status"]) == ("end", 2) and "a shard is gone" in event["text"]
+    assert "megajax: error: a shard is gone." in (trainer.run_dir / "console.log").read_text()
+
+
+@pytest.mark.parametrize(
+    ("target", "sentence"),
+    [
+        ("no_such_program --flag", "logging.on_event .* no_such_program, which is not found"),
+        ("$NO_SUCH_VARIABLE", "logging.on_event .* variable that is not set"),
+    ],
+)
+def test_a_target_that_cannot_work_is_refused(build, target, sentence):
+    with pytest.raises(ConfigError, match=sentence):
+        build(f"logging.on_event={target}")
+
+
+def test_a_service_that_fails_is_named_once_and_one_that_hangs_is_left():
+    said, release = [], threading.Event()
+    services = Background(said.append)
+    for _ in range(2):
+        services.submit("it", lambda: 1 / 0)
+    services.submit("other", release.wait)
+    services.close(0.2)
+    assert [line for line in said if "it failed (division by zero)" in line] == said[:1]
+    assert "did not answer within 0.2 s" in said[-1] and len(said) == 2
+    release.set()
+
+
+def test_the_consoles_text_is_kept_start_by_start(build, capsys):
+    trainer = build()
+    trainer.run()
+    build("run.steps=3").run()
+    printed, kept = capsys.readouterr().out, (trainer.run_dir / "console.log").read_text()
+    assert [line for line in kept.splitlines() if not line.startswith("--- ")] == printed.splitlines()
+    assert kept.count("--- ") == 2
