@@ -103,6 +103,8 @@ def test_sentencepiece_model_is_read(tmp_path):
     assert tokenizer.end_of_document == tokenizer.token_id("</s>") == reference.piece_to_id("</s>") == 2
     assert tokenizer.special_tokens == ["<s>", "</s>"] and tokenizer.token_id("</t>") is None
     assert framed(ids, usual_first_token(tokenizer)) == [1, *ids]
+    parts = [tokenizer.decode(ids[:i]) + decode_after(tokenizer, ids[:i], ids[i:]) for i in range(len(ids) + 1)]
+    assert parts == [text] * len(parts)
     ((found, offsets),) = tokenizer.encode_with_offsets(["the é dog"])
     assert found == tokenizer.encode("the é dog")
     assert [offsets[0][0], offsets[-1][1]] == [0, 9] and (4, 5) in offsets  # é is two bytes
