@@ -106,6 +106,7 @@ PACKED: Choices = (
     (1.0, "reset_attention", (True,)),
     (0.6, "reset_positions", (True,)),
 )
+CHATS: Settings = {"kind": "chat", "train": "chats.jsonl", "tokenizer": "byte"}  # no file is read; batches have padding
 GROUP = {"parameters": ["*_norm", "*attention*"], "weight_decay": 0, "learning_rate": 0.5, "clip_norm": 0.3}
 OPTIMIZER: Choices = (
     (1.0, "kind", ("adamw", "adamw", "muon", "muon", "sgd", "lion", "ademamix")),
@@ -169,6 +170,8 @@ def draw_settings(draw: random.Random) -> Settings:
         settings["pipeline"] = {"schedule": schedule, "rounds": draw.choice((1, 1, 2))}
     settings |= {"remat": draw_section(draw, REMAT), "kernels": draw_section(draw, KERNELS)}
     settings["data"] = {"kind": "synthetic"} | (draw_section(draw, PACKED) if draw.random() < 0.35 else {})
+    if draw.random() < 0.25:
+        settings["data"] = CHATS | {"pack": draw.random() < 0.5}
     settings["optimizer"] = draw_section(draw, OPTIMIZER)
     if settings["optimizer"]["kind"] == "muon":
         settings["optimizer"]["muon"] = draw_section(draw, MUON)

@@ -167,3 +167,12 @@ class DataConfig(Section):
         given = [source for source in (self.train, *later, self.valid, self.test) if source is not None]
         paths = [path for source in given for path, _ in sources_of(source)]
         return any(is_remote(path) for path in [*paths, *(each.prefix for each in self.valid_sets)])
+
+
+def is_padded(data: DataConfig, split: str) -> bool:
+    """Whether sequences of a split ("train", "valid/NAME", ...) may end with padding.
+
+    Their batches have the field `is_real`.
+    """
+    rest = data.order == "megatron" and not data.drop_last_validation_sample and split.partition("/")[0] == "valid"
+    return data.kind == "chat" or rest

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from megajax.config.batch_schedule import BatchSizes, samples_before
-from megajax.config.data_schema import is_remote, sources_of
+from megajax.config.data_schema import is_padded, is_remote, sources_of
 from megajax.data.chat import ChatSamples, open_chat
 from megajax.data.fim import Infilling, open_infilling
 from megajax.data.index_cache import cache_directory, read_once
@@ -184,7 +184,8 @@ def make_loader(
     sizes = sizes or batch_sizes(config, split)
     rows = np.asarray(rows, np.int64)
     reading = grain.ReadOptions(num_threads=prefetch, prefetch_buffer_size=prefetch)
-    source = BatchSource(samples, rows, sizes, start_step, Packing.of(config), open_infilling(config))
+    how = Packing.of(config), open_infilling(config), is_padded(data, split)
+    source = BatchSource(samples, rows, sizes, start_step, *how)
     batches = grain.MapDataset.source(source).to_iter_dataset(reading)
     if split == "train" and data.workers:
         from absl import flags
@@ -220,6 +221,7 @@ class BatchSource:
     start_step: int
     packing: Packing
     infilling: Infilling | None
+    is_padded: bool
 
     def __len__(self) -> int:
         return ENDLESS
@@ -227,7 +229,8 @@ class BatchSource:
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
         step = self.start_step + index
         rows = self.rows[self.rows < self.sizes.size(step)]
-        return make_batch(self.samples, self.sizes.samples_before(step) + rows, self.packing, self.infilling)
+        indices = self.sizes.samples_before(step) + rows
+        return make_batch(self.samples, indices, self.packing, self.infilling, self.is_padded)
 
 
 def _is_given(config: "Config", split: Split) -> bool:

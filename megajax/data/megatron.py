@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from megajax.config.batch_schedule import samples_before
+from megajax.config.data_schema import is_padded
 from megajax.data.blend import blend_indices, exhaustive_indices, normalise_weights
 from megajax.data.index_cache import cache_directory, cached, digest
 from megajax.data.indexed import IndexedDataset
@@ -177,7 +178,7 @@ def open_samples(
     Without weights a blend has one epoch. Raises InputError if the run reads more of it.
     """
     cache = cache_directory(config)
-    drop_last = config.data.drop_last_validation_sample or split.partition("/")[0] != "valid"
+    drop_last = not is_padded(config.data, split)
     wanted, length, seed = max(1, wanted_samples(config, split)), config.batch.sequence_length, config.run.seed
     counts: list[int | None] = [wanted]
     if len(ranges) > 1 and weights is None:

@@ -83,10 +83,12 @@ def make_batch(
     indices: Sequence[int] | np.ndarray,
     packing: Packing = Packing(),
     infilling: Infilling | None = None,
+    is_padded: bool = False,
 ) -> dict[str, np.ndarray]:
     """The fields of a batch, each [len(indices), S]: `loss_mask` float32, the others int32.
 
-    With `reset_attention` there are also `segment_ids`: 0, 1, ... by document of the sequence.
+    With `reset_attention` there are also `segment_ids`: 0, 1, ... by document of the sequence. If samples may be
+    padded, `is_real` bool: False for padding.
     """
     if samples.is_remote():
         for coming in samples.fetch([int(index) for index in indices]):
@@ -105,6 +107,9 @@ def make_batch(
     counted = [samples.counted(int(index)) for index in indices]
     if counted[0] is not None:
         fields["loss_mask"] *= np.stack([mask for mask in counted if mask is not None])[:, 1:]
+    if is_padded:
+        lengths = np.array([block.shape[1] - samples.padding(int(index)) for index in indices])
+        fields["is_real"] = np.arange(shape[1]) < lengths[:, None]
     if packing == Packing():
         return fields
     lengths = [samples.document_lengths(int(index)) for index in indices]

@@ -19,6 +19,7 @@ class TokenPositions:
     index: jax.Array  # [B, S] int32, each token's index in its sequence
     document_starts: jax.Array | None = None  # [B, S] int32, first index of its document; None: one document
     chunks: jax.Array | None = None  # first index of each chunk of each device of `context`, if they vary
+    is_real: jax.Array | None = None  # [B, S], False for padding; None: there is none
 
 
 @jax.tree_util.register_dataclass
@@ -97,7 +98,7 @@ class Comm(Protocol):
         """Causal attention of queries `[B, S, N, H]` to the whole sequence; `sinks [N]` are for the same heads.
 
         `scale` multiplies the scores; None: `H ** -0.5`. If `measured`, the second result bounds the largest score of
-        each head over this device's tokens (`ops.partial_attention.largest_score`), `[N]` FP32, 0 for heads that
+        each head over this device's real tokens (`ops.partial_attention.largest_score`), `[N]` FP32, 0 for heads that
         another device has; else None.
         """
         ...
@@ -175,8 +176,8 @@ class SingleDevice(Comm):
     @jax.named_scope("core_attention")
     def attend(self, q, k, v, positions, *, window, softcap, scale=None, sinks=None, measured=False):
         settings = {"window": window, "softcap": softcap, "scale": scale, "sinks": sinks, "implementation": "reference"}
-        starts = positions.document_starts
-        return ops.measured_attention(q, k, v, document_starts=starts, **settings, measured=measured)
+        settings |= {"document_starts": positions.document_starts, "is_real": positions.is_real}
+        return ops.measured_attention(q, k, v, **settings, measured=measured)
 
     def among_all_heads(self, x, num_heads) -> jax.Array:
         return x

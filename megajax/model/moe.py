@@ -1,5 +1,7 @@
 """Mixture of experts."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
@@ -95,7 +97,8 @@ class MoE(Part):
         """`h [T / tensor, D]` → (experts and their weights, both `[T / tensor, k]`; this device's metrics)."""
         c, r, k = self.config, self.config.router, self.config.experts_per_token
         assert c.num_experts is not None
-        training, tokens = inputs.measures, h.shape[0] * comm.token_shards
+        training, real = inputs.measures, inputs.real
+        tokens = h.shape[0] * comm.token_shards if real is None else real.num_tokens
         if inputs.jitter_key is not None:
             h = ops.router.jitter(h, r.jitter, jax.random.fold_in(inputs.jitter_key, layer), inputs.token_ids)
         logits = add_bias(ops.router.router_logits(h, w["router"]), w.get("router_bias"))
@@ -103,7 +106,8 @@ class MoE(Part):
         if r.force_balance:
             experts = ops.router.balanced_choice(inputs.token_ids, k, c.num_experts)
         elif r.sinkhorn and training:
-            experts = ops.router.choose(ops.router.sinkhorn(logits, tokens, comm.sum_over_tokens), k)
+            balanced = ops.router.sinkhorn(logits, tokens, comm.sum_over_tokens, real and real.is_real)
+            experts = ops.router.choose(balanced, k)
         else:
             bias = state.get("expert_bias")
             values = ops.router.scores(logits, r.score_function)
@@ -113,23 +117,30 @@ class MoE(Part):
         weights = ops.router.routing_weights(
             logits, experts, r.score_function, r.pre_softmax, r.normalise, r.scaling_factor
         )
+        if real is not None:  # padding is sent to no expert
+            experts = checkpoint_name(jnp.where(real.is_real[:, None], experts, c.num_experts), "routing")
         metrics = self.metrics(logits, experts, inputs, comm, tokens) if training else {}
         if r.capacity_factor is not None:
-            kept = self.within_capacity(experts, weights, inputs, comm, tokens)
+            kept = self.within_capacity(experts, weights, inputs, comm)
+            dropped = ~kept if real is None else real.is_real[:, None] & ~kept
             experts = checkpoint_name(jnp.where(kept, experts, c.num_experts), "routing")
-            metrics |= {"dropped_tokens": jnp.sum(~kept, dtype=jnp.int32)} if training else {}
+            metrics |= {"dropped_tokens": jnp.sum(dropped, dtype=jnp.int32)} if training else {}
         if "filled" in state:
             experts = checkpoint_name(jnp.where(state["filled"], experts, c.num_experts), "routing")
         return experts, weights, metrics
 
-    def within_capacity(self, experts, weights, inputs: BlockInputs, comm: Comm, tokens: int) -> jax.Array:
-        """Whether each assignment `[T / tensor, k]` is within its expert's capacity for a microbatch of `tokens`.
+    def within_capacity(self, experts, weights, inputs: BlockInputs, comm: Comm) -> jax.Array:
+        """Whether each assignment `[T / tensor, k]` is within its expert's capacity for the microbatch's real tokens.
 
         The others are dropped, and the weights of the remaining ones do not change. Losses and counts include dropped
         assignments; so do Megatron-LM's losses.
         """
-        r, E, capacity = self.config.router, self.config.num_experts, self.capacity(tokens)
-        assert E is not None and capacity is not None
+        r, k, E = self.config.router, self.config.experts_per_token, self.config.num_experts
+        capacity: Any = self.capacity(len(experts) * comm.token_shards)
+        assert E is not None and r.capacity_factor is not None
+        if inputs.real is not None:
+            of_real = ops.router.expert_capacity(r.capacity_factor, inputs.real.num_tokens, k, E)
+            capacity = jnp.minimum(capacity, of_real)
         priorities = weights if r.drop_policy == "probability" else jnp.zeros_like(weights)
         return ops.router.within_capacity(experts, priorities, inputs.token_ids, E, capacity, comm.of_all_tokens)
 
@@ -141,24 +152,29 @@ class MoE(Part):
         assert c.num_experts is not None
         return ops.router.expert_capacity(factor, tokens, c.experts_per_token, c.num_experts)
 
-    def metrics(self, logits, experts, inputs: BlockInputs, comm: Comm, tokens: int) -> dict[str, jax.Array]:
+    def metrics(self, logits, experts, inputs: BlockInputs, comm: Comm, tokens) -> dict[str, jax.Array]:
         """Assignments `[E]`, and this device's shares of the router's entropy and losses, means over all `tokens`."""
         r, k, E = self.config.router, self.config.experts_per_token, logits.shape[1]
-        B, S = inputs.positions.shape
-        counts = ops.router.count(experts, E)
-        out = {"expert_counts": counts, "router_entropy": ops.router.entropy(logits, r.score_function) / tokens}
+        (B, S), real = inputs.positions.shape, inputs.real
+        is_real = real and real.is_real
+        counts, entropy = ops.router.count(experts, E), ops.router.entropy(logits, r.score_function, is_real)
+        out = {"expert_counts": counts, "router_entropy": entropy / tokens}
         if r.global_loss > 0:
             total = comm.sum_over_tokens(counts).astype(jnp.float32)
-            loss = ops.router.balance_loss(logits, total, r.score_function, k, tokens)
+            loss = ops.router.balance_loss(logits, total, r.score_function, k, tokens, is_real)
             out["aux_loss"] = r.global_loss / tokens * loss
         if r.sequence_loss > 0:
             sequences = comm.own_tokens(jnp.repeat(jnp.arange(B), S))
             totals = comm.sum_over_sequence(ops.router.count_by_sequence(experts, sequences, B, E))
-            length = S * comm.context_size
-            loss = ops.router.balance_loss(logits, totals[sequences], r.score_function, k, length)
+            length: Any = S * comm.context_size
+            if real is not None:  # a sequence's weight in the mean does not depend on its length
+                length = real.lengths[:, None]
+                totals = totals * (tokens / (real.num_sequences * length))
+                length = length[sequences]
+            loss = ops.router.balance_loss(logits, totals[sequences], r.score_function, k, length, is_real)
             out["aux_loss"] = out.get("aux_loss", 0) + r.sequence_loss / tokens * loss
         if r.z_loss > 0:
-            out["router_z_loss"] = r.z_loss / tokens * ops.router.z_loss(logits)
+            out["router_z_loss"] = r.z_loss / tokens * ops.router.z_loss(logits, is_real)
         return out
 
     def add_shared(self, w: Weights, h: jax.Array, y: jax.Array, comm: Comm) -> jax.Array:

@@ -28,6 +28,17 @@ MAX_SCORE = "max_attention_score"  # the metric of attention that QK-clip reads:
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
+class RealTokens:
+    """The tokens of a microbatch that are no padding. The others count in no loss, mean, maximum or capacity."""
+
+    is_real: jax.Array  # [T / tensor] bool, of this device's tokens
+    lengths: jax.Array  # [B] int32, number of real tokens of each sequence on all devices, at least 1
+    num_tokens: jax.Array  # int32, number of them over all devices, at least 1
+    num_sequences: jax.Array  # int32, number of sequences with a real token over all devices, at least 1
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
 class BlockInputs:
     """The inputs of every block besides the residual stream."""
 
@@ -38,6 +49,7 @@ class BlockInputs:
     jitter_key: jax.Array | None = None  # None: no jitter of the routers' inputs
     adapter_key: jax.Array | None = None  # None: no dropout of the adapters' inputs
     layer_loss_scale: jax.Array | None = None  # factor of the layers' own losses; None: no metrics
+    real: RealTokens | None = None  # None: all tokens are real, none is padding
 
     @property
     def measures(self) -> bool:
@@ -111,8 +123,8 @@ class Part(nnx.Module):
 
         `w` are the weights from `Block.fuse`, `layer` is the layer's index (may be traced), `state` is declared by
         `layer_state`, `kind` has the layer's window and positions. Metrics are this device's shares of sums over the
-        tokens of a microbatch. A step reports floats as the mean over microbatches and layers (LOSSES as the sum over
-        layers), and int counts as sums by layer. A metric `max_...` is a maximum of numbers that are not negative.
+        real tokens of a microbatch. A step reports floats as the mean over microbatches and layers (LOSSES as the sum
+        over layers), and int counts as sums by layer. A metric `max_...` is a maximum of numbers that are not negative.
         `recompute` names the values that the backward pass recomputes: "attention", from queries, keys and values;
         "norms".
         """

@@ -60,6 +60,7 @@ def measured_attention(
     sinks: jax.Array | None = None,
     implementation: Implementation,
     measured: bool = False,
+    is_real: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
     """softmax(scale · q·k) v over the visible keys: q [B,S,N,H], k [B,S,K,H], v [B,S,K,W] -> [B,S,N,W] in q's dtype.
 
@@ -68,7 +69,8 @@ def measured_attention(
     `document_starts` [B,S] (see the function) only those of its document. `softcap` bounds scores to ±softcap by tanh,
     before the mask. The default of `scale` is 1/sqrt(H).
     `sinks [N]` are one logit per head in the softmax denominator (attention sinks, GPT-OSS, OpenAI 2025); neither scale
-    nor soft-cap applies to them. The second result is `largest_score` without the sinks, None if not `measured`.
+    nor soft-cap applies to them. The second result is `largest_score` without the sinks, of the queries that are no
+    padding by `is_real [B,S]`, None if not `measured`.
     Raises ValueError for arguments that the implementation does not support.
     """
     if window is not None and window < 1:
@@ -83,7 +85,7 @@ def measured_attention(
         if softcap is not None:
             raise ValueError(f'implementation="cudnn" has no soft-cap, softcap={softcap}: use "pallas" or "reference".')
         if sinks is not None or measured or k_bskh.shape[-1] != v_bskh.shape[-1]:  # jax.nn has none of these
-            return _whole(scores, window, q_bsnh, k_bskh, v_bskh, None, sinks)
+            return _whole(scores, window, q_bsnh, k_bskh, v_bskh, None, sinks, is_real)
         out = jax.nn.dot_product_attention(
             q_bsnh,
             k_bskh,
@@ -97,9 +99,9 @@ def measured_attention(
     if implementation == "pallas":
         index = jnp.broadcast_to(jnp.arange(q_bsnh.shape[1], dtype=jnp.int32), q_bsnh.shape[:2])
         ranges = causal_ranges(index, document_starts, window)
-        return _whole(scores, window, q_bsnh, k_bskh, v_bskh, ranges, sinks)
+        return _whole(scores, window, q_bsnh, k_bskh, v_bskh, ranges, sinks, is_real)
     visible = _visible(q_bsnh.shape[1], window, document_starts)
-    return _reference(scores, q_bsnh, k_bskh, v_bskh, visible, sinks)
+    return _reference(scores, q_bsnh, k_bskh, v_bskh, visible, sinks, is_real)
 
 
 def causal_ranges(
@@ -111,14 +113,14 @@ def causal_ranges(
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _whole(scores: Scores, window: int | None, q, k, v, ranges: Ranges | None, sinks):
+def _whole(scores: Scores, window: int | None, q, k, v, ranges: Ranges | None, sinks, is_real):
     """Attention to all keys by the functions for a part of the keys, which also return the log-sum-exp in FP32."""
-    return _whole_forward(scores, window, q, k, v, ranges, sinks)[0]
+    return _whole_forward(scores, window, q, k, v, ranges, sinks, is_real)[0]
 
 
-def _whole_forward(scores: Scores, window: int | None, q, k, v, ranges: Ranges | None, sinks):
+def _whole_forward(scores: Scores, window: int | None, q, k, v, ranges: Ranges | None, sinks, is_real):
     out, lse = attend(scores, "causal", q, k, v, ranges, window)
-    largest = largest_score(scores, lse)
+    largest = largest_score(scores, lse, is_real)
     if sinks is not None:
         out, lse = add_sinks((out, lse), sinks)
     # Remat policies that keep attention find the residuals of its backward pass by this name.
@@ -134,7 +136,7 @@ def _whole_backward(scores: Scores, window: int | None, saved, gradients):
         return attend_backward(scores, "causal", q, k, v, ranges, whole, dout, window)
 
     (dq, dk, dv), dsinks = backward_with_sinks(backward, sinks, tuple(whole), dout)
-    return dq, dk, dv, None, dsinks
+    return dq, dk, dv, None, dsinks, None
 
 
 _whole.defvjp(_whole_forward, _whole_backward)
@@ -148,7 +150,7 @@ def document_starts(segment_ids_bs: jax.Array) -> jax.Array:
 
 
 def _reference(
-    scores: Scores, q_bsnh, k_bskh, v_bskh, visible: jax.Array, sinks: jax.Array | None
+    scores: Scores, q_bsnh, k_bskh, v_bskh, visible: jax.Array, sinks: jax.Array | None, is_real: jax.Array | None
 ) -> tuple[jax.Array, jax.Array | None]:
     """Attention by materialised scores, in float32 (float64 for float64 inputs)."""
     dtype = wide(q_bsnh.dtype)
@@ -165,7 +167,7 @@ def _reference(
     largest = None
     if scores.measured:
         lse = jax.nn.logsumexp(lax.stop_gradient(s), axis=-1)
-        largest = largest_score(scores, lse.reshape(B, N, S))
+        largest = largest_score(scores, lse.reshape(B, N, S), is_real)
     if sinks is not None:
         logits = jnp.broadcast_to(sinks.astype(dtype).reshape(K, G, 1, 1), (B, K, G, S, 1))
         weights = jax.nn.softmax(jnp.concatenate([s, logits], axis=-1), axis=-1)[..., :S]

@@ -97,14 +97,15 @@ def attend_backward(
     return dq, jnp.einsum("bkgqs,bqkgh->bskh", ds, q), dv
 
 
-def largest_score(scores: Scores, lse: jax.Array) -> jax.Array | None:
+def largest_score(scores: Scores, lse: jax.Array, is_real: jax.Array | None) -> jax.Array | None:
     """The log-sum-exp of scores `[B, N, Sq]` → its largest value for each head, at least 0; None if not `measured`.
 
     It is a bound of the largest score: above it by at most the logarithm of the number of keys. `[N]` FP32, without
-    gradients.
+    gradients. Queries that are padding, where `is_real [B, Sq]` is False, do not count.
     """
     if not scores.measured:
         return None
+    lse = lse if is_real is None else jnp.where(is_real[:, None], lse, 0)
     return lax.stop_gradient(jnp.maximum(lse.astype(jnp.float32).max(axis=(0, 2)), 0))
 
 

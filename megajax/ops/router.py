@@ -2,12 +2,12 @@
 
 Top-k routing is Shazeer et al. 2017, the balancing loss Fedus et al. 2021 (Switch Transformers), the z-loss Zoph et al.
 2022 (ST-MoE), groups and loss-free balancing by a bias DeepSeek-V3 (2024). Arguments named `counts` are sums over all
-devices.
+devices. `is_real [T]` is False for padding, which adds nothing to sums over tokens; None: there is none.
 """
 
 import math
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -94,9 +94,13 @@ def routing_weights(
     return weights * scaling_factor
 
 
-def expert_capacity(factor: float, tokens: int, k: int, num_experts: int) -> int:
-    """The largest number of assignments of an expert for `tokens` tokens: `factor` times the even share, rounded up."""
-    return math.ceil(factor * tokens * k / num_experts)
+def expert_capacity(factor: float, tokens: Any, k: int, num_experts: int) -> Any:
+    """The largest number of assignments of an expert for `tokens` tokens: `factor` times the even share, rounded up.
+
+    `tokens` is an int or an int32 array. A millionth above an integer is a rounding error and is not rounded up.
+    """
+    share = tokens * (factor * k / num_experts) * (1 - 2**-20)
+    return math.ceil(share) if isinstance(tokens, int) else jnp.ceil(share).astype(jnp.int32)
 
 
 def rounded(priorities: jax.Array) -> jax.Array:
@@ -116,10 +120,16 @@ def rounded(priorities: jax.Array) -> jax.Array:
 
 
 def within_capacity(
-    experts: jax.Array, priorities: jax.Array, token_ids: jax.Array, num_experts: int, capacity: int, of_all_tokens
+    experts: jax.Array,
+    priorities: jax.Array,
+    token_ids: jax.Array,
+    num_experts: int,
+    capacity: int | jax.Array,
+    of_all_tokens,
 ) -> jax.Array:
     """Whether each assignment `[T, k]` of these tokens is among the first `capacity` of its expert; bool.
 
+    For assignments to no expert (E), which take no capacity, the result is not defined.
     The order is by decreasing `priorities [T, k]`, rounded to PRIORITY_BITS bits, then by increasing `token_ids [T]`,
     over the tokens of all devices, whose arrays `of_all_tokens` concatenates. Routing weights as priorities are
     Megatron-LM's policy `probs`, equal priorities its policy `position`, but Megatron-LM looks at one device's tokens.
@@ -150,7 +160,21 @@ def count_by_sequence(experts: jax.Array, sequences: jax.Array, num_sequences: i
     return jnp.dot(member, chosen, precision=lax.Precision.HIGHEST)
 
 
-def balance_loss(logits: jax.Array, counts: jax.Array, function: ScoreFunction, k: int, tokens: jax.Array | int):
+def _sum_of_real(values: jax.Array, is_real: jax.Array | None) -> jax.Array:
+    """The sum of `values [T, ...]`; those of padding, where `is_real [T]` is False, do not count."""
+    if is_real is not None:
+        values = jnp.where(is_real.reshape(-1, *[1] * (values.ndim - 1)), values, 0)
+    return jnp.sum(values)
+
+
+def balance_loss(
+    logits: jax.Array,
+    counts: jax.Array,
+    function: ScoreFunction,
+    k: int,
+    tokens: jax.Array | int,
+    is_real: jax.Array | None = None,
+) -> jax.Array:
     """Σ over these tokens of E / (k · tokens) · Σ_e counts_e · p_e: `logits [T, E]` → a number.
 
     p are the scores divided by their sum; `counts` (`[E]`, or `[T, E]` for each token's sequence) are the numbers of
@@ -159,27 +183,35 @@ def balance_loss(logits: jax.Array, counts: jax.Array, function: ScoreFunction, 
     probabilities = scores(logits, function)
     probabilities = probabilities / probabilities.sum(axis=-1, keepdims=True)
     fractions = lax.stop_gradient(counts) * (logits.shape[-1] / (k * tokens))
-    return jnp.sum(probabilities * fractions)
+    return _sum_of_real(probabilities * fractions, is_real)
 
 
-def z_loss(logits: jax.Array) -> jax.Array:
+def z_loss(logits: jax.Array, is_real: jax.Array | None = None) -> jax.Array:
     """Σ over these tokens of the squared log-normaliser, which keeps logits small."""
-    return jnp.sum(jnp.square(jax.nn.logsumexp(logits, axis=-1)))
+    return _sum_of_real(jnp.square(jax.nn.logsumexp(logits, axis=-1)), is_real)
 
 
-def entropy(logits: jax.Array, function: ScoreFunction) -> jax.Array:
+def entropy(logits: jax.Array, function: ScoreFunction, is_real: jax.Array | None = None) -> jax.Array:
     """Σ over these tokens of the entropy of their scores, in nats; without gradient."""
     probabilities = scores(lax.stop_gradient(logits), function)
     probabilities = probabilities / probabilities.sum(axis=-1, keepdims=True)
-    return -jnp.sum(jax.scipy.special.xlogy(probabilities, probabilities))
+    return -_sum_of_real(jax.scipy.special.xlogy(probabilities, probabilities), is_real)
 
 
-def sinkhorn(logits: jax.Array, tokens: int, sum_over_tokens, iterations: int = 20) -> jax.Array:
+def sinkhorn(
+    logits: jax.Array,
+    tokens: jax.Array | int,
+    sum_over_tokens,
+    is_real: jax.Array | None = None,
+    iterations: int = 20,
+) -> jax.Array:
     """Scores `[T, E]` scaled until all tokens and all experts have equal sums (Clark et al. 2022).
 
-    `sum_over_tokens` adds `[E]` over all devices, which have `tokens` tokens in total. Without gradient.
+    `sum_over_tokens` adds `[E]` over all devices, which have `tokens` real tokens in total; padding has scores of 0.
+    Without gradient.
     """
     cost = jax.nn.softmax(lax.stop_gradient(logits), axis=-1)
+    cost = cost if is_real is None else jnp.where(is_real[:, None], cost, 0)
     experts, multiply = logits.shape[-1], partial(jnp.dot, precision=lax.Precision.HIGHEST)
 
     def scale(_, by_expert: jax.Array) -> jax.Array:

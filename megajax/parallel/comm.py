@@ -111,7 +111,8 @@ class MeshComm(Comm):
         scores = Scores(self.scales.next(scale or q.shape[-1] ** -0.5), softcap, self.kernels.attention, measured)
         strategy, size, starts = self.collectives.context, self.context_size, positions.document_starts
         if size == 1:
-            return ops.measured_attention(q, k, v, window=window, document_starts=starts, sinks=sinks, **vars(scores))
+            settings = {"window": window, "document_starts": starts, "sinks": sinks, **vars(scores)}
+            return ops.measured_attention(q, k, v, **settings, is_real=positions.is_real)
         if window is not None and window >= q.shape[1] * size:
             window = None  # it includes every earlier token
         return over_context.attention(strategy, size, scores, window, q, k, v, positions, sinks)
@@ -187,6 +188,15 @@ class MeshComm(Comm):
     def vocabulary_start(self, local_size: int) -> jax.Array | int:
         """The first vocabulary row of this device; each device holds `local_size` rows."""
         return lax.axis_index("tensor") * local_size if self.tensor_size > 1 else 0
+
+    def sum_over_context(self, x: jax.Array) -> jax.Array:
+        """The sum over the parts of a sequence; devices of `tensor` hold the same tokens."""
+        return collectives.psum(x, "context") if self.context_size > 1 else x
+
+    def sum_over_batch(self, x: jax.Array) -> jax.Array:
+        """The sum over the devices that hold different sequences."""
+        axes = self._present(BATCH_AXES)
+        return collectives.psum(x, axes) if axes else x
 
     def max_over_tensor(self, x: jax.Array) -> jax.Array:
         return collectives.pmax(x, "tensor") if self.tensor_size > 1 else x

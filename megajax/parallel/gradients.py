@@ -56,7 +56,7 @@ def gradient_function(local: LocalModel, mesh: Mesh) -> Callable:
             return stack.weights.gather_once(params, scales, state)
 
         layers, *modules = map(gather_once, stacks, weight_amax)
-        counts, (batch, imbalance) = local.valid_tokens(batch), local.add_token_positions(batch)
+        counts, (batch, imbalance) = local.valid_tokens(batch), local.add_derived_fields(batch)
         tokens, layer_loss_scale = counts["loss"], local.layer_loss_scale(loss_scale)
         arrays = StepArrays(non_block, layers, local.random_key(step), loss_scale / tokens, layer_loss_scale)
         if local.prediction is not None:
@@ -108,7 +108,7 @@ def loss_function(local: LocalModel, mesh: Mesh) -> Callable:
         history = stack.weights.history_of_stage(state.get(FP8, {}))
         scales = stack.weights.scaling.scales(history, stack.weights.weight_amax(params))
         arrays = StepArrays(local.non_block.gather(params), stack.weights.gather_once(params, scales, state))
-        tokens, (batch, _) = local.valid_tokens(batch), local.add_token_positions(batch)
+        tokens, (batch, _) = local.valid_tokens(batch), local.add_derived_fields(batch)
         run = pipeline.loss if pipeline is not None else partial(_loss_over_microbatches, local)
         return sum_over_all(run(arrays, batch), local.sizes), tokens["loss"]
 

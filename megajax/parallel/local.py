@@ -8,10 +8,11 @@ import jax
 import jax.numpy as jnp
 
 from megajax.config import Config
+from megajax.config.data_schema import is_padded
 from megajax.config.kinds import MTP
 from megajax.config.sentences import format_keys
 from megajax.model.lora import is_trained
-from megajax.model.parts import BlockInputs
+from megajax.model.parts import BlockInputs, RealTokens
 from megajax.model.transformer import Transformer
 from megajax.parallel.comm import MeshComm
 from megajax.parallel.context.token_order import add_token_positions, token_positions_of
@@ -27,6 +28,8 @@ from megajax.step_plan import StepPlan
 
 # Folded into the step's key for jitter and for adapters; dropout of layers and branches uses smaller numbers.
 JITTER, ADAPTERS = 2**31, 2**31 + 1
+# Fields of a batch with padding, for `RealTokens`: `[M, B]`, `[M]`, `[M]`.
+REAL_COUNTS = ("real_lengths", "real_tokens", "real_sequences")
 Params = Mapping[str, jax.Array]
 Batch = Mapping[str, jax.Array]
 
@@ -100,7 +103,10 @@ class LocalModel:
         sequences = (microbatch * B * shards + self.comm.sequence_ids(B)).astype(jnp.uint32)
         positions = token_positions_of(batch, self.sizes["context"])
         token_ids = (sequences[:, None] * (S * self.sizes["context"]) + positions.index.astype(jnp.uint32)).reshape(-1)
-        model = self.config.model
+        model, real = self.config.model, None
+        if positions.is_real is not None:
+            own = self.comm.own_tokens(positions.is_real.reshape(-1))
+            real = RealTokens(own, *(batch[name] for name in REAL_COUNTS))
         return BlockInputs(
             batch["positions"],
             positions,
@@ -109,15 +115,30 @@ class LocalModel:
             jitter_key=None if key is None or not model.router.jitter else jax.random.fold_in(key, JITTER),
             adapter_key=None if key is None or not self.config.lora.dropout else jax.random.fold_in(key, ADAPTERS),
             layer_loss_scale=layer_loss_scale,
+            real=real,
         )
 
-    def add_token_positions(self, batch: Batch) -> tuple[dict[str, jax.Array], jax.Array | None]:
-        """`token_order.add_token_positions` for this device's fields `[M, B, S]`."""
+    def add_derived_fields(self, batch: Batch) -> tuple[dict[str, jax.Array], jax.Array | None]:
+        """`token_order.add_token_positions` for this device's fields `[M, B, S]`; if some are padding, REAL_COUNTS."""
         self.check_fields(batch)
-        return add_token_positions(batch, self.sizes["context"])
+        fields, imbalance = add_token_positions(batch, self.sizes["context"])
+        if "is_real" in batch:
+            lengths = self.comm.sum_over_context(batch["is_real"].sum(-1, dtype=jnp.int32))
+            sequences = jnp.stack([lengths, jnp.minimum(lengths, 1)]).sum(-1)
+            counts = lengths, *self.comm.sum_over_batch(sequences)
+            fields |= {name: jnp.maximum(a, 1) for name, a in zip(REAL_COUNTS, counts, strict=True)}
+        return fields, imbalance
 
     def check_fields(self, batch: Batch) -> None:
-        """Raise ValueError if a batch has segment_ids and the config does not, or the reverse."""
+        """Raise ValueError if a batch lacks segment_ids or is_real although the config's data has them.
+
+        And if it has segment_ids without `data.reset_attention`.
+        """
+        if is_padded(self.config.data, "train") and "is_real" not in batch:
+            raise ValueError(
+                f"the batch has no is_real and {format_keys(self.config, 'data.kind')} may be padded: give is_real, "
+                "False for padding."
+            )
         if ("segment_ids" in batch) != self.config.data.reset_attention:
             problem = "has" if "segment_ids" in batch else "has no"
             raise ValueError(

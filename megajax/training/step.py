@@ -15,6 +15,7 @@ from jax.tree_util import keystr
 
 from megajax.config import Config, ModelConfig
 from megajax.config.batch_schedule import sizes_by_tokens
+from megajax.config.data_schema import is_padded
 from megajax.config.kinds import MTP, layer_kinds
 from megajax.config.sentences import fail
 from megajax.mesh import mesh_sizes
@@ -45,6 +46,7 @@ BATCH_DTYPES = {
     "loss_mask": jnp.float32,
     "positions": jnp.int32,
     "segment_ids": jnp.int32,  # with `data.reset_attention` only
+    "is_real": jnp.bool_,  # False for padding; if `is_padded`, and allowed for any data
     "order": jnp.int32,  # the index of each token in its sequence, if `StepPlan.balances_context`
     # With `model.mtp_layers` [M, B, S, depth]: the token that each prediction module predicts, and whether it counts.
     "mtp_targets": jnp.int32,
@@ -219,6 +221,8 @@ class TrainProgram:
             fields = {name: field for name, field in fields.items() if name not in OF_MODULES}
         if not self.config.data.reset_attention:
             del fields["segment_ids"]
+        if not is_padded(self.config.data, "train"):
+            del fields["is_real"]
         if not self.plan.balances_context:
             del fields["order"]
         return fields

@@ -13,6 +13,7 @@ import optax
 from megajax.checkpoint import Checkpoints
 from megajax.config import Config
 from megajax.config.checks import check_mesh
+from megajax.config.data_schema import is_padded
 from megajax.mesh import build_mesh
 from megajax.parallel.weights.scaling import FP8
 from megajax.sharding import to_canonical
@@ -118,7 +119,8 @@ def batches(config: Config, seed: int) -> Iterator[dict[str, np.ndarray]]:
     """Fields `[global_size, S]` of each step; each sequence masks another share of its tokens, the first all.
 
     So a mean over devices or microbatches in place of one over tokens gives another loss. With `data.reset_attention`
-    sequences hold up to four documents.
+    sequences hold up to four documents. If the config's data may be padded, the first sequence is whole and of the
+    others up to seven eighths are padding.
     """
     rows, length = config.batch.global_size, config.batch.sequence_length
     rng = np.random.default_rng(seed)
@@ -130,6 +132,11 @@ def batches(config: Config, seed: int) -> Iterator[dict[str, np.ndarray]]:
             "loss_mask": rng.random((rows, length)) < np.linspace(0, 1, rows)[:, None],
             "positions": np.broadcast_to(np.arange(length), (rows, length)),
         }
+        if is_padded(config.data, "train"):
+            lengths = rng.integers(-(-length // 8), length + 1, rows)
+            lengths[0] = length
+            fields["is_real"] = np.arange(length) < lengths[:, None]
+            fields["loss_mask"] &= fields["is_real"]
         if config.data.reset_attention:
             documents = np.sort(rng.integers(0, 4, (rows, length)), axis=1)
             fields["segment_ids"] = documents

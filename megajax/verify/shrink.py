@@ -24,7 +24,7 @@ def shrink(
 ) -> tuple[Config, list[str]]:
     """(small config on one device, a line `key: from → to` per changed key); `meshes` give the size of every axis.
 
-    It trains on synthetic data, without warm-up. Only what `precision` names is not FP32, so that any difference above
+    It trains on random tokens, without warm-up. Only what `precision` names is not FP32, so that any difference above
     its rounding is an error. Raises ConfigError if the small sizes are refused.
     """
     units = _Units.of(config, meshes)
@@ -33,7 +33,7 @@ def shrink(
     stages = units.pipeline if config.model.mtp_layers else 1
     length = _multiple((8 * stages if precision == "fp8" else 2) * units.context * units.tensor, TOKENS)
     microbatches = math.lcm(2, units.pipeline) if config.batch.num_microbatches > 1 else 1
-    packed = config.data.reset_attention
+    packed, is_chat = config.data.reset_attention, config.data.kind == "chat"
     small: dict[str, dict[str, Any]] = {
         "run": {"steps": steps},
         "model": _small_model(config, units, length),
@@ -46,7 +46,8 @@ def shrink(
             "schedule": None,
         },
         "schedule": {"kind": "constant", "learning_rate": LEARNING_RATE, "min_learning_rate": 0.0, "warmup_steps": 0},
-        "data": {"kind": "synthetic", "synthetic_documents": 3 if packed else None},
+        # Chats remain chats, because their batches have padding; nothing reads them.
+        "data": {} if is_chat else {"kind": "synthetic", "synthetic_documents": 3 if packed else None},
         "logging": {"norms_interval": 0},
         "optimizer": {"state": "float32", "master": "float32"},  # the first step's gradients are read from the moments
     }
@@ -61,9 +62,8 @@ def shrink(
     if config.optimizer.kind == "sgd" and not config.optimizer.beta1:
         small["optimizer"]["beta1"] = 0.9
     settings, lines = config.model_dump(), []
-    settings["data"] = {
-        key: settings["data"][key] for key in ("reset_attention", "reset_positions") if config.data.kind != "chat"
-    } | ({"reset_attention": packed, "reset_positions": packed} if config.data.kind == "chat" else {})
+    of_data = ("kind", "train", "tokenizer", "pack") if is_chat else ("kind", "reset_attention", "reset_positions")
+    settings["data"] = {key: settings["data"][key] for key in of_data}
     before = config.model_dump()
     for section, changes in small.items():
         lines += _replace(settings[section], before[section], changes, section)

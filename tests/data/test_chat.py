@@ -105,6 +105,7 @@ def test_prompts_and_completions_count_the_completion_and_the_end(folder, tmp_pa
     assert samples.counted(0).tolist() == [False, False, True, True, True, True, False, False, False]
     batch = next(make_loader(config_of(folder, data, length=8), split="train", rows=np.arange(1), samples=samples))
     assert batch["loss_mask"].tolist() == [[0, 1, 1, 1, 1, 0, 0, 0]]
+    assert batch["is_real"].tolist() == [[True] * 6 + [False] * 2]
     assert batch["segment_ids"].tolist() == [[0] * 6 + [1] * 2] and batch["positions"][0].tolist()[:6] == [*range(6)]
 
 

@@ -2,6 +2,7 @@
 
 import math
 import pickle
+from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -241,6 +242,9 @@ def test_the_rest_of_a_validation_set_is_a_padded_sample(tmp_path, make_megatron
     for packing in (Packing(), Packing(mask_end_of_document_loss=True)):
         batch = make_batch(opened["valid"], [i], packing)
         assert batch["loss_mask"].tolist() == [[1, 0, 0]]
+    batches = {split: make_loader(config, split=split, rows=np.array([0])) for split in ("train", "valid")}
+    assert next(islice(batches["valid"], i, None))["is_real"].tolist() == [[True, True, False]]
+    assert "is_real" not in next(batches["train"])
     assert gpt_indices(np.array([4, 3]), None, 3, 1, drop_last=False).rows.shape == (3, 2)  # no rest
 
 

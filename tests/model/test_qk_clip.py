@@ -6,7 +6,7 @@ from functools import cache
 import jax
 import numpy as np
 import pytest
-from mesh_models import LATENT, LATENT_MODELS, MIXTRAL, MODELS
+from mesh_models import LATENT, LATENT_MODELS, MIXTRAL, MODELS, PADDED, UNPACKED
 from single_device import first_state, make_batches, make_config, weights_of
 
 from megajax.config.checks import check_mesh
@@ -56,17 +56,21 @@ def run(config):
     return canonical(program, state.weights), scores
 
 
+# Data by name, for the cache
+DATA = {"whole": {"kind": "synthetic"}, "packed": PADDED, "padded": UNPACKED}
+
+
 @cache
-def on_one_device(model, microbatches=1, threshold: float | None = 3.5, steps=2):
-    return run(make(model, None, threshold, microbatches, steps))
+def on_one_device(model, microbatches=1, threshold: float | None = 3.5, steps=2, data="whole"):
+    return run(make(model, None, threshold, microbatches, steps, data=DATA[data]))
 
 
 def rms_norm(x, weight, epsilon):
     return x / np.sqrt(np.mean(x**2, axis=-1, keepdims=True) + epsilon) * weight
 
 
-def bounds(config, w, tokens):
-    """The log-sum-exp of the scores of each head, its largest over all tokens: `[N]`, in float64."""
+def bounds(config, w, tokens, is_real=True):
+    """The log-sum-exp of the scores of each head, its largest over all real tokens: `[N]`, in float64."""
     prefix = "blocks.dense.attention."
     layer = {name.removeprefix(prefix): np.float64(a[0]) for name, a in w.items() if name.startswith(prefix)}
     x = rms_norm(np.float64(w["embedding.tokens"])[tokens], layer["norm"], config.model.norm_epsilon)
@@ -82,15 +86,19 @@ def bounds(config, w, tokens):
         k = np.repeat(k, q.shape[2] // k.shape[2], axis=2)
     scores = np.einsum("bqnh,bknh->bnqk", q, k) / math.sqrt(q.shape[-1])
     visible = np.tril(np.ones(scores.shape[-2:], bool))
-    return np.log(np.where(visible, np.exp(scores), 0).sum(-1)).max(axis=(0, 2))
+    lse = np.log(np.where(visible, np.exp(scores), 0).sum(-1))
+    return np.where(np.atleast_3d(is_real).swapaxes(1, 2), lse, 0).max(axis=(0, 2))
 
 
-@pytest.mark.parametrize(("model", "threshold"), [("grouped", 25.0), ("latent", 5.0)])
-def test_weights_of_heads_above_the_threshold_are_rescaled(model, threshold):
-    plain, (clipped, scores) = on_one_device(model, threshold=None, steps=1)[0], on_one_device(model, 1, threshold, 1)
-    config = make(model, steps=1)
+@pytest.mark.parametrize(("model", "threshold", "data"), [("grouped", 25.0, "whole"), ("latent", 5.0, "padded")])
+def test_weights_of_heads_above_the_threshold_are_rescaled(model, threshold, data):
+    plain, _ = on_one_device(model, 1, None, 1, data)
+    clipped, scores = on_one_device(model, 1, threshold, 1, data)
+    config = make(model, steps=1, data=DATA[data])
     [fields] = make_batches(config)
-    largest = bounds(config, steep(config), fields["tokens"].reshape(-1, fields["tokens"].shape[-1]))
+    largest = bounds(config, steep(config), fields["tokens"], fields.get("is_real", True))
+    of_padding = bounds(config, steep(config), fields["tokens"]) > largest
+    assert of_padding.any() == (data == "padded"), "some heads have larger scores in the padding"
     np.testing.assert_allclose(scores, largest.max(), rtol=1e-5)
     assert largest.min() < threshold < largest.max(), "some heads are clipped, and some are not"
     factor, expected = np.minimum(1, threshold / largest), dict(plain)
@@ -109,18 +117,18 @@ def test_weights_of_heads_above_the_threshold_are_rescaled(model, threshold):
 
 
 @pytest.mark.parametrize(
-    ("model", "mesh", "microbatches", "kernels"),
+    ("model", "mesh", "microbatches", "kernels", "data"),
     [
-        ("sinks", {"context": 2, "tensor": 4}, 2, {"context": "ring"}),  # twice as many devices as KV heads
-        ("mixtral", {"expert": 2, "context": 2}, 2, {"context": "all_gather"}),
+        ("sinks", {"context": 2, "tensor": 4}, 2, {"context": "ring"}, "packed"),  # twice as many devices as KV heads
+        ("mixtral", {"expert": 2, "context": 2}, 2, {"context": "all_gather"}, "whole"),
         # An empty slot; stages share the tokens of the module
-        ("predicting", {"pipeline": 2, "context": 2}, 2, {"context": "all_to_all"}),
+        ("predicting", {"pipeline": 2, "context": 2}, 2, {"context": "all_to_all"}, "padded"),
     ],
 )
-def test_a_mesh_rescales_as_one_device_does(model, mesh, microbatches, kernels):
+def test_a_mesh_rescales_as_one_device_does(model, mesh, microbatches, kernels, data):
     of_experts = microbatches if model == "mixtral" else 1  # their losses are those of a microbatch
-    expected, its_scores = on_one_device(model, of_experts)
-    found, scores = run(make(model, mesh, microbatches=microbatches, kernels=kernels))
+    expected, its_scores = on_one_device(model, of_experts, data=data)
+    found, scores = run(make(model, mesh, microbatches=microbatches, kernels=kernels, data=DATA[data]))
     np.testing.assert_allclose(scores, its_scores, rtol=1e-5)
     assert its_scores[0] > its_scores[1], "the first step clips"
     for name, weight in expected.items():

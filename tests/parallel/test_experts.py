@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from mesh_models import EXPERT_MODELS, MIXTRAL, UNEVEN, uneven_weights
+from mesh_models import EXPERT_MODELS, MIXTRAL, PADDED, UNEVEN, UNPACKED, uneven_weights
 
 from megajax import ops
 from megajax.checkpoint import Checkpoints
@@ -41,15 +41,15 @@ MODELS["uneven"] = {**UNEVEN, "mlp_bias": True}
 # model, mesh, microbatches, other sections
 CASES = [
     pytest.param("mixtral", {"data": 2, "fsdp": 2, "tensor": 2}, 2, {}, marks=pytest.mark.smoke),
-    ("sinkhorn", {"context": 2, "tensor": 2, "fsdp": 2}, 1, {"remat": {"policy": "selective"}}),
+    ("sinkhorn", {"context": 2, "tensor": 2, "fsdp": 2}, 1, {"remat": {"policy": "selective"}, "data": UNPACKED}),
     ("mixtral", {"expert": 4, "fsdp": 2}, 2, {"kernels": {"dispatch": "all_gather", "scan_unroll": 2}}),
-    ("mixtral", {"expert": 2, "pipeline": 2}, 2, {"pipeline": {"schedule": "zero_bubble"}}),
+    ("mixtral", {"expert": 2, "pipeline": 2}, 2, {"pipeline": {"schedule": "zero_bubble"}, "data": PADDED}),
     # Folded: experts over several axes, with their width whole or over `tensor`.
     (
         "mixtral",
         {"expert": 2, "context": 2, "tensor": 2, "experts_over": ("expert", "context", "tensor")},
         2,
-        {"remat": {"policy": "save_matmuls"}, "kernels": {"dispatch": "all_to_all"}},
+        {"remat": {"policy": "save_matmuls"}, "kernels": {"dispatch": "all_to_all"}, "data": PADDED},
     ),
     (
         "deepseek",
@@ -58,7 +58,7 @@ CASES = [
         {"remat": {"policy": "full"}, "kernels": {"dispatch": "all_to_all"}},
     ),
     ("mixtral", {"data": 2, "context": 2, "fsdp": 2, "experts_over": ("fsdp", "data", "context")}, 2, {}),
-    ("position", {"expert": 2, "context": 2, "data": 2}, 1, {"kernels": {"dispatch": "all_gather"}}),
+    ("position", {"expert": 2, "context": 2, "data": 2}, 1, {"kernels": {"dispatch": "all_gather"}, "data": UNPACKED}),
 ]
 
 
@@ -78,7 +78,8 @@ def test_experts_train_on_a_mesh_as_on_one_device(table, reference, model, mesh,
     expected = reference(config)
     difference = table.compare(found := table.train(config, expected.initial), expected)
     assert not difference.problems(), difference
-    tokens = config.batch.global_size * config.batch.sequence_length * config.model.experts_per_token
+    of_steps = [fields.get("is_real", np.ones_like(fields["tokens"])).sum() for fields in table.make_batches(config)]
+    tokens = np.array(of_steps)[:, None] * config.model.experts_per_token
     assert (found.router["expert_counts"].sum(axis=-1) == tokens).all()
 
 

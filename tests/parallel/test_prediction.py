@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from mesh_models import MIXTRAL, MODELS
+from mesh_models import MIXTRAL, MODELS, PADDED
 
 from megajax.config import Config
 from megajax.config.checks import check_mesh
@@ -158,7 +158,7 @@ EXPERTS = MIXTRAL | {"router": {"score_function": "sigmoid", "expert_bias": True
 # model, depth, mesh, microbatches, other sections
 MESHES = {
     "context and stages": (DENSE, 2, {"context": 2, "tensor": 2, "pipeline": 2}, 2, PACKED),
-    "experts and stages": (EXPERTS, 1, {"expert": 2, "pipeline": 2}, 2, {"remat": {"policy": "full"}}),
+    "experts and stages": (EXPERTS, 1, {"expert": 2, "pipeline": 2}, 2, {"remat": {"policy": "full"}, "data": PADDED}),
 }
 
 

@@ -68,6 +68,10 @@ FIRST_DENSE = DEEPSEEK | {"num_layers": 6, "first_dense_layers": 1, "ffn_hidden_
 EVERY_SECOND = MIXTRAL | {"num_layers": 4, "moe_layer_interval": 2, "ffn_hidden_size": 64, "expert_ffn_hidden_size": 48}
 MIXED_MODELS = {"first dense": FIRST_DENSE, "every second": EVERY_SECOND}
 
+# Batches with padding: conversations, packed or each in a sequence; no file is read.
+PADDED = {"kind": "chat", "train": "chats.jsonl", "tokenizer": "byte"}
+UNPACKED = PADDED | {"pack": False}
+
 # Latent attention (DeepSeek-V2 and V3): every width differs from the others, values are narrower than keys.
 LATENT = {
     "num_layers": 2,

@@ -77,14 +77,17 @@ def _all_to_all(
         a = collectives.all_to_all(a, "context", split_axis=2, concat_axis=1, tiled=True)
         return checkpoint_name(_to_sequence(a, context), "exchanged")
 
-    starts = positions.document_starts
-    if starts is not None:
-        starts = _to_sequence(collectives.all_gather(starts, "context", axis=1, tiled=True), context)
+    def of_sequence(a: jax.Array | None) -> jax.Array | None:
+        return a if a is None else _to_sequence(collectives.all_gather(a, "context", axis=1, tiled=True), context)
+
+    starts = of_sequence(positions.document_starts)
+    is_real = of_sequence(positions.is_real) if scores.measured else None
     q, k, v = (to_heads(a) for a in (q, k, v))
     first = lax.axis_index("context") * q.shape[2]  # of this device's heads
     if sinks is not None:
         sinks = lax.dynamic_slice_in_dim(sinks, first, q.shape[2])
-    out, largest = ops.measured_attention(q, k, v, window=window, document_starts=starts, sinks=sinks, **vars(scores))
+    settings = {"window": window, "document_starts": starts, "sinks": sinks, "is_real": is_real, **vars(scores)}
+    out, largest = ops.measured_attention(q, k, v, **settings)
     out = collectives.all_to_all(_to_stored(out, context), "context", split_axis=1, concat_axis=2, tiled=True)
     return checkpoint_name(out, "exchanged"), among_heads(largest, first, heads)
 
@@ -119,7 +122,7 @@ def _distributed(strategy: Strategy, q, k, v, positions: TokenPositions, sinks: 
 def _distributed_forward(strategy: Strategy, q, k, v, positions: TokenPositions, sinks: jax.Array | None):
     forward = {"ring": _ring, "all_gather": _gathered}[strategy.name]
     out, lse = forward(strategy, q, k, v, positions)
-    largest = largest_score(strategy.scores, lse)
+    largest = largest_score(strategy.scores, lse, positions.is_real)
     if sinks is not None:
         out, lse = add_sinks((out, lse), sinks)
     # The remat policies that keep attention keep these residuals by name.

@@ -46,7 +46,7 @@ def attention(
 def _forward(strategy: Strategy, column_linear: Linear, q, keys: LatentKeys, positions: TokenPositions):
     run = {"ring": _ring, "all_gather": _gathered}[strategy.name]
     out, lse = run(strategy, column_linear, q, keys, positions)
-    largest = largest_score(strategy.scores, lse)
+    largest = largest_score(strategy.scores, lse, positions.is_real)
     out, lse = (checkpoint_name(a, "attention") for a in (out.astype(q.dtype), lse))
     return (out, largest), (q, keys, positions, out, lse)
 

@@ -102,7 +102,7 @@ def token_positions_of(fields: Mapping[str, jax.Array], context: int) -> TokenPo
     """The positions of one microbatch's tokens, from fields of `add_token_positions`, `[B, S / context]`."""
     shape, index = fields["tokens"].shape, fields.get("order")
     own = jnp.broadcast_to(own_index(shape[1], context), shape) if index is None else index
-    return TokenPositions(own, fields.get("document_starts"), fields.get("chunks"))
+    return TokenPositions(own, *map(fields.get, ("document_starts", "chunks", "is_real")))
 
 
 def sequence_ranges(positions: TokenPositions, window: int | None) -> Ranges:

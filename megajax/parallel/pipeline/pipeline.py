@@ -166,7 +166,8 @@ class _Run:
         if self.local.prediction is None:
             return own, inputs
         positions = of_stage(inputs.positions.reshape(-1)).reshape(len(inputs.positions), -1)
-        return own, replace(inputs, positions=positions, token_ids=of_stage(inputs.token_ids))
+        real = inputs.real and replace(inputs.real, is_real=of_stage(inputs.real.is_real))
+        return own, replace(inputs, positions=positions, token_ids=of_stage(inputs.token_ids), real=real)
 
     def send(self, x: jax.Array, step: int) -> jax.Array:
         """Send `x` to the next (`step` 1) or previous (-1) stage; between last and first stage only with rounds."""

@@ -73,7 +73,7 @@ class RematGroups:
             return self._group_forward(*arguments, program=at.program, save=True)[1]
 
         arguments = weights, x, inputs, at.layers
-        return self._once(("layout", at.program, x.shape), lambda: Layout(residuals, *arguments))
+        return self._once(("layout", at.program, x.shape), inputs, lambda: Layout(residuals, *arguments))
 
     def split(self, at: Group, weights: GroupWeights, saved: Any, dy: jax.Array, inputs: BlockInputs) -> SplitBackward:
         """The backward pass of a group in two parts, for the arguments `(weights, saved, dy, inputs, at.layers)`."""
@@ -82,10 +82,11 @@ class RematGroups:
             return self.backward(at._replace(layers=layers), weights, saved, dy, inputs)
 
         arguments = weights, saved, dy, inputs, at.layers
-        return self._once(("split", at.program, dy.shape), lambda: SplitBackward(backward, *arguments))
+        return self._once(("split", at.program, dy.shape), inputs, lambda: SplitBackward(backward, *arguments))
 
-    def _once(self, key: Any, trace: Callable[[], Any]) -> Any:
+    def _once(self, key: Any, inputs: BlockInputs, trace: Callable[[], Any]) -> Any:
         """A cached result of `trace`; not cached if every call of attention must be different (`AttentionScales`)."""
+        key = key, jax.tree.structure(inputs)  # the next batch may have padding
         if self.comm.deterministic or key not in self._traced:
             self._traced[key] = trace()
         return self._traced[key]
