@@ -122,9 +122,10 @@ class MoE(Part):
         metrics = self.metrics(logits, experts, inputs, comm, tokens) if training else {}
         if r.capacity_factor is not None:
             kept = self.within_capacity(experts, weights, inputs, comm)
-            dropped = ~kept if real is None else real.is_real[:, None] & ~kept
             experts = checkpoint_name(jnp.where(kept, experts, c.num_experts), "routing")
-            metrics |= {"dropped_tokens": jnp.sum(dropped, dtype=jnp.int32)} if training else {}
+            if training:
+                dropped = ~kept if real is None else real.is_real[:, None] & ~kept
+                metrics["dropped_tokens"] = jnp.sum(dropped, dtype=jnp.int32)
         if "filled" in state:
             experts = checkpoint_name(jnp.where(state["filled"], experts, c.num_experts), "routing")
         return experts, weights, metrics
