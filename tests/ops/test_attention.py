@@ -95,7 +95,7 @@ def test_sinks_are_added_to_what_kernels_compute_without_them(check_op, qkv, rng
         index = jnp.broadcast_to(jnp.arange(S), (2, S))
         ranges = causal_ranges(index, document_starts(jnp.asarray(SEGMENTS)), options["window"])
         scores = Scores(options["scale"], options["softcap"], "reference")
-        return _whole(scores, None, q, k, v, ranges, sinks)[0]
+        return _whole(scores, None, q, k, v, ranges, sinks, None)[0]
 
     arguments = [*qkv(N=6, K=2, H=8), rng.normal(size=6)]
     check_op(op, lambda *args: numpy_attention(*args, **options), arguments, thorough=False)
@@ -114,7 +114,7 @@ def test_values_may_be_of_another_width_than_keys(check_op, rng, width):
     check_op(lambda *qkv: attention(*qkv, implementation="reference"), numpy_attention, [q, k, v])
     ranges = causal_ranges(jnp.arange(S)[None], None, None)
     scores = Scores(8**-0.5, None, "reference")
-    check_op(lambda *qkv: _whole(scores, None, *qkv, ranges, None)[0], numpy_attention, [q, k, v], thorough=False)
+    check_op(lambda *qkv: _whole(scores, None, *qkv, ranges, None, None)[0], numpy_attention, [q, k, v], thorough=False)
 
 
 def test_scores_and_softmax_are_float32_for_bfloat16_inputs(error, qkv):
