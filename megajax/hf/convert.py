@@ -17,7 +17,6 @@ from megajax.config.kinds import MTP
 from megajax.config.tree import show
 from megajax.errors import ConfigError, InputError
 from megajax.hf.deepseek import DeepseekV2, DeepseekV3, KimiK2
-from megajax.hf.defaults import DEFAULTS
 from megajax.hf.families import Gemma2, Gemma3Text, Nemotron, Olmo2, Phi3, SmolLm3
 from megajax.hf.folder import HEAD, Weights, read_config, write_folder
 from megajax.hf.gpt2 import Gpt2
@@ -25,7 +24,7 @@ from megajax.hf.gpt_oss import GptOss
 from megajax.hf.llama import Llama, Mistral, Mixtral, Qwen2, Qwen3, Qwen3Moe
 from megajax.hf.reader import Reader, check_tensors, unpadded
 from megajax.hf.tensors import Tensor, assembled, tensor_names
-from megajax.hf.values import check_section, check_values
+from megajax.hf.values import check_section, check_values, complete
 from megajax.model.block import layer_state, state_by_name
 
 
@@ -68,7 +67,7 @@ FAMILIES: dict[str, Family] = {
 
 
 def read_folder(folder: str | Path) -> tuple[Family, dict[str, Any], dict[str, Any]]:
-    """(family, section `model`, config.json with the family's defaults) of a folder.
+    """(family, section `model`, complete config.json) of a folder.
 
     Raises InputError for a family that is not known, a value that no model has, and a model that megajax does not have.
     """
@@ -76,7 +75,7 @@ def read_folder(folder: str | Path) -> tuple[Family, dict[str, Any], dict[str, A
     name = config["model_type"]
     if name not in FAMILIES:
         raise InputError(f"{path}: model_type={name} is not known: megajax reads {', '.join(sorted(FAMILIES))}.")
-    family, config = FAMILIES[name], DEFAULTS[name] | config
+    family, config = FAMILIES[name], complete(config, path)
     check_values(config, family.names, path)
     try:
         section = family.read(config)

@@ -1,4 +1,4 @@
-"""Values of the keys that a family's config.json may lack: those of transformers 5, which leaves equal ones out.
+"""Values of the keys that a family's config.json may lack, and other names of keys: those of transformers 5.
 
 Keys that are not here have no effect when they are absent. A null stands for a value only in NULLABLE.
 """
@@ -8,6 +8,19 @@ from typing import Any
 Json = dict[str, Any]
 NULLABLE = ("num_key_value_heads", "sliding_window", "final_logit_softcapping", "attn_logit_softcapping")
 NULLABLE += ("q_lora_rank", "n_group", "topk_group")
+
+# Other names of a family's keys
+ALIASES: dict[str, dict[str, str]] = {
+    "gpt2": {
+        "hidden_size": "n_embd",
+        "max_position_embeddings": "n_positions",
+        "num_attention_heads": "n_head",
+        "num_hidden_layers": "n_layer",
+    },
+    **{family: {"num_experts": "num_local_experts"} for family in ("mixtral", "qwen3_moe", "gpt_oss")},
+    "deepseek_v2": {"num_experts": "n_routed_experts"},
+    "deepseek_v3": {"num_local_experts": "n_routed_experts", "num_mtp_layers": "num_nextn_predict_layers"},
+}
 
 
 def _sizes(layers: int, width: int, heads: int, ffn: int, vocabulary: int, positions: int) -> Json:
@@ -70,7 +83,7 @@ DEFAULTS: dict[str, Json] = {
     "qwen3": QWEN2 | {"head_dim": 128},
     "qwen3_moe": LLAMA
     | _sizes(24, 2048, 32, 6144, 151_936, 32_768)
-    | {"num_key_value_heads": 4, "sliding_window": 4096, "num_experts": 128, "num_experts_per_tok": 8}
+    | {"num_key_value_heads": 4, "sliding_window": 4096, "num_local_experts": 128, "num_experts_per_tok": 8}
     | {"moe_intermediate_size": 768},
     "gemma2": GEMMA2,
     "gemma3_text": GEMMA2

@@ -34,8 +34,11 @@ class Gemma2(Llama):
         options |= {"norm_placement": "both", "norm_zero_centred": True, "scale_embeddings": True}
         if config["query_pre_attn_scalar"] != config["head_dim"]:
             options["attention_scale"] = config["query_pre_attn_scalar"] ** -0.5
-        period, layers = config["sliding_window_pattern"], range(config["num_hidden_layers"])
-        kinds = config.get("layer_types") or [LOCAL if (i + 1) % period else GLOBAL for i in layers]
+        kinds, period = config.get("layer_types"), config["sliding_window_pattern"]
+        if kinds is None:
+            if self.model_type == "gemma2" and period != 2:  # transformers 4 reads it, 5 does not
+                raise ValueError(f"sliding_window_pattern={period} without layer_types")
+            kinds = [LOCAL if (i + 1) % period else GLOBAL for i in range(config["num_hidden_layers"])]
         return options | windows(kinds, config["sliding_window"])
 
     def write_options(self, model: ModelConfig) -> Json:
@@ -139,6 +142,8 @@ class SmolLm3(Qwen2):
     model_type, architecture = "smollm3", "SmolLM3ForCausalLM"
 
     def read_options(self, config: Json) -> Json:
+        if LOCAL in (config.get("layer_types") or ()) and not config.get("use_sliding_window"):
+            raise ValueError(f"use_sliding_window=false with {LOCAL} in layer_types")  # some kernels use the window
         layers, interval = range(config["num_hidden_layers"]), config["no_rope_layer_interval"]
         rotated = config.get("no_rope_layers") or [int((i + 1) % interval != 0) for i in layers]
         options = Llama.read_options(self, config)

@@ -222,7 +222,7 @@ class Qwen3Moe(Qwen3, Mixtral):
             raise ValueError(f"mlp_only_layers={plain} are not the first layers")
         normalised = config.get("norm_topk_prob", False)
         options = Qwen3.read_options(self, config) | {
-            "num_experts": config["num_local_experts"] if "num_local_experts" in config else config["num_experts"],
+            "num_experts": config["num_local_experts"],
             "experts_per_token": config["num_experts_per_tok"],
             "expert_ffn_hidden_size": config["moe_intermediate_size"],
             "router": {"pre_softmax": not normalised, "normalise": normalised},

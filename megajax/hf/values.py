@@ -10,7 +10,7 @@ from megajax.config import ModelConfig
 from megajax.config.load import describe_problem
 from megajax.config.tree import show
 from megajax.errors import InputError
-from megajax.hf.defaults import DEFAULTS, NULLABLE
+from megajax.hf.defaults import ALIASES, DEFAULTS, NULLABLE
 
 # Keys that a family computes with before they become keys of the section `model`.
 TYPES: dict[type, tuple[str, ...]] = {
@@ -31,10 +31,24 @@ WORDS = {dict: "a mapping", list: "a list", int: "a whole number of 1 or more"}
 SMALLEST = {"num_layers": 1, "hidden_size": 1, "num_heads": 1, "vocab_size": 1}
 
 
+def complete(config: Mapping[str, Any], path: Path) -> dict[str, Any]:
+    """config.json with the family's defaults, and each key under the name that megajax reads.
+
+    Raises InputError for two names of a key with different values.
+    """
+    found, family = dict(config), config["model_type"]
+    for alias, key in ALIASES.get(family, {}).items():
+        if (value := config.get(alias)) is not None:
+            if config.get(key, value) != value:
+                raise InputError(f"{path}: {key}={show(config[key])}, but {alias}={show(value)}: remove the wrong one.")
+            found[key] = value
+    return DEFAULTS[family] | found
+
+
 def check_values(config: Mapping[str, Any], names: Mapping[str, str], path: Path) -> None:
     """Raise InputError for a value of config.json that no model has; `names` are its keys for those of `model`.
 
-    `config` has the family's defaults.
+    `config` is complete.
     """
     for key, default in DEFAULTS[config["model_type"]].items():
         if config[key] is None and default is not None and key not in NULLABLE:

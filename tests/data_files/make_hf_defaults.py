@@ -3,6 +3,7 @@
 Needs the environment of make_transformers_references.py; it writes beside itself, the same bytes each time. For each
 model_type `default` are the keys of a config.json with nothing else. `removed` and `null` begin with the config.json of
 a tiny model in this directory: for each key that is taken away, or null, the keys whose values change (null: refused).
+`two` has keys that say the same thing twice: those that are taken away, those that are given, what changes.
 """
 
 import json
@@ -20,6 +21,36 @@ FAMILIES += " deepseek_v2 deepseek_v3 gpt_oss"
 COMMON = PreTrainedConfig().to_dict().keys() - {"tie_word_embeddings"}
 # Of training, of ids, or of layouts that only the program uses
 OTHERS = {"use_cache", "initializer_range", "pretraining_tp", "output_router_logits", "reorder_and_upcast_attn"}
+LOCAL = ["sliding_attention"] * 3
+TWO = {
+    "gpt2": [(["n_embd"], {"hidden_size": 64}), ([], {"num_hidden_layers": 5})],
+    "mixtral": [([], {"num_experts": 8}), (["num_local_experts"], {"num_experts": 6})],
+    "qwen2": [
+        ([], {"use_sliding_window": False, "layer_types": LOCAL}),
+        (["layer_types"], {"max_window_layers": 1}),
+        ([], {"max_window_layers": 1}),
+    ],
+    "qwen3_moe": [([], {"num_experts": 8}), (["num_local_experts"], {"num_experts": 8})],
+    "gemma3_text": [
+        (["layer_types"], {"sliding_window_pattern": 2}),
+        (["layer_types"], {"sliding_window_pattern": 2, "_sliding_window_pattern": 3}),
+        ([], {"sliding_window_pattern": 2}),
+    ],
+    "phi3": [([], {"partial_rotary_factor": 0.25})],
+    "nemotron": [([], {"rms_norm_eps": 0.1})],
+    "smollm3": [
+        ([], {"no_rope_layer_interval": 2}),
+        (["no_rope_layers"], {"no_rope_layer_interval": 2}),
+        (["layer_types"], {"use_sliding_window": True, "sliding_window": 8}),
+    ],
+    "deepseek_v2": [(["n_routed_experts"], {"num_experts": 4}), ([], {"num_experts": 4})],
+    "deepseek_v3": [
+        (["n_routed_experts"], {"num_local_experts": 8}),
+        ([], {"num_local_experts": 8}),
+        (["num_nextn_predict_layers"], {"num_mtp_layers": 2}),
+    ],
+    "gpt_oss": [([], {"num_experts": 8}), (["num_local_experts"], {"num_experts": 8})],
+}
 
 
 def is_read(key: str) -> bool:
@@ -56,6 +87,10 @@ def main() -> None:
         out[family] = {
             "default": resolve({"model_type": family}),
             "removed": {key: changes(without[key], whole) for key in keys},
+            "two": [
+                [drop, given, changes({k: v for k, v in config.items() if k not in drop} | given, whole)]
+                for drop, given in TWO.get(family, ())
+            ],
             "null": {key: changes(config | {key: None}, whole) for key in keys},
         }
     lines = []

@@ -15,6 +15,12 @@ GOLDEN = json.loads((FILES / "hf_defaults.json").read_text())
 TINY = {"qwen3": "qwen3_local", "qwen3_moe": "qwen3_moe_mixed"}
 
 
+def tiny(family: str) -> dict:
+    """The config.json of a tiny model that transformers wrote."""
+    with zipfile.ZipFile(FILES / f"tiny_{TINY.get(family, family)}.zip") as archive:
+        return json.loads(archive.read("config.json"))
+
+
 def model_of(folder: Path, config: dict) -> ModelConfig | None:
     """None if the config.json is refused."""
     (folder / "config.json").write_text(json.dumps(config))
@@ -40,8 +46,7 @@ def test_a_config_with_no_key_is_that_of_transformers(tmp_path, family):
 @pytest.mark.smoke
 @pytest.mark.parametrize("family", GOLDEN)
 def test_a_key_that_is_absent_or_null_has_the_value_of_transformers_or_is_refused(tmp_path, family):
-    with zipfile.ZipFile(FILES / f"tiny_{TINY.get(family, family)}.zip") as archive:
-        config = json.loads(archive.read("config.json"))
+    config = tiny(family)
     assert model_of(tmp_path, config) is not None
     for key, changes in GOLDEN[family]["removed"].items():
         if changes is not None:  # transformers reads it
@@ -54,3 +59,13 @@ def test_a_key_that_is_absent_or_null_has_the_value_of_transformers_or_is_refuse
             older = {"num_key_value_heads": heads, "head_dim": config.get("hidden_size", 0) // heads}
             changes = {key: older.get(key, False)}
         assert found in (None, model_of(tmp_path, config | changes)), key
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("family", [family for family, golden in GOLDEN.items() if golden["two"]])
+def test_of_two_keys_for_one_thing_that_of_transformers_counts_or_both_are_refused(tmp_path, family):
+    config = tiny(family)
+    for absent, given, changes in GOLDEN[family]["two"]:
+        found = model_of(tmp_path, {name: value for name, value in config.items() if name not in absent} | given)
+        expected = None if changes is None else model_of(tmp_path, config | changes)
+        assert found == expected or (not absent and found is None), given

@@ -120,3 +120,10 @@ def test_options_of_published_families_that_few_models_set_are_kept_or_refused(t
     assert everywhere.layer_pattern is None and family_for(everywhere).model_type == "qwen3"
     with pytest.raises(InputError, match="mlp_bias=true"):  # transformers' OLMo 2 has no such biases
         model_of(model_type="olmo2", num_hidden_layers=2, mlp_bias=True)
+    # Versions and kernels of transformers differ
+    with pytest.raises(InputError, match="sliding_window_pattern=3 without layer_types"):
+        model_of(model_type="gemma2", num_hidden_layers=3, sliding_window_pattern=3)
+    local = {"layer_types": ["sliding_attention"] * 4, "sliding_window": 8}
+    with pytest.raises(InputError, match="use_sliding_window=false with sliding_attention in layer_types"):
+        model_of(model_type="smollm3", num_hidden_layers=4, **local)
+    assert model_of(model_type="smollm3", num_hidden_layers=4, **local, use_sliding_window=True).sliding_window == 8
