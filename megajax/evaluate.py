@@ -57,6 +57,8 @@ def documents(path: str, model: Any, json_key: str) -> Iterator[Document]:
         tokens = dataset.document(i).tolist()
         if tokens and tokens[-1] in model.stop_tokens:
             tokens = tokens[:-1]
+        if tokens and tokens[0] == model.begin_token:  # every document gets it
+            tokens = tokens[1:]
         if tokens:
             yield Document(tokens, len(model.tokenizer.decode(tokens).encode()) if model.tokenizer else None)
 

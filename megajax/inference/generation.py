@@ -202,14 +202,18 @@ def continue_texts(
 ) -> list[str]:
     """The continuation of each prompt (a text, or its tokens), cut before the first of the texts `stop`.
 
+    A special token, which is not in the text, ends it too if a text of `stop` has its name.
     `on_text` gets the text of a single prompt piece by piece. For `growing` and errors see `Generator.tokens`.
     """
     tokenizer = model.tokenizer
     assert tokenizer is not None, "the model has no tokenizer"
     encoded = [model.encode(prompt) if isinstance(prompt, str) else list(prompt) for prompt in prompts]
     chunk = 8 if on_text else LENGTH_MULTIPLE if stop else None
+    ends = {tokenizer.token_id(name) for name in tokenizer.special_tokens if any(name in text for text in stop)}
     printed, texts = 0, [""] * len(prompts)
     for rows in generator(model, sampling).tokens(encoded, max_tokens, seed, chunk, growing):
+        ended = [next((i for i, token in enumerate(row) if token in ends), None) for row in rows]
+        rows = [row[:end] for row, end in zip(rows, ended, strict=True)]
         texts = [decode_after(tokenizer, *each) for each in zip(encoded, rows, strict=True)]
         cut = [min((text.find(end) for end in stop if end in text), default=-1) for text in texts]
         texts = [text if end < 0 else text[:end] for text, end in zip(texts, cut, strict=True)]
@@ -219,7 +223,7 @@ def continue_texts(
             ready = len(texts[0].rstrip("\ufffd")) - held
             on_text(texts[0][printed:ready])
             printed = max(printed, ready)
-        if all(end >= 0 for end in cut):
+        if all(end >= 0 or token is not None for end, token in zip(cut, ended, strict=True)):
             break
     if on_text:
         on_text(texts[0][printed:])

@@ -300,6 +300,7 @@ WARNED = {
     "logging.norms_interval=2000": ("", "run.steps=1000"),
     "data.reset_attention=true": ("", "data.synthetic_documents=null"),
     "data.mask_end_of_document_loss=true": ("", "data.synthetic_documents=null"),
+    "data.begin_of_document=true": ("", "data.kind=synthetic"),
     "data.synthetic_documents=4": ("", "data.reset_attention=false"),
     "kernels.context=all_gather": ("", "mesh.context=1"),
 }

@@ -134,6 +134,15 @@ def test_epochs_have_different_orders_and_a_run_resumes_in_them(folder):
     np.testing.assert_array_equal(next(resumed)["tokens"], whole[3][1:])
 
 
+def test_characters_of_a_message_do_not_move_the_mask(folder):
+    """The marks of the assistant's text cannot be written by a message."""
+    source = "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% else %}{% generation %}{{ m.content }}"
+    template = ChatTemplate(source + "{% endgeneration %}{% endif %}{% endfor %}", {}, "t")
+    said = "a\ufdd0b\ufdd1\ufdd0"
+    text, spans = template.with_answers([{"role": "user", "content": said}, {"role": "assistant", "content": said}])
+    assert text == 2 * said and spans == [(5, 10)] and template.render([{"role": "user", "content": said}]) == said
+
+
 MISTAKES = {
     "{": "line 1 is not JSON",
     '{"text": "a"}': 'line 1 has neither "messages" nor "prompt" and "completion"',

@@ -50,6 +50,12 @@ def test_documents_keep_their_place_and_their_tokens():
     assert 340 < chosen < 460 and 0.15 < suffix_first / chosen < 0.45  # empty prefixes are among them
 
 
+def test_the_token_that_begins_a_document_stays_first():
+    document = np.array([7, *range(10, 20), END], np.int32)
+    out = Infilling(1.0, 0.0, (PRE, MID, SUF), END, 7, begin=7)(document, [12], 0)
+    assert out[:2].tolist() == [7, PRE] and out[-1] == END and {SUF, MID} < set(out[2:-1].tolist())
+
+
 @pytest.fixture
 def config_of(tmp_path):
     names = ["<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>", "<|endoftext|>"]

@@ -5,6 +5,7 @@ import json
 import sys
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 
@@ -18,6 +19,7 @@ from megajax.data.special_tokens import first_token, framed, stop_tokens, turn_e
 from megajax.data.tokenizers import keep_tokenizer, load_tokenizer
 from megajax.errors import InputError
 from megajax.hf import beside
+from megajax.training.loop import Trainer
 
 FILES = Path(__file__).parents[1] / "data_files"
 sys.path.append(str(FILES))
@@ -183,3 +185,30 @@ def test_data_of_a_base_model_need_no_template(tmp_path):
     assert stop_tokens(folder, tokenizer, 257, chat=False) == (257,)
     (folder / "chat_template.jinja").write_text("{{ raise_exception('only with tools') }}")
     assert stop_tokens(folder, tokenizer, 257) == (257,)
+
+
+def test_a_base_model_tuned_on_chats_stops_where_they_do(tmp_path):
+    """In generation and in the exported folder; its prompts begin as those of its training."""
+    folder, template = tmp_path / "llama3", tmp_path / "chatml.jinja"
+    write_family("llama3", folder, MODEL)
+    names = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps(names | {"eos_token": "<|end_of_text|>"}))
+    template.write_text(CHATML.replace("<|im_end|>", "<|eom_id|>"))
+    config = config_of(folder, [{"messages": CHAT}], kind="chat", length=120, chat_template=str(template))
+    trainer = Trainer(config, jax.devices()[:1])
+    trainer.save()
+    trainer.close()
+    model = megajax.load_run(tmp_path / "run")
+    assert (model.stop_tokens, model.begin_token, model.prefix_token) == ((258, 261), 257, 257)
+    assert model.encode("a") == [257, 64] and model.encode("<|begin_of_text|>a") == [257, 64]
+    assert model.encode("a", special_tokens=False) == [64]
+    files, keys = beside.collect(tmp_path / "run", config)
+    assert keys["eos_token_id"] == json.loads(files["generation_config.json"])["eos_token_id"] == [258, 261]
+    assert files["chat_template.jinja"] == template.read_bytes()
+    # A folder keeps its own settings for generation, with the new end.
+    (tmp_path / "run/generation_config.json").write_text('{"eos_token_id": 258, "top_k": 5}')
+    files, keys = beside.collect(tmp_path / "run", config)
+    assert json.loads(files["generation_config.json"]).items() >= {"eos_token_id": [258, 261], "top_k": 5}.items()
+    (tmp_path / "run/generation_config.json").write_text('{"eos_token_id": [261, 258]}\n')
+    files, keys = beside.collect(tmp_path / "run", config)
+    assert files["generation_config.json"] == b'{"eos_token_id": [261, 258]}\n'

@@ -153,6 +153,29 @@ def test_stop_texts_end_a_text_and_a_single_text_is_streamed(references, llama, 
         assert "".join(pieces) == text and len(pieces) > 2
 
 
+def test_a_special_token_without_a_text_ends_a_text(references, llama, monkeypatch):
+    """`stop` names it: a text of `--stop`, or of lm-eval's `until`."""
+    prompts, tokens = references["tiny_llama"]["prompts"], references["tiny_llama"]["tokens"]
+    end = tokens[0][30]
+    assert tokens[0].index(end) == 30 and end not in tokens[2]
+
+    class Named(Pieces):
+        special_tokens = ["<end>"]
+
+        def token_id(self, name: str) -> int | None:
+            return {"<end>": end}.get(name)
+
+    monkeypatch.setattr(llama, "tokenizer", Named())
+    monkeypatch.setattr(generation, "LENGTH_MULTIPLE", 16)
+    ids = [row[: row.index(end)] if end in row else row for row in tokens]
+    texts = [b"".join(PIECES[i] for i in row).decode(errors="replace") for row in ids]
+    pieces: list[str] = []
+    for stop in ("<end>", "<end>\n"):
+        assert continue_texts(llama, prompts, 50, GREEDY, stop=[stop]) == texts
+        assert continue_texts(llama, prompts[:1], 50, GREEDY, stop=[stop], on_text=pieces.append) == texts[:1]
+    assert "".join(pieces) == 2 * texts[0]
+
+
 def plain_remaining(logits: np.ndarray, sampling: Sampling) -> set[int]:
     """The tokens that remain, by a loop over the tokens from the likeliest."""
     order = sorted(range(len(logits)), key=lambda i: -logits[i])

@@ -60,6 +60,7 @@ def test_requests_are_answered_as_by_the_reference(references, adapter, monkeypa
     assert adapter.generate_until(long[:1]) == adapter.generate_until(long[1:]), "the last tokens that leave room"
     text = "hello there"
     assert adapter.tok_encode(text) == [0, *adapter.tok_encode(text, add_special_tokens=False)]
+    assert adapter.tok_encode(f"<s>{text}") == adapter.tok_encode(text)  # as in a rendered chat
     (rolling,) = adapter.loglikelihood_rolling([Request((text,))])
     tokens = [0, *adapter.tok_encode(text)]
     (whole_text,) = adapter._loglikelihood_tokens([(("", ""), tokens[:1], tokens[1:])])
