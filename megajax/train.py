@@ -1,47 +1,77 @@
 """`python -m megajax.train CONFIG.yaml [section.key=value ...]`: parse → start → train."""
 
 import contextlib
+import os
 import signal
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 
+from megajax.config import Config
 from megajax.config.cli import parse_command_line
-from megajax.console import user_errors
+from megajax.console import INTERRUPTED, user_errors
 from megajax.runtime import keep_compiled, prepare_environment, process_start_time
+from megajax.training.leftovers import Leftovers
 
 
 def main(argv: list[str]) -> int:
     """Train with the config of the command line; returns the exit status."""
-    with user_errors(), _interrupts_end_the_process():
+    with user_errors():
         config = parse_command_line(argv, "megajax.train")
-        flags = prepare_environment(config)
-        keep_compiled(config)
+        leftovers = Leftovers(config.run.dir)
+        with _interrupts_end_the_process(leftovers.remove):
+            return _train(config, leftovers)
 
-        # jax reads its environment when it starts, so modules that import it are imported here.
-        from megajax.mesh import start_processes
-        from megajax.start_checks import check_processes
-        from megajax.training.watch import Watch
 
-        start_processes(peer_timeout=config.run.peer_timeout_seconds)
-        check_processes(config)  # before the watch, which reports a lost peer: here all end with the same error
-        with Watch(config) as watch, user_errors():
-            from megajax.training.loop import Trainer
+def _train(config: Config, leftovers: Leftovers) -> int:
+    """Train; returns the exit status."""
+    flags = prepare_environment(config)
+    keep_compiled(config)
 
-            watch.status = Trainer(config, flags=flags, start_time=process_start_time(), watch=watch).run()
-        return watch.status
+    # jax reads its environment when it starts, so modules that import it are imported here.
+    from megajax.mesh import start_processes
+    from megajax.start_checks import check_processes
+    from megajax.training.watch import Watch
+
+    start_processes(peer_timeout=config.run.peer_timeout_seconds)
+    check_processes(config)  # before the watch, which reports a lost peer: here all end with the same error
+    with Watch(config) as watch, leftovers, user_errors():
+        from megajax.training.loop import Trainer
+
+        watch.status = Trainer(config, flags=flags, start_time=process_start_time(), watch=watch).run()
+    return watch.status
 
 
 @contextlib.contextmanager
-def _interrupts_end_the_process() -> Iterator[None]:
-    """Ctrl-C ends the process immediately, even in a compilation, except while the trainer handles it."""
-    before = None
-    with contextlib.suppress(ValueError):  # only the main thread may set signal handlers
-        before = signal.signal(signal.SIGINT, signal.SIG_DFL)
+def _interrupts_end_the_process(clean_up: Callable[[], None]) -> Iterator[None]:
+    """Ctrl-C ends the process immediately, even in a compilation, except while the trainer handles it.
+
+    Python runs a handler only between two steps of the main thread, which waits for XLA. So the signal's number comes
+    through a pipe to another thread.
+    """
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+
+    def end() -> None:
+        while (number := os.read(reader, 1)) != bytes([signal.SIGINT]):
+            if not number:
+                return os.close(reader)
+        print("\nmegajax: error: interrupted.", file=sys.stderr, flush=True)
+        clean_up()
+        os._exit(INTERRUPTED)
+
+    try:
+        before = signal.signal(signal.SIGINT, lambda *_: None), signal.set_wakeup_fd(writer)
+    except ValueError:  # only the main thread may set signal handlers
+        yield
+        return
+    threading.Thread(target=end, daemon=True, name="interrupts").start()
     try:
         yield
     finally:
-        if before is not None:
-            signal.signal(signal.SIGINT, before)
+        signal.signal(signal.SIGINT, before[0])
+        signal.set_wakeup_fd(before[1])
+        os.close(writer)  # ends the thread
 
 
 if __name__ == "__main__":

@@ -39,11 +39,14 @@ class StopSignals:
             self._agreement = Agreement(self._step)
         with contextlib.suppress(ValueError):  # only the main thread may set handlers; a notebook may run in another
             self._before = {s: signal.signal(s, self._ask) for s in self.SIGNALS}
+            self._wakeup = signal.set_wakeup_fd(-1)  # by which `megajax.train` hears of a Ctrl-C: not of the first one
         return self
 
     def __exit__(self, *_: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
+        if self._before:
+            signal.set_wakeup_fd(self._wakeup)
         if self._agreement is not None:
             self._agreement.close()
 
@@ -51,6 +54,7 @@ class StopSignals:
         self._asked = True
         if number == signal.SIGINT:
             signal.signal(signal.SIGINT, self._before[signal.SIGINT])
+            signal.set_wakeup_fd(self._wakeup)
             sentence = "saving and stopping; Ctrl-C again stops at once, without saving"
             print(f"\nmegajax: {sentence}", file=sys.stderr, flush=True)
 

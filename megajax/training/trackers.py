@@ -61,6 +61,7 @@ class WandbRun:
 
     def __init__(self, config: Config, say: Say):
         wandb = require("wandb", "logging.wandb=true")
+        self._teardown = wandb.teardown
         run_dir = Path(config.run.dir)
         id_file = run_dir / "wandb_id"  # the same one after a restart: else W&B would show another run
         if not id_file.exists():
@@ -106,6 +107,7 @@ class WandbRun:
 
     def close(self, failed: bool) -> None:
         self._run.finish(exit_code=int(failed))
+        self._teardown()  # waits until W&B's own process has written everything
 
 
 class MlflowRun:

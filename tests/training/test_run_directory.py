@@ -3,6 +3,7 @@
 import errno
 import resource
 import shutil
+import signal
 import warnings
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from megajax.checkpoint import Checkpoints
 from megajax.config import load_config
 from megajax.config.tree import read_file
 from megajax.errors import InputError
+from megajax.training.leftovers import Leftovers
 from megajax.training.logs import MetricsLog
 from megajax.training.loop import STEPS_AHEAD, Trainer
 from megajax.training.stop_signals import StopSignals
@@ -308,3 +310,36 @@ def test_metrics_that_a_full_disk_refused_are_written_later(tmp_path, make_confi
     log.write(3, {"loss": 2.0})
     log.close()
     assert read_metrics(tmp_path, "loss") == {1: (4.0,), 2: (3.0,), 3: (2.0,)}
+
+
+REFUSED = ("data.order=megatron", "data.split='1,0,0'", "run.checkpoint_interval=2", "run.eval_interval=2")
+
+
+def test_a_refused_start_leaves_nothing_behind(start, tmp_path):
+    run = start(f"run.dir={tmp_path / 'runs' / 'run'}", *REFUSED, "checkpoint.keep_best=1")
+    assert run.finish() == 2 and "checkpoint.keep_best=1" in run.output
+    assert not (tmp_path / "runs").exists()
+    (tmp_path / "runs" / "run").mkdir(parents=True)  # one that was there before is not touched
+    again = start(f"run.dir={tmp_path / 'runs' / 'run'}", *REFUSED, "checkpoint.keep_best=1")
+    assert again.finish() == 2 and files(tmp_path / "runs" / "run")  # the index that it read
+
+
+def test_ctrl_c_before_the_first_step_leaves_nothing_behind(start, tmp_path):
+    path = tmp_path / "runs" / "run"
+    run = start(f"run.dir={path}", JAX_ENABLE_COMPILATION_CACHE="false")
+    assert run.read_until((path / "lock").exists)
+    run.process.send_signal(signal.SIGINT)
+    assert run.finish() == 130 and "interrupted" in run.output
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_start_leaves_the_directory_of_another_process(tmp_path):
+    made = Leftovers(tmp_path / "run")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "lock").write_text('{"process": 0, "host": "other"}')
+    made.remove()
+    assert files(tmp_path) == {"run/lock": b'{"process": 0, "host": "other"}'}
+    (tmp_path / "run" / "lock").unlink()
+    (tmp_path / "run" / "metrics.jsonl").write_text('{"step": 1}')
+    made.remove()
+    assert files(tmp_path)
