@@ -36,6 +36,7 @@ COMMANDS = {
     "chat": ("megajax.chat", "talk with a run or a Hugging Face model in the terminal"),
     "evaluate": ("megajax.evaluate", "loss, perplexity and bits per byte of texts"),
     "checkpoints": ("megajax.checkpoint.inspect", "list a run's checkpoints, or verify them"),
+    "status": ("megajax.status", "a line for each run: step, loss, speed, last save, alive or not"),
     "average": ("megajax.average", "average checkpoints of a run, or write its moving average"),
     "plot": ("megajax.plot", "draw loss, learning rate and gradient norm of runs"),
     "bench": ("megajax.bench", "measure the speed of configs"),

@@ -33,6 +33,7 @@ def test_help_has_a_line_for_each_command(arguments, capsys):
         "chat",
         "evaluate",
         "checkpoints",
+        "status",
         "average",
         "plot",
         "bench",
@@ -49,7 +50,9 @@ def test_an_unknown_command_is_refused_with_the_nearest_one(capsys):
     assert commands.main(["trian", "x.yaml"]) == commands.main(["--version"]) == 2
     first, second = capsys.readouterr().err.splitlines()
     assert first == "megajax: error: trian is not a command of megajax: did you mean train?"
-    others = "generate, chat, evaluate, checkpoints, average, plot, bench, profile, preprocess, inspect, hf, schema"
+    others = (
+        "generate, chat, evaluate, checkpoints, status, average, plot, bench, profile, preprocess, inspect, hf, schema"
+    )
     assert second.endswith(f"choose train, launch, preflight, plan, verify, {others}.")
 
 

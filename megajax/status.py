@@ -1,0 +1,115 @@
+"""A line for each run: state, step, loss, speed, newest checkpoint. `megajax status RUN ... [--follow]`.
+
+It reads the run directories only, so it works on any machine that sees them. States: running, silent (its lock has no
+sign of life), done, and ended (at an earlier step).
+"""
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from megajax.console import CommandParser, user_errors
+from megajax.errors import InputError
+
+LOCK, HEARTBEAT_SECONDS = "lock", 10.0  # as in megajax/training/run_lock.py, which imports jax
+SILENT_SECONDS = 6 * HEARTBEAT_SECONDS  # clocks of hosts differ
+TAIL_BYTES = 2**20  # of metrics.jsonl, from its end
+
+
+def status(run_dir: Path, now: float) -> dict[str, Any]:
+    """What a run directory says: state, step and steps, the last logged values, and the ages in seconds."""
+    config = yaml.safe_load((run_dir / "config.yaml").read_text(encoding="utf-8"))
+    values: dict[str, Any] = {"step": 0}
+    for entry in _last_lines(run_dir / "metrics.jsonl"):
+        values |= entry
+    steps, lock = config["run"]["steps"], run_dir / LOCK
+    state = "done" if values["step"] >= steps else "ended"
+    if lock.exists():
+        state = "running" if now - lock.stat().st_mtime < SILENT_SECONDS else "silent"
+    return values | {"state": state, "steps": steps, "age": now - values["time"] if "time" in values else None}
+
+
+def _last_lines(path: Path) -> list[dict[str, Any]]:
+    """The last entries of metrics.jsonl, with the line of a save marked by its time."""
+    if not path.exists():
+        return []
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - TAIL_BYTES))
+        lines = file.read().decode(errors="replace").splitlines()
+    entries = []
+    for line in lines:
+        try:
+            entry = json.loads(line)
+        except ValueError:
+            continue  # the first one may be cut, the last one is being written
+        if isinstance(entry, dict) and "step" in entry:
+            entries.append(entry | ({"saved_time": entry["time"]} if "checkpoint_step" in entry else {}))
+    return entries
+
+
+def line(name: str, found: dict[str, Any], now: float) -> str:
+    """The line of a run."""
+    parts = [f"{name}  {found['state']:7}  step {found['step']}/{found['steps']}"]
+    for key, form in (
+        ("loss", "loss {:.4f}"),
+        ("eval_loss", "evaluation loss {:.4f}"),
+        ("step_seconds", "{:.3g} s/step"),
+    ):
+        if isinstance(found.get(key), int | float):
+            parts.append(form.format(found[key]))
+    if "tokens_per_second_per_device" in found:
+        parts.append(f"{found['tokens_per_second_per_device']:,.0f} tok/s/dev")
+    if "checkpoint_step" in found:
+        parts.append(f"saved step {found['checkpoint_step']} {_age(now - found['saved_time'])} ago")
+    if found["age"] is not None:
+        parts.append(f"logged {_age(found['age'])} ago")
+    return "  ".join(parts)
+
+
+def _age(seconds: float) -> str:
+    for size, unit in ((86400, "d"), (3600, "h"), (60, "min")):
+        if seconds >= size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{max(seconds, 0):.0f} s"
+
+
+def lines(runs: Sequence[Path]) -> tuple[list[str], bool]:
+    """(a line for each run, whether one of them is running)."""
+    now, shown, running = time.time(), [], False
+    width = max(len(str(run)) for run in runs)
+    for run in runs:
+        found = status(run, now)
+        running |= found["state"] == "running"
+        shown.append(line(f"{run!s:{width}}", found, now))
+    return shown, running
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Print the lines; returns the exit status."""
+    parser = CommandParser("megajax.status", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="directory of a run")
+    parser.add_argument("--follow", action="store_true", help="print again while a run is running")
+    parser.add_argument("--every", type=float, default=10.0, metavar="S", help="seconds between (default: 10)")
+    with user_errors():
+        options = parser.parse_args(arguments)
+        if not options.every > 0:
+            raise InputError(f"--every={options.every:g} is not positive: give a number of seconds.")
+        for run in options.runs:
+            if not (run / "config.yaml").is_file():
+                raise InputError(f"{run} has no config.yaml: give the directory of a run that has begun to train.")
+        while True:
+            shown, running = lines(options.runs)
+            print("\n".join(shown), flush=True)
+            if not (options.follow and running):
+                return 0
+            time.sleep(options.every)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,61 @@
+"""`megajax status`: a line for each run, from its directory."""
+
+import json
+import os
+import time
+
+import pytest
+
+from megajax.status import main
+
+
+@pytest.fixture
+def make(tmp_path):
+    """(name, steps logged, seconds since the lock's last sign or None) → a run directory of 100 steps."""
+
+    def make(name, steps, sign=None):
+        run = tmp_path / name
+        run.mkdir()
+        (run / "config.yaml").write_text("run: {steps: 100}")
+        now = time.time()
+        lines = [
+            {
+                "step": step,
+                "time": now - 120,
+                "loss": 9.0 / step,
+                "step_seconds": 0.5,
+                "tokens_per_second_per_device": 4096.0,
+            }
+            for step in range(1, steps + 1)
+        ]
+        lines.append({"step": steps, "time": now - 7200, "checkpoint_step": steps - 1, "checkpoint_seconds": 1.0})
+        lines.append({"step": steps, "time": now - 120, "eval_loss": 3.5})
+        (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step": 9')
+        if sign is not None:
+            (run / "lock").touch()
+            os.utime(run / "lock", (now - sign, now - sign))
+        return str(run)
+
+    return make
+
+
+def test_a_line_says_where_each_run_is(make, capsys):
+    assert main([make("a", 30, 5), make("b", 20, 600), make("c", 100), make("d", 10)]) == 0
+    a, b, c, d = capsys.readouterr().out.splitlines()
+    assert [line.split()[1] for line in (a, b, c, d)] == ["running", "silent", "done", "ended"]
+    for part in ("step 30/100", "loss 0.3000", "evaluation loss 3.5000", "0.5 s/step", "4,096 tok/s/dev"):
+        assert part in a
+    assert "saved step 29 2 h ago" in a and a.endswith("logged 2 min ago")
+
+
+def test_follow_ends_with_the_last_run(make, capsys):
+    run = make("a", 30, 59.8)
+    assert main([run, "--follow", "--every", "0.3"]) == 0
+    states = [line.split()[1] for line in capsys.readouterr().out.splitlines()]
+    assert states == ["running", "silent"]
+
+
+def test_a_directory_of_no_run_is_named(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        main([str(tmp_path)])
+    assert f"{tmp_path} has no config.yaml" in capsys.readouterr().err
