@@ -41,10 +41,10 @@ class Conversation:
     """A conversation with a model; answers are printed as they grow."""
 
     def __init__(self, model, sampling, options):
-        from megajax.data.chat_template import load_chat_template
+        from megajax.inference.prompts import chosen_arguments
 
         self._model, self._sampling, self._options = model, sampling, options
-        self._template, self._count = load_chat_template(model.folder), 0
+        self._template, self._arguments, self._count = model.chat_template, chosen_arguments(options), 0
         self.reset()
 
     def reset(self) -> None:
@@ -66,7 +66,7 @@ class Conversation:
             pieces.append(text)
             print(text, end="", flush=True)
 
-        tokens = model.encode(self._template.render(asked, True), special_tokens=False)
+        tokens = model.encode(self._template.render(asked, True, **self._arguments), special_tokens=False)
         settings = {"stop": options.stop, "seed": options.seed + self._count, "on_text": show, "growing": True}
         try:
             continue_texts(model, [tokens], options.tokens, self._sampling, **settings)

@@ -99,6 +99,12 @@ def add_sampling_arguments(parser: argparse.ArgumentParser, tokens: int) -> None
         help="draft N tokens in each step with the multi-token prediction modules (default: 0, none)",
     )
     parser.add_argument("--seed", type=int, default=0, help="seed of the sampling (default: 0)")
+    parser.add_argument(
+        "--chat-template-args",
+        default="{}",
+        metavar="ARGS",
+        help="arguments of the chat template besides those of the training, such as '{enable_thinking: false}'",
+    )
 
 
 def size(count: float) -> str:

@@ -3,7 +3,6 @@
 import json
 import sys
 from collections.abc import Sequence
-from functools import cache
 
 from megajax.console import CommandParser, add_model_arguments, add_sampling_arguments, user_errors
 from megajax.runtime import accept_missing_cuda
@@ -15,19 +14,21 @@ def generate(options) -> None:
     One prompt is printed with its continuation as it grows, of a chat only the answer; several as JSON lines {"prompt",
     "text"} at the end. Counts of verified drafts follow on stderr.
     """
-    from megajax.data.chat_template import load_chat_template
     from megajax.inference.generation import continue_texts, generator
     from megajax.inference.load import load_chosen
-    from megajax.inference.prompts import as_chat, read_prompts
+    from megajax.inference.prompts import as_chat, chosen_arguments, read_prompts
     from megajax.inference.sampling import chosen_sampling
 
     sampling = chosen_sampling(options)
     prompts = [options.prompt] if options.prompts is None else read_prompts(options.prompts)
     if options.chat or options.system is not None:
         prompts = [as_chat(prompt, options.system) for prompt in prompts]
+    given = chosen_arguments(options)
     model = load_chosen(options, options.speculate)
-    template = cache(lambda: load_chat_template(model.folder))  # read once, if any prompt is a chat
-    texts = [p if isinstance(p, str) else template().render(p, True) for p in prompts]
+    texts = [
+        p if isinstance(p, str) else model.chat_template.render(p.messages, True, **given | p.arguments)
+        for p in prompts
+    ]
     tokens = [
         model.encode(text, special_tokens=isinstance(prompt, str)) for text, prompt in zip(texts, prompts, strict=True)
     ]
@@ -51,7 +52,8 @@ def generate(options) -> None:
         print()
     else:
         for prompt, text in zip(prompts, found, strict=True):
-            print(json.dumps({"prompt": prompt, "text": text}, ensure_ascii=False))
+            asked = prompt if isinstance(prompt, str) else prompt.messages
+            print(json.dumps({"prompt": asked, "text": text}, ensure_ascii=False))
     if verified := generator(model, sampling).verified:
         print(verified.sentence(), file=sys.stderr)
 

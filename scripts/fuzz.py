@@ -268,7 +268,9 @@ class TokenizerFiles:
         self.files += [folder / "tokenizer_config.json", folder / "chat_template.jinja"]
 
     def read(self) -> None:
+        from megajax.data.answers import answer_samples
         from megajax.data.chat_template import load_chat_template
+        from megajax.data.conversation import Chat
         from megajax.data.tokenizers import load_tokenizer
         from megajax.hf.beside import token_names
 
@@ -277,7 +279,7 @@ class TokenizerFiles:
             tokenizer.decode(tokenizer.encode("ab ba <eos>"))
         token_names(self.folder)
         messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-        load_chat_template(self.folder).with_answers(messages)
+        answer_samples(load_chat_template(self.folder), Chat(messages, {}))
 
 
 KINDS: dict[str, Any] = {

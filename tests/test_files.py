@@ -106,7 +106,7 @@ READERS = {
     "prompts.txt": ("é\nb\n", lambda path: read_prompts(str(path))),
     "prompts.jsonl": ('{"prompt": "é"}\n', lambda path: read_prompts(str(path))),
     "config.json": ('{"é": 1}', read_json),
-    "template.jinja": ("é{{ messages }}", lambda path: load_chat_template(None, path).source),
+    "template.jinja": ("é{{ messages }}", lambda path: load_chat_template(None, path).sources["default"]),
     "rates.json": ('{"bf16_flops": 7e14}', lambda path: read_rates(path, DEVICES["h200"])),
     "data.jsonl": ('{"text": "é"}\n', lambda path: [*texts([*read_blocks([str(path)])][0], "text")]),
 }

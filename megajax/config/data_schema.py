@@ -1,7 +1,9 @@
 """The keys of the section `data`."""
 
+import json
 from typing import Annotated, Any, Literal
 
+import yaml
 from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag
 
 from megajax.config.fields import (
@@ -50,6 +52,39 @@ Sources = Annotated[
 def sources_of(blend: Any) -> list[tuple[str, float | None]]:
     """(path, weight) of each source of `Sources`; without weights their sizes decide."""
     return [(blend, 1.0)] if isinstance(blend, str) else [(part.prefix, part.weight) for part in blend]
+
+
+TEMPLATE_INPUTS = {"messages", "tools", "documents", "add_generation_prompt"}  # of every chat template
+
+
+def template_arguments(text: str) -> dict[str, Any]:
+    """The arguments of a chat template that `text` gives, a mapping in YAML; ValueError for anything else."""
+    try:
+        found = yaml.safe_load(text)
+        json.dumps(found)
+    except (yaml.YAMLError, TypeError):
+        found = None
+    if not isinstance(found, dict) or not all(isinstance(name, str) for name in found):
+        raise ValueError("is not a mapping from names to values: write it like {enable_thinking: false}")
+    if used := sorted(found.keys() & TEMPLATE_INPUTS):
+        raise ValueError(f"sets {', '.join(used)}, which each chat gives: remove it")
+    return found
+
+
+def _as_text(value: Any) -> Any:
+    return yaml.safe_dump(value, default_flow_style=True, width=10**9).strip() if isinstance(value, dict) else value
+
+
+def _check_arguments(text: str) -> str:
+    template_arguments(text)
+    return text
+
+
+TemplateArguments = Annotated[
+    Text,
+    BeforeValidator(_as_text, json_schema_input_type=str | dict[str, Any]),
+    AfterValidator(_check_arguments),
+]
 
 
 def is_remote(path: str) -> bool:
@@ -145,6 +180,11 @@ class DataConfig(Section):
     chat_template: Text | None = Field(
         default=None, description="chat: file of the chat template; null: that of the tokenizer's folder."
     )
+    chat_template_args: TemplateArguments | None = Field(
+        default=None,
+        description="chat: further arguments of the chat template, such as {enable_thinking: false}, in training and in"
+        " generation from the run.",
+    )
     pack: bool = Field(default=True, description="chat: several conversations in a sequence; false: one.")
     too_long: Literal["truncate", "drop"] = Field(
         default="truncate", description="chat: conversations that are longer than a sequence are cut, or left out."
@@ -159,6 +199,11 @@ class DataConfig(Section):
     )
     workers: Workers = Field(default=0, description="Loader processes; 0: threads of the trainer.")
     prefetch: Workers = Field(default=2, description="Number of batches read ahead, and of threads that read them.")
+
+    @property
+    def template_arguments(self) -> dict[str, Any]:
+        """`chat_template_args` by name."""
+        return template_arguments(self.chat_template_args or "{}")
 
     @property
     def is_remote(self) -> bool:

@@ -96,7 +96,7 @@ def _of_the_data(config: Config) -> list[Rule]:
         Rule(not files, "data.kind", ("data.begin_of_document",)),
         Rule(data.kind == "synthetic", "data.kind", ("data.fim_rate",)),
         Rule(not data.fim_rate, "data.fim_rate", ("data.fim_spm_rate", *fim_tokens)),
-        Rule(not chat, "data.kind", ("data.chat_template", "data.pack", "data.too_long")),
+        Rule(not chat, "data.kind", ("data.chat_template", "data.chat_template_args", "data.pack", "data.too_long")),
         Rule(config.model.position == "none", "model.position", ("data.reset_positions",)),
         Rule(one_document, "data.synthetic_documents", separate),
         Rule(together, "data.reset_attention", ("data.synthetic_documents",)),

@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from megajax.data.answers import answer_samples
 from megajax.data.chat_template import ChatTemplate, Span, find_chat_template
+from megajax.data.conversation import read_chat
 from megajax.data.index_cache import cache_directory, cached, file_digest, read_once
 from megajax.data.json_lines import check_inputs, parse, read_blocks
 from megajax.data.packing import pack
@@ -20,22 +22,21 @@ if TYPE_CHECKING:
     from megajax.config import Config
     from megajax.config.data_schema import DataConfig
 
-ROLES = ("system", "developer", "user", "assistant", "tool")
-VERSION = 2  # of the encoding, part of the key of the stored tokens
-AT_ONCE = 1000  # conversations that are tokenised together
-ARRAYS = ("tokens", "counted", "starts", "order", "ends", "dropped")
+VERSION = 3  # of the encoding, part of the key of the stored tokens
+AT_ONCE = 1000  # samples that are tokenised together
+ARRAYS = ("tokens", "counted", "starts", "order", "ends", "figures")
 
 
 class Text(NamedTuple):
-    """A conversation as text, and the parts of it that the loss counts."""
+    """A conversation, or a part of it up to an answer, as text, and the parts of it that the loss counts."""
 
     text: str
     spans: list[Span]
     bare: bool  # a prompt and its completion: the tokens around a text are missing, and its end counts
 
 
-def conversation(line: bytes, template: ChatTemplate | None) -> Text:
-    """A line: {"messages": [{"role", "content"}, ...]} by the template, or {"prompt": TEXT, "completion": TEXT}.
+def conversation(line: bytes, template: ChatTemplate | None) -> list[Text]:
+    """The samples of a line: of {"messages": [...]} by `answer_samples`, of {"prompt": TEXT, "completion": TEXT} one.
 
     The loss counts the assistant's text with its ends of turns, or the completion and its end. Raises
     ValueError with the rest of a sentence for anything else.
@@ -45,25 +46,20 @@ def conversation(line: bytes, template: ChatTemplate | None) -> Text:
         prompt, completion = record["prompt"], record["completion"]
         if not (isinstance(prompt, str) and isinstance(completion, str)):
             raise ValueError('has a "prompt" or a "completion" that is not text: write both as text')
-        return Text(prompt + completion, [(len(prompt), len(prompt) + len(completion))], True)
+        return [Text(prompt + completion, [(len(prompt), len(prompt) + len(completion))], True)]
     messages = record.get("messages") if isinstance(record, dict) else None
     if not isinstance(messages, list) or not messages:
         raise ValueError('has neither "messages" nor "prompt" and "completion": write one of them')
-    for i, message in enumerate(messages):
-        role = message.get("role") if isinstance(message, dict) else None
-        if role not in ROLES:
-            raise ValueError(f"has the role {role!r} in message {i}: use {', '.join(ROLES)}")
-        if message.get("content") is None and not message.get("tool_calls"):
-            raise ValueError(f"has a message without content (message {i}, {role}): give it some")
+    chat = read_chat(record)
     if template is None:
         raise ValueError(
             "has messages, but the tokenizer has no chat template: set data.chat_template, or write prompt and "
             "completion"
         )
-    text, spans = template.with_answers(messages, **({"tools": record["tools"]} if record.get("tools") else {}))
-    if not any(start < end for start, end in spans):
-        raise ValueError("has no answer of the assistant: the loss would count nothing of it; remove it")
-    return Text(text, spans, False)
+    samples = answer_samples(template, chat)
+    if not any(start < end for _, spans in samples for start, end in spans):
+        raise ValueError("has no answer of the assistant that counts: the loss would count nothing of it; remove it")
+    return [Text(text, spans, False) for text, spans in samples]
 
 
 def counted_tokens(offsets: Sequence[Span], spans: Sequence[Span]) -> np.ndarray:
@@ -77,15 +73,16 @@ def counted_tokens(offsets: Sequence[Span], spans: Sequence[Span]) -> np.ndarray
 
 def encode_file(
     path: str, data: "DataConfig", tokenizer: Tokenizer, template: ChatTemplate | None, capacity: int
-) -> tuple[np.ndarray, np.ndarray, np.ndarray, int]:
-    """(all tokens int32, whether each counts, start of each conversation and the end int64, number left out).
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """(all tokens int32, whether each counts, start of each sample and the end int64, figures int64).
 
-    A conversation longer than `capacity` is cut or left out, as `data` says; one is left out if nothing that counts
-    remains of it. Raises InputError, with file and line, for a line that is not a conversation, and for a completion if
-    no token ends a text.
+    The figures are the numbers of conversations and of samples left out. A sample longer than `capacity` is cut or left
+    out, as `data` says; one is left out if nothing that counts remains of it. Raises InputError, with file and line,
+    for a line that is not a conversation, and for a completion if no token ends a text.
     """
-    tokens, counted, lengths, dropped = [], [], [], 0
-    for texts in _texts(path, template):
+    tokens, counted, lengths, conversations, dropped = [], [], [], 0, 0
+    for number, texts in _texts(path, template):
+        conversations += number
         encoded = tokenizer.encode_with_offsets([text.text for text in texts])
         for text, (ids, offsets) in zip(texts, encoded, strict=True):
             mask = counted_tokens(offsets, text.spans)
@@ -103,25 +100,28 @@ def encode_file(
     if not lengths:
         raise InputError(f"{path} has no conversation of which the loss counts anything: give other data.")
     starts = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
-    return np.concatenate(tokens), np.concatenate(counted), starts, dropped
+    return np.concatenate(tokens), np.concatenate(counted), starts, np.array([conversations, dropped])
 
 
-def _texts(path: str, template: ChatTemplate | None) -> Iterator[list[Text]]:
+def _texts(path: str, template: ChatTemplate | None) -> Iterator[tuple[int, list[Text]]]:
+    """(the number of conversations, their samples) of many lines at a time."""
     found: list[Text] = []
+    conversations = 0
     for block in read_blocks([path]):
         for number, line in enumerate(block.text.split(b"\n"), start=block.first_line):
             if line.strip():
                 try:
-                    found.append(conversation(line, template))
+                    found += conversation(line, template)
+                    conversations += 1
                 except InputError as error:  # of the template
                     raise InputError(f"{path}, line {number}: {error}") from None
                 except ValueError as error:
                     raise InputError(f"{path}, line {number} {error}.") from None
-            if len(found) == AT_ONCE:
-                yield found
-                found = []
+            if len(found) >= AT_ONCE:
+                yield conversations, found
+                found, conversations = [], 0
     if found:
-        yield found
+        yield conversations, found
 
 
 class ChatSamples(Samples):
@@ -133,8 +133,8 @@ class ChatSamples(Samples):
     def __init__(self, path: str, arrays: Sequence[np.ndarray], sequence_length: int, seed: int, shuffled: bool):
         self._arguments = (path, arrays, sequence_length, seed, shuffled)
         self.path, self.sequence_length, self.seed, self.shuffled = path, sequence_length, seed, shuffled
-        self.tokens, self.counts, self.starts, self.order, self.ends, dropped = arrays
-        self.dropped = int(dropped)
+        self.tokens, self.counts, self.starts, self.order, self.ends, figures = arrays
+        self.conversations, self.dropped = map(int, figures)
         self._epoch = lru_cache(2)(self._make_epoch)
 
     def __reduce__(self) -> Any:
@@ -187,14 +187,14 @@ def open_chat(config: "Config", path: str) -> ChatSamples:
     content, of_tokenizer = read_once(find)
     folder = files[0].parent if files else None
     given = None if data.chat_template is None else Path(data.chat_template)
-    template = find_chat_template(folder, given)
+    template = find_chat_template(folder, given, data.template_arguments)
     key = {
         "kind": "chat",
         "version": VERSION,
         "file": content,
         "tokenizer": of_tokenizer,
         "end_of_document": data.end_of_document,
-        "template": None if template is None else [template.source, template.special_tokens],
+        "template": None if template is None else [template.sources, template.arguments],
         "sequence_length": length,
         "too_long": data.too_long,
         "packed": data.pack,
@@ -202,10 +202,10 @@ def open_chat(config: "Config", path: str) -> ChatSamples:
 
     def build() -> Sequence[np.ndarray]:
         tokenizer = load_tokenizer(str(data.tokenizer))
-        tokens, counted, starts, dropped = encode_file(path, data, tokenizer, template, length + 1)
+        tokens, counted, starts, figures = encode_file(path, data, tokenizer, template, length + 1)
         count = len(starts) - 1
         order, ends = pack(np.diff(starts), length + 1) if data.pack else (np.arange(count), np.arange(1, count + 1))
-        return tokens, counted, starts, order, ends, np.array(dropped)
+        return tokens, counted, starts, order, ends, figures
 
     cache = cache_directory(config)
     return ChatSamples(path, cached(cache, key, ARRAYS, build), length, config.run.seed, data.order == "shuffled")

@@ -1,7 +1,7 @@
-"""Chat templates: messages to text, and the parts of the text that the assistant wrote.
+"""Chat templates: messages to text, with the parts that a template marks as the assistant's.
 
-A template is a Jinja program from a model's folder. It runs in a sandbox and cannot reach Python or files. It can take
-time: loops in loops are not counted.
+A template is a Jinja program from a model's folder. It gets what transformers' `apply_chat_template` gives it. It runs
+in a sandbox and cannot reach Python or files. It can take time: loops in loops are not counted.
 """
 
 import json
@@ -21,15 +21,54 @@ Span = tuple[int, int]  # of characters
 # Around what a template marks as generated: with random digits, because a message may contain any character.
 START, END = (f"{letter}{secrets.randbits(64)}{letter}" for letter in "\ufdd0\ufdd1")
 LARGEST = 10**6  # length of a text or a list that a template makes by `*`, and the largest number
+REASONING = ("reasoning_content", "thinking", "reasoning")  # a message's keys for it; templates read one of the first 2
+TOOL_USE = "tool_use"  # the name of a folder's template for chats with tools, beside "default"
 
 
 class ChatTemplate:
-    """A model's chat template with its special tokens.
+    """A model's chat template, or several by name, with its special tokens and further arguments.
 
     Raises InputError, naming `location`, for a template that is damaged, and for messages that it does not accept.
     """
 
-    def __init__(self, source: str, special_tokens: Mapping[str, str], location: str):
+    def __init__(
+        self,
+        sources: str | Mapping[str, str],
+        special_tokens: Mapping[str, str],
+        location: str,
+        arguments: Mapping[str, Any] | None = None,
+    ):
+        """`arguments`, such as enable_thinking, are for every chat; they replace special tokens of the same name."""
+        self.sources = {"default": sources} if isinstance(sources, str) else dict(sources)
+        self.location, self.arguments = location, dict(special_tokens) | dict(arguments or {})
+        self._templates = {name: self._compiled(source) for name, source in self.sources.items()}
+
+    def render(self, messages: Sequence[Message], add_generation_prompt: bool = False, **more: Any) -> str:
+        """The text of a chat; with `add_generation_prompt` up to where the assistant's answer begins.
+
+        `more` are the chat's tools, documents and arguments.
+        """
+        return self._marked(messages, add_generation_prompt, more).replace(START, "").replace(END, "")
+
+    def with_marks(self, messages: Sequence[Message], **more: Any) -> tuple[str, list[Span]]:
+        """(the text of a whole chat, the spans that the template marks by {% generation %})."""
+        parts = self._marked(messages, False, more).replace(END, START).split(START)
+        ends = [sum(map(len, parts[: i + 1])) for i in range(len(parts))]
+        return "".join(parts), list(zip(ends[:-1:2], ends[1::2], strict=False))
+
+    def _marked(self, messages: Sequence[Message], add_generation_prompt: bool, more: dict[str, Any]) -> str:
+        tools = more.get("tools")
+        given = {"tools": None, "documents": None} | self.arguments | more
+        given |= {"messages": list(map(_as_templates_read, messages)), "add_generation_prompt": add_generation_prompt}
+        name = TOOL_USE if tools is not None and TOOL_USE in self.sources else "default"
+        try:
+            return self._templates[name].render(**given)
+        except Exception as error:  # a template is a program, which can fail in any way
+            raise InputError(
+                f"the chat template {self.location} does not accept the messages ({error}): correct them."
+            ) from None
+
+    def _compiled(self, source: str) -> Any:
         from jinja2 import TemplateError
         from jinja2.ext import loopcontrols
 
@@ -37,52 +76,29 @@ class ChatTemplate:
             raise TemplateError(message)
 
         environment = _sandbox()(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _generation_tag()])
-        environment.filters["tojson"] = lambda value, indent=None: json.dumps(value, ensure_ascii=False, indent=indent)
+        environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = fail
         environment.globals["strftime_now"] = lambda pattern: datetime.now().strftime(pattern)
-        self.source, self.location, self.special_tokens = source, location, dict(special_tokens)
         try:
-            self._template = environment.from_string(source)
+            return environment.from_string(source)
         except (TemplateError, ArithmeticError, RecursionError, SyntaxError, ValueError) as error:
-            raise InputError(f"the chat template {location} is damaged ({error}): correct it.") from None
+            raise InputError(f"the chat template {self.location} is damaged ({error}): correct it.") from None
 
-    def render(self, messages: Sequence[Message], add_generation_prompt: bool = False, **more: Any) -> str:
-        """The text of a chat; with `add_generation_prompt` up to where the assistant's answer begins."""
-        return self._marked(messages, add_generation_prompt, **more).replace(START, "").replace(END, "")
 
-    def with_answers(self, messages: Sequence[Message], **more: Any) -> tuple[str, list[Span]]:
-        """(the text of a whole chat, the spans that the assistant wrote, with its ends of turns).
+def _to_json(
+    value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys=False
+) -> str:
+    """A value as JSON; unlike Jinja's own filter it does not escape HTML."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
-        The template marks them by {% generation %}; otherwise a span is what an assistant's message adds to the text of
-        those before it and the generation prompt. Raises InputError if the template changes what came before.
-        """
-        marked = self._marked(messages, False, **more)
-        if START in marked:
-            parts = marked.replace(END, START).split(START)
-            ends = [sum(map(len, parts[: i + 1])) for i in range(len(parts))]
-            return "".join(parts), list(zip(ends[:-1:2], ends[1::2], strict=False))
-        spans = []
-        for i, message in enumerate(messages):
-            if message["role"] == "assistant":
-                before = self.render(messages[:i], True, **more)
-                after = self.render(messages[: i + 1], **more)
-                if not (after.startswith(before) and marked.startswith(after)):
-                    raise InputError(
-                        f"the chat template {self.location} changes earlier turns when an answer follows, so the "
-                        "assistant's part is not known: mark it in the template with {% generation %} and "
-                        "{% endgeneration %}."
-                    )
-                spans.append((len(before), len(after)))
-        return marked, spans
 
-    def _marked(self, messages: Sequence[Message], add_generation_prompt: bool, **more: Any) -> str:
-        arguments = {"messages": messages, "add_generation_prompt": add_generation_prompt} | self.special_tokens | more
-        try:
-            return self._template.render(**arguments)
-        except Exception as error:  # a template is a program, which can fail in any way
-            raise InputError(
-                f"the chat template {self.location} does not accept the messages ({error}): correct them."
-            ) from None
+def _as_templates_read(message: Message) -> Message:
+    """A message without nulls, as templates ask whether a key is there, and with its reasoning under both names."""
+    given = {key: value for key, value in message.items() if value is not None}
+    reasoning = next((given[key] for key in REASONING if key in given), None)
+    if reasoning is None:
+        return given
+    return {"thinking": reasoning} | given | {"reasoning_content": reasoning}
 
 
 def _sandbox() -> Any:
@@ -120,34 +136,59 @@ def _generation_tag() -> Any:
     return Generation
 
 
-def load_chat_template(folder: Path | None, file: Path | None = None) -> ChatTemplate:
+def load_chat_template(
+    folder: Path | None, file: Path | None = None, arguments: Mapping[str, Any] | None = None
+) -> ChatTemplate:
     """`find_chat_template`; raises InputError if there is none."""
-    template = find_chat_template(folder, file)
+    template = find_chat_template(folder, file, arguments)
     if template is None:
         raise InputError(f"{folder} has no chat template: add chat_template.jinja to the folder, or give plain text.")
     return template
 
 
-def find_chat_template(folder: Path | None, file: Path | None = None) -> ChatTemplate | None:
-    """The template `file`, else that of a model's folder: chat_template.jinja, or in tokenizer_config.json.
+def find_chat_template(
+    folder: Path | None, file: Path | None = None, arguments: Mapping[str, Any] | None = None
+) -> ChatTemplate | None:
+    """The template `file`, else those of a model's folder: chat_template.jinja, or in tokenizer_config.json.
 
-    The special tokens are those of tokenizer_config.json. None: there is no template.
+    The special tokens are those of the folder. None: there is no template.
     """
-    config_path = folder / "tokenizer_config.json" if folder else None
-    config = {} if config_path is None else read_json(config_path)
     own = file or (folder / "chat_template.jinja" if folder else None)
+    config_path = folder / "tokenizer_config.json" if folder else None
+    sources: Any = {} if config_path is None else read_json(config_path).get("chat_template")
+    if isinstance(sources, list):  # several named ones
+        sources = {entry.get("name"): entry.get("template") for entry in sources if isinstance(entry, dict)}
+    elif not isinstance(sources, dict):
+        sources = {"default": sources}
+    files = {"default": own} if own is not None and (file or own.is_file()) else {}
+    if folder is not None and file is None:
+        files |= {path.stem: path for path in sorted((folder / "additional_chat_templates").glob("*.jinja"))}
+    if files:
+        sources = {name: _source(path if path == file else inside(path)) for name, path in files.items()}
+    sources = {name: source for name, source in sources.items() if isinstance(source, str)}
+    if "default" not in sources:
+        return None
+    return ChatTemplate(sources, _special_tokens(folder), str(files.get("default", config_path)), arguments)
+
+
+def _source(path: Path) -> str:
     try:
-        source: Any = config.get("chat_template")
-        if own is not None and (file or own.is_file()):
-            source = read_text(file or inside(own))
+        return read_text(path)
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(
-            f"the chat template {own} cannot be read ({why_unreadable(error)}): give a file of text."
+            f"the chat template {path} cannot be read ({why_unreadable(error)}): give a file of text."
         ) from None
-    location = str(own if own is not None and own.is_file() else config_path)
-    if isinstance(source, list):  # several named ones
-        source = next((entry["template"] for entry in source if entry.get("name") == "default"), None)
-    if not isinstance(source, str):
-        return None
-    names = token_texts(config, ("bos_token", "eos_token", "pad_token", "unk_token"))
-    return ChatTemplate(source, names, location)
+
+
+def _special_tokens(folder: Path | None) -> dict[str, str]:
+    """The special tokens that a template may name: bos_token and the like, and those of extra_special_tokens."""
+    if folder is None:
+        return {}
+    config = read_json(folder / "tokenizer_config.json")
+    older = {} if "added_tokens_decoder" in config else read_json(folder / "special_tokens_map.json")
+    stored = config | older
+    extra = [stored.get(key) for key in ("extra_special_tokens", "model_specific_special_tokens")]
+    named = {key: value for key, value in stored.items() if key.endswith("_token")}
+    for each in extra:
+        named |= each if isinstance(each, dict) else {}  # a list has no names
+    return token_texts(named, named)

@@ -80,10 +80,14 @@ def _chat_lines(split: Split, samples: Samples, samples_read: int) -> list[str]:
     for source, share in _shares(samples):
         tokens, rows = len(source.tokens), len(source)
         full, counted = tokens / (rows * (source.sequence_length + 1)), float(source.counts.mean())
-        out = f", {source.dropped:,} left out" if source.dropped else ""
+        size, out = f"{source.conversations:,} conversations", ""
+        if (samples_made := len(source.order) + source.dropped) != source.conversations:
+            size += f" ({samples_made:,} samples: the chat template changes earlier turns, so answers have their own)"
+        if source.dropped:
+            out = f", {source.dropped:,} left out"
         epochs = samples_read * share / rows
         lines.append(
-            f"{split}: {source.path}: {len(source.order):,} conversations{out}, {tokens:,} tokens in {rows:,} "
+            f"{split}: {source.path}: {size}{out}, {tokens:,} tokens in {rows:,} "
             f"sequences ({full:.0%} full); the loss counts {counted:.0%} of the tokens; {epochs:.3g} epochs"
         )
     return lines

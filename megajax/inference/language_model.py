@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 
 from megajax.config import AXES, Config
 from megajax.config.kinds import layer_kinds
+from megajax.data.chat_template import ChatTemplate, load_chat_template
 from megajax.data.special_tokens import framed
 from megajax.data.tokenizers import Tokenizer
 from megajax.errors import ConfigError, InputError
@@ -51,6 +52,7 @@ class LanguageModel:
         """
         assert config.model.mtp_layers or not speculate
         self.config, self.mesh, self.tokenizer, self.speculate = config.model, mesh, tokenizer, speculate
+        self._template_arguments = config.data.template_arguments
         self.max_length = config.batch.sequence_length
         self.stop_tokens, self.begin_token, self.folder = tuple(stop_tokens), begin_token, folder
         self.model = Transformer(config.model)
@@ -81,6 +83,11 @@ class LanguageModel:
         if not tokens:
             raise InputError(f"the prompt {text!r} has no tokens: give at least one character.")
         return tokens
+
+    @cached_property
+    def chat_template(self) -> ChatTemplate:
+        """The folder's chat template with the arguments of the training; InputError if there is none."""
+        return load_chat_template(self.folder, arguments=self._template_arguments)
 
     @property
     def prefix_token(self) -> int | None:

@@ -7,8 +7,8 @@ own command line. `--model_args path=RUN_OR_HF_FOLDER,mesh=tensor:2+fsdp:2,dtype
 import contextlib
 from typing import Any
 
+from megajax.config.data_schema import template_arguments
 from megajax.console import user_errors
-from megajax.data.chat_template import load_chat_template
 from megajax.errors import InputError
 from megajax.extras import loading
 from megajax.inference.generation import continue_texts
@@ -36,16 +36,22 @@ class MegajaxLM(TemplateLM):
         dtype: str | None = None,
         speculate: int = 0,
         batch_size: Any = None,
+        chat_template_args: str | dict[str, Any] | None = None,
+        enable_thinking: bool | None = None,
         **_: Any,
     ):
         """`mesh` is written `tensor:2+fsdp:2`, because lm-eval separates arguments by commas and equal signs.
 
         `batch_size` is the number of prompts that are continued together (default 8). For `speculate` see `load_run`.
+        `chat_template_args` and `enable_thinking` are arguments of the chat template, besides those of the training.
         """
         super().__init__()
         sizes = named_mesh(mesh.replace(":", "=").replace("+", ","), "mesh") if mesh else None
         self.model = load_model(path, sizes, dtype, speculate=int(speculate))
         self.scorer = Scorer(self.model)
+        given = template_arguments(chat_template_args) if isinstance(chat_template_args, str) else chat_template_args
+        thinking = {} if enable_thinking is None else {"enable_thinking": enable_thinking}
+        self.template_arguments = (given or {}) | thinking
         self.batch = int(batch_size) if str(batch_size).isdigit() else 8
 
     @property
@@ -106,7 +112,7 @@ class MegajaxLM(TemplateLM):
         return out
 
     def apply_chat_template(self, chat_history, add_generation_prompt: bool = True) -> str:
-        return load_chat_template(self.model.folder).render(chat_history, add_generation_prompt)
+        return self.model.chat_template.render(chat_history, add_generation_prompt, **self.template_arguments)
 
     def _settings(self, arguments: dict[str, Any]) -> tuple[tuple[str, ...], Sampling, int]:
         """(texts that end an answer, the sampling, largest number of tokens) of a request.

@@ -12,7 +12,9 @@ from hypothesis import strategies as st
 
 import megajax
 from megajax.config.checks import check, check_mesh
+from megajax.data.answers import answer_samples
 from megajax.data.chat_template import ChatTemplate, load_chat_template
+from megajax.data.conversation import Chat
 from megajax.data.describe import describe_data
 from megajax.data.loader import datasets, make_loader
 from megajax.data.packing import pack
@@ -53,11 +55,14 @@ def config_of(folder: Path, data: dict | None = None, length: int = 512, **secti
     return megajax.Config.model_validate(content | sections)
 
 
+def without_marks(template: str) -> str:
+    return template.replace("{% generation %}", "").replace("{% endgeneration %}\n", "")
+
+
 @pytest.mark.parametrize("marked", [True, False])
 def test_tokens_and_mask_are_those_of_transformers(folder, reference, marked):
     if not marked:  # the same text without marks: an answer is what its message adds
-        plain = reference["template"].replace("{% generation %}", "").replace("{% endgeneration %}\n", "")
-        (folder / "chat_template.jinja").write_text(plain)
+        (folder / "chat_template.jinja").write_text(without_marks(reference["template"]))
     samples = datasets(config_of(folder, {"pack": False, "order": "sequential"}))["train"]
     for i, expected in enumerate(reference["conversations"]):
         ids, mask = expected["ids"], np.array(expected["mask"], bool)
@@ -65,6 +70,137 @@ def test_tokens_and_mask_are_those_of_transformers(folder, reference, marked):
         assert samples.document_lengths(i).tolist() == [len(ids), 513 - len(ids)]
         np.testing.assert_array_equal(samples.counted(i)[: len(ids)], mask)
         assert not samples.counted(i)[len(ids) :].any()
+
+
+def folder_of(reference: dict, folder: Path) -> Path:
+    """A folder with the special tokens and the named templates of the references."""
+    named = [{"name": name, "template": source} for name, source in reference["templates"].items()]
+    (folder / "tokenizer_config.json").write_text(json.dumps(reference["config"] | {"chat_template": named}))
+    return folder
+
+
+@pytest.mark.smoke
+def test_a_template_sees_what_transformers_gives_it(reference, tmp_path):
+    template, refused = load_chat_template(folder_of(reference, tmp_path)), 0
+    for case in reference["texts"]:
+        arguments = (case["messages"], case["prompt"])
+        if case["text"] is None:
+            refused += 1
+            with pytest.raises(InputError, match="does not accept the messages"):
+                template.render(*arguments, **case["arguments"])
+        else:
+            assert template.render(*arguments, **case["arguments"]) == case["text"]
+    assert 0 < refused < len(reference["texts"]) / 4
+
+
+def test_special_tokens_of_older_folders_and_templates_in_files(tmp_path):
+    """special_tokens_map.json is transformers' older file, which counts where the newer one has no added tokens."""
+    write = lambda name, value: (tmp_path / name).write_text(json.dumps(value))  # noqa: E731
+    write("tokenizer_config.json", {"bos_token": "<s>", "eos_token": "</s>"})
+    write("special_tokens_map.json", {"eos_token": {"content": "<e>"}, "sep_token": "<sep>"})
+    (tmp_path / "chat_template.jinja").write_text("{{ bos_token }}{{ eos_token }}{{ sep_token }}")
+    assert load_chat_template(tmp_path).render(CHAT) == "<s><e><sep>"
+    write("tokenizer_config.json", {"bos_token": "<s>", "eos_token": "</s>", "added_tokens_decoder": {}})
+    (tmp_path / "additional_chat_templates").mkdir()
+    (tmp_path / "additional_chat_templates/tool_use.jinja").write_text("{{ tools | length }}{{ eos_token }}")
+    template = load_chat_template(tmp_path)
+    assert (template.render(CHAT), template.render(CHAT, tools=[{}])) == ("<s></s>", "1</s>")
+
+
+def test_each_answer_is_trained_as_the_template_shows_it_when_it_is_the_last(folder, reference):
+    """Ids and mask of a template that shows the last reasoning only, against transformers' for each answer."""
+    (folder / "chat_template.jinja").write_text(without_marks(reference["thinks"]))
+    for case in reference["answers"]:
+        (folder / "chats.jsonl").write_text(json.dumps({"messages": case["messages"]}) + "\n")
+        args = {"chat_template_args": case["arguments"]} if case["arguments"] else {}
+        samples = datasets(config_of(folder, {"pack": False, "order": "sequential"} | args))["train"]
+        each = case["answers"]
+        # A sample of an answer that does not change when the next one follows is part of the next sample.
+        last = [
+            a for a, b in zip(each, [*each[1:], None], strict=True) if not b or b["ids"][: len(a["ids"])] != a["ids"]
+        ]
+        assert len(samples) == len(last) and samples.conversations == 1
+        for i, expected in enumerate(last):
+            ids, mask = expected["ids"], np.array(expected["mask"], bool)
+            assert samples[i][: len(ids)].tolist() == ids and not samples[i][len(ids) :].any()
+            np.testing.assert_array_equal(samples.counted(i)[: len(ids)], mask)
+    assert [len(case["answers"]) for case in reference["answers"]] == [3, 2, 3, 4, 2]
+
+
+def test_the_summary_says_that_answers_have_samples_of_their_own(folder, reference):
+    (folder / "chat_template.jinja").write_text(without_marks(reference["thinks"]))
+    config = config_of(folder)
+    (line,) = [line for line in describe_data(config, datasets(config)) if line.startswith("train:")]
+    answers = sum(m["role"] == "assistant" for each in reference["conversations"] for m in each["messages"])
+    assert f"20 conversations ({answers} samples" in line
+
+
+def long_chat(turns: int) -> Chat:
+    turn = [{"role": "user", "content": "why?"}, {"role": "assistant", "content": " so "}]
+    return Chat([{"role": "system", "content": "be brief"}, *(m | {"n": i} for i in range(turns) for m in turn)], {})
+
+
+@pytest.mark.parametrize("changes", ["", "{% if m.n == 20 and messages[-1].n > 22 %}later{% endif %}"])
+def test_a_long_chat_is_rendered_in_windows_only_if_that_is_right(changes):
+    """Each answer of 40 begins and ends where whole renderings put it."""
+    chat = long_chat(40)
+    template = ChatTemplate(CHATML.replace("{{ m.content", changes + "{{ m.content"), {}, "t")
+    expected = []
+    for answer in chat.answers:
+        before, text = template.render(chat.messages[:answer], True), template.render(chat.messages[: answer + 1])
+        assert text.startswith(before)
+        if expected and text.startswith(expected[-1][0]):
+            expected[-1] = (text, [*expected[-1][1], (len(before), len(text))])
+        else:
+            expected.append((text, [(len(before), len(text))]))
+    assert answer_samples(template, chat) == expected
+    assert (len(expected) == 1) == (not changes)
+
+
+def test_a_chat_of_3000_turns_is_rendered_in_linear_time():
+    """The number of messages that are rendered, not the time."""
+    counts = {}
+    for turns in (100, 200):
+        rendered = []
+        template = ChatTemplate(CHATML.replace("{{ m.content", "{{ count(m.n) }}{{ m.content"), {}, "t")
+        template.arguments["count"] = lambda n, rendered=rendered: rendered.append(n) or ""
+        assert len(answer_samples(template, long_chat(turns))) == 1
+        counts[turns] = len(rendered)
+    assert counts[200] < 2.2 * counts[100]
+
+
+def test_an_answer_of_weight_0_does_not_count():
+    chat = long_chat(3)
+    chat.messages[4]["weight"], chat.messages[6]["weight"] = 0, 1
+    marked = CHATML.replace("{{ m.content | trim }}", "{% generation %}{{ m.content | trim }}{% endgeneration %}")
+    marked = marked.replace("{% generation %}", "{% if m.role == 'assistant' %}{% generation %}")
+    marked = marked.replace("{% endgeneration %}", "{% endgeneration %}{% else %}{{ m.content }}{% endif %}")
+    for source, counted in ((CHATML, ["so<end>\n", "so<end>\n"]), (marked, ["so", "so"])):
+        [(text, spans)] = answer_samples(ChatTemplate(source, {}, "t"), chat)
+        answers = [i for i in range(len(text)) if text.startswith("so<end>", i)]
+        assert [text[start:stop] for start, stop in spans] == counted
+        assert [start for start, _ in spans] == [answers[0], answers[2]]
+    twice = ChatTemplate(marked + "{% generation %}x{% endgeneration %}", {}, "t")
+    with pytest.raises(InputError, match="weight 0"):
+        answer_samples(twice, chat)
+
+
+CHATML = """{% for m in messages %}
+<begin>{{ m.role }}
+{{ m.content | trim }}<end>
+{% endfor %}
+{% if add_generation_prompt %}
+<begin>assistant
+{% endif %}
+"""
+CHAT = [{"role": "user", "content": "é?"}]
+
+
+def test_a_generation_prompt_that_the_answer_does_not_begin_with():
+    """As DeepSeek-R1's, which opens <think> in the prompt and drops it from the chat."""
+    template = ChatTemplate(CHATML.replace("<begin>assistant\n", "<begin>assistant\n<think>\n"), {}, "t")
+    for text, spans in answer_samples(template, long_chat(2)):
+        assert [text[start:stop] for start, stop in spans] == ["so<end>\n"] * 2
 
 
 @settings(max_examples=60, deadline=None)
@@ -118,7 +254,7 @@ def test_long_conversations_are_cut_or_left_out_and_the_summary_says_so(folder, 
     opened = datasets(cut)
     assert max(np.diff(opened["train"].starts)) == 65
     (line,) = [line for line in describe_data(left, datasets(left)) if line.startswith("train:")]
-    assert f"{20 - long} conversations, {long} left out" in line and "the loss counts" in line
+    assert f"20 conversations, {long} left out" in line and "the loss counts" in line
 
 
 def test_epochs_have_different_orders_and_a_run_resumes_in_them(folder):
@@ -150,6 +286,13 @@ MISTAKES = {
     '{"messages": [{"role": "bot", "content": "a"}]}': "line 1 has the role 'bot' in message 0: use system, developer",
     '{"messages": [{"role": "user"}]}': "line 1 has a message without content (message 0, user): give it some",
     '{"messages": [{"role": "user", "content": "a"}]}': "line 1 has no answer of the assistant",
+    '{"messages": [{"role": "assistant", "content": "a", "weight": 0}]}': "no answer of the assistant that counts",
+    '{"messages": [{"role": "assistant", "content": "a", "weight": 0.5}]}': "the weight 0.5 in message 0 (assistant)",
+    '{"messages": [{"role": "assistant", "content": "a", "weight": true}]}': "the weight True in message 0",
+    '{"messages": [{"role": "user", "content": "a", "weight": 1}]}': "the weight 1 in message 0 (user)",
+    '{"messages": [{"role": "user", "content": "a"}], "tools": "[1]"}': 'has "tools" that are not a list of JSON',
+    '{"messages": [{"role": "user", "content": "a"}], "documents": {}}': 'has "documents" that are not a list of JSON',
+    '{"messages": [{"role": "user", "content": "a"}], "chat_template_kwargs": {"tools": []}}': "not arguments of a",
 }
 
 
@@ -167,7 +310,8 @@ def test_templates_that_fail_are_sentences(folder):
     for template, sentence in {
         "{{": "is damaged",
         "{{ raise_exception('no system turns') }}": r"does not accept the messages \(no system turns\)",
-        "{{ messages | length }}{% for m in messages %}{{ m.content }}{% endfor %}": "changes earlier turns",
+        "{{ messages | length }}{% for m in messages %}{{ m.content }}{% endfor %}": "changes earlier turns when .* in "
+        "message 2",
         "{{ ''.__class__.__mro__[1].__subclasses__() }}": "does not accept the messages",
     }.items():
         (folder / "chat_template.jinja").write_text(template)
@@ -224,11 +368,11 @@ def test_a_model_learns_to_answer_and_generates_the_answers(tmp_path):
     chats = [[{"role": "user", "content": word}, {"role": "assistant", "content": word[0]}] for word in seen]
     (tmp_path / "chats.jsonl").write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
     (tmp_path / "t.jinja").write_text(
-        "{% for m in messages %}{{ m.content }}{{ '=' if m.role == 'user' else ';' }}{% endfor %}"
+        "{% for m in messages %}{{ m.content }}{{ '=' if m.role == 'user' else end }}{% endfor %}"
     )
     config = config_of(
         tmp_path,
-        {"tokenizer": "byte", "chat_template": str(tmp_path / "t.jinja")},
+        {"tokenizer": "byte", "chat_template": str(tmp_path / "t.jinja"), "chat_template_args": {"end": ";"}},
         run={"steps": 50, "dir": str(tmp_path / "run"), "eval_steps": 0, "seed": 1},
         model={"num_layers": 1, "hidden_size": 32, "num_heads": 4, "vocab_size": 257},
         batch={"global_size": 16, "sequence_length": 48},
@@ -248,3 +392,5 @@ def test_a_model_learns_to_answer_and_generates_the_answers(tmp_path):
     assert share_of_right_answers() == 0
     trainer.run()
     assert share_of_right_answers() > 0.9
+    (tmp_path / "t.jinja").unlink()  # the run has a copy, which generation uses with the arguments of the training
+    assert megajax.load_run(tmp_path / "run").chat_template.render(chats[0]) == f"{seen[0]}={seen[0][0]};"

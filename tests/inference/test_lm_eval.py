@@ -34,7 +34,8 @@ def adapter(letters_folder, monkeypatch):
         monkeypatch.setitem(sys.modules, name, module)
     importlib.import_module("megajax.inference.lm_eval")
     monkeypatch.delitem(sys.modules, "megajax.inference.lm_eval")
-    return registered["megajax"](str(letters_folder), mesh="fsdp:2", dtype="float32", batch_size="2")
+    of_template = {"chat_template_args": "{thinking: true}", "enable_thinking": False}
+    return registered["megajax"](str(letters_folder), mesh="fsdp:2", dtype="float32", batch_size="2", **of_template)
 
 
 def test_requests_are_answered_as_by_the_reference(references, adapter, monkeypatch):
@@ -58,6 +59,8 @@ def test_requests_are_answered_as_by_the_reference(references, adapter, monkeypa
             adapter.generate_until([Request(("c", {"max_gen_toks": count}))])
     long = [Request(("abcdefgh" * 20, {"max_gen_toks": 60})), Request(("xefgh", {"max_gen_toks": 60}))]
     assert adapter.generate_until(long[:1]) == adapter.generate_until(long[1:]), "the last tokens that leave room"
+    (adapter.model.folder / "chat_template.jinja").write_text("{{ [thinking, enable_thinking, messages[0].content] }}")
+    assert adapter.apply_chat_template([{"role": "user", "content": "a"}]) == "[True, False, 'a']"
     text = "hello there"
     assert adapter.tok_encode(text) == [0, *adapter.tok_encode(text, add_special_tokens=False)]
     assert adapter.tok_encode(f"<s>{text}") == adapter.tok_encode(text)  # as in a rendered chat

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from megajax import generate
+from megajax.data.conversation import Chat
 from megajax.errors import InputError
 from megajax.inference.prompts import read_prompts
 
@@ -18,10 +19,13 @@ def test_prompts_are_lines_or_json_objects(tmp_path):
     assert read_prompts(str(tmp_path / "a.txt")) == [f"{other_line_ends}1", "two two"]
     path = tmp_path / "a.jsonl"
     path.write_text('{"prompt": "one\u2028\x85"}\n' + json.dumps({"messages": CHAT}) + "\n" + json.dumps(CHAT) + "\n")
-    assert read_prompts(str(path)) == ["one\u2028\x85", CHAT, CHAT]
+    assert read_prompts(str(path)) == ["one\u2028\x85", Chat(CHAT, {}), Chat(CHAT, {})]
+    path.write_text(json.dumps({"messages": CHAT, "tools": "[{}]", "chat_template_kwargs": {"thinking": True}}))
+    assert read_prompts(str(path)) == [Chat(CHAT, {"tools": [{}], "thinking": True})]
     for line, sentence in {
         "{": "a.jsonl:1 is not JSON",
         '{"text": "a"}': 'a.jsonl:1 has neither a "prompt" nor "messages"',
+        '{"messages": [{"role": "bot", "content": "a"}]}': "a.jsonl:1 has the role 'bot' in message 0",
         "": "has no prompts",
     }.items():
         path.write_text(line)
@@ -32,11 +36,18 @@ def test_prompts_are_lines_or_json_objects(tmp_path):
 
 
 def test_a_file_of_prompts_gives_json_lines(letters_folder, tmp_path, capsys):
-    (letters_folder / "chat_template.jinja").write_text("{{ messages[0].content }} b")
-    (tmp_path / "p.jsonl").write_text('{"prompt": "hello"}\n{"messages": [{"role": "user", "content": "a"}]}\n')
+    template = "<s>{{ messages[0].content }}{{ tools[0].name }}{% if thinking is false %} b{% endif %}"
+    (letters_folder / "chat_template.jinja").write_text(template)
+    chat = {"messages": [{"role": "user", "content": "a"}], "tools": [{"name": "c"}]}
+    prompts = [{"prompt": "hello"}, chat, {"prompt": "ac b"}]
+    (tmp_path / "p.jsonl").write_text("\n".join(map(json.dumps, prompts)))
     options = ["--prompts", str(tmp_path / "p.jsonl"), "--temperature", "0", "--tokens", "3"]
-    assert generate.main([str(letters_folder), *options]) == 0
+    assert generate.main([str(letters_folder), *options, "--chat-template-args", "{thinking: false}"]) == 0
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert [line["prompt"] for line in lines] == ["hello", [{"role": "user", "content": "a"}]]
+    assert [line["prompt"] for line in lines] == ["hello", chat["messages"], "ac b"]
+    assert lines[1]["text"] == lines[2]["text"]  # the chat's tools and the template's arguments are in its prompt
+    with pytest.raises(SystemExit):
+        generate.main([str(letters_folder), *options, "--chat-template-args", "{tools: []}"])
+    assert "--chat-template-args={tools: []} sets tools, which each chat gives" in capsys.readouterr().err
     assert generate.main([str(letters_folder), "--prompt", "hello", "--temperature", "0", "--tokens", "3"]) == 0
     assert capsys.readouterr().out == f"hello{lines[0]['text']}\n"

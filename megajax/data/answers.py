@@ -1,0 +1,105 @@
+"""The assistant's parts of a chat's text, and as many texts as a template needs to show each answer as it was given.
+
+The text of an answer begins where the generation prompt ends, so the model learns to write all that follows the prompt
+that `generate` gives it, with the end of the turn.
+"""
+
+from collections.abc import Iterator, Sequence
+from os.path import commonprefix
+
+from megajax.data.chat_template import ChatTemplate, Span
+from megajax.data.conversation import Chat
+from megajax.errors import InputError
+
+Sample = tuple[str, list[Span]]
+WINDOW = 8  # answers; a longer chat is not rendered from its beginning for each answer
+
+
+def answer_samples(template: ChatTemplate, chat: Chat) -> list[Sample]:
+    """(text, the spans of the answers that count) of each sample of a chat.
+
+    The template marks the answers by {% generation %}. Otherwise a sample is a chat up to an answer, as the template
+    writes it when this answer is the last one. Answers that do not change when the next one follows share a sample, so
+    most templates give one. Raises InputError if it is not known where an answer begins.
+    """
+    text, spans = template.with_marks(chat.messages, **chat.arguments)
+    if spans:
+        return [(text, _counted(template, chat, spans))]
+    samples = _in_windows(template, chat) if len(chat.answers) > WINDOW else None
+    return list(_by_answer(template, chat)) if samples is None else samples
+
+
+def _counted(template: ChatTemplate, chat: Chat, spans: list[Span]) -> list[Span]:
+    """The marked spans of answers that count."""
+    answers = chat.answers
+    if all(map(chat.counts, answers)):
+        return spans
+    if len(spans) != len(answers):
+        raise InputError(
+            f"the chat template {template.location} marks {len(spans)} parts in a chat of {len(answers)} answers, so "
+            "it is not known which one has the weight 0: leave the weights out, or mark each answer once."
+        )
+    return [span for answer, span in zip(answers, spans, strict=True) if chat.counts(answer)]
+
+
+def _by_answer(template: ChatTemplate, chat: Chat) -> Iterator[Sample]:
+    """The samples of a chat, rendered from its beginning up to each answer."""
+    text, spans = "", []
+    for answer in chat.answers:
+        start, after = _answer(template, chat, 0, answer)
+        if spans and not after.startswith(text):
+            yield text, spans
+            spans = []
+        text = after
+        if chat.counts(answer):
+            spans.append((start, len(after)))
+    if spans:
+        yield text, spans
+
+
+def _answer(template: ChatTemplate, chat: Chat, first: int, answer: int) -> tuple[int, str]:
+    """(where an answer begins in the text, the text of the head and the messages from `first` up to the answer)."""
+    messages = _window(chat, first, answer + 1)
+    before = template.render(messages[:-1], True, **chat.arguments)
+    after = template.render(messages, **chat.arguments)
+    if after.startswith(before):
+        return len(before), after
+    bare = template.render(messages[:-1], **chat.arguments)  # a generation prompt that the answer does not begin with
+    if not (before.startswith(bare) and after.startswith(bare)):
+        raise InputError(
+            f"the chat template {template.location} changes earlier turns when the answer in message {answer} follows "
+            "them, so the assistant's part is not known: mark it in the template with {% generation %} and "
+            "{% endgeneration %}, or set data.chat_template to another one."
+        )
+    return len(bare) + len(commonprefix([before[len(bare) :], after[len(bare) :]])), after
+
+
+def _window(chat: Chat, first: int, stop: int) -> Sequence:
+    """The messages from `first` to `stop`, after the chat's instructions."""
+    head = next((i for i, each in enumerate(chat.messages) if each["role"] not in ("system", "developer")), 0)
+    return chat.messages[:stop] if first <= head else [*chat.messages[:head], *chat.messages[first:stop]]
+
+
+def _in_windows(template: ChatTemplate, chat: Chat) -> list[Sample] | None:
+    """The one sample of a long chat, with each answer rendered after the last few turns only; None if that is wrong.
+
+    It is right if the pieces that the turns add make the text of the whole chat.
+    """
+    answers, spans, length = chat.answers, [], 0
+    firsts = [0] + [answer + 1 for answer in answers]  # the first message of each answer's turn
+    whole = template.render(chat.messages[: answers[-1] + 1], **chat.arguments)
+    for k, answer in enumerate(answers):
+        starts = reversed(firsts[1 : max(1, k - WINDOW)])
+        first = next((start for start in starts if chat.messages[start]["role"] == "user"), 0)
+        try:
+            earlier = template.render(_window(chat, first, firsts[k]), **chat.arguments) if k else ""
+            start, text = _answer(template, chat, first, answer)
+        except InputError:
+            return None
+        shift = length - len(earlier)
+        if not (text.startswith(earlier) and start >= len(earlier) and whole.startswith(text[len(earlier) :], length)):
+            return None
+        length = len(text) + shift
+        if chat.counts(answer):
+            spans.append((start + shift, length))
+    return [(whole, spans)] if length == len(whole) else None
