@@ -1,5 +1,6 @@
 """Chats and instructions: JSON lines to packed samples with the loss on the assistant's tokens (`data.kind: chat`)."""
 
+import json
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -11,7 +12,7 @@ from megajax.data.answers import answer_samples
 from megajax.data.chat_template import ChatTemplate, Span, find_chat_template
 from megajax.data.conversation import read_chat
 from megajax.data.index_cache import cache_directory, cached, file_digest, read_once
-from megajax.data.json_lines import check_inputs, parse, read_blocks
+from megajax.data.json_lines import check_encodable, check_inputs, parse, read_blocks
 from megajax.data.packing import pack
 from megajax.data.samples import Samples
 from megajax.data.special_tokens import document_end, framed, usual_first_token
@@ -42,6 +43,8 @@ def conversation(line: bytes, template: ChatTemplate | None) -> list[Text]:
     ValueError with the rest of a sentence for anything else.
     """
     record = parse(line, 'write {"messages": [...]} on a line of its own')
+    if b"\\u" in line:
+        check_encodable(json.dumps(record, ensure_ascii=False))
     if isinstance(record, dict) and {"prompt", "completion"} <= record.keys():
         prompt, completion = record["prompt"], record["completion"]
         if not (isinstance(prompt, str) and isinstance(completion, str)):

@@ -213,6 +213,14 @@ def parse(line: bytes, wanted: str) -> Any:
         raise ValueError(f"is not JSON ({error}): {wanted}") from None
 
 
+def check_encodable(text: str) -> None:
+    """Raises ValueError with the rest of a sentence for a text without bytes in UTF-8, which JSON can make."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ValueError("contains half of a surrogate pair, which cannot be encoded: correct the text") from None
+
+
 def _text(line: bytes, json_key: str, option: str) -> str:
     wanted = f'write each document on a line of its own, as {{"{json_key}": "its text"}}'
     record = parse(line, wanted)
@@ -224,8 +232,5 @@ def _text(line: bytes, json_key: str, option: str) -> str:
     text = record[json_key]
     if not isinstance(text, str):
         raise ValueError(f'has {type(text).__name__} instead of text under "{json_key}": {wanted}')
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise ValueError("contains half of a surrogate pair, which cannot be encoded: correct the text") from None
+    check_encodable(text)
     return text

@@ -283,6 +283,7 @@ MISTAKES = {
     "{": "line 1 is not JSON",
     '{"text": "a"}': 'line 1 has neither "messages" nor "prompt" and "completion"',
     '{"prompt": 1, "completion": "a"}': 'line 1 has a "prompt" or a "completion" that is not text',
+    r'{"prompt": "\ud800", "completion": "a"}': "line 1 contains half of a surrogate pair",
     '{"messages": [{"role": "bot", "content": "a"}]}': "line 1 has the role 'bot' in message 0: use system, developer",
     '{"messages": [{"role": "user"}]}': "line 1 has a message without content (message 0, user): give it some",
     '{"messages": [{"role": "user", "content": "a"}]}': "line 1 has no answer of the assistant",
