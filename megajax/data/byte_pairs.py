@@ -11,6 +11,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from megajax.data.special_tokens import FolderTokens
 from megajax.errors import InputError
 
 if TYPE_CHECKING:
@@ -127,6 +128,27 @@ def read_tiktoken(path: Path) -> "tokenizers.Tokenizer":
     tokenizer = _byte_level(model, words)
     tokenizer.add_special_tokens(list(special))
     return tokenizer
+
+
+def add_missing(tokenizer: "tokenizers.Tokenizer", found: FolderTokens) -> None:
+    """Add the tokens that only the files beside a tokenizer have; texts are cut at them, as in transformers.
+
+    Raises InputError if one would get another id than there.
+    """
+    import tokenizers
+
+    known = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
+    for number, token in sorted(found.added.items()):
+        if token.content not in known:
+            flags = {"special": token.special, "lstrip": token.lstrip, "rstrip": token.rstrip, "normalized": False}
+            tokenizer.add_tokens([tokenizers.AddedToken(token.content, **flags)])
+            if tokenizer.token_to_id(token.content) != number:
+                raise InputError(
+                    f"tokenizer_config.json gives {token.content} the id {number}, but the tokenizer beside it "
+                    f"{tokenizer.token_to_id(token.content)}: copy all of the tokenizer's files again."
+                )
+    named = [name for name in found.names.values() if name not in known and tokenizer.token_to_id(name) is not None]
+    tokenizer.add_special_tokens(named)
 
 
 def _encoding(path: Path, size: int) -> Encoding:

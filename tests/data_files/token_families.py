@@ -62,7 +62,14 @@ def _gpt2(folder: Path) -> dict[str, Any]:
     vocabulary = json.loads((folder / "vocab.json").read_text(encoding="utf-8"))
     (folder / "vocab.json").write_text(json.dumps(vocabulary | {"<|endoftext|>": 257}), encoding="utf-8")
     (folder / "config.json").write_text(json.dumps({"model_type": "gpt2", "eos_token_id": 257, "bos_token_id": 257}))
-    return {"tokenizer_class": "GPT2Tokenizer"}
+    return {"tokenizer_class": "GPT2Tokenizer", "bos_token": "<|endoftext|>", "eos_token": "<|endoftext|>"}
+
+
+def _gpt2_chatml(folder: Path) -> dict[str, Any]:
+    config = _gpt2(folder)
+    tokens = {257: "<|endoftext|>", 258: "<|im_start|>", 259: "<|im_end|>"}
+    decoder = {str(i): ADDED | {"content": name} for i, name in tokens.items()}
+    return config | {"added_tokens_decoder": decoder, "eos_token": "<|im_end|>", "chat_template": CHATML}
 
 
 def _llama3(folder: Path) -> dict[str, Any]:
@@ -127,7 +134,14 @@ SENTENCEPIECE = {
     "llama2_legacy": LLAMA | {"tokenizer_class": "PreTrainedTokenizerFast", "legacy": True, "chat_template": LLAMA2},
     "llama2_chatml": LLAMA | {"legacy": False, "eos_token": "<|im_end|>", "chat_template": CHATML},
 }
-TOKENIZERS_LIBRARY = {"gpt2": _gpt2, "llama3": _llama3, "gemma": _gemma, "qwen3": _qwen3, "deepseek": _deepseek}
+TOKENIZERS_LIBRARY = {
+    "gpt2": _gpt2,
+    "gpt2_chatml": _gpt2_chatml,
+    "llama3": _llama3,
+    "gemma": _gemma,
+    "qwen3": _qwen3,
+    "deepseek": _deepseek,
+}
 FAMILIES = (*TOKENIZERS_LIBRARY, *SENTENCEPIECE)
 
 
@@ -136,8 +150,6 @@ def write_family(name: str, folder: Path, sentencepiece_model: bytes) -> None:
     folder.mkdir()
     if name in TOKENIZERS_LIBRARY:
         config = {"tokenizer_class": "PreTrainedTokenizerFast"} | TOKENIZERS_LIBRARY[name](folder)
-        if name == "gpt2":
-            config |= {"bos_token": "<|endoftext|>", "eos_token": "<|endoftext|>"}
     else:
         (folder / "tokenizer.model").write_bytes(sentencepiece_model)
         names = ["<unk>", "<s>", "</s>"] + ["<|im_start|>", "<|im_end|>"] * (name == "llama2_chatml")
