@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from megajax.config import Config, load_config
 from megajax.errors import ConfigError, InputError, UserError
+from megajax.version import VERSION as __version__
 
 if TYPE_CHECKING:
     from megajax.checkpoint.weights import load_weights
@@ -44,6 +45,7 @@ __all__ = [
     "Trainer",
     "Transformer",
     "UserError",
+    "__version__",
     "build_mesh",
     "from_hf",
     "load_config",

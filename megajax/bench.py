@@ -18,7 +18,7 @@ from importlib import metadata
 from pathlib import Path
 
 from megajax.config import Config, load_config
-from megajax.console import CommandParser, user_errors
+from megajax.console import CommandParser, fold, user_errors
 from megajax.errors import InputError
 from megajax.runtime import prepare_environment
 
@@ -110,7 +110,7 @@ def bench(name: str, overrides: list[str]) -> dict:
         from megajax.training.summary import summary
 
         trainer = Trainer(config, flags=flags)
-        print(summary(trainer.program, flags), file=sys.stderr)
+        print(fold(summary(trainer.program, flags), sys.stderr), file=sys.stderr)
         finished, losses = [], []
         running = trainer.train_step(trainer.next_batch())
         for step in range(1, steps + 1):

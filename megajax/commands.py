@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 
 from megajax.console import COMMANDS
+from megajax.version import VERSION
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -16,6 +17,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     name, *rest = (sys.argv[1:] if arguments is None else arguments) or ["--help"]
     if name in ("-h", "--help"):
         print(help_text())
+        return 0
+    if name == "--version":
+        print(f"megajax {VERSION}")
         return 0
     if name not in COMMANDS:
         nearest = difflib.get_close_matches(name, COMMANDS, n=1)

@@ -4,14 +4,18 @@ import argparse
 import errno
 import io
 import os
+import re
+import shutil
 import sys
+import textwrap
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NoReturn
+from typing import IO, NoReturn
 
 from megajax.errors import InputError, UserError
+from megajax.version import VERSION
 
 SPACE, PERMISSION = "free disk space there", "choose a directory that you may write to"
 CURES = {
@@ -22,6 +26,8 @@ CURES = {
     errno.EPERM: PERMISSION,
     errno.EROFS: PERMISSION,
 }
+INDENT = 11 * " "  # of the summary, after its labels
+STYLES = {"bold": "1", "red": "31", "yellow": "33"}
 # Exit statuses: the last three mean a lost or hanging process, a stop on request after saving, and Ctrl-C as in shells.
 DONE, MISTAKE, BAD_NUMBERS, LOST, STOPPED, INTERRUPTED = 0, 2, 3, 4, 75, 130
 
@@ -67,6 +73,7 @@ class CommandParser(argparse.ArgumentParser):
 
     def __init__(self, module: str, **settings):
         super().__init__(prog=program_name(module), allow_abbrev=False, **settings)
+        self.add_argument("--version", action="version", version=f"megajax {VERSION}", help="print megajax's version")
 
     def error(self, message: str) -> NoReturn:
         raise InputError(f"{message}; {self.prog} --help lists the arguments.")
@@ -108,12 +115,47 @@ def add_sampling_arguments(parser: argparse.ArgumentParser, tokens: int) -> None
 
 
 def size(count: float) -> str:
-    """A number of bytes as text: 1.23 GB."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 1000:
-            return f"{count:.3g} {unit}"
-        count /= 1000
-    return f"{count:.3g} TB"
+    """A number of bytes in a file or on a network as text: 1.23 GB."""
+    return amount(count, "B")
+
+
+def memory_size(count: float) -> str:
+    """A number of bytes in memory as text: 1.23 GiB."""
+    return amount(count, "B", ("", "Ki", "Mi", "Gi"), 1024)
+
+
+def amount(count: float, unit: str, prefixes: Sequence[str] = ("", "k", "M", "G", "T"), base: int = 1000) -> str:
+    """A number with the largest prefix that leaves 1 or more of it: 6.39 MFLOP."""
+    power = 0
+    while power < len(prefixes) - 1 and float(f"{count:.3g}") >= base:
+        count, power = count / base, power + 1
+    digits = f"{count:.0f}" if count >= 100 else f"{count:.3g}"
+    return f"{digits} {prefixes[power]}{unit}"
+
+
+def fold(text: str, stream: IO[str] | None = None) -> str:
+    """A summary for a terminal: its lines cut at the terminal's width, with an indent, their labels in bold.
+
+    Unchanged in a file or a pipe; without colour if NO_COLOR is set.
+    """
+    stream = sys.stdout if stream is None else stream
+    if not stream.isatty():
+        return text
+    width, lines = shutil.get_terminal_size().columns, []
+    for line in text.splitlines():
+        cut = textwrap.wrap(line, max(width, 40), subsequent_indent=INDENT, break_on_hyphens=False) or [line]
+        label = re.match(r"[a-z]+ {2,}", cut[0])
+        if label:
+            cut[0] = paint(label[0], "bold", stream) + cut[0][label.end() :]
+        lines += cut
+    return "\n".join(lines)
+
+
+def paint(text: str, style: str, stream: IO[str]) -> str:
+    """The text in a style for a terminal; unchanged elsewhere, and if NO_COLOR is set."""
+    if not stream.isatty() or os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb":
+        return text
+    return f"\x1b[{STYLES[style]}m{text}\x1b[0m"
 
 
 @contextmanager
@@ -146,9 +188,9 @@ def user_errors() -> Iterator[None]:
 
 
 def _fail(sentence: str, status: int) -> NoReturn:
-    print(f"megajax: error: {sentence}", file=sys.stderr)
+    print(paint("megajax: error:", "red", sys.stderr), sentence, file=sys.stderr)
     raise SystemExit(status) from None
 
 
 def _warn_in_a_line(message: Warning | str, *_: object, **__: object) -> None:
-    print(f"megajax: warning: {message}", file=sys.stderr)
+    print(paint("megajax: warning:", "yellow", sys.stderr), message, file=sys.stderr)

@@ -35,6 +35,7 @@ DRAIN_SECONDS = 5  # for the rest of their output
 LONGEST_PAUSE = 60  # seconds before a restart: 1, 2, 4, ... up to this
 CPU_DEVICES = "--xla_force_host_platform_device_count"
 OF_A_CLUSTER = {"JAX_NUM_PROCESSES": 0, "SLURM_NTASKS": 1, "OMPI_COMM_WORLD_SIZE": 1}  # the largest value without one
+GLOO = b"[Gloo] Rank"  # begins its lines on the connections of processes
 PR_SET_PDEATHSIG = 1
 
 
@@ -169,7 +170,7 @@ class Output:
         self._selector.close()
 
     def _write(self, index: int, target: IO[str], lines: list[bytes]) -> None:
-        for line in lines:
+        for line in (each for each in lines if not each.startswith(GLOO)):
             target.write(f"[{index}] {line.decode(errors='replace')}\n")
         target.flush()
 

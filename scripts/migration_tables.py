@@ -34,6 +34,7 @@ DEFAULTS = (
     ("optimizer.beta2", "`--adam-beta2`: 0.999", "`0.999`"),
     ("optimizer.weight_decay", "`--weight-decay`: 0.01", "`0.01`"),
     ("schedule.kind", "`--lr-decay-style`: `linear`", "`linear`"),
+    ("schedule.min_learning_rate", "`--min-lr`: 0", "`0`, with which the last step changes nothing"),
     ("precision.compute", "`--bf16`: not set, so FP32", "`float32`"),
     ("precision.fp8.recipe", "`--fp8-recipe`: `delayed`, once `--fp8-format` is set", "`delayed`"),
     ("precision.fp8.amax_history_length", "`--fp8-amax-history-len`: 1", "`1`"),

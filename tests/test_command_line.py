@@ -93,7 +93,9 @@ def test_a_mesh_that_does_not_divide_names_both_keys_and_what_would(error_of):
 
 
 def test_a_mesh_that_does_not_fit_the_devices_says_how_many_there_are(error_of):
-    assert says(error_of("mesh.data=2"), "mesh.data=2", "8 devices", "the command line")
+    sentence = error_of("mesh.data=2")
+    assert says(sentence, "mesh.data=2", "8 devices", "the command line") and "XLA_FLAGS" not in sentence
+    assert says(error_of("mesh.data=16"), "there are 8", "XLA_FLAGS=--xla_force_host_platform_device_count=16")
 
 
 def test_a_global_batch_that_does_not_divide_says_what_would(error_of):

@@ -89,7 +89,7 @@ TYPED = {
     ),
     "mesh.data=16": (
         "mesh.data=16 needs 16 devices, but there are 8 (@): make the product 8, or set one axis to -1, such"
-        " as mesh.data=-1."
+        " as mesh.data=-1; to try the mesh on CPUs, set XLA_FLAGS=--xla_force_host_platform_device_count=16."
     ),
     "mesh.fsdp=-1": (
         "mesh.data=-1 and mesh.fsdp=-1 cannot share the remaining devices (run.yaml, line 10): keep -1 on"

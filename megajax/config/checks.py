@@ -46,14 +46,15 @@ def check(config: Config) -> None:
     _warn_about_ramp_up(config)
 
 
-def check_mesh(config: Config, num_devices: int, num_processes: int = 1) -> dict[str, int]:
+def check_mesh(config: Config, num_devices: int, num_processes: int = 1, platform: str = "gpu") -> dict[str, int]:
     """Sizes in axis order with -1 filled in; raises `ConfigError` if the mesh does not fit the config.
 
-    `num_devices` is the number of devices of all `num_processes` processes together.
+    `num_devices` is the number of devices of all `num_processes` processes together. On the `platform` cpu an error
+    for too few of them says how one process gets several.
     """
     _check_axes(config, _sizes(config))
     _check_batch(config)
-    sizes = _fill(config, num_devices, num_processes)
+    sizes = _fill(config, num_devices, num_processes, platform)
     _check_axes(config, sizes)
     check_stages(config, sizes)
     _check_context(config, sizes)
@@ -74,7 +75,7 @@ def _sizes(config: Config) -> dict[str, int]:
     return {axis: max(1, getattr(config.mesh, axis)) for axis in AXES}
 
 
-def _fill(config: Config, num_devices: int, num_processes: int) -> dict[str, int]:
+def _fill(config: Config, num_devices: int, num_processes: int, platform: str) -> dict[str, int]:
     sizes = _sizes(config)
     larger = [f"mesh.{axis}" for axis in AXES if sizes[axis] > 1]
     product = math.prod(sizes.values())
@@ -82,15 +83,19 @@ def _fill(config: Config, num_devices: int, num_processes: int) -> dict[str, int
     each = f" ({num_processes} processes with {num_devices // num_processes} each)" if num_processes > 1 else ""
     devices = counted(num_devices, "device") + each
     free = [axis for axis in AXES if getattr(config.mesh, axis) == -1]
+    virtual = ""
+    if platform == "cpu" and num_processes == 1 and num_devices < product:
+        virtual = f"; to try the mesh on CPUs, set XLA_FLAGS=--xla_force_host_platform_device_count={product}"
     if free and num_devices % product:
         cure = "use sizes whose product is" if len(larger) > 1 else "use"
-        fail(config, f"{factors} does not divide {devices}", f"{cure} {listed(divisors(num_devices))}", *larger)
+        cure = f"{cure} {listed(divisors(num_devices))}{virtual}"
+        fail(config, f"{factors} does not divide {devices}", cure, *larger)
     if free:
         return sizes | {free[0]: num_devices // product}
     if product != num_devices:
         few = f"uses {product} of {devices}"
         many = f"needs {product} devices, but there {'is' if num_devices == 1 else 'are'} {num_devices}{each}"
-        cure = f"make the product {num_devices}, or set one axis to -1, such as mesh.data=-1"
+        cure = f"make the product {num_devices}, or set one axis to -1, such as mesh.data=-1{virtual}"
         fail(config, f"{factors} {few if product < num_devices else many}", cure, *larger)
     return sizes
 

@@ -3,7 +3,7 @@
 from typing import Any, NamedTuple
 
 from megajax.config.kinds import LATENT
-from megajax.config.schema import Config
+from megajax.config.schema import Config, lowest_rate
 from megajax.config.sentences import format_keys, value, warn
 
 # Besides the model, a checkpoint's description has these.
@@ -143,5 +143,7 @@ def _of_the_run(config: Config) -> list[Rule]:
 def _default(config: Config, key: str) -> Any:
     if key == "schedule.decay_steps":
         return max(config.run.steps, config.schedule.warmup_steps + 1)
+    if key == "schedule.min_learning_rate":
+        return lowest_rate(config.schedule.kind, config.schedule.learning_rate)
     section, name = key.rsplit(".", 1)
     return type(value(config, section)).model_fields[name].default

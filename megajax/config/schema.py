@@ -194,6 +194,11 @@ class BatchConfig(Section):
     )
 
 
+def lowest_rate(kind: str, learning_rate: float) -> float:
+    """The default of `schedule.min_learning_rate`: above 0, so that the last step of a decay is not lost."""
+    return 0.0 if kind == "inverse_sqrt" else float(f"{learning_rate / 10:.6g}")
+
+
 class ScheduleConfig(Section):
     """The learning rate over the steps."""
 
@@ -201,8 +206,14 @@ class ScheduleConfig(Section):
         default="cosine", description="Shape after the warm-up; wsd: constant, then a final decay."
     )
     learning_rate: Positive = Field(default=3e-4, description="Highest learning rate.")
-    min_learning_rate: PositiveOrZero = Field(default=0.0, description="Learning rate at the end of the decay.")
-    warmup_steps: CountOrZero = Field(default=0, description="Steps of linear warm-up from 0.")
+    min_learning_rate: PositiveOrZero = derived(
+        lambda schedule: lowest_rate(schedule["kind"], schedule["learning_rate"]),
+        "a tenth of learning_rate; 0 for inverse_sqrt",
+        "Learning rate at the end of the decay; with 0 the step decay_steps changes nothing.",
+    )
+    warmup_steps: CountOrZero = Field(
+        default=0, description="Steps of linear warm-up; the first step has learning_rate / warmup_steps."
+    )
     decay_steps: Count = derived(  # filled in by Config, which sees the run
         lambda schedule: None,
         "run.steps, at least warmup_steps + 1",

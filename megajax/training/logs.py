@@ -15,7 +15,7 @@ import numpy as np
 
 from megajax.checkpoint import SaveOutcome
 from megajax.config import Config
-from megajax.console import size
+from megajax.console import amount, fold, size
 from megajax.errors import InputError
 from megajax.files import replace_text
 from megajax.pictures.expert_load import write_load_map
@@ -24,6 +24,8 @@ from megajax.training.tensorboard import TensorBoardLog
 
 CONSOLE = logging.getLogger("megajax.console")  # every line that a run prints
 CONSOLE.propagate = False
+
+LINE_WIDTH = 80
 
 
 class MetricsLog:
@@ -154,22 +156,23 @@ def make_run_dir(config: Config) -> Path:
 
 
 def console_line(step: int, steps: int, values: Mapping[str, Any], seconds_left: float) -> str:
-    """The console's line of a logged step."""
+    """The console's line of a logged step, for 80 columns; metrics.jsonl has memory and TFLOP/s too."""
+    speed, norm = amount(values["tokens_per_second_per_device"], ""), values["grad_norm"]
     parts = [
         f"step {step:>{len(str(steps))}}/{steps}",
         f"loss {values['loss']:.4f}",
-        f"norm {values['grad_norm']:.3f}",
+        f"norm {norm:.1e}" if norm < 0.1 or norm >= 1000 else f"norm {norm:.{2 if norm < 10 else 1}f}",
+        f"lr {values['learning_rate']:.1e}",
+        f"{speed.replace(' ', '')} tok/s/dev",
     ]
-    parts.append(f"lr {values['learning_rate']:.2e}")
-    parts.append(f"{values['tokens_per_second_per_device']:,.0f} tok/s/dev")
-    parts.append(f"{values['tflops_per_second_per_device']:.4g} TFLOP/s/dev")
     if values["mfu"] is not None:
-        parts.append(f"MFU {values['mfu']:.1%}")
-    parts.append(f"{values['peak_memory_gib']:.1f} GiB")
+        parts.append(f"MFU {values['mfu']:.0%}")
     if values.get("skipped"):
         parts.append(f"{values['skipped']} skipped")
-    parts.append(f"{_duration(seconds_left)} left")
-    return "  ".join(parts)
+    parts.append(f"{_longest_unit(seconds_left)} left")
+    shorter = [f"step {step}", *parts[1:]]  # the summary has the number of steps
+    lines = ("  ".join(parts), " ".join(parts), " ".join(shorter))
+    return next((line for line in lines if len(line) <= LINE_WIDTH), lines[-1])
 
 
 def nothing_line(config: Config, step: int) -> str:
@@ -217,7 +220,7 @@ def say(text: str) -> None:
     import jax
 
     if jax.process_index() == 0:
-        print(text, flush=True)
+        print(fold(text), flush=True)
         CONSOLE.info(text)
 
 
@@ -245,7 +248,8 @@ class Progress:
     def print(self, text: str) -> None:
         """Print a line above the bar."""
         if self._bar:
-            self._bar.console.print(text, highlight=False, markup=False)
+            style = "yellow" if text.startswith("megajax: warning") else None
+            self._bar.console.print(text, style=style, highlight=text.startswith("step "), markup=False)
             CONSOLE.info(text)
         else:
             say(text)
@@ -253,6 +257,12 @@ class Progress:
     def close(self) -> None:
         if self._bar:
             self._bar.stop()
+
+
+def _longest_unit(seconds: float) -> str:
+    """A duration in the longest unit that leaves 2 or more of it, days to seconds."""
+    unit, length = next(((u, s) for u, s in (("d", 86400), ("h", 3600), ("m", 60)) if seconds >= 2 * s), ("s", 1))
+    return f"{seconds / length:.0f}{unit}"
 
 
 def _duration(seconds: float) -> str:

@@ -69,7 +69,7 @@ class Trainer:
         self.start_time = time.time() if start_time is None else start_time
         self.config, self.flags = config, prepare_environment(config) if flags is None else flags
         count = len(jax.devices() if devices is None else devices)
-        sizes = check_mesh(config, count, jax.process_count())
+        sizes = check_mesh(config, count, jax.process_count(), jax.default_backend())
         self.monitoring = Monitoring(config, self._tell)
         exports = Exports(config, self._report) if config.checkpoint.export_hf.dir is not None else None
         self.data = datasets(config)

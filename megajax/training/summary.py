@@ -8,6 +8,7 @@ import jax
 from megajax.config.batch_schedule import BatchSizes
 from megajax.config.kinds import MOE, block_layers
 from megajax.config.stages import virtual_stages
+from megajax.console import amount, memory_size
 from megajax.mesh import describe_hosts, hosts_of, mesh_sizes
 from megajax.model.lora import targets
 from megajax.parallel.pipeline.schedules import make_schedule
@@ -22,7 +23,7 @@ from megajax.plan import (
 from megajax.step_plan import StepPlan
 from megajax.training.step import TrainProgram
 
-GIB = 2**30
+OF_GPUS = ("--xla_gpu", "CUDA_", "XLA_PJRT_GPU")  # flags and variables that have no effect on CPUs
 
 
 def summary(
@@ -42,12 +43,11 @@ def summary(
         f"devices    {program.mesh.size} × {device.device_kind}, {jax.process_count()} process(es)",
         f"mesh       {' × '.join(f'{axis} {size}' for axis, size in sizes.items() if size > 1) or 'one device'}",
         f"model      {parameter_count(program.model):,} parameters{_experts(program)}, "
-        f"{flops_per_token(config) / 1e9:.4g} GFLOP per token",
-        f"memory     estimate per device: parameters {memory.parameters / GIB:.3g} GiB, "
-        f"optimizer {memory.optimizer / GIB:.3g}, gradients {memory.gradients / GIB:.3g}, "
-        f"gathered weights {memory.weights / GIB:.3g}, activations {memory.activations / GIB:.3g}, "
-        f"working buffers {memory.working / GIB:.3g}, "
-        f"total {memory.total / GIB:.3g} GiB",
+        f"{amount(flops_per_token(config), 'FLOP')} per token",
+        f"memory     estimate per device: parameters {memory_size(memory.parameters)}, "
+        f"optimizer {memory_size(memory.optimizer)}, gradients {memory_size(memory.gradients)}, "
+        f"gathered weights {memory_size(memory.weights)}, activations {memory_size(memory.activations)}, "
+        f"working buffers {memory_size(memory.working)}, total {memory_size(memory.total)}",
         f"batch      {batch.global_size} sequences of {batch.sequence_length} tokens, {batch.num_microbatches} "
         f"microbatch(es) of {plan.sequences} sequences per device",
         *_ramp_up(program, batch_sizes or BatchSizes.of(config)),
@@ -82,8 +82,9 @@ def summary(
         lines.append(f"replicated over tensor (fewer KV heads than devices): {', '.join(replicated)}")
     if padded:
         lines.append(f"stored with padding (the mesh does not divide them): {', '.join(padded)}")
-    if flags:
-        lines.append(f"set        {' '.join(flags)}")
+    shown = [flag for flag in flags if device.platform == "gpu" or not flag.startswith(OF_GPUS)]
+    if shown:
+        lines.append(f"set        {' '.join(shown)}")
     return "\n".join(lines)
 
 

@@ -68,3 +68,16 @@ def test_the_minimum_is_reached_at_decay_steps_and_kept(kind):
 @pytest.mark.parametrize("kind", ["linear", "cosine", "wsd"])
 def test_without_a_minimum_the_rate_ends_at_zero(kind):
     assert rates([24, 30], kind=kind, min_learning_rate=0.0, wsd_decay_steps=5) == pytest.approx([0, 0], abs=1e-12)
+
+
+@pytest.mark.parametrize("kind", ["constant", "linear", "cosine", "wsd", "inverse_sqrt"])
+@pytest.mark.parametrize("warmup", [0, 4])
+def test_by_default_no_step_has_a_learning_rate_of_zero(kind, warmup):
+    """Warm-up counts from step 1, and a decay ends at a tenth of the peak."""
+    found = [PEAK / 10] if kind in ("linear", "cosine", "wsd") else []
+    settings = {"kind": kind, "learning_rate": PEAK, "warmup_steps": warmup, "decay_steps": 24, "wsd_decay_steps": 5}
+    schedule = make_schedule(ScheduleConfig.model_validate(settings))
+    steps = [float(schedule(step)) for step in range(1, 25)]
+    assert min(steps) > 0
+    assert steps[0] == pytest.approx(PEAK / 4) if warmup else steps[0] > 0.9 * PEAK
+    assert steps[-1:] == pytest.approx(found or steps[-1:], rel=1e-5)

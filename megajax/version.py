@@ -1,0 +1,3 @@
+"""The version of megajax."""
+
+VERSION = "0.1.0"

@@ -1,0 +1,69 @@
+"""What a user sees: lines for 80 columns, units that fit, colour on terminals only, and the version."""
+
+import importlib
+import io
+
+import pytest
+
+import megajax
+from megajax import commands
+from megajax.console import COMMANDS, fold, memory_size, size
+from megajax.training.logs import console_line
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(
+    ("count", "in_files", "in_memory"),
+    [
+        (999, "999 B", "999 B"),
+        (1023, "1.02 kB", "1023 B"),
+        (12_600_000, "12.6 MB", "12 MiB"),
+        (2.5 * 2**30, "2.68 GB", "2.5 GiB"),
+        (999_999, "1 MB", "977 KiB"),
+        (3e15, "3000 TB", "2793968 GiB"),
+    ],
+)
+def test_bytes_have_the_unit_that_fits(count, in_files, in_memory):
+    assert (size(count), memory_size(count)) == (in_files, in_memory)
+
+
+@pytest.mark.parametrize("steps", [60, 2000, 1_000_000])
+@pytest.mark.parametrize("mfu", [None, 0.593])
+def test_a_step_is_one_line_of_80_columns(steps, mfu):
+    values = {"loss": 12.34567, "grad_norm": 123.456, "learning_rate": 2.34e-4, "mfu": mfu}
+    values |= {"tokens_per_second_per_device": 14_234.5}
+    line = console_line(steps // 2, steps, values, 30 * 3600)
+    assert len(line) <= 80 and "\n" not in line
+    for part in ("loss 12.3457", "norm 123.5", "lr 2.3e-04", "14.2k tok/s/dev", "30h left"):
+        assert part in line
+    assert ("MFU 59%" in line) == (mfu is not None)
+
+
+def test_a_summary_is_folded_with_an_indent_and_coloured_on_a_terminal_only(monkeypatch):
+    text = f"kernels    {' '.join(['attention'] * 20)}"
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    assert fold(text, io.StringIO()) == text
+    first, *others = fold(text, Terminal()).splitlines()
+    assert first.startswith("\x1b[1mkernels") and others
+    assert all(line.startswith(11 * " " + "attention") and len(line) <= 80 for line in others)
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert "\x1b" not in fold(text, Terminal())
+    assert " ".join(fold(text, Terminal()).split()) == " ".join(text.split())
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_the_version(command, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        importlib.import_module(COMMANDS[command][0]).main(["--version"])
+    assert stopped.value.code == 0 and capsys.readouterr().out == f"megajax {megajax.__version__}\n"
+
+
+def test_the_command_has_the_version(capsys):
+    assert commands.main(["--version"]) == 0
+    assert capsys.readouterr().out == f"megajax {megajax.__version__}\n"
