@@ -138,15 +138,15 @@ def fold(text: str, stream: IO[str] | None = None) -> str:
 
     Unchanged in a file or a pipe; without colour if NO_COLOR is set.
     """
-    stream = sys.stdout if stream is None else stream
-    if not stream.isatty():
+    out: IO[str] = stream or sys.stdout
+    if not out.isatty():
         return text
     width, lines = shutil.get_terminal_size().columns, []
     for line in text.splitlines():
         cut = textwrap.wrap(line, max(width, 40), subsequent_indent=INDENT, break_on_hyphens=False) or [line]
         label = re.match(r"[a-z]+ {2,}", cut[0])
         if label:
-            cut[0] = paint(label[0], "bold", stream) + cut[0][label.end() :]
+            cut[0] = paint(label[0], "bold", out) + cut[0][label.end() :]
         lines += cut
     return "\n".join(lines)
 
