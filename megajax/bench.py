@@ -6,7 +6,6 @@ file in configs/.
 """
 
 import argparse
-import difflib
 import json
 import os
 import subprocess
@@ -15,14 +14,12 @@ import tempfile
 import time
 import warnings
 from importlib import metadata
-from pathlib import Path
 
 from megajax.config import Config, load_config
 from megajax.console import CommandParser, fold, user_errors
 from megajax.errors import InputError
 from megajax.runtime import prepare_environment
 
-CONFIGS = Path(__file__).parents[1] / "configs"
 WARMUP_STEPS, TIMED_STEPS = 5, 15
 COLUMNS = (
     "config",
@@ -48,26 +45,14 @@ def split_runs(arguments: list[str]) -> list[list[str]]:
     return runs
 
 
-def config_path(name: str) -> Path:
-    """The file of a config, from its path or its name in configs/. Raises InputError if there is none."""
-    named = CONFIGS / f"{name}.yaml"
-    path = Path(name) if Path(name).is_file() or not named.is_file() else named
-    if not path.is_file():
-        names = sorted(file.stem for file in CONFIGS.glob("*.yaml"))
-        nearest = difflib.get_close_matches(Path(name).stem, names, n=1)
-        advice = f"did you mean {nearest[0]}?" if nearest else "give the path of a YAML file, or a name from configs/."
-        raise InputError(f"there is no config {name} (the command line): {advice}")
-    return path
-
-
 def synthetic_config(name: str, overrides: list[str], directory: str) -> Config:
-    """The config of `config_path(name)` on synthetic tokens, without TensorBoard, with `directory` as run directory.
+    """The config of a file or a name on synthetic tokens, without TensorBoard, with `directory` as run directory.
 
     Every step has `batch.global_size` sequences. Weights are random, also those that adapters (`lora`) are trained
     beside.
     """
     fixed = ["data.kind=synthetic", f"run.dir={directory}", "logging.tensorboard=false", "checkpoint.init_from=random"]
-    config = load_config(config_path(name), [*fixed, *overrides, "batch.schedule=null"])
+    config = load_config(name, [*fixed, *overrides, "batch.schedule=null"])
     return config.model_copy(update={"checkpoint": config.checkpoint.model_copy(update={"init_from": None})})
 
 

@@ -226,8 +226,9 @@ def picture(schedule: Schedule, costs: Costs, rows: Rows) -> str:
 def _draw_schedule(root: ElementTree.Element, schedule: Schedule, costs: Costs) -> None:
     report, starts = simulate(schedule, costs), tick_starts(schedule, costs)
     scale = PLOT / report.time
-    drawing.draw_heading(root, schedule, costs, report)
-    drawing.draw_ticks(root, schedule, costs, drawing.LEFT + scale * starts)
+    shown = range(schedule.ticks)
+    drawing.draw_heading(root, schedule, costs, report, "", shown)
+    drawing.draw_ticks(root, schedule, costs, drawing.LEFT + scale * starts, shown, scale)
     for box in drawing.boxes(schedule, costs):
         drawing.draw_box(root, schedule, box, scale)
 

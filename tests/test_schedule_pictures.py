@@ -10,7 +10,7 @@ import pytest
 
 from megajax.parallel.pipeline.schedules import make_schedule
 from megajax.parallel.pipeline.simulator import Costs
-from megajax.pictures.schedule import draw, main, svg
+from megajax.pictures.schedule import READABLE_BOX, WIDEST_PLOT, draw, main, svg
 
 
 @pytest.mark.smoke
@@ -121,3 +121,15 @@ def test_bad_input_is_one_sentence_and_status_2(arguments, sentence, tmp_path, m
     error = capsys.readouterr().err
     assert error.startswith(f"megajax: error: {sentence}") and error.endswith(".\n") and error.count("\n") == 1
     assert not list(tmp_path.iterdir())
+
+
+def test_a_schedule_too_long_for_legible_boxes_is_shown_by_one_period():
+    """16 rounds of 128 microbatches on 8 stages: a period has every stage run each of its rounds 8 times."""
+    schedule = make_schedule("1f1b", 8, 128, 16)
+    picture = svg(schedule, Costs())
+    root = ElementTree.fromstring(picture)
+    drawn = [node for node in root.iter() if node.get("class") in ("forward", "backward")]
+    assert len(drawn) == 2 * 8 * 8 * 16 and min(float(node.get("width", 0)) for node in drawn) >= READABLE_BOX
+    assert float(root.get("width", "0")) <= WIDEST_PLOT + 200
+    assert f"{schedule.ticks} ticks" in picture and "one period" in picture
+    assert "one period" not in svg(make_schedule("1f1b", 4, 8, 2), Costs())

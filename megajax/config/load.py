@@ -17,13 +17,16 @@ from megajax.config.sentences import listed
 from megajax.config.tree import Tree, read_file, read_override, show
 from megajax.errors import ConfigError
 
+NAMED = Path(__file__).parents[2] / "configs"
+
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     """The config in file `path`, changed by `overrides` ("section.key=value"), resolved and checked.
 
-    Raises `ConfigError`; warns about settings without effect.
+    A file that does not exist may be the name of one in configs/: llama3_8b. Raises `ConfigError`; warns about settings
+    without effect.
     """
-    tree = read_file(Path(path))
+    tree = read_file(config_path(path))
     for override in overrides:
         tree.merge(read_override(override))
     for section in Config.model_fields:
@@ -38,6 +41,18 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     _check_allowed_changes(config)
     check(config)
     return config
+
+
+def config_path(name: str | Path) -> Path:
+    """The file of a config, from its path or its name in configs/. Raises ConfigError for a name that is neither."""
+    path, named = Path(name), NAMED / f"{name}.yaml"
+    if path.is_file() or path.suffix:
+        return path
+    if named.is_file():
+        return named
+    nearest = difflib.get_close_matches(path.name, sorted(file.stem for file in NAMED.glob("*.yaml")), 1)
+    advice = f"did you mean {nearest[0]}?" if nearest else "give the path of a YAML file, or a name from configs/."
+    raise ConfigError(f"there is no config {name} (the command line): {advice}")
 
 
 def _check_allowed_changes(config: Config) -> None:

@@ -78,6 +78,7 @@ def _meaning(schedule: Schedule, operation: str) -> str:
 
 ROW, GAP, LEFT, TOP, BELOW, RIGHT = 30, 8, 72, 92, 32, 24  # pixels
 NARROWEST_BOX, WIDEST_PLOT, NARROWEST_PICTURE = 26, 8000, 640
+READABLE_BOX = 8  # narrower ones have no legible number
 COLORS = {"forward": (0, 95, 158), "backward": (201, 84, 0), "weight": (0, 122, 90)}
 LIGHTEST = 0.62  # share of white in the last round's shade
 SENDING = "#e8e8e8"
@@ -112,23 +113,35 @@ def svg(schedule: Schedule, costs: Costs, unit: str = "") -> str:
     """A picture of a schedule: time from left to right, one row per stage, one box per operation; `unit`: of costs.
 
     The colour is the operation, its shade the round, the number the microbatch; white is idle, grey is sending. Dashed
-    lines mark the starts of ticks.
+    lines mark the starts of ticks. Of a schedule that is too long for legible boxes one period is drawn.
     """
     report, starts = simulate(schedule, costs), tick_starts(schedule, costs)
     narrowest = min(cost for cost in costs.of_operations(schedule).values() if cost > 0)
-    scale = min(NARROWEST_BOX / narrowest, WIDEST_PLOT / report.time)
-    width = max(LEFT + report.time * scale + RIGHT, NARROWEST_PICTURE)
+    scale, shown = min(NARROWEST_BOX / narrowest, WIDEST_PLOT / report.time), range(schedule.ticks)
+    if scale * narrowest < READABLE_BOX:
+        shown = middle_period(schedule)
+        scale = min(NARROWEST_BOX / narrowest, WIDEST_PLOT / float(starts[shown.stop] - starts[shown.start]))
+    origin = float(starts[shown.start])
+    width = max(LEFT + float(starts[shown.stop] - origin) * scale + RIGHT, NARROWEST_PICTURE)
     height = TOP + schedule.stages * (ROW + GAP) + BELOW
     picture = empty_picture(width, height)
-    draw_heading(picture, schedule, costs, report, unit)
-    draw_ticks(picture, schedule, costs, LEFT + scale * starts)
+    draw_heading(picture, schedule, costs, report, unit, shown)
+    draw_ticks(picture, schedule, costs, LEFT + scale * (starts[shown.start : shown.stop + 1] - origin), shown, scale)
     for box in boxes(schedule, costs):
-        draw_box(picture, schedule, box, scale)
+        if box.tick in shown:
+            draw_box(picture, schedule, box._replace(start=box.start - origin), scale)
     return written(picture)
 
 
+def middle_period(schedule: Schedule) -> range:
+    """The ticks in the middle of a schedule in which one microbatch for each stage passes all rounds of a stage."""
+    period = min(schedule.ticks, schedule.stages * schedule.rounds)
+    start = (schedule.ticks - period) // 2
+    return range(start, start + period)
+
+
 def draw_heading(
-    picture: ElementTree.Element, schedule: Schedule, costs: Costs, report: Report, unit: str = ""
+    picture: ElementTree.Element, schedule: Schedule, costs: Costs, report: Report, unit: str, shown: range
 ) -> None:
     """Title, figures and legend."""
     text(picture, LEFT, 24, _title(schedule), font_size="16", font_weight="600")
@@ -138,7 +151,8 @@ def draw_heading(
     if costs.send:
         prices["send"] = costs.send
     named = ", ".join(f"{name} {price:g} {unit}".rstrip() for name, price in prices.items())
-    text(picture, LEFT, 44, f"{report.ticks} ticks, idle {report.bubble:.1%} of the time; costs: {named}")
+    part = f"; shown: ticks {shown.start} to {shown.stop - 1}, one period" if len(shown) < report.ticks else ""
+    text(picture, LEFT, 44, f"{report.ticks} ticks, idle {report.bubble:.1%} of the time; costs: {named}{part}")
     x, y = LEFT, 58
     for operation in schedule.tables:
         for r in range(schedule.rounds):
@@ -152,14 +166,15 @@ def draw_heading(
         text(picture, x, y + 11, f"dark to light: round 0 to {schedule.rounds - 1}")
 
 
-def draw_ticks(picture: ElementTree.Element, schedule: Schedule, costs: Costs, edges: np.ndarray) -> None:
-    """The background of the boxes: rows with their names, sending, and lines at the starts of ticks."""
+def draw_ticks(
+    picture: ElementTree.Element, schedule: Schedule, costs: Costs, edges: np.ndarray, shown: range, scale: float
+) -> None:
+    """The background of the boxes: rows with their names, sending, and lines at the starts of the ticks `shown`."""
     bottom = TOP + schedule.stages * (ROW + GAP) - GAP
     left, right = float(edges[0]), float(edges[-1])
     if costs.send:
-        scale = (right - left) / tick_starts(schedule, costs)[-1]
-        for tick in np.flatnonzero(sends(schedule)):
-            end = float(edges[tick + 1])
+        for index in np.flatnonzero(sends(schedule)[shown.start : shown.stop]):
+            end = float(edges[index + 1])
             rectangle(picture, end - costs.send * scale, TOP, costs.send * scale, bottom - TOP, fill=SENDING)
     for stage in range(schedule.stages):
         y = TOP + stage * (ROW + GAP)
@@ -171,7 +186,7 @@ def draw_ticks(picture: ElementTree.Element, schedule: Schedule, costs: Costs, e
         ElementTree.SubElement(picture, "line", attributes | {"stroke": FAINT, "stroke-dasharray": "2 2"})
     text(picture, LEFT - 10, bottom + 20, "tick", text_anchor="end", fill="#666666")
     free = 0.0  # left end of the space for the next number
-    for tick, middle in enumerate(map(float, (edges[1:] + edges[:-1]) / 2)):
+    for tick, middle in zip(shown, map(float, (edges[1:] + edges[:-1]) / 2), strict=True):
         half = 0.5 * text_width(str(tick))
         if middle - half >= free:
             text(picture, middle, bottom + 20, str(tick), text_anchor="middle", fill="#666666")

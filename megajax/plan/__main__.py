@@ -4,27 +4,30 @@
 
 Overrides are kept; the config file's mesh, microbatches, schedule, layout and recomputation are varied. Nothing that
 changes the training is: model, batch, sequence length and optimizer stay, and the precision without --fp8. Memory and
-time are estimates (H200s: measured rates; H100s and B200s: an H200's, scaled by data sheets); --compile replaces the
-memory of the first rows by XLA's figure.
+time are estimates, by the rates of the device, which are measured or an H200's, scaled by data sheets; --compile
+replaces the memory of the first rows by XLA's figure. A CONFIG is a path, or the name of a file in configs/.
 """
 
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
+from megajax.config.load import config_path
 from megajax.console import CommandParser, user_errors
 from megajax.errors import InputError
 from megajax.files import replace_text
 from megajax.plan.compile import require_plugin
-from megajax.plan.explain import explain, mesh_overrides
+from megajax.plan.explain import best_microbatches, explain, mesh_overrides
 from megajax.plan.picture import picture
 from megajax.plan.rates import DEVICES, GIB, Rates, rates_of, read_rates
-from megajax.plan.report import budget, cells, table, write_config
-from megajax.plan.search import Found, Search, check_hosts, explained
+from megajax.plan.report import budget, cells, limit_line, mesh_text, table, write_config
+from megajax.plan.search import Found, Search, check_hosts, explained, missing_settings
 
 COMPILE_SECONDS = 1800.0
 
@@ -32,13 +35,18 @@ COMPILE_SECONDS = 1800.0
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the plan; the exit status."""
     with user_errors():
-        options = parser().parse_intermixed_args(arguments)
+        options = parser().parse_intermixed_args(_joined(sys.argv[1:] if arguments is None else arguments))
         os.environ.setdefault("JAX_PLATFORMS", "cpu")
         rates = rates_of(options.device)
         check(options)
         if options.rates is not None:
             rates = read_rates(options.rates, rates)
         rates = rates.with_links(options.hosts_of, options.network_gbps)
+        options.config = config_path(options.config)
+        assumed, notes = missing_settings(options.config, options.overrides, options.gpus)
+        options.overrides = [*assumed, *options.overrides]
+        for note in notes:
+            print(note)
         if options.explain is not None:
             print(one_mesh(options, rates))
         elif options.fewest:
@@ -46,6 +54,35 @@ def main(arguments: Sequence[str] | None = None) -> int:
         else:
             print(plan(options, rates))
     return 0
+
+
+def _joined(arguments: Sequence[str]) -> list[str]:
+    """The arguments with a % that stands alone joined to the number before it: --margin 8 %."""
+    return re.sub(r"(\0[\d.]+)\0%(?=\0|$)", r"\1%", "\0".join(["", *arguments])).split("\0")[1:]
+
+
+def _share(text: str) -> float:
+    """A percentage as a share."""
+    share = float(text.removesuffix("%")) / 100
+    if not 0 <= share < 1:
+        raise argparse.ArgumentTypeError(f"{text} is no percentage from 0 to below 100")
+    return share
+
+
+@contextmanager
+def _live() -> Iterator[Callable[[str], None]]:
+    """A line on stderr with the given text and the seconds, if stderr is a terminal."""
+    if not sys.stderr.isatty():
+        yield lambda text: None
+        return
+    from rich.console import Console
+    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    console = Console(stderr=True)
+    with Progress(SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn(), console=console) as bar:
+        bar.live.transient = True
+        task = bar.add_task("searching")
+        yield lambda text: bar.update(task, description=text)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -61,7 +98,10 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--hosts-of", type=int, metavar="N", help="GPUs of a host (default: 8)")
     made.add_argument("--network-gbps", type=float, metavar="RATE", help="Gbit/s of a GPU's network card (400)")
     made.add_argument("--top", type=int, default=5, help="rows (default: 5)")
-    made.add_argument("--compile", type=int, default=0, metavar="K", help="compile the first K rows for H200s")
+    made.add_argument("--compile", type=int, default=0, metavar="K", help="compile the first K rows")
+    made.add_argument("--margin", type=_share, default=0.05, metavar="P%%", help="mark rows as near the limit (5%%)")
+    made.add_argument("--usual", action="store_true", help="adds the usual recipe: tensor 8, pipeline 8, data the rest")
+    made.add_argument("--markdown", action="store_true", help="print tables as Markdown")
     made.add_argument("--fp8", action="store_true", help="try FP8 too, which changes the training")
     made.add_argument("--tokens", type=float, metavar="T", help="adds days and GPU-hours for T tokens, such as 15e12")
     made.add_argument("--write", type=Path, metavar="FILE", help="write a config file with the first row's settings")
@@ -87,7 +127,7 @@ def check(options: argparse.Namespace) -> None:
         )
     if options.explain is not None or options.fewest:
         other = "--fewest" if options.explain is None else "--explain"
-        for name in ("compile", "fp8", *(("fewest",) if options.explain is not None else ())):
+        for name in ("compile", "fp8", "usual", *(("fewest",) if options.explain is not None else ())):
             if getattr(options, name):
                 raise InputError(f"--{name} has no effect with {other}, which searches nothing: leave one of them out.")
     if options.picture is not None and options.explain is None:
@@ -96,8 +136,8 @@ def check(options: argparse.Namespace) -> None:
         check_new(name, getattr(options, name))
     if options.compile:
         require_plugin()
-        if options.device.lower() != "h200":
-            raise InputError(f"--compile compiles for H200s, not for --device={options.device}: leave one of them out.")
+    if options.fp8 and options.device.lower() == "a100":
+        raise InputError("--fp8 needs a GPU with FP8, which --device=a100 is not: leave one of them out.")
 
 
 def check_new(option: str, path: Path | None) -> None:
@@ -110,26 +150,45 @@ def check_new(option: str, path: Path | None) -> None:
 
 def plan(options: argparse.Namespace, rates: Rates) -> str:
     """The table of the fastest candidates, and the overrides of the first."""
-    search = Search(options.config, options.overrides, options.gpus, rates, options.fp8)
-    best, compiled, notes = search.best(options.top), dict[int, float](), list[str]()
-    for number, found in enumerate(best[: options.compile]):
-        try:
-            compiled[number] = xla_gib(options, found)
-        except InputError as error:
-            notes.append(f"Its memory is an estimate: {error}")
+    with _live() as tell:
+        search = Search(options.config, options.overrides, options.gpus, rates, options.fp8)
+        search.tell = lambda tried: tell(f"{tried} candidates")
+        best, compiled, notes = search.best(options.top), dict[int, float](), list[str]()
+        for number, found in enumerate(best[: options.compile]):
+            tell(f"compiling {number + 1} of {options.compile}: {mesh_text(found)}")
+            try:
+                compiled[number] = xla_gib(options, found, rates)
+            except InputError as error:
+                notes.append(f"Its memory is an estimate: {error}")
+        usual = search.usual() if options.usual else None
     fitting = [n for n in range(len(best)) if compiled.get(n, 0) <= rates.memory_gib]
     if not fitting:
         raise InputError("none of the compiled candidates fits by XLA's figures: raise --compile and --top.")
-    rows = [cells(best[n], rates, compiled.get(n)) for n in fitting]
-    lines = [f"{search.tried} candidates on {options.gpus} {rates.name}s, hosts of {rates.hosts_of}", "", *table(rows)]
-    if compiled:
-        lines.append("GiB marked * are XLA's; the others are estimates.")
+    rows = [cells(best[n], rates, options.margin, compiled.get(n)) for n in fitting]
+    if usual is not None:
+        mesh, *others = cells(usual, rates, options.margin)
+        rows.append((f"usual: {mesh}", *others))
+    where = f"{options.gpus} {rates.name}s, hosts of {rates.hosts_of}"
+    lines = [f"{search.tried} candidates on {where}; rates: {rates.origin}", "", *table(rows, options.markdown)]
+    lines.append(limit_line(rates, rows, options.margin))
+    if options.usual:
+        lines.append(_usual_line(usual, best[fitting[0]], rates))
     lines += notes
     if options.fp8:
         lines.append("FP8 changes the training. One row at least is without it.")
     winner = best[fitting[0]]
-    lines += ["", f"The fastest: {' '.join(winner.overrides)}", *budget(options, winner)]
-    return "\n".join([*lines, *written(options, winner, rates, winner.overrides)])
+    changed = search.changed(winner)
+    lines += ["", f"The fastest: {' '.join(changed) or 'the config as it is'}", *budget(options, winner)]
+    return "\n".join([*lines, *written(options, winner, rates, changed)])
+
+
+def _usual_line(usual: Found | None, winner: Found, rates: Rates) -> str:
+    """The sentence on the usual recipe beside the winner."""
+    if usual is None:
+        return "The usual recipe is not possible with this config."
+    slower = usual.time.total / winner.time.total - 1
+    fits = "" if usual.gib <= rates.memory_gib else ", and does not fit"
+    return f"The usual recipe takes {slower:+.0%} time{fits}."
 
 
 def written(options: argparse.Namespace, found: Found, rates: Rates, settings: Sequence[str]) -> list[str]:
@@ -141,10 +200,10 @@ def written(options: argparse.Namespace, found: Found, rates: Rates, settings: S
     return [f"Written: {options.write}, for megajax train"]
 
 
-def xla_gib(options: argparse.Namespace, found: Found) -> float:
+def xla_gib(options: argparse.Namespace, found: Found, rates: Rates) -> float:
     """XLA's GiB of a GPU, compiled in a process of its own. Raises InputError if it does not compile."""
     command = [sys.executable, "-m", "megajax.training.compiled_step", str(options.config), *options.overrides]
-    command += [*found.overrides, "--gpus", str(options.gpus)]
+    command += [*found.overrides, "--gpus", str(options.gpus), "--device", rates.name]
     environment = {"XLA_FLAGS": "--xla_gpu_autotune_level=0", **os.environ}
     try:
         done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=COMPILE_SECONDS)
@@ -161,6 +220,7 @@ def one_mesh(options: argparse.Namespace, rates: Rates) -> str:
     check_hosts(options.gpus, rates)
     mesh = mesh_overrides(options.explain)
     overrides = [*options.overrides, *mesh]
+    overrides += best_microbatches(options, overrides, rates)
     found = explained(options.config, overrides, options.gpus, rates)
     lines = explain(options, found, overrides, rates)
     if options.picture is not None:
@@ -174,12 +234,16 @@ def fewest(options: argparse.Namespace, rates: Rates) -> str:
     gpus, reason = 1, ""
     while gpus <= options.gpus:
         try:
-            [found] = Search(options.config, options.overrides, gpus, rates).best(1)
+            with _live() as tell:
+                tell(f"trying {gpus} GPUs")
+                [found] = Search(options.config, options.overrides, gpus, rates).best(1)
         except InputError as error:
             gpus, reason = 2 * gpus, str(error)
             continue
         options.gpus = gpus
-        lines = [f"The fewest {rates.name}s that hold it: {gpus}", "", *table([cells(found, rates)])]
+        rows = [cells(found, rates, options.margin)]
+        lines = [f"The fewest {rates.name}s that hold it: {gpus}", "", *table(rows, options.markdown)]
+        lines.append(limit_line(rates, rows, options.margin))
         return "\n".join([*lines, *written(options, found, rates, found.overrides)])
     raise InputError(f"up to {options.gpus} GPUs are too few: {reason}")
 

@@ -1,7 +1,9 @@
 """A config's train step compiled for H200s on a machine without a GPU: its text, its memory, and XLA's compile time.
 
 XLA's GPU compiler needs no GPU, only a description of one (h200_target_config.pbtxt, dumped from an H200) and jax's
-CUDA plugin. The caller passes the function that builds the program, because this module may not import `training`.
+CUDA plugin. For another device the description is an H200's with that device's size and bandwidth of memory: an H100
+is the same chip; for others XLA chooses an H200's kernels, so its memory is an approximation. The caller passes the
+function that builds the program, because this module may not import `training`.
 """
 
 import gzip
@@ -29,6 +31,7 @@ from megajax.config import Config
 from megajax.config.checks import check_mesh
 from megajax.errors import InputError
 from megajax.mesh import build_mesh
+from megajax.plan.rates import GIB, H200, rates_of
 from megajax.runtime import MEMORY_FRACTION, prepare_environment
 
 HOST = 8  # GPUs
@@ -70,7 +73,11 @@ class CompiledStep[Program: StepProgram]:
 
 
 def compile_for_h200[Program: StepProgram](
-    build: Callable[[Config, Mesh], Program], config: Config, gpus: int, store: Path | None = None
+    build: Callable[[Config, Mesh], Program],
+    config: Config,
+    gpus: int,
+    store: Path | None = None,
+    device: str = "h200",
 ) -> CompiledStep[Program]:
     """The compiled train step of `build(config, mesh)`, for a mesh of `gpus` H200s that need not exist.
 
@@ -87,14 +94,14 @@ def compile_for_h200[Program: StepProgram](
     jax.config.update("jax_platforms", "cpu")  # for computations here; the compiler is the GPU's
     prepare_environment(config)
     with no_gpu_needed():
-        program = build(config, build_mesh(sizes, h200_devices(gpus)))
+        program = build(config, build_mesh(sizes, h200_devices(gpus, device)))
         start = time.perf_counter()
         traced = program.train_step.trace(program.abstract_state, program.abstract_batch)
         traced_at = time.perf_counter()
         lowered = traced.lower()
         _place_on_host(lowered, jax.tree.leaves(program.is_on_host))
         lowered_at = time.perf_counter()
-        text, memory = compiled(lowered, store)
+        text, memory = compiled(lowered, store, device=device)
         end = time.perf_counter()
     return CompiledStep(program, text, memory, traced_at - start, lowered_at - traced_at, end - lowered_at)
 
@@ -135,7 +142,10 @@ def _place_on_host(lowered: jax.stages.Lowered, on_host: list[bool]) -> None:
 
 
 def compiled(
-    lowered: jax.stages.Lowered, store: Path | None, options: Mapping[str, str] | None = None
+    lowered: jax.stages.Lowered,
+    store: Path | None,
+    options: Mapping[str, str] | None = None,
+    device: str = "h200",
 ) -> tuple[str, dict[str, int]]:
     """The text and memory of a program lowered for H200s and compiled with XLA's `options`; from `store` if there.
 
@@ -146,7 +156,7 @@ def compiled(
         compilers = [f"{each.name} {each.version}" for each in distributions() if each.name.startswith("jax")]
         names = set(re.findall(r'"([^"]+)"\(#loc', lowered.as_text(debug_info=True)))  # of scopes, not of source files
         flags = [os.environ.get("XLA_FLAGS", ""), jax.config.read("jax_disable_most_optimizations"), options]
-        decides = [lowered.as_text(), sorted(names), sorted(compilers), flags, _target()]
+        decides = [lowered.as_text(), sorted(names), sorted(compilers), flags, target(device)]
         path = store / f"{hashlib.sha256(json.dumps(decides).encode()).hexdigest()}.json.gz"
         if path.is_file():
             found = json.loads(gzip.decompress(path.read_bytes()))
@@ -162,7 +172,7 @@ def compiled(
     return text, memory
 
 
-def h200_devices(gpus: int) -> list[Any]:
+def h200_devices(gpus: int, device: str = "h200") -> list[Any]:
     """jax devices that represent H200s in a mesh and run nothing; compile for them inside `no_gpu_needed`.
 
     Raises InputError if jax's CUDA plugin is not installed or `gpus` is not a whole number of hosts.
@@ -172,7 +182,7 @@ def h200_devices(gpus: int) -> list[Any]:
     with no_gpu_needed():
         return topologies.get_topology_desc(
             platform="cuda",
-            target_config=_target(),
+            target_config=target(device),
             topology=f"1x{hosts}x{gpus_of_host}",  # slices, hosts, GPUs
         ).devices
 
@@ -214,12 +224,20 @@ def require_plugin() -> None:
 
 def usable_bytes() -> float:
     """Bytes of an H200's memory that a run can use: a compiled step that needs more does not fit."""
-    match = re.search(r"device_memory_size: (\d+)", _target())
+    match = re.search(r"device_memory_size: (\d+)", target("h200"))
     assert match
     return float(MEMORY_FRACTION) * int(match[1])
 
 
 @cache
-def _target() -> str:
-    """The description of an H200 for XLA's compiler."""
-    return files("megajax.plan").joinpath("h200_target_config.pbtxt").read_text(encoding="utf-8")
+def target(device: str) -> str:
+    """The description of a device for XLA's compiler: an H200's, with the memory of another one."""
+    text = files("megajax.plan").joinpath("h200_target_config.pbtxt").read_text(encoding="utf-8")
+    if device.lower() == "h200":
+        return text
+    rates = rates_of(device)
+    size, share = int(rates.memory_gib * GIB / float(MEMORY_FRACTION)), rates.memory_bytes / H200.memory_bytes
+    bandwidth = re.search(r"memory_bandwidth: (\d+)", text)
+    assert bandwidth
+    text = text.replace(bandwidth[0], f"memory_bandwidth: {int(int(bandwidth[1]) * share)}")
+    return re.sub(r"device_memory_size: \d+", f"device_memory_size: {size}", text)

@@ -1,13 +1,16 @@
 """One mesh in detail: its time and memory by part, its communication by axis, and what else would fit."""
 
 import argparse
+import contextlib
+import itertools
+import warnings
 
 from megajax.config.sentences import divisors
 from megajax.errors import InputError
 from megajax.mesh import describe_hosts
 from megajax.plan.rates import GIB, Rates
-from megajax.plan.report import AXES_SHOWN, budget, cells, table
-from megajax.plan.search import Found, explained
+from megajax.plan.report import AXES_SHOWN, budget, cells, limit_line, table
+from megajax.plan.search import Found, explained, settings_in
 from megajax.plan.step_time import StepTime
 
 MEMORY = ("parameters", "optimizer", "gradients", "weights", "activations", "working")
@@ -18,13 +21,73 @@ def explain(options: argparse.Namespace, found: Found, overrides: list[str], rat
     time, memory = found.time, found.candidate.memory
     sizes, hosts = found.candidate.plan.sizes, [gpu // rates.hosts_of for gpu in range(options.gpus)]
     parts = {"matmuls": time.matmuls, "attention": time.attention, "head and loss": time.head, **time.losses}
-    lines = [*table([cells(found, rates)]), *describe_hosts(sizes, hosts), "", "Time of a step:"]
+    rows = [cells(found, rates, options.margin)]
+    lines = [*_cures(options, found, overrides, rates), *table(rows, options.markdown)]
+    lines += [limit_line(rates, rows, options.margin), *describe_hosts(sizes, hosts), "", "Time of a step:"]
     lines += [f"  {name:36} {1e3 * s:10,.1f} ms {s / time.total:6.1%}" for name, s in parts.items()]
     lines += ["", *communication(time)]
     lines += ["", f"Memory of a GPU, {found.gib:.1f} of {rates.memory_gib:.1f} GiB:"]
     lines += [f"  {name:36} {getattr(memory, name) / GIB:10,.1f} GiB" for name in MEMORY]
     lines += ["", largest_microbatch(options, overrides, found, rates), longer(options, overrides, found, rates)]
     return [*lines, *budget(options, found)]
+
+
+def _cures(options: argparse.Namespace, found: Found, overrides: list[str], rates: Rates) -> list[str]:
+    """Lines on a mesh that does not fit: what it lacks, and the three fastest changes that make it fit."""
+    lacking = found.gib - rates.memory_gib
+    if lacking <= 0:
+        return []
+    config, sizes = found.candidate.config, found.candidate.plan.sizes
+    shards = config.batch_shards(sizes)
+    batches = [f"batch.num_microbatches={n}" for n in divisors(config.batch.global_size // shards)]
+    remats = ["remat.policy=selective", "remat.policy=full"]
+    singles = [[each] for each in [*batches, *remats, "optimizer.offload=true"]]
+    if sizes["data"] > 1:
+        singles.append([f"mesh.fsdp={sizes['data'] * sizes['fsdp']}", "mesh.data=1"])
+        for axis in ("tensor", "pipeline"):
+            if sizes["data"] % 2 == 0:
+                singles.append([f"mesh.{axis}={2 * sizes[axis]}", f"mesh.data={sizes['data'] // 2}"])
+    pairs = [one + other for one, other in itertools.combinations(singles, 2) if not _same_key(one, other)]
+    fitting: list[tuple[float, float, list[str]]] = []
+    for changes in (singles, pairs):
+        enough = [set(change) for _, _, change in fitting]
+        for change in (each for each in changes if not any(one < set(each) for one in enough)):
+            with contextlib.suppress(ValueError):  # it is not legal
+                other = explained(options.config, [*overrides, *change], options.gpus, rates)
+                fitting += [(other.time.total, other.gib, change)] if other.gib <= rates.memory_gib else []
+        if len(fitting) >= 3:
+            break
+    first = f"Does not fit: {found.gib:.1f} GiB, {lacking:.1f} more than the {rates.memory_gib:.1f} of a GPU."
+    if not fitting:
+        return [f"{first} No two changes of the batch, recomputation or mesh make it fit: use more GPUs.", ""]
+    lines = [f"{first} The fastest changes that make it fit:"]
+    for seconds, gib, change in sorted(fitting, key=lambda each: each[0])[:3]:
+        lines.append(f"  {1e3 * seconds:10,.1f} ms {gib:8.1f} GiB   {' '.join(change)}")
+    return [*lines, ""]
+
+
+def _same_key(one: list[str], other: list[str]) -> bool:
+    keys = [override.split("=")[0] for override in [*one, *other]]
+    return len(set(keys)) < len(keys)
+
+
+def best_microbatches(options: argparse.Namespace, overrides: list[str], rates: Rates) -> list[str]:
+    """The override of the fastest number of microbatches that fits, else of the one that needs least memory.
+
+    None if the config or an override sets it, and if each number is refused.
+    """
+    batch = settings_in(options.config, overrides).get("batch") or {}
+    if "num_microbatches" in batch or not isinstance(batch.get("global_size"), int):
+        return []
+    found: list[tuple[bool, float, str]] = []
+    with warnings.catch_warnings(action="ignore"):
+        for count in divisors(max(1, batch["global_size"])):
+            override = f"batch.num_microbatches={count}"
+            with contextlib.suppress(ValueError):
+                one = explained(options.config, [*overrides, override], options.gpus, rates)
+                fits = one.gib <= rates.memory_gib
+                found.append((not fits, one.time.total if fits else one.gib, override))
+    return [min(found)[2]] if found else []
 
 
 def communication(time: StepTime) -> list[str]:

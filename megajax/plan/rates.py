@@ -1,8 +1,9 @@
 """The speeds of GPUs and links, for the estimate of a step's time.
 
 Rates are those that large operations reach, not data sheets' peaks. H200's come from docs/performance.md and
-docs/log.md; the others are an H200's, scaled by the ratio of the data sheets' peaks, and are not measured. A file of
-`megajax preflight --rates` replaces them; the constants of `step_time` were fitted to measured steps and stay.
+docs/log.md. The others are an H200's, scaled by the ratio of the data sheets' peaks, unless this package has a file
+DEVICE_rates.json of `megajax preflight --rates`. Such a file of the user's replaces them; the constants of `step_time`
+were fitted to measured steps and stay.
 """
 
 import json
@@ -37,6 +38,7 @@ class Rates:
     nccl_bytes: float  # the same, gathers and reductions by NCCL
     network_bytes: float  # between hosts, for each GPU
     hosts_of: int  # GPUs of a host
+    origin: str = "measured"  # of the rates
 
     def matmul_flops(self, smallest: float, fp8: bool) -> float:
         """The rate of matmuls whose smallest dimension, of tokens or of the weight, has this size."""
@@ -63,6 +65,7 @@ class Rates:
         return replace(self, hosts_of=hosts_of or self.hosts_of, network_bytes=network)
 
 
+KEYS = [field.name for field in fields(Rates) if field.name != "origin"]  # of a file of rates
 NETWORK_SHARE = 0.8  # of a card's rate that collectives reach; not measured
 
 H200 = Rates(
@@ -88,6 +91,7 @@ def _scaled(name: str, memory_gib: float, flops: float, memory: float, links: fl
     return replace(
         H200,
         name=name,
+        origin="an H200's, scaled by data sheets",
         memory_gib=memory_gib,
         peak_flops=H200.peak_flops * flops,
         bf16_flops=H200.bf16_flops * flops,
@@ -99,9 +103,10 @@ def _scaled(name: str, memory_gib: float, flops: float, memory: float, links: fl
     )
 
 
-DEVICES = {
+SCALED = {
     "h200": H200,
     "h100": _scaled("H100", 73.2, 1.0, 3.35 / 4.8, 1.0),
+    "a100": replace(_scaled("A100", 73.6, 312 / 989, 2.039 / 4.8, 600 / 900), fp8_flops=H200.bf16_flops * 312 / 989),
     "b200": _scaled("B200", 164.0, 2250 / 989, 8.0 / 4.8, 2.0),
 }
 
@@ -126,7 +131,7 @@ def read_rates(path: Path, device: Rates) -> Rates:
         raise InputError(f"--rates={path} cannot be read ({reason}): give a JSON file of rates.") from None
     if not isinstance(found, dict):
         raise InputError(f'--rates={path} is no JSON object: write {{"bf16_flops": 7e14}}, for example.')
-    known, values = [field.name for field in fields(Rates)], {}
+    known, values = KEYS, {}
     found.pop(NOTES, None)
     for key, value in found.items():
         if key not in known:
@@ -143,12 +148,14 @@ def read_rates(path: Path, device: Rates) -> Rates:
             values[key] = _positive(path, key, value)
     if values.get("hosts_of", 1) % 1:
         raise InputError(f"{path}: hosts_of={values['hosts_of']:g} is no whole number of GPUs.")
-    return replace(device, **values)
+    return replace(device, origin=f"those of {path}", **values)
 
 
 def write_rates(path: Path, rates: Rates, notes: Mapping[str, Any]) -> None:
     """Write a file that `read_rates` reads, with all fields and the notes."""
-    values = asdict(rates) | {"attention_flops": {str(width): rate for width, rate in rates.attention_flops}}
+    values = asdict(rates)
+    del values["origin"]
+    values["attention_flops"] = {str(width): rate for width, rate in rates.attention_flops}
     replace_text(path, json.dumps(values | {NOTES: notes}, indent=2) + "\n")
 
 
@@ -156,3 +163,14 @@ def _positive(path: Path, key: str, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
         raise InputError(f"{path}: {key}={value} is no positive number.")
     return value
+
+
+def _shipped(name: str) -> Rates:
+    """The rates of a device: of its file in this package, else scaled."""
+    file = Path(__file__).with_name(f"{name}_rates.json")
+    if not file.is_file():
+        return SCALED[name]
+    return replace(read_rates(file, SCALED[name]), name=SCALED[name].name, origin="measured")
+
+
+DEVICES = {name: _shipped(name) for name in SCALED}

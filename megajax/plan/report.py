@@ -14,6 +14,8 @@ from megajax.plan.search import Found
 from megajax.plan.step_time import tokens_per_second, utilization
 
 HEAD = ("mesh", "between hosts", "microbatches", "recomputed", "GiB", "ms a step", "tokens/s a GPU", "MFU", "lost to")
+FIGURES = HEAD[4:8] + HEAD[2:3]  # aligned at the right
+NEAR, XLAS = "~", "*"  # marks of GiB
 AXES_SHOWN = ("pipeline", "data", "fsdp", "expert", "context", "tensor")
 
 
@@ -47,21 +49,48 @@ def between_hosts(found: Found) -> str:
     return ", ".join(axis for axis in AXES_SHOWN if axis in found.time.between_hosts) or "–"
 
 
-def cells(found: Found, rates: Rates, compiled: float | None = None) -> tuple[str, ...]:
+def memory_text(gib: float, rates: Rates, margin: float) -> str:
+    """GiB, marked if they are less than `margin` (a share) below the limit, or above it."""
+    return f"{gib:.1f}{NEAR if gib > (1 - margin) * rates.memory_gib else ''}"
+
+
+def limit_line(rates: Rates, rows: Sequence[Sequence[str]], margin: float) -> str:
+    """The line under the table on the limit of the memory, and on the marks."""
+    line = f"Limit: {rates.memory_gib:.1f} GiB of a GPU"
+    if any(NEAR in row[HEAD.index("GiB")] for row in rows):
+        line += f"; {NEAR}: above it, or less than {margin:.3%} below".replace(".000%", "%")
+    if any(XLAS in row[HEAD.index("GiB")] for row in rows):
+        line += f"; {XLAS} is XLA's figure, the others are estimates"
+    return f"{line}."
+
+
+def cells(found: Found, rates: Rates, margin: float, compiled: float | None = None) -> tuple[str, ...]:
     """A row of the table; `compiled`: XLA's GiB in place of the estimate."""
     config, seconds = found.candidate.config, found.time.total
     remat = config.remat.policy + (f", {config.remat.layers} layers" if config.remat.layers else "")
     losses = ", ".join(f"{name} {s / seconds:.0%}" for name, s in list(found.time.losses.items())[:3])
     speed = tokens_per_second(found.candidate.plan, seconds)
-    gib = f"{found.gib:.1f}" if compiled is None else f"{compiled:.1f}*"
+    gib = memory_text(found.gib if compiled is None else compiled, rates, margin)
+    gib += "" if compiled is None else XLAS
     mfu, batch = utilization(found.candidate.plan, rates, seconds), str(config.batch.num_microbatches)
     times = gib, f"{1e3 * seconds:,.0f}", f"{speed:,.0f}", f"{mfu:.1%}"
     return mesh_text(found), between_hosts(found), batch, remat, *times, losses
 
 
-def table(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Lines of a Markdown table."""
-    return [f"| {' | '.join(row)} |" for row in (HEAD, ["---"] * len(HEAD), *rows)]
+def table(rows: Sequence[Sequence[str]], markdown: bool) -> list[str]:
+    """Lines of a table: aligned columns, or Markdown."""
+    if markdown:
+        return [f"| {' | '.join(row)} |" for row in (HEAD, ["---"] * len(HEAD), *rows)]
+    widths = [max(map(len, column)) for column in zip(HEAD, *rows, strict=True)]
+
+    def line(row: Sequence[str]) -> str:
+        cells = (
+            f"{cell:>{width}}" if name in FIGURES else f"{cell:{width}}"
+            for cell, width, name in zip(row, widths, HEAD, strict=True)
+        )
+        return "  ".join(cells).rstrip()
+
+    return [line(row) for row in (HEAD, *rows)]
 
 
 def budget(options: argparse.Namespace, found: Found) -> list[str]:

@@ -9,17 +9,18 @@ length, optimizer, and precision unless FP8 is asked for.
 import itertools
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import yaml
 
 from megajax.config import Config, load_config
 from megajax.config.checks import check_mesh
-from megajax.config.sentences import divisors
+from megajax.config.sentences import divisors, value
 from megajax.config.stages import default_layout, layouts_to_try
-from megajax.config.tree import Dumper, read_override
+from megajax.config.tree import Dumper, read_file, read_override
 from megajax.errors import ConfigError, InputError
 from megajax.plan.candidates import Candidate
 from megajax.plan.rates import GIB, Rates
@@ -36,6 +37,7 @@ VARIED = (
     *("mesh.pipeline", "mesh.data", "mesh.fsdp", "mesh.expert", "mesh.context", TENSOR, EXPERTS_OVER),
     *("batch.num_microbatches", "pipeline.schedule", "pipeline.rounds", LAYOUT, "remat.policy", "remat.layers"),
 )
+SEQUENCE_LENGTH, SEQUENCES_OF_A_GPU = 4096, 4  # of a config that sets no batch
 type Settings = dict[str, object]
 
 
@@ -75,6 +77,7 @@ class Search:
     gpus: int
     rates: Rates
     fp8: bool = False
+    tell: Callable[[int], None] = lambda tried: None  # gets the number of candidates so far
     tried: int = 0
     refusals: Counter = field(default_factory=Counter)
 
@@ -89,6 +92,7 @@ class Search:
             policy = {
                 key: value for key, value in self.fixed.items() if key == "remat.policy"
             }  # remat.group needs full
+            self.given = settings_in(self.path, ())
             self.base = load_config(self.path, [*self.kept, f"{LAYOUT}=null", *_as_overrides(policy)])
         where = self.base.where(FP8)
         if self.fp8 and where != "default":
@@ -112,6 +116,32 @@ class Search:
         if not fitting:
             raise InputError(self._nothing_fits(min(found, key=lambda each: each.gib)))
         return list(fitting.values())
+
+    def changed(self, found: Found) -> list[str]:
+        """The overrides of a candidate without those that the config has anyway."""
+        layout = self.given.get("pipeline", {}).get("layout")
+        have = {key: layout if key == LAYOUT else value(self.base, key) for key in found.settings}
+        have = {key: list(own) if isinstance(own, tuple) else own for key, own in have.items()}
+        return _as_overrides({key: new for key, new in found.settings.items() if have[key] != new})
+
+    def usual(self) -> Found | None:
+        """Megatron's habit: tensor over 8 GPUs, 8 stages, data over the rest, a sequence in a microbatch, 1F1B.
+
+        With the least recomputation that fits. None if it is not legal.
+        """
+        tensor = min(8, self.rates.hosts_of, self.gpus)
+        pipeline = min(8, self.gpus // tensor)
+        sizes = {"pipeline": pipeline, "data": -1, "fsdp": 1, "expert": 1, "context": 1, "tensor": tensor}
+        microbatches = max(1, self.base.batch.global_size * tensor * pipeline // self.gpus)
+        settings: Settings = {f"mesh.{axis}": size for axis, size in sizes.items()}
+        settings |= {"batch.num_microbatches": microbatches, "pipeline.schedule": "1f1b", "pipeline.rounds": 1}
+        found = None
+        for policy in ("none", "selective", "full"):
+            remat: Settings = {LAYOUT: None, "remat.policy": policy, "remat.layers": None}
+            found = self.evaluate(self._varied({**settings, **remat})) or found
+            if found and found.gib <= self.rates.memory_gib:
+                break
+        return found
 
     def _no_mesh(self) -> str:
         """The sentence if no candidate is legal: the pinned key to blame, and the most frequent reason."""
@@ -167,6 +197,7 @@ class Search:
     def evaluate(self, settings: Settings) -> Found | None:
         """The candidate with these settings; None if it is refused, with the reason in `refusals`."""
         self.tried += 1
+        self.tell(self.tried)
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
@@ -353,6 +384,30 @@ def check_hosts(gpus: int, rates: Rates) -> None:
     if gpus > size and gpus % size:
         near = gpus // size * size
         raise InputError(f"--gpus={gpus} is not a whole number of hosts of {size}: use {near} or {near + size}.")
+
+
+def settings_in(path: Path, overrides: Sequence[str]) -> dict[str, Any]:
+    """The sections of a config file with overrides, as they are written, without defaults."""
+    tree = read_file(path)
+    for override in overrides:
+        tree.merge(read_override(override))
+    return tree.values
+
+
+def missing_settings(path: Path, overrides: Sequence[str], gpus: int) -> tuple[list[str], list[str]]:
+    """Overrides for what a config must have but a plan does not need to know: data, and the size of a batch.
+
+    The second list are lines that say what was assumed.
+    """
+    given = settings_in(path, overrides)
+    batch, added, lines = given.get("batch") or {}, [], []
+    if not given.get("data"):
+        added.append("data.kind=synthetic")
+    for key, default in (("sequence_length", SEQUENCE_LENGTH), ("global_size", SEQUENCES_OF_A_GPU * gpus)):
+        if batch.get(key) is None:
+            added.append(f"batch.{key}={default}")
+            lines.append(f"batch.{key} is not set: {default} is assumed.")
+    return added, lines
 
 
 def explained(path: Path, overrides: Sequence[str], gpus: int, rates: Rates) -> Found:

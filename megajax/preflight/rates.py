@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import jax
 
 from megajax.errors import InputError
-from megajax.plan.rates import DEVICES, GIB, H200, Rates, write_rates
+from megajax.plan.rates import DEVICES, GIB, H200, KEYS, Rates, write_rates
 from megajax.preflight.fits import Timing, linear_rate, saturating_rate, shared_half
 from megajax.preflight.measurements import Group, collective, devices_by_host, seconds_per_call, sent_bytes
 from megajax.preflight.programs import (
@@ -270,7 +270,7 @@ def finish(path: Path, machine: Machine, answers: Sequence[Answer]) -> str:
         "hosts": machine.hosts,
         "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "jax": jax.__version__,
-        "not_measured": [name for name in Rates.__dataclass_fields__ if name not in (*measured, "name")],
+        "not_measured": [name for name in KEYS if name not in (*measured, "name")],
     }
     write_rates(path, rates, notes)
     lines = ["", table, "", links_table(typical(answers)), *slow]

@@ -19,9 +19,9 @@ from megajax.plan.compile import compile_for_h200
 from megajax.training.step import TrainProgram
 
 
-def measure(config: str, overrides: Sequence[str], gpus: int) -> dict:
+def measure(config: str, overrides: Sequence[str], gpus: int, device: str = "h200") -> dict:
     """Compiles a config in this process; see above."""
-    step = compile_for_h200(TrainProgram.build, load_config(config, overrides), gpus)
+    step = compile_for_h200(TrainProgram.build, load_config(config, overrides), gpus, device=device)
     return {
         "segments": [(segment.loops, segment.unroll) for segment in step.program.local.layers.segments],
         "lower_seconds": step.trace_seconds + step.lower_seconds,
@@ -37,9 +37,10 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("config", help="path of a config")
     parser.add_argument("overrides", nargs="*", help="section.key=value")
     parser.add_argument("--gpus", type=int, default=1)
+    parser.add_argument("--device", default="h200", help="device whose memory the compiler assumes (default: h200)")
     args = parser.parse_intermixed_args(arguments)
     with user_errors():
-        print(json.dumps(measure(args.config, args.overrides, args.gpus)))
+        print(json.dumps(measure(args.config, args.overrides, args.gpus, args.device)))
     return 0
 
 

@@ -19,7 +19,7 @@ def config(eight_layers):
 
 
 def test_communication_is_shown_by_axis_and_link(config, capsys):
-    assert main([str(config), "--gpus", "16", "--explain", "fsdp=4,tensor=2"]) == 0
+    assert main([str(config), "--gpus", "16", "--explain", "fsdp=4,tensor=2", "--markdown"]) == 0
     printed = capsys.readouterr().out
     assert "| data 2 × fsdp 4 × tensor 2 | data |" in printed
     rows = {line.split()[0]: line.split() for line in printed.splitlines() if line.endswith(tuple("0123456789"))}
@@ -101,3 +101,28 @@ def test_a_missing_config_is_a_sentence(tmp_path, capsys):
     with pytest.raises(SystemExit):
         main([str(tmp_path / "none.yaml"), "--gpus", "8"])
     assert "none.yaml does not exist" in capsys.readouterr().err
+
+
+def test_a_mesh_that_does_not_fit_says_so_first_with_changes_that_do(eight_layers, capsys):
+    """Each change, with the config's other settings, fits by the planner's own estimate, and its figures are those."""
+    config, pinned = eight_layers(256), ["batch.num_microbatches=1"]
+    assert main([str(config), "--gpus", "4", "--explain", "data=4", *pinned]) == 0
+    first, *others = capsys.readouterr().out.splitlines()
+    mesh = [*pinned, "mesh.data=4"]
+    before = explained(config, mesh, 4, H200)
+    assert before.gib > H200.memory_gib and first.startswith(f"Does not fit: {before.gib:.1f} GiB")
+    changes = [line.split() for line in others[: others.index("")]]
+    assert len(changes) == 3
+    for milliseconds, _, gib, _, *change in changes:
+        found = explained(config, [*mesh, *change], 4, H200)
+        assert found.gib <= H200.memory_gib and gib == f"{found.gib:.1f}"
+        assert milliseconds == f"{1e3 * found.time.total:,.1f}"
+    assert [float(row[0].replace(",", "")) for row in changes] == sorted(float(r[0].replace(",", "")) for r in changes)
+
+
+def test_a_mesh_is_explained_without_data_batch_or_microbatches(tmp_path, capsys):
+    config = tmp_path / "model.yaml"
+    config.write_text("model: {num_layers: 8, hidden_size: 1024, num_heads: 8, vocab_size: 32000}")
+    assert main([str(config), "--gpus", "4", "--explain", "pipeline=4"]) == 0
+    printed = capsys.readouterr().out
+    assert "batch.global_size is not set: 16 is assumed" in printed and "pipeline 4, 1f1b" in printed

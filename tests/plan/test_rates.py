@@ -6,7 +6,7 @@ import pytest
 
 from megajax.errors import InputError
 from megajax.plan import __main__ as command
-from megajax.plan.rates import H200, read_rates
+from megajax.plan.rates import H200, rates_of, read_rates, write_rates
 
 
 def test_a_file_replaces_the_rates_that_it_names(tmp_path):
@@ -39,9 +39,20 @@ def test_a_bad_file_is_a_sentence(tmp_path, content, words):
     assert str(file) in str(error.value) and words in str(error.value)
 
 
-def test_the_plan_uses_the_file_and_then_the_links(tmp_path, monkeypatch):
+def test_rates_say_whether_they_were_measured(tmp_path):
+    """A100 by its data sheet: 312 TFLOP/s BF16, 2.039 TB/s, NVLink of 600 GB/s; an H200 has 989, 4.8 and 900."""
+    file = tmp_path / "rates.json"
+    write_rates(file, H200, {"device": "H200"})
+    assert "measured" in json.loads(file.read_text()) and read_rates(file, H200).origin == f"those of {file}"
+    a100 = rates_of("A100")
+    assert "scaled" in a100.origin and H200.origin == "measured"
+    ratios = [a100.bf16_flops / H200.bf16_flops, a100.memory_bytes / H200.memory_bytes]
+    assert [*ratios, a100.link_bytes / H200.link_bytes] == pytest.approx([312 / 989, 2.039 / 4.8, 600 / 900])
+
+
+def test_the_plan_uses_the_file_and_then_the_links(tmp_path, monkeypatch, eight_layers):
     file, used = tmp_path / "rates.json", []
     file.write_text('{"bf16_flops": 7e14, "hosts_of": 4}')
     monkeypatch.setattr(command, "plan", lambda options, rates: used.append(rates) or "")
-    assert command.main(["x.yaml", "--gpus=8", f"--rates={file}", "--hosts-of=2"]) == 0
+    assert command.main([str(eight_layers(8)), "--gpus=8", f"--rates={file}", "--hosts-of=2"]) == 0
     assert (used[0].bf16_flops, used[0].hosts_of) == (7e14, 2)

@@ -7,6 +7,8 @@ from collections import Counter
 import pytest
 
 from megajax.config import load_config
+from megajax.config.checks import check_mesh
+from megajax.config.sentences import value
 from megajax.config.stages import layouts_to_try, slot_kinds
 from megajax.errors import InputError
 from megajax.plan.__main__ import main
@@ -144,14 +146,14 @@ def test_losses_are_named_by_axis_and_link(config):
 
 
 def test_the_table_names_the_losses_and_the_overrides(config, capsys):
-    assert main([str(config), "--gpus", "2", "mesh.pipeline=2", "--tokens", "1e12"]) == 0
+    assert main([str(config), "--gpus", "2", "mesh.pipeline=2", "--tokens", "1e12", "--markdown"]) == 0
     printed = capsys.readouterr().out
     assert "| pipeline 2, " in printed
     assert "bubble" in printed and "The fastest: mesh.data=" in printed and "GPU-hours" in printed
 
 
 def test_one_mesh_is_explained(config, capsys):
-    assert main([str(config), "--gpus", "8", "--explain", "tensor=2,fsdp=-1"]) == 0
+    assert main([str(config), "--gpus", "8", "--explain", "tensor=2,fsdp=-1", "--markdown"]) == 0
     printed = capsys.readouterr().out
     assert "| fsdp 4 × tensor 2 |" in printed and "communication over tensor" in printed
     assert "Largest microbatch that fits: 2 sequences" in printed and "twice the length" in printed
@@ -161,7 +163,7 @@ def test_one_mesh_is_explained(config, capsys):
     ("arguments", "sentence"),
     [
         (["--gpus", "12"], "--gpus=12 is not a whole number of hosts of 8: use 8 or 16."),
-        (["--gpus", "8", "--device", "x100"], "--device=x100 is not known: use h200, h100, b200."),
+        (["--gpus", "8", "--device", "x100"], "--device=x100 is not known: use h200, h100, a100, b200."),
         (["--gpus", "8", "mesh.tensor=3"], "mesh.tensor=3 rules out every mesh of 8 GPUs: choose"),
         (
             ["--gpus", "64", "mesh.tensor=64"],
@@ -187,3 +189,27 @@ def test_what_cannot_be_planned_is_a_sentence(config, capsys, arguments, sentenc
     with pytest.raises(SystemExit) as stopped:
         main([str(config), *arguments])
     assert stopped.value.code == 2 and sentence in capsys.readouterr().err
+
+
+def test_a_table_is_aligned_and_marks_what_is_near_the_limit(config, capsys):
+    arguments = [str(config), "--gpus", "2", "mesh.pipeline=1", "mesh.context=1", "--usual", "--top", "3"]
+    assert main([*arguments, "--margin", "90", "%"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    head = next(line for line in lines if line.startswith("mesh"))
+    rows = lines[lines.index(head) + 1 : lines.index(head) + 5]
+    end = head.index("GiB") + len("GiB")
+    figures = [row[:end].split()[-1] for row in rows]
+    assert all(row[end] == " " for row in rows) and rows[3].startswith("usual: tensor 2")
+    near = [0.1 * H200.memory_gib < float(each.rstrip("~")) for each in figures]
+    assert [each.endswith("~") for each in figures] == near and any(near)
+    assert f"Limit: {H200.memory_gib} GiB" in lines[lines.index(rows[3]) + 1]
+
+
+def test_only_changed_keys_are_named(config):
+    search = Search(config, ["mesh.context=1"], 2, H200)
+    [found] = search.best(1)
+    changed, base = search.changed(found), load_config(config)
+    assert set(changed) < set(found.overrides)
+    assert all(str(value(base, each.split("=")[0])) != each.split("=")[1] for each in changed)
+    again, whole = load_config(config, ["mesh.context=1", *changed]), load_config(config, found.overrides)
+    assert check_mesh(again, 2) == check_mesh(whole, 2) and again.remat == whole.remat and again.batch == whole.batch

@@ -8,7 +8,6 @@ import jax.profiler
 import pytest
 from made_up_trace import Event, space
 
-from megajax.bench import config_path
 from megajax.config import load_config
 from megajax.config.checks import check_mesh
 from megajax.parallel.pipeline.schedules import make_schedule
@@ -189,7 +188,7 @@ def test_a_prediction_for_one_axis_counts_in_a_row_of_several_axes_if_it_has_non
     ],
 )
 def test_the_rows_of_the_prediction_add_up_to_the_planners_time(name, overrides):
-    config = load_config(config_path(name), overrides)
+    config = load_config(name, overrides)
     rows, time = predict(config, 4, H200), Candidate.of(config, check_mesh(config, 4)).time(H200)
     assert sum(rows.values()) == pytest.approx(1e3 * time.total)
     # A layer's forward pass, which is computed again, is a third of its time; its last matmul is not needed.
