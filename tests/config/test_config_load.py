@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from megajax.config import Config, help_text, load_config
-from megajax.config.load import keys
+from megajax.config.load import config_path, keys
 
 pytestmark = pytest.mark.usefixtures("base_config")
 
@@ -205,3 +205,11 @@ def test_importing_the_config_or_verify_does_not_import_jax():
 def test_a_blend_may_be_written_as_megatron_does():
     Path("x.yaml").write_text(MODEL + BATCH + "data: {train: 0.7 a 3 b}\n")
     assert [(part.prefix, part.weight) for part in load_config("x.yaml").data.train] == [("a", 0.7), ("b", 3.0)]
+
+
+def test_a_name_is_that_of_a_config_that_comes_with_megajax(tmp_path, monkeypatch):
+    """From any directory; a file of the same name comes first."""
+    monkeypatch.chdir(tmp_path)
+    assert load_config("llama3_8b").model.num_layers == 32
+    Path("llama3_8b").write_text(f"include: {config_path('llama3_1b')}")
+    assert load_config("llama3_8b").model.num_layers == 16
