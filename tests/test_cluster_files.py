@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -32,19 +33,30 @@ def test_linters_find_nothing(linter, path):
 
 @pytest.fixture
 def submit(tmp_path):
-    """(status, **environment) → (exit status, the commands that the script ran, by program)."""
-    for name in ("srun", "scontrol"):
+    """(status, SAVES=command that saves, **environment) → (exit status, the commands after the config was printed).
+
+    The job before has saved step 90 of the run.
+    """
+    (tmp_path / "my run" / "checkpoints" / "90").mkdir(parents=True)
+    printed = f"printf 'run:\\n  name: x\\n  dir: {tmp_path}/my run\\nmodel:\\n  dir: other\\n'"
+    for name, does in {
+        "srun": f'case "$*" in *--print-config) {printed}; exit 0;; esac; eval "$SAVES"',
+        "scontrol": "",
+    }.items():
         (tmp_path / name).write_text(
-            f'#!/bin/sh\necho "{name} $* [$JAX_LOCAL_DEVICE_IDS]" >> "{tmp_path}/ran"\nexit ${{{name.upper()}:-0}}\n'
+            f'#!/bin/sh\necho "{name} $* [$JAX_LOCAL_DEVICE_IDS]" >> "{tmp_path}/ran"\n{does}\n'
+            f"exit ${{{name.upper()}:-0}}\n"
         )
         (tmp_path / name).chmod(0o755)
 
-    def submit(status, **environment):
+    def submit(status, SAVES=f"mkdir -p '{tmp_path}/my run/checkpoints/100'", **environment):  # noqa: N803
         (tmp_path / "ran").write_text("")
-        path = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", "SRUN": str(status)}
+        path = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", "SRUN": str(status), "SAVES": SAVES}
         command = ["bash", SBATCH, "c.yaml", "mesh.fsdp=-1"]
         done = subprocess.run(command, env=path | environment, capture_output=True, text=True)
-        return done.returncode, (tmp_path / "ran").read_text().splitlines()
+        ran = (tmp_path / "ran").read_text().splitlines()
+        assert " --print-config " in ran[0] and "--ntasks=1 " in ran[0]
+        return done.returncode, ran[1:]
 
     return submit
 
@@ -57,10 +69,25 @@ def test_slurm_requeues_stops_and_lost_processes_only(submit, status):
     assert ran == [train] + (["scontrol requeue 7 []"] if status in AGAIN else [])
 
 
+def test_slurm_requeues_only_after_a_newer_checkpoint(submit, tmp_path):
+    assert len(submit(4, SAVES=":")[1]) == 1
+    partial = tmp_path / "my run" / "checkpoints" / "100.orbax-checkpoint-tmp"
+    assert len(submit(4, SAVES=f"mkdir '{partial}'")[1]) == 1
+    # In a bucket: the log names the last save.
+    shutil.rmtree(tmp_path / "my run" / "checkpoints")
+    (tmp_path / "my run" / "checkpoints").write_text("gs://bucket/run")
+    metrics = tmp_path / "my run" / "metrics.jsonl"
+    metrics.write_text('{"step": 90, "checkpoint_step": 90, "checkpoint_gb": 1.0}\n')
+    assert len(submit(4, SAVES=":")[1]) == 1
+    line = '{"step": 100, "checkpoint_step": 100, "checkpoint_gb": 1.0}'
+    assert len(submit(4, SAVES=f"echo '{line}' >> '{metrics}'")[1]) == 2
+
+
 def test_a_slurm_task_alone_on_its_node_gets_all_gpus_and_requeues_end(submit):
     _, ran = submit(4, SLURM_NTASKS_PER_NODE="1", SLURM_GPUS_ON_NODE="4", SLURM_RESTART_COUNT="5", MEGAJAX_REQUEUES="5")
     assert len(ran) == 1 and ran[0].endswith("[0,1,2,3]")
-    _, ran = submit(0, MEGAJAX_IMAGE="image")
+    _, ran = submit(0, MEGAJAX_IMAGE="image", MEGAJAX_MOUNTS="/data:/data:ro,/scratch")
+    assert f"--container-mounts={os.getcwd()}:{os.getcwd()},/data:/data:ro,/scratch " in ran[0]
     assert "--container-image=image" in ran[0] and " python -m megajax.train" in ran[0]
 
 
@@ -105,6 +132,43 @@ def test_the_pods_of_a_job_set_find_each_other(job):
     assert container["command"] == ["python", "-m", "megajax.train"] and (ROOT / container["args"][0]).exists()
     volumes = {volume["name"] for volume in job["template"]["spec"]["volumes"]}
     assert {mount["name"] for mount in container["volumeMounts"]} == volumes
+
+
+def test_the_pods_of_a_job_set_may_use_rdma(job):
+    pod = job["template"]["spec"]
+    (container,) = pod["containers"]
+    assert pod["hostNetwork"] and pod["dnsPolicy"] == "ClusterFirstWithHostNet"
+    assert container["securityContext"]["capabilities"]["add"] == ["IPC_LOCK"]
+    resources = container["resources"]
+    (rdma,) = [name for name in resources["limits"] if name.startswith("rdma/")]
+    assert resources["limits"][rdma] == 1 and {"cpu", "memory"} <= resources["requests"].keys()
+    variables = {variable["name"]: variable.get("value") for variable in container["env"]}
+    assert variables["NCCL_IB_HCA"] and variables["NCCL_SOCKET_IFNAME"].startswith("^lo")
+    shm = next(volume["emptyDir"] for volume in pod["volumes"] if volume["name"] == "shared-memory")
+    gibibytes = lambda text: int(text[:-2]) * {"Gi": 1, "Ti": 1024}[text[-2:]]  # noqa: E731
+    assert gibibytes(shm["sizeLimit"]) + gibibytes(resources["requests"]["memory"]) <= gibibytes(
+        resources["limits"]["memory"]
+    )
+    read_only = [mount for mount in container["volumeMounts"] if mount.get("readOnly")]
+    assert [mount["mountPath"] for mount in read_only] == ["/data"]
+
+
+KEYS = {  # of Kubernetes' objects, as far as the file uses them: a misspelt key would be ignored or refused there
+    "pod": {*"restartPolicy terminationGracePeriodSeconds shareProcessNamespace hostNetwork dnsPolicy".split()}
+    | {"containers", "volumes"},
+    "container": {*"name image command args env ports resources securityContext volumeMounts".split()},
+    "job": {*"parallelism completions completionMode backoffLimit podFailurePolicy template".split()},
+    "jobset": {"network", "failurePolicy", "replicatedJobs"},
+}
+
+
+def test_the_manifest_has_only_keys_of_kubernetes(job):
+    assert (JOB_SET["apiVersion"], JOB_SET["kind"]) == ("jobset.x-k8s.io/v1alpha2", "JobSet")
+    pod = job["template"]["spec"]
+    found = {"jobset": JOB_SET["spec"], "job": job, "pod": pod, "container": pod["containers"][0]}
+    for name, keys in KEYS.items():
+        assert found[name].keys() <= keys, name
+    assert all(isinstance(variable.get("value", ""), str) for variable in pod["containers"][0]["env"])
 
 
 # The image

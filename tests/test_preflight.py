@@ -1,5 +1,6 @@
 """The measurements before a run: the report's verdict, the groups of devices, and what the collectives compute."""
 
+import os
 from types import SimpleNamespace
 
 import jax
@@ -8,7 +9,7 @@ import pytest
 
 from megajax.mesh import build_mesh
 from megajax.preflight import __main__ as command
-from megajax.preflight import measurements
+from megajax.preflight import measurements, network
 from megajax.preflight.measurements import Group, Sample, collective, disk_rates, groups, report
 
 
@@ -116,3 +117,25 @@ def test_bad_options_are_sentences(capsys):
     with pytest.raises(SystemExit) as stopped:
         command.main(["--matrix=0"])
     assert stopped.value.code == 2 and "--matrix=0 is not positive" in capsys.readouterr().err
+
+
+def test_tcp_between_hosts_is_a_problem_and_rdma_is_not(monkeypatch, tmp_path):
+    # Lines of NCCL 2.28 on a host without InfiniBand, and of its form with it.
+    lines = "vm:858:1025 [1] NCCL INFO NET/IB : No device found.\nvm:858:1025 [1] NCCL INFO Using network {}\n"
+    (tmp_path / "log").write_text(lines.format("Socket"))
+    assert network.chosen(tmp_path / "log") == "Socket"
+    (tmp_path / "log").write_text(lines.format("IB"))
+    assert network.chosen(tmp_path / "log") == "IB" and network.chosen(tmp_path / "none") == ""
+    line, (problem,) = network.report(["IB", "Socket", ""], hosts=2)
+    assert line.endswith("IB, Socket") and "TCP" in problem and "NCCL_IB_HCA" in problem
+    assert network.report(["IB", "IB"], hosts=2) == ("NCCL's network between hosts: IB", [])
+    assert network.report(["Socket"], hosts=1) == network.report([""], hosts=2) == ("", [])
+
+
+def test_nccl_writes_to_a_file_unless_the_user_reads_it_himself(monkeypatch):
+    for name in ("NCCL_DEBUG", "NCCL_DEBUG_SUBSYS", "NCCL_DEBUG_FILE"):
+        monkeypatch.setenv(name, "x")
+        monkeypatch.delenv(name)
+    path = network.listen()
+    assert os.environ["NCCL_DEBUG_FILE"] == str(path) and os.environ["NCCL_DEBUG"] == "INFO"
+    assert network.listen() is None

@@ -3,6 +3,7 @@
 The matmul rate of every device, the bandwidth of collectives within hosts, between hosts and along the axes of the
 config's mesh, and the disk of the run directory. Start it like `megajax.train`, with the same number of processes. A
 device, link or disk below `--threshold` times the median of its equals is marked, and the exit status is 1.
+Between hosts NCCL says which network it uses: TCP sockets instead of RDMA make the status 1 too.
 `--rates FILE` then measures the rates that `megajax plan --rates FILE` reads.
 """
 
@@ -16,13 +17,14 @@ from pathlib import Path
 from megajax.config import Config, load_config
 from megajax.console import CommandParser, user_errors
 from megajax.errors import InputError
+from megajax.preflight import network
 from megajax.preflight.measurements import Sample, disk_rates, groups, link_rates, matmul_rates, report
 from megajax.runtime import accept_missing_cuda, prepare_environment
 
 LONGEST = 3600.0  # seconds that the slowest process may take longer than the first
 
 
-def preflight(config: Config | None, options: argparse.Namespace) -> int:
+def preflight(config: Config | None, options: argparse.Namespace, nccl_log: Path | None) -> int:
     """Measure in all processes and print the report on the first one; the exit status."""
     import jax
 
@@ -49,13 +51,15 @@ def preflight(config: Config | None, options: argparse.Namespace) -> int:
         samples += disk_rates(host, directory, options.disk_megabytes)
 
     def judge(answers: list[str]) -> str:
-        everything = [Sample(*sample) for answer in answers for sample in json.loads(answer)]
-        table, outliers = report(everything, options.threshold)
-        print(table)
+        found = [json.loads(answer) for answer in answers]
+        table, outliers = report([Sample(*s) for own in found for s in own["samples"]], options.threshold)
+        line, problems = network.report([own["network"] for own in found], len(set(hosts)))
+        outliers += problems
+        print(table, *filter(None, [line]), sep="\n")
         print("\n".join(["", *outliers]) if outliers else f"\nnothing is below {options.threshold:g} of its median")
         return str(int(bool(outliers)))
 
-    mine = json.dumps(samples)
+    mine = json.dumps({"samples": samples, "network": network.chosen(nccl_log)})
     status = int(decide("preflight", mine, judge, LONGEST) if several else judge([mine]))
     if options.rates is not None:
         measure_rates(options.rates, hosts)
@@ -104,6 +108,7 @@ def main(arguments: list[str]) -> int:
             if (value := getattr(options, name)) is not None and value <= 0:
                 raise InputError(f"--{name.replace('_', '-')}={value} is not positive: give a larger number.")
         config = load_config(options.run[0], options.run[1:]) if options.run else None
+        nccl_log = network.listen()
         if options.rates is not None:
             if config is not None:
                 raise InputError(f"--rates={options.rates} needs no config: leave {options.run[0]} out.")
@@ -112,7 +117,7 @@ def main(arguments: list[str]) -> int:
             accept_missing_cuda()
         else:
             prepare_environment(config)
-        return preflight(config, options)
+        return preflight(config, options, nccl_log)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ import statistics
 import sys
 import threading
 import time
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor
@@ -23,6 +24,7 @@ from megajax.training import events
 from megajax.training.peers import Peers
 from megajax.training.step_times import find_slowest
 
+SAFE_TIMEOUT = 30.0  # seconds: a thread of a busy host waited up to 3 s for its turn (docs/reliability.md)
 RECENT = 32  # steps whose median is compared
 TICK = 1.0  # seconds between looks at the clock, at most
 OTHER_WORK = 12  # limit of everything but steps, as a multiple of run.hang_min_seconds
@@ -52,8 +54,18 @@ class Watch:
     def __enter__(self) -> "Watch":
         if Messages("signs").count > 1:
             self.peers = Peers(self._config.run.peer_timeout_seconds)
+            self._warn_of_a_short_timeout()
         threading.Thread(target=self._watch, daemon=True, name="watch").start()
         return self
+
+    def _warn_of_a_short_timeout(self) -> None:
+        key, seconds = "run.peer_timeout_seconds", self._config.run.peer_timeout_seconds
+        if seconds < SAFE_TIMEOUT and self.peers is not None and self.peers.index == 0:
+            warnings.warn(
+                f"{key}={seconds:g} ({self._config.where(key)}) is short: a process that is only slow, as on a"
+                f" busy host, may count as lost: set it to {SAFE_TIMEOUT:g} or more.",
+                stacklevel=2,
+            )
 
     def stepped(self, step: int) -> None:
         """The host has started `step` and comes to the next one."""
