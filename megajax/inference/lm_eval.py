@@ -5,6 +5,7 @@ own command line. `--model_args path=RUN_OR_HF_FOLDER,mesh=tensor:2+fsdp:2,dtype
 """
 
 import contextlib
+import json
 from typing import Any
 
 from megajax.config.data_schema import template_arguments
@@ -49,9 +50,12 @@ class MegajaxLM(TemplateLM):
         sizes = named_mesh(mesh.replace(":", "=").replace("+", ","), "mesh") if mesh else None
         self.model = load_model(path, sizes, dtype, speculate=int(speculate))
         self.scorer = Scorer(self.model)
-        given = template_arguments(chat_template_args) if isinstance(chat_template_args, str) else chat_template_args
-        thinking = {} if enable_thinking is None else {"enable_thinking": enable_thinking}
-        self.template_arguments = (given or {}) | thinking
+        text = chat_template_args if isinstance(chat_template_args, str) else json.dumps(chat_template_args or {})
+        try:
+            given = template_arguments(text)
+        except ValueError as error:
+            raise InputError(f"chat_template_args={chat_template_args} {error}.") from None
+        self.template_arguments = given | ({} if enable_thinking is None else {"enable_thinking": enable_thinking})
         self.batch = int(batch_size) if str(batch_size).isdigit() else 8
 
     @property

@@ -275,7 +275,7 @@ def test_characters_of_a_message_do_not_move_the_mask(folder):
     source = "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% else %}{% generation %}{{ m.content }}"
     template = ChatTemplate(source + "{% endgeneration %}{% endif %}{% endfor %}", {}, "t")
     said = "a\ufdd0b\ufdd1\ufdd0"
-    text, spans = template.with_answers([{"role": "user", "content": said}, {"role": "assistant", "content": said}])
+    text, spans = template.with_marks([{"role": "user", "content": said}, {"role": "assistant", "content": said}])
     assert text == 2 * said and spans == [(5, 10)] and template.render([{"role": "user", "content": said}]) == said
 
 
