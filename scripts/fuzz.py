@@ -254,18 +254,23 @@ class TokenizerFiles:
         (folder / "gpt2" / "vocab.json").write_text('{"a": 0, "b": 1, "ab": 2}', encoding="utf-8")
         tokens = [*(bytes([byte]) for byte in range(256)), b"ab", b"abab"]
         lines = (base64.b64encode(token) + b" %d\n" % rank for rank, token in enumerate(tokens))
-        (folder / "llama3.tiktoken").write_bytes(b"".join(lines))
+        (folder / "tiktoken").mkdir()
+        (folder / "tiktoken/llama3.tiktoken").write_bytes(b"".join(lines))
         (folder / "tokenizer_config.json").write_text(
-            '{"eos_token": {"content": "<eos>"}, "pad_token": "<eos>"}', encoding="utf-8"
+            '{"eos_token": {"content": "<eos>"}, "pad_token": "<eos>",'
+            ' "added_tokens_decoder": {"3": {"content": "<eos>"}}}',
+            encoding="utf-8",
         )
         (folder / "chat_template.jinja").write_text(
             "{{ bos_token }}{% for m in messages %}<{{ m['role'] }}>{{ m['content'] | trim }}"
             "{% if 1 + 2 * 3 > 2 %}!{% endif %}{% endfor %}",
             encoding="utf-8",
         )
-        names = ("tokenizer.json", "gpt2/vocab.json", "gpt2/merges.txt", "llama3.tiktoken")
+        (folder / "generation_config.json").write_text('{"bos_token_id": 1, "eos_token_id": [1, 2]}', encoding="utf-8")
+        names = ("tokenizer.json", "gpt2/vocab.json", "gpt2/merges.txt", "tiktoken/llama3.tiktoken")
         self.folder, self.files = folder, [folder / name for name in names]
-        self.files += [folder / "tokenizer_config.json", folder / "chat_template.jinja"]
+        beside = ("tokenizer_config.json", "generation_config.json", "chat_template.jinja")
+        self.files += [folder / name for name in beside]
 
     def read(self) -> None:
         from megajax.data.answers import answer_samples
@@ -274,7 +279,7 @@ class TokenizerFiles:
         from megajax.data.tokenizers import load_tokenizer
         from megajax.hf.beside import token_names
 
-        for name in ("tokenizer.json", "gpt2", "llama3.tiktoken"):
+        for name in ("tokenizer.json", "gpt2", "tiktoken"):
             tokenizer = load_tokenizer(str(self.folder / name))
             tokenizer.decode(tokenizer.encode("ab ba <eos>"))
         token_names(self.folder)

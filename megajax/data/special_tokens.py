@@ -92,7 +92,8 @@ def stored_ids(folder: Path, name: str) -> list[int]:
     """The ids of a special token such as `eos_token` in the first of ID_FILES that has any."""
     for file in ID_FILES:
         stored = read_json(folder / file)
-        for config in (stored, stored.get("text_config") or {}):
+        nested = stored.get("text_config")
+        for config in (stored, nested if isinstance(nested, dict) else {}):
             found = config.get(f"{name}_id")
             if found is not None:
                 ids = found if isinstance(found, list) else [found]
@@ -103,13 +104,15 @@ def stored_ids(folder: Path, name: str) -> list[int]:
 
 
 def _added_tokens(folder: Path, config: Mapping[str, Any]) -> dict[int, AddedToken]:
-    added = {token: AddedToken(text) for text, token in read_json(folder / ADDED).items()}
     try:
+        added = {int(token): AddedToken(text) for text, token in read_json(folder / ADDED).items()}
         for token, stored in (config.get("added_tokens_decoder") or {}).items():
             flags = {name: bool(stored.get(name)) for name in AddedToken._fields[1:]}
             added[int(token)] = AddedToken(str(stored["content"]), **flags)
     except (AttributeError, KeyError, TypeError, ValueError):
-        raise InputError(f"{folder / CONFIG} has damaged added_tokens_decoder: copy the file again.") from None
+        raise InputError(
+            f"{folder} has a damaged {ADDED}, or a damaged added_tokens_decoder in {CONFIG}: copy both again."
+        ) from None
     return added
 
 
