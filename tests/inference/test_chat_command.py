@@ -12,9 +12,8 @@ from megajax import chat, generate
 from megajax.inference.generation import continue_texts
 from megajax.inference.sampling import Sampling
 
-TEMPLATE = (
-    "{% for m in messages %}{{ m.role[0] }} {{ m.content }}é{% endfor %}{% if add_generation_prompt %}a {% endif %}"
-)
+ANSWER = "{% if add_generation_prompt %}a {% endif %}"
+TEMPLATE = "{{ tone }}{% for m in messages %}{{ m.role[0] }} {{ m.content }}é{% endfor %}" + ANSWER
 GREEDY = ["--temperature", "0", "--tokens", "6"]
 
 
@@ -63,6 +62,7 @@ def test_each_answer_follows_the_conversation_before_it(talk, answer):
     assert len({first, second, again}) == 3
     said = "\ufeffhello\\\nyou\n\ngo\n/reset\ngo\n/exit\nmore\n".encode()
     assert talk(said, "--system", "be nice") == (0, f"{first}\n{second}\n{again}\n", "")
+    assert talk(b"go\n", "--chat-template-args", "{tone: x}") == (0, answer("xu goéa ") + "\n", "")
 
 
 def test_what_cannot_be_answered_is_a_sentence(talk, folder):
