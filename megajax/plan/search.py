@@ -37,6 +37,7 @@ VARIED = (
     *("mesh.pipeline", "mesh.data", "mesh.fsdp", "mesh.expert", "mesh.context", TENSOR, EXPERTS_OVER),
     *("batch.num_microbatches", "pipeline.schedule", "pipeline.rounds", LAYOUT, "remat.policy", "remat.layers"),
 )
+WITHOUT_FP8 = ("A100",)
 SEQUENCE_LENGTH, SEQUENCES_OF_A_GPU = 4096, 4  # of a config that sets no batch
 type Settings = dict[str, object]
 
@@ -94,6 +95,7 @@ class Search:
             }  # remat.group needs full
             self.given = settings_in(self.path, ())
             self.base = load_config(self.path, [*self.kept, f"{LAYOUT}=null", *_as_overrides(policy)])
+        check_fp8(self.base, self.rates, self.fp8)
         where = self.base.where(FP8)
         if self.fp8 and where != "default":
             recipe = self.base.precision.fp8.recipe
@@ -386,6 +388,14 @@ def check_hosts(gpus: int, rates: Rates) -> None:
         raise InputError(f"--gpus={gpus} is not a whole number of hosts of {size}: use {near} or {near + size}.")
 
 
+def check_fp8(config: Config, rates: Rates, asked: bool = False) -> None:
+    """Raises InputError for FP8 on a GPU without it; `asked`: by --fp8."""
+    recipe = config.precision.fp8.recipe
+    if rates.name in WITHOUT_FP8 and (asked or recipe != "none"):
+        setting = "--fp8" if asked else f"{FP8}={recipe} ({config.where(FP8)})"
+        raise InputError(f"{setting} needs a GPU with FP8, which an {rates.name} is not: leave it out.")
+
+
 def settings_in(path: Path, overrides: Sequence[str]) -> dict[str, Any]:
     """The sections of a config file with overrides, as they are written, without defaults."""
     tree = read_file(path)
@@ -413,5 +423,6 @@ def missing_settings(path: Path, overrides: Sequence[str], gpus: int) -> tuple[l
 def explained(path: Path, overrides: Sequence[str], gpus: int, rates: Rates) -> Found:
     """The candidate of the config's own mesh. Raises ConfigError if it is not legal."""
     config: Config = load_config(path, overrides)
+    check_fp8(config, rates)
     candidate = Candidate.of(config, check_mesh(config, gpus))
     return Found({}, candidate, candidate.time(rates))

@@ -181,6 +181,11 @@ def test_one_mesh_is_explained(config, capsys):
             "remat.policy=none rules out every mesh of 2 H200s that holds this: the closest needs",
         ),
         (["--gpus", "8", "--explain", "width=2"], "width=2 is no axis with a size"),
+        (["--gpus", "1", "--device", "a100", "--fp8"], "--fp8 needs a GPU with FP8"),
+        (
+            ["--gpus", "1", "--device", "a100", "--explain", "tensor=1", "precision.fp8.recipe=current"],
+            "precision.fp8.recipe=current (the command line: precision.fp8.recipe=current) needs a GPU with FP8",
+        ),
         (["--gpus", "8", "--top", "0"], "--top=0 is not above 0."),
         ([], "--gpus is missing"),
     ],

@@ -229,8 +229,10 @@ def test_a_longer_run_warns_of_the_learning_rate_that_jumps(run_dir, build):
     trainer.state, trainer.step = trainer.program.init_state(), 2
     trainer.save()
     trainer.checkpoints.close()
-    # 3e-3 (1 + cos(3π/4)) / 2 at step 3 of 4; the cosine over 2 steps has ended.
-    with pytest.warns(UserWarning, match=r"learning rate of step 3 is 0\.000439, but 0 in the .*decay_steps=2 to keep"):
+    # 3e-4 + 2.7e-3 (1 + cos(3π/4)) / 2 at step 3 of 4; the cosine over 2 steps has ended at a tenth of the peak.
+    with pytest.warns(
+        UserWarning, match=r"learning rate of step 3 is 0\.000695, but 0\.0003 in the .*decay_steps=2 to keep"
+    ):
         build(*cosine, "run.steps=4").save()
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
