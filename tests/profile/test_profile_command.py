@@ -92,7 +92,7 @@ def test_a_damaged_trace_is_a_sentence(folder, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["nowhere"], "there is no config nowhere"),
+        (["nowhere"], "config file nowhere does not exist"),
         (["{config}", "--steps=0"], "--steps=0 is below 1."),
         (["{config}", "mesh.data=3"], "mesh.data=3"),
         (["{config}", "--save={place}"], "is not empty: name a new folder."),
