@@ -57,7 +57,9 @@ class Monitoring:
             return
         text = self._kept.last
         if error is not None:
-            status = MISTAKE if isinstance(error, UserError) else INTERRUPTED if _is_interrupt(error) else 1
+            status = (
+                MISTAKE if isinstance(error, UserError) else INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1
+            )
             text = f"megajax: error: {str(error) or type(error).__name__}"
             CONSOLE.info(text)
         failed = status not in (DONE, STOPPED)
@@ -68,10 +70,6 @@ class Monitoring:
         self._events.close(events.SECONDS)
         self._kept.close()
         self._trackers, self._services, self._events, self._kept = [], None, None, None
-
-
-def _is_interrupt(error: BaseException) -> bool:
-    return isinstance(error, KeyboardInterrupt)
 
 
 class KeptConsole(logging.Handler):
