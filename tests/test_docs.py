@@ -10,6 +10,7 @@ import pytest
 
 from megajax.config import load_config
 from megajax.config.load import keys
+from megajax.errors import InputError
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))]
@@ -145,3 +146,9 @@ def test_the_custom_loop_trains_evaluates_and_restores(workplace, capsys):
     assert names["evaluation_loss"] == pytest.approx(losses[-1], rel=0.2)
     assert "restored step 20" in capsys.readouterr().out
     assert (workplace / "runs/loop/checkpoints/20").is_dir() and int(names["state"].step) == 21
+    again = names["Checkpoints"]("runs/loop", 2, None)  # as a second run of the script, which began anew
+    with pytest.raises(
+        InputError, match="step 20 cannot be saved in .*, which has step 20: restore that one and go on"
+    ):
+        names["saver"].save(again, 20, names["state"])
+    again.close()

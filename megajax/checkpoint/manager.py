@@ -124,9 +124,14 @@ class Checkpoints:
     def save(self, step: int, tree: Any, description: dict[str, Any]) -> None:
         """Start writing a tree of arrays and its description; returns as soon as the arrays are copied to the host.
 
-        `outcome` has the result; it must have been called for the previous save.
+        `outcome` has the result; it must have been called for the previous save. Raises InputError for a step that is
+        not after the newest one.
         """
         assert self._started is None, "ask for the outcome of the last save first"
+        newest = self.latest_step
+        if newest is not None and newest >= step:
+            cure = "restore that one and go on from it, or choose another run.dir"
+            raise InputError(f"step {step} cannot be saved in {self.directory}, which has step {newest}: {cure}.")
         args = ocp.args.Composite(
             state=ocp.args.StandardSave(tree, jax.tree_util.tree_map_with_path(_storage, tree)),  # type: ignore[call-arg]
             description=ocp.args.JsonSave(description),  # type: ignore[call-arg]
@@ -136,8 +141,7 @@ class Checkpoints:
         if self._best is not None:
             self._best.forget(step)
         try:
-            if not self._manager.save(step, args=args):
-                error = f"a checkpoint of step {self.latest_step} already exists"
+            self._manager.save(step, args=args)
         except Exception as problem:  # any error of orbax or the file system
             error = reason(problem)
         self._started = SaveOutcome(step, size, time.perf_counter() - start, error=error), start

@@ -5,6 +5,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from megajax.config.batch_schedule import BatchSizes, samples_before, sizes_by_tokens
+from megajax.config.block_kinds import check_parts
 from megajax.config.checkpoint_checks import check_checkpoints, warn_about_kept_checkpoints
 from megajax.config.effects import ignores_decay_steps, warn_without_effect
 from megajax.config.expert_checks import check_experts, check_experts_on_mesh
@@ -33,6 +34,7 @@ def check(config: Config) -> None:
         check_stages(config, sizes)
     _check_attention_kernel(config)
     _check_fp8_layers(config)
+    check_parts(config, sizes)
     check_lora(config)
     _check_schedule(config)
     _check_data(config)
@@ -60,6 +62,7 @@ def check_mesh(config: Config, num_devices: int, num_processes: int = 1, platfor
     _check_context(config, sizes)
     _check_local_batch(config, sizes)
     _check_fp8_shapes(config, sizes)
+    check_parts(config, sizes)
     return sizes
 
 

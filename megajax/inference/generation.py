@@ -9,6 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from megajax.config.block_kinds import DECODING, how_to_declare, lacking
+from megajax.config.kinds import block_layers
 from megajax.data.tokenizers import decode_after
 from megajax.errors import InputError
 from megajax.inference.comm import Decode, LayerCache, Prefill
@@ -47,6 +49,7 @@ class Generator:
 
     def __init__(self, model: LanguageModel, sampling: Sampling = DEFAULT):
         sampling.check()
+        check_decoding(model)
         self.model, self.sampling = model, sampling
         self.drafter, self.verified = Drafter(model, sampling) if model.speculate else None, None
         self.stop = jnp.array([*model.stop_tokens, NONE], jnp.int32)
@@ -181,6 +184,15 @@ def _rounded(length: int, growing: bool) -> int:
 def _where_rows(active: jax.Array, new: jax.Array, old: jax.Array) -> jax.Array:
     """`new [B, ...]` in the rows that are active, else `old`."""
     return jnp.where(active.reshape(-1, *[1] * (new.ndim - 1)), new, old)
+
+
+def check_decoding(model: LanguageModel) -> None:
+    """Raises InputError if a part of a block does not reach the tokens in the cache."""
+    for kind in block_layers(model.config):
+        if part := lacking(kind, DECODING):
+            problem = f"generation keeps earlier tokens in a cache, which needs {DECODING} of {part.__name__}"
+            problem += f" (block {kind}), which does not declare it"
+            raise InputError(f"{problem}: {how_to_declare(part, DECODING)}.")
 
 
 @lru_cache(maxsize=8)

@@ -6,6 +6,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from megajax import ops
 from megajax.config import ModelConfig
+from megajax.config.block_kinds import EVERYTHING
 from megajax.config.kinds import LayerKind
 from megajax.model.comm import Comm
 from megajax.model.parameters import declare
@@ -32,6 +33,7 @@ class Attention(Part):
     """Grouped-query causal self-attention (Ainslie et al. 2023) with the norm before it: `[T, D]` → `[T, D]`."""
 
     NAME = "attention"
+    SUPPORTS = EVERYTHING
     FUSED = {"qkv": ("query", "key", "value"), "qkv_bias": ("query_bias", "key_bias", "value_bias")}
     LINEAR = ("qkv", "output")
     USED_FIRST, USED_LAST = "qkv", "output"

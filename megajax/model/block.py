@@ -10,7 +10,9 @@ from jax import lax
 
 from megajax import ops
 from megajax.config import ModelConfig
-from megajax.config.kinds import MTP, LayerKind, block_layers, layer_kinds, stacked_layers
+from megajax.config.block_kinds import ABILITIES, EVERYTHING, KINDS, parts_of
+from megajax.config.kinds import DENSE, MOE, MTP, LayerKind, block_layers, layer_kinds, stacked_layers
+from megajax.config.sentences import listed
 from megajax.errors import ConfigError
 from megajax.model.attention import Attention
 from megajax.model.latent_attention import LatentAttention
@@ -20,16 +22,40 @@ from megajax.model.parameters import parameters
 from megajax.model.parts import BlockInputs, Metrics, Part, State, Weights, declare_norm, normalise
 from megajax.model.prediction import Join
 
-# The parts of each kind of block, in order; `register` adds kinds from outside.
-KINDS: dict[str, tuple[type[Part], ...]] = {"dense": (Attention, MLP), "moe": (Attention, MoE)}
-
-
 FIRST = "_lora_a"  # after a linear layer's name: its adapter's first matrix
+# Members of a part for which `Part` has no default.
+REQUIRED = ("NAME", "USED_FIRST", "USED_LAST", "__call__", "matmul_parameters", "width", "sizes")
 
 
 def register(kind: str, *parts: type[Part]) -> None:
-    """Register blocks of these parts as `kind`, for `model.block_pattern`."""
+    """Register blocks of these parts as `kind`, for `model.block_pattern`; before the config is loaded.
+
+    Raises ConfigError for a name that other parts have, and for a part that lacks a member.
+    """
+    if not parts or not kind.isidentifier() or kind == MTP:
+        raise ConfigError(f"register({kind!r}) is not a kind of block: give a name, such as my_block, and its parts.")
+    for part in parts:
+        _check_part(part)
+    for values in ([part.NAME for part in parts], [name for part in parts for name in part.METRICS]):
+        if again := sorted({value for value in values if values.count(value) > 1}):
+            raise ConfigError(f"two parts of the block {kind} have the name or the metric {again[0]}: rename one.")
+    names = [f"{part.__module__}.{part.__qualname__}" for part in parts]
+    known = [f"{part.__module__}.{part.__qualname__}" for part in KINDS.get(kind, ())]
+    if known and names != known:
+        raise ConfigError(f"the kind of block {kind} has the parts {', '.join(known)} already: choose another name.")
     KINDS[kind] = parts
+
+
+def _check_part(part: type[Part]) -> None:
+    missing = [name for name in REQUIRED if getattr(part, name, None) is getattr(Part, name, None)]
+    if missing:
+        raise ConfigError(f"{part.__name__} does not define {listed(missing, 'and')}: see megajax.model.Part for each.")
+    if unknown := sorted(set(part.SUPPORTS) - EVERYTHING):
+        raise ConfigError(f"{part.__name__}.SUPPORTS has {unknown[0]!r}: use {listed(ABILITIES, 'and')}.")
+
+
+register(DENSE, Attention, MLP)
+register(MOE, Attention, MoE)
 
 
 class Block(nnx.Module):
@@ -39,11 +65,8 @@ class Block(nnx.Module):
     """
 
     def __init__(self, config: ModelConfig, kind: str):
-        if kind not in KINDS:
-            known = ", ".join(sorted(KINDS))
-            raise ConfigError(f"model.block_pattern has {kind!r}, which is not a kind of block: use {known}.")
         self.config, self.kind = config, kind
-        parts = [LatentAttention if part is Attention and config.is_latent else part for part in KINDS[kind]]
+        parts = [LatentAttention if part is Attention and config.is_latent else part for part in parts_of(kind)]
         self.names = tuple(part.NAME for part in parts)
         for part in parts:
             module = part(config)

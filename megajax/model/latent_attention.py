@@ -6,6 +6,7 @@ from jax.ad_checkpoint import checkpoint_name, checkpoint_policies
 
 from megajax import ops
 from megajax.config import ModelConfig
+from megajax.config.block_kinds import EVERYTHING
 from megajax.config.kinds import LayerKind
 from megajax.model.comm import Comm, LatentKeys
 from megajax.model.parameters import declare
@@ -38,6 +39,7 @@ class LatentAttention(Part):
     """
 
     NAME = "attention"
+    SUPPORTS = EVERYTHING
     FUSED = {
         "down": ("query_down", "key_value_down", "rotary_key"),
         "key_value": ("key", "value"),

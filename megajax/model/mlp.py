@@ -4,6 +4,7 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 
 from megajax.config import ModelConfig
+from megajax.config.block_kinds import EVERYTHING
 from megajax.config.kinds import LayerKind, is_gated
 from megajax.model.comm import Comm
 from megajax.model.parameters import declare
@@ -27,6 +28,7 @@ class MLP(Part):
     """Gated or plain MLP with the norm before it: `[T, D]` → `[T, D]`."""
 
     NAME = "mlp"
+    SUPPORTS = EVERYTHING
     FUSED = {"gate_up": ("gate", "up"), "gate_up_bias": ("gate_bias", "up_bias")}
     LINEAR = ("gate_up", "down")
     USED_FIRST, USED_LAST = "gate_up", "down"

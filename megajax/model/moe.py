@@ -8,6 +8,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from megajax import ops
 from megajax.config import ModelConfig
+from megajax.config.block_kinds import EVERYTHING
 from megajax.config.kinds import LayerKind, is_gated
 from megajax.model.comm import Comm
 from megajax.model.parameters import declare
@@ -31,6 +32,7 @@ class MoE(Part):
     """Mixture of experts with the norm before it and an optional shared expert: `[T, D]` → `[T, D]`."""
 
     NAME = "moe"
+    SUPPORTS = EVERYTHING
     HAS_EXPERTS = True
     FUSED = {
         "gate_up": ("gate", "up"),

@@ -90,6 +90,8 @@ class Part(nnx.Module):
     """
 
     NAME: ClassVar[str]  # of the part in the names of its parameters
+    # Words of `config.block_kinds.ABILITIES`: the settings for which it is right; others are refused.
+    SUPPORTS: ClassVar[frozenset[str]] = frozenset()
     # Fused weight → its stored parameters, side by side in one matmul.
     FUSED: ClassVar[Mapping[str, tuple[str, ...]]] = {}
     LINEAR: ClassVar[tuple[str, ...]] = ()  # weights of linear layers, after fusing; FP8 quantises them

@@ -1,6 +1,6 @@
 """The model on one device inside the step's shard_map: its layers, the parts outside them, and their inputs."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 
 from megajax.config import Config
-from megajax.config.data_schema import is_padded
 from megajax.config.kinds import MTP
-from megajax.config.sentences import format_keys
+from megajax.config.sentences import format_keys, listed
+from megajax.errors import InputError
 from megajax.model.lora import is_trained
 from megajax.model.parts import BlockInputs, RealTokens
 from megajax.model.transformer import Transformer
@@ -43,6 +43,20 @@ class StepArrays(NamedTuple):
     scale: jax.Array | None = None  # factor of the summed loss before differentiation; None: forward pass only
     layer_loss_scale: jax.Array | None = None  # factor of the layers' losses of one microbatch
     modules: ModuleArrays | None = None  # of the prediction modules
+
+
+def check_names(plan: StepPlan, batch: Iterable[str], needed: Iterable[str]) -> None:
+    """Raise InputError if the fields of a batch are not those that are `needed`."""
+    found, fields = {*batch}, [*needed]
+    found -= {"is_real"} - {*fields}  # allowed for any data
+    wrong = sorted(found.symmetric_difference(fields))
+    if not wrong:
+        return
+    name = wrong[0]
+    key = plan.batch_fields.get(name) or ("data.reset_attention" if name == "segment_ids" else "")
+    setting = f" and {format_keys(plan.config, key)}" if key else ""
+    problem = f"the batch {'has' if name in found else 'has no'} {name}{setting}"
+    raise InputError(f"{problem}: give {listed(fields, 'and')}, and no other fields.")
 
 
 @dataclass(frozen=True)
@@ -130,21 +144,8 @@ class LocalModel:
         return fields, imbalance
 
     def check_fields(self, batch: Batch) -> None:
-        """Raise ValueError if a batch lacks segment_ids or is_real although the config's data has them.
-
-        And if it has segment_ids without `data.reset_attention`.
-        """
-        if is_padded(self.config.data, "train") and "is_real" not in batch:
-            raise ValueError(
-                f"the batch has no is_real and {format_keys(self.config, 'data.kind')} may be padded: give is_real, "
-                "False for padding."
-            )
-        if ("segment_ids" in batch) != self.config.data.reset_attention:
-            problem = "has" if "segment_ids" in batch else "has no"
-            raise ValueError(
-                f"the batch {problem} segment_ids and {format_keys(self.config, 'data.reset_attention')}: "
-                "give segment_ids if and only if data.reset_attention=true."
-            )
+        """Raise ValueError for a batch that lacks a field of `StepPlan.batch_fields`, or has another one."""
+        check_names(self.plan, batch, self.plan.batch_fields)
 
     def layer_loss_scale(self, loss_scale: jax.Array) -> jax.Array | None:
         """The factor of the layers' losses of one microbatch before differentiation: the microbatches' mean counts.

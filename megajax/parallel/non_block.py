@@ -67,7 +67,13 @@ class NonBlock:
         self.first: tuple[FirstPart, ...] = (MeshEmbedding(plan, comm),)
         self.last: tuple[LastPart, ...] = (LossHead(plan, comm),)
         self.as_stored = [name for part in self.first for name in part.as_stored]
-        self.sums = [name for part in self.last for name in part.SUMS]
+
+    @property
+    def sums(self) -> list[str]:
+        """The names of the last parts' losses; each is logged."""
+        names = [name for part in self.last for name in part.SUMS]
+        assert len({*names}) == len(names), f"two last parts have a sum of the same name: {names}"
+        return names
 
     @jax.named_scope("weights")
     def gather(self, params: Arrays) -> dict[str, jax.Array]:

@@ -1,5 +1,6 @@
 """The rows that a process reads, and their conversion to global arrays."""
 
+import math
 from collections.abc import Generator, Mapping
 from typing import Any
 
@@ -12,7 +13,10 @@ from megajax.data import loader
 from megajax.data.samples import Samples
 from megajax.errors import InputError
 from megajax.parallel.context.token_order import balanced_order, stored_order
-from megajax.training.step import BATCH_DTYPES, TrainProgram
+from megajax.parallel.local import check_names
+from megajax.training.step import BATCH_DTYPES, OF_MODULES, TrainProgram
+
+ADDED = ("order", *OF_MODULES)  # the fields of a batch that `to_global` adds
 
 
 def rows_of_process(sharding: NamedSharding, shape: tuple[int, int, int]) -> np.ndarray:
@@ -24,19 +28,23 @@ def rows_of_process(sharding: NamedSharding, shape: tuple[int, int, int]) -> np.
     return (np.arange(M)[:, None] * B + np.flatnonzero(held)[None]).reshape(-1)
 
 
-def to_global(program: TrainProgram, fields: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
+def to_global(
+    program: TrainProgram, fields: Mapping[str, np.ndarray], source: str = "the batch"
+) -> dict[str, jax.Array]:
     """Fields `[rows, S]` of this process's rows → global arrays `[M, B, S]` by name, for the train step.
+
+    All data come here, so they are checked here. Raises InputError, with `source`, for other fields, shapes or values
+    than a step can use.
 
     With `context` each device gets some chunks of a sequence (`parallel/context/token_order.py`), so the tokens are in
     another order along S; if the order depends on the documents, the field `order` holds it. Fields of prediction
     modules are added.
     """
+    _check(program, fields, source)
     fields = {**fields, **fields_of_modules(fields, program.config.model.mtp_layers)}
     sharding, shape = program.batch_sharding, program.plan.batch_shape
     M, B, S = shape
     size, rows = sharding.mesh.shape["context"], len(next(iter(fields.values())))
-    if program.plan.balances_context and "segment_ids" not in fields:
-        raise ValueError("the batch has no segment_ids and data.reset_attention=true: give them, or unset it.")
     if program.plan.balances_context:
         order = balanced_order(fields["segment_ids"], size)
         fields = {**fields, "order": np.broadcast_to(np.arange(S), (rows, S))}
@@ -56,6 +64,32 @@ def to_global(program: TrainProgram, fields: Mapping[str, np.ndarray]) -> dict[s
         return jax.make_array_from_callback(whole, sharding, lambda index: _part(local, local_row, index))
 
     return {name: field(name) for name in fields}
+
+
+def _check(program: TrainProgram, fields: Mapping[str, np.ndarray], source: str) -> None:
+    given = [name for name in program.plan.batch_fields if name not in ADDED]
+    check_names(program.plan, fields, given)
+    held = rows_of_process(program.batch_sharding, program.plan.batch_shape)
+    shape = (len(held), program.plan.batch_shape[2])
+    for name in given:
+        if (found := np.shape(fields[name])) != shape:
+            problem = f"{source} has {name} of the shape {[*found]}, but this process has {shape[0]} rows of {shape[1]}"
+            raise InputError(f"{problem} tokens: give {[*shape]}.")
+    model = program.config.model
+    limits = {"tokens": model.vocab_size, "targets": model.vocab_size, "positions": math.inf}
+    if model.position == "learned":
+        limits["positions"] = model.max_positions or 0
+    for name, limit in limits.items():
+        least, most = int(np.min(fields[name])), int(np.max(fields[name]))
+        if most >= limit:
+            noun, key = ("position", "max_positions") if name == "positions" else ("token id", "vocab_size")
+            problem = f"{source} holds {noun} {most}, but model.{key}={limit}"
+            raise InputError(f"{problem}: set model.{key}={most + 1} or larger.")
+        if least < 0:
+            raise InputError(f"{source} holds {least} in {name}: give 0 or more; loss_mask=0 leaves a target out.")
+    least, most = np.min(fields["loss_mask"]), np.max(fields["loss_mask"])
+    if not 0 <= least <= most < math.inf:
+        raise InputError(f"{source} has a loss_mask from {least} to {most}: give numbers of 0 or more.")
 
 
 def fields_of_modules(fields: Mapping[str, np.ndarray], depth: int) -> dict[str, np.ndarray]:
@@ -94,18 +128,11 @@ def batches(
     `sizes` are the numbers of sequences of the steps, by default those of the config. Raises InputError for a token
     outside the vocabulary.
     """
-    config, rows = program.config, rows_of_process(program.batch_sharding, program.plan.batch_shape)
+    rows, config = rows_of_process(program.batch_sharding, program.plan.batch_shape), program.config
     sizes = sizes or loader.batch_sizes(config, split)
     fields = loader.make_loader(config, split=split, rows=rows, start_step=start_step, samples=samples, sizes=sizes)
-    vocabulary = config.model.vocab_size
     try:
         for step, local in enumerate(fields, start_step):
-            worst = max(int(local["tokens"].max()), int(local["targets"].max()))
-            if worst >= vocabulary:
-                raise InputError(
-                    f"data.{split} holds token id {worst}, but model.vocab_size={vocabulary}: "
-                    f"set model.vocab_size={worst + 1} or larger."
-                )
-            yield to_global(program.by_size[sizes.size(step)], local)
+            yield to_global(program.by_size[sizes.size(step)], local, f"data.{split}")
     finally:
         fields.close()  # type: ignore[attr-defined]

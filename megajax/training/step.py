@@ -1,7 +1,7 @@
 """The train step: gradients from the mesh, then clip, update and bookkeeping on the stored shards."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
@@ -15,7 +15,6 @@ from jax.tree_util import keystr
 
 from megajax.config import Config, ModelConfig
 from megajax.config.batch_schedule import sizes_by_tokens
-from megajax.config.data_schema import is_padded
 from megajax.config.kinds import MTP, layer_kinds
 from megajax.config.sentences import fail
 from megajax.mesh import mesh_sizes
@@ -216,16 +215,8 @@ class TrainProgram:
     def abstract_batch(self) -> dict[str, jax.ShapeDtypeStruct]:
         shape, depth, sharding = self.plan.batch_shape, self.config.model.mtp_layers, self.batch_sharding
         shapes = {name: (*shape, depth) if name in OF_MODULES else shape for name in BATCH_DTYPES}
-        fields = {n: jax.ShapeDtypeStruct(shapes[n], t, sharding=sharding) for n, t in BATCH_DTYPES.items()}
-        if not depth:
-            fields = {name: field for name, field in fields.items() if name not in OF_MODULES}
-        if not self.config.data.reset_attention:
-            del fields["segment_ids"]
-        if not is_padded(self.config.data, "train"):
-            del fields["is_real"]
-        if not self.plan.balances_context:
-            del fields["order"]
-        return fields
+        fields = self.plan.batch_fields
+        return {n: jax.ShapeDtypeStruct(shapes[n], BATCH_DTYPES[n], sharding=sharding) for n in fields}
 
     @property
     def first_loss_scale(self) -> jax.Array:
@@ -343,16 +334,11 @@ def _train_step(program: TrainProgram, gradients_of: Callable, state: TrainState
         "skipped": state.skipped,
         "skipped_in_row": state.skipped_in_row,
     }
-    if config.model.z_loss > 0:
-        metrics["z_loss"] = sums["z_loss"]
-    if "attention_imbalance" in sums:
-        metrics["attention_imbalance"] = sums["attention_imbalance"]
-    if "mtp_loss" in sums:
-        metrics["mtp_loss"] = sums["mtp_loss"].mean()
-        if config.model.mtp_layers > 1:
-            metrics["mtp_loss/module"] = sums["mtp_loss"]
-    for kind, own in with_modules(config.model, layers).items():
-        metrics |= _layer_metrics(program.model.blocks[kind], own)
+    of_layers = _layer_metrics(program.model.blocks, with_modules(config.model, layers))
+    for own in (_other_sums(config, sums), of_layers):
+        if taken := sorted(own.keys() & metrics.keys()):
+            raise ValueError(f"a part has the metric {taken[0]}, which the step has already: give it another name.")
+        metrics |= own
     if config.precision.compute == "float16":
         metrics["loss_scale"] = state.loss_scale
         state = _update_loss_scale(state, finite)
@@ -368,20 +354,34 @@ def with_modules(model: ModelConfig, layers: dict[str, dict[str, jax.Array]]) ->
     return {kind: joined if kind == last else own for kind, own in layers.items() if kind != MTP}
 
 
-def _layer_metrics(block: Block, measured: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    """The logged metrics of a kind's layers `[L, ...]`: losses are summed, counts kept per layer, others averaged.
+def _other_sums(config: Config, sums: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    """The logged metrics of the parts outside the blocks, without `loss`."""
+    out = {name: value for name, value in sums.items() if name not in ("loss", "tokens")}
+    if not config.model.z_loss:
+        del out["z_loss"]
+    if "mtp_loss" in out:
+        out["mtp_loss"] = sums["mtp_loss"].mean()
+        if config.model.mtp_layers > 1:
+            out["mtp_loss/module"] = sums["mtp_loss"]
+    return out
 
-    Of a metric `max_...` it is the maximum.
+
+def _layer_metrics(blocks: Mapping[str, Block], measured: dict[str, dict[str, jax.Array]]) -> dict[str, jax.Array]:
+    """The logged metrics of layers, by kind and name `[L, ...]`, those of all kinds of blocks together.
+
+    Losses are summed, counts kept per layer, others averaged. Of a metric `max_...` it is the maximum.
     """
+    losses = {name for kind in measured for name in blocks[kind].losses}
+    names = dict.fromkeys(name for own in measured.values() for name in own)
 
     def logged(name: str, values: jax.Array) -> jax.Array:
         if jnp.issubdtype(values.dtype, jnp.integer):
             return values
         if is_maximum(name):
             return values.max()
-        return values.sum() if name in block.losses else values.mean()
+        return values.sum() if name in losses else values.mean()
 
-    return {name: logged(name, values) for name, values in measured.items()}
+    return {n: logged(n, jnp.concatenate([own[n] for own in measured.values() if n in own])) for n in names}
 
 
 def _update_loss_scale(state: TrainState, finite: jax.Array) -> TrainState:

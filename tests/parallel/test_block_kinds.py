@@ -7,12 +7,16 @@ import pytest
 from mesh_models import MODELS
 
 from megajax.checkpoint import Checkpoints
+from megajax.config.block_kinds import KINDS
 from megajax.config.checks import check_mesh
-from megajax.errors import ConfigError
+from megajax.errors import ConfigError, InputError
+from megajax.inference.generation import Generator
+from megajax.inference.language_model import LanguageModel
+from megajax.inference.sampling import Sampling
 from megajax.mesh import build_mesh
-from megajax.model import Part, Transformer, declare, register
+from megajax.model import EVERYTHING, Part, Transformer, bind, declare, register
 from megajax.model.attention import Attention
-from megajax.model.block import KINDS
+from megajax.model.mlp import MLP
 from megajax.model.parts import PartSizes
 from megajax.plan import estimate_memory, flops_per_token
 from megajax.training.batches import to_global
@@ -29,6 +33,7 @@ class Squared(Part):
     """
 
     NAME = "mlp"
+    SUPPORTS = EVERYTHING  # no token depends on another one
     LINEAR = ("up", "down")
     USED_FIRST, USED_LAST = "up", "down"
     METRICS = LOSSES = ("power",)
@@ -59,15 +64,46 @@ class Squared(Part):
     def matmul_parameters(self):
         return 4 * self.config.hidden_size * self.config.ffn_hidden_size
 
+    def width(self):
+        return 2 * self.config.ffn_hidden_size
+
     def sizes(self, shares):
         width = 2 * self.config.ffn_hidden_size
         return PartSizes(width / shares.tensor, width)
 
 
+class Mean(Part):
+    """The mean of each token's value and those before it: mixes tokens like attention, with nothing of its own."""
+
+    NAME = "mean"
+    SUPPORTS = frozenset({"tensor"})
+    USED_FIRST, USED_LAST = "value", "output"
+
+    def __init__(self, config):
+        D, F = config.hidden_size, config.ffn_hidden_size
+        self.config = config
+        self.value, self.output = declare((D, F), ("embed", "mlp")), declare((F, D), ("mlp", "embed"))
+
+    def __call__(self, w, x, inputs, layer, state, *, comm, kind, recompute):
+        B, S = inputs.positions.shape
+        total = jnp.cumsum(comm.column_linear(x, w["value"]).reshape(B, S, -1), axis=1)
+        mean = total / jnp.arange(1, S + 1)[:, None]
+        return comm.row_linear(mean.reshape(B * S, -1), w["output"]), {}
+
+    def matmul_parameters(self):
+        return 2 * self.config.hidden_size * self.config.ffn_hidden_size
+
+    def width(self):
+        return self.config.ffn_hidden_size
+
+    def sizes(self, shares):
+        return PartSizes(self.config.ffn_hidden_size / shares.tensor, self.config.ffn_hidden_size)
+
+
 @pytest.fixture(autouse=True)
 def kinds(monkeypatch):
-    monkeypatch.setattr("megajax.model.block.KINDS", dict(KINDS))
-    register("squared", Attention, Squared)
+    for name, parts in {"squared": (Attention, Squared), "again": (Attention, Squared), "mean": (Mean, MLP)}.items():
+        monkeypatch.setitem(KINDS, name, parts)
 
 
 def make(table, mesh, microbatches=1, model=None, **sections):
@@ -154,5 +190,126 @@ def test_it_says_what_it_costs(table):
 
 def test_an_unknown_kind_is_a_sentence(table):
     model = MODELS["llama"] | {"block_pattern": ["dense", "cubed"]}
-    with pytest.raises(ConfigError, match=r"model.block_pattern has 'cubed'.*: use dense, moe, squared\."):
+    with pytest.raises(ConfigError, match=r"block_pattern has 'cubed'.*: use .*squared.*run.extensions"):
         Transformer(table.make_config(model).model)
+
+
+PACKED = {"reset_attention": True, "synthetic_documents": 2}
+FP8 = {"compute": "bfloat16", "fp8": {"recipe": "current"}}
+NEEDS = {  # (model, mesh, other sections): the ability that they need, and what the sentence names
+    "context": ({}, {"context": 2}, {}, "context", "mesh.context=2"),
+    "documents": (
+        {},
+        {},
+        {"data": {"reset_attention": True, "synthetic_documents": 2}},
+        "documents",
+        "reset_attention",
+    ),
+    "window": ({"sliding_window": 4}, {}, {}, "layer_pattern", "model.sliding_window=4"),
+    "rope": ({"rope_pattern": ["rope", "none"]}, {}, {}, "layer_pattern", "model.rope_pattern"),
+    "fp8": ({}, {}, {"precision": FP8}, "fp8", "precision.fp8.recipe=current"),
+    "lora": ({}, {}, {"lora": {"rank": 4}, "checkpoint": {"init_from": "base"}}, "lora", "lora.rank=4"),
+    "qk_clip": ({"qk_clip": 100.0}, {}, {}, "qk_clip", "model.qk_clip=100"),
+    "modules": ({"mtp_layers": 1}, {"pipeline": 2}, {}, "context", "model.mtp_layers=1"),
+    "empty slot": ({"num_layers": 3}, {"pipeline": 2}, {}, "empty_slots", "mesh.pipeline=2"),
+}
+
+
+@pytest.mark.parametrize("case", NEEDS)
+def test_a_setting_that_a_part_does_not_declare_is_refused(table, monkeypatch, case):
+    model, mesh, sections, ability, named = NEEDS[case]
+    model = {"block_pattern": ["mean"]} | model
+    devices = int(np.prod(list(mesh.values())))
+
+    def checked():
+        check_mesh(make(table, mesh, 2 if "pipeline" in mesh else 1, model, **sections), devices)
+
+    with pytest.raises(ConfigError) as found:
+        checked()
+    for part in (
+        named,
+        f"needs {ability}, which Mean (block mean) does not declare",
+        f"add '{ability}' to Mean.SUPPORTS",
+    ):
+        assert part in str(found.value), part
+    monkeypatch.setattr(Mean, "SUPPORTS", Mean.SUPPORTS | {ability})
+    checked()
+
+
+def test_a_part_divides_its_work_over_the_axes_that_it_declares(table):
+    model, runs = {"block_pattern": ["mean"]}, []
+    for mesh in ({}, {"fsdp": 2, "tensor": 2}):
+        runs.append(train(table, build(make(table, mesh, model=model), int(np.prod(list(mesh.values()) or [1])))))
+    for found, wanted in zip(runs[1][0], runs[0][0], strict=True):
+        assert found["loss"] == pytest.approx(wanted["loss"], rel=1e-5)
+
+
+def language_model(table, kind):
+    config = table.make_config(MODELS["llama"] | {"num_layers": 2, "block_pattern": [kind]}, {})
+    model = Transformer(config.model)
+    weights = {name: jnp.asarray(w) for name, w in table.weights_of(config).items()}
+    state = {"squared": {"mlp.mean_power": jnp.array([0.5, 2.0])}} if kind == "squared" else {}
+    return model, weights, state, LanguageModel(config, dict(weights), state, build_mesh({}, jax.devices()[:1]))
+
+
+def test_a_part_that_depends_on_no_other_token_decodes_with_a_cache(table):
+    """Greedy tokens are those of whole sequences, computed by the plain model."""
+    model, weights, state, generating = language_model(table, "squared")
+    model = bind(model, weights)
+    tokens = [3, 1, 4, 1, 5]
+    *_, ((*found,),) = Generator(generating, Sampling(temperature=0.0)).tokens([tokens], 4)
+    for _ in range(4):
+        padded = np.array([[*tokens, *[0] * (12 - len(tokens))]])
+        tokens.append(int(jnp.argmax(model(padded, state)[0, len(tokens) - 1])))
+    assert found == tokens[5:]
+
+
+def test_a_part_without_a_cache_is_evaluated_but_does_not_generate(table):
+    model, weights, _, generating = language_model(table, "mean")
+    model = bind(model, weights)
+    tokens = np.array([[3, 1, 4, 1, 5]])
+    np.testing.assert_allclose(generating(tokens), model(tokens), rtol=1e-4, atol=1e-5)
+    with pytest.raises(InputError, match="decoding of Mean .block mean., .* 'decoding' to Mean.SUPPORTS"):
+        Generator(generating)
+
+
+def test_every_loss_reaches_the_metrics(table):
+    """That of a part after the blocks, and one that two kinds of blocks have: each layer's state is half of its own."""
+
+    class Half:
+        SUMS = ("half",)
+
+        def losses(self, weights, x, targets, mask):
+            return jnp.zeros((), jnp.float32)
+
+        def losses_and_gradients(self, weights, x, targets, mask, scale, accumulated):
+            return {"half": 0.5 * mask.sum()}, jnp.zeros_like(x), accumulated
+
+    program = build(make(table, {}, model={"num_layers": 2, "block_pattern": ["squared", "again"]}), 1)
+    program.local.non_block.last += (Half(),)
+    state, batch = program.init_state(), to_global(program, next(table.make_batches(program.config)))
+    state, metrics = program.train_step(state, batch)
+    powers = [2 * float(state.layer_state[kind]["mlp.mean_power"][0]) for kind in ("squared", "again")]
+    assert min(powers) > 0 and float(metrics["power"]) == pytest.approx(sum(powers), rel=1e-6)
+    assert float(metrics["half"]) == pytest.approx(0.5, rel=1e-6)
+
+
+def test_a_part_is_checked_when_it_is_registered(monkeypatch):
+    class Lacking(Part):
+        NAME = "lacking"
+
+    class Wrong(Squared):
+        SUPPORTS = frozenset({"contxt"})
+
+    for parts, kind, sentence in (
+        ((Attention, Lacking), "mine", "Lacking does not define USED_FIRST, .* and sizes"),
+        ((Attention, Wrong), "mine", "Wrong.SUPPORTS has 'contxt': use tensor, context"),
+        ((Attention, Attention), "mine", "two parts of the block mine have the name .* attention"),
+        ((Mean, MLP), "dense", "dense has the parts .*Attention.* already: choose another name"),
+        ((), "mine", "give a name, such as my_block, and its parts"),
+    ):
+        with pytest.raises(ConfigError, match=sentence):
+            register(kind, *parts)
+    assert "mine" not in KINDS
+    register("mean", Mean, MLP)  # again, as in a notebook
+    assert KINDS["mean"] == (Mean, MLP)

@@ -9,9 +9,10 @@ import pytest
 
 from megajax.data.samples import Samples
 from megajax.errors import InputError
+from megajax.mesh import build_mesh
 from megajax.training.batches import batches, to_global
 from megajax.training.loop import Trainer
-from megajax.training.step import INITIAL_LOSS_SCALE
+from megajax.training.step import INITIAL_LOSS_SCALE, TrainProgram
 
 SHORT = ("run.steps=2", "run.eval_steps=0")
 
@@ -167,6 +168,57 @@ def test_a_token_outside_the_vocabulary_far_into_the_data_is_refused(make_config
     trainer.checkpoints.close()
 
 
+def without(name):
+    return lambda fields: fields.pop(name)
+
+
+def put(name, value):
+    return lambda fields: fields[name].__setitem__((1, 2), value)
+
+
+WRONG = {  # of the fields of a batch
+    "no positions": (without("positions"), "the batch has no positions: give tokens, targets, loss_mask and positions"),
+    "no targets": (without("targets"), "the batch has no targets: give"),
+    "another field": (
+        lambda fields: fields.update(labels=fields["targets"]),
+        "the batch has labels: .* no other fields",
+    ),
+    "a row": (
+        lambda fields: fields.update(tokens=fields["tokens"][1:]),
+        r"tokens of the shape \[7, 16\], .* give \[8, 16\]",
+    ),
+    "a token": (put("tokens", 125), "holds token id 125, but model.vocab_size=125: set model.vocab_size=126"),
+    "a target": (put("targets", 200), "holds token id 200, but model.vocab_size=125: set model.vocab_size=201"),
+    "a negative": (put("targets", -100), "holds -100 in targets: give 0 or more; loss_mask=0 leaves a target out"),
+    "a position": (put("positions", -1), "holds -1 in positions"),
+    "a mask": (put("loss_mask", np.nan), "a loss_mask from nan to nan: give numbers of 0 or more"),
+}
+
+
+def program_and_fields(make_config, *overrides):
+    config = make_config(*SHORT, "batch.global_size=8", "batch.sequence_length=16", *overrides)
+    program = TrainProgram.build(config, build_mesh({}, jax.devices()[:1]))
+    fields = {name: np.ones((8, 16), np.int64) for name in ("tokens", "targets", "positions")}
+    return program, fields | {"loss_mask": np.ones((8, 16))}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_a_batch_of_your_own_is_checked(make_config, wrong):
+    change, sentence = WRONG[wrong]
+    program, fields = program_and_fields(make_config, "model.vocab_size=125")
+    to_global(program, fields)
+    change(fields)
+    with pytest.raises(InputError, match=sentence):
+        to_global(program, fields)
+
+
+def test_a_learned_position_beyond_the_table_is_refused(make_config):
+    program, fields = program_and_fields(make_config, "model.position=learned", "model.max_positions=20")
+    fields["positions"][3, 4] = 20
+    with pytest.raises(InputError, match="holds position 20, but model.max_positions=20: set model.max_positions=21"):
+        to_global(program, fields)
+
+
 @pytest.mark.parametrize("packed", [False, True])
 def test_a_batch_whose_segment_ids_do_not_fit_the_config_is_refused(make_config, tmp_path, packed):
     config = make_config(f"run.dir={tmp_path / 'run'}", *SHORT, f"data.reset_attention={str(packed).lower()}")
@@ -180,7 +232,9 @@ def test_a_batch_whose_segment_ids_do_not_fit_the_config_is_refused(make_config,
 
 
 def test_rows_become_the_global_batch_in_their_order(make_config, tmp_path):
-    config = make_config(f"run.dir={tmp_path / 'run'}", *SHORT, "batch.num_microbatches=2", "mesh.data=4")
+    config = make_config(
+        f"run.dir={tmp_path / 'run'}", *SHORT, "batch.num_microbatches=2", "mesh.data=4", "model.vocab_size=800"
+    )
     trainer = trainer_of(config, devices=4)
     program = trainer.program
     rows = np.arange(8)[:, None] * 100 + np.arange(16)
