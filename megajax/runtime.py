@@ -10,6 +10,7 @@ import warnings
 from pathlib import Path
 
 from megajax.config import Config
+from megajax.config.extensions import jax_has_started
 from megajax.files import replace_copy
 
 LAYER_BYTES = 512 * 2**20  # combine collectives up to about a layer's weights
@@ -96,8 +97,9 @@ def keep_compiled(config: Config) -> None:
     jax names a program by its HLO, the flags and the versions, so another config never gets an older program.
     """
     if config.run.compilation_cache != "none" and not os.environ.get("JAX_COMPILATION_CACHE_DIR"):
-        os.environ["JAX_COMPILATION_CACHE_DIR"] = str(Path(config.run.compilation_cache).absolute())
-        os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
+        _set_jax("JAX_COMPILATION_CACHE_DIR", str(Path(config.run.compilation_cache).absolute()))
+        if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in os.environ:
+            _set_jax("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", 0.1)
 
 
 def prepare_environment(config: Config) -> list[str]:
@@ -110,7 +112,7 @@ def prepare_environment(config: Config) -> list[str]:
     flags = [f"--{name}={value}" for name, value in xla_flags(config).items() if name not in names]
     missing = {name: value for name, value in variables(config).items() if name not in os.environ}
     added = [*flags, *(f"{name}={value}" for name, value in missing.items())]
-    if _jax_has_started():
+    if jax_has_started():
         if added and _on_gpu():
             warnings.warn(
                 f"jax started before megajax could set these XLA flags and variables: {' '.join(added)}; put them into "
@@ -152,17 +154,16 @@ def use_cpu() -> None:
     jax.config.update("jax_platforms", "cpu")
 
 
+def _set_jax(name: str, value: str | float) -> None:
+    """Set a variable of jax, also if it is imported, as by `run.extensions`: then it has read the environment."""
+    os.environ[name] = str(value)
+    if "jax" in sys.modules:
+        sys.modules["jax"].config.update(name.lower(), value)
+
+
 def _has_nvidia_driver() -> bool:
     # The second path is for containers that hide the first, the third for Windows.
     return any(Path(path).exists() for path in ("/proc/driver/nvidia", "/dev/nvidiactl", "/dev/dxg"))
-
-
-def _jax_has_started() -> bool:
-    if "jax" not in sys.modules:
-        return False
-    from jax._src import xla_bridge
-
-    return xla_bridge.backends_are_initialized()
 
 
 def _on_gpu() -> bool:

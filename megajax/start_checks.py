@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import jax
 
 from megajax.config import Config
+from megajax.config.extensions import file_of
 from megajax.config.tree import show
 from megajax.errors import ConfigError
 from megajax.messages import Messages, decide
@@ -56,7 +57,7 @@ def own_facts(config: Config) -> Facts:
     return Facts(
         host=socket.gethostname(),
         versions={"Python": platform.python_version(), **{name: _version(name) for name in PACKAGES}},
-        code=code_hash(),
+        code=code_hash(extensions=config.run.extensions),
         config=config.model_dump(mode="json"),
         gpus=used_devices(visible, jax.config.values["jax_cuda_visible_devices"]),
         visible=visible,
@@ -76,12 +77,14 @@ def _version(package: str) -> str:
         return "not installed"
 
 
-def code_hash(package: Path = Path(__file__).parent) -> str:
-    """A short hash of the names and contents of a package's Python files."""
+def code_hash(package: Path = Path(__file__).parent, extensions: Sequence[str] = ()) -> str:
+    """A short hash of the names and contents of a package's Python files, and of imported `run.extensions`."""
     total = hashlib.sha256()
-    for path in sorted(package.rglob("*.py")):
+    files = {path.relative_to(package).as_posix(): path for path in sorted(package.rglob("*.py"))}
+    files |= {name: path for name in extensions if (path := file_of(name))}
+    for name, path in files.items():
         content = path.read_bytes()
-        total.update(f"{path.relative_to(package).as_posix()} {len(content)} ".encode() + content)
+        total.update(f"{name} {len(content)} ".encode() + content)
     return total.hexdigest()[:12]
 
 
@@ -146,9 +149,10 @@ def _other_code(everyone: Sequence[Facts]) -> str:
             )
     code = everyone[0].code
     if others := [i for i, facts in enumerate(everyone) if facts.code != code]:
+        hashes = f"hashes {everyone[others[0]].code} and {code}"
         return (
-            f"megajax's code in {_named(everyone, others)} differs from that in {_named(everyone, [0])} (hashes "
-            f"{everyone[others[0]].code} and {code}): start all processes from the same files."
+            f"the code of megajax or of run.extensions in {_named(everyone, others)} differs from that in "
+            f"{_named(everyone, [0])} ({hashes}): start all processes from the same files."
         )
     return ""
 

@@ -61,7 +61,7 @@ def test_hosts_with_different_numbers_of_gpus_are_named(gpus, hosts, sentence):
         ({"flags": ["--xla_gpu_autotune_level=0"]}, "differ in --xla_gpu_autotune_level=0 --xla_gpu_autotune_level=4"),
         ({"versions": {"Python": "3.12.1", "jax": "0.11.1"}}, "jax is 0.11.1 in process 1 on one and 0.11.2"),
         ({"versions": {"Python": "3.12.1"}}, "jax is not installed in process 1 on one"),
-        ({"code": "ba9876543210"}, "megajax's code in process 1 on one differs"),
+        ({"code": "ba9876543210"}, "the code of megajax or of run.extensions in process 1 on one differs"),
         (
             {"config": {"mesh": {"tensor": 4}, "run": {"seed": 1}, "lora": {}}},
             "process 1 on one has another config than process 0 on one (mesh.tensor=4 instead of 2): start",
@@ -93,7 +93,7 @@ def test_the_hash_of_the_code_changes_with_a_name_or_a_byte(tmp_path):
     renamed = code_hash(tmp_path / "copy")
     with (tmp_path / "copy/gvs.py").open("a") as file:
         file.write("\n")
-    assert len({code_hash(), renamed, code_hash(tmp_path / "copy")}) == 3
+    assert len({code_hash(), renamed, code_hash(tmp_path / "copy"), code_hash(extensions=["json"])}) == 4
 
 
 # Real processes

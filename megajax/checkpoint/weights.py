@@ -76,7 +76,7 @@ def run_config(run_dir: Path, setting: str) -> Config:
     if not path.is_file():
         raise InputError(f"{setting}={run_dir} has no config.yaml: give the directory of a run.")
     with warnings.catch_warnings(action="ignore"):
-        return load_config(path)
+        return load_config(path, run_dir=run_dir)
 
 
 def _item(run_or_checkpoint: str | Path) -> Folder:

@@ -12,6 +12,7 @@ from pydantic.fields import FieldInfo
 
 from megajax.config.checks import check
 from megajax.config.counterparts import counterpart, plain
+from megajax.config.extensions import import_extensions
 from megajax.config.schema import Config
 from megajax.config.sentences import listed
 from megajax.config.tree import Tree, read_file, read_override, show
@@ -20,10 +21,11 @@ from megajax.errors import ConfigError
 NAMED = Path(__file__).parents[2] / "configs"
 
 
-def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+def load_config(path: str | Path, overrides: Sequence[str] = (), run_dir: Path | None = None) -> Config:
     """The config in file `path`, changed by `overrides` ("section.key=value"), resolved and checked.
 
-    A file that does not exist may be the name of one in configs/: llama3_8b. Raises `ConfigError`; warns about settings
+    A file that does not exist may be the name of one in configs/: llama3_8b. `run.extensions` are imported first; with
+    `run_dir`, whose record the file is, only those outside this directory. Raises `ConfigError`; warns about settings
     without effect.
     """
     tree = read_file(config_path(path))
@@ -33,6 +35,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
         if tree.values.get(section) is None:
             tree.values[section] = {}
     _drop_removed_key(tree)
+    _import_extensions(tree, run_dir)
     try:
         config = Config.model_validate(tree.values)
     except ValidationError as error:
@@ -47,6 +50,14 @@ def config_path(name: str | Path) -> Path:
     """The file of a config: the path itself, or if there is no such file, that of the name in configs/."""
     path, named = Path(name), NAMED / f"{name}.yaml"
     return named if named.is_file() and not path.is_file() else path
+
+
+def _import_extensions(tree: Tree, run_dir: Path | None) -> None:
+    """Import `run.extensions` and put the paths of files in full; other values than names are left to the schema."""
+    run, key = tree.values["run"], "run.extensions"
+    names = run.get("extensions") if isinstance(run, dict) else None
+    if isinstance(names, list) and all(isinstance(name, str) and name for name in names):
+        run["extensions"] = import_extensions(names, tree.locations.get(key, "default"), run_dir)
 
 
 def _check_allowed_changes(config: Config) -> None:

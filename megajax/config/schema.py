@@ -97,6 +97,12 @@ class RunConfig(Section):
         description="Number of times that the run goes back to a checkpoint after a spike, or after more than"
         " max_nonfinite_steps steps, and leaves out the batches up to that step; 0: never.",
     )
+    extensions: tuple[Text, ...] = Field(
+        default=(),
+        strict=False,
+        description="Modules by name, or .py files by path, that are imported before the config is checked, by every"
+        " command that reads it: they register blocks of your own.",
+    )
     replica_check_interval: CountOrZero = Field(
         default=0,
         description="Steps between checks that all copies of replicated state are equal, bit for bit; also before each"

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from megajax.config.extensions import import_extensions
 from megajax.data.indexed import IndexedWriter, token_dtype
 from megajax.data.json_lines import Block, TextPosition, texts
 from megajax.data.progress import Progress
@@ -61,6 +62,7 @@ class Encoder:
     strict: bool = False
     key_option: str = "--json-key"
     tokenizer: Tokenizer | None = None
+    extensions: tuple[str, ...] = ()  # `run.extensions`, for worker processes
 
     def __call__(self, block: Block) -> Encoded:
         self.tokenizer = self.tokenizer or load_tokenizer(self.spec)
@@ -115,6 +117,7 @@ def _set_encoder(encoder: Encoder) -> None:
     global _encoder
     _encoder = encoder
     end_with_parent()
+    import_extensions(encoder.extensions)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes share the cores already
 
 

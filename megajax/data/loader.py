@@ -3,12 +3,14 @@
 import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from megajax.config.batch_schedule import BatchSizes, samples_before
 from megajax.config.data_schema import is_padded, is_remote, sources_of
+from megajax.config.extensions import import_extensions
 from megajax.data.chat import ChatSamples, open_chat
 from megajax.data.fim import Infilling, open_infilling
 from megajax.data.index_cache import cache_directory, read_once
@@ -194,7 +196,7 @@ def make_loader(
             flags.FLAGS.mark_as_parsed()  # grain passes its flags to the workers and requires parsed ones
         ahead = -(-max(prefetch, 1) // data.workers)
         options = grain.MultiprocessingOptions(data.workers, per_worker_buffer_size=ahead)
-        batches = batches.mp_prefetch(options, worker_init_fn=_start_worker)
+        batches = batches.mp_prefetch(options, worker_init_fn=partial(_start_worker, config.run.extensions))
     return iter(batches)
 
 
@@ -203,10 +205,11 @@ def batch_sizes(config: "Config", split: Split) -> BatchSizes:
     return BatchSizes.of(config) if split == "train" else BatchSizes.constant(config.batch.global_size)
 
 
-def _start_worker(worker: int, num_workers: int) -> None:
+def _start_worker(extensions: tuple[str, ...], worker: int, num_workers: int) -> None:
     """Runs in a worker: Slurm signals every process of a step, but the trainer needs data until it has saved."""
     del worker, num_workers
     end_with_parent()
+    import_extensions(extensions)
     for request in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
         signal.signal(request, signal.SIG_IGN)
 

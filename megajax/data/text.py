@@ -146,6 +146,7 @@ class _Tokenising:
         begin, end = document_tokens(config.data, tokenizer)
         self._dtype = token_dtype(tokenizer.vocab_size)
         self._encoder = Encoder(spec, begin, end, config.data.text_key, key_option="data.text_key")
+        self._encoder.extensions = config.run.extensions
 
     def store(self, paths: Sequence[str]) -> None:
         """Tokenise the files; each process takes those that no other one has taken, and then waits for the others."""

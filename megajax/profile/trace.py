@@ -66,7 +66,7 @@ def read(folder: Path) -> Trace:
     except (OSError, EOFError, ValueError, KeyError, TypeError) as error:
         raise InputError(f"{facts} or {MODULE} beside it is damaged ({error}): {CURE}.") from None
     with warnings.catch_warnings(action="ignore"):  # the run has printed them
-        config = load_config(folder / CONFIG, [])
+        config = load_config(folder / CONFIG, run_dir=folder)
     found = re.match(r"HloModule ([\w.-]+)", text)
     return Trace(config, by_device(kernels), found[1] if found else "", named(hlo.parse(text)), **numbers)
 

@@ -17,13 +17,14 @@ from megajax.checkpoint.storage import (
     move,
 )
 from megajax.config import Config
+from megajax.config.extensions import SUFFIX, file_of
 from megajax.config.tree import Loader, read_file, show
 from megajax.data import tokenizers
 from megajax.errors import ConfigError
 from megajax.files import replace_copy, replace_text
 from megajax.hf import beside
 
-CONFIG, CONFIGS, SET_ASIDE = "config.yaml", "configs", "set_aside"
+CONFIG, CONFIGS, EXTENSIONS, SET_ASIDE = "config.yaml", "configs", "extensions", "set_aside"
 
 
 def previous_config(run_dir: Path) -> dict[str, Any]:
@@ -59,6 +60,7 @@ def record_start(run_dir: Path, config: Config, step: int, new: bool, say: Calla
     if new:
         keep_model_files(run_dir, config)
     keep_tokenizer(run_dir, config)
+    keep_extensions(run_dir, config, say)
 
 
 def write_config(run_dir: Path, config: Config, step: int) -> None:
@@ -86,6 +88,19 @@ def keep_tokenizer(run_dir: Path, config: Config) -> None:
         tokenizers.keep_tokenizer(spec, run_dir)
     if config.data.kind == "chat" and template is not None and Path(template).exists():
         replace_copy(Path(template), run_dir / "chat_template.jinja")
+
+
+def keep_extensions(run_dir: Path, config: Config, say: Callable[[str], None]) -> None:
+    """Copy the files of `run.extensions` to `extensions/`, as a record; says which differ from the last start's."""
+    for name in config.run.extensions:
+        source = file_of(name)
+        if source is None:
+            continue
+        copy = run_dir / EXTENSIONS / (source.name if name.endswith(SUFFIX) else f"{name}{SUFFIX}")
+        copy.parent.mkdir(exist_ok=True)
+        if copy.exists() and copy.read_bytes() != source.read_bytes():
+            say(f"changed since the last start: {name} of run.extensions")
+        replace_copy(source, copy)
 
 
 def keep_model_files(run_dir: Path, config: Config) -> None:

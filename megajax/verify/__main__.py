@@ -8,7 +8,6 @@ The exit status is 0 if all meshes agree with one device, 1 if one differs, 2 fo
 """
 
 import argparse
-import importlib
 import math
 import os
 import sys
@@ -36,17 +35,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--checkpoint", action="store_true", help="also change between one device and mesh in between")
     help_of_precision = "linear layers in FP8, or all in one format (default: fp8 if the config has it, else float32)"
     parser.add_argument("--precision", choices=("fp8", "float32", "bfloat16"), help=help_of_precision)
-    parser.add_argument(
-        "--import", action="append", default=[], dest="modules", metavar="MODULE", help="module that registers blocks"
-    )
     with user_errors():
         options = parser.parse_intermixed_args(arguments)
         # jax reads its environment when it is imported, so modules that import it are imported below.
         os.environ["JAX_PLATFORMS"] = "cpu"
         accept_missing_cuda()
-        flags = os.environ.get("XLA_FLAGS", "")
-        if "xla_force_host_platform_device_count" not in flags:
-            os.environ["XLA_FLAGS"] = f"{flags} --xla_force_host_platform_device_count={DEVICES}"
+        # Of two the last counts: a number of the user's, for other commands, may be too small for a mesh.
+        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={DEVICES}"
         if options.steps < 1:
             raise InputError(f"--steps={options.steps} is below 1.")
         config = load_config(options.config, options.overrides)
@@ -62,25 +57,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for sizes in meshes:
             with_mesh = config.model_copy(update={"mesh": config.mesh.model_copy(update=sizes)})
             check_mesh(with_mesh, math.prod(sizes.values()))
-        import_modules(options.modules)
         from megajax.verify.report import report
 
         return report(config, meshes, options.steps, precision, options.checkpoint)
-
-
-def import_modules(names: Sequence[str]) -> None:
-    """Import the user's modules, also from the working directory. Raises InputError if there is none of a name."""
-    sys.path.append(os.getcwd())
-    for name in names:
-        try:
-            importlib.import_module(name)
-        except ModuleNotFoundError as error:
-            if error.name is None or not f"{name}.".startswith(f"{error.name}."):
-                raise
-            raise InputError(
-                f"--import={name}: there is no module {error.name} on Python's path: start in its directory, or "
-                "add that to PYTHONPATH."
-            ) from None
 
 
 def read_mesh(text: str) -> dict[str, int]:

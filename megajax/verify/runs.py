@@ -15,6 +15,7 @@ from megajax.config import Config
 from megajax.config.checks import check_mesh
 from megajax.config.data_schema import is_padded
 from megajax.mesh import build_mesh
+from megajax.parallel.gradients import gradient_function
 from megajax.parallel.weights.scaling import FP8
 from megajax.sharding import to_canonical
 from megajax.training.batches import to_global
@@ -79,11 +80,14 @@ class Run:
         for step, fields in enumerate(batches(config, config.run.seed), 1):
             if step < first:
                 continue
-            state, metrics = program.train_step(state, to_global(program, fields))
+            batch = to_global(program, fields)
+            if step == 1 and config.optimizer.kind not in moments(config):
+                gradients = computed_gradients(program, state, batch)
+            state, metrics = program.train_step(state, batch)
             losses.append(float(metrics["loss"]))
             norms.append(float(metrics["grad_norm"]))
             states.append({name: np.asarray(x) for name, x in _layer_state(state).items()})
-            if step == 1:
+            if step == 1 and not gradients:
                 gradients = first_gradients(program, state, norms[0])
             if directory and step == self.saved_step:
                 self._save(directory, step, state)
@@ -149,20 +153,32 @@ def first_gradients(program: TrainProgram, state: TrainState, norm: float) -> Ar
     """The first step's gradients in FP64, from the moments that it left: so no second function is compiled."""
     settings = program.config.optimizer
     clip = min(1.0, settings.clip_norm / (norm + 1e-6)) if settings.clip_norm else 1.0
-    mean, momentum = ("mu", 1 - settings.beta1), ("trace", 1.0)  # fields of the state, and the gradient's share
-    fields = {
+    gradients: Arrays = {}
+    for field, share in moments(program.config)[settings.kind]:
+        kept = optax.tree_utils.tree_get(state.optimizer, field)
+        own = canonical(program, {name: a for name, a in kept.items() if isinstance(a, jax.Array)})
+        gradients |= {name: moment.astype(np.float64) / (share * clip) for name, moment in own.items()}
+    return gradients
+
+
+def moments(config: Config) -> dict[str, list[tuple[str, float]]]:
+    """The first moments of each kind of optimizer: fields of its state, and the first gradient's share in them."""
+    settings = config.optimizer
+    mean, momentum = ("mu", 1 - settings.beta1), ("trace", 1.0)
+    return {
         "adamw": [mean],
         "ademamix": [("m1", 1 - settings.beta1)],
         "lion": [("mu", 1 - settings.beta2)],
         "sgd": [momentum],
         "muon": [mean, momentum],
     }
-    gradients: Arrays = {}
-    for field, share in fields[settings.kind]:
-        kept = optax.tree_utils.tree_get(state.optimizer, field)
-        own = canonical(program, {name: a for name, a in kept.items() if isinstance(a, jax.Array)})
-        gradients |= {name: moment.astype(np.float64) / (share * clip) for name, moment in own.items()}
-    return gradients
+
+
+def computed_gradients(program: TrainProgram, state: TrainState, batch: Mapping[str, jax.Array]) -> Arrays:
+    """The first step's gradients in FP64, for an optimizer whose moments are not known: compiles a second function."""
+    compute = jax.jit(gradient_function(program.local, program.mesh))
+    _, gradients, *_ = compute(state.weights, state.layer_state, batch, state.step, state.loss_scale)
+    return {name: g.astype(np.float64) for name, g in canonical(program, gradients).items()}
 
 
 def canonical(program: TrainProgram, arrays: Mapping[str, jax.Array]) -> Arrays:

@@ -1,5 +1,6 @@
 """`megajax verify` agrees with correct code, and names the parameter of a planted error."""
 
+import os
 import re
 from dataclasses import replace
 
@@ -10,15 +11,16 @@ import pytest
 
 from megajax import ops
 from megajax.config import AXES, Config
+from megajax.config.block_kinds import KINDS
 from megajax.config.checks import check_mesh
 from megajax.model import attention
-from megajax.model.block import KINDS
 from megajax.parallel import gradients
 from megajax.parallel.weights import exchange
 from megajax.training import saving
+from megajax.training.batches import to_global
 from megajax.verify import __main__ as command
 from megajax.verify.differences import compare
-from megajax.verify.runs import Run, position_in_model
+from megajax.verify.runs import Run, batches, computed_gradients, position_in_model
 from megajax.verify.shrink import shrink
 
 ONE = dict.fromkeys(AXES, 1)
@@ -139,7 +141,8 @@ def test_a_checkpoint_that_loses_layer_state_is_named(one, expected, checkpoint,
 
 def test_fp8_and_a_block_from_outside(tmp_path, capsys, monkeypatch):
     """Rounding moves FP8's runs by the measured distance; histories and the block's own state are compared."""
-    monkeypatch.setattr("megajax.model.block.KINDS", dict(KINDS))
+    monkeypatch.setitem(KINDS, "squared", ())
+    del KINDS["squared"]
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
     code = "from test_block_kinds import Attention, Squared, register\nregister('squared', Attention, Squared)\n"
@@ -149,7 +152,7 @@ def test_fp8_and_a_block_from_outside(tmp_path, capsys, monkeypatch):
     settings["batch"] = LARGE["batch"] | {"num_microbatches": 1}
     settings["precision"] = {"fp8": {"recipe": "delayed", "first_bf16_layers": 3}}
     (tmp_path / "toy.yaml").write_text(Config.model_validate(settings).to_yaml())
-    arguments = ["toy.yaml", "--import", "my_blocks", "--mesh", "fsdp=2,tensor=2", "--steps", "1"]
+    arguments = ["toy.yaml", "run.extensions=[my_blocks]", "--mesh", "fsdp=2,tensor=2", "--steps", "1"]
     assert command.main(arguments) == 0
     shown = capsys.readouterr().out
     assert "precision.fp8.amax_history_length: 1024 → 4" in shown
@@ -233,7 +236,6 @@ def test_uneven_stages_stay_uneven_and_parameters_are_in_the_models_order():
         (["--steps", "0"], "--steps=0 is below 1"),
         (["--steps", "1", "--checkpoint"], "--checkpoint saves between steps, and --steps=1: use 2 or more"),
         (["--precision", "fp8", "--mesh", "fsdp=2"], "--precision=fp8, but precision.fp8.recipe=none"),
-        (["--import", "no_such_blocks", "--mesh", "fsdp=2"], "there is no module no_such_blocks on Python's path"),
         (["checkpoint.save_optimizer=false", "--checkpoint"], "saves weights only, so --checkpoint has nothing to"),
         ([], "the config's mesh is one device"),
     ],
@@ -245,3 +247,14 @@ def test_a_mistake_is_a_sentence(arguments, sentence, tmp_path, capsys, monkeypa
     with pytest.raises(SystemExit) as stopped:
         command.main([str(path), *arguments])
     assert stopped.value.code == 2 and sentence in capsys.readouterr().err
+    # XLA takes the last of two: the user's number of devices, for other commands, may be too small.
+    assert os.environ["XLA_FLAGS"].split()[-1] == "--xla_force_host_platform_device_count=16"
+
+
+def test_the_gradients_of_an_optimizer_with_other_moments_are_computed(one, expected):
+    """Those that the moments of a known optimizer hold, too."""
+    batch = to_global(one.program, next(batches(one.program.config, one.program.config.run.seed)))
+    found = computed_gradients(one.program, one.program.init_state(), batch)
+    assert found.keys() == expected.gradients.keys()
+    for name, gradient in expected.gradients.items():
+        np.testing.assert_allclose(found[name], gradient, rtol=1e-4, atol=1e-5 * np.abs(gradient).max(), err_msg=name)

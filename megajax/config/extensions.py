@@ -1,0 +1,98 @@
+"""The modules and files of `run.extensions`: imported before the config is checked, in each process that reads it."""
+
+import importlib
+import importlib.util
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+
+from megajax.errors import ConfigError, UserError
+
+SUFFIX = ".py"
+
+
+def import_extensions(names: Sequence[str], location: str = "default", run_dir: Path | None = None) -> list[str]:
+    """Import modules by name, or files by path; returns the names to record, a file's path absolute.
+
+    A module is looked for in the working directory too. `run_dir` is the run whose recorded config names them: code
+    inside it is not imported, since the directory may come from someone else. Raises ConfigError if there is none of a
+    name, or if it cannot be imported.
+    """
+    if names and os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
+    return [_import(name, f"run.extensions has {name} ({location})", run_dir) for name in names]
+
+
+def _import(name: str, setting: str, run_dir: Path | None) -> str:
+    path = Path(name).absolute() if name.endswith(SUFFIX) else None
+    source = str(path) if path else _source(name)
+    if run_dir is not None and source is not None and Path(source).resolve().is_relative_to(run_dir.resolve()):
+        cure = "move it elsewhere, read it, and name it there"
+        raise ConfigError(f"{setting}, which is inside the run's directory, where code is not trusted: {cure}.")
+    had_started = jax_has_started()
+    try:
+        if path is not None:
+            _import_file(path, setting)
+        else:
+            importlib.import_module(name)
+    except UserError:
+        raise
+    except ModuleNotFoundError as error:
+        if path is not None or error.name is None or not f"{name}.".startswith(f"{error.name}."):
+            raise ConfigError(f"{setting}, which imports {error.name}, and there is none: install it.") from error
+        cure = "start in its directory, add that to PYTHONPATH, or give the path of a .py file"
+        raise ConfigError(f"{setting}, but there is no module {error.name} on Python's path: {cure}.") from None
+    except (Exception, SystemExit) as error:
+        raise ConfigError(f"{setting}, which ends in {type(error).__name__}: {error}: correct it.") from error
+    if jax_has_started() and not had_started:
+        problem = f"{setting}, whose import makes jax arrays, so jax starts before its flags are set"
+        raise ConfigError(f"{problem}: make the arrays inside a function, or with NumPy.")
+    return str(path or name)
+
+
+def file_of(name: str) -> Path | None:
+    """The file of an imported extension; None for one that has none, such as a namespace package."""
+    module = sys.modules.get(Path(name).stem if name.endswith(SUFFIX) else name)
+    path = getattr(module, "__file__", None)
+    return Path(path) if path else None
+
+
+def jax_has_started() -> bool:
+    """Whether jax has looked for its devices; then XLA's flags have no effect."""
+    if "jax" not in sys.modules:
+        return False
+    from jax._src import xla_bridge
+
+    return xla_bridge.backends_are_initialized()
+
+
+def _source(name: str) -> str | None:
+    """The file of a module by name, which is not imported; None if there is none, or no file."""
+    try:
+        spec = importlib.util.find_spec(name.partition(".")[0])
+    except (ImportError, ValueError):
+        return None
+    return spec.origin if spec is not None else None
+
+
+def _import_file(path: Path, setting: str) -> ModuleType:
+    """The module of a file, under the file's name, so that other processes can find its classes."""
+    if not path.is_file():
+        raise ConfigError(f"{setting}, but there is no file {path}: correct the path, or bring the file back.")
+    name = path.stem
+    other = getattr(sys.modules.get(name), "__file__", None) if name in sys.modules else _source(name)
+    if name in sys.modules or other is not None:
+        if other is None or Path(other).resolve() != path.resolve():
+            raise ConfigError(f"{setting}, but {name} is another module's name ({other}): rename the file.")
+        return importlib.import_module(name)
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None, path
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module

@@ -1,0 +1,197 @@
+"""`run.extensions`: imported before a config is checked, by every command, in every process; not from inside a run."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megajax import average, bench, commands, evaluate, generate, launch, train
+from megajax.checkpoint.weights import run_config
+from megajax.config import load_config
+from megajax.data import index, inspect
+from megajax.data.loader import make_loader
+from megajax.errors import ConfigError
+from megajax.profile import __main__ as profile
+from megajax.training.run_record import record_start
+
+BASE = """\
+run: {steps: 2}
+model: {num_layers: 1, hidden_size: 16, num_heads: 2, vocab_size: 32}
+batch: {global_size: 2, sequence_length: 8}
+data: {kind: synthetic}
+"""
+MISSING = "run.extensions=[no_such_blocks]"
+REGISTERING = """\
+from megajax.model import register
+from megajax.model.attention import Attention
+from megajax.model.mlp import MLP
+register("{0}", Attention, MLP)
+"""
+
+
+@pytest.fixture(autouse=True)
+def place(base_config, monkeypatch):
+    """An empty directory, with the modules and the path as before afterwards."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    before = {*sys.modules}
+    yield
+    for name in {*sys.modules} - before:
+        if "ext_" in name:
+            del sys.modules[name]
+
+
+@pytest.mark.parametrize("entry", ["ext_module", "folder/ext_file.py"])
+def test_it_is_imported_before_the_check_and_recorded_with_its_file(entry):
+    path = Path(entry).with_suffix(".py")
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(REGISTERING.format(path.stem))
+    pattern = f"model.block_pattern=[{path.stem}]"
+    with pytest.raises(ConfigError, match=f"'{path.stem}', which is not a kind of block: .*run.extensions"):
+        load_config("x.yaml", [pattern])
+    config = load_config("x.yaml", [pattern, f"run.extensions=[{entry}]", "run.dir=run"])
+    recorded = str(path.absolute()) if "/" in entry else entry
+    assert config.run.extensions == (recorded,) and sys.modules[path.stem].__file__ == str(path.absolute())
+
+    Path("run").mkdir()
+    lines = []
+    record_start(Path("run"), config, 0, True, lines.append)
+    assert run_config(Path("run"), "RUN") == config and lines == []
+    copy = Path("run/extensions") / path.name
+    assert copy.read_text() == path.read_text()
+    path.write_text(path.read_text() + "# changed\n")
+    record_start(Path("run"), config, 0, False, lines.append)
+    assert lines == [f"changed since the last start: {recorded} of run.extensions"]
+    assert copy.read_text().endswith("# changed\n")
+
+
+FAULTS = {  # the file's text: what the sentence says
+    "import no_such_library": "imports no_such_library, and there is none: install it",
+    "1 / 0": "ends in ZeroDivisionError: division by zero: correct it",
+    "def f(": "ends in SyntaxError",
+    "raise SystemExit": "ends in SystemExit",
+}
+
+
+@pytest.mark.parametrize("text", FAULTS)
+def test_a_file_that_cannot_be_imported_is_a_sentence_that_names_it(text):
+    Path("ext_wrong.py").write_text(text)
+    with pytest.raises(ConfigError) as found:
+        load_config("x.yaml", ["run.extensions=[ext_wrong.py]"])
+    assert "run.extensions has ext_wrong.py (the command line: " in str(found.value) and FAULTS[text] in str(
+        found.value
+    )
+    assert "ext_wrong" not in sys.modules
+
+
+@pytest.mark.parametrize(
+    ("value", "sentence"),
+    [
+        (
+            "[no_such_blocks]",
+            "there is no module no_such_blocks on Python's path: start in its directory, .*PYTHONPATH",
+        ),
+        ("[gone.py]", "there is no file .*gone.py: correct the path"),
+        ("[json.py]", "json is another module's name .*: rename the file"),
+        ("no_such_blocks", "run.extensions=no_such_blocks is not a list .*: write it in brackets"),
+    ],
+)
+def test_one_that_does_not_exist_is_a_sentence(value, sentence):
+    Path("json.py").write_text("")
+    with pytest.raises(ConfigError, match=sentence):
+        load_config("x.yaml", [f"run.extensions={value}"])
+
+
+def test_code_inside_a_run_is_not_imported():
+    """A run's directory may come from someone else: what it says and what lies in it starts nothing by itself."""
+    run = Path("run")
+    run.mkdir()
+    for name, entry in (
+        ("ext_inside", "run/ext_inside.py"),
+        ("ext_linked", str(Path("link/ext_linked.py").absolute())),
+    ):
+        (run / f"{name}.py").write_text("raise SystemExit('executed')")
+        if not Path("link").exists():
+            Path("link").symlink_to(run)
+        (run / "config.yaml").write_text(BASE.replace("run: {", f"run: {{extensions: [{entry}], "))
+        with pytest.raises(
+            ConfigError, match="inside the run's directory, where code is not trusted: move it elsewhere"
+        ):
+            run_config(run, "RUN")
+        assert name not in sys.modules
+
+
+COMMANDS = {
+    "train": lambda: train.main(["x.yaml", MISSING]),
+    "launch": lambda: launch.main(["x.yaml", MISSING]),
+    "preflight": lambda: commands.main(["preflight", "x.yaml", MISSING]),
+    "plan": lambda: commands.main(["plan", "x.yaml", MISSING, "--gpus", "8"]),
+    "verify": lambda: commands.main(["verify", "x.yaml", MISSING, "--mesh", "data=2"]),
+    "bench": lambda: bench.main(["x.yaml", MISSING]),
+    "profile": lambda: profile.main(["x.yaml", MISSING]),
+    "inspect": lambda: inspect.main(["x.yaml", MISSING]),
+    "index": lambda: index.main(["x.yaml", MISSING]),
+    "hf plan": lambda: commands.main(["hf", "plan", "x.yaml", "folder", MISSING, "--devices", "1"]),
+    "generate": lambda: generate.main(["run", "--prompt", "a"]),
+    "evaluate": lambda: evaluate.main(["run", "--data", "x.txt"]),
+    "average": lambda: average.main(["run", "--last", "1", "--out", "out"]),
+    "hf export": lambda: commands.main(["hf", "export", "run", "folder"]),
+}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_imports_it_first(command, capsys, monkeypatch):
+    """A missing one ends each with status 2 and the sentence that names it, and nothing is written."""
+    monkeypatch.setenv("XLA_FLAGS", "")
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    Path("x.txt").write_text("text")
+    Path("run/checkpoints/2").mkdir(parents=True)
+    Path("run/config.yaml").write_text(BASE.replace("run: {", "run: {extensions: [no_such_blocks], "))
+    Path("run/checkpoints/2/_CHECKPOINT_METADATA").write_text("{}")
+    before = sorted(Path().rglob("*"))
+    with pytest.raises(SystemExit) as stopped:
+        COMMANDS[command]()
+    found = capsys.readouterr().err
+    assert stopped.value.code == 2, found
+    assert found.startswith("megajax: error: run.extensions has no_such_blocks (") and "there is no module" in found
+    assert sorted(Path().rglob("*")) == before
+
+
+def test_it_may_import_jax_but_not_start_it():
+    """In a fresh process: variables and flags are set after the import and still count."""
+    Path("ext_jax.py").write_text("import jax.numpy as jnp\nclass Thing: pass\n")
+    Path("ext_starts.py").write_text("import jax.numpy as jnp\nx = jnp.zeros(3)\n")
+    program = """
+import os, pickle, subprocess, sys
+from megajax.config import load_config
+from megajax.runtime import keep_compiled, prepare_environment
+config = load_config("x.yaml", ["run.extensions=[ext_jax.py]"])
+assert "jax" in sys.modules
+prepare_environment(config)
+keep_compiled(config)
+os.environ["XLA_FLAGS"] += " --xla_force_host_platform_device_count=3"
+import jax
+assert jax.config.jax_compilation_cache_dir == os.path.abspath("runs/run/compilation_cache")
+assert jax.config.jax_persistent_cache_min_compile_time_secs == 0.1
+try:
+    load_config("x.yaml", ["run.extensions=[ext_starts.py]"])
+except ValueError as error:
+    assert "makes jax arrays, so jax starts before its flags are set" in str(error), error
+else:
+    raise AssertionError
+assert jax.device_count() == 3
+"""
+    environment = {"PATH": "", "PYTHONPATH": str(Path(__file__).parents[2]), "JAX_PLATFORMS": "cpu"}
+    subprocess.run([sys.executable, "-c", program], check=True, env=environment)
+
+
+def test_data_workers_import_it():
+    Path("ext_pid.py").write_text("import os, pathlib\npathlib.Path(f'pid-{os.getpid()}').touch()\n")
+    config = load_config("x.yaml", ["run.extensions=[ext_pid.py]", "data.workers=1"])
+    assert [path.name for path in Path().glob("pid-*")] == [f"pid-{os.getpid()}"]
+    batches = make_loader(config, split="train", rows=np.arange(2))
+    next(batches)
+    batches.close()
+    assert len([*Path().glob("pid-*")]) == 2
