@@ -27,8 +27,8 @@ def import_extensions(names: Sequence[str], location: str = "default", run_dir: 
 
 def _import(name: str, setting: str, run_dir: Path | None) -> str:
     path = Path(name).absolute() if name.endswith(SUFFIX) else None
-    source = str(path) if path else _source(name)
-    if run_dir is not None and source is not None and Path(source).resolve().is_relative_to(run_dir.resolve()):
+    sources = [str(path)] if path else _sources(name)
+    if run_dir is not None and any(Path(each).resolve().is_relative_to(run_dir.resolve()) for each in sources):
         cure = "move it elsewhere, read it, and name it there"
         raise ConfigError(f"{setting}, which is inside the run's directory, where code is not trusted: {cure}.")
     had_started = jax_has_started()
@@ -68,13 +68,13 @@ def jax_has_started() -> bool:
     return xla_bridge.backends_are_initialized()
 
 
-def _source(name: str) -> str | None:
-    """The file of a module by name, which is not imported; None if there is none, or no file."""
+def _sources(name: str) -> list[str]:
+    """The file of a module by name, or of its outermost package, which is not imported; or a package's directories."""
     try:
         spec = importlib.util.find_spec(name.partition(".")[0])
     except (ImportError, ValueError):
-        return None
-    return spec.origin if spec is not None else None
+        return []
+    return [] if spec is None else [spec.origin] if spec.origin else [*(spec.submodule_search_locations or ())]
 
 
 def _import_file(path: Path, setting: str) -> ModuleType:
@@ -82,10 +82,11 @@ def _import_file(path: Path, setting: str) -> ModuleType:
     if not path.is_file():
         raise ConfigError(f"{setting}, but there is no file {path}: correct the path, or bring the file back.")
     name = path.stem
-    other = getattr(sys.modules.get(name), "__file__", None) if name in sys.modules else _source(name)
-    if name in sys.modules or other is not None:
-        if other is None or Path(other).resolve() != path.resolve():
-            raise ConfigError(f"{setting}, but {name} is another module's name ({other}): rename the file.")
+    loaded = sys.modules.get(name)
+    others = [loaded.__file__ or "built in"] if loaded else [each for each in _sources(name) if not Path(each).is_dir()]
+    if others:
+        if Path(others[0]).resolve() != path.resolve():
+            raise ConfigError(f"{setting}, but {name} is another module's name ({others[0]}): rename the file.")
         return importlib.import_module(name)
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None, path

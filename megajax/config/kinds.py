@@ -13,7 +13,7 @@ MTP = "mtp"  # the blocks of the multi-token prediction modules
 class LayerKind(NamedTuple):
     """The properties of a layer that its program depends on."""
 
-    block: str  # "dense", "moe" or a registered kind: the key of its parts in `model.block.KINDS`
+    block: str  # "dense", "moe" or a registered kind: the key of its parts in `config.block_kinds.KINDS`
     window: int | None  # number of tokens that it attends to; None: all
     rope: bool = True  # whether it has the positions of model.position=rope
 

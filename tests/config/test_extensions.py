@@ -104,23 +104,19 @@ def test_one_that_does_not_exist_is_a_sentence(value, sentence):
         load_config("x.yaml", [f"run.extensions={value}"])
 
 
-def test_code_inside_a_run_is_not_imported():
-    """A run's directory may come from someone else: what it says and what lies in it starts nothing by itself."""
+@pytest.mark.parametrize("entry", ["run/ext_inside.py", "link/ext_inside.py", "ext_inside", "ext_space.ext_inside"])
+def test_code_inside_a_run_is_not_imported(entry):
+    """A run's directory may come from someone else: what it names and what lies in it starts nothing by itself."""
     run = Path("run")
-    run.mkdir()
-    for name, entry in (
-        ("ext_inside", "run/ext_inside.py"),
-        ("ext_linked", str(Path("link/ext_linked.py").absolute())),
-    ):
-        (run / f"{name}.py").write_text("raise SystemExit('executed')")
-        if not Path("link").exists():
-            Path("link").symlink_to(run)
-        (run / "config.yaml").write_text(BASE.replace("run: {", f"run: {{extensions: [{entry}], "))
-        with pytest.raises(
-            ConfigError, match="inside the run's directory, where code is not trusted: move it elsewhere"
-        ):
-            run_config(run, "RUN")
-        assert name not in sys.modules
+    Path(run, "ext_space").mkdir(parents=True)  # a package without __init__.py
+    Path("link").symlink_to(run)
+    sys.path.append(str(run.absolute()))
+    for file in (run / "ext_inside.py", run / "ext_space/ext_inside.py"):
+        file.write_text("raise SystemExit('executed')")
+    (run / "config.yaml").write_text(BASE.replace("run: {", f"run: {{extensions: [{entry}], "))
+    with pytest.raises(ConfigError, match="inside the run's directory, where code is not trusted: move it elsewhere"):
+        run_config(run, "RUN")
+    assert not any("ext_inside" in name for name in sys.modules)
 
 
 COMMANDS = {
@@ -136,7 +132,7 @@ COMMANDS = {
     "hf plan": lambda: commands.main(["hf", "plan", "x.yaml", "folder", MISSING, "--devices", "1"]),
     "generate": lambda: generate.main(["run", "--prompt", "a"]),
     "evaluate": lambda: evaluate.main(["run", "--data", "x.txt"]),
-    "average": lambda: average.main(["run", "--last", "1", "--out", "out"]),
+    "average": lambda: average.main(["run", "--last", "1", "--ema", "--out", "out"]),
     "hf export": lambda: commands.main(["hf", "export", "run", "folder"]),
 }
 
