@@ -191,7 +191,7 @@ WRONG = {  # of the fields of a batch
     "a target": (put("targets", 200), "holds token id 200, but model.vocab_size=125: set model.vocab_size=201"),
     "a negative": (put("targets", -100), "holds -100 in targets: give 0 or more; loss_mask=0 leaves a target out"),
     "a position": (put("positions", -1), "holds -1 in positions"),
-    "a mask": (put("loss_mask", np.nan), "a loss_mask from nan to nan: give numbers of 0 or more"),
+    "a mask": (put("loss_mask", -1), "holds -1.0 in loss_mask: give 0 or more"),
 }
 
 
