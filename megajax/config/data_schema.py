@@ -119,8 +119,8 @@ class DataConfig(Section):
     train: Sources | None = Field(
         default=None,
         description="Training data: the path or URL prefix of a .bin/.idx pair, a list of {prefix, weight},"
-        " '0.7 a 0.3 b', {file: PATH} of one, or [a, b] for shares by size; text, chat: .jsonl files; text also"
-        " Parquet, compressed files and globs such as 'web/*.jsonl.gz'.",
+        " '0.7 a 0.3 b', {file: PATH} of one, or [a, b] for shares by size; text, chat: files of JSON lines or"
+        " of one JSON array, Parquet, compressed files and globs such as 'web/*.jsonl.gz'.",
     )
     stages: Annotated[tuple[Stage, ...], Field(strict=False, min_length=1)] | None = Field(
         default=None,

@@ -10,9 +10,9 @@ import numpy as np
 
 from megajax.data.answers import answer_samples
 from megajax.data.chat_template import ChatTemplate, Span, find_chat_template
-from megajax.data.conversation import read_chat
+from megajax.data.conversation import Completion, read_record
 from megajax.data.index_cache import cache_directory, cached, file_digest, read_once
-from megajax.data.json_lines import check_encodable, check_inputs, parse, read_blocks
+from megajax.data.json_lines import check_encodable, check_inputs, matching_files, parse, read_blocks
 from megajax.data.packing import pack
 from megajax.data.samples import Samples
 from megajax.data.special_tokens import document_end, framed, usual_first_token
@@ -37,7 +37,7 @@ class Text(NamedTuple):
 
 
 def conversation(line: bytes, template: ChatTemplate | None) -> list[Text]:
-    """The samples of a line: of {"messages": [...]} by `answer_samples`, of {"prompt": TEXT, "completion": TEXT} one.
+    """The samples of a line: of a chat by `answer_samples`, of a prompt and its completion one.
 
     The loss counts the assistant's text with its ends of turns, or the completion and its end. Raises
     ValueError with the rest of a sentence for anything else.
@@ -45,15 +45,10 @@ def conversation(line: bytes, template: ChatTemplate | None) -> list[Text]:
     record = parse(line, 'write {"messages": [...]} on a line of its own')
     if b"\\u" in line:
         check_encodable(json.dumps(record, ensure_ascii=False))
-    if isinstance(record, dict) and {"prompt", "completion"} <= record.keys():
-        prompt, completion = record["prompt"], record["completion"]
-        if not (isinstance(prompt, str) and isinstance(completion, str)):
-            raise ValueError('has a "prompt" or a "completion" that is not text: write both as text')
+    chat = read_record(record)
+    if isinstance(chat, Completion):
+        prompt, completion = chat
         return [Text(prompt + completion, [(len(prompt), len(prompt) + len(completion))], True)]
-    messages = record.get("messages") if isinstance(record, dict) else None
-    if not isinstance(messages, list) or not messages:
-        raise ValueError('has neither "messages" nor "prompt" and "completion": write one of them')
-    chat = read_chat(record)
     if template is None:
         raise ValueError(
             "has messages, but the tokenizer has no chat template: set data.chat_template, or write prompt and "
@@ -74,8 +69,8 @@ def counted_tokens(offsets: Sequence[Span], spans: Sequence[Span]) -> np.ndarray
     return found
 
 
-def encode_file(
-    path: str, data: "DataConfig", tokenizer: Tokenizer, template: ChatTemplate | None, capacity: int
+def encode_files(
+    paths: Sequence[str], data: "DataConfig", tokenizer: Tokenizer, template: ChatTemplate | None, capacity: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """(all tokens int32, whether each counts, start of each sample and the end int64, figures int64).
 
@@ -84,7 +79,7 @@ def encode_file(
     for a line that is not a conversation, and for a completion if no token ends a text.
     """
     tokens, counted, lengths, conversations, dropped = [], [], [], 0, 0
-    for number, texts in _texts(path, template):
+    for number, texts in _texts(paths, template):
         conversations += number
         encoded = tokenizer.encode_with_offsets([text.text for text in texts])
         for text, (ids, offsets) in zip(texts, encoded, strict=True):
@@ -101,25 +96,25 @@ def encode_file(
             counted.append(mask[:capacity])
             lengths.append(len(tokens[-1]))
     if not lengths:
-        raise InputError(f"{path} has no conversation of which the loss counts anything: give other data.")
+        raise InputError(f"{', '.join(paths)} has no conversation of which the loss counts anything: give other data.")
     starts = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
     return np.concatenate(tokens), np.concatenate(counted), starts, np.array([conversations, dropped])
 
 
-def _texts(path: str, template: ChatTemplate | None) -> Iterator[tuple[int, list[Text]]]:
+def _texts(paths: Sequence[str], template: ChatTemplate | None) -> Iterator[tuple[int, list[Text]]]:
     """(the number of conversations, their samples) of many lines at a time."""
     found: list[Text] = []
     conversations = 0
-    for block in read_blocks([path]):
+    for block in read_blocks(paths):
         for number, line in enumerate(block.text.split(b"\n"), start=block.first_line):
             if line.strip():
                 try:
                     found += conversation(line, template)
                     conversations += 1
                 except InputError as error:  # of the template
-                    raise InputError(f"{path}, line {number}: {error}") from None
+                    raise InputError(f"{block.path}, {block.unit} {number}: {error}") from None
                 except ValueError as error:
-                    raise InputError(f"{path}, line {number} {error}.") from None
+                    raise InputError(f"{block.path}, {block.unit} {number} {error}.") from None
             if len(found) >= AT_ONCE:
                 yield conversations, found
                 found, conversations = [], 0
@@ -128,7 +123,7 @@ def _texts(path: str, template: ChatTemplate | None) -> Iterator[tuple[int, list
 
 
 class ChatSamples(Samples):
-    """Conversations of a file, packed into samples of `sequence_length` + 1 tokens, in a new order in each epoch.
+    """Conversations of files, packed into samples of `sequence_length` + 1 tokens, in a new order in each epoch.
 
     With `packed` false a sample has one conversation. The rest of a sample is token 0, which the loss does not count.
     """
@@ -178,16 +173,20 @@ class ChatSamples(Samples):
 
 
 def open_chat(config: "Config", path: str) -> ChatSamples:
-    """The samples of a file of conversations; tokens and packing are stored in `data.index_cache`."""
+    """The samples of a file or of all files of a glob; tokens and packing are stored in `data.index_cache`."""
     data, length = config.data, config.batch.sequence_length
     assert data.tokenizer is not None  # checked with the config
     files = tokenizer_files(data.tokenizer)
 
-    def find() -> list[str | None]:
-        check_inputs([path])
-        return [file_digest(path), "_".join(map(file_digest, deciding_files(str(data.tokenizer)))) or data.tokenizer]
+    def find() -> list[Any]:
+        check_inputs(paths := matching_files(path))
+        return [
+            paths,
+            "_".join(map(file_digest, paths)),
+            "_".join(map(file_digest, deciding_files(str(data.tokenizer)))) or data.tokenizer,
+        ]
 
-    content, of_tokenizer = read_once(find)
+    paths, content, of_tokenizer = read_once(find)
     folder = files[0].parent if files else None
     given = None if data.chat_template is None else Path(data.chat_template)
     template = find_chat_template(folder, given, data.template_arguments)
@@ -205,7 +204,7 @@ def open_chat(config: "Config", path: str) -> ChatSamples:
 
     def build() -> Sequence[np.ndarray]:
         tokenizer = load_tokenizer(str(data.tokenizer))
-        tokens, counted, starts, figures = encode_file(path, data, tokenizer, template, length + 1)
+        tokens, counted, starts, figures = encode_files(paths, data, tokenizer, template, length + 1)
         count = len(starts) - 1
         order, ends = pack(np.diff(starts), length + 1) if data.pack else (np.arange(count), np.arange(1, count + 1))
         return tokens, counted, starts, order, ends, figures

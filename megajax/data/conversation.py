@@ -1,4 +1,4 @@
-"""Chats as users write them: a line of JSON to messages and what the template gets beside them."""
+"""Chats as users write them: a line of JSON to messages and the template's inputs, or to prompt and completion."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -8,6 +8,24 @@ from megajax.config.data_schema import TEMPLATE_INPUTS
 from megajax.data.chat_template import Message
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "ipython", "function")
+SPEAKERS = {  # ShareGPT's names of roles
+    "human": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "model": "assistant",
+    "observation": "tool",
+    "function_response": "tool",
+}
+# Alpaca's prompts, with and without an input.
+WITH_INPUT = (
+    "Below is an instruction that describes a task, paired with an input that provides further context. Write a "
+    "response that appropriately completes the request.\n\n### Instruction:\n{instruction}\n\n### Input:\n{input}\n\n"
+    "### Response:"
+)
+WITHOUT_INPUT = (
+    "Below is an instruction that describes a task. Write a response that appropriately completes the request.\n\n"
+    "### Instruction:\n{instruction}\n\n### Response:"
+)
 
 
 class Chat(NamedTuple):
@@ -24,6 +42,70 @@ class Chat(NamedTuple):
     def counts(self, answer: int) -> bool:
         """Whether the loss counts an answer: its weight is not 0."""
         return self.messages[answer].get("weight") != 0
+
+
+class Completion(NamedTuple):
+    """A prompt and its completion as text, without a template."""
+
+    prompt: str
+    completion: str
+
+
+def read_record(record: Any) -> Chat | Completion:
+    """The training data of a line in one of the forms of docs/data.md; ValueError with the rest of a sentence."""
+    keys = record.keys() if isinstance(record, dict) else set()
+    if {"prompt", "completion"} <= keys:
+        prompt, completion = record["prompt"], record["completion"]
+        if isinstance(prompt, str) and isinstance(completion, str):
+            return Completion(prompt, completion)
+        if isinstance(prompt, list) and isinstance(completion, list):
+            return _completed(record)
+        raise ValueError(
+            'has a "prompt" or a "completion" that is not text: write both as text, or both as lists of messages'
+        )
+    if keys and record.get("messages"):
+        return read_chat(record)
+    if keys and record.get("conversations"):
+        return read_chat(record | {"messages": _spoken(record)})
+    if {"instruction", "output"} <= keys:
+        return _instructed(record)
+    raise ValueError(
+        'has neither "messages" nor "prompt" and "completion", "conversations", or "instruction" and "output": write '
+        "one of them"
+    )
+
+
+def _completed(record: Mapping[str, Any]) -> Chat:
+    """The chat of a prompt and a completion that are lists of messages: the prompt's answers do not count."""
+    chat = read_chat({**record, "messages": record["prompt"] + record["completion"]})
+    asked = len(record["prompt"])
+    prompt = [{**each, "weight": 0} if each["role"] == "assistant" else each for each in chat.messages[:asked]]
+    return Chat([*prompt, *chat.messages[asked:]], chat.arguments)
+
+
+def _spoken(record: Mapping[str, Any]) -> list[Any]:
+    """ShareGPT's turns as messages, after its system prompt, without greetings before the first question."""
+    turns = record["conversations"]
+    if not (isinstance(turns, list) and all(isinstance(turn, dict) for turn in turns)):
+        raise ValueError(
+            'has "conversations" that are not a list of turns: write a list of {"from": ..., "value": ...}'
+        )
+    messages = [{"role": "system", "content": record["system"]}] if record.get("system") else []
+    for turn in turns:
+        speaker = turn.get("from", turn.get("role"))
+        message = {"role": SPEAKERS.get(str(speaker), speaker), "content": turn.get("value", turn.get("content"))}
+        if message["role"] == "assistant" and all(each["role"] == "system" for each in messages):
+            continue  # many templates refuse a chat that the assistant begins
+        messages.append(message | ({"weight": turn["weight"]} if "weight" in turn else {}))
+    return messages
+
+
+def _instructed(record: Mapping[str, Any]) -> Completion:
+    """Alpaca's instruction, input and output in its prompt."""
+    parts = {key: record.get(key) or "" for key in ("instruction", "input", "output")}
+    if wrong := [key for key, value in parts.items() if not isinstance(value, str)]:
+        raise ValueError(f'has "{wrong[0]}" that is not text ({parts[wrong[0]]!r:.40}): write it as text')
+    return Completion((WITH_INPUT if parts["input"] else WITHOUT_INPUT).format(**parts), parts["output"])
 
 
 def read_chat(record: Mapping[str, Any]) -> Chat:

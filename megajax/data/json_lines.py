@@ -1,11 +1,16 @@
-"""JSON-lines files in blocks of whole lines, decompressed while they are read; rows of Parquet files as such lines."""
+"""JSON-lines files in blocks of whole lines, decompressed while they are read.
+
+Rows of Parquet files and the objects of a file that is one JSON array are read as such lines.
+"""
 
 import bz2
+import glob
 import gzip
 import io
 import json
 import lzma
 import os
+import re
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -63,13 +68,14 @@ DECOMPRESS: dict[bytes, Callable[[IO[bytes]], IO[bytes]]] = {
     b"\xfd7zXZ\0": lambda file: lzma.open(file),
     b"\x28\xb5\x2f\xfd": lambda file: io.BufferedReader(Zstandard(file)),
 }
+ARRAY = re.compile(rb"\s*\[\s*\{")  # the beginning of an array of objects
 ZIP = b"PK\3\4"
 
 
 class TextPosition(NamedTuple):
     """A border between lines of several files: the file's index, the next line (from 1) and the bytes of text before.
 
-    In a Parquet file the lines are rows, and the bytes are not used.
+    In a Parquet file the lines are rows, in a JSON array its objects, and the bytes are not used.
     """
 
     file: int = 0
@@ -80,7 +86,7 @@ class TextPosition(NamedTuple):
 class Block(NamedTuple):
     """Consecutive lines of a file: the number of the first one (from 1), their bytes in the file, and where they end.
 
-    Of a Parquet file each line is a row; `unit` is the word for errors.
+    Of a Parquet file each line is a row, of a JSON array an object; `unit` is the word for errors.
     """
 
     path: str
@@ -91,6 +97,11 @@ class Block(NamedTuple):
     unit: str = "line"
 
 
+def matching_files(pattern: str) -> list[str]:
+    """The files of a path or a glob, by name; the path itself if there are none."""
+    return sorted(glob.glob(pattern, recursive=True)) or [pattern]
+
+
 def check_inputs(paths: Sequence[str]) -> int:
     """The size of all files in bytes; InputError for one that is not a file or cannot be read."""
     for path in paths:
@@ -98,6 +109,8 @@ def check_inputs(paths: Sequence[str]) -> int:
             raise InputError(f"{path} is remote, but only token files can be: copy it to this machine first.")
         if Path(path).is_dir():
             raise InputError(f"{path} is a directory; name the files in it, such as {path.rstrip('/')}/*.jsonl.")
+        if glob.has_magic(path) and not Path(path).exists():
+            raise InputError(f"{path} matches no file; correct the path, or make the files first.")
         if not Path(path).is_file():
             raise InputError(f"{path} does not exist or is not a file; correct the path.")
         try:
@@ -143,6 +156,9 @@ def _read_lines(path: str, start: TextPosition) -> Iterator[Block]:
             while text := lines.read(BLOCK_BYTES):
                 text += b"" if text.endswith(b"\n") else lines.readline()
                 own = text if text_bytes else text.removeprefix(BYTE_ORDER_MARK)
+                if not text_bytes and ARRAY.match(own):
+                    yield from _read_array(path, own + lines.read(), start)
+                    return
                 first, line, text_bytes = line, line + text.count(b"\n"), text_bytes + len(text)
                 yield Block(path, first, own, stored.tell() - position, TextPosition(start.file, line, text_bytes))
                 position = stored.tell()
@@ -151,6 +167,22 @@ def _read_lines(path: str, start: TextPosition) -> Iterator[Block]:
                 f"{path} cannot be read beyond line {line} ({error}): it is damaged or incomplete; "
                 "copy or download it again."
             ) from None
+
+
+def _read_array(path: str, text: bytes, start: TextPosition) -> Iterator[Block]:
+    """The objects of a JSON array as lines of JSON; the whole array is in memory."""
+    try:
+        items = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise InputError(
+            f"{path} begins like a JSON array, but is none ({error}): correct it, or write an object on each line."
+        ) from None
+    size = os.path.getsize(path)
+    for first in range(start.line - 1, len(items), ROWS):
+        last = min(first + ROWS, len(items))
+        lines = "".join(json.dumps(item) + "\n" for item in items[first:last])
+        stored = size * last // len(items) - size * first // len(items)
+        yield Block(path, first + 1, lines.encode(), stored, TextPosition(start.file, last + 1), "item")
 
 
 def _read_rows(path: str, column: str | None, option: str, start: TextPosition) -> Iterator[Block]:

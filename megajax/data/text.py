@@ -3,7 +3,6 @@
 A file's tokens are a `.bin/.idx` pair, so text gives the samples of preprocessed files, in the same orders.
 """
 
-import glob
 import hashlib
 import json
 import os
@@ -28,7 +27,7 @@ from megajax.data.index_cache import (
     storage_errors,
 )
 from megajax.data.indexed import IndexedDataset, IndexedWriter, Tokens, open_checked, token_dtype
-from megajax.data.json_lines import Block, check_inputs, read_blocks
+from megajax.data.json_lines import Block, check_inputs, matching_files, read_blocks
 from megajax.data.progress import Progress, show_progress
 from megajax.data.special_tokens import document_tokens
 from megajax.data.tokenizers import Tokenizer, deciding_files, load_tokenizer, tokenizer_files
@@ -86,11 +85,6 @@ class TextDataset:
         return np.concatenate([*own, [self.tokens.size]])[first : last + 1]
 
 
-def text_files(pattern: str) -> list[str]:
-    """The files of a path or a glob, by name; the path itself if there are none."""
-    return sorted(glob.glob(pattern, recursive=True)) or [pattern]
-
-
 def open_text(config: "Config", pattern: str) -> TextDataset:
     """The documents of the files of `pattern`, a path or a glob, by name; files without stored tokens are tokenised.
 
@@ -104,7 +98,7 @@ def open_text(config: "Config", pattern: str) -> TextDataset:
 
     def find() -> list[tuple[str, dict[str, Any] | str]]:
         """Each file with the folder of its tokens, or if it has none, the folder's key."""
-        paths = text_files(pattern)
+        paths = matching_files(pattern)
         check_inputs(paths)
         same = {
             "kind": "text",

@@ -29,8 +29,8 @@ from megajax.checkpoint.manager import loaded_layer_state, saved_layer_state
 from megajax.config import ScheduleConfig
 from megajax.config.batch_schedule import BatchSizes, Position, samples_before
 from megajax.config.data_schema import sources_of
+from megajax.data.json_lines import matching_files
 from megajax.data.megatron import wanted_samples
-from megajax.data.text import text_files
 from megajax.errors import InputError
 from megajax.hf import is_hf_folder
 from megajax.mesh import mesh_sizes
@@ -96,11 +96,11 @@ class StateSaver:
 
     @cached_property
     def _text_files(self) -> list[list[Any]] | None:
-        """The files of `data.kind: text`, with their sizes: a pattern may match others at the next start."""
+        """The files of `data.kind: text` and `chat`, with their sizes: a pattern may match others at the next start."""
         data = self.program.config.data
-        if data.kind != "text":
+        if data.kind not in ("text", "chat"):
             return None
-        paths = [path for pattern, _ in sources_of(data.train) for path in text_files(pattern)]
+        paths = [path for pattern, _ in sources_of(data.train) for path in matching_files(pattern)]
         return [[path, os.path.getsize(path)] for path in paths]
 
     def save(

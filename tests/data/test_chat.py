@@ -14,7 +14,7 @@ import megajax
 from megajax.config.checks import check, check_mesh
 from megajax.data.answers import answer_samples
 from megajax.data.chat_template import ChatTemplate, load_chat_template
-from megajax.data.conversation import Chat
+from megajax.data.conversation import Chat, read_record
 from megajax.data.describe import describe_data
 from megajax.data.loader import datasets, make_loader
 from megajax.data.packing import pack
@@ -245,6 +245,80 @@ def test_prompts_and_completions_count_the_completion_and_the_end(folder, tmp_pa
     assert batch["segment_ids"].tolist() == [[0] * 6 + [1] * 2] and batch["positions"][0].tolist()[:6] == [*range(6)]
 
 
+QUESTION, ANSWER = {"role": "user", "content": "hi é"}, {"role": "assistant", "content": "fine"}
+SYSTEM = {"role": "system", "content": "be brief"}
+SAME = {  # each the chat of `messages`, in another form
+    "conversations": {"conversations": [{"from": "human", "value": "hi é"}, {"from": "gpt", "value": "fine"}]},
+    "a greeting": {
+        "conversations": [
+            {"from": "gpt", "value": "hello"},
+            {"from": "human", "value": "hi é"},
+            {"role": "assistant", "content": "fine"},
+        ]
+    },
+    "prompt and completion": {"prompt": [QUESTION], "completion": [ANSWER]},
+}
+
+
+@pytest.mark.parametrize("form", SAME)
+def test_forms_of_chats_give_the_samples_of_messages(folder, form):
+    samples = []
+    for record in ({"messages": [QUESTION, ANSWER]}, SAME[form]):
+        (folder / "chats.jsonl").write_text(json.dumps(record) + "\n")
+        opened = datasets(config_of(folder))["train"]
+        samples.append((opened[0].tolist(), opened.counted(0).tolist()))
+    assert samples[0] == samples[1] and any(samples[0][1])
+
+
+def test_system_prompts_and_weights_of_turns_and_answers_in_a_prompt():
+    turns = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b", "weight": 0}]
+    chat = read_record({"conversations": turns, "system": "be brief", "tools": "[]"})
+    asked = {"role": "user", "content": "a"}
+    assert chat == Chat([SYSTEM, asked, {"role": "assistant", "content": "b", "weight": 0}], {"tools": []})
+    # Of a prompt with earlier answers only the completion counts.
+    chat = read_record({"prompt": [QUESTION, ANSWER, QUESTION], "completion": [ANSWER]})
+    assert isinstance(chat, Chat) and chat.answers == [1, 3] and [chat.counts(i) for i in chat.answers] == [False, True]
+
+
+def test_instructions_are_alpacas_prompts():
+    """Written out from the prompts that Stanford Alpaca published."""
+    intro = "Below is an instruction that describes a task"
+    write = "rite a response that appropriately completes the request.\n\n### Instruction:\nAdd {1}\n\n"
+    without = f"{intro}. W{write}### Response:"
+    with_input = f"{intro}, paired with an input that provides further context. W{write}### Input:\n2\n\n### Response:"
+    record = {"instruction": "Add {1}", "output": "3"}
+    for more, prompt in (({}, without), ({"input": ""}, without), ({"input": "2"}, with_input)):
+        assert read_record(record | more) == (prompt, "3")
+
+
+def test_an_array_and_a_glob_give_the_samples_of_the_lines(folder, reference):
+    """A whole JSON array, indented and with a byte order mark, and the same chats in two files by name."""
+    chats = [{"messages": each["messages"]} for each in reference["conversations"]]
+    (folder / "array.json").write_bytes(b"\xef\xbb\xbf" + json.dumps(chats, indent=1, ensure_ascii=False).encode())
+    lines = (folder / "chats.jsonl").read_text().splitlines(keepends=True)
+    (folder / "part-b.jsonl").write_text("".join(lines[7:]))
+    (folder / "part-a.jsonl").write_text("".join(lines[:7]))
+    expected = datasets(config_of(folder))["train"]
+    for name in ("array.json", "part-*.jsonl"):
+        samples = datasets(config_of(folder, {"train": str(folder / name)}))["train"]
+        assert len(samples) == len(expected) and samples.conversations == 20
+        np.testing.assert_array_equal(samples.tokens, expected.tokens)
+        np.testing.assert_array_equal(samples.counts, expected.counts)
+
+
+def test_mistakes_in_arrays_and_globs_are_sentences(folder):
+    (folder / "array.json").write_text('[{"messages": []}, {"text": "a"}]')
+    (folder / "lines.json").write_text('[{"role": "user"}]\n[{"role": "user"}]')
+    for name, sentence in {
+        "array.json": "item 1 has neither",
+        "lines.json": "begins like a JSON array, but is none",
+        "no*.jsonl": "matches no file",
+    }.items():
+        with pytest.raises(InputError, match=sentence) as error:
+            datasets(config_of(folder, {"train": str(folder / name)}))
+        assert str(folder / name) in str(error.value)
+
+
 def test_long_conversations_are_cut_or_left_out_and_the_summary_says_so(folder, reference):
     long = sum(len(each["ids"]) > 65 for each in reference["conversations"])
     assert 0 < long < 20
@@ -281,6 +355,12 @@ def test_characters_of_a_message_do_not_move_the_mask(folder):
 
 MISTAKES = {
     "{": "line 1 is not JSON",
+    "[]": 'line 1 has neither "messages" nor',
+    '{"conversations": [1]}': 'has "conversations" that are not a list of turns',
+    '{"conversations": [{"from": "narrator", "value": "a"}]}': "has the role 'narrator' in message 0",
+    '{"conversations": [{"from": "gpt", "value": "a"}]}': 'has no "messages"',
+    '{"instruction": 1, "output": "a"}': 'has "instruction" that is not text (1)',
+    '{"prompt": [], "completion": "a"}': "or both as lists of messages",
     '{"text": "a"}': 'line 1 has neither "messages" nor "prompt" and "completion"',
     '{"prompt": 1, "completion": "a"}': 'line 1 has a "prompt" or a "completion" that is not text',
     r'{"prompt": "\ud800", "completion": "a"}': "line 1 contains half of a surrogate pair",
