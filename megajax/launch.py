@@ -25,6 +25,7 @@ from typing import IO
 
 from megajax.config import Config, load_config
 from megajax.config.checks import check_mesh
+from megajax.config.sentences import counted
 from megajax.console import BAD_NUMBERS, DONE, INTERRUPTED, LOST, MISTAKE, STOPPED, CommandParser, user_errors
 from megajax.errors import ConfigError, InputError
 
@@ -306,7 +307,8 @@ class Launcher:
         left = [device for device in self.devices if device in working]
         if left == self.devices:
             return left
-        _say(f"{len(self.devices) - len(left)} of {len(self.devices)} devices are gone")
+        gone = len(self.devices) - len(left)
+        _say(f"{gone} of {counted(len(self.devices), 'device')} {'is' if gone == 1 else 'are'} gone")
         return usable_devices(self.config, left, self.processes)
 
 

@@ -121,7 +121,7 @@ def test_the_survivors_of_a_crash_are_ended(run, monkeypatch):
 
 def test_a_restart_uses_as_many_of_the_remaining_devices_as_the_mesh_and_the_batch_allow(run, config):
     status, starts, errors = run(4, 0, devices=(8, 7))
-    assert (status, starts) == (0, 2) and "1 of 8 devices are gone" in errors and "on 6 devices" in errors
+    assert (status, starts) == (0, 2) and "1 of 8 devices is gone" in errors and "on 6 devices" in errors
     assert len(launch.usable_devices(config, list("0123456"), 0)) == 6
     status, starts, errors = run(4, devices=(8, 1))  # mesh.tensor=2 needs two
     assert (status, starts) == (4, 1) and "no restart" in errors and "mesh.tensor=2" in errors

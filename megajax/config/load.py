@@ -1,6 +1,7 @@
 """Loads a config: YAML files with includes, then overrides; every mistake is one sentence with its location."""
 
 import difflib
+import itertools
 import re
 import warnings
 from collections.abc import Iterator, Sequence
@@ -13,12 +14,11 @@ from pydantic.fields import FieldInfo
 from megajax.config.checks import check
 from megajax.config.counterparts import counterpart, plain
 from megajax.config.extensions import import_extensions
+from megajax.config.missing_features import missing_feature
 from megajax.config.schema import Config
 from megajax.config.sentences import listed
-from megajax.config.tree import Tree, read_file, read_override, show
+from megajax.config.tree import NAMED, Tree, read_file, read_override, show
 from megajax.errors import ConfigError
-
-NAMED = Path(__file__).parents[2] / "configs"
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = (), run_dir: Path | None = None) -> Config:
@@ -182,15 +182,22 @@ def _unknown(key: str, value: Any, tree: Tree, path: str) -> str:
     location = _location(key, tree, path)
     if isinstance(value, dict) and value:
         return _unknown(f"{key}.{next(iter(value))}", next(iter(value.values())), tree, path)
-    return f"{key} is not a config key ({location}): {suggestion(key)}"
+    return f"{key} is not a config key ({location}): {suggestion(key, value)}"
 
 
-def suggestion(key: str) -> str:
+def _last(key: str) -> str:
+    return key.rpartition(".")[2]
+
+
+def suggestion(key: str, value: Any = None) -> str:
     """The correction of the unknown `key`, as the end of a sentence.
 
-    It looks for the name in other frameworks, then for a similar key in the same section, then for a similar key in any
-    section.
+    It looks for the name among features that do not exist and in other frameworks, then for a similar key in the same
+    section, then for a nearly equal one in any section: by its section and last part, or by its last part if no other
+    key at the same depth has it. `value` may name a feature too.
     """
+    if feature := missing_feature(key, value):
+        return f"{feature}."
     other = counterpart(key)
     if other is not None:
         follows = f"use {other.ours}, {other.note}." if other.note else f"did you mean {other.ours}?"
@@ -199,10 +206,15 @@ def suggestion(key: str) -> str:
     section, _, leaf = _with_n(plain(key)).rpartition(".")
     known = [name for name, _ in keys()]
     siblings = {name.rpartition(".")[2]: name for name in known if name.rpartition(".")[0] == section}
-    plain_last = sorted(reversed(known), key=lambda name: ".N." not in name)  # before the keys of lists' items
-    elsewhere = {name.rpartition(".")[2]: name for name in plain_last}
+    outside = [name for name in known if ".N." not in name]  # of lists' items
+    elsewhere = {"_".join(name.split(".")[-2:]): name for name in outside}
+    for last, same in itertools.groupby(sorted(outside, key=_last), _last):
+        first, *others = sorted(same, key=lambda name: name.count("."))
+        if not others or first.count(".") < others[0].count("."):
+            elsewhere[last] = first
     near = [siblings[name] for name in difflib.get_close_matches(leaf, siblings, 1, 0.7)]
-    near += [elsewhere[name] for name in difflib.get_close_matches(leaf, elsewhere, 1, 0.8)]
+    for written in (leaf, f"{_last(section)}_{leaf}".lstrip("_")):
+        near += [elsewhere[name] for name in difflib.get_close_matches(written, elsewhere, 1, 0.9)]
     if near:
         return f"did you mean {near[0].replace('.N.', f'.{indices[0]}.' if indices else '.N.')}?"
     if siblings:

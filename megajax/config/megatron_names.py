@@ -179,7 +179,8 @@ loss-scale, initial-loss-scale, min-loss-scale, loss-scale-window, hysteresis | 
 add-qkv-bias | model.attention_bias | =qkv
 apply-query-key-layer-scaling, rotary-interleaved | | it has no counterpart
 recompute-modules | | remat.policy selects the activations to recompute
-exit-duration-in-mins, exit-interval | | send SIGTERM to save and stop
+exit-duration-in-mins | run.max_minutes
+exit-interval | | run.max_minutes and SIGTERM save and stop; run.steps is the last step
 distributed-backend, distributed-timeout-minutes, local-rank | | jax starts the processes; see README, Several processes
 data-cache-path | data.index_cache | for data.order=megatron
 use-mcore-models, no-masked-softmax-fusion, no-bias-swiglu-fusion, no-gradient-accumulation-fusion | | the compiler

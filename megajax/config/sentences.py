@@ -51,7 +51,7 @@ def at_most(number: int) -> str:
 
 def counted(number: int, noun: str) -> str:
     """`number` and the noun, in the plural unless `number` is 1."""
-    return f"{number} {noun}{'' if number == 1 else 's'}"
+    return f"{number} {noun}{'' if number == 1 else 'es' if noun.endswith(('s', 'ch')) else 's'}"
 
 
 def divisors(number: int) -> list[int]:

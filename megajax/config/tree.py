@@ -14,6 +14,8 @@ import yaml
 from megajax.errors import ConfigError
 from megajax.files import read_text, why_unreadable
 
+NAMED = Path(__file__).parents[2] / "configs"  # the configs that have names
+
 MAX_BRACKETS = 100  # one in the other
 MAX_VALUES = 50_000  # of a file; an alias counts as the values that it stands for
 
@@ -147,15 +149,17 @@ def _read_text(path: Path, location: str) -> str:
         ) from None
 
 
-def _nearest_file(path: Path) -> Path | None:
-    """The config with nearly the same name in the same directory, or in configs/ and models/ below it."""
-    found = [
-        file for folder in ("", "configs", "configs/models", "models") for file in (path.parent / folder).glob("*.yaml")
-    ]
+def _nearest_file(path: Path) -> Path | str | None:
+    """The config with nearly the same name in the same directory, in configs/ and models/ below it, or a named one."""
+    below = ("", "configs", "configs/models", "models")
+    found: list[Path] = [file for folder in below for file in (path.parent / folder).glob("*.yaml")]
     stems = {file.stem.lower().replace("-", "_"): file for file in reversed(found)}
     wanted = re.sub(r"\.ya?ml$", "", path.name).lower().replace("-", "_")
-    near = difflib.get_close_matches(wanted, stems, 1)
-    return stems[near[0]] if near else None
+    near = difflib.get_close_matches(wanted, stems, 1, 0.7)
+    if near:
+        return stems[near[0]]
+    names = [str(file.relative_to(NAMED).with_suffix("")) for file in NAMED.rglob("*.yaml")]
+    return next(iter(difflib.get_close_matches(str(path).removesuffix(".yaml"), names, 1, 0.7)), None)
 
 
 # The beginning of a parser's message, and the correction.

@@ -8,6 +8,7 @@ indices, optional i8[N] modes. `.bin`: the tokens of all sequences, one after th
 import errno
 import mmap
 import os
+import shlex
 import socket
 import struct
 from array import array
@@ -265,7 +266,8 @@ def _missing(prefix: str) -> str:
     if meant:
         return f"{problem}: did you mean {meant}?"
     if is_text:
-        command = f"python -m megajax.data.preprocess --input {prefix} --output-prefix {stem} --tokenizer TOKENIZER"
+        files = f"--input {shlex.quote(prefix)} --output-prefix {shlex.quote(str(stem))}"
+        command = f"python -m megajax.data.preprocess {files} --tokenizer TOKENIZER"
         return f"{problem}: write one with `{command}`, and give {stem}_text_document."
     if os.path.exists(f"{prefix}.bin"):
         return f"{problem}, although {prefix}.bin does: write both again."

@@ -11,6 +11,7 @@ import numpy as np
 from megajax.config.batch_schedule import BatchSizes, samples_before
 from megajax.config.data_schema import is_padded, is_remote, sources_of
 from megajax.config.extensions import import_extensions
+from megajax.config.sentences import counted
 from megajax.data.chat import ChatSamples, open_chat
 from megajax.data.fim import Infilling, open_infilling
 from megajax.data.index_cache import cache_directory, read_once
@@ -294,7 +295,7 @@ def _check_size(split: Split, source: Samples) -> None:
     if tokens < needed:
         shorter = f"set batch.sequence_length={tokens - 1} or less, or " if tokens > 1 else ""
         raise InputError(
-            f"{source.dataset.token_file} has {tokens} token(s) for {split}, but a sample of "
+            f"{source.dataset.token_file} has {counted(tokens, 'token')} for {split}, but a sample of "
             f"batch.sequence_length={needed - 1} takes {needed}{padded}: {shorter}give more text."
         )
 

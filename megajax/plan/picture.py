@@ -18,12 +18,14 @@ COLORS = {
     "forward": "#005f9e",
     "head": "#7a3fa0",
     "backward": "#c95400",
+    "casts": "#b58900",
     "update": "#007a5a",
     "waiting": "#9a9a9a",
     "hidden": "#9fc4dd",
     "exposed": "#b3261e",
 }
 MEANINGS = {
+    "casts": "casts and sums of gradients",
     "waiting": "waiting for the slowest GPU",
     "hidden": "collective beside computation",
     "exposed": "collective that nothing hides",
@@ -112,7 +114,8 @@ def phases_of(found: Found) -> Iterator[Phase]:
                 factor = shares[name] / count if axis == "fsdp" else shares[name] * edge[name]
                 traffic[axis] = traffic.get(axis, Traffic()) + each * factor
             yield Phase(name, own * shares[name] + (again if name == "backward" else 0), traffic)
-    yield Phase("update", time.optimizer + time.conversions)
+    yield Phase("casts", time.conversions)
+    yield Phase("update", time.optimizer)
     yield Phase("waiting", time.waiting)
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import yaml
 
+from megajax.config.sentences import counted
 from megajax.config.tree import Dumper, Tree, read_override
 from megajax.files import replace_text
 from megajax.plan.rates import Rates
@@ -67,7 +68,7 @@ def limit_line(rates: Rates, rows: Sequence[Sequence[str]], margin: float) -> st
 def cells(found: Found, rates: Rates, margin: float, compiled: float | None = None) -> tuple[str, ...]:
     """A row of the table; `compiled`: XLA's GiB in place of the estimate."""
     config, seconds = found.candidate.config, found.time.total
-    remat = config.remat.policy + (f", {config.remat.layers} layers" if config.remat.layers else "")
+    remat = config.remat.policy + (f", {counted(config.remat.layers, 'layer')}" if config.remat.layers else "")
     losses = ", ".join(f"{name} {s / seconds:.0%}" for name, s in list(found.time.losses.items())[:3])
     speed = tokens_per_second(found.candidate.plan, seconds)
     gib = memory_text(found.gib if compiled is None else compiled, rates, margin)

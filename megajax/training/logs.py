@@ -4,6 +4,7 @@ import json
 import logging
 import math
 import os
+import shlex
 import sys
 import time
 import warnings
@@ -183,7 +184,7 @@ def nothing_line(config: Config, step: int) -> str:
 
 def closing_line(config: Config, step: int, seconds: float) -> str:
     """The last line of a complete run: its duration, and the next commands."""
-    run = config.run.dir
+    run = shlex.quote(config.run.dir)
     longer = "raise run.steps" if config.checkpoint.save_optimizer else f"start another with checkpoint.init_from={run}"
     sample = f"sample: python -m megajax.generate {run} --prompt TEXT; " if config.data.tokenizer else ""
     return (
@@ -192,12 +193,15 @@ def closing_line(config: Config, step: int, seconds: float) -> str:
     )
 
 
-def stopped_line(config: Config, step: int) -> str:
-    """The last line of a run that was stopped on request."""
+def stopped_line(config: Config, step: int, at_deadline: bool) -> str:
+    """The last line of a run that was stopped on request, or at its deadline."""
     cure = "saved; start the same command to resume"
     if not config.checkpoint.save_optimizer:
-        cure = f"saved without optimizer state; start another run with checkpoint.init_from={config.run.dir}"
-    return f"stopped on request at step {step}, {cure}"
+        cure = (
+            f"saved without optimizer state; start another run with checkpoint.init_from={shlex.quote(config.run.dir)}"
+        )
+    why = f"stopped at the end of run.max_minutes={config.run.max_minutes:g}" if at_deadline else "stopped on request"
+    return f"{why} at step {step}, {cure}"
 
 
 def saved_line(outcome: SaveOutcome) -> str:

@@ -94,7 +94,7 @@ class Steps:
             self._meter.restart(trainer.step)
             self._times.take()
         if due.stopping and not due.last:
-            trainer.note(logs.stopped_line(trainer.config, trainer.step))
+            trainer.note(logs.stopped_line(trainer.config, trainer.step, self.stop.at_deadline))
             return STOPPED
         return None
 

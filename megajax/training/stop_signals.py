@@ -31,6 +31,7 @@ class StopSignals:
         """`step`: number of steps so far; `deadline`: as of time.monotonic()."""
         self._step, self._deadline = step, deadline
         self._asked = False
+        self.at_deadline = False  # it was reached before any other request
         self._agreement: Agreement | None = None
 
     def __enter__(self) -> "StopSignals":
@@ -70,8 +71,8 @@ class StopSignals:
 
     def requested(self, step: int) -> bool:
         """Whether to stop after `step`, the last one that this process has started; the same step on all processes."""
-        if self._deadline is not None and time.monotonic() >= self._deadline:
-            self._asked = True
+        if self._deadline is not None and time.monotonic() >= self._deadline and not self._asked:
+            self._asked = self.at_deadline = True
         if self._agreement is None:
             return self._asked
         if self._asked:

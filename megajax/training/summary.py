@@ -7,6 +7,7 @@ import jax
 
 from megajax.config.batch_schedule import BatchSizes
 from megajax.config.kinds import MOE, block_layers
+from megajax.config.sentences import counted
 from megajax.config.stages import virtual_stages
 from megajax.console import amount, memory_size
 from megajax.mesh import describe_hosts, hosts_of, mesh_sizes
@@ -39,8 +40,8 @@ def summary(
     replicated = [n for n, p in program.placements.items() if p.kv_groups > 1]
     padded = [n for n, p in program.placements.items() if p.is_padded]
     lines = [
-        f"run        {config.run.name} → {config.run.dir}, seed {config.run.seed}, {config.run.steps} steps",
-        f"devices    {program.mesh.size} × {device.device_kind}, {jax.process_count()} process(es)",
+        f"run        {config.run.name} → {config.run.dir}, seed {config.run.seed}, {counted(config.run.steps, 'step')}",
+        f"devices    {program.mesh.size} × {device.device_kind}, {counted(jax.process_count(), 'process')}",
         f"mesh       {' × '.join(f'{axis} {size}' for axis, size in sizes.items() if size > 1) or 'one device'}",
         f"model      {parameter_count(program.model):,} parameters{_experts(program)}, "
         f"{amount(flops_per_token(config), 'FLOP')} per token",
@@ -48,12 +49,12 @@ def summary(
         f"optimizer {memory_size(memory.optimizer)}, gradients {memory_size(memory.gradients)}, "
         f"gathered weights {memory_size(memory.weights)}, activations {memory_size(memory.activations)}, "
         f"working buffers {memory_size(memory.working)}, total {memory_size(memory.total)}",
-        f"batch      {batch.global_size} sequences of {batch.sequence_length} tokens, {batch.num_microbatches} "
-        f"microbatch(es) of {plan.sequences} sequences per device",
+        f"batch      {counted(batch.global_size, 'sequence')} of {counted(batch.sequence_length, 'token')}, "
+        f"{counted(batch.num_microbatches, 'microbatch')} of {counted(plan.sequences, 'sequence')} per device",
         *_ramp_up(program, batch_sizes or BatchSizes.of(config)),
         f"precision  {config.precision.compute}, {_weights_and_gradients(plan)}, {_fp8(program)}",
         f"kernels    attention: {kernels.attention} ({kernels.attention_reason}); layers: {_layers(plan)}; "
-        f"loss: {kernels.loss} in {plan.loss_chunks} chunks",
+        f"loss: {kernels.loss} in {counted(plan.loss_chunks, 'chunk')}",
         *(f"{'data' if index == 0 else '':<10} {line}" for index, line in enumerate(data)),
     ]
     if modules := config.model.mtp_layers:
@@ -94,7 +95,7 @@ def _ramp_up(program: TrainProgram, sizes: BatchSizes) -> list[str]:
     for (step, samples), size in sizes.phases:
         microbatches = program.by_size[size].plan.batch_shape[0]
         from_step = f"from step {step + 1} ({samples * length:,} tokens) on " if parts else ""
-        parts.append(f"{from_step}{size} sequences in {microbatches} microbatch(es)")
+        parts.append(f"{from_step}{counted(size, 'sequence')} in {counted(microbatches, 'microbatch')}")
     return [f"ramp-up    {', '.join(parts)}"] if len(parts) > 1 else []
 
 

@@ -8,6 +8,7 @@ import pytest
 
 from megajax.config import Config, load_config
 from megajax.config.load import keys, suggestion
+from megajax.config.missing_features import FEATURES
 from megajax.config.other_names import ALL
 
 KEYS = {key for key, _ in keys()}
@@ -48,12 +49,30 @@ def test_every_row_names_a_key_of_ours_or_says_why_there_is_none():
         ("sequence_lenght", "did you mean batch.sequence_length?"),
         ("data.train.3.prefx", "did you mean data.train.3.prefix?"),
         ("batch.steps", "did you mean run.steps?"),
+        # not near, shared by several sections, or of a feature that does not exist
+        ("--lora-rank", "did you mean lora.rank?"),
+        ("--exit-duration-in-mins", "did you mean run.max_minutes?"),
+        ("optimzer.kind", "did you mean optimizer.kind?"),
+        ("weigth_decay", "did you mean optimizer.weight_decay?"),
         # never a bare section
         ("modle", "did you mean the section model?"),
     ],
 )
 def test_a_name_is_answered_with_ours(typed: str, answer: str):
     assert suggestion(typed) == answer
+
+
+@pytest.mark.parametrize("typed", ["loss", "loss.kind", "loss.beta", "kind"])
+def test_a_name_that_is_not_near_gets_no_key(typed: str):
+    assert suggestion(typed).startswith("the sections are ")
+
+
+def test_a_feature_that_does_not_exist_is_named_by_its_key_or_value():
+    assert "DPO do not exist" in suggestion("loss.kind", "dpo")
+    assert "reinforcement learning does not exist" in suggestion("grpo.beta")
+    for named in set(re.findall(r"\b\w+\.[\w.]+\w", " ".join(FEATURES.values()))):
+        assert named in KEYS, named
+    assert not any(name in {key.rpartition(".")[2] for key in KEYS} for names in FEATURES for name in names.split())
 
 
 def test_the_tables_of_the_docs_are_up_to_date():

@@ -24,7 +24,7 @@ def test_a_growing_batch_gives_the_same_steps_in_one_run_from_checkpoints_and_on
     numbers = ("loss", "grad_norm", "tokens")
     assert trainer("whole", *RAMP, "run.steps=6").run() == 0
     printed = capsys.readouterr().out
-    assert "4 sequences in 1 microbatch(es), from step 4 (192 tokens) on 8 sequences in 2 microbatch(es)" in printed
+    assert "4 sequences in 1 microbatch, from step 4 (192 tokens) on 8 sequences in 2 microbatches" in printed
     assert printed.index("compiled for 8 sequences") < printed.index("step 1/6")  # not in the middle of the run
     expected = read_metrics(tmp_path / "whole", *numbers)
     assert {step: values[2] for step, values in expected.items()} == {1: 64, 2: 128, 4: 320, 6: 576}

@@ -46,7 +46,7 @@ def test_a_deadline_asks_for_a_stop_when_it_is_reached():
     with StopSignals(deadline=time.monotonic() + 3600) as stop:
         assert not stop.requested(1)
     with StopSignals(deadline=time.monotonic()) as stop:
-        assert stop.requested(1)
+        assert stop.requested(1) and stop.at_deadline
 
 
 class Store:

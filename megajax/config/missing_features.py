@@ -1,0 +1,49 @@
+"""Features of other trainers that do not exist here, so that their names are answered with a sentence."""
+
+import re
+
+from megajax.config.counterparts import plain
+
+# Names, as a part of a key or as a value, and the sentence.
+FEATURES = {
+    "dpo orpo kto simpo ipo cpo rpo preference preferences reference_model ref_model": (
+        "preference objectives such as DPO do not exist yet; data.kind=chat is supervised fine-tuning"
+    ),
+    "rl rlhf rlvr ppo grpo rloo reinforce reward reward_model rollout": (
+        "reinforcement learning does not exist; data.kind=chat is supervised fine-tuning"
+    ),
+    "distill distillation kd kd_ratio kd_loss teacher teacher_model teacher_checkpoint": (
+        "distillation does not exist yet; the loss is that of the next token"
+    ),
+    "qlora bnb bitsandbytes load_in_4bit load_in_8bit nf4 int4 bnb_4bit_compute_dtype bnb_4bit_quant_type": (
+        "training on 4-bit or 8-bit weights does not exist yet; lora.rank trains adapters of BF16 or FP32 weights"
+    ),
+    "dora use_dora rslora use_rslora ia3 prefix_tuning prompt_tuning p_tuning num_virtual_tokens": (
+        "of adapters there is LoRA only; set lora.rank, lora.alpha and lora.targets"
+    ),
+    "neftune neftune_noise_alpha": "noise on embeddings does not exist; model.dropout is hidden dropout",
+    "offload_param offload_params cpu_offload_params nvme_path offload_nvme": (
+        "weights cannot be offloaded; optimizer.offload keeps optimizer state on the host, mesh.fsdp shards weights"
+    ),
+    "zero_stage zero_optimization": (
+        "there is no stage to set; mesh.data shards optimizer state and stored weights (ZeRO-1), mesh.fsdp is ZeRO-3"
+    ),
+    "fp4 mxfp4 nvfp4 fp4_format fp4_recipe": "training in FP4 does not exist yet; precision.fp8.recipe is the lowest",
+    "mamba ssm mamba2 mamba_num_heads mamba_state_dim mamba_head_dim hybrid_override_pattern": (
+        "state-space layers do not exist yet; model.block_pattern takes registered kinds of blocks"
+    ),
+    "vision multimodal vision_model image_size patch_size encoder_decoder": (
+        "models are text decoders; encoders and images do not exist"
+    ),
+    "early_stopping early_stopping_patience load_best_model_at_end": (
+        "early stopping does not exist; checkpoint.keep_every keeps checkpoints to choose from"
+    ),
+}
+
+_BY_NAME = {name: sentence for names, sentence in FEATURES.items() for name in names.split()}
+
+
+def missing_feature(key: str, value: object = None) -> str | None:
+    """The sentence about the missing feature that a part of the unknown `key` or its value names."""
+    names = [*re.split(r"\.", plain(key)), *([plain(value)] if isinstance(value, str) else [])]
+    return next((_BY_NAME[name] for name in names if name in _BY_NAME), None)
