@@ -192,7 +192,7 @@ MISTAKES = {
     "empty": "empty has no documents: give other files, or another data.text_key",
     "hollow": 'hollow has only empty text under "body"',
     "bad": "every line is bad, 2 in all; nothing is written. The first: .*bad, line 1 is not JSON",
-    "short": r"short has 6 token\(s\) for train, but a sample of batch.sequence_length=16 takes 17",
+    "short": r"short has 6 tokens for train, but a sample of batch.sequence_length=16 takes 17",
     "a.zip": "a.zip is a ZIP archive",
 }
 

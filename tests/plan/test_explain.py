@@ -34,7 +34,7 @@ def test_a_picture_has_the_phases_and_the_collectives_of_each_axis(config):
     found = explained(config, overrides, 8, H200)
     phases = list(phases_of(found))
     assert sum(phase.seconds for phase in phases) == pytest.approx(found.time.total)
-    assert [phase.name for phase in phases] == [*["forward", "head", "backward"] * 2, "update", "waiting"]
+    assert [phase.name for phase in phases] == [*["forward", "head", "backward"] * 2, "casts", "update", "waiting"]
     boxes = [box for box in ElementTree.fromstring(of_phases(found)).iter() if box.tag.endswith("rect")]
     widths = {
         color: sum(float(box.get("width", 0)) for box in boxes if box.get("fill") == color) for color in COLORS.values()
