@@ -15,6 +15,7 @@ TABLES = {
     "MaxText": ("", other_names.MAXTEXT),
     "torchtitan": ("", other_names.TORCHTITAN),
     "Hugging Face": ("", other_names.HUGGING_FACE),
+    "PEFT and TRL": ("", other_names.FINE_TUNING),
 }
 # Our key, Megatron's flag and its default, our value for this default.
 DEFAULTS = (

@@ -44,6 +44,9 @@ def test_every_row_names_a_key_of_ours_or_says_why_there_is_none():
             " batch.sequence_length / number of increments.",
         ),
         ("lr_scheduler.decay_type", "did you mean schedule.kind?"),
+        ("lora.r", "did you mean lora.rank?"),
+        ("lora.lora_alpha", "use lora.alpha, rank by default, in PEFT 8."),
+        ("packing", "use data.pack, true by default."),
         # typing errors of ours, with and without the section
         ("model.num_leyers", "did you mean model.num_layers?"),
         ("sequence_lenght", "did you mean batch.sequence_length?"),
@@ -97,3 +100,8 @@ def test_the_gpt3_files_set_megatrons_defaults_of_the_model():
     assert (model.norm, model.activation, model.position) == ("layernorm", "gelu", "learned")
     assert model.attention_bias and model.mlp_bias and model.tie_embeddings
     assert model.ffn_hidden_size == 4 * model.hidden_size
+
+
+@pytest.mark.parametrize("typed", ["load_in_4bit", "lora.load_in_8bit", "quantization_config"])
+def test_features_that_do_not_exist_are_named_as_such(typed: str):
+    assert "not quantised, so there is no QLoRA" in suggestion(typed)
