@@ -206,12 +206,12 @@ def test_data_of_less_than_a_sample_is_refused(make_config, write_documents):
     prefix, two, none = write_documents([[5] * 17] * 2), write_documents([[1, 2]], "two"), write_documents([], "none")
     assert "train" in datasets(make_config(train=prefix, sequence_length=33))
     assert sentence_of(make_config(train=prefix, sequence_length=34)) == (
-        f"data.train (run.yaml, line 10): {prefix}.bin has 34 token(s) for train, but a sample of "
+        f"data.train (run.yaml, line 10): {prefix}.bin has 34 tokens for train, but a sample of "
         "batch.sequence_length=34 takes 35: set batch.sequence_length=33 or less, or give more text."
     )
     blend = [SimpleNamespace(prefix=p, weight=1.0) for p in (prefix, two)]
-    assert f"{two}.bin has 2 token(s) for train, " in sentence_of(make_config(train=blend))
-    assert "7 token(s) for valid" in sentence_of(make_config(train=write_documents(DOCUMENTS), split="99,1,0"))
+    assert f"{two}.bin has 2 tokens for train, " in sentence_of(make_config(train=blend))
+    assert "7 tokens for valid" in sentence_of(make_config(train=write_documents(DOCUMENTS), split="99,1,0"))
     assert sentence_of(make_config(train=prefix, valid=none)) == (
         f"data.valid (run.yaml, line 10): {none}.bin has no documents: write it again from text that is not empty."
     )

@@ -261,7 +261,7 @@ def test_a_validation_source_shorter_than_a_sample_is_padded_in_one_epoch(tmp_pa
         list(range(108, 117)),
     ]
     config.data.valid = short
-    with pytest.raises(InputError, match=r"has 5 token\(s\) for valid.* pads the last sample only, after .* repeated"):
+    with pytest.raises(InputError, match=r"has 5 tokens for valid.* pads the last sample only, after .* repeated"):
         datasets(config)
 
 
@@ -301,7 +301,7 @@ def test_an_index_is_built_once_and_mistakes_are_sentences(tmp_path, make_megatr
         datasets(config)
     config.batch.sequence_length = 50
     config.data.index_cache = str(tmp_path / "cache")
-    with pytest.raises(InputError, match=r"has 50 token\(s\) for train, but a sample of batch.sequence_length=50"):
+    with pytest.raises(InputError, match=r"has 50 tokens for train, but a sample of batch.sequence_length=50"):
         datasets(config)
 
 
