@@ -100,8 +100,3 @@ def test_the_gpt3_files_set_megatrons_defaults_of_the_model():
     assert (model.norm, model.activation, model.position) == ("layernorm", "gelu", "learned")
     assert model.attention_bias and model.mlp_bias and model.tie_embeddings
     assert model.ffn_hidden_size == 4 * model.hidden_size
-
-
-@pytest.mark.parametrize("typed", ["load_in_4bit", "lora.load_in_8bit", "quantization_config"])
-def test_features_that_do_not_exist_are_named_as_such(typed: str):
-    assert "not quantised, so there is no QLoRA" in suggestion(typed)
