@@ -240,14 +240,18 @@ def write_folder(
     files: Mapping[str, bytes] = MappingProxyType({}),
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
-    """Write a folder: tensors in files of at most `shard_bytes` with their index, config.json, and further `files`.
+    """Write a folder: tensors in files of at most `shard_bytes`, config.json, and further `files`.
+
+    As in transformers: one file is model.safetensors, several have an index.
 
     Errors as in `new_folder`.
     """
     with new_folder(folder) as partial:
         shards, total = _write_shards(partial, tensors, shard_bytes)
-        index = {"metadata": {"total_size": total}, "weight_map": shards}
-        for name, values in ((INDEX, index), ("config.json", config)):
+        written = {"config.json": config}
+        if SINGLE not in shards.values():
+            written[INDEX] = {"metadata": {"total_size": total}, "weight_map": shards}
+        for name, values in written.items():
             (partial / name).write_text(json.dumps(values, indent=2, sort_keys=True) + "\n", encoding="utf-8")
         for name, content in files.items():
             (partial / name).write_bytes(content)
@@ -302,7 +306,7 @@ def _write_shards(
     write(shard)
     files: dict[str, str] = {}
     for i, written in enumerate(shards):
-        file = f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors"
+        file = f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" if len(shards) > 1 else SINGLE
         (folder / f"{i}.part").rename(folder / file)
         files |= dict.fromkeys(written, file)
     return files, total

@@ -10,10 +10,12 @@ replaces the memory of the first rows by XLA's figure. A CONFIG is a path, or th
 
 import argparse
 import json
+import math
 import os
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -30,6 +32,7 @@ from megajax.plan.report import budget, cells, limit_line, mesh_text, table, wri
 from megajax.plan.search import Found, Search, check_hosts, explained, missing_settings
 
 COMPILE_SECONDS = 1800.0
+TELL_SECONDS = 10.0  # between lines on a pipe
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -63,17 +66,28 @@ def _joined(arguments: Sequence[str]) -> list[str]:
 
 def _share(text: str) -> float:
     """A percentage as a share."""
-    share = float(text.removesuffix("%")) / 100
+    try:
+        share = float(text.removesuffix("%")) / 100
+    except ValueError:
+        share = math.nan
     if not 0 <= share < 1:
-        raise argparse.ArgumentTypeError(f"{text} is no percentage from 0 to below 100")
+        raise argparse.ArgumentTypeError(f"{text} is no percentage from 0 to below 100: write 8%, for example")
     return share
 
 
 @contextmanager
 def _live() -> Iterator[Callable[[str], None]]:
-    """A line on stderr with the given text and the seconds, if stderr is a terminal."""
+    """A line on stderr with the given text and the seconds; a line every TELL_SECONDS if stderr is no terminal."""
     if not sys.stderr.isatty():
-        yield lambda text: None
+        start = told = time.monotonic()
+
+        def tell(text: str) -> None:
+            nonlocal told
+            if (now := time.monotonic()) - told >= TELL_SECONDS:
+                told = now
+                print(f"searching for {now - start:.0f} s: {text}", file=sys.stderr, flush=True)
+
+        yield tell
         return
     from rich.console import Console
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
@@ -99,7 +113,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--network-gbps", type=float, metavar="RATE", help="Gbit/s of a GPU's network card (400)")
     made.add_argument("--top", type=int, default=5, help="rows (default: 5)")
     made.add_argument("--compile", type=int, default=0, metavar="K", help="compile the first K rows")
-    made.add_argument("--margin", type=_share, default=0.05, metavar="P%%", help="mark rows as near the limit (5%%)")
+    made.add_argument("--margin", type=_share, default=0.05, metavar="P", help="mark rows as near the limit (5%%)")
     made.add_argument("--usual", action="store_true", help="adds the usual recipe: tensor 8, pipeline 8, data the rest")
     made.add_argument("--markdown", action="store_true", help="print tables as Markdown")
     made.add_argument("--fp8", action="store_true", help="try FP8 too, which changes the training")

@@ -171,9 +171,10 @@ def console_line(step: int, steps: int, values: Mapping[str, Any], seconds_left:
     if values.get("skipped"):
         parts.append(f"{values['skipped']} skipped")
     parts.append(f"{_longest_unit(seconds_left)} left")
-    shorter = [f"step {step}", *parts[1:]]  # the summary has the number of steps
-    lines = ("  ".join(parts), " ".join(parts), " ".join(shorter))
-    return next((line for line in lines if len(line) <= LINE_WIDTH), lines[-1])
+    # The same in all lines of a run, for the eye and for grep.
+    separator = "  " if values["mfu"] is None and steps < 1000 else " "
+    line = separator.join(parts)
+    return line if len(line) <= LINE_WIDTH else separator.join([f"step {step}", *parts[1:]])
 
 
 def nothing_line(config: Config, step: int) -> str:
