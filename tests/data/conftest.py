@@ -26,7 +26,7 @@ def make_config():
             mask_end_of_document_loss=False,
         )
         return SimpleNamespace(
-            run=SimpleNamespace(seed=seed, steps=10, eval_steps=2),
+            run=SimpleNamespace(seed=seed, steps=10, eval_steps=2, extensions=()),
             model=SimpleNamespace(vocab_size=vocab_size),
             batch=SimpleNamespace(global_size=global_size, sequence_length=sequence_length, schedule=schedule),
             data=SimpleNamespace(**(defaults | dict(order="shuffled", workers=0, prefetch=2) | unpacked | data)),

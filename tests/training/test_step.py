@@ -23,7 +23,13 @@ GPT = (
     "model.qk_norm=true",
     "model.num_kv_heads=4",
 )
-SCHEDULE = ("schedule.kind=linear", "schedule.learning_rate=1e-2", "schedule.warmup_steps=2", "schedule.decay_steps=4")
+SCHEDULE = (
+    "schedule.kind=linear",
+    "schedule.learning_rate=1e-2",
+    "schedule.min_learning_rate=0",
+    "schedule.warmup_steps=2",
+    "schedule.decay_steps=4",
+)
 RATES = [5e-3, 1e-2, 5e-3]  # of steps 1 to 3 of this schedule
 
 
