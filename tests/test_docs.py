@@ -144,7 +144,7 @@ def test_the_custom_loop_trains_evaluates_and_restores(workplace, capsys):
     losses = names["curve"]
     assert len(losses) == 4 and losses[-1] < 0.8 * losses[0]
     assert names["evaluation_loss"] == pytest.approx(losses[-1], rel=0.2)
-    assert "restored step 20" in capsys.readouterr().out
+    assert f"restored step 20, evaluation loss {names['evaluation_loss']:.3f}" in capsys.readouterr().out
     assert (workplace / "runs/loop/checkpoints/20").is_dir() and int(names["state"].step) == 21
     again = names["Checkpoints"]("runs/loop", 2, None)  # as a second run of the script, which began anew
     with pytest.raises(

@@ -15,10 +15,11 @@ FEATURES = {
     "distill distillation kd kd_ratio kd_loss teacher teacher_model teacher_checkpoint": (
         "distillation does not exist yet; the loss is that of the next token"
     ),
-    "qlora bnb bitsandbytes load_in_4bit load_in_8bit nf4 int4 bnb_4bit_compute_dtype bnb_4bit_quant_type": (
+    "qlora bnb bitsandbytes load_in_4bit load_in_8bit nf4 int4 bnb_4bit_compute_dtype bnb_4bit_quant_type "
+    "quantization_config": (
         "training on 4-bit or 8-bit weights does not exist yet; lora.rank trains adapters of BF16 or FP32 weights"
     ),
-    "dora use_dora rslora use_rslora ia3 prefix_tuning prompt_tuning p_tuning num_virtual_tokens": (
+    "dora use_dora ia3 prefix_tuning prompt_tuning p_tuning num_virtual_tokens": (
         "of adapters there is LoRA only; set lora.rank, lora.alpha and lora.targets"
     ),
     "neftune neftune_noise_alpha": "noise on embeddings does not exist; model.dropout is hidden dropout",

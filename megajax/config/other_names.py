@@ -202,10 +202,8 @@ target_modules, lora_target_modules, lora_target | lora.targets | query, key, va
     o_proj; gate, up, down for gate_proj, up_proj, down_proj; all of them for all-linear, which is the default
 lora_dropout | lora.dropout
 use_rslora | lora.alpha | which is lora_alpha * the root of the rank
-use_dora, modules_to_save, layers_to_transform, lora.bias, init_lora_weights | | adapters are plain LoRA, in all
+modules_to_save, layers_to_transform, lora.bias, init_lora_weights | | adapters are plain LoRA, in all
     layers, and all other weights are frozen
-load_in_4bit, load_in_8bit, bnb_4bit_compute_dtype, bnb_4bit_quant_type, quantization_config, qlora | | frozen weights
-    are not quantised, so there is no QLoRA; mesh.fsdp divides them over devices
 model_name_or_path, base_model | checkpoint.init_from | a folder on this machine
 packing, sample_packing | data.pack | true by default
 assistant_only_loss, completion_only_loss, train_on_inputs | | with data.kind=chat the loss counts the assistant's
@@ -213,7 +211,6 @@ assistant_only_loss, completion_only_loss, train_on_inputs | | with data.kind=ch
 chat_template_path | data.chat_template
 chat_template_kwargs | data.chat_template_args
 eos_token | data.end_of_document
-neftune_noise_alpha | | noise on embeddings does not exist here
 """)
 
 # Common names that belong to no single framework.

@@ -188,6 +188,8 @@ def closing_line(config: Config, step: int, seconds: float) -> str:
     run = shlex.quote(config.run.dir)
     longer = "raise run.steps" if config.checkpoint.save_optimizer else f"start another with checkpoint.init_from={run}"
     sample = f"sample: python -m megajax.generate {run} --prompt TEXT; " if config.data.tokenizer else ""
+    if config.data.kind == "chat":
+        sample = f"talk to it: python -m megajax.chat {run}; "
     return (
         f"done: at step {step} after {_duration(seconds)}, written to {run}; {sample}"
         f"plot: python -m megajax.plot {run}; to train longer, {longer}"
