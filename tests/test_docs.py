@@ -2,12 +2,14 @@
 
 import importlib.util
 import json
+import math
 import re
 import shlex
 from pathlib import Path
 
 import pytest
 
+from megajax import load_weights
 from megajax.config import load_config
 from megajax.config.load import keys
 from megajax.errors import InputError
@@ -133,6 +135,20 @@ def test_readme_library_example_trains(workplace, capsys):
     exec(example, {})
     assert "step 20/20" in capsys.readouterr().out
     assert (workplace / "runs/library/metrics.jsonl").exists()
+
+
+def test_the_block_of_the_docs_trains(workplace):
+    page = ROOT / "docs/extensions.md"
+    (source,) = blocks(page, "python")
+    (workplace / "my_blocks.py").write_text(source)
+    (command,) = commands(page)
+    small = ["data.kind=synthetic", "model.num_layers=2", "model.hidden_size=32", "mesh.data=1", "mesh.tensor=2"]
+    small += ["run.steps=2", "batch.sequence_length=16", "mesh.fsdp=4", "batch.global_size=4"]
+    run([*shlex.split(command), *small])
+    lines = (workplace / "runs/my/metrics.jsonl").read_text().splitlines()
+    assert json.loads(lines[0])["loss"] == pytest.approx(math.log(257), rel=0.02)  # before any update
+    shape = load_weights(workplace / "runs/my")["blocks.squared.mlp.up"].shape
+    assert shape == (1, 32, 128)  # one of two layers; the default width of swiglu is 4 times the model's
 
 
 def test_the_custom_loop_trains_evaluates_and_restores(workplace, capsys):
