@@ -137,6 +137,8 @@ def _beside(path: Path, item: str) -> Path:
 
 
 def _read_text(path: Path, location: str) -> str:
+    if path.exists() and not (path.is_file() or path.is_dir()):  # a device or a pipe has no end
+        raise ConfigError(f"config file {path} is no file{location}: give a YAML file.")
     try:
         return read_text(path)
     except FileNotFoundError:

@@ -228,7 +228,16 @@ class DocumentSamples(Samples):
         sample = np.zeros(self.sequence_length + 1, np.int32)
         filled = 0
         for start, stop in self._order.pieces(index):
-            sample[filled : filled + stop - start] = self.dataset.tokens[start:stop]
+            tokens = self.dataset.tokens[start:stop]
+            if tokens.dtype.itemsize > sample.itemsize:  # the others fit; `to_global` compares with the vocabulary
+                limits = np.iinfo(sample.dtype)
+                for worst in (tokens.min(), tokens.max()):
+                    if not limits.min <= worst <= limits.max:
+                        raise InputError(
+                            f"{self.dataset.prefix}.bin has the token {worst} among the tokens {start} to {stop - 1}: "
+                            "ids are from 0 to 2**31 - 1; write it again."
+                        )
+            sample[filled : filled + stop - start] = tokens
             filled += stop - start
         return sample
 

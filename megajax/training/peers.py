@@ -121,8 +121,9 @@ class Peers:
         for name, raw in found.items():
             process = int(name)
             if process != self.index and self._raw.get(process) != raw:
-                self._raw[process], self._silent[process] = raw, 0.0
-                self.signs[process] = json.loads(raw)
+                with contextlib.suppress(ValueError):  # no sign of ours: as if it had given none
+                    self.signs[process] = json.loads(raw)
+                    self._raw[process], self._silent[process] = raw, 0.0
         with self._exchanged:
             self._number += 1
             self._exchanged.notify_all()

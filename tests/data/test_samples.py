@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from megajax.data import samples as samples_module
-from megajax.data.indexed import IndexedDataset
+from megajax.data.indexed import IndexedDataset, IndexedWriter
 from megajax.data.samples import BlendedSamples, DocumentSamples, make_batch, split_documents
 from megajax.data.synthetic import SyntheticSamples
 from megajax.errors import InputError
@@ -51,6 +51,17 @@ def test_samples_equal_the_written_out_stream(write_documents, order, length):
     assert len(expected) >= 2
     assert [samples[i].tolist() for i in range(len(expected))] == expected
     assert samples[0].dtype == np.int32
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("token", [2**31, -(2**31) - 1, -(2**63)])
+def test_a_token_that_does_not_fit_is_never_another_one(tmp_path, token):
+    with IndexedWriter(tmp_path / "wide", np.int64) as writer:
+        writer.add_document(np.array([*range(20), token, *range(19)]))
+    samples = DocumentSamples(IndexedDataset(tmp_path / "wide"), (0, 1), 10, 0, "sequential")
+    assert samples[0].tolist() == list(range(11))
+    with pytest.raises(InputError, match=f"has the token {token} among the tokens 20 to 30"):
+        samples[2]
 
 
 @pytest.mark.smoke
