@@ -3,8 +3,10 @@
 import copy
 import difflib
 import functools
+import itertools
 import os
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ from megajax.files import read_text, why_unreadable
 NAMED = Path(__file__).parents[2] / "configs"  # the configs that have names
 
 MAX_BRACKETS = 100  # one in the other
+MAX_FILES = 200  # with includes
 MAX_VALUES = 50_000  # of a file; an alias counts as the values that it stands for
 
 
@@ -94,9 +97,17 @@ def show(value: Any) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-def read_file(path: Path, parents: tuple[Path, ...] = (), included_at: str = "") -> Tree:
-    """A config file with its includes. `parents` are the files that include it, `included_at` is the last location."""
+def read_file(
+    path: Path, parents: tuple[Path, ...] = (), included_at: str = "", reads: Iterator[int] | None = None
+) -> Tree:
+    """A config file with its includes. `parents` are the files that include it, `included_at` is the last location.
+
+    `reads` counts the files: those that include each other twice double with each level.
+    """
     location = f" ({included_at})" if included_at else ""
+    reads = reads or itertools.count()
+    if next(reads) == MAX_FILES:
+        raise ConfigError(f"a config includes {MAX_FILES} files and more{location}: include each file once.")
     if path.resolve() in [parent.resolve() for parent in parents]:
         chain = " -> ".join(str(file) for file in (*parents, path))
         raise ConfigError(f"the includes form a circle, {chain}{location}: remove one of them.")
@@ -112,7 +123,7 @@ def read_file(path: Path, parents: tuple[Path, ...] = (), included_at: str = "")
         raise ConfigError(f"include={show(includes)} is not a file ({line}): write a path or a list of paths.")
     tree = Tree()
     for item in includes or []:
-        tree.merge(read_file(_beside(path, item), (*parents, path), line))
+        tree.merge(read_file(_beside(path, item), (*parents, path), line, reads))
     own.locations = {key: at for key, at in own.locations.items() if key.split(".")[0] != "include"}
     tree.merge(own)
     return tree
@@ -221,6 +232,8 @@ class _Reader:
 
     def scalar(self, node: yaml.Node, key: str) -> Any:
         try:
+            if node.tag.endswith((":int", ":float")) and ":" in node.value:  # to YAML 1.1 a number in base 60
+                raise ValueError
             value = self.loader.construct_object(node)
         except (ValueError, KeyError, IndexError, AttributeError):  # a tag such as !!int, or thousands of digits
             problem = f"{key}={node.value[:60]} does not fit its type ({self.location(node)})"

@@ -1,6 +1,7 @@
 """Every mistake in a config is one sentence with the key, the value, the place and the way out."""
 
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -167,6 +168,19 @@ def test_a_missing_or_unreadable_file_is_named():
     Path("binary.yaml").write_bytes(b"\xff\xfe\x00")
     expected = "config file binary.yaml cannot be read, it is not UTF-8 text: give a YAML file."
     assert message("binary.yaml") == expected
+
+
+def test_files_that_include_each_other_twice_end_with_a_sentence():
+    for i in range(40):
+        Path(f"i{i}.yaml").write_text(f"include: [i{i + 1}.yaml, i{i + 1}.yaml]\n")
+    Path("i40.yaml").write_text("")
+    pattern = r"includes 200 files and more \(i\d+.yaml, line 1\): include each file once"
+    assert re.search(pattern, message("i0.yaml"))
+
+
+def test_a_number_in_base_60_is_no_number():
+    Path("base.yaml").write_text("include: good.yaml\nrun: {steps: !!int '1:2:3'}\n")
+    assert "run.steps=1:2:3 does not fit its type (base.yaml, line 2)" in message("base.yaml")
 
 
 def test_a_removed_key_of_an_earlier_versions_config_yaml_is_dropped():
