@@ -145,13 +145,15 @@ class Idx:
 
 
 class Safetensors:
-    """The header of a model's weights in two files, and their index."""
+    """The header of a model's weights in a file that an index names."""
 
     def __init__(self, folder: Path):
         import jax
+        from safetensors.numpy import load_file
 
         from megajax.config import ModelConfig
         from megajax.hf.convert import export
+        from megajax.hf.folder import INDEX, SINGLE
         from megajax.model import Transformer, parameters
 
         sizes = {"num_layers": 1, "hidden_size": 16, "num_heads": 2, "ffn_hidden_size": 16, "vocab_size": 16}
@@ -160,7 +162,10 @@ class Safetensors:
         shapes = {name: p.shape for name, p in parameters(Transformer(self.model)).items()}
         weights = {name: jax.numpy.zeros(shape) for name, shape in shapes.items()}
         export(weights, self.model, self.folder, "float32", {})
-        self.files = sorted(self.folder.glob("*.safetensors"))
+        single, shard = self.folder / SINGLE, self.folder / "model-00001-of-00001.safetensors"
+        index = {"weight_map": dict.fromkeys(load_file(single), shard.name)}  # as a large model has it
+        (self.folder / INDEX).write_text(json.dumps(index), encoding="utf-8")
+        self.files = [single.rename(shard)]
 
     def read(self) -> None:
         from megajax.hf.folder import Weights, read_config
