@@ -141,7 +141,7 @@ def test_the_block_of_the_docs_trains(workplace):
     page = ROOT / "docs/extensions.md"
     (source,) = blocks(page, "python")
     (workplace / "my_blocks.py").write_text(source)
-    (command,) = commands(page)
+    (command,) = blocks(page, "sh")  # not bash: a process can register the block once only
     small = ["data.kind=synthetic", "model.num_layers=2", "model.hidden_size=32", "mesh.data=1", "mesh.tensor=2"]
     small += ["run.steps=2", "batch.sequence_length=16", "mesh.fsdp=4", "batch.global_size=4"]
     run([*shlex.split(command), *small])
