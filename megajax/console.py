@@ -106,6 +106,11 @@ def add_sampling_arguments(parser: argparse.ArgumentParser, tokens: int) -> None
         help="draft N tokens in each step with the multi-token prediction modules (default: 0, none)",
     )
     parser.add_argument("--seed", type=int, default=0, help="seed of the sampling (default: 0)")
+    add_template_arguments(parser)
+
+
+def add_template_arguments(parser: argparse.ArgumentParser) -> None:
+    """The chat template's arguments of a command; `inference.prompts.chosen_arguments` reads them."""
     parser.add_argument(
         "--chat-template-args",
         default="{}",

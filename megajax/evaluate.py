@@ -1,28 +1,26 @@
-"""`python -m megajax.evaluate RUN_OR_HF_FOLDER --data PREFIX_OR_FILE`: loss, perplexity and bits per byte of texts."""
+"""`python -m megajax.evaluate RUN_OR_HF_FOLDER --data PATH`: loss, perplexity and bits per byte of texts and chats."""
 
 import argparse
 import json
 import math
+import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-from megajax.console import CommandParser, add_model_arguments, user_errors
-from megajax.data.indexed import IndexedDataset
-from megajax.data.json_lines import check_inputs, read_blocks, texts
+from megajax.console import CommandParser, add_model_arguments, add_template_arguments, user_errors
+from megajax.data.json_lines import matching_files
 from megajax.errors import InputError
 from megajax.runtime import accept_missing_cuda
 
-SUFFIXES = (".jsonl", ".json", ".jsonl.gz", ".jsonl.xz", ".jsonl.bz2", ".jsonl.zst", ".parquet")
-DOCUMENTS_AT_ONCE = 1000
+if TYPE_CHECKING:
+    from megajax.inference.language_model import LanguageModel
+    from megajax.inference.scored_sets import Reading
+    from megajax.inference.scoring import Scorer, Window
 
-
-class Document(NamedTuple):
-    """A document's tokens, and its bytes in UTF-8 (None: unknown)."""
-
-    tokens: list[int]
-    size: int | None
+WINDOWS_AT_ONCE = 1000
 
 
 def data_sets(arguments: Sequence[str]) -> dict[str, str]:
@@ -33,7 +31,7 @@ def data_sets(arguments: Sequence[str]) -> dict[str, str]:
     found: dict[str, str] = {}
     for argument in arguments:
         name, _, path = argument.partition("=")
-        exists = Path(argument).exists() or Path(f"{argument}.idx").exists()
+        exists = Path(f"{argument}.idx").exists() or any(map(os.path.exists, matching_files(argument)))
         if exists or "/" in name or not path:
             name, path = "", argument
         name = name or Path(path).name
@@ -43,46 +41,26 @@ def data_sets(arguments: Sequence[str]) -> dict[str, str]:
     return found
 
 
-def documents(path: str, model: Any, json_key: str) -> Iterator[Document]:
-    """The documents of JSON lines or of token files `PREFIX.bin` and `.idx`; errors as in preprocessing."""
-    if path.endswith(SUFFIXES):
-        check_inputs([path])
-        for block in read_blocks([path], json_key):
-            for _, text in texts(block, json_key):
-                if text:
-                    yield Document(model.encode(text, special_tokens=False), len(text.encode()))
-        return
-    dataset = IndexedDataset(path)
-    for i in range(dataset.num_documents):
-        tokens = dataset.document(i).tolist()
-        if tokens and tokens[-1] in model.stop_tokens:
-            tokens = tokens[:-1]
-        if tokens and tokens[0] == model.begin_token:  # every document gets it
-            tokens = tokens[1:]
-        if tokens:
-            yield Document(tokens, len(model.tokenizer.decode(tokens).encode()) if model.tokenizer else None)
+def evaluate(
+    model: "LanguageModel", path: str, reading: "Reading | None" = None, limit: int | None = None
+) -> dict[str, Any]:
+    """The figures of a set: documents, tokens, what is scored, loss (nats per token), perplexity, bits per byte.
 
-
-def evaluate(model: Any, path: str, json_key: str = "text", limit: int | None = None) -> dict[str, Any]:
-    """The figures of one set: documents, tokens, loss (nats per token), perplexity, bits per byte.
-
-    Each document is scored by itself, in windows of the model's context, from its first token if the model has a token
-    for the beginning or the end of a text, else from its second. Bits per byte is None if the bytes are unknown.
+    Each document or chat is scored by itself, in windows of the model's context; with `limit` only the first ones.
+    Bits per byte is None if the bytes are unknown.
     """
-    from megajax.inference.scoring import Scorer, windows
+    from megajax.inference.scored_sets import Reading, open_set
+    from megajax.inference.scoring import Scorer
 
-    scorer, prefix = Scorer(model), model.prefix_token
+    scorer, opened = Scorer(model), open_set(path, model, reading or Reading())
     count = tokens = size = 0
-    total, sized = 0.0, True
-    stream, pending = documents(path, model, json_key), []
-    for i, document in enumerate(stream):
-        if limit is not None and i >= limit:
-            break
+    total, sized, pending = 0.0, True, []
+    for document in islice(opened.documents, limit):
         count += 1
         sized &= document.size is not None
         size += document.size or 0
-        pending += windows(document.tokens if prefix is None else [prefix, *document.tokens], model.max_length)
-        if len(pending) >= DOCUMENTS_AT_ONCE:
+        pending += document.windows
+        if len(pending) >= WINDOWS_AT_ONCE:
             total, tokens = _added(scorer, pending, total, tokens)
             pending = []
     total, tokens = _added(scorer, pending, total, tokens)
@@ -90,10 +68,11 @@ def evaluate(model: Any, path: str, json_key: str = "text", limit: int | None = 
         raise InputError(f"--data={path} has no tokens to predict: give a set with text.")
     loss = -total / tokens
     bits = -total / math.log(2) / size if sized and size else None
-    return {"documents": count, "tokens": tokens, "loss": loss, "perplexity": math.exp(loss), "bits_per_byte": bits}
+    figures = {"loss": loss, "perplexity": math.exp(loss), "bits_per_byte": bits}
+    return {"documents": count, "tokens": tokens, "scored": opened.scored} | figures
 
 
-def _added(scorer: Any, pending: list[Any], total: float, tokens: int) -> tuple[float, int]:
+def _added(scorer: "Scorer", pending: "list[Window]", total: float, tokens: int) -> tuple[float, int]:
     scores = scorer.scores(pending)
     return total + sum(score.log_likelihood for score in scores), tokens + sum(score.count for score in scores)
 
@@ -101,12 +80,12 @@ def _added(scorer: Any, pending: list[Any], total: float, tokens: int) -> tuple[
 def report(results: dict[str, dict[str, Any]]) -> str:
     """A table of the sets, a line each."""
     width = max(4, *map(len, results))
-    lines = [f"{'data':{width}}  documents      tokens     loss  perplexity  bits/byte"]
+    lines = [f"{'data':{width}}  documents      tokens  scored          loss  perplexity  bits/byte"]
     for name, found in results.items():
         bits = "unknown" if found["bits_per_byte"] is None else f"{found['bits_per_byte']:.4f}"
         lines.append(
-            f"{name:{width}}  {found['documents']:9,}  {found['tokens']:10,}  {found['loss']:7.4f}"
-            f"  {found['perplexity']:10.4g}  {bits:>9}"
+            f"{name:{width}}  {found['documents']:9,}  {found['tokens']:10,}  {found['scored']:10}"
+            f"  {found['loss']:7.4f}  {found['perplexity']:10.4g}  {bits:>9}"
         )
     return "\n".join(lines)
 
@@ -114,10 +93,12 @@ def report(results: dict[str, dict[str, Any]]) -> str:
 def run(options: argparse.Namespace) -> None:
     """Load the model, score the sets and print their table; `options` are those of the parser below."""
     from megajax.inference.load import load_chosen
+    from megajax.inference.prompts import chosen_arguments
+    from megajax.inference.scored_sets import Reading
 
-    sets = data_sets(options.data)
+    sets, reading = data_sets(options.data), Reading(options.json_key, chosen_arguments(options))
     model = load_chosen(options)
-    results = {name: evaluate(model, path, options.json_key, options.limit) for name, path in sets.items()}
+    results = {name: evaluate(model, path, reading, options.limit) for name, path in sets.items()}
     print(report(results))
     if options.output:
         try:
@@ -128,17 +109,19 @@ def run(options: argparse.Namespace) -> None:
 
 def main(argv: Sequence[str]) -> int:
     """Print the scores of sets of texts; returns the exit status."""
-    parser = CommandParser("megajax.evaluate", description="Loss, perplexity and bits per byte of texts.")
+    parser = CommandParser("megajax.evaluate", description="Loss, perplexity and bits per byte of texts and chats.")
     add_model_arguments(parser)
     parser.add_argument(
         "--data",
         action="append",
         required=True,
         metavar="[NAME=]PATH",
-        help="JSON lines (.jsonl), or the prefix of .bin and .idx files; may be repeated",
+        help="texts or chats (JSON lines, an array, Parquet, a glob), or the prefix of .bin and .idx files; may be"
+        " repeated",
     )
-    parser.add_argument("--json-key", default="text", help="key of the text in JSON lines (default: text)")
-    parser.add_argument("--limit", type=int, help="only the first documents of each set")
+    parser.add_argument("--json-key", help="key of the text in JSON lines (default: text, if the lines are not chats)")
+    parser.add_argument("--limit", type=int, help="only the first documents or chats of each set")
+    add_template_arguments(parser)
     parser.add_argument("--output", metavar="FILE", help="write the figures as JSON too")
     with user_errors():
         options = parser.parse_args(argv)

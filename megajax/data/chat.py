@@ -1,8 +1,9 @@
 """Chats and instructions: JSON lines to packed samples with the loss on the assistant's tokens (`data.kind: chat`)."""
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
+from itertools import batched, chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -23,8 +24,8 @@ if TYPE_CHECKING:
     from megajax.config import Config
     from megajax.config.data_schema import DataConfig
 
-VERSION = 3  # of the encoding, part of the key of the stored tokens
-AT_ONCE = 1000  # samples that are tokenised together
+VERSION = 4  # of the encoding, part of the key of the stored tokens
+AT_ONCE = 200  # conversations that are tokenised together
 ARRAYS = ("tokens", "counted", "starts", "order", "ends", "figures")
 
 
@@ -36,11 +37,11 @@ class Text(NamedTuple):
     bare: bool  # a prompt and its completion: the tokens around a text are missing, and its end counts
 
 
-def conversation(line: bytes, template: ChatTemplate | None) -> list[Text]:
+def conversation(line: bytes, template: Callable[[], ChatTemplate]) -> list[Text]:
     """The samples of a line: of a chat by `answer_samples`, of a prompt and its completion one.
 
     The loss counts the assistant's text with its ends of turns, or the completion and its end. Raises
-    ValueError with the rest of a sentence for anything else.
+    ValueError with the rest of a sentence for anything else; `template` raises the error of a missing one.
     """
     record = parse(line, 'write {"messages": [...]} on a line of its own')
     if b"\\u" in line:
@@ -49,12 +50,7 @@ def conversation(line: bytes, template: ChatTemplate | None) -> list[Text]:
     if isinstance(chat, Completion):
         prompt, completion = chat
         return [Text(prompt + completion, [(len(prompt), len(prompt) + len(completion))], True)]
-    if template is None:
-        raise ValueError(
-            "has messages, but the tokenizer has no chat template: set data.chat_template, or write prompt and "
-            "completion"
-        )
-    samples = answer_samples(template, chat)
+    samples = answer_samples(template(), chat)
     if not any(start < end for _, spans in samples for start, end in spans):
         raise ValueError("has no answer of the assistant that counts: the loss would count nothing of it; remove it")
     return [Text(text, spans, False) for text, spans in samples]
@@ -69,6 +65,38 @@ def counted_tokens(offsets: Sequence[Span], spans: Sequence[Span]) -> np.ndarray
     return found
 
 
+def read_chats(paths: Sequence[str], template: Callable[[], ChatTemplate]) -> Iterator[list[Text]]:
+    """The samples of each conversation of files. Raises InputError, with file and line, for a line that is none."""
+    for block in read_blocks(paths):
+        for number, line in enumerate(block.text.split(b"\n"), start=block.first_line):
+            if line.strip():
+                try:
+                    yield conversation(line, template)
+                except InputError as error:  # of the template
+                    raise InputError(f"{block.path}, {block.unit} {number}: {error}") from None
+                except ValueError as error:
+                    raise InputError(f"{block.path}, {block.unit} {number} {error}.") from None
+
+
+def encode(
+    texts: Sequence[Text], tokenizer: Tokenizer, document_end: Callable[[], int]
+) -> Iterator[tuple[list[int], np.ndarray]]:
+    """(tokens, whether the loss counts each, bool [tokens]) of each text.
+
+    Around a prompt and its completion are the token that the tokenizer puts before a text, and `document_end`, which
+    is asked only then. The first token is never counted: nothing predicts it.
+    """
+    encoded = tokenizer.encode_with_offsets([text.text for text in texts])
+    for text, (ids, offsets) in zip(texts, encoded, strict=True):
+        mask = counted_tokens(offsets, text.spans)
+        if text.bare:
+            begun = framed(ids, usual_first_token(tokenizer))
+            uncounted, ids = len(begun) - len(ids), framed(begun, None, document_end())
+            mask = np.concatenate([[False] * uncounted, mask, [True] * (len(ids) - len(begun))]).astype(bool)
+        mask[:1] = False
+        yield ids, mask
+
+
 def encode_files(
     paths: Sequence[str], data: "DataConfig", tokenizer: Tokenizer, template: ChatTemplate | None, capacity: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
@@ -78,18 +106,21 @@ def encode_files(
     out, as `data` says; one is left out if nothing that counts remains of it. Raises InputError, with file and line,
     for a line that is not a conversation, and for a completion if no token ends a text.
     """
+
+    def given() -> ChatTemplate:
+        if template is None:
+            raise ValueError(
+                "has messages, but the tokenizer has no chat template: set data.chat_template, or write prompt and "
+                "completion"
+            )
+        return template
+
     tokens, counted, lengths, conversations, dropped = [], [], [], 0, 0
-    for number, texts in _texts(paths, template):
-        conversations += number
-        encoded = tokenizer.encode_with_offsets([text.text for text in texts])
-        for text, (ids, offsets) in zip(texts, encoded, strict=True):
-            mask = counted_tokens(offsets, text.spans)
-            if text.bare:
-                begun = framed(ids, usual_first_token(tokenizer))
-                uncounted, ids = len(begun) - len(ids), framed(begun, None, document_end(data, tokenizer))
-                mask = np.concatenate([[False] * uncounted, mask, [True] * (len(ids) - len(begun))]).astype(bool)
-            kept = mask[1:capacity]  # the first token is never predicted
-            if (data.too_long == "drop" and len(ids) > capacity) or not kept.any():
+    for chats in batched(read_chats(paths, given), AT_ONCE):
+        conversations += len(chats)
+        texts = list(chain.from_iterable(chats))
+        for ids, mask in encode(texts, tokenizer, lambda: document_end(data, tokenizer)):
+            if (data.too_long == "drop" and len(ids) > capacity) or not mask[:capacity].any():
                 dropped += 1
                 continue
             tokens.append(np.array(ids[:capacity], np.int32))
@@ -99,27 +130,6 @@ def encode_files(
         raise InputError(f"{', '.join(paths)} has no conversation of which the loss counts anything: give other data.")
     starts = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
     return np.concatenate(tokens), np.concatenate(counted), starts, np.array([conversations, dropped])
-
-
-def _texts(paths: Sequence[str], template: ChatTemplate | None) -> Iterator[tuple[int, list[Text]]]:
-    """(the number of conversations, their samples) of many lines at a time."""
-    found: list[Text] = []
-    conversations = 0
-    for block in read_blocks(paths):
-        for number, line in enumerate(block.text.split(b"\n"), start=block.first_line):
-            if line.strip():
-                try:
-                    found += conversation(line, template)
-                    conversations += 1
-                except InputError as error:  # of the template
-                    raise InputError(f"{block.path}, {block.unit} {number}: {error}") from None
-                except ValueError as error:
-                    raise InputError(f"{block.path}, {block.unit} {number} {error}.") from None
-            if len(found) >= AT_ONCE:
-                yield conversations, found
-                found, conversations = [], 0
-    if found:
-        yield conversations, found
 
 
 class ChatSamples(Samples):

@@ -28,6 +28,9 @@ WITHOUT_INPUT = (
 )
 
 
+FORMS = ({"messages"}, {"conversations"}, {"prompt", "completion"}, {"instruction", "output"})  # keys of a line
+
+
 class Chat(NamedTuple):
     """Messages, and the template's arguments that belong to this chat: tools, documents and others by name."""
 
@@ -49,6 +52,11 @@ class Completion(NamedTuple):
 
     prompt: str
     completion: str
+
+
+def is_chat(record: Any) -> bool:
+    """Whether a line has the keys of one of the forms that `read_record` reads."""
+    return isinstance(record, dict) and any(form <= record.keys() for form in FORMS)
 
 
 def read_record(record: Any) -> Chat | Completion:

@@ -43,18 +43,20 @@ class LanguageModel:
         stop_tokens: Sequence[int] = (),
         folder: Path | None = None,
         begin_token: int | None = None,
+        end_token: int | None = None,
         speculate: int = 0,
     ):
         """`params` are canonical, in the compute dtype, and the dictionary is emptied; `folder` has the tokenizer.
 
-        `begin_token` begins its texts; None: nothing does. `speculate` is the number of tokens that generation drafts
-        in each step, with the multi-token prediction modules; 0: none.
+        `begin_token` begins its texts, `end_token` ends them; None: nothing does. `speculate` is the number of tokens
+        that generation drafts in each step, with the multi-token prediction modules; 0: none.
         """
         assert config.model.mtp_layers or not speculate
         self.config, self.mesh, self.tokenizer, self.speculate = config.model, mesh, tokenizer, speculate
-        self._template_arguments = config.data.template_arguments
+        self.template_arguments = config.data.template_arguments
         self.max_length = config.batch.sequence_length
-        self.stop_tokens, self.begin_token, self.folder = tuple(stop_tokens), begin_token, folder
+        self.stop_tokens, self.folder = tuple(stop_tokens), folder
+        self.begin_token, self.end_token = begin_token, end_token
         self.model = Transformer(config.model)
         self.kernels = choose_kernels(config, Hardware.of(mesh))
         self.weights = from_parameters(self.model, params, state, mesh)
@@ -87,7 +89,7 @@ class LanguageModel:
     @cached_property
     def chat_template(self) -> ChatTemplate:
         """The folder's chat template with the arguments of the training; InputError if there is none."""
-        return load_chat_template(self.folder, arguments=self._template_arguments)
+        return load_chat_template(self.folder, arguments=self.template_arguments)
 
     @property
     def prefix_token(self) -> int | None:

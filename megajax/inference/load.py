@@ -54,10 +54,9 @@ def load_run(
     model = Transformer(config.model)
     tokenizer = find_tokenizer(config, run_dir) if config.data.tokenizer else None
     params, state = _restored(config, str(run_dir / "checkpoints" / str(step)), model, mesh, setting)
-    about_text = {"tokenizer": tokenizer, "folder": run_dir}
-    about_text["stop_tokens"] = stop_tokens(
-        run_dir, tokenizer, known_end(config.data, tokenizer) if tokenizer else None
-    )
+    end = None if tokenizer is None else known_end(config.data, tokenizer)
+    about_text = {"tokenizer": tokenizer, "folder": run_dir, "end_token": end}
+    about_text["stop_tokens"] = stop_tokens(run_dir, tokenizer, end)
     if tokenizer is not None:
         # A run that began with a Hugging Face model keeps its config: its texts begin as those of that model.
         about_text["begin_token"] = first_token(config.data, tokenizer, (run_dir / "hf_config.json").is_file())
@@ -119,8 +118,9 @@ def from_hf(
     shapes = abstract_parameters(model, mesh, config.precision.compute)
     params, state = load(folder, shapes, abstract_state(model, mesh), config.model, setting)
     tokenizer = load_tokenizer(str(folder)) if files_in(folder) else None
-    about_text = {"tokenizer": tokenizer, "folder": folder}
-    about_text["stop_tokens"] = stop_tokens(folder, tokenizer, tokenizer.end_of_document if tokenizer else None)
+    end = None if tokenizer is None else tokenizer.end_of_document
+    about_text = {"tokenizer": tokenizer, "folder": folder, "end_token": end}
+    about_text["stop_tokens"] = stop_tokens(folder, tokenizer, end)
     about_text["begin_token"] = None if tokenizer is None else usual_first_token(tokenizer)
     return LanguageModel(config, params, state, mesh, **about_text, speculate=speculate)
 

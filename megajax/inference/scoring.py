@@ -22,6 +22,7 @@ class Window(NamedTuple):
 
     tokens: Sequence[int]
     start: int  # 1 or more
+    counted: np.ndarray | None = None  # which tokens from `start` on are scored, bool; None: all
 
 
 class Score(NamedTuple):
@@ -32,17 +33,35 @@ class Score(NamedTuple):
     count: int
 
 
-def windows(tokens: Sequence[int], length: int) -> list[Window]:
-    """Windows of at most `length` + 1 tokens that together predict each token but the first once.
+def windows(tokens: Sequence[int], length: int, start: int = 1, stop: int | None = None) -> list[Window]:
+    """Windows of at most `length` + 1 tokens that together predict each token from `start` to `stop` once.
 
     A window begins with the last token of the one before it, the last window earlier, so that it is full too. These are
     the windows of lm-eval's rolling log-likelihood.
     """
-    out = []
-    for first in range(1, len(tokens), length):
-        end = min(first + length, len(tokens))
+    out, stop = [], len(tokens) if stop is None else stop
+    for first in range(start, stop, length):
+        end = min(first + length, stop)
         begin = max(0, end - length - 1)
         out.append(Window(tokens[begin:end], first - begin))
+    return out
+
+
+def answer_windows(tokens: Sequence[int], counted: np.ndarray, length: int) -> list[Window]:
+    """Windows of at most `length` + 1 tokens that together predict each token of a chat that is `counted` once.
+
+    Answers that end in the first window share it. Each later one has its own, which ends with it, so that it is
+    predicted from as much of the chat before it as there is room for.
+    """
+    edges = np.flatnonzero(np.diff(counted.astype(np.int8), prepend=0, append=0)).tolist()
+    answers = list(zip(edges[::2], edges[1::2], strict=True))
+    shared = [answer for answer in answers if answer[1] <= length + 1]
+    out = []
+    if shared:
+        start, stop = shared[0][0], shared[-1][1]
+        out.append(Window(tokens[:stop], start, counted[start:stop]))
+    for start, stop in answers[len(shared) :]:
+        out += windows(tokens, length, start, stop)
     return out
 
 
@@ -57,9 +76,10 @@ class Scorer:
         """The score of each window; one that is longer than the context is cut at its beginning."""
         limit = self.model.max_length
         kept = []
-        for tokens, start in all_windows:
+        for tokens, start, counted in all_windows:
             cut = max(0, len(tokens) - 1 - limit)
-            kept.append(Window(tokens[cut:], max(1, start - cut)))
+            first = max(1, start - cut)
+            kept.append(Window(tokens[cut:], first, counted if counted is None else counted[first + cut - start :]))
         out: list[Score | None] = [None] * len(kept)
         order = sorted(range(len(kept)), key=lambda i: -len(kept[i].tokens))
         while order:
@@ -76,16 +96,17 @@ class Scorer:
 
     def _batch(self, batch: Sequence[Window], length: int, count: int) -> list[Score]:
         inputs, targets = np.zeros((2, count, length), np.int32)
-        for row, (tokens, _) in enumerate(batch):
+        for row, (tokens, *_) in enumerate(batch):
             inputs[row, : len(tokens) - 1], targets[row, : len(tokens) - 1] = tokens[:-1], tokens[1:]
         self.model.check_tokens(inputs)
         found = self._program(self.model.weights, inputs, targets)
         likelihoods, greedy = (np.asarray(a) for a in found)
         out = []
-        for row, (tokens, start) in enumerate(batch):
-            own = slice(start - 1, len(tokens) - 1)
+        for row, (tokens, start, counted) in enumerate(batch):
+            own = np.arange(start - 1, len(tokens) - 1)
+            own = own if counted is None else own[counted]
             total = likelihoods[row, own].sum(dtype=np.float64)
-            out.append(Score(float(total), bool(greedy[row, own].all()), len(tokens) - start))
+            out.append(Score(float(total), bool(greedy[row, own].all()), own.size))
         return out
 
     def _predictions(self, weights: ModelWeights, inputs, targets) -> tuple[jax.Array, jax.Array]:

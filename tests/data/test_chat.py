@@ -245,6 +245,14 @@ def test_prompts_and_completions_count_the_completion_and_the_end(folder, tmp_pa
     assert batch["segment_ids"].tolist() == [[0] * 6 + [1] * 2] and batch["positions"][0].tolist()[:6] == [*range(6)]
 
 
+def test_the_first_token_of_a_packed_completion_is_not_counted(folder, tmp_path):
+    """Without a prompt nothing of its own text predicts it, only the end of the text before it in the sequence."""
+    (tmp_path / "p.jsonl").write_text('{"prompt": "", "completion": "ab"}\n' * 2)
+    samples = datasets(config_of(folder, {"train": str(tmp_path / "p.jsonl"), "tokenizer": "byte"}, length=6))["train"]
+    assert samples[0].tolist() == [97, 98, 256, 97, 98, 256, 0]
+    assert samples.counted(0).tolist() == [False, True, True, False, True, True, False]
+
+
 QUESTION, ANSWER = {"role": "user", "content": "hi é"}, {"role": "assistant", "content": "fine"}
 SYSTEM = {"role": "system", "content": "be brief"}
 SAME = {  # each the chat of `messages`, in another form

@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 
 import jax
 import numpy as np
@@ -11,7 +12,9 @@ import megajax
 from megajax import evaluate
 from megajax.data.indexed import IndexedWriter
 from megajax.errors import InputError
-from megajax.inference.scoring import Scorer, Window, windows
+from megajax.hf.convert import read_folder
+from megajax.inference.scored_sets import Reading
+from megajax.inference.scoring import Scorer, Window, answer_windows, windows
 
 
 @pytest.mark.parametrize("name", ["tiny_llama", "tiny_mixtral"])
@@ -31,7 +34,7 @@ def test_scores_are_those_of_transformers_on_a_mesh(references, folder_of, name)
 def test_windows_predict_each_token_once_with_all_the_context_there_is(count, length):
     tokens = list(range(100, 100 + count))
     predicted = []
-    for part, start in windows(tokens, length):
+    for part, start, _ in windows(tokens, length):
         assert len(part) == min(length + 1, count)
         assert part == tokens[part[0] - 100 :][: len(part)]
         predicted += part[start:]
@@ -78,6 +81,7 @@ def test_files_are_evaluated_as_by_hand(letters_folder, tmp_path, capsys):
     options = ["--data", f"lines={tmp_path / 'texts.jsonl'}", "--data", str(tmp_path / "tokens")]
     assert evaluate.main([str(letters_folder), *options, "--output", str(tmp_path / "out.json")]) == 0
     found = json.loads((tmp_path / "out.json").read_text())
+    assert [found[name].pop("scored") for name in ("lines", "tokens")] == ["all tokens"] * 2
     assert found["lines"] == pytest.approx(found["tokens"])
     assert found["lines"] == pytest.approx(
         {
@@ -90,6 +94,133 @@ def test_files_are_evaluated_as_by_hand(letters_folder, tmp_path, capsys):
         rel=1e-5,
     )
     assert f"{total / count:.4f}" in capsys.readouterr().out
+
+
+@pytest.mark.smoke
+def test_windows_of_answers_predict_each_once_after_all_that_fits():
+    tokens, counted = list(range(100, 130)), np.zeros(30, bool)
+    counted[[2, 3, 6, 12, 13, *range(17, 29)]] = True
+    found = answer_windows(tokens, counted, 8)
+    assert [(part[0] - 100, part[-1] - 99, start) for part, start, _ in found] == [
+        (0, 7, 2),  # both answers that end in the first nine tokens
+        (5, 14, 7),
+        (16, 25, 1),  # an answer that is longer than the context, in two windows
+        (20, 29, 5),
+    ]
+    scored = [
+        token
+        for part, start, of in found
+        for token, is_scored in zip(part[start:], np.ones(9, bool) if of is None else of, strict=False)
+        if is_scored
+    ]
+    assert scored == [tokens[i] for i in np.flatnonzero(counted)]
+
+
+CHAT_TEMPLATE = (
+    "{{ tone }}{% for m in messages %}{{ m.role[0] }} {{ m.content }}é{% endfor %}"
+    "{% if add_generation_prompt %}a {% endif %}"
+)
+CHATS = [  # a line, its text, and below each character of it whether it counts
+    (
+        {
+            "messages": [
+                {"role": r, "content": c}
+                for r, c in (("user", "hi"), ("assistant", "yes"), ("user", "why"), ("assistant", "so it is"))
+            ]
+        },
+        "u hiéa yeséu whyéa so it isé",
+        "       ++++        +++++++++",
+    ),
+    ({"conversations": [{"from": "human", "value": "go"}, {"from": "gpt", "value": "on"}]}, "u goéa oné", "       +++"),
+    ({"prompt": "a b", "completion": " c"}, "a b c", "   ++"),
+]
+
+
+def token(letter: str) -> int:
+    return 28 if letter == "é" else 27 if letter == " " else ord(letter) - 96
+
+
+@pytest.fixture(scope="module")
+def chats(letters_folder, tmp_path_factory):
+    """(context → folder, file, (tokens, whether each counts) of each chat)."""
+    directory = tmp_path_factory.mktemp("chats")
+    for context in (64, 8):
+        shutil.copytree(letters_folder, directory / str(context))
+        (directory / str(context) / "chat_template.jinja").write_text(CHAT_TEMPLATE)
+        config = json.loads((letters_folder / "config.json").read_text()) | {"max_position_embeddings": context}
+        (directory / str(context) / "config.json").write_text(json.dumps(config))
+        (directory / str(context) / "tokenizer_config.json").write_text('{"eos_token": "z"}')
+    (directory / "chats.jsonl").write_text("".join(json.dumps(line) + "\n" for line, _, _ in CHATS))
+    expected = []
+    for record, text, counts in CHATS:
+        bare = "prompt" in record  # between the tokens that begin and end a text
+        tokens = [0] * bare + [token(c) for c in text] + [token("z")] * bare
+        expected.append((tokens, np.array([False] * bare + [c == "+" for c in counts] + [True] * bare)))
+    return directory, directory / "chats.jsonl", expected
+
+
+@pytest.mark.parametrize("context", [64, 8])
+def test_chats_are_evaluated_as_by_hand(chats, context, tmp_path, capsys):
+    directory, file, expected = chats
+    model, total, count = megajax.from_hf(directory / str(context)), 0.0, 0
+    for tokens, counted in expected:
+        edges = np.flatnonzero(np.diff(np.concatenate([[False], counted, [False]])))
+        for start, stop in edges.reshape(-1, 2).tolist():
+            for i in range(start, stop):
+                end = stop if stop <= context + 1 else min(start + context * ((i - start) // context + 1), stop)
+                first = max(0, end - context - 1)
+                logits = np.asarray(model([tokens[first : end - 1]]))[0, i - 1 - first].astype(np.float64)
+                total -= logits[tokens[i]] - np.log(np.exp(logits).sum())
+                count += 1
+    options = ["--data", f"b={file}", "--data", f"c={directory}/*.jsonl", "--output", str(tmp_path / "out.json")]
+    assert evaluate.main([str(directory / str(context)), *options]) == 0
+    found = json.loads((tmp_path / "out.json").read_text())
+    assert found["b"] == found["c"] and (found["b"]["documents"], found["b"]["scored"]) == (3, "answers")
+    assert found["b"]["tokens"] == count == sum(counted.sum() for _, counted in expected)
+    assert found["b"]["loss"] == pytest.approx(total / count, rel=1e-5)
+    size = sum(len(c.encode()) for _, text, counts in CHATS for c, n in zip(text, counts, strict=True) if n == "+")
+    assert found["b"]["bits_per_byte"] == pytest.approx(total / math.log(2) / size, rel=1e-5)
+    assert " answers " in capsys.readouterr().out
+
+
+def test_the_loss_of_chats_is_that_of_the_training(chats, tmp_path):
+    directory, file, _ = chats
+    folder = directory / "64"
+    config = megajax.Config.model_validate(
+        {
+            "run": {"steps": 1, "dir": str(tmp_path), "eval_steps": 1},
+            "model": read_folder(folder)[1],
+            "mesh": {"data": 1},
+            "batch": {"global_size": 2, "sequence_length": 32},  # the three chats are two rows
+            "precision": {"compute": "float32"},
+            "checkpoint": {"init_from": str(folder)},
+            "data": {"kind": "chat", "train": str(file), "valid": str(file), "tokenizer": str(folder)},
+            "logging": {"tensorboard": False},
+        }
+    )
+    trained = megajax.Trainer(config, jax.devices()[:1]).evaluate("valid")
+    found = evaluate.evaluate(megajax.from_hf(folder), str(file))
+    assert found["loss"] == pytest.approx(trained, rel=1e-5)
+
+
+def test_what_lines_are_is_decided_by_the_first(chats, tmp_path):
+    """A chat that has a text too is a chat, unless the key of the text is given; --limit counts chats."""
+    directory, _, expected = chats
+    model = megajax.from_hf(directory / "64")
+    path = tmp_path / "both.jsonl"
+    path.write_text("".join(json.dumps({"text": "abc"} | line) + "\n" for line, _, _ in CHATS) + '{"text": "abc"}\n')
+    one = evaluate.evaluate(model, str(path), limit=1)
+    assert (one["documents"], one["tokens"], one["scored"]) == (1, expected[0][1].sum(), "answers")
+    with pytest.raises(InputError, match='both.jsonl, line 4 has neither "messages"'):
+        evaluate.evaluate(model, str(path))
+    texts = evaluate.evaluate(model, str(path), Reading(json_key="text"))
+    assert (texts["documents"], texts["tokens"], texts["scored"]) == (4, 12, "all tokens")
+    toned = evaluate.evaluate(model, str(path), Reading(template_arguments={"tone": "b"}), limit=1)
+    assert toned["tokens"] == one["tokens"] and toned["loss"] != one["loss"]
+    (directory / "64" / "chat_template.jinja").rename(directory / "away")
+    with pytest.raises(InputError, match="line 1: .*64 has no chat template: add chat_template.jinja to the folder"):
+        evaluate.evaluate(model, str(path))
+    (directory / "away").rename(directory / "64" / "chat_template.jinja")
 
 
 def test_mistakes_are_sentences(letters_folder, tmp_path, capsys):

@@ -1,0 +1,110 @@
+"""Sets of texts and chats to be scored: files to windows of tokens."""
+
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache, partial
+from glob import has_magic
+from itertools import chain
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from megajax.data.chat import encode, read_chats
+from megajax.data.chat_template import load_chat_template
+from megajax.data.conversation import is_chat
+from megajax.data.indexed import IndexedDataset
+from megajax.data.json_lines import check_inputs, matching_files, read_blocks, texts
+from megajax.data.special_tokens import CONFIG, end_of_document
+from megajax.errors import InputError
+from megajax.inference.language_model import LanguageModel
+from megajax.inference.scoring import Window, answer_windows, windows
+
+SUFFIXES = (".jsonl", ".json", ".jsonl.gz", ".jsonl.xz", ".jsonl.bz2", ".jsonl.zst", ".parquet")
+
+
+class Document(NamedTuple):
+    """Windows that predict a document's tokens, or a chat's answers, and the bytes of that text (None: unknown)."""
+
+    windows: list[Window]
+    size: int | None
+
+
+class Reading(NamedTuple):
+    """How sets are read: the key of a text (None: "text", unless lines are chats), and the template's arguments."""
+
+    json_key: str | None = None
+    template_arguments: Mapping[str, Any] = {}
+
+
+class DataSet(NamedTuple):
+    """The documents of a set, and what of them is scored: "all tokens" or "answers"."""
+
+    documents: Iterator[Document]
+    scored: str
+
+
+def open_set(path: str, model: LanguageModel, reading: Reading) -> DataSet:
+    """The chats or texts of JSON lines, of Parquet files or of a glob, or the documents of `PREFIX.bin` and `.idx`.
+
+    Lines are chats if the first one has the keys of a chat and no key was given. Errors are those of preprocessing and
+    of training.
+    """
+    files = [] if Path(f"{path}.idx").exists() else [file for file in matching_files(path) if os.path.exists(file)]
+    if not files and not path.endswith(SUFFIXES) and not has_magic(path):
+        return DataSet(_token_documents(path, model), "all tokens")
+    check_inputs(files := files or [path])
+    if reading.json_key is None and is_chat(_first_record(files)):
+        return DataSet(_chats(files, model, reading), "answers")
+    return DataSet(_texts(files, model, reading.json_key or "text"), "all tokens")
+
+
+def _first_record(files: Sequence[str]) -> Any:
+    """The first line's value; None for what is not JSON, of which the reader of the lines says so."""
+    lines = (line for block in read_blocks(files) for line in block.text.split(b"\n") if line.strip())
+    try:
+        return json.loads(next(lines, b"null"))
+    except (ValueError, RecursionError):
+        return None
+
+
+def _chats(files: Sequence[str], model: LanguageModel, reading: Reading) -> Iterator[Document]:
+    """Chats with the tokens, and the answers, of training."""
+    if model.tokenizer is None:
+        raise InputError(f"{model.folder} has no tokenizer, so chats cannot become tokens: add tokenizer.json.")
+    tokenizer, folder = model.tokenizer, model.folder
+    arguments = {**model.template_arguments, **reading.template_arguments}
+    template = lru_cache(1)(partial(load_chat_template, folder, None, arguments))
+
+    def end() -> int:
+        known = model.end_token
+        return end_of_document(tokenizer, str(folder), setting=f"eos_token in {CONFIG}") if known is None else known
+
+    for samples in read_chats(files, template):
+        parts = [answer_windows(*each, model.max_length) for each in encode(samples, tokenizer, end)]
+        size = sum(len(each.text[start:stop].encode()) for each in samples for start, stop in each.spans)
+        yield Document(list(chain.from_iterable(parts)), size)
+
+
+def _texts(files: Sequence[str], model: LanguageModel, json_key: str) -> Iterator[Document]:
+    for block in read_blocks(files, json_key):
+        for _, text in texts(block, json_key):
+            if text:
+                yield _whole(model, model.encode(text, special_tokens=False), len(text.encode()))
+
+
+def _token_documents(prefix: str, model: LanguageModel) -> Iterator[Document]:
+    dataset = IndexedDataset(prefix)
+    for i in range(dataset.num_documents):
+        tokens = dataset.document(i).tolist()
+        if tokens and tokens[-1] in model.stop_tokens:
+            tokens = tokens[:-1]
+        if tokens and tokens[0] == model.begin_token:  # every document gets it
+            tokens = tokens[1:]
+        if tokens:
+            yield _whole(model, tokens, len(model.tokenizer.decode(tokens).encode()) if model.tokenizer else None)
+
+
+def _whole(model: LanguageModel, tokens: list[int], size: int | None) -> Document:
+    """A document, scored from its first token if a token of the model begins or ends texts, else from its second."""
+    prefix = model.prefix_token
+    return Document(windows(tokens if prefix is None else [prefix, *tokens], model.max_length), size)
