@@ -5,9 +5,11 @@ import errno
 import io
 import os
 import re
+import shlex
 import shutil
 import sys
 import textwrap
+import threading
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -63,6 +65,11 @@ def program_name(module: str) -> str:
     if called.name == "__main__.py" and called.parent.name == "megajax":
         return f"python -m megajax {subcommand}"
     return f"python -m {module.removesuffix('.__main__')}"
+
+
+def command(name: str, *arguments: object) -> str:
+    """The command line of subcommand `name` for the user to paste: called as this one is, its arguments quoted."""
+    return " ".join([program_name(COMMANDS[name][0]), *map(shlex.quote, map(str, arguments))])
 
 
 class CommandParser(argparse.ArgumentParser):
@@ -136,6 +143,24 @@ def amount(count: float, unit: str, prefixes: Sequence[str] = ("", "k", "M", "G"
         count, power = count / base, power + 1
     digits = f"{count:.0f}" if count >= 100 else f"{count:.3g}"
     return f"{digits} {prefixes[power]}{unit}"
+
+
+def hide_native_lines(beginning: bytes) -> None:
+    """Leave out the lines with this beginning that native libraries write to stdout from now on."""
+    sys.stdout.flush()
+    shown, (reader, writer) = os.dup(1), os.pipe()
+    os.dup2(writer, 1)
+    os.close(writer)
+    # Python's own lines do not pass the pipe: stdout stays a terminal, and the end of the process loses nothing.
+    sys.stdout = open(shown, "w", encoding=sys.stdout.encoding, errors=sys.stdout.errors, buffering=1)
+
+    def copy() -> None:
+        with open(reader, "rb") as lines:
+            for line in lines:
+                if not line.startswith(beginning):
+                    os.write(shown, line)
+
+    threading.Thread(target=copy, daemon=True, name="native output").start()
 
 
 def fold(text: str, stream: IO[str] | None = None) -> str:

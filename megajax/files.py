@@ -7,6 +7,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
+# In a run directory, for modules with and without jax.
+CONFIG, METRICS, LOCK, SUBDIRECTORY = "config.yaml", "metrics.jsonl", "lock", "checkpoints"
+HEARTBEAT_SECONDS = 10.0  # the owner of a lock touches it this often
+
 
 def read_text(path: Path) -> str:
     """A text file in UTF-8, with or without a byte order mark, whatever the locale is.

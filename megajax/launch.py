@@ -36,7 +36,6 @@ DRAIN_SECONDS = 5  # for the rest of their output
 LONGEST_PAUSE = 60  # seconds before a restart: 1, 2, 4, ... up to this
 CPU_DEVICES = "--xla_force_host_platform_device_count"
 OF_A_CLUSTER = {"JAX_NUM_PROCESSES": 0, "SLURM_NTASKS": 1, "OMPI_COMM_WORLD_SIZE": 1}  # the largest value without one
-GLOO = b"[Gloo] Rank"  # begins its lines on the connections of processes
 PR_SET_PDEATHSIG = 1
 
 
@@ -171,7 +170,7 @@ class Output:
         self._selector.close()
 
     def _write(self, index: int, target: IO[str], lines: list[bytes]) -> None:
-        for line in (each for each in lines if not each.startswith(GLOO)):
+        for line in lines:
             target.write(f"[{index}] {line.decode(errors='replace')}\n")
         target.flush()
 
@@ -214,7 +213,7 @@ class Launcher:
                 failures, newest = (failures + 1 if step == newest else 1), step
                 if failures > self.max_restarts:
                     since = "without a checkpoint" if step is None else f"since the checkpoint of step {step}"
-                    starts = _counted(failures, "start", "starts")
+                    starts = counted(failures, "start")
                     _say(f"giving up: {starts} ended early {since} (--max-restarts={self.max_restarts})")
                     return _shell_status(status)
                 try:
@@ -224,7 +223,7 @@ class Launcher:
                     return _shell_status(status)
                 pause = min(2 ** (failures - 1), LONGEST_PAUSE)
                 newest_is = "there is no checkpoint yet" if step is None else f"the newest checkpoint is of step {step}"
-                _say(f"restart in {pause} s on {_counted(len(self.devices), 'device', 'devices')}; {newest_is}")
+                _say(f"restart in {pause} s on {counted(len(self.devices), 'device')}; {newest_is}")
                 end = time.monotonic() + pause
                 while time.monotonic() < end and not self._received:
                     time.sleep(0.05)
@@ -308,12 +307,9 @@ class Launcher:
         if left == self.devices:
             return left
         gone = len(self.devices) - len(left)
-        _say(f"{gone} of {counted(len(self.devices), 'device')} {'is' if gone == 1 else 'are'} gone")
+        if left:  # else the error says so
+            _say(f"{gone} of {len(self.devices)} devices {'is' if gone == 1 else 'are'} gone")
         return usable_devices(self.config, left, self.processes)
-
-
-def _counted(number: int, one: str, several: str) -> str:
-    return f"{number} {one if number == 1 else several}"
 
 
 def _ending(status: int) -> str:

@@ -18,9 +18,11 @@ from jax.sharding import AxisType, Mesh
 from jaxlib import _jax  # type: ignore[attr-defined]
 
 from megajax.config import AXES
+from megajax.console import hide_native_lines
 from megajax.coordinator import through_a_relay
 from megajax.errors import ConfigError
 from megajax.messages import SLOWEST, decide
+from megajax.runtime import has_nvidia_driver
 
 JOIN_SECONDS = 300  # all processes of a run start within this time
 JAX_HEARTBEAT_TIMEOUT = 600  # seconds, at least
@@ -166,6 +168,8 @@ def _join(peer_timeout: float | None, *arguments: Any, bound: str | None = None)
     """`jax.distributed.initialize(*arguments)`, whose coordinator listens at `bound`; ConfigError if a process does not
     come.
     """
+    if os.environ.get("JAX_PLATFORMS") == "cpu" or not has_nvidia_driver():
+        hide_native_lines(b"[Gloo] Rank")  # a line for each connection of CPU devices
     state = distributed.global_state
     settings: Any = {"initialization_timeout": JOIN_SECONDS + 5, "coordinator_bind_address": bound}
     relayed = contextlib.nullcontext()

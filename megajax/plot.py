@@ -21,6 +21,7 @@ from matplotlib.ticker import MaxNLocator
 
 from megajax.console import CommandParser, user_errors
 from megajax.errors import InputError
+from megajax.files import METRICS
 
 Record = dict[str, Any]  # a line of metrics.jsonl
 Curve = tuple[np.ndarray, np.ndarray]  # x and y
@@ -36,7 +37,7 @@ def read_records(run_dir: Path) -> list[Record]:
 
     An incomplete last line is ignored: the run is writing it, or was killed while writing.
     """
-    path = run_dir / "metrics.jsonl"
+    path = run_dir / METRICS
     try:
         lines = path.read_text(encoding="utf-8").split("\n")[:-1]
     except (OSError, UnicodeDecodeError) as error:

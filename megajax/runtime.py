@@ -26,7 +26,7 @@ def xla_flags(config: Config) -> dict[str, str]:
         "xla_gpu_enable_latency_hiding_scheduler": "true",
         "xla_gpu_enable_triton_gemm": "false",  # cuBLAS is faster for training's shapes
     }
-    if not _has_nvidia_driver():
+    if not has_nvidia_driver():
         # LLVM's highest level takes four times as long to compile the initial weights, and steps are not faster.
         flags["xla_backend_optimization_level"] = "2"
     mesh = config.mesh
@@ -142,7 +142,7 @@ def accept_missing_cuda() -> None:
 
     On such machines the plugin is installed only to compile for GPUs.
     """
-    if not _has_nvidia_driver():
+    if not has_nvidia_driver():
         os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
 
 
@@ -161,7 +161,8 @@ def _set_jax(name: str, value: str | float) -> None:
         sys.modules["jax"].config.update(name.lower(), value)
 
 
-def _has_nvidia_driver() -> bool:
+def has_nvidia_driver() -> bool:
+    """Whether this machine has one, and so perhaps a GPU."""
     # The second path is for containers that hide the first, the third for Windows.
     return any(Path(path).exists() for path in ("/proc/driver/nvidia", "/dev/nvidiactl", "/dev/dxg"))
 

@@ -6,6 +6,7 @@ sign of life), done, and ended (at an earlier step).
 
 import argparse
 import json
+import shlex
 import sys
 import time
 from collections.abc import Sequence
@@ -16,17 +17,17 @@ import yaml
 
 from megajax.console import CommandParser, user_errors
 from megajax.errors import InputError
+from megajax.files import CONFIG, HEARTBEAT_SECONDS, LOCK, METRICS
 
-LOCK, HEARTBEAT_SECONDS = "lock", 10.0  # as in megajax/training/run_lock.py, which imports jax
 SILENT_SECONDS = 6 * HEARTBEAT_SECONDS  # clocks of hosts differ
 TAIL_BYTES = 2**20  # of metrics.jsonl, from its end
 
 
 def status(run_dir: Path, now: float) -> dict[str, Any]:
     """What a run directory says: state, step and steps, the last logged values, and the ages in seconds."""
-    config = yaml.safe_load((run_dir / "config.yaml").read_text(encoding="utf-8"))
+    config = yaml.safe_load((run_dir / CONFIG).read_text(encoding="utf-8"))
     values: dict[str, Any] = {"step": 0}
-    for entry in _last_lines(run_dir / "metrics.jsonl"):
+    for entry in _last_lines(run_dir / METRICS):
         values |= entry
     steps, lock = config["run"]["steps"], run_dir / LOCK
     state = "done" if values["step"] >= steps else "ended"
@@ -82,11 +83,12 @@ def _age(seconds: float) -> str:
 def lines(runs: Sequence[Path]) -> tuple[list[str], bool]:
     """(a line for each run, whether one of them is running)."""
     now, shown, running = time.time(), [], False
-    width = max(len(str(run)) for run in runs)
-    for run in runs:
+    names = [shlex.quote(str(run)) for run in runs]
+    width = max(map(len, names))
+    for name, run in zip(names, runs, strict=True):
         found = status(run, now)
         running |= found["state"] == "running"
-        shown.append(line(f"{run!s:{width}}", found, now))
+        shown.append(line(f"{name:{width}}", found, now))
     return shown, running
 
 
@@ -101,8 +103,8 @@ def main(arguments: Sequence[str]) -> int:
         if not options.every > 0:
             raise InputError(f"--every={options.every:g} is not positive: give a number of seconds.")
         for run in options.runs:
-            if not (run / "config.yaml").is_file():
-                raise InputError(f"{run} has no config.yaml: give the directory of a run that has begun to train.")
+            if not (run / CONFIG).is_file():
+                raise InputError(f"{run} has no {CONFIG}: give the directory of a run that has begun to train.")
         while True:
             shown, running = lines(options.runs)
             print("\n".join(shown), flush=True)

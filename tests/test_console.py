@@ -2,12 +2,16 @@
 
 import importlib
 import io
+import shlex
+import subprocess
+import sys
+import textwrap
 
 import pytest
 
 import megajax
 from megajax import commands
-from megajax.console import COMMANDS, fold, memory_size, size
+from megajax.console import COMMANDS, command, fold, memory_size, size
 from megajax.training.logs import console_line
 
 
@@ -55,6 +59,27 @@ def test_a_summary_is_folded_with_an_indent_and_coloured_on_a_terminal_only(monk
     monkeypatch.setenv("NO_COLOR", "1")
     assert "\x1b" not in fold(text, Terminal())
     assert " ".join(fold(text, Terminal()).split()) == " ".join(text.split())
+
+
+def test_commands_for_the_user_are_quoted_and_called_as_this_one_is(monkeypatch):
+    words = ["generate", "runs/it's mine", "--prompt", "TEXT"]
+    for called, first in (("/x/bin/megajax", ["megajax", "generate"]), ("x.py", ["python", "-m", "megajax.generate"])):
+        monkeypatch.setattr(sys, "argv", [called])
+        assert shlex.split(command(*words)) == [*first, *words[1:]]
+
+
+def test_native_lines_are_left_out_and_python_s_own_lines_and_the_terminal_stay():
+    code = """
+        import os, sys
+        from megajax.console import hide_native_lines
+        hide_native_lines(b"[Gloo] Rank")
+        os.write(1, b"[Gloo] Rank 0 is connected\\nnative\\n")
+        os.system("echo child")
+        print("[Gloo] Rank is Python's", flush=True)
+        import time; time.sleep(0.3); os._exit(0 if sys.stdout.fileno() != 1 else 1)
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=True)
+    assert sorted(done.stdout.splitlines()) == ["[Gloo] Rank is Python's", "child", "native"]
 
 
 @pytest.mark.parametrize("command", COMMANDS)

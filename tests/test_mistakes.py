@@ -74,7 +74,7 @@ TYPED = {
     "model.norm=rms": "model.norm=rms is not a choice (@): use rmsnorm or layernorm.",
     "run.name=3": "run.name=3 is not text (@): put it in quotes.",
     "run.steps=0": "run.steps=0 is too small (@): use 1 or more.",
-    "model.dropout=1": "model.dropout=1 is too large (@): use less than 1.0.",
+    "model.dropout=1": "model.dropout=1 is too large (@): use less than 1.",
     "precision.fp8=current": "precision.fp8=current is not a mapping (@): set its keys, such as precision.fp8.recipe.",
     "model.num_layers=99999999999": "model.num_layers=99999999999 is too large (@): use 1000 or less.",
     "batch.global_size=1000000000000": "batch.global_size=1000000000000 is too large (@): use 16777216 or less.",

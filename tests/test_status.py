@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import time
 
 import pytest
@@ -46,6 +47,12 @@ def test_a_line_says_where_each_run_is(make, capsys):
     for part in ("step 30/100", "loss 0.3000", "evaluation loss 3.5000", "0.5 s/step", "4,096 tok/s/dev"):
         assert part in a
     assert "saved step 29 2 h ago" in a and a.endswith("logged 2 min ago")
+
+
+def test_a_path_can_be_pasted_into_a_shell(make, capsys):
+    run = make("my run", 3)
+    assert main([run]) == 0
+    assert shlex.split(capsys.readouterr().out)[0] == run
 
 
 def test_follow_ends_with_the_last_run(make, capsys):

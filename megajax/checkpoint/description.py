@@ -124,7 +124,9 @@ def refuse_changes(found: Sequence[Difference], config: Config, checkpoint: str)
     cure = "restore them, or choose another run.dir"
     if not all(why for _, why in refused):
         cure = f"restore them, choose another run.dir, or name those that are meant in {ALLOW}"
-    lines = [f"{each} ({ALLOW} can't let it through: {why})" if why else str(each) for each, why in refused]
+    lines = [
+        f"{each} ({ALLOW} can't let it through: {why})" if why else f"{each}{_note(each)}" for each, why in refused
+    ]
     raise _refusal(checkpoint, cure, lines)
 
 
@@ -177,6 +179,16 @@ def _saved_model(found: Sequence[Difference], model: ModelConfig) -> ModelConfig
         if section == "model":
             (values[parents[0]] if parents else values)[name] = saved
     return ModelConfig.model_validate(values)
+
+
+def _note(difference: Difference) -> str:
+    """What a user should know of a difference in a value that may follow from other keys."""
+    if difference.key != "data.train_samples":
+        return ""
+    return (
+        " (by default the samples up to run.steps, and data.order=megatron orders them as a whole: if named, the other"
+        " samples come in another order, and some again; set from the start, run.steps may be raised up to it)"
+    )
 
 
 def _shapes(model: ModelConfig) -> dict[str, Any]:

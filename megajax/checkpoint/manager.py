@@ -10,7 +10,6 @@ import itertools
 import json
 import logging
 import math
-import shlex
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -38,6 +37,7 @@ from megajax.checkpoint.storage import (
 )
 from megajax.config import ModelConfig
 from megajax.config.kinds import MOE
+from megajax.console import command
 from megajax.errors import InputError, UserError
 from megajax.messages import SLOWEST, decide, from_first_process
 from megajax.model.lora import is_adapter
@@ -375,7 +375,7 @@ def restore_model(
         if saved.get("lora") and not any(map(is_adapter, params)):
             raise InputError(
                 f"{setting}={path}{location} has adapters only: write the merged model with "
-                f"python -m megajax.hf export {shlex.quote(str(path))} HF_FOLDER, and give that folder."
+                f"{command('hf', 'export', path, 'HF_FOLDER')}, and give that folder."
             )
         if not model.mtp_layers:
             saved = saved | {"model": saved["model"] | {"mtp_layers": 0}}

@@ -18,9 +18,8 @@ from etils import epath
 from megajax.checkpoint import s3
 from megajax.errors import InputError
 from megajax.extras import EXTRAS, require
-from megajax.files import replace_text
+from megajax.files import SUBDIRECTORY, replace_text
 
-SUBDIRECTORY = "checkpoints"
 GCS = "gs://"
 EXTRA_OF = {GCS: "gcs", s3.SCHEME: "s3"}  # by scheme of a URL
 COMMITTED = "commit_success.txt"  # orbax's name

@@ -260,4 +260,5 @@ def describe_problem(mistake: Any) -> tuple[str, str]:
     if kind == "model_type" and isinstance(value, str) and re.match(r"\w+:\S", value):
         return "is not a mapping", "write a space after each colon"
     problem, cure = _PROBLEMS.get(kind, ("is not valid", mistake["msg"]))
-    return problem, cure.format(**context)
+    limits = {n: int(v) if isinstance(v, float) and v.is_integer() else v for n, v in context.items()}
+    return problem, cure.format(**limits)

@@ -8,7 +8,6 @@ indices, optional i8[N] modes. `.bin`: the tokens of all sequences, one after th
 import errno
 import mmap
 import os
-import shlex
 import socket
 import struct
 from array import array
@@ -22,6 +21,7 @@ from typing import Any, Protocol, Self
 import numpy as np
 
 from megajax.config.data_schema import is_remote
+from megajax.console import command
 from megajax.data.index_cache import read_once
 from megajax.data.remote import RemoteFile, RemoteTokens
 from megajax.errors import InputError
@@ -266,12 +266,12 @@ def _missing(prefix: str) -> str:
     if meant:
         return f"{problem}: did you mean {meant}?"
     if is_text:
-        files = f"--input {shlex.quote(prefix)} --output-prefix {shlex.quote(str(stem))}"
-        command = f"python -m megajax.data.preprocess {files} --tokenizer TOKENIZER"
-        return f"{problem}: write one with `{command}`, and give {stem}_text_document."
+        files = ("--input", prefix, "--output-prefix", stem)
+        written = command("preprocess", *files, "--tokenizer", "TOKENIZER")
+        return f"{problem}: write one with `{written}`, and give {stem}_text_document."
     if os.path.exists(f"{prefix}.bin"):
         return f"{problem}, although {prefix}.bin does: write both again."
-    return f"{problem}: correct the prefix, or write it with `python -m megajax.data.preprocess`."
+    return f"{problem}: correct the prefix, or write it with `{command('preprocess')}`."
 
 
 def _nearest(folder: Path, name: str) -> Path | None:

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from safetensors.numpy import save_file
 
 from megajax.checkpoint.manager import find_checkpoint
 from megajax.checkpoint.storage import SUBDIRECTORY
@@ -16,7 +15,7 @@ from megajax.config import Config
 from megajax.errors import InputError
 from megajax.hf import is_hf_folder
 from megajax.hf.convert import family_for, open_readers
-from megajax.hf.folder import new_folder
+from megajax.hf.folder import new_folder, save_tensors
 from megajax.hf.reader import Reader
 from megajax.hf.tensors import Tensor, tensor_names, whole_shape
 from megajax.model import Transformer, parameters
@@ -121,7 +120,7 @@ def export_adapters(run_dir: Path, step: int, config: Config, folder: Path) -> N
         "inference_mode": True,
     }
     with new_folder(folder) as partial:
-        save_file(stored, partial / PEFT_WEIGHTS, metadata={"format": "pt"})
+        save_tensors(stored, partial / PEFT_WEIGHTS)
         (partial / PEFT_CONFIG).write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 

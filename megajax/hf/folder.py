@@ -285,6 +285,14 @@ def new_folder(folder: Path) -> Iterator[Path]:
         shutil.rmtree(partial, ignore_errors=True)
 
 
+def save_tensors(tensors: Mapping[str, np.ndarray], path: Path) -> None:
+    """Write a safetensors file for torch with the permissions of any new file; the library makes it private."""
+    path.touch()
+    mode = path.stat().st_mode
+    save_file(dict(tensors), path, metadata={"format": "pt"})
+    path.chmod(mode)
+
+
 def _write_shards(
     folder: Path, tensors: Iterator[tuple[str, np.ndarray]], shard_bytes: int
 ) -> tuple[dict[str, str], int]:
@@ -293,7 +301,7 @@ def _write_shards(
     total = 0
 
     def write(shard: dict[str, np.ndarray]) -> None:
-        save_file(shard, folder / f"{len(shards)}.part", metadata={"format": "pt"})
+        save_tensors(shard, folder / f"{len(shards)}.part")
         shards.append([*shard])
 
     shard: dict[str, np.ndarray] = {}

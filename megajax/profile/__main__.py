@@ -80,8 +80,8 @@ def trace_steps(options: argparse.Namespace, folder: Path) -> None:
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {NO_GRAPHS}".strip()
     flags = prepare_environment(config)
 
+    from megajax.files import CONFIG
     from megajax.training.loop import Trainer
-    from megajax.training.run_record import CONFIG
 
     trainer = Trainer(config, flags=flags)
     folder.mkdir(parents=True, exist_ok=True)

@@ -17,9 +17,9 @@ import jax
 
 from megajax.config import Config, load_config
 from megajax.errors import InputError
+from megajax.files import CONFIG
 from megajax.profile import hlo
 from megajax.training.profiling import FACTS, FOLDER, MODULE
-from megajax.training.run_record import CONFIG
 
 CURE = "set logging.profile_start in the run, or give a config: megajax profile CONFIG --save FOLDER"
 

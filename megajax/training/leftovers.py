@@ -6,6 +6,8 @@ import shutil
 import socket
 from pathlib import Path
 
+from megajax.files import LOCK, METRICS, SUBDIRECTORY
+
 
 class Leftovers:
     """Of one process and its run directory; made before anything is written there."""
@@ -27,7 +29,7 @@ class Leftovers:
 
         Nothing is removed while another process holds the lock.
         """
-        lock = self.run_dir / "lock"
+        lock = self.run_dir / LOCK
         if lock.exists():
             try:
                 owner = json.loads(lock.read_text(encoding="utf-8"))
@@ -46,7 +48,7 @@ class Leftovers:
                 return
 
     def _has_results(self) -> bool:
-        metrics, checkpoints = self.run_dir / "metrics.jsonl", self.run_dir / "checkpoints"
+        metrics, checkpoints = self.run_dir / METRICS, self.run_dir / SUBDIRECTORY
         if metrics.exists() and metrics.stat().st_size:
             return True
         return checkpoints.is_dir() and any(checkpoints.iterdir()) or checkpoints.is_symlink() or checkpoints.is_file()

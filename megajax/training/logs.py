@@ -16,9 +16,9 @@ import numpy as np
 
 from megajax.checkpoint import SaveOutcome
 from megajax.config import Config
-from megajax.console import amount, fold, size
+from megajax.console import amount, command, fold, size
 from megajax.errors import InputError
-from megajax.files import replace_text
+from megajax.files import METRICS, replace_text
 from megajax.pictures.expert_load import write_load_map
 from megajax.training.tags import tag
 from megajax.training.tensorboard import TensorBoardLog
@@ -49,7 +49,7 @@ class MetricsLog:
         if not writer:
             return
         run_dir = Path(config.run.dir)
-        path = run_dir / "metrics.jsonl"
+        path = run_dir / METRICS
         drop_lines_after(path, start_step)
         self._file = path.open("ab", buffering=0)
         if config.logging.tensorboard:
@@ -177,23 +177,40 @@ def console_line(step: int, steps: int, values: Mapping[str, Any], seconds_left:
     return line if len(line) <= LINE_WIDTH else separator.join([f"step {step}", *parts[1:]])
 
 
-def nothing_line(config: Config, step: int) -> str:
-    """The only line of a run that is complete already."""
-    steps, run = config.run.steps, config.run.dir
-    return f"nothing to do: {run} is at step {step} of run.steps={steps}; raise run.steps, or choose another run.dir"
-
-
-def closing_line(config: Config, step: int, seconds: float) -> str:
-    """The last line of a complete run: its duration, and the next commands."""
+def nothing_line(config: Config, step: int, samples: int) -> str:
+    """The only line of a run that is complete already, at `step` after `samples`."""
     run = shlex.quote(config.run.dir)
-    longer = "raise run.steps" if config.checkpoint.save_optimizer else f"start another with checkpoint.init_from={run}"
-    sample = f"sample: python -m megajax.generate {run} --prompt TEXT; " if config.data.tokenizer else ""
+    at = f"{run} is at step {step} of run.steps={config.run.steps}"
+    return f"nothing to do: {at}; to train longer, {_to_train_longer(config, samples)}, or choose another run.dir"
+
+
+def closing_line(config: Config, step: int, samples: int, seconds: float) -> str:
+    """The last line of a complete run, at `step` after `samples`: its duration, and the next commands."""
+    run, use = config.run.dir, ""
     if config.data.kind == "chat":
-        sample = f"talk to it: python -m megajax.chat {run}; "
+        use = f"talk to it: {command('chat', run)}; "
+    elif config.data.tokenizer:
+        use = f"sample: {command('generate', run, '--prompt', 'TEXT')}; "
     return (
-        f"done: at step {step} after {_duration(seconds)}, written to {run}; {sample}"
-        f"plot: python -m megajax.plot {run}; to train longer, {longer}"
+        f"done: at step {step} after {_duration(seconds)}, written to {shlex.quote(run)}; {use}"
+        f"plot: {command('plot', run)}; to train longer, {_to_train_longer(config, samples)}"
     )
+
+
+def _to_train_longer(config: Config, samples: int) -> str:
+    """What lets a complete run, which has read `samples`, go on."""
+    data, longer = config.data, "raise run.steps"
+    if not config.checkpoint.save_optimizer:
+        return f"start another with checkpoint.init_from={shlex.quote(config.run.dir)}"
+    if data.kind == "synthetic" or data.order != "megatron":
+        return longer
+    if data.train_samples is not None:
+        steps = (data.train_samples - samples) // config.batch.global_size
+        if steps > 0:
+            return f"{longer} by at most {steps}, as far as data.train_samples={data.train_samples} reach"
+        longer += " and data.train_samples"
+    why = "data.order=megatron then has another order of the samples, unless data.train_samples is set from the start"
+    return f"{longer} with checkpoint.allow_changes=[data.train_samples] ({why})"
 
 
 def stopped_line(config: Config, step: int, at_deadline: bool) -> str:

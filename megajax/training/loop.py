@@ -311,7 +311,7 @@ class Trainer:
     def _is_done(self) -> bool:
         if self.step < self.config.run.steps:
             return False
-        logs.say(logs.nothing_line(self.config, self.step))
+        logs.say(logs.nothing_line(self.config, self.step, self.sizes.samples_before(self.step)))
         return True
 
     def _end(self, log: logs.MetricsLog | None, status: int | None) -> None:

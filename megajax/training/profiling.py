@@ -3,7 +3,6 @@
 import contextlib
 import gzip
 import json
-import shlex
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING
 import jax
 
 from megajax.checkpoint import reason
+from megajax.console import command
 
 if TYPE_CHECKING:
     from megajax.training.loop import Trainer
@@ -60,9 +60,7 @@ class Profile:
                 facts = {"steps": steps, "devices": devices.size, "device_kind": devices.flat[0].device_kind}
                 (self.directory / MODULE).write_bytes(gzip.compress(trainer.running_text().encode(), 1))
                 (self.directory / FACTS).write_text(json.dumps(facts), encoding="utf-8")
-            trainer.note(
-                f"trace written to {self.directory}: megajax profile {shlex.quote(str(trainer.run_dir))} reads it"
-            )
+            trainer.note(f"trace written to {self.directory}: {command('profile', trainer.run_dir)} reads it")
 
     @contextlib.contextmanager
     def _warning(self) -> Iterator[None]:

@@ -15,9 +15,8 @@ import jax
 import numpy as np
 
 from megajax.errors import InputError, UserError
+from megajax.files import HEARTBEAT_SECONDS, LOCK
 
-NAME = "lock"
-HEARTBEAT_SECONDS = 10.0  # the owner touches the file this often
 WATCH_SECONDS = 2.5 * HEARTBEAT_SECONDS  # without a heartbeat in this time, an owner on another host is gone
 
 
@@ -28,7 +27,7 @@ class RunLock:
     """
 
     def __init__(self, run_dir: str | Path):
-        self.path = Path(run_dir) / NAME
+        self.path = Path(run_dir) / LOCK
         self.held = self.lost = False
         self._released = threading.Event()
 
@@ -103,7 +102,7 @@ class RunLock:
 
     def _removed(self, owner: dict[str, Any] | None) -> bool:
         """Remove the lock of a process that is gone, but not one that another process took meanwhile."""
-        aside = self.path.with_name(f"{NAME}.{os.getpid()}")
+        aside = self.path.with_name(f"{LOCK}.{os.getpid()}")
         with contextlib.suppress(FileNotFoundError):
             self.path.rename(aside)
             removed = _read(aside) == owner

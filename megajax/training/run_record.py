@@ -21,10 +21,10 @@ from megajax.config.extensions import SUFFIX, file_of
 from megajax.config.tree import Loader, read_file, show
 from megajax.data import tokenizers
 from megajax.errors import ConfigError
-from megajax.files import replace_copy, replace_text
+from megajax.files import CONFIG, METRICS, replace_copy, replace_text
 from megajax.hf import beside
 
-CONFIG, CONFIGS, EXTENSIONS, SET_ASIDE = "config.yaml", "configs", "extensions", "set_aside"
+CONFIGS, EXTENSIONS, SET_ASIDE = "configs", "extensions", "set_aside"
 
 
 def previous_config(run_dir: Path) -> dict[str, Any]:
@@ -131,7 +131,7 @@ def set_aside(run_dir: Path, step: int, later_steps: list[int]) -> Path:
         lead_to(kept, target / SUBDIRECTORY)
     if isinstance(kept, Path):  # a bucket has no directories
         kept.mkdir(parents=True)
-    for name in (CONFIG, "metrics.jsonl"):
+    for name in (CONFIG, METRICS):
         with contextlib.suppress(FileNotFoundError):
             shutil.copyfile(run_dir / name, target / name)
     with contextlib.suppress(FileNotFoundError):

@@ -60,7 +60,8 @@ class Steps:
         while trainer.step < trainer.config.run.steps:
             if (end := self._step()) is not None:
                 return end
-        trainer.note(logs.closing_line(trainer.config, trainer.step, time.time() - trainer.start_time))
+        samples, seconds = trainer.sizes.samples_before(trainer.step), time.time() - trainer.start_time
+        trainer.note(logs.closing_line(trainer.config, trainer.step, samples, seconds))
         return DONE
 
     def _step(self) -> End | None:

@@ -2,6 +2,7 @@
 
 import os
 import re
+import shlex
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -98,7 +99,8 @@ class WandbRun:
         self._run.define_metric("*", step_metric="step")
         if self._run.offline:
             why = "" if chosen else "; with WANDB_API_KEY set, or after `wandb login`, the next start logs online"
-            say(f"W&B logs offline to {Path(self._run.dir).parent} (upload it with `wandb sync`){why}")
+            upload = shlex.join(["wandb", "sync", str(Path(self._run.dir).parent)])
+            say(f"W&B logs offline (upload it with `{upload}`){why}")
         elif self._run.url:
             say(f"W&B: {self._run.url}")
 

@@ -62,8 +62,8 @@ OVERRIDES = {
     "run.seed=4294967296": "run.seed=4294967296 is too large (@): use 4294967294 or less.",
     "mesh.pipeline=3000000000": "mesh.pipeline=3000000000 is too large (@): use 2147483647 or less.",
     "precision.fp8.margin=1000": "precision.fp8.margin=1000 is too large (@): use 100 or less.",
-    "schedule.learning_rate=0": "schedule.learning_rate=0 is too small (@): use more than 0.0.",
-    "model.rope_fraction=1.5": "model.rope_fraction=1.5 is too large (@): use 1.0 or less.",
+    "schedule.learning_rate=0": "schedule.learning_rate=0 is too small (@): use more than 0.",
+    "model.rope_fraction=1.5": "model.rope_fraction=1.5 is too large (@): use 1 or less.",
     "mesh.data=0": (
         "mesh.data=0 is not a mesh size (@): use 1 or more, or -1 on one axis to take all remaining devices."
     ),

@@ -88,6 +88,8 @@ def test_the_merged_model_is_base_and_adapters_and_peft_has_its_names(run, tmp_p
     name, base, trainer = run
     assert main(["export", str(trainer.run_dir), str(tmp_path / "merged")]) == 0
     assert main(["adapters", str(trainer.run_dir), str(tmp_path / "peft")]) == 0
+    written = [*tmp_path.glob("merged/*"), *tmp_path.glob("peft/*")]
+    assert len({path.stat().st_mode for path in written}) == 1  # other users of a cluster can read the weights too
     merged = load_file(next((tmp_path / "merged").glob("*.safetensors")))
     plain, peft = load_file(base / SINGLE), load_file(tmp_path / "peft" / "adapter_model.safetensors")
     settings = json.loads((tmp_path / "peft" / "adapter_config.json").read_text())

@@ -2,12 +2,15 @@
 
 import http.server
 import json
+import re
+import shlex
 import socket
 import struct
 import sys
 import threading
 import urllib.request
 from importlib.util import find_spec
+from pathlib import Path
 
 import jax
 import pytest
@@ -97,7 +100,8 @@ def test_wandb_logs_offline_without_a_key_and_goes_on_with_the_same_run(build, t
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("NETRC", str(tmp_path / "none"))
     assert build("logging.wandb=true").run() == 0
-    assert "W&B logs offline to" in capsys.readouterr().out
+    upload = re.search(r"W&B logs offline \(upload it with `wandb sync (.+)`\)", capsys.readouterr().out)
+    assert upload and Path(*shlex.split(upload[1])).is_dir()
     assert build("logging.wandb=true", "run.steps=4").run() == 0
     files = sorted((tmp_path / "run" / "wandb").glob("offline-run-*/*.wandb"))
     assert len(files) == 2 and len({file.name for file in files}) == 1  # the same id

@@ -57,7 +57,10 @@ def run_dir(saved, tmp_path):
 def test_a_finished_run_has_nothing_to_do_and_writes_nothing(run_dir, build, capsys):
     before = files(run_dir)
     assert build("run.steps=4", "schedule.learning_rate=0.1", "precision.compute=float16").run() == 0
-    assert f"nothing to do: {run_dir} is at step 4 of run.steps=4; raise run.steps" in capsys.readouterr().out
+    assert (
+        f"nothing to do: {run_dir} is at step 4 of run.steps=4; to train longer, raise run.steps"
+        in capsys.readouterr().out
+    )
     assert files(run_dir) == before
 
 

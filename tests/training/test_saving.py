@@ -11,6 +11,7 @@ from megajax.data.samples import Samples
 from megajax.errors import InputError
 from megajax.mesh import build_mesh
 from megajax.training.batches import batches, to_global
+from megajax.training.logs import closing_line, nothing_line
 from megajax.training.loop import Trainer
 from megajax.training.step import INITIAL_LOSS_SCALE, TrainProgram
 
@@ -86,6 +87,48 @@ def test_a_change_that_gives_the_state_other_arrays_is_refused_though_it_is_name
         f"model.num_layers=1, but this run has 3 ({other}: the model's arrays have other shapes)",
         f"optimizer.kind=adamw, but this run has lion ({other}: the optimizer has other moments)",
     }
+
+
+@pytest.mark.parametrize(
+    ("settings", "advised", "works", "fails"),
+    [
+        ([], "raise run.steps", ["run.steps=5"], None),
+        (
+            ["data.order=megatron", "data.train_samples=40"],
+            "raise run.steps by at most 3,",
+            ["run.steps=5"],
+            ["run.steps=6", "data.train_samples=48"],
+        ),
+        (
+            ["data.order=megatron"],
+            "raise run.steps with checkpoint.allow_changes=[data.train_samples] (",
+            ["run.steps=5", "checkpoint.allow_changes=[data.train_samples]"],
+            ["run.steps=5"],
+        ),
+        (
+            ["data.order=megatron", "data.train_samples=16"],
+            "raise run.steps and data.train_samples with checkpoint.allow_changes=[data.train_samples] (",
+            ["run.steps=5", "data.train_samples=40", "checkpoint.allow_changes=[data.train_samples]"],
+            ["run.steps=5", "data.train_samples=40"],
+        ),
+    ],
+)
+def test_the_last_line_says_how_to_train_longer(make_config, tmp_path, settings, advised, works, fails):
+    settings = [*settings, f"run.dir={tmp_path / 'run'}", "run.eval_steps=0"]
+    trainer = trainer_of(make_config(*settings, "run.steps=2"))
+    trainer.step = 2
+    trainer.save()
+    trainer.close()
+    for line in (closing_line(trainer.config, 2, 16, 1.0), nothing_line(trainer.config, 2, 16)):
+        assert f"; to train longer, {advised}" in line
+    if fails:
+        with pytest.raises(
+            InputError, match=r"checkpoint\.allow_changes.*\n.*data\.train_samples=\d+, but .* if named"
+        ):
+            trainer_of(make_config(*settings, *fails))
+    resumed = trainer_of(make_config(*settings, *works))
+    assert (resumed.step, resumed.config.run.steps) == (2, 5)
+    resumed.next_batch()
 
 
 def test_another_batch_is_refused_where_it_changes_the_order_of_the_data(make_config, text, tmp_path):
