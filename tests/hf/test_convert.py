@@ -275,7 +275,7 @@ MISTAKES = {
     ),
     "a small factor": (
         lambda f: change_config(f, rope_parameters={"rope_type": "linear", "factor": 0.5}),
-        "config.json: rope_scaling.factor=0.5 is too small: use 1.0 or more.",
+        "config.json: rope_scaling.factor=0.5 is too small: use 1 or more.",
     ),
     "no factor": (
         lambda f: change_config(f, rope_parameters={"rope_type": "linear"}),
