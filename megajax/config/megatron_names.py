@@ -144,7 +144,8 @@ recompute-activations | remat.policy=selective
 recompute-modules | remat.policy | selective for core_attn; there is no choice of other modules
 recompute-num-layers, recompute-method | remat.layers | for the method block; remat.group for uniform
 cpu-offloading, fine-grained-activation-offloading | remat.policy=offload
-optimizer-cpu-offload, optimizer-offload-fraction | optimizer.offload | the share of the moments on the host, 1.0 for all
+optimizer-cpu-offload, optimizer-offload-fraction | optimizer.offload | the share of the moments on the host, 1.0
+    for all
 decoupled-lr | optimizer.groups | with parameters [embedding.*, head] and learning_rate, a multiple of the schedule's
 attention-backend, use-flash-attn | kernels.attention | auto (the default) is the fastest one
 cross-entropy-loss-fusion | | the loss is always fused
@@ -155,7 +156,8 @@ test-data-path | data.test
 multiple-validation-sets | data.valid_sets | a list of {name, prefix}
 split | data.split | with no default; Megatron's is 969,30,1
 mock-data | data.kind=synthetic
-tokenizer-model, tokenizer-type, vocab-file, merge-file | data.tokenizer | byte, null:N, a folder or a file of a tokenizer
+tokenizer-model, tokenizer-type, vocab-file, merge-file | data.tokenizer | byte, null:N, a folder or a file of a
+    tokenizer
 num-workers | data.workers
 data-cache-path | data.index_cache | index_cache in run.dir by default
 reset-attention-mask | data.reset_attention | with the ends of documents from the .idx file
@@ -192,8 +194,8 @@ start-weight-decay, end-weight-decay, weight-decay-incr-style | | the weight dec
 loss-scale, initial-loss-scale, min-loss-scale, loss-scale-window, hysteresis | | precision.compute=float16 always
     scales the loss dynamically
 apply-query-key-layer-scaling | | scores have one scale in all layers, model.attention_scale
-rotary-interleaved | | the rotated pairs are always the two halves of a head; the weights of DeepSeek's models are sorted as
-    they are read
+rotary-interleaved | | the rotated pairs are always the two halves of a head; the weights of DeepSeek's models are
+    sorted as they are read
 distributed-backend, local-rank | | jax starts the processes; see README, Several processes
 lr-warmup-init | | the warm-up begins at learning_rate / warmup_steps
 lr-wsd-decay-style | | the decay of schedule.kind=wsd is linear
