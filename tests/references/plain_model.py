@@ -194,7 +194,7 @@ def mixture(xp, model: Options, w, bias, x, jitter, real, shared_numbers: dict):
         feed_forward(xp, model, h, {f"moe.{n}": w[f"moe.{n}"][e] for n in ("gate", "up", "down")}, "moe.")
         for e in range(E)
     ]
-    y = sum(weights[:, e, None] * out for e, out in enumerate(of_experts))
+    y: Any = sum(weights[:, e, None] * out for e, out in enumerate(of_experts))
     if model["shared_expert_ffn_hidden_size"]:
         shared = feed_forward(xp, model, h, w, "moe.shared_")
         gate = sigmoid(xp, h @ w["moe.shared_router"])[:, None] if model["shared_expert_gate"] else 1.0
@@ -339,7 +339,7 @@ def step(xp, model: Options, weights, batch: Arrays, draws, biases=None, numbers
         masks = [shifted(fields["loss_mask"][m], fields["documents"][m], k + 1) for m in range(M)]
         counted[f"mtp_loss/{k}"] = max(np.sum(masks), 1)
     totals = {name: sum(sums[name] for sums, _ in runs) for name in runs[0][0]}
-    logged = {name: totals[name] / counted["loss"] for name in ("loss", "z_loss")}
+    logged: dict[str, Any] = {name: totals[name] / counted["loss"] for name in ("loss", "z_loss")}
     whole = logged["loss"] + logged["z_loss"]
     for k in range(depth):
         own = totals[f"mtp_loss/{k}"] / counted[f"mtp_loss/{k}"]
