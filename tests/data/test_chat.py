@@ -319,7 +319,7 @@ def test_mistakes_in_arrays_and_globs_are_sentences(folder):
     (folder / "lines.json").write_text('[{"role": "user"}]\n[{"role": "user"}]')
     for name, sentence in {
         "array.json": "item 1 has neither",
-        "lines.json": "begins like a JSON array, but is none",
+        "lines.json": "begins like a JSON array, but text follows its end",
         "no*.jsonl": "matches no file",
     }.items():
         with pytest.raises(InputError, match=sentence) as error:
