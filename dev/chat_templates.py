@@ -85,7 +85,7 @@ def samples(template: ChatTemplate) -> str:
     for more in ({}, {"reasoning_content": "hm"}):
         turn = [{"role": "user", "content": "a?"}, {"role": "assistant", "content": "b"} | more]
         try:
-            counts.append(str(len(answer_samples(template, Chat(turn * 4, {})))))
+            counts.append(str(len(answer_samples(template, Chat(turn * 4, {})).samples)))
         except InputError:
             counts.append("refused")
     return ", ".join(counts)

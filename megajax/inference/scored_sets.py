@@ -9,7 +9,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megajax.data.chat import encode, read_chats
+from megajax.data.chat import Rendering, encode, read_chats
 from megajax.data.chat_template import load_chat_template
 from megajax.data.conversation import is_chat
 from megajax.data.indexed import IndexedDataset
@@ -79,9 +79,9 @@ def _chats(files: Sequence[str], model: LanguageModel, reading: Reading) -> Iter
         known = model.end_token
         return end_of_document(tokenizer, str(folder), setting=f"eos_token in {CONFIG}") if known is None else known
 
-    for samples in read_chats(files, template):
-        parts = [answer_windows(*each, model.max_length) for each in encode(samples, tokenizer, end)]
-        size = sum(len(each.text[start:stop].encode()) for each in samples for start, stop in each.spans)
+    for chat in read_chats(files, Rendering(template)):
+        parts = [answer_windows(*each, model.max_length) for each in encode(chat.texts, tokenizer, end)]
+        size = sum(len(each.text[start:stop].encode()) for each in chat.texts for start, stop in each.spans)
         yield Document(list(chain.from_iterable(parts)), size)
 
 

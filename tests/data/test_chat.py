@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import megajax
 from megajax.config.checks import check, check_mesh
-from megajax.data.answers import answer_samples
+from megajax.data.answers import WINDOW, answer_samples
 from megajax.data.chat_template import ChatTemplate, load_chat_template
 from megajax.data.conversation import Chat, read_record
 from megajax.data.describe import describe_data
@@ -135,6 +135,17 @@ def test_the_summary_says_that_answers_have_samples_of_their_own(folder, referen
     assert f"20 conversations ({answers} samples" in line
 
 
+CHATML = """{% for m in messages %}
+<begin>{{ m.role }}
+{{ m.content | trim }}<end>
+{% endfor %}
+{% if add_generation_prompt %}
+<begin>assistant
+{% endif %}
+"""
+CHAT = [{"role": "user", "content": "é?"}]
+
+
 def long_chat(turns: int) -> Chat:
     turn = [{"role": "user", "content": "why?"}, {"role": "assistant", "content": " so "}]
     return Chat([{"role": "system", "content": "be brief"}, *(m | {"n": i} for i in range(turns) for m in turn)], {})
@@ -153,7 +164,7 @@ def test_a_long_chat_is_rendered_in_windows_only_if_that_is_right(changes):
             expected[-1] = (text, [*expected[-1][1], (len(before), len(text))])
         else:
             expected.append((text, [(len(before), len(text))]))
-    assert answer_samples(template, chat) == expected
+    assert answer_samples(template, chat) == (expected, 0)
     assert (len(expected) == 1) == (not changes)
 
 
@@ -164,9 +175,34 @@ def test_a_chat_of_3000_turns_is_rendered_in_linear_time():
         rendered = []
         template = ChatTemplate(CHATML.replace("{{ m.content", "{{ count(m.n) }}{{ m.content"), {}, "t")
         template.arguments["count"] = lambda n, rendered=rendered: rendered.append(n) or ""
-        assert len(answer_samples(template, long_chat(turns))) == 1
+        assert len(answer_samples(template, long_chat(turns)).samples) == 1
         counts[turns] = len(rendered)
     assert counts[200] < 2.2 * counts[100]
+
+
+THINKING = CHATML.replace(
+    "{{ m.content",
+    "{% if loop.last and m.role == 'assistant' %}<think>{{ m.n }}</think>{% endif %}{{ seen(m) }}{{ m.content",
+)
+
+
+def test_a_long_chat_of_a_model_that_thinks_takes_linear_time():
+    """The number of messages that are rendered; the answers within the room have the samples of the whole chat."""
+    counts = {}
+    for turns in (100, 200):
+        rendered = []
+        template = ChatTemplate(THINKING, {"seen": lambda m, rendered=rendered: rendered.append(m) or ""}, "t")
+        samples, beyond = answer_samples(template, long_chat(turns), lambda text: 500)
+        counts[turns] = len(rendered)
+        every = answer_samples(template, long_chat(turns))
+        assert samples == every.samples[: len(samples)] and beyond == turns - len(samples) and every.beyond == 0
+        starts = [spans[-1][0] for _, spans in every.samples]
+        assert len(samples) == sum(start < 500 for start in starts) > WINDOW
+    assert counts[200] < 2.2 * counts[100]
+    # If each sample begins in another way, only the last one says where its answer begins.
+    numbered = ChatTemplate("{{ messages | selectattr('role', 'eq', 'user') | list | length }}" + CHATML, {}, "t")
+    samples, beyond = answer_samples(numbered, long_chat(20), lambda text: 100)
+    assert (len(samples), beyond) == (19, 1)
 
 
 def test_an_answer_of_weight_0_does_not_count():
@@ -176,7 +212,7 @@ def test_an_answer_of_weight_0_does_not_count():
     marked = marked.replace("{% generation %}", "{% if m.role == 'assistant' %}{% generation %}")
     marked = marked.replace("{% endgeneration %}", "{% endgeneration %}{% else %}{{ m.content }}{% endif %}")
     for source, counted in ((CHATML, ["so<end>\n", "so<end>\n"]), (marked, ["so", "so"])):
-        [(text, spans)] = answer_samples(ChatTemplate(source, {}, "t"), chat)
+        [(text, spans)] = answer_samples(ChatTemplate(source, {}, "t"), chat).samples
         answers = [i for i in range(len(text)) if text.startswith("so<end>", i)]
         assert [text[start:stop] for start, stop in spans] == counted
         assert [start for start, _ in spans] == [answers[0], answers[2]]
@@ -185,21 +221,10 @@ def test_an_answer_of_weight_0_does_not_count():
         answer_samples(twice, chat)
 
 
-CHATML = """{% for m in messages %}
-<begin>{{ m.role }}
-{{ m.content | trim }}<end>
-{% endfor %}
-{% if add_generation_prompt %}
-<begin>assistant
-{% endif %}
-"""
-CHAT = [{"role": "user", "content": "é?"}]
-
-
 def test_a_generation_prompt_that_the_answer_does_not_begin_with():
     """As DeepSeek-R1's, which opens <think> in the prompt and drops it from the chat."""
     template = ChatTemplate(CHATML.replace("<begin>assistant\n", "<begin>assistant\n<think>\n"), {}, "t")
-    for text, spans in answer_samples(template, long_chat(2)):
+    for text, spans in answer_samples(template, long_chat(2)).samples:
         assert [text[start:stop] for start, stop in spans] == ["so<end>\n"] * 2
 
 
