@@ -6,6 +6,7 @@ DEVICE_rates.json of `megajax preflight --rates`. Such a file of the user's repl
 were fitted to measured steps and stay.
 """
 
+import difflib
 import json
 import math
 from collections.abc import Mapping
@@ -113,9 +114,12 @@ SCALED = {
 
 def rates_of(name: str) -> Rates:
     """The rates of a device by its name. Raises InputError for an unknown one."""
-    if name.lower() not in DEVICES:
-        raise InputError(f"--device={name} is not known: use {', '.join(DEVICES)}.")
-    return DEVICES[name.lower()]
+    given = name.lower()
+    if given not in DEVICES:
+        near = [known for known in DEVICES if known in given] or difflib.get_close_matches(given, DEVICES, 1)
+        meant = f"did you mean {near[0]}? The devices are" if near else "use"
+        raise InputError(f"--device={name} is not known: {meant} {', '.join(DEVICES)}.")
+    return DEVICES[given]
 
 
 def read_rates(path: Path, device: Rates) -> Rates:
