@@ -8,7 +8,9 @@ import json
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, Annotated, Any, NamedTuple
+
+from pydantic import Field
 
 from megajax.config.data_schema import is_remote
 from megajax.data.compressed import DAMAGE, decompress
@@ -16,6 +18,7 @@ from megajax.data.json_array import ARRAY, ArrayError, ArrayReader
 from megajax.data.parquet import read_rows
 from megajax.errors import InputError
 from megajax.extras import require
+from megajax.json_files import Count
 
 BLOCK_BYTES = 1 << 20  # of text, read together, plus the rest of the last line
 ROWS = 256  # of a Parquet file or a JSON array, at most, are in a block
@@ -32,9 +35,9 @@ class TextPosition(NamedTuple):
     In a Parquet file the lines are rows, in a JSON array its objects, and the bytes are not used.
     """
 
-    file: int = 0
-    line: int = 1
-    text_bytes: int = 0
+    file: Count = 0
+    line: Annotated[int, Field(ge=1, lt=2**63)] = 1
+    text_bytes: Count = 0
 
 
 class Block(NamedTuple):

@@ -1,12 +1,12 @@
 """Removes what a start leaves behind if it is refused, or interrupted before its first logged step."""
 
-import json
 import os
 import shutil
 import socket
 from pathlib import Path
 
 from megajax.files import LOCK, METRICS, SUBDIRECTORY
+from megajax.training.run_lock import read_owner
 
 
 class Leftovers:
@@ -31,11 +31,8 @@ class Leftovers:
         """
         lock = self.run_dir / LOCK
         if lock.exists():
-            try:
-                owner = json.loads(lock.read_text(encoding="utf-8"))
-            except (OSError, ValueError):
-                return
-            if (owner.get("process"), owner.get("host")) != (os.getpid(), socket.gethostname()):
+            owner = read_owner(lock)
+            if owner is None or (owner["process"], owner["host"]) != (os.getpid(), socket.gethostname()):
                 return
             lock.unlink(missing_ok=True)
         if self.run_dir not in self._made or self._has_results():

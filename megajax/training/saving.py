@@ -32,7 +32,7 @@ from megajax.config.batch_schedule import BatchSizes, Position, samples_before
 from megajax.config.data_schema import sources_of
 from megajax.data.json_lines import matching_files
 from megajax.data.megatron import wanted_samples
-from megajax.errors import InputError
+from megajax.errors import InputError, reading
 from megajax.hf import is_hf_folder
 from megajax.mesh import mesh_sizes
 from megajax.optim import make_schedule
@@ -159,10 +159,11 @@ class StateSaver:
         MUST_AGREE, before any array is read.
         """
         config, step = self.program.config, description["step"]
-        batch = {key: value for key, value in description["batch"].items() if key != "global_size"}  # may change
-        saved = {"lora": {}, **description, "batch": batch}
-        found = differences(saved, self.description(step), MUST_AGREE)
-        position = Position(step, saved["samples_consumed"])
+        with reading(name, "choose another one, or another run.dir"):  # a section may be missing
+            batch = {key: value for key, value in description["batch"].items() if key != "global_size"}  # may change
+            saved = {"lora": {}, **description, "batch": batch}
+            found = differences(saved, self.description(step), MUST_AGREE)
+            position = Position(step, saved["samples_consumed"])
         others = [each for each in found if each.key not in ORDER_BY_SIZE and not config_allows(config, each)]
         if not others and position.samples != samples_before(config, step):
             self._check_order(position, saved["data"].get("samples"), name)
