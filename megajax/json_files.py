@@ -31,13 +31,17 @@ class Damaged(InputError):
         self.problem = problem
 
 
+def damaged(place: object, problem: str, cure: str) -> Damaged:
+    """The error of a file with other content than it should have."""
+    return Damaged(f"{place} is damaged ({problem}): {cure}.", problem)
+
+
 def parse[T](text: str | bytes, place: str, model: type[T], cure: str) -> T:
     """The value of a JSON text, of the type `model`. Raises `Damaged`, with `place`."""
     try:
         return _adapter(model).validate_json(text, strict=True)
     except ValidationError as error:
-        problem = _problem(error)
-        raise Damaged(f"{place} is damaged ({problem}): {cure}.", problem) from None
+        raise damaged(place, _problem(error), cure) from None
 
 
 def read[T](path: Path, model: type[T], cure: str, most: int = MOST_BYTES) -> T:
@@ -50,13 +54,11 @@ def read[T](path: Path, model: type[T], cure: str, most: int = MOST_BYTES) -> T:
     return parse(content.removeprefix(BYTE_ORDER_MARK), str(path), model, cure)
 
 
-def read_lines[T](
-    path: Path, model: type[T], cure: str, damaged: list[Damaged] | None = None
-) -> Iterator[tuple[bytes, T]]:
+def read_lines[T](path: Path, model: type[T], cure: str, bad: list[Damaged] | None = None) -> Iterator[tuple[bytes, T]]:
     """(line, its value of the type `model`) of a file with JSON on each line; the cure is for one line.
 
     A last line without an end is left out if it is incomplete: its writer is at work, or was killed. Another line
-    without such a value is added to `damaged`; with None it is raised, as is `Damaged` for a file that cannot be read.
+    without such a value is added to `bad`; with None it is raised, as is `Damaged` for a file that cannot be read.
     """
     try:
         _check_regular(path)
@@ -64,13 +66,13 @@ def read_lines[T](
             lines = enumerate(iter(lambda: file.readline(MOST_LINE_BYTES), b""), start=1)
             for number, line in lines:
                 try:
-                    yield line, parse(line, f"{path}, line {number}", model, cure)
+                    yield line, parse(line.rstrip(b"\n"), f"{path}, line {number}", model, cure)
                 except Damaged as error:
                     if not line.endswith(b"\n") and len(line) < MOST_LINE_BYTES:
                         return
-                    if damaged is None:
+                    if bad is None:
                         raise
-                    damaged.append(error)
+                    bad.append(error)
     except OSError as error:
         raise _unreadable(path, error, "correct the path, or its permissions") from None
 
@@ -95,7 +97,9 @@ def _problem(error: ValidationError) -> str:
     first = error.errors(include_url=False, include_context=False)[0]
     message = first["msg"]
     if first["type"] == "json_invalid":
-        return f"it is no JSON, {shown(message.removeprefix('Invalid JSON: '))}"
+        return (
+            f"it is no JSON, {shown(message.removeprefix('Invalid JSON: ').replace(' at line 1 column', ' at column'))}"
+        )
     key = shown(".".join(map(str, first["loc"])))
     if first["type"] == "missing":
         return f"{key} is missing"

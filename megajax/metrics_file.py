@@ -34,9 +34,9 @@ class Line(TypedDict, total=False):
     expert_load_max: Number
 
 
-def read(path: Path, damaged: list[Damaged] | None = None) -> Iterator[tuple[bytes, Line]]:
+def read(path: Path, bad: list[Damaged] | None = None) -> Iterator[tuple[bytes, Line]]:
     """(line, its values) of a file, as `json_files.read_lines`."""
-    return read_lines(path, Line, CURE, damaged)
+    return read_lines(path, Line, CURE, bad)
 
 
 def read_tail(path: Path) -> Iterator[Line]:

@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple, TypedDict
 from megajax.checkpoint.storage import Folder, sizes, store_errors, write_text
 from megajax.errors import InputError, shown
 from megajax.files import read_bytes
-from megajax.json_files import Count, Damaged, parse
+from megajax.json_files import Count, Damaged, damaged, parse
 
 NAME = "checksums.json"
 PIECE = 2**26  # bytes; large files are divided among threads and processes
@@ -34,7 +34,7 @@ class Record(TypedDict):
     """The content of `checksums.json`; the last checksum is of `files`."""
 
     format: Literal[1]
-    piece: Literal[67108864]  # PIECE
+    piece: Count
     crc32: str
     files: dict[str, Entry]
 
@@ -117,14 +117,14 @@ def _recorded(directory: Folder) -> dict[Piece, tuple[int, str]]:
     """The file's size and the CRC-32 of each recorded piece. Raises `Damaged`, or OSError."""
     path, cure = directory / NAME, "use another checkpoint"
     record = parse(read_bytes(path), str(path), Record, cure)
+    if record["piece"] != PIECE or record["crc32"] != _own(record["files"]):
+        raise damaged(path, "its own checksum differs", cure)
     pieces = {}
     for name, entry in record["files"].items():
         file, size, crcs = PurePosixPath(name), entry["size"], entry["crc32"]
         if file.is_absolute() or ".." in file.parts or "\0" in name or len(crcs) != _count(size):
-            raise Damaged(f"{path} is damaged (it has a wrong entry, {shown(name)}): {cure}.", "it has a wrong entry")
+            raise damaged(path, f"its entry {shown(name)} is wrong", cure)
         pieces |= {Piece(name, number): (size, crc) for number, crc in enumerate(crcs)}
-    if record["crc32"] != _own(record["files"]):
-        raise Damaged(f"{path} is damaged (it has another checksum): {cure}.", "it has another checksum")
     return pieces
 
 
