@@ -41,7 +41,7 @@ def parse[T](text: str | bytes, place: str, model: type[T], cure: str) -> T:
     try:
         return _adapter(model).validate_json(text, strict=True)
     except ValidationError as error:
-        raise damaged(place, _problem(error), cure) from None
+        raise _sentence(error, place, cure) from None
 
 
 def read[T](path: Path, model: type[T], cure: str, most: int = MOST_BYTES) -> T:
@@ -92,18 +92,17 @@ def _adapter(model: Any) -> TypeAdapter[Any]:
     return TypeAdapter(model)
 
 
-def _problem(error: ValidationError) -> str:
-    """What is wrong first: "it is no JSON: ... at line 3 column 4", or the key with its value."""
+def _sentence(error: ValidationError, place: str, cure: str) -> Damaged:
+    """What is wrong first: that it is not JSON, with line and column, or the key with its value."""
     first = error.errors(include_url=False, include_context=False)[0]
     message = first["msg"]
     if first["type"] == "json_invalid":
-        return (
-            f"it is no JSON, {shown(message.removeprefix('Invalid JSON: ').replace(' at line 1 column', ' at column'))}"
-        )
+        reason = shown(message.removeprefix("Invalid JSON: ").replace(" at line 1 column", " at column"))
+        return Damaged(f"{place} is not JSON ({reason}): {cure}.", f"it is not JSON, {reason}")
     key = shown(".".join(map(str, first["loc"])))
     if first["type"] == "missing":
-        return f"{key} is missing"
+        return damaged(place, f"{key} is missing", cure)
     subject = f"{key}={shown(first['input'])}" if key else shown(first["input"])
-    if message.startswith("Input should"):
-        return subject + message.removeprefix("Input")
-    return f"{subject}: {message[:1].lower()}{message[1:]}"
+    is_about_input = message.startswith("Input should")
+    rest = message.removeprefix("Input") if is_about_input else f": {message[:1].lower()}{message[1:]}"
+    return damaged(place, subject + rest, cure)
