@@ -6,7 +6,6 @@ import socket
 from pathlib import Path
 
 from megajax.files import LOCK, METRICS, SUBDIRECTORY
-from megajax.training.run_lock import read_owner
 
 
 class Leftovers:
@@ -31,6 +30,8 @@ class Leftovers:
         """
         lock = self.run_dir / LOCK
         if lock.exists():
+            from megajax.training.run_lock import read_owner  # here, because it imports jax
+
             owner = read_owner(lock)
             if owner is None or (owner["process"], owner["host"]) != (os.getpid(), socket.gethostname()):
                 return
