@@ -278,9 +278,9 @@ class TokenizerFiles:
         self.files += [folder / name for name in beside]
 
     def read(self) -> None:
-        from megajax.data.answers import answer_samples
         from megajax.data.chat_template import load_chat_template
-        from megajax.data.conversation import Chat
+        from megajax.data.rendering import Chat
+        from megajax.data.sandbox import Stopped
         from megajax.data.tokenizers import load_tokenizer
         from megajax.hf.beside import token_names
 
@@ -289,7 +289,10 @@ class TokenizerFiles:
             tokenizer.decode(tokenizer.encode("ab ba <eos>"))
         token_names(self.folder)
         messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-        answer_samples(load_chat_template(self.folder), Chat(messages, {}))
+        try:
+            load_chat_template(self.folder).samples([Chat(messages, {})])
+        except Stopped as stopped:
+            raise stopped.error from None
 
 
 KINDS: dict[str, Any] = {
