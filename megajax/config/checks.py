@@ -8,15 +8,16 @@ from megajax.config.batch_schedule import BatchSizes, samples_before, sizes_by_t
 from megajax.config.block_kinds import check_parts
 from megajax.config.checkpoint_checks import check_checkpoints, warn_about_kept_checkpoints
 from megajax.config.effects import ignores_decay_steps, warn_without_effect
-from megajax.config.expert_checks import check_experts, check_experts_on_mesh
-from megajax.config.fields import AXES, BATCH_AXES
-from megajax.config.kinds import is_gated, mlp_widths
+from megajax.config.expert_checks import check_experts
+from megajax.config.fields import AXES
+from megajax.config.fitting import axis_sizes, microbatch_numbers
 from megajax.config.lora_checks import check_lora
+from megajax.config.mesh_checks import check_axes, check_context, check_fp8_shapes, check_local_batch
 from megajax.config.model_checks import check_model
 from megajax.config.pipeline_checks import check_stages
 from megajax.config.rollback_checks import check_rollbacks
 from megajax.config.schema import Config
-from megajax.config.sentences import at_most, counted, divisors, fail, format_axis, format_keys, listed, value, warn
+from megajax.config.sentences import at_most, counted, divisors, fail, format_keys, listed, value, warn
 
 MOST_TOKENS = 2**30  # per step: counts of tokens are 32-bit numbers, and a host holds a few arrays of this length
 
@@ -24,7 +25,7 @@ MOST_TOKENS = 2**30  # per step: counts of tokens are 32-bit numbers, and a host
 def check(config: Config) -> None:
     """Raise `ConfigError` for combinations that can run on no mesh; warn about settings without effect."""
     sizes = _sizes(config)
-    _check_axes(config, sizes)
+    check_axes(config, sizes)
     check_experts(config)
     check_model(config)
     _check_batch(config)
@@ -54,14 +55,14 @@ def check_mesh(config: Config, num_devices: int, num_processes: int = 1, platfor
     `num_devices` is the number of devices of all `num_processes` processes together. On the `platform` cpu an error
     for too few of them says how one process gets several.
     """
-    _check_axes(config, _sizes(config))
+    check_axes(config, _sizes(config))
     _check_batch(config)
     sizes = _fill(config, num_devices, num_processes, platform)
-    _check_axes(config, sizes)
+    check_axes(config, sizes)
     check_stages(config, sizes)
-    _check_context(config, sizes)
-    _check_local_batch(config, sizes)
-    _check_fp8_shapes(config, sizes)
+    check_context(config, sizes)
+    check_local_batch(config, sizes)
+    check_fp8_shapes(config, sizes)
     check_parts(config, sizes)
     return sizes
 
@@ -91,7 +92,9 @@ def _fill(config: Config, num_devices: int, num_processes: int, platform: str) -
         virtual = f"; to try the mesh on CPUs, set XLA_FLAGS=--xla_force_host_platform_device_count={product}"
     if free and num_devices % product:
         cure = "use sizes whose product is" if len(larger) > 1 else "use"
-        cure = f"{cure} {listed(divisors(num_devices))}{virtual}"
+        usable = divisors(num_devices)
+        usable = axis_sizes(config, larger[0].removeprefix("mesh."), usable) if len(larger) == 1 else usable
+        cure = f"{cure} {listed(usable)}{virtual}"
         fail(config, f"{factors} does not divide {devices}", cure, *larger)
     if free:
         return sizes | {free[0]: num_devices // product}
@@ -103,129 +106,6 @@ def _fill(config: Config, num_devices: int, num_processes: int, platform: str) -
     return sizes
 
 
-# Divisibility by the mesh
-
-
-def _check_axes(config: Config, sizes: dict[str, int]) -> None:
-    check_experts_on_mesh(config, sizes)
-    model, tensor = config.model, sizes["tensor"]
-    name = format_axis(config, sizes, "tensor")
-    kv_heads, vocab = model.num_kv_heads, model.padded_vocab_size
-    divided = ["model.num_heads", *(f"model.{key}" for key in mlp_widths(model) if "expert" not in key)]
-    common = divisors(math.gcd(*(value(config, key) for key in divided)))
-    usable = [n for n in common if kv_heads % n == 0 or n % kv_heads == 0]
-    for key in divided:
-        if value(config, key) % tensor:
-            problem = f"{name} does not divide {format_keys(config, key)}"
-            fail(config, problem, f"use {listed(usable)}", "mesh.tensor", key)
-    if kv_heads % tensor and tensor % kv_heads:
-        key = "model.num_kv_heads"
-        problem = f"{name} neither divides {format_keys(config, key)} nor is a multiple of it"
-        fail(config, problem, f"use {listed(usable)}", "mesh.tensor", key)
-    if vocab % tensor:
-        padded = f"{vocab} ({format_keys(config, 'model.vocab_size', 'model.vocab_multiple')})"
-        problem = f"{name} does not divide the padded vocabulary of {padded}"
-        cure = f"make model.vocab_multiple a multiple of {tensor}"
-        fail(config, problem, cure, "mesh.tensor", "model.vocab_multiple")
-
-
-def _check_local_batch(config: Config, sizes: dict[str, int]) -> None:
-    batch, tensor = config.batch, sizes["tensor"]
-    axes, shards = [axis for axis in BATCH_AXES if sizes[axis] > 1], config.batch_shards(sizes)
-    microbatch = batch.global_size // batch.num_microbatches
-    if microbatch % shards:
-        names = " x ".join(format_axis(config, sizes, axis) for axis in axes)
-        problem = f"{names} does not divide {format_keys(config, 'batch.global_size')}"
-        if batch.num_microbatches > 1:
-            problem += f" / {format_keys(config, 'batch.num_microbatches')} = {microbatch}"
-        multiple = batch.num_microbatches * shards
-        cure = f"make batch.global_size a multiple of {multiple}"
-        if batch.global_size % shards == 0:
-            cure += f", or set batch.num_microbatches to {listed(divisors(batch.global_size // shards))}"
-        fail(config, problem, cure, "batch.global_size", "batch.num_microbatches", *(f"mesh.{a}" for a in axes))
-    context = sizes["context"]
-    tokens = microbatch // shards * batch.sequence_length // context
-    if tokens % tensor:
-        had = f"{microbatch // shards} x {format_keys(config, 'batch.sequence_length')}"
-        had += f" / {format_axis(config, sizes, 'context')}" if context > 1 else ""
-        problem = f"{format_axis(config, sizes, 'tensor')} does not divide the tokens of a microbatch, {had} = {tokens}"
-        cure = f"make batch.sequence_length a multiple of {context * math.lcm(tensor, min(context, 2))}"
-        fail(config, problem, cure, "mesh.tensor", "batch.sequence_length")
-
-
-def _check_context(config: Config, sizes: dict[str, int]) -> None:
-    """Each device has two chunks of every sequence, and with all-to-all some of the heads."""
-    context, model = sizes["context"], config.model
-    if context == 1:
-        return
-    name, length = format_axis(config, sizes, "context"), "batch.sequence_length"
-    if config.batch.sequence_length % (2 * context):
-        problem = f"{name} cuts a sequence into {2 * context} chunks, which do not divide {format_keys(config, length)}"
-        fail(config, problem, f"make {length} a multiple of {2 * context}", "mesh.context", length)
-    heads = model.num_heads // sizes["tensor"]
-    if config.kernels.context == "all_to_all" and heads % context:
-        had = format_keys(config, "model.num_heads")
-        if sizes["tensor"] > 1:
-            had += f" / {format_axis(config, sizes, 'tensor')} = {heads}"
-        problem = f"{format_keys(config, 'kernels.context')} divides the heads over {name}, which does not divide {had}"
-        cure = f"use kernels.context=ring, or mesh.context={listed(divisors(heads))}"
-        fail(config, problem, cure, "kernels.context", "mesh.context", "model.num_heads")
-
-
-def _check_fp8_shapes(config: Config, sizes: dict[str, int]) -> None:
-    """cuBLAS needs multiples of 16 in every dimension of an FP8 matmul."""
-    if config.precision.fp8.recipe == "none":
-        return
-    model, batch, tensor = config.model, config.batch, sizes["tensor"]
-    shards = config.batch_shards(sizes)
-    tokens = batch.global_size // batch.num_microbatches // shards * batch.sequence_length // sizes["context"]
-    recipe, mesh = "precision.fp8.recipe", format_axis(config, sizes, "tensor")
-    widths = {
-        format_keys(config, "model.hidden_size"): model.hidden_size,
-        **_attention_widths(config, tensor, mesh),
-        f"the tokens of a microbatch on one device / {mesh}": tokens // tensor,
-    }
-    if model.mtp_layers and sizes["pipeline"] > 1:  # the stages share the tokens of prediction modules
-        stages = format_axis(config, sizes, "pipeline")
-        widths[f"the tokens of a microbatch on one device / {mesh} / {stages}"] = tokens // tensor // sizes["pipeline"]
-    for key in mlp_widths(model):
-        whole = key == "expert_ffn_hidden_size" and "tensor" in config.mesh.experts_over
-        shape = format_keys(config, f"model.{key}")
-        widths[shape if whole else f"{shape} / {mesh}"] = getattr(model, key) // (1 if whole else tensor)
-    for shape, width in widths.items():
-        if width % 16:
-            found = "is not one" if shape.endswith(f"={width}") else f"is {width}"
-            problem = f"{format_keys(config, recipe)} needs multiples of 16, but {shape} {found}"
-            fail(config, problem, f"change it, or set {recipe}=none", recipe)
-    gated = 1 + is_gated(model)
-    attention = model.num_heads * model.head_dim + model.num_kv_heads * (model.head_dim + model.value_dim)
-    # The kernels of experts do not have this limit.
-    mlp = max([0, *(getattr(model, key) for key in mlp_widths(model) if key != "expert_ffn_hidden_size")])
-    widest = max(gated * mlp, attention) // tensor
-    if tokens * widest >= 2**31:
-        problem = f"{format_keys(config, recipe)} can quantise fewer than 2^31 numbers at once, but a microbatch"
-        problem += f" on one device has {tokens} tokens of {widest} numbers"
-        fail(config, problem, "raise batch.num_microbatches", recipe)
-
-
-def _attention_widths(config: Config, tensor: int, mesh: str) -> dict[str, int]:
-    """The widths of attention's matmuls on one device, by the settings that they follow from."""
-    model, heads = config.model, format_keys(config, "model.num_heads")
-    if not model.is_latent:
-        width, kv_heads = format_keys(config, "model.head_dim"), format_keys(config, "model.num_kv_heads")
-        return {
-            f"{heads} x {width} / {mesh}": model.num_heads * model.head_dim // tensor,
-            f"{kv_heads} x {width} / {mesh}": max(model.num_kv_heads // tensor, 1) * model.head_dim,
-        }
-    latents = [f"model.{name}" for name in ("q_lora_rank", "kv_lora_rank", "qk_rope_head_dim")]
-    parts = [f"model.{name}" for name in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")]
-    widths = {format_keys(config, key): value(config, key) or 0 for key in latents}
-    return widths | {
-        f"{heads} x {format_keys(config, key)} / {mesh}": model.num_heads * value(config, key) // tensor
-        for key in parts
-    }
-
-
 # Combinations that no mesh can run
 
 
@@ -234,7 +114,8 @@ def _check_batch(config: Config) -> None:
     if batch.global_size % batch.num_microbatches:
         keys = ("batch.num_microbatches", "batch.global_size")
         problem = f"{format_keys(config, keys[0])} does not divide {format_keys(config, keys[1])}"
-        fail(config, problem, f"use {listed(divisors(batch.global_size))}", *keys)
+        usable = microbatch_numbers(config, _sizes(config)) or divisors(batch.global_size)
+        fail(config, problem, f"use {listed(usable)}", *keys)
     _check_ramp_up(config)
     tokens = batch.global_size * batch.sequence_length
     if tokens > MOST_TOKENS:
@@ -256,11 +137,12 @@ def _check_ramp_up(config: Config) -> None:
         fail(config, problem, f"set batch.global_size={sizes[-1]}, or change the last size", key, "batch.global_size")
     microbatch = batch.global_size // batch.num_microbatches
     for size in (size for size in sizes if size % microbatch):
-        usable = [n for n in divisors(batch.global_size) if all(s % (batch.global_size // n) == 0 for s in sizes)]
+        usable = microbatch_numbers(config, _sizes(config))
         whole, parts = (format_keys(config, name) for name in ("batch.global_size", "batch.num_microbatches"))
         problem = f"{format_keys(config, key)} has steps of {size} sequences, no multiple of the microbatches of"
         problem += f" {whole} / {parts} = {microbatch}"
-        cure = f"set batch.num_microbatches to {listed(usable)}, or use multiples of {microbatch}"
+        cure = f"set batch.num_microbatches to {listed(usable)}, or " if usable else ""
+        cure += f"use multiples of {microbatch}"
         fail(config, problem, cure, key, "batch.num_microbatches")
 
 

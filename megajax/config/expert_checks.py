@@ -3,7 +3,7 @@
 from megajax.config.kinds import expert_layers
 from megajax.config.model_schema import ModelConfig, RouterConfig
 from megajax.config.schema import Config
-from megajax.config.sentences import at_most, divisors, fail, format_axis, format_keys, listed, value
+from megajax.config.sentences import at_most, divisors, fail, format_keys, listed, value
 
 # Keys that only models with experts read.
 EXPERT_KEYS = (
@@ -54,34 +54,6 @@ def check_experts(config: Config) -> None:
     _check_with_others(config)
 
 
-def check_experts_on_mesh(config: Config, sizes: dict[str, int]) -> None:
-    """Raise `ConfigError` for a mesh that cannot divide the experts."""
-    model, name, axes = config.model, format_axis(config, sizes, "expert"), config.mesh.experts_over
-    if model.num_experts is None:
-        if sizes["expert"] > 1:
-            cure = "set model.num_experts, or use mesh.data or mesh.fsdp for the batch"
-            fail(config, f"{name} needs a model with experts", cure, "mesh.expert")
-        return
-    if sizes["expert"] > 1 and "expert" not in axes:
-        key = "mesh.experts_over"
-        problem = f"{name} divides no experts, because {format_keys(config, key)} does not contain expert"
-        fail(config, problem, f"add expert to {key}, or use mesh.data", "mesh.expert", key)
-    if model.num_experts % config.expert_shards(sizes):
-        larger = [axis for axis in axes if sizes[axis] > 1]
-        problem = " x ".join(format_axis(config, sizes, axis) for axis in larger)
-        problem += f" does not divide {format_keys(config, 'model.num_experts')}"
-        keys = [f"mesh.{axis}" for axis in larger]
-        cure = "use sizes whose product is" if len(larger) > 1 else "use"
-        fail(config, problem, f"{cure} {listed(divisors(model.num_experts))}", *keys, "model.num_experts")
-    for key, width in (
-        ("model.expert_ffn_hidden_size", 0 if "tensor" in axes else model.expert_ffn_hidden_size),
-        ("model.shared_expert_ffn_hidden_size", model.shared_expert_ffn_hidden_size),
-    ):
-        if (width or 0) % sizes["tensor"]:
-            problem = f"{format_axis(config, sizes, 'tensor')} does not divide {format_keys(config, key)}"
-            fail(config, problem, f"use {listed(divisors(width or 1))}", "mesh.tensor", key)
-
-
 def _check_dense(config: Config) -> None:
     if expert_layers(config.model):
         problem = f"{format_keys(config, 'model.block_pattern')} has layers with experts"
@@ -97,10 +69,13 @@ def _check_groups(config: Config, model: ModelConfig) -> None:
     router = model.router
     if experts % router.num_groups:
         problem = f"{format_keys(config, groups)} does not divide {format_keys(config, 'model.num_experts')}"
-        fail(config, problem, f"use {listed(divisors(experts))}", groups, "model.num_experts")
+        chosen_number, each = router.groups_per_token, model.experts_per_token
+        usable = [n for n in divisors(experts) if chosen_number <= n and experts // n * chosen_number >= each]
+        fail(config, problem, f"use {listed(usable or divisors(experts))}", groups, "model.num_experts")
     if router.groups_per_token > router.num_groups:
         problem = f"{format_keys(config, chosen)} is more than {format_keys(config, groups)}"
-        fail(config, problem, f"use {at_most(router.num_groups)}", chosen, groups)
+        least = -(-model.experts_per_token * router.num_groups // experts)
+        fail(config, problem, f"use {listed(range(least, router.num_groups + 1))}", chosen, groups)
     reachable = experts // router.num_groups * router.groups_per_token
     if model.experts_per_token > reachable:
         keys = ("model.experts_per_token", chosen, groups)

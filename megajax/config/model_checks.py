@@ -83,7 +83,9 @@ def _check_heads(config: Config) -> None:
         problem = (
             f"{format_keys(config, 'model.num_kv_heads')} does not divide {format_keys(config, 'model.num_heads')}"
         )
-        cure = f"use {listed(divisors(model.num_heads))}"
+        tensor = max(1, config.mesh.tensor)
+        usable = [n for n in divisors(model.num_heads) if n % tensor == 0 or tensor % n == 0]
+        cure = f"use {listed(usable)}, or change model.num_heads"
         fail(config, problem, cure, "model.num_kv_heads", "model.num_heads")
 
 

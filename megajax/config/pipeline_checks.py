@@ -3,6 +3,7 @@
 import math
 
 from megajax.config.batch_schedule import sizes_by_tokens
+from megajax.config.fitting import microbatch_numbers
 from megajax.config.kinds import attention_kinds, is_mixed
 from megajax.config.schema import Config
 from megajax.config.sentences import at_most, counted, divisors, fail, format_axis, format_keys, listed, value
@@ -74,11 +75,7 @@ def _check_microbatches(config: Config, sizes: dict[str, int]) -> None:
     stages, rounds, microbatches = sizes["pipeline"], config.pipeline.rounds, config.batch.num_microbatches
     key, name = "batch.num_microbatches", format_axis(config, sizes, "pipeline")
     shards = config.batch_shards(sizes)
-    usable = [
-        n
-        for n in divisors(config.batch.global_size)
-        if n >= stages and (rounds == 1 or n % stages == 0) and config.batch.global_size // n % shards == 0
-    ]
+    usable = microbatch_numbers(config, sizes)
     cure = f"use {listed(usable)}" if usable else f"use {stages}, and make batch.global_size a multiple of"
     cure += "" if usable else f" {stages * shards}"
     if microbatches < stages:

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import Any, NoReturn
 
 from megajax.config.schema import Config
-from megajax.config.tree import show
+from megajax.config.tree import COMMAND_LINE, show
 from megajax.errors import ConfigError
 
 
@@ -32,8 +32,20 @@ def warn(config: Config, problem: str, cure: str, *keys: str) -> None:
 
 
 def location(config: Config, *keys: str) -> str:
-    """The location of the first of `keys` that is set."""
-    return next((where for where in map(config.where, keys) if where != "default"), "default")
+    """The location of the first of `keys` that is set, overrides first; those of others elsewhere after their names."""
+    places = {key: where for key in keys if (where := config.where(key)) != "default"}
+    if not places:
+        return "default"
+    first = min(places, key=lambda key: not _is_override(places[key]))
+    in_files: dict[str, list[str]] = {}
+    for key, where in places.items():
+        if _is_override(places[first]) and not _is_override(where):
+            in_files.setdefault(where, []).append(key)
+    return "; ".join([places[first], *(f"{listed(keys, 'and')}: {where}" for where, keys in in_files.items())])
+
+
+def _is_override(where: str) -> bool:
+    return where.startswith(COMMAND_LINE)
 
 
 def listed(items: Iterable[Any], word: str = "or", most: int = 12) -> str:

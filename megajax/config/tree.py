@@ -18,6 +18,7 @@ from megajax.files import read_text, why_unreadable
 
 NAMED = Path(__file__).parents[2] / "configs"  # the configs that have names
 
+COMMAND_LINE = "the command line"  # begins the location of an override
 MAX_BRACKETS = 100  # one in the other
 MAX_FILES = 200  # with includes
 MAX_VALUES = 50_000  # of a file; an alias counts as the values that it stands for
@@ -136,7 +137,7 @@ def read_override(text: str) -> Tree:
         raise ConfigError(f"{text} is not an override (the command line): write section.key=value.")
     if key == "include":
         raise ConfigError(f"{text} is not an override (the command line): write the include in a file.")
-    location = f"the command line: {text}"
+    location = f"{COMMAND_LINE}: {text}"
     parsed, locations = _parse(value, location, key)
     for name in reversed(key.split(".")):
         parsed = {name: parsed}

@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
+from config_errors import first_place
 
 from megajax.config import Config, load_config
 from megajax.config.batch_schedule import BatchSizes, Position, samples_before, sizes_by_tokens
@@ -96,8 +97,9 @@ REFUSED = {
 def test_a_schedule_that_cannot_run_is_refused(written: str):
     schedule, *others = re.split(r" (?=\w+\.\w+=)", written)
     location = f"the command line: batch.schedule={schedule}"
-    with pytest.raises(ConfigError, match=re.escape(REFUSED[written].replace("@", location))):
+    with pytest.raises(ConfigError) as caught:
         check_mesh(load(schedule, *others), 4)
+    assert first_place(str(caught.value)) == REFUSED[written].replace("@", location)
 
 
 def test_a_schedule_that_the_run_does_not_finish_is_warned_about():

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from config_errors import first_place
 
 from megajax.config import Config, load_config
 from megajax.config.checks import check_mesh
@@ -79,7 +80,7 @@ REFUSED = [
     (
         "mesh.data=-1 mesh.tensor=4",
         6,
-        "mesh.tensor=4 does not divide 6 devices (the command line: mesh.tensor=4): use 1, 2, 3 or 6.",
+        "mesh.tensor=4 does not divide 6 devices (the command line: mesh.tensor=4): use 1 or 2.",
     ),
     (
         "mesh.expert=-1",
@@ -94,7 +95,7 @@ REFUSED = [
         3,
         (
             "mesh.tensor=3 (from -1) does not divide model.num_heads=8 (the command line: mesh.tensor=-1):"
-            " use 1, 2, 4 or 8."
+            " set mesh.tensor to 1, 2, 4 or 8, or change model.num_heads."
         ),
     ),
     (
@@ -103,7 +104,8 @@ REFUSED = [
         8,
         (
             "mesh.data=4 x mesh.fsdp=2 does not divide batch.global_size=24 / batch.num_microbatches=2 = 12"
-            " (@, line 8): make batch.global_size a multiple of 16, or set batch.num_microbatches to 1 or 3."
+            " (the command line: mesh.data=4): make batch.global_size a multiple of 16, or set"
+            " batch.num_microbatches to 1 or 3."
         ),
     ),
     (
@@ -111,8 +113,8 @@ REFUSED = [
         "mesh.data=-1",
         5,
         (
-            "mesh.data=5 (from -1) does not divide batch.global_size=24 / batch.num_microbatches=2 = 12 (@,"
-            " line 8): make batch.global_size a multiple of 10."
+            "mesh.data=5 (from -1) does not divide batch.global_size=24 / batch.num_microbatches=2 = 12"
+            " (the command line: mesh.data=-1): make batch.global_size a multiple of 10."
         ),
     ),
     (
@@ -141,7 +143,7 @@ REFUSED = [
         (
             "kernels.context=all_to_all divides the heads over mesh.context=3 (from -1), which does not"
             " divide model.num_heads=8 / mesh.tensor=2 = 4 (the command line: kernels.context=all_to_all):"
-            " use kernels.context=ring, or mesh.context=1, 2 or 4."
+            " use kernels.context=ring, or mesh.context=1 or 2."
         ),
     ),
 ]
@@ -152,15 +154,17 @@ def test_a_mesh_that_does_not_fit_is_refused(tmp_path, overrides, devices, sente
     loaded = config(tmp_path, overrides)
     with pytest.raises(ConfigError) as caught:
         check_mesh(loaded, devices)
-    assert str(caught.value) == sentence.replace("@", str(tmp_path / "x.yaml"))
+    assert first_place(str(caught.value)) == sentence.replace("@", str(tmp_path / "x.yaml"))
 
 
 REFUSED_BEFORE_DEVICES_ARE_KNOWN = {
     "mesh.tensor=8 model.ffn_hidden_size=100": (
-        "mesh.tensor=8 does not divide model.ffn_hidden_size=100 (@): use 1, 2 or 4."
+        "mesh.tensor=8 does not divide model.ffn_hidden_size=100 (@): set mesh.tensor to 1, 2 or 4, or change"
+        " model.ffn_hidden_size."
     ),
     "mesh.tensor=4 model.num_heads=12 model.num_kv_heads=6 model.head_dim=8": (
-        "mesh.tensor=4 neither divides model.num_kv_heads=6 nor is a multiple of it (@): use 1, 2, 3, 6 or 12."
+        "mesh.tensor=4 neither divides model.num_kv_heads=6 nor is a multiple of it (@): set mesh.tensor to 1 or 2,"
+        " or change model.num_kv_heads."
     ),
     # 1000 padded to a multiple of 9 is 1008 = 16 * 63, to one of 1 stays 1000 = 8 * 125
     "mesh.tensor=32 model.num_heads=32 model.vocab_multiple=9": (
@@ -179,7 +183,7 @@ def test_what_the_given_sizes_cannot_divide_is_refused_on_loading(tmp_path, over
     with pytest.raises(ConfigError) as caught:
         config(tmp_path, overrides)
     expected = REFUSED_BEFORE_DEVICES_ARE_KNOWN[overrides]
-    assert str(caught.value) == expected.replace("@", f"the command line: {overrides.split()[0]}")
+    assert first_place(str(caught.value)) == expected.replace("@", f"the command line: {overrides.split()[0]}")
 
 
 @pytest.mark.parametrize(

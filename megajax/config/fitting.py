@@ -1,0 +1,58 @@
+"""The numbers that pass all checks on one setting, for the cures that errors list."""
+
+from collections.abc import Iterable
+
+from megajax.config.batch_schedule import sizes_by_tokens
+from megajax.config.kinds import mlp_widths
+from megajax.config.schema import Config
+from megajax.config.sentences import divisors, value
+
+
+def tensor_keys(config: Config) -> list[str]:
+    """The keys of `model` whose values `mesh.tensor` must divide."""
+    whole = {"expert_ffn_hidden_size"} if "tensor" in config.mesh.experts_over else set()
+    widths = [key for key in mlp_widths(config.model) if key not in whole and getattr(config.model, key)]
+    return ["model.num_heads", *(f"model.{key}" for key in widths)]
+
+
+def fits_kv_heads(config: Config, tensor: int) -> bool:
+    """Whether each device of `mesh.tensor` has whole KV heads, or whole groups of devices share one."""
+    heads = config.model.num_kv_heads
+    return heads % tensor == 0 or tensor % heads == 0
+
+
+def axis_sizes(config: Config, axis: str, candidates: Iterable[int]) -> list[int]:
+    """Those of the candidates that fit the model and the batch as `mesh.axis`, if the other axes have size 1."""
+    model, batch = config.model, config.batch
+    microbatch = batch.global_size // batch.num_microbatches
+
+    def fits(n: int) -> bool:
+        if axis == "tensor":
+            whole = all(value(config, key) % n == 0 for key in tensor_keys(config))
+            return whole and fits_kv_heads(config, n) and model.padded_vocab_size % n == 0
+        if axis == "context":
+            return n == 1 or batch.sequence_length % (2 * n) == 0
+        if axis == "pipeline":
+            several = config.pipeline.rounds > 1 and n > 1
+            return n <= min(model.num_layers, batch.num_microbatches) and not (several and batch.num_microbatches % n)
+        return microbatch % n == 0 and (axis != "expert" or (model.num_experts or 1) % n == 0)
+
+    return [n for n in candidates if fits(n)]
+
+
+def microbatch_numbers(config: Config, sizes: dict[str, int]) -> list[int]:
+    """The values of `batch.num_microbatches` that fit the batch, its schedule and a mesh of these sizes."""
+    batch, shards, stages = config.batch, config.batch_shards(sizes), sizes["pipeline"]
+    all_sizes = [size for _, size in sizes_by_tokens(config)]
+
+    def fits(n: int) -> bool:
+        microbatch = batch.global_size // n
+        if microbatch % shards or any(size % microbatch for size in all_sizes):
+            return False
+        if microbatch // shards * batch.sequence_length // sizes["context"] % sizes["tensor"]:
+            return False
+        counts = [size // microbatch for size in all_sizes]
+        in_rounds = config.pipeline.rounds == 1 or not any(count % stages for count in counts)
+        return stages == 1 or (min(counts) >= stages and in_rounds)
+
+    return [n for n in divisors(batch.global_size) if fits(n)]

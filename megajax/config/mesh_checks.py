@@ -1,0 +1,151 @@
+"""Checks of divisibility by the mesh: heads, widths, experts, sequences, tokens, and the shapes of FP8 matmuls."""
+
+import math
+
+from megajax.config.fields import BATCH_AXES
+from megajax.config.fitting import axis_sizes, fits_kv_heads, microbatch_numbers, tensor_keys
+from megajax.config.kinds import is_gated, mlp_widths
+from megajax.config.schema import Config
+from megajax.config.sentences import divisors, fail, format_axis, format_keys, listed, value
+
+
+def check_axes(config: Config, sizes: dict[str, int]) -> None:
+    """Raise `ConfigError` if `tensor` or the axes of the experts cannot divide the model."""
+    _check_experts(config, sizes)
+    model, tensor = config.model, sizes["tensor"]
+    name, vocab = format_axis(config, sizes, "tensor"), model.padded_vocab_size
+    usable = listed(axis_sizes(config, "tensor", divisors(model.num_heads)))
+    for key in tensor_keys(config):
+        if value(config, key) % tensor:
+            problem = f"{name} does not divide {format_keys(config, key)}"
+            fail(config, problem, f"set mesh.tensor to {usable}, or change {key}", "mesh.tensor", key)
+    if not fits_kv_heads(config, tensor):
+        key = "model.num_kv_heads"
+        problem = f"{name} neither divides {format_keys(config, key)} nor is a multiple of it"
+        fail(config, problem, f"set mesh.tensor to {usable}, or change {key}", "mesh.tensor", key)
+    if vocab % tensor:
+        padded = f"{vocab} ({format_keys(config, 'model.vocab_size', 'model.vocab_multiple')})"
+        problem = f"{name} does not divide the padded vocabulary of {padded}"
+        cure = f"make model.vocab_multiple a multiple of {tensor}"
+        fail(config, problem, cure, "mesh.tensor", "model.vocab_multiple", "model.vocab_size")
+
+
+def _check_experts(config: Config, sizes: dict[str, int]) -> None:
+    """Raise `ConfigError` for a mesh that cannot divide the experts."""
+    model, name, axes = config.model, format_axis(config, sizes, "expert"), config.mesh.experts_over
+    if model.num_experts is None:
+        if sizes["expert"] > 1:
+            cure = "set model.num_experts, or use mesh.data or mesh.fsdp for the batch"
+            fail(config, f"{name} needs a model with experts", cure, "mesh.expert")
+        return
+    if sizes["expert"] > 1 and "expert" not in axes:
+        key = "mesh.experts_over"
+        problem = f"{name} divides no experts, because {format_keys(config, key)} does not contain expert"
+        fail(config, problem, f"add expert to {key}, or use mesh.data", "mesh.expert", key)
+    if model.num_experts % config.expert_shards(sizes):
+        larger = [axis for axis in axes if sizes[axis] > 1]
+        problem = " x ".join(format_axis(config, sizes, axis) for axis in larger)
+        problem += f" does not divide {format_keys(config, 'model.num_experts')}"
+        keys = [f"mesh.{axis}" for axis in larger]
+        cure = "use sizes whose product is" if len(larger) > 1 else "use"
+        usable = divisors(model.num_experts)
+        usable = axis_sizes(config, larger[0], usable) if len(larger) == 1 else usable
+        fail(config, problem, f"{cure} {listed(usable)}", *keys, "model.num_experts")
+
+
+def check_local_batch(config: Config, sizes: dict[str, int]) -> None:
+    """Raise `ConfigError` if the mesh cannot divide the sequences and tokens of a microbatch."""
+    batch, tensor = config.batch, sizes["tensor"]
+    axes, shards = [axis for axis in BATCH_AXES if sizes[axis] > 1], config.batch_shards(sizes)
+    microbatch = batch.global_size // batch.num_microbatches
+    if microbatch % shards:
+        names = " x ".join(format_axis(config, sizes, axis) for axis in axes)
+        problem = f"{names} does not divide {format_keys(config, 'batch.global_size')}"
+        if batch.num_microbatches > 1:
+            problem += f" / {format_keys(config, 'batch.num_microbatches')} = {microbatch}"
+        multiple = batch.num_microbatches * shards
+        cure = f"make batch.global_size a multiple of {multiple}"
+        if numbers := microbatch_numbers(config, sizes):
+            cure += f", or set batch.num_microbatches to {listed(numbers)}"
+        fail(config, problem, cure, "batch.global_size", "batch.num_microbatches", *(f"mesh.{a}" for a in axes))
+    context = sizes["context"]
+    tokens = microbatch // shards * batch.sequence_length // context
+    if tokens % tensor:
+        had = f"{microbatch // shards} x {format_keys(config, 'batch.sequence_length')}"
+        had += f" / {format_axis(config, sizes, 'context')}" if context > 1 else ""
+        problem = f"{format_axis(config, sizes, 'tensor')} does not divide the tokens of a microbatch, {had} = {tokens}"
+        cure = f"make batch.sequence_length a multiple of {context * math.lcm(tensor, min(context, 2))}"
+        fail(config, problem, cure, "mesh.tensor", "batch.sequence_length")
+
+
+def check_context(config: Config, sizes: dict[str, int]) -> None:
+    """Each device has two chunks of every sequence, and with all-to-all some of the heads."""
+    context, model = sizes["context"], config.model
+    if context == 1:
+        return
+    name, length = format_axis(config, sizes, "context"), "batch.sequence_length"
+    if config.batch.sequence_length % (2 * context):
+        problem = f"{name} cuts a sequence into {2 * context} chunks, which do not divide {format_keys(config, length)}"
+        fail(config, problem, f"make {length} a multiple of {2 * context}", "mesh.context", length)
+    heads = model.num_heads // sizes["tensor"]
+    if config.kernels.context == "all_to_all" and heads % context:
+        had = format_keys(config, "model.num_heads")
+        if sizes["tensor"] > 1:
+            had += f" / {format_axis(config, sizes, 'tensor')} = {heads}"
+        problem = f"{format_keys(config, 'kernels.context')} divides the heads over {name}, which does not divide {had}"
+        cure = f"use kernels.context=ring, or mesh.context={listed(axis_sizes(config, 'context', divisors(heads)))}"
+        fail(config, problem, cure, "kernels.context", "mesh.context", "model.num_heads")
+
+
+def check_fp8_shapes(config: Config, sizes: dict[str, int]) -> None:
+    """cuBLAS needs multiples of 16 in every dimension of an FP8 matmul."""
+    if config.precision.fp8.recipe == "none":
+        return
+    model, batch, tensor = config.model, config.batch, sizes["tensor"]
+    shards = config.batch_shards(sizes)
+    tokens = batch.global_size // batch.num_microbatches // shards * batch.sequence_length // sizes["context"]
+    recipe, mesh = "precision.fp8.recipe", format_axis(config, sizes, "tensor")
+    widths = {
+        format_keys(config, "model.hidden_size"): model.hidden_size,
+        **_attention_widths(config, tensor, mesh),
+        f"the tokens of a microbatch on one device / {mesh}": tokens // tensor,
+    }
+    if model.mtp_layers and sizes["pipeline"] > 1:  # the stages share the tokens of prediction modules
+        stages = format_axis(config, sizes, "pipeline")
+        widths[f"the tokens of a microbatch on one device / {mesh} / {stages}"] = tokens // tensor // sizes["pipeline"]
+    for key in mlp_widths(model):
+        whole = key == "expert_ffn_hidden_size" and "tensor" in config.mesh.experts_over
+        shape = format_keys(config, f"model.{key}")
+        widths[shape if whole else f"{shape} / {mesh}"] = getattr(model, key) // (1 if whole else tensor)
+    for shape, width in widths.items():
+        if width % 16:
+            found = "is not one" if shape.endswith(f"={width}") else f"is {width}"
+            problem = f"{format_keys(config, recipe)} needs multiples of 16, but {shape} {found}"
+            fail(config, problem, f"change it, or set {recipe}=none", recipe)
+    gated = 1 + is_gated(model)
+    attention = model.num_heads * model.head_dim + model.num_kv_heads * (model.head_dim + model.value_dim)
+    # The kernels of experts do not have this limit.
+    mlp = max([0, *(getattr(model, key) for key in mlp_widths(model) if key != "expert_ffn_hidden_size")])
+    widest = max(gated * mlp, attention) // tensor
+    if tokens * widest >= 2**31:
+        problem = f"{format_keys(config, recipe)} can quantise fewer than 2^31 numbers at once, but a microbatch"
+        problem += f" on one device has {tokens} tokens of {widest} numbers"
+        fail(config, problem, "raise batch.num_microbatches", recipe)
+
+
+def _attention_widths(config: Config, tensor: int, mesh: str) -> dict[str, int]:
+    """The widths of attention's matmuls on one device, by the settings that they follow from."""
+    model, heads = config.model, format_keys(config, "model.num_heads")
+    if not model.is_latent:
+        width, kv_heads = format_keys(config, "model.head_dim"), format_keys(config, "model.num_kv_heads")
+        return {
+            f"{heads} x {width} / {mesh}": model.num_heads * model.head_dim // tensor,
+            f"{kv_heads} x {width} / {mesh}": max(model.num_kv_heads // tensor, 1) * model.head_dim,
+        }
+    latents = [f"model.{name}" for name in ("q_lora_rank", "kv_lora_rank", "qk_rope_head_dim")]
+    parts = [f"model.{name}" for name in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")]
+    widths = {format_keys(config, key): value(config, key) or 0 for key in latents}
+    return widths | {
+        f"{heads} x {format_keys(config, key)} / {mesh}": model.num_heads * value(config, key) // tensor
+        for key in parts
+    }
