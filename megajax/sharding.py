@@ -8,6 +8,7 @@ device holds one contiguous `fsdp` shard of a weight.
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -87,12 +88,12 @@ class Placement:
         """The model's layer in each row of the canonical shape."""
         return sorted(set(self.layers or ()) - {EMPTY})
 
-    @property
+    @cached_property
     def storage_axes(self) -> tuple[str, ...]:
         """Mesh axes that shard the weight in storage only, in the order of its shards."""
         return () if self.storage_dim is None else _axes(self.spec[self.storage_dim] or ())
 
-    @property
+    @cached_property
     def replicated_axes(self) -> tuple[str, ...]:
         """Mesh axes that the stored weight is not sharded over."""
         used = {axis for entry in self.spec for axis in _axes(entry or ())}

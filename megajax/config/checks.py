@@ -24,6 +24,15 @@ MOST_TOKENS = 2**30  # per step: counts of tokens are 32-bit numbers, and a host
 
 def check(config: Config) -> None:
     """Raise `ConfigError` for combinations that can run on no mesh; warn about settings without effect."""
+    check_combinations(config)
+    warn_without_effect(config)
+    warn_about_kept_checkpoints(config)
+    _warn_about_warmup(config)
+    _warn_about_ramp_up(config)
+
+
+def check_combinations(config: Config) -> None:
+    """Raise `ConfigError` for combinations that can run on no mesh."""
     sizes = _sizes(config)
     check_axes(config, sizes)
     check_experts(config)
@@ -43,10 +52,6 @@ def check(config: Config) -> None:
     check_checkpoints(config)
     check_rollbacks(config)
     _check_norms(config)
-    warn_without_effect(config)
-    warn_about_kept_checkpoints(config)
-    _warn_about_warmup(config)
-    _warn_about_ramp_up(config)
 
 
 def check_mesh(config: Config, num_devices: int, num_processes: int = 1, platform: str = "gpu") -> dict[str, int]:
@@ -80,30 +85,29 @@ def _sizes(config: Config) -> dict[str, int]:
 
 
 def _fill(config: Config, num_devices: int, num_processes: int, platform: str) -> dict[str, int]:
-    sizes = _sizes(config)
-    larger = [f"mesh.{axis}" for axis in AXES if sizes[axis] > 1]
+    sizes, free = _sizes(config), [axis for axis in AXES if getattr(config.mesh, axis) == -1]
     product = math.prod(sizes.values())
+    if free and num_devices % product == 0:
+        return sizes | {free[0]: num_devices // product}
+    if not free and product == num_devices:
+        return sizes
+    larger = [f"mesh.{axis}" for axis in AXES if sizes[axis] > 1]
     factors = " x ".join(format_keys(config, key) for key in larger) or "the default mesh"
     each = f" ({num_processes} processes with {num_devices // num_processes} each)" if num_processes > 1 else ""
     devices = counted(num_devices, "device") + each
-    free = [axis for axis in AXES if getattr(config.mesh, axis) == -1]
     virtual = ""
     if platform == "cpu" and num_processes == 1 and num_devices < product:
         virtual = f"; to try the mesh on CPUs, set XLA_FLAGS=--xla_force_host_platform_device_count={product}"
-    if free and num_devices % product:
+    if free:
         cure = "use sizes whose product is" if len(larger) > 1 else "use"
         usable = divisors(num_devices)
         usable = axis_sizes(config, larger[0].removeprefix("mesh."), usable) if len(larger) == 1 else usable
         cure = f"{cure} {listed(usable)}{virtual}"
         fail(config, f"{factors} does not divide {devices}", cure, *larger)
-    if free:
-        return sizes | {free[0]: num_devices // product}
-    if product != num_devices:
-        few = f"uses {product} of {devices}"
-        many = f"needs {product} devices, but there {'is' if num_devices == 1 else 'are'} {num_devices}{each}"
-        cure = f"make the product {num_devices}, or set one axis to -1, such as mesh.data=-1{virtual}"
-        fail(config, f"{factors} {few if product < num_devices else many}", cure, *larger)
-    return sizes
+    few = f"uses {product} of {devices}"
+    many = f"needs {product} devices, but there {'is' if num_devices == 1 else 'are'} {num_devices}{each}"
+    cure = f"make the product {num_devices}, or set one axis to -1, such as mesh.data=-1{virtual}"
+    fail(config, f"{factors} {few if product < num_devices else many}", cure, *larger)
 
 
 # Combinations that no mesh can run
@@ -295,8 +299,8 @@ def _check_text(config: Config) -> None:
 
 def _check_run_dir(config: Config) -> None:
     """The path must have no spaces, because XLA gets it as a flag."""
-    path = str(Path(config.run.dir).resolve())
-    if config.run.deterministic and any(character.isspace() for character in path):
+    path = str(Path(config.run.dir).resolve()) if config.run.deterministic else ""
+    if any(character.isspace() for character in path):
         deterministic, run_dir = (format_keys(config, key) for key in ("run.deterministic", "run.dir"))
         problem = f"{deterministic} passes a path in {run_dir} to XLA as a flag, but a flag"
         problem += f" cannot contain the space in {path}"

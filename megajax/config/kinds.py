@@ -29,6 +29,7 @@ def layer_kinds(model: ModelConfig) -> tuple[LayerKind, ...]:
     return tuple(LayerKind(block, *attention[i % len(attention)]) for i, block in enumerate(_blocks(model)))
 
 
+@cached
 def block_layers(model: ModelConfig) -> dict[str, tuple[int, ...]]:
     """The layers of each kind of block in the model."""
     blocks = [kind.block for kind in layer_kinds(model)]

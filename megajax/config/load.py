@@ -28,9 +28,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), run_dir: Path |
     `run_dir`, whose record the file is, only those outside this directory. Raises `ConfigError`; warns about settings
     without effect.
     """
-    tree = read_file(config_path(path))
-    for override in overrides:
-        tree.merge(read_override(override))
+    tree = read_tree(path, overrides)
     for section in Config.model_fields:
         if tree.values.get(section) is None:
             tree.values[section] = {}
@@ -44,6 +42,14 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), run_dir: Path |
     _check_allowed_changes(config)
     check(config)
     return config
+
+
+def read_tree(path: str | Path, overrides: Sequence[str]) -> Tree:
+    """The values of a file changed by `overrides`, as they are written, without defaults."""
+    tree = read_file(config_path(path))
+    for override in overrides:
+        tree.merge(read_override(override))
+    return tree
 
 
 def config_path(name: str | Path) -> Path:

@@ -14,15 +14,18 @@ def check_axes(config: Config, sizes: dict[str, int]) -> None:
     _check_experts(config, sizes)
     model, tensor = config.model, sizes["tensor"]
     name, vocab = format_axis(config, sizes, "tensor"), model.padded_vocab_size
-    usable = listed(axis_sizes(config, "tensor", divisors(model.num_heads)))
+
+    def cure_of(key: str) -> str:
+        return f"set mesh.tensor to {listed(axis_sizes(config, 'tensor', divisors(model.num_heads)))}, or change {key}"
+
     for key in tensor_keys(config):
         if value(config, key) % tensor:
             problem = f"{name} does not divide {format_keys(config, key)}"
-            fail(config, problem, f"set mesh.tensor to {usable}, or change {key}", "mesh.tensor", key)
+            fail(config, problem, cure_of(key), "mesh.tensor", key)
     if not fits_kv_heads(config, tensor):
         key = "model.num_kv_heads"
         problem = f"{name} neither divides {format_keys(config, key)} nor is a multiple of it"
-        fail(config, problem, f"set mesh.tensor to {usable}, or change {key}", "mesh.tensor", key)
+        fail(config, problem, cure_of(key), "mesh.tensor", key)
     if vocab % tensor:
         padded = f"{vocab} ({format_keys(config, 'model.vocab_size', 'model.vocab_multiple')})"
         problem = f"{name} does not divide the padded vocabulary of {padded}"

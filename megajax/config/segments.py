@@ -5,6 +5,7 @@ compiles each unrolled layer separately. So layers are unrolled if compile time 
 smallest possible size: loops with large bodies compile slowly too, and need the most memory.
 """
 
+import functools
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -136,10 +137,11 @@ def _stretches(config: Config, kinds: Sequence[LayerKind], group: int, most: int
     if len(kinds) <= most:
         return [(len(kinds), len(kinds))]
     units = [tuple(kinds[i : i + group]) for i in range(0, len(kinds), group)]
-    return [(count * group, period * group) for count, period in repeated(units)]
+    return [(count * group, period * group) for count, period in repeated(tuple(units))]
 
 
-def repeated(units: Sequence[Any]) -> tuple[tuple[int, int], ...]:
+@functools.lru_cache(maxsize=256)  # the planner asks for the same ones many times
+def repeated(units: tuple[Any, ...]) -> tuple[tuple[int, int], ...]:
     """Cuts a sequence into parts, each a repeated pattern: (length, length of the pattern) of each part.
 
     The partition has the smallest total pattern length; ties go to the one with fewer parts.

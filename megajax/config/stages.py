@@ -171,7 +171,8 @@ def _ranges(layout: Iterable[int]) -> tuple[range, ...]:
     return tuple(range(start, end) for start, end in itertools.pairwise(ends))
 
 
-def _slot_kinds(model: ModelConfig, ranges: Iterable[range]) -> tuple[LayerKind, ...]:
+@cached
+def _slot_kinds(model: ModelConfig, ranges: tuple[range, ...]) -> tuple[LayerKind, ...]:
     """Slot kinds that hold the layers of every virtual stage in order; the number is small, not always minimal."""
     kinds = layer_kinds(model)
     sequences = dict.fromkeys(tuple(kinds[layer] for layer in layers) for layers in ranges)

@@ -86,16 +86,24 @@ class Tree:
             if both and f"{prefix}{key}" not in _WHOLE:
                 self._merge(below[key], value, f"{prefix}{key}.")
             else:
-                gone = f"{prefix}{key}."
-                self.locations = {name: at for name, at in self.locations.items() if not name.startswith(gone)}
+                if isinstance(below.get(key), dict | list):
+                    gone = f"{prefix}{key}."
+                    self.locations = {name: at for name, at in self.locations.items() if not name.startswith(gone)}
                 below[key] = value
 
 
 def show(value: Any) -> str:
     """A value as in an override, cut to 60 characters."""
-    dumped = yaml.dump(value, Dumper=Dumper, default_flow_style=True, width=10**6, sort_keys=False)
-    text = dumped.removesuffix("\n").removesuffix("\n...")
+    text = as_override(value)
     return text if len(text) <= 60 else text[:57] + "..."
+
+
+def as_override(value: Any) -> str:
+    """A value as in an override."""
+    if value is None or type(value) is int:  # YAML's dumper takes a hundred times as long; the planner shows thousands
+        return "null" if value is None else str(value)
+    dumped = yaml.dump(value, Dumper=Dumper, default_flow_style=True, width=10**6, sort_keys=False)
+    return dumped.removesuffix("\n").removesuffix("\n...")
 
 
 def read_file(

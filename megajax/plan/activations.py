@@ -5,10 +5,10 @@ from functools import cache
 
 from megajax.config.fields import BATCH_AXES
 from megajax.config.segments import Segment
-from megajax.model.block import blocks_of
 from megajax.model.lora import adapted_inputs
 from megajax.model.parts import PartSizes, Shares
 from megajax.parallel.context.ring import UNROLLED_STEPS
+from megajax.plan.costs import planned_blocks
 from megajax.step_plan import StepPlan
 
 
@@ -26,7 +26,7 @@ class Activations:
         experts = plan.collectives.expert_shards if config.model.num_experts else 1
         divided = math.prod(sizes[axis] for axis in other_axes)
         self.shares = Shares(sizes["tensor"], divided, experts, over_tensor, self.compute)
-        self.blocks = blocks_of(config.model)
+        self.blocks = planned_blocks(config.model)
         self.parts = {
             kind: [part.sizes(self.shares) for part in block.parts.values()] for kind, block in self.blocks.items()
         }

@@ -1,13 +1,15 @@
 """One way to run a config on N GPUs, with its estimated memory and time."""
 
 import math
+from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
+from typing import Any
 
 from megajax.config import Config
-from megajax.plan.memory import MemoryEstimate, estimate_memory
-from megajax.plan.optimizer import declared, host_bytes, newton_schulz_flops
+from megajax.plan.memory import MemoryEstimate, estimate_memory, moments
+from megajax.plan.optimizer import declared, host_bytes, newton_schulz_flops, shards, state_bytes
 from megajax.plan.rates import Rates
 from megajax.plan.step_time import StepTime, Stored, estimate_time
 from megajax.sharding import BLOCKS, Placement, place_all, stored_rows
@@ -27,32 +29,60 @@ class Candidate:
         return cls(config, StepPlan.make(config, sizes, HOPPER))
 
     @cached_property
-    def placements(self) -> dict[str, Placement]:
+    def storage(self) -> "Storage":
         config, sizes = self.config, self.plan.sizes
-        model, rows = declared(config.model, config.lora), stored_rows(config, sizes["pipeline"])
-        return place_all(model, sizes, rows, config.mesh.experts_over)
+        stages = (config.pipeline.rounds, config.pipeline.layout) if sizes["pipeline"] > 1 else None
+        sections = config.model, config.lora, config.optimizer, config.precision
+        return _storage(_Stored((*sections, stages, config.mesh.experts_over, *sizes.values()), self.plan))
 
-    @cached_property
-    def parameters(self) -> dict[tuple[str, ...], int]:
-        """Number of parameters that a device stores, by the axes that shard them in storage only."""
-        numbers: dict[tuple[str, ...], int] = {}
-        for name, placement in self.placements.items():
-            axes = placement.storage_axes
-            numbers[axes] = numbers.get(axes, 0) + self.stored(name)
-        return numbers
-
-    def stored(self, name: str) -> int:
-        """Number of elements of a parameter that a device stores."""
-        placement = self.placements[name]
-        shards = math.prod(n for axis, n in self.plan.sizes.items() if axis not in placement.replicated_axes)
-        return math.prod(placement.stored_shape) // shards
+    def fits(self, limit: float) -> bool:
+        """Whether the estimated memory is at most `limit` bytes; most that do not fit are ruled out early."""
+        if self.storage.bytes > limit:
+            return False
+        return all(moment.total <= limit for moment in moments(self.plan, self.storage.placements))
 
     @cached_property
     def memory(self) -> MemoryEstimate:
-        return estimate_memory(self.plan, self.placements)
+        return estimate_memory(self.plan, self.storage.placements)
 
     def time(self, rates: Rates) -> StepTime:
         """The estimated time of a step."""
-        muon, host = newton_schulz_flops(self.plan, self.placements), host_bytes(self.plan, self.placements)
-        in_layers = sum(self.stored(name) for name in self.placements if name.startswith(BLOCKS))
-        return estimate_time(self.plan, rates, Stored(self.parameters, in_layers, muon, host))
+        return estimate_time(self.plan, rates, self.storage.state)
+
+    def least_seconds(self, rates: Rates) -> float:
+        """No remat policy makes the step faster than this.
+
+        Recomputation hides more collectives of weights, but less of their time than it takes.
+        """
+        return estimate_time(self.plan, rates, self.storage.state, recomputes=False).total
+
+
+@dataclass(frozen=True)
+class Storage:
+    """The weights and the optimizer's state on a device."""
+
+    placements: Mapping[str, Placement]
+    state: Stored
+    bytes: int  # of all steps with this storage, at any time
+
+
+@dataclass(frozen=True)
+class _Stored:
+    """The settings that decide a storage."""
+
+    settings: tuple[Any, ...]
+    plan: StepPlan = field(compare=False)
+
+
+@lru_cache(maxsize=2048)  # many candidates of a search differ in their microbatches, schedule or recomputation only
+def _storage(stored: _Stored) -> Storage:
+    plan, config, sizes = stored.plan, stored.plan.config, stored.plan.sizes
+    model, rows = declared(config.model, config.lora), stored_rows(config, sizes["pipeline"])
+    placements = place_all(model, sizes, rows, config.mesh.experts_over)
+    count = {name: math.prod(p.stored_shape) // shards(plan, p) for name, p in placements.items()}
+    by_axes = Counter[tuple[str, ...]]()
+    for name, placement in placements.items():
+        by_axes[placement.storage_axes] += count[name]
+    in_layers = sum(number for name, number in count.items() if name.startswith(BLOCKS))
+    muon, host = newton_schulz_flops(plan, placements), host_bytes(plan, placements)
+    return Storage(placements, Stored(by_axes, in_layers, muon, host), sum(state_bytes(plan, placements)))

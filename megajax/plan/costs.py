@@ -3,11 +3,13 @@
 import math
 
 from megajax.config import Config
+from megajax.config.fields import cached
 from megajax.config.kinds import layer_kinds, prediction_kind
 from megajax.model import Transformer, parameters
 from megajax.model.block import blocks_of
 from megajax.model.lora import is_adapter
 
+planned_blocks = cached(blocks_of)  # all candidates of a search have the same
 PEAK_BF16_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "B200": 2250e12}  # dense, from NVIDIA
 
 
@@ -30,7 +32,7 @@ def flops_per_token(config: Config) -> float:
     """
     each = 6 if config.lora.rank is None else 4
     model, S, total = config.model, config.batch.sequence_length, 0.0
-    parts = {kind: tuple(block.parts.values()) for kind, block in blocks_of(model).items()}
+    parts = {kind: tuple(block.parts.values()) for kind, block in planned_blocks(model).items()}
     modules = [prediction_kind(model)] * model.mtp_layers
     for kind in (*layer_kinds(model), *modules):
         total += each * sum(part.matmul_parameters() for part in parts[kind.block])

@@ -5,12 +5,13 @@ import contextlib
 import itertools
 import warnings
 
+from megajax.config.load import read_tree
 from megajax.config.sentences import divisors
 from megajax.errors import InputError
 from megajax.mesh import describe_hosts
 from megajax.plan.rates import GIB, Rates
 from megajax.plan.report import AXES_SHOWN, budget, cells, limit_line, table
-from megajax.plan.search import Found, explained, settings_in
+from megajax.plan.search import Found, explained
 from megajax.plan.step_time import StepTime
 
 MEMORY = ("parameters", "optimizer", "gradients", "weights", "activations", "working")
@@ -76,7 +77,7 @@ def best_microbatches(options: argparse.Namespace, overrides: list[str], rates: 
 
     None if the config or an override sets it, and if each number is refused.
     """
-    batch = settings_in(options.config, overrides).get("batch") or {}
+    batch = read_tree(options.config, overrides).values.get("batch") or {}
     if "num_microbatches" in batch or not isinstance(batch.get("global_size"), int):
         return []
     found: list[tuple[bool, float, str]] = []

@@ -15,9 +15,8 @@ from megajax.config.segments import Segment
 from megajax.parallel.embedding import TOKENS
 from megajax.parallel.pipeline.buffers import choose_buffer_slots
 from megajax.parallel.pipeline.schedules import make_schedule
-from megajax.parallel.weights.masters import is_split
 from megajax.plan.activations import Activations
-from megajax.plan.optimizer import moment_bytes
+from megajax.plan.optimizer import moment_bytes, state_bytes
 from megajax.plan.weights import Elements, Weights
 from megajax.sharding import Placement
 from megajax.step_plan import StepPlan
@@ -52,8 +51,13 @@ class MemoryEstimate:
 
 def estimate_memory(plan: StepPlan, placements: Mapping[str, Placement]) -> MemoryEstimate:
     """Bytes per device for a train step with this plan, as in XLA's programs for GPUs."""
+    return max(moments(plan, placements), key=lambda moment: moment.total)
+
+
+def moments(plan: StepPlan, placements: Mapping[str, Placement]) -> Iterator[MemoryEstimate]:
+    """The moments of a step that may be its peak."""
     step = _Pipelined(plan, placements) if plan.is_pipelined else _Step(plan, placements)
-    return max(step.moments(), key=lambda moment: moment.total)
+    return step.moments()
 
 
 class _Step:
@@ -288,16 +292,7 @@ class _Step:
     @cached_property
     def always(self) -> MemoryEstimate:
         """Parameters and the optimizer's moments."""
-        stored = {name: self.weights.elements(name).stored for name in self.placements}
-        weights = sum(self.number(name) * count for name, count in stored.items())
-        device, _ = moment_bytes(self.plan, self.placements)
-        return MemoryEstimate(weights, int(sum(stored[name] * each for name, each in device.items())))
-
-    def number(self, name: str) -> int:
-        """Bytes of a number of a stored weight; of split master weights, of the half that a step computes with."""
-        placement, trained = self.placements[name], self.weights.has_gradient(name)
-        in_fp32 = placement.computes_in_fp32 or (trained and not is_split(self.config, placement))
-        return FP32 if in_fp32 else self.compute
+        return MemoryEstimate(*state_bytes(self.plan, self.placements))
 
     def accumulated(self, non_block: int, done: Elements | None = None) -> int:
         """Bytes of gradients so far: `non_block` and those of the layers `done`; with sums over microbatches all."""

@@ -49,11 +49,27 @@ def moment_bytes(plan: StepPlan, placements: Mapping[str, Placement]) -> tuple[d
 def host_bytes(plan: StepPlan, placements: Mapping[str, Placement]) -> float:
     """Bytes of `moment_bytes` of one device in the host's memory; an update moves them there and back."""
     _, host = moment_bytes(plan, placements)
+    return sum(each * math.prod(placements[n].stored_shape) / shards(plan, placements[n]) for n, each in host.items())
 
-    def shards(placement: Placement) -> int:
-        return math.prod(plan.sizes[axis] for axis in AXES if axis not in placement.replicated_axes)
 
-    return sum(each * math.prod(placements[n].stored_shape) / shards(placements[n]) for n, each in host.items())
+def state_bytes(plan: StepPlan, placements: Mapping[str, Placement]) -> tuple[int, int]:
+    """Bytes on a device of the weights, and of what only the update needs; all steps keep both."""
+
+    def number(name: str) -> int:
+        """Bytes of a number of a stored weight; of split master weights, of the half that a step computes with."""
+        placement, trained = placements[name], is_trained(plan.config.lora, name)
+        in_fp32 = placement.computes_in_fp32 or (trained and not is_split(plan.config, placement))
+        return 4 if in_fp32 or plan.config.precision.compute == "float32" else 2
+
+    stored = {name: math.prod(p.stored_shape) // shards(plan, p) for name, p in placements.items()}
+    device, _ = moment_bytes(plan, placements)
+    weights = sum(number(name) * count for name, count in stored.items())
+    return weights, int(sum(stored[name] * each for name, each in device.items()))
+
+
+def shards(plan: StepPlan, placement: Placement) -> int:
+    """Number of shards of a stored weight."""
+    return math.prod(plan.sizes[axis] for axis in AXES if axis not in placement.replicated_axes)
 
 
 def moments(plan: StepPlan, name: str) -> int:

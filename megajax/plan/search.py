@@ -2,44 +2,40 @@
 
 First every legal mesh and number of microbatches is timed with nothing and with everything recomputed. The fastest
 are then tried with each pipeline schedule, number of rounds, layout, remat policy and axes of the experts. Memory is
-estimated in the order of time, until enough of them fit. Nothing that changes numbers is varied: model, batch, sequence
-length, optimizer, and precision unless FP8 is asked for.
+estimated in the order of time, until enough of them fit: what is stored alone, or the time without recomputation, rules
+out most candidates first. Nothing that changes numbers is varied: model, batch, sequence length, optimizer, and
+precision unless FP8 is asked for.
 """
 
+import copy
 import itertools
+import math
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
-from typing import Any
 
-import yaml
+from pydantic import ValidationError
 
 from megajax.config import Config, load_config
-from megajax.config.checks import check_mesh
-from megajax.config.sentences import divisors, value
-from megajax.config.stages import default_layout, layouts_to_try
-from megajax.config.tree import Dumper, read_file, read_override
+from megajax.config.checks import check_combinations, check_mesh
+from megajax.config.load import read_tree
+from megajax.config.sentences import value
+from megajax.config.tree import Tree, as_override, read_override
 from megajax.errors import ConfigError, InputError
 from megajax.plan.candidates import Candidate
 from megajax.plan.rates import GIB, Rates
 from megajax.plan.step_time import StepTime
+from megajax.plan.variations import FP8, LAYOUT, VARIED, Settings, Variations
 
-TENSOR, EXPERTS_OVER, LAYOUT, FP8 = "mesh.tensor", "mesh.experts_over", "pipeline.layout", "precision.fp8.recipe"
 MESHES_EXPANDED = 24  # fastest pairs of mesh and microbatches of the first pass, of each remat policy
-FEWEST_TOKENS = 2048  # of a sequence on a device of `context`
-MOST_TOKENS = 2**17  # of a microbatch on a device
-MOST_EXPERT_SHARDS = 64
-MOST_ROUNDS, EMPTY_SLOTS = 20, 0.1  # of a pipeline: rounds; part of its layer slots that may be empty for more rounds
 SMALLEST = 24  # candidates with the fewest bytes that are asked whether anything fits without a pinned key
-VARIED = (
-    *("mesh.pipeline", "mesh.data", "mesh.fsdp", "mesh.expert", "mesh.context", TENSOR, EXPERTS_OVER),
-    *("batch.num_microbatches", "pipeline.schedule", "pipeline.rounds", LAYOUT, "remat.policy", "remat.layers"),
-)
+SECTIONS = sorted({key.split(".")[0] for key in (*VARIED, FP8)})
+ROUNDING = 1e-9  # of a lower limit of a time
 WITHOUT_FP8 = ("A100",)
 SEQUENCE_LENGTH, SEQUENCES_OF_A_GPU = 4096, 4  # of a config that sets no batch
-type Settings = dict[str, object]
 
 
 @dataclass(frozen=True)
@@ -48,7 +44,11 @@ class Found:
 
     settings: Settings
     candidate: Candidate
-    time: StepTime
+    rates: Rates
+
+    @cached_property
+    def time(self) -> StepTime:
+        return self.candidate.time(self.rates)
 
     @property
     def gib(self) -> float:
@@ -59,6 +59,11 @@ class Found:
     def overrides(self) -> list[str]:
         """The settings for a command line."""
         return _as_overrides(self.settings)
+
+    @property
+    def mesh(self) -> tuple:
+        """The precision and the sizes of the mesh: a table has one row of each."""
+        return (self.in_fp8, *self.candidate.plan.sizes.values())
 
     @property
     def in_fp8(self) -> bool:
@@ -90,11 +95,12 @@ class Search:
         self.kept = [each for override in self.pinned for each in _without_varied(override)]
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            policy = {
-                key: value for key, value in self.fixed.items() if key == "remat.policy"
-            }  # remat.group needs full
-            self.given = settings_in(self.path, ())
+            policy = {k: v for k, v in self.fixed.items() if k == "remat.policy"}  # remat.group needs full
+            self.given = read_tree(self.path, ()).values
+            written = read_tree(self.path, self.kept).values
+            self.varied_sections = {name: written.get(name) or {} for name in SECTIONS}
             self.base = load_config(self.path, [*self.kept, f"{LAYOUT}=null", *_as_overrides(policy)])
+        self.variations = Variations(self.base, self.fixed, self.gpus, self.rates.hosts_of)
         check_fp8(self.base, self.rates, self.fp8)
         where = self.base.where(FP8)
         if self.fp8 and where != "default":
@@ -106,18 +112,22 @@ class Search:
 
         With `fp8` the fastest without it is one of them. Raises InputError if there is none.
         """
-        found = sorted(self._expanded(), key=lambda each: each.time.total)
+        recipes = ("none", "current") if self.fp8 else (None,)
+        found = [each for recipe in recipes for each in self._expanded(recipe, count)]
         if not found:
             raise InputError(self._no_mesh())
+        if not any(map(self.fits, found)):
+            raise InputError(self._nothing_fits(self._smallest(found)))
         fitting: dict[tuple, Found] = {}
-        for each in found:
-            mesh = (each.in_fp8, *each.candidate.plan.sizes.values())
+        for each in sorted(found, key=_seconds):
             enough = len(fitting) >= count and (each.in_fp8 or any(not other.in_fp8 for other in fitting.values()))
-            if mesh not in fitting and not enough and each.gib <= self.rates.memory_gib:
-                fitting[mesh] = each
-        if not fitting:
-            raise InputError(self._nothing_fits(min(found, key=lambda each: each.gib)))
+            if each.mesh not in fitting and not enough and self.fits(each):
+                fitting[each.mesh] = each
         return list(fitting.values())
+
+    def fits(self, found: Found) -> bool:
+        """Whether a candidate fits by the estimate; what is stored may be too much already."""
+        return found.candidate.fits(self.rates.memory_gib * GIB)
 
     def changed(self, found: Found) -> list[str]:
         """The overrides of a candidate without those that the config has anyway."""
@@ -140,7 +150,7 @@ class Search:
         found = None
         for policy in ("none", "selective", "full"):
             remat: Settings = {LAYOUT: None, "remat.policy": policy, "remat.layers": None}
-            found = self.evaluate(self._varied({**settings, **remat})) or found
+            found = self.evaluate(self.variations.varied({**settings, **remat})) or found
             if found and found.gib <= self.rates.memory_gib:
                 break
         return found
@@ -162,7 +172,7 @@ class Search:
         needs = f"the closest needs {closest.gib:.1f} GiB, {lacking:.1f} more than a GPU has"
         for key in self.fixed:
             other = self._without(key)
-            if any(each.gib <= self.rates.memory_gib for each in other._smallest()):
+            if any(map(self.fits, other._probably_smallest())):
                 return (
                     f"{self._named(key)} rules out every mesh of {self.gpus} {self.rates.name}s that holds this: "
                     f"{needs}. Without it some fit: choose another value, or leave it out."
@@ -183,16 +193,16 @@ class Search:
 
     def _legal(self) -> Iterator[Found]:
         """The legal candidates of the first pass, with the policy that recomputes most."""
-        for policy in self._values("remat.policy", ["full"]):
-            yield from (found for settings in self._first_pass(policy) if (found := self.evaluate(settings)))
+        for policy in self.variations.values("remat.policy", ["full"]):
+            yield from (found for settings in self.variations.first_pass(policy) if (found := self.evaluate(settings)))
 
-    def _smallest(self) -> list[Found]:
+    def _probably_smallest(self) -> list[Found]:
         """The legal candidates that probably need the least memory: by their weights and the inputs of their layers."""
         state, stream = 16, 2 * self.base.model.hidden_size * self.base.model.num_layers  # bytes
 
         def size(found: Found) -> float:
-            plan = found.candidate.plan
-            return state * sum(found.candidate.parameters.values()) + stream * plan.tokens / plan.sizes["tensor"]
+            plan, stored = found.candidate.plan, found.candidate.storage.state.parameters
+            return state * stored.total() + stream * plan.tokens / plan.sizes["tensor"]
 
         return sorted(self._legal(), key=size)[:SMALLEST]
 
@@ -203,163 +213,97 @@ class Search:
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                config = load_config(self.path, [*self.kept, *_as_overrides({**self.fixed, **settings})])
+                config = self._config(_as_overrides({**self.fixed, **settings}))
             candidate = Candidate.of(config, check_mesh(config, self.gpus))
         except ConfigError as error:
             self.refusals[str(error)] += 1
             return None
-        return Found(settings, candidate, candidate.time(self.rates))
+        return Found(settings, candidate, self.rates)
 
-    def _expanded(self) -> Iterator[Found]:
-        """The candidates of the second pass."""
-        for recipe in ("none", "current") if self.fp8 else (None,):
-            yield from self._expanded_in(recipe)
+    def _config(self, overrides: list[str]) -> Config:
+        """The base with overrides of varied keys, as `load_config` makes it: only their sections are read again."""
+        tree = Tree(copy.deepcopy(self.varied_sections))
+        for override in overrides:
+            tree.merge(read_override(override))
+        try:
+            sections = {name: type(getattr(self.base, name)).model_validate(own) for name, own in tree.values.items()}
+        except ValidationError:  # a pinned value; the sentence on it
+            return load_config(self.path, [*self.kept, *overrides])
+        config = self.base.model_copy(update=sections)
+        config._locations = self.base._locations | tree.locations
+        check_combinations(config)
+        return config
 
-    def _expanded_in(self, recipe: str | None) -> Iterator[Found]:
-        """The candidates of the second pass with a recipe of FP8; None: that of the config."""
+    def _expanded(self, recipe: str | None, count: int) -> list[Found]:
+        """Candidates of the second pass with a recipe of FP8; None: that of the config.
+
+        They are those among which the `count` fastest are that fit, one of each mesh; if none fits some that do not.
+        """
+        vary = self.variations
+        ways = [
+            ([first], others)
+            for settings in self._chosen(recipe)
+            for experts, change in itertools.product(vary.experts_over(settings), vary.schedules(settings))
+            if (first := next(others := self._recomputing({**settings, **change, **experts}), None))
+        ]
+        storage, limit = [first.candidate.storage.bytes for [first], _ in ways], self.rates.memory_gib * GIB
+        least = [first.candidate.least_seconds(self.rates) for [first], _ in ways]
+        fitting, fastest, too_large = dict[int, Found](), dict[tuple, float](), list[Found]()
+        for way in sorted((way for way in range(len(ways)) if storage[way] <= limit), key=lambda way: least[way]):
+            if len(fastest) >= count and least[way] > (1 + ROUNDING) * sorted(fastest.values())[count - 1]:
+                break
+            for found in itertools.chain(*ways[way]):
+                if self.fits(found):
+                    fitting[way] = found
+                    fastest[found.mesh] = min(found.time.total, fastest.get(found.mesh, math.inf))
+                    break  # those that follow recompute more
+                too_large.append(found)
+        if fitting:
+            return [fitting[way] for way in sorted(fitting)]
+        skipped = (found for way, own in enumerate(ways) if storage[way] > limit for found in itertools.chain(*own))
+        return [*too_large, *skipped]
+
+    def _chosen(self, recipe: str | None) -> list[Settings]:
+        """The meshes and numbers of microbatches of the second pass."""
+        policies, limit = self.variations.values("remat.policy", ["none", "full"]), self.rates.memory_gib * GIB
+        first: dict[str, list[Found]] = {policy: [] for policy in policies}
+        for settings in zip(*(self.variations.first_pass(policy, recipe) for policy in policies), strict=True):
+            for policy, own in zip(policies, settings, strict=True):
+                first[policy] += filter(None, [self.evaluate(own)])
         chosen: dict[tuple, Settings] = {}
-        for policy in self._values("remat.policy", ["none", "full"]):
-            first = [found for settings in self._first_pass(policy, recipe) if (found := self.evaluate(settings))]
-            first.sort(key=lambda each: each.time.total)
+        for policy, own in first.items():
             # The fastest that fit, and of those that may fit with some recomputation the fastest.
-            some = [] if policy == "full" else first[:MESHES_EXPANDED]
-            for found in [*some, *self._fitting(first)]:
+            some = [] if policy == "full" else sorted(own, key=_seconds)[:MESHES_EXPANDED]
+            stored = sorted((each for each in own if each.candidate.storage.bytes <= limit), key=_seconds)
+            fitting = list(itertools.islice(filter(self.fits, stored), MESHES_EXPANDED))
+            for found in [*some, *(fitting or ([self._smallest(own)] if own else []))]:
                 plan = found.candidate.plan
                 chosen[*plan.sizes.values(), plan.batch_shape[0]] = found.settings
-        for settings in chosen.values():
-            for experts, change in itertools.product(self._experts_over(settings), self._schedules(settings)):
-                for remat in self._remats(change):
-                    found = self.evaluate({**settings, **change, **experts, **remat})
-                    if found:
-                        yield found
-                        if found.gib <= self.rates.memory_gib:
-                            break  # those that follow recompute more
+        return list(chosen.values())
 
-    def _fitting(self, found: list[Found]) -> list[Found]:
-        """The first that fit, as many as are needed; if none fits the one that needs least."""
-        fitting = list(itertools.islice((each for each in found if each.gib <= self.rates.memory_gib), MESHES_EXPANDED))
-        return fitting or sorted(found, key=lambda each: each.gib)[:1]
+    def _smallest(self, found: list[Found]) -> Found:
+        """The candidate that needs the least memory, at least that of its storage."""
+        smallest = None
+        for each in sorted(found, key=lambda each: each.candidate.storage.bytes):
+            if smallest and each.candidate.storage.bytes > smallest.candidate.memory.total:
+                break
+            smallest = min(filter(None, (smallest, each)), key=lambda each: each.gib)
+        assert smallest
+        return smallest
 
-    def _first_pass(self, policy: str, recipe: str | None = None) -> Iterator[Settings]:
-        """Meshes and numbers of microbatches, with the plainest schedule."""
-        for mesh in self._meshes():
-            sizes: Settings = {f"mesh.{axis}": size for axis, size in mesh.items()}
-            layouts = self._layouts(sizes, int(str(self.fixed.get("pipeline.rounds", 1))))
-            for microbatches, layout in itertools.product(self._microbatches(mesh), layouts[:1]):
-                settings: Settings = {
-                    **sizes,
-                    "batch.num_microbatches": microbatches,
-                    "pipeline.schedule": "1f1b",
-                    "pipeline.rounds": 1,
-                    LAYOUT: layout,
-                    "remat.policy": policy,
-                    "remat.layers": None,
-                }
-                yield self._varied(settings if recipe is None else {**settings, FP8: recipe})
+    def _recomputing(self, settings: Settings) -> Iterator[Found]:
+        """The legal candidates with each remat policy, those that recompute least first."""
+        for remat in self.variations.remats(settings):
+            yield from filter(None, [self.evaluate({**settings, **remat})])
 
-    def _schedules(self, settings: Settings) -> Iterator[Settings]:
-        """Schedules, rounds and layouts for a mesh."""
-        stages = self._stages(settings)
-        schedules = self._values("pipeline.schedule", ["1f1b", "zero_bubble"] if stages > 1 else ["1f1b"])
-        rounds = self._values("pipeline.rounds", self._rounds(stages))
-        for schedule, number in itertools.product(schedules, rounds):
-            for layout in self._layouts(settings, number):
-                change: Settings = {"pipeline.schedule": schedule, "pipeline.rounds": number, LAYOUT: layout}
-                yield {**settings, **self._varied(change)}
 
-    def _rounds(self, stages: int) -> list[int]:
-        """Numbers of rounds: for each size of a virtual stage the fewest rounds that hold all layers."""
-        layers = self.base.model.num_layers
-        if stages == 1:
-            return [1]
-        fewest = -(-layers // stages)
-        slots = {r: -(-layers // (stages * r)) for r in range(1, min(fewest, MOST_ROUNDS) + 1)}
-        first = {slots[r]: r for r in reversed(slots)}.values()
-        return sorted(r for r in first if r * slots[r] <= (1 + EMPTY_SLOTS) * fewest)
-
-    def _layouts(self, settings: Settings, rounds: int) -> list[list[int] | None]:
-        """Layouts of the stages of a mesh; None for the default."""
-        model, stages = self.base.model, self._stages(settings)
-        if stages == 1 or LAYOUT in self.fixed:
-            return [None]
-        default = default_layout(model, stages * rounds)
-        return [None if layout == default else list(layout) for layout in layouts_to_try(model, stages * rounds)]
-
-    def _remats(self, settings: Settings) -> Iterator[Settings]:
-        """Remat policies, those that recompute least first."""
-        rounds = int(str(settings.get("pipeline.rounds", self.fixed.get("pipeline.rounds", 1))))
-        layers = -(-self.base.model.num_layers // (self._stages(settings) * rounds))
-        for policy in self._values("remat.policy", ["none", "selective", "full"]):
-            some = sorted({max(1, layers * k // 4) for k in (1, 2, 3)} - {layers}) if policy == "full" else []
-            for recomputed in self._values("remat.layers", [*some, None]):
-                yield self._varied({"remat.policy": policy, "remat.layers": recomputed})
-
-    def _stages(self, settings: Settings) -> int:
-        return int(str({**self.fixed, **settings}["mesh.pipeline"]))
-
-    def _meshes(self) -> Iterator[dict[str, int]]:
-        """Sizes of all axes with the product `gpus`. `tensor` stays within a host."""
-        config, gpus = self.base, self.gpus
-        sizes = divisors(gpus)
-        context = [n for n in sizes if n == 1 or config.batch.sequence_length // n >= FEWEST_TOKENS]
-        experts = config.model.num_experts or 1
-        choices = {
-            "tensor": [n for n in sizes if n <= self.rates.hosts_of],
-            "context": [n for n in context if n <= 2 * self.rates.hosts_of],
-            "expert": [n for n in sizes if experts % n == 0 and n <= MOST_EXPERT_SHARDS],
-            "pipeline": [n for n in sizes if n <= config.model.num_layers],
-        }
-        axes = {axis: self._values(f"mesh.{axis}", values) for axis, values in choices.items()}
-        for tensor, context, expert, pipeline in itertools.product(*axes.values()):
-            used = int(tensor) * int(context) * int(expert) * int(pipeline)
-            if gpus % used:
-                continue
-            rest = gpus // used
-            for fsdp in self._values("mesh.fsdp", _shares(rest, self.rates.hosts_of // int(tensor))):
-                if rest % int(fsdp) == 0:
-                    mesh = {"pipeline": pipeline, "data": rest // int(fsdp), "fsdp": fsdp}
-                    yield {
-                        k: int(v) for k, v in {**mesh, "expert": expert, "context": context, "tensor": tensor}.items()
-                    }
-
-    def _experts_over(self, settings: Settings) -> Iterator[Settings]:
-        """Axes that divide the experts: `expert`, and with it one other axis of the mesh. Nothing for a dense model."""
-        number, sizes = self.base.model.num_experts, {**self.fixed, **settings}
-        if not number or EXPERTS_OVER in self.fixed:
-            yield {}
-            return
-        yield {EXPERTS_OVER: ["expert"]}
-        for axis in ("data", "fsdp", "context", "tensor"):
-            size, experts = int(str(sizes[f"mesh.{axis}"])), int(str(sizes["mesh.expert"]))
-            shards = size * experts
-            if size > 1 and number % shards == 0 and shards <= MOST_EXPERT_SHARDS:
-                yield {EXPERTS_OVER: ["expert", axis]}
-
-    def _microbatches(self, mesh: dict[str, int]) -> list[int]:
-        """Numbers of microbatches with 1 to MOST_SEQUENCES sequences of each on a device."""
-        shards = mesh["data"] * mesh["fsdp"] * mesh["expert"]
-        per_device, beyond = divmod(self.base.batch.global_size, shards)
-        most = MOST_TOKENS * mesh["context"] // self.base.batch.sequence_length
-        counts = [] if beyond else [per_device // s for s in divisors(per_device) if s <= max(1, most)]
-        return [int(n) for n in self._values("batch.num_microbatches", counts)]
-
-    def _values(self, key: str, values: list) -> list:
-        """The values of a key to try: its own if it is pinned."""
-        return [self.fixed[key]] if key in self.fixed else values
-
-    def _varied(self, settings: Settings) -> Settings:
-        """The settings of keys that are not pinned."""
-        return {key: value for key, value in settings.items() if key not in self.fixed}
+def _seconds(found: Found) -> float:
+    return found.time.total
 
 
 def _as_overrides(settings: Settings) -> list[str]:
     """Settings for a command line, without spaces."""
-
-    def shown(value: object) -> str:
-        text = yaml.dump(value, Dumper=Dumper, default_flow_style=True, width=10**6, sort_keys=False)
-        return text.removesuffix("\n").removesuffix("\n...").replace(", ", ",")
-
-    return [f"{key}={shown(value)}" for key, value in settings.items()]
+    return [f"{key}={as_override(value).replace(', ', ',')}" for key, value in settings.items()]
 
 
 def _values_of(override: str) -> Settings:
@@ -373,11 +317,6 @@ def _without_varied(override: str) -> list[str]:
     values = _values_of(override)
     others = {key: value for key, value in values.items() if key not in VARIED}
     return [override] if len(others) == len(values) else _as_overrides(others)
-
-
-def _shares(rest: int, local: int) -> list[int]:
-    """Sizes of `fsdp`: none, the GPUs that are left in a host, and all."""
-    return sorted({1, rest, *(n for n in (local, 2 * local, 8 * local) if n > 1 and rest % n == 0)})
 
 
 def check_hosts(gpus: int, rates: Rates) -> None:
@@ -396,20 +335,12 @@ def check_fp8(config: Config, rates: Rates, asked: bool = False) -> None:
         raise InputError(f"{setting} needs a GPU with FP8, which an {rates.name} is not: leave it out.")
 
 
-def settings_in(path: Path, overrides: Sequence[str]) -> dict[str, Any]:
-    """The sections of a config file with overrides, as they are written, without defaults."""
-    tree = read_file(path)
-    for override in overrides:
-        tree.merge(read_override(override))
-    return tree.values
-
-
 def missing_settings(path: Path, overrides: Sequence[str], gpus: int) -> tuple[list[str], list[str]]:
     """Overrides for what a config must have but a plan does not need to know: data, and the size of a batch.
 
     The second list are lines that say what was assumed.
     """
-    given = settings_in(path, overrides)
+    given = read_tree(path, overrides).values
     batch, added, lines = given.get("batch") or {}, [], []
     if not given.get("data"):
         added.append("data.kind=synthetic")
@@ -425,4 +356,4 @@ def explained(path: Path, overrides: Sequence[str], gpus: int, rates: Rates) -> 
     config: Config = load_config(path, overrides)
     check_fp8(config, rates)
     candidate = Candidate.of(config, check_mesh(config, gpus))
-    return Found({}, candidate, candidate.time(rates))
+    return Found({}, candidate, rates)

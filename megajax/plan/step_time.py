@@ -5,12 +5,13 @@ times, which are those of its schedule. scripts/time_table.py compares the estim
 """
 
 import math
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from functools import cached_property
+from functools import cached_property, lru_cache
 
-from megajax.config.kinds import prediction_kind, prediction_layers
-from megajax.parallel.pipeline.schedules import Schedule, make_schedule
+from megajax.config.kinds import LayerKind, prediction_kind, prediction_layers
+from megajax.parallel.pipeline.schedules import Flags, Schedule, make_schedule
 from megajax.plan.costs import flops_per_token
 from megajax.plan.rates import Rates
 from megajax.plan.work import Device, Traffic, Work, added
@@ -109,15 +110,15 @@ class Stored:
     muon: operations of the optimizer's matmuls, by their smallest dimension. on_host: bytes of moments on the host.
     """
 
-    parameters: Mapping[tuple[str, ...], int]
+    parameters: Counter[tuple[str, ...]]
     in_layers: int
     muon: Mapping[int, float]
     on_host: float
 
 
-def estimate_time(plan: StepPlan, rates: Rates, stored: Stored) -> StepTime:
-    """The time of a step with this plan."""
-    return _Step(plan, rates, stored).time()
+def estimate_time(plan: StepPlan, rates: Rates, stored: Stored, recomputes: bool = True) -> StepTime:
+    """The time of a step with this plan; without `recomputes` a lower limit for all remat policies."""
+    return _Step(plan, rates, stored).time(recomputes)
 
 
 def tokens_per_second(plan: StepPlan, seconds: float) -> float:
@@ -178,20 +179,22 @@ class _Step:
 
     # The step
 
-    def slots(self) -> list[tuple[Work, Work, float]]:
-        """Of each layer of a virtual stage, for one microbatch: (its work, what is recomputed, seconds of copies)."""
-        found = []
+    def slots(self) -> tuple[Work, Work, float]:
+        """Of the layers of a virtual stage, for one microbatch: (their work, what is recomputed, seconds of copies)."""
+        equal = Counter[tuple[LayerKind, bool, str, bool, bool]]()
         for segment in self.plan.segments:
             for i in range(segment.count):
-                kind = self.plan.layer_slots[segment.start + i]
-                work = self.device.layer(kind, segment.fp8)
-                again = self.recomputed(work, segment.policy)
-                if segment.policy == "full" and (i + 1) % segment.group_size == 0:
-                    again += self.device.unused(kind, segment.fp8) * -FORWARD
-                copied = self.plan.is_pipelined or segment.loops > 1
-                saved = self.device.saved(kind, segment.policy) if copied else 0.0
-                found.append((work, again, COPIES * saved / self.rates.memory_bytes))
-        return found
+                kind, last = self.plan.layer_slots[segment.start + i], (i + 1) % segment.group_size == 0
+                equal[kind, segment.fp8, segment.policy, last, self.plan.is_pipelined or segment.loops > 1] += 1
+        layers, remat, copies = Work(), Work(), 0.0
+        for (kind, fp8, policy, last, copied), count in equal.items():
+            work = self.device.layer(kind, fp8)
+            again = self.recomputed(work, policy)
+            if policy == "full" and last:
+                again += self.device.unused(kind, fp8) * -FORWARD
+            layers, remat = layers + work * count, remat + again * count
+            copies += count * self.device.saved(kind, policy) if copied else 0.0
+        return layers, remat, COPIES * copies / self.rates.memory_bytes
 
     def recomputed(self, work: Work, policy: str) -> Work:
         """A layer's forward pass, or the part that its remat policy computes again."""
@@ -203,12 +206,11 @@ class _Step:
         loops = any(segment.loops > 1 for segment in self.plan.segments) and not self.plan.is_pipelined
         return 2 * CAST_BYTES * self.stored.in_layers / self.rates.memory_bytes if loops else 0.0
 
-    def time(self) -> StepTime:
-        """The parts of the step."""
-        config, slots = self.config, self.slots()
-        layers = sum((work for work, _, _ in slots), Work())
-        remat = sum((again for _, again, _ in slots), Work())
-        again, loops = remat.total, sum(copies for _, _, copies in slots) + self.casts()
+    def time(self, recomputes: bool) -> StepTime:
+        """The parts of the step; without `recomputes` no recomputation, and no copies of what is saved."""
+        config, (layers, remat, copies) = self.config, self.slots()
+        remat, loops = (remat, copies + self.casts()) if recomputes else (Work(), 0.0)
+        again = remat.total
         modules = len(prediction_layers(config.model))
         if modules:
             kind = prediction_kind(config.model)
@@ -258,15 +260,19 @@ class _Step:
 
         `again`: what the backward pass recomputes, and the loops' cost.
         """
-        schedule = schedule_of(self.plan)
-        third = FORWARD * layers.total
+        third, ticks = FORWARD * layers.total, _ticks(schedule_of(self.plan))
         send = self.device.number * self.plan.tokens * self.config.model.hidden_size / self.sizes["tensor"]
-        seconds, total = send / self.device.bandwidth("pipeline"), 0.0
-        for flags in schedule.flags:
-            total += third * flags.forward + head * flags.head
-            total += (third * (1 if flags.split else 2) + again) * flags.backward + third * flags.weight
-        count = len(schedule.flags)
+        seconds, total, count = send / self.device.bandwidth("pipeline"), 0.0, ticks.total()
+        for flags, number in ticks.items():
+            tick = third * flags.forward + head * flags.head + third * flags.weight
+            total += number * (tick + (third * (1 if flags.split else 2) + again) * flags.backward)
         return total, (TICK_SECONDS + seconds) * count, Traffic(2 * send * count, seconds * count, seconds * count)
+
+
+@lru_cache(maxsize=256)
+def _ticks(schedule: Schedule) -> Counter[Flags]:
+    """The number of ticks with the same operations."""
+    return Counter(schedule.flags)
 
 
 def schedule_of(plan: StepPlan) -> Schedule:

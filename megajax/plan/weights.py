@@ -1,9 +1,10 @@
 """Numbers of elements of the weights on one device: as stored, and after the gathers of a step."""
 
 import math
+import operator
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from megajax.config.kinds import MTP, prediction_layers
@@ -29,7 +30,10 @@ class Elements:
     left: int = 0  # part of `stored` whose gradients are not, and stay in the compute dtype until the end
 
     def __add__(self, other: "Elements") -> "Elements":
-        return Elements(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
+        return Elements(*map(operator.add, vars(self).values(), vars(other).values()))
+
+    def __mul__(self, count: int) -> "Elements":
+        return Elements(*(count * number for number in vars(self).values()))
 
 
 class Weights:
@@ -49,7 +53,15 @@ class Weights:
 
     def layers(self, slots: Sequence[int], trained: bool = False) -> Elements:
         """Elements of the weights in some slots; if `trained` only of those that have gradients."""
-        return sum((self.slot(slot, trained) for slot in slots), Elements())
+        equal = Counter(self._equal_slots[slot] for slot in slots)
+        return sum((self.slot(slot, trained) * count for slot, count in equal.items()), Elements())
+
+    @cached_property
+    def _equal_slots(self) -> list[int]:
+        """For each slot the first one with the same elements."""
+        first: dict[tuple[str, bool, bool], int] = {}
+        slots = enumerate(self.plan.layer_slots)
+        return [first.setdefault((k.block, j in self.fp8_slots, j in self.plan.gathered_slots), j) for j, k in slots]
 
     def slot(self, slot: int, trained: bool = False) -> Elements:
         """Elements of the weights in one slot."""

@@ -12,13 +12,12 @@ from functools import cached_property
 
 import numpy as np
 
-from megajax.config.fields import AXES, cached
+from megajax.config.fields import AXES
 from megajax.config.kinds import LayerKind
 from megajax.mesh import axes_across
-from megajax.model.block import blocks_of
 from megajax.model.parts import Part, PartSizes, Shares
 from megajax.parallel.experts.dispatch import ROOM
-from megajax.plan.costs import attended_keys
+from megajax.plan.costs import attended_keys, planned_blocks
 from megajax.plan.rates import Rates
 from megajax.step_plan import StepPlan
 
@@ -40,9 +39,6 @@ INPUT_COLLECTIVES, OUTPUT_COLLECTIVES = 3, 2
 EXPERT_COLLECTIVES = 4
 PART_OF_KEYS = {"ring": 0.95, "all_gather": 0.93, "all_to_all": 1.0}  # rate of attention to parts of the keys
 IMBALANCE = 0.124  # work of the most loaded device's experts above the mean, for each doubling of the devices
-
-
-_blocks_of = cached(blocks_of)  # all candidates of a search have the same
 
 
 @dataclass(frozen=True)
@@ -97,7 +93,7 @@ class Device:
     def __init__(self, plan: StepPlan, rates: Rates):
         self.plan, self.config, self.sizes, self.rates = plan, plan.config, plan.sizes, rates
         self.number = 4 if self.config.precision.compute == "float32" else 2  # bytes
-        self.blocks = _blocks_of(self.config.model)
+        self.blocks = planned_blocks(self.config.model)
         self._layers: dict[tuple[LayerKind, bool], Work] = {}
 
     # One layer

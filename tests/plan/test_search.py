@@ -1,8 +1,10 @@
 """The planner: what it tries, what it keeps, its table, and the sentences for what it cannot plan."""
 
+import contextlib
 import itertools
 import math
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 
@@ -10,7 +12,7 @@ from megajax.config import load_config
 from megajax.config.checks import check_mesh
 from megajax.config.sentences import value
 from megajax.config.stages import layouts_to_try, slot_kinds
-from megajax.errors import InputError
+from megajax.errors import ConfigError, InputError
 from megajax.plan.__main__ import main
 from megajax.plan.rates import rates_of
 from megajax.plan.search import Found, Search, explained
@@ -48,6 +50,31 @@ def test_no_other_mesh_is_faster(config):
     assert len(times) > 20 and fastest.time.total <= min(times)
 
 
+def test_the_search_finds_what_trying_everything_finds(config):
+    """Each combination is loaded from the file and its memory is estimated; the limits rule out some and all."""
+    pinned = ["model.num_experts=4", "model.num_layers=4", "batch.global_size=2", "mesh.context=1"]
+    vary, ways = Search(config, pinned, 2, H200).variations, list[list[Found]]()
+    for settings in vary.first_pass("full"):
+        for experts, change in itertools.product(vary.experts_over(settings), vary.schedules(settings)):
+            ways.append([])
+            for remat in vary.remats(change):
+                overrides = Found({**settings, **change, **experts, **remat}, ways, H200).overrides
+                with contextlib.suppress(ConfigError):
+                    ways[-1].append(explained(config, [*pinned, *overrides], 2, H200))
+    memory = sorted(found.gib for found in itertools.chain(*ways))
+    for limit in memory[len(memory) // 3], memory[-1]:
+        expected: dict[tuple, Found] = {}
+        fitting = filter(None, (next((found for found in way if found.gib <= limit), None) for way in ways))
+        for found in sorted(fitting, key=lambda found: found.time.total):
+            expected.setdefault(found.mesh, found)
+        best = Search(config, pinned, 2, replace(H200, memory_gib=limit)).best(3)
+        figures = [[(each.time.total, each.gib) for each in found] for found in (best, list(expected.values())[:3])]
+        assert figures[0] == figures[1] and len({each.mesh for each in best}) == 3
+    with pytest.raises(InputError, match=f"the closest needs {memory[0]:.1f} GiB"):
+        Search(config, pinned, 2, replace(H200, memory_gib=0.5 * memory[0])).best(1)
+    assert len(memory) > 60
+
+
 def test_the_axes_of_experts_are_varied_too(config):
     experts = ["model.num_experts=8", "model.ffn_hidden_size=4096", "mesh.context=2", "batch.global_size=2"]
     [best] = Search(config, experts, 2, H200).best(1)
@@ -55,7 +82,7 @@ def test_the_axes_of_experts_are_varied_too(config):
     assert best.candidate.config.mesh.experts_over == ("expert", "context")
     assert whole.candidate.config.mesh.experts_over == ("expert",) and best.time.total < whole.time.total
     over_context = [
-        sum(number for axes, number in found.candidate.parameters.items() if "context" in axes)
+        sum(number for axes, number in found.candidate.storage.state.parameters.items() if "context" in axes)
         for found in (whole, best)
     ]
     # 8 layers of 8 experts with three matrices of 4096 × 4096; a device has half of them.

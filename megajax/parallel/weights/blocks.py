@@ -38,7 +38,7 @@ def block_of(placement: Placement) -> tuple[int, int]:
 
 def bytes_per_number(kind: Kind, placement: Placement) -> float:
     """Bytes of a stored moment per number of its parameter, scales included."""
-    return {"float32": 4.0, "bfloat16": 2.0, "int8": 1 + 4 / block_of(placement)[1]}[kind]
+    return 1 + 4 / block_of(placement)[1] if kind == "int8" else {"float32": 4.0, "bfloat16": 2.0}[kind]
 
 
 def scales_of(placement: Placement, sizes: Mapping[str, int]) -> Placement:

@@ -1,0 +1,146 @@
+"""The settings that a search varies: values of each key for a config on N GPUs."""
+
+import itertools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from megajax.config import Config
+from megajax.config.sentences import divisors
+from megajax.config.stages import default_layout, layouts_to_try
+
+TENSOR, EXPERTS_OVER, LAYOUT, FP8 = "mesh.tensor", "mesh.experts_over", "pipeline.layout", "precision.fp8.recipe"
+FEWEST_TOKENS = 2048  # of a sequence on a device of `context`
+MOST_TOKENS = 2**17  # of a microbatch on a device
+MOST_EXPERT_SHARDS = 64
+MOST_ROUNDS, EMPTY_SLOTS = 20, 0.1  # of a pipeline: rounds; part of its layer slots that may be empty for more rounds
+VARIED = (
+    *("mesh.pipeline", "mesh.data", "mesh.fsdp", "mesh.expert", "mesh.context", TENSOR, EXPERTS_OVER),
+    *("batch.num_microbatches", "pipeline.schedule", "pipeline.rounds", LAYOUT, "remat.policy", "remat.layers"),
+)
+type Settings = dict[str, object]
+
+
+@dataclass(frozen=True)
+class Variations:
+    """The variations of a config on `gpus` GPUs in hosts of `hosts_of`; keys in `fixed` have the values there."""
+
+    config: Config
+    fixed: Mapping[str, object]
+    gpus: int
+    hosts_of: int
+
+    def first_pass(self, policy: str, recipe: str | None = None) -> Iterator[Settings]:
+        """Meshes and numbers of microbatches, with the plainest schedule."""
+        for mesh in self.meshes():
+            sizes: Settings = {f"mesh.{axis}": size for axis, size in mesh.items()}
+            layouts = self._layouts(sizes, int(str(self.fixed.get("pipeline.rounds", 1))))
+            for microbatches, layout in itertools.product(self._microbatches(mesh), layouts[:1]):
+                settings: Settings = {
+                    **sizes,
+                    "batch.num_microbatches": microbatches,
+                    "pipeline.schedule": "1f1b",
+                    "pipeline.rounds": 1,
+                    LAYOUT: layout,
+                    "remat.policy": policy,
+                    "remat.layers": None,
+                }
+                yield self.varied(settings if recipe is None else {**settings, FP8: recipe})
+
+    def meshes(self) -> Iterator[dict[str, int]]:
+        """Sizes of all axes with the product `gpus`. `tensor` stays within a host."""
+        config, gpus = self.config, self.gpus
+        sizes = divisors(gpus)
+        context = [n for n in sizes if n == 1 or config.batch.sequence_length // n >= FEWEST_TOKENS]
+        experts = config.model.num_experts or 1
+        choices = {
+            "tensor": [n for n in sizes if n <= self.hosts_of],
+            "context": [n for n in context if n <= 2 * self.hosts_of],
+            "expert": [n for n in sizes if experts % n == 0 and n <= MOST_EXPERT_SHARDS],
+            "pipeline": [n for n in sizes if n <= config.model.num_layers],
+        }
+        axes = {axis: self.values(f"mesh.{axis}", values) for axis, values in choices.items()}
+        for tensor, context, expert, pipeline in itertools.product(*axes.values()):
+            used = int(tensor) * int(context) * int(expert) * int(pipeline)
+            if gpus % used:
+                continue
+            rest = gpus // used
+            for fsdp in self.values("mesh.fsdp", _shares(rest, self.hosts_of // int(tensor))):
+                if rest % int(fsdp) == 0:
+                    mesh = {"pipeline": pipeline, "data": rest // int(fsdp), "fsdp": fsdp}
+                    yield {
+                        k: int(v) for k, v in {**mesh, "expert": expert, "context": context, "tensor": tensor}.items()
+                    }
+
+    def _microbatches(self, mesh: dict[str, int]) -> list[int]:
+        """Numbers of microbatches with 1 to MOST_SEQUENCES sequences of each on a device."""
+        shards = mesh["data"] * mesh["fsdp"] * mesh["expert"]
+        per_device, beyond = divmod(self.config.batch.global_size, shards)
+        most = MOST_TOKENS * mesh["context"] // self.config.batch.sequence_length
+        counts = [] if beyond else [per_device // s for s in divisors(per_device) if s <= max(1, most)]
+        return [int(n) for n in self.values("batch.num_microbatches", counts)]
+
+    def schedules(self, settings: Settings) -> Iterator[Settings]:
+        """Schedules, rounds and layouts for a mesh."""
+        stages = self._stages(settings)
+        schedules = self.values("pipeline.schedule", ["1f1b", "zero_bubble"] if stages > 1 else ["1f1b"])
+        rounds = self.values("pipeline.rounds", self._rounds(stages))
+        for schedule, number in itertools.product(schedules, rounds):
+            for layout in self._layouts(settings, number):
+                change: Settings = {"pipeline.schedule": schedule, "pipeline.rounds": number, LAYOUT: layout}
+                yield {**settings, **self.varied(change)}
+
+    def _rounds(self, stages: int) -> list[int]:
+        """Numbers of rounds: for each size of a virtual stage the fewest rounds that hold all layers."""
+        layers = self.config.model.num_layers
+        if stages == 1:
+            return [1]
+        fewest = -(-layers // stages)
+        slots = {r: -(-layers // (stages * r)) for r in range(1, min(fewest, MOST_ROUNDS) + 1)}
+        first = {slots[r]: r for r in reversed(slots)}.values()
+        return sorted(r for r in first if r * slots[r] <= (1 + EMPTY_SLOTS) * fewest)
+
+    def _layouts(self, settings: Settings, rounds: int) -> list[list[int] | None]:
+        """Layouts of the stages of a mesh; None for the default."""
+        model, stages = self.config.model, self._stages(settings)
+        if stages == 1 or LAYOUT in self.fixed:
+            return [None]
+        default = default_layout(model, stages * rounds)
+        return [None if layout == default else list(layout) for layout in layouts_to_try(model, stages * rounds)]
+
+    def remats(self, settings: Settings) -> Iterator[Settings]:
+        """Remat policies, those that recompute least first."""
+        rounds = int(str(settings.get("pipeline.rounds", self.fixed.get("pipeline.rounds", 1))))
+        layers = -(-self.config.model.num_layers // (self._stages(settings) * rounds))
+        for policy in self.values("remat.policy", ["none", "selective", "full"]):
+            some = sorted({max(1, layers * k // 4) for k in (1, 2, 3)} - {layers}) if policy == "full" else []
+            for recomputed in self.values("remat.layers", [*some, None]):
+                yield self.varied({"remat.policy": policy, "remat.layers": recomputed})
+
+    def experts_over(self, settings: Settings) -> Iterator[Settings]:
+        """Axes that divide the experts: `expert`, and with it one other axis of the mesh. Nothing for a dense model."""
+        number, sizes = self.config.model.num_experts, {**self.fixed, **settings}
+        if not number or EXPERTS_OVER in self.fixed:
+            yield {}
+            return
+        yield {EXPERTS_OVER: ["expert"]}
+        for axis in ("data", "fsdp", "context", "tensor"):
+            size, experts = int(str(sizes[f"mesh.{axis}"])), int(str(sizes["mesh.expert"]))
+            shards = size * experts
+            if size > 1 and number % shards == 0 and shards <= MOST_EXPERT_SHARDS:
+                yield {EXPERTS_OVER: ["expert", axis]}
+
+    def _stages(self, settings: Settings) -> int:
+        return int(str({**self.fixed, **settings}["mesh.pipeline"]))
+
+    def values(self, key: str, values: list) -> list:
+        """The values of a key to try: its own if it is pinned."""
+        return [self.fixed[key]] if key in self.fixed else values
+
+    def varied(self, settings: Settings) -> Settings:
+        """The settings of keys that are not pinned."""
+        return {key: value for key, value in settings.items() if key not in self.fixed}
+
+
+def _shares(rest: int, local: int) -> list[int]:
+    """Sizes of `fsdp`: none, the GPUs that are left in a host, and all."""
+    return sorted({1, rest, *(n for n in (local, 2 * local, 8 * local) if n > 1 and rest % n == 0)})
