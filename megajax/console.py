@@ -1,8 +1,10 @@
 """Shared by all commands: their names, parsers whose errors are sentences, and the exit after a mistake."""
 
 import argparse
+import difflib
 import errno
 import io
+import itertools
 import os
 import re
 import shlex
@@ -14,7 +16,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, NoReturn
+from typing import IO, Any, NoReturn
 
 from megajax.errors import InputError, UserError
 from megajax.version import VERSION
@@ -82,8 +84,33 @@ class CommandParser(argparse.ArgumentParser):
         super().__init__(prog=program_name(module), allow_abbrev=False, **settings)
         self.add_argument("--version", action="version", version=f"megajax {VERSION}", help="print megajax's version")
 
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """As argparse's; but an unknown option is the first error, and it names the nearest one."""
+        given = itertools.takewhile(lambda word: word != "--", sys.argv[1:] if args is None else args)
+        for word in (word for word in given if word.startswith("--")):
+            if (name := word.partition("=")[0]) not in self._option_string_actions:
+                self.error(f"{name} is not an option{self._meant(word, name)}")
+        return super().parse_known_args(args, namespace)
+
+    def _meant(self, word: str, name: str) -> str:
+        shown = [action for action in self._actions if action.help != argparse.SUPPRESS]
+        near = difflib.get_close_matches(name, [each for action in shown for each in action.option_strings], 1)
+        takes_keys = any("section.key=value" in f"{action.metavar} {action.help}" for action in shown)
+        if "." in name and takes_keys:
+            return f": write {word.removeprefix('--') if '=' in word else name.removeprefix('--') + '=VALUE'}"
+        return f": did you mean {near[0]}?" if near else ""
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is None or value in action.choices:
+            return
+        choices, option = list(map(str, action.choices)), "/".join(action.option_strings) or action.metavar
+        near = difflib.get_close_matches(str(value), choices, 1, 0.5)
+        meant = f"did you mean {near[0]}? The choices are" if near else "use one of"
+        self.error(f"{option}={value} is not a choice: {meant} {', '.join(choices)}")
+
     def error(self, message: str) -> NoReturn:
-        raise InputError(f"{message}; {self.prog} --help lists the arguments.")
+        end = "" if message.endswith("?") else ";"
+        raise InputError(f"{message}{end} {self.prog} --help lists the arguments.")
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:

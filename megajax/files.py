@@ -1,6 +1,8 @@
 """Text as users write it, and files that a crash leaves either as they were or whole."""
 
 import contextlib
+import errno
+import gzip
 import os
 import shutil
 from collections.abc import Iterator
@@ -11,19 +13,51 @@ from typing import IO, Any
 CONFIG, METRICS, LOCK, SUBDIRECTORY = "config.yaml", "metrics.jsonl", "lock", "checkpoints"
 HEARTBEAT_SECONDS = 10.0  # the owner of a lock touches it this often
 
+MOST_DIGITS = 18  # of a number in a name or an argument: below 2**63
+PIECE_BYTES = 2**18
+MOST_BYTES = 2**28  # of a file that is read whole
 
-def read_text(path: Path) -> str:
+
+def read_bytes(path: Any, most: int = MOST_BYTES) -> bytes:
+    """A file of at most `most` bytes, of a disk or a bucket. Raises OSError."""
+    with path.open("rb") as file:
+        return _read_all(file, most, path)
+
+
+def read_text(path: Any, most: int = MOST_BYTES) -> str:
     """A text file in UTF-8, with or without a byte order mark, whatever the locale is.
 
     Every file that a user may have written is read here, except lines of data (`json_lines`). Raises OSError and
     UnicodeDecodeError.
     """
-    return path.read_text(encoding="utf-8-sig")
+    return read_bytes(path, most).decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")
+
+
+def read_gzip(path: Path, most: int = 2**30) -> bytes:
+    """What a gzip file holds, at most `most` bytes. Raises OSError, EOFError and zlib.error."""
+    with gzip.open(path) as file:
+        return _read_all(file, most, path)
+
+
+def _read_all(file: Any, most: int, path: Any) -> bytes:
+    """In pieces, since a read of a number of bytes takes memory for all of them first."""
+    pieces, size = [], 0
+    while piece := file.read(PIECE_BYTES):
+        pieces.append(piece)
+        size += len(piece)
+        if size > most:
+            raise OSError(errno.EINVAL, f"it has more than {most:,} bytes", str(path))
+    return b"".join(pieces)
 
 
 def why_unreadable(error: OSError | UnicodeDecodeError) -> str | None:
     """The reason of an error of `read_text`, for a sentence."""
     return error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+
+
+def is_number(text: str) -> bool:
+    """Whether a text, such as a file's name or an argument, is digits 0 to 9 only, few enough for int()."""
+    return text.isascii() and text.isdecimal() and len(text) <= MOST_DIGITS
 
 
 @contextlib.contextmanager

@@ -6,7 +6,6 @@ coincide, the differences from the first run.
 """
 
 import argparse
-import json
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -19,6 +18,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from megajax import metrics_file
 from megajax.console import CommandParser, user_errors
 from megajax.errors import InputError
 from megajax.files import METRICS
@@ -38,21 +38,7 @@ def read_records(run_dir: Path) -> list[Record]:
     An incomplete last line is ignored: the run is writing it, or was killed while writing.
     """
     path = run_dir / METRICS
-    try:
-        lines = path.read_text(encoding="utf-8").split("\n")[:-1]
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "not text"
-        raise InputError(f"{path} cannot be read ({reason}): give the directory of a run with metrics.") from None
-    records = []
-    for number, line in enumerate(lines, start=1):
-        try:
-            record = json.loads(line)
-            valid = isinstance(record["step"], int)
-        except (ValueError, KeyError, TypeError, RecursionError):
-            valid = False
-        if not valid:
-            raise InputError(f"{path}, line {number} is not a line of metrics ({line[:60]!r}): remove the line.")
-        records.append(record)
+    records: list[Record] = [{**record} for _, record in metrics_file.read(path)]
     if not any(record.get("loss") is not None for record in records):
         raise InputError(f"{path} has no logged loss yet: wait for the run's first log line, or give another run.")
     return records

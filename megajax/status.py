@@ -5,7 +5,6 @@ sign of life), done, and ended (at an earlier step).
 """
 
 import argparse
-import json
 import shlex
 import sys
 import time
@@ -13,45 +12,32 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
-
+from megajax import metrics_file
+from megajax.config.tree import read_file
 from megajax.console import CommandParser, user_errors
 from megajax.errors import InputError
 from megajax.files import CONFIG, HEARTBEAT_SECONDS, LOCK, METRICS
 
 SILENT_SECONDS = 6 * HEARTBEAT_SECONDS  # clocks of hosts differ
-TAIL_BYTES = 2**20  # of metrics.jsonl, from its end
 
 
 def status(run_dir: Path, now: float) -> dict[str, Any]:
     """What a run directory says: state, step and steps, the last logged values, and the ages in seconds."""
-    config = yaml.safe_load((run_dir / CONFIG).read_text(encoding="utf-8"))
+    path = run_dir / CONFIG
+    config = read_file(path).values
     values: dict[str, Any] = {"step": 0}
-    for entry in _last_lines(run_dir / METRICS):
+    for entry in metrics_file.read_tail(run_dir / METRICS):
         values |= entry
-    steps, lock = config["run"]["steps"], run_dir / LOCK
+        if "checkpoint_step" in entry and "time" in entry:
+            values |= {"saved_step": entry["checkpoint_step"], "saved_time": entry["time"]}
+    section, lock = config.get("run"), run_dir / LOCK
+    steps = section.get("steps") if isinstance(section, dict) else None
+    if type(steps) is not int:
+        raise InputError(f"{path} has no run.steps, a number: give the directory of a run that has begun to train.")
     state = "done" if values["step"] >= steps else "ended"
     if lock.exists():
         state = "running" if now - lock.stat().st_mtime < SILENT_SECONDS else "silent"
     return values | {"state": state, "steps": steps, "age": now - values["time"] if "time" in values else None}
-
-
-def _last_lines(path: Path) -> list[dict[str, Any]]:
-    """The last entries of metrics.jsonl, with the line of a save marked by its time."""
-    if not path.exists():
-        return []
-    with path.open("rb") as file:
-        file.seek(max(0, path.stat().st_size - TAIL_BYTES))
-        lines = file.read().decode(errors="replace").splitlines()
-    entries = []
-    for line in lines:
-        try:
-            entry = json.loads(line)
-        except ValueError:
-            continue  # the first one may be cut, the last one is being written
-        if isinstance(entry, dict) and "step" in entry:
-            entries.append(entry | ({"saved_time": entry["time"]} if "checkpoint_step" in entry else {}))
-    return entries
 
 
 def line(name: str, found: dict[str, Any], now: float) -> str:
@@ -62,12 +48,12 @@ def line(name: str, found: dict[str, Any], now: float) -> str:
         ("eval_loss", "evaluation loss {:.4f}"),
         ("step_seconds", "{:.3g} s/step"),
     ):
-        if isinstance(found.get(key), int | float):
+        if found.get(key) is not None:
             parts.append(form.format(found[key]))
-    if "tokens_per_second_per_device" in found:
+    if found.get("tokens_per_second_per_device") is not None:
         parts.append(f"{found['tokens_per_second_per_device']:,.0f} tok/s/dev")
-    if "checkpoint_step" in found:
-        parts.append(f"saved step {found['checkpoint_step']} {_age(now - found['saved_time'])} ago")
+    if "saved_step" in found:
+        parts.append(f"saved step {found['saved_step']} {_age(now - found['saved_time'])} ago")
     if found["age"] is not None:
         parts.append(f"logged {_age(found['age'])} ago")
     return "  ".join(parts)

@@ -82,6 +82,41 @@ def test_native_lines_are_left_out_and_python_s_own_lines_and_the_terminal_stay(
     assert sorted(done.stdout.splitlines()) == ["[Gloo] Rank is Python's", "child", "native"]
 
 
+def mistake_of(capsys, name, *arguments):
+    with pytest.raises(SystemExit) as stopped:
+        importlib.import_module(COMMANDS[name][0]).main(list(arguments))
+    assert stopped.value.code == 2
+    return capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_names_the_option_that_is_nearest_to_an_unknown_one(command, capsys):
+    words = ("config", "--hepl") if command == "hf" else ("--hepl",)
+    assert "--hepl is not an option" in (error := mistake_of(capsys, command, *words))
+    assert "did you mean --help?" in error
+
+
+@pytest.mark.parametrize(
+    ("command", "typed", "answer"),
+    [
+        ("generate", "runs/a --promt Once", "--promt is not an option: did you mean --prompt?"),
+        ("plan", "llama3_8b --gpu 8", "did you mean --gpus?"),
+        ("plan", "llama3_8b --gpus h100", "write --device h100, and --gpus with their number"),
+        ("plan", "llama3_8b --gpus 8 --device H100-SXM", "did you mean h100? The devices are h200, h100, a100, b200."),
+        ("plan", "llama3_8b --gpus 8 --device tpu", "--device=tpu is not known: use h200, h100, a100, b200."),
+        ("verify", "llama3_8b --mesh.tensor=2", "--mesh.tensor is not an option: write mesh.tensor=2;"),
+        (
+            "hf",
+            "export a b --dtype bf16",
+            "--dtype=bf16 is not a choice: did you mean bfloat16? The choices are float32",
+        ),
+        ("hf", "exprt a b", "COMMAND=exprt is not a choice: did you mean export?"),
+    ],
+)
+def test_a_mistyped_option_or_choice_is_answered_with_the_right_one(command, typed, answer, capsys):
+    assert answer in mistake_of(capsys, command, *typed.split())
+
+
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_has_the_version(command, capsys):
     with pytest.raises(SystemExit) as stopped:

@@ -12,12 +12,9 @@ from dev.fuzz.formats import FORMATS
 from dev.fuzz.runner import run_all
 from megajax.config import load_config
 from megajax.config.tree import read_file
-from megajax.data.chat import read_chats
 from megajax.data.chat_template import ChatTemplate
 from megajax.data.indexed import IndexedDataset
 from megajax.data.model_files import read_json
-from megajax.data.rendering import Template, render
-from megajax.data.sandbox import Child, Stopped
 from megajax.data.tokenizers import load_tokenizer
 from megajax.errors import ConfigError, InputError
 from megajax.hf import beside
@@ -116,98 +113,22 @@ def test_a_pipe_in_place_of_an_index_is_no_endless_wait(tmp_path):
         IndexedDataset(tmp_path / "a")
 
 
-CHAT = [{"role": "user", "content": "x y"}]
-
-
 @pytest.mark.parametrize(
     "source",
     [
         "{{ ().__class__.__base__.__subclasses__() }}",
         "{{ messages.__class__.__init__.__globals__['os'].mkdir('made') }}",
         "{{ lipsum.__globals__['os'].mkdir('made') }}",
-        "{{ cycler.__init__.__globals__.os.mkdir('made') }}",
-        "{% include '/etc/passwd' %}",
         "{{ messages.append(1) }}",
+        "{{ 'a' * 10 ** 12 }}",
+        "{{ 9 ** 9 ** 9 }}",
         "{% for i in range(10 ** 9) %}{% endfor %}",
         "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
-        "{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}",
         "{{ 1 // 0 }}",
-        "{{ '\\ud800' }}",
-        "{{ 'a' * 10 ** 6 }}",
     ],
 )
-def test_a_chat_template_reaches_nothing_and_fails_in_a_sentence(source, tmp_path, monkeypatch):
+def test_a_chat_template_reaches_nothing_and_makes_nothing_large(source, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(InputError, match="the chat template its place "):
-        ChatTemplate(source, {}, "its place").render(CHAT)
+        ChatTemplate(source, {}, "its place").render([{"role": "user", "content": "x"}])
     assert not [*Path().iterdir()]
-
-
-DOUBLED = "{% set ns = namespace(s=START) %}{% for i in range(40) %}{% set ns.s = ns.s OP ns.s %}{% endfor %}"
-EXPLODING = {
-    "memory": [
-        "{{ messages[0].content.ljust(3000000000) }}",
-        "{{ messages[0].content | center(3000000000) }}",
-        "{{ 'a' | center(3000000000) }}",
-        "{{ '{:>3000000000}'.format(1) }}",
-        "{{ '%3000000000d' | format(1) }}",
-        "{{ '%*d' % (2000000000, 1) }}",
-        "{{ 'a b' | indent(3000000000) }}",
-        "{{ [1] | tojson(indent=3000000000) }}",
-        "{{ range(1) | batch(1000000000, 1) | list }}",
-        "{{ 'a' * 10 ** 12 }}",
-        "{% set x = 'a'.ljust(900000) %}{{ x.replace(' ', x) }}",
-        DOUBLED.replace("START", "'aaaaaaaa'").replace("OP", "~"),
-        DOUBLED.replace("START", "'aaaaaaaa'").replace("OP", "+"),
-        DOUBLED.replace("START", "[1]").replace("OP", "+"),
-    ],
-    "processor time": [
-        "{{ 9 ** (9 ** 9) }}",
-        "{{ lipsum(n=100000000) }}",
-        "{% for a in range(100000) %}{% for b in range(100000) %}{% endfor %}{% endfor %}",
-        "{% set ns = namespace(x=7) %}{% for i in range(100000) %}{% set ns.x = ns.x * 7777777 %}{% endfor %}",
-    ],
-}
-
-
-@pytest.mark.parametrize("limit", EXPLODING)
-def test_a_template_that_explodes_or_does_not_end_is_a_sentence(limit):
-    """The lists of the limits together: some kill the child, which is then started again."""
-    child = Child(200 << 20, 0.2)
-    assert child.run("t", "c", render, Template({"default": "{{ messages[0].content }}"}, {}, "t"), CHAT, False, {})
-    for source in EXPLODING[limit]:
-        start = time.perf_counter()
-        with pytest.raises(Stopped, match=f"the template takes more than .* {limit}: correct it"):
-            child.run("the template", "correct it", render, Template({"default": source}, {}, "t"), CHAT, False, {})
-        assert time.perf_counter() - start < 10
-
-
-MESSAGE_BOMB = "{% for m in messages %}{{ m.content * (m.content | length) ** 12 }}{% endfor %}"
-
-
-def test_a_template_that_explodes_at_one_chat_names_its_line(tmp_path):
-    template = ChatTemplate(MESSAGE_BOMB, {}, "t.jinja")
-    lines = [{"messages": [{"role": "user", "content": text}, {"role": "assistant", "content": "b"}]} for text in "ab"]
-    lines.insert(1, {"prompt": "a", "completion": "b"})
-    lines.append(lines[0] | {"messages": [{"role": "user", "content": "a" * 20}, *lines[0]["messages"]]})
-    (tmp_path / "chats.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    with pytest.raises(InputError, match=r"chats.jsonl, line 4: the chat template t.jinja takes more than .* memory"):
-        list(read_chats([str(tmp_path / "chats.jsonl")], lambda: template))
-
-
-def test_a_child_lives_as_long_as_it_is_used(tmp_path):
-    """Values of a work, its error, and a child that was killed meanwhile."""
-    child, template = Child(), Template({"default": "{{ messages | length }}"}, {}, "t")
-    assert child.run("t", "c", render, template, CHAT * 3, False, {}) == ["3"]
-    child._process.kill()
-    child._process.wait()
-    assert child.run("t", "c", render, template, CHAT, False, {}) == ["1"]
-    process = child._process
-    nested = CHAT[0]
-    for _ in range(10_000):
-        nested = {"a": nested}
-    with pytest.raises(Stopped, match="t gets values that are nested too deeply"):
-        child.run("t", "c", render, template, nested, False, {})
-    assert child.run("t", "c", render, template, CHAT, False, {}) == ["1"] and child._process is process
-    del child
-    assert process.poll() is not None

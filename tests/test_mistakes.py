@@ -72,7 +72,9 @@ TYPED = {
         "schedule.learning_rate=fast is not a number (@): write one such as 0.1, without quotes."
     ),
     "logging.wandb=yes": "logging.wandb=yes is not true or false (@): write true or false.",
-    "model.norm=rms": "model.norm=rms is not a choice (@): use rmsnorm or layernorm.",
+    "model.norm=rms": (
+        "model.norm=rms is not a choice (@): did you mean rmsnorm? The choices are rmsnorm and layernorm."
+    ),
     "run.name=3": "run.name=3 is not text (@): put it in quotes.",
     "run.steps=0": "run.steps=0 is too small (@): use 1 or more.",
     "model.dropout=1": "model.dropout=1 is too large (@): use less than 1.",

@@ -24,6 +24,9 @@ def test_a_sample_far_below_its_equals_is_marked_and_others_are_not():
     assert rows[2] == ["disk", "write", "2", "0.95", "GB/s", "0.9", "GB/s", "host1"]
     assert not report(samples, 0.6)[1]
     assert not report(samples[3:4], 0.8)[1]  # one has no equals
+    slow_disk = Sample("disk write", "host2", 0.1, "GB/s")
+    _, outliers = report([*samples, slow_disk], 0.8, virtual=True)
+    assert [line.partition(":")[0] for line in outliers] == ["disk write, host2"]
 
 
 def test_groups_cover_every_class_of_links():
@@ -97,12 +100,15 @@ def test_the_command_prints_a_table_and_a_slow_device_makes_its_status_1(tmp_pat
     table = capsys.readouterr().out
     kinds = ("matmul", "within a host (8)", "pair within", "mesh.fsdp=4", "mesh.tensor=2", "disk write", "disk read")
     assert [kind for kind in kinds if kind not in table] == []
-    assert table.endswith("nothing is below 0.8 of its median\n")
+    assert "not compared" in table and table.endswith("nothing is below 0.8 of its median\n")
 
     def slow(function, argument):
         return 2e-3 if argument.devices() == {jax.devices()[5]} else 1e-3
 
     monkeypatch.setattr(measurements, "seconds_per_call", slow)
+    assert command.main([*SMALL, f"--directory={tmp_path}"]) == 0  # a virtual device has no equals
+    assert "slow" not in capsys.readouterr().out
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     assert command.main([*SMALL, f"--directory={tmp_path}"]) == 1
     assert f"device {jax.devices()[5].id}: 3.28e-05 TFLOP/s is 50% of the median" in capsys.readouterr().out
 

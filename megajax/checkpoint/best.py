@@ -14,6 +14,8 @@ import jax
 from orbax.checkpoint.checkpoint_managers import preservation_policy as policies
 
 from megajax.checkpoint.storage import Folder, write_text
+from megajax.files import read_bytes
+from megajax.json_files import parse
 from megajax.messages import from_first_process
 
 NAME = "eval_losses.json"
@@ -29,7 +31,7 @@ class BestByLoss(policies.PreservationPolicy):
 
     def _read(self) -> dict[str, float]:
         with contextlib.suppress(FileNotFoundError):
-            return json.loads(self._path.read_text(encoding="utf-8"))
+            return parse(read_bytes(self._path), str(self._path), dict[str, float], "remove it")
         return {}
 
     def forget(self, step: int) -> None:

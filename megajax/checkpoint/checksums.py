@@ -10,15 +10,33 @@ import zlib
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import PurePosixPath
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, TypedDict
 
 from megajax.checkpoint.storage import Folder, sizes, store_errors, write_text
-from megajax.errors import InputError
+from megajax.errors import InputError, shown
+from megajax.files import read_bytes
+from megajax.json_files import Count, Damaged, damaged, parse
 
 NAME = "checksums.json"
 PIECE = 2**26  # bytes; large files are divided among threads and processes
 BLOCK = 2**22  # bytes that a thread reads at a time
 THREADS = 8
+
+
+class Entry(TypedDict):
+    """A file, and the checksums of its pieces."""
+
+    size: Count
+    crc32: list[str]
+
+
+class Record(TypedDict):
+    """The content of `checksums.json`; the last checksum is of `files`."""
+
+    format: Literal[1]
+    piece: Count
+    crc32: str
+    files: dict[str, Entry]
 
 
 class Piece(NamedTuple):
@@ -65,14 +83,12 @@ def damage(directory: Folder, index: int = 0, count: int = 1, part: str = "") ->
             if not exist(directory):
                 return ""
             recorded = _recorded(directory)
-    except InputError:  # a ValueError
-        raise
+    except Damaged as error:
+        return f"{NAME} cannot be read: {error.problem}"
     except PermissionError:
         raise _forbidden(directory / NAME) from None
     except OSError as error:
         return f"{NAME} cannot be read: {error.strerror or error}"
-    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
-        return f"{NAME} cannot be read"
     share = [piece for piece in recorded if piece.name.startswith(part)][index::count]
     with ThreadPoolExecutor(THREADS) as threads:
         return next(filter(None, threads.map(lambda piece: _problem(directory, piece, *recorded[piece]), share)), "")
@@ -98,16 +114,16 @@ def _forbidden(path: Folder) -> InputError:
 
 
 def _recorded(directory: Folder) -> dict[Piece, tuple[int, str]]:
-    """The file's size and the CRC-32 of each recorded piece. Raises one of several errors for a damaged record."""
-    record = json.loads((directory / NAME).read_text(encoding="utf-8"))
-    files = {name: (entry["size"], entry["crc32"]) for name, entry in record["files"].items()}
-    if record["format"] != 1 or record["piece"] != PIECE or record["crc32"] != _own(record["files"]):
-        raise ValueError
+    """The file's size and the CRC-32 of each recorded piece. Raises `Damaged`, or OSError."""
+    path, cure = directory / NAME, "use another checkpoint"
+    record = parse(read_bytes(path), str(path), Record, cure)
+    if record["piece"] != PIECE or record["crc32"] != _own(record["files"]):
+        raise damaged(path, "its own checksum differs", cure)
     pieces = {}
-    for name, (size, crcs) in files.items():
-        path = PurePosixPath(name)
-        if path.is_absolute() or ".." in path.parts or "\0" in name or len(crcs) != _count(size):
-            raise ValueError
+    for name, entry in record["files"].items():
+        file, size, crcs = PurePosixPath(name), entry["size"], entry["crc32"]
+        if file.is_absolute() or ".." in file.parts or "\0" in name or len(crcs) != _count(size):
+            raise damaged(path, f"its entry {shown(name)} is wrong", cure)
         pieces |= {Piece(name, number): (size, crc) for number, crc in enumerate(crcs)}
     return pieces
 

@@ -34,6 +34,14 @@ OTHER_ARRAYS = (
     "lora.rank",
     "lora.targets",
 )  # changes give the state other arrays
+# Keys that decide the tokens of the samples, by `data.kind`, besides its sources and their order.
+OF_TEXTS = ("tokenizer", "end_of_document", "begin_of_document", "text_key")
+OF_SAMPLES = {
+    "text": OF_TEXTS,
+    "chat": ("tokenizer", "end_of_document", "chat_template", "chat_template_args", "pack", "too_long"),
+    "indexed": (),
+    "synthetic": (),
+}
 ALLOW = "checkpoint.allow_changes"
 _SECTIONS = {"model": ModelConfig, "optimizer": OptimizerConfig, "model.router": RouterConfig, "data": DataConfig}
 _DEFAULTS = {
@@ -85,6 +93,13 @@ def describe_lora(config: Config) -> dict[str, Any]:
     """The settings that define the adapters; empty without any."""
     lora = config.lora
     return {"rank": lora.rank, "alpha": lora.alpha, "targets": targets(config)} if lora.rank else {}
+
+
+def describe_data(data: DataConfig) -> dict[str, Any]:
+    """The settings that decide which tokens the n-th sample has."""
+    infilling = ("fim_spm_rate", "fim_tokens", "tokenizer") if data.fim_rate else ()
+    keys = {"kind", "train", "split", "order", "fim_rate", *OF_SAMPLES[data.kind], *infilling}
+    return data.model_dump(mode="json", include=keys)
 
 
 def differences(saved: Mapping[str, Any], mine: Mapping[str, Any], sections: Sequence[str]) -> list[Difference]:
@@ -142,12 +157,13 @@ def _refusal(checkpoint: str, cure: str, lines: Sequence[str]) -> InputError:
 def _data(data: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
     """A description's settings of the data, by config key, in comparison with another one.
 
-    Paths of synthetic data are ignored; what follows from other keys and from the files is compared if both have it.
+    Paths of synthetic data are ignored. What follows from other keys and from the files, and what older descriptions
+    lack, is compared if both have it.
     """
     if data["kind"] == other["kind"] == "synthetic":
         return {}
-    keys = {"samples": "train_samples", "files": "train.files"}
-    return {keys.get(name, name): value for name, value in data.items() if name not in keys or name in other}
+    always, keys = ("kind", "train", "split", "order", "stages"), {"samples": "train_samples", "files": "train.files"}
+    return {keys.get(name, name): value for name, value in data.items() if name in always or name in other}
 
 
 def _value(description: Mapping[str, Any], section: str, name: str) -> Any:

@@ -19,17 +19,21 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, TypedDict
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import SingleDeviceSharding
 
+from megajax import json_files
 from megajax.checkpoint import checksums
 from megajax.checkpoint.host_memory import PINNED
 from megajax.checkpoint.manager import first_problem, reason
+from megajax.checkpoint.storage import Description
 from megajax.errors import UserError
+from megajax.files import is_number
+from megajax.json_files import Count, Damaged
 from megajax.messages import decide
 
 DATA, INDEX, PARTIAL = "data", "index.json", ".partial"
@@ -41,6 +45,24 @@ FITS, DAMAGED, OTHER_LAYOUT = range(3)
 _saves = itertools.count()  # the same on all processes, since they save the same steps
 
 type Shard = tuple[str, str]  # the name of an array, and a slice of it
+
+
+class StoredShard(NamedTuple):
+    """A shard in the file of data."""
+
+    name: str
+    slice: str
+    shape: tuple[Count, ...]
+    dtype: str
+    offset: Count
+
+
+class Index(TypedDict):
+    """The content of `index.json`."""
+
+    layout: str
+    shards: list[StoredShard]
+    description: Description
 
 
 @dataclass(frozen=True)
@@ -183,7 +205,7 @@ class LocalTier:
         return LocalOutcome(step, size, time.perf_counter() - start, error or verdict or None)
 
     def _steps(self) -> list[int]:
-        return [int(path.name) for path in self.directory.glob("*") if path.name.isdigit()]
+        return [int(path.name) for path in self.directory.glob("*") if is_number(path.name)]
 
     def _remove_others(self) -> None:
         for path in self.directory.iterdir():
@@ -195,7 +217,9 @@ class LocalTier:
         try:
             damage = checksums.damage(directory) if checksums.exist(directory) else f"{checksums.NAME} is missing"
             if not damage:
-                index = json.loads((directory / INDEX).read_text(encoding="utf-8"))
+                index = json_files.read(directory / INDEX, Index, "remove it")
+        except Damaged as error:
+            damage = error.problem
         except (OSError, UserError) as error:  # such as a disk with errors
             damage = reason(error)
         if damage:
@@ -203,8 +227,8 @@ class LocalTier:
             return None, DAMAGED
         leaves = jax.tree_util.tree_leaves_with_path(abstract)
         needed = {shard: leaf for path, leaf in leaves for _, shard in _needed(path, leaf)}
-        forms = {(name, text): (tuple(shape), dtype) for name, text, shape, dtype, _ in index["shards"]}
-        offsets = {(name, text): offset for name, text, _, _, offset in index["shards"]}
+        forms = {(each.name, each.slice): (each.shape, each.dtype) for each in index["shards"]}
+        offsets = {(each.name, each.slice): each.offset for each in index["shards"]}
         fits = index["layout"] == self._layout and all(
             forms.get(shard) == (leaf.sharding.shard_shape(leaf.shape), leaf.dtype.name)
             for shard, leaf in needed.items()
@@ -213,14 +237,14 @@ class LocalTier:
             return None, OTHER_LAYOUT
         data = np.memmap(directory / DATA, np.uint8, "r")
         shards = {shard: _view(data, leaf.dtype, forms[shard][0], offsets[shard]) for shard, leaf in needed.items()}
-        return LocalCheckpoint(step, directory, index["description"], shards), FITS
+        return LocalCheckpoint(step, directory, {**index["description"]}, shards), FITS
 
 
-def _write_shards(path: Path, copies: Sequence[tuple[str, str, Any]]) -> list[tuple]:
-    """Write the copies to one file; (name, slice, shape, dtype, offset) of each."""
+def _write_shards(path: Path, copies: Sequence[tuple[str, str, Any]]) -> list[StoredShard]:
+    """Write the copies to one file."""
     entries, offset = [], 0
     for name, text, copy in copies:
-        entries.append((name, text, copy.shape, copy.dtype.name, offset))
+        entries.append(StoredShard(name, text, copy.shape, copy.dtype.name, offset))
         offset += -(-copy.nbytes // ALIGNMENT) * ALIGNMENT
     with path.open("wb") as file:
         file.truncate(offset)
@@ -231,7 +255,8 @@ def _write_shards(path: Path, copies: Sequence[tuple[str, str, Any]]) -> list[tu
             file.write(np.ascontiguousarray(copy).reshape(-1).view(np.uint8))
 
     with ThreadPoolExecutor(WRITERS) as threads:
-        writes = [threads.submit(write, entry[-1], copy) for entry, (_, _, copy) in zip(entries, copies, strict=True)]
+        pairs = zip(entries, copies, strict=True)
+        writes = [threads.submit(write, entry.offset, copy) for entry, (_, _, copy) in pairs]
     for each in writes:
         each.result()
     return entries

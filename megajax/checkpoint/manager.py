@@ -39,6 +39,8 @@ from megajax.config import ModelConfig
 from megajax.config.kinds import MOE
 from megajax.console import command
 from megajax.errors import InputError, UserError
+from megajax.files import is_number
+from megajax.json_files import Damaged
 from megajax.messages import SLOWEST, decide, from_first_process
 from megajax.model.lora import is_adapter
 
@@ -247,6 +249,8 @@ class Checkpoints:
             try:
                 with store_errors(self.directory):
                     return {"description": read_description(self.directory / str(step))}
+            except Damaged as error:
+                return {"damage": error.problem}
             except UserError:
                 raise
             except Exception as error:  # of a bucket's client too
@@ -339,7 +343,7 @@ def find_checkpoint(path: str | Path, setting: str, location: str = "") -> tuple
     `setting` is the key or argument that gave `path`, `location` where it was set. Raises InputError if there is none.
     """
     given, shown = Path(path), f"{setting}={path}{location}"
-    one = given.parent.name == SUBDIRECTORY and given.name.isdigit()
+    one = given.parent.name == SUBDIRECTORY and is_number(given.name)
     run_dir = given.parent.parent if one else given
     if not (run_dir / SUBDIRECTORY).exists():
         raise InputError(f"{shown} has no {SUBDIRECTORY}: give the directory of a run, or RUN/{SUBDIRECTORY}/STEP.")

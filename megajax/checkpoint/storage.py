@@ -6,25 +6,56 @@ without it is the rest of an interrupted save. `RUN/checkpoints` is then a text 
 """
 
 import contextlib
-import json
 import logging
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Required, TypedDict
 
 from etils import epath
+from pydantic import ConfigDict
 
 from megajax.checkpoint import s3
 from megajax.errors import InputError
 from megajax.extras import EXTRAS, require
-from megajax.files import SUBDIRECTORY, replace_text
+from megajax.files import SUBDIRECTORY, is_number, read_bytes, replace_text
+from megajax.json_files import Count, Finite, parse
 
 GCS = "gs://"
 EXTRA_OF = {GCS: "gcs", s3.SCHEME: "s3"}  # by scheme of a URL
 COMMITTED = "commit_success.txt"  # orbax's name
 
 type Folder = Path | epath.Path
+Section = dict[str, Any]
+
+
+class Losses(TypedDict):
+    """`training/spikes.py`'s."""
+
+    last: list[Finite]
+    spikes: Count
+
+
+class Description(TypedDict, total=False):
+    """What a checkpoint says about itself; one of weights alone has the first two entries."""
+
+    __pydantic_config__ = ConfigDict(extra="allow")  # pyright: ignore
+
+    step: Required[Count]
+    model: Required[Section]
+    samples_consumed: Count | None
+    run: Section
+    optimizer: Section
+    batch: Section
+    precision: Section
+    schedule: Section
+    lora: Section
+    data: Section
+    base: int | None
+    fp8_history: Count
+    optimizer_state: bool
+    ema: bool
+    losses: Losses
 
 
 def is_in_bucket(folder: Folder | str) -> bool:
@@ -74,14 +105,14 @@ def complete_steps(run_dir: str | Path) -> list[int]:
     """
     folder = checkpoint_folder(run_dir)
     if not is_in_bucket(folder):
-        return sorted(int(path.name) for path in folder.glob("*") if path.name.isdigit())
+        return sorted(int(path.name) for path in folder.glob("*") if is_number(path.name))
     with store_errors(folder):
         return sorted(int(path.name) for path in _steps_in_bucket(folder) if (path / COMMITTED).exists())
 
 
 def _steps_in_bucket(folder: Folder) -> list[Folder]:
     with contextlib.suppress(FileNotFoundError):  # there are no objects
-        return [path for path in folder.iterdir() if path.name.isdigit()]
+        return [path for path in folder.iterdir() if is_number(path.name)]
     return []
 
 
@@ -134,7 +165,8 @@ def saved_at(checkpoint: Folder) -> float:
 
 def read_description(checkpoint: Folder) -> dict[str, Any]:
     """The description of `RUN/checkpoints/STEP`, without orbax, for which all processes would have to read it."""
-    return json.loads((checkpoint / "description" / "metadata").read_text(encoding="utf-8"))
+    path = checkpoint / "description" / "metadata"
+    return {**parse(read_bytes(path), str(path), Description, "use another checkpoint")}
 
 
 def write_text(path: Folder, text: str) -> None:

@@ -14,6 +14,7 @@ from megajax.checkpoint.manager import find_checkpoint, saved_layer_state
 from megajax.checkpoint.storage import Folder, checkpoint_folder, key_value_store, read_description, store_errors
 from megajax.config import Config, ModelConfig, load_config
 from megajax.errors import InputError
+from megajax.json_files import Damaged
 from megajax.model.block import layer_state
 
 PARAMS, EMA = "params.", "ema."  # beginnings of the names of parameters, and of their moving averages
@@ -92,6 +93,8 @@ def description(checkpoint: Folder) -> dict[str, Any]:
     with _damage_reported(checkpoint / "state"):
         try:
             return read_description(checkpoint)
+        except Damaged as error:
+            raise InputError(f"{checkpoint} is damaged ({error.problem}): give another checkpoint.") from None
         except FileNotFoundError:
             raise InputError(f"{checkpoint} is damaged (it has no description): give another checkpoint.") from None
 

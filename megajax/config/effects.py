@@ -10,6 +10,7 @@ from megajax.config.sentences import format_keys, value, warn
 COMPARED_ON_RESUME = (
     "model",
     "optimizer.kind",
+    "optimizer.state",
     "optimizer.beta1",
     "run.seed",
     "batch.sequence_length",
@@ -17,6 +18,9 @@ COMPARED_ON_RESUME = (
     "lora.alpha",
     "lora.targets",
     *(f"data.{name}" for name in ("kind", "train", "stages", "split", "order", "train_samples")),
+    *(f"data.{name}" for name in ("tokenizer", "text_key", "end_of_document", "begin_of_document")),
+    *(f"data.{name}" for name in ("chat_template", "chat_template_args", "pack", "too_long")),
+    *(f"data.{name}" for name in ("fim_rate", "fim_spm_rate", "fim_tokens")),
 )
 
 

@@ -15,6 +15,7 @@ from megajax.config.checks import check
 from megajax.config.counterparts import counterpart, plain
 from megajax.config.extensions import import_extensions
 from megajax.config.missing_features import missing_feature
+from megajax.config.other_values import choice_cure
 from megajax.config.schema import Config
 from megajax.config.sentences import listed
 from megajax.config.tree import NAMED, Tree, read_file, read_override, show
@@ -152,18 +153,22 @@ def _default(field: FieldInfo) -> str:
 def _sentence(error: ValidationError, tree: Tree, path: str) -> str:
     """The sentence about the first mistake; unknown keys come first, because a misspelt key is also a missing one."""
     mistakes = [item for item in error.errors(include_url=False) if item["type"] != "default_factory_not_called"]
-    mistakes.sort(key=lambda item: item["type"] != "extra_forbidden")
-    mistake = mistakes[0]
-    key = ".".join(str(part) for part in mistake["loc"] if not str(part).startswith("~"))
+    mistakes.sort(key=lambda item: (item["type"] != "extra_forbidden", _is_list_for_a_choice(item)))
+    mistake, key = mistakes[0], _key(mistakes[0])
     location = _location(key, tree, path)
     if mistake["type"] == "extra_forbidden":
         return _unknown(key, mistake["input"], tree, path)
     if mistake["type"] == "missing":
         return f"{key} is not set ({location}): add it{_meaning(key)}."
-    problem, cure = describe_problem(mistake)
+    problem, cure = describe_problem(*(item for item in mistakes if _key(item) == key))
     first = next((name for name, _ in keys() if name.startswith(f"{_with_n(key)}.")), "")
     cure = cure.replace("{first}", key + first.removeprefix(_with_n(key)))
     return f"{key}={show(mistake['input'])} {problem} ({location}): {cure}."
+
+
+def _key(mistake: Any) -> str:
+    """The dotted key of a mistake, without the names of the types that its value may have."""
+    return ".".join(part for part in map(str, mistake["loc"]) if not re.match(r"~|bool$|\w+\[", part))
 
 
 def _location(key: str, tree: Tree, path: str) -> str:
@@ -252,14 +257,15 @@ _PROBLEMS = {
 }
 
 
-def describe_problem(mistake: Any) -> tuple[str, str]:
-    """The problem with a value, and the correction."""
+def describe_problem(*mistakes: Any) -> tuple[str, str]:
+    """The problem with a value, and the correction; `mistakes` are those of each type that it may have."""
+    mistake = mistakes[0]
+    if choices := _choices(mistakes):
+        return "is not a choice", choice_cure(_with_n(_key(mistake)), show(mistake["input"]), choices)
     kind, context = mistake["type"], mistake.get("ctx", {})
     if kind == "value_error":
         problem, _, cure = str(context["error"]).partition(": ")
         return problem, cure
-    if kind == "literal_error":
-        return "is not a choice", f"use {context['expected'].replace(chr(39), '')}"
     value = mistake["input"]
     if kind == "int_type" and isinstance(value, float) and value.is_integer():
         return "is not a whole number", f"write {int(value)}"
@@ -268,3 +274,19 @@ def describe_problem(mistake: Any) -> tuple[str, str]:
     problem, cure = _PROBLEMS.get(kind, ("is not valid", mistake["msg"]))
     limits = {n: int(v) if isinstance(v, float) and v.is_integer() else v for n, v in context.items()}
     return problem, cure.format(**limits)
+
+
+def _is_list_for_a_choice(mistake: Any) -> bool:
+    """Whether a list is none of the choices of a key, which then may be a list too."""
+    return mistake["type"] == "literal_error" and isinstance(mistake["input"], list | tuple)
+
+
+def _choices(mistakes: Sequence[Any]) -> list[str]:
+    """The choices of a value that is none of them; empty for other mistakes."""
+    expected = [
+        item["ctx"]["expected"]
+        for item in mistakes
+        if item["type"] == "literal_error" and not _is_list_for_a_choice(item)
+    ]
+    booleans = ["true", "false"] if any(item["type"] == "bool_type" for item in mistakes) else []
+    return [*booleans, *re.findall(r"'([^']*)'", " ".join(expected))] if expected else []

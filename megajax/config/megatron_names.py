@@ -30,6 +30,10 @@ train-samples | run.steps | which is samples / batch.global_size; data.train_sam
 eval-interval | run.eval_interval
 eval-iters | run.eval_steps
 log-interval | run.log_interval
+log-params-norm | logging.norms_interval
+check-for-spiky-loss | run.spike_factor
+check-weight-hash-across-dp-replicas-interval | run.replica_check_interval
+distributed-timeout-minutes | run.hang_min_seconds | the shortest time after which a step counts as hung
 seed | run.seed
 deterministic-mode | run.deterministic
 num-layers, encoder-num-layers, decoder-num-layers | model.num_layers
@@ -53,6 +57,7 @@ position-embedding-type, use-rotary-position-embeddings, no-position-embedding |
     learned for learned_absolute, or none
 rotary-base | model.rope_theta
 rotary-percent | model.rope_fraction
+rotary-seq-len-interpolation-factor | model.rope_scaling | a mapping such as {kind: linear, factor: 2}
 no-rope-freq | model.rope_pattern | a list such as [rope, rope, rope, none] for frequency 4
 use-rope-scaling, rope-scaling-factor | model.rope_scaling | a mapping such as {factor: 8}, by default with
     Llama 3's rule
@@ -64,13 +69,15 @@ qk-layernorm | model.qk_norm | not for latent attention, whose latents are alway
 swiglu | model.activation=swiglu | the default; set model.ffn_hidden_size too, since its default differs
 squared-relu | model.activation=relu2
 disable-bias-linear, add-bias-linear | model.attention_bias | and model.mlp_bias; both are false by default
+add-qkv-bias | model.attention_bias=qkv
 untie-embeddings-and-output-weights | model.tie_embeddings=false | the default
 hidden-dropout | model.dropout
 init-method-std | model.init_std
+mup-base-hidden-size | model.mup_base_width | which alone means µP
 window-size | model.sliding_window | which counts the query's own token: left window size + 1
 window-attn-skip-freq | model.layer_pattern | a list such as [local, local, local, global] for frequency 4
 softmax-type | model.attention_sinks | true for learnable
-num-experts | model.num_experts
+num-experts, num-moe-experts | model.num_experts
 moe-router-topk | model.experts_per_token
 moe-ffn-hidden-size | model.expert_ffn_hidden_size
 moe-shared-expert-intermediate-size | model.shared_expert_ffn_hidden_size
@@ -109,6 +116,7 @@ lr-warmup-samples, lr-warmup-fraction | schedule.warmup_steps | in steps
 lr-decay-iters | schedule.decay_steps | counted from step 1, warm-up included
 lr-decay-samples | schedule.decay_steps | in steps
 lr-wsd-decay-iters | schedule.wsd_decay_steps
+lr-wsd-decay-samples | schedule.wsd_decay_steps | in steps
 weight-decay | optimizer.weight_decay
 adam-beta1, sgd-momentum, lion-beta1 | optimizer.beta1
 adam-beta2, lion-beta2 | optimizer.beta2
@@ -123,8 +131,6 @@ main-grads-dtype | precision.accumulation | float32 for fp32, bfloat16 for bf16
 use-precision-aware-optimizer | optimizer.master=split | its BF16 weights and 16-bit remainders of FP32 master weights
 main-params-dtype | optimizer.master | split or float32 for fp32; master weights are always FP32 numbers
 exp-avg-dtype, exp-avg-sq-dtype | optimizer.state | float32 for fp32, bfloat16 for bf16; int8 for fp8
-optimizer-cpu-offload | optimizer.offload | 1.0, or the value of --optimizer-offload-fraction
-optimizer-offload-fraction | optimizer.offload
 fp8-format | precision.fp8.format | together with precision.fp8.recipe
 fp8-recipe | precision.fp8.recipe | current for tensorwise, or delayed
 fp8-margin | precision.fp8.margin
@@ -135,9 +141,11 @@ num-layers-at-end-in-bf16 | precision.fp8.last_bf16_layers
 transformer-impl | precision.fp8.backend | only FP8 matmuls can use Transformer Engine's kernels
 recompute-granularity | remat.policy | full or selective
 recompute-activations | remat.policy=selective
+recompute-modules | remat.policy | selective for core_attn; there is no choice of other modules
 recompute-num-layers, recompute-method | remat.layers | for the method block; remat.group for uniform
 cpu-offloading, fine-grained-activation-offloading | remat.policy=offload
-optimizer-cpu-offload, optimizer-offload-fraction | optimizer.offload | which is the share of the moments on the host
+optimizer-cpu-offload, optimizer-offload-fraction | optimizer.offload | the share of the moments on the host, 1.0
+    for all
 decoupled-lr | optimizer.groups | with parameters [embedding.*, head] and learning_rate, a multiple of the schedule's
 attention-backend, use-flash-attn | kernels.attention | auto (the default) is the fastest one
 cross-entropy-loss-fusion | | the loss is always fused
@@ -145,11 +153,15 @@ data-path, train-data-path | data.train | a prefix, '0.3 a 0.7 b', or [a, b] for
 data-args-path, per-split-data-args-path | data.train | {file: PATH}; or the file's lists, in data.valid and .test too
 valid-data-path | data.valid
 test-data-path | data.test
+multiple-validation-sets | data.valid_sets | a list of {name, prefix}
 split | data.split | with no default; Megatron's is 969,30,1
 mock-data | data.kind=synthetic
-tokenizer-model, tokenizer-type, vocab-file | data.tokenizer | byte, null:N, a folder or a file of a tokenizer
+tokenizer-model, tokenizer-type, vocab-file, merge-file | data.tokenizer | byte, null:N, a folder or a file of a
+    tokenizer
 num-workers | data.workers
+data-cache-path | data.index_cache | index_cache in run.dir by default
 reset-attention-mask | data.reset_attention | with the ends of documents from the .idx file
+sft | data.kind=chat | with conversations in JSON lines
 reset-position-ids | data.reset_positions
 fim-rate | data.fim_rate | of the documents, cut at tokens; --fim-data is fim_rate above 0
 fim-spm-rate | data.fim_spm_rate
@@ -161,12 +173,17 @@ load | run.dir | from which the same command resumes; checkpoint.init_from for t
 finetune, pretrained-checkpoint | checkpoint.init_from
 no-save-optim | checkpoint.save_optimizer=false
 save-interval | run.checkpoint_interval
+non-persistent-save-interval | checkpoint.local_interval
+non-persistent-local-ckpt-dir | checkpoint.local_dir
 save-retain-interval | checkpoint.keep_every
 most-recent-k | checkpoint.keep
 async-save | | checkpoints are always written in the background
 exit-signal-handler | | SIGTERM always saves a checkpoint and stops
+exit-duration-in-mins | run.max_minutes
+exit-interval | run.steps | with schedule.decay_steps of the whole training
 tensorboard-dir | logging.tensorboard | true by default; the files go to RUN/tensorboard
 wandb-project | logging.wandb_project | together with logging.wandb=true
+wandb-exp-name | run.name
 profile, profile-step-start, use-pytorch-profiler | logging.profile_start
 profile-step-end | logging.profile_steps | the number of steps in the trace
 """)
@@ -176,13 +193,16 @@ attention-dropout | | there is no dropout of attention weights; model.dropout is
 start-weight-decay, end-weight-decay, weight-decay-incr-style | | the weight decay is constant: optimizer.weight_decay
 loss-scale, initial-loss-scale, min-loss-scale, loss-scale-window, hysteresis | | precision.compute=float16 always
     scales the loss dynamically
-add-qkv-bias | model.attention_bias | =qkv
-apply-query-key-layer-scaling, rotary-interleaved | | it has no counterpart
-recompute-modules | | remat.policy selects the activations to recompute
-exit-duration-in-mins | run.max_minutes
-exit-interval | | run.max_minutes and SIGTERM save and stop; run.steps is the last step
-distributed-backend, distributed-timeout-minutes, local-rank | | jax starts the processes; see README, Several processes
-data-cache-path | data.index_cache | for data.order=megatron
+apply-query-key-layer-scaling | | scores have one scale in all layers, model.attention_scale
+rotary-interleaved | | the rotated pairs are always the two halves of a head; the weights of DeepSeek's models are
+    sorted as they are read
+distributed-backend, local-rank | | jax starts the processes; see README, Several processes
+lr-warmup-init | | the warm-up begins at learning_rate / warmup_steps
+lr-wsd-decay-style | | the decay of schedule.kind=wsd is linear
+moe-router-dtype | | routers always compute in FP32
+no-load-optim, no-load-rng, no-save-rng | | a run resumes as a whole; checkpoint.init_from takes the weights only
+ckpt-format, use-dist-ckpt, ckpt-fully-parallel-save | | checkpoints are always sharded, and
+    read on any mesh
 use-mcore-models, no-masked-softmax-fusion, no-bias-swiglu-fusion, no-gradient-accumulation-fusion | | the compiler
     fuses operations; leave it out
 """)

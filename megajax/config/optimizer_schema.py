@@ -6,11 +6,11 @@ from pydantic import Field
 
 from megajax.config.fields import BelowOne, Count, CountOrZero, Positive, PositiveOrZero, Section, Text
 
-Coefficients = tuple[float, float, float]
+Coefficients = Annotated[tuple[float, float, float], Field(strict=False)]
 EmaDecay = Annotated[float, Field(gt=0, lt=1)]
 LayerDecay = Annotated[float, Field(gt=0, le=1)]
 Share = Annotated[float, Field(ge=0, le=1)]
-OfSteps = Annotated[tuple[Coefficients, ...], Field(min_length=1)]
+OfSteps = Annotated[tuple[Coefficients, ...], Field(strict=False, min_length=1)]
 
 
 class MuonConfig(Section):

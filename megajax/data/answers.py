@@ -4,37 +4,46 @@ The text of an answer begins where the generation prompt ends, so the model lear
 that `generate` gives it, with the end of the turn.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from os.path import commonprefix
+from typing import NamedTuple
 
-from megajax.data.rendering import Chat, Span, Template
+from megajax.data.chat_template import ChatTemplate, Span
+from megajax.data.conversation import Chat
 from megajax.errors import InputError
 
 Sample = tuple[str, list[Span]]
 WINDOW = 8  # answers; a longer chat is not rendered from its beginning for each answer
 
 
-def samples_of_each(template: Template, chats: Sequence[Chat]) -> Iterator[list[Sample]]:
-    """`answer_samples` of each chat, as the work of a child process."""
-    for chat in chats:
-        yield answer_samples(template, chat)
+class AnswerSamples(NamedTuple):
+    """The samples of a chat, and the number of answers without one, because they begin beyond a sequence."""
+
+    samples: list[Sample]
+    beyond: int = 0
 
 
-def answer_samples(template: Template, chat: Chat) -> list[Sample]:
+def answer_samples(
+    template: ChatTemplate, chat: Chat, room: Callable[[str], int | None] = lambda text: None
+) -> AnswerSamples:
     """(text, the spans of the answers that count) of each sample of a chat.
 
     The template marks the answers by {% generation %}. Otherwise a sample is a chat up to an answer, as the template
     writes it when this answer is the last one. Answers that do not change when the next one follows share a sample, so
-    most templates give one. Raises InputError if it is not known where an answer begins.
+    most templates give one. With more samples the answers beyond the first `room(text)` characters of the chat are
+    left out, None: all fit; else a long chat would be rendered from its beginning for each of them. Raises InputError
+    if it is not known where an answer begins.
     """
     text, spans = template.with_marks(chat.messages, **chat.arguments)
     if spans:
-        return [(text, _counted(template, chat, spans))]
-    samples = _in_windows(template, chat) if len(chat.answers) > WINDOW else None
-    return list(_by_answer(template, chat)) if samples is None else samples
+        return AnswerSamples([(text, _counted(template, chat, spans))])
+    if len(chat.answers) <= WINDOW:
+        return _by_answer(template, chat, text, None)
+    samples = _in_windows(template, chat)
+    return _by_answer(template, chat, text, room(text)) if samples is None else AnswerSamples(samples)
 
 
-def _counted(template: Template, chat: Chat, spans: list[Span]) -> list[Span]:
+def _counted(template: ChatTemplate, chat: Chat, spans: list[Span]) -> list[Span]:
     """The marked spans of answers that count."""
     answers = chat.answers
     if all(map(chat.counts, answers)):
@@ -47,22 +56,30 @@ def _counted(template: Template, chat: Chat, spans: list[Span]) -> list[Span]:
     return [span for answer, span in zip(answers, spans, strict=True) if chat.counts(answer)]
 
 
-def _by_answer(template: Template, chat: Chat) -> Iterator[Sample]:
-    """The samples of a chat, rendered from its beginning up to each answer."""
-    text, spans = "", []
-    for answer in chat.answers:
+def _by_answer(template: ChatTemplate, chat: Chat, whole: str, room: int | None) -> AnswerSamples:
+    """The samples of a chat, rendered from its beginning up to each answer.
+
+    It ends at an answer that begins beyond `room`, after text that is the `whole` chat's too: a template that changes
+    earlier turns has changed those already, so all later answers begin after that text.
+    """
+    samples, text, spans = [], "", []
+    for number, answer in enumerate(chat.answers):
         start, after = _answer(template, chat, 0, answer)
         if spans and not after.startswith(text):
-            yield text, spans
+            samples.append((text, spans))
             spans = []
         text = after
+        if room is not None and start >= room and after.startswith(whole[:room]):
+            beyond = sum(map(chat.counts, chat.answers[number:]))
+            break
         if chat.counts(answer):
             spans.append((start, len(after)))
-    if spans:
-        yield text, spans
+    else:
+        beyond = 0
+    return AnswerSamples([*samples, (text, spans)] if spans else samples, beyond)
 
 
-def _answer(template: Template, chat: Chat, first: int, answer: int) -> tuple[int, str]:
+def _answer(template: ChatTemplate, chat: Chat, first: int, answer: int) -> tuple[int, str]:
     """(where an answer begins in the text, the text of the head and the messages from `first` up to the answer)."""
     messages = _window(chat, first, answer + 1)
     before = template.render(messages[:-1], True, **chat.arguments)
@@ -85,7 +102,7 @@ def _window(chat: Chat, first: int, stop: int) -> Sequence:
     return chat.messages[:stop] if first <= head else [*chat.messages[:head], *chat.messages[first:stop]]
 
 
-def _in_windows(template: Template, chat: Chat) -> list[Sample] | None:
+def _in_windows(template: ChatTemplate, chat: Chat) -> list[Sample] | None:
     """The one sample of a long chat, with each answer rendered after the last few turns only; None if that is wrong.
 
     It is right if the pieces that the turns add make the text of the whole chat.

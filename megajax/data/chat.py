@@ -1,35 +1,31 @@
 """Chats and instructions: JSON lines to packed samples with the loss on the assistant's tokens (`data.kind: chat`)."""
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
-from itertools import batched, chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from megajax.data.answers import Sample
-from megajax.data.chat_template import ChatTemplate, find_chat_template
+from megajax.data.answers import answer_samples
+from megajax.data.chat_template import ChatTemplate, Span, find_chat_template
 from megajax.data.conversation import Completion, read_record
 from megajax.data.index_cache import cache_directory, cached, file_digest, read_once
 from megajax.data.json_lines import check_encodable, check_inputs, matching_files, parse, read_blocks
 from megajax.data.packing import pack
-from megajax.data.rendering import Chat, Span
 from megajax.data.samples import Samples
-from megajax.data.sandbox import Stopped
 from megajax.data.special_tokens import document_end, framed, usual_first_token
 from megajax.data.tokenizers import Tokenizer, deciding_files, load_tokenizer, tokenizer_files
-from megajax.data.workers import one_ahead
-from megajax.errors import InputError, UserError
+from megajax.errors import InputError
 
 if TYPE_CHECKING:
     from megajax.config import Config
     from megajax.config.data_schema import DataConfig
 
 VERSION = 4  # of the encoding, part of the key of the stored tokens
-AT_ONCE = 200  # conversations that are rendered and tokenised together
-NO_ANSWER = ValueError("has no answer of the assistant that counts: the loss would count nothing of it; remove it")
+CHARACTERS = 1 << 20  # of texts that are tokenised together
+MARGIN = 16  # tokens: two texts with the same beginning may be cut into other tokens just before they differ
 ARRAYS = ("tokens", "counted", "starts", "order", "ends", "figures")
 
 
@@ -41,57 +37,37 @@ class Text(NamedTuple):
     bare: bool  # a prompt and its completion: the tokens around a text are missing, and its end counts
 
 
-def read_line(line: bytes) -> Chat | Completion:
-    """The conversation of a line; ValueError with the rest of a sentence for anything else."""
+class Conversation(NamedTuple):
+    """The samples of a conversation, and the number of its answers that are left out."""
+
+    texts: list[Text]
+    beyond: int = 0
+
+
+class Rendering(NamedTuple):
+    """How chats become text: `template` raises the error of a missing one; for `room` see `answer_samples`."""
+
+    template: Callable[[], ChatTemplate]
+    room: Callable[[str], int | None] = lambda text: None
+
+
+def conversation(line: bytes, rendering: Rendering) -> Conversation:
+    """The samples of a line: of a chat by `answer_samples`, of a prompt and its completion one.
+
+    The loss counts the assistant's text with its ends of turns, or the completion and its end. Raises
+    ValueError with the rest of a sentence for anything else.
+    """
     record = parse(line, 'write {"messages": [...]} on a line of its own')
     if b"\\u" in line:
         check_encodable(json.dumps(record, ensure_ascii=False))
-    return read_record(record)
-
-
-def samples_of(lines: Sequence[bytes], template: Callable[[], ChatTemplate]) -> list[list[Text]]:
-    """The samples of each line: of a chat those of `answer_samples`, of a prompt and its completion one.
-
-    The loss counts the assistant's text with its ends of turns, or the completion and its end. Raises Stopped with the
-    number of good lines before an error; `template` raises the error of a missing one.
-    """
-    conversations, bad = [], None
-    for line in lines:
-        try:
-            conversations.append(read_line(line))
-        except ValueError as error:
-            bad = error
-            break
-    rendered, found = _rendered(conversations, template), []
-    for i, each in enumerate(conversations):
-        if isinstance(each, Completion):
-            prompt, completion = each
-            found.append([Text(prompt + completion, [(len(prompt), len(prompt) + len(completion))], True)])
-            continue
-        samples = next(rendered)
-        if not any(start < end for _, spans in samples for start, end in spans):
-            raise Stopped(i, NO_ANSWER)
-        found.append([Text(text, spans, False) for text, spans in samples])
-    if bad is not None:
-        raise Stopped(len(found), bad)
-    return found
-
-
-def _rendered(
-    conversations: Sequence[Chat | Completion], template: Callable[[], ChatTemplate]
-) -> Iterator[list[Sample]]:
-    """The samples of the chats."""
-    places, chats = [], []
-    for i, each in enumerate(conversations):
-        if isinstance(each, Chat):
-            places.append(i)
-            chats.append(each)
-    try:
-        return iter(template().samples(chats) if chats else [])
-    except Stopped as stopped:
-        raise Stopped(places[stopped.made], stopped.error) from None
-    except ValueError as missing:
-        raise Stopped(places[0], missing) from None
+    chat = read_record(record)
+    if isinstance(chat, Completion):
+        prompt, completion = chat
+        return Conversation([Text(prompt + completion, [(len(prompt), len(prompt) + len(completion))], True)])
+    samples, beyond = answer_samples(rendering.template(), chat, rendering.room)
+    if not beyond and not any(start < end for _, spans in samples for start, end in spans):
+        raise ValueError("has no answer of the assistant that counts: the loss would count nothing of it; remove it")
+    return Conversation([Text(text, spans, False) for text, spans in samples], beyond)
 
 
 def counted_tokens(offsets: Sequence[Span], spans: Sequence[Span]) -> np.ndarray:
@@ -103,41 +79,60 @@ def counted_tokens(offsets: Sequence[Span], spans: Sequence[Span]) -> np.ndarray
     return found
 
 
-def read_chats(paths: Sequence[str], template: Callable[[], ChatTemplate]) -> Iterator[list[Text]]:
-    """The samples of each conversation of files. Raises InputError, with file and line, for a line that is none."""
-    for found in one_ahead(_batches(paths, template)):
-        yield from found
-
-
-def _batches(paths: Sequence[str], template: Callable[[], ChatTemplate]) -> Iterator[list[list[Text]]]:
+def read_chats(paths: Sequence[str], rendering: Rendering) -> Iterator[Conversation]:
+    """The conversations of files. Raises InputError, with file and line, for a line that is none."""
     for block in read_blocks(paths):
-        numbered = enumerate(block.text.split(b"\n"), start=block.first_line)
-        for some in batched((each for each in numbered if each[1].strip()), AT_ONCE):
-            numbers, lines = zip(*some, strict=True)
-            try:
-                yield samples_of(lines, template)
-            except Stopped as stopped:
-                rest = f": {stopped.error}" if isinstance(stopped.error, UserError) else f" {stopped.error}."
-                raise InputError(f"{block.path}, {block.unit} {numbers[stopped.made]}{rest}") from None
+        for number, line in enumerate(block.text.split(b"\n"), start=block.first_line):
+            if line.strip():
+                try:
+                    yield conversation(line, rendering)
+                except InputError as error:  # of the template
+                    raise InputError(f"{block.path}, {block.unit} {number}: {error}") from None
+                except ValueError as error:
+                    raise InputError(f"{block.path}, {block.unit} {number} {error}.") from None
 
 
 def encode(
-    texts: Sequence[Text], tokenizer: Tokenizer, document_end: Callable[[], int]
+    texts: Iterable[Text], tokenizer: Tokenizer, document_end: Callable[[], int]
 ) -> Iterator[tuple[list[int], np.ndarray]]:
     """(tokens, whether the loss counts each, bool [tokens]) of each text.
 
     Around a prompt and its completion are the token that the tokenizer puts before a text, and `document_end`, which
     is asked only then. The first token is never counted: nothing predicts it.
     """
-    encoded = tokenizer.encode_with_offsets([text.text for text in texts])
-    for text, (ids, offsets) in zip(texts, encoded, strict=True):
-        mask = counted_tokens(offsets, text.spans)
-        if text.bare:
-            begun = framed(ids, usual_first_token(tokenizer))
-            uncounted, ids = len(begun) - len(ids), framed(begun, None, document_end())
-            mask = np.concatenate([[False] * uncounted, mask, [True] * (len(ids) - len(begun))]).astype(bool)
-        mask[:1] = False
-        yield ids, mask
+    for some in _together(texts):
+        encoded = tokenizer.encode_with_offsets([text.text for text in some])
+        for text, (ids, offsets) in zip(some, encoded, strict=True):
+            mask = counted_tokens(offsets, text.spans)
+            if text.bare:
+                begun = framed(ids, usual_first_token(tokenizer))
+                uncounted, ids = len(begun) - len(ids), framed(begun, None, document_end())
+                mask = np.concatenate([[False] * uncounted, mask, [True] * (len(ids) - len(begun))]).astype(bool)
+            mask[:1] = False
+            yield ids, mask
+
+
+def _together(texts: Iterable[Text]) -> Iterator[list[Text]]:
+    """Consecutive texts that are tokenised together, in as many threads as there are cores."""
+    found, size = [], 0
+    for text in texts:
+        found.append(text)
+        size += len(text.text)
+        if size >= CHARACTERS:
+            yield found
+            found, size = [], 0
+    if found:
+        yield found
+
+
+def room_for(capacity: int, tokenizer: Tokenizer) -> Callable[[str], int | None]:
+    """Text → the number of its characters in `capacity` tokens and a few more; None: all."""
+
+    def room(text: str) -> int | None:
+        [(ids, offsets)] = tokenizer.encode_with_offsets([text])
+        return offsets[capacity + MARGIN][0] if len(ids) > capacity + MARGIN else None
+
+    return room
 
 
 def encode_files(
@@ -145,9 +140,10 @@ def encode_files(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """(all tokens int32, whether each counts, start of each sample and the end int64, figures int64).
 
-    The figures are the numbers of conversations and of samples left out. A sample longer than `capacity` is cut or left
-    out, as `data` says; one is left out if nothing that counts remains of it. Raises InputError, with file and line,
-    for a line that is not a conversation, and for a completion if no token ends a text.
+    The figures are the numbers of conversations and of samples left out, with the answers beyond `capacity` that have
+    none. A sample longer than `capacity` is cut or left out, as `data` says; one is left out if nothing that counts
+    remains of it. Raises InputError, with file and line, for a line that is not a conversation, and for a completion
+    if no token ends a text.
     """
 
     def given() -> ChatTemplate:
@@ -158,17 +154,21 @@ def encode_files(
             )
         return template
 
+    def texts() -> Iterator[Text]:
+        nonlocal conversations, dropped
+        for chat in read_chats(paths, Rendering(given, room_for(capacity, tokenizer))):
+            conversations += 1
+            dropped += chat.beyond
+            yield from chat.texts
+
     tokens, counted, lengths, conversations, dropped = [], [], [], 0, 0
-    for chats in batched(read_chats(paths, given), AT_ONCE):
-        conversations += len(chats)
-        texts = list(chain.from_iterable(chats))
-        for ids, mask in encode(texts, tokenizer, lambda: document_end(data, tokenizer)):
-            if (data.too_long == "drop" and len(ids) > capacity) or not mask[:capacity].any():
-                dropped += 1
-                continue
-            tokens.append(np.array(ids[:capacity], np.int32))
-            counted.append(mask[:capacity])
-            lengths.append(len(tokens[-1]))
+    for ids, mask in encode(texts(), tokenizer, lambda: document_end(data, tokenizer)):
+        if (data.too_long == "drop" and len(ids) > capacity) or not mask[:capacity].any():
+            dropped += 1
+            continue
+        tokens.append(np.array(ids[:capacity], np.int32))
+        counted.append(mask[:capacity])
+        lengths.append(len(tokens[-1]))
     if not lengths:
         raise InputError(f"{', '.join(paths)} has no conversation of which the loss counts anything: give other data.")
     starts = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])

@@ -19,6 +19,7 @@ from megajax.data.progress import Progress
 from megajax.data.tokenizers import Tokenizer, load_tokenizer
 from megajax.data.workers import end_with_parent
 from megajax.errors import InputError
+from megajax.json_files import Count
 
 BLOCKS_AHEAD = 4  # per worker
 BAD_SHOWN = 5  # lines that are left out and named
@@ -27,7 +28,7 @@ BAD_SHOWN = 5  # lines that are left out and named
 class BadLines(NamedTuple):
     """The number of lines that were left out, and sentences about the first ones."""
 
-    count: int
+    count: Count
     first: list[str]
 
     def plus(self, later: "BadLines") -> "BadLines":

@@ -9,15 +9,17 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypedDict
 
 import numpy as np
 
+from megajax import json_files
 from megajax.data.encoding import BadLines, Encoded
 from megajax.data.indexed import IndexedWriter, write_errors
 from megajax.data.json_lines import TextPosition
 from megajax.errors import InputError
 from megajax.files import sync
+from megajax.json_files import Count
 
 RECORD_SECONDS = 30.0  # between records, at least
 
@@ -43,6 +45,24 @@ class Point:
         )
 
 
+class Sums(TypedDict):
+    """Of the blocks before a point."""
+
+    stored_bytes: Count
+    documents: Count
+    tokens: Count
+
+
+class Record(TypedDict):
+    """A point on the disk, and the settings of its run."""
+
+    settings: dict[str, Any]
+    position: TextPosition
+    bad: BadLines
+    sums: Sums
+    finishing: bool
+
+
 class Journal:
     """Beside PREFIX.bin.partial: documents' lengths i32 in .lengths.partial, and the last record in .resume.partial.
 
@@ -65,20 +85,22 @@ class Journal:
 
     def _load(self) -> None:
         try:
-            values = json.loads(self._record.read_text(encoding="utf-8"))
+            values = json_files.read(self._record, Record, "start again without --resume")
             self._check_settings(values["settings"])
-            self.point = Point(TextPosition(*values["position"]), bad=BadLines(*values["bad"]), **values["sums"])
+            self.point = Point(values["position"], bad=values["bad"], **values["sums"])
             partial, whole = Path(f"{self.prefix}.bin.partial"), Path(f"{self.prefix}.bin")
             if values["finishing"] and not partial.exists() and whole.exists():  # stopped between the final names
                 Path(f"{self.prefix}.idx").unlink(missing_ok=True)
                 whole.rename(partial)
+            if (found := self._lengths_path.stat().st_size // 4) < self.point.documents:
+                raise ValueError(f"{self.point.documents} documents were recorded, {self._lengths_path} has {found}")
             self.lengths = np.fromfile(self._lengths_path, "<i4", self.point.documents)
             size, needed = partial.stat().st_size, self.point.tokens * self.itemsize
             if int(self.lengths.sum(dtype=np.int64)) != self.point.tokens or size < needed:
                 raise ValueError(f"{needed} bytes of tokens were recorded, {partial} has {size}")
         except InputError:
             raise
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError) as error:
             raise InputError(
                 f"--resume: the partial files of {self.prefix} are damaged ({error}): start again without --resume."
             ) from None

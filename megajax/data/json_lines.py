@@ -3,72 +3,29 @@
 Rows of Parquet files and the objects of a file that is one JSON array are read as such lines.
 """
 
-import bz2
 import glob
-import gzip
-import io
 import json
-import lzma
 import os
-import re
-import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import IO, Any, NamedTuple, cast
+from typing import IO, Annotated, Any, NamedTuple
+
+from pydantic import Field
 
 from megajax.config.data_schema import is_remote
+from megajax.data.compressed import DAMAGE, decompress
+from megajax.data.json_array import ARRAY, ArrayError, ArrayReader
+from megajax.data.parquet import read_rows
 from megajax.errors import InputError
 from megajax.extras import require
+from megajax.json_files import Count
 
 BLOCK_BYTES = 1 << 20  # of text, read together, plus the rest of the last line
-ROWS = 256  # of a Parquet file, read together
-STORED_BYTES = 1 << 17  # of a Zstandard file, decompressed together
+ROWS = 256  # of a Parquet file or a JSON array, at most, are in a block
+MOST_BYTES = 1 << 26  # of a line, a row or an item: ten times the longest books
 KEYS_SHOWN = 10
 PARQUET = b"PAR1"
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
-
-
-class Zstandard(io.RawIOBase):
-    """The text of a Zstandard file, frame after frame; EOFError if the last is incomplete, OSError for damage."""
-
-    def __init__(self, file: IO[bytes]):
-        import zstandard
-
-        self._file, self._new, self._damage = file, zstandard.ZstdDecompressor().decompressobj, zstandard.ZstdError
-        self._frame, self._ready = self._new(), b""
-        self._started = False
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        while not self._ready:
-            left = self._frame.unused_data if self._frame.eof else b""
-            stored = left or self._file.read(STORED_BYTES)
-            if not stored:
-                if self._started and not self._frame.eof:
-                    raise EOFError("the compressed file ends inside a frame")
-                return 0
-            if self._frame.eof:
-                self._frame = self._new()
-            self._started = True
-            try:
-                self._ready = self._frame.decompress(stored)
-            except self._damage as error:
-                raise OSError(str(error)) from None
-        size = min(len(buffer), len(self._ready))
-        buffer[:size], self._ready = self._ready[:size], self._ready[size:]
-        return size
-
-
-# Recognised by their first bytes, not by the name.
-DECOMPRESS: dict[bytes, Callable[[IO[bytes]], IO[bytes]]] = {
-    b"\x1f\x8b": lambda file: cast(IO[bytes], gzip.open(file)),
-    b"BZh": lambda file: bz2.open(file),
-    b"\xfd7zXZ\0": lambda file: lzma.open(file),
-    b"\x28\xb5\x2f\xfd": lambda file: io.BufferedReader(Zstandard(file)),
-}
-ARRAY = re.compile(rb"\s*\[\s*\{")  # the beginning of an array of objects
 ZIP = b"PK\3\4"
 
 
@@ -78,9 +35,9 @@ class TextPosition(NamedTuple):
     In a Parquet file the lines are rows, in a JSON array its objects, and the bytes are not used.
     """
 
-    file: int = 0
-    line: int = 1
-    text_bytes: int = 0
+    file: Count = 0
+    line: Annotated[int, Field(ge=1, lt=2**63)] = 1
+    text_bytes: Count = 0
 
 
 class Block(NamedTuple):
@@ -138,82 +95,87 @@ def read_blocks(
         path, first = paths[number], start if number == start.file else TextPosition(number)
         with open(path, "rb") as stored:
             is_parquet = stored.read(len(PARQUET)) == PARQUET
-        yield from _read_rows(path, column, option, first) if is_parquet else _read_lines(path, first)
+        if is_parquet:
+            rows = read_rows(path, column, option, first.line - 1, ROWS, MOST_BYTES)
+            yield from _record_blocks(path, rows, first, "row")
+        else:
+            yield from _read_lines(path, first)
 
 
 def _read_lines(path: str, start: TextPosition) -> Iterator[Block]:
+    line = start.line
     with open(path, "rb") as stored:
-        magic = stored.read(8)
-        decompress = next((DECOMPRESS[key] for key in DECOMPRESS if magic.startswith(key)), None)
-        stored.seek(start.text_bytes if decompress is None else 0)
-        line, text_bytes = start.line, start.text_bytes
         try:
-            lines = stored if decompress is None else decompress(stored)
-            to_skip = 0 if decompress is None else text_bytes
-            while to_skip:
-                to_skip -= len(lines.read(min(to_skip, BLOCK_BYTES)))
+            text_bytes, compressed = start.text_bytes, decompress(stored)
+            lines, to_skip = (stored, 0) if compressed is None else (compressed, text_bytes)
+            stored.seek(text_bytes if compressed is None else 0)
+            while to_skip and (passed := lines.read(min(to_skip, BLOCK_BYTES))):
+                to_skip -= len(passed)
             position = stored.tell()
             while text := lines.read(BLOCK_BYTES):
-                text += b"" if text.endswith(b"\n") else lines.readline()
                 own = text if text_bytes else text.removeprefix(BYTE_ORDER_MARK)
                 if not text_bytes and ARRAY.match(own):
-                    yield from _read_array(path, own + lines.read(), start)
+                    items = _array_items(path, own, lines, stored, start.line - 1)
+                    yield from _record_blocks(path, items, start, "item")
                     return
+                rest = _rest_of_line(lines, path, text, line)
+                own, text = own + rest, text + rest
                 first, line, text_bytes = line, line + text.count(b"\n"), text_bytes + len(text)
                 yield Block(path, first, own, stored.tell() - position, TextPosition(start.file, line, text_bytes))
                 position = stored.tell()
-        except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
+        except DAMAGE as error:
             raise InputError(
                 f"{path} cannot be read beyond line {line} ({error}): it is damaged or incomplete; "
                 "copy or download it again."
             ) from None
 
 
-def _read_array(path: str, text: bytes, start: TextPosition) -> Iterator[Block]:
-    """The objects of a JSON array as lines of JSON; the whole array is in memory."""
-    try:
-        items = json.loads(text)
-    except (ValueError, RecursionError) as error:
+def _rest_of_line(lines: IO[bytes], path: str, text: bytes, line: int) -> bytes:
+    """The rest of the last line of `text`, which begins with line number `line`."""
+    if text.endswith(b"\n"):
+        return b""
+    here = len(text) - 1 - text.rfind(b"\n")
+    rest = lines.readline(MOST_BYTES - here + 1)
+    if here + len(rest) > MOST_BYTES and not rest.endswith(b"\n"):
         raise InputError(
-            f"{path} begins like a JSON array, but is none ({error}): correct it, or write an object on each line."
-        ) from None
-    size = os.path.getsize(path)
-    for first in range(start.line - 1, len(items), ROWS):
-        last = min(first + ROWS, len(items))
-        lines = "".join(json.dumps(item) + "\n" for item in items[first:last])
-        stored = size * last // len(items) - size * first // len(items)
-        yield Block(path, first + 1, lines.encode(), stored, TextPosition(start.file, last + 1), "item")
+            f"{path}, line {line + text.count(b'\n')} has more than {MOST_BYTES >> 20} MiB: write each "
+            "document on a line of its own, and divide one that is longer."
+        )
+    return rest
 
 
-def _read_rows(path: str, column: str | None, option: str, start: TextPosition) -> Iterator[Block]:
-    """The rows of a Parquet file as lines of JSON."""
-    import pyarrow
-    from pyarrow import parquet
-
-    row, size = 0, os.path.getsize(path)
+def _array_items(
+    path: str, beginning: bytes, lines: IO[bytes], stored: IO[bytes], skipped: int
+) -> Iterator[tuple[Any, int]]:
+    """The items of a JSON array after the first `skipped`, each with the bytes of the file that were read for it."""
+    position = 0
     try:
-        with parquet.ParquetFile(path) as file:
-            names, total = file.schema_arrow.names, file.metadata.num_rows
-            if column is not None and column not in names:
-                raise InputError(
-                    f'{path} has no column "{column}" (its columns: {", ".join(names[:KEYS_SHOWN])}): name '
-                    f"the column of the text with {option}."
-                )
-            for batch in file.iter_batches(ROWS, columns=None if column is None else [column]):
-                skipped = min(batch.num_rows, max(0, start.line - 1 - row))
-                row += skipped
-                if skipped == batch.num_rows:
-                    continue
-                records = batch.slice(skipped).to_pylist()
-                text = "".join(json.dumps(record, default=str) + "\n" for record in records)
-                before, after = size * row // total, size * (row + len(records)) // total
-                end = TextPosition(start.file, row + len(records) + 1)
-                yield Block(path, row + 1, text.encode(), after - before, end, "row")
-                row += len(records)
-    except (OSError, pyarrow.ArrowException) as error:
+        for number, item in enumerate(ArrayReader(beginning, lines.read, BLOCK_BYTES, MOST_BYTES).items()):
+            before, position = position, stored.tell()
+            if number >= skipped:
+                yield item, position - before
+    except ArrayError as error:
         raise InputError(
-            f"{path} cannot be read beyond row {row} ({error}): it is damaged or incomplete; copy or download it again."
+            f"{path} begins like a JSON array, but {error}: correct it, or write an object on each line."
         ) from None
+
+
+def _record_blocks(path: str, records: Iterator[tuple[Any, int]], start: TextPosition, unit: str) -> Iterator[Block]:
+    """Values, each with its bytes in the file, as lines of JSON; the first has number `start.line`."""
+    first, stored_bytes, lines, size = start.line, 0, [], 0
+
+    def block() -> Block:
+        end = TextPosition(start.file, first + len(lines))
+        return Block(path, first, "".join(lines).encode(), stored_bytes, end, unit)
+
+    for value, taken in records:
+        lines.append(json.dumps(value, default=str) + "\n")
+        size, stored_bytes = size + len(lines[-1]), stored_bytes + taken
+        if len(lines) == ROWS or size >= BLOCK_BYTES:
+            yield block()
+            first, stored_bytes, lines, size = first + len(lines), 0, [], 0
+    if lines:
+        yield block()
 
 
 def texts(

@@ -1,12 +1,11 @@
 """The files of a model's folder, which several parts of megajax read. The folder may come from anybody."""
 
-import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from megajax import json_files
 from megajax.errors import InputError
-from megajax.files import read_text
 
 
 def inside(path: Path) -> Path:
@@ -26,12 +25,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """A JSON file with an object; empty if there is none. Raises InputError for a damaged one, and as `inside`."""
     if not path.is_file():
         return {}
-    try:
-        return dict(json.loads(read_text(inside(path))))
-    except InputError:
-        raise
-    except (ValueError, TypeError, OSError, RecursionError) as error:
-        raise InputError(f"{path} is damaged ({str(error)[:200]}): copy it again, or remove it.") from None
+    return json_files.read(inside(path), dict[str, Any], "copy it again, or remove it")
 
 
 def token_texts(config: Mapping[str, Any], names: Iterable[str]) -> dict[str, str]:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from megajax import json_files
 from megajax.data.encoding import Encoded, Encoder, encode_blocks, write_documents
 from megajax.data.index_cache import (
     cache_directory,
@@ -187,7 +188,7 @@ class _Tokenising:
 
 def _bad_lines(folder: Path) -> int:
     with storage_errors(folder):
-        return json.loads((folder / BAD).read_text(encoding="utf-8"))
+        return json_files.read(folder / BAD, int, "remove the folder")
 
 
 def _identity(path: str) -> dict[str, Any]:

@@ -1,11 +1,8 @@
-"""Processes and threads that read or tokenise data while others work."""
+"""Shared by the processes that read or tokenise data for another one."""
 
 import multiprocessing
 import os
 import threading
-from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from itertools import islice
 
 
 def end_with_parent() -> None:
@@ -18,13 +15,3 @@ def end_with_parent() -> None:
         os._exit(1)
 
     threading.Thread(target=wait, daemon=True, name="parent").start()
-
-
-def one_ahead[T](values: Iterable[T]) -> Iterator[T]:
-    """The values; a thread waits for the next one while one is used."""
-    iterator = iter(values)
-    with ThreadPoolExecutor(1, "ahead") as pool:
-        following = pool.submit(list, islice(iterator, 1))
-        while value := following.result():
-            following = pool.submit(list, islice(iterator, 1))
-            yield value[0]

@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypedDict
 
 import ml_dtypes
 import numpy as np
@@ -22,12 +22,14 @@ from megajax.errors import InputError
 from megajax.files import sync, sync_directory
 from megajax.hf import quantised
 from megajax.hf.quantised import Slices
+from megajax.json_files import Count, parse
 
 HEAD = "lm_head.weight"  # of all families
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 # Keys of a config.json beside its text_config that count for the language model
 WHOLE_MODEL = ("tie_word_embeddings", "quantization_config", "dtype", "torch_dtype", "transformers_weights")
 SHARD_BYTES = 5 * 10**9
+HEADER_BYTES = 10**8  # at most, in safetensors too
 BLOCK_BYTES = 2**24  # of tensors that are compared, in FP32
 # The embedding of a model without its head, and what its tensors' names lack
 BASES = {"embed_tokens.weight": "model.", "wte.weight": "transformer."}
@@ -35,6 +37,12 @@ READABLE = ("F32", "F16", "BF16")
 BYTES = {"F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E8M0": 1, "U8": 1}  # of a number
 # Dtypes of quantised tensors; safetensors does not read FP8 as NumPy arrays.
 FP8_DTYPES = {"F8_E4M3": ml_dtypes.float8_e4m3fn, "F8_E8M0": ml_dtypes.float8_e8m0fnu}
+
+
+class Header(TypedDict, total=False):
+    """A tensor in a file's header; the header's metadata have other entries."""
+
+    data_offsets: tuple[Count, Count]
 
 
 class Weights:
@@ -167,10 +175,10 @@ class Weights:
         if file not in self._offsets:
             with (self.folder / file).open("rb") as opened:
                 length = int.from_bytes(opened.read(8), "little")
-                header = json.loads(opened.read(length))
-            self._offsets[file] = {
-                n: 8 + length + t["data_offsets"][0] for n, t in header.items() if "data_offsets" in t
-            }
+                header = opened.read(min(length, HEADER_BYTES))
+            found = parse(header, str(self.folder / file), dict[str, Header], "copy it again")
+            offsets = {name: tensor["data_offsets"][0] for name, tensor in found.items() if "data_offsets" in tensor}
+            self._offsets[file] = {name: 8 + length + offset for name, offset in offsets.items()}
         return self._offsets[file][self._names[name]]
 
 

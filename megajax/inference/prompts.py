@@ -1,6 +1,5 @@
 """Files of prompts: texts and chats."""
 
-import json
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
@@ -9,6 +8,7 @@ from megajax.config.data_schema import template_arguments
 from megajax.data.conversation import Chat, read_chat
 from megajax.errors import InputError
 from megajax.files import read_text, why_unreadable
+from megajax.json_files import parse
 
 
 def read_prompts(path: str) -> list[str | Chat]:
@@ -48,10 +48,7 @@ def chosen_arguments(options: Namespace) -> dict[str, Any]:
 
 
 def _prompt(line: str, location: str) -> str | Chat:
-    try:
-        value = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise InputError(f"{location} is not JSON ({error}): write one JSON object a line.") from None
+    value = parse(line, location, object, "write one JSON object a line")
     if isinstance(value, dict) and isinstance(value.get("prompt"), str):
         return value["prompt"]
     record = {"messages": value} if isinstance(value, list) else value

@@ -1,6 +1,5 @@
 """Sets of texts and chats to be scored: files to windows of tokens."""
 
-import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache, partial
@@ -9,11 +8,11 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megajax.data.chat import encode, read_chats
+from megajax.data.chat import Rendering, encode, read_chats
 from megajax.data.chat_template import load_chat_template
 from megajax.data.conversation import is_chat
 from megajax.data.indexed import IndexedDataset
-from megajax.data.json_lines import check_inputs, matching_files, read_blocks, texts
+from megajax.data.json_lines import check_inputs, matching_files, parse, read_blocks, texts
 from megajax.data.special_tokens import CONFIG, end_of_document
 from megajax.errors import InputError
 from megajax.inference.language_model import LanguageModel
@@ -62,8 +61,8 @@ def _first_record(files: Sequence[str]) -> Any:
     """The first line's value; None for what is not JSON, of which the reader of the lines says so."""
     lines = (line for block in read_blocks(files) for line in block.text.split(b"\n") if line.strip())
     try:
-        return json.loads(next(lines, b"null"))
-    except (ValueError, RecursionError):
+        return parse(next(lines, b"null"), "")
+    except ValueError:
         return None
 
 
@@ -79,9 +78,9 @@ def _chats(files: Sequence[str], model: LanguageModel, reading: Reading) -> Iter
         known = model.end_token
         return end_of_document(tokenizer, str(folder), setting=f"eos_token in {CONFIG}") if known is None else known
 
-    for samples in read_chats(files, template):
-        parts = [answer_windows(*each, model.max_length) for each in encode(samples, tokenizer, end)]
-        size = sum(len(each.text[start:stop].encode()) for each in samples for start, stop in each.spans)
+    for chat in read_chats(files, Rendering(template)):
+        parts = [answer_windows(*each, model.max_length) for each in encode(chat.texts, tokenizer, end)]
+        size = sum(len(each.text[start:stop].encode()) for each in chat.texts for start, stop in each.spans)
         yield Document(list(chain.from_iterable(parts)), size)
 
 

@@ -1,13 +1,14 @@
 """A picture of the load of a run's experts: a heat map over layers and logged steps."""
 
-import json
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
-from megajax.files import replace_text
+from megajax import metrics_file
+from megajax.errors import InputError
+from megajax.files import METRICS, replace_text
 from megajax.svg import empty_picture, hexadecimal, rectangle, text, text_width, written
 
 NAME = "expert_load.svg"
@@ -24,17 +25,21 @@ def write_load_map(run_dir: Path, layers: Sequence[int]) -> None:
 
     `layers` are the model's layers with experts.
     """
-    steps, loads = read_loads(run_dir / "metrics.jsonl")
+    steps, loads = read_loads(run_dir / METRICS, len(layers))
     if steps:
         replace_text(run_dir / NAME, load_map(steps, loads, layers))
 
 
-def read_loads(path: Path) -> tuple[list[int], np.ndarray]:
-    """(the steps with a logged `expert_load`, the loads `[steps, L]`)."""
-    entries = [
-        entry for entry in map(json.loads, path.read_text(encoding="utf-8").splitlines()) if "expert_load" in entry
-    ]
-    return [entry["step"] for entry in entries], np.array([entry["expert_load"] for entry in entries])
+def read_loads(path: Path, layers: int) -> tuple[list[int], np.ndarray]:
+    """(the steps with a logged `expert_load`, the loads `[steps, layers]`)."""
+    loads = {line["step"]: line["expert_load"] for _, line in metrics_file.read(path) if "expert_load" in line}
+    for step, load in loads.items():
+        if len(load) != layers:
+            raise InputError(
+                f"{path} has {len(load)} values of expert_load at step {step}, but the model has {layers} layers with "
+                f"experts: {metrics_file.CURE}."
+            )
+    return list(loads), np.array(list(loads.values()))
 
 
 def load_map(steps: list[int], loads: np.ndarray, layers: Sequence[int]) -> str:

@@ -64,6 +64,14 @@ def _joined(arguments: Sequence[str]) -> list[str]:
     return re.sub(r"(\0[\d.]+)\0%(?=\0|$)", r"\1%", "\0".join(["", *arguments])).split("\0")[1:]
 
 
+def _number(text: str) -> int:
+    """A number of GPUs."""
+    if not re.fullmatch(r"[+-]?\d+", text):
+        kind = f"write --device {text}, and --gpus with their number" if text[:1].isalpha() else "write it in digits"
+        raise argparse.ArgumentTypeError(f"{text} is not a number of GPUs: {kind}")
+    return int(text)
+
+
 def _share(text: str) -> float:
     """A percentage as a share."""
     try:
@@ -106,7 +114,7 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument("config", type=Path, help="YAML file")
     made.add_argument("overrides", nargs="*", help="section.key=value, kept as they are")
-    made.add_argument("--gpus", type=int, help="number of GPUs; with --fewest the largest number to try")
+    made.add_argument("--gpus", type=_number, help="number of GPUs; with --fewest the largest number to try")
     made.add_argument("--device", default="h200", help=f"{', '.join(DEVICES)} (default: h200)")
     made.add_argument("--rates", type=Path, metavar="FILE", help="JSON file of rates in place of the device's own")
     made.add_argument("--hosts-of", type=int, metavar="N", help="GPUs of a host (default: 8)")

@@ -20,7 +20,7 @@ from importlib.metadata import distributions
 from importlib.resources import files
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypedDict
 from unittest import mock
 
 import jax
@@ -29,7 +29,9 @@ from jax.sharding import Mesh
 
 from megajax.config import Config
 from megajax.config.checks import check_mesh
-from megajax.errors import InputError
+from megajax.errors import InputError, reading
+from megajax.files import read_gzip
+from megajax.json_files import parse
 from megajax.mesh import build_mesh
 from megajax.plan.rates import GIB, H200, rates_of
 from megajax.runtime import MEMORY_FRACTION, prepare_environment
@@ -141,6 +143,13 @@ def _place_on_host(lowered: jax.stages.Lowered, on_host: list[bool]) -> None:
             main.attributes[attributes] = ir.ArrayAttr.get([ir.DictAttr.get(each) for each in own])
 
 
+class Program(TypedDict):
+    """A stored program."""
+
+    text: str
+    memory: dict[str, int]
+
+
 def compiled(
     lowered: jax.stages.Lowered,
     store: Path | None,
@@ -159,7 +168,9 @@ def compiled(
         decides = [lowered.as_text(), sorted(names), sorted(compilers), flags, target(device)]
         path = store / f"{hashlib.sha256(json.dumps(decides).encode()).hexdigest()}.json.gz"
         if path.is_file():
-            found = json.loads(gzip.decompress(path.read_bytes()))
+            cure = "remove it, and the program is compiled again"
+            with reading(path, cure):
+                found = parse(read_gzip(path), str(path), Program, cure)
             return found["text"], found["memory"]
     executable = lowered.compile({**options} if options else None)
     text, memory = executable.as_text(), memory_of(executable)

@@ -6,15 +6,16 @@ DEVICE_rates.json of `megajax preflight --rates`. Such a file of the user's repl
 were fitted to measured steps and stay.
 """
 
+import difflib
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Self
 
-from megajax.errors import InputError
-from megajax.files import read_text, replace_text
+from megajax import json_files
+from megajax.errors import InputError, shown
+from megajax.files import is_number, replace_text
 
 GIB = 2**30
 NOTES = "measured"  # the key of a file of rates with the device, the date and the rest that is no rate
@@ -65,6 +66,7 @@ class Rates:
         return replace(self, hosts_of=hosts_of or self.hosts_of, network_bytes=network)
 
 
+LARGEST = 1e30  # of a rate; its square is a float too
 KEYS = [field.name for field in fields(Rates) if field.name != "origin"]  # of a file of rates
 NETWORK_SHARE = 0.8  # of a card's rate that collectives reach; not measured
 
@@ -113,9 +115,12 @@ SCALED = {
 
 def rates_of(name: str) -> Rates:
     """The rates of a device by its name. Raises InputError for an unknown one."""
-    if name.lower() not in DEVICES:
-        raise InputError(f"--device={name} is not known: use {', '.join(DEVICES)}.")
-    return DEVICES[name.lower()]
+    given = name.lower()
+    if given not in DEVICES:
+        near = [known for known in DEVICES if known in given] or difflib.get_close_matches(given, DEVICES, 1)
+        meant = f"did you mean {near[0]}? The devices are" if near else "use"
+        raise InputError(f"--device={name} is not known: {meant} {', '.join(DEVICES)}.")
+    return DEVICES[given]
 
 
 def read_rates(path: Path, device: Rates) -> Rates:
@@ -124,24 +129,18 @@ def read_rates(path: Path, device: Rates) -> Rates:
     Keys are the fields of Rates; `attention_flops` is an object from the width of a head to the rate; NOTES is not
     read. Raises InputError with the file and the key.
     """
-    try:
-        found = json.loads(read_text(path))
-    except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise InputError(f"--rates={path} cannot be read ({reason}): give a JSON file of rates.") from None
-    if not isinstance(found, dict):
-        raise InputError(f'--rates={path} is no JSON object: write {{"bf16_flops": 7e14}}, for example.')
+    found = json_files.read(path, dict[str, Any], 'give a JSON file of rates, such as {"bf16_flops": 7e14}')
     known, values = KEYS, {}
     found.pop(NOTES, None)
     for key, value in found.items():
         if key not in known:
-            raise InputError(f"{path}: {key} is no rate: use {', '.join(known)}.")
+            raise InputError(f"{path}: {shown(key)} is no rate: use {', '.join(known)}.")
         if key == "name":
             if not isinstance(value, str):
-                raise InputError(f"{path}: name={value} is no text.")
+                raise InputError(f"{path}: name={shown(value)} is no text.")
             values[key] = value
         elif key == "attention_flops":
-            if not isinstance(value, dict) or not value or not all(width.isdecimal() for width in value):
+            if not isinstance(value, dict) or not value or not all(map(is_number, value)):
                 raise InputError(f'{path}: {key} maps widths of heads to rates: write {{"128": 4.9e14}}.')
             values[key] = tuple((int(width), _positive(path, f"{key}.{width}", rate)) for width, rate in value.items())
         else:
@@ -160,8 +159,8 @@ def write_rates(path: Path, rates: Rates, notes: Mapping[str, Any]) -> None:
 
 
 def _positive(path: Path, key: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-        raise InputError(f"{path}: {key}={value} is no positive number.")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < LARGEST:
+        raise InputError(f"{path}: {key}={shown(value)} is no positive number.")
     return value
 
 

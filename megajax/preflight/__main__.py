@@ -2,7 +2,8 @@
 
 The matmul rate of every device, the bandwidth of collectives within hosts, between hosts and along the axes of the
 config's mesh, and the disk of the run directory. Start it like `megajax.train`, with the same number of processes. A
-device, link or disk below `--threshold` times the median of its equals is marked, and the exit status is 1.
+device, link or disk below `--threshold` times the median of its equals is marked, and the exit status is 1; of CPU
+devices only the disks are compared.
 Between hosts NCCL says which network it uses: TCP sockets instead of RDMA make the status 1 too.
 `--rates FILE` then measures the rates that `megajax plan --rates FILE` reads.
 """
@@ -21,6 +22,7 @@ from megajax.preflight import network
 from megajax.preflight.measurements import Sample, disk_rates, groups, link_rates, matmul_rates, report
 from megajax.runtime import accept_missing_cuda, prepare_environment
 
+VIRTUAL = "CPU devices share the cores of their host, so their rates are not compared and say nothing about GPUs"
 LONGEST = 3600.0  # seconds that the slowest process may take longer than the first
 
 
@@ -52,10 +54,10 @@ def preflight(config: Config | None, options: argparse.Namespace, nccl_log: Path
 
     def judge(answers: list[str]) -> str:
         found = [json.loads(answer) for answer in answers]
-        table, outliers = report([Sample(*s) for own in found for s in own["samples"]], options.threshold)
+        table, outliers = report([Sample(*s) for own in found for s in own["samples"]], options.threshold, not on_gpu)
         line, problems = network.report([own["network"] for own in found], len(set(hosts)))
         outliers += problems
-        print(table, *filter(None, [line]), sep="\n")
+        print(table, *filter(None, [line, "" if on_gpu else VIRTUAL]), sep="\n")
         print("\n".join(["", *outliers]) if outliers else f"\nnothing is below {options.threshold:g} of its median")
         return str(int(bool(outliers)))
 

@@ -4,20 +4,20 @@ A GPU's kernels are the events of its streams in the profiler's XSpace. A virtua
 XLA's threads ran for it.
 """
 
-import gzip
-import json
 import re
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, TypedDict
 
 import jax
+from pydantic import Field
 
+from megajax import json_files
 from megajax.config import Config, load_config
-from megajax.errors import InputError
-from megajax.files import CONFIG
+from megajax.errors import InputError, reading
+from megajax.files import CONFIG, read_gzip
 from megajax.profile import hlo
 from megajax.training.profiling import FACTS, FOLDER, MODULE
 
@@ -50,6 +50,14 @@ class Trace:
     device_kind: str
 
 
+class Facts(TypedDict):
+    """The content of `trace.json`; the other facts are not needed here."""
+
+    steps: Annotated[int, Field(ge=1, lt=2**31)]
+    devices: Annotated[int, Field(ge=1, lt=2**31)]
+    device_kind: str
+
+
 def read(folder: Path) -> Trace:
     """The newest trace in a run directory. Raises InputError if there is none."""
     traces, facts = newest(folder / FOLDER), folder / FOLDER / FACTS
@@ -59,16 +67,13 @@ def read(folder: Path) -> Trace:
     kernels = read_files(traces, folder / FOLDER)
     if not kernels:
         raise InputError(f"{folder / FOLDER} has no operation of a device: {CURE}.")
-    try:
-        known: dict[str, Any] = json.loads(facts.read_text(encoding="utf-8"))
-        text = gzip.decompress((folder / FOLDER / MODULE).read_bytes()).decode()
-        numbers = {name: known[name] for name in ("steps", "devices", "device_kind")}
-    except (OSError, EOFError, ValueError, KeyError, TypeError) as error:
-        raise InputError(f"{facts} or {MODULE} beside it is damaged ({error}): {CURE}.") from None
+    known = json_files.read(facts, Facts, CURE)
+    with reading(folder / FOLDER / MODULE, CURE):
+        text = read_gzip(folder / FOLDER / MODULE).decode()
     with warnings.catch_warnings(action="ignore"):  # the run has printed them
         config = load_config(folder / CONFIG, run_dir=folder)
     found = re.match(r"HloModule ([\w.-]+)", text)
-    return Trace(config, by_device(kernels), found[1] if found else "", named(hlo.parse(text)), **numbers)
+    return Trace(config, by_device(kernels), found[1] if found else "", named(hlo.parse(text)), **known)
 
 
 def named(ops: Iterable[hlo.Op]) -> dict[str, hlo.Op]:

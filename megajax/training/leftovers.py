@@ -1,6 +1,5 @@
 """Removes what a start leaves behind if it is refused, or interrupted before its first logged step."""
 
-import json
 import os
 import shutil
 import socket
@@ -31,11 +30,10 @@ class Leftovers:
         """
         lock = self.run_dir / LOCK
         if lock.exists():
-            try:
-                owner = json.loads(lock.read_text(encoding="utf-8"))
-            except (OSError, ValueError):
-                return
-            if (owner.get("process"), owner.get("host")) != (os.getpid(), socket.gethostname()):
+            from megajax.training.run_lock import read_owner  # here, because it imports jax
+
+            owner = read_owner(lock)
+            if owner is None or (owner["process"], owner["host"]) != (os.getpid(), socket.gethostname()):
                 return
             lock.unlink(missing_ok=True)
         if self.run_dir not in self._made or self._has_results():

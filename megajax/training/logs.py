@@ -14,11 +14,13 @@ from typing import Any
 
 import numpy as np
 
+from megajax import metrics_file
 from megajax.checkpoint import SaveOutcome
 from megajax.config import Config
 from megajax.console import amount, command, fold, size
 from megajax.errors import InputError
 from megajax.files import METRICS, replace_text
+from megajax.json_files import Damaged
 from megajax.pictures.expert_load import write_load_map
 from megajax.training.tags import tag
 from megajax.training.tensorboard import TensorBoardLog
@@ -129,15 +131,11 @@ def drop_lines_after(path: Path, step: int) -> None:
     """Remove lines that an interrupted run logged after its last checkpoint, so that each step occurs once."""
     if not path.exists():
         return
-    kept = []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        try:
-            entry = json.loads(line)
-        except json.JSONDecodeError:
-            continue  # incomplete, because the process was killed
-        if entry["step"] <= step:
-            kept.append(line + "\n")
-    replace_text(path, "".join(kept))
+    damaged: list[Damaged] = []
+    kept = [line.rstrip(b"\n") for line, entry in metrics_file.read(path, damaged) if entry["step"] <= step]
+    if damaged:
+        warnings.warn(f"lines of metrics are left out, {len(damaged)} in all; the first: {damaged[0]}", stacklevel=2)
+    replace_text(path, "".join(f"{line.decode()}\n" for line in kept))
 
 
 def make_run_dir(config: Config) -> Path:

@@ -16,15 +16,18 @@ from typing import NamedTuple
 
 import numpy as np
 
+from megajax import json_files, metrics_file
 from megajax.checkpoint import Checkpoints, agreed_steps
 from megajax.config import Config
 from megajax.config.batch_schedule import BatchSizes, Position
-from megajax.files import replace_text
+from megajax.files import METRICS, replace_text
+from megajax.json_files import Count, Finite
 from megajax.training.logs import MetricsLog
 from megajax.training.run_lock import on_first_process
 from megajax.training.spikes import BadStep, sentence
 
 RECORD = "rollbacks.json"
+CURE = "restore the file, or start again from a checkpoint with checkpoint.init_from and another run.dir"
 
 
 class Rollback(NamedTuple):
@@ -34,13 +37,13 @@ class Rollback(NamedTuple):
     `loss_median` if the step was not a spike.
     """
 
-    number: int
-    step: int
-    samples: int
-    bad_step: int
-    bad_loss: float | None
-    loss_median: float | None
-    left_out_samples: int
+    number: Count
+    step: Count
+    samples: Count
+    bad_step: Count
+    bad_loss: Finite | None
+    loss_median: Finite | None
+    left_out_samples: Count
 
 
 class Rollbacks:
@@ -49,8 +52,7 @@ class Rollbacks:
     def __init__(self, config: Config):
         self.config, self.run_dir = config, Path(config.run.dir)
         self._path = self.run_dir / RECORD
-        entries = json.loads(self._path.read_text(encoding="utf-8")) if self._path.exists() else []
-        self.past = [Rollback(**entry) for entry in entries]
+        self.past = json_files.read(self._path, list[Rollback], CURE) if self._path.exists() else []
 
     def position(self, checkpoint: Position) -> Position:
         """The position at which a run continues from a checkpoint that was saved at another one."""
@@ -101,8 +103,7 @@ class Rollbacks:
         """Write a line of metrics.jsonl for each rollback that has none: a killed process may not have come to it."""
         if not self.past or not metrics.writer:
             return
-        lines = map(json.loads, (self.run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines())
-        logged = {line.get("rollback") for line in lines}
+        logged = {line.get("rollback") for _, line in metrics_file.read(self.run_dir / METRICS)}
         for number, step, _, *values in (past for past in self.past if past.number not in logged):
             metrics.write(step, {"rollback": number} | dict(zip(Rollback._fields[3:], values, strict=True)))
 

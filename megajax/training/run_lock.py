@@ -9,15 +9,29 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Annotated, TypedDict
 
 import jax
 import numpy as np
+from pydantic import Field
 
-from megajax.errors import InputError, UserError
+from megajax import json_files
+from megajax.errors import InputError, UserError, shown
 from megajax.files import HEARTBEAT_SECONDS, LOCK
+from megajax.json_files import Count, Damaged
 
 WATCH_SECONDS = 2.5 * HEARTBEAT_SECONDS  # without a heartbeat in this time, an owner on another host is gone
+
+
+class Owner(TypedDict):
+    """A process that trains in a run directory."""
+
+    host: str
+    process: Annotated[int, Field(gt=0, lt=2**31)]
+    since: str
+    boot: str
+    processes: str
+    started: Count | None
 
 
 class RunLock:
@@ -59,10 +73,10 @@ class RunLock:
     def _acquire(self, say: Callable[[str], None]) -> None:
         self._mine = _this_process()
         while not self._created():
-            owner = _read(self.path)
+            owner = read_owner(self.path)
             if owner is None and not self.path.exists():
                 continue  # released just now
-            if owner is not None and owner | {"since": ""} == self._mine | {"since": ""}:
+            if owner is not None and {**owner, "since": ""} == {**self._mine, "since": ""}:
                 return  # another Trainer of this process holds it
             if self._is_alive(owner, say):
                 raise InputError(
@@ -87,9 +101,9 @@ class RunLock:
             raise InputError(f"{self.path} cannot be written ({error.strerror}): choose another run.dir.") from None
         return True
 
-    def _is_alive(self, owner: dict[str, Any] | None, say: Callable[[str], None]) -> bool:
+    def _is_alive(self, owner: Owner | None, say: Callable[[str], None]) -> bool:
         """Whether the owner still runs: by its process number on the same host, else by its heartbeat."""
-        if owner is not None and all(owner.get(key) == self._mine[key] for key in ("host", "boot", "processes")):
+        if owner is not None and all(owner[key] == self._mine[key] for key in ("host", "boot", "processes")):
             return _started(owner["process"]) == owner["started"]
         say(f"run.dir={self.path.parent} has a lock of {_named(owner)}: waiting up to {WATCH_SECONDS:g} s for a sign")
         seen = _touched(self.path)
@@ -100,12 +114,12 @@ class RunLock:
                 return self.path.exists()
         return False
 
-    def _removed(self, owner: dict[str, Any] | None) -> bool:
+    def _removed(self, owner: Owner | None) -> bool:
         """Remove the lock of a process that is gone, but not one that another process took meanwhile."""
         aside = self.path.with_name(f"{LOCK}.{os.getpid()}")
         with contextlib.suppress(FileNotFoundError):
             self.path.rename(aside)
-            removed = _read(aside) == owner
+            removed = read_owner(aside) == owner
             if not removed:
                 with contextlib.suppress(OSError):  # a third process has taken the lock meanwhile
                     os.link(aside, self.path)
@@ -117,7 +131,7 @@ class RunLock:
         while not self._released.wait(HEARTBEAT_SECONDS):
             with contextlib.suppress(OSError, UserError):  # a file system may fail temporarily
                 if not self._created():
-                    owner = _read(self.path)
+                    owner = read_owner(self.path)
                     if owner is not None and owner != self._mine:
                         self.lost = True
                         return
@@ -153,7 +167,7 @@ def on_first_process(action: Callable[[], object]) -> None:
         raise InputError(message)
 
 
-def _this_process() -> dict[str, Any]:
+def _this_process() -> Owner:
     """A unique description of this process."""
     boot, processes = "", ""
     with contextlib.suppress(OSError):  # not on Linux: then only the host
@@ -187,12 +201,12 @@ def _started(process: int) -> int | None:
     return None if state[0] == "Z" else int(state[19])
 
 
-def _read(path: Path) -> dict[str, Any] | None:
+def read_owner(path: Path) -> Owner | None:
+    """The owner of a lock; None if there is no lock, or no owner in it."""
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        return json_files.read(path, Owner, "remove it if nothing trains there")
+    except Damaged:
         return None  # gone, or its writer was killed before it wrote
-    return value if isinstance(value, dict) else None
 
 
 def _touched(path: Path) -> int | None:
@@ -202,7 +216,7 @@ def _touched(path: Path) -> int | None:
         return None
 
 
-def _named(owner: dict[str, Any] | None) -> str:
+def _named(owner: Owner | None) -> str:
     if owner is None:
         return "an unknown process"
-    return f"process {owner.get('process')} on {owner.get('host')} (since {owner.get('since')})"
+    return f"process {owner['process']} on {shown(owner['host'])} (since {shown(owner['since'])})"

@@ -19,6 +19,7 @@ from megajax.checkpoint import Checkpoints, host_memory, restore_model
 from megajax.checkpoint.description import (
     Difference,
     config_allows,
+    describe_data,
     describe_lora,
     describe_model,
     differences,
@@ -26,12 +27,12 @@ from megajax.checkpoint.description import (
     refuse_changes,
 )
 from megajax.checkpoint.manager import loaded_layer_state, saved_layer_state
-from megajax.config import ScheduleConfig
+from megajax.config import Config, ScheduleConfig
 from megajax.config.batch_schedule import BatchSizes, Position, samples_before
 from megajax.config.data_schema import sources_of
 from megajax.data.json_lines import matching_files
 from megajax.data.megatron import wanted_samples
-from megajax.errors import InputError
+from megajax.errors import InputError, reading
 from megajax.hf import is_hf_folder
 from megajax.mesh import mesh_sizes
 from megajax.optim import make_schedule
@@ -45,6 +46,37 @@ Weights = tuple[dict[str, jax.Array], LayerState]  # parameters and layer state
 EMA_DECAY = "optimizer.ema_decay"
 MUST_AGREE = ("model", "optimizer", "run", "batch", "lora", "data")
 ORDER_BY_SIZE = ("data.stages", "data.train_samples")  # they follow the size of the batch
+
+
+def compared_settings(config: Config, step: int, files: list[list[Any]] | None) -> dict[str, Any]:
+    """The sections MUST_AGREE of the description of a checkpoint of `step`; `files` are from `text_files`."""
+    optimizer, data = config.optimizer, config.data
+    # Megatron's order depends on the number of samples.
+    decisive: dict[str, Any] = {"samples": wanted_samples(config, "train")} if data.order == "megatron" else {}
+    if files is not None:
+        decisive["files"] = files
+    # A later stage may change.
+    if data.kind != "synthetic" and (past := [each for each in data.stages or () if each.from_step < step]):
+        decisive["stages"] = [[samples_before(config, s.from_step), s.model_dump(mode="json")] for s in past]
+    # SGD without momentum has no moments to restore; other changes of beta1 are allowed.
+    beta1 = "zero" if optimizer.kind == "sgd" and optimizer.beta1 == 0 else "above zero"
+    return {
+        "run": {"seed": config.run.seed},  # another seed is another data order
+        "model": describe_model(config.model),
+        "optimizer": {"kind": optimizer.kind, "state": optimizer.state, "beta1": beta1},
+        "batch": {"sequence_length": config.batch.sequence_length},
+        "lora": describe_lora(config),
+        "data": describe_data(data) | decisive,
+    }
+
+
+def text_files(config: Config) -> list[list[Any]] | None:
+    """The files of `data.kind: text` and `chat`, with their sizes: a pattern may match others at the next start."""
+    data = config.data
+    if data.kind not in ("text", "chat"):
+        return None
+    paths = [path for pattern, _ in sources_of(data.train) for path in matching_files(pattern)]
+    return [[path, os.path.getsize(path)] for path in paths]
 
 
 class StateSaver:
@@ -61,47 +93,27 @@ class StateSaver:
         `samples` were read before the step.
         """
         config = self.program.config
-        optimizer, data = config.optimizer, config.data
-        # Megatron's order depends on the number of samples.
-        decisive: dict[str, Any] = {"samples": wanted_samples(config, "train")} if data.order == "megatron" else {}
-        if self._text_files is not None:
-            decisive["files"] = self._text_files
-        # A later stage may change.
-        if data.kind != "synthetic" and (past := [each for each in data.stages or () if each.from_step < step]):
-            decisive["stages"] = [[samples_before(config, s.from_step), s.model_dump(mode="json")] for s in past]
-        # SGD without momentum has no moments to restore; other changes of beta1 are allowed.
-        beta1 = "zero" if optimizer.kind == "sgd" and optimizer.beta1 == 0 else "above zero"
         return {
             "format": 1,
             "step": step,
             "samples_consumed": samples,
-            "run": {"seed": config.run.seed},  # another seed is another data order
-            "model": describe_model(config.model),
-            "optimizer": {"kind": optimizer.kind, "state": optimizer.state, "beta1": beta1},
-            "batch": {"sequence_length": config.batch.sequence_length},
+            **compared_settings(config, step, self._text_files),
             "precision": {"compute": config.precision.compute},
             "schedule": config.schedule.model_dump(mode="json"),
-            "lora": describe_lora(config),
             "base": self.base_checksum,
             "fp8_history": _history_length(self._canonical_abstract.layer_state),
             "optimizer_state": config.checkpoint.save_optimizer,
-            "ema": optimizer.ema_decay is not None,
+            "ema": config.optimizer.ema_decay is not None,
             "saved_on": {  # information only
                 "mesh": {axis: size for axis, size in mesh_sizes(self.program.mesh).items() if size > 1},
                 "devices": self.program.mesh.size,
                 "processes": jax.process_count(),
             },
-            "data": data.model_dump(mode="json", include={"kind", "train", "split", "order"}) | decisive,
         }
 
     @cached_property
     def _text_files(self) -> list[list[Any]] | None:
-        """The files of `data.kind: text` and `chat`, with their sizes: a pattern may match others at the next start."""
-        data = self.program.config.data
-        if data.kind not in ("text", "chat"):
-            return None
-        paths = [path for pattern, _ in sources_of(data.train) for path in matching_files(pattern)]
-        return [[path, os.path.getsize(path)] for path in paths]
+        return text_files(self.program.config)
 
     def save(
         self,
@@ -147,10 +159,11 @@ class StateSaver:
         MUST_AGREE, before any array is read.
         """
         config, step = self.program.config, description["step"]
-        batch = {key: value for key, value in description["batch"].items() if key != "global_size"}  # may change
-        saved = {"lora": {}, **description, "batch": batch}
-        found = differences(saved, self.description(step), MUST_AGREE)
-        position = Position(step, saved["samples_consumed"])
+        with reading(name, "choose another one, or another run.dir"):  # a section may be missing
+            batch = {key: value for key, value in description["batch"].items() if key != "global_size"}  # may change
+            saved = {"lora": {}, **description, "batch": batch}
+            found = differences(saved, self.description(step), MUST_AGREE)
+            position = Position(step, saved["samples_consumed"])
         others = [each for each in found if each.key not in ORDER_BY_SIZE and not config_allows(config, each)]
         if not others and position.samples != samples_before(config, step):
             self._check_order(position, saved["data"].get("samples"), name)

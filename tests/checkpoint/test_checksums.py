@@ -76,7 +76,7 @@ def test_truncated_longer_and_missing_files_are_named(checkpoint, name):
 def test_a_damaged_record_is_damage(checkpoint, change):
     record = checkpoint / "checksums.json"
     record.write_text(change(record.read_text()))
-    assert checksums.damage(checkpoint) == "checksums.json cannot be read"
+    assert checksums.damage(checkpoint).startswith("checksums.json cannot be read")
 
 
 @pytest.mark.parametrize(
@@ -87,7 +87,7 @@ def test_a_forged_record_leads_to_no_other_file(checkpoint, name, size):
     record["files"][name] = {"size": size, "crc32": ["00000000"]}
     record["crc32"] = f"{zlib.crc32(json.dumps(record['files'], sort_keys=True).encode()):08x}"
     (checkpoint / "checksums.json").write_text(json.dumps(record))
-    assert checksums.damage(checkpoint) == "checksums.json cannot be read"
+    assert checksums.damage(checkpoint).startswith("checksums.json cannot be read")
 
 
 def test_processes_that_see_other_files_write_no_record(checkpoint):

@@ -53,11 +53,14 @@ OVERRIDES = {
     "pipeline.layout=[2, -1]": "pipeline.layout.1=-1 is too small (@): use 0 or more.",
     "pipeline.layout=['2']": ("pipeline.layout.0='2' is not a whole number (@): write one such as 4, without quotes."),
     "pipeline.schedule=interleaved": (
-        "pipeline.schedule=interleaved is not a choice (@): use gpipe, 1f1b or zero_bubble."
+        "pipeline.schedule=interleaved is not a choice (@): use 1f1b, with"
+        " pipeline.rounds above 1; the choices are gpipe, 1f1b and zero_bubble."
     ),
     "pipeline.rounds=0": "pipeline.rounds=0 is too small (@): use 1 or more.",
     "model.layer_pattern=[]": "model.layer_pattern=[] is empty (@): give at least one entry.",
-    "model.layer_pattern=[all]": "model.layer_pattern.0=all is not a choice (@): use global or local.",
+    "model.layer_pattern=[all]": (
+        "model.layer_pattern.0=all is not a choice (@): did you mean global? The choices are global and local."
+    ),
     "run.steps=99999999999999999999": "run.steps=99999999999999999999 is too large (@): use 2147483647 or less.",
     "run.seed=4294967296": "run.seed=4294967296 is too large (@): use 4294967294 or less.",
     "mesh.pipeline=3000000000": "mesh.pipeline=3000000000 is too large (@): use 2147483647 or less.",

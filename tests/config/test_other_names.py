@@ -5,9 +5,12 @@ from pathlib import Path
 
 import migration_tables
 import pytest
+from migration_tables import TABLES
 
 from megajax.config import Config, load_config
+from megajax.config.counterparts import plain
 from megajax.config.load import keys, suggestion
+from megajax.config.megatron_names import MEGATRON, MEGATRON_WITHOUT
 from megajax.config.missing_features import FEATURES
 from megajax.config.other_names import ALL
 
@@ -22,6 +25,15 @@ def test_every_row_names_a_key_of_ours_or_says_why_there_is_none():
         assert not KEYS & set(row.names), row
         if equals:
             assert value in str(dict(keys())[key].annotation) or value in ("-1", "true", "false"), row
+
+
+def test_a_name_has_one_row_of_its_framework_and_a_counterpart_is_not_called_missing():
+    for _, rows in TABLES.values():
+        names = [plain(name) for row in rows for name in row.names]
+        assert len(names) == len(set(names)), sorted(name for name in names if names.count(name) > 1)
+    assert MEGATRON_WITHOUT and not [row for row in MEGATRON_WITHOUT if row.ours]
+    megatron = [plain(name) for row in (*MEGATRON, *MEGATRON_WITHOUT) for name in row.names]
+    assert len(megatron) == len(set(megatron))
 
 
 @pytest.mark.parametrize(

@@ -202,7 +202,7 @@ MISTAKES = {
     "--input a.jsonl --tokenizer no.json": 'no.json does not exist: correct the path of the tokenizer, or use "byte".',
     "--input a.jsonl --workers 0": f"argument --workers: 0 is not a number of processes (1 or more); {HELP}",
     "--input a.jsonl --workers two": f"argument --workers: two is not a number of processes (1 or more); {HELP}",
-    "--input a.jsonl --worker 2": f"unrecognized arguments: --worker 2; {HELP}",
+    "--input a.jsonl --worker 2": f"--worker is not an option: did you mean --workers? {HELP}",
     "": f"the following arguments are required: --input; {HELP}",
 }
 

@@ -294,7 +294,7 @@ MISTAKES = {
         "query_pre_attn_scalar=0 is not a whole number of 1 or more: copy it again.",
     ),
     "no key": (lambda f: (f / "config.json").write_text("{}"), "has no model_type"),
-    "not JSON": (lambda f: (f / "config.json").write_text("{"), "config.json is damaged"),
+    "not JSON": (lambda f: (f / "config.json").write_text("{"), "config.json is not JSON"),
     "another size": (lambda f: change_config(f, num_hidden_layers=2), "model.num_layers=2, but this run has 3"),
     "no tensor": (lambda f: change_tensors(f, lambda t: t.pop(Q)), f"has no tensor {Q}"),
     "another shape": (

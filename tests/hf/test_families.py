@@ -116,6 +116,9 @@ def test_options_of_published_families_that_few_models_set_are_kept_or_refused(t
     assert model_of(**windows, **EXPERTS, max_window_layers=0).sliding_window == 8
     with pytest.raises(InputError, match="use_sliding_window=true with max_window_layers=1"):
         model_of(**windows, **EXPERTS, max_window_layers=1)
+    for normalised in (False, True):  # of the scores of all experts
+        router = model_of(model_type="qwen3_moe", num_hidden_layers=2, **EXPERTS, norm_topk_prob=normalised).router
+        assert (router.pre_softmax, router.normalise) == (not normalised, normalised)
     everywhere = model_of(**windows | {"model_type": "qwen3", "max_window_layers": 0})
     assert everywhere.layer_pattern is None and family_for(everywhere).model_type == "qwen3"
     with pytest.raises(InputError, match="mlp_bias=true"):  # transformers' OLMo 2 has no such biases

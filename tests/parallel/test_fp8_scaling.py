@@ -1,6 +1,6 @@
 """Amax histories of delayed scaling: by hand, and as train steps keep them."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +11,7 @@ from megajax.config import Config
 from megajax.config.checks import check_mesh
 from megajax.mesh import build_mesh
 from megajax.model.block import linear_layers
+from megajax.parallel.gradients import gradient_function
 from megajax.parallel.weights.scaling import Scaling
 from megajax.training.batches import to_global
 from megajax.training.step import TrainProgram, TrainState
@@ -195,6 +196,20 @@ def test_a_history_shifts_by_one_with_each_step_but_a_skipped_one(steps):
             else:
                 np.testing.assert_array_equal(history[:, 1:], before.layer_state["fp8"][name][:, :-1])
                 assert np.all(history[1, 0] > 0)
+
+
+def test_a_step_with_an_infinite_amax_is_skipped_though_its_loss_and_gradients_are_finite(steps):
+    """Quantisation clips an infinite weight to the largest of the history, so nothing else shows it."""
+    state, name = jax.tree.map(jnp.asarray, steps.states[2]), "blocks.dense.mlp.down"
+    before = replace(state, params=state.params | {name: state.params[name].at[1, 0, 0].set(jnp.inf)})
+    kept = jax.tree.map(np.array, before)
+    loss, _ = steps.program.eval_step(before.weights, before.layer_state, steps.batches[2])
+    compute = jax.jit(gradient_function(steps.program.local, steps.program.mesh))
+    _, gradients, *_ = compute(before.weights, before.layer_state, steps.batches[2], before.step, before.loss_scale)
+    assert np.isfinite(loss) and all(np.isfinite(gradient).all() for gradient in gradients.values())
+    after, metrics = steps.program.train_step(before, steps.batches[2])
+    assert metrics["skipped"] == 1 and not np.isfinite(metrics["grad_norm"])
+    jax.tree.map(np.testing.assert_array_equal, (after.params, after.layer_state), (kept.params, kept.layer_state))
 
 
 def test_only_layers_in_fp8_record_inputs_and_gradients(steps):

@@ -28,7 +28,7 @@ def test_a_file_replaces_the_rates_that_it_names(tmp_path):
         ({"hosts_of": 1.5}, "hosts_of=1.5"),
         ({"attention_flops": {"128": 0}}, "attention_flops.128=0"),
         ({"attention_flops": 4e14}, "attention_flops"),
-        ([1], "no JSON object"),
+        ([1], "should be an object"),
     ],
 )
 def test_a_bad_file_is_a_sentence(tmp_path, content, words):

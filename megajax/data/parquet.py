@@ -1,0 +1,149 @@
+"""The rows of Parquet files as values that JSON can hold."""
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+from megajax.errors import InputError
+
+COLUMNS_SHOWN = 10
+EXPANSION = 200  # of a column's stored bytes; text's is below 30
+TOGETHER = 1 << 30  # bytes of rows that are read together, at most
+FEWEST = 8  # rows that are read together
+
+
+def read_rows(path: str, column: str | None, option: str, skip: int, rows: int, most: int) -> Iterator[tuple[Any, int]]:
+    """Each row after the first `skip`, and its share of the file's bytes; of one `column`, None: of all.
+
+    At most `rows` are read together. A row may have `most` bytes. `option` is the setting that gave the column.
+    """
+    import pyarrow
+    from pyarrow import parquet
+
+    row, size = 0, os.path.getsize(path)
+    try:
+        with parquet.ParquetFile(path) as file:
+            _check_names(path, file.schema_arrow.names, column, option)
+            total = max(1, file.metadata.num_rows)
+            for number in range(file.metadata.num_row_groups):
+                group = file.metadata.row_group(number)
+                if row + group.num_rows <= skip:
+                    row += group.num_rows
+                    continue
+                where = f"{path}, row group {number}"
+                together = min(rows, max(FEWEST, TOGETHER // _declared_bytes(where, group, column, most)))
+                for batch in file.iter_batches(together, [number], None if column is None else [column]):
+                    for record in _records(where, row, batch, most):
+                        row += 1
+                        if row > skip:
+                            yield record, size * row // total - size * (row - 1) // total
+    except (OSError, pyarrow.ArrowException) as error:
+        raise InputError(
+            f"{path} cannot be read beyond row {row} ({error}): it is damaged or incomplete; copy or download it again."
+        ) from None
+
+
+def _check_names(path: str, names: list[str], column: str | None, option: str) -> None:
+    if column is not None and column not in names:
+        raise InputError(
+            f'{path} has no column "{column}" (its columns: {", ".join(names[:COLUMNS_SHOWN])}): name '
+            f"the column of the text with {option}."
+        )
+    twice = [name for name in names if names.count(name) > 1 and column in (None, name)]
+    if twice:
+        raise InputError(f'{path} has {names.count(twice[0])} columns "{twice[0]}": rename all but one.')
+
+
+def _declared_bytes(where: str, group: Any, column: str | None, most: int) -> int:
+    """The bytes of a row group when it is decompressed, by the file's own record."""
+    total = 1
+    for number in range(group.num_columns):
+        chunk = group.column(number)
+        if column is not None and not f"{chunk.path_in_schema}.".startswith(f"{column}."):
+            continue
+        declared, stored = chunk.total_uncompressed_size, chunk.total_compressed_size
+        if declared > max(most, min(group.num_rows * most, EXPANSION * stored)):
+            raise InputError(
+                f"{where}, column {chunk.path_in_schema}: {stored:,} bytes of the file become {declared:,} when they "
+                "are read, which text doesn't: write it again without this column, or in smaller row groups."
+            )
+        total += max(0, declared)
+    return total
+
+
+def _records(where: str, before: int, batch: Any, most: int) -> Iterator[dict[str, Any]]:
+    """The rows of a batch, whose first one has `before` rows before it in the file."""
+    step = _rows_at_once(batch, most)
+    for start in range(0, batch.num_rows, step):
+        part = batch.slice(start, step)
+        if _bytes(part) > most:
+            _check_rows(where, before + start, part, most)
+        try:
+            yield from _with_text(part).to_pylist()
+        except Exception:  # of values that Python cannot hold; pyarrow has many kinds
+            yield from _one_by_one(where, before + start, part)
+
+
+def _rows_at_once(batch: Any, most: int) -> int:
+    """So many rows that they have about `most` bytes; each may have the longest value of a dictionary."""
+    of_row = sum(column.nbytes / (1 if _is_dictionary(column) else batch.num_rows) for column in batch.columns)
+    return max(1, min(batch.num_rows, int(most / max(1.0, of_row))))
+
+
+def _bytes(batch: Any) -> int:
+    return sum((column.dictionary_decode() if _is_dictionary(column) else column).nbytes for column in batch.columns)
+
+
+def _is_dictionary(column: Any) -> bool:
+    return hasattr(column, "dictionary_decode")
+
+
+def _check_rows(where: str, before: int, batch: Any, most: int) -> None:
+    for number in range(batch.num_rows):
+        if (size := _bytes(batch.slice(number, 1))) > most:
+            raise InputError(
+                f"{where}, row {before + number + 1} has {size >> 20} MiB, but a document has at most {most >> 20}: "
+                "divide it."
+            )
+
+
+def _one_by_one(where: str, before: int, batch: Any) -> Iterator[dict[str, Any]]:
+    """The rows of a batch up to the first with a value that cannot be read."""
+    for number in range(batch.num_rows):
+        row = batch.slice(number, 1)
+        for name in row.schema.names:
+            try:
+                _with_text(row.select([name])).to_pylist()
+            except Exception as error:
+                raise InputError(
+                    f"{where}, row {before + number + 1}, column {name}: its value cannot be read "
+                    f"({str(error).splitlines()[0][:200]}): correct it, or leave the column out."
+                ) from None
+        yield from _with_text(row).to_pylist()
+
+
+def _with_text(batch: Any) -> Any:
+    """A batch with dates and times as text: Python's have other limits."""
+    import pyarrow
+
+    fields = [field.with_type(_text_type(field.type)) for field in batch.schema]
+    return batch if fields == [*batch.schema] else batch.cast(pyarrow.schema(fields))
+
+
+def _text_type(kind: Any) -> Any:
+    """A type with text in place of all dates, times and durations in it."""
+    import pyarrow
+    from pyarrow import types
+
+    value = kind.value_type if types.is_dictionary(kind) else kind
+    if types.is_temporal(value) and not types.is_interval(value):
+        return pyarrow.string()
+    inner = [kind.field(number) for number in range(kind.num_fields)] if types.is_nested(kind) else []
+    changed = [field.with_type(_text_type(field.type)) for field in inner]
+    if changed == inner:
+        return kind
+    if types.is_struct(kind):
+        return pyarrow.struct(changed)
+    if types.is_map(kind):
+        return pyarrow.map_(*changed[0].type)
+    return pyarrow.large_list(changed[0])

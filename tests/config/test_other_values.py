@@ -1,0 +1,75 @@
+"""Other frameworks' names for values: every choice has a table, whose values are its choices, and errors use it."""
+
+from typing import Any, Literal, get_args, get_origin
+
+import pytest
+
+from megajax.config import load_config
+from megajax.config.load import keys
+from megajax.config.other_values import OTHER_VALUES, choice_cure, plain
+from megajax.config.tree import NAMED
+from megajax.errors import ConfigError
+
+
+def choices(annotation: Any, key: str) -> dict[str, list[str]]:
+    """The choices in a key's type, and those of the items of a list by the key with N."""
+    if get_origin(annotation) is Literal:
+        return {key: list(get_args(annotation))}
+    found: dict[str, list[str]] = {}
+    for item in get_args(annotation):
+        found |= choices(item, f"{key}.N" if get_origin(annotation) is tuple else key)
+    if key in found and bool in get_args(annotation):
+        found[key] += ["true", "false"]
+    return found
+
+
+CHOICES = {name: values for key, field in keys() for name, values in choices(field.annotation, key).items()}
+
+
+def test_every_choice_has_a_table_of_names_that_are_none_of_its_own():
+    assert OTHER_VALUES.keys() == CHOICES.keys()
+    for key, table in OTHER_VALUES.items():
+        names = [plain(name) for row in table for name in row.names]
+        assert not set(names) & set(map(plain, CHOICES[key])), key
+        assert len(names) == len(set(names)), (key, sorted(name for name in names if names.count(name) > 1))
+        for row in table:
+            assert row.ours in CHOICES[key] if row.ours else row.note, (key, row)
+            for name in row.names:
+                cure = choice_cure(key, name, CHOICES[key])
+                assert cure.startswith((f"did you mean {row.ours}?", f"use {row.ours},", row.note or "-")), (key, name)
+
+
+@pytest.mark.parametrize(
+    ("override", "answer"),
+    [
+        ("model.activation=silu", "use swiglu, which is gated by SiLU; the choices are swiglu, geglu, "),
+        ("precision.compute=bf16", "did you mean bfloat16? The choices are bfloat16, float16 and float32."),
+        ("precision.compute=torch.float16", "did you mean float16?"),
+        ("optimizer.kind=adam", "did you mean adamw?"),
+        ("optimizer.kind=adamw_bnb_8bit", "use adamw, with optimizer.state=int8;"),
+        ("optimizer.kind=adafactor", "it does not exist here; use adamw, ademamix, sgd, lion or muon."),
+        ("optimizer.kind=mun", "did you mean muon?"),  # near
+        ("optimizer.kind=quasi_newton", "use adamw, ademamix, sgd, lion or muon."),
+        ("data.kind=dpo", "preference objectives such as DPO do not exist yet"),
+        ("remat.policy=false", "did you mean none?"),
+        ("model.qk_norm=olmo2", "did you mean all_heads? The choices are true, false and all_heads."),
+        ("model.layer_pattern=[global, full_attention]", "did you mean global?"),
+        ("mesh.experts_over=[tp]", "did you mean tensor?"),
+        ("optimizer.muon.coefficients=jordan", "did you mean quintic?"),
+    ],
+)
+def test_a_value_of_another_framework_is_answered_with_ours(override: str, answer: str):
+    with pytest.raises(ConfigError) as error:
+        load_config(NAMED / "quickstart.yaml", [override])
+    key, _, value = override.partition("=")
+    problem, _, cure = str(error.value).partition(f"({'the command line'}: {override}): ")
+    assert cure.startswith(answer) and problem.startswith(key) and " is not a choice " in problem
+    assert problem.partition("=")[2].startswith(value) or value.startswith("[")
+
+
+def test_a_list_in_place_of_a_choice_is_a_wrong_list():
+    key, steps = "optimizer.muon.coefficients", "[[3.4, -4.8, 2.0], [2, -1.5, 0.5]]"
+    with pytest.raises(ConfigError, match=rf"{key}\.0=1 is not a list .*: write it in brackets"):
+        load_config(NAMED / "quickstart.yaml", [f"{key}=[1, 2]"])
+    config = load_config(NAMED / "quickstart.yaml", [f"{key}={steps}", "optimizer.kind=muon"])
+    assert config.optimizer.muon.coefficients == ((3.4, -4.8, 2.0), (2.0, -1.5, 0.5))

@@ -1,0 +1,254 @@
+"""Data files that say they are large, or become so: bounded pieces, and a sentence with the place."""
+
+import bz2
+import gzip
+import io
+import json
+import lzma
+import tracemalloc
+import zlib
+
+import pyarrow as pa
+import pytest
+import zstandard
+from pyarrow import parquet
+
+from megajax.data import json_lines
+from megajax.data.json_array import ArrayReader
+from megajax.data.json_lines import MOST_BYTES, read_blocks, texts
+from megajax.errors import InputError
+
+MOST = 1 << 20
+FORMATS = {"gz": gzip, "bz2": bz2, "xz": lzma, "zst": zstandard}
+
+
+def lines_of(path, **options):
+    return b"".join(block.text for block in read_blocks([str(path)], **options)).splitlines()
+
+
+def peak_of(read):
+    """The largest allocation of a read that ends in a sentence, and the sentence."""
+    tracemalloc.start()
+    try:
+        with pytest.raises(InputError) as error:
+            read()
+        return tracemalloc.get_traced_memory()[1], str(error.value)
+    finally:
+        tracemalloc.stop()
+
+
+def test_documents_may_have_64_mib():
+    assert MOST_BYTES == 2**26
+
+
+@pytest.mark.parametrize("ending", [*FORMATS, "jsonl"])
+def test_a_line_without_an_end_is_no_gigabyte(tmp_path, monkeypatch, ending):
+    monkeypatch.setattr(json_lines, "MOST_BYTES", MOST)
+    path, zeros = tmp_path / f"a.{ending}", b"0" * MOST
+    compress = FORMATS[ending].compress if ending in FORMATS else bytes
+    # Streams one after the other are one file in all of these formats.
+    path.write_bytes(compress(b'{"text": "a"}\n{"text": "') + compress(zeros) * 100)
+    peak, sentence = peak_of(lambda: lines_of(path))
+    assert "line 2 has more than 1 MiB" in sentence and str(path) in sentence
+    assert peak < 16 * MOST
+
+
+@pytest.mark.parametrize("ending", FORMATS)
+def test_one_frame_that_expands_without_limit_is_read_in_pieces(tmp_path, monkeypatch, ending):
+    monkeypatch.setattr(json_lines, "MOST_BYTES", MOST)
+    path = tmp_path / f"a.{ending}"
+    path.write_bytes(FORMATS[ending].compress(b"0" * (32 * MOST)))
+    assert path.stat().st_size < MOST / 8
+    peak, sentence = peak_of(lambda: lines_of(path))
+    assert "line 1 has more than 1 MiB" in sentence
+    # 4 kB of a file are decompressed together, if the library has no other limit: here all of it.
+    assert peak < (80 if ending in ("zst", "xz") else 8) * MOST
+
+
+def test_a_line_of_the_longest_length_is_read(tmp_path, monkeypatch):
+    monkeypatch.setattr(json_lines, "BLOCK_BYTES", 8)
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b"short\n" + b"x" * 40 + b"\nshort\n")
+    monkeypatch.setattr(json_lines, "MOST_BYTES", 40)
+    assert [*map(len, lines_of(path))] == [5, 40, 5]
+    monkeypatch.setattr(json_lines, "MOST_BYTES", 39)
+    with pytest.raises(InputError, match="line 2 has more"):
+        lines_of(path)
+
+
+def test_padding_between_frames_is_passed(tmp_path):
+    path = tmp_path / "a.xz"
+    path.write_bytes(lzma.compress(b"a\n") + bytes(8) + lzma.compress(b"b\n") + bytes(4))
+    assert lines_of(path) == [b"a", b"b"]
+
+
+def test_a_dictionary_of_gigabytes_is_not_allocated(tmp_path):
+    path = tmp_path / "a.xz"
+    small = bytearray(lzma.compress(b"a\n", preset=9))
+    # The header of the block: its size, flags, filter LZMA2, one byte of properties, 2^((n + 4) / 2) bytes; CRC-32.
+    start = 12
+    assert small[start + 2 : start + 4] == b"\x21\x01"
+    small[start + 4] = 37  # 3 GiB
+    end = start + 4 * (small[start] + 1)
+    small[end - 4 : end] = zlib.crc32(small[start : end - 4]).to_bytes(4, "little")
+    path.write_bytes(small)
+    with pytest.raises(InputError, match="Memory usage limit"):
+        lines_of(path)
+
+
+ITEMS = [{"text": 'é\U0001f600 \\" ]}, [', "n": [1, -2.5e3, None, True]}, 12, "a", [], {}, [[{"a": 1}]], 1.5, 123456789]
+
+
+@pytest.mark.parametrize("piece", [1, 2, 3, 7, 64, 4096])
+@pytest.mark.parametrize("indent", [None, 1])
+def test_items_of_an_array_are_those_of_json_wherever_it_is_cut(piece, indent):
+    text = " " + json.dumps(ITEMS, ensure_ascii=False, indent=indent) + " \n"
+    stored = io.BytesIO(text.encode())
+    assert [*ArrayReader(stored.read(piece), stored.read, piece, MOST).items()] == ITEMS
+
+
+@pytest.mark.parametrize(
+    "text, problem",
+    [
+        ('[{"a": 1}, {"a" 2}]', r"item 2 is not JSON \(Expecting ':'"),
+        ('[{"a": 1} {"a": 2}]', "after item 1 is '{', not a comma"),
+        ('[{"a": 1}, ', "item 2 is not JSON"),
+        ('[{"a": 1}', "after item 1 is its end"),
+        ('[{"a": 1}] x', "text follows its end"),
+        ('[{"a": 1}, ' + "[" * 100_000, "item 2 is not JSON"),
+        ('[{"a": ' + "9" * 5000 + "}]", "item 1 is not JSON"),
+        ('[{"a": "' + "x" * 2000 + '"}]', "item 1 has more than"),
+        ('[{"a": "' + "x" * 2000, "item 1 has more than"),
+    ],
+)
+def test_a_damaged_array_is_a_sentence(tmp_path, monkeypatch, text, problem):
+    monkeypatch.setattr(json_lines, "BLOCK_BYTES", 64)
+    monkeypatch.setattr(json_lines, "MOST_BYTES", 1000 if "x" * 9 in text else MOST)
+    path = tmp_path / "a.json"
+    path.write_text(text)
+    with pytest.raises(InputError, match=f"begins like a JSON array, but {problem}"):
+        lines_of(path)
+
+
+def test_an_array_is_not_in_memory(tmp_path):
+    path = tmp_path / "a.json"
+    path.write_text(json.dumps([{"text": "x" * 10_000}] * 1000))  # 10 MB
+    tracemalloc.start()
+    count = sum(block.text.count(b"\n") for block in read_blocks([str(path)]))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert count == 1000 and peak < 8 << 20
+
+
+def test_arrays_and_parquet_files_take_their_own_bytes(tmp_path):
+    """So that progress ends at 100 %."""
+    (tmp_path / "a.json").write_text(json.dumps([{"text": "x" * 100}] * 1000))
+    parquet.write_table(pa.table({"text": ["x" * 100] * 1000}), tmp_path / "a.parquet", row_group_size=300)
+    for path in tmp_path.iterdir():
+        blocks = [*read_blocks([str(path)])]
+        assert sum(block.stored_bytes for block in blocks) == path.stat().st_size
+        assert sum(block.text.count(b"\n") for block in blocks) == 1000
+        [*rest] = read_blocks([str(path)], start=blocks[1].end)
+        assert b"".join(b.text for b in rest) == b"".join(b.text for b in blocks[2:])
+
+
+def written(path, table, **options):
+    parquet.write_table(table, path, **options)
+    return path
+
+
+def records_of(path):
+    return [json.loads(line) for line in lines_of(path)]
+
+
+def test_dates_times_and_durations_are_text_whatever_their_size(tmp_path):
+    nested = pa.list_(pa.struct([("at", pa.timestamp("ns")), ("by", pa.string())]))
+    table = pa.table(
+        {
+            "text": ["a"],
+            "ns": pa.array([1], pa.timestamp("ns")),
+            "zone": pa.array([0], pa.timestamp("ms", "UTC")),
+            "day": pa.array([2**31 - 1], pa.date32()),
+            "time": pa.array([1], pa.time64("ns")),
+            "long": pa.array([2**62], pa.duration("s")),
+            "messages": pa.array([[{"at": 10**9, "by": "x"}]], nested),
+            "map": pa.array([[("k", 5)]], pa.map_(pa.string(), pa.timestamp("ns"))),
+        }
+    )
+    [record] = records_of(written(tmp_path / "a.parquet", table))
+    assert record["text"] == "a" and record["ns"] == "1970-01-01 00:00:00.000000001"
+    assert record["zone"].startswith("1970-01-01 00:00:00") and record["time"] == "00:00:00.000000001"
+    assert isinstance(record["day"], str) and record["long"] == str(2**62)
+    assert record["messages"][0] | {"at": ""} == {"at": "", "by": "x"}
+    assert record["messages"][0]["at"].startswith("1970-01-01 00:00:01")
+    assert record["map"] == [["k", "1970-01-01 00:00:00.000000005"]]
+
+
+def test_other_types_are_read_as_before(tmp_path):
+    table = pa.table(
+        {
+            "x": [1.5, float("nan")],
+            "big": pa.array(["a", "b"]).dictionary_encode(),
+            "nothing": pa.nulls(2),
+            "list": [[1], None],
+        }
+    )
+    first, second = records_of(written(tmp_path / "a.parquet", table))
+    assert first == {"x": 1.5, "big": "a", "nothing": None, "list": [1]}
+    assert second["x"] != second["x"] and second["list"] is None
+
+
+def text_of_bytes(values):
+    """A column of text whose bytes are no UTF-8."""
+    return pa.array(values, pa.binary()).view(pa.string())
+
+
+def test_a_value_that_cannot_be_read_is_named_by_group_row_and_column(tmp_path):
+    table = pa.table({"id": range(5), "text": text_of_bytes([b"a", b"b", b"c", b"\xff", b"d"])})
+    path = written(tmp_path / "a.parquet", table, row_group_size=2)
+    seen = []
+    with pytest.raises(InputError, match=r"a.parquet, row group 1, row 4, column text: .*utf-8"):
+        for block in read_blocks([str(path)], "text"):
+            seen += texts(block, "text")
+    assert seen == []  # the rows before it are in the same block
+
+
+def test_names_that_come_twice_are_sentences(tmp_path):
+    twice = pa.Table.from_arrays([pa.array(["a"]), pa.array(["b"])], names=["text", "text"])
+    inner = pa.StructArray.from_arrays([pa.array(["x"]), pa.array(["y"])], names=["a", "a"])
+    path = written(tmp_path / "a.parquet", twice)
+    for column in ("text", None):
+        with pytest.raises(InputError, match='has 2 columns "text": rename'):
+            lines_of(path, column=column)
+    path = written(tmp_path / "b.parquet", pa.table({"text": ["a"], "s": inner}))
+    with pytest.raises(InputError, match="row group 0, row 1, column s: .*duplicate"):
+        lines_of(path)
+    assert lines_of(path, column="text") == [b'{"text": "a"}']
+
+
+def test_a_row_group_that_expands_is_refused_before_it_is_read(tmp_path, monkeypatch):
+    monkeypatch.setattr(json_lines, "MOST_BYTES", MOST)
+    table = pa.table({"id": range(2), "text": ["a", "0" * (32 * MOST)]})
+    path = written(tmp_path / "a.parquet", table, compression="zstd", use_dictionary=False)
+    del table
+    before = pa.total_allocated_bytes()
+    pool = pa.default_memory_pool()
+    with pytest.raises(InputError, match="row group 0, column text: .* bytes of the file become"):
+        lines_of(path, column="text")
+    assert pa.total_allocated_bytes() == before and pool.bytes_allocated() == before
+    assert lines_of(path, column="id") == [b'{"id": 0}', b'{"id": 1}']
+
+
+def test_a_long_row_is_a_sentence_and_a_repeated_value_is_not_multiplied(tmp_path, monkeypatch):
+    monkeypatch.setattr(json_lines, "MOST_BYTES", MOST)
+    path = written(tmp_path / "a.parquet", pa.table({"text": ["a", "b" * (MOST + 1), "c"]}), compression="none")
+    with pytest.raises(InputError, match="row group 0, row 2 has 1 MiB, but a document has at most 1"):
+        lines_of(path)
+    repeated = pa.array(["x" * (MOST // 2)] * 256).dictionary_encode()
+    path = written(tmp_path / "b.parquet", pa.table({"text": repeated}), compression="zstd")
+    del repeated
+    tracemalloc.start()
+    count = sum(block.text.count(b"\n") for block in read_blocks([str(path)], "text"))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert count == 256 and peak < 16 * MOST

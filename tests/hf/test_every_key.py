@@ -1,0 +1,67 @@
+"""Every key of a published config.json changes the model that is read, is refused, or stands here with a reason."""
+
+import json
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from megajax.config.model_schema import ModelConfig
+from megajax.errors import InputError
+from megajax.hf.convert import read_model
+
+FILES = Path(__file__).parents[1] / "data_files"
+FOLDERS = sorted(FILES.glob("tiny_*.zip"))
+MAY_CHANGE = {  # the others decide the model's numbers
+    "of other programs": "architectures transformers_version use_cache pretraining_tp reorder_and_upcast_attn",
+    "of the stored weights": "dtype initializer_range",
+    "read with the tokenizer": "bos_token_id eos_token_id pad_token_id",
+    "of their training": """attention_dropout attn_pdrop embd_pdrop resid_pdrop router_jitter_noise
+        router_aux_loss_coef output_router_logits""",
+    "of classifiers": """summary_activation summary_first_dropout summary_proj_to_labels summary_type
+        summary_use_proj""",
+    "rotary positions have no last one": "max_position_embeddings",
+}
+OF_FAMILY = {  # what other keys of the file decide
+    "tiny_deepseek_v2": "head_dim qk_head_dim",
+    "tiny_deepseek_v3": "head_dim qk_head_dim",
+    "tiny_gemma3_text": "_sliding_window_pattern",  # layer_types
+    "tiny_qwen2": "max_window_layers",  # layer_types
+    "tiny_qwen3_local": "max_window_layers",  # layer_types
+    "tiny_qwen3_moe_mixed": "mlp_only_layers sliding_window use_sliding_window",  # the order; a window is off or null
+    "tiny_smollm3": "no_rope_layer_interval sliding_window use_sliding_window",  # no_rope_layers; as above
+}
+
+
+def other(value: Any) -> Any:
+    """A value of the same type that is not equal."""
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, int | float):
+        return 2 * value + 1
+    if isinstance(value, str):
+        return f"{value}x"
+    if isinstance(value, list):
+        return value[::-1] if value[::-1] != value else [*value, *value[-1:]]
+    return 3
+
+
+@pytest.mark.parametrize("path", FOLDERS, ids=lambda path: path.stem)
+def test_every_key_of_a_config_counts(path, tmp_path):
+    with zipfile.ZipFile(path) as archive:
+        config = json.loads(archive.read("config.json"))
+
+    def read(changed):
+        (tmp_path / "config.json").write_text(json.dumps(changed))
+        return ModelConfig.model_validate(read_model(tmp_path))
+
+    base, silent = read(config), set()
+    for key, value in config.items():
+        try:
+            silent |= {key} if read(config | {key: other(value)}) == base else set()
+        except (InputError, ValidationError):
+            continue
+    free = " ".join([*MAY_CHANGE.values(), OF_FAMILY.get(path.stem, "")]).split()
+    assert silent - {*free} == set()

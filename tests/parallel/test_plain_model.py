@@ -1,0 +1,168 @@
+"""What a step logs, its gradients and the evaluation are those of the plain model, on one device and on meshes."""
+
+import itertools
+import math
+from functools import cache
+
+import jax
+import numpy as np
+import plain_model
+import pytest
+from mesh_models import GPT2, MIXTRAL, UNPACKED
+
+from megajax.config.checks import check_mesh
+from megajax.mesh import build_mesh
+from megajax.training.batches import to_global
+from megajax.training.step import TrainProgram
+from megajax.verify.runs import canonical, first_gradients
+
+TINY = {"num_layers": 2, "hidden_size": 32, "num_heads": 4, "vocab_size": 250, "init_std": 0.1, "ffn_hidden_size": 48}
+# Every loss of a router, dropped assignments, a shared expert with a gate, and a dense layer.
+SOFTMAX = MIXTRAL | {
+    "num_layers": 3,
+    "num_kv_heads": 2,
+    "first_dense_layers": 1,
+    "expert_ffn_hidden_size": 24,
+    "shared_expert_ffn_hidden_size": 16,
+    "shared_expert_gate": True,
+    "dropout": 0.2,
+    "z_loss": 0.01,
+    "router": {"global_loss": 0.3, "sequence_loss": 0.2, "z_loss": 0.1, "jitter": 0.3, "capacity_factor": 1.0},
+}
+DEEPSEEK_ROUTER = {
+    "score_function": "sigmoid",
+    "scaling_factor": 2.5,
+    "num_groups": 4,
+    "groups_per_token": 2,
+    "jitter": 0.3,
+    "expert_bias": True,
+    "bias_update_rate": 0.05,
+    "sequence_loss": 0.2,
+    "z_loss": 0.1,
+}
+MODELS = {
+    "dense": TINY | GPT2 | {"dropout": 0.2, "z_loss": 0.01, "logit_softcap": 3.0},
+    "softmax": SOFTMAX,
+    # With prediction modules, and scores that are measured and clipped.
+    "sigmoid": SOFTMAX
+    | {"num_layers": 2, "first_dense_layers": 0, "mtp_layers": 2, "qk_clip": 0.5, "router": DEEPSEEK_ROUTER},
+}
+DOCUMENTS = {"kind": "synthetic", "reset_attention": True, "reset_positions": True}
+DATA = {"dense": DOCUMENTS, "softmax": UNPACKED, "sigmoid": DOCUMENTS}
+ROWS, LENGTH, SEED = 8, 16, 7
+CASES = [
+    pytest.param("dense", {}, marks=pytest.mark.smoke),
+    ("dense", {"data": 2, "fsdp": 2, "tensor": 2}),
+    ("dense", {"pipeline": 2, "context": 2}),
+    ("softmax", {}),
+    ("softmax", {"expert": 2, "context": 2, "tensor": 2}),
+    ("sigmoid", {}),
+    ("sigmoid", {"pipeline": 2, "expert": 2, "tensor": 2}),
+]
+# Sums of FP32 numbers in another order, after two layers; the worst found was 2e-7.
+VALUE, GRADIENT = 1e-6, 1e-5
+
+
+def make(table, name, mesh):
+    sections = {"batch": {"global_size": ROWS, "sequence_length": LENGTH}, "run": {"steps": 2, "seed": SEED}}
+    optimizer = "muon" if "qk_clip" in MODELS[name] else "adamw"
+    return table.make_config(MODELS[name], mesh, microbatches=2, optimizer=optimizer, data=DATA[name], **sections)
+
+
+def as_microbatches(fields):
+    """Fields `[rows, S]` of a batch → the plain model's `[M, B, S]`."""
+    names = {"segment_ids": "documents", "is_real": "real"}
+    return {names.get(name, name): a.reshape(2, ROWS // 2, LENGTH) for name, a in fields.items()}
+
+
+@pytest.fixture(scope="module")
+def plain(table):
+    """The plain model's numbers and gradients of the first step, and its summed loss without dropout, by name."""
+
+    @cache
+    def of(name):
+        config = make(table, name, {})
+        model, weights, batch = (
+            config.model.model_dump(),
+            table.weights_of(config),
+            as_microbatches(first_batch(config)),
+        )
+        draws = plain_model.Draws(model, batch["tokens"].shape, SEED, 0)
+        evaluated = plain_model.step(np, model | {"mtp_layers": 0}, weights, batch, plain_model.NoDraws())[1]
+        return *plain_model.numbers_and_gradients(model, weights, batch, draws), evaluated["loss"]
+
+    def first_batch(config):
+        return next(table.make_batches(config))
+
+    return of
+
+
+@pytest.mark.parametrize(("name", "mesh"), CASES, ids=str)
+def test_a_step_has_the_numbers_and_gradients_of_the_plain_model(table, plain, name, mesh):
+    config = make(table, name, mesh)
+    count = math.prod(mesh.values())
+    program = TrainProgram.build(config, build_mesh(check_mesh(config, count), jax.devices()[:count]))
+    state, batches = table.first_state(program, table.weights_of(config)), table.make_batches(config)
+    fields = next(batches)
+    batch = to_global(program, fields)
+    loss, tokens = program.eval_step(state.weights, state.layer_state, batch)
+    state, metrics = program.train_step(state, batch)
+    logged, gradients, evaluated = plain(name)
+
+    assert tokens == fields["loss_mask"].sum()
+    np.testing.assert_allclose(loss / tokens, evaluated, VALUE)
+    assert_logged(metrics, logged | imbalance(batch, fields, mesh), config)
+    norm = math.sqrt(sum((g**2).sum() for g in gradients.values()))
+    np.testing.assert_allclose(metrics["grad_norm"], norm, VALUE)
+    found, zeros = first_gradients(program, state, norm), table.zero_gradients(config)
+    assert found.keys() == gradients.keys()
+    for weight, expected in gradients.items():
+        limit = GRADIENT * (norm if weight in zeros else np.linalg.norm(expected))
+        assert np.linalg.norm(found[weight] - expected) < limit, weight
+
+    # The next step: other masks, other weights, and the routers' biases moved towards balance.
+    biases = {}
+    if config.model.router.expert_bias:
+        counts = np.asarray(logged["expert_counts"], float)
+        moved = 0.05 * np.sign(counts.mean(1, keepdims=True) - counts)
+        biases = {"moe": moved[: config.model.num_layers], "mtp": moved[config.model.num_layers :]}
+        for kind, expected in biases.items():
+            np.testing.assert_allclose(state.layer_state[kind]["moe.expert_bias"], expected, VALUE)
+    batch, model = as_microbatches(fields := next(batches)), config.model.model_dump()
+    weights = canonical(program, state.params)
+    draws = plain_model.Draws(model, batch["tokens"].shape, SEED, 1)
+    whole = to_global(program, fields)
+    _, metrics = program.train_step(state, whole)
+    logged = plain_model.step(np, model, weights, batch, draws, biases)[1]
+    assert_logged(metrics, logged | imbalance(whole, fields, mesh), config)
+
+
+def imbalance(batch, fields, mesh):
+    """The keys that the busiest device of `context` sees in a microbatch over those of a mean one, by name."""
+    if "order" not in batch:
+        return {}
+    seen = np.take_along_axis(fields["positions"] + 1, np.asarray(batch["order"]).reshape(ROWS, LENGTH), axis=1)
+    work = seen.reshape(2, ROWS // 2, mesh["context"], -1).sum(axis=(1, 3))
+    return {"attention_imbalance": work.max(1).sum() / work.mean(1).sum()}
+
+
+def assert_logged(metrics, expected, config):
+    """Every number that a step logs, but those that the trainer counts, has its expected value."""
+    without = () if config.model.qk_clip else ("max_attention_score",)
+    expected = {name: value for name, value in expected.items() if name not in without}
+    assert metrics.keys() - expected.keys() == {"grad_norm", "learning_rate", "skipped", "skipped_in_row"}
+    for name, value in expected.items():
+        np.testing.assert_allclose(np.asarray(metrics[name]), value, VALUE, err_msg=name)
+
+
+def test_no_two_masks_are_equal():
+    """Over the embedding, layers, branches, prediction modules, routers and steps."""
+    model = {"dropout": 0.5, "hidden_size": 16, "router": {"jitter": 0.3}}
+    masks = []
+    for step in range(2):
+        draws = plain_model.Draws(model, (1, 2, 4), SEED, step)
+        masks += [draws.dropout(number) > 0 for number in range(7)]
+        masks += [draws.dropout(number, module) > 0 for module in range(2) for number in (0, 7 + 2 * module)]
+        masks += [draws.jitter(layer) > 1 for layer in range(3)]
+    for one, other in itertools.combinations(masks, 2):
+        assert 0.2 < (one != other).mean() < 0.8  # of 128 fair coins, 0.5 ± 0.044

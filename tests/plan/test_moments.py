@@ -1,0 +1,55 @@
+"""The planner's bytes of an optimizer's state are those of the train state, for every kind and form of it."""
+
+import itertools
+import math
+from dataclasses import replace
+from typing import get_args
+
+import jax
+import pytest
+from mesh_models import MIXTRAL
+
+from megajax import Config
+from megajax.config.checks import check_mesh
+from megajax.config.optimizer_schema import OptimizerConfig
+from megajax.mesh import build_mesh
+from megajax.plan.optimizer import host_bytes, moment_bytes
+from megajax.training.step import TrainProgram
+
+
+def choices(key: str) -> tuple[str, ...]:
+    return get_args(OptimizerConfig.model_fields[key].annotation)
+
+
+CASES = [
+    {"kind": kind, "state": state, "master": master, "ema_decay": ema, "offload": offload}
+    for kind, state, master in itertools.product(*map(choices, ("kind", "state", "master")))
+    for ema, offload in ((None, 0.0), (0.99, 0.6))
+]
+CASES += [{"kind": "sgd", "beta1": 0.0}]
+
+
+@pytest.mark.parametrize("settings", CASES, ids=lambda settings: "-".join(map(str, settings.values())))
+def test_the_planner_counts_the_bytes_of_the_state(settings):
+    config = Config.model_validate(
+        {
+            "model": MIXTRAL | {"hidden_size": 48, "norm": "layernorm"},  # no multiple of int8's blocks
+            "mesh": {"fsdp": 2, "tensor": 2},
+            "batch": {"global_size": 4, "sequence_length": 16},
+            "optimizer": settings,
+            "data": {"kind": "synthetic"},
+        }
+    )
+    program = TrainProgram.build(config, build_mesh(check_mesh(config, 4), jax.devices()[:4]))
+    state, counted = program.abstract_state, {"device": 0, "pinned_host": 0}
+    rest = replace(state, params={}, frozen={}, layer_state={})
+    for leaf in jax.tree.leaves(rest):
+        if leaf.shape:  # not the numbers of steps
+            kept = math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+            counted["pinned_host" if leaf.sharding.memory_kind == "pinned_host" else "device"] += kept
+    each, _ = moment_bytes(program.plan, program.placements)
+    stored = {name: leaf.sharding.shard_shape(leaf.shape) for name, leaf in state.params.items()}
+    on_device = sum(number * math.prod(stored[name]) for name, number in each.items())
+    assert on_device == pytest.approx(counted["device"], rel=1e-12)
+    on_host = host_bytes(program.plan, program.placements)
+    assert on_host == pytest.approx(counted["pinned_host"], rel=1e-12)

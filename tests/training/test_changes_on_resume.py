@@ -1,0 +1,128 @@
+"""Every config key is compared when a run resumes, or stands here with the reason why it may change."""
+
+from collections.abc import Iterator
+from typing import Any, get_args
+
+import pytest
+from pydantic import BaseModel
+
+from megajax.checkpoint.description import differences
+from megajax.config.effects import COMPARED_ON_RESUME
+from megajax.config.fields import Section
+from megajax.config.load import load_config
+from megajax.training.saving import MUST_AGREE, compared_settings
+
+# Keys, or sections, that a resumed run may change.
+MAY_CHANGE = {
+    "settings of the training, as for a new phase of it": """
+        schedule batch.global_size batch.num_microbatches batch.schedule precision lora.dropout run.steps
+        model.dropout model.z_loss model.mtp_loss_weight model.qk_clip
+        model.router.jitter model.router.sequence_loss model.router.global_loss model.router.z_loss
+        model.router.bias_update_rate model.router.sinkhorn model.router.capacity_factor model.router.drop_policy
+        optimizer.weight_decay optimizer.beta2 optimizer.epsilon optimizer.clip_norm
+        optimizer.decay_norms optimizer.decay_biases optimizer.decay_embeddings optimizer.groups optimizer.layer_decay
+        optimizer.muon optimizer.ademamix
+        data.reset_attention data.reset_positions data.mask_end_of_document_loss""",
+    "the learning rate is scaled by it, but a new run's first weights alone are": "model.mup_base_width",
+    "read for the first weights only": "model.init_std model.depth_scaled_init",
+    "converted when it is read": "optimizer.master optimizer.ema_decay",
+    "for benchmarks": "model.router.force_balance",
+    "no number depends on it": """
+        mesh pipeline remat kernels optimizer.offload logging checkpoint
+        run.name run.dir run.log_interval run.eval_interval run.checkpoint_interval run.deterministic
+        run.compilation_cache run.max_minutes run.peer_timeout_seconds run.hang_factor run.hang_min_seconds
+        run.max_nonfinite_steps run.spike_factor run.spike_window run.max_rollbacks run.replica_check_interval
+        data.index_cache data.workers data.prefetch""",
+    "evaluation": "run.eval_steps data.valid data.valid_sets data.test data.drop_last_validation_sample",
+    "the sources' code is compared when processes join": "run.extensions",
+    "synthetic data are for tests of speed": "data.synthetic_documents",
+    "compared through the number of samples": "data.train_samples",
+}
+
+
+def leaves(section: BaseModel, at: str = "") -> Iterator[tuple[str, Any]]:
+    """Each key with its value."""
+    for name in type(section).model_fields:
+        value = getattr(section, name)
+        yield from leaves(value, f"{at}{name}.") if isinstance(value, Section) else [(f"{at}{name}", value)]
+
+
+def another(value: Any, choices: tuple[Any, ...]) -> Any:
+    """A value of the same kind that is not equal, one of the `choices` if there are any."""
+    if isinstance(value, str):
+        return next((each for each in choices if isinstance(each, str) and each != value), f"{value}x")
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, int | float):
+        return value + 1
+    if "tuple" in str(choices):
+        return value[1:] if value else (2.0,)
+    return value[1:] if value else 7
+
+
+def changed(section: Any, key: str) -> Any:
+    name, _, rest = key.partition(".")
+    value = getattr(section, name)
+    choices = get_args(type(section).model_fields[name].annotation)
+    return section.model_copy(update={name: changed(value, rest) if rest else another(value, choices)})
+
+
+# Compared by the stages that began, where SGD has no momentum (both in test_saving.py), and by the keys within it.
+ELSEWHERE = ("data.stages", "optimizer.beta1", "model.rope_scaling")
+LATENT = (
+    "model.num_experts=4",
+    "model.kv_lora_rank=8",
+    "model.qk_nope_head_dim=8",
+    "model.qk_rope_head_dim=8",
+    "model.num_kv_heads=4",
+)
+LORA = ("lora.rank=2", "lora.targets=[query]", "checkpoint.init_from=elsewhere")
+TEXT = ("data.tokenizer=byte", "model.vocab_size=300")
+# Settings with which keys are read, and the section that is walked with them: "" all.
+BASES = (
+    ("", ("model.num_experts=4", *LATENT, "model.v_head_dim=8", "model.rope_scaling={kind: yarn, factor: 2}")),
+    ("lora", LORA),
+    ("data", ("data.kind=text", *TEXT, "data.fim_rate=0.5")),
+    ("data", ("data.kind=chat", *TEXT)),
+)
+
+
+@pytest.fixture(scope="module")
+def bases(tiny, text):
+    """BASES with resolved configs."""
+    return [(section, load_config(tiny, [f"data.train={text}", *overrides])) for section, overrides in BASES]
+
+
+def is_named(key: str, names) -> bool:
+    return any(f"{key}.".startswith(f"{name}.") for name in names)
+
+
+@pytest.mark.filterwarnings("ignore:Pydantic serializer warnings")  # of values that a key cannot have
+def test_every_key_is_compared_or_may_change_for_a_reason(bases):
+    refused, keys = set(), set()
+    for section, base in bases:
+        saved = compared_settings(base, 1, [])
+        for key, _ in leaves(base):
+            keys.add(key)
+            if key in ELSEWHERE or not key.startswith(section):
+                continue
+            mine = changed(base, key)
+            if differences(saved, compared_settings(mine, 1, []), MUST_AGREE):
+                refused.add(key)
+    free = {name for names in MAY_CHANGE.values() for name in names.split()}
+    for name in (*free, *COMPARED_ON_RESUME):
+        assert any(is_named(key, [name]) for key in keys), f"{name} is no key"
+    may_change = {key for key in keys if is_named(key, free)}
+    assert keys - refused - may_change - {*ELSEWHERE} == set()
+    assert refused & may_change == set()
+    assert [key for key in refused if not is_named(key, COMPARED_ON_RESUME)] == []
+
+
+def test_a_key_that_an_older_checkpoint_does_not_have_is_not_compared(bases):
+    (_, text), (_, chat) = bases[2:]
+    saved, mine = compared_settings(text, 1, []), compared_settings(changed(text, "data.text_key"), 1, [])
+    (found,) = differences(saved, mine, MUST_AGREE)
+    assert (found.key, found.saved, found.mine) == ("data.text_key", "text", "textx")
+    del saved["data"]["text_key"]
+    assert not differences(saved, mine, MUST_AGREE)
+    assert "data.kind" in [each.key for each in differences(saved, compared_settings(chat, 1, []), MUST_AGREE)]
