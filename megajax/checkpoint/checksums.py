@@ -1,7 +1,8 @@
 """Checksums of a checkpoint's files, which find damage before a file is read.
 
 `STEP/checksums.json` has the size of each file and the CRC-32 of each of its pieces. CRC-32 finds accidental damage, at
-2.7 GB/s per thread; it does not prove who wrote a file.
+2.7 GB/s per thread; it does not prove who wrote a file. A second file says that the first was written, so its loss is
+damage too. Both come after the checkpoint is complete; one that a crash leaves without them is read without.
 """
 
 import json
@@ -18,6 +19,7 @@ from megajax.files import read_bytes
 from megajax.json_files import Count, Damaged, damaged, parse
 
 NAME = "checksums.json"
+WRITTEN = f"{NAME}.written"
 PIECE = 2**26  # bytes; large files are divided among threads and processes
 BLOCK = 2**22  # bytes that a thread reads at a time
 THREADS = 8
@@ -51,6 +53,13 @@ def exist(directory: Folder) -> bool:
     return (directory / NAME).exists()
 
 
+def lost(directory: Folder) -> str:
+    """What is wrong with a checkpoint whose checksums were written and are gone; empty if they are not."""
+    if exist(directory) or not (directory / WRITTEN).exists():
+        return ""
+    return f"{NAME} is missing: copy it again, or remove {WRITTEN} to read the checkpoint without a verification"
+
+
 def compute(directory: Folder, index: int = 0, count: int = 1) -> list[tuple[str, int, str]]:
     """(file, piece, CRC-32 in hexadecimal) for the `index`-th of `count` equal shares of a checkpoint's pieces."""
     share = _pieces(_sizes(directory))[index::count]
@@ -70,6 +79,7 @@ def write(directory: Folder, shares: Sequence[Sequence[Sequence[Any]]]) -> str:
         files[name]["crc32"].append(crc)
     record = {"format": 1, "piece": PIECE, "crc32": _own(files), "files": files}
     write_text(directory / NAME, json.dumps(record, indent=0))
+    write_text(directory / WRITTEN, f"{NAME} belongs to this checkpoint.\n")
     return ""
 
 
@@ -81,7 +91,7 @@ def damage(directory: Folder, index: int = 0, count: int = 1, part: str = "") ->
     try:
         with store_errors(directory):
             if not exist(directory):
-                return ""
+                return lost(directory)
             recorded = _recorded(directory)
     except Damaged as error:
         return f"{NAME} cannot be read: {error.problem}"

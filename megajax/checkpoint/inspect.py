@@ -25,8 +25,7 @@ def row(checkpoint: Folder, verify: bool) -> tuple[list[str], bool]:
         where = _saved_on(checkpoint)
     except (UserError, OSError, ValueError) as error:
         problem = str(error) or type(error).__name__
-    if verify:
-        problem = checksums.damage(checkpoint) or problem
+    problem = (checksums.damage(checkpoint) if verify else checksums.lost(checkpoint)) or problem
     state = "verified" if verify else "with checksums, not verified"
     if not checksums.exist(checkpoint):
         state = "without checksums"

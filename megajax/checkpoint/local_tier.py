@@ -218,13 +218,15 @@ class LocalTier:
             damage = checksums.damage(directory) if checksums.exist(directory) else f"{checksums.NAME} is missing"
             if not damage:
                 index = json_files.read(directory / INDEX, Index, "remove it")
+                return self._open(step, index, abstract)
         except Damaged as error:
             damage = error.problem
         except (OSError, UserError) as error:  # such as a disk with errors
             damage = reason(error)
-        if damage:
-            warnings.warn(f"the local checkpoint {directory} is damaged ({damage}): it is not used.", stacklevel=2)
-            return None, DAMAGED
+        warnings.warn(f"the local checkpoint {directory} is damaged ({damage}): it is not used.", stacklevel=2)
+        return None, DAMAGED
+
+    def _open(self, step: int, index: Index, abstract: Any) -> tuple[LocalCheckpoint | None, int]:
         leaves = jax.tree_util.tree_leaves_with_path(abstract)
         needed = {shard: leaf for path, leaf in leaves for _, shard in _needed(path, leaf)}
         forms = {(each.name, each.slice): (each.shape, each.dtype) for each in index["shards"]}
@@ -235,6 +237,7 @@ class LocalTier:
         )
         if not fits:
             return None, OTHER_LAYOUT
+        directory = self.directory / str(step)
         data = np.memmap(directory / DATA, np.uint8, "r")
         shards = {shard: _view(data, leaf.dtype, forms[shard][0], offsets[shard]) for shard, leaf in needed.items()}
         return LocalCheckpoint(step, directory, {**index["description"]}, shards), FITS
@@ -264,6 +267,8 @@ def _write_shards(path: Path, copies: Sequence[tuple[str, str, Any]]) -> list[St
 
 def _view(data: np.ndarray, dtype: Any, shape: tuple[int, ...], offset: int) -> np.ndarray:
     size = math.prod(shape) * dtype.itemsize
+    if offset + size > data.size:
+        raise OSError(f"{INDEX} does not fit {DATA}")
     return data[offset : offset + size].view(dtype).reshape(shape)
 
 

@@ -24,6 +24,7 @@ import orbax.checkpoint as ocp
 from orbax.checkpoint.checkpoint_managers import preservation_policy as policies
 
 from megajax.checkpoint import checksums
+from megajax.checkpoint.arrays import check_shapes
 from megajax.checkpoint.best import BestByLoss
 from megajax.checkpoint.description import compare_descriptions, describe_model
 from megajax.checkpoint.storage import (
@@ -208,8 +209,8 @@ class Checkpoints:
     def damage(self, step: int, part: str = "") -> str:
         """The first damaged file of a checkpoint, among those whose names begin with `part`, and what is wrong with it.
 
-        Empty if there is none, or if the checkpoint has no checksums. Each process reads a share of all files; process
-        0 those of a part, which are few.
+        Empty if there is none, or if the checkpoint never had checksums. Each process reads a share of all files;
+        process 0 those of a part, which are few.
         """
         directory, index, count = self.directory / str(step), jax.process_index(), jax.process_count()
         if part:
@@ -262,7 +263,8 @@ class Checkpoints:
         return found["description"]
 
     def restore(self, step: int, abstract: Any) -> Any:
-        """The tree of a checkpoint, in the shapes, dtypes and shardings of `abstract`."""
+        """The tree of a checkpoint, in the shapes, dtypes and shardings of `abstract`. Errors as `check_shapes`."""
+        check_shapes(self.directory / str(step) / "state", abstract)
         args = ocp.args.Composite(state=ocp.args.StandardRestore(abstract))  # type: ignore[call-arg]
         return self._manager.restore(step, args=args)["state"]
 
@@ -386,6 +388,7 @@ def restore_model(
         compare_descriptions(saved, mine, f"{setting}={path}{location}", ("model",), "name another run")
         if problem := checkpoints.damage(step):
             raise ValueError(problem)
+        check_shapes(item, abstract)
         with ocp.PyTreeCheckpointer() as reader:
             restore_args = ocp.checkpoint_utils.construct_restore_args(abstract)
             args = ocp.args.PyTreeRestore(abstract, restore_args=restore_args, partial_restore=True)  # type: ignore[call-arg]

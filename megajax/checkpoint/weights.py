@@ -7,18 +7,17 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import tensorstore
 
 from megajax.checkpoint import checksums
+from megajax.checkpoint.arrays import check_size, open_arrays
 from megajax.checkpoint.manager import find_checkpoint, saved_layer_state
-from megajax.checkpoint.storage import Folder, checkpoint_folder, key_value_store, read_description, store_errors
+from megajax.checkpoint.storage import Folder, checkpoint_folder, read_description, store_errors
 from megajax.config import Config, ModelConfig, load_config
 from megajax.errors import InputError
 from megajax.json_files import Damaged
 from megajax.model.block import layer_state
 
 PARAMS, EMA = "params.", "ema."  # beginnings of the names of parameters, and of their moving averages
-HEADER = "/.zarray"  # end of orbax's key of an array's header
 
 
 def load_weights(run_or_checkpoint: str | Path) -> dict[str, np.ndarray]:
@@ -106,22 +105,15 @@ def array_headers(checkpoint: Folder) -> dict[str, tuple[tuple[int, ...], np.dty
     """
     item = checkpoint / "state"
     with _damage_reported(item):
-        return {name: (tuple(array.shape), array.dtype.numpy_dtype) for name, array in _open(item, "").items()}
+        return {name: (tuple(array.shape), array.dtype.numpy_dtype) for name, array in open_arrays(item).items()}
 
 
 def _open(item: Folder, prefix: str = PARAMS) -> dict[str, Any]:
-    # Without orbax, because it starts jax, which reserves GPU memory.
-    store = {"driver": "ocdbt", "base": key_value_store(item)}
-    keys = tensorstore.KvStore.open(store).result().list().result()
-    paths = [key.decode().removesuffix(HEADER) for key in keys if key.endswith(HEADER.encode())]
-    opened = {
-        path.removeprefix(prefix): tensorstore.open({"driver": "zarr", "kvstore": store | {"path": f"{path}/"}})
-        for path in paths
-        if path.startswith(prefix)
-    }
+    opened = open_arrays(item, prefix)
     if not opened:
         raise InputError(f"{item.parent} is damaged (it has no parameters): give another checkpoint.")
-    return {name: array.result() for name, array in opened.items()}
+    check_size(item, opened)
+    return opened
 
 
 @contextlib.contextmanager

@@ -90,8 +90,18 @@ def test_a_forged_record_leads_to_no_other_file(checkpoint, name, size):
     assert checksums.damage(checkpoint).startswith("checksums.json cannot be read")
 
 
-def test_processes_that_see_other_files_write_no_record(checkpoint):
+def test_the_loss_of_written_checksums_is_damage_with_a_way_out(checkpoint):
     (checkpoint / "checksums.json").unlink()
+    for part in ("", "description"):
+        found = checksums.damage(checkpoint, part=part)
+        assert found.startswith("checksums.json is missing: ") and "remove checksums.json.written" in found
+    (checkpoint / "checksums.json.written").unlink()  # as in an older version, or after a crash
+    assert checksums.damage(checkpoint) == checksums.lost(checkpoint) == ""
+
+
+def test_processes_that_see_other_files_write_no_record(checkpoint):
+    for record in checkpoint.glob("checksums.json*"):
+        record.unlink()
     shares = [checksums.compute(checkpoint, index, 2) for index in range(2)]
     assert "see different files" in checksums.write(checkpoint, [shares[0], shares[1][1:]])
     assert not checksums.exist(checkpoint) and checksums.damage(checkpoint) == ""

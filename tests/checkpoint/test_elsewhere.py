@@ -20,7 +20,7 @@ from fsspec.registry import _registry
 from orbax.checkpoint._src.path import gcs_utils
 
 import megajax
-from megajax.checkpoint import complete_steps, elsewhere, inspect, s3, weights
+from megajax.checkpoint import arrays, complete_steps, elsewhere, inspect, s3
 from megajax.config import load_config
 from megajax.errors import ConfigError, InputError
 from megajax.training.loop import Trainer
@@ -114,7 +114,7 @@ def bucket(tmp_path, monkeypatch):
     for module, name in ((gcs_utils, "get_kvstore_for_gcs"), (s3, "key_value_store")):  # orbax calls them
         monkeypatch.setattr(module, name, lambda path: {"driver": "file", "path": local(path)})
     monkeypatch.setattr(gcs_utils, "is_hierarchical_namespace_enabled", lambda path: False)
-    for module in (elsewhere, weights):
+    for module in (elsewhere, arrays):
         monkeypatch.setattr(module, "key_value_store", key_value_store)
     return root / "b"
 

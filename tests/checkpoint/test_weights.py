@@ -1,5 +1,7 @@
 """`megajax.load_weights`: a checkpoint's parameters as NumPy arrays."""
 
+import json
+import shutil
 import subprocess
 import sys
 
@@ -7,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tensorstore
 from jax.sharding import NamedSharding, PartitionSpec
 
 import megajax
@@ -69,3 +72,40 @@ def test_what_is_not_a_checkpoint_is_a_sentence(run_dir, tmp_path):
     assert "checkpoints/3 is damaged (it has no parameters)" in sentence(tmp_path / "damaged")
     (tmp_path / "damaged/checkpoints/3/state/manifest.ocdbt").write_text("no manifest")
     assert "checkpoints/3 is damaged (" in sentence(tmp_path / "damaged")
+
+
+def declare(checkpoint, name, **header):
+    """Change entries of an array's header, as somebody may who writes checksums too; its chunks stay as they are."""
+    base = {"driver": "file", "path": f"{checkpoint / 'state'}/"}
+    store = tensorstore.KvStore.open({"driver": "ocdbt", "base": base}).result()
+    found = json.loads(store.read(f"{name}/.zarray").result().value)
+    store.write(f"{name}/.zarray", json.dumps(found | header)).result()
+    for record in checkpoint.glob("checksums.json*"):
+        record.unlink()
+
+
+@pytest.mark.parametrize(
+    "name, header, problem",
+    [
+        ("params.blocks.dense.attention.query", {"shape": [2**33, 2, 4]}, r"shape \[8589934592, 2, 4\] instead of"),
+        ("optimizer.0.mu.final_norm", {"shape": [2**40]}, "optimizer.0.mu.final_norm has shape"),
+        ("params.final_norm", {"shape": [5]}, r"params.final_norm has shape \[5\] instead of \[4\]"),
+        ("params.final_norm", {"chunks": [2**31]}, r"params.final_norm of shape \[4\] has chunks of \[2147483648\]"),
+        ("params.final_norm", {"chunks": [2**62]}, "params.final_norm"),
+        ("params.final_norm", {"dtype": "|V4000000000"}, ""),
+    ],
+)
+def test_an_array_that_declares_gigabytes_is_refused_before_it_is_read(run_dir, tmp_path, name, header, problem):
+    copy = tmp_path / "run"
+    shutil.copytree(run_dir, copy)
+    checkpoints = Checkpoints(copy, keep=5, keep_every=None)
+    whole = checkpoints.restore(10, None)
+    abstract = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), whole)
+    assert checkpoints.restore(10, abstract)["step"] == 1
+    declare(copy / "checkpoints" / "10", name, **header)
+    with pytest.raises(ValueError, match=problem or "."):
+        checkpoints.restore(10, abstract)
+    checkpoints.close()
+    if name.startswith("params") and header != {"shape": [5]}:
+        with pytest.raises(megajax.InputError, match="checkpoints/10 is damaged .*: give another checkpoint"):
+            megajax.load_weights(copy)

@@ -1,6 +1,7 @@
 """Local checkpoints: a run that crashes goes on from the newest one bit for bit, or from the durable one."""
 
 import itertools
+import json
 import re
 import time
 from pathlib import Path
@@ -9,7 +10,7 @@ import jax
 import numpy as np
 import pytest
 
-from megajax.checkpoint import local_tier
+from megajax.checkpoint import checksums, local_tier
 from megajax.errors import ConfigError, InputError
 from megajax.training.loop import Trainer
 
@@ -143,6 +144,18 @@ def test_a_damaged_local_checkpoint_falls_back_with_a_warning(build, tmp_path, c
         assert build(*MESH).step == 4
     said = "a local checkpoint is newer, but that of step 7 is damaged on process 0: the run resumes from step 4"
     assert said in capsys.readouterr().out
+
+
+def test_an_index_that_does_not_fit_its_data_is_damage(build, tmp_path):
+    """Checksums do not prove who wrote a file."""
+    crash(quick(build(*MESH)), 6)
+    newest = local_files(tmp_path)[6]
+    values = json.loads((newest / "index.json").read_text())
+    values["shards"] = [[*shard[:4], 2**60] for shard in values["shards"]]
+    (newest / "index.json").write_text(json.dumps(values))
+    checksums.write(newest, [checksums.compute(newest)])
+    with pytest.warns(UserWarning, match=f"{newest} is damaged .index.json does not fit data"):
+        assert build(*MESH).step == 5
 
 
 def flip(path: Path) -> None:
