@@ -131,7 +131,7 @@ def damage(run_dir: Path, kind: str) -> None:
 def test_a_run_resumes_from_the_checkpoint_before_a_damaged_one(run_dir, build, kind, verified, read_metrics, capsys):
     damage(run_dir, kind)
     if not verified:  # saved by an older version
-        for path in run_dir.glob("checkpoints/*/checksums.json"):
+        for path in run_dir.glob("checkpoints/*/checksums.json*"):
             path.unlink()
     damaged = files(run_dir / "checkpoints" / "4")
     (run_dir / "checkpoints" / "6.orbax-checkpoint-tmp" / "state").mkdir(parents=True)
