@@ -34,7 +34,7 @@ def open_arrays(item: Folder, prefix: str = "") -> dict[str, Any]:
     arrays = {name: array.result() for name, array in opening.items()}
     for name, array in arrays.items():
         chunk = array.chunk_layout.read_chunk.shape or ()  # a scalar has none
-        if any(part > max(1, whole) for part, whole in zip(chunk, array.shape, strict=True)):
+        if any((part or 0) > max(1, whole) for part, whole in zip(chunk, array.shape, strict=True)):
             raise ValueError(f"{name} of shape {[*array.shape]} has chunks of {[*chunk]}")
     return arrays
 

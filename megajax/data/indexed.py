@@ -33,6 +33,7 @@ DTYPES = {code: np.dtype(name) for code, name in enumerate("u1 i1 <i2 <i4 <i8 <f
 CODES = {dtype: code for code, dtype in DTYPES.items()}
 HEADER = struct.Struct("<9sQBQQ")
 TEXT_SUFFIXES = (".jsonl", ".json", ".txt")
+LARGEST_ID = 2**31 - 1
 COPIED = 1 << 24  # tokens of a data set that are copied together
 CHECK_BLOCK = 1 << 20  # table entries that are checked together when a file is opened
 
@@ -217,6 +218,24 @@ class IndexedDataset:
         """The tokens of one document [length], a view of a local file."""
         start, stop = self.document_starts(document, document + 1)
         return self.tokens[start:stop]
+
+
+def check_integers(dataset: Any) -> None:
+    """Raises InputError for a data set whose tokens are no integers."""
+    if dataset.dtype.kind not in "iu":
+        raise InputError(f"{dataset.prefix}.idx holds {dataset.dtype.name}: token ids must be integers.")
+
+
+def id_range(tokens: np.ndarray, token_file: str, first: int) -> tuple[int, int]:
+    """The smallest and the largest of a file's tokens from position `first` on; InputError if one cannot be an id."""
+    least, most = int(tokens.min()), int(tokens.max())
+    if least < 0 or most > LARGEST_ID:
+        worst = least if least < 0 else most
+        raise InputError(
+            f"{token_file} has the token {worst} at position {first + np.flatnonzero(tokens == worst)[0]}: ids are "
+            "from 0 to 2**31 - 1; write it again."
+        )
+    return least, most
 
 
 def open_checked(prefixes: Sequence[str | Path], cache: Path | None = None) -> list[IndexedDataset]:

@@ -19,7 +19,7 @@ from megajax.console import CommandParser, user_errors
 from megajax.data.chat import ChatSamples
 from megajax.data.describe import SOURCES_SHOWN, describe_data
 from megajax.data.fim import Infilling, open_infilling
-from megajax.data.indexed import IndexedDataset, Tokens
+from megajax.data.indexed import IndexedDataset, Tokens, check_integers, id_range
 from megajax.data.loader import datasets
 from megajax.data.megatron import MegatronBlend, MegatronSamples, wanted_samples
 from megajax.data.remote import RemoteTokens
@@ -35,13 +35,17 @@ if TYPE_CHECKING:
 FIRST = 32  # tokens by which documents are compared
 BAR = 40  # letters
 MEASURED = 256  # samples whose padding and counted tokens are counted
-AT_ONCE = 1 << 20  # documents
+AT_ONCE = 1 << 20  # documents, or tokens
 MIXING = np.uint64(0x9E3779B97F4A7C15)  # odd, of the hash of a document's first tokens
 GREY, BOLD, PLAIN = "\033[90m", "\033[1m", "\033[0m"
 
 
 def describe_file(dataset: IndexedDataset | TextDataset, end: int | None = None) -> list[str]:
-    """Lines about token files; `end` is the end-of-document token, None: the most frequent last token."""
+    """Lines about token files; `end` is the end-of-document token, None: the most frequent last token.
+
+    Raises InputError for tokens that cannot be ids.
+    """
+    check_integers(dataset)
     starts = dataset.document_starts()
     lengths = np.diff(starts)
     full = lengths > 0
@@ -56,6 +60,9 @@ def describe_file(dataset: IndexedDataset | TextDataset, end: int | None = None)
     lines.append(f"  {_share(count - with_tokens, count)} of the documents are empty")
     if isinstance(dataset.tokens, RemoteTokens):
         return [*lines, "  the documents' first and last tokens are not read, because the file is remote"]
+    tokens, blocks = dataset.tokens, range(0, dataset.tokens.size, AT_ONCE)
+    ranges = [id_range(tokens[start : start + AT_ONCE], dataset.token_file, start) for start in blocks]
+    lines.append(f"  token ids from {min(least for least, _ in ranges)} to {max(most for _, most in ranges)}")
     repeated = repeated_starts(dataset.tokens, starts)
     lines.append(f"  {_share(repeated, with_tokens)} begin as an earlier one (the first {FIRST} tokens)")
     tokens, counts = np.unique(dataset.tokens[starts[1:][full] - 1], return_counts=True)

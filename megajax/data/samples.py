@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from megajax.data.fim import Infilling
-from megajax.data.indexed import IndexedDataset
+from megajax.data.indexed import IndexedDataset, check_integers, id_range
 from megajax.data.remote import RemoteTokens
 from megajax.errors import InputError
 
@@ -214,12 +214,10 @@ class DocumentSamples(Samples):
 
     def check_tokens(self) -> None:
         """Raises InputError when there are no tokens or they are not integers."""
-        prefix, dtype = self.dataset.prefix, self.dataset.dtype
-        if dtype.kind not in "iu":
-            raise InputError(f"{prefix}.idx holds {dtype.name}: token ids must be integers.")
+        check_integers(self.dataset)
         if not self.num_tokens:
             which = f"{self.num_documents} documents, without any token" if self.num_documents else "no documents"
-            raise InputError(f"{prefix}.bin has {which}: write it again from text that is not empty.")
+            raise InputError(f"{self.dataset.prefix}.bin has {which}: write it again from text that is not empty.")
 
     def __reduce__(self) -> Any:
         return DocumentSamples, self._arguments  # a reader process builds its own order instead of copying it
@@ -230,13 +228,7 @@ class DocumentSamples(Samples):
         for start, stop in self._order.pieces(index):
             tokens = self.dataset.tokens[start:stop]
             if tokens.dtype.itemsize > sample.itemsize:  # the others fit; `to_global` compares with the vocabulary
-                limits = np.iinfo(sample.dtype)
-                for worst in (tokens.min(), tokens.max()):
-                    if not limits.min <= worst <= limits.max:
-                        raise InputError(
-                            f"{self.dataset.prefix}.bin has the token {worst} among the tokens {start} to {stop - 1}: "
-                            "ids are from 0 to 2**31 - 1; write it again."
-                        )
+                id_range(tokens, self.dataset.token_file, start)
             sample[filled : filled + stop - start] = tokens
             filled += stop - start
         return sample

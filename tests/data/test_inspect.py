@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import tokenizers
 
-from megajax.data.indexed import IndexedDataset
+from megajax.data.indexed import IndexedDataset, IndexedWriter
 from megajax.data.inspect import describe_file, main, repeated_starts
 
 # 6 documents: 1 empty, the fourth begins as the second, the last is the start of the second.
@@ -53,10 +53,29 @@ def test_files_are_described_by_lengths_first_and_last_tokens(write_documents, c
         "16-31 0",
         "32-63 2 " + "#" * 40,
         "16.67% of the documents are empty",
+        "token ids from 1 to 9",
         "20.00% begin as an earlier one (the first 32 tokens)",
         "60.00% end with token 9, the most frequent last token",
     ]
     assert describe_file(IndexedDataset(prefix), end=3)[-1] == "  0.00% end with token 3, the end-of-document token"
+
+
+@pytest.mark.parametrize(
+    "dtype, token, problem",
+    [
+        ("<i4", -7, "has the token -7 at position 30: ids are from 0"),
+        ("<i8", 2**31, "has the token 2147483648 at position 30"),
+        ("<f4", np.nan, "holds float32: token ids must be integers"),
+        ("<f8", 1e300, "holds float64"),
+    ],
+)
+def test_tokens_that_cannot_be_ids_are_a_sentence(tmp_path, capsys, dtype, token, problem):
+    with IndexedWriter(tmp_path / "a", dtype) as writer:
+        for document in (np.full(20, 5), np.array([*[5] * 10, token, 5])):
+            writer.add_document(document)
+    with pytest.raises(SystemExit) as end:
+        main([str(tmp_path / "a")])
+    assert end.value.code == 2 and problem in capsys.readouterr().err
 
 
 def test_repeated_starts_are_those_of_a_set(write_documents):

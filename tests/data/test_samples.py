@@ -54,13 +54,13 @@ def test_samples_equal_the_written_out_stream(write_documents, order, length):
 
 
 @pytest.mark.smoke
-@pytest.mark.parametrize("token", [2**31, -(2**31) - 1, -(2**63)])
+@pytest.mark.parametrize("token", [2**31, -(2**31) - 1, -(2**63), -7])
 def test_a_token_that_does_not_fit_is_never_another_one(tmp_path, token):
     with IndexedWriter(tmp_path / "wide", np.int64) as writer:
         writer.add_document(np.array([*range(20), token, *range(19)]))
     samples = DocumentSamples(IndexedDataset(tmp_path / "wide"), (0, 1), 10, 0, "sequential")
     assert samples[0].tolist() == list(range(11))
-    with pytest.raises(InputError, match=f"has the token {token} among the tokens 20 to 30"):
+    with pytest.raises(InputError, match=f"wide.bin has the token {token} at position 20: ids are from 0"):
         samples[2]
 
 

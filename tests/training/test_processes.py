@@ -10,11 +10,15 @@ import time
 from pathlib import Path
 
 import jax
+import numpy as np
 import pytest
 from lab import FLAGS
 
 from megajax import launch
 from megajax.config import load_config
+from megajax.data.indexed import IndexedWriter
+from megajax.data.loader import CHECKED_TOKENS
+from megajax.errors import InputError
 from megajax.hf.compare import compare
 from megajax.training.loop import Trainer
 
@@ -218,3 +222,29 @@ def test_the_loss_of_process_0_while_compiling_ends_the_other_with_a_sentence(tm
     assert second.output.splitlines()[-1].startswith(
         f"megajax: error: process 0 on host {socket.gethostname()} was lost"
     ), second.output
+
+
+@pytest.fixture(scope="module")
+def late(tmp_path_factory) -> str:
+    """The prefix of a file with the token -7 in some documents beyond those that are read at the start."""
+    prefix = tmp_path_factory.mktemp("late") / "a"
+    with IndexedWriter(prefix, np.int32) as writer:
+        writer.add_document(np.full(CHECKED_TOKENS, 5))
+        writer.add_documents(np.tile([5] * 60 + [-7], 30_000), np.full(30_000, 61))
+    return str(prefix)
+
+
+def test_a_negative_token_late_in_a_file_stops_one_device(make_config, late):
+    trainer = Trainer(make_config(f"data.train={late}", *OPTIONS), jax.devices()[:1])
+    with pytest.raises(InputError, match="data.train holds -7 in t"):
+        for _ in range(STEPS):
+            trainer.next_batch()
+
+
+def test_a_negative_token_that_one_process_reads_stops_both(tmp_path, start_two, late):
+    both = start_two(f"run.dir={tmp_path / 'two'}", f"data.train={late}", "run.peer_timeout_seconds=10")
+    codes = [run.finish() for run in both]
+    assert 0 not in codes
+    said = [run.output for run in both]
+    assert any("data.train holds -7 in t" in text for text in said), said
+    assert not any("Traceback" in text for text in said), said
