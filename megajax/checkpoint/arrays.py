@@ -31,6 +31,8 @@ def open_arrays(item: Folder, prefix: str = "") -> dict[str, Any]:
         for path in paths
         if path.startswith(prefix)
     }
+    if not opening:
+        raise ValueError("it has no parameters")
     arrays = {name: array.result() for name, array in opening.items()}
     for name, array in arrays.items():
         chunk = array.chunk_layout.read_chunk.shape or ()  # a scalar has none

@@ -110,8 +110,6 @@ def array_headers(checkpoint: Folder) -> dict[str, tuple[tuple[int, ...], np.dty
 
 def _open(item: Folder, prefix: str = PARAMS) -> dict[str, Any]:
     opened = open_arrays(item, prefix)
-    if not opened:
-        raise InputError(f"{item.parent} is damaged (it has no parameters): give another checkpoint.")
     check_size(item, opened)
     return opened
 
