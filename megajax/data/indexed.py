@@ -11,7 +11,7 @@ import os
 import socket
 import struct
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from difflib import get_close_matches
 from pathlib import Path
@@ -67,13 +67,44 @@ class IndexedDataset:
         self.prefix, self._cache = str(prefix), cache
         self._idx, self._bin = f"{prefix}.idx", f"{prefix}.bin"
         self.token_file = self._bin
-        index = self._map_index()
-        if index.size < HEADER.size:
+        header, size, load = self._open_index()
+        code, count, num_boundaries = self._read_header(header, size)
+        self.dtype = DTYPES[code]
+        self._read_tables(load(), count, num_boundaries)
+        self.tokens, bin_size = self._open_tokens()
+        self.sizes = [size, bin_size]  # of both files
+        if check:
+            self._check_boundaries()
+            self._check_offsets(bin_size)
+
+    def check_sizes(self, expected: Sequence[int]) -> None:
+        """Raises InputError if this process sees files of other sizes than process 0, which has checked them."""
+        for name, mine, first in zip((self._idx, self._bin), self.sizes, expected, strict=True):
+            if mine != first:
+                raise InputError(
+                    f"{name} has {mine} bytes on host {socket.gethostname()} and {first} for process 0: give every "
+                    "host the same files."
+                )
+
+    def _open_index(self) -> tuple[bytes, int, Callable[[], np.ndarray]]:
+        """The header of `.idx`, its size in bytes, and a function that returns all of it, downloaded only then."""
+        if is_remote(self.prefix):
+            if self._cache is None:
+                raise InputError(f"{self.prefix} is remote, but is needed on this machine: copy the files first.")
+            file = RemoteFile(self._idx, self._cache)
+            return file.read(0, min(file.size, HEADER.size)), file.size, lambda: _map(str(file.whole()))
+        if not os.path.exists(self._idx):
+            raise InputError(_missing(self.prefix))
+        index = _map(self._idx)
+        return index[: HEADER.size].tobytes(), index.size, lambda: index
+
+    def _read_header(self, header: bytes, size: int) -> tuple[int, int, int]:
+        """(dtype code, sequences, boundaries) of an index of `size` bytes; InputError if they do not fit it."""
+        if len(header) < HEADER.size:
             raise InputError(
-                f"{self._idx} is truncated: it has {index.size} bytes, but its header takes {HEADER.size}; "
-                "write it again."
+                f"{self._idx} is truncated: it has {size} bytes, but its header takes {HEADER.size}; write it again."
             )
-        magic, version, code, count, num_boundaries = HEADER.unpack(index[: HEADER.size].tobytes())
+        magic, version, code, count, num_boundaries = HEADER.unpack(header)
         if magic != MAGIC:
             raise InputError(
                 f"{self._idx} is not an index: it starts with {magic!r} instead of {MAGIC!r}; give the "
@@ -85,31 +116,17 @@ class IndexedDataset:
             raise InputError(
                 f"{self._idx} has unknown dtype code {code}, known are 1 to {len(DTYPES)}; write it again."
             )
-        self.dtype = DTYPES[code]
-        self._read_tables(index, count, num_boundaries)
-        self.tokens, size = self._open_tokens()
-        self.sizes = [index.size, size]  # of both files, in bytes
-        if check:
-            self._check_boundaries()
-            self._check_offsets(size)
-
-    def check_sizes(self, expected: Sequence[int]) -> None:
-        """Raises InputError if this process sees files of other sizes than process 0, which has checked them."""
-        for name, mine, first in zip((self._idx, self._bin), self.sizes, expected, strict=True):
-            if mine != first:
-                raise InputError(
-                    f"{name} has {mine} bytes on host {socket.gethostname()} and {first} for process 0: give every "
-                    "host the same files."
-                )
-
-    def _map_index(self) -> np.ndarray:
-        if is_remote(self.prefix):
-            if self._cache is None:
-                raise InputError(f"{self.prefix} is remote, but is needed on this machine: copy the files first.")
-            return _map(str(RemoteFile(self._idx, self._cache).whole()))
-        if not os.path.exists(self._idx):
-            raise InputError(_missing(self.prefix))
-        return _map(self._idx)
+        expected = _tables_end(count, num_boundaries)
+        if size < expected:
+            raise InputError(
+                f"{self._idx} is truncated: it has {size} bytes, but its header says {expected}; write it again."
+            )
+        if size - expected not in (0, count):
+            raise InputError(
+                f"{self._idx} has {size - expected} bytes after its tables, only {count} (a mode for each sequence) or "
+                "none fit; write it again."
+            )
+        return code, count, num_boundaries
 
     def _open_tokens(self) -> tuple[Tokens, int]:
         """The tokens, and the size of `.bin` in bytes."""
@@ -130,18 +147,6 @@ class IndexedDataset:
         return tokens, size
 
     def _read_tables(self, index: np.ndarray, count: int, num_boundaries: int) -> None:
-        expected = HEADER.size + 12 * count + 8 * num_boundaries
-        if index.size < expected:
-            raise InputError(
-                f"{self._idx} is truncated: it has {index.size} bytes, but its header says {expected}; write it again."
-            )
-        extra = index.size - expected
-        if extra not in (0, count):
-            raise InputError(
-                f"{self._idx} has {extra} bytes after its tables, only {count} (a mode for each sequence) or "
-                "none fit; write it again."
-            )
-
         def table(dtype: str, start: int, length: int) -> np.ndarray:
             return np.frombuffer(index, np.dtype(dtype), count=length, offset=start)
 
@@ -149,7 +154,8 @@ class IndexedDataset:
         self.lengths = table("<i4", HEADER.size, count)
         self.offsets = table("<i8", lengths_end, count)
         self.boundaries = table("<i8", lengths_end + 8 * count, num_boundaries)
-        self.modes = table("i1", expected, count) if extra else None
+        end = _tables_end(count, num_boundaries)
+        self.modes = table("i1", end, count) if index.size > end else None
 
     def _check_boundaries(self) -> None:
         ends = self.boundaries[[0, -1]].tolist() if self.boundaries.size else []
@@ -255,6 +261,10 @@ def open_checked(prefixes: Sequence[str | Path], cache: Path | None = None) -> l
         for dataset, sizes in zip(checked, expected, strict=True):
             dataset.check_sizes(sizes)
     return checked
+
+
+def _tables_end(count: int, num_boundaries: int) -> int:
+    return HEADER.size + 12 * count + 8 * num_boundaries
 
 
 def _reopen(prefix: str, cache: Path | None) -> IndexedDataset:

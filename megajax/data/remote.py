@@ -7,6 +7,7 @@ directory. It belongs to one version of the remote file.
 import hashlib
 import json
 import os
+import shutil
 import threading
 import time
 import uuid
@@ -45,6 +46,8 @@ class RemoteFile:
         if info.get("size") is None:
             raise InputError(f"{url}: the store does not give its size: copy the file to this machine.")
         self.size = int(info["size"])
+        if self.size < 0:
+            raise InputError(f"{url} has {self.size} bytes by its store: copy the file to this machine.")
         version = next((str(info[name]) for name in VERSIONS if info.get(name) is not None), "")
         key = json.dumps([url, self.size, version])
         self._folder = cache / f"remote-{hashlib.sha256(key.encode()).hexdigest()[:32]}"
@@ -114,6 +117,7 @@ class RemoteFile:
                 return
             try:
                 path.parent.mkdir(parents=True, exist_ok=True)
+                self._check_space(path.parent, last - first)
                 with open(partial, "wb") as file:
                     for start in range(first, last, PIECE_BYTES):
                         file.write(self._retried(self._get, start, min(start + PIECE_BYTES, last)))
@@ -121,6 +125,14 @@ class RemoteFile:
             finally:
                 with suppress(OSError):
                     partial.unlink(missing_ok=True)
+
+    def _check_space(self, folder: Path, size: int) -> None:
+        free = shutil.disk_usage(folder).free
+        if size > free:
+            raise InputError(
+                f"{self.url}: {size:,} bytes are needed on this machine, by the size that the store gives, but "
+                f"{folder} has {free:,} free: free space there, or set data.index_cache to another directory."
+            )
 
     def _get(self, first: int, last: int) -> bytes:
         data = self._system.cat_file(self._path, first, last)

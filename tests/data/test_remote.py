@@ -4,6 +4,7 @@ import hashlib
 import pickle
 import re
 import shutil
+import struct
 import sys
 import threading
 import time
@@ -33,13 +34,15 @@ class Store(AbstractFileSystem):
 
     protocol = "store"
     files: ClassVar[dict[str, bytes]] = {}
+    sizes: ClassVar[dict[str, int]] = {}  # that it gives instead of the right ones
     reads: ClassVar[list[tuple[int, int]]] = []
     problem = staticmethod(lambda attempt: None)
 
     def info(self, path, **_):
         if path not in self.files:
             raise FileNotFoundError(path)
-        return {"size": len(self.files[path]), "etag": hashlib.md5(self.files[path]).hexdigest()}
+        size = self.sizes.get(path, len(self.files[path]))
+        return {"size": size, "etag": hashlib.md5(self.files[path]).hexdigest()}
 
     def cat_file(self, path, start=None, end=None, **_):
         if path.endswith("idx"):
@@ -56,7 +59,7 @@ def upload(write_documents, monkeypatch):
     monkeypatch.setattr(remote, "BLOCK_BYTES", 64)
     monkeypatch.setattr(remote, "PIECE_BYTES", 100)
     monkeypatch.setattr(remote, "FIRST_WAIT", 0.0)
-    Store.reads, Store.problem = [], staticmethod(lambda _: None)
+    Store.reads, Store.sizes, Store.problem = [], {}, staticmethod(lambda _: None)
 
     def upload(documents=DOCUMENTS, name="tokens"):
         prefix = write_documents(documents, name)
@@ -183,6 +186,28 @@ def test_what_cannot_be_read_is_a_sentence(upload, tmp_path, monkeypatch):
     assert sentence_of(url, cache) == (
         "store://tokens.idx, which is remote, needs fsspec, which is not installed: pip install 'megajax[remote]'."
     )
+
+
+def bytes_in(folder):
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def test_a_size_that_the_store_invents_fills_no_disk(upload, tmp_path):
+    (_, url), cache = upload(), tmp_path / "cache"
+    Store.sizes = {"tokens.idx": 2**60}
+    assert "tokens.idx has 1152921504606" in sentence_of(url, cache) and bytes_in(cache) <= 64
+    # An index whose header fits that size needs more space than there is.
+    count = 2**56
+    header = struct.pack("<9sQBQQ", b"MMIDIDX\0\0", 1, 8, count, count + 1)
+    Store.files["tokens.idx"] = header + Store.files["tokens.idx"][len(header) :]
+    Store.sizes = {"tokens.idx": len(header) + 12 * count + 8 * (count + 1)}
+    assert re.search(r"store://tokens.idx: [\d,]{20,} bytes are needed .* free space there", sentence_of(url, cache))
+    assert bytes_in(cache) <= 128
+    upload()
+    Store.sizes = {"tokens.bin": 2**60}
+    assert "tokens.bin has 1152921504606846976 bytes, but" in sentence_of(url, cache)
+    Store.sizes = {"tokens.bin": -2}
+    assert "tokens.bin has -2 bytes by its store" in sentence_of(url, cache)
 
 
 def test_errors_of_the_cache_are_not_those_of_the_store(upload, tmp_path, monkeypatch):
