@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from megajax.data.byte_pairs import add_missing, damage_reported, is_tiktoken, read_gpt2, read_tiktoken
+from megajax.data.indexed import LARGEST_ID
 from megajax.data.model_files import inside
 from megajax.data.sentence_pieces import SentencePieceTokenizer
 from megajax.data.special_tokens import (
@@ -88,6 +89,13 @@ def load_tokenizer(spec: str) -> Tokenizer:
     `spec` is "byte"; "null:N", whose text is token ids; a tokenizer.json; a SentencePiece .model; a tiktoken file; or a
     folder with one of these or with GPT-2's vocab.json and merges.txt.
     """
+    tokenizer = _load(spec)
+    if (largest := tokenizer.vocab_size - 1) > LARGEST_ID:
+        raise InputError(f"{spec} has the token id {largest}, but ids are from 0 to {LARGEST_ID}: copy it again.")
+    return tokenizer
+
+
+def _load(spec: str) -> Tokenizer:
     if spec == "byte":
         return ByteTokenizer()
     if spec.split(":")[0] == "null":
