@@ -51,7 +51,8 @@ def synthetic_config(name: str, overrides: list[str], directory: str) -> Config:
     Every step has `batch.global_size` sequences. Weights are random, also those that adapters (`lora`) are trained
     beside.
     """
-    fixed = ["data.kind=synthetic", f"run.dir={directory}", "logging.tensorboard=false", "checkpoint.init_from=random"]
+    fixed = ["data.kind=synthetic", "run.eval_steps=1", f"run.dir={directory}"]
+    fixed += ["logging.tensorboard=false", "checkpoint.init_from=random"]
     config = load_config(name, [*fixed, *overrides, "batch.schedule=null"])
     return config.model_copy(update={"checkpoint": config.checkpoint.model_copy(update={"init_from": None})})
 

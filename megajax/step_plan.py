@@ -203,7 +203,7 @@ class StepPlan:
         config, always = self.config, dict.fromkeys(("tokens", "targets", "loss_mask", "positions"), "")
         settings = {
             "segment_ids": (config.data.reset_attention, "data.reset_attention"),
-            "is_real": (is_padded(config.data, "train"), "data.kind"),
+            "is_real": (is_padded(config, "train"), "data.kind"),
             "order": (self.balances_context, "data.reset_attention"),
             "mtp_targets": (config.model.mtp_layers, "model.mtp_layers"),
             "mtp_mask": (config.model.mtp_layers, "model.mtp_layers"),

@@ -222,6 +222,9 @@ def _check_data(config: Config) -> None:
         if (data.synthetic_documents or 1) > config.batch.sequence_length:
             problem = f"{format_keys(config, documents)} is more than {format_keys(config, length)}"
             fail(config, problem, f"use {at_most(config.batch.sequence_length)}", documents, length)
+        if config.run.eval_steps == "all":
+            problem = f"run.eval_steps=all has no end with {format_keys(config, 'data.kind')}"
+            fail(config, problem, "give run.eval_steps a number", "run.eval_steps", "data.kind")
         return
     if data.synthetic_documents is not None:
         problem = f"{format_keys(config, documents)} is for data.kind=synthetic only, not for data.kind={data.kind}"

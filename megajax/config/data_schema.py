@@ -1,7 +1,7 @@
 """The keys of the section `data`."""
 
 import json
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import yaml
 from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag
@@ -17,6 +17,9 @@ from megajax.config.fields import (
     all_or_no_weights,
     path_or_sources,
 )
+
+if TYPE_CHECKING:
+    from megajax.config.schema import Config
 
 
 class DataSource(Section):
@@ -214,10 +217,16 @@ class DataConfig(Section):
         return any(is_remote(path) for path in [*paths, *(each.prefix for each in self.valid_sets)])
 
 
-def is_padded(data: DataConfig, split: str) -> bool:
+def is_padded(config: "Config", split: str) -> bool:
     """Whether sequences of a split ("train", "valid/NAME", ...) may end with padding.
 
     Their batches have the field `is_real`.
     """
-    rest = data.order == "megatron" and not data.drop_last_validation_sample and split.partition("/")[0] == "valid"
-    return data.kind == "chat" or rest
+    data, of_validation = config.data, split.partition("/")[0] == "valid"
+    rest = data.order == "megatron" and not data.drop_last_validation_sample and of_validation
+    return data.kind == "chat" or rest or reads_whole(config, split)
+
+
+def reads_whole(config: "Config", split: str) -> bool:
+    """Whether a split is evaluated, and an evaluation reads each of its samples once."""
+    return config.run.eval_steps == "all" and split != "train"

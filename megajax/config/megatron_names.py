@@ -153,6 +153,7 @@ data-path, train-data-path | data.train | a prefix, '0.3 a 0.7 b', or [a, b] for
 data-args-path, per-split-data-args-path | data.train | {file: PATH}; or the file's lists, in data.valid and .test too
 valid-data-path | data.valid
 test-data-path | data.test
+full-validation | run.eval_steps | all
 multiple-validation-sets | data.valid_sets | a list of {name, prefix}
 split | data.split | with no default; Megatron's is 969,30,1
 mock-data | data.kind=synthetic

@@ -51,7 +51,10 @@ class RunConfig(Section):
     steps: Count = Field(default=1000, description="Number of optimizer steps.")
     log_interval: Count = Field(default=10, description="Steps between logged lines.")
     eval_interval: CountOrZero = Field(default=0, description="Steps between evaluations; 0: only at the end.")
-    eval_steps: CountOrZero = Field(default=10, description="Batches in an evaluation; 0: never evaluate.")
+    eval_steps: CountOrZero | Literal["all"] = Field(
+        default=10,
+        description="Batches in an evaluation; all: each sample of the evaluation data once; 0: never evaluate.",
+    )
     checkpoint_interval: CountOrZero = Field(default=0, description="Steps between checkpoints; 0: only at the end.")
     deterministic: bool = Field(
         default=False, description="Repeated runs on the same mesh give the same numbers, bit for bit."

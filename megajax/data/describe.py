@@ -8,6 +8,7 @@ from megajax.config.data_schema import sources_of
 from megajax.data.loader import Split
 from megajax.data.samples import BlendedSamples, Samples, sources_in
 from megajax.data.text import TextDataset
+from megajax.data.whole import WholeSet
 
 if TYPE_CHECKING:
     from megajax.config import Config
@@ -45,7 +46,7 @@ def describe_data(config: "Config", datasets: Mapping[Split, Samples], sizes: Ba
         lines.append(f"stage from step {stage.from_step:,}: {blend}{more}")
     sizes = sizes or BatchSizes.of(config)
     for split, samples in datasets.items():
-        lines += _split_lines(config, split, samples, _samples_read(config, split, sizes))
+        lines += _split_lines(config, split, samples, _samples_read(config, split, samples, sizes))
     return lines
 
 
@@ -93,11 +94,16 @@ def _chat_lines(split: Split, samples: Samples, samples_read: int) -> list[str]:
     return lines
 
 
-def _samples_read(config: "Config", split: Split, sizes: BatchSizes) -> int:
+def _samples_read(config: "Config", split: Split, samples: Samples, sizes: BatchSizes) -> int:
     """The samples that the run reads of train, or one evaluation of a split; none of test."""
     if split == "train":
         return sizes.samples_before(config.run.steps)
-    return 0 if split == "test" else config.run.eval_steps * config.batch.global_size
+    if split == "test":
+        return 0
+    if isinstance(samples, WholeSet):
+        return len(samples)
+    assert config.run.eval_steps != "all"
+    return config.run.eval_steps * config.batch.global_size
 
 
 def _shares(samples: Samples) -> list[tuple[Any, float]]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from megajax.config.batch_schedule import BatchSizes, samples_before
-from megajax.config.data_schema import is_padded, is_remote, sources_of
+from megajax.config.data_schema import is_padded, is_remote, reads_whole, sources_of
 from megajax.config.extensions import import_extensions
 from megajax.config.sentences import counted
 from megajax.data.chat import ChatSamples, open_chat
@@ -31,6 +31,7 @@ from megajax.data.special_tokens import check_ends, document_end
 from megajax.data.synthetic import SyntheticSamples
 from megajax.data.text import TextDataset, open_text
 from megajax.data.tokenizers import load_tokenizer
+from megajax.data.whole import WholeSet
 from megajax.data.workers import end_with_parent
 from megajax.errors import InputError
 
@@ -72,11 +73,16 @@ def open_split(config: "Config", split: Split, files: dict[str, IndexedDataset |
     if data.kind == "synthetic":
         documents, length, seed = data.synthetic_documents or 1, config.batch.sequence_length, config.run.seed
         return SyntheticSamples(config.model.vocab_size, length, seed, SPLITS.index(split), documents)
-    name = split.partition("/")[2]
+    name, whole = split.partition("/")[2], reads_whole(config, split)
     key: Split = "valid_sets" if name else "train" if data.split is not None else split
     blend = next(each.prefix for each in data.valid_sets if each.name == name) if name else getattr(data, key)
     try:
-        opened = _open_blend(config, split, sources_of(blend), files)
+        parts = sources_of(blend)
+        if whole and key != "train" and any(weight is not None for _, weight in parts[1:]):
+            raise InputError("has weights, but run.eval_steps=all reads each sample once: remove the weights.")
+        opened = _open_blend(config, split, parts, files)
+        if whole:
+            return WholeSet(sources_in(opened), config.batch.sequence_length)
     except InputError as error:
         raise InputError(f"data.{key} ({config.where(f'data.{key}')}): {error}") from None
     return _with_stages(config, opened, files) if split == "train" and data.stages else opened
@@ -113,8 +119,11 @@ def _open_source(
     if config.data.kind == "chat":
         return open_chat(config, path)
     dataset, documents = _opened_range(config, split, path, files)
-    source = DocumentSamples(dataset, documents, config.batch.sequence_length, config.run.seed, config.data.order)
-    _check_size(split, source)
+    whole = reads_whole(config, split)
+    order = "sequential" if whole else config.data.order
+    source = DocumentSamples(dataset, documents, config.batch.sequence_length, config.run.seed, order)
+    if not whole or source.num_tokens < 2:
+        _check_size(split, source)
     return source
 
 
@@ -187,7 +196,7 @@ def make_loader(
     sizes = sizes or batch_sizes(config, split)
     rows = np.asarray(rows, np.int64)
     reading = grain.ReadOptions(num_threads=prefetch, prefetch_buffer_size=prefetch)
-    how = Packing.of(config), open_infilling(config), is_padded(data, split)
+    how = Packing.of(config), open_infilling(config), is_padded(config, split)
     source = BatchSource(samples, rows, sizes, start_step, *how)
     batches = grain.MapDataset.source(source).to_iter_dataset(reading)
     if split == "train" and data.workers:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from megajax.config.batch_schedule import samples_before
-from megajax.config.data_schema import is_padded
+from megajax.config.data_schema import reads_whole
 from megajax.data.blend import blend_indices, exhaustive_indices, normalise_weights
 from megajax.data.index_cache import cache_directory, cached, digest
 from megajax.data.indexed import IndexedDataset
@@ -30,6 +30,7 @@ def wanted_samples(config: "Config", split: str) -> int:
     run = config.run
     if split == "train":
         return config.data.train_samples or samples_before(config, run.steps)
+    assert run.eval_steps != "all"  # an epoch
     evaluations = 1 if split == "test" else 1 + (run.steps // run.eval_interval if run.eval_interval else 0)
     return evaluations * run.eval_steps * config.batch.global_size
 
@@ -178,10 +179,12 @@ def open_samples(
     Without weights a blend has one epoch. Raises InputError if the run reads more of it.
     """
     cache = cache_directory(config)
-    drop_last = not is_padded(config.data, split)
-    wanted, length, seed = max(1, wanted_samples(config, split)), config.batch.sequence_length, config.run.seed
+    whole = reads_whole(config, split)
+    drop_last = config.data.drop_last_validation_sample or split.partition("/")[0] != "valid"
+    wanted = 1 if whole else max(1, wanted_samples(config, split))
+    length, seed = config.batch.sequence_length, config.run.seed
     counts: list[int | None] = [wanted]
-    if len(ranges) > 1 and weights is None:
+    if whole or (len(ranges) > 1 and weights is None):
         counts = [None] * len(ranges)
     elif len(ranges) > 1:
         weights = normalise_weights(weights or ())
@@ -190,8 +193,8 @@ def open_samples(
         MegatronSamples(dataset, sequences, count, length, seed, cache, end_of_document, drop_last)
         for (dataset, sequences), count in zip(ranges, counts, strict=True)
     ]
-    if len(sources) == 1:
-        return sources[0]
+    if len(sources) == 1 or whole:
+        return sources[0] if len(sources) == 1 else BlendedSamples(sources, [len(source) for source in sources])
     there, needed = sum(map(len, sources)), samples_before(config, config.run.steps)
     if weights is None and split == "train" and needed > there:
         raise InputError(

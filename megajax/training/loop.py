@@ -19,6 +19,7 @@ from megajax.config.kinds import expert_layers
 from megajax.console import DONE
 from megajax.data.describe import describe_data
 from megajax.data.loader import Split, datasets
+from megajax.data.whole import WholeSet
 from megajax.errors import ConfigError, InputError
 from megajax.mesh import build_mesh
 from megajax.runtime import keep_autotuning, prepare_environment
@@ -186,16 +187,20 @@ class Trainer:
             self._ahead.popleft().block_until_ready()
 
     def evaluate(self, split: Split = "valid", averaged: bool = False) -> float:
-        """Mean loss per token over `run.eval_steps` batches of a split, always the same ones.
+        """Mean loss per token over `run.eval_steps` batches of a split, always the same ones; all: each sample once.
 
         `averaged`: of the moving averages of the weights (`optimizer.ema_decay`).
         """
         if split not in self.data or not self.config.run.eval_steps:
             raise ConfigError(f"there is nothing to evaluate: set data.{split} and run.eval_steps above 0.")
+        samples, steps = self.data[split], self.config.run.eval_steps
+        if not isinstance(steps, int):
+            assert isinstance(samples, WholeSet)
+            steps = -(-len(samples) // self.config.batch.global_size)
         loss = tokens = 0.0
         weights = self.state.averaged if averaged else self.state.weights
-        source = batches(self.program, split, self.data[split])
-        for batch in itertools.islice(source, self.config.run.eval_steps):
+        source = batches(self.program, split, samples)
+        for batch in itertools.islice(source, steps):
             batch_loss, batch_tokens = self.program.eval_step(weights, self.state.layer_state, batch)
             self._wait_for_devices(batch_loss)
             loss, tokens = loss + batch_loss, tokens + batch_tokens

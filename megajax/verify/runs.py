@@ -136,7 +136,7 @@ def batches(config: Config, seed: int) -> Iterator[dict[str, np.ndarray]]:
             "loss_mask": rng.random((rows, length)) < np.linspace(0, 1, rows)[:, None],
             "positions": np.broadcast_to(np.arange(length), (rows, length)),
         }
-        if is_padded(config.data, "train"):
+        if is_padded(config, "train"):
             lengths = rng.integers(-(-length // 8), length + 1, rows)
             lengths[0] = length
             fields["is_real"] = np.arange(length) < lengths[:, None]
