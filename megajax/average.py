@@ -19,6 +19,7 @@ from megajax.config import Config
 from megajax.config.sentences import listed
 from megajax.console import CommandParser, user_errors
 from megajax.errors import InputError
+from megajax.files import is_number
 from megajax.hf import beside
 from megajax.hf.folder import new_folder
 from megajax.model.block import state_by_name
@@ -105,7 +106,7 @@ def _config(config: Config, out: Path) -> Config:
 def _numbers(text: str) -> list[int]:
     """Numbers such as 1000,1200; for argparse, which makes a sentence of the error."""
     words = text.split(",")
-    if not all(word.isascii() and word.isdigit() for word in words):
+    if not all(map(is_number, words)):
         raise argparse.ArgumentTypeError(f"{text} is not a list of steps such as 1000,1200")
     return sorted(map(int, words))
 

@@ -12,13 +12,14 @@ import shutil
 import sys
 import textwrap
 import threading
+import traceback
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
-from megajax.errors import InputError, UserError
+from megajax.errors import InputError, UserError, shown
 from megajax.version import VERSION
 
 SPACE, PERMISSION = "free disk space there", "choose a directory that you may write to"
@@ -30,6 +31,15 @@ CURES = {
     errno.EPERM: PERMISSION,
     errno.EROFS: PERMISSION,
 }
+PATH = "correct the path"
+UNUSABLE = {  # names that no file can have, which any check of a path finds first
+    errno.ENAMETOOLONG: "shorten the name",
+    errno.ELOOP: "remove a link of the circle",
+    errno.EISDIR: PATH,
+    errno.ENOTDIR: PATH,
+}
+TRACEBACK = "MEGAJAX_TRACEBACK"  # a variable, so that processes that this one starts have it too
+MOST_SENTENCE = 4000  # characters
 INDENT = 11 * " "  # of the summary, after its labels
 STYLES = {"bold": "1", "red": "31", "yellow": "33"}
 # Exit statuses: the last three mean a lost or hanging process, a stop on request after saving, and Ctrl-C as in shells.
@@ -74,6 +84,11 @@ def command(name: str, *arguments: object) -> str:
     return " ".join([program_name(COMMANDS[name][0]), *map(shlex.quote, map(str, arguments))])
 
 
+class _PrintTraceback(argparse.Action):
+    def __call__(self, *_: object) -> None:
+        os.environ[TRACEBACK] = "1"
+
+
 class CommandParser(argparse.ArgumentParser):
     """The parser of a subcommand: its usage names the program as in the user's call; errors are sentences.
 
@@ -83,6 +98,7 @@ class CommandParser(argparse.ArgumentParser):
     def __init__(self, module: str, **settings):
         super().__init__(prog=program_name(module), allow_abbrev=False, **settings)
         self.add_argument("--version", action="version", version=f"megajax {VERSION}", help="print megajax's version")
+        self.add_argument("--traceback", action=_PrintTraceback, nargs=0, help="print the traceback of a mistake too")
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """As argparse's; but an unknown option is the first error, and it names the nearest one."""
@@ -220,7 +236,7 @@ def user_errors() -> Iterator[None]:
     """Around a command: a `UserError`, or a file that cannot be written, is one sentence on stderr and exit status 2.
 
     A warning is one line on stderr. Ctrl-C ends the command with status 130. Characters that stdout's encoding does not
-    have are printed by their codes.
+    have are printed by their codes. With --traceback, or MEGAJAX_TRACEBACK=1, the traceback comes first.
     """
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
@@ -235,6 +251,9 @@ def user_errors() -> Iterator[None]:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             raise SystemExit(0) from None
         except OSError as error:
+            if error.errno in UNUSABLE:
+                name = shown(error.filename or "a file")
+                _fail(f"{name} cannot be opened ({error.strerror}): {UNUSABLE[error.errno]}.", MISTAKE)
             if error.errno not in CURES:
                 raise
             _fail(
@@ -245,6 +264,11 @@ def user_errors() -> Iterator[None]:
 
 
 def _fail(sentence: str, status: int) -> NoReturn:
+    if status == MISTAKE and os.environ.get(TRACEBACK) not in (None, "", "0"):
+        traceback.print_exc()
+    if len(sentence) > MOST_SENTENCE:
+        sentence = f"{sentence[: MOST_SENTENCE // 2]} ... {sentence[-MOST_SENTENCE // 2 :]}"
+    sentence = "".join(char if char.isprintable() or char == "\n" else repr(char)[1:-1] for char in sentence)
     print(paint("megajax: error:", "red", sys.stderr), sentence, file=sys.stderr)
     raise SystemExit(status) from None
 

@@ -5,9 +5,11 @@ import errno
 import gzip
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
+
+from megajax.errors import ConfigError, shown
 
 # In a run directory, for modules with and without jax.
 CONFIG, METRICS, LOCK, SUBDIRECTORY = "config.yaml", "metrics.jsonl", "lock", "checkpoints"
@@ -58,6 +60,14 @@ def why_unreadable(error: OSError | UnicodeDecodeError) -> str | None:
 def is_number(text: str) -> bool:
     """Whether a text, such as a file's name or an argument, is digits 0 to 9 only, few enough for int()."""
     return text.isascii() and text.isdecimal() and len(text) <= MOST_DIGITS
+
+
+def whole_number(environment: Mapping[str, str], name: str, default: int) -> int:
+    """The number in a variable of the environment. Raises ConfigError if it is none."""
+    value = environment.get(name) or str(default)
+    if not is_number(value):
+        raise ConfigError(f"{name}={shown(value)} is not a whole number: correct or unset the variable.")
+    return int(value)
 
 
 @contextlib.contextmanager

@@ -26,7 +26,7 @@ Finite = Annotated[float, Field(allow_inf_nan=False)]
 class Damaged(InputError):
     """A file that cannot be read or has other content; `problem` is the reason, for a sentence of the caller."""
 
-    def __init__(self, sentence: str, problem: str):
+    def __init__(self, sentence: str, problem: str = ""):  # the default: pickle gives the sentence alone
         super().__init__(sentence)
         self.problem = problem
 

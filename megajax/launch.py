@@ -28,6 +28,7 @@ from megajax.config.checks import check_mesh
 from megajax.config.sentences import counted
 from megajax.console import BAD_NUMBERS, DONE, INTERRUPTED, LOST, MISTAKE, STOPPED, CommandParser, user_errors
 from megajax.errors import ConfigError, InputError
+from megajax.files import is_number, whole_number
 
 FINAL = (DONE, MISTAKE, BAD_NUMBERS, INTERRUPTED)  # never restarted
 FORWARDED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
@@ -298,7 +299,7 @@ class Launcher:
             saved = Path(local_dir, tier_name(run_dir, (run_dir / RUN_ID).read_text(encoding="utf-8"))).glob(
                 "process-*/*"
             )
-            steps += [int(path.name) for path in saved if path.name.isdigit()]
+            steps += [int(path.name) for path in saved if is_number(path.name)]
         return max(steps, default=None)
 
     def _devices_left(self) -> list[str]:
@@ -362,7 +363,7 @@ def main(arguments: list[str]) -> int:
             if getattr(options, name) < 0:
                 raise InputError(f"--{name.replace('_', '-')}={getattr(options, name)} is negative: give 0 or more.")
         for name, largest in OF_A_CLUSTER.items():
-            if int(os.environ.get(name, 0)) > largest:
+            if whole_number(os.environ, name, 0) > largest:
                 raise InputError(
                     f"{name}={os.environ[name]}: this command starts the processes of one host; with several hosts "
                     "use scripts/slurm/train.sbatch, and on one host unset the variable."

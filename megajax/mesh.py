@@ -20,7 +20,8 @@ from jaxlib import _jax  # type: ignore[attr-defined]
 from megajax.config import AXES
 from megajax.console import hide_native_lines
 from megajax.coordinator import through_a_relay
-from megajax.errors import ConfigError
+from megajax.errors import ConfigError, shown
+from megajax.files import is_number, whole_number
 from megajax.messages import SLOWEST, decide
 from megajax.runtime import has_nvidia_driver
 
@@ -92,7 +93,7 @@ def named_mesh(sizes: str, setting: str) -> Mesh:
     found: dict[str, int] = {}
     for entry in sizes.split(","):
         axis, _, size = entry.strip().partition("=")
-        if axis not in AXES or not size.isdigit() or int(size) < 1:
+        if axis not in AXES or not is_number(size) or int(size) < 1:
             raise ConfigError(
                 f"{setting}={sizes} is not a mesh: give sizes of {', '.join(AXES)}, such as tensor=2,fsdp=2."
             )
@@ -145,14 +146,20 @@ def start_processes(environment: Mapping[str, str] = os.environ, peer_timeout: f
         raise ConfigError(f"{', '.join(given)} set, but not {missing}: set all three, or none for a single process.")
     if given:
         address, count, index = (environment[name] for name in explicit)
-        if not (count.isdigit() and index.isdigit() and int(index) < int(count)):
+        if not (is_number(count) and is_number(index) and int(index) < int(count)):
             raise ConfigError(
-                f"JAX_NUM_PROCESSES={count} and JAX_PROCESS_ID={index} do not fit: "
+                f"JAX_NUM_PROCESSES={shown(count)} and JAX_PROCESS_ID={shown(index)} do not fit: "
                 "the ids are 0 to the number of processes - 1."
+            )
+        port = address.rpartition(":")[2]
+        if ":" not in address or not is_number(port) or not 0 < int(port) < 2**16:
+            raise ConfigError(
+                f"JAX_COORDINATOR_ADDRESS={shown(address)} is not HOST:PORT with a port of 1 to 65535: give process "
+                "0's address."
             )
         bound = environment.get("JAX_COORDINATOR_BIND_ADDRESS") or bind_address(address)
         _join(peer_timeout, address, int(count), int(index), bound=bound)
-    elif int(environment.get("SLURM_NTASKS", "1")) > 1 or int(environment.get("OMPI_COMM_WORLD_SIZE", "1")) > 1:
+    elif any(whole_number(environment, name, 1) > 1 for name in ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE")):
         try:
             _join(peer_timeout)
         except ConfigError:

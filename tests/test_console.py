@@ -11,7 +11,8 @@ import pytest
 
 import megajax
 from megajax import commands
-from megajax.console import COMMANDS, command, fold, memory_size, size
+from megajax.console import COMMANDS, command, fold, memory_size, size, user_errors
+from megajax.errors import InputError, reading
 from megajax.training.logs import console_line
 
 
@@ -127,3 +128,63 @@ def test_every_command_has_the_version(command, capsys):
 def test_the_command_has_the_version(capsys):
     assert commands.main(["--version"]) == 0
     assert capsys.readouterr().out == f"megajax {megajax.__version__}\n"
+
+
+LONG = "x" * 300  # more letters than a file's name may have
+READERS_OF_PATHS = {
+    "status": [LONG],
+    "plot": [LONG],
+    "inspect": [LONG],
+    "preprocess": ["--input", LONG, "--output-prefix", "o", "--tokenizer", "byte"],
+    "evaluate": [LONG, "--data", LONG],
+    "train": [LONG],
+    "checkpoints": [LONG],
+    "hf": ["import", LONG, "run"],
+}
+
+
+def error_of(name: str, arguments: list[str], capsys) -> str:
+    with pytest.raises(SystemExit) as stopped:
+        commands.main([name, *arguments])
+    assert stopped.value.code == 2
+    return capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", READERS_OF_PATHS)
+def test_a_name_that_no_file_can_have_is_a_sentence(name, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    error = error_of(name, READERS_OF_PATHS[name], capsys)
+    assert error.startswith("megajax: error:") and error.count("\n") == 1 and LONG[:150] in error
+
+
+def test_a_traceback_is_printed_on_request(capsys, monkeypatch, tmp_path):
+    monkeypatch.setenv("MEGAJAX_TRACEBACK", "0")
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "metrics.jsonl").write_text("[1\n")
+    assert "Traceback" not in error_of("plot", [str(run)], capsys)
+    for arguments in ([str(run), "--traceback"], [str(run)]):  # the option sets the variable
+        error = error_of("plot", arguments, capsys)
+        assert error.startswith("Traceback") and error.splitlines()[-1].startswith("megajax: error:")
+
+
+def test_an_unforeseen_error_of_a_file_is_a_sentence_with_its_cause(capsys, monkeypatch):
+    monkeypatch.setenv("MEGAJAX_TRACEBACK", "1")
+    with pytest.raises(SystemExit), user_errors(), reading("a.file", "get another"):
+        {}["key"]
+    error = capsys.readouterr().err
+    assert "direct cause" in error and error.splitlines()[-1].endswith(
+        "a.file is damaged or not of this format (KeyError: 'key'): get another."
+    )
+    with pytest.raises(InputError, match="^own$"), reading("a.file"):
+        raise InputError("own")
+    with pytest.raises(AssertionError), reading("a.file"):  # a mistake of ours
+        raise AssertionError
+
+
+def test_a_sentence_cannot_steer_a_terminal_or_fill_it(capsys, monkeypatch):
+    monkeypatch.delenv("MEGAJAX_TRACEBACK", raising=False)
+    with pytest.raises(SystemExit), user_errors():
+        raise InputError(f"a\x1b[2J{'b' * 10**6}: cure.")
+    error = capsys.readouterr().err
+    assert "a\\x1b[2J" in error and error.endswith("b: cure.\n") and len(error) < 5000

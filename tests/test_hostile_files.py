@@ -12,13 +12,16 @@ from dev.fuzz.formats import FORMATS
 from dev.fuzz.runner import run_all
 from megajax.config import load_config
 from megajax.config.tree import read_file
-from megajax.data.chat_template import ChatTemplate
+from megajax.data import remote
+from megajax.data.chat_template import ChatTemplate, find_chat_template
 from megajax.data.indexed import IndexedDataset
 from megajax.data.model_files import read_json
+from megajax.data.special_tokens import read_folder_tokens
 from megajax.data.tokenizers import load_tokenizer
 from megajax.errors import ConfigError, InputError
 from megajax.hf import beside
 from megajax.hf.folder import Weights, read_config
+from megajax.inference.prompts import read_prompts
 
 CASES = 12
 PENDING = {"parquet", "index_caches", "journals", "metrics", "plots", "rollbacks", "traces"}
@@ -132,3 +135,80 @@ def test_a_chat_template_reaches_nothing_and_makes_nothing_large(source, tmp_pat
     with pytest.raises(InputError, match="the chat template its place "):
         ChatTemplate(source, {}, "its place").render([{"role": "user", "content": "x"}])
     assert not [*Path().iterdir()]
+
+
+def tokenizer_json(model: dict, **more) -> str:
+    return json.dumps({"version": "1.0", "added_tokens": [], "model": model} | more)
+
+
+TOKENIZERS = {
+    "WordLevel": tokenizer_json({"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "[UNK]"}),
+    "BPE": tokenizer_json({"type": "BPE", "vocab": {"a": 0}, "merges": [], "unk_token": "/etc/passwd"}),
+    "Unigram": tokenizer_json({"type": "Unigram", "vocab": [["a", 0.0]], "unk_id": None}),
+    "WordPiece": tokenizer_json(
+        {
+            "type": "WordPiece",
+            "vocab": {"a": 0},
+            "unk_token": "[UNK]",
+            "continuing_subword_prefix": "##",
+            "max_input_chars_per_word": 9,
+        }
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", TOKENIZERS)
+def test_a_tokenizer_without_its_unknown_token_is_a_sentence(kind, tmp_path):
+    (tmp_path / "tokenizer.json").write_text(TOKENIZERS[kind])
+    with pytest.raises(InputError, match=r"tokenizer.json cannot cut a text into tokens \(.*[Uu](nk|NK)"):
+        load_tokenizer(str(tmp_path)).encode_all(["b"])
+
+
+@pytest.mark.parametrize(
+    "added", ['{"0": 3}', '{"x": {"content": "a"}}', '{"0": {}}', "[1]", '{"٣": {"content": "a"}}']
+)
+def test_odd_special_tokens_are_read_or_end_in_a_sentence(added, tmp_path):
+    for text in (f'{{"added_tokens_decoder": {added}}}', f'{{"eos_token": {added}, "chat_template": {added}}}'):
+        (tmp_path / "tokenizer_config.json").write_text(text)
+        for read in (read_folder_tokens, find_chat_template):
+            try:
+                read(tmp_path)
+            except InputError as error:
+                assert str(tmp_path) in str(error)
+
+
+@pytest.mark.parametrize("spec", ["null:²", "null:٣", "null:" + "9" * 5000, "null:0", "null:-1"])
+def test_a_vocabulary_size_is_a_number_that_int_reads(spec):
+    with pytest.raises(InputError, match="has no vocabulary size") as error:
+        load_tokenizer(spec)
+    assert len(str(error.value)) < 400
+
+
+@pytest.mark.parametrize("word", ["²", "٣", "9" * 5000, "1_0"])
+def test_a_token_id_is_a_number_that_int_reads(word):
+    with pytest.raises(InputError, match="is not a token id of null:50"):
+        load_tokenizer("null:50").encode(word)
+
+
+@pytest.mark.parametrize("protocol", ["bogus", "dir", "cached", "github", "dbfs", "data", "http:"])
+def test_urls_of_other_protocols_are_sentences(protocol, tmp_path, monkeypatch):
+    pytest.importorskip("fsspec")
+    monkeypatch.setattr(remote, "FIRST_WAIT", 0.001)
+    with pytest.raises(InputError, match=f"{protocol}://127.0.0.1:1/a.idx"):
+        IndexedDataset(f"{protocol}://127.0.0.1:1/a", cache=tmp_path)
+
+
+def test_a_safetensors_header_with_odd_metadata_is_read(tmp_path):
+    header = json.dumps({"__metadata__": None, "a": {"dtype": "F8_E4M3", "shape": [2, 2], "data_offsets": [0, 4]}})
+    content = len(header).to_bytes(8, "little") + header.encode() + bytes([56] * 4)
+    (tmp_path / "model.safetensors").write_bytes(content)
+    block = Weights(tmp_path).read_stored("a", (slice(0, 2), slice(0, 2)))
+    assert block.astype(float).tolist() == [[1.0, 1.0], [1.0, 1.0]]  # 0x38: exponent 7 of bias 7
+
+
+def test_a_role_of_many_letters_is_shown_in_part(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps({"messages": [{"role": "a" * 5000, "content": "b"}]}))
+    with pytest.raises(InputError, match="has the role 'aaa.*\\.\\.\\. in message 0") as error:
+        read_prompts(str(path))
+    assert len(str(error.value)) < 600

@@ -179,12 +179,13 @@ def test_processes_that_cannot_share_the_devices_are_refused(config, monkeypatch
         launch.Launcher(config, [], 1, 1)
 
 
+@pytest.mark.parametrize("value, problem", [("2", ": this command starts"), ("two", " is not a whole number")])
 @pytest.mark.parametrize("variable", ["JAX_NUM_PROCESSES", "SLURM_NTASKS"])
-def test_a_process_of_a_cluster_is_refused(variable, monkeypatch, capsys):
-    monkeypatch.setenv(variable, "2")
+def test_a_process_of_a_cluster_is_refused(variable, value, problem, monkeypatch, capsys):
+    monkeypatch.setenv(variable, value)
     with pytest.raises(SystemExit) as stopped:
         launch.main(["--", "none.yaml"])
-    assert stopped.value.code == 2 and f"{variable}=2: this command starts" in capsys.readouterr().err
+    assert stopped.value.code == 2 and f"{variable}={value}{problem}" in capsys.readouterr().err
 
 
 def test_lines_of_several_processes_begin_with_their_number(run, capfd):

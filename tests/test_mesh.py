@@ -1,5 +1,6 @@
 """The mesh: axes, device order, and joining the other processes of a run."""
 
+import re
 from types import SimpleNamespace
 from typing import Any
 
@@ -152,6 +153,14 @@ def test_a_single_process_starts_nothing(initialized, environment):
     assert not initialized
 
 
+@pytest.mark.parametrize("value", ["two", "2(x3)", "-1", "9" * 5000])
+@pytest.mark.parametrize("name", ["SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE"])
+def test_a_variable_of_a_cluster_that_is_no_number_is_named(initialized, name, value):
+    with pytest.raises(ConfigError, match=f"{name}={re.escape(value[:100])}.* is not a whole number") as error:
+        start_processes({name: value})
+    assert len(str(error.value)) < 400 and not initialized
+
+
 @pytest.mark.parametrize("missing", EXPLICIT)
 def test_explicit_variables_come_together(initialized, missing):
     with pytest.raises(ConfigError, match=f"not {missing}: set all three") as error:
@@ -161,7 +170,13 @@ def test_explicit_variables_come_together(initialized, missing):
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"JAX_PROCESS_ID": "4"}, {"JAX_PROCESS_ID": "-1"}, {"JAX_NUM_PROCESSES": "four"}], ids=str
+    "wrong",
+    [
+        *({"JAX_PROCESS_ID": "4"}, {"JAX_PROCESS_ID": "-1"}, {"JAX_NUM_PROCESSES": "four"}),
+        *({"JAX_NUM_PROCESSES": "٤"}, {"JAX_PROCESS_ID": "²"}),  # digits of which int() reads some
+        *({"JAX_COORDINATOR_ADDRESS": address} for address in ("host", "host:port", "host:99999", "host:0")),
+    ],
+    ids=str,
 )
 def test_a_process_number_counts_up_to_their_number(initialized, wrong):
     ((name, value),) = wrong.items()

@@ -10,7 +10,7 @@ from megajax.config.schema import Config
 from megajax.console import CommandParser, program_name
 from megajax.errors import ConfigError
 
-OPTIONS = ("--print-config", "--diff", "--help", "--version")
+OPTIONS = ("--print-config", "--diff", "--help", "--version", "--traceback")
 
 
 def parse_command_line(argv: Sequence[str], program: str) -> Config:

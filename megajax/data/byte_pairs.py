@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from megajax.data.special_tokens import FolderTokens
 from megajax.errors import InputError
+from megajax.files import is_number
 
 if TYPE_CHECKING:
     import tokenizers
@@ -88,7 +89,11 @@ def is_tiktoken(path: Path) -> bool:
     with open(path, "rb") as file:
         words = file.readline(1000).split()
     try:
-        return len(words) == 2 and words[1].isdigit() and bool(base64.b64decode(words[0], validate=True))
+        return (
+            len(words) == 2
+            and is_number(words[1].decode(errors="replace"))
+            and bool(base64.b64decode(words[0], validate=True))
+        )
     except ValueError:
         return False
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from megajax.data.model_files import inside, read_json, token_texts
-from megajax.errors import InputError
+from megajax.errors import InputError, shown
 from megajax.files import read_text, why_unreadable
 
 Message = Mapping[str, Any]
@@ -65,7 +65,7 @@ class ChatTemplate:
             return self._templates[name].render(**given)
         except Exception as error:  # a template is a program, which can fail in any way
             raise InputError(
-                f"the chat template {self.location} does not accept the messages ({error}): correct them."
+                f"the chat template {self.location} does not accept the messages ({shown(error)}): correct them."
             ) from None
 
     def _compiled(self, source: str) -> Any:
@@ -82,7 +82,7 @@ class ChatTemplate:
         try:
             return environment.from_string(source)
         except (TemplateError, ArithmeticError, RecursionError, SyntaxError, ValueError) as error:
-            raise InputError(f"the chat template {self.location} is damaged ({error}): correct it.") from None
+            raise InputError(f"the chat template {self.location} is damaged ({shown(error)}): correct it.") from None
 
 
 def _to_json(

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 from megajax.config.data_schema import TEMPLATE_INPUTS
 from megajax.data.chat_template import Message
+from megajax.errors import shown
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "ipython", "function")
 SPEAKERS = {  # ShareGPT's names of roles
@@ -130,7 +131,7 @@ def read_chat(record: Mapping[str, Any]) -> Chat:
     more = record.get("chat_template_kwargs") or {}
     if not isinstance(more, dict) or more.keys() & TEMPLATE_INPUTS:
         raise ValueError(
-            f'has "chat_template_kwargs" that are not arguments of a template ({more!r}): write them like '
+            f'has "chat_template_kwargs" that are not arguments of a template ({shown(repr(more))}): write them like '
             '{"enable_thinking": false}'
         )
     return Chat(messages, arguments | more)
@@ -139,14 +140,14 @@ def read_chat(record: Mapping[str, Any]) -> Chat:
 def _check_message(i: int, message: Any) -> None:
     role = message.get("role") if isinstance(message, dict) else None
     if role not in ROLES:
-        raise ValueError(f"has the role {role!r} in message {i}: use {', '.join(ROLES)}")
+        raise ValueError(f"has the role {shown(repr(role))} in message {i}: use {', '.join(ROLES)}")
     if message.get("content") is None and not message.get("tool_calls"):
         raise ValueError(f"has a message without content (message {i}, {role}): give it some")
     weight = message.get("weight")
     if weight is not None and (isinstance(weight, bool) or weight not in (0, 1) or role != "assistant"):
         raise ValueError(
-            f"has the weight {weight!r} in message {i} ({role}): give only the assistant's messages one, 0 (the loss "
-            "does not count it) or 1"
+            f"has the weight {shown(repr(weight))} in message {i} ({role}): give only the assistant's messages one, 0 "
+            "(the loss does not count it) or 1"
         )
 
 
@@ -160,4 +161,4 @@ def _objects(record: Mapping[str, Any], key: str) -> list[Any] | None:
             found = given
     if found is None or (isinstance(found, list) and all(isinstance(each, dict) for each in found)):
         return found
-    raise ValueError(f'has "{key}" that are not a list of JSON objects ({str(given)[:40]!r}): write them as one')
+    raise ValueError(f'has "{key}" that are not a list of JSON objects ({shown(repr(given))}): write them as one')

@@ -27,6 +27,7 @@ from megajax.data.samples import BlendedSamples, DocumentSamples, Packing, Sampl
 from megajax.data.text import TextDataset
 from megajax.data.tokenizers import Tokenizer, decode_after, load_tokenizer
 from megajax.errors import InputError
+from megajax.files import is_number
 from megajax.runtime import accept_missing_cuda
 
 if TYPE_CHECKING:
@@ -200,7 +201,7 @@ def _share(part: float, whole: float) -> str:
 
 
 def _number(value: str) -> int:
-    if not value.isdecimal():
+    if not is_number(value):
         raise argparse.ArgumentTypeError(f"{value} is not the number of a sample (0 or more)")
     return int(value)
 

@@ -16,7 +16,7 @@ from megajax.config.data_schema import is_remote
 from megajax.data.compressed import DAMAGE, decompress
 from megajax.data.json_array import ARRAY, ArrayError, ArrayReader
 from megajax.data.parquet import read_rows
-from megajax.errors import InputError
+from megajax.errors import InputError, shown
 from megajax.extras import require
 from megajax.json_files import Count
 
@@ -221,7 +221,7 @@ def _text(line: bytes, json_key: str, option: str) -> str:
     if not isinstance(record, dict):
         raise ValueError(f"is not a JSON object: {wanted}")
     if json_key not in record:
-        keys = ", ".join(list(record)[:KEYS_SHOWN]) or "none"
+        keys = shown(", ".join(list(record)[:KEYS_SHOWN])) or "none"
         raise ValueError(f'has no key "{json_key}" (its keys: {keys}): name the key of the text with {option}')
     text = record[json_key]
     if not isinstance(text, str):

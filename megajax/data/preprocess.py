@@ -20,6 +20,7 @@ from megajax.data.progress import show_progress
 from megajax.data.special_tokens import begin_of_document, end_of_document
 from megajax.data.tokenizers import load_tokenizer, tokenizer_files
 from megajax.errors import InputError
+from megajax.files import is_number
 
 
 def preprocess(
@@ -87,7 +88,7 @@ def _settings(inputs: Sequence[str], encoder: Encoder) -> dict[str, Any]:
 
 
 def _worker_count(value: str) -> int:
-    if not value.isdecimal() or not int(value):
+    if not is_number(value) or not int(value):
         raise argparse.ArgumentTypeError(f"{value} is not a number of processes (1 or more)")
     return int(value)
 

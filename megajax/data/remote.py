@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from megajax.errors import InputError
+from megajax.errors import InputError, shown
 from megajax.extras import require
 
 BLOCK_BYTES = 1 << 18  # a sample takes a few kB of it; a larger block is fetched faster only if its neighbours are read
@@ -199,5 +199,5 @@ def _file_system(url: str) -> tuple[Any, str]:
         return fsspec.url_to_fs(url)
     except ImportError as error:
         raise InputError(f"{url} needs a package for its protocol ({error}): install it with pip.") from None
-    except ValueError as error:
-        raise InputError(f"{url} cannot be opened ({error}): correct the URL.") from None
+    except Exception as error:  # each protocol has errors of its own
+        raise InputError(f"{url} cannot be opened ({shown(error)}): correct the URL.") from None

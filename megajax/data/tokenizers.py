@@ -4,6 +4,7 @@ import os
 import re
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -20,8 +21,8 @@ from megajax.data.special_tokens import (
     FolderTokens,
     read_folder_tokens,
 )
-from megajax.errors import InputError
-from megajax.files import replace_copy, replaced
+from megajax.errors import InputError, shown
+from megajax.files import MOST_DIGITS, is_number, replace_copy, replaced
 
 if TYPE_CHECKING:
     import tokenizers
@@ -103,11 +104,11 @@ def _load(spec: str) -> Tokenizer:
     path = tokenizer_files(spec)[0]
     found = read_folder_tokens(path.parent)
     if path.name == GPT2_FILES[0]:
-        return HuggingFaceTokenizer(read_gpt2(path.parent, (*KNOWN_ENDS, *found.names.values())), found)
+        return HuggingFaceTokenizer(read_gpt2(path.parent, (*KNOWN_ENDS, *found.names.values())), found, path)
     if path.suffix == ".json":  # it says itself what it puts before a text
-        return HuggingFaceTokenizer(_read_json(path), replace(found, adds_begin=None))
+        return HuggingFaceTokenizer(_read_json(path), replace(found, adds_begin=None), path)
     if path.suffix == ".tiktoken" or is_tiktoken(path):
-        return HuggingFaceTokenizer(read_tiktoken(path), found)
+        return HuggingFaceTokenizer(read_tiktoken(path), found, path)
     return SentencePieceTokenizer(str(path), found)
 
 
@@ -233,8 +234,8 @@ class NullTokenizer:
 
     def __init__(self, spec: str):
         size = spec.removeprefix("null:")
-        if not size.isdecimal() or not int(size):
-            raise InputError(f"{spec} has no vocabulary size: write null:50257 for the token ids 0 to 50256.")
+        if not is_number(size) or not int(size):
+            raise InputError(f"{shown(spec)} has no vocabulary size: write null:50257 for the token ids 0 to 50256.")
         self.end_of_document = int(size)
         self.vocab_size = int(size) + 1
 
@@ -255,7 +256,7 @@ class NullTokenizer:
         return " ".join(map(str, ids))
 
     def _id(self, word: str) -> int:
-        if not (word.isascii() and word.isdecimal() and int(word) < self.vocab_size):
+        if not (word.isascii() and word.isdecimal() and len(word) <= MOST_DIGITS and int(word) < self.vocab_size):
             raise InputError(
                 f"{word[:20]!r} is not a token id of null:{self.end_of_document}: write integers from 0 to "
                 f"{self.end_of_document} with spaces between, or use another tokenizer."
@@ -273,8 +274,9 @@ def _read_json(path: Path) -> "tokenizers.Tokenizer":
 class HuggingFaceTokenizer:
     """A tokenizer of the library `tokenizers`."""
 
-    def __init__(self, tokenizer: "tokenizers.Tokenizer", found: FolderTokens):
+    def __init__(self, tokenizer: "tokenizers.Tokenizer", found: FolderTokens, path: Path):
         self._tokenizer = tokenizer
+        self._reported = partial(damage_reported, f"{path} cannot cut a text into tokens", "give another tokenizer")
         tokenizer.no_padding()  # a document is all of its tokens
         tokenizer.no_truncation()
         add_missing(tokenizer, found)
@@ -290,7 +292,8 @@ class HuggingFaceTokenizer:
 
     def _first_token(self) -> int | None:
         """The token that the tokenizer's file puts before a text."""
-        encoded = self._tokenizer.encode("a")
+        with self._reported():
+            encoded = self._tokenizer.encode("a")
         return encoded.ids[0] if encoded.ids and encoded.special_tokens_mask[0] else None
 
     def _begin_processor(self) -> "tokenizers.processors.PostProcessor | None":
@@ -311,13 +314,16 @@ class HuggingFaceTokenizer:
         return self._tokenizer.token_to_id(name)
 
     def encode(self, text: str) -> list[int]:
-        return self._tokenizer.encode(text, add_special_tokens=False).ids
+        with self._reported():
+            return self._tokenizer.encode(text, add_special_tokens=False).ids
 
     def encode_all(self, texts: Sequence[str]) -> list[list[int]]:
-        return [each.ids for each in self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)]
+        with self._reported():
+            return [each.ids for each in self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)]
 
     def encode_with_offsets(self, texts: Sequence[str]) -> list[tuple[list[int], list[tuple[int, int]]]]:
-        encoded = self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
+        with self._reported():
+            encoded = self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
         return [(each.ids, each.offsets) for each in encoded]
 
     def decode(self, ids: list[int]) -> str:

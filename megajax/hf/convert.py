@@ -15,7 +15,8 @@ from megajax.checkpoint.description import compare_descriptions, describe_model
 from megajax.config import ModelConfig
 from megajax.config.kinds import MTP
 from megajax.config.tree import show
-from megajax.errors import ConfigError, InputError
+from megajax.errors import ConfigError, InputError, shown
+from megajax.files import is_number
 from megajax.hf.deepseek import DeepseekV2, DeepseekV3, KimiK2
 from megajax.hf.families import Gemma2, Gemma3Text, Nemotron, Olmo2, Phi3, SmolLm3
 from megajax.hf.folder import HEAD, Weights, read_config, write_folder
@@ -74,7 +75,7 @@ def read_folder(folder: str | Path) -> tuple[Family, dict[str, Any], dict[str, A
     config, path = read_config(folder), Path(folder) / "config.json"
     name = config["model_type"]
     if name not in FAMILIES:
-        raise InputError(f"{path}: model_type={name} is not known: megajax reads {', '.join(sorted(FAMILIES))}.")
+        raise InputError(f"{path}: model_type={shown(name)} is not known: megajax reads {', '.join(sorted(FAMILIES))}.")
     family, config = FAMILIES[name], complete(config, path)
     check_values(config, family.names, path)
     try:
@@ -82,10 +83,9 @@ def read_folder(folder: str | Path) -> tuple[Family, dict[str, Any], dict[str, A
     except KeyError as key:
         raise InputError(f"{path} has no {key}: copy it again.") from None
     except (ArithmeticError, AttributeError, IndexError, TypeError) as problem:  # a value of a type that is not checked
-        raise InputError(f"{path} is damaged ({problem}): copy it again.") from None
+        raise InputError(f"{path} is damaged ({shown(problem)}): copy it again.") from None
     except ValueError as problem:
-        shown = str(problem)[:200]
-        raise InputError(f"{path}: {shown}, which megajax's model does not have: use another model.") from None
+        raise InputError(f"{path}: {shown(problem)}, which megajax's model does not have: use another model.") from None
     check_section(section, family.names, path)
     return family, _as_stored(Path(folder), family, section, config), config
 
@@ -250,4 +250,4 @@ def _exported(
 
 def in_order(name: str) -> list[tuple[int, int | str]]:
     """A sort key that has layer 10 after layer 9."""
-    return [(0, int(word)) if word.isdigit() else (1, word) for word in name.split(".")]
+    return [(0, int(word)) if is_number(word) else (1, word) for word in name.split(".")]

@@ -176,8 +176,8 @@ class Weights:
             with (self.folder / file).open("rb") as opened:
                 length = int.from_bytes(opened.read(8), "little")
                 header = opened.read(min(length, HEADER_BYTES))
-            found = parse(header, str(self.folder / file), dict[str, Header], "copy it again")
-            offsets = {name: tensor["data_offsets"][0] for name, tensor in found.items() if "data_offsets" in tensor}
+            found = parse(header, str(self.folder / file), dict[str, Header | None], "copy it again")
+            offsets = {name: each["data_offsets"][0] for name, each in found.items() if each and "data_offsets" in each}
             self._offsets[file] = {name: 8 + length + offset for name, offset in offsets.items()}
         return self._offsets[file][self._names[name]]
 

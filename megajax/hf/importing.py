@@ -11,6 +11,7 @@ from megajax.checkpoint.description import describe_model
 from megajax.checkpoint.manager import save_weights
 from megajax.config import Config
 from megajax.data.tokenizers import files_in, keep_tokenizer, kept_name, load_tokenizer
+from megajax.errors import reading
 from megajax.hf import beside
 from megajax.hf.convert import load, read_folder
 from megajax.hf.folder import new_folder
@@ -54,12 +55,12 @@ def _config(folder: Path, run_dir: Path) -> Config:
         name = beside.token_names(folder).get("eos_token")
         if name is not None and load_tokenizer(str(folder)).token_id(name) is not None:
             data["end_of_document"] = name
-    return Config.model_validate(
-        {
-            "run": {"name": run_dir.name, "dir": str(run_dir)},
-            "model": section,
-            "precision": {"compute": dtype} if dtype in DTYPES else {},
-            "batch": {"global_size": 1, "sequence_length": length},
-            "data": data,
-        }
-    )
+    values = {
+        "run": {"name": run_dir.name, "dir": str(run_dir)},
+        "model": section,
+        "precision": {"compute": dtype} if dtype in DTYPES else {},
+        "batch": {"global_size": 1, "sequence_length": length},
+        "data": data,
+    }
+    with reading(folder / "config.json"):  # such as a length that no run has
+        return Config.model_validate(values)

@@ -16,7 +16,7 @@ from megajax.config.kinds import layer_kinds
 from megajax.data.chat_template import ChatTemplate, load_chat_template
 from megajax.data.special_tokens import framed
 from megajax.data.tokenizers import Tokenizer
-from megajax.errors import ConfigError, InputError
+from megajax.errors import ConfigError, InputError, shown
 from megajax.inference.comm import Decode, WholeSequences
 from megajax.inference.weights import ModelWeights, from_parameters
 from megajax.model import Transformer
@@ -80,10 +80,10 @@ class LanguageModel:
         try:
             text.encode()  # the library `tokenizers` has no error of its own for this
         except UnicodeEncodeError:
-            raise InputError(f"the prompt {text!r} is not UTF-8: write it in UTF-8.") from None
+            raise InputError(f"the prompt {shown(repr(text))} is not UTF-8: write it in UTF-8.") from None
         tokens = framed(self.tokenizer.encode(text), self.begin_token if special_tokens else None)
         if not tokens:
-            raise InputError(f"the prompt {text!r} has no tokens: give at least one character.")
+            raise InputError(f"the prompt {shown(repr(text))} has no tokens: give at least one character.")
         return tokens
 
     @cached_property

@@ -12,6 +12,7 @@ from megajax.config.data_schema import template_arguments
 from megajax.console import user_errors
 from megajax.errors import InputError
 from megajax.extras import loading
+from megajax.files import is_number
 from megajax.inference.generation import continue_texts
 from megajax.inference.load import load_model
 from megajax.inference.sampling import Sampling
@@ -56,7 +57,7 @@ class MegajaxLM(TemplateLM):
         except ValueError as error:
             raise InputError(f"chat_template_args={chat_template_args} {error}.") from None
         self.template_arguments = given | ({} if enable_thinking is None else {"enable_thinking": enable_thinking})
-        self.batch = int(batch_size) if str(batch_size).isdigit() else 8
+        self.batch = int(batch_size) if is_number(str(batch_size)) else 8
 
     @property
     def eot_token_id(self) -> int:

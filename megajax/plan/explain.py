@@ -8,6 +8,7 @@ import warnings
 from megajax.config.load import read_tree
 from megajax.config.sentences import divisors
 from megajax.errors import InputError
+from megajax.files import is_number
 from megajax.mesh import describe_hosts
 from megajax.plan.rates import GIB, Rates
 from megajax.plan.report import AXES_SHOWN, budget, cells, limit_line, table
@@ -110,7 +111,7 @@ def mesh_overrides(text: str) -> list[str]:
     sizes, named = {axis: "1" for axis in AXES_SHOWN} | {"data": "-1"}, set[str]()
     for entry in filter(None, text.split(",")):
         axis, _, size = (each.strip() for each in entry.partition("="))
-        if axis not in sizes or not size.lstrip("-").isdigit():
+        if axis not in sizes or not is_number(size.removeprefix("-")):
             raise InputError(
                 f"--explain={text}: {entry} is no axis with a size: write tensor=8,pipeline=4, for example."
             )

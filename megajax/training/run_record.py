@@ -21,7 +21,7 @@ from megajax.config.extensions import SUFFIX, file_of
 from megajax.config.tree import Loader, read_file, show
 from megajax.data import tokenizers
 from megajax.errors import ConfigError
-from megajax.files import CONFIG, METRICS, replace_copy, replace_text
+from megajax.files import CONFIG, METRICS, is_number, replace_copy, replace_text
 from megajax.hf import beside
 
 CONFIGS, EXTENSIONS, SET_ASIDE = "configs", "extensions", "set_aside"
@@ -71,7 +71,7 @@ def write_config(run_dir: Path, config: Config, step: int) -> None:
     before, text = previous_config(run_dir), config.to_yaml()
     history = run_dir / CONFIGS
     history.mkdir(exist_ok=True)
-    later = [path for path in history.glob("*.yaml") if path.stem.isdigit() and int(path.stem) > step]
+    later = [path for path in history.glob("*.yaml") if is_number(path.stem) and int(path.stem) > step]
     if step == 0 or later or before != yaml.load(text, Loader):
         if before and step > 0 and not any(history.iterdir()):
             replace_copy(run_dir / CONFIG, history / "0.yaml")
@@ -122,7 +122,7 @@ def set_aside(run_dir: Path, step: int, later_steps: list[int]) -> Path:
     """
     checkpoints, elsewhere = checkpoint_folder(run_dir), leads_elsewhere(run_dir)
     places = [run_dir / SET_ASIDE, *([checkpoints / SET_ASIDE] if elsewhere else [])]
-    numbers = [int(path.name) for place in places for path in place.glob("*") if path.name.isdigit()]
+    numbers = [int(path.name) for place in places for path in place.glob("*") if is_number(path.name)]
     target = run_dir / SET_ASIDE / str(max(numbers, default=0) + 1)
     target.mkdir(parents=True)
     kept = target / SUBDIRECTORY

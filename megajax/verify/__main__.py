@@ -18,6 +18,7 @@ from megajax.config import AXES, Config, load_config
 from megajax.config.checks import check_mesh
 from megajax.console import CommandParser, user_errors
 from megajax.errors import ConfigError, InputError
+from megajax.files import is_number
 from megajax.runtime import accept_missing_cuda
 
 DEVICES = 16
@@ -67,7 +68,7 @@ def read_mesh(text: str) -> dict[str, int]:
     sizes: dict[str, int] = dict.fromkeys(AXES, 1)
     for entry in text.split(","):
         axis, _, size = entry.strip().partition("=")
-        if axis not in AXES or not (size.isascii() and size.isdigit()) or int(size) < 1:
+        if axis not in AXES or not is_number(size) or int(size) < 1:
             raise ConfigError(f"--mesh={text} is not a mesh: give sizes of {', '.join(AXES)}, such as tensor=2,fsdp=2.")
         sizes[axis] = int(size)
     return limited(sizes, f"--mesh={text}", "make it smaller")
