@@ -3,6 +3,7 @@
 import os
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -22,7 +23,7 @@ from megajax.data.special_tokens import (
     read_folder_tokens,
 )
 from megajax.errors import InputError, shown
-from megajax.files import MOST_DIGITS, is_number, replace_copy, replaced
+from megajax.files import is_number, replace_copy, replaced
 
 if TYPE_CHECKING:
     import tokenizers
@@ -244,7 +245,17 @@ class NullTokenizer:
         return None
 
     def encode(self, text: str) -> list[int]:
-        return [self._id(word) for word in text.split()]
+        words = text.split()
+        with suppress(ValueError):  # of a number with thousands of digits
+            if "".join(words).isascii() and all(map(str.isdecimal, words)):
+                ids = list(map(int, words))
+                if max(ids, default=0) < self.vocab_size:
+                    return ids
+        wrong = next(word for word in words if not (is_number(word) and int(word) < self.vocab_size))
+        raise InputError(
+            f"{wrong[:20]!r} is not a token id of null:{self.end_of_document}: write integers from 0 to "
+            f"{self.end_of_document} with spaces between, or use another tokenizer."
+        )
 
     def encode_all(self, texts: Sequence[str]) -> list[list[int]]:
         return [self.encode(text) for text in texts]
@@ -254,14 +265,6 @@ class NullTokenizer:
 
     def decode(self, ids: list[int]) -> str:
         return " ".join(map(str, ids))
-
-    def _id(self, word: str) -> int:
-        if not (word.isascii() and word.isdecimal() and len(word) <= MOST_DIGITS and int(word) < self.vocab_size):
-            raise InputError(
-                f"{word[:20]!r} is not a token id of null:{self.end_of_document}: write integers from 0 to "
-                f"{self.end_of_document} with spaces between, or use another tokenizer."
-            )
-        return int(word)
 
 
 def _read_json(path: Path) -> "tokenizers.Tokenizer":
