@@ -11,7 +11,6 @@ import shlex
 import shutil
 import sys
 import textwrap
-import threading
 import traceback
 import warnings
 from collections.abc import Iterator, Sequence
@@ -19,7 +18,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
-from megajax.errors import InputError, UserError, shown
+from megajax import threads
+from megajax.errors import InputError, ThreadError, UserError, shown
 from megajax.version import VERSION
 
 SPACE, PERMISSION = "free disk space there", "choose a directory that you may write to"
@@ -43,7 +43,7 @@ MOST_SENTENCE = 4000  # characters
 INDENT = 11 * " "  # of the summary, after its labels
 STYLES = {"bold": "1", "red": "31", "yellow": "33"}
 # Exit statuses: the last three mean a lost or hanging process, a stop on request after saving, and Ctrl-C as in shells.
-DONE, MISTAKE, BAD_NUMBERS, LOST, STOPPED, INTERRUPTED = 0, 2, 3, 4, 75, 130
+DONE, CRASH, MISTAKE, BAD_NUMBERS, LOST, STOPPED, INTERRUPTED = 0, 1, 2, 3, 4, 75, 130
 
 # subcommand: (the module whose main(arguments) it runs, its help)
 COMMANDS = {
@@ -203,7 +203,7 @@ def hide_native_lines(beginning: bytes) -> None:
                 if not line.startswith(beginning):
                     os.write(shown, line)
 
-    threading.Thread(target=copy, daemon=True, name="native output").start()
+    threads.start("the copy of native output", copy)
 
 
 def fold(text: str, stream: IO[str] | None = None) -> str:
@@ -246,7 +246,7 @@ def user_errors() -> Iterator[None]:
             yield
             sys.stdout.flush()
         except UserError as error:
-            _fail(str(error), MISTAKE)
+            _fail(str(error), CRASH if isinstance(error, ThreadError) else MISTAKE)
         except BrokenPipeError:  # for example, a pager was closed
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             raise SystemExit(0) from None

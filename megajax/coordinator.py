@@ -6,6 +6,7 @@ the loss and explains it.
 """
 
 import contextlib
+import functools
 import os
 import socket
 import threading
@@ -13,6 +14,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from jaxlib import _jax  # type: ignore[attr-defined]  # jax.distributed has no option for the address
+
+from megajax import threads
 
 LOST = threading.Event()  # set when the coordinator has closed a connection
 
@@ -57,10 +60,11 @@ def relay(address: str) -> str:
                 continue
             service.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             left = threading.Event()  # set when the client has closed the connection
-            _start(_carry, client, service, lambda left=left, service=service: _leave(left, service))
-            _start(_carry, service, client, lambda left=left: left.is_set() or LOST.set())
+            carry = functools.partial(threads.start, f"the connection to {address}", _carry, needed=True)
+            carry(client, service, lambda left=left, service=service: _leave(left, service))
+            carry(service, client, lambda left=left: left.is_set() or LOST.set())
 
-    _start(serve)
+    threads.start(f"the relay to {address}", serve, needed=True)
     return f"unix-abstract:{name}"
 
 
@@ -75,7 +79,3 @@ def _leave(left: threading.Event, service: socket.socket) -> None:
     left.set()
     with contextlib.suppress(OSError):
         service.shutdown(socket.SHUT_RDWR)
-
-
-def _start(function: Callable[..., None], *arguments: Any) -> None:
-    threading.Thread(target=function, args=arguments, daemon=True, name="relay").start()

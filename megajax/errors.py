@@ -20,6 +20,10 @@ class InputError(UserError):
     """A file or directory that the run needs is missing, damaged or does not fit the config."""
 
 
+class ThreadError(UserError):
+    """A background thread that the run needs has failed. No mistake of the user: the exit status is that of a crash."""
+
+
 def shown(value: object) -> str:
     """A value, or another library's message, in a sentence: printable, one line, at most 200 characters."""
     try:

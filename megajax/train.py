@@ -4,9 +4,9 @@ import contextlib
 import os
 import signal
 import sys
-import threading
 from collections.abc import Callable, Iterator
 
+from megajax import threads
 from megajax.config import Config
 from megajax.config.cli import parse_command_line
 from megajax.console import INTERRUPTED, user_errors
@@ -57,15 +57,17 @@ def _interrupts_end_the_process(clean_up: Callable[[], None]) -> Iterator[None]:
             if not number:
                 return os.close(reader)
         print("\nmegajax: error: interrupted.", file=sys.stderr, flush=True)
-        clean_up()
-        os._exit(INTERRUPTED)
+        try:
+            clean_up()
+        finally:
+            os._exit(INTERRUPTED)
 
     try:
         before = signal.signal(signal.SIGINT, lambda *_: None), signal.set_wakeup_fd(writer)
     except ValueError:  # only the main thread may set signal handlers
         yield
         return
-    threading.Thread(target=end, daemon=True, name="interrupts").start()
+    threads.start("the wait for Ctrl-C", end)
     try:
         yield
     finally:

@@ -2,7 +2,8 @@
 
 import multiprocessing
 import os
-import threading
+
+from megajax import threads
 
 
 def end_with_parent() -> None:
@@ -14,4 +15,4 @@ def end_with_parent() -> None:
         parent.join()
         os._exit(1)
 
-    threading.Thread(target=wait, daemon=True, name="parent").start()
+    threads.start("the wait for the end of the trainer", wait)

@@ -1,8 +1,9 @@
 """Calls to services that may be slow or gone, in a thread of their own: a run does not wait for them."""
 
 import queue
-import threading
 from collections.abc import Callable
+
+from megajax import threads
 
 WAITING = 1000  # calls; then the next ones are left out
 
@@ -13,8 +14,7 @@ class Background:
     def __init__(self, note: Callable[[str], None]):
         self._note, self._failed = note, set[str]()
         self._calls = queue.Queue[tuple[str, Callable[[], object]] | None](WAITING)
-        self._thread = threading.Thread(target=self._work, daemon=True, name="services")
-        self._thread.start()
+        self._thread = threads.start("the thread of W&B, MLflow and on_event", self._work)
 
     def submit(self, service: str, call: Callable[[], object]) -> None:
         """Make a call soon; `service` names the receiver for the user."""

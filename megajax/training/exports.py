@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from threading import Thread
 
+from megajax import threads
 from megajax.checkpoint import reason
 from megajax.config import Config
 from megajax.errors import InputError, UserError
@@ -64,8 +65,7 @@ class Exports:
         if not self.is_due(step):
             return
         self.wait()
-        self._thread = Thread(target=self._write, args=(step,), name="export")
-        self._thread.start()
+        self._thread = threads.start("the export", self._write, step)
 
     def report(self, wait: bool = False) -> None:
         """Report the result of a folder that has been written since; `wait` for one that is being written."""

@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 
+from megajax import threads
 from megajax.errors import InputError
 from megajax.extras import require
 from megajax.start_checks import cuda_devices, used_devices
@@ -52,8 +53,7 @@ class GpuHealth:
     def check(self) -> None:
         """Start to read, unless the last reading still runs."""
         if self._gpus and (self._thread is None or not self._thread.is_alive()):
-            self._thread = threading.Thread(target=self._read, daemon=True, name="gpu health")
-            self._thread.start()
+            self._thread = threads.start("the watch over the GPUs", self._read)
 
     def _read(self) -> None:
         for uuid, gpu in self._gpus.items():

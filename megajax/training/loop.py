@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 
+from megajax import threads
 from megajax.checkpoint import Checkpoints, complete_steps
 from megajax.config import Config
 from megajax.config.checks import check_mesh
@@ -139,7 +140,7 @@ class Trainer:
         if self._compiling is None and not self._compiled_steps:
             thread, compiler = ThreadPoolExecutor(1), SharedCompiler(self.config)
             self._compiling = thread.submit(compile_steps, self.program, self._sizes_ahead(), self.note, compiler)
-            thread.submit(self.checks.compile, self._sizes_ahead())
+            threads.watched(thread.submit(self.checks.compile, self._sizes_ahead()), "the compilation of the checks")
             thread.shutdown(wait=False)
             self.watch.end_with(thread)
 

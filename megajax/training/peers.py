@@ -12,7 +12,7 @@ import threading
 import time
 from typing import Any
 
-from megajax import coordinator
+from megajax import coordinator, threads
 from megajax.console import BAD_NUMBERS, DONE, STOPPED
 from megajax.messages import Failure, Messages
 
@@ -47,7 +47,7 @@ class Peers:
         self._ending: dict[str, Any] = {}  # how this process ends, added to its sign
         self._number, self._exchanged = 0, threading.Condition()
         self._wake, self._gone = threading.Event(), set[int]()
-        threading.Thread(target=self._exchange_at_intervals, daemon=True, name="peers").start()
+        threads.start("the watch over the other processes", self._exchange_at_intervals, needed=True)
 
     def check(self, seconds: float) -> str | None:
         """A sentence about a lost process, or None.
@@ -119,11 +119,10 @@ class Peers:
         self._messages.post(str(self.index), json.dumps(own), again=True)
         found = self._messages.read_all() if self.index == 0 else {"0": self._messages.read("0")}
         for name, raw in found.items():
-            process = int(name)
-            if process != self.index and self._raw.get(process) != raw:
-                with contextlib.suppress(ValueError):  # no sign of ours: as if it had given none
-                    self.signs[process] = json.loads(raw)
-                    self._raw[process], self._silent[process] = raw, 0.0
+            process, sign = int(name), _read_sign(raw)
+            if process != self.index and self._raw.get(process) != raw and sign is not None:
+                self.signs[process] = sign
+                self._raw[process], self._silent[process] = raw, 0.0
         with self._exchanged:
             self._number += 1
             self._exchanged.notify_all()
@@ -154,3 +153,12 @@ class Peers:
     def _last_step(self, process: int) -> str:
         step = self.signs.get(process, {}).get("step")
         return "" if step is None else f" (last known step: {step})"
+
+
+def _read_sign(raw: str) -> dict[str, Any] | None:
+    """The sign of a process; None for a text of anybody else, which counts as silence."""
+    with contextlib.suppress(ValueError, RecursionError):
+        sign = json.loads(raw)
+        if isinstance(sign, dict) and sign.keys() >= {"host", "step", "own_seconds", "number"}:
+            return sign
+    return None

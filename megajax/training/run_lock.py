@@ -15,7 +15,7 @@ import jax
 import numpy as np
 from pydantic import Field
 
-from megajax import json_files
+from megajax import json_files, threads
 from megajax.errors import InputError, UserError, shown
 from megajax.files import HEARTBEAT_SECONDS, LOCK
 from megajax.json_files import Count, Damaged
@@ -87,8 +87,7 @@ class RunLock:
                 say(f"taking over {self.path.parent}: {_named(owner)} is gone")
         self._released.clear()
         self.lost = False
-        self._thread = threading.Thread(target=self._beat, daemon=True, name="run lock")
-        self._thread.start()
+        self._thread = threads.start(f"the sign of life in {self.path}", self._beat, needed=True)
         atexit.register(self.release)
 
     def _created(self) -> bool:

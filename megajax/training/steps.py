@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 
+from megajax import threads
 from megajax.console import DONE, STOPPED
 from megajax.training import logs
 from megajax.training.checks import End
@@ -73,6 +74,7 @@ class Steps:
         if end is not None:
             return end
         trainer.watch.stepped(trainer.step)
+        threads.check()
         due = self._due()
         if due.log:
             self._unlogged = trainer.step, metrics

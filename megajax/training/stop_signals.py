@@ -9,6 +9,7 @@ import time
 
 import jax
 
+from megajax import threads
 from megajax.messages import Failure, Messages
 
 AGREEMENTS = itertools.count()  # of this process; all processes of a job make the same ones
@@ -95,8 +96,7 @@ class Agreement:
         self._next, self._at = step + 1, 0  # the step that this process may start; the agreed one
         self._lock, self._agreed = threading.Lock(), threading.Event()
         self._requested = self._posted = False
-        self._thread = threading.Thread(target=self._listen, daemon=True, name="stop")
-        self._thread.start()
+        self._thread = threads.start("the agreement on a stop", self._listen, needed=True)
 
     def ask(self) -> None:
         """Request a stop of all processes."""

@@ -17,6 +17,7 @@ from typing import Any
 
 import jax
 
+from megajax import threads
 from megajax.config import Config
 from megajax.console import LOST
 from megajax.messages import Messages
@@ -55,7 +56,7 @@ class Watch:
         if Messages("signs").count > 1:
             self.peers = Peers(self._config.run.peer_timeout_seconds)
             self._warn_of_a_short_timeout()
-        threading.Thread(target=self._watch, daemon=True, name="watch").start()
+        threads.start("the watch over hangs", self._watch, needed=True)
         return self
 
     def _warn_of_a_short_timeout(self) -> None:
@@ -202,9 +203,7 @@ def _collective_failed(error: BaseException | None) -> bool:
 
 def _within_seconds(seconds: float, function: Any, *arguments: Any) -> None:
     """Call `function`, but don't wait longer: a file system or a pipe may hang, too."""
-    thread = threading.Thread(target=function, args=arguments, daemon=True)
-    thread.start()
-    thread.join(seconds)
+    threads.start("the report of the end", function, *arguments).join(seconds)
 
 
 def _exit(status: int) -> None:

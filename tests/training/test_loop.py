@@ -10,8 +10,10 @@ import jax
 import numpy as np
 import pytest
 
+from megajax import threads
 from megajax.config import load_config
 from megajax.data.indexed import IndexedDataset
+from megajax.errors import ThreadError
 from megajax.plan import flops_per_token
 from megajax.training.batches import batches
 from megajax.training.loop import Trainer
@@ -62,6 +64,15 @@ def test_metrics_have_the_fixed_keys_and_fit_together(run):
         assert line["tflops_per_second_per_device"] == pytest.approx(teraflops)
         assert line["mfu"] is None  # nobody knows this CPU's peak
         assert 0 < line["peak_memory_gib"] < 64
+
+
+def test_a_run_ends_after_the_step_in_which_a_thread_that_it_needs_has_failed(tmp_path, make_config):
+    overrides = f"run.dir={tmp_path / 'run'}", "run.steps=5", "mesh.data=2", "run.log_interval=2"
+    trainer = Trainer(make_config(*overrides), jax.devices()[:2])
+    threads.start("a watch", lambda: 1 / 0, needed=True).join()
+    with pytest.raises(ThreadError, match="a watch failed .ZeroDivisionError"):
+        trainer.run()
+    assert trainer.step == 1
 
 
 @pytest.mark.smoke

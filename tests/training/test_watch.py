@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import jax
 import pytest
 
-from megajax import coordinator, messages
+from megajax import coordinator, messages, threads
 from megajax.console import DONE, LOST
 from megajax.training import peers, watch
 from megajax.training.peers import Peers
@@ -118,6 +118,17 @@ def test_a_failed_collective_or_a_closed_connection_shortens_the_wait(processes,
     monkeypatch.setattr(coordinator, "LOST", threading.Event())
     coordinator.LOST.set()
     assert those[1].check(0.1) is not None
+
+
+@pytest.mark.parametrize("text", ["", "{", "[1]", "3", '{"step": 1}', "[" * 100_000], ids=lambda text: text[:9])
+def test_a_text_that_is_no_sign_counts_as_silence(processes, text):
+    """Of another program that reaches the coordinator's port: the thread goes on to read."""
+    those, clients = processes(2, timeout=0.6)
+    clients[1].lost = True
+    clients[0]._store.values["megajax/signs/1"] = text
+    found = verdicts(those[:1], 5)
+    assert "process 1" in found[0] and "was lost" in found[0]
+    threads.check()
 
 
 @pytest.mark.parametrize(("status", "agreed"), [(0, True), (3, True), (75, True), (2, True), (0, False)])

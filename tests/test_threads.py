@@ -1,0 +1,134 @@
+"""A background thread whose work fails is a line at once, and the end of the run if the run needs it."""
+
+import multiprocessing
+import re
+import socket
+import time
+import types
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from megajax import coordinator, messages, threads
+from megajax.console import user_errors
+from megajax.data import workers
+from megajax.errors import ThreadError
+from megajax.training import run_lock, watch
+from megajax.training.background import Background
+from megajax.training.gpu_health import GpuHealth
+from megajax.training.peers import Peers
+from megajax.training.run_lock import RunLock
+from megajax.training.stop_signals import Agreement
+from megajax.training.watch import Watch
+
+PACKAGE = Path(threads.__file__).parent
+
+
+def fail(*_: object, **__: object) -> None:
+    raise KeyError("what nobody expects")
+
+
+class Broken:
+    """An object of which everything fails."""
+
+    def __getattr__(self, name: str):
+        raise KeyError("what nobody expects")
+
+
+@pytest.fixture
+def store(monkeypatch):
+    """Sets the key-value store of process 1 of 2."""
+
+    def use(client: object) -> None:
+        for name, value in {"process_id": 1, "num_processes": 2, "client": client}.items():
+            monkeypatch.setattr(messages.distributed.global_state, name, value)
+
+    return use
+
+
+def watching(tmp_path, store, monkeypatch) -> str:
+    monkeypatch.setattr(watch, "TICK", 0.01)
+    Watch(types.SimpleNamespace(run=Broken())).__enter__()  # type: ignore[arg-type]
+    return "the watch over hangs"
+
+
+def exchanging(tmp_path, store, monkeypatch) -> str:
+    store(Broken())
+    Peers(timeout=1)
+    return "the watch over the other processes"
+
+
+def beating(tmp_path, store, monkeypatch) -> str:
+    monkeypatch.setattr(run_lock, "HEARTBEAT_SECONDS", 0.01)
+    lock = RunLock(tmp_path)
+    lock.acquire(print)
+    monkeypatch.setattr(lock, "path", Broken())
+    return "the sign of life"
+
+
+def agreeing(tmp_path, store, monkeypatch) -> str:
+    store(Broken())
+    Agreement(0)
+    return "the agreement on a stop"
+
+
+def relaying(tmp_path, store, monkeypatch) -> str:
+    name = coordinator.relay("host:no port").partition(":")[2]
+    socket.socket(socket.AF_UNIX).connect(f"\0{name}")
+    return "the relay to host"
+
+
+def serving(tmp_path, store, monkeypatch) -> str:
+    Background(fail).submit("a service", fail)
+    return "the thread of W&B, MLflow and on_event"
+
+
+def orphaned(tmp_path, store, monkeypatch) -> str:
+    monkeypatch.setattr(multiprocessing, "parent_process", Broken)
+    workers.end_with_parent()
+    return "the wait for the end of the trainer"
+
+
+def reading_gpus(tmp_path, store, monkeypatch) -> str:
+    health = GpuHealth(print)
+    health._nvml, health._gpus = types.SimpleNamespace(NVMLError=OSError), {"GPU-1": 0}
+    health.check()
+    return "the watch over the GPUs"
+
+
+NEEDED = (watching, exchanging, beating, agreeing, relaying)
+OTHERS = (serving, orphaned, reading_gpus)
+
+
+def wait_for(found: Callable[[], str]) -> str:
+    end = time.monotonic() + 10
+    while not (text := found()) and time.monotonic() < end:
+        time.sleep(0.01)
+    return text
+
+
+@pytest.mark.parametrize("begin", [*NEEDED, *OTHERS], ids=lambda begin: begin.__name__)
+def test_the_failure_of_each_threads_work_is_seen(begin, tmp_path, store, monkeypatch, capsys):
+    name = begin(tmp_path, store, monkeypatch)
+    line = wait_for(lambda: capsys.readouterr().err)
+    assert line.startswith(f"megajax: warning: {name}") and line.count("\n") == 1 and "Error" in line
+    if begin in NEEDED:
+        with pytest.raises(ThreadError, match="start the same command again to resume"):
+            threads.check()
+    threads.check()  # raised once, or not at all
+
+
+def test_the_end_of_a_run_by_a_thread_is_a_sentence_with_the_status_of_a_crash(capsys):
+    """The launcher starts it again, as after no mistake."""
+    threads.start("a watch", fail, needed=True).join()
+    with pytest.raises(SystemExit) as end, user_errors():
+        threads.check()
+    assert end.value.code == 1
+    assert capsys.readouterr().err.splitlines()[-1].startswith("megajax: error: a watch failed (KeyError: ")
+
+
+def test_no_other_module_starts_a_thread():
+    """An executor's work is asked for its result; `threading.Thread` would lose an error."""
+    sources = {path.relative_to(PACKAGE).as_posix(): path.read_text(encoding="utf-8") for path in PACKAGE.rglob("*.py")}
+    assert [name for name, text in sources.items() if re.search(r"\b(Thread|Timer)\(", text)] == ["threads.py"]
