@@ -73,7 +73,7 @@ def usable_devices(config: Config, devices: list[str], processes: int) -> list[s
 
 def number_of_processes(devices: int, wanted: int) -> int:
     """The largest number of processes up to `wanted` (0: one per device) that share `devices` evenly."""
-    return max(n for n in range(1, (wanted or devices) + 1) if devices % n == 0)
+    return max(n for n in range(1, min(wanted or devices, devices) + 1) if devices % n == 0)
 
 
 def child_environments(devices: list[str], processes: int) -> list[dict[str, str]]:

@@ -8,6 +8,8 @@ import math
 import os
 import re
 import socket
+import sys
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -17,15 +19,18 @@ from jax._src import distributed
 from jax.sharding import AxisType, Mesh
 from jaxlib import _jax  # type: ignore[attr-defined]
 
+from megajax import cluster, threads
+from megajax.cluster import Processes
 from megajax.config import AXES
 from megajax.console import hide_native_lines
 from megajax.coordinator import through_a_relay
 from megajax.errors import ConfigError, shown
-from megajax.files import is_number, whole_number
+from megajax.files import is_number
 from megajax.messages import SLOWEST, decide
 from megajax.runtime import has_nvidia_driver
 
 JOIN_SECONDS = 300  # all processes of a run start within this time
+SILENT_SECONDS = 5.0  # of the start, before a line says what it waits for
 JAX_HEARTBEAT_TIMEOUT = 600  # seconds, at least
 
 
@@ -135,40 +140,64 @@ def start_processes(environment: Mapping[str, str] = os.environ, peer_timeout: f
 
     `peer_timeout`: seconds after which `training/watch.py` ends a process whose peer is lost; jax's own reaction, which
     is an abort, then has to come later. None: leave it to jax.
-    Explicit variables have precedence (JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES, JAX_PROCESS_ID), then Slurm's
-    (SLURM_NTASKS > 1) and Open MPI's (OMPI_COMM_WORLD_SIZE > 1), which jax reads itself. One process needs nothing.
-    Raises ConfigError for variables that do not fit, and if a process does not come within JOIN_SECONDS.
+    `cluster.processes` says which ones. Raises ConfigError for variables that do not fit, and if a process does not
+    come within JOIN_SECONDS.
     """
-    explicit = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
-    given = [name for name in explicit if name in environment]
-    if given and len(given) < len(explicit):
-        missing = ", ".join(name for name in explicit if name not in environment)
-        raise ConfigError(f"{', '.join(given)} set, but not {missing}: set all three, or none for a single process.")
-    if given:
-        address, count, index = (environment[name] for name in explicit)
-        if not (is_number(count) and is_number(index) and int(index) < int(count)):
-            raise ConfigError(
-                f"JAX_NUM_PROCESSES={shown(count)} and JAX_PROCESS_ID={shown(index)} do not fit: "
-                "the ids are 0 to the number of processes - 1."
-            )
-        port = address.rpartition(":")[2]
-        if ":" not in address or not is_number(port) or not 0 < int(port) < 2**16:
-            raise ConfigError(
-                f"JAX_COORDINATOR_ADDRESS={shown(address)} is not HOST:PORT with a port of 1 to 65535: give process "
-                "0's address."
-            )
-        bound = environment.get("JAX_COORDINATOR_BIND_ADDRESS") or bind_address(address)
-        _join(peer_timeout, address, int(count), int(index), bound=bound)
-    elif any(whole_number(environment, name, 1) > 1 for name in ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE")):
-        try:
-            _join(peer_timeout)
-        except ConfigError:
-            raise
-        except (ValueError, RuntimeError) as error:
-            raise ConfigError(
-                f"the environment has several processes, but jax could not join them ({str(error).splitlines()[0]}): "
-                f"start the processes with srun or mpirun, or set {', '.join(explicit)}."
-            ) from None
+    found = cluster.processes(environment)
+    if found is None:
+        return
+    try:
+        with _names_what_it_waits_for(found):
+            if found.address is None:
+                _join(peer_timeout)
+            else:
+                bound = found.bind or bind_address(found.address)
+                _join(peer_timeout, found.address, found.count, found.index, bound=bound)
+    except ConfigError:
+        raise
+    except (ValueError, RuntimeError) as error:
+        if found.address is not None:
+            cure = "give an address of process 0's host with a free port"
+            raise ConfigError(f"{cluster.ADDRESS}={found.address} cannot be used ({shown(error)}): {cure}.") from None
+        raise ConfigError(
+            f"the environment has several processes, but jax could not join them ({shown(error)}): "
+            f"start the processes with srun or mpirun, or set {', '.join(cluster.EXPLICIT)}."
+        ) from None
+
+
+@contextlib.contextmanager
+def _names_what_it_waits_for(own: Processes) -> Iterator[None]:
+    """Around the start: jax waits for minutes without a word, also for a host that no process reaches."""
+    joined = threading.Event()
+
+    def name() -> None:
+        if not joined.wait(SILENT_SECONDS):
+            address = distributed.global_state.coordinator_address or own.address
+            reason = _problem_of(address) if address else "its address is not known yet"
+            if not joined.is_set():
+                print(
+                    f"megajax: process {own.index} of {own.count} waits for the others, up to {JOIN_SECONDS} s; "
+                    f"the coordinator of process 0 is at {address}: {reason}",
+                    file=sys.stderr,
+                    flush=True,
+                )
+
+    threads.start("the line about the start", name)
+    try:
+        yield
+    finally:
+        joined.set()
+
+
+def _problem_of(address: str) -> str:
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=2).close()
+    except socket.gaierror as error:
+        return f"its host has no address here ({error.strerror})"
+    except OSError as error:
+        return f"it does not answer ({error.strerror or error})"
+    return "it answers, and waits for other processes"
 
 
 def _join(peer_timeout: float | None, *arguments: Any, bound: str | None = None) -> None:

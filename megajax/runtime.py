@@ -9,6 +9,7 @@ import time
 import warnings
 from pathlib import Path
 
+from megajax.cluster import process_index
 from megajax.config import Config
 from megajax.config.extensions import jax_has_started
 from megajax.files import replace_copy
@@ -78,8 +79,7 @@ def variables(config: Config) -> dict[str, str]:
 
 def autotune_files(config: Config) -> tuple[Path, Path]:
     """The files of this process's autotuning results in a deterministic run: those kept, and those that XLA writes."""
-    ranks = (os.environ.get(name) for name in ("JAX_PROCESS_ID", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK"))
-    rank = next((rank for rank in ranks if rank), "0")
+    rank = process_index()
     directory = Path(config.run.dir).resolve()
     return directory / f"autotune-{rank}.txt", directory / f"autotune-{rank}.new"
 
