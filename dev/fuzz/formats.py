@@ -30,5 +30,6 @@ FORMATS: dict[str, Callable[[Path], Subject]] = {
     "checkpoints": run_formats.checkpoints,
     "local_checkpoints": run_formats.local_checkpoints,
     "compiled_plans": run_formats.compiled_plans,
+    "environments": run_formats.environments,
     "command_lines": run_formats.command_lines,
 }

@@ -236,6 +236,23 @@ def compiled_plans(folder: Path) -> Subject:
     return Subject([path], lambda _: planner.compiled(lowered, folder / "store"), {path: packing})
 
 
+def environments(folder: Path) -> Subject:
+    """Variables of a cluster, one a line."""
+    from megajax.cluster import process_index
+
+    slurm = "SLURM_NTASKS=2\nSLURM_PROCID=1\nSLURM_LOCALID=0\nSLURM_JOB_ID=123\nJAX_COORDINATOR_PORT=1234"
+    explicit = "JAX_COORDINATOR_ADDRESS=node1:1234\nJAX_NUM_PROCESSES=2\nJAX_PROCESS_ID=1\nJAX_LOCAL_DEVICE_IDS=0,1"
+    explicit += "\nJAX_COORDINATOR_BIND_ADDRESS=[::]:1234"
+    mpi = "OMPI_COMM_WORLD_SIZE=2\nOMPI_COMM_WORLD_RANK=1\nOMPI_COMM_WORLD_LOCAL_RANK=1"
+    files = [write(folder / name, text) for name, text in (("slurm", slurm), ("explicit", explicit), ("mpi", mpi))]
+
+    def read(path: Path) -> None:
+        lines = path.read_text(encoding="utf-8", errors="surrogateescape").split("\n")
+        process_index(dict(line.partition("=")[::2] for line in lines))
+
+    return Subject(files, read, words=(b"=", b":", b"[::1]", b"99999", b"-1"))
+
+
 def command_lines(folder: Path) -> Subject:
     """Arguments of commands, one a line."""
     from megajax.config.cli import parse_command_line
