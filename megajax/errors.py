@@ -6,10 +6,17 @@ from contextlib import contextmanager
 from os import PathLike
 
 MOST_SHOWN = 200  # characters of a value in a sentence
+LONGEST_LINE = 1000  # characters of a sentence
 
 
 class UserError(ValueError):
-    """A mistake that the user can correct; the message is one sentence with the correction."""
+    """A mistake that the user can correct; the message is one sentence with the correction.
+
+    It is one line, or a line and a list that is indented by two spaces, whatever values and paths are in it.
+    """
+
+    def __init__(self, sentence: str):
+        super().__init__("\n  ".join(map(_line, sentence.split("\n  "))))
 
 
 class ConfigError(UserError):
@@ -24,6 +31,17 @@ class ThreadError(UserError):
     """A background thread that the run needs has failed. No mistake of the user: the exit status is that of a crash."""
 
 
+def _line(text: str) -> str:
+    """A line of a message: printable, and without its middle if that is long, since a cure is at the end."""
+    if len(text) > LONGEST_LINE:
+        text = f"{text[: LONGEST_LINE // 2]} ... {text[-LONGEST_LINE // 3 :]}"
+    return _printable(text)
+
+
+def _printable(text: str) -> str:
+    return text if text.isprintable() else "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+
+
 def shown(value: object) -> str:
     """A value, or another library's message, in a sentence: printable, one line, at most 200 characters."""
     try:
@@ -31,7 +49,7 @@ def shown(value: object) -> str:
     except ValueError:  # an integer of more digits than Python prints
         text = f"a number of more than {sys.get_int_max_str_digits()} digits"
     head = text if len(text) <= MOST_SHOWN else text[: MOST_SHOWN - 3] + "..."
-    return "".join(char if char.isprintable() else repr(char)[1:-1] for char in head)
+    return _printable(head)
 
 
 @contextmanager

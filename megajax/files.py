@@ -5,6 +5,7 @@ import errno
 import gzip
 import os
 import shutil
+import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
@@ -36,9 +37,12 @@ def read_text(path: Any, most: int = MOST_BYTES) -> str:
 
 
 def read_gzip(path: Path, most: int = 2**30) -> bytes:
-    """What a gzip file holds, at most `most` bytes. Raises OSError, EOFError and zlib.error."""
+    """What a gzip file holds, at most `most` bytes. Raises OSError, and ValueError for damage."""
     with gzip.open(path) as file:
-        return _read_all(file, most, path)
+        try:
+            return _read_all(file, most, path)
+        except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+            raise ValueError(f"it is no whole gzip file, {error}") from None
 
 
 def _read_all(file: Any, most: int, path: Any) -> bytes:

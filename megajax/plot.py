@@ -77,7 +77,8 @@ def differences(runs: Runs, x: str) -> dict[str, Curve]:
     """|loss − first run's loss| / first run's loss, by run; empty unless the curves of all runs coincide."""
     losses = {name: dict(zip(*curve(name, records, "loss"), strict=True)) for name, records in runs.items()}
     (first, reference), *others = losses.items()
-    positions = dict(zip(reference, curve(first, runs[first], "loss", x)[0], strict=True))
+    at_steps, at_positions = (curve(first, runs[first], "loss", unit)[0] for unit in ("step", x))
+    positions = dict(zip(at_steps, at_positions, strict=True))  # a damaged file may have a step twice
     found = {}
     for name, own in others:
         shared = [step for step in reference if step in own and reference[step]]

@@ -36,6 +36,15 @@ def test_a_damaged_file_of_each_format_is_read_or_ends_in_a_sentence():
     assert not {case: each for case, each in failed.items() if case.partition(":")[0] not in PENDING}
 
 
+@pytest.mark.parametrize("odd", ["a\nb", "a\u2028b", "\x1b[31m", "\0", "\udce4", "x" * 10_000, "\r"], ids=ascii)
+def test_an_error_is_one_line_whatever_is_in_it(odd):
+    """A list below it keeps its indentation, and the cure at the end is kept too."""
+    text = str(InputError(f"a file has {odd}: correct it.\n  first\n    second"))
+    line, *rest = text.splitlines()
+    assert line.isprintable() and len(line) < 1100 and line.startswith("a file has ") and line.endswith(": correct it.")
+    assert rest == ["  first", "    second"]
+
+
 ALIASES = "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9) if i else 'x'}]\n" for i in range(12))
 
 

@@ -248,7 +248,7 @@ def environments(folder: Path) -> Subject:
 
     def read(path: Path) -> None:
         lines = path.read_text(encoding="utf-8", errors="surrogateescape").split("\n")
-        process_index(dict(line.partition("=")[::2] for line in lines))
+        process_index({name: value for name, _, value in (line.partition("=") for line in lines)})
 
     return Subject(files, read, words=(b"=", b":", b"[::1]", b"99999", b"-1"))
 

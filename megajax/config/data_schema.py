@@ -63,9 +63,11 @@ TEMPLATE_INPUTS = {"messages", "tools", "documents", "add_generation_prompt"}  #
 def template_arguments(text: str) -> dict[str, Any]:
     """The arguments of a chat template that `text` gives, a mapping in YAML; ValueError for anything else."""
     try:
+        if any(isinstance(token, yaml.AliasToken) for token in yaml.scan(text)):
+            raise ValueError("has an alias, *NAME, which may stand for very many values: write the value itself")
         found = yaml.safe_load(text)
         json.dumps(found)
-    except (yaml.YAMLError, TypeError):
+    except (yaml.YAMLError, TypeError, RecursionError):
         found = None
     if not isinstance(found, dict) or not all(isinstance(name, str) for name in found):
         raise ValueError("is not a mapping from names to values: write it like {enable_thinking: false}")

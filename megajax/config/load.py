@@ -19,7 +19,7 @@ from megajax.config.other_values import choice_cure
 from megajax.config.schema import Config
 from megajax.config.sentences import listed
 from megajax.config.tree import NAMED, Tree, read_file, read_override, show
-from megajax.errors import ConfigError
+from megajax.errors import ConfigError, shown
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = (), run_dir: Path | None = None) -> Config:
@@ -56,7 +56,12 @@ def read_tree(path: str | Path, overrides: Sequence[str]) -> Tree:
 def config_path(name: str | Path) -> Path:
     """The file of a config: the path itself, or if there is no such file, that of the name in configs/."""
     path, named = Path(name), NAMED / f"{name}.yaml"
-    return named if named.is_file() and not path.is_file() else path
+    try:
+        return named if named.is_file() and not path.is_file() else path
+    except OSError as error:  # a name of 300 letters
+        raise ConfigError(
+            f"config file {shown(name)} cannot be read ({error.strerror}): give the path of a YAML file."
+        ) from None
 
 
 def _import_extensions(tree: Tree, run_dir: Path | None) -> None:
@@ -91,12 +96,12 @@ def help_text(part: str = "all") -> str:
     """A key, the keys of a section, or all keys, with meaning, type and default. `ConfigError` if there is none."""
     lines = ["Config keys, as section.key=value on the command line, nested in YAML files:"]
     for section, info in Config.model_fields.items():
-        shown = [
+        found = [
             f"  {key}  {field.description} [{_type_name(field.annotation)}, {_default(field)}]"
             for key, field in keys()
             if key.startswith(f"{section}.") and (part == "all" or f"{key}.".startswith(f"{part}."))
         ]
-        lines += ["", f"{section}: {info.annotation.__doc__}", *shown] if shown else []
+        lines += ["", f"{section}: {info.annotation.__doc__}", *found] if found else []
     if len(lines) == 1:
         raise ConfigError(f"{part} is not a section of the config (the command line): {suggestion(part)}")
     return "\n".join(lines) + "\n"

@@ -11,7 +11,7 @@ import numpy as np
 from megajax.data.answers import answer_samples
 from megajax.data.chat_template import ChatTemplate, Span, find_chat_template
 from megajax.data.conversation import Completion, read_record
-from megajax.data.index_cache import cache_directory, cached, file_digest, read_once
+from megajax.data.index_cache import cache_directory, cached, file_digest, folder_of, read_once, storage_errors
 from megajax.data.json_lines import check_encodable, check_inputs, matching_files, parse, read_blocks
 from megajax.data.packing import pack
 from megajax.data.samples import Samples
@@ -263,4 +263,19 @@ def open_chat(config: "Config", path: str) -> ChatSamples:
         return tokens, counted, starts, order, ends, figures
 
     cache = cache_directory(config)
-    return ChatSamples(path, cached(cache, key, ARRAYS, build), length, config.run.seed, data.order == "shuffled")
+    arrays = cached(cache, key, ARRAYS, build)
+    with storage_errors(folder_of(cache, key)):
+        _check_fit(arrays, length + 1)
+    return ChatSamples(path, arrays, length, config.run.seed, data.order == "shuffled")
+
+
+def _check_fit(arrays: Sequence[np.ndarray], capacity: int) -> None:
+    """Raise ValueError for stored arrays that are not those of one packing, as damage leaves them."""
+    tokens, counted, starts, order, ends, figures = arrays
+    fit = all(array.ndim == 1 and array.dtype.kind in "biu" and array.size for array in arrays)
+    if fit and tokens.size == counted.size == starts[-1] and starts[0] == 0 and figures.size == 2:
+        lengths, firsts = np.diff(starts), np.concatenate([[0], ends[:-1]])
+        if lengths.min(initial=1) > 0 and 0 <= order.min() <= order.max() < lengths.size and ends[-1] == order.size:
+            if (ends > firsts).all() and np.add.reduceat(lengths[order], firsts).max() <= capacity:
+                return
+    raise ValueError("its arrays do not fit each other")

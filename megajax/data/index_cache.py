@@ -6,6 +6,7 @@ import json
 import shutil
 import socket
 import sys
+import tokenize
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -66,7 +67,14 @@ def cached(
                 for name, array in zip(names, arrays, strict=True):
                     np.save(partial / f"{name}.npy", array)
     with storage_errors(folder):
-        return [np.load(folder / f"{name}.npy", mmap_mode="r") for name in names]
+        return [_mapped(folder / f"{name}.npy") for name in names]
+
+
+def _mapped(path: Path) -> np.ndarray:
+    try:
+        return np.load(path, mmap_mode="r")
+    except (SyntaxError, OverflowError, MemoryError, TypeError, tokenize.TokenError) as error:  # of a damaged header
+        raise ValueError(f"{path.name} is damaged, {error}") from None
 
 
 @contextmanager

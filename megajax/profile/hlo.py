@@ -200,7 +200,7 @@ def _split_type(text: str) -> tuple[str, str, str]:
         depth += (character == "(") - (character == ")")
         if not depth:
             return text[: i + 1], " ", text[i + 2 :]
-    raise AssertionError(f"a type without an end: {text}")
+    raise ValueError(f"a type without an end: {text}")
 
 
 def _arrays(type_text: str) -> tuple[Array, ...]:

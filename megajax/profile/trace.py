@@ -70,10 +70,11 @@ def read(folder: Path) -> Trace:
     known = json_files.read(facts, Facts, CURE)
     with reading(folder / FOLDER / MODULE, CURE):
         text = read_gzip(folder / FOLDER / MODULE).decode()
+        ops = named(hlo.parse(text))
     with warnings.catch_warnings(action="ignore"):  # the run has printed them
         config = load_config(folder / CONFIG, run_dir=folder)
     found = re.match(r"HloModule ([\w.-]+)", text)
-    return Trace(config, by_device(kernels), found[1] if found else "", named(hlo.parse(text)), **known)
+    return Trace(config, by_device(kernels), found[1] if found else "", ops, **known)
 
 
 def named(ops: Iterable[hlo.Op]) -> dict[str, hlo.Op]:
