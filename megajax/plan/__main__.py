@@ -28,7 +28,7 @@ from megajax.plan.compile import require_plugin
 from megajax.plan.explain import best_microbatches, explain, mesh_overrides
 from megajax.plan.picture import picture
 from megajax.plan.rates import DEVICES, GIB, Rates, rates_of, read_rates
-from megajax.plan.report import budget, cells, limit_line, mesh_text, table, write_config
+from megajax.plan.report import budget, cells, fit, limit_line, mesh_text, table, terminal_width, write_config
 from megajax.plan.search import Found, Search, check_hosts, explained, missing_settings
 
 COMPILE_SECONDS = 1800.0
@@ -48,14 +48,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options.config = config_path(options.config)
         assumed, notes = missing_settings(options.config, options.overrides, options.gpus)
         options.overrides = [*assumed, *options.overrides]
-        for note in notes:
-            print(note)
-        if options.explain is not None:
-            print(one_mesh(options, rates))
-        elif options.fewest:
-            print(fewest(options, rates))
-        else:
-            print(plan(options, rates))
+        answer = one_mesh if options.explain is not None else fewest if options.fewest else plan
+        width = None if options.markdown else terminal_width()
+        for line in (*notes, *answer(options, rates)):
+            print("\n".join(fit(line, width)))
     return 0
 
 
@@ -168,7 +164,7 @@ def check_new(option: str, path: Path | None) -> None:
         raise InputError(f"--{option}={path}: there is no directory {path.parent}.")
 
 
-def plan(options: argparse.Namespace, rates: Rates) -> str:
+def plan(options: argparse.Namespace, rates: Rates) -> list[str]:
     """The table of the fastest candidates, and the overrides of the first."""
     with _live() as tell:
         search = Search(options.config, options.overrides, options.gpus, rates, options.fp8)
@@ -189,7 +185,11 @@ def plan(options: argparse.Namespace, rates: Rates) -> str:
         mesh, *others = cells(usual, rates, options.margin)
         rows.append((f"usual: {mesh}", *others))
     where = f"{options.gpus} {rates.name}s, hosts of {rates.hosts_of}"
-    lines = [f"{search.tried} candidates on {where}; rates: {rates.origin}", "", *table(rows, options.markdown)]
+    lines = [
+        f"{search.tried} candidates on {where}; rates: {rates.origin}",
+        "",
+        *table(rows, options.markdown, terminal_width()),
+    ]
     lines.append(limit_line(rates, rows, options.margin))
     if options.usual:
         lines.append(_usual_line(usual, best[fitting[0]], rates))
@@ -199,7 +199,7 @@ def plan(options: argparse.Namespace, rates: Rates) -> str:
     winner = best[fitting[0]]
     changed = search.changed(winner)
     lines += ["", f"The fastest: {' '.join(changed) or 'the config as it is'}", *budget(options, winner)]
-    return "\n".join([*lines, *written(options, winner, rates, changed)])
+    return [*lines, *written(options, winner, rates, changed)]
 
 
 def _usual_line(usual: Found | None, winner: Found, rates: Rates) -> str:
@@ -235,7 +235,7 @@ def xla_gib(options: argparse.Namespace, found: Found, rates: Rates) -> float:
     return json.loads(done.stdout.splitlines()[-1])["device_memory"]["whole"] / GIB
 
 
-def one_mesh(options: argparse.Namespace, rates: Rates) -> str:
+def one_mesh(options: argparse.Namespace, rates: Rates) -> list[str]:
     """The mesh of --explain in detail."""
     check_hosts(options.gpus, rates)
     mesh = mesh_overrides(options.explain)
@@ -246,11 +246,11 @@ def one_mesh(options: argparse.Namespace, rates: Rates) -> str:
     if options.picture is not None:
         replace_text(options.picture, picture(found))
         lines.append(f"Picture: {options.picture}")
-    return "\n".join([*lines, *written(options, found, rates, mesh)])
+    return [*lines, *written(options, found, rates, mesh)]
 
 
-def fewest(options: argparse.Namespace, rates: Rates) -> str:
-    """The sentence on the fewest GPUs, powers of two up to --gpus, that hold the run."""
+def fewest(options: argparse.Namespace, rates: Rates) -> list[str]:
+    """Lines on the fewest GPUs, powers of two up to --gpus, that hold the run."""
     gpus, reason = 1, ""
     while gpus <= options.gpus:
         try:
@@ -262,9 +262,9 @@ def fewest(options: argparse.Namespace, rates: Rates) -> str:
             continue
         options.gpus = gpus
         rows = [cells(found, rates, options.margin)]
-        lines = [f"The fewest {rates.name}s that hold it: {gpus}", "", *table(rows, options.markdown)]
+        lines = [f"The fewest {rates.name}s that hold it: {gpus}", "", *table(rows, options.markdown, terminal_width())]
         lines.append(limit_line(rates, rows, options.margin))
-        return "\n".join([*lines, *written(options, found, rates, found.overrides)])
+        return [*lines, *written(options, found, rates, found.overrides)]
     raise InputError(f"up to {options.gpus} GPUs are too few: {reason}")
 
 

@@ -11,7 +11,7 @@ from megajax.errors import InputError
 from megajax.files import is_number
 from megajax.mesh import describe_hosts
 from megajax.plan.rates import GIB, Rates
-from megajax.plan.report import AXES_SHOWN, budget, cells, limit_line, table
+from megajax.plan.report import AXES_SHOWN, budget, cells, limit_line, table, terminal_width
 from megajax.plan.search import Found, explained
 from megajax.plan.step_time import StepTime
 
@@ -24,7 +24,7 @@ def explain(options: argparse.Namespace, found: Found, overrides: list[str], rat
     sizes, hosts = found.candidate.plan.sizes, [gpu // rates.hosts_of for gpu in range(options.gpus)]
     parts = {"matmuls": time.matmuls, "attention": time.attention, "head and loss": time.head, **time.losses}
     rows = [cells(found, rates, options.margin)]
-    lines = [*_cures(options, found, overrides, rates), *table(rows, options.markdown)]
+    lines = [*_cures(options, found, overrides, rates), *table(rows, options.markdown, terminal_width())]
     lines += [limit_line(rates, rows, options.margin), *describe_hosts(sizes, hosts), "", "Time of a step:"]
     lines += [f"  {name:36} {1e3 * s:10,.1f} ms {s / time.total:6.1%}" for name, s in parts.items()]
     lines += ["", *communication(time)]

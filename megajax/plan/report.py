@@ -2,6 +2,10 @@
 
 import argparse
 import os
+import re
+import shutil
+import sys
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -15,8 +19,11 @@ from megajax.plan.search import Found
 from megajax.plan.step_time import tokens_per_second, utilization
 
 HEAD = ("mesh", "between hosts", "microbatches", "recomputed", "GiB", "ms a step", "tokens/s a GPU", "MFU", "lost to")
-FIGURES = HEAD[4:8] + HEAD[2:3]  # aligned at the right
+SHORT_HEAD = ("M", "remat", "GiB", "ms", "tok/s", "MFU")
+FIGURES = {*HEAD[4:8], HEAD[2], *SHORT_HEAD} - {"remat"}  # aligned at the right
 NEAR, XLAS = "~", "*"  # marks of GiB
+BETWEEN = "^"  # mark of an axis between hosts
+NARROWEST = 20  # characters of a mesh
 AXES_SHOWN = ("pipeline", "data", "fsdp", "expert", "context", "tensor")
 
 
@@ -78,20 +85,58 @@ def cells(found: Found, rates: Rates, margin: float, compiled: float | None = No
     return mesh_text(found), between_hosts(found), batch, remat, *times, losses
 
 
-def table(rows: Sequence[Sequence[str]], markdown: bool) -> list[str]:
-    """Lines of a table: aligned columns, or Markdown."""
+def table(rows: Sequence[Sequence[str]], markdown: bool, width: int | None = None) -> list[str]:
+    """Lines of a table: Markdown, or aligned columns of at most `width` characters, for which heads are shortened."""
     if markdown:
         return [f"| {' | '.join(row)} |" for row in (HEAD, ["---"] * len(HEAD), *rows)]
-    widths = [max(map(len, column)) for column in zip(HEAD, *rows, strict=True)]
+    lines = _aligned([HEAD, *rows])
+    if width is None or max(map(len, lines)) <= width:
+        return lines
+    short = [_shortened(row) for row in rows]
+    figures = _aligned([SHORT_HEAD, *(figures for _, _, figures in short)])
+    room = max(width - len(figures[0]) - 2, NARROWEST)
+    room = min(room, max(len(mesh) for mesh, _, _ in short))
+    lines = [f"{HEAD[0]:{room}}  {figures[0]}"]
+    for (mesh, lost, _), line in zip(short, figures[1:], strict=True):
+        first, *others = _cut(mesh, room)
+        lines += [f"{first:{room}}  {line}", *others, *_cut(lost and f"  lost to {lost}", width)[:1]]
+    return [*lines, f"{BETWEEN}: between hosts; M: microbatches; ms: of a step; tok/s: of a GPU."]
 
-    def line(row: Sequence[str]) -> str:
-        cells = (
-            f"{cell:>{width}}" if name in FIGURES else f"{cell:{width}}"
-            for cell, width, name in zip(row, widths, HEAD, strict=True)
-        )
-        return "  ".join(cells).rstrip()
 
-    return [line(row) for row in (HEAD, *rows)]
+def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Lines of the rows, of which the first has the heads; columns of figures are aligned at the right."""
+    sides = [">" if name in FIGURES else "<" for name in rows[0]]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = [[f"{cell:{side}{n}}" for cell, side, n in zip(row, sides, widths, strict=True)] for row in rows]
+    return ["  ".join(line).rstrip() for line in lines]
+
+
+def _cut(text: str, width: int) -> list[str]:
+    """Lines of a cell, cut behind commas and crosses only."""
+    kept = re.sub(r"(?<![,×]) ", "\u00a0", text)
+    return [line.replace("\u00a0", " ").rstrip(",") for line in textwrap.wrap(kept, width, subsequent_indent="  ")]
+
+
+def _shortened(row: Sequence[str]) -> tuple[str, str, Sequence[str]]:
+    """(mesh with marks of the axes between hosts, losses, cells of SHORT_HEAD) of a row."""
+    mesh, between, microbatches, remat, *figures, lost = row
+    for axis in between.split(", "):
+        mesh = re.sub(rf"\b{axis} \d+", rf"\g<0>{BETWEEN}", mesh, count=1)
+    return mesh, lost, (microbatches, re.sub(" layers?", "", remat), *figures)
+
+
+def terminal_width() -> int | None:
+    """The width of the terminal that stdout is; None for a file or a pipe."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+
+
+def fit(line: str, width: int | None) -> list[str]:
+    """A line as several of at most `width` characters; overrides continue as in a shell, so that they can be copied."""
+    if width is None or len(line) <= width:
+        return [line]
+    end = " \\" if "=" in line.split()[-1] else ""
+    *lines, last = textwrap.wrap(line, width - len(end), subsequent_indent="    ", break_on_hyphens=False)
+    return [*(f"{each}{end}" for each in lines), last]
 
 
 def budget(options: argparse.Namespace, found: Found) -> list[str]:

@@ -1,0 +1,57 @@
+"""The planner's tables on a terminal of 80 columns."""
+
+import contextlib
+from pathlib import Path
+
+import pytest
+
+from megajax.config import load_config
+from megajax.errors import ConfigError
+from megajax.plan.rates import rates_of
+from megajax.plan.report import cells, fit, table
+from megajax.plan.search import Found, explained
+
+H200, WIDTH = rates_of("h200"), 80
+CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
+
+
+def own_mesh(path: Path) -> Found:
+    """A config on the smallest number of GPUs that its mesh fits."""
+    for gpus in (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048):
+        with contextlib.suppress(ConfigError):
+            return explained(path, [], gpus, H200)
+    raise AssertionError(path)
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_a_table_fits_the_terminal_and_keeps_axes_and_figures(path):
+    found = own_mesh(path)
+    lines = table([cells(found, H200, 0.9, compiled=0.95 * H200.memory_gib)], False, WIDTH)
+    assert max(map(len, lines)) <= WIDTH
+    text, sizes = " ".join(lines), found.candidate.plan.sizes
+    for axis, size in sizes.items():
+        assert size == 1 or f"{axis} {size}{'^' * (axis in found.time.between_hosts)}" in text
+    assert f"{1e3 * found.time.total:,.0f}" in text and load_config(path).remat.policy in text
+    assert "ms: of a step" in lines[-1]
+
+
+def test_long_cells_are_cut_and_wide_terminals_have_the_whole_table():
+    mesh = "pipeline 16 × data 8 × expert 8, experts over expert and data, zero_bubble, 4 rounds, layers 2 3×4 3, FP8"
+    lost = "communication over data between hosts 33%, waiting for the slowest GPU 3%, recomputation 2%"
+    row = (mesh, "pipeline, data", "1024", "save_matmuls, 12 layers", "128.6~*", "123,456", "11,093", "57.7%", lost)
+    lines = table([row], False, WIDTH)
+    assert max(map(len, lines)) <= WIDTH
+    text = " ".join(lines)
+    assert "pipeline 16^" in text and "data 8^" in text and "expert 8" in text and "FP8" in text
+    assert lines[1].endswith("57.7%")
+    [head, whole] = table([row], False, 300)
+    assert mesh in whole and lost in whole and "between hosts" in head
+    assert table([row], False) == [head, whole] and "| --- |" in table([row], True, WIDTH)[1]
+
+
+def test_overrides_that_are_cut_continue_in_a_shell():
+    line = "The fastest: " + " ".join(f"section.key_{n}={n}" for n in range(12))
+    *cut, last = fit(line, WIDTH)
+    assert all(each.endswith(" \\") and len(each) <= WIDTH for each in cut) and not last.endswith("\\")
+    assert " ".join(each.removesuffix(" \\").strip() for each in (*cut, last)) == line
+    assert fit(line, None) == [line] and len(fit("words " * 30, WIDTH)) == 3
