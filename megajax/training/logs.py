@@ -154,7 +154,7 @@ def make_run_dir(config: Config) -> Path:
     return run_dir
 
 
-def console_line(step: int, steps: int, values: Mapping[str, Any], seconds_left: float) -> str:
+def console_line(step: int, steps: int, values: Mapping[str, Any], seconds_left: float | None) -> str:
     """The console's line of a logged step, for 80 columns; metrics.jsonl has memory and TFLOP/s too."""
     speed, norm = amount(values["tokens_per_second_per_device"], ""), values["grad_norm"]
     parts = [
@@ -168,7 +168,8 @@ def console_line(step: int, steps: int, values: Mapping[str, Any], seconds_left:
         parts.append(f"MFU {values['mfu']:.0%}")
     if values.get("skipped"):
         parts.append(f"{values['skipped']} skipped")
-    parts.append(f"{_longest_unit(seconds_left)} left")
+    if seconds_left is not None:
+        parts.append(f"{_longest_unit(seconds_left)} left")
     # The same in all lines of a run, for the eye and for grep.
     separator = "  " if values["mfu"] is None and steps < 1000 else " "
     line = separator.join(parts)

@@ -26,13 +26,21 @@ class Meter:
     def restart(self, step: int) -> None:
         """Start the measurement now, so that time before, such as an evaluation, is left out."""
         self._time, self._step, self._left_out = time.perf_counter(), step, 0.0
+        self._warm: float | None = None  # when the first step of all had ended, if it is one of the measured ones
 
     def leave_out(self, seconds: float) -> None:
         """Leave out `seconds` of the time since the last measurement, such as those of compilation."""
         self._left_out += seconds
 
+    def first_step_done(self) -> None:
+        """The first step of all has ended now: its warm-up does not count if other steps are measured with it."""
+        self._warm = time.perf_counter()
+
     def measure(self, step: int) -> dict[str, Any]:
         """The values for metrics.jsonl of the steps since the last measurement."""
+        self._only_first = self._warm is not None and step == self._step + 1
+        if self._warm is not None and not self._only_first:
+            self._time, self._step, self._left_out = self._warm, self._step + 1, 0.0
         seconds, steps = time.perf_counter() - self._time - self._left_out, max(step - self._step, 1)
         speed = (self._tokens(step) - self._tokens(self._step)) / seconds / self.devices.size
         self.restart(step)
@@ -46,8 +54,13 @@ class Meter:
             "peak_memory_gib": peak_memory_gib(),
         }
 
-    def seconds_left(self, steps: int, measured: dict[str, Any]) -> float:
-        """The time of the steps up to `steps` at the speed of `measured`, a result of `measure`."""
+    def seconds_left(self, steps: int, measured: dict[str, Any]) -> float | None:
+        """The time of the steps up to `steps` at the speed of `measured`, the last result of `measure`.
+
+        None after the first step of all, whose speed is not that of the others.
+        """
+        if self._only_first:
+            return None
         tokens = self._tokens(steps) - measured["tokens"]
         return tokens / self.devices.size / measured["tokens_per_second_per_device"]
 

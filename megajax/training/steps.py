@@ -57,7 +57,7 @@ class Steps:
         self._meter = Meter(trainer.config, trainer.sizes, trainer.program.mesh.devices, trainer.step)
         self._unlogged: tuple[int, dict[str, jax.Array]] | None = None  # the last step to log, with its metrics
         # A step that was read: its values, and the seconds that the run has left.
-        self._unwritten: tuple[int, dict[str, Any], float] | None = None
+        self._unwritten: tuple[int, dict[str, Any], float | None] | None = None
         while trainer.step < trainer.config.run.steps:
             if (end := self._step()) is not None:
                 return end
@@ -113,6 +113,7 @@ class Steps:
             self._times.take()  # the first step's are left out
             self._meter.leave_out(trainer.compile_seconds)
             metrics["loss"].block_until_ready()
+            self._meter.first_step_done()
             trainer.note(f"first step done {time.time() - trainer.start_time:.1f} s after the start")
         assert trainer.progress is not None
         trainer.progress.advance()

@@ -1,7 +1,9 @@
 """Trains a small version of a config on one device and on meshes, and prints the differences."""
 
+import contextlib
+import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from megajax.config import AXES, Config
@@ -22,9 +24,11 @@ def report(
     one, runs, wrong = Run(small, ONE_DEVICE), 0, 0
     with tempfile.TemporaryDirectory() as scratch:
         own = Path(scratch) if checkpoint else None
-        expected, exact = one.train(own), None
+        with _working("one device"):
+            expected, exact = one.train(own), None
         if precision != "float32":
-            exact = Run(in_fp32(small), ONE_DEVICE).train()
+            with _working("one device in FP32"):
+                exact = Run(in_fp32(small), ONE_DEVICE).train()
             print(rounding_line(precision, compare(expected, exact)))
         print(HEAD, flush=True)
         for sizes in meshes:
@@ -39,13 +43,30 @@ def report(
 
 def traces(one: Run, mesh: Run, name: str, saved: Path | None) -> Iterator[tuple[str, Trace]]:
     """The mesh's run; with `saved`, one device's checkpoint, also the runs that change to and from one device."""
-    if saved is None:
-        yield name, mesh.train()
+    with tempfile.TemporaryDirectory() as scratch:
+        own = None if saved is None else Path(scratch)
+        work: dict[str, Callable[[], Trace]] = {name: lambda: mesh.train(own)}
+        if saved is not None and own is not None:
+            work[f"one device, then {name}"] = lambda: mesh.resume(saved, one.saved)
+            work[f"{name}, then one device"] = lambda: one.resume(own, mesh.saved)
+        for run, train in work.items():
+            with _working(run):
+                trace = train()
+            yield run, trace
+
+
+@contextlib.contextmanager
+def _working(run: str) -> Iterator[None]:
+    """Around a run: it is named on stderr as it begins, on a terminal until it ends."""
+    text = f"compiling and training: {run}…"
+    if not sys.stderr.isatty():
+        print(text, file=sys.stderr, flush=True)
+        yield
         return
-    with tempfile.TemporaryDirectory() as own:
-        yield name, mesh.train(Path(own))
-        yield f"one device, then {name}", mesh.resume(saved, one.saved)
-        yield f"{name}, then one device", one.resume(Path(own), mesh.saved)
+    from rich.console import Console
+
+    with Console(stderr=True).status(text):
+        yield
 
 
 def rounding_line(precision: Precision, rounding: Difference) -> str:

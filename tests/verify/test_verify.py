@@ -154,7 +154,10 @@ def test_fp8_and_a_block_from_outside(tmp_path, capsys, monkeypatch):
     (tmp_path / "toy.yaml").write_text(Config.model_validate(settings).to_yaml())
     arguments = ["toy.yaml", "run.extensions=[my_blocks]", "--mesh", "fsdp=2,tensor=2", "--steps", "1"]
     assert command.main(arguments) == 0
-    shown = capsys.readouterr().out
+    printed = capsys.readouterr()
+    named = [line.partition(": ")[2] for line in printed.err.splitlines() if line.startswith("compiling and training")]
+    assert named == ["one device…", "one device in FP32…", "fsdp 2 × tensor 2…"]
+    shown = printed.out
     assert "precision.fp8.amax_history_length: 1024 → 4" in shown
     assert "precision.fp8.first_bf16_layers: 3 → 1" in shown
     assert "Linear layers compute in FP8, all else in FP32." in shown

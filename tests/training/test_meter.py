@@ -1,0 +1,54 @@
+"""The speed of the logged steps, and the time that is left."""
+
+import time
+
+import jax
+import numpy as np
+import pytest
+
+from megajax.config.batch_schedule import BatchSizes
+from megajax.training.meter import Meter
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """A clock that tests set: `clock[0]`."""
+    now = [0.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    return now
+
+
+@pytest.fixture
+def meter(make_config, clock):
+    return Meter(make_config("batch.sequence_length=16"), BatchSizes.constant(8), np.array(jax.devices()[:1]), 4)
+
+
+def test_the_first_step_gives_no_time_left_and_the_others_do(meter, clock):
+    clock[0] = 5.0  # compilation and warm-up
+    meter.leave_out(2.0)
+    meter.first_step_done()
+    clock[0] = 5.25
+    first = meter.measure(5)
+    assert first["step_seconds"] == 3.25 and meter.seconds_left(15, first) is None
+    clock[0] = 7.25
+    second = meter.measure(9)
+    assert second["step_seconds"] == 0.5 and meter.seconds_left(15, second) == pytest.approx(3.0)
+
+
+def test_a_first_step_that_is_measured_with_others_is_left_out(meter, clock):
+    clock[0] = 60.0
+    meter.leave_out(50.0)
+    meter.first_step_done()
+    clock[0] = 62.0
+    measured = meter.measure(9)  # steps 5 to 9, of which the last four took 2 s
+    assert measured["step_seconds"] == 0.5 and meter.seconds_left(15, measured) == pytest.approx(3.0)
+    assert measured["tokens_per_second_per_device"] == 8 * 16 / 0.5
+
+
+def test_an_evaluation_before_the_first_line_starts_the_measurement_again(meter, clock):
+    clock[0] = 60.0
+    meter.first_step_done()
+    clock[0] = 70.0
+    meter.restart(6)
+    clock[0] = 71.0
+    assert meter.seconds_left(10, meter.measure(8)) == pytest.approx(1.0)
