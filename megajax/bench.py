@@ -8,6 +8,7 @@ file in configs/.
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -170,6 +171,10 @@ def main(arguments: list[str]) -> int:
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
         if done.returncode:
             failed = 1
+            if done.returncode < 0:  # it could not say why
+                name = signal.Signals(-done.returncode).name
+                why = "; the system does that when the host has too little memory" if name == "SIGKILL" else ""
+                print(f"{' '.join(run)}: the process was ended by {name}{why}", file=sys.stderr, flush=True)
             table.append(f"| {' '.join(run)} | failed |" + " – |" * (len(COLUMNS) - 2))
             continue
         print(done.stdout.strip(), flush=True)

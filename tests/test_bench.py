@@ -29,3 +29,12 @@ def test_mistakes_are_a_sentence_before_anything_runs(arguments, sentence, capsy
     printed = capsys.readouterr()
     assert (stopped.value.code, printed.out) == (2, "")
     assert printed.err.startswith("megajax: error: ") and sentence in printed.err
+
+
+def test_a_config_whose_process_is_killed_is_named_with_the_signal(tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "stop.py").write_text("import os, sys\nif '--one' in sys.argv:\n    os.kill(os.getpid(), 9)\n")
+    assert bench.main(["quickstart", "run.extensions=[stop.py]"]) == 1
+    table, errors = capfd.readouterr()
+    assert "quickstart run.extensions=[stop.py]: the process was ended by SIGKILL; " in errors
+    assert "| quickstart run.extensions=[stop.py] | failed |" in table
