@@ -21,8 +21,19 @@ PIECE_BYTES = 2**18
 MOST_BYTES = 2**28  # of a file that is read whole
 
 
+def check_file(path: Any, most: int = MOST_BYTES) -> None:
+    """Raises OSError for a pipe or a device, which have no end, and for a file of more than `most` bytes."""
+    if path.exists() and not path.is_dir():
+        if not path.is_file():
+            raise OSError(errno.EINVAL, "it is no regular file", str(path))
+        if path.stat().st_size > most:
+            raise OSError(errno.EFBIG, f"it has more than {most:,} bytes", str(path))
+
+
 def read_bytes(path: Any, most: int = MOST_BYTES) -> bytes:
-    """A file of at most `most` bytes, of a disk or a bucket. Raises OSError."""
+    """A file of at most `most` bytes, of a disk or a bucket. Raises OSError, as `check_file`."""
+    if isinstance(path, Path):
+        check_file(path, most)
     with path.open("rb") as file:
         return _read_all(file, most, path)
 
@@ -38,6 +49,7 @@ def read_text(path: Any, most: int = MOST_BYTES) -> str:
 
 def read_gzip(path: Path, most: int = 2**30) -> bytes:
     """What a gzip file holds, at most `most` bytes. Raises OSError, and ValueError for damage."""
+    check_file(path, most)
     with gzip.open(path) as file:
         try:
             return _read_all(file, most, path)

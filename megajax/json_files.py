@@ -4,7 +4,7 @@ pydantic's parser has the limits: 200 levels, numbers of 4,300 digits, no half o
 the last value counts, as in Python. NaN and Infinity are numbers for a `float`; `Finite` excludes them.
 """
 
-import errno
+import sys
 from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
@@ -13,7 +13,7 @@ from typing import Annotated, Any
 from pydantic import Field, TypeAdapter, ValidationError
 
 from megajax.errors import InputError, shown
-from megajax.files import read_bytes
+from megajax.files import check_file, read_bytes
 
 MOST_BYTES = 2**26  # of a file
 MOST_LINE_BYTES = 2**24
@@ -47,7 +47,6 @@ def parse[T](text: str | bytes, place: str, model: type[T], cure: str) -> T:
 def read[T](path: Path, model: type[T], cure: str, most: int = MOST_BYTES) -> T:
     """The value of a JSON file, of the type `model`. Raises `Damaged`, also if there is no such file."""
     try:
-        _check_regular(path)
         content = read_bytes(path, most)
     except OSError as error:
         raise _unreadable(path, error, cure) from None
@@ -61,7 +60,7 @@ def read_lines[T](path: Path, model: type[T], cure: str, bad: list[Damaged] | No
     without such a value is added to `bad`; with None it is raised, as is `Damaged` for a file that cannot be read.
     """
     try:
-        _check_regular(path)
+        check_file(path, sys.maxsize)
         with path.open("rb") as file:
             lines = enumerate(iter(lambda: file.readline(MOST_LINE_BYTES), b""), start=1)
             for number, line in lines:
@@ -80,11 +79,6 @@ def read_lines[T](path: Path, model: type[T], cure: str, bad: list[Damaged] | No
 def _unreadable(path: Path, error: OSError, cure: str) -> Damaged:
     problem = error.strerror or str(error)
     return Damaged(f"{path} cannot be read ({problem}): {cure}.", problem)
-
-
-def _check_regular(path: Path) -> None:
-    if path.exists() and not path.is_file():  # a pipe has no end
-        raise OSError(errno.EINVAL, "it is no regular file")
 
 
 @lru_cache

@@ -2,7 +2,10 @@
 
 import json
 import os
+import signal
 import time
+import tracemalloc
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,17 +14,21 @@ from dev.fuzz.cases import FAILED
 from dev.fuzz.formats import FORMATS
 from dev.fuzz.runner import run_all
 from megajax.config import load_config
+from megajax.config.extensions import import_extensions
 from megajax.config.tree import read_file
 from megajax.data import remote
 from megajax.data.chat_template import ChatTemplate, find_chat_template
 from megajax.data.indexed import IndexedDataset
+from megajax.data.json_lines import check_inputs
 from megajax.data.model_files import read_json
 from megajax.data.special_tokens import read_folder_tokens
 from megajax.data.tokenizers import load_tokenizer
-from megajax.errors import ConfigError, InputError
+from megajax.errors import ConfigError, InputError, UserError
 from megajax.hf import beside
 from megajax.hf.folder import Weights, read_config
 from megajax.inference.prompts import read_prompts
+from megajax.plan.rates import H200, read_rates
+from megajax.plot import read_records
 
 CASES = 12
 PENDING = {"parquet", "index_caches", "journals", "metrics", "plots", "rollbacks", "traces"}
@@ -221,3 +228,63 @@ def test_a_role_of_many_letters_is_shown_in_part(tmp_path):
     with pytest.raises(InputError, match="has the role 'aaa.*\\.\\.\\. in message 0") as error:
         read_prompts(str(path))
     assert len(str(error.value)) < 600
+
+
+SMALL = """
+run: {{steps: 1}}
+model: {{num_layers: 1, hidden_size: 16, num_heads: 2, vocab_size: 257}}
+batch: {{global_size: 2, sequence_length: 8}}
+"""
+
+
+def config_with(text: str) -> Callable[[Path], object]:
+    def load(path: Path) -> object:
+        (path.parent / "main.yaml").write_text(text.format(path=path), encoding="utf-8")
+        return load_config(path.parent / "main.yaml")
+
+    return load
+
+
+# Everything that reads a file that a user names: the name that it expects, and the call.
+NAMED_FILES = {
+    "config": ("a.yaml", load_config),
+    "include": ("a.yaml", config_with("include: {path}")),
+    "blend": ("blend", config_with(f"{SMALL}data: {{{{train: {{{{file: {{path}}}}}}}}}}")),
+    "extension": ("a.py", lambda path: import_extensions([str(path)])),
+    "prompts": ("a.txt", lambda path: read_prompts(str(path))),
+    "chats": ("a.jsonl", lambda path: check_inputs([str(path)])),
+    "tokens": ("a.idx", lambda path: IndexedDataset(path.with_suffix(""))),
+    "tokenizer.json": ("tokenizer.json", lambda path: load_tokenizer(str(path))),
+    "SentencePiece": ("a.model", lambda path: load_tokenizer(str(path))),
+    "tiktoken": ("a.tiktoken", lambda path: load_tokenizer(str(path))),
+    "template": ("a.jinja", lambda path: find_chat_template(None, path)),
+    "rates": ("rates.json", lambda path: read_rates(path, H200)),
+    "model": ("config.json", lambda path: read_config(path.parent)),
+    "weights": ("model.safetensors", lambda path: Weights(path.parent)),
+    "metrics": ("metrics.jsonl", lambda path: read_records(path.parent)),
+}
+LARGE_FILES = {"chats", "weights", "extension", "metrics", "tokens"}  # read in pieces, mapped, or code
+
+
+@pytest.mark.parametrize("kind", NAMED_FILES)
+@pytest.mark.parametrize("instead", ["pipe", "device", "directory", "large"])
+def test_no_named_file_is_an_endless_wait_or_all_of_the_memory(kind, instead, tmp_path):
+    name, read = NAMED_FILES[kind]
+    path = tmp_path / name
+    if instead == "large":
+        with path.open("wb") as file:
+            file.truncate(10 * 2**30)  # sparse: it takes no disk
+    else:
+        {"pipe": os.mkfifo, "directory": os.mkdir, "device": lambda path: path.symlink_to("/dev/zero")}[instead](path)
+    if instead == "large" and kind in LARGE_FILES:
+        return
+    signal.setitimer(signal.ITIMER_REAL, 10)  # its handler's default ends the process
+    tracemalloc.start()
+    try:
+        with pytest.raises(UserError) as error:
+            read(path)
+        assert name in str(error.value) or "names a file that cannot be read" in str(error.value)
+        assert tracemalloc.get_traced_memory()[1] < 4 << 20
+    finally:
+        tracemalloc.stop()
+        signal.setitimer(signal.ITIMER_REAL, 0)

@@ -205,7 +205,7 @@ def test_sizes_are_limited_before_memory_is_taken(tmp_path):
 
 def test_a_pipe_a_directory_and_no_file_are_sentences(tmp_path):
     os.mkfifo(tmp_path / "pipe")
-    for name, reason in (("pipe", "no regular file"), ("", "no regular file"), ("none", "No such file")):
+    for name, reason in (("pipe", "no regular file"), ("", "Is a directory"), ("none", "No such file")):
         with pytest.raises(Damaged, match=reason):
             json_files.read(tmp_path / name, dict, "cure")
     with pytest.raises(Damaged, match="File name too long"):

@@ -18,7 +18,7 @@ from pydantic import ConfigDict
 from megajax.checkpoint import s3
 from megajax.errors import InputError
 from megajax.extras import EXTRAS, require
-from megajax.files import SUBDIRECTORY, is_number, read_bytes, replace_text
+from megajax.files import SUBDIRECTORY, is_number, read_bytes, read_text, replace_text
 from megajax.json_files import Count, Finite, parse
 
 GCS = "gs://"
@@ -81,7 +81,7 @@ def bucket_folder(url: str) -> epath.Path:
 def checkpoint_folder(run_dir: str | Path) -> Folder:
     """The folder of a run's checkpoints, to which `RUN/checkpoints` leads; nothing is created."""
     path = Path(run_dir) / SUBDIRECTORY
-    return bucket_folder(path.read_text(encoding="utf-8").strip()) if path.is_file() else path.resolve()
+    return bucket_folder(read_text(path).strip()) if path.is_file() else path.resolve()
 
 
 def leads_elsewhere(run_dir: str | Path) -> bool:

@@ -12,6 +12,7 @@ from megajax.config import batch_schedule
 from megajax.files import read_text, why_unreadable
 
 AXES = ("pipeline", "data", "fsdp", "expert", "context", "tensor")
+MAX_BLEND_BYTES = 2**24  # of a file with a blend
 BATCH_AXES = ("data", "fsdp", "expert")  # axes that divide the sequences of a batch
 
 # Upper limits are far above any sensible value, to catch typing errors: larger counts would overflow 32 bits, exhaust
@@ -119,7 +120,7 @@ def path_or_sources(value: Any) -> Any:
 def _sources_in(file: Any) -> Any:
     """The sources in a file as Megatron's --data-args-path has them: weights and paths, or paths, between spaces."""
     try:
-        words = read_text(Path(file)).split()
+        words = read_text(Path(file), MAX_BLEND_BYTES).split()
     except TypeError:
         raise ValueError("is not the path of a file: write one") from None
     except (OSError, UnicodeDecodeError) as error:

@@ -20,6 +20,7 @@ NAMED = Path(__file__).parents[2] / "configs"  # the configs that have names
 
 COMMAND_LINE = "the command line"  # begins the location of an override
 MAX_BRACKETS = 100  # one in the other
+MAX_BYTES = 2**22  # of a file
 MAX_FILES = 200  # with includes
 MAX_VALUES = 50_000  # of a file; an alias counts as the values that it stands for
 
@@ -157,10 +158,8 @@ def _beside(path: Path, item: str) -> Path:
 
 
 def _read_text(path: Path, location: str) -> str:
-    if path.exists() and not (path.is_file() or path.is_dir()):  # a device or a pipe has no end
-        raise ConfigError(f"config file {path} is no file{location}: give a YAML file.")
     try:
-        return read_text(path)
+        return read_text(path, MAX_BYTES)
     except FileNotFoundError:
         near = _nearest_file(path)
         cure = f"did you mean {near}?" if near else "give the path of a YAML file."

@@ -23,7 +23,7 @@ from megajax.data.special_tokens import (
     read_folder_tokens,
 )
 from megajax.errors import InputError, shown
-from megajax.files import is_number, replace_copy, replaced
+from megajax.files import check_file, is_number, replace_copy, replaced
 
 if TYPE_CHECKING:
     import tokenizers
@@ -103,6 +103,10 @@ def _load(spec: str) -> Tokenizer:
     if spec.split(":")[0] == "null":
         return NullTokenizer(spec)
     path = tokenizer_files(spec)[0]
+    try:
+        check_file(path)
+    except OSError as error:
+        raise InputError(f"{path} is not a tokenizer ({error.strerror}): copy it again.") from None
     found = read_folder_tokens(path.parent)
     if path.name == GPT2_FILES[0]:
         return HuggingFaceTokenizer(read_gpt2(path.parent, (*KNOWN_ENDS, *found.names.values())), found, path)

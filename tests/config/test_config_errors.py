@@ -167,7 +167,7 @@ def test_a_missing_or_unreadable_file_is_named():
     assert message("no/x.yaml") == "config file no/x.yaml does not exist: give the path of a YAML file."
     assert message(".") == "config file . cannot be read, Is a directory: give a YAML file."
     os.mkfifo("pipe.yaml")
-    assert message("pipe.yaml") == "config file pipe.yaml is no file: give a YAML file."
+    assert message("pipe.yaml") == "config file pipe.yaml cannot be read, it is no regular file: give a YAML file."
     Path("binary.yaml").write_bytes(b"\xff\xfe\x00")
     expected = "config file binary.yaml cannot be read, it is not UTF-8 text: give a YAML file."
     assert message("binary.yaml") == expected
