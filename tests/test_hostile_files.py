@@ -31,7 +31,7 @@ from megajax.plan.rates import H200, read_rates
 from megajax.plot import read_records
 
 CASES = 12
-PENDING = {"parquet", "index_caches", "journals", "metrics", "plots", "rollbacks", "traces"}
+PENDING = {"index_caches", "journals", "metrics", "plots", "rollbacks", "traces"}
 PENDING |= {"local_checkpoints", "compiled_plans", "command_lines", "checkpoints", "rates", "tokenizer_json"}
 
 

@@ -4,10 +4,10 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
-from megajax.errors import InputError
+from megajax.errors import InputError, shown
 
 COLUMNS_SHOWN = 10
-EXPANSION = 200  # of a column's stored bytes; text's is below 30
+EXPANSION = 200  # of a file's bytes; text's is below 30
 TOGETHER = 1 << 30  # bytes of rows that are read together, at most
 FEWEST = 8  # rows that are read together
 
@@ -31,15 +31,16 @@ def read_rows(path: str, column: str | None, option: str, skip: int, rows: int, 
                     row += group.num_rows
                     continue
                 where = f"{path}, row group {number}"
-                together = min(rows, max(FEWEST, TOGETHER // _declared_bytes(where, group, column, most)))
+                together = _rows_together(where, group, size, rows, most)
                 for batch in file.iter_batches(together, [number], None if column is None else [column]):
                     for record in _records(where, row, batch, most):
                         row += 1
                         if row > skip:
                             yield record, size * row // total - size * (row - 1) // total
-    except (OSError, pyarrow.ArrowException) as error:
+    except (OSError, UnicodeDecodeError, pyarrow.ArrowException) as error:
         raise InputError(
-            f"{path} cannot be read beyond row {row} ({error}): it is damaged or incomplete; copy or download it again."
+            f"{path} cannot be read beyond row {row} ({shown(str(error).strip())}): it is damaged or incomplete; "
+            "copy or download it again."
         ) from None
 
 
@@ -54,21 +55,18 @@ def _check_names(path: str, names: list[str], column: str | None, option: str) -
         raise InputError(f'{path} has {names.count(twice[0])} columns "{twice[0]}": rename all but one.')
 
 
-def _declared_bytes(where: str, group: Any, column: str | None, most: int) -> int:
-    """The bytes of a row group when it is decompressed, by the file's own record."""
-    total = 1
-    for number in range(group.num_columns):
-        chunk = group.column(number)
-        if column is not None and not f"{chunk.path_in_schema}.".startswith(f"{column}."):
-            continue
-        declared, stored = chunk.total_uncompressed_size, chunk.total_compressed_size
-        if declared > max(most, min(group.num_rows * most, EXPANSION * stored)):
-            raise InputError(
-                f"{where}, column {chunk.path_in_schema}: {stored:,} bytes of the file become {declared:,} when they "
-                "are read, which text doesn't: write it again without this column, or in smaller row groups."
-            )
-        total += max(0, declared)
-    return total
+def _rows_together(where: str, group: Any, stored: int, rows: int, most: int) -> int:
+    """The rows of a row group to read together, by the size that it declares; InputError if no text has it.
+
+    Not by the columns' sizes: pyarrow ends the process if their metadata are damaged.
+    """
+    declared = max(1, group.total_byte_size)
+    if declared > max(most, min(group.num_rows * most, EXPANSION * stored)):
+        raise InputError(
+            f"{where}: the file's {stored:,} bytes become {declared:,} when they are read, which text doesn't: write "
+            "it again without long repeated values."
+        )
+    return min(rows, max(FEWEST, TOGETHER // declared))
 
 
 def _records(where: str, before: int, batch: Any, most: int) -> Iterator[dict[str, Any]]:
@@ -117,7 +115,7 @@ def _one_by_one(where: str, before: int, batch: Any) -> Iterator[dict[str, Any]]
             except Exception as error:
                 raise InputError(
                     f"{where}, row {before + number + 1}, column {name}: its value cannot be read "
-                    f"({str(error).splitlines()[0][:200]}): correct it, or leave the column out."
+                    f"({shown(str(error).strip())}): correct it, or leave the column out."
                 ) from None
         yield from _with_text(row).to_pylist()
 

@@ -233,10 +233,9 @@ def test_a_row_group_that_expands_is_refused_before_it_is_read(tmp_path, monkeyp
     del table
     before = pa.total_allocated_bytes()
     pool = pa.default_memory_pool()
-    with pytest.raises(InputError, match="row group 0, column text: .* bytes of the file become"):
+    with pytest.raises(InputError, match="row group 0: the file's .* bytes become"):
         lines_of(path, column="text")
     assert pa.total_allocated_bytes() == before and pool.bytes_allocated() == before
-    assert lines_of(path, column="id") == [b'{"id": 0}', b'{"id": 1}']
 
 
 def test_a_long_row_is_a_sentence_and_a_repeated_value_is_not_multiplied(tmp_path, monkeypatch):
