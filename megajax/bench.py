@@ -54,7 +54,7 @@ def synthetic_config(name: str, overrides: list[str], directory: str) -> Config:
     """
     fixed = ["data.kind=synthetic", "run.eval_steps=1", f"run.dir={directory}"]
     fixed += ["logging.tensorboard=false", "checkpoint.init_from=random"]
-    config = load_config(name, [*fixed, *overrides, "batch.schedule=null"])
+    config = load_config(name, [*fixed, *overrides, "batch.schedule=null", "run.epochs=null"])
     return config.model_copy(update={"checkpoint": config.checkpoint.model_copy(update={"init_from": None})})
 
 

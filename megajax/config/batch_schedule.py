@@ -59,6 +59,11 @@ class BatchSizes:
         (first, samples), size = self.phases[self._index(step)]
         return samples + (step - first) * size
 
+    def steps_for(self, samples: int) -> int:
+        """The number of steps of the run after which at least `samples` training samples, one or more, are read."""
+        (first, before), size = next(phase for phase in reversed(self.phases) if phase.start.samples < samples)
+        return first + -(-(samples - before) // size)
+
     def size(self, step: int) -> int:
         """The number of sequences of the step after the first `step` ones."""
         return self.phases[self._index(step)].size

@@ -11,6 +11,7 @@ from megajax.config.effects import ignores_decay_steps, warn_without_effect
 from megajax.config.expert_checks import check_experts
 from megajax.config.fields import AXES
 from megajax.config.fitting import axis_sizes, microbatch_numbers
+from megajax.config.length_checks import check_epochs
 from megajax.config.lora_checks import check_lora
 from megajax.config.mesh_checks import check_axes, check_context, check_fp8_shapes, check_local_batch
 from megajax.config.model_checks import check_model
@@ -51,6 +52,7 @@ def check_combinations(config: Config) -> None:
     _check_run_dir(config)
     check_checkpoints(config)
     check_rollbacks(config)
+    check_epochs(config)
     _check_norms(config)
 
 

@@ -6,7 +6,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainSerializer,
+    ValidationInfo,
+    model_validator,
+)
 
 from megajax.config import batch_schedule
 from megajax.files import read_text, why_unreadable
@@ -19,6 +28,11 @@ BATCH_AXES = ("data", "fsdp", "expert")  # axes that divide the sequences of a b
 # the host's memory, or make a check run for minutes.
 INT32 = 2**31 - 1
 Count = Annotated[int, Field(ge=1, le=INT32)]
+UNKNOWN_STEPS = INT32  # run.steps with run.epochs, until the data is open
+# Printed as null while it follows from unknown steps; a tenth of them is the default of the final decay.
+Steps = Annotated[
+    Count, PlainSerializer(lambda steps: None if steps in (UNKNOWN_STEPS, UNKNOWN_STEPS // 10) else steps)
+]
 Port = Annotated[int, Field(ge=1, le=65535)]
 CountOrZero = Annotated[int, Field(ge=0, le=INT32)]
 Seed = Annotated[int, Field(ge=0, le=2**32 - 2)]  # dropout uses the seed plus 1
@@ -56,6 +70,12 @@ def derived(rule: Callable[[dict[str, Any]], Any], shown: str, description: str)
 def _axis_size(value: int) -> int:
     if value < 1 and value != -1:
         raise ValueError("is not a mesh size: use 1 or more, or -1 on one axis to take all remaining devices")
+    return value
+
+
+def _batches(value: Any) -> Any:
+    if value != "all" and (type(value) is not int or not 0 <= value <= INT32):
+        raise ValueError("is not a number of batches: use 0 or more, or all")
     return value
 
 
@@ -159,6 +179,7 @@ BatchSchedule = Annotated[
     BeforeValidator(batch_schedule.as_text, json_schema_input_type=str | dict[str, int]),
     AfterValidator(batch_schedule.check_text),
 ]
+Batches = Annotated[CountOrZero | Literal["all"], BeforeValidator(_batches)]
 BlockPattern = Annotated[tuple[str, ...], Field(strict=False, min_length=1)] | None
 LayerPattern = Annotated[
     Annotated[tuple[Literal["global", "local"], ...], Field(strict=False, min_length=1)] | None,

@@ -14,6 +14,7 @@ from pydantic.fields import FieldInfo
 from megajax.config.checks import check
 from megajax.config.counterparts import counterpart, plain
 from megajax.config.extensions import import_extensions
+from megajax.config.length_checks import check_one_length
 from megajax.config.missing_features import missing_feature
 from megajax.config.other_values import choice_cure
 from megajax.config.schema import Config
@@ -41,8 +42,34 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), run_dir: Path |
         raise ConfigError(_sentence(error, tree, str(path))) from None
     config._locations.update(tree.locations)
     _check_allowed_changes(config)
+    if run_dir is None:
+        check_one_length(config)
     check(config)
     return config
+
+
+def with_steps(config: Config, steps: int) -> Config:
+    """`config`, which has `run.epochs`, with the number of steps that they are; checked again.
+
+    Warns only about what the number of steps changes.
+    """
+    settings = config.model_dump(mode="json")
+    settings["run"]["steps"] = steps
+    made = Config.model_validate(settings)
+    made._locations.update(config._locations | {"run.steps": config.where("run.epochs")})
+    before, now = _warnings(config), _warnings(made)
+    for text in now:
+        if text not in before:
+            warnings.warn(text, stacklevel=3)
+    return made
+
+
+def _warnings(config: Config) -> list[str]:
+    """What `check` warns about."""
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        check(config)
+    return [str(each.message) for each in found]
 
 
 def read_tree(path: str | Path, overrides: Sequence[str]) -> Tree:

@@ -176,7 +176,7 @@ topk_group | model.router.groups_per_token
 per_device_train_batch_size | batch.global_size | which is per_device_train_batch_size * gradient_accumulation_steps *
     number of devices
 max_steps | run.steps
-num_train_epochs | run.steps | which is epochs * tokens / (global_size * sequence_length)
+num_train_epochs | run.epochs
 warmup_ratio | schedule.warmup_steps | in steps, not a fraction
 lr_scheduler_type | schedule.kind
 optim | optimizer.kind
@@ -249,7 +249,7 @@ betas | optimizer.beta1 | and optimizer.beta2
 eps | optimizer.epsilon
 grad_clip, max_norm, clip, gradient_clipping, grad_norm, grad_clip_norm, gradient_clip_val | optimizer.clip_norm
 num_steps, train_steps, iters, iterations, max_iters, train_iterations | run.steps
-epochs, num_epochs, max_epochs | run.steps | which is epochs * tokens / (global_size * sequence_length)
+epochs, num_epochs, max_epochs | run.epochs
 random_seed | run.seed
 save_dir, checkpoint_dir, ckpt_dir, checkpoint.path, out_dir, logdir, log_dir | run.dir
 save_every, ckpt_interval, checkpoint_every, checkpoint.every, save_freq | run.checkpoint_interval

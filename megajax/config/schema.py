@@ -13,7 +13,6 @@ from pydantic import Field, PrivateAttr, model_validator
 from megajax.config.data_schema import DataConfig
 from megajax.config.fields import (
     BATCH_AXES,
-    AboveOne,
     AxisSize,
     BatchSchedule,
     Count,
@@ -24,10 +23,9 @@ from megajax.config.fields import (
     Positive,
     PositiveOrZero,
     PowerOfTwo,
-    Seconds,
     Section,
-    Seed,
     Sequences,
+    Steps,
     Text,
     Tokens,
     derived,
@@ -35,82 +33,8 @@ from megajax.config.fields import (
 from megajax.config.lora_schema import LoraConfig
 from megajax.config.model_schema import ModelConfig
 from megajax.config.optimizer_schema import OptimizerConfig
+from megajax.config.run_schema import RunConfig
 from megajax.config.tree import Dumper
-
-
-class RunConfig(Section):
-    """The run: its name, directory, length, and the intervals of logs, evaluations and checkpoints."""
-
-    name: Text = Field(default="run", description="Name of the run.")
-    dir: Text = derived(
-        lambda run: f"runs/{run['name']}",
-        "runs/<name>",
-        "Directory of logs and checkpoints; the same command resumes the run found there.",
-    )
-    seed: Seed = Field(default=1234, description="Seed of the initial weights, the data order and dropout.")
-    steps: Count = Field(default=1000, description="Number of optimizer steps.")
-    log_interval: Count = Field(default=10, description="Steps between logged lines.")
-    eval_interval: CountOrZero = Field(default=0, description="Steps between evaluations; 0: only at the end.")
-    eval_steps: CountOrZero | Literal["all"] = Field(
-        default=10,
-        description="Batches in an evaluation; all: each sample of the evaluation data once; 0: never evaluate.",
-    )
-    checkpoint_interval: CountOrZero = Field(default=0, description="Steps between checkpoints; 0: only at the end.")
-    deterministic: bool = Field(
-        default=False, description="Repeated runs on the same mesh give the same numbers, bit for bit."
-    )
-    compilation_cache: Text = derived(
-        lambda run: f"{run['dir']}/compilation_cache",
-        "<run.dir>/compilation_cache",
-        "Directory of compiled programs, which a restart reads instead of compiling; none: no cache. The environment's"
-        " JAX_COMPILATION_CACHE_DIR has precedence.",
-    )
-    max_minutes: Positive | None = Field(
-        default=None,
-        description="Time limit, from the start of the process: the run then stops as on SIGTERM, so leave time for the"
-        " last save below the limit of the cluster; null: none.",
-    )
-    peer_timeout_seconds: Seconds = Field(
-        default=60.0,
-        description="After the loss of a process (killed, stopped, host gone) the others end within this time, with"
-        " exit status 4.",
-    )
-    hang_factor: AboveOne | None = Field(
-        default=20.0,
-        description="A step that takes this multiple of the median of recent steps, and at least hang_min_seconds,"
-        " ends the run with exit status 4 and writes hang-PROCESS.txt; null: never.",
-    )
-    hang_min_seconds: Seconds = Field(
-        default=300.0,
-        description="Shortest time after which a step counts as hung; compilation, an evaluation and a save have 12"
-        " times as long.",
-    )
-    max_nonfinite_steps: Count = Field(
-        default=20,
-        description="Stop after more than this many skipped steps in a row (loss or gradient not finite).",
-    )
-    spike_factor: AboveOne | None = Field(
-        default=None,
-        description="A loss above this multiple of the median of the last spike_window steps is a spike: it is reported"
-        " and counted. null: no loss is.",
-    )
-    spike_window: Count = Field(default=128, description="Number of losses in the median for spike_factor.")
-    max_rollbacks: CountOrZero = Field(
-        default=0,
-        description="Number of times that the run goes back to a checkpoint after a spike, or after more than"
-        " max_nonfinite_steps steps, and leaves out the batches up to that step; 0: never.",
-    )
-    extensions: tuple[Text, ...] = Field(
-        default=(),
-        strict=False,
-        description="Modules by name, or .py files by path, that are imported before the config is checked, by every"
-        " command that reads it: they register blocks of your own.",
-    )
-    replica_check_interval: CountOrZero = Field(
-        default=0,
-        description="Steps between checks that all copies of replicated state are equal, bit for bit; also before each"
-        " checkpoint; 0: no checks.",
-    )
 
 
 class MeshConfig(Section):
@@ -223,12 +147,12 @@ class ScheduleConfig(Section):
     warmup_steps: CountOrZero = Field(
         default=0, description="Steps of linear warm-up; the first step has learning_rate / warmup_steps."
     )
-    decay_steps: Count = derived(  # filled in by Config, which sees the run
+    decay_steps: Steps = derived(  # filled in by Config, which sees the run
         lambda schedule: None,
         "run.steps, at least warmup_steps + 1",
         "Step at which the learning rate reaches min_learning_rate.",
     )
-    wsd_decay_steps: Count | None = Field(
+    wsd_decay_steps: Steps | None = Field(
         default=None,
         description="wsd: number of steps of the final decay.",
         json_schema_extra={"derived": "a tenth of decay_steps if kind is wsd"},

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from megajax.config import load_config
 from megajax.console import CommandParser, user_errors
 from megajax.data.describe import describe_data
+from megajax.data.epochs import resolve_epochs
 from megajax.data.loader import datasets
 from megajax.errors import InputError
 from megajax.runtime import accept_missing_cuda
@@ -30,7 +31,8 @@ def main(argv: Sequence[str]) -> int:
             )
         accept_missing_cuda()
         start = time.perf_counter()
-        for line in describe_data(config, datasets(config)):
+        opened = datasets(config)
+        for line in describe_data(resolve_epochs(config, opened["train"]), opened):
             print(line)
         print(f"everything is stored after {time.perf_counter() - start:.1f} s")
     return 0

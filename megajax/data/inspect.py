@@ -18,6 +18,7 @@ from megajax.config import load_config
 from megajax.console import CommandParser, user_errors
 from megajax.data.chat import ChatSamples
 from megajax.data.describe import SOURCES_SHOWN, describe_data
+from megajax.data.epochs import resolve_epochs
 from megajax.data.fim import Infilling, open_infilling
 from megajax.data.indexed import IndexedDataset, Tokens, check_integers, id_range
 from megajax.data.loader import datasets
@@ -210,6 +211,7 @@ def _config_lines(options: argparse.Namespace, colour: bool) -> list[str]:
     config = load_config(options.target, options.overrides)
     accept_missing_cuda()
     opened, split, number = datasets(config), options.split or "train", options.sample or 0
+    config = resolve_epochs(config, opened["train"])
     if split not in opened:
         raise InputError(f"--split={split} is not in the config: choose {', '.join(opened)}.")
     samples = opened[split]

@@ -198,7 +198,7 @@ def closing_line(config: Config, step: int, samples: int, seconds: float) -> str
 
 def _to_train_longer(config: Config, samples: int) -> str:
     """What lets a complete run, which has read `samples`, go on."""
-    data, longer = config.data, "raise run.steps"
+    data, longer = config.data, "raise run.steps" if config.run.epochs is None else "raise run.epochs"
     if not config.checkpoint.save_optimizer:
         return f"start another with checkpoint.init_from={shlex.quote(config.run.dir)}"
     if data.kind == "synthetic" or data.order != "megatron":

@@ -19,6 +19,7 @@ from megajax.config.checks import check_mesh
 from megajax.config.kinds import expert_layers
 from megajax.console import DONE
 from megajax.data.describe import describe_data
+from megajax.data.epochs import resolve_epochs
 from megajax.data.loader import Split, datasets
 from megajax.data.whole import WholeSet
 from megajax.errors import ConfigError, InputError
@@ -75,6 +76,9 @@ class Trainer:
         self.monitoring = Monitoring(config, self._tell)
         exports = Exports(config, self._report) if config.checkpoint.export_hf.dir is not None else None
         self.data = datasets(config)
+        self.config = config = self.monitoring.config = resolve_epochs(config, self.data["train"])
+        if exports is not None:
+            exports.config = config
         self.reports = SaveReports(config, "valid" in self.data, self._report)
         self.program = TrainProgram.build(config, build_mesh(sizes, devices))
         self.saver = StateSaver(self.program)

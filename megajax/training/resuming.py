@@ -13,7 +13,7 @@ from megajax.checkpoint.description import Difference
 from megajax.checkpoint.elsewhere import link_checkpoints
 from megajax.checkpoint.local_tier import LocalCheckpoint
 from megajax.checkpoint.storage import store_errors
-from megajax.config.batch_schedule import BatchSizes, Position
+from megajax.config.batch_schedule import BatchSizes, Position, samples_before
 from megajax.errors import InputError, UserError
 from megajax.messages import from_first_process
 from megajax.training import run_record
@@ -87,7 +87,19 @@ class Start:
     def _compare(self, name: str) -> None:
         self.name = name
         position, self.allowed = self.saver.compare(self.saved, name)
+        if not self.rollbacks.past:
+            self._compare_epochs(position)
         self.sizes = BatchSizes.of(self.config, self.rollbacks.position(position))
+
+    def _compare_epochs(self, position: Position) -> None:
+        """Raise InputError if `run.epochs` are another number of steps, since earlier steps had another size."""
+        config, key = self.config, "run.epochs"
+        if config.run.epochs is not None and position.samples != samples_before(config, position.step):
+            raise InputError(
+                f"{self.name} was saved with another size of the batch, so {key}={config.run.epochs:g} "
+                f"({config.where(key)}) says no number of steps: write the change as batch.schedule, keep the size, or "
+                "set run.steps instead."
+            )
 
     def _newer_local_one(self) -> LocalCheckpoint | None:
         if self._local_saves is None or self._goes_back:

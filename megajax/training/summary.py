@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 import jax
 
+from megajax.config import Config
 from megajax.config.batch_schedule import BatchSizes
 from megajax.config.kinds import MOE, block_layers
 from megajax.config.sentences import counted
@@ -40,7 +41,7 @@ def summary(
     replicated = [n for n, p in program.placements.items() if p.kv_groups > 1]
     padded = [n for n, p in program.placements.items() if p.is_padded]
     lines = [
-        f"run        {config.run.name} → {config.run.dir}, seed {config.run.seed}, {counted(config.run.steps, 'step')}",
+        f"run        {config.run.name} → {config.run.dir}, seed {config.run.seed}, {_length(config)}",
         f"devices    {program.mesh.size} × {device.device_kind}, {counted(jax.process_count(), 'process')}",
         f"mesh       {' × '.join(f'{axis} {size}' for axis, size in sizes.items() if size > 1) or 'one device'}",
         f"model      {parameter_count(program.model):,} parameters{_experts(program)}, "
@@ -87,6 +88,11 @@ def summary(
     if shown:
         lines.append(f"set        {' '.join(shown)}")
     return "\n".join(lines)
+
+
+def _length(config: Config) -> str:
+    steps, epochs = counted(config.run.steps, "step"), config.run.epochs
+    return steps if epochs is None else f"{steps} = {epochs:g} epoch{'' if epochs == 1 else 's'} of data.train"
 
 
 def _ramp_up(program: TrainProgram, sizes: BatchSizes) -> list[str]:

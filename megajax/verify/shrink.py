@@ -35,7 +35,7 @@ def shrink(
     microbatches = math.lcm(2, units.pipeline) if config.batch.num_microbatches > 1 else 1
     packed, is_chat = config.data.reset_attention, config.data.kind == "chat"
     small: dict[str, dict[str, Any]] = {
-        "run": {"steps": steps},
+        "run": {"steps": steps, "epochs": None} | ({"eval_steps": 1} if config.run.eval_steps == "all" else {}),
         "model": _small_model(config, units, length),
         "mesh": dict.fromkeys(("pipeline", "data", "fsdp", "expert", "context", "tensor"), 1),
         "precision": _small_precision(config, precision),

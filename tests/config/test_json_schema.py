@@ -47,7 +47,7 @@ REFUSED = [
     "model: {num_layers: '4'}",
     "model: {norm: batch}",
     "run: {steps: 0}",
-    "run: {steps: null}",
+    "run: {seed: null}",
     "include: 3",
     "data: {train: [{weight: 1}, a]}",
 ]
