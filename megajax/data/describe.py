@@ -57,7 +57,7 @@ def _split_lines(config: "Config", split: Split, samples: Samples, samples_read:
     shares = _shares(samples)
     bad = sum(source.dataset.bad_lines for source, _ in shares if isinstance(source.dataset, TextDataset))
     tokens, length = sum(source.num_tokens for source, _ in shares), config.batch.sequence_length
-    read = samples_read * length
+    read = min(samples_read * length, tokens) if isinstance(samples, WholeSet) else samples_read * length
     size = f"{split}: {sum(source.num_documents for source, _ in shares):,} documents, {tokens:,} tokens"
     size += f" ({bad:,} bad lines of the text left out)" if bad else ""
     if not read:
