@@ -39,7 +39,6 @@ UNUSABLE = {  # names that no file can have, which any check of a path finds fir
     errno.ENOTDIR: PATH,
 }
 TRACEBACK = "MEGAJAX_TRACEBACK"  # a variable, so that processes that this one starts have it too
-MOST_SENTENCE = 4000  # characters
 INDENT = 11 * " "  # of the summary, after its labels
 STYLES = {"bold": "1", "red": "31", "yellow": "33"}
 # Exit statuses: the last three mean a lost or hanging process, a stop on request after saving, and Ctrl-C as in shells.
@@ -105,15 +104,15 @@ class CommandParser(argparse.ArgumentParser):
         given = itertools.takewhile(lambda word: word != "--", sys.argv[1:] if args is None else args)
         for word in (word for word in given if word.startswith("--")):
             if (name := word.partition("=")[0]) not in self._option_string_actions:
-                self.error(f"{name} is not an option{self._meant(word, name)}")
+                self.error(f"{shown(name)} is not an option{self._meant(word, name)}")
         return super().parse_known_args(args, namespace)
 
     def _meant(self, word: str, name: str) -> str:
-        shown = [action for action in self._actions if action.help != argparse.SUPPRESS]
-        near = difflib.get_close_matches(name, [each for action in shown for each in action.option_strings], 1)
-        takes_keys = any("section.key=value" in f"{action.metavar} {action.help}" for action in shown)
+        public = [action for action in self._actions if action.help != argparse.SUPPRESS]
+        near = difflib.get_close_matches(name, [each for action in public for each in action.option_strings], 1)
+        takes_keys = any("section.key=value" in f"{action.metavar} {action.help}" for action in public)
         if "." in name and takes_keys:
-            return f": write {word.removeprefix('--') if '=' in word else name.removeprefix('--') + '=VALUE'}"
+            return f": write {shown(word.removeprefix('--') if '=' in word else name.removeprefix('--') + '=VALUE')}"
         return f": did you mean {near[0]}?" if near else ""
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
@@ -122,7 +121,7 @@ class CommandParser(argparse.ArgumentParser):
         choices, option = list(map(str, action.choices)), "/".join(action.option_strings) or action.metavar
         near = difflib.get_close_matches(str(value), choices, 1, 0.5)
         meant = f"did you mean {near[0]}? The choices are" if near else "use one of"
-        self.error(f"{option}={value} is not a choice: {meant} {', '.join(choices)}")
+        self.error(f"{option}={shown(value)} is not a choice: {meant} {', '.join(choices)}")
 
     def error(self, message: str) -> NoReturn:
         end = "" if message.endswith("?") else ";"
@@ -266,9 +265,6 @@ def user_errors() -> Iterator[None]:
 def _fail(sentence: str, status: int) -> NoReturn:
     if status == MISTAKE and os.environ.get(TRACEBACK) not in (None, "", "0"):
         traceback.print_exc()
-    if len(sentence) > MOST_SENTENCE:
-        sentence = f"{sentence[: MOST_SENTENCE // 2]} ... {sentence[-MOST_SENTENCE // 2 :]}"
-    sentence = "".join(char if char.isprintable() or char == "\n" else repr(char)[1:-1] for char in sentence)
     print(paint("megajax: error:", "red", sys.stderr), sentence, file=sys.stderr)
     raise SystemExit(status) from None
 

@@ -100,7 +100,7 @@ def named_mesh(sizes: str, setting: str) -> Mesh:
         axis, _, size = entry.strip().partition("=")
         if axis not in AXES or not is_number(size) or int(size) < 1:
             raise ConfigError(
-                f"{setting}={sizes} is not a mesh: give sizes of {', '.join(AXES)}, such as tensor=2,fsdp=2."
+                f"{setting}={shown(sizes)} is not a mesh: give sizes of {', '.join(AXES)}, such as tensor=2,fsdp=2."
             )
         found[axis] = int(size)
     count, devices = math.prod(found.values()), jax.devices()

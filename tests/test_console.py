@@ -188,3 +188,10 @@ def test_a_sentence_cannot_steer_a_terminal_or_fill_it(capsys, monkeypatch):
         raise InputError(f"a\x1b[2J{'b' * 10**6}: cure.")
     error = capsys.readouterr().err
     assert "a\\x1b[2J" in error and error.endswith("b: cure.\n") and len(error) < 5000
+
+
+@pytest.mark.parametrize("word", ["--" + "a" * 5000, "a" * 5000, "run.steps=" + "[" * 5000, "include.a", "a\0b"])
+def test_a_long_or_odd_argument_is_shown_in_part(word, capsys):
+    error = error_of("train", ["llama3_8b", word], capsys)
+    assert error.startswith("megajax: error:") and len(error) < 1000
+    assert len(error_of("train", [word], capsys)) < 1000

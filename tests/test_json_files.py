@@ -16,7 +16,7 @@ from megajax import json_files, metrics_file
 from megajax.checkpoint.storage import read_description
 from megajax.data.journal import Journal
 from megajax.data.model_files import read_json
-from megajax.errors import InputError, UserError, shown
+from megajax.errors import InputError, UserError, reading, shown
 from megajax.files import read_gzip, read_text
 from megajax.inference.prompts import read_prompts
 from megajax.json_files import Count, Damaged, Finite
@@ -249,3 +249,12 @@ def test_files_of_json_are_read_by_the_one_reader():
             if isinstance(node, ast.ImportFrom) and node.module == "json":
                 found.add(path.relative_to(PACKAGE).as_posix())
     assert found == OWN_TEXT.keys()
+
+
+def test_a_damaged_compressed_file_is_a_sentence(tmp_path):
+    whole = gzip.compress(b"x" * 1000)
+    for damaged_bytes in (whole[:-5], whole[:20] + b"\xff" * 9 + whole[29:], b"", b"x"):
+        path = write(tmp_path / "a.gz", damaged_bytes)
+        with pytest.raises(InputError, match="a.gz is damaged"), reading(path):
+            assert read_gzip(path) == b""  # an empty file holds nothing
+            raise ValueError

@@ -8,7 +8,7 @@ from megajax.config.difference import between, from_defaults
 from megajax.config.load import help_text, load_config, overview, suggestion
 from megajax.config.schema import Config
 from megajax.console import CommandParser, program_name
-from megajax.errors import ConfigError
+from megajax.errors import ConfigError, shown
 
 OPTIONS = ("--print-config", "--diff", "--help", "--version", "--traceback")
 
@@ -76,7 +76,7 @@ def _known_options(argv: Sequence[str], usage: str) -> list[str]:
             continue
         near = difflib.get_close_matches(option, OPTIONS, 1, 0.7)
         if near:
-            raise ConfigError(f"{option} is not an option (the command line): did you mean {near[0]}?")
+            raise ConfigError(f"{shown(option)} is not an option (the command line): did you mean {near[0]}?")
         following = argv[i + 1] if not equals and i + 1 < len(argv) else value
         given = "" if following.startswith("-") or _is_override(following) or ".yaml" in following else following
         cure = suggestion(option)
@@ -85,5 +85,5 @@ def _known_options(argv: Sequence[str], usage: str) -> list[str]:
             cure = f"write {key[1]}={given or 'VALUE'}."
         elif cure.startswith("the sections are"):
             cure = f"write {usage}."
-        raise ConfigError(f"{option} is not an option (the command line): {cure}")
+        raise ConfigError(f"{shown(option)} is not an option (the command line): {cure}")
     return list(argv)

@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from megajax.errors import ConfigError
+from megajax.errors import ConfigError, shown
 from megajax.files import read_text, why_unreadable
 
 NAMED = Path(__file__).parents[2] / "configs"  # the configs that have names
@@ -115,6 +115,8 @@ def read_file(
     `reads` counts the files: those that include each other twice double with each level.
     """
     location = f" ({included_at})" if included_at else ""
+    if "\0" in str(path):
+        raise ConfigError(f"config file {shown(path)} is no file{location}: correct its name.")
     reads = reads or itertools.count()
     if next(reads) == MAX_FILES:
         raise ConfigError(f"a config includes {MAX_FILES} files and more{location}: include each file once.")
@@ -143,10 +145,10 @@ def read_override(text: str) -> Tree:
     """`section.key=value` with a YAML value."""
     key, equals, value = text.partition("=")
     if not equals or not re.fullmatch(r"[\w-]+(\.[\w-]+)*", key):
-        raise ConfigError(f"{text} is not an override (the command line): write section.key=value.")
+        raise ConfigError(f"{shown(text)} is not an override (the command line): write section.key=value.")
     if key == "include":
-        raise ConfigError(f"{text} is not an override (the command line): write the include in a file.")
-    location = f"{COMMAND_LINE}: {text}"
+        raise ConfigError(f"{shown(text)} is not an override (the command line): write the include in a file.")
+    location = f"{COMMAND_LINE}: {shown(text)}"
     parsed, locations = _parse(value, location, key)
     for name in reversed(key.split(".")):
         parsed = {name: parsed}
@@ -163,10 +165,10 @@ def _read_text(path: Path, location: str) -> str:
     except FileNotFoundError:
         near = _nearest_file(path)
         cure = f"did you mean {near}?" if near else "give the path of a YAML file."
-        raise ConfigError(f"config file {path} does not exist{location}: {cure}") from None
+        raise ConfigError(f"config file {shown(path)} does not exist{location}: {cure}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
-            f"config file {path} cannot be read{location}, {why_unreadable(error)}: give a YAML file."
+            f"config file {shown(path)} cannot be read{location}, {why_unreadable(error)}: give a YAML file."
         ) from None
 
 

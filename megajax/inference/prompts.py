@@ -6,7 +6,7 @@ from typing import Any
 
 from megajax.config.data_schema import template_arguments
 from megajax.data.conversation import Chat, read_chat
-from megajax.errors import InputError
+from megajax.errors import InputError, shown
 from megajax.files import read_text, why_unreadable
 from megajax.json_files import parse
 
@@ -44,7 +44,7 @@ def chosen_arguments(options: Namespace) -> dict[str, Any]:
     try:
         return template_arguments(options.chat_template_args)
     except ValueError as error:
-        raise InputError(f"--chat-template-args={options.chat_template_args} {error}.") from None
+        raise InputError(f"--chat-template-args={shown(options.chat_template_args)} {error}.") from None
 
 
 def _prompt(line: str, location: str) -> str | Chat:
