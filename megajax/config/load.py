@@ -200,7 +200,9 @@ def _sentence(error: ValidationError, tree: Tree, path: str) -> str:
 
 def _key(mistake: Any) -> str:
     """The dotted key of a mistake, without the names of the types that its value may have."""
-    return ".".join(part for part in map(str, mistake["loc"]) if not re.match(r"~|bool$|\w+\[", part))
+    return ".".join(
+        part for part in map(str, mistake["loc"]) if not re.match(r"~|(constrained-)?(bool|int|float|str)$|\w+\[", part)
+    )
 
 
 def _location(key: str, tree: Tree, path: str) -> str:
@@ -320,5 +322,8 @@ def _choices(mistakes: Sequence[Any]) -> list[str]:
         for item in mistakes
         if item["type"] == "literal_error" and not _is_list_for_a_choice(item)
     ]
-    booleans = ["true", "false"] if any(item["type"] == "bool_type" for item in mistakes) else []
-    return [*booleans, *re.findall(r"'([^']*)'", " ".join(expected))] if expected else []
+    kinds = {item["type"] for item in mistakes}
+    if any(kind.startswith(("greater_than", "less_than")) for kind in kinds):  # a number, where a choice may be one
+        return []
+    others = ["true", "false"] * ("bool_type" in kinds) + ["a number"] * ("int_type" in kinds)
+    return [*others, *re.findall(r"'([^']*)'", " ".join(expected))] if expected else []
