@@ -16,9 +16,9 @@ from typing import Any
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast  # type: ignore[import-not-found]
 
-from megajax.data.answers import answer_samples
 from megajax.data.chat_template import ChatTemplate
-from megajax.data.conversation import Chat
+from megajax.data.rendering import Chat
+from megajax.data.sandbox import Stopped
 from megajax.errors import InputError
 
 TOKENS = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>", "unk_token": "<unk>", "sep_token": "<sep>"}
@@ -85,8 +85,8 @@ def samples(template: ChatTemplate) -> str:
     for more in ({}, {"reasoning_content": "hm"}):
         turn = [{"role": "user", "content": "a?"}, {"role": "assistant", "content": "b"} | more]
         try:
-            counts.append(str(len(answer_samples(template, Chat(turn * 4, {})).samples)))
-        except InputError:
+            counts.append(str(len(template.samples([Chat(turn * 4, {})])[0].samples)))
+        except Stopped:
             counts.append("refused")
     return ", ".join(counts)
 

@@ -7,18 +7,19 @@
     trainer.run()
     weights = megajax.load_weights(config.run.dir)  # from the newest checkpoint: names → NumPy arrays
 
-Names that need jax are imported at their first use, so that a config's XLA flags can be set before.
+Names are imported at their first use: a config's XLA flags can be set before jax is, and a process that needs neither
+starts fast.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from megajax.config import Config, load_config
 from megajax.errors import ConfigError, InputError, UserError
 from megajax.version import VERSION as __version__
 
 if TYPE_CHECKING:
     from megajax.checkpoint.weights import load_weights
+    from megajax.config import Config, load_config
     from megajax.inference.load import from_hf, load_run
     from megajax.mesh import build_mesh
     from megajax.model import Transformer
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
     from megajax.training.step import TrainProgram, TrainState
 
 _LAZY = {
+    "Config": "megajax.config",
+    "load_config": "megajax.config",
     "Trainer": "megajax.training.loop",
     "TrainProgram": "megajax.training.step",
     "TrainState": "megajax.training.step",

@@ -4,12 +4,11 @@ The text of an answer begins where the generation prompt ends, so the model lear
 that `generate` gives it, with the end of the turn.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from os.path import commonprefix
 from typing import NamedTuple
 
-from megajax.data.chat_template import ChatTemplate, Span
-from megajax.data.conversation import Chat
+from megajax.data.rendering import Chat, Span, Template
 from megajax.errors import InputError
 
 Sample = tuple[str, list[Span]]
@@ -24,7 +23,7 @@ class AnswerSamples(NamedTuple):
 
 
 def answer_samples(
-    template: ChatTemplate, chat: Chat, room: Callable[[str], int | None] = lambda text: None
+    template: Template, chat: Chat, room: Callable[[str], int | None] = lambda text: None
 ) -> AnswerSamples:
     """(text, the spans of the answers that count) of each sample of a chat.
 
@@ -34,16 +33,33 @@ def answer_samples(
     left out, None: all fit; else a long chat would be rendered from its beginning for each of them. Raises InputError
     if it is not known where an answer begins.
     """
+    found = _unless_long(template, chat)
+    return _by_answer(template, chat, found, room(found)) if isinstance(found, str) else found
+
+
+def samples_of_each(template: Template, chats: Sequence[Chat]) -> Iterator[AnswerSamples | str]:
+    """`answer_samples` of each chat, or its text if they depend on the room: the work of a child process."""
+    for chat in chats:
+        yield _unless_long(template, chat)
+
+
+def samples_within(template: Template, chat: Chat, text: str, room: int | None) -> Iterator[AnswerSamples]:
+    """`answer_samples` of a chat whose `text` has this room: the work of a child process."""
+    yield _by_answer(template, chat, text, room)
+
+
+def _unless_long(template: Template, chat: Chat) -> AnswerSamples | str:
+    """The samples of a chat, or its text if their number depends on the room."""
     text, spans = template.with_marks(chat.messages, **chat.arguments)
     if spans:
         return AnswerSamples([(text, _counted(template, chat, spans))])
     if len(chat.answers) <= WINDOW:
         return _by_answer(template, chat, text, None)
     samples = _in_windows(template, chat)
-    return _by_answer(template, chat, text, room(text)) if samples is None else AnswerSamples(samples)
+    return text if samples is None else AnswerSamples(samples)
 
 
-def _counted(template: ChatTemplate, chat: Chat, spans: list[Span]) -> list[Span]:
+def _counted(template: Template, chat: Chat, spans: list[Span]) -> list[Span]:
     """The marked spans of answers that count."""
     answers = chat.answers
     if all(map(chat.counts, answers)):
@@ -56,7 +72,7 @@ def _counted(template: ChatTemplate, chat: Chat, spans: list[Span]) -> list[Span
     return [span for answer, span in zip(answers, spans, strict=True) if chat.counts(answer)]
 
 
-def _by_answer(template: ChatTemplate, chat: Chat, whole: str, room: int | None) -> AnswerSamples:
+def _by_answer(template: Template, chat: Chat, whole: str, room: int | None) -> AnswerSamples:
     """The samples of a chat, rendered from its beginning up to each answer.
 
     It ends at an answer that begins beyond `room`, after text that is the `whole` chat's too: a template that changes
@@ -79,7 +95,7 @@ def _by_answer(template: ChatTemplate, chat: Chat, whole: str, room: int | None)
     return AnswerSamples([*samples, (text, spans)] if spans else samples, beyond)
 
 
-def _answer(template: ChatTemplate, chat: Chat, first: int, answer: int) -> tuple[int, str]:
+def _answer(template: Template, chat: Chat, first: int, answer: int) -> tuple[int, str]:
     """(where an answer begins in the text, the text of the head and the messages from `first` up to the answer)."""
     messages = _window(chat, first, answer + 1)
     before = template.render(messages[:-1], True, **chat.arguments)
@@ -102,7 +118,7 @@ def _window(chat: Chat, first: int, stop: int) -> Sequence:
     return chat.messages[:stop] if first <= head else [*chat.messages[:head], *chat.messages[first:stop]]
 
 
-def _in_windows(template: ChatTemplate, chat: Chat) -> list[Sample] | None:
+def _in_windows(template: Template, chat: Chat) -> list[Sample] | None:
     """The one sample of a long chat, with each answer rendered after the last few turns only; None if that is wrong.
 
     It is right if the pieces that the turns add make the text of the whole chat.

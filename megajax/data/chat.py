@@ -3,21 +3,25 @@
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
+from itertools import batched
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from megajax.data.answers import answer_samples
-from megajax.data.chat_template import ChatTemplate, Span, find_chat_template
+from megajax.data.answers import AnswerSamples
+from megajax.data.chat_template import ChatTemplate, find_chat_template
 from megajax.data.conversation import Completion, read_record
 from megajax.data.index_cache import cache_directory, cached, file_digest, folder_of, read_once, storage_errors
 from megajax.data.json_lines import check_encodable, check_inputs, matching_files, parse, read_blocks
 from megajax.data.packing import pack
+from megajax.data.rendering import Chat, Span
 from megajax.data.samples import Samples
+from megajax.data.sandbox import Stopped
 from megajax.data.special_tokens import document_end, framed, usual_first_token
 from megajax.data.tokenizers import Tokenizer, deciding_files, load_tokenizer, tokenizer_files
-from megajax.errors import InputError
+from megajax.data.workers import one_ahead
+from megajax.errors import InputError, UserError
 
 if TYPE_CHECKING:
     from megajax.config import Config
@@ -26,6 +30,8 @@ if TYPE_CHECKING:
 VERSION = 4  # of the encoding, part of the key of the stored tokens
 CHARACTERS = 1 << 20  # of texts that are tokenised together
 MARGIN = 16  # tokens: two texts with the same beginning may be cut into other tokens just before they differ
+AT_ONCE = 200  # conversations that are rendered together
+NO_ANSWER = ValueError("has no answer of the assistant that counts: the loss would count nothing of it; remove it")
 ARRAYS = ("tokens", "counted", "starts", "order", "ends", "figures")
 
 
@@ -51,23 +57,56 @@ class Rendering(NamedTuple):
     room: Callable[[str], int | None] = lambda text: None
 
 
-def conversation(line: bytes, rendering: Rendering) -> Conversation:
-    """The samples of a line: of a chat by `answer_samples`, of a prompt and its completion one.
-
-    The loss counts the assistant's text with its ends of turns, or the completion and its end. Raises
-    ValueError with the rest of a sentence for anything else.
-    """
+def read_line(line: bytes) -> Chat | Completion:
+    """The conversation of a line; ValueError with the rest of a sentence for anything else."""
     record = parse(line, 'write {"messages": [...]} on a line of its own')
     if b"\\u" in line:
         check_encodable(json.dumps(record, ensure_ascii=False))
-    chat = read_record(record)
-    if isinstance(chat, Completion):
-        prompt, completion = chat
-        return Conversation([Text(prompt + completion, [(len(prompt), len(prompt) + len(completion))], True)])
-    samples, beyond = answer_samples(rendering.template(), chat, rendering.room)
-    if not beyond and not any(start < end for _, spans in samples for start, end in spans):
-        raise ValueError("has no answer of the assistant that counts: the loss would count nothing of it; remove it")
-    return Conversation([Text(text, spans, False) for text, spans in samples], beyond)
+    return read_record(record)
+
+
+def conversations(lines: Sequence[bytes], rendering: Rendering) -> list[Conversation]:
+    """The samples of each line: of a chat those of `answer_samples`, of a prompt and its completion one.
+
+    The loss counts the assistant's text with its ends of turns, or the completion and its end. Raises Stopped with the
+    number of good lines before an error.
+    """
+    records, bad = [], None
+    for line in lines:
+        try:
+            records.append(read_line(line))
+        except ValueError as error:
+            bad = error
+            break
+    rendered, found = _rendered(records, rendering), []
+    for i, each in enumerate(records):
+        if isinstance(each, Completion):
+            prompt, completion = each
+            text = Text(prompt + completion, [(len(prompt), len(prompt) + len(completion))], True)
+            found.append(Conversation([text]))
+            continue
+        samples, beyond = next(rendered)
+        if not beyond and not any(start < end for _, spans in samples for start, end in spans):
+            raise Stopped(i, NO_ANSWER)
+        found.append(Conversation([Text(text, spans, False) for text, spans in samples], beyond))
+    if bad is not None:
+        raise Stopped(len(found), bad)
+    return found
+
+
+def _rendered(records: Sequence[Chat | Completion], rendering: Rendering) -> Iterator[AnswerSamples]:
+    """The samples of the chats."""
+    places, chats = [], []
+    for i, each in enumerate(records):
+        if isinstance(each, Chat):
+            places.append(i)
+            chats.append(each)
+    try:
+        return iter(rendering.template().samples(chats, rendering.room) if chats else [])
+    except Stopped as stopped:
+        raise Stopped(places[stopped.made], stopped.error) from None
+    except ValueError as missing:
+        raise Stopped(places[0], missing) from None
 
 
 def counted_tokens(offsets: Sequence[Span], spans: Sequence[Span]) -> np.ndarray:
@@ -81,15 +120,21 @@ def counted_tokens(offsets: Sequence[Span], spans: Sequence[Span]) -> np.ndarray
 
 def read_chats(paths: Sequence[str], rendering: Rendering) -> Iterator[Conversation]:
     """The conversations of files. Raises InputError, with file and line, for a line that is none."""
+    for found in one_ahead(_batches(paths, rendering)):
+        yield from found
+
+
+def _batches(paths: Sequence[str], rendering: Rendering) -> Iterator[list[Conversation]]:
     for block in read_blocks(paths):
-        for number, line in enumerate(block.text.split(b"\n"), start=block.first_line):
-            if line.strip():
-                try:
-                    yield conversation(line, rendering)
-                except InputError as error:  # of the template
-                    raise InputError(f"{block.path}, {block.unit} {number}: {error}") from None
-                except ValueError as error:
-                    raise InputError(f"{block.path}, {block.unit} {number} {error}.") from None
+        numbered = enumerate(block.text.split(b"\n"), start=block.first_line)
+        for some in batched((each for each in numbered if each[1].strip()), AT_ONCE):
+            numbers, lines = zip(*some, strict=True)
+            try:
+                yield conversations(lines, rendering)
+            except Stopped as stopped:
+                yield conversations(lines[: stopped.made], rendering)
+                rest = f": {stopped.error}" if isinstance(stopped.error, UserError) else f" {stopped.error}."
+                raise InputError(f"{block.path}, {block.unit} {numbers[stopped.made]}{rest}") from None
 
 
 def encode(

@@ -1,34 +1,25 @@
-"""Chat templates: messages to text, with the parts that a template marks as the assistant's.
+"""A model's chat template: found in its folder, and run in a child process with limits on memory and time."""
 
-A template is a Jinja program from a model's folder. It gets what transformers' `apply_chat_template` gives it. It runs
-in a sandbox and cannot reach Python or files. It can take time: loops in loops are not counted.
-"""
-
-import json
-import secrets
-from collections.abc import Mapping, Sequence
-from datetime import datetime
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from megajax.data.answers import AnswerSamples, samples_of_each, samples_within
 from megajax.data.model_files import inside, read_json, token_texts
-from megajax.errors import InputError, shown
+from megajax.data.rendering import Chat, Message, Template, render
+from megajax.data.sandbox import Child, Stopped
+from megajax.errors import InputError
 from megajax.files import read_text, why_unreadable
 
-Message = Mapping[str, Any]
-Span = tuple[int, int]  # of characters
-
-# Around what a template marks as generated: with random digits, because a message may contain any character.
-START, END = (f"{letter}{secrets.randbits(64)}{letter}" for letter in "\ufdd0\ufdd1")
-LARGEST = 10**6  # length of a text or a list that a template makes by `*`, and the largest number
-REASONING = ("reasoning_content", "thinking", "reasoning")  # a message's keys for it; templates read one of the first 2
-TOOL_USE = "tool_use"  # the name of a folder's template for chats with tools, beside "default"
+CURE = "correct it, or use another one"
+_child = Child()  # one for all templates: its death changes none of them
 
 
 class ChatTemplate:
     """A model's chat template, or several by name, with its special tokens and further arguments.
 
-    Raises InputError, naming `location`, for a template that is damaged, and for messages that it does not accept.
+    Errors are InputErrors that name `location`: of a template that is damaged, that needs more than the limits, or that
+    does not accept the messages.
     """
 
     def __init__(
@@ -41,99 +32,31 @@ class ChatTemplate:
         """`arguments`, such as enable_thinking, are for every chat; they replace special tokens of the same name."""
         self.sources = {"default": sources} if isinstance(sources, str) else dict(sources)
         self.location, self.arguments = location, dict(special_tokens) | dict(arguments or {})
-        self._templates = {name: self._compiled(source) for name, source in self.sources.items()}
+        self._template = Template(self.sources, self.arguments, location)
 
     def render(self, messages: Sequence[Message], add_generation_prompt: bool = False, **more: Any) -> str:
-        """The text of a chat; with `add_generation_prompt` up to where the assistant's answer begins.
-
-        `more` are the chat's tools, documents and arguments.
-        """
-        return self._marked(messages, add_generation_prompt, more).replace(START, "").replace(END, "")
-
-    def with_marks(self, messages: Sequence[Message], **more: Any) -> tuple[str, list[Span]]:
-        """(the text of a whole chat, the spans that the template marks by {% generation %})."""
-        parts = self._marked(messages, False, more).replace(END, START).split(START)
-        ends = [sum(map(len, parts[: i + 1])) for i in range(len(parts))]
-        return "".join(parts), list(zip(ends[:-1:2], ends[1::2], strict=False))
-
-    def _marked(self, messages: Sequence[Message], add_generation_prompt: bool, more: dict[str, Any]) -> str:
-        tools = more.get("tools")
-        given = {"tools": None, "documents": None} | self.arguments | more
-        given |= {"messages": list(map(_as_templates_read, messages)), "add_generation_prompt": add_generation_prompt}
-        name = TOOL_USE if tools is not None and TOOL_USE in self.sources else "default"
+        """The text of a chat, as `Template.render`."""
         try:
-            return self._templates[name].render(**given)
-        except Exception as error:  # a template is a program, which can fail in any way
-            raise InputError(
-                f"the chat template {self.location} does not accept the messages ({shown(error)}): correct them."
-            ) from None
+            return self._run(render, messages, add_generation_prompt, more)[0]
+        except Stopped as stopped:
+            raise stopped.error from None
 
-    def _compiled(self, source: str) -> Any:
-        from jinja2 import TemplateError
-        from jinja2.ext import loopcontrols
+    def samples(
+        self, chats: Sequence[Chat], room: Callable[[str], int | None] = lambda text: None
+    ) -> list[AnswerSamples]:
+        """`answer_samples` of each chat. Raises Stopped with the error, and the number of chats before it."""
+        samples = []
+        for chat, found in zip(chats, self._run(samples_of_each, chats), strict=True):
+            if isinstance(found, str):
+                try:
+                    [found] = self._run(samples_within, chat, found, room(found))
+                except Stopped as stopped:
+                    raise Stopped(len(samples), stopped.error) from None
+            samples.append(found)
+        return samples
 
-        def fail(message: str) -> None:
-            raise TemplateError(message)
-
-        environment = _sandbox()(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _generation_tag()])
-        environment.filters["tojson"] = _to_json
-        environment.globals["raise_exception"] = fail
-        environment.globals["strftime_now"] = lambda pattern: datetime.now().strftime(pattern)
-        try:
-            return environment.from_string(source)
-        except (TemplateError, ArithmeticError, RecursionError, SyntaxError, ValueError) as error:
-            raise InputError(f"the chat template {self.location} is damaged ({shown(error)}): correct it.") from None
-
-
-def _to_json(
-    value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys=False
-) -> str:
-    """A value as JSON; unlike Jinja's own filter it does not escape HTML."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-
-def _as_templates_read(message: Message) -> Message:
-    """A message without nulls, as templates ask whether a key is there, and with its reasoning under both names."""
-    given = {key: value for key, value in message.items() if value is not None}
-    reasoning = next((given[key] for key in REASONING if key in given), None)
-    if reasoning is None:
-        return given
-    return {"thinking": reasoning} | given | {"reasoning_content": reasoning}
-
-
-def _sandbox() -> Any:
-    """jinja's sandbox, with a limit on what `*` and `**` make."""
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-    class Sandbox(ImmutableSandboxedEnvironment):
-        intercepted_binops = frozenset(("*", "**"))
-
-        def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-            a, b = (abs(value) if isinstance(value, (int, float)) else len(value) for value in (left, right))
-            if max(a, b) > LARGEST or (a ** min(b, 100) if operator == "**" else a * b) > LARGEST:
-                raise OverflowError(f"{operator} makes more than {LARGEST:,}")
-            return super().call_binop(context, operator, left, right)
-
-    return Sandbox
-
-
-def _generation_tag() -> Any:
-    """The extension for {% generation %} … {% endgeneration %}, transformers' mark of the assistant's text."""
-    from jinja2 import nodes
-    from jinja2.ext import Extension
-
-    class Generation(Extension):
-        tags = {"generation"}
-
-        def parse(self, parser):
-            line = next(parser.stream).lineno
-            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-            return nodes.CallBlock(self.call_method("_mark"), [], [], body).set_lineno(line)
-
-        def _mark(self, caller) -> str:
-            return START + caller() + END
-
-    return Generation
+    def _run[T](self, work: Callable[..., Iterator[T]], *arguments: Any) -> list[T]:
+        return _child.run(f"the chat template {self.location}", CURE, work, self._template, *arguments)
 
 
 def load_chat_template(

@@ -1,11 +1,11 @@
 """Chats as users write them: a line of JSON to messages and the template's inputs, or to prompt and completion."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from megajax.config.data_schema import TEMPLATE_INPUTS
-from megajax.data.chat_template import Message
+from megajax.data.rendering import Chat
 from megajax.errors import shown
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "ipython", "function")
@@ -30,22 +30,6 @@ WITHOUT_INPUT = (
 
 
 FORMS = ({"messages"}, {"conversations"}, {"prompt", "completion"}, {"instruction", "output"})  # keys of a line
-
-
-class Chat(NamedTuple):
-    """Messages, and the template's arguments that belong to this chat: tools, documents and others by name."""
-
-    messages: Sequence[Message]
-    arguments: dict[str, Any]
-
-    @property
-    def answers(self) -> list[int]:
-        """The positions of the assistant's messages."""
-        return [i for i, message in enumerate(self.messages) if message["role"] == "assistant"]
-
-    def counts(self, answer: int) -> bool:
-        """Whether the loss counts an answer: its weight is not 0."""
-        return self.messages[answer].get("weight") != 0
 
 
 class Completion(NamedTuple):

@@ -1,7 +1,10 @@
-"""Shared by the processes that read or tokenise data for another one."""
+"""Processes and threads that read or tokenise data while others work."""
 
 import multiprocessing
 import os
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
 
 from megajax import threads
 
@@ -16,3 +19,13 @@ def end_with_parent() -> None:
         os._exit(1)
 
     threads.start("the wait for the end of the trainer", wait)
+
+
+def one_ahead[T](values: Iterable[T]) -> Iterator[T]:
+    """The values; a thread waits for the next one while one is used."""
+    iterator = iter(values)
+    with ThreadPoolExecutor(1, "ahead") as pool:
+        following = pool.submit(list, islice(iterator, 1))
+        while value := following.result():
+            following = pool.submit(list, islice(iterator, 1))
+            yield value[0]

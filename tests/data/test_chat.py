@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 
 import megajax
 from megajax.config.checks import check, check_mesh
-from megajax.data.answers import WINDOW, answer_samples
-from megajax.data.chat_template import ChatTemplate, load_chat_template
-from megajax.data.conversation import Chat, read_record
+from megajax.data.chat_template import load_chat_template
+from megajax.data.conversation import read_record
 from megajax.data.describe import describe_data
 from megajax.data.loader import datasets, make_loader
 from megajax.data.packing import pack
+from megajax.data.rendering import Chat
 from megajax.errors import ConfigError, InputError
 from megajax.inference.generation import continue_texts
 from megajax.inference.sampling import Sampling
@@ -72,41 +72,6 @@ def test_tokens_and_mask_are_those_of_transformers(folder, reference, marked):
         assert not samples.counted(i)[len(ids) :].any()
 
 
-def folder_of(reference: dict, folder: Path) -> Path:
-    """A folder with the special tokens and the named templates of the references."""
-    named = [{"name": name, "template": source} for name, source in reference["templates"].items()]
-    (folder / "tokenizer_config.json").write_text(json.dumps(reference["config"] | {"chat_template": named}))
-    return folder
-
-
-@pytest.mark.smoke
-def test_a_template_sees_what_transformers_gives_it(reference, tmp_path):
-    template, refused = load_chat_template(folder_of(reference, tmp_path)), 0
-    for case in reference["texts"]:
-        arguments = (case["messages"], case["prompt"])
-        if case["text"] is None:
-            refused += 1
-            with pytest.raises(InputError, match="does not accept the messages"):
-                template.render(*arguments, **case["arguments"])
-        else:
-            assert template.render(*arguments, **case["arguments"]) == case["text"]
-    assert 0 < refused < len(reference["texts"]) / 4
-
-
-def test_special_tokens_of_older_folders_and_templates_in_files(tmp_path):
-    """special_tokens_map.json is transformers' older file, which counts where the newer one has no added tokens."""
-    write = lambda name, value: (tmp_path / name).write_text(json.dumps(value))  # noqa: E731
-    write("tokenizer_config.json", {"bos_token": "<s>", "eos_token": "</s>"})
-    write("special_tokens_map.json", {"eos_token": {"content": "<e>"}, "sep_token": "<sep>"})
-    (tmp_path / "chat_template.jinja").write_text("{{ bos_token }}{{ eos_token }}{{ sep_token }}")
-    assert load_chat_template(tmp_path).render(CHAT) == "<s><e><sep>"
-    write("tokenizer_config.json", {"bos_token": "<s>", "eos_token": "</s>", "added_tokens_decoder": {}})
-    (tmp_path / "additional_chat_templates").mkdir()
-    (tmp_path / "additional_chat_templates/tool_use.jinja").write_text("{{ tools | length }}{{ eos_token }}")
-    template = load_chat_template(tmp_path)
-    assert (template.render(CHAT), template.render(CHAT, tools=[{}])) == ("<s></s>", "1</s>")
-
-
 def test_each_answer_is_trained_as_the_template_shows_it_when_it_is_the_last(folder, reference):
     """Ids and mask of a template that shows the last reasoning only, against transformers' for each answer."""
     (folder / "chat_template.jinja").write_text(without_marks(reference["thinks"]))
@@ -133,99 +98,6 @@ def test_the_summary_says_that_answers_have_samples_of_their_own(folder, referen
     (line,) = [line for line in describe_data(config, datasets(config)) if line.startswith("train:")]
     answers = sum(m["role"] == "assistant" for each in reference["conversations"] for m in each["messages"])
     assert f"20 conversations ({answers} samples" in line
-
-
-CHATML = """{% for m in messages %}
-<begin>{{ m.role }}
-{{ m.content | trim }}<end>
-{% endfor %}
-{% if add_generation_prompt %}
-<begin>assistant
-{% endif %}
-"""
-CHAT = [{"role": "user", "content": "é?"}]
-
-
-def long_chat(turns: int) -> Chat:
-    turn = [{"role": "user", "content": "why?"}, {"role": "assistant", "content": " so "}]
-    return Chat([{"role": "system", "content": "be brief"}, *(m | {"n": i} for i in range(turns) for m in turn)], {})
-
-
-@pytest.mark.parametrize("changes", ["", "{% if m.n == 20 and messages[-1].n > 22 %}later{% endif %}"])
-def test_a_long_chat_is_rendered_in_windows_only_if_that_is_right(changes):
-    """Each answer of 40 begins and ends where whole renderings put it."""
-    chat = long_chat(40)
-    template = ChatTemplate(CHATML.replace("{{ m.content", changes + "{{ m.content"), {}, "t")
-    expected = []
-    for answer in chat.answers:
-        before, text = template.render(chat.messages[:answer], True), template.render(chat.messages[: answer + 1])
-        assert text.startswith(before)
-        if expected and text.startswith(expected[-1][0]):
-            expected[-1] = (text, [*expected[-1][1], (len(before), len(text))])
-        else:
-            expected.append((text, [(len(before), len(text))]))
-    assert answer_samples(template, chat) == (expected, 0)
-    assert (len(expected) == 1) == (not changes)
-
-
-def test_a_chat_of_3000_turns_is_rendered_in_linear_time():
-    """The number of messages that are rendered, not the time."""
-    counts = {}
-    for turns in (100, 200):
-        rendered = []
-        template = ChatTemplate(CHATML.replace("{{ m.content", "{{ count(m.n) }}{{ m.content"), {}, "t")
-        template.arguments["count"] = lambda n, rendered=rendered: rendered.append(n) or ""
-        assert len(answer_samples(template, long_chat(turns)).samples) == 1
-        counts[turns] = len(rendered)
-    assert counts[200] < 2.2 * counts[100]
-
-
-THINKING = CHATML.replace(
-    "{{ m.content",
-    "{% if loop.last and m.role == 'assistant' %}<think>{{ m.n }}</think>{% endif %}{{ seen(m) }}{{ m.content",
-)
-
-
-def test_a_long_chat_of_a_model_that_thinks_takes_linear_time():
-    """The number of messages that are rendered; the answers within the room have the samples of the whole chat."""
-    counts = {}
-    for turns in (100, 200):
-        rendered = []
-        template = ChatTemplate(THINKING, {"seen": lambda m, rendered=rendered: rendered.append(m) or ""}, "t")
-        samples, beyond = answer_samples(template, long_chat(turns), lambda text: 500)
-        counts[turns] = len(rendered)
-        every = answer_samples(template, long_chat(turns))
-        assert samples == every.samples[: len(samples)] and beyond == turns - len(samples) and every.beyond == 0
-        starts = [spans[-1][0] for _, spans in every.samples]
-        assert len(samples) == sum(start < 500 for start in starts) > WINDOW
-    assert counts[200] < 2.2 * counts[100]
-    # If each sample begins in another way, only the last one says where its answer begins.
-    numbered = ChatTemplate("{{ messages | selectattr('role', 'eq', 'user') | list | length }}" + CHATML, {}, "t")
-    samples, beyond = answer_samples(numbered, long_chat(20), lambda text: 100)
-    assert (len(samples), beyond) == (19, 1)
-
-
-def test_an_answer_of_weight_0_does_not_count():
-    chat = long_chat(3)
-    chat.messages[4]["weight"], chat.messages[6]["weight"] = 0, 1
-    marked = CHATML.replace("{{ m.content | trim }}", "{% generation %}{{ m.content | trim }}{% endgeneration %}")
-    marked = marked.replace("{% generation %}", "{% if m.role == 'assistant' %}{% generation %}")
-    marked = marked.replace("{% endgeneration %}", "{% endgeneration %}{% else %}{{ m.content }}{% endif %}")
-    for source, counted in ((CHATML, ["so<end>\n", "so<end>\n"]), (marked, ["so", "so"])):
-        [(text, spans)] = answer_samples(ChatTemplate(source, {}, "t"), chat).samples
-        answers = [i for i in range(len(text)) if text.startswith("so<end>", i)]
-        assert [text[start:stop] for start, stop in spans] == counted
-        assert [start for start, _ in spans] == [answers[0], answers[2]]
-    twice = ChatTemplate(marked + "{% generation %}x{% endgeneration %}", {}, "t")
-    with pytest.raises(InputError, match="weight 0"):
-        answer_samples(twice, chat)
-
-
-def test_a_generation_prompt_that_the_answer_does_not_begin_with():
-    """As DeepSeek-R1's, which opens <think> in the prompt and drops it from the chat."""
-    template = ChatTemplate(CHATML.replace("<begin>assistant\n", "<begin>assistant\n<think>\n"), {}, "t")
-    for text, spans in answer_samples(template, long_chat(2)).samples:
-        assert [text[start:stop] for start, stop in spans] == ["so<end>\n"] * 2
 
 
 @settings(max_examples=60, deadline=None)
@@ -377,15 +249,6 @@ def test_epochs_have_different_orders_and_a_run_resumes_in_them(folder):
     np.testing.assert_array_equal(next(resumed)["tokens"], whole[3][1:])
 
 
-def test_characters_of_a_message_do_not_move_the_mask(folder):
-    """The marks of the assistant's text cannot be written by a message."""
-    source = "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% else %}{% generation %}{{ m.content }}"
-    template = ChatTemplate(source + "{% endgeneration %}{% endif %}{% endfor %}", {}, "t")
-    said = "a\ufdd0b\ufdd1\ufdd0"
-    text, spans = template.with_marks([{"role": "user", "content": said}, {"role": "assistant", "content": said}])
-    assert text == 2 * said and spans == [(5, 10)] and template.render([{"role": "user", "content": said}]) == said
-
-
 MISTAKES = {
     "{": "line 1 is not JSON",
     "[]": 'line 1 has neither "messages" nor',
@@ -436,29 +299,6 @@ def test_templates_that_fail_are_sentences(folder):
         datasets(config_of(folder))
     with pytest.raises(InputError, match="template .*nowhere cannot be read"):
         load_chat_template(folder, folder / "nowhere")
-
-
-TEMPLATE = """{{ bos_token }}{% for m in messages %}
-{% if m.role == "tool" %}{{ raise_exception("no tools") }}{% endif %}
-[{{ m.role }}]{{ m.content | trim }}
-{% endfor %}
-{% if add_generation_prompt %}[assistant]{% endif %}"""
-
-
-@pytest.mark.smoke
-def test_a_template_is_found_where_transformers_writes_it(tmp_path):
-    chat = [{"role": "system", "content": " be brief"}, {"role": "user", "content": "é?"}]
-    config: dict = {"bos_token": {"content": "<s>"}, "chat_template": [{"name": "default", "template": TEMPLATE}]}
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
-    template = load_chat_template(tmp_path)
-    assert template.render(chat, True) == "<s>[system]be brief\n[user]é?\n[assistant]"
-    assert template.render(chat) == "<s>[system]be brief\n[user]é?\n"
-    assert (
-        ChatTemplate(
-            "{% for m in messages %}{% if loop.index > 1 %}{% break %}{% endif %}x{% endfor %}", {}, "t"
-        ).render(chat)
-        == "x"
-    )
 
 
 @pytest.mark.smoke

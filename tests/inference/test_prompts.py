@@ -5,7 +5,7 @@ import json
 import pytest
 
 from megajax import generate
-from megajax.data.conversation import Chat
+from megajax.data.rendering import Chat
 from megajax.errors import InputError
 from megajax.inference.prompts import read_prompts
 

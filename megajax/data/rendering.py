@@ -1,0 +1,152 @@
+"""Runs chat templates in this process; `chat_template` has this done by a child process with limits.
+
+A template is a Jinja program from a model's folder. It gets what transformers' `apply_chat_template` gives it. It runs
+in jinja's sandbox and cannot reach Python or files.
+"""
+
+import json
+import pickle
+import secrets
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+from megajax.data.sandbox import restart_clock
+from megajax.errors import InputError, shown
+
+Message = Mapping[str, Any]
+Span = tuple[int, int]  # of characters
+
+# Around what a template marks as generated: with random digits, because a message may contain any character.
+START, END = (f"{letter}{secrets.randbits(64)}{letter}" for letter in "\ufdd0\ufdd1")
+SHORT, GROWTH = 2**16, 100  # a text may have this many characters, or this many times those of template and messages
+REASONING = ("reasoning_content", "thinking", "reasoning")  # a message's keys for it; templates read one of the first 2
+TOOL_USE = "tool_use"  # the name of a folder's template for chats with tools, beside "default"
+
+
+class Chat(NamedTuple):
+    """Messages, and the template's arguments that belong to this chat: tools, documents and others by name."""
+
+    messages: Sequence[Message]
+    arguments: dict[str, Any]
+
+    @property
+    def answers(self) -> list[int]:
+        """The positions of the assistant's messages."""
+        return [i for i, message in enumerate(self.messages) if message["role"] == "assistant"]
+
+    def counts(self, answer: int) -> bool:
+        """Whether the loss counts an answer: its weight is not 0."""
+        return self.messages[answer].get("weight") != 0
+
+
+@dataclass(frozen=True)
+class Template:
+    """A model's chat template, or several by name, with the arguments of every chat.
+
+    Raises InputError, naming `location`, for a template that is damaged, and for messages that it does not accept.
+    """
+
+    sources: Mapping[str, str]
+    arguments: Mapping[str, Any]
+    location: str
+
+    def render(self, messages: Sequence[Message], add_generation_prompt: bool = False, **more: Any) -> str:
+        """The text of a chat; with `add_generation_prompt` up to where the assistant's answer begins.
+
+        `more` are the chat's tools, documents and arguments.
+        """
+        return self._marked(messages, add_generation_prompt, more).replace(START, "").replace(END, "")
+
+    def with_marks(self, messages: Sequence[Message], **more: Any) -> tuple[str, list[Span]]:
+        """(the text of a whole chat, the spans that the template marks by {% generation %})."""
+        parts = self._marked(messages, False, more).replace(END, START).split(START)
+        ends = [sum(map(len, parts[: i + 1])) for i in range(len(parts))]
+        return "".join(parts), list(zip(ends[:-1:2], ends[1::2], strict=False))
+
+    def _marked(self, messages: Sequence[Message], add_generation_prompt: bool, more: dict[str, Any]) -> str:
+        tools = more.get("tools")
+        given = {"tools": None, "documents": None, **self.arguments, **more}
+        given |= {"messages": list(map(_as_templates_read, messages)), "add_generation_prompt": add_generation_prompt}
+        source = self.sources[TOOL_USE if tools is not None and TOOL_USE in self.sources else "default"]
+        restart_clock()
+        compiled = _compiled(source, self.location)
+        try:
+            text = compiled.render(**given)
+            text.encode()  # half of a surrogate pair is no text
+        except MemoryError:
+            raise
+        except Exception as error:  # a template is a program, which can fail in any way
+            raise InputError(
+                f"the chat template {self.location} does not accept the messages ({shown(error)}): correct them."
+            ) from None
+        if len(text) > SHORT and len(text) > GROWTH * (len(source) + len(pickle.dumps((messages, more)))):
+            raise InputError(
+                f"the chat template {self.location} makes a text of {len(text):,} characters, more than {GROWTH} times "
+                "those of itself and the messages: correct it."
+            )
+        return text
+
+
+def render(template: Template, messages: Sequence[Message], prompt: bool, more: dict[str, Any]) -> Iterator[str]:
+    """The text of a chat, as the work of a child process."""
+    yield template.render(messages, prompt, **more)
+
+
+@lru_cache(16)
+def _compiled(source: str, location: str) -> Any:
+    from jinja2 import TemplateError
+    from jinja2.ext import loopcontrols
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    def fail(message: str) -> None:
+        raise TemplateError(message)
+
+    extensions = [loopcontrols, _generation_tag()]
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = fail
+    environment.globals["strftime_now"] = lambda pattern: datetime.now().strftime(pattern)
+    try:
+        return environment.from_string(source)
+    except MemoryError:
+        raise
+    except Exception as error:  # also of what jinja computes while it compiles
+        raise InputError(f"the chat template {location} is damaged ({shown(error)}): correct it.") from None
+
+
+def _to_json(
+    value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys=False
+) -> str:
+    """A value as JSON; unlike Jinja's own filter it does not escape HTML."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _as_templates_read(message: Message) -> Message:
+    """A message without nulls, as templates ask whether a key is there, and with its reasoning under both names."""
+    given = {key: value for key, value in message.items() if value is not None}
+    reasoning = next((given[key] for key in REASONING if key in given), None)
+    if reasoning is None:
+        return given
+    return {"thinking": reasoning} | given | {"reasoning_content": reasoning}
+
+
+def _generation_tag() -> Any:
+    """The extension for {% generation %} … {% endgeneration %}, transformers' mark of the assistant's text."""
+    from jinja2 import nodes
+    from jinja2.ext import Extension
+
+    class Generation(Extension):
+        tags = {"generation"}
+
+        def parse(self, parser):
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            return nodes.CallBlock(self.call_method("_mark"), [], [], body).set_lineno(line)
+
+        def _mark(self, caller) -> str:
+            return START + caller() + END
+
+    return Generation
