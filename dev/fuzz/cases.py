@@ -37,6 +37,8 @@ class Outcome(NamedTuple):
 
 def mutated(subject: Subject, name: str, seed: int, case: int) -> tuple[Path, bool]:
     """Change one file as the number says; the file, and whether the others are made to fit it."""
+    if subject.damaged:
+        return subject.files[case], False
     generator = random.Random(f"{name} {seed} {case}")
     path = generator.choice(subject.files)
     data, mutate = path.read_bytes(), Mutator(generator, subject.words)
@@ -57,7 +59,7 @@ def cases(
     with tempfile.TemporaryDirectory() as folder:
         subject = make(Path(folder))
         valid = {path: path.read_bytes() for path in everything(Path(folder))}
-        for path in dict.fromkeys(subject.files):
+        for path in () if subject.damaged else dict.fromkeys(subject.files):
             subject.read(path)
             restore(valid, path)
         ready()
@@ -137,4 +139,4 @@ def last_place(log: str) -> str:
     """The innermost line of megajax in the stack that a process has left."""
     text = Path(log).read_text(encoding="utf-8", errors="replace")
     found = re.search(r'File ".*/megajax/(?!.*/megajax/)(.*)", line (\d+)', text)
-    return f"{found[1]}:{found[2]}" if found else "?"
+    return f"{found[1]}:{found[2]}" if found else next(iter(text.splitlines()[-1:]), "?")

@@ -3,11 +3,13 @@
 import multiprocessing
 import signal
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 from dev.fuzz.cases import FAILED, SECONDS, Outcome, last_place, work
 from dev.fuzz.formats import FORMATS
+from dev.fuzz.subject import Subject
 
 TOGETHER = 250  # cases of a process
 START_SECONDS, SILENT_SECONDS = 120, 12 * SECONDS  # on a busy machine
@@ -16,24 +18,24 @@ PRELOADED = ["dev.fuzz.preloaded"]  # so that a process is a fork of one that ha
 
 def run_all(formats: Sequence[str], seed: int, first: int, count: int, jobs: int) -> dict[str, list[Outcome]]:
     """The outcomes of the cases first .. first+count-1 of each format."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
     last = first + count
     shares = [(n, at, min(at + TOGETHER, last)) for at in range(first, last, TOGETHER) for n in formats]
     found: dict[str, list[Outcome]] = {name: [] for name in formats}
     with ThreadPoolExecutor(jobs) as threads:
-        for name, outcomes in threads.map(lambda share: (share[0], run(share[0], seed, *share[1:])), shares):
+        runs = threads.map(lambda share: run(FORMATS[share[0]], share[0], seed, *share[1:]), shares)
+        for (name, *_), outcomes in zip(shares, runs, strict=True):
             found[name] += outcomes
     return found
 
 
-def run(name: str, seed: int, first: int, last: int) -> list[Outcome]:
+def run(make: Callable[[Path], Subject], name: str, seed: int, first: int, last: int) -> list[Outcome]:
     """The outcomes of some cases; the end of the process, or its silence, is an outcome too."""
     context, outcomes = multiprocessing.get_context("forkserver"), []
+    context.set_forkserver_preload(PRELOADED)
     while first < last:
         with tempfile.NamedTemporaryFile() as log:
             results, sender = context.Pipe(duplex=False)
-            arguments = (FORMATS[name], name, seed, first, last, sender, log.name)
+            arguments = (make, name, seed, first, last, sender, log.name)
             process = context.Process(target=work, args=arguments, daemon=False)
             process.start()
             sender.close()

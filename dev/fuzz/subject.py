@@ -14,7 +14,7 @@ class Subject(NamedTuple):
     """files: those that are changed; read(the changed one).
 
     packings: of files whose content is changed as often as their bytes. words: the format's own, for texts. repair:
-    called after half of the changes, for example to write checksums that fit.
+    called after half of the changes, for example to write checksums that fit. damaged: the files are so already.
     """
 
     files: Sequence[Path]
@@ -22,6 +22,7 @@ class Subject(NamedTuple):
     packings: Mapping[Path, Packing] = {}
     words: Sequence[bytes] = ()
     repair: Callable[[], object] | None = None
+    damaged: bool = False
 
 
 def zstandard() -> Packing:
