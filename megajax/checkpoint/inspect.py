@@ -10,7 +10,7 @@ from megajax.checkpoint import checksums, complete_steps, find_checkpoint
 from megajax.checkpoint.storage import SUBDIRECTORY, Folder, checkpoint_folder, saved_at, sizes, store_errors
 from megajax.checkpoint.weights import array_headers, description
 from megajax.console import CommandParser, size, user_errors
-from megajax.errors import UserError
+from megajax.errors import UserError, reading
 
 COLUMNS = ("step", "saved", "arrays", "on disk", "saved on", "files")
 DAMAGED = 1  # exit status
@@ -40,8 +40,9 @@ def _saved_on(checkpoint: Folder) -> str:
     found = description(checkpoint).get("saved_on")
     if found is None:  # an older version
         return "unknown"
-    mesh = " × ".join(f"{axis} {count}" for axis, count in found["mesh"].items()) or "one device"
-    return mesh if found["processes"] == 1 else f"{mesh}, {found['processes']} processes"
+    with reading(f"{checkpoint}/description", "restore it"):
+        mesh = " × ".join(f"{axis} {count}" for axis, count in found["mesh"].items()) or "one device"
+        return mesh if found["processes"] == 1 else f"{mesh}, {found['processes']} processes"
 
 
 def array_lines(checkpoint: Folder) -> Iterator[str]:

@@ -80,7 +80,7 @@ def find_chat_template(
     config_path = folder / "tokenizer_config.json" if folder else None
     sources: Any = {} if config_path is None else read_json(config_path).get("chat_template")
     if isinstance(sources, list):  # several named ones
-        sources = {entry.get("name"): entry.get("template") for entry in sources if isinstance(entry, dict)}
+        sources = {str(entry.get("name")): entry.get("template") for entry in sources if isinstance(entry, dict)}
     elif not isinstance(sources, dict):
         sources = {"default": sources}
     files = {"default": own} if own is not None and (file or own.is_file()) else {}
