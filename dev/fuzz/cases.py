@@ -19,7 +19,7 @@ from dev.fuzz.subject import Subject
 from megajax.errors import UserError
 
 SECONDS = 10  # of the processor, for one case
-HEADROOM = 2**29  # bytes of address space beside those after the first read
+HEADROOM = 2**30  # bytes of address space beside those after the first read
 LONGEST = 10_000  # characters of a sentence
 READ, SENTENCE, FAILED = "read", "sentence", "failed"
 
