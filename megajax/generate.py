@@ -65,7 +65,10 @@ def main(argv: Sequence[str]) -> int:
     given = parser.add_mutually_exclusive_group(required=True)
     given.add_argument("--prompt", help="text to continue, or with --chat the message to answer")
     given.add_argument(
-        "--prompts", metavar="FILE", help='texts, one a line; .jsonl: {"prompt": TEXT} or {"messages": [...]} a line'
+        "--prompts",
+        metavar="FILE",
+        help='texts, one a line; .jsonl, .json, .parquet: {"prompt": TEXT}, {"messages": [...]} or another form of'
+        " chats, whose answer at the end is left out",
     )
     parser.add_argument("--chat", action="store_true", help="prompts are messages: answer them by the chat template")
     parser.add_argument("--system", metavar="TEXT", help="system message of chats that have none; implies --chat")

@@ -46,7 +46,8 @@ def is_chat(record: Any) -> bool:
 
 def read_record(record: Any) -> Chat | Completion:
     """The training data of a line in one of the forms of docs/data.md; ValueError with the rest of a sentence."""
-    keys = record.keys() if isinstance(record, dict) else set()
+    record = record if isinstance(record, dict) else {}
+    keys = record.keys()
     if {"prompt", "completion"} <= keys:
         prompt, completion = record["prompt"], record["completion"]
         if isinstance(prompt, str) and isinstance(completion, str):
@@ -56,16 +57,52 @@ def read_record(record: Any) -> Chat | Completion:
         raise ValueError(
             'has a "prompt" or a "completion" that is not text: write both as text, or both as lists of messages'
         )
-    if keys and record.get("messages"):
-        return read_chat(record)
-    if keys and record.get("conversations"):
-        return read_chat(record | {"messages": _spoken(record)})
+    if (chat := _written_chat(record)) is not None:
+        return chat
     if {"instruction", "output"} <= keys:
         return _instructed(record)
     raise ValueError(
         'has neither "messages" nor "prompt" and "completion", "conversations", or "instruction" and "output": write '
         "one of them"
     )
+
+
+def read_prompt(record: Any) -> str | Chat:
+    """What a model is to answer: a line of `read_record`'s forms up to the last answer, which it need not have.
+
+    Raises ValueError with the rest of a sentence for anything else.
+    """
+    record = record if isinstance(record, dict) else {}
+    prompt = record.get("prompt")
+    chat = None if {"prompt", "completion"} <= record.keys() else _written_chat(record)
+    if chat is None and isinstance(prompt, list):
+        chat = read_chat({**record, "messages": prompt})
+    if chat is not None:
+        return _unanswered(chat)
+    if isinstance(prompt, str):
+        return prompt
+    if "instruction" in record:
+        return _instructed(record).prompt
+    raise ValueError('has neither "prompt" nor "messages", "conversations" or "instruction": write one of them')
+
+
+def _written_chat(record: Mapping[str, Any]) -> Chat | None:
+    """The chat of messages, or of ShareGPT's turns; None if the record has neither."""
+    if record.get("messages"):
+        return read_chat(record)
+    if record.get("conversations"):
+        return read_chat({**record, "messages": _spoken(record)})
+    return None
+
+
+def _unanswered(chat: Chat) -> Chat:
+    """A chat without the answers at its end."""
+    stop = len(chat.messages)
+    while stop and chat.messages[stop - 1]["role"] == "assistant":
+        stop -= 1
+    if not stop:
+        raise ValueError("has messages of the assistant only: write the message that the model is to answer")
+    return Chat(chat.messages[:stop], chat.arguments)
 
 
 def _completed(record: Mapping[str, Any]) -> Chat:

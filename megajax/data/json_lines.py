@@ -27,6 +27,7 @@ KEYS_SHOWN = 10
 PARQUET = b"PAR1"
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 ZIP = b"PK\3\4"
+SUFFIXES = (".jsonl", ".json", ".jsonl.gz", ".jsonl.xz", ".jsonl.bz2", ".jsonl.zst", ".parquet")
 
 
 class TextPosition(NamedTuple):
@@ -176,6 +177,21 @@ def _record_blocks(path: str, records: Iterator[tuple[Any, int]], start: TextPos
             first, stored_bytes, lines, size = first + len(lines), 0, [], 0
     if lines:
         yield block()
+
+
+class Line(NamedTuple):
+    """A line that is not blank, and where it is, for errors."""
+
+    text: bytes
+    location: str
+
+
+def located_lines(paths: Sequence[str]) -> Iterator[Line]:
+    """The lines, rows or objects of the files, in order."""
+    for block in read_blocks(paths):
+        for number, line in enumerate(block.text.split(b"\n"), start=block.first_line):
+            if line.strip():
+                yield Line(line, f"{block.path}, {block.unit} {number}")
 
 
 def texts(

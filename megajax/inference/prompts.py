@@ -1,34 +1,45 @@
 """Files of prompts: texts and chats."""
 
 from argparse import Namespace
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from megajax.config.data_schema import template_arguments
-from megajax.data.conversation import Chat, read_chat
+from megajax.data.conversation import Chat, read_prompt
+from megajax.data.json_lines import SUFFIXES, check_inputs, located_lines, matching_files, parse
 from megajax.errors import InputError, shown
 from megajax.files import read_text, why_unreadable
-from megajax.json_files import parse
 
 
 def read_prompts(path: str) -> list[str | Chat]:
-    """The prompts of a file: one a line, or in a .jsonl file {"prompt": TEXT} or {"messages": [...]} a line.
+    """The prompts of a file: texts, one a line, or in files of JSON lines, arrays and Parquet `read_prompt`'s forms.
 
-    A chat may have its tools, documents and chat_template_kwargs, as in training data.
-
-    Raises InputError for a file that cannot be read, and for a line that is neither.
+    Raises InputError for a file that cannot be read, and for a line that is no prompt.
     """
+    prompts = _records(matching_files(path)) if path.endswith(SUFFIXES) else _lines(path)
+    if not prompts:
+        raise InputError(f"--prompts={path} has no prompts: write one a line.")
+    return prompts
+
+
+def _lines(path: str) -> list[str | Chat]:
     try:
         lines = read_text(Path(path)).split("\n")  # other line ends, such as U+2028, are text
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"--prompts={path} cannot be read ({why_unreadable(error)}): give a text file.") from None
-    if not path.endswith(".jsonl"):
-        prompts: list[str | Chat] = [line for line in lines if line]
-    else:
-        prompts = [_prompt(line, f"{path}:{number}") for number, line in enumerate(lines, 1) if line.strip()]
-    if not prompts:
-        raise InputError(f"--prompts={path} has no prompts: write one a line.")
-    return prompts
+    return [line for line in lines if line]
+
+
+def _records(paths: Sequence[str]) -> list[str | Chat]:
+    check_inputs(paths)
+    found = []
+    for line, location in located_lines(paths):
+        try:
+            found.append(read_prompt(parse(line, "write one JSON object a line")))
+        except ValueError as error:
+            raise InputError(f"{location} {error}.") from None
+    return found
 
 
 def as_chat(prompt: str | Chat, system: str | None) -> Chat:
@@ -45,16 +56,3 @@ def chosen_arguments(options: Namespace) -> dict[str, Any]:
         return template_arguments(options.chat_template_args)
     except ValueError as error:
         raise InputError(f"--chat-template-args={shown(options.chat_template_args)} {error}.") from None
-
-
-def _prompt(line: str, location: str) -> str | Chat:
-    value = parse(line, location, object, "write one JSON object a line")
-    if isinstance(value, dict) and isinstance(value.get("prompt"), str):
-        return value["prompt"]
-    record = {"messages": value} if isinstance(value, list) else value
-    if not isinstance(record, dict) or "messages" not in record:
-        raise InputError(f'{location} has neither a "prompt" nor "messages" with roles: write one of them.')
-    try:
-        return read_chat(record)
-    except ValueError as error:
-        raise InputError(f"{location} {error}.") from None

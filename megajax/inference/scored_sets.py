@@ -12,13 +12,11 @@ from megajax.data.chat import Rendering, encode, read_chats
 from megajax.data.chat_template import load_chat_template
 from megajax.data.conversation import is_chat
 from megajax.data.indexed import IndexedDataset
-from megajax.data.json_lines import check_inputs, matching_files, parse, read_blocks, texts
+from megajax.data.json_lines import SUFFIXES, check_inputs, located_lines, matching_files, parse, read_blocks, texts
 from megajax.data.special_tokens import CONFIG, end_of_document
 from megajax.errors import InputError
 from megajax.inference.language_model import LanguageModel
 from megajax.inference.scoring import Window, answer_windows, windows
-
-SUFFIXES = (".jsonl", ".json", ".jsonl.gz", ".jsonl.xz", ".jsonl.bz2", ".jsonl.zst", ".parquet")
 
 
 class Document(NamedTuple):
@@ -59,9 +57,8 @@ def open_set(path: str, model: LanguageModel, reading: Reading) -> DataSet:
 
 def _first_record(files: Sequence[str]) -> Any:
     """The first line's value; None for what is not JSON, of which the reader of the lines says so."""
-    lines = (line for block in read_blocks(files) for line in block.text.split(b"\n") if line.strip())
     try:
-        return parse(next(lines, b"null"), "")
+        return next((parse(line.text, "") for line in located_lines(files)), None)
     except ValueError:
         return None
 

@@ -18,14 +18,17 @@ def test_prompts_are_lines_or_json_objects(tmp_path):
     (tmp_path / "a.txt").write_text(f"{other_line_ends}1\n\ntwo two\n")
     assert read_prompts(str(tmp_path / "a.txt")) == [f"{other_line_ends}1", "two two"]
     path = tmp_path / "a.jsonl"
-    path.write_text('{"prompt": "one\u2028\x85"}\n' + json.dumps({"messages": CHAT}) + "\n" + json.dumps(CHAT) + "\n")
-    assert read_prompts(str(path)) == ["one\u2028\x85", Chat(CHAT, {}), Chat(CHAT, {})]
+    path.write_text('{"prompt": "one\u2028\x85"}\n' + json.dumps({"messages": CHAT}) + "\n")
+    assert read_prompts(str(path)) == ["one\u2028\x85", Chat(CHAT, {})]
     path.write_text(json.dumps({"messages": CHAT, "tools": "[{}]", "chat_template_kwargs": {"thinking": True}}))
     assert read_prompts(str(path)) == [Chat(CHAT, {"tools": [{}], "thinking": True})]
     for line, sentence in {
-        "{": "a.jsonl:1 is not JSON",
-        '{"text": "a"}': 'a.jsonl:1 has neither a "prompt" nor "messages"',
-        '{"messages": [{"role": "bot", "content": "a"}]}': "a.jsonl:1 has the role 'bot' in message 0",
+        "{": "a.jsonl, line 1 is not JSON",
+        '{"text": "a"}': 'a.jsonl, line 1 has neither "prompt" nor "messages"',
+        '{"prompt": 1}': 'a.jsonl, line 1 has neither "prompt" nor "messages"',
+        '{"messages": [{"role": "bot", "content": "a"}]}': "a.jsonl, line 1 has the role 'bot' in message 0",
+        '[{"role": "user", "content": "a"}]': 'a.jsonl, item 1 has neither "prompt" nor "messages"',
+        '{"messages": [{"role": "assistant", "content": "a"}]}': "line 1 has messages of the assistant only",
         "": "has no prompts",
     }.items():
         path.write_text(line)
@@ -35,17 +38,50 @@ def test_prompts_are_lines_or_json_objects(tmp_path):
         read_prompts(str(tmp_path / "missing"))
 
 
+ASKED, ANSWER = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
+CALL, RESULT = {"role": "assistant", "tool_calls": [{}]}, {"role": "tool", "content": "4"}
+TURNS = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]
+ALPACA = (
+    "Below is an instruction that describes a task. Write a response that appropriately completes the request.\n\n"
+    "### Instruction:\nadd\n\n### Response:"
+)
+FORMS = [  # a line of training data, and what is asked by it
+    ({"messages": [ASKED, ANSWER]}, Chat([ASKED], {})),
+    ({"messages": [ASKED, ANSWER, ASKED, ANSWER, ANSWER], "prompt": "a"}, Chat([ASKED, ANSWER, ASKED], {})),
+    ({"messages": [ASKED, CALL, RESULT, ANSWER], "tools": [{}]}, Chat([ASKED, CALL, RESULT], {"tools": [{}]})),
+    ({"conversations": TURNS}, Chat([ASKED], {})),
+    ({"conversations": TURNS * 2 + TURNS[:1]}, Chat([ASKED, ANSWER, ASKED, ANSWER, ASKED], {})),
+    ({"prompt": [ASKED], "completion": [ANSWER]}, Chat([ASKED], {})),
+    ({"prompt": [ASKED]}, Chat([ASKED], {})),
+    ({"prompt": "a", "completion": "b"}, "a"),
+    ({"instruction": "add", "input": "", "output": "b"}, ALPACA),
+    ({"instruction": "add"}, ALPACA),
+]
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json"])
+def test_training_data_are_prompts_without_their_last_answer(name, tmp_path):
+    lines = [line for line, _ in FORMS]
+    text = json.dumps(lines, indent=1) if name == "a.json" else "".join(json.dumps(line) + "\n" for line in lines)
+    (tmp_path / name).write_text(text)
+    assert read_prompts(str(tmp_path / name)) == [asked for _, asked in FORMS]
+
+
 def test_a_file_of_prompts_gives_json_lines(letters_folder, tmp_path, capsys):
     template = "<s>{{ messages[0].content }}{{ tools[0].name }}{% if thinking is false %} b{% endif %}"
     (letters_folder / "chat_template.jinja").write_text(template)
     chat = {"messages": [{"role": "user", "content": "a"}], "tools": [{"name": "c"}]}
-    prompts = [{"prompt": "hello"}, chat, {"prompt": "ac b"}]
+    answered = chat | {"messages": [*chat["messages"], {"role": "assistant", "content": "x"}]}
+    prompts = [{"prompt": "hello"}, chat, {"prompt": "ac b"}, answered]
     (tmp_path / "p.jsonl").write_text("\n".join(map(json.dumps, prompts)))
     options = ["--prompts", str(tmp_path / "p.jsonl"), "--temperature", "0", "--tokens", "3"]
     assert generate.main([str(letters_folder), *options, "--chat-template-args", "{thinking: false}"]) == 0
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert [line["prompt"] for line in lines] == ["hello", chat["messages"], "ac b"]
-    assert lines[1]["text"] == lines[2]["text"]  # the chat's tools and the template's arguments are in its prompt
+    assert [line["prompt"] for line in lines] == ["hello", chat["messages"], "ac b", chat["messages"]]
+    assert (
+        lines[1]["text"] == lines[2]["text"] == lines[3]["text"]
+    )  # the chat's tools and the template's arguments are in its prompt
     with pytest.raises(SystemExit):
         generate.main([str(letters_folder), *options, "--chat-template-args", "{tools: []}"])
     assert "--chat-template-args={tools: []} sets tools, which each chat gives" in capsys.readouterr().err

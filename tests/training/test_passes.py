@@ -190,7 +190,7 @@ def test_the_loss_of_whole_texts_is_that_of_each_token_once(tmp_path, make_confi
     for losses in found:
         assert losses == pytest.approx(expected, rel=2e-6)
     lines = describe_data(trainer.config, trainer.data)
-    assert any("154 tokens" in line and "an evaluation reads 154 tokens, 1 epochs" in line for line in lines)
+    assert any("154 tokens" in line and "an evaluation reads 154 tokens, 1 epoch" in line for line in lines)
 
 
 @pytest.mark.parametrize("packed", [True, False])
