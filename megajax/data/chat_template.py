@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from megajax.data.answers import AnswerSamples, samples_of_each, samples_within
-from megajax.data.model_files import inside, read_json, token_texts
+from megajax.data.model_files import TOKENIZER_CONFIG, inside, read_json, token_texts, tokenizer_config
 from megajax.data.rendering import Chat, Message, Template, render
 from megajax.data.sandbox import Child, Stopped
 from megajax.errors import InputError
@@ -77,7 +77,7 @@ def find_chat_template(
     The special tokens are those of the folder. None: there is no template.
     """
     own = file or (folder / "chat_template.jinja" if folder else None)
-    config_path = folder / "tokenizer_config.json" if folder else None
+    config_path = folder / TOKENIZER_CONFIG if folder else None
     sources: Any = {} if config_path is None else read_json(config_path).get("chat_template")
     if isinstance(sources, list):  # several named ones
         sources = {str(entry.get("name")): entry.get("template") for entry in sources if isinstance(entry, dict)}
@@ -107,9 +107,7 @@ def _special_tokens(folder: Path | None) -> dict[str, str]:
     """The special tokens that a template may name: bos_token and the like, and those of extra_special_tokens."""
     if folder is None:
         return {}
-    config = read_json(folder / "tokenizer_config.json")
-    older = {} if "added_tokens_decoder" in config else read_json(folder / "special_tokens_map.json")
-    stored = config | older
+    stored = tokenizer_config(folder)
     extra = [stored.get(key) for key in ("extra_special_tokens", "model_specific_special_tokens")]
     named = {key: value for key, value in stored.items() if key.endswith("_token")}
     for each in extra:

@@ -7,6 +7,8 @@ from typing import Any
 from megajax import json_files
 from megajax.errors import InputError
 
+TOKENIZER_CONFIG, TOKEN_NAMES = "tokenizer_config.json", "special_tokens_map.json"
+
 
 def inside(path: Path) -> Path:
     """`path`, a file of a model's folder; InputError for a link out of the folder.
@@ -26,6 +28,19 @@ def read_json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     return json_files.read(inside(path), dict[str, Any], "copy it again, or remove it")
+
+
+def tokenizer_config(folder: Path) -> dict[str, Any]:
+    """tokenizer_config.json, and in folders of before its key added_tokens_decoder special_tokens_map.json, which wins.
+
+    So transformers 5 decides; the named ones of extra_special_tokens are those of both files.
+    """
+    config = read_json(folder / TOKENIZER_CONFIG)
+    if "added_tokens_decoder" in config:
+        return config
+    older, key = read_json(folder / TOKEN_NAMES), "extra_special_tokens"
+    named = [found for found in (config.get(key), older.get(key)) if isinstance(found, dict)]
+    return config | older | ({key: named[0] | named[-1]} if named else {})
 
 
 def token_texts(config: Mapping[str, Any], names: Iterable[str]) -> dict[str, str]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from megajax.data.chat_template import find_chat_template
-from megajax.data.model_files import read_json, token_texts
+from megajax.data.model_files import TOKEN_NAMES, TOKENIZER_CONFIG, read_json, token_texts, tokenizer_config
 from megajax.errors import InputError
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from megajax.data.indexed import IndexedDataset
     from megajax.data.tokenizers import Tokenizer
 
-CONFIG, NAMES, ADDED = "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"
+CONFIG, NAMES, ADDED = TOKENIZER_CONFIG, TOKEN_NAMES, "added_tokens.json"
 ID_FILES = ("generation_config.json", "config.json", "hf_config.json")  # the last one in a run's directory
 KNOWN_ENDS = ("<|endoftext|>", "<|end_of_text|>", "<｜end▁of▁sentence｜>", "<eos>", "</s>")
 KNOWN_BEGINS = ("<|begin_of_text|>", "<｜begin▁of▁sentence｜>", "<bos>", "<s>")
@@ -76,11 +76,11 @@ class FolderTokens:
 
 
 def read_folder_tokens(folder: Path) -> FolderTokens:
-    """What a folder's tokenizer_config.json says, else the ids of its generation_config.json and config.json.
+    """What a folder's `tokenizer_config` says, else the ids of its generation_config.json and config.json.
 
     Raises InputError for a damaged file.
     """
-    config = read_json(folder / NAMES) | read_json(folder / CONFIG)
+    config = tokenizer_config(folder)
     texts = token_texts(config, TOKENS)
     names = {name: texts.get(name, "") for name in TOKENS if name in config}
     ids = {name: stored_ids(folder, name) for name in TOKENS if name not in config}
@@ -208,23 +208,25 @@ def framed(ids: Sequence[int], begin: int | None, end: int | None = None) -> lis
     return [*first, *ids, *last]
 
 
-def stop_tokens(folder: Path, tokenizer: "Tokenizer | None", end: int | None, chat: bool = True) -> tuple[int, ...]:
+def stop_tokens(
+    folder: Path, tokenizer: "Tokenizer | None", end: int | None, template_arguments: Mapping[str, Any] | None
+) -> tuple[int, ...]:
     """The tokens at which generation stops, without repeats, the end of a text first.
 
-    They are `end`, the eos_token_id of the folder's files, and, for a `chat`, the token that the template writes behind
-    an answer.
+    They are `end`, the eos_token_id of the folder's files, and the token that the chat template writes behind an
+    answer, with `template_arguments`; None: no chats.
     """
     found = [end, *stored_ids(folder, "eos_token")]
-    if chat and tokenizer is not None:
-        found.append(turn_end(folder, tokenizer))
+    if template_arguments is not None and tokenizer is not None:
+        found.append(turn_end(folder, tokenizer, template_arguments))
     return tuple(dict.fromkeys(token for token in found if token is not None))
 
 
-def turn_end(folder: Path, tokenizer: "Tokenizer") -> int | None:
+def turn_end(folder: Path, tokenizer: "Tokenizer", template_arguments: Mapping[str, Any]) -> int | None:
     """The token that the folder's chat template writes behind an answer, such as <|im_end|>; None: text, or nothing."""
     text = ""
     with suppress(InputError):  # a template that is damaged, or that does not accept this chat; a chat's prompt says so
-        template = find_chat_template(folder)
+        template = find_chat_template(folder, arguments=template_arguments)
         if template is not None:
             text = template.render([{"role": "user", "content": PROBE}, {"role": "assistant", "content": PROBE}])
     behind = text.rpartition(PROBE)[2].lstrip()

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megajax.config import Config
-from megajax.data.model_files import inside, read_json, token_texts
+from megajax.data.model_files import TOKEN_NAMES, TOKENIZER_CONFIG, inside, read_json, token_texts, tokenizer_config
 from megajax.data.special_tokens import known_end, stop_tokens, stored_ids
 from megajax.data.tokenizers import FILES, Tokenizer, files_in, has_no_file, load_tokenizer, tokenizer_files
 from megajax.files import replace_copy
@@ -19,8 +19,8 @@ CONFIG, KEPT_CONFIG, GENERATION = "config.json", "hf_config.json", "generation_c
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer.model",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
+    TOKENIZER_CONFIG,
+    TOKEN_NAMES,
     "added_tokens.json",
     "chat_template.jinja",
 )
@@ -82,7 +82,8 @@ def token_ids(run_dir: Path, config: Config) -> dict[str, Any]:
         pad = tokenizer.token_id(token_names(run_dir).get("pad_token", ""))
         for name, own in (("bos_token", tokenizer.begin_of_text), ("pad_token", pad)):
             ids[name] = ids[name] or [token for token in [own] if token is not None]
-        stops = stop_tokens(run_dir, tokenizer, known_end(config.data, tokenizer), chat=config.data.kind == "chat")
+        arguments = config.data.template_arguments if config.data.kind == "chat" else None
+        stops = stop_tokens(run_dir, tokenizer, known_end(config.data, tokenizer), arguments)
         if set(stops) != set(ids["eos_token"]):
             ids["eos_token"] = list(stops)
     return {f"{name}_id": found[0] if len(found) == 1 else found for name, found in ids.items() if found}
@@ -90,8 +91,7 @@ def token_ids(run_dir: Path, config: Config) -> dict[str, Any]:
 
 def token_names(folder: Path) -> dict[str, str]:
     """`bos_token`, `eos_token` and `pad_token` by the tokenizer's configuration files in a folder."""
-    stored = read_json(folder / "special_tokens_map.json") | read_json(folder / "tokenizer_config.json")
-    return token_texts(stored, TOKENS)
+    return token_texts(tokenizer_config(folder), TOKENS)
 
 
 def _kept(run_dir: Path) -> dict[str, Any]:

@@ -56,7 +56,7 @@ def load_run(
     params, state = _restored(config, str(run_dir / "checkpoints" / str(step)), model, mesh, setting)
     end = None if tokenizer is None else known_end(config.data, tokenizer)
     about_text = {"tokenizer": tokenizer, "folder": run_dir, "end_token": end}
-    about_text["stop_tokens"] = stop_tokens(run_dir, tokenizer, end)
+    about_text["stop_tokens"] = stop_tokens(run_dir, tokenizer, end, config.data.template_arguments)
     if tokenizer is not None:
         # A run that began with a Hugging Face model keeps its config: its texts begin as those of that model.
         about_text["begin_token"] = first_token(config.data, tokenizer, (run_dir / "hf_config.json").is_file())
@@ -120,7 +120,7 @@ def from_hf(
     tokenizer = load_tokenizer(str(folder)) if files_in(folder) else None
     end = None if tokenizer is None else tokenizer.end_of_document
     about_text = {"tokenizer": tokenizer, "folder": folder, "end_token": end}
-    about_text["stop_tokens"] = stop_tokens(folder, tokenizer, end)
+    about_text["stop_tokens"] = stop_tokens(folder, tokenizer, end, {})
     about_text["begin_token"] = None if tokenizer is None else usual_first_token(tokenizer)
     return LanguageModel(config, params, state, mesh, **about_text, speculate=speculate)
 

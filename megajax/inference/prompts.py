@@ -51,7 +51,7 @@ def as_chat(prompt: str | Chat, system: str | None) -> Chat:
 
 
 def chosen_arguments(options: Namespace) -> dict[str, Any]:
-    """The chat template's arguments that a command got (`console.add_sampling_arguments`), besides the training's."""
+    """The chat template's arguments that a command got (`console.add_template_arguments`), besides the training's."""
     try:
         return template_arguments(options.chat_template_args)
     except ValueError as error:

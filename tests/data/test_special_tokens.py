@@ -8,6 +8,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from tokenizers import Tokenizer, models
 
 import megajax
 from megajax.data.chat_template import find_chat_template
@@ -109,9 +110,9 @@ def test_prompts_and_completions_begin_as_prompts_and_end_as_answers(family):
 def test_chats_have_the_tokens_of_transformers_and_stop_at_their_template_s_end(family):
     folder, expected = family
     tokenizer = load_tokenizer(str(folder))
-    ended = turn_end(folder, tokenizer)
+    ended = turn_end(folder, tokenizer, {})
     assert ended == TURN_ENDS[folder.name]
-    stops = stop_tokens(folder, tokenizer, tokenizer.end_of_document)
+    stops = stop_tokens(folder, tokenizer, tokenizer.end_of_document, {})
     stored = {257} if (folder / "config.json").is_file() else set(expected.get("stops", ()))
     assert stops[0] == expected["end"] and set(stops) == {expected["end"], *stored, ended} - {None}
     if "chat" in expected:
@@ -137,7 +138,7 @@ def test_exports_and_runs_keep_the_tokens(family):
     for kind in ("text", "chat"):
         config = config_of(folder, [], kind=kind)
         _, keys = beside.collect(run, config)
-        ends = [expected["end"]] if kind == "text" else stop_tokens(run, kept, expected["end"])  # no config is kept
+        ends = [expected["end"]] if kind == "text" else stop_tokens(run, kept, expected["end"], {})  # no config is kept
         assert np.atleast_1d(keys["eos_token_id"]).tolist() == list(ends)
         assert keys["bos_token_id"] == expected["begin"]
 
@@ -180,12 +181,14 @@ def test_data_of_a_base_model_need_no_template(tmp_path):
     config = config_of(folder, [{"prompt": "a", "completion": "b"}], kind="chat")
     assert datasets(config)["train"][0][:3].tolist() == [64, 65, 257]
     tokenizer = load_tokenizer(str(folder))
-    assert stop_tokens(folder, tokenizer, 257) == (257,)
+    assert stop_tokens(folder, tokenizer, 257, {}) == (257,)
     (folder / "chat_template.jinja").write_text(CHATML)
-    assert stop_tokens(folder, tokenizer, 257) == (257, 259)
-    assert stop_tokens(folder, tokenizer, 257, chat=False) == (257,)
+    assert stop_tokens(folder, tokenizer, 257, {}) == (257, 259)
+    assert stop_tokens(folder, tokenizer, 257, None) == (257,)
+    (folder / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}{{ end }}{% endfor %}")
+    assert stop_tokens(folder, tokenizer, 257, {"end": "<|im_end|>"}) == (257, 259)  # data.chat_template_args
     (folder / "chat_template.jinja").write_text("{{ raise_exception('only with tools') }}")
-    assert stop_tokens(folder, tokenizer, 257) == (257,)
+    assert stop_tokens(folder, tokenizer, 257, {}) == (257,)
 
 
 def test_a_base_model_tuned_on_chats_stops_where_they_do(tmp_path):
@@ -213,3 +216,38 @@ def test_a_base_model_tuned_on_chats_stops_where_they_do(tmp_path):
     (tmp_path / "run/generation_config.json").write_text('{"eos_token_id": [261, 258]}\n')
     files, keys = beside.collect(tmp_path / "run", config)
     assert files["generation_config.json"] == b'{"eos_token_id": [261, 258]}\n'
+
+
+NEWER = {"added_tokens_decoder": {}}
+WHICH_FILE = {  # tokenizer_config.json, special_tokens_map.json, and what transformers 5.24 makes of both
+    "the older file wins": ({"eos_token": "</s>"}, {"eos_token": {"content": "<e>"}}, {"eos_token": "<e>"}),
+    "it is not read": ({"eos_token": "</s>"} | NEWER, {"eos_token": "<e>", "pad_token": "<s>"}, {"eos_token": "</s>"}),
+    "nor where it alone has the name": (NEWER, {"eos_token": "<e>"}, {}),
+    "its null wins": ({"eos_token": "</s>"}, {"eos_token": None}, {}),
+    "it is alone": (None, {"eos_token": "<e>"}, {"eos_token": "<e>"}),
+    "names of both": (
+        {"eos_token": "</s>", "extra_special_tokens": {"image_token": "<e>"}},
+        {"extra_special_tokens": {"x_token": "</s>"}},
+        {"eos_token": "</s>", "image_token": "<e>", "x_token": "</s>"},
+    ),
+}
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("case", WHICH_FILE)
+def test_templates_tokenizers_and_exports_read_the_names_of_the_same_file(case, tmp_path):
+    config, older, expected = WHICH_FILE[case]
+    tokenizer = Tokenizer(models.WordLevel({"<s>": 0, "</s>": 1, "<e>": 2, "a": 3}, "a"))
+    tokenizer.add_special_tokens(["<s>", "</s>", "<e>"])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    if config is not None:
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    (tmp_path / "special_tokens_map.json").write_text(json.dumps(older))
+    source = "{{ eos_token }},{{ pad_token }},{{ image_token }},{{ x_token }}"
+    (tmp_path / "chat_template.jinja").write_text(source)
+    names = [expected.get(name, "") for name in ("eos_token", "pad_token", "image_token", "x_token")]
+    assert find_chat_template(tmp_path).render(CHAT).split(",") == names
+    assert beside.token_names(tmp_path) == {name: text for name, text in expected.items() if name in beside.TOKENS}
+    known = {} if "eos_token" in expected else {"eos_token": "</s>"}  # a known name, as documented
+    end = (known | expected)["eos_token"]
+    assert load_tokenizer(str(tmp_path)).end_of_document == tokenizer.token_to_id(end)
