@@ -191,8 +191,8 @@ class Launcher:
             raise InputError("no GPU of this host answers: look at nvidia-smi, or set JAX_PLATFORMS=cpu.")
         if processes and len(self.devices) % processes:
             raise InputError(
-                f"--processes={processes} does not divide the {len(self.devices)} devices of this host: choose another "
-                "number, or choose devices with CUDA_VISIBLE_DEVICES."
+                f"--processes={processes} does not divide the {counted(len(self.devices), 'device')} of this host: "
+                "choose another number, or choose devices with CUDA_VISIBLE_DEVICES."
             )
         self._received: list[int] = []  # signals that are not forwarded yet
         self._asked: set[int] = set()

@@ -22,6 +22,7 @@ from jaxlib import _jax  # type: ignore[attr-defined]
 from megajax import cluster, threads
 from megajax.cluster import Processes
 from megajax.config import AXES
+from megajax.config.sentences import counted
 from megajax.console import hide_native_lines
 from megajax.coordinator import through_a_relay
 from megajax.errors import ConfigError, shown
@@ -81,7 +82,7 @@ def describe_hosts(sizes: Mapping[str, int], hosts: Sequence[int] | np.ndarray) 
     between = axes_across(sizes, hosts)
     inside = [axis for axis in AXES if sizes.get(axis, 1) > 1 and axis not in between]
     least, most = int(counts.min()), int(counts.max())
-    of = f"{most} devices" if least == most else f"{least} to {most} devices"
+    of = counted(most, "device") if least == most else f"{least} to {most} devices"
     lines = [
         f"hosts      {len(numbers)} of {of}; between hosts: {', '.join(between)}; inside: {', '.join(inside) or '-'}"
     ]
@@ -105,7 +106,9 @@ def named_mesh(sizes: str, setting: str) -> Mesh:
         found[axis] = int(size)
     count, devices = math.prod(found.values()), jax.devices()
     if count > len(devices):
-        raise ConfigError(f"{setting}={sizes} needs {count} devices and there are {len(devices)}: make it smaller.")
+        raise ConfigError(
+            f"{setting}={sizes} needs {count} devices, more than the {len(devices)} here: make it smaller."
+        )
     return build_mesh(found, devices[:count])
 
 

@@ -22,6 +22,7 @@ import jax
 
 from megajax.config import Config
 from megajax.config.extensions import file_of
+from megajax.config.sentences import counted
 from megajax.config.tree import show
 from megajax.errors import ConfigError
 from megajax.messages import Messages, decide
@@ -211,9 +212,9 @@ def _other_number(everyone: Sequence[Facts]) -> str:
     gpus = len(everyone[0].gpus)
     if others := [i for i, facts in enumerate(everyone) if len(facts.gpus) != gpus]:
         return (
-            f"{_named(everyone, others)} {'has' if len(others) == 1 else 'have'} {len(everyone[others[0]].gpus)} GPUs "
-            f"and {_named(everyone, [0])} has {gpus}: use hosts with the same number of working GPUs, or give each "
-            "process the same number with JAX_LOCAL_DEVICE_IDS."
+            f"{_named(everyone, others)} {'has' if len(others) == 1 else 'have'} "
+            f"{counted(len(everyone[others[0]].gpus), 'GPU')} and {_named(everyone, [0])} has {gpus}: use hosts with "
+            "the same number of working GPUs, or give each process the same number with JAX_LOCAL_DEVICE_IDS."
         )
     hosts = [facts.host for facts in everyone]
     counts = {host: gpus * hosts.count(host) for host in dict.fromkeys(hosts)}
@@ -221,8 +222,8 @@ def _other_number(everyone: Sequence[Facts]) -> str:
     if odd is None:
         return ""
     return (
-        f"the run uses {counts[odd]} GPUs of host {odd} and {counts[hosts[0]]} of host {hosts[0]}: use the same number "
-        "of GPUs, so of processes, on every host."
+        f"the run uses {counted(counts[odd], 'GPU')} of host {odd} and {counts[hosts[0]]} of host {hosts[0]}: use "
+        "the same number of GPUs, so of processes, on every host."
     )
 
 
@@ -235,8 +236,8 @@ def unused_gpus(everyone: Sequence[Facts]) -> str:
         if visible - used:
             numbers = ",".join(map(str, range(len(here[0].visible))))
             return (
-                f"host {host} has {len(visible)} GPUs and the run uses {len(used)} of them: start a process for each, "
-                f"or set JAX_LOCAL_DEVICE_IDS={numbers} for one process on a host."
+                f"host {host} has {counted(len(visible), 'GPU')} and the run uses {len(used)} of them: start a "
+                f"process for each, or set JAX_LOCAL_DEVICE_IDS={numbers} for one process on a host."
             )
     return ""
 

@@ -138,15 +138,15 @@ def _check_ramp_up(config: Config) -> None:
     """Every size is a number of microbatches of the same size, and the last one is `batch.global_size`."""
     batch, key, sizes = config.batch, "batch.schedule", [size for _, size in sizes_by_tokens(config)]
     if sizes[-1] != batch.global_size:
-        problem = f"{format_keys(config, key)} ends with {sizes[-1]} sequences"
+        problem = f"{format_keys(config, key)} ends with {counted(sizes[-1], 'sequence')}"
         problem += f", not with {format_keys(config, 'batch.global_size')}"
         fail(config, problem, f"set batch.global_size={sizes[-1]}, or change the last size", key, "batch.global_size")
     microbatch = batch.global_size // batch.num_microbatches
     for size in (size for size in sizes if size % microbatch):
         usable = microbatch_numbers(config, _sizes(config))
         whole, parts = (format_keys(config, name) for name in ("batch.global_size", "batch.num_microbatches"))
-        problem = f"{format_keys(config, key)} has steps of {size} sequences, no multiple of the microbatches of"
-        problem += f" {whole} / {parts} = {microbatch}"
+        problem = f"{format_keys(config, key)} has steps of {counted(size, 'sequence')}, no multiple of the"
+        problem += f" microbatches of {whole} / {parts} = {microbatch}"
         cure = f"set batch.num_microbatches to {listed(usable)}, or " if usable else ""
         cure += f"use multiples of {microbatch}"
         fail(config, problem, cure, key, "batch.num_microbatches")
@@ -331,7 +331,7 @@ def _warn_about_ramp_up(config: Config) -> None:
     start, size = BatchSizes.of(config).phases[-1]
     if start.step >= config.run.steps:
         problem = (
-            f"{format_keys(config, 'batch.schedule')} has {size} sequences from step {start.step + 1} on, which is"
+            f"{format_keys(config, 'batch.schedule')} has {counted(size, 'sequence')} from step {start.step + 1} on"
         )
-        problem += f" after {format_keys(config, 'run.steps')}"
+        problem += f", which is after {format_keys(config, 'run.steps')}"
         warn(config, problem, "raise run.steps, or lower the number of tokens", "batch.schedule", "run.steps")

@@ -1,7 +1,7 @@
 """Checks of the section `model`: heads, rotary positions and patterns of layers."""
 
 from megajax.config.schema import Config
-from megajax.config.sentences import divisors, fail, format_keys, listed, value
+from megajax.config.sentences import counted, divisors, fail, format_keys, listed, value
 
 
 def check_model(config: Config) -> None:
@@ -140,5 +140,5 @@ def _check_layers(config: Config) -> None:
             problem = f"{format_keys(config, keys[0])} has local layers without a window"
             fail(config, problem, "set model.sliding_window", keys[0])
         if pattern is not None and len(pattern) > model.num_layers:
-            problem = f"{format_keys(config, keys[0])} has {len(pattern)} entries, more than"
+            problem = f"{format_keys(config, keys[0])} has {counted(len(pattern), 'entry')}, more than"
             fail(config, f"{problem} {format_keys(config, keys[1])}", "shorten the pattern", *keys)

@@ -99,8 +99,8 @@ def _check_ramp_up(config: Config, sizes: dict[str, int]) -> None:
         count = size // microbatch
         if count >= stages and not (several and count % stages):
             continue
-        problem = f"{format_keys(config, 'batch.schedule')} has steps of {size} sequences in {count} microbatch"
-        problem += "" if count == 1 else "es"
+        problem = f"{format_keys(config, 'batch.schedule')} has steps of {counted(size, 'sequence')} in "
+        problem += counted(count, "microbatch")
         name, needed = format_axis(config, sizes, "pipeline"), stages * microbatch
         if several:
             problem += f", not a multiple of {name}, which {format_keys(config, 'pipeline.rounds')} needs"

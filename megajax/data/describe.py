@@ -5,7 +5,9 @@ from typing import TYPE_CHECKING, Any
 
 from megajax.config.batch_schedule import BatchSizes
 from megajax.config.data_schema import sources_of
+from megajax.config.sentences import counted
 from megajax.data.loader import Split
+from megajax.data.progress import data_size
 from megajax.data.samples import BlendedSamples, Samples, sources_in
 from megajax.data.text import TextDataset
 from megajax.data.whole import WholeSet
@@ -34,7 +36,7 @@ def describe_data(config: "Config", datasets: Mapping[Split, Samples], sizes: Ba
     filled = f"; fill-in-the-middle in {data.fim_rate:.0%} of the documents" if data.fim_rate else ""
     if data.kind == "synthetic":
         return [f"synthetic tokens{packed}"]
-    train = data.train if isinstance(data.train, str) else f"a blend of {len(data.train or ())} data sets"
+    train = data.train if isinstance(data.train, str) else f"a blend of {counted(len(data.train or ()), 'data set')}"
     lines = [f"{train}, {data.order}, tokenizer {data.tokenizer or 'not given'}{packed}{filled}"]
     for stage in data.stages or ():
         parts = sources_of(stage.train)
@@ -58,17 +60,19 @@ def _split_lines(config: "Config", split: Split, samples: Samples, samples_read:
     bad = sum(source.dataset.bad_lines for source, _ in shares if isinstance(source.dataset, TextDataset))
     tokens, length = sum(source.num_tokens for source, _ in shares), config.batch.sequence_length
     read = min(samples_read * length, tokens) if isinstance(samples, WholeSet) else samples_read * length
-    size = f"{split}: {sum(source.num_documents for source, _ in shares):,} documents, {tokens:,} tokens"
-    size += f" ({bad:,} bad lines of the text left out)" if bad else ""
+    size = f"{split}: {data_size(sum(source.num_documents for source, _ in shares), tokens)}"
+    size += f" ({counted(bad, 'bad line')} of the text left out)" if bad else ""
     if not read:
         return [f"{size}; not evaluated by the run"]
-    reading = f"{config.run.steps:,} steps read" if split == "train" else "an evaluation reads"
+    reading = f"{counted(config.run.steps, 'step')} read" if split == "train" else "an evaluation reads"
     if len(shares) == 1:
         epochs = _epochs(read, tokens)
-        return [f"{size}, {tokens // length:,} samples per epoch; {reading} {read:,} tokens, {epochs}"]
-    lines = [f"{size} in {len(shares)} data sets; {reading} {read:,} tokens"]
+        return [
+            f"{size}, {counted(tokens // length, 'sample')} per epoch; {reading} {counted(read, 'token')}, {epochs}"
+        ]
+    lines = [f"{size} in {counted(len(shares), 'data set')}; {reading} {counted(read, 'token')}"]
     for source, share in shares[:SOURCES_SHOWN]:
-        size = f"{source.num_documents:,} documents, {source.num_tokens:,} tokens"
+        size = data_size(source.num_documents, source.num_tokens)
         lines.append(f"  {share:.1%} {source.dataset.prefix}: {size}, {_epochs(share * read, source.num_tokens)}")
     if len(shares) > SOURCES_SHOWN:
         lines.append(f"  and {len(shares) - SOURCES_SHOWN} more")
@@ -80,16 +84,17 @@ def _chat_lines(split: Split, samples: Samples, samples_read: int) -> list[str]:
     lines = []
     for source, share in _shares(samples):
         tokens, rows = len(source.tokens), len(source)
-        full, counted = tokens / (rows * (source.sequence_length + 1)), float(source.counts.mean())
-        size, out = f"{source.conversations:,} conversations", ""
+        full, in_loss = tokens / (rows * (source.sequence_length + 1)), float(source.counts.mean())
+        size, out = counted(source.conversations, "conversation"), ""
         if (samples_made := len(source.order) + source.dropped) != source.conversations:
-            size += f" ({samples_made:,} samples: the chat template changes earlier turns, so answers have their own)"
+            why = "the chat template changes earlier turns, so answers have their own"
+            size += f" ({counted(samples_made, 'sample')}: {why})"
         if source.dropped:
             out = f", {source.dropped:,} left out"
         epochs = samples_read * share / rows
         lines.append(
-            f"{split}: {source.path}: {size}{out}, {tokens:,} tokens in {rows:,} "
-            f"sequences ({full:.0%} full); the loss counts {counted:.0%} of the tokens; {epochs:.3g} epochs"
+            f"{split}: {source.path}: {size}{out}, {counted(tokens, 'token')} in {counted(rows, 'sequence')} "
+            f"({full:.0%} full); the loss counts {in_loss:.0%} of the tokens; {counted(f'{epochs:.3g}', 'epoch')}"
         )
     return lines
 
@@ -116,4 +121,4 @@ def _epochs(read: float, tokens: int) -> str:
     epochs = read / tokens
     if epochs < 0.001:
         return "less than 0.001 epochs"
-    return f"{epochs:,.0f} epochs" if epochs >= 1000 else f"{epochs:.3g} epochs"
+    return counted(f"{epochs:,.0f}" if epochs >= 1000 else f"{epochs:.3g}", "epoch")

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from megajax.config import load_config
+from megajax.config.sentences import counted
 from megajax.console import CommandParser, user_errors
 from megajax.data.chat import ChatSamples
 from megajax.data.describe import SOURCES_SHOWN, describe_data
@@ -53,8 +54,8 @@ def describe_file(dataset: IndexedDataset | TextDataset, end: int | None = None)
     full = lengths > 0
     count, with_tokens = lengths.size, int(full.sum())
     lines = [
-        f"{dataset.prefix}: {count:,} documents, {len(dataset):,} sequences, {dataset.tokens.size:,} tokens, "
-        f"{dataset.dtype.name}"
+        f"{dataset.prefix}: {counted(count, 'document')}, {counted(len(dataset), 'sequence')}, "
+        f"{counted(dataset.tokens.size, 'token')}, {dataset.dtype.name}"
     ]
     if not with_tokens:
         return lines
@@ -116,7 +117,7 @@ def describe_samples(config: "Config", split: str, samples: Samples, colour: boo
     sources = sources_in(samples)
     lines: list[str] = []
     if isinstance(samples, BlendedSamples) and (read := wanted_samples(config, split)):
-        lines.append(f"{split}: tokens of each source in {read:,} samples")
+        lines.append(f"{split}: tokens of each source in {counted(read, 'sample')}")
         for source, weight in list(zip(sources, samples.weights, strict=True))[:SOURCES_SHOWN]:
             lines.append(f"  {round(read * weight) * config.batch.sequence_length:>15,} {_name(source)}")
     for source in sources[:SOURCES_SHOWN]:
@@ -125,9 +126,9 @@ def describe_samples(config: "Config", split: str, samples: Samples, colour: boo
         elif isinstance(source, ChatSamples):
             lines += [f"{source.path}:", *length_lines(np.diff(source.starts))]
     checked = min(MEASURED, len(samples)) if isinstance(samples, MegatronSamples | MegatronBlend) else MEASURED
-    counted = np.mean([make_batch(samples, [i], packing)["loss_mask"].mean() for i in range(checked)])
+    share = np.mean([make_batch(samples, [i], packing)["loss_mask"].mean() for i in range(checked)])
     padding = sum(samples.padding(i) for i in range(checked)) / checked / (config.batch.sequence_length + 1)
-    lines.append(f"first {checked:,} samples of {split}: padding {padding:.1%}, the loss counts {counted:.1%}")
+    lines.append(f"first {counted(checked, 'sample')} of {split}: padding {padding:.1%}, the loss counts {share:.1%}")
     return [*lines, "", *sample_lines(split, samples, number, packing, tokenizer, colour, open_infilling(config))]
 
 
@@ -146,7 +147,7 @@ def sample_lines(
     """
     batch = make_batch(samples, [number], packing, infilling)
     row = np.append(batch["tokens"][0], batch["targets"][0, -1])
-    counted = np.concatenate([[False], batch["loss_mask"][0] > 0])  # position i predicts token i + 1
+    in_loss = np.concatenate([[False], batch["loss_mask"][0] > 0])  # position i predicts token i + 1
     source, rank = samples, number
     if isinstance(samples, BlendedSamples):
         which, rank = samples.locate(number)
@@ -155,15 +156,15 @@ def sample_lines(
     documents = len(lengths) - (padding > 0)
     mark = "grey" if colour else "in ⟦⟧"
     lines = [
-        f"sample {number:,} of {split}, number {rank:,} of {_name(source)}: {row.size:,} tokens, {documents} "
-        f"documents, {padding:,} tokens of padding; {mark}: not counted in the loss"
+        f"sample {number:,} of {split}, number {rank:,} of {_name(source)}: {counted(row.size, 'token')}, "
+        f"{counted(documents, 'document')}, {counted(padding, 'token')} of padding; {mark}: not counted in the loss"
     ]
     ends = np.cumsum(lengths)
     for i, (start, stop) in enumerate(list(zip(ends - lengths, ends, strict=True))[:documents]):
         place = f"position {batch['positions'][0][start]:,}" if start < row.size - 1 else "a target only"
-        title = f"--- document {i + 1}: {stop - start:,} tokens, {place}"
+        title = f"--- document {i + 1}: {counted(stop - start, 'token')}, {place}"
         lines.append(f"{BOLD}{title}{PLAIN}" if colour else title)
-        lines.append("".join(_marked(row[start:stop], counted[start:stop], tokenizer, colour)))
+        lines.append("".join(_marked(row[start:stop], in_loss[start:stop], tokenizer, colour)))
     return lines
 
 
@@ -217,7 +218,7 @@ def _config_lines(options: argparse.Namespace, colour: bool) -> list[str]:
     samples = opened[split]
     if isinstance(samples, MegatronSamples | MegatronBlend) and number >= (count := len(samples)):
         raise InputError(
-            f"--sample={number}: data.order=megatron has {count} samples of {split}: give 0 to {count - 1}."
+            f"--sample={number}: data.order=megatron has {counted(count, 'sample')} of {split}: give 0 to {count - 1}."
         )
     return describe_data(config, opened) + describe_samples(config, split, samples, colour, number)
 

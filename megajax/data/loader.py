@@ -270,7 +270,7 @@ def _range(config: "Config", split: Split, dataset: IndexedDataset | TextDataset
     first, last = divide(count, _shares(config))[SPLITS.index(split)]
     if first == last:
         raise InputError(
-            f"{dataset.prefix} has {count} {'sequences' if megatron else 'documents'}, and "
+            f"{dataset.prefix} has {counted(count, 'sequence' if megatron else 'document')}, and "
             f'data.split="{config.data.split}" leaves none for {split}: give {split} a larger share, or 0.'
         )
     return first, last

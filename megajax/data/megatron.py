@@ -11,6 +11,7 @@ import numpy as np
 
 from megajax.config.batch_schedule import samples_before
 from megajax.config.data_schema import reads_whole
+from megajax.config.sentences import counted
 from megajax.data.blend import blend_indices, exhaustive_indices, normalise_weights
 from megajax.data.index_cache import cache_directory, cached, digest
 from megajax.data.indexed import IndexedDataset
@@ -198,7 +199,7 @@ def open_samples(
     there, needed = sum(map(len, sources)), samples_before(config, config.run.steps)
     if weights is None and split == "train" and needed > there:
         raise InputError(
-            f"the {len(sources)} sources without weights have {there} samples, each read once, but the run reads "
-            f"{needed}: give them weights, with which they are repeated, or lower run.steps."
+            f"the {len(sources)} sources without weights have {counted(there, 'sample')}, each read once, but the "
+            f"run reads {needed}: give them weights, with which they are repeated, or lower run.steps."
         )
     return MegatronBlend(sources, weights, wanted, cache)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from megajax.console import CommandParser, user_errors
 from megajax.data.indexed import IndexedDataset, IndexedWriter
+from megajax.data.progress import data_size
 from megajax.errors import InputError
 
 
@@ -47,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with user_errors():
         options = parser.parse_args(arguments)
         documents, tokens = merge(options.input, options.output_prefix)
-        print(f"{options.output_prefix}.bin/.idx: {documents:,} documents, {tokens:,} tokens")
+        print(f"{options.output_prefix}.bin/.idx: {data_size(documents, tokens)}")
     return 0
 
 

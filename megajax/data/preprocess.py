@@ -10,13 +10,14 @@ from typing import Any
 
 import yaml
 
+from megajax.config.sentences import counted
 from megajax.console import CommandParser, user_errors
 from megajax.data.encoding import Encoder, encode_blocks, write_documents
 from megajax.data.index_cache import file_digest
 from megajax.data.indexed import IndexedWriter, token_dtype
 from megajax.data.journal import Journal
 from megajax.data.json_lines import check_inputs, read_blocks
-from megajax.data.progress import show_progress
+from megajax.data.progress import data_size, show_progress
 from megajax.data.special_tokens import begin_of_document, end_of_document
 from megajax.data.tokenizers import load_tokenizer, tokenizer_files
 from megajax.errors import InputError
@@ -57,7 +58,7 @@ def preprocess(
     journal = Journal(prefix, _settings(inputs, encoder), dtype.itemsize, resume=resume)
     start = journal.point
     if start.documents:
-        print(f"going on after {start.documents:,} documents, {start.tokens:,} tokens", file=sys.stderr)
+        print(f"going on after {data_size(start.documents, start.tokens)}", file=sys.stderr)
     with (
         journal,
         IndexedWriter(prefix, dtype, lengths=journal.lengths) as writer,
@@ -70,7 +71,7 @@ def preprocess(
             found = f'only empty text under "{json_key}"' if writer.num_documents else "no documents"
             raise InputError(f"--input: {', '.join(inputs)} has {found}; nothing is written.")
     if bad.count:
-        left_out = f"{bad.count:,} bad lines were left out; --strict stops at the first."
+        left_out = f"{counted(bad.count, 'bad line')} left out; --strict stops at the first."
         warnings.warn(left_out + bad.named(), stacklevel=2)
     return prefix, writer.num_documents, writer.num_tokens
 
@@ -142,7 +143,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             resume=options.resume,
         )
     seconds = time.perf_counter() - start
-    print(f"{prefix}.bin/.idx: {documents:,} documents, {tokens:,} tokens in {seconds:,.1f} s")
+    print(f"{prefix}.bin/.idx: {data_size(documents, tokens)} in {seconds:,.1f} s")
     print("To train on these files, add to the config:")
     data: dict[str, Any] = {"train": prefix, "tokenizer": options.tokenizer}
     if options.eod_token:

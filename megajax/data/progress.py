@@ -5,7 +5,14 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from megajax.config.sentences import counted
+
 LINE_SECONDS = 10.0  # between lines if stderr is not a terminal
+
+
+def data_size(documents: int, tokens: int) -> str:
+    """The size of a data set in words."""
+    return f"{counted(documents, 'document')}, {counted(tokens, 'token')}"
 
 
 class Progress:
@@ -21,7 +28,7 @@ class Progress:
         self.documents += documents
         self.tokens += tokens
         speed = self.tokens / max(self.seconds, 1e-9)
-        self._show(self.stored_bytes, f"{self.documents:,} documents, {self.tokens:,} tokens, {speed:,.0f} tokens/s")
+        self._show(self.stored_bytes, f"{data_size(self.documents, self.tokens)}, {speed:,.0f} tokens/s")
 
     @property
     def seconds(self) -> float:

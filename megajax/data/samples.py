@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
+from megajax.config.sentences import counted
 from megajax.data.fim import Infilling
 from megajax.data.indexed import IndexedDataset, check_integers, id_range
 from megajax.data.remote import RemoteTokens
@@ -216,7 +217,8 @@ class DocumentSamples(Samples):
         """Raises InputError when there are no tokens or they are not integers."""
         check_integers(self.dataset)
         if not self.num_tokens:
-            which = f"{self.num_documents} documents, without any token" if self.num_documents else "no documents"
+            documents = self.num_documents
+            which = f"{counted(documents, 'document')}, without any token" if documents else "no documents"
             raise InputError(f"{self.dataset.prefix}.bin has {which}: write it again from text that is not empty.")
 
     def __reduce__(self) -> Any:

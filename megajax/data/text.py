@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from megajax import json_files
+from megajax.config.sentences import counted
 from megajax.data.encoding import Encoded, Encoder, encode_blocks, write_documents
 from megajax.data.index_cache import (
     cache_directory,
@@ -181,7 +182,7 @@ class _Tokenising:
         with IndexedWriter(folder / TOKENS, self._dtype) as writer:
             bad = write_documents(blocks, writer, progress)
         if bad.count:
-            warnings.warn(f"{path}: {bad.count:,} bad lines were left out.{bad.named()}", stacklevel=2)
+            warnings.warn(f"{path}: {counted(bad.count, 'bad line')} left out.{bad.named()}", stacklevel=2)
         with storage_errors(folder):
             (folder / BAD).write_text(json.dumps(bad.count), encoding="utf-8")
 

@@ -12,6 +12,7 @@ from megajax.checkpoint.manager import find_checkpoint
 from megajax.checkpoint.storage import SUBDIRECTORY
 from megajax.checkpoint.weights import open_layer_state, open_weights, run_config
 from megajax.config import ModelConfig
+from megajax.config.sentences import counted
 from megajax.errors import InputError
 from megajax.hf.convert import in_order, open_readers
 from megajax.model import Transformer, bind, parameters
@@ -51,7 +52,7 @@ class Difference:
     def line(self) -> str:
         """One line of the report."""
         shape = "x".join(map(str, self.shape)) or "1"
-        mark = f"  {self.unequal} numbers differ" if self.unequal else ""
+        mark = f"  {counted(self.unequal, 'unequal number')}" if self.unequal else ""
         return f"{self.name}  [{shape}] {self.dtype}  {self.absolute:.3g}  {self.relative:.3g}{mark}"
 
 

@@ -9,6 +9,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from megajax.config import AXES, Config
+from megajax.config.sentences import counted
 from megajax.hf.convert import open_readers
 from megajax.model import Transformer, parameters
 from megajax.sharding import place_all, stored_rows, unpadded_spec
@@ -68,7 +69,7 @@ def report(reads: list[Reads], per_process: int, folder_bytes: int) -> str:
     lines = [f"process {i:>4}  {size / 1e9:10.3f} GB  {pieces:>7} pieces" for i, (size, pieces) in enumerate(reads)]
     most, total = max(reads), sum(size for size, _ in reads)
     lines.append(
-        f"{len(reads)} processes with {per_process} devices each read {total / 1e9:,.1f} GB together, of a folder of "
+        f"{counted(len(reads), 'process')} of {counted(per_process, 'device')}: {total / 1e9:,.1f} GB, of a folder of "
         f"{folder_bytes / 1e9:,.1f} GB; the largest share is {most.size / 1e9:,.3f} GB, of process {reads.index(most)}"
     )
     return "\n".join(lines)

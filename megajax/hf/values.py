@@ -8,6 +8,7 @@ from pydantic import ValidationError
 
 from megajax.config import ModelConfig
 from megajax.config.load import describe_problem
+from megajax.config.sentences import counted
 from megajax.config.tree import show
 from megajax.errors import InputError
 from megajax.hf.defaults import ALIASES, DEFAULTS, NULLABLE
@@ -66,8 +67,9 @@ def check_values(config: Mapping[str, Any], names: Mapping[str, str], path: Path
     for key in ("layer_types", "no_rope_layers"):
         found = config.get(key)
         if found is not None and len(found) != layers:
+            entries = counted(len(found), "entry")
             raise InputError(
-                f"{path}: {key} has {len(found)} entries, but the model has {layers} layers: copy it again."
+                f"{path}: {key} has {entries}, but the model has {counted(layers, 'layer')}: copy it again."
             )
 
 

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from megajax.config.kinds import MTP, prediction_kind, prediction_layers
+from megajax.config.sentences import counted
 from megajax.inference.comm import Decode, LayerCache, Prefill, WholeSequences
 from megajax.inference.language_model import LanguageModel, block_inputs, positions_from
 from megajax.inference.sampling import Sampling, distribution, verify
@@ -46,7 +47,8 @@ class Verified(NamedTuple):
         shares = [float(count / self.steps) for count in self.accepted]
         each = ", ".join(f"{share:.0%}" for share in shares)
         drafts = "the draft was accepted in" if len(shares) == 1 else f"drafts 1 to {len(shares)} were accepted in"
-        return f"speculation: {1 + sum(shares):.2f} tokens per step; {drafts} {each} of {int(self.steps)} steps."
+        steps = counted(int(self.steps), "step")
+        return f"speculation: {1 + sum(shares):.2f} tokens per step; {drafts} {each} of {steps}."
 
 
 class Window(NamedTuple):

@@ -21,6 +21,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from megajax.config.load import config_path
+from megajax.config.sentences import counted
 from megajax.console import CommandParser, user_errors
 from megajax.errors import InputError
 from megajax.files import replace_text
@@ -255,7 +256,7 @@ def fewest(options: argparse.Namespace, rates: Rates) -> list[str]:
     while gpus <= options.gpus:
         try:
             with _live() as tell:
-                tell(f"trying {gpus} GPUs")
+                tell(f"trying {counted(gpus, 'GPU')}")
                 [found] = Search(options.config, options.overrides, gpus, rates).best(1)
         except InputError as error:
             gpus, reason = 2 * gpus, str(error)

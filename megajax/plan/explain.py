@@ -6,7 +6,7 @@ import itertools
 import warnings
 
 from megajax.config.load import read_tree
-from megajax.config.sentences import divisors
+from megajax.config.sentences import counted, divisors
 from megajax.errors import InputError
 from megajax.files import is_number
 from megajax.mesh import describe_hosts
@@ -137,7 +137,11 @@ def largest_microbatch(options: argparse.Namespace, overrides: list[str], found:
         if other.gib > rates.memory_gib:
             break
         batch = count
-    return f"Largest microbatch that fits: {batch} sequences on a GPU" if batch else "No microbatch fits this mesh."
+    return (
+        f"Largest microbatch that fits: {counted(batch, 'sequence')} on a GPU"
+        if batch
+        else "No microbatch fits this mesh."
+    )
 
 
 def longer(options: argparse.Namespace, overrides: list[str], found: Found, rates: Rates) -> str:

@@ -4,6 +4,7 @@ import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from megajax.config.sentences import counted
 from megajax.parallel.pipeline.simulator import Costs
 from megajax.pictures import schedule as schedules
 from megajax.plan.report import AXES_SHOWN, mesh_text
@@ -133,7 +134,8 @@ def _heading(drawing: ElementTree.Element, found: Found, names: set[str], sends:
     """Title, figures and legend."""
     config, time = found.candidate.config, found.time
     text(drawing, LEFT, 24, f"{config.run.name}: {mesh_text(found)}", font_size="16", font_weight="600")
-    text(drawing, LEFT, 46, f"a step of {_ms(time.total)}, {config.batch.num_microbatches} microbatches, estimated")
+    microbatches = counted(config.batch.num_microbatches, "microbatch")
+    text(drawing, LEFT, 46, f"a step of {_ms(time.total)}, {microbatches}, estimated")
     x, y = float(LEFT), 60
     for name, color in COLORS.items():
         if name in names or (sends and name in ("hidden", "exposed")):

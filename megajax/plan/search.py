@@ -22,7 +22,7 @@ from pydantic import ValidationError
 from megajax.config import Config, load_config
 from megajax.config.checks import check_combinations, check_mesh
 from megajax.config.load import read_tree
-from megajax.config.sentences import value
+from megajax.config.sentences import counted, value
 from megajax.config.tree import Tree, as_override, read_override
 from megajax.errors import ConfigError, InputError
 from megajax.plan.candidates import Candidate
@@ -160,11 +160,11 @@ class Search:
         reason = self.refusals.most_common(1)[0][0] if self.refusals else "choose another value, or leave it out."
         for key in self.fixed:
             if next(self._without(key)._legal(), None):
-                return f"{self._named(key)} rules out every mesh of {self.gpus} GPUs: {reason}"
+                return f"{self._named(key)} rules out every mesh of {counted(self.gpus, 'GPU')}: {reason}"
         pinned = " ".join(_as_overrides(self.fixed)) or f"batch.global_size={self.base.batch.global_size}"
         if self.fixed or not self.refusals:
-            return f"{pinned} leaves no mesh of {self.gpus} GPUs: {reason}"
-        return f"no mesh of {self.gpus} GPUs is possible; the most frequent reason: {reason}"
+            return f"{pinned} leaves no mesh of {counted(self.gpus, 'GPU')}: {reason}"
+        return f"no mesh of {counted(self.gpus, 'GPU')} is possible; the most frequent reason: {reason}"
 
     def _nothing_fits(self, closest: Found) -> str:
         """The sentence if nothing fits: the closest, what it lacks, and a pinned key that rules out what would fit."""

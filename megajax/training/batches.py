@@ -9,6 +9,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from megajax.config.batch_schedule import BatchSizes
+from megajax.config.sentences import counted
 from megajax.data import loader
 from megajax.data.samples import Samples
 from megajax.errors import InputError
@@ -73,8 +74,9 @@ def _check(program: TrainProgram, fields: Mapping[str, np.ndarray], source: str)
     shape = (len(held), program.plan.batch_shape[2])
     for name in given:
         if (found := np.shape(fields[name])) != shape:
-            problem = f"{source} has {name} of the shape {[*found]}, but this process has {shape[0]} rows of {shape[1]}"
-            raise InputError(f"{problem} tokens: give {[*shape]}.")
+            wanted = f"{counted(shape[0], 'row')} of {counted(shape[1], 'token')}"
+            problem = f"{source} has {name} of the shape {[*found]}, but this process has {wanted}"
+            raise InputError(f"{problem}: give {[*shape]}.")
     model = program.config.model
     limits = {"tokens": model.vocab_size, "targets": model.vocab_size, "positions": math.inf}
     if model.position == "learned":

@@ -8,6 +8,7 @@ import jax
 from jax._src import compilation_cache
 
 from megajax.config import Config
+from megajax.config.sentences import counted
 from megajax.errors import InputError
 from megajax.plan.compile import memory_of
 from megajax.training.shared_programs import SharedCompiler
@@ -26,7 +27,7 @@ def compile_steps(
     """
     steps = {}
     for size in sizes:
-        of_size, named = program.by_size[size], f" for {size} sequences" if len(sizes) > 1 else ""
+        of_size, named = program.by_size[size], f" for {counted(size, 'sequence')}" if len(sizes) > 1 else ""
         microbatches = of_size.plan.batch_shape[0]
         note(f"compiling{named}…")
         start = time.perf_counter()
@@ -56,7 +57,7 @@ def check_memory(step: jax.stages.Compiled, size: int, program: TrainProgram) ->
     if limit is not None and (needed := memory_of(step)["whole"]) > limit:
         config = program.config
         raise InputError(
-            f"batch.schedule={config.batch.schedule} ({config.where('batch.schedule')}): a step of {size} sequences "
-            f"needs {needed / GIB:.1f} GiB of memory per device, but there are {limit / GIB:.1f}: raise "
-            "batch.num_microbatches, or choose another remat.policy."
+            f"batch.schedule={config.batch.schedule} ({config.where('batch.schedule')}): a step of "
+            f"{counted(size, 'sequence')} needs {needed / GIB:.1f} GiB of memory per device, but there are "
+            f"{limit / GIB:.1f}: raise batch.num_microbatches, or choose another remat.policy."
         )

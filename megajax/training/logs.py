@@ -17,6 +17,7 @@ import numpy as np
 from megajax import metrics_file
 from megajax.checkpoint import SaveOutcome
 from megajax.config import Config
+from megajax.config.sentences import counted
 from megajax.console import amount, command, fold, size
 from megajax.errors import InputError
 from megajax.files import METRICS, replace_text
@@ -80,7 +81,7 @@ class MetricsLog:
                 self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
         except OSError as error:
             lines = self._unwritten.count(b"\n")
-            problem = f"{lines} lines of {self._file.name} could not be written ({error.strerror})"
+            problem = f"{counted(lines, 'line')} of {self._file.name} could not be written ({error.strerror})"
             warnings.warn(f"{problem}: free disk space there.", stacklevel=3)
 
     def close(self) -> None:

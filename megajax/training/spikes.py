@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import jax
 
 from megajax.config import Config
+from megajax.config.sentences import counted
 
 
 class BadStep(NamedTuple):
@@ -97,7 +98,7 @@ def nonfinite_sentence(in_row: int, config: Config, newest: int | None) -> str:
     saved = "no checkpoint was saved" if newest is None else f"the checkpoint of step {newest} is from before"
     weights = " and the weights of checkpoint.init_from" if config.checkpoint.init_from is not None else ""
     return (
-        f"megajax: error: {in_row} steps in a row had a loss or gradient that is not finite, more than "
+        f"megajax: error: {counted(in_row, 'step')} in a row had a loss or gradient that is not finite, more than "
         f"run.max_nonfinite_steps={config.run.max_nonfinite_steps}; {saved}: "
         f"lower schedule.learning_rate or inspect the data of these steps{weights}, then start again."
     )
@@ -108,7 +109,7 @@ def sentence(found: list[BadStep], config: Config) -> str:
     (step, loss, median), run = found[0], config.run
     if median is None:
         count = run.max_nonfinite_steps + 1
-        return f"{count} steps in a row, up to step {step}, had a loss or gradient that is not finite"
+        return f"{counted(count, 'step')} in a row, up to step {step}, had a loss or gradient that is not finite"
     more = f"; {len(found) - 1} more up to step {found[-1].step}" if len(found) > 1 else ""
     return (
         f"loss spike at step {step}: {loss:.4f} is more than run.spike_factor={run.spike_factor:g} times "

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from megajax.config import load_config
+from megajax.config.sentences import counted
 from megajax.errors import ConfigError
 
 MODEL = """\
@@ -203,3 +204,16 @@ def test_a_removed_key_of_an_earlier_versions_config_yaml_is_dropped():
 def test_a_long_value_is_cut():
     text = message("good.yaml", "run.steps=" + "x" * 100)
     assert text.startswith("run.steps=" + "x" * 57 + "... is not a whole number (")
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("words", ["1 token", "0 tokens", "4,096 tokens", "2 processes", "1 process", "2 microbatches"])
+def test_nouns_have_the_number_of_their_count(words):
+    number, noun = words.split()
+    one = {"tokens": "token", "processes": "process", "microbatches": "microbatch"}.get(noun, noun)
+    assert counted(int(number.replace(",", "")), one) == words
+    assert (counted(2, "entry"), counted(2, "epoch"), counted("0.5", "epoch")) == (
+        "2 entries",
+        "2 epochs",
+        "0.5 epochs",
+    )

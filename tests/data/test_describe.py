@@ -23,7 +23,7 @@ def test_a_split_file_is_described_with_the_epochs_that_the_run_reads(make_confi
         f"{prefix}, shuffled, tokenizer byte; documents separate in attention, loss",
         "train: 16 documents, 800 tokens, 100 samples per epoch; 10 steps read 320 tokens, 0.4 epochs",
         "valid: 3 documents, 30 tokens, 3 samples per epoch; an evaluation reads 64 tokens, 2.13 epochs",
-        "test: 1 documents, 10 tokens; not evaluated by the run",
+        "test: 1 document, 10 tokens; not evaluated by the run",
     ]
     resumed = BatchSizes.of(config, Position(5, 10))  # 5 steps of 2 before the resume, 5 of 4 after it
     assert "10 steps read 240 tokens, 0.3 epochs" in describe_data(config, datasets(config), resumed)[1]
@@ -42,10 +42,10 @@ def test_a_blend_is_described_by_shares_and_epochs_of_each_source(make_config, w
         "a blend of 2 data sets, shuffled, tokenizer not given",
         "train: 21 documents, 860 tokens in 2 data sets; 10 steps read 320 tokens",
         f"  75.0% {large}: 20 documents, 840 tokens, 0.286 epochs",
-        f"  25.0% {small}: 1 documents, 20 tokens, 4 epochs",
+        f"  25.0% {small}: 1 document, 20 tokens, 4 epochs",
     ]
     sources = [SimpleNamespace(prefix=huge, weight=1.0), SimpleNamespace(prefix=small, weight=3.0)]
-    assert lines_of(make_config(train=sources))[2].endswith("1 documents, 100,000 tokens, less than 0.001 epochs")
+    assert lines_of(make_config(train=sources))[2].endswith("1 document, 100,000 tokens, less than 0.001 epochs")
     many = lines_of(make_config(train=sources * SOURCES_SHOWN))
     assert len(many) == 2 + SOURCES_SHOWN + 1 and many[-1] == f"  and {SOURCES_SHOWN} more"
 

@@ -99,7 +99,7 @@ def test_a_sample_shows_its_documents_positions_and_what_does_not_count(write_do
         "⟦a⟧bc<end of document>",
         "--- document 2: 4 tokens, position 0",
         "⟦d⟧e\\x1b<end of document>",
-        "--- document 3: 1 tokens, a target only",
+        "--- document 3: 1 token, a target only",
         "⟦f⟧",
     ]
     assert "  100.00% end with token 256, the end-of-document token" in lines
@@ -139,7 +139,7 @@ def test_chats_show_padding_and_the_assistants_tokens(tmp_path, shown):
     source.write_text("".join(json.dumps({"prompt": "ab", "completion": c}) + "\n" for c in ("c", "de")))
     lines = shown(f"kind: chat, train: {source}, pack: false, index_cache: {tmp_path}", "--sample", "1")
     assert lines[-3:] == [
-        f"sample 1 of train, number 1 of {source}: 9 tokens, 1 documents, 4 tokens of padding; in ⟦⟧: not counted in "
+        f"sample 1 of train, number 1 of {source}: 9 tokens, 1 document, 4 tokens of padding; in ⟦⟧: not counted in "
         "the loss",
         "--- document 1: 5 tokens, position 0",
         "⟦ab⟧de<end of document>",

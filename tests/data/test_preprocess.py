@@ -156,7 +156,7 @@ def test_bad_lines_are_left_out_counted_and_named(tmp_path, monkeypatch, capsys)
         found[workers] = capsys.readouterr().err
     assert found["1"] == found["2"]
     first, *lines = found["1"].splitlines()
-    assert first == "megajax: warning: 7 bad lines were left out; --strict stops at the first."
+    assert first == "megajax: warning: 7 bad lines left out; --strict stops at the first."
     named = list(BAD_LINES.values())[:5]
     assert lines == [f"  {source}, line {2 * i + 1} {named[i]}." for i in range(5)] + ["  and 2 more"]
 

@@ -98,7 +98,7 @@ def interrupted(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(json_lines, "BLOCK_BYTES", 64)
     monkeypatch.setattr(journal, "RECORD_SECONDS", 0.0)
     inputs = write_inputs(tmp_path)
-    with pytest.warns(UserWarning, match="2 bad lines were left out"):
+    with pytest.warns(UserWarning, match="2 bad lines left out"):
         whole = pair(preprocess(inputs, str(tmp_path / "whole"), "byte")[0])
     arguments = ["--input", *inputs, "--output-prefix", str(tmp_path / "out"), "--tokenizer", "byte"]
     add, blocks = IndexedWriter.add_documents, count()
@@ -124,7 +124,7 @@ def test_an_interrupted_run_goes_on_and_names_all_its_bad_lines(interrupted, tmp
     assert pair(tmp_path / "out_text_document") == whole
     out, err = capsys.readouterr()
     assert "out_text_document.bin/.idx: 13 documents, " in out
-    assert err.startswith("going on after 7 documents, ") and "2 bad lines were left out" in err
+    assert err.startswith("going on after 7 documents, ") and "2 bad lines left out" in err
     assert not list(tmp_path.glob("*.partial*"))
 
 

@@ -194,7 +194,7 @@ def test_compare_tells_rounding_from_differences(imported, tmp_path, capsys, mon
     change_tensor(folder, name, lambda _: changed)
     assert main(["compare", str(folder), str(run_dir)]) == 1
     out = capsys.readouterr().out
-    assert f"{name}  [48x80] float32  inf  inf  2 numbers differ" in out and "1 of 30 tensors" in out
+    assert f"{name}  [48x80] float32  inf  inf  2 unequal numbers" in out and "1 of 30 tensors" in out
     change_tensor(folder, name, lambda _: np.where(np.isnan(changed), weights, changed))
     found = {d.name: d for d in comparison.compare(folder, str(run_dir))}[name]
     assert (found.absolute, found.unequal) == (pytest.approx(0.5), 1)
@@ -254,7 +254,7 @@ def test_the_plan_counts_what_reading_reads(unpack, tmp_path, monkeypatch, capsy
     arguments = [str(path), str(folder), "--devices", "8", "--per-process", "4"]
     assert main(["plan", *arguments, *(f"mesh.{axis}={size}" for axis, size in mesh.items())]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 3 and lines[2].startswith("2 processes with 4 devices each read 0.0 GB together")
+    assert len(lines) == 3 and lines[2].startswith("2 processes of 4 devices: 0.0 GB, of a folder of")
 
 
 LARGE = {

@@ -287,7 +287,7 @@ MISTAKES = {
     ),
     "too few kinds of layers": (
         lambda f: change_config(f, layer_types=["full_attention"]),
-        "layer_types has 1 entries, but the model has 3 layers",
+        "layer_types has 1 entry, but the model has 3 layers",
     ),
     "a width of scores": (
         lambda f: change_config(f, query_pre_attn_scalar=0),
