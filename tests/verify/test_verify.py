@@ -146,13 +146,13 @@ def test_fp8_and_a_block_from_outside(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
     code = "from test_block_kinds import Attention, Squared, register\nregister('squared', Attention, Squared)\n"
-    (tmp_path / "my_blocks.py").write_text(code)
+    (tmp_path / "toy_blocks.py").write_text(code)
     model = {name: value for name, value in LARGE["model"].items() if name not in ("num_experts", "router")}
     settings = LARGE | {"model": model | {"block_pattern": ["dense", "squared"]}}
     settings["batch"] = LARGE["batch"] | {"num_microbatches": 1}
     settings["precision"] = {"fp8": {"recipe": "delayed", "first_bf16_layers": 3}}
     (tmp_path / "toy.yaml").write_text(Config.model_validate(settings).to_yaml())
-    arguments = ["toy.yaml", "run.extensions=[my_blocks]", "--mesh", "fsdp=2,tensor=2", "--steps", "1"]
+    arguments = ["toy.yaml", "run.extensions=[toy_blocks]", "--mesh", "fsdp=2,tensor=2", "--steps", "1"]
     assert command.main(arguments) == 0
     printed = capsys.readouterr()
     named = [line.partition(": ")[2] for line in printed.err.splitlines() if line.startswith("compiling and training")]
