@@ -25,7 +25,6 @@ FP8 = "fp8, float8, e4m3, float8_e4m3fn | | precision.fp8.recipe is the setting 
 OTHER_VALUES = {
     key: rows(text)
     for key, text in {
-        "run.eval_steps": "full, whole, everything, entire, epoch, null | all\n",
         "model.activation": """
 silu, swish, llama, silu-glu, silu_linear | swiglu | which is gated by SiLU
 gelu_glu, gated-gelu, gelu_pytorch_tanh_glu, gegelu, gemma | geglu
