@@ -83,9 +83,8 @@ def describe_hosts(sizes: Mapping[str, int], hosts: Sequence[int] | np.ndarray) 
     inside = [axis for axis in AXES if sizes.get(axis, 1) > 1 and axis not in between]
     least, most = int(counts.min()), int(counts.max())
     of = counted(most, "device") if least == most else f"{least} to {most} devices"
-    lines = [
-        f"hosts      {len(numbers)} of {of}; between hosts: {', '.join(between)}; inside: {', '.join(inside) or '-'}"
-    ]
+    axes = f"between hosts: {', '.join(between)}; inside: {', '.join(inside) or '-'}"
+    lines = [f"hosts      {len(numbers)} with {of} each; {axes}"]
     if "tensor" in between:
         lines.append(
             f"warning    groups of mesh.tensor={sizes['tensor']} are on several hosts, so every layer waits for the "

@@ -69,7 +69,7 @@ def test_inner_axes_lie_inside_a_host_however_processes_are_numbered(monkeypatch
     placed = hosts_of(list(grid.flat))
     assert axes_across(sizes, placed) == ("data",)
     assert describe_hosts(sizes, placed) == [
-        "hosts      2 of 8 devices; between hosts: data; inside: expert, context, tensor"
+        "hosts      2 with 8 devices each; between hosts: data; inside: expert, context, tensor"
     ]
     assert sorted(d.id for d in grid.flat) == list(range(16))
 
@@ -81,7 +81,7 @@ def test_tensor_between_hosts_is_named_with_a_warning():
     assert axes_across({"data": 2, "pipeline": 2, "context": 4}, hosts) == ("pipeline",)
     assert axes_across({"tensor": 3, "data": 4}, [i // 8 for i in range(12)]) == ("data", "tensor"), "6, 7 and 8"
     where, warning = describe_hosts({"tensor": 16}, hosts)
-    assert where == "hosts      2 of 8 devices; between hosts: tensor; inside: -"
+    assert where == "hosts      2 with 8 devices each; between hosts: tensor; inside: -"
     assert "mesh.tensor=16" in warning and "divides the 8 devices of a host" in warning
     assert describe_hosts({"tensor": 8}, [0] * 8) == []
 

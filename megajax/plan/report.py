@@ -99,7 +99,11 @@ def table(rows: Sequence[Sequence[str]], markdown: bool, width: int | None = Non
     lines = [f"{HEAD[0]:{room}}  {figures[0]}"]
     for (mesh, lost, _), line in zip(short, figures[1:], strict=True):
         first, *others = _cut(mesh, room)
-        lines += [f"{first:{room}}  {line}", *others, *_cut(lost and f"  lost to {lost}", width)[:1]]
+        lines += [
+            f"{first:{room}}  {line}",
+            *others,
+            *(each.rstrip(",") for each in _cut(lost and f"  lost to {lost}", width)[:1]),
+        ]
     return [*lines, f"{BETWEEN}: between hosts; M: microbatches; ms: of a step; tok/s: of a GPU."]
 
 
@@ -112,9 +116,10 @@ def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def _cut(text: str, width: int) -> list[str]:
-    """Lines of a cell, cut behind commas and crosses only."""
-    kept = re.sub(r"(?<![,×]) ", "\u00a0", text)
-    return [line.replace("\u00a0", " ").rstrip(",") for line in textwrap.wrap(kept, width, subsequent_indent="  ")]
+    """Lines of a cell, cut behind commas and crosses; elsewhere only in what is longer than a line."""
+    parts = re.split(r"(?<=[,×]) ", text)
+    kept = " ".join(part if len(part) > width - 2 else part.replace(" ", "\u00a0") for part in parts)
+    return [line.replace("\u00a0", " ") for line in textwrap.wrap(kept, width, subsequent_indent="  ")]
 
 
 def _shortened(row: Sequence[str]) -> tuple[str, str, Sequence[str]]:

@@ -28,7 +28,7 @@ from megajax.errors import ConfigError, InputError
 from megajax.plan.candidates import Candidate
 from megajax.plan.rates import GIB, Rates
 from megajax.plan.step_time import StepTime
-from megajax.plan.variations import FP8, LAYOUT, VARIED, Settings, Variations
+from megajax.plan.variations import FP8, LAYOUT, NEUTRAL, VARIED, Settings, Variations
 
 MESHES_EXPANDED = 24  # fastest pairs of mesh and microbatches of the first pass, of each remat policy
 SMALLEST = 24  # candidates with the fewest bytes that are asked whether anything fits without a pinned key
@@ -96,10 +96,11 @@ class Search:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             policy = {k: v for k, v in self.fixed.items() if k == "remat.policy"}  # remat.group needs full
-            self.given = read_tree(self.path, ()).values
             written = read_tree(self.path, self.kept).values
             self.varied_sections = {name: written.get(name) or {} for name in SECTIONS}
-            self.base = load_config(self.path, [*self.kept, f"{LAYOUT}=null", *_as_overrides(policy)])
+            # The file's own values of the varied keys may be illegal with the pinned keys.
+            self.base = load_config(self.path, [*self.kept, *_as_overrides({**NEUTRAL, **policy})])
+            self.own = self.base.model_copy(update=self._sections(self.varied_sections))
         self.variations = Variations(self.base, self.fixed, self.gpus, self.rates.hosts_of)
         check_fp8(self.base, self.rates, self.fp8)
         where = self.base.where(FP8)
@@ -131,8 +132,7 @@ class Search:
 
     def changed(self, found: Found) -> list[str]:
         """The overrides of a candidate without those that the config has anyway."""
-        layout = self.given.get("pipeline", {}).get("layout")
-        have = {key: layout if key == LAYOUT else value(self.base, key) for key in found.settings}
+        have = {key: value(self.own, key) for key in found.settings}
         have = {key: list(own) if isinstance(own, tuple) else own for key, own in have.items()}
         return _as_overrides({key: new for key, new in found.settings.items() if have[key] != new})
 
@@ -220,13 +220,17 @@ class Search:
             return None
         return Found(settings, candidate, self.rates)
 
+    def _sections(self, values: dict) -> dict:
+        """The sections of a config, by name."""
+        return {name: type(getattr(self.base, name)).model_validate(own) for name, own in values.items()}
+
     def _config(self, overrides: list[str]) -> Config:
         """The base with overrides of varied keys, as `load_config` makes it: only their sections are read again."""
         tree = Tree(copy.deepcopy(self.varied_sections))
         for override in overrides:
             tree.merge(read_override(override))
         try:
-            sections = {name: type(getattr(self.base, name)).model_validate(own) for name, own in tree.values.items()}
+            sections = self._sections(tree.values)
         except ValidationError:  # a pinned value; the sentence on it
             return load_config(self.path, [*self.kept, *overrides])
         config = self.base.model_copy(update=sections)

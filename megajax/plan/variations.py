@@ -18,6 +18,14 @@ VARIED = (
     *("batch.num_microbatches", "pipeline.schedule", "pipeline.rounds", LAYOUT, "remat.policy", "remat.layers"),
 )
 type Settings = dict[str, object]
+NEUTRAL: Settings = {  # values that are legal with every value of the other keys
+    **{f"mesh.{axis}": 1 for axis in ("pipeline", "fsdp", "expert", "context", "tensor")},
+    "mesh.data": -1,
+    "batch.num_microbatches": 1,
+    "pipeline.rounds": 1,
+    LAYOUT: None,
+    "remat.layers": None,
+}
 
 
 @dataclass(frozen=True)

@@ -42,6 +42,9 @@ def test_long_cells_are_cut_and_wide_terminals_have_the_whole_table():
     lines = table([row], False, WIDTH)
     assert max(map(len, lines)) <= WIDTH
     text = " ".join(lines)
+    cells_of_mesh = [lines[1][:20], *lines[2:-2]]
+    kept = " ".join(each.strip() for each in cells_of_mesh).replace("^", "")
+    assert kept == mesh, "no comma and no word is lost or cut"
     assert "pipeline 16^" in text and "data 8^" in text and "expert 8" in text and "FP8" in text
     assert lines[1].endswith("57.7%")
     [head, whole] = table([row], False, 300)

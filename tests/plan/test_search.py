@@ -37,6 +37,22 @@ def test_the_fastest_that_fit_come_first_one_of_each_mesh(best):
     assert all(math.prod(mesh) == 4 for mesh in meshes) and all(found.gib <= H200.memory_gib for found in best)
 
 
+def test_the_files_own_values_of_varied_keys_need_not_suit_what_is_pinned(eight_layers, tmp_path):
+    """16 microbatches do not divide a batch of 2, and tensor 8 does not divide one head."""
+    path = tmp_path / "own.yaml"
+    path.write_text(f"include: {eight_layers(8)}\nbatch: {{num_microbatches: 16}}\nmesh: {{tensor: 8}}\n")
+    pinned = ["batch.global_size=2"]
+    search = Search(path, pinned, 2, H200)
+    [fastest] = search.best(1)
+    changed = search.changed(fastest)
+    assert any(each.startswith("batch.num_microbatches=") for each in changed)
+    assert any(each.startswith("mesh.tensor=") for each in changed)
+    config = load_config(path, [*pinned, *changed])
+    assert check_mesh(config, 2) == fastest.candidate.plan.sizes
+    with pytest.raises(InputError, match="batch.num_microbatches=16"):
+        Search(path, [*pinned, "batch.num_microbatches=16"], 2, H200).best(1)
+
+
 def test_no_other_mesh_is_faster(config):
     """Every axis over two GPUs, with every number of microbatches and remat policy, one by one."""
     search, times = Search(config, [], 2, H200), []
