@@ -69,24 +69,29 @@ class Encoder:
         self.tokenizer = self.tokenizer or load_tokenizer(self.spec)
         bad: list[str] = []
         numbered = list(texts(block, self.json_key, None if self.strict else bad, self.key_option))
+        dtype = token_dtype(self.tokenizer.vocab_size)
         documents: list[np.ndarray] = []
         before, after = ([] if token is None else [token] for token in (self.begin_of_document, self.end_of_document))
         for ids in self._encode(self.tokenizer, block, numbered, bad):
-            documents.append(np.asarray([*before, *ids, *after] if ids else ids, np.int64))
+            try:
+                documents.append(np.asarray([*before, *ids, *after] if ids else ids, dtype))
+            except OverflowError:  # NumPy's, for an integer that the dtype does not have
+                self._check([min(ids), max(ids)], self.tokenizer.vocab_size)
+                raise
         lengths = np.asarray([document.size for document in documents], np.int64)
-        tokens = self._fitting(np.concatenate([np.empty(0, np.int64), *documents]), self.tokenizer.vocab_size)
+        tokens = np.concatenate([np.empty(0, dtype), *documents])
+        self._check([int(tokens.min(initial=0)), int(tokens.max(initial=0))], self.tokenizer.vocab_size)
         left_out = BadLines(len(bad), bad[:BAD_SHOWN])
         return Encoded(block.path, tokens, lengths, block.stored_bytes, left_out, block.end)
 
-    def _fitting(self, tokens: np.ndarray, vocab_size: int) -> np.ndarray:
-        """Tokens in their file's dtype; InputError for one outside the vocabulary, as an extension may give it."""
-        for worst in (tokens.min(initial=0), tokens.max(initial=0)):
-            if not 0 <= worst < max(1, vocab_size):
+    def _check(self, worst: Sequence[int], vocab_size: int) -> None:
+        """Raise InputError for a token outside the vocabulary, as an extension may give it."""
+        for token in worst:
+            if not 0 <= token < max(1, vocab_size):
                 raise InputError(
-                    f"the tokenizer {self.spec} gave the token id {worst}, outside its vocab_size={vocab_size}: "
+                    f"the tokenizer {self.spec} gave the token id {token}, outside its vocab_size={vocab_size}: "
                     "correct it."
                 )
-        return tokens.astype(token_dtype(vocab_size))
 
     def _encode(
         self, tokenizer: Tokenizer, block: Block, numbered: Sequence[tuple[int, str]], bad: list[str]
