@@ -82,9 +82,9 @@ def _share(text: str) -> float:
 
 @contextmanager
 def _live() -> Iterator[Callable[[str], None]]:
-    """A line on stderr with the given text and the seconds; a line every TELL_SECONDS if stderr is no terminal."""
+    """A line on stderr with the text and the seconds; if stderr is no terminal one at once, then every TELL_SECONDS."""
     if not sys.stderr.isatty():
-        start = told = time.monotonic()
+        start, told = time.monotonic(), -math.inf
 
         def tell(text: str) -> None:
             nonlocal told

@@ -35,7 +35,10 @@ def explain(options: argparse.Namespace, found: Found, overrides: list[str], rat
 
 
 def _cures(options: argparse.Namespace, found: Found, overrides: list[str], rates: Rates) -> list[str]:
-    """Lines on a mesh that does not fit: what it lacks, and the three fastest changes that make it fit."""
+    """Lines on a mesh that does not fit: what it lacks, and the three fastest changes that make it fit.
+
+    More GPUs and shorter sequences are tried only if there are fewer than three without them.
+    """
     lacking = found.gib - rates.memory_gib
     if lacking <= 0:
         return []
@@ -50,22 +53,39 @@ def _cures(options: argparse.Namespace, found: Found, overrides: list[str], rate
             if sizes["data"] % 2 == 0:
                 singles.append([f"mesh.{axis}={2 * sizes[axis]}", f"mesh.data={sizes['data'] // 2}"])
     pairs = [one + other for one, other in itertools.combinations(singles, 2) if not _same_key(one, other)]
-    fitting: list[tuple[float, float, list[str]]] = []
-    for changes in (singles, pairs):
-        enough = [set(change) for _, _, change in fitting]
+    dearer = [[f"--gpus={n * options.gpus}"] for n in (2, 4)]
+    for axis in ("fsdp", "tensor", "pipeline"):
+        dearer += [[f"--gpus={n * options.gpus}", f"mesh.{axis}={n * sizes[axis]}"] for n in (2, 4)]
+    dearer.append([f"batch.sequence_length={config.batch.sequence_length // 2}"])
+    fitting: list[tuple[int, float, float, list[str]]] = []
+    for rank, changes in enumerate((singles, pairs, dearer, [[*one, *other] for one in dearer for other in singles])):
+        enough = [set(change) for *_, change in fitting]
         for change in (each for each in changes if not any(one < set(each) for one in enough)):
             with contextlib.suppress(ValueError):  # it is not legal
-                other = explained(options.config, [*overrides, *change], options.gpus, rates)
-                fitting += [(other.time.total, other.gib, change)] if other.gib <= rates.memory_gib else []
+                other = _changed(options, [*overrides, *change], rates)
+                fitting += [(rank // 2, other.time.total, other.gib, change)] if other.gib <= rates.memory_gib else []
         if len(fitting) >= 3:
             break
     first = f"Does not fit: {found.gib:.1f} GiB, {lacking:.1f} more than the {rates.memory_gib:.1f} of a GPU."
     if not fitting:
-        return [f"{first} No two changes of the batch, recomputation or mesh make it fit: use more GPUs.", ""]
+        return [
+            f"{first} No two changes of the batch, recomputation, mesh or GPUs make it fit: use many more GPUs.",
+            "",
+        ]
     lines = [f"{first} The fastest changes that make it fit:"]
-    for seconds, gib, change in sorted(fitting, key=lambda each: each[0])[:3]:
+    for _, seconds, gib, change in sorted(fitting)[:3]:
         lines.append(f"  {1e3 * seconds:10,.1f} ms {gib:8.1f} GiB   {' '.join(change)}")
+    if len(fitting) < 3:
+        lines.append(
+            "  No others were found among changes of batch, recomputation, offload, mesh, sequence length and GPUs."
+        )
     return [*lines, ""]
+
+
+def _changed(options: argparse.Namespace, overrides: list[str], rates: Rates) -> Found:
+    """The candidate with overrides, of which one may be --gpus=N."""
+    gpus = next((int(each.removeprefix("--gpus=")) for each in overrides if each.startswith("--gpus=")), options.gpus)
+    return explained(options.config, [each for each in overrides if not each.startswith("--gpus=")], gpus, rates)
 
 
 def _same_key(one: list[str], other: list[str]) -> bool:

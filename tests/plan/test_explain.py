@@ -120,6 +120,21 @@ def test_a_mesh_that_does_not_fit_says_so_first_with_changes_that_do(eight_layer
     assert [float(row[0].replace(",", "")) for row in changes] == sorted(float(r[0].replace(",", "")) for r in changes)
 
 
+def test_more_gpus_are_named_if_fewer_than_three_changes_of_the_mesh_fit(eight_layers, capsys):
+    config, pinned = eight_layers(8), ["model.num_layers=200", "batch.num_microbatches=1"]
+    assert main([str(config), "--gpus", "8", "--explain", "fsdp=8", *pinned]) == 0
+    first, *others = capsys.readouterr().out.splitlines()
+    assert first.startswith("Does not fit")
+    changes = [line.split() for line in others[: others.index("")]]
+    with_more = [row for row in changes if any(each.startswith("--gpus=") for each in row)]
+    assert len(changes) == 3 and with_more
+    for _, _, gib, _, *change in with_more:
+        gpus = next(int(each.removeprefix("--gpus=")) for each in change if each.startswith("--gpus="))
+        rest = [each for each in change if not each.startswith("--gpus=")]
+        found = explained(config, ["mesh.fsdp=8", *pinned, *rest], gpus, H200)
+        assert found.gib <= H200.memory_gib and gib == f"{found.gib:.1f}"
+
+
 def test_a_mesh_is_explained_without_data_batch_or_microbatches(tmp_path, capsys):
     config = tmp_path / "model.yaml"
     config.write_text("model: {num_layers: 8, hidden_size: 1024, num_heads: 8, vocab_size: 32000}")
