@@ -56,12 +56,12 @@ def shown(value: object) -> str:
 def reading(path: str | PathLike[str], cure: str = "copy it again") -> Iterator[None]:
     """Around the reading of a file from others: an error that no check foresaw is a sentence with the path.
 
-    The error itself is the cause, which `--traceback` prints. Libraries have errors of any kind; an AssertionError is a
-    mistake of ours.
+    The error itself is the cause, which `--traceback` prints. Libraries have errors of any kind; an AssertionError
+    or a NameError is a mistake of ours.
     """
     try:
         yield
-    except (UserError, AssertionError):
+    except (UserError, AssertionError, NameError):
         raise
     except Exception as error:
         reason = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__

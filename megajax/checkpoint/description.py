@@ -35,10 +35,9 @@ OTHER_ARRAYS = (
     "lora.targets",
 )  # changes give the state other arrays
 # Keys that decide the tokens of the samples, by `data.kind`, besides its sources and their order.
-OF_TEXTS = ("tokenizer", "end_of_document", "begin_of_document", "text_key")
 OF_SAMPLES = {
-    "text": OF_TEXTS,
-    "chat": ("tokenizer", "end_of_document", "chat_template", "chat_template_args", "pack", "too_long"),
+    "text": ("end_of_document", "begin_of_document", "text_key"),
+    "chat": ("end_of_document", "chat_template_args", "pack", "too_long"),
     "indexed": (),
     "synthetic": (),
 }
@@ -59,6 +58,8 @@ class Difference(NamedTuple):
     def __str__(self) -> str:
         """`key=value, but this run has value`; of two lists of files those that are not in both."""
         key, saved, mine = self
+        if key.endswith(".content"):
+            return f"{key.removesuffix('.content')} has another content than at the checkpoint"
         if key == "data.train.files":
             key, common = "files of data.train", [file for file in saved if file in mine]
             if not len(saved) == len(mine) == len(common):  # else their order differs
@@ -97,7 +98,7 @@ def describe_lora(config: Config) -> dict[str, Any]:
 
 def describe_data(data: DataConfig) -> dict[str, Any]:
     """The settings that decide which tokens the n-th sample has."""
-    infilling = ("fim_spm_rate", "fim_tokens", "tokenizer") if data.fim_rate else ()
+    infilling = ("fim_spm_rate", "fim_tokens") if data.fim_rate else ()
     keys = {"kind", "train", "split", "order", "fim_rate", *OF_SAMPLES[data.kind], *infilling}
     return data.model_dump(mode="json", include=keys)
 
@@ -163,6 +164,7 @@ def _data(data: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
     if data["kind"] == other["kind"] == "synthetic":
         return {}
     always, keys = ("kind", "train", "split", "order", "stages"), {"samples": "train_samples", "files": "train.files"}
+    keys |= {f"{name}_content": f"{name}.content" for name in ("tokenizer", "chat_template")}
     return {keys.get(name, name): value for name, value in data.items() if name in always or name in other}
 
 

@@ -45,6 +45,11 @@ def digest(array: np.ndarray) -> str:
     return hashlib.blake2b(np.ascontiguousarray(array).data, digest_size=16).hexdigest()
 
 
+def text_digest(value: Any) -> str:
+    """A hash of a value that JSON can hold."""
+    return hashlib.blake2b(json.dumps(value, sort_keys=True).encode(), digest_size=16).hexdigest()
+
+
 def file_digest(path: str | Path) -> str:
     """A hash of a file's content."""
     with open(path, "rb") as file:

@@ -1,7 +1,6 @@
 """The train state's canonical form, and its conversion to and from checkpoints."""
 
 import math
-import os
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -30,7 +29,7 @@ from megajax.checkpoint.manager import loaded_layer_state, saved_layer_state
 from megajax.config import Config, ScheduleConfig
 from megajax.config.batch_schedule import BatchSizes, Position, samples_before
 from megajax.config.data_schema import sources_of
-from megajax.data.json_lines import matching_files
+from megajax.data.contents import data_contents
 from megajax.data.megatron import wanted_samples
 from megajax.errors import InputError, reading
 from megajax.hf import is_hf_folder
@@ -48,13 +47,11 @@ MUST_AGREE = ("model", "optimizer", "run", "batch", "lora", "data")
 ORDER_BY_SIZE = ("data.stages", "data.train_samples")  # they follow the size of the batch
 
 
-def compared_settings(config: Config, step: int, files: list[list[Any]] | None) -> dict[str, Any]:
-    """The sections MUST_AGREE of the description of a checkpoint of `step`; `files` are from `text_files`."""
+def compared_settings(config: Config, step: int, contents: Mapping[str, Any]) -> dict[str, Any]:
+    """The sections MUST_AGREE of the description of a checkpoint of `step`; `contents` are from `data_contents`."""
     optimizer, data = config.optimizer, config.data
     # Megatron's order depends on the number of samples.
     decisive: dict[str, Any] = {"samples": wanted_samples(config, "train")} if data.order == "megatron" else {}
-    if files is not None:
-        decisive["files"] = files
     # A later stage may change.
     if data.kind != "synthetic" and (past := [each for each in data.stages or () if each.from_step < step]):
         decisive["stages"] = [[samples_before(config, s.from_step), s.model_dump(mode="json")] for s in past]
@@ -66,17 +63,8 @@ def compared_settings(config: Config, step: int, files: list[list[Any]] | None) 
         "optimizer": {"kind": optimizer.kind, "state": optimizer.state, "beta1": beta1},
         "batch": {"sequence_length": config.batch.sequence_length},
         "lora": describe_lora(config),
-        "data": describe_data(data) | decisive,
+        "data": {**describe_data(data), **decisive, **contents},
     }
-
-
-def text_files(config: Config) -> list[list[Any]] | None:
-    """The files of `data.kind: text` and `chat`, with their sizes: a pattern may match others at the next start."""
-    data = config.data
-    if data.kind not in ("text", "chat"):
-        return None
-    paths = [path for pattern, _ in sources_of(data.train) for path in matching_files(pattern)]
-    return [[path, os.path.getsize(path)] for path in paths]
 
 
 class StateSaver:
@@ -97,7 +85,7 @@ class StateSaver:
             "format": 1,
             "step": step,
             "samples_consumed": samples,
-            **compared_settings(config, step, self._text_files),
+            **compared_settings(config, step, self._contents),
             "precision": {"compute": config.precision.compute},
             "schedule": config.schedule.model_dump(mode="json"),
             "base": self.base_checksum,
@@ -112,8 +100,8 @@ class StateSaver:
         }
 
     @cached_property
-    def _text_files(self) -> list[list[Any]] | None:
-        return text_files(self.program.config)
+    def _contents(self) -> dict[str, Any]:
+        return data_contents(self.program.config)
 
     def save(
         self,

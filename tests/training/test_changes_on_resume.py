@@ -10,6 +10,7 @@ from megajax.checkpoint.description import differences
 from megajax.config.effects import COMPARED_ON_RESUME
 from megajax.config.fields import Section
 from megajax.config.load import load_config
+from megajax.data.contents import data_contents
 from megajax.training.saving import MUST_AGREE, compared_settings
 
 # Keys, or sections, that a resumed run may change.
@@ -93,6 +94,13 @@ def bases(tiny, text):
     return [(section, load_config(tiny, [f"data.train={text}", *overrides])) for section, overrides in BASES]
 
 
+def settings(config):
+    """What a checkpoint's description would have, with paths in place of hashes of their content."""
+    data = config.data
+    contents = {"tokenizer_content": data.tokenizer, "chat_template_content": data.chat_template}
+    return compared_settings(config, 1, contents)
+
+
 def is_named(key: str, names) -> bool:
     return any(f"{key}.".startswith(f"{name}.") for name in names)
 
@@ -101,13 +109,13 @@ def is_named(key: str, names) -> bool:
 def test_every_key_is_compared_or_may_change_for_a_reason(bases):
     refused, keys = set(), set()
     for section, base in bases:
-        saved = compared_settings(base, 1, [])
+        saved = settings(base)
         for key, _ in leaves(base):
             keys.add(key)
             if key in ELSEWHERE or not key.startswith(section):
                 continue
             mine = changed(base, key)
-            if differences(saved, compared_settings(mine, 1, []), MUST_AGREE):
+            if differences(saved, settings(mine), MUST_AGREE):
                 refused.add(key)
     free = {name for names in MAY_CHANGE.values() for name in names.split()}
     for name in (*free, *COMPARED_ON_RESUME):
@@ -120,9 +128,33 @@ def test_every_key_is_compared_or_may_change_for_a_reason(bases):
 
 def test_a_key_that_an_older_checkpoint_does_not_have_is_not_compared(bases):
     (_, text), (_, chat) = bases[2:]
-    saved, mine = compared_settings(text, 1, []), compared_settings(changed(text, "data.text_key"), 1, [])
+    saved, mine = settings(text), settings(changed(text, "data.text_key"))
     (found,) = differences(saved, mine, MUST_AGREE)
     assert (found.key, found.saved, found.mine) == ("data.text_key", "text", "textx")
     del saved["data"]["text_key"]
     assert not differences(saved, mine, MUST_AGREE)
-    assert "data.kind" in [each.key for each in differences(saved, compared_settings(chat, 1, []), MUST_AGREE)]
+    assert "data.kind" in [each.key for each in differences(saved, settings(chat), MUST_AGREE)]
+
+
+def test_a_tokenizer_and_a_template_are_compared_by_their_content(bases, tmp_path):
+    """Also if the files were changed in place; another path to the same content is the same data."""
+    (_, base), folders = bases[3], [tmp_path / name for name in ("one", "copy")]
+    (chats := tmp_path / "chats.jsonl").write_text("")
+    for folder in folders:
+        folder.mkdir()
+        (folder / "tokenizer.json").write_text("{}")
+        (folder / "chat_template.jinja").write_text("{{ messages }}")
+
+    def found(folder):
+        data = base.data.model_copy(update={"tokenizer": str(folder / "tokenizer.json"), "train": str(chats)})
+        config = base.model_copy(update={"data": data})
+        return compared_settings(config, 1, data_contents(config))
+
+    saved = found(folders[0])
+    assert not differences(saved, found(folders[1]), MUST_AGREE)
+    (folders[1] / "tokenizer.json").write_text("{ }")
+    (folders[1] / "chat_template.jinja").write_text("{{ messages[0] }}")
+    lines = [str(each) for each in differences(saved, found(folders[1]), MUST_AGREE)]
+    assert lines == [
+        f"data.{name} has another content than at the checkpoint" for name in ("tokenizer", "chat_template")
+    ]

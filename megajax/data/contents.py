@@ -1,0 +1,33 @@
+"""What is in the files that the section `data` names, for the description of a checkpoint."""
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megajax.config.data_schema import sources_of
+from megajax.data.chat_template import find_chat_template
+from megajax.data.index_cache import file_digest, text_digest
+from megajax.data.json_lines import matching_files
+from megajax.data.tokenizers import deciding_files
+
+if TYPE_CHECKING:
+    from megajax.config import Config
+
+
+def data_contents(config: "Config") -> dict[str, Any]:
+    """What the files have at this start that the keys `data` name: they may have changed, or lie elsewhere.
+
+    The sizes of texts and chats, and hashes of the tokenizer and the chat template.
+    """
+    data, found = config.data, dict[str, Any]()
+    if data.kind in ("text", "chat"):
+        paths = [path for pattern, _ in sources_of(data.train) for path in matching_files(pattern)]
+        found["files"] = [[path, os.path.getsize(path)] for path in paths]
+    if data.tokenizer is not None and (data.kind in ("text", "chat") or data.fim_rate):
+        files = deciding_files(data.tokenizer)
+        found["tokenizer_content"] = "_".join(map(file_digest, files)) or data.tokenizer
+        if data.kind == "chat":
+            given = None if data.chat_template is None else Path(data.chat_template)
+            template = find_chat_template(files[0].parent if files else None, given)
+            found["chat_template_content"] = None if template is None else text_digest(template.sources)
+    return found
