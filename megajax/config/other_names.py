@@ -177,6 +177,10 @@ per_device_train_batch_size | batch.global_size | which is per_device_train_batc
     number of devices
 max_steps | run.steps
 num_train_epochs | run.epochs
+eval_strategy, evaluation_strategy | run.eval_interval | the steps between evaluations; 0: at the end only
+eval_steps | run.eval_interval | the steps between evaluations; run.eval_steps is the number of batches of one
+save_strategy | run.checkpoint_interval | the steps between checkpoints
+dataset_name, eval_dataset | data.train | the path of a file of text or chats, with data.kind; for evaluation data.valid
 warmup_ratio | schedule.warmup_steps | in steps, not a fraction
 lr_scheduler_type | schedule.kind
 optim | optimizer.kind

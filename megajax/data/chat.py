@@ -27,11 +27,14 @@ if TYPE_CHECKING:
     from megajax.config import Config
     from megajax.config.data_schema import DataConfig
 
-VERSION = 4  # of the encoding, part of the key of the stored tokens
+VERSION = 5  # of the encoding, part of the key of the stored tokens
 CHARACTERS = 1 << 20  # of texts that are tokenised together
 MARGIN = 16  # tokens: two texts with the same beginning may be cut into other tokens just before they differ
 AT_ONCE = 200  # conversations that are rendered together
-NO_ANSWER = ValueError("has no answer of the assistant that counts: the loss would count nothing of it; remove it")
+NO_ANSWER = ValueError(
+    "has no answer of the assistant that counts, or the chat template does not write it: remove the line, or correct "
+    "data.chat_template"
+)
 ARRAYS = ("tokens", "counted", "starts", "order", "ends", "figures")
 
 
@@ -185,7 +188,7 @@ def encode_files(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """(all tokens int32, whether each counts, start of each sample and the end int64, figures int64).
 
-    The figures are the numbers of conversations and of samples left out, with the answers beyond `capacity` that have
+    The figures are the numbers of conversations, of samples left out, with the answers beyond `capacity` that have
     none. A sample longer than `capacity` is cut or left out, as `data` says; one is left out if nothing that counts
     remains of it. Raises InputError, with file and line, for a line that is not a conversation, and for a completion
     if no token ends a text.
@@ -206,18 +209,23 @@ def encode_files(
             dropped += chat.beyond
             yield from chat.texts
 
-    tokens, counted, lengths, conversations, dropped = [], [], [], 0, 0
+    tokens, counted, lengths, conversations, dropped, cut = [], [], [], 0, 0, 0
     for ids, mask in encode(texts(), tokenizer, lambda: document_end(data, tokenizer)):
         if (data.too_long == "drop" and len(ids) > capacity) or not mask[:capacity].any():
             dropped += 1
             continue
+        cut += len(ids) > capacity
         tokens.append(np.array(ids[:capacity], np.int32))
         counted.append(mask[:capacity])
         lengths.append(len(tokens[-1]))
     if not lengths:
-        raise InputError(f"{', '.join(paths)} has no conversation of which the loss counts anything: give other data.")
+        problem, cure = "has no conversations", "give other data"
+        if conversations:
+            problem = f"has no conversation of which the loss counts anything within {capacity - 1} tokens"
+            cure = "raise batch.sequence_length, or give other data"
+        raise InputError(f"{', '.join(paths)} {problem}: {cure}.")
     starts = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
-    return np.concatenate(tokens), np.concatenate(counted), starts, np.array([conversations, dropped])
+    return np.concatenate(tokens), np.concatenate(counted), starts, np.array([conversations, dropped, cut])
 
 
 class ChatSamples(Samples):
@@ -230,7 +238,7 @@ class ChatSamples(Samples):
         self._arguments = (path, arrays, sequence_length, seed, shuffled)
         self.path, self.sequence_length, self.seed, self.shuffled = path, sequence_length, seed, shuffled
         self.tokens, self.counts, self.starts, self.order, self.ends, figures = arrays
-        self.conversations, self.dropped = map(int, figures)
+        self.conversations, self.dropped, self.cut = map(int, figures)
         self._epoch = lru_cache(2)(self._make_epoch)
 
     def __reduce__(self) -> Any:
@@ -318,7 +326,7 @@ def _check_fit(arrays: Sequence[np.ndarray], capacity: int) -> None:
     """Raise ValueError for stored arrays that are not those of one packing, as damage leaves them."""
     tokens, counted, starts, order, ends, figures = arrays
     fit = all(array.ndim == 1 and array.dtype.kind in "biu" and array.size for array in arrays)
-    if fit and tokens.size == counted.size == starts[-1] and starts[0] == 0 and figures.size == 2:
+    if fit and tokens.size == counted.size == starts[-1] and starts[0] == 0 and figures.size == 3:
         lengths, firsts = np.diff(starts), np.concatenate([[0], ends[:-1]])
         if lengths.min(initial=1) > 0 and 0 <= order.min() <= order.max() < lengths.size and ends[-1] == order.size:
             if (ends > firsts).all() and np.add.reduceat(lengths[order], firsts).max() <= capacity:

@@ -91,6 +91,8 @@ def _chat_lines(split: Split, samples: Samples, samples_read: int) -> list[str]:
             size += f" ({counted(samples_made, 'sample')}: {why})"
         if source.dropped:
             out = f", {source.dropped:,} left out"
+        if source.cut:
+            out += f", {source.cut:,} cut after {counted(source.sequence_length + 1, 'token')}"
         epochs = samples_read * share / rows
         lines.append(
             f"{split}: {source.path}: {size}{out}, {counted(tokens, 'token')} in {counted(rows, 'sequence')} "

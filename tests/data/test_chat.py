@@ -234,6 +234,10 @@ def test_long_conversations_are_cut_or_left_out_and_the_summary_says_so(folder, 
     assert max(np.diff(opened["train"].starts)) == 65
     (line,) = [line for line in describe_data(left, datasets(left)) if line.startswith("train:")]
     assert f"20 conversations, {long} left out" in line and "the loss counts" in line
+    (line,) = [line for line in describe_data(cut, opened) if line.startswith("train:")]
+    assert f", {long} cut after 65 tokens, " in line
+    with pytest.raises(InputError, match="within 4 tokens: raise batch.sequence_length, or give other data"):
+        datasets(config_of(folder, length=4))
 
 
 def test_epochs_have_different_orders_and_a_run_resumes_in_them(folder):
