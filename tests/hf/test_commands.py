@@ -92,6 +92,10 @@ def visible(directory: Path) -> set[str]:
 
 def test_an_imported_run_has_the_weights_generates_and_starts_another_run(unpack, tmp_path, capsys):
     folder, run_dir = unpack("tiny_mixtral"), tmp_path / "run"
+    beside = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+    beside += ("added_tokens.json", "special_tokens_map.json", "tokenizer.model")
+    for name in beside[3:]:  # which these tokenizers do not need
+        (folder / name).write_text("{}")
     change_json(folder / "config.json", max_position_embeddings=65536, bos_token_id=1, eos_token_id=[3, 4])
     change_json(folder / "config.json", dtype="float32", torch_dtype="bfloat16")  # the first counts
     assert main(["import", str(folder), str(run_dir)]) == 0
@@ -127,7 +131,7 @@ def test_an_imported_run_has_the_weights_generates_and_starts_another_run(unpack
         written = json.loads((out / "config.json").read_text())
         assert (written["bos_token_id"], written["eos_token_id"]) == (1, [3, 4])
         assert written["max_position_embeddings"] == length
-        for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        for file in beside:
             assert (out / file).read_bytes() == (folder / file).read_bytes()
     assert json.loads((tmp_path / "out-run/generation_config.json").read_text())["eos_token_id"] == [3, 4]
     assert (tmp_path / "out-0/generation_config.json").read_bytes() == (folder / "generation_config.json").read_bytes()

@@ -116,6 +116,27 @@ def test_windows_of_answers_predict_each_once_after_all_that_fits():
     assert scored == [tokens[i] for i in np.flatnonzero(counted)]
 
 
+@pytest.mark.smoke
+@pytest.mark.parametrize(("stop", "expected"), [(9, [(0, 9, 2)]), (10, [(0, 4, 2), (1, 10, 7)])])
+def test_an_answer_shares_the_first_window_if_it_ends_in_it(stop, expected):
+    """A window of 8 inputs has 9 tokens."""
+    counted = np.zeros(12, bool)
+    counted[[2, 3, *range(8, stop)]] = True
+    found = answer_windows(list(range(12)), counted, 8)
+    assert [(part[0], part[-1] + 1, start) for part, start, _ in found] == expected
+
+
+def test_a_window_longer_than_the_context_keeps_the_flags_of_its_tokens(letters_folder):
+    """Of 12 tokens the last 9 remain; of those from the fifth on the flagged ones are scored."""
+    model, tokens = megajax.from_hf(letters_folder), [5, 17, 2, 9, 20, 11, 3, 8, 14, 6, 1, 12]
+    flagged = {2, 3, 5, 6, 10}  # the tokens 2 and 3 are cut off, or have nothing before them
+    counted = np.array([i in flagged for i in range(2, 12)])
+    (score,) = Scorer(model).scores([Window(tokens, 2, counted)])
+    logits = np.asarray(model([tokens[3:11]]))[0].astype(np.float64)  # of the tokens 4 to 11
+    each = {i: logits[i - 4, tokens[i]] - np.log(np.exp(logits[i - 4]).sum()) for i in range(4, 12)}
+    assert score.count == 3 and score.log_likelihood == pytest.approx(each[5] + each[6] + each[10], rel=1e-5)
+
+
 CHAT_TEMPLATE = (
     "{{ tone }}{% for m in messages %}{{ m.role[0] }} {{ m.content }}é{% endfor %}"
     "{% if add_generation_prompt %}a {% endif %}"

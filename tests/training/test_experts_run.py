@@ -33,9 +33,10 @@ def test_load_is_the_largest_count_over_the_mean_and_the_fraction_without_a_toke
     assert values["expert_load"] == [1.0, 4.0] and values["idle_experts"] == [0.0, 0.75]
     assert values["expert_load_max"] == 4.0 and values["idle_experts_max"] == 0.75
     assert not any(name.startswith("dropped") for name in values)
-    values = expert_load(np.array([[2, 2, 2, 2], [8, 0, 0, 0]]), np.array([0, 4]))
-    assert values["dropped_tokens"] == [0.0, 0.5]
+    values = expert_load(np.array([[8, 0, 0, 0], [4, 4, 0, 0], [2, 2, 2, 2]]), np.array([4, 2, 0]))
+    assert values["dropped_tokens"] == [0.5, 0.25, 0.0]
     assert values["dropped_tokens_max"] == 0.5 and values["dropped_tokens_mean"] == 0.25
+    assert values["expert_load_max"] == 4.0 and values["idle_experts_max"] == 0.75  # of the first layer
 
 
 @pytest.mark.smoke

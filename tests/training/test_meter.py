@@ -1,13 +1,14 @@
 """The speed of the logged steps, and the time that is left."""
 
 import time
+from types import SimpleNamespace
 
 import jax
 import numpy as np
 import pytest
 
 from megajax.config.batch_schedule import BatchSizes
-from megajax.training.meter import Meter
+from megajax.training.meter import Meter, peak_memory_gib
 
 
 @pytest.fixture
@@ -52,3 +53,19 @@ def test_an_evaluation_before_the_first_line_starts_the_measurement_again(meter,
     meter.restart(6)
     clock[0] = 71.0
     assert meter.seconds_left(10, meter.measure(8)) == pytest.approx(1.0)
+
+
+def test_the_tokens_of_all_devices_are_divided_among_them(make_config, clock):
+    meter = Meter(make_config("batch.sequence_length=16"), BatchSizes.constant(8), np.array(jax.devices()[:4]), 0)
+    clock[0] = 2.0
+    measured = meter.measure(4)  # 4 steps of 8 sequences of 16 tokens on 4 devices in 2 s
+    assert measured["tokens_per_second_per_device"] == 4 * 8 * 16 / 2.0 / 4
+    assert meter.seconds_left(10, measured) == pytest.approx(3.0)  # 6 more steps of half a second
+
+
+def test_the_peak_memory_is_that_of_the_device_with_the_most(monkeypatch):
+    def device(peak):
+        return SimpleNamespace(memory_stats=lambda: {"peak_bytes_in_use": peak})
+
+    monkeypatch.setattr(jax, "local_devices", lambda: [device(2**30), device(3 * 2**30), device(2**30)])
+    assert peak_memory_gib() == 3.0

@@ -1,8 +1,10 @@
 """Norms by parameter and layer: equal to NumPy's on one device, the same on a mesh, and without effect on training."""
 
 import json
+from dataclasses import replace
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -74,6 +76,18 @@ def test_norms_equal_numpy_on_one_device_and_on_a_mesh(make_config):
     assert any(placement.reordered for placement in program.placements.values())
     for name, own in jax.device_get(Norms(program).before(2, state, batch)).items():
         np.testing.assert_allclose(own, logged[name], rtol=1e-5, err_msg=name)
+
+
+def test_norms_of_split_masters_are_those_of_both_halves(make_config):
+    """All weights are 1.003, of which the upper half is 1."""
+    split = ("optimizer.master=split", "precision.compute=bfloat16", "model.num_layers=1", "batch.num_microbatches=1")
+    program, state, batch = prepared(make_config, 1, *split)
+    sizes = {name: w.size for name, w in state.params.items()}
+    params, rest = program.halves({name: jnp.full(w.shape, 1.003, jnp.float32) for name, w in state.params.items()})
+    logged = jax.device_get(Norms(program).before(2, replace(state, params=params, rest=rest), batch))
+    assert rest and params["blocks.dense.mlp.up"].astype(jnp.float32).max() == 1
+    for name, size in sizes.items():
+        np.testing.assert_allclose(logged[f"weight_norm/{name}"], 1.003 * np.sqrt(size), rtol=1e-5, err_msg=name)
 
 
 def test_norms_are_logged_at_their_steps_and_change_no_loss(tmp_path, make_config, read_metrics):
