@@ -11,6 +11,7 @@ from megajax.checkpoint import Checkpoints, checksums, manager
 from megajax.errors import InputError
 
 FILES = {"state/d/large": 1000, "state/d/exact": 256, "state/small": 3, "description/metadata": 40, "empty": 0}
+FILES |= {"state/manifest.json": 30, "_METADATA": 9, "state/checksums": 5}
 
 
 @pytest.fixture

@@ -112,6 +112,14 @@ def test_packing_keeps_every_item_once_and_fills_the_bins(lengths):
     assert len(sums) < 2 or sums[0] + sums[1] > 30
 
 
+@pytest.mark.smoke
+def test_packing_takes_the_fullest_bin_and_of_equals_the_one_that_was_filled_last():
+    """The order of packed chats is that of the samples, so a resumed run needs the same."""
+    order, ends = pack(np.array([3, 7, 5, 7, 2, 1]), 10)
+    # 7 | 7, 5 | 7 3 in the second bin, 7 2 1 in the first: bins of the items 1 and 3 have the room 3
+    assert [items.tolist() for items in np.split(order, ends[:-1])] == [[1, 4, 5], [3, 0], [2]]
+
+
 def test_packed_and_unpacked_steps_have_the_same_loss(folder):
     """All conversations in one step: packed in few rows, or one in a row, with the same loss per counted token."""
     losses, rows = {}, {}

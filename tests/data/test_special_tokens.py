@@ -4,6 +4,8 @@ import base64
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import jax
 import numpy as np
@@ -189,6 +191,15 @@ def test_data_of_a_base_model_need_no_template(tmp_path):
     assert stop_tokens(folder, tokenizer, 257, {"end": "<|im_end|>"}) == (257, 259)  # data.chat_template_args
     (folder / "chat_template.jinja").write_text("{{ raise_exception('only with tools') }}")
     assert stop_tokens(folder, tokenizer, 257, {}) == (257,)
+
+
+@pytest.mark.smoke
+def test_the_end_of_a_turn_is_the_longest_token_that_fits(tmp_path):
+    """Tokens may be beginnings of others, in any order."""
+    (tmp_path / "chat_template.jinja").write_text(CHATML)
+    for names in (["<|im", "<|im_end|>", "<|im_e"], ["<|im_end|>", "<|im_e", "<|im"]):
+        tokenizer: Any = SimpleNamespace(added_tokens=names, token_id=names.index)
+        assert turn_end(tmp_path, tokenizer, {}) == names.index("<|im_end|>")
 
 
 def test_a_base_model_tuned_on_chats_stops_where_they_do(tmp_path):

@@ -62,6 +62,14 @@ def test_a_key_that_is_absent_or_null_has_the_value_of_transformers_or_is_refuse
 
 
 @pytest.mark.smoke
+@pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v3"])
+def test_null_groups_of_experts_are_one_group(tmp_path, family):
+    config, none = tiny(family), {"n_group": None, "topk_group": None}
+    one = model_of(tmp_path, config | {"topk_method": GOLDEN[family]["default"].get("topk_method", "noaux_tc")} | none)
+    assert one is not None and one.router.num_groups == 1
+
+
+@pytest.mark.smoke
 @pytest.mark.parametrize("family", [family for family, golden in GOLDEN.items() if golden["two"]])
 def test_of_two_keys_for_one_thing_that_of_transformers_counts_or_both_are_refused(tmp_path, family):
     config = tiny(family)

@@ -69,7 +69,13 @@ def receiver():
         ("peak_memory_gib", "memory/peak_memory_gib"),
         ("expert_load_max", "moe/expert_load_max"),
         ("checkpoint_seconds", "checkpoint/seconds"),
-        ("bad_step", "rollback/bad_step"),
+        *(
+            (name, f"rollback/{name}")
+            for name in ("rollback", "bad_step", "bad_loss", "loss_median", "left_out_samples")
+        ),
+        *((name, f"moe/{name}") for name in ("aux_loss", "router_z_loss", "router_entropy", "idle_experts_max")),
+        *((name, f"moe/{name}") for name in ("dropped_tokens_max", "dropped_tokens_mean")),
+        *((name, f"throughput/{name}") for name in ("step_seconds", "slowest_process", "attention_imbalance")),
     ],
 )
 def test_tags_have_a_group(name, expected):

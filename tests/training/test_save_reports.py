@@ -74,6 +74,15 @@ def test_a_trainer_that_has_to_wait_for_its_last_save_says_so(build, monkeypatch
     assert lines[0] == "step 1: the save of step 0 is not complete yet; training waits for it"
 
 
+def test_the_time_of_a_save_is_no_time_of_a_step(build, tmp_path, monkeypatch, read_metrics):
+    save = Trainer.save
+    monkeypatch.setattr(Trainer, "save", lambda trainer: time.sleep(1) or save(trainer))
+    trainer = build("run.checkpoint_interval=2", "run.log_interval=2", "run.steps=4", "run.eval_steps=0")
+    assert trainer.run() == 0
+    # Steps of milliseconds; with the second of the save after step 2, steps 3 and 4 would take 0.5 s each.
+    assert read_metrics(tmp_path / "run", "step_seconds")[4][0] < 0.4
+
+
 def test_the_best_need_a_split_to_evaluate(build):
     every = ("run.checkpoint_interval=2", "run.eval_interval=2")
     with pytest.raises(ConfigError, match="checkpoint.keep_best=2 .* there is no data.valid: set it, or data.split"):

@@ -7,6 +7,7 @@ import jax
 import numpy as np
 import pytest
 
+from megajax.checkpoint.description import Difference, refuse_changes
 from megajax.data.samples import Samples
 from megajax.errors import InputError
 from megajax.mesh import build_mesh
@@ -87,6 +88,15 @@ def test_a_change_that_gives_the_state_other_arrays_is_refused_though_it_is_name
         f"model.num_layers=1, but this run has 3 ({other}: the model's arrays have other shapes)",
         f"optimizer.kind=adamw, but this run has lion ({other}: the optimizer has other moments)",
     }
+
+
+@pytest.mark.smoke
+def test_sgd_gets_and_loses_no_moments_on_resume(make_config):
+    """Its momentum has an array of the weights' shapes; without it there is none."""
+    for saved, mine in ((0.9, 0.0), (0.0, 0.9)):
+        own = (f"optimizer.beta1={mine}", "optimizer.kind=sgd", "checkpoint.allow_changes=[optimizer]")
+        with pytest.raises(InputError, match="optimizer.beta1=.*can't let it through"):
+            refuse_changes([Difference("optimizer.beta1", saved, mine)], make_config(*own), "the checkpoint")
 
 
 @pytest.mark.parametrize(
