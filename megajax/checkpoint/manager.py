@@ -347,6 +347,9 @@ def find_checkpoint(path: str | Path, setting: str, location: str = "") -> tuple
     given, shown = Path(path), f"{setting}={path}{location}"
     one = given.parent.name == SUBDIRECTORY and is_number(given.name)
     run_dir = given.parent.parent if one else given
+    if not given.exists() and not (run_dir / SUBDIRECTORY).exists():
+        cure = f"give the directory of a run, RUN/{SUBDIRECTORY}/STEP, or a Hugging Face folder; nothing is downloaded"
+        raise InputError(f"{shown} does not exist on this machine: {cure}.")
     if not (run_dir / SUBDIRECTORY).exists():
         raise InputError(f"{shown} has no {SUBDIRECTORY}: give the directory of a run, or RUN/{SUBDIRECTORY}/STEP.")
     steps = complete_steps(run_dir)

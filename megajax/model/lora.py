@@ -21,6 +21,8 @@ from megajax.model.block import FIRST, Block, blocks_of
 from megajax.model.parameters import declare, parameters
 
 A, B = FIRST, "_lora_b"
+PEFT_NAMES = {"q_proj": "query", "k_proj": "key", "v_proj": "value", "o_proj": "output"}
+PEFT_NAMES |= {f"{name}_proj": name for name in ("gate", "up", "down")}
 
 
 @jax.tree_util.register_dataclass
@@ -68,7 +70,13 @@ def targets(config: Config) -> list[str]:
     if unknown:
         problem = f"{format_keys(config, key)} has {unknown[0]}, which is not a linear layer that can have an adapter"
         problem += " (experts cannot)" if config.model.num_experts else ""
-        fail(config, problem, f"use {listed(known)}", key)
+        ours = PEFT_NAMES.get(unknown[0])
+        fail(
+            config,
+            problem,
+            f"{unknown[0]} is {ours} here; use {listed(known)}" if ours else f"use {listed(known)}",
+            key,
+        )
     for name, parameter in found:
         width = min(_sizes(parameter))
         if _own_name(name) in wanted and lora.rank > width:

@@ -66,7 +66,7 @@ def test_what_is_not_a_checkpoint_is_a_sentence(run_dir, tmp_path):
 
     (tmp_path / "empty/checkpoints/tmp").mkdir(parents=True)
     (tmp_path / "damaged/checkpoints/3/state").mkdir(parents=True)
-    assert "nowhere has no checkpoints: give the directory of a run" in sentence("nowhere")
+    assert "nowhere does not exist on this machine: give the directory of a run" in sentence("nowhere")
     assert "empty has no complete checkpoint" in sentence(tmp_path / "empty")
     assert "has checkpoints of steps 9, 10." in sentence(run_dir / "checkpoints/7")
     assert "checkpoints/3 is damaged (it has no parameters)" in sentence(tmp_path / "damaged")

@@ -164,7 +164,10 @@ def test_the_plan_knows_what_is_frozen(steps, table):
 @pytest.mark.parametrize(
     "lora, problem",
     [
-        ({"targets": ["q_proj"]}, "has q_proj, which is not a linear layer that can have an adapter"),
+        (
+            {"targets": ["q_proj"]},
+            "has q_proj, which is not a linear layer that can have an adapter (default): q_proj is query",
+        ),
         ({"rank": 33}, "lora.rank=33 is above the width 32 of query (default): use 32 or less."),
     ],
 )
