@@ -88,7 +88,7 @@ def test_numbers_below_0_and_no_numbers_are_refused(trainer, error_of):
 
 def test_what_is_not_a_run_and_what_is_not_text_are_refused(trainer, error_of, tmp_path):
     run = trainer.run_dir
-    assert "RUN=nowhere has no checkpoints" in error_of("nowhere", "--prompt", "a")
+    assert "RUN=nowhere does not exist" in error_of("nowhere", "--prompt", "a")
     assert "has checkpoints of steps 0." in error_of(run / "checkpoints/7", "--prompt", "a")
     assert "the prompt '' has no tokens" in error_of(run, "--prompt", "")
     assert "is not UTF-8" in error_of(run, "--prompt", "\udcff")
