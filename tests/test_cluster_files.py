@@ -1,5 +1,6 @@
 """The files for clusters: linted, and in agreement with the trainer's exit statuses, variables and packages."""
 
+import functools
 import os
 import re
 import shutil
@@ -11,6 +12,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from megajax.config import load_config
+from megajax.config.checks import check_mesh
 from megajax.console import BAD_NUMBERS, INTERRUPTED, LOST, MISTAKE, STOPPED
 
 ROOT = Path(__file__).parents[1]
@@ -69,18 +72,20 @@ def test_slurm_requeues_stops_and_lost_processes_only(submit, status):
     assert ran == [train] + (["scontrol requeue 7 []"] if status in AGAIN else [])
 
 
-def test_slurm_requeues_only_after_a_newer_checkpoint(submit, tmp_path):
-    assert len(submit(4, SAVES=":")[1]) == 1
+def test_slurm_requeues_three_times_and_then_only_after_a_newer_checkpoint(submit, tmp_path):
+    assert len(submit(4, SAVES=":", SLURM_RESTART_COUNT="2")[1]) == 2  # a node may be lost before the first one
+    later = functools.partial(submit, SLURM_RESTART_COUNT="3")
+    assert len(later(4, SAVES=":")[1]) == 1
     partial = tmp_path / "my run" / "checkpoints" / "100.orbax-checkpoint-tmp"
-    assert len(submit(4, SAVES=f"mkdir '{partial}'")[1]) == 1
+    assert len(later(4, SAVES=f"mkdir '{partial}'")[1]) == 1
     # In a bucket: the log names the last save.
     shutil.rmtree(tmp_path / "my run" / "checkpoints")
     (tmp_path / "my run" / "checkpoints").write_text("gs://bucket/run")
     metrics = tmp_path / "my run" / "metrics.jsonl"
     metrics.write_text('{"step": 90, "checkpoint_step": 90, "checkpoint_gb": 1.0}\n')
-    assert len(submit(4, SAVES=":")[1]) == 1
+    assert len(later(4, SAVES=":")[1]) == 1
     line = '{"step": 100, "checkpoint_step": 100, "checkpoint_gb": 1.0}'
-    assert len(submit(4, SAVES=f"echo '{line}' >> '{metrics}'")[1]) == 2
+    assert len(later(4, SAVES=f"echo '{line}' >> '{metrics}'")[1]) == 2
 
 
 def test_a_slurm_task_alone_on_its_node_gets_all_gpus_and_requeues_end(submit):
@@ -111,7 +116,7 @@ def test_a_job_set_fails_at_once_only_on_what_a_restart_would_repeat(job):
     (rule,) = job["podFailurePolicy"]["rules"]
     codes = rule["onExitCodes"]
     assert (rule["action"], codes["operator"]) == ("FailJob", "In")
-    assert codes["values"] == [MISTAKE, BAD_NUMBERS, INTERRUPTED]
+    assert codes["values"] == [1, MISTAKE, BAD_NUMBERS, INTERRUPTED]
     assert codes["containerName"] == job["template"]["spec"]["containers"][0]["name"]
     assert job["backoffLimit"] == 0 and job["template"]["spec"]["restartPolicy"] == "Never"
     (policy,) = JOB_SET["spec"]["failurePolicy"]["rules"]
@@ -186,3 +191,27 @@ def test_the_image_copies_files_that_exist_and_installs_extras_of_the_package():
     (python,) = re.findall(r"^FROM python:(\d\.\d+)", text, re.M)
     assert project["requires-python"] == f">={python}"
     assert {project["readme"], *project["license-files"]} <= set(copied)
+
+
+# The commands
+
+
+@pytest.mark.parametrize(
+    ("words", "gpus"),
+    [
+        (JOB_SET["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]["containers"][0]["args"], 16),
+        (re.search(r"sbatch scripts/slurm/train.sbatch (.*)", SBATCH.read_text())[1].split(), 16),
+        *(
+            (re.search(rf"{start}.* -m megajax.train (.*)", (ROOT / "README.md").read_text())[1].split(), gpus)
+            for start, gpus in (
+                ("srun --nodes=4 --ntasks-per-node=8", 32),
+                ("mpirun -n 8", 8),
+                ("JAX_COORDINATOR_ADDRESS", 16),
+            )
+        ),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else str(value),
+)
+def test_the_shipped_commands_fit_their_gpus(words, gpus):
+    config, *overrides = words
+    check_mesh(load_config(ROOT / config, overrides), gpus)

@@ -232,9 +232,9 @@ def continue_texts(
         if on_text:
             # The last characters may change: half of a UTF-8 character, or the beginning of a stop text.
             held = max((len(end) - 1 for end in stop), default=0) if cut[0] < 0 else 0
-            ready = len(texts[0].rstrip("\ufffd")) - held
+            ready = max(printed, len(texts[0].rstrip("\ufffd")) - held)
             on_text(texts[0][printed:ready])
-            printed = max(printed, ready)
+            printed = ready
         if all(end >= 0 or token is not None for end, token in zip(cut, ended, strict=True)):
             break
     if on_text:
