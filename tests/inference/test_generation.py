@@ -152,7 +152,7 @@ def test_stop_texts_end_a_text_and_a_single_text_is_streamed(references, llama, 
         assert continue_texts(llama, [prompt], 50, GREEDY, stop=ends, on_text=pieces.append) == [text]
         assert "".join(pieces) == text and len(pieces) > 2
     for first in range(8, 24):  # some of these texts begin in one piece and end in the next
-        ends, pieces = [whole[0][first : first + 2], "\0"], []
+        ends, pieces = [whole[0][first : first + 4], "\0"], []
         text = whole[0].partition(ends[0])[0]
         assert continue_texts(llama, prompts[:1], 50, GREEDY, stop=ends, on_text=pieces.append) == [text]
         assert "".join(pieces) == text
