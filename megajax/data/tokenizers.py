@@ -1,13 +1,14 @@
 """Tokenizers behind one small interface, by the name or the files that the user gives."""
 
+import math
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from megajax.data.byte_pairs import add_missing, damage_reported, is_tiktoken, read_gpt2, read_tiktoken
 from megajax.data.indexed import LARGEST_ID
@@ -24,12 +25,14 @@ from megajax.data.special_tokens import (
 )
 from megajax.errors import InputError, shown
 from megajax.files import check_file, is_number, replace_copy, replaced
+from megajax.json_files import parse
 
 if TYPE_CHECKING:
     import tokenizers
 
 FILES = ("tokenizer.json", "tokenizer.model")  # of a folder, the first one counts
 GPT2_FILES = ("vocab.json", "merges.txt")
+MOST_GROWTH = 1000  # characters of one, by normalisation
 BESIDE = (CONFIG, NAMES, ADDED, "chat_template.jinja")  # files that belong to a tokenizer's
 
 
@@ -275,7 +278,33 @@ def _read_json(path: Path) -> "tokenizers.Tokenizer":
     import tokenizers
 
     with damage_reported(f"{path} is not a Hugging Face tokenizer", "give a tokenizer.json"):
-        return tokenizers.Tokenizer.from_file(str(path))
+        tokenizer = tokenizers.Tokenizer.from_file(str(path))
+        parts = {name: part for name in ("normalizer", "decoder") if (part := getattr(tokenizer, name)) is not None}
+        states = {name: part.__getstate__() for name, part in parts.items()}
+    for name, state in states.items():
+        cure = "give another tokenizer"
+        if (factor := growth(parse(state, f"the {name} of {path}", dict[str, Any], cure))) > MOST_GROWTH:
+            problem = f"the {name} of {path} may make {factor:.3g} characters of one"
+            raise InputError(f"{problem}, more than {MOST_GROWTH}: {cure}.")
+    return tokenizer
+
+
+def growth(step: Mapping[str, Any]) -> float:
+    """A bound of the characters that the replacements of a normalizer or decoder make of one.
+
+    The library ends the process where they do not fit in memory: ten steps that write ten letters for one make 10¹⁰.
+    """
+    if step.get("type") == "Sequence":
+        return math.prod(map(growth, step.get("normalizers") or step.get("decoders") or ()))
+    if step.get("type") != "Replace":
+        return 1.0
+    written, pattern = len(step["content"]), step["pattern"]
+    if pattern.get("String"):
+        return max(1.0, written / len(pattern["String"]))
+    with suppress(re.error):  # of what only the library's own regular expressions have
+        if re.match(pattern.get("Regex", ""), "") is None:
+            return max(1.0, written)
+    return 1.0 + written  # between any two characters
 
 
 class HuggingFaceTokenizer:

@@ -8,7 +8,7 @@ import shutil
 import numpy as np
 import pytest
 import sentencepiece
-from tokenizers import ByteLevelBPETokenizer, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import ByteLevelBPETokenizer, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from megajax.data.special_tokens import end_of_document, framed, usual_first_token
 from megajax.data.tokenizers import decode_after, files_in, keep_tokenizer, load_tokenizer
@@ -35,6 +35,25 @@ def word_level(path, vocabulary, special=()):
     tokenizer.add_special_tokens(list(special))
     tokenizer.save(str(path))
     return load_tokenizer(str(path))
+
+
+def test_replacements_that_make_far_longer_texts_are_refused(tmp_path):
+    """The library would end the process when it runs out of memory."""
+
+    def load(*steps):
+        made = Tokenizer(models.WordLevel({"?": 0, "a": 1}, unk_token="?"))
+        made.normalizer = normalizers.Sequence(list(steps))
+        made.save(str(tmp_path / "t.json"))
+        return load_tokenizer(str(tmp_path / "t.json"))
+
+    tenfold, between = normalizers.Replace("a", 10 * "a"), normalizers.Replace(Regex("x*"), 9 * "a")
+    for steps in ([tenfold] * 10, [normalizers.Sequence([tenfold] * 5)], [between, tenfold, between, tenfold]):
+        with pytest.raises(
+            InputError, match=r"normalizer of .*t.json may make 1e\+\d+ characters of one"
+        ):
+            load(*steps)
+    known = [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁"), normalizers.Replace(Regex(" {2,}"), " ")]
+    assert load(normalizers.NFKC(), *known, *[normalizers.Replace(Regex("a+"), "a")] * 20).encode("a") == [0]
 
 
 LLAMA_2 = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
