@@ -16,6 +16,7 @@ BIND, PORT, DEVICES = "JAX_COORDINATOR_BIND_ADDRESS", "JAX_COORDINATOR_PORT", "J
 LAST_PORT = 2**16 - 1
 # (number of processes, index, index on the host, the job's number, from which jax derives the port)
 SLURM = ("SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_JOB_ID")
+TORCHRUN = "WORLD_SIZE"  # megajax does not read torchrun's variables
 OPEN_MPI = ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK")
 
 
@@ -36,7 +37,8 @@ def processes(environment: Mapping[str, str] = os.environ) -> Processes | None:
     """The processes that the environment describes; None: this one is alone.
 
     Explicit variables have precedence (JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES, JAX_PROCESS_ID), then Slurm's
-    (SLURM_NTASKS > 1) and Open MPI's (OMPI_COMM_WORLD_SIZE > 1). Raises ConfigError for values that cannot be meant.
+    (SLURM_NTASKS > 1) and Open MPI's (OMPI_COMM_WORLD_SIZE > 1). Raises ConfigError for values that cannot be meant,
+    and for torchrun's WORLD_SIZE > 1 without any of these.
     """
     given = [name for name in EXPLICIT if name in environment]
     if given and len(given) < len(EXPLICIT):
@@ -78,7 +80,18 @@ def _of_scheduler(environment: Mapping[str, str]) -> Processes | None:
                 _check_port(environment[PORT], PORT, environment[PORT])
             _bind(environment)  # jax reads it
             return Processes(count, index, None, None)
+    if not any(names[0] in environment for names in (SLURM, OPEN_MPI)):
+        _check_not_torchrun(environment)
     return None
+
+
+def _check_not_torchrun(environment: Mapping[str, str]) -> None:
+    """Each of torchrun's processes would train alone."""
+    if whole_number(environment, TORCHRUN, 1) > 1:
+        raise ConfigError(
+            f"{TORCHRUN}={shown(environment[TORCHRUN])} is torchrun's variable, which megajax does not read: start the "
+            f"processes with `megajax launch`, or set {', '.join(EXPLICIT)} for each."
+        )
 
 
 def _bind(environment: Mapping[str, str]) -> str | None:

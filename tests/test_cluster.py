@@ -86,3 +86,14 @@ def test_a_start_that_waits_says_for_what(slow_start, capsys, listens, reason):
         mesh.start_processes(EXPLICIT | {"JAX_COORDINATOR_ADDRESS": address})
     (line,) = capsys.readouterr().err.splitlines()
     assert "process 3 of 4 waits" in line and f"at {address}: {reason}" in line
+
+
+def test_torchrun_alone_is_a_mistake():
+    torchrun = {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "node1", "MASTER_PORT": "29500"}
+    with pytest.raises(ConfigError, match=r"WORLD_SIZE='?2'? .*megajax launch.*JAX_COORDINATOR_ADDRESS"):
+        processes(torchrun)
+    assert processes(torchrun | {"WORLD_SIZE": "1"}) is None
+    jax_too = {"JAX_COORDINATOR_ADDRESS": "node1:1234", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "1"}
+    assert processes(torchrun | jax_too) == (2, 1, "node1:1234", None)
+    assert processes(torchrun | {"SLURM_NTASKS": "2", "SLURM_PROCID": "1", "SLURM_LOCALID": "1"}) == (2, 1, None, None)
+    assert processes(torchrun | {"OMPI_COMM_WORLD_SIZE": "1"}) is None
