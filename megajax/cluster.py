@@ -89,8 +89,8 @@ def _check_not_torchrun(environment: Mapping[str, str]) -> None:
     """Each of torchrun's processes would train alone."""
     if whole_number(environment, TORCHRUN, 1) > 1:
         raise ConfigError(
-            f"{TORCHRUN}={shown(environment[TORCHRUN])} is torchrun's variable, which megajax does not read: start the "
-            f"processes with `megajax launch`, or set {', '.join(EXPLICIT)} for each."
+            f"{TORCHRUN}={shown(environment[TORCHRUN])} is torchrun's variable, which megajax does not read: start "
+            f"several processes with `megajax launch`, or set {', '.join(EXPLICIT)} for each; for one process unset it."
         )
 
 

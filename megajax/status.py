@@ -23,14 +23,19 @@ SILENT_SECONDS = 6 * HEARTBEAT_SECONDS  # clocks of hosts differ
 
 def status(run_dir: Path, now: float) -> dict[str, Any]:
     """What a run directory says: state, step and steps, the last logged values, and the ages in seconds."""
-    path = run_dir / CONFIG
+    path, lock = run_dir / CONFIG, run_dir / LOCK
+    if not path.is_file():
+        if not lock.exists():
+            raise InputError(f"{run_dir} has no {CONFIG}: give the directory of a run.")
+        state = "starting" if now - lock.stat().st_mtime < SILENT_SECONDS else "silent"
+        return {"state": state, "step": 0, "steps": "?", "age": None}
     config = read_file(path).values
     values: dict[str, Any] = {"step": 0}
     for entry in metrics_file.read_tail(run_dir / METRICS):
         values |= entry
         if "checkpoint_step" in entry and "time" in entry:
             values |= {"saved_step": entry["checkpoint_step"], "saved_time": entry["time"]}
-    section, lock = config.get("run"), run_dir / LOCK
+    section = config.get("run")
     steps = section.get("steps") if isinstance(section, dict) else None
     if type(steps) is not int:
         raise InputError(f"{path} has no run.steps, a number: give the directory of a run that has begun to train.")
@@ -42,7 +47,7 @@ def status(run_dir: Path, now: float) -> dict[str, Any]:
 
 def line(name: str, found: dict[str, Any], now: float) -> str:
     """The line of a run."""
-    parts = [f"{name}  {found['state']:7}  step {found['step']}/{found['steps']}"]
+    parts = [f"{name}  {found['state']:8}  step {found['step']}/{found['steps']}"]
     for key, form in (
         ("loss", "loss {:.4f}"),
         ("eval_loss", "evaluation loss {:.4f}"),
@@ -66,16 +71,20 @@ def _age(seconds: float) -> str:
     return f"{max(seconds, 0):.0f} s"
 
 
-def lines(runs: Sequence[Path]) -> tuple[list[str], bool]:
-    """(a line for each run, whether one of them is running)."""
-    now, shown, running = time.time(), [], False
+def lines(runs: Sequence[Path]) -> tuple[list[str], bool, InputError | None]:
+    """(a line for each run, whether one of them is running, the first error of what is no run)."""
+    now, shown, running, error = time.time(), [], False, None
     names = [shlex.quote(str(run)) for run in runs]
     width = max(map(len, names))
     for name, run in zip(names, runs, strict=True):
-        found = status(run, now)
-        running |= found["state"] == "running"
+        try:
+            found = status(run, now)
+        except InputError as problem:
+            error = error or problem
+            continue
+        running |= found["state"] in ("starting", "running")
         shown.append(line(f"{name:{width}}", found, now))
-    return shown, running
+    return shown, running, error
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -88,12 +97,12 @@ def main(arguments: Sequence[str]) -> int:
         options = parser.parse_args(arguments)
         if not options.every > 0:
             raise InputError(f"--every={options.every:g} is not positive: give a number of seconds.")
-        for run in options.runs:
-            if not (run / CONFIG).is_file():
-                raise InputError(f"{run} has no {CONFIG}: give the directory of a run that has begun to train.")
         while True:
-            shown, running = lines(options.runs)
-            print("\n".join(shown), flush=True)
+            shown, running, error = lines(options.runs)
+            if shown:
+                print("\n".join(shown), flush=True)
+            if error is not None:
+                raise error
             if not (options.follow and running):
                 return 0
             time.sleep(options.every)

@@ -62,7 +62,15 @@ def test_follow_ends_with_the_last_run(make, capsys):
     assert states == ["running", "silent"]
 
 
-def test_a_directory_of_no_run_is_named(tmp_path, capsys):
-    with pytest.raises(SystemExit):
-        main([str(tmp_path)])
-    assert f"{tmp_path} has no config.yaml" in capsys.readouterr().err
+def test_a_directory_of_no_run_is_named_after_the_lines_of_the_others(make, tmp_path, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main([str(tmp_path), make("a", 30)])
+    printed = capsys.readouterr()
+    assert stop.value.code == 2 and f"{tmp_path} has no config.yaml" in printed.err
+    assert printed.out.split()[1] == "ended"
+
+
+def test_a_run_that_compiles_its_first_step_is_starting(tmp_path, capsys):
+    (tmp_path / "lock").touch()
+    assert main([str(tmp_path)]) == 0
+    assert capsys.readouterr().out.split()[1:] == ["starting", "step", "0/?"]

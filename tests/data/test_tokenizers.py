@@ -48,9 +48,7 @@ def test_replacements_that_make_far_longer_texts_are_refused(tmp_path):
 
     tenfold, between = normalizers.Replace("a", 10 * "a"), normalizers.Replace(Regex("x*"), 9 * "a")
     for steps in ([tenfold] * 10, [normalizers.Sequence([tenfold] * 5)], [between, tenfold, between, tenfold]):
-        with pytest.raises(
-            InputError, match=r"normalizer of .*t.json may make 1e\+\d+ characters of one"
-        ):
+        with pytest.raises(InputError, match=r"normalizer of .*t.json may make 1e\+\d+ characters of one"):
             load(*steps)
     known = [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁"), normalizers.Replace(Regex(" {2,}"), " ")]
     assert load(normalizers.NFKC(), *known, *[normalizers.Replace(Regex("a+"), "a")] * 20).encode("a") == [0]
