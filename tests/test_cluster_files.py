@@ -116,7 +116,7 @@ def test_a_job_set_fails_at_once_only_on_what_a_restart_would_repeat(job):
     (rule,) = job["podFailurePolicy"]["rules"]
     codes = rule["onExitCodes"]
     assert (rule["action"], codes["operator"]) == ("FailJob", "In")
-    assert codes["values"] == [1, MISTAKE, BAD_NUMBERS, INTERRUPTED]
+    assert codes["values"] == [MISTAKE, BAD_NUMBERS, INTERRUPTED]
     assert codes["containerName"] == job["template"]["spec"]["containers"][0]["name"]
     assert job["backoffLimit"] == 0 and job["template"]["spec"]["restartPolicy"] == "Never"
     (policy,) = JOB_SET["spec"]["failurePolicy"]["rules"]

@@ -30,6 +30,8 @@ def check_target(config: Config) -> None:
     except (ValueError, IndexError):
         raise ConfigError(f"{shown} is not a command ({target}): write it as in a shell.") from None
     if shutil.which(program) is None:
+        if os.path.isfile(program):
+            raise ConfigError(f"{shown} names {program}, which is not executable: chmod +x {shlex.quote(program)}.")
         raise ConfigError(f"{shown} names the program {program}, which is not found: correct its path.")
 
 

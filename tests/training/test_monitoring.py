@@ -212,6 +212,7 @@ def test_events_reach_a_command_with_the_error(build, tmp_path, monkeypatch):
     ("target", "sentence"),
     [
         ("no_such_program --flag", "logging.on_event .* no_such_program, which is not found"),
+        (__file__, "logging.on_event .*test_monitoring.py, which is not executable: chmod"),
         ("$NO_SUCH_VARIABLE", "logging.on_event .* variable that is not set"),
     ],
 )
