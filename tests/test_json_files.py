@@ -18,7 +18,6 @@ from megajax.data.journal import Journal
 from megajax.data.model_files import read_json
 from megajax.errors import InputError, UserError, reading, shown
 from megajax.files import read_gzip, read_text
-from megajax.inference.prompts import read_prompts
 from megajax.json_files import Count, Damaged, Finite
 from megajax.pictures.expert_load import read_loads
 from megajax.plan.rates import H200, read_rates
@@ -75,7 +74,6 @@ READERS: dict[str, Callable[[Path], Any]] = {
     "description": description,
     "model folder": read_json,
     "rates": lambda path: read_rates(path, H200),
-    "prompts": lambda path: read_prompts(str(path)),
 }
 
 
@@ -85,10 +83,6 @@ def test_json_that_is_none_is_a_sentence_with_the_file_and_the_reason(reader, na
     content, reason = HOSTILE[name]
     if reader == "metrics":  # an incomplete last line is left out
         content = (content.encode() if isinstance(content, str) else content) + b"\n"
-    if reader == "prompts" and name == "not UTF-8":
-        reason = "UTF-8"
-    if reader == "prompts" and name == "empty":
-        reason = "has no prompts"
     with pytest.raises(InputError, match=reason) as caught:
         READERS[reader](write(tmp_path / "a.jsonl", content))
     assert str(tmp_path) in str(caught.value) and len(str(caught.value)) < 600
@@ -126,7 +120,6 @@ WRONG = [
     Wrong("rates", "[]", "should be"),
     Wrong("rates", {"bf16_flops": 1e308}, "bf16_flops=1e.308"),
     Wrong("rates", {"attention_flops": {"١٢٨": 1e14}}, "attention_flops maps widths"),
-    Wrong("prompts", "3\n", "neither a"),
 ]
 
 

@@ -7,6 +7,7 @@ import statistics
 import sys
 import threading
 import time
+import traceback
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -179,7 +180,9 @@ class Watch:
         self._stacks_file().parent.mkdir(parents=True, exist_ok=True)
         with self._stacks_file().open("w", encoding="utf-8") as file:
             print(sentence, *lines, "", sep="\n", file=file, flush=True)
-            faulthandler.dump_traceback(file, all_threads=True)
+            main = sys._current_frames().get(threading.main_thread().ident or 0)
+            print("Main thread:", "".join(traceback.format_stack(main)), sep="\n", file=file, flush=True)
+            faulthandler.dump_traceback(file, all_threads=True)  # 100 threads, the main one last
 
     def _end(self, sentence: str, hung: bool) -> None:
         self._ending.acquire()
