@@ -4,13 +4,13 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
 from itertools import batched
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from megajax.data.answers import AnswerSamples
-from megajax.data.chat_template import ChatTemplate, find_chat_template
+from megajax.data.chat_template import ChatTemplate
+from megajax.data.contents import template_of, tokenizer_digest
 from megajax.data.conversation import Completion, read_record
 from megajax.data.index_cache import cache_directory, cached, file_digest, folder_of, read_once, storage_errors
 from megajax.data.json_lines import check_encodable, check_inputs, matching_files, parse, read_blocks
@@ -19,7 +19,7 @@ from megajax.data.rendering import Chat, Span
 from megajax.data.samples import Samples
 from megajax.data.sandbox import Stopped
 from megajax.data.special_tokens import document_end, framed, usual_first_token
-from megajax.data.tokenizers import Tokenizer, deciding_files, load_tokenizer, tokenizer_files
+from megajax.data.tokenizers import Tokenizer, load_tokenizer
 from megajax.data.workers import one_ahead
 from megajax.errors import InputError, UserError
 
@@ -282,20 +282,13 @@ def open_chat(config: "Config", path: str) -> ChatSamples:
     """The samples of a file or of all files of a glob; tokens and packing are stored in `data.index_cache`."""
     data, length = config.data, config.batch.sequence_length
     assert data.tokenizer is not None  # checked with the config
-    files = tokenizer_files(data.tokenizer)
 
     def find() -> list[Any]:
         check_inputs(paths := matching_files(path))
-        return [
-            paths,
-            "_".join(map(file_digest, paths)),
-            "_".join(map(file_digest, deciding_files(str(data.tokenizer)))) or data.tokenizer,
-        ]
+        return [paths, "_".join(map(file_digest, paths)), tokenizer_digest(str(data.tokenizer))]
 
     paths, content, of_tokenizer = read_once(find)
-    folder = files[0].parent if files else None
-    given = None if data.chat_template is None else Path(data.chat_template)
-    template = find_chat_template(folder, given, data.template_arguments)
+    template = template_of(data)
     key = {
         "kind": "chat",
         "version": VERSION,

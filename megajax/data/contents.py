@@ -1,17 +1,17 @@
-"""What is in the files that the section `data` names, for the description of a checkpoint."""
+"""What is in the files that the section `data` names, for checkpoints' descriptions and the names of stored chats."""
 
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megajax.config.data_schema import sources_of
-from megajax.data.chat_template import find_chat_template
+from megajax.data.chat_template import ChatTemplate, find_chat_template
 from megajax.data.index_cache import file_digest, text_digest
 from megajax.data.json_lines import matching_files
-from megajax.data.tokenizers import deciding_files
+from megajax.data.tokenizers import deciding_files, tokenizer_files
 
 if TYPE_CHECKING:
-    from megajax.config import Config
+    from megajax.config import Config, DataConfig
 
 
 def data_contents(config: "Config") -> dict[str, Any]:
@@ -24,10 +24,21 @@ def data_contents(config: "Config") -> dict[str, Any]:
         paths = [path for pattern, _ in sources_of(data.train) for path in matching_files(pattern)]
         found["files"] = [[path, os.path.getsize(path)] for path in paths]
     if data.tokenizer is not None and (data.kind in ("text", "chat") or data.fim_rate):
-        files = deciding_files(data.tokenizer)
-        found["tokenizer_content"] = "_".join(map(file_digest, files)) or data.tokenizer
+        found["tokenizer_content"] = tokenizer_digest(data.tokenizer)
         if data.kind == "chat":
-            given = None if data.chat_template is None else Path(data.chat_template)
-            template = find_chat_template(files[0].parent if files else None, given)
+            template = template_of(data)
             found["chat_template_content"] = None if template is None else text_digest(template.sources)
     return found
+
+
+def tokenizer_digest(spec: str) -> str:
+    """A hash of all files that decide a tokenizer's tokens; its name if it has none."""
+    return "_".join(map(file_digest, deciding_files(spec))) or spec
+
+
+def template_of(data: "DataConfig") -> ChatTemplate | None:
+    """The chat template of `data.chat_template`, or of the tokenizer's folder; None: there is none."""
+    assert data.tokenizer is not None  # checked with the config
+    files = tokenizer_files(data.tokenizer)
+    given = None if data.chat_template is None else Path(data.chat_template)
+    return find_chat_template(files[0].parent if files else None, given, data.template_arguments)

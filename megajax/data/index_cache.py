@@ -47,7 +47,7 @@ def digest(array: np.ndarray) -> str:
 
 def text_digest(value: Any) -> str:
     """A hash of a value that JSON can hold."""
-    return hashlib.blake2b(json.dumps(value, sort_keys=True).encode(), digest_size=16).hexdigest()
+    return hashlib.blake2b(_text(value).encode(), digest_size=16).hexdigest()
 
 
 def file_digest(path: str | Path) -> str:
