@@ -20,14 +20,22 @@ from megajax.errors import InputError, shown
 from megajax.extras import require
 from megajax.json_files import Count
 
-BLOCK_BYTES = 1 << 20  # of text, read together, plus the rest of the last line
-ROWS = 256  # of a Parquet file or a JSON array, at most, are in a block
-MOST_BYTES = 1 << 26  # of a line, a row or an item: ten times the longest books
 KEYS_SHOWN = 10
 PARQUET = b"PAR1"
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 ZIP = b"PK\3\4"
 SUFFIXES = (".jsonl", ".json", ".jsonl.gz", ".jsonl.xz", ".jsonl.bz2", ".jsonl.zst", ".parquet")
+
+
+class Limits(NamedTuple):
+    """Sizes of the pieces that are read."""
+
+    block_bytes: int = 1 << 20  # of text, read together, plus the rest of the last line
+    rows: int = 256  # of a Parquet file or a JSON array, at most, in a block
+    most_bytes: int = 1 << 26  # of a line, a row or an item: ten times the longest books
+
+
+LIMITS = Limits()
 
 
 class TextPosition(NamedTuple):
@@ -84,7 +92,11 @@ def check_inputs(paths: Sequence[str]) -> int:
 
 
 def read_blocks(
-    paths: Sequence[str], column: str | None = None, option: str = "--json-key", start: TextPosition | None = None
+    paths: Sequence[str],
+    column: str | None = None,
+    option: str = "--json-key",
+    start: TextPosition | None = None,
+    limits: Limits = LIMITS,
 ) -> Iterator[Block]:
     """All lines of the files, in order; of a Parquet file only the `column` of this name, None: all.
 
@@ -97,29 +109,29 @@ def read_blocks(
         with open(path, "rb") as stored:
             is_parquet = stored.read(len(PARQUET)) == PARQUET
         if is_parquet:
-            rows = read_rows(path, column, option, first.line - 1, ROWS, MOST_BYTES)
-            yield from _record_blocks(path, rows, first, "row")
+            rows = read_rows(path, column, option, first.line - 1, limits.rows, limits.most_bytes)
+            yield from _record_blocks(path, rows, first, "row", limits)
         else:
-            yield from _read_lines(path, first)
+            yield from _read_lines(path, first, limits)
 
 
-def _read_lines(path: str, start: TextPosition) -> Iterator[Block]:
+def _read_lines(path: str, start: TextPosition, limits: Limits) -> Iterator[Block]:
     line = start.line
     with open(path, "rb") as stored:
         try:
             text_bytes, compressed = start.text_bytes, decompress(stored)
             lines, to_skip = (stored, 0) if compressed is None else (compressed, text_bytes)
             stored.seek(text_bytes if compressed is None else 0)
-            while to_skip and (passed := lines.read(min(to_skip, BLOCK_BYTES))):
+            while to_skip and (passed := lines.read(min(to_skip, limits.block_bytes))):
                 to_skip -= len(passed)
             position = stored.tell()
-            while text := lines.read(BLOCK_BYTES):
+            while text := lines.read(limits.block_bytes):
                 own = text if text_bytes else text.removeprefix(BYTE_ORDER_MARK)
                 if not text_bytes and ARRAY.match(own):
-                    items = _array_items(path, own, lines, stored, start.line - 1)
-                    yield from _record_blocks(path, items, start, "item")
+                    items = _array_items(path, own, lines, stored, start.line - 1, limits)
+                    yield from _record_blocks(path, items, start, "item", limits)
                     return
-                rest = _rest_of_line(lines, path, text, line)
+                rest = _rest_of_line(lines, path, text, line, limits.most_bytes)
                 own, text = own + rest, text + rest
                 first, line, text_bytes = line, line + text.count(b"\n"), text_bytes + len(text)
                 yield Block(path, first, own, stored.tell() - position, TextPosition(start.file, line, text_bytes))
@@ -131,27 +143,28 @@ def _read_lines(path: str, start: TextPosition) -> Iterator[Block]:
             ) from None
 
 
-def _rest_of_line(lines: IO[bytes], path: str, text: bytes, line: int) -> bytes:
+def _rest_of_line(lines: IO[bytes], path: str, text: bytes, line: int, most_bytes: int) -> bytes:
     """The rest of the last line of `text`, which begins with line number `line`."""
     if text.endswith(b"\n"):
         return b""
     here = len(text) - 1 - text.rfind(b"\n")
-    rest = lines.readline(MOST_BYTES - here + 1)
-    if here + len(rest) > MOST_BYTES and not rest.endswith(b"\n"):
+    rest = lines.readline(most_bytes - here + 1)
+    if here + len(rest) > most_bytes and not rest.endswith(b"\n"):
         raise InputError(
-            f"{path}, line {line + text.count(b'\n')} has more than {MOST_BYTES >> 20} MiB: write each "
+            f"{path}, line {line + text.count(b'\n')} has more than {most_bytes >> 20} MiB: write each "
             "document on a line of its own, and divide one that is longer."
         )
     return rest
 
 
 def _array_items(
-    path: str, beginning: bytes, lines: IO[bytes], stored: IO[bytes], skipped: int
+    path: str, beginning: bytes, lines: IO[bytes], stored: IO[bytes], skipped: int, limits: Limits
 ) -> Iterator[tuple[Any, int]]:
     """The items of a JSON array after the first `skipped`, each with the bytes of the file that were read for it."""
     position = 0
     try:
-        for number, item in enumerate(ArrayReader(beginning, lines.read, BLOCK_BYTES, MOST_BYTES).items()):
+        reader = ArrayReader(beginning, lines.read, limits.block_bytes, limits.most_bytes)
+        for number, item in enumerate(reader.items()):
             before, position = position, stored.tell()
             if number >= skipped:
                 yield item, position - before
@@ -161,7 +174,9 @@ def _array_items(
         ) from None
 
 
-def _record_blocks(path: str, records: Iterator[tuple[Any, int]], start: TextPosition, unit: str) -> Iterator[Block]:
+def _record_blocks(
+    path: str, records: Iterator[tuple[Any, int]], start: TextPosition, unit: str, limits: Limits
+) -> Iterator[Block]:
     """Values, each with its bytes in the file, as lines of JSON; the first has number `start.line`."""
     first, stored_bytes, lines, size = start.line, 0, [], 0
 
@@ -172,7 +187,7 @@ def _record_blocks(path: str, records: Iterator[tuple[Any, int]], start: TextPos
     for value, taken in records:
         lines.append(json.dumps(value, default=str) + "\n")
         size, stored_bytes = size + len(lines[-1]), stored_bytes + taken
-        if len(lines) == ROWS or size >= BLOCK_BYTES:
+        if len(lines) == limits.rows or size >= limits.block_bytes:
             yield block()
             first, stored_bytes, lines, size = first + len(lines), 0, [], 0
     if lines:

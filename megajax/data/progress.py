@@ -1,4 +1,4 @@
-"""Progress of preprocessing on stderr: a bar on a terminal, else a line every LINE_SECONDS."""
+"""Progress of preprocessing on stderr: a bar on a terminal, else a line every 10 seconds."""
 
 import sys
 import time
@@ -36,13 +36,13 @@ class Progress:
 
 
 @contextmanager
-def show_progress(total_bytes: int) -> Iterator[Progress]:
+def show_progress(total_bytes: int, line_seconds: float = LINE_SECONDS) -> Iterator[Progress]:
     """The progress of reading files of `total_bytes` in total; call its `advance` after each part."""
     if sys.stderr.isatty():
         with _bar(total_bytes) as show:
             yield Progress(show)
     else:
-        yield Progress(_lines(total_bytes))
+        yield Progress(_lines(total_bytes, line_seconds))
 
 
 @contextmanager
@@ -57,13 +57,13 @@ def _bar(total_bytes: int) -> Iterator[Callable[[int, str], None]]:
         yield lambda done, text: bar.update(task, completed=done, description=text)
 
 
-def _lines(total_bytes: int) -> Callable[[int, str], None]:
+def _lines(total_bytes: int, seconds: float) -> Callable[[int, str], None]:
     start = last = time.perf_counter()
 
     def show(done: int, text: str) -> None:
         nonlocal last
         now = time.perf_counter()
-        if now - last >= LINE_SECONDS:
+        if now - last >= seconds:
             last, left = now, (now - start) * (total_bytes / max(done, 1) - 1)
             print(f"{done / max(total_bytes, 1):.0%}: {text}, {left:,.0f} s left", file=sys.stderr, flush=True)
 

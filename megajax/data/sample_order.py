@@ -54,14 +54,20 @@ def count_epochs(num_tokens: int, num_samples: int | None, sequence_length: int,
 
 
 def gpt_indices(
-    lengths: np.ndarray, num_samples: int | None, sequence_length: int, seed: int, *, drop_last: bool = True
+    lengths: np.ndarray,
+    num_samples: int | None,
+    sequence_length: int,
+    seed: int,
+    *,
+    drop_last: bool = True,
+    chunk: int = CHUNK,
 ) -> GptIndices:
     """The order of the samples of S = `sequence_length` tokens from sequences of `lengths`, for at least `num_samples`.
 
     `lengths` are those of the split's sequences, any integer dtype; `num_samples` None is one epoch. Without
     `drop_last` the last row's sample is the rest of the tokens, shorter than the others. Source: the
-    algorithm of Megatron-Core's GPTDataset. The sequences' ends are computed in pieces, so the memory is that of the
-    result. Raises ValueError if the sequences have no tokens.
+    algorithm of Megatron-Core's GPTDataset. The ends of `chunk` sequences are computed at a time, so the memory
+    is that of the result. Raises ValueError if the sequences have no tokens.
     """
     lengths = np.asarray(lengths)
     num_tokens = int(lengths.sum(dtype=np.int64))
@@ -71,11 +77,11 @@ def gpt_indices(
     generator = np.random.RandomState(seed)
     documents = _shuffled_documents(len(lengths), epochs, generator)
     if epochs.samples * sequence_length + EXTRA > epochs.count * num_tokens:
-        rows = _rows(lengths, documents, epochs.samples - 1, sequence_length)
+        rows = _rows(lengths, documents, epochs.samples - 1, sequence_length, chunk)
         end = [[len(documents) - 1, int(lengths[documents[-1]]) - EXTRA]]
         rows = np.concatenate([rows, np.array(end, rows.dtype)])
     else:
-        rows = _rows(lengths, documents, epochs.samples, sequence_length)
+        rows = _rows(lengths, documents, epochs.samples, sequence_length, chunk)
     return GptIndices(documents, rows, _shuffled_samples(epochs, generator))
 
 
@@ -95,13 +101,13 @@ def _repeated(count: int, times: int) -> np.ndarray:
     return np.tile(np.arange(count, dtype=np.int32), times)
 
 
-def _rows(lengths: np.ndarray, documents: np.ndarray, samples: int, sequence_length: int) -> np.ndarray:
+def _rows(lengths: np.ndarray, documents: np.ndarray, samples: int, sequence_length: int, chunk: int) -> np.ndarray:
     """The index into `documents`, and the token in that sequence, of every `sequence_length`-th token of the stream."""
     largest = max(len(documents), int(lengths.max()))
     rows = np.empty((samples + 1, 2), np.int32 if largest <= np.iinfo(np.int32).max else np.int64)
     position = filled = 0  # tokens before the piece, rows that are done
-    for first in range(0, len(documents), CHUNK):
-        own = lengths[documents[first : first + CHUNK]].astype(np.int64)
+    for first in range(0, len(documents), chunk):
+        own = lengths[documents[first : first + chunk]].astype(np.int64)
         ends = position + np.cumsum(own)
         last = min(samples, (int(ends[-1]) - 1) // sequence_length) if ends[-1] else -1
         if last >= filled:

@@ -1,11 +1,12 @@
 """The inspect command: figures about token files by hand, and samples as the model gets them."""
 
+import contextlib
 import json
-import sys
 
 import numpy as np
 import pytest
 import tokenizers
+from terminal import Terminal
 
 from megajax.data.indexed import IndexedDataset, IndexedWriter
 from megajax.data.inspect import describe_file, main, repeated_starts
@@ -86,7 +87,7 @@ def test_repeated_starts_are_those_of_a_set(write_documents):
     assert repeated_starts(dataset.tokens, dataset.document_starts()) == len(full) - len(set(full)) > 100
 
 
-def test_a_sample_shows_its_documents_positions_and_what_does_not_count(write_documents, shown, monkeypatch):
+def test_a_sample_shows_its_documents_positions_and_what_does_not_count(tmp_path, write_documents, shown):
     prefix = write_documents(text("abc", "de\x1b", "fghij"))
     data = f"train: {prefix}, reset_positions: true, mask_end_of_document_loss: true"
     lines = shown(data)
@@ -111,8 +112,14 @@ def test_a_sample_shows_its_documents_positions_and_what_does_not_count(write_do
         "97 98 99 ",
     ]
     assert "first 256 samples of train: padding 0.0%, the loss counts 100.0%" in without
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    assert shown(data)[-3:] == ["\033[90md\033[0me\\x1b<end of document>", *shown(data)[-2:]]
+    shown(data)
+    with contextlib.redirect_stdout(Terminal()) as terminal:
+        assert main([str(tmp_path / "c.yaml")]) == 0
+    assert terminal.getvalue().splitlines()[-3:] == [
+        "\033[90md\033[0me\\x1b<end of document>",
+        "\033[1m--- document 3: 1 token, a target only\033[0m",
+        "\033[90mf\033[0m",
+    ]
 
 
 def test_a_blend_gives_each_sources_tokens_of_the_run(write_documents, shown):

@@ -13,12 +13,12 @@ import pytest
 import zstandard
 from pyarrow import parquet
 
-from megajax.data import json_lines
 from megajax.data.json_array import ArrayReader
-from megajax.data.json_lines import MOST_BYTES, read_blocks, texts
+from megajax.data.json_lines import Limits, read_blocks, texts
 from megajax.errors import InputError
 
 MOST = 1 << 20
+SMALL = Limits(most_bytes=MOST)
 FORMATS = {"gz": gzip, "bz2": bz2, "xz": lzma, "zst": zstandard}
 
 
@@ -38,42 +38,37 @@ def peak_of(read):
 
 
 def test_documents_may_have_64_mib():
-    assert MOST_BYTES == 2**26
+    assert Limits().most_bytes == 2**26
 
 
 @pytest.mark.parametrize("ending", [*FORMATS, "jsonl"])
-def test_a_line_without_an_end_is_no_gigabyte(tmp_path, monkeypatch, ending):
-    monkeypatch.setattr(json_lines, "MOST_BYTES", MOST)
+def test_a_line_without_an_end_is_no_gigabyte(tmp_path, ending):
     path, zeros = tmp_path / f"a.{ending}", b"0" * MOST
     compress = FORMATS[ending].compress if ending in FORMATS else bytes
     # Streams one after the other are one file in all of these formats.
     path.write_bytes(compress(b'{"text": "a"}\n{"text": "') + compress(zeros) * 100)
-    peak, sentence = peak_of(lambda: lines_of(path))
+    peak, sentence = peak_of(lambda: lines_of(path, limits=SMALL))
     assert "line 2 has more than 1 MiB" in sentence and str(path) in sentence
     assert peak < 16 * MOST
 
 
 @pytest.mark.parametrize("ending", FORMATS)
-def test_one_frame_that_expands_without_limit_is_read_in_pieces(tmp_path, monkeypatch, ending):
-    monkeypatch.setattr(json_lines, "MOST_BYTES", MOST)
+def test_one_frame_that_expands_without_limit_is_read_in_pieces(tmp_path, ending):
     path = tmp_path / f"a.{ending}"
     path.write_bytes(FORMATS[ending].compress(b"0" * (32 * MOST)))
     assert path.stat().st_size < MOST / 8
-    peak, sentence = peak_of(lambda: lines_of(path))
+    peak, sentence = peak_of(lambda: lines_of(path, limits=SMALL))
     assert "line 1 has more than 1 MiB" in sentence
     # 4 kB of a file are decompressed together, if the library has no other limit: here all of it.
     assert peak < (80 if ending in ("zst", "xz") else 8) * MOST
 
 
-def test_a_line_of_the_longest_length_is_read(tmp_path, monkeypatch):
-    monkeypatch.setattr(json_lines, "BLOCK_BYTES", 8)
+def test_a_line_of_the_longest_length_is_read(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_bytes(b"short\n" + b"x" * 40 + b"\nshort\n")
-    monkeypatch.setattr(json_lines, "MOST_BYTES", 40)
-    assert [*map(len, lines_of(path))] == [5, 40, 5]
-    monkeypatch.setattr(json_lines, "MOST_BYTES", 39)
+    assert [*map(len, lines_of(path, limits=Limits(block_bytes=8, most_bytes=40)))] == [5, 40, 5]
     with pytest.raises(InputError, match="line 2 has more"):
-        lines_of(path)
+        lines_of(path, limits=Limits(block_bytes=8, most_bytes=39))
 
 
 def test_padding_between_frames_is_passed(tmp_path):
@@ -121,13 +116,11 @@ def test_items_of_an_array_are_those_of_json_wherever_it_is_cut(piece, indent):
         ('[{"a": "' + "x" * 2000, "item 1 has more than"),
     ],
 )
-def test_a_damaged_array_is_a_sentence(tmp_path, monkeypatch, text, problem):
-    monkeypatch.setattr(json_lines, "BLOCK_BYTES", 64)
-    monkeypatch.setattr(json_lines, "MOST_BYTES", 1000 if "x" * 9 in text else MOST)
+def test_a_damaged_array_is_a_sentence(tmp_path, text, problem):
     path = tmp_path / "a.json"
     path.write_text(text)
     with pytest.raises(InputError, match=f"begins like a JSON array, but {problem}"):
-        lines_of(path)
+        lines_of(path, limits=Limits(block_bytes=64, most_bytes=1000 if "x" * 9 in text else MOST))
 
 
 def test_an_array_is_not_in_memory(tmp_path):
@@ -226,28 +219,26 @@ def test_names_that_come_twice_are_sentences(tmp_path):
     assert lines_of(path, column="text") == [b'{"text": "a"}']
 
 
-def test_a_row_group_that_expands_is_refused_before_it_is_read(tmp_path, monkeypatch):
-    monkeypatch.setattr(json_lines, "MOST_BYTES", MOST)
+def test_a_row_group_that_expands_is_refused_before_it_is_read(tmp_path):
     table = pa.table({"id": range(2), "text": ["a", "0" * (32 * MOST)]})
     path = written(tmp_path / "a.parquet", table, compression="zstd", use_dictionary=False)
     del table
     before = pa.total_allocated_bytes()
     pool = pa.default_memory_pool()
     with pytest.raises(InputError, match="row group 0: the file's .* bytes become"):
-        lines_of(path, column="text")
+        lines_of(path, column="text", limits=SMALL)
     assert pa.total_allocated_bytes() == before and pool.bytes_allocated() == before
 
 
-def test_a_long_row_is_a_sentence_and_a_repeated_value_is_not_multiplied(tmp_path, monkeypatch):
-    monkeypatch.setattr(json_lines, "MOST_BYTES", MOST)
+def test_a_long_row_is_a_sentence_and_a_repeated_value_is_not_multiplied(tmp_path):
     path = written(tmp_path / "a.parquet", pa.table({"text": ["a", "b" * (MOST + 1), "c"]}), compression="none")
     with pytest.raises(InputError, match="row group 0, row 2 has 1 MiB, but a document has at most 1"):
-        lines_of(path)
+        lines_of(path, limits=SMALL)
     repeated = pa.array(["x" * (MOST // 2)] * 256).dictionary_encode()
     path = written(tmp_path / "b.parquet", pa.table({"text": repeated}), compression="zstd")
     del repeated
     tracemalloc.start()
-    count = sum(block.text.count(b"\n") for block in read_blocks([str(path)], "text"))
+    count = sum(block.text.count(b"\n") for block in read_blocks([str(path)], "text", limits=SMALL))
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert count == 256 and peak < 16 * MOST

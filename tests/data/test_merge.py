@@ -6,7 +6,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megajax.data import indexed
 from megajax.data.indexed import IndexedDataset, IndexedWriter
 from megajax.data.merge import main
 from megajax.data.preprocess import preprocess
@@ -14,8 +13,7 @@ from megajax.data.preprocess import preprocess
 TEXTS = ["one", "", "three", "vier äöü", "", "six" * 100]
 
 
-def test_merged_files_are_those_of_the_joined_input(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(indexed, "COPIED", 7)
+def test_merged_files_are_those_of_the_joined_input(tmp_path, capsys):
     prefixes = {}
     for name, texts in {"a": TEXTS[:2], "b": TEXTS[2:5], "c": TEXTS[5:], "whole": TEXTS}.items():
         source = tmp_path / f"{name}.jsonl"
@@ -28,6 +26,15 @@ def test_merged_files_are_those_of_the_joined_input(tmp_path, monkeypatch, capsy
         assert merged == Path(f"{prefixes['whole']}.{ending}").read_bytes()
     tokens = sum(len(text.encode()) for text in TEXTS)
     assert capsys.readouterr().out == f"{tmp_path}/new/merged.bin/.idx: 6 documents, {tokens} tokens\n"
+
+
+def test_files_of_more_tokens_than_are_copied_together_are_merged(tmp_path):
+    large, small = np.arange(17_000_000).astype(np.uint16), np.arange(3, dtype=np.uint16)
+    for name, tokens in (("large", large), ("small", small)):
+        with IndexedWriter(tmp_path / name, np.uint16) as writer:
+            writer.add_document(tokens)
+    main(["--input", *(str(tmp_path / name) for name in ("large", "small")), "--output-prefix", str(tmp_path / "m")])
+    assert (tmp_path / "m.bin").read_bytes() == large.tobytes() + small.tobytes()
 
 
 def test_sequences_and_modes_are_merged(tmp_path):

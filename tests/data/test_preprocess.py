@@ -1,12 +1,17 @@
 """The preprocess command from JSON lines to token files."""
 
 import bz2
+import contextlib
 import gzip
 import json
 import lzma
+import multiprocessing
+import os
+import signal
 import subprocess
 import sys
-from concurrent.futures.process import BrokenProcessPool
+import threading
+import time
 from pathlib import Path
 
 import numpy as np
@@ -15,10 +20,13 @@ import pytest
 import yaml
 import zstandard
 from pyarrow import parquet
+from terminal import Terminal
 
-from megajax.data import encoding, json_lines, progress
+from megajax.data import json_lines
 from megajax.data.indexed import IndexedDataset
+from megajax.data.json_lines import Limits
 from megajax.data.preprocess import main, preprocess
+from megajax.data.progress import show_progress
 from megajax.errors import InputError
 
 TEXTS = ["first", "zweites: äöü", "", "the\nfourth", "x" * 5000, "last"]
@@ -74,12 +82,11 @@ def test_append_eod_ends_every_document_with_text(tmp_path):
 
 
 @pytest.mark.parametrize("block_bytes", [1, 7, 64, 5000])
-def test_documents_do_not_depend_on_where_the_input_is_cut(tmp_path, monkeypatch, block_bytes):
+def test_documents_do_not_depend_on_where_the_input_is_cut(tmp_path, block_bytes):
     source = tmp_path / "a.jsonl"
     write_lines(source, TEXTS)
     source.write_text("\n" + source.read_text() + "  \n" + '{"text": "without newline"}')
-    monkeypatch.setattr(json_lines, "BLOCK_BYTES", block_bytes)
-    prefix, _, _ = preprocess([str(source)], str(tmp_path / "p"), "byte")
+    prefix, _, _ = preprocess([str(source)], str(tmp_path / "p"), "byte", limits=Limits(block_bytes=block_bytes))
     assert read(prefix) == [list(text.encode()) for text in [*TEXTS, "without newline"]]
 
 
@@ -87,7 +94,7 @@ def test_one_and_two_workers_write_identical_bytes(tmp_path):
     generator = np.random.default_rng(0)
     texts = ["".join(map(chr, generator.integers(32, 1000, size))) for size in generator.integers(0, 4000, 600)]
     source = write_lines(tmp_path / "a.jsonl", texts)
-    assert Path(source).stat().st_size > 3 * json_lines.BLOCK_BYTES
+    assert Path(source).stat().st_size > 3 * Limits().block_bytes
     for workers in ("1", "2"):
         command = [sys.executable, "-m", "megajax.data.preprocess", "--input", source, "--tokenizer", "byte"]
         command += ["--output-prefix", str(tmp_path / workers), "--workers", workers, "--append-eod"]
@@ -100,12 +107,11 @@ def test_one_and_two_workers_write_identical_bytes(tmp_path):
 
 
 @pytest.mark.parametrize("compression", [gzip, bz2, lzma, zstandard])
-def test_compressed_input_is_read(tmp_path, monkeypatch, compression):
-    monkeypatch.setattr(json_lines, "BLOCK_BYTES", 64)
+def test_compressed_input_is_read(tmp_path, compression):
     plain = Path(write_lines(tmp_path / "a.jsonl", TEXTS)).read_bytes()
     packed = tmp_path / "named as you like"
     packed.write_bytes(compression.compress(plain[:99]) + compression.compress(plain[99:]))
-    prefix, _, _ = preprocess([str(packed)], str(tmp_path / "p"), "byte")
+    prefix, _, _ = preprocess([str(packed)], str(tmp_path / "p"), "byte", limits=Limits(block_bytes=64))
     assert read(prefix) == [list(text.encode()) for text in TEXTS]
     packed.write_bytes(compression.compress(plain)[:-9])
     with pytest.raises(InputError, match="cannot be read beyond line .*: it is damaged or incomplete"):
@@ -124,10 +130,10 @@ BAD_LINES = {
 
 
 @pytest.mark.parametrize("line", BAD_LINES)
-def test_the_first_bad_line_stops_a_strict_run_and_nothing_is_left_behind(tmp_path, monkeypatch, error_of, line):
-    monkeypatch.setattr(json_lines, "BLOCK_BYTES", 40)
+def test_the_first_bad_line_stops_a_strict_run_and_nothing_is_left_behind(tmp_path, error_of, line):
     source = tmp_path / "a.jsonl"
-    source.write_bytes(b'{"text": "good"}\n' * 9 + b"\n" + line + b'\n{"text": "good"}\n')
+    good = b'{"pad": "%s", "text": "good"}\n' % (b"x" * Limits().block_bytes)  # a block
+    source.write_bytes(good * 2 + b'{"text": "good"}\n' * 7 + b"\n" + line + b'\n{"text": "good"}\n')
     assert error_of(["--input", str(source), "--strict"]) == f"{source}, line 11 {BAD_LINES[line]}."
     assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
 
@@ -143,10 +149,10 @@ def test_a_bad_line_under_workers_keeps_the_old_output(tmp_path):
     assert not list(tmp_path.glob("*.partial"))
 
 
-def test_bad_lines_are_left_out_counted_and_named(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(json_lines, "BLOCK_BYTES", 40)
+def test_bad_lines_are_left_out_counted_and_named(tmp_path, capsys):
     source = tmp_path / "a.jsonl"
-    source.write_bytes(b"".join(line + b'\n{"text": "3 4"}\n' for line in [*BAD_LINES, b'{"text": "3 four"}']))
+    good = b'{"pad": "%s", "text": "3 4"}' % (b"x" * Limits().block_bytes)  # a block
+    source.write_bytes(b"".join(line + b"\n" + good + b"\n" for line in [*BAD_LINES, b'{"text": "3 four"}']))
     found = {}
     for workers in "12":
         prefix = str(tmp_path / workers)
@@ -162,7 +168,6 @@ def test_bad_lines_are_left_out_counted_and_named(tmp_path, monkeypatch, capsys)
 
 
 def test_parquet_rows_are_documents(tmp_path, monkeypatch, error_of, capsys):
-    monkeypatch.setattr(json_lines, "ROWS", 2)
     source = str(tmp_path / "named as you like")
     table = pyarrow.table({"id": range(7), "text": [*TEXTS, None]})
     parquet.write_table(table, source, row_group_size=3)
@@ -174,7 +179,8 @@ def test_parquet_rows_are_documents(tmp_path, monkeypatch, error_of, capsys):
     assert error_of(["--input", source, "--json-key", "body"]) == (
         f'{source} has no column "body" (its columns: id, text): name the column of the text with --json-key.'
     )
-    assert sum(block.stored_bytes for block in json_lines.read_blocks([source])) == Path(source).stat().st_size
+    blocks = [*json_lines.read_blocks([source], limits=Limits(rows=2))]
+    assert len(blocks) == 4 and sum(block.stored_bytes for block in blocks) == Path(source).stat().st_size
     Path(source).write_bytes(Path(source).read_bytes()[:-9])
     assert "cannot be read beyond row 0 " in error_of(["--input", source])
     monkeypatch.setitem(sys.modules, "pyarrow", None)  # import raises ModuleNotFoundError
@@ -230,33 +236,29 @@ def test_a_named_token_ends_documents(tmp_path):
     assert read(prefix) == [[2, 1], []]
 
 
-def test_a_worker_that_dies_is_one_sentence(tmp_path, monkeypatch, error_of):
+def as_soon_as(condition, act):
+    """Starts a thread that waits for the condition, then acts."""
+
+    def wait():
+        while not condition():
+            time.sleep(0.001)
+        act()
+
+    threading.Thread(target=wait).start()
+
+
+def test_a_worker_that_dies_is_one_sentence(tmp_path, error_of):
+    """As the kernel ends one if memory runs out."""
     source = write_lines(tmp_path / "a.jsonl", TEXTS)
-
-    class Pool:
-        def __init__(self, *_, **__): ...
-        def __enter__(self):
-            return self
-
-        def __exit__(self, *_): ...
-        def shutdown(self, **_): ...
-        def submit(self, *_):
-            raise BrokenProcessPool
-
-    monkeypatch.setattr(encoding, "ProcessPoolExecutor", Pool)
-    assert error_of(["--input", source, "--workers", "2"]) == (
-        "a worker process was killed, most likely because memory ran out: use fewer workers. (A script of "
-        'your own must start the run under `if __name__ == "__main__":`, since workers import it.)'
-    )
+    as_soon_as(multiprocessing.active_children, lambda: multiprocessing.active_children()[0].kill())
+    sentence = error_of(["--input", source, "--workers", "2"])
+    assert "a worker process was killed" in sentence and "use fewer workers" in sentence
     assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
 
 
-def test_an_interrupt_ends_with_a_sentence_and_leaves_nothing(tmp_path, monkeypatch, capsys):
-    def interrupt(*_):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(encoding.Encoder, "__call__", interrupt)
-    source = write_lines(tmp_path / "a.jsonl", TEXTS)
+def test_an_interrupt_ends_with_a_sentence_and_leaves_nothing(tmp_path, capsys):
+    source = write_lines(tmp_path / "a.jsonl", TEXTS * 30_000)
+    as_soon_as(lambda: [*tmp_path.glob("*.partial")], lambda: os.kill(os.getpid(), signal.SIGINT))
     with pytest.raises(SystemExit) as stopped:
         main(["--input", source, "--output-prefix", str(tmp_path / "p"), "--tokenizer", "byte"])
     assert stopped.value.code == 130
@@ -264,19 +266,21 @@ def test_an_interrupt_ends_with_a_sentence_and_leaves_nothing(tmp_path, monkeypa
     assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
 
 
-def test_logs_and_terminals_show_progress(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(progress, "LINE_SECONDS", 0)
-    monkeypatch.setattr(json_lines, "BLOCK_BYTES", 40)
-    source = write_lines(tmp_path / "a.jsonl", ["12345678"] * 10)
-    preprocess([source], str(tmp_path / "p"), "byte")
+def test_a_log_shows_progress_in_lines(capsys):
+    with show_progress(total_bytes=500, line_seconds=0) as progress:
+        for _ in range(5):
+            progress.advance(stored_bytes=100, documents=2, tokens=16)
     lines = capsys.readouterr().err.splitlines()
     assert lines[1].startswith("40%: 4 documents, 32 tokens, ") and lines[1].endswith(" s left")
     assert lines[4].startswith("100%: 10 documents, 80 tokens, ")
 
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+
+def test_a_terminal_shows_progress_as_a_bar(tmp_path, monkeypatch):
     monkeypatch.setenv("COLUMNS", "120")
-    preprocess([source], str(tmp_path / "p"), "byte")
-    bar = capsys.readouterr().err
+    source = write_lines(tmp_path / "a.jsonl", ["12345678"] * 10)
+    with contextlib.redirect_stderr(Terminal()) as terminal:
+        preprocess([source], str(tmp_path / "p"), "byte")
+    bar = terminal.getvalue()
     assert "100%" in bar and "10 documents, 80 tokens, " in bar and " left" not in bar
 
 

@@ -10,14 +10,16 @@ import signal
 import subprocess
 import sys
 import warnings
+from functools import partial
 from itertools import count
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from megajax.data import journal, json_lines
+from megajax.console import user_errors
 from megajax.data.indexed import IndexedDataset, IndexedWriter
+from megajax.data.json_lines import Limits, read_blocks
 from megajax.data.preprocess import main as preprocess_main
 from megajax.data.preprocess import preprocess
 from megajax.errors import InputError
@@ -36,6 +38,9 @@ def write_inputs(folder: Path) -> list[str]:
 
 def pair(prefix: Path | str) -> list[bytes]:
     return [Path(f"{prefix}.{ending}").read_bytes() for ending in ("bin", "idx")]
+
+
+in_small_blocks = partial(preprocess, tokenizer="byte", limits=Limits(block_bytes=64), record_seconds=0.0)
 
 
 def killed(event: int, run) -> bool:
@@ -58,10 +63,10 @@ def killed(event: int, run) -> bool:
 def main(folder: Path) -> None:
     """Kill a run at its 1st, 2nd, ... access to a file; each time resume it, and compare."""
     inputs = write_inputs(folder)
-    json_lines.BLOCK_BYTES, journal.RECORD_SECONDS, os.fsync = 128, 0.0, lambda _: None
+    os.fsync = lambda _: None
     warnings.simplefilter("ignore")
     prefix, documents, tokens = preprocess(inputs, str(folder / "whole"), "byte")
-    whole, out = pair(prefix), folder / "out_text_document"
+    whole, out_prefix, out = pair(prefix), str(folder / "out"), folder / "out_text_document"
     with IndexedWriter(folder / "old", np.uint16) as writer:
         writer.add_document(np.arange(tokens))  # as many tokens, in one document
     old = pair(folder / "old")
@@ -69,7 +74,7 @@ def main(folder: Path) -> None:
     for event in count():
         for ending, content in zip(("bin", "idx"), old, strict=True):
             out.with_suffix(f".{ending}").write_bytes(content)
-        if not killed(event, lambda: preprocess(inputs, str(folder / "out"), "byte")):
+        if not killed(event, lambda: in_small_blocks(inputs, out_prefix)):
             break
         try:
             IndexedDataset(out)
@@ -78,8 +83,8 @@ def main(folder: Path) -> None:
             pass
         resumed_later += Path(f"{out}.resume.partial").exists()
         if event % 4 == 0:  # and a resumed run
-            assert killed(event % 7 + 3, lambda: preprocess(inputs, str(folder / "out"), "byte", resume=True))
-        assert preprocess(inputs, str(folder / "out"), "byte", resume=True)[1:] == (documents, tokens)
+            assert killed(event % 7 + 3, lambda: in_small_blocks(inputs, out_prefix, resume=True))
+        assert in_small_blocks(inputs, out_prefix, resume=True)[1:] == (documents, tokens)
         assert pair(out) == whole, event
         assert not list(folder.glob("out*.partial*")), event
     print(event, resumed_later)
@@ -95,8 +100,6 @@ def test_a_run_killed_at_any_moment_is_resumed_to_the_same_bytes(tmp_path):
 @pytest.fixture
 def interrupted(tmp_path, monkeypatch, capsys):
     """(the arguments of a command that was interrupted after its third block, the files of the whole run)."""
-    monkeypatch.setattr(json_lines, "BLOCK_BYTES", 64)
-    monkeypatch.setattr(journal, "RECORD_SECONDS", 0.0)
     inputs = write_inputs(tmp_path)
     with pytest.warns(UserWarning, match="2 bad lines left out"):
         whole = pair(preprocess(inputs, str(tmp_path / "whole"), "byte")[0])
@@ -110,8 +113,8 @@ def interrupted(tmp_path, monkeypatch, capsys):
 
     with monkeypatch.context() as patch:
         patch.setattr(IndexedWriter, "add_documents", interrupt)
-        with pytest.raises(SystemExit) as stopped:
-            preprocess_main(arguments)
+        with pytest.raises(SystemExit) as stopped, user_errors():
+            in_small_blocks(inputs, str(tmp_path / "out"))
     kept = f"{tmp_path}/out_text_document.bin.partial is kept: the same command with --resume goes on after 7 documents"
     assert stopped.value.code == 130
     assert capsys.readouterr().err == f"megajax: warning: {kept}.\nmegajax: error: interrupted.\n"
@@ -144,7 +147,7 @@ def test_a_run_that_would_write_other_bytes_is_not_resumed(interrupted, tmp_path
     assert f"[size, time of change] of {tmp_path}/b.gz is [" in sentence()
     partial = tmp_path / "out_text_document.bin.partial"
     record = tmp_path / "out_text_document.resume.partial"
-    record.write_text(record.read_text().replace(str(json_lines.os.stat(tmp_path / "b.gz").st_mtime_ns), "0"))
+    record.write_text(record.read_text().replace(str(os.stat(tmp_path / "b.gz").st_mtime_ns), "0"))
     assert "is [" in sentence()
     assert preprocess_main(arguments) == 0  # from the start
     assert pair(tmp_path / "out_text_document") == whole and not partial.exists() and not record.exists()
@@ -178,7 +181,7 @@ def test_an_older_pair_is_not_taken_for_the_tokens_of_the_interrupted_run(interr
     assert pair(out) == whole and not partial.exists()
 
 
-def test_every_file_format_is_read_on_from_every_block(tmp_path, monkeypatch):
+def test_every_file_format_is_read_on_from_every_block(tmp_path):
     import bz2
     import lzma
 
@@ -186,20 +189,17 @@ def test_every_file_format_is_read_on_from_every_block(tmp_path, monkeypatch):
     import zstandard
     from pyarrow import parquet
 
-    monkeypatch.setattr(json_lines, "BLOCK_BYTES", 50)
-    monkeypatch.setattr(json_lines, "ROWS", 3)
+    read = partial(read_blocks, column="text", limits=Limits(block_bytes=50, rows=3))
     lines = b"".join(json.dumps({"text": text}).encode() + b"\n" for text in TEXTS)
     paths = [str(tmp_path / name) for name in ("plain", "gzip", "bz2", "lzma", "zstandard", "parquet")]
     Path(paths[0]).write_bytes(lines)
     for path, compression in zip(paths[1:5], (gzip, bz2, lzma, zstandard), strict=True):
         Path(path).write_bytes(compression.compress(lines[:99]) + compression.compress(lines[99:]))
     parquet.write_table(pyarrow.table({"text": TEXTS}), paths[5], row_group_size=5)
-    blocks = list(json_lines.read_blocks(paths, "text"))
+    blocks = list(read(paths))
     assert len(blocks) > 20
     for i, block in enumerate(blocks):
-        rest = [
-            (each.path, each.first_line, each.text) for each in json_lines.read_blocks(paths, "text", "", block.end)
-        ]
+        rest = [(each.path, each.first_line, each.text) for each in read(paths, start=block.end)]
         assert rest == [(each.path, each.first_line, each.text) for each in blocks[i + 1 :]]
 
 

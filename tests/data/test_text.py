@@ -3,7 +3,10 @@
 import fcntl
 import gzip
 import json
+import os
 import pickle
+import subprocess
+import sys
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -107,8 +110,11 @@ def test_only_new_files_are_tokenised(tmp_path, shards, encoded_files):
 def test_processes_share_the_files(tmp_path, shards, encoded_files, monkeypatch):
     """This one leaves the file that another one is at, waits for it, and does it if the other one stops."""
     config, waiting = config_of(tmp_path, {"order": "sequential"}), []
-    key = {"kind": "text", "version": text.VERSION, "tokenizer": "byte", "around_documents": [None, 256]}
-    cache, key = tmp_path / "run/index_cache", key | {"text_key": "body"} | text._identity(shards[1])
+    datasets(config_of(tmp_path, run={"dir": str(tmp_path / "before"), "steps": 20, "eval_steps": 1}))
+    keys = [json.loads(path.read_text()) for path in tmp_path.glob("before/index_cache/*/key.json")]
+    [key] = [key for key in keys if key["size"] == os.path.getsize(shards[1])]
+    encoded_files.clear()
+    cache = tmp_path / "run/index_cache"
     other, lock = index_cache.filling(cache, key), f"{index_cache.folder_of(cache, key)}.lock"
     assert other.__enter__() is not None
 
@@ -135,19 +141,26 @@ def test_an_error_while_text_is_tokenised_is_not_one_of_the_cache(tmp_path, shar
             datasets(config)
         assert caught.value is error
     monkeypatch.undo()
-    monkeypatch.setattr(index_cache, "_move", Mock(side_effect=OSError(28, "No space left on device")))
+    monkeypatch.setattr(Path, "rename", Mock(side_effect=OSError(28, "No space left on device")))
     with pytest.raises(InputError, match=r"the stored data .* cannot be written or read .No space left on device"):
         datasets(config)
 
 
-def test_files_of_a_killed_process_are_removed_under_the_lock(tmp_path, monkeypatch):
+KILLED = """
+import os, pathlib, signal, sys
+from megajax.data import index_cache
+with index_cache.filling(pathlib.Path(sys.argv[1]), {"a": 1}) as folder:
+    print(folder, flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_files_of_a_killed_process_are_removed_under_the_lock(tmp_path):
     def names():
         return sorted(path.name.split("-")[0] for path in tmp_path.iterdir())
 
-    with monkeypatch.context() as patch:
-        patch.setattr(index_cache.shutil, "rmtree", Mock())  # as if killed
-        with pytest.raises(KeyboardInterrupt), index_cache.filling(tmp_path, {"a": 1}) as killed:
-            raise KeyboardInterrupt
+    done = subprocess.run([sys.executable, "-c", KILLED, tmp_path], capture_output=True, text=True, check=False)
+    killed = Path(done.stdout.strip())
     with index_cache.filling(tmp_path, {"b": 2}):
         assert killed.is_dir()  # of another key
     with index_cache.filling(tmp_path, {"a": 1}) as folder:
