@@ -21,7 +21,7 @@ import time
 import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import IO
+from typing import IO, NamedTuple
 
 from megajax.config import Config, load_config
 from megajax.config.checks import check_mesh
@@ -32,12 +32,21 @@ from megajax.files import is_number, whole_number
 
 FINAL = (DONE, MISTAKE, BAD_NUMBERS, INTERRUPTED)  # never restarted
 FORWARDED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
-CRASH_SECONDS, MISTAKE_SECONDS = 5, 60  # for the other processes to end, after the first
-DRAIN_SECONDS = 5  # for the rest of their output
-LONGEST_PAUSE = 60  # seconds before a restart: 1, 2, 4, ... up to this
 CPU_DEVICES = "--xla_force_host_platform_device_count"
 OF_A_CLUSTER = {"JAX_NUM_PROCESSES": 0, "SLURM_NTASKS": 1, "OMPI_COMM_WORLD_SIZE": 1}  # the largest value without one
 PR_SET_PDEATHSIG = 1
+
+
+class Waits(NamedTuple):
+    """Seconds."""
+
+    crash: float = 5  # for the other processes to end, after the first crashed
+    mistake: float = 60  # the same after a mistake
+    drain: float = 5  # for the rest of their output
+    longest_pause: float = 60  # before a restart: 1, 2, 4, ... up to this
+
+
+WAITS = Waits()
 
 
 def working_devices(environment: Mapping[str, str] = os.environ) -> list[str]:
@@ -163,9 +172,9 @@ class Output:
             index, target = key.data
             self._write(index, target, lines)
 
-    def close(self) -> None:
-        """Copy the rest. The pipes end with the processes, unless a foreign process has inherited them."""
-        end = time.monotonic() + DRAIN_SECONDS
+    def close(self, seconds: float) -> None:
+        """Copy the rest, for at most `seconds`: a foreign process may have inherited the pipes."""
+        end = time.monotonic() + seconds
         while self._selector.get_map() and time.monotonic() < end:
             self.copy(0.1)
         self._selector.close()
@@ -179,13 +188,13 @@ class Output:
 class Launcher:
     """A run's processes on this host: `run` starts them until the run ends."""
 
-    def __init__(self, config: Config, arguments: list[str], processes: int, max_restarts: int):
+    def __init__(self, config: Config, arguments: list[str], processes: int, max_restarts: int, waits: Waits = WAITS):
         """`arguments` of `megajax.train`; `processes`: 0 for one per device; `max_restarts` without a new checkpoint.
 
         Raises InputError if the processes cannot share the devices evenly.
         """
         self.config, self.arguments = config, arguments
-        self.processes, self.max_restarts = processes, max_restarts
+        self.processes, self.max_restarts, self.waits = processes, max_restarts, waits
         self.devices = working_devices()
         if not self.devices:
             raise InputError("no GPU of this host answers: look at nvidia-smi, or set JAX_PLATFORMS=cpu.")
@@ -222,7 +231,7 @@ class Launcher:
                 except ConfigError as error:
                     _say(f"no restart, because too few devices are left: {error}")
                     return _shell_status(status)
-                pause = min(2 ** (failures - 1), LONGEST_PAUSE)
+                pause = min(2 ** (failures - 1), self.waits.longest_pause)
                 newest_is = "there is no checkpoint yet" if step is None else f"the newest checkpoint is of step {step}"
                 _say(f"restart in {pause} s on {counted(len(self.devices), 'device')}; {newest_is}")
                 end = time.monotonic() + pause
@@ -247,7 +256,7 @@ class Launcher:
         finally:
             for child in children:
                 child.kill()
-        output.close()
+        output.close(self.waits.drain)
         return status
 
     def _wait(self, children: list[Child], output: Output) -> int:
@@ -265,7 +274,7 @@ class Launcher:
                 if first not in FINAL + (STOPPED,):
                     _say(f"process {failed[0].index} {_ending(first)}")
                 if first != STOPPED:
-                    end = time.monotonic() + (MISTAKE_SECONDS if first in FINAL else CRASH_SECONDS)
+                    end = time.monotonic() + (self.waits.mistake if first in FINAL else self.waits.crash)
         return first
 
     def _forward(self, running: list[Child]) -> None:

@@ -3,7 +3,6 @@
 import contextlib
 import functools
 import ipaddress
-import json
 import math
 import os
 import re
@@ -27,7 +26,7 @@ from megajax.console import hide_native_lines
 from megajax.coordinator import through_a_relay
 from megajax.errors import ConfigError, shown
 from megajax.files import is_number
-from megajax.messages import SLOWEST, decide
+from megajax.messages import SLOWEST, gather
 from megajax.runtime import has_nvidia_driver
 
 JOIN_SECONDS = 300  # all processes of a run start within this time
@@ -62,7 +61,7 @@ def hosts_of(devices: Sequence[Any]) -> list[int]:
 @functools.cache
 def process_hosts() -> list[str]:
     """The name of each process's host. All processes must make the first call."""
-    return json.loads(decide("hosts", socket.gethostname(), json.dumps, SLOWEST))
+    return gather("hosts", socket.gethostname(), SLOWEST)
 
 
 def axes_across(sizes: Mapping[str, int], owners: Sequence[int] | np.ndarray) -> tuple[str, ...]:

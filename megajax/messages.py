@@ -7,7 +7,8 @@ import contextlib
 import itertools
 import json
 import time
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -20,7 +21,7 @@ ANSWER_SECONDS = 120.0  # all processes have joined before, so each answers with
 READ_SECONDS = 10.0
 SLOWEST = 3600.0  # seconds that one process may be behind the others
 
-_found = itertools.count()  # all processes make the same calls of `from_first_process`
+_calls: defaultdict[tuple[Any, str], Iterator[int]] = defaultdict(itertools.count)
 
 Failure = jax.errors.JaxRuntimeError  # of each method: there is no such value (in time), or the coordinator is gone
 
@@ -63,35 +64,43 @@ class Messages:
         """Remove the directory with all its texts."""
         self._client.key_value_delete(self._directory)
 
+    def decide(self, text: str, judge: Callable[[list[str]], str], seconds: float = ANSWER_SECONDS) -> str:
+        """`judge(the texts of all processes)`, called on process 0, its result on every process.
 
-def decide(name: str, text: str, judge: Callable[[list[str]], str], seconds: float = ANSWER_SECONDS) -> str:
-    """`judge(the texts of all processes)`, called on process 0, its result on every process.
+        All processes use a directory once. Raises InputError on every process if one does not answer within `seconds`,
+        or if `judge` fails.
+        """
+        if self.count == 1:
+            return judge([text])
+        if self.index == 0:
+            verdict = _collect(self, text, judge, seconds)
+            self.post("verdict", json.dumps(verdict))
+        else:
+            self.post(str(self.index), text)
+            try:
+                verdict = json.loads(self.wait("verdict", 2 * seconds))
+            except Failure:
+                raise InputError(f"process 0 did not answer within {2 * seconds:g} s: look at its output.") from None
+        # Process 0 may end after this, and the store with it. A text may be large, and is not needed again.
+        with contextlib.suppress(Failure):  # one is gone, or silent
+            self.meet(min(seconds, READ_SECONDS))
+            if self.index == 0:
+                self.remove()
+        if "failed" in verdict:
+            raise InputError(verdict["failed"])
+        if "silent" in verdict:
+            raise InputError(f"process {verdict['silent']} did not answer within {seconds:g} s: look at its output.")
+        return verdict["judged"]
 
-    All processes use a `name` once. Raises InputError on every process if one does not answer within `seconds`, or if
-    `judge` fails.
-    """
-    messages = Messages(name)
-    if messages.count == 1:
-        return judge([text])
-    if messages.index == 0:
-        verdict = _collect(messages, text, judge, seconds)
-        messages.post("verdict", json.dumps(verdict))
-    else:
-        messages.post(str(messages.index), text)
-        try:
-            verdict = json.loads(messages.wait("verdict", 2 * seconds))
-        except Failure:
-            raise InputError(f"process 0 did not answer within {2 * seconds:g} s: look at its output.") from None
-    # Process 0 may end after this, and the store with it. A text may be large, and is not needed again.
-    with contextlib.suppress(Failure):  # one is gone, or silent
-        messages.meet(READ_SECONDS)
-        if messages.index == 0:
-            messages.remove()
-    if "failed" in verdict:
-        raise InputError(verdict["failed"])
-    if "silent" in verdict:
-        raise InputError(f"process {verdict['silent']} did not answer within {seconds:g} s: look at its output.")
-    return verdict["judged"]
+
+def next_name(kind: str) -> str:
+    """A name for the next call of a kind, the same on all processes, since they make the same calls in one order."""
+    return f"{kind}/{next(_calls[distributed.global_state.client, kind])}"
+
+
+def gather(name: str, value: Any, seconds: float = ANSWER_SECONDS) -> list[Any]:
+    """The values of all processes, which JSON can hold; otherwise as `Messages.decide`."""
+    return json.loads(Messages(name).decide(json.dumps(value), lambda texts: f"[{','.join(texts)}]", seconds))
 
 
 def from_first_process(find: Callable[[], Any]) -> Any:
@@ -101,7 +110,7 @@ def from_first_process(find: Callable[[], Any]) -> Any:
     thousands of processes would otherwise read from the same files. It stays in the store: keep it small. Raises
     InputError on every process if `find` fails.
     """
-    messages = Messages(f"found/{next(_found)}")
+    messages = Messages(next_name("found"))
     if messages.index == 0:
         try:
             answer = {"found": find()}

@@ -25,7 +25,7 @@ from megajax.config.extensions import file_of
 from megajax.config.sentences import counted
 from megajax.config.tree import show
 from megajax.errors import ConfigError
-from megajax.messages import Messages, decide
+from megajax.messages import Messages
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "megajax")
 
@@ -47,7 +47,8 @@ def check_processes(config: Config) -> None:
 
     Raises ConfigError, with the same sentence on every process.
     """
-    if Messages("start").count > 1 and (problem := decide("start", json.dumps(own_facts(config)), _problem_of_answers)):
+    call = Messages("start")
+    if call.count > 1 and (problem := call.decide(json.dumps(own_facts(config)), _problem_of_answers)):
         raise ConfigError(problem)
 
 

@@ -1,7 +1,6 @@
 """The relay between jax's client and its coordinator."""
 
 import socket
-import threading
 
 import pytest
 
@@ -13,6 +12,7 @@ def service():
     """A listening socket in the place of the coordinator, and its address."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         yield listener, f"127.0.0.1:{listener.getsockname()[1]}"
+    coordinator.LOST.clear()
 
 
 def connected(listener: socket.socket, address: str) -> tuple[socket.socket, socket.socket]:
@@ -25,8 +25,8 @@ def connected(listener: socket.socket, address: str) -> tuple[socket.socket, soc
     return client, listener.accept()[0]
 
 
-def test_bytes_pass_and_the_client_does_not_see_the_end_of_the_service(service, monkeypatch):
-    monkeypatch.setattr(coordinator, "LOST", threading.Event())
+def test_bytes_pass_and_the_client_does_not_see_the_end_of_the_service(service):
+    coordinator.LOST.clear()
     client, far = connected(*service)
     client.sendall(b"question")
     assert far.recv(100) == b"question"
@@ -39,8 +39,8 @@ def test_bytes_pass_and_the_client_does_not_see_the_end_of_the_service(service, 
         client.recv(100)
 
 
-def test_a_connection_that_the_client_ends_is_no_loss(service, monkeypatch):
-    monkeypatch.setattr(coordinator, "LOST", threading.Event())
+def test_a_connection_that_the_client_ends_is_no_loss(service):
+    coordinator.LOST.clear()
     client, far = connected(*service)
     client.close()
     assert far.recv(100) == b""

@@ -4,16 +4,15 @@ import ast
 import errno
 import gzip
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from megajax import files
 from megajax.config import Config, load_config
-from megajax.data import json_lines
 from megajax.data.chat_template import load_chat_template
-from megajax.data.json_lines import read_blocks, texts
+from megajax.data.json_lines import Limits, read_blocks, texts
 from megajax.data.model_files import read_json
 from megajax.data.tokenizers import keep_tokenizer
 from megajax.files import replace_copy, replace_text
@@ -35,7 +34,12 @@ def config(seed: int) -> Config:
 
 def test_a_file_is_whole_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
     path, synced = tmp_path / "file", []
-    monkeypatch.setattr(files, "sync", lambda file: synced.append((Path(file.name).read_text(), path.exists())))
+
+    def sync(number):
+        if not (file := Path(f"/proc/self/fd/{number}").resolve()).is_dir():
+            synced.append((file.read_text(), path.exists()))
+
+    monkeypatch.setattr(os, "fsync", sync)
     replace_text(path, "new")
     assert synced == [("new", False)] and path.read_text() == "new"
     replace_copy(path, tmp_path / "copy")
@@ -77,7 +81,7 @@ def test_a_writer_that_stops_leaves_the_old_files(run, monkeypatch, writer):
 
     before = contents()
     with monkeypatch.context() as patch:
-        patch.setattr(files, "sync", stop)
+        patch.setattr(os, "fsync", stop)
         with pytest.raises(OSError, match="No space left"):
             WRITERS[writer](run)
     assert contents() == before
@@ -123,9 +127,9 @@ def test_a_byte_order_mark_and_line_ends_of_windows_are_no_text(tmp_path, name):
     assert read(path) == expected
 
 
-def test_lines_after_a_byte_order_mark_are_those_of_the_plain_file(tmp_path, monkeypatch):
+def test_lines_after_a_byte_order_mark_are_those_of_the_plain_file(tmp_path):
     """Compressed, in blocks, and from the end of every block on."""
-    monkeypatch.setattr(json_lines, "BLOCK_BYTES", 16)
+    limits = Limits(block_bytes=16)
     plain, marked, packed = (str(tmp_path / name) for name in ("plain", "marked", "packed"))
     lines = "".join(json.dumps({"text": "é" * i}) + "\n" for i in range(1, 9))
     for path, content in (
@@ -137,10 +141,10 @@ def test_lines_after_a_byte_order_mark_are_those_of_the_plain_file(tmp_path, mon
     expected = [text for block in read_blocks([plain]) for text in texts(block, "text")]
     assert len(expected) == 8
     for path in (marked, packed):
-        blocks = [*read_blocks([path, plain])]
+        blocks = [*read_blocks([path, plain], limits=limits)]
         assert [text for block in blocks for text in texts(block, "text")] == expected * 2
         for i, block in enumerate(blocks):
-            after = read_blocks([path, plain], start=block.end)
+            after = read_blocks([path, plain], start=block.end, limits=limits)
             assert [rest.text for rest in after] == [rest.text for rest in blocks[i + 1 :]]
 
 

@@ -1,6 +1,8 @@
 """The launcher: which ends are restarted, on which devices, signals, output, and that it leaves no process behind."""
 
 import contextlib
+import io
+import itertools
 import os
 import signal
 import subprocess
@@ -22,6 +24,7 @@ mesh: {data: -1, tensor: 2}
 batch: {global_size: 12, sequence_length: 4}
 data: {kind: synthetic}
 """
+SHORT = launch.Waits(longest_pause=0)
 CRASH = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
 
 
@@ -32,53 +35,69 @@ def config(tmp_path):
     return load_config(path, [f"run.dir={tmp_path / 'run'}"])
 
 
+@pytest.fixture
+def devices(monkeypatch):
+    """(number) → this host has so many CPU devices from now on."""
+    return lambda number: monkeypatch.setenv("XLA_FLAGS", f"{launch.CPU_DEVICES}={number}")
+
+
+@pytest.fixture
+def gpus(monkeypatch, tmp_path):
+    """(output of `nvidia-smi -L`) → the driver's command prints it from now on."""
+
+    def gpus(listed: str):
+        program = tmp_path / "bin/nvidia-smi"
+        program.parent.mkdir(exist_ok=True)
+        program.write_text(f"#!/bin/sh\ncat <<'END'\n{listed}END\n")
+        program.chmod(0o755)
+        monkeypatch.setenv("PATH", str(program.parent), prepend=":")
+
+    return gpus
+
+
+@pytest.fixture
+def run(config, devices, capfd):
+    """(ends, devices=[2], **settings) → (exit status, number of starts, stderr).
+
+    Start n runs the Python code `ends[n]` in each process, or exits with that number, after it `left[n + 1]` of the
+    first `left[0]` devices remain. `{save}` in the code saves a checkpoint of the next step.
+    """
+
+    def run(*ends, left=(2,), processes=1, max_restarts=3, max_minutes=None, config=config, waits=SHORT):
+        commands = itertools.count()
+        devices(left[0])
+        section = config.run.model_copy(update={"max_minutes": max_minutes})
+        config = config.model_copy(update={"run": section})
+        launcher = launch.Launcher(config, [], processes, max_restarts, waits)
+
+        def command():
+            start = next(commands) // processes
+            devices(left[min(start + 1, len(left) - 1)])
+            directory = Path(config.run.dir, "checkpoints", str(start + 1))
+            save = f"import os; os.makedirs({str(directory)!r}, exist_ok=True)"
+            end = ends[start]
+            code = f"raise SystemExit({end})" if isinstance(end, int) else end.replace("{save}", save)
+            return [sys.executable, "-S", "-c", code]
+
+        launcher.command = command
+        status = launcher.run()
+        run.output, errors = capfd.readouterr()
+        return status, next(commands) // processes, errors
+
+    return run
+
+
 @pytest.mark.parametrize("local", [True, False])
-def test_a_local_checkpoint_is_progress(config, tmp_path, monkeypatch, local):
-    monkeypatch.setattr(launch, "working_devices", lambda: ["0"])
+def test_a_local_checkpoint_is_progress(config, tmp_path, run, local):
     section = config.checkpoint.model_copy(update={"local_dir": str(tmp_path / "fast") if local else None})
-    launcher = launch.Launcher(config.model_copy(update={"checkpoint": section}), [], 1, 1)
-    assert launcher._newest_step() is None
     run_dir = Path(config.run.dir)
     (run_dir / "checkpoints/4").mkdir(parents=True)
     (run_dir / RUN_ID).write_text("abc")
     for step in ("6", "8.partial"):
         (tmp_path / "fast" / tier_name(run_dir, "abc") / "process-0" / step).mkdir(parents=True)
     (tmp_path / "fast" / tier_name(run_dir, "another") / "process-0" / "9").mkdir(parents=True)
-    assert launcher._newest_step() == (6 if local else 4)
-
-
-@pytest.fixture
-def run(config, monkeypatch, capfd):
-    """(ends, devices=[2], **settings) → (exit status, number of starts, stderr).
-
-    Start n runs the Python code `ends[n]` in each process, or exits with that number, on at most `devices[n]` devices.
-    `{save}` in the code saves a checkpoint of the next step.
-    """
-    monkeypatch.setattr(launch, "LONGEST_PAUSE", 0)
-
-    def run(*ends, devices=(2,), processes=1, max_restarts=3, max_minutes=None):
-        starts, left = iter(ends), iter(devices)
-        number = [0]
-        monkeypatch.setattr(launch, "working_devices", lambda: [str(n) for n in range(next(left, devices[-1]))])
-        section = config.run.model_copy(update={"max_minutes": max_minutes})
-        launcher = launch.Launcher(config.model_copy(update={"run": section}), [], processes, max_restarts)
-        begin = launcher._start
-
-        def start():
-            end = next(starts)
-            number[0] += 1
-            directory = Path(config.run.dir, "checkpoints")
-            save = f"import os; os.makedirs({str(directory / str(number[0]))!r}, exist_ok=True)"
-            code = f"raise SystemExit({end})" if isinstance(end, int) else end.replace("{save}", save)
-            launcher.command = lambda: [sys.executable, "-S", "-c", code]
-            return begin()
-
-        launcher._start = start
-        status = launcher.run()
-        run.output, errors = capfd.readouterr()
-        return status, number[0], errors
-
-    return run
+    errors = run(4, 0, config=config.model_copy(update={"checkpoint": section}))[2]
+    assert f"the newest checkpoint is of step {6 if local else 4}\n" in errors
 
 
 @pytest.mark.parametrize("status", [0, 2, 3, 130])
@@ -111,19 +130,18 @@ def test_a_process_with_a_mistake_is_not_restarted_when_it_takes_others_with_it(
     assert run(code, processes=2)[:2] == (2, 1)
 
 
-def test_the_survivors_of_a_crash_are_ended(run, monkeypatch):
-    monkeypatch.setattr(launch, "CRASH_SECONDS", 0.1)
+def test_the_survivors_of_a_crash_are_ended(run):
     begin = time.monotonic()
     code = "import os, time; os.environ['JAX_PROCESS_ID'] == '1' and os.abort(); time.sleep(60)"
-    assert run(code, 0, processes=2)[:2] == (0, 2)
+    assert run(code, 0, processes=2, waits=SHORT._replace(crash=0.1))[:2] == (0, 2)
     assert time.monotonic() - begin < 20
 
 
 def test_a_restart_uses_as_many_of_the_remaining_devices_as_the_mesh_and_the_batch_allow(run, config):
-    status, starts, errors = run(4, 0, devices=(8, 7))
+    status, starts, errors = run(4, 0, left=(8, 7))
     assert (status, starts) == (0, 2) and "1 of 8 devices is gone" in errors and "on 6 devices" in errors
     assert len(launch.usable_devices(config, list("0123456"), 0)) == 6
-    status, starts, errors = run(4, devices=(8, 1))  # mesh.tensor=2 needs two
+    status, starts, errors = run(4, left=(8, 1))  # mesh.tensor=2 needs two
     assert (status, starts) == (4, 1) and "no restart" in errors and "mesh.tensor=2" in errors
     with pytest.raises(ConfigError, match="no device of this host is left"):
         launch.usable_devices(config, [], 1)
@@ -164,17 +182,17 @@ GPU 2: NVIDIA H200 (UUID: GPU-3333cccc-0000)
     ],
     ids=str,
 )
-def test_devices_that_work_are_those_that_the_driver_lists(environment, working, monkeypatch):
-    monkeypatch.setattr(launch.shutil, "which", lambda name: name)
-    monkeypatch.setattr(launch.subprocess, "run", lambda *_, **__: subprocess.CompletedProcess([], 0, LISTED))
+def test_devices_that_work_are_those_that_the_driver_lists(environment, working, gpus):
+    gpus(LISTED)
     assert launch.working_devices(environment) == working
 
 
-def test_processes_that_cannot_share_the_devices_are_refused(config, monkeypatch):
-    monkeypatch.setattr(launch, "working_devices", lambda: list("0123"))
+def test_processes_that_cannot_share_the_devices_are_refused(config, devices, gpus, monkeypatch):
+    devices(4)
     with pytest.raises(InputError, match="--processes=3 does not divide the 4 devices"):
         launch.Launcher(config, [], 3, 1)
-    monkeypatch.setattr(launch, "working_devices", lambda: [])
+    monkeypatch.setenv("JAX_PLATFORMS", "cuda")
+    gpus("")
     with pytest.raises(InputError, match="no GPU of this host answers"):
         launch.Launcher(config, [], 1, 1)
 
@@ -194,8 +212,7 @@ def test_lines_of_several_processes_begin_with_their_number(run, capfd):
     assert sorted(run.output.splitlines()) == ["[0] one", "[0] two", "[1] one", "[1] two"]
 
 
-def test_a_foreign_process_that_keeps_the_output_open_does_not_hold_the_launcher(run, monkeypatch, tmp_path):
-    monkeypatch.setattr(launch, "DRAIN_SECONDS", 0.2)
+def test_a_foreign_process_that_keeps_the_output_open_does_not_hold_the_launcher(run, tmp_path):
     note = tmp_path / "pid"
     code = (
         "import subprocess, sys\n"
@@ -204,36 +221,43 @@ def test_a_foreign_process_that_keeps_the_output_open_does_not_hold_the_launcher
     )
     begin = time.monotonic()
     try:
-        assert run(code, processes=2)[:2] == (0, 1)
+        assert run(code, processes=2, waits=SHORT._replace(drain=0.2))[:2] == (0, 1)
     finally:
         for process in note.read_text().split():
             os.kill(int(process), signal.SIGKILL)
     assert time.monotonic() - begin < 30 and sorted(run.output.splitlines()) == ["[0] said", "[1] said"]
 
 
+class Signalling(io.StringIO):
+    """A stderr with which the line about a restart brings a signal."""
+
+    number: int
+
+    def write(self, text: str) -> int:
+        if "restart in" in text:
+            signal.raise_signal(self.number)
+        return super().write(text)
+
+
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 75), (signal.SIGINT, 130)])
-def test_a_signal_in_the_pause_before_a_restart_ends_the_launcher(run, monkeypatch, number, status):
-    monkeypatch.setattr(launch, "LONGEST_PAUSE", 60)
-    monkeypatch.setattr(launch, "_say", lambda text: os.kill(os.getpid(), number) if "restart in" in text else None)
-    assert run(4)[:2] == (status, 1)
+def test_a_signal_in_the_pause_before_a_restart_ends_the_launcher(run, number, status):
+    with contextlib.redirect_stderr(Signalling()) as errors:
+        errors.number = number
+        assert run(4, waits=launch.Waits())[:2] == (status, 1)
 
 
-def test_the_workers_of_a_process_end_with_it_though_a_signal_was_forwarded_after_its_end(config, monkeypatch):
-    monkeypatch.setattr(launch, "working_devices", lambda: ["0"])
-    launcher = launch.Launcher(config, [], 1, 1)
-    child = launch.Child(0, ["sh", "-c", "sleep 60 & echo $!"], {}, prefixed=True)
-    assert child.process.stdout is not None and child.process.stderr is not None
-    worker = int(child.process.stdout.readline())
-    os.waitid(os.P_PID, child.process.pid, os.WEXITED | os.WNOWAIT)
-    launcher._received = [signal.SIGTERM]
-    launcher._forward([child])
-    assert child.has_ended()
+def test_the_workers_of_a_process_end_with_it_though_a_signal_was_forwarded_after_its_end(run, tmp_path):
+    note = tmp_path / "pid"
+    code = (
+        "import os, signal, subprocess\n"
+        f"worker = subprocess.Popen(['sleep', '60']); open({str(note)!r}, 'w').write(str(worker.pid))\n"
+        "os.kill(os.getppid(), signal.SIGTERM); os._exit(75)"
+    )
+    assert run(code)[:2] == (75, 1)
     end = time.monotonic() + 20
-    while running(worker) and time.monotonic() < end:
+    while running(int(note.read_text())) and time.monotonic() < end:
         time.sleep(0.01)
-    assert not running(worker)
-    child.process.stdout.close()
-    child.process.stderr.close()
+    assert not running(int(note.read_text()))
 
 
 @pytest.mark.parametrize(("number", "end", "status"), [("TERM", 75, 75), ("USR1", 75, 75), ("INT", 130, 130)])

@@ -1,57 +1,40 @@
 """Messages and decisions of several processes: real clients of jax's coordinator, here in threads of one process."""
 
-import itertools
-import socket
+import sys
 import threading
-from concurrent.futures import ThreadPoolExecutor
-from unittest import mock
+from collections import defaultdict
 
+import numpy as np
 import pytest
-from jaxlib import _jax
+import several_processes
 
-from megajax import messages
 from megajax.config import load_config
-from megajax.data import text
-from megajax.data.indexed import IndexedDataset, open_checked
+from megajax.data.indexed import IndexedWriter, open_checked
 from megajax.data.loader import datasets
 from megajax.errors import InputError
-from megajax.messages import Failure, Messages, decide, from_first_process
+from megajax.messages import Failure, Messages, from_first_process
 
 COUNT = 3
 
 
-self_check = IndexedDataset.check_sizes
-
-
-class State(threading.local):
-    """What `jax.distributed` knows of a process; each thread is one."""
-
-    client, process_id, num_processes = None, 0, None
+@pytest.fixture
+def together():
+    with several_processes.together(COUNT) as call:
+        yield call
 
 
 @pytest.fixture
-def together(monkeypatch):
-    """(function) → its results of all processes, called with their numbers at the same time; an error is a result."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{free.getsockname()[1]}"
-    service = _jax.get_distributed_runtime_service(address, COUNT)
-    clients = [_jax.get_distributed_runtime_client(address, index, init_timeout=60) for index in range(COUNT)]
-    state = State()
-    monkeypatch.setattr(messages.distributed, "global_state", state)
-    threads = ThreadPoolExecutor(COUNT)
-    list(threads.map(lambda client: client.connect(), clients))
+def opened():
+    """The threads that open each file from now on, by its path."""
+    found, active = defaultdict(list), True
 
-    def call(function, index):
-        state.client, state.process_id, state.num_processes = clients[index], index, COUNT
-        try:
-            return function(index)
-        except Exception as error:
-            return error
+    def note(event: str, arguments: tuple) -> None:
+        if active and event == "open":
+            found[str(arguments[0])].append(threading.get_ident())
 
-    yield lambda function: list(threads.map(lambda index: call(function, index), range(COUNT)))
-    list(threads.map(lambda client: client.shutdown(), clients))
-    service.shutdown()
+    sys.addaudithook(note)  # for ever
+    yield found
+    active = False
 
 
 def test_all_get_the_verdict_of_process_0_and_nothing_stays_in_the_store(together):
@@ -61,31 +44,19 @@ def test_all_get_the_verdict_of_process_0_and_nothing_stays_in_the_store(togethe
         judged.append(texts)
         return "verdict"
 
-    assert together(lambda index: decide("question", f"text {index}", judge)) == ["verdict"] * COUNT
+    assert together(lambda index: Messages("question").decide(f"text {index}", judge)) == ["verdict"] * COUNT
     assert judged == [["text 0", "text 1", "text 2"]]
     assert together(lambda index: Messages("question").read_all()) == [{}] * COUNT
 
 
-def test_only_process_0_looks_and_all_get_what_it_found(together, monkeypatch):
-    monkeypatch.setattr(messages, "_found", itertools.repeat(0))  # these processes share the counter
+def test_only_process_0_looks_and_all_get_what_it_found(together):
     asked = []
     assert together(lambda index: from_first_process(lambda: asked.append(index) or [3, index])) == [[3, 0]] * COUNT
     assert asked == [0]
 
 
-class Calls:
-    """The number of the next call of each process; a thread may play two of them, one after the other."""
-
-    def __init__(self):
-        self.numbers = [itertools.count() for _ in range(COUNT)]
-
-    def __next__(self) -> int:
-        return next(self.numbers[messages.distributed.global_state.process_id])
-
-
-def test_process_0_reads_the_files_of_a_run_for_all(together, monkeypatch, tmp_path):
-    """Text that it identifies, token files that it checks; the others open files of the same sizes."""
-    monkeypatch.setattr(messages, "_found", Calls())
+def test_process_0_looks_at_the_files_of_a_run_for_all(together, opened, tmp_path):
+    """The others do not open text whose tokens are stored, and open token files of the same sizes."""
     (tmp_path / "text.jsonl").write_text('{"text": "one two"}\n{"text": "three"}\n')
     (tmp_path / "model.yaml").write_text(
         f"""
@@ -96,19 +67,20 @@ data: {{kind: text, train: {tmp_path}/*.jsonl, tokenizer: byte}}
 """
     )
     config = load_config(tmp_path / "model.yaml", [])
-    identified, checked = mock.Mock(wraps=text._identity), mock.Mock(wraps=IndexedDataset._check_offsets)
-    monkeypatch.setattr(text, "_identity", identified)
-    monkeypatch.setattr(IndexedDataset, "_check_offsets", lambda *arguments: checked(*arguments))
     found = together(lambda _: datasets(config)["train"])
     assert [samples.dataset.tokens.size for samples in found] == [found[0].dataset.tokens.size] * COUNT
-    assert identified.call_count == checked.call_count == 1
+    opened.clear()
+    together(lambda _: datasets(config)["train"])
+    assert len(set(opened[str(tmp_path / "text.jsonl")])) == 1  # one thread
 
     [tokens] = tmp_path.glob("run/index_cache/*/tokens.idx")
     prefix = str(tokens.with_suffix(""))
     assert [len(opened[0]) for opened in together(lambda _: open_checked([prefix]))] == [2] * COUNT
     size = tokens.stat().st_size
-    monkeypatch.setattr(IndexedDataset, "check_sizes", lambda self, _: self_check(self, [size + 8, 0]))
-    first, *others = together(lambda _: open_checked([prefix]))
+    with IndexedWriter(tmp_path / "larger", np.uint16) as writer:
+        for _ in range(3):
+            writer.add_document([1])
+    first, *others = together(lambda index: open_checked([prefix if index else tmp_path / "larger"]))
     assert not isinstance(first, Exception)
     assert all(f"{tokens} has {size} bytes on host" in str(error) for error in others)
     tokens.write_bytes(tokens.read_bytes()[:-8])
@@ -119,13 +91,12 @@ def test_all_hear_of_a_failure_of_process_0(together):
     def fail(texts):
         raise OSError("the store is silent")
 
-    for error in together(lambda index: decide("question", "text", fail)):
+    for error in together(lambda index: Messages("question").decide("text", fail)):
         assert isinstance(error, InputError) and str(error) == "the store is silent"
 
 
-def test_all_name_a_process_that_does_not_answer(together, monkeypatch):
-    monkeypatch.setattr(messages, "READ_SECONDS", 0.1)
-    answer = lambda index: index == 1 or decide("question", "text", lambda texts: "", seconds=0.3)  # noqa: E731
+def test_all_name_a_process_that_does_not_answer(together):
+    answer = lambda index: index == 1 or Messages("question").decide("text", lambda texts: "", seconds=0.3)  # noqa: E731
     first, _, last = together(answer)
     for error in (first, last):
         assert isinstance(error, InputError) and "process 1 did not answer within 0.3 s" in str(error)

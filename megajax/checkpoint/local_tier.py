@@ -8,7 +8,6 @@ They serve a restart of the same processes on the same hosts; every other restar
     LOCAL_DIR/RUN/process-P/STEP/checksums.json  of both files
 """
 
-import itertools
 import json
 import math
 import shutil
@@ -23,7 +22,6 @@ from typing import Any, NamedTuple, TypedDict
 
 import jax
 import numpy as np
-from jax.experimental import multihost_utils
 from jax.sharding import SingleDeviceSharding
 
 from megajax import json_files
@@ -34,7 +32,7 @@ from megajax.checkpoint.storage import Description
 from megajax.errors import UserError
 from megajax.files import is_number
 from megajax.json_files import Count, Damaged
-from megajax.messages import decide
+from megajax.messages import FOR_EVER, Messages, gather, next_name
 
 DATA, INDEX, PARTIAL = "data", "index.json", ".partial"
 ALIGNMENT = 64  # bytes
@@ -42,7 +40,6 @@ WRITERS = 8  # threads of a process that write shards
 MOST = 8  # complete steps that a process offers at a start; there are two or three
 SLOWEST = 60.0  # seconds by which processes may differ in writing
 FITS, DAMAGED, OTHER_LAYOUT = range(3)
-_saves = itertools.count()  # the same on all processes, since they save the same steps
 
 type Shard = tuple[str, str]  # the name of an array, and a slice of it
 
@@ -111,7 +108,8 @@ class LocalTier:
 
         Both are the same on all processes.
         """
-        self.directory, self._layout = Path(local_dir) / run / f"process-{jax.process_index()}", layout
+        self._process = Messages("local checkpoint").index
+        self.directory, self._layout = Path(local_dir) / run / f"process-{self._process}", layout
         self._thread = ThreadPoolExecutor(1, "local checkpoint")
         self._writing: Future[LocalOutcome] | None = None
         self._common: int | None = None  # the newest step that every process has
@@ -123,18 +121,19 @@ class LocalTier:
         processes call this.
         """
         mine = sorted((step for step in self._steps() if step > after), reverse=True)[:MOST]
-        offered = _gathered(mine + [-1] * (MOST - len(mine)))
-        common = set(mine).intersection(*(row.tolist() for row in offered))
-        newest = offered.max().item()
+        offered = gather(next_name("local steps"), mine)
+        common = set(mine).intersection(*offered)
+        newest = max((step for steps in offered for step in steps), default=-1)
         why = "" if newest < 0 or newest in common else f"not every process has that of step {newest}"
         for step in sorted(common, reverse=True):
             found, state = self._read(step, abstract)
-            states = _gathered([state])
-            if not states.any():
+            states = gather(next_name("local steps"), state, FOR_EVER)
+            if set(states) == {FITS}:
                 return found, ""
             problem = "is of another mesh, number of processes or precision"
             if DAMAGED in states:
-                problem = f"is damaged on process {', '.join(map(str, np.flatnonzero(states == DAMAGED)))}"
+                damaged = [str(process) for process, state in enumerate(states) if state == DAMAGED]
+                problem = f"is damaged on process {', '.join(damaged)}"
             why = why or f"that of step {step} {problem}"
         return None, why
 
@@ -158,7 +157,9 @@ class LocalTier:
             for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
             for text, shard in {_slice(shard.index, leaf.shape): shard for shard in leaf.addressable_shards}.items()
         ]
-        self._writing = self._thread.submit(self._write, step, copies, description, next(_saves))
+        self._writing = self._thread.submit(
+            self._write, step, copies, description, Messages(next_name("local checkpoint"))
+        )
 
     @property
     def is_writing(self) -> bool:
@@ -179,7 +180,7 @@ class LocalTier:
         with suppress(OSError):  # not empty, or another process of this host has removed it
             self.directory.parent.rmdir()
 
-    def _write(self, step: int, copies: list, description: Mapping[str, Any], number: int) -> LocalOutcome:
+    def _write(self, step: int, copies: list, description: Mapping[str, Any], call: Messages) -> LocalOutcome:
         start, partial = time.perf_counter(), self.directory / f"{step}{PARTIAL}"
         size, error = sum(copy.nbytes for _, _, copy in copies), None
         try:
@@ -196,8 +197,8 @@ class LocalTier:
             error = reason(problem)
             shutil.rmtree(partial, ignore_errors=True)
         try:  # one answer for all, so that they keep the same step
-            own = f"process {jax.process_index()}: {error}" if error else ""
-            verdict = decide(f"local checkpoint/{number}", own, first_problem, SLOWEST)
+            own = f"process {self._process}: {error}" if error else ""
+            verdict = call.decide(own, first_problem, SLOWEST)
         except UserError as problem:  # one is slower, or gone
             verdict = str(problem)
         if not verdict:
@@ -291,9 +292,3 @@ def _on_host(shard: Any) -> Any:
     if shard.device.platform == "cpu" or shard.data.sharding.memory_kind == PINNED:
         return np.array(shard.data)  # not a view: the next step is given the buffer
     return jax.device_put(shard.data, SingleDeviceSharding(shard.device, memory_kind=PINNED))
-
-
-def _gathered(values: Sequence[int]) -> np.ndarray:
-    """`values` of every process, `[processes, n]`."""
-    mine = np.array(values, np.int32)
-    return np.asarray(multihost_utils.process_allgather(mine)).reshape(jax.process_count(), -1)

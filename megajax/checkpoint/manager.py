@@ -6,7 +6,6 @@ orbax's thousand lines.
 """
 
 import contextlib
-import itertools
 import json
 import logging
 import math
@@ -42,15 +41,12 @@ from megajax.console import command
 from megajax.errors import InputError, UserError
 from megajax.files import is_number
 from megajax.json_files import Damaged
-from megajax.messages import SLOWEST, decide, from_first_process
+from megajax.messages import SLOWEST, Messages, from_first_process, gather, next_name
 from megajax.model.lora import is_adapter
 
 EXPERTS = "experts"  # name of the MoE layers' state in a checkpoint
 LONGEST_SAVE = 10**6  # seconds; orbax measures them by the clock, which may jump
 LARGE_LAYER = 2**18  # bytes of a layer in one device's shard
-
-
-_calls = {name: itertools.count() for name in ("checksums", "damage")}  # all processes make the same ones
 
 
 @dataclass(frozen=True)
@@ -150,7 +146,7 @@ class Checkpoints:
             error = reason(problem)
         self._started = SaveOutcome(step, size, time.perf_counter() - start, error=error), start
         thread = ThreadPoolExecutor(1)
-        self._completing = thread.submit(self._complete, step, f"checksums/{next(_calls['checksums'])}", error)
+        self._completing = thread.submit(self._complete, step, Messages(next_name("checksums")), error)
         thread.shutdown(wait=False)
 
     def evaluated(self, step: int, loss: float) -> None:
@@ -158,7 +154,7 @@ class Checkpoints:
         if self._best is not None:
             self._best.set(step, loss)
 
-    def _complete(self, step: int, call: str, error: str | None) -> tuple[str | None, float]:
+    def _complete(self, step: int, call: Messages, error: str | None) -> tuple[str | None, float]:
         """Wait for orbax, and write the checksums; the reason if there are none, and the time.
 
         `error`: why this process could not start the save, for the others.
@@ -181,7 +177,7 @@ class Checkpoints:
         except Exception as problem:  # every process answers, so that none waits for it
             answer["error"] = reason(problem)
         try:
-            error = decide(call, json.dumps(answer), write, SLOWEST)
+            error = call.decide(json.dumps(answer), write, SLOWEST)
         except Exception as problem:  # also of jax's coordinator; the save itself is complete
             error = reason(problem)
         return error or None, time.perf_counter()
@@ -227,9 +223,7 @@ class Checkpoints:
             problem = find()
         except UserError as error:
             mistake = str(error)
-        call, mine = f"damage/{next(_calls['damage'])}", json.dumps([mistake, problem])
-        found = decide(call, mine, lambda answers: f"[{','.join(answers)}]", SLOWEST)
-        mistakes, problems = zip(*json.loads(found), strict=True)
+        mistakes, problems = zip(*gather(next_name("damage"), [mistake, problem], SLOWEST), strict=True)
         if mistake := first_problem(mistakes):
             raise InputError(mistake)
         return first_problem(problems)

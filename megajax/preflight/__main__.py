@@ -32,9 +32,9 @@ def preflight(config: Config | None, options: argparse.Namespace, nccl_log: Path
 
     from megajax.config.checks import check_mesh
     from megajax.mesh import build_mesh, process_hosts, start_processes
-    from megajax.messages import from_first_process
+    from megajax.messages import Messages, from_first_process
     from megajax.preflight.rates import check_new
-    from megajax.start_checks import check_processes, decide
+    from megajax.start_checks import check_processes
 
     start_processes()
     if options.rates is not None:
@@ -62,7 +62,7 @@ def preflight(config: Config | None, options: argparse.Namespace, nccl_log: Path
         return str(int(bool(outliers)))
 
     mine = json.dumps({"samples": samples, "network": network.chosen(nccl_log)})
-    status = int(decide("preflight", mine, judge, LONGEST) if several else judge([mine]))
+    status = int(Messages("preflight").decide(mine, judge, LONGEST) if several else judge([mine]))
     if options.rates is not None:
         measure_rates(options.rates, hosts)
     return status
@@ -80,7 +80,7 @@ def measure_rates(path: Path, hosts: Sequence[str]) -> None:
     """Measure the rates in all processes; the first one writes the file and prints the report."""
     import jax
 
-    from megajax.messages import decide
+    from megajax.messages import Messages
     from megajax.preflight import rates
 
     machine = rates.Machine(jax.devices()[0].device_kind, jax.device_count(), len(set(hosts)))
@@ -89,7 +89,7 @@ def measure_rates(path: Path, hosts: Sequence[str]) -> None:
         print(rates.finish(path, machine, [rates.from_json(answer) for answer in answers]))
         return ""
 
-    decide("rates", rates.to_json(rates.measure(hosts)), finish, LONGEST)
+    Messages("rates").decide(rates.to_json(rates.measure(hosts)), finish, LONGEST)
 
 
 def main(arguments: list[str]) -> int:

@@ -1,7 +1,6 @@
 """The saves of a run to `checkpoint.local_dir`, and the newest of them at a start."""
 
 import hashlib
-import itertools
 import json
 import uuid
 import warnings
@@ -17,14 +16,13 @@ from megajax.console import size
 from megajax.errors import InputError
 from megajax.files import replace_text
 from megajax.mesh import mesh_sizes
-from megajax.messages import FOR_EVER, decide
+from megajax.messages import FOR_EVER, gather, next_name
 from megajax.training import logs
 from megajax.training.run_lock import on_first_process
 from megajax.training.saving import StateSaver
 from megajax.training.step import TrainProgram, TrainState
 
 RUN_ID = "run_id"  # file in the run directory; a new run in the same directory is another one
-_calls = itertools.count()  # all processes make the same ones
 
 
 class LocalSaves:
@@ -119,7 +117,7 @@ class LocalSaves:
         run_dir, run_id = Path(self.config.run.dir).resolve(), ""
         if jax.process_index() == 0 and (run_dir / RUN_ID).is_file():
             run_id = (run_dir / RUN_ID).read_text(encoding="utf-8")
-        run_id = decide(f"run id/{next(_calls)}", run_id, lambda ids: ids[0], FOR_EVER)
+        run_id = gather(next_name("run id"), run_id, FOR_EVER)[0]
         if run_id and self._tier is None:
             assert self.config.checkpoint.local_dir is not None
             self._tier = LocalTier(self.config.checkpoint.local_dir, tier_name(run_dir, run_id), self._layout)

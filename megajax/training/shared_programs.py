@@ -4,8 +4,6 @@ So a host with a process for each GPU compiles once, and all processes run the s
 shared, every process compiles as by itself.
 """
 
-import itertools
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,12 +15,10 @@ import jax
 from jax._src import cache_key
 
 from megajax.config import Config
-from megajax.messages import SLOWEST, Messages, decide, from_first_process
+from megajax.messages import SLOWEST, Messages, from_first_process, gather, next_name
 
 # By default XLA distributes the measurements of kernels over all processes, and each waits for the others' results.
 ALONE: dict[str, Any] = {"xla_gpu_shard_autotuning": False}
-
-_starts = itertools.count()  # all processes make the same ones
 
 
 class SharedCompiler:
@@ -33,15 +29,15 @@ class SharedCompiler:
 
         A deterministic run does not share: its processes have flags of their own, with the file of their measurements.
         """
-        self._start = next(_starts)
+        self._name = next_name("compiled")
         alone = Messages("compiled").count == 1 or config.run.deterministic
-        self.shares = not alone and _all_see(jax.config.jax_compilation_cache_dir, self._start)
+        self.shares = not alone and _all_see(jax.config.jax_compilation_cache_dir, self._name)
 
     def compile(self, lowered: jax.stages.Lowered, name: str) -> jax.stages.Compiled:
         """The compiled program `name`, which each process lowers; the others wait until process 0 has it."""
         if not self.shares:
             return lowered.compile()
-        messages = Messages(f"compiled/{self._start}/{name}")
+        messages = Messages(f"{self._name}/{name}")
         if messages.index:
             messages.wait("done")
         try:
@@ -52,7 +48,7 @@ class SharedCompiler:
                 messages.post("done", "", again=True)
 
 
-def _all_see(directory: str | None, start: int) -> bool:
+def _all_see(directory: str | None, call: str) -> bool:
     """Whether all processes see a file that process 0 writes in its compilation cache, where jax alone writes."""
     mark: Path | None = None
 
@@ -70,10 +66,10 @@ def _all_see(directory: str | None, start: int) -> bool:
 
     name = from_first_process(write)
     sees = bool(name and directory and (Path(directory) / name).exists())
-    verdict = decide(f"see/{start}", json.dumps(sees), lambda answers: json.dumps("false" not in answers), SLOWEST)
+    all_see = all(gather(f"{call} is seen", sees, SLOWEST))
     if mark is not None:
         mark.unlink(missing_ok=True)
-    return json.loads(verdict)
+    return all_see
 
 
 @contextmanager

@@ -1,18 +1,13 @@
 """Requests to stop: SIGTERM, SIGUSR1, Ctrl-C and the end of `run.max_minutes`, and the step at which all stop."""
 
 import contextlib
-import itertools
 import signal
 import sys
 import threading
 import time
 
-import jax
-
 from megajax import threads
-from megajax.messages import Failure, Messages
-
-AGREEMENTS = itertools.count()  # of this process; all processes of a job make the same ones
+from megajax.messages import Failure, Messages, next_name
 
 
 def deadline(minutes: float | None, start_time: float) -> float | None:
@@ -37,10 +32,10 @@ class StopSignals:
 
     def __enter__(self) -> "StopSignals":
         self._before = {}
-        if jax.process_count() > 1:
+        if Messages("stop").count > 1:
             self._agreement = Agreement(self._step)
         with contextlib.suppress(ValueError):  # only the main thread may set handlers; a notebook may run in another
-            self._before = {s: signal.signal(s, self._ask) for s in self.SIGNALS}
+            self._before = {s: signal.signal(s, self._handle) for s in self.SIGNALS}
             self._wakeup = signal.set_wakeup_fd(-1)  # by which `megajax.train` hears of a Ctrl-C: not of the first one
         return self
 
@@ -52,8 +47,12 @@ class StopSignals:
         if self._agreement is not None:
             self._agreement.close()
 
-    def _ask(self, number: int, _: object) -> None:
+    def ask(self) -> None:
+        """Request a stop, as a signal does."""
         self._asked = True
+
+    def _handle(self, number: int, _: object) -> None:
+        self.ask()
         if number == signal.SIGINT:
             signal.signal(signal.SIGINT, self._before[signal.SIGINT])
             signal.set_wakeup_fd(self._wakeup)
@@ -92,7 +91,7 @@ class Agreement:
     """
 
     def __init__(self, step: int):
-        self._messages = Messages(f"stop/{next(AGREEMENTS)}")
+        self._messages = Messages(next_name("stop"))
         self._next, self._at = step + 1, 0  # the step that this process may start; the agreed one
         self._lock, self._agreed = threading.Lock(), threading.Event()
         self._requested = self._posted = False

@@ -9,6 +9,7 @@ import numpy as np
 import plain_model
 import pytest
 from jax.sharding import PartitionSpec as P
+from trainers import StoppedTrainer
 
 from megajax.config import AXES, load_config
 from megajax.config.checks import check_mesh
@@ -21,7 +22,6 @@ from megajax.sharding import place, place_all
 from megajax.step_plan import HOPPER, StepPlan
 from megajax.training.logs import draw_load_map, expert_load
 from megajax.training.loop import Trainer
-from megajax.training.stop_signals import StopSignals
 from megajax.verify.runs import canonical
 
 ROOT = Path(__file__).parents[2]
@@ -78,7 +78,7 @@ def test_experts_may_lie_over_several_axes_and_are_stored_over_the_others(over, 
     assert set(placement.replicated_axes) == set()
 
 
-def test_a_run_logs_and_draws_its_routers_losses_and_loads_also_after_a_stop(tmp_path, capsys, monkeypatch):
+def test_a_run_logs_and_draws_its_routers_losses_and_loads_also_after_a_stop(tmp_path, capsys):
     config = load_config(
         ROOT / "configs/quickstart.yaml",
         [
@@ -95,9 +95,7 @@ def test_a_run_logs_and_draws_its_routers_losses_and_loads_also_after_a_stop(tmp
     )
 
     def run(stop: bool) -> tuple[int, list[dict]]:
-        trainer = Trainer(config, jax.devices()[:2])
-        monkeypatch.setattr(StopSignals, "requested", lambda _, step: stop)
-        status = trainer.run()
+        status = (StoppedTrainer if stop else Trainer)(config, jax.devices()[:2]).run()
         lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
         return status, [line for line in lines if "checkpoint_step" not in line or "loss" in line]
 

@@ -1,36 +1,29 @@
 """`checkpoint.export_hf`: folders that a run writes while it trains."""
 
+import os
 import threading
 from pathlib import Path
 
 import jax
 import pytest
+from trainers import QuickTrainer
 
 import megajax
 from megajax.errors import ConfigError, InputError
 from megajax.hf import exporting
 from megajax.hf.compare import compare
-from megajax.training.loop import Trainer
 
 
 @pytest.fixture
 def build(make_config, tmp_path):
     """(overrides..., devices=1) → a Trainer of `tmp_path/run` that writes folders into `tmp_path/hf`."""
 
-    def build(*overrides, devices=1):
+    def build(*overrides, devices=1, kind=QuickTrainer):
         paths = (f"run.dir={tmp_path / 'run'}", f"checkpoint.export_hf.dir={tmp_path / 'hf'}")
         config = make_config("data.kind=synthetic", "run.eval_steps=0", *paths, *overrides)
-        return Trainer(config, jax.devices()[:devices])
+        return kind(config, jax.devices()[:devices])
 
     return build
-
-
-def without_a_step(trainer):
-    """The Trainer with a step that changes nothing, which needs no compilation."""
-    metrics = dict.fromkeys(("loss", "grad_norm", "learning_rate", "skipped", "skipped_in_row"), jax.numpy.ones(()))
-    microbatches = trainer.config.batch.num_microbatches
-    trainer._compiled_steps[microbatches] = lambda state, batch: (state, metrics)
-    return trainer
 
 
 def names(directory: Path) -> set[str]:
@@ -43,7 +36,7 @@ def test_folders_have_the_weights_of_their_checkpoints(build, tmp_path, capsys, 
     settings = ("run.steps=5", "run.checkpoint_interval=1", "checkpoint.export_hf.every=2", "checkpoint.keep=5")
     more = ("batch.num_microbatches=2", "checkpoint.save_optimizer=false", "checkpoint.export_hf.dtype=bfloat16")
     trainer = build(*settings, *more, *overrides, devices=4 if mesh else 1)
-    assert without_a_step(trainer).run() == 0
+    assert trainer.run() == 0
     assert names(tmp_path / "hf") == {"step-2", "step-4", "step-5"}
     lines = capsys.readouterr().out.splitlines()
     wrote = [line.split(" (")[0] for line in lines if line.startswith("wrote ")]
@@ -56,7 +49,7 @@ def test_folders_have_the_weights_of_their_checkpoints(build, tmp_path, capsys, 
 
 def test_training_waits_for_a_folder_only_before_the_next_checkpoint(build, tmp_path, monkeypatch):
     """Its checkpoint must not be deleted before: `checkpoint.keep` is 1."""
-    trainer = without_a_step(build("run.steps=6", "run.checkpoint_interval=3", "checkpoint.keep=1"))
+    trainer = build("run.steps=6", "run.checkpoint_interval=3", "checkpoint.keep=1")
     export, go_on, seen = exporting.export_step, threading.Event(), []
 
     def slow(*arguments):
@@ -65,19 +58,20 @@ def test_training_waits_for_a_folder_only_before_the_next_checkpoint(build, tmp_
         export(*arguments)
 
     monkeypatch.setattr(exporting, "export_step", slow)
-    (step,) = trainer._compiled_steps.values()
-    trainer._compiled_steps[1] = lambda *a: (trainer.step == 5 and go_on.set(), step(*a))[1]  # the sixth step
+    step = trainer.train_step
+    trainer.train_step = lambda batch: (trainer.step == 5 and go_on.set(), step(batch))[1]  # the sixth step
     assert trainer.run() == 0
     assert names(tmp_path / "hf") == {"step-3", "step-6"}
     assert seen[0] >= 5
 
 
 def test_a_folder_that_fails_is_a_warning(build, tmp_path, monkeypatch, capsys):
-    def full(*_):
-        raise OSError(28, "No space left on device")
+    def full(number):
+        if "/hf/" in os.readlink(f"/proc/self/fd/{number}"):
+            raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("megajax.hf.folder._write_shards", full)
-    trainer = without_a_step(build("run.steps=3", "run.checkpoint_interval=2"))
+    monkeypatch.setattr(os, "fsync", full)
+    trainer = build("run.steps=3", "run.checkpoint_interval=2")
     assert trainer.run() == 0
     assert names(tmp_path / "hf") == set()
     folder = tmp_path / "hf" / "step-2"
@@ -127,6 +121,6 @@ def test_mistakes_are_found_at_the_start(build, make_config, tmp_path):
     with pytest.warns(UserWarning, match="export_hf.every=3 has no effect with checkpoint.export_hf.dir=null"):
         make_config("checkpoint.export_hf.every=3")
     (tmp_path / "file").touch()
-    trainer = without_a_step(build("run.steps=1", f"checkpoint.export_hf.dir={tmp_path / 'file' / 'hf'}"))
+    trainer = build("run.steps=1", f"checkpoint.export_hf.dir={tmp_path / 'file' / 'hf'}")
     with pytest.raises(InputError, match="export_hf.dir=.*file/hf .* cannot be written .Not a directory.: choose a"):
         trainer.run()

@@ -5,15 +5,10 @@ import shutil
 import jax
 import numpy as np
 import pytest
-
-from megajax.training.loop import Trainer
+from trainers import Killed, KilledTrainer
 
 STEPS, SAVED, KILLED = 8, 4, 7
 FP8 = ("precision.fp8.recipe=delayed", "precision.fp8.amax_history_length=3", "model.head_dim=16")
-
-
-class Kill(Exception):
-    """Ends a run between two steps."""
 
 
 @pytest.fixture
@@ -24,20 +19,9 @@ def make_trainer(make_config):
         mesh = [f"mesh.{axis}={size}" for axis, size in sizes.items()]
         run = f"run.dir={run_dir}", f"run.steps={STEPS}", f"run.checkpoint_interval={SAVED}"
         config = make_config(*run, *FP8, *mesh, *overrides)
-        return Trainer(config, jax.devices()[: int(np.prod(list(sizes.values()) or [1]))])
+        return KilledTrainer(config, jax.devices()[: int(np.prod(list(sizes.values()) or [1]))])
 
     return make
-
-
-def kill_at(monkeypatch, step):
-    next_batch = Trainer.next_batch
-
-    def maybe(trainer):
-        if trainer.step == step:
-            raise Kill
-        return next_batch(trainer)
-
-    monkeypatch.setattr(Trainer, "next_batch", maybe)
 
 
 def losses(read_metrics, run_dir) -> list[float]:
@@ -46,14 +30,15 @@ def losses(read_metrics, run_dir) -> list[float]:
     return [loss for (loss,) in found.values()]
 
 
-def test_a_killed_run_goes_on_bit_for_bit_and_alike_on_another_mesh(tmp_path, make_trainer, read_metrics, monkeypatch):
+def test_a_killed_run_goes_on_bit_for_bit_and_alike_on_another_mesh(tmp_path, make_trainer, read_metrics):
     whole = make_trainer(tmp_path / "whole")
     assert whole.run() == 0
     expected = losses(read_metrics, tmp_path / "whole")
 
-    with monkeypatch.context() as patch, pytest.raises(Kill):
-        kill_at(patch, KILLED)
-        make_trainer(tmp_path / "killed").run()
+    killed = make_trainer(tmp_path / "killed")
+    killed.killed_at = KILLED
+    with pytest.raises(Killed):
+        killed.run()
     for name in ("moved", "emptied"):
         shutil.copytree(tmp_path / "killed", tmp_path / name)
 

@@ -1,16 +1,20 @@
 """Local checkpoints: a run that crashes goes on from the newest one bit for bit, or from the durable one."""
 
-import itertools
 import json
 import re
+import resource
+import shutil
 import time
 from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
+from several_processes import together
+from trainers import Killed, KilledQuickTrainer, KilledTrainer
 
-from megajax.checkpoint import checksums, local_tier
+from megajax.checkpoint import checksums
+from megajax.checkpoint.local_tier import LocalTier
 from megajax.errors import ConfigError, InputError
 from megajax.training.loop import Trainer
 
@@ -29,32 +33,22 @@ STATES = {
 }
 
 
-class Crash(Exception):
-    """The end of a process, as far as one process can show it."""
-
-
 @pytest.fixture
 def build(make_config, tmp_path):
     """(overrides...) → a Trainer on four devices that saves locally every step."""
 
-    def build(*overrides, devices=4):
+    def build(*overrides, devices=4, kind=KilledTrainer):
         local = (f"checkpoint.local_dir={tmp_path / 'local'}", "checkpoint.local_interval=1")
         config = make_config(f"run.dir={tmp_path / 'run'}", *STEPS, *local, *overrides)
-        return Trainer(config, jax.devices()[:devices])
+        return kind(config, jax.devices()[:devices])
 
     return build
 
 
 def crash(trainer, step):
     """Run until `step` is done and its local checkpoint written."""
-    take, trainer.next_batch = trainer.next_batch, lambda: crashing()
-
-    def crashing():
-        if trainer.step == step:
-            raise Crash
-        return take()
-
-    with pytest.raises(Crash):
+    trainer.killed_at = step
+    with pytest.raises(Killed):
         trainer.run()
 
 
@@ -67,13 +61,6 @@ def assert_equal(mine, theirs):
     assert jax.tree.map(lambda a: a.sharding, mine) == jax.tree.map(lambda a: a.sharding, theirs)
 
 
-def quick(trainer):
-    """The Trainer with a step that changes nothing, which needs no compilation."""
-    metrics = dict.fromkeys(("loss", "grad_norm", "learning_rate", "skipped", "skipped_in_row"), jax.numpy.ones(()))
-    trainer._compiled_steps[1] = lambda state, batch: (state, metrics)
-    return trainer
-
-
 def test_a_crashed_run_goes_on_from_the_local_checkpoint_bit_for_bit(
     build, tmp_path, read_metrics, checkpoint_steps, monkeypatch, capsys
 ):
@@ -81,7 +68,7 @@ def test_a_crashed_run_goes_on_from_the_local_checkpoint_bit_for_bit(
     common = (*MESH, "model.dropout=0.1", "run.checkpoint_interval=0", "checkpoint.local_interval=3")
     whole = build(*common, f"run.dir={tmp_path / 'whole'}")
     assert whole.run() == 0
-    crashing, write = build(*common), local_tier.LocalTier._write
+    crashing, write = build(*common), LocalTier._write
 
     def late(self, step, *arguments):
         while crashing.step == step:
@@ -90,7 +77,7 @@ def test_a_crashed_run_goes_on_from_the_local_checkpoint_bit_for_bit(
         return write(self, step, *arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr(local_tier.LocalTier, "_write", late)
+        patch.setattr(LocalTier, "_write", late)
         crash(crashing, 7)
     assert sorted(local_files(tmp_path)) == [3, 6] and checkpoint_steps(tmp_path / "run") == []
     capsys.readouterr()
@@ -106,11 +93,7 @@ def test_a_crashed_run_goes_on_from_the_local_checkpoint_bit_for_bit(
 def test_layers_in_another_order_are_another_layout(build, capsys):
     """Each device has rows of the same shapes with one round of stages or two."""
     stages = ("mesh.pipeline=2", "mesh.data=2", "model.num_layers=4", "batch.num_microbatches=2")
-    trainer = build(*stages)
-    trainer._start_writing()
-    trainer.directory.local_saves.save(3, trainer.state, 24)
-    trainer.directory.local_saves.report(wait=True)
-    trainer.directory.lock.release()
+    crash(build(*stages, kind=KilledQuickTrainer), 3)
     assert build(*stages, "pipeline.rounds=2").step == 0
     assert (
         "that of step 3 is of another mesh, number of processes or precision: the run begins" in capsys.readouterr().out
@@ -120,21 +103,18 @@ def test_layers_in_another_order_are_another_layout(build, capsys):
 
 @pytest.mark.parametrize("kind", STATES)
 def test_every_kind_of_state_comes_back_bit_for_bit(build, kind):
-    trainer, random = build(*STATES[kind]), np.random.default_rng(1)
+    trainer, random = build(*STATES[kind], kind=KilledQuickTrainer), np.random.default_rng(1)
     trainer.state = jax.tree.map(
         lambda a: jax.device_put(random.integers(1, 9, a.shape).astype(a.dtype), a.sharding), trainer.state
     )
-    trainer._start_writing()
-    trainer.directory.local_saves.save(3, trainer.state, 24)
-    trainer.directory.local_saves.report(wait=True)
-    trainer.directory.lock.release()
+    crash(trainer, 3)
     again = build(*STATES[kind])
     assert (again.step, again.sizes.samples_before(3)) == (3, 24)
     assert_equal(again.state, trainer.state)
 
 
 def test_a_damaged_local_checkpoint_falls_back_with_a_warning(build, tmp_path, capsys):
-    crash(quick(build(*MESH)), 7)
+    crash(build(*MESH, kind=KilledQuickTrainer), 7)
     newest = local_files(tmp_path)[7]
     flip(newest / "data")
     with pytest.warns(UserWarning, match=f"{newest} is damaged .data has other bits.*: it is not used"):
@@ -148,7 +128,7 @@ def test_a_damaged_local_checkpoint_falls_back_with_a_warning(build, tmp_path, c
 
 def test_an_index_that_does_not_fit_its_data_is_damage(build, tmp_path):
     """Checksums do not prove who wrote a file."""
-    crash(quick(build(*MESH)), 6)
+    crash(build(*MESH, kind=KilledQuickTrainer), 6)
     newest = local_files(tmp_path)[6]
     values = json.loads((newest / "index.json").read_text())
     values["shards"] = [[*shard[:4], 2**60] for shard in values["shards"]]
@@ -166,60 +146,103 @@ def flip(path: Path) -> None:
 
 
 def test_another_mesh_or_another_course_of_the_run_uses_the_durable_checkpoint(build, tmp_path, capsys):
-    crash(quick(build(*MESH)), 6)
-    other = build("mesh.fsdp=4")
+    crash(build(*MESH, kind=KilledQuickTrainer), 6)
+    other = build("mesh.fsdp=4", kind=KilledQuickTrainer)
     said = "that of step 6 is of another mesh, number of processes or precision: the run resumes from step 4"
     assert other.step == 4 and said in capsys.readouterr().out
-    crash(quick(other), 5)
+    crash(other, 5)
     assert build(*MESH).step == 4  # step 6 is gone: the run took another course
-    crash(quick(build(*MESH)), 6)
-    back = build(*MESH, "checkpoint.resume_step=4")
+    crash(build(*MESH, kind=KilledQuickTrainer), 6)
+    back = build(*MESH, "checkpoint.resume_step=4", kind=KilledQuickTrainer)
     assert back.step == 4
-    crash(quick(back), 5)
+    crash(back, 5)
     assert build(*MESH, "checkpoint.resume_step=4").step == 5
 
 
 def test_a_new_run_in_the_same_place_and_a_copy_do_not_see_the_local_checkpoints(build, tmp_path):
-    crash(quick(build(*MESH, "run.checkpoint_interval=0")), 3)
+    crash(build(*MESH, "run.checkpoint_interval=0", kind=KilledQuickTrainer), 3)
     assert build(*MESH).step == 3
     (tmp_path / "run").rename(tmp_path / "moved")
     assert build(*MESH).step == 0
     assert build(*MESH, f"run.dir={tmp_path / 'moved'}").step == 0
-    crash(quick(build(*MESH)), 2)
+    crash(build(*MESH, kind=KilledQuickTrainer), 2)
     assert build(*MESH).step == 2
 
 
 def test_changed_settings_are_refused_as_with_a_durable_checkpoint(build):
-    crash(quick(build(*MESH)), 6)
+    crash(build(*MESH, kind=KilledQuickTrainer), 6)
     with pytest.raises(InputError, match=r"the local checkpoint of step 6 in .*\n  run.seed=1234, but this run has 7$"):
         build(*MESH, "run.seed=7")
 
 
-def test_a_full_directory_is_a_warning_and_keeps_the_last_good_one(build, tmp_path, monkeypatch):
-    def full(path, copies):
-        path.write_bytes(b"a part")
-        raise OSError(28, "No space left on device")
+class FullDisk(KilledQuickTrainer):
+    """The local checkpoint of step 7 finds no room: files end at 20 kB while it is written."""
 
-    write = local_tier._write_shards
-    monkeypatch.setattr(local_tier, "_write_shards", lambda path, *a: (full if "7." in str(path) else write)(path, *a))
-    with pytest.warns(UserWarning, match=r"local checkpoint of step 7 could not be saved in .*\(No space left on dev"):
-        crash(quick(build(*MESH)), 7)
+    def save_locally(self):
+        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        if self.step == 7:
+            self.directory.local_saves.report(wait=True)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
+        super().save_locally()
+        self.directory.local_saves.report(wait=True)
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+def test_a_full_directory_is_a_warning_and_keeps_the_last_good_one(build, tmp_path):
+    with pytest.warns(UserWarning, match=r"local checkpoint of step 7 could not be saved in .*\(File too large"):
+        crash(build(*MESH, kind=FullDisk), 7)
     assert 6 in local_files(tmp_path)
     assert not [*tmp_path.glob("local/run-*/process-0/*.partial")]
     assert build(*MESH).step == 6
 
 
-def test_a_step_that_another_process_could_not_write_replaces_nothing(build, tmp_path, monkeypatch):
+@pytest.fixture
+def tiers(tmp_path):
+    """(function) → its results of three processes, called with the tier of each, and its number."""
+    with together(3) as call:
+        made = call(lambda _: LocalTier(str(tmp_path), "run", "layout"))
+        call(lambda index: made[index].prepare(keep=None))
+        yield lambda function: call(lambda index: function(made[index], index))
+
+
+def save_step(step: int, tier: LocalTier, description=None) -> str | None:
+    """The error of the save of an array."""
+    tier.save(step, {"w": jax.numpy.full(4, step)}, description or {"step": step, "model": {}})
+    return tier.outcome(wait=True).error
+
+
+def stored_steps(tmp_path):
+    return [
+        sorted(path.name for path in (tmp_path / "run" / f"process-{index}").iterdir() if path.name.isdigit())
+        for index in range(3)
+    ]
+
+
+def newest(tier: LocalTier, _: int):
+    found, why = tier.newest(0, {"w": jax.numpy.zeros(4, int)})
+    return found and found.step, why
+
+
+def test_a_step_that_one_process_could_not_write_replaces_nothing(tiers, tmp_path):
     """So all processes have a step in common, whichever of them writes the next one."""
+    for step in (4, 5):
+        assert tiers(lambda tier, _, step=step: save_step(step, tier)) == [None] * 3
+    bad = {"no JSON": {1}}
+    errors = tiers(lambda tier, index: save_step(6, tier, bad if index == 1 else {}))
+    assert all("set is not JSON serializable" in error for error in errors) and "process 1: " in errors[0]
+    assert tiers(lambda tier, _: save_step(7, tier)) == [None] * 3
+    assert stored_steps(tmp_path) == [["5", "7"]] * 3
 
-    def decide(name, mine, judge, seconds):
-        return judge([mine, "process 1: No space left on device" if name.endswith("/4") else ""])
 
-    monkeypatch.setattr(local_tier, "_saves", itertools.count())  # the steps 1, 2, 3, 5, 6, 7
-    monkeypatch.setattr(local_tier, "decide", decide)
-    with pytest.warns(UserWarning, match=r"local checkpoint of step 6 could not be saved in .*.process 1: No space"):
-        crash(quick(build(*MESH)), 7)
-    assert sorted(local_files(tmp_path)) == [5, 7]
+def test_a_step_that_not_every_process_has_is_not_chosen(tiers, tmp_path):
+    for step in (1, 2, 3):
+        tiers(lambda tier, _, step=step: save_step(step, tier))
+    assert stored_steps(tmp_path) == [["2", "3"]] * 3 and tiers(newest) == [(3, "")] * 3
+    shutil.rmtree(tmp_path / "run/process-2/3")
+    assert tiers(newest) == [(2, "not every process has that of step 3")] * 3
+    flip(tmp_path / "run/process-1/2/data")
+    with pytest.warns(UserWarning, match="process-1/2 is damaged"):
+        assert tiers(newest) == [(None, "not every process has that of step 3")] * 3
 
 
 @pytest.mark.smoke

@@ -38,8 +38,8 @@ ROOT = Path(__file__).parents[2]
 def run(tmp_path, make_config):
     """(overrides..., devices) → the Trainer of a run that ended well in tmp_path/run."""
 
-    def run(*overrides, devices=1) -> Trainer:
-        trainer = Trainer(make_config(f"run.dir={tmp_path / 'run'}", *overrides), jax.devices()[:devices])
+    def run(*overrides, devices=1, kind=Trainer) -> Trainer:
+        trainer = kind(make_config(f"run.dir={tmp_path / 'run'}", *overrides), jax.devices()[:devices])
         assert trainer.run() == 0
         return trainer
 
@@ -198,20 +198,21 @@ def traces(trainer) -> list[Path]:
     return list((trainer.run_dir / "profile").rglob("*.xplane.pb"))
 
 
+class NotingTrainer(Trainer):
+    noted: list
+
+    def train_step(self, batch):
+        self.noted.append(self.step + 1)
+        return super().train_step(batch)
+
+
 def test_a_trace_of_the_chosen_steps_is_written(run, monkeypatch):
-    traced = []
+    noted = NotingTrainer.noted = []
     start, stop = jax.profiler.start_trace, jax.profiler.stop_trace
-    monkeypatch.setattr(jax.profiler, "start_trace", lambda *a, **k: (traced.append("start"), start(*a, **k)))
-    monkeypatch.setattr(jax.profiler, "stop_trace", lambda: (traced.append("stop"), stop()))
-    train_step = Trainer.train_step
-
-    def noted(trainer, batch):
-        traced.append(trainer.step + 1)
-        return train_step(trainer, batch)
-
-    monkeypatch.setattr(Trainer, "train_step", noted)
-    trainer = run("run.steps=5", "logging.profile_start=3", "logging.profile_steps=2")
-    assert traced == [1, 2, "start", 3, 4, "stop", 5]
+    monkeypatch.setattr(jax.profiler, "start_trace", lambda *a, **k: (noted.append("start"), start(*a, **k)))
+    monkeypatch.setattr(jax.profiler, "stop_trace", lambda: (noted.append("stop"), stop()))
+    trainer = run("run.steps=5", "logging.profile_start=3", "logging.profile_steps=2", kind=NotingTrainer)
+    assert noted == [1, 2, "start", 3, 4, "stop", 5]
     assert len(traces(trainer)) == 1
 
 

@@ -13,7 +13,6 @@ from megajax import train
 from megajax.config.checks import check_mesh
 from megajax.mesh import build_mesh
 from megajax.parallel.gradients import gradient_function
-from megajax.training import step as step_module
 from megajax.training.batches import batches
 from megajax.training.loop import Trainer
 from megajax.training.step import TrainProgram
@@ -61,15 +60,22 @@ def test_a_bad_step_is_counted_and_changes_no_weight_and_no_moment(make_config, 
     assert (int(metrics["skipped"]), int(metrics["skipped_in_row"]), int(state.step)) == (2, 0, 4)
 
 
-def poison_from(monkeypatch, first, last=10**9):
-    """Make the batches of the steps `first` to `last` of every Trainer bad."""
-    next_batch = Trainer.next_batch
+class PoisonedTrainer(Trainer):
+    """The batches of its steps `first` to `last` are bad."""
 
-    def maybe(trainer):
-        batch = next_batch(trainer)
-        return poisoned(batch) if first <= trainer.step + 1 <= last else batch
+    first, last = 0, 10**9
 
-    monkeypatch.setattr(Trainer, "next_batch", maybe)
+    def next_batch(self):
+        batch = super().next_batch()
+        return poisoned(batch) if self.first <= self.step + 1 <= self.last else batch
+
+
+class MostlyPoisonedTrainer(Trainer):
+    """All batches are bad but every fourth."""
+
+    def next_batch(self):
+        batch = super().next_batch()
+        return batch if self.step % 4 == 0 else poisoned(batch)
 
 
 def digest(directory: Path) -> dict[str, str]:
@@ -79,10 +85,10 @@ def digest(directory: Path) -> dict[str, str]:
 
 @pytest.mark.parametrize("log_interval", [1, 5])
 def test_too_many_bad_steps_in_a_row_stop_the_run_with_status_3_and_leave_the_checkpoint(
-    tmp_path, make_config, monkeypatch, capsys, log_interval
+    tmp_path, make_config, capsys, log_interval
 ):
-    def trainer(steps):
-        return Trainer(
+    def trainer(steps, kind=Trainer):
+        return kind(
             make_config(
                 f"run.dir={tmp_path}",
                 f"run.steps={steps}",
@@ -94,9 +100,9 @@ def test_too_many_bad_steps_in_a_row_stop_the_run_with_status_3_and_leave_the_ch
 
     assert trainer(4).run() == 0
     saved = digest(tmp_path / "checkpoints")
-    poison_from(monkeypatch, first=6)
     capsys.readouterr()
-    run = trainer(30)
+    run = trainer(30, PoisonedTrainer)
+    run.first = 6
     assert run.run() == 3
     assert run.step < 20
     assert digest(tmp_path / "checkpoints") == saved
@@ -105,24 +111,17 @@ def test_too_many_bad_steps_in_a_row_stop_the_run_with_status_3_and_leave_the_ch
     assert sentence.startswith("megajax: error: ") and "run.max_nonfinite_steps=3" in sentence
 
 
-def test_a_row_of_bad_steps_that_is_not_too_long_is_survived_and_logged(
-    tmp_path, make_config, monkeypatch, read_metrics
-):
-    poison_from(monkeypatch, first=3, last=5)
+def test_a_row_of_bad_steps_that_is_not_too_long_is_survived_and_logged(tmp_path, make_config, read_metrics):
     config = make_config(f"run.dir={tmp_path}", "run.steps=8", "run.max_nonfinite_steps=3")
-    assert Trainer(config, jax.devices()[:1]).run() == 0
+    trainer = PoisonedTrainer(config, jax.devices()[:1])
+    trainer.first, trainer.last = 3, 5
+    assert trainer.run() == 0
     assert read_metrics(tmp_path, "skipped") == {step: (min(step - 2, 3),) for step in range(3, 9)}
 
 
-def test_bad_steps_in_two_rows_are_not_added(tmp_path, make_config, monkeypatch):
+def test_bad_steps_in_two_rows_are_not_added(tmp_path, make_config):
     config = make_config(f"run.dir={tmp_path}", "run.steps=9", "run.max_nonfinite_steps=3")
-    next_batch = Trainer.next_batch
-    monkeypatch.setattr(
-        Trainer,
-        "next_batch",
-        lambda trainer: next_batch(trainer) if trainer.step % 4 == 0 else poisoned(next_batch(trainer)),
-    )
-    assert Trainer(config, jax.devices()[:1]).run() == 0
+    assert MostlyPoisonedTrainer(config, jax.devices()[:1]).run() == 0
 
 
 def test_a_learning_rate_that_blows_up_ends_the_command_with_status_3(tmp_path, tiny, text, monkeypatch, capsys):
@@ -143,9 +142,8 @@ def fp16(make_config):
     return build(make_config("precision.compute=float16"))
 
 
-def test_the_loss_scale_halves_at_an_overflow_until_steps_are_good_again(fp16, monkeypatch):
-    monkeypatch.setattr(step_module, "INITIAL_LOSS_SCALE", 2.0**28)
-    batch, state = good_batch(fp16), fp16.init_state()
+def test_the_loss_scale_halves_at_an_overflow_until_steps_are_good_again(fp16):
+    batch, state = good_batch(fp16), replace(fp16.init_state(), loss_scale=jnp.float32(2.0**28))
     before, scales = numbers(state.params), []
     for step in range(1, 20):
         state, metrics = fp16.train_step(state, batch)
@@ -159,14 +157,19 @@ def test_the_loss_scale_halves_at_an_overflow_until_steps_are_good_again(fp16, m
     assert float(state.loss_scale) == scales[-1]
 
 
-def test_the_loss_scale_doubles_after_the_run_of_good_steps(fp16, monkeypatch):
-    monkeypatch.setattr(step_module, "LOSS_SCALE_GROWTH_STEPS", 3)
-    monkeypatch.setattr(step_module, "INITIAL_LOSS_SCALE", 16.0)
-    batch, state, scales = good_batch(fp16), fp16.init_state(), []
+def test_the_loss_scale_doubles_after_the_run_of_good_steps(fp16):
+    """2000 steps as in NVIDIA's and Megatron's dynamic loss scaling, of which 1997 are over."""
+    batch, scales = good_batch(fp16), []
+    state = fp16.init_state()
+    assert (float(state.loss_scale), int(state.scale_age)) == (2.0**16, 0)
+    state = replace(state, loss_scale=jnp.float32(16), scale_age=jnp.int32(1997))
     for step in range(1, 10):
         # A bad fifth step: the count of good steps restarts.
         state, metrics = fp16.train_step(state, poisoned(batch) if step == 5 else batch)
         scales.append(float(metrics["loss_scale"]))
+        if step == 5:
+            assert int(state.scale_age) == 0
+            state = replace(state, scale_age=jnp.int32(1997))
     assert scales == [16, 16, 16, 32, 32, 16, 16, 16, 32]
 
 

@@ -82,21 +82,18 @@ def test_the_checksum_sees_each_bit_and_the_order(dtype):
     assert len(seen) == 8 * size + 2
 
 
-def test_a_run_with_damage_ends_with_status_3_and_saves_nothing(
-    tmp_path, make_config, monkeypatch, capsys, checkpoint_steps
-):
-    overrides = ("run.steps=6", "run.checkpoint_interval=2", "run.replica_check_interval=5", "run.log_interval=6")
-    config = make_config(f"run.dir={tmp_path}", *MESH, *overrides, "model.num_layers=1")
-    step = Trainer.train_step
-
-    def damaging(trainer, batch):
-        metrics = step(trainer, batch)
-        if trainer.step == 3:
-            trainer.state = with_damage(trainer.state, "final_norm", trainer.program.mesh.devices.ravel()[3])
+class DamagingTrainer(Trainer):
+    def train_step(self, batch):
+        metrics = super().train_step(batch)
+        if self.step == 3:
+            self.state = with_damage(self.state, "final_norm", self.program.mesh.devices.ravel()[3])
         return metrics
 
-    monkeypatch.setattr(Trainer, "train_step", damaging)
-    assert Trainer(config).run() == 3
+
+def test_a_run_with_damage_ends_with_status_3_and_saves_nothing(tmp_path, make_config, capsys, checkpoint_steps):
+    overrides = ("run.steps=6", "run.checkpoint_interval=2", "run.replica_check_interval=5", "run.log_interval=6")
+    config = make_config(f"run.dir={tmp_path}", *MESH, *overrides, "model.num_layers=1")
+    assert DamagingTrainer(config).run() == 3
     assert checkpoint_steps(tmp_path) == [2]
     (line,) = [line for line in capsys.readouterr().out.splitlines() if "error" in line]
     assert "after step 4" in line and "params.final_norm" in line and "devices 3 of process 0" in line

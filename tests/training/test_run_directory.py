@@ -1,23 +1,24 @@
 """What a run directory says of its run: it is true, complete, written by one process, and never damaged."""
 
-import errno
+import contextlib
 import resource
 import shutil
 import signal
+import time
 import warnings
 from pathlib import Path
+from unittest.mock import Mock
 
 import jax
 import pytest
+from trainers import StoppedTrainer
 
-from megajax.checkpoint import Checkpoints
 from megajax.config import load_config
 from megajax.config.tree import read_file
 from megajax.errors import InputError
 from megajax.training.leftovers import Leftovers
 from megajax.training.logs import MetricsLog
 from megajax.training.loop import STEPS_AHEAD, Trainer
-from megajax.training.stop_signals import StopSignals
 
 
 def files(root: Path) -> dict[str, bytes]:
@@ -32,7 +33,7 @@ def digits(root: Path) -> list[int]:
 @pytest.fixture
 def build(tmp_path, make_config):
     """(overrides...) → a Trainer on one device with run.dir tmp_path/run."""
-    return lambda *overrides: Trainer(
+    return lambda *overrides, kind=Trainer: kind(
         make_config(f"run.dir={tmp_path / 'run'}", "data.split='8,2,0'", "run.eval_steps=1", *overrides),
         jax.devices()[:1],
     )
@@ -106,7 +107,8 @@ def test_the_host_does_not_run_ahead_of_the_devices(run_dir, build):
         def block_until_ready(self):
             waited.append(self.step)
 
-    trainer._compiled_steps[1] = lambda state, batch: (state, {"loss": Loss(trainer.step + 1)})
+    compiled = Mock(side_effect=lambda state, batch: (state, {"loss": Loss(trainer.step + 1)}))
+    vars(trainer.program)["train_step"] = Mock(**{"lower.return_value.compile.return_value": compiled})
     batch = trainer.next_batch()
     for step in range(5, 12):
         trainer.train_step(batch)
@@ -185,9 +187,9 @@ def test_damaged_weights_to_start_from_are_named_with_older_ones(run_dir, build,
     assert str(caught.value).endswith(f"): try {run_dir / 'checkpoints' / '2'}.")
 
 
-def test_a_trainer_that_was_stopped_goes_on_and_saves(run_dir, build, checkpoint_steps, monkeypatch):
-    trainer = build("run.steps=6")
-    monkeypatch.setattr(StopSignals, "requested", lambda _, step: step == 5)
+def test_a_trainer_that_was_stopped_goes_on_and_saves(run_dir, build, checkpoint_steps):
+    trainer = build("run.steps=6", kind=StoppedTrainer)
+    trainer.stop_at = 5
     assert trainer.run() == 75
     assert trainer.run() == 0
     assert checkpoint_steps(run_dir) == [5, 6]
@@ -243,34 +245,33 @@ def test_a_longer_run_warns_of_the_learning_rate_that_jumps(run_dir, build):
         build(*cosine, "run.steps=4", "schedule.decay_steps=2").save()
 
 
-@pytest.fixture
-def full_disk(monkeypatch):
-    """(Trainer, steps...) → the checkpoints of these steps find no room: files end at 20 kB while they are written."""
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-
-    def full_disk(trainer, *steps):
-        save, outcome = Checkpoints.save, Checkpoints.outcome
-
-        def save_to_the_full(checkpoints, step, *arguments):
-            if step in steps:
-                resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
-            save(checkpoints, step, *arguments)
-
-        def outcome_of_the_full(checkpoints, wait=False):
-            found = outcome(checkpoints, True)
-            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-            return found
-
-        monkeypatch.setattr(Checkpoints, "save", save_to_the_full)
-        monkeypatch.setattr(Checkpoints, "outcome", outcome_of_the_full)
-        return trainer
-
-    yield full_disk
-    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+LIMITS = resource.getrlimit(resource.RLIMIT_FSIZE)
 
 
-def test_a_save_that_fails_is_a_warning_while_an_older_checkpoint_stands(run_dir, build, full_disk, capsys):
-    trainer = full_disk(build("run.steps=7", "run.checkpoint_interval=1", "checkpoint.keep=1"), 5)
+@contextlib.contextmanager
+def files_end_at(size):
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, LIMITS[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, LIMITS)
+
+
+class FullDisk(Trainer):
+    """The checkpoints of the steps `full` find no room: files end at 20 kB while they are written."""
+
+    full = ()
+
+    def save(self):
+        with files_end_at(20_000) if self.step in self.full else contextlib.nullcontext():
+            super().save()
+            while self.checkpoints.saving is not None:
+                time.sleep(0.01)
+
+
+def test_a_save_that_fails_is_a_warning_while_an_older_checkpoint_stands(run_dir, build, capsys):
+    trainer = build("run.steps=7", "run.checkpoint_interval=1", "checkpoint.keep=1", kind=FullDisk)
+    trainer.full = (5,)
     assert trainer.run() == 0
     printed = capsys.readouterr().out
     assert "the checkpoint of step 5 could not be saved" in printed
@@ -283,10 +284,11 @@ def test_a_save_that_fails_is_a_warning_while_an_older_checkpoint_stands(run_dir
     [((5,), 0, "the newest one is of step 4"), ((1,), 1, "there is no older one")],
     ids=["the last one", "the first one"],
 )
-def test_a_save_that_fails_with_nothing_to_fall_back_on_ends_the_run(run_dir, build, full_disk, steps, interval, part):
+def test_a_save_that_fails_with_nothing_to_fall_back_on_ends_the_run(run_dir, build, steps, interval, part):
     if interval:
         shutil.rmtree(run_dir)
-    trainer = full_disk(build("run.steps=5", f"run.checkpoint_interval={interval}"), *steps)
+    trainer = build("run.steps=5", f"run.checkpoint_interval={interval}", kind=FullDisk)
+    trainer.full = steps
     with pytest.raises(
         InputError, match=f"step {steps[0]} could not be saved .*{part}: free disk space, then start the same"
     ):
@@ -295,24 +297,10 @@ def test_a_save_that_fails_with_nothing_to_fall_back_on_ends_the_run(run_dir, bu
 
 
 def test_metrics_that_a_full_disk_refused_are_written_later(tmp_path, make_config, read_metrics):
-    log = MetricsLog(make_config(f"run.dir={tmp_path}"), 0, True)
-    file = log._file
-
-    class Full:
-        name = "metrics.jsonl"
-        room = 30
-
-        def write(self, data):
-            if not self.room:
-                raise OSError(errno.ENOSPC, "No space left on device")
-            written, self.room = file.write(data[: self.room]), 0
-            return written
-
-    log._file = Full()
-    with pytest.warns(UserWarning, match="could not be written"):
+    log = MetricsLog(make_config(f"run.dir={tmp_path}", "logging.tensorboard=false"), 0, True)
+    with files_end_at(30), pytest.warns(UserWarning, match="could not be written"):
         log.write(1, {"loss": 4.0})
         log.write(2, {"loss": 3.0})
-    log._file = file
     log.write(3, {"loss": 2.0})
     log.close()
     assert read_metrics(tmp_path, "loss") == {1: (4.0,), 2: (3.0,), 3: (2.0,)}

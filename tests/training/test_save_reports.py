@@ -7,8 +7,9 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from trainers import QuickTrainer
 
-from megajax.checkpoint import Checkpoints, SaveOutcome
+from megajax.checkpoint import SaveOutcome, checksums
 from megajax.errors import ConfigError, InputError
 from megajax.training.loop import Trainer
 from megajax.training.save_reports import SaveReports
@@ -16,7 +17,9 @@ from megajax.training.save_reports import SaveReports
 
 @pytest.fixture
 def build(tmp_path, make_config):
-    return lambda *overrides: Trainer(make_config(f"run.dir={tmp_path / 'run'}", *overrides), jax.devices()[:1])
+    return lambda *overrides, kind=Trainer: kind(
+        make_config(f"run.dir={tmp_path / 'run'}", *overrides), jax.devices()[:1]
+    )
 
 
 class Slow:
@@ -62,22 +65,22 @@ def test_a_save_that_waits_says_so_and_once_that_the_interval_is_too_short(make_
     assert not reports.take()
 
 
-def test_a_trainer_that_has_to_wait_for_its_last_save_says_so(build, monkeypatch):
-    complete, lines = Checkpoints._complete, []
-    monkeypatch.setattr(Checkpoints, "_complete", lambda *arguments: time.sleep(0.3) or complete(*arguments))
-    trainer = build("run.checkpoint_interval=2")
-    trainer.reports._say = lambda text, warning: lines.append(text)
-    trainer.save()
-    trainer.step += 1
-    trainer.save()
-    trainer.close()
-    assert lines[0] == "step 1: the save of step 0 is not complete yet; training waits for it"
+def test_a_trainer_that_has_to_wait_for_its_last_save_says_so(build, monkeypatch, capsys):
+    compute = checksums.compute
+    monkeypatch.setattr(checksums, "compute", lambda *arguments: time.sleep(0.3) or compute(*arguments))
+    assert build("run.checkpoint_interval=1", "run.steps=2", "run.eval_steps=0", kind=QuickTrainer).run() == 0
+    assert "step 2: the save of step 1 is not complete yet; training waits for it" in capsys.readouterr().out
 
 
-def test_the_time_of_a_save_is_no_time_of_a_step(build, tmp_path, monkeypatch, read_metrics):
-    save = Trainer.save
-    monkeypatch.setattr(Trainer, "save", lambda trainer: time.sleep(1) or save(trainer))
-    trainer = build("run.checkpoint_interval=2", "run.log_interval=2", "run.steps=4", "run.eval_steps=0")
+class SlowlySaved(Trainer):
+    def save(self):
+        time.sleep(1)
+        super().save()
+
+
+def test_the_time_of_a_save_is_no_time_of_a_step(build, tmp_path, read_metrics):
+    every = ("run.checkpoint_interval=2", "run.log_interval=2", "run.steps=4", "run.eval_steps=0")
+    trainer = build(*every, kind=SlowlySaved)
     assert trainer.run() == 0
     # Steps of milliseconds; with the second of the save after step 2, steps 3 and 4 would take 0.5 s each.
     assert read_metrics(tmp_path / "run", "step_seconds")[4][0] < 0.4
@@ -89,11 +92,16 @@ def test_the_best_need_a_split_to_evaluate(build):
         build("data.split='1,0,0'", *every, "checkpoint.keep_best=2")
 
 
-def test_the_best_by_evaluation_loss_and_the_newest_are_kept(build, tmp_path, monkeypatch, checkpoint_steps):
-    losses = iter([3.0, 1.0, float("nan"), 2.0, 4.0, 5.0])
-    monkeypatch.setattr(Trainer, "evaluate", lambda self, split: next(losses))
+class Evaluated(QuickTrainer):
+    losses = (3.0, 1.0, float("nan"), 2.0, 4.0, 5.0)  # after every second step
+
+    def evaluate(self, split, averaged=False):
+        return self.losses[self.step // 2 - 1]
+
+
+def test_the_best_by_evaluation_loss_and_the_newest_are_kept(build, tmp_path, checkpoint_steps):
     every = ("run.checkpoint_interval=2", "run.eval_interval=2", "run.steps=12", "run.log_interval=3")
-    trainer = build("data.split='8,2,0'", *every, "checkpoint.keep=1", "checkpoint.keep_best=2")
+    trainer = build("data.split='8,2,0'", *every, "checkpoint.keep=1", "checkpoint.keep_best=2", kind=Evaluated)
     assert trainer.run() == 0
     assert checkpoint_steps(tmp_path / "run") == [4, 8, 12]
 

@@ -72,19 +72,32 @@ def test_weights_from_elsewhere_may_be_the_cause_of_bad_numbers(make_config):
 def test_without_the_options_nothing_is_kept(make_config):
     watch = LossWatch(make_config())
     watch.keep(1, metrics(3))
-    assert not watch._pending and not watch.is_on
+    assert not watch.is_on and watch.examine(1) == [] and watch.saved(1) == {}
 
 
-def spoil(monkeypatch, spoiled):
-    """Make the batch with sample BAD_SAMPLE bad, at whatever step it comes."""
-    next_batch = Trainer.next_batch
+class SpoiledTrainer(Trainer):
+    """The batch with sample BAD_SAMPLE is bad, at whatever step it comes; it is killed after a step if `dies`."""
 
-    def maybe(trainer):
-        bad = trainer.sizes.samples_before(trainer.step) == BAD_SAMPLE
-        batch = next_batch(trainer)
-        return spoiled(batch) if bad else batch
+    def next_batch(self):
+        bad = self.sizes.samples_before(self.step) == BAD_SAMPLE
+        batch = super().next_batch()
+        return shuffled_targets(batch) if bad else batch
 
-    monkeypatch.setattr(Trainer, "next_batch", maybe)
+    def dies(self):
+        return False
+
+    def train_step(self, batch):
+        if self.dies():
+            raise KeyboardInterrupt
+        return super().train_step(batch)
+
+
+class FromStep8(Trainer):
+    """Its batches have no number from step 8 on."""
+
+    def next_batch(self):
+        batch = super().next_batch()
+        return no_number(batch) if self.step >= 7 else batch
 
 
 def shuffled_targets(batch):
@@ -106,33 +119,23 @@ def by_hand(config, order):
     return curve
 
 
-def kill(monkeypatch, trainer, owner, name, applies=lambda *_: True):
-    """Run it until it calls `owner.name` in a way that `applies`, and no further."""
-    original = getattr(owner, name)
-
-    def maybe(*arguments):
-        if applies(*arguments):
-            raise KeyboardInterrupt
-        return original(*arguments)
-
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(owner, name, maybe)
-        trainer.run()
+def fail(*_):
+    raise KeyboardInterrupt
 
 
 def test_a_rollback_leaves_out_the_batches_and_a_killed_run_repeats_it_bit_for_bit(
     tmp_path, make_config, monkeypatch, read_metrics, capsys
 ):
-    def trainer(name):
-        return Trainer(make_config(f"run.dir={tmp_path / name}", *SMALL, *WATCHED), jax.devices()[:1])
+    def trainer(name, *overrides):
+        config = make_config(f"run.dir={tmp_path / name}", *SMALL, *WATCHED, *overrides)
+        return SpoiledTrainer(config, jax.devices()[:1])
 
     def events(name):
         lines = map(json.loads, (tmp_path / name / "metrics.jsonl").read_text().splitlines())
         return [{key: line[key] for key in line if key != "time"} for line in lines if "rollback" in line]
 
-    spoil(monkeypatch, shuffled_targets)
     hook = f"logging.on_event=tee -a {tmp_path / 'events'}"
-    assert Trainer(make_config(f"run.dir={tmp_path / 'whole'}", *SMALL, *WATCHED, hook), jax.devices()[:1]).run() == 0
+    assert trainer("whole", hook).run() == 0
     assert re.findall('"event": "(.*?)"', (tmp_path / "events").read_text()) == ["rollback", "end"]
     printed = capsys.readouterr().out
     assert (
@@ -149,29 +152,28 @@ def test_a_rollback_leaves_out_the_batches_and_a_killed_run_repeats_it_bit_for_b
     assert event["bad_loss"] > 1.1 * event["loss_median"]
     assert '"step": 8' in (tmp_path / "whole/set_aside/1/metrics.jsonl").read_text()
 
-    again = lambda trainer, _: trainer.step == 7 and trainer._start.rollbacks.past  # noqa: E731
-    for name, place in {
-        "before the record": (Rollbacks, "add"),
-        "after the record": (Start, "go_back"),
-        "before a checkpoint": (Trainer, "train_step", again),
-    }.items():
-        kill(monkeypatch, trainer(name), *place)
+    def killed_in(owner, method):
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, method, fail)
+            with pytest.raises(KeyboardInterrupt):
+                trainer(f"in {method}").run()
+        return f"in {method}"
+
+    dying = trainer("before a checkpoint")
+    dying.dies = lambda: dying.step == 7 and Rollbacks(dying.config).past
+    with pytest.raises(KeyboardInterrupt):
+        dying.run()
+    for name in ("before a checkpoint", killed_in(Rollbacks, "add"), killed_in(Start, "go_back")):
         assert trainer(name).run() == 0
         assert read_metrics(tmp_path / name, *numbers) == expected, name
         assert events(name) == [event], name
 
 
-def test_numbers_that_stay_bad_use_up_the_rollbacks_and_end_the_run(
-    tmp_path, make_config, monkeypatch, capsys, checkpoint_steps
-):
-    next_batch = Trainer.next_batch
-    monkeypatch.setattr(
-        Trainer, "next_batch", lambda t: (no_number if t.step >= 7 else lambda batch: batch)(next_batch(t))
-    )
+def test_numbers_that_stay_bad_use_up_the_rollbacks_and_end_the_run(tmp_path, make_config, capsys, checkpoint_steps):
     watched = ("run.max_nonfinite_steps=1", "run.max_rollbacks=2", "run.checkpoint_interval=3", "run.steps=14")
-    run = Trainer(make_config(f"run.dir={tmp_path}", *SMALL, *watched), jax.devices()[:1])
+    run = FromStep8(make_config(f"run.dir={tmp_path}", *SMALL, *watched), jax.devices()[:1])
     assert run.run() == 3
-    assert [(past.step, past.bad_step, past.bad_loss) for past in run._start.rollbacks.past] == [
+    assert [(past.step, past.bad_step, past.bad_loss) for past in Rollbacks(run.config).past] == [
         (6, 9, None),
         (3, 9, None),
     ]

@@ -1,7 +1,6 @@
 """Requests to stop: signals, a deadline, and the step on which several processes agree."""
 
 import gc
-import itertools
 import os
 import random
 import signal
@@ -10,10 +9,9 @@ import time
 
 import jax
 import pytest
+from several_processes import threads_as_processes
 
-from megajax import messages
-from megajax.training import stop_signals
-from megajax.training.stop_signals import Agreement, StopSignals
+from megajax.training.stop_signals import StopSignals
 
 
 @pytest.fixture
@@ -85,33 +83,33 @@ class Devices:
             return self.started[process]
 
 
-class Process(threading.local):
-    """What `jax.distributed` knows of a process; each thread is one."""
+class Client:
+    """A process's access to the store."""
 
-    client, process_id, num_processes = None, 0, 3
+    def __init__(self, store: Store):
+        self.key_value_set, self.blocking_key_value_get = store.key_value_set, store.blocking_key_value_get
 
 
 @pytest.fixture
-def stopped_at(monkeypatch):
+def stopped_at():
     """(go_back_at=0) → the started steps of three processes until they stop, and the one at which a stop is requested.
 
     After step `go_back_at` all go back by 1000 steps, once, which shows in the steps that they count.
     """
 
     def run_all(go_back_at: int = 0) -> tuple[list[int], int]:
-        store, devices, count, me = Store(), Devices(3, ahead=4), 3, Process()
+        store, devices, count = Store(), Devices(3, ahead=4), 3
         asks = random.randrange(count)
         asks_at = go_back_at - random.randrange(5) if go_back_at else random.randrange(1, 30)
         together = threading.Barrier(count)
-        monkeypatch.setattr(messages.distributed, "global_state", me)
-        monkeypatch.setattr(jax, "process_count", lambda: count)
-        numbers = [itertools.count() for _ in range(count)]
-        monkeypatch.setattr(stop_signals, "AGREEMENTS", map(lambda _: next(numbers[me.process_id]), itertools.count()))
 
         def run(index: int):
-            me.client, me.process_id, back = store, index, 0
-            stop = StopSignals()
-            stop._agreement = Agreement(0)
+            me.client, me.process_id, me.num_processes = Client(store), index, count
+            with StopSignals() as stop:
+                run_until_stopped(index, stop)
+
+        def run_until_stopped(index: int, stop: StopSignals):
+            back = 0
             while True:
                 time.sleep(random.random() * (0.004 if index == 1 else 0.0005))  # one is slow
                 started = devices.start(index)
@@ -120,15 +118,17 @@ def stopped_at(monkeypatch):
                     back = 1000
                     stop.go_back(started - back)
                     continue
-                stop._asked = stop._asked or index == asks and started >= asks_at
+                if index == asks and started >= asks_at:
+                    stop.ask()
                 if stop.requested(started - back):
                     return
 
         hosts = [threading.Thread(target=run, args=(index,)) for index in range(count)]
-        for host in hosts:
-            host.start()
-        for host in hosts:
-            host.join(timeout=20)
+        with threads_as_processes() as me:
+            for host in hosts:
+                host.start()
+            for host in hosts:
+                host.join(timeout=20)
         return devices.started, asks_at
 
     return run_all

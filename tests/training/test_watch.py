@@ -7,8 +7,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import pytest
+import several_processes
 
-from megajax import coordinator, messages, threads
+from megajax import coordinator, threads
 from megajax.console import DONE, LOST
 from megajax.training import peers, watch
 from megajax.training.peers import Peers
@@ -46,7 +47,7 @@ class Client:
 
 
 @pytest.fixture
-def processes(monkeypatch):
+def processes():
     """(count, timeout) → the `Peers` of each process, and their clients."""
 
     every: list[Client] = []
@@ -56,10 +57,8 @@ def processes(monkeypatch):
         clients = [Client(store) for _ in range(count)]
         every.extend(clients)
         for index, client in enumerate(clients):
-            monkeypatch.setattr(messages.distributed.global_state, "process_id", index)
-            monkeypatch.setattr(messages.distributed.global_state, "num_processes", count)
-            monkeypatch.setattr(messages.distributed.global_state, "client", client)
-            made.append(Peers(timeout))
+            with several_processes.process(index, count, client):
+                made.append(Peers(timeout))
             made[-1].step = 7 + index
         return made, clients
 
@@ -105,7 +104,7 @@ def test_time_in_which_a_process_itself_was_stopped_is_no_silence_of_the_others(
     assert those[0].check(15) is None and those[0].check(15) is not None
 
 
-def test_a_failed_collective_or_a_closed_connection_shortens_the_wait(processes, monkeypatch):
+def test_a_failed_collective_or_a_closed_connection_shortens_the_wait(processes):
     those, clients = processes(2, timeout=60)
     time.sleep(0.1)  # for the first signs
     clients[0].lost = True
@@ -115,9 +114,11 @@ def test_a_failed_collective_or_a_closed_connection_shortens_the_wait(processes,
     those, clients = processes(2, timeout=60)
     clients[0].lost = True
     assert those[1].check(11) is None
-    monkeypatch.setattr(coordinator, "LOST", threading.Event())
     coordinator.LOST.set()
-    assert those[1].check(0.1) is not None
+    try:
+        assert those[1].check(0.1) is not None
+    finally:
+        coordinator.LOST.clear()
 
 
 @pytest.mark.parametrize("text", ["", "{", "[1]", "3", '{"step": 1}', "[" * 100_000], ids=lambda text: text[:9])

@@ -6,16 +6,16 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
+from trainers import StoppedQuickTrainer
 
 import megajax
 from megajax.errors import InputError
 from megajax.training.loop import Trainer
-from megajax.training.stop_signals import StopSignals
+from megajax.verify.runs import canonical
 
 # A router's bias is layer state; a width of 36 is padded on 8 devices.
 SMALL = ("model.hidden_size=36", "model.head_dim=8", "run.eval_steps=0", "data.kind=synthetic")
 SMALL += ("model.num_experts=4", "model.router.expert_bias=true")
-METRICS = ("loss", "grad_norm", "learning_rate", "skipped", "skipped_in_row")
 WEIGHTS_ONLY = "checkpoint.save_optimizer=false"
 
 
@@ -23,9 +23,9 @@ WEIGHTS_ONLY = "checkpoint.save_optimizer=false"
 def build(make_config, tmp_path):
     """(overrides..., devices=1) → a Trainer of `tmp_path/run` unless an override says otherwise."""
 
-    def build(*overrides, devices=1):
+    def build(*overrides, devices=1, kind=Trainer):
         config = make_config(*SMALL, f"run.dir={tmp_path / 'run'}", *overrides)
-        return Trainer(config, jax.devices()[:devices])
+        return kind(config, jax.devices()[:devices])
 
     return build
 
@@ -41,7 +41,7 @@ def test_weights_only_checkpoints_start_other_runs_and_are_not_resumed(build, tm
         tree = reader.metadata(run_dir / "checkpoints/3/state").item_metadata.tree
     assert set(tree) == {"params", "experts", "step", "loss_scale", "scale_age", "skipped", "skipped_in_row"}
 
-    expected = {n: np.asarray(a) for n, a in trainer.saver._to_canonical(trainer.state).params.items()}
+    expected = canonical(trainer.program, trainer.state.params)
     other = build(f"run.dir={tmp_path / 'other'}", f"checkpoint.init_from={run_dir}")
     bias = {name: np.asarray(a) for name, a in trainer.state.layer_state["moe"].items()}
     for found in (megajax.load_weights(run_dir), other.state.params):
@@ -79,11 +79,8 @@ def test_the_newest_checkpoint_with_optimizer_state_is_named(build):
 
 
 @pytest.mark.parametrize("steps", [1, 9])
-def test_the_last_line_says_how_to_go_on(build, tmp_path, capsys, steps, monkeypatch):
-    trainer = build(f"run.steps={steps}", WEIGHTS_ONLY)
-    trainer._compiled_steps[1] = lambda state, batch: (state, dict.fromkeys(METRICS, np.float32(1)))
-    trainer._wait_for_devices = lambda value: None
-    monkeypatch.setattr(StopSignals, "requested", lambda _, step: True)
+def test_the_last_line_says_how_to_go_on(build, tmp_path, capsys, steps):
+    trainer = build(f"run.steps={steps}", WEIGHTS_ONLY, kind=StoppedQuickTrainer)
     assert trainer.run() == (75 if steps > 1 else 0)
     line = capsys.readouterr().out.splitlines()[-1]
     if steps > 1:
