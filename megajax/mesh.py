@@ -44,14 +44,18 @@ def build_mesh(sizes: Mapping[str, int], devices: Sequence[Any] | None = None) -
     devices = list(jax.devices() if devices is None else devices)
     shape = tuple(sizes.get(axis, 1) for axis in AXES)
     assert math.prod(shape) == len(devices), (sizes, len(devices))
-    hosts = hosts_of(devices)
-    by_host = [devices[i] for i in sorted(range(len(devices)), key=hosts.__getitem__)]
+    by_host = neighbours_by_host(devices, hosts_of(devices))
     return Mesh(np.array(by_host).reshape(shape), AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
-def hosts_of(devices: Sequence[Any]) -> list[int]:
-    """The host of each device, numbered as they first occur."""
-    names = process_hosts()
+def neighbours_by_host(devices: Sequence[Any], hosts: Sequence[int]) -> list[Any]:
+    """The devices, those of each host together; `hosts`: of each device."""
+    return [devices[i] for i in sorted(range(len(devices)), key=hosts.__getitem__)]
+
+
+def hosts_of(devices: Sequence[Any], names: Sequence[str] | None = None) -> list[int]:
+    """The host of each device, numbered as they first occur; `names`: the host of each process of this run."""
+    names = process_hosts() if names is None else names
     # In a run of one process other ones' devices are those of a topology, which has one process on a host.
     own = [names[d.process_index] if len(names) > 1 else d.process_index for d in devices]
     numbers = {host: number for number, host in enumerate(dict.fromkeys(own))}
@@ -136,11 +140,15 @@ def bind_address(coordinator: str) -> str | None:
     return coordinator
 
 
-def start_processes(environment: Mapping[str, str] = os.environ, peer_timeout: float | None = None) -> None:
+def start_processes(
+    environment: Mapping[str, str] = os.environ,
+    peer_timeout: float | None = None,
+    silent_seconds: float = SILENT_SECONDS,
+) -> None:
     """Join the other processes of this run, if there are any (`jax.distributed`).
 
     `peer_timeout`: seconds after which `training/watch.py` ends a process whose peer is lost; jax's own reaction, which
-    is an abort, then has to come later. None: leave it to jax.
+    is an abort, then has to come later. None: leave it to jax. After `silent_seconds` a line says what it waits for.
     `cluster.processes` says which ones. Raises ConfigError for variables that do not fit, and if a process does not
     come within JOIN_SECONDS.
     """
@@ -148,7 +156,7 @@ def start_processes(environment: Mapping[str, str] = os.environ, peer_timeout: f
     if found is None:
         return
     try:
-        with _names_what_it_waits_for(found):
+        with _names_what_it_waits_for(found, silent_seconds):
             if found.address is None:
                 _join(peer_timeout)
             else:
@@ -167,12 +175,12 @@ def start_processes(environment: Mapping[str, str] = os.environ, peer_timeout: f
 
 
 @contextlib.contextmanager
-def _names_what_it_waits_for(own: Processes) -> Iterator[None]:
+def _names_what_it_waits_for(own: Processes, silent_seconds: float) -> Iterator[None]:
     """Around the start: jax waits for minutes without a word, also for a host that no process reaches."""
     joined = threading.Event()
 
     def name() -> None:
-        if not joined.wait(SILENT_SECONDS):
+        if not joined.wait(silent_seconds):
             address = distributed.global_state.coordinator_address or own.address
             reason = _problem_of(address) if address else "its address is not known yet"
             if not joined.is_set():

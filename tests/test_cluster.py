@@ -70,8 +70,7 @@ def test_slurm_and_a_single_process():
 
 @pytest.fixture
 def slow_start(monkeypatch):
-    """A start that waits for half a second; a line is due after 0.05 s."""
-    monkeypatch.setattr(mesh, "SILENT_SECONDS", 0.05)
+    """A start that waits for half a second."""
     monkeypatch.setattr(jax.distributed, "initialize", lambda *_, **__: time.sleep(0.5))
 
 
@@ -83,7 +82,7 @@ def test_a_start_that_waits_says_for_what(slow_start, capsys, listens, reason):
         address = f"127.0.0.1:{listener.getsockname()[1]}"
         if not listens:
             listener.close()
-        mesh.start_processes(EXPLICIT | {"JAX_COORDINATOR_ADDRESS": address})
+        mesh.start_processes(EXPLICIT | {"JAX_COORDINATOR_ADDRESS": address}, silent_seconds=0.05)
     (line,) = capsys.readouterr().err.splitlines()
     assert "process 3 of 4 waits" in line and f"at {address}: {reason}" in line
 

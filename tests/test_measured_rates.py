@@ -13,7 +13,7 @@ from megajax.preflight import __main__ as command
 from megajax.preflight import measurements, rates
 from megajax.preflight.fits import Timing, linear_rate, saturating_rate, shared_half
 from megajax.preflight.measurements import Group
-from megajax.preflight.programs import COPY, MATMUL, Sizes, attention_kind, programs, random_arguments
+from megajax.preflight.programs import COPY, MATMUL, ON_CPUS, Sizes, attention_kind, programs, random_arguments
 from megajax.step_plan import Hardware
 
 
@@ -109,17 +109,12 @@ def known_links(group: Group, sizes) -> list[Timing]:
     return found
 
 
-@pytest.fixture
-def known(monkeypatch):
-    monkeypatch.setattr(rates, "_timed", known_timing)
-    monkeypatch.setattr(rates, "_timed_links", known_links)
-    monkeypatch.setattr(measurements, "seconds_per_call", lambda *_: 1e-3)
-
-
-def test_the_plan_reads_the_file_of_the_command(known, tmp_path, capsys):
+def test_the_plan_reads_the_file_of_the_command(tmp_path, capsys):
     file = tmp_path / "rates.json"
-    arguments = [f"--rates={file}", "--megabytes=1", "--matrix=8", "--disk-megabytes=1", f"--directory={tmp_path}"]
-    assert command.main(arguments) == 0
+    timings = [known_timing(program, ON_CPUS) for program in programs(ON_CPUS, Hardware("cpu"))]
+    for group in rates.link_groups(jax.devices(), ["a"]):
+        timings += known_links(group, ON_CPUS)
+    table = rates.finish(file, rates.Machine("cpu", 8, 1), [rates.Answer(timings, None)])
     read = read_rates(file, H200)
     assert dict(read.attention_flops) == pytest.approx(dict(KNOWN.attention_flops))
     assert read.attention_half_rate == pytest.approx(KNOWN.attention_half_rate)
@@ -129,12 +124,19 @@ def test_the_plan_reads_the_file_of_the_command(known, tmp_path, capsys):
     notes = json.loads(file.read_text())["measured"]
     assert (notes["device"], notes["devices"], notes["hosts"], notes["jax"]) == ("cpu", 8, 1, jax.__version__)
     assert notes["not_measured"] == ["memory_gib", "peak_flops", "network_bytes"]
-    table = capsys.readouterr().out
     assert ["permute", "within", "a", "host", "(8)", "300", "20"] in [line.split() for line in table.splitlines()]
     assert f"{file}: not measured, so the shipped figures: memory_gib, peak_flops, network_bytes" in table
     with pytest.raises(SystemExit) as stopped:  # a second time
-        command.main(arguments)
+        command.main([f"--rates={file}"])
     assert stopped.value.code == 2 and f"--rates={file} exists" in capsys.readouterr().err
+
+
+def test_programs_and_links_are_timed_on_the_first_device_and_in_every_group():
+    answer = rates.measure(["a"], TINY)
+    kinds = {timing.kind for timing in answer.timings}
+    assert kinds >= {MATMUL[False], MATMUL[True], COPY, *map(attention_kind, (64, 128, 192, 256))}
+    assert {f"{name} within a host ({size})" for name in rates.LINKS for size in (2, 4, 8)} <= kinds
+    assert all(timing.seconds > 0 for timing in answer.timings)
 
 
 def test_a_rate_below_the_shipped_one_is_a_sentence():
@@ -183,6 +185,6 @@ def test_a_program_that_cannot_run_is_left_out_with_a_warning():
         raise RuntimeError("cuDNN is not detected.")
 
     with pytest.warns(UserWarning, match=r"copy, size 64, was not measured: cuDNN is not detected\."):
-        assert rates._timed(program._replace(function=fails), TINY) is None
-    timing = rates._timed(program, TINY)
+        assert rates.timed(program._replace(function=fails), TINY) is None
+    timing = rates.timed(program, TINY)
     assert timing is not None and timing[:3] == (COPY, 64, 128)

@@ -2,14 +2,12 @@
 
 import re
 from types import SimpleNamespace
-from typing import Any
 
 import jax
 import numpy as np
 import pytest
 from jax.sharding import AxisType
 
-from megajax import mesh as mesh_module
 from megajax.config.fields import BATCH_AXES
 from megajax.errors import ConfigError
 from megajax.mesh import (
@@ -20,6 +18,7 @@ from megajax.mesh import (
     describe_hosts,
     hosts_of,
     mesh_sizes,
+    neighbours_by_host,
     start_processes,
     within_processes,
 )
@@ -56,17 +55,15 @@ def test_sizes_read_back_in_the_order_of_the_axes_however_they_were_given():
 
 @pytest.mark.parametrize("of_process", [1, 2, 8], ids="{} devices a process".format)
 @pytest.mark.parametrize("hosts", ["host by host", "in turn"])
-def test_inner_axes_lie_inside_a_host_however_processes_are_numbered(monkeypatch, hosts, of_process):
+def test_inner_axes_lie_inside_a_host_however_processes_are_numbered(hosts, of_process):
     """Two hosts of eight devices. Slurm's --distribution=cyclic and mpirun --map-by node number processes in turn."""
     count = 16 // of_process
     names = [f"host {p % 2 if hosts == 'in turn' else p * of_process // 8}" for p in range(count)]
-    monkeypatch.setattr(mesh_module, "process_hosts", lambda: names)
-    monkeypatch.setattr(mesh_module, "Mesh", lambda devices, *_, **__: devices)  # jax wants devices of its own
     devices = [SimpleNamespace(id=i, process_index=i // of_process) for i in range(16)]
     sizes: dict[str, int] = {**ONE, "data": 2, "expert": 2, "context": 2, "tensor": 2}
-    grid: Any = build_mesh(sizes, devices)
+    grid = np.array(neighbours_by_host(devices, hosts_of(devices, names))).reshape([sizes[axis] for axis in AXES])
     assert all(len({names[d.process_index] for d in host.flat}) == 1 for host in (grid[:, 0], grid[:, 1]))
-    placed = hosts_of(list(grid.flat))
+    placed = hosts_of(list(grid.flat), names)
     assert axes_across(sizes, placed) == ("data",)
     assert describe_hosts(sizes, placed) == [
         "hosts      2 with 8 devices each; between hosts: data; inside: expert, context, tensor"

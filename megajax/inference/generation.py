@@ -19,8 +19,7 @@ from megajax.inference.sampling import DEFAULT, Sampling, choose
 from megajax.inference.speculation import Drafter, Drafts, Verified, Window
 from megajax.inference.weights import ModelWeights
 
-# Lengths are rounded up to a multiple, so that prompts of similar lengths share compiled programs.
-LENGTH_MULTIPLE = 64
+LENGTH_MULTIPLE = 64  # of lengths, by default
 NONE = -1  # instead of a token after the end of a sequence
 
 
@@ -47,10 +46,11 @@ class Generator:
     `verified` counts the drafts of the newest call of `tokens`, with speculation.
     """
 
-    def __init__(self, model: LanguageModel, sampling: Sampling = DEFAULT):
+    def __init__(self, model: LanguageModel, sampling: Sampling = DEFAULT, multiple: int = LENGTH_MULTIPLE):
+        """Lengths are rounded up to a `multiple`, so that prompts of similar lengths share compiled programs."""
         sampling.check()
         check_decoding(model)
-        self.model, self.sampling = model, sampling
+        self.model, self.sampling, self.multiple = model, sampling, multiple
         self.drafter, self.verified = Drafter(model, sampling) if model.speculate else None, None
         self.stop = jnp.array([*model.stop_tokens, NONE], jnp.int32)
         self._prefill = jax.jit(self._prefill_program, static_argnames=("size", "room"))
@@ -76,14 +76,14 @@ class Generator:
         self._check(prompts, longest, max_tokens)
         limits = np.array([min(max_tokens, self.model.max_length - len(prompt)) for prompt in prompts], np.int32)
         most = int(limits.max())
-        padded = _rounded(longest, growing)
+        padded = self._rounded(longest, growing)
         written = self.drafter.written if self.drafter else 1
-        size = _rounded(min(padded + most, self.model.max_length) + written - 1, growing)
+        size = self._rounded(min(padded + most, self.model.max_length) + written - 1, growing)
         tokens = np.zeros((len(prompts), min(padded, self.model.max_length)), np.int32)
         for row, prompt in zip(tokens, prompts, strict=True):
             row[: len(prompt)] = prompt
         lengths = np.array([len(prompt) for prompt in prompts], np.int32)
-        room = _rounded(min(max_tokens, self.model.max_length), growing)
+        room = self._rounded(min(max_tokens, self.model.max_length), growing)
         progress = self._prefill(self.model.weights, tokens, lengths, np.uint32(seed), size=size, room=room)
         while True:
             active, self.verified = np.asarray(progress.active(limits)), jax.device_get(progress.verified)
@@ -94,6 +94,11 @@ class Generator:
                 return
             ends = np.minimum(limits, np.asarray(progress.count)[active].min() + (chunk or most))
             progress = self._decode(self.model.weights, progress, ends)
+
+    def _rounded(self, length: int, growing: bool) -> int:
+        """A length rounded up, for shared programs: to a multiple, or if `growing` to a multiple by a power of two."""
+        pieces = -(-length // self.multiple)
+        return self.multiple * (1 << (pieces - 1).bit_length() if growing else pieces)
 
     def _check(self, prompts: Sequence[Sequence[int]], longest: int, max_tokens: int) -> None:
         assert max_tokens >= 1, max_tokens
@@ -173,12 +178,6 @@ class Generator:
             drafts=jax.tree.map(partial(_where_rows, active), following, drafts),
             verified=Verified(verified.steps + active.sum(), verified.accepted + counted.sum(axis=0)),
         )
-
-
-def _rounded(length: int, growing: bool) -> int:
-    """A length rounded up, for shared programs: to a multiple, or if `growing` to a multiple by a power of two."""
-    pieces = -(-length // LENGTH_MULTIPLE)
-    return LENGTH_MULTIPLE * (1 << (pieces - 1).bit_length() if growing else pieces)
 
 
 def _where_rows(active: jax.Array, new: jax.Array, old: jax.Array) -> jax.Array:

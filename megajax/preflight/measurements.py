@@ -126,6 +126,9 @@ def _axis_groups(mesh: Any) -> list[Group]:
 # Measurements
 
 
+type Timer = Callable[[Callable[[Any], Any], Any], float]
+
+
 def seconds_per_call(function: Callable[[Any], Any], argument: Any) -> float:
     """The shortest of ROUNDS mean times of CALLS calls, after a first one that compiles."""
     import jax
@@ -141,7 +144,7 @@ def seconds_per_call(function: Callable[[Any], Any], argument: Any) -> float:
     return min(rounds)
 
 
-def matmul_rates(host: str, size: int) -> list[Sample]:
+def matmul_rates(host: str, size: int, seconds_per_call: Timer = seconds_per_call) -> list[Sample]:
     """The rate of a square matmul on each device of this process: BF16 on GPUs, FP32 on CPUs."""
     import jax
     import jax.numpy as jnp
@@ -197,7 +200,7 @@ def sent_bytes(operation: str, devices: int, buffer: float) -> float:
     return (2 if operation == "all-reduce" else 1) * (1 - 1 / devices) * buffer
 
 
-def link_rates(found: Iterable[Group], megabytes: int) -> list[Sample]:
+def link_rates(found: Iterable[Group], megabytes: int, seconds_per_call: Timer = seconds_per_call) -> list[Sample]:
     """GB/s per device of the collectives of the groups that this process takes part in; the group's first one reports.
 
     `megabytes`: a device's buffer. The rate counts `sent_bytes`.

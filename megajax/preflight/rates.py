@@ -66,16 +66,19 @@ def check_new(path: Path) -> None:
 # Timing
 
 
-def measure(hosts: Sequence[str]) -> Answer:
-    """The timings of this process; `hosts`: the host of each process. All processes must call it."""
+def measure(hosts: Sequence[str], sizes: Sizes | None = None) -> Answer:
+    """The timings of this process; `hosts`: the host of each process; `sizes` of the programs, None: the device's.
+
+    All processes must call it.
+    """
     device = jax.local_devices()[0]
     on_gpu = device.platform == "gpu"
-    sizes = ON_GPUS if on_gpu else ON_CPUS
+    sizes = sizes or (ON_GPUS if on_gpu else ON_CPUS)
     hardware = Hardware(device.platform, getattr(device, "compute_capability", None))
     with jax.default_device(device):
-        timings = [timing for program in programs(sizes, hardware) if (timing := _timed(program, sizes))]
+        timings = [timing for program in programs(sizes, hardware) if (timing := timed(program, sizes))]
     for group in link_groups(jax.devices(), hosts):
-        timings += _timed_links(group, sizes)
+        timings += timed_links(group, sizes)
     stats = (device.memory_stats() or {}) if on_gpu else {}
     limit = stats.get("bytes_limit")
     return Answer(timings, limit and limit / GIB)
@@ -96,7 +99,7 @@ def _powers(count: int) -> list[int]:
     return [2**i for i in range(1, count.bit_length()) if 2**i < count] + ([count] if count > 1 else [])
 
 
-def _timed(program: Program, sizes: Sizes) -> Timing | None:
+def timed(program: Program, sizes: Sizes) -> Timing | None:
     """The program's time at the clocks of a GPU under load; None, with a warning, if it cannot run here."""
     try:
         arguments, function = random_arguments(program), jax.jit(program.function)
@@ -111,7 +114,7 @@ def _timed(program: Program, sizes: Sizes) -> Timing | None:
         return None
 
 
-def _timed_links(group: Group, sizes: Sizes) -> list[Timing]:
+def timed_links(group: Group, sizes: Sizes) -> list[Timing]:
     """The collectives of a group, if this process takes part in it; its first one has the timings.
 
     The number of calls does not depend on the time, because all processes must call a collective equally often.

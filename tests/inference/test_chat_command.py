@@ -1,5 +1,6 @@
 """Conversations: the command's answers are those of the written-out prompts, and Ctrl-C keeps what was said."""
 
+import contextlib
 import io
 import json
 import signal
@@ -76,10 +77,10 @@ def test_what_cannot_be_answered_is_a_sentence(talk, folder):
     (folder / "away").rename(folder / "chat_template.jinja")
 
 
-def test_characters_that_a_terminal_does_not_have_are_codes(folder, monkeypatch):
+def test_characters_that_a_terminal_does_not_have_are_codes(folder):
     printed = io.BytesIO()
-    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(printed, encoding="ascii"))
-    assert generate.main([str(folder), "--prompt", "é", *GREEDY]) == 0
+    with contextlib.redirect_stdout(io.TextIOWrapper(printed, encoding="ascii")):
+        assert generate.main([str(folder), "--prompt", "é", *GREEDY]) == 0
     assert printed.getvalue().startswith(b"\\xe9")
 
 
@@ -93,10 +94,8 @@ class Interrupting(io.StringIO):
         return written
 
 
-def test_ctrl_c_stops_an_answer_and_keeps_its_text(talk, answer, monkeypatch):
-    printed = Interrupting()
-    with monkeypatch.context() as patch:
-        patch.setattr(sys, "stdout", printed)
+def test_ctrl_c_stops_an_answer_and_keeps_its_text(talk, answer):
+    with contextlib.redirect_stdout(Interrupting()) as printed:
         assert talk(b"hello\ngo\n", "--tokens", "40")[0] == 0
     stopped, after = printed.getvalue().splitlines()
     assert 0 < len(stopped) < 40

@@ -38,8 +38,8 @@ def adapter(letters_folder, monkeypatch):
     return registered["megajax"](str(letters_folder), mesh="fsdp:2", dtype="float32", batch_size="2", **of_template)
 
 
-def test_requests_are_answered_as_by_the_reference(references, adapter, monkeypatch):
-    monkeypatch.setattr(adapter.model, "max_length", 64)
+def test_requests_are_answered_as_by_the_reference(references, adapter):
+    adapter.model.max_length = 64
     expected = references["tiny_llama"]
     requests = [(("", ""), tokens[:start], tokens[start:]) for tokens, start, *_ in expected["scores"]]
     for found, (*_, likelihood, greedy) in zip(

@@ -1,5 +1,6 @@
 """`megajax profile` on virtual CPU devices: a config is traced, its folder read again, and mistakes are sentences."""
 
+import contextlib
 import os
 import re
 import shutil
@@ -26,8 +27,8 @@ def folder(tmp_path_factory) -> Path:
     (place / "small.yaml").write_text(CONFIG)
     with pytest.MonkeyPatch.context() as patch, open(place / "report.txt", "w") as report:
         patch.setenv("XLA_FLAGS", os.environ["XLA_FLAGS"])  # restored afterwards
-        patch.setattr("sys.stdout", report)
-        assert main([str(place / "small.yaml"), "run.seed=3", "--steps=2", f"--save={place / 'traced'}"]) == 0
+        with contextlib.redirect_stdout(report):
+            assert main([str(place / "small.yaml"), "run.seed=3", "--steps=2", f"--save={place / 'traced'}"]) == 0
     return place
 
 
