@@ -1,6 +1,7 @@
 """The measurements before a run: the report's verdict, the groups of devices, and what the collectives compute."""
 
 import os
+import re
 from types import SimpleNamespace
 
 import jax
@@ -99,13 +100,13 @@ def test_the_command_prints_a_table_and_a_slow_device_makes_its_status_1(tmp_pat
     assert [kind for kind in kinds if kind not in table] == []
     assert "not compared" in table and table.endswith("nothing is below 0.8 of its median\n")
 
-    too_high = [*SMALL, f"--directory={tmp_path}", "--threshold=2"]
-    assert command.main(too_high) == 0  # virtual devices, and a disk without equals
+    too_high = [*SMALL, f"--directory={tmp_path}", "--threshold=1"]  # half of the devices are below the median
+    assert command.main(too_high) == 0  # but virtual ones are not compared, and a disk has no equals
     assert "slow" not in capsys.readouterr().out
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     assert command.main(too_high) == 1
     lines = capsys.readouterr().out
-    assert f"device {jax.devices()[5].id}: " in lines and "% of the median" in lines
+    assert re.search(r"^matmul .* device \d+: .* TFLOP/s is \d+% of the median", lines, re.M)
 
 
 def test_the_clock_takes_the_best_round(monkeypatch):

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from several_processes import together
 
-from megajax.checkpoint import Checkpoints, checksums, manager
+from megajax.checkpoint import Checkpoints, checksums
 from megajax.errors import InputError
 
 FILES = {"state/d/large": 1000, "state/d/exact": 256, "state/small": 3, "description/metadata": 40, "empty": 0}
@@ -122,22 +123,19 @@ def test_a_file_that_may_not_be_read_is_a_mistake_and_no_damage(checkpoint, monk
         checksums.damage(checkpoint)
 
 
-def test_a_mistake_that_one_process_finds_is_an_error_of_all(tmp_path, monkeypatch):
+def test_a_mistake_that_one_process_finds_is_an_error_of_all(tmp_path):
     """Otherwise the others would wait for its answer."""
-    other = '["/there/data cannot be read", ""]'
-    monkeypatch.setattr(manager, "decide", lambda name, mine, judge, seconds: judge([mine, other]))
     checkpoints = Checkpoints(tmp_path, keep=1, keep_every=None)
-    with pytest.raises(InputError, match="/there/data cannot be read"):
-        checkpoints.agree(lambda: "a problem")
-    other = '["", "another problem"]'
-    assert checkpoints.agree(lambda: "") == "another problem"
-    answers = []
-    monkeypatch.setattr(manager, "decide", lambda name, mine, judge, seconds: judge(answers.append(mine) or [mine]))
 
     def mistaken() -> str:
-        raise InputError("mine cannot be read")
+        raise InputError("/there/data cannot be read")
 
-    with pytest.raises(InputError, match="mine cannot be read"):
+    with together(3) as call:
+        errors = call(lambda index: checkpoints.agree(mistaken if index == 1 else lambda: "a problem"))
+        assert [type(error) for error in errors] == [InputError] * 3
+        assert {str(error) for error in errors} == {"/there/data cannot be read"}
+        found = call(lambda index: checkpoints.agree(lambda: "" if index == 0 else f"problem {index}"))
+        assert found == ["problem 1"] * 3
+    with pytest.raises(InputError, match="/there/data cannot be read"):  # alone
         checkpoints.agree(mistaken)
-    assert answers == ['["mine cannot be read", ""]']
     checkpoints.close()

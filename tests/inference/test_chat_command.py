@@ -79,9 +79,9 @@ def test_what_cannot_be_answered_is_a_sentence(talk, folder):
 
 def test_characters_that_a_terminal_does_not_have_are_codes(folder):
     printed = io.BytesIO()
-    with contextlib.redirect_stdout(io.TextIOWrapper(printed, encoding="ascii")):
+    with io.TextIOWrapper(printed, encoding="ascii") as terminal, contextlib.redirect_stdout(terminal):
         assert generate.main([str(folder), "--prompt", "é", *GREEDY]) == 0
-    assert printed.getvalue().startswith(b"\\xe9")
+        assert printed.getvalue().startswith(b"\\xe9")
 
 
 class Interrupting(io.StringIO):

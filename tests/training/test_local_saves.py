@@ -239,7 +239,7 @@ def test_a_step_that_not_every_process_has_is_not_chosen(tiers, tmp_path):
         tiers(lambda tier, _, step=step: save_step(step, tier))
     assert stored_steps(tmp_path) == [["2", "3"]] * 3 and tiers(newest) == [(3, "")] * 3
     shutil.rmtree(tmp_path / "run/process-2/3")
-    assert tiers(newest) == [(2, "not every process has that of step 3")] * 3
+    assert tiers(newest) == [(2, "")] * 3
     flip(tmp_path / "run/process-1/2/data")
     with pytest.warns(UserWarning, match="process-1/2 is damaged"):
         assert tiers(newest) == [(None, "not every process has that of step 3")] * 3
