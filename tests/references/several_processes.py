@@ -9,13 +9,15 @@ from typing import Any
 from unittest import mock
 
 from jax._src import distributed
-from jaxlib import _jax
+from jaxlib import _jax  # type: ignore[attr-defined]
 
 
 class Process(threading.local):
     """What `jax.distributed` knows of a process; each thread is one."""
 
-    client, process_id, num_processes = None, 0, None
+    client: Any = None
+    process_id = 0
+    num_processes: int | None = None
 
 
 @contextlib.contextmanager

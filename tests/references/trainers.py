@@ -13,13 +13,17 @@ METRICS = ("loss", "grad_norm", "learning_rate", "skipped", "skipped_in_row")
 class QuickTrainer(Trainer):
     """Its steps change nothing and need no compilation."""
 
-    is_compiled = False
+    stepped = False
+
+    @property
+    def is_compiled(self) -> bool:
+        return self.stepped
 
     def compile(self) -> None:
         pass
 
     def train_step(self, batch: dict[str, jax.Array]) -> dict[str, jax.Array]:
-        self.step, self.is_compiled = self.step + 1, True
+        self.step, self.stepped = self.step + 1, True
         return dict.fromkeys(METRICS, jax.numpy.ones(()))
 
 
