@@ -131,7 +131,7 @@ def test_value_and_gradients(rng, error, kind, scales, dtype, room):
     for found, (gradient, amax) in zip((dup, ddown), expected[3:], strict=True):
         assert error(found.gradient, gradient) < 4e-3
         assert not np.any(found.gradient[1])  # of a group without rows
-        np.testing.assert_allclose(found.amax, amax, rtol=1e-2)
+        np.testing.assert_allclose(found.amax, amax, rtol=1e-6)  # the maximum of the same FP32 numbers
 
 
 def test_tokens_go_through_experts_in_fp8(rng, error):

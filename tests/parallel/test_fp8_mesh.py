@@ -166,9 +166,9 @@ def assert_agrees(table, run: Run, expected: Run) -> None:
 
 
 def assert_same_amaxes(found: np.ndarray, expected: np.ndarray) -> None:
-    """Almost equal in the first step, the oldest; each is a single value, which later may be some FP8 numbers away."""
-    np.testing.assert_allclose(found[:, -1], expected[:, -1], rtol=2e-2)
-    np.testing.assert_allclose(found, expected, rtol=0.25)  # of E5M2 the next number is up to 25 % away
+    """Each is a single value: nearly equal in the first step, the oldest, and later an E4M3 number away at most."""
+    np.testing.assert_allclose(found[:, -1], expected[:, -1], rtol=2e-2)  # measured: 1.4e-2
+    np.testing.assert_allclose(found, expected, rtol=0.125)  # 2^-3 is between numbers of 3 bits; measured: 0.105
 
 
 @pytest.mark.parametrize("recipe", ["current", "delayed"])

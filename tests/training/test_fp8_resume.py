@@ -51,7 +51,8 @@ def test_a_killed_run_goes_on_bit_for_bit_and_alike_on_another_mesh(tmp_path, ma
     moved = make_trainer(tmp_path / "moved", data=2, tensor=2)
     assert moved.step == SAVED
     assert moved.run() == 0
-    np.testing.assert_allclose(losses(read_metrics, tmp_path / "moved"), expected, rtol=1e-2)
+    # Sums in another order change a few numbers by an FP8 step; measured: 1.5e-4 of a loss.
+    np.testing.assert_allclose(losses(read_metrics, tmp_path / "moved"), expected, rtol=1e-3)
 
     # The numbers do hang on the histories.
     emptied = make_trainer(tmp_path / "emptied")
