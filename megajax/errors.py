@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from os import PathLike
 
 MOST_SHOWN = 200  # characters of a value in a sentence
@@ -52,17 +52,33 @@ def shown(value: object) -> str:
     return _printable(head)
 
 
-@contextmanager
-def reading(path: str | PathLike[str], cure: str = "copy it again") -> Iterator[None]:
-    """Around the reading of a file from others: an error that no check foresaw is a sentence with the path.
+def reading(path: str | PathLike[str], cure: str = "copy it again") -> AbstractContextManager[None]:
+    """Around the reading of a file from others: an error that no check foresaw is a sentence with the path."""
+    return reported(f"{path} is damaged or not of this format", cure)
 
-    The error itself is the cause, which `--traceback` prints. Libraries have errors of any kind; an AssertionError
-    or a NameError is a mistake of ours.
+
+@contextmanager
+def reported(problem: str, cure: str) -> Iterator[None]:
+    """Around the work of a library on a file from others: an error of any kind is a sentence.
+
+    The error itself is the cause, which `--traceback` prints. Readers of libraries assert things about a file; only an
+    assertion or an unknown name of megajax itself is a mistake of ours.
     """
     try:
         yield
-    except (UserError, AssertionError, NameError):
+    except (UserError, ImportError, KeyboardInterrupt, SystemExit, GeneratorExit):
         raise
-    except Exception as error:
-        reason = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-        raise InputError(f"{path} is damaged or not of this format ({shown(reason)}): {cure}.") from error
+    except BaseException as error:  # a panic of Rust is no Exception
+        if isinstance(error, (AssertionError, NameError)) and _raised_in(error).startswith("megajax."):
+            raise
+        name, text = type(error).__name__, str(error).partition("\n")[0]
+        reason = text if type(error) is Exception else f"{name}: {text}" if text else name  # tokenizers' have no name
+        raise InputError(f"{problem} ({shown(reason)}): {cure}.") from error
+
+
+def _raised_in(error: BaseException) -> str:
+    """The name of the module that raised an error."""
+    at = error.__traceback__
+    while at is not None and at.tb_next is not None:
+        at = at.tb_next
+    return "" if at is None else at.tb_frame.f_globals.get("__name__", "")

@@ -20,6 +20,7 @@ MOST_LINE_BYTES = 2**24
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 Count = Annotated[int, Field(ge=0, lt=2**63)]
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 
 
@@ -40,6 +41,14 @@ def parse[T](text: str | bytes, place: str, model: type[T], cure: str) -> T:
     """The value of a JSON text, of the type `model`. Raises `Damaged`, with `place`."""
     try:
         return _adapter(model).validate_json(text, strict=True)
+    except ValidationError as error:
+        raise _sentence(error, place, cure) from None
+
+
+def check[T](value: object, place: str, model: type[T], cure: str) -> T:
+    """A part of a value that was parsed, of the type `model`. Raises `Damaged`, with `place`."""
+    try:
+        return _adapter(model).validate_python(value, strict=True)
     except ValidationError as error:
         raise _sentence(error, place, cure) from None
 

@@ -178,8 +178,10 @@ def test_an_unforeseen_error_of_a_file_is_a_sentence_with_its_cause(capsys, monk
     )
     with pytest.raises(InputError, match="^own$"), reading("a.file"):
         raise InputError("own")
-    with pytest.raises(AssertionError), reading("a.file"):  # a mistake of ours
+    with pytest.raises(InputError, match="a.file is damaged"), reading("a.file"):  # a library's opinion of the file
         raise AssertionError
+    with pytest.raises(NameError), reading("a.file"):  # a mistake of ours
+        eval("unknown", {"__name__": "megajax.module"})
 
 
 def test_a_sentence_cannot_steer_a_terminal_or_fill_it(capsys, monkeypatch):

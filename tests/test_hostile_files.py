@@ -190,16 +190,24 @@ TOKENIZERS = {
 @pytest.mark.parametrize("kind", TOKENIZERS)
 def test_a_tokenizer_without_its_unknown_token_is_a_sentence(kind, tmp_path):
     (tmp_path / "tokenizer.json").write_text(TOKENIZERS[kind])
-    with pytest.raises(InputError, match=r"tokenizer.json cannot cut a text into tokens \(.*[Uu](nk|NK)"):
+    with pytest.raises(InputError, match=r"tokenizer.json fails at a text \(.*[Uu](nk|NK)"):
         load_tokenizer(str(tmp_path)).encode_all(["b"])
 
 
 @pytest.mark.parametrize(
-    "added", ['{"0": 3}', '{"x": {"content": "a"}}', '{"0": {}}', "[1]", '{"٣": {"content": "a"}}']
+    "added",
+    [
+        *('{"0": "3"}', '{"x": {"content": "a"}}', '{"0": {}}', "[1]", '{"٣": {"content": "a"}}', '{"a": Infinity}'),
+        *('{"a": 1e400}', '{"a": -1}', '{"a": 1.5}', '{"": 1}', '{"0": {"content": ""}}'),
+    ],
 )
 def test_odd_special_tokens_are_read_or_end_in_a_sentence(added, tmp_path):
     for text in (f'{{"added_tokens_decoder": {added}}}', f'{{"eos_token": {added}, "chat_template": {added}}}'):
         (tmp_path / "tokenizer_config.json").write_text(text)
+        (tmp_path / "added_tokens.json").write_text(added)
+        with pytest.raises(InputError, match="added_tokens"):
+            read_folder_tokens(tmp_path)
+        (tmp_path / "added_tokens.json").unlink()
         for read in (read_folder_tokens, find_chat_template):
             try:
                 read(tmp_path)

@@ -5,14 +5,12 @@ they are here: those of OpenAI's encodings by file name, Llama 3's for every oth
 """
 
 import base64
-from collections.abc import Iterator
-from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from megajax.data.special_tokens import FolderTokens
-from megajax.errors import InputError
+from megajax.errors import InputError, reported
 from megajax.files import is_number
 
 if TYPE_CHECKING:
@@ -66,22 +64,11 @@ def read_gpt2(folder: Path, end_names: tuple[str, ...]) -> "tokenizers.Tokenizer
     """The tokenizer of GPT-2's `vocab.json` and `merges.txt`; tokens of `end_names` are special. Raises InputError."""
     import tokenizers
 
-    with damage_reported(f"{folder} has a vocab.json and a merges.txt that are not GPT-2's", "copy both again"):
+    with reported(f"{folder} has a vocab.json and a merges.txt that are not GPT-2's", "copy both again"):
         model = tokenizers.models.BPE.from_file(str(folder / "vocab.json"), str(folder / "merges.txt"))
     tokenizer = _byte_level(model, None)
     tokenizer.add_special_tokens([name for name in end_names if model.token_to_id(name) is not None])
     return tokenizer
-
-
-@contextmanager
-def damage_reported(problem: str, cure: str) -> Iterator[None]:
-    """Turns the errors of the library `tokenizers` about a file into an InputError."""
-    try:
-        yield
-    except BaseException as error:  # plain Exception, or PanicException of Rust, which is no Exception
-        if isinstance(error, (KeyboardInterrupt, SystemExit)):
-            raise
-        raise InputError(f"{problem} ({str(error).partition(chr(10))[0][:200]}): {cure}.") from None
 
 
 def is_tiktoken(path: Path) -> bool:
@@ -128,7 +115,7 @@ def read_tiktoken(path: Path) -> "tokenizers.Tokenizer":
     pairs = (pair for token in sorted(ranks, key=ranks.__getitem__) for pair in _pairs(token, ranks))
     merges = [(names[first], names[second]) for first, second in pairs]
     vocabulary = {names[token]: rank for token, rank in ranks.items()} | special
-    with damage_reported(f"{path} is not a tiktoken file", "copy it again"):
+    with reported(f"{path} is not a tiktoken file", "copy it again"):
         model = tokenizers.models.BPE(vocab=vocabulary, merges=merges, ignore_merges=True)
     tokenizer = _byte_level(model, words)
     tokenizer.add_special_tokens(list(special))

@@ -2,11 +2,14 @@
 
 import re
 from collections.abc import Iterator, Sequence
+from functools import partial
 from itertools import groupby
+from pathlib import Path
 from typing import NamedTuple
 
 from megajax.data.special_tokens import AddedToken, FolderTokens
-from megajax.errors import InputError
+from megajax.data.text_growth import charsmap_growth, check_growth
+from megajax.errors import reported
 
 NO_DUMMY_PREFIX = b"\x1a\x02\x18\x00"  # after a model's bytes: normalizer_spec.add_dummy_prefix is false
 
@@ -29,22 +32,27 @@ class SentencePieceTokenizer:
 
     def __init__(self, path: str, found: FolderTokens):
         import sentencepiece
+        from sentencepiece.sentencepiece_model_pb2 import ModelProto
 
-        self._model = sentencepiece.SentencePieceProcessor()
-        try:
-            self._model.LoadFromFile(path)
-        except (OSError, RuntimeError):
-            raise InputError(f"{path} is not a SentencePiece model: give the .model file of its trainer.") from None
-        model, pieces = self._model, range(self._model.vocab_size())
+        self._model = model = sentencepiece.SentencePieceProcessor()
+        with reported(f"{path} is not a SentencePiece model", "give the .model file of its trainer"):
+            model.LoadFromFile(path)
+            pieces = range(model.vocab_size())
+            texts = model.IdToPiece([*pieces])  # of a damaged model they need not be UTF-8
+            stored = ModelProto.FromString(model.serialized_model_proto())
+        for part in ("normalizer", "denormalizer"):
+            chars: bytes = getattr(stored, f"{part}_spec").precompiled_charsmap
+            check_growth(charsmap_growth(chars), part, Path(path))
+        self._reported = partial(reported, f"{path} fails at a text", "give another tokenizer")
         without_prefix = model.serialized_model_proto() + NO_DUMMY_PREFIX
         self._behind = model if found.legacy else sentencepiece.SentencePieceProcessor(model_proto=without_prefix)
         self._added = {token: added for token, added in found.added.items() if token not in pieces}
         self.vocab_size = max([*pieces, *self._added]) + 1
-        own = {i: AddedToken(model.IdToPiece(i)) for i in pieces if model.IsControl(i) or model.IsUnknown(i)}
+        own = {i: AddedToken(texts[i]) for i in pieces if model.IsControl(i) or model.IsUnknown(i)}
         named = own | dict(found.added)
         self._ids = {token.content: i for i, token in named.items()}
         self.added_tokens = list(self._ids)
-        controls = [model.IdToPiece(i) for i in pieces if model.IsControl(i)]
+        controls = [texts[i] for i in pieces if model.IsControl(i)]
         self.special_tokens = controls + [token.content for token in self._added.values() if token.special]
         self._names = sorted(named.values(), key=lambda token: -len(token.content))  # the longest one that fits
         self._cut = re.compile("|".join(map(_pattern, self._names)))
@@ -58,28 +66,32 @@ class SentencePieceTokenizer:
         return token if self._model.IdToPiece(token) == name else None
 
     def encode(self, text: str) -> list[int]:
-        return [token for part in self._parts(text) for token in self._tokens(part)]
+        with self._reported():
+            return [token for part in self._parts(text) for token in self._tokens(part)]
 
     def encode_all(self, texts: Sequence[str]) -> list[list[int]]:
-        return self._model.EncodeAsIds(list(texts))
+        with self._reported():
+            return self._model.EncodeAsIds(list(texts))
 
     def encode_with_offsets(self, texts: Sequence[str]) -> list[tuple[list[int], list[tuple[int, int]]]]:
         out = []
-        for text in texts:
-            ids, spans = [], []
-            for part in self._parts(text):
-                ids += self._tokens(part)
-                spans += self._offsets(part)
-            out.append((ids, spans))
+        with self._reported():
+            for text in texts:
+                ids, spans = [], []
+                for part in self._parts(text):
+                    ids += self._tokens(part)
+                    spans += self._offsets(part)
+                out.append((ids, spans))
         return out
 
     def decode(self, ids: list[int]) -> str:
         texts = []
-        for added, group in groupby(ids, self._added.get):
-            if added is None:
-                texts.append(self._model.DecodeIds(list(group)))
-            elif not added.special:
-                texts += [added.content for _ in group]
+        with self._reported():
+            for added, group in groupby(ids, self._added.get):
+                if added is None:
+                    texts.append(self._model.DecodeIds(list(group)))
+                elif not added.special:
+                    texts += [added.content for _ in group]
         return "".join(texts)
 
     def _parts(self, text: str) -> Iterator[_Part]:

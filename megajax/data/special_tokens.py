@@ -7,13 +7,15 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, NotRequired, TypedDict
 
 import numpy as np
+from pydantic import Field
 
 from megajax.data.chat_template import find_chat_template
 from megajax.data.model_files import TOKEN_NAMES, TOKENIZER_CONFIG, read_json, token_texts, tokenizer_config
 from megajax.errors import InputError
+from megajax.json_files import TokenId, check
 
 if TYPE_CHECKING:
     from megajax.config.data_schema import DataConfig
@@ -28,6 +30,9 @@ TOKENS = ("bos_token", "eos_token")
 NAMES_SHOWN = 10
 CHECKED_DOCUMENTS = 1000  # of a file
 PROBE = "zebra"  # an answer, to see what a template writes behind it
+CURE = "copy all of the tokenizer's files again"
+Text = Annotated[str, Field(min_length=1)]
+IdText = Annotated[str, Field(pattern="^[0-9]{1,9}$")]  # the key of a token
 
 
 class AddedToken(NamedTuple):
@@ -37,6 +42,15 @@ class AddedToken(NamedTuple):
     special: bool = True
     lstrip: bool = False  # it takes the white space before it
     rstrip: bool = False
+
+
+class StoredToken(TypedDict):
+    """The same in tokenizer_config.json, which has more keys."""
+
+    content: Text
+    special: NotRequired[bool]
+    lstrip: NotRequired[bool]
+    rstrip: NotRequired[bool]
 
 
 @dataclass(frozen=True)
@@ -97,23 +111,21 @@ def stored_ids(folder: Path, name: str) -> list[int]:
             found = config.get(f"{name}_id")
             if found is not None:
                 ids = found if isinstance(found, list) else [found]
-                if not all(isinstance(token, int) for token in ids):
-                    raise InputError(f"{folder / file} has {name}_id={found}: give a token id, or a list of them.")
-                return ids
+                return check(
+                    ids, f"{folder / file}, key {name}_id,", list[TokenId], "give a token id, or a list of them"
+                )
     return []
 
 
 def _added_tokens(folder: Path, config: Mapping[str, Any]) -> dict[int, AddedToken]:
-    try:
-        added = {int(token): AddedToken(text) for text, token in read_json(folder / ADDED).items()}
-        for token, stored in (config.get("added_tokens_decoder") or {}).items():
-            flags = {name: bool(stored.get(name)) for name in AddedToken._fields[1:]}
-            added[int(token)] = AddedToken(str(stored["content"]), **flags)
-    except (AttributeError, KeyError, TypeError, ValueError):
-        raise InputError(
-            f"{folder} has a damaged {ADDED}, or a damaged added_tokens_decoder in {CONFIG}: copy both again."
-        ) from None
-    return added
+    by_text = check(read_json(folder / ADDED), str(folder / ADDED), dict[Text, TokenId], CURE)
+    place = f"{folder / CONFIG}, key added_tokens_decoder,"
+    by_id = check(config.get("added_tokens_decoder") or {}, place, dict[IdText, StoredToken], CURE)
+    flags = AddedToken._fields[1:]
+    return {token: AddedToken(text) for text, token in by_text.items()} | {
+        int(token): AddedToken(stored["content"], **{name: stored.get(name, False) for name in flags})
+        for token, stored in by_id.items()
+    }
 
 
 def end_of_document(tokenizer: "Tokenizer", spec: str, name: str | None = None, setting: str = "--eod-token") -> int:

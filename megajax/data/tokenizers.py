@@ -1,29 +1,30 @@
 """Tokenizers behind one small interface, by the name or the files that the user gives."""
 
-import math
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from megajax.data.byte_pairs import add_missing, damage_reported, is_tiktoken, read_gpt2, read_tiktoken
+from megajax.data.byte_pairs import add_missing, is_tiktoken, read_gpt2, read_tiktoken
 from megajax.data.indexed import LARGEST_ID
 from megajax.data.model_files import inside
 from megajax.data.sentence_pieces import SentencePieceTokenizer
 from megajax.data.special_tokens import (
     ADDED,
     CONFIG,
+    CURE,
     ID_FILES,
     KNOWN_ENDS,
     NAMES,
     FolderTokens,
     read_folder_tokens,
 )
-from megajax.errors import InputError, shown
+from megajax.data.text_growth import check_growth, growth
+from megajax.errors import InputError, reported, shown
 from megajax.files import check_file, is_number, replace_copy, replaced
 from megajax.json_files import parse
 
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 
 FILES = ("tokenizer.json", "tokenizer.model")  # of a folder, the first one counts
 GPT2_FILES = ("vocab.json", "merges.txt")
-MOST_GROWTH = 1000  # characters of one, by normalisation
+PARTS = ("normalizer", "pre_tokenizer", "post_processor", "decoder")
 BESIDE = (CONFIG, NAMES, ADDED, "chat_template.jinja")  # files that belong to a tokenizer's
 
 
@@ -94,7 +95,8 @@ def load_tokenizer(spec: str) -> Tokenizer:
     `spec` is "byte"; "null:N", whose text is token ids; a tokenizer.json; a SentencePiece .model; a tiktoken file; or a
     folder with one of these or with GPT-2's vocab.json and merges.txt.
     """
-    tokenizer = _load(spec)
+    with reported(f"the tokenizer {shown(spec)} cannot be read", CURE):  # of whatever a damaged file has
+        tokenizer = _load(spec)
     if (largest := tokenizer.vocab_size - 1) > LARGEST_ID:
         raise InputError(f"{spec} has the token id {largest}, but ids are from 0 to {LARGEST_ID}: copy it again.")
     return tokenizer
@@ -277,34 +279,14 @@ class NullTokenizer:
 def _read_json(path: Path) -> "tokenizers.Tokenizer":
     import tokenizers
 
-    with damage_reported(f"{path} is not a Hugging Face tokenizer", "give a tokenizer.json"):
+    with reported(f"{path} is not a Hugging Face tokenizer", "give a tokenizer.json"):
         tokenizer = tokenizers.Tokenizer.from_file(str(path))
-        parts = {name: part for name in ("normalizer", "decoder") if (part := getattr(tokenizer, name)) is not None}
-        states = {name: part.__getstate__() for name, part in parts.items()}
-    for name, state in states.items():
-        cure = "give another tokenizer"
-        if (factor := growth(parse(state, f"the {name} of {path}", dict[str, Any], cure))) > MOST_GROWTH:
-            problem = f"the {name} of {path} may make {factor:.3g} characters of one"
-            raise InputError(f"{problem}, more than {MOST_GROWTH}: {cure}.")
+        for name in PARTS:
+            if (part := getattr(tokenizer, name)) is not None:
+                place = f"the {name} of {path}"
+                step = parse(part.__getstate__(), place, dict[str, Any], "give another tokenizer")
+                check_growth(growth(step), name, path)
     return tokenizer
-
-
-def growth(step: Mapping[str, Any]) -> float:
-    """A bound of the characters that the replacements of a normalizer or decoder make of one.
-
-    The library ends the process where they do not fit in memory: ten steps that write ten letters for one make 10¹⁰.
-    """
-    if step.get("type") == "Sequence":
-        return math.prod(map(growth, step.get("normalizers") or step.get("decoders") or ()))
-    if step.get("type") != "Replace":
-        return 1.0
-    written, pattern = len(step["content"]), step["pattern"]
-    if pattern.get("String"):
-        return max(1.0, written / len(pattern["String"]))
-    with suppress(re.error):  # of what only the library's own regular expressions have
-        if re.match(pattern.get("Regex", ""), "") is None:
-            return max(1.0, written)
-    return 1.0 + written  # between any two characters
 
 
 class HuggingFaceTokenizer:
@@ -312,7 +294,7 @@ class HuggingFaceTokenizer:
 
     def __init__(self, tokenizer: "tokenizers.Tokenizer", found: FolderTokens, path: Path):
         self._tokenizer = tokenizer
-        self._reported = partial(damage_reported, f"{path} cannot cut a text into tokens", "give another tokenizer")
+        self._reported = partial(reported, f"{path} fails at a text", "give another tokenizer")
         tokenizer.no_padding()  # a document is all of its tokens
         tokenizer.no_truncation()
         add_missing(tokenizer, found)
@@ -363,4 +345,5 @@ class HuggingFaceTokenizer:
         return [(each.ids, each.offsets) for each in encoded]
 
     def decode(self, ids: list[int]) -> str:
-        return self._tokenizer.decode(ids)
+        with self._reported():
+            return self._tokenizer.decode(ids)

@@ -8,7 +8,16 @@ import shutil
 import numpy as np
 import pytest
 import sentencepiece
-from tokenizers import ByteLevelBPETokenizer, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+from tokenizers import (
+    ByteLevelBPETokenizer,
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+)
 
 from megajax.data.special_tokens import end_of_document, framed, usual_first_token
 from megajax.data.tokenizers import decode_after, files_in, keep_tokenizer, load_tokenizer
@@ -37,21 +46,49 @@ def word_level(path, vocabulary, special=()):
     return load_tokenizer(str(path))
 
 
-def test_replacements_that_make_far_longer_texts_are_refused(tmp_path):
+def steps_of(path, part, *steps):
+    """A tokenizer.json whose normalizer, pre-tokenizer or decoder is a sequence of steps."""
+    kinds = {"normalizer": normalizers, "pre_tokenizer": pre_tokenizers, "decoder": decoders}
+    kinds["post_processor"] = processors
+    made = Tokenizer(models.WordLevel({"?": 0, "a": 1}, unk_token="?"))
+    setattr(made, part, kinds[part].Sequence(list(steps)))
+    made.save(str(path))
+    return str(path)
+
+
+TENFOLD = normalizers.Replace("a", 10 * "a")
+BETWEEN = [TENFOLD, normalizers.Replace(Regex("x*"), 9 * "a")] * 3
+GROWING = {  # the library would run out of memory at some texts
+    "replacements": ("normalizer", [TENFOLD] * 10),
+    "nested": ("normalizer", [normalizers.Sequence([TENFOLD] * 5)]),
+    "between": ("normalizer", BETWEEN),
+    "looks ahead": ("normalizer", [normalizers.Replace(Regex("(?=a)"), "a")] * 20),
+    "optional": ("normalizer", [normalizers.Replace(Regex("x{1}?"), "a")] * 20),
+    "ligatures": ("normalizer", [normalizers.Replace("ل", "ﷺ"), normalizers.NFKC()] * 10),
+    "bytes": ("normalizer", [normalizers.ByteLevel()] * 30),
+    "bytes of words": ("pre_tokenizer", [pre_tokenizers.ByteLevel(add_prefix_space=False)] * 30),
+    "template": ("post_processor", [processors.TemplateProcessing(["$A"] * 50)] * 4),
+    "no suffix": ("decoder", [decoders.BPEDecoder(suffix="")] * 30),
+    "no delimiter": ("decoder", [decoders.CTC(word_delimiter_token="")] * 30),
+}
+
+
+@pytest.mark.parametrize("name", GROWING)
+def test_steps_that_make_a_far_longer_text_are_refused(tmp_path, name):
     """The library would end the process when it runs out of memory."""
+    part, steps = GROWING[name]
+    with pytest.raises(InputError, match=rf"{part} of .*t.json may make a text \S+e\+\d+ times as long"):
+        load_tokenizer(steps_of(tmp_path / "t.json", part, *steps))
 
-    def load(*steps):
-        made = Tokenizer(models.WordLevel({"?": 0, "a": 1}, unk_token="?"))
-        made.normalizer = normalizers.Sequence(list(steps))
-        made.save(str(tmp_path / "t.json"))
-        return load_tokenizer(str(tmp_path / "t.json"))
 
-    tenfold, between = normalizers.Replace("a", 10 * "a"), normalizers.Replace(Regex("x*"), 9 * "a")
-    for steps in ([tenfold] * 10, [normalizers.Sequence([tenfold] * 5)], [between, tenfold, between, tenfold]):
-        with pytest.raises(InputError, match=r"normalizer of .*t.json may make 1e\+\d+ characters of one"):
-            load(*steps)
-    known = [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁"), normalizers.Replace(Regex(" {2,}"), " ")]
-    assert load(normalizers.NFKC(), *known, *[normalizers.Replace(Regex("a+"), "a")] * 20).encode("a") == [0]
+def test_the_steps_of_published_tokenizers_are_read(tmp_path):
+    n = normalizers
+    spaces = n.Replace(Regex(" {2,}"), " ")
+    albert = [n.Replace("``", '"'), n.Replace("''", '"'), n.NFKD(), n.StripAccents(), n.Lowercase(), spaces]
+    many = [n.NFKC(), n.Prepend("▁"), n.Replace(" ", "▁"), *[n.Replace(Regex("a+"), "a")] * 20]
+    for steps, ids in ((albert, [1]), (many, [0])):
+        path = steps_of(tmp_path / "t.json", "normalizer", *steps)
+        assert load_tokenizer(path).encode("a") == Tokenizer.from_file(path).encode("a").ids == ids
 
 
 LLAMA_2 = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
@@ -154,8 +191,8 @@ def test_bad_tokenizers_are_refused_with_one_sentence(tmp_path):
         "null": "null has no vocabulary size: write null:50257 for the token ids 0 to 50256.",
         "null:0": "null:0 has no vocabulary size: write null:50257 for the token ids 0 to 50256.",
         f"{tmp_path}/no.json": f'{tmp_path}/no.json does not exist: correct the path of the tokenizer, or use "byte".',
-        f"{tmp_path}/bad.model": f"{tmp_path}/bad.model is not a SentencePiece model: give the .model file "
-        "of its trainer.",
+        f"{tmp_path}/bad.model": f"{tmp_path}/bad.model is not a SentencePiece model (RuntimeError: INTERNAL: "
+        f"could not parse ModelProto from {tmp_path}/bad.model): give the .model file of its trainer.",
         f"{tmp_path}/bad.json": f"{tmp_path}/bad.json is not a Hugging Face tokenizer "
         "(EOF while parsing an object at line 1 column 1): give a tokenizer.json.",
     }
