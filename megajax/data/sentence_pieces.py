@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import groupby
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from megajax.data.special_tokens import AddedToken, FolderTokens
 from megajax.data.text_growth import charsmap_growth, check_growth
@@ -32,14 +32,14 @@ class SentencePieceTokenizer:
 
     def __init__(self, path: str, found: FolderTokens):
         import sentencepiece
-        from sentencepiece.sentencepiece_model_pb2 import ModelProto
+        from sentencepiece import sentencepiece_model_pb2 as messages
 
         self._model = model = sentencepiece.SentencePieceProcessor()
         with reported(f"{path} is not a SentencePiece model", "give the .model file of its trainer"):
             model.LoadFromFile(path)
             pieces = range(model.vocab_size())
             texts = model.IdToPiece([*pieces])  # of a damaged model they need not be UTF-8
-            stored = ModelProto.FromString(model.serialized_model_proto())
+            stored: Any = vars(messages)["ModelProto"].FromString(model.serialized_model_proto())
         for part in ("normalizer", "denormalizer"):
             chars: bytes = getattr(stored, f"{part}_spec").precompiled_charsmap
             check_growth(charsmap_growth(chars), part, Path(path))
