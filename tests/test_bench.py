@@ -2,6 +2,7 @@
 
 import pytest
 
+from dev import gpu_rows
 from megajax import bench
 
 
@@ -38,3 +39,12 @@ def test_a_config_whose_process_is_killed_is_named_with_the_signal(tmp_path, mon
     table, errors = capfd.readouterr()
     assert "quickstart run.extensions=[stop.py]: the process was ended by SIGKILL; " in errors
     assert "| quickstart run.extensions=[stop.py] | failed |" in table
+
+
+def test_the_rows_for_four_gpus_are_legal_and_have_names_of_their_own():
+    rows = gpu_rows.read_rows(tiny=False)
+    assert len({row.name for row in rows}) == len(rows)
+    for row in rows:
+        assert bool(row.config) + bool(row.train) + bool(row.peer) == 1, row
+        if not row.peer:
+            assert 0 < gpu_rows.prediction(row)["gib"] < gpu_rows.rates_of("h100").memory_gib, row
