@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from megajax.config import Config
     from megajax.config.data_schema import DataConfig
 
-VERSION = 5  # of the encoding, part of the key of the stored tokens
+VERSION = 6  # of the encoding, part of the key of the stored tokens
 CHARACTERS = 1 << 20  # of texts that are tokenised together
 MARGIN = 16  # tokens: two texts with the same beginning may be cut into other tokens just before they differ
 AT_ONCE = 200  # conversations that are rendered together

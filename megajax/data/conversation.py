@@ -9,6 +9,7 @@ from megajax.data.rendering import Chat
 from megajax.errors import shown
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "ipython", "function")
+TOOL_ROLES = ("tool", "ipython", "function")
 SPEAKERS = {  # ShareGPT's names of roles
     "human": "user",
     "gpt": "assistant",
@@ -164,12 +165,29 @@ def _check_message(i: int, message: Any) -> None:
         raise ValueError(f"has the role {shown(repr(role))} in message {i}: use {', '.join(ROLES)}")
     if message.get("content") is None and not message.get("tool_calls"):
         raise ValueError(f"has a message without content (message {i}, {role}): give it some")
+    _check_content(f"in message {i} ({role})", role, message.get("content"))
     weight = message.get("weight")
     if weight is not None and (isinstance(weight, bool) or weight not in (0, 1) or role != "assistant"):
         raise ValueError(
             f"has the weight {shown(repr(weight))} in message {i} ({role}): give only the assistant's messages one, 0 "
             "(the loss does not count it) or 1"
         )
+
+
+def _check_content(place: str, role: str, content: Any) -> None:
+    """Content is text or a list of text parts, and a tool's may be an object, which some templates write as JSON."""
+    if content is None or isinstance(content, str) or (isinstance(content, dict) and role in TOOL_ROLES):
+        return
+    if not isinstance(content, list):
+        raise ValueError(f"has content that is not text ({shown(repr(content))}) {place}: write it as text")
+    for part in content:
+        if not (isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)):
+            kind = part.get("type") if isinstance(part, dict) else None
+            what = f"of type {shown(repr(kind))}" if kind not in (None, "text") else f"{shown(repr(part))}"
+            raise ValueError(
+                f'has a part of content {what} {place}: the model reads text only, so write {{"type": "text", '
+                '"text": "..."}, or leave the line out'
+            )
 
 
 def _objects(record: Mapping[str, Any], key: str) -> list[Any] | None:

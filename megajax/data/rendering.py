@@ -10,7 +10,7 @@ import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
 from megajax.data.sandbox import restart_clock
@@ -23,6 +23,16 @@ Span = tuple[int, int]  # of characters
 START, END = (f"{letter}{secrets.randbits(64)}{letter}" for letter in "\ufdd0\ufdd1")
 SHORT, GROWTH = 2**16, 100  # a text may have this many characters, or this many times those of template and messages
 REASONING = ("reasoning_content", "thinking", "reasoning")  # a message's keys for it; templates read one of the first 2
+PROBES = [f"probe{secrets.randbits(64)}" for _ in range(2)]  # texts that show what a template makes of content
+CALL = {"type": "function", "id": "123456789", "function": {"name": "f", "arguments": {}}}
+ASKED, CALLED = {"role": "user", "content": "a"}, {"role": "assistant", "content": "", "tool_calls": [CALL]}
+AROUND = {  # role of a message: those before and after it in a chat that templates accept
+    "system": ([], [ASKED]),
+    "developer": ([], [ASKED]),
+    "user": ([], []),
+    "assistant": ([ASKED], []),
+    "tool": ([ASKED, CALLED], []),
+}
 TOOL_USE = "tool_use"  # the name of a folder's template for chats with tools, beside "default"
 
 
@@ -68,13 +78,12 @@ class Template:
 
     def _marked(self, messages: Sequence[Message], add_generation_prompt: bool, more: dict[str, Any]) -> str:
         tools = more.get("tools")
-        given = {"tools": None, "documents": None, **self.arguments, **more}
-        given |= {"messages": list(map(_as_templates_read, messages)), "add_generation_prompt": add_generation_prompt}
         source = self.sources[TOOL_USE if tools is not None and TOOL_USE in self.sources else "default"]
         restart_clock()
         compiled = _compiled(source, self.location)
+        read = [self._with_content(compiled, _as_templates_read(message), more) for message in messages]
         try:
-            text = compiled.render(**given)
+            text = self._run(compiled, read, more | {"add_generation_prompt": add_generation_prompt})
             text.encode()  # half of a surrogate pair is no text
         except MemoryError:
             raise
@@ -88,6 +97,44 @@ class Template:
                 "those of itself and the messages: correct it."
             )
         return text
+
+    def _run(self, compiled: Any, messages: Sequence[Message], more: dict[str, Any]) -> str:
+        return compiled.render({"tools": None, "documents": None, **self.arguments, **more, "messages": messages})
+
+    def _with_content(self, compiled: Any, message: Message, more: dict[str, Any]) -> Message:
+        """A message whose content is text, unless the template reads the parts or the object that it is."""
+        content = message.get("content")
+        if content is None or isinstance(content, str) or self._reads(compiled, message["role"], type(content), more):
+            return message
+        if isinstance(content, list):
+            return {**message, "content": "\n".join(part["text"] for part in content)}
+        raise InputError(
+            f"the chat template {self.location} does not write an object as the content of a message of role "
+            f"{message['role']} ({shown(repr(content))}): write it as text."
+        )
+
+    def _reads(self, compiled: Any, role: str, form: type, more: dict[str, Any]) -> bool:
+        """Whether the template writes the texts in a list of parts, or an object as JSON, in a message of a role.
+
+        One that knows only text fails, drops the value, or prints it as Python does. A small chat shows which.
+        """
+        if (found := self._read_forms.get((compiled, role, form))) is None:
+            content = [{"type": "text", "text": each} for each in PROBES] if form is list else dict.fromkeys(PROBES, 1)
+            before, after = AROUND.get(role, AROUND["tool"])
+            probed = {"role": role, "content": content, "name": "f", "tool_call_id": CALL["id"]}
+            try:
+                text = self._run(compiled, [*before, probed, *after], more | {"add_generation_prompt": False})
+            except Exception:  # a template is a program, which can fail in any way
+                text = ""
+            quotes = ("'", '"') if form is list else ("'",)
+            printed = any(f"{quote}{PROBES[0]}{quote}" in text for quote in quotes)
+            found = not printed and all(each in text for each in PROBES)
+            self._read_forms[compiled, role, form] = found
+        return found
+
+    @cached_property
+    def _read_forms(self) -> dict[tuple[Any, str, type], bool]:
+        return {}
 
 
 def render(template: Template, messages: Sequence[Message], prompt: bool, more: dict[str, Any]) -> Iterator[str]:

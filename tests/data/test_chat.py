@@ -274,6 +274,11 @@ MISTAKES = {
     r'{"prompt": "\ud800", "completion": "a"}': "line 1 contains half of a surrogate pair",
     '{"messages": [{"role": "bot", "content": "a"}]}': "line 1 has the role 'bot' in message 0: use system, developer",
     '{"messages": [{"role": "user"}]}': "line 1 has a message without content (message 0, user): give it some",
+    '{"messages": [{"role": "user", "content": 5}]}': "line 1 has content that is not text (5) in message 0 (user)",
+    '{"messages": [{"role": "user", "content": {"a": 1}}]}': "content that is not text ({'a': 1}) in message 0 (user)",
+    '{"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}': "a part of content of type 'image_url' in",
+    '{"messages": [{"role": "user", "content": [{"type": "text", "text": 1}]}]}': "{'type': 'text', 'text': 1} in mess",
+    '{"messages": [{"role": "tool", "content": ["a"]}]}': "has a part of content 'a' in message 0 (tool)",
     '{"messages": [{"role": "user", "content": "a"}]}': "line 1 has no answer of the assistant",
     '{"messages": [{"role": "assistant", "content": "a", "weight": 0}]}': "no answer of the assistant that counts",
     '{"messages": [{"role": "assistant", "content": "a", "weight": 0.5}]}': "the weight 0.5 in message 0 (assistant)",
@@ -297,7 +302,7 @@ def test_a_bad_line_is_a_sentence(folder, line):
 @pytest.mark.smoke
 def test_templates_that_fail_are_sentences(folder):
     for template, sentence in {
-        "{{": "is damaged",
+        "{{": "jinja is damaged",
         "{{ raise_exception('no system turns') }}": r"does not accept the messages \(no system turns\)",
         "{{ messages | length }}{% for m in messages %}{{ m.content }}{% endfor %}": "changes earlier turns when .* in "
         "message 2",

@@ -68,6 +68,41 @@ def test_a_template_sees_what_transformers_gives_it(reference, tmp_path):
     assert 0 < refused < len(reference["texts"]) / 4
 
 
+PARTS = [{"type": "text", "text": "ab "}, {"type": "text", "text": "cd"}]
+LOOKS = "{% if m.content is string %}{{ m.content }}{% else %}{% for p in m.content %}{{ p.text | trim }}{% endfor %}"
+CONTENTS = {  # what a template does with content: the text of PARTS
+    "{{ m.content }}": "ab \ncd",
+    "{{ '' + m['content'] }}": "ab \ncd",
+    "{% if m.content is string %}{{ m.content }}{% endif %}": "ab \ncd",  # Qwen3 drops other content
+    LOOKS + "{% endif %}": "abcd",
+    "{{ m.content if m.content is string else m.content[0].text }}": "ab \ncd",
+    "{% for p in m.content %}{{ p.text }}{% endfor %}": "ab cd",  # without a case for text
+}
+
+
+@pytest.mark.parametrize("content", CONTENTS)
+@pytest.mark.parametrize("role", ["system", "user", "assistant", "tool"])
+def test_parts_of_content_are_joined_unless_the_template_reads_them(content, role):
+    """Also one that reads those of users only, and one that needs arguments."""
+    source = "{{ bos + '' }}{% for m in messages %}" + content + "{% endfor %}"
+    assert template_of(source, bos="<s>").render([{"role": role, "content": PARTS}]) == "<s>" + CONTENTS[content]
+    only = (
+        "{% for m in messages %}{% if m.role == 'user' %}"
+        + content
+        + "{% else %}{{ m.content }}{% endif %}{% endfor %}"
+    )
+    expected = CONTENTS[content] if role == "user" else "ab \ncd"
+    assert template_of(only).render([{"role": role, "content": PARTS}]) == expected
+
+
+def test_an_object_as_content_of_a_tool_is_json_or_a_sentence():
+    chat = [{"role": "tool", "content": {"a": 1}}]
+    source = "{% for m in messages %}{{ m.content | tojson if m.content is mapping else m.content }}{% endfor %}"
+    assert template_of(source).render(chat) == '{"a": 1}'
+    with pytest.raises(InputError, match="role tool .*write it as text"):
+        template_of("{% for m in messages %}{{ m.content }}{% endfor %}").render(chat)
+
+
 def test_special_tokens_of_older_folders_and_templates_in_files(tmp_path):
     """special_tokens_map.json is transformers' older file, which counts where the newer one has no added tokens."""
     write = lambda name, value: (tmp_path / name).write_text(json.dumps(value))  # noqa: E731

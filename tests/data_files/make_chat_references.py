@@ -96,8 +96,9 @@ TEMPLATES = {
 {% for m in messages[::-1] if m.role != 'system' %}
 {%- for c in m.tool_calls or [] %}{% set f = c.function if c.function is defined else c %}
 {{ f.arguments if f.arguments is string else f.arguments | tojson }}{% endfor %}
-{%- if m.content is iterable and m.content is not string %}{{ m.content | map(attribute='text') | list }}{% endif %}
-{% if m.role == 'tool' and not m.tool_call_id %}{{ raise_exception('no id') }}{% endif %}{{ m.content }}
+{% if m.role == 'tool' and not m.tool_call_id %}{{ raise_exception('no id') }}{% endif %}
+{%- if m.content is string or not m.content %}{{ m.content }}
+{%- else %}{{ m.content | map(attribute='text') | join('+') }}{% endif %}
 {%- endfor %}{{ messages | selectattr('role', 'equalto', 'user') | list | length }}""",
 }
 PARAMETERS = {"type": "object", "properties": {"city": {"description": 'a "<city>" & é'}, "a": {"type": "string"}}}
@@ -145,7 +146,15 @@ def thinking_chats() -> list[tuple[list[dict[str, Any]], dict[str, Any]]]:
 
 
 def texts(fast: PreTrainedTokenizerFast) -> list[dict[str, Any]]:
-    """What `TEMPLATES` make of conversations; the text is None where transformers refuses."""
+    """What `TEMPLATES` make of conversations; the text is None where transformers refuses.
+
+    The template without tools does not read parts of content, so it gets their texts joined by newlines.
+    """
+
+    def joined(message: dict[str, Any]) -> dict[str, Any]:
+        content = message["content"]
+        return {**message, "content": "\n".join(p["text"] for p in content)} if isinstance(content, list) else message
+
     call = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": {"city": "é"}}}
     as_text = {"function": {"name": "weather", "arguments": '{"city":  "é"}'}}
     result = {"role": "tool", "content": "blue", "tool_call_id": "1"}
@@ -163,8 +172,9 @@ def texts(fast: PreTrainedTokenizerFast) -> list[dict[str, Any]]:
     arguments.append({"documents": [{"title": "a", "text": "b"}], "tools": None})
     found = []
     for messages, more, prompt in itertools.product(chats, arguments, (False, True)):
+        given = messages if more.get("tools") is not None else list(map(joined, messages))
         try:
-            text = fast.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt, **more)
+            text = fast.apply_chat_template(given, tokenize=False, add_generation_prompt=prompt, **more)
         except Exception:
             text = None
         found.append({"messages": messages, "arguments": more, "prompt": prompt, "text": text})
