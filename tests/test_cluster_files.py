@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from string import Template
 
 import pytest
 import yaml
@@ -128,7 +129,7 @@ def test_the_pods_of_a_job_set_find_each_other(job):
     (container,) = job["template"]["spec"]["containers"]
     variables = {variable["name"]: variable.get("value") for variable in container["env"]}
     name, train = JOB_SET["metadata"]["name"], JOB_SET["spec"]["replicatedJobs"][0]["name"]
-    port = container["ports"][0]["containerPort"]
+    port = next(each["containerPort"] for each in container["ports"] if each["name"] == "coordinator")
     assert variables["JAX_COORDINATOR_ADDRESS"] == f"{name}-{train}-0-0.{name}:{port}"
     assert variables["JAX_NUM_PROCESSES"] == str(job["parallelism"]) == str(job["completions"])
     assert "JAX_PROCESS_ID" in variables and job["completionMode"] == "Indexed"
@@ -137,6 +138,14 @@ def test_the_pods_of_a_job_set_find_each_other(job):
     assert container["command"] == ["python", "-m", "megajax.train"] and (ROOT / container["args"][0]).exists()
     volumes = {volume["name"] for volume in job["template"]["spec"]["volumes"]}
     assert {mount["name"] for mount in container["volumeMounts"]} == volumes
+
+
+def test_prometheus_can_read_the_port_that_the_trainer_opens(job):
+    (container,) = job["template"]["spec"]["containers"]
+    ports = {each["name"]: each["containerPort"] for each in container["ports"]}
+    config, *overrides = container["args"]
+    logging = load_config(ROOT / config, overrides).logging
+    assert (logging.prometheus_port, logging.prometheus_host) == (ports["metrics"], "0.0.0.0")
 
 
 def test_the_pods_of_a_job_set_may_use_rdma(job):
@@ -178,6 +187,8 @@ def test_the_manifest_has_only_keys_of_kubernetes(job):
 
 # The image
 
+IMAGES = re.findall(r"docker build .*", DOCKERFILE.read_text() + (ROOT / "docs/reliability.md").read_text())
+
 
 def test_the_image_copies_files_that_exist_and_installs_extras_of_the_package():
     text = DOCKERFILE.read_text()
@@ -186,8 +197,12 @@ def test_the_image_copies_files_that_exist_and_installs_extras_of_the_package():
     assert sorted(copied) == sorted(sent) and all((ROOT / name).exists() for name in copied)
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     (extras,) = re.findall(r"--constraint constraints.txt --editable \"\.\[(.*)\]\"", text)
-    default = re.findall(r"^ARG CUDA=(\w+)", text, re.M)[0]
-    assert set(extras.replace("${CUDA}", default).split(",")) <= set(project["optional-dependencies"])
+    defaults = dict(re.findall(r"^ARG (\w+)=(\S+)", text, re.M))
+    built = [dict(each) for each in (re.findall(r"--build-arg (\w+)=(\S+)", line) for line in IMAGES)]
+    assert len(defaults) == 2 and {name for each in built for name in each} == defaults.keys()
+    for arguments in ({}, *built):
+        installed = Template(extras).substitute(defaults | arguments).split(",")
+        assert set(installed) <= set(project["optional-dependencies"])
     (python,) = re.findall(r"^FROM python:(\d\.\d+)", text, re.M)
     assert project["requires-python"] == f">={python}"
     assert {project["readme"], *project["license-files"]} <= set(copied)
