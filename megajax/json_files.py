@@ -62,11 +62,11 @@ def read[T](path: Path, model: type[T], cure: str, most: int = MOST_BYTES) -> T:
     return parse(content.removeprefix(BYTE_ORDER_MARK), str(path), model, cure)
 
 
-def read_lines[T](path: Path, model: type[T], cure: str, bad: list[Damaged] | None = None) -> Iterator[tuple[bytes, T]]:
+def read_lines[T](path: Path, model: type[T], cure: str, bad: list[Damaged]) -> Iterator[tuple[bytes, T]]:
     """(line, its value of the type `model`) of a file with JSON on each line; the cure is for one line.
 
     A last line without an end is left out if it is incomplete: its writer is at work, or was killed. Another line
-    without such a value is added to `bad`; with None it is raised, as is `Damaged` for a file that cannot be read.
+    without such a value is added to `bad`. Raises `Damaged` for a file that cannot be read.
     """
     try:
         check_file(path, sys.maxsize)
@@ -78,8 +78,6 @@ def read_lines[T](path: Path, model: type[T], cure: str, bad: list[Damaged] | No
                 except Damaged as error:
                     if not line.endswith(b"\n") and len(line) < MOST_LINE_BYTES:
                         return
-                    if bad is None:
-                        raise
                     bad.append(error)
     except OSError as error:
         raise _unreadable(path, error, "correct the path, or its permissions") from None

@@ -1,5 +1,6 @@
 """The lines of a run's metrics.jsonl: `training/logs.py` writes them, and all readers have them from here."""
 
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Required, TypedDict
@@ -34,9 +35,15 @@ class Line(TypedDict, total=False):
     expert_load_max: Number
 
 
-def read(path: Path, bad: list[Damaged] | None = None) -> Iterator[tuple[bytes, Line]]:
-    """(line, its values) of a file, as `json_files.read_lines`."""
-    return read_lines(path, Line, CURE, bad)
+def read(path: Path) -> Iterator[tuple[bytes, Line]]:
+    """(line, its values) of a file, as `json_files.read_lines`; a warning names the first damaged line and the number.
+
+    A killed process leaves a torn line, after which the resumed run may go on.
+    """
+    bad: list[Damaged] = []
+    yield from read_lines(path, Line, CURE, bad)
+    if bad:
+        warnings.warn(f"lines of metrics are left out, {len(bad)} in all; the first: {bad[0]}", stacklevel=2)
 
 
 def read_tail(path: Path) -> Iterator[Line]:

@@ -35,7 +35,7 @@ WIDTH, LOSS_HEIGHT, PANEL_HEIGHT = 8.0, 4.0, 1.5  # inches
 def read_records(run_dir: Path) -> list[Record]:
     """The lines of a run's metrics.jsonl; InputError if it cannot be read or has no logged step.
 
-    An incomplete last line is ignored: the run is writing it, or was killed while writing.
+    An incomplete last line is ignored: the run is writing it. Damaged lines are left out with a warning.
     """
     path = run_dir / METRICS
     records: list[Record] = [{**record} for _, record in metrics_file.read(path)]

@@ -189,9 +189,9 @@ def encode_files(
     """(all tokens int32, whether each counts, start of each sample and the end int64, figures int64).
 
     The figures are the numbers of conversations, of samples left out, with the answers beyond `capacity` that have
-    none. A sample longer than `capacity` is cut or left out, as `data` says; one is left out if nothing that counts
-    remains of it. Raises InputError, with file and line, for a line that is not a conversation, and for a completion
-    if no token ends a text.
+    none, of samples cut, and of all samples that the template wrote. A sample longer than `capacity` is cut or left
+    out, as `data` says; one is left out if nothing that counts remains of it. Raises InputError, with file and line,
+    for a line that is not a conversation, and for a completion if no token ends a text.
     """
 
     def given() -> ChatTemplate:
@@ -203,13 +203,14 @@ def encode_files(
         return template
 
     def texts() -> Iterator[Text]:
-        nonlocal conversations, dropped
+        nonlocal conversations, dropped, rendered
         for chat in read_chats(paths, Rendering(given, room_for(capacity, tokenizer))):
             conversations += 1
             dropped += chat.beyond
+            rendered += sum(not text.bare for text in chat.texts)
             yield from chat.texts
 
-    tokens, counted, lengths, conversations, dropped, cut = [], [], [], 0, 0, 0
+    tokens, counted, lengths, conversations, dropped, cut, rendered = [], [], [], 0, 0, 0, 0
     for ids, mask in encode(texts(), tokenizer, lambda: document_end(data, tokenizer)):
         if (data.too_long == "drop" and len(ids) > capacity) or not mask[:capacity].any():
             dropped += 1
@@ -225,7 +226,7 @@ def encode_files(
             cure = "raise batch.sequence_length, or give other data"
         raise InputError(f"{', '.join(paths)} {problem}: {cure}.")
     starts = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
-    return np.concatenate(tokens), np.concatenate(counted), starts, np.array([conversations, dropped, cut])
+    return np.concatenate(tokens), np.concatenate(counted), starts, np.array([conversations, dropped, cut, rendered])
 
 
 class ChatSamples(Samples):
@@ -238,7 +239,7 @@ class ChatSamples(Samples):
         self._arguments = (path, arrays, sequence_length, seed, shuffled)
         self.path, self.sequence_length, self.seed, self.shuffled = path, sequence_length, seed, shuffled
         self.tokens, self.counts, self.starts, self.order, self.ends, figures = arrays
-        self.conversations, self.dropped, self.cut = map(int, figures)
+        self.conversations, self.dropped, self.cut, self.rendered = map(int, figures)
         self._epoch = lru_cache(2)(self._make_epoch)
 
     def __reduce__(self) -> Any:
@@ -319,7 +320,7 @@ def _check_fit(arrays: Sequence[np.ndarray], capacity: int) -> None:
     """Raise ValueError for stored arrays that are not those of one packing, as damage leaves them."""
     tokens, counted, starts, order, ends, figures = arrays
     fit = all(array.ndim == 1 and array.dtype.kind in "biu" and array.size for array in arrays)
-    if fit and tokens.size == counted.size == starts[-1] and starts[0] == 0 and figures.size == 3:
+    if fit and tokens.size == counted.size == starts[-1] and starts[0] == 0 and figures.size == 4:
         lengths, firsts = np.diff(starts), np.concatenate([[0], ends[:-1]])
         if lengths.min(initial=1) > 0 and 0 <= order.min() <= order.max() < lengths.size and ends[-1] == order.size:
             if (ends > firsts).all() and np.add.reduceat(lengths[order], firsts).max() <= capacity:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 from megajax.config.batch_schedule import BatchSizes
 from megajax.config.data_schema import sources_of
 from megajax.config.sentences import counted
+from megajax.data.chat import ChatSamples
 from megajax.data.loader import Split
 from megajax.data.progress import data_size
 from megajax.data.samples import BlendedSamples, Samples, sources_in
@@ -99,6 +100,11 @@ def _chat_lines(split: Split, samples: Samples, samples_read: int) -> list[str]:
             f"({full:.0%} full); the loss counts {in_loss:.0%} of the tokens; {counted(f'{epochs:.3g}', 'epoch')}"
         )
     return lines
+
+
+def has_chats(samples: Samples) -> bool:
+    """Whether a chat template wrote some of the samples; prompts with completions need none."""
+    return any(isinstance(source, ChatSamples) and source.rendered for source in sources_in(samples))
 
 
 def _samples_read(config: "Config", split: Split, samples: Samples, sizes: BatchSizes) -> int:

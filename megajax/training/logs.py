@@ -21,7 +21,6 @@ from megajax.config.sentences import counted
 from megajax.console import amount, command, fold, size
 from megajax.errors import InputError
 from megajax.files import METRICS, replace_text
-from megajax.json_files import Damaged
 from megajax.pictures.expert_load import write_load_map
 from megajax.training.tags import tag
 from megajax.training.tensorboard import TensorBoardLog
@@ -132,10 +131,7 @@ def drop_lines_after(path: Path, step: int) -> None:
     """Remove lines that an interrupted run logged after its last checkpoint, so that each step occurs once."""
     if not path.exists():
         return
-    damaged: list[Damaged] = []
-    kept = [line.rstrip(b"\n") for line, entry in metrics_file.read(path, damaged) if entry["step"] <= step]
-    if damaged:
-        warnings.warn(f"lines of metrics are left out, {len(damaged)} in all; the first: {damaged[0]}", stacklevel=2)
+    kept = [line.rstrip(b"\n") for line, entry in metrics_file.read(path) if entry["step"] <= step]
     replace_text(path, "".join(f"{line.decode()}\n" for line in kept))
 
 
@@ -184,11 +180,16 @@ def nothing_line(config: Config, step: int, samples: int) -> str:
     return f"nothing to do: {at}; to train longer, {_to_train_longer(config, samples)}, or choose another run.dir"
 
 
-def closing_line(config: Config, step: int, samples: int, seconds: float) -> str:
-    """The last line of a complete run, at `step` after `samples`: its duration, and the next commands."""
+def closing_line(config: Config, step: int, samples: int, seconds: float, chats: bool = False) -> str:
+    """The last line of a complete run, at `step` after `samples`: its duration, and the next commands.
+
+    `chats`: it was trained on some; data of kind chat may be prompts with completions only.
+    """
     run, use = config.run.dir, ""
-    if config.data.kind == "chat":
+    if chats:
         use = f"talk to it: {command('chat', run)}; "
+    elif config.data.kind == "chat":
+        use = f"answer lines like those of the training: {command('generate', run, '--prompts', 'FILE.jsonl')}; "
     elif config.data.tokenizer:
         use = f"sample: {command('generate', run, '--prompt', 'TEXT')}; "
     return (

@@ -8,6 +8,7 @@ import jax
 
 from megajax import threads
 from megajax.console import DONE, STOPPED
+from megajax.data.describe import has_chats
 from megajax.training import logs
 from megajax.training.checks import End
 from megajax.training.gpu_health import GpuHealth
@@ -62,7 +63,8 @@ class Steps:
             if (end := self._step()) is not None:
                 return end
         samples, seconds = trainer.sizes.samples_before(trainer.step), time.time() - trainer.start_time
-        trainer.note(logs.closing_line(trainer.config, trainer.step, samples, seconds))
+        chats = has_chats(trainer.data["train"])
+        trainer.note(logs.closing_line(trainer.config, trainer.step, samples, seconds, chats))
         return DONE
 
     def _step(self) -> End | None:

@@ -14,7 +14,7 @@ import megajax
 from megajax.config.checks import check, check_mesh
 from megajax.data.chat_template import load_chat_template
 from megajax.data.conversation import read_record
-from megajax.data.describe import describe_data
+from megajax.data.describe import describe_data, has_chats
 from megajax.data.loader import datasets, make_loader
 from megajax.data.packing import pack
 from megajax.data.rendering import Chat
@@ -22,6 +22,7 @@ from megajax.errors import ConfigError, InputError
 from megajax.inference.generation import continue_texts
 from megajax.inference.sampling import Sampling
 from megajax.training.batches import to_global
+from megajax.training.logs import closing_line
 
 REFERENCE = Path(__file__).parents[1] / "data_files/chat.json"
 
@@ -181,6 +182,22 @@ def test_forms_of_chats_give_the_samples_of_messages(folder, form):
         opened = datasets(config_of(folder))["train"]
         samples.append((opened[0].tolist(), opened.counted(0).tolist()))
     assert samples[0] == samples[1] and any(samples[0][1])
+
+
+@pytest.mark.parametrize(
+    ("record", "advised"),
+    [
+        ({"messages": [QUESTION, ANSWER]}, "chat RUN;"),
+        ({"prompt": [QUESTION], "completion": [ANSWER]}, "chat RUN;"),
+        ({"prompt": "hi", "completion": "fine"}, "generate RUN --prompts FILE.jsonl;"),
+        ({"instruction": "hi", "output": "fine"}, "generate RUN --prompts FILE.jsonl;"),
+    ],
+)
+def test_the_last_line_advises_the_command_that_fits_the_data(folder, record, advised):
+    (folder / "chats.jsonl").write_text(json.dumps(record) + "\n")
+    config = config_of(folder)
+    line = closing_line(config, 1, 1, 1.0, has_chats(datasets(config)["train"]))
+    assert advised.replace("RUN", config.run.dir) in line and line.count(config.run.dir) == 3
 
 
 def test_system_prompts_and_weights_of_turns_and_answers_in_a_prompt():
