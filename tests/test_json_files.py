@@ -230,14 +230,12 @@ OWN_TEXT = {
     "data/journal.py": "its own settings, written a line before",
     "data/json_array.py": "items of data, as lines of data are",
     "data/json_lines.py": "lines of data: the fast path, with the same limits",
-    "mesh.py": "messages of this run's processes",
     "messages.py": "messages of this run's processes",
     "plan/__main__.py": "the last line of its own child process",
     "preflight/__main__.py": "messages of this run's processes",
     "preflight/rates.py": "messages of this run's processes",
     "start_checks.py": "messages of this run's processes",
     "training/peers.py": "messages of this run's processes",
-    "training/shared_programs.py": "messages of this run's processes",
 }
 
 
