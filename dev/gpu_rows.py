@@ -140,7 +140,10 @@ class Runner:
             if row.train:
                 result = launched(row.train, row.overrides, row.processes, row.kill, environment, limit, self.log)
             elif row.peer:
-                environment |= {"N": str(row.gpus), "TMO": f"{limit:.0f}"}
+                environment |= {
+                    "N": str(row.gpus),
+                    "TMO": f"{limit - 15:.0f}",
+                }  # torchrun ends its workers, not when it is killed
                 command = ["bash", "bench_multi.sh", *row.peer.split()]
                 output = self.finish(row, command, environment, limit, self.peer)
                 if "RESULT " not in output:
