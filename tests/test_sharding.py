@@ -14,6 +14,7 @@ from megajax.sharding import (
     LOGICAL_TO_MESH,
     NON_BLOCK_AXES,
     STORAGE_AXES,
+    Placement,
     place,
     place_all,
     shardings,
@@ -39,6 +40,17 @@ def test_a_batch_lies_over_the_batch_axes_and_its_sequence_over_context():
 
 
 @pytest.mark.smoke
+@pytest.mark.parametrize("layers", [(0, 2, 4, 1, 3, 5), (0, 2, 4, 1, 3, -1), (4, 0, -1, 3, 1, 2)], ids=str)
+def test_layers_in_any_stored_order_become_those_of_the_model(layers):
+    """Layer l has the number l + 1; an empty row is zeros."""
+    count = max(layers) + 1
+    stored = np.array([[layer + 1] for layer in layers], np.float32)
+    placement = Placement((count, 1), ("layers", "embed"), P(), (6, 1), None, 1, layers)
+    canonical = to_canonical(jnp.asarray(stored), placement)
+    np.testing.assert_array_equal(canonical[:, 0], 1 + np.arange(count))
+    np.testing.assert_array_equal(to_stored(canonical, placement), stored)
+
+
 @pytest.mark.parametrize(
     ("shape", "axes", "spec"),
     [

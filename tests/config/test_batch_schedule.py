@@ -40,6 +40,16 @@ def test_a_size_applies_from_the_first_step_at_or_after_its_tokens():
     assert sizes.sizes(4, 100) == [8, 12] and sizes.sizes(5, 6) == [12] and sizes.sizes(9, 9) == [12]
 
 
+@pytest.mark.parametrize("start", [Position(), Position(4, 20), Position(6, 40)])
+def test_the_steps_for_some_samples_are_counted_one_by_one(start: Position):
+    sizes = BatchSizes.of(load(RISING), start)
+    for samples in range(start.samples + 1, 80):
+        step = start.step
+        while sizes.samples_before(step) < samples:
+            step += 1
+        assert sizes.steps_for(samples) == step, samples
+
+
 def test_a_size_that_no_step_begins_in_is_passed_over():
     sizes = BatchSizes.of(load("{0: 4, 41: 6, 79: 12}"))
     assert sizes.phases == (((0, 0), 4), ((2, 8), 12))

@@ -15,6 +15,7 @@ import megajax
 from megajax.config import DataConfig
 from megajax.data.indexed import IndexedWriter
 from megajax.data.loader import make_loader
+from megajax.data.megatron import MegatronBlend
 
 REFERENCE = Path(__file__).parents[1] / "data_files/chat.json"
 CHANGED = {  # by kind of data: settings, each with a second value; FOLDER is the test's
@@ -139,3 +140,30 @@ def test_a_setting_that_changes_what_is_stored_is_in_its_name(folder, kind):
 def test_every_key_of_the_data_is_in_the_test_above():
     walked = {setting.removeprefix("data.") for settings in CHANGED.values() for setting in settings}
     assert {*DataConfig.model_fields} - {*ELSEWHERE} == {name for name in walked if "." not in name}
+
+
+def test_every_file_of_a_glob_is_in_the_name_of_what_is_stored(folder):
+    def config(cache):
+        base = config_of(folder, "chat", cache).model_dump()
+        return megajax.Config.model_validate(base | {"data": base["data"] | {"train": str(folder / "?.jsonl")}})
+
+    before = samples(config("shared"))
+    for name in "ab":
+        path = folder / f"{name}.jsonl"
+        path.write_text("".join(path.read_text().splitlines(keepends=True)[:-1]))
+        found = samples(config("shared"))
+        assert equal(found, samples(config(f"own-{name}"))) and not equal(found, before), name
+        before = found
+
+
+def test_sources_of_other_sizes_have_another_order_however_many_samples_they_have_together(tmp_path):
+    """Without weights, in Megatron's order, where each source has one epoch."""
+
+    def order(sizes, cache):
+        sources = [range(size) for size in sizes]
+        return MegatronBlend(sources, None, sum(sizes), tmp_path / cache)  # pyright: ignore[reportArgumentType]
+
+    for sizes in ((30, 10), (20, 20), (10, 30)):
+        found = order(sizes, "shared")
+        assert np.bincount(found.datasets).tolist() == [*sizes]
+        assert np.array_equal(found.datasets, order(sizes, f"own-{sizes[0]}").datasets)

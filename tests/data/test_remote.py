@@ -36,13 +36,14 @@ class Store(AbstractFileSystem):
     files: ClassVar[dict[str, bytes]] = {}
     sizes: ClassVar[dict[str, int]] = {}  # that it gives instead of the right ones
     reads: ClassVar[list[tuple[int, int]]] = []
+    version: ClassVar[str] = "etag"  # the name under which it tells that a file has changed
     problem = staticmethod(lambda attempt: None)
 
     def info(self, path, **_):
         if path not in self.files:
             raise FileNotFoundError(path)
         size = self.sizes.get(path, len(self.files[path]))
-        return {"size": size, "etag": hashlib.md5(self.files[path]).hexdigest()}
+        return {"size": size, self.version: hashlib.md5(self.files[path]).hexdigest()}
 
     def cat_file(self, path, start=None, end=None, **_):
         if path.endswith("idx"):
@@ -108,6 +109,15 @@ def test_a_block_is_read_once_and_a_changed_file_again(upload, tmp_path):
     assert opened.document(99).tolist() == DOCUMENTS[99] and len(Store.reads) > before
     upload([[9, 8], *DOCUMENTS[1:]])
     assert IndexedDataset(url, cache=tmp_path / "cache").document(0).tolist() == [9, 8]
+
+
+@pytest.mark.parametrize("name", "ETag etag md5Hash crc32c generation mtime LastModified last_modified created".split())
+def test_a_changed_file_of_the_same_size_is_read_again_from_every_kind_of_store(upload, tmp_path, monkeypatch, name):
+    """The names of S3, of Google's and Azure's stores, and of file systems over SFTP and the like."""
+    monkeypatch.setattr(Store, "version", name)
+    for first in (1, 2):
+        _, url = upload([[first, *DOCUMENTS[0][1:]], *DOCUMENTS[1:]])
+        assert IndexedDataset(url, cache=tmp_path / "cache").document(0)[0] == first
 
 
 def test_a_batch_waits_for_all_its_blocks_at_once(upload, make_remote):

@@ -143,10 +143,17 @@ def test_a_run_that_would_write_other_bytes_is_not_resumed(interrupted, tmp_path
     assert sentence("--append-eod") == (
         f"--resume: the appended token is 256, but was null in the interrupted run: {way_out}"
     )
+    record = tmp_path / "out_text_document.resume.partial"
+    whole_record = json.loads(record.read_text())
+    changed = {f"[size, time of change] of {tmp_path}/{name}" for name in ("a.jsonl", "b.gz")}
+    changed |= {"--input", "--json-key", "--strict", "--tokenizer", "the appended token", "the prepended token"}
+    for name in changed:
+        record.write_text(json.dumps(whole_record | {"settings": whole_record["settings"] | {name: "another"}}))
+        assert f"--resume: {name} is " in sentence() and whole_record["settings"].keys() == changed, name
+    record.write_text(json.dumps(whole_record))
     os.utime(tmp_path / "b.gz", (1, 1))
     assert f"[size, time of change] of {tmp_path}/b.gz is [" in sentence()
     partial = tmp_path / "out_text_document.bin.partial"
-    record = tmp_path / "out_text_document.resume.partial"
     record.write_text(record.read_text().replace(str(os.stat(tmp_path / "b.gz").st_mtime_ns), "0"))
     assert "is [" in sentence()
     assert preprocess_main(arguments) == 0  # from the start

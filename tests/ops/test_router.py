@@ -188,3 +188,11 @@ def test_experts_are_a_weighted_sum_of_mlps_with_its_gradients():
     np.testing.assert_allclose(found, expected, rtol=1e-9, atol=1e-9)
     for mine, theirs in zip(our_pull(dy), pull(dy), strict=True):
         np.testing.assert_allclose(mine, theirs, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("normalise", [True, False])
+def test_a_single_experts_weight_is_its_score(normalise):
+    """As in Megatron-LM: divided by its own sum it would be 1, and the router would have no gradient."""
+    logits, experts = jnp.array([[0.5, -1.0], [-2.0, 3.0]]), jnp.array([[0], [1]])
+    found = router.routing_weights(logits, experts, "sigmoid", normalise=normalise, scaling_factor=2.5)
+    np.testing.assert_allclose(found, 2.5 / (1 + np.exp([[-0.5], [-3.0]])), rtol=1e-6)

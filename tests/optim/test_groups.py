@@ -12,7 +12,8 @@ from single_device import make_batches, make_config, weights_of
 from megajax.config.checks import check_mesh
 from megajax.errors import ConfigError
 from megajax.mesh import AXES, build_mesh
-from megajax.model import bind
+from megajax.model import bind, parameters
+from megajax.optim.groups import rates
 from megajax.training.batches import to_global
 from megajax.training.step import TrainProgram
 
@@ -133,6 +134,34 @@ def growth(width, base, **optimizer):
         state, _ = program.train_step(state, to_global(program, batch))
     change = np.take_along_axis(np.asarray(logits(state.params) - before), right, axis=-1)
     return float(change.mean()), float(abs(before).mean())
+
+
+@pytest.mark.parametrize("scale", ["match_adamw", "spectral"])
+def test_rates_with_mup_are_those_of_its_table(scale):
+    """m = 4; Muon updates the matrices of the layers, AdamW the others (docs/optimizers.md)."""
+    model = LLAMA | {"hidden_size": 64, "mup_base_width": 16}
+    program = build(make(model=model, optimizer={"kind": "muon", "muon": {"scale": scale, "adamw_rate": 1.0}}))
+    found = rates(program.config, parameters(program.model), program.placements)
+    of_matrices = {"match_adamw": 4**-0.5, "spectral": 1.0}[scale]
+    for name, rate in found.items():
+        norm, matrix = "norm" in name or name.startswith("embedding"), name.startswith("blocks.")
+        assert rate == (1.0 if norm else of_matrices if matrix else 1 / 4), name
+
+
+@pytest.mark.parametrize(("scale", "factors"), [("spectral", {"up": 2.0, "down": 1.0}), ("match_adamw", None)])
+def test_the_size_of_muons_updates_is_that_of_its_scale(scale, factors):
+    """An orthogonal R x C matrix has the norm min(R, C)^0.5; up is [32, 128], down [128, 32]."""
+    model = LLAMA | {"num_layers": 1, "hidden_size": 32, "ffn_hidden_size": 128}
+    muon = {"scale": scale, "coefficients": "polar_express", "steps": 8}
+    config = make(model=model, optimizer={"kind": "muon", "weight_decay": 0.0, "muon": muon})
+    program, random = build(config), np.random.default_rng(0)
+    shapes = {name: p.shape for name, p in parameters(program.model).items()}
+    gradients = {name: random.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
+    zeros = jax.tree.map(np.zeros_like, gradients)
+    found, _ = jax.jit(program.optimizer.update)(gradients, program.optimizer.init(zeros), zeros)
+    for name in ("up", "down"):
+        factor = factors[name] if factors else 0.2 * 128**0.5
+        assert np.linalg.norm(found[f"blocks.dense.mlp.{name}"]) == pytest.approx(factor * 32**0.5, rel=0.02)
 
 
 def test_with_mup_the_growth_does_not_grow_with_the_width():

@@ -6,7 +6,8 @@ import pytest
 
 from megajax.errors import InputError
 from megajax.plan import __main__ as command
-from megajax.plan.rates import H200, rates_of, read_rates, write_rates
+from megajax.plan.costs import peak_flops
+from megajax.plan.rates import DEVICES, H200, rates_of, read_rates, write_rates
 
 
 def test_a_file_replaces_the_rates_that_it_names(tmp_path):
@@ -48,6 +49,14 @@ def test_rates_say_whether_they_were_measured(tmp_path):
     assert "scaled" in a100.origin and H200.origin == "measured"
     ratios = [a100.bf16_flops / H200.bf16_flops, a100.memory_bytes / H200.memory_bytes]
     assert [*ratios, a100.link_bytes / H200.link_bytes] == pytest.approx([312 / 989, 2.039 / 4.8, 600 / 900])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_peak_is_that_of_the_data_sheet_for_mfu_and_for_the_planner(device):
+    """Dense BF16, which NVIDIA's data sheets give beside twice as much with sparsity."""
+    sheets = {"h100": 989e12, "h200": 989e12, "a100": 312e12, "b200": 2250e12}
+    rates = rates_of(device)
+    assert peak_flops(f"NVIDIA {rates.name} 80GB HBM3") == sheets[device] == pytest.approx(rates.peak_flops)
 
 
 def test_the_plan_uses_the_file_and_then_the_links(tmp_path, monkeypatch, eight_layers):

@@ -98,6 +98,7 @@ def test_layers_in_another_order_are_another_layout(build, capsys):
     assert (
         "that of step 3 is of another mesh, number of processes or precision: the run begins" in capsys.readouterr().out
     )
+    assert build(*stages, "precision.compute=bfloat16").step == 0  # its loss scale is of another dtype
     assert build(*stages).step == 3
 
 

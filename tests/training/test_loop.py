@@ -4,7 +4,9 @@ import json
 import struct
 import threading
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -94,7 +96,7 @@ def test_flops_of_a_window_count_the_keys_that_queries_see(make_config):
     # Pairs of a query and a key that it sees; the diagonal counts half, as in S/2 for a whole triangle.
     seen = sum(min(query + 0.5, W - 0.5 * (query >= W)) for query in range(S)) / S
     saved = flops_per_token(make_config(*settings)) - flops_per_token(make_config(*settings, *window))
-    assert saved == pytest.approx(4 * 12 * 4 * 8 * (S / 2 - seen), rel=1e-2)  # 4 local layers, N=4, H=8
+    assert saved == pytest.approx(4 * 12 * 4 * 8 * (S / 2 - seen), rel=3e-4)  # 4 local layers, N=4, H=8
     wider = flops_per_token(make_config(*settings, "model.sliding_window=5000"))
     assert wider == flops_per_token(make_config(*settings))
 
@@ -153,19 +155,21 @@ def test_the_run_directory_holds_the_config_that_ran(run):
     assert load_config(trainer.run_dir / "config.yaml") == trainer.config
 
 
-def scalars(directory: Path) -> set[tuple[str, int]]:
-    """(tag, step) of every scalar in the event files: records of length, checksum, event, checksum."""
+def events(directory: Path) -> Iterator[Any]:
+    """The events of all files: records of length, checksum, event, checksum."""
     from tensorboardX.proto.event_pb2 import Event
 
-    found = set()
     for path in directory.glob("events.*"):
         data, start = path.read_bytes(), 0
         while start < len(data):
             (length,) = struct.unpack_from("<Q", data, start)
-            event = Event.FromString(data[start + 12 : start + 12 + length])
-            found |= {(value.tag, event.step) for value in event.summary.value}
+            yield Event.FromString(data[start + 12 : start + 12 + length])
             start += 16 + length
-    return found
+
+
+def scalars(directory: Path) -> set[tuple[str, int]]:
+    """(tag, step) of every scalar in the event files."""
+    return {(value.tag, event.step) for event in events(directory) for value in event.summary.value}
 
 
 def test_tensorboard_holds_the_numbers_of_metrics(run):
@@ -180,6 +184,10 @@ def test_tensorboard_holds_the_numbers_of_metrics(run):
     found = scalars(trainer.run_dir / "tensorboard")
     assert {("train/loss", 2), ("train/loss", 4), ("memory/peak_memory_gib", 4), ("eval/loss", 4)} <= found
     assert ("train/loss", 3) not in found and ("config/text_summary", 0) in found
+    assert run("logging.tensorboard=true", "data.split='8,2,0'", "run.steps=5").step == 5
+    # TensorBoard leaves out the numbers of earlier files from the step of a start on.
+    starts = [event.step for event in events(trainer.run_dir / "tensorboard") if event.session_log.status]
+    assert max(starts) == 5  # two starts in one second share a file
 
 
 def test_lines_after_the_checkpoint_are_dropped_when_a_run_goes_on(run):

@@ -8,17 +8,22 @@ import socket
 import struct
 import sys
 import threading
+import time
 import urllib.request
 from importlib.util import find_spec
 from pathlib import Path
 
 import jax
+import numpy as np
 import pytest
 
+from megajax.console import BAD_NUMBERS, DONE, INTERRUPTED, LOST, MISTAKE, STOPPED
 from megajax.errors import ConfigError, InputError
 from megajax.training import trackers
 from megajax.training.background import Background
+from megajax.training.logs import MetricsLog
 from megajax.training.loop import Trainer
+from megajax.training.monitoring import Monitoring
 from megajax.training.tags import tag
 
 
@@ -82,6 +87,44 @@ def test_tags_have_a_group(name, expected):
     assert tag(name) == expected
 
 
+def test_the_services_get_each_number_of_a_line_by_its_tag(tmp_path, make_config):
+    """JSON has no NaN; a norm of each layer is a number of each layer, counted from 0; texts are in the file only."""
+    sent = []
+    log = MetricsLog(make_config(f"run.dir={tmp_path}"), 0, writer=True, send=lambda *found: sent.append(found))
+    nan, inf = float("nan"), float("inf")
+    values = {"loss": 2.5, "skipped": 1, "grad_norm": inf, "mfu": None, "slowest_host": "a1"}
+    log.write(3, values | {"grad_norm/layers": [0.5, nan], "expert_load": [1.0, nan, 1.5], "weight_norm/head": 4.0})
+    log.close()
+    (line,) = (tmp_path / "metrics.jsonl").read_text().splitlines()
+
+    def refuse(name):
+        raise AssertionError(f"{name} is not JSON")
+
+    found = json.loads(line, parse_constant=refuse)
+    assert abs(found.pop("time") - time.time()) < 60
+    lists = {"grad_norm/layers": [0.5, None], "expert_load": [1.0, None, 1.5], "weight_norm/head": 4.0}
+    assert found == {"step": 3, **values, "grad_norm": None, **lists}
+    (step, numbers), layers = sent[0], "norms/grad_norm/layers"
+    assert step == 3 and np.isnan(numbers.pop(f"{layers}/1"))
+    expected = {"train/loss": 2.5, "train/skipped": 1, "train/grad_norm": inf, f"{layers}/0": 0.5}
+    assert numbers == expected | {"norms/weight_norm/head": 4.0}
+
+
+@pytest.mark.parametrize("status", [DONE, STOPPED, MISTAKE, BAD_NUMBERS, LOST, INTERRUPTED])
+def test_a_run_that_was_stopped_has_not_failed(make_config, tmp_path, status):
+    """MLflow's status of a run that ends with each status, and the status and time of the event."""
+    mlflow = pytest.importorskip("mlflow")
+    hook, uri = f"logging.on_event=tee {tmp_path / 'event'}", f"file:{tmp_path / 'mlruns'}"
+    monitoring = Monitoring(make_config(f"run.dir={tmp_path}", f"logging.mlflow={uri}", hook), print)
+    monitoring.start(print)
+    monitoring.end(7, status, None)
+    run = mlflow.MlflowClient(tracking_uri=uri).get_run((tmp_path / "mlflow_id").read_text())
+    assert run.info.status == ("FINISHED" if status in (DONE, STOPPED) else "FAILED")
+    event = json.loads((tmp_path / "event").read_text())
+    assert (event["event"], event["step"], event["status"]) == ("end", 7, status)
+    assert abs(event["time"] - time.time()) < 60
+
+
 def records_of(log: bytes) -> list[bytes]:
     """The records of W&B's file of a run: LevelDB's log format after 7 bytes of W&B's own."""
     found, position = [b""], 7
@@ -134,6 +177,8 @@ def test_mlflow_has_the_numbers_the_config_and_the_status(build, tmp_path):
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     history = client.get_metric_history(found.info.run_id, "train/loss")
     assert [(entry.step, entry.value) for entry in history] == [(a["step"], a["loss"]) for a in lines if "loss" in a]
+    times = [(entry.timestamp / 1000, line["time"]) for entry, line in zip(history, lines, strict=False)]
+    assert all(abs(shown - logged) < 60 for shown, logged in times)  # seconds since 1970
     assert found.info.status == "FINISHED" and found.data.params["batch.sequence_length"] == "16"
     assert client.get_experiment(found.info.experiment_id).name == "tiny"
 
@@ -167,6 +212,7 @@ def test_prometheus_reads_the_newest_numbers(build, monkeypatch):
     run = trainer.config.run.name
     assert float(numbers[f'megajax_step{{run="{run}"}}']) == 2
     assert float(numbers[f'megajax_train_loss{{run="{run}"}}']) == loss
+    assert abs(float(numbers[f'megajax_logged_timestamp_seconds{{run="{run}"}}']) - time.time()) < 60
     assert f'megajax_checkpoint_seconds{{run="{run}"}}' in numbers
 
 

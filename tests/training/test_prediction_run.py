@@ -11,6 +11,7 @@ from megajax.errors import ConfigError
 from megajax.model import Transformer
 from megajax.plan import flops_per_token, parameter_count
 from megajax.training.loop import Trainer
+from megajax.training.step import with_modules
 
 MODEL = (
     "model={num_layers: 1, mtp_layers: 2, num_experts: 4, expert_ffn_hidden_size: 16}",
@@ -51,6 +52,15 @@ def test_a_run_resumes_on_another_mesh_and_its_model_is_used_without_modules(
     for k, module in enumerate(drafting.layers[1:]):
         np.testing.assert_array_equal(module["final_norm"], whole["blocks.mtp.final_norm"][k])
     assert len(drafting.layers) == len(drafting.state) == 3
+
+
+def test_metrics_of_modules_follow_those_of_the_layers(make_config):
+    """A dense layer, two with experts, a module: the last kind's metrics have the module's after theirs."""
+    model = make_config(*MODEL, "model={num_layers: 3, mtp_layers: 1, first_dense_layers: 1}").model
+    dense, layers, module = np.zeros((1, 2)), np.array([[1, 2], [3, 4]]), np.array([[5, 6]])
+    found = with_modules(model, {"dense": {"a": dense}, "moe": {"a": layers}, "mtp": {"a": module}})
+    assert list(found) == ["dense", "moe"] and found["dense"]["a"] is dense
+    np.testing.assert_array_equal(found["moe"]["a"], [[1, 2], [3, 4], [5, 6]])
 
 
 @pytest.mark.smoke

@@ -161,6 +161,20 @@ def ended(monkeypatch):
     return lambda seconds: statuses if came.wait(seconds) else []
 
 
+def test_process_0_logs_the_slowest_process_and_notes_it_once(make_config, processes):
+    (first, *_), _ = processes(3, 30.0)
+    seconds, said = {1: {"data": 0.3, "host": 0.2}, 2: {"data": 0.01, "host": 0.02}}, []
+    signs = {i: {"host": f"h{i}", "step": 1, "number": 1, "own_seconds": own} for i, own in seconds.items()}
+    watch = Watch(make_config())
+    watch.peers, first.signs = first, signs
+    for _ in range(2):
+        found = watch.slowest({"data": 0.02, "host": 0.03}, 0.6, said.append)
+    assert found.pop("slowest_own_seconds") == pytest.approx(0.5)
+    assert found.pop("others_own_seconds") == pytest.approx((0.05 + 0.03) / 2)
+    assert found == {"slowest_process": 1, "slowest_host": "h1"}
+    assert len(said) == 1 and "process 1 on host h1 needs 0.5 s of its own for a step of 0.6 s" in said[0]
+
+
 def test_a_step_that_hangs_ends_the_process_with_the_stacks_of_all_threads(make_config, tmp_path, ended, capfd):
     hook = f"logging.on_event=tee {tmp_path / 'event'}"
     config = make_config(f"run.dir={tmp_path}", "run.hang_min_seconds=1", hook)
