@@ -1,0 +1,1 @@
+"""Developers' proof that a change of the code changes no program; see `__main__.py`."""
