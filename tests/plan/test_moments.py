@@ -13,7 +13,9 @@ from megajax import Config
 from megajax.config.checks import check_mesh
 from megajax.config.optimizer_schema import OptimizerConfig
 from megajax.mesh import build_mesh
+from megajax.plan.candidates import Candidate
 from megajax.plan.optimizer import host_bytes, moment_bytes
+from megajax.plan.rates import H200
 from megajax.training.step import TrainProgram
 
 
@@ -53,3 +55,12 @@ def test_the_planner_counts_the_bytes_of_the_state(settings):
     assert on_device == pytest.approx(counted["device"], rel=1e-12)
     on_host = host_bytes(program.plan, program.placements)
     assert on_host == pytest.approx(counted["pinned_host"], rel=1e-12)
+
+
+def test_each_prediction_module_has_the_time_of_a_head():
+    seconds = []
+    for modules in range(3):
+        model = {"num_layers": 1, "hidden_size": 64, "num_heads": 4, "vocab_size": 4096, "mtp_layers": modules}
+        config = Config.model_validate({"model": model, "batch": {"global_size": 4, "sequence_length": 16}})
+        seconds.append(Candidate.of(config, check_mesh(config, 1)).time(H200).head)
+    assert seconds == pytest.approx([seconds[0] * heads for heads in (1, 2, 3)])
