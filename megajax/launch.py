@@ -220,7 +220,8 @@ class Launcher:
                 except InputError as error:  # a bucket that does not answer may do so again at the restart
                     _say(str(error))
                     step = newest
-                failures, newest = (failures + 1 if step == newest else 1), step
+                # A stop on request, even before the first checkpoint, is no failure: somebody needed the host.
+                failures, newest = (failures if step == newest else 0) + (status != STOPPED), step
                 if failures > self.max_restarts:
                     since = "without a checkpoint" if step is None else f"since the checkpoint of step {step}"
                     starts = counted(failures, "start")
@@ -231,7 +232,7 @@ class Launcher:
                 except ConfigError as error:
                     _say(f"no restart, because too few devices are left: {error}")
                     return _shell_status(status)
-                pause = min(2 ** (failures - 1), self.waits.longest_pause)
+                pause = min(2 ** max(failures - 1, 0), self.waits.longest_pause)
                 newest_is = "there is no checkpoint yet" if step is None else f"the newest checkpoint is of step {step}"
                 _say(f"restart in {pause} s on {counted(len(self.devices), 'device')}; {newest_is}")
                 end = time.monotonic() + pause

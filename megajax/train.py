@@ -9,9 +9,10 @@ from collections.abc import Callable, Iterator
 from megajax import threads
 from megajax.config import Config
 from megajax.config.cli import parse_command_line
-from megajax.console import INTERRUPTED, user_errors
+from megajax.console import INTERRUPTED, STOPPED, user_errors
 from megajax.runtime import keep_compiled, prepare_environment, process_start_time
 from megajax.training.leftovers import Leftovers
+from megajax.training.requests import STOP_SIGNALS, read_by_a_thread
 
 
 def main(argv: list[str]) -> int:
@@ -19,7 +20,7 @@ def main(argv: list[str]) -> int:
     with user_errors():
         config = parse_command_line(argv, "megajax.train")
         leftovers = Leftovers(config.run.dir)
-        with _interrupts_end_the_process(leftovers.remove):
+        with _signals_end_the_process(leftovers.remove):
             return _train(config, leftovers)
 
 
@@ -43,8 +44,8 @@ def _train(config: Config, leftovers: Leftovers) -> int:
 
 
 @contextlib.contextmanager
-def _interrupts_end_the_process(clean_up: Callable[[], None]) -> Iterator[None]:
-    """Ctrl-C ends the process immediately, even in a compilation, except while the trainer handles it.
+def _signals_end_the_process(clean_up: Callable[[], None]) -> Iterator[None]:
+    """Ctrl-C and requests to stop end the process immediately, even in a compilation, except while the trainer runs.
 
     Python runs a handler only between two steps of the main thread, which waits for XLA. So the signal's number comes
     through a pipe to another thread.
@@ -52,27 +53,34 @@ def _interrupts_end_the_process(clean_up: Callable[[], None]) -> Iterator[None]:
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
 
-    def end() -> None:
-        while (number := os.read(reader, 1)) != bytes([signal.SIGINT]):
-            if not number:
-                return os.close(reader)
-        print("\nmegajax: error: interrupted.", file=sys.stderr, flush=True)
-        try:
-            clean_up()
-        finally:
-            os._exit(INTERRUPTED)
+    def wait() -> None:
+        while number := os.read(reader, 1):
+            if signal.getsignal(number[0]) is not read_by_a_thread:  # the trainer has it
+                continue
+            interrupted = number[0] == signal.SIGINT
+            stopped = "megajax: stopped on request before the first step: there is nothing to save."
+            print("\nmegajax: error: interrupted." if interrupted else stopped, file=sys.stderr, flush=True)
+            try:
+                clean_up()
+            finally:
+                os._exit(INTERRUPTED if interrupted else STOPPED)
+        os.close(reader)
 
     try:
-        before = signal.signal(signal.SIGINT, lambda *_: None), signal.set_wakeup_fd(writer)
+        before = {number: signal.signal(number, read_by_a_thread) for number in (signal.SIGINT, *STOP_SIGNALS)}
     except ValueError:  # only the main thread may set signal handlers
+        os.close(reader)
+        os.close(writer)
         yield
         return
-    threads.start("the wait for Ctrl-C", end)
+    wakeup = signal.set_wakeup_fd(writer)
+    threads.start("the wait for signals", wait)
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before[0])
-        signal.set_wakeup_fd(before[1])
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        signal.set_wakeup_fd(wakeup)
         os.close(writer)  # ends the thread
 
 

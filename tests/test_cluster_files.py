@@ -1,6 +1,5 @@
 """The files for clusters: linted, and in agreement with the trainer's exit statuses, variables and packages."""
 
-import functools
 import os
 import re
 import shutil
@@ -57,7 +56,7 @@ def submit(tmp_path):
         (tmp_path / "ran").write_text("")
         path = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", "SRUN": str(status), "SAVES": SAVES}
         command = ["bash", SBATCH, "c.yaml", "mesh.fsdp=-1"]
-        done = subprocess.run(command, env=path | environment, capture_output=True, text=True)
+        done = subprocess.run(command, env=path | environment, capture_output=True, text=True, cwd=tmp_path)
         ran = (tmp_path / "ran").read_text().splitlines()
         assert " --print-config " in ran[0] and "--ntasks=1 " in ran[0]
         return done.returncode, ran[1:]
@@ -73,27 +72,32 @@ def test_slurm_requeues_stops_and_lost_processes_only(submit, status):
     assert ran == [train] + (["scontrol requeue 7 []"] if status in AGAIN else [])
 
 
-def test_slurm_requeues_three_times_and_then_only_after_a_newer_checkpoint(submit, tmp_path):
-    assert len(submit(4, SAVES=":", SLURM_RESTART_COUNT="2")[1]) == 2  # a node may be lost before the first one
-    later = functools.partial(submit, SLURM_RESTART_COUNT="3")
-    assert len(later(4, SAVES=":")[1]) == 1
-    partial = tmp_path / "my run" / "checkpoints" / "100.orbax-checkpoint-tmp"
-    assert len(later(4, SAVES=f"mkdir '{partial}'")[1]) == 1
+def test_slurm_requeues_after_three_failures_in_a_row_without_a_newer_checkpoint(submit, tmp_path):
+    def requeued(*ends, **settings):
+        return [len(submit(status, SAVES=saves, **settings)[1]) == 2 for status, saves in ends]
+
+    partial = f"mkdir -p '{tmp_path / 'my run' / 'checkpoints' / '100.orbax-checkpoint-tmp'}'"
+    fails, saves = (4, partial), (137, f"mkdir '{tmp_path / 'my run' / 'checkpoints' / '100'}'")
+    assert requeued(fails, fails, fails, fails) == [True, True, True, False]
+    assert requeued(fails) == [True]  # the same job, submitted again
+    # Progress resets the number, which stops on request do not change.
+    assert requeued(fails, saves, fails, (75, ":"), (75, ":"), fails, fails) == [True] * 6 + [False]
     # In a bucket: the log names the last save.
     shutil.rmtree(tmp_path / "my run" / "checkpoints")
     (tmp_path / "my run" / "checkpoints").write_text("gs://bucket/run")
     metrics = tmp_path / "my run" / "metrics.jsonl"
     metrics.write_text('{"step": 90, "checkpoint_step": 90, "checkpoint_gb": 1.0}\n')
-    assert len(later(4, SAVES=":")[1]) == 1
     line = '{"step": 100, "checkpoint_step": 100, "checkpoint_gb": 1.0}'
-    assert len(later(4, SAVES=f"echo '{line}' >> '{metrics}'")[1]) == 2
+    saves = (4, f"echo '{line}' >> '{metrics}'")
+    assert requeued((4, ":"), (4, ":"), (4, ":"), saves, (4, ":"), (4, ":"), (4, ":")) == [True] * 6 + [False]
+    assert not list(tmp_path.glob("*.failures"))
 
 
-def test_a_slurm_task_alone_on_its_node_gets_all_gpus_and_requeues_end(submit):
+def test_a_slurm_task_alone_on_its_node_gets_all_gpus_and_requeues_end(submit, tmp_path):
     _, ran = submit(4, SLURM_NTASKS_PER_NODE="1", SLURM_GPUS_ON_NODE="4", SLURM_RESTART_COUNT="5", MEGAJAX_REQUEUES="5")
     assert len(ran) == 1 and ran[0].endswith("[0,1,2,3]")
     _, ran = submit(0, MEGAJAX_IMAGE="image", MEGAJAX_MOUNTS="/data:/data:ro,/scratch")
-    assert f"--container-mounts={os.getcwd()}:{os.getcwd()},/data:/data:ro,/scratch " in ran[0]
+    assert f"--container-mounts={tmp_path}:{tmp_path},/data:/data:ro,/scratch " in ran[0]
     assert "--container-image=image" in ran[0] and " python -m megajax.train" in ran[0]
 
 

@@ -119,6 +119,7 @@ def test_the_end_of_the_time_limit_is_passed_on(run):
 
 def test_it_gives_up_after_crashes_without_progress_and_a_checkpoint_resets_their_number(run):
     assert run(4, 4, CRASH, max_restarts=2)[:2] == (137, 3)
+    assert run(4, 75, 75, 4, CRASH, max_restarts=2)[:2] == (137, 5)  # stops on request do not count
     status, starts, errors = run("{save}; raise SystemExit(4)", 4, "{save}; raise SystemExit(4)", 4, 4, max_restarts=2)
     assert (status, starts) == (4, 5)
     assert "restart in 0 s on 2 devices; the newest checkpoint is of step 3" in errors

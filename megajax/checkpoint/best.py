@@ -35,12 +35,16 @@ class BestByLoss(policies.PreservationPolicy):
         return {}
 
     def forget(self, step: int) -> None:
-        """The checkpoint of `step` is written again: an older one's loss is not its own."""
-        self._losses.pop(str(step), None)
+        """The checkpoint of `step` is written again: an older one's loss is not its own, nor after a restart."""
+        if self._losses.pop(str(step), None) is not None:
+            self._write()
 
     def set(self, step: int, loss: float) -> None:
         """The evaluation loss of the checkpoint of `step`; all processes call this."""
         self._losses[str(step)] = loss
+        self._write()
+
+    def _write(self) -> None:
         if jax.process_index() == 0:
             write_text(self._path, json.dumps(self._losses))
 

@@ -139,7 +139,8 @@ class Checkpoints:
         size = sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
         start, error = time.perf_counter(), None
         if self._best is not None:
-            self._best.forget(step)
+            with contextlib.suppress(Exception):  # of a full disk or a bucket: the save itself will report it
+                self._best.forget(step)
         try:
             self._manager.save(step, args=args)
         except Exception as problem:  # any error of orbax or the file system

@@ -8,6 +8,7 @@ import time
 
 from megajax import threads
 from megajax.messages import Failure, Messages, next_name
+from megajax.training.requests import STOP_SIGNALS, read_by_a_thread
 
 
 def deadline(minutes: float | None, start_time: float) -> float | None:
@@ -21,7 +22,7 @@ class StopSignals:
     After the first Ctrl-C the handler from before the context is active again.
     """
 
-    SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+    SIGNALS = (*STOP_SIGNALS, signal.SIGINT)
 
     def __init__(self, step: int = 0, deadline: float | None = None):
         """`step`: number of steps so far; `deadline`: as of time.monotonic()."""
@@ -41,7 +42,9 @@ class StopSignals:
 
     def __exit__(self, *_: object) -> None:
         for number, handler in self._before.items():
-            signal.signal(number, handler)
+            # A request during the last save changes nothing: the thread would end the process before it is complete.
+            if number == signal.SIGINT or handler is not read_by_a_thread:
+                signal.signal(number, handler)
         if self._before:
             signal.set_wakeup_fd(self._wakeup)
         if self._agreement is not None:

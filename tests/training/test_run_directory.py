@@ -318,12 +318,16 @@ def test_a_refused_start_leaves_nothing_behind(start, tmp_path):
     assert again.finish() == 2 and files(tmp_path / "runs" / "run")  # the index that it read
 
 
-def test_ctrl_c_before_the_first_step_leaves_nothing_behind(start, tmp_path):
+@pytest.mark.parametrize(
+    ("number", "status", "word"),
+    [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 75, "stopped on request"), (signal.SIGUSR1, 75, "stopped")],
+)
+def test_a_signal_before_the_first_step_leaves_nothing_behind(start, tmp_path, number, status, word):
     path = tmp_path / "runs" / "run"
     run = start(f"run.dir={path}", JAX_ENABLE_COMPILATION_CACHE="false")
     assert run.read_until((path / "lock").exists)
-    run.process.send_signal(signal.SIGINT)
-    assert run.finish() == 130 and "interrupted" in run.output
+    run.process.send_signal(number)
+    assert run.finish() == status and word in run.output
     assert not (tmp_path / "runs").exists()
 
 
