@@ -244,22 +244,30 @@ def user_errors() -> Iterator[None]:
         try:
             yield
             sys.stdout.flush()
-        except UserError as error:
-            _fail(str(error), CRASH if isinstance(error, ThreadError) else MISTAKE)
         except BrokenPipeError:  # for example, a pager was closed
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            raise SystemExit(0) from None
-        except OSError as error:
-            if error.errno in UNUSABLE:
-                name = shown(error.filename or "a file")
-                _fail(f"{name} cannot be opened ({error.strerror}): {UNUSABLE[error.errno]}.", MISTAKE)
-            if error.errno not in CURES:
+            raise SystemExit(DONE) from None
+        except (UserError, OSError, KeyboardInterrupt) as error:
+            if (found := outcome(error)) is None:
                 raise
-            _fail(
-                f"{error.filename or 'a file'} could not be written ({error.strerror}): {CURES[error.errno]}.", MISTAKE
-            )
-        except KeyboardInterrupt:
-            _fail("interrupted.", INTERRUPTED)
+            _fail(*found)
+
+
+def outcome(error: BaseException) -> tuple[str, int] | None:
+    """The sentence and the exit status of an error that ends a command; None if it is no mistake of the user's."""
+    if isinstance(error, UserError):
+        return str(error), CRASH if isinstance(error, ThreadError) else MISTAKE
+    if isinstance(error, KeyboardInterrupt):
+        return "interrupted.", INTERRUPTED
+    if isinstance(error, BrokenPipeError):
+        return "nobody reads the output.", DONE
+    if isinstance(error, OSError) and error.errno in UNUSABLE:
+        name = shown(error.filename or "a file")
+        return f"{name} cannot be opened ({error.strerror}): {UNUSABLE[error.errno]}.", MISTAKE
+    if isinstance(error, OSError) and error.errno in CURES:
+        name = error.filename or "a file"
+        return f"{name} could not be written ({error.strerror}): {CURES[error.errno]}.", MISTAKE
+    return None
 
 
 def _fail(sentence: str, status: int) -> NoReturn:

@@ -9,8 +9,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from megajax.config import Config
-from megajax.console import DONE, INTERRUPTED, MISTAKE, STOPPED
-from megajax.errors import UserError
+from megajax.console import CRASH, DONE, STOPPED, outcome
 from megajax.training import events
 from megajax.training.background import Background
 from megajax.training.logs import CONSOLE
@@ -57,10 +56,8 @@ class Monitoring:
             return
         text = self._kept.last
         if error is not None:
-            status = (
-                MISTAKE if isinstance(error, UserError) else INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1
-            )
-            text = f"megajax: error: {str(error) or type(error).__name__}"
+            sentence, status = outcome(error) or (str(error) or type(error).__name__, CRASH)
+            text = f"megajax: error: {sentence}"
             CONSOLE.info(text)
         failed = status not in (DONE, STOPPED)
         self.event("end", step, text, status)

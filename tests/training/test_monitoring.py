@@ -1,5 +1,6 @@
 """What follows a run: W&B, MLflow, Prometheus, events and the console's text. None of them ends or delays a run."""
 
+import errno
 import http.server
 import json
 import re
@@ -17,8 +18,8 @@ import jax
 import numpy as np
 import pytest
 
-from megajax.console import BAD_NUMBERS, DONE, INTERRUPTED, LOST, MISTAKE, STOPPED
-from megajax.errors import ConfigError, InputError
+from megajax.console import BAD_NUMBERS, DONE, INTERRUPTED, LOST, MISTAKE, STOPPED, user_errors
+from megajax.errors import ConfigError, InputError, ThreadError
 from megajax.training import trackers
 from megajax.training.background import Background
 from megajax.training.logs import MetricsLog
@@ -123,6 +124,27 @@ def test_a_run_that_was_stopped_has_not_failed(make_config, tmp_path, status):
     event = json.loads((tmp_path / "event").read_text())
     assert (event["event"], event["step"], event["status"]) == ("end", 7, status)
     assert abs(event["time"] - time.time()) < 60
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        InputError("no data: give some."),
+        ThreadError("a thread ended."),
+        OSError(errno.ENOSPC, "No space left on device", "metrics.jsonl"),
+        BrokenPipeError(errno.EPIPE, "Broken pipe"),
+        KeyboardInterrupt(),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_the_event_of_an_error_has_the_exit_status_of_the_command(make_config, tmp_path, error, monkeypatch):
+    monkeypatch.setattr("sys.stdout", (tmp_path / "stdout").open("w"))  # a closed pipe is replaced by /dev/null
+    with pytest.raises(SystemExit) as ended, user_errors():
+        raise error
+    monitoring = Monitoring(make_config(f"run.dir={tmp_path}", f"logging.on_event=tee {tmp_path / 'event'}"), print)
+    monitoring.start(print)
+    monitoring.end(7, None, error)
+    assert json.loads((tmp_path / "event").read_text())["status"] == ended.value.code
 
 
 def records_of(log: bytes) -> list[bytes]:
